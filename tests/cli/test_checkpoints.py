@@ -191,17 +191,17 @@ def test_a_root_that_cannot_be_read_is_one_line(checkpoints, root, monkeypatch, 
 
 
 MISTAKES = {
-    "list: no folder": (["list", "nope"], "list: no such folder: 'nope'; check the path"),
-    "list: an empty path": (["list", ""], "list: no such folder: ''; check the path"),
-    "verify: an empty path": (["verify", "--all", ""], "verify: no such folder: ''; check the path"),
+    "list: no folder": (["list", "nope"], "list: no such folder: 'nope'. Check the path."),
+    "list: an empty path": (["list", ""], "list: no such folder: ''. Check the path."),
+    "verify: an empty path": (["verify", "--all", ""], "verify: no such folder: ''. Check the path."),
     "list: a file": (["list", "root/step-00000001/manifest.json"], "list: no such folder: "),
     "list: a step": (
         ["list", "root/step-00000001"],
-        "list: 'root/step-00000001' is the folder of one step; name the folder that",
+        "list: 'root/step-00000001' is the folder of one step. Name the folder that",
     ),
-    "verify: no folder": (["verify", "nope"], "verify: no such folder: 'nope'; check the path"),
-    "verify: nothing there": (["verify", "."], "verify: no checkpoints in '.'; name a step"),
-    "verify: nothing there at all": (["verify", "--all", "."], "verify: no checkpoints in '.'; name a step"),
+    "verify: no folder": (["verify", "nope"], "verify: no such folder: 'nope'. Check the path."),
+    "verify: nothing there": (["verify", "."], "verify: no checkpoints in '.'. Name a step"),
+    "verify: nothing there at all": (["verify", "--all", "."], "verify: no checkpoints in '.'. Name a step"),
     "verify: all of a step": (["verify", "--all", "root/step-00000001"], "verify: 'root/step-00000001' is the folder of one"),
 }
 

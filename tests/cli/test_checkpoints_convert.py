@@ -50,11 +50,11 @@ def test_convert_options_reach_the_conversion(checkpoints, root):
 
 MISTAKES = {
     "no source": (["nope", "out", "--to", "hf"], 2, "source must exist, got "),
-    "an empty path": (["", "out", "--to", "hf"], 2, "a path is empty; name the checkpoint"),
+    "an empty path": (["", "out", "--to", "hf"], 2, "SRC and DST must not be empty. Name the checkpoint"),
     "target": (["root", "out", "--to", "gguf"], 2, "to must be one of hf, dtrain, dcp, safetensors, got 'gguf'"),
     "existing": (["root", "root", "--to", "hf"], 2, "destination must not exist"),
     "size": (["root", "out", "--to", "hf", "--max-shard-size", "huge"], 2, "--max-shard-size must be a size as in 5GB"),
-    "tie": (["root", "out", "--to", "hf", "--tie", "x"], 2, "--tie takes ALIAS=NAME, got 'x'"),
+    "tie": (["root", "out", "--to", "hf", "--tie", "x"], 2, "--tie must be ALIAS=NAME, got 'x'"),
     "trust": (["x.pt", "out", "--to", "hf"], 2, "is a pickle, and reading it runs its code. Pass trust (--trust)"),
     "nothing there": (["empty", "out", "--to", "hf"], 1, "source must be a checkpoint of dtrain"),
     "a state": (["root", "out", "--to", "hf", "--state", "gan"], 1, "(one state without a name), got 'gan'"),

@@ -153,10 +153,10 @@ def test_diff_does_not_compare_damaged_bytes(checkpoints, root):
 
 
 MISTAKES = {
-    "show: no folder": (["show", "nope"], "show: no such folder: 'nope'; check the path"),
-    "show: nothing there": (["show", "."], "show: no checkpoints in '.'; name a step"),
-    "diff: no folder": (["diff", "root", "nope"], "diff: no such folder: 'nope'; check the path"),
-    "diff: nothing there": (["diff", ".", "root"], "diff: no checkpoints in '.'; name a step"),
+    "show: no folder": (["show", "nope"], "show: no such folder: 'nope'. Check the path."),
+    "show: nothing there": (["show", "."], "show: no checkpoints in '.'. Name a step"),
+    "diff: no folder": (["diff", "root", "nope"], "diff: no such folder: 'nope'. Check the path."),
+    "diff: nothing there": (["diff", ".", "root"], "diff: no checkpoints in '.'. Name a step"),
 }
 
 

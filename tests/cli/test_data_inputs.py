@@ -113,10 +113,10 @@ def test_a_folder_that_save_to_disk_wrote_is_read_in_its_own_order(here):
     (folder / "dataset_info.json").write_text("{}")
     (here / "set" / "dataset_dict.json").write_text(json.dumps({"splits": ["train"]}))
     assert read("set/train") == ROWS
-    with pytest.raises(ConfigError, match=r"'set' has the splits train; name one, as in set/train$"):
+    with pytest.raises(ConfigError, match=r"'set' has the splits train\. Name one, as in set/train\.$"):
         read("set")
     (folder / "state.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"'set/train' is no folder that Dataset.save_to_disk wrote"):
+    with pytest.raises(ConfigError, match=r"'set/train' is not a folder that Dataset.save_to_disk wrote"):
         read("set/train")
 
 
@@ -155,13 +155,13 @@ def test_a_pattern_crosses_folders_and_a_file_of_that_name_comes_first(here):
 
 
 WRONG_SOURCES = {
-    "nothing": ([""], None, "a source is empty; name a file, a folder or a pattern"),
-    "no file": (["nope.jsonl"], None, "no such file or folder: 'nope.jsonl'; check the path"),
-    "no match": (["*.jsonl"], None, r"no file matches '\*.jsonl'; \*\* crosses folders"),
-    "a name that says nothing": (["data.bin"], None, "'data.bin': its name does not tell how to read it; say how with --from"),
-    "an empty folder": (["empty"], None, "'empty': it has no files; say how with --from"),
-    "a folder of others": (["others"], None, "'others': none of its 1 files has a name that tells how to read it; say how"),
-    "a file for a folder": (["data.bin"], "hf", "'data.bin' is a file, and --from hf reads folders; say how"),
+    "nothing": ([""], None, "a source must not be empty. Name a file, a folder or a pattern."),
+    "no file": (["nope.jsonl"], None, "no such file or folder: 'nope.jsonl'. Check the path."),
+    "no match": (["*.jsonl"], None, r"no file matches '\*.jsonl'. Use \*\* to match across folders"),
+    "a name that says nothing": (["data.bin"], None, "'data.bin': the format cannot be inferred from the name. Pass --from"),
+    "an empty folder": (["empty"], None, "'empty': it has no files. Pass --from"),
+    "a folder of others": (["others"], None, "'others': none of its 1 files has a name with a known format. Pass --from"),
+    "a file for a folder": (["data.bin"], "hf", "'data.bin' is a file, but --from hf reads folders. Pass --from"),
     "an unknown server": (["gopher://x/y"], None, "got gopher://"),
 }
 
@@ -177,14 +177,14 @@ def test_a_source_that_cannot_be_is_refused(here, sources, kind, expected):
 
 
 BAD_CONTENT = {
-    "no JSON": ("a.jsonl", b'{"a": 1}\n{"a": ', "a.jsonl, line 2: is no JSON: "),
+    "no JSON": ("a.jsonl", b'{"a": 1}\n{"a": ', "a.jsonl, line 2: is not JSON: "),
     "no object": ("a.jsonl", b"\n[1]\n", "a.jsonl, line 2: is a JSON list, not an object with columns"),
-    "too deep": ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: is no JSON: "),
+    "too deep": ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: is not JSON: "),
     "no UTF-8": ("a.txt", b"eins\n\xe9\n", "a.txt, line 2: is not UTF-8: unexpected end of data at byte 0"),
     "no UTF-8 in a table": ("a.csv", b"a,b\n\xe9,1\n", "a.csv: 'utf-8' codec can't decode byte 0xe9"),
     "a row that is short": ("a.csv", b"a,b\n1,2\n3\n", "a.csv, line 3: has 1 values for 2 columns"),
-    "no head": ("a.csv", b"", "a.csv: its first line must name each column once, got None"),
-    "one column twice": ("a.csv", b"a,a\n", r"a.csv: its first line must name each column once, got \['a', 'a'\]"),
+    "no head": ("a.csv", b"", "a.csv: the first line must name each column once, got None"),
+    "one column twice": ("a.csv", b"a,a\n", r"a.csv: the first line must name each column once, got \['a', 'a'\]"),
     "an open quote": ("a.csv", b'a,b\n"1,2\n', "a.csv: unexpected end of data"),
     "no Parquet": ("a.parquet", b"no parquet here", "a.parquet: "),
 }
@@ -210,7 +210,7 @@ def test_columns_are_picked_and_text_is_read_as_the_number_that_it_stands_for():
     ("chosen", "expected"),
     [
         pytest.param({"d": None}, "sample 0 has no column 'd'; it has a", id="missing"),
-        pytest.param({"a": "uint8"}, "sample 0: column 'a' holds 'x', which is no int", id="no number"),
+        pytest.param({"a": "uint8"}, "sample 0: column 'a' holds 'x', which is not int", id="no number"),
     ],
 )
 def test_a_sample_without_what_was_chosen_is_an_error(chosen, expected):

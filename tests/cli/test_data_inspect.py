@@ -76,7 +76,7 @@ def test_json_has_stable_fields(data, shards):
             "smallest",
             "largest",
             "bytes",
-            "encode_raw",
+            "raw_bytes",
             "compressions",
         ),
         *("digests", "without_digests", "columns", "files", "head", "problems"),
@@ -84,7 +84,7 @@ def test_json_has_stable_fields(data, shards):
     assert {"url": "shards", "path": str(shards), "indexed": True, "formats": ["mds"], "samples": 20}.items() <= found.items()
     assert (found["columns"], found["problems"], len(found["files"])) == (COLUMNS, None, found["shards"])
     first = found["files"][0]
-    assert list(first) == ["name", "format", "samples", "bytes", "encode_raw", "compression", "digests"]
+    assert list(first) == ["name", "format", "samples", "bytes", "raw_bytes", "compression", "digests"]
     assert (first["name"], first["compression"], first["digests"]) == ("shard.00000.mds.zstd", "zstd", ["sha1", "xxh64"])
     assert found["bytes"] == sum((shards / name).stat().st_size for name in names(shards))
 
@@ -181,12 +181,12 @@ def test_nothing_is_changed(data, shards):
 
 
 MISTAKES = {
-    "an empty URL": ([""], "URL is empty; name the folder that shards are in"),
+    "an empty URL": ([""], "URL must not be empty. Name the folder of shards."),
     "no folder": (["nope"], ""),
     "nothing there": (["empty"], ""),
     "an unknown format": (["shards", "--format", "hdf5"], "--format must be one of mds, parquet, jsonl, text, tar, got 'hdf5'"),
     "another format": (["shards", "--format", "tar"], ""),
-    "a number": (["shards", "--head", "few"], "--head must be a whole number of at least 0, got 'few'"),
+    "a number": (["shards", "--head", "few"], "--head must be an integer of at least 0, got 'few'"),
 }
 
 

@@ -106,7 +106,7 @@ def test_json_says_what_was_written(data, here):
     (here / "a.txt").write_text("abcdef")
     done = json.loads(data("write", "rows.jsonl", "out", "--json")[1])
     assert {"path": str(here / "out"), "format": "mds", "samples": 40, "shards": 1}.items() <= done.items()
-    assert list(done) == ["path", "format", "samples", "shards", "bytes", "encode_raw"]
+    assert list(done) == ["path", "format", "samples", "shards", "bytes", "raw_bytes"]
     done = json.loads(data("write", "a.txt", "tokens", "--tokenizer", "bytes", "--concat", "4", "--json")[1])
     assert {"samples": 1, "documents": 1, "tokens": 6, "left_out": 2}.items() <= done.items()
 
@@ -126,7 +126,7 @@ def test_a_folder_that_has_a_dataset_is_refused_and_stays_as_it_is(data, here):
     before = {name: (here / "out" / name).read_bytes() for name in os.listdir("out")}
     code, out, err = data("write", "rows.jsonl", "out")
     assert (code, out) == (2, "")
-    assert err == "dtrain: data: write: OUT 'out' has a dataset already; name another folder, or remove it first\n"
+    assert err == "dtrain: data: write: OUT 'out' has a dataset already. Name another folder, or remove the dataset first.\n"
     assert {name: (here / "out" / name).read_bytes() for name in os.listdir("out")} == before
 
 
@@ -142,7 +142,7 @@ def test_a_source_that_breaks_off_leaves_no_dataset(data, here):
         file.write('{"text": \n')
     code, out, err = data("write", "rows.jsonl", "out", "--size-limit", "300")
     assert (code, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith("dtrain: data: write: rows.jsonl, line 41: is no JSON: ")
+    assert err.startswith("dtrain: data: write: rows.jsonl, line 41: is not JSON: ")
     assert not (here / "out" / "index.json").exists()
 
 
@@ -169,9 +169,9 @@ def test_ctrl_c_leaves_no_dataset_and_the_same_command_writes_it_then(data, here
 
 
 MISTAKES = {
-    "no source": (["nope.jsonl", "out"], "no such file or folder: 'nope.jsonl'; check the path"),
-    "an empty out": (["rows.jsonl", ""], "OUT is empty; name the new folder or URL"),
-    "out is a file": (["rows.jsonl", "rows.jsonl"], "OUT 'rows.jsonl' is a file; name a folder or URL that is not there yet"),
+    "no source": (["nope.jsonl", "out"], "no such file or folder: 'nope.jsonl'. Check the path."),
+    "an empty out": (["rows.jsonl", ""], "OUT must not be empty. Name the new folder or URL."),
+    "out is a file": (["rows.jsonl", "rows.jsonl"], "OUT 'rows.jsonl' is a file. Name a new folder or URL."),
     "kind": (["rows.jsonl", "out", "--from", "xml"], "--from must be one of jsonl, csv, tsv, parquet, lines, documents, "),
     "format": (["rows.jsonl", "out", "--format", "hdf5"], "--format must be one of mds, parquet, jsonl, text, tar, got 'hdf5'"),
     "compression": (["rows.jsonl", "out", "--compression", "rar"], "compression 'rar' is unknown; known: "),
@@ -179,25 +179,25 @@ MISTAKES = {
     "hash": (["rows.jsonl", "out", "--hash", "crc"], "hash 'crc' is unknown; known: "),
     "hashes": (
         ["rows.jsonl", "out", "--hash", "md5,,"],
-        "--hash takes different names with commas between, or none; got 'md5,,'",
+        "--hash must be different names with commas between, or none, got 'md5,,'",
     ),
     "size": (["rows.jsonl", "out", "--size-limit", "big"], "--size-limit must be a size as in 64MiB or 100MB, got 'big'"),
-    "columns": (["rows.jsonl", "out", "--columns", "a,,b"], "--columns takes NAME or NAME:ENCODING with commas between, each"),
+    "columns": (["rows.jsonl", "out", "--columns", "a,,b"], "--columns must be NAME or NAME:ENCODING with commas between, got"),
     "encoding": (["rows.jsonl", "out", "--columns", "text:utf9"], "column 'text': encoding 'utf9' is unknown; known: "),
-    "a tokenizer alone": (["rows.jsonl", "out", "--tokenizer", "bytes"], "--tokenizer needs --concat N, too; "),
-    "windows alone": (["rows.jsonl", "out", "--concat", "8"], "--concat needs --tokenizer NAME, too; "),
-    "an end alone": (["rows.jsonl", "out", "--end", "x"], "--end and --text are about tokens; give --tokenizer NAME"),
+    "a tokenizer alone": (["rows.jsonl", "out", "--tokenizer", "bytes"], "--tokenizer needs --concat N, too. "),
+    "windows alone": (["rows.jsonl", "out", "--concat", "8"], "--concat needs --tokenizer NAME, too. "),
+    "an end alone": (["rows.jsonl", "out", "--end", "x"], "--end and --text need a tokenizer. Pass --tokenizer NAME"),
     "a window": (
         ["rows.jsonl", "out", "--tokenizer", "bytes", "--concat", "1"],
-        "--concat must be a whole number of at least 2, got '1'",
+        "--concat must be an integer of at least 2, got '1'",
     ),
     "windows of text": (
         ["rows.jsonl", "out", "--tokenizer", "bytes", "--concat", "8", "--format", "text"],
-        "--format text has lines of text, no tokens; take mds, parquet, jsonl or tar",
+        "--format text has lines of text, but no tokens. Use mds, parquet, jsonl or tar.",
     ),
     "columns of windows": (
         ["rows.jsonl", "out", "--tokenizer", "bytes", "--concat", "8", "--columns", "text"],
-        "--columns and --tokenizer exclude each other: windows have the one column tokens; see --text",
+        "--columns and --tokenizer exclude each other, because windows have one column, tokens. Use --text.",
     ),
 }
 
@@ -212,7 +212,7 @@ def test_a_mistake_is_one_line_and_leaves_nothing(data, here, args, expected):
 
 WRONG_SAMPLES = {
     "a column is missing": ('{"text": "x"}\n{"label": 1}\n', ["--columns", "text"], "sample 1 has no column 'text'; it has "),
-    "no number": ('{"label": "x"}\n', ["--columns", "label:int"], "sample 0: column 'label' holds 'x', which is no int"),
+    "no number": ('{"label": "x"}\n', ["--columns", "label:int"], "sample 0: column 'label' holds 'x', which is not int"),
     "no text": ('{"text": 1}\n', ["--tokenizer", "bytes", "--concat", "4"], "sample 0: column 'text' holds int, not text; "),
 }  # fmt: skip
 

@@ -9,8 +9,8 @@ import sys
 from dataclasses import replace
 
 import pytest
-from cli.test_findings import CUDA_TORCH, GPUS, SOUND, with_gpus, with_variables
 
+from cli.test_env_checks import CUDA_TORCH, GPUS, SOUND, with_gpus, with_variables
 from dtrain.cli import env_facts
 from dtrain.cli.env import env as env_command
 from dtrain.cli.env import format_facts

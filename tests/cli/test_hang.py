@@ -22,7 +22,7 @@ def test_what_was_written_down_is_shown(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("below", "says"),
     [
-        pytest.param("gone", "dtrain: hang: there is no folder ", id="no-folder"),
+        pytest.param("gone", "dtrain: hang: path must be an existing folder, got ", id="no-folder"),
         pytest.param("", "dtrain: hang: no rank has written anything down in ", id="nothing-there"),
     ],
 )

@@ -44,7 +44,7 @@ MISTAKES = {
     "zero ranks": (["-n", "0", "good.py"], "launch: -n must be from 1 to 256, got 0"),
     "negative ranks": (["-n", "-1", "good.py"], "launch: -n must be from 1 to 256, got -1"),
     "too many ranks": (["-n", "1000000", "good.py"], "launch: -n must be from 1 to 256, got 1000000"),
-    "ranks in letters": (["-n", "x", "good.py"], "launch: -n must be a whole number, got 'x'"),
+    "ranks in letters": (["-n", "x", "good.py"], "launch: -n must be an integer, got 'x'"),
     "no number": (["-n"], "launch: option '-n' requires an argument"),
     "unknown option": (["--fast", "good.py"], "launch: no such option: --fast"),
     "unknown short option": (["-z", "good.py"], "launch: no such option: -z"),

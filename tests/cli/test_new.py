@@ -174,7 +174,7 @@ def test_a_file_that_is_there_stays_unless_forced(new, tmp_path):
     (tmp_path / "loop.py").write_text("mine")
     code, out, err = new("loop.py")
     assert (code, out, (tmp_path / "loop.py").read_text()) == (2, "", "mine")
-    assert err == "dtrain: new: 'loop.py' is there already; give another name, or --force to write over it\n"
+    assert err == "dtrain: new: 'loop.py' exists already. Choose another name, or pass --force to overwrite it.\n"
     assert new("loop.py", "--force")[0] == 0
     assert "dt.init_dist" in (tmp_path / "loop.py").read_text()
 
@@ -197,10 +197,10 @@ MISTAKES = {
     "only the ending": ([".py"], "new: LOOP must be a name of letters, digits"),
     "a quotation mark": (['a".py'], "new: LOOP must be a name of letters, digits"),
     "a line end": (["a\n.py"], "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got 'a\\n.py'; "),
-    "no folder": (["nope/loop.py"], "new: no such folder: 'nope'; make it first, or choose another"),
-    "a folder": (["folder.py"], "new: 'folder.py' is a folder; give a file in it, as in folder.py/loop.py"),
-    "a folder, forced": (["folder.py", "--force"], "new: 'folder.py' is a folder; give a file in it"),
-    "torch": (["torch.py"], "new: a loop in 'torch.py' would be imported in place of the module 'torch'; give another name"),
+    "no folder": (["nope/loop.py"], "new: no such folder: 'nope'. Create the folder, or choose another."),
+    "a folder": (["folder.py"], "new: 'folder.py' is a folder. Name a file in it, as in folder.py/loop.py."),
+    "a folder, forced": (["folder.py", "--force"], "new: 'folder.py' is a folder. Name a file in it"),
+    "torch": (["torch.py"], "new: LOOP must not shadow the module 'torch', got 'torch.py'. Use another name"),
     "standard library": (["random.py"], "new: a loop in 'random.py' would be imported in place of the module 'random'; "),
 }
 
@@ -220,13 +220,13 @@ def test_a_folder_that_cannot_be_written_is_one_line(new, tmp_path):
     (tmp_path / "closed").mkdir(mode=0o500)
     code, _, err = new("closed/loop.py")
     assert code == 1
-    assert err == "dtrain: new: 'closed/loop.py' cannot be written: Permission denied; give another place\n"
+    assert err == "dtrain: new: 'closed/loop.py' cannot be written: Permission denied. Choose another path.\n"
 
 
 def test_a_full_disk_is_one_line(new, tmp_path):
     (tmp_path / "loop.py").symlink_to("/dev/full")
     code, _, err = new("loop.py", "--force")
-    assert (code, err) == (1, "dtrain: new: 'loop.py' cannot be written: No space left on device; give another place\n")
+    assert (code, err) == (1, "dtrain: new: 'loop.py' cannot be written: No space left on device. Choose another path.\n")
 
 
 def test_transformers_is_asked_for_where_it_is_missing(new, monkeypatch):

@@ -76,15 +76,15 @@ def test_memory_without_room_for_a_sample_is_code_1(plan):
 MISTAKES = {
     "no target": ([], "missing argument 'TARGET'"),
     "no ranks": (["m.py:f"], "missing option '--world'"),
-    "ranks in letters": (["m.py:f", "--world", "many"], "--world must be a whole number of at least 1, got 'many'"),
+    "ranks in letters": (["m.py:f", "--world", "many"], "--world must be an integer of at least 1, got 'many'"),
     "too many ranks": (["cli_model.py:workload", "--world", "4097"], "world_size must be a whole number from 1 to 4096"),
     "ranks that do not divide": (["cli_model.py:workload", "--world", "8", "--replicate", "3"], "is not a multiple of 3"),
     "unit": (
         ["m.py:f", "--world", "8", "--memory", "80Gib"],
-        "--memory must be a size above 0 with its unit, got '80Gib'; did you mean",
+        "--memory must be a size above 0 with its unit, got '80Gib'. Did you mean",
     ),
     "no memory": (["m.py:f", "--world", "8", "--memory", "0"], "--memory must be a size above 0 with its unit, got '0'"),
-    "headroom": (["m.py:f", "--world", "8", "--headroom", "5%"], "--headroom must be a share from 0 to below 1, got '5%'"),
+    "headroom": (["m.py:f", "--world", "8", "--headroom", "5%"], "--headroom must be a fraction from 0 to below 1, got '5%'"),
     "precision": (["m.py:f", "--world", "8", "--precision", "fp64"], "--precision must be one of fp32, bf16"),
     "checkpoint": (["m.py:f", "--world", "8", "--checkpoint", "all"], "--checkpoint must be one of none, nothing"),
     "argument": (["m.py:f", "--world", "8", "--arg", "layers"], "--arg must be name=value, got 'layers'"),

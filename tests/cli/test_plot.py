@@ -110,17 +110,17 @@ MISTAKES = {
     "not there": (
         ["plotted_loop.py:x", "--steps", "5"],
         2,
-        "plot schedule: 'x' is not there in 'plotted_loop.py'; its functions",
+        "plot schedule: no 'x' in 'plotted_loop.py'. Choose from its functions",
     ),
     "a number": (
         ["plotted_loop.py:number", "--steps", "5"],
         2,
-        "plot schedule: 'number' in 'plotted_loop.py' is no schedule, got int",
+        "plot schedule: 'number' in 'plotted_loop.py' must be a schedule, a function of a number, got int",
     ),
     "two arguments": (
         ["plotted_loop.py:two", "--steps", "5"],
         2,
-        "plot schedule: 'two' in 'plotted_loop.py' is no schedule, got func",
+        "plot schedule: 'two' in 'plotted_loop.py' must be a schedule, a function of a number, got func",
     ),
     "a maker that fails": (
         ["plotted_loop.py:stumbling", "--steps", "5"],
@@ -145,24 +145,24 @@ MISTAKES = {
     "an empty mapping": (
         ["plotted_loop.py:none", "--steps", "5"],
         2,
-        "plot schedule: 'none' in 'plotted_loop.py' has no schedules in it; as in {'lr': schedule}",
+        "plot schedule: 'none' in 'plotted_loop.py' has no schedules. Add a schedule, as in {'lr': schedule}.",
     ),
     "steps": (
         ["x.py:x", "--steps", "0"],
         2,
-        "plot schedule: --steps must be a whole number of at least 1, got '0'; 1000 is one",
+        "plot schedule: --steps must be an integer of at least 1, got '0'. Use 1000, for example.",
     ),
-    "part of a step": (["x.py:x", "--steps", "2.5"], 2, "plot schedule: --steps must be a whole number"),
-    "epochs": (["x.py:x", "--steps", "3ep"], 2, "plot schedule: --steps must be a whole number of at least 1, got '3ep'"),
+    "part of a step": (["x.py:x", "--steps", "2.5"], 2, "plot schedule: --steps must be an integer"),
+    "epochs": (["x.py:x", "--steps", "3ep"], 2, "plot schedule: --steps must be an integer of at least 1, got '3ep'"),
     "no picture": (
         ["x.py:x", "--steps", "2", "--output", "lr.txt"],
         2,
-        "plot schedule: --output must be a file that ends with .png",
+        "plot schedule: --output must end with .png",
     ),
     "no folder": (
         ["x.py:x", "--steps", "2", "--output", "no/lr.png"],
         2,
-        "plot schedule: --output is in a folder that is not there",
+        "plot schedule: --output must be in an existing folder",
     ),
 }
 

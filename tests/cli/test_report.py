@@ -98,7 +98,7 @@ MISTAKES = {
     "output in no folder": (
         ("gpt", "--output", "a/b.html"),
         2,
-        "report: --output is in a folder that is not there, got 'a/b.html'",
+        "report: --output is in a folder that does not exist, got 'a/b.html'",
     ),
     "output is a folder": (("gpt", "--output", "gpt"), 2, "report: --output is a folder, got 'gpt'"),
     "output is full": (("gpt", "--output", "/proc/report.html"), 1, "report: /proc/report.html: "),

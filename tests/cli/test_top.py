@@ -179,10 +179,10 @@ def test_ctrl_c_at_the_very_beginning_shows_the_cursor_again(tmp_path, monkeypat
 
 
 MISTAKES = {
-    "every is no number": (("gpt", "--every", "x"), "top: --every must be 0.1 to 3600 seconds, got 'x'; 2 is one"),
-    "every is too small": (("gpt", "--every", "0"), "top: --every must be 0.1 to 3600 seconds, got '0'; 2 is one"),
-    "every is nan": (("gpt", "--every", "nan"), "top: --every must be 0.1 to 3600 seconds, got 'nan'; 2 is one"),
-    "a file": (("file",), "top: 'file' is a file; give the folder of a run"),
+    "every is no number": (("gpt", "--every", "x"), "top: --every must be 0.1 to 3600 seconds, got 'x'. Use 2, for example."),
+    "every is too small": (("gpt", "--every", "0"), "top: --every must be 0.1 to 3600 seconds, got '0'. Use 2, for example."),
+    "every is nan": (("gpt", "--every", "nan"), "top: --every must be 0.1 to 3600 seconds, got 'nan'. Use 2, for example."),
+    "a file": (("file",), "top: RUN_DIR must be a folder, got the file 'file'. Name the folder of a run."),
     "nothing": ((), "top: missing argument 'RUN_DIR'; see `dtrain top --help`"),
 }
 

@@ -300,7 +300,10 @@ def few_files(most):
 def test_more_ranks_than_open_files_allow_are_refused_in_one_line(run):
     result = run(SLEEPING, n=16, preexec_fn=few_files(64))
     assert result.code == 2
-    assert result.err == "dtrain: launch: -n 16 needs 88 open files, but at most 64 are allowed; `ulimit -n 88`, or -n 10\n"
+    assert (
+        result.err
+        == "dtrain: launch: -n 16 needs 88 open files, but at most 64 are allowed. Run `ulimit -n 88`, or use -n 10.\n"
+    )
 
 
 def test_soft_limit_of_open_files_is_raised_where_that_helps(run):

@@ -23,7 +23,7 @@ def here(tmp_path, monkeypatch):
         (b"def f(:\n", r"launch: a\.py:1 is not valid Python: "),
         (b"x = 1\n  y = 2\n", r"a\.py:2 is not valid Python: "),
         (b"# \xff\n", r"is not valid Python: invalid or missing encoding"),
-        (b"#\n#\n#\n# \xff\n", r"'a.py' is not utf-8 text \(byte 8\); save it as UTF-8"),
+        (b"#\n#\n#\n# \xff\n", r"'a.py' is not utf-8 text \(byte 8\)\. Save the script as UTF-8"),
         (b"x = 1\0\n", r"is not valid Python: .*null bytes"),
     ],
 )

@@ -155,7 +155,7 @@ def test_end_of_the_process_that_serves_the_store_ends_the_job_and_is_named(star
     """
     job = start(source)
     deadline = time.monotonic() + LONG_S
-    while not (store := [pid for pid, command in job.processes().items() if "store.py" in command]):
+    while not (store := [pid for pid, command in job.processes().items() if "store_main.py" in command]):
         assert time.monotonic() < deadline, job.processes()
         time.sleep(0.01)
     os.kill(store[0], signal.SIGKILL)

@@ -82,7 +82,7 @@ def test_exit_code_is_that_of_a_shell(code, expected):
 
 
 @pytest.mark.parametrize(
-    ("failure", "code", "expected"),
+    ("record", "code", "expected"),
     [
         (recorded(1, 0), 1, "failed with exit code 1 (pid 7 on here): ValueError: m"),
         (recorded(1, 0, message=""), 1, "failed with exit code 1 (pid 7 on here): ValueError"),
@@ -94,8 +94,8 @@ def test_exit_code_is_that_of_a_shell(code, expected):
         (None, -40, "was killed by signal 40 (pid 7 on here)"),
     ],
 )
-def test_failure_is_described_in_one_line(failure, code, expected):
-    cause = RootCause(rank=1, code=code, failure=failure)
+def test_failure_is_described_in_one_line(record, code, expected):
+    cause = RootCause(rank=1, code=code, failure=record)
     line = failure.describe_failure(cause, world_size=2, location="pid 7 on here", others_stopped=False)
     assert line == f"dtrain: launch: rank 1 of 2 {expected}"
     line = failure.describe_failure(cause, world_size=2, location="pid 7 on here", others_stopped=True)
@@ -103,7 +103,7 @@ def test_failure_is_described_in_one_line(failure, code, expected):
 
 
 @pytest.mark.parametrize(
-    ("failure", "named"),
+    ("record", "named"),
     [
         (recorded(0, 0, kind="ConnectionResetError"), True),
         (replace(recorded(0, 0, kind="RuntimeError", message="Connection closed by peer"), in_collective=True), True),
@@ -111,8 +111,8 @@ def test_failure_is_described_in_one_line(failure, code, expected):
         (None, False),
     ],
 )
-def test_rank_that_left_early_is_the_culprit_if_its_peer_lost_it(failure, named):
-    cause = RootCause(rank=0, code=1, failure=failure)
+def test_rank_that_left_early_is_the_culprit_if_its_peer_lost_it(record, named):
+    cause = RootCause(rank=0, code=1, failure=record)
     line = failure.describe_failure(cause, world_size=3, location="pid 7 on here", others_stopped=True, returned_early=[1])
     begin = "dtrain: launch: rank 1 of 3 left early, with exit code 0, while others needed it; rank 0 failed without it, "
     assert line.startswith(begin) == named

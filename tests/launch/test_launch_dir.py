@@ -45,14 +45,14 @@ def test_folder_that_node_0_has_named_is_shared_and_keeps_what_its_ranks_wrote(h
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
 def test_name_from_another_node_does_not_leave_the_folder_of_runs(here, name):
-    with pytest.raises(ConfigError, match=r"^launch: node 0 calls the run .*, which is no name of a folder; "):
+    with pytest.raises(ConfigError, match=r"^launch: the run name of node 0 must be a folder name, got .*\. "):
         create_run_dir(None, now=NOW, name=name)
     assert list(here.iterdir()) == []
 
 
 REFUSED = {
-    "empty": (" ", "--run-dir is empty; "),
-    "file": ("file", "cannot use 'file' as the run folder: .*; choose one with --run-dir"),
+    "empty": (" ", "--run-dir must not be empty. "),
+    "file": ("file", r"cannot use 'file' as the run folder: .*\. Choose a folder with --run-dir"),
     "below a file": ("file/run", "cannot use 'file/run' as the run folder: Not a directory"),
     "too long": ("x" * 300, "cannot use 'x+' as the run folder: File name too long"),
 }
@@ -79,5 +79,5 @@ def test_second_launch_in_one_folder_is_refused_and_leaves_its_records(here):
 
 
 def test_folder_that_cannot_be_claimed_is_refused(here):
-    with pytest.raises(ConfigError, match=r"cannot use .*: No such file or directory; choose another"):
+    with pytest.raises(ConfigError, match=r"cannot use .*: No such file or directory\. Choose another"):
         claim_run_dir(here / "gone", 0)

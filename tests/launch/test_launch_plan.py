@@ -37,7 +37,7 @@ def test_number_of_ranks_has_bounds(nproc):
 
 @pytest.mark.parametrize("text", ["", "x", "1.5", "1e3", "0x2", "²", "1_0", "9" * 30])
 def test_number_of_ranks_must_be_a_whole_number(text):
-    with pytest.raises(ConfigError, match="-n must be a whole number"):
+    with pytest.raises(ConfigError, match="-n must be an integer"):
         parse_nproc(text)
 
 
@@ -163,7 +163,7 @@ def test_default_run_folder_is_new_each_time(tmp_path, monkeypatch):
 def test_run_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for asked in ("file", "file/below"):
-        with pytest.raises(ConfigError, match="choose one with --run-dir"):
+        with pytest.raises(ConfigError, match="Choose a folder with --run-dir"):
             create_run_dir(str(tmp_path / asked), now=NOW)
-    with pytest.raises(ConfigError, match="--run-dir is empty"):
+    with pytest.raises(ConfigError, match="--run-dir must not be empty"):
         create_run_dir("", now=NOW)

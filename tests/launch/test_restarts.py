@@ -14,7 +14,7 @@ def delays(restarts, failures):
         if restarts.delay_s is None:
             break
         found.append(restarts.delay_s)
-        restarts = restarts.begun()
+        restarts = restarts.after_restart()
     return found
 
 

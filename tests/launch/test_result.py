@@ -5,9 +5,9 @@ from types import SimpleNamespace
 from dtrain.launch import result
 
 
-def said(monkeypatch, left: list[int], *, over: bool = False) -> tuple[str, ...]:
+def said(monkeypatch, left: list[int], *, is_finished: bool = False) -> tuple[str, ...]:
     monkeypatch.setattr(result, "descendants", lambda: left)
-    return result._describe_unkillable(SimpleNamespace(over=over, services={7}))
+    return result._describe_unkillable(SimpleNamespace(is_finished=is_finished, services={7}))
 
 
 def test_processes_that_stay_are_named(monkeypatch):
@@ -17,4 +17,4 @@ def test_processes_that_stay_are_named(monkeypatch):
 def test_those_that_have_ended_since_are_not(monkeypatch):
     """The last one may end between the look that found it and this line."""
     assert said(monkeypatch, [7]) == ()
-    assert said(monkeypatch, [7, 8], over=True) == ()
+    assert said(monkeypatch, [7, 8], is_finished=True) == ()

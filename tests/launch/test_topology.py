@@ -26,7 +26,7 @@ PLAIN = SchedulerInfo(
 )
 RANKS_HERE = SchedulerInfo(name="the environment", nodes=1, nproc=2)
 PER_RANK = SchedulerInfo(
-    name="Slurm", node_rank=0, nodes=1, refusal="srun started 8 tasks on 1 node; start one launcher per node"
+    name="Slurm", node_rank=0, nodes=1, refusal="srun started 8 tasks on 1 node. Start one launcher per node"
 )
 
 
@@ -123,7 +123,7 @@ def test_the_scheduler_names_the_run_and_the_hosts_unless_the_command_line_does(
 @pytest.mark.parametrize(
     ("asked", "notice"),
     [
-        ({"nproc": 8, "world_size": 8, "node_rank": 0}, "only node; for two nodes of 4 ranks say -n 4"),
+        ({"nproc": 8, "world_size": 8, "node_rank": 0}, "only node; for two nodes of 4 ranks pass -n 4"),
         ({"nproc": 1, "master_addr": "10.0.0.1"}, "one node needs no --master-addr"),
         ({"nproc": 1, "master_port": 29400}, "one node needs no --master-addr"),
     ],
@@ -156,36 +156,36 @@ def test_number_of_ranks_of_a_variable_must_be_possible():
 @pytest.mark.parametrize(
     ("asked", "scheduler", "line"),
     [
-        ({"nproc": 8, "world_size": 4}, None, r"-n 8 is more than all ranks, --world-size 4; say -n 4"),
-        ({"nproc": 8, "world_size": 8, "node_rank": 1}, None, r"--node-rank 1 .* only one; for 2 nodes say -n 4"),
-        ({"nproc": 4, "world_size": 4, "base_rank": 4}, None, r"--base-rank 4 .*; for 2 nodes say -n 2, or --world-size 8"),
-        ({"nproc": 4, "node_rank": 1}, None, r"--node-rank 1 means several nodes, but -n 4 alone means one; .*--nnodes 2"),
-        ({"nproc": 4, "nnodes": "1", "world_size": 8}, None, r"is 4 ranks, not --world-size 8; say -n 8, or --nnodes 2"),
+        ({"nproc": 8, "world_size": 4}, None, r"-n 8 is more than all ranks, --world-size 4\. Pass -n 4"),
+        ({"nproc": 8, "world_size": 8, "node_rank": 1}, None, r"--node-rank 1 .* only one\. For 2 nodes pass -n 4"),
+        ({"nproc": 4, "world_size": 4, "base_rank": 4}, None, r"--base-rank 4 .*\. For 2 nodes pass -n 2, or --world-size 8"),
+        ({"nproc": 4, "node_rank": 1}, None, r"--node-rank 1 means several nodes, but -n 4 alone means one\. .*--nnodes 2"),
+        ({"nproc": 4, "nnodes": "1", "world_size": 8}, None, r"is 4 ranks, not --world-size 8\. Pass -n 8, or --nnodes 2"),
         (
             {"nproc": 3, "world_size": 8, "node_rank": 1, **HERE},
             None,
-            r"8 is no multiple of -n 3; say -n 2, or --base-rank too",
+            r"8 is no multiple of -n 3\. Pass -n 2, or --base-rank, too",
         ),
-        ({"nproc": 3, "world_size": 8, "base_rank": 3, **HERE}, None, r"no multiple of -n 3; say -n 2, or --node-rank too"),
+        ({"nproc": 3, "world_size": 8, "base_rank": 3, **HERE}, None, r"no multiple of -n 3\. Pass -n 2, or --node-rank, too"),
         ({"nproc": 4, "world_size": 8, "base_rank": 2, **HERE}, None, r"--base-rank 2 is no multiple of -n 4"),
-        ({"nproc": 4, "world_size": 8, "base_rank": 6, "node_rank": 1, **HERE}, None, r"would make a rank 9 .*; say -n 2"),
-        ({"nproc": 4, "world_size": 8, "base_rank": 9, "node_rank": 1, **HERE}, None, r"rank 12 .*; say --world-size 13"),
-        ({"nproc": 4, "world_size": 8, "node_rank": 2, **HERE}, None, r"--node-rank 2 of 2 nodes; nodes are 0 to 1"),
+        ({"nproc": 4, "world_size": 8, "base_rank": 6, "node_rank": 1, **HERE}, None, r"would make a rank 9 .*\. Pass -n 2"),
+        ({"nproc": 4, "world_size": 8, "base_rank": 9, "node_rank": 1, **HERE}, None, r"rank 12 .*\. Pass --world-size 13"),
+        ({"nproc": 4, "world_size": 8, "node_rank": 2, **HERE}, None, r"--node-rank 2 of 2 nodes, which are 0 to 1"),
         ({"nproc": 4, "nnodes": "2", "node_rank": 2, **HERE}, None, r"--node-rank 2 of 2 nodes"),
-        ({"nproc": 7, "nnodes": "3", "world_size": 8, "node_rank": 0, **HERE}, None, r"leaves 1 of --world-size 8 .*say -n 2"),
+        ({"nproc": 7, "nnodes": "3", "world_size": 8, "node_rank": 0, **HERE}, None, r"leaves 1 of --world-size 8 .*Pass -n 2"),
         (
             {"nproc": 4, "nnodes": "2", "base_rank": 5, "world_size": 9, **HERE},
             None,
-            r"--base-rank alone .*say --node-rank too",
+            r"--base-rank alone .*Pass --node-rank, too",
         ),
-        ({"nproc": 4, "nnodes": "2", "world_size": 8, "node_rank": 1, "base_rank": 3, **HERE}, None, r"say --base-rank 4"),
-        ({"nproc": 4, "world_size": 8, **HERE}, None, r"several nodes need --node-rank; say 0 on the node of --master-addr"),
+        ({"nproc": 4, "nnodes": "2", "world_size": 8, "node_rank": 1, "base_rank": 3, **HERE}, None, r"Pass --base-rank 4"),
+        ({"nproc": 4, "world_size": 8, **HERE}, None, r"several nodes need --node-rank\. Pass 0 on the node of --master-addr"),
         ({"nproc": 4, "world_size": 8, "node_rank": 0, "master_port": 1}, None, r"several nodes need --master-addr"),
         ({"nproc": 4, "world_size": 8, "node_rank": 0, "master_addr": "a"}, None, r"several nodes need --master-port"),
-        ({"nproc": 4, "nnodes": "3"}, SLURM, r"--nnodes 3, but Slurm started a launcher on 2 nodes; say --nnodes 2"),
-        ({"nproc": 8, "world_size": 8}, SLURM, r"Slurm says 2 nodes; say --world-size 16, or -n 4, or --nnodes 1"),
+        ({"nproc": 4, "nnodes": "3"}, SLURM, r"--nnodes 3, but Slurm started a launcher on 2 nodes\. Pass --nnodes 2"),
+        ({"nproc": 8, "world_size": 8}, SLURM, r"Slurm says 2 nodes\. Pass --world-size 16, or -n 4, or --nnodes 1"),
         ({"nproc": 8}, PER_RANK, r"srun started 8 tasks on 1 node"),
-        ({"nproc": 8}, INDEXED, r"Kubernetes says that this is node 1, but not of how many; add --nnodes N"),
+        ({"nproc": 8}, INDEXED, r"Kubernetes says that this is node 1, but not of how many\. Add --nnodes N"),
         ({"nproc": 0}, None, r"-n must be from 1"),
         ({"nproc": 1, "world_size": 0}, None, r"--world-size must be from 1"),
         ({"nproc": 1, "node_rank": -2}, None, r"--node-rank must be from 0"),

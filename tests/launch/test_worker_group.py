@@ -28,7 +28,7 @@ def attempt(tmp_path):
 
 
 def ended(attempt, rank, code, now):
-    attempt.collect([(attempt.pids[rank], code)], now)
+    attempt.record_exits([(attempt.pids[rank], code)], now)
     attempt.advance(now)
 
 
@@ -37,7 +37,7 @@ def record(attempt, rank, error):
 
 
 def end_of(attempt, **settings):
-    return summarize(attempt, host="here", **{"killed_for_memory": False, **settings})
+    return summarize(attempt, host="here", **{"oom_killed": False, **settings})
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_failure_that_may_be_of_a_peer_waits_for_the_peers_own(attempt, error, a
     assert attempt.stopping is at_once
     attempt.advance(10.6)
     assert attempt.stopping
-    assert attempt.cause.rank == 1
+    assert attempt.root_cause.rank == 1
 
 
 def test_rank_that_is_killed_explains_the_connection_that_its_peer_has_lost(attempt):
@@ -64,7 +64,7 @@ def test_rank_that_is_killed_explains_the_connection_that_its_peer_has_lost(atte
     ended(attempt, 0, 1, now=RankFailure.read(attempt.plan.failure_file(0)).at)
     ended(attempt, 2, -signal.SIGKILL, now=attempt.exits[0].at + 0.1)
     attempt.advance(attempt.exits[0].at + 0.6)
-    assert (attempt.cause.rank, attempt.cause.code) == (2, -signal.SIGKILL)
+    assert (attempt.root_cause.rank, attempt.root_cause.code) == (2, -signal.SIGKILL)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +72,8 @@ def test_rank_that_is_killed_explains_the_connection_that_its_peer_has_lost(atte
 )
 def test_killed_for_memory_is_said_as_far_as_it_is_known(attempt, grew, words):
     ended(attempt, 2, -signal.SIGKILL, now=1.0)
-    end = end_of(attempt, killed_for_memory=grew)
-    assert (end.code, end.culprit, end.may_restart) == (137, 2, True)
+    end = end_of(attempt, oom_killed=grew)
+    assert (end.code, end.failed_rank, end.may_restart) == (137, 2, True)
     assert words in end.lines[-1]
     assert "on here" in end.lines[-1]
 
@@ -87,17 +87,17 @@ def test_rank_that_returned_early_is_named_beside_the_failure(attempt):
 
 def test_end_that_comes_before_its_pid_is_known_is_not_lost(attempt):
     attempt.pids[1] = None
-    attempt.collect([(2**22 + 77, 5)], 1.0)
+    attempt.record_exits([(2**22 + 77, 5)], 1.0)
     assert 1 not in attempt.exits
-    attempt.started(1, 2**22 + 77, 1.1)
+    attempt.record_start(1, 2**22 + 77, 1.1)
     assert attempt.exits[1].code == 5
 
 
 def test_rank_that_starts_when_all_are_ending_is_told_so(attempt):
     attempt.pids[1] = None
-    attempt.end(1.0, signal.SIGTERM, 5.0)
+    attempt.stop(1.0, signal.SIGTERM, 5.0)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
-    attempt.started(1, process.pid, 1.1)
+    attempt.record_start(1, process.pid, 1.1)
     assert process.wait(timeout=60) == -signal.SIGTERM
 
 
@@ -121,7 +121,7 @@ def test_rank_that_raised_and_does_not_end_is_named_after_the_grace(attempt):
     assert not attempt.stopping
     assert 6.0 in attempt.deadlines()
     attempt.advance(6.1)
-    assert (attempt.stopping, attempt.cause.rank) == (True, 1)
+    assert (attempt.stopping, attempt.root_cause.rank) == (True, 1)
 
 
 def test_ranks_that_saved_and_take_their_time_are_ended_after_the_grace_and_count_as_saved(attempt):
@@ -132,7 +132,7 @@ def test_ranks_that_saved_and_take_their_time_are_ended_after_the_grace_and_coun
     assert not attempt.stopping
     assert attempt.deadlines() == [31.0]
     attempt.advance(31.0)
-    assert (attempt.stopping, attempt.cause, attempt.kill_at) == (True, None, 36.0)
+    assert (attempt.stopping, attempt.root_cause, attempt.kill_at) == (True, None, 36.0)
     ended(attempt, 0, -signal.SIGTERM, now=31.1)
     ended(attempt, 1, -signal.SIGKILL, now=36.0)
     ended(attempt, 2, 75, now=36.0)
@@ -166,7 +166,7 @@ def test_rank_that_dies_in_its_exit_handlers_after_the_save_has_failed(attempt):
     attempt.record_script_exit(1, 75, 1.0)
     ended(attempt, 1, -signal.SIGSEGV, now=2.0)
     attempt.advance(2.5)
-    assert (attempt.stopping, attempt.cause.rank) == (True, 1)
+    assert (attempt.stopping, attempt.root_cause.rank) == (True, 1)
 
 
 def test_one_request_while_the_others_end_after_a_failure_leaves_them_their_grace(attempt):
@@ -180,7 +180,7 @@ def test_one_request_while_the_others_end_after_a_failure_leaves_them_their_grac
 
 def test_ranks_that_never_came_are_forgotten(attempt):
     attempt.pids[2] = None
-    attempt.forget([2])
+    attempt.drop_ranks([2])
     assert attempt.alive == [0, 1]
 
 
@@ -202,7 +202,7 @@ def test_trouble_counts_once_and_only_before_the_end(attempt):
 def test_ranks_of_all_nodes_decide_about_preemption(attempt, codes, expected):
     for rank in range(3):
         ended(attempt, rank, codes[rank], now=1.0)
-    assert end_of(attempt, codes=codes).code == expected
+    assert end_of(attempt, exit_codes=codes).code == expected
 
 
 def test_traceback_of_a_rank_that_was_not_shown_is_said_with_its_mark(attempt):

@@ -116,7 +116,7 @@ _SCRIPT = [
 _COUNT = [
     _refused("`-n 0`", "-n must be from 1", n="0"),
     _refused("`-n -1`", "-n must be from 1", n="-1"),
-    _refused("`-n x`", "-n must be a whole number", n="x"),
+    _refused("`-n x`", "-n must be an integer", n="x"),
     _refused("`-n 1000000`", "-n must be from 1", n="1000000", not_for_others="they would begin to start them"),
 ]
 

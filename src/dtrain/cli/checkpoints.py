@@ -1,12 +1,4 @@
-"""``dtrain checkpoints list``.
-
-``dtrain checkpoints show``.
-
-``dtrain checkpoints verify``.
-
-``dtrain checkpoints prune``.
-
-The group of commands, and which commands are in it."""
+"""Define ``dtrain checkpoints``, with the commands list, show, verify and prune."""
 
 from __future__ import annotations
 
@@ -40,15 +32,15 @@ _STEP_COLUMNS = ("", "step", "committed at", "size", "ranks", "holds", "run", "p
 
 
 def list_steps(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder that save_sharded was given.", show_default=False)],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder that save_sharded writes to.", show_default=False)],
     as_json: AsJson = False,
 ) -> int:
     """List the committed steps of a root.
 
-    They come in the order of their commits, damaged ones last; * marks the one that loading takes. Of each step only the
-    manifest is read: see `dtrain checkpoints verify`.
+    Steps are in the order of their commits, and damaged steps are last; * marks the step that loading uses. The command reads
+    only manifests: see `dtrain checkpoints verify`.
 
-    Exit codes: 0 listed, whatever is damaged; 1 the root cannot be read; 2 bad usage.
+    Exit codes: 0 listed, even if steps are damaged; 1 the root cannot be read; 2 bad usage.
     """
     folder = find_root(root, "list")
     steps, newest = list_root_steps(folder, "list")
@@ -66,8 +58,8 @@ def _step_facts(step: CheckpointInfo | CorruptStep, *, latest: bool) -> dict[str
     from dtrain.checkpoint import layout
     from dtrain.checkpoint.checkpoint_info import CorruptStep
 
-    when = _commit_time(step.path)
-    facts = {"step": step.step, "path": str(step.path), "latest": latest, "committed_at": when}
+    committed_at = _commit_time(step.path)
+    facts = {"step": step.step, "path": str(step.path), "latest": latest, "committed_at": committed_at}
     if isinstance(step, CorruptStep):
         unknown = dict.fromkeys(("bytes", "world_size", "only", "holds", "run_id", "parent_step", "serial"))
         return {**facts, "valid": False, "problem": step.reason, **unknown}
@@ -86,14 +78,16 @@ def _step_facts(step: CheckpointInfo | CorruptStep, *, latest: bool) -> dict[str
 
 
 def _commit_time(folder: AnyPath) -> str | None:
-    """When a step was committed, None where that cannot be known: servers have clocks of their own."""
+    """Return the commit time of a local step; None on a server, whose clock may differ, or if the step was removed."""
     from dtrain.checkpoint.layout import MANIFEST
 
     if not isinstance(folder, Path):
         return None
-    try:  # the manifest is the last file of a step that is written
+    # The manifest is the last file of a step.
+    try:
         written_s = (folder / MANIFEST).lstat().st_mtime
-    except FileNotFoundError:  # a run has just removed the step
+    # A run may remove the step meanwhile.
+    except FileNotFoundError:
         return None
     return datetime.fromtimestamp(written_s).astimezone().isoformat(timespec="seconds")
 
@@ -113,16 +107,16 @@ _MAX_FILES_LISTED = 3
 
 
 def show(
-    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="A step's folder, or a root: its newest step.")],
+    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="Folder of a step, or a root for its newest step.")],
     only: Annotated[
-        str | None, typer.Option("--only", metavar="BEGIN", help="Tensors whose names begin so, as in params/encoder.")
+        str | None, typer.Option("--only", metavar="PREFIX", help="Only tensors with this name prefix, as in params/encoder.")
     ] = None,
     as_json: AsJson = False,
 ) -> int:
-    """Show what a step holds: tensors, and where they are.
+    """Show the tensors of a step and their files.
 
-    Names begin with what a tensor is: params/, buffers/, optimizer/, slices/, extra/, and for what each rank has of its own
-    rank-00000/. Reads the manifest and the indexes, no tensor.
+    The first part of a name is the kind of tensor: params/, buffers/, optimizer/, slices/, extra/, and rank-00000/ for values
+    of each rank. The command reads the manifest and the indexes, but no tensor.
 
     Exit codes: 0 shown; 1 the step is damaged or cannot be read; 2 bad usage.
     """
@@ -144,35 +138,38 @@ def show(
     return 0
 
 
-def _checkpoint_facts(opened: CheckpointReader) -> dict[str, Any]:
+def _checkpoint_facts(reader: CheckpointReader) -> dict[str, Any]:
     from dataclasses import asdict
 
     from dtrain.checkpoint.conversion.diff import tensors_and_values
 
-    manifest = opened.manifest
-    stored, values = tensors_and_values(opened)
+    manifest = reader.manifest
+    stored, values = tensors_and_values(reader)
     return {
         "step": manifest.step,
-        "path": str(opened.folder),
+        "path": str(reader.folder),
         "run_id": manifest.run_id,
         "parent_step": manifest.parent_step,
         "serial": manifest.serial,
-        "world_size": opened.world_size,
+        "world_size": reader.world_size,
         "layout": asdict(manifest.layout),
         "only": list(manifest.only),
         "holds": list(manifest.sections),
         "states": list(manifest.states),
         "bytes": manifest.bytes,
-        "files": [{"rank": file.rank, "name": file.name, "bytes": file.bytes} for file in opened.files],
+        "files": [{"rank": file.rank, "name": file.name, "bytes": file.bytes} for file in reader.files],
         "values": len(values),
-        "tensors": [_tensor_facts(key, ref, stored.shards.get(key, ()), opened) for key, ref in stored.refs.items()],
+        "tensors": [_tensor_facts(key, ref, stored.shards.get(key, ()), reader) for key, ref in stored.refs.items()],
     }
 
 
-def _tensor_facts(key: str, ref: Any, boxes: Any, opened: CheckpointReader) -> dict[str, Any]:
+def _tensor_facts(key: str, ref: Any, chunks: Any, reader: CheckpointReader) -> dict[str, Any]:
     from dtrain.checkpoint.conversion.weight_stream import nbytes
 
-    parts = [{"file": opened.files[b.file].name, "offset": list(b.entry.offset), "size": list(b.entry.size)} for b in boxes]
+    parts = [
+        {"file": reader.files[chunk.file].name, "offset": list(chunk.entry.offset), "size": list(chunk.entry.size)}
+        for chunk in chunks
+    ]
     return {"key": key, "dtype": ref.dtype, "shape": list(ref.shape), "bytes": nbytes(ref), "parts": parts}
 
 
@@ -191,40 +188,40 @@ def _checkpoint_summary(facts: dict[str, Any]) -> list[str]:
 
 def _tensor_row(tensor: dict[str, Any]) -> tuple[str, ...]:
     names = list(dict.fromkeys(part["file"].removesuffix(".safetensors") for part in tensor["parts"]))
-    where = ", ".join(names) if len(names) <= _MAX_FILES_LISTED else f"{names[0]} to {names[-1]} ({len(names)} files)"
-    return tensor["key"], tensor["dtype"], str(tensor["shape"]), format_bytes(tensor["bytes"]), where or "-"
+    location = ", ".join(names) if len(names) <= _MAX_FILES_LISTED else f"{names[0]} to {names[-1]} ({len(names)} files)"
+    return tensor["key"], tensor["dtype"], str(tensor["shape"]), format_bytes(tensor["bytes"]), location or "-"
 
 
 _DAMAGED_EXIT_CODE = 1
 
 
 def verify(
-    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="A step's folder, or a root: its newest step.")],
-    deep: Annotated[bool, typer.Option("--deep", help="Read every byte, and compare it with its digest.")] = False,
+    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="Folder of a step, or a root for its newest step.")],
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte and compare its digest.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Every step of the root, not only the newest.")] = False,
     as_json: AsJson = False,
 ) -> int:
     """Verify the manifest, sizes and indexes of a step.
 
-    With --deep every byte of its tensors, too. One line per step, which says what was done. Steps without a manifest are saves
-    that were not completed, and are left out; a step that a run removes meanwhile is no error.
+    With --deep, the command also reads every byte of the tensors. Output is one line per step. Steps without a manifest are
+    incomplete saves and are skipped. A step that a run removes meanwhile is not an error.
 
-    Exit codes: 0 all is as it was written; 1 a step is damaged or cannot be read; 2 bad usage, or nothing to verify.
+    Exit codes: 0 all steps are intact; 1 a step is damaged or cannot be read; 2 bad usage, or nothing to verify.
     """
-    found = []
+    results = []
     for folder in _select_steps(path, every=every):
         unknown = dict.fromkeys(("step", "bytes", "world_size"))
         facts = {"path": str(folder), "ok": True, "removed": False, "problem": None, **unknown, **_verify_step(folder, deep)}
-        found.append(facts)
+        results.append(facts)
         if not as_json:
             typer.echo(f"{folder.name}: {_verify_text(facts, deep)}")
     if as_json:
-        print_json({"deep": deep, "steps": found})
-    return 0 if all(facts["ok"] for facts in found) else _DAMAGED_EXIT_CODE
+        print_json({"deep": deep, "steps": results})
+    return 0 if all(facts["ok"] for facts in results) else _DAMAGED_EXIT_CODE
 
 
 def _verify_step(folder: AnyPath, deep: bool) -> dict[str, Any]:
-    """What there is to say about a step."""
+    """Return the facts of a verified step, or its problem."""
     from dtrain.checkpoint.checkpoint_info import read_info
     from dtrain.checkpoint.reader import open_checkpoint
 
@@ -235,19 +232,20 @@ def _verify_step(folder: AnyPath, deep: bool) -> dict[str, Any]:
             open_checkpoint(folder)
         step = read_info(folder)
     except (CheckpointError, OSError) as error:
-        if not storage.exists(folder):  # a step is removed by renaming it first
+        # Steps are renamed before they are removed.
+        if not storage.exists(folder):
             return {"removed": True}
-        what = "damaged" if isinstance(error, CorruptCheckpointError) else "cannot be read"
-        return {"ok": False, "problem": f"{what}: {single_line(error)}"}
+        outcome = "damaged" if isinstance(error, CorruptCheckpointError) else "cannot be read"
+        return {"ok": False, "problem": f"{outcome}: {single_line(error)}"}
     return {"step": step.step, "bytes": step.bytes, "world_size": step.world_size}
 
 
 def _verify_deeply(folder: AnyPath) -> None:
     from dtrain.checkpoint.reader import open_checkpoint, verify_data
 
-    opened = open_checkpoint(folder)
-    with ByteProgressBar(folder.name, sum(file.bytes for file in opened.files)) as bar:
-        verify_data(opened, bar.advance)
+    reader = open_checkpoint(folder)
+    with ByteProgressBar(folder.name, sum(file.bytes for file in reader.files)) as bar:
+        verify_data(reader, bar.advance)
 
 
 def _verify_text(facts: dict[str, Any], deep: bool) -> str:
@@ -256,15 +254,15 @@ def _verify_text(facts: dict[str, Any], deep: bool) -> str:
     if facts["removed"]:
         return "removed while it was read"
     ranks = f"{facts['world_size']} rank{'s' * (facts['world_size'] != 1)}"
-    what = "every byte read" if deep else "manifest, sizes and indexes; --deep reads every byte"
-    return f"ok, {format_bytes(facts['bytes'])} of {ranks} ({what})"
+    scope = "every byte read" if deep else "manifest, sizes and indexes; --deep reads every byte"
+    return f"ok, {format_bytes(facts['bytes'])} of {ranks} ({scope})"
 
 
 def _select_steps(path: str, *, every: bool) -> list[AnyPath]:
-    """The folders to verify, at least one, in the order of their steps."""
+    """Return the folders to verify, at least one, ordered by step."""
     folder = find_folder(path, "verify")
     if every and is_step_folder(folder):
-        raise ConfigError(f"checkpoints: verify: {path!r} is the folder of one step; leave out --all")
+        raise ConfigError(f"checkpoints: verify: {path!r} is the folder of one step. Remove --all.")
     steps, newest = list_root_steps(folder, "verify")
     if newest is None:
         raise no_checkpoints_error(path, "verify")
@@ -272,19 +270,19 @@ def _select_steps(path: str, *, every: bool) -> list[AnyPath]:
 
 
 def prune(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder that save_sharded was given.", show_default=False)],
-    keep_last: Annotated[int, typer.Option("--keep-last", metavar="N", help="How many of the last steps stay.")],
+    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder that save_sharded writes to.", show_default=False)],
+    keep_last: Annotated[int, typer.Option("--keep-last", metavar="N", help="Number of newest steps to keep.")],
     keep_every: Annotated[
-        int | None, typer.Option("--keep-every", metavar="N", help="Steps that are multiples of N stay, too.")
+        int | None, typer.Option("--keep-every", metavar="N", help="Also keep the steps that are multiples of N.")
     ] = None,
-    pin: Annotated[list[int] | None, typer.Option("--pin", metavar="STEP", help="This step stays; may be repeated.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    pin: Annotated[list[int] | None, typer.Option("--pin", metavar="STEP", help="Keep this step; may be repeated.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the steps to remove.")] = False,
     as_json: AsJson = False,
 ) -> int:
-    """Remove steps that are not to be kept.
+    """Remove old steps.
 
-    What loading takes is never removed, nor a step that is damaged or was not completed. Of a step the manifest goes first, so
-    that it is a checkpoint or is not.
+    The step that loading uses is never removed, and neither are damaged or incomplete steps. The manifest of a step is removed
+    first, so that an interrupted command leaves no partial checkpoint.
 
     Exit codes: 0 done; 1 a step could not be removed; 2 bad usage.
     """
@@ -292,15 +290,17 @@ def prune(
     with prefix_checkpoint_errors("prune"):
         from dtrain.checkpoint.retention import prune
 
-        gone = prune(str(folder), keep_last=keep_last, keep_every=keep_every, keep_steps=tuple(pin or ()), dry_run=dry_run)
+        removed_steps = prune(
+            str(folder), keep_last=keep_last, keep_every=keep_every, keep_steps=tuple(pin or ()), dry_run=dry_run
+        )
     if as_json:
-        removed = [{"step": step.step, "path": str(step.path), "bytes": step.bytes} for step in gone]
+        removed = [{"step": step.step, "path": str(step.path), "bytes": step.bytes} for step in removed_steps]
         print_json({"root": str(folder), "dry_run": dry_run, "removed": removed})
         return 0
-    for step in gone:
+    for step in removed_steps:
         typer.echo(f"{step.path.name}: {'would be removed' if dry_run else 'removed'}, {format_bytes(step.bytes)}")
-    total = format_bytes(sum(step.bytes for step in gone))
-    typer.echo(f"{len(gone)} step{'s' * (len(gone) != 1)}, {total}" if gone else "nothing to remove")
+    total = format_bytes(sum(step.bytes for step in removed_steps))
+    typer.echo(f"{len(removed_steps)} step{'s' * (len(removed_steps) != 1)}, {total}" if removed_steps else "nothing to remove")
     return 0
 
 

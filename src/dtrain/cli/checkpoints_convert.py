@@ -1,6 +1,4 @@
-"""``dtrain checkpoints convert``.
-
-``dtrain checkpoints diff``."""
+"""Define ``dtrain checkpoints convert`` and ``dtrain checkpoints diff``."""
 
 from __future__ import annotations
 
@@ -30,18 +28,20 @@ def convert(
     out: Annotated[str, typer.Argument(metavar="DST", help="The new folder, or .safetensors file.")],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, dtrain, dcp or safetensors.")],
     source_format: Annotated[
-        str | None, typer.Option("--from", metavar="FORMAT", help="dtrain, hf, dcp or pt; seen from the files if left out.")
+        str | None, typer.Option("--from", metavar="FORMAT", help="dtrain, hf, dcp or pt; inferred from the files by default.")
     ] = None,
-    trust: Annotated[bool, typer.Option("--trust", help="Read dcp and pt, which run the code in them.")] = False,
+    trust: Annotated[bool, typer.Option("--trust", help="Read dcp and pt files, which can run code.")] = False,
     cast: Annotated[str | None, typer.Option("--cast", metavar="DTYPE", help="fp32, bf16 or fp16.")] = None,
-    max_shard_size: Annotated[str, typer.Option("--max-shard-size", metavar="SIZE", help="Of one file, for hf.")] = "5GB",
-    config: Annotated[str | None, typer.Option("--config", metavar="FILE", help="Becomes config.json, for hf.")] = None,
+    max_shard_size: Annotated[
+        str, typer.Option("--max-shard-size", metavar="SIZE", help="Size limit of a file, for hf.")
+    ] = "5GB",
+    config: Annotated[str | None, typer.Option("--config", metavar="FILE", help="File to copy as config.json, for hf.")] = None,
     tie: Annotated[
-        list[str] | None, typer.Option("--tie", metavar="ALIAS=NAME", help="One tensor of two names; may be repeated.")
+        list[str] | None, typer.Option("--tie", metavar="ALIAS=NAME", help="Second name of a tensor; may be repeated.")
     ] = None,
-    state: Annotated[str | None, typer.Option("--state", metavar="NAME", help="Of a step with several states.")] = None,
-    key: Annotated[str | None, typer.Option("--key", metavar="KEY", help="Dict of the weights in dcp or pt.")] = None,
-    step: Annotated[int, typer.Option("--step", metavar="N", help="Of the new step, for dtrain.")] = 0,
+    state: Annotated[str | None, typer.Option("--state", metavar="NAME", help="State in a step with several states.")] = None,
+    key: Annotated[str | None, typer.Option("--key", metavar="KEY", help="Key of the weights' dict in dcp or pt.")] = None,
+    step: Annotated[int, typer.Option("--step", metavar="N", help="Number of the new step, for dtrain.")] = 0,
     buffers: Annotated[
         list[str] | None, typer.Option("--buffers", metavar="PATTERN", help="Names of buffers, for dtrain; may be repeated.")
     ] = None,
@@ -49,22 +49,22 @@ def convert(
 ) -> int:
     """Write the weights of a checkpoint in another format.
 
-    Parameters and persistent buffers; in pieces, so that memory does not grow with the checkpoint. DST must not exist, and
-    appears when all of it is on the disk. What dcp and pt files hold runs when they are read: they need --trust, and a process
-    of its own copies their tensors beside DST first.
+    The command writes parameters and persistent buffers in pieces, so that memory does not grow with the checkpoint. DST must
+    not exist, and appears once it is complete on the disk. Code in dcp and pt files runs when they are read, so they need
+    --trust, and a separate process first copies their tensors to a folder beside DST.
 
-    Exit codes: 0 converted; 1 SRC cannot be read or DST not be written; 2 bad usage.
+    Exit codes: 0 converted; 1 SRC cannot be read or DST cannot be written; 2 bad usage.
     """
     from dtrain.checkpoint.conversion.convert import convert
 
-    chosen: Any = {"to": to, "source_format": source_format}
+    formats: Any = {"to": to, "source_format": source_format}
     with prefix_checkpoint_errors("convert"), ByteProgressBar("converting") as bar:
         if not source or not out:
-            raise ConfigError("convert: a path is empty; name the checkpoint and the new folder")
-        done = convert(
+            raise ConfigError("convert: SRC and DST must not be empty. Name the checkpoint and the new folder.")
+        result = convert(
             source,
             out,
-            **chosen,
+            **formats,
             trust=trust,
             cast=cast,
             tie=_parse_ties(tie or []),
@@ -78,25 +78,25 @@ def convert(
             on_bytes_written=bar.advance,
         )
     if as_json:
-        print_json({"path": str(done.path), "tensors": done.tensors, "bytes": done.bytes})
+        print_json({"path": str(result.path), "tensors": result.tensors, "bytes": result.bytes})
     else:
-        typer.echo(f"{done.path}: {done.tensors} tensors, {format_bytes(done.bytes)}")
+        typer.echo(f"{result.path}: {result.tensors} tensors, {format_bytes(result.bytes)}")
     return 0
 
 
 def parse_size(option: str, text: str) -> int:
-    """A number of bytes, with or without a unit.
+    """Parse a number of bytes, with or without a unit.
 
     >>> parse_size("--size", "5GB"), parse_size("--size", "1.5 MiB"), parse_size("--size", "100")
     (5000000000, 1572864, 100)
 
     Raises:
-        ConfigError: none.
+        ConfigError: the text is not a size.
     """
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([KMGT]I?B)?", text.strip().upper())
     size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
     if size < 1:
-        raise ConfigError(f"checkpoints: convert: {option} must be a size as in 5GB or 512MiB, got {text!r}")
+        raise ConfigError(f"checkpoints: convert: {option} must be a size as in 5GB or 512MiB, got {text!r}. Pass a size.")
     return size
 
 
@@ -105,7 +105,7 @@ def _parse_ties(texts: list[str]) -> dict[str, str]:
     for text in texts:
         alias, equals, name = text.partition("=")
         if not (alias and equals and name):
-            raise ConfigError(f"checkpoints: convert: --tie takes ALIAS=NAME, got {text!r}")
+            raise ConfigError(f"checkpoints: convert: --tie must be ALIAS=NAME, got {text!r}. Pass both names.")
         pairs[alias] = name
     return pairs
 
@@ -115,19 +115,19 @@ _DIFF_COLUMNS = ("what", "differs in", "a", "b", "elements", "largest difference
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A step, a root (its newest step), or a Hugging Face folder.")],
-    b: Annotated[str, typer.Argument(metavar="B", help="The same.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A step, a root for its newest step, or a Hugging Face folder.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="The other checkpoint.")],
     weights: Annotated[bool, typer.Option("--weights", help="Only parameters and persistent buffers.")] = False,
     state: Annotated[str | None, typer.Option("--state", metavar="NAME", help="Only the weights of this state.")] = None,
     as_json: AsJson = False,
 ) -> int:
     """Compare two checkpoints tensor by tensor.
 
-    Says what only one has, and what differs in shape, dtype or value, with the number of elements that differ and the largest
-    absolute difference. Plain values (the clock, hyperparameters) are compared, too. World sizes and strategies may differ.
-    Both are read side by side in pieces, and verified on the way.
+    The command lists tensors that only one checkpoint has, and differences in shape, dtype or value, with the number of
+    different elements and the largest absolute difference. Plain values (the clock, hyperparameters) are compared, too. World
+    sizes and strategies may differ. Both checkpoints are read in pieces and verified.
 
-    Exit codes: 0 they are equal; 1 they differ, or one cannot be read; 2 bad usage.
+    Exit codes: 0 equal; 1 different, or a checkpoint cannot be read; 2 bad usage.
     """
     from dtrain.checkpoint.conversion.diff import common_bytes, diff_tensors, diff_values
 
@@ -135,19 +135,20 @@ def diff(
     with prefix_checkpoint_errors("diff"):
         (left, values), (right, other_values) = _open_both(paths, weights=weights or state is not None, state=state)
         with ByteProgressBar("comparing", common_bytes(left, right)) as bar:
-            found = [*diff_tensors(left, right, on_bytes_compared=bar.advance), *diff_values(values, other_values)]
+            differences = [*diff_tensors(left, right, on_bytes_compared=bar.advance), *diff_values(values, other_values)]
     if as_json:
         names = {"a": str(paths[0]), "b": str(paths[1])}
-        print_json({**names, "equal": not found, "differences": [_difference_facts(difference) for difference in found]})
-    elif found:
-        print_table(_DIFF_COLUMNS, [_difference_row(difference) for difference in found], right=(4, 5))
+        facts = [_difference_facts(difference) for difference in differences]
+        print_json({**names, "equal": not differences, "differences": facts})
+    elif differences:
+        print_table(_DIFF_COLUMNS, [_difference_row(difference) for difference in differences], right=(4, 5))
     else:
         typer.echo(f"equal: {len(left.refs)} tensors, {len(values)} plain values")
-    return _DIFFERENT_EXIT_CODE if found else 0
+    return _DIFFERENT_EXIT_CODE if differences else 0
 
 
 def _find_source(path: str) -> AnyPath:
-    """The step or the folder of others that is meant."""
+    """Return the step, or the folder or file of another format, that ``path`` names."""
     from dtrain.checkpoint.tensor_files import SUFFIX, is_model_folder
 
     if path.endswith(SUFFIX) and storage.file_size(storage.resolve_path(path)) is not None:
@@ -157,7 +158,7 @@ def _find_source(path: str) -> AnyPath:
 
 
 def _open_both(paths: list[AnyPath], *, weights: bool, state: str | None) -> list[tuple[TensorFiles, dict[str, Any]]]:
-    """Tensors and plain values of both: everything, unless one has weights only."""
+    """Return tensors and plain values of both checkpoints, or only weights if one has only weights."""
     from dtrain.checkpoint.checkpoint_info import has_manifest
     from dtrain.checkpoint.conversion.convert import detect_format, open_weights
     from dtrain.checkpoint.conversion.diff import tensors_and_values
@@ -169,7 +170,7 @@ def _open_both(paths: list[AnyPath], *, weights: bool, state: str | None) -> lis
 
 
 def _difference_facts(difference: CheckpointDifference) -> dict[str, Any]:
-    """For JSON, which has no NaN."""
+    """Convert a difference to JSON, which has no NaN."""
     facts = asdict(difference)
     largest = difference.max_abs
     if largest is not None and not math.isfinite(largest):

@@ -1,4 +1,4 @@
-"""What paths and URLs on the command line stand for. dtrain.checkpoint imports torch, so it is imported where it is needed."""
+"""Resolve paths and URLs of the command line to roots and steps. Imports of dtrain.checkpoint are lazy, because it needs torch."""
 
 from __future__ import annotations
 
@@ -17,31 +17,33 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for
 
 
 def find_folder(path: str, command: str) -> AnyPath:
-    """The folder of this path.
+    """Return the folder at ``path``.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the folder does not exist.
     """
-    # An empty path would be the current folder: it comes from a variable that is not set.
+    # An empty path usually comes from an unset variable, and would mean the current folder.
     if not path or not storage.is_folder(folder := storage.resolve_path(path)):
-        raise ConfigError(f"checkpoints: {command}: no such folder: {path!r}; check the path")
+        raise ConfigError(f"checkpoints: {command}: no such folder: {path!r}. Check the path.")
     return folder
 
 
 def find_root(path: str, command: str) -> AnyPath:
-    """The folder of this path, which must not be that of one step.
+    """Return the folder at ``path``, which must not be the folder of one step.
 
     Raises:
-        ConfigError: there is none, or it is.
+        ConfigError: the folder does not exist, or is the folder of a step.
     """
     folder = find_folder(path, command)
     if is_step_folder(folder):
-        raise ConfigError(f"checkpoints: {command}: {path!r} is the folder of one step; name the folder that it is in")
+        raise ConfigError(
+            f"checkpoints: {command}: {path!r} is the folder of one step. Name the folder that contains the step."
+        )
     return folder
 
 
 def is_step_folder(folder: AnyPath) -> bool:
-    """Whether the folder is, or was to be, that of a step."""
+    """Return True if the folder is, or was meant to be, a step."""
     from dtrain.checkpoint import layout
     from dtrain.checkpoint.checkpoint_info import has_manifest
 
@@ -49,10 +51,10 @@ def is_step_folder(folder: AnyPath) -> bool:
 
 
 def list_root_steps(folder: AnyPath, command: str) -> tuple[list[CheckpointInfo | CorruptStep], AnyPath | None]:
-    """The steps of a root, and the one that loading takes; of a step's own folder no steps, and itself.
+    """Return the steps of a root and the step that loading uses. For the folder of a step, return no steps and the folder.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the root cannot be read.
     """
     from dtrain.checkpoint.checkpoint_info import scan_root
     from dtrain.checkpoint.reader import choose_step
@@ -65,11 +67,11 @@ def list_root_steps(folder: AnyPath, command: str) -> tuple[list[CheckpointInfo 
 
 
 def find_step(path: str, command: str) -> AnyPath:
-    """The step that a path stands for: itself, or the newest of a root.
+    """Return the step at ``path``, or the newest step of the root at ``path``.
 
     Raises:
-        ConfigError: there is none.
-        CheckpointError: it cannot be read.
+        ConfigError: there is no step.
+        CheckpointError: the folder cannot be read.
     """
     _, newest = list_root_steps(find_folder(path, command), command)
     if newest is None:
@@ -78,5 +80,5 @@ def find_step(path: str, command: str) -> AnyPath:
 
 
 def no_checkpoints_error(path: str, command: str) -> ConfigError:
-    """The error of a root without steps."""
-    return ConfigError(f"checkpoints: {command}: no checkpoints in {path!r}; name a step, or the folder that steps are in")
+    """Build the error for a root without steps."""
+    return ConfigError(f"checkpoints: {command}: no checkpoints in {path!r}. Name a step, or the folder that contains steps.")

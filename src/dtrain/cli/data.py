@@ -1,6 +1,4 @@
-"""``dtrain data write``.
-
-The group of commands, and which commands are in it."""
+"""Define ``dtrain data``, with the command write."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ dtrain data write 'corpus/*.txt' shards --from documents --tokenizer bytes --con
 dtrain data write table.csv shards --columns text,label:int --compression zstd
 """
 
-_READ_HEADING, _TOKENS_HEADING, _WRITE_HEADING = "What is read", "Tokens for language models", "What is written"
+_READ_HEADING, _TOKENS_HEADING, _WRITE_HEADING = "Input", "Tokens for language models", "Output"
 _COMPRESSIONS = ("zstd", "gz", "bz2", "br", "snappy")
 
 
@@ -55,7 +53,7 @@ def write(
     out: Annotated[str, typer.Argument(metavar="OUT", help="The new folder, here or on a server.")],
     kind: Annotated[
         str | None,
-        _option(_READ_HEADING, "--from", metavar="KIND", help=f"{', '.join(INPUT_KINDS)}; seen from the names if left out."),
+        _option(_READ_HEADING, "--from", metavar="KIND", help=f"{', '.join(INPUT_KINDS)}; inferred from the names by default."),
     ] = None,
     columns: Annotated[
         list[str] | None,
@@ -63,7 +61,7 @@ def write(
             _READ_HEADING,
             "--columns",
             metavar="NAMES",
-            help="Only these; with encodings as in text,label:int; may be repeated.",
+            help="Only these columns; with encodings as in text,label:int; may be repeated.",
         ),
     ] = None,
     tokenizer: Annotated[
@@ -75,17 +73,20 @@ def write(
     concat: Annotated[
         str | None,
         _option(
-            _TOKENS_HEADING, "--concat", metavar="N", help="Tokens in a window: documents one after the other, cut every N."
+            _TOKENS_HEADING, "--concat", metavar="N", help="Tokens per window: documents are joined and split every N tokens."
         ),
     ] = None,
     end: Annotated[
         str | None,
         _option(
-            _TOKENS_HEADING, "--end", metavar="TOKEN", help="Put after each document; none of bytes, else the tokenizer's own."
+            _TOKENS_HEADING,
+            "--end",
+            metavar="TOKEN",
+            help="Token after each document; by default the tokenizer's own, none for bytes.",
         ),
     ] = None,
     text: Annotated[
-        str, _option(_TOKENS_HEADING, "--text", metavar="COLUMN", help="Where the documents' text is; text if left out.")
+        str, _option(_TOKENS_HEADING, "--text", metavar="COLUMN", help="Column with the text of documents; default text.")
     ] = "text",
     form: Annotated[
         str, _option(_WRITE_HEADING, "--format", metavar="FORMAT", help="mds (default), parquet, jsonl, text or tar.")
@@ -103,7 +104,10 @@ def write(
         ),
     ] = "xxh64",
     size_limit: Annotated[
-        str, _option(_WRITE_HEADING, "--size-limit", metavar="SIZE", help="Of a shard before compression; 64MiB if left out.")
+        str,
+        _option(
+            _WRITE_HEADING, "--size-limit", metavar="SIZE", help="Size limit of a shard before compression; default 64MiB."
+        ),
     ] = "64MiB",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON object, for programs.", rich_help_panel=_WRITE_HEADING)
@@ -111,10 +115,10 @@ def write(
 ) -> int:
     """Write samples as shards, for ShardedDataset.
 
-    Columns are those of the first sample. The index is written last, and what fails or is interrupted is removed again; an OUT
-    that is not empty is refused. Memory does not grow with the data.
+    The columns are the columns of the first sample. The index is written last, and a failed or interrupted command removes its
+    files. OUT must be empty. Memory does not grow with the data.
 
-    Exit codes: 0 written; 1 a source cannot be read or OUT not be written; 2 bad usage.
+    Exit codes: 0 written; 1 a source cannot be read or OUT cannot be written; 2 bad usage.
     """
     with prefix_data_errors("write"):
         options = {
@@ -123,18 +127,18 @@ def write(
             "hashes": parse_names("--hash", hashes),
             "size_limit": parse_size("--size-limit", size_limit),
         }
-        chosen = parse_columns("--columns", columns or ())
-        tokens = _parse_token_options(tokenizer, concat, end, text, chosen, form)
-        place = _check_new_folder(out)
+        selected = parse_columns("--columns", columns or ())
+        tokens = _parse_token_options(tokenizer, concat, end, text, selected, form)
+        folder = _check_new_folder(out)
         inputs = find_inputs(sources, parse_choice("--from", kind, INPUT_KINDS))
-        done = _write_shards(inputs, place, chosen, tokens, options)
-    print_json(done) if as_json else typer.echo(escape_unprintable(_format_result(done)))
+        result = _write_shards(inputs, folder, selected, tokens, options)
+    print_json(result) if as_json else typer.echo(escape_unprintable(_format_result(result)))
     return 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _TokenOptions:
-    """How documents become windows."""
+    """Tokenizer, window size and text column for writing token windows."""
 
     tokenizer: Tokenizer
     size: int
@@ -142,7 +146,7 @@ class _TokenOptions:
 
     @property
     def accepts_bytes(self) -> bool:
-        """Whether text need not be text."""
+        """True if the column may hold bytes."""
         return self.tokenizer.name == "bytes"
 
     def windows(self, samples: Iterable[Mapping[str, Any]]) -> TokenWindows:
@@ -152,19 +156,19 @@ class _TokenOptions:
 
 
 def _parse_token_options(
-    name: str | None, concat: str | None, end: str | None, column: str, chosen: Mapping[str, Any], form: str
+    name: str | None, concat: str | None, end: str | None, column: str, selected: Mapping[str, Any], form: str
 ) -> _TokenOptions | None:
     if (name is None) != (concat is None):
-        given, missing = ("--tokenizer", "--concat N") if concat is None else ("--concat", "--tokenizer NAME")
-        raise ConfigError(f"{given} needs {missing}, too; --tokenizer bytes --concat 2049 makes windows of bytes")
+        present, missing = ("--tokenizer", "--concat N") if concat is None else ("--concat", "--tokenizer NAME")
+        raise ConfigError(f"{present} needs {missing}, too. For windows of bytes, pass --tokenizer bytes --concat 2049.")
     if name is None or concat is None:
         if end is not None or column != "text":
-            raise ConfigError("--end and --text are about tokens; give --tokenizer NAME --concat N, too")
+            raise ConfigError("--end and --text need a tokenizer. Pass --tokenizer NAME --concat N, too.")
         return None
     if form == "text":
-        raise ConfigError("--format text has lines of text, no tokens; take mds, parquet, jsonl or tar")
-    if chosen:
-        raise ConfigError("--columns and --tokenizer exclude each other: windows have the one column tokens; see --text")
+        raise ConfigError("--format text has lines of text, but no tokens. Use mds, parquet, jsonl or tar.")
+    if selected:
+        raise ConfigError("--columns and --tokenizer exclude each other, because windows have one column, tokens. Use --text.")
     size = parse_data_count("--concat", concat, minimum=2)
     from dtrain.data.packing.tokenizer import load_tokenizer
 
@@ -173,58 +177,58 @@ def _parse_token_options(
 
 def _check_new_folder(out: str) -> AnyPath:
     if not out:
-        raise ConfigError("OUT is empty; name the new folder or URL")
-    place = storage.resolve_path(out)
-    if storage.file_size(place) is not None:
-        raise ConfigError(f"OUT {out!r} is a file; name a folder or URL that is not there yet")
-    if storage.exists(place / "index.json"):
-        raise ConfigError(f"OUT {out!r} has a dataset already; name another folder, or remove it first")
-    return place
+        raise ConfigError("OUT must not be empty. Name the new folder or URL.")
+    folder = storage.resolve_path(out)
+    if storage.file_size(folder) is not None:
+        raise ConfigError(f"OUT {out!r} is a file. Name a new folder or URL.")
+    if storage.exists(folder / "index.json"):
+        raise ConfigError(f"OUT {out!r} has a dataset already. Name another folder, or remove the dataset first.")
+    return folder
 
 
 def _write_shards(
     inputs: Sequence[DataInput],
     out: AnyPath,
-    chosen: Mapping[str, str | None],
+    selected: Mapping[str, str | None],
     tokens: _TokenOptions | None,
     options: dict[str, Any],
 ) -> dict[str, Any]:
     from dtrain.data.stream.write_shards import write_shards
 
-    with ByteProgressBar("writing", sum(given.bytes for given in inputs) or None) as bar:
+    with ByteProgressBar("writing", sum(data_input.bytes for data_input in inputs) or None) as bar:
         samples: Iterator[Mapping[str, Any]] = chain.from_iterable(
-            read_samples(given, bar.advance, as_bytes=tokens is not None and tokens.accepts_bytes) for given in inputs
+            read_samples(data_input, bar.advance, as_bytes=tokens is not None and tokens.accepts_bytes) for data_input in inputs
         )
         windows = None if tokens is None else tokens.windows(samples)
-        samples = select_columns(samples, chosen) if windows is None else _encode_windows(windows, options["format"])
+        samples = select_columns(samples, selected) if windows is None else _encode_windows(windows, options["format"])
         if tokens is not None and options["format"] == "mds":
             options = {**options, "columns": {"tokens": f"ndarray:{tokens.tokenizer.dtype}:{tokens.size}"}}
-        elif any(chosen.values()):
-            samples, options["columns"] = infer_encodings(samples, chosen, options["format"])
-        done = write_shards(samples, out, **options)
+        elif any(selected.values()):
+            samples, options["columns"] = infer_encodings(samples, selected, options["format"])
+        result = write_shards(samples, out, **options)
     counts = (
         {}
         if windows is None
         else {"documents": windows.documents, "tokens": windows.tokens, "left_out": windows.leftover_tokens}
     )
-    sizes = {"samples": done.samples, "shards": done.shards, "bytes": done.stored_bytes, "encode_raw": done.raw_bytes}
-    return {"path": str(out), "format": done.format, **sizes, **counts}
+    sizes = {"samples": result.samples, "shards": result.shards, "bytes": result.stored_bytes, "raw_bytes": result.raw_bytes}
+    return {"path": str(out), "format": result.format, **sizes, **counts}
 
 
 def _encode_windows(windows: TokenWindows, form: str) -> Iterator[Mapping[str, Any]]:
-    """Windows as the format has a place for them."""
+    """Convert windows to the values of the format."""
     for window in windows:
         tokens = window["tokens"]
         yield {"tokens.npy": tokens} if form == "tar" else {"tokens": tokens.tolist()} if form == "jsonl" else window
 
 
-def _format_result(done: Mapping[str, Any]) -> str:
-    what = f"{format_count(done['samples'], 'sample')} in {format_count(done['shards'], 'shard')}"
-    line = f"{done['path']}: {what}, {format_bytes(done['bytes'])}"
-    if "tokens" not in done:
+def _format_result(result: Mapping[str, Any]) -> str:
+    counts = f"{format_count(result['samples'], 'sample')} in {format_count(result['shards'], 'shard')}"
+    line = f"{result['path']}: {counts}, {format_bytes(result['bytes'])}"
+    if "tokens" not in result:
         return line
-    read = f"{format_count(done['documents'], 'document')}, {format_count(done['tokens'], 'token')}"
-    return f"{line}; of {read}, the last {done['left_out']} are in no window"
+    inputs = f"{format_count(result['documents'], 'document')}, {format_count(result['tokens'], 'token')}"
+    return f"{line}; of {inputs}, the last {result['left_out']} are in no window"
 
 
 app = typer.Typer()
@@ -232,7 +236,7 @@ app = typer.Typer()
 
 @app.callback(invoke_without_command=True)
 def data(context: typer.Context) -> int:
-    """Write datasets of shards, and show them."""
+    """Write and inspect datasets of shards."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
     return 0

@@ -1,8 +1,4 @@
-"""A file of any place as Python's file objects have it, so that readers of other packages take it; bytes read are reported.
-
-What the sources on the command line stand for: files, in a fixed order, and how each is read.
-
-Samples of an input, one after the other, whatever it is. Memory does not grow with the input."""
+"""Find the input files of ``dtrain data``, open them, and read their samples one by one. Memory does not grow with an input."""
 
 from __future__ import annotations
 
@@ -22,15 +18,16 @@ from dtrain.errors import ConfigError, DataError
 from dtrain.optional_dependencies import missing_extra_error
 from dtrain.storage import AnyPath
 
-_LOCAL_READ_BYTES = 2**18  # bytes of one read of a local file
-_REMOTE_READ_BYTES = 2**23  # on a server a request costs more than the bytes
-_CHUNK_BYTES = 2**18  # of what is unpacked
+_LOCAL_READ_BYTES = 2**18  # bytes
+# On a server, a request costs more than its bytes.
+_REMOTE_READ_BYTES = 2**23  # bytes
+_CHUNK_BYTES = 2**18  # decompressed bytes
 
 
 class _StorageRawIO(io.RawIOBase):
-    def __init__(self, place: AnyPath, advance: Callable[[int], None]) -> None:
+    def __init__(self, path: AnyPath, advance: Callable[[int], None]) -> None:
         super().__init__()
-        self._file = storage.FileReader(place, quiet=True)
+        self._file = storage.FileReader(path, quiet=True)
         self._advance = advance
         self._at = 0
         self.piece = _REMOTE_READ_BYTES if self._file.is_remote else _LOCAL_READ_BYTES
@@ -49,11 +46,11 @@ class _StorageRawIO(io.RawIOBase):
         return self._at
 
     def readinto(self, out: memoryview) -> int:  # type: ignore[override]
-        wanted = min(len(out), max(0, self._file.size - self._at))
-        got = self._file.read_into(self._at, memoryview(out).cast("B")[:wanted])
-        self._at += got
-        self._advance(got)
-        return got
+        count = min(len(out), max(0, self._file.size - self._at))
+        read = self._file.read_into(self._at, memoryview(out).cast("B")[:count])
+        self._at += read
+        self._advance(read)
+        return read
 
     def close(self) -> None:
         if not self.closed:
@@ -61,14 +58,14 @@ class _StorageRawIO(io.RawIOBase):
         super().close()
 
 
-def open_binary(place: AnyPath, advance: Callable[[int], None]) -> io.BufferedReader:
-    """The file, buffered. ``advance`` is told about bytes as they are read."""
-    raw = _StorageRawIO(place, advance)
+def open_binary(path: AnyPath, advance: Callable[[int], None]) -> io.BufferedReader:
+    """Open a file as a buffered binary file. ``advance`` is called with the number of bytes of each read."""
+    raw = _StorageRawIO(path, advance)
     return io.BufferedReader(raw, raw.piece)
 
 
 class _ChunkRawIO(io.RawIOBase):
-    """Pieces of bytes as one file, read from its beginning."""
+    """Binary file of chunks, read from the beginning."""
 
     def __init__(self, pieces: Iterator[bytes]) -> None:
         super().__init__()
@@ -82,17 +79,17 @@ class _ChunkRawIO(io.RawIOBase):
             if (piece := next(self._pieces, None)) is None:
                 return 0
             self._rest = memoryview(piece)
-        taken = min(len(out), len(self._rest))
-        out[:taken] = self._rest[:taken]
-        self._rest = self._rest[taken:]
-        return taken
+        count = min(len(out), len(self._rest))
+        out[:count] = self._rest[:count]
+        self._rest = self._rest[count:]
+        return count
 
 
 @contextmanager
-def open_decompressed(place: AnyPath, advance: Callable[[int], None]) -> Iterator[io.BufferedReader]:
-    """The file's content after decompression, if the end of its name tells one."""
-    with open_binary(place, advance) as file:
-        if (compression := infer_compression(place.name)) is None:
+def open_decompressed(path: AnyPath, advance: Callable[[int], None]) -> Iterator[io.BufferedReader]:
+    """Open a file, and decompress its content if the suffix of its name is a compression."""
+    with open_binary(path, advance) as file:
+        if (compression := infer_compression(path.name)) is None:
             yield file
             return
         from dtrain.data.stream.formats.compression import decompress
@@ -101,7 +98,7 @@ def open_decompressed(place: AnyPath, advance: Callable[[int], None]) -> Iterato
 
 
 def infer_compression(name: str) -> str | None:
-    """The compression that the end of a file's name tells."""
+    """Return the compression of a file's suffix, None without one."""
     from dtrain.data.stream.formats.compression import COMPRESSION_SUFFIXES
 
     return next((compression for suffix, compression in COMPRESSION_SUFFIXES.items() if name.lower().endswith(suffix)), None)
@@ -121,18 +118,18 @@ _KIND_BY_SUFFIX: dict[str, InputKind] = {
     ".text": "lines",
 }
 _WHOLE_FOLDERS = ("hf", "shards")
-_KIND_ADVICE = f"say how with --from, one of {', '.join(INPUT_KINDS)}"
+_KIND_ADVICE = f"Pass --from, one of {', '.join(INPUT_KINDS)}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataInput:
-    """One file, or a folder that is read as a whole.
+    """File, or folder that is read as a whole.
 
     Args:
-        place: where it is.
-        kind: how it is read.
-        name: what it is called in messages and in the column ``name``: of a folder's files, from that folder on.
-        bytes: its size; of a folder, that of all files in it.
+        place: path of the file or folder.
+        kind: format.
+        name: name in messages and in the column ``name``; relative to the source for files of a folder.
+        bytes: size of the file, or of all files in the folder.
     """
 
     place: AnyPath
@@ -142,42 +139,42 @@ class DataInput:
 
 
 def find_inputs(sources: Sequence[str], kind: str | None) -> list[DataInput]:
-    """What is to be read, in order: sources as given, files of a folder or pattern by their names.
+    """Find the inputs of ``sources``, in order: sources in the given order, files of a folder or pattern by name.
 
     Args:
         sources: files, folders, URLs, patterns.
-        kind: how to read them; None: as their names say.
+        kind: format; None infers the format from names.
 
     Raises:
-        ConfigError: one does not exist, matches nothing, or its kind cannot be told.
+        ConfigError: a source does not exist, matches no file, or has an unknown format.
     """
-    chosen = cast("InputKind | None", kind)
-    return [found for source in sources for found in _find_source_inputs(source, chosen)]
+    input_kind = cast("InputKind | None", kind)
+    return [data_input for source in sources for data_input in _find_source_inputs(source, input_kind)]
 
 
 def _find_source_inputs(source: str, kind: InputKind | None) -> list[DataInput]:
     if not source:
-        raise ConfigError("a source is empty; name a file, a folder or a pattern")
+        raise ConfigError("a source must not be empty. Name a file, a folder or a pattern.")
     if "://" not in source and glob.has_magic(source) and not os.path.lexists(source):
         paths = [Path(path) for path in sorted(glob.glob(source, recursive=True))]
-        found = [_file_input(storage.resolve_path(path), str(path), kind) for path in paths if path.is_file()]
-        if not found:
-            raise ConfigError(f"no file matches {source!r}; ** crosses folders")
-        return found
+        inputs = [_file_input(storage.resolve_path(path), str(path), kind) for path in paths if path.is_file()]
+        if not inputs:
+            raise ConfigError(f"no file matches {source!r}. Use ** to match across folders.")
+        return inputs
     place = storage.resolve_path(source)
     if (size := storage.file_size(place)) is not None:
         return [_file_input(place, source, kind, size)]
     if not storage.is_folder(place):
-        raise ConfigError(f"no such file or folder: {source!r}; check the path")
+        raise ConfigError(f"no such file or folder: {source!r}. Check the path.")
     return _folder_inputs(place, source, kind)
 
 
 def _file_input(place: AnyPath, name: str, kind: InputKind | None, size: int | None = None) -> DataInput:
     kind = kind or _infer_kind(place.name)
     if kind is None:
-        raise ConfigError(f"{name!r}: its name does not tell how to read it; {_KIND_ADVICE}")
+        raise ConfigError(f"{name!r}: the format cannot be inferred from the name. {_KIND_ADVICE}")
     if kind in _WHOLE_FOLDERS:
-        raise ConfigError(f"{name!r} is a file, and --from {kind} reads folders; {_KIND_ADVICE}")
+        raise ConfigError(f"{name!r} is a file, but --from {kind} reads folders. {_KIND_ADVICE}")
     return DataInput(place=place, kind=kind, name=name, bytes=(storage.file_size(place) or 0) if size is None else size)
 
 
@@ -190,18 +187,18 @@ def _folder_inputs(folder: AnyPath, source: str, kind: InputKind | None) -> list
     kind = kind or _infer_folder_kind(folder, source)
     if kind in _WHOLE_FOLDERS:
         return [DataInput(place=folder, kind=kind, name=source, bytes=sum(size for _, size in storage.walk_files(folder)))]
-    below = [
-        found for found in sorted(storage.walk_files(folder)) if not any(part.startswith(".") for part in found[0].split("/"))
+    files = [
+        file for file in sorted(storage.walk_files(folder)) if not any(part.startswith(".") for part in file[0].split("/"))
     ]
-    found = [
+    inputs = [
         _file_input(folder / name, name, kind, size)
-        for name, size in below
+        for name, size in files
         if kind is not None or _infer_kind(name) is not None
     ]
-    if not found:
-        what = f"none of its {len(below)} files has a name that tells how to read it" if below else "it has no files"
-        raise ConfigError(f"{source!r}: {what}; {_KIND_ADVICE}")
-    return found
+    if not inputs:
+        problem = f"none of its {len(files)} files has a name with a known format" if files else "it has no files"
+        raise ConfigError(f"{source!r}: {problem}. {_KIND_ADVICE}")
+    return inputs
 
 
 def _infer_folder_kind(folder: AnyPath, source: str) -> InputKind | None:
@@ -209,7 +206,7 @@ def _infer_folder_kind(folder: AnyPath, source: str) -> InputKind | None:
     if "dataset_dict.json" in names:
         splits = [name for name in names if storage.exists(folder / name / "state.json")]
         example = splits[0] if splits else "train"
-        raise ConfigError(f"{source!r} has the splits {', '.join(splits)}; name one, as in {source.rstrip('/')}/{example}")
+        raise ConfigError(f"{source!r} has the splits {', '.join(splits)}. Name one, as in {source.rstrip('/')}/{example}.")
     if {"state.json", "dataset_info.json"} <= set(names):
         return "hf"
     return "shards" if "index.json" in names or any(name.endswith(".tar") for name in names) else None
@@ -218,100 +215,106 @@ def _infer_folder_kind(folder: AnyPath, source: str) -> InputKind | None:
 InputSample = Mapping[str, Any]
 ReportBytes = Callable[[int], None]
 
-_MAX_DOCUMENT_BYTES = 2**31  # bytes: a document is read whole
+# A document is read as a whole.
+_MAX_DOCUMENT_BYTES = 2**31  # bytes
 _MAX_STATE_BYTES = 2**26
-_UTF8_BOM = b"\xef\xbb\xbf"  # some programs put it before UTF-8
+# Some programs write this mark before UTF-8 text.
+_UTF8_BOM = b"\xef\xbb\xbf"
 
 
-def read_samples(given: DataInput, advance: ReportBytes, *, as_bytes: bool = False) -> Iterator[InputSample]:
-    """The samples of an input.
+def read_samples(data_input: DataInput, advance: ReportBytes, *, as_bytes: bool = False) -> Iterator[InputSample]:
+    """Yield the samples of an input.
 
     Args:
-        given: the file or folder.
-        advance: told about bytes as they are read.
-        as_bytes: lines and documents stay bytes, which need not be UTF-8.
+        data_input: the file or folder.
+        advance: function that is called with the number of bytes of each read.
+        as_bytes: if True, lines and documents stay bytes, which need not be UTF-8.
 
     Raises:
-        ConfigError: a package that is not installed, or a folder of another kind.
-        DataError: a sample that cannot be read: which file, where in it, and why.
+        ConfigError: a package is not installed, or the folder has another format.
+        DataError: a sample cannot be read; the message has the file, the position and the reason.
     """
-    reader = _READERS[given.kind]
-    samples = reader(given, advance, as_bytes) if reader in (_read_lines, _read_document) else reader(given, advance)
+    reader = _READERS[data_input.kind]
+    samples = reader(data_input, advance, as_bytes) if reader in (_read_lines, _read_document) else reader(data_input, advance)
     try:
         yield from samples
     except DataError as error:
-        raise error if str(error).startswith(given.name) else DataError(f"{given.name}: {error}") from error
+        raise error if str(error).startswith(data_input.name) else DataError(f"{data_input.name}: {error}") from error
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{given.name}: {' '.join(str(error).split())}") from error
+        raise DataError(f"{data_input.name}: {' '.join(str(error).split())}") from error
 
 
-def _iter_lines(given: DataInput, advance: ReportBytes) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not empty, and their numbers from 1. Only a line feed ends a line, after a carriage return or not."""
-    with open_decompressed(given.place, advance) as file:
+def _iter_lines(data_input: DataInput, advance: ReportBytes) -> Iterator[tuple[int, bytes]]:
+    """Yield non-empty lines with their numbers from 1. A line ends with a line feed, after an optional carriage return."""
+    with open_decompressed(data_input.place, advance) as file:
         for number, line in enumerate(file, 1):
             line = line.removeprefix(_UTF8_BOM) if number == 1 else line
             if text := line.rstrip(b"\r\n"):
                 yield number, text
 
 
-def _read_jsonl(given: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
-    for number, line in _iter_lines(given, advance):
+def _read_jsonl(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+    for number, line in _iter_lines(data_input, advance):
         if not line.strip():
             continue
         try:
             sample = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise DataError(f"{given.name}, line {number}: is no JSON: {' '.join(str(error).split())}") from error
+            reason = " ".join(str(error).split())
+            raise DataError(f"{data_input.name}, line {number}: is not JSON: {reason}") from error
         if not isinstance(sample, dict):
-            raise DataError(f"{given.name}, line {number}: is a JSON {type(sample).__name__}, not an object with columns")
+            raise DataError(f"{data_input.name}, line {number}: is a JSON {type(sample).__name__}, not an object with columns")
         yield sample
 
 
-def _read_lines(given: DataInput, advance: ReportBytes, as_bytes: bool) -> Iterator[InputSample]:
-    for number, line in _iter_lines(given, advance):
-        yield {"text": line if as_bytes else _decode_text(line, f"{given.name}, line {number}")}
+def _read_lines(data_input: DataInput, advance: ReportBytes, as_bytes: bool) -> Iterator[InputSample]:
+    for number, line in _iter_lines(data_input, advance):
+        yield {"text": line if as_bytes else _decode_text(line, f"{data_input.name}, line {number}")}
 
 
-def _read_document(given: DataInput, advance: ReportBytes, as_bytes: bool) -> Iterator[InputSample]:
-    with open_decompressed(given.place, advance) as file:
+def _read_document(data_input: DataInput, advance: ReportBytes, as_bytes: bool) -> Iterator[InputSample]:
+    with open_decompressed(data_input.place, advance) as file:
         content = file.read(_MAX_DOCUMENT_BYTES + 1)
     if len(content) > _MAX_DOCUMENT_BYTES:
-        raise DataError(f"{given.name}: is larger than {_MAX_DOCUMENT_BYTES} bytes, which are read at once; use --from lines")
-    yield {"text": content if as_bytes else _decode_text(content, given.name)}
+        raise DataError(
+            f"{data_input.name}: is larger than {_MAX_DOCUMENT_BYTES} bytes, which are read at once. Use --from lines."
+        )
+    yield {"text": content if as_bytes else _decode_text(content, data_input.name)}
 
 
-def _decode_text(content: bytes, where: str) -> str:
+def _decode_text(content: bytes, location: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{where}: is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise DataError(f"{location}: is not UTF-8: {error.reason} at byte {error.start}") from error
 
 
-def _read_file(given: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
-    with open_binary(given.place, advance) as file:
-        yield {"name": given.name, "data": file.read()}
+def _read_file(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+    with open_binary(data_input.place, advance) as file:
+        yield {"name": data_input.name, "data": file.read()}
 
 
-def _read_csv(given: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
-    before = csv.field_size_limit(_MAX_DOCUMENT_BYTES)  # of the whole process; 128 KiB is less than many a document has
+def _read_csv(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+    # The limit is global. Its default of 128 KiB is less than many documents have.
+    before = csv.field_size_limit(_MAX_DOCUMENT_BYTES)
     try:
-        yield from _read_csv_rows(given, advance)
+        yield from _read_csv_rows(data_input, advance)
     finally:
         csv.field_size_limit(before)
 
 
-def _read_csv_rows(given: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
-    with open_decompressed(given.place, advance) as file:
+def _read_csv_rows(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+    with open_decompressed(data_input.place, advance) as file:
         text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-        rows = csv.reader(text, dialect="excel-tab" if given.kind == "tsv" else "excel", strict=True)
-        head = next(rows, None)
-        if not head or "" in head or len(set(head)) < len(head):
-            raise DataError(f"{given.name}: its first line must name each column once, got {head}")
+        rows = csv.reader(text, dialect="excel-tab" if data_input.kind == "tsv" else "excel", strict=True)
+        columns = next(rows, None)
+        if not columns or "" in columns or len(set(columns)) < len(columns):
+            raise DataError(f"{data_input.name}: the first line must name each column once, got {columns}")
         for row in rows:
-            if row and len(row) != len(head):
-                raise DataError(f"{given.name}, line {rows.line_num}: has {len(row)} values for {len(head)} columns")
+            if row and len(row) != len(columns):
+                raise DataError(f"{data_input.name}, line {rows.line_num}: has {len(row)} values for {len(columns)} columns")
             if row:
-                yield dict(zip(head, row, strict=True))
+                yield dict(zip(columns, row, strict=True))
 
 
 def _import_pyarrow() -> Any:
@@ -322,39 +325,39 @@ def _import_pyarrow() -> Any:
     return pyarrow
 
 
-def _read_parquet(given: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+def _read_parquet(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
     arrow = _import_pyarrow()
     import pyarrow.parquet
 
-    with open_binary(given.place, advance) as file:
+    with open_binary(data_input.place, advance) as file:
         try:
             for batch in pyarrow.parquet.ParquetFile(file).iter_batches(batch_size=1024):
                 yield from batch.to_pylist()
         except arrow.ArrowException as error:
-            raise DataError(f"{given.name}: {' '.join(str(error).split())}") from error
+            raise DataError(f"{data_input.name}: {' '.join(str(error).split())}") from error
 
 
-def _read_hugging_face(given: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
-    """What ``Dataset.save_to_disk`` wrote: a list of files, each a stream of Arrow's."""
+def _read_hugging_face(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+    """Read a folder of ``Dataset.save_to_disk``: a list of files, each an Arrow stream."""
     arrow = _import_pyarrow()
     try:
-        state = json.loads(storage.read_file(given.place / "state.json", limit=_MAX_STATE_BYTES))
+        state = json.loads(storage.read_file(data_input.place / "state.json", limit=_MAX_STATE_BYTES))
         names = [str(file["filename"]) for file in state["_data_files"]]
     except (KeyError, TypeError, ValueError, OSError) as error:
-        raise ConfigError(f"{given.name!r} is no folder that Dataset.save_to_disk wrote: {error!r}") from error
+        raise ConfigError(f"{data_input.name!r} is not a folder that Dataset.save_to_disk wrote: {error!r}") from error
     for name in names:
-        with open_binary(given.place / name, advance) as file:
+        with open_binary(data_input.place / name, advance) as file:
             try:
                 for batch in arrow.ipc.open_stream(file):
                     yield from batch.to_pylist()
             except arrow.ArrowException as error:
-                raise DataError(f"{given.name}: {name}: {' '.join(str(error).split())}") from error
+                raise DataError(f"{data_input.name}: {name}: {' '.join(str(error).split())}") from error
 
 
-def _read_shards(given: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
+def _read_shards(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
     from dtrain.data.stream.sharded_dataset import ShardedDataset
 
-    dataset = ShardedDataset(str(given.place))
+    dataset = ShardedDataset(str(data_input.place))
     with closing(dataset):
         begin = 0
         for entry in dataset.entries:

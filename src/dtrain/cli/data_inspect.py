@@ -1,8 +1,4 @@
-"""What a dataset is, as plain facts, and samples as text.
-
-A shard against what its index says: size, every digest, and that every sample can be decoded.
-
-``dtrain data inspect``."""
+"""Define ``dtrain data inspect``: show the facts and samples of a dataset, and verify its shards against the index."""
 
 from __future__ import annotations
 
@@ -25,12 +21,12 @@ if TYPE_CHECKING:
     from dtrain.data.stream.sharded_dataset import ShardedDataset
 
 
-_MAX_VALUE_CHARS = 100  # characters of a value that are shown
-_MAX_ARRAY_ITEMS = 8  # numbers of an array
+_MAX_VALUE_CHARS = 100  # characters
+_MAX_ARRAY_ITEMS = 8
 
 
 def dataset_facts(dataset: ShardedDataset) -> dict[str, Any]:
-    """What the index says: plain data with names that stay."""
+    """Return the facts of a dataset's index as plain data, with stable names."""
     entries = dataset.entries
     files = [entry.file for entry in entries]
     raw = [file.raw_size for file in files]
@@ -43,7 +39,7 @@ def dataset_facts(dataset: ShardedDataset) -> dict[str, Any]:
         "smallest": min(dataset.shard_sizes),
         "largest": max(dataset.shard_sizes),
         "bytes": sum(file.size for file in files),
-        "encode_raw": None if None in raw else sum(size for size in raw if size is not None),
+        "raw_bytes": None if None in raw else sum(size for size in raw if size is not None),
         "compressions": _unique(file.compression for file in files if file.compression),
         "digests": _unique(name for file in files for name in (*file.digests, *file.raw_digests)),
         "without_digests": sum(not (file.digests or file.raw_digests) for file in files),
@@ -52,14 +48,14 @@ def dataset_facts(dataset: ShardedDataset) -> dict[str, Any]:
 
 
 def shard_facts(entry: ShardEntry) -> dict[str, Any]:
-    """What the index says of one shard."""
+    """Return the index's facts of one shard."""
     file = entry.file
     return {
         "name": file.name,
         "format": entry.format,
         "samples": entry.samples,
         "bytes": file.size,
-        "encode_raw": file.raw_size,
+        "raw_bytes": file.raw_size,
         "compression": file.compression,
         "digests": _unique((*file.digests, *file.raw_digests)),
     }
@@ -70,18 +66,18 @@ def _unique(values: Any) -> list[str]:
 
 
 def _column_encodings(entry: ShardEntry) -> dict[str, str | None]:
-    """The columns of a shard, as far as the index names them."""
-    names, encodings = (entry.details.get(f"column_{what}") for what in ("names", "encodings"))
+    """Return the columns of a shard and their encodings, if the index has them."""
+    names, encodings = (entry.details.get(f"column_{field}") for field in ("names", "encodings"))
     if not isinstance(names, list) or not isinstance(encodings, list):
         return {}
     return {str(name): str(encoding) for name, encoding in zip(names, encodings, strict=False)}
 
 
 def format_dataset_facts(facts: Mapping[str, Any]) -> list[str]:
-    """The facts for people."""
+    """Format the facts of a dataset as text."""
     index = "" if facts["indexed"] else ", without an index"
     lines = [f"{facts['path']}: {', '.join(facts['formats']) or 'nothing'} in {format_count(facts['shards'], 'shard')}{index}"]
-    raw = facts["encode_raw"]
+    raw = facts["raw_bytes"]
     size = format_bytes(facts["bytes"])
     if facts["compressions"]:
         size += f" ({', '.join(facts['compressions'])}{'' if raw is None else f'; {format_bytes(raw)} raw'})"
@@ -95,7 +91,7 @@ def format_dataset_facts(facts: Mapping[str, Any]) -> list[str]:
 
 
 def format_sample(sample: Any) -> dict[str, str]:
-    """The values of a sample, by column."""
+    """Format the values of a sample by column."""
     return {
         str(name): format_sample_value(value)
         for name, value in (sample if isinstance(sample, Mapping) else {"": sample}).items()
@@ -103,15 +99,16 @@ def format_sample(sample: Any) -> dict[str, str]:
 
 
 def format_sample_value(value: Any) -> str:
-    """A value in one short line: what it is, where that is not plain, and its beginning."""
+    """Format a value in one short line: its type and shape if it is not plain, and its beginning."""
     shape = getattr(value, "shape", None)
     if shape is not None and hasattr(value, "dtype"):
         flat = value.reshape(-1)[: _MAX_ARRAY_ITEMS + 1].tolist()
         more = " ..." if len(flat) > _MAX_ARRAY_ITEMS else ""
-        return f"{value.dtype} {list(shape)}: {' '.join(_truncate(str(each)) for each in flat[:_MAX_ARRAY_ITEMS])}{more}"
+        return f"{value.dtype} {list(shape)}: {' '.join(_truncate(str(item)) for item in flat[:_MAX_ARRAY_ITEMS])}{more}"
     if isinstance(value, bytes | bytearray | memoryview):
         return f"{format_count(len(value), 'byte')}: {_truncate(repr(bytes(value[:_MAX_VALUE_CHARS])))}"
-    if hasattr(value, "size") and hasattr(value, "mode"):  # an image of Pillow's
+    # Images of Pillow have a size and a mode.
+    if hasattr(value, "size") and hasattr(value, "mode"):
         return f"image {value.mode} {value.size[0]} x {value.size[1]}"
     return _truncate(escape_unprintable(repr(value)))
 
@@ -123,23 +120,23 @@ def _truncate(text: str) -> str:
 def find_shard_problem(
     root: AnyPath, entry: ShardEntry, options: Mapping[str, Any], advance: Callable[[int], None]
 ) -> str | None:
-    """What is wrong with a shard, the first thing found; None when nothing is.
+    """Return the first problem of a shard; None without a problem.
 
     Args:
-        root: the dataset's folder.
-        entry: what its index says.
-        options: of the format.
-        advance: told about raw bytes as they are read.
+        root: folder of the dataset.
+        entry: the shard's entry in the index.
+        options: options of the format.
+        advance: function that is called with the number of raw bytes of each read.
 
     Raises:
-        ConfigError: it cannot be read here: a package is missing, or a column would run code.
-        OSError: no room for a copy of the shard.
+        ConfigError: a package is missing, or a column would run code.
+        OSError: there is no space for a copy of the shard.
     """
     place = _resolve_inside(root, entry.file.name)
     if place is None:
         return "is a link out of the dataset's folder"
     with tempfile.TemporaryDirectory(prefix="dtrain-inspect-") as folder, LockableFile(Path(folder) / "raw", "new") as copy:
-        # What is here and not compressed is read where it is; all else is copied, one shard at a time.
+        # A local shard without compression is read in place. Other shards are copied, one at a time.
         in_place = entry.file.compression is None and not isinstance(place, RemotePath)
 
         def write(data: Buffer) -> None:
@@ -160,7 +157,7 @@ def find_shard_problem(
 
 
 def _resolve_inside(root: AnyPath, name: str) -> AnyPath | None:
-    """Where a file is, with links of this machine resolved; None outside of the folder."""
+    """Resolve the links of a file; None if the file is outside of the dataset's folder."""
     if isinstance(root, RemotePath):
         return root / name
     real = real_path(root / name)
@@ -173,7 +170,7 @@ def _require_local(place: AnyPath) -> Path:
 
 
 def _download_shard(place: AnyPath, entry: ShardEntry, write: Callable[[Buffer], None], clear: Callable[[], None]) -> None:
-    """Hand the raw bytes to ``write``, held against size and digests."""
+    """Pass the raw bytes to ``write``, and check their size and digests."""
     from dtrain.data.stream.download import download
 
     download(place, entry.file, write, clear=clear)
@@ -188,20 +185,21 @@ def _decode_samples(raw: memoryview, entry: ShardEntry, options: Mapping[str, An
         for row in range(len(shard)):
             try:
                 shard[row]
-            except Exception as error:  # of which class, depends on what the bytes are
+            # The class of the error depends on the bytes.
+            except Exception as error:
                 raise DataError(f"sample {row} cannot be decoded: {type(error).__name__}: {single_line(error)}") from error
     finally:
         shard.close()
 
 
 INSPECT_EXAMPLES = """
-dtrain data inspect s3://bucket/train                 what it is, from its index alone
-dtrain data inspect shards --head 3                   and its first samples
+dtrain data inspect s3://bucket/train                 facts, from the index alone
+dtrain data inspect shards --head 3                   and the first samples
 dtrain data inspect shards --verify --json            every digest and every sample, for programs
 """
 
 _DAMAGED_EXIT_CODE = 1
-_SHOW_HEADING, _VERIFY_HEADING = "What is shown", "What is verified"
+_SHOW_HEADING, _VERIFY_HEADING = "Output", "Verification"
 _FORMATS = ("mds", "parquet", "jsonl", "text", "tar")
 
 
@@ -213,23 +211,24 @@ def inspect(
     url: Annotated[str, typer.Argument(metavar="URL", help="Folder of shards, here or on a server.", show_default=False)],
     form: Annotated[
         str | None,
-        _option(_SHOW_HEADING, "--format", metavar="FORMAT", help="Of the files, where there is no index to say it."),
+        _option(_SHOW_HEADING, "--format", metavar="FORMAT", help="Format of the files, if there is no index."),
     ] = None,
-    head: Annotated[str, _option(_SHOW_HEADING, "--head", metavar="K", help="The first K samples, too.")] = "0",
-    shards: Annotated[bool, _option(_SHOW_HEADING, "--shards", help="A line for each shard, too.")] = False,
+    head: Annotated[str, _option(_SHOW_HEADING, "--head", metavar="K", help="Also show the first K samples.")] = "0",
+    shards: Annotated[bool, _option(_SHOW_HEADING, "--shards", help="Also show a line for each shard.")] = False,
     as_json: Annotated[bool, _option(_SHOW_HEADING, "--json", help="Print one JSON object, for programs.")] = False,
     verify: Annotated[
         bool, _option(_VERIFY_HEADING, "--verify", help="Compare every digest, and decode every sample.")
     ] = False,
     trust: Annotated[
-        bool, _option(_VERIFY_HEADING, "--allow-pickle", help="Decode pickled columns, too, which runs the code in them.")
+        bool, _option(_VERIFY_HEADING, "--allow-pickle", help="Also decode pickled columns, which can run code.")
     ] = False,
 ) -> int:
-    """Show what a dataset of shards holds, and verify it.
+    """Show the facts of a dataset of shards, and verify the dataset.
 
-    Reads the index only, unless --head or --verify are given; of a folder without one, what counting its samples takes.
+    The command reads only the index, unless --head or --verify is set. Without an index, it reads as much as counting the
+    samples needs.
 
-    Exit codes: 0 shown, and nothing is wrong; 1 it cannot be read, or --verify has found something; 2 bad usage.
+    Exit codes: 0 shown without a problem; 1 the dataset cannot be read, or --verify found a problem; 2 bad usage.
     """
     with prefix_data_errors("inspect"):
         first = parse_data_count("--head", head, minimum=0)
@@ -249,20 +248,20 @@ def inspect(
 
 def _open_dataset(url: str, form: str | None, options: dict[str, Any]) -> ShardedDataset:
     if not url:
-        raise ConfigError("URL is empty; name the folder that shards are in")
+        raise ConfigError("URL must not be empty. Name the folder of shards.")
     from dtrain.data.stream.sharded_dataset import ShardedDataset
 
     return ShardedDataset(url, format=form, **options)
 
 
 def _find_problems(dataset: ShardedDataset, options: Mapping[str, Any]) -> list[dict[str, str]]:
-    """Shards that are not what the index says, and why."""
-    found = []
+    """Return the shards that differ from the index, with their problems."""
+    problems = []
     with ByteProgressBar("verifying", sum(entry.file.raw_size or entry.file.size for entry in dataset.entries)) as bar:
         for entry in dataset.entries:
             if (problem := find_shard_problem(dataset.root, entry, options, bar.advance)) is not None:
-                found.append({"file": entry.file.name, "problem": problem})
-    return found
+                problems.append({"file": entry.file.name, "problem": problem})
+    return problems
 
 
 def _print_facts(facts: Mapping[str, Any]) -> None:
@@ -284,8 +283,8 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
             typer.echo(f"  {escape_unprintable(name)}: {escape_unprintable(value)}")
     if (problems := facts["problems"]) is not None:
         typer.echo()
-        for each in problems:
-            typer.echo(escape_unprintable(f"{each['file']}: {each['problem']}"))
+        for problem in problems:
+            typer.echo(escape_unprintable(f"{problem['file']}: {problem['problem']}"))
         verdict = f"{format_count(len(problems), 'shard')} of {facts['shards']:,} damaged" if problems else _describe_ok(facts)
         typer.echo(verdict)
 

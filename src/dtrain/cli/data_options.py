@@ -1,8 +1,4 @@
-"""Errors name the command that they come from.
-
-Values of the options of ``dtrain data``, read from text. Each says in one line what came and what to write instead. Pure.
-
-Which columns of a sample are taken, and text that stands for numbers."""
+"""Parse option values of ``dtrain data``, select columns of samples, and prefix errors with the command."""
 
 from __future__ import annotations
 
@@ -17,7 +13,7 @@ from dtrain.errors import ConfigError, DataError
 
 @contextmanager
 def prefix_data_errors(command: str) -> Iterator[None]:
-    """Put the command before the message of an error."""
+    """Prefix error messages with the command."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -26,85 +22,88 @@ def prefix_data_errors(command: str) -> Iterator[None]:
         raise DataError(f"data: {command}: {error}") from error
 
 
-_UNITS = {"": 1, "B": 1, **{f"{letter}IB": 2 ** (10 * (at + 1)) for at, letter in enumerate("KMGT")}}
-_UNITS |= {f"{letter}B": 10 ** (3 * (at + 1)) for at, letter in enumerate("KMGT")}
+_UNITS = {"": 1, "B": 1, **{f"{letter}IB": 2 ** (10 * (power + 1)) for power, letter in enumerate("KMGT")}}
+_UNITS |= {f"{letter}B": 10 ** (3 * (power + 1)) for power, letter in enumerate("KMGT")}
 
 
 def parse_size(option: str, text: str) -> int:
-    """A number of bytes, with or without a unit.
+    """Parse a number of bytes, with or without a unit.
 
     >>> parse_size("--size-limit", "64MiB"), parse_size("--size-limit", "1.5 kb")
     (67108864, 1500)
 
     Raises:
-        ConfigError: none.
+        ConfigError: the text is not a size.
     """
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([KMGT]?I?B)?", text.strip().upper())
     size = int(float(match[1]) * _UNITS.get(match[2] or "", 0)) if match else 0
     if size < 1:
-        raise ConfigError(f"{option} must be a size as in 64MiB or 100MB, got {text!r}")
+        raise ConfigError(f"{option} must be a size as in 64MiB or 100MB, got {text!r}. Pass a size.")
     return size
 
 
 def parse_data_count(option: str, text: str, *, minimum: int) -> int:
-    """A whole number from ``minimum`` on.
+    """Parse an integer of at least ``minimum``.
 
     Raises:
-        ConfigError: another text.
+        ConfigError: the text is not such an integer.
     """
     if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) < minimum:
-        raise ConfigError(f"{option} must be a whole number of at least {minimum}, got {text!r}")
+        raise ConfigError(f"{option} must be an integer of at least {minimum}, got {text!r}. Pass such an integer.")
     return int(text)
 
 
 def parse_choice(option: str, text: str | None, choices: Sequence[str]) -> str | None:
-    """One of the choices; None when nothing was given.
+    """Check that ``text`` is None or one of ``choices``, and return it.
 
     Raises:
         ConfigError: another text.
     """
     if text is not None and text not in choices:
-        raise ConfigError(f"{option} must be one of {', '.join(choices)}, got {text!r}")
+        raise ConfigError(f"{option} must be one of {', '.join(choices)}, got {text!r}. Choose one of them.")
     return text
 
 
 def parse_names(option: str, text: str) -> tuple[str, ...]:
-    """Names with commas between; none at all of ``none``.
+    """Parse names separated by commas; ``none`` means no name.
 
     Raises:
-        ConfigError: one is empty or comes twice.
+        ConfigError: a name is empty or repeated.
     """
     if text.strip() == "none":
         return ()
     names = tuple(name.strip() for name in text.split(","))
     if "" in names or len(set(names)) < len(names):
-        raise ConfigError(f"{option} takes different names with commas between, or none; got {text!r}")
+        raise ConfigError(f"{option} must be different names with commas between, or none, got {text!r}. Name each once.")
     return names
 
 
 def parse_columns(option: str, texts: Sequence[str]) -> dict[str, str | None]:
-    """Columns and their encodings, None where none is given: ``NAME`` or ``NAME:ENCODING``, with commas between.
+    """Parse columns and their optional encodings: ``NAME`` or ``NAME:ENCODING``, separated by commas.
 
     >>> parse_columns("--columns", ["text,label:int", "mask:ndarray:uint8:4,4,place"])
     {'text': None, 'label': 'int', 'mask': 'ndarray:uint8:4,4', 'place': None}
 
     Raises:
-        ConfigError: a name is empty, or comes twice.
+        ConfigError: a name is empty or repeated.
     """
     columns: dict[str, str | None] = {}
     for text in texts:
-        for piece in re.split(r",(?![0-9]+(?:,|$))", text):  # a comma before a number is one of a shape
+        # A comma before a number belongs to a shape.
+        for piece in re.split(r",(?![0-9]+(?:,|$))", text):
             name, colon, encoding = (part.strip() for part in piece.partition(":"))
             if not name or (colon and not encoding) or name in columns:
-                raise ConfigError(f"{option} takes NAME or NAME:ENCODING with commas between, each once; got {text!r}")
+                raise ConfigError(
+                    f"{option} must be NAME or NAME:ENCODING with commas between, got {text!r}. Name each column once."
+                )
             columns[name] = encoding or None
     return columns
 
 
 def format_count(count: int, noun: str) -> str:
-    """A number of things.
+    """Format a number of items.
 
-    >>> counted(1, "shard"), counted(12345, "sample")
+    >>> format_count(1, "shard"), format_count(12345, "sample")
     ('1 shard', '12,345 samples')
     """
     return f"{count:,} {noun}{'s' * (count != 1)}"
@@ -116,17 +115,17 @@ _NUMBER_ENCODINGS: tuple[tuple[str, Callable[[str], Any]], ...] = (
 )
 
 
-def select_columns(samples: Iterable[Mapping[str, Any]], chosen: Mapping[str, str | None]) -> Iterator[Mapping[str, Any]]:
-    """The samples with the chosen columns only; all columns when none is.
+def select_columns(samples: Iterable[Mapping[str, Any]], selected: Mapping[str, str | None]) -> Iterator[Mapping[str, Any]]:
+    """Yield the samples with the chosen columns only, or with all columns if none is chosen.
 
-    Where the encoding of a column is one of numbers, text is read as one: in CSV everything is text.
+    If the encoding of a column is a number, text is parsed as a number, because CSV contains only text.
 
     Raises:
-        DataError: a sample lacks a column, or has text that is no number.
+        DataError: a sample lacks a column, or has text that is not a number.
     """
-    readers = {name: _number_parser(encoding) for name, encoding in chosen.items()}
+    readers = {name: _number_parser(encoding) for name, encoding in selected.items()}
     for number, sample in enumerate(samples):
-        yield {name: _read_value(sample, name, readers[name], number) for name in chosen} if chosen else sample
+        yield {name: _read_value(sample, name, readers[name], number) for name in selected} if selected else sample
 
 
 def _number_parser(encoding: str | None) -> Callable[[str], Any] | None:
@@ -135,46 +134,47 @@ def _number_parser(encoding: str | None) -> Callable[[str], Any] | None:
 
 def _read_value(sample: Mapping[str, Any], name: str, read: Callable[[str], Any] | None, number: int) -> Any:
     if name not in sample:
-        raise DataError(f"sample {number} has no column {name!r}; it has {', '.join(map(str, sample))}")
+        raise DataError(f"sample {number} has no column {name!r}. Its columns are {', '.join(map(str, sample))}.")
     value = sample[name]
     if read is None or not isinstance(value, str):
         return value
     try:
         return read(value)
     except ValueError:
-        raise DataError(f"sample {number}: column {name!r} holds {value!r}, which is no {read.__name__}") from None
+        raise DataError(f"sample {number}: column {name!r} holds {value!r}, which is not {read.__name__}") from None
 
 
 def iter_texts(samples: Iterable[Mapping[str, Any]], column: str) -> Iterator[str | bytes]:
-    """The text of each sample.
+    """Yield the text of each sample.
 
     Raises:
-        DataError: a sample lacks the column, or has something else in it.
+        DataError: a sample lacks the column, or the column has no text.
     """
     for number, sample in enumerate(samples):
         text = _read_value(sample, column, None, number)
         if not isinstance(text, str | bytes):
-            raise DataError(f"sample {number}: column {column!r} holds {type(text).__name__}, not text; see --text")
+            raise DataError(f"sample {number}: column {column!r} must hold text, got {type(text).__name__}. Use --text.")
         yield text
 
 
 def infer_encodings(
-    samples: Iterator[Mapping[str, Any]], chosen: Mapping[str, str | None], form: str
+    samples: Iterator[Mapping[str, Any]], selected: Mapping[str, str | None], form: str
 ) -> tuple[Iterator[Mapping[str, Any]], dict[str, str] | None]:
-    """The samples, and what the columns are to be written as: of MDS encodings, seen from the first sample where none is given.
+    """Return the samples and the encodings of their columns; missing MDS encodings are inferred from the first sample.
 
     Raises:
-        ConfigError: a format that needs a type for every column, and some have none.
+        ConfigError: the format needs a type for every column, and some columns have none.
     """
     if form not in ("mds", "parquet"):
-        return samples, None  # the types are only those that text is read as
-    known = {name: encoding for name, encoding in chosen.items() if encoding is not None}
-    if len(known) == len(chosen) or (first := next(samples, None)) is None:
+        # The types only determine how text is parsed.
+        return samples, None
+    known = {name: encoding for name, encoding in selected.items() if encoding is not None}
+    if len(known) == len(selected) or (first := next(samples, None)) is None:
         return samples, known
     if form != "mds":
-        missing = next(name for name in chosen if name not in known)
-        raise ConfigError(f"--columns: of {form} all columns get a type, or none does; {missing!r} has none")
+        missing = next(name for name in selected if name not in known)
+        raise ConfigError(f"--columns: {form} needs types for all columns or for none, but {missing!r} has no type. Add types.")
     from dtrain.data.stream.formats.mds_encodings import infer_encoding
 
-    found = {name: known[name] if name in known else infer_encoding(first[name]) for name in chosen}
-    return chain([first], samples), found
+    encodings = {name: known[name] if name in known else infer_encoding(first[name]) for name in selected}
+    return chain([first], samples), encodings

@@ -1,4 +1,4 @@
-"""``dtrain env``: what this machine is, which versions are installed, and what is misconfigured."""
+"""Define ``dtrain env``: show the machine, the versions, and misconfigurations."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _ERROR_EXIT_CODE = 1
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print the same as one JSON object.")] = False,
 ) -> int:
-    """Show the machine, versions, and what is misconfigured.
+    """Show the machine, versions, and misconfigurations.
 
-    Values of environment variables are shown only where they cannot be secrets.
+    Values of environment variables are shown only if they cannot be secrets.
 
-    Exit codes: 0 nothing is wrong, or warnings only; 1 an error: a run would fail, hang, or leave the GPUs idle.
+    Exit codes: 0 no findings, or only warnings; 1 an error: a run would fail, hang, or not use the GPUs.
     """
-    # Here, so that other commands do not pay for it.
+    # Imported here, so that other commands start faster.
     import json
     from dataclasses import asdict
 
@@ -29,17 +29,17 @@ def env(
     from dtrain.cli.env_facts import collect_machine_facts
 
     facts = collect_machine_facts()
-    found = check_machine(facts)
+    findings = check_machine(facts)
     if as_json:
-        typer.echo(json.dumps({**asdict(facts), "findings": [asdict(finding) for finding in found]}, indent=1))
+        typer.echo(json.dumps({**asdict(facts), "findings": [asdict(finding) for finding in findings]}, indent=1))
     else:
-        lines = [*format_facts(facts), "", *(map(str, found) if found else ["nothing is misconfigured"])]
+        lines = [*format_facts(facts), "", *(map(str, findings) if findings else ["nothing is misconfigured"])]
         typer.echo("\n".join(lines))
-    return _ERROR_EXIT_CODE if any(finding.level == "error" for finding in found) else 0
+    return _ERROR_EXIT_CODE if any(finding.level == "error" for finding in findings) else 0
 
 
 def format_facts(facts: MachineFacts) -> list[str]:
-    """The facts as lines: a name, and what is known under it."""
+    """Format the facts as lines, each with a name and a text."""
     rows = [*_software_rows(facts), *_hardware_rows(facts), *_network_rows(facts), *_environment_rows(facts)]
     width = max(len(name) for name, _ in rows)
     return [f"{name:{width}}  {text}".rstrip() for name, text in rows]

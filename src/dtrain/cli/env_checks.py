@@ -1,7 +1,6 @@
-"""What is misconfigured on a machine: pure judgements over its facts, one line each with what to do.
+"""Check a machine for misconfigurations that make a run fail, hang or slow. No side effects.
 
-An *error* is something with which a run fails, hangs, or leaves the GPUs idle. A *warning* costs speed, or matters in some runs
-only.
+A run fails, hangs, or does not use the GPUs because of an *error*. A *warning* costs speed, or matters only in some runs.
 """
 
 from __future__ import annotations
@@ -14,14 +13,16 @@ from dtrain import launch_protocol
 from dtrain.cli.env_facts import MachineFacts
 
 MIB = 2**20
-MIN_SHM_BYTES = 64 * MIB  # what Docker gives a container that asks for nothing
-MIN_OPEN_FILES = 1024  # the usual soft limit
+# Docker's default for a container.
+MIN_SHM_BYTES = 64 * MIB
+# The usual soft limit.
+MIN_OPEN_FILES = 1024
 _NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvFinding:
-    """One thing that is wrong: where and what came, and what to do about it."""
+    """Misconfiguration: its level, its description, and advice."""
 
     level: Literal["error", "warning"]
     what: str
@@ -32,9 +33,9 @@ class EnvFinding:
 
 
 def check_machine(facts: MachineFacts) -> list[EnvFinding]:
-    """Everything that is wrong, errors first."""
-    found = [finding for rule in RULES for finding in rule(facts)]
-    return sorted(found, key=lambda finding: finding.level != "error")
+    """Return all misconfigurations, errors first."""
+    findings = [finding for rule in RULES for finding in rule(facts)]
+    return sorted(findings, key=lambda finding: finding.level != "error")
 
 
 def _error(what: str, do: str) -> EnvFinding:
@@ -81,37 +82,38 @@ def _check_gpus(facts: MachineFacts) -> Iterator[EnvFinding]:
     elif visible is not None and not torch.devices:
         yield _warning(f"gpus: CUDA_VISIBLE_DEVICES={visible!r} hides all {gpus.count} GPUs", "unset it to use them")
     elif not torch.devices:
-        why = torch.warnings[-1] if torch.warnings else "it does not say why"
+        why = torch.warnings[-1] if torch.warnings else "torch gives no reason"
         yield _error(f"torch: cannot use any of {gpus.count} GPUs: {why}", "match torch's CUDA version and the driver")
     elif torch.nccl is None:
         yield _error("torch: is built without NCCL, which GPUs need for collectives", "install a build from pytorch.org")
 
 
 def _check_rank_variables(facts: MachineFacts) -> Iterator[EnvFinding]:
-    """Variables of a launch: inside one they are the launcher's, in a shell they are left over. ``init_dist`` believes them."""
+    """Check the variables of a launch. In a shell they are left over from a launch, but ``init_dist`` uses them."""
     env, launched = facts.variables, launch_protocol.RUN_ID in facts.variables
     left_over = f"unset {' '.join(name for name in _RANK_VARIABLES if name in env)}"
     rank, world = env.get(launch_protocol.RANK), env.get(launch_protocol.WORLD_SIZE)
     if rank is None and world is None:
         if env.get(launch_protocol.MASTER_ADDR) is not None and not launched:
             yield _warning(
-                f"environment: {launch_protocol.MASTER_ADDR} is set but {launch_protocol.RANK} is not: left over from a launch?",
+                f"environment: {launch_protocol.MASTER_ADDR} is set but {launch_protocol.RANK} is not, perhaps by an old launch",
                 left_over,
             )
         return
     if rank is None or world is None:
-        missing, there = (
+        missing, present = (
             (launch_protocol.RANK, launch_protocol.WORLD_SIZE)
             if rank is None
             else (launch_protocol.WORLD_SIZE, launch_protocol.RANK)
         )
-        yield _error(f"environment: {there}={env[there]} is set but {missing} is not", f"set both, or {left_over}")
+        yield _error(f"environment: {present}={env[present]} is set but {missing} is not", f"set both, or {left_over}")
         return
     if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
         what = f"environment: needs 0 <= RANK < WORLD_SIZE, got RANK={rank} WORLD_SIZE={world}"
         yield _error(what, f"correct them, or {left_over}")
     elif int(world) > 1 and not {launch_protocol.MASTER_ADDR, launch_protocol.MASTER_PORT} <= env.keys():
-        what = f"environment: {launch_protocol.WORLD_SIZE}={world} needs {launch_protocol.MASTER_ADDR} and {launch_protocol.MASTER_PORT}"
+        master = f"{launch_protocol.MASTER_ADDR} and {launch_protocol.MASTER_PORT}"
+        what = f"environment: {launch_protocol.WORLD_SIZE}={world} needs {master}"
         yield _error(what, f"set them, or {left_over}")
     elif int(world) > 1 and not launched:
         what = f"environment: {launch_protocol.WORLD_SIZE}={world} makes `python loop.py` wait for {int(world) - 1} more ranks"
@@ -145,7 +147,7 @@ def _check_host_names(facts: MachineFacts) -> Iterator[EnvFinding]:
 def _check_interfaces(facts: MachineFacts) -> Iterator[EnvFinding]:
     if not any(link.loopback and link.up and "127.0.0.1" in link.addresses for link in facts.interfaces):
         yield _error(
-            "network: no loopback interface with 127.0.0.1 is up; ranks of `dtrain launch` meet there", "ip link set lo up"
+            "network: no loopback interface with 127.0.0.1 is up, which ranks of `dtrain launch` use", "ip link set lo up"
         )
     up = [link.name for link in facts.interfaces if link.up]
     gloo = facts.variables.get(launch_protocol.GLOO_INTERFACE, "")
@@ -162,7 +164,7 @@ def _check_interfaces(facts: MachineFacts) -> Iterator[EnvFinding]:
 
 
 def _nccl_matches(setting: str, name: str) -> bool:
-    """NCCL's own rule: a list of prefixes, of whole names after ``=``, and of those not to use after ``^``."""
+    """Apply NCCL's own rule: a list of prefixes, of whole names after ``=``, and of exclusions after ``^``."""
     excluded, names = setting.startswith("^"), setting.removeprefix("^")
     exact, names = names.startswith("="), names.removeprefix("=")
     listed = any(name == part if exact else name.startswith(part) for part in names.split(",") if part)
@@ -190,7 +192,7 @@ def _check_limits(facts: MachineFacts) -> Iterator[EnvFinding]:
     if shm is None:
         yield _warning("memory: there is no /dev/shm; loader workers and NCCL need it", "mount a tmpfs there, or use workers=0")
     elif shm <= MIN_SHM_BYTES:
-        what = f"memory: /dev/shm has {shm // MIB} MiB, where loader workers and NCCL hand over tensors"
+        what = f"memory: /dev/shm has {shm // MIB} MiB, which loader workers and NCCL use to exchange tensors"
         yield _warning(what, "docker run --shm-size=8g or --ipc=host, or workers=0")
     if soft is not None and soft < MIN_OPEN_FILES:
         goal = MIN_OPEN_FILES if hard is None else min(MIN_OPEN_FILES, hard)
@@ -199,19 +201,20 @@ def _check_limits(facts: MachineFacts) -> Iterator[EnvFinding]:
 
 
 _COSTLY_VARIABLES = {
-    "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel is waited for"),
-    "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "every collective is checked by another one"),
+    "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel launch waits for its kernel"),
+    "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "every collective is checked by another collective"),
     "NCCL_DEBUG": (("INFO", "TRACE"), "every rank writes long logs"),
-    "NCCL_P2P_DISABLE": (("1",), "GPUs talk through host memory"),
-    "NCCL_SHM_DISABLE": (("1",), "GPUs of one machine talk through the network"),
-    "NCCL_IB_DISABLE": (("1",), "nodes talk over TCP, not InfiniBand"),
+    "NCCL_P2P_DISABLE": (("1",), "GPUs communicate through host memory"),
+    "NCCL_SHM_DISABLE": (("1",), "GPUs of one machine communicate through the network"),
+    "NCCL_IB_DISABLE": (("1",), "nodes communicate over TCP, not InfiniBand"),
 }
 
 
 def _check_costly_variables(facts: MachineFacts) -> Iterator[EnvFinding]:
     for name, (values, why) in _COSTLY_VARIABLES.items():
         if facts.variables.get(name, "").upper() in values:
-            yield _warning(f"environment: {name}={facts.variables[name]}: {why}", "unset it unless you are looking for a fault")
+            value = facts.variables[name]
+            yield _warning(f"environment: {name}={value}: {why}", "unset it unless you are looking for a fault")
 
 
 RULES: tuple[Callable[[MachineFacts], Iterator[EnvFinding]], ...] = (

@@ -1,6 +1,4 @@
-"""Installed packages against what dtrain needs, and torch's own account of its build.
-
-All that is known about this machine, in one value."""
+"""Collect the facts of this machine: installed packages, torch's build, hardware, network, environment variables."""
 
 from __future__ import annotations
 
@@ -32,13 +30,14 @@ from dtrain.cli.machine import (
     start_query,
 )
 
-TORCH_TIMEOUT_S = 120.0  # a cold import from a network file system takes most of a minute
+# A cold import from a network file system takes most of a minute.
+TORCH_TIMEOUT_S = 120.0
 _FALLBACK_REQUIREMENTS = ("torch", "numpy", "torchdata", "tensordict", "einops", "typer", "safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Package:
-    """A package that dtrain needs, the version that is installed (None: it is not), and the oldest one that will do."""
+    """Package that dtrain needs, its installed version (None if not installed), and the minimum version."""
 
     name: str
     version: str | None
@@ -46,7 +45,7 @@ class Package:
 
     @property
     def too_old(self) -> bool:
-        """Whether a newer version is needed than is installed."""
+        """True if the installed version is older than the minimum version."""
         return (
             self.version is not None
             and self.at_least is not None
@@ -56,17 +55,17 @@ class Package:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TorchBuild:
-    """What torch says about itself.
+    """Facts of the installed torch.
 
     Args:
-        version: with the build's suffix (``+cpu``, ``+cu128``).
-        folder: where it was imported from.
-        cuda: version of CUDA or HIP that it was built for, None for a CPU build.
-        devices: names of the GPUs that it can use.
-        gloo: whether it can run collectives on CPUs.
-        nccl: version of NCCL, None without.
-        threads: that an operation on the CPU uses in a process that sets nothing.
-        warnings: that it raised when it was imported and asked for GPUs.
+        version: version with the build's suffix (``+cpu``, ``+cu128``).
+        folder: folder of the package.
+        cuda: version of CUDA or HIP; None for a CPU build.
+        devices: names of usable GPUs.
+        gloo: if True, collectives on CPUs are available.
+        nccl: version of NCCL; None without NCCL.
+        threads: threads of an operation on the CPU by default.
+        warnings: warnings during the import and the query for GPUs.
     """
 
     version: str
@@ -80,10 +79,11 @@ class TorchBuild:
 
 
 def check_packages() -> tuple[Package, ...]:
-    """What dtrain needs, by its own metadata."""
+    """Return the packages in dtrain's metadata, with their installed versions."""
     try:
         needed = metadata.requires("dtrain") or []
-    except metadata.PackageNotFoundError:  # run from a source folder that was never installed: no minimum is known
+    # A source folder that was never installed has no minimum versions.
+    except metadata.PackageNotFoundError:
         needed = list(_FALLBACK_REQUIREMENTS)
     return tuple(
         Package(name=name, version=installed_version(name), at_least=minimum) for name, minimum in parse_requirements(needed)
@@ -91,22 +91,22 @@ def check_packages() -> tuple[Package, ...]:
 
 
 def parse_requirements(lines: Iterable[str]) -> list[tuple[str, str | None]]:
-    """Name and least version of each requirement that no extra asks for.
+    """Return name and minimum version of each requirement without an extra.
 
-    >>> requirements(["torch>=2.11", "einops", "pytest>=8; extra == 'test'"])
+    >>> parse_requirements(["torch>=2.11", "einops", "pytest>=8; extra == 'test'"])
     [('torch', '2.11'), ('einops', None)]
     """
-    found = []
+    requirements = []
     for line in lines:
         requirement, _, condition = line.partition(";")
         name, minimum = re.match(r"[A-Za-z0-9._-]+", requirement), re.search(r">=\s*([0-9.]+)", requirement)
         if name and "extra" not in condition:
-            found.append((name[0], minimum[1] if minimum else None))
-    return found
+            requirements.append((name[0], minimum[1] if minimum else None))
+    return requirements
 
 
 def installed_version(name: str) -> str | None:
-    """The version of an installed package; None when it is not installed."""
+    """Return the version of an installed package; None if not installed."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -114,9 +114,9 @@ def installed_version(name: str) -> str | None:
 
 
 def parse_release(version: str) -> tuple[int, ...]:
-    """The numbers that versions are ordered by, without suffixes and trailing zeros: those of the release.
+    """Return the release numbers of a version for comparison, without suffixes and trailing zeros.
 
-    >>> release("2.13.0+cpu") < release("2.13.1rc1")
+    >>> parse_release("2.13.0+cpu") < parse_release("2.13.1rc1")
     True
     """
     leading = re.match(r"[0-9]+(\.[0-9]+)*", version)
@@ -127,51 +127,52 @@ def parse_release(version: str) -> tuple[int, ...]:
 
 
 def start_torch_probe() -> subprocess.Popen[str]:
-    """Start a Python that asks torch about itself; without the current folder in its path."""
+    """Start a Python process that queries torch, without the current folder in its path."""
     return start_query([sys.executable, "-P", str(Path(__file__).with_name("torch_probe.py"))])
 
 
-def read_torch_build(asked: subprocess.Popen[str]) -> TorchBuild | str:
-    """What torch said, or in one line why it could not."""
-    return parse_probe_output(read_output(asked, timeout_s=TORCH_TIMEOUT_S))
+def read_torch_build(process: subprocess.Popen[str]) -> TorchBuild | str:
+    """Return torch's facts, or the reason that torch could not be queried, in one line."""
+    return parse_probe_output(read_output(process, timeout_s=TORCH_TIMEOUT_S))
 
 
-def parse_probe_output(said: CommandOutput) -> TorchBuild | str:
-    """The facts in the last line of the probe's output, or what went wrong."""
-    if said.code is None:
+def parse_probe_output(output: CommandOutput) -> TorchBuild | str:
+    """Parse the facts in the last JSON line of the probe's output, or return the problem."""
+    if output.code is None:
         return f"importing it took more than {TORCH_TIMEOUT_S:g} s"
-    if said.code < 0:
-        return f"importing it was ended by signal {-said.code}"
-    if said.code > 0:
-        return said.last_line
-    lines = [line for line in said.out.splitlines() if line.startswith("{")]  # libraries may print before and after it
+    if output.code < 0:
+        return f"importing it was ended by signal {-output.code}"
+    if output.code > 0:
+        return output.last_line
+    # Libraries may print other lines.
+    lines = [line for line in output.out.splitlines() if line.startswith("{")]
     if not lines:
         return "it ended before it could say anything"
     facts: Any = json.loads(lines[-1], object_hook=_lists_to_tuples)
     return TorchBuild(**facts)
 
 
-def _lists_to_tuples(found: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in found.items()}
+def _lists_to_tuples(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineFacts:
-    """The machine, its network, what is installed, and the environment.
+    """Facts of the machine, its network, its packages and its environment.
 
     Args:
-        dtrain: its version.
-        python: its version.
-        executable: of that Python.
-        packages: that dtrain needs.
-        torch: what torch says about itself, None when it could not be asked.
-        torch_problem: why not, in one line.
+        dtrain: version of dtrain.
+        python: version of Python.
+        executable: path of Python.
+        packages: packages that dtrain needs.
+        torch: facts of torch; None if torch could not be queried.
+        torch_problem: reason that torch could not be queried, in one line.
         hardware: cores, memory, limits, GPUs.
         host: name of this machine.
-        addresses: of the host name, and of MASTER_ADDR where it is set; () for a name that does not resolve.
-        interfaces: of the network.
-        variables: that matter to a run, with values.
-        named_variables: that matter and may be secret.
+        addresses: addresses of the host name, and of MASTER_ADDR if set; () for a name that does not resolve.
+        interfaces: network interfaces.
+        variables: variables that affect a run, with values.
+        named_variables: names of variables that affect a run and may be secret.
     """
 
     dtrain: str
@@ -189,13 +190,13 @@ class MachineFacts:
 
 
 def collect_machine_facts() -> MachineFacts:
-    """The facts of this machine and this process. The slow ones (torch, GPUs) are asked for first and read last."""
-    asked_torch, asked_gpus = start_torch_probe(), start_nvidia_smi()
-    shown, host = machine.visible_variables(os.environ), socket.gethostname()
-    links = list_interfaces()
-    addresses = resolve_names(dict.fromkeys([host, *filter(None, [shown.get(launch_protocol.MASTER_ADDR)])]))
-    parts = read_hardware(asked_gpus)
-    torch = read_torch_build(asked_torch)
+    """Collect the facts of this machine and this process. The slow queries (torch, GPUs) start first and are read last."""
+    torch_query, gpu_query = start_torch_probe(), start_nvidia_smi()
+    variables, host = machine.visible_variables(os.environ), socket.gethostname()
+    interfaces = list_interfaces()
+    addresses = resolve_names(dict.fromkeys([host, *filter(None, [variables.get(launch_protocol.MASTER_ADDR)])]))
+    hardware = read_hardware(gpu_query)
+    torch = read_torch_build(torch_query)
     return MachineFacts(
         dtrain=dtrain.__version__,
         python=platform.python_version(),
@@ -203,10 +204,10 @@ def collect_machine_facts() -> MachineFacts:
         packages=check_packages(),
         torch=None if isinstance(torch, str) else torch,
         torch_problem=torch if isinstance(torch, str) else None,
-        hardware=parts,
+        hardware=hardware,
         host=host,
         addresses=addresses,
-        interfaces=links,
-        variables=shown,
+        interfaces=interfaces,
+        variables=variables,
         named_variables=machine.hidden_variable_names(os.environ),
     )

@@ -1,4 +1,4 @@
-"""``dtrain hang``: what the ranks of a job do, and which of them the others wait for."""
+"""Define ``dtrain hang``: show the state of a job's ranks, and the rank that the other ranks wait for."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dtrain.errors import ConfigError, DistError
 def hang(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run folder of `dtrain launch`, or of dt.open_run.")],
 ) -> int:
-    """Show what the ranks do, and which one keeps the others.
+    """Show the state of a job's ranks, and which rank blocks the other ranks.
 
-    While the job runs here, its launcher asks the ranks, and the job goes on. Afterwards, what was written down last is shown.
-    All stacks and the last collectives of every rank are in hang/report.txt of the run folder.
+    While the job runs on this machine, its launcher queries the ranks, and the job continues. Afterwards, the last records are
+    shown. All stacks and the last collectives of every rank are in hang/report.txt of the run folder.
 
-    Exit codes: 0 shown; 1 the launcher does not answer; 2 nothing is known there.
+    Exit codes: 0 shown; 1 the launcher does not answer; 2 there are no records.
     """
     from dtrain.launch.hang.query import explain_hang
 

@@ -1,10 +1,7 @@
-"""Asking another program something, for a limited time: a broken one is an answer, never an exception or a hang.
+"""Query the machine: hardware, network interfaces, host names, and environment variables without secrets.
 
-Cores, memory, limits and GPUs, as the operating system and NVIDIA's driver tell them.
-
-Network interfaces and what names resolve to: where ranks can meet.
-
-Environment variables that change how a run behaves. The value is told only where it cannot be a secret."""
+Queries of other programs have a time limit. A broken program is an answer, not an exception or a hang.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ from dtrain.launch import host_resources
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandOutput:
-    """What a program said: its exit code (None: it had not ended in time), and its two streams."""
+    """Output of a program: its exit code (None after a timeout), and its two streams."""
 
     code: int | None
     out: str
@@ -37,38 +34,40 @@ class CommandOutput:
 
     @property
     def last_line(self) -> str:
-        """The last line that it printed to stderr, or to stdout where that is empty: of a traceback, the error."""
+        """Last line on stderr, or on stdout if stderr is empty: in a traceback, the error."""
         lines = [line.strip() for line in (self.err.strip() or self.out.strip()).splitlines()]
         return lines[-1] if lines else "it printed nothing"
 
 
 def start_query(command: Sequence[str]) -> subprocess.Popen[str]:
-    """Start a program whose answer is wanted later.
+    """Start a program whose output is read later.
 
     Raises:
-        OSError: there is no such program.
+        OSError: the program does not exist.
     """
     pipe = subprocess.PIPE
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace")
 
 
 def read_output(process: subprocess.Popen[str], *, timeout_s: float) -> CommandOutput:
-    """The answer of a program that ``ask`` started; it is killed when it takes longer than ``timeout_s``."""
+    """Read the output of a program of ``start_query``, and kill the program after ``timeout_s`` seconds."""
     try:
         out, err = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:
-        process.kill()  # and not waited for: what hangs in a driver does not die
+        # Do not wait for the process, because a process that hangs in a driver does not exit.
+        process.kill()
         return CommandOutput(code=None, out="", err="")
     return CommandOutput(code=process.returncode, out=out, err=err)
 
 
 _SMI = ("nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits")
-_SMI_TIMEOUT_S = 30.0  # it initialises the driver, which takes seconds with many GPUs
+# The program initializes the driver, which takes seconds with many GPUs.
+_SMI_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CpuCores:
-    """Cores that are there, those this process may run on, and what its control group allows (None: all of them)."""
+    """Number of cores in the machine, of cores usable by this process, and the control group's quota (None: no quota)."""
 
     present: int
     usable: int
@@ -77,7 +76,7 @@ class CpuCores:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostMemory:
-    """Bytes of memory: in the machine, free for new programs, and what the control group allows (None: all of it)."""
+    """Bytes of memory in the machine, available bytes, and the control group's limit (None: no limit)."""
 
     total_bytes: int
     available_bytes: int
@@ -86,7 +85,7 @@ class HostMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpu:
-    """One GPU as ``nvidia-smi`` lists it."""
+    """GPU in the list of ``nvidia-smi``."""
 
     name: str
     memory_bytes: int
@@ -95,12 +94,12 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gpus:
-    """The GPUs.
+    """GPUs of the machine.
 
     Args:
-        listed: what ``nvidia-smi`` lists, whatever CUDA_VISIBLE_DEVICES says.
+        listed: GPUs that ``nvidia-smi`` lists, whatever CUDA_VISIBLE_DEVICES contains.
         device_files: number of ``/dev/nvidia0``, ``/dev/nvidia1`` and so on.
-        problem: why ``nvidia-smi`` could not list them, None where it could or is not there.
+        problem: reason that ``nvidia-smi`` failed; None if it worked or does not exist.
     """
 
     listed: tuple[Gpu, ...]
@@ -109,13 +108,13 @@ class Gpus:
 
     @property
     def count(self) -> int:
-        """How many there are, by the driver or by their device files."""
+        """Number of GPUs, from the driver or the device files."""
         return max(len(self.listed), self.device_files)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hardware:
-    """The machine without its network. ``open_files`` are the soft and the hard limit, None for no limit."""
+    """Hardware of the machine. ``open_files`` are the soft and the hard limit, None for no limit."""
 
     system: str
     cores: CpuCores
@@ -126,16 +125,16 @@ class Hardware:
 
 
 def start_nvidia_smi() -> subprocess.Popen[str] | None:
-    """Start ``nvidia-smi``; None where there is none."""
+    """Start ``nvidia-smi``; None if it does not exist."""
     return start_query(_SMI) if shutil.which(_SMI[0]) else None
 
 
 def read_hardware(smi: subprocess.Popen[str] | None, root: Path = Path("/")) -> Hardware:
-    """What the machine is.
+    """Read the hardware of the machine.
 
     Args:
-        smi: from ``start_nvidia_smi``.
-        root: where ``proc``, ``sys``, ``dev`` and ``etc`` are.
+        smi: process of ``start_nvidia_smi``.
+        root: folder that contains ``proc``, ``sys``, ``dev`` and ``etc``.
     """
     names = os.listdir(root / "dev") if (root / "dev").is_dir() else []
     device_files = sum(re.fullmatch(r"nvidia[0-9]+", name) is not None for name in names)
@@ -151,7 +150,7 @@ def read_hardware(smi: subprocess.Popen[str] | None, root: Path = Path("/")) -> 
 
 
 def read_memory(root: Path) -> HostMemory:
-    """Memory by ``/proc/meminfo`` and the control group."""
+    """Read the memory from ``/proc/meminfo`` and the control group."""
     lines = (root / "proc/meminfo").read_text().splitlines()
     kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
     total = kib["MemTotal"] * 1024
@@ -164,25 +163,25 @@ def read_memory(root: Path) -> HostMemory:
 
 
 def read_shm_bytes(root: Path) -> int | None:
-    """Size of ``/dev/shm``, where processes hand tensors to each other; None when it is not there."""
+    """Return the size of ``/dev/shm``, which processes use to exchange tensors; None if it does not exist."""
     try:
-        found = os.statvfs(root / "dev/shm")
+        stat = os.statvfs(root / "dev/shm")
     except OSError:
         return None
-    return found.f_frsize * found.f_blocks
+    return stat.f_frsize * stat.f_blocks
 
 
-def parse_gpus(said: CommandOutput | None, device_files: int) -> Gpus:
-    """The GPUs out of what ``nvidia-smi`` said, None where there is no ``nvidia-smi``."""
-    if said is None:
+def parse_gpus(output: CommandOutput | None, device_files: int) -> Gpus:
+    """Parse the GPUs from the output of ``nvidia-smi``; None if ``nvidia-smi`` does not exist."""
+    if output is None:
         return Gpus(listed=(), device_files=device_files, problem=None)
-    if said.code is None:
+    if output.code is None:
         return Gpus(listed=(), device_files=device_files, problem=f"it did not answer within {_SMI_TIMEOUT_S:g} s")
-    if said.code != 0:
-        # It prints its errors to stdout, for example that it cannot reach the driver.
-        return Gpus(listed=(), device_files=device_files, problem=f"exit code {said.code}: {said.last_line}")
+    if output.code != 0:
+        # The program prints errors to stdout, for example a failed connection to the driver.
+        return Gpus(listed=(), device_files=device_files, problem=f"exit code {output.code}: {output.last_line}")
     return Gpus(
-        listed=tuple(_parse_gpu(line) for line in said.out.splitlines() if line.count(",") >= 2),
+        listed=tuple(_parse_gpu(line) for line in output.out.splitlines() if line.count(",") >= 2),
         device_files=device_files,
         problem=None,
     )
@@ -216,7 +215,7 @@ _UP, _LOOPBACK = 0x1, 0x8  # linux/if.h
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NetworkInterface:
-    """One network interface; ``up`` is the administrator's switch, not the cable."""
+    """Network interface. ``up`` is the administrator's setting, not the state of the cable."""
 
     name: str
     addresses: tuple[str, ...]
@@ -225,13 +224,13 @@ class NetworkInterface:
 
 
 def list_interfaces(root: Path = Path("/")) -> tuple[NetworkInterface, ...]:
-    """All interfaces in the order of their numbers, with the first IPv4 address and all IPv6 addresses of each.
+    """List all interfaces in the order of their numbers, with the first IPv4 address and all IPv6 addresses of each.
 
     Args:
-        root: where ``proc`` is.
+        root: folder that contains ``proc``.
     """
     ipv6 = read_ipv6_addresses(root)
-    found = []
+    interfaces = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             flags = _query_interface(probe, _SIOCGIFFLAGS, name)
@@ -239,12 +238,14 @@ def list_interfaces(root: Path = Path("/")) -> tuple[NetworkInterface, ...]:
             address = _query_interface(probe, _SIOCGIFADDR, name)
             ipv4 = [socket.inet_ntoa(address[20:24])] if address else []
             addresses = (*ipv4, *ipv6.get(name, ()))
-            found.append(NetworkInterface(name=name, addresses=addresses, loopback=bool(bits & _LOOPBACK), up=bool(bits & _UP)))
-    return tuple(found)
+            interfaces.append(
+                NetworkInterface(name=name, addresses=addresses, loopback=bool(bits & _LOOPBACK), up=bool(bits & _UP))
+            )
+    return tuple(interfaces)
 
 
 def _query_interface(probe: socket.socket, request: int, name: str) -> bytes | None:
-    """The kernel's ``struct ifreq`` for an interface, or None when it has no such value (no IPv4 address, say)."""
+    """Return the kernel's ``struct ifreq`` of an interface, or None if the value does not exist (for example no address)."""
     try:
         return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
     except OSError:
@@ -252,37 +253,39 @@ def _query_interface(probe: socket.socket, request: int, name: str) -> bytes | N
 
 
 def read_ipv6_addresses(root: Path) -> dict[str, list[str]]:
-    """IPv6 addresses by interface, from ``/proc/net/if_inet6``."""
+    """Read the IPv6 addresses of each interface from ``/proc/net/if_inet6``."""
     try:
         lines = (root / "proc/net/if_inet6").read_text().splitlines()
-    except OSError:  # a kernel without IPv6
+    # The kernel may have no IPv6.
+    except OSError:
         return {}
-    found: dict[str, list[str]] = {}
+    addresses: dict[str, list[str]] = {}
     for line in lines:
         digits, *_, name = line.split()
-        found.setdefault(name, []).append(str(ipaddress.IPv6Address(int(digits, 16))))
-    return found
+        addresses.setdefault(name, []).append(str(ipaddress.IPv6Address(int(digits, 16))))
+    return addresses
 
 
 def resolve_names(names: Iterable[str], *, timeout_s: float = 5.0) -> dict[str, tuple[str, ...]]:
-    """The addresses of host names, () for one that has none or whose name server does not answer in time."""
-    found: dict[str, tuple[str, ...]] = dict.fromkeys(names, ())
+    """Resolve host names; () for a name without an address, or whose name server does not answer in time."""
+    resolved: dict[str, tuple[str, ...]] = dict.fromkeys(names, ())
 
     def look_up(name: str) -> None:
         try:
             answers = socket.getaddrinfo(name, None, proto=socket.IPPROTO_TCP)
-        except (OSError, UnicodeError):  # unknown, or no host name at all
+        # The name is unknown, or not a host name.
+        except (OSError, UnicodeError):
             return
-        found[name] = tuple(dict.fromkeys(str(address[0]) for *_, address in answers))
+        resolved[name] = tuple(dict.fromkeys(str(address[0]) for *_, address in answers))
 
-    # getaddrinfo knows no timeout: a thread that is left behind, if need be, is the only way to give up on it.
-    threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in found]
+    # getaddrinfo has no timeout, so each call runs in a daemon thread that can be abandoned.
+    threads = [threading.Thread(target=look_up, args=(name,), daemon=True) for name in resolved]
     for thread in threads:
         thread.start()
     deadline = time.monotonic() + timeout_s
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
-    return dict(found)
+    return dict(resolved)
 
 
 _VISIBLE = (
@@ -301,11 +304,11 @@ _HIDDEN = (
 
 
 def visible_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables whose value is told, sorted by name: ranks, threads, interfaces, switches of libraries."""
+    """Return the variables whose values are shown, sorted by name: ranks, threads, interfaces, settings of libraries."""
     names = set(_VISIBLE.split())
     return {name: value for name, value in sorted(environ.items()) if name in names or name.startswith(_VISIBLE_PREFIXES)}
 
 
 def hidden_variable_names(environ: Mapping[str, str]) -> tuple[str, ...]:
-    """Those that matter too, but may hold a secret or are long: names only, sorted."""
+    """Return the sorted names of variables that may contain a secret or a long value, so only the names are shown."""
     return tuple(sorted(environ.keys() & set(_HIDDEN.split())))

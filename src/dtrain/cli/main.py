@@ -1,4 +1,4 @@
-"""The ``dtrain`` command: its sub-commands, and how errors reach the user. Imports no torch."""
+"""Run the ``dtrain`` command: dispatch to its sub-commands, and print errors in one line. Imports no torch."""
 
 from __future__ import annotations
 
@@ -33,20 +33,22 @@ _USAGE_EXIT_CODE = 2
 _INTERRUPTED_EXIT_CODE = 130
 _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
-# The base class of the parser's errors is click's or typer's own, depending on typer's release: not importable by one name.
+# The class of the parser's errors belongs to click or to typer, depending on the release of typer.
 _UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
 
 app = typer.Typer(
     name="dtrain",
     cls=PlainGroup,
-    rich_markup_mode=None,  # plain help, without importing rich
+    # Plain help does not import rich.
+    rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(
     cls=GroupedCommand,
     epilog=EXAMPLES,
-    context_settings={"allow_interspersed_args": False},  # what follows the script belongs to the script
+    # Options after the script belong to the script.
+    context_settings={"allow_interspersed_args": False},
 )(launch)
 app.command(cls=GroupedCommand, epilog=NEW_EXAMPLES)(new)
 app.command()(env)
@@ -74,39 +76,43 @@ def main(
 
 
 def run() -> NoReturn:
-    """Run the command line of this process and exit with its code. A usage error is one line on stderr, and code 2."""
+    """Run the command line of this process and exit with its exit code. A usage error is one line on stderr, and code 2."""
     occupy_standard_streams()
     sys.exit(_flush_stdout(_invoke(sys.argv[1:])))
 
 
 def _flush_stdout(code: int) -> int:
-    """The exit code, once all output has gone where it should, or cannot go there.
+    """Flush standard output and return the exit code.
 
-    Mutates: standard output when it is full: Python would try again at its end, and exit with a code of its own.
+    Mutates: standard output if it cannot be written: Python would otherwise retry at exit, and use an exit code of its own.
     """
-    if sys.stdout is None:  # it was closed when Python began
+    # Standard output may have been closed before Python started.
+    if sys.stdout is None:
         return code
     try:
         sys.stdout.flush()
     except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # whoever read it has seen enough
+        # A closed pipe is not an error, because the reader needs no further output.
+        if not isinstance(error, BrokenPipeError):
             code = code or _print_error(str(error), _FAILED_EXIT_CODE)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, sys.stdout.fileno())
-        os.close(nowhere)
+        devnull = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(devnull, sys.stdout.fileno())
+        os.close(devnull)
     return code
 
 
 def _invoke(args: list[str]) -> int:
     try:
-        if len(args) == 2 and args[0] == "--show-completion":  # typer's own option only knows the shell that it runs in
+        # typer's own option only supports the current shell.
+        if len(args) == 2 and args[0] == "--show-completion":
             return _show_completion(args[1])
         return int(typer.main.get_command(app).main(args=args, prog_name="dtrain", standalone_mode=False))
     except ConfigError as error:
         return _print_error(str(error), _USAGE_EXIT_CODE)
     except DtrainError as error:
         return _print_error(str(error), _FAILED_EXIT_CODE)
-    except OSError as error:  # of the machine, not of the code: an output that is full, a path that is too long
+    # The cause is the machine, such as a full disk or a path that is too long.
+    except OSError as error:
         return _print_error(str(error), _FAILED_EXIT_CODE)
     except _UsageError as error:
         return _print_error(_usage_message(error, args), _USAGE_EXIT_CODE)
@@ -116,7 +122,9 @@ def _invoke(args: list[str]) -> int:
 
 def _show_completion(shell: str) -> int:
     if shell not in _SHELLS:
-        raise ConfigError(f"--show-completion must be one of {', '.join(_SHELLS)}, got {shell!r}; leave it out for this shell")
+        raise ConfigError(
+            f"--show-completion must be one of {', '.join(_SHELLS)}, got {shell!r}. Remove the name for the current shell."
+        )
     from typer._completion_shared import get_completion_script
 
     typer.echo(get_completion_script(prog_name="dtrain", complete_var="_DTRAIN_COMPLETE", shell=shell))
@@ -124,20 +132,21 @@ def _show_completion(shell: str) -> int:
 
 
 def _usage_message(error: Exception, args: list[str]) -> str:
-    """One line out of the parser's exception: which command, what came, where to look."""
+    """Format the parser's exception in one line: the command, the problem, and a reference to the help."""
     context: typer.Context | None = getattr(error, "ctx", None)
-    # The parser gives no context with an option that lacks its value, or has one that it does not take.
+    # The parser sets no context for an option with a missing or an unexpected value.
     command = _command_path(args) if context is None else context.command_path
-    what: str = getattr(error, "format_message", error.__str__)()
-    where = "".join(f"{word}: " for word in command.split()[1:])
-    option = getattr(error, "option_name", None)  # of one that there is not
+    problem: str = getattr(error, "format_message", error.__str__)()
+    prefix = "".join(f"{word}: " for word in command.split()[1:])
+    # The parser sets the name of an unknown option.
+    option = getattr(error, "option_name", None)
     if command == "dtrain launch" and option is not None and (advice := torchrun_advice(option)) is not None:
-        return f"{where}{advice}"
-    return f"{where}{what[:1].lower()}{what[1:].rstrip('.')}; see `{command} --help`"
+        return f"{prefix}{advice}"
+    return f"{prefix}{problem[:1].lower()}{problem[1:].rstrip('.')}; see `{command} --help`"
 
 
 def _command_path(args: list[str]) -> str:
-    """The command that an argument list names, as far as its first words name one."""
+    """Return the command path at the beginning of an argument list."""
     command, words = typer.main.get_command(app), ["dtrain"]
     for word in args:
         if (inner := getattr(command, "commands", {}).get(word)) is None:

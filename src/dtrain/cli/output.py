@@ -1,4 +1,4 @@
-"""What the commands print: tables for people, JSON for programs, and on a terminal a bar for what takes long."""
+"""Print tables, JSON and progress bars, format bytes, and prefix errors of checkpoint commands."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ import typer
 
 from dtrain.errors import CheckpointError, ConfigError, escape_unprintable
 
-_UNLIMITED_COLUMNS = 100_000  # of a table that no terminal shows: a program that reads it wants a row to be a line
+# Programs that read a table expect one line per row.
+_UNLIMITED_COLUMNS = 100_000
 
 
 def format_bytes(size: float) -> str:
-    """A number of bytes for people."""
+    """Format a number of bytes with a unit."""
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
             return f"{size:.3g} {unit}"
@@ -26,22 +27,22 @@ def format_bytes(size: float) -> str:
 
 
 def single_line(error: Exception) -> str:
-    """An error's message without line ends."""
+    """Return an error's message without line ends."""
     return " ".join(str(error).split())
 
 
 def print_json(value: dict[str, Any]) -> None:
-    """One JSON object on stdout."""
+    """Print a JSON object to stdout."""
     typer.echo(json.dumps(value, indent=1))
 
 
 def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[int] = ()) -> None:
-    """A table on stdout: as wide as the terminal, or with a line for each row.
+    """Print a table to stdout: as wide as the terminal, or with one line per row.
 
     Args:
-        head: what stands above the columns.
+        head: names of the columns.
         rows: one text per column.
-        right: numbers of the columns that end in line.
+        right: indexes of right-aligned columns.
     """
     from io import StringIO
 
@@ -50,11 +51,12 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Se
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold")
-    for at, name in enumerate(head):
-        table.add_column(Text(name), justify="right" if at in right else "left", overflow="fold")
+    for index, name in enumerate(head):
+        table.add_column(Text(name), justify="right" if index in right else "left", overflow="fold")
     for row in rows:
         table.add_row(*(Text(escape_unprintable(cell)) for cell in row))
-    if sys.stdout is not None and sys.stdout.isatty():  # None: it was closed when Python began
+    # Standard output is None if it was closed before Python started.
+    if sys.stdout is not None and sys.stdout.isatty():
         Console(file=sys.stdout).print(table)
         return
     text = StringIO()
@@ -63,13 +65,13 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[str]], *, right: Se
 
 
 class ByteProgressBar:
-    """How far something is, on stderr, when that is a terminal and it takes long. A context manager.
+    """Progress bar on stderr, if stderr is a terminal and the work takes long. A context manager.
 
     Args:
-        label: what is done.
-        total: of bytes, None as long as that is not known.
-        after_s: how long it may take without a bar.
-        stream: where it is drawn.
+        label: description of the work.
+        total: total bytes; None if unknown.
+        after_s: seconds before the bar appears.
+        stream: stream of the bar; None uses stderr.
     """
 
     def __init__(self, label: str, total: int | None = None, *, after_s: float = 1.0, stream: TextIO | None = None) -> None:
@@ -81,11 +83,11 @@ class ByteProgressBar:
         self._task: Any = None
 
     def set_total(self, total: int) -> None:
-        """Say how many bytes there are."""
+        """Set the total number of bytes."""
         self.total = total
 
     def advance(self, nbytes: int) -> None:
-        """Say that so many more are done."""
+        """Add ``nbytes`` to the completed bytes."""
         self.done += nbytes
         if not self._is_terminal or time.monotonic() < self._draw_at:
             return
@@ -118,7 +120,7 @@ class ByteProgressBar:
 
 @contextmanager
 def prefix_checkpoint_errors(command: str) -> Iterator[None]:
-    """Put the command before the message of an error that does not name it."""
+    """Prefix error messages with the command, unless they have the prefix already."""
     try:
         yield
     except (CheckpointError, ConfigError) as error:

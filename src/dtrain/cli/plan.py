@@ -1,8 +1,4 @@
-"""``dtrain plan``: what a run would hold and send on each rank, found out on a machine that has none of them.
-
-Values of the options of ``dtrain plan``, read from text. Each says in one line what came and what to write instead.
-
-What ``dtrain plan`` prints: a line for each strategy, or one in detail; and the same as plain data."""
+"""Define ``dtrain plan``: estimate the memory and traffic of each rank on a machine without the devices."""
 
 from __future__ import annotations
 
@@ -24,83 +20,88 @@ if TYPE_CHECKING:
 PRECISIONS = ("fp32", "bf16", "fp16", "pure-bf16", "pure-fp16")
 CHECKPOINTS = ("none", "nothing", "matmuls")
 
-_UNITS = {"B": 1, **{f"{letter}iB": 2 ** (10 * (at + 1)) for at, letter in enumerate("KMGT")}}
-_UNITS |= {f"{letter}B": 10 ** (3 * (at + 1)) for at, letter in enumerate("KMGT")}
+_UNITS = {"B": 1, **{f"{letter}iB": 2 ** (10 * (power + 1)) for power, letter in enumerate("KMGT")}}
+_UNITS |= {f"{letter}B": 10 ** (3 * (power + 1)) for power, letter in enumerate("KMGT")}
 
 
 def parse_memory(option: str, text: str) -> int:
-    """The bytes that a text such as ``80GiB`` says.
+    """Parse a size with a unit, such as ``80GiB``, to bytes.
 
     Raises:
-        ConfigError: no number with a unit, or nothing.
+        ConfigError: the text is not a positive number with a unit.
     """
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     size = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
     if size < 1:
-        meant = next((unit for unit in _UNITS if match and match[2].lower() == unit.lower()), None)
-        advice = f"did you mean {match[1]}{meant}?" if match and meant and float(match[1]) else "80GiB and 80GB are sizes"
-        raise ConfigError(f"plan: {option} must be a size above 0 with its unit, got {text!r}; {advice}")
+        unit_meant = next((unit for unit in _UNITS if match and match[2].lower() == unit.lower()), None)
+        advice = (
+            f"Did you mean {match[1]}{unit_meant}?"
+            if match and unit_meant and float(match[1])
+            else "Pass 80GiB or 80GB, for example."
+        )
+        raise ConfigError(f"plan: {option} must be a size above 0 with its unit, got {text!r}. {advice}")
     return size
 
 
 def parse_count(option: str, text: str) -> int:
-    """A whole number from 1 on.
+    """Parse a positive integer.
 
     Raises:
-        ConfigError: another text.
+        ConfigError: the text is not a positive integer.
     """
     if not re.fullmatch(r"[0-9]{1,9}", text.strip()) or int(text) < 1:
-        raise ConfigError(f"plan: {option} must be a whole number of at least 1, got {text!r}; 8 is one")
+        raise ConfigError(f"plan: {option} must be an integer of at least 1, got {text!r}. Use 8, for example.")
     return int(text)
 
 
 def parse_fraction(option: str, text: str) -> float:
-    """A number from 0 to below 1.
+    """Parse a number from 0 to below 1.
 
     Raises:
-        ConfigError: another text.
+        ConfigError: the text is not such a number.
     """
     try:
-        share = float(text)
+        fraction = float(text)
     except ValueError:
-        share = -1.0
-    if not 0 <= share < 1:
-        raise ConfigError(f"plan: {option} must be a share from 0 to below 1, got {text!r}; 0.05 is usual")
-    return share
+        fraction = -1.0
+    if not 0 <= fraction < 1:
+        raise ConfigError(f"plan: {option} must be a fraction from 0 to below 1, got {text!r}. Use 0.05, for example.")
+    return fraction
 
 
-def check_choice(option: str, name: str, known: Sequence[str]) -> None:
-    """Return when ``name`` is one of those that are known.
+def check_choice(option: str, name: str, choices: Sequence[str]) -> None:
+    """Check that ``name`` is one of ``choices``.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: another name.
     """
-    if name not in known:
-        raise ConfigError(f"plan: {option} must be one of {', '.join(known)}, got {name!r}; choose one of them")
+    if name not in choices:
+        raise ConfigError(f"plan: {option} must be one of {', '.join(choices)}, got {name!r}. Choose one of them.")
 
 
 def parse_factory_arguments(pairs: Sequence[str]) -> dict[str, Any]:
-    """The arguments of a factory, from texts such as ``layers=48``; what is no Python literal is taken as a word.
+    """Parse the arguments of a factory from texts such as ``layers=48``; a value that is not a Python literal stays text.
 
     Raises:
-        ConfigError: a text without a name, or a name that is given twice.
+        ConfigError: a text without a name, or a repeated name.
     """
-    found = {}
+    arguments = {}
     for pair in pairs:
         name, equals, text = pair.partition("=")
         if not equals or not name.isidentifier():
-            raise ConfigError(f"plan: --arg must be name=value, got {pair!r}; as in --arg layers=48")
-        if name in found:
-            raise ConfigError(f"plan: the argument {name!r} is given twice; leave one out")
+            raise ConfigError(f"plan: --arg must be name=value, got {pair!r}. Use --arg layers=48, for example.")
+        if name in arguments:
+            raise ConfigError(f"plan: the argument {name!r} is repeated. Remove one of the values.")
         try:
-            found[name] = ast.literal_eval(text)
+            arguments[name] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
-            found[name] = text  # a word
-    return found
+            # The value is a word.
+            arguments[name] = text
+    return arguments
 
 
 def parse_precision(name: str) -> Precision | None:
-    """The precision of a name in ``PRECISIONS``. Imports torch."""
+    """Return the precision of a name in ``PRECISIONS``. Imports torch."""
     from dtrain.shard.precision import Precision
 
     preset, _, low = f"DEFAULT-{name}".replace("DEFAULT-pure", "PURE").partition("-")
@@ -111,11 +112,11 @@ _MEMORY_PARTS = ("parameters", "gradients", "optimizer", "transforms", "gathered
 
 
 def headline(target: str, row: StrategyEstimate, precision: str) -> str:
-    """What was planned, in one line."""
+    """Describe the plan in one line."""
     estimate = row.estimate
-    setting, largest = estimate.config, row.largest
-    mesh = f"dp_replicate {setting.dp_replicate} x dp_shard {setting.world_size // setting.dp_replicate}"
-    ranks = f"{setting.world_size} rank{'s' * (setting.world_size != 1)} ({mesh})"
+    config, largest = estimate.config, row.largest
+    mesh = f"dp_replicate {config.dp_replicate} x dp_shard {config.world_size // config.dp_replicate}"
+    ranks = f"{config.world_size} rank{'s' * (config.world_size != 1)} ({mesh})"
     sizes = f"microbatches of {estimate.microbatch_size}, {estimate.microbatches} to a step"
     room = f", {format_bytes(largest.memory)} each" if largest else ""
     return f"{target}: {_format_count(estimate.parameter_count)} parameters on {ranks}{room}, {precision}, {sizes}"
@@ -129,7 +130,7 @@ def _format_count(number: int) -> str:
 
 
 def print_comparison(rows: Sequence[StrategyEstimate]) -> None:
-    """A line for each strategy. The columns of bytes are those at the peak, and add up to it."""
+    """Print a line for each strategy. The columns of bytes are at the peak, and add up to the peak."""
     fits = ["fits"] if rows[0].largest else []
     head = ["strategy", "checkpoint", *fits, "peak", "in", *_MEMORY_PARTS, "sent per step"]
     lines = []
@@ -137,21 +138,29 @@ def print_comparison(rows: Sequence[StrategyEstimate]) -> None:
         estimate = row.estimate
         largest = [] if row.largest is None else [_format_largest(row.largest)]
         parts = [_format_size(getattr(estimate.at_peak, part)) for part in _MEMORY_PARTS]
-        kept = estimate.config.checkpoint or "-"
+        checkpoint = estimate.config.checkpoint or "-"
         name = estimate.config.strategy
         lines.append(
-            [name, kept, *largest, _format_size(estimate.peak), estimate.peak_phase, *parts, _format_size(estimate.bytes_sent)]
+            [
+                name,
+                checkpoint,
+                *largest,
+                _format_size(estimate.peak),
+                estimate.peak_phase,
+                *parts,
+                _format_size(estimate.bytes_sent),
+            ]
         )
-    empty = {at for at, part in enumerate(head) if part in ("transforms",) and all(line[at] == "-" for line in lines)}
-    shown = [[cell for at, cell in enumerate(line) if at not in empty] for line in (head, *lines)]
-    left = {"strategy", "checkpoint", "in"}
-    print_table(shown[0], shown[1:], right=[at for at, name in enumerate(shown[0]) if name not in left])
+    empty = {index for index, part in enumerate(head) if part in ("transforms",) and all(line[index] == "-" for line in lines)}
+    table = [[cell for index, cell in enumerate(line) if index not in empty] for line in (head, *lines)]
+    left_aligned = {"strategy", "checkpoint", "in"}
+    print_table(table[0], table[1:], right=[index for index, name in enumerate(table[0]) if name not in left_aligned])
     if fits:
-        typer.echo("\nfits: the largest microbatch; the other columns are for the one that was asked for")
+        typer.echo("\nfits: the largest microbatch; other columns are for the requested microbatch")
 
 
 def print_detail(row: StrategyEstimate) -> None:
-    """What one rank holds and sends."""
+    """Print the memory and the traffic of one rank."""
     estimate, largest = row.estimate, row.largest
     lines = [
         [part, _format_size(getattr(estimate.at_peak, part)), _format_size(getattr(estimate.max_by_part, part))]
@@ -185,7 +194,7 @@ def _format_size(size: int) -> str:
 
 
 def plan_facts(row: StrategyEstimate) -> dict[str, Any]:
-    """A plan as plain data; sizes in bytes."""
+    """Return a plan as plain data; sizes are in bytes."""
     largest = None
     if row.largest is not None:
         largest = {
@@ -199,9 +208,9 @@ def plan_facts(row: StrategyEstimate) -> dict[str, Any]:
 def _estimate_facts(estimate: MemoryEstimate) -> dict[str, Any]:
     from dataclasses import asdict
 
-    setting = asdict(estimate.config)
+    config = asdict(estimate.config)
     return {
-        **setting,
+        **config,
         "microbatch_size": estimate.microbatch_size,
         "microbatches": estimate.microbatches,
         "parameters": estimate.parameter_count,
@@ -222,7 +231,7 @@ dtrain plan package.model:workload --world 64 --replicate 8 --precision bf16 --a
 """
 
 _NOTHING_FITS_EXIT_CODE = 1
-_LAYOUT_HEADING, _SIZES_HEADING, _QUERY_HEADING = "How it is laid out", "Sizes", "What is asked"
+_LAYOUT_HEADING, _SIZES_HEADING, _QUERY_HEADING = "Layout", "Sizes", "Query"
 
 
 def _option(heading: str, *spellings: str, help: str, metavar: str) -> Any:
@@ -240,7 +249,7 @@ def plan(
     ] = "1",
     strategy: Annotated[
         str | None,
-        _option(_LAYOUT_HEADING, "--strategy", metavar="NAME", help="One strategy in detail, instead of a comparison."),
+        _option(_LAYOUT_HEADING, "--strategy", metavar="NAME", help="Strategy to show in detail, instead of a comparison."),
     ] = None,
     precision: Annotated[
         str, _option(_LAYOUT_HEADING, "--precision", metavar="NAME", help=f"{', '.join(PRECISIONS)}; default fp32.")
@@ -251,7 +260,7 @@ def plan(
             _LAYOUT_HEADING,
             "--checkpoint",
             metavar="KEEP",
-            help="What checkpointed blocks keep: nothing, matmuls; none: do not.",
+            help="Values that checkpointed blocks keep: nothing, matmuls; none: no checkpointing.",
         ),
     ] = None,
     accumulate: Annotated[
@@ -265,37 +274,36 @@ def plan(
         str, _option(_SIZES_HEADING, "--microbatch", metavar="N", help="Samples per forward of a rank; default 1.")
     ] = "1",
     microbatches: Annotated[
-        str, _option(_SIZES_HEADING, "--microbatches", metavar="N", help="How many of them make a step; default 1.")
+        str, _option(_SIZES_HEADING, "--microbatches", metavar="N", help="Microbatches per step; default 1.")
     ] = "1",
     seq: Annotated[str | None, _option(_SIZES_HEADING, "--seq", metavar="N", help="The same as --arg seq=N.")] = None,
     arg: Annotated[
         list[str] | None,
-        _option(_SIZES_HEADING, "--arg", metavar="NAME=VALUE", help="An argument of the factory; may be repeated."),
+        _option(_SIZES_HEADING, "--arg", metavar="NAME=VALUE", help="Argument of the factory; may be repeated."),
     ] = None,
     memory: Annotated[
         str | None,
-        _option(_QUERY_HEADING, "--memory", metavar="SIZE", help="Of one device, as in 80GiB: the largest microbatch."),
+        _option(
+            _QUERY_HEADING, "--memory", metavar="SIZE", help="Memory of a device, as in 80GiB: find the largest microbatch."
+        ),
     ] = None,
     headroom: Annotated[
         str,
-        _option(
-            _QUERY_HEADING, "--headroom", metavar="SHARE", help="Of the memory, for what a plan does not count; default 0.05."
-        ),
+        _option(_QUERY_HEADING, "--headroom", metavar="SHARE", help="Share of the memory to leave free; default 0.05."),
     ] = "0.05",
     as_json: Annotated[bool, typer.Option("--json", help="Print the same as one JSON object.")] = False,
 ) -> int:
-    """Show what a run would need of memory and network.
+    """Estimate the memory and network traffic of a run.
 
-    It needs none of the devices that it plans for: a step is run on tensors without memory. Nothing of the model is allocated,
-    and no GPU is used.
+    The command needs no device: it runs a step on tensors without memory. It does not allocate the model, and uses no GPU.
 
     Exit codes: 0 shown; 1 with --memory: no sample fits, or a step of the workload failed; 2 bad usage.
     """
-    room = None if memory is None else parse_memory("--memory", memory)
+    memory_bytes = None if memory is None else parse_memory("--memory", memory)
     check_choice("--precision", precision, PRECISIONS)
     check_choice("--checkpoint", checkpoint or "none", CHECKPOINTS)
-    asked: dict[str, Any] = {
-        "memory": room,
+    settings: dict[str, Any] = {
+        "memory": memory_bytes,
         "world_size": parse_count("--world", world),
         "dp_replicate": parse_count("--replicate", replicate),
         "accumulate": accumulate,
@@ -305,10 +313,15 @@ def plan(
         "headroom": parse_fraction("--headroom", headroom),
     }
     arguments = parse_factory_arguments([*(arg or ()), *([] if seq is None else [f"seq={seq}"])])
-    rows = _run_plans(target, arguments, strategy, checkpoint, precision, asked)
+    rows = _run_plans(target, arguments, strategy, checkpoint, precision, settings)
     if as_json:
         print_json(
-            {"target": target, "memory": room, "headroom": asked["headroom"], "plans": [plan_facts(row) for row in rows]}
+            {
+                "target": target,
+                "memory": memory_bytes,
+                "headroom": settings["headroom"],
+                "plans": [plan_facts(row) for row in rows],
+            }
         )
         return _exit_code(rows)
     typer.echo(f"{escape_unprintable(headline(target, rows[0], precision))}\n")
@@ -320,21 +333,26 @@ def plan(
 
 
 def _run_plans(
-    target: str, arguments: dict[str, Any], strategy: str | None, checkpoint: str | None, precision: str, asked: dict[str, Any]
+    target: str,
+    arguments: dict[str, Any],
+    strategy: str | None,
+    checkpoint: str | None,
+    precision: str,
+    settings: dict[str, Any],
 ) -> list[StrategyEstimate]:
     from dtrain.planning.estimate import compare_strategies, estimate_strategy
     from dtrain.planning.workload import load_workload
 
-    asked["precision"] = parse_precision(precision)
-    kept: Any = None if checkpoint in (None, "none") else checkpoint
+    settings["precision"] = parse_precision(precision)
+    mode: Any = None if checkpoint in (None, "none") else checkpoint
     with load_workload(target, arguments) as workload:
         if strategy is not None:
-            return [estimate_strategy(workload, strategy=strategy, checkpoint=kept, **asked)]
+            return [estimate_strategy(workload, strategy=strategy, checkpoint=mode, **settings)]
         if checkpoint is not None:
-            asked["checkpoints"] = (kept,)
-        return compare_strategies(workload, **asked)
+            settings["checkpoints"] = (mode,)
+        return compare_strategies(workload, **settings)
 
 
 def _exit_code(rows: list[StrategyEstimate]) -> int:
-    """1 where no layout has room for one sample."""
+    """Return 1 if not even one sample fits in any layout, otherwise 0."""
     return _NOTHING_FITS_EXIT_CODE if all(row.largest is not None and not row.largest.microbatch_size for row in rows) else 0

@@ -1,6 +1,4 @@
-"""``dtrain plot``: pictures of what a run will use, without running it.
-
-A curve drawn with characters that every terminal has."""
+"""Define ``dtrain plot``: draw schedules as text in the terminal, or as a picture."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ _MIN_COLUMNS = 8
 
 
 def draw_text_plot(times: Sequence[float], values: Sequence[float], *, width: int, height: int) -> str:
-    """``values`` over ``times`` as lines of text, without a line end.
+    """Draw ``values`` over ``times`` as lines of text, without a line end.
 
     >>> print(draw_text_plot([0, 1, 2, 3], [0.0, 1.0, 2.0, 3.0], width=11, height=4))
     3 |      **
@@ -36,9 +34,10 @@ def draw_text_plot(times: Sequence[float], values: Sequence[float], *, width: in
        0      3
 
     Args:
-        times: increasing, at least one.
-        values: one for each time; of more than there are columns some are drawn, the first and the last among them.
-        width: columns of a whole line; at least 8 are kept for the curve.
+        times: increasing times, at least one.
+        values: one value per time; if there are more values than columns, some values are drawn, including the first and the
+            last.
+        width: columns of a line; the curve has at least 8 columns.
         height: lines of the curve, at least 2.
     """
     low, high = min(values), max(values)
@@ -52,15 +51,15 @@ def draw_text_plot(times: Sequence[float], values: Sequence[float], *, width: in
     for column in range(columns):
         value = values[_column_index(column, columns, len(values))]
         rows[round((high - value) / span * (height - 1))][column] = "*"
-    drawn = [f"{labels.get(line, ''):>{margin}} |{''.join(row)}".rstrip() for line, row in enumerate(rows)]
+    lines = [f"{labels.get(line, ''):>{margin}} |{''.join(row)}".rstrip() for line, row in enumerate(rows)]
     if high == low:
-        drawn = drawn[:1]
+        lines = lines[:1]
     first, last = f"{times[0]:g}", f"{times[-1]:.15g}"
-    return "\n".join([*drawn, f"{'':>{margin}} +{'-' * columns}", f"{'':>{margin}}  {first}{last:>{columns - len(first)}}"])
+    return "\n".join([*lines, f"{'':>{margin}} +{'-' * columns}", f"{'':>{margin}}  {first}{last:>{columns - len(first)}}"])
 
 
 def _column_index(column: int, columns: int, count: int) -> int:
-    """Which of ``count`` values a column shows: few are as wide as each other, of many the first and the last are shown."""
+    """Return the index of a column's value: few values get equal widths; of many values the first and the last are shown."""
     return column * count // columns if count <= columns else column * (count - 1) // (columns - 1)
 
 
@@ -83,7 +82,7 @@ app = typer.Typer()
 
 @app.callback(invoke_without_command=True)
 def plot(context: typer.Context) -> int:
-    """Draw what a run will use, without running it."""
+    """Draw schedules without running the loop."""
     if context.invoked_subcommand is None:
         typer.echo(context.get_help())
     return 0
@@ -93,10 +92,12 @@ def plot(context: typer.Context) -> int:
 def schedule(
     target: Annotated[
         str,
-        typer.Argument(metavar="TARGET", help="file.py:name or module:name: a schedule, several by name, or what makes them."),
+        typer.Argument(
+            metavar="TARGET", help="file.py:name or module:name of a schedule, of several by name, or of a factory."
+        ),
     ],
     steps: Annotated[
-        str, typer.Option("--steps", metavar="N", help="Length of the run, in what the schedule counts.", show_default=False)
+        str, typer.Option("--steps", metavar="N", help="Length of the run, in the schedule's unit.", show_default=False)
     ],
     output: Annotated[
         str | None,
@@ -113,51 +114,55 @@ def schedule(
     """
     length = _parse_steps(steps)
     picture = None if output is None else _parse_output(output)
-    # Inside: these import torch.
+    # These modules import torch.
     from dtrain.planning.import_target import import_target, summarize_user_errors
     from dtrain.schedules.plotting import axis_label, evaluate_at, plot, sample_times
 
-    with import_target(_COMMAND, target, "schedule", _TARGET_EXAMPLE) as found:
-        schedules = _find_schedules(found)
+    with import_target(_COMMAND, target, "schedule", _TARGET_EXAMPLE) as imported:
+        schedules = _find_schedules(imported)
         with summarize_user_errors(f"{_COMMAND}: {target!r} failed", StepError):
             times = sample_times(length, _WIDEST)
-            drawn = {name: evaluate_at(f"{_COMMAND}: {name!r}", each, times) for name, each in schedules.items()}
+            curves = {name: evaluate_at(f"{_COMMAND}: {name!r}", function, times) for name, function in schedules.items()}
             if picture is not None:
                 plot(schedules, length).savefig(picture)
                 return 0
     width = min(shutil.get_terminal_size().columns, _WIDEST)
-    for name, values in drawn.items():
+    for name, values in curves.items():
         typer.echo(f"{escape_unprintable(name)}, {axis_label(_COMMAND, schedules[name])} 0 to {length - 1}:")
         typer.echo(draw_text_plot(times, values, width=width, height=_HEIGHT))
     return 0
 
 
-def _find_schedules(found: ImportedTarget) -> dict[str, Schedule]:
-    """What the target names: a schedule, schedules by name, or a function without arguments that returns either."""
+def _find_schedules(imported: ImportedTarget) -> dict[str, Schedule]:
+    """Return the schedules of the target: a schedule, schedules by name, or the result of a function without arguments."""
     from dtrain.planning.import_target import summarize_user_errors
 
-    value = found.value
-    if not hasattr(found.module, found.name):
+    value = imported.value
+    if not hasattr(imported.module, imported.name):
         raise ConfigError(
-            f"{_COMMAND}: {found.name!r} is not there in {found.source!r}; its functions are {found.function_names()}"
+            f"{_COMMAND}: no {imported.name!r} in {imported.source!r}. Choose from its functions {imported.function_names()}."
         )
     if callable(value) and not _accepts(value, 0) and _accepts(value):
-        with summarize_user_errors(f"{_COMMAND}: {found.name!r} in {found.source!r} failed", ConfigError):
+        with summarize_user_errors(f"{_COMMAND}: {imported.name!r} in {imported.source!r} failed", ConfigError):
             value = value()
-    schedules = {str(name): each for name, each in value.items()} if isinstance(value, Mapping) else {found.name: value}
+    schedules = (
+        {str(name): function for name, function in value.items()} if isinstance(value, Mapping) else {imported.name: value}
+    )
     if not schedules:
-        raise ConfigError(f"{_COMMAND}: {found.name!r} in {found.source!r} has no schedules in it; as in {{'lr': schedule}}")
-    for name, each in schedules.items():
-        if not (callable(each) and _accepts(each, 0)):
+        raise ConfigError(
+            f"{_COMMAND}: {imported.name!r} in {imported.source!r} has no schedules. Add a schedule, as in {{'lr': schedule}}."
+        )
+    for name, function in schedules.items():
+        if not (callable(function) and _accepts(function, 0)):
             raise ConfigError(
-                f"{_COMMAND}: {name!r} in {found.source!r} is no schedule, got {type(each).__name__}; a schedule is a function of "
-                f"a number, and the functions there are {found.function_names()}"
+                f"{_COMMAND}: {name!r} in {imported.source!r} must be a schedule, a function of a number, "
+                f"got {type(function).__name__}. Choose from its functions {imported.function_names()}."
             )
     return schedules
 
 
 def _accepts(function: Any, *arguments: float) -> bool:
-    """Whether it can be called with these."""
+    """Return True if ``function`` can be called with ``arguments``."""
     try:
         inspect.signature(function).bind(*arguments)
     except (TypeError, ValueError):
@@ -171,16 +176,16 @@ def _parse_steps(text: str) -> int:
     except ValueError:
         number = 0.0
     if not (number.is_integer() and 1 <= number < 1e15):
-        raise ConfigError(f"{_COMMAND}: --steps must be a whole number of at least 1, got {text!r}; 1000 is one")
+        raise ConfigError(f"{_COMMAND}: --steps must be an integer of at least 1, got {text!r}. Use 1000, for example.")
     return int(number)
 
 
 def _parse_output(text: str) -> Path:
     path = Path(text)
     if path.suffix not in (".png", ".pdf", ".svg"):
-        raise ConfigError(f"{_COMMAND}: --output must be a file that ends with .png, .pdf or .svg, got {text!r}; as in lr.png")
+        raise ConfigError(f"{_COMMAND}: --output must end with .png, .pdf or .svg, got {text!r}. Use lr.png, for example.")
     if not path.parent.is_dir():
         raise ConfigError(
-            f"{_COMMAND}: --output is in a folder that is not there, got {text!r}; make the folder, or choose another"
+            f"{_COMMAND}: --output must be in an existing folder, got {text!r}. Create the folder, or choose another."
         )
     return path

@@ -1,4 +1,4 @@
-"""``dtrain report``: what a run, or several, have left behind, as a page to look at."""
+"""Define ``dtrain report``: write an HTML page about one run or several runs."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ _NOTHING_EXIT_CODE = 1
 
 def report(
     runs: Annotated[
-        list[str], typer.Argument(metavar="RUN_DIR", help="Folders of runs, as dt.open_run makes them.", show_default=False)
+        list[str], typer.Argument(metavar="RUN_DIR", help="Folders of runs, as dt.open_run creates them.", show_default=False)
     ],
     output: Annotated[
         str | None,
         typer.Option(
             "--output",
             metavar="FILE",
-            help="Where the page goes; by default RUN_DIR/report.html, of several runs ./report.html, and no page with "
+            help="File of the page; by default RUN_DIR/report.html, for several runs ./report.html, and no page with "
             "--json or --png.",
             show_default=False,
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as one JSON object, for programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object, for programs.")] = False,
     png: Annotated[
         str | None,
         typer.Option("--png", metavar="DIR", help="Write the charts as pictures, with matplotlib.", show_default=False),
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but the paths of what was written.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print only the paths of written files.")] = False,
 ) -> int:
-    """Write a page: where the time of a run went, and more.
+    """Write a page about the time, speed and metrics of a run.
 
-    One HTML file that needs no network, with what the run learned, its speed, memory, restarts and checkpoints.
+    The page is one HTML file that needs no network. It shows metrics, goodput, speed, memory, restarts and checkpoints.
 
-    A run may still be going on, have been killed, or be damaged: the page shows what there is, and lists what is missing.
+    A run may still run, or may have been killed or damaged: the page shows the available data, and lists missing data.
 
-    Exit codes: 0 written; 1 nothing in the folder could be read, or a file could not be written; 2 bad usage, or no run there.
+    Exit codes: 0 written; 1 nothing in the folder could be read, or a file could not be written; 2 bad usage, or no run.
     """
     from dtrain.report.reading.read_report import read_report
     from dtrain.report.summary import summarize
@@ -97,16 +97,16 @@ def _write_pictures(found: Report, folder: str) -> str:
 
 
 def _write_page(path: str, text: str) -> str:
-    """Write a file as a whole, or leave what was there: a browser may have it open, and a disk may be full."""
-    place = Path(path)
-    if not place.parent.is_dir() or place.is_dir():
-        what = "is a folder" if place.is_dir() else "is in a folder that is not there"
-        raise ConfigError(f"report: --output {what}, got {path!r}; give a file in a folder that there is")
-    partial = place.with_name(f".{place.name[:100]}.{os.getpid()}.partial")
+    """Write a file atomically, because a browser may read the old file, and the disk may be full."""
+    page_path = Path(path)
+    if not page_path.parent.is_dir() or page_path.is_dir():
+        problem = "is a folder" if page_path.is_dir() else "is in a folder that does not exist"
+        raise ConfigError(f"report: --output {problem}, got {path!r}. Name a file in an existing folder.")
+    partial = page_path.with_name(f".{page_path.name[:100]}.{os.getpid()}.partial")
     try:
         partial.write_text(text, encoding="utf-8", errors="replace")
-        partial.replace(place)
+        partial.replace(page_path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise OSError(f"report: {path}: {error.strerror}; give another place with --output") from error
+        raise OSError(f"report: {path}: {error.strerror}. Choose another path with --output.") from error
     return path

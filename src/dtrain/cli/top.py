@@ -1,4 +1,4 @@
-"""``dtrain top``: a run in the terminal, while it goes on."""
+"""Define ``dtrain top``: show the live state of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -19,37 +19,39 @@ if TYPE_CHECKING:
 
 EXAMPLES = """
 dtrain top runs/gpt
-dtrain top runs/gpt --once      what it is doing now, as plain text
+dtrain top runs/gpt --once      the current state, as plain text
 """
 
-_LEAST_S, _MOST_S = 0.1, 3600.0
+_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 3600.0
 _EVENTS, _METRICS, _RANKS = 6, 4, 64
-_STALE_S = 60.0  # a line comes every ten seconds
-_NARROW_COLUMNS = 64  # columns; below it the table has only what does not fit elsewhere
+# A rank writes a line every ten seconds.
+_STALE_S = 60.0
+# A narrower table omits some columns.
+_NARROW_COLUMNS = 64
 _RESERVED_KEYS = ("kind", "attempt", "at", "name")
 
 
 def top(
-    run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The folder of a run, which may not be there yet.")],
-    once: Annotated[bool, typer.Option("--once", help="Print it once, as plain text, and exit.")] = False,
+    run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Folder of a run, which need not exist yet.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the state once, as plain text, and exit.")] = False,
     every: Annotated[
         str,
-        typer.Option("--every", metavar="SECONDS", help="How often to look. By default every 2 seconds.", show_default=False),
+        typer.Option("--every", metavar="SECONDS", help="Refresh interval. By default 2 seconds.", show_default=False),
     ] = "2",
 ) -> int:
-    """Show what a run is doing, live.
+    """Show the live state of a run.
 
-    Step, loss, speed, goodput, every rank, and what happened last.
+    The screen shows step, loss, speed, goodput, every rank, and the last events.
 
-    Reads the files of the run only, so it costs the run nothing. Leave it with Ctrl-C; it ends when the run does.
+    The command only reads the files of the run, so it costs the run nothing. Exit with Ctrl-C; it exits when the run ends.
 
-    Exit codes: 0 the run has ended, or was shown once; 2 bad usage; 130 left with Ctrl-C.
+    Exit codes: 0 the run has ended, or was shown once; 2 bad usage; 130 after Ctrl-C.
     """
     from dtrain.report.reading.live import LiveRun
 
     seconds, folder = _parse_interval(every), Path(run)
     if folder.is_file():
-        raise ConfigError(f"top: {run!r} is a file; give the folder of a run")
+        raise ConfigError(f"top: RUN_DIR must be a folder, got the file {run!r}. Name the folder of a run.")
     live = LiveRun(folder)
     if once or sys.stdout is None or not sys.stdout.isatty():
         now = time.time()
@@ -59,13 +61,14 @@ def top(
     return _follow(run, live, seconds)
 
 
-def _parse_interval(given: str) -> float:
+def _parse_interval(text: str) -> float:
     try:
-        seconds = float(given)
+        seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not _LEAST_S <= seconds <= _MOST_S:
-        raise ConfigError(f"top: --every must be {_LEAST_S:g} to {_MOST_S:g} seconds, got {given!r}; 2 is one")
+    if not _MIN_INTERVAL_S <= seconds <= _MAX_INTERVAL_S:
+        allowed = f"{_MIN_INTERVAL_S:g} to {_MAX_INTERVAL_S:g}"
+        raise ConfigError(f"top: --every must be {allowed} seconds, got {text!r}. Use 2, for example.")
     return seconds
 
 
@@ -76,19 +79,20 @@ def _follow(run: str, live: LiveRun, every_s: float) -> int:
     console = Console(file=sys.stdout)
     now = live.refresh(at := time.time())
     try:
-        # Not the alternate screen: what was shown last stays in the terminal.
+        # The last state stays in the terminal, unlike with the alternate screen.
         with Screen(render_screen(run, now, at, console.width, console.height), console=console, auto_refresh=False) as screen:
             while not now.has_ended:
                 time.sleep(every_s)
                 now = live.refresh(at := time.time())
                 screen.update(render_screen(run, now, at, console.width, console.height), refresh=True)
     finally:
-        console.show_cursor(True)  # also after Ctrl-C while rich was still beginning, which it does not undo then
+        # rich does not restore the cursor after a Ctrl-C during its start.
+        console.show_cursor(True)
     return 0
 
 
 def render_screen(run: str, now: RunSnapshot, at: float, width: int, height: int) -> Any:
-    """The screen, as rich draws it: at most as wide and as high as the terminal."""
+    """Build the screen for rich, limited to the size of the terminal."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -119,7 +123,7 @@ def _rank_style(rank: RankSnapshot) -> str:
 
 
 def render_text(run: str, now: RunSnapshot, at: float) -> list[str]:
-    """The same as plain lines, with all there is."""
+    """Return the state as plain lines, without limits."""
     names, rows = rank_rows(now, narrow=False)
     lines = head_lines(run, now, 10_000)
     if rows:
@@ -129,10 +133,10 @@ def render_text(run: str, now: RunSnapshot, at: float) -> list[str]:
 
 
 def head_lines(run: str, now: RunSnapshot, width: int) -> list[str]:
-    """What the whole run does, in lines that are not wider than asked for where they can be broken."""
+    """Return the lines about the whole run, wrapped to ``width`` if possible."""
     name = escape_unprintable(Path(run).resolve().name or run)
     if not now.attempt and not now.metrics:
-        return [f"nothing is there yet: waiting for {escape_unprintable(run)}"]
+        return [f"no data yet: waiting for {escape_unprintable(run)}"]
     if not now.attempt:
         first = f"{name}  step {now.step:,}  (no ledger)"
     else:
@@ -149,19 +153,19 @@ def head_lines(run: str, now: RunSnapshot, width: int) -> list[str]:
 
 
 def _run_state(now: RunSnapshot) -> str:
-    reasons = {each.closed for each in now.ranks}
+    reasons = {rank.closed for rank in now.ranks}
     if "failed" in reasons:
         return "failed"
     if None not in reasons and reasons:
         return "stopped" if "stopped" in reasons else "done"
-    quiet = min((each.age_s for each in now.ranks), default=0.0)
-    return f"silent for {format_duration(quiet)}" if quiet > _STALE_S else "running"
+    silent_s = min((rank.age_s for rank in now.ranks), default=0.0)
+    return f"silent for {format_duration(silent_s)}" if silent_s > _STALE_S else "running"
 
 
 def _select_metrics(metrics: dict[str, float]) -> list[str]:
-    """Loss and learning rate first, then what has a short name: groups of per-layer numbers have long ones."""
-    rated = sorted(metrics, key=lambda name: (name != "loss", name != "lr", "loss" not in name, "/" in name, name))
-    return [name for name in rated if len(name) <= 40][:_METRICS]
+    """Select loss and learning rate first, then short names, because groups of per-layer metrics have long names."""
+    ordered = sorted(metrics, key=lambda name: (name != "loss", name != "lr", "loss" not in name, "/" in name, name))
+    return [name for name in ordered if len(name) <= 40][:_METRICS]
 
 
 def _wrap_facts(facts: list[str], width: int) -> list[str]:
@@ -175,23 +179,23 @@ def _wrap_facts(facts: list[str], width: int) -> list[str]:
 
 
 def rank_rows(now: RunSnapshot, *, narrow: bool) -> tuple[list[str], list[list[str]]]:
-    """The heads of a table, and a row for each rank."""
+    """Return the column names of the table, and a row for each rank."""
     names = ["rank", "step", "age", "compute", "data", "stall"]
     names += [] if narrow else ["save", "RSS", "host", "state"]
     rows = []
-    for each in now.ranks[:_RANKS] if narrow else now.ranks:
-        shares = [f"{each.shares[cause]:.0%}" if cause in each.shares else "-" for cause in ("compute", "data", "stall")]
-        row = [str(each.rank), f"{each.step:,}", format_duration(each.age_s), *shares]
+    for rank in now.ranks[:_RANKS] if narrow else now.ranks:
+        shares = [f"{rank.shares[cause]:.0%}" if cause in rank.shares else "-" for cause in ("compute", "data", "stall")]
+        row = [str(rank.rank), f"{rank.step:,}", format_duration(rank.age_s), *shares]
         if not narrow:
-            saving = f"{each.shares['checkpoint']:.0%}" if "checkpoint" in each.shares else "-"
-            row += [saving, "-" if each.rss_bytes is None else format_bytes(each.rss_bytes)]
-            row += [escape_unprintable(each.host)[:30], escape_unprintable(each.closed or "running")]
+            saving = f"{rank.shares['checkpoint']:.0%}" if "checkpoint" in rank.shares else "-"
+            row += [saving, "-" if rank.rss_bytes is None else format_bytes(rank.rss_bytes)]
+            row += [escape_unprintable(rank.host)[:30], escape_unprintable(rank.closed or "running")]
         rows.append(row)
     return names, rows
 
 
 def event_lines(now: RunSnapshot, at: float) -> list[str]:
-    """What happened last, newest last."""
+    """Return the last events, newest last."""
     lines = []
     for when, rank, event in now.events[-_EVENTS:]:
         fields = " ".join(f"{key}={_format_value(value)}" for key, value in event.items() if key not in _RESERVED_KEYS)

@@ -1,7 +1,7 @@
-"""A program of its own: ``python torch_probe.py`` prints what torch says about itself as one line of JSON.
+"""Print torch's facts as one line of JSON: ``python torch_probe.py``.
 
-Run in a child process, so that a torch that crashes, hangs or cannot be imported is a fact and not a traceback. Imported by
-nobody: it is the one file of the command line that imports torch.
+The program runs in a child process, so that a crash, a hang or a failed import of torch is a fact and not a traceback. No
+module imports it, and it is the only module of the command line that imports torch.
 """
 
 import json
@@ -10,13 +10,14 @@ from typing import Any
 
 
 def probe_torch() -> dict[str, Any]:
-    """The facts; the keys are the fields of ``TorchBuild``."""
+    """Collect the facts; the keys are the fields of ``TorchBuild``."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         import torch
         import torch.distributed as dist
 
-        cuda = torch.cuda.is_available()  # warns with the reason when a driver is there and cannot be used
+        # torch warns with the reason if a driver exists and cannot be used.
+        cuda = torch.cuda.is_available()
         count = torch.cuda.device_count() if cuda else 0
         distributed = dist.is_available()
         nccl = distributed and dist.is_nccl_available()
@@ -35,4 +36,5 @@ def probe_torch() -> dict[str, Any]:
 
 if __name__ == "__main__":
     facts = probe_torch()
-    print("\n" + json.dumps(facts))  # on a line of its own, whatever a library printed while it was imported
+    # A line of its own, because libraries may print during the import.
+    print("\n" + json.dumps(facts))

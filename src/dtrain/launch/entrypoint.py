@@ -1,4 +1,4 @@
-"""Is there something to run? Looks at the script or module as text, without running a line of it."""
+"""Check that a script, module or command can run, and find its source file. The code is compiled as text and never executed."""
 
 from __future__ import annotations
 
@@ -15,48 +15,48 @@ from dtrain.launch.launch_plan import Target
 
 
 def check_script(path: str) -> None:
-    """Return when ``path`` is a file of Python source that compiles.
+    """Check that ``path`` is a file of Python source that compiles.
 
     Raises:
-        ConfigError: missing, a folder, unreadable, or not Python.
+        ConfigError: the file is missing, a folder, unreadable, or not Python.
     """
     file = Path(path)
     if file.is_dir():
-        raise ConfigError(f"launch: {path!r} is a folder; name the script in it, or use -m for a package")
+        raise ConfigError(f"launch: {path!r} is a folder. Name the script in the folder, or use -m for a package.")
     if not os.path.lexists(path):
-        raise ConfigError(f"launch: no such script: {path!r} (in {os.getcwd()!r}); check the path")
+        raise ConfigError(f"launch: no such script: {path!r} (in {os.getcwd()!r}). Check the path.")
     if not file.is_file():
-        raise ConfigError(f"launch: {path!r} is not a regular file; every rank reads the script, so save it to one")
+        raise ConfigError(f"launch: {path!r} is not a regular file. Save the script to a file, because every rank reads it.")
     try:
         source = file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"launch: cannot read {path!r}: {error.strerror}; make it readable") from None
+        raise ConfigError(f"launch: cannot read {path!r}: {error.strerror}. Make the file readable.") from None
     _check_source(path, source)
 
 
 def check_module(name: str) -> None:
-    """Return when ``python -m name`` would find something to run from the current folder.
+    """Check that ``python -m name`` finds code to run from the current folder.
 
-    Finders are asked level by level, so that no parent package is imported: that could take seconds, or import torch.
+    Finders are called level by level, so that no parent package is imported. An import may take seconds, or load torch.
 
     Raises:
-        ConfigError: no module of that name, a package without ``__main__``, or source that does not compile.
+        ConfigError: the module does not exist, is a package without ``__main__``, or does not compile.
     """
     if not all(part.isidentifier() for part in name.split(".")):
-        raise ConfigError(f"launch: {name!r} is not a module name; -m takes a dotted name, a script needs no -m")
+        raise ConfigError(f"launch: {name!r} is not a module name. Pass a dotted name to -m, and a script without -m.")
     spec = _find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         if _find_spec(f"{name}.__main__") is None:
-            raise ConfigError(f"launch: {name!r} is a package without __main__.py; name a module in it")
+            raise ConfigError(f"launch: {name!r} is a package without __main__.py. Name a module of the package.")
         return
     if spec is None:
-        raise ConfigError(f"launch: no module named {name!r} in {os.getcwd()!r} or the environment; check the name")
+        raise ConfigError(f"launch: no module named {name!r} in {os.getcwd()!r} or the environment. Check the name.")
     if spec.origin is not None and spec.origin.endswith(".py") and os.path.isfile(spec.origin):
         _check_source(spec.origin, Path(spec.origin).read_bytes())
 
 
 def find_source(target: Target) -> Path | None:
-    """The file of Python source that a script or module runs, None when there is none to be read."""
+    """Return the Python source file of a script or module; None if there is no such file."""
     if target.kind == "script":
         return Path(os.path.realpath(target.name))
     spec = _find_spec(target.name)
@@ -66,31 +66,32 @@ def find_source(target: Target) -> Path | None:
 
 
 def check_command(name: str) -> None:
-    """Return when ``name`` is a program that can be run: a path, or found on ``PATH``.
+    """Check that ``name`` is an executable program: a path, or a name on ``PATH``.
 
     Raises:
-        ConfigError: it is neither.
+        ConfigError: the program does not exist or is not executable.
     """
     if shutil.which(name) is not None:
         return
     if os.path.isdir(name):
-        raise ConfigError(f"launch: {name!r} is a folder; -c takes a program")
+        raise ConfigError(f"launch: {name!r} is a folder. Pass a program to -c.")
     if os.path.lexists(name):
-        how = "make it executable" if os.path.dirname(name) else f"name it as ./{name} and make it executable"
-        raise ConfigError(f"launch: {name!r} cannot be run as a program; {how}, or leave -c out for a Python script")
-    raise ConfigError(f"launch: no program {name!r} in PATH; check the name, or leave -c out for a Python script")
+        advice = "Make it executable" if os.path.dirname(name) else f"Name it as ./{name} and make it executable"
+        raise ConfigError(f"launch: {name!r} cannot be run as a program. {advice}, or run a Python script without -c.")
+    raise ConfigError(f"launch: no program {name!r} in PATH. Check the name, or run a Python script without -c.")
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
     first, *rest = name.split(".")
     before = list(sys.path)
-    sys.path.insert(0, os.getcwd())  # where the ranks will look first; the launcher's own first entry is another one
+    # Ranks search the current folder first. The launcher's own first entry is another folder.
+    sys.path.insert(0, os.getcwd())
     try:
         spec = _find_top_level_spec(first)
         for part in rest:
             if spec is None or spec.submodule_search_locations is None:
                 return None
-            # By its last part only: with the full name, Python looks for the parent among the imported modules.
+            # With the full name, Python would look for the parent among the imported modules.
             spec = PathFinder.find_spec(part, list(spec.submodule_search_locations))
     finally:
         sys.path[:] = before
@@ -98,7 +99,8 @@ def _find_spec(name: str) -> ModuleSpec | None:
 
 
 def _find_top_level_spec(name: str) -> ModuleSpec | None:
-    for finder in sys.meta_path:  # also those of editable installs
+    # Editable installs have finders of their own.
+    for finder in sys.meta_path:
         spec = finder.find_spec(name, None)
         if spec is not None:
             return spec
@@ -108,16 +110,21 @@ def _find_top_level_spec(name: str) -> ModuleSpec | None:
 def _check_source(path: str, source: bytes) -> None:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the ranks compile it again, and warn there
-            # Decoded first: compile() overlooks wrong bytes in comments, and the interpreter does not.
+            # The ranks compile the source again, and warn there.
+            warnings.simplefilter("ignore")
+            # compile() ignores invalid bytes in comments, but the interpreter does not. So decode first.
             compile(importlib.util.decode_source(source), path, "exec", dont_inherit=True)
     except SyntaxError as error:
-        place = f"{path}:{error.lineno}" if error.lineno else repr(path)  # as terminals and editors open it
-        raise ConfigError(f"launch: {place} is not valid Python: {_one_line(error.msg)}; fix it first") from None
+        # Terminals and editors open this form of a location.
+        location = f"{path}:{error.lineno}" if error.lineno else repr(path)
+        raise ConfigError(f"launch: {location} is not valid Python: {_one_line(error.msg)}. Fix the error first.") from None
     except UnicodeDecodeError as error:
-        raise ConfigError(f"launch: {path!r} is not {error.encoding} text (byte {error.start}); save it as UTF-8") from None
-    except ValueError as error:  # null bytes, before Python 3.12
-        raise ConfigError(f"launch: {path!r} is not valid Python: {_one_line(str(error))}; fix it first") from None
+        raise ConfigError(
+            f"launch: {path!r} is not {error.encoding} text (byte {error.start}). Save the script as UTF-8."
+        ) from None
+    # Before Python 3.12, null bytes raise ValueError.
+    except ValueError as error:
+        raise ConfigError(f"launch: {path!r} is not valid Python: {_one_line(str(error))}. Fix the error first.") from None
 
 
 def _one_line(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Which rank failed first, what the launcher exits with, and the one line it says. Pure."""
+"""Find the rank that failed first, derive the launcher's exit code, and format the summary line. No side effects."""
 
 from __future__ import annotations
 
@@ -9,22 +9,24 @@ from dataclasses import dataclass
 from dtrain.launch_protocol import PREEMPTED_EXIT_CODE, RankFailure
 
 HANG_EXIT_CODE = 124
-"""What the launcher exits with when the ranks made no progress, as ``timeout`` does."""
+"""Exit code of the launcher after a hang, as in ``timeout``."""
 
 DETECTION_DELAY_S = 0.5
-"""How long after a peer's exception the supervisor, on a busy machine, may first see the death that caused it."""
+"""Seconds between the exception of a peer and the time at which a busy supervisor may first see the exit that caused it."""
 
 _OOM_HINT = "; often the kernel, out of memory"
 _CONNECTION_ERRORS = {
     "BrokenPipeError", "ConnectionAbortedError", "ConnectionError", "ConnectionResetError", "EOFError", "TimeoutError",
 }  # fmt: skip
-_MAX_MESSAGE_CHARS = 300  # characters of an exception's message in the summary
+_MAX_MESSAGE_CHARS = 300  # characters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankExit:
-    """A rank that has ended. ``code`` is its exit code, or the negative number of the signal that ended it; ``at`` is
-    when that was seen, in seconds of the monotonic clock."""
+    """Exit of a rank.
+
+    ``code`` is the exit code, negative for a signal. ``at`` is the time of detection, in seconds of the monotonic clock.
+    """
 
     rank: int
     code: int
@@ -33,7 +35,7 @@ class RankExit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootCause:
-    """The rank that failed first, and the exception it recorded, if any. ``code`` as in ``Exit``."""
+    """Rank that failed first, its exit code as in ``RankExit``, and the exception that the rank recorded, if any."""
 
     rank: int
     code: int
@@ -41,29 +43,31 @@ class RootCause:
 
 
 def is_failed_exit(exit_: RankExit) -> bool:
-    """Whether a rank that ended like this ends the job; a preempted one does not, at once."""
+    """Return True if the exit ends the job. The exit of a preempted rank does not end the job at once."""
     return exit_.code not in (0, PREEMPTED_EXIT_CODE)
 
 
 def find_root_cause(exits: Sequence[RankExit], failures: Sequence[RankFailure]) -> RootCause | None:
-    """The failure that the others follow from, or None when nothing failed.
+    """Return the failure that caused all other failures, or None without failures.
 
-    A record tells when its exception happened, so the earliest record wins over later ones, whichever process ended first. The
-    exception of a collective often says no more than that a peer is gone, and a peer closes its groups before its own record is
-    written: so such a record gives way to another within ``SEEN_LATE_S``. A rank that ended without a record (killed, crashed,
-    ``os._exit``) is known only from when its end was seen; peers notice a lost connection within a millisecond, often before
-    that. So it is the cause unless the earliest record is older by more than ``SEEN_LATE_S``. Ranks that ended without a record
-    and were seen in the same moment: a signal comes before an exit code.
+    A record has the time of its exception, so the earliest record wins, whichever process exited first. The exception of a
+    collective often only reports a lost peer, and a peer closes its process groups before the peer writes its own record. So a
+    collective's record gives way to another record within ``DETECTION_DELAY_S``.
+
+    A rank without a record (killed, crashed, ``os._exit``) is known only from the detection of its exit. Peers notice a lost
+    connection within a millisecond, often before that detection. So a rank without a record is the cause, unless the earliest
+    record is older by more than ``DETECTION_DELAY_S``. Among ranks without records and with the same detection time, a signal
+    precedes an exit code.
 
     Args:
-        exits: ranks that ended, none of them because the launcher asked.
-        failures: records of all ranks, also of those still running their exit handlers.
+        exits: exits that the launcher did not request.
+        failures: records of all ranks, including ranks that still run their exit handlers.
     """
     exited = {exit_.rank: exit_ for exit_ in exits}
     recorded = {}
     for failure in failures:
-        ended = exited.get(failure.rank)
-        if is_failed_exit(ended) if ended is not None else failure.exit_code != PREEMPTED_EXIT_CODE:
+        exit_of_rank = exited.get(failure.rank)
+        if is_failed_exit(exit_of_rank) if exit_of_rank is not None else failure.exit_code != PREEMPTED_EXIT_CODE:
             recorded[failure.rank] = failure
     earliest = _earliest(recorded.values())
     silent = [
@@ -78,12 +82,14 @@ def find_root_cause(exits: Sequence[RankExit], failures: Sequence[RankFailure]) 
         return RootCause(rank=first.rank, code=first.code, failure=None)
     if earliest is None:
         return None
-    ended = exited.get(earliest.rank)
-    return RootCause(rank=earliest.rank, code=earliest.exit_code if ended is None else ended.code, failure=earliest)
+    exit_of_rank = exited.get(earliest.rank)
+    return RootCause(
+        rank=earliest.rank, code=earliest.exit_code if exit_of_rank is None else exit_of_rank.code, failure=earliest
+    )
 
 
 def _earliest(failures: Collection[RankFailure]) -> RankFailure | None:
-    """Return the earliest record. One of a collective gives way to another kind of record within ``SEEN_LATE_S``."""
+    """Return the earliest record. A collective's record gives way to another kind of record within ``DETECTION_DELAY_S``."""
     in_time = sorted(failures, key=lambda failure: (failure.at, failure.rank))
     if not in_time:
         return None
@@ -92,14 +98,15 @@ def _earliest(failures: Collection[RankFailure]) -> RankFailure | None:
 
 
 def is_certain_cause(cause: RootCause) -> bool:
-    """Whether no other rank's failure can be behind this one: others need not be waited for before it is named."""
+    """Return True if no other rank's failure can have caused this failure, so the launcher need not wait for other records."""
     if cause.failure is not None:
         return not cause.failure.maybe_from_peer
-    return cause.code < 0 and cause.code != -signal.SIGABRT  # libraries abort when they lose a peer
+    # Libraries abort when they lose a peer.
+    return cause.code < 0 and cause.code != -signal.SIGABRT
 
 
 def shell_exit_code(code: int) -> int:
-    """A code as in ``Exit``, as a shell would give it: 128 + signal for a killed process."""
+    """Convert a code of ``RankExit`` to a shell's exit code: 128 + signal for a killed process."""
     return code if code >= 0 else 128 - code
 
 
@@ -113,64 +120,64 @@ def describe_failure(
     returned_early: Sequence[int] = (),
     oom_killed: bool = False,
 ) -> str:
-    """The summary of a failed job.
+    """Format the summary of a failed job.
 
     Args:
         cause: the rank that failed first.
         world_size: number of ranks.
-        location: its pid and host.
-        others_stopped: whether other ranks ran on until they were asked to end.
-        same_exception: other ranks that made the same mistake.
-        returned_early: ranks that had ended with 0: their peers often fail because of that.
-        oom_killed: the kernel has counted a kill for want of memory.
+        location: pid and host of the rank.
+        others_stopped: if True, the launcher ended other ranks.
+        same_exception: other ranks with the same exception.
+        returned_early: ranks that had exited with code 0, which often makes their peers fail.
+        oom_killed: if True, the kernel counted an out-of-memory kill.
     """
     rest = "; the other ranks were ended" if others_stopped else ""
     reason = _describe_exception(cause.failure)
     if returned_early and _is_lost_peer(cause.failure):
-        them = "it" if len(returned_early) == 1 else "them"
-        left = f"{_name_ranks(returned_early)} of {world_size} left early, with exit code 0, while others needed {them}"
-        failed = f"rank {cause.rank} failed without {them}, with exit code {shell_exit_code(cause.code)} ({location})"
-        return f"dtrain: launch: {left}; {failed}{reason and f': {reason}'}{rest}"
+        pronoun = "it" if len(returned_early) == 1 else "them"
+        early = f"{_name_ranks(returned_early)} of {world_size} left early, with exit code 0, while others needed {pronoun}"
+        failed = f"rank {cause.rank} failed without {pronoun}, with exit code {shell_exit_code(cause.code)} ({location})"
+        return f"dtrain: launch: {early}; {failed}{reason and f': {reason}'}{rest}"
     if cause.code < 0:
         hint = ""
         if cause.code == -signal.SIGKILL:
             hint = "; the kernel killed a process of this job for want of memory" if oom_killed else _OOM_HINT
-        what = f"was killed by {signal_name(-cause.code)} ({location}{hint})"
+        outcome = f"was killed by {signal_name(-cause.code)} ({location}{hint})"
     else:
-        what = f"failed with exit code {cause.code} ({location})"
+        outcome = f"failed with exit code {cause.code} ({location})"
     early = f"; {_name_ranks(returned_early)} had already ended with 0" if returned_early else ""
     same = (
         ""
         if not same_exception
         else f"; {'the other ranks' if len(same_exception) == world_size - 1 else _name_ranks(same_exception)} failed alike"
     )
-    return f"dtrain: launch: rank {cause.rank} of {world_size} {what}{reason and f': {reason}'}{early}{same}{rest}"
+    return f"dtrain: launch: rank {cause.rank} of {world_size} {outcome}{reason and f': {reason}'}{early}{same}{rest}"
 
 
 def describe_partial_preemption(codes: Mapping[int, int | None]) -> str:
-    """The summary of a job in which some ranks exited as preempted and others did not; None: ended by the launcher."""
+    """Format the summary of a job in which only some ranks exited as preempted. Code None: ended by the launcher."""
     saved = sorted(rank for rank, code in codes.items() if code == PREEMPTED_EXIT_CODE)
     others = sorted(rank for rank, code in codes.items() if code != PREEMPTED_EXIT_CODE)
-    how = "still running, and were ended" if any(codes[rank] is None for rank in others) else "ended with 0"
+    state = "still running, and were ended" if any(codes[rank] is None for rank in others) else "ended with 0"
     return (
-        f"dtrain: launch: ranks {_list_ranks(saved)} exited with {PREEMPTED_EXIT_CODE} (preempted and saved) but ranks {_list_ranks(others)} "
-        f"{how}; {PREEMPTED_EXIT_CODE} counts only from all ranks"
+        f"dtrain: launch: ranks {_list_ranks(saved)} exited with {PREEMPTED_EXIT_CODE} (preempted and saved) "
+        f"but ranks {_list_ranks(others)} {state}; {PREEMPTED_EXIT_CODE} counts only from all ranks"
     )
 
 
 def describe_interrupt(number: int) -> str:
-    """The summary of a job that was told to end."""
+    """Format the summary of a job that a signal ended."""
     words = {signal.SIGINT: "interrupted", signal.SIGTERM: "terminated", signal.SIGHUP: "hung up"}
     return f"dtrain: launch: {words.get(signal.Signals(number), signal_name(number))}; ranks ended"
 
 
 def describe_exit(code: int) -> str:
-    """How a process ended whose code, as in ``Exit``, this is."""
+    """Describe an exit with a code of ``RankExit``."""
     return f"exit code {code}" if code >= 0 else f"killed by {signal_name(-code)}"
 
 
 def signal_name(number: int) -> str:
-    """``SIGKILL`` for 9; ``signal 40`` for one without a name."""
+    """Return the name of a signal: ``SIGKILL`` for 9, ``signal 40`` for a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -178,7 +185,7 @@ def signal_name(number: int) -> str:
 
 
 def _is_lost_peer(failure: RankFailure | None) -> bool:
-    """Return True if the exception is one that the absence of another rank causes."""
+    """Return True if the absence of another rank causes such an exception."""
     return failure is not None and (failure.in_collective or failure.error_type in _CONNECTION_ERRORS)
 
 
@@ -188,7 +195,8 @@ def _describe_exception(failure: RankFailure | None) -> str:
     message = next(iter(failure.message.strip().splitlines()), "")
     if len(message) > _MAX_MESSAGE_CHARS:
         message = message[:_MAX_MESSAGE_CHARS] + "..."
-    if failure.error_type == "SystemExit":  # sys.exit(3) says no more than the exit code does
+    # sys.exit(3) has no information besides the exit code.
+    if failure.error_type == "SystemExit":
         return "" if message.lstrip("-").isdecimal() else message
     return f"{failure.error_type}: {message}" if message else failure.error_type
 
@@ -198,5 +206,5 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"{shown}, ..." if len(ranks) > 8 else shown
+    first = ", ".join(map(str, ranks[:8]))
+    return f"{first}, ..." if len(ranks) > 8 else first

@@ -1,11 +1,9 @@
-"""What the control groups of this process allow it and did to it, which ``os.cpu_count`` and ``/proc/meminfo`` do not know.
+"""Read limits and kills of control groups, assign cores to ranks, and raise the limit of open files.
 
-Both versions of the kernel's interface are read: https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1. A limit of
-any group up the tree holds for the ones below, so the smallest counts.
-
-The cores that ranks may run on, and how they share them.
-
-How many files the launcher has to hold open, and whether it may."""
+``os.cpu_count`` and ``/proc/meminfo`` ignore control groups. Both versions of the kernel's interface are read:
+https://docs.kernel.org/admin-guide/cgroup-v2.html and cgroup-v1. A limit applies to all groups below, so the smallest limit
+counts.
+"""
 
 from __future__ import annotations
 
@@ -24,10 +22,10 @@ _CGROUP_MOUNT = Path("sys/fs/cgroup")
 
 
 def core_quota(root: Path = Path("/")) -> float | None:
-    """Cores' worth of processor time per second that this process may use, or None for no limit.
+    """Return the processor time that this process may use, in cores; None for no limit.
 
     Args:
-        root: where ``proc`` and ``sys`` are.
+        root: folder that contains ``proc`` and ``sys``.
     """
     quotas = []
     for folder in _cgroup_folders(root, ""):
@@ -42,22 +40,23 @@ def core_quota(root: Path = Path("/")) -> float | None:
 
 
 def memory_limit(root: Path = Path("/")) -> int | None:
-    """Bytes of memory that this process and its group may use, or None for no limit.
+    """Return the memory in bytes that this process and its control group may use; None for no limit.
 
     Args:
-        root: where ``proc`` and ``sys`` are.
+        root: folder that contains ``proc`` and ``sys``.
     """
     found = [_read_words(folder / "memory.max") for folder in _cgroup_folders(root, "")]
     found += [_read_words(folder / "memory.limit_in_bytes") for folder in _cgroup_folders(root, "memory")]
     limits = [int(words[0]) for words in found if words and words[0] != "max"]
-    return min((limit for limit in limits if limit < 2**60), default=None)  # version 1 writes 2**63 - 4096 for none
+    # Version 1 writes 2**63 - 4096 for no limit.
+    return min((limit for limit in limits if limit < 2**60), default=None)
 
 
 def count_oom_kills(root: Path = Path("/")) -> int | None:
-    """How many processes of this group the kernel has killed for want of memory; None where no group counts them.
+    """Return the number of out-of-memory kills in this process's control group; None if no group counts kills.
 
     Args:
-        root: where ``proc`` and ``sys`` are.
+        root: folder that contains ``proc`` and ``sys``.
     """
     for controller, name in (("", "memory.events"), ("memory", "memory.oom_control")):
         for folder in _cgroup_folders(root, controller):
@@ -68,7 +67,7 @@ def count_oom_kills(root: Path = Path("/")) -> int | None:
 
 
 def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of this process's group and of its parents; ``controller`` is "" in version 2."""
+    """Yield the folders of this process's control group and of its parents; ``controller`` is "" in version 2."""
     for line in _read_lines(root / "proc/self/cgroup"):
         _, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
@@ -76,7 +75,7 @@ def _cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
             continue
         base = root / _CGROUP_MOUNT / controller
         group = base / path.lstrip("/")
-        # In a container the path may be the host's, which is not there; the limits are at the mount point then.
+        # In a container the path may be a path of the host, which does not exist. The limits are then at the mount point.
         yield from (folder for folder in (group, *group.parents) if folder == base or base in folder.parents)
 
 
@@ -87,7 +86,8 @@ def _read_words(path: Path) -> list[str]:
 def _read_lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # not there, or a controller that is switched off: no limit from it
+    # A missing or disabled controller has no limit.
+    except OSError:
         return []
 
 
@@ -98,15 +98,21 @@ _NUMA_FOLDER = Path("/sys/devices/system/node")
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)
 class Core:
-    """What the kernel counts as one core: a hardware thread. Those that are near each other are neighbours when sorted."""
+    """Hardware thread, which the kernel counts as one core. Sorting places neighbours next to each other.
 
-    node: int = 0  # of memory
-    physical: int  # the same for threads that share one physical core: the smallest of their numbers
+    Attributes:
+        node: the NUMA node.
+        physical: the smallest number of the hardware threads on the same physical core.
+        number: the kernel's number of the hardware thread.
+    """
+
+    node: int = 0
+    physical: int
     number: int
 
 
 def usable_cores(*, cpus: Path = _CPU_FOLDER, nodes: Path = _NUMA_FOLDER) -> list[Core]:
-    """The cores that this process may run on, neighbours next to each other."""
+    """Return the cores that this process may run on, sorted."""
     if not hasattr(os, "sched_getaffinity"):
         return [Core(physical=number, number=number) for number in range(os.cpu_count() or 1)]
     node_of = _numa_nodes(nodes)
@@ -117,16 +123,17 @@ def usable_cores(*, cpus: Path = _CPU_FOLDER, nodes: Path = _NUMA_FOLDER) -> lis
 
 
 def core_count() -> float:
-    """How many cores' worth of time this process gets: what it may run on, and what its control group allows."""
+    """Return the processor time of this process in cores: the minimum of its allowed cores and its control group's quota."""
     quota, cores = core_quota(), float(len(usable_cores()))
     return cores if quota is None else min(cores, quota)
 
 
 def assign_cores(cores: Iterable[Core], nproc: int) -> list[list[int]]:
-    """The numbers of the cores of each of ``nproc`` ranks: a block of neighbours. Pure.
+    """Return the numbers of the cores of each of ``nproc`` ranks: a block of neighbours. No side effects.
 
-    No rank has cores on two memory nodes, unless there are fewer ranks than nodes: then it has whole ones. No two ranks are on
-    the threads of one physical core, unless there are more ranks than such cores. Fewer cores than ranks are shared.
+    The cores of a rank are on one NUMA node. If there are fewer ranks than nodes, a rank gets whole nodes. Two ranks never
+    share a physical core, unless there are more ranks than physical cores. If there are fewer cores than ranks, ranks share
+    cores.
     """
     cores = sorted(cores)
     if nproc >= len(cores):
@@ -139,16 +146,16 @@ def assign_cores(cores: Iterable[Core], nproc: int) -> list[list[int]]:
 
 
 def _ranks_per_node(sizes: Sequence[int], nproc: int) -> list[int]:
-    """How many ranks go to nodes of so many cores, for the poorest rank to have as many cores as it can."""
+    """Return the number of ranks on each node, given the nodes' core counts, so that the smallest share is maximal."""
     counts = [0] * len(sizes)
     for _ in range(nproc):
-        richest = max(range(len(sizes)), key=lambda node: sizes[node] / (counts[node] + 1))
-        counts[richest] += 1
+        node_with_most = max(range(len(sizes)), key=lambda node: sizes[node] / (counts[node] + 1))
+        counts[node_with_most] += 1
     return counts
 
 
 def _assign_node_cores(cores: Sequence[Core], nproc: int) -> Iterator[list[int]]:
-    """The shares of the ranks of one node: whole physical cores where there are enough."""
+    """Yield the cores of each rank of one node: whole physical cores if there are enough."""
     physical = [[core.number for core in group] for _, group in groupby(cores, key=lambda core: core.physical)]
     if nproc > len(physical):
         physical = [[core.number] for core in cores]
@@ -157,13 +164,13 @@ def _assign_node_cores(cores: Sequence[Core], nproc: int) -> Iterator[list[int]]
 
 
 def _split_evenly(items: Sequence[_Item], parts: int) -> list[Sequence[_Item]]:
-    """``items`` in ``parts`` blocks whose sizes differ by one at most."""
+    """Split ``items`` into ``parts`` blocks whose sizes differ by at most one."""
     borders = [len(items) * part // parts for part in range(parts + 1)]
     return [items[begin:end] for begin, end in pairwise(borders)]
 
 
 def _physical_core(cpus: Path, number: int) -> int:
-    """The smallest number of the threads that share a physical core with ``number``; itself where the kernel does not tell."""
+    """Return the smallest number of the threads that share a physical core with ``number``; ``number`` if unknown."""
     try:
         return min(_parse_cpu_list((cpus / f"cpu{number}" / "topology" / "thread_siblings_list").read_text()), default=number)
     except (OSError, ValueError):
@@ -171,7 +178,7 @@ def _physical_core(cpus: Path, number: int) -> int:
 
 
 def _numa_nodes(folder: Path) -> dict[int, int]:
-    """The NUMA node of each core, as far as the kernel tells."""
+    """Return the NUMA node of each core that the kernel lists."""
     nodes: dict[int, int] = {}
     for path in folder.glob("node*/cpulist"):
         nodes.update(dict.fromkeys(_parse_cpu_list(path.read_text()), int(re.sub(r"\D", "", path.parent.name))))
@@ -179,24 +186,26 @@ def _numa_nodes(folder: Path) -> dict[int, int]:
 
 
 def _parse_cpu_list(text: str) -> Iterator[int]:
-    """The numbers of a list as the kernel writes it: ``0-3,8``."""
+    """Parse a list of numbers in the kernel's format: ``0-3,8``."""
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
         if first:
             yield from range(int(first), int(last or first) + 1)
 
 
-_LAUNCHER_OPEN_FILES = 24  # streams, pipes and sockets of the launcher's own, with some to spare
-_OPEN_FILES_PER_RANK = 4  # two pipes, and two log files or the other ends of the pipes
+# streams, pipes and sockets of the launcher, with a margin
+_LAUNCHER_OPEN_FILES = 24
+# two pipes, and two log files or the other ends of the pipes
+_OPEN_FILES_PER_RANK = 4
 
 
 def raise_open_file_limit(nproc: int) -> None:
-    """Make sure that ``nproc`` ranks can be looked after, by raising the soft limit where that is needed.
+    """Raise the soft limit of open files if ``nproc`` ranks need a higher limit.
 
     Mutates: this process's limit of open files, which its children inherit.
 
     Raises:
-        ConfigError: the hard limit is below what is needed.
+        ConfigError: the hard limit is too low.
     """
     needed = _LAUNCHER_OPEN_FILES + _OPEN_FILES_PER_RANK * nproc
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -205,6 +214,7 @@ def raise_open_file_limit(nproc: int) -> None:
     if hard != resource.RLIM_INFINITY and hard < needed:
         fewer = max(1, (hard - _LAUNCHER_OPEN_FILES) // _OPEN_FILES_PER_RANK)
         raise ConfigError(
-            f"launch: -n {nproc} needs {needed} open files, but at most {hard} are allowed; `ulimit -n {needed}`, or -n {fewer}"
+            f"launch: -n {nproc} needs {needed} open files, but at most {hard} are allowed. "
+            f"Run `ulimit -n {needed}`, or use -n {fewer}."
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))

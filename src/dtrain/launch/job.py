@@ -1,6 +1,4 @@
-"""A job as its supervisor knows it: what outlives one start of the ranks.
-
-Starting what a job consists of: its ranks, and the process that serves their store."""
+"""Keep the state of a job across restarts, and start its ranks and the process that serves their store."""
 
 from __future__ import annotations
 
@@ -29,7 +27,30 @@ from dtrain.launch.worker_group import RestartPolicy, WorkerGroup
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Job:
-    """Changed by the supervisor's loop alone."""
+    """State of a job, which only the supervisor's loop changes.
+
+    Attributes:
+        plan: the launch.
+        selector: events of the supervisor's loop.
+        output: output of the ranks.
+        starter: starter of processes.
+        worker_group: the current attempt.
+        restart_policy: restarts so far.
+        progress_pipe: pipe with the ranks' progress reports.
+        progress_decoder: decoder of progress reports.
+        devnull_fd: descriptor of ``/dev/null``.
+        initial_oom_kills: out-of-memory kills before the job.
+        store_listener: socket of the ranks' store, until a process serves the store.
+        store_pid: process that serves the store.
+        store_exit_code: exit code of the store process, if it exited before the ranks.
+        watchdog: detector of hangs.
+        agent: process that communicates with other nodes.
+        store_port: port of the ranks' store.
+        joined: True once all nodes have joined.
+        failure_reported: True once all nodes know of a failure.
+        job_finished: exits of the ranks of all nodes.
+        launcher_gone: True once the launcher process has exited.
+    """
 
     plan: LaunchPlan
     selector: selectors.BaseSelector
@@ -37,19 +58,19 @@ class Job:
     starter: ProcessStarter
     worker_group: WorkerGroup
     restart_policy: RestartPolicy
-    progress_pipe: tuple[int, int]  # the pipe in which the ranks report
+    progress_pipe: tuple[int, int]
     progress_decoder: ProgressDecoder
     devnull_fd: int
     initial_oom_kills: int | None
-    store_listener: socket.socket | None = None  # of the ranks' store, until a process serves it
-    store_pid: int | None = None  # that process
-    store_exit_code: int | None = None  # the code with which it ended while there were ranks
-    watchdog: Watchdog | None = None  # against hangs
-    agent: Agent | None = None  # the process that talks to the other nodes
-    store_port: int = 0  # where the ranks meet
-    joined: bool = False  # all nodes are there
-    failure_reported: bool = False  # the other nodes know of a failure here, or it is theirs
-    job_finished: JobFinished | None = None  # how the ranks of all nodes have ended
+    store_listener: socket.socket | None = None
+    store_pid: int | None = None
+    store_exit_code: int | None = None
+    watchdog: Watchdog | None = None
+    agent: Agent | None = None
+    store_port: int = 0
+    joined: bool = False
+    failure_reported: bool = False
+    job_finished: JobFinished | None = None
     launcher_gone: bool = False
 
     def watch(self, file: Any, action: Callable[[], None]) -> None:
@@ -61,7 +82,7 @@ _WILDCARD_ADDRESSES = ("0.0.0.0", "::")
 
 
 def start_ranks(job: Job) -> None:
-    """Have all ranks of this node started; they meet at ``job.store_port``."""
+    """Start all ranks of this node; their store is at ``job.store_port``."""
     plan, layout = job.plan, job.plan.layout
     for rank in layout.ranks:
         _remove_stale_file(plan.failure_file(rank))
@@ -77,11 +98,11 @@ def start_ranks(job: Job) -> None:
     cores, count = usable_cores(), core_count()
     shares = assign_cores(cores, layout.nproc) if plan.bind else [[]] * layout.nproc
     for rank, share in zip(layout.ranks, shares, strict=True):
-        own = build_rank_environment(
+        environment = build_rank_environment(
             plan, rank, port=job.store_port, cores=count, inherited=os.environ, restart_count=job.restart_policy.total
         )
         try:
-            request = _rank_request(job, rank, own, share)
+            request = _rank_request(job, rank, environment, share)
         except OSError as error:
             _fail_start(job, rank, error.strerror)
             return
@@ -90,12 +111,12 @@ def start_ranks(job: Job) -> None:
 
 
 def _remove_stale_file(file: Path) -> None:
-    """What an earlier start has left. Where that cannot be removed, it can hardly be there."""
+    """Remove a file of an earlier attempt, if possible. A file that cannot be removed hardly exists."""
     with contextlib.suppress(OSError):
         file.unlink()
 
 
-def _rank_request(job: Job, rank: int, own: dict[str, str], cores: list[int]) -> ProcessRequest:
+def _rank_request(job: Job, rank: int, environment: dict[str, str], cores: list[int]) -> ProcessRequest:
     out, out_write = os.pipe()
     try:
         err, err_write = os.pipe()
@@ -107,30 +128,34 @@ def _rank_request(job: Job, rank: int, own: dict[str, str], cores: list[int]) ->
     for fd in (out, err):
         os.set_blocking(fd, False)
         job.watch(fd, lambda fd=fd: relay_output(job, fd))  # type: ignore[misc]
-    stdin = 0 if job.plan.layout.nproc == 1 else job.devnull_fd  # several ranks would tear one input apart
+    # Several ranks would compete for the same input.
+    stdin = 0 if job.plan.layout.nproc == 1 else job.devnull_fd
     fds = {"stdin": stdin, "stdout": out_write, "stderr": err_write, "pulse": job.progress_pipe[1]}
     if job.watchdog is not None:
         fds["ask"] = job.watchdog.ask_fd
-    return ProcessRequest(id=rank, kind="rank", fds=fds, owned=frozenset({"stdout", "stderr"}), environment=own, cores=cores)
+    owned = frozenset({"stdout", "stderr"})
+    return ProcessRequest(id=rank, kind="rank", fds=fds, owned=owned, environment=environment, cores=cores)
 
 
 def relay_output(job: Job, fd: int) -> None:
-    """Pass on what a rank has printed."""
-    job.selector.unregister(fd)  # before it may be closed
+    """Relay the output of a rank from one descriptor."""
+    # The descriptor may be closed below.
+    job.selector.unregister(fd)
     if job.output.relay(fd):
         job.watch(fd, lambda: relay_output(job, fd))
 
 
-def _fail_start(job: Job, rank: int, why: str | None) -> None:
+def _fail_start(job: Job, rank: int, reason: str | None) -> None:
     world = job.plan.layout.world_size
-    job.worker_group.fail([f"dtrain: launch: rank {rank} of {world} could not be started: {why}; use fewer"], time.monotonic())
+    line = f"dtrain: launch: rank {rank} of {world} could not be started: {reason}; use fewer"
+    job.worker_group.fail([line], time.monotonic())
 
 
 def open_store(job: Job, listener: socket.socket) -> None:
-    """Let the ranks meet at a socket that listens already.
+    """Use a listening socket for the ranks' store.
 
-    A process that serves them is started when the first one comes: programs that do not meet need none, and with plain
-    interpreters it costs an import of torch.
+    The store process starts when the first rank connects. Programs without process groups need no store, and with plain
+    interpreters the process imports torch.
     """
     job.store_listener = listener
     job.store_port = int(listener.getsockname()[1])
@@ -138,7 +163,7 @@ def open_store(job: Job, listener: socket.socket) -> None:
 
 
 def listen_on_loopback() -> socket.socket:
-    """A socket for the store of ranks that are all here. Nobody can take its port, and nobody else reaches it."""
+    """Return a listening socket for the store of a single-node job. No other program can take or reach its port."""
     listener = socket.socket()
     listener.bind((LOOPBACK_ADDRESS, 0))
     listener.listen(_BACKLOG)
@@ -151,7 +176,8 @@ def _start_store(job: Job) -> None:
         return
     address, port = listener.getsockname()[:2]
     if address in _WILDCARD_ADDRESSES:
-        address = "localhost"  # the store is a client of its own, too
+        # The store connects to itself as a client.
+        address = "localhost"
     fds = {"stdin": job.devnull_fd, "listener": listener.detach()}
     request = ProcessRequest(
         id=STORE_ID, kind="store", fds=fds, owned=frozenset({"listener"}), environment={}, address=address, port=port
@@ -174,7 +200,8 @@ def watch_starter(job: Job) -> None:
 
 
 def _read_starter(job: Job, channel: socket.socket) -> None:
-    job.selector.unregister(channel)  # before it may be closed
+    # The channel may be closed below.
+    job.selector.unregister(channel)
     events = job.starter.read_events()
     if job.starter.forkserver is not None:
         job.watch(channel, lambda: _read_starter(job, channel))
@@ -191,8 +218,8 @@ def handle_start_events(job: Job, events: Iterable[StartEvent]) -> None:
         elif event.error is None:
             job.worker_group.record_start(event.id, event.pid, time.monotonic())
         elif event.id == STORE_ID:
-            trouble = f"dtrain: launch: the process for the ranks' store could not be started: {event.error}; use fewer ranks"
-            job.worker_group.fail([trouble], time.monotonic())
+            line = f"dtrain: launch: the process for the ranks' store could not be started: {event.error}; use fewer ranks"
+            job.worker_group.fail([line], time.monotonic())
         elif event.id in job.worker_group.pids:
             del job.worker_group.pids[event.id]
             _fail_start(job, event.id, event.error)

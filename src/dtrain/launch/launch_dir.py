@@ -1,6 +1,6 @@
-"""The folder of one launch: logs, failure records, and what was run.
+"""Create and lock the folder of a launch, and write ``launch.json``.
 
-``launch.json``: what was run, where, and with which versions. The values of the environment stay out of it."""
+``launch.json`` has the program, the layout, the host and the versions, without values of environment variables."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ RUNS_FOLDER = "runs"
 
 
 def create_run_dir(path: str | None, *, now: datetime, name: str | None = None) -> Path:
-    """Make the folder of a launch and return its absolute path.
+    """Create the folder of a launch and return its absolute path.
 
-    ``path`` may exist already: ``claim_run_dir`` tells whether another launch is in there. By default it is
-    ``runs/<date and time>`` in the current folder, which is always a new one.
+    ``path`` may exist already: ``claim_run_dir`` detects another launch in the folder. The default is a new folder,
+    ``runs/<date and time>`` in the current folder.
 
     Args:
-        path: the folder that the user named, or None.
+        path: the folder that the user names, or None.
         now: the time for the default name.
-        name: on several nodes, what node 0 has called the run: below ``runs``, it may be there already, made by another
-            node that sees the same disk.
+        name: node 0's name of the run in a multi-node job; the folder below ``runs`` may exist already, created by another node
+            on the same disk.
 
     Raises:
-        ConfigError: the folder cannot be made or written.
+        ConfigError: the folder cannot be created or written.
     """
     if path is not None and not path.strip():
-        raise ConfigError("launch: --run-dir is empty; name a folder, or leave the option out")
+        raise ConfigError("launch: --run-dir must not be empty. Name a folder, or remove the option.")
     if name is not None and (os.path.basename(name) != name or name in ("", ".", "..")):
-        raise ConfigError(f"launch: node 0 calls the run {name!r}, which is no name of a folder; name one with --run-dir")
+        raise ConfigError(
+            f"launch: the run name of node 0 must be a folder name, got {name!r}. Pass the same --run-dir on every node."
+        )
     wanted = Path(RUNS_FOLDER) / (name or _timestamp_name(now)) if path is None else Path(path)
     try:
         run_dir = _make_folder(wanted.absolute(), reuse=path is not None or name is not None)
@@ -52,44 +54,48 @@ def create_run_dir(path: str | None, *, now: datetime, name: str | None = None) 
             raise PermissionError(0, "not writable")
     except OSError as error:
         raise ConfigError(
-            f"launch: cannot use {str(wanted)!r} as the run folder: {error.strerror}; choose one with --run-dir"
+            f"launch: cannot use {str(wanted)!r} as the run folder: {error.strerror}. Choose a folder with --run-dir."
         ) from None
     return run_dir
 
 
 def claim_run_dir(run_dir: Path, node_rank: int) -> int | None:
-    """Take a folder that exists for this launch, and remove the failure records of an earlier one.
+    """Lock an existing folder for this launch, and remove the failure records of an earlier launch.
 
-    Two launches in one folder would remove each other's records and mix their logs. Launchers of several nodes share one.
+    Two launches in one folder would remove each other's records and mix their logs. Launchers of several nodes share a folder.
 
     Returns:
-        A descriptor: the folder is taken for as long as it is open here or in a fork of this process. None on a file system
-        that has no locks.
+        A descriptor that holds the lock while it is open here or in a fork of this process. None on a file system without
+        locks.
 
     Raises:
-        ConfigError: another launch is in there, or it cannot be written.
+        ConfigError: another launch uses the folder, or the folder cannot be written.
     """
     try:
         lock = os.open(run_dir / f"lock-{node_rank}", os.O_RDWR | os.O_CREAT, 0o666)
-        held: int | None = lock
+        held_lock: int | None = lock
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(lock)
-            raise ConfigError(f"launch: another launch runs in {str(run_dir)!r}; choose another with --run-dir") from None
+            raise ConfigError(
+                f"launch: another launch runs in {str(run_dir)!r}. Choose another folder with --run-dir."
+            ) from None
         except OSError:
             os.close(lock)
-            held = None
+            held_lock = None
         failures = run_dir / "failures"
         for stale in (*failures.glob("rank-*.json"), *failures.glob("rank-*.partial")) if node_rank == 0 else ():
             stale.unlink()
     except OSError as error:
-        raise ConfigError(f"launch: cannot use {str(run_dir)!r}: {error.strerror}; choose another with --run-dir") from None
-    return held
+        raise ConfigError(
+            f"launch: cannot use {str(run_dir)!r}: {error.strerror}. Choose another folder with --run-dir."
+        ) from None
+    return held_lock
 
 
 def default_run_dir(now: datetime) -> Path:
-    """Where a launch that began ``now`` has its folder, as an absolute path."""
+    """Return the absolute path of the default folder of a launch that began at ``now``."""
     return (Path(RUNS_FOLDER) / _timestamp_name(now)).absolute()
 
 
@@ -102,7 +108,8 @@ def _make_folder(wanted: Path, *, reuse: bool) -> Path:
         wanted.mkdir(parents=True, exist_ok=True)
         return wanted
     wanted.parent.mkdir(parents=True, exist_ok=True)
-    for attempt in count(1):  # another launch may have begun in the same second
+    # Another launch may have begun in the same second.
+    for attempt in count(1):
         candidate = wanted if attempt == 1 else wanted.with_name(f"{wanted.name}-{attempt}")
         try:
             candidate.mkdir()
@@ -116,15 +123,15 @@ RECORD_NAME = "launch.json"
 
 
 def write_launch_record(plan: LaunchPlan, *, command: Sequence[str], variables: Iterable[str], now: datetime) -> str | None:
-    """Write ``launch.json`` into the folder of the launch, whole or not at all.
+    """Write ``launch.json`` into the folder of the launch, atomically.
 
     Args:
         command: this process's command line.
-        variables: names in its environment. Their values may be secrets, and are not asked for.
-        now: when it was started, with its time zone.
+        variables: names of environment variables. Values may be secrets and are not written.
+        now: start time, with its time zone.
 
     Returns:
-        A line of warning when it cannot be written: that is no reason not to train.
+        A warning if the file cannot be written, because training can continue without the file.
     """
     path = plan.run_dir / RECORD_NAME if plan.layout.node_rank == 0 else plan.run_dir / f"launch-{plan.layout.node_rank}.json"
     partial = path.with_suffix(".partial")
@@ -135,7 +142,7 @@ def write_launch_record(plan: LaunchPlan, *, command: Sequence[str], variables: 
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        return f"launch: cannot write {str(path)!r}: {error.strerror}; going on without a record of what was run"
+        return f"launch: cannot write {str(path)!r}: {error.strerror}; going on without a record of the launch"
     return None
 
 
@@ -160,5 +167,6 @@ def _build_record(plan: LaunchPlan, command: Sequence[str], variables: Iterable[
 def _current_folder() -> str:
     try:
         return os.getcwd()
-    except OSError:  # deleted
+    # The current folder was deleted.
+    except OSError:
         return ""

@@ -1,4 +1,4 @@
-"""The process that the user started: hands the job to a supervisor, forwards signals, and reports how it ended."""
+"""Run a job from the user's process: fork a supervisor, forward signals to it, and return its exit code."""
 
 from __future__ import annotations
 
@@ -15,39 +15,42 @@ from dtrain.launch.output.non_blocking_writer import NonBlockingWriter
 from dtrain.launch.supervisor import supervise
 from dtrain.launch.worker_group import REPEATED_SIGNAL_S
 
-_FORCE_KILL_S = 1.0  # what the supervisor has to end everything in, once it was asked twice
-_KILL_TIMEOUT_S = 10.0  # what does not die of SIGKILL in this time sits in the kernel
-# For ps, and none of the words that people give to pkill -f: what kills the front by its name must leave who ends the ranks.
+# seconds for the supervisor to end all processes after a repeated stop request
+_FORCE_KILL_S = 1.0
+# A process that survives SIGKILL for so long waits in the kernel.
+_KILL_TIMEOUT_S = 10.0
+# Title for ps. Avoid "dtrain" and "python", so that `pkill -f dtrain` does not kill the process that cleans up.
 _SUPERVISOR_TITLE = "rank-supervisor"
 
 
 def launch_job(plan: LaunchPlan) -> int:
-    """Run the job and return what this process should exit with. Nothing of the job is left then.
+    """Run the job and return the exit code for this process. No process of the job is left.
 
-    Mutates: the signal handling and the subreaper attribute of this process, for good: it should exit with the result.
+    Mutates: the signal handling and the subreaper attribute of this process permanently, so the process should exit afterwards.
     It must have a single thread.
     """
-    # A shell that became this process has left its children: `exec dtrain launch ... > >(tee log)`. They are not of the job.
-    strangers = processes.list_sessions()
+    # A shell that exec'ed this process may have left children, as in `exec dtrain launch ... > >(tee log)`.
+    foreign_sessions = processes.list_sessions()
     processes.become_subreaper()
-    # With nohup, or in sh -c '... &', some are ignored.
-    heeded = {number for number in launch_protocol.ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
-    watched = {signal.SIGCHLD, *heeded, *launch_protocol.FORWARDED_SIGNALS}
+    # nohup and sh -c '... &' start this process with ignored signals.
+    handled = {number for number in launch_protocol.ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN}
+    watched = {signal.SIGCHLD, *handled, *launch_protocol.FORWARDED_SIGNALS}
     for number in watched:
-        signal.signal(number, lambda *_: None)  # an ignored signal might never become pending
+        # An ignored signal might never become pending.
+        signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    front_alive, held = os.pipe()
+    launcher_alive, write_end = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:
-        os.close(held)
-        _run_supervisor(plan, front_alive)
-    os.close(front_alive)
-    code, insisted = _wait_for_supervisor(supervisor, watched)
-    processes.kill_descendants(timeout_s=_KILL_TIMEOUT_S, exclude_sessions=strangers)
-    os.close(held)
-    if code == -signal.SIGKILL and insisted is not None:
-        _write_stderr(failure.describe_interrupt(insisted))
-        return failure.shell_exit_code(-insisted)
+        os.close(write_end)
+        _run_supervisor(plan, launcher_alive)
+    os.close(launcher_alive)
+    code, ending_signal = _wait_for_supervisor(supervisor, watched)
+    processes.kill_descendants(timeout_s=_KILL_TIMEOUT_S, exclude_sessions=foreign_sessions)
+    os.close(write_end)
+    if code == -signal.SIGKILL and ending_signal is not None:
+        _write_stderr(failure.describe_interrupt(ending_signal))
+        return failure.shell_exit_code(-ending_signal)
     if code < 0:
         _write_stderr(
             f"dtrain: launch: the supervisor was killed by {failure.signal_name(-code)} (pid {supervisor}); ranks ended"
@@ -56,30 +59,31 @@ def launch_job(plan: LaunchPlan) -> int:
 
 
 def _write_stderr(text: str) -> None:
-    """As far as there is room for it: the exit code is worth more than the line."""
+    """Write as much of ``text`` as stderr accepts without blocking, because the exit code is more important."""
     stderr = NonBlockingWriter(2, "standard error")
     stderr.write(text.encode(errors="backslashreplace") + b"\n")
     stderr.close()
 
 
-def _run_supervisor(plan: LaunchPlan, front_alive: int) -> NoReturn:
+def _run_supervisor(plan: LaunchPlan, launcher_alive: int) -> NoReturn:
     code = 1
     try:
-        os.setsid()  # Ctrl-C in a terminal reaches the front alone, which forwards it
+        # Ctrl-C in a terminal reaches only the launcher, which forwards the signal.
+        os.setsid()
         processes.set_process_title([_SUPERVISOR_TITLE], comm=_SUPERVISOR_TITLE)
-        code = supervise(plan, launcher_alive=front_alive)
-    except BaseException:  # noqa: BLE001 - a fork must not return into its parent's callers; the front ends what is left
+        code = supervise(plan, launcher_alive=launcher_alive)
+    except BaseException:  # noqa: BLE001 - a fork must not return into its parent's callers; the launcher ends the ranks
         _write_stderr(traceback.format_exc().rstrip("\n"))
     finally:
         os._exit(code)
 
 
 def _wait_for_supervisor(supervisor: int, watched: set[signal.Signals]) -> tuple[int, int | None]:
-    """Forward signals until the supervisor has ended; kill it when it does not obey in time.
+    """Forward signals until the supervisor exits; kill the supervisor if it does not react to repeated stop requests.
 
     Returns:
-        Its exit code, or the negative signal that ended it; and the signal that had asked for the end of the job, if the
-        supervisor was killed here: it was stopped, or waited for a disk or a network file system.
+        The exit code of the supervisor, negative for a signal. And the signal that requested the end of the job, if the
+        supervisor was killed here because it was stopped, or waited for a disk or a network file system.
     """
     first: tuple[float, int] | None = None
     kill_at: float | None = None
@@ -105,7 +109,7 @@ def _wait_for_supervisor(supervisor: int, watched: set[signal.Signals]) -> tuple
 
 
 def _next_signal(watched: set[signal.Signals], until: float | None) -> int | None:
-    """The next signal, or None when there was none in time."""
+    """Return the next signal, or None if no signal arrives in time."""
     if until is None:
         return signal.sigwait(watched)
     info = signal.sigtimedwait(watched, max(0.0, until - time.monotonic()))

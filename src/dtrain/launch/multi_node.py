@@ -1,4 +1,4 @@
-"""The other nodes of a job: joining them before the ranks start, and hearing of each other's ends."""
+"""Join the other nodes of a job before the ranks start, and exchange failures and exits with them."""
 
 from __future__ import annotations
 
@@ -16,18 +16,25 @@ from dtrain.launch.launch_dir import create_run_dir, write_launch_record
 from dtrain.launch.launch_plan import NodeRendezvous
 from dtrain.launch.nodes.addresses import listen_for_nodes
 from dtrain.launch.nodes.agent import start_agent
-from dtrain.launch.nodes.messages import JobFinished, JoinAccepted, JoinRefused, Notice, RanksExited, RanksFailed
-from dtrain.launch.nodes.messages import NodeFailed as EndOfPeer
+from dtrain.launch.nodes.messages import (
+    JobFinished,
+    JoinAccepted,
+    JoinRefused,
+    NodeFailed,
+    Notice,
+    RanksExited,
+    RanksFailed,
+)
 from dtrain.launch.result import JobResult
 
 WaitWhile = Callable[[Callable[[], bool]], None]
-"""Goes on with the loop as long as something is true, or until somebody has had enough."""
+"""Function that runs the loop while a condition is true, or until the user forces the end of the job."""
 
 
 def join_nodes(job: Job, config: NodeRendezvous, wait: WaitWhile) -> None:
-    """Meet the other nodes; then it is known which ranks run here. Where that fails, so does the job's attempt.
+    """Join the other nodes, which determines the ranks of this node. If the join fails, the job fails.
 
-    Mutates: ``job``, whose plan is complete afterwards; the run folder, which has the name that node 0 gave it.
+    Mutates: ``job``, whose plan is then complete; the run folder, whose name comes from node 0.
     """
     try:
         if config.node_rank == 0:
@@ -38,7 +45,7 @@ def join_nodes(job: Job, config: NodeRendezvous, wait: WaitWhile) -> None:
             config = replace(config, store_port=job.store_port)
         job.agent = start_agent(config)
     except OSError as error:
-        _fail_join(job, f"launch: cannot meet the other nodes at {config.addr}: {error.strerror}; is it an address of node 0?")
+        _fail_join(job, f"launch: cannot reach the other nodes at {config.addr}: {error.strerror}; is it an address of node 0?")
         return
     job.worker_group.services.add(job.agent.pid)
     job.watch(job.agent, lambda: _read_agent_messages(job))
@@ -58,7 +65,7 @@ def _read_agent_messages(job: Job) -> None:
                 _apply_layout(job, message)
             case JoinRefused():
                 _fail_join(job, message.line)
-            case EndOfPeer():
+            case NodeFailed():
                 job.failure_reported = True
                 job.worker_group.fail([f"dtrain: launch: {message.line}"], time.monotonic(), code=message.code)
             case JobFinished():
@@ -66,14 +73,15 @@ def _read_agent_messages(job: Job) -> None:
 
 
 def _fail_join(job: Job, line: str) -> None:
-    """The nodes do not come together: nothing is started."""
+    """Fail the job because the nodes could not join. No rank starts."""
     job.failure_reported = True
     job.worker_group.fail([f"dtrain: {line}"], time.monotonic(), code=1)
 
 
 def _apply_layout(job: Job, joined: JoinAccepted) -> None:
     run_dir = job.plan.run_dir
-    if joined.layout.node_rank > 0 and not run_dir.exists():  # nobody has named one: it is called as on node 0
+    # Without --run-dir, the folder gets its name from node 0.
+    if joined.layout.node_rank > 0 and not run_dir.exists():
         try:
             run_dir = create_run_dir(None, now=datetime.now(), name=joined.run_name)
         except ConfigError as error:
@@ -89,33 +97,34 @@ def _apply_layout(job: Job, joined: JoinAccepted) -> None:
 
 
 def report_failure_to_nodes(job: Job, conclude: Callable[[], JobResult]) -> None:
-    """As soon as the ranks here have failed, or were told to end and did not save: the other nodes need not wait for them."""
-    attempt = job.worker_group
-    if job.agent is None or job.failure_reported or not (attempt.root_cause or attempt.launch_error):
+    """Report a failure of this node's ranks to the other nodes as soon as it is known, so that they need not wait."""
+    group = job.worker_group
+    if job.agent is None or job.failure_reported or not (group.root_cause or group.launch_error):
         return
     job.failure_reported = True
-    end = conclude()
-    job.agent.send(RanksFailed(rank=-1 if end.failed_rank is None else end.failed_rank, code=end.code, line=_cause_line(end)))
+    result = conclude()
+    failed_rank = -1 if result.failed_rank is None else result.failed_rank
+    job.agent.send(RanksFailed(rank=failed_rank, code=result.code, line=_cause_line(result)))
 
 
-def wait_for_all_nodes(job: Job, end: JobResult, wait: WaitWhile) -> None:
-    """The ranks here have ended: wait until those of all nodes have, or one has failed.
+def wait_for_all_nodes(job: Job, result: JobResult, wait: WaitWhile) -> None:
+    """Wait until the ranks of all nodes have exited, or a node has failed. The ranks of this node have exited.
 
-    Mutates: ``job.over``.
+    Mutates: ``job.job_finished``.
     """
     if job.agent is None or job.failure_reported or job.launcher_gone:
         return
     codes = {exit_.rank: exit_.code for exit_ in job.worker_group.exits.values()}
-    if job.worker_group.requested_signal is not None and end.code != launch_protocol.PREEMPTED_EXIT_CODE:
+    if job.worker_group.requested_signal is not None and result.code != launch_protocol.PREEMPTED_EXIT_CODE:
         job.failure_reported = True
-        job.agent.send(RanksFailed(rank=-1, code=end.code, line=_cause_line(end)))
+        job.agent.send(RanksFailed(rank=-1, code=result.code, line=_cause_line(result)))
         return
     job.agent.send(RanksExited(exit_codes=codes))
     wait(lambda: job.job_finished is None)
 
 
 def leave_nodes(job: Job) -> int | None:
-    """Take leave of the other nodes; the pid of the process that is to be waited for."""
+    """Disconnect from the other nodes, and return the pid of the agent, which the caller waits for."""
     if job.agent is None:
         return None
     if not job.agent.has_exited:
@@ -124,6 +133,6 @@ def leave_nodes(job: Job) -> int | None:
     return job.agent.pid
 
 
-def _cause_line(end: JobResult) -> str:
-    """The launcher's line about the cause, without what all of its lines begin with."""
-    return end.lines[-1].removeprefix("dtrain: launch: ") if end.lines else "ended"
+def _cause_line(result: JobResult) -> str:
+    """Return the launcher's line about the cause, without the common prefix of all lines."""
+    return result.lines[-1].removeprefix("dtrain: launch: ") if result.lines else "ended"

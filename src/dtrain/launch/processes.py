@@ -1,7 +1,7 @@
-"""Finding and ending processes, however they try to get away. Linux does the work; elsewhere it is best effort.
+"""Find, signal, kill and reap all processes below this process. Complete on Linux, best effort elsewhere.
 
-A *child subreaper* becomes the parent of every orphan below it, also of one that left its session or process group.
-So "has no children" means, for a subreaper, "nothing of the job is left": no list of pids has to be kept.
+A *child subreaper* becomes the parent of every orphan below it, including orphans that left their session or process group.
+So a subreaper without children has no process of the job left, and needs no list of pids.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from types import FrameType
 _LINUX = sys.platform == "linux"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
-_KILL_RETRY_S = 0.02  # a process may fork while it is being killed: its child is found in the next round
+# A process may fork while it is being killed. Its child is found in the next round.
+_KILL_RETRY_S = 0.02
 
 
 @cache
@@ -36,43 +37,45 @@ def _prctl(option: int, value: int) -> None:
 
 
 def become_subreaper() -> None:
-    """Make this process the parent of all orphans below it, from now on. Nothing outside Linux."""
+    """Make this process the parent of all orphans below it. No effect outside Linux."""
     if _LINUX:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when ``parent`` dies; exits at once when it already has. Nothing outside Linux.
+    """Make the kernel kill this process when ``parent`` dies; exit at once if ``parent`` is dead. No effect outside Linux.
 
-    Survives ``exec``, not ``fork``: it covers direct children only.
+    The setting survives ``exec``, but not ``fork``: it covers direct children only.
     """
     if _LINUX:
         _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died between our fork and the call
+        # The parent may have died between the fork and the call.
+        if os.getppid() != parent:
             os._exit(128 + signal.SIGKILL)
 
 
 def reset_signal_handlers(*, ignore: Collection[int] = (), block: Collection[int] = ()) -> None:
-    """Take on Python's default handling of every signal in a fresh fork, whatever the parent had.
+    """Restore Python's default handling of every signal in a fork, whatever the parent's handling.
 
     Args:
-        ignore: signals that are ignored.
-        block: signals that are blocked; all others are not.
+        ignore: signals to ignore.
+        block: signals to block; all other signals are unblocked.
 
     Mutates: this process's signal handling.
     """
     signal.set_wakeup_fd(-1)
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if signal.getsignal(number) is not None:  # None: the C library keeps it for itself
+        # None marks signals that the C library reserves.
+        if signal.getsignal(number) is not None:
             signal.signal(number, signal.SIG_IGN if number in ignore else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, block)
 
 
 @contextlib.contextmanager
 def delay_interrupts() -> Iterator[None]:
-    """Have a Ctrl-C wait until the end of the block: between a process's start and the note of it, it would leave it behind.
+    """Delay a Ctrl-C until the end of the block, for example between the start of a process and the record of its pid.
 
-    Nothing outside the main thread, which alone is interrupted, and where Ctrl-C does not raise.
+    No effect outside the main thread, because only the main thread is interrupted, or if SIGINT has no Python handler.
 
     Mutates: this process's handler of SIGINT, within the block.
     """
@@ -80,21 +83,21 @@ def delay_interrupts() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not callable(handler):
         yield
         return
-    came: list[FrameType | None] = []
-    signal.signal(signal.SIGINT, lambda _, frame: came.append(frame))
+    delayed: list[FrameType | None] = []
+    signal.signal(signal.SIGINT, lambda _, frame: delayed.append(frame))
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, handler)
-        if came:
-            handler(signal.SIGINT, came[-1])
+        if delayed:
+            handler(signal.SIGINT, delayed[-1])
 
 
 def reap_children() -> tuple[list[tuple[int, int]], bool]:
-    """Collect every child that has ended, without waiting.
+    """Reap every child that has exited, without waiting.
 
     Returns:
-        ``(pid, code)`` of each, where a negative code is the signal that ended it; and whether any child is left.
+        ``(pid, code)`` of each exited child, where a negative code is a signal; and True if any child still runs.
     """
     ended: list[tuple[int, int]] = []
     while True:
@@ -108,9 +111,9 @@ def reap_children() -> tuple[list[tuple[int, int]], bool]:
 
 
 def set_process_title(command: Sequence[str], *, comm: str | None = None) -> None:
-    """Let ``ps`` and ``pkill -f`` find this process by ``command``, and what looks at names alone by ``comm``. Linux only.
+    """Set the command line that ``ps`` and ``pkill -f`` show for this process, and its name ``comm``. Linux only.
 
-    The kernel shows the memory that the arguments were in when the program began: nothing happens where they were shorter.
+    The kernel shows the memory of the original arguments, so a command longer than the original has no effect.
     """
     with contextlib.suppress(OSError, ValueError, IndexError):
         if comm is not None:
@@ -123,36 +126,37 @@ def set_process_title(command: Sequence[str], *, comm: str | None = None) -> Non
 
 
 def descendants(*, exclude_sessions: Collection[int] = ()) -> list[int]:
-    """The pids of all processes below this one, children before grandchildren; empty outside Linux.
+    """Return the pids of all processes below this process, children before grandchildren; empty outside Linux.
 
-    Children in ``exclude_sessions`` are left out, with all below them.
+    Children in ``exclude_sessions`` are omitted, with all processes below them.
     """
     if not _LINUX:
         return []
     children: dict[int, list[int]] = {}
-    spared = set()
+    excluded = set()
     for name in os.listdir("/proc"):
-        if name.isdecimal() and (place := _parent_and_session(name)) is not None:
-            children.setdefault(place[0], []).append(int(name))
-            if place[1] in exclude_sessions:
-                spared.add(int(name))
-    found = [pid for pid in children.get(os.getpid(), ()) if pid not in spared]
-    for pid in found:  # grows while it is walked
-        found.extend(children.get(pid, ()))
-    return found
+        if name.isdecimal() and (ids := _parent_and_session(name)) is not None:
+            children.setdefault(ids[0], []).append(int(name))
+            if ids[1] in exclude_sessions:
+                excluded.add(int(name))
+    pids = [pid for pid in children.get(os.getpid(), ()) if pid not in excluded]
+    # The list grows during the loop.
+    for pid in pids:
+        pids.extend(children.get(pid, ()))
+    return pids
 
 
 def list_sessions() -> frozenset[int]:
-    """The sessions of this process and of all below it.
+    """Return the sessions of this process and of all processes below it.
 
-    A process can begin a session but not join one: what is started later and begins its own is in none of these, with
-    everything that it starts in turn.
+    A process can create a session but not join one. So a later process with a session of its own, and all processes below it,
+    are in none of these sessions.
     """
-    found = set()
+    sessions = set()
     for pid in (os.getpid(), *descendants()):
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            found.add(os.getsid(pid))
-    return frozenset(found)
+            sessions.add(os.getsid(pid))
+    return frozenset(sessions)
 
 
 def _parent_and_session(pid: str) -> tuple[int, int] | None:
@@ -160,19 +164,21 @@ def _parent_and_session(pid: str) -> tuple[int, int] | None:
         with open(f"/proc/{pid}/stat", "rb") as file:
             stat = file.read()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
-        return None  # it ended while the folder was read, or belongs to somebody whose processes we may not see
-    _, parent, _, session = stat[stat.rindex(b")") + 1 :].split()[:4]  # the name in brackets may hold anything, brackets too
+        # The process exited meanwhile, or belongs to another user.
+        return None
+    # The name in parentheses may contain any character, including parentheses.
+    _, parent, _, session = stat[stat.rindex(b")") + 1 :].split()[:4]
     return int(parent), int(session)
 
 
 def send_signal(pid: int, number: int) -> None:
-    """Signal one process; one that is gone, or that became another user's, is left alone."""
+    """Send a signal to one process; ignore a process that exited or belongs to another user."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 
 def signal_descendants(number: int, leaders: Iterable[int], *, exclude: Collection[int] = ()) -> None:
-    """Signal everything below this process but ``exclude``; outside Linux the process groups of ``leaders`` stand in for it."""
+    """Send a signal to all processes below this process but ``exclude``; outside Linux, to the groups of ``leaders``."""
     for pid in descendants():
         if pid not in exclude:
             send_signal(pid, number)
@@ -182,16 +188,16 @@ def signal_descendants(number: int, leaders: Iterable[int], *, exclude: Collecti
 
 
 def kill_descendants(*, timeout_s: float, exclude_sessions: Collection[int] = ()) -> list[int]:
-    """Kill everything below this process and wait for it; returns the pids of what did not die ``timeout_s`` seconds.
+    """Kill all processes below this process and wait up to ``timeout_s`` seconds; return the pids of the survivors.
 
-    Children in ``exclude_sessions`` are left alone, with all below them, and not waited for.
+    Children in ``exclude_sessions`` are not killed and not waited for, with all processes below them.
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        _, any_left = reap_children()
-        left = descendants(exclude_sessions=exclude_sessions) if any_left else []
-        if not left or time.monotonic() > deadline:
-            return left
-        for pid in left:
+        _, has_children = reap_children()
+        remaining = descendants(exclude_sessions=exclude_sessions) if has_children else []
+        if not remaining or time.monotonic() > deadline:
+            return remaining
+        for pid in remaining:
             send_signal(pid, signal.SIGKILL)
         time.sleep(_KILL_RETRY_S)

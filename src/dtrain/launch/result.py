@@ -1,7 +1,7 @@
-"""The mistakes that several ranks have made: each is shown once, however many ranks have made it. Pure.
+"""Summarize an attempt: its exit code, its summary lines, and each distinct exception of its ranks once.
 
-The end of an attempt: its exit code, and the text about it. At most a dozen lines besides tracebacks. Reads the records of
-the ranks' failures, and changes nothing."""
+The text has at most a dozen lines besides tracebacks. The module reads the failure records of the ranks and changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ from dtrain.launch.processes import descendants
 from dtrain.launch.worker_group import WorkerGroup
 from dtrain.launch_protocol import RankFailure
 
-_MAX_TRACEBACKS = 4  # tracebacks of one attempt; further mistakes are counted
-_MAX_MESSAGES = 8  # of ranks whose message differs from that of the first rank
+# Further exceptions of an attempt are only counted.
+_MAX_TRACEBACKS = 4
+# ranks whose message differs from the message of the first rank
+_MAX_MESSAGES = 8
 _MAX_MESSAGE_CHARS = 300  # characters
-_NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?")  # differs from rank to rank
+# Numbers differ from rank to rank.
+_NUMBER = re.compile(r"0x[0-9a-f]+|[0-9]+(?:\.[0-9]+)?(?:e[-+]?[0-9]+)?")
 _FRAME_LOCATION = re.compile(r'^\s*File "(.*)", line ([0-9]+)', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DistinctException:
-    """One exception in one place of the script, and the ranks whose scripts it left; the earliest comes first."""
+    """Exception at one location of the script, with the records of the ranks that raised it; the earliest record is first."""
 
     failures: tuple[RankFailure, ...]
 
     @property
     def first(self) -> RankFailure:
-        """The record of the rank that failed first."""
+        """Record of the rank that raised the exception first."""
         return self.failures[0]
 
     @property
     def ranks(self) -> list[int]:
-        """The ranks that made this mistake, in order."""
+        """Ranks that raised the exception, sorted."""
         return sorted(failure.rank for failure in self.failures)
 
     def format_lines(self, *, full: bool) -> list[tuple[int, str]]:
-        """Return the lines to show, each with its rank: the first traceback, and messages of other ranks that differ from it.
+        """Format the first traceback and the differing messages of other ranks as pairs of rank and line.
 
         Args:
-            full: if True, with all frames of dtrain and torch.
+            full: if True, frames of dtrain and torch are shown.
         """
         first = self.first
         trace = ((full and first.traceback_text) or first.short_traceback or first.traceback_text).rstrip("\n").splitlines()
@@ -58,14 +61,14 @@ class DistinctException:
 
 
 def group_exceptions(failures: Sequence[RankFailure], first: RankFailure | None) -> list[DistinctException]:
-    """Group the records of ranks by mistake; the mistake of ``first`` comes first, then in the order of time.
+    """Group failure records by exception; the exception of ``first`` comes first, then in order of time.
 
-    Two ranks made the same mistake if kind and place of the exception are the same, and the message but for its numbers. An
-    exception of a collective is left out unless it is the mistake of ``first``: the rank has lost a peer.
+    Two exceptions are the same if their types, locations and messages agree, except for numbers in messages. The exception of a
+    collective is omitted unless ``first`` raised it, because it only reports a lost peer.
 
     Args:
-        failures: records of ranks, of the attempt that has ended.
-        first: the record of the rank that failed first; None if that rank left no record, or no rank is named.
+        failures: records of the ranks of an attempt.
+        first: the record of the rank that failed first; None if no such record exists.
     """
     groups: dict[tuple[str, ...], list[RankFailure]] = {}
     for record in sorted(failures, key=lambda record: (record != first, record.at, record.rank)):
@@ -77,22 +80,22 @@ def group_exceptions(failures: Sequence[RankFailure], first: RankFailure | None)
     ]
 
 
-def format_exceptions(mistakes: Sequence[DistinctException], *, full: bool) -> list[tuple[int, str]]:
-    """Return the lines to show, each with its rank; of many mistakes the first few.
+def format_exceptions(exceptions: Sequence[DistinctException], *, full: bool) -> list[tuple[int, str]]:
+    """Format the first few exceptions as pairs of rank and line.
 
     Args:
-        mistakes: those that are to be shown, in order.
-        full: if True, with all frames of dtrain and torch.
+        exceptions: exceptions to show, in order.
+        full: if True, frames of dtrain and torch are shown.
     """
-    lines = [line for mistake in mistakes[:_MAX_TRACEBACKS] for line in mistake.format_lines(full=full)]
-    if more := mistakes[_MAX_TRACEBACKS:]:
+    lines = [line for exception in exceptions[:_MAX_TRACEBACKS] for line in exception.format_lines(full=full)]
+    if more := exceptions[_MAX_TRACEBACKS:]:
         lines.append((more[0].first.rank, f"... and {len(more)} more mistakes; the logs of the ranks have their tracebacks"))
     return lines
 
 
 def _signature(failure: RankFailure) -> tuple[str, ...]:
-    places = [f"{file}:{line}" for file, line in _FRAME_LOCATION.findall(failure.short_traceback or failure.traceback_text)]
-    return failure.error_type, _NUMBER.sub("#", failure.message), *places
+    locations = [f"{file}:{line}" for file, line in _FRAME_LOCATION.findall(failure.short_traceback or failure.traceback_text)]
+    return failure.error_type, _NUMBER.sub("#", failure.message), *locations
 
 
 def _truncate_message(message: str) -> str:
@@ -100,23 +103,32 @@ def _truncate_message(message: str) -> str:
     return first if len(first) <= _MAX_MESSAGE_CHARS else first[:_MAX_MESSAGE_CHARS] + "..."
 
 
-_TAIL_LINES = 8  # of the log of a rank that left no traceback; half as many before one
+# lines of the log of a rank without a traceback; half as many before a traceback
+_TAIL_LINES = 8
 _TAIL_SEARCH_LINES = 50
 _TORCH_RANK_PREFIX = re.compile(r"^\[rank[0-9]+\]: ")
 
 ReadTail = Callable[[int, int], list[str]]
-"""The last lines of a rank's output: rank and how many."""
+"""Function from a rank and a number of lines to the last lines of the rank's output."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobResult:
-    """``lines`` end with the launcher's one line about the cause, if there is something to say."""
+    """Result of an attempt.
+
+    Attributes:
+        code: exit code of the launcher.
+        lines: summary lines; the last line is the cause, if any.
+        may_restart: True if the attempt failed, and nobody requested its end.
+        failed_rank: the rank that failed first.
+        exceptions: exceptions to show before the lines.
+    """
 
     code: int
     lines: tuple[str, ...] = ()
-    may_restart: bool = False  # it failed, and nobody asked for its end
-    failed_rank: int | None = None  # the rank that failed first
-    exceptions: tuple[DistinctException, ...] = ()  # to be shown before the lines
+    may_restart: bool = False
+    failed_rank: int | None = None
+    exceptions: tuple[DistinctException, ...] = ()
 
 
 def summarize(
@@ -127,121 +139,134 @@ def summarize(
     exit_codes: Mapping[int, int] | None = None,
     store_exit_code: int | None = None,
 ) -> JobResult:
-    """The end of an attempt in which nothing runs any more.
+    """Summarize an attempt after the exit of its last process.
 
     Args:
-        group: after its last rank.
+        group: ranks of this node.
         host: name of this host.
-        oom_killed: the kernel has killed a process of this job for want of memory, by the control group's own count.
-        exit_codes: of the ranks of all nodes, where there are several and all have ended; else those of this node decide.
-        store_exit_code: the code with which the process ended that serves the ranks' store, if it did: ranks fail because of that.
+        oom_killed: if True, the control group counted an out-of-memory kill of this job.
+        exit_codes: exit codes of the ranks of all nodes, if all have exited; None uses the ranks of this node.
+        store_exit_code: exit code of the store process, if it exited before the ranks, which makes ranks fail.
     """
     world_size = group.plan.layout.world_size
-    stuck = _describe_unkillable(group)
+    unkillable = _describe_unkillable(group)
     exits = group.exits.values()
-    mistakes = _group_node_exceptions(group)
-    ends: dict[int, int | None] = {exit_.rank: exit_.code for exit_ in exits} if exit_codes is None else dict(exit_codes)
+    exceptions = _group_node_exceptions(group)
+    codes_by_rank: dict[int, int | None] = (
+        {exit_.rank: exit_.code for exit_ in exits} if exit_codes is None else dict(exit_codes)
+    )
     if (
-        ends
-        and all(code == launch_protocol.PREEMPTED_EXIT_CODE for code in ends.values())
-        and len(ends) >= group.plan.layout.nproc
+        codes_by_rank
+        and all(code == launch_protocol.PREEMPTED_EXIT_CODE for code in codes_by_rank.values())
+        and len(codes_by_rank) >= group.plan.layout.nproc
     ):
-        return JobResult(code=launch_protocol.PREEMPTED_EXIT_CODE, lines=stuck)
+        return JobResult(code=launch_protocol.PREEMPTED_EXIT_CODE, lines=unkillable)
     if group.root_cause is not None:
         code = failure.shell_exit_code(group.root_cause.code)
         if group.plan.reports_own_exit and group.root_cause.code >= 0:
-            return JobResult(code=code, lines=stuck)
-        alike = (
-            [rank for rank in mistakes[0].ranks if rank != group.root_cause.rank]
-            if _is_root_cause_first(mistakes, group)
+            return JobResult(code=code, lines=unkillable)
+        same_exception = (
+            [rank for rank in exceptions[0].ranks if rank != group.root_cause.rank]
+            if _is_root_cause_first(exceptions, group)
             else []
         )
         line = failure.describe_failure(
             group.root_cause,
             world_size=world_size,
             location=f"pid {group.pids[group.root_cause.rank]} on {host}",
-            others_stopped=bool(group.stopped_ranks - {group.root_cause.rank, *alike}),
-            same_exception=alike,
+            others_stopped=bool(group.stopped_ranks - {group.root_cause.rank, *same_exception}),
+            same_exception=same_exception,
             returned_early=sorted(exit_.rank for exit_ in exits if exit_.code == 0 and exit_.rank not in group.stopped_ranks),
             oom_killed=oom_killed,
         )
         if store_exit_code is not None:
             line += f"; the process that serves the ranks' store had ended before ({failure.describe_exit(store_exit_code)})"
-        again = group.requested_signal is None
+        may_restart = group.requested_signal is None
         return JobResult(
-            code=code, lines=(*stuck, line), may_restart=again, failed_rank=group.root_cause.rank, exceptions=mistakes
+            code=code,
+            lines=(*unkillable, line),
+            may_restart=may_restart,
+            failed_rank=group.root_cause.rank,
+            exceptions=exceptions,
         )
     if group.launch_error:
-        again = group.requested_signal is None
+        may_restart = group.requested_signal is None
         return JobResult(
-            code=group.launch_error_code, lines=(*stuck, *group.launch_error), may_restart=again, exceptions=mistakes
+            code=group.launch_error_code,
+            lines=(*unkillable, *group.launch_error),
+            may_restart=may_restart,
+            exceptions=exceptions,
         )
     if group.requested_signal is not None:
         code = failure.shell_exit_code(-group.requested_signal)
-        return JobResult(code=code, lines=(*stuck, failure.describe_interrupt(group.requested_signal)), exceptions=mistakes)
-    ends |= {rank: None for rank in group.stopped_ranks if ends.get(rank) != launch_protocol.PREEMPTED_EXIT_CODE}
-    if launch_protocol.PREEMPTED_EXIT_CODE in ends.values():
-        return JobResult(code=1, lines=(*stuck, failure.describe_partial_preemption(ends)))
-    return JobResult(code=0, lines=stuck)
+        line = failure.describe_interrupt(group.requested_signal)
+        return JobResult(code=code, lines=(*unkillable, line), exceptions=exceptions)
+    codes_by_rank |= {
+        rank: None for rank in group.stopped_ranks if codes_by_rank.get(rank) != launch_protocol.PREEMPTED_EXIT_CODE
+    }
+    if launch_protocol.PREEMPTED_EXIT_CODE in codes_by_rank.values():
+        return JobResult(code=1, lines=(*unkillable, failure.describe_partial_preemption(codes_by_rank)))
+    return JobResult(code=0, lines=unkillable)
 
 
 def describe_failures(
     group: WorkerGroup, result: JobResult, *, is_shown: Callable[[int], bool], read_tail: ReadTail, full: bool
 ) -> list[str]:
-    """Return each mistake's traceback, once; before them the last lines of the rank that failed first, if it was not shown.
+    """Format each exception once, after the last output of the rank that failed first unless the terminal has shown it.
 
     Args:
-        group: after its last rank.
-        result: what ``conclude`` said of it.
-        is_shown: if it returns True for a rank, the terminal has shown what that rank printed.
-        read_tail: the last lines of a rank.
-        full: if True, frames of dtrain and torch are shown too.
+        group: ranks of this node, after their exit.
+        result: result of ``summarize``.
+        is_shown: function that returns True for a rank whose output the terminal has shown.
+        read_tail: function that returns the last lines of a rank's output.
+        full: if True, frames of dtrain and torch are shown.
     """
     lines: list[str] = []
-    mistakes = [one for one in result.exceptions if not (one.first.already_printed and is_shown(one.first.rank))]
+    exceptions = [item for item in result.exceptions if not (item.first.already_printed and is_shown(item.first.rank))]
     if result.failed_rank is not None and not is_shown(result.failed_rank):
-        traced = bool(mistakes) and mistakes[0].first.rank == result.failed_rank
-        # A rank that has printed its traceback itself has done so in its log; torch marks each line with the rank.
-        printed = set(mistakes[0].first.traceback_text.splitlines()) if traced else set()
-        said = [
+        traced = bool(exceptions) and exceptions[0].first.rank == result.failed_rank
+        # The log contains a traceback that the rank printed itself. torch adds the rank to each line.
+        printed = set(exceptions[0].first.traceback_text.splitlines()) if traced else set()
+        tail = [
             line
             for line in read_tail(result.failed_rank, _TAIL_SEARCH_LINES)
             if _TORCH_RANK_PREFIX.sub("", line) not in printed
         ]
         lines += [
-            _line_prefix(group, result.failed_rank) + line for line in said[-(_TAIL_LINES // 2 if traced else _TAIL_LINES) :]
+            _line_prefix(group, result.failed_rank) + line for line in tail[-(_TAIL_LINES // 2 if traced else _TAIL_LINES) :]
         ]
-    return [*lines, *(_line_prefix(group, rank) + line for rank, line in format_exceptions(mistakes, full=full))]
+    return [*lines, *(_line_prefix(group, rank) + line for rank, line in format_exceptions(exceptions, full=full))]
 
 
-def _line_prefix(attempt: WorkerGroup, rank: int) -> str:
-    """Return what lines of ``rank`` begin with; nothing if it is alone and was shown as it is."""
-    layout, output = attempt.plan.layout, attempt.plan.output
-    alone = layout.world_size == 1 and (output.shown is None or rank in output.shown)
-    return "" if alone else fill_template("--prefix", output.prefix, layout, rank)
+def _line_prefix(group: WorkerGroup, rank: int) -> str:
+    """Return the prefix of lines of ``rank``; empty for a single rank that is shown unchanged."""
+    layout, output = group.plan.layout, group.plan.output
+    is_single = layout.world_size == 1 and (output.shown is None or rank in output.shown)
+    return "" if is_single else fill_template("--prefix", output.prefix, layout, rank)
 
 
-def _group_node_exceptions(attempt: WorkerGroup) -> tuple[DistinctException, ...]:
-    """Return the mistakes of this node's ranks; a Ctrl-C that was passed on to them is none."""
+def _group_node_exceptions(group: WorkerGroup) -> tuple[DistinctException, ...]:
+    """Return the exceptions of this node's ranks, without a Ctrl-C that was forwarded to the ranks."""
     failures = [
-        one
-        for one in attempt.read_failures()
-        if one.exit_code != launch_protocol.PREEMPTED_EXIT_CODE
-        and not (one.error_type == "KeyboardInterrupt" and attempt.requested_signal is not None)
+        record
+        for record in group.read_failures()
+        if record.exit_code != launch_protocol.PREEMPTED_EXIT_CODE
+        and not (record.error_type == "KeyboardInterrupt" and group.requested_signal is not None)
     ]
-    first = attempt.root_cause.failure if attempt.root_cause is not None else None
+    first = group.root_cause.failure if group.root_cause is not None else None
     return tuple(group_exceptions(failures, first))
 
 
-def _is_root_cause_first(mistakes: Sequence[DistinctException], attempt: WorkerGroup) -> bool:
-    """Return True if the first mistake is that of the rank that failed first."""
-    return bool(mistakes) and attempt.root_cause is not None and mistakes[0].first.rank == attempt.root_cause.rank
+def _is_root_cause_first(exceptions: Sequence[DistinctException], group: WorkerGroup) -> bool:
+    """Return True if the rank that failed first raised the first exception."""
+    return bool(exceptions) and group.root_cause is not None and exceptions[0].first.rank == group.root_cause.rank
 
 
-def _describe_unkillable(attempt: WorkerGroup) -> tuple[str, ...]:
-    if attempt.is_finished:
+def _describe_unkillable(group: WorkerGroup) -> tuple[str, ...]:
+    if group.is_finished:
         return ()
-    left = [str(pid) for pid in descendants() if pid not in attempt.services]
-    if not left:  # the last of them ended since anybody looked
+    remaining = [str(pid) for pid in descendants() if pid not in group.services]
+    # The last process may have exited meanwhile.
+    if not remaining:
         return ()
-    return (f"dtrain: launch: SIGKILL did not end these processes, which wait in the kernel: {', '.join(left)}",)
+    return (f"dtrain: launch: SIGKILL did not end these processes, which wait in the kernel: {', '.join(remaining)}",)

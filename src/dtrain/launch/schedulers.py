@@ -1,7 +1,7 @@
-"""What the scheduler that started this process says about the job: Slurm, OpenMPI, Kubernetes, or plain variables. Pure.
+"""Read node rank, number of nodes and master address from Slurm, OpenMPI, Kubernetes or plain variables. No side effects.
 
-All of them are asked the same thing: which node is this, of how many, and where is the first one. They must start one launcher
-per node. One per rank is refused: only a launcher that owns all ranks of a node can end them together.
+A scheduler must start one launcher per node. One launcher per rank is refused, because only a launcher that owns all ranks of a
+node can end them together.
 """
 
 from __future__ import annotations
@@ -13,44 +13,59 @@ from dataclasses import dataclass
 
 from dtrain import launch_protocol
 
-_PORT_RANGE = range(12_000, 28_000)  # below the range from which systems take ports for outgoing connections
-_MAX_HOSTS = 65_536  # what a node list may expand to
+# below the range of ports for outgoing connections
+_PORT_RANGE = range(12_000, 28_000)
+# limit of the expansion of a node list
+_MAX_HOSTS = 65_536
 _PLAIN_NAME = "the environment"
 _NODE_RANK, _BASE_RANK, _PET_NODE_RANK, _PET_NODES = "NODE_RANK", "BASE_RANK", "PET_NODE_RANK", "PET_NNODES"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerInfo:
-    """What a scheduler says. None and "" where it does not.
+    """Facts of a scheduler about the job. Unknown facts are None or "".
 
-    ``refusal`` is why this cannot be used, as the end of a sentence: it matters only when the command line relies on it.
+    Attributes:
+        name: the scheduler.
+        node_rank: this node.
+        base_rank: first rank of this node.
+        nproc: ranks of this node.
+        nodes: number of nodes.
+        world_size: ranks of the job.
+        master_addr: address of the first node.
+        fallback_addr: address of the first node if the name ``master_addr`` does not resolve.
+        master_port: port on the first node.
+        token: identifier of the job, equal on all its nodes.
+        hosts: hosts by node rank, if listed.
+        refusal: reason that the facts cannot be used; only an error if the command line needs the facts.
+        variables: variables with the facts, if they may be left over from another program.
     """
 
     name: str
     node_rank: int | None = None
     base_rank: int | None = None
-    nproc: int | None = None  # ranks of this node
+    nproc: int | None = None
     nodes: int | None = None
     world_size: int | None = None
     master_addr: str = ""
-    fallback_addr: str = ""  # where the first node may be found when ``master_addr`` is a name that does not resolve
+    fallback_addr: str = ""
     master_port: int | None = None
-    token: str = ""  # the same on all nodes of this job, and on no other job's
-    hosts: tuple[str, ...] = ()  # by node rank, where the scheduler lists them
+    token: str = ""
+    hosts: tuple[str, ...] = ()
     refusal: str = ""
-    variables: tuple[str, ...] = ()  # that say so, where they may be left over from something else
+    variables: tuple[str, ...] = ()
 
 
 def read_scheduler(env: Mapping[str, str]) -> SchedulerInfo | None:
-    """What the scheduler says in ``env``; None without one, or below a rank of another launch, of which it speaks."""
+    """Read the scheduler's facts in ``env``; None without a scheduler, or in a rank of another launch."""
     if launch_protocol.RUN_ID in env:
         return None
-    found = (read(env) for read in _READERS)
-    return next((answer for answer in found if answer is not None), None)
+    results = (read(env) for read in _READERS)
+    return next((result for result in results if result is not None), None)
 
 
 def _read_openmpi(env: Mapping[str, str]) -> SchedulerInfo | None:
-    """``mpirun``, one process per node. Its ``..._NODE_RANK`` counts processes of a node, and is no node's rank."""
+    """Read the variables of ``mpirun``, one process per node. Its ``..._NODE_RANK`` counts processes on a node."""
     rank, size = _read_number(env, "OMPI_COMM_WORLD_RANK"), _read_number(env, "OMPI_COMM_WORLD_SIZE")
     if rank is None or size is None:
         return None
@@ -64,12 +79,12 @@ def _read_openmpi(env: Mapping[str, str]) -> SchedulerInfo | None:
         master_addr=env.get(launch_protocol.MASTER_ADDR, ""),
         master_port=_read_master_port(env) or (_derive_port(f"openmpi {job}") if job else None),
         token=job and f"openmpi {job}",
-        refusal=f"mpirun started {on_node} launchers on this node; start one, with --map-by ppr:1:node" if several else "",
+        refusal=f"mpirun started {on_node} launchers on this node. Start one, with --map-by ppr:1:node" if several else "",
     )
 
 
 def _read_slurm(env: Mapping[str, str]) -> SchedulerInfo | None:
-    """A step of Slurm's (``srun``). A batch script has most of these variables too, but runs on one node: it has no step."""
+    """Read the variables of a Slurm step (``srun``). A batch script has no step and runs on one node."""
     listed, rank = env.get("SLURM_STEP_NODELIST"), _read_number(env, "SLURM_NODEID")
     if not listed or rank is None:
         return None
@@ -86,7 +101,7 @@ def _read_slurm(env: Mapping[str, str]) -> SchedulerInfo | None:
         master_port=_read_master_port(env) or _derive_port(job),
         token=job,
         hosts=hosts if len(hosts) == nodes else (),
-        refusal=f"srun started {tasks} tasks on {nodes} node{'s' * (nodes > 1)}; start one launcher per node, "
+        refusal=f"srun started {tasks} tasks on {nodes} node{'s' * (nodes > 1)}. Start one launcher per node, "
         f"with srun --ntasks-per-node=1 --ntasks={nodes}"
         if tasks != nodes
         else "",
@@ -94,9 +109,10 @@ def _read_slurm(env: Mapping[str, str]) -> SchedulerInfo | None:
 
 
 def _read_kubernetes(env: Mapping[str, str]) -> SchedulerInfo | None:
-    """An Indexed Job, or Kubeflow's trainer. The first names neither the number of nodes nor an address: the job's author does.
+    """Read the variables of an Indexed Job, or of Kubeflow's trainer.
 
-    Without an address it is an array of independent jobs, which is the other use of Indexed Jobs.
+    An Indexed Job has neither the number of nodes nor an address, so the job's author sets them. Without an address, the job is
+    an array of independent jobs.
     """
     kubeflow, index = _read_number(env, _PET_NODE_RANK), _read_number(env, "JOB_COMPLETION_INDEX")
     rank = index if kubeflow is None else kubeflow
@@ -117,21 +133,23 @@ def _read_kubernetes(env: Mapping[str, str]) -> SchedulerInfo | None:
 
 
 def _read_plain_variables(env: Mapping[str, str]) -> SchedulerInfo | None:
-    """The variables by which other launchers are told. Together with one that only a rank has, they are left over from it.
+    """Read the variables of other launchers. With a variable that only ranks have, they are left over from a rank.
 
-    Several nodes take all of them: a place, the number of ranks, address and port. The ranks of this node may be said alone.
+    A multi-node job needs all variables: a position, the number of ranks, address and port. The ranks per node may be set
+    alone.
     """
     if env.keys() & {launch_protocol.RANK, launch_protocol.LOCAL_RANK}:
         return None
     node_rank, base_rank, world_size = (
         _read_number(env, name) for name in (_NODE_RANK, _BASE_RANK, launch_protocol.WORLD_SIZE)
     )
-    nproc = _read_number(env, launch_protocol.LOCAL_WORLD_SIZE) or None  # 0 where they are the GPUs of a node that has none
+    # The variable is 0 on a node without GPUs.
+    nproc = _read_number(env, launch_protocol.LOCAL_WORLD_SIZE) or None
     here = (launch_protocol.LOCAL_WORLD_SIZE,) if nproc else ()
     addr, port = env.get(launch_protocol.MASTER_ADDR, ""), _read_master_port(env)
     if (node_rank is None and base_rank is None) or not world_size or not addr or port is None:
         return SchedulerInfo(name=_PLAIN_NAME, nodes=1, nproc=nproc, variables=here) if nproc else None
-    place = (name for name, value in ((_NODE_RANK, node_rank), (_BASE_RANK, base_rank)) if value is not None)
+    position = (name for name, value in ((_NODE_RANK, node_rank), (_BASE_RANK, base_rank)) if value is not None)
     return SchedulerInfo(
         name=_PLAIN_NAME,
         node_rank=node_rank,
@@ -140,12 +158,13 @@ def _read_plain_variables(env: Mapping[str, str]) -> SchedulerInfo | None:
         world_size=world_size,
         master_addr=addr,
         master_port=port,
-        variables=(*here, *place, launch_protocol.WORLD_SIZE, launch_protocol.MASTER_ADDR, launch_protocol.MASTER_PORT),
+        variables=(*here, *position, launch_protocol.WORLD_SIZE, launch_protocol.MASTER_ADDR, launch_protocol.MASTER_PORT),
     )
 
 
 _READERS: tuple[Callable[[Mapping[str, str]], SchedulerInfo | None], ...] = (
-    _read_openmpi,  # first: mpirun may itself have been started by Slurm
+    # mpirun may itself have been started by Slurm, so OpenMPI comes first.
+    _read_openmpi,
     _read_slurm,
     _read_kubernetes,
     _read_plain_variables,
@@ -153,9 +172,9 @@ _READERS: tuple[Callable[[Mapping[str, str]], SchedulerInfo | None], ...] = (
 
 
 def expand_hostlist(nodes: str) -> Iterator[str]:
-    """The names in a node list of Slurm's.
+    """Yield the names in a node list of Slurm.
 
-    >>> list(expand("n[1-3,07],m5"))
+    >>> list(expand_hostlist("n[1-3,07],m5"))
     ['n1', 'n2', 'n3', 'n07', 'm5']
     """
     found = (name for entry in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", nodes) for name in _expand_hostlist_entry(entry.strip()))
@@ -183,7 +202,7 @@ def _expand_hostlist_entry(entry: str) -> Iterator[str]:
 
 
 def _derive_port(job: str) -> int:
-    """A port for ``job``: the same on every node, and for two jobs on one machine most likely not the same."""
+    """Return a port for ``job``: the same port on every node, and very likely another port for another job."""
     return _PORT_RANGE[zlib.crc32(job.encode()) % len(_PORT_RANGE)]
 
 
@@ -192,6 +211,6 @@ def _read_master_port(env: Mapping[str, str]) -> int | None:
 
 
 def _read_number(env: Mapping[str, str], name: str) -> int | None:
-    """A whole number that is not negative; None for what is missing, or is none: then another source has to say it."""
+    """Return a non-negative integer of ``env``; None if the variable is missing or not an integer."""
     text = env.get(name, "").strip()
     return int(text) if re.fullmatch(r"[0-9]{1,9}", text) else None

@@ -1,8 +1,8 @@
-"""The loop that runs a job: starts the ranks, relays what they print, and ends all when one fails or somebody asks.
+"""Run a job: start the ranks, relay their output, and end all ranks when a rank fails or a stop is requested.
 
-It waits in one ``select`` for everything that can happen: a child that ended and a signal (through the wake-up pipe),
-output, room for output, what the preloaded process and the ranks report, the first client of the ranks' store, the end of the
-front process (end of file on a pipe that only it holds open), and a deadline.
+The loop waits in one ``select`` for all events: child exits and signals (through the wake-up pipe), output of ranks, space for
+output, messages of the fork server and of ranks, the first client of the ranks' store, the exit of the launcher (end of file on
+a pipe that only the launcher holds open), and a deadline.
 """
 
 from __future__ import annotations
@@ -27,20 +27,23 @@ from dtrain.launch.result import JobResult, describe_failures, summarize
 from dtrain.launch.spawn.starter import ProcessStarter
 from dtrain.launch.worker_group import RestartPolicy, WorkerGroup
 
-_OUTPUT_TIMEOUT_S = 10.0  # for a reader that does not read, after the job
-_REAP_S = 10.0  # for processes that were killed
+# seconds to wait for a slow reader of the output, after the job
+_OUTPUT_TIMEOUT_S = 10.0
+# seconds to wait for killed processes
+_REAP_S = 10.0
 _CHUNK = 1 << 16
-_AGENT_EXIT_S = 3.0  # for the last words to the other nodes
+# seconds for the last messages to other nodes
+_AGENT_EXIT_S = 3.0
 
 
 def supervise(plan: LaunchPlan, *, launcher_alive: int) -> int:
-    """Run the job to its end and return the launcher's exit code; no process of the job is left then.
+    """Run the job and return the launcher's exit code. No process of the job is left.
 
     Args:
-        plan: what to start.
-        launcher_alive: read end of a pipe that reaches its end when the front process dies.
+        plan: options of the launch.
+        launcher_alive: read end of a pipe that is closed when the launcher exits.
 
-    Mutates: this process's signal handlers; it must be single-threaded and a process of its own.
+    Mutates: this process's signal handlers; the process must be single-threaded and of its own.
     """
     processes.become_subreaper()
     wake = _open_signal_pipe()
@@ -63,70 +66,73 @@ def supervise(plan: LaunchPlan, *, launcher_alive: int) -> int:
         job.watch(job.progress_pipe[0], lambda: _read_progress(job))
         _warn_stale_variables(job)
         if plan.rendezvous is not None:
-            multi_node.join_nodes(job, plan.rendezvous, lambda wanted: _run_loop(job, wanted))
+            multi_node.join_nodes(job, plan.rendezvous, lambda condition: _run_loop(job, condition))
         if not job.worker_group.stopping:
             job.starter.common_environment = build_common_environment(job.plan, os.environ)
             job.starter.log_path = job.plan.run_dir / "logs" / "launcher.log"
             job.starter.preload(plan.preload)
             watch_starter(job)
-        end = _run_attempts(job)
+        result = _run_attempts(job)
         _stop_services(job)
-        words = _final_lines(job, end)
-        job.output.finish(words, timeout_s=_OUTPUT_TIMEOUT_S, give_up=lambda: _should_stop_waiting(job, wake, launcher_alive))
-    return end.code
+        lines = _final_lines(job, result)
+        job.output.finish(lines, timeout_s=_OUTPUT_TIMEOUT_S, give_up=lambda: _should_stop_waiting(job, wake, launcher_alive))
+    return result.code
 
 
-def _should_stop_waiting(job: Job, wake: int, front_alive: int) -> bool:
-    """Whether the user has had enough of waiting for a reader, or there is no front any more."""
+def _should_stop_waiting(job: Job, wake: int, launcher_alive: int) -> bool:
+    """Return True if the user sent another ending signal, or the launcher exited."""
     with contextlib.suppress(BlockingIOError):
         if any(number in launch_protocol.ENDING_SIGNALS for number in os.read(wake, _CHUNK)):
             return True
-    return job.worker_group.force_requested or job.launcher_gone or bool(select.select([front_alive], [], [], 0)[0])
+    return job.worker_group.force_requested or job.launcher_gone or bool(select.select([launcher_alive], [], [], 0)[0])
 
 
 def _open_signal_pipe() -> int:
-    """Have every signal we care about write its number into a pipe, and return the end to read from."""
+    """Make every watched signal write its number into a pipe, and return the read end."""
     read, write = os.pipe()
     os.set_blocking(read, False)
     os.set_blocking(write, False)
     signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    # The front has handlers for all that were not ignored when it started.
+    # The launcher has handlers for all signals that were not ignored at its start.
     ending = [number for number in launch_protocol.ENDING_SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
     watched = (signal.SIGCHLD, *ending, *launch_protocol.FORWARDED_SIGNALS, launch_protocol.STACKS_SIGNAL)
     for number in watched:
-        signal.signal(number, lambda *_: None)  # a handler must exist, or nothing is written
+        # Without a handler, nothing is written to the pipe.
+        signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
     return read
 
 
 def _warn_stale_variables(job: Job) -> None:
     stale = find_stale_variables(os.environ)
-    if stale and job.plan.rendezvous is None:  # on several nodes such variables may be what has told the place of this one
-        job.output.write_line(f"dtrain: launch: {', '.join(stale)} in the environment are of another launch, and are replaced")
+    # In a multi-node job, such variables may contain this node's position.
+    if stale and job.plan.rendezvous is None:
+        job.output.write_line(f"dtrain: launch: ignoring {', '.join(stale)} in the environment, set by another launch")
 
 
 def _run_attempts(job: Job) -> JobResult:
-    """Start the ranks, and start them again as often as that is wanted; how the last attempt ended."""
+    """Start the ranks, restart them as the restart policy allows, and return the result of the last attempt."""
     while True:
         if not job.worker_group.stopping:
             if job.agent is None:
                 open_store(job, listen_on_loopback())
             start_ranks(job)
         _run_loop(job)
-        end = _summarize_group(job)
+        result = _summarize_group(job)
         _close_worker_group(job)
-        multi_node.wait_for_all_nodes(job, end, lambda wanted: _run_loop(job, wanted))
+        multi_node.wait_for_all_nodes(job, result, lambda condition: _run_loop(job, condition))
         delay_s = job.restart_policy.delay_s
-        if not end.may_restart or delay_s is None or job.launcher_gone or job.agent is not None:
+        if not result.may_restart or delay_s is None or job.launcher_gone or job.agent is not None:
             return _summarize_group(job)
-        for line in _final_lines(job, end):
+        for line in _final_lines(job, result):
             job.output.write_line(line)
         job.output.write_line(f"dtrain: launch: {job.restart_policy.describe_next()}")
         job.restart_policy, job.store_exit_code = job.restart_policy.after_restart(), None
         job.worker_group = WorkerGroup(plan=job.plan, services=job.worker_group.services)
         begin_at = time.monotonic() + delay_s
         _run_loop(job, lambda at=begin_at: time.monotonic() < at, wake_at=begin_at)  # type: ignore[misc]
-        if job.worker_group.requested_signal is not None:  # while nothing ran
+        # A stop was requested between two attempts.
+        if job.worker_group.requested_signal is not None:
             return _summarize_group(job)
 
 
@@ -143,20 +149,21 @@ def _summarize_group(job: Job) -> JobResult:
     )
 
 
-def _final_lines(job: Job, end: JobResult) -> list[str]:
-    """What is said about an attempt that has ended."""
-    full, shows, tail = job.plan.output.full_traceback, job.output.is_shown, job.output.read_tail
-    return [*describe_failures(job.worker_group, end, is_shown=shows, read_tail=tail, full=full), *end.lines]
+def _final_lines(job: Job, result: JobResult) -> list[str]:
+    """Return the lines about a finished attempt: exceptions, then the summary."""
+    full, is_shown, read_tail = job.plan.output.full_traceback, job.output.is_shown, job.output.read_tail
+    lines = describe_failures(job.worker_group, result, is_shown=is_shown, read_tail=read_tail, full=full)
+    return [*lines, *result.lines]
 
 
 def _is_oom_killed(job: Job) -> bool:
-    """Whether the kernel has killed a process of this control group for want of memory since the start."""
+    """Return True if the control group has counted an out-of-memory kill since the start of the job."""
     now = count_oom_kills()
     return now is not None and job.initial_oom_kills is not None and now > job.initial_oom_kills
 
 
-def _run_loop(job: Job, wanted: Callable[[], bool] = lambda: False, *, wake_at: float | None = None) -> None:
-    """Handle what happens until nothing of the attempt runs, and while more is ``wanted``, or until somebody has had enough."""
+def _run_loop(job: Job, condition: Callable[[], bool] = lambda: False, *, wake_at: float | None = None) -> None:
+    """Handle events until no process of the attempt runs and ``condition`` is false, or until the end is forced."""
     while True:
         now = time.monotonic()
         job.worker_group.record_exits(processes.reap_children()[0], now)
@@ -166,7 +173,7 @@ def _run_loop(job: Job, wanted: Callable[[], bool] = lambda: False, *, wake_at: 
         multi_node.report_failure_to_nodes(job, lambda: _summarize_group(job))
         if job.worker_group.stopping and any(pid is None for pid in job.worker_group.pids.values()):
             _drop_unstarted_ranks(job)
-        waiting = job.worker_group.kill_at is None and wanted()
+        waiting = job.worker_group.kill_at is None and condition()
         if (job.worker_group.is_finished and not waiting) or job.worker_group.has_given_up(now):
             return
         _watch_writable(job)
@@ -175,38 +182,41 @@ def _run_loop(job: Job, wanted: Callable[[], bool] = lambda: False, *, wake_at: 
 
 
 def _check_store(job: Job, now: float) -> None:
-    """End the job if the process that serves the ranks' store has ended: ranks would notice much later, each in its own way."""
+    """End the job if the store process has exited, because ranks would notice much later, with unrelated errors."""
     if job.store_pid is None or job.store_pid not in job.worker_group.unclaimed or job.store_exit_code is not None:
         return
     job.store_exit_code = job.worker_group.unclaimed[job.store_pid].code
-    how = describe_exit(job.store_exit_code)
+    exit_text = describe_exit(job.store_exit_code)
     line = (
-        f"dtrain: launch: the process that serves the ranks' store ended early ({how}, pid {job.store_pid}); ranks were ended"
+        "dtrain: launch: the process that serves the ranks' store ended early "
+        f"({exit_text}, pid {job.store_pid}); ranks were ended"
     )
     if job.worker_group.alive:
         job.worker_group.fail([line], now)
 
 
 def _check_hang(job: Job, now: float) -> None:
-    attempt = job.worker_group
-    if job.watchdog is None or attempt.stopping or attempt.decide_at is not None:
-        return  # a failure explains more than the silence that follows it
-    ended = {rank: exit_.code for rank, exit_ in attempt.exits.items()}
-    answer = job.watchdog.poll(now, pids=attempt.running_pids(), exit_codes=ended)
-    attempt.hung = job.watchdog.is_hang_found
-    if answer is not None and answer.is_hang:
-        attempt.fail(answer.lines, now, code=HANG_EXIT_CODE)
-    elif answer is not None:
-        for line in answer.lines:
+    group = job.worker_group
+    if job.watchdog is None or group.stopping or group.decide_at is not None:
+        # A failure explains more than the silence that follows it.
+        return
+    exit_codes = {rank: exit_.code for rank, exit_ in group.exits.items()}
+    report = job.watchdog.poll(now, pids=group.running_pids(), exit_codes=exit_codes)
+    group.hung = job.watchdog.is_hang_found
+    if report is not None and report.is_hang:
+        group.fail(report.lines, now, code=HANG_EXIT_CODE)
+    elif report is not None:
+        for line in report.lines:
             job.output.write_line(line)
 
 
 def _drop_unstarted_ranks(job: Job) -> None:
-    """Ranks that are still to come must not. The few that the preloaded process is forking already are told when they come."""
+    """Drop the ranks that have not started. Ranks that the fork server is forking get SIGTERM on arrival."""
     if job.starter.forkserver is not None and job.starter.forkserver.is_ready:
         job.worker_group.drop_ranks(job.starter.withdraw_pending())
         return
-    if job.starter.forkserver is not None:  # it may import for long
+    # The fork server may import modules for a long time.
+    if job.starter.forkserver is not None:
         job.selector.unregister(job.starter.forkserver.channel)
         job.starter.stop_forkserver()
     job.worker_group.drop_ranks([rank for rank, pid in job.worker_group.pids.items() if pid is None])
@@ -223,8 +233,8 @@ def _select_timeout_s(job: Job, now: float, wake_at: float | None) -> float | No
 
 def _read_signals(job: Job, wake: int) -> None:
     for number in os.read(wake, _CHUNK):
-        nobody_hears = number == job.plan.stop_signal and not job.worker_group.running_pids()
-        if number in launch_protocol.ENDING_SIGNALS or nobody_hears:
+        has_no_receiver = number == job.plan.stop_signal and not job.worker_group.running_pids()
+        if number in launch_protocol.ENDING_SIGNALS or has_no_receiver:
             job.worker_group.request_stop(number, time.monotonic())
         elif number in launch_protocol.FORWARDED_SIGNALS:
             job.worker_group.forward_signal(number)
@@ -232,9 +242,9 @@ def _read_signals(job: Job, wake: int) -> None:
             job.watchdog.request_dump()
 
 
-def _on_launcher_exit(job: Job, front_alive: int) -> None:
-    """The front is gone, and with it everybody who could ask for anything more gentle."""
-    job.selector.unregister(front_alive)
+def _on_launcher_exit(job: Job, launcher_alive: int) -> None:
+    """Kill all processes at once, because the launcher has exited and no softer request can arrive."""
+    job.selector.unregister(launcher_alive)
     job.launcher_gone = True
     job.worker_group.kill_now()
 
@@ -254,24 +264,25 @@ def _read_progress(job: Job) -> None:
 
 
 def _watch_writable(job: Job) -> None:
-    """Watch the launcher's own streams for room while they have something to write, and no longer: they always have room."""
+    """Watch the launcher's own streams for space only while output is pending, because otherwise they are always writable."""
     watched = job.selector.get_map()
-    for outlet in job.output.writers:
-        if outlet.has_pending and outlet.fd not in watched:
-            job.selector.register(outlet.fd, selectors.EVENT_WRITE, outlet.flush_some)
-        elif not outlet.has_pending and outlet.fd in watched:
-            job.selector.unregister(outlet.fd)
+    for writer in job.output.writers:
+        if writer.has_pending and writer.fd not in watched:
+            job.selector.register(writer.fd, selectors.EVENT_WRITE, writer.flush_some)
+        elif not writer.has_pending and writer.fd in watched:
+            job.selector.unregister(writer.fd)
 
 
 def _close_worker_group(job: Job) -> None:
-    """After the last rank: pass on the last of the output, and end the store."""
+    """Relay the rest of the output and stop the store process, after the exit of the last rank."""
     for fd in job.output.fds():
         job.selector.unregister(fd)
     job.output.drain()
-    for failure in job.worker_group.read_failures():
-        if not failure.already_printed and failure.error_type != "SystemExit":
-            job.output.append_to_log(failure.rank, failure.traceback_text)
-    _read_progress(job)  # a rank's last commit may have come together with its end
+    for record in job.worker_group.read_failures():
+        if not record.already_printed and record.error_type != "SystemExit":
+            job.output.append_to_log(record.rank, record.traceback_text)
+    # The last commit of a rank may arrive together with its exit.
+    _read_progress(job)
     if job.watchdog is not None:
         job.watchdog.close()
         job.watchdog = None
@@ -284,7 +295,7 @@ def _close_worker_group(job: Job) -> None:
 
 
 def _stop_services(job: Job) -> None:
-    """At the end of the job: the preloaded process, and the one that talks to the other nodes."""
+    """Stop the fork server and the agent at the end of the job."""
     if job.starter.forkserver is not None:
         pid = job.starter.forkserver.pid
         job.selector.unregister(job.starter.forkserver.channel)
@@ -303,8 +314,8 @@ def _kill_service(job: Job, pid: int) -> None:
     job.worker_group.services.discard(pid)
 
 
-def _wait_for_service(job: Job, pid: int, within_s: float) -> None:
-    deadline = time.monotonic() + within_s
+def _wait_for_service(job: Job, pid: int, timeout_s: float) -> None:
+    deadline = time.monotonic() + timeout_s
     while pid not in job.worker_group.unclaimed and time.monotonic() < deadline:
         job.worker_group.record_exits(processes.reap_children()[0], time.monotonic())
         time.sleep(0.001)

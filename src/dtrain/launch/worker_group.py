@@ -1,8 +1,7 @@
-"""One start of all ranks of a node: which of them run, how they ended, and what is due next.
+"""Track one attempt of all ranks of a node: running ranks, exits, deadlines and signals; and decide about restarts.
 
-Times are seconds of the monotonic clock, given by the caller. What this does to processes is to signal them.
-
-Whether failed ranks are started again, and when. Pure."""
+Times are seconds of the monotonic clock, passed by the caller. The only effects on processes are signals.
+"""
 
 from __future__ import annotations
 
@@ -18,69 +17,98 @@ from dtrain.launch.failure import RankExit, RootCause
 from dtrain.launch.launch_plan import LaunchPlan
 from dtrain.launch_protocol import RankFailure
 
-REPEATED_SIGNAL_S = 0.3  # `timeout` and a terminal may deliver one request twice; a person takes longer to repeat it
+# `timeout` and a terminal may deliver one request twice. A person takes longer to repeat a request.
+REPEATED_SIGNAL_S = 0.3
 
-_FAILURE_COLLECT_S = 0.5  # after the first failure: the culprit may still be in its exit handlers when a peer dies of it
-_KILL_RETRY_S = 0.05  # a process may fork while it is being killed
-_GIVE_UP_S = 10.0  # after the first kill: what is left then sits in the kernel, and no signal reaches it
+# The rank that failed first may still run its exit handlers when a peer fails.
+_FAILURE_COLLECT_S = 0.5
+# A process may fork while it is being killed.
+_KILL_RETRY_S = 0.05
+# Processes that survive SIGKILL for so long wait in the kernel, and no signal reaches them.
+_GIVE_UP_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
 class WorkerGroup:
-    """What is known about the ranks. ``pids`` has None for one that was asked for and is not there yet."""
+    """State of the ranks of this node in one attempt.
+
+    Attributes:
+        plan: the launch.
+        services: processes below the supervisor that are not ranks and outlive the ranks.
+        pids: processes by rank; None for a rank that was requested and has not started.
+        exits: exits by rank.
+        unclaimed: exits by pid of processes that are not known as ranks.
+        root_cause: the failure that caused all other failures.
+        launch_error: lines about a failure that is not a rank's exit.
+        launch_error_code: exit code for ``launch_error``.
+        requested_signal: signal that requested the end of the job.
+        requested_at: time of the request.
+        force_requested: True after a repeated request.
+        stopping: True once the ranks were asked to end, so later exits are not failures.
+        stopped_ranks: ranks that ran until they were asked to end.
+        orphans_signalled: True once processes without ranks got SIGTERM.
+        decide_at: time at which the root cause is determined.
+        hung: True while a hang is explained, so exits meanwhile are not failures.
+        exit_deadline: time by which a rank that raised an exception must have exited.
+        preempted_ranks: ranks whose script ended as preempted, after a save.
+        preemption_deadline: time by which all ranks must have exited after the first save.
+        kill_at: time of SIGKILL.
+        give_up_at: time after which survivors of SIGKILL are ignored.
+        remaining_pids: processes that run after all ranks exited.
+    """
 
     plan: LaunchPlan
-    services: set[int]  # processes below the supervisor that are no ranks and outlive them
+    services: set[int]
     pids: dict[int, int | None] = field(default_factory=dict)
     exits: dict[int, RankExit] = field(default_factory=dict)
-    unclaimed: dict[int, RankExit] = field(default_factory=dict)  # by pid: ended before we knew whose it is
+    unclaimed: dict[int, RankExit] = field(default_factory=dict)
     root_cause: RootCause | None = None
-    launch_error: tuple[str, ...] = ()  # why the attempt failed, if not because of a rank's end
+    launch_error: tuple[str, ...] = ()
     launch_error_code: int = 1
-    requested_signal: int | None = None  # the signal that asked for the end of the job
+    requested_signal: int | None = None
     requested_at: float = 0.0
-    force_requested: bool = False  # somebody has asked again
-    stopping: bool = False  # ranks were asked to end: later exits say nothing
-    stopped_ranks: frozenset[int] = frozenset()  # those that ran on until they were asked to end
+    force_requested: bool = False
+    stopping: bool = False
+    stopped_ranks: frozenset[int] = frozenset()
     orphans_signalled: bool = False
     decide_at: float | None = None
-    hung: bool = False  # that is the verdict, and being explained: how ranks end meanwhile does not change it
-    exit_deadline: float | None = None  # a rank has raised: by then it should have ended
-    preempted_ranks: set[int] = field(default_factory=set)  # ranks that have left their script with 75: preempted and saved
-    preemption_deadline: float | None = None  # a rank has saved: by then all should have ended
+    hung: bool = False
+    exit_deadline: float | None = None
+    preempted_ranks: set[int] = field(default_factory=set)
+    preemption_deadline: float | None = None
     kill_at: float | None = None
     give_up_at: float | None = None
-    remaining_pids: list[int] = field(default_factory=list)  # pids that run on though no rank does
+    remaining_pids: list[int] = field(default_factory=list)
 
     @property
     def alive(self) -> list[int]:
-        """The ranks that have not ended."""
+        """Ranks that have not exited."""
         return [rank for rank in self.pids if rank not in self.exits]
 
     def running_pids(self) -> dict[int, int]:
-        """The pids of the ranks that are there."""
+        """Return the pids of the running ranks."""
         return {rank: pid for rank in self.alive if (pid := self.pids[rank]) is not None}
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing of the attempt runs any more."""
+        """Return True if no process of the attempt runs."""
         return not self.alive and not self.remaining_pids
 
     def has_given_up(self, now: float) -> bool:
-        """Whether what is left does not even die of SIGKILL."""
+        """Return True if some processes survived SIGKILL for too long."""
         return self.give_up_at is not None and now >= self.give_up_at
 
     def record_start(self, rank: int, pid: int, now: float) -> None:
-        """Note the pid of a rank. Where the attempt is ending already, it is asked to end as well."""
+        """Record the pid of a rank. If the attempt is stopping, the rank gets SIGTERM."""
         self.pids[rank] = pid
-        gone = self.unclaimed.pop(pid, None)
-        if gone is not None:
-            self.exits[rank] = RankExit(rank=rank, code=gone.code, at=now)
+        early_exit = self.unclaimed.pop(pid, None)
+        if early_exit is not None:
+            self.exits[rank] = RankExit(rank=rank, code=early_exit.code, at=now)
         elif self.stopping:
             processes.send_signal(pid, signal.SIGTERM)
 
     def record_exits(self, ended: Iterable[tuple[int, int]], now: float) -> None:
-        """Note processes that have ended, as pid and code."""
+        """Record exited processes, as pairs of pid and code."""
         ranks = {pid: rank for rank, pid in self.pids.items() if pid is not None and rank not in self.exits}
         for pid, code in ended:
             if pid in ranks:
@@ -93,7 +121,7 @@ class WorkerGroup:
                 self.unclaimed[pid] = RankExit(rank=-1, code=code, at=now)
 
     def advance(self, now: float) -> None:
-        """Take every step that is due: decide about a failure, ask to end, kill."""
+        """Take every step that is due: determine the root cause, ask ranks to end, kill processes."""
         if not self.stopping and not self.hung:
             self._detect_failure(now)
         alive = self.alive
@@ -109,25 +137,26 @@ class WorkerGroup:
             if self.give_up_at is None:
                 self.give_up_at = now + _GIVE_UP_S
 
-    def fail(self, trouble: Sequence[str], now: float, *, code: int = 1) -> None:
-        """End the ranks for a reason that no rank has given."""
+    def fail(self, lines: Sequence[str], now: float, *, code: int = 1) -> None:
+        """End the ranks because of a failure that is not a rank's exit."""
         if not self.stopping:
-            self.launch_error, self.launch_error_code = tuple(trouble), code
+            self.launch_error, self.launch_error_code = tuple(lines), code
             self._mark_as_failed()
             self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
 
     def stop(self, now: float, number: int, grace_s: float) -> None:
-        """Ask the ranks to end with signal ``number``; what is left after ``grace_s`` seconds is killed."""
+        """Ask the ranks to end with signal ``number``, and kill the remaining processes after ``grace_s`` seconds."""
         self.stopping = True
         self.stopped_ranks = frozenset(self.alive)
         self.forward_signal(number)
-        self.forward_signal(signal.SIGCONT)  # one that is stopped gets no other signal
+        # A stopped process does not handle other signals.
+        self.forward_signal(signal.SIGCONT)
         self.kill_at = now + grace_s
 
     def record_script_exit(self, rank: int, code: int, now: float) -> None:
-        """Note that an exception has left a rank's script, and the exit code that follows from it.
+        """Record that an exception ended a rank's script, and the resulting exit code.
 
-        The process may take long to end, or for ever: its threads and exit handlers may not end.
+        The process may take long to exit, or never exit, because of its threads and exit handlers.
         """
         if code == launch_protocol.PREEMPTED_EXIT_CODE:
             self.preempted_ranks.add(rank)
@@ -136,22 +165,24 @@ class WorkerGroup:
             self.exit_deadline = now + self.plan.grace_after_failure_s
 
     def drop_ranks(self, ranks: Iterable[int]) -> None:
-        """Strike off ranks that were asked for and will not come."""
+        """Drop ranks that were requested and will not start."""
         for rank in ranks:
             self.pids.pop(rank, None)
 
     def forward_signal(self, number: int) -> None:
-        """Pass a signal on to the ranks themselves: what they have started is their business."""
+        """Send a signal to the ranks themselves, but not to the processes that they started."""
         for pid in self.running_pids().values():
             processes.send_signal(pid, number)
 
     def request_stop(self, number: int, now: float) -> None:
-        """Somebody wants the job to end: pass it on the first time, kill at once the second time."""
+        """Handle a request to end the job: forward the first request, kill at once after the second request."""
         if self.requested_signal is None and self.alive:
             self.requested_signal, self.requested_at = number, now
-            if number == signal.SIGINT:  # the ranks need not show where each of them was
+            # After Ctrl-C the ranks do not print their tracebacks.
+            if number == signal.SIGINT:
                 self._touch(launch_protocol.interrupted_file(self.plan.run_dir))
-            if self.decide_at is not None and not self.stopping:  # a rank had failed before: that is the cause
+            # A rank that had failed before the request is the cause.
+            if self.decide_at is not None and not self.stopping:
                 self.root_cause = self._find_root_cause()
             if self.stopping:
                 self.forward_signal(number)
@@ -163,25 +194,26 @@ class WorkerGroup:
             self.stopping, self.kill_at = True, now
 
     def kill_now(self) -> None:
-        """End everything without asking."""
+        """Kill all processes without a request to end."""
         self.stopping, self.kill_at = True, 0.0
 
     def deadlines(self) -> list[float]:
-        """When something is due."""
+        """Return the times of the next steps."""
         due = [self.kill_at, self.give_up_at]
         if not self.stopping and not self.hung:
             due += [self.decide_at, self.exit_deadline, *([self.preemption_deadline] if self.alive else [])]
         return [at for at in due if at is not None]
 
     def _detect_failure(self, now: float) -> None:
-        """Find out whether the ranks have failed; if so, name the cause and ask the others to end."""
+        """Detect a failure of the ranks; if there is a failure, determine the root cause and ask the other ranks to end."""
         exits, alive = self.exits.values(), self.alive
         if self.decide_at is None and any(map(failure.is_failed_exit, exits)):
             first = self._find_root_cause()
             self.decide_at = now if first is not None and failure.is_certain_cause(first) else now + _FAILURE_COLLECT_S
         if self.decide_at is None and self.exit_deadline is not None and now >= self.exit_deadline:
             self.decide_at, self.exit_deadline = now if self._find_root_cause() is not None else None, None
-        if any(exit_.code == launch_protocol.PREEMPTED_EXIT_CODE for exit_ in exits):  # of a program that announces nothing
+        # Some programs exit as preempted without an announcement.
+        if any(exit_.code == launch_protocol.PREEMPTED_EXIT_CODE for exit_ in exits):
             self._start_preemption_grace(now)
         if self.decide_at is not None and (now >= self.decide_at or not alive):
             self.root_cause = self._find_root_cause()
@@ -191,21 +223,22 @@ class WorkerGroup:
             self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
 
     def _start_preemption_grace(self, now: float) -> None:
-        """Give all ranks the grace of a stop, counted from the first rank that has saved."""
+        """Set the deadline of a stop for all ranks, from the exit of the first rank that has saved."""
         if self.preemption_deadline is None:
             self.preemption_deadline = now + self.plan.grace_after_signal_s
 
     def _mark_as_failed(self) -> None:
-        """Let ranks that would save when they are asked to end know that not all of them are there to do so."""
+        """Mark the job as failed, so that ranks that save on a stop request know that some ranks are missing."""
         self._touch(launch_protocol.job_failed_file(self.plan.run_dir))
 
     @staticmethod
     def _touch(file: Path) -> None:
-        with contextlib.suppress(OSError):  # it only makes ranks quicker or quieter
+        # The file only makes ranks quicker or quieter.
+        with contextlib.suppress(OSError):
             file.touch()
 
     def read_failures(self) -> list[RankFailure]:
-        """Read the records of the ranks of this node that were left by an exception."""
+        """Read the failure records of this node's ranks."""
         records = [RankFailure.read(self.plan.failure_file(rank)) for rank in self.pids]
         return [record for record in records if record is not None]
 
@@ -223,34 +256,42 @@ _MAX_DELAY_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RestartPolicy:
-    """How often ranks were started again. ``fruitless``: those in a row after which no new checkpoint was committed."""
+    """Restart counts of the ranks. A restart is fruitless if no new checkpoint follows.
 
-    max_fruitless: int  # fruitless ones that are allowed
+    Attributes:
+        max_fruitless: fruitless restarts in a row that are allowed.
+        total: restarts so far.
+        fruitless: fruitless restarts in a row.
+        last_committed_step: newest step that a rank has committed.
+    """
+
+    max_fruitless: int
     total: int = 0
     fruitless: int = 0
-    last_committed_step: int | None = None  # the newest step that a rank has reported
+    last_committed_step: int | None = None
 
     @property
     def delay_s(self) -> float | None:
-        """Seconds to wait before the next start, None when there is to be none.
+        """Seconds to wait before the next attempt; None if no further attempt is allowed.
 
-        None at all before the first, then doubled with each fruitless one: what fails again at once is seldom cured by haste.
+        Zero before the first restart, then doubled by each fruitless restart, because an early retry seldom helps.
         """
         if self.fruitless >= self.max_fruitless:
             return None
         return 0.0 if self.fruitless == 0 else min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** (self.fruitless - 1))
 
     def after_restart(self) -> RestartPolicy:
-        """After another start."""
+        """Return the policy after one more restart."""
         return replace(self, total=self.total + 1, fruitless=self.fruitless + 1)
 
     def after_commit(self, step: int) -> RestartPolicy:
-        """After a rank has reported a committed step; one that was saved again after going back is not new."""
+        """Return the policy after a rank committed ``step``; a step that is saved again after a restart is not new."""
         if self.last_committed_step is not None and step <= self.last_committed_step:
             return self
         return replace(self, last_committed_step=step, fruitless=0)
 
     def describe_next(self) -> str:
-        """What is about to happen, for the user."""
+        """Describe the next attempt for the user."""
         wait = f" in {self.delay_s:g} s" if self.delay_s else ""
-        return f"starting all ranks again{wait} (restart {self.fruitless + 1} of at most {self.max_fruitless} without a new checkpoint)"
+        count = f"restart {self.fruitless + 1} of at most {self.max_fruitless} without a new checkpoint"
+        return f"starting all ranks again{wait} ({count})"

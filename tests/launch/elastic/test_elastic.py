@@ -155,8 +155,8 @@ def test_an_endpoint_that_does_not_resolve_is_one_line(nodes):
     nodes.endpoint = "no-such-host.invalid:29500"
     process = nodes.start("", nodes=(1, 1))
     _, err = process.communicate(timeout=LONG_S)
-    what = "the name 'no-such-host.invalid' does not resolve; is that address right, and does its node run?"
-    assert (process.returncode, err) == (1, f"dtrain: launch: the meeting of nodes at {nodes.endpoint} failed: {what}\n")
+    what = "the name 'no-such-host.invalid' does not resolve. Check the address and its node."
+    assert (process.returncode, err) == (1, f"dtrain: launch: the rendezvous of nodes at {nodes.endpoint} failed: {what}\n")
 
 
 def test_being_told_to_end_is_one_line_and_the_ranks_are_gone(nodes):
@@ -165,5 +165,5 @@ def test_being_told_to_end_is_one_line_and_the_ranks_are_gone(nodes):
     ranks = [pid for pid in _session(process.pid) if pid != process.pid]
     process.terminate()
     _, err = process.communicate(timeout=LONG_S)
-    assert (process.returncode, err) == (143, "dtrain: launch: told to end by SIGTERM; ranks ended\n")
+    assert (process.returncode, err) == (143, "dtrain: launch: ended by SIGTERM; ranks ended\n")
     assert not [pid for pid in ranks if Path(f"/proc/{pid}").exists()]

@@ -29,9 +29,9 @@ def record(
 
 
 def rank(number: int, written: str | None, *, line: int = 30, phase: str | None = "open", **more: object) -> RankEvidence:
-    seen = None if phase is None else RankProgress(phase=phase, at=1.0, passed=5, doing="step")  # type: ignore[arg-type]
+    progress = None if phase is None else RankProgress(phase=phase, at=1.0, passed=5, doing="step")  # type: ignore[arg-type]
     told = {"record": parse_rank_record(written) if written is not None else None, "stacks": stack(line)}
-    return RankEvidence(**{"rank": number, "seen": seen, "state": "S", **told, **more})  # type: ignore[arg-type]
+    return RankEvidence(**{"rank": number, "progress": progress, "state": "S", **told, **more})  # type: ignore[arg-type]
 
 
 WAITS = record((56, "barrier", False), (57, "all_gather", True))
@@ -127,13 +127,13 @@ def all_but(odd: RankEvidence, written: str = WAITS) -> list[RankEvidence]:
             id="returned-early-without-records",
         ),
         pytest.param(
-            all_but(rank(1, None, phase="closed", ended=0)),
+            all_but(rank(1, None, phase="closed", exit_code=0)),
             "rank 1 of 4 ended while the others went on, no progress for 30 s",
             ["ranks 0, 2, 3 wait in all_gather #57 of group control; rank 1 ended"],
             id="ended",
         ),
         pytest.param(
-            [rank(0, None, phase="closed", ended=0), rank(1, record(), phase="leaving", line=90)],
+            [rank(0, None, phase="closed", exit_code=0), rank(1, record(), phase="leaving", line=90)],
             "rank 1 of 4 made no progress for 30 s",
             ["rank 1: /home/me/loop.py:90 in train (step, point of progress 9)"],
             id="one-does-not-get-out",
@@ -223,8 +223,8 @@ def test_explanation_is_at_most_twelve_lines_and_names_at_most_eight_ranks(group
             number,
             written(number),
             line=number if odd == "many-places" else 30,
-            ended=0 if odd == "ended" and number < 20 else None,
-            quiet_s=2.0 + number,
+            exit_code=0 if odd == "ended" and number < 20 else None,
+            silent_s=2.0 + number,
         )
         for number in everyone
     ]
@@ -260,7 +260,7 @@ def test_place_of_ranks_that_lack_a_collective_is_left_out_where_they_differ():
     ],
 )
 def test_explanation_by_hand_says_since_when_nothing_was_heard(quiet, says):
-    evidence = [rank(number, BEHIND if number == 1 else WAITS, quiet_s=quiet[number]) for number in range(4)]
+    evidence = [rank(number, BEHIND if number == 1 else WAITS, silent_s=quiet[number]) for number in range(4)]
     (first, *_) = explain_stall(evidence, world_size=4, timeout_s=None, report=REPORT)
     assert first.startswith(f"dtrain: launch: asked: {says}"), first
 

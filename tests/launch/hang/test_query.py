@@ -225,16 +225,20 @@ def test_damaged_announcement_is_no_launcher(records, text):
 
 def test_asking_without_a_folder_or_a_launcher_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.delenv(launch_protocol.RUN_DIR, raising=False)
-    with pytest.raises(ConfigError, match=r"`dtrain launch` has not started this process, .*; give the folder of a run"):
+    with pytest.raises(
+        ConfigError, match=r"path must be set in a process that `dtrain launch` did not start. Pass the folder of a run"
+    ):
         explain_hang()
-    with pytest.raises(ConfigError, match=r"there is no folder '.*gone'; give the run folder of `dtrain launch`"):
+    with pytest.raises(
+        ConfigError, match=r"path must be an existing folder, got '.*gone'. Pass the run folder of `dtrain launch`"
+    ):
         explain_hang(tmp_path / "gone")
-    with pytest.raises(ConfigError, match=r"no launcher that uses it runs on this machine; give the run folder"):
+    with pytest.raises(ConfigError, match=r"none of its launchers runs on this machine. Pass the run folder"):
         explain_hang(tmp_path)
     announce_launcher(tmp_path, 0, single_node=True)
     path = tmp_path / "hang" / "launcher-00000.pid"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"host": "elsewhere"}))
-    with pytest.raises(ConfigError, match="runs on this machine; ask on elsewhere"):
+    with pytest.raises(ConfigError, match="runs on this machine. Query on elsewhere"):
         explain_hang(tmp_path)
     withdraw_launcher(tmp_path, 0)
     withdraw_launcher(tmp_path, 0)
@@ -300,7 +304,7 @@ def test_launcher_that_does_not_answer_or_dies_is_an_error(tmp_path, monkeypatch
     ):
         explain_hang(tmp_path / "deaf")
     monkeypatch.setattr(query, "PATIENCE_S", 60.0)
-    with pytest.raises(DistError, match=rf"process {dies.pid}, ended before it answered; see what it said"):
+    with pytest.raises(DistError, match=rf"process {dies.pid}, exited before its answer. Read the output of the launcher"):
         explain_hang(tmp_path / "dies")
     for process in (deaf, dies):
         process.kill()
@@ -313,7 +317,9 @@ def test_launcher_of_another_user_is_refused(tmp_path, monkeypatch):
 
     announced(tmp_path, os.getpid())
     monkeypatch.setattr(query.os, "kill", refuse)
-    with pytest.raises(ConfigError, match=f"the launcher, process {os.getpid()}, is another user's; ask as that user"):
+    with pytest.raises(
+        ConfigError, match=f"the launcher, process {os.getpid()}, belongs to another user. Run the query as that user"
+    ):
         explain_hang(tmp_path)
 
 

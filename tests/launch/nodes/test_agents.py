@@ -178,7 +178,7 @@ def test_two_first_nodes_at_one_endpoint_name_each_other(nodes):
 def test_a_port_taken_by_something_else_is_refused(nodes):
     with socket.create_server(("127.0.0.1", nodes.port)):
         (refusal,) = nodes.wait_for(JoinRefused, nodes.start(0))
-    assert f"node 0 cannot listen at 127.0.0.1:{nodes.port}: address already in use; choose another" in refusal.line
+    assert f"node 0 cannot listen at 127.0.0.1:{nodes.port}: address already in use. Choose another" in refusal.line
 
 
 def test_an_address_of_another_machine_is_listened_for_on_all_interfaces(nodes):
@@ -191,7 +191,7 @@ def test_an_address_of_another_machine_is_listened_for_on_all_interfaces(nodes):
 @pytest.mark.parametrize(
     ("settings", "line"),
     [
-        ([{"nodes": 2}, {"nodes": 3}], r"--nnodes 3, node 0 \(.*\) for 2; say the same on every node"),
+        ([{"nodes": 2}, {"nodes": 3}], r"--nnodes 3, node 0 \(.*\) for 2\. Pass the same --nnodes on every node"),
         ([{"world_size": 2}, {"world_size": 4}], r"--world-size 4, node 0 \(.*\) for 2"),
         ([{"world_size": 3}, {"world_size": 3}], r"run 2 ranks \(1 on node 0 \(.*\), 1 on node 1 \(.*\)\), not --world-size 3"),
         ([{"base_rank": 0}, {"base_rank": 2}], r"node 1 \(.*\) begins at --base-rank 2, but .* make it 1"),
@@ -287,7 +287,7 @@ def test_a_silent_node_is_lost_in_seconds_and_one_that_only_stood_still_is_not(n
         b"\x80\x04\x95 pickled \n",
         b"[" * 100_000 + b"\n",
         b"x" * 200_000,
-        b'{"kind": "Ended", "codes": {"1": 0}}\n',
+        b'{"kind": "RanksExited", "exit_codes": {"1": 0}}\n',
         b'{"kind": "Hello", "node_rank": 1}\n',
         b'{"kind": "Hello", "node_rank": "1", "nodes": 2}\n',
         b'{"kind": ["Hello"]}\n',

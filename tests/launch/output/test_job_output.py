@@ -93,26 +93,26 @@ def test_last_lines_of_both_streams_come_in_their_order(make):
         job.write(1, f"step {number}\n".encode())
     job.write(1, b"Traceback\nOSError: \x1b[2J\n", stream=1)
     job.write(1, b"\n  \ncleaning up")
-    assert job.output.tail(1, 4) == ["step 199", "Traceback", r"OSError: \x1b[2J", "cleaning up"]
-    assert len(job.output.tail(1, 1000)) == 48 + 2 + 1  # 50 ended lines of a stream at most, and two were empty
-    assert job.output.tail(0, 4) == job.output.tail(7, 4) == job.output.tail(1, 0) == []
+    assert job.output.read_tail(1, 4) == ["step 199", "Traceback", r"OSError: \x1b[2J", "cleaning up"]
+    assert len(job.output.read_tail(1, 1000)) == 48 + 2 + 1  # 50 ended lines of a stream at most, and two were empty
+    assert job.output.read_tail(0, 4) == job.output.read_tail(7, 4) == job.output.read_tail(1, 0) == []
 
 
 def test_last_lines_have_those_of_the_second_stream_though_the_first_is_read_after_it(make):
     job = make()
     job.write(1, b"a\nb\nc\nOSError\n", stream=1)
     job.write(1, b"printed\n" * 100)
-    assert job.output.tail(1, 4) == ["c", "OSError", "printed", "printed"]
-    assert job.output.tail(1, 1) == ["printed"]
+    assert job.output.read_tail(1, 4) == ["c", "OSError", "printed", "printed"]
+    assert job.output.read_tail(1, 1) == ["printed"]
 
 
 def test_last_lines_are_those_at_the_end_of_a_long_chunk_and_of_a_progress_bar(make):
     job = make()
     job.write(1, b"".join(b"%d\n" % number for number in range(5000)) + b"\r 1%\r 2%\r")
-    assert job.output.tail(1, 3) == ["4998", "4999", " 2%"]
-    assert len(job.output.tail(1, 1000)) == 51
+    assert job.output.read_tail(1, 3) == ["4998", "4999", " 2%"]
+    assert len(job.output.read_tail(1, 1000)) == 51
     job.write(1, b"x" * 60_000)
-    assert job.output.tail(1, 1) == ["x" * 2000]
+    assert job.output.read_tail(1, 1) == ["x" * 2000]
 
 
 def test_rank_that_is_started_again_goes_on_in_its_files_and_begins_new_last_lines(make):
@@ -121,9 +121,9 @@ def test_rank_that_is_started_again_goes_on_in_its_files_and_begins_new_last_lin
     for fd in job.ranks.pop(1):
         os.close(fd)
     assert [job.output.relay(fd) for fd in job.output.fds()] == [True, True, False, False]
-    assert job.output.tail(1, 9) == ["first try"]
+    assert job.output.read_tail(1, 9) == ["first try"]
     job.start(1)
-    assert job.output.tail(1, 9) == []
+    assert job.output.read_tail(1, 9) == []
     job.write(1, b"second")
     assert job.kept()["rank-00001.stdout"] == b"first try\nsecond"  # still as it comes: nobody else writes to it
 
@@ -204,9 +204,9 @@ def test_end_waits_for_no_reader_when_somebody_has_had_enough(make):
         job = make()
         for _ in range(3):
             job.write(0, b"x\n" * 30_000)
-        assert any(outlet.waiting for outlet in job.output.writers)
-        job.output.finish(["the last words"], patience_s=3600, give_up=lambda: True)
-        assert not any(outlet.waiting for outlet in job.output.writers)
+        assert any(outlet.has_pending for outlet in job.output.writers)
+        job.output.finish(["the last words"], timeout_s=3600, give_up=lambda: True)
+        assert not any(outlet.has_pending for outlet in job.output.writers)
     finally:
         os.dup2(stdout, 1)
         os.close(stdout)

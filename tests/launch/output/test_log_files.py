@@ -26,10 +26,10 @@ def test_stream_with_a_file_of_its_own_is_kept_as_it_comes(files, tmp_path):
     path = tmp_path / "new" / "folders" / "a.log"
     stream = files.stream(path, "a")
     for chunk, seen in ((b"\r 1%", b"\r 1%"), (b"\xff\x1b[2J", b"\r 1%\xff\x1b[2J")):
-        stream.feed(chunk)
+        stream.write(chunk)
         assert path.read_bytes() == seen
     stream.close()
-    assert (path.read_bytes(), files.lost()) == (b"\r 1%\xff\x1b[2J", [])
+    assert (path.read_bytes(), files.describe_lost()) == (b"\r 1%\xff\x1b[2J", [])
 
 
 def test_stream_that_says_nothing_makes_no_file(files, tmp_path):
@@ -40,9 +40,9 @@ def test_stream_that_says_nothing_makes_no_file(files, tmp_path):
 def test_streams_that_share_a_file_keep_their_lines_whole(files, tmp_path):
     path = tmp_path / "all.log"
     a, b = files.stream(path, "a"), files.stream(path, "b")
-    a.feed(b"a1 ")
-    b.feed(b"b1\nb2 ")
-    a.feed(b"a1\na2")
+    a.write(b"a1 ")
+    b.write(b"b1\nb2 ")
+    a.write(b"a1\na2")
     b.close()
     a.close()
     assert path.read_text().splitlines() == ["b1", "a1 a1", "b2 ", "a2"]
@@ -51,7 +51,7 @@ def test_streams_that_share_a_file_keep_their_lines_whole(files, tmp_path):
 def test_file_is_appended_to(files, tmp_path):
     path = tmp_path / "a.log"
     path.write_text("before\n")
-    files.stream(path, "a").feed(b"after\n")
+    files.stream(path, "a").write(b"after\n")
     assert path.read_text() == "before\nafter\n"
 
 
@@ -60,13 +60,13 @@ def test_full_disk_drops_and_counts_lines_and_is_tried_again(files, tmp_path):
     path = tmp_path / "a.log"
     path.symlink_to(FULL)
     stream = files.stream(path, "a")
-    stream.feed(b"1\n2\n")
-    stream.feed(b"3\n")
+    stream.write(b"1\n2\n")
+    stream.write(b"3\n")
     path.unlink()  # room again
-    stream.feed(b"4\n")
+    stream.write(b"4\n")
     reason = "No space left on device"
     assert path.read_text().splitlines() == [f"dtrain: launch: 3 lines are missing here: {reason}", "4"]
-    assert files.lost() == [f"3 lines are missing in {str(path)!r}: {reason}"]
+    assert files.describe_lost() == [f"3 lines are missing in {str(path)!r}: {reason}"]
 
 
 def test_file_that_may_not_grow_keeps_what_fits(files, tmp_path):
@@ -75,12 +75,12 @@ def test_file_that_may_not_grow_keeps_what_fits(files, tmp_path):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
     try:
-        stream.feed(b"12345678\nabcdef\nend\n")
-        stream.feed(b"more\n")
+        stream.write(b"12345678\nabcdef\nend\n")
+        stream.write(b"more\n")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert path.read_bytes() == b"12345678\na"
-    stream.feed(b"and on\n")
+    stream.write(b"and on\n")
     note = "dtrain: launch: 3 lines are missing here: File too large"
     assert path.read_text().splitlines() == ["12345678", "a", note, "and on"]
 
@@ -100,8 +100,8 @@ def test_file_that_cannot_be_opened_is_one_line_in_the_end(files, tmp_path, wher
     path = where(tmp_path)
     stream = files.stream(path, "a")
     for _ in range(3):
-        stream.feed(b"1\n2\n")
-    (line,) = files.lost()
+        stream.write(b"1\n2\n")
+    (line,) = files.describe_lost()
     assert line.startswith(f"6 lines are missing in {str(path)!r}: ")
 
 
@@ -110,8 +110,8 @@ def test_many_files_on_a_full_disk_are_three_lines_in_the_end(files, tmp_path):
     for number in range(5):
         path = tmp_path / str(number)
         path.symlink_to(FULL)
-        files.stream(path, number).feed(b"1\n")
-    first, second, rest = files.lost()
+        files.stream(path, number).write(b"1\n")
+    first, second, rest = files.describe_lost()
     assert (first, second) == tuple(
         f"1 lines are missing in {str(tmp_path / name)!r}: No space left on device" for name in "01"
     )
@@ -124,15 +124,15 @@ def test_files_stay_few_and_the_one_silent_longest_is_closed(files, tmp_path, mo
     streams = [files.stream(tmp_path / str(number), number) for number in range(8)]
     for turn in range(3):
         for stream in streams:
-            stream.feed(f"{turn}\n".encode())
+            stream.write(f"{turn}\n".encode())
         assert len(os.listdir("/proc/self/fd")) == before + 3
     assert {path.read_text() for path in tmp_path.iterdir()} == {"0\n1\n2\n"}
-    assert files.lost() == []
+    assert files.describe_lost() == []
 
 
 def test_no_descriptor_left_closes_another_file_instead_of_losing_lines(files, tmp_path):
     first, second = files.stream(tmp_path / "a", "a"), files.stream(tmp_path / "b", "b")
-    first.feed(b"1\n")
+    first.write(b"1\n")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     filler = []
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 8, hard))
@@ -140,11 +140,11 @@ def test_no_descriptor_left_closes_another_file_instead_of_losing_lines(files, t
         with contextlib.suppress(OSError):  # too many open files
             while True:
                 filler.append(os.open(os.devnull, os.O_RDONLY))
-        second.feed(b"2\n")
-        first.feed(b"3\n")
+        second.write(b"2\n")
+        first.write(b"3\n")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for fd in filler:
             os.close(fd)
     assert ((tmp_path / "a").read_text(), (tmp_path / "b").read_text()) == ("1\n3\n", "2\n")
-    assert files.lost() == []
+    assert files.describe_lost() == []

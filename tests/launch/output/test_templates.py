@@ -32,15 +32,15 @@ def test_template_is_filled_with_what_is_known_of_the_rank(template, expected):
 REFUSED = {
     "unknown field": (
         {"stdout": "{rnak}.log"},
-        r"--stdout '\{rnak\}.log': no field \{rnak\}; there are \{rank\} \{local_rank\}",
+        r"--stdout '\{rnak\}.log': no field \{rnak\}\. Use \{rank\} \{local_rank\}",
     ),
-    "number": ({"stderr": "{}.log"}, r"--stderr .*: no field \{\}; there are"),
+    "number": ({"stderr": "{}.log"}, r"--stderr .*: no field \{\}\. Use"),
     "attribute": ({"stdout": "{rank.real}"}, r"--stdout .*: no field \{rank.real\}"),
     "item": ({"stdout": "{rank[0]}"}, r"--stdout .*: no field \{rank\[0\]\}"),
-    "brace": ({"stdout": "{rank"}, r"--stdout '\{rank' cannot be filled in: .*; a brace itself is \{\{ or \}\}"),
+    "brace": ({"stdout": "{rank"}, r"--stdout '\{rank' cannot be filled in: .*\. Write a brace itself as \{\{ or \}\}"),
     "format": ({"stdout": "{rank:x9y}"}, r"--stdout .* cannot be filled in: "),
     "field in a format": ({"stdout": "{rank:{width}}"}, r"--stdout .* cannot be filled in: "),
-    "no name": ({"stdout": ""}, r"--stdout must name a file, got ''; leave it out"),
+    "no name": ({"stdout": ""}, r"--stdout must name a file, got ''\. Remove --stdout"),
     "folder": ({"stderr": "logs/"}, r"--stderr must name a file, got 'logs/'"),
     "prefix": ({"prefix": "[{rnk}] "}, r"--prefix '\[\{rnk\}\] ': no field \{rnk\}"),
     "prefix of two lines": ({"prefix": "a\nb"}, r"--prefix must be one line, got 'a\\nb'"),
@@ -83,14 +83,14 @@ def test_log_ranks_are_global_ranks(text, expected):
 
 BAD_RANKS = {
     "empty": ("", r"must be ranks as in 0,8-15, or all, or none, got ''"),
-    "letters": ("0,x", r"must be ranks .* got '0,x'; see 'x'"),
+    "letters": ("0,x", r"must be ranks .* got '0,x'\. Correct 'x'"),
     "negative": ("-1", r"must be ranks "),
     "spaces in a range": ("2 - 3", r"must be ranks "),
-    "too high": ("0,16", r"'0,16': there is no rank 16; the ranks are 0 to 15"),
+    "too high": ("0,16", r"'0,16': there is no rank 16\. Use ranks from 0 to 15"),
     "range too high": ("8-16", r"'8-16': there is no rank 16"),
     "huge range": ("0-999999999", r".*there is no rank 999999999"),
-    "backwards": ("5-3", r"'5-3': 5-3 goes backwards; write 3-5"),
-    "empty part": ("1,,2", r"must be ranks .*; see ''"),
+    "backwards": ("5-3", r"'5-3': 5-3 goes backwards\. Write 3-5"),
+    "empty part": ("1,,2", r"must be ranks .*\. Correct ''"),
 }
 
 

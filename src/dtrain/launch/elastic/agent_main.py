@@ -1,7 +1,7 @@
-"""A program, run by the supervisor: ``python program.py REQUEST`` is torch's elastic agent of one node. Imports torch.
+"""Run torch's elastic agent of one node: ``python agent_main.py REQUEST``, started by the supervisor. Imports torch.
 
-It exits with the code of the rank that failed first on this node, 128 + signal when that was killed or this program told to
-end, and says so in one line.
+The exit code is the exit code of the rank that failed first on this node. If a signal killed that rank or ended this program,
+the exit code is 128 + signal. The program prints one line about the failure.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    del sys.path[0]  # this file's folder: its modules must not shadow anybody's
+    # Modules in this file's folder must not shadow modules of the program.
+    del sys.path[0]
 
 import contextlib
 import json
@@ -32,18 +33,22 @@ from dtrain.launch.failure import shell_exit_code, signal_name
 from dtrain.launch.host_resources import core_count
 from dtrain.launch.nodes.addresses import find_interface, resolve_address
 
-_JOIN_TIMEOUT_S = 900  # for the nodes to come together, as in torchrun
-_KEEP_ALIVE_S = 2  # between signs of life of a node; it is lost when three of them are missing
+# seconds until all nodes have joined the rendezvous, as in torchrun
+_JOIN_TIMEOUT_S = 900
+# seconds between keep-alives of a node; torch drops the node after three missing keep-alives
+_KEEP_ALIVE_S = 2
 
 
 def main() -> int:
-    """Run the ranks of this node until the job is over, and return the exit code."""
+    """Run the ranks of this node until the job ends, and return the exit code."""
     request = ElasticRequest.parse(sys.argv[1])
     for variable in (launch_protocol.HEARTBEAT_FD, launch_protocol.DUMP_REQUEST_FD):
-        os.environ.pop(variable, None)  # the pipes are this program's, and ranks do not inherit them
+        # The pipes belong to this program. Ranks do not inherit them.
+        os.environ.pop(variable, None)
     for name in list(logging.root.manager.loggerDict):
         if name.startswith("torch.distributed.elastic"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what matters of it is said below, in a line
+            # This program prints one line about a failure itself.
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     try:
         own = _local_address(request.elastic.endpoint)
         os.environ.update(_environment(request, own))
@@ -51,15 +56,14 @@ def main() -> int:
     except ChildFailedError as error:
         return _report_failure(error.failures, Path(request.run_dir))
     except SignalException as error:
-        _print_line(f"told to end by {signal_name(error.sigval)}; ranks ended")
+        _print_line(f"ended by {signal_name(error.sigval)}; ranks ended")
         return 128 + int(error.sigval)
     except (RendezvousError, OSError, TimeoutError, RuntimeError) as error:
-        cause = error.__cause__ or error  # torch's own error only says that there was one
-        said = error.strerror if isinstance(error, OSError) and error.strerror else str(cause)
-        what = " ".join(said.split("\n")[0].split()) or type(cause).__name__
-        _print_line(
-            f"the meeting of nodes at {request.elastic.endpoint} failed: {what}; is that address right, and does its node run?"
-        )
+        # torch's own error does not contain the cause.
+        cause = error.__cause__ or error
+        text = error.strerror if isinstance(error, OSError) and error.strerror else str(cause)
+        reason = " ".join(text.split("\n")[0].split()) or type(cause).__name__
+        _print_line(f"the rendezvous of nodes at {request.elastic.endpoint} failed: {reason}. Check the address and its node.")
         return 1
     return 0
 
@@ -85,20 +89,22 @@ def _launch_config(request: ElasticRequest, own: str) -> LaunchConfig:
         "log_line_prefix_template": "[rank ${rank}] ",
         "shutdown_timeout": int(request.grace_s),
     }
-    known = {field.name for field in fields(LaunchConfig)}  # the last one is not in every version
+    # "shutdown_timeout" is missing in some versions of torch.
+    known = {field.name for field in fields(LaunchConfig)}
     return LaunchConfig(**{name: value for name, value in settings.items() if name in known})
 
 
 def _worker_command(request: ElasticRequest) -> list[str]:
     target = request.target
-    return [os.fspath(Path(__file__).with_name("worker.py")), json.dumps([target.kind, target.name, target.args])]
+    return [os.fspath(Path(__file__).with_name("worker_main.py")), json.dumps([target.kind, target.name, target.args])]
 
 
 def _environment(request: ElasticRequest, own: str) -> dict[str, str]:
-    """What the ranks have besides what torch sets for each of them; a setting of the user's stays."""
+    """Return the variables that ranks get besides the variables set by torch; settings of the user have precedence."""
     interface = find_interface(own)
     ours = {
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",  # ranks get a store of their own: one that failed ranks used is not reused
+        # Each attempt gets a store of its own: the store of failed ranks must not be reused.
+        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         launch_protocol.RUN_DIR: request.run_dir,
         "PYTHONUNBUFFERED": "1",
     }
@@ -108,16 +114,17 @@ def _environment(request: ElasticRequest, own: str) -> dict[str, str]:
 
 
 def _local_address(endpoint: str) -> str:
-    """The address of this node by which it reaches the endpoint: where the others reach it, too."""
+    """Return the address of this node on the route to the endpoint, where other nodes reach this node, too."""
     host, _, port = endpoint.rpartition(":")
     family, target = resolve_address(host.strip("[]"), int(port))[0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting such a socket sends nothing
+    # Connecting a datagram socket sends nothing.
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         return str(probe.getsockname()[0])
 
 
 def _should_host_rendezvous(endpoint: str) -> bool:
-    """Whether the endpoint is on this node, and nobody serves it yet: a name is compared by torch only as a text."""
+    """Return True if the endpoint is on this node and its port is free; torch only compares host names as text."""
     host, _, port = endpoint.rpartition(":")
     with contextlib.suppress(OSError):
         family, target = resolve_address(host.strip("[]"), int(port))[0]
@@ -129,21 +136,28 @@ def _should_host_rendezvous(endpoint: str) -> bool:
 
 
 def _report_failure(failures: dict[int, ProcessFailure], run_dir: Path) -> int:
-    """Name the rank that failed first on this node: by its own record, which tells when; else by torch's whole seconds."""
+    """Print the rank that failed first on this node, and return its exit code.
+
+    Failure records contain exact times. Without records the order comes from torch's whole seconds.
+    """
     if all(failure.exitcode == launch_protocol.PREEMPTED_EXIT_CODE for failure in failures.values()):
         return launch_protocol.PREEMPTED_EXIT_CODE
     records = {rank: launch_protocol.RankFailure.read(launch_protocol.failure_file(run_dir, rank)) for rank in failures}
     found = {rank: record for rank, record in records.items() if record is not None}
-    asked = -signal.SIGTERM  # how torch's agent ends the others
+    # torch's agent ends the other ranks with SIGTERM.
+    ended_by_agent = -signal.SIGTERM
     silent = [
-        rank for rank in failures if rank not in found and failures[rank].exitcode < 0 and failures[rank].exitcode != asked
+        rank
+        for rank in failures
+        if rank not in found and failures[rank].exitcode < 0 and failures[rank].exitcode != ended_by_agent
     ]
-    if silent or not found:  # killed: no record could be written, and the others failed because of it
+    # A killed rank writes no record, and the other ranks fail because of the killed rank.
+    if silent or not found:
         first = min(silent or failures, key=lambda rank: (failures[rank].timestamp, rank))
     else:
         first = min(found, key=lambda rank: (found[rank].at, rank))
     failure, record = failures[first], found.get(first)
-    how = (
+    outcome = (
         f"was killed by {signal_name(-failure.exitcode)}"
         if failure.exitcode < 0
         else f"failed with exit code {failure.exitcode}"
@@ -151,7 +165,7 @@ def _report_failure(failures: dict[int, ProcessFailure], run_dir: Path) -> int:
     message = "" if record is None else next(iter(record.message.strip().splitlines()), "")
     why = "" if record is None else f": {record.error_type}" + (f": {message[:300]}" if message else "")
     _print_line(
-        f"rank {first} on {socket.gethostname()} {how} (pid {failure.pid}){why}; the other ranks of this node were ended"
+        f"rank {first} on {socket.gethostname()} {outcome} (pid {failure.pid}){why}; the other ranks of this node were ended"
     )
     return shell_exit_code(failure.exitcode)
 
@@ -163,4 +177,5 @@ def _print_line(line: str) -> None:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
-    os._exit(code)  # torch's background threads may hold up an orderly end
+    # torch's background threads may delay a normal exit.
+    os._exit(code)

@@ -1,4 +1,4 @@
-"""What the program that runs torch's agent is told, on its command line. Imports no torch."""
+"""Describe the ranks of one elastic node on the command line of the program that runs torch's agent. Imports no torch."""
 
 from __future__ import annotations
 
@@ -15,19 +15,29 @@ from dtrain.launch.topology import ElasticConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ElasticRequest:
-    """Which ranks are to run, and where the nodes meet."""
+    """Settings of the program that runs torch's elastic agent of one node.
+
+    Attributes:
+        elastic: the rendezvous, and the number of nodes and ranks.
+        target: the program that ranks run.
+        run_dir: folder of the launch.
+        max_restarts: restarts of the ranks after a failure.
+        grace_s: seconds between SIGTERM and SIGKILL.
+        threads: ``OMP_NUM_THREADS`` of the user; empty if unset.
+        last_call_s: seconds to wait for further nodes once the minimum has joined.
+    """
 
     elastic: ElasticConfig
     target: Target
     run_dir: str
     max_restarts: int
-    grace_s: float  # between SIGTERM and SIGKILL, when the program is told to end
-    threads: str = ""  # OMP_NUM_THREADS as the user has given it
-    last_call_s: int = 30  # for more nodes to come when the smallest number of them is there
+    grace_s: float
+    threads: str = ""
+    last_call_s: int = 30
 
     @classmethod
     def from_plan(cls, plan: LaunchPlan, elastic: ElasticConfig, *, threads: str = "") -> ElasticRequest:
-        """What ``plan`` says, as far as torch's agent can do it."""
+        """Build the request from the settings of ``plan`` that torch's agent supports."""
         return cls(
             elastic=elastic,
             target=plan.target,
@@ -39,7 +49,7 @@ class ElasticRequest:
 
     @classmethod
     def parse(cls, text: str) -> ElasticRequest:
-        """The opposite of ``encode``."""
+        """Parse the text that ``encode`` returns."""
         record = json.loads(text)
         target = Target(**{**record["target"], "args": tuple(record["target"]["args"])})
         return cls(**{**record, "elastic": ElasticConfig(**record["elastic"]), "target": target})
@@ -49,26 +59,27 @@ class ElasticRequest:
 
 
 def build_agent_command(request: ElasticRequest) -> list[str]:
-    """The command line of the program. It exits as ``dtrain launch`` does, and writes the summary line itself."""
-    return [sys.executable, os.fspath(Path(__file__).with_name("program.py")), request.encode()]
+    """Return the command of the program, which prints the summary line and exits with the exit code of ``dtrain launch``."""
+    return [sys.executable, os.fspath(Path(__file__).with_name("agent_main.py")), request.encode()]
 
 
 def make_elastic_plan(plan: LaunchPlan, elastic: ElasticConfig, *, threads: str) -> LaunchPlan:
-    """``plan`` as the launch of a single program, torch's agent, which does what was planned.
+    """Return ``plan`` as the launch of one program, torch's elastic agent.
 
     Raises:
-        ConfigError: the plan has what torch's agent cannot do.
+        ConfigError: the plan has an option that torch's agent does not support.
     """
     if plan.hang_timeout_s is not None or plan.output.shown is not None:
         option = "--hang-timeout" if plan.hang_timeout_s is not None else "--log-ranks"
         raise ConfigError(
-            f"launch: {option} is not for --rdzv-endpoint, whose ranks torch's own agent looks after; leave it out"
+            f"launch: {option} must not be set with --rdzv-endpoint, because torch's own agent runs the ranks. Remove {option}."
         )
     program, *args = build_agent_command(ElasticRequest.from_plan(plan, elastic, threads=threads))
     return replace(
         plan,
         target=Target(kind="command", name=program, args=tuple(args)),
-        layout=NodeLayout(nproc=1, world_size=1, nodes=elastic.max_nodes + 1),  # more than one: nothing is kept on loopback
+        # More than one node, so that no address is limited to loopback.
+        layout=NodeLayout(nproc=1, world_size=1, nodes=elastic.max_nodes + 1),
         max_restarts=0,
         reports_own_exit=True,
     )

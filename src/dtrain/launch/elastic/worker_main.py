@@ -1,6 +1,6 @@
-"""What torch's agent starts as a rank: names the file for the rank's failure record, and becomes the rank.
+"""Start one rank under torch's elastic agent: set the path of the rank's failure record, then execute the rank's program.
 
-Only here is the rank known: torch's agent numbers the ranks anew whenever nodes come or go.
+torch's agent assigns new ranks whenever nodes join or leave, so the rank is known only in this process.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    del sys.path[0]  # this file's folder: its modules must not shadow anybody's
+    # Modules in this file's folder must not shadow modules of the program.
+    del sys.path[0]
 
 import json
 import os
@@ -21,7 +22,8 @@ from dtrain.launch.launch_plan import Target, build_rank_command
 def main() -> None:
     kind, name, args = json.loads(sys.argv[1])
     record = launch_protocol.failure_file(Path(os.environ[launch_protocol.RUN_DIR]), int(os.environ[launch_protocol.RANK]))
-    record.unlink(missing_ok=True)  # an earlier rank of this number left it
+    # An earlier attempt of this rank may have written the file.
+    record.unlink(missing_ok=True)
     os.environ[launch_protocol.FAILURE_FILE] = os.fspath(record)
     command = build_rank_command(Target(kind=kind, name=name, args=tuple(args)))
     os.execv(command[0], command)

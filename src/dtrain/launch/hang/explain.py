@@ -1,6 +1,6 @@
-"""Why a job hangs, in at most twelve lines, from all that is known about its ranks. Pure.
+"""Explain in at most twelve lines why a job hangs, and format the full report. No side effects, except for writing the report.
 
-The whole about a hang in one file: the message, the groups' last collectives rank by rank, and all stacks."""
+The report has the explanation, the last collectives of each process group by rank, and all stacks."""
 
 from __future__ import annotations
 
@@ -23,41 +23,53 @@ from dtrain.launch.hang.rank_records import (
     short_location,
 )
 
-_MAX_LINES_PER_KIND = 3  # lines of one kind
+_MAX_LINES_PER_KIND = 3
 _MAX_RANKS_NAMED = 8
-_MAX_LOCATION_CHARS = 200  # characters of a place in the program: a path may be long, and the end of it says most
-_STOPPED, _IN_KERNEL = ("T", "t"), "D"  # letters of /proc/PID/stat
+# A path may be long, and its end is the most useful part.
+_MAX_LOCATION_CHARS = 200  # characters
+# State letters in /proc/PID/stat.
+_STOPPED, _IN_KERNEL = ("T", "t"), "D"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankEvidence:
-    """What is known about one rank of this node."""
+    """Facts about one rank of this node, from the launcher and from the rank's own record.
+
+    Attributes:
+        rank: the global rank.
+        pid: the process; None after its end.
+        progress: the last reported progress; None before ``init_dist``'s block.
+        silent_s: seconds between the last progress and the query.
+        exit_code: exit code, negative for a signal; None while the process runs.
+        exit_code_after_query: exit code of a process that exited during the query, which did not cause the hang.
+        state: state letter of the process in ``/proc``.
+        record: the rank's own record; None if unreadable.
+        stacks: output of faulthandler.
+    """
 
     rank: int
     pid: int | None = None
-    progress: RankProgress | None = None  # what it reported; None: it has not come to init_dist's block
-    silent_s: float | None = None  # since then, when it was asked
-    exit_code: int | None = None  # its exit code, a signal as a negative number
-    exit_code_after_query: int | None = (
-        None  # the same, of one that ended only when it was asked: that is not what was the matter with it
-    )
-    state: str = ""  # the letter of its process in /proc
-    record: RankRecord | None = None  # what it wrote down
-    stacks: str = ""  # what faulthandler wrote
+    progress: RankProgress | None = None
+    silent_s: float | None = None
+    exit_code: int | None = None
+    exit_code_after_query: int | None = None
+    state: str = ""
+    record: RankRecord | None = None
+    stacks: str = ""
 
     @property
     def is_gone(self) -> bool:
-        """Whether nothing is expected of it any more."""
+        """Return True if the rank exited or left ``init_dist``'s block."""
         return self.exit_code is not None or (self.progress is not None and self.progress.phase == "closed")
 
     @property
     def is_past_block(self) -> bool:
-        """Return True if its process runs on after ``init_dist``'s block."""
+        """Return True if the process still runs after ``init_dist``'s block."""
         return self.is_gone and self.exit_code is None
 
     @property
     def is_leaving(self) -> bool:
-        """Whether it waits for the others at the end of init_dist's block."""
+        """Return True if the rank waits for the other ranks at the end of ``init_dist``'s block."""
         return self.progress is not None and self.progress.phase == "leaving"
 
     @property
@@ -66,7 +78,7 @@ class RankEvidence:
 
     @property
     def passed(self) -> int:
-        """How many points of progress it has passed: its own count is newer than what it reported."""
+        """Number of progress points that the rank passed. The rank's own record is newer than the reported progress."""
         reported = self.progress.passed if self.progress is not None else 0
         return max(reported, self.record.passed) if self.record is not None else reported
 
@@ -77,41 +89,44 @@ class RankEvidence:
 
 
 def explain_stall(evidence: Collection[RankEvidence], *, world_size: int, timeout_s: float | None, report: Path) -> list[str]:
-    """The message: one line that names the rank that stopped and why, then indented ones with what is known.
+    """Explain a stall: one line with the rank that stopped and the reason, then indented lines with details.
 
     Args:
-        evidence: one for each rank of this node.
-        world_size: ranks of the whole job.
-        timeout_s: how long there was no progress. None: somebody has asked, so it is what was heard of those ranks last.
-        report: the file with the whole.
+        evidence: facts about each rank of this node.
+        world_size: number of ranks in the job.
+        timeout_s: seconds without progress; None for a query by a user, which reports the time since the last progress.
+        report: path of the full report.
     """
-    by_rank = {one.rank: one for one in sorted(evidence, key=lambda one: one.rank)}
-    stops = find_stalled({rank: one.record for rank, one in by_rank.items() if one.record is not None and not one.is_gone})
+    by_rank = {item.rank: item for item in sorted(evidence, key=lambda item: item.rank)}
+    stops = find_stalled({rank: item.record for rank, item in by_rank.items() if item.record is not None and not item.is_gone})
     culprits, reason = _find_culprits(by_rank, stops)
-    who = f"{format_ranks(culprits)} of {world_size}"
-    quiet = f" for {timeout_s:g} s" if timeout_s is not None else _format_silence(by_rank, culprits)
-    what = "asked" if timeout_s is None else "hang"
-    lines = [f"dtrain: launch: {what}: {who} {reason.format(time=quiet)}; see {report}"]
-    after = not any(not one.is_gone for one in by_rank.values())  # the block: no rank is inside
+    subject = f"{format_ranks(culprits)} of {world_size}"
+    duration = f" for {timeout_s:g} s" if timeout_s is not None else _format_silence(by_rank, culprits)
+    kind = "asked" if timeout_s is None else "hang"
+    lines = [f"dtrain: launch: {kind}: {subject} {reason.format(time=duration)}; see {report}"]
+    # No rank is inside init_dist's block any more.
+    after = not any(not item.is_gone for item in by_rank.values())
     lines += _indent_first(
-        _group_locations([one for rank in culprits if not (one := by_rank[rank]).is_gone or (after and one.is_past_block)])
+        _group_locations([item for rank in culprits if not (item := by_rank[rank]).is_gone or (after and item.is_past_block)])
     )
     lines += _indent_first(_describe_stall(stop, by_rank, hang=timeout_s is not None) for stop in stops)
-    lines += _indent_first(_group_locations([one for rank, one in by_rank.items() if rank not in culprits and not one.is_gone]))
+    lines += _indent_first(
+        _group_locations([item for rank, item in by_rank.items() if rank not in culprits and not item.is_gone])
+    )
     return ["".join(c if c.isprintable() else "?" for c in line) for line in lines]
 
 
 def _find_culprits(by_rank: Mapping[int, RankEvidence], stops: Sequence[StalledCollective]) -> tuple[list[int], str]:
-    """The ranks that stopped and what is the matter with them. What is seen from outside is most certain and comes first."""
-    here = [one for one in by_rank.values() if not one.is_gone]
+    """Return the ranks that caused the stall and the reason. Evidence from outside the process is most certain."""
+    here = [item for item in by_rank.values() if not item.is_gone]
     for ranks, reason in (
         (_ranks_past_block(by_rank.values(), here), "did not end after init_dist's block, no progress{time}"),
         (_exited_ranks(by_rank.values(), here), "ended while the others went on, no progress{time}"),
-        ([one.rank for one in here if one.is_stopped], "made no progress{time} (stopped, as by SIGSTOP)"),
+        ([item.rank for item in here if item.is_stopped], "made no progress{time} (stopped, as by SIGSTOP)"),
         (_early_ranks(here), "returned early, to the end of init_dist's block, no progress{time}"),
-        ([one.rank for one in here if one.progress is None], "never came to init_dist's block, no progress{time}"),
+        ([item.rank for item in here if item.progress is None], "never came to init_dist's block, no progress{time}"),
         (
-            [one.rank for one in here if one.state == _IN_KERNEL],
+            [item.rank for item in here if item.state == _IN_KERNEL],
             "made no progress{time} (in the kernel: disk or driver)",
         ),
         (_silent_ranks(here), "made no progress{time} (no answer: something holds the interpreter)"),
@@ -122,42 +137,43 @@ def _find_culprits(by_rank: Mapping[int, RankEvidence], stops: Sequence[StalledC
     ):
         if ranks:
             return ranks, reason
-    return [one.rank for one in here], "made no progress{time}"
+    return [item.rank for item in here], "made no progress{time}"
 
 
 def _format_silence(by_rank: Mapping[int, RankEvidence], culprits: Collection[int]) -> str:
-    """Since when nothing was heard of these ranks; of all, when it is not known of these."""
-    known = {rank: one.silent_s for rank, one in by_rank.items() if one.silent_s is not None and not one.is_gone}
+    """Format the time since the last progress of ``culprits``, or of all ranks if no time is known for ``culprits``."""
+    known = {rank: item.silent_s for rank, item in by_rank.items() if item.silent_s is not None and not item.is_gone}
     least = min((known[rank] for rank in (known.keys() & set(culprits)) or known), default=None)
     return "" if least is None else f" for {least:.1f} s"
 
 
 def _ranks_past_block(everyone: Collection[RankEvidence], here: Sequence[RankEvidence]) -> list[int]:
-    """Return those that have left ``init_dist``'s block and run on, if no rank is inside."""
-    return [] if here else [one.rank for one in everyone if one.is_past_block]
+    """Return the ranks that run on after ``init_dist``'s block, if no rank is inside the block."""
+    return [] if here else [item.rank for item in everyone if item.is_past_block]
 
 
 def _exited_ranks(everyone: Collection[RankEvidence], here: Sequence[RankEvidence]) -> list[int]:
-    """Those that are gone, when others are still at work: at the end of the job all leave, one before the other."""
-    return [one.rank for one in everyone if one.is_gone] if any(not one.is_leaving for one in here) else []
+    """Return the ranks that exited while other ranks still work. At the end of a job all ranks exit, one after another."""
+    return [item.rank for item in everyone if item.is_gone] if any(not item.is_leaving for item in here) else []
 
 
 def _early_ranks(here: Sequence[RankEvidence]) -> list[int]:
-    """Those at the end of the block, when the others wait inside it for other ranks, and not for something of their own."""
-    inside = [one for one in here if not one.is_leaving]
-    told = any(one.record is not None for one in here)  # if nobody was asked, waiting is what one would expect
-    waiting = all(one.record.is_waiting if one.record is not None else not told for one in inside)
-    return [one.rank for one in here if one.is_leaving] if inside and waiting else []
+    """Return the ranks at the end of the block, if all other ranks wait inside the block for a collective."""
+    inside = [item for item in here if not item.is_leaving]
+    # Without records, assume that the other ranks wait.
+    has_records = any(item.record is not None for item in here)
+    waiting = all(item.record.is_waiting if item.record is not None else not has_records for item in inside)
+    return [item.rank for item in here if item.is_leaving] if inside and waiting else []
 
 
 def _silent_ranks(here: Sequence[RankEvidence]) -> list[int]:
-    """Those that wrote nothing down, when others did."""
-    silent = [one.rank for one in here if one.record is None]
+    """Return the ranks without a record, if other ranks wrote a record."""
+    silent = [item.rank for item in here if item.record is None]
     return silent if len(silent) < len(here) else []
 
 
 def _mismatched_ranks(stops: Sequence[StalledCollective]) -> list[int]:
-    """The smaller part of those that disagree about a collective."""
+    """Return the minority of the ranks that disagree about a collective."""
     for stop in stops:
         if stop.mismatched:
             return sorted(stop.waiting if len(stop.waiting) < len(stop.mismatched) else stop.mismatched)
@@ -165,86 +181,89 @@ def _mismatched_ranks(stops: Sequence[StalledCollective]) -> list[int]:
 
 
 def _missing_ranks(stops: Sequence[StalledCollective], *, wait: bool) -> list[int]:
-    """Those that others wait for, and that themselves ``wait`` for others or do not."""
+    """Return the ranks that other ranks wait for, limited to ranks that wait themselves (``wait``) or to ranks that do not."""
     waiting = {rank for stop in stops if stop.missing for rank in stop.waiting}
     return sorted({rank for stop in stops for rank in stop.missing if (rank in waiting) == wait})
 
 
 def _slowest_ranks(here: Sequence[RankEvidence]) -> list[int]:
-    least = min((one.passed for one in here), default=0)
-    behind = [one.rank for one in here if one.passed == least]
+    least = min((item.passed for item in here), default=0)
+    behind = [item.rank for item in here if item.passed == least]
     return behind if len(behind) < len(here) else []
 
 
 def _describe_stall(stop: StalledCollective, by_rank: Mapping[int, RankEvidence], *, hang: bool) -> str:
-    what, group = stop.collective, f"of group {stop.group.name}"
+    pending, group = stop.collective, f"of group {stop.group.name}"
     waiting = f"{format_ranks(stop.waiting)} {_conjugate(stop.waiting, 'wait')}"
     if stop.mismatched:
         rank, other = min(stop.mismatched.items())
-        ours, theirs = f"{what.op} {list(what.sizes)}", f"{format_ranks([rank])} {other.op} {list(other.sizes)}"
+        ours, theirs = f"{pending.op} {list(pending.sizes)}", f"{format_ranks([rank])} {other.op} {list(other.sizes)}"
         run = _conjugate(stop.waiting, "run")
-        return f"as collective #{what.number} {group} {format_ranks(stop.waiting)} {run} {ours}, but {theirs}"
+        return f"as collective #{pending.number} {group} {format_ranks(stop.waiting)} {run} {ours}, but {theirs}"
     if stop.missing:
         have = "has" if len(stop.missing) == 1 else "have"
         where = _common_location(stop.missing, by_rank)
-        return f"{format_ranks(stop.missing)} {have} not entered {what} {group}, where {waiting}{where}"
+        return f"{format_ranks(stop.missing)} {have} not entered {pending} {group}, where {waiting}{where}"
     gone = [rank for rank in stop.unknown if rank in by_rank and by_rank[rank].is_gone]
     mute = [rank for rank in stop.unknown if rank in by_rank and not by_rank[rank].is_gone]
     if gone or mute:
         ended = f"; {format_ranks(gone)} ended" if gone else ""
         silent = f"; {format_ranks(mute)} wrote nothing down" if mute else ""
-        return f"{waiting} in {what} {group}{ended}{silent}"
+        return f"{waiting} in {pending} {group}{ended}{silent}"
     if stop.unknown:
-        return f"{waiting} in {what} {group} for ranks of other nodes; see what their launchers say"
-    doubt = ": is the network between them sound?" if hang else ""  # who has only asked has caught it in passing
-    return f"{waiting} in {what} {group}, and all its ranks have come{doubt}"
+        return f"{waiting} in {pending} {group} for ranks of other nodes; see what their launchers say"
+    # A query by a user may see a collective in transit.
+    doubt = ": is the network between them sound?" if hang else ""
+    return f"{waiting} in {pending} {group}, and all its ranks have come{doubt}"
 
 
 def _common_location(ranks: Collection[int], by_rank: Mapping[int, RankEvidence]) -> str:
-    """In which line of the program they are, when it is the same for all: another line of the message has the path."""
-    places = {short_location(by_rank[rank].stacks) for rank in ranks}
-    place = places.pop() if len(places) == 1 else None
-    return "" if place is None else f"; {'it is' if len(ranks) == 1 else 'they are'} in {place}"
+    """Return the source line of ``ranks`` if the line is the same for all ranks; another line of the message has the path."""
+    locations = {short_location(by_rank[rank].stacks) for rank in ranks}
+    location = locations.pop() if len(locations) == 1 else None
+    return "" if location is None else f"; {'it is' if len(ranks) == 1 else 'they are'} in {location}"
 
 
-def _describe_location(one: RankEvidence) -> str:
-    """Where a rank stands: in the program, and as its last point of progress."""
-    frame = find_user_frame(one.stacks)
-    where = (
+def _describe_location(evidence: RankEvidence) -> str:
+    """Describe the location of a rank: its source line and its last progress point."""
+    frame = find_user_frame(evidence.stacks)
+    location = (
         ("..." + frame[-_MAX_LOCATION_CHARS:] if len(frame) > _MAX_LOCATION_CHARS else frame)
         if frame is not None
         else "its stack is not known"
     )
-    later = "" if one.record is not None else " or later"  # not every point is reported
-    doing = f" ({one.doing}, point of progress {one.passed}{later})" if one.doing else ""
-    died = (
-        f"; it ended when it was asked ({describe_exit(one.exit_code_after_query)})"
-        if one.exit_code_after_query is not None
+    # Without a record, only the reported progress points are known.
+    later = "" if evidence.record is not None else " or later"
+    activity = f" ({evidence.doing}, point of progress {evidence.passed}{later})" if evidence.doing else ""
+    exited = (
+        f"; it ended when it was asked ({describe_exit(evidence.exit_code_after_query)})"
+        if evidence.exit_code_after_query is not None
         else ""
     )
-    return f"{where}{doing}{died}"
+    return f"{location}{activity}{exited}"
 
 
 def _group_locations(ranks: Iterable[RankEvidence]) -> list[str]:
-    """Where ranks stand, those together that stand in the same place, and the odd ones first: they are looked for."""
-    places: dict[str, list[int]] = {}
-    for one in ranks:
-        places.setdefault(_describe_location(one), []).append(one.rank)
-    return [f"{format_ranks(there)}: {place}" for place, there in sorted(places.items(), key=lambda item: len(item[1]))]
+    """List the locations of ``ranks``. Ranks at the same location share a line, and the smallest groups come first."""
+    by_location: dict[str, list[int]] = {}
+    for evidence in ranks:
+        by_location.setdefault(_describe_location(evidence), []).append(evidence.rank)
+    ordered = sorted(by_location.items(), key=lambda item: len(item[1]))
+    return [f"{format_ranks(members)}: {location}" for location, members in ordered]
 
 
 def _indent_first(lines: Iterable[str]) -> list[str]:
-    """Some of the lines, indented."""
-    shown = [f"  {line}" for line in lines]
+    """Indent the first ``_MAX_LINES_PER_KIND`` lines, and count the omitted lines in the last line."""
+    indented = [f"  {line}" for line in lines]
     return (
-        shown
-        if len(shown) <= _MAX_LINES_PER_KIND
-        else [*shown[: _MAX_LINES_PER_KIND - 1], f"  ... and {len(shown) - _MAX_LINES_PER_KIND + 1} more like these"]
+        indented
+        if len(indented) <= _MAX_LINES_PER_KIND
+        else [*indented[: _MAX_LINES_PER_KIND - 1], f"  ... and {len(indented) - _MAX_LINES_PER_KIND + 1} more like these"]
     )
 
 
 def format_ranks(ranks: Collection[int]) -> str:
-    """``rank 1``, ``ranks 0, 2``, or ``ranks 0, 1, 2 and 61 more``."""
+    """Format ranks as ``rank 1``, ``ranks 0, 2``, or ``ranks 0, 1, 2 and 61 more``."""
     first = sorted(ranks)[:_MAX_RANKS_NAMED]
     more = f" and {len(ranks) - len(first)} more" if len(ranks) > len(first) else ""
     return f"rank{'s' if len(ranks) != 1 else ''} {', '.join(map(str, first))}{more}"
@@ -255,13 +274,13 @@ def _conjugate(ranks: Collection[int], verb: str) -> str:
 
 
 def write_hang_report(path: Path, lines: Collection[str], evidence: Collection[RankEvidence], *, queried_at: float) -> None:
-    """Write the report to ``path``, atomically; a folder that is gone or a full disk costs the report only.
+    """Write the report to ``path`` atomically. If the folder is gone or the disk is full, no report is written.
 
     Args:
-        path: the file.
-        lines: the message, which comes first, up to an empty line.
-        evidence: what it rests on.
-        queried_at: when the ranks were asked, in seconds since 1970.
+        path: path of the report.
+        lines: explanation, the first paragraph of the report.
+        evidence: facts about each rank of this node.
+        queried_at: time of the query, in seconds since 1970.
     """
     text = "\n".join(
         (*lines, "", f"as of {format_time(queried_at)}", "", *_format_groups(evidence), *_format_ranks_section(evidence), "")
@@ -273,33 +292,35 @@ def write_hang_report(path: Path, lines: Collection[str], evidence: Collection[R
 
 
 def format_time(at: float) -> str:
-    """A time in seconds since 1970, as a reader wants it: this machine's clock."""
+    """Format a time in seconds since 1970 in the local time zone."""
     return datetime.fromtimestamp(at).astimezone().isoformat(sep=" ", timespec="seconds")
 
 
 def extract_message(report: str) -> str:
-    """The message with which a report begins."""
+    """Return the explanation, which is the first paragraph of a report."""
     return report.partition("\n\n")[0]
 
 
 def _format_groups(evidence: Collection[RankEvidence]) -> Iterator[str]:
-    """Each group, and where each of its ranks is in it."""
-    records = {one.rank: one.record for one in evidence if one.record is not None}
+    """Yield each process group and the last collectives of its ranks."""
+    records = {item.rank: item.record for item in evidence if item.record is not None}
     groups: dict[CollectiveGroup, dict[int, GroupHistory]] = {}
     for rank, record in sorted(records.items()):
         for group, history in record.histories.items():
             groups.setdefault(group, {})[rank] = history
-    for group, told in sorted(groups.items(), key=lambda item: (item[0].id, item[0].backend)):
+    for group, by_rank in sorted(groups.items(), key=lambda item: (item[0].id, item[0].backend)):
         yield f"group {group.name} ({group.backend}): {format_ranks(group.ranks)}"
         for rank in group.ranks:
-            yield f"  rank {rank}: {_format_history(told[rank]) if rank in told else _format_missing_history(rank, records)}"
+            text = _format_history(by_rank[rank]) if rank in by_rank else _format_missing_history(rank, records)
+            yield f"  rank {rank}: {text}"
         yield ""
 
 
 def _format_history(history: GroupHistory) -> str:
-    """The last collective that is done, and those that wait."""
-    waiting = [str(one) for _, one in sorted(history.collectives.items()) if one.waits]
-    done = [str(one) for _, one in sorted(history.collectives.items()) if not one.waits]
+    """Format the last completed collective and the pending collectives."""
+    issued = [collective for _, collective in sorted(history.collectives.items())]
+    waiting = [str(collective) for collective in issued if collective.waits]
+    done = [str(collective) for collective in issued if not collective.waits]
     return f"last done {done[-1] if done else 'not known'}" + (f"; waits in {', '.join(waiting)}" if waiting else "")
 
 
@@ -308,35 +329,35 @@ def _format_missing_history(rank: int, records: Mapping[int, object]) -> str:
 
 
 def _format_ranks_section(evidence: Collection[RankEvidence]) -> Iterator[str]:
-    for one in sorted(evidence, key=lambda one: one.rank):
-        yield f"rank {one.rank}: {', '.join(_describe_state(one))}"
-        for group, history in one.record.histories.items() if one.record is not None else ():
+    for item in sorted(evidence, key=lambda item: item.rank):
+        yield f"rank {item.rank}: {', '.join(_describe_state(item))}"
+        for group, history in item.record.histories.items() if item.record is not None else ():
             yield f"  last collectives of group {group.name} ({group.backend})"
             for _, collective in sorted(history.collectives.items()):
                 yield f"    {collective} {list(collective.sizes)}{' waits' if collective.waits else ''}"
-        yield "  stacks" if one.stacks.strip() else "  its stacks are not known"
-        yield from (f"    {line}" for line in one.stacks.splitlines())
+        yield "  stacks" if item.stacks.strip() else "  its stacks are not known"
+        yield from (f"    {line}" for line in item.stacks.splitlines())
         yield ""
 
 
-def _describe_state(one: RankEvidence) -> Iterator[str]:
-    if one.exit_code is not None:
-        yield describe_exit(one.exit_code)
-    elif one.progress is None:
-        yield "has not come to init_dist's block" if one.record is None else "its launcher wrote nothing about it"
+def _describe_state(item: RankEvidence) -> Iterator[str]:
+    if item.exit_code is not None:
+        yield describe_exit(item.exit_code)
+    elif item.progress is None:
+        yield "has not come to init_dist's block" if item.record is None else "its launcher wrote nothing about it"
     else:
         yield {
             "open": "in init_dist's block",
             "leaving": "at the end of init_dist's block",
             "closed": "has left init_dist's block",
-        }[one.progress.phase]
-    if one.doing:
-        yield f"{one.doing}, point of progress {one.passed}"
-    if one.silent_s is not None:
-        yield f"last heard of {one.silent_s:.1f} s before"
-    if one.pid is not None:
-        yield f"process {one.pid}"
-    if one.state:
-        yield f"its state {one.state}"
-    if one.exit_code_after_query is not None:
-        yield f"ended when it was asked ({describe_exit(one.exit_code_after_query)})"
+        }[item.progress.phase]
+    if item.doing:
+        yield f"{item.doing}, point of progress {item.passed}"
+    if item.silent_s is not None:
+        yield f"last heard of {item.silent_s:.1f} s before"
+    if item.pid is not None:
+        yield f"process {item.pid}"
+    if item.state:
+        yield f"its state {item.state}"
+    if item.exit_code_after_query is not None:
+        yield f"ended when it was asked ({describe_exit(item.exit_code_after_query)})"

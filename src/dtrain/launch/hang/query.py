@@ -1,4 +1,4 @@
-"""Asking by hand what the ranks of a job do: from one of them, from a notebook or a terminal, while it runs or afterwards."""
+"""Query the launcher of a job for the state of its ranks, while the job runs or afterwards."""
 
 from __future__ import annotations
 
@@ -27,55 +27,65 @@ from dtrain.launch.hang.launcher_record import (
 )
 
 PATIENCE_S = 30.0
-"""How long a launcher has to answer: it gives the ranks three seconds, and may have to wait for its first ones."""
+"""Seconds until a launcher must answer. A launcher gives the ranks three seconds, and may wait for its first ranks."""
 
 _POLL_INTERVAL_S = 0.02
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LauncherAddress:
-    """Where a launcher can be asked: a process of ``host``, which began ``start_ticks`` ticks after the machine."""
+    """Launcher process that answers queries: ``pid`` on ``host``, started ``start_ticks`` ticks after boot, and its report."""
 
     pid: int
     start_ticks: str
     host: str
-    report: str  # the file in which it answers
+    report: str
 
     @property
     def is_here(self) -> bool:
-        """Whether it runs, on this machine: another process may have got its number."""
+        """Return True if the launcher runs on this machine. The start time excludes another process with the same pid."""
         return (
             self.host == socket.gethostname() and self.start_ticks != "" and _process_start_ticks(self.pid) == self.start_ticks
         )
 
 
 def explain_hang(path: str | os.PathLike[str] | None = None) -> str:
-    """What the ranks of a job do, and which of them the others wait for: a text of at most twelve lines.
+    """Explain the state of a job's ranks, and which rank the other ranks wait for, in at most twelve lines.
 
-    While the job runs, its launcher asks the ranks as it does when they hang, and the job goes on. So it can be called from any
-    rank (from any thread, a debugger, a handler of a signal), from a notebook, or by ``dtrain hang RUN_DIR`` in a terminal, on
-    a machine on which a launcher of the job runs. Afterwards it reads what was written down then, and says when that was. All
-    stacks, and the last collectives of every rank by group, are in ``hang/report.txt`` of the run folder.
+    While the job runs, its launcher queries the ranks as in a hang, and the job continues. Call the function from any rank (any
+    thread, a debugger, a signal handler) or from a notebook, or run ``dtrain hang RUN_DIR`` on a machine with a launcher of the
+    job. After the job the function reads the last records and adds their time. All stacks, and the last collectives of every
+    rank by process group, are in ``hang/report.txt`` of the run folder.
 
     Args:
-        path: the launcher's run folder, the ``hang`` folder in it, or that of ``open_run``, which knows its launcher; None:
-            that of the launcher which has started this process.
+        path: the launcher's run folder, its ``hang`` folder, or the folder of ``open_run``; None uses the launcher of this
+            process.
 
     Returns:
-        What the launcher says of a hang, such as ``rank 3 has not entered all_reduce #41 of group dp_shard, where ranks 0, 1, 2
+        The launcher's explanation, such as ``rank 3 has not entered all_reduce #41 of group dp_shard, where ranks 0, 1, 2
         wait; it is in loader.py:88``.
 
-    Mutates: the files below ``hang``. No rank is sent a signal, so one that holds the interpreter shows no stack.
+    Mutates: the files below ``hang``. Ranks get no signal, so a rank that holds the interpreter's lock shows no stack.
+
+    Example:
+        import dtrain as dt
+
+        # The job runs in another terminal: dtrain launch -n 8 --run-dir runs/1 train.py
+        text = dt.profiling.explain_hang("runs/1")
+        print(text)
 
     Raises:
-        ConfigError: no such folder, no launcher runs there and nothing was written down, or it is another user's.
-        DistError: the launcher does not answer, or has ended before it did.
+        ConfigError: the folder does not exist, or no launcher runs there and no record exists, or the launcher belongs to
+            another user.
+        DistError: the launcher does not answer, or exited before its answer.
     """
     records = _find_record_folder(path)
     launchers = [
-        one for path in list_matching(records, "launcher-*.pid") if (one := _parse_announcement(read_text(path))) is not None
+        launcher
+        for path in list_matching(records, "launcher-*.pid")
+        if (launcher := _parse_announcement(read_text(path))) is not None
     ]
-    here = [one for one in launchers if one.is_here]
+    here = [launcher for launcher in launchers if launcher.is_here]
     if here:
         _query_launchers(records, here)
     text, at = _read_answer(records, launchers)
@@ -83,12 +93,12 @@ def explain_hang(path: str | os.PathLike[str] | None = None) -> str:
 
 
 def announce_launcher(run_dir: Path, node_rank: int, *, single_node: bool) -> None:
-    """Say where this process, a launcher, can be asked. A full disk or a read-only folder costs just that.
+    """Write the address of this launcher into the run folder. If the disk is full or read-only, queries are not possible.
 
     Args:
-        run_dir: the folder of the launch.
-        node_rank: of this launcher.
-        single_node: whether it has all ranks of the job.
+        run_dir: folder of the launch.
+        node_rank: node of this launcher.
+        single_node: if True, this launcher has all ranks of the job.
 
     Mutates: the run folder.
     """
@@ -105,7 +115,7 @@ def announce_launcher(run_dir: Path, node_rank: int, *, single_node: bool) -> No
 
 
 def withdraw_launcher(run_dir: Path, node_rank: int) -> None:
-    """Nobody can ask any more. Mutates: the run folder."""
+    """Remove the address of this launcher from the run folder. Mutates: the run folder."""
     with contextlib.suppress(OSError):
         _announcement_path(run_dir, node_rank).unlink()
 
@@ -115,15 +125,17 @@ def _announcement_path(run_dir: Path, node_rank: int) -> Path:
 
 
 def _find_record_folder(folder: str | os.PathLike[str] | None) -> Path:
-    """The folder with the ranks' records."""
+    """Return the folder that contains the records of the ranks."""
     own = os.environ.get(launch_protocol.RUN_DIR)
     if folder is None and not own:
         raise ConfigError(
-            "explain_hang: `dtrain launch` has not started this process, so there is nobody to ask; give the folder of a run"
+            "explain_hang: path must be set in a process that `dtrain launch` did not start. Pass the folder of a run."
         )
     run_dir = Path(folder if folder is not None else own or "").absolute()
     if not run_dir.is_dir():
-        raise ConfigError(f"explain_hang: there is no folder {str(run_dir)!r}; give the run folder of `dtrain launch`")
+        raise ConfigError(
+            f"explain_hang: path must be an existing folder, got {str(run_dir)!r}. Pass the run folder of `dtrain launch`."
+        )
     for below in (_hang_folder(run_dir), *([_hang_folder(Path(launch))] if (launch := _find_launch_folder(run_dir)) else [])):
         if below.is_dir():
             return below
@@ -135,12 +147,12 @@ def _hang_folder(run_dir: Path) -> Path:
 
 
 def _find_launch_folder(folder: Path) -> str | None:
-    """The run folder of the launcher that started the last attempt of a training run which keeps its files in ``folder``."""
-    about = sorted(
+    """Return the launcher's run folder of the last attempt of a training run in ``folder``."""
+    metadata = sorted(
         list_matching(folder / run_layout.ATTEMPTS, "attempt-*.json"), key=lambda path: run_layout.parse_attempt(path.name) or 0
     )
     try:
-        launch = json.loads(read_text(about[-1]))["launch"]["folder"] if about else None
+        launch = json.loads(read_text(metadata[-1]))["launch"]["folder"] if metadata else None
     except (ValueError, KeyError, TypeError):
         return None
     return launch if isinstance(launch, str) else None
@@ -155,30 +167,36 @@ def _parse_announcement(text: str) -> LauncherAddress | None:
 
 
 def _process_start_ticks(pid: int) -> str:
-    """When a process began; empty when it is gone. Together with its number it is one process and no other."""
+    """Return the start time of a process in clock ticks, empty if the process exited. A pid and its start time are unique."""
     fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     return fields[19] if len(fields) > 19 and fields[0] not in "ZX" else ""
 
 
 def _query_launchers(records: Path, launchers: Sequence[LauncherAddress]) -> None:
-    """Have these launchers ask their ranks, and wait until they have written what they found."""
-    before = {one: _file_version(records / one.report) for one in launchers}
-    for one in launchers:
+    """Make ``launchers`` query their ranks, and wait for their reports."""
+    before = {launcher: _file_version(records / launcher.report) for launcher in launchers}
+    for launcher in launchers:
         try:
-            os.kill(one.pid, launch_protocol.STACKS_SIGNAL)
+            os.kill(launcher.pid, launch_protocol.STACKS_SIGNAL)
         except ProcessLookupError:
-            continue  # noticed below
+            # The loop below reports the exited launcher.
+            continue
         except PermissionError:
-            raise ConfigError(f"explain_hang: the launcher, process {one.pid}, is another user's; ask as that user") from None
+            raise ConfigError(
+                f"explain_hang: the launcher, process {launcher.pid}, belongs to another user. Run the query as that user."
+            ) from None
     deadline = time.monotonic() + PATIENCE_S
-    while waiting := [one for one in launchers if _file_version(records / one.report) == before[one]]:
-        gone = [one for one in waiting if not one.is_here]
-        if gone and all(_file_version(records / one.report) == before[one] for one in gone):  # not even just before it ended
-            raise DistError(f"explain_hang: the launcher, process {gone[0].pid}, ended before it answered; see what it said")
+    while waiting := [launcher for launcher in launchers if _file_version(records / launcher.report) == before[launcher]]:
+        gone = [launcher for launcher in waiting if not launcher.is_here]
+        # A launcher may write its report just before its exit.
+        if gone and all(_file_version(records / launcher.report) == before[launcher] for launcher in gone):
+            raise DistError(
+                f"explain_hang: the launcher, process {gone[0].pid}, exited before its answer. Read the output of the launcher."
+            )
         if time.monotonic() > deadline:
             raise DistError(
-                f"explain_hang: the launcher, process {waiting[0].pid}, did not answer within {PATIENCE_S:g} s: no rank of it "
-                "runs, or it is stopped; ask again"
+                f"explain_hang: the launcher, process {waiting[0].pid}, did not answer within {PATIENCE_S:g} s. Its ranks "
+                "do not run, or the launcher is stopped. Query again."
             )
         time.sleep(_POLL_INTERVAL_S)
 
@@ -192,31 +210,33 @@ def _file_version(path: Path) -> tuple[int, int] | None:
 
 
 def _read_answer(records: Path, launchers: Sequence[LauncherAddress]) -> tuple[str, float]:
-    """The message about the records in this folder, the launcher's own, unless there are several; and when ranks were asked."""
-    accounts = read_launcher_records(records)
-    if len(accounts) == 1 and (message := extract_message(read_text(records / accounts[0].report))):
-        return message, accounts[0].at  # its ranks may have been started again since, and have emptied their files
-    account, report = merge_launcher_records(accounts), records / REPORT_NAME
-    ranks = account.ranks if account is not None else tuple(find_recorded_ranks(records))
+    """Return the explanation and the time of the query. One launcher's own explanation is used; several records are merged."""
+    launcher_records = read_launcher_records(records)
+    if len(launcher_records) == 1 and (message := extract_message(read_text(records / launcher_records[0].report))):
+        # A restart of the ranks may have emptied their files.
+        return message, launcher_records[0].at
+    merged, report = merge_launcher_records(launcher_records), records / REPORT_NAME
+    ranks = merged.ranks if merged is not None else tuple(find_recorded_ranks(records))
     if not ranks:
         raise ConfigError(_describe_no_records(records, launchers))
     evidence = collect_evidence(records, ranks)
-    world_size, timeout_s = (account.world_size, account.timeout_s) if account is not None else (len(ranks), None)
+    world_size, timeout_s = (merged.world_size, merged.timeout_s) if merged is not None else (len(ranks), None)
     lines = explain_stall(evidence, world_size=world_size, timeout_s=timeout_s, report=report)
-    at = _answer_time(records, account)
+    at = _answer_time(records, merged)
     write_hang_report(report, lines, evidence, queried_at=at)
     return "\n".join(lines), at
 
 
-def _answer_time(records: Path, account: LauncherRecord | None) -> float:
-    """When the ranks were asked."""
-    if account is not None:
-        return account.at
+def _answer_time(records: Path, merged: LauncherRecord | None) -> float:
+    """Return the time of the query, from the merged record or from the files of the ranks."""
+    if merged is not None:
+        return merged.at
     written = [version[1] for path in list_matching(records, "rank-*") if (version := _file_version(path)) is not None]
-    return max(written) / 1e9 if written else time.time()  # removed since they were read
+    # Files may be removed after they were read.
+    return max(written) / 1e9 if written else time.time()
 
 
 def _describe_no_records(records: Path, launchers: Sequence[LauncherAddress]) -> str:
-    away = sorted({one.host for one in launchers if one.host != socket.gethostname()})
-    what = f"no rank has written anything down in {str(records)!r}, and no launcher that uses it runs on this machine"
-    return f"explain_hang: {what}; " + (f"ask on {', '.join(away)}" if away else "give the run folder of `dtrain launch`")
+    hosts = sorted({launcher.host for launcher in launchers if launcher.host != socket.gethostname()})
+    advice = f"Query on {', '.join(hosts)}." if hosts else "Pass the run folder of `dtrain launch`."
+    return f"explain_hang: {str(records)!r} has no records of ranks, and none of its launchers runs on this machine. {advice}"

@@ -1,6 +1,4 @@
-"""Asking the ranks of a job that hangs what they are doing, in steps that a loop can take: begin, look again, finish.
-
-The watch over one start of the ranks, and the questions when they hang, as the supervisor's loop drives them."""
+"""Detect hanging ranks, dump their stacks and collectives, and explain the hang, in steps of the supervisor's event loop."""
 
 from __future__ import annotations
 
@@ -27,67 +25,78 @@ from dtrain.launch.hang.progress_timer import ProgressTimer, RankProgress
 from dtrain.launch.hang.query import announce_launcher, withdraw_launcher
 
 PATIENCE_S = 3.0
-"""How long the ranks have to answer: a record takes milliseconds, but a busy machine takes its time."""
+"""Seconds until the ranks must answer. A record takes milliseconds, but a busy machine is slower."""
 
 POLL_INTERVAL_S = 0.05
-_SIGNAL_AFTER = 0.5  # of the patience
-_SETTLE_S = 0.2  # after the last file has come: faulthandler writes line by line, and says nothing at the end
+# fraction of PATIENCE_S after which silent ranks get the signal
+_SIGNAL_AFTER = 0.5
+# faulthandler writes line by line without an end mark, so wait so many seconds after the last file appears.
+_SETTLE_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DumpTargets:
-    """A job that hangs, as its launcher knows it. Ranks are those of this node.
+    """Ranks of this node to query.
 
-    Without ``timeout_s`` somebody has asked, and the job may be in good health: then no rank is sent the signal.
+    Attributes:
+        run_dir: folder of the launch.
+        world_size: number of ranks in the job.
+        timeout_s: seconds without progress; None for a query by a user, in which no rank gets a signal.
+        pids: processes of running ranks.
+        exit_codes: exit codes of the ranks that exited.
+        progress: last progress by rank.
+        node_rank: this node.
     """
 
     run_dir: Path
     world_size: int
     timeout_s: float | None
-    pids: Mapping[int, int]  # of the ranks whose processes run
-    exit_codes: Mapping[int, int]  # exit codes of those that have ended
+    pids: Mapping[int, int]
+    exit_codes: Mapping[int, int]
     progress: Mapping[int, RankProgress]
     node_rank: int = 0
 
 
 class RankDump:
-    """One round of questions. ``begin`` makes it.
+    """One dump of stacks and collectives of all ranks, created by ``start_dump``.
 
-    A rank in ``init_dist``'s block has a thread that writes down its stacks and its collectives when it is asked. Where nothing
-    comes, something holds the interpreter, and there is the signal, whose handler takes no lock. It is for those only:
-    faulthandler walks the frames of all threads, and one that runs meanwhile, such as the one that is just answering, changes
-    them under its feet: the rank would die of the question.
+    A rank in ``init_dist``'s block has a thread that writes its stacks and collectives on request. If a rank writes nothing,
+    some code holds the interpreter's lock. Such a rank gets the signal, whose handler takes no lock. No other rank gets the
+    signal: faulthandler walks the frames of all threads, and a thread that runs meanwhile changes its frames, which can crash
+    the rank.
     """
 
-    def __init__(self, suspects: DumpTargets, *, now: float) -> None:
-        self._targets, self._started_at = suspects, now
-        self._states = _process_states(suspects.pids)
+    def __init__(self, targets: DumpTargets, *, now: float) -> None:
+        self._targets, self._started_at = targets, now
+        self._states = _process_states(targets.pids)
         self._queried_ranks = [
-            rank for rank in self._responsive_ranks() if rank in suspects.progress and suspects.progress[rank].phase != "closed"
+            rank for rank in self._responsive_ranks() if rank in targets.progress and targets.progress[rank].phase != "closed"
         ]
-        self._exit_codes_after_query: Mapping[int, int] = {}  # exit codes of those that ended since they were asked
+        # Exit codes of the ranks that exited since the query.
+        self._exit_codes_after_query: Mapping[int, int] = {}
         mute = [rank for rank in self._responsive_ranks() if rank not in self._queried_ranks]
-        risk = suspects.timeout_s is not None  # a rank may die of the signal: one that hangs loses nothing by it
+        # The signal may crash a rank, which is acceptable only for a rank that hangs.
+        risk = targets.timeout_s is not None
         self._signalled_ranks = self._send_signal(mute) if risk else []
         self._signal_at: float | None = now + PATIENCE_S * _SIGNAL_AFTER if risk else None
         self._deadline = now + PATIENCE_S
         self._complete_at: float | None = None
 
     def poll(self, now: float, *, exit_codes: Mapping[int, int]) -> float | None:
-        """When to look again; None when it is time to ``finish``: all have answered or ended, or their time is over.
+        """Advance the dump and return the time of the next poll; None when all ranks answered or exited, or time is up.
 
         Args:
             now: seconds of the monotonic clock.
-            exit_codes: exit codes of the ranks that have ended by now.
+            exit_codes: exit codes of the ranks that exited by now.
 
-        Mutates: this inspection; sends signals to ranks that do not answer.
+        Mutates: this dump; sends signals to ranks that do not answer.
         """
         self._exit_codes_after_query = {rank: code for rank, code in exit_codes.items() if rank in self._targets.pids}
         if len(self._exit_codes_after_query) == len(self._targets.pids):
             return None
         if self._signal_at is not None and now >= self._signal_at:
             self._signalled_ranks += self._send_signal(rank for rank in self._queried_ranks if not self._record(rank).exists())
-            # From now on: this process itself may have been late.
+            # Count from now on, because this process itself may have been late.
             self._signal_at, self._deadline = None, now + PATIENCE_S * (1 - _SIGNAL_AFTER)
         if self._complete_at is None and self._is_complete():
             self._complete_at = now
@@ -95,52 +104,52 @@ class RankDump:
         return None if now >= end else min(end, now + POLL_INTERVAL_S)
 
     def finish(self) -> list[str]:
-        """The message about the hang, to be printed as it is.
+        """Return the explanation of the hang, ready to print.
 
-        Mutates: the run folder, which gets what is known about the ranks, and the whole as a text.
+        Mutates: the run folder, which gets the launcher's record and the full report.
         """
-        suspects, later = self._targets, _process_states(self._targets.pids)
+        targets, later = self._targets, _process_states(self._targets.pids)
         ranks = [
             ObservedRank(
                 rank=rank,
-                pid=suspects.pids.get(rank),
-                progress=suspects.progress.get(rank),
-                silent_s=round(self._started_at - suspects.progress[rank].at, 3) if rank in suspects.progress else None,
-                exit_code=suspects.exit_codes.get(rank),
+                pid=targets.pids.get(rank),
+                progress=targets.progress.get(rank),
+                silent_s=round(self._started_at - targets.progress[rank].at, 3) if rank in targets.progress else None,
+                exit_code=targets.exit_codes.get(rank),
                 exit_code_after_query=self._exit_codes_after_query.get(rank),
-                # Any process may be in the kernel for a moment; one that hangs there stays.
+                # Any process may be in the kernel for a moment. Only an unchanged state counts.
                 state=state if (state := self._states.get(rank, "")) == later.get(rank) else "",
                 is_incomplete=self._is_incomplete(rank),
             )
-            for rank in sorted({*suspects.pids, *suspects.exit_codes})
+            for rank in sorted({*targets.pids, *targets.exit_codes})
         ]
-        return _write_evidence(suspects, ranks)
+        return _write_evidence(targets, ranks)
 
     def _is_complete(self) -> bool:
-        """Whether nothing more will come. Of a rank that was sent the signal, a late record is still worth the wait."""
-        return all(
-            self._record(rank).exists() for rank in self._queried_ranks if rank not in self._exit_codes_after_query
-        ) and all(read_text(self._stacks(rank)) for rank in self._signalled_ranks if rank not in self._exit_codes_after_query)
+        """Return True if all answers arrived. A rank that got the signal may still write a late record."""
+        running = [rank for rank in self._queried_ranks if rank not in self._exit_codes_after_query]
+        signalled = [rank for rank in self._signalled_ranks if rank not in self._exit_codes_after_query]
+        return all(self._record(rank).exists() for rank in running) and all(read_text(self._stacks(rank)) for rank in signalled)
 
     def _is_incomplete(self, rank: int) -> bool:
-        """Whether the rank ended while the signal's handler wrote, perhaps of it: what it wrote tells of the wrong thread."""
+        """Return True if the rank exited while dumping stacks, so the dump may be incomplete."""
         return rank in self._exit_codes_after_query and rank in self._signalled_ranks
 
     def _responsive_ranks(self) -> list[int]:
-        """The ranks that can answer: one that is stopped does nothing at all."""
+        """Return the ranks that can answer, without stopped processes."""
         return [rank for rank in self._targets.pids if self._states.get(rank) not in ("T", "t")]
 
     def _send_signal(self, ranks: Iterable[int]) -> list[int]:
-        """Have those of the ranks write their stacks that have a handler for it; which these are."""
+        """Send the stack signal to the ranks that handle it, and return these ranks."""
         pids = self._targets.pids
-        able = [
+        handling = [
             rank
             for rank in ranks
             if rank not in self._exit_codes_after_query and _has_signal_handler(pids[rank], launch_protocol.STACKS_SIGNAL)
         ]
-        for rank in able:
+        for rank in handling:
             processes.send_signal(pids[rank], launch_protocol.STACKS_SIGNAL)
-        return able
+        return handling
 
     def _record(self, rank: int) -> Path:
         return launch_protocol.flight_record_file(self._targets.run_dir, rank)
@@ -150,38 +159,41 @@ class RankDump:
 
 
 def start_dump(targets: DumpTargets, *, query_fd: int | None, now: float) -> RankDump:
-    """Ask every rank for its stacks and its last collectives; those that cannot hear the question get the signal at once.
+    """Request stacks and collectives from every rank. In a hang, ranks that cannot read the request get the signal at once.
 
     Args:
-        targets: the job.
-        query_fd: the end to write to of the pipe that the ranks know as ``wire.ASK_FD``; the caller closes it.
+        targets: ranks to query.
+        query_fd: write end of the pipe that ranks know as ``launch_protocol.DUMP_REQUEST_FD``; the caller closes the pipe.
         now: seconds of the monotonic clock.
 
-    Mutates: sends signals; removes what an earlier start of the ranks wrote down.
+    Mutates: sends signals; removes the records of an earlier attempt.
     """
     clear_rank_records(_hang_folder(targets.run_dir), targets.pids)
     if query_fd is not None:
-        with contextlib.suppress(OSError):  # no rank is there any more
+        # The pipe is broken if no rank runs any more.
+        with contextlib.suppress(OSError):
             os.write(query_fd, b"?")
     return RankDump(targets, now=now)
 
 
-def _write_evidence(suspects: DumpTargets, ranks: list[ObservedRank]) -> list[str]:
-    """The message about these ranks; all that it rests on stays in the run folder."""
-    account = LauncherRecord(
-        node_rank=suspects.node_rank,
+def _write_evidence(targets: DumpTargets, ranks: list[ObservedRank]) -> list[str]:
+    """Write the record and the report into the run folder, and return the explanation."""
+    record = LauncherRecord(
+        node_rank=targets.node_rank,
         at=time.time(),
-        world_size=suspects.world_size,
-        timeout_s=suspects.timeout_s,
+        world_size=targets.world_size,
+        timeout_s=targets.timeout_s,
         ranks=tuple(ranks),
     )
-    folder = _hang_folder(suspects.run_dir)
-    evidence, report = collect_evidence(folder, ranks), folder / account.report
-    lines = explain_stall(evidence, world_size=account.world_size, timeout_s=account.timeout_s, report=report)
-    with contextlib.suppress(OSError):  # a full disk costs the files, not the message
+    folder = _hang_folder(targets.run_dir)
+    evidence, report = collect_evidence(folder, ranks), folder / record.report
+    lines = explain_stall(evidence, world_size=record.world_size, timeout_s=record.timeout_s, report=report)
+    # A full disk costs the files, not the explanation.
+    with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        write_launcher_record(folder, account)
-    write_hang_report(report, lines, evidence, queried_at=account.at)  # last: who has asked waits for it
+        write_launcher_record(folder, record)
+    # The report is last, because a query waits for the report.
+    write_hang_report(report, lines, evidence, queried_at=record.at)
     return lines
 
 
@@ -190,22 +202,23 @@ def _hang_folder(run_dir: Path) -> Path:
 
 
 def remove_empty_dumps(run_dir: Path, ranks: Iterable[int]) -> None:
-    """Remove the files in which these ranks wrote nothing: a job that did not hang leaves none.
+    """Remove the empty stack files of ``ranks`` after a job without a hang.
 
-    Those of other nodes are theirs, where the folder is on a disk that nodes share: their ranks may still run.
+    On a shared disk, files of other nodes stay, because ranks of other nodes may still run.
 
-    Mutates: ``run_dir``, that of this launch.
+    Mutates: ``run_dir``, the folder of this launch.
     """
     for path in (launch_protocol.stacks_file(run_dir, rank) for rank in ranks):
         with contextlib.suppress(OSError):
             if path.stat().st_size == 0:
                 path.unlink()
-    with contextlib.suppress(OSError):  # not there, or something is in it
+    # The folder may be missing or not empty.
+    with contextlib.suppress(OSError):
         _hang_folder(run_dir).rmdir()
 
 
 def _has_signal_handler(pid: int, number: int) -> bool:
-    """Whether ``pid`` has a handler for the signal: one that has none (a command that is no Python) would die of it."""
+    """Return True if ``pid`` handles the signal. The signal kills a process without a handler, such as ``sleep``."""
     for line in read_text(Path(f"/proc/{pid}/status")).splitlines():
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (number - 1) & 1)
@@ -213,30 +226,30 @@ def _has_signal_handler(pid: int, number: int) -> bool:
 
 
 def _process_states(pids: Mapping[int, int]) -> dict[int, str]:
-    """The letter of each rank's process in ``/proc``, empty where it cannot be read."""
+    """Return the state letter of each rank's process in ``/proc``, empty if unreadable."""
     stats = {rank: read_text(Path(f"/proc/{pid}/stat")) for rank, pid in pids.items()}
     return {rank: stat.rpartition(")")[2].split()[0] if stat else "" for rank, stat in stats.items()}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HangReport:
-    """What was found out about the ranks: because they ``is_hang``, or because somebody has asked."""
+    """Explanation of the state of the ranks, after a hang (``is_hang``) or for a query."""
 
     lines: list[str]
     is_hang: bool
 
 
 class Watchdog:
-    """Notices that the ranks hang, asks them what they are doing, and says so. Close it when the ranks have ended.
+    """Detect a hang of the ranks of one node, dump their state and explain the hang. Close the watchdog after the ranks' exit.
 
     Args:
-        run_dir: the folder of this launch.
-        world_size: ranks of the whole job.
-        timeout_s: without progress for so long, the ranks hang; None: they never do, but somebody may ask.
-        node_rank: of this launcher.
-        ranks: those of this node.
+        run_dir: folder of the launch.
+        world_size: number of ranks in the job.
+        timeout_s: seconds without progress that count as a hang; None only answers queries.
+        node_rank: node of this launcher.
+        ranks: ranks of this node.
 
-    Mutates: the run folder, in which it says where it can be asked.
+    Mutates: the run folder, which gets the address for queries.
     """
 
     def __init__(self, *, run_dir: Path, world_size: int, timeout_s: float | None, node_rank: int, ranks: range) -> None:
@@ -249,31 +262,31 @@ class Watchdog:
         announce_launcher(run_dir, node_rank, single_node=len(ranks) == world_size)
 
     def record_progress(self, record: ProgressRecord) -> None:
-        """Take note of what a rank reports. Mutates: this guard."""
+        """Record a progress report of a rank. Mutates: this watchdog."""
         self._timer.record(record)
 
     def request_dump(self) -> None:
-        """Find out what the ranks do, although they may be well; ``step`` does it. Mutates: this guard."""
+        """Request a dump of ranks that need not hang; ``poll`` starts the dump. Mutates: this watchdog."""
         self._dump_requested = True
 
     @property
     def is_hang_found(self) -> bool:
-        """Whether the ranks are known to hang, and have been asked."""
+        """Return True if a hang was detected and its dump was started."""
         return self._dump is not None and not self._dump_requested_only
 
     def deadline(self) -> float | None:
-        """When to call ``step`` again, at the latest."""
+        """Return the latest time of the next ``poll``."""
         return self._next_poll_at if self._dump is not None else self._timer.deadline()
 
     def poll(self, now: float, *, pids: Mapping[int, int], exit_codes: Mapping[int, int]) -> HangReport | None:
-        """Take the step that is due; the message once the ranks have been looked into.
+        """Advance the watchdog, and return the report when a dump is complete.
 
         Args:
             now: seconds of the monotonic clock.
-            pids: of the ranks that run.
-            exit_codes: exit codes of those that do not.
+            pids: processes of running ranks.
+            exit_codes: exit codes of the ranks that exited.
 
-        Mutates: this guard; sends signals to the ranks of a job that hangs.
+        Mutates: this watchdog; sends signals to the ranks of a job that hangs.
         """
         for rank in exit_codes:
             self._timer.record_exit(rank, now)
@@ -284,17 +297,17 @@ class Watchdog:
         self._next_poll_at = self._dump.poll(now, exit_codes=exit_codes)
         if self._next_poll_at is not None:
             return None
-        answer = HangReport(lines=self._dump.finish(), is_hang=not self._dump_requested_only)
+        report = HangReport(lines=self._dump.finish(), is_hang=not self._dump_requested_only)
         self._dump_requested = False
         if self._dump_requested_only:
             self._dump, self._dump_requested_only = None, False
-        return answer
+        return report
 
     def _start_dump_if_due(self, now: float, *, pids: Mapping[int, int], ended: Mapping[int, int]) -> None:
         hang = self._timer.is_hung(now)
         if not hang and not self._dump_requested:
             return
-        suspects = DumpTargets(
+        targets = DumpTargets(
             run_dir=self._run_dir,
             world_size=self._world_size,
             timeout_s=self._timer.timeout_s if hang else None,
@@ -304,10 +317,10 @@ class Watchdog:
             node_rank=self._node_rank,
         )
         self._dump_requested_only = not hang
-        self._dump = start_dump(suspects, query_fd=self._ask, now=now)
+        self._dump = start_dump(targets, query_fd=self._ask, now=now)
 
     def close(self) -> None:
-        """Close the pipe by which ranks are asked, and remove what was prepared for nothing. Mutates: the run folder."""
+        """Close the query pipe and remove empty files. Mutates: the run folder."""
         os.close(self.ask_fd)
         os.close(self._ask)
         withdraw_launcher(self._run_dir, self._node_rank)

@@ -1,4 +1,4 @@
-"""Addresses of this host: where to listen for the other nodes, and which interface an address belongs to."""
+"""Resolve addresses, listen for other nodes, and find the network interface of an address."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ _BACKLOG = 1024
 
 
 def listen_for_nodes(addr: str, port: int, *, fallback: str = "") -> tuple[socket.socket, str]:
-    """A socket that listens for other nodes at ``addr`` of this host, and a notice ("" for none).
+    """Return a socket that listens for other nodes at ``addr`` of this host, and a notice ("" for none).
 
-    Where ``addr`` is not this host's own (it is translated on the way, say), or is a name that this host takes for its loopback
-    while the others cannot, it listens on all interfaces instead, and the notice says so.
+    If ``addr`` is not an address of this host (for example behind address translation), or is a name that resolves to loopback
+    only on this host, the socket listens on all interfaces, and the notice says so.
 
     Args:
-        port: 0 for any that is free.
-        fallback: used when ``addr`` does not resolve.
+        port: the port; 0 for any free port.
+        fallback: address for a name ``addr`` that does not resolve.
 
     Raises:
-        OSError: the port is taken or may not be used, or no name resolves.
+        OSError: the port is in use or not allowed, or no name resolves.
     """
     family, *own = _local_address(addr, fallback)
     try:
@@ -35,38 +35,38 @@ def listen_for_nodes(addr: str, port: int, *, fallback: str = "") -> tuple[socke
         if error.errno != errno.EADDRNOTAVAIL:
             raise
     listener = _bind(family, "::" if family == socket.AF_INET6 else "0.0.0.0", port)
-    return listener, f"launch: {addr} is no address that others reach this host by; it listens on all interfaces instead"
+    return listener, f"launch: {addr} is not an address of this host that other nodes can reach; listening on all interfaces"
 
 
 def resolve_address(addr: str, port: int, *, fallback: str = "") -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
-    """What ``addr`` may stand for, each once.
+    """Resolve ``addr`` to its distinct families and socket addresses.
 
     Raises:
-        OSError: it does not resolve.
+        OSError: the name does not resolve.
     """
     try:
-        found = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
+        results = socket.getaddrinfo(addr, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         if fallback:
             return resolve_address(fallback, port)
         raise OSError(errno.ENOENT, f"the name {addr!r} does not resolve") from error
-    return list(dict.fromkeys((family, (str(target[0]), int(target[1]))) for family, _, _, _, target in found))
+    return list(dict.fromkeys((family, (str(target[0]), int(target[1]))) for family, _, _, _, target in results))
 
 
 def find_interface(address: str) -> str:
-    """The name of this host's interface with ``address``; "" when none is found."""
+    """Return the name of this host's interface with ``address``; "" if no interface has the address."""
     with contextlib.suppress(OSError, ValueError):
-        wanted = ipaddress.ip_address(address.partition("%")[0])
-        if wanted.is_loopback:
+        ip = ipaddress.ip_address(address.partition("%")[0])
+        if ip.is_loopback:
             return "lo"
-        if mapped := getattr(wanted, "ipv4_mapped", None):
-            wanted = mapped
-        return _find_interface_v6(wanted) if wanted.version == 6 else _find_interface_v4(wanted)
+        if mapped := getattr(ip, "ipv4_mapped", None):
+            ip = mapped
+        return _find_interface_v6(ip) if ip.version == 6 else _find_interface_v4(ip)
     return ""
 
 
 def _local_address(addr: str, fallback: str) -> tuple[socket.AddressFamily, *tuple[str, ...]]:
-    """The family of ``addr``, and the address to bind unless it has to be all of them."""
+    """Return the family of ``addr`` and the address to bind; without an address, bind all interfaces."""
     family, (address, _) = resolve_address(addr, 0, fallback=fallback)[0]
     by_name = addr != "localhost" and addr != address
     return (family,) if by_name and ipaddress.ip_address(address.partition("%")[0]).is_loopback else (family, address)
@@ -75,7 +75,8 @@ def _local_address(addr: str, fallback: str) -> tuple[socket.AddressFamily, *tup
 def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socket:
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a job that has just ended left connections here
+        # Connections of an earlier job may still occupy the address.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if address == "::":
             listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         listener.bind((address, port))
@@ -87,19 +88,20 @@ def _bind(family: socket.AddressFamily, address: str, port: int) -> socket.socke
     return listener
 
 
-def _find_interface_v4(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+def _find_interface_v4(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+            # Some interfaces have no IPv4 address.
+            with contextlib.suppress(OSError):
                 reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if reply[20:24] == wanted.packed:
+                if reply[20:24] == ip.packed:
                     return name
     return ""
 
 
-def _find_interface_v6(wanted: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
+def _find_interface_v6(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
     for line in Path("/proc/net/if_inet6").read_text(encoding="ascii").splitlines():
         packed, *_, name = line.split()
-        if bytes.fromhex(packed) == wanted.packed:
+        if bytes.fromhex(packed) == ip.packed:
             return name
     return ""

@@ -1,4 +1,4 @@
-"""The process that keeps a supervisor in touch with the other nodes, and the supervisor's end of it."""
+"""Run the agent process, which exchanges messages with other nodes, and connect it with its supervisor."""
 
 from __future__ import annotations
 
@@ -32,10 +32,14 @@ from dtrain.launch.nodes.rendezvous_server import LOST_NODE_EXIT_CODE, Rendezvou
 from dtrain.launch.processes import die_with_parent, reset_signal_handlers
 
 _TICK_S = 0.2
-_SUSPENDED_S = 2.0  # between two turns: this process was stopped, or its machine asleep
-_PORT_RETRY_S = 2.0  # an earlier job may be leaving the port at this moment
-_PORT_QUERY_S = 1.0  # for the answer to who has the port
-_FLUSH_TIMEOUT_S = 2.0  # for sending what is queued when the supervisor has gone
+# With so many seconds between two polls, this process was suspended.
+_SUSPENDED_S = 2.0
+# An earlier job may be about to release the port.
+_PORT_RETRY_S = 2.0
+# seconds for the job that uses the port to identify itself
+_PORT_QUERY_S = 1.0
+# seconds to send queued messages after the exit of the supervisor
+_FLUSH_TIMEOUT_S = 2.0
 _IGNORED_SIGNALS = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -48,25 +52,25 @@ _IGNORED_SIGNALS = (
 
 
 class Agent:
-    """The supervisor's end. ``fileno`` becomes readable when ``read`` has something to give.
+    """Supervisor's end of the connection to the agent process. ``fileno`` is readable when ``read`` has messages.
 
-    First comes ``Joined`` or ``Refused``, with a ``Notice`` at any time. Then the supervisor sends ``Failed`` as soon as a rank
-    has failed, or it was told to end, and ``Ended`` when all its ranks have ended. It hears ``End`` when another node failed or
-    was lost, and ``Over`` when the ranks of all nodes have ended. After ``Failed`` or ``End`` it need not wait for ``Over``,
-    which a lost node keeps from coming.
+    The first message is ``JoinAccepted`` or ``JoinRefused``; a ``Notice`` may come at any time. The supervisor sends
+    ``RanksFailed`` as soon as a rank has failed or a stop was requested, and ``RanksExited`` when all its ranks have exited.
+    The supervisor receives ``NodeFailed`` when another node failed or was lost, and ``JobFinished`` when the ranks of all nodes
+    have exited. After ``RanksFailed`` or ``NodeFailed`` it need not wait for ``JobFinished``, which a lost node prevents.
     """
 
-    def __init__(self, pid: int, sock: socket.socket, meeting: NodeRendezvous) -> None:
+    def __init__(self, pid: int, sock: socket.socket, config: NodeRendezvous) -> None:
         self.pid = pid
         self._socket = MessageSocket(sock)
         self._joined = self._reported = False
-        self._node_rank = meeting.node_rank
+        self._node_rank = config.node_rank
 
     def fileno(self) -> int:
         return self._socket.sock.fileno()
 
     def read(self) -> list[Message]:
-        """What has come, without waiting. When the process is gone, the last message says so, once."""
+        """Return the received messages, without waiting. After the exit of the agent, the last message reports the exit."""
         self._socket.flush()
         messages = self._socket.receive()
         self._joined |= any(isinstance(message, JoinAccepted) for message in messages)
@@ -76,93 +80,96 @@ class Agent:
         return messages
 
     def send(self, message: RanksFailed | RanksExited) -> None:
-        """Pass a message on to the other nodes, without waiting."""
+        """Send a message to the other nodes, without waiting."""
         self._socket.send(message)
 
     @property
     def has_exited(self) -> bool:
-        """Whether the process has ended: ``fileno`` should not be watched any more, it would always be readable."""
+        """True after the exit of the agent. Stop watching ``fileno`` then, because it is always readable."""
         return bool(self._socket.closed_reason)
 
     def close(self) -> None:
-        """Let the process end, once it has sent what it was given. It is a child to be waited for."""
+        """Close the connection. The agent sends its queued messages and exits; the caller waits for the child process."""
         self._socket.close()
 
     def _exit_message(self) -> Message:
-        what = f"the process that talks to the other nodes (pid {self.pid}) has ended"
+        problem = f"the process that talks to the other nodes (pid {self.pid}) has ended"
         if self._joined:
-            return NodeFailed(line=f"node {self._node_rank}: {what}", code=LOST_NODE_EXIT_CODE, node_rank=self._node_rank)
-        return JoinRefused(line=f"launch: {what}; start the job again")
+            return NodeFailed(line=f"node {self._node_rank}: {problem}", code=LOST_NODE_EXIT_CODE, node_rank=self._node_rank)
+        return JoinRefused(line=f"launch: {problem}. Start the job again.")
 
 
-def start_agent(meeting: NodeRendezvous) -> Agent:
-    """Start the process that meets the other nodes. This process must have a single thread.
+def start_agent(config: NodeRendezvous) -> Agent:
+    """Start the agent process. This process must have a single thread.
 
     Raises:
-        OSError: no more processes or files.
+        OSError: the limit of processes or files is reached.
     """
     ours, theirs = socket.socketpair()
     parent = os.getpid()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # our handlers must not run in the child
+    # The handlers of this process must not run in the child.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
         if pid == 0:
-            _run_agent(meeting, theirs, parent)
+            _run_agent(config, theirs, parent)
     except BaseException:
         ours.close()
         raise
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
         theirs.close()
-    return Agent(pid, ours, meeting)
+    return Agent(pid, ours, config)
 
 
-def _run_agent(meeting: NodeRendezvous, sock: socket.socket, parent: int) -> NoReturn:
-    """Turn this fresh fork into the agent."""
+def _run_agent(config: NodeRendezvous, sock: socket.socket, parent: int) -> NoReturn:
+    """Run the agent in this fork. Never returns."""
     try:
         die_with_parent(parent)
-        reset_signal_handlers(
-            ignore=_IGNORED_SIGNALS
-        )  # a scheduler signals everything at once: it must outlive that, to say how the node ended
+        # A scheduler may signal all processes. The agent must survive, to report the exit of its node.
+        reset_signal_handlers(ignore=_IGNORED_SIGNALS)
         _close_other_fds(sock.fileno())
         hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # the hub has a connection to every node
-        _AgentLoop(meeting, sock).run()
-    except BaseException as error:  # noqa: BLE001 - a copy of the supervisor must not live on, whatever went wrong
+        # The server has a connection to every node.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        _AgentLoop(config, sock).run()
+    except BaseException as error:  # noqa: BLE001 - a copy of the supervisor must not survive any error
         with contextlib.suppress(Exception):
-            MessageSocket(sock).send(JoinRefused(line=f"launch: cannot meet the other nodes: {type(error).__name__}: {error}"))
+            line = f"launch: cannot join the other nodes: {type(error).__name__}: {error}"
+            MessageSocket(sock).send(JoinRefused(line=line))
     finally:
         os._exit(0)
 
 
 def _close_other_fds(fd: int) -> None:
-    """Close what was inherited: the ends of the supervisor's pipes tell others that it lives."""
+    """Close inherited descriptors, because open ends of the supervisor's pipes would hide its exit."""
     null = os.open(os.devnull, os.O_RDWR)
     for standard in range(3):
         os.dup2(null, standard)
     for other in map(int, os.listdir("/dev/fd")):
         if other > 2 and other != fd:
-            with contextlib.suppress(OSError):  # the listing's own descriptor has been closed already
+            # The descriptor of the listing is closed already.
+            with contextlib.suppress(OSError):
                 os.close(other)
 
 
 class _AgentLoop:
-    """The agent's loop."""
+    """Event loop of the agent: the client of its node, and on node 0 the rendezvous server."""
 
-    def __init__(self, meeting: NodeRendezvous, sock: socket.socket) -> None:
-        self._config = meeting
+    def __init__(self, config: NodeRendezvous, sock: socket.socket) -> None:
+        self._config = config
         self._selector = selectors.DefaultSelector()
         self._supervisor = MessageSocket(sock)
         self._supervisor.watch(self._selector, self._read_supervisor)
-        self._hello = _make_hello(meeting)
+        self._hello = _make_hello(config)
         self._server: RendezvousServer | None = None
         self._client: RendezvousClient | None = None
         self._started_at, self._last_poll_at = time.monotonic(), 0.0
-        if meeting.node_rank != 0:
-            self._client = RendezvousClient(meeting, self._hello, self._selector, connection=None, notify=self._supervisor.send)
+        if config.node_rank != 0:
+            self._client = RendezvousClient(config, self._hello, self._selector, connection=None, notify=self._supervisor.send)
 
     def run(self) -> None:
-        """Until the supervisor has gone."""
+        """Run until the supervisor closes its connection."""
         self._poll(time.monotonic())
         while not self._supervisor.closed_reason:
             self._select_once(_TICK_S)
@@ -186,13 +193,13 @@ class _AgentLoop:
         self._last_poll_at = now
 
     def _start_server(self, now: float) -> None:
-        """On node 0: become the hub, and its first member."""
-        meeting = self._config
+        """Start the rendezvous server on node 0, and connect this node's client to the server."""
+        config = self._config
         try:
-            listener, notice = listen_for_nodes(meeting.addr, meeting.port, fallback=meeting.fallback_addr)
+            listener, notice = listen_for_nodes(config.addr, config.port, fallback=config.fallback_addr)
         except OSError as error:
-            patience_s = {errno.EADDRINUSE: _PORT_RETRY_S, errno.ENOENT: meeting.timeout_s}.get(error.errno or 0, 0.0)
-            if now - self._started_at >= min(patience_s, meeting.timeout_s):
+            retry_s = {errno.EADDRINUSE: _PORT_RETRY_S, errno.ENOENT: config.timeout_s}.get(error.errno or 0, 0.0)
+            if now - self._started_at >= min(retry_s, config.timeout_s):
                 self._report_listen_failure(error)
             return
         if notice:
@@ -201,34 +208,34 @@ class _AgentLoop:
             self._hello,
             listener,
             self._selector,
-            addr=f"{meeting.addr}:{meeting.port}",
-            hosts=meeting.hosts,
-            timeout_s=meeting.timeout_s,
-            silence_s=meeting.silence_s,
+            addr=f"{config.addr}:{config.port}",
+            hosts=config.hosts,
+            timeout_s=config.timeout_s,
+            silence_s=config.silence_s,
             notify=lambda line: self._supervisor.send(Notice(line=line)),
         )
         here, there = socket.socketpair()
         self._server.add_connection(there, "this node")
-        self._client = RendezvousClient(meeting, self._hello, self._selector, connection=here, notify=self._supervisor.send)
+        self._client = RendezvousClient(config, self._hello, self._selector, connection=here, notify=self._supervisor.send)
 
     def _report_listen_failure(self, error: OSError) -> None:
-        """Say why. If another job's hub has the port, it is asked who it is: its refusal names it."""
-        meeting = self._config
-        what = f"node 0 cannot listen at {meeting.addr}:{meeting.port}: {(error.strerror or str(error)).lower()}"
-        do = "choose another --master-port, or --master-addr, the same on each node"
+        """Report why node 0 cannot listen. If another job's server uses the port, its refusal names that job."""
+        config = self._config
+        problem = f"node 0 cannot listen at {config.addr}:{config.port}: {(error.strerror or str(error)).lower()}"
+        advice = "Choose another --master-port, or --master-addr, the same on each node."
 
-        def tell(message: Message) -> None:
-            known = self._client is not None and self._client.was_refused and isinstance(message, JoinRefused)
-            by = (
-                f" by another launch: {message.line.removeprefix('launch: ')}"
-                if known and isinstance(message, JoinRefused)
+        def report(message: Message) -> None:
+            refused = self._client is not None and self._client.was_refused
+            owner = (
+                f" by another launch: {message.line.removeprefix('launch: ').rstrip('.')}"
+                if refused and isinstance(message, JoinRefused)
                 else ""
             )
-            self._supervisor.send(JoinRefused(line=f"launch: {what}{by}; {do}"))
+            self._supervisor.send(JoinRefused(line=f"launch: {problem}{owner}. {advice}"))
 
-        asked_s = _PORT_QUERY_S if error.errno == errno.EADDRINUSE else 0.0
-        question = replace(meeting, timeout_s=asked_s)
-        self._client = RendezvousClient(question, self._hello, self._selector, connection=None, notify=tell)
+        query_s = _PORT_QUERY_S if error.errno == errno.EADDRINUSE else 0.0
+        query = replace(config, timeout_s=query_s)
+        self._client = RendezvousClient(query, self._hello, self._selector, connection=None, notify=report)
 
     def _read_supervisor(self) -> None:
         self._supervisor.flush()
@@ -237,7 +244,7 @@ class _AgentLoop:
                 self._client.send(message)
 
     def _shut_down(self) -> None:
-        """Send what is queued, within reason. A few rounds: on node 0 it goes from the member to the hub to the others."""
+        """Send queued messages, with a time limit. On node 0, messages pass from the client to the server to other nodes."""
         for _ in range(3):
             self._select_once(0)
         parts = [part for part in (self._client, self._server) if part is not None]
@@ -248,17 +255,18 @@ class _AgentLoop:
             part.close()
 
 
-def _make_hello(meeting: NodeRendezvous) -> Hello:
+def _make_hello(config: NodeRendezvous) -> Hello:
     return Hello(
-        node_rank=meeting.node_rank,
-        nodes=meeting.nodes,
-        nproc=meeting.nproc,
-        base_rank=meeting.base_rank,
-        world_size=meeting.world_size,
-        token=hashlib.sha256(meeting.token.encode()).hexdigest(),  # what is only compared need not be told
+        node_rank=config.node_rank,
+        nodes=config.nodes,
+        nproc=config.nproc,
+        base_rank=config.base_rank,
+        world_size=config.world_size,
+        # Tokens are only compared, so a digest suffices.
+        token=hashlib.sha256(config.token.encode()).hexdigest(),
         host=socket.gethostname(),
         pid=os.getppid(),
-        facts=dict(meeting.facts),
-        run_name=meeting.run_name,
-        store_port=meeting.store_port,
+        facts=dict(config.facts),
+        run_name=config.run_name,
+        store_port=config.store_port,
     )

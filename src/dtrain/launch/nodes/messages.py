@@ -1,6 +1,4 @@
-"""What agents say to each other and to their supervisors: frozen records, each one line of JSON.
-
-Messages over a socket that never waits."""
+"""Define the messages between agents and supervisors as frozen records, and send them as JSON lines over sockets."""
 
 from __future__ import annotations
 
@@ -15,14 +13,15 @@ from typing import Any
 
 from dtrain.launch.launch_plan import NodeLayout
 
-MAX_LINE = 1 << 20  # bytes: the exit codes of tens of thousands of ranks
+# The exit codes of tens of thousands of ranks fit into such a line.
+MAX_LINE = 1 << 20  # bytes
 _MAX_TEXT = 4000  # characters of one value
 PROTOCOL = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """An agent introduces its node to the hub. Fields as in ``Meeting``; ``token`` is a digest of the run token."""
+    """First message of an agent to the rendezvous server. Fields as in ``NodeRendezvous``; ``token`` is a digest."""
 
     node_rank: int
     nodes: int | None
@@ -39,58 +38,65 @@ class Hello:
 
     @property
     def display_name(self) -> str:
-        """How messages name this node."""
+        """Name of the node in messages to the user."""
         return f"node {self.node_rank} ({self.host})"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcome:
-    """The hub has taken a node in; it waits for the others now."""
+    """Answer of the server to ``Hello``: the node waits for other nodes. ``host`` is the host of node 0."""
 
-    host: str  # of node 0
+    host: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ping:
-    """Both sides send it while they have nothing else to say, so that silence means something."""
+    """Sent by both sides while no other message is due, so that a silent peer is a lost peer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinAccepted:
-    """All nodes are there and agree: the ranks may start."""
+    """Sent when all nodes have joined and agree: the ranks may start.
+
+    Attributes:
+        layout: ranks of the node.
+        store_port: port of the ranks' store at ``layout.master_addr``.
+        run_name: name of the run folder.
+        interface: network interface to the other nodes; "" if unknown.
+    """
 
     layout: NodeLayout
-    store_port: int  # at ``layout.master_addr``
+    store_port: int
     run_name: str
-    interface: str = ""  # by which this node reaches the others, where it could be found out
+    interface: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JoinRefused:
-    """The meeting has failed; nothing was started."""
+    """Sent when the rendezvous has failed. No rank was started."""
 
     line: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
-    """Something worth a line on the terminal; everything goes on."""
+    """Line for the user's terminal, without an effect on the job."""
 
     line: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksFailed:
-    """From a supervisor: a rank of its node has failed, or the launcher was told to end (``rank`` is -1 then)."""
+    """Sent by a supervisor: a rank of its node has failed with exit code ``code``, or a stop was requested (``rank`` -1)."""
 
     rank: int
-    code: int  # what the launcher exits with for it
+    code: int
     line: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeFailed:
-    """Another node has failed, or was lost: end the ranks of this one."""
+    """Sent to a supervisor: another node has failed or was lost, so the ranks of this node must end."""
 
     line: str
     code: int
@@ -99,14 +105,14 @@ class NodeFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RanksExited:
-    """From a supervisor: all ranks of its node have ended, with these codes by rank."""
+    """Sent by a supervisor: all ranks of its node have exited, with these exit codes."""
 
     exit_codes: Mapping[int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobFinished:
-    """The ranks of all nodes have ended, with these codes by rank."""
+    """Sent to a supervisor: the ranks of all nodes have exited, with these exit codes."""
 
     exit_codes: Mapping[int, int]
 
@@ -119,19 +125,19 @@ _MESSAGE_TYPES: dict[str, type[Message]] = {
 
 
 class InvalidMessageError(ValueError):
-    """A line that is none of the messages."""
+    """Raised for a line that is not a valid message."""
 
 
 def encode(message: Message) -> bytes:
-    """The message as one line."""
+    """Encode the message as one line."""
     return json.dumps({"kind": type(message).__name__, **asdict(message)}).encode() + b"\n"
 
 
 def decode(line: bytes) -> Message:
-    """The message in a line without its end. Text in it is made safe to show on a terminal, and cut when it is long.
+    """Decode a line without its line end. Text is escaped for a terminal, and truncated if too long.
 
     Raises:
-        InvalidMessageError: it is no message.
+        InvalidMessageError: the line is not a valid message.
     """
     try:
         record = json.loads(line)
@@ -142,7 +148,7 @@ def decode(line: bytes) -> Message:
 
 
 def _build(kind: type[Any], record: Any) -> Any:
-    """An instance of a dataclass; fields that it does not know are left out: a later version may have more."""
+    """Build a dataclass from a record. Unknown fields are ignored, because later versions may add fields."""
     values = {field.name: _FIELD_PARSERS[str(field.type)](record[field.name]) for field in fields(kind) if field.name in record}
     return kind(**values)
 
@@ -169,16 +175,17 @@ _FIELD_PARSERS: dict[str, Callable[[Any], Any]] = {
     "str": _parse_text,
     "Mapping[str, str]": lambda value: {_parse_text(key): _parse_text(text) for key, text in value.items()},
     "Mapping[int, int]": _parse_exit_codes,
-    "Layout": lambda value: _build(NodeLayout, value),
+    "NodeLayout": lambda value: _build(NodeLayout, value),
 }
 
 
 _CHUNK = 1 << 16
-_MAX_QUEUED = 4 * MAX_LINE  # bytes for a peer that does not read: it is given up then
+# A peer that does not read so many bytes is lost.
+_MAX_QUEUED = 4 * MAX_LINE  # bytes
 
 
 class MessageSocket:
-    """One end of a connection: messages are queued to be sent, and read as far as they have come."""
+    """Non-blocking connection that queues outgoing messages and parses incoming messages."""
 
     def __init__(self, sock: socket.socket, *, max_line: int = MAX_LINE) -> None:
         sock.setblocking(False)
@@ -186,19 +193,20 @@ class MessageSocket:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
         self.max_line = max_line
-        self.closed_reason = ""  # why nothing can be received any more; "" while it can
+        # "" while messages can be received
+        self.closed_reason = ""
         self.last_received_at = self.last_sent_at = time.monotonic()
         self._selector: selectors.BaseSelector | None = None
         self._in, self._out = bytearray(), bytearray()
         self._interest = selectors.EVENT_READ
 
     def watch(self, selector: selectors.BaseSelector, on_ready: Callable[[], None]) -> None:
-        """Have ``selector`` notice, until ``close``, when there is something to read, or room for what is queued."""
+        """Register with ``selector`` until ``close``, for incoming data and for space for queued messages."""
         selector.register(self.sock, self._interest, on_ready)
         self._selector = selector
 
     def send(self, message: Message) -> None:
-        """Queue ``message`` and send what goes without waiting."""
+        """Queue ``message``, and send as much as possible without waiting."""
         self._out += encode(message)
         self.last_sent_at = time.monotonic()
         if len(self._out) > _MAX_QUEUED:
@@ -206,7 +214,7 @@ class MessageSocket:
         self.flush()
 
     def flush(self) -> bool:
-        """Send what goes without waiting; whether nothing is left, or nobody to send it to."""
+        """Send as much as possible without waiting. Return True if the queue is empty, or the connection is closed."""
         if self.sock.fileno() == -1:
             return True
         try:
@@ -214,16 +222,17 @@ class MessageSocket:
                 del self._out[: self.sock.send(self._out[:_CHUNK])]
         except (BlockingIOError, InterruptedError):
             pass
-        except OSError:  # what the peer said before it left can still be read, and reading finds the end
+        # Earlier messages of the peer can still be read, and reading detects the end of the connection.
+        except OSError:
             self._out.clear()
-        wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
-        if self._selector is not None and wanted != self._interest:
-            self._interest = wanted
-            self._selector.modify(self.sock, wanted, self._selector.get_key(self.sock).data)
+        interest = selectors.EVENT_READ | (selectors.EVENT_WRITE if self._out else 0)
+        if self._selector is not None and interest != self._interest:
+            self._interest = interest
+            self._selector.modify(self.sock, interest, self._selector.get_key(self.sock).data)
         return not self._out
 
     def receive(self) -> list[Message]:
-        """The messages that have come whole. Afterwards ``lost`` says whether these were the last."""
+        """Return the complete messages. Afterwards ``closed_reason`` is set if no message can follow."""
         messages: list[Message] = []
         while not self.closed_reason and self.sock.fileno() != -1:
             try:
@@ -246,17 +255,18 @@ class MessageSocket:
         try:
             messages.extend(decode(bytes(line)) for line in lines)
         except InvalidMessageError:
-            self.closed_reason = "it sent what is no message"
+            self.closed_reason = "it sent an invalid message"
         if len(rest) > self.max_line:
             self.closed_reason = "it sent a line without end"
         self._in = bytearray() if self.closed_reason else rest
 
     def close(self) -> None:
-        """Send what goes without waiting, and close."""
+        """Send as much as possible without waiting, and close the connection."""
         if self.sock.fileno() == -1:
             return
         self.flush()
-        with contextlib.suppress(OSError):  # unread bytes would turn the end into a reset, which overtakes what was sent
+        # With unread bytes, the kernel would reset the connection and discard sent messages.
+        with contextlib.suppress(OSError):
             while self.sock.recv(_CHUNK):
                 pass
         if self._selector is not None:

@@ -1,4 +1,4 @@
-"""A node's side: reaches the hub, and passes on between it and the supervisor."""
+"""Connect a node to the rendezvous server, and relay messages between the server and the node's supervisor."""
 
 from __future__ import annotations
 
@@ -28,34 +28,33 @@ from dtrain.launch.nodes.messages import (
 )
 from dtrain.launch.nodes.rendezvous_server import INTERFACE_HINT, LOST_NODE_EXIT_CODE, PING_INTERVAL_S
 
-_CONNECT_TIMEOUT_S = (
-    3.0  # for one attempt to connect: an address that swallows packets must not use up the time of the next one
-)
+# An address that drops packets must not use up the time of the next address.
+_CONNECT_TIMEOUT_S = 3.0
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 
 
 class RetryingConnector:
-    """Connects to the hub, again and again: it may come later than this node."""
+    """Connector that retries until the rendezvous server listens, because node 0 may start later than this node."""
 
     def __init__(
-        self, meeting: NodeRendezvous, selector: selectors.BaseSelector, on_open: Callable[[socket.socket], None]
+        self, config: NodeRendezvous, selector: selectors.BaseSelector, on_connected: Callable[[socket.socket], None]
     ) -> None:
-        self._meeting, self._selector, self._on_connected = meeting, selector, on_open
+        self._config, self._selector, self._on_connected = config, selector, on_connected
         self._sock: socket.socket | None = None
         self._attempts, self._pause_s, self._next_attempt_at = 0, _FIRST_PAUSE_S, 0.0
         self.last_error = "not tried yet"
 
     def poll(self, now: float) -> None:
-        """Begin the next attempt when it is due, or give up the one that gets no answer."""
+        """Start the next attempt when it is due, or give up an attempt without an answer."""
         if self._sock is None and now >= self._next_attempt_at:
             self._start_attempt(now)
         elif self._sock is not None and now >= self._next_attempt_at:
             self.record_failure(f"no answer in {_CONNECT_TIMEOUT_S:.0f} s")
 
-    def record_failure(self, why: str) -> None:
-        """The attempt came to nothing; the next one follows after a pause."""
+    def record_failure(self, reason: str) -> None:
+        """Record a failed attempt; the next attempt starts after a pause."""
         self.close()
-        self.last_error = why
+        self.last_error = reason
         self._next_attempt_at = time.monotonic() + self._pause_s
         self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
 
@@ -67,7 +66,7 @@ class RetryingConnector:
 
     def _start_attempt(self, now: float) -> None:
         try:
-            targets = resolve_address(self._meeting.addr, self._meeting.port, fallback=self._meeting.fallback_addr)
+            targets = resolve_address(self._config.addr, self._config.port, fallback=self._config.fallback_addr)
             family, target = targets[self._attempts % len(targets)]
             self._attempts += 1
             sock = socket.socket(family, socket.SOCK_STREAM)
@@ -87,7 +86,8 @@ class RetryingConnector:
             return
         problem = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if problem == 0 and sock.getsockname() == sock.getpeername():
-            problem = errno.ECONNREFUSED  # nobody listens there: the kernel has connected the socket to itself
+            # Without a listener, the kernel may connect the socket to itself.
+            problem = errno.ECONNREFUSED
         if problem:
             self.record_failure(os.strerror(problem).lower())
             return
@@ -97,37 +97,40 @@ class RetryingConnector:
 
 
 class RendezvousClient:
-    """One node of the job. ``poll`` has to be called a few times a second.
+    """Client of the rendezvous for one node. Call ``poll`` a few times per second.
 
     Args:
-        connection: to the hub where that is in this process; None to connect to it.
-        notify: takes messages for the supervisor.
+        connection: connection to a server in this process; None connects to the server's address.
+        notify: function that receives the messages for the supervisor.
     """
 
     def __init__(
         self,
-        meeting: NodeRendezvous,
+        config: NodeRendezvous,
         hello: Hello,
         selector: selectors.BaseSelector,
         *,
         connection: socket.socket | None,
         notify: Callable[[Message], None],
     ) -> None:
-        self._config, self._hello, self._selector, self._notify = meeting, hello, selector, notify
-        self._deadline = time.monotonic() + meeting.timeout_s
-        self._connector = RetryingConnector(meeting, selector, self._attach)
+        self._config, self._hello, self._selector, self._notify = config, hello, selector, notify
+        self._deadline = time.monotonic() + config.timeout_s
+        self._connector = RetryingConnector(config, selector, self._attach)
         self._socket: MessageSocket | None = None
-        self._server_name = "node 0"  # with its host, once it is known
+        # The host is added after the server's answer.
+        self._server_name = "node 0"
         self._welcome = self._joined = self._decided = False
-        self.was_refused = False  # a hub has refused this node: so there is one
+        # True if a server refused this node, which proves that a server exists.
+        self.was_refused = False
         if connection is not None:
             self._attach(connection)
 
     def poll(self, now: float) -> None:
-        """Do what is due: connecting, pings, and giving up on a hub that is silent, or does not come."""
+        """Take the steps that are due: connect, send pings, and give up a server that is silent or does not listen."""
         if self._decided and self._socket is None:
             return
-        silence_s = self._config.silence_s if self._welcome else _CONNECT_TIMEOUT_S  # a hub answers at once
+        # A server answers the first message at once.
+        silence_s = self._config.silence_s if self._welcome else _CONNECT_TIMEOUT_S
         if not self._welcome and not self._decided and now > self._deadline:
             self._fail_join(self._describe_unreachable())
         elif self._socket is None:
@@ -138,17 +141,17 @@ class RendezvousClient:
             self._socket.send(Ping())
 
     def reset_timeouts(self, now: float) -> None:
-        """Start counting anew: this process itself stood still, so the hub's silence means nothing."""
+        """Restart the timeouts, because this process was suspended and the server's silence has no meaning."""
         if self._socket is not None:
             self._socket.last_received_at = now
 
     def send(self, message: RanksFailed | RanksExited) -> None:
-        """Pass on what the supervisor says."""
+        """Send a message of the supervisor to the server."""
         if self._socket is not None:
             self._socket.send(message)
 
     def flush(self) -> bool:
-        """Whether everything that was said is on its way."""
+        """Return True if all messages were sent."""
         return self._socket is None or self._socket.flush()
 
     def close(self) -> None:
@@ -163,14 +166,14 @@ class RendezvousClient:
         self._socket.send(self._hello)
 
     def _read_server(self) -> None:
-        lines = self._socket
-        if lines is None:
+        connection = self._socket
+        if connection is None:
             return
-        lines.flush()
-        for message in lines.receive():
+        connection.flush()
+        for message in connection.receive():
             self._handle_message(message)
-        if lines.closed_reason and lines is self._socket:
-            self._connection_lost(f"is lost: {lines.closed_reason}")
+        if connection.closed_reason and connection is self._socket:
+            self._connection_lost(f"is lost: {connection.closed_reason}")
 
     def _handle_message(self, message: Message) -> None:
         match message:
@@ -188,19 +191,21 @@ class RendezvousClient:
             case JobFinished() | Notice():
                 self._notify(message)
             case _:
-                pass  # a ping
+                # Pings need no answer.
+                pass
 
     def _with_local_address(self, joined: JoinAccepted) -> JoinAccepted:
-        """With what this node alone knows: how it reaches the first one."""
+        """Add the address of node 0 and the interface, as seen from this node."""
         assert self._socket is not None
         sock = self._socket.sock
         if sock.family == socket.AF_UNIX:
             return joined
         interface = find_interface(str(sock.getsockname()[0]))
-        addr = str(sock.getpeername()[0])  # the one that works from here, whatever names resolve to elsewhere
+        # The peer's address works from this node, whatever names resolve to on other nodes.
+        addr = str(sock.getpeername()[0])
         return replace(joined, interface=interface, layout=replace(joined.layout, master_addr=addr))
 
-    def _connection_lost(self, how: str) -> None:
+    def _connection_lost(self, reason: str) -> None:
         assert self._socket is not None
         self._socket.close()
         self._socket = None
@@ -208,27 +213,29 @@ class RendezvousClient:
             return
         if self._joined:
             self._decided = True
-            self._notify(NodeFailed(line=f"{self._server_name} {how}", code=LOST_NODE_EXIT_CODE, node_rank=0))
+            self._notify(NodeFailed(line=f"{self._server_name} {reason}", code=LOST_NODE_EXIT_CODE, node_rank=0))
         elif not self._welcome:
-            self._connector.record_failure(f"what answers is no launcher of dtrain's: it {how}")
+            self._connector.record_failure(f"the program that answers is not a launcher of dtrain: it {reason}")
         else:
-            self._welcome = False  # its launcher was ended, and may be started again
-            self._connector.record_failure(f"{self._server_name} was there, and {how}")
+            # The launcher of node 0 exited, and may be started again.
+            self._welcome = False
+            self._connector.record_failure(f"{self._server_name} was there, and {reason}")
 
     def _describe_unreachable(self) -> str:
-        meeting = self._config
-        name = f"node {meeting.node_rank} ({self._hello.host})"
-        what = f"{name} did not reach node 0 at {meeting.addr}:{meeting.port} in {meeting.timeout_s:.0f} s"
-        what += f", last: {self._connector.last_error}"
-        via = f" by interface {found}" if (found := self._outgoing_interface()) else ""
-        do = f"check that node 0 runs, and --master-addr and --master-port, which this node tried{via}"
-        return f"launch: {what}; {do}; {INTERFACE_HINT}"
+        config = self._config
+        name = f"node {config.node_rank} ({self._hello.host})"
+        problem = f"{name} did not reach node 0 at {config.addr}:{config.port} in {config.timeout_s:.0f} s"
+        problem += f", last: {self._connector.last_error}"
+        via = f" by interface {interface}" if (interface := self._outgoing_interface()) else ""
+        advice = f"Check that node 0 runs, and --master-addr and --master-port, which this node tried{via}"
+        return f"launch: {problem}. {advice}. {INTERFACE_HINT}."
 
     def _outgoing_interface(self) -> str:
-        """The interface by which the kernel would reach the hub."""
+        """Return the interface by which the kernel would reach the server."""
         try:
             family, target = resolve_address(self._config.addr, self._config.port, fallback=self._config.fallback_addr)[0]
-            with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting such a socket sends nothing
+            # Connecting a datagram socket sends nothing.
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(target)
                 return find_interface(str(probe.getsockname()[0]))
         except OSError:

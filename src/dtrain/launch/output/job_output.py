@@ -1,4 +1,4 @@
-"""All output of a job, as its supervisor handles it: read when there is some, and sent where it belongs."""
+"""Relay the output streams of all ranks to log files and the terminal, and write the launcher's own lines."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _CHUNK = 1 << 16
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _RankStream:
-    """One output stream of one rank and where it goes; ``formatter`` is None while the terminal does not show it."""
+    """Output stream of one rank and its destinations; ``formatter`` is None if the terminal does not show the stream."""
 
     rank: int
     fd: int
@@ -29,10 +29,11 @@ class _RankStream:
 
 
 class JobOutput:
-    """The streams of the ranks of this node, and the launcher's own.
+    """Output of the ranks of this node and of the launcher.
 
-    Every stream goes to its file; the terminal shows the ranks that were asked for. Never waits, never raises for a
-    disk or a reader. Watch ``fds`` for reading, and the ``fd`` of each outlet that is ``waiting`` for room (then ``pump``).
+    Every stream is written to its log file, and the terminal shows selected ranks. No method waits for a reader, or raises an
+    error of a disk or a reader. Watch ``fds`` for reading, and the ``fd`` of each writer with ``has_pending`` for space
+    (``flush_some``).
     """
 
     def __init__(self, plan: OutputPlan, layout: NodeLayout, run_dir: Path) -> None:
@@ -46,39 +47,40 @@ class JobOutput:
 
     @property
     def writers(self) -> tuple[NonBlockingWriter, ...]:
-        """The launcher's own streams: one where both lead to the same file."""
+        """Writers of the launcher's own streams; a single writer if both streams go to the same file."""
         return (self._stdout,) if self._stdout is self._stderr else (self._stdout, self._stderr)
 
     def fds(self) -> list[int]:
-        """The descriptors to read from, open ones only."""
+        """Return the open descriptors to read from."""
         return list(self._streams)
 
     def set_layout(self, layout: NodeLayout, run_dir: Path) -> None:
-        """The place of this node and the run folder, once they are known. Before any rank is opened."""
+        """Set the layout of this node and the run folder once they are known, before any rank is opened."""
         self._layout, self._run_dir = layout, run_dir
 
     def open(self, rank: int, stdout_fd: int, stderr_fd: int) -> None:
-        """Take over the read ends of a rank's pipes. A rank that was started again begins anew with its last lines.
+        """Take over the read ends of a rank's pipes. A restarted rank gets empty tail buffers.
 
-        Mutates: the descriptors, which do not block any more and are closed at their end.
+        Mutates: the descriptors, which become non-blocking and are closed at their end.
         """
         paths = log_paths(self._plan, self._layout, self._run_dir, rank)
         self._tails[rank] = TailBuffer(self._clock), TailBuffer(self._clock)
         sinks = zip((stdout_fd, stderr_fd), (self._stdout, self._stderr), paths, self._tails[rank], strict=True)
-        for which, (fd, outlet, path, tail) in enumerate(sinks):
+        for index, (fd, writer, path, tail) in enumerate(sinks):
             os.set_blocking(fd, False)
-            lines = self._make_formatter(rank) if rank in self._shown else None
-            file = self._files.stream(path, (rank, which))
-            self._streams[fd] = _RankStream(rank=rank, fd=fd, writer=outlet, file=file, tail=tail, formatter=lines)
+            formatter = self._make_formatter(rank) if rank in self._shown else None
+            file = self._files.stream(path, (rank, index))
+            self._streams[fd] = _RankStream(rank=rank, fd=fd, writer=writer, file=file, tail=tail, formatter=formatter)
 
     def relay(self, fd: int) -> bool:
-        """Read what there is, one piece of it; whether more may come. At its end the descriptor is closed and forgotten."""
+        """Read and relay one chunk. Return True if more may follow; at the end of the stream the descriptor is closed."""
         stream = self._streams[fd]
         try:
             chunk = os.read(fd, _CHUNK)
         except BlockingIOError:
             return True
-        except OSError:  # nothing can be read from it any more
+        # A descriptor that cannot be read counts as ended.
+        except OSError:
             chunk = b""
         if not chunk:
             self._close(stream)
@@ -87,7 +89,7 @@ class JobOutput:
         return True
 
     def append_to_log(self, rank: int, text: str) -> None:
-        """Append ``text`` to the file of a rank's standard error, on lines of its own; the terminal does not show it."""
+        """Append ``text`` to the log of a rank's standard error, on its own lines, but not to the terminal."""
         _, path = log_paths(self._plan, self._layout, self._run_dir, rank)
         stream = self._files.stream(path, (rank, 1))
         stream.end_partial_line()
@@ -95,21 +97,21 @@ class JobOutput:
         stream.close()
 
     def is_shown(self, rank: int) -> bool:
-        """Whether the terminal shows ``rank``."""
+        """Return True if the terminal shows ``rank``."""
         return rank in self._shown
 
     def read_tail(self, rank: int, n: int) -> list[str]:
-        """The last ``n`` lines of both streams of ``rank``, fit for a terminal; at most 50 of each stream are kept."""
+        """Return the last ``n`` lines of both streams of ``rank``, escaped for a terminal; up to 50 lines per stream exist."""
         return merge_tails(self._tails[rank], n) if rank in self._tails else []
 
     def write_line(self, line: str) -> None:
-        """A line of the launcher's own, or about a rank: what a terminal would obey in it is shown as an escape."""
+        """Write a line of the launcher, with control characters escaped."""
         self._stderr.write(escape_controls(line.encode(errors="backslashreplace")) + b"\n")
 
     def drain(self) -> None:
-        """Read what is there without waiting for more, and close all streams of the ranks.
+        """Read the available output without waiting, and close all streams of the ranks.
 
-        When the job has ended: a process that is not of it may hold a pipe open for ever.
+        Call after the end of the job, because a process outside of the job may hold a pipe open forever.
         """
         for stream in list(self._streams.values()):
             for chunk in _read_remaining(stream.fd):
@@ -117,10 +119,10 @@ class JobOutput:
             self._close(stream)
 
     def finish(self, final_lines: Iterable[str], *, timeout_s: float, give_up: Callable[[], bool] = lambda: False) -> None:
-        """The end of the job: what is left to read, what the files lack, ``final_lines``, and what nobody has read.
+        """Finish the output of the job: read the rest, report lost lines, write ``final_lines``, and wait for slow readers.
 
-        A reader that takes nothing is waited for ``timeout_s`` seconds, or until ``give_up`` says that somebody has had
-        enough; the last words come before that wait. The launcher's own streams are closed then.
+        A reader that accepts nothing is waited for up to ``timeout_s`` seconds, or until ``give_up`` returns True. The final
+        lines are queued before the wait. Then the launcher's own streams are closed.
         """
         self.drain()
         self._files.close()
@@ -128,12 +130,11 @@ class JobOutput:
             self.write_line(line)
         flush_writers(self.writers, timeout_s=timeout_s, give_up=give_up)
         if self._stdout is not self._stderr and self._stdout.dropped_lines:
-            self.write_line(
-                f"dtrain: launch: {self._stdout.dropped_lines} lines of standard output were dropped: {self._stdout.reason}"
-            )
+            stdout = self._stdout
+            self.write_line(f"dtrain: launch: {stdout.dropped_lines} lines of standard output were dropped: {stdout.reason}")
             self._stderr.flush(timeout_s=0.0)
-        for outlet in self.writers:
-            outlet.close()
+        for writer in self.writers:
+            writer.close()
 
     def _make_formatter(self, rank: int) -> LinePrefixer | PlainStream:
         if self._layout.world_size == 1:
@@ -159,5 +160,6 @@ def _read_remaining(fd: int) -> Iterable[bytes]:
     try:
         while chunk := os.read(fd, _CHUNK):
             yield chunk
-    except OSError:  # nothing there now, or nothing to be read any more
+    # Either no data is available, or the descriptor cannot be read.
+    except OSError:
         return

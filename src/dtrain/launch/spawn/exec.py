@@ -1,6 +1,4 @@
-"""What is to be started: a rank, or the process that serves the ranks' store.
-
-Starting a process as an interpreter, or any program, of its own."""
+"""Start a rank or the store process as a new interpreter, with fork and exec."""
 
 from __future__ import annotations
 
@@ -14,56 +12,68 @@ from dtrain import launch_protocol
 from dtrain.launch.processes import die_with_parent, reset_signal_handlers
 
 STORE_ID = -1
-"""The id of the store's process among those of the ranks, which are their numbers."""
+"""Request id of the store process. The ids of rank processes are their global ranks."""
 
 FD_VARIABLES = {"pulse": launch_protocol.HEARTBEAT_FD, "ask": launch_protocol.DUMP_REQUEST_FD}
-"""Descriptors that a process knows by a variable."""
+"""Environment variable that names each descriptor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessRequest:
-    """One process. ``fds`` are named ``stdin``, ``stdout``, ``stderr``, or as in ``VARIABLES``, or ``listener``."""
+    """Process to start.
 
-    id: int  # the global rank, or STORE_ID
+    Attributes:
+        id: the global rank, or ``STORE_ID``.
+        kind: the program.
+        fds: descriptors by name: ``stdin``, ``stdout``, ``stderr``, ``listener``, or a name in ``FD_VARIABLES``.
+        owned: names of descriptors that the parent closes once the process has them.
+        environment: variables besides the common environment of all ranks.
+        cores: allowed CPU cores; empty uses the parent's cores.
+        address: address of the listener.
+        port: port of the listener.
+    """
+
+    id: int
     kind: Literal["rank", "store"]
     fds: Mapping[str, int]
-    owned: frozenset[str] = frozenset()  # names of descriptors that are closed in the parent once the process has them
-    environment: Mapping[str, str]  # what it has besides that of all ranks
-    cores: Sequence[int] = ()  # those it may run on; empty: as its parent
-    address: str = ""  # where the listener is bound, and its port
+    owned: frozenset[str] = frozenset()
+    environment: Mapping[str, str]
+    cores: Sequence[int] = ()
+    address: str = ""
     port: int = 0
 
     @property
     def variables(self) -> dict[str, str]:
-        """By name, the variables of those descriptors that it was given."""
+        """Environment variables of the passed descriptors, by descriptor name."""
         return {name: variable for name, variable in FD_VARIABLES.items() if name in self.fds}
 
 
-_EXEC_FAILED_EXIT_CODE = 127  # what a shell exits with for a command that it cannot run
+# exit code of a shell for a command that cannot run
+_EXEC_FAILED_EXIT_CODE = 127
 _STREAMS = {"stdin": 0, "stdout": 1, "stderr": 2}
 
 
 def start_process(
     request: ProcessRequest, command: Sequence[str], common_environment: Mapping[str, str], *, block_interrupts: bool = False
 ) -> int:
-    """Start ``command`` in a session of its own and return its pid; it is killed when this process dies.
+    """Start ``command`` in a new session and return its pid. The process is killed when this process dies.
 
-    It sees Python's default signal handling, whatever this process ignores or blocks.
+    The process gets Python's default signal handling, whatever this process ignores or blocks.
 
-    An interrupt while an interpreter starts makes it print a page about itself. So SIGINT may begin blocked; the program then
-    unblocks it (``rank.run`` does).
+    An interrupt during interpreter startup prints a long traceback of the interpreter. ``block_interrupts`` therefore blocks
+    SIGINT until the program unblocks the signal (``rank_main.run_target`` does).
 
     Args:
-        request: its descriptors, cores, and part of the environment.
-        command: the program's path and its arguments.
-        common_environment: the rest of the environment.
-        block_interrupts: if True, SIGINT is blocked when the program begins.
+        request: descriptors, cores, and part of the environment.
+        command: path and arguments of the program.
+        common_environment: rest of the environment.
+        block_interrupts: if True, SIGINT is blocked at the start of the program.
 
     Raises:
-        OSError: no more processes.
+        OSError: the process limit is reached.
     """
     parent = os.getpid()
-    # Blocked across the fork: the child has our handlers until it resets them, and they write into our wake-up pipe.
+    # Until the child resets the handlers of this process, they would write into this process's wake-up pipe.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         pid = os.fork()
@@ -77,11 +87,11 @@ def start_process(
 def _exec_program(
     request: ProcessRequest, command: Sequence[str], common: Mapping[str, str], parent: int, *, interrupts_wait: bool
 ) -> None:
-    """Turn this fresh fork into the program. Never returns."""
+    """Replace this fork by the program. Never returns."""
     try:
         os.setsid()
         die_with_parent(parent)
-        # Blocked before the other signals are unblocked: Ctrl-C may come in between.
+        # Ctrl-C may arrive when the other signals are unblocked, so block SIGINT first.
         reset_signal_handlers(block={signal.SIGINT} if interrupts_wait else ())
         for name, fd in request.fds.items():
             if name in _STREAMS:
@@ -92,7 +102,7 @@ def _exec_program(
             os.sched_setaffinity(0, request.cores)
         known = {variable: str(request.fds[name]) for name, variable in request.variables.items()}
         os.execve(command[0], list(command), {**common, **request.environment, **known})
-    except BaseException as error:  # noqa: BLE001 - a copy of the supervisor must not live on, whatever went wrong
+    except BaseException as error:  # noqa: BLE001 - a copy of the supervisor must not survive any error
         os.write(2, f"cannot start {command[0]!r}: {error}\n".encode(errors="backslashreplace"))
     finally:
         os._exit(_EXEC_FAILED_EXIT_CODE)

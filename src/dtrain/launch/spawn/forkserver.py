@@ -1,4 +1,4 @@
-"""The launcher's side of the preloaded process: what it should load, starting it, and asking it for ranks."""
+"""Find the modules that a program will import, start the fork server that preloads them, and request forks from the server."""
 
 from __future__ import annotations
 
@@ -13,30 +13,34 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import dtrain
 from dtrain import launch_protocol
 from dtrain.launch.entrypoint import find_source
 from dtrain.launch.launch_plan import Target
 from dtrain.launch.spawn.exec import ProcessRequest, start_process
 from dtrain.launch.spawn.interpreter import inherited_flags
+from dtrain.lazy_imports import public_names
 
 _MAX_MESSAGE_BYTES = 1 << 16
-_MAX_SOURCE_FILES = 100  # of the program's own that are looked at
-_MAX_SOURCE_BYTES = 1 << 20  # bytes of a file that is looked at
-_WORTH_LOADING = ("torch", "numpy", "tensordict", "torchdata", "einops")  # slow, and the same wherever they are loaded
+_MAX_SOURCE_FILES = 100
+_MAX_SOURCE_BYTES = 1 << 20  # bytes per file
+# Packages that import slowly and behave the same in a fork.
+_WORTH_LOADING = ("torch", "numpy", "tensordict", "torchdata", "einops")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreloadModules:
-    """What to load. Where one of ``needed`` cannot be, plain interpreters are started instead."""
+    """Modules to preload. If a module in ``needed`` cannot be imported, the ranks start as plain interpreters."""
 
     needed: tuple[str, ...] = ()
     optional: tuple[str, ...] = ()
 
 
 def find_preload_modules(target: Target) -> PreloadModules:
-    """What the program will import and is worth loading once for all ranks; nothing where a plain interpreter is as fast.
+    """Find the modules that the program will import and that are worth preloading; empty if an interpreter starts as quickly.
 
-    Its own files are read, not run. A program of the standard library alone needs nothing; any other may load torch.
+    The program's own files are parsed, not run. A program that only uses the standard library needs no preloading. Any other
+    program may import torch.
     """
     source = None if target.kind == "command" else find_source(target)
     if source is None:
@@ -59,15 +63,17 @@ def find_preload_modules(target: Target) -> PreloadModules:
 
 
 def _program_sources(first: Path) -> Iterator[tuple[str, Path]]:
-    """The text of a script and of the modules beside it that it imports, and their folder."""
+    """Yield the source and the folder of a script and of the imported modules in the script's folder."""
     folder, todo, seen = first.parent, [first], {first}
-    for path in todo:  # grows while it is walked
+    # The list grows during the loop.
+    for path in todo:
         try:
             if path.stat().st_size > _MAX_SOURCE_BYTES:
                 continue
             text = path.read_bytes().decode(errors="replace")
         except OSError:
-            continue  # the ranks will say so
+            # The ranks report an unreadable file.
+            continue
         yield text, folder
         for name in _imported_names(text):
             parts = name.split(".")
@@ -78,7 +84,7 @@ def _program_sources(first: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _imported_names(text: str) -> list[str]:
-    """Dotted names of what a source may import from outside its own package: what follows ``from`` may be a module or not."""
+    """Return the dotted names that a source may import from other packages. Some names may not be modules."""
     try:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError):
@@ -97,38 +103,45 @@ def _is_program_module(folder: Path, name: str) -> bool:
 
 
 def _dtrain_modules(text: str) -> list[str]:
-    """The modules of the public names that occur in ``text``."""
-    import dtrain
-
+    """Return the modules that define the public names of dtrain whose words occur in ``text``."""
     words = set(re.findall(r"\w+", text))
-    return list(dict.fromkeys(f"dtrain.{module}" for name, module in dtrain._MODULE_OF.items() if name in words))
+    top = Path(dtrain.__file__)
+    sub_packages = [top.parent / word / "__init__.py" for word in public_names(str(top)) if word in words]
+    modules: dict[str, None] = {}
+    for file in (top, *(path for path in sub_packages if path.is_file())):
+        defined_in = public_names(str(file)).items()
+        modules.update((module, None) for name, module in defined_in if name in words and module != "dtrain")
+    return list(modules)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ForkServer:
-    """The process, our end of its channel, and what it has said. ``is_ready`` once it forks."""
+    """Fork server: its process and the launcher's end of the channel. ``is_ready`` is True once the server accepts requests."""
 
     pid: int
     channel: socket.socket
     is_ready: bool = False
 
     def fileno(self) -> int:
-        """Becomes readable when it says something, or has ended."""
+        """Return a descriptor that is readable when the server sent a message or exited."""
         return self.channel.fileno()
 
     def request_process(self, request: ProcessRequest) -> None:
-        """Have it start a process; it answers later, with the pid.
+        """Request a process from the server; its answer has the pid.
 
         Raises:
-            OSError: it has ended.
+            OSError: the server exited.
         """
         message = {**asdict(request), "fds": list(request.fds), "variables": request.variables, "parent": os.getpid()}
         del message["owned"]
         socket.send_fds(self.channel, [json.dumps(message).encode()], list(request.fds.values()))
 
     def read_messages(self) -> Iterator[dict[str, Any]]:
-        """What it has said since: ``unsafe`` (None, or why it does not fork), or the ``id`` of a request with its ``pid`` or
-        ``error``; and ``ended`` when it will say nothing more."""
+        """Yield the new messages of the server.
+
+        A message has ``unsafe`` (None, or the reason that the server does not fork), or the ``id`` of a request with ``pid`` or
+        ``error``. The last message is ``ended``.
+        """
         while True:
             try:
                 data = self.channel.recv(_MAX_MESSAGE_BYTES)
@@ -145,20 +158,20 @@ class ForkServer:
 def start_forkserver(
     target: Target, modules: PreloadModules, common_environment: Mapping[str, str], *, log_fd: int
 ) -> ForkServer:
-    """Start the process; it answers when it has loaded ``modules``.
+    """Start a fork server, which sends a message after the import of ``modules``.
 
     Args:
-        target: what its forks will run.
-        modules: what to import.
-        common_environment: the environment that all ranks have in common.
-        log_fd: descriptor for what is printed while importing.
+        target: program of the forks.
+        modules: modules to import.
+        common_environment: environment of all ranks.
+        log_fd: descriptor for output during the imports.
 
     Raises:
-        OSError: no more processes or files.
+        OSError: the limit of processes or files is reached.
     """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    program = os.fspath(Path(__file__).with_name("preload.py"))
-    # One thread in torch's libraries and in NumPy's, so that there is none but the main one when it forks; ranks set their own.
+    program = os.fspath(Path(__file__).with_name("forkserver_main.py"))
+    # torch and NumPy get one thread, so that only the main thread runs at a fork. Ranks set their own number of threads.
     single = {launch_protocol.OMP_THREADS: "1"}
     request = ProcessRequest(
         id=0, kind="rank", fds={"stdout": log_fd, "stderr": log_fd, "channel": theirs.fileno()}, environment=single
@@ -175,8 +188,7 @@ def start_forkserver(
         *target.args,
     ]
     with theirs:
-        pid = start_process(
-            request, command, common_environment, block_interrupts=True
-        )  # its forks are ranks, which unblock them
+        # SIGINT starts blocked, because the forks are ranks, which unblock the signal.
+        pid = start_process(request, command, common_environment, block_interrupts=True)
     ours.setblocking(False)
     return ForkServer(pid=pid, channel=ours)

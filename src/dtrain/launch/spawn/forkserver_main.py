@@ -1,11 +1,11 @@
-"""The preloaded process: ``python preload.py FD NEEDED OPTIONAL KIND TARGET ARGS...``. Imports once, forks for each request.
+"""Import modules once and fork a process per request: ``python forkserver_main.py FD NEEDED OPTIONAL KIND TARGET ARGS...``.
 
-A fork runs the script as the plain interpreter would (``rank``): the same main module, arguments, search path, exit handlers,
-signal handling and random streams. What cannot be forked safely is not: then the launcher is told why, and starts plain
-interpreters. The program never starts CUDA and has one thread whenever it forks.
+A fork runs the script as a plain interpreter would (``rank_main``): the same main module, arguments, search path, exit
+handlers, signal handling and random streams. If forks are not safe, the server sends the reason, and the launcher starts plain
+interpreters. The server never starts CUDA and has one thread at each fork.
 
-Requests come as JSON with the descriptors that the new process gets; each fork is made by a child that ends at once, so that
-the rank becomes a child of the nearest subreaper above, which is the supervisor.
+Requests are JSON messages with the descriptors of the new process. A child that exits at once makes each fork, so that the rank
+becomes a child of the nearest subreaper above, the supervisor.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from __future__ import annotations
 import sys
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    del sys.path[0]  # this file's folder: its modules must not shadow anybody's
+    # Modules in this file's folder must not shadow modules of the program.
+    del sys.path[0]
 
 import gc
 import importlib
@@ -29,12 +30,13 @@ from dtrain.launch.spawn import interpreter, rank_main, store_main
 
 _MAX_MESSAGE_BYTES = 1 << 16
 _MAX_FDS = 8
-_AUTHKEY_BYTES = 32  # as many as Python draws
+# length of the key that Python generates
+_AUTHKEY_BYTES = 32
 _REPARENT_TIMEOUT_S = 30.0
 
 
 def main() -> None:
-    """Load, say how it went, and serve requests. Returns in a fork only, after its script has ended by itself."""
+    """Import modules, send the result, and serve requests. Returns only in a fork, after the end of its script."""
     channel = socket.socket(fileno=int(sys.argv[1]))
     channel.set_inheritable(False)
     needed, optional, kind, target, *args = sys.argv[2:]
@@ -52,24 +54,24 @@ def main() -> None:
 
 
 def _import_modules(needed: list[str], optional: list[str]) -> str | None:
-    """Import modules; why this process must not be forked then, if so.
+    """Import modules, and return the reason if this process must not be forked.
 
-    It is enough that one of those needed cannot be imported. Of the others, the script is to say that they are missing.
+    A needed module that cannot be imported is a reason. The script reports optional modules that are missing.
     """
     for names in (needed, optional):
         for name in filter(None, names):
             try:
                 importlib.import_module(name)
-            except Exception as error:  # noqa: BLE001 - the script is to fail with it, where people look for it
+            except Exception as error:  # noqa: BLE001 - the script raises the same error, where users expect the error
                 if names is needed:
                     return f"{name} cannot be imported here ({type(error).__name__}: {error})"
-        if (what := _find_unsafe_state()) is not None:
-            return f"importing {', '.join(names)} started {what}"
+        if (state := _find_unsafe_state()) is not None:
+            return f"importing {', '.join(names)} started {state}"
     return None
 
 
 def _find_unsafe_state() -> str | None:
-    """What runs here that is not in a fork, if anything."""
+    """Return the state of this process that a fork would break; None if forks are safe."""
     threads = len(os.listdir("/proc/self/task")) - 1
     if threads:
         return f"{threads} thread{'s' * (threads > 1)}"
@@ -78,7 +80,7 @@ def _find_unsafe_state() -> str | None:
 
 
 def _find_shadowing(kind: str, target: str) -> str | None:
-    """Why the program would import other modules than those loaded here, if so."""
+    """Return the reason if the program would import other modules than this process imported."""
     whose = "the script's folder" if kind == "script" else "the current folder"
     try:
         folder = interpreter.first_import_folder(kind, target)
@@ -89,16 +91,18 @@ def _find_shadowing(kind: str, target: str) -> str | None:
 
 
 def _wait_until_closed(channel: socket.socket) -> NoReturn:
-    """Until the launcher ends this process. Requests that have come meanwhile are those that it now starts in another way."""
-    while channel.recv(_MAX_MESSAGE_BYTES):  # without taking their descriptors, which are closed
+    """Wait until the launcher ends this process. The launcher restarts pending requests as plain interpreters."""
+    # Without recv_fds the descriptors of requests are closed.
+    while channel.recv(_MAX_MESSAGE_BYTES):
         pass
     os._exit(0)
 
 
 def _serve_requests(channel: socket.socket) -> tuple[dict[str, Any], dict[str, int]]:
-    """Fork for each request until the launcher ends this process; returns in the forks, with their request and descriptors."""
+    """Fork for each request until the launcher ends this process. Returns in each fork, with its request and descriptors."""
     gc.collect()
-    gc.freeze()  # pages of what is loaded stay shared: the collector would write into every object's header
+    # Frozen objects keep their pages shared. A collection would write into every object's header.
+    gc.freeze()
     while True:
         data, fds, _, _ = socket.recv_fds(channel, _MAX_MESSAGE_BYTES, _MAX_FDS)
         if not data:
@@ -115,8 +119,8 @@ def _serve_requests(channel: socket.socket) -> tuple[dict[str, Any], dict[str, i
 
 
 def _detach_child(channel: socket.socket, request: dict[str, Any]) -> None:
-    """Returns in the grandchild, once it is the supervisor's; its parent tells the supervisor and ends."""
-    between = os.getpid()
+    """Fork again and return in the grandchild, once the supervisor is its parent. The child sends the pid and exits."""
+    child = os.getpid()
     try:
         pid = os.fork()
     except OSError as error:
@@ -126,7 +130,7 @@ def _detach_child(channel: socket.socket, request: dict[str, Any]) -> None:
         _send_message(channel, {"id": request["id"], "pid": pid})
         os._exit(0)
     deadline = time.monotonic() + _REPARENT_TIMEOUT_S
-    while os.getppid() == between and time.monotonic() < deadline:
+    while os.getppid() == child and time.monotonic() < deadline:
         time.sleep(0.0005)
     os.setsid()
     die_with_parent(request["parent"])
@@ -137,7 +141,7 @@ def _send_message(channel: socket.socket, message: dict[str, Any]) -> None:
 
 
 def _apply_request(request: dict[str, Any], fds: dict[str, int]) -> None:
-    """Take on the environment, descriptors and random streams of a process of its own."""
+    """Apply the environment, descriptors and random streams of the requested process."""
     os.environ.update(request["environment"])
     for name, number in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
         if name in fds:
@@ -152,27 +156,29 @@ def _apply_request(request: dict[str, Any], fds: dict[str, int]) -> None:
 
 
 def _reset_process_state() -> None:
-    """Give modules that are loaded already what they would have drawn or looked up when a process of its own loaded them."""
+    """Reset the state that imported modules computed once per process, such as keys, start times and random seeds."""
     main = threading.main_thread()
-    if hasattr(main, "_set_native_id"):  # not in every version does Python do so by itself in a fork
+    # Some versions of Python do not update the thread id in a fork.
+    if hasattr(main, "_set_native_id"):
         main._set_native_id()
     if "multiprocessing.process" in sys.modules:
         sys.modules["multiprocessing.process"].current_process().authkey = os.urandom(_AUTHKEY_BYTES)
-    began = getattr(sys.modules.get("logging"), "_startTime", None)
-    if began is not None:  # seconds, or in later versions of Python nanoseconds
-        sys.modules["logging"].__dict__["_startTime"] = time.time_ns() if isinstance(began, int) else time.time()
-    # Python's own random numbers begin anew in a fork; those of NumPy and torch would be the same on all ranks.
+    start_time = getattr(sys.modules.get("logging"), "_startTime", None)
+    # Later versions of Python store nanoseconds instead of seconds.
+    if start_time is not None:
+        sys.modules["logging"].__dict__["_startTime"] = time.time_ns() if isinstance(start_time, int) else time.time()
+    # A fork reseeds Python's own random generator. The generators of NumPy and torch would be equal on all ranks.
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()
     if "torch" in sys.modules:
         torch = sys.modules["torch"]
         torch.default_generator.seed()
-        # The variable was read when torch was imported, with one thread: so that there was none but the main one at the fork.
+        # torch read the variable at import, when the variable asked for one thread.
         torch.set_num_threads(_parse_omp_threads(os.environ.get("OMP_NUM_THREADS", "")))
 
 
 def _parse_omp_threads(text: str) -> int:
-    """The number of threads of the outermost level, as OpenMP reads its variable; 1 where it says nothing of use."""
+    """Parse the number of threads of the outermost level as OpenMP does; 1 if the text is not a number."""
     first = text.partition(",")[0].strip()
     return max(1, int(first)) if first.isdecimal() else 1
 

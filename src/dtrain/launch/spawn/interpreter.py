@@ -1,6 +1,4 @@
-"""The interpreter's own options (``python -O -X dev -W error -m dtrain launch``), which are the ranks' as well.
-
-Modules of the program's own that have the name of one that is loaded: in a plain interpreter they would come first."""
+"""Find the interpreter flags that ranks inherit, and the program's modules that would shadow modules loaded here."""
 
 from __future__ import annotations
 
@@ -12,19 +10,20 @@ from pathlib import Path
 
 _FLAGS_WITH_VALUE = "WX"
 _PROGRAM_FLAGS = "cm"
-_LAUNCHER_ONLY_FLAGS = "ix"  # a prompt after the script, and a first line that is no Python
+# flags for a prompt after the script, and for a first line that is not Python
+_LAUNCHER_ONLY_FLAGS = "ix"
 _IGNORE_ENVIRONMENT_FLAGS = {"-E", "-I"}
 
 
 def inherited_flags() -> list[str]:
-    """The options that the interpreters of the ranks are started with: those of this one."""
+    """Return the flags of this interpreter, which the interpreters of the ranks inherit."""
     flags = parse_flags(sys.orig_argv)
-    # Where variables are ignored, so is PYTHONUNBUFFERED: what ranks print would come late, or never.
+    # Flags that ignore the environment also ignore PYTHONUNBUFFERED, and the output of ranks would be delayed.
     return [*flags, "-u"] if _IGNORE_ENVIRONMENT_FLAGS & set(flags) and "-u" not in flags else flags
 
 
 def parse_flags(command: Sequence[str]) -> list[str]:
-    """The options in an interpreter's command line, in front of what it runs. Pure.
+    """Return the flags in an interpreter's command line, before the program. No side effects.
 
     >>> parse_flags(["python", "-OB", "-Xdev", "-W", "error", "-m", "dtrain", "-W"])
     ['-O', '-B', '-X', 'dev', '-W', 'error']
@@ -37,7 +36,8 @@ def parse_flags(command: Sequence[str]) -> list[str]:
             continue
         if len(word) < 2 or word[0] != "-" or word[1] == "-":
             break
-        for place, letter in enumerate(word[1:], start=2):  # several may share a word, the last of them with its value
+        # Several flags may share a word, the last flag with its value.
+        for place, letter in enumerate(word[1:], start=2):
             if letter in _PROGRAM_FLAGS:
                 return flags
             if letter in _FLAGS_WITH_VALUE:
@@ -52,12 +52,12 @@ _MODULE_SUFFIXES = frozenset(importlib.machinery.all_suffixes())
 
 
 def first_import_folder(kind: str, target: str) -> Path | None:
-    """Where a plain interpreter looks for modules first: beside the script, or with ``-m`` in the current folder.
+    """Return the folder that a plain interpreter searches first for modules: the script's folder, or with ``-m`` the current.
 
-    None where it was told not to.
+    None if Python's safe-path mode is on.
 
     Raises:
-        OSError: the current folder is gone.
+        OSError: the current folder was removed.
     """
     if sys.flags.safe_path:
         return None
@@ -65,13 +65,14 @@ def first_import_folder(kind: str, target: str) -> Path | None:
 
 
 def find_shadowed_modules(folder: Path) -> list[str]:
-    """Names of loaded modules that ``folder`` has others for.
+    """Return the names of loaded modules that ``folder`` would shadow.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the folder cannot be read.
     """
-    loaded = sys.modules.keys() - set(sys.builtin_module_names)  # nothing comes before those built in
-    # By name first: there may be a great many files that are no modules.
+    # Built-in modules always come first.
+    loaded = sys.modules.keys() - set(sys.builtin_module_names)
+    # Check names first, because the folder may contain many files that are not modules.
     found = {name for entry in os.listdir(folder) if (name := entry.partition(".")[0]) in loaded and _is_module(folder / entry)}
     return [name for name in sorted(found) if not _is_inside(folder, getattr(sys.modules[name], "__file__", None))]
 
@@ -81,7 +82,7 @@ def _is_inside(folder: Path, file: str | None) -> bool:
 
 
 def _is_module(path: Path) -> bool:
-    """Whether a file or a folder can be imported."""
+    """Return True if a file or folder can be imported."""
     _, dot, rest = path.name.partition(".")
     return dot + rest in _MODULE_SUFFIXES or (
         not dot and any((path / f"__init__{suffix}").is_file() for suffix in _MODULE_SUFFIXES)

@@ -1,8 +1,4 @@
-"""Python stacks on a signal: runs in a rank, before its script.
-
-Fold the frames of dtrain and torch in the traceback of a rank. Imports no torch.
-
-A mistake in a script passes many frames of the libraries. The frames of the user stay, and the others are counted."""
+"""Register a signal that dumps Python stacks, and fold frames of dtrain and torch in a rank's traceback. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,18 +16,19 @@ from dtrain import launch_protocol
 
 
 def register_stack_dump(path: Path) -> None:
-    """Have ``wire.STACKS_SIGNAL`` write the Python stacks of all threads to ``path``.
+    """Make ``launch_protocol.STACKS_SIGNAL`` write the Python stacks of all threads to ``path``.
 
-    The signal's handler is C and takes no lock, so it also answers while something holds the interpreter (the GIL). It can open
-    no file, so the file is there from now on, empty; ``tidy`` removes it when nobody has asked.
+    The handler is written in C and takes no lock, so it works while other code holds the interpreter's lock. The handler cannot
+    open files, so the file is created now, empty. The launcher removes an empty file at the end.
 
-    Mutates: this process's handler of the signal, which its forks inherit. The file stays open for good.
+    Mutates: this process's handler of the signal, which forks inherit. The file stays open.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND, 0o666)
     except OSError:
-        return  # a full disk or a read-only folder costs the stacks of a hang, not the rank
+        # A full disk or a read-only folder costs the stacks of a hang, not the rank.
+        return
     faulthandler.register(launch_protocol.STACKS_SIGNAL, file=file, all_threads=True, chain=False)
 
 
@@ -40,13 +37,13 @@ _FOLDED_MARK = "<folded>"
 
 
 def format_folded_traceback(error: BaseException) -> str:
-    """Format ``error`` as Python does, with one line instead of each row of frames of dtrain and torch.
+    """Format ``error`` as Python does, with one line instead of each run of frames of dtrain and torch.
 
-    Frames of the standard library that such a frame has called are folded with it. Chained exceptions and the members of a
-    group are folded too. An exception without any frame of the user is shown as it is.
+    Frames of the standard library that such a frame called are folded with it. Chained exceptions and members of exception
+    groups are folded, too. An exception without frames of the user stays unfolded.
 
     Args:
-        error: the exception with its traceback; it is not changed.
+        error: the exception with its traceback, which is not changed.
 
     Returns:
         The text, which ends with a line feed.
@@ -54,39 +51,41 @@ def format_folded_traceback(error: BaseException) -> str:
     whole = traceback.TracebackException.from_exception(error, compact=True)
     chain = list(_exception_chain(whole))
     folders = _library_folders()
-    if any(_library_of(frame, folders) is None for one in chain for frame in one.stack):
-        for one in chain:
-            one.stack = _fold_stack(one.stack, folders)
+    if any(_library_of(frame, folders) is None for item in chain for frame in item.stack):
+        for item in chain:
+            item.stack = _fold_stack(item.stack, folders)
     return "".join(whole.format())
 
 
 def _exception_chain(error: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
-    """List ``error``, its causes, its contexts, and the members of groups among them."""
+    """Yield ``error``, its causes, its contexts, and the members of exception groups."""
     todo = [error]
-    for one in todo:  # grows while it is walked
-        yield one
-        todo += [other for other in (one.__cause__, one.__context__, *(getattr(one, "exceptions", None) or ())) if other]
+    # The list grows during the loop.
+    for item in todo:
+        yield item
+        todo += [other for other in (item.__cause__, item.__context__, *(getattr(item, "exceptions", None) or ())) if other]
 
 
 def _library_folders() -> dict[str, str]:
-    """Return the folder of each library that was imported, by the library's name."""
-    found = {"dtrain": os.path.dirname(os.path.abspath(dtrain.__file__))}
+    """Return the folder of each imported library, by name."""
+    folders = {"dtrain": os.path.dirname(os.path.abspath(dtrain.__file__))}
     torch = getattr(sys.modules.get("torch"), "__file__", None)
     if torch is not None:
-        found["torch"] = os.path.dirname(os.path.abspath(torch))
-    return found
+        folders["torch"] = os.path.dirname(os.path.abspath(torch))
+    return folders
 
 
 def _library_of(frame: traceback.FrameSummary, folders: dict[str, str]) -> str | None:
-    """Return the name of the library that ``frame`` is of, None for a frame of the user."""
+    """Return the name of the library that contains ``frame``; None for a frame of the user."""
     return next((name for name, folder in folders.items() if frame.filename.startswith(folder + os.sep)), None)
 
 
 def _fold_stack(stack: traceback.StackSummary, folders: dict[str, str]) -> traceback.StackSummary:
-    """Return ``stack`` with one frame instead of each row of frames of the libraries."""
+    """Replace each run of library frames in ``stack`` by one frame."""
     standard = (sysconfig.get_path("stdlib") + os.sep, "<frozen ")
     result = _FoldedStack()
-    names: list[str] = []  # of the row that is being read
+    # Libraries of the current run of frames.
+    names: list[str] = []
     for frame in stack:
         owner = _library_of(frame, folders)
         called = bool(names) and frame.filename.startswith(standard) and "-packages" not in frame.filename
@@ -103,16 +102,16 @@ def _fold_stack(stack: traceback.StackSummary, folders: dict[str, str]) -> trace
 
 
 def _folded_frame(names: list[str]) -> traceback.FrameSummary:
-    """Return the frame that stands for a row of frames of these libraries."""
+    """Return the frame that replaces a run of frames of these libraries."""
     libraries = " and ".join(name for name in _FOLDED_LIBRARIES if name in names)
     return traceback.FrameSummary(_FOLDED_MARK, len(names), libraries, lookup_line=False, line="")
 
 
 class _FoldedStack(traceback.StackSummary):
-    """A stack some of whose frames stand for several."""
+    """Stack in which one frame may replace a run of frames."""
 
     def format_frame_summary(self, frame_summary: traceback.FrameSummary, **options: Any) -> str:
-        """Format one frame, or the line that counts folded frames."""
+        """Format one frame, or the count of a folded run."""
         if frame_summary.filename != _FOLDED_MARK:
             return super().format_frame_summary(frame_summary, **options)
         count = frame_summary.lineno

@@ -1,21 +1,22 @@
-"""What a rank runs: ``python rank.py script|module TARGET ARGS...``, or ``run`` in a fork. Like ``python TARGET ARGS...``.
+"""Run the program of a rank like ``python TARGET ARGS...``: ``python rank_main.py script|module TARGET ARGS...``, or in a fork.
 
-The one difference: an exception that leaves the script is recorded for the launcher at that moment, before the
-interpreter runs exit handlers. Those may take long, and let the peers fail first.
+There is one difference: an exception that leaves the script is recorded for the launcher at once, before the interpreter runs
+exit handlers. Exit handlers may take long, and the peers would fail first.
 
-The script runs in a ``__main__`` module that stays in place until the process ends, unlike with ``runpy.run_path``:
-threads and exit handlers of the script may still pickle by that name.
+The script runs in a ``__main__`` module that stays in place until the process ends, unlike with ``runpy.run_path``: threads and
+exit handlers of the script may still pickle by that name.
 """
 
 from __future__ import annotations
 
 import sys
 
-# ruff: noqa: E402 - before anything is imported
+# ruff: noqa: E402 - the set must be computed before other imports
 _INITIAL_MODULES = frozenset(sys.modules)
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    del sys.path[0]  # this file's folder: its modules must not shadow anybody's
+    # Modules in this file's folder must not shadow modules of the program.
+    del sys.path[0]
 
 import atexit
 import builtins
@@ -37,19 +38,18 @@ _MAIN_MODULE_DEFAULTS: dict[str, object] = {"__annotations__": {}, "__cached__":
 
 
 def main() -> None:
-    """Run the target named on the command line; leaves by ``SystemExit`` unless the script ends by itself."""
+    """Run the target on the command line. Raises ``SystemExit`` unless the script ends normally."""
     for variable in (launch_protocol.HEARTBEAT_FD, launch_protocol.DUMP_REQUEST_FD):
         if variable in os.environ:
-            os.set_inheritable(
-                int(os.environ[variable]), False
-            )  # they had to come through exec, and are for this process alone
+            # The pipes were inherited through exec, and belong to this process alone.
+            os.set_inheritable(int(os.environ[variable]), False)
     kind, target, *args = sys.argv[1:]
     _unload_shadowed(kind, target)
     run_target(kind, target, args)
 
 
 def _unload_shadowed(kind: str, target: str) -> None:
-    """Let the program import modules of its own that have the name of one that was only loaded for this bootstrap.
+    """Unload modules that this bootstrap imported and that the program shadows with modules of its own.
 
     Mutates: ``sys.modules``.
     """
@@ -57,21 +57,23 @@ def _unload_shadowed(kind: str, target: str) -> None:
         folder = first_import_folder(kind, target)
         names = set() if folder is None else set(find_shadowed_modules(folder)) - _INITIAL_MODULES
     except OSError:
-        return  # nothing can be imported from there
+        # No module can be imported from the folder.
+        return
     for name in list(sys.modules):
         if name.partition(".")[0] in names:
             del sys.modules[name]
 
 
 def run_target(kind: str, target: str, args: list[str]) -> None:
-    """Run a script, or a module as in ``python -m``; leaves by ``SystemExit`` unless it ends by itself.
+    """Run a script, or a module as in ``python -m``. Raises ``SystemExit`` unless the script ends normally.
 
-    Mutates: what a fresh interpreter would have set for it: ``sys.argv``, ``sys.path``, ``sys.modules["__main__"]``.
+    Mutates: the state that a fresh interpreter would have: ``sys.argv``, ``sys.path``, ``sys.modules["__main__"]``.
     At the end, the exit handlers.
     """
     sys.argv = [target, *args]
     sys.orig_argv = interpreter_command(kind, target, args)
-    owner = os.getpid()  # a copy that the script forks is not the rank: its exceptions are not the rank's
+    # Exceptions in forks of the script are not exceptions of the rank.
+    owner = os.getpid()
     rank, record = int(os.environ[launch_protocol.RANK]), Path(os.environ[launch_protocol.FAILURE_FILE])
     heartbeats.connect_from_env(os.environ, rank)
     run_dir = Path(os.environ[launch_protocol.RUN_DIR])
@@ -81,28 +83,31 @@ def run_target(kind: str, target: str, args: list[str]) -> None:
     try:
         code, module = _load_script(target) if kind == "script" else _load_module(target)
         sys.modules["__main__"] = module
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # one that came meanwhile is raised here
+        # A pending Ctrl-C is raised here.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         exec(code, module.__dict__)
     except SystemExit as error:
         _record_failure(rank, record, error, owner)
         raise
-    except BaseException as error:  # noqa: BLE001 - everything else ends the interpreter as well; here it is reported
+    except BaseException as error:  # noqa: BLE001 - every other exception ends the interpreter, too, and is reported here
         error.with_traceback(_strip_bootstrap_frames(error.__traceback__))
-        told = _record_failure(rank, record, error, owner)
-        if not (isinstance(error, KeyboardInterrupt) and interrupted.exists()):  # a Ctrl-C says where it came from by itself
-            _print_exception(error, told=told)
+        has_launcher = _record_failure(rank, record, error, owner)
+        # The launcher explains a Ctrl-C itself.
+        if not (isinstance(error, KeyboardInterrupt) and interrupted.exists()):
+            _print_exception(error, has_launcher=has_launcher)
         raise SystemExit(launch_protocol.exit_code_for(error)) from None
     finally:
-        atexit.register(_ignore_handled_signals)  # runs once the script's threads have ended
+        # The handler runs after the script's threads have ended.
+        atexit.register(_ignore_handled_signals)
 
 
 def interpreter_command(kind: str, target: str, args: list[str]) -> list[str]:
-    """The command line by which a plain interpreter would run the target."""
+    """Return the command line with which a plain interpreter would run the target."""
     return [sys.executable, *parse_flags(sys.orig_argv), *(["-m"] if kind == "module" else []), target, *args]
 
 
 def _load_script(path: str) -> tuple[CodeType, ModuleType]:
-    """The code of a script and its empty ``__main__``. Mutates: ``sys.path``, whose first entry becomes its folder."""
+    """Return the code of a script and an empty ``__main__``. Mutates: ``sys.path``, which begins with the script's folder."""
     full = os.path.abspath(path)
     if not sys.flags.safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
@@ -111,10 +116,11 @@ def _load_script(path: str) -> tuple[CodeType, ModuleType]:
 
 
 def _load_module(name: str) -> tuple[CodeType, ModuleType]:
-    """The code of ``python -m name`` and its empty ``__main__``. Mutates: ``sys.path``, ``sys.argv[0]``."""
+    """Return the code of ``python -m name`` and an empty ``__main__``. Mutates: ``sys.path``, ``sys.argv[0]``."""
     if not sys.flags.safe_path:
         sys.path.insert(0, os.getcwd())
-    sys.argv[0] = "-m"  # what the parent packages see while they are imported, as with python -m
+    # Parent packages see this value during their import, as with python -m.
+    sys.argv[0] = "-m"
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
@@ -124,7 +130,8 @@ def _load_module(name: str) -> tuple[CodeType, ModuleType]:
     if code is None:
         raise ImportError(f"module {name!r} has no code to run", name=name)
     module = _main_module(file=spec.origin, loader=spec.loader)
-    module.__spec__ = spec  # multiprocessing's children import their parent's main module by this name
+    # Children of multiprocessing import the main module of their parent by this name.
+    module.__spec__ = spec
     module.__package__ = spec.parent
     module.__dict__["__cached__"] = spec.cached
     sys.argv[0] = spec.origin or name
@@ -134,7 +141,7 @@ def _load_module(name: str) -> tuple[CodeType, ModuleType]:
 def _main_module(*, file: str | None, loader: importlib.abc.Loader) -> ModuleType:
     module = ModuleType("__main__")
     module.__dict__.update(__file__=file, __loader__=loader, __builtins__=builtins)
-    # Whether a main module begins with these depends on the version of Python: as in the one we were started in.
+    # The initial names of a main module depend on the version of Python. Copy them from the current main module.
     module.__dict__.update(
         {name: value for name, value in _MAIN_MODULE_DEFAULTS.items() if name in sys.modules["__main__"].__dict__}
     )
@@ -142,75 +149,80 @@ def _main_module(*, file: str | None, loader: importlib.abc.Loader) -> ModuleTyp
 
 
 def _ignore_handled_signals() -> None:
-    """Ignore the signals that the script has handled: when the interpreter takes its modules down, it gives them their default
-    back, which is death, and a rank that has saved and leaves with its exit code would end by a request that comes late.
+    """Ignore the signals that the script handled, because the interpreter restores their default action during its shutdown.
+
+    Without this function, a late signal would kill a rank that has saved a checkpoint and exits with its own exit code.
 
     Mutates: this process's signal handling.
     """
-    for number in {*launch_protocol.ENDING_SIGNALS, *launch_protocol.FORWARDED_SIGNALS} - {
-        signal.SIGINT
-    }:  # Ctrl-C ends whatever is left
+    # Ctrl-C must still end the process.
+    for number in {*launch_protocol.ENDING_SIGNALS, *launch_protocol.FORWARDED_SIGNALS} - {signal.SIGINT}:
         if callable(signal.getsignal(number)):
             signal.signal(number, signal.SIG_IGN)
 
 
 def _strip_bootstrap_frames(trace: TracebackType | None) -> TracebackType | None:
-    """The traceback from the script's first frame on."""
+    """Return the traceback from the script's first frame on."""
     while trace is not None and os.path.dirname(trace.tb_frame.f_code.co_filename) == os.path.dirname(__file__):
         trace = trace.tb_next
     return trace
 
 
 def _record_failure(rank: int, path: Path, error: BaseException, owner: int) -> bool:
-    """Write the failure record. Return True if the launcher has the record, and shows the traceback."""
+    """Write the failure record. Return True if the launcher has the record and shows the traceback."""
     if os.getpid() != owner:
         return False
-    told = heartbeats.is_connected()
+    has_launcher = heartbeats.is_connected()
     failure = launch_protocol.RankFailure.from_exception(
-        rank, error, short_traceback=_try_format_folded(error), already_printed=not (told and _is_default_hook(sys.excepthook))
+        rank,
+        error,
+        short_traceback=_try_format_folded(error),
+        already_printed=not (has_launcher and _is_default_hook(sys.excepthook)),
     )
     if failure.exit_code == 0:
         return False
     try:
         failure.write(path)
-        heartbeats.report(heartbeats.ProgressKind.FAILED, failure.exit_code)  # it may take long to end, or for ever
-    except OSError as problem:  # a full disk costs the record, not the traceback that follows
+        # The exit of this process may take long.
+        heartbeats.report(heartbeats.ProgressKind.FAILED, failure.exit_code)
+    # A full disk costs the record, not the traceback.
+    except OSError as problem:
         print(f"dtrain: launch: rank {rank} could not record its failure: {problem}", file=sys.stderr)
         return False
-    return told
+    return has_launcher
 
 
 def _try_format_folded(error: BaseException) -> str:
     try:
         return format_folded_traceback(error)
-    except Exception:  # noqa: BLE001 - an exception of the script may be of any shape; then its frames are shown as they are
+    except Exception:  # noqa: BLE001 - exceptions of the script may have any form, and then their frames stay unfolded
         return ""
 
 
 def _is_default_hook(hook: object) -> bool:
-    """Return True if ``hook`` is Python's own, perhaps inside the one by which torch marks the lines with the rank."""
+    """Return True if ``hook`` is Python's own hook, or torch's wrapper of Python's hook that adds the rank to each line."""
     if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
         hook = inspect.getclosurevars(hook).nonlocals.get("old_hook")  # type: ignore[arg-type]
     return hook is sys.__excepthook__
 
 
-def _print_exception(error: BaseException, *, told: bool) -> None:
-    """Print as the interpreter would, through the script's own ``sys.excepthook`` if it has one.
+def _print_exception(error: BaseException, *, has_launcher: bool) -> None:
+    """Print an exception as the interpreter would, with the script's own ``sys.excepthook`` if the script has set one.
 
     Args:
         error: the exception that left the script.
-        told: if True, the launcher shows the traceback, and the interpreter's own hook need not.
+        has_launcher: if True, the launcher shows the traceback, and the interpreter's own hook is not called.
 
-    Mutates: ``sys.last_type`` and its like, by which exit handlers find the exception.
+    Mutates: ``sys.last_type`` and the related attributes, which exit handlers may read.
     """
     sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
     if sys.version_info >= (3, 12):
         sys.last_exc = error
-    if told and _is_default_hook(sys.excepthook):
+    if has_launcher and _is_default_hook(sys.excepthook):
         return
     try:
         sys.excepthook(type(error), error, error.__traceback__)
-    except Exception:  # noqa: BLE001 - as the interpreter does: report the hook's error and print by the plain way
+    except Exception:  # noqa: BLE001 - like the interpreter, report the hook's error, then print the default traceback
         print("Error in sys.excepthook:", file=sys.stderr)
         traceback.print_exc()
         print("\nOriginal exception was:", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Starts processes for the supervisor: through the preloaded process where there is one, else as plain interpreters."""
+"""Start processes for the supervisor: as forks of the fork server if one runs, otherwise as plain interpreters."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from dtrain.launch.launch_plan import Target, build_rank_command
 from dtrain.launch.spawn.exec import ProcessRequest, start_process
 from dtrain.launch.spawn.forkserver import ForkServer, PreloadModules, find_preload_modules, start_forkserver
 
-_MAX_IN_FLIGHT = 16  # requests that wait in a channel: it holds some 100 KiB, and few descriptors
+# A channel buffers some 100 KiB and few descriptors.
+_MAX_IN_FLIGHT = 16  # requests
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartEvent:
-    """What became of a request: its ``pid``, or the ``error``. Without an ``id``, something to tell the user."""
+    """Result of a request: its ``pid`` or its ``error``. An event without ``id`` is a message to the user."""
 
     id: int | None = None
     pid: int = 0
@@ -29,27 +30,37 @@ class StartEvent:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class ProcessStarter:
-    """How the processes of one job are started. It closes what descriptors a request owns, once they are passed on."""
+    """Starter of the processes of one job. The starter closes the descriptors that a request owns after passing them on.
+
+    Attributes:
+        target: program of the ranks.
+        log_path: log of processes that are not ranks.
+        common_environment: environment of all ranks.
+        forkserver: the fork server, if one runs.
+        pending: requests without a process, in order of arrival.
+        in_flight: ids of pending requests that the fork server knows.
+    """
 
     target: Target
-    log_path: Path = Path(os.devnull)  # for what the processes print that are no ranks
-    common_environment: Mapping[str, str] = field(default_factory=dict)  # the environment of all ranks
+    log_path: Path = Path(os.devnull)
+    common_environment: Mapping[str, str] = field(default_factory=dict)
     forkserver: ForkServer | None = None
-    pending: dict[int, ProcessRequest] = field(default_factory=dict)  # not there yet, in the order in which they came
-    in_flight: set[int] = field(default_factory=set)  # those of them that the preloaded process knows of
+    pending: dict[int, ProcessRequest] = field(default_factory=dict)
+    in_flight: set[int] = field(default_factory=set)
 
-    def preload(self, asked: Sequence[str] | None) -> None:
-        """Start the preloaded process, where it has something to load.
+    def preload(self, requested: Sequence[str] | None) -> None:
+        """Start the fork server if there are modules to preload.
 
         Args:
-            asked: modules that the user wants to have loaded; None: what the program seems to import.
+            requested: modules that the user names; None uses the modules that the program seems to import.
 
         Raises:
-            OSError: no more processes or files.
+            OSError: the limit of processes or files is reached.
         """
-        if self.target.kind == "command" or sys.platform != "linux":  # only Linux gives its forks to the supervisor
+        # Only on Linux the forks become children of the supervisor.
+        if self.target.kind == "command" or sys.platform != "linux":
             return
-        modules = find_preload_modules(self.target) if asked is None else PreloadModules(needed=tuple(asked))
+        modules = find_preload_modules(self.target) if requested is None else PreloadModules(needed=tuple(requested))
         if not modules.needed:
             return
         fd = self._open_log()
@@ -59,7 +70,7 @@ class ProcessStarter:
             os.close(fd)
 
     def start(self, request: ProcessRequest) -> list[StartEvent]:
-        """Have a process started; its event comes now, or later from ``read``."""
+        """Start a process; its event is returned now, or later by ``read_events``."""
         if request.kind == "store":
             log = {"stdout": self._open_log(), "stderr": self._open_log()}
             request = replace(request, fds={**request.fds, **log}, owned=request.owned | set(log))
@@ -70,7 +81,7 @@ class ProcessStarter:
         return []
 
     def read_events(self) -> list[StartEvent]:
-        """What the preloaded process has to say."""
+        """Return the new events of the fork server."""
         events: list[StartEvent] = []
         for message in [] if self.forkserver is None else list(self.forkserver.read_messages()):
             if "ended" in message:
@@ -88,14 +99,14 @@ class ProcessStarter:
         return events
 
     def withdraw_pending(self) -> list[int]:
-        """Take back what the preloaded process does not know of yet; the ids."""
+        """Withdraw the requests that the fork server does not know yet, and return their ids."""
         ids = [number for number in self.pending if number not in self.in_flight]
         for number in ids:
             self._release(self.pending.pop(number))
         return ids
 
     def stop_forkserver(self, *, ended: bool = False) -> None:
-        """End the preloaded process, unless it has ``ended``, and forget what it was asked for."""
+        """Stop the fork server, unless it has ``ended``, and drop its requests."""
         if self.forkserver is not None:
             if not ended:
                 processes.send_signal(self.forkserver.pid, signal.SIGKILL)
@@ -107,32 +118,34 @@ class ProcessStarter:
         self.in_flight.clear()
 
     def _send_pending(self) -> None:
-        """Pass requests on, as many as the channel has room for."""
+        """Send pending requests, as many as the channel holds."""
         for number, request in self.pending.items():
             if self.forkserver is None or len(self.in_flight) >= _MAX_IN_FLIGHT:
                 return
             if number not in self.in_flight:
-                with contextlib.suppress(OSError):  # it has ended: the end of its channel will be read, and all fall back
+                # If the server exited, the end of its channel is read later, and all requests fall back to exec.
+                with contextlib.suppress(OSError):
                     self.forkserver.request_process(request)
                     self.in_flight.add(number)
 
-    def _fall_back_to_exec(self, why: str, *, ended: bool = False) -> list[StartEvent]:
-        """Start plain interpreters from now on, and what was asked for and is not there."""
+    def _fall_back_to_exec(self, reason: str, *, ended: bool = False) -> list[StartEvent]:
+        """Start the pending requests and all later requests as plain interpreters."""
         missing, self.pending = list(self.pending.values()), {}
         self.stop_forkserver(ended=ended)
-        notice = StartEvent(error=f"{why}; starting plain interpreters (--no-preload does so at once)")
+        notice = StartEvent(error=f"{reason}; starting plain interpreters (--no-preload does so at once)")
         return [notice, *(self._start_process(request) for request in missing)] if missing else []
 
     def _open_log(self) -> int:
         try:
             return os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        except OSError:  # a run folder that is full or gone costs the log only
+        # A full or removed run folder only costs the log.
+        except OSError:
             return os.open(os.devnull, os.O_WRONLY)
 
     def _start_process(self, request: ProcessRequest) -> StartEvent:
         command = build_rank_command(self.target)
         if request.kind == "store":
-            program = Path(__file__).with_name("store.py")
+            program = Path(__file__).with_name("store_main.py")
             command = [sys.executable, os.fspath(program), str(request.fds["listener"]), request.address, str(request.port)]
         try:
             wait = request.kind == "rank" and self.target.kind != "command"

@@ -1,8 +1,8 @@
-"""The process that serves the ranks' store: ``python store.py FD ADDRESS PORT``, or a fork of the preloaded one. Needs torch.
+"""Serve the ranks' store: ``python store_main.py FD ADDRESS PORT``, or a fork of the fork server. Needs torch.
 
-It is given a socket that listens already, on loopback where all ranks are here. So the port cannot be lost to another program
-between choosing and using it, and nothing listens beyond what was bound. Every attempt of a job has a store of its own:
-ranks that are started again would read the addresses of those that died.
+The process inherits a listening socket, on loopback if all ranks are on this machine. So no other program can take the port
+between its choice and its use, and nothing else is bound. Every attempt of a job has its own store: restarted ranks must not
+read the addresses of ranks that exited.
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ import sys
 from typing import NoReturn
 
 if __name__ == "__main__" and not sys.flags.safe_path:
-    del sys.path[0]  # this file's folder
+    # Modules in this file's folder must not shadow modules of the program.
+    del sys.path[0]
 
 
 def serve_store(listener: int, address: str, port: int) -> NoReturn:
-    """Serve torch's store on the descriptor ``listener``, bound to ``address`` and ``port``, until this process is killed."""
+    """Serve torch's store on the descriptor ``listener``, bound to ``address`` and ``port``, until the process is killed."""
     import torch.distributed as dist
 
     store = dist.TCPStore(address, port, None, True, wait_for_workers=False, master_listen_fd=listener)
