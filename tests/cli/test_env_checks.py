@@ -112,7 +112,7 @@ WRONG = {
     ),
     "GPUs unusable without a word": (
         with_gpus(replace(CUDA_TORCH, devices=())),
-        "error: torch: cannot use any of 2 GPUs: it does not say why",
+        "error: torch: cannot use any of 2 GPUs: torch gives no reason",
     ),
     "GPUs hidden": (
         with_gpus(replace(CUDA_TORCH, devices=()), CUDA_VISIBLE_DEVICES=""),
@@ -150,7 +150,7 @@ WRONG = {
     ),
     "MASTER_ADDR left over": (
         replace(with_variables(MASTER_ADDR="127.0.0.1"), addresses=ADDRESSES),
-        "warning: environment: MASTER_ADDR is set but RANK is not: left over from a launch?; unset MASTER_ADDR",
+        "warning: environment: MASTER_ADDR is set but RANK is not, maybe by an old launch; unset MASTER_ADDR",
     ),
     "MASTER_ADDR unknown": (
         replace(with_variables(**OF_A_LAUNCH | {"MASTER_ADDR": "gone"}), addresses={"box": ("192.0.2.7",), "gone": ()}),

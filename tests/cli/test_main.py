@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 
@@ -77,7 +78,7 @@ def test_mistake_is_one_line_and_starts_nothing(tmp_path, monkeypatch, called, a
     assert (code, out) == (2, "")
     assert err.count("\n") == 1
     assert err.startswith(f"dtrain: {expected}")
-    assert "; " in err.removeprefix(f"dtrain: {expected}")  # and what to do about it
+    assert re.search(r"\. [A-Z]", err.removeprefix(f"dtrain: {expected}"))  # and what to do about it
     assert sorted(os.listdir(tmp_path)) == before
 
 
@@ -149,7 +150,7 @@ def test_usage_error_is_one_line_at_every_level(called, args, expected, command)
     code, out, err = called(*args)
     assert (code, out) == (2, "")
     assert err.startswith(f"dtrain: {expected}")
-    assert err.endswith(f"; see `{command} --help`\n")
+    assert err.endswith(f". See `{command} --help`.\n")
     assert err.count("\n") == 1
 
 
@@ -159,7 +160,7 @@ HELP = {
     "data write": (
         ["data", "write"],
         "Usage: dtrain data write ",
-        ["SOURCE", "OUT", "What is read:", "--tokenizer NAME", "--size-limit SIZE", "Exit codes: ", "Examples:"],
+        ["SOURCE", "OUT", "Input:", "--tokenizer NAME", "--size-limit SIZE", "Exit codes: ", "Examples:"],
     ),
     "data inspect": (["data", "inspect"], "Usage: dtrain data inspect ", ["URL", "--head K", "--verify", "Exit codes: "]),
     "launch": (

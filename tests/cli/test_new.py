@@ -133,10 +133,12 @@ def test_a_loop_is_short_and_of_public_names(new, task):
     used = set()
     for node in ast.walk(ast.parse(source)):
         assert not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dtrain"))
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "dt":
-            used.add(node.attr)
-    assert used <= set(dt.__all__)
-    assert {"jsonl", "save_sharded", "load_sharded", "evaluate", "should_stop", "shard_model"} <= used
+        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("dt."):
+            name = ast.unparse(node).removeprefix("dt.")
+            door, _, inner = name.partition(".")
+            assert inner in getattr(dt, door).__all__ if inner else name in dt.__all__
+            used.add(name)
+    assert {"loggers.jsonl", "save_sharded", "load_sharded", "evaluate", "should_stop", "shard_model"} <= used
 
 
 @pytest.mark.parametrize("task", TASKS)
@@ -180,12 +182,12 @@ def test_a_file_that_is_there_stays_unless_forced(new, tmp_path):
 
 
 MISTAKES = {
-    "no file": ([], "new: missing argument 'LOOP'; see `dtrain new --help`"),
+    "no file": ([], "new: missing argument 'LOOP'. See `dtrain new --help`."),
     "unknown task": (
         ["x.py", "--task", "nlp"],
         "new: --task must be one of blank, lm, vision, finetune, diffusion, got 'nlp'; ",
     ),
-    "no task": (["x.py", "--task"], "new: option '--task' requires an argument; see"),
+    "no task": (["x.py", "--task"], "new: option '--task' requires an argument. See"),
     "unknown option": (["x.py", "--fast"], "new: no such option: --fast"),
     "two files": (["x.py", "y.py"], "new: got unexpected extra argument"),
     "another ending": (
@@ -211,7 +213,7 @@ def test_a_mistake_is_one_line_and_writes_nothing(new, tmp_path, args, expected)
     code, out, err = new(*args)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"dtrain: {expected}")
-    assert "; " in err
+    assert re.search(r"\. [A-Z]", err)
     assert os.listdir(tmp_path) == ["folder.py"]
 
 

@@ -102,8 +102,8 @@ def test_the_group_alone_shows_its_commands(plot):
 
 
 MISTAKES = {
-    "no target": (["--steps", "5"], 2, "plot: schedule: missing argument 'TARGET'; see `dtrain plot schedule --help`"),
-    "no steps": (["plotted_loop.py:schedule"], 2, "plot: schedule: missing option '--steps'; see"),
+    "no target": (["--steps", "5"], 2, "plot: schedule: missing argument 'TARGET'. See `dtrain plot schedule --help`."),
+    "no steps": (["plotted_loop.py:schedule"], 2, "plot: schedule: missing option '--steps'. See"),
     "no name": (["plotted_loop.py", "--steps", "5"], 2, "plot schedule: target must name a file or module and a schedule"),
     "no file": (["nope.py:x", "--steps", "5"], 2, "plot schedule: no such file: 'nope.py'"),
     "no module": (["nope:x", "--steps", "5"], 2, "plot schedule: no module named 'nope'"),

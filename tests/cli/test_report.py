@@ -94,7 +94,7 @@ MISTAKES = {
         "report: path must be the folder of a run, got '.', which has no ledger, no metrics.jsonl and no attempts. "
         "Runs below: gpt",
     ),
-    "nothing": ((), 2, "report: missing argument 'RUN_DIR'; see"),
+    "nothing": ((), 2, "report: missing argument 'RUN_DIR'. See"),
     "output in no folder": (
         ("gpt", "--output", "a/b.html"),
         2,

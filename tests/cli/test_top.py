@@ -183,7 +183,7 @@ MISTAKES = {
     "every is too small": (("gpt", "--every", "0"), "top: --every must be 0.1 to 3600 seconds, got '0'. Use 2, for example."),
     "every is nan": (("gpt", "--every", "nan"), "top: --every must be 0.1 to 3600 seconds, got 'nan'. Use 2, for example."),
     "a file": (("file",), "top: RUN_DIR must be a folder, got the file 'file'. Name the folder of a run."),
-    "nothing": ((), "top: missing argument 'RUN_DIR'; see `dtrain top --help`"),
+    "nothing": ((), "top: missing argument 'RUN_DIR'. See `dtrain top --help`."),
 }
 
 

@@ -413,7 +413,7 @@ def test_an_open_process_group_is_refused(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     with (
         dt.init_dist(device="cpu"),
-        pytest.raises(dt.errors.ConfigError, match="spawn: a process group is open in this process. Call spawn"),
+        pytest.raises(dt.errors.ConfigError, match=r"spawn: a process group is open in this process. Call spawn"),
     ):
         dt.spawn(print, nproc=1)
 

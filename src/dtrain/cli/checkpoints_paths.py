@@ -1,4 +1,4 @@
-"""Resolve paths and URLs of the command line to roots and steps. Imports of dtrain.checkpoint are lazy, because it needs torch."""
+"""Resolve paths and URLs of the command line to roots and steps. Imports torch only inside functions."""
 
 from __future__ import annotations
 

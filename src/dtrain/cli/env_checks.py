@@ -96,7 +96,7 @@ def _check_rank_variables(facts: MachineFacts) -> Iterator[EnvFinding]:
     if rank is None and world is None:
         if env.get(launch_protocol.MASTER_ADDR) is not None and not launched:
             yield _warning(
-                f"environment: {launch_protocol.MASTER_ADDR} is set but {launch_protocol.RANK} is not, perhaps by an old launch",
+                f"environment: {launch_protocol.MASTER_ADDR} is set but {launch_protocol.RANK} is not, maybe by an old launch",
                 left_over,
             )
         return

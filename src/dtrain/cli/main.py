@@ -142,7 +142,7 @@ def _usage_message(error: Exception, args: list[str]) -> str:
     option = getattr(error, "option_name", None)
     if command == "dtrain launch" and option is not None and (advice := torchrun_advice(option)) is not None:
         return f"{prefix}{advice}"
-    return f"{prefix}{problem[:1].lower()}{problem[1:].rstrip('.')}; see `{command} --help`"
+    return f"{prefix}{problem[:1].lower()}{problem[1:].rstrip('.')}. See `{command} --help`."
 
 
 def _command_path(args: list[str]) -> str:

@@ -238,7 +238,7 @@ def test_asking_without_a_folder_or_a_launcher_says_what_to_do(tmp_path, monkeyp
     announce_launcher(tmp_path, 0, single_node=True)
     path = tmp_path / "hang" / "launcher-00000.pid"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"host": "elsewhere"}))
-    with pytest.raises(ConfigError, match="runs on this machine. Query on elsewhere"):
+    with pytest.raises(ConfigError, match=r"runs on this machine. Query on elsewhere"):
         explain_hang(tmp_path)
     withdraw_launcher(tmp_path, 0)
     withdraw_launcher(tmp_path, 0)

@@ -278,7 +278,8 @@ def test_launchers_of_several_nodes_tidy_one_folder_at_the_same_time(tmp_path, m
 
 def test_read_only_folder_costs_the_stacks_only(tmp_path):
     (tmp_path / "hang").write_text("no folder")
-    code = "import sys, pathlib, dtrain.launch.spawn.rank_diagnostics as stacks; stacks.register_stack_dump(pathlib.Path(sys.argv[1]))"
+    module = "dtrain.launch.spawn.rank_diagnostics"
+    code = f"import sys, pathlib, {module} as stacks; stacks.register_stack_dump(pathlib.Path(sys.argv[1]))"
     result = subprocess.run(
         [sys.executable, "-c", code, launch_protocol.stacks_file(tmp_path, 0)], timeout=LONG_S, capture_output=True
     )
