@@ -181,7 +181,7 @@ root = Path(sys.argv[1])
 if (root / "run.lock").exists():
     held = lock.lock_root(root, "b" * 32)
     held.check()
-    print(holder.parse((root / "run.lock").read_bytes()).run_id)
+    print(lock_owner.parse_owner((root / "run.lock").read_bytes()).run_id)
 else:
     held = lock.lock_root(root, "a" * 32)
     os.execv(sys.executable, [sys.executable, "-c", Path(sys.argv[2]).read_text(), *sys.argv[1:]])
@@ -211,7 +211,7 @@ print((root / "run.lock").exists())
 held.check()
 """
     lines = finished(python(script, tmp_path)).splitlines()
-    assert lines[0].endswith("the lock belongs to the parent process of this fork. Save from the parent")
+    assert lines[0].endswith("the lock belongs to the parent process of this fork. Save from the parent.")
     assert "another live job uses this root" in lines[1]
     assert lines[2:] == ["True"]
     assert names(tmp_path) == []
@@ -535,8 +535,8 @@ class Dying:
             return real(*args, **options)
         return counted
 
-holder.TORN_AFTER_S, lock._POLL_S = 0.05, 0.01
-ended = dataclasses.replace(holder.current_owner("b" * 32, now=time.time()), pid=2**31 - 1)
+lock_owner.TORN_AFTER_S, lock._POLL_S = 0.05, 0.01
+ended = dataclasses.replace(lock_owner.current_owner("b" * 32, now=time.time()), pid=2**31 - 1)
 root, at, code = Path(sys.argv[1]), 0, 9
 root.mkdir()
 while code == 9:

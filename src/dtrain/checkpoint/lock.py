@@ -178,21 +178,6 @@ def lock_root(root: AnyPath, run_id: str, *, protected: Collection[int] = ()) ->
             _remove_stale_claims(held)
     hold.protect(protected)
     return hold
-    registry = _registry()
-    with registry.acquisition_lock:  # so that two threads of this registry do not take each other for strangers
-        made = _share_held_lock(registry, root)
-        if made is None:
-            storage.make_folders(root)
-            held = _HeldLock(
-                root=root, owner=_acquire_file(root / LOCK_FILE, lock_owner.current_owner(run_id, now=time.time()))
-            )
-            with registry.lock:
-                registry.locks[str(root)] = held
-                made = Lock(registry, held)
-                _start_heartbeat(registry)
-            _remove_stale_claims(held)
-    made.protect(protected)
-    return made
 
 
 def _share_held_lock(registry: _LockRegistry, root: AnyPath) -> Lock | None:

@@ -89,11 +89,12 @@ def _index_to_json(index: RankIndex) -> dict[str, Any]:
         kind = (entry.dtype, entry.shape, entry.offset, entry.size, entry.file)
         return [entry.key, kinds.setdefault(kind, len(kinds)), entry.begin]
 
+    shards, per_rank = [row(entry) for entry in index.shards], [row(entry) for entry in index.per_rank]
     return {
         "rank": index.rank,
-        "boxes": [row(entry) for entry in index.shards],
-        "own": [row(entry) for entry in index.per_rank],
         "kinds": [dict(zip(_KIND_FIELDS, kind, strict=True)) for kind in kinds],
+        "boxes": shards,
+        "own": per_rank,
         "chunks": index.chunks,
         "values": index.values,
         "shared": index.shared,

@@ -135,7 +135,6 @@ def read_tensors(
         OSError: an unreadable file.
     """
     host_tensors = _HostTensors(sizes, refs)
-    host_tensors = _HostTensors(sizes, refs)
     with torch.no_grad(), ExitStack() as stack:
         for layer in _split_repeated_reads(list(reads)):
             work: dict[tuple[int, int], list[_Segment]] = defaultdict(list)

@@ -1,9 +1,8 @@
 """Select and remove old steps, so that a folder with a step's name is a complete checkpoint at every moment.
 
 A removal first renames the folder, and then removes the manifest before all other files. The rename is atomic, and an
-interrupted removal leaves a staging folder that names its run. Without the rename, a folder without a manifest could not be
-told from a failed save. On object stores, which have no rename, the manifest is removed first, and the missing manifest marks
-the leftover.
+interrupted removal leaves a staging folder that names its run. Without the rename, a folder without a manifest might also be a
+failed save. On object stores, which have no rename, the manifest is removed first, and the missing manifest marks the leftover.
 """
 
 from __future__ import annotations

@@ -71,23 +71,6 @@ def plan_rank_write(contents: CheckpointContents, rank: int, world_size: int, *,
     return RankWritePlan(
         rank=rank, files=files, shards=shards, per_rank=per_rank, tensors=tensors, values=contents.values, shared=shared
     )
-    boxes = _select_shards(contents.tensors, rank, world_size)
-    own = {key: shard_box(tensor) for key, tensor in contents.per_rank.items()}
-    tensors = {**{key: to_local(contents.tensors[key]) for key in boxes}, **contents.per_rank}
-    extents = {**boxes, **own}
-    apart = contents.frozen if separate_frozen else frozenset[str]()
-    files = {
-        layout.data_name(rank, frozen=frozen): plan_file_layout(
-            TensorSlot.of(key, layout.DTYPE_NAMES[tensors[key].dtype], extents[key].size)
-            for key in extents
-            if (key in apart) is frozen
-        )
-        for frozen in ((False, True) if apart else (False,))
-    }
-    shared = contents.shared if rank == 0 else None
-    return RankWritePlan(
-        rank=rank, files=files, shards=boxes, per_rank=own, tensors=tensors, values=contents.values, shared=shared
-    )
 
 
 def _select_shards(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, ShardBox]:
