@@ -7,7 +7,7 @@
         state, metrics = step(state, batch)
         log(state.clock.step, dt.reduce_metrics(metrics))
 
-A logger that fails is switched off with one warning. It never stops training.
+A logger that fails is dropped with one warning. Training continues.
 """
 
 from typing import TYPE_CHECKING

@@ -23,12 +23,11 @@ RESERVED_KEYS = (STEP, TIME)
 
 
 def jsonl(path: str | Path, *, rotate_bytes: int | None = None, keep: int | None = None, ranks: Ranks = 0) -> Logger:
-    """Append one JSON object per record to ``path``: ``{"step": 10, "time": 1700000000.5, "loss": 2.1}``, time in seconds since
-    1970.
+    """Append one JSON object per record to ``path``: ``{"step": 10, "time": 1700000000.5, "loss": 2.1}``.
 
-    Several records may have the same step, for example a loss and later the metrics of an evaluation: ``read_jsonl`` merges
-    the records of a step. A resumed run repeats some steps; the later records count. Each line is written immediately. A kill
-    leaves at most one partial line, which ``read_jsonl`` skips.
+    ``time`` is in seconds since 1970. Several records may have the same step, for example a loss and later the metrics of an
+    evaluation: ``read_jsonl`` merges the records of a step. A resumed run repeats some steps; the later records count. Each
+    line is written immediately. A kill leaves at most one partial line, which ``read_jsonl`` skips.
 
     Numbers are written exactly. Scalar tensors become numbers. ``nan`` and ``inf`` become texts, so that every JSON reader
     accepts the line. Values without a JSON form become ``{"unloggable": "Tensor [2, 3]"}``.

@@ -28,16 +28,15 @@ from dtrain.typing import Batch, LossFn
 
 
 def transformer_flops(*, params: int, layers: int, dim: int, seq: int, causal: bool = False) -> float:
-    """Compute the floating-point operations of training a transformer on one token: forward and backward, a multiply-add counts
-    two.
+    """Compute the floating-point operations of training a transformer on one token, forward and backward.
 
     Formula: ``6 * params + 12 * layers * dim * seq``; with ``causal=True``, ``6 * params + 6 * layers * dim * (seq + 1)``
 
-    Each weight takes part in one multiply-add per token in forward and in two in backward, for the gradients of input and
-    weight: ``6 * params``. In each layer, attention compares a token with ``seq`` keys and sums ``seq`` values, each with
-    ``dim`` numbers over all heads: ``2 * 2 * dim * seq``, times 3 with backward. Published figures count all pairs of tokens
-    (``causal=False``), although a causal model needs only half of the pairs (``causal=True``). Recomputed activations do not
-    count. Norms, softmax and activation functions are small and left out.
+    A multiply-add counts as two operations. Each weight takes part in one multiply-add per token in forward and in two in
+    backward, for the gradients of input and weight: ``6 * params``. In each layer, attention compares a token with ``seq``
+    keys and sums ``seq`` values, each with ``dim`` numbers over all heads: ``2 * 2 * dim * seq``, times 3 with backward.
+    Published figures count all pairs of tokens (``causal=False``), although a causal model needs only half of the pairs
+    (``causal=True``). Recomputed activations do not count. Norms, softmax and activation functions are small and left out.
 
     Args:
         params: weights that multiply every token. Count an embedding table only if shared with the output layer, and only the

@@ -63,8 +63,9 @@ class Interruption:
         self.costs.append(seconds)
 
     def remaining(self, now: float, total: float) -> float:
-        """Estimate the seconds of all occurrences from ``now`` until ``total``, at the observed interval. Overdue occurrences
-        are ignored.
+        """Estimate the seconds of all occurrences from ``now`` until ``total``, at the observed interval.
+
+        Overdue occurrences are ignored.
 
         After a single occurrence, the interval is the progress at this occurrence.
         """

@@ -32,8 +32,7 @@ class OomSnapshotTransform(Transform):
 
 
 def snapshot_on_oom(path: str | Path) -> OomSnapshotTransform:
-    """Write a memory snapshot when an out-of-memory error passes through the transform, or through the block as a context
-    manager.
+    """Write a memory snapshot after an out-of-memory error, as a transform or as a context manager.
 
     The file is ``oom-rank-00003-step-00000120.pickle`` on CUDA, with lines of code after
     ``torch.cuda.memory._record_memory_history()``, and ``.json`` inside ``testing.memory_budget``; see ``write_snapshot``. The

@@ -152,10 +152,10 @@ def _format_x(numbers: Sequence[float] | None, index: int, axis: str) -> str:
 def render_table(
     head: Sequence[str], rows: Iterable[Sequence[str]], *, texts: Collection[int] = (0,), marked: frozenset[str] = frozenset()
 ) -> str:
-    """Render a scrollable table. ``texts`` are the indices of text columns, other columns are numbers; ``marked`` cells stand
-    out.
+    """Render a scrollable table.
 
-    Optional closing tags are omitted: with many numbers, they would be a third of the page.
+    ``texts`` are the indices of text columns, other columns are numbers. ``marked`` cells stand out. Optional closing tags are
+    omitted: with many numbers, they would be a third of the page.
     """
     top = "".join(f'<th scope="col"{_text_class(number, texts)}>{escape(text)}' for number, text in enumerate(head))
     body = "".join(
