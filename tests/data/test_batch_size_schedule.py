@@ -73,7 +73,7 @@ def test_steps_are_counted(length):
             lambda: loader(last_batch="drop"),
             "a schedule of global_batch_size needs an indexed dataset and last_batch='short'",
         ),
-        (lambda: loader(dt.schedules.with_unit("tok", growing)), "global_batch_size is a schedule of steps, got one of 'tok'"),
+        (lambda: loader(dt.schedules.with_unit("tok", growing)), "global_batch_size must be a schedule of steps, got 'tok'"),
         (lambda: batches(loader(lambda step: 2.0 - step)), "must give 1 or more, got 0.0 at batch 2"),
         (lambda: loader().steps_per_epoch(), "steps_per_epoch differs between epochs: global_batch_size is a schedule"),
     ],

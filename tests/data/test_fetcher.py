@@ -36,17 +36,17 @@ def test_mappings_with_strings_stay_mappings():
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
-        ([torch.zeros(1), {"x": 1}], "one batch has a Tensor and a dict; give samples of one type"),
-        ([{"x": 1}, {"x": 1, "y": 2}], "only some samples of a batch have 'y'; give all the same keys"),
+        ([torch.zeros(1), {"x": 1}], "samples must have one type, got Tensor and dict in one batch"),
+        ([{"x": 1}, {"x": 1, "y": 2}], "only some samples of a batch have 'y'. Give all samples the same keys"),
         ([{"a": {"x": 1}}, {"a": {"z": 1}}], "only some samples of a batch have 'a'.'x'"),
-        ([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], r"'x' is \(2,\) and \(3,\) in one batch; pad or cut to one shape"),
+        ([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], r"'x' is \(2,\) and \(3,\) in one batch. Pad or cut to one shape"),
         (
             [TensorDict({"x": torch.zeros(n)}, batch_size=[n]) for n in (2, 3)],
-            r"'x' is \(2,\) and \(3,\) in one batch; pad or cut",
+            r"'x' is \(2,\) and \(3,\) in one batch. Pad or cut",
         ),
         ([{"x": np.zeros(2)}, {"x": 1}], r"'x' is \(2,\) and int in one batch"),
-        ([torch.zeros(2), torch.zeros(3)], "cannot stack samples of type Tensor .*; give collate="),
-        ([object(), object()], "cannot stack samples of type object .*; give collate="),
+        ([torch.zeros(2), torch.zeros(3)], "cannot stack samples of type Tensor .*. Pass collate="),
+        ([object(), object()], "cannot stack samples of type object .*. Pass collate="),
     ],
 )
 def test_samples_that_do_not_fit_together_are_refused(samples, message):
@@ -159,7 +159,7 @@ def test_skip_refuses_what_is_no_count(samples):
     [
         ({"version": 2}, "the saved position has format version 2, this release reads 1"),
         ({"version": None}, "format version None"),
-        ({"samples": "3"}, "no whole number 'samples', but '3'"),
+        ({"samples": "3"}, "'samples' of the saved position must be an integer, got '3'"),
         ({"data": 7}, "the dataset differs from the dataset of the checkpoint"),
     ],
 )

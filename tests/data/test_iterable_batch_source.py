@@ -108,7 +108,7 @@ def test_bad_options_are_refused(options, message):
 
 
 def test_a_stream_without_samples_is_refused():
-    with pytest.raises(dt.errors.ConfigError, match="gave no sample in a whole epoch"):
+    with pytest.raises(dt.errors.ConfigError, match="returned no sample in a whole epoch"):
         list(build(Stream(0)).until("2ep"))
 
 

@@ -184,7 +184,7 @@ def test_a_rank_without_samples_gets_an_empty_batch_of_the_right_kind():
 
 def test_a_dataset_of_another_size_is_refused_unless_allowed():
     state = loader().state_dict()
-    with pytest.raises(CheckpointMismatchError, match=r"it had 23 samples, this one has 24; .*allow_data_change=True"):
+    with pytest.raises(CheckpointMismatchError, match=r"which had 23 samples; this one has 24 .*allow_data_change=True"):
         loader(size=24).load_state_dict(state)
     allowed = build_loader(Numbers(24), global_batch_size=5, seed=0, allow_data_change=True)
     allowed.load_state_dict({**state, "samples": 15})

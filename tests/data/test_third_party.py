@@ -123,6 +123,6 @@ def test_a_streaming_dataset_goes_back_to_a_batch_whose_step_was_interrupted(sha
 def test_a_streaming_dataset_with_another_batch_size_is_refused(shards):
     with pytest.raises(
         dt.errors.ConfigError,
-        match="has batch_size=4 per rank, which is not global_batch_size=8 over 1 ranks; give it batch_size=8",
+        match="must have batch_size=8, so that 1 ranks make global_batch_size=8, got batch_size=4",
     ):
         build(mosaic(shards, 4), global_batch_size=8)

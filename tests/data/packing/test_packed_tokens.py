@@ -255,7 +255,7 @@ def test_documents_without_shards_are_shuffled_as_a_whole():
 
 @pytest.mark.parametrize("index", [-1, 3])
 def test_a_block_that_is_not_there_is_an_index_error(index):
-    with pytest.raises(IndexError, match=f"there are blocks 0 to 2, got {index}"):
+    with pytest.raises(IndexError, match=f"index must be in 0 to 2, got {index}"):
         packed([5], 2)[index]
 
 
@@ -267,10 +267,10 @@ def test_a_block_that_is_not_there_is_an_index_error(index):
         ([[1, 2]], {"last_block": "short"}, "last_block must be 'pad' or 'drop', got 'short'"),
         ([], {}, "0 tokens in 0 documents make no block of 4"),
         ([[], []], {}, "0 tokens in 2 documents make no block of 4"),
-        ([[1, 2]], {"last_block": "drop"}, "2 tokens in 1 documents make no block of 4; use last_block='pad'"),
-        ([[1, 2]], {"lengths": [2, 2]}, r"one number for each of 1 documents, got shape \(2,\)"),
-        ([[1, 2]], {"lengths": [-2]}, "whole numbers of at least 0, got int64, least -2"),
-        ([[1, 2]], {"lengths": [2.0]}, "whole numbers of at least 0, got float64"),
+        ([[1, 2]], {"last_block": "drop"}, "2 tokens in 1 documents make no block of 4. Use last_block='pad'"),
+        ([[1, 2]], {"lengths": [2, 2]}, r"one number per document \(1\), got shape \(2,\)"),
+        ([[1, 2]], {"lengths": [-2]}, "integers of at least 0, got int64, least -2"),
+        ([[1, 2]], {"lengths": [2.0]}, "integers of at least 0, got float64"),
     ],
 )
 def test_bad_options_are_refused(docs, options, message):
@@ -282,14 +282,14 @@ def test_bad_options_are_refused(docs, options, message):
     ("document", "message"),
     [
         ([1, 2], "PackedTokens: document 1 has 2 tokens, but lengths has 3. Compute lengths"),
-        ("abc", "document 1 must be tokens, .* got a str; tokenize it first"),
-        (torch.zeros(3, 2), r"got a Tensor of shape \(3, 2\); tokenize it first"),
+        ("abc", "document 1 must be tokens, .* got a str. Tokenize the document"),
+        (torch.zeros(3, 2), r"got a Tensor of shape \(3, 2\). Tokenize the document"),
         (torch.tensor(3), "got a Tensor of shape"),
-        (5, "got a int; tokenize it first"),
-        ([0.5, 1.0, 2.0], r"got float64 of shape \(2,\); tokenize it first"),
-        ([[1], [2], [3]], r"got int64 of shape \(2, 1\); tokenize it first"),
+        (5, "got a int. Tokenize the document"),
+        ([0.5, 1.0, 2.0], r"got float64 of shape \(2,\). Tokenize the document"),
+        ([[1], [2], [3]], r"got int64 of shape \(2, 1\). Tokenize the document"),
         ({"text": "abc"}, r"document 1 must have 'input_ids', got \['text'\]"),
-        ({"input_ids": [1, 2, 3], "labels": [1]}, "document 1 has 3 tokens and 1 labels; give one for each"),
+        ({"input_ids": [1, 2, 3], "labels": [1]}, "document 1 has 3 tokens and 1 labels. Give a label per token"),
     ],
 )
 def test_a_document_that_is_none_is_named(document, message):

@@ -205,8 +205,8 @@ def resumed(stream: TokenStream, state: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("lengths", "change", "message"),
     [
-        ([4, 9], {"seq": 3}, "must be one in blocks of 4 tokens"),
-        ([4, 9], {"offset": None}, "must be one in blocks of 4 tokens"),
+        ([4, 9], {"seq": 3}, "must have seq=4"),
+        ([4, 9], {"offset": None}, "must have seq=4"),
         ([4], {}, "after token 4 of document 1, which has 0. Resume with the same documents"),
         ([4, 3], {}, "after token 4 of document 1, which has 3. Resume with the same documents"),
         ([], {}, "the source ends before document 1 of the saved position"),

@@ -85,9 +85,7 @@ def test_a_name_that_is_not_here_is_asked_of_transformers(monkeypatch):
 
     package = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=refuse))  # the real one takes 10 s to import
     monkeypatch.setitem(sys.modules, "transformers", package)
-    with pytest.raises(
-        ConfigError, match=r"^no tokenizer 'nobody/nothing': no such file or folder here, and nobody/nothing is"
-    ):
+    with pytest.raises(ConfigError, match=r"^tokenizer 'nobody/nothing' does not exist as a file or folder: nobody/nothing is"):
         load_tokenizer("nobody/nothing")
 
 
@@ -99,5 +97,5 @@ def test_the_smallest_dtype_with_room_for_every_token_is_taken():
 @pytest.mark.parametrize("name", ["bytes", "tokenizer.json"])
 def test_a_document_that_is_no_text_is_named(name, folder):
     tokenizer = load_tokenizer("bytes" if name == "bytes" else str(folder))
-    with pytest.raises(DataError, match=r"^document 2: is no text that UTF-8 can hold$"):
+    with pytest.raises(DataError, match=r"^document 2: text must be valid UTF-8$"):
         list(TokenWindows(["ab", "c", "\ud800"], tokenizer, 2))

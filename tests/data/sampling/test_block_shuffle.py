@@ -123,7 +123,7 @@ def test_a_billion_samples_in_many_shards_are_not_held():
     order = shard_order(torch.full((20_000,), 50_000), seed=0, shuffle=True)
     stretch = order.indices(3, 999_999_000, 1_000_000_000)
     assert len(stretch.unique()) == 1000
-    line = order._kept.line
+    line = order._cache.layout
     assert line.shard_starts.nbytes + line.dataset_offsets.nbytes + line.window_starts.nbytes < 500_000
 
 
@@ -178,5 +178,5 @@ def test_shards_without_samples_are_refused(sizes):
 def test_a_stretch_outside_of_the_epoch_is_refused():
     order = shard_order([5, 5], seed=0, shuffle=True)
     assert isinstance(order, BlockOrder)
-    with pytest.raises(ConfigError, match="needs 0 <= start <= stop <= 10"):
+    with pytest.raises(ConfigError, match="must fulfil 0 <= start <= stop <= 10"):
         order.indices(0, 4, 11)

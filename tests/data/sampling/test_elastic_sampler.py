@@ -22,7 +22,7 @@ def test_without_shuffle_the_order_is_the_datasets():
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (4, 3), (0, 11)])
 def test_a_stretch_outside_of_the_epoch_is_refused(start, stop):
-    with pytest.raises(ConfigError, match="needs 0 <= start <= stop <= 10"):
+    with pytest.raises(ConfigError, match="must fulfil 0 <= start <= stop <= 10"):
         ElasticSampler(size=10).indices(0, start, stop)
 
 

@@ -307,9 +307,9 @@ def test_a_state_of_a_plain_dataset_is_refused():
 @pytest.mark.parametrize(
     ("sources", "weights", "more", "message"),
     [
-        ({}, {}, {}, "need the same names"),
+        ({}, {}, {}, "must have the same names"),
         ({"a": [1]}, {"b": 1}, {}, r"got \['a'\] and \['b'\]"),
-        ({"a.b": [1]}, {"a.b": 1}, {}, "name without a dot, got 'a.b'"),
+        ({"a.b": [1]}, {"a.b": 1}, {}, "string without a dot, got 'a.b'"),
         ({"a": []}, {"a": 1}, {}, "source 'a' must be an indexed dataset"),
         ({"a": iter([1])}, {"a": 1}, {}, "source 'a' must be an indexed dataset"),
         ({"a": [1]}, {"a": -1}, {}, "weight of 'a' must be a positive number, got -1"),

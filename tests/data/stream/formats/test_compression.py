@@ -33,7 +33,7 @@ def test_equal_data_give_equal_bytes(name: str) -> None:
 def test_truncated_file_is_an_error_at_every_length(name: str) -> None:
     stored = compress(name, TEXT[:400])
     for length in range(len(stored)):
-        with pytest.raises(DataError, match=f"{name}: (ends too early|cannot be unpacked)"):
+        with pytest.raises(DataError, match=f"{name}: (ends too early|cannot be decompressed)"):
             unpacked(name, stored[:length])
 
 
@@ -68,7 +68,7 @@ def test_members_in_a_row_are_read_as_one(name: str) -> None:
 def test_zeros_after_gzip_are_padding_and_other_bytes_are_not() -> None:
     stored = compress("gz", TEXT)
     assert unpacked("gz", stored, bytes(512), bytes(512)) == TEXT
-    with pytest.raises(DataError, match="gz: cannot be unpacked"):
+    with pytest.raises(DataError, match="gz: cannot be decompressed"):
         unpacked("gz", stored, b"trailing words")
 
 
@@ -83,7 +83,7 @@ def test_more_than_the_limit_is_an_error_before_it_fills_memory(name: str) -> No
     stored = compress(f"{name}:1" if name == "br" else name, bytes(2**26))
     tracemalloc.start()
     try:
-        with pytest.raises(DataError, match=f"{name}: more than 1000 bytes come out"):
+        with pytest.raises(DataError, match=f"{name}: decompresses to more than 1000 bytes"):
             unpacked(name, stored, limit=1000)
         most = tracemalloc.get_traced_memory()[1]
     finally:
@@ -112,10 +112,10 @@ def test_large_file_is_unpacked_in_little_memory(name: str) -> None:
     ("text", "message"),
     [
         ("lz4", "compression 'lz4' is unknown; known: br, bz2, gz, snappy, zstd"),
-        ("zstd:23", "levels of zstd are 1 to 22"),
-        ("zstd:", "levels of zstd are 1 to 22"),
-        ("gz:-1", "levels of gz are 0 to 9"),
-        ("br:²", "levels of br are 0 to 11"),
+        ("zstd:23", "the level of zstd must be 1 to 22"),
+        ("zstd:", "the level of zstd must be 1 to 22"),
+        ("gz:-1", "the level of gz must be 0 to 9"),
+        ("br:²", "the level of br must be 0 to 11"),
         ("snappy:1", "snappy has no levels"),
     ],
 )

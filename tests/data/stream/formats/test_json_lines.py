@@ -120,7 +120,7 @@ def test_another_number_of_lines_than_the_index_is_refused(form: str) -> None:
 
 
 def test_options_and_other_line_ends_are_refused() -> None:
-    with pytest.raises(ConfigError, match="format text has no option 'columns'; it has none"):
+    with pytest.raises(ConfigError, match="format text has no option 'columns'; it has no options"):
         opened(b"x", "text", columns=["text"])
     entry = ShardEntry(file=ShardFile(name="s", size=0), samples=0, format="jsonl", details={"newline": ";"})
     with pytest.raises(DataError, match="lines end with ';'"):

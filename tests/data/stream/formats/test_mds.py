@@ -201,7 +201,7 @@ def test_pickled_column_is_refused_by_name_unless_trusted_or_left_out(tmp_path: 
 def test_columns_are_left_out_and_unknown_ones_refused(tmp_path: Path) -> None:
     data = shard_of(tmp_path, ROWS[:3], ROW_COLUMNS)
     assert [opened(data, "mds", columns=("text",))[row] for row in range(3)] == [{"text": row["text"]} for row in ROWS[:3]]
-    with pytest.raises(ConfigError, match="no column 'txt'; there are n, text"):
+    with pytest.raises(ConfigError, match="no column 'txt'; the columns are n, text"):
         opened(data, "mds", columns=("txt",))
     with pytest.raises(ConfigError, match="mds has no option 'column'; it knows columns, allow_pickle"):
         opened(data, "mds", column="n")
@@ -263,10 +263,10 @@ def test_sizes_that_do_not_fit_the_sample_are_an_error(tmp_path: Path) -> None:
     ("details", "message"),
     [
         ({}, "must have column names, sizes and encodings"),
-        ({"column_names": ["a"], "column_encodings": ["int"], "column_sizes": []}, "of one length each"),
-        ({"column_names": ["a"], "column_encodings": ["intt"], "column_sizes": [8]}, "encoding 'intt' is not known"),
-        ({"column_names": ["a"], "column_encodings": ["int"], "column_sizes": [4]}, "has 4 bytes, int has 8"),
-        ({"column_names": ["a"], "column_encodings": ["ndarray:bool"], "column_sizes": [None]}, "dtype 'bool' is not known"),
+        ({"column_names": ["a"], "column_encodings": ["int"], "column_sizes": []}, "lists of one length"),
+        ({"column_names": ["a"], "column_encodings": ["intt"], "column_sizes": [8]}, "encoding 'intt' is unknown"),
+        ({"column_names": ["a"], "column_encodings": ["int"], "column_sizes": [4]}, "has 4 bytes, but int has 8"),
+        ({"column_names": ["a"], "column_encodings": ["ndarray:bool"], "column_sizes": [None]}, "dtype 'bool' is unknown"),
     ],
     ids=["none", "lengths", "unknown", "size", "dtype"],
 )

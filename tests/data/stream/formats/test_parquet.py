@@ -67,7 +67,7 @@ def test_compressions_of_the_parts_are_read() -> None:
 
 def test_columns_are_left_out_and_unknown_ones_refused() -> None:
     assert opened(numbers(5), "parquet", columns=["n"])[3] == {"n": 3}
-    with pytest.raises(ConfigError, match="no column 'm'; there are n, pad"):
+    with pytest.raises(ConfigError, match="no column 'm'; the columns are n, pad"):
         opened(numbers(5), "parquet", columns=["m"])
 
 
@@ -92,12 +92,12 @@ def test_row_groups_are_kept_up_to_a_bound_for_all_shards_together() -> None:
         for shard in shards:
             assert shard[row]["n"] == row
             assert 0 < BYTE_LRU.size <= 25_000
-    kept = sum(len(shard.kept) for shard in shards)
+    kept = sum(len(shard.cached) for shard in shards)
     assert 1 <= kept <= 2
     for shard in shards:
         shard.close()
     assert BYTE_LRU.size == 0
-    assert not any(shard.kept for shard in shards)
+    assert not any(shard.cached for shard in shards)
 
 
 def test_row_groups_of_a_shard_that_has_gone_are_the_first_to_be_forgotten() -> None:
@@ -107,7 +107,7 @@ def test_row_groups_of_a_shard_that_has_gone_are_the_first_to_be_forgotten() -> 
     del gone
     shard = opened(numbers(200, row_group_size=100), "parquet", row_group_cache_bytes=before * 5 // 2)
     assert (shard[0]["n"], shard[100]["n"]) == (0, 100)
-    assert sorted(shard.kept) == [0, 1]
+    assert sorted(shard.cached) == [0, 1]
     shard.close()
     assert BYTE_LRU.size == 0
 
@@ -140,7 +140,7 @@ def test_shard_opened_before_a_fork_is_read_after_it_even_under_its_lock() -> No
 @pytest.mark.parametrize("data", [b"", b"PAR1", b"not parquet at all", b"PAR1" + bytes(100) + b"PAR1"], ids=repr)
 def test_other_bytes_are_refused(data: bytes) -> None:
     entry = ShardEntry(file=ShardFile(name="s.parquet", size=len(data)), samples=0, format="parquet")
-    with pytest.raises(DataError, match="is no Parquet file, or truncated") as caught:
+    with pytest.raises(DataError, match="is not a Parquet file, or truncated") as caught:
         FORMATS["parquet"].open(Held(data), entry, {})
     assert "\n" not in str(caught.value)
 
@@ -149,7 +149,7 @@ def test_truncated_file_is_refused_at_every_tenth_length() -> None:
     data = numbers(20)
     entry = entry_for(data, "parquet")
     for length in range(0, len(data), 10):
-        with pytest.raises(DataError, match="is no Parquet file, or truncated"):
+        with pytest.raises(DataError, match="is not a Parquet file, or truncated"):
             FORMATS["parquet"].open(Held(data[:length]), entry, {})
 
 
@@ -165,7 +165,7 @@ def test_damaged_page_is_an_error_of_its_samples() -> None:
 
 def test_another_number_of_rows_than_the_index_is_refused() -> None:
     data = numbers(5)
-    with pytest.raises(DataError, match="has 5 rows, its index says 6"):
+    with pytest.raises(DataError, match="has 5 rows, but the index has 6"):
         FORMATS["parquet"].open(Held(data), ShardEntry(file=ShardFile(name="s", size=1), samples=6, format="parquet"), {})
 
 

@@ -121,7 +121,7 @@ def test_images_are_decoded_when_asked_for() -> None:
 
 
 def test_member_twice_in_a_sample_is_refused() -> None:
-    with pytest.raises(DataError, match=r"member 'a\.txt' is in its sample twice"):
+    with pytest.raises(DataError, match=r"member 'a\.txt' occurs twice in its sample"):
         opened(archive(("a.txt", b"1"), ("a.txt", b"2")), "tar")
 
 
@@ -131,7 +131,7 @@ def test_archive_of_nothing_has_no_sample(data: bytes) -> None:
 
 
 def test_other_bytes_are_refused() -> None:
-    with pytest.raises(DataError, match="is no tar archive, or truncated"):
+    with pytest.raises(DataError, match="is not a tar archive, or truncated"):
         FORMATS["tar"].count(Held(b"certainly not an archive " * 100))
 
 
