@@ -138,7 +138,7 @@ def latest_checkpoint(root: Path | str) -> AnyPath | None:
 
         path = dt.latest_checkpoint("runs/gpt/ckpt")
         if path is not None:
-            state, result = dt.load_sharded(path, state)
+            state = dt.load_sharded(path, state).state
 
     Raises:
         CheckpointError: as ``list_steps``; or the folder of a step whose save was not completed.

@@ -119,5 +119,5 @@ def test_one_of_several_states_is_taken_by_name(tmp_path):
     assert torch.equal(found["weight"], states["judge"].params["weight"].detach())
     with pytest.raises(ConfigError, match=r"holds the states 'maker', 'judge'. Name one with state \(--state\)"):
         convert(tmp_path / "root", tmp_path / "two", to="hf")
-    with pytest.raises(CheckpointMismatchError, match="'maker', 'judge'.*got 'other'"):
+    with pytest.raises(CheckpointMismatchError, match=r"'maker', 'judge'.*got 'other'"):
         convert(tmp_path / "root", tmp_path / "two", to="hf", state="other")
