@@ -25,11 +25,11 @@ def later(state):
 def groups_used(root: str, mode: str) -> list:
     state = sharded_state("full_shard", filled=True)
     inside: list[str] = []
-    carry_out = save.carry_out
+    run_save = save.run_save
 
     def watched(*args):
         with count_collectives() as seen:  # of the thread that it is entered in
-            saved = carry_out(*args)
+            saved = run_save(*args)
         inside.extend(record.group for record in seen.records)
         return saved
 
