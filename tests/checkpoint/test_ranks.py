@@ -230,10 +230,10 @@ def unequal(what: str, root: str) -> str:
 
 
 UNEQUAL = {
-    "slice": "ConfigError: save_sharded: slices/local differs between rank 0 and rank 1",
-    "shape": "ConfigError: save_sharded: slices/local differs between rank 0 and rank 1",
-    "seed": "ConfigError: save_sharded: seed differs between rank 0 and rank 1",
-    "extra": "ConfigError: save_sharded: extra/loader differs between rank 0 and rank 1",
+    "slice": "ConfigError: save_sharded: slices/local must be equal on all ranks, but differs between rank 0 and rank 1",
+    "shape": "ConfigError: save_sharded: slices/local must be equal on all ranks, but differs between rank 0 and rank 1",
+    "seed": "ConfigError: save_sharded: seed must be equal on all ranks, but differs between rank 0 and rank 1",
+    "extra": "ConfigError: save_sharded: extra/loader must be equal on all ranks, but differs between rank 0 and rank 1",
     "sharded extra": "ConfigError: save_sharded: extra/teacher/w must be a plain tensor, got a DTensor",
 }
 
@@ -248,7 +248,7 @@ def test_what_is_not_the_same_on_all_ranks_is_refused(tmp_path, ranks, what):
 def test_what_is_not_plain_on_one_rank_is_refused_by_all(tmp_path, ranks):
     first, second = ranks(2).run(unequal, "unplain", str(tmp_path / "root"))
     assert first.startswith(
-        "PeerError: save_sharded: rank 1 failed (1 of 2 ranks did): ConfigError: extra/loader: a checkpoint"
+        "PeerError: save_sharded: rank 1 failed (1 of 2 ranks did): ConfigError: extra/loader: state must be"
     )
     assert second.startswith("ConfigError: extra/loader: state must be tensors and plain data")
     assert not (tmp_path / "root").exists()

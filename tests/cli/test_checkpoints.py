@@ -94,7 +94,7 @@ def test_verify_finds_a_flipped_bit_of_what_it_reads(checkpoints, root, name):
 def test_verify_finds_a_file_that_is_too_short_or_gone(checkpoints, root):
     path = root / "step-00000002" / "rank-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    assert re.fullmatch(r"step-00000002: damaged: rank-00000.safetensors: has .* bytes, .*\n", checkpoints("verify", "root")[1])
+    assert re.fullmatch(r"step-00000002: damaged: rank-00000.safetensors: size must be .*\n", checkpoints("verify", "root")[1])
     path.unlink()
     assert checkpoints("verify", "root")[:2] == (1, "step-00000002: damaged: rank-00000.safetensors: is missing\n")
 
@@ -158,14 +158,14 @@ def test_verify_tells_what_cannot_be_read_from_what_is_damaged(checkpoints, root
     write_of_another_version(root / "step-00000002")
     code, out, err = checkpoints("verify", "root/step-00000002")
     assert (code, err) == (1, "")
-    assert out.startswith("step-00000002: cannot be read: manifest.json: has format version 9")
+    assert out.startswith("step-00000002: cannot be read: manifest.json: format version must be 1, got 9")
 
 
 def test_a_step_of_another_format_fails_the_list_in_one_line(checkpoints, root):
     write_of_another_version(root / "step-00000002")
     code, out, err = checkpoints("list", "root")
     assert (code, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith(f"dtrain: {root / 'step-00000002'}: manifest.json: has format version 9")
+    assert err.startswith(f"dtrain: {root / 'step-00000002'}: manifest.json: format version must be 1, got 9")
 
 
 def test_a_save_that_was_not_completed_is_refused(checkpoints, root):
@@ -228,7 +228,7 @@ def removed_while_read(root, monkeypatch):
         return found
 
     monkeypatch.setattr(checkpoint_info, "scan_root", survey)
-    monkeypatch.setattr(reader, "survey", survey)
+    monkeypatch.setattr(reader, "scan_root", survey)
 
 
 def test_list_does_not_mind_a_step_that_a_run_removes_meanwhile(checkpoints, removed_while_read):

@@ -238,9 +238,7 @@ def test_an_sftp_server_that_falls_silent_is_waited_for_once_in_each_try(kind, r
             raise
 
     monkeypatch.setattr(paramiko.SFTPClient, "_send_packet", send_to_a_server_that_falls_silent)
-    monkeypatch.setitem(
-        paramiko.Transport._channel_handler_table, paramiko.common_environment.MSG_CHANNEL_DATA, drop_what_it_says
-    )
+    monkeypatch.setitem(paramiko.Transport._channel_handler_table, paramiko.common.MSG_CHANNEL_DATA, drop_what_it_says)
     monkeypatch.setattr(paramiko.Channel, "recv", count_timeouts)
     storage.create_file(root / "file", CONTENT[:5000])
     assert storage.read_file(root / "data", limit=2**30) == CONTENT
