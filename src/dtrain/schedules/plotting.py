@@ -95,7 +95,7 @@ def evaluate_at(caller: str, schedule: Schedule, times: list[int]) -> list[float
     values = [schedule(t) for t in times]
     for t, value in zip(times, values, strict=True):
         if not is_number(value) or not math.isfinite(value):
-            raise ConfigError(f"{caller}: the schedule must return a finite number, got {value!r} at {t}.")
+            raise ConfigError(f"{caller}: the schedule must return a finite number, got {value!r} at {t}. Fix the schedule.")
     return values
 
 
