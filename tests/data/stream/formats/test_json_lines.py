@@ -123,7 +123,7 @@ def test_options_and_other_line_ends_are_refused() -> None:
     with pytest.raises(ConfigError, match="format text has no option 'columns'; it has no options"):
         opened(b"x", "text", columns=["text"])
     entry = ShardEntry(file=ShardFile(name="s", size=0), samples=0, format="jsonl", details={"newline": ";"})
-    with pytest.raises(DataError, match="lines end with ';'"):
+    with pytest.raises(DataError, match=r"newline must be .*, got ';'"):
         FORMATS["jsonl"].check(entry, {})
 
 
