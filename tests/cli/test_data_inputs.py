@@ -209,7 +209,7 @@ def test_columns_are_picked_and_text_is_read_as_the_number_that_it_stands_for():
 @pytest.mark.parametrize(
     ("chosen", "expected"),
     [
-        pytest.param({"d": None}, "sample 0 has no column 'd'; it has a", id="missing"),
+        pytest.param({"d": None}, "sample 0 has no column 'd'. Its columns are a", id="missing"),
         pytest.param({"a": "uint8"}, "sample 0: column 'a' holds 'x', which is not int", id="no number"),
     ],
 )

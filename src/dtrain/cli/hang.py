@@ -12,7 +12,7 @@ from dtrain.errors import ConfigError, DistError
 def hang(
     run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run folder of `dtrain launch`, or of dt.open_run.")],
 ) -> int:
-    """Show the state of a job's ranks, and which rank blocks the other ranks.
+    """Show the state of a job's ranks, and the blocking rank.
 
     While the job runs on this machine, its launcher queries the ranks, and the job continues. Afterwards, the last records are
     shown. All stacks and the last collectives of every rank are in hang/report.txt of the run folder.

@@ -199,7 +199,7 @@ def launch(
     check_path: options.CheckPath = None,
     version: options.Version = False,
 ) -> int:
-    """Run a script on N ranks of this machine, or of several machines.
+    """Run a script on N ranks of one or more machines.
 
     When a rank fails, the other ranks are ended, and no process is left. The terminal shows rank 0, in whole lines with a
     prefix; the run folder keeps the output of every rank.
