@@ -211,9 +211,9 @@ def test_a_mistake_is_one_line_and_leaves_nothing(data, here, args, expected):
 
 
 WRONG_SAMPLES = {
-    "a column is missing": ('{"text": "x"}\n{"label": 1}\n', ["--columns", "text"], "sample 1 has no column 'text'. Its columns are "),
+    "a column is missing": ('{"text": "x"}\n{"label": 1}\n', ["--columns", "text"], "sample 1 has no column 'text'. Its "),
     "no number": ('{"label": "x"}\n', ["--columns", "label:int"], "sample 0: column 'label' holds 'x', which is not int"),
-    "no text": ('{"text": 1}\n', ["--tokenizer", "bytes", "--concat", "4"], "sample 0: column 'text' must hold text, got int. "),
+    "no text": ('{"text": 1}\n', ["--tokenizer", "bytes", "--concat", "4"], "sample 0: column 'text' must hold text, got int"),
 }  # fmt: skip
 
 

@@ -69,9 +69,9 @@ def test_starts_end_when_there_were_enough_in_vain(run):
 def test_new_checkpoints_keep_a_job_going(run):
     source = """
     import os, sys
-    from dtrain import pulse
+    from dtrain import heartbeats
     count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    pulse.report(pulse.Kind.COMMITTED, 10 * (1 + count))
+    heartbeats.report(heartbeats.ProgressKind.COMMITTED, 10 * (1 + count))
     if count < 4:
         sys.exit(5)
     """
@@ -110,9 +110,9 @@ def test_signal_between_two_starts_ends_the_job(start):
 def test_last_commit_of_a_start_is_not_lost(run):
     source = """
     import os, sys
-    from dtrain import pulse
+    from dtrain import heartbeats
     count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    pulse.report(pulse.Kind.COMMITTED, count + 1)
+    heartbeats.report(heartbeats.ProgressKind.COMMITTED, count + 1)
     if count < 20:
         os._exit(5)
     """

@@ -125,9 +125,9 @@ def hangs(how: str) -> str:
         f"""
         import re
         if os.environ["LAUNCHER"] == "dtrain":
-            from dtrain import pulse
-            pulse.report(pulse.Kind.OPENED, os.getpid())
-            pulse.beat("step")
+            from dtrain import heartbeats
+            heartbeats.report(heartbeats.ProgressKind.OPENED, os.getpid())
+            heartbeats.heartbeat("step")
         meet()
         if culprit:
             tell("event")
