@@ -96,7 +96,7 @@ def test_verify_finds_a_file_that_is_too_short_or_gone(checkpoints, root):
     path.write_bytes(path.read_bytes()[:-1])
     assert re.fullmatch(r"step-00000002: damaged: rank-00000.safetensors: size must be .*\n", checkpoints("verify", "root")[1])
     path.unlink()
-    assert checkpoints("verify", "root")[:2] == (1, "step-00000002: damaged: rank-00000.safetensors: is missing\n")
+    assert checkpoints("verify", "root")[:2] == (1, "step-00000002: damaged: rank-00000.safetensors: file is missing\n")
 
 
 def test_verify_json_has_a_record_for_every_step(checkpoints, root):
