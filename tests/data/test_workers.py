@@ -39,7 +39,7 @@ def first_sample(samples):
         (fail, {"num_workers": 0}, r"loader: sample 9: ValueError: cannot be decoded: no such codec"),
         (fail, {}, r"loader: sample 9: ValueError: cannot be decoded: no such codec"),
         (lock, {"collate": first_sample}, r"loader: batch\['meta'\]\[1\] cannot be pickled \(TypeError: .*; return it as data"),
-        (die, {}, r"loader: worker process \d+ was killed by SIGKILL; often out of memory"),
+        (die, {}, r"loader: worker process \d+ was killed by SIGKILL\. Check the memory"),
         (leave, {}, r"loader: worker process \d+ ended with exit code 3"),
         (hang, {"timeout_s": 1.5}, r"loader: no batch from 2 workers in 1.5 s, because a sample hangs or is slow"),
     ],

@@ -243,12 +243,12 @@ def test_an_owner_that_takes_for_ever_is_not_waited_for(cache):
 OWNER = """
 import sys, time
 from pathlib import Path
-from dtrain.data.stream.shard_cache import Cache
+from dtrain.data.stream.shard_cache import ShardCache
 def make(part):
     part.write(b"y" * 30)
     print("half", flush=True)
     time.sleep(600)
-Cache(Path(sys.argv[1]), 100).get("a" * 32, 60, make)
+ShardCache(Path(sys.argv[1]), 100).get("a" * 32, 60, make)
 """
 
 
