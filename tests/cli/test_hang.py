@@ -23,10 +23,10 @@ def test_what_was_written_down_is_shown(tmp_path, capsys):
     ("below", "says"),
     [
         pytest.param("gone", "dtrain: hang: path must be an existing folder, got ", id="no-folder"),
-        pytest.param("", "dtrain: hang: no rank has written anything down in ", id="nothing-there"),
+        pytest.param("", "dtrain: hang: '{folder}' has no records of ranks", id="nothing-there"),
     ],
 )
 def test_refusal_is_one_line_and_exit_code_2(tmp_path, capsys, below, says):
     assert _invoke(["hang", str(tmp_path / below)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith(says)
+    assert line.startswith(says.format(folder=tmp_path))

@@ -210,7 +210,7 @@ def _is_caused_by_peer(error: BaseException) -> bool:
     # Every process with process groups of dtrain has imported the module.
     timeouts = sys.modules.get("dtrain.dist.timeout_report")
     ours = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
-    return ours or (timeouts is not None and timeouts.is_of_a_collective(error))
+    return ours or (timeouts is not None and timeouts.is_collective_error(error))
 
 
 GRACE_S = 5.0
