@@ -65,7 +65,7 @@ def problem(text: str) -> str | None:
         parameters = inspect.signature(found).parameters if options else {}
         return next((f"{name} has no {option}" for option in options if option not in parameters), None)
     ast.parse(text + (" ..." if text.endswith(":") else ""))
-    return next((f"dtrain has no {each}" for each in sorted(public.unknown_in(text))), None)
+    return next((f"dtrain has no {each.removeprefix('dt.')}" for each in sorted(public.unknown_in(text))), None)
 
 
 def test_every_page_about_another_library_is_held() -> None:

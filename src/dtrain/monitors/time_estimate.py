@@ -120,7 +120,7 @@ def eta(length: Duration | int | str) -> Meter:
 
     Args:
         length: length of the run: ``10_000``, ``"3ep"``, ``"1e9tok"``, ``"2h"``; ``"1dur"`` if ``step.init`` knows the length.
-            With epochs, the estimate needs the steps per epoch: from ``step.init(run=...)``, else after the first epoch.
+            With epochs, the estimate needs the steps per epoch: from ``step.init(run_length=...)``, else after the first epoch.
 
     Collective: none. Host sync: none.
 
