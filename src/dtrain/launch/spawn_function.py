@@ -31,17 +31,13 @@ from dtrain.launch.processes import delay_interrupts, die_with_parent, send_sign
 def reserve_port() -> socket.socket:
     """Reserve a free port on loopback for the ranks, as long as the returned socket is open.
 
-    The socket is bound but does not listen. Rank 0 may bind the same port, because both sockets set ``SO_REUSEADDR`` (torch
-    does), and the kernel does not give the port to a program that asks for any free port. So the port cannot be lost, unlike a
-    port that is chosen and then closed. No rank inherits the socket.
+    The socket is bound but does not listen. Rank 0 may bind the same port, because both sockets set ``SO_REUSEADDR``. The
+    kernel does not give the port to another program. No rank inherits the socket.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind((LOOPBACK_ADDRESS, 0))
     return holder
-
-
-_CHUNK = 1 << 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -68,7 +64,7 @@ class ForkedRank:
         """Read the available part of the rank's report. Return True if more may follow."""
         while True:
             try:
-                chunk = os.read(self.pipe, _CHUNK)
+                chunk = os.read(self.pipe, 1 << 16)
             except BlockingIOError:
                 return True
             if not chunk:
@@ -112,8 +108,7 @@ def fork_rank(task: SpawnTask, rank: int) -> ForkedRank:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
         with warnings.catch_warnings():
-            # Python 3.12 warns of a fork in a process with threads, such as a notebook. As an error after the fork, the warning
-            # would lose the child. The warning is about locks of other threads. torch, Python and logging recreate their locks
+            # Python 3.12 warns of a fork beside threads, because of their locks. torch, Python and logging recreate their locks
             # in a fork, and timeout_s ends ranks that hang nevertheless.
             warnings.simplefilter("ignore", DeprecationWarning)
             pid = os.fork()
@@ -245,8 +240,8 @@ def spawn(fn: Callable[..., Any], *args: Any, nproc: int, timeout_s: float | Non
     """Run ``fn(*args)`` on ``nproc`` real ranks of this machine and return the results by rank.
 
     Each rank is a fork of this process with the environment of a launched rank, so ``fn`` calls ``init_dist`` like a script.
-    ``fn`` sees copies of all objects of this process, including random generators (``seed_all(seed, rank)`` separates ranks).
-    Changes in a rank are lost. Results are converted by JSON (tuples become lists). Ranks print to this process's streams.
+    ``fn`` sees copies of all objects, including random generators (``seed_all(seed, rank)`` separates ranks). Changes in a rank
+    are lost. Results are converted by JSON (tuples become lists). Ranks print to this process's streams.
 
         def train(steps):
             with dt.init_dist() as info:
@@ -266,9 +261,8 @@ def spawn(fn: Callable[..., Any], *args: Any, nproc: int, timeout_s: float | Non
     Raises:
         ConfigError: ``nproc`` or ``timeout_s`` is out of range, a process group is open here or CUDA is initialized here (a
             fork can use neither), or a result is not plain data.
-        RankError: a rank could not be started, raised an exception (its traceback follows), exited, was killed, or did not
-        finish
-            in time. All ranks are then ended, as on Ctrl-C and when this process dies.
+        RankError: a rank could not be started, raised (its traceback follows), exited, was killed, or did not finish in time.
+            All ranks are then ended, as on Ctrl-C and when this process dies.
     """
     _check_arguments(nproc, timeout_s)
     job = _SpawnedJob(name=getattr(fn, "__qualname__", repr(fn)), nproc=nproc)
@@ -291,9 +285,7 @@ def _check_arguments(nproc: int, timeout_s: float | None) -> None:
     if isinstance(nproc, bool) or not isinstance(nproc, int) or not 1 <= nproc <= MAX_RANKS:
         raise ConfigError(f"spawn: nproc must be an integer from 1 to {MAX_RANKS}, got {nproc!r}. Use 2, for example.")
     if timeout_s is not None and not timeout_s > 0:
-        raise ConfigError(
-            f"spawn: timeout_s must be a positive number of seconds or None, got {timeout_s!r}. Use 60, for example."
-        )
+        raise ConfigError(f"spawn: timeout_s must be positive seconds or None, got {timeout_s!r}. Use 60, for example.")
     torch = sys.modules.get("torch")
     if torch is None:
         return

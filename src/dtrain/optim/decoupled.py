@@ -98,8 +98,7 @@ class DecoupledAdamW(_DecoupledDecay, torch.optim.AdamW):  # type: ignore[misc]
         ConfigError: ``lr`` is a tensor, or not a finite number > 0.
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, with schedule multiplier ``lr / initial_lr``; the
-    defaults
-        are those of MosaicML's Composer.
+        defaults are those of MosaicML's Composer.
     """
 
     _unwrapped_step = staticmethod(unwrap_step(torch.optim.AdamW.step))

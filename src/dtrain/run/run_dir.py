@@ -80,9 +80,8 @@ def open_run(
     """Open the folder of a run, created if missing, and record the run there. Call this function right after ``init_dist``.
 
     Rank 0 writes settings, command line, commit, versions, hosts and devices to ``attempts/attempt-00001.json``; each later
-    start
-    is a further attempt. Every rank writes its time by category and events to ``ledger/rank-00000.jsonl``. ``dtrain report``
-    renders a page, ``dtrain top`` shows the run live. Recording ends with ``init_dist``'s block or with the process::
+    start is a further attempt. Every rank writes its time by category and events to ``ledger/rank-00000.jsonl``. ``dtrain
+    report`` renders a page, ``dtrain top`` shows the run live. Recording ends with ``init_dist``'s block or with the process::
 
         run = dt.open_run("runs/gpt", settings=vars(args))
         log = dt.loggers.multi(dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.progress_bar(total))

@@ -75,8 +75,7 @@ def alibi(
             match, an invalid length or number of heads, or a sharded model; in a forward, an invalid mask.
 
     Source: Press et al. 2022, arXiv:2108.12409; symmetric for BERT as in MosaicML Composer. Unlike there, position embeddings
-    are
-        removed instead of frozen at zero.
+        are removed instead of frozen at zero.
     """
     check_plain_model(model, _CALLER)
     if max_sequence_length is not None and (type(max_sequence_length) is not int or max_sequence_length < 1):

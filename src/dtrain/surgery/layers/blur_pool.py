@@ -47,8 +47,7 @@ def blur_2d(
         edge: padding beyond the edge: nearest pixel, mirrored pixels, or zeros, which darken the edge.
 
     Source: Zhang 2019, arXiv:1904.11486, section 3.2. The paper does not define the edge. Its author's code mirrors, Composer
-    uses
-        zeros, and the nearest pixel keeps constant areas constant in images of any size.
+        uses zeros, and the nearest pixel keeps constant areas constant in images of any size.
 
     Example:
         >>> import dtrain as dt

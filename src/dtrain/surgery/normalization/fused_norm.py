@@ -52,8 +52,7 @@ def fused_layer_norm(model: nn.Module) -> nn.Module:
         ConfigError: the model is sharded already.
 
     Warns: UserWarning, if the model has no unfused norm (as a BERT of transformers); the model does not change. Also if this
-    rank
-        has no GPU, where torch's norms are not fused; the results are the same.
+        rank has no GPU, where torch's norms are not fused; the results are the same.
 
     Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
     """

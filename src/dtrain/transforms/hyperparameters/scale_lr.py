@@ -48,8 +48,8 @@ def scale_lr(schedule: ByGroup) -> Transform:
             two names match one group.
 
     Warns: UserWarning on rank 0. From ``Step.init`` on: the values look like learning rates instead of factors, because they
-    stay
-        far below 1, or because their peak is the optimizer's rate. An optimizer with a rate of at least 0.5 takes rates. In a
+        stay far below 1, or because their peak is the optimizer's rate. An optimizer with a rate of at least 0.5 takes rates.
+        In a
         step: all rates are 0, because the schedule has ended before the run.
 
     Source: ``torch.optim.lr_scheduler.LambdaLR``, without its counter.
