@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import json
 import os
 import signal
@@ -38,6 +39,7 @@ class Forked:
     def _start(self, body: Callable[[int], Any], rank: int, world_size: int, port: int) -> None:
         parent = os.getpid()
         read, write = os.pipe()
+        gc.collect()  # a process group of an earlier test must be freed here: a fork has not the group's threads
         pid = os.fork()
         if pid == 0:
             try:
