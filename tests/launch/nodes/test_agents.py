@@ -159,7 +159,7 @@ def test_a_second_node_of_one_rank_is_refused_and_named_to_who_waits_in_vain(nod
     nodes.read(0.5)
     twin = nodes.start(1, 3)
     (refusal,) = nodes.wait_for(JoinRefused, twin)
-    assert "give each node its own --node-rank" in refusal.line
+    assert "Give each node its own --node-rank" in refusal.line
     (refusal, _) = nodes.wait_for(JoinRefused, first, second)
     assert "missing: node 2; " in refusal.line
     assert "turned away: node 1" in refusal.line
@@ -184,7 +184,7 @@ def test_a_port_taken_by_something_else_is_refused(nodes):
 def test_an_address_of_another_machine_is_listened_for_on_all_interfaces(nodes):
     (notice,) = nodes.wait_for(Notice, nodes.start(0, addr="192.0.2.77"))
     assert "192.0.2.77" in notice.line
-    assert "listens on all interfaces" in notice.line
+    assert "listening on all interfaces" in notice.line
     nodes.wait_for(JoinAccepted, nodes.started[0], nodes.start(1))
 
 

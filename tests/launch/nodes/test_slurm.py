@@ -43,7 +43,7 @@ def test_a_launcher_per_rank_is_refused_in_one_line(slurm):
     said = {line for line in step.stderr.splitlines() if line.startswith("launch: ")}
     assert said == {
         "launch: srun started 3 tasks on 1 node. Start one launcher per node, with srun --ntasks-per-node=1 --ntasks=1. "
-        "or --nnodes 1 to run each on its own"
+        "Or pass --nnodes 1 to run each on its own."
     }
 
 
