@@ -11,7 +11,7 @@ SCRIPT = """
     import ctypes, os, re, signal, sys, time
     import torch, torch.distributed as dist
     import dtrain as dt
-    from dtrain import pulse, wire
+    from dtrain import heartbeats, launch_protocol
     from dtrain.dist.collectives import all_gather_numbers
 
     def misbehave(kind, info):
@@ -24,7 +24,7 @@ SCRIPT = """
         elif kind in ("dies-when-asked", "dies-alone"):
             libc = ctypes.CDLL(None)
             libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-            libc.signal(wire.STACKS_SIGNAL, 16)  # no code is there: SIGSEGV
+            libc.signal(launch_protocol.STACKS_SIGNAL, 16)  # no code is there: SIGSEGV
             re.search("(a|a)+b", "a" * 99)
         elif kind == "leaves-its-sockets":
             if os.fork() == 0:
@@ -36,12 +36,12 @@ SCRIPT = """
             dist.all_reduce(torch.ones(1, dtype=torch.float64), group=info.control)
         elif kind == "works-alone":
             for _ in range(60):
-                pulse.beat("work")
+                heartbeats.heartbeat("work")
                 time.sleep(0.1)
 
     def steps(kind, info):
         for step in range(5):
-            pulse.beat("step")
+            heartbeats.heartbeat("step")
             if step == 3 and info.rank == min(1, info.world_size - 1):
                 if kind == "returns-early":
                     return

@@ -9,7 +9,7 @@ SCRIPT = """
     import os, sys, time
     import torch
     import dtrain as dt
-    from dtrain import pulse
+    from dtrain import heartbeats
     from dtrain.dist.collectives import all_gather_numbers
 
     kind, chunks, seconds = sys.argv[1], int(sys.argv[2]), float(sys.argv[3])
@@ -25,7 +25,7 @@ SCRIPT = """
         os.preadv = slow
 
     def init_state():
-        pulse.beat("build")
+        heartbeats.heartbeat("build")
         model = torch.nn.Module()
         model.weight = torch.nn.Parameter(torch.zeros(chunks, 1024, 1024))  # of 4 MiB each
         step = dt.compose_step(dt.mean_loss(lambda m, x: m.weight.mean(), weight=len))
@@ -34,7 +34,7 @@ SCRIPT = """
     with dt.init_dist(device="cpu") as info:
         dt.save_sharded("ckpt", init_state())
         state = init_state()
-        pulse.beat("built")
+        heartbeats.heartbeat("built")
         begun = time.monotonic()
         slow_down()
         if kind == "load_sharded":  # by two threads

@@ -71,8 +71,8 @@ ready()
 time.sleep(600)
 """,
     "tells-of-the-signal": """
-from dtrain import wire
-signal.signal(wire.STACKS_SIGNAL, lambda *_: says.with_name("signalled").touch())
+from dtrain import launch_protocol
+signal.signal(launch_protocol.STACKS_SIGNAL, lambda *_: says.with_name("signalled").touch())
 ready()
 while True:
     time.sleep(600)
@@ -80,12 +80,12 @@ while True:
     # A handler that is no code, as the kernel sees it: the process dies of SIGSEGV where faulthandler would have walked.
     "dies-of-the-signal": """
 import ctypes
-from dtrain import wire
+from dtrain import launch_protocol
 stacks.parent.mkdir()
 stacks.write_text('Thread 0x01 (most recent call first):\\n  File "/of/another/thread.py", line 1 in run\\n')
 libc = ctypes.CDLL(None)
 libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
-libc.signal(wire.STACKS_SIGNAL, 16)
+libc.signal(launch_protocol.STACKS_SIGNAL, 16)
 ready()
 time.sleep(600)
 """,
