@@ -224,7 +224,7 @@ def without_a_mesh() -> str:
 
 
 def test_several_ranks_need_a_mesh(ranks):
-    assert "2 ranks need mesh=" in ranks(2).run(without_a_mesh)[0]
+    assert "2 ranks need a mesh. Pass mesh=" in ranks(2).run(without_a_mesh)[0]
 
 
 def test_an_empty_dataset_is_refused():
