@@ -75,9 +75,9 @@ SAID = {
         here=(
             "DistError: init_dist: 1 of 2 ranks did not arrive within 1 s: missing [1]. Look at their output, or raise "
             "init_timeout_s.",
-            "dtrain: launch: node 1 (...) did not reach node 0 at 127.0.0.1:... in 1 s, last: connection refused; check that "
-            "node 0 runs, and --master-addr and --master-port, which this node tried by interface lo; GLOO_SOCKET_IFNAME and "
-            "NCCL_SOCKET_IFNAME choose the interface of the ranks",
+            "dtrain: launch: node 1 (...) did not reach node 0 at 127.0.0.1:... in 1 s, last: connection refused. Check that "
+            "node 0 runs, and --master-addr and --master-port, which this node tried by interface lo. GLOO_SOCKET_IFNAME and "
+            "NCCL_SOCKET_IFNAME choose the interface of the ranks.",
         ),
     ),
     "A fused kernel that is missing": Said(
@@ -133,8 +133,8 @@ SAID = {
             "DistError: init_dist: rank 0 cannot open the rendezvous at 127.0.0.1:... (The server socket has failed to "
             "listen ... address already in use). Give all ranks another MASTER_PORT, or start them with dtrain launch, which "
             "finds a free port.",
-            "dtrain: launch: node 0 cannot listen at 127.0.0.1:...: address already in use; choose another --master-port, or "
-            "--master-addr, the same on each node",
+            "dtrain: launch: node 0 cannot listen at 127.0.0.1:...: address already in use. Choose another --master-port, or "
+            "--master-addr, the same on each node.",
         ),
     ),
     "A rate of zero after a finished run was extended": Said(

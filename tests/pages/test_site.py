@@ -108,7 +108,7 @@ def test_every_command_is_in_the_reference() -> None:
 # What a browser shows.
 
 SCREENS = {"wide": {"width": 1280}, "dark": {"width": 1280, "dark": True}, "phone": {"width": 390, "height": 844}}
-LOOKED_AT = ("index", "loop", "recipes", "from_composer", "reference/index", "reference/step", "reference/commands")
+LOOKED_AT = ("index", "loop", "recipes", "from_composer", "reference/index", "reference/loop", "reference/commands")
 
 
 class _Address:

@@ -162,7 +162,7 @@ def test_a_second_node_of_one_rank_is_refused_and_named_to_who_waits_in_vain(nod
     assert "Give each node its own --node-rank" in refusal.line
     (refusal, _) = nodes.wait_for(JoinRefused, first, second)
     assert "missing: node 2; " in refusal.line
-    assert "turned away: node 1" in refusal.line
+    assert "Turned away: node 1" in refusal.line
 
 
 def test_two_first_nodes_at_one_endpoint_name_each_other(nodes):
