@@ -162,7 +162,7 @@ WRONG_SOURCES = {
     "an empty folder": (["empty"], None, "'empty': it has no files. Pass --from"),
     "a folder of others": (["others"], None, "'others': none of its 1 files has a name with a known format. Pass --from"),
     "a file for a folder": (["data.bin"], "hf", "'data.bin' is a file, but --from hf reads folders. Pass --from"),
-    "an unknown server": (["gopher://x/y"], None, "got gopher://"),
+    "an unknown server": (["gopher://x/y"], None, "protocol must be one of .*, got gopher://"),
 }
 
 

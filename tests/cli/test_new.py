@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import dtrain as dt
+import public
 from dtrain.cli import main
 from dtrain.cli.new import TASKS
 from dtrain.cli.new import new as write_loop
@@ -130,14 +131,10 @@ def test_a_loop_is_short_and_of_public_names(new, task):
     lines = source.splitlines()
     assert len(lines) <= 80
     assert max(map(len, lines)) <= 128
-    used = set()
     for node in ast.walk(ast.parse(source)):
         assert not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dtrain"))
-        if isinstance(node, ast.Attribute) and ast.unparse(node).startswith("dt."):
-            name = ast.unparse(node).removeprefix("dt.")
-            door, _, inner = name.partition(".")
-            assert inner in getattr(dt, door).__all__ if inner else name in dt.__all__
-            used.add(name)
+    assert public.unknown_in(source) == set()
+    used = {name.removeprefix("dt.") for name in public.named_in(source)}
     assert {"loggers.jsonl", "save_sharded", "load_sharded", "evaluate", "should_stop", "shard_model"} <= used
 
 
@@ -185,25 +182,25 @@ MISTAKES = {
     "no file": ([], "new: missing argument 'LOOP'. See `dtrain new --help`."),
     "unknown task": (
         ["x.py", "--task", "nlp"],
-        "new: --task must be one of blank, lm, vision, finetune, diffusion, got 'nlp'; ",
+        "new: --task must be one of blank, lm, vision, finetune, diffusion, got 'nlp'. ",
     ),
     "no task": (["x.py", "--task"], "new: option '--task' requires an argument. See"),
     "unknown option": (["x.py", "--fast"], "new: no such option: --fast"),
     "two files": (["x.py", "y.py"], "new: got unexpected extra argument"),
     "another ending": (
         ["loop.txt"],
-        "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got 'loop.txt'; ",
+        "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got 'loop.txt'. ",
     ),
     "no ending": (["loop"], "new: LOOP must be a name of letters, digits"),
-    "an empty name": ([""], "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got ''; "),
+    "an empty name": ([""], "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got ''. "),
     "only the ending": ([".py"], "new: LOOP must be a name of letters, digits"),
     "a quotation mark": (['a".py'], "new: LOOP must be a name of letters, digits"),
-    "a line end": (["a\n.py"], "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got 'a\\n.py'; "),
+    "a line end": (["a\n.py"], "new: LOOP must be a name of letters, digits, - and _ that ends with .py, got 'a\\n.py'. "),
     "no folder": (["nope/loop.py"], "new: no such folder: 'nope'. Create the folder, or choose another."),
     "a folder": (["folder.py"], "new: 'folder.py' is a folder. Name a file in it, as in folder.py/loop.py."),
     "a folder, forced": (["folder.py", "--force"], "new: 'folder.py' is a folder. Name a file in it"),
     "torch": (["torch.py"], "new: LOOP must not shadow the module 'torch', got 'torch.py'. Use another name"),
-    "standard library": (["random.py"], "new: a loop in 'random.py' would be imported in place of the module 'random'; "),
+    "standard library": (["random.py"], "new: LOOP must not shadow the module 'random', got 'random.py'. "),
 }
 
 

@@ -78,7 +78,7 @@ MISTAKES = {
     "no ranks": (["m.py:f"], "missing option '--world'"),
     "ranks in letters": (["m.py:f", "--world", "many"], "--world must be an integer of at least 1, got 'many'"),
     "too many ranks": (["cli_model.py:workload", "--world", "4097"], "world_size must be a whole number from 1 to 4096"),
-    "ranks that do not divide": (["cli_model.py:workload", "--world", "8", "--replicate", "3"], "is not a multiple of 3"),
+    "ranks that do not divide": (["cli_model.py:workload", "--world", "8", "--replicate", "3"], "must be a multiple of 3"),
     "unit": (
         ["m.py:f", "--world", "8", "--memory", "80Gib"],
         "--memory must be a size above 0 with its unit, got '80Gib'. Did you mean",
@@ -88,11 +88,14 @@ MISTAKES = {
     "precision": (["m.py:f", "--world", "8", "--precision", "fp64"], "--precision must be one of fp32, bf16"),
     "checkpoint": (["m.py:f", "--world", "8", "--checkpoint", "all"], "--checkpoint must be one of none, nothing"),
     "argument": (["m.py:f", "--world", "8", "--arg", "layers"], "--arg must be name=value, got 'layers'"),
-    "argument twice": (["m.py:f", "--world", "8", "--arg", "seq=1", "--seq", "2"], "the argument 'seq' is given twice"),
-    "strategy": (["cli_model.py:workload", "--world", "2", "--strategy", "zero3"], "unknown strategy='zero3'; use one of"),
+    "argument twice": (["m.py:f", "--world", "8", "--arg", "seq=1", "--seq", "2"], "the argument 'seq' is repeated"),
+    "strategy": (
+        ["cli_model.py:workload", "--world", "2", "--strategy", "zero3"],
+        "strategy must be one of full_shard, shard_grad_op",
+    ),
     "accumulate": (
         ["cli_model.py:workload", "--world", "2", "--accumulate", "never"],
-        "unknown accumulate='never'; use one of",
+        "accumulate must be one of local, sharded, got 'never'",
     ),
     "no file": (["nope.py:workload", "--world", "2"], "no such file: 'nope.py'"),
 }

@@ -46,7 +46,7 @@ def test_once_prints_plain_text(top, tmp_path):
 
 
 def test_nothing_there_yet(top):
-    assert top("gpt", "--once") == (0, "nothing is there yet: waiting for gpt\n", "")
+    assert top("gpt", "--once") == (0, "no data yet: waiting for gpt\n", "")
 
 
 def test_without_a_terminal_it_prints_once(top, tmp_path):
@@ -145,7 +145,7 @@ def on_a_terminal(tmp_path, monkeypatch):
 
 def test_it_follows_on_a_terminal_until_the_run_ends(on_a_terminal, tmp_path):
     process, wait_for = on_a_terminal
-    wait_for(b"nothing is there yet")
+    wait_for(b"no data yet")
     write_run(tmp_path / "gpt", [Part(begin=0, end=100)])
     wait_for(b"gpt  attempt 1  step 100")
     assert process.wait(60) == 0
@@ -153,7 +153,7 @@ def test_it_follows_on_a_terminal_until_the_run_ends(on_a_terminal, tmp_path):
 
 def test_ctrl_c_leaves_the_terminal_clean(on_a_terminal):
     process, wait_for = on_a_terminal
-    wait_for(b"nothing is there yet")
+    wait_for(b"no data yet")
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == 130
     seen = wait_for(b"\x1b[?25h")  # the cursor is shown again

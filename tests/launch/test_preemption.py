@@ -69,7 +69,7 @@ LOOP = """
             dt.seed_all(1, dist.rank)
             mesh = dt.build_mesh()
             model = dt.shard_model(Net(), mesh, blocks=(nn.Linear,))
-            loader = dt.build_loader(Slow(), mesh=mesh, global_batch_size=4, seed=0, workers=workers)
+            loader = dt.build_loader(Slow(), mesh=mesh, global_batch_size=4, seed=0, num_workers=workers)
             step = dt.compose_step(loss_fn)
             state = step.init(model, torch.optim.AdamW(model.parameters(), lr=0.01), seed=1)
             state = dt.load_sharded(folder / "ckpt", state, extra={"loader": loader}, missing_ok=True).state

@@ -42,7 +42,7 @@ def test_interrupt_shows_where_it_came_unless_the_launcher_has_passed_it_on(tmp_
     assert ("line 2, in <module>" in done.stderr, "KeyboardInterrupt" in done.stderr) == (not interrupted, not interrupted)
     failure = record(tmp_path)
     assert failure is not None
-    assert (failure.kind, failure.exit_code, failure.rank) == ("KeyboardInterrupt", 130, 3)
+    assert (failure.error_type, failure.exit_code, failure.rank) == ("KeyboardInterrupt", 130, 3)
     assert "line 2, in <module>" in failure.traceback_text
 
 
