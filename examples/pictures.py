@@ -56,7 +56,7 @@ def read_digits() -> Pictures:
     from sklearn.datasets import load_digits
 
     found = load_digits()
-    x = torch.from_numpy(found.files).float().unsqueeze(1) / 8.0 - 1.0
+    x = torch.from_numpy(found.images).float().unsqueeze(1) / 8.0 - 1.0
     whole = TensorDict({"x": x, "y": torch.from_numpy(found.target)}, batch_size=[len(x)])
     held = torch.arange(len(x)) % HELD_OUT_EVERY == 0
     share = _most_frequent(whole[held]["y"].tolist())
