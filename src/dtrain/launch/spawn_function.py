@@ -292,18 +292,15 @@ def _check_arguments(nproc: int, timeout_s: float | None) -> None:
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise ConfigError("spawn: a process group is open in this process. Call spawn before init_dist, or after its block.")
     if torch.cuda.is_initialized():
-        raise ConfigError(
-            "spawn: CUDA has started in this process, and a fork cannot use it. Call spawn before any use of a GPU."
-        )
+        raise ConfigError("spawn: CUDA has started in this process, and a fork cannot use it. Call spawn before GPU use.")
 
 
 def _start_rank(task: SpawnTask, rank: int) -> ForkedRank:
     try:
         return fork_rank(task, rank)
     except OSError as error:
-        raise RankError(
-            f"spawn: rank {rank} of {task.nproc} could not be started: {error.strerror}. Use fewer ranks."
-        ) from None
+        reason = f"could not be started: {error.strerror}. Use fewer ranks."
+        raise RankError(f"spawn: rank {rank} of {task.nproc} {reason}") from None
 
 
 def _wait_for_ranks(job: _SpawnedJob, deadline: float | None) -> None:
