@@ -64,7 +64,7 @@ def test_it_takes_a_folder_of_coloured_pictures(tmp_path):
     from PIL import Image
     from sklearn.datasets import load_sample_images
 
-    for name, image in zip(("temple", "flower"), load_sample_images().files, strict=True):
+    for name, image in zip(("temple", "flower"), load_sample_images().images, strict=True):
         for index in range(9):
             folder = tmp_path / "pictures" / ("train" if index % 3 else "val") / name
             folder.mkdir(parents=True, exist_ok=True)

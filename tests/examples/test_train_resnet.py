@@ -37,7 +37,7 @@ def pictures(root: Path) -> Path:
     from PIL import Image
     from sklearn.datasets import load_sample_images
 
-    for name, image in zip(("temple", "flower"), load_sample_images().files, strict=True):
+    for name, image in zip(("temple", "flower"), load_sample_images().images, strict=True):
         for index in range(9):
             folder = root / ("train" if index % 3 else "val") / name
             folder.mkdir(parents=True, exist_ok=True)
