@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from dtrain.lazy_imports import public_names
+
 SOURCE = Path(__file__).parents[1] / "src" / "dtrain"
 
 
@@ -52,10 +54,7 @@ def exported(package: str) -> dict[str, str]:
     path = SOURCE.joinpath(*package.split(".")[1:])
     if not path.is_dir():
         return dict.fromkeys(sorted(_defined(path.with_suffix(".py"))), package)
-    found: dict[str, str] = {}
-    for node in ast.walk(ast.parse((path / "__init__.py").read_text(encoding="utf-8"))):
-        if isinstance(node, ast.ImportFrom):
-            found |= {alias.asname: str(node.module) for alias in node.names if alias.asname}
+    found = public_names(str(path / "__init__.py"))
     doors = {room.package for room in ROOMS}
     return {name: module for name, module in sorted(found.items()) if f"{module}.{name}" not in doors}
 
@@ -74,11 +73,6 @@ def _defined(path: Path) -> set[str]:
 def names(room: Room) -> list[str]:
     """Return the names of a page, with their package, in the order of their modules."""
     return [f"{room.package}.{name}" for name, _ in sorted(exported(room.package).items(), key=lambda item: item[::-1])]
-
-
-def every_name() -> list[str]:
-    """Return every public name as a user imports the name."""
-    return [f"{room.package}.{name}" for room in ROOMS for name in exported(room.package)]
 
 
 def pages() -> Iterator[tuple[str, str]]:
