@@ -10,7 +10,7 @@ SOURCE = Path(dtrain.__file__).parent
 
 # One row per line of the table in docs/architecture.md, top to bottom; a later row may import from an earlier one.
 LAYERS = [
-    ["errors", "typing", "lazy_imports"],
+    ["errors", "typing", "lazy_imports", "arguments"],
     ["launch_protocol", "heartbeats", "spans", "run_layout", "versions", "optional_dependencies"],
     ["storage"],
     ["durations", "clock", "schedules"],
@@ -32,6 +32,7 @@ ORDER = {room: index for index, room in enumerate(room for row in LAYERS for roo
 TORCH_FREE = {
     "errors",
     "lazy_imports",
+    "arguments",
     "launch_protocol",
     "heartbeats",
     "spans",

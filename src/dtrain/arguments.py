@@ -1,0 +1,133 @@
+"""Check arguments, and format and parse quantities, in the same words everywhere.
+
+>>> check_int("build_loader", "num_workers", 4, minimum=0)
+4
+>>> parse_bytes("--memory", "80GiB"), format_bytes(3 * 2**29)
+(85899345920, '1.5 GiB')
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Iterable
+from numbers import Real
+from typing import SupportsIndex, TypeVar
+
+from dtrain.errors import ConfigError
+
+Choice = TypeVar("Choice")
+
+
+def check_int(caller: str, name: str, value: object, *, minimum: int = 1, maximum: int | None = None, advice: str = "") -> int:
+    """Return ``value`` as an int.
+
+    Args:
+        caller: function that got the argument, for the error.
+        name: name of the argument.
+        value: argument. A bool is no integer; an integer of numpy is.
+        minimum: least allowed value.
+        maximum: greatest allowed value; None sets no limit.
+        advice: last sentence of the error.
+
+    Raises:
+        ConfigError: ``value`` is not an integer within the limits.
+    """
+    number = operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else None
+    if number is None or number < minimum or (maximum is not None and number > maximum):
+        limits = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
+        raise ConfigError(f"{caller}: {name} must be an integer {limits}, got {value!r}.{advice and ' '}{advice}")
+    return number
+
+
+def check_number(
+    caller: str,
+    name: str,
+    value: object,
+    *,
+    minimum: float | None = None,
+    above: float | None = None,
+    maximum: float | None = None,
+    below: float | None = None,
+    advice: str = "",
+) -> float:
+    """Return the finite number ``value`` as a float.
+
+    Args:
+        caller: function that got the argument, for the error.
+        name: name of the argument.
+        value: argument. A bool is no number; a number of numpy is.
+        minimum: least allowed value.
+        above: the value must be greater.
+        maximum: greatest allowed value.
+        below: the value must be less.
+        advice: last sentence of the error.
+
+    Raises:
+        ConfigError: ``value`` is not a finite number within the limits.
+    """
+    try:
+        number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
+    except OverflowError:
+        number = math.inf
+    limits = [(minimum, "at least", operator.ge), (above, "above", operator.gt)]
+    limits += [(maximum, "at most", operator.le), (below, "below", operator.lt)]
+    given = [(limit, word, compare) for limit, word, compare in limits if limit is not None]
+    if not math.isfinite(number) or not all(compare(number, limit) for limit, _, compare in given):
+        needed = " and ".join(f"{word} {limit:g}" for limit, word, _ in given)
+        raise ConfigError(
+            f"{caller}: {name} must be a finite number{needed and ' '}{needed}, got {value!r}.{advice and ' '}{advice}"
+        )
+    return number
+
+
+def check_choice(caller: str, name: str, value: object, choices: Iterable[Choice]) -> Choice:
+    """Return the element of ``choices`` that equals ``value``.
+
+    Raises:
+        ConfigError: ``value`` is not in ``choices``.
+    """
+    known = list(choices)
+    for choice in known:
+        if type(choice) is type(value) and choice == value:
+            return choice
+    raise ConfigError(f"{caller}: {name} must be {join_or(map(repr, known))}, got {value!r}.")
+
+
+def join_or(words: Iterable[str]) -> str:
+    """Join words for a sentence: ``"a"``, ``"a or b"``, ``"a, b or c"``."""
+    *rest, last = words
+    return f"{', '.join(rest)} or {last}" if rest else last
+
+
+_BYTE_UNITS = {"": 1, "B": 1}
+_BYTE_UNITS |= {f"{letter}B": 1000**power for power, letter in enumerate("KMGT", 1)}
+_BYTE_UNITS |= {f"{letter}IB": 1024**power for power, letter in enumerate("KMGT", 1)}
+
+
+def parse_bytes(name: str, text: str) -> int:
+    """Parse a positive number of bytes: ``"64MiB"``, ``"1.5 GB"``, ``"1024"``.
+
+    Raises:
+        ConfigError: the text is not a size. ``name`` begins the error.
+    """
+    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([KMGT]?I?B)?", text.strip().upper())
+    size = int(float(match[1]) * _BYTE_UNITS.get(match[2] or "", 0)) if match else 0
+    if size < 1:
+        raise ConfigError(f"{name} must be a size such as 512MiB or 5GB, got {text!r}.")
+    return size
+
+
+def format_bytes(size: float) -> str:
+    """Format a number of bytes with three significant digits: ``"17 B"``, ``"1.5 GiB"``."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1000:
+            return f"{size:.3g} {unit}"
+        size /= 1024
+    return f"{size:,.3g} TiB"
+
+
+def format_count(number: int, one: str, several: str = "") -> str:
+    """Format a count with its noun: ``"1 shard"``, ``"12,345 samples"``, ``"2 batches"`` (``several="batches"``)."""
+    return f"{number:,} {one if number == 1 else several or one + 's'}"
