@@ -5,6 +5,7 @@ import random
 import threading
 from dataclasses import replace
 
+import fsspec.config
 import pytest
 
 from dtrain import storage
@@ -267,6 +268,22 @@ def test_a_server_that_says_nothing_is_not_waited_for_for_ever(reach, monkeypatc
     disconnect()  # others get the usual time again
     assert storage.read_file(root / "file", limit=9) == b"x"
     assert len([r for r in server.proxy.since(before) if WHICH["s3", "create"](r)]) == 2
+
+
+def test_connection_without_credentials_is_replaced_when_the_configuration_has_them(reach, monkeypatch):
+    """A thread of an ended test or job may connect after its credentials were removed. Later requests must not use that."""
+    root = storage.resolve_path(reach("s3").root())
+    disconnect()
+    with monkeypatch.context() as bare:
+        bare.delitem(fsspec.config.conf, "s3")
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            bare.delenv(name)
+        bare.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        bare.setenv("HOME", "/nonexistent")
+        with pytest.raises(OSError, match="Unable to locate credentials"):
+            storage.replace_file(root / "file", b"x")
+    storage.replace_file(root / "file", b"x")
+    assert storage.read_file(root / "file", limit=9) == b"x"
 
 
 def test_a_place_without_credentials_is_refused_in_one_line(reach, monkeypatch):

@@ -33,8 +33,8 @@ class _Connections:
     """
 
     pid: int
-    stores: dict[str, Store]
-    inherited: list[dict[str, Store]]
+    stores: dict[str, tuple[dict[str, Any], Store]]
+    inherited: list[dict[str, tuple[dict[str, Any], Store]]]
     lock: threading.RLock
 
 
@@ -45,7 +45,8 @@ def store_of(path: RemotePath) -> Store:
     """Return the connected store of ``path``.
 
     Credentials and options come from fsspec: the environment variables of each library, and fsspec's own configuration
-    (``FSSPEC_S3_ENDPOINT_URL=...`` or a file in ``~/.config/fsspec``).
+    (``FSSPEC_S3_ENDPOINT_URL=...`` or a file in ``~/.config/fsspec``). If the configuration has changed since the last request,
+    a new connection replaces the old connection.
 
     Raises:
         ConfigError: the library refuses the options or finds no credentials.
@@ -54,10 +55,13 @@ def store_of(path: RemotePath) -> Store:
     if _CONNECTIONS.pid != os.getpid():
         _reset_after_fork()
     name = f"{path.protocol}://{path.authority}"
+    options = _configured_options(path.protocol)
     with _CONNECTIONS.lock:
-        if name not in _CONNECTIONS.stores:
-            _CONNECTIONS.stores[name] = _connect_sftp(path) if path.protocol == "sftp" else _connect(path)
-        return _CONNECTIONS.stores[name]
+        connected_with, store = _CONNECTIONS.stores.get(name, (None, None))
+        if store is None or connected_with != options:
+            store = _connect_sftp(path, options) if path.protocol == "sftp" else _connect(path, options)
+            _CONNECTIONS.stores[name] = (options, store)
+        return store
 
 
 def _reset_after_fork() -> None:
@@ -73,16 +77,27 @@ def disconnect() -> None:
     """Close all connections. The next use connects with the current options. Mutates: this process's connections."""
     with _CONNECTIONS.lock:
         while _CONNECTIONS.stores:
-            _CONNECTIONS.stores.popitem()[1].close()
+            _CONNECTIONS.stores.popitem()[1][1].close()
 
 
-def _connect(path: RemotePath) -> Store:
+def _configured_options(protocol: str) -> dict[str, Any]:
+    """Return the options of a protocol in fsspec's configuration."""
+    import fsspec
+    from fsspec.config import apply_config
+
+    options: dict[str, Any] = apply_config(fsspec.get_filesystem_class(protocol), {})
+    return options
+
+
+def _connect(path: RemotePath, configured: dict[str, Any]) -> Store:
     module = importlib.import_module(f"dtrain.storage.stores.{_STORES[path.protocol][0]}")
-    store: Store = getattr(module, _STORES[path.protocol][1])(_make_file_system(path.protocol, module.OPTIONS))
+    store: Store = getattr(module, _STORES[path.protocol][1])(
+        _make_file_system(path.protocol, module.OPTIONS, configured)
+    )
     return store
 
 
-def _connect_sftp(path: RemotePath) -> Store:
+def _connect_sftp(path: RemotePath, configured: dict[str, Any]) -> Store:
     from dtrain.storage.stores import sftp
 
     user, _, host = path.authority.rpartition("@")
@@ -92,16 +107,15 @@ def _connect_sftp(path: RemotePath) -> Store:
         address["username"] = user
     if port:
         address["port"] = int(port)
-    return sftp.SftpStore(_make_file_system("sftp", sftp.make_options(), **address))
+    return sftp.SftpStore(_make_file_system("sftp", sftp.make_options(), configured, **address))
 
 
-def _make_file_system(protocol: str, defaults: dict[str, Any], **address: Any) -> Any:
+def _make_file_system(protocol: str, defaults: dict[str, Any], configured: dict[str, Any], **address: Any) -> Any:
     """Create fsspec's file system with our defaults, which the user's configuration overrides by name."""
     import fsspec
-    from fsspec.config import apply_config
 
     kind = fsspec.get_filesystem_class(protocol)
-    options = {**defaults, **apply_config(kind, {}), **address}
+    options = {**defaults, **configured, **address}
     for name, value in defaults.items():
         if isinstance(value, dict):
             options[name] = {**value, **options[name]}
