@@ -22,7 +22,7 @@ import public
 GOLDEN = Path(__file__).with_name("signatures.txt")
 REWRITE = "python tests/written.py"
 SPOKEN = ("__call__", "__enter__", "__iter__", "__len__", "__getitem__")  # what syntax calls is public, too
-OF_COLLECTIVES = {"dtrain.dist.collectives": "", "dtrain.dist.step_sync": "agree_", "dtrain.dist.rank_errors": ""}  # and prefix
+OF_COLLECTIVES = {"dtrain.dist.collectives": "", "dtrain.dist.step_sync": "agree_"}  # and prefix
 OF_TORCH = ("all_reduce", "all_gather", "broadcast", "barrier", "reduce_scatter_tensor", "all_gather_into_tensor", "reduce")
 
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.clock import Clock
-from dtrain.dist import preemption
 from dtrain.dist.batch_info import LoaderHistory, StepBatch, TrackedLoader
+from dtrain.dist.context import current_context
 from dtrain.dist.init import check_init_dist_called, get_dist_info
 from dtrain.dist.mesh import ReplicaInfo
 from dtrain.dist.step_sync import StepCounts
@@ -329,7 +329,7 @@ def init_state(
     check_fused_foreach(params, optimizer)
     if loader is not None and not hasattr(loader, "last_batch_info"):
         raise ConfigError(f"init: loader must be one that dt.build_loader made, got {loader!r}. Omit loader.")
-    preemption.install_handlers()
+    current_context().preemption.install_handlers()
     state = TrainState(
         model=model,
         optimizer=optimizer,

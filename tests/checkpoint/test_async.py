@@ -348,9 +348,9 @@ def test_the_copy_is_on_the_host_whatever_the_default_device(tmp_path):
 
 def test_a_request_to_stop_is_met_before_an_old_failure_is_raised(failed, tmp_path, monkeypatch):
     state, _ = failed
-    monkeypatch.setattr("dtrain.dist.preemption.is_agreed", lambda: True)
+    monkeypatch.setattr("dtrain.dist.preemption.Preemption.is_agreed", lambda _: True)
     monkeypatch.setattr(
-        "dtrain.dist.preemption.record_save", lambda *, after_agreement: None
+        "dtrain.dist.preemption.Preemption.record_save", lambda _, *, after_agreement: None
     )  # else this process is a preempted one
     assert save_sharded(tmp_path, state).result().written
     with pytest.raises(CheckpointError, match="No space left"):

@@ -13,6 +13,7 @@ from dtrain.checkpoint.checkpoint_info import list_steps
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.reader import open_checkpoint, verify
 from dtrain.checkpoint.save import save_sharded
+from dtrain.dist.preemption import Preemption
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
 
 
@@ -219,8 +220,8 @@ def test_a_parent_is_a_step_of_the_same_root(tmp_path):
 
 def test_weights_alone_do_not_make_a_preempted_run_a_saved_one(tmp_path, monkeypatch):
     said = []
-    monkeypatch.setattr("dtrain.dist.preemption.is_agreed", lambda: True)
-    monkeypatch.setattr("dtrain.dist.preemption.record_save", lambda *, after_agreement: said.append(after_agreement))
+    monkeypatch.setattr(Preemption, "is_agreed", lambda _: True)
+    monkeypatch.setattr(Preemption, "record_save", lambda _, *, after_agreement: said.append(after_agreement))
     state = train(plain_state(), 1)
     save_sharded(tmp_path / "weights", state, only=("model",))
     save_sharded(tmp_path / "whole", state)

@@ -17,12 +17,11 @@ import torch.distributed as dist
 
 from dtrain import launch_protocol
 from dtrain.dist.collectives import all_gather_numbers, all_gather_single
+from dtrain.dist.context import current_context
 from dtrain.dist.flight_recorder import (
     COLLECTIVES_PER_GROUP,
-    _FlightRecorderState,
+    FlightRecorder,
     read_flight_recorder,
-    start_dump_thread,
-    stop_dump_thread,
     write_flight_record,
     write_stacks,
 )
@@ -37,7 +36,7 @@ LONG_S = 60
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process has one launcher; here each test has its own."""
-    monkeypatch.setattr("dtrain.dist.flight_recorder._STATE", _FlightRecorderState(ignore_before_ns=time.time_ns()))
+    monkeypatch.setattr(current_context(), "flight_recorder", FlightRecorder(ignore_before_ns=time.time_ns()))
 
 
 @pytest.fixture
@@ -108,11 +107,11 @@ def test_record_holds_the_last_collectives_of_the_groups_that_are_open(tmp_path,
     path = prepare(tmp_path)
     told = environment(tmp_path, question[0])
     with init_dist(device="cpu") as info:
-        start_dump_thread(told, info)
+        current_context().flight_recorder.start(told, info)
         for _ in range(COLLECTIVES_PER_GROUP + 50):
             dist.all_reduce(torch.ones(3))
     with init_dist(device="cpu") as info:  # torch calls the new groups as it called the old ones
-        start_dump_thread(told, info)
+        current_context().flight_recorder.start(told, info)
         for _ in range(COLLECTIVES_PER_GROUP + 5):
             dist.all_reduce(torch.ones(3))
         all_gather_single(torch.ones(2), torch.ones(2))
@@ -180,13 +179,13 @@ def test_each_question_is_answered_once_and_none_twice_after_the_block_is_opened
     path = prepare(tmp_path)
     told = environment(tmp_path, question[0])
     with init_dist(device="cpu") as info:
-        start_dump_thread(told, info)
+        current_context().flight_recorder.start(told, info)
         for _ in range(3):
             os.write(question[1], b"?")
             wait_for(path.exists)
             path.unlink()
     with init_dist(device="cpu") as info:
-        start_dump_thread(told, info)
+        current_context().flight_recorder.start(told, info)
         time.sleep(0.5)  # the old questions can still be seen
         assert not path.exists()
         os.write(question[1], b"?")
@@ -197,10 +196,10 @@ def test_each_question_is_answered_once_and_none_twice_after_the_block_is_opened
 def test_nothing_is_written_when_the_launcher_has_died(tmp_path, question):
     path = prepare(tmp_path)
     with init_dist(device="cpu") as info:
-        start_dump_thread(environment(tmp_path, question[0]), info)
+        current_context().flight_recorder.start(environment(tmp_path, question[0]), info)
         os.close(question[1])
         wait_for(lambda: not threads())
-        stop_dump_thread()
+        current_context().flight_recorder.stop()
     assert not path.exists()
 
 
@@ -211,15 +210,15 @@ def test_variable_without_its_pipe_is_no_launcher(tmp_path, number):
             launch_protocol.RUN_DIR: str(tmp_path),
             launch_protocol.DUMP_REQUEST_FD: str(file.fileno()) if number == "file" else number,
         }
-        start_dump_thread(told, info)
+        current_context().flight_recorder.start(told, info)
         assert not threads()
     assert launch_protocol.DUMP_REQUEST_FD not in told
 
 
 def test_full_disk_costs_the_record_only(tmp_path, question, capfd):
     with init_dist(device="cpu") as info:
-        start_dump_thread(environment(tmp_path / "gone", question[0]), info)
+        current_context().flight_recorder.start(environment(tmp_path / "gone", question[0]), info)
         os.write(question[1], b"?")
         wait_for(lambda: not threads())
-        stop_dump_thread()
+        current_context().flight_recorder.stop()
     assert "rank 0 could not write its last collectives" in capfd.readouterr().err

@@ -16,10 +16,10 @@ import torch.distributed as dist
 
 from dtrain.dist import init, rendezvous
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
-from dtrain.dist.env import select_device
 from dtrain.dist.init import DistInfo, get_dist_info, init_dist
 from dtrain.dist.mesh import _fill_degrees, build_mesh
 from dtrain.dist.reduce import reduce_sum
+from dtrain.dist.rendezvous import select_device
 from dtrain.errors import ConfigError, DistError
 
 
@@ -130,11 +130,11 @@ def test_contradictory_environment_is_refused(alone, monkeypatch, env, message):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"device": "tpu"}, "device must be 'cpu' or 'cuda', got 'tpu'"),
-        ({"backend": "mpi"}, "backend must be 'gloo' or 'nccl', got 'mpi'"),
+        ({"device": "tpu"}, "device must be 'cpu', 'cuda' or None, got 'tpu'"),
+        ({"backend": "mpi"}, "backend must be 'gloo', 'nccl' or None, got 'mpi'"),
         ({"backend": "nccl", "device": "cpu"}, "backend='nccl' needs GPUs, but this rank runs on the CPU"),
-        ({"timeout_s": 0}, "timeout_s must be a positive number"),
-        ({"init_timeout_s": -1}, "init_timeout_s must be a positive number"),
+        ({"timeout_s": 0}, "timeout_s must be a finite number above 0, got 0"),
+        ({"init_timeout_s": -1}, "init_timeout_s must be a finite number above 0, got -1"),
     ],
 )
 def test_bad_options_are_refused(alone, options, message):

@@ -5,20 +5,22 @@ from __future__ import annotations
 import os
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-import dtrain.dist.init as init
 from dtrain.dist.collectives import all_gather_numbers, local_rank_zero_first
+from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info, init_dist
 from dtrain.errors import PeerError
 
 
 def prepare(folder: str) -> list:
     """What each rank finds when its turn comes; ranks 0 and 2 are local rank 0 of two nodes."""
-    opened = init._CONTEXT.info
-    init._CONTEXT.info = init.replace(opened, local_rank=opened.rank % 2)
+    context = current_context()
+    opened = context.info
+    context.info = replace(opened, local_rank=opened.rank % 2)
     path = Path(folder)
     try:
         with local_rank_zero_first("prepare") as first:
@@ -28,7 +30,7 @@ def prepare(folder: str) -> list:
                 (path / f"by-{opened.rank}").touch()
         return [first, found if not first else None]
     finally:
-        init._CONTEXT.info = opened
+        context.info = opened
 
 
 def test_one_rank_of_each_node_goes_first(ranks, tmp_path):

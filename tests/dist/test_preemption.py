@@ -13,6 +13,7 @@ from torch import nn
 import dtrain as dt
 from dtrain import heartbeats, launch_protocol
 from dtrain.dist import preemption
+from dtrain.dist.context import current_context
 from dtrain.heartbeats import ProgressKind
 from step.ending import endings, say
 
@@ -38,7 +39,7 @@ def twice_at_once(rank):
         begin()
         send()
         send()
-        return preemption.pending_signal()
+        return current_context().preemption.pending_signal()
 
 
 def test_the_same_signal_from_two_senders_is_one_request(tmp_path):
@@ -67,7 +68,7 @@ def fork_that_is_told(rank):
         if pid == 0:
             send()
             os._exit(0)
-        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), preemption.pending_signal()]
+        return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), current_context().preemption.pending_signal()]
 
 
 def test_a_fork_of_the_rank_dies_of_the_signal(tmp_path):
@@ -129,7 +130,7 @@ def of_the_users_own(rank):
     with dt.init_dist():
         begin()
         send()
-        wanted = preemption.pending_signal()
+        wanted = current_context().preemption.pending_signal()
     send()
     return [got, wanted]
 
@@ -169,7 +170,7 @@ def put_back_after_an_exception(rank):
         begin()
         send()
         raise KeyError
-    return [signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, preemption.pending_signal()]
+    return [signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, current_context().preemption.pending_signal()]
 
 
 def in_a_thread(rank):

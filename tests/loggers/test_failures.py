@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from dtrain import spans
-from dtrain.dist.shutdown import run_shutdown_hooks
+from dtrain.dist.context import current_context
 from dtrain.errors import ConfigError
 from dtrain.loggers.background import BackgroundLogger
 from dtrain.loggers.logger import FailedLogger, close, failed_loggers, fault_tolerant, multi
@@ -219,7 +219,7 @@ def test_all_are_closed_when_the_block_of_init_dist_is_left(tmp_path):
     lines = text_file(tmp_path / "log.txt", flush_interval=100)
     log = multi(BackgroundLogger("told", Told, convert=dict, timeout_s=PATIENCE_S), lines)
     log(1, {})
-    run_shutdown_hooks(ValueError("training failed"))
+    current_context().run_shutdown_hooks(ValueError("training failed"))
     assert said == [1, True]
     assert (tmp_path / "log.txt").read_text().endswith("step 1\n")
 

@@ -12,8 +12,8 @@ from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.data.build_loader import build_loader
 from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.context import current_context
 from dtrain.dist.mesh import build_mesh
-from dtrain.dist.shutdown import run_shutdown_hooks
 from dtrain.losses import mean_loss
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.run.run_dir import open_run
@@ -57,7 +57,7 @@ def loop(folder, steps=4):
     evaluate(model, loader, LOSS)
     save_sharded(f"{folder}/ckpt", state, extra={"loader": loader}, mode="async")
     all_gather_json(1)
-    run_shutdown_hooks(None)
+    current_context().run_shutdown_hooks(None)
     left = len(spans._RECORDER.stack)
     lines = [json.loads(line) for line in (run / run_layout.LEDGER / run_layout.ledger_name(run.rank)).read_text().splitlines()]
     lines = [line for line in lines if line["attempt"] == run.attempt]

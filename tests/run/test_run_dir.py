@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from dtrain import launch_protocol, run_layout, spans
-from dtrain.dist import preemption
-from dtrain.dist.shutdown import run_shutdown_hooks
+from dtrain.dist.context import current_context
+from dtrain.dist.preemption import Preemption, StopAgreement
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.run import ledger_writer as ledgers
@@ -58,7 +58,7 @@ def steps(first, last, *, spent="step"):
 
 
 def leave(error=None):
-    run_shutdown_hooks(error)
+    current_context().run_shutdown_hooks(error)
 
 
 def test_a_run_has_its_attempt_and_a_ledger(tmp_path, monkeypatch):
@@ -145,14 +145,12 @@ def test_the_last_line_says_how_it_ended(tmp_path, error, reason, text):
 
 def test_a_run_that_was_asked_to_stop_says_so(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        preemption,
-        "_STATE",
-        preemption._PreemptionState(agreement=preemption._StopAgreement(signal_number=15, run_key=1, step=3)),
+        current_context(), "preemption", Preemption(agreement=StopAgreement(signal_number=15, run_key=1, step=3))
     )
     run = open_run(tmp_path)
     steps(1, 3)
-    assert preemption.poll()
-    assert preemption.poll()
+    assert current_context().preemption.poll()
+    assert current_context().preemption.poll()
     leave()
     assert kinds(lines_of(run.path)) == ["open", "sum", "stop", "sum", "close"]
     assert [line["reason"] for line in lines_of(run.path)[-1:]] == ["stopped"]
@@ -163,7 +161,7 @@ def test_a_failure_of_what_ends_before_is_in_the_last_line(tmp_path, monkeypatch
         raise OSError("disk full")
 
     run = open_run(tmp_path)
-    monkeypatch.setitem(__import__("dtrain.dist.shutdown", fromlist=["x"])._HOOKS, "a test's", fail)
+    monkeypatch.setitem(current_context().shutdown_hooks, "a test's", fail)
     with pytest.raises(OSError, match="disk full"):
         leave()
     assert lines_of(run.path)[-1]["error"] == "OSError: disk full"

@@ -9,8 +9,8 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 
-from dtrain.dist import init
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info, init_dist
 from dtrain.dist.mesh import build_mesh
 from dtrain.dtensor import global_norm
@@ -167,13 +167,14 @@ def test_nothing_is_counted_after_an_error_inside():
 
 
 def without_init_dist() -> dict:
-    opened, init._CONTEXT.info = init._CONTEXT.info, None
+    context = current_context()
+    opened, context.info = context.info, None
     try:
         with count_collectives() as seen:
             dist.all_reduce(torch.ones(1))
             dist.all_reduce(torch.ones(1), group=opened.control)
     finally:
-        init._CONTEXT.info = opened
+        context.info = opened
     return seen.counts()
 
 

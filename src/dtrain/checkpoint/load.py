@@ -28,9 +28,8 @@ from dtrain.checkpoint.reader import choose_step, iter_sound_steps_before
 from dtrain.checkpoint.retention import check_free_space
 from dtrain.checkpoint.state_dict import content_key, gc_paused, stateful_extra
 from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped
-from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.rank_errors import RaiseOnAllRanks, broadcast_decision
 from dtrain.dist.rng import rng_state, seed_all, set_rng_state
 from dtrain.dtensor import to_local
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
@@ -128,7 +127,7 @@ def load_sharded(
         PeerError: another rank failed.
     """
     objects = dict(extra or {})
-    with RaiseOnAllRanks(_CALLER):
+    with raise_on_all_ranks(_CALLER):
         _check_arguments({"": state} if isinstance(state, TrainState) else state, objects, only, on_corrupt)
         options = LoadOptions(
             model_only=only is not None, strict=strict, ignore=parse_ignore(ignore, caller=f"{_CALLER}: ignore"), cast=cast
@@ -242,7 +241,7 @@ def _read_on_all_ranks(
     refused: dict[str, str] = {}
     while True:
         loaded, corruption, digest = None, None, ""
-        with RaiseOnAllRanks(_CALLER):
+        with raise_on_all_ranks(_CALLER):
             try:
                 loaded = read_checkpoint(folder, states, extra, options)
                 digest = hashlib.sha256(layout.encode_manifest(loaded.reader.manifest)).hexdigest()
@@ -313,7 +312,7 @@ def _load_extra(loaded: LoadedCheckpoint, extra: Mapping[str, Any]) -> None:
     """Load the states of the objects in ``extra``. Restore the random generators if an object refuses its state."""
     random = rng_state()
     try:
-        with RaiseOnAllRanks(f"{_CALLER}: extra"):
+        with raise_on_all_ranks(f"{_CALLER}: extra"):
             for name, target in stateful_extra(extra).items():
                 if name in loaded.extra:
                     target.load_state_dict(loaded.extra[name])
@@ -326,7 +325,7 @@ def _apply(loaded: LoadedCheckpoint, states: Mapping[str, TrainState], options: 
     """Apply the loaded tensors to the states, which are then spent: an error leaves tensors of two steps in them."""
     new_states = {}
     advice = ". Parameters may be half loaded. Build the state again and load again."
-    with RaiseOnAllRanks(_CALLER, advice=advice), torch.no_grad():
+    with raise_on_all_ranks(_CALLER, advice=advice), torch.no_grad():
         for name, state in states.items():
             plan = loaded.plans[name]
             tensors = {key: loaded.tensors[key_prefix(name) + key] for key in plan.regions}

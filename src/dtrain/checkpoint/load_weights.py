@@ -23,9 +23,8 @@ from dtrain.checkpoint.reader import choose_step
 from dtrain.checkpoint.reshard import Region, plan_reads
 from dtrain.checkpoint.tensor_files import TensorFiles, open_step
 from dtrain.checkpoint.tree_json import TensorRef
-from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.rank_errors import RaiseOnAllRanks, broadcast_decision
 from dtrain.dtensor import shard_box, to_local
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
 from dtrain.fqn import buffers_by_fqn, compile_patterns, modules_by_fqn, parameters_by_fqn
@@ -237,7 +236,7 @@ def load_weights_(
     """
     chosen = broadcast_decision(_CALLER, lambda: str(_choose_source(_resolve_source(path))))
     source = _resolve_source(cast(str, chosen))
-    with RaiseOnAllRanks(_CALLER), _add_path_to_errors(source):
+    with raise_on_all_ranks(_CALLER), _add_path_to_errors(source):
         # A gathered copy of parameters would hide the shards, which are the targets of the load.
         reshard(model)
         files = _open_source(source, model)

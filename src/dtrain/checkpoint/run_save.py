@@ -20,10 +20,9 @@ from dtrain.checkpoint.layout import Manifest, MeshLayout, RankFiles
 from dtrain.checkpoint.retention import apply_retention, check_free_space
 from dtrain.checkpoint.save_thread import SaveTask
 from dtrain.checkpoint.write_plan import RankWritePlan, build_rank_index
-from dtrain.dist import preemption
-from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
+from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info
-from dtrain.dist.rank_errors import RaiseOnAllRanks, broadcast_decision
 from dtrain.errors import CheckpointError
 from dtrain.run_context import RunContext
 from dtrain.storage import AnyPath
@@ -97,7 +96,7 @@ def _run(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
     root = storage.resolve_path(decision.root)
     final = root / layout.step_name(save.step)
     if decision.action == "skip":
-        preemption.record_save(after_agreement=_is_resumable(save))
+        current_context().preemption.record_save(after_agreement=_is_resumable(save))
         return SaveResult(step=save.step, path=final, bytes=0, written=False)
     try:
         files = _write_on_all_ranks(decision, save, task)
@@ -108,7 +107,7 @@ def _run(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
         raise
     for context in save.run:
         context.committed_steps.setdefault(decision.root, {})[save.step] = save.content_key
-    preemption.record_save(after_agreement=_is_resumable(save))
+    current_context().preemption.record_save(after_agreement=_is_resumable(save))
     if save.info.rank == 0:
         heartbeats.report(heartbeats.ProgressKind.COMMITTED, save.step)
         spans.record_event("committed", step=save.step, seconds=time.monotonic() - save.started_at, bytes=manifest.bytes)
@@ -144,7 +143,7 @@ def _decide_on_rank_0(save: SaveRequest) -> SaveDecision:
 def _write_on_all_ranks(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> list[RankFiles]:
     """Write every rank's files into the staging folder, durably, and return the files by rank."""
     files: RankFiles | None = None
-    with RaiseOnAllRanks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE):
+    with raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE):
         files = _write_rank(decision, save, task)
     files_by_rank = all_gather_json(cast(Any, asdict(files)), group="background")
     _check_groups_open(save)
@@ -220,7 +219,7 @@ def _commit_on_all_ranks(
         states=save.state_names,
         ranks=tuple(files),
     )
-    with RaiseOnAllRanks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE):
+    with raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE):
         task.raise_if_cancelled()
         if save.info.rank == 0:
             commit(decision, save.run, manifest, save.caller)

@@ -33,10 +33,9 @@ from dtrain.checkpoint.state_dict import (
     gc_paused,
 )
 from dtrain.checkpoint.write_plan import RankWritePlan, plan_rank_write
-from dtrain.dist import preemption
-from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.collectives import all_gather_json, raise_on_all_ranks
+from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.rank_errors import RaiseOnAllRanks
 from dtrain.errors import ConfigError, PeerError
 from dtrain.state import TrainState
 from dtrain.storage import AnyPath
@@ -149,7 +148,7 @@ def save_sharded(
     started_at = time.monotonic()
     with spans.span("save"):
         # Without autograd, local shards are obtained faster.
-        with RaiseOnAllRanks(_CALLER), gc_paused(), torch.no_grad():
+        with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
             root_path, states = storage.resolve_path(root), _as_states(state)
             _check_arguments(states, mode, only, extra, cast)
             plan_retention([], keep_last, keep_every=keep_every, keep_steps=keep_steps)
@@ -165,7 +164,7 @@ def save_sharded(
         needed = write_plan.data_bytes if not incremental else next(iter(write_plan.files.values())).size
         total_bytes = _agree_on_contents(hashes, needed)
         save_thread.wait_for_slot(_MAX_IN_FLIGHT)
-        with RaiseOnAllRanks(_CALLER), gc_paused(), torch.no_grad():
+        with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
             files, buffers, copy_events = _serialize_files(write_plan, mode)
             save = SaveRequest(
                 caller=_CALLER,
@@ -184,14 +183,14 @@ def save_sharded(
                 copy_events=copy_events,
                 release_buffers=partial(_release_buffers, buffers),
                 # In the middle of a step the ranks have agreed to stop already, but the state is older.
-                after_stop_agreed=preemption.is_agreed() and first.step_counts is None,
+                after_stop_agreed=current_context().preemption.is_agreed() and first.step_counts is None,
                 incremental=incremental,
                 keep_last=keep_last,
                 keep_every=keep_every,
                 keep_steps=tuple(keep_steps),
                 started_at=started_at,
             )
-        assert save is not None, "RaiseOnAllRanks raises"
+        assert save is not None, "the block has raised otherwise"
         task = save_thread.submit(f"the save of step {first.step}", partial(run_save, save))
         handle = SaveHandle(
             step=first.step, path=root_path / layout.step_name(first.step), _task=task, _copy_events=copy_events
@@ -260,7 +259,7 @@ def _agree_on_contents(hashes: Mapping[str, str], nbytes: int) -> int:
     facts_by_rank = cast(list[dict[str, Any]], all_gather_json(facts, caller=_CALLER))
     failed = [rank for rank, facts in enumerate(facts_by_rank) if facts["failed"]]
     # After an agreed stop this save comes first; the end of the init_dist block raises the failure.
-    if failed and not preemption.is_agreed():
+    if failed and not current_context().preemption.is_agreed():
         # A failed save fails on every rank, though not at the same time.
         save_thread.wait_all()
         raise PeerError(f"{_CALLER}: an earlier save failed on rank {failed[0]} and was not committed. Save again.")

@@ -25,7 +25,7 @@ from torch import Tensor
 from dtrain import heartbeats, spans
 from dtrain.checkpoint.data_file import FileLayout, SerializedFile, TensorSlot, flatten, group_slots
 from dtrain.checkpoint.layout import DTYPES
-from dtrain.dist.shutdown import register_shutdown_hook
+from dtrain.dist.context import register_shutdown_hook
 from dtrain.errors import CheckpointError
 
 T = TypeVar("T")

@@ -8,7 +8,7 @@ time, the other ranks raise a ``DistError`` that names the missing rank.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from functools import lru_cache
@@ -21,7 +21,7 @@ from torch import Tensor
 from dtrain import spans
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.dist.timeout_report import report_missing_ranks
-from dtrain.errors import ConfigError, DistError, PeerError
+from dtrain.errors import CheckpointError, ConfigError, DistError, PeerError
 from dtrain.typing import Plain
 
 GroupName: TypeAlias = Literal["control", "background"]
@@ -167,6 +167,30 @@ def _number_buffers(group: GroupName, world_size: int, n: int) -> tuple[Any, Any
     return sent.numpy(), received.numpy().reshape(world_size, n), sent, received
 
 
+@contextmanager
+def raise_on_all_ranks(caller: str, *, group: GroupName = "control", advice: str = "") -> Iterator[None]:
+    """Run a block after which all ranks continue, or all ranks raise.
+
+    Failed ranks raise their own error, an ``OSError`` as a ``CheckpointError`` with ``advice``. The other ranks raise a
+    ``PeerError`` that names the first failed rank. The block must contain no other collective.
+
+    Args:
+        caller: prefix of error messages.
+        group: gloo group that carries the exchange.
+        advice: text after the message of an ``OSError``.
+
+    Collective: one exchange of JSON on exit, except after exceptions like KeyboardInterrupt.
+    """
+    failure: Exception | None = None
+    try:
+        yield
+    except OSError as error:
+        failure = CheckpointError(f"{caller}: {error}{advice}").with_traceback(error.__traceback__)
+    except Exception as error:  # noqa: BLE001 - raised below
+        failure = error
+    raise_if_any_failed(failure, caller=caller, group=group)
+
+
 def raise_if_any_failed(error: Exception | None, *, caller: str, group: GroupName = "control") -> None:
     """Raise on every rank if any rank passes an ``error``.
 
@@ -181,6 +205,18 @@ def raise_if_any_failed(error: Exception | None, *, caller: str, group: GroupNam
     if failed:
         rank, report = failed[0]
         raise PeerError(f"{caller}: rank {rank} failed ({len(failed)} of {len(reports)} ranks did): {report}")
+
+
+def broadcast_decision(caller: str, decide: Callable[[], Plain], *, group: GroupName = "control", advice: str = "") -> Plain:
+    """Call ``decide`` on rank 0, and return its result on every rank. If ``decide`` raises, all ranks raise.
+
+    Collective: two exchanges of JSON.
+    """
+    decision: Plain = None
+    with raise_on_all_ranks(caller, group=group, advice=advice):
+        if get_dist_info().rank == 0:
+            decision = decide()
+    return broadcast_json(decision, group=group, caller=caller)
 
 
 def format_error_line(error: BaseException) -> str:

@@ -55,50 +55,75 @@ class _DumpThread:
     pid: int
 
 
-@dataclass(slots=True)
-class _FlightRecorderState:
-    # The launcher's pipe.
+@dataclass(slots=True, kw_only=True, eq=False)
+class FlightRecorder:
+    """Thread that answers the launcher's requests while ``init_dist``'s block is open. ``DistContext`` holds the only instance.
+
+    Args:
+        request_fd: the launcher's pipe, once found.
+        requests_served: number of the launcher's requests that were served.
+        ignore_before_ns: time of the last closing. Earlier records belong to closed groups, whose names torch reuses.
+        dump_thread: the running thread.
+    """
+
     request_fd: int | None = None
-    # Number of the launcher's requests that were served.
     requests_served: int = 0
-    # Earlier records belong to closed groups, whose names torch reuses.
     ignore_before_ns: int = 0
     dump_thread: _DumpThread | None = None
 
+    def start(self, environment: MutableMapping[str, str], info: DistInfo) -> None:
+        """Start the thread. Do nothing without a launcher that may ask.
 
-_STATE = _FlightRecorderState()
+        Args:
+            environment: environment of this rank. The pipe's variable is removed, because processes started by this rank would
+                inherit the variable but not the pipe.
+            info: this rank and its open groups.
 
+        Mutates: ``environment``, and the pipe, which processes started by this process no longer inherit; starts a thread.
+        """
+        number, run_dir = environment.pop(launch_protocol.DUMP_REQUEST_FD, ""), environment.get(launch_protocol.RUN_DIR)
+        if number.isdecimal() and _is_pipe(int(number)):
+            self.request_fd = int(number)
+            os.set_inheritable(self.request_fd, False)
+        if self.request_fd is None or self.dump_thread is not None or run_dir is None:
+            return
+        stop_read, stop_write = os.pipe()
+        args = (self.request_fd, stop_read, Path(run_dir), info)
+        thread = threading.Thread(target=self._serve_requests, args=args, daemon=True, name="dtrain-flight-recorder")
+        thread.start()
+        self.dump_thread = _DumpThread(thread=thread, stop_fd=stop_write, pid=os.getpid())
 
-def start_dump_thread(environment: MutableMapping[str, str], info: DistInfo) -> None:
-    """Start the thread that serves the launcher's requests. Do nothing without a launcher that may ask.
+    def stop(self) -> None:
+        """Stop the thread. Do nothing without a thread, or in a fork of the rank, which has no thread."""
+        dump_thread, self.dump_thread = self.dump_thread, None
+        if dump_thread is not None and dump_thread.pid == os.getpid():
+            os.close(dump_thread.stop_fd)
+            dump_thread.thread.join(_JOIN_TIMEOUT_S)
+            self.ignore_before_ns = time.time_ns()
 
-    Args:
-        environment: environment of this rank. The pipe's variable is removed, because processes started by this rank would
-            inherit the variable but not the pipe.
-        info: this rank and its open groups.
-
-    Mutates: ``environment``, and the pipe, which processes started by this process no longer inherit; starts a thread.
-    """
-    number, run_dir = environment.pop(launch_protocol.DUMP_REQUEST_FD, ""), environment.get(launch_protocol.RUN_DIR)
-    if number.isdecimal() and _is_pipe(int(number)):
-        _STATE.request_fd = int(number)
-        os.set_inheritable(_STATE.request_fd, False)
-    if _STATE.request_fd is None or _STATE.dump_thread is not None or run_dir is None:
-        return
-    stop_read, stop_write = os.pipe()
-    args = (_STATE.request_fd, stop_read, Path(run_dir), info)
-    thread = threading.Thread(target=_serve_requests, args=args, daemon=True, name="dtrain-flight-recorder")
-    thread.start()
-    _STATE.dump_thread = _DumpThread(thread=thread, stop_fd=stop_write, pid=os.getpid())
-
-
-def stop_dump_thread() -> None:
-    """Stop the thread. Do nothing without a thread, or in a fork of the rank, which has no thread."""
-    dump_thread, _STATE.dump_thread = _STATE.dump_thread, None
-    if dump_thread is not None and dump_thread.pid == os.getpid():
-        os.close(dump_thread.stop_fd)
-        dump_thread.thread.join(_JOIN_TIMEOUT_S)
-        _STATE.ignore_before_ns = time.time_ns()
+    def _serve_requests(self, request_fd: int, stop_fd: int, run_dir: Path, info: DistInfo) -> None:
+        """Serve the launcher's requests until this rank leaves ``init_dist``'s block, or until the launcher dies."""
+        poll = select.poll()
+        poll.register(request_fd, select.POLLIN if self.requests_served == 0 else 0)
+        poll.register(stop_fd, select.POLLIN)
+        try:
+            while True:
+                events = dict(poll.poll(None if self.requests_served == 0 else _POLL_INTERVAL_MS))
+                requests = _count_requests(request_fd)
+                if stop_fd not in events and requests > self.requests_served:
+                    self.requests_served = requests
+                    write_stacks(launch_protocol.stacks_file(run_dir, info.rank))
+                    # The launcher takes this file as the sign that all files are complete, so it is written last.
+                    path = launch_protocol.flight_record_file(run_dir, info.rank)
+                    write_flight_record(path, info, ignore_before_ns=self.ignore_before_ns)
+                    # The pipe stays readable from now on, so the loop polls for further requests.
+                    poll.modify(request_fd, 0)
+                if events.get(stop_fd) or events.get(request_fd, 0) & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
+                    return
+        except Exception as error:  # noqa: BLE001 - a record only improves a message
+            print(f"dtrain: rank {info.rank} could not write its last collectives: {error!r}", file=sys.stderr)
+        finally:
+            os.close(stop_fd)
 
 
 def _is_pipe(fd: int) -> bool:
@@ -107,30 +132,6 @@ def _is_pipe(fd: int) -> bool:
         return stat.S_ISFIFO(os.fstat(fd).st_mode)
     except OSError:
         return False
-
-
-def _serve_requests(request_fd: int, stop_fd: int, run_dir: Path, info: DistInfo) -> None:
-    """Serve the launcher's requests until this rank leaves ``init_dist``'s block, or until the launcher dies."""
-    poll = select.poll()
-    poll.register(request_fd, select.POLLIN if _STATE.requests_served == 0 else 0)
-    poll.register(stop_fd, select.POLLIN)
-    try:
-        while True:
-            events = dict(poll.poll(None if _STATE.requests_served == 0 else _POLL_INTERVAL_MS))
-            requests = _count_requests(request_fd)
-            if stop_fd not in events and requests > _STATE.requests_served:
-                _STATE.requests_served = requests
-                write_stacks(launch_protocol.stacks_file(run_dir, info.rank))
-                # The launcher takes this file as the sign that all files are complete, so it is written last.
-                write_flight_record(launch_protocol.flight_record_file(run_dir, info.rank), info)
-                # The pipe stays readable from now on, so the loop polls for further requests.
-                poll.modify(request_fd, 0)
-            if events.get(stop_fd) or events.get(request_fd, 0) & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
-                return
-    except Exception as error:  # noqa: BLE001 - a record only improves a message
-        print(f"dtrain: rank {info.rank} could not write its last collectives: {error!r}", file=sys.stderr)
-    finally:
-        os.close(stop_fd)
 
 
 def _count_requests(request_fd: int) -> int:
@@ -159,25 +160,30 @@ def _format_frames(frame: FrameType | None) -> Iterator[str]:
         frame = frame.f_back
 
 
-def write_flight_record(path: Path, info: DistInfo) -> None:
+def write_flight_record(path: Path, info: DistInfo, *, ignore_before_ns: int = 0) -> None:
     """Write progress and collectives of this rank to ``path``, atomically, so that no reader sees half of the file.
+
+    Args:
+        path: file to write.
+        info: this rank and its open groups.
+        ignore_before_ns: creation time of the oldest collective to write, in nanoseconds.
 
     Raises:
         OSError: the folder is gone, or the disk is full.
     """
     count, activity = heartbeats.last_progress()
-    record = {"rank": info.rank, "passed": count, "doing": activity, "groups": list(_describe_groups(info))}
+    record = {"rank": info.rank, "passed": count, "doing": activity, "groups": list(_describe_groups(info, ignore_before_ns))}
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(record), encoding="utf-8")
     os.replace(partial, path)
 
 
-def _describe_groups(info: DistInfo) -> Iterator[dict[str, Any]]:
+def _describe_groups(info: DistInfo, ignore_before_ns: int) -> Iterator[dict[str, Any]]:
     """Describe each group of this rank that has run a collective, once for each backend."""
     entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for entry in read_flight_recorder():
         backend, _, _ = entry["profiling_name"].partition(":")
-        if not entry["is_p2p"] and entry["time_created_ns"] > _STATE.ignore_before_ns:
+        if not entry["is_p2p"] and entry["time_created_ns"] > ignore_before_ns:
             entries.setdefault((entry["process_group"][0], backend), []).append(entry)
     # Copied, because the main thread may open a group at the same time.
     open_groups = {str(group.group_name): group for group in dist.distributed_c10d._world.pg_map.copy()}

@@ -1,7 +1,7 @@
 """Open and close the process groups of this process (``init_dist``), and describe this rank (``DistInfo``).
 
 ``init_dist`` works under ``dtrain launch``, under torchrun, and in a plain ``python loop.py`` (one process, no environment).
-Only this module and ``dtrain.dist.env`` read the environment of a rank.
+Only this module and ``dtrain.dist.rendezvous`` read the environment of a rank.
 """
 
 from __future__ import annotations
@@ -18,15 +18,20 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain import heartbeats, launch_protocol, spans
-from dtrain.dist import preemption
-from dtrain.dist.env import read_master_address, read_rank_from_env, read_stop_signals, select_device
-from dtrain.dist.flight_recorder import start_dump_thread, stop_dump_thread
-from dtrain.dist.rendezvous import RendezvousConfig, connect_store, join_rendezvous
-from dtrain.dist.shutdown import run_shutdown_hooks
-from dtrain.dist.timeout_report import MissingRankReporter, install_reporter, leave_error_note, report_missing_ranks
+from dtrain.arguments import check_choice, check_number
+from dtrain.dist.context import current_context
+from dtrain.dist.rendezvous import (
+    RendezvousConfig,
+    connect_store,
+    join_rendezvous,
+    read_master_address,
+    read_rank_from_env,
+    read_stop_signals,
+    select_device,
+)
+from dtrain.dist.timeout_report import MissingRankReporter, leave_error_note, report_missing_ranks
 from dtrain.errors import ConfigError, DistError
 
 
@@ -77,11 +82,12 @@ class DistInfo:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if not self.owner:
             return
-        preempted = False
+        context, preempted = current_context(), False
+        preemption = context.preemption
         try:
             try:
-                run_shutdown_hooks(error)
-                if preemption.is_saved() and isinstance(error, SystemExit) and error.code in (None, 0):
+                context.run_shutdown_hooks(error)
+                if preemption.saved and isinstance(error, SystemExit) and error.code in (None, 0):
                     # All ranks were asked to stop and have saved, so sys.exit() is a regular way to leave.
                     error = None
             except BaseException as failure:
@@ -89,31 +95,13 @@ class DistInfo:
                 raise
             finally:
                 _close_groups(self, error=error)
-            preempted = error is None and preemption.is_saved()
+            preempted = error is None and preemption.saved
         finally:
-            preemption.reset(preempted=preempted)
+            preemption.close(preempted=preempted)
         if preempted:
             raise SystemExit(launch_protocol.PREEMPTED_EXIT_CODE)
 
 
-@dataclass(slots=True)
-class _DistContext:
-    """Process groups and other resources of this process. There is one default group per process, and one context."""
-
-    info: DistInfo | None = None
-    rendezvous: RendezvousConfig | None = None
-    store: dist.Store | None = None
-    # Number of default groups opened by the user that init_dist has used.
-    reused_groups: int = 0
-    # True if init_dist set gloo's interface variable, which closing removes.
-    set_gloo_interface: bool = False
-    # NCCL groups of a failed run that could not be closed. The reference is weak, because a fork of this process that destroys
-    # the groups would wait for threads that exist only in this process.
-    abandoned_group: weakref.ref[dist.ProcessGroup] | None = None
-    meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
-
-
-_CONTEXT = _DistContext()
 # Backend of a rank with a GPU. gloo carries CPU tensors.
 _GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
 
@@ -124,8 +112,9 @@ def get_dist_info() -> DistInfo:
     Raises:
         DistError: torch.distributed runs with several ranks, but ``init_dist`` was not called.
     """
-    if _CONTEXT.info is not None:
-        return _CONTEXT.info
+    info = current_context().info
+    if info is not None:
+        return info
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise DistError("dist: torch.distributed is initialized, but the groups of dtrain are not. Call dt.init_dist() first.")
     return _SINGLE_PROCESS
@@ -142,19 +131,11 @@ def check_init_dist_called(caller: str) -> None:
         ConfigError: the environment names several ranks, and ``init_dist`` is not open.
     """
     ranks = os.environ.get(launch_protocol.WORLD_SIZE, "")
-    if _CONTEXT.info is None and not dist.is_initialized() and ranks.isdecimal() and int(ranks) > 1:
+    if current_context().info is None and not dist.is_initialized() and ranks.isdecimal() and int(ranks) > 1:
         raise ConfigError(
             f"{caller}: this process is one of {ranks} ranks ({launch_protocol.WORLD_SIZE}={ranks}), but init_dist is not "
             "open, so every rank would train alone. Put the loop into `with dt.init_dist() as info:`."
         )
-
-
-def mesh_cache() -> dict[tuple[tuple[str, int], ...], DeviceMesh]:
-    """Return the meshes on the open groups by axes and degrees. Callers add meshes, and closing the groups drops all.
-
-    Without ``init_dist`` the result is a new dictionary, because nothing reports when the user closes a group.
-    """
-    return _CONTEXT.meshes if _CONTEXT.info is not None else {}
 
 
 @spans.timed("setup")
@@ -193,10 +174,11 @@ def init_dist(
         DistError: ranks that did not arrive in time, by number.
     """
     _check_options(backend, device, timeout_s, init_timeout_s)
-    if _CONTEXT.info is not None:
-        _check_matches_open_groups(_CONTEXT.info, backend, device)
-        return replace(_CONTEXT.info, owner=False)
-    if dist.is_initialized() and _CONTEXT.abandoned_group is not None and _CONTEXT.abandoned_group() is dist.group.WORLD:
+    context = current_context()
+    if context.info is not None:
+        _check_matches_open_groups(context.info, backend, device)
+        return replace(context.info, owner=False)
+    if dist.is_initialized() and context.abandoned_group is not None and context.abandoned_group() is dist.group.WORLD:
         raise DistError("init_dist: NCCL groups of a failed run are still open in this process. Start a new process.")
     rank_info, stop_signals = read_rank_from_env(), read_stop_signals()
     rank_device = select_device(device, rank_info)
@@ -204,53 +186,52 @@ def init_dist(
         raise ConfigError("init_dist: backend='nccl' needs GPUs, but this rank runs on the CPU. Use backend='gloo' or None.")
     backend = backend or (_GLOO_AND_NCCL if rank_device.type == "cuda" else "gloo")
     opened_group = not dist.is_initialized()
-    store, reporter = (
-        _join_rendezvous(rank_info, init_method, timeout_s, init_timeout_s)
-        if opened_group
-        else _reuse_default_group(rank_info, timeout_s)
-    )
-    install_reporter(reporter)
+    if opened_group:
+        store = _join_rendezvous(rank_info, init_method, timeout_s, init_timeout_s)
+    else:
+        _reuse_default_group(rank_info, timeout_s)
     try:
         with report_missing_ranks("init_dist"):
             if opened_group:
                 _open_default_group(rank_info, store, backend, rank_device, timeout_s)
-            _CONTEXT.info = _open_gloo_groups(rank_info, backend, rank_device, timeout_s, opened_group)
+            context.info = info = _open_gloo_groups(rank_info, backend, rank_device, timeout_s, opened_group)
     except BaseException:
         _reset(destroy=opened_group and dist.is_initialized())
         raise
-    run_dir = os.environ.get(launch_protocol.RUN_DIR)
-    preemption.configure(stop_signals, job_failed_file=launch_protocol.job_failed_file(Path(run_dir)) if run_dir else None)
-    _report_to_launcher(rank_info["rank"])
-    start_dump_thread(os.environ, _CONTEXT.info)
-    return _CONTEXT.info
+    job_failed_file = launch_protocol.job_failed_file(info.run_dir) if info.run_dir else None
+    context.preemption.open(stop_signals, job_failed_file=job_failed_file)
+    # The launcher's bootstrap connects Python scripts. Other programs that start a rank are connected here.
+    heartbeats.connect_from_env(os.environ, info.rank)
+    heartbeats.report(heartbeats.ProgressKind.OPENED, os.getpid())
+    context.flight_recorder.start(os.environ, info)
+    return info
 
 
 @contextmanager
 def fake_dist_info(info: DistInfo) -> Iterator[None]:
     """Use ``info`` as the info of this process inside of the context, for simulated process groups.
 
-    Mutates: this process's context, which is restored on exit.
+    Mutates: the current context, which is reset on exit.
 
     Raises:
         DistError: ``init_dist`` has opened real groups.
     """
-    if _CONTEXT.info is not None:
+    context = current_context()
+    if context.info is not None:
         raise DistError("dist: init_dist has opened groups in this process. Leave its block before simulating other groups.")
-    _CONTEXT.info, _CONTEXT.meshes = info, {}
+    context.info = info
     try:
         yield
     finally:
-        _CONTEXT.info, _CONTEXT.meshes = None, {}
+        context.info = None
+        context.meshes.clear()
 
 
 def _check_options(backend: str | None, device: str | None, timeout_s: float, init_timeout_s: float) -> None:
-    for name, seconds in (("timeout_s", timeout_s), ("init_timeout_s", init_timeout_s)):
-        if not seconds > 0:
-            raise ConfigError(f"init_dist: {name} must be a positive number of seconds, got {seconds!r}")
-    if device not in (None, "cpu", "cuda"):
-        raise ConfigError(f"init_dist: device must be 'cpu' or 'cuda', got {device!r}")
-    if backend not in (None, "gloo", "nccl"):
-        raise ConfigError(f"init_dist: backend must be 'gloo' or 'nccl', got {backend!r}")
+    check_number("init_dist", "timeout_s", timeout_s, above=0)
+    check_number("init_dist", "init_timeout_s", init_timeout_s, above=0)
+    check_choice("init_dist", "device", device, ("cpu", "cuda", None))
+    check_choice("init_dist", "backend", backend, ("gloo", "nccl", None))
 
 
 def _check_matches_open_groups(info: DistInfo, backend: str | None, device: str | None) -> None:
@@ -264,40 +245,33 @@ def _check_matches_open_groups(info: DistInfo, backend: str | None, device: str 
             )
 
 
-def _join_rendezvous(
-    rank_info: dict[str, int], init_method: str | None, timeout_s: float, init_timeout_s: float
-) -> tuple[dist.Store, MissingRankReporter | None]:
-    """Wait for all ranks; return the store of the new default group and the reporter of missing ranks."""
-    rank, world = rank_info["rank"], rank_info["world_size"]
+def _join_rendezvous(rank_info: dict[str, int], init_method: str | None, timeout_s: float, init_timeout_s: float) -> dist.Store:
+    """Wait for all ranks, and set the reporter of missing ranks; return the store of the new default group."""
+    context, rank, world = current_context(), rank_info["rank"], rank_info["world_size"]
     config = RendezvousConfig(
         rank=rank, world_size=world, address=read_master_address(rank, world) if init_method is None else init_method
     )
-    if config != _CONTEXT.rendezvous:
-        _CONTEXT.rendezvous, _CONTEXT.store = config, None
-    # A second init_dist reuses the store, because rank 0 cannot listen on its port a second time.
-    if _CONTEXT.store is None:
-        _CONTEXT.store = connect_store(config, timeout_s=init_timeout_s)
+    if config != context.rendezvous:
+        context.rendezvous, context.store = config, None
+    if context.store is None:
+        context.store = connect_store(config, timeout_s=init_timeout_s)
     try:
-        store, prefix = join_rendezvous(_CONTEXT.store, config, prefix=_store_prefix(), timeout_s=init_timeout_s)
+        store, prefix = join_rendezvous(context.store, config, prefix=_store_prefix(), timeout_s=init_timeout_s)
     except BaseException:
         # The next attempt opens a new connection, because this one may be lost.
         if rank != 0:
-            _CONTEXT.store = None
+            context.store = None
         raise
-    served_by_rank = isinstance(config.address, str) or (
-        config.address is not None and os.environ.get(launch_protocol.AGENT_STORE) != "True"
-    )
-    return store, _make_missing_rank_reporter(
-        rank_info, store=_CONTEXT.store, prefix=prefix, timeout_s=timeout_s, server=0 if served_by_rank else None
-    )
+    _set_missing_rank_reporter(rank_info, context.store, prefix, timeout_s, server_rank=config.server_rank)
+    return store
 
 
-def _reuse_default_group(rank_info: dict[str, int], timeout_s: float) -> tuple[dist.Store, MissingRankReporter | None]:
-    """Return the store of a default group that the user has opened, and the reporter of missing ranks."""
-    _CONTEXT.reused_groups += 1
-    store: dist.Store = dist.distributed_c10d._get_default_store()
-    prefix = f"{_store_prefix()}/adopted/{_CONTEXT.reused_groups}"
-    return store, _make_missing_rank_reporter(rank_info, store=store, prefix=prefix, timeout_s=timeout_s, server=None)
+def _reuse_default_group(rank_info: dict[str, int], timeout_s: float) -> None:
+    """Set the reporter of missing ranks for a default group that the user has opened."""
+    context = current_context()
+    context.num_reused_groups += 1
+    prefix = f"{_store_prefix()}/adopted/{context.num_reused_groups}"
+    _set_missing_rank_reporter(rank_info, dist.distributed_c10d._get_default_store(), prefix, timeout_s, server_rank=None)
 
 
 def _store_prefix() -> str:
@@ -305,20 +279,19 @@ def _store_prefix() -> str:
     return f"dtrain/{os.environ.get(launch_protocol.RESTART_COUNT, '0')}"
 
 
-def _make_missing_rank_reporter(
-    rank_info: dict[str, int], *, store: dist.Store, prefix: str, timeout_s: float, server: int | None
-) -> MissingRankReporter | None:
-    if rank_info["world_size"] == 1:
-        # A single rank has no peer that could be missing.
-        return None
-    return MissingRankReporter(
-        store=store,
-        prefix=f"{prefix}/missing",
-        rank=rank_info["rank"],
-        world_size=rank_info["world_size"],
-        timeout_s=timeout_s,
-        server_rank=server,
-    )
+def _set_missing_rank_reporter(
+    rank_info: dict[str, int], store: dist.Store, prefix: str, timeout_s: float, *, server_rank: int | None
+) -> None:
+    # A single rank has no peer that could be missing.
+    if rank_info["world_size"] > 1:
+        current_context().missing_rank_reporter = MissingRankReporter(
+            store=store,
+            prefix=f"{prefix}/missing",
+            rank=rank_info["rank"],
+            world_size=rank_info["world_size"],
+            timeout_s=timeout_s,
+            server_rank=server_rank,
+        )
 
 
 def _open_default_group(
@@ -327,7 +300,7 @@ def _open_default_group(
     if rank_info["world_size"] == 1 and launch_protocol.GLOO_INTERFACE not in os.environ:
         # A single process has no peers. Listen on loopback only, so that an unresolvable host name does no harm.
         os.environ[launch_protocol.GLOO_INTERFACE] = "lo0" if sys.platform == "darwin" else "lo"
-        _CONTEXT.set_gloo_interface = True
+        current_context().set_gloo_interface = True
     dist.init_process_group(
         backend=backend,
         store=store,
@@ -355,12 +328,6 @@ def _open_gloo_groups(
     )
 
 
-def _report_to_launcher(rank: int) -> None:
-    # The launcher's bootstrap connects Python scripts. Other programs that start a rank are connected here.
-    heartbeats.connect_from_env(os.environ, rank)
-    heartbeats.report(heartbeats.ProgressKind.OPENED, os.getpid())
-
-
 def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None:
     """Close the groups of ``info``. After an ``error`` run no collective, because the other ranks may never call it."""
     try:
@@ -381,19 +348,19 @@ def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None
             for group in (info.control, info.background):
                 dist.destroy_process_group(group)
         left_open = stuck and info.opened_group and dist.is_initialized()
-        _CONTEXT.abandoned_group = weakref.ref(dist.distributed_c10d._get_default_group()) if left_open else None
+        current_context().abandoned_group = weakref.ref(dist.distributed_c10d._get_default_group()) if left_open else None
         _reset(destroy=info.opened_group and dist.is_initialized() and not stuck)
         heartbeats.report(heartbeats.ProgressKind.CLOSED, os.getpid())
 
 
 def _reset(*, destroy: bool) -> None:
     """Reset the context to a process without groups. If ``destroy``, destroy torch's groups, too."""
-    _CONTEXT.info = None
-    _CONTEXT.meshes = {}
-    install_reporter(None)
-    if _CONTEXT.set_gloo_interface:
+    context = current_context()
+    context.info = context.missing_rank_reporter = None
+    context.meshes.clear()
+    if context.set_gloo_interface:
         os.environ.pop(launch_protocol.GLOO_INTERFACE, None)
-        _CONTEXT.set_gloo_interface = False
+        context.set_gloo_interface = False
     if destroy:
         dist.destroy_process_group()
-    stop_dump_thread()
+    context.flight_recorder.stop()

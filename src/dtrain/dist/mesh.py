@@ -10,7 +10,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from dtrain.dist.init import DistInfo, get_dist_info, mesh_cache
+from dtrain.dist.context import current_context
+from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.errors import ConfigError, DistError
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -76,11 +77,15 @@ def get_mesh(degrees: Mapping[str, int]) -> DeviceMesh:
 
     Collective: makes process groups the first time, so every rank must call it with the same degrees.
     """
-    info, meshes, key = get_dist_info(), mesh_cache(), tuple(degrees.items())
-    if key not in meshes:
-        meshes[key] = init_device_mesh(info.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
-        _set_group_timeouts(meshes[key], info)
-    return meshes[key]
+    info, context, key = get_dist_info(), current_context(), tuple(degrees.items())
+    mesh = context.meshes.get(key)
+    if mesh is None:
+        mesh = init_device_mesh(info.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+        _set_group_timeouts(mesh, info)
+        # Without init_dist nothing reports when the user closes a group.
+        if context.info is not None:
+            context.meshes[key] = mesh
+    return mesh
 
 
 def _set_group_timeouts(mesh: DeviceMesh, info: DistInfo) -> None:

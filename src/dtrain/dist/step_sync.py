@@ -16,9 +16,9 @@ import torch
 
 from dtrain import heartbeats, spans
 from dtrain.clock import EpochPosition
-from dtrain.dist import preemption
 from dtrain.dist.batch_info import BATCH_INDEX_BITS, BatchInfo
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed, hash_rng_state
 from dtrain.errors import NonFiniteError, PeerError, StepError
@@ -102,6 +102,7 @@ def sync_before_forward(
             batch have different batches, or an earlier step had no weight; on all ranks.
     """
     heartbeats.heartbeat("step")
+    preemption = current_context().preemption
     stop = preemption.pending_signal()
     # A failure of an earlier step that this rank has learned about since.
     late = -1 if zero_weight_seen else diverged_at

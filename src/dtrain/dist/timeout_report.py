@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from dtrain.dist.context import current_context
 from dtrain.errors import DistError
 
 GRACE_S = 5.0
@@ -53,22 +54,6 @@ class MissingRankReporter:
     call_counts: dict[str, int] = field(default_factory=dict)
 
 
-@dataclass(slots=True)
-class _ReporterState:
-    reporter: MissingRankReporter | None = None
-
-
-_STATE = _ReporterState()
-
-
-def install_reporter(reporter: MissingRankReporter | None) -> None:
-    """Set the reporter of missing ranks. ``init_dist`` sets a reporter, closing the groups sets None.
-
-    Mutates: this process's reporter.
-    """
-    _STATE.reporter = reporter
-
-
 class report_missing_ranks:
     """Context manager around collectives that names the missing ranks if a collective fails.
 
@@ -90,7 +75,7 @@ class report_missing_ranks:
     __slots__ = ("_call", "_caller", "_group", "_reporter", "_start")
 
     def __init__(self, caller: str, *, group: str = "training") -> None:
-        self._caller, self._group, self._reporter = caller, group, _STATE.reporter
+        self._caller, self._group, self._reporter = caller, group, current_context().missing_rank_reporter
 
     def __enter__(self) -> None:
         if self._reporter is not None:
@@ -129,7 +114,7 @@ def _raising_module(trace: TracebackType | None) -> str:
 
 def leave_error_note(error: BaseException | None) -> None:
     """Write the error of this rank to the store for its peers. Never raises, and gives up after a short timeout."""
-    reporter = _STATE.reporter
+    reporter = current_context().missing_rank_reporter
     if reporter is None:
         return
     text = " ".join(f"{type(error).__name__}: {error}".split())[:500]

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from dtrain import spans
-from dtrain.dist.shutdown import exit_exception, register_shutdown_hook
+from dtrain.dist.context import exit_exception, register_shutdown_hook
 from dtrain.errors import ConfigError
 
 

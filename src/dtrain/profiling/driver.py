@@ -15,8 +15,8 @@ import torch
 
 from dtrain import spans
 from dtrain.dist.collectives import raise_if_any_failed
+from dtrain.dist.context import register_shutdown_hook
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.shutdown import register_shutdown_hook
 from dtrain.errors import ConfigError
 from dtrain.profiling.trace_recorder import ClockOffset, ProfileOptions, TraceRecorder, measure_clock_offset
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from dtrain import __version__, launch_protocol, run_layout, spans, storage
-from dtrain.dist import preemption
 from dtrain.dist.collectives import all_gather_json, format_error_line
+from dtrain.dist.context import current_context, exit_exception, register_shutdown_hook
 from dtrain.dist.init import DistInfo, get_dist_info
-from dtrain.dist.shutdown import exit_exception, register_shutdown_hook
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.run.ledger_writer import LedgerWriter
@@ -314,7 +313,10 @@ def _end_reason(error: BaseException | None) -> tuple[str, str | None]:
     code = error.code if isinstance(error, SystemExit) else None
     if error is not None and (not isinstance(error, SystemExit) or code not in (None, 0, launch_protocol.PREEMPTED_EXIT_CODE)):
         return "failed", _OPEN_RUN.redactor.redact_text(format_error_line(error))
-    return "stopped" if code == launch_protocol.PREEMPTED_EXIT_CODE or preemption.is_agreed() else "done", None
+    return (
+        "stopped" if code == launch_protocol.PREEMPTED_EXIT_CODE or current_context().preemption.is_agreed() else "done",
+        None,
+    )
 
 
 def _close_at_exit(pid: int) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dtrain.dist import preemption
+from dtrain.dist.context import current_context
 from dtrain.state import TrainState
 
 
@@ -29,4 +29,4 @@ def should_stop(state: TrainState) -> bool:
         StaleStateError: ``state`` was stepped already.
     """
     state._check_not_stale("should_stop")
-    return preemption.poll()
+    return current_context().preemption.poll()

@@ -1,27 +1,26 @@
-"""What comes to its end when ``init_dist``'s block is left, and in which order."""
+"""Shutdown hooks: their order, and the error that they are called with."""
 
 import pytest
 
-from dtrain.dist import shutdown
-from dtrain.dist.shutdown import register_shutdown_hook, run_shutdown_hooks
+from dtrain.dist import context
+from dtrain.dist.context import DistContext, current_context, register_shutdown_hook
 
 
 @pytest.fixture(autouse=True)
-def nothing_registered(monkeypatch):
-    monkeypatch.setattr(shutdown, "_HOOKS", {})
-    monkeypatch.setattr(shutdown, "_LAST_HOOKS", {})
+def new_context(monkeypatch):
+    monkeypatch.setattr(context, "_CONTEXT", DistContext())
 
 
-def test_the_last_come_after_all_others_whenever_they_were_registered():
+def test_last_hooks_run_after_all_other_hooks():
     called = []
     register_shutdown_hook("ledger", lambda error: called.append(("ledger", error)), last=True)
     register_shutdown_hook("saves", lambda error: called.append(("saves", error)))
     register_shutdown_hook("sink", lambda error: called.append(("sink", error)))
-    run_shutdown_hooks(None)
+    current_context().run_shutdown_hooks(None)
     assert called == [("saves", None), ("sink", None), ("ledger", None)]
 
 
-def test_the_last_hear_of_what_the_others_raise():
+def test_last_hooks_get_the_error_of_an_earlier_hook():
     heard = []
 
     def fail(error):
@@ -30,11 +29,11 @@ def test_the_last_hear_of_what_the_others_raise():
     register_shutdown_hook("ledger", heard.append, last=True)
     register_shutdown_hook("saves", fail)
     with pytest.raises(OSError, match="disk full"):
-        run_shutdown_hooks(None)
+        current_context().run_shutdown_hooks(None)
     assert [str(error) for error in heard] == ["disk full"]
 
 
-def test_those_after_one_that_raises_end_as_well_and_the_first_error_counts():
+def test_hooks_run_after_a_hook_that_raises_and_the_first_error_is_raised():
     heard = []
 
     def fail(error):
@@ -45,5 +44,5 @@ def test_those_after_one_that_raises_end_as_well_and_the_first_error_counts():
     register_shutdown_hook("traces", fail)
     register_shutdown_hook("sinks", heard.append)
     with pytest.raises(OSError, match="disk 1"):
-        run_shutdown_hooks(None)
+        current_context().run_shutdown_hooks(None)
     assert [str(error) for error in heard] == ["None", "disk 1", "disk 1"]
