@@ -15,7 +15,7 @@ from torch import Tensor
 
 from dtrain.batch import FailedBatch, copy_batch_info, to_device
 from dtrain.clock import Clock
-from dtrain.durations import Duration
+from dtrain.durations import Duration, parse_window
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns
 from dtrain.state import TrainState
@@ -78,9 +78,7 @@ def between(start: Duration | int | str, end: Duration | int | str, transform: T
             ``dur`` in a run of unknown length.
     """
     check_transform(transform, "between", "dt.transforms.between(0, 100, {})")
-    first, last = Duration.parse(start, allow_zero=True), Duration.parse(end)
-    if first.unit == last.unit and first.value >= last.value:
-        raise ConfigError(f"between: start must be before end, got start={str(first)!r}, end={str(last)!r}")
+    first, last = parse_window("between", start, end)
     return _run_when(lambda clock: clock.reached(first) and not clock.reached(last), transform, of=(first, last))
 
 

@@ -221,3 +221,15 @@ def _parse_number(digits: str, unit: str, text: str) -> int | float:
         hint = ". Write a time as in '1h20m40s'." if unit == "sec" else ""
         raise ConfigError(f"duration: needs a whole number of {unit}, got {text!r}{hint}")
     return int(exact)
+
+
+def parse_window(caller: str, start: Duration | int | str, end: Duration | int | str) -> tuple[Duration, Duration]:
+    """Parse the bounds of a part of a run: ``start`` may be 0, ``end`` may have another unit.
+
+    Raises:
+        ConfigError: a bound is not a duration, or ``start`` is not before ``end`` in one unit.
+    """
+    first, last = Duration.parse(start, allow_zero=True), Duration.parse(end)
+    if first.unit == last.unit and first.value >= last.value:
+        raise ConfigError(f"{caller}: start must be before end, got start={str(first)!r}, end={str(last)!r}.")
+    return first, last

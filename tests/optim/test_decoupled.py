@@ -186,7 +186,7 @@ def test_torchs_schedulers_agree_on_what_the_peak_is(kind):
 @pytest.mark.parametrize("lr", [0.0, -1.0, float("nan"), float("inf"), torch.tensor(0.1)])
 @each
 def test_a_rate_that_is_no_peak_is_refused(kind, lr):
-    with pytest.raises((ConfigError, ValueError), match=r"lr must be a finite number > 0, got|Invalid learning rate"):
+    with pytest.raises((ConfigError, ValueError), match=r"lr must be a finite number above 0, got|Invalid learning rate"):
         kind([parameter()], lr=lr)
 
 

@@ -107,7 +107,10 @@ def test_rules_that_cannot_be_right_are_refused(rules, message):
         (lambda: ParamGroup("a", 3), "ParamGroup: where must be name patterns or a function .*, got 3"),
         (lambda: ParamGroup("a", [3]), "ParamGroup: patterns of names must be text, got 3"),
         (lambda: ParamGroup("a", None, {"params": []}), "ParamGroup: options of 'a' must be optimizer options, got 'params'"),
-        (lambda: param_groups(Tied(), weight_decay=-1.0), "param_groups: weight_decay must be a finite number >= 0, got -1.0"),
+        (
+            lambda: param_groups(Tied(), weight_decay=-1.0),
+            "param_groups: weight_decay must be a finite number at least 0, got -1.0",
+        ),
         (lambda: param_groups(Tied().parameters()), "param_groups: model must be a torch.nn.Module, got generator"),
         (lambda: param_groups(Tied().requires_grad_(False)), "param_groups: the model has no trainable parameters"),
     ],

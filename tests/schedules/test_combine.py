@@ -87,7 +87,7 @@ REFUSED = {
     "multiply: factor": (lambda: multiply(constant(1.0), math.inf), "multiply: factor must be a finite number, got inf"),
     "time_scale: ratio": (
         lambda: time_scale(constant(1.0), 0),
-        r"time_scale: ratio must be a positive number, got ratio=0\. Give the new duration divided",
+        r"time_scale: ratio must be a finite number above 0, got 0\. Give the new duration divided",
     ),
     "clip: none": (
         lambda: clip(constant(1.0)),

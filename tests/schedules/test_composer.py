@@ -211,7 +211,7 @@ REFUSED = {
     ),
     "growth": (
         lambda: composer.step(RUN, "1ep", 2.0),
-        r"composer.step: gamma must be above 0 and at most 1, got gamma=2\.0\. For a growth",
+        r"composer.step: gamma must be a finite number above 0 and at most 1, got 2\.0\. For a growth",
     ),
     "alpha_f": (lambda: composer.cosine(RUN, alpha_f="0"), "composer.cosine: alpha_f must be a finite number, got '0'"),
     "alpha_f of restarts": (
@@ -220,7 +220,7 @@ REFUSED = {
     ),
     "growth, continuously": (
         lambda: composer.exponential(RUN, 2.0),
-        r"composer.exponential: gamma must be above 0 and at most 1, got gamma=2\.0\. For a growth",
+        r"composer.exponential: gamma must be a finite number above 0 and at most 1, got 2\.0\. For a growth",
     ),
     "one milestone alone": (
         lambda: composer.multi_step(RUN, "1ep"),
@@ -228,9 +228,9 @@ REFUSED = {
     ),
     "t_mult": (
         lambda: composer.cosine_warm_restarts(RUN, "1ep", 0.5),
-        "composer.cosine_warm_restarts: t_mult must be at least 1, got t_mult=0.5",
+        "composer.cosine_warm_restarts: t_mult must be a finite number at least 1, got 0.5",
     ),
-    "power": (lambda: composer.polynomial(RUN, 0), "polynomial: power must be a positive number, got power=0"),
+    "power": (lambda: composer.polynomial(RUN, 0), "polynomial: power must be a finite number above 0, got 0"),
     "alpha": (lambda: composer.constant(RUN, math.nan), "composer.constant: alpha must be a finite number, got nan"),
 }
 

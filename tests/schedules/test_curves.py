@@ -36,12 +36,12 @@ def test_warmup_of_no_steps_changes_nothing():
 @pytest.mark.parametrize("steps", [0, -1, math.inf, math.nan])
 @pytest.mark.parametrize("make", [linear, cosine])
 def test_decay_needs_a_length(make, steps):
-    with pytest.raises(ConfigError, match=f"{make.__name__}: steps must be a positive number"):
+    with pytest.raises(ConfigError, match=f"{make.__name__}: steps must be a finite number above 0"):
         make(1.0, 0.0, steps)
 
 
 def test_warmup_refuses_a_negative_length():
-    with pytest.raises(ConfigError, match="steps must be at least 0, got steps=-1"):
+    with pytest.raises(ConfigError, match="steps must be a finite number at least 0, got -1"):
         warmup(linear(1.0, 0.0, 5), -1)
 
 
@@ -71,11 +71,14 @@ def test_a_warmup_counts_what_its_schedule_counts():
 
 
 REFUSED = {
-    "warmup: steps": (lambda: warmup(constant(1.0), math.inf), "warmup: steps must be at least 0, got steps=inf"),
-    "warmup: start": (lambda: warmup(constant(1.0), 5, start=-1), r"start must be at least 0, got start=-1\. Give a fraction"),
+    "warmup: steps": (lambda: warmup(constant(1.0), math.inf), "warmup: steps must be a finite number at least 0, got inf"),
+    "warmup: start": (
+        lambda: warmup(constant(1.0), 5, start=-1),
+        r"start must be a finite number at least 0, got -1\. Give a fraction",
+    ),
     "warmup: shape": (
         lambda: warmup(constant(1.0), 5, shape="1-sqrt"),
-        "warmup: shape must be one of linear, cosine, exponential, got '1-sqrt'",
+        "warmup: shape must be 'linear', 'cosine' or 'exponential', got '1-sqrt'",
     ),
     "warmup: from 0": (
         lambda: warmup(constant(1.0), 5, shape="exponential"),

@@ -40,22 +40,25 @@ def test_momentum_cycles_the_other_way_round():
 REFUSED = {
     "restarts: period": (
         lambda: cosine_restarts(1.0, 0.0, 0),
-        "cosine_restarts: period must be a positive number, got period=0",
+        "cosine_restarts: period must be a finite number above 0, got 0",
     ),
     "restarts: multiplier": (
         lambda: cosine_restarts(1.0, 0.0, 5, multiplier=0.5),
-        "cosine_restarts: multiplier must be at least 1, got multiplier=0.5",
+        "cosine_restarts: multiplier must be a finite number at least 1, got 0.5",
     ),
     "restarts: value": (lambda: cosine_restarts(math.nan, 0.0, 5), "cosine_restarts: start must be a finite number, got nan"),
-    "one_cycle: steps": (lambda: one_cycle(0.1, 1.0, 0.0, 0), "one_cycle: steps must be a positive number, got steps=0"),
-    "one_cycle: rise": (lambda: one_cycle(0.1, 1.0, 0.0, 5, rise=1), "one_cycle: rise must be above 0 and below 1, got rise=1"),
+    "one_cycle: steps": (lambda: one_cycle(0.1, 1.0, 0.0, 0), "one_cycle: steps must be a finite number above 0, got 0"),
+    "one_cycle: rise": (
+        lambda: one_cycle(0.1, 1.0, 0.0, 5, rise=1),
+        "one_cycle: rise must be a finite number above 0 and below 1, got 1",
+    ),
     "one_cycle: three": (
         lambda: one_cycle(0.1, 1.0, 0.0, 5, rise=0.5, three_phase=True),
-        r"one_cycle: rise must be above 0 and below 0.5, got rise=0\.5\. Give a fraction",
+        r"one_cycle: rise must be a finite number above 0 and below 0.5, got 0\.5\. Give a fraction",
     ),
     "one_cycle: shape": (
         lambda: one_cycle(0.1, 1.0, 0.0, 5, shape="exponential"),
-        "one_cycle: shape must be one of linear, cosine, got 'exponential'",
+        "one_cycle: shape must be 'linear' or 'cosine', got 'exponential'",
     ),
 }
 

@@ -41,22 +41,22 @@ def test_inverse_sqrt_halves_whenever_time_is_four_times_as_long():
 REFUSED = {
     "polynomial: steps": (
         lambda: polynomial(1.0, 0.0, 0, power=1),
-        r"polynomial: steps must be a positive number, got steps=0\. ",
+        r"polynomial: steps must be a finite number above 0, got 0\. ",
     ),
     "polynomial: power": (
         lambda: polynomial(1.0, 0.0, 5, power=-1),
-        "polynomial: power must be a positive number, got power=-1",
+        "polynomial: power must be a finite number above 0, got -1",
     ),
     "polynomial: value": (lambda: polynomial(math.inf, 0.0, 5, power=1), "polynomial: start must be a finite number, got inf"),
     "exponential: period": (
         lambda: exponential(1.0, 0.5, 0),
-        r"exponential: period must be a positive number, got period=0\. ",
+        r"exponential: period must be a finite number above 0, got 0\. ",
     ),
     "exponential: gamma": (
         lambda: exponential(1.0, 0),
-        r"exponential: gamma must be a positive number, got gamma=0\. The values",
+        r"exponential: gamma must be a finite number above 0, got 0\. The values",
     ),
-    "exponential: start": (lambda: exponential(0.0, 0.5), r"exponential: start must be a positive number, got start=0\.0\. "),
+    "exponential: start": (lambda: exponential(0.0, 0.5), r"exponential: start must be a finite number above 0, got 0\.0\. "),
     "exponential: growth": (
         lambda: exponential(1.0, 2.0),
         r"exponential: a growth must have an end, got gamma=2\.0\. Give end=",
@@ -78,7 +78,7 @@ REFUSED = {
         r"gamma must lead from start to end, got gamma=0\.5, start=1\.0 and end=-1\.0\. Give another end",
     ),
     "exponential: no end": (lambda: exponential(1.0, 0.5, end=math.nan), "exponential: end must be a finite number, got nan"),
-    "inverse_sqrt: hold": (lambda: inverse_sqrt(1.0, 0), r"inverse_sqrt: hold must be a positive number, got hold=0\. "),
+    "inverse_sqrt: hold": (lambda: inverse_sqrt(1.0, 0), r"inverse_sqrt: hold must be a finite number above 0, got 0\. "),
     "inverse_sqrt: start": (lambda: inverse_sqrt(None, 5), "inverse_sqrt: start must be a finite number, got None"),
 }
 

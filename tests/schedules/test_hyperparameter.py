@@ -31,7 +31,7 @@ def test_a_hyperparameter_of_another_kind_is_refused(value):
 
 
 def test_measured_in_refuses_what_no_clock_counts():
-    with pytest.raises(ConfigError, match="with_unit: unit must be one of ep, ba, sp, tok, sec, dur, got 'min'"):
+    with pytest.raises(ConfigError, match="with_unit: unit must be 'ep', 'ba', 'sp', 'tok', 'sec' or 'dur', got 'min'"):
         with_unit("min", linear(1.0, 0.0, 10))
     with pytest.raises(ConfigError, match=r"with_unit: schedule must be a function of a number, got 0.5"):
         with_unit("tok", 0.5)

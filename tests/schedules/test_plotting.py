@@ -44,9 +44,9 @@ def test_a_long_run_is_drawn_by_some_of_its_steps():
 
 
 REFUSED = {
-    "no steps": (lambda: plot(constant(1.0), 0), "plot: steps must be an int of at least 1, got 0"),
-    "part of a step": (lambda: plot(constant(1.0), 2.5), "steps must be an int of at least 1, got 2.5"),
-    "one point": (lambda: plot(constant(1.0), 5, points=1), "points must be an int of at least 2, got 1"),
+    "no steps": (lambda: plot(constant(1.0), 0), "plot: steps must be an integer of at least 1, got 0"),
+    "part of a step": (lambda: plot(constant(1.0), 2.5), "steps must be an integer of at least 1, got 2.5"),
+    "one point": (lambda: plot(constant(1.0), 5, points=1), "points must be an integer of at least 2, got 1"),
     "nothing": (lambda: plot({}, 5), r"plot: schedules must not be empty, got {}\. Give"),
     "no schedule": (lambda: plot(0.5, 5), "plot: schedule must be a function"),
     "units": (

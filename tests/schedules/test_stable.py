@@ -40,19 +40,19 @@ def test_a_run_without_a_warmup_begins_at_the_peak():
 
 
 REFUSED = {
-    "warmup": ({"warmup": -1}, "warmup_stable_decay: warmup must be at least 0, got warmup=-1"),
+    "warmup": ({"warmup": -1}, "warmup_stable_decay: warmup must be a finite number at least 0, got -1"),
     "peak": ({"peak": math.nan, "warmup": 1}, "warmup_stable_decay: end must be a finite number, got nan"),
     "no beginning": ({"warmup": 1, "decay": 5}, r"decay must be 0 without a decay_start, got decay=5\. Give"),
     "too early": (
         {"warmup": 5, "decay_start": 4, "decay": 5},
-        "decay_start must not be before the end of the warm-up, got decay_start=4 and warmup=5",
+        "decay_start must be a finite number at least 5, got 4",
     ),
-    "no length": ({"warmup": 5, "decay_start": 6}, r"warmup_stable_decay: decay must be a positive number, got decay=0\. "),
+    "no length": ({"warmup": 5, "decay_start": 6}, r"warmup_stable_decay: decay must be a finite number above 0, got 0\. "),
     "shape": (
         {"warmup": 0, "decay_start": 6, "decay": 1, "shape": "sqrt"},
-        "shape must be one of linear, cosine, 1-sqrt, exponential, got",
+        "shape must be 'linear', 'cosine', '1-sqrt' or 'exponential', got",
     ),
-    "shape of a trunk": ({"warmup": 0, "shape": "sqrt"}, "shape must be one of linear, cosine, 1-sqrt, exponential, got"),
+    "shape of a trunk": ({"warmup": 0, "shape": "sqrt"}, "shape must be 'linear', 'cosine', '1-sqrt' or 'exponential', got"),
     "to 0": (
         {"warmup": 0, "decay_start": 6, "decay": 1, "shape": "exponential"},
         "the values of an exponential must be above 0, .* and end=0.0",

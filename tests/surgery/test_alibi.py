@@ -6,8 +6,7 @@ from torch import nn
 from torch.nn import functional
 
 from dtrain.errors import ConfigError
-from dtrain.surgery.attention.alibi import ZeroPositionEmbedding, alibi
-from dtrain.surgery.attention.attention_bias import add_alibi_bias, alibi_bias, alibi_slopes
+from dtrain.surgery.attention.alibi import ZeroPositionEmbedding, add_alibi_bias, alibi, alibi_bias, alibi_slopes
 
 LEAST = torch.finfo(torch.float32).min
 
@@ -119,9 +118,9 @@ def test_layers_of_one_class_stay_of_one_class():
 @pytest.mark.parametrize(
     ("run", "message"),
     [
-        (lambda: alibi_slopes(0), "alibi_slopes: heads must be an integer >= 1, got 0"),
-        (lambda: alibi_bias(2.0, 3), r"alibi_slopes: heads must be an integer >= 1, got 2\.0"),
-        (lambda: alibi(Model(), max_sequence_length=0), "max_sequence_length must be an integer >= 1, got 0"),
+        (lambda: alibi_slopes(0), "alibi_slopes: heads must be an integer of at least 1, got 0"),
+        (lambda: alibi_bias(2.0, 3), r"alibi_slopes: heads must be an integer of at least 1, got 2\.0"),
+        (lambda: alibi(Model(), max_sequence_length=0), "max_sequence_length must be an integer of at least 1, got 0"),
         (lambda: alibi(Model(), attentions={Attention: "width"}), r"Attention\.width must be the number of heads, got None"),
         (
             lambda: alibi(Model(), attentions={Attention: "heads"}, positions="position"),

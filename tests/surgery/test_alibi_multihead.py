@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.surgery.attention.alibi import AlibiMultiheadAttention, alibi
-from dtrain.surgery.attention.attention_bias import alibi_bias
+from dtrain.surgery.attention.alibi import AlibiMultiheadAttention, alibi, alibi_bias
 
 MINE = {nn.MultiheadAttention: "num_heads"}
 LENGTH = 5

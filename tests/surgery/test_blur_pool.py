@@ -90,9 +90,9 @@ def test_on_meta_the_kernel_is_made_later():
     [
         ({"size": 1}, "size must be an integer from 2 to 15, got 1"),
         ({"size": 3.0}, "size must be an integer"),
-        ({"edge": "mirror"}, "edge must be one of replicate, reflect, zeros, got 'mirror'"),
+        ({"edge": "mirror"}, "edge must be 'replicate', 'reflect' or 'zeros', got 'mirror'"),
         ({"replace_convs": False, "replace_maxpools": False}, "must be True, got False for both"),
-        ({"min_channels": -1}, "min_channels must be an integer >= 0, got -1"),
+        ({"min_channels": -1}, "min_channels must be an integer of at least 0, got -1"),
     ],
 )
 def test_what_cannot_be_right_is_refused(options, said):

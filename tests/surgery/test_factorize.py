@@ -124,8 +124,8 @@ def test_on_meta_both_factors_are_drawn_later():
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"min_channels": 1.5}, "min_channels must be an integer >= 0, got 1.5"),
-        ({"min_features": -1}, "min_features must be an integer >= 0"),
+        ({"min_channels": 1.5}, "min_channels must be an integer of at least 0, got 1.5"),
+        ({"min_features": -1}, "min_features must be an integer of at least 0"),
         ({"latent_channels": 1.0}, "latent_channels must be an integer >= 1 or a fraction .* got 1.0"),
         ({"latent_features": 0}, "latent_features must be an integer >= 1"),
         ({"factorize_convs": False, "factorize_linears": False}, "must be True, got False for both"),

@@ -48,7 +48,7 @@ def test_names_stay():
 
 @pytest.mark.parametrize("size", [1, 0, 2.0, True])
 def test_a_size_that_cannot_be_right_is_refused(size):
-    with pytest.raises(ConfigError, match="ghost_batch_norm: ghost_batch_size must be an integer >= 2, got"):
+    with pytest.raises(ConfigError, match="ghost_batch_norm: ghost_batch_size must be an integer of at least 2, got"):
         ghost_batch_norm(nn.BatchNorm1d(3), ghost_batch_size=size)
 
 

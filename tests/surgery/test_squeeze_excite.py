@@ -51,7 +51,7 @@ def test_new_weights_are_like_those_beside_them():
     ("options", "said"),
     [
         ({"latent_channels": 0}, "latent_channels must be an integer >= 1 or a fraction"),
-        ({"min_channels": 0.5}, "min_channels must be an integer >= 0"),
+        ({"min_channels": 0.5}, "min_channels must be an integer of at least 0"),
         (
             {"min_channels": 99},
             r"with min_channels=99: nothing to replace: none of the 4 modules of the Sequential \(3 Conv2d",

@@ -48,10 +48,10 @@ def test_the_last_ones_may_be_left(ignored, found):
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"n_last_layers_to_ignore": -1}, "n_last_layers_to_ignore must be an integer >= 0, got -1"),
+        ({"n_last_layers_to_ignore": -1}, "n_last_layers_to_ignore must be an integer of at least 0, got -1"),
         ({"n_last_layers_to_ignore": 1}, "nothing to replace"),
-        ({"eps": -1.0}, "eps must be at least 0 and less than 1, got -1.0"),
-        ({"eps": None}, "eps must be at least 0 and less than 1, got None"),
+        ({"eps": -1.0}, "eps must be a finite number at least 0 and below 1, got -1.0"),
+        ({"eps": None}, "eps must be a finite number at least 0 and below 1, got None"),
     ],
 )
 def test_what_cannot_be_right_is_refused(options, said):

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_number
 from dtrain.dtensor import tensor_mesh
-from dtrain.errors import ConfigError
 
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
@@ -43,13 +43,9 @@ def record_peak_lr_(group: dict[str, Any], caller: str) -> None:
     Raises:
         ConfigError: the learning rate is a tensor, or not a finite number > 0.
     """
-    lr = group["lr"]
-    if isinstance(lr, Tensor) or not 0.0 < lr < float("inf"):
-        raise ConfigError(
-            f"{caller}: lr must be a finite number > 0, got {lr!r}. The decay is relative to this peak. "
-            "Reduce the learning rate with dt.transforms.scale_lr."
-        )
-    group.setdefault("initial_lr", lr)
+    advice = "The decay is relative to this peak. Reduce the learning rate with dt.transforms.scale_lr."
+    check_number(caller, "lr", group["lr"], above=0, advice=advice)
+    group.setdefault("initial_lr", group["lr"])
 
 
 def unwrap_step(step: Callable[..., Any]) -> Callable[..., Any]:

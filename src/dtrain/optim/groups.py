@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from dtrain.arguments import check_number
 from dtrain.combinators import ParamFilter
 from dtrain.dtensor import tensor_mesh
 from dtrain.errors import ConfigError
@@ -107,8 +108,7 @@ def param_groups(
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, for the decay; no decay of norms and biases: He et al. 2019,
         arXiv:1812.01187, section 3.1.
     """
-    if not isinstance(weight_decay, int | float) or not 0.0 <= weight_decay < float("inf"):
-        raise ConfigError(f"{_CALLER}: weight_decay must be a finite number >= 0, got {weight_decay!r}.")
+    check_number(_CALLER, "weight_decay", weight_decay, minimum=0)
     params, names = named_trainable_params(model)
     excluded = _default_no_decay(model, params, names) if no_decay is None else compile_where(no_decay, names, _CALLER)
     groups = []

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.adamw import adamw
 
+from dtrain.arguments import check_choice, check_int, check_number
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.dtensor import from_local_like, full_tensor, is_dtensor, lerp_, local_slice, mul_, row_sharding, to_local
 from dtrain.errors import ConfigError
@@ -146,8 +147,7 @@ class Muon(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         method = param_group.setdefault("method", "muon")
-        if method not in ("muon", "adamw"):
-            raise ConfigError(f"Muon: method of a group must be 'muon' or 'adamw', got {method!r}.")
+        check_choice("Muon", "method of a group", method, ("muon", "adamw"))
         defaults = self._muon_defaults if method == "muon" else _ADAMW_DEFAULTS
         unknown = set(param_group) - set(defaults) - {"params", "name", "method", "initial_lr"}
         if unknown:
@@ -236,18 +236,15 @@ def _lr_factor(adjust_lr_fn: str, rows: int, cols: int) -> float:
 def _check_options(group: dict[str, Any]) -> None:
     """Raise ``ConfigError`` for an invalid option of a group."""
     for key in ("lr", "weight_decay", "eps"):
-        if isinstance(group[key], Tensor) or not 0.0 <= group[key] < math.inf:
-            raise ConfigError(f"Muon: {key} must be a finite number >= 0, got {group[key]!r}.")
-    for key, value in ("momentum", group.get("momentum", 0.0)), *(("betas", beta) for beta in group.get("betas", ())):
-        if not 0.0 <= value < 1.0:
-            raise ConfigError(f"Muon: {key} must be at least 0 and less than 1, got {group[key]!r}.")
-    if group["method"] == "muon":
-        if group["adjust_lr_fn"] not in ("original", "match_rms_adamw"):
-            raise ConfigError(f"Muon: adjust_lr_fn must be 'original' or 'match_rms_adamw', got {group['adjust_lr_fn']!r}.")
-        if group["ns_dtype"] not in (*_DTYPES, "param"):
-            raise ConfigError(f"Muon: ns_dtype must be 'bf16', 'fp32' or 'param', got {group['ns_dtype']!r}.")
-        if type(group["ns_steps"]) is not int or group["ns_steps"] < 1:
-            raise ConfigError(f"Muon: ns_steps must be an integer >= 1, got {group['ns_steps']!r}.")
+        check_number("Muon", key, group[key], minimum=0)
+    if group["method"] == "adamw":
+        for index, beta in enumerate(group["betas"]):
+            check_number("Muon", f"betas[{index}]", beta, minimum=0, below=1)
+        return
+    check_number("Muon", "momentum", group["momentum"], minimum=0, below=1)
+    check_choice("Muon", "adjust_lr_fn", group["adjust_lr_fn"], ("original", "match_rms_adamw"))
+    check_choice("Muon", "ns_dtype", group["ns_dtype"], (*_DTYPES, "param"))
+    check_int("Muon", "ns_steps", group["ns_steps"])
 
 
 MatrixFn = Callable[[Tensor], Tensor]

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import (
     STEP_UNIT,
     attach_unit,
-    check_finite,
     check_increasing,
-    check_positive,
     check_sequence,
     common_unit,
     is_number,
@@ -86,7 +85,7 @@ def multiply(schedule: Schedule, factor: float) -> Schedule:
     Source: arithmetic; a base rate times a schedule of factors.
     """
     unit = common_unit("multiply", schedule)
-    check_finite("multiply", factor=factor)
+    check_number("multiply", "factor", factor)
     return attach_unit(unit, lambda t: factor * schedule(t))
 
 
@@ -110,7 +109,7 @@ def time_scale(schedule: Schedule, ratio: float) -> Schedule:
     Source: Composer's scale schedule ratio, with the warm-up scaled.
     """
     unit = common_unit("time_scale", schedule)
-    check_positive("time_scale", "Give the new duration divided by the old duration", ratio=ratio)
+    check_number("time_scale", "ratio", ratio, above=0, advice="Give the new duration divided by the old duration.")
     return attach_unit(unit, lambda t: schedule(t / ratio))
 
 
@@ -133,7 +132,7 @@ def clip(schedule: Schedule, *, low: float = -math.inf, high: float = math.inf) 
     unit = common_unit("clip", schedule)
     for name, limit in (("low", low), ("high", high)):
         if not is_number(limit) or abs(limit) != math.inf:
-            check_finite("clip", **{name: limit})
+            check_number("clip", name, limit)
     if not low <= high or (low, high) == (-math.inf, math.inf):
         raise ConfigError(f"clip: low must be at most high, got {low=} and {high=}. Give low=, high= or both.")
     return attach_unit(unit, lambda t: min(max(schedule(t), low), high))

@@ -11,15 +11,13 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from dtrain.arguments import check_choice, check_number
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import (
     attach_unit,
-    check_finite,
     check_increasing,
-    check_positive,
     check_sequence,
     common_unit,
-    is_number,
 )
 from dtrain.typing import Schedule
 
@@ -30,9 +28,9 @@ def curve(caller: str, shape: str, start: float, end: float, shapes: Sequence[st
     Raises:
         ConfigError: ``shape`` is not in ``shapes``, a value is not finite, or an exponential starts or ends at 0.
     """
-    check_finite(caller, start=start, end=end)
-    if shape not in shapes:
-        raise ConfigError(f"{caller}: shape must be one of {', '.join(shapes)}, got {shape!r}.")
+    check_number(caller, "start", start)
+    check_number(caller, "end", end)
+    check_choice(caller, "shape", shape, shapes)
     if shape == "exponential" and not (start > 0 and end > 0):
         raise ConfigError(f"{caller}: the values of an exponential must be above 0, got {start=} and {end=}.")
     inner = {"linear": _linear, "cosine": _cosine, "1-sqrt": _one_minus_sqrt, "exponential": _exponential}[shape]
@@ -61,7 +59,7 @@ def _exponential(start: float, end: float, progress: float) -> float:
     return float(start * (end / start) ** progress)
 
 
-_STEPS_ADVICE = "Give the length of the whole decay"
+_STEPS_ADVICE = "Give the length of the whole decay."
 
 
 def constant(value: float) -> Schedule:
@@ -80,7 +78,7 @@ def constant(value: float) -> Schedule:
 
     Source: as ``torch.optim.lr_scheduler.ConstantLR`` before its end.
     """
-    check_finite("constant", value=value)
+    check_number("constant", "value", value)
     return lambda t: value
 
 
@@ -102,7 +100,7 @@ def linear(start: float, end: float, steps: float) -> Schedule:
 
     Source: as ``torch.optim.lr_scheduler.LinearLR``.
     """
-    check_positive("linear", _STEPS_ADVICE, steps=steps)
+    check_number("linear", "steps", steps, above=0, advice=_STEPS_ADVICE)
     line = curve("linear", "linear", start, end, ("linear",))
     return lambda t: line(t / steps)
 
@@ -124,7 +122,7 @@ def cosine(start: float, end: float, steps: float) -> Schedule:
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5 without restarts. Unlike
     ``torch.optim.lr_scheduler.CosineAnnealingLR`` the value does not rise again after the end.
     """
-    check_positive("cosine", _STEPS_ADVICE, steps=steps)
+    check_number("cosine", "steps", steps, above=0, advice=_STEPS_ADVICE)
     half = curve("cosine", "cosine", start, end, ("cosine",))
     return lambda t: half(t / steps)
 
@@ -171,10 +169,8 @@ def warmup(
     Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2 (gradual warm-up).
     """
     unit = common_unit("warmup", schedule)
-    if not is_number(steps) or not 0 <= steps < math.inf:
-        raise ConfigError(f"warmup: steps must be at least 0, got {steps=}.")
-    if not is_number(start) or not 0 <= start < math.inf:
-        raise ConfigError(f"warmup: start must be at least 0, got {start=}. Give a fraction of the value after the warm-up.")
+    check_number("warmup", "steps", steps, minimum=0)
+    check_number("warmup", "start", start, minimum=0, advice="Give a fraction of the value after the warm-up.")
     rise = curve("warmup", shape, start, 1.0, ("linear", "cosine", "exponential"))
     if steps == 0:
         return schedule
@@ -202,9 +198,10 @@ def polynomial(start: float, end: float, steps: float, *, power: float) -> Sched
 
     Source: as ``torch.optim.lr_scheduler.PolynomialLR``.
     """
-    check_finite("polynomial", start=start, end=end)
-    advice = "Give the length of the whole decay as steps, and power=1 for a straight line"
-    check_positive("polynomial", advice, steps=steps, power=power)
+    check_number("polynomial", "start", start)
+    check_number("polynomial", "end", end)
+    check_number("polynomial", "steps", steps, above=0, advice=_STEPS_ADVICE)
+    check_number("polynomial", "power", power, above=0, advice="Give power=1 for a straight line.")
 
     def value(t: float) -> float:
         remaining = 1.0 - min(max(t / steps, 0.0), 1.0)
@@ -235,7 +232,7 @@ def exponential(start: float, gamma: float, period: float = 1, *, end: float | N
 
     Source: as ``torch.optim.lr_scheduler.ExponentialLR``, also at fractions.
     """
-    check_positive("exponential", "Give the time in which the value changes by gamma", period=period)
+    check_number("exponential", "period", period, above=0, advice="Give the time in which the value changes by gamma.")
     after = geometric("exponential", start, gamma, end)
     return lambda t: after(t / period)
 
@@ -260,8 +257,8 @@ def inverse_sqrt(start: float, hold: float) -> Schedule:
     Source: Raffel et al. 2020, arXiv:1910.10683, section 3.1.2; with the warm-up, Vaswani et al. 2017, arXiv:1706.03762,
     section 5.3.
     """
-    check_finite("inverse_sqrt", start=start)
-    check_positive("inverse_sqrt", "Give the time at which the decay begins", hold=hold)
+    check_number("inverse_sqrt", "start", start)
+    check_number("inverse_sqrt", "hold", hold, above=0, advice="Give the time at which the decay begins.")
     return lambda t: start * math.sqrt(hold / max(t, hold))
 
 
@@ -271,12 +268,13 @@ def geometric(caller: str, start: float, gamma: float, end: float | None) -> Cal
     Raises:
         ConfigError: ``start`` or ``gamma`` is not positive, a growth has no end, or ``gamma`` leads away from ``end``.
     """
-    check_positive(caller, "The values are products of both", start=start, gamma=gamma)
+    check_number(caller, "start", start, above=0, advice="The values are products of both.")
+    check_number(caller, "gamma", gamma, above=0, advice="The values are products of both.")
     if end is None:
         if gamma > 1:
             raise ConfigError(f"{caller}: a growth must have an end, got {gamma=}. Give end=, the last value.")
         return lambda n: float(start * gamma ** max(n, 0))
-    check_finite(caller, end=end)
+    check_number(caller, "end", end)
     if end < 0 or (end - start) * (gamma - 1) < 0 or (gamma == 1 and end != start):
         raise ConfigError(f"{caller}: gamma must lead from start to end, got {gamma=}, {start=} and {end=}. Give another end.")
     # Return `end` without the power after the end, because the power of a growth overflows a float.
@@ -310,7 +308,7 @@ def step_decay(start: float, gamma: float, period: float, *, end: float | None =
 
     Source: as ``torch.optim.lr_scheduler.StepLR``.
     """
-    check_positive("step_decay", "Give the time between two jumps", period=period)
+    check_number("step_decay", "period", period, above=0, advice="Give the time between two jumps.")
     after = geometric("step_decay", start, gamma, end)
     return lambda t: after(math.floor(t / period))
 
@@ -336,7 +334,8 @@ def multi_step(start: float, gamma: float, milestones: Sequence[float]) -> Sched
 
     Source: as ``torch.optim.lr_scheduler.MultiStepLR``.
     """
-    check_finite("multi_step", start=start, gamma=gamma)
+    check_number("multi_step", "start", start)
+    check_number("multi_step", "gamma", gamma)
     check_sequence("multi_step", "milestones", milestones)
     times = tuple(milestones)
     if not times:

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from dtrain.arguments import check_choice
 from dtrain.clock import Clock
 from dtrain.durations import UNITS
 from dtrain.errors import ConfigError
@@ -51,8 +52,7 @@ def with_unit(unit: str, schedule: Schedule) -> UnitSchedule:
 
     Source: dtrain's own; a scheduler of MosaicML's Composer has the unit of its ``t_max``.
     """
-    if unit not in UNITS:
-        raise ConfigError(f"with_unit: unit must be one of {', '.join(UNITS)}, got {unit!r}.")
+    check_choice("with_unit", "unit", unit, UNITS)
     if not callable(schedule):
         raise ConfigError(f"with_unit: schedule must be a function of a number, got {schedule!r}.")
     if isinstance(schedule, UnitSchedule) and schedule.unit != unit:
@@ -181,28 +181,6 @@ def common_unit(caller: str, *schedules: Schedule) -> str:
 def attach_unit(unit: str, schedule: Schedule) -> Schedule:
     """Return ``schedule`` as a function of ``unit``. A schedule of steps is returned unchanged."""
     return schedule if unit == STEP_UNIT else UnitSchedule(unit, schedule)
-
-
-def check_finite(caller: str, **values: float) -> None:
-    """Raise unless all ``values`` are finite numbers.
-
-    Raises:
-        ConfigError: a value is not a finite number.
-    """
-    for name, value in values.items():
-        if not is_number(value) or not math.isfinite(value):
-            raise ConfigError(f"{caller}: {name} must be a finite number, got {value!r}.")
-
-
-def check_positive(caller: str, advice: str, **values: float) -> None:
-    """Raise unless all ``values`` are finite numbers above 0. ``advice`` is the last sentence of the error.
-
-    Raises:
-        ConfigError: a value is not a positive number.
-    """
-    for name, value in values.items():
-        if not is_number(value) or not 0 < value < math.inf:
-            raise ConfigError(f"{caller}: {name} must be a positive number, got {name}={value!r}. {advice}.")
 
 
 def check_sequence(caller: str, name: str, values: object) -> None:

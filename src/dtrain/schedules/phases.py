@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import Literal
 
+from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
 from dtrain.schedules.curves import curve
-from dtrain.schedules.hyperparameter import check_positive, is_number
 from dtrain.typing import Schedule
 
 
@@ -52,16 +52,14 @@ def warmup_stable_decay(
     Source: Hu et al. 2024, arXiv:2404.06395, section 4; shapes: Hägele et al. 2024, arXiv:2405.18392, section 3.
     """
     caller, shapes = "warmup_stable_decay", ("linear", "cosine", "1-sqrt", "exponential")
-    if not is_number(warmup) or not 0 <= warmup < math.inf:
-        raise ConfigError(f"{caller}: warmup must be at least 0, got {warmup=}.")
+    check_number(caller, "warmup", warmup, minimum=0)
     up, down = curve(caller, "linear", 0.0, peak, shapes), curve(caller, shape, peak, end, shapes)
     if decay_start is None:
         if decay != 0:
             raise ConfigError(f"{caller}: decay must be 0 without a decay_start, got {decay=}. Give decay_start= as well.")
         return lambda t: up(t / warmup) if max(t, 0) < warmup else peak
-    if not is_number(decay_start) or not warmup <= decay_start < math.inf:
-        raise ConfigError(f"{caller}: decay_start must not be before the end of the warm-up, got {decay_start=} and {warmup=}.")
-    check_positive(caller, "Give the length of the decay", decay=decay)
+    check_number(caller, "decay_start", decay_start, minimum=warmup, advice="The decay follows the warm-up.")
+    check_number(caller, "decay", decay, above=0, advice="Give the length of the decay.")
 
     def value(t: float) -> float:
         return up(t / warmup) if max(t, 0) < warmup else down((t - decay_start) / decay)
@@ -88,9 +86,8 @@ def cosine_restarts(start: float, end: float, period: float, *, multiplier: floa
 
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5.
     """
-    check_positive("cosine_restarts", "Give the length of the first cycle", period=period)
-    if not is_number(multiplier) or not 1 <= multiplier < math.inf:
-        raise ConfigError(f"cosine_restarts: multiplier must be at least 1, got {multiplier=}.")
+    check_number("cosine_restarts", "period", period, above=0, advice="Give the length of the first cycle.")
+    check_number("cosine_restarts", "multiplier", multiplier, minimum=1)
     fall = curve("cosine_restarts", "cosine", start, end, ("cosine",))
     return lambda t: fall(_cycle_progress(max(t, 0.0), period, multiplier))
 
@@ -151,10 +148,8 @@ def one_cycle(
     Source: Smith and Topin 2018, arXiv:1708.07120, section 3 (three phases, linear). ``torch.optim.lr_scheduler.OneCycleLR``
     with ``total_steps = n`` and ``pct_start = p`` is ``steps = n - 1`` and ``rise = (p * n - 1) / (n - 1)``.
     """
-    check_positive("one_cycle", "Give the length of the whole cycle", steps=steps)
-    limit = 0.5 if three_phase else 1
-    if not is_number(rise) or not 0 < rise < limit:
-        raise ConfigError(f"one_cycle: rise must be above 0 and below {limit}, got {rise=}. Give a fraction of steps.")
+    check_number("one_cycle", "steps", steps, above=0, advice="Give the length of the whole cycle.")
+    check_number("one_cycle", "rise", rise, above=0, below=0.5 if three_phase else 1, advice="Give a fraction of steps.")
     middle, shapes = start if three_phase else end, ("linear", "cosine")
     up, down = curve("one_cycle", shape, start, peak, shapes), curve("one_cycle", shape, peak, middle, shapes)
     last = curve("one_cycle", shape, middle, end, shapes)

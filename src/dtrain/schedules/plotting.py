@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from dtrain.arguments import check_int
 from dtrain.durations import UNITS
 from dtrain.errors import ConfigError
 from dtrain.optional_dependencies import missing_extra_error
@@ -78,9 +79,8 @@ def sample_times(steps: int, points: int) -> list[int]:
     Raises:
         ConfigError: ``steps`` or ``points`` is not an int, ``steps`` is below 1, or ``points`` is below 2.
     """
-    for name, value, least in (("steps", steps, 1), ("points", points, 2)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"plot: {name} must be an int of at least {least}, got {value!r}.")
+    check_int("plot", "steps", steps)
+    check_int("plot", "points", points, minimum=2)
     if steps <= points:
         return list(range(steps))
     return [index * (steps - 1) // (points - 1) for index in range(points)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -16,7 +16,8 @@ from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.dtensor import to_local
 from dtrain.run_context import AsyncScalar
 from dtrain.state import TrainState
-from dtrain.typing import Params
+from dtrain.transform import UpdateFn
+from dtrain.typing import Metrics, Params, TransformState, make_metric
 
 MAX_NONFINITE_STEPS = 10
 """Default number of steps in a row without a finite loss that stop a run.
@@ -109,6 +110,29 @@ def all_finite(tensors: Iterable[Tensor], device: torch.device, *, caller: str =
         with report_missing_ranks(caller):
             dist.all_reduce(broken)
     return broken == 0
+
+
+def update_if_finite(
+    update: UpdateFn, state: TrainState, metrics: Metrics, *, name: str, next_state: Callable[[bool], TransformState]
+) -> tuple[TrainState, Metrics]:
+    """Run ``update`` if all gradients are finite on all ranks, else skip the update. All transforms that skip updates use this.
+
+    Args:
+        update: function that applies the gradients.
+        state: state with gradients.
+        metrics: metrics of the step; ``skipped`` is added, 1 for a skipped update.
+        name: name of the transform.
+        next_state: function of ``skipped`` that returns the next state of the transform, or raises.
+
+    Collective: as ``all_finite``. Host sync: one, because the host decides.
+    """
+    grads = [param.grad for param in state.params.values() if param.grad is not None]
+    broken = not bool(all_finite(grads, state.device, caller=name))
+    content = next_state(broken)
+    if not broken:
+        state, metrics = update(state, metrics)
+    skipped = make_metric(float(broken), 1.0, state.device)
+    return state.with_transform_state(name, content), {"skipped": skipped, **metrics}
 
 
 def nonfinite_param_names(params: Params) -> str:

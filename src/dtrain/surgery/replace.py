@@ -269,16 +269,6 @@ def find_imported_class(module: str, name: str) -> type[nn.Module] | None:
     return value if isinstance(value, type) and issubclass(value, nn.Module) else None
 
 
-def check_non_negative_int(value: object, caller: str, name: str) -> None:
-    """Check that ``value`` is an integer >= 0.
-
-    Raises:
-        ConfigError: with the name of the argument.
-    """
-    if type(value) is not int or value < 0:
-        raise ConfigError(f"{caller}: {name} must be an integer >= 0, got {value!r}.")
-
-
 def check_size_or_fraction(value: object, caller: str, name: str) -> None:
     """Check that ``value`` is an integer >= 1 or a fraction between 0 and 1.
 

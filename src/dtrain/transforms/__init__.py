@@ -9,6 +9,10 @@
 Each method has a factory that returns a ``dt.Transform``. Most methods also have a function of tensors for loops without
 transforms, for example ``update_ema_`` beside ``ema``. Methods are grouped by the changed object: gradients, weights, batches,
 precision, hyperparameters.
+
+All batch methods find tensors alike. The inputs are at ``"x"`` or ``"input_ids"`` of a mapping or TensorDict, or are the first
+entry of a tuple. The targets are at ``"y"`` or ``"labels"``, or are the second entry. ``input_key=`` and ``target_key=`` name
+other keys.
 """
 
 from typing import TYPE_CHECKING
@@ -30,7 +34,6 @@ if TYPE_CHECKING:
     from dtrain.transform import GradStep as GradStep
     from dtrain.transform import StepContext as StepContext
     from dtrain.transform import UpdateFn as UpdateFn
-    from dtrain.transforms.batches.augmix import AugMixDraws as AugMixDraws
     from dtrain.transforms.batches.augmix import augmix as augmix
     from dtrain.transforms.batches.augmix import augmix_batch as augmix_batch
     from dtrain.transforms.batches.colout import colout as colout
@@ -42,7 +45,6 @@ if TYPE_CHECKING:
     from dtrain.transforms.batches.label_smoothing import label_smoothing as label_smoothing
     from dtrain.transforms.batches.label_smoothing import smooth_labels as smooth_labels
     from dtrain.transforms.batches.labels import as_probabilities as as_probabilities
-    from dtrain.transforms.batches.mixup import mix_samples as mix_samples
     from dtrain.transforms.batches.mixup import mixup as mixup
     from dtrain.transforms.batches.mixup import mixup_batch as mixup_batch
     from dtrain.transforms.batches.progressive_resizing import progressive_resizing as progressive_resizing

@@ -11,7 +11,7 @@ from dtrain.clock import Clock
 from dtrain.combinators import every
 from dtrain.durations import Duration, RunLength
 from dtrain.losses import jensen_shannon, soft_cross_entropy
-from dtrain.transforms.batches.augmix import AugMixDraws, augmix, augmix_batch
+from dtrain.transforms.batches.augmix import augmix, augmix_batch
 from dtrain.transforms.batches.colout import colout, colout_batch
 from dtrain.transforms.batches.cutmix import cutmix, cutmix_batch
 from dtrain.transforms.batches.cutout import cutout, cutout_batch
@@ -86,8 +86,8 @@ def _rand_augment_points() -> Points:
 
 def _augmix_points() -> Points:
     invert, same = [("solarize", 0.0)], [("solarize", 256.0)]
-    mixture = AugMixDraws(chains=[[invert, same], [same, invert]], weights=[[0.25, 0.5], [0.75, 0.5]], image_weights=[0.5, 0.2])
-    made = augmix_batch(torch.full((2, 1, 1, 1), 0.2), draws=mixture)
+    chains, weights = [[invert, same], [same, invert]], [[0.25, 0.5], [0.75, 0.5]]
+    made = augmix_batch(torch.full((2, 1, 1, 1), 0.2), chains=chains, weights=weights, image_weights=[0.5, 0.2])
     sure = torch.tensor([[100.0, 0.0, 0.0]])
     return [
         (made[:, 0, 0, 0], [0.5 * 0.2 + 0.5 * (0.25 * 0.8 + 0.75 * 0.2), 0.2 * 0.2 + 0.8 * 0.5]),

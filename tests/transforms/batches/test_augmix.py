@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from dtrain.errors import ConfigError
-from dtrain.transforms.batches.augmix import AUGMIX_OPERATIONS, AugMixDraws, augmix, augmix_batch
+from dtrain.transforms.batches.augmix import AUGMIX_OPERATIONS, augmix, augmix_batch
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -14,12 +14,12 @@ INVERT, SAME = [("solarize", 0.0)], [("solarize", 256.0)]
 
 
 def test_an_image_is_mixed_with_the_mixture_of_its_chains():
-    mixture = AugMixDraws(
+    made = augmix_batch(
+        {"x": torch.full((2, 1, 1, 1), 0.2), "y": torch.tensor([1, 2])},
         chains=[[INVERT, SAME], [SAME, [*INVERT, ("posterize", 1)]]],
         weights=[[0.25, 0.5], [0.75, 0.5]],
         image_weights=[0.5, 0.0],
     )
-    made = augmix_batch({"x": torch.full((2, 1, 1, 1), 0.2), "y": torch.tensor([1, 2])}, draws=mixture)
     # 0.5 * 0.2 + 0.5 * (0.25 * 0.8 + 0.75 * 0.2), and 0.5 * 0.2 + 0.5 * 128 / 255
     assert made["x"].flatten().tolist() == pytest.approx([0.275, 0.1 + 64 / 255])
     assert made["y"].tolist() == [1, 2]
@@ -65,24 +65,27 @@ def test_one_image_and_none_are_batches_too():
 
 
 REFUSED = {
-    "no generator": (lambda: augmix_batch(IMAGES), "augmix: generator must be given, got None. Give generator= or draws="),
+    "no generator": (
+        lambda: augmix_batch(IMAGES),
+        "augmix: generator must be given, got None. Give generator= or chains=, weights= and image_weights=",
+    ),
     "severity": (lambda: augmix(-1), r"augmix: severity must be in \[0, 10\], got -1\."),
-    "width": (lambda: augmix(width=0), "augmix: width must be an int of at least 1, got width=0"),
-    "depth": (lambda: augmix(depth=-1), "augmix: depth must be an int of at least 1 or None, got depth=-1"),
-    "alpha": (lambda: augmix(alpha=0), "augmix: alpha must be above 0, got alpha=0"),
-    "negative alpha": (lambda: augmix(alpha=-1), "augmix: alpha must be finite and at least 0, got alpha=-1"),
+    "width": (lambda: augmix(width=0), "augmix: width must be an integer of at least 1, got 0"),
+    "depth": (lambda: augmix(depth=-1), "augmix: depth must be an integer of at least 1, got -1"),
+    "alpha": (lambda: augmix(alpha=0), "augmix: alpha must be a finite number above 0, got 0"),
+    "negative alpha": (lambda: augmix(alpha=-1), "augmix: alpha must be a finite number above 0, got -1"),
     "operation": (lambda: augmix(operations=("flip",)), "augmix: operations must be some of identity, .* got 'flip'"),
-    "views": (lambda: augmix(views=-1), "augmix: views must be an int of at least 0, got views=-1"),
+    "views": (lambda: augmix(views=-1), "augmix: views must be an integer of at least 0, got -1"),
     "views of a tensor": (
         lambda: augmix_batch(IMAGES, views=1, generator=generator()),
         r"augmix: the batch must be a mapping with views, got a Tensor\. Use views=0",
     ),
     "mixture": (
-        lambda: augmix_batch(IMAGES[0], draws=AugMixDraws(chains=[[SAME]], weights=[[0.5], [0.5]], image_weights=[1.0])),
-        "augmix: draws must have as many weights as chains and 1 image_weights, got 2, 1 and 1",
+        lambda: augmix_batch(IMAGES[0], chains=[[SAME]], weights=[[0.5], [0.5]], image_weights=[1.0]),
+        "augmix: there must be as many weights as chains and 1 image_weights, got 2, 1 and 1",
     ),
     "chains of a mixture": (
-        lambda: augmix_batch(IMAGES[0], draws=AugMixDraws(chains=[[SAME, SAME]], weights=[[1.0]], image_weights=[1.0])),
+        lambda: augmix_batch(IMAGES[0], chains=[[SAME, SAME]], weights=[[1.0]], image_weights=[1.0]),
         "augmix: chains must have one chain per image, got 2 for 1 images",
     ),
 }

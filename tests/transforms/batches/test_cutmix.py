@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from dtrain.errors import ConfigError
-from dtrain.transforms.batches.boxes import box_area_fraction, box_mask, sample_boxes
 from dtrain.transforms.batches.cutmix import cutmix, cutmix_batch
+from dtrain.transforms.batches.image_ops import box_area_fraction, box_mask, sample_boxes
 from dtrain.transforms.batches.mixup import mixup_batch
 
 
@@ -129,8 +129,8 @@ REFUSED = {
     ),
     "no order": (lambda: cutmix_batch(zeros_and_ones(), num_classes=2, box=(0, 0, 1, 1)), "cutmix: generator must be given"),
     "alpha": (lambda: cutmix(-1.0), r"cutmix: alpha must be in \[0, inf\), got -1\.0\."),
-    "length": (lambda: cutmix(length=1.5), r"cutmix: length must be in \[0, 1\], got length=1.5"),
-    "place": (lambda: cutmix(placement="middle"), "cutmix: placement must be one of center, even, inside, got 'middle'"),
+    "length": (lambda: cutmix(length=1.5), r"cutmix: length must be a finite number at least 0 and at most 1, got 1\.5"),
+    "place": (lambda: cutmix(placement="middle"), "cutmix: placement must be None, 'center', 'even' or 'inside', got 'middle'"),
     "box": (
         lambda: cutmix_batch(zeros_and_ones(), num_classes=2, box=(0, 0, 1), order=SWAP),
         r"cutmix: box must be integers \(top, left, bottom, right\), \[4\] or \[batch, 4\], got \(0, 0, 1\)",

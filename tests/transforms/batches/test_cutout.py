@@ -60,8 +60,8 @@ REFUSED = {
     ),
     "share": (lambda: cutout(1.5), r"cutout: length must be pixels \(int >= 0\) or a fraction of the side .*, got 1\.5"),
     "negative": (lambda: cutout(-1), r"cutout: length must be pixels .* got -1"),
-    "holes": (lambda: cutout(holes=0), "cutout: holes must be an int of at least 1, got holes=0"),
-    "place": (lambda: cutout(placement="left"), "cutout: placement must be one of center, even, inside, got 'left'"),
+    "holes": (lambda: cutout(holes=0), "cutout: holes must be an integer of at least 1, got 0"),
+    "place": (lambda: cutout(placement="left"), "cutout: placement must be 'center', 'even' or 'inside', got 'left'"),
     "vectors": (
         lambda: cutout_batch({"x": torch.ones(3, 4)}, generator=generator()),
         r"cutout: images must be \[batch, channels, height, width\] or .*, got shape \(3, 4\) at 'x'",

@@ -141,5 +141,5 @@ def test_a_tiny_image_has_nothing_to_sharpen():
 def test_images_go_through_their_own_chains():
     images = torch.full((3, 1, 1, 2), 0.25)
     chains = [[("brightness", 2.0)], [], [("solarize", 0.0), ("brightness", 0.5)]]
-    assert apply_chains(images, chains, 0.0)[:, 0, 0, 0].tolist() == [0.5, 0.25, 0.375]
+    assert apply_chains(images, chains, 0.0, caller="rand_augment")[:, 0, 0, 0].tolist() == [0.5, 0.25, 0.375]
     assert images.unique().tolist() == [0.25]

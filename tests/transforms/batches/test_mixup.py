@@ -4,8 +4,9 @@ import torch
 import dtrain as dt
 from dtrain.errors import ConfigError
 from dtrain.losses import soft_cross_entropy
+from dtrain.transforms.batches.batch_transform import mix_rows
 from dtrain.transforms.batches.label_smoothing import label_smoothing
-from dtrain.transforms.batches.mixup import mix_samples, mixup, mixup_batch
+from dtrain.transforms.batches.mixup import mixup, mixup_batch
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -35,7 +36,7 @@ def test_each_sample_may_have_its_own_coefficient():
 
 def test_the_loss_of_mixed_targets_is_the_mixed_loss():
     logits, first, second = torch.randn(4, 3), torch.tensor([0, 1, 2, 1]), torch.tensor([1, 1, 0, 2])
-    mixed = mix_samples(torch.nn.functional.one_hot(torch.stack([first, second]), 3).float(), SWAP, 0.7)[0]
+    mixed = mix_rows(torch.nn.functional.one_hot(torch.stack([first, second]), 3).float(), SWAP, 0.7)[0]
     both = [soft_cross_entropy(logits, target).total for target in (first, second)]
     torch.testing.assert_close(soft_cross_entropy(logits, mixed).total, 0.7 * both[0] + 0.3 * both[1])
 
@@ -154,7 +155,7 @@ REFUSED = {
     ),
     "negative": (lambda: mixup(-0.1), r"mixup: alpha must be in \[0, inf\), got -0\.1\."),
     "text": (lambda: mixup("0.1"), r"mixup: alpha must be a finite number or a schedule"),
-    "classes": (lambda: mixup(num_classes=0), r"mixup: num_classes must be an int of at least 1, got num_classes=0"),
+    "classes": (lambda: mixup(num_classes=0), r"mixup: num_classes must be an integer of at least 1, got 0"),
     "other classes": (
         lambda: mixup_batch({"x": torch.zeros(2), "y": torch.zeros(2, 4)}, num_classes=3, generator=generator()),
         r"mixup: targets must be \[\*, 3\], got shape \(2, 4\)",
@@ -162,10 +163,6 @@ REFUSED = {
     "integers": (
         lambda: mixup_batch({"x": torch.zeros(2, dtype=torch.uint8), "y": torch.zeros(2, 1)}, generator=generator()),
         r"mixup: inputs must be floating-point, got torch.uint8 at 'x'",
-    ),
-    "integer samples": (
-        lambda: mix_samples(torch.arange(2), SWAP, 0.5),
-        "mix_samples: samples must be floating-point, got torch",
     ),
     "indices of another dtype": (
         lambda: mixup_batch(
@@ -175,7 +172,15 @@ REFUSED = {
     ),
     "no key": (
         lambda: mixup_batch({"image": torch.zeros(2)}, generator=generator()),
-        r"mixup: the batch must have 'x', got \['image'\]\. Give another input_key= or target_key=",
+        r"mixup: input_key must be given for a batch without exactly one of 'x' or 'input_ids', got a batch with \['image'\]",
+    ),
+    "two keys": (
+        lambda: mixup_batch({"x": torch.zeros(2), "y": torch.zeros(2), "labels": torch.zeros(2)}, generator=generator()),
+        r"mixup: target_key must be given for a batch without exactly one of 'y' or 'labels', got a batch with \['labels', 'x'",
+    ),
+    "another key": (
+        lambda: mixup_batch(batch(), input_key="image", generator=generator()),
+        r"mixup: the batch must have 'image', got \['names', 'x', 'y'\]\. Give another key\.",
     ),
     "no place": (
         lambda: mixup_batch((torch.zeros(2),), input_key=0, target_key=1, generator=generator()),

@@ -96,9 +96,12 @@ REFUSED = {
     "a number": (lambda: progressive_resizing(0.5), "progressive_resizing: scale must be a schedule, got 0.5"),
     "initial scale": (
         lambda: progressive_resizing(initial_scale=1.5),
-        r"progressive_resizing: scale must be in \[0, 1\], got scale=1.5",
+        r"progressive_resizing: scale must be a finite number above 0 and at most 1, got 1\.5",
     ),
-    "nothing": (lambda: progressive_resizing(initial_scale=0), "progressive_resizing: scale must be above 0, got scale=0"),
+    "nothing": (
+        lambda: progressive_resizing(initial_scale=0),
+        "progressive_resizing: scale must be a finite number above 0 and at most 1, got 0",
+    ),
     "order": (
         lambda: progressive_resizing(delay="5ep", full="3ep"),
         "progressive_resizing: delay must be at most full in the same unit, got delay='5ep', full='3ep'",
@@ -109,9 +112,9 @@ REFUSED = {
     ),
     "increment": (
         lambda: progressive_resizing(size_increment=0),
-        "progressive_resizing: size_increment must be an int of at least 1, got size_increment=0",
+        "progressive_resizing: size_increment must be an integer of at least 1, got 0",
     ),
-    "mode": (lambda: progressive_resizing(mode="zoom"), "progressive_resizing: mode must be one of resize, crop, got 'zoom'"),
+    "mode": (lambda: progressive_resizing(mode="zoom"), "progressive_resizing: mode must be 'resize' or 'crop', got 'zoom'"),
     "unknown length": (lambda: sizes(progressive_resizing(), 0), "is a share of the run, whose length is not known"),
     "schedule": (
         lambda: sizes(progressive_resizing(lambda step: 2.0), 1),
@@ -119,11 +122,11 @@ REFUSED = {
     ),
     "no generator": (
         lambda: resize_batch(image(8, 8), scale=0.5, mode="crop"),
-        "resize_batch: generator must be given, got None. Give generator= or offset=",
+        "progressive_resizing: generator must be given, got None. Give generator= or offset=",
     ),
     "offset": (
         lambda: resize_batch(image(8, 8), scale=0.5, mode="crop", offset=(0, 5)),
-        r"resize_batch: offset must be at least 0 and at most \(4, 4\), got offset=\(0, 5\)",
+        r"progressive_resizing: offset must be at least 0 and at most \(4, 4\), got offset=\(0, 5\)",
     ),
 }
 

@@ -83,7 +83,7 @@ REFUSED = {
         "rand_augment: generator must be on the CPU, got a generator on cuda:0",
     ),
     "magnitude": (lambda: rand_augment(11), r"rand_augment: magnitude must be in \[0, 10\], got 11\."),
-    "depth": (lambda: rand_augment(depth=0), "rand_augment: depth must be an int of at least 1, got depth=0"),
+    "depth": (lambda: rand_augment(depth=0), "rand_augment: depth must be an integer of at least 1, got 0"),
     "operation": (
         lambda: rand_augment(operations=["flip"]),
         "rand_augment: operations must be some of identity, .* got 'flip'",

@@ -107,8 +107,8 @@ def test_samples_with_equal_losses_have_equal_chances():
 @pytest.mark.parametrize(
     ("losses", "keep", "given", "message"),
     [
-        (torch.zeros(2), 0.0, {"uniforms": torch.zeros(2)}, r"keep must be in \(0, 1\]"),
-        (torch.zeros(2), 1.5, {"uniforms": torch.zeros(2)}, r"keep must be in \(0, 1\]"),
+        (torch.zeros(2), 0.0, {"uniforms": torch.zeros(2)}, "keep must be a finite number above 0 and at most 1"),
+        (torch.zeros(2), 1.5, {"uniforms": torch.zeros(2)}, "keep must be a finite number above 0 and at most 1"),
         (torch.zeros(2, 2), 0.5, {"uniforms": torch.zeros(2)}, r"losses must be \[n\], one per sample, got shape \(2, 2\)"),
         (torch.zeros(2), 0.5, {}, "exactly one of generator and uniforms must be given, got neither"),
         (torch.zeros(2), 0.5, {"uniforms": torch.zeros(3)}, r"uniforms must be \[2\], one per loss, got shape \(3,\)"),

@@ -11,7 +11,7 @@ from dtrain.clock import Clock
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import with_unit
-from dtrain.transforms.batches.sequence_length_warmup import LengthRamp, sequence_length_warmup, shorten_batch
+from dtrain.transforms.batches.sequence_length_warmup import length_ramp, sequence_length_warmup, shorten_batch
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 9], [6, 7, 8, 9, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
@@ -110,29 +110,29 @@ def test_a_tensordict_stays_one():
     [
         (
             lambda: shorten_batch({"input_ids": IDS}, 0),
-            "shorten_batch: length must be an int of at least 1, got 0",
+            "sequence_length_warmup: length must be an integer of at least 1, got 0",
         ),
         (lambda: shorten_batch({"input_ids": IDS}, 2.0), "at least 1, got 2.0"),
-        (lambda: shorten_batch(IDS, 2), "shorten_batch: batch must be a mapping of tensors, got a Tensor"),
+        (lambda: shorten_batch(IDS, 2), "sequence_length_warmup: batch must be a mapping of tensors, got a Tensor"),
         (
-            lambda: shorten_batch({"x": IDS}, 2),
-            r"the batch must have a tensor \[batch, seq\] at input_key='input_ids', got \['x'\]",
+            lambda: shorten_batch({"ids": IDS}, 2),
+            r"input_key must be given for a batch without exactly one of 'x' or 'input_ids', got a batch with \['ids'\]",
         ),
         (
-            lambda: shorten_batch({"input_ids": IDS}, 2, axes={"x": (1,)}),
-            r"keys of axes must be in the batch \['input_ids'\], got 'x'",
+            lambda: shorten_batch({"input_ids": IDS}, 2, axes={"t": (1,)}),
+            r"keys of axes must be in the batch \['input_ids'\], got 't'",
         ),
         (
-            lambda: shorten_batch({"input_ids": IDS, "x": IDS[:, :3]}, 2, axes={"x": (1,)}),
-            r"the axes of 'x' must have the length 6, got \(1,\) of \[2, 3\]\. Give one or two",
+            lambda: shorten_batch({"input_ids": IDS, "t": IDS[:, :3]}, 2, axes={"t": (1,)}),
+            r"the axes of 't' must have the length 6, got \(1,\) of \[2, 3\]\. Give one or two",
         ),
         (
-            lambda: shorten_batch({"input_ids": IDS, "x": IDS}, 2, axes={"x": 1}),
-            r"the axes of 'x' must have the length 6, got 1 of \[2, 6\]\. Give one or two .* as in \(1,\)",
+            lambda: shorten_batch({"input_ids": IDS, "t": IDS}, 2, axes={"t": 1}),
+            r"the axes of 't' must have the length 6, got 1 of \[2, 6\]\. Give one or two .* as in \(1,\)",
         ),
         (
-            lambda: shorten_batch({"input_ids": IDS, "x": ["a", "b"]}, 2, axes={"x": (1,)}),
-            r"the axes of 'x' must have the length 6, got \(1,\) of a list",
+            lambda: shorten_batch({"input_ids": IDS, "t": ["a", "b"]}, 2, axes={"t": (1,)}),
+            r"the axes of 't' must have the length 6, got \(1,\) of a list",
         ),
         (
             lambda: shorten_batch({"input_ids": IDS}, 2, axes={"input_ids": (5,)}),
@@ -153,7 +153,7 @@ def test_a_tensordict_stays_one():
         ),
         (
             lambda: shorten_batch({"input_ids": IDS}, 2, truncate=False, keep_end=True),
-            "shorten_batch: keep_end must be False with truncate=False",
+            "sequence_length_warmup: keep_end must be False with truncate=False",
         ),
         (
             lambda: shorten_batch({"input_ids": IDS, "label": torch.ones(2)}, 2, truncate=False),
@@ -162,10 +162,10 @@ def test_a_tensordict_stays_one():
         (lambda: sequence_length_warmup(truncate=False, keep_end=True), "sequence_length_warmup: keep_end must be False with"),
         (
             lambda: sequence_length_warmup(min_length=9, max_length=8),
-            "with 1 <= min_length <= max_length .* min_length=9, max_l",
+            "max_length must be an integer of at least 9, got 8",
         ),
-        (lambda: sequence_length_warmup(step_size=0), "got min_length=8, max_length=1024, step_size=0"),
-        (lambda: sequence_length_warmup(max_length=64.0), "lengths must be ints .* max_length=64.0"),
+        (lambda: sequence_length_warmup(step_size=0), "step_size must be an integer of at least 1, got 0"),
+        (lambda: sequence_length_warmup(max_length=64.0), "max_length must be an integer of at least 8, got 64.0"),
         (lambda: sequence_length_warmup(duration="3"), "duration: cannot read '3'"),
         (
             lambda: sequence_length_warmup(8),
@@ -194,7 +194,7 @@ def test_what_cannot_be_right_is_refused(make, message):
     ids=["steps", "tokens", "epochs and their steps", "epochs", "share"],
 )
 def test_lengths_follow_the_formula(duration, clocks, lengths):
-    ramp = LengthRamp(duration=Duration.parse(duration), min_length=8, max_length=24, step_size=8)
+    ramp = length_ramp(Duration.parse(duration), 8, 24, 8)
     assert [ramp(clock) for clock in clocks] == lengths
 
 

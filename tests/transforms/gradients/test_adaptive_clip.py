@@ -99,7 +99,8 @@ def test_clipping_is_read_at_the_step_about_to_run():
 
 
 @pytest.mark.parametrize(
-    ("clipping", "eps", "message"), [(0.0, 1e-3, "clipping must be positive"), (0.1, 0.0, "eps must be finite and above 0")]
+    ("clipping", "eps", "message"),
+    [(0.0, 1e-3, "clipping must be positive"), (0.1, 0.0, "eps must be a finite number above 0")],
 )
 def test_clip_refuses(clipping, eps, message):
     with pytest.raises(ConfigError, match=rf"adaptive_clip: ({message}|clipping must be in \(0, inf\], got 0\.0)"):

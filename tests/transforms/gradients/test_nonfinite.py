@@ -135,8 +135,8 @@ def test_all_ranks_raise_and_say_whose_it_is(ranks):
     ("given", "message"),
     [
         ({"action": "stop"}, "action must be 'skip', 'raise' or 'allow', got 'stop'"),
-        ({"in_a_row": 0}, "in_a_row must be an int of at least 1, and omitted with 'raise', got in_a_row=0, action='skip'"),
-        ({"in_a_row": 2.0}, "in_a_row must be an int of at least 1"),
+        ({"in_a_row": 0}, "in_a_row must be an integer of at least 1, and omitted with 'raise', got in_a_row=0, action='skip'"),
+        ({"in_a_row": 2.0}, "in_a_row must be an integer of at least 1"),
         ({"action": "raise", "in_a_row": 2}, "omitted with 'raise', got in_a_row=2, action='raise'"),
     ],
     ids=["action", "none in a row", "fraction", "raise in a row"],

@@ -239,7 +239,7 @@ def test_rho_is_read_at_the_step_about_to_run():
     ("given", "message"),
     [
         ({"rho": 0.0}, "rho must be in"),
-        ({"eta": -1.0}, "eta must be finite and at least 0"),
+        ({"eta": -1.0}, "eta must be a finite number at least 0"),
         ({"interval": "2 epochs"}, "duration"),
     ],
     ids=["rho", "eta", "interval"],
@@ -250,7 +250,8 @@ def test_sam_refuses(given, message):
 
 
 @pytest.mark.parametrize(
-    ("rho", "eta", "message"), [(-1.0, 0.01, "rho must be positive"), (0.1, float("inf"), "eta must be finite and at least 0")]
+    ("rho", "eta", "message"),
+    [(-1.0, 0.01, "rho must be positive"), (0.1, float("inf"), "eta must be a finite number at least 0")],
 )
 def test_perturb_refuses(rho, eta, message):
     with pytest.raises(ConfigError, match=f"perturb_params_: {message}"):

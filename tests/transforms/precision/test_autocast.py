@@ -124,8 +124,8 @@ def test_wrappers_listed_after_it_run_inside_and_backward_outside():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"dtype": "fp32"}, "autocast: dtype must be one of bf16, fp16, got 'fp32'"),
-        ({"dtype": torch.bfloat16}, "autocast: dtype must be one of bf16, fp16, got torch.bfloat16"),
+        ({"dtype": "fp32"}, "autocast: dtype must be 'bf16' or 'fp16', got 'fp32'"),
+        ({"dtype": torch.bfloat16}, "autocast: dtype must be 'bf16' or 'fp16', got torch.bfloat16"),
         ({"cache": None}, "autocast: cache must be True or False, got None"),
     ],
 )

@@ -397,11 +397,11 @@ def test_a_part_of_the_gradient_cannot_have_a_scale_of_its_own():
         ({"initial": 1e39}, "loss_scale: initial must be finite and at least minimum, got initial=1e[+]39"),
         ({"initial": "1"}, "loss_scale: initial must be finite and at least minimum, got initial='1'"),
         ({"initial": True}, "loss_scale: initial must be finite and at least minimum, got initial=True"),
-        ({"growth": 1.0}, r"loss_scale: growth must be finite and above 1, got growth=1\.0"),
-        ({"backoff": 1.0}, r"loss_scale: backoff must be above 0 and below 1, got backoff=1\.0"),
-        ({"interval": 0}, "loss_scale: interval must be an int of at least 1, got interval=0"),
-        ({"interval": 2.5}, r"loss_scale: interval must be an int of at least 1, got interval=2\.5"),
-        ({"minimum": -1.0}, r"loss_scale: minimum must be finite and above 0, got minimum=-1\.0"),
+        ({"growth": 1.0}, r"loss_scale: growth must be a finite number above 1, got 1\.0"),
+        ({"backoff": 1.0}, r"loss_scale: backoff must be a finite number above 0 and below 1, got 1\.0"),
+        ({"interval": 0}, "loss_scale: interval must be an integer of at least 1, got 0"),
+        ({"interval": 2.5}, r"loss_scale: interval must be an integer of at least 1, got 2\.5"),
+        ({"minimum": -1.0}, r"loss_scale: minimum must be a finite number above 0, got -1\.0"),
     ],
 )
 def test_arguments_that_are_refused(options, message):

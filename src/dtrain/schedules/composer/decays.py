@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
+from dtrain.arguments import check_number
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
 from dtrain.schedules import curves, phases
-from dtrain.schedules.hyperparameter import STEP_UNIT, attach_unit, check_finite, check_sequence, is_number
+from dtrain.schedules.hyperparameter import STEP_UNIT, attach_unit, check_sequence
 from dtrain.typing import Schedule
 
 Length: TypeAlias = "Duration | int | str"
@@ -64,7 +65,8 @@ def check_covers_run(caller: str, run: RunLength, t_max: Length, alpha_i: float,
     Raises:
         ConfigError: the remaining steps have a factor of 0, or a factor is not a finite number.
     """
-    check_finite(caller, alpha_i=alpha_i, alpha_f=alpha_f)
+    check_number(caller, "alpha_i", alpha_i)
+    check_number(caller, "alpha_f", alpha_f)
     if run.total is None or not alpha_i > alpha_f == 0:
         return
     try:
@@ -129,7 +131,7 @@ def constant(run: RunLength, alpha: float = 1.0, t_max: Length = "1dur") -> Sche
     Source: Composer, ``ConstantScheduler``.
     """
     caller = "composer.constant"
-    check_finite(caller, alpha=alpha)
+    check_number(caller, "alpha", alpha)
     until = parse_lengths(caller, run, {"t_max": t_max})
     end = until["t_max"]
     return until.to_schedule(lambda t: alpha if t < end else 1.0)
@@ -199,9 +201,8 @@ def cosine_warm_restarts(run: RunLength, t_0: Length, t_mult: float = 1.0, alpha
     Source: Composer, ``CosineAnnealingWarmRestartsScheduler``.
     """
     caller = "composer.cosine_warm_restarts"
-    check_finite(caller, alpha_f=alpha_f)
-    if not is_number(t_mult) or not 1 <= t_mult < math.inf:
-        raise ConfigError(f"{caller}: t_mult must be at least 1, got {t_mult=}.")
+    check_number(caller, "alpha_f", alpha_f)
+    check_number(caller, "t_mult", t_mult, minimum=1)
     first = parse_lengths(caller, run, {"t_0": t_0})
     return first.to_schedule(phases.cosine_restarts(1.0, alpha_f, first["t_0"], multiplier=t_mult))
 
@@ -300,8 +301,5 @@ def multi_step(run: RunLength, milestones: Sequence[Length], gamma: float = 0.1)
 
 
 def _check_gamma(caller: str, gamma: float) -> None:
-    if not is_number(gamma) or not 0 < gamma <= 1:
-        raise ConfigError(
-            f"{caller}: gamma must be above 0 and at most 1, got {gamma=}. For a growth use dt.schedules.step_decay or "
-            "dt.schedules.exponential with end=."
-        )
+    advice = "For a growth use dt.schedules.step_decay or dt.schedules.exponential with end=."
+    check_number(caller, "gamma", gamma, above=0, maximum=1, advice=advice)

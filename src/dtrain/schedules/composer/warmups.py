@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from dtrain.arguments import check_number
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
 from dtrain.schedules import curves
 from dtrain.schedules.composer.decays import Length, Lengths, check_covers_run, name_each, parse_lengths
-from dtrain.schedules.hyperparameter import check_finite
 from dtrain.typing import Schedule
 
 
@@ -33,7 +33,7 @@ def constant_with_warmup(run: RunLength, t_warmup: Length, alpha: float = 1.0, t
     Source: Composer, ``ConstantWithWarmupScheduler``.
     """
     caller = "composer.constant_with_warmup"
-    check_finite(caller, alpha=alpha)
+    check_number(caller, "alpha", alpha)
     times = _warmup_and_total(caller, run, t_warmup, t_max)
     end = times["t_max"]
     return times.to_schedule(curves.warmup(lambda t: alpha if t < end else 1.0, times["t_warmup"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from dtrain.arguments import check_int, check_number
 from dtrain.dist.rng import generator
 from dtrain.errors import ConfigError
 from dtrain.surgery.replace import ModuleSelector, ReplacementPolicy, apply_policies
@@ -93,10 +94,9 @@ class GyroDropout(nn.Dropout):
     def __init__(
         self, p: float = 0.5, *, sigma: int = 256, tau: int = 16, seed: int = 0, name: str = "", axis: int = -1
     ) -> None:
-        if not 0.0 <= p < 1.0:
-            raise ConfigError(f"gyro_dropout: p must be at least 0 and less than 1, got {p!r}.")
-        if type(sigma) is not int or type(tau) is not int or not 1 <= tau <= sigma:
-            raise ConfigError(f"gyro_dropout: tau and sigma must be integers with 1 <= tau <= sigma, got {tau=}, {sigma=}.")
+        check_number("gyro_dropout", "p", p, minimum=0, below=1)
+        check_int("gyro_dropout", "sigma", sigma)
+        check_int("gyro_dropout", "tau", tau, maximum=sigma)
         super().__init__(p)
         self.sigma, self.tau, self.seed, self.name, self.axis = sigma, tau, seed, name, axis
         self._mask_cache: dict[tuple[int, torch.device], Tensor] = {}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from dtrain.arguments import check_choice, check_int, check_number
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError
 from dtrain.fqn import modules_by_fqn
@@ -193,17 +193,11 @@ def stochastic_depth(
     Source: Huang et al. 2016, arXiv:1603.09382, section 3.
     """
     caller = "stochastic_depth"
-    for value, name, allowed in (
-        (distribution, "distribution", RateDistribution),
-        (method, "method", DropMethod),
-        (kind, "kind", ResidualKind),
-    ):
-        if value not in get_args(allowed):
-            raise ConfigError(f"{caller}: {name} must be one of {', '.join(get_args(allowed))}, got {value!r}.")
-    if not isinstance(drop_rate, int | float) or not 0 <= drop_rate < 1 or math.isnan(drop_rate):
-        raise ConfigError(f"{caller}: drop_rate must be at least 0 and less than 1, got {drop_rate!r}.")
-    if type(seed) is not int:
-        raise ConfigError(f"{caller}: seed must be an integer, got {seed!r}.")
+    check_choice(caller, "distribution", distribution, get_args(RateDistribution))
+    check_choice(caller, "method", method, get_args(DropMethod))
+    check_choice(caller, "kind", kind, get_args(ResidualKind))
+    check_number(caller, "drop_rate", drop_rate, minimum=0, below=1)
+    check_int(caller, "seed", seed, minimum=0)
     check_plain_model(model, caller)
     names = {id(module): name for name, module in modules_by_fqn(model)}
     selected = select_blocks(model, blocks, caller=caller)

@@ -9,9 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtrain.arguments import check_choice, check_int
 from dtrain.errors import ConfigError
 from dtrain.surgery.class_swap import Mixin, add_mixin
-from dtrain.surgery.replace import apply_policies, check_non_negative_int, check_plain_model
+from dtrain.surgery.replace import apply_policies, check_plain_model
 
 EdgeMode = Literal["replicate", "reflect", "zeros"]
 
@@ -132,13 +133,11 @@ def blur_pool(
     Source: Zhang 2019, arXiv:1904.11486, sections 3.2 and 4.
     """
     caller = "blur_pool"
-    if type(size) is not int or not 1 < size < 16:
-        raise ConfigError(f"{caller}: size must be an integer from 2 to 15, got {size!r}.")
-    if edge not in get_args(EdgeMode):
-        raise ConfigError(f"{caller}: edge must be one of {', '.join(get_args(EdgeMode))}, got {edge!r}.")
+    check_int(caller, "size", size, minimum=2, maximum=15)
+    check_choice(caller, "edge", edge, get_args(EdgeMode))
     if not replace_convs and not replace_maxpools:
         raise ConfigError(f"{caller}: replace_convs or replace_maxpools must be True, got False for both.")
-    check_non_negative_int(min_channels, caller, "min_channels")
+    check_int(caller, "min_channels", min_channels, minimum=0)
     check_plain_model(model, caller)
 
     def policy(module: nn.Module, name: str) -> nn.Module | None:

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections import Counter
 
 import torch
+from einops import einsum, rearrange
 from torch import Tensor, nn
 
+from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
 from dtrain.surgery.replace import (
     apply_policies,
-    check_non_negative_int,
     check_plain_model,
     check_size_or_fraction,
     resolve_size,
@@ -56,9 +57,9 @@ class _FactorizedLayer(nn.Module):
     @property
     def weight(self) -> Tensor:
         """Compute the product of both weights at each access."""
-        down = self.down.weight
-        product: Tensor = self.up.weight.flatten(1) @ down.flatten(1)
-        return product.reshape(-1, *down.shape[1:])
+        up = rearrange(self.up.weight, "out rank ... -> out (rank ...)")
+        product: Tensor = einsum(up, self.down.weight, "out rank, rank ... -> out ...")
+        return product
 
     @property
     def bias(self) -> Tensor | None:
@@ -175,8 +176,8 @@ def factorize(
         MosaicML Composer's.
     """
     caller = "factorize"
-    check_non_negative_int(min_channels, caller, "min_channels")
-    check_non_negative_int(min_features, caller, "min_features")
+    check_int(caller, "min_channels", min_channels, minimum=0)
+    check_int(caller, "min_features", min_features, minimum=0)
     check_size_or_fraction(latent_channels, caller, "latent_channels")
     check_size_or_fraction(latent_features, caller, "latent_features")
     if not factorize_convs and not factorize_linears:
@@ -208,7 +209,9 @@ def _init_factors_(down: nn.Module, up: nn.Module, layer: nn.Linear | nn.Conv2d,
     weights = [layer_of_factor.weight for layer_of_factor in (up, down)]
     with torch.no_grad():
         if not layer.weight.is_meta:
-            for weight, factor in zip(weights, factorize_matrix(layer.weight.flatten(1), rank), strict=True):
+            for weight, factor in zip(
+                weights, factorize_matrix(rearrange(layer.weight, "out ... -> out (...)"), rank), strict=True
+            ):
                 assert isinstance(weight, Tensor)
                 weight.copy_(factor.reshape(weight.shape))
     for weight in weights:

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from einops import rearrange, reduce
 from torch import Tensor, nn
 
+from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
 from dtrain.surgery.class_swap import Mixin, add_mixin
 from dtrain.surgery.replace import (
     apply_policies,
-    check_non_negative_int,
     check_plain_model,
     check_size_or_fraction,
     resolve_size,
@@ -57,8 +58,8 @@ class SqueezeExcite2d(nn.Module):
         self.expand = nn.Linear(latent, channels, bias=False, device=device, dtype=dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        gates = torch.sigmoid(self.expand(torch.relu(self.reduce(x.mean((-2, -1))))))
-        return x * gates[..., None, None]
+        gates = torch.sigmoid(self.expand(torch.relu(self.reduce(reduce(x, "... h w -> ...", "mean")))))
+        return x * rearrange(gates, "... c -> ... c 1 1")
 
 
 class SqueezeExcite(Mixin):
@@ -109,7 +110,7 @@ def squeeze_excite(
     """
     caller = "squeeze_excite"
     check_size_or_fraction(latent_channels, caller, "latent_channels")
-    check_non_negative_int(min_channels, caller, "min_channels")
+    check_int(caller, "min_channels", min_channels, minimum=0)
     patterns = [names] if isinstance(names, str) else None if names is None else list(names)
     is_match = compile_patterns(patterns or [], caller=f"{caller}: names")
     check_plain_model(model, caller)

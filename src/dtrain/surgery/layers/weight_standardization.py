@@ -7,10 +7,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dtrain.errors import ConfigError
+from dtrain.arguments import check_int, check_number
 from dtrain.fqn import modules_by_fqn
 from dtrain.surgery.class_swap import Mixin, add_mixin
-from dtrain.surgery.replace import apply_policies, check_non_negative_int, check_plain_model
+from dtrain.surgery.replace import apply_policies, check_plain_model
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
@@ -75,9 +75,8 @@ def weight_standardization(model: nn.Module, *, n_last_layers_to_ignore: int = 0
     Source: Qiao et al. 2019, arXiv:1903.10520, section 3.
     """
     caller = "weight_standardization"
-    check_non_negative_int(n_last_layers_to_ignore, caller, "n_last_layers_to_ignore")
-    if not isinstance(eps, int | float) or not 0 <= eps < 1:
-        raise ConfigError(f"{caller}: eps must be at least 0 and less than 1, got {eps!r}.")
+    check_int(caller, "n_last_layers_to_ignore", n_last_layers_to_ignore, minimum=0)
+    check_number(caller, "eps", eps, minimum=0, below=1)
     check_plain_model(model, caller)
     names = [name for name, module in modules_by_fqn(model) if isinstance(module, _CONVOLUTIONS)]
     selected = set(names[: max(0, len(names) - n_last_layers_to_ignore)])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from dtrain.errors import ConfigError
+from dtrain.arguments import check_int
 from dtrain.surgery.class_swap import Mixin, add_mixin
 from dtrain.surgery.replace import apply_policies
 
@@ -74,8 +74,7 @@ def ghost_batch_norm(model: nn.Module, *, ghost_batch_size: int = 32) -> nn.Modu
 
     Source: Hoffer et al. 2017, arXiv:1705.08741, algorithm 1; Dimitriou and Arandjelovic 2020, arXiv:2007.08554.
     """
-    if type(ghost_batch_size) is not int or ghost_batch_size < 2:
-        raise ConfigError(f"ghost_batch_norm: ghost_batch_size must be an integer >= 2, got {ghost_batch_size!r}.")
+    check_int("ghost_batch_norm", "ghost_batch_size", ghost_batch_size, minimum=2)
 
     def policy(module: nn.Module, name: str) -> nn.Module | None:
         if not add_mixin(module, Ghost):

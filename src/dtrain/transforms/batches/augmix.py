@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from functools import partial
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
+from dtrain.arguments import check_int, check_number
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import hyperparameter
-from dtrain.state import TrainState
 from dtrain.transform import Transform
 from dtrain.transforms.batches.batch_transform import (
     BatchKey,
     batch_transform,
-    check_alpha,
-    get_tensor,
-    host_random_for_step,
-    host_random_from,
+    get_image_batch,
+    get_inputs,
+    host_random,
     map_images,
-    require_generator,
 )
 from dtrain.transforms.batches.image_ops import (
     IMAGE_OPERATIONS,
+    MAX_LEVEL,
     Chain,
     apply_chains,
-    check_chains,
-    check_level,
     check_operations,
     from_unit_range,
-    per_image,
     to_device_async,
     to_unit_range,
 )
@@ -54,52 +51,6 @@ AUGMIX_OPERATIONS = (
 _MIN_LEVEL = 0.1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AugMixDraws:
-    """The random numbers of AugMix for ``n`` images, on the host, for example for a test or a replay.
-
-    Formula: ``x = image_weights * x + (1 - image_weights) * sum_i weights_i * chain_i(x)``
-
-    Args:
-        chains: for each of ``width`` chains, one chain of operations per image.
-        weights: for each chain, its weight per image; the weights of an image sum to 1.
-        image_weights: weight of the unchanged image, per image.
-
-    Example:
-        >>> import dtrain as dt
-        >>> chains = [[[("brightness", 0.5)]]]
-        >>> draws = dt.transforms.AugMixDraws(chains=chains, weights=[[1.0]], image_weights=[0.25])
-        >>> dt.transforms.augmix_batch(torch.ones(1, 1, 1), draws=draws).item()  # 0.25 + 0.75 * 0.5
-        0.625
-
-    Source: Hendrycks et al. 2020, arXiv:1912.02781, section 3.
-    """
-
-    chains: Sequence[Sequence[Chain]]
-    weights: Sequence[Sequence[float]]
-    image_weights: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _AugMixOptions:
-    severity: float
-    width: int
-    depth: int | None
-    alpha: float
-    operations: Sequence[str]
-
-    def __post_init__(self) -> None:
-        check_level(self.severity, "augmix", "severity")
-        check_operations(self.operations, "augmix")
-        check_alpha(self.alpha, "augmix")
-        if self.alpha == 0:
-            raise ConfigError("augmix: alpha must be above 0, got alpha=0. For unchanged images omit augmix.")
-        if type(self.width) is not int or self.width < 1:
-            raise ConfigError(f"augmix: width must be an int of at least 1, got width={self.width!r}.")
-        if self.depth is not None and (type(self.depth) is not int or self.depth < 1):
-            raise ConfigError(f"augmix: depth must be an int of at least 1 or None, got depth={self.depth!r}.")
-
-
 def augmix_batch(
     batch: Batch,
     *,
@@ -110,9 +61,11 @@ def augmix_batch(
     operations: Sequence[str] = AUGMIX_OPERATIONS,
     fill: float = 0.0,
     views: int = 0,
-    input_key: BatchKey = "x",
+    input_key: BatchKey | None = None,
     generator: torch.Generator | None = None,
-    draws: AugMixDraws | None = None,
+    chains: Sequence[Sequence[Chain]] | None = None,
+    weights: Sequence[Sequence[float]] = (),
+    image_weights: Sequence[float] = (),
 ) -> Batch:
     """Return a batch with augmented images, or with ``views`` augmented copies beside the images; targets are unchanged.
 
@@ -131,9 +84,11 @@ def augmix_batch(
         fill: value of pixels beside a moved image; black by default.
         views: 0 replaces the images. Otherwise the images are kept, and this number of augmented copies is added under the keys
             ``"x_1"``, ``"x_2"`` and so on of a mapping, for a consistency loss such as ``jensen_shannon``.
-        input_key: key of the images.
-        generator: CPU generator for ``draws`` if not given; the choices on the host select kernels.
-        draws: all random numbers.
+        input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
+        generator: CPU generator for the random numbers if not given; the choices on the host select kernels.
+        chains: for each of ``width`` chains, one chain of operations per image.
+        weights: for each of the ``chains``, its weight per image; the weights of an image sum to 1.
+        image_weights: weight of the unchanged image, per image, with ``chains``.
 
     Host sync: none.
 
@@ -141,8 +96,8 @@ def augmix_batch(
         >>> import dtrain as dt
         >>> image = torch.tensor([[[0.25, 1.0]]])
         >>> chains = [[[("solarize", 0.0)]], [[("solarize", 256.0)]]]
-        >>> draws = dt.transforms.AugMixDraws(chains=chains, weights=[[0.5], [0.5]], image_weights=[0.5])
-        >>> dt.transforms.augmix_batch(image, draws=draws).tolist()
+        >>> weights = [[0.5], [0.5]]
+        >>> dt.transforms.augmix_batch(image, chains=chains, weights=weights, image_weights=[0.5]).tolist()
         [[[0.375, 0.75]]]
 
     Raises:
@@ -151,15 +106,42 @@ def augmix_batch(
 
     Source: Hendrycks et al. 2020, arXiv:1912.02781, section 3, algorithm 1.
     """
-    options = _AugMixOptions(severity=severity, width=width, depth=depth, alpha=alpha, operations=operations)
-    _check_views(views)
+    check_number("augmix", "severity", severity, minimum=0, maximum=MAX_LEVEL)
+    _check(width, depth, alpha, operations, views)
 
-    def draw(count: int) -> AugMixDraws:
-        if draws is not None:
-            return draws
-        return _sample_draws(count, options, host_random_from(require_generator(generator, "augmix", "draws="), "augmix"))
+    def draw(count: int) -> tuple[Sequence[Sequence[Chain]], Sequence[Sequence[float]], Sequence[float]]:
+        if chains is not None:
+            return chains, weights, image_weights
+        rng = host_random(generator, "augmix", "chains=, weights= and image_weights=")
+        # Normalized gamma samples have a Dirichlet distribution.
+        gammas = [[rng.gammavariate(alpha, 1.0) for _ in range(width)] for _ in range(count)]
+        by_image = [[gamma / (sum(row) or 1.0) for gamma in row] for row in gammas]
+        return (
+            [[_draw_chain(rng, severity, depth, operations) for _ in range(count)] for _ in range(width)],
+            [[row[index] for row in by_image] for index in range(width)],
+            [rng.betavariate(alpha, alpha) for _ in range(count)],
+        )
 
-    return _augment_or_add_views(batch, input_key, views, fill, draw)
+    def augment(images: Tensor) -> Tensor:
+        drawn_chains, chain_weights, own_weights = draw(len(images))
+        if len(drawn_chains) != len(chain_weights) or len(own_weights) != len(images):
+            raise ConfigError(
+                f"augmix: there must be as many weights as chains and {len(images)} image_weights, got "
+                f"{len(chain_weights)}, {len(drawn_chains)} and {len(own_weights)}."
+            )
+        unit = to_unit_range(images, "augmix")
+        mixed = torch.zeros_like(unit)
+        for one_chain, weight in zip(drawn_chains, chain_weights, strict=True):
+            mixed = mixed + _per_image(weight, unit) * apply_chains(unit, one_chain, fill, caller="augmix")
+        return from_unit_range(torch.lerp(mixed, unit, _per_image(own_weights, unit)), images.dtype)
+
+    if not views:
+        return map_images(batch, input_key, "augmix", augment)
+    if not (isinstance(batch, Mapping) or is_tensordict(batch)):
+        raise ConfigError(f"augmix: the batch must be a mapping with views, got a {type(batch).__name__}. Use views=0.")
+    key, images = get_inputs(batch, input_key, "augmix")
+    copies = {f"{key}_{view}": map_images(images, None, "augmix", augment) for view in range(1, views + 1)}
+    return batch.copy().update(copies) if is_tensordict(batch) else {**batch, **copies}
 
 
 def augmix(
@@ -171,7 +153,7 @@ def augmix(
     operations: Sequence[str] = AUGMIX_OPERATIONS,
     fill: float = 0.0,
     views: int = 0,
-    input_key: BatchKey = "x",
+    input_key: BatchKey | None = None,
 ) -> Transform:
     """Train on augmented images: apply ``augmix_batch`` to each rank's whole batch, on its device.
 
@@ -194,7 +176,7 @@ def augmix(
         operations: names of the operations to draw from.
         fill: value of pixels beside a moved image.
         views: number of augmented copies beside the images; 0 replaces the images.
-        input_key: key of the images.
+        input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
 
     Host sync: none; the host draws the choices from the run's seed, the step and the data-parallel rank.
 
@@ -210,66 +192,39 @@ def augmix(
     Source: Hendrycks et al. 2020, arXiv:1912.02781, section 3.
     """
     severity_at = hyperparameter(severity, "augmix: severity", "[0, 10]")
-
-    def options_at(level: float) -> _AugMixOptions:
-        return _AugMixOptions(severity=level, width=width, depth=depth, alpha=alpha, operations=operations)
-
-    options_at(0)
-    _check_views(views)
-
-    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
-        options, rng = options_at(severity_at(state.clock)), host_random_for_step(state, "augmix")
-        return _augment_or_add_views(batch, input_key, views, fill, lambda count: _sample_draws(count, options, rng))
-
-    return batch_transform(batch_fn, name="augmix", image_key=input_key, hyperparameters=(severity_at,))
-
-
-def _augment_or_add_views(
-    batch: Batch, input_key: BatchKey, views: int, fill: float, draw: Callable[[int], AugMixDraws]
-) -> Batch:
-    def augment() -> Batch:
-        return map_images(batch, input_key, "augmix", lambda images: _mix_chains(images, draw(len(images)), fill))
-
-    if not views:
-        return augment()
-    if not (isinstance(batch, Mapping) or is_tensordict(batch)):
-        raise ConfigError(f"augmix: the batch must be a mapping with views, got a {type(batch).__name__}. Use views=0.")
-    copies = {f"{input_key}_{view}": get_tensor(augment(), input_key, "augmix") for view in range(1, views + 1)}
-    return batch.copy().update(copies) if is_tensordict(batch) else {**batch, **copies}
-
-
-def _mix_chains(images: Tensor, draws: AugMixDraws, fill: float) -> Tensor:
-    if not len(draws.chains) == len(draws.weights) or not len(draws.image_weights) == len(images):
-        raise ConfigError(
-            f"augmix: draws must have as many weights as chains and {len(images)} image_weights, got "
-            f"{len(draws.weights)}, {len(draws.chains)} and {len(draws.image_weights)}."
-        )
-    unit = to_unit_range(images, "augmix")
-    mixed = torch.zeros_like(unit)
-    for chains, weights in zip(draws.chains, draws.weights, strict=True):
-        check_chains(chains, len(images), "augmix")
-        mixed = mixed + per_image(to_device_async(weights, unit.dtype, unit.device)) * apply_chains(unit, chains, fill)
-    image_weights = per_image(to_device_async(draws.image_weights, unit.dtype, unit.device))
-    return from_unit_range(torch.lerp(mixed, unit, image_weights), images.dtype)
-
-
-def _sample_draws(count: int, options: _AugMixOptions, rng: random.Random) -> AugMixDraws:
-    """Sample the random numbers for ``count`` images. Normalized gamma samples have a Dirichlet distribution."""
-
-    def chain() -> Chain:
-        names = rng.choices(options.operations, k=options.depth or rng.randint(1, 3))
-        levels = [rng.uniform(min(_MIN_LEVEL, options.severity), options.severity) for _ in names]
-        return [(name, IMAGE_OPERATIONS[name].amount(level, rng)) for name, level in zip(names, levels, strict=True)]
-
-    gammas = [[rng.gammavariate(options.alpha, 1.0) for _ in range(options.width)] for _ in range(count)]
-    weights = [[gamma / (sum(row) or 1.0) for gamma in row] for row in gammas]
-    return AugMixDraws(
-        chains=[[chain() for _ in range(count)] for _ in range(options.width)],
-        weights=[[row[index] for row in weights] for index in range(options.width)],
-        image_weights=[rng.betavariate(options.alpha, options.alpha) for _ in range(count)],
+    _check(width, depth, alpha, operations, views)
+    augment = partial(
+        augmix_batch,
+        width=width,
+        depth=depth,
+        alpha=alpha,
+        operations=operations,
+        fill=fill,
+        views=views,
+        input_key=input_key,
+    )
+    return batch_transform(
+        augment,
+        name="augmix",
+        at_clock={"severity": severity_at},
+        check=partial(get_image_batch, key=input_key, caller="augmix"),
+        host_generator=True,
     )
 
 
-def _check_views(views: int) -> None:
-    if type(views) is not int or views < 0:
-        raise ConfigError(f"augmix: views must be an int of at least 0, got {views=}.")
+def _draw_chain(rng: random.Random, severity: float, depth: int | None, operations: Sequence[str]) -> Chain:
+    names = rng.choices(operations, k=depth or rng.randint(1, 3))
+    return [(name, IMAGE_OPERATIONS[name].amount(rng.uniform(min(_MIN_LEVEL, severity), severity), rng)) for name in names]
+
+
+def _per_image(weights: Sequence[float], images: Tensor) -> Tensor:
+    return rearrange(to_device_async(weights, images.dtype, images.device), "n -> n 1 1 1")
+
+
+def _check(width: int, depth: int | None, alpha: float, operations: Sequence[str], views: int) -> None:
+    check_int("augmix", "width", width)
+    if depth is not None:
+        check_int("augmix", "depth", depth)
+    check_number("augmix", "alpha", alpha, above=0, advice="For unchanged images omit augmix.")
+    check_operations(operations, "augmix")
+    check_int("augmix", "views", views, minimum=0)

@@ -1,7 +1,11 @@
 """Build transforms of whole batches: read and replace tensors of a batch, and draw random numbers.
 
-A batch method never changes the given batch. Random numbers come from a given generator, never from the global generator.
-``batch_transform`` extends ``on_batch`` with the state, for methods that read the clock or draw numbers on the host.
+A batch method is a function ``(batch, *, generator, ...) -> batch``. The function never changes the given batch, and draws from
+the given generator, never from the global generator. ``batch_transform`` makes a transform of the function.
+
+All methods find the inputs and the targets of a batch alike. Without ``input_key`` the inputs are at ``"x"`` or
+``"input_ids"`` of a mapping or TensorDict, or are the first entry of a tuple. Without ``target_key`` the targets are at ``"y"``
+or ``"labels"``, or are the second entry of a tuple. A bare tensor is its own inputs.
 """
 
 from __future__ import annotations
@@ -13,33 +17,72 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from dtrain.arguments import join_or
+from dtrain.clock import Clock
 from dtrain.combinators import on_batch
-from dtrain.dist.rng import derive_seed
+from dtrain.dist import rng
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import is_number
+from dtrain.schedules.hyperparameter import Hyperparameter
 from dtrain.state import TrainState
-from dtrain.transform import GradFn, Transform
-from dtrain.typing import Batch, Metrics, is_tensordict
+from dtrain.transform import GradFn, Transform, empty_state
+from dtrain.typing import Batch, Metrics, TransformState, is_tensordict
 
 BatchKey: TypeAlias = str | int
-"""Position of a tensor in a batch: key of a mapping or TensorDict, or index of a tuple. A bare tensor ignores the key."""
+"""Position of a tensor in a batch: key of a mapping or TensorDict, or index of a tuple."""
+
+_INPUT_KEYS, _TARGET_KEYS = ("x", "input_ids"), ("y", "labels")
+
+
+def get_inputs(batch: Batch, key: BatchKey | None, caller: str) -> tuple[BatchKey, Tensor]:
+    """Return the key and the tensor of the inputs; the key of a bare tensor has no meaning.
+
+    Raises:
+        ConfigError: ``batch`` has no tensor at ``key``, or for None not one of the usual keys.
+    """
+    if isinstance(batch, Tensor):
+        return _INPUT_KEYS[0], batch
+    key = _find_key(batch, _INPUT_KEYS, 0, f"{caller}: input_key") if key is None else key
+    return key, get_tensor(batch, key, caller)
+
+
+def get_targets(batch: Batch, key: BatchKey | None, caller: str) -> tuple[BatchKey, Tensor]:
+    """Return the key and the tensor of the targets of a batch with several tensors.
+
+    Raises:
+        ConfigError: as ``get_inputs``, or ``batch`` is a tensor itself.
+    """
+    if isinstance(batch, Tensor):
+        raise ConfigError(
+            f"{caller}: the batch must have inputs and targets, got one tensor. Give a mapping or a tuple of both."
+        )
+    key = _find_key(batch, _TARGET_KEYS, 1, f"{caller}: target_key") if key is None else key
+    return key, get_tensor(batch, key, caller)
+
+
+def _find_key(batch: Batch, names: tuple[str, ...], index: int, argument: str) -> BatchKey:
+    if not hasattr(batch, "keys"):
+        return index
+    keys = list(batch.keys())
+    found = [name for name in names if name in keys]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{argument} must be given for a batch without exactly one of {join_or(map(repr, names))}, "
+            f"got a batch with {sorted(map(str, keys))}."
+        )
+    return found[0]
 
 
 def get_tensor(batch: Batch, key: BatchKey, caller: str) -> Tensor:
-    """Return the tensor at ``key``, or ``batch`` itself if it is a tensor.
+    """Return the tensor at ``key``.
 
     Raises:
         ConfigError: ``batch`` has no tensor at ``key``.
     """
-    if isinstance(batch, Tensor):
-        return batch
     try:
         value = batch[key]
     except (KeyError, IndexError, TypeError):
         keys = sorted(map(str, batch.keys())) if hasattr(batch, "keys") else f"a {type(batch).__name__}"
-        raise ConfigError(
-            f"{caller}: the batch must have {key!r}, got {keys}. Give another input_key= or target_key=."
-        ) from None
+        raise ConfigError(f"{caller}: the batch must have {key!r}, got {keys}. Give another key.") from None
     if not isinstance(value, Tensor):
         raise ConfigError(
             f"{caller}: the value at {key!r} must be a tensor, got a {type(value).__name__}. Collate tensors in the loader."
@@ -47,17 +90,33 @@ def get_tensor(batch: Batch, key: BatchKey, caller: str) -> Tensor:
     return value
 
 
-def get_targets(batch: Batch, key: BatchKey, caller: str) -> Tensor:
-    """Return the targets at ``key`` of a batch with several tensors.
+def get_images(batch: Batch, key: BatchKey | None, caller: str) -> tuple[BatchKey, Tensor]:
+    """Return the key and the tensor of the images; three axes are one image.
 
     Raises:
-        ConfigError: ``batch`` has no tensor at ``key``, or is a tensor itself.
+        ConfigError: as ``get_inputs``, or the shape is not that of images.
     """
-    if isinstance(batch, Tensor):
+    key, images = get_inputs(batch, key, caller)
+    if images.ndim not in (3, 4) or 0 in images.shape[-3:]:
         raise ConfigError(
-            f"{caller}: the batch must have inputs and targets, got one tensor. Give a mapping or a tuple of both."
+            f"{caller}: images must be [batch, channels, height, width] or [channels, height, width], "
+            f"got shape {tuple(images.shape)} at {key!r}."
         )
-    return get_tensor(batch, key, caller)
+    return key, images
+
+
+def get_image_batch(batch: Batch, key: BatchKey | None, caller: str) -> tuple[BatchKey, Tensor]:
+    """Return the key and the tensor of the images.
+
+    Raises:
+        ConfigError: as ``get_inputs``, or the shape is not ``[batch, channels, height, width]``.
+    """
+    key, images = get_inputs(batch, key, caller)
+    if images.ndim != 4 or 0 in images.shape[-2:]:
+        raise ConfigError(
+            f"{caller}: images must be [batch, channels, height, width], got shape {tuple(images.shape)} at {key!r}."
+        )
+    return key, images
 
 
 def replace_tensors(batch: Batch, values: Mapping[Any, Tensor]) -> Batch:
@@ -74,35 +133,33 @@ def replace_tensors(batch: Batch, values: Mapping[Any, Tensor]) -> Batch:
     return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
 
 
-def map_images(batch: Batch, key: BatchKey, caller: str, fn: Callable[[Tensor], Tensor]) -> Batch:
+def map_images(batch: Batch, key: BatchKey | None, caller: str, fn: Callable[[Tensor], Tensor]) -> Batch:
     """Apply ``fn`` to the images ``[batch, channels, height, width]`` of ``batch``.
 
     One image ``[channels, height, width]`` is treated as a batch of one, so a batch method also works on the samples of a
     loader.
 
     Raises:
-        ConfigError: the tensor at ``key`` does not have the shape of images.
+        ConfigError: the inputs do not have the shape of images.
     """
-    images = get_tensor(batch, key, caller)
-    if images.ndim not in (3, 4) or 0 in images.shape[-3:]:
-        raise ConfigError(
-            f"{caller}: images must be [batch, channels, height, width] or [channels, height, width], "
-            f"got shape {tuple(images.shape)} at {key!r}."
-        )
+    key, images = get_images(batch, key, caller)
     output = fn(images) if images.ndim == 4 else fn(images.unsqueeze(0)).squeeze(0)
     return replace_tensors(batch, {key: output})
 
 
-def check_image_batch(images: Tensor, caller: str, *, key: BatchKey) -> None:
-    """Raise unless ``images`` is a batch of images.
+def mix_rows(rows: Tensor, order: Tensor, coefficient: Tensor | float) -> Tensor:
+    """Mix each row with the row at its index in ``order``: ``coefficient * rows + (1 - coefficient) * rows[order]``.
 
-    Raises:
-        ConfigError: the shape is not ``[batch, channels, height, width]``.
+    Args:
+        rows: float ``[batch, *]``.
+        order: int64 ``[batch]``, on the device of ``rows``.
+        coefficient: value in ``[0, 1]``: a number, ``[]``, ``[1]`` for all rows, or ``[batch]``.
     """
-    if images.ndim != 4 or 0 in images.shape[-2:]:
-        raise ConfigError(
-            f"{caller}: images must be [batch, channels, height, width], got shape {tuple(images.shape)} at {key!r}."
-        )
+    others = rows.index_select(0, order)
+    if not isinstance(coefficient, Tensor):
+        return others.lerp_(rows, coefficient)
+    weight = coefficient.to(rows.device, rows.dtype, non_blocking=True)
+    return others.lerp_(rows, weight.reshape(-1, *(1,) * (rows.ndim - 1)))
 
 
 def require_generator(generator: torch.Generator | None, caller: str, instead: str) -> torch.Generator:
@@ -114,6 +171,21 @@ def require_generator(generator: torch.Generator | None, caller: str, instead: s
     if generator is None:
         raise ConfigError(f"{caller}: generator must be given, got None. Give generator= or {instead}.")
     return generator
+
+
+def host_random(generator: torch.Generator | None, caller: str, instead: str) -> random.Random:
+    """Return a host random generator seeded with the next number of ``generator``, which must be a CPU generator.
+
+    Raises:
+        ConfigError: ``generator`` is None, or on another device, which would need a host sync.
+    """
+    generator = require_generator(generator, caller, instead)
+    if generator.device.type != "cpu":
+        raise ConfigError(
+            f"{caller}: generator must be on the CPU, got a generator on {generator.device}. "
+            "Give dt.dist.generator('cpu', ...)."
+        )
+    return random.Random(int(torch.randint(2**62, (), generator=generator)))
 
 
 def sample_beta(alpha: float, count: int, generator: torch.Generator, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -133,65 +205,41 @@ def sample_permutation(count: int, generator: torch.Generator, device: torch.dev
     return torch.randperm(count, generator=generator, device=generator.device).to(device, non_blocking=True)
 
 
-def host_random_from(generator: torch.Generator, caller: str) -> random.Random:
-    """Return a host random generator seeded with the next number of ``generator``, which must be a CPU generator.
-
-    Raises:
-        ConfigError: ``generator`` is on another device, which would need a host sync.
-    """
-    if generator.device.type != "cpu":
-        raise ConfigError(
-            f"{caller}: generator must be on the CPU, got a generator on {generator.device}. "
-            "Give dt.dist.generator('cpu', ...)."
-        )
-    return random.Random(int(torch.randint(2**62, (), generator=generator)))
-
-
-def check_alpha(alpha: float, caller: str) -> None:
-    """Raise ``ConfigError`` unless ``alpha`` is a parameter of a Beta distribution or 0."""
-    if not is_number(alpha) or not 0 <= alpha < float("inf"):
-        raise ConfigError(f"{caller}: alpha must be finite and at least 0, got {alpha=}.")
-
-
-def check_fraction(value: float, caller: str, name: str, *, closed: bool = True) -> None:
-    """Raise ``ConfigError`` unless ``value`` is in ``[0, 1]``, or in ``[0, 1)`` if not ``closed``."""
-    if not is_number(value) or not 0 <= value <= 1 or (value == 1 and not closed):
-        raise ConfigError(f"{caller}: {name} must be in [0, 1{']' if closed else ')'}, got {name}={value!r}.")
-
-
-StateBatchFn: TypeAlias = Callable[[Batch, TrainState, torch.Generator], Batch]
-"""A batch method that also reads the state before the step (clock, seed) without changing the state."""
-
-
-def batch_transform(fn: StateBatchFn, *, name: str, image_key: BatchKey | None = None, **seams: Any) -> Transform:
-    """Return a transform that applies ``fn`` to this rank's whole batch before the split into microbatches.
+def batch_transform(
+    fn: Callable[..., Batch],
+    *,
+    name: str,
+    at_clock: Mapping[str, Callable[[Clock], float]],
+    check: Callable[[Batch], object] | None = None,
+    host_generator: bool = False,
+    init: Callable[[TrainState], TransformState] = empty_state,
+) -> Transform:
+    """Return a transform that calls ``fn`` with this rank's whole batch before the split into microbatches.
 
     Args:
-        fn: batch method.
+        fn: batch method ``(batch, *, generator, ...) -> batch``.
         name: name of the transform.
-        image_key: key that must have images ``[batch, channels, height, width]``, because three axes would pass for one image.
-        seams: further arguments of ``Transform``.
+        at_clock: further keyword arguments of ``fn``, as functions of the clock before the step.
+        check: function that raises if the batch is no batch of a step; three axes pass for one image in ``fn``.
+        host_generator: if True, the generator is on the CPU, because its numbers select kernels. Reading numbers of a device
+            generator on the host needs a sync. Otherwise the generator is on the device of the model.
+        init: see ``Transform``.
     """
-
-    def checked_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
-        if image_key is not None:
-            check_image_batch(get_tensor(batch, image_key, name), name, key=image_key)
-        return fn(batch, state, generator)
 
     def grad(inner: GradFn) -> GradFn:
         def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
-            transform = on_batch(lambda batch, generator: checked_fn(batch, state, generator), name=name)
-            assert transform.grad is not None
-            return transform.grad(inner)(state, batch, microbatch_size=microbatch_size)
+            def batch_fn(batch: Batch, generator: torch.Generator) -> Batch:
+                if check is not None:
+                    check(batch)
+                if host_generator:
+                    generator = rng.generator("cpu", state.seed, name, state.step, state.spec.data_rank)
+                return fn(batch, generator=generator, **{option: at(state.clock) for option, at in at_clock.items()})
+
+            wrap = on_batch(batch_fn, name=name).grad
+            assert wrap is not None
+            return wrap(inner)(state, batch, microbatch_size=microbatch_size)
 
         return grad_fn
 
-    return Transform(name=name, grad=grad, uses_grad=False, **seams)
-
-
-def host_random_for_step(state: TrainState, name: str) -> random.Random:
-    """Return a host random generator for choices that select kernels, because reading a device generator needs a host sync.
-
-    The seed is that of a transform's generator: derived from the run's seed, ``name``, the step and the data-parallel rank.
-    """
-    return random.Random(derive_seed(state.seed, name, state.step, state.spec.data_rank))
+    hyperparameters = tuple(at for at in at_clock.values() if isinstance(at, Hyperparameter))
+    return Transform(name=name, init=init, grad=grad, uses_grad=False, hyperparameters=hyperparameters)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import hyperparameter
-from dtrain.state import TrainState
 from dtrain.transform import Transform
 from dtrain.transforms.batches.batch_transform import (
     BatchKey,
     batch_transform,
-    check_fraction,
+    get_image_batch,
+    get_images,
     get_tensor,
     map_images,
     replace_tensors,
@@ -29,7 +31,7 @@ def colout_batch(
     *,
     p_row: float = 0.15,
     p_col: float = 0.15,
-    input_key: BatchKey = "x",
+    input_key: BatchKey | None = None,
     extra_keys: Sequence[BatchKey] = (),
     generator: torch.Generator | None = None,
     rows: Tensor | None = None,
@@ -45,7 +47,7 @@ def colout_batch(
             image ``[channels, height, width]``.
         p_row: fraction of rows to drop, in ``[0, 1)``.
         p_col: fraction of columns to drop, in ``[0, 1)``.
-        input_key: key of the images.
+        input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
         extra_keys: keys of tensors that end in the same height and width and are cut alike, for example segmentation targets.
         generator: generator for ``rows`` and ``columns`` if not given.
         rows: int64 ``[kept]``, indices of the kept rows.
@@ -65,21 +67,30 @@ def colout_batch(
 
     Source: the algorithm of this name in MosaicML's Composer, with Composer's defaults.
     """
-    _check_fractions(p_row, p_col)
-    shape = tuple(get_tensor(batch, input_key, "colout").shape[-2:])
-    indices: list[Tensor] = []
+    check_number("colout", "p_row", p_row, minimum=0, below=1)
+    check_number("colout", "p_col", p_col, minimum=0, below=1)
+    images = get_images(batch, input_key, "colout")[1]
+    size, device = tuple(images.shape[-2:]), images.device
 
-    def cut(images: Tensor) -> Tensor:
-        indices.append(_select_kept(rows, images.shape[-2], p_row, generator, images.device))
-        indices.append(_select_kept(columns, images.shape[-1], p_col, generator, images.device))
-        return images.index_select(-2, indices[0]).index_select(-1, indices[1])
+    def kept(given: Tensor | None, extent: int, dropped: float) -> Tensor:
+        if given is not None:
+            return given.to(device, non_blocking=True)
+        # The addend corrects a rounding: 0.9 * 10 is slightly less than 9.
+        count = max(1, int((1.0 - dropped) * extent + 1e-9))
+        rng = require_generator(generator, "colout", "rows= and columns=")
+        return sample_permutation(extent, rng, device)[:count].sort().values
+
+    kept_rows, kept_columns = kept(rows, size[-2], p_row), kept(columns, size[-1], p_col)
+
+    def cut(tensor: Tensor) -> Tensor:
+        return tensor.index_select(-2, kept_rows).index_select(-1, kept_columns)
 
     output = map_images(batch, input_key, "colout", cut)
     for key in extra_keys:
         other = get_tensor(batch, key, "colout")
-        if tuple(other.shape[-2:]) != shape:
-            raise ConfigError(f"colout: {key!r} must end in the images' height and width {shape}, got {tuple(other.shape)}.")
-        output = replace_tensors(output, {key: other.index_select(-2, indices[0]).index_select(-1, indices[1])})
+        if tuple(other.shape[-2:]) != size:
+            raise ConfigError(f"colout: {key!r} must end in the images' height and width {size}, got {tuple(other.shape)}.")
+        output = replace_tensors(output, {key: cut(other)})
     return output
 
 
@@ -87,7 +98,7 @@ def colout(
     p_row: float | Schedule = 0.15,
     p_col: float | Schedule = 0.15,
     *,
-    input_key: BatchKey = "x",
+    input_key: BatchKey | None = None,
     extra_keys: Sequence[BatchKey] = (),
 ) -> Transform:
     """Train on smaller images without some rows and columns: apply ``colout_batch`` to each rank's batch.
@@ -99,7 +110,7 @@ def colout(
     Args:
         p_row: fraction of rows to drop, in ``[0, 1)``, or a schedule.
         p_col: fraction of columns to drop, in ``[0, 1)``, or a schedule.
-        input_key: key of the images.
+        input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
         extra_keys: keys of tensors that are cut alike.
 
     Example:
@@ -113,26 +124,12 @@ def colout(
 
     Source: the algorithm of this name in MosaicML's Composer, with Composer's defaults.
     """
-    row_at, col_at = hyperparameter(p_row, "colout: p_row", "[0, 1)"), hyperparameter(p_col, "colout: p_col", "[0, 1)")
-
-    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
-        now = row_at(state.clock), col_at(state.clock)
-        return colout_batch(batch, p_row=now[0], p_col=now[1], input_key=input_key, extra_keys=extra_keys, generator=generator)
-
-    return batch_transform(batch_fn, name="colout", image_key=input_key, hyperparameters=(row_at, col_at))
-
-
-def _select_kept(
-    indices: Tensor | None, extent: int, dropped: float, generator: torch.Generator | None, device: torch.device
-) -> Tensor:
-    if indices is not None:
-        return indices.to(device, non_blocking=True)
-    # The addend corrects a rounding: 0.9 * 10 is slightly less than 9.
-    count = max(1, int((1.0 - dropped) * extent + 1e-9))
-    generator = require_generator(generator, "colout", "rows= and columns=")
-    return sample_permutation(extent, generator, device)[:count].sort().values
-
-
-def _check_fractions(p_row: float, p_col: float) -> None:
-    check_fraction(p_row, "colout", "p_row", closed=False)
-    check_fraction(p_col, "colout", "p_col", closed=False)
+    return batch_transform(
+        partial(colout_batch, input_key=input_key, extra_keys=extra_keys),
+        name="colout",
+        at_clock={
+            "p_row": hyperparameter(p_row, "colout: p_row", "[0, 1)"),
+            "p_col": hyperparameter(p_col, "colout: p_col", "[0, 1)"),
+        },
+        check=partial(get_image_batch, key=input_key, caller="colout"),
+    )

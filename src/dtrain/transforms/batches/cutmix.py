@@ -2,37 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import get_args
+
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_choice, check_number
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import hyperparameter
-from dtrain.state import TrainState
 from dtrain.transform import Transform
 from dtrain.transforms.batches.batch_transform import (
     BatchKey,
     batch_transform,
-    check_alpha,
-    check_fraction,
-    check_image_batch,
+    get_image_batch,
     get_targets,
-    get_tensor,
+    mix_rows,
     replace_tensors,
     require_generator,
     sample_beta,
     sample_permutation,
 )
-from dtrain.transforms.batches.boxes import (
-    Box,
-    BoxPlacement,
-    box_area_fraction,
-    box_mask,
-    check_placement,
-    sample_boxes,
-    to_box_tensor,
-)
+from dtrain.transforms.batches.image_ops import Box, BoxPlacement, box_area_fraction, box_mask, sample_boxes, to_box_tensor
 from dtrain.transforms.batches.labels import check_num_classes, to_probabilities
-from dtrain.transforms.batches.mixup import mix_samples
 from dtrain.typing import Batch, Schedule
 
 
@@ -44,8 +36,8 @@ def cutmix_batch(
     length: float | None = None,
     placement: BoxPlacement | None = None,
     per_sample: bool = False,
-    input_key: BatchKey = "x",
-    target_key: BatchKey = "y",
+    input_key: BatchKey | None = None,
+    target_key: BatchKey | None = None,
     ignore_index: int = -100,
     generator: torch.Generator | None = None,
     box: Box | None = None,
@@ -69,8 +61,8 @@ def cutmix_batch(
         placement: distribution of the boxes. None is ``"center"`` as in the paper, but ``"inside"`` with a ``length``, so that
             boxes are never clipped. ``"even"`` covers every pixel equally often (Composer's ``uniform_sampling``).
         per_sample: if True, draw a box per sample instead of one for the batch.
-        input_key: key of the images.
-        target_key: key of the targets.
+        input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
+        target_key: key of the targets; None takes ``"y"``, ``"labels"``, or the second entry of a tuple.
         ignore_index: class index of ignored targets; a mixture with another target keeps that target's fraction.
         generator: generator for ``box`` and ``order`` if not given.
         box: ``(top, left, bottom, right)``, or int64 ``[batch, 4]``.
@@ -94,23 +86,22 @@ def cutmix_batch(
 
     Source: Yun et al. 2019, arXiv:1905.04899, section 3.
     """
-    check_alpha(alpha, "cutmix")
-    x, y = get_tensor(batch, input_key, "cutmix"), get_targets(batch, target_key, "cutmix")
-    check_image_batch(x, "cutmix", key=input_key)
+    check_number("cutmix", "alpha", alpha, minimum=0)
+    _check_box_options(length, placement)
+    (input_key, x), (target_key, y) = get_image_batch(batch, input_key, "cutmix"), get_targets(batch, target_key, "cutmix")
     size = (x.shape[-2], x.shape[-1])
-    if box is None:
-        box_generator = require_generator(generator, "cutmix", "box= and order=")
-        boxes = _sample_cutmix_boxes(len(x) if per_sample else 1, size, alpha, length, placement, box_generator)
-        boxes = boxes.to(x.device, non_blocking=True)
-    else:
-        boxes = to_box_tensor(box, x.device, "cutmix")
-    if order is None:
-        order = sample_permutation(len(x), require_generator(generator, "cutmix", "box= and order="), x.device)
+    boxes = None if box is None else to_box_tensor(box, x.device, "cutmix")
+    if boxes is None or order is None:
+        generator = require_generator(generator, "cutmix", "box= and order=")
+        if boxes is None:
+            boxes = _sample_boxes(len(x) if per_sample else 1, size, alpha, length, placement, generator).to(x.device)
+        if order is None:
+            order = sample_permutation(len(x), generator, x.device)
     y = to_probabilities(y, num_classes, ignore_index=ignore_index, caller="cutmix")
     if y.ndim > 2:
         raise ConfigError(f"cutmix: targets must be [batch] or [batch, classes], got shape {tuple(y.shape)}.")
     images = torch.where(box_mask(boxes, size), x.index_select(0, order), x)
-    targets = mix_samples(y, order, 1.0 - box_area_fraction(boxes, size, y.dtype))
+    targets = mix_rows(y, order, 1.0 - box_area_fraction(boxes, size, y.dtype))
     return replace_tensors(batch, {input_key: images, target_key: targets})
 
 
@@ -121,8 +112,8 @@ def cutmix(
     length: float | None = None,
     placement: BoxPlacement | None = None,
     per_sample: bool = False,
-    input_key: BatchKey = "x",
-    target_key: BatchKey = "y",
+    input_key: BatchKey | None = None,
+    target_key: BatchKey | None = None,
     ignore_index: int = -100,
 ) -> Transform:
     """Train on images with a box of another image: apply ``cutmix_batch`` to each rank's whole batch.
@@ -137,8 +128,8 @@ def cutmix(
         length: fraction of each side, instead of ``alpha``.
         placement: distribution of the boxes; see ``cutmix_batch``.
         per_sample: if True, draw a box per sample.
-        input_key: key of the images in the batch.
-        target_key: key of the targets.
+        input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
+        target_key: key of the targets; None takes ``"y"``, ``"labels"``, or the second entry of a tuple.
         ignore_index: class index of ignored targets.
 
     Example:
@@ -156,25 +147,20 @@ def cutmix(
     alpha_at = hyperparameter(alpha, "cutmix: alpha", "[0, inf)")
     check_num_classes(num_classes, "cutmix")
     _check_box_options(length, placement)
-
-    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
-        return cutmix_batch(
-            batch,
-            num_classes=num_classes,
-            alpha=alpha_at(state.clock),
-            length=length,
-            placement=placement,
-            per_sample=per_sample,
-            input_key=input_key,
-            target_key=target_key,
-            ignore_index=ignore_index,
-            generator=generator,
-        )
-
-    return batch_transform(batch_fn, name="cutmix", hyperparameters=(alpha_at,))
+    cut = partial(
+        cutmix_batch,
+        num_classes=num_classes,
+        length=length,
+        placement=placement,
+        per_sample=per_sample,
+        input_key=input_key,
+        target_key=target_key,
+        ignore_index=ignore_index,
+    )
+    return batch_transform(cut, name="cutmix", at_clock={"alpha": alpha_at})
 
 
-def _sample_cutmix_boxes(
+def _sample_boxes(
     count: int,
     size: tuple[int, int],
     alpha: float,
@@ -182,8 +168,6 @@ def _sample_cutmix_boxes(
     placement: BoxPlacement | None,
     generator: torch.Generator,
 ) -> Tensor:
-    """Sample clipped boxes, int64 ``[count, 4]`` on the generator's device."""
-    _check_box_options(length, placement)
     device = generator.device
     if length is not None:
         sides = [torch.full((count,), round(length * extent), device=device) for extent in size]
@@ -195,6 +179,5 @@ def _sample_cutmix_boxes(
 
 def _check_box_options(length: float | None, placement: BoxPlacement | None) -> None:
     if length is not None:
-        check_fraction(length, "cutmix", "length")
-    if placement is not None:
-        check_placement(placement, "cutmix")
+        check_number("cutmix", "length", length, minimum=0, maximum=1)
+    check_choice("cutmix", "placement", placement, (None, *get_args(BoxPlacement)))

@@ -1,16 +1,26 @@
-"""Cutout: fill random squares of each image."""
+"""Cutout: fill random squares of images with one number."""
 
 from __future__ import annotations
 
+from functools import partial
+from typing import get_args
+
 import torch
+from einops import reduce
 from torch import Tensor
 
+from dtrain.arguments import check_choice, check_int
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import Constraint, hyperparameter, is_number
-from dtrain.state import TrainState
 from dtrain.transform import Transform
-from dtrain.transforms.batches.batch_transform import BatchKey, batch_transform, map_images, require_generator
-from dtrain.transforms.batches.boxes import Box, BoxPlacement, box_mask, check_placement, sample_boxes, to_box_tensor
+from dtrain.transforms.batches.batch_transform import (
+    BatchKey,
+    batch_transform,
+    get_image_batch,
+    map_images,
+    require_generator,
+)
+from dtrain.transforms.batches.image_ops import Box, BoxPlacement, box_mask, sample_boxes, to_box_tensor
 from dtrain.typing import Batch, Schedule
 
 
@@ -21,7 +31,7 @@ def cutout_batch(
     holes: int = 1,
     fill: float = 0.0,
     placement: BoxPlacement = "center",
-    input_key: BatchKey = "x",
+    input_key: BatchKey | None = None,
     generator: torch.Generator | None = None,
     boxes: Box | None = None,
 ) -> Batch:
@@ -38,7 +48,7 @@ def cutout_batch(
         holes: squares per image, at least 1.
         fill: value of the filled pixels; 0 is the mean of normalized images.
         placement: ``"center"`` as in the paper; ``"even"`` hides every pixel equally often, ``"inside"`` is never clipped.
-        input_key: key of the images.
+        input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
         generator: generator for ``boxes`` if not given.
         boxes: ``(top, left, bottom, right)`` for all images, or ``[batch, 4]``.
 
@@ -57,9 +67,19 @@ def cutout_batch(
     Source: DeVries and Taylor 2017, arXiv:1708.04552, section 3.2.
     """
     _check(length, holes, placement)
-    return map_images(
-        batch, input_key, "cutout", lambda images: _fill_holes(images, length, holes, fill, placement, generator, boxes)
-    )
+
+    def cut(images: Tensor) -> Tensor:
+        size = (images.shape[-2], images.shape[-1])
+        if boxes is not None:
+            return images.masked_fill(box_mask(to_box_tensor(boxes, images.device, "cutout"), size), fill)
+        rng = require_generator(generator, "cutout", "boxes=")
+        side = min(length if isinstance(length, int) else round(length * min(size)), *size)
+        sides = torch.full((len(images) * holes,), side, device=rng.device)
+        squares = sample_boxes((sides, sides), size, placement, rng).to(images.device, non_blocking=True)
+        hidden = reduce(box_mask(squares, size), "(n holes) 1 h w -> n 1 h w", "any", n=len(images), holes=holes)
+        return images.masked_fill(hidden, fill)
+
+    return map_images(batch, input_key, "cutout", cut)
 
 
 def cutout(
@@ -68,7 +88,7 @@ def cutout(
     holes: int = 1,
     fill: float = 0.0,
     placement: BoxPlacement = "center",
-    input_key: BatchKey = "x",
+    input_key: BatchKey | None = None,
 ) -> Transform:
     """Train on images with hidden squares: apply ``cutout_batch`` to each rank's batch.
 
@@ -79,7 +99,7 @@ def cutout(
         holes: squares per image.
         fill: value of the filled pixels.
         placement: distribution of the squares; see ``cutout_batch``.
-        input_key: key of the images.
+        input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
 
     Example:
         >>> import dtrain as dt
@@ -94,34 +114,12 @@ def cutout(
     """
     length_at = hyperparameter(length, "cutout: length", _LENGTH_CONSTRAINT)
     _check(0, holes, placement)
-
-    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
-        now = length_at(state.clock)
-        return cutout_batch(
-            batch, length=now, holes=holes, fill=fill, placement=placement, input_key=input_key, generator=generator
-        )
-
-    return batch_transform(batch_fn, name="cutout", image_key=input_key, hyperparameters=(length_at,))
-
-
-def _fill_holes(
-    images: Tensor,
-    length: int | float,
-    holes: int,
-    fill: float,
-    placement: BoxPlacement,
-    generator: torch.Generator | None,
-    boxes: Box | None,
-) -> Tensor:
-    size, count = (images.shape[-2], images.shape[-1]), len(images) * holes
-    if boxes is not None:
-        return images.masked_fill(box_mask(to_box_tensor(boxes, images.device, "cutout"), size), fill)
-    generator = require_generator(generator, "cutout", "boxes=")
-    side = min(length if isinstance(length, int) else round(length * min(size)), *size)
-    sides = torch.full((count,), side, device=generator.device)
-    squares = sample_boxes((sides, sides), size, placement, generator).to(images.device, non_blocking=True)
-    hidden = box_mask(squares, size).unflatten(0, (len(images), holes)).any(dim=1)
-    return images.masked_fill(hidden, fill)
+    return batch_transform(
+        partial(cutout_batch, holes=holes, fill=fill, placement=placement, input_key=input_key),
+        name="cutout",
+        at_clock={"length": length_at},
+        check=partial(get_image_batch, key=input_key, caller="cutout"),
+    )
 
 
 def _is_valid_length(length: float) -> bool:
@@ -134,6 +132,5 @@ _LENGTH_CONSTRAINT = Constraint("pixels (int >= 0) or a fraction of the side (fl
 def _check(length: int | float, holes: int, placement: BoxPlacement) -> None:
     if not _is_valid_length(length):
         raise ConfigError(f"cutout: length must be {_LENGTH_CONSTRAINT.text}, got {length!r}.")
-    if type(holes) is not int or holes < 1:
-        raise ConfigError(f"cutout: holes must be an int of at least 1, got {holes=}.")
-    check_placement(placement, "cutout")
+    check_int("cutout", "holes", holes)
+    check_choice("cutout", "placement", placement, get_args(BoxPlacement))

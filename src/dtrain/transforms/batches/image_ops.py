@@ -12,14 +12,14 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
+from einops import rearrange
 from torch import Tensor
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import is_number
 
 
 def to_unit_range(images: Tensor, caller: str) -> Tensor:
@@ -46,9 +46,8 @@ def to_device_async(values: Sequence[float] | Sequence[int], dtype: torch.dtype,
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
-def per_image(amount: Tensor) -> Tensor:
-    """Reshape amounts ``[n]`` to ``[n, 1, 1, 1]``."""
-    return amount.reshape(-1, 1, 1, 1)
+def _per_image(amount: Tensor) -> Tensor:
+    return rearrange(amount, "n -> n 1 1 1")
 
 
 PIXEL_LEVELS = 256
@@ -63,8 +62,7 @@ def autocontrast(images: Tensor) -> Tensor:
 
 def equalize(images: Tensor) -> Tensor:
     """Equalize the histogram of each channel, as Pillow's ``ImageOps.equalize`` does."""
-    # [n * channels, pixels]
-    levels = _to_pixel_levels(images).flatten(0, 1).flatten(1)
+    levels = rearrange(_to_pixel_levels(images), "n c h w -> (n c) (h w)")
     counts = torch.zeros((len(levels), PIXEL_LEVELS), dtype=torch.int64, device=images.device)
     counts.scatter_add_(1, levels, torch.ones_like(levels))
     last = ((counts > 0) * torch.arange(PIXEL_LEVELS, device=images.device)).amax(dim=1, keepdim=True)
@@ -78,13 +76,13 @@ def equalize(images: Tensor) -> Tensor:
 
 def posterize(images: Tensor, bits: Tensor) -> Tensor:
     """Keep the highest ``bits`` ``[n]``, 1 to 8, of each value's eight bits."""
-    low = 2 ** (8 - per_image(bits).round().to(torch.int64))
+    low = 2 ** (8 - _per_image(bits).round().to(torch.int64))
     return (_to_pixel_levels(images) // low * low).to(images.dtype) / (PIXEL_LEVELS - 1)
 
 
 def solarize(images: Tensor, threshold: Tensor) -> Tensor:
     """Invert the values at or above ``threshold`` ``[n]``, in levels: 256 inverts no value, 0 all values."""
-    return torch.where(images * (PIXEL_LEVELS - 1) >= per_image(threshold), 1.0 - images, images)
+    return torch.where(images * (PIXEL_LEVELS - 1) >= _per_image(threshold), 1.0 - images, images)
 
 
 def _to_pixel_levels(images: Tensor) -> Tensor:
@@ -98,7 +96,7 @@ _LUMA_WEIGHTS = (0.299, 0.587, 0.114)
 
 def adjust_brightness(images: Tensor, factor: Tensor) -> Tensor:
     """Blend images with black."""
-    return (images * per_image(factor)).clamp(0.0, 1.0)
+    return (images * _per_image(factor)).clamp(0.0, 1.0)
 
 
 def adjust_contrast(images: Tensor, factor: Tensor) -> Tensor:
@@ -129,7 +127,7 @@ def to_grayscale(images: Tensor) -> Tensor:
 
 
 def _blend(base: Tensor, images: Tensor, factor: Tensor) -> Tensor:
-    return torch.lerp(base.expand_as(images), images, per_image(factor)).clamp(0.0, 1.0)
+    return torch.lerp(base.expand_as(images), images, _per_image(factor)).clamp(0.0, 1.0)
 
 
 def rotate(images: Tensor, degrees: Tensor, fill: float) -> Tensor:
@@ -251,22 +249,29 @@ IMAGE_OPERATIONS: dict[str, ImageOperation] = {
 """Operations by name, with the ranges of Cubuk et al. 2019 (AutoAugment, arXiv:1805.09501, table 6)."""
 
 
-def apply_chains(images: Tensor, chains: Sequence[Chain], fill: float) -> Tensor:
+def apply_chains(images: Tensor, chains: Sequence[Chain], fill: float, *, caller: str) -> Tensor:
     """Apply each image's own chain. Images with the same operation at one position are processed together.
 
     Args:
         images: ``[n, channels, height, width]`` from 0 to 1.
         chains: one chain per image.
         fill: value of pixels beside a moved image.
+        caller: method, for errors.
 
     Host sync: none.
+
+    Raises:
+        ConfigError: not one chain per image, or an unknown operation.
     """
+    if len(chains) != len(images):
+        raise ConfigError(f"{caller}: chains must have one chain per image, got {len(chains)} for {len(images)} images.")
     for position in range(max(map(len, chains), default=0)):
         groups: dict[str, list[tuple[int, float]]] = {}
         for index, chain in enumerate(chains):
             if position < len(chain):
                 name, amount = chain[position]
                 groups.setdefault(name, []).append((index, amount))
+        check_operations(list(groups), caller)
         images = _apply_grouped(images, groups, fill)
     return images
 
@@ -291,16 +296,71 @@ def check_operations(names: Sequence[str], caller: str) -> None:
         )
 
 
-def check_chains(chains: Sequence[Chain], count: int, caller: str) -> None:
-    """Raise ``ConfigError`` unless ``chains`` has a chain of known operations for each of ``count`` images."""
-    if len(chains) != count:
-        raise ConfigError(f"{caller}: chains must have one chain per image, got {len(chains)} for {count} images.")
-    for chain in chains:
-        for name, _ in chain:
-            check_operations([name], caller)
+# Boxes: regions of images.
+
+Box: TypeAlias = Tensor | Sequence[int]
+"""``(top, left, bottom, right)`` in pixels, with exclusive ends; or int64 ``[boxes, 4]``."""
+
+BoxPlacement: TypeAlias = Literal["center", "even", "inside"]
+"""``center``: the center is any pixel, and parts outside are clipped. ``even``: every pixel is covered equally often.
+``inside``: never clipped."""
 
 
-def check_level(level: float, caller: str, name: str) -> None:
-    """Raise ``ConfigError`` unless ``level`` is in ``[0, 10]``."""
-    if not is_number(level) or not 0 <= level <= MAX_LEVEL:
-        raise ConfigError(f"{caller}: {name} must be in [0, {MAX_LEVEL}], got {name}={level!r}.")
+def to_box_tensor(box: Box, device: torch.device, caller: str) -> Tensor:
+    """Convert ``box`` to int64 ``[boxes, 4]`` on ``device``.
+
+    Raises:
+        ConfigError: ``box`` has another shape or is not integral.
+    """
+    boxes = box if isinstance(box, Tensor) else torch.tensor(box)
+    if boxes.is_floating_point() or boxes.ndim not in (1, 2) or boxes.shape[-1] != 4:
+        raise ConfigError(f"{caller}: box must be integers (top, left, bottom, right), [4] or [batch, 4], got {box!r}.")
+    return boxes.reshape(-1, 4).to(device, torch.int64, non_blocking=True)
+
+
+def sample_boxes(
+    sides: tuple[Tensor, Tensor], size: tuple[int, int], placement: BoxPlacement, generator: torch.Generator
+) -> Tensor:
+    """Sample boxes at random positions, int64 ``[boxes, 4]`` on the generator's device, clipped at the border.
+
+    Args:
+        sides: heights and widths before clipping, int64 ``[boxes]``, on the generator's device.
+        size: height and width of the images.
+        placement: distribution of the positions.
+        generator: generator on any device.
+
+    Host sync: none.
+    """
+    starts, ends = [], []
+    for side, extent in zip(sides, size, strict=True):
+        if placement == "center":
+            low, count = -(side // 2), torch.full_like(side, extent)
+        elif placement == "even":
+            low, count = 1 - side, extent + side - 1
+        else:
+            low, count = torch.zeros_like(side), extent - side + 1
+        offset = torch.rand(side.shape, generator=generator, device=side.device) * count
+        # The product may round up to `count`.
+        start = low + torch.minimum(offset.long(), count - 1)
+        starts.append(start.clamp(0, extent))
+        ends.append((start + side).clamp(0, extent))
+    return torch.stack([*starts, *ends], dim=1)
+
+
+def box_mask(boxes: Tensor, size: tuple[int, int]) -> Tensor:
+    """Return the mask of the pixels inside each box, bool ``[boxes, 1, height, width]``."""
+    inside = []
+    for axis, extent in enumerate(size):
+        pixels = torch.arange(extent, device=boxes.device)
+        inside.append((pixels >= boxes[:, axis, None]) & (pixels < boxes[:, axis + 2, None]))
+    rows, columns = inside
+    return rearrange(rows, "n h -> n 1 h 1") & rearrange(columns, "n w -> n 1 1 w")
+
+
+def box_area_fraction(boxes: Tensor, size: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Return the fraction of the image that each box covers ``[boxes]``, without parts outside."""
+    covered = torch.ones(len(boxes), dtype=dtype, device=boxes.device)
+    for axis, extent in enumerate(size):
+        length = boxes[:, axis + 2].clamp(0, extent) - boxes[:, axis].clamp(0, extent)
+        covered = covered * length.clamp(min=0).to(dtype) / extent
+    return covered

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import hyperparameter
-from dtrain.state import TrainState
 from dtrain.transform import Transform
-from dtrain.transforms.batches.batch_transform import BatchKey, batch_transform, check_fraction, get_targets, replace_tensors
+from dtrain.transforms.batches.batch_transform import BatchKey, batch_transform, get_targets, replace_tensors
 from dtrain.transforms.batches.labels import check_num_classes, to_probabilities
 from dtrain.typing import Batch, Schedule
 
@@ -41,13 +41,17 @@ def smooth_labels(
 
     Source: Szegedy et al. 2016, arXiv:1512.00567, section 7.
     """
-    check_fraction(smoothing, "label_smoothing", "smoothing")
+    check_number("label_smoothing", "smoothing", smoothing, minimum=0, maximum=1)
     rows = to_probabilities(targets, num_classes, ignore_index=ignore_index, caller="label_smoothing")
     return torch.lerp(rows, rows.mean(dim=-1, keepdim=True).expand_as(rows), smoothing)
 
 
 def label_smoothing(
-    smoothing: float | Schedule = 0.1, *, num_classes: int | None = None, target_key: BatchKey = "y", ignore_index: int = -100
+    smoothing: float | Schedule = 0.1,
+    *,
+    num_classes: int | None = None,
+    target_key: BatchKey | None = None,
+    ignore_index: int = -100,
 ) -> Transform:
     """Train on smoothed targets: apply ``smooth_labels`` to each rank's batch. List it after ``mixup`` or ``cutmix``.
 
@@ -58,7 +62,7 @@ def label_smoothing(
     Args:
         smoothing: fraction in ``[0, 1]``, or a schedule.
         num_classes: number of classes; required for class indices.
-        target_key: key of the targets in the batch.
+        target_key: key of the targets; None takes ``"y"``, ``"labels"``, or the second entry of a tuple.
         ignore_index: index of ignored targets.
 
     Example:
@@ -76,14 +80,14 @@ def label_smoothing(
     smoothing_at = hyperparameter(smoothing, "label_smoothing: smoothing", "[0, 1]")
     check_num_classes(num_classes, "label_smoothing")
 
-    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
-        targets = get_targets(batch, target_key, "label_smoothing")
+    def smooth(batch: Batch, *, smoothing: float, generator: torch.Generator) -> Batch:
+        key, targets = get_targets(batch, target_key, "label_smoothing")
         if targets.is_floating_point() and targets.ndim < 2:
             raise ConfigError(
                 "label_smoothing: targets must be class indices (int64) or probabilities [batch, classes], "
-                f"got {targets.dtype} of shape {tuple(targets.shape)} at {target_key!r}."
+                f"got {targets.dtype} of shape {tuple(targets.shape)} at {key!r}."
             )
-        smoothed = smooth_labels(targets, smoothing_at(state.clock), num_classes=num_classes, ignore_index=ignore_index)
-        return replace_tensors(batch, {target_key: smoothed})
+        smoothed = smooth_labels(targets, smoothing, num_classes=num_classes, ignore_index=ignore_index)
+        return replace_tensors(batch, {key: smoothed})
 
-    return batch_transform(batch_fn, name="label_smoothing", hyperparameters=(smoothing_at,))
+    return batch_transform(smooth, name="label_smoothing", at_clock={"smoothing": smoothing_at})

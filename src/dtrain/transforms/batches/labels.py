@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
 
 
@@ -75,5 +76,5 @@ def check_class_indices(targets: Tensor, caller: str) -> None:
 
 def check_num_classes(num_classes: int | None, caller: str) -> None:
     """Raise ``ConfigError`` unless ``num_classes`` is None or an int of at least 1."""
-    if num_classes is not None and (type(num_classes) is not int or num_classes < 1):
-        raise ConfigError(f"{caller}: num_classes must be an int of at least 1, got {num_classes=}.")
+    if num_classes is not None:
+        check_int(caller, "num_classes", num_classes)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import hyperparameter
-from dtrain.state import TrainState
 from dtrain.transform import Transform
 from dtrain.transforms.batches.batch_transform import (
     BatchKey,
     batch_transform,
-    check_alpha,
+    get_inputs,
     get_targets,
-    get_tensor,
+    mix_rows,
     replace_tensors,
     require_generator,
     sample_beta,
@@ -24,44 +26,14 @@ from dtrain.transforms.batches.labels import check_num_classes, to_probabilities
 from dtrain.typing import Batch, Schedule
 
 
-def mix_samples(samples: Tensor, order: Tensor, coefficient: Tensor | float) -> Tensor:
-    """Mix each sample with the sample at its index in ``order``.
-
-    Formula: ``coefficient * samples + (1 - coefficient) * samples[order]``
-
-    Args:
-        samples: float ``[batch, *]``.
-        order: int64 ``[batch]``, on the device of ``samples``.
-        coefficient: value in ``[0, 1]``: a number, ``[]``, ``[1]`` for all samples, or ``[batch]``.
-
-    Example:
-        >>> import dtrain as dt
-        >>> samples, order = torch.tensor([0.0, 8.0]), torch.tensor([1, 0])
-        >>> dt.transforms.mix_samples(samples, order, 0.75)
-        tensor([2., 6.])
-
-    Raises:
-        ConfigError: ``samples`` is not floating-point.
-
-    Source: Zhang et al. 2018, arXiv:1710.09412, section 2.
-    """
-    if not samples.is_floating_point():
-        raise ConfigError(f"mix_samples: samples must be floating-point, got {samples.dtype}. Convert the samples first.")
-    others = samples.index_select(0, order)
-    if not isinstance(coefficient, Tensor):
-        return others.lerp_(samples, coefficient)
-    weight = coefficient.to(samples.device, samples.dtype, non_blocking=True)
-    return others.lerp_(samples, weight.reshape(-1, *(1,) * (samples.ndim - 1)))
-
-
 def mixup_batch(
     batch: Batch,
     *,
     num_classes: int | None = None,
     alpha: float = 0.2,
     per_sample: bool = False,
-    input_key: BatchKey = "x",
-    target_key: BatchKey = "y",
+    input_key: BatchKey | None = None,
+    target_key: BatchKey | None = None,
     ignore_index: int = -100,
     generator: torch.Generator | None = None,
     coefficient: Tensor | float | None = None,
@@ -81,8 +53,8 @@ def mixup_batch(
         num_classes: number of classes; required for class indices.
         alpha: parameter of the Beta distribution, >= 0; small values mix little, 0 does not mix.
         per_sample: if True, draw a coefficient per sample instead of one for the batch.
-        input_key: key of the inputs.
-        target_key: key of the targets.
+        input_key: key of the inputs; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
+        target_key: key of the targets; None takes ``"y"``, ``"labels"``, or the second entry of a tuple.
         ignore_index: class index of ignored targets; a mixture with another target keeps that target's fraction.
         generator: generator for ``coefficient`` and ``order`` if not given.
         coefficient: ``l``: a number, ``[]`` or ``[batch]``.
@@ -105,20 +77,19 @@ def mixup_batch(
 
     Source: Zhang et al. 2018, arXiv:1710.09412, section 2; ``alpha=0.2`` is the paper's value for ImageNet.
     """
-    check_alpha(alpha, "mixup")
-    x, y = get_tensor(batch, input_key, "mixup"), get_targets(batch, target_key, "mixup")
+    check_number("mixup", "alpha", alpha, minimum=0)
+    (input_key, x), (target_key, y) = get_inputs(batch, input_key, "mixup"), get_targets(batch, target_key, "mixup")
     if not x.is_floating_point():
         raise ConfigError(f"mixup: inputs must be floating-point, got {x.dtype} at {input_key!r}. Convert the inputs first.")
     dtype = torch.promote_types(x.dtype, torch.float32)
-    if coefficient is None:
-        beta_generator = require_generator(generator, "mixup", "coefficient= and order=")
-        coefficient = sample_beta(alpha, len(x) if per_sample else 1, beta_generator, x.device, dtype)
-    if order is None:
-        order = sample_permutation(len(x), require_generator(generator, "mixup", "coefficient= and order="), x.device)
+    if coefficient is None or order is None:
+        generator = require_generator(generator, "mixup", "coefficient= and order=")
+        if coefficient is None:
+            coefficient = sample_beta(alpha, len(x) if per_sample else 1, generator, x.device, dtype)
+        if order is None:
+            order = sample_permutation(len(x), generator, x.device)
     y = to_probabilities(y, num_classes, ignore_index=ignore_index, dtype=dtype, caller="mixup")
-    return replace_tensors(
-        batch, {input_key: mix_samples(x, order, coefficient), target_key: mix_samples(y, order, coefficient)}
-    )
+    return replace_tensors(batch, {input_key: mix_rows(x, order, coefficient), target_key: mix_rows(y, order, coefficient)})
 
 
 def mixup(
@@ -126,8 +97,8 @@ def mixup(
     *,
     num_classes: int | None = None,
     per_sample: bool = False,
-    input_key: BatchKey = "x",
-    target_key: BatchKey = "y",
+    input_key: BatchKey | None = None,
+    target_key: BatchKey | None = None,
     ignore_index: int = -100,
 ) -> Transform:
     """Train on mixtures of samples: apply ``mixup_batch`` to each rank's whole batch before the split into microbatches.
@@ -140,8 +111,8 @@ def mixup(
         alpha: parameter of the Beta distribution, >= 0, or a schedule.
         num_classes: number of classes; required for class indices.
         per_sample: if True, draw a coefficient per sample.
-        input_key: key of the inputs in the batch.
-        target_key: key of the targets.
+        input_key: key of the inputs; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
+        target_key: key of the targets; None takes ``"y"``, ``"labels"``, or the second entry of a tuple.
         ignore_index: class index of ignored targets.
 
     Example:
@@ -157,17 +128,12 @@ def mixup(
     """
     alpha_at = hyperparameter(alpha, "mixup: alpha", "[0, inf)")
     check_num_classes(num_classes, "mixup")
-
-    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
-        return mixup_batch(
-            batch,
-            num_classes=num_classes,
-            alpha=alpha_at(state.clock),
-            per_sample=per_sample,
-            input_key=input_key,
-            target_key=target_key,
-            ignore_index=ignore_index,
-            generator=generator,
-        )
-
-    return batch_transform(batch_fn, name="mixup", hyperparameters=(alpha_at,))
+    mix = partial(
+        mixup_batch,
+        num_classes=num_classes,
+        per_sample=per_sample,
+        input_key=input_key,
+        target_key=target_key,
+        ignore_index=ignore_index,
+    )
+    return batch_transform(mix, name="mixup", at_clock={"alpha": alpha_at})

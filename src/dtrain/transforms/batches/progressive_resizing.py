@@ -2,29 +2,22 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
+from functools import partial
 from typing import Literal, TypeAlias, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dtrain.arguments import check_choice, check_int, check_number
 from dtrain.clock import Clock
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import Hyperparameter, hyperparameter
+from dtrain.schedules.hyperparameter import hyperparameter
 from dtrain.state import TrainState
 from dtrain.transform import Transform
-from dtrain.transforms.batches.batch_transform import (
-    BatchKey,
-    batch_transform,
-    check_fraction,
-    host_random_for_step,
-    host_random_from,
-    map_images,
-    require_generator,
-)
+from dtrain.transforms.batches.batch_transform import BatchKey, batch_transform, get_image_batch, host_random, map_images
 from dtrain.transforms.batches.image_ops import from_unit_range, to_unit_range
 from dtrain.typing import Batch, Schedule, TransformState
 
@@ -37,7 +30,7 @@ def resize_batch(
     scale: float,
     size_increment: int = 4,
     mode: ResizeMode = "resize",
-    input_key: BatchKey = "x",
+    input_key: BatchKey | None = None,
     generator: torch.Generator | None = None,
     offset: tuple[int, int] | None = None,
 ) -> Batch:
@@ -53,7 +46,7 @@ def resize_batch(
         size_increment: sides are multiples of this number, which limits the number of different sizes.
         mode: ``"resize"`` is bilinear with antialiasing (Composer uses the nearest pixel, which aliases). ``"crop"`` cuts a
             part of this size, at the same position for the whole batch.
-        input_key: key of the images.
+        input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
         generator: CPU generator for ``offset`` if not given.
         offset: top and left of the crop.
 
@@ -73,16 +66,23 @@ def resize_batch(
     """
     _check(scale, size_increment, mode)
 
-    def start(room: tuple[int, int]) -> tuple[int, int]:
-        if offset is None:
-            return _sample_offset(
-                host_random_from(require_generator(generator, "resize_batch", "offset="), "resize_batch"), room
-            )
-        if not all(0 <= position <= limit for position, limit in zip(offset, room, strict=True)):
-            raise ConfigError(f"resize_batch: offset must be at least 0 and at most {room}, got {offset=}.")
-        return offset
+    def resize(images: Tensor) -> Tensor:
+        height, width = images.shape[-2:]
+        size = [side if scale == 1 else _scaled_side(side, scale, size_increment) for side in (height, width)]
+        if size == [height, width]:
+            return images
+        if mode == "crop":
+            limits = (height - size[0], width - size[1])
+            top, left = offset if offset is not None else _draw_offset(generator, limits)
+            if not (0 <= top <= limits[0] and 0 <= left <= limits[1]):
+                raise ConfigError(f"progressive_resizing: offset must be at least 0 and at most {limits}, got {offset=}.")
+            return images[..., top : top + size[0], left : left + size[1]]
+        if not len(images):
+            return images.new_empty((*images.shape[:2], *size))
+        unit = to_unit_range(images, "progressive_resizing")
+        return from_unit_range(F.interpolate(unit, size, mode="bilinear", antialias=True, align_corners=False), images.dtype)
 
-    return map_images(batch, input_key, "resize_batch", lambda images: _resize(images, scale, size_increment, mode, start))
+    return map_images(batch, input_key, "progressive_resizing", resize)
 
 
 def progressive_resizing(
@@ -93,7 +93,7 @@ def progressive_resizing(
     full: Duration | int | str = "0.8dur",
     size_increment: int = 4,
     mode: ResizeMode = "resize",
-    input_key: BatchKey = "x",
+    input_key: BatchKey | None = None,
 ) -> Transform:
     """Train on small images first, which is faster: apply ``resize_batch`` with a scale that grows during the run.
 
@@ -110,7 +110,7 @@ def progressive_resizing(
             (Composer's ``finetune_fraction``).
         size_increment: sides are multiples of this number.
         mode: ``"resize"`` or ``"crop"``; each rank draws the position of its crop.
-        input_key: key of the images.
+        input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
 
     Host sync: none.
 
@@ -145,18 +145,13 @@ def progressive_resizing(
         scale_at(state.clock)
         return {}
 
-    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
-        current_scale = scale_at(state.clock)
-        rng = host_random_for_step(state, "progressive_resizing")
-
-        def shrink(images: Tensor) -> Tensor:
-            return _resize(images, current_scale, size_increment, mode, lambda room: _sample_offset(rng, room))
-
-        return map_images(batch, input_key, "progressive_resizing", shrink)
-
-    hyperparameters = (scale_at,) if isinstance(scale_at, Hyperparameter) else ()
     return batch_transform(
-        batch_fn, name="progressive_resizing", image_key=input_key, init=init, hyperparameters=hyperparameters
+        partial(resize_batch, size_increment=size_increment, mode=mode, input_key=input_key),
+        name="progressive_resizing",
+        at_clock={"scale": scale_at},
+        check=partial(get_image_batch, key=input_key, caller="progressive_resizing"),
+        host_generator=True,
+        init=init,
     )
 
 
@@ -178,43 +173,16 @@ def linear_growth(initial: float, delay: Duration, full: Duration) -> Callable[[
     return scale
 
 
-def _resize(
-    images: Tensor,
-    scale: float,
-    size_increment: int,
-    mode: ResizeMode,
-    start: Callable[[tuple[int, int]], tuple[int, int]],
-) -> Tensor:
-    full_size = (images.shape[-2], images.shape[-1])
-    size = _target_side(full_size[0], scale, size_increment), _target_side(full_size[1], scale, size_increment)
-    if size == full_size:
-        return images
-    if mode == "crop":
-        top, left = start((full_size[0] - size[0], full_size[1] - size[1]))
-        return images[..., top : top + size[0], left : left + size[1]]
-    if not len(images):
-        return images.new_empty((*images.shape[:2], *size))
-    small = F.interpolate(
-        to_unit_range(images, "resize_batch"), size=size, mode="bilinear", antialias=True, align_corners=False
-    )
-    return from_unit_range(small, images.dtype)
-
-
-def _target_side(side: int, scale: float, increment: int) -> int:
-    if scale == 1:
-        return side
+def _scaled_side(side: int, scale: float, increment: int) -> int:
     return min(side, max(increment, increment * round(scale * side / increment)))
 
 
-def _sample_offset(rng: random.Random, room: tuple[int, int]) -> tuple[int, int]:
-    return rng.randint(0, room[0]), rng.randint(0, room[1])
+def _draw_offset(generator: torch.Generator | None, limits: tuple[int, int]) -> tuple[int, int]:
+    rng = host_random(generator, "progressive_resizing", "offset=")
+    return rng.randint(0, limits[0]), rng.randint(0, limits[1])
 
 
 def _check(scale: float, size_increment: int, mode: str) -> None:
-    check_fraction(scale, "progressive_resizing", "scale")
-    if scale == 0:
-        raise ConfigError("progressive_resizing: scale must be above 0, got scale=0.")
-    if type(size_increment) is not int or size_increment < 1:
-        raise ConfigError(f"progressive_resizing: size_increment must be an int of at least 1, got {size_increment=}.")
-    if mode not in get_args(ResizeMode):
-        raise ConfigError(f"progressive_resizing: mode must be one of {', '.join(get_args(ResizeMode))}, got {mode!r}.")
+    check_number("progressive_resizing", "scale", scale, above=0, maximum=1)
+    check_int("progressive_resizing", "size_increment", size_increment)
+    check_choice("progressive_resizing", "mode", mode, get_args(ResizeMode))

@@ -2,30 +2,21 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from dtrain.errors import ConfigError
+from dtrain.arguments import check_int, check_number
 from dtrain.schedules.hyperparameter import hyperparameter
-from dtrain.state import TrainState
 from dtrain.transform import Transform
-from dtrain.transforms.batches.batch_transform import (
-    BatchKey,
-    batch_transform,
-    host_random_for_step,
-    host_random_from,
-    map_images,
-    require_generator,
-)
+from dtrain.transforms.batches.batch_transform import BatchKey, batch_transform, get_image_batch, host_random, map_images
 from dtrain.transforms.batches.image_ops import (
     IMAGE_OPERATIONS,
+    MAX_LEVEL,
     Chain,
     apply_chains,
-    check_chains,
-    check_level,
     check_operations,
     from_unit_range,
     to_unit_range,
@@ -43,7 +34,7 @@ def rand_augment_batch(
     depth: int = 2,
     operations: Sequence[str] = RAND_AUGMENT_OPERATIONS,
     fill: float = 0.5,
-    input_key: BatchKey = "x",
+    input_key: BatchKey | None = None,
     generator: torch.Generator | None = None,
     chains: Sequence[Chain] | None = None,
 ) -> Batch:
@@ -64,7 +55,7 @@ def rand_augment_batch(
         depth: operations per image, at least 1.
         operations: names of the operations to draw from.
         fill: value of pixels beside a moved image; gray by default.
-        input_key: key of the images.
+        input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
         generator: CPU generator for ``chains`` if not given; the choices on the host select kernels.
         chains: operations with amounts, per image.
 
@@ -84,16 +75,19 @@ def rand_augment_batch(
     Source: Cubuk et al. 2020, arXiv:1909.13719, section 3, magnitude and depth as for ResNet-50 in section 4; ranges of
         AutoAugment, arXiv:1805.09501.
     """
-    _check(magnitude, depth, operations)
+    check_number("rand_augment", "magnitude", magnitude, minimum=0, maximum=MAX_LEVEL)
+    _check(depth, operations)
 
-    def draw(count: int) -> Sequence[Chain]:
-        if chains is not None:
-            check_chains(chains, count, "rand_augment")
-            return chains
-        rng = host_random_from(require_generator(generator, "rand_augment", "chains="), "rand_augment")
-        return _sample_chains(count, magnitude, depth, operations, rng)
+    def augment(images: Tensor) -> Tensor:
+        drawn = chains
+        if drawn is None:
+            rng = host_random(generator, "rand_augment", "chains=")
+            names = [[rng.choice(operations) for _ in range(depth)] for _ in images]
+            drawn = [[(name, IMAGE_OPERATIONS[name].amount(magnitude, rng)) for name in chain] for chain in names]
+        unit = apply_chains(to_unit_range(images, "rand_augment"), drawn, fill, caller="rand_augment")
+        return from_unit_range(unit, images.dtype)
 
-    return map_images(batch, input_key, "rand_augment", lambda images: _augment(images, draw, fill))
+    return map_images(batch, input_key, "rand_augment", augment)
 
 
 def rand_augment(
@@ -102,7 +96,7 @@ def rand_augment(
     depth: int = 2,
     operations: Sequence[str] = RAND_AUGMENT_OPERATIONS,
     fill: float = 0.5,
-    input_key: BatchKey = "x",
+    input_key: BatchKey | None = None,
 ) -> Transform:
     """Train on augmented images: apply ``rand_augment_batch`` to each rank's whole batch, on its device.
 
@@ -113,7 +107,7 @@ def rand_augment(
         depth: operations per image.
         operations: names of the operations to draw from.
         fill: value of pixels beside a moved image.
-        input_key: key of the images.
+        input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
 
     Host sync: none; the host draws the choices from the run's seed, the step and the data-parallel rank.
 
@@ -130,35 +124,16 @@ def rand_augment(
     Source: Cubuk et al. 2020, arXiv:1909.13719, section 3.
     """
     magnitude_at = hyperparameter(magnitude, "rand_augment: magnitude", "[0, 10]")
-    _check(0, depth, operations)
-
-    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
-        strength = magnitude_at(state.clock)
-        rng = host_random_for_step(state, "rand_augment")
-
-        def draw(count: int) -> Sequence[Chain]:
-            return _sample_chains(count, strength, depth, operations, rng)
-
-        return map_images(batch, input_key, "rand_augment", lambda images: _augment(images, draw, fill))
-
-    return batch_transform(batch_fn, name="rand_augment", image_key=input_key, hyperparameters=(magnitude_at,))
+    _check(depth, operations)
+    return batch_transform(
+        partial(rand_augment_batch, depth=depth, operations=operations, fill=fill, input_key=input_key),
+        name="rand_augment",
+        at_clock={"magnitude": magnitude_at},
+        check=partial(get_image_batch, key=input_key, caller="rand_augment"),
+        host_generator=True,
+    )
 
 
-def _augment(images: Tensor, draw: Callable[[int], Sequence[Chain]], fill: float) -> Tensor:
-    unit = to_unit_range(images, "rand_augment")
-    return from_unit_range(apply_chains(unit, draw(len(images)), fill), images.dtype)
-
-
-def _sample_chains(count: int, magnitude: float, depth: int, operations: Sequence[str], rng: random.Random) -> list[Chain]:
-    def sample_operation() -> tuple[str, float]:
-        name = rng.choice(operations)
-        return name, IMAGE_OPERATIONS[name].amount(magnitude, rng)
-
-    return [[sample_operation() for _ in range(depth)] for _ in range(count)]
-
-
-def _check(magnitude: float, depth: int, operations: Sequence[str]) -> None:
-    check_level(magnitude, "rand_augment", "magnitude")
+def _check(depth: int, operations: Sequence[str]) -> None:
+    check_int("rand_augment", "depth", depth)
     check_operations(operations, "rand_augment")
-    if type(depth) is not int or depth < 1:
-        raise ConfigError(f"rand_augment: depth must be an int of at least 1, got {depth=}.")

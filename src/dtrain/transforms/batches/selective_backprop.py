@@ -10,10 +10,11 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from dtrain.arguments import check_number
 from dtrain.batch import BatchSpec, FailedBatch, check_microbatch_size, count_samples_and_tokens, select_samples, to_device
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.timeout_report import report_missing_ranks
-from dtrain.durations import Duration
+from dtrain.durations import Duration, parse_window
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import hyperparameter
 from dtrain.shard.buffers import BufferSnapshot
@@ -67,7 +68,7 @@ def select_by_loss(
 
     Source: Jiang et al. 2019, arXiv:1910.00762, section 3; drawing by keys, Efraimidis and Spirakis 2006.
     """
-    _check_keep("select_by_loss", keep)
+    check_number("select_by_loss", "keep", keep, above=0, maximum=1)
     if losses.ndim != 1:
         raise ConfigError(f"select_by_loss: losses must be [n], one per sample, got shape {tuple(losses.shape)}.")
     if (generator is None) == (uniforms is None):
@@ -82,7 +83,9 @@ def select_by_loss(
     percentiles = (torch.searchsorted(ordered.sort().values, ordered) + 0.5).double() / count
     # Compare the logarithm of the key -log(uniform) / chance, because a chance may underflow in float64.
     keys = (-uniforms.double().log()).log() - (1.0 / keep - 1.0) * percentiles.log()
-    return torch.argsort(keys, stable=True)[: _num_kept(count, keep)].sort().values
+    # The subtrahend corrects a rounding: 0.9 * 10 is slightly more than 9.
+    kept = max(math.ceil(keep * count - 1e-9), min(count, 1))
+    return torch.argsort(keys, stable=True)[:kept].sort().values
 
 
 def selective_backprop(
@@ -165,10 +168,10 @@ def _active_window(
     start: Duration | int | str, end: Duration | int | str | None, interrupt: Duration | int | str | None
 ) -> Callable[[TrainState], bool]:
     """Return a predicate of the state: True if the next step selects samples. The result is the same on all ranks."""
-    first = Duration.parse(start, allow_zero=True)
-    last, full_batch = (None if length is None else Duration.parse(length) for length in (end, interrupt))
-    if last is not None and first.unit == last.unit and first.value >= last.value:
-        raise ConfigError(f"selective_backprop: start must be before end, got start={str(first)!r}, end={str(last)!r}.")
+    first, last = Duration.parse(start, allow_zero=True), None
+    if end is not None:
+        first, last = parse_window(_NAME, start, end)
+    full_batch = None if interrupt is None else Duration.parse(interrupt)
 
     def active(state: TrainState) -> bool:
         clock = state.clock
@@ -248,13 +251,3 @@ def _forward_only(model: nn.Module) -> Iterator[None]:
         if not unsharded:
             reshard(model)
         buffers.restore()
-
-
-def _num_kept(count: int, keep: float) -> int:
-    """Return ``ceil(keep * count)``, tolerant to rounding, and at least 1 if ``count`` is not 0."""
-    return max(math.ceil(keep * count - 1e-9), min(count, 1))
-
-
-def _check_keep(caller: str, keep: float) -> None:
-    if not 0 < keep <= 1:
-        raise ConfigError(f"{caller}: keep must be in (0, 1], got {keep=}.")

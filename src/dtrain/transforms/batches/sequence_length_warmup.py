@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from einops import rearrange
 from torch import Tensor
 
+from dtrain.arguments import check_int
 from dtrain.clock import Clock
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import Hyperparameter, hyperparameter
-from dtrain.state import TrainState
+from dtrain.schedules.hyperparameter import hyperparameter
 from dtrain.transform import Transform
-from dtrain.transforms.batches.batch_transform import batch_transform
+from dtrain.transforms.batches.batch_transform import BatchKey, batch_transform, get_inputs
 from dtrain.typing import Batch, Schedule, is_tensordict
+
+_NAME = "sequence_length_warmup"
 
 
 def shorten_batch(
@@ -26,7 +28,7 @@ def shorten_batch(
     *,
     truncate: bool = True,
     keep_end: bool = False,
-    input_key: str = "input_ids",
+    input_key: BatchKey | None = None,
     mask_key: str = "attention_mask",
     axes: Mapping[str, Sequence[int]] | None = None,
 ) -> Batch:
@@ -42,7 +44,8 @@ def shorten_batch(
         truncate: if True, drop the rest of a sequence; if False, split a sequence into several samples.
         keep_end: if True, the last token of the sequence (the end-of-sequence token) replaces the last token of the truncated
             sequence, together with its label, mask and all other truncated tensors.
-        input_key: key of the tensor ``[batch, seq, ...]`` that defines the sequence length.
+        input_key: key of the tensor ``[batch, seq, ...]`` that defines the sequence length; None takes ``"x"`` or
+            ``"input_ids"``.
         mask_key: key of a tensor ``[batch, seq]`` that is nonzero at tokens; without this key sequences are full.
         axes: sequence axes by key, ``{"scores": (2,)}``; an empty tuple leaves a tensor unchanged. By default axis 1 of every
             tensor whose axis 1 is as long as that of ``input_key``, the last axis of a mask of keys ``[batch, 1, 1, seq]``, and
@@ -71,19 +74,20 @@ def shorten_batch(
 
     Source: Li et al. 2021, arXiv:2108.06084, section 4 (truncation).
     """
-    _check_length(length)
-    _check_keep_end(keep_end, truncate=truncate, caller="shorten_batch")
+    check_int(_NAME, "length", length)
+    _check_keep_end(keep_end, truncate=truncate)
     if not isinstance(batch, Mapping) and not is_tensordict(batch):
-        raise ConfigError(f"shorten_batch: batch must be a mapping of tensors, got a {type(batch).__name__}.")
-    along = _sequence_axes(batch, input_key, axes)
-    full = batch[input_key].shape[along[input_key][0]]
+        raise ConfigError(f"{_NAME}: batch must be a mapping of tensors, got a {type(batch).__name__}.")
+    key, inputs = get_inputs(batch, input_key, _NAME)
+    along = _sequence_axes(batch, str(key), inputs, axes or {})
+    full = inputs.shape[along[str(key)][0]]
     if length >= full:
         return batch
     if not truncate:
         return _with_tensors(batch, _split_into_pieces(batch, along, full, length))
     if not keep_end:
         return _with_tensors(batch, {key: _narrow(batch[key], dims, length) for key, dims in along.items()})
-    positions = _kept_positions(batch, batch[input_key], mask_key, full, length)
+    positions = _kept_positions(batch, inputs, mask_key, full, length)
     return _with_tensors(batch, {key: _take_positions(batch[key], dims, positions) for key, dims in along.items()})
 
 
@@ -96,7 +100,7 @@ def sequence_length_warmup(
     step_size: int = 8,
     truncate: bool = True,
     keep_end: bool = False,
-    input_key: str = "input_ids",
+    input_key: BatchKey | None = None,
     mask_key: str = "attention_mask",
     axes: Mapping[str, Sequence[int]] | None = None,
 ) -> Transform:
@@ -119,7 +123,7 @@ def sequence_length_warmup(
         step_size: lengths are multiples of this number; 8 suits matrix units.
         truncate: as in ``shorten_batch``, and so are the following arguments.
         keep_end: if True, keep the last token of a truncated sequence.
-        input_key: key of the tensor that defines the sequence length.
+        input_key: key of the tensor that defines the sequence length; None takes ``"x"`` or ``"input_ids"``.
         mask_key: key of the token mask, for ``keep_end``.
         axes: sequence axes by key.
 
@@ -136,109 +140,82 @@ def sequence_length_warmup(
 
     Source: Li et al. 2021, arXiv:2108.06084, section 4; lengths and duration as in MosaicML Composer if the paper gives none.
     """
-    _check_keep_end(keep_end, truncate=truncate, caller=_NAME)
-    ramp = LengthRamp(duration=Duration.parse(duration), min_length=min_length, max_length=max_length, step_size=step_size)
-    scheduled = None if length is None else _length_hyperparameter(length)
-
-    def batch_fn(batch: Batch, state: TrainState, generator: torch.Generator) -> Batch:
-        tokens = ramp(state.clock) if scheduled is None else math.floor(scheduled(state.clock))
-        return shorten_batch(
-            batch, tokens, truncate=truncate, keep_end=keep_end, input_key=input_key, mask_key=mask_key, axes=axes
-        )
-
-    return batch_transform(batch_fn, name=_NAME, hyperparameters=() if scheduled is None else (scheduled,))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LengthRamp:
-    """A length that grows from ``min_length`` to ``max_length`` during ``duration``; see ``sequence_length_warmup``.
-
-    Example:
-        >>> length = LengthRamp(duration=Duration.parse(100), min_length=8, max_length=72, step_size=8)
-        >>> [length(Clock(step=step)) for step in (0, 12, 13, 50, 99, 100)]
-        [8, 8, 16, 40, 64, 72]
-    """
-
-    duration: Duration
-    min_length: int
-    max_length: int
-    step_size: int
-
-    def __post_init__(self) -> None:
-        sizes = (self.min_length, self.max_length, self.step_size)
-        if not all(type(size) is int for size in sizes) or not 1 <= self.min_length <= self.max_length or self.step_size < 1:
-            raise ConfigError(
-                f"{_NAME}: lengths must be ints with 1 <= min_length <= max_length and step_size >= 1, got "
-                f"min_length={self.min_length!r}, max_length={self.max_length!r}, step_size={self.step_size!r}."
-            )
-
-    def __call__(self, clock: Clock) -> int:
-        """Return the length of the step that begins at ``clock``."""
-        if clock.reached(self.duration):
-            return self.max_length
-        exact = self.min_length + (self.max_length - self.min_length) * min(1.0, self._elapsed_fraction(clock))
-        return max(self.min_length, math.floor(exact) // self.step_size * self.step_size)
-
-    def _elapsed_fraction(self, clock: Clock) -> float:
-        """Return the elapsed fraction of the duration."""
-        steps = clock.run.steps_per_epoch if clock.run is not None else None
-        if self.duration.unit == "ep" and steps is not None:
-            return (clock.epoch + min(clock.step_in_epoch, steps) / steps) / self.duration.value
-        return clock.count(self.duration.unit) / self.duration.value
-
-
-_NAME = "sequence_length_warmup"
-
-
-def _length_hyperparameter(length: Schedule) -> Hyperparameter:
-    if not callable(length):
+    _check_keep_end(keep_end, truncate=truncate)
+    ramp = length_ramp(Duration.parse(duration), min_length, max_length, step_size)
+    if length is not None and not callable(length):
         raise ConfigError(
             f"{_NAME}: length must be a function of the step, got {length!r}. For a fixed length use max_length=."
         )
-    return hyperparameter(length, f"{_NAME}: length", "[1, inf)")
+    length_at = ramp if length is None else hyperparameter(length, f"{_NAME}: length", "[1, inf)")
+
+    def shorten(batch: Batch, *, length: float, generator: torch.Generator) -> Batch:
+        return shorten_batch(
+            batch,
+            math.floor(length),
+            truncate=truncate,
+            keep_end=keep_end,
+            input_key=input_key,
+            mask_key=mask_key,
+            axes=axes,
+        )
+
+    return batch_transform(shorten, name=_NAME, at_clock={"length": length_at})
 
 
-def _check_length(length: int) -> None:
-    if type(length) is not int or length < 1:
-        raise ConfigError(f"shorten_batch: length must be an int of at least 1, got {length!r}.")
+def length_ramp(duration: Duration, min_length: int, max_length: int, step_size: int) -> Callable[[Clock], float]:
+    """Return the length as a function of the clock: from ``min_length`` to ``max_length`` during ``duration``.
+
+    Example:
+        >>> length = length_ramp(Duration.parse(100), 8, 72, 8)
+        >>> [length(Clock(step=step)) for step in (0, 12, 13, 50, 99, 100)]
+        [8, 8, 16, 40, 64, 72]
+
+    Raises:
+        ConfigError: a length is not an int of at least 1, or ``max_length`` is below ``min_length``.
+    """
+    check_int(_NAME, "min_length", min_length)
+    check_int(_NAME, "max_length", max_length, minimum=min_length)
+    check_int(_NAME, "step_size", step_size)
+
+    def length(clock: Clock) -> float:
+        if clock.reached(duration):
+            return max_length
+        elapsed, steps = clock.count(duration.unit), clock.run.steps_per_epoch if clock.run is not None else None
+        if duration.unit == "ep" and steps is not None:
+            elapsed += min(clock.step_in_epoch, steps) / steps
+        exact = min_length + (max_length - min_length) * min(1.0, elapsed / duration.value)
+        return max(min_length, math.floor(exact) // step_size * step_size)
+
+    return length
 
 
-def _check_keep_end(keep_end: bool, *, truncate: bool, caller: str) -> None:
+def _check_keep_end(keep_end: bool, *, truncate: bool) -> None:
     if keep_end and not truncate:
         raise ConfigError(
-            f"{caller}: keep_end must be False with truncate=False, got True. Pieces include the end of the sequence."
+            f"{_NAME}: keep_end must be False with truncate=False, got True. Pieces include the end of the sequence."
         )
 
 
-def _sequence_axes(batch: Any, input_key: str, axes: Mapping[str, Sequence[int]] | None) -> dict[str, tuple[int, ...]]:
+def _sequence_axes(batch: Any, input_key: str, inputs: Tensor, axes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
     """Return the sequence axes of each tensor that has a sequence, by key."""
     keys = list(batch.keys())
-    if input_key not in keys or not isinstance(batch[input_key], Tensor) or batch[input_key].ndim < 2:
-        raise ConfigError(
-            f"shorten_batch: the batch must have a tensor [batch, seq] at input_key={input_key!r}, "
-            f"got {sorted(map(str, keys))}."
-        )
-    axes = axes or {}
     unknown = [key for key in axes if key not in keys]
     if unknown:
-        raise ConfigError(f"shorten_batch: keys of axes must be in the batch {sorted(map(str, keys))}, got {unknown[0]!r}.")
+        raise ConfigError(f"{_NAME}: keys of axes must be in the batch {sorted(map(str, keys))}, got {unknown[0]!r}.")
     own = axes.get(input_key, (1,))
-    full = batch[input_key].shape[own[0]] if own and _is_valid_axes(own, batch[input_key]) else None
+    full = inputs.shape[own[0]] if own and _is_valid_axes(own, inputs) else None
     for key, along in {input_key: own, **axes}.items():
         value = batch[key]
         if full is None or not _is_valid_axes(along, value) or any(value.shape[axis] != full for axis in along):
             shape = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
             expected = "be sequence axes" if full is None else f"have the length {full}"
             raise ConfigError(
-                f"shorten_batch: the axes of {key!r} must {expected}, got {along!r} of {shape}. Give one or two axes after the "
+                f"{_NAME}: the axes of {key!r} must {expected}, got {along!r} of {shape}. Give one or two axes after the "
                 "batch axis 0, as in (1,)."
             )
     assert full is not None
-    by_key = {
-        input_key: own,
-        **{key: axes[key] if key in axes else _default_axes(batch[key], full) for key in keys if key != input_key},
-    }
-    return {key: tuple(along) for key, along in by_key.items() if along}
+    others = {key: axes[key] if key in axes else _default_axes(batch[key], full) for key in keys if key != input_key}
+    return {key: tuple(along) for key, along in {input_key: own, **others}.items() if along}
 
 
 def _is_valid_axes(along: object, value: object) -> bool:
@@ -266,18 +243,18 @@ def _narrow(tensor: Tensor, along: tuple[int, ...], length: int) -> Tensor:
     return tensor.contiguous()
 
 
-def _kept_positions(batch: Any, like: Tensor, mask_key: str, full: int, length: int) -> Tensor:
+def _kept_positions(batch: Any, inputs: Tensor, mask_key: str, full: int, length: int) -> Tensor:
     """Return the kept positions ``[batch, length]``: the first positions; the last position may move to the end."""
-    positions = torch.arange(length, device=like.device).repeat(like.shape[0], 1)
+    positions = torch.arange(length, device=inputs.device).repeat(len(inputs), 1)
     # A TensorDict does not support `in`.
     if mask_key in batch.keys():  # noqa: SIM118
         is_token = batch[mask_key] != 0
-        if tuple(is_token.shape) != (len(like), full):
+        if tuple(is_token.shape) != (len(inputs), full):
             raise ConfigError(
-                f"shorten_batch: the mask at mask_key={mask_key!r} must be [batch, seq] with keep_end, "
+                f"{_NAME}: the mask at mask_key={mask_key!r} must be [batch, seq] with keep_end, "
                 f"got {list(is_token.shape)}. Give another mask_key, or a key that is not in the batch for full sequences."
             )
-        end = torch.where(is_token, torch.arange(full, device=like.device), 0).amax(1)
+        end = torch.where(is_token, torch.arange(full, device=inputs.device), 0).amax(1)
     else:
         end = torch.full_like(positions[:, 0], full - 1)
     positions[:, -1] = end.clamp(min=length - 1)
@@ -301,20 +278,25 @@ def _split_into_pieces(batch: Any, along: dict[str, tuple[int, ...]], full: int,
         if shape and (has_no_axis or shape[0] != samples):
             expected = "have a sequence axis" if has_no_axis else f"have {samples} samples"
             raise ConfigError(
-                f"shorten_batch: {key!r} must {expected} with truncate=False, got {shape}. Use truncate=True, or remove the "
+                f"{_NAME}: {key!r} must {expected} with truncate=False, got {shape}. Use truncate=True, or remove the "
                 "entry from the batch."
             )
     count = full // length
-    pieces = {}
-    for key, axes in along.items():
-        tensor = batch[key]
-        for axis in sorted(axes, reverse=True):
-            tensor = tensor.narrow(axis, 0, count * length).unflatten(axis, (count, length))
-        first, *second = sorted(axes)
-        # Keep the diagonal blocks of a mask of pairs: the pairs within one piece.
-        tensor = torch.diagonal(tensor, dim1=first, dim2=second[0] + 1).movedim(-1, 1) if second else tensor.movedim(first, 1)
-        pieces[key] = tensor.flatten(0, 1).contiguous()
-    return pieces
+    return {key: _pieces(_narrow(batch[key], axes, count * length), axes, length).contiguous() for key, axes in along.items()}
+
+
+def _pieces(tensor: Tensor, axes: tuple[int, ...], length: int) -> Tensor:
+    names = [f"a{axis}" for axis in range(tensor.ndim)]
+    split = list(names)
+    for axis in axes:
+        split[axis] = f"(p{axis} {names[axis]})"
+    sizes = {names[axis]: length for axis in axes}
+    first, *second = sorted(axes)
+    if not second:
+        return rearrange(tensor, f"{' '.join(split)} -> (a0 p{first}) {' '.join(names[1:])}", **sizes)
+    # Keep the diagonal blocks of a mask of pairs: the pairs within one piece.
+    blocks = rearrange(tensor, f"{' '.join(split)} -> a0 {' '.join(names[1:])} p{first} p{second[0]}", **sizes)
+    return rearrange(blocks.diagonal(dim1=-2, dim2=-1), f"{' '.join(names)} pieces -> (a0 pieces) {' '.join(names[1:])}")
 
 
 def _with_tensors(batch: Any, tensors: dict[str, Tensor]) -> Batch:

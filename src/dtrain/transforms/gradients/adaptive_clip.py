@@ -1,47 +1,19 @@
-"""Adaptive gradient clipping (AGC): clip each unit's gradient relative to the norm of the unit's weights.
-
-``unit_sums`` computes sums per unit, the weights of one output of a layer, also for units that are sharded over ranks.
-"""
+"""Adaptive gradient clipping (AGC): clip each unit's gradient relative to the norm of the unit's weights."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from dtrain.dtensor import all_reduce_partial_, to_local
+from dtrain.arguments import check_number
+from dtrain.dtensor import to_local
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import hyperparameter, is_number
-from dtrain.state import TrainState
-from dtrain.transform import Transform, UpdateFn
-from dtrain.typing import Metrics, Params, Schedule
-
-
-def unit_dims(tensor: Tensor) -> tuple[int, ...]:
-    """Return the dims of one unit: all dims but the first (the outputs), or all dims of a vector or scalar."""
-    return tuple(range(1, tensor.ndim)) if tensor.ndim > 1 else tuple(range(tensor.ndim))
-
-
-def unit_sums(tensors: Sequence[Tensor], of_shard: Callable[[Tensor, tuple[int, ...]], Tensor]) -> list[Tensor]:
-    """Return each tensor's sums over units, broadcastable to this rank's shard: the dims of a unit have size 1.
-
-    Args:
-        tensors: plain tensors or DTensors.
-        of_shard: function ``(shard, dims) -> sums`` that keeps the dims.
-
-    Collective: one all-reduce per mesh axis that shards units; whole rows need none.
-    """
-    dims = [unit_dims(tensor) for tensor in tensors]
-    sums = [of_shard(to_local(tensor), over) for tensor, over in zip(tensors, dims, strict=True)]
-    all_reduce_partial_(sums, tensors, dims)
-    return sums
-
-
-def sum_dtype(shard: Tensor) -> torch.dtype:
-    """Return the dtype for sums over ``shard``: at least float32."""
-    return torch.promote_types(shard.dtype, torch.float32)
+from dtrain.schedules.hyperparameter import hyperparameter
+from dtrain.transform import Transform
+from dtrain.transforms.gradients.grad_transform import grad_transform, sum_dtype, unit_sums
+from dtrain.typing import Params, Schedule
 
 
 def clip_grad_adaptive_(params: Params, clipping: float = 0.01, *, eps: float = 1e-3) -> None:
@@ -75,7 +47,9 @@ def clip_grad_adaptive_(params: Params, clipping: float = 0.01, *, eps: float = 
 
     Source: Brock et al. 2021, arXiv:2102.06171, section 4; vectors as one unit as in the paper's own code.
     """
-    _check("clip_grad_adaptive_", clipping, eps)
+    if not clipping > 0:
+        raise ConfigError(f"clip_grad_adaptive_: clipping must be positive, got {clipping=}.")
+    check_number("clip_grad_adaptive_", "eps", eps, above=0)
     with_grad = [param for param in params.values() if param.grad is not None]
     grads = [param.grad for param in with_grad if param.grad is not None]
     with torch.no_grad():
@@ -108,7 +82,7 @@ def adaptive_clip(clipping: float | Schedule = 0.01, *, eps: float = 1e-3) -> Tr
         >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
         >>> step = dt.compose_step(loss_fn, [dt.transforms.adaptive_clip(0.1)])
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        >>> state, _ = step(state, torch.tensor([[6.0, 8.0]]))  # the norm 10 is update_fn to 0.1 * 5
+        >>> state, _ = step(state, torch.tensor([[6.0, 8.0]]))  # the norm 10 is clipped to 0.1 * 5
         >>> [round(value, 4) for value in model.weight[0].tolist()]
         [2.7, 3.6]
 
@@ -118,26 +92,11 @@ def adaptive_clip(clipping: float | Schedule = 0.01, *, eps: float = 1e-3) -> Tr
     Source: Brock et al. 2021, arXiv:2102.06171, section 4.
     """
     clipping_at = hyperparameter(clipping, "adaptive_clip: clipping", "(0, inf]")
-    _check("adaptive_clip", 1.0, eps)
-
-    def update(inner: UpdateFn) -> UpdateFn:
-        def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            clip_grad_adaptive_(state.params, clipping_at(state.clock), eps=eps)
-            return inner(state, metrics)
-
-        return update_fn
-
-    return Transform(name="adaptive_clip", update=update, hyperparameters=(clipping_at,))
+    check_number("adaptive_clip", "eps", eps, above=0)
+    return grad_transform(partial(clip_grad_adaptive_, eps=eps), name="adaptive_clip", at_clock={"clipping": clipping_at})
 
 
 def _squared_norms(shard: Tensor, dims: tuple[int, ...]) -> Tensor:
     wide = sum_dtype(shard)
     norms: Tensor = torch.linalg.vector_norm(shard, dim=dims, keepdim=True, dtype=wide) if dims else shard.to(wide)
     return norms.square()
-
-
-def _check(caller: str, clipping: float, eps: float) -> None:
-    if not clipping > 0:
-        raise ConfigError(f"{caller}: clipping must be positive, got {clipping=}.")
-    if not is_number(eps) or not 0 < eps < math.inf:
-        raise ConfigError(f"{caller}: eps must be finite and above 0, got {eps=}.")

@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from dtrain.dtensor import to_local
-from dtrain.state import TrainState
-from dtrain.transform import Transform, UpdateFn
-from dtrain.transforms.gradients.adaptive_clip import sum_dtype, unit_sums
-from dtrain.typing import Metrics, Params
+from dtrain.transform import Transform
+from dtrain.transforms.gradients.grad_transform import grad_transform, sum_dtype, unit_sums
+from dtrain.typing import Params
 
 
 def centralize_gradients_(params: Params) -> None:
@@ -69,15 +68,7 @@ def centralize_gradients() -> Transform:
 
     Source: Yong et al. 2020, arXiv:2004.01461, section 3.
     """
-
-    def update(inner: UpdateFn) -> UpdateFn:
-        def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            centralize_gradients_(state.params)
-            return inner(state, metrics)
-
-        return update_fn
-
-    return Transform(name="centralize_gradients", update=update)
+    return grad_transform(centralize_gradients_, name="centralize_gradients")
 
 
 def _sum_over_dims(shard: Tensor, dims: tuple[int, ...]) -> Tensor:

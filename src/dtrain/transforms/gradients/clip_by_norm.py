@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-
-from dtrain.errors import ConfigError
+from dtrain.arguments import check_number
 from dtrain.schedules.hyperparameter import hyperparameter
 from dtrain.state import TrainState
 from dtrain.step.optimizer import clip_grad_norm_
@@ -43,8 +41,7 @@ def clip_by_norm(max_norm: float | Schedule, *, eps: float = 1e-6) -> Transform:
     Source: Pascanu et al. 2013, arXiv:1211.5063, section 3.2.
     """
     limit = hyperparameter(max_norm, "clip_by_norm: max_norm", "(0, inf]")
-    if not isinstance(eps, int | float) or not 0 <= eps < math.inf:
-        raise ConfigError(f"clip_by_norm: eps must be finite and at least 0, got {eps=}.")
+    check_number("clip_by_norm", "eps", eps, minimum=0)
 
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:

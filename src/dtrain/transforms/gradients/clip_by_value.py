@@ -7,9 +7,9 @@ import torch
 from dtrain.dtensor import to_local
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import hyperparameter
-from dtrain.state import TrainState
-from dtrain.transform import Transform, UpdateFn
-from dtrain.typing import Metrics, Params, Schedule
+from dtrain.transform import Transform
+from dtrain.transforms.gradients.grad_transform import grad_transform
+from dtrain.typing import Params, Schedule
 
 
 def clip_grad_value_(params: Params, limit: float) -> None:
@@ -36,7 +36,8 @@ def clip_grad_value_(params: Params, limit: float) -> None:
 
     Source: the element-wise clipping of Pascanu et al. 2013, arXiv:1211.5063, section 3.2 (from Mikolov's thesis, 2012).
     """
-    _check_limit("clip_grad_value_", limit)
+    if not limit > 0:
+        raise ConfigError(f"clip_grad_value_: limit must be positive, got {limit=}.")
     shards = [to_local(param.grad) for param in params.values() if param.grad is not None]
     if shards:
         torch._foreach_clamp_max_(shards, limit)
@@ -73,17 +74,4 @@ def clip_by_value(limit: float | Schedule) -> Transform:
     Source: as ``clip_grad_value_``.
     """
     limit_at = hyperparameter(limit, "clip_by_value: limit", "(0, inf]")
-
-    def update(inner: UpdateFn) -> UpdateFn:
-        def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            clip_grad_value_(state.params, limit_at(state.clock))
-            return inner(state, metrics)
-
-        return update_fn
-
-    return Transform(name="clip_by_value", update=update, hyperparameters=(limit_at,))
-
-
-def _check_limit(caller: str, limit: float) -> None:
-    if not limit > 0:
-        raise ConfigError(f"{caller}: limit must be positive, got {limit=}.")
+    return grad_transform(clip_grad_value_, name="clip_by_value", at_clock={"limit": limit_at})

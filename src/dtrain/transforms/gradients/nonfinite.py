@@ -6,9 +6,9 @@ from typing import Literal
 
 from dtrain.errors import ConfigError, NonFiniteError
 from dtrain.state import TrainState
-from dtrain.step.finite import MAX_NONFINITE_STEPS, all_finite, nonfinite_param_names, set_nonfinite_limit
+from dtrain.step.finite import MAX_NONFINITE_STEPS, nonfinite_param_names, set_nonfinite_limit, update_if_finite
 from dtrain.transform import Transform, UpdateFn
-from dtrain.typing import Metrics, TransformState, make_metric
+from dtrain.typing import Metrics, TransformState
 
 _NAME = "nonfinite"
 _LISTED_BEFORE_LOSS_SCALE = (
@@ -77,19 +77,17 @@ def nonfinite(action: Literal["skip", "raise", "allow"] = "skip", *, in_a_row: i
 
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            grads = [param.grad for param in state.params.values() if param.grad is not None]
-            # bool() is the one host sync of the step.
-            broken = not bool(all_finite(grads, state.device, caller=_NAME))
-            # A loss_scale listed first would have skipped this update.
-            if broken and "loss_scale" in state.transform_states:
-                raise ConfigError(_LISTED_BEFORE_LOSS_SCALE)
-            now = _update_counts(state.transform_states[_NAME], broken=broken)
-            if limit is not None and now["in_a_row"] >= limit:
-                raise NonFiniteError(_nonfinite_message(state, now["in_a_row"]))
-            if not broken:
-                state, metrics = inner(state, metrics)
-            skipped = make_metric(float(broken), 1.0, state.device)
-            return state.with_transform_state(_NAME, now), {"skipped": skipped, **metrics}
+            def next_state(broken: bool) -> TransformState:
+                # A loss_scale listed first would have skipped this update.
+                if broken and "loss_scale" in state.transform_states:
+                    raise ConfigError(_LISTED_BEFORE_LOSS_SCALE)
+                before = state.transform_states[_NAME]
+                skipped, in_a_row = before["skipped"] + broken, before["in_a_row"] + 1 if broken else 0
+                if limit is not None and in_a_row >= limit:
+                    raise NonFiniteError(_nonfinite_message(state, in_a_row))
+                return {"skipped": skipped, "in_a_row": in_a_row}
+
+            return update_if_finite(inner, state, metrics, name=_NAME, next_state=next_state)
 
         return update_fn
 
@@ -102,10 +100,6 @@ def nonfinite(action: Literal["skip", "raise", "allow"] = "skip", *, in_a_row: i
 def _init_loss_watch(state: TrainState, limit: int | None) -> TransformState:
     set_nonfinite_limit(state, limit)
     return {}
-
-
-def _update_counts(before: TransformState, *, broken: bool) -> TransformState:
-    return {"skipped": before["skipped"] + broken, "in_a_row": before["in_a_row"] + 1 if broken else 0}
 
 
 def _nonfinite_message(state: TrainState, in_a_row: int) -> str:

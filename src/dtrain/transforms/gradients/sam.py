@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_number
 from dtrain.dtensor import add_scaled_, from_local_like, global_norm, to_local
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import hyperparameter, is_number
+from dtrain.schedules.hyperparameter import hyperparameter
 from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
@@ -62,7 +62,9 @@ def perturb_params_(params: Params, rho: float, *, adaptive: bool = False, eta: 
 
     Source: Foret et al. 2021, arXiv:2010.01412, equation 2; adaptive, Kwon et al. 2021, arXiv:2102.11600, section 3.
     """
-    _check("perturb_params_", rho, eta)
+    if not rho > 0:
+        raise ConfigError(f"perturb_params_: rho must be positive, got {rho=}.")
+    check_number("perturb_params_", "eta", eta, minimum=0)
     moved = {name: param for name, param in params.items() if param.grad is not None}
     grads = [param.grad for param in moved.values() if param.grad is not None]
     with torch.no_grad():
@@ -141,7 +143,7 @@ def sam(
     treats a loss of 0 as no loss; here a step at loss 0 is made.
     """
     rho_at, each = hyperparameter(rho, "sam: rho", "(0, inf]"), Duration.parse(interval)
-    _check("sam", 1.0, eta)
+    check_number("sam", "eta", eta, minimum=0)
 
     def grad(inner: GradFn) -> GradFn:
         def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
@@ -167,10 +169,3 @@ def _perturb_params(state: TrainState, rho: float, *, adaptive: bool, eta: float
         # A forward outside of the step leaves unsharded copies of the moved parameters. Free the copies.
         grad_sync_of(state.model).reshard()
         restore_params_(state.params, saved)
-
-
-def _check(caller: str, rho: float, eta: float) -> None:
-    if not rho > 0:
-        raise ConfigError(f"{caller}: rho must be positive, got {rho=}.")
-    if not is_number(eta) or not 0 <= eta < math.inf:
-        raise ConfigError(f"{caller}: eta must be finite and at least 0, got {eta=}.")

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from dtrain.arguments import check_choice
 from dtrain.errors import ConfigError
 from dtrain.state import TrainState
 from dtrain.transform import StepContext, Transform
@@ -49,10 +50,8 @@ def autocast(dtype: Literal["bf16", "fp16"] = "bf16", *, cache: bool = True) -> 
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740.
     """
-    if not isinstance(dtype, str) or dtype not in _DTYPES:
-        raise ConfigError(f"autocast: dtype must be one of {', '.join(_DTYPES)}, got {dtype!r}.")
-    if not isinstance(cache, bool):
-        raise ConfigError(f"autocast: cache must be True or False, got {cache!r}.")
+    check_choice("autocast", "dtype", dtype, _DTYPES)
+    check_choice("autocast", "cache", cache, (True, False))
 
     def init(state: TrainState) -> TransformState:
         _check_device(state.device, dtype)

@@ -11,11 +11,12 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from dtrain.arguments import check_int, check_number
 from dtrain.dtensor import scale_
 from dtrain.errors import ConfigError, NonFiniteError
 from dtrain.schedules.hyperparameter import is_number
 from dtrain.state import TrainState
-from dtrain.step.finite import all_finite
+from dtrain.step.finite import update_if_finite
 from dtrain.transform import GradStep, Transform, UpdateFn
 from dtrain.typing import Batch, LossFn, LossSum, Metrics, TransformState, make_metric
 
@@ -96,14 +97,10 @@ class LossScaleRule:
     minimum: float
 
     def __post_init__(self) -> None:
-        if not is_number(self.growth) or not 1.0 < self.growth < math.inf:
-            raise ConfigError(f"loss_scale: growth must be finite and above 1, got growth={self.growth!r}.")
-        if not is_number(self.backoff) or not 0.0 < self.backoff < 1.0:
-            raise ConfigError(f"loss_scale: backoff must be above 0 and below 1, got backoff={self.backoff!r}.")
-        if type(self.interval) is not int or self.interval < 1:
-            raise ConfigError(f"loss_scale: interval must be an int of at least 1, got interval={self.interval!r}.")
-        if not is_number(self.minimum) or not 0.0 < self.minimum < math.inf:
-            raise ConfigError(f"loss_scale: minimum must be finite and above 0, got minimum={self.minimum!r}.")
+        check_number(_NAME, "growth", self.growth, above=1)
+        check_number(_NAME, "backoff", self.backoff, above=0, below=1)
+        check_int(_NAME, "interval", self.interval)
+        check_number(_NAME, "minimum", self.minimum, above=0)
 
     def next(self, scale: float, streak: int, *, broken: bool) -> tuple[float, int]:
         """Return the scale and the streak after a step, in float32 as in ``torch.amp.GradScaler``.
@@ -179,21 +176,18 @@ def _scale_grad(total: Tensor, scale: float) -> Tensor:
 def _skip_nonfinite_update(rule: LossScaleRule) -> Callable[[UpdateFn], UpdateFn]:
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            now = state.transform_states[_NAME]
-            grads = [param.grad for param in state.params.values() if param.grad is not None]
-            # bool() is the one host sync of the step.
-            broken = not bool(all_finite(grads, state.device, caller=_NAME))
-            scale, streak = rule.next(now["scale"], now["streak"], broken=broken)
-            if broken and scale < rule.minimum:
-                raise NonFiniteError(
-                    f"loss_scale: step {state.step}: the gradient must be finite at scale {now['scale']:g}, got a non-finite "
-                    f"gradient at the smallest scale, minimum={rule.minimum:g}. Look for an infinite or NaN loss."
-                )
-            if not broken:
-                state, metrics = inner(state, metrics)
-            skipped = make_metric(float(broken), 1.0, state.device)
-            state = state.with_transform_state(_NAME, {"scale": scale, "streak": streak})
-            return state, {"skipped": skipped, **metrics}
+            def next_state(broken: bool) -> TransformState:
+                now = state.transform_states[_NAME]
+                scale, streak = rule.next(now["scale"], now["streak"], broken=broken)
+                if broken and scale < rule.minimum:
+                    raise NonFiniteError(
+                        f"loss_scale: step {state.step}: the gradient must be finite at scale {now['scale']:g}, got a "
+                        f"non-finite gradient at the smallest scale, minimum={rule.minimum:g}. Look for an infinite or NaN "
+                        "loss."
+                    )
+                return {"scale": scale, "streak": streak}
+
+            return update_if_finite(inner, state, metrics, name=_NAME, next_state=next_state)
 
         return update_fn
 

@@ -8,6 +8,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_choice
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.dtensor import to_local
 from dtrain.durations import Duration
@@ -16,8 +17,13 @@ from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
 from dtrain.step.step_clock import ends_interval
 from dtrain.transform import Transform, UpdateFn
-from dtrain.transforms.weights.local_sgd import check_optimizer_state, check_replicas, grad_per_replica
-from dtrain.transforms.weights.local_training import average_replicas_, join_remaining_state, optimizer_params
+from dtrain.transforms.weights.local_training import (
+    average_replicas_,
+    check_replicas,
+    grad_per_replica,
+    join_remaining_state,
+    optimizer_params,
+)
 from dtrain.typing import Metrics, Schedule, TransformState
 
 _NAME = "diloco"
@@ -115,7 +121,7 @@ def diloco(
     each = Duration.parse(interval)
     lr_at = hyperparameter(lr, "diloco: lr", "[0, inf)")
     momentum_at = hyperparameter(momentum, "diloco: momentum", "[0, 1)")
-    check_optimizer_state(_NAME, optimizer_state)
+    check_choice(_NAME, "optimizer_state", optimizer_state, ("average", "keep"))
 
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:

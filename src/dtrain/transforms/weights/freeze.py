@@ -9,10 +9,10 @@ from fractions import Fraction
 
 from torch import Tensor
 
+from dtrain.arguments import check_number
 from dtrain.combinators import ParamFilter, masked
-from dtrain.durations import Duration
+from dtrain.durations import Duration, parse_window
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import is_number
 from dtrain.state import TrainState
 from dtrain.transform import GradFn, Transform
 from dtrain.transforms.weights.averaging import elapsed_fraction
@@ -100,11 +100,8 @@ def freeze_layers(
     Source: Brock et al. 2017, arXiv:1706.04983 (FreezeOut), which anneals a layer's rate to 0 before the layer is frozen. Here,
     as in MosaicML Composer's layer freezing, layers train at the full rate until they are frozen, at evenly spaced times.
     """
-    first, last = Duration.parse(start, allow_zero=True), Duration.parse(end)
-    if first.unit == last.unit and first.value >= last.value:
-        raise ConfigError(f"freeze_layers: start must be before end, got start={str(first)!r}, end={str(last)!r}.")
-    if not is_number(level) or not 0.0 <= level <= 1.0:
-        raise ConfigError(f"freeze_layers: level must be in [0, 1], got {level=}.")
+    first, last = parse_window("freeze_layers", start, end)
+    check_number("freeze_layers", "level", level, minimum=0, maximum=1)
     return _freeze_transform(
         "freeze_layers", lambda state: _first_layers(state, Fraction(str(level)) * _elapsed_between(state, first, last))
     )

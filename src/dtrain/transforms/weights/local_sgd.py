@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Literal
 
+from dtrain.arguments import check_choice
 from dtrain.durations import Duration
-from dtrain.errors import ConfigError
 from dtrain.state import TrainState
 from dtrain.step.step_clock import ends_interval
-from dtrain.transform import GradFn, Transform, UpdateFn
-from dtrain.transforms.weights.local_training import average_params_, check_not_masked, join_remaining_state, split_replicas
-from dtrain.typing import Batch, Metrics, TransformState
+from dtrain.transform import Transform, UpdateFn
+from dtrain.transforms.weights.local_training import average_params_, check_replicas, grad_per_replica, join_remaining_state
+from dtrain.typing import Metrics, TransformState
 
 _NAME = "local_sgd"
 
@@ -61,7 +61,7 @@ def local_sgd(interval: Duration | int | str, *, optimizer_state: Literal["avera
     Source: Stich 2019, arXiv:1805.09767, algorithm 1; averaging momentum, Yu et al. 2019, arXiv:1905.03817, algorithm 1.
     """
     each = Duration.parse(interval)
-    check_optimizer_state(_NAME, optimizer_state)
+    check_choice(_NAME, "optimizer_state", optimizer_state, ("average", "keep"))
 
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
@@ -79,28 +79,3 @@ def local_sgd(interval: Duration | int | str, *, optimizer_state: Literal["avera
 def _init_local_sgd(state: TrainState) -> TransformState:
     check_replicas(state, _NAME)
     return {}
-
-
-def grad_per_replica(inner: GradFn) -> GradFn:
-    """Return ``inner`` with split replicas: each replica's gradient is that of its own samples."""
-
-    def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
-        return inner(split_replicas(state), batch, microbatch_size=microbatch_size)
-
-    return grad_fn
-
-
-def check_replicas(state: TrainState, caller: str) -> None:
-    """Raise at the start of a run if replicas cannot train separately.
-
-    Raises:
-        ConfigError: only part of the parameters is selected, or the strategy shards over the mesh's ``dp_replicate``.
-    """
-    check_not_masked(state, caller)
-    split_replicas(state)
-
-
-def check_optimizer_state(caller: str, value: str) -> None:
-    """Raise unless ``value`` is ``"average"`` or ``"keep"``."""
-    if value not in ("average", "keep"):
-        raise ConfigError(f"{caller}: optimizer_state must be 'average' or 'keep', got {value!r}.")

@@ -36,6 +36,8 @@ from dtrain.errors import ConfigError
 from dtrain.fqn import parameters_by_fqn
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import ShardSpec, TrainState
+from dtrain.transform import GradFn
+from dtrain.typing import Batch, Metrics
 
 # Largest size of one all-reduce, the extra memory of an average.
 _BUCKET_BYTES = 64 << 20
@@ -168,16 +170,27 @@ def join_remaining_state(state: TrainState, *, caller: str, except_for: str = ""
     return state._next(spec=replace(state.spec, replica_info=None))
 
 
-def check_not_masked(state: TrainState, caller: str) -> None:
-    """Raise if only part of the parameters is selected, because the other parameters would never be averaged.
+def grad_per_replica(inner: GradFn) -> GradFn:
+    """Return ``inner`` with split replicas: each replica's gradient is that of its own samples."""
+
+    def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
+        return inner(split_replicas(state), batch, microbatch_size=microbatch_size)
+
+    return grad_fn
+
+
+def check_replicas(state: TrainState, caller: str) -> None:
+    """Check that the model has replicas to train apart, and all its parameters.
 
     Raises:
-        ConfigError: ``state`` was narrowed by ``masked``.
+        ConfigError: ``state`` was narrowed by ``masked``, so the other parameters would never be averaged; or the strategy has
+            no replicas.
     """
     if len(state.params) < len(parameters_by_fqn(state.model)[0]):
         raise ConfigError(
             f"{caller}: the parameters must be all parameters of the model, got a part. List {caller} without masked."
         )
+    split_replicas(state)
 
 
 def _find_replicas(spec: ShardSpec) -> ReplicaInfo | None:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+from dtrain.arguments import check_choice
 from dtrain.clock import Clock
-from dtrain.durations import Duration
+from dtrain.durations import Duration, parse_window
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import hyperparameter
 from dtrain.shard.grad_sync import grad_sync_of
@@ -110,9 +111,7 @@ def swa(
     Source: Izmailov et al. 2018, arXiv:1803.05407, algorithm 1, whose average includes the weights of its start; times and
     annealing as MosaicML Composer's SWA, which however continues to train from the average.
     """
-    first, last, each = Duration.parse(start, allow_zero=True), Duration.parse(end), Duration.parse(interval)
-    if first.unit == last.unit and first.value >= last.value:
-        raise ConfigError(f"swa: start must be before end, got start={str(first)!r}, end={str(last)!r}.")
+    (first, last), each = parse_window("swa", start, end), Duration.parse(interval)
     lr_at = _annealed_lr_fn(lr, anneal, each, first, strategy)
 
     def init(state: TrainState) -> TransformState:
@@ -150,8 +149,7 @@ def _annealed_lr_fn(
     lr: float | Schedule | None, anneal: Duration | int | str | None, each: Duration, start: Duration, strategy: str
 ) -> Callable[[Clock], tuple[float, float] | None]:
     """Return a function of the clock: the progress of the annealing and the target rate; None if ``lr`` is None."""
-    if strategy not in ("linear", "cosine"):
-        raise ConfigError(f"swa: strategy must be 'linear' or 'cosine', got {strategy!r}.")
+    check_choice("swa", "strategy", strategy, ("linear", "cosine"))
     if lr is None:
         if anneal is not None:
             raise ConfigError(f"swa: anneal must be None without lr, got {anneal!r}. Give lr= as well.")
