@@ -1,4 +1,4 @@
-"""What every transform promises, as functions that raise ``AssertionError``. Each takes the name of a row of ``transforms``."""
+"""Promises of every transform, as functions that raise ``AssertionError``. Each takes the name of a row of ``transforms``."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def check_host_syncs(name: str) -> None:
 
 
 def _syncs(transforms: list[dt.Transform], task: str) -> list[list[HostSync]]:
-    """What made the host wait, in each step of a run."""
+    """Return the causes of host syncs in each step of a run."""
     run, state = begin(transforms, task=task)
     steps = []
     for _ in range(STEPS):

@@ -88,7 +88,7 @@ def _muon_points() -> Points:
 
 
 def _iteration_points() -> Points:
-    """What the quintic of the paper makes of the singular values 0.6 and 0.8, once, and of many after five times."""
+    """Apply the paper's quintic once to the singular values 0.6 and 0.8, and five times to many values."""
     a, b, c = 3.4445, -4.7750, 2.0315
     found = orthogonalize(torch.diag(torch.tensor([3.0, 4.0], dtype=torch.float64)), steps=1).diagonal()
     wide = torch.randn(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -100,7 +100,7 @@ def _iteration_points() -> Points:
 
 
 def _group_points() -> Points:
-    """Of an embedding, a matrix with a bias, and a norm, only the matrix decays."""
+    """Only the matrix decays among an embedding, a matrix with a bias, and a norm."""
     model = nn.Sequential(nn.Embedding(3, 2), nn.Linear(2, 2), nn.LayerNorm(2))
     groups = {group["name"]: group for group in param_groups(model, weight_decay=0.5)}
     return [
@@ -280,7 +280,7 @@ def check_close(found: list[float], expected: list[float], what: str) -> None:
 
 
 def syncs_of_a_step(name: str) -> list[str]:
-    """What makes the host wait in a step of the optimizer alone, once it has its state."""
+    """Return the causes of host syncs in a step of the optimizer alone, once it has its state."""
     run, state = begin(name)
     state, _ = run.take(state)
     for param in state.params.values():

@@ -84,12 +84,12 @@ def exported() -> dict[str, list[tuple[str, Any]]]:
 
 
 def is_algorithm(value: Any) -> bool:
-    """Whether it makes a transform."""
+    """Return True if the function makes a transform."""
     return inspect.isfunction(value) and inspect.signature(value).return_annotation in ("Transform", dt.Transform)
 
 
 def costs() -> dict[str, Any]:
-    """What ``benchmarks/algorithms.py`` has measured last."""
+    """Return the last measurements of ``benchmarks/algorithms.py``."""
     found: dict[str, Any] = json.loads(COSTS.read_text())
     return found
 
@@ -132,7 +132,7 @@ def _prose(text: str) -> str:
 
 
 def signature(name: str, value: Any) -> str:
-    """How it is called and what it returns, one argument a line where it would be too long."""
+    """Format the signature, one argument per line if the line is too long."""
     found = inspect.signature(value)
     returns = found.return_annotation
     arrow = (

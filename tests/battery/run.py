@@ -25,7 +25,7 @@ LENGTH = dt.RunLength(total=STEPS, steps_per_epoch=EPOCH, samples_per_step=SAMPL
 
 
 class Net(nn.Module):
-    """What all tasks have: dropout, a buffer that every forward changes, and two layers with rates of their own."""
+    """The common model: dropout, a buffer that every forward changes, and two layers with rates of their own."""
 
     def __init__(self, first: nn.Module, last: nn.Module, dropout: float) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What is trained on: both layers, the global batch of a step, and the loss."""
+    """A task: both layers, the global batch of a step, and the loss."""
 
     first: Callable[[], nn.Module]
     last: Callable[[], nn.Module]
@@ -65,7 +65,7 @@ def _texts(generator: torch.Generator) -> dict[str, torch.Tensor]:
 
 
 def _cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> dt.LossSum:
-    """Of indices or of probabilities, written out: the weight is the mass of the targets."""
+    """Cross entropy of indices or probabilities, written out; the weight is the mass of the targets."""
     if not targets.is_floating_point():
         targets = targets.unsqueeze(-1) == torch.arange(logits.shape[-1])  # one_hot would look at the values
     targets = targets.to(logits.dtype)
@@ -165,7 +165,7 @@ def _without_seconds(clock: dict[str, Any]) -> dict[str, Any]:
 
 
 def traces(state: dt.TrainState) -> dict[str, Any]:
-    """What a method may leave on the objects of a run: comparable within one run only, as hooks are numbered."""
+    """List the traces of a method on the objects of a run; comparable within one run only, as hooks are numbered."""
     return {
         "optimizer": _traces(state.optimizer),
         "modules": {name: _traces(module) for name, module in state.model.named_modules()},
@@ -251,4 +251,4 @@ class Fault:
 
 
 class InjectedError(Exception):
-    """What a ``Fault`` raises."""
+    """The error of a ``Fault``."""

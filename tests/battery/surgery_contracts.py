@@ -1,4 +1,4 @@
-"""What every edit of a model promises, as functions that raise ``AssertionError``. Each takes the name of a row."""
+"""Promises of every edit of a model, as functions that raise ``AssertionError``. Each takes the name of a row."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def train(take: Step, state: dt.TrainState, until: int) -> dt.TrainState:
 
 
 def check_report(name: str) -> None:
-    """Those modules are others that the row names, and none besides."""
+    """The edit replaces the modules that the row names, and no other module."""
     before, after = dict(plain(name).named_modules()), dict(edited(name).named_modules())
     kinds = {key: type(module) for key, module in before.items()}
     found = {
@@ -107,7 +107,7 @@ def check_raises_when_nothing_fits(name: str) -> None:
 
 
 def refused(name: str) -> str:
-    """What the edit says to a model that is sharded."""
+    """Return the error of the edit for a sharded model."""
     model = dt.shard_model(plain(name), dt.build_mesh(), blocks=row(name).blocks)
     try:
         row(name).edit(model)
@@ -122,7 +122,7 @@ def refused_all(names: list[str]) -> list[str]:
 
 
 def check_refuses_sharded(name: str, ranks: Callable[[int], Ranks]) -> None:
-    """What was sharded is refused."""
+    """A sharded model is refused."""
     said = ranks(1).run(refused, name)[0]
     assert said, f"sharded: {name}: took a model that is sharded"
 

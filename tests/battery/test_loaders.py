@@ -15,7 +15,7 @@ WORLD_SIZES = (1, 2, 3, 4)
 
 
 def global_batches(loaders: list[dt.Loader], until: int | str) -> list[list[int]]:
-    """What all ranks together are handed out, batch by batch; the ranks go in step."""
+    """Return the samples of all ranks together, batch by batch."""
     return [list(chain.from_iterable(map(ids, parts))) for parts in zip(*(each.until(until) for each in loaders), strict=True)]
 
 

@@ -21,7 +21,7 @@ def parameter(value: float = 8.0) -> nn.Parameter:
 
 
 def decayed(optimizer: torch.optim.Optimizer) -> float:
-    """What share of its only parameter a step takes away when there is nothing but decay."""
+    """Return the fraction of its only parameter that a step of pure decay removes."""
     param = optimizer.param_groups[0]["params"][0]
     before, param.grad = param.item(), torch.zeros_like(param)
     optimizer.step()

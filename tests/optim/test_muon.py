@@ -234,7 +234,7 @@ def test_matrices_that_are_cut_along_two_axes_are_gathered(ranks):
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 

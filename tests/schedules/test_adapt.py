@@ -3,8 +3,9 @@ import torch
 
 from dtrain.errors import ConfigError
 from dtrain.schedules.combine import to_lambda_lr
-from dtrain.schedules.curves import constant, cosine, linear, warmup
+from dtrain.schedules.curves import constant, cosine, linear
 from dtrain.schedules.hyperparameter import with_unit
+from dtrain.schedules.phases import warmup
 
 
 def optimizer_of(*rates):

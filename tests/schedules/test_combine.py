@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from dtrain.clock import Clock
 from dtrain.errors import ConfigError
 from dtrain.schedules.combine import clip, multiply, sequential, time_scale
-from dtrain.schedules.curves import constant, cosine, linear, warmup
+from dtrain.schedules.curves import constant, cosine, linear
 from dtrain.schedules.hyperparameter import UnitSchedule, hyperparameter, with_unit
+from dtrain.schedules.phases import warmup
 
 VALUES = st.floats(0, 10)
 
@@ -99,6 +100,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "expected"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_a_schedule_is_refused(make, expected):
+def test_invalid_arguments_are_refused(make, expected):
     with pytest.raises(ConfigError, match=expected):
         make()

@@ -4,8 +4,9 @@ import pytest
 
 from dtrain.clock import Clock
 from dtrain.errors import ConfigError
-from dtrain.schedules.curves import constant, cosine, linear, warmup
+from dtrain.schedules.curves import constant, cosine, linear
 from dtrain.schedules.hyperparameter import hyperparameter, with_unit
+from dtrain.schedules.phases import warmup
 
 
 def test_ten_linear_steps_from_one_use_one_down_to_a_tenth():
@@ -94,7 +95,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "expected"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_a_schedule_is_refused(make, expected):
+def test_invalid_arguments_are_refused(make, expected):
     with pytest.raises(ConfigError, match=expected):
         make()
 

@@ -65,7 +65,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "expected"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_drawn_is_refused(make, expected):
+def test_plot_refuses_invalid_arguments(make, expected):
     with pytest.raises(ConfigError, match=expected):
         make()
 

@@ -61,6 +61,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("arguments", "expected"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_a_schedule_is_refused(arguments, expected):
+def test_invalid_arguments_are_refused(arguments, expected):
     with pytest.raises(ConfigError, match=expected):
         warmup_stable_decay(**{"peak": 1.0, **arguments})

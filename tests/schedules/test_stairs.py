@@ -42,6 +42,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("make", "expected"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_a_schedule_is_refused(make, expected):
+def test_invalid_arguments_are_refused(make, expected):
     with pytest.raises(ConfigError, match=expected):
         make()

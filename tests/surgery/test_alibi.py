@@ -59,7 +59,7 @@ def test_half_precision_masks_stay_finite():
 
 
 class Attention(nn.Module):
-    """Of one's own: takes a mask by name, as the edit asks."""
+    """A user's attention that takes a mask by name."""
 
     def __init__(self, dim=8, heads=2, is_causal=False):
         super().__init__()
@@ -141,7 +141,7 @@ def test_layers_of_one_class_stay_of_one_class():
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused(run, message):
+def test_invalid_arguments_are_refused(run, message):
     with pytest.raises(ConfigError, match=message):
         run()
 

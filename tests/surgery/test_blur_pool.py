@@ -95,6 +95,6 @@ def test_on_meta_the_kernel_is_made_later():
         ({"min_channels": -1}, "min_channels must be an integer of at least 0, got -1"),
     ],
 )
-def test_what_cannot_be_right_is_refused(options, said):
+def test_invalid_arguments_are_refused(options, said):
     with pytest.raises(ConfigError, match=f"blur_pool: .*{said}"):
         blur_pool(nn.Sequential(nn.MaxPool2d(2)), **options)

@@ -131,7 +131,7 @@ def test_on_meta_both_factors_are_drawn_later():
         ({"factorize_convs": False, "factorize_linears": False}, "must be True, got False for both"),
     ],
 )
-def test_what_cannot_be_right_is_refused(options, said):
+def test_invalid_arguments_are_refused(options, said):
     with pytest.raises(ConfigError, match=f"factorize: .*{said}"):
         factorize(nn.Sequential(nn.Linear(512, 512)), **options)
 

@@ -78,7 +78,7 @@ def test_evaluation_of_torchs_own_layer_is_gated_too():
         ({"networks": {nn.Conv2d: ("up", "act")}}, "the MLP must have a network of class Conv2d, got none"),
     ],
 )
-def test_what_cannot_be_right_is_refused_and_changes_nothing(options, message):
+def test_invalid_arguments_are_refused_and_change_nothing(options, message):
     model = MLP()
     before = list(model.modules())
     with pytest.raises(ConfigError, match=message):

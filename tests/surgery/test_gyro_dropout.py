@@ -85,7 +85,7 @@ def test_nothing_of_it_is_in_a_checkpoint():
         (lambda: gyro_dropout(nn.Linear(2, 2)), "gyro_dropout: nothing to replace"),
     ],
 )
-def test_what_cannot_be_right_is_refused(run, message):
+def test_invalid_arguments_are_refused(run, message):
     with pytest.raises(ConfigError, match=message):
         run()
 

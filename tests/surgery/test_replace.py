@@ -222,7 +222,7 @@ def checkpointed():
         "wrapped",
     ],
 )
-def test_what_cannot_be_right_is_refused(make, policies, said):
+def test_invalid_arguments_are_refused(make, policies, said):
     with pytest.raises(ConfigError, match=said):
         replace_modules(make(), policies)
 

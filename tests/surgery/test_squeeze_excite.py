@@ -60,7 +60,7 @@ def test_new_weights_are_like_those_beside_them():
         ({"min_channels": 0, "names": ["1", 7]}, "patterns of names must be text, got 7"),
     ],
 )
-def test_what_cannot_be_right_is_refused(options, said):
+def test_invalid_arguments_are_refused(options, said):
     with pytest.raises(ConfigError, match=f"squeeze_excite.*{said}"):
         squeeze_excite(net(), **options)
 

@@ -262,7 +262,7 @@ def test_two_ranks_equal_one_with_one_microbatch_each_and_only_then(ranks):
 
 
 def waits(buffers: str) -> int:
-    """How often a step waits more than one of the plain model does."""
+    """Count the host syncs of a step beyond those of the plain model."""
     counts = []
     for model in (Net().double(), net()):
         model = dt.shard_model(model, dt.build_mesh(), blocks=(Block,), buffers=buffers)
@@ -320,7 +320,7 @@ def test_a_block_that_gives_something_else_is_refused(out, said, mode):
         ((), {}, r"blocks=\(\) selects no module inside the model"),
     ],
 )
-def test_what_cannot_be_right_is_refused(blocks, options, said):
+def test_invalid_arguments_are_refused(blocks, options, said):
     with pytest.raises(ConfigError, match=f"stochastic_depth: .*{said}"):
         stochastic_depth(Net(), blocks, **options)
 

@@ -59,7 +59,7 @@ def attended(q, k, v, scores):
 
 
 def inputs_of(module, run):
-    """What ``module`` is called with, and what it gives, while ``run`` runs."""
+    """Record the arguments and outputs of ``module`` while ``run`` runs."""
     seen = []
     handle = module.register_forward_hook(lambda m, args, result: seen.append((args[0], result[0])))
     with torch.no_grad():

@@ -54,6 +54,6 @@ def test_the_last_ones_may_be_left(ignored, found):
         ({"eps": None}, "eps must be a finite number at least 0 and below 1, got None"),
     ],
 )
-def test_what_cannot_be_right_is_refused(options, said):
+def test_invalid_arguments_are_refused(options, said):
     with pytest.raises(ConfigError, match=f"weight_standardization: .*{said}"):
         weight_standardization(nn.Sequential(nn.Conv2d(2, 2, 3)), **options)

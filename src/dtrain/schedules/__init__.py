@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from dtrain.schedules.curves import multi_step as multi_step
     from dtrain.schedules.curves import polynomial as polynomial
     from dtrain.schedules.curves import step_decay as step_decay
-    from dtrain.schedules.curves import warmup as warmup
     from dtrain.schedules.hyperparameter import with_unit as with_unit
     from dtrain.schedules.phases import cosine_restarts as cosine_restarts
     from dtrain.schedules.phases import one_cycle as one_cycle
+    from dtrain.schedules.phases import warmup as warmup
     from dtrain.schedules.phases import warmup_stable_decay as warmup_stable_decay
     from dtrain.schedules.plotting import plot as plot
 

@@ -1,4 +1,4 @@
-"""Basic schedules: constant, linear, cosine, polynomial, exponential, inverse square root, steps, and a warm-up.
+"""Basic schedules: constant, linear, cosine, polynomial, exponential, inverse square root, steps.
 
 Each factory checks its arguments once and returns a pure function ``t -> float``. The function also accepts fractions, negative
 times, and times after its end.
@@ -9,15 +9,12 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from dtrain.arguments import check_choice, check_number
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import (
-    attach_unit,
     check_increasing,
     check_sequence,
-    common_unit,
 )
 from dtrain.typing import Schedule
 
@@ -125,61 +122,6 @@ def cosine(start: float, end: float, steps: float) -> Schedule:
     check_number("cosine", "steps", steps, above=0, advice=_STEPS_ADVICE)
     half = curve("cosine", "cosine", start, end, ("cosine",))
     return lambda t: half(t / steps)
-
-
-def warmup(
-    schedule: Schedule,
-    steps: float,
-    *,
-    start: float = 0.0,
-    shape: Literal["linear", "cosine", "exponential"] = "linear",
-    shifted: bool = False,
-) -> Schedule:
-    """Return ``schedule`` with a warm-up of ``steps`` that ends at the schedule's value, without a jump.
-
-    By default the schedule is not shifted: the warm-up replaces its first ``steps``, and a schedule for the whole run still
-    ends with the run. If ``shifted``, the schedule begins after the warm-up and ends ``steps`` later. ``steps = 0`` changes
-    nothing.
-
-    Formula: for ``t < steps``, with ``s = t / steps`` and ``top = schedule(steps)``, or ``schedule(0)`` if shifted:
-    ``top * (start + (1 - start) * s)`` (linear), ``top * (1 + (start - 1) * (1 + cos(pi * s)) / 2)`` (cosine),
-    ``top * start ** (1 - s)`` (exponential). Then ``schedule(t)``, or ``schedule(t - steps)``.
-
-    Args:
-        schedule: any schedule; a schedule of tokens has a warm-up in tokens.
-        steps: length of the warm-up, at least 0.
-        start: first value of the warm-up as a fraction of ``top``, at least 0.
-        shape: curve of the warm-up.
-        shifted: if True, ``schedule`` begins after the warm-up.
-
-    Example:
-        >>> import dtrain as dt
-        >>> line = dt.schedules.linear(1.0, 0.0, 100)
-        >>> schedule = dt.schedules.warmup(line, 10)
-        >>> [round(schedule(t), 3) for t in (0, 5, 10, 50, 100)]
-        [0.0, 0.45, 0.9, 0.5, 0.0]
-        >>> shifted = dt.schedules.warmup(line, 10, start=0.5, shifted=True)
-        >>> [round(shifted(t), 3) for t in (0, 5, 10, 60, 110)]
-        [0.5, 0.75, 1.0, 0.5, 0.0]
-
-    Raises:
-        ConfigError: ``steps`` or ``start`` is negative, ``shape`` is unknown, an exponential starts at 0, or ``schedule`` is
-            not a function.
-
-    Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2 (gradual warm-up).
-    """
-    unit = common_unit("warmup", schedule)
-    check_number("warmup", "steps", steps, minimum=0)
-    check_number("warmup", "start", start, minimum=0, advice="Give a fraction of the value after the warm-up.")
-    rise = curve("warmup", shape, start, 1.0, ("linear", "cosine", "exponential"))
-    if steps == 0:
-        return schedule
-    begin = steps if shifted else 0
-
-    def value(t: float) -> float:
-        return schedule(steps - begin) * rise(t / steps) if t < steps else schedule(t - begin)
-
-    return attach_unit(unit, value)
 
 
 def polynomial(start: float, end: float, steps: float, *, power: float) -> Schedule:

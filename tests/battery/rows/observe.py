@@ -74,7 +74,7 @@ def watched() -> Points:
 
 
 def hashed() -> Points:
-    """Of one word it is the word times odd numbers: nothing of 0, linear in the word modulo 2**64."""
+    """The hash of one word is the word times odd numbers: 0 for 0, linear in the word modulo 2**64."""
     one, three, minus, nothing = hash_tensors(
         [torch.tensor([number], dtype=torch.int32) for number in (1, 3, -1, 0)], torch.device("cpu")
     ).tolist()

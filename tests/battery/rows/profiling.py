@@ -16,7 +16,7 @@ FOLDER = Path(tempfile.gettempdir()) / "dtrain-battery-traces"  # never made: no
 
 
 def recorded() -> Points:
-    """Of five steps, the first is skipped, the second warms up, and the two after it are recorded."""
+    """Of five steps, skip the first, warm up in the second, and record the next two."""
     with tempfile.TemporaryDirectory() as folder:
         line(step_profiler(folder, schedule=schedule(skip_first=1, warmup=1, active=2)), [[1.0]], [3.0], steps=5)
         (file,) = find_traces(folder)

@@ -131,7 +131,7 @@ def _excited() -> Points:
 
 
 class Triple(nn.Module):
-    """Whose residual is twice its input."""
+    """A block whose residual is twice its input."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -66,7 +66,7 @@ def freeze_points() -> Points:
 
 
 def freeze_layers_points() -> Points:
-    """Of three layers floor(t / 4 * 2) are frozen: the first from t = 2 on, two from t = 4 on, never the last."""
+    """Freeze floor(t / 4 * 2) of three layers: the first from t = 2 on, two from t = 4 on, never the last."""
     run = states(freeze_layers(start=0, end=4), 6, layers=3, lr=1e-4)
     biases = [[layer.bias.item() for layer in state.model] for state in run]
     moved = [[a != b for a, b in zip(*pair, strict=True)] for pair in pairwise(biases)]

@@ -13,7 +13,7 @@ IMAGES = torch.rand(8, 3, 9, 9, generator=generator(5))
 INVERT, SAME = [("solarize", 0.0)], [("solarize", 256.0)]
 
 
-def test_an_image_is_mixed_with_the_mixture_of_its_chains():
+def test_augmix_batch_mixes_image_and_chains():
     made = augmix_batch(
         {"x": torch.full((2, 1, 1, 1), 0.2), "y": torch.tensor([1, 2])},
         chains=[[INVERT, SAME], [SAME, [*INVERT, ("posterize", 1)]]],
@@ -25,7 +25,7 @@ def test_an_image_is_mixed_with_the_mixture_of_its_chains():
     assert made["y"].tolist() == [1, 2]
 
 
-def test_views_lie_beside_the_images():
+def test_augmix_batch_adds_views_beside_the_images():
     given = {"x": IMAGES, "y": torch.arange(8)}
     made = augmix_batch(given, views=2, generator=generator())
     assert sorted(made) == ["x", "x_1", "x_2", "y"]
@@ -35,22 +35,22 @@ def test_views_lie_beside_the_images():
     assert sorted(given) == ["x", "y"]
 
 
-def test_uint8_images_stay_so():
+def test_uint8_images_keep_their_dtype():
     made = augmix_batch((IMAGES * 255).to(torch.uint8), generator=generator())
     assert (made.dtype, made.shape) == (torch.uint8, IMAGES.shape)
 
 
-def test_a_mixture_stays_between_zero_and_one():
+def test_augmix_batch_stays_between_zero_and_one():
     made = augmix_batch(IMAGES, severity=10, generator=generator())
     assert made.min() >= 0
     assert made.max() <= 1 + 1e-6
 
 
-def test_no_operation_is_one_that_corrupts_images_in_the_benchmark():
+def test_augmix_operations_exclude_the_benchmarks_corruptions():
     assert not {"color", "contrast", "brightness", "sharpness"} & set(AUGMIX_OPERATIONS)
 
 
-def test_the_given_images_and_the_global_generator_stay_as_they_are():
+def test_input_images_and_global_generator_are_unchanged():
     copy, state = IMAGES.clone(), torch.get_rng_state()
     one, same, other = (augmix_batch(IMAGES, generator=generator(seed)) for seed in (1, 1, 2))
     assert torch.equal(IMAGES, copy)
@@ -59,7 +59,7 @@ def test_the_given_images_and_the_global_generator_stay_as_they_are():
     assert not torch.equal(one, other)
 
 
-def test_one_image_and_none_are_batches_too():
+def test_augmix_batch_accepts_one_image_and_an_empty_batch():
     assert augmix_batch(IMAGES[0], depth=2, generator=generator()).shape == (3, 9, 9)
     assert augmix_batch(IMAGES[:0], generator=generator()).shape == (0, 3, 9, 9)
 

@@ -36,7 +36,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_batch_of_any_kind_stays_of_its_kind(kind):
+def test_mixup_batch_keeps_the_type_of_the_batch(kind):
     given, inputs, targets = KINDS[kind]
     made = mixup_batch(given, input_key=inputs, target_key=targets, coefficient=0.75, order=SWAP)
     assert type(made) is type(given)
@@ -61,7 +61,7 @@ def in_a_step(transform: dt.Transform, batch: object) -> None:
     ],
     ids=["mixup", "cutmix", "label_smoothing"],
 )
-def test_a_tensor_is_not_its_own_target(make):
+def test_bare_tensor_has_no_targets(make):
     with pytest.raises(
         ConfigError, match=r"(mixup|cutmix|label_smoothing): the batch must have inputs and targets, got one tensor"
     ):
@@ -69,7 +69,7 @@ def test_a_tensor_is_not_its_own_target(make):
 
 
 @pytest.mark.parametrize("make", [cutout, colout, rand_augment, augmix, lambda: progressive_resizing(delay=1, full=2)])
-def test_in_a_step_three_axes_are_not_taken_for_one_image(make):
+def test_transform_refuses_images_without_a_batch_axis(make):
     """A batch of images without an axis of channels: as one image, all would be treated alike, and two as its channels."""
     transform = make()
     message = rf"{transform.name}: images must be \[batch, channels, height, width\], got shape \(3, 8, 8\) at 'x'"
@@ -77,7 +77,7 @@ def test_in_a_step_three_axes_are_not_taken_for_one_image(make):
         in_a_step(transform, {"x": torch.rand(3, 8, 8)})
 
 
-def test_a_tensordict_may_get_smaller_images():
+def test_colout_batch_shrinks_images_of_a_tensordict():
     given = TensorDict({"x": torch.arange(12.0).reshape(1, 1, 3, 4), "y": torch.tensor([1])}, batch_size=[1])
     made = colout_batch(given, rows=torch.tensor([0, 2]), columns=torch.tensor([1]))
     assert made["x"].flatten().tolist() == [1.0, 9.0]

@@ -18,7 +18,7 @@ def places(height: int = 10, width: int = 20) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("p_row", "p_col", "size"), [(0.15, 0.15, (8, 17)), (0.1, 0.0, (9, 20)), (0.0, 0.5, (10, 10)), (0.99, 0.99, (1, 1))]
 )
-def test_so_many_rows_and_columns_are_kept_in_their_order(p_row, p_col, size):
+def test_colout_batch_keeps_rows_and_columns_in_order(p_row, p_col, size):
     made = colout_batch(places(), p_row=p_row, p_col=p_col, generator=generator())
     assert tuple(made.shape[-2:]) == size
     rows, columns = made[0, 0, :, 0], made[0, 1, 0]
@@ -27,7 +27,7 @@ def test_so_many_rows_and_columns_are_kept_in_their_order(p_row, p_col, size):
     assert torch.equal(made, places()[:, :, rows][..., columns])
 
 
-def test_what_is_laid_out_alike_is_cut_alike():
+def test_colout_batch_cuts_extra_keys_alike():
     given = {"x": places(), "mask": places()[:, 0], "y": torch.tensor([1, 2, 3])}
     made = colout_batch(given, extra_keys=("mask",), generator=generator())
     assert torch.equal(made["mask"], made["x"][:, 0])

@@ -30,7 +30,7 @@ SWAP = torch.tensor([1, 0])
     ],
     ids=["inside", "clipped", "all", "empty", "inside out"],
 )
-def test_targets_are_mixed_by_the_true_area(box, rows, columns, share):
+def test_cutmix_batch_mixes_targets_by_the_clipped_area(box, rows, columns, share):
     given = zeros_and_ones()
     made = cutmix_batch(given, num_classes=2, box=box, order=SWAP)
     known = torch.zeros(3, 4, 6)
@@ -41,7 +41,7 @@ def test_targets_are_mixed_by_the_true_area(box, rows, columns, share):
 
 @pytest.mark.parametrize("place", ["center", "even", "inside"])
 @pytest.mark.parametrize("per_sample", [False, True])
-def test_whatever_is_drawn_the_target_is_the_share_of_pixels(place, per_sample):
+def test_cutmix_batch_targets_equal_the_fraction_of_pixels(place, per_sample):
     for seed in range(20):
         made = cutmix_batch(
             zeros_and_ones(), num_classes=2, placement=place, per_sample=per_sample, generator=generator(seed), order=SWAP
@@ -50,7 +50,7 @@ def test_whatever_is_drawn_the_target_is_the_share_of_pixels(place, per_sample):
 
 
 @pytest.mark.parametrize("length", [0.0, 0.25, 0.5, 1.0])
-def test_a_given_length_cuts_that_share_of_each_side(length):
+def test_cutmix_batch_length_is_a_fraction_of_each_side(length):
     for seed in range(10):
         made = cutmix_batch(zeros_and_ones(8, 12), num_classes=2, length=length, generator=generator(seed), order=SWAP)
         cut = made["x"][0, 0] > 0
@@ -58,7 +58,7 @@ def test_a_given_length_cuts_that_share_of_each_side(length):
         assert made["y"][0, 1] == pytest.approx(length**2)
 
 
-def test_areas_are_even_before_they_are_clipped():
+def test_cutmix_batch_areas_are_uniform_before_clipping():
     sides = []
     for seed in range(400):
         made = cutmix_batch(zeros_and_ones(64, 64), num_classes=2, placement="inside", generator=generator(seed), order=SWAP)
@@ -76,21 +76,21 @@ def test_areas_are_even_before_they_are_clipped():
         ("inside", [5 / 3, 10 / 3, 5.0, 10 / 3, 5 / 3]),
     ],
 )
-def test_how_often_pixels_are_covered_is_as_the_place_says(place, known):
+def test_sample_boxes_covers_pixels_as_placement_says(place, known):
     n = 60000
     boxes = sample_boxes((torch.full((n,), 3), torch.full((n,), 1)), (5, 1), place, generator())
     covered = box_mask(boxes, (5, 1)).float().mean(0)[0, :, 0] * 5
     torch.testing.assert_close(covered, torch.tensor(known), atol=0.05, rtol=0)  # five standard errors
 
 
-def test_the_share_of_a_box_is_that_of_its_mask():
+def test_box_area_fraction_equals_the_mean_of_box_mask():
     boxes = torch.randint(-3, 9, (200, 4), generator=generator())
     torch.testing.assert_close(
         box_area_fraction(boxes, (5, 6), torch.float64), box_mask(boxes, (5, 6)).double().mean((1, 2, 3))
     )
 
 
-def test_cutmix_then_mixup_mixes_what_was_cut():
+def test_mixup_after_cutmix_mixes_the_cut_images():
     given = zeros_and_ones()
     cut = cutmix_batch(given, num_classes=2, box=(0, 0, 2, 3), order=SWAP)  # a quarter
     made = mixup_batch(cut, coefficient=0.8, order=SWAP)
@@ -99,14 +99,14 @@ def test_cutmix_then_mixup_mixes_what_was_cut():
     assert made["x"][0, 0, 3, 3] == pytest.approx(0.2)
 
 
-def test_whole_numbers_of_pixels_stay_so():
+def test_cutmix_batch_keeps_uint8():
     given = {"x": (zeros_and_ones()["x"] * 255).to(torch.uint8), "y": torch.tensor([0, 1])}
     made = cutmix_batch(given, num_classes=2, box=(0, 0, 2, 3), order=SWAP)
     assert made["x"].dtype == torch.uint8
     assert made["x"][0].unique().tolist() == [0, 255]
 
 
-def test_the_given_batch_and_the_global_generator_stay_as_they_are():
+def test_input_batch_and_global_generator_are_unchanged():
     given, state = zeros_and_ones(), torch.get_rng_state()
     copy = given["x"].clone()
     cutmix_batch(given, num_classes=2, generator=generator(3))
@@ -114,7 +114,7 @@ def test_the_given_batch_and_the_global_generator_stay_as_they_are():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_an_empty_batch_stays_empty():
+def test_empty_batch_stays_empty():
     made = cutmix_batch(
         {"x": torch.zeros(0, 3, 4, 4), "y": torch.zeros(0, dtype=torch.int64)}, num_classes=2, per_sample=True,
         generator=generator(),

@@ -11,20 +11,20 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 def hidden(**options) -> torch.Tensor:
-    """Which pixels of ``[batch, height, width]`` became zero."""
+    """Return the mask ``[batch, height, width]`` of the pixels that became zero."""
     made = cutout_batch({"x": torch.ones(options.pop("n", 50), 2, 8, 12)}, generator=generator(), **options)["x"]
     assert torch.equal(made[:, 0], made[:, 1])
     return made[:, 0] == 0
 
 
 @pytest.mark.parametrize(("length", "side"), [(0.5, 4), (0.25, 2), (3, 3), (0, 0), (0.0, 0), (1.0, 8), (100, 8)])
-def test_squares_have_the_side_that_is_asked_for(length, side):
+def test_cutout_batch_squares_have_the_given_side(length, side):
     cut = hidden(length=length, placement="inside")
     assert cut.any(2).sum(1).unique().tolist() == [side]
     assert cut.any(1).sum(1).unique().tolist() == [side]
 
 
-def test_each_image_has_its_own_place_and_a_square_may_stand_out():
+def test_cutout_batch_draws_a_position_per_image_and_clips():
     cut = hidden(length=4)
     assert len({tuple(one.flatten().tolist()) for one in cut}) > 20
     areas = cut.sum((1, 2))
@@ -32,18 +32,18 @@ def test_each_image_has_its_own_place_and_a_square_may_stand_out():
     assert areas.min() < 16
 
 
-def test_several_holes_hide_more():
+def test_cutout_batch_cuts_several_holes():
     assert hidden(length=3, holes=4, placement="inside").sum((1, 2)).float().mean() > 20  # one is 9
 
 
-def test_boxes_may_be_given_for_each_image():
+def test_cutout_batch_accepts_a_box_per_image():
     boxes = torch.tensor([[0, 0, 1, 1], [1, 0, 2, 2]])
     made = cutout_batch(torch.full((2, 1, 2, 2), 5, dtype=torch.uint8), boxes=boxes, fill=7)
     assert made.dtype == torch.uint8
     assert made.flatten(1).tolist() == [[7, 5, 5, 5], [5, 5, 7, 7]]
 
 
-def test_it_serves_one_sample_in_a_loader():
+def test_cutout_batch_transforms_one_sample_in_a_loader():
     sample = {"x": torch.ones(1, 6, 6), "y": 3}
     one, again, other = (
         apply_transform(lambda s, g: cutout_batch(s, generator=g), sample, seed=0, epoch=e, index=4) for e in (0, 0, 1)

@@ -44,14 +44,14 @@ ROUNDED = {
 
 @pytest.mark.parametrize("picture", PICTURES)
 @pytest.mark.parametrize("name", EXACT)
-def test_an_operation_on_levels_is_pillows(name, picture):
+def test_pixel_operations_match_pillow(name, picture):
     amount, known = EXACT[name]
     torch.testing.assert_close(ours(name, PICTURES[picture], amount), pillows(PICTURES[picture], known), atol=1e-9, rtol=0)
 
 
 @pytest.mark.parametrize("picture", PICTURES)
 @pytest.mark.parametrize("name", ROUNDED)
-def test_an_operation_on_values_is_pillows_up_to_its_rounding(name, picture):
+def test_color_operations_match_pillow_up_to_rounding(name, picture):
     amount, known = ROUNDED[name]
     apart = (ours(name, PICTURES[picture], amount) - pillows(PICTURES[picture], known)).abs()
     # Pillow rounds what it blends with to whole levels, and the result once more.
@@ -104,7 +104,7 @@ def test_quarter_turns_are_exact(size, turns):
     torch.testing.assert_close(on_one("rotate", image.tolist(), 90.0 * turns), image.rot90(turns), atol=1e-9, rtol=0)
 
 
-def test_a_half_turn_of_an_oblong_image_is_exact():
+def test_rotate_by_180_degrees_is_exact():
     image = torch.rand(3, 7, generator=generator, dtype=torch.float64)
     torch.testing.assert_close(on_one("rotate", image.tolist(), 180.0), image.flip(0, 1), atol=1e-9, rtol=0)
 
@@ -134,11 +134,11 @@ def test_grey_is_luma_of_three_channels_and_else_the_mean():
     assert to_grayscale(pixel[:, 1:]).item() == pytest.approx(0.375)
 
 
-def test_a_tiny_image_has_nothing_to_sharpen():
+def test_sharpness_keeps_images_below_three_pixels():
     close(on_one("sharpness", [[0.1, 0.9]], 1.9), [[0.1, 0.9]])
 
 
-def test_images_go_through_their_own_chains():
+def test_apply_chains_applies_each_images_chain():
     images = torch.full((3, 1, 1, 2), 0.25)
     chains = [[("brightness", 2.0)], [], [("solarize", 0.0), ("brightness", 0.5)]]
     assert apply_chains(images, chains, 0.0, caller="rand_augment")[:, 0, 0, 0].tolist() == [0.5, 0.25, 0.375]

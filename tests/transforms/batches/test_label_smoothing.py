@@ -24,11 +24,11 @@ HALF = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
     ],
     ids=["index", "one-hot", "soft", "of half the weight", "ignored", "left out", "of more axes"],
 )
-def test_a_share_of_each_target_is_spread_over_all_classes(targets, known):
+def test_smooth_labels_spreads_a_fraction_over_all_classes(targets, known):
     torch.testing.assert_close(smooth_labels(targets, 0.4, num_classes=4), torch.tensor(known))
 
 
-def test_the_loss_is_that_of_smoothing_inside_of_it():
+def test_smooth_labels_equals_smoothing_inside_the_loss():
     logits, targets = torch.randn(5, 4), torch.tensor([0, 3, -100, 1, 1])
     inside, outside = (
         soft_cross_entropy(logits, targets, smoothing=0.1),
@@ -38,17 +38,17 @@ def test_the_loss_is_that_of_smoothing_inside_of_it():
     assert outside.weight == pytest.approx(4.0)
 
 
-def test_smoothing_nothing_changes_nothing():
+def test_smooth_labels_with_zero_changes_nothing():
     given = torch.rand(3, 4)
     assert torch.equal(smooth_labels(given, 0.0), given)
 
 
-def test_probabilities_are_given_back_as_they_are():
+def test_as_probabilities_returns_probabilities_unchanged():
     given = torch.rand(3, 4)
     assert as_probabilities(given) is given
 
 
-def test_another_index_may_be_left_out_and_a_wrong_one_is_no_target():
+def test_as_probabilities_ignores_ignore_index_and_refuses_wrong_indices():
     assert as_probabilities(torch.tensor([0, 1]), 2, ignore_index=0).tolist() == [[0.0, 0.0], [0.0, 1.0]]
     with pytest.raises(RuntimeError, match="out of bounds"):
         as_probabilities(torch.tensor([2]), 2)
@@ -68,7 +68,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int32])
-def test_targets_that_are_neither_indices_nor_probabilities_are_refused(dtype):
+def test_label_smoothing_refuses_regression_targets(dtype):
     """Numbers of a regression, one each: smoothing would take the batch for the classes."""
     model = nn.Linear(1, 1)
     step = dt.compose_step(dt.mean_loss(lambda model, batch: model(batch["x"]).sum(), weight=len), [label_smoothing(0.1)])

@@ -20,28 +20,28 @@ def batch(n: int = 6) -> dict[str, object]:
 SWAP = torch.tensor([1, 0])
 
 
-def test_inputs_and_targets_are_mixed_alike():
+def test_mixup_batch_mixes_inputs_and_targets_alike():
     given = {"x": torch.tensor([[1.0, 0.0], [5.0, 4.0]]), "y": torch.tensor([0, 2])}
     made = mixup_batch(given, num_classes=3, coefficient=0.75, order=SWAP)
     assert made["x"].tolist() == [[2.0, 1.0], [4.0, 3.0]]
     assert made["y"].tolist() == [[0.75, 0.0, 0.25], [0.25, 0.0, 0.75]]
 
 
-def test_each_sample_may_have_its_own_coefficient():
+def test_mixup_batch_accepts_a_coefficient_per_sample():
     given = {"x": torch.tensor([0.0, 8.0]), "y": torch.tensor([[1.0, 0.0], [0.0, 1.0]])}
     made = mixup_batch(given, coefficient=torch.tensor([0.75, 0.5]), order=SWAP)
     assert made["x"].tolist() == [2.0, 4.0]
     assert made["y"].tolist() == [[0.75, 0.25], [0.5, 0.5]]
 
 
-def test_the_loss_of_mixed_targets_is_the_mixed_loss():
+def test_soft_cross_entropy_of_mixed_targets_is_the_mixed_loss():
     logits, first, second = torch.randn(4, 3), torch.tensor([0, 1, 2, 1]), torch.tensor([1, 1, 0, 2])
     mixed = mix_rows(torch.nn.functional.one_hot(torch.stack([first, second]), 3).float(), SWAP, 0.7)[0]
     both = [soft_cross_entropy(logits, target).total for target in (first, second)]
     torch.testing.assert_close(soft_cross_entropy(logits, mixed).total, 0.7 * both[0] + 0.3 * both[1])
 
 
-def test_numbers_of_a_regression_are_mixed_as_they_are():
+def test_mixup_batch_mixes_regression_targets():
     made = mixup_batch(
         (torch.tensor([0.0, 8.0]), torch.tensor([2.0, 4.0])), input_key=0, target_key=1, coefficient=0.5, order=SWAP
     )
@@ -49,13 +49,13 @@ def test_numbers_of_a_regression_are_mixed_as_they_are():
     assert made[1].tolist() == [3.0, 3.0]
 
 
-def test_an_ignored_target_leaves_the_others_share():
+def test_mixup_batch_keeps_the_fraction_beside_an_ignored_target():
     given = {"x": torch.zeros(2), "y": torch.tensor([-100, 1])}
     made = mixup_batch(given, num_classes=2, coefficient=0.75, order=SWAP)
     assert made["y"].tolist() == [[0.0, 0.25], [0.0, 0.75]]
 
 
-def test_the_given_batch_and_the_global_generator_stay_as_they_are():
+def test_input_batch_and_global_generator_are_unchanged():
     given = batch()
     copies, state = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in given.items()}, torch.get_rng_state()
     made = mixup_batch(given, num_classes=3, generator=generator())
@@ -65,14 +65,14 @@ def test_the_given_batch_and_the_global_generator_stay_as_they_are():
     assert not torch.equal(made["x"], given["x"])
 
 
-def test_the_same_generator_gives_the_same_batch():
+def test_mixup_batch_is_deterministic_per_seed():
     one, same, other = (mixup_batch(batch(), num_classes=3, generator=generator(seed))["x"] for seed in (1, 1, 2))
     assert torch.equal(one, same)
     assert not torch.equal(one, other)
 
 
 @pytest.mark.parametrize("alpha", [0.05, 0.2, 1.0, 4.0])
-def test_coefficients_are_of_a_beta_distribution(alpha):
+def test_mixup_batch_coefficients_have_a_beta_distribution(alpha):
     n = 20000
     made = mixup_batch({"x": torch.eye(2)[torch.arange(n) % 2], "y": torch.zeros(n, 1)}, alpha=alpha, per_sample=True,
                        generator=generator(), order=torch.arange(n).view(-1, 2).flip(1).flatten())  # fmt: skip
@@ -81,21 +81,21 @@ def test_coefficients_are_of_a_beta_distribution(alpha):
     assert kept.var() == pytest.approx(0.25 / (2 * alpha + 1), rel=0.05)
 
 
-def test_alpha_zero_mixes_nothing():
+def test_mixup_batch_with_alpha_zero_changes_nothing():
     given = batch()
     made = mixup_batch(given, num_classes=3, alpha=0, generator=generator())
     assert torch.equal(made["x"], given["x"])
     assert torch.equal(made["y"].argmax(-1), given["y"])
 
 
-def test_an_empty_batch_stays_empty():
+def test_empty_batch_stays_empty():
     made = mixup_batch(batch(0), num_classes=3, per_sample=True, generator=generator())
     assert made["x"].shape == (0, 2, 3)
     assert made["y"].shape == (0, 3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_inputs_keep_their_dtype(dtype):
+def test_mixup_batch_keeps_the_dtype(dtype):
     made = mixup_batch({"x": torch.ones(4, 2, dtype=dtype), "y": torch.arange(4)}, num_classes=4, generator=generator())
     assert made["x"].dtype == dtype
     assert made["y"].dtype == torch.promote_types(dtype, torch.float32)
@@ -126,7 +126,7 @@ def seen_by(*transforms: dt.Transform, given: dict, steps: int = 1) -> list[dict
     return seen
 
 
-def test_mixup_then_label_smoothing_smooths_what_was_mixed():
+def test_label_smoothing_after_mixup_smooths_mixed_targets():
     given = {"x": torch.tensor([[1.0, 0.0], [5.0, 4.0]]), "y": torch.tensor([0, 2])}
     (seen,) = seen_by(mixup(5.0, num_classes=3), label_smoothing(0.3), given=given)
     share = (seen["x"][:, 0] - 1.0) / 4.0  # how much each has of the second sample
@@ -136,7 +136,7 @@ def test_mixup_then_label_smoothing_smooths_what_was_mixed():
     assert by_hand[0].tolist() == pytest.approx([0.625, 0.1, 0.275])
 
 
-def test_alpha_is_read_at_the_step_about_to_run():
+def test_mixup_reads_alpha_at_the_clock_of_the_step():
     given = {"x": torch.randn(8, 2, generator=generator()), "y": torch.arange(8) % 3}
     mixed = mixup(lambda step: float(step == 1), num_classes=3)
     before, now, after = seen_by(mixed, given=given, steps=3)
@@ -200,7 +200,7 @@ def test_mixup_refuses(name):
         make()
 
 
-def test_a_schedule_that_is_negative_is_refused_in_its_step():
+def test_mixup_refuses_a_negative_schedule_in_its_step():
     given = {"x": torch.zeros(2, 2), "y": torch.tensor([0, 1])}
     with pytest.raises(ConfigError, match=r"mixup: alpha must be in \[0, inf\), got -1\.0 from its schedule at step 0\."):
         seen_by(mixup(lambda step: -1.0, num_classes=3), given=given)

@@ -29,26 +29,26 @@ def image(height: int, width: int) -> torch.Tensor:
     ],
 )
 @pytest.mark.parametrize("mode", ["resize", "crop"])
-def test_sides_are_multiples_of_the_increment_and_at_most_the_whole(side, scale, increment, size, mode):
+def test_resize_batch_sides_are_multiples_of_the_increment(side, scale, increment, size, mode):
     given = {"x": torch.rand(2, 3, side, side, generator=generator()), "y": torch.tensor([0, 1])}
     made = resize_batch(given, scale=scale, size_increment=increment, mode=mode, generator=generator())
     assert tuple(made["x"].shape) == (2, 3, size, size)
     assert made["y"] is given["y"]
 
 
-def test_resized_pixels_are_weighed_by_a_triangle():
+def test_resize_batch_filters_with_a_triangle():
     # Half the size: a pixel's triangle is four wide, here with 3, 3 and 1 parts of what is inside the image.
     made = resize_batch(image(1, 4).expand(1, 2, 4), scale=0.5, size_increment=1)
     torch.testing.assert_close(made, torch.tensor([[[5 / 7, 16 / 7]]]))
 
 
-def test_whole_numbers_are_rounded():
+def test_resize_batch_rounds_uint8():
     made = resize_batch(image(1, 4).to(torch.uint8).expand(1, 2, 4), scale=0.5, size_increment=1)
     assert made.dtype == torch.uint8
     assert made.tolist() == [[[1, 2]]]
 
 
-def test_a_crop_is_a_part():
+def test_resize_batch_crops_at_the_offset():
     made = resize_batch(image(4, 4), scale=0.5, size_increment=2, mode="crop", offset=(2, 0))
     assert made.tolist() == [[[8.0, 9.0], [12.0, 13.0]]]
     corners = {
@@ -58,14 +58,14 @@ def test_a_crop_is_a_part():
     assert corners == {0, 1, 2, 4, 5, 6, 8, 9, 10}
 
 
-def test_the_scale_grows_from_the_delay_to_the_full_size():
+def test_linear_growth_grows_from_delay_to_full():
     run = RunLength(total=100)
     scale = linear_growth(0.5, Duration.parse("0.5dur"), Duration.parse("0.8dur"))
     found = [scale(Clock(step=step, run=run)) for step in (0, 49, 50, 65, 79, 80, 99, 100)]
     assert found == pytest.approx([0.5, 0.5, 0.5, 0.75, 0.5 + 0.5 * 29 / 30, 1.0, 1.0, 1.0])
 
 
-def test_the_scale_may_jump():
+def test_linear_growth_may_jump():
     scale = linear_growth(0.25, Duration.parse(3), Duration.parse(3))
     assert [scale(Clock(step=step)) for step in (2, 3)] == [0.25, 1.0]
 
@@ -86,7 +86,7 @@ def sizes(transform: dt.Transform, steps: int, **options) -> list[int]:
     return seen
 
 
-def test_images_grow_with_the_run():
+def test_progressive_resizing_grows_images_during_the_run():
     grown = progressive_resizing(size_increment=2)
     assert sizes(grown, 10, run_length=RunLength(total=10)) == [8, 8, 8, 8, 8, 8, 10, 14, 16, 16]
     assert sizes(progressive_resizing(lambda step: min(1.0, 0.25 + 0.25 * step)), 5) == [4, 8, 12, 16, 16]

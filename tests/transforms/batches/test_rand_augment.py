@@ -15,12 +15,12 @@ def generator(seed: int = 0) -> torch.Generator:
 IMAGES = torch.rand(8, 3, 9, 9, generator=generator(5))
 
 
-def test_the_papers_operations_are_fourteen():
+def test_rand_augment_has_the_papers_fourteen_operations():
     assert len(RAND_AUGMENT_OPERATIONS) == 14
     assert {"identity", "autocontrast", "equalize", "rotate", "solarize", "color", "posterize"} < set(RAND_AUGMENT_OPERATIONS)
 
 
-def test_each_image_goes_through_its_chain():
+def test_rand_augment_batch_applies_the_chain_of_each_image():
     made = rand_augment_batch(
         {"x": torch.full((2, 1, 1, 1), 0.25), "y": 1},
         chains=[[("brightness", 0.5), ("solarize", 0.0)], [("solarize", 0.0), ("brightness", 0.5)]],
@@ -29,7 +29,7 @@ def test_each_image_goes_through_its_chain():
     assert made["y"] == 1
 
 
-def test_uint8_images_stay_so_and_go_the_same_way():
+def test_uint8_images_keep_their_dtype():
     bytes_ = (IMAGES * 255).to(torch.uint8)
     made = rand_augment_batch(bytes_, generator=generator())
     assert made.dtype == torch.uint8
@@ -37,20 +37,20 @@ def test_uint8_images_stay_so_and_go_the_same_way():
     assert (made / 255.0 - floats).abs().max() <= 0.51 / 255
 
 
-def test_magnitude_zero_leaves_operations_that_have_one_without_effect():
+def test_magnitude_zero_changes_nothing():
     strong = [name for name in RAND_AUGMENT_OPERATIONS if name not in ("autocontrast", "equalize")]
     made = rand_augment_batch(IMAGES, magnitude=0, depth=4, operations=strong, generator=generator())
     assert (made - IMAGES).abs().max() <= 0.51 / 255  # posterize with eight bits rounds to levels
 
 
-def test_operations_are_drawn_evenly():
+def test_rand_augment_batch_draws_operations_uniformly():
     black = torch.zeros(5000, 1, 1, 1)
     made = rand_augment_batch(black, magnitude=10, depth=1, operations=("brightness", "solarize"), generator=generator())
     assert made.unique().tolist() == [0.0, 1.0]  # of a black image one leaves it, the other makes it white
     assert made.mean() == pytest.approx(0.5, abs=0.035)  # five standard errors
 
 
-def test_the_given_images_and_the_global_generator_stay_as_they_are():
+def test_input_images_and_global_generator_are_unchanged():
     copy, state = IMAGES.clone(), torch.get_rng_state()
     one, same, other = (rand_augment_batch(IMAGES, generator=generator(seed)) for seed in (1, 1, 2))
     assert torch.equal(IMAGES, copy)
@@ -59,7 +59,7 @@ def test_the_given_images_and_the_global_generator_stay_as_they_are():
     assert not torch.equal(one, other)
 
 
-def test_it_serves_one_sample_in_a_loader():
+def test_rand_augment_batch_transforms_one_sample_in_a_loader():
     sample = {"x": IMAGES[0], "y": 3}
     one, again, other = (
         apply_transform(lambda s, g: rand_augment_batch(s, generator=g), sample, seed=0, epoch=e, index=4) for e in (0, 0, 1)
@@ -69,7 +69,7 @@ def test_it_serves_one_sample_in_a_loader():
     assert one["x"].shape == (3, 9, 9)
 
 
-def test_no_images_are_none():
+def test_rand_augment_batch_accepts_an_empty_batch():
     assert rand_augment_batch(IMAGES[:0], generator=generator()).shape == (0, 3, 9, 9)
 
 

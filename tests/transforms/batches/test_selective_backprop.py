@@ -84,14 +84,14 @@ def test_injected_uniforms_decide_exactly():
     assert select_by_loss(losses, 0.5, uniforms=torch.tensor([even - 1e-9, 0.5], dtype=torch.float64)).tolist() == [1]
 
 
-def test_a_tiny_share_of_many_does_not_underflow():
+def test_select_by_loss_with_a_tiny_fraction_does_not_underflow():
     losses = torch.arange(10_000.0)
     picked = select_by_loss(losses, 0.001, generator=torch.Generator().manual_seed(0))
     assert len(picked) == 10
     assert picked.min().item() > 9900
 
 
-def test_a_loss_that_is_no_number_counts_as_the_largest():
+def test_select_by_loss_counts_nan_as_the_largest():
     losses = torch.tensor([1.0, float("nan"), 2.0])
     assert select_by_loss(losses, 0.01, uniforms=torch.full((3,), 0.5)).tolist() == [1]
 
@@ -310,7 +310,7 @@ def failing() -> list:
     return []
 
 
-def test_an_error_in_the_forward_leaves_the_model_cut(ranks):
+def test_error_in_the_forward_leaves_the_model_sharded(ranks):
     assert ranks(2).run(failing) == [["after the forward", True, True, 2]] * 2
 
 
@@ -324,12 +324,12 @@ def uncountable() -> str:
     return "nothing"
 
 
-def test_a_batch_that_one_rank_cannot_count_is_refused_on_all(ranks):
+def test_uncountable_batch_on_one_rank_is_refused_on_all_ranks(ranks):
     assert ranks(2).run(uncountable) == ["ConfigError", "PeerError"]
 
 
 def cost() -> list[dict]:
-    """What a step sends beside the gathers, with and without it."""
+    """Return the collectives of a step with and without the transform."""
     found = []
     for start in ("9ba", 0):
         step, state = sharded("full_shard", selective_backprop(losses_of, start=start))
@@ -340,7 +340,7 @@ def cost() -> list[dict]:
     return found
 
 
-def test_a_step_costs_a_record_and_the_gathers_of_one_forward(ranks):
+def test_step_costs_one_record_and_the_gathers_of_one_forward(ranks):
     without, with_it = ranks(2).run(cost)[0]
     assert with_it["control"]["all_gather"] == without["control"]["all_gather"] + 1
     assert with_it["training"]["reduce_scatter"] == without["training"]["reduce_scatter"]

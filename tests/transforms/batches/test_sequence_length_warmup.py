@@ -17,7 +17,7 @@ IDS = torch.tensor([[1, 2, 3, 4, 5, 9], [6, 7, 8, 9, 0, 0]])
 MASK = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]])
 
 
-def test_truncation_keeps_the_first_tokens_of_all_that_is_along_the_sequence():
+def test_shorten_batch_truncates_every_sequence_tensor():
     pairs = torch.arange(72).view(2, 1, 6, 6)
     batch = {"input_ids": IDS, "attention_mask": pairs, "features": torch.zeros(2, 6, 3), "label": torch.ones(2), "name": "a"}
     cut = shorten_batch(batch, 4)
@@ -29,7 +29,7 @@ def test_truncation_keeps_the_first_tokens_of_all_that_is_along_the_sequence():
     assert all(cut[key].is_contiguous() for key in ("input_ids", "attention_mask", "features"))
 
 
-def test_a_batch_that_is_short_enough_comes_back():
+def test_shorten_batch_returns_a_short_batch_unchanged():
     batch = {"input_ids": IDS}
     assert shorten_batch(batch, 6) is batch
     assert shorten_batch(batch, 7) is batch
@@ -43,20 +43,20 @@ def test_a_batch_that_is_short_enough_comes_back():
         (1, [[9], [9]], [[90], [90]]),
     ],
 )
-def test_keep_end_puts_the_last_token_at_the_cut(length, ids, labels):
+def test_keep_end_moves_the_last_token_to_the_cut(length, ids, labels):
     cut = shorten_batch({"input_ids": IDS, "attention_mask": MASK, "labels": 10 * IDS}, length, keep_end=True)
     assert (cut["input_ids"].tolist(), cut["labels"].tolist()) == (ids, labels)
     assert cut["attention_mask"].tolist() == [[1] * length, [1] * min(length, 4) + [0] * (length - 4)]
 
 
-def test_keep_end_without_a_mask_takes_the_last_place_and_its_pairs():
+def test_keep_end_without_a_mask_takes_the_last_position():
     pairs = torch.arange(36).view(1, 1, 6, 6)
     cut = shorten_batch({"input_ids": IDS[:1], "pairs": pairs}, 3, keep_end=True)
     assert cut["input_ids"].tolist() == [[1, 2, 9]]
     assert cut["pairs"].tolist() == [[[[0, 1, 5], [6, 7, 11], [30, 31, 35]]]]
 
 
-def test_pieces_keep_all_tokens_but_the_rest():
+def test_pieces_keep_all_tokens_except_the_remainder():
     pairs = torch.arange(72).view(2, 1, 6, 6)
     cut = shorten_batch({"input_ids": IDS, "pairs": pairs, "features": IDS.unsqueeze(-1)}, 2, truncate=False)
     assert cut["input_ids"].tolist() == [[1, 2], [3, 4], [5, 9], [6, 7], [8, 9], [0, 0]]
@@ -67,7 +67,7 @@ def test_pieces_keep_all_tokens_but_the_rest():
     assert rest["input_ids"].tolist() == [[1, 2, 3, 4], [6, 7, 8, 9]]
 
 
-def test_axes_say_what_is_along_the_sequence():
+def test_axes_select_the_sequence_axes():
     batch = {"input_ids": IDS, "scores": torch.zeros(2, 3, 6), "square": torch.zeros(2, 6)}
     cut = shorten_batch(batch, 2, axes={"scores": (2,), "square": ()})
     assert {key: tuple(tensor.shape) for key, tensor in cut.items()} == {
@@ -77,7 +77,7 @@ def test_axes_say_what_is_along_the_sequence():
     }
 
 
-def test_masks_that_say_of_pairs_or_of_keys_are_cut_along_the_keys():
+def test_masks_of_pairs_and_keys_are_cut_along_the_keys():
     pairs = torch.ones(6, 6, dtype=torch.bool).tril().expand(2, 6, 6)
     batch = {"input_ids": IDS, "pairs": pairs, "keys": torch.arange(12).view(2, 1, 1, 6), "features": torch.ones(2, 6, 6)}
     cut = shorten_batch(batch, 3)
@@ -93,12 +93,12 @@ def test_masks_that_say_of_pairs_or_of_keys_are_cut_along_the_keys():
     assert pieces["pairs"].shape == (4, 3, 3)
 
 
-def test_an_empty_batch_is_cut_like_the_others():
+def test_shorten_batch_cuts_an_empty_batch():
     cut = shorten_batch({"input_ids": IDS[:0], "attention_mask": MASK[:0]}, 2, keep_end=True)
     assert cut["input_ids"].shape == cut["attention_mask"].shape == (0, 2)
 
 
-def test_a_tensordict_stays_one():
+def test_shorten_batch_keeps_a_tensordict():
     tensordict = pytest.importorskip("tensordict")
     cut = shorten_batch(tensordict.TensorDict({"input_ids": IDS}, batch_size=[2]), 2, truncate=False)
     assert isinstance(cut, tensordict.TensorDict)
@@ -173,7 +173,7 @@ def test_a_tensordict_stays_one():
         ),
     ],
 )
-def test_what_cannot_be_right_is_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_right_is_refused(make, message):
     ],
     ids=["steps", "tokens", "epochs and their steps", "epochs", "share"],
 )
-def test_lengths_follow_the_formula(duration, clocks, lengths):
+def test_length_ramp_follows_the_formula(duration, clocks, lengths):
     ramp = length_ramp(Duration.parse(duration), 8, 24, 8)
     assert [ramp(clock) for clock in clocks] == lengths
 
@@ -222,32 +222,32 @@ def trained(transform, steps, **options):
     return model.shapes, state.clock
 
 
-def test_the_clock_counts_what_was_trained_on():
+def test_clock_counts_the_shortened_batch():
     warmup = sequence_length_warmup(duration="0.5dur", min_length=2, max_length=8, step_size=1)
     shapes, clock = trained(warmup, 3, microbatch_size=2)
     assert shapes == [(2, 2), (1, 2), (2, 5), (1, 5), (2, 8), (1, 8)]
     assert (clock.samples, clock.tokens) == (9, 3 * (2 + 5 + 8))
 
 
-def test_pieces_are_samples_of_their_own():
+def test_clock_counts_pieces_as_samples():
     shapes, clock = trained(sequence_length_warmup(lambda step: 3.9, truncate=False), 1, microbatch_size=4)
     assert shapes == [(4, 3), (2, 3)]
     assert (clock.samples, clock.tokens) == (6, 18)
 
 
-def test_a_schedule_may_be_measured_in_tokens():
+def test_length_schedule_may_count_tokens():
     shapes, _ = trained(sequence_length_warmup(with_unit("tok", lambda tokens: 2 + tokens / 6)), 3)
     assert shapes == [(3, 2), (3, 3), (3, 4)]
 
 
-def test_a_schedule_that_gives_no_length_is_refused_in_the_step():
+def test_length_schedule_below_one_is_refused_in_the_step():
     with pytest.raises(
         ConfigError, match=r"length must be in \[1, inf\), got 0\.5 from its schedule at step 0 of a run of 4ba"
     ):
         trained(sequence_length_warmup(lambda step: 0.5), 1)
 
 
-def test_a_share_of_a_run_of_unknown_length_is_refused_in_the_step():
+def test_fraction_of_a_run_of_unknown_length_is_refused_in_the_step():
     model = Seen()
     step = dt.compose_step(lambda net, batch: None, [sequence_length_warmup()])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))

@@ -42,7 +42,7 @@ def test_scale_is_that_of_the_data():
 
 
 def test_estimates_of_halves_are_those_of_the_paper():
-    """Of two halves the mean squared norm, in the formulas of appendix A.1."""
+    """Compute the mean squared norm of two halves by the formulas of appendix A.1."""
     one, other = torch.randn(2, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     whole, few, many = (one + other) / 2, 8, 16
     small, big = (one.square().sum() + other.square().sum()) / 2, whole.square().sum()
@@ -148,7 +148,7 @@ def test_a_gradient_that_is_not_finite_leaves_the_averages_alone(bad):
 
 
 def of_this_copy(counts: list[int]) -> list[float]:
-    """What two copies that train apart measure, each of its own samples; and whether they did."""
+    """Return the measurements of two replicas that train apart on their own samples."""
     mesh = dt.build_mesh()
     model = dt.shard_model(nn.Linear(DIM, 1, bias=False).double(), mesh, strategy="replicate", blocks=())
     step, state = begin(dt.transforms.local_sgd(4), noise_scale(), model=model)

@@ -212,7 +212,7 @@ def looking(name: str, seen: list[float]) -> dt.Transform:
 
 
 def looked_at() -> list[float]:
-    """What is seen after the first gradient, after the second, and after both."""
+    """Return the sums of the outputs after the first gradient, after the second, and after both."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
     if torch.distributed.is_initialized():

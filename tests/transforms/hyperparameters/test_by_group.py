@@ -110,7 +110,7 @@ def test_all_options_are_as_before_after_a_step(fails):
         (lambda: set_option("", 0.5), "set_option: option must be a name .* got ''"),
     ],
 )
-def test_what_cannot_be_right_is_refused_at_construction(make, message):
+def test_invalid_arguments_are_refused_at_construction(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 

@@ -112,7 +112,7 @@ def test_a_start_at_the_beginning_leaves_the_initial_weights_out():
 
 
 def test_shares_of_a_run_and_epochs():
-    """Of 4 epochs of 3 steps, the defaults: from step 9 on (0.7 * 12 = 8.4) to step 12 (0.97 * 12 = 11.64)."""
+    """Defaults for 4 epochs of 3 steps: from step 9 (0.7 * 12 = 8.4) to step 12 (0.97 * 12 = 11.64)."""
     step, state = begin(swa(), lr=0.25, run_length=RunLength(total="4ep", steps_per_epoch=3))
     state = take(step, state, 11, epoch=3)
     assert (weight(state), average(state, "swa")) == (4.0 - 11 * 0.25, 4.0 - 9 * 0.25)

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dtrain.arguments import check_number
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
-from dtrain.schedules import curves
+from dtrain.schedules import curves, phases
 from dtrain.schedules.composer.decays import Length, Lengths, check_covers_run, name_each, parse_lengths
 from dtrain.typing import Schedule
 
@@ -36,7 +36,7 @@ def constant_with_warmup(run: RunLength, t_warmup: Length, alpha: float = 1.0, t
     check_number(caller, "alpha", alpha)
     times = _warmup_and_total(caller, run, t_warmup, t_max)
     end = times["t_max"]
-    return times.to_schedule(curves.warmup(lambda t: alpha if t < end else 1.0, times["t_warmup"]))
+    return times.to_schedule(phases.warmup(lambda t: alpha if t < end else 1.0, times["t_warmup"]))
 
 
 def linear_with_warmup(
@@ -143,7 +143,7 @@ def multi_step_with_warmup(run: RunLength, t_warmup: Length, milestones: Sequenc
             f"{caller}: t_warmup must be before the first milestone, got t_warmup={t_warmup} and "
             f"milestones[0]={milestones[0]}. Remove that milestone or shorten the warm-up."
         )
-    return times.to_schedule(curves.warmup(stair, times["t_warmup"]))
+    return times.to_schedule(phases.warmup(stair, times["t_warmup"]))
 
 
 def _warmup_and_total(caller: str, run: RunLength, t_warmup: Length, t_max: Length) -> Lengths:
@@ -161,4 +161,4 @@ def _decay_length(times: Lengths) -> float:
 
 
 def _prepend_warmup(times: Lengths, decay: Schedule) -> Schedule:
-    return times.to_schedule(curves.warmup(decay, times["t_warmup"], shifted=True))
+    return times.to_schedule(phases.warmup(decay, times["t_warmup"], shifted=True))
