@@ -45,6 +45,23 @@ def test_mixup_batch_keeps_the_type_of_the_batch(kind):
     assert given[inputs] is X or torch.equal(given[inputs], X)
 
 
+DEFAULTS = {
+    "x and y": {"id": SWAP, "x": X, "y": Y},
+    "input_ids and labels": {"id": SWAP, "input_ids": X, "labels": Y},
+    "TensorDict": TensorDict({"labels": Y, "x": X}, batch_size=[2]),
+    "tuple": (X, Y),
+    "named tuple": Pair(X, Y),
+}
+
+
+@pytest.mark.parametrize("kind", DEFAULTS)
+def test_batch_methods_find_the_usual_inputs_and_targets(kind):
+    made = mixup_batch(DEFAULTS[kind], coefficient=0.75, order=SWAP)
+    tensors = list(made.values()) if hasattr(made, "values") else list(made)
+    assert [2.0, 6.0] in [tensor.tolist() for tensor in tensors]
+    assert [[0.75, 0.25], [0.25, 0.75]] in [tensor.tolist() for tensor in tensors]
+
+
 def in_a_step(transform: dt.Transform, batch: object) -> None:
     """A step on ``batch`` that comes no further than ``transform``."""
     model = nn.Linear(1, 1)
