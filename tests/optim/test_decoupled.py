@@ -76,7 +76,7 @@ def test_adamw_is_torchs_with_the_decay_divided_by_the_peak():
 
 
 @each
-def test_without_decay_it_is_torchs(kind):
+def test_decoupled_optimizers_without_decay_match_torch(kind):
     plain = {DecoupledAdamW: torch.optim.AdamW, DecoupledSGDW: torch.optim.SGD}[kind]
     ours, theirs = matrices(), matrices()
     got = trained(kind(ours, lr=0.1, weight_decay=0.0, foreach=True), ours)
@@ -185,7 +185,7 @@ def test_torchs_schedulers_agree_on_what_the_peak_is(kind):
 
 @pytest.mark.parametrize("lr", [0.0, -1.0, float("nan"), float("inf"), torch.tensor(0.1)])
 @each
-def test_a_rate_that_is_no_peak_is_refused(kind, lr):
+def test_invalid_peak_rates_are_refused(kind, lr):
     with pytest.raises((ConfigError, ValueError), match=r"lr must be a finite number above 0, got|Invalid learning rate"):
         kind([parameter()], lr=lr)
 

@@ -52,7 +52,7 @@ def test_every_trainable_parameter_of_a_transformer_is_in_one_group():
 
 
 @pytest.mark.parametrize("no_decay", ["**.weight", ["body.*", "**.weight"], lambda name, param: param.ndim == 2, ()])
-def test_what_does_not_decay_may_be_said(no_decay):
+def test_no_decay_selects_parameters_without_decay(no_decay):
     found = members(nn.Sequential(nn.Linear(2, 2)), no_decay=no_decay)
     assert found == ({"all": ["0.bias"], "all.no_decay": ["0.weight"]} if no_decay else {"all": ["0.weight", "0.bias"]})
 
@@ -95,7 +95,7 @@ def test_a_tied_parameter_fits_under_any_name_and_is_there_once():
     ],
     ids=["overlap", "leftover", "nothing", "one name", "two rests", "no rule"],
 )
-def test_rules_that_cannot_be_right_are_refused(rules, message):
+def test_invalid_rules_are_refused(rules, message):
     with pytest.raises(ConfigError, match=f"param_groups: {message}"):
         param_groups(Tied(), *rules)
 
@@ -115,7 +115,7 @@ def test_rules_that_cannot_be_right_are_refused(rules, message):
         (lambda: param_groups(Tied().requires_grad_(False)), "param_groups: the model has no trainable parameters"),
     ],
 )
-def test_arguments_that_cannot_be_right_are_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 

@@ -32,14 +32,14 @@ def trained(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], steps:
 
 @pytest.mark.parametrize(("adjust_lr_fn", "theirs"), [("original", "original"), ("match_rms_adamw", "match_rms_adamw")])
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_it_is_torchs_bit_for_bit(adjust_lr_fn, theirs, nesterov):
+def test_muon_matches_torch_bit_for_bit(adjust_lr_fn, theirs, nesterov):
     ours, peers = matrices(), matrices()
     got = trained(Muon(ours, lr=0.02, adjust_lr_fn=adjust_lr_fn, nesterov=nesterov), ours)
     known = trained(torch.optim.Muon(peers, lr=0.02, weight_decay=0.1, adjust_lr_fn=theirs, nesterov=nesterov), peers)
     assert all(torch.equal(a, b) for a, b in zip(got, known, strict=True))
 
 
-def test_its_other_half_is_torchs_adamw():
+def test_muon_adamw_groups_match_torch():
     ours, peers = matrices(), matrices()
     got = trained(Muon([{"params": ours, "method": "adamw", "weight_decay": 0.2}]), ours)
     known = trained(torch.optim.AdamW(peers, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.2, fused=True), peers)

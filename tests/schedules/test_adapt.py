@@ -33,7 +33,7 @@ def test_groups_keep_their_own_rates_and_may_have_their_own_schedules():
 
 
 @pytest.mark.parametrize("schedule", [linear(1.0, 0.0, 10), with_unit("ba", linear(1.0, 0.0, 10))], ids=["plain", "of steps"])
-def test_a_resumed_scheduler_goes_on(schedule):
+def test_lambda_lr_resumes_from_its_state(schedule):
     optimizer = optimizer_of(1.0)
     scheduler = to_lambda_lr(schedule, optimizer)
     run(scheduler, optimizer, 3)
@@ -45,7 +45,7 @@ def test_a_resumed_scheduler_goes_on(schedule):
     assert run(resumed, other, 3) == run(scheduler, optimizer, 3) == [[0.7], [0.6], [0.5]]
 
 
-def test_what_torch_cannot_count_is_refused():
+def test_to_lambda_lr_refuses_schedules_of_other_units():
     with pytest.raises(
         ConfigError,
         match=r"to_lambda_lr: schedule must be a function of steps, got a schedule of tok\. Use dt\.transforms\.scale_lr",

@@ -86,7 +86,7 @@ def test_values_are_those_of_torch_at_every_step(make, ours, steps):
 
 
 @pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step")  # which SequentialLR itself gives
-def test_schedules_behind_each_other_are_those_of_torch():
+def test_sequential_matches_torch():
     def sequence(o):
         parts = [peers.LinearLR(o, 0.1, 1.0, 10), peers.ConstantLR(o, 1.0, 1), peers.ExponentialLR(o, 0.9)]
         return peers.SequentialLR(o, parts, milestones=[10, 30])

@@ -24,16 +24,16 @@ def test_schedules_that_end_where_the_next_begins_are_joined_without_a_jump(valu
         assert joined(boundary - 1e-9) == pytest.approx(value, abs=1e-6)
 
 
-def test_one_schedule_joined_is_itself():
+def test_sequential_of_one_schedule_equals_the_schedule():
     assert [sequential([linear(1.0, 0.0, 5)], [])(t) for t in range(7)] == [linear(1.0, 0.0, 5)(t) for t in range(7)]
 
 
-def test_stretch_scales_the_warmup_too():
+def test_time_scale_stretches_the_warmup():
     whole, half = warmup(cosine(1.0, 0.0, 100), 10), time_scale(warmup(cosine(1.0, 0.0, 100), 10), 0.5)
     assert [half(t) for t in range(60)] == [whole(2 * t) for t in range(60)]
 
 
-def test_clamp_keeps_what_is_within():
+def test_clip_keeps_values_within_the_limits():
     assert [clip(linear(1.0, 0.0, 10), low=0.25)(t) for t in (0, 5, 9)] == [1.0, 0.5, 0.25]
     assert [clip(linear(1.0, 0.0, 10), high=0.75)(t) for t in (0, 5, 10)] == [0.75, 0.5, 0.0]
 
@@ -48,7 +48,7 @@ MADE = {
 
 
 @pytest.mark.parametrize("make", MADE.values(), ids=MADE)
-def test_what_is_made_of_a_schedule_of_tokens_is_of_tokens(make):
+def test_combined_schedules_keep_the_unit(make):
     made = make(with_unit("tok", linear(1.0, 0.0, 1000)))
     assert isinstance(made, UnitSchedule)
     plain = make(linear(1.0, 0.0, 1000))

@@ -84,7 +84,7 @@ def test_formulas_are_those_of_the_documentation(name, t, w, a, b, k):
     assert make(w, a, b, k)(t) == pytest.approx(expected, rel=1e-9, abs=1e-12)
 
 
-def test_a_warmup_of_no_steps_is_none_whatever_the_unit():
+def test_composer_warmup_of_zero_steps_changes_nothing_in_any_unit():
     assert composer.linear_with_warmup(RunLength(total="1e6tok"), "0ba").unit == "tok"
     assert composer.linear_with_warmup(RunLength(total="100ba"), "0tok")(50) == 0.5
     assert [composer.linear_with_warmup(RUN, "0ba")(t) for t in (0, 100)] == [1.0, 0.5]
@@ -116,7 +116,7 @@ COUNTED = {
 
 
 @pytest.mark.parametrize("unit", COUNTED)
-def test_what_the_clock_counts_is_followed_where_all_lengths_agree(unit):
+def test_composer_uses_the_common_unit_of_all_lengths(unit):
     run, t_warmup, t_max = COUNTED[unit]
     schedule = composer.linear_with_warmup(run, t_warmup, t_max=t_max)
     assert isinstance(schedule, UnitSchedule)
@@ -133,20 +133,20 @@ def test_a_loader_knows_the_length_of_its_run():
     assert hyperparameter(composer.linear(loader.run_length("24sp")), "x")(Clock(step=1, samples=6)) == 0.75
 
 
-def test_lengths_that_are_no_whole_steps_are_not_rounded():
+def test_composer_does_not_round_fractional_steps():
     run = RunLength(total="3ba")
     assert composer.step(run, "0.1dur", 0.5)(3) == 0.5**10
     assert composer.linear(RunLength(total="9ba"), t_max="0.5dur", alpha_f=0.1)(4) == pytest.approx(1 - 0.9 * 4 / 4.5)
 
 
-def test_a_decay_may_end_before_the_run_where_that_is_meant():
+def test_decay_may_end_before_the_run_if_intended():
     assert composer.linear(RUN, alpha_f=0.1, t_max="5ep")(150) == 0.1
     assert composer.linear(RUN, 0.0, 1.0, t_max="5ep")(150) == 1.0
     assert composer.linear(RunLength(steps_per_epoch=20), t_max="5ep")(150) == 0.0
     assert composer.cosine(RunLength(total="1h", steps_per_epoch=20), t_max="5ep")(100) == 0.0  # nobody can compare them
 
 
-def test_a_decay_may_end_behind_the_run():
+def test_decay_may_end_after_the_run():
     assert composer.cosine(RUN, t_max="20ep")(200) == pytest.approx(0.5)
 
 
@@ -161,7 +161,7 @@ SHORT = {
 
 
 @pytest.mark.parametrize("name", SHORT)
-def test_a_run_that_would_go_on_at_a_rate_of_zero_is_refused(name):
+def test_composer_refuses_a_run_that_continues_at_a_factor_of_zero(name):
     with pytest.raises(
         ConfigError,
         match=rf"composer.{name}: t_max must not end before the run of 10ep with a factor of 0, got .*\. Give t_max='1dur', or",

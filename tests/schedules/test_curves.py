@@ -51,21 +51,21 @@ def test_warmup_is_defined_before_its_beginning(steps):
     assert warmup(linear(1.0, 0.0, 10), steps)(-1) == (0.0 if steps else 1.0)
 
 
-def test_a_shifted_schedule_begins_when_the_warmup_is_over():
+def test_shifted_schedule_begins_after_the_warmup():
     alone, behind = cosine(1.0, 0.1, 20), warmup(cosine(1.0, 0.1, 20), 5, shifted=True)
     assert [behind(5 + t) for t in range(25)] == [alone(t) for t in range(25)]
     assert behind(2.5) == 0.5
 
 
 @pytest.mark.parametrize("shape", ["linear", "cosine", "exponential"])
-def test_a_warmup_of_any_shape_begins_at_its_share_and_ends_at_the_schedule(shape):
+def test_warmup_of_any_shape_begins_at_start_and_joins_the_schedule(shape):
     warm = warmup(linear(1.0, 0.0, 100), 20, start=0.25, shape=shape)
     assert warm(0) == 0.8 * 0.25
     assert warm(20) == linear(1.0, 0.0, 100)(20)
     assert all(warm(t) < warm(t + 1) for t in range(20))
 
 
-def test_a_warmup_counts_what_its_schedule_counts():
+def test_warmup_has_the_unit_of_its_schedule():
     warm = warmup(with_unit("tok", linear(1.0, 0.0, 1000)), 100)
     read = hyperparameter(warm, "x")
     assert [read(Clock(step=7, tokens=tokens)) for tokens in (50, 100, 500)] == [0.45, 0.9, 0.5]
@@ -100,11 +100,11 @@ def test_invalid_arguments_are_refused(make, expected):
         make()
 
 
-def test_a_constant_is_the_same_everywhere():
+def test_constant_has_the_same_value_everywhere():
     assert [constant(0.25)(t) for t in (-1, 0, 0.5, 1e9)] == [0.25] * 4
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, "1", None, True])
-def test_a_constant_needs_a_number(value):
+def test_constant_refuses_values_that_are_no_number(value):
     with pytest.raises(ConfigError, match="constant: value must be a finite number, got"):
         constant(value)

@@ -19,16 +19,16 @@ def test_exponential_is_continuous_within_a_period():
     assert exponential(1.0, 0.25, 10)(-5) == 1.0
 
 
-def test_growth_stays_at_its_end_however_late_it_is():
+def test_growth_stays_at_its_end_without_overflow():
     assert [exponential(1e-6, 10.0, 100, end=1.0)(t) for t in (600, 1e6, 1e300)] == pytest.approx([1.0] * 3, rel=1e-12)
     assert exponential(1e-6, 10.0, 100, end=1.0)(1e300) == 1.0
 
 
-def test_a_decay_without_an_end_comes_to_nothing_without_an_error():
+def test_exponential_without_an_end_underflows_to_zero():
     assert exponential(1.0, 0.5)(1e300) == 0.0
 
 
-def test_a_factor_of_one_stays():
+def test_gamma_one_keeps_the_value():
     assert [exponential(0.5, 1.0)(t) for t in (0, 1e9)] == [exponential(0.5, 1.0, end=0.5)(7), 0.5]
 
 

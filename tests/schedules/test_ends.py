@@ -25,15 +25,15 @@ WITHOUT = {
 
 
 @pytest.mark.parametrize("schedule", [*WITH_AN_END.values(), *WITHOUT.values()], ids=[*WITH_AN_END, *WITHOUT])
-def test_before_the_beginning_is_the_first_value(schedule):
+def test_schedules_keep_the_first_value_before_the_beginning(schedule):
     assert schedule(-0.5) == schedule(-100) == schedule(0)
 
 
 @pytest.mark.parametrize("name", WITH_AN_END)
-def test_behind_the_end_is_the_last_value(name):
+def test_schedules_keep_the_last_value_after_the_end(name):
     assert WITH_AN_END[name](20) == WITH_AN_END[name](20.5) == WITH_AN_END[name](10**6)
 
 
 @pytest.mark.parametrize("name", WITHOUT)
-def test_the_others_have_no_end(name):
+def test_schedules_without_an_end_continue(name):
     assert WITHOUT[name](1_003) != WITHOUT[name](1_037)

@@ -46,7 +46,7 @@ def init(factors, lr=3e-4, rates=None):
         "one of two",
     ],
 )
-def test_rates_are_noticed(factors, lr):
+def test_warn_if_absolute_lr_finds_absolute_rates(factors, lr):
     with pytest.warns(UserWarning, match=r"scale_lr: the largest factor is .* Give factors of .* with lr=1.0"):
         init(factors, lr)
 
@@ -96,13 +96,13 @@ def test_rates_are_noticed(factors, lr):
         "table",
     ],
 )
-def test_factors_are_left_alone(factors, lr):
+def test_warn_if_absolute_lr_accepts_factors(factors, lr):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         init(factors, lr)
 
 
-def test_a_scheduler_of_torch_is_told_too():
+def test_to_lambda_lr_warns_about_absolute_rates():
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3e-4)
     with pytest.warns(UserWarning, match="to_lambda_lr: the largest factor is 0.0003 .* the run trains at 9e-08"):
         dt.schedules.to_lambda_lr(dt.schedules.cosine(3e-4, 0.0, 100), optimizer)

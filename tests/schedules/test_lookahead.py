@@ -43,7 +43,7 @@ def ahead(schedule, run=RUN, allowed="[0, 1)"):
     ],
     ids=["linear", "last step", "jump", "tokens", "samples", "epochs", "share", "raises", "nan"],
 )
-def test_the_run_is_looked_over(schedule, message):
+def test_check_over_run_samples_the_whole_run(schedule, message):
     with pytest.raises(ConfigError, match=message):
         ahead(schedule)
 
@@ -60,11 +60,11 @@ def test_the_run_is_looked_over(schedule, message):
     ],
     ids=["steps", "tokens", "epochs", "share", "table", "number"],
 )
-def test_a_run_that_ends_before_the_edge_is_fine(schedule):
+def test_schedule_may_leave_its_range_at_the_end_of_the_run(schedule):
     assert ahead(schedule) is None
 
 
-def test_a_run_of_unknown_length_is_warned():
+def test_step_init_warns_for_a_run_of_unknown_length():
     told = ahead(dt.schedules.linear(0.5, 1.0, 12_345), run=None)
     assert told is not None
     assert "ema: decay must be in [0, 1), got 1.0 from its schedule at step 12345. A run of that length stops there" in told
@@ -75,7 +75,7 @@ def test_a_run_of_unknown_length_is_warned():
     )  # 0 after millions of steps, by rounding
 
 
-def test_what_cannot_be_told_of_the_run_is_looked_at_as_if_nothing_were_known():
+def test_unconvertible_run_is_checked_like_a_run_of_unknown_length():
     seconds = dt.schedules.with_unit("sec", dt.schedules.linear(0.0, 1.0, 3600))
     told = ahead(seconds)
     assert told is not None
@@ -118,7 +118,7 @@ def test_step_init_refuses_every_schedule_that_leaves_its_range_in_the_run(trans
         step.init(model, optimizer, run_length=RunLength(total=100))
 
 
-def test_without_a_length_step_init_warns_and_a_transform_that_acts_at_times_is_left_alone():
+def test_step_init_without_a_length_warns_except_inside_every():
     schedule = dt.schedules.linear(0.9, 1.0, 50)
     loss = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
     model = nn.Linear(2, 2)
@@ -134,7 +134,7 @@ def test_without_a_length_step_init_warns_and_a_transform_that_acts_at_times_is_
         )
 
 
-def test_the_step_that_fails_is_named():
+def test_check_over_run_names_the_first_failing_step():
     loss = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
     step = dt.compose_step(loss, [dt.transforms.between(0, 9, dt.transforms.ema(lambda step: 0.5 + step / 4))])
     model = nn.Linear(2, 2)
@@ -145,7 +145,7 @@ def test_the_step_that_fails_is_named():
         step(state, torch.ones(1, 2))
 
 
-def test_the_peak_of_a_schedule():
+def test_peak_value_finds_the_largest_value():
     assert peak_value(dt.schedules.cosine(3e-4, 0.0, 100)) == 3e-4
     assert peak_value(dt.schedules.warmup(dt.schedules.cosine(1.0, 0.1, 100_000), 2_000)) == pytest.approx(1.0, rel=0.01)
     assert peak_value(dt.schedules.with_unit("dur", dt.schedules.linear(0.0, 1.0, 1.0))) == 1.0

@@ -53,7 +53,7 @@ def test_every_name_of_composer_is_in_a_table():
 
 
 @pytest.mark.parametrize(("name", "cells"), TABLES, ids=[f"{name}{cells.split('|')[0]}" for name, cells in TABLES])
-def test_what_composer_has_is_here_under_the_name_that_the_table_gives(name, cells):
+def test_table_names_every_scheduler_of_composer(name, cells):
     ours, rest = cells.split("|")[1:3]
     names = re.findall(r"`([\w.]+)`", f"{ours} {rest}")
     assert [found for found in names if not here(found)] == []

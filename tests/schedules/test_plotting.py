@@ -25,7 +25,7 @@ def test_several_schedules_are_named(tmp_path):
     assert (tmp_path / "lr.png").read_bytes()[:4] == b"\x89PNG"
 
 
-def test_the_axis_says_what_is_counted():
+def test_plot_labels_the_axis_with_the_unit():
     assert plot(with_unit("tok", constant(1.0)), 10**9, points=3).axes[0].get_xlabel() == "tokens"
 
 

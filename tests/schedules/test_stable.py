@@ -18,7 +18,7 @@ SHAPES = ["linear", "cosine", "1-sqrt", "exponential"]
     t=st.floats(0, 1),
 )
 @settings(max_examples=80, deadline=None)
-def test_before_the_decay_a_fork_is_its_trunk_bit_for_bit(warmup, stable, decay, shape, t):
+def test_warmup_stable_decay_equals_its_trunk_before_the_decay(warmup, stable, decay, shape, t):
     trunk = warmup_stable_decay(0.3, warmup=warmup)
     fork = warmup_stable_decay(0.3, warmup=warmup, decay_start=warmup + stable, decay=decay, end=0.01, shape=shape)
     assert [fork(at) for at in (-1, t * (warmup + stable), warmup + stable)] == [

@@ -10,7 +10,7 @@ def test_step_decay_changes_at_the_first_step_of_a_period():
     assert [step_decay(1.0, 0.5, 3)(t) for t in range(-1, 7)] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25]
 
 
-def test_a_growing_batch_size_stays_at_its_end():
+def test_growing_batch_size_stays_at_its_end():
     assert [step_decay(16, 2, 10, end=100)(t) for t in (0, 9, 10, 25, 30, 1e15)] == [16, 16, 32, 64, 100, 100]
 
 

@@ -25,7 +25,7 @@ def test_slopes_are_those_of_the_paper(heads, exponents):
     assert alibi_slopes(heads).tolist() == pytest.approx([2.0**exponent for exponent in exponents])
 
 
-def test_the_bias_is_the_distance_times_the_slope():
+def test_alibi_bias_is_slope_times_distance():
     bias = alibi_bias(8, 2, 4, dtype=torch.float64)
     assert bias.dtype == torch.float64
     assert bias[0].tolist() == [[-1.0, -0.5, 0.0, -0.5], [-1.5, -1.0, -0.5, 0.0]]
@@ -85,7 +85,7 @@ class Model(nn.Module):
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-def test_a_model_of_ones_own_attends_with_biases(is_causal):
+def test_alibi_biases_a_users_attention(is_causal):
     model = alibi(Model(is_causal), attentions={Attention: "heads"}, positions="places")
     assert isinstance(model.places, ZeroPositionEmbedding)
     x = torch.randn(2, 9, 8)

@@ -45,7 +45,7 @@ def added(mask):
     ],
     ids=["none", "bools", "floats", "causal", "padding", "both", "by head"],
 )
-def test_it_is_the_formula_under_any_mask(options, hidden, need_weights):
+def test_alibi_attention_matches_the_formula_for_every_mask(options, hidden, need_weights):
     layer, x = made(batch_first=True), torch.randn(2, LENGTH, 8)
     expected, weights = written(layer, x, hidden.expand(2, LENGTH, LENGTH))
     found, seen = layer(x, x, x, need_weights=need_weights, average_attn_weights=False, **options)
@@ -74,7 +74,7 @@ def test_evaluation_of_torchs_encoder_is_biased_too(padded):
         torch.testing.assert_close(model.eval()(x, **options), trained)
 
 
-def test_what_a_decoder_sees_of_the_encoder_is_left_alone():
+def test_cross_attention_of_a_decoder_is_unchanged():
     model = alibi(nn.TransformerDecoderLayer(8, 2, 16), attentions=MINE)
     assert type(model.self_attn) is AlibiMultiheadAttention
     assert type(model.multihead_attn) is nn.MultiheadAttention

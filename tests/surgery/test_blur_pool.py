@@ -54,17 +54,17 @@ def test_shapes_stay(make, side, size, first):
     ],
     ids=["pool at every place", "ceil mode", "indices", "conv at every place", "few channels", "average", "transposed"],
 )
-def test_what_does_not_fit_is_left(left):
+def test_modules_that_do_not_fit_are_unchanged(left):
     with pytest.raises(ConfigError, match="blur_pool with min_channels=16: nothing to replace"):
         blur_pool(nn.Sequential(left))
 
 
-def test_either_kind_can_be_left_out():
+def test_blur_pool_can_skip_convolutions_or_pools():
     model = blur_pool(nn.Sequential(nn.MaxPool2d(2), nn.Conv2d(16, 4, 3, stride=2)), replace_convs=False)
     assert [type(module).__name__ for module in model] == ["BlurMaxPool2d", "Conv2d"]
 
 
-def test_a_second_time_there_is_nothing_to_do():
+def test_second_edit_finds_nothing():
     with pytest.raises(ConfigError, match="nothing to replace"):
         blur_pool(blur_pool(nn.Sequential(nn.MaxPool2d(2))))
 

@@ -34,7 +34,7 @@ def test_there_is_one_class_for_each_pair():
     assert isinstance(one, nn.Conv2d)
 
 
-def test_what_is_mixed_in_already_is_left():
+def test_add_mixin_keeps_a_mixed_module():
     module = nn.Conv2d(1, 1, 1)
     add_mixin(module, ChannelsLast)
     kind = type(module)
@@ -93,13 +93,13 @@ class Counted(nn.Conv2d):
         return {**self.__dict__, "pickled": True}
 
 
-def test_a_module_that_says_what_is_pickled_is_asked():
+def test_pickling_uses_getstate_of_the_module():
     again = pickle.loads(pickle.dumps(channels_last(Counted(1, 1, 1))))
     assert isinstance(again, ChannelsLast)
     assert again.pickled
 
 
-def test_what_is_parametrized_afterwards_is_not_pickled_silently():
+def test_parametrized_modules_refuse_pickling():
     conv = nn.utils.parametrizations.weight_norm(channels_last(nn.Conv2d(1, 1, 1)))
     with pytest.raises(RuntimeError, match="Serialization of parametrized modules"):
         pickle.dumps(conv)
@@ -115,7 +115,7 @@ def test_a_module_that_is_compiled_already_computes_what_it_has_become():
 
 
 @pytest.mark.parametrize("edit", [low_precision_layer_norm, lambda model: blur_pool(model, min_channels=1)])
-def test_a_forward_of_its_own_would_hide_the_change(edit):
+def test_swap_class_refuses_a_module_with_its_own_forward(edit):
     model = nn.Sequential(nn.LayerNorm(4), nn.Conv2d(4, 4, 3, stride=2))
     before = [type(module) for module in model]
     dt.memory.checkpoint_activations(model, blocks=(nn.LayerNorm, nn.Conv2d))

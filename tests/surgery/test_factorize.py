@@ -58,12 +58,12 @@ def test_a_convolution_of_low_rank_is_computed_exactly(conv):
     ],
     ids=["few features", "few channels", "groups", "attention"],
 )
-def test_what_does_not_fit_is_left(left):
+def test_modules_that_do_not_fit_are_unchanged(left):
     with pytest.raises(ConfigError, match="factorize with min_channels=8 and min_features=8: nothing to replace"):
         factorize(nn.Sequential(left), min_features=8, min_channels=8)
 
 
-def test_a_rank_that_saves_nothing_is_left():
+def test_factorize_skips_layers_without_savings():
     with pytest.raises(ConfigError, match="nothing to replace"):
         factorize(nn.Sequential(nn.Linear(8, 8)), min_features=8, latent_features=4)  # 4 * 16 = 8 * 8
     assert factorize(nn.Sequential(nn.Linear(8, 8)), min_features=8, latent_features=3)[0].down.out_features == 3
@@ -93,7 +93,7 @@ def test_frozen_weights_stay_frozen_and_drawing_is_untouched():
     assert not any(p.requires_grad for p in model.parameters())
 
 
-def test_code_that_reads_the_weight_sees_that_of_the_whole():
+def test_factorized_weight_is_the_full_product():
     x = torch.randn(2, 3, 512)
     layer = nn.TransformerEncoderLayer(512, 4, dim_feedforward=512, batch_first=True).eval()
     model = factorize(layer)  # torch's layer reads these weights where it does not train
@@ -107,7 +107,7 @@ def test_code_that_reads_the_weight_sees_that_of_the_whole():
     torch.testing.assert_close(conv(picture), nn.functional.conv2d(picture, conv.weight, conv.bias))
 
 
-def test_kinds_can_be_left_out():
+def test_factorize_can_skip_convolutions_or_linears():
     model = nn.Sequential(nn.Linear(8, 8), nn.Conv2d(8, 8, 3))
     factorize(model, min_features=8, min_channels=8, factorize_linears=False)
     assert [type(module).__name__ for module in model] == ["Linear", "FactorizedConv2d"]
@@ -136,7 +136,7 @@ def test_invalid_arguments_are_refused(options, said):
         factorize(nn.Sequential(nn.Linear(512, 512)), **options)
 
 
-def test_a_model_that_is_none_is_refused():
+def test_objects_that_are_no_model_are_refused():
     with pytest.raises(ConfigError, match=r"factorize: model must be a torch.nn.Module, got str"):
         factorize("model")
 

@@ -5,7 +5,7 @@ from torch import nn
 from dtrain.surgery.replace import find_imported_class
 
 
-def test_a_class_is_known_only_where_it_was_imported():
+def test_find_imported_class_finds_imported_classes_only():
     assert find_imported_class("torch.nn", "Linear") is nn.Linear
     assert find_imported_class("torch.nn", "nothing") is None
     assert find_imported_class("torch.nn", "functional") is None

@@ -89,7 +89,7 @@ def test_a_norm_on_meta_becomes_torchs():
 
 
 @pytest.mark.parametrize("kind", [OneMore, WithoutEps, Scaled, OfPairs])
-def test_what_computes_something_else_is_left_alone(kind):
+def test_modules_that_compute_something_else_are_unchanged(kind):
     model = nn.Sequential(kind(6), nn.LayerNorm(6))
     before = list(model)
     with pytest.warns(UserWarning, match=r"the Sequential has no unfused norm and does not change. Its 1 nn.LayerNorm"):

@@ -20,7 +20,7 @@ class MLP(nn.Module):
 NETWORKS = {MLP: ("up", "act")}
 
 
-def test_a_network_is_the_formula_of_the_paper():
+def test_gated_linear_unit_matches_the_papers_formula():
     model = gated_linear_units(nn.Sequential(MLP(), MLP()), activation="silu", networks=NETWORKS)
     layer, x = model[1], torch.randn(3, 4)
     hidden = nn.functional.silu(x @ layer.up.weight.T) * (x @ layer.up.linear.weight.T)
@@ -35,7 +35,7 @@ def test_the_activation_of_a_network_is_kept():
 
 
 @pytest.mark.parametrize(("bias", "linear_bias"), [(False, False), (True, False), (False, True), (True, True)])
-def test_biases_are_as_asked_for(bias, linear_bias):
+def test_gated_linear_units_set_the_requested_biases(bias, linear_bias):
     before = MLP()
     weight, kept = before.up.weight, before.up.bias
     layer = gated_linear_units(before, networks=NETWORKS, bias=bias, linear_bias=linear_bias).up

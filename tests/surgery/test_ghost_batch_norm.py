@@ -37,7 +37,7 @@ def test_each_group_is_normalised_by_itself(norm, shape):
     assert torch.equal(ghost.eval()(x), plain.eval()(x)), "evaluation is that of the plain norm"
 
 
-def test_a_batch_that_fits_is_one_group():
+def test_ghost_batches_returns_a_small_batch_whole():
     x, plain = torch.randn(4, 3), nn.BatchNorm1d(3)
     assert torch.equal(ghost_batch_norm(nn.BatchNorm1d(3))(x), plain(x))
 
@@ -47,7 +47,7 @@ def test_names_stay():
 
 
 @pytest.mark.parametrize("size", [1, 0, 2.0, True])
-def test_a_size_that_cannot_be_right_is_refused(size):
+def test_invalid_ghost_batch_sizes_are_refused(size):
     with pytest.raises(ConfigError, match="ghost_batch_norm: ghost_batch_size must be an integer of at least 2, got"):
         ghost_batch_norm(nn.BatchNorm1d(3), ghost_batch_size=size)
 

@@ -68,7 +68,7 @@ def test_evaluation_and_a_rate_of_nothing_change_nothing():
     assert GyroDropout(0.0)(x) is x
 
 
-def test_nothing_of_it_is_in_a_checkpoint():
+def test_masks_are_not_in_a_checkpoint():
     layer = GyroDropout(0.5)
     layer(torch.ones(2, 4))
     assert layer.state_dict() == {}

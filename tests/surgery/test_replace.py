@@ -50,7 +50,7 @@ def test_a_policy_gets_the_module_and_its_clean_name_and_may_leave_it():
     assert seen == [("a", model["a"]), ("b.c", inner)]
 
 
-def test_what_a_policy_leaves_is_looked_into():
+def test_replace_modules_searches_modules_that_a_policy_keeps():
     model = nn.Sequential(nn.Sequential(nn.ReLU()))
     done = replace_modules(model, {nn.Sequential: lambda module, name: None, **GELU})
     assert list(done.replaced) == ["0.0"]
@@ -66,7 +66,7 @@ def test_what_a_policy_leaves_is_looked_into():
     ],
     ids=["class", "classes", "predicate of classes", "predicate of names"],
 )
-def test_keys_pick_modules(key, found):
+def test_selectors_pick_modules(key, found):
     model = nn.Sequential(nn.ReLU(), SubReLU(), nn.Tanh())
     assert list(replace_modules(model, {key: lambda module, name: nn.GELU()}).replaced) == found
 
@@ -85,7 +85,7 @@ def test_the_root_may_be_replaced():
     assert repr(done) == "1 module replaced: 1 Linear by Wrapping (the root)"
 
 
-def test_a_new_module_may_hold_what_it_replaces_and_is_not_looked_into():
+def test_replacement_may_contain_the_old_module_and_is_not_searched():
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     first = model[0]
     done = replace_modules(model, {nn.Linear: lambda module, name: Wrapping(module)})

@@ -122,7 +122,7 @@ def test_samples_are_dropped_one_by_one_and_in_the_mean_as_evaluation_has_it():
     assert "0.forwards" not in block.state_dict()
 
 
-def test_what_a_dropped_sample_was_does_not_matter():
+def test_drop_samples_ignores_infinite_values():
     out = drop_samples(torch.tensor([[torch.inf], [torch.nan], [2.0]]), torch.tensor([False, False, True]))
     assert out.tolist() == [[0.0], [0.0], [2.0]]
 
@@ -299,7 +299,7 @@ class Odd(nn.Module):
     ids=["tuple", "shape"],
 )
 @pytest.mark.parametrize("mode", [True, False])
-def test_a_block_that_gives_something_else_is_refused(out, said, mode):
+def test_block_that_changes_the_shape_is_refused(out, said, mode):
     model = stochastic_depth(nn.Sequential(Odd(out)), Odd, drop_rate=0.0).train(mode)
     with pytest.raises(ConfigError, match=f"stochastic_depth: {said}. Select blocks that keep"):
         model(torch.ones(2, 4))
@@ -325,7 +325,7 @@ def test_invalid_arguments_are_refused(blocks, options, said):
         stochastic_depth(Net(), blocks, **options)
 
 
-def test_a_second_time_there_is_nothing_to_do():
+def test_second_edit_finds_nothing():
     with pytest.raises(ConfigError, match="stochastic_depth: nothing to replace"):
         stochastic_depth(net(), Block)
 

@@ -97,7 +97,7 @@ def test_implementations_agree_where_attention_is_upcast():
     torch.testing.assert_close(alibi(gpt2("eager", reorder_and_upcast_attn=True))(given).logits, plain)
 
 
-def test_what_is_generated_from_a_cache_is_what_a_whole_forward_gives():
+def test_generation_with_a_cache_equals_a_full_forward():
     model, given = alibi(gpt2()), ids(20)  # longer than its table of positions was
     with torch.no_grad():
         whole = model(given).logits
@@ -121,7 +121,7 @@ def test_positions_are_gone_and_all_other_names_stay():
         assert all(after[name].equal(before[name]) for name in after)
 
 
-def test_what_transformers_records_of_attention_is_still_recorded():
+def test_transformers_still_records_attentions():
     found = alibi(bert("eager"))(input_ids=ids(), output_attentions=True).attentions
     assert [tuple(each.shape) for each in found] == [(3, 2, LENGTH, LENGTH)] * 2
 
@@ -190,7 +190,7 @@ def test_a_norm_that_adds_one_to_its_weight_is_left_alone():
         fused_layer_norm(nn.Sequential(GemmaRMSNorm(8)))
 
 
-def test_a_bert_as_it_is_comes_back_with_a_report():
+def test_fused_layer_norm_keeps_an_unmodified_bert():
     model = bert()
     before = copy.deepcopy(model.state_dict())
     with pytest.warns(UserWarning, match="the BertModel has no unfused norm and does not change. Its 5 nn.LayerNorm"):

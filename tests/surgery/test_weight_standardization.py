@@ -38,7 +38,7 @@ def test_convolutions_ignore_scale_and_shift_of_their_filters(conv):
 
 
 @pytest.mark.parametrize(("ignored", "found"), [(0, ["0", "2"]), (1, ["0", "2"]), (2, ["0"])])
-def test_the_last_ones_may_be_left(ignored, found):
+def test_last_layers_may_be_skipped(ignored, found):
     model = nn.Sequential(nn.Conv2d(2, 2, 3), nn.ReLU(), nn.Conv2d(2, 2, 1), nn.Conv2d(2, 2, 1, groups=2))
     model = weight_standardization(model, n_last_layers_to_ignore=ignored)
     assert [name for name, module in model.named_modules() if type(module).__name__ == "WeightStandardizedConv2d"] == found
