@@ -1,4 +1,4 @@
-"""What each recipe does to a small network on handwritten digits: trained with it and without it, in one table.
+"""Train a small network on handwritten digits with and without each recipe, and print one table.
 
     python benchmarks/ablation.py                          # everything: about twenty minutes on two free cores
     python benchmarks/ablation.py --only mixup sam         # some
@@ -38,7 +38,7 @@ def same(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """What is added to the run.
+    """Parts that a recipe adds to the run.
 
     Args:
         surgery: on the model before it is trained.

@@ -1,4 +1,4 @@
-"""What every method costs in a step, against the same written by hand; an average of the weights against the peers'.
+"""Measure the cost of every method per step against the same method written by hand, and weight averages against the peers.
 
     python benchmarks/algorithms.py                             # everything: about ten minutes on two free cores
     python benchmarks/algorithms.py --only ema mixup            # some
@@ -195,7 +195,7 @@ class Composed:
 
 
 def looped(side: Any, given: list[Batch]) -> Callable[[], object]:
-    """One step of ``side`` per call, over the batches again and again."""
+    """Return a function that runs one step of ``side`` per call, and repeats the batches."""
     endless = cycle(given)
     return lambda: side.step(next(endless))
 

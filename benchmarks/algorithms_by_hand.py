@@ -30,7 +30,7 @@ class Hand:
         self.begin()
 
     def begin(self) -> None:
-        """What the method keeps."""
+        """Set up the state of the method."""
 
     def batch(self, batch: Batch) -> Batch:
         return batch
@@ -147,7 +147,7 @@ class Ema(Hand):
 
 
 class Swa(Ema):
-    """From the beginning, every fifth step."""
+    """Average from the beginning, every fifth step."""
 
     averaged = 1
 
@@ -164,7 +164,7 @@ class Freeze(Hand):
 
 
 class Diloco(Hand):
-    """Of one replica, every fifth step."""
+    """Outer step of one replica, every fifth step."""
 
     def begin(self) -> None:
         self.outer = [p.detach().clone() for p in self.params]

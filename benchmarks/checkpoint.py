@@ -1,4 +1,4 @@
-"""What saving and loading a training state costs, beside DCP, ``torch.save`` and bare writes of the same bytes, on 2 ranks.
+"""Measure saving and loading of a training state against DCP, ``torch.save`` and bare writes of the same bytes, on 2 ranks.
 
     python benchmarks/checkpoint.py                        # everything: about a quarter of an hour
     python benchmarks/checkpoint.py --only large           # one part
@@ -103,7 +103,7 @@ def number(text: str) -> int:
 
 
 def place(root: str) -> str:
-    """What the files lie on."""
+    """Describe the file system of the files."""
     device = os.stat(root).st_dev
     mounts = [line.split() for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     kinds = [m[m.index("-") + 1] for m in mounts if m[2] == f"{os.major(device)}:{os.minor(device)}"]

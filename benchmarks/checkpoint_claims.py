@@ -1,4 +1,4 @@
-"""What is claimed of saving and loading, and the lines that say how far a run bears it out."""
+"""Claims about saving and loading, and the lines that compare them with a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ RAW, DIRECT = "raw write + fsync", "raw write past the page cache + fsync"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Claim:
-    """That one way's moment comes within a multiple of another's.
+    """Claim that a moment of one way comes within a multiple of the moment of another way.
 
     Args:
         what: the claim in words.

@@ -67,7 +67,7 @@ ROWS = {
 
 @dataclass(slots=True, kw_only=True)
 class Progress:
-    """How far a row has come."""
+    """Progress of a row."""
 
     next: int = 0
     done: bool = False
@@ -78,7 +78,7 @@ class Progress:
 
     @property
     def said(self) -> str:
-        """In a few words."""
+        """Describe the progress in a few words."""
         return f"{self.tally.count:,} faults, {self.tally.wrong_count} wrong, {self.seconds:.0f} s"
 
 
@@ -92,7 +92,7 @@ class Report:
 
 
 def read(path: Path, seed: int | None) -> Report:
-    """What was done so far; a new report where there is no file.
+    """Read the report of the draws so far; return a new report if there is no file.
 
     Raises:
         SystemExit: the file is of another seed.

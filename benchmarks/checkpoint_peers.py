@@ -40,7 +40,7 @@ SMALL_SHAPE = (16, 16)
 
 
 class SmallTensors(nn.Module):
-    """Nothing but parameters, each so small that its bytes cost nothing beside its name."""
+    """Model of small parameters only, whose bytes cost nothing beside their names."""
 
     def __init__(self, count: int) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class Run:
     kept: dict[str, Any] = field(default_factory=dict)
 
     def shards(self) -> dict[str, Tensor]:
-        """What this rank has to save: parameters and optimizer state, as plain tensors that share memory with them."""
+        """Return this rank's parameters and optimizer state as plain tensors that share memory with them."""
         found = {f"params/{name}": param.detach() for name, param in self.state.params.items()}
         for name, param in self.state.params.items():
             content = self.state.optimizer.state.get(param, {})  # asking with [] would put an empty one there
@@ -75,14 +75,14 @@ class Run:
         return {key: to_local(tensor) for key, tensor in found.items()}
 
     def once(self, name: str, make: Callable[[], Any]) -> Any:
-        """What ``make`` returned the first time."""
+        """Return the result of the first call of ``make``."""
         if name not in self.kept:
             self.kept[name] = make()
         return self.kept[name]
 
     @property
     def nbytes(self) -> int:
-        """Of this rank's shards."""
+        """Count the bytes of this rank's shards."""
         return sum(tensor.nbytes for tensor in self.shards().values())
 
 
@@ -107,7 +107,7 @@ def _no_loss(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
 
 
 def digest(run: Run) -> str:
-    """One digest of all that this rank would save."""
+    """Return one digest of everything that this rank would save."""
     seen = xxhash.xxh3_128()
     for tensor in run.shards().values():
         seen.update(_bytes(tensor))
@@ -203,7 +203,7 @@ def _dcp(run: Run, folder: Path) -> Moments:
 
 
 def _dcp_async(run: Run, folder: Path, stager: DefaultStager | None = None) -> Moments:
-    """With no stager of ours, the call returns when all is staged; with one, a future tells."""
+    """Save with DCP's async save. With its default stager the call returns when all is staged; with another, a future tells."""
     tree = _tree(run)
     group = run.once("group", lambda: dist.new_group(backend="gloo"))  # its thread uses it alone
     with _quietly():
@@ -271,7 +271,7 @@ def _flat(run: Run) -> tuple[memoryview, memoryview]:
 
 
 def _write(path: Path, data: memoryview, *, direct: bool = False) -> None:
-    """As ``dd bs=4M conv=fsync`` does it, or, past the page cache, with ``oflag=direct``."""
+    """Write as ``dd bs=4M conv=fsync`` does, or with ``oflag=direct``, past the page cache."""
     handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0), 0o644)
     try:
         whole = len(data) // mmap.PAGESIZE * mmap.PAGESIZE if direct else len(data)
@@ -313,7 +313,7 @@ def _memcpy(run: Run, folder: Path) -> Moments:
 
 
 def takes_direct(folder: Path) -> bool:
-    """Whether the file system takes writes past the page cache, on every rank."""
+    """Return True if the file system accepts writes past the page cache on every rank."""
     probe = folder / f"probe-{dist.get_rank()}"
     takes = torch.ones(1)
     try:

@@ -1,4 +1,4 @@
-"""What a rank of the checkpoint benchmark does: timed rounds of saves and loads, the memory of a load, the dip of training."""
+"""Work of a rank of the checkpoint benchmark: timed rounds of saves and loads, memory of a load, dip of training."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def loads(model: str, size: int, root: str, ways: Sequence[str], rounds: int) ->
 
 
 def _saving(run: Run, name: str, way: Way) -> Callable[[], Moments]:
-    """One timed save, after which its files are gone from the disk and nothing is left to be written."""
+    """Return a function that times one save, then removes the files and waits until nothing is left to be written."""
     numbers = iter(range(10**9))
 
     def call() -> Moments:
@@ -71,7 +71,7 @@ def _saving(run: Run, name: str, way: Way) -> Callable[[], Moments]:
 
 
 def _loading(run: Run, way: Way, folder: Path) -> Callable[[], Moments]:
-    """One timed load of files that are in the page cache."""
+    """Return a function that times one load of files that are in the page cache."""
 
     def call() -> Moments:
         assert way.load is not None

@@ -1,4 +1,4 @@
-"""What reading data costs: resuming, shuffling, agreeing, samples a second from memory and from shards, beside the peers.
+"""Measure the cost of reading data: resuming, shuffling, agreeing, samples per second from memory and from shards, and peers.
 
     python benchmarks/data.py                     # everything: less than four minutes on two free cores
     python benchmarks/data.py --quick             # smaller and fewer: less than a minute
@@ -27,7 +27,7 @@ from measure import machine
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Amount:
-    """How much of everything is measured.
+    """Amount of every measurement.
 
     Args:
         resumes: rounds of dtrain's resumes, and samples of torchdata's, which takes its time.

@@ -143,7 +143,7 @@ def theirs(make: Any, work: Work, dataset: Any, workers: int) -> Callable[[], It
 
 
 def drained(epoch: Callable[[], Iterator[Any]]) -> Run:
-    """One pass per call, that does nothing with the batches."""
+    """Return a function that makes one pass per call and does nothing with the batches."""
 
     def run() -> None:
         for _ in epoch():

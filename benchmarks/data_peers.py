@@ -14,7 +14,7 @@ PEERS = ("torchdata", "mosaicml-streaming")
 
 
 def versions() -> str:
-    """Of what is measured beside dtrain."""
+    """Return the versions of the peers."""
     found = []
     for package in PEERS:
         try:

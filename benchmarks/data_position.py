@@ -1,4 +1,4 @@
-"""What a position in the data costs: to resume there, to know which sample it is, to agree; and how well data are shuffled."""
+"""Measure the cost of a position in the data: to resume, to find a sample, to agree; and the quality of the shuffle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How long ``dtrain --help``, a mistyped ``dtrain launch`` and ``import dtrain`` take, with bare Python and peers beside them.
+"""Measure ``dtrain --help``, a mistyped ``dtrain launch`` and ``import dtrain`` against bare Python and peers.
 
 Run it as ``python benchmarks/import_time.py``, with dtrain installed in that Python. Targets: 0.3 s for each command, 0.1 s for
 the import beyond what starting Python takes. Each is judged twice: by the clock on the wall, which a busy machine stretches,

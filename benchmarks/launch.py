@@ -152,7 +152,7 @@ def _megabytes(pid: int, file: str, field: str) -> float:
 
 
 def failure_to_exit(folder: str, rounds: int) -> None:
-    """From the moment in which a rank fails to the launcher's exit; ranks end at once when they are asked."""
+    """Measure the time from the failure of a rank to the launcher's exit; ranks end at once when they are asked."""
     for name, launcher in launchers().items():
         seconds = []
         for _ in range(rounds):
@@ -162,7 +162,7 @@ def failure_to_exit(folder: str, rounds: int) -> None:
 
 
 def restart_gap(folder: str, rounds: int) -> None:
-    """From the failure of a rank to the first line after ``import torch`` of the ranks that were started again."""
+    """Measure the time from the failure of a rank to the first line after ``import torch`` of the restarted ranks."""
     for name, launcher in launchers().items():
         if name not in ("dtrain", "torchrun"):
             continue
@@ -174,7 +174,7 @@ def restart_gap(folder: str, rounds: int) -> None:
 
 
 def refusals(folder: str, rounds: int) -> None:
-    """How long a script that is not there takes to be refused."""
+    """Measure the time until a missing script is refused."""
     timings = interleaved(
         {name: partial(run, launcher(f"{folder}/nope.py", 2), folder, None) for name, launcher in launchers().items()},
         rounds=rounds,

@@ -75,7 +75,7 @@ class Comparison:
 
 
 def paired(a: Run, b: Run, *, pairs: int = 300, warmup: int = 10, clock: Clock = CPU, seed: int = 0) -> Comparison:
-    """How long ``a`` takes against ``b``, from interleaved runs.
+    """Measure the duration of ``a`` against ``b``, from interleaved runs.
 
     Args:
         a: the candidate; called without arguments, its result is dropped.
@@ -172,7 +172,7 @@ def _widest(bands: Iterable[tuple[float, float]]) -> tuple[float, float]:
 
 
 def verdict(figure: Figure, *, at_most: float) -> Verdict:
-    """Whether a figure is at most its target, as far as this run can tell."""
+    """Return whether this run shows that a figure is at most its target."""
     if figure.high <= at_most:
         return "met"
     return "not met" if figure.low > at_most else "not resolved"
@@ -189,7 +189,7 @@ def _seconds(seconds: float) -> str:
 
 
 def machine() -> str:
-    """What the figures below it were measured on, in lines: processor, memory, load, GPUs, and versions."""
+    """Describe the machine in lines: processor, memory, load, GPUs, and versions."""
     cores = f"{len(os.sched_getaffinity(0))} of {os.cpu_count()} cores"
     gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     system = f"{platform.system()} {platform.release()}"

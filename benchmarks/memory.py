@@ -1,4 +1,4 @@
-"""What ``auto_microbatch`` costs and finds: a step in between, the search, and how near to the limit it comes.
+"""Measure ``auto_microbatch``: a step in between, the search, and its distance to the limit.
 
     python benchmarks/memory.py                    # everything: some minutes on two free cores
     python benchmarks/memory.py --only steady      # steady, search, or tries
@@ -98,7 +98,7 @@ def show_steady(pairs: int) -> None:
 
 
 def searched(layers: int, dim: int, share: float) -> dict[str, float]:
-    """One search on this rank: its time in units of a step at the size found."""
+    """Measure one search on this rank, in units of a step at the size found."""
     model = dt.shard_model(gpt(layers, dim), dt.build_mesh(), blocks=(Block,))
     _, state = composed(model, [])
     batch = torch.randint(256, (64, 65))
@@ -127,7 +127,7 @@ def show_search() -> None:
 
 
 def tries(width: int, samples: int) -> list[float]:
-    """How many tries a search takes, what it finds, and what is the largest size that works by hand."""
+    """Count the tries of a search, and compare its result with the largest size that works by hand."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)) for _ in range(3)]
     model: nn.Module = nn.Sequential(*blocks)

@@ -1,4 +1,4 @@
-"""How much of a GPU's arithmetic a compiled GPT of a billion parameters in bf16 uses, against the same model in a loop by hand.
+"""Measure the MFU of a compiled GPT of a billion parameters in bf16, against the same model in a loop by hand.
 
     python benchmarks/memory_mfu.py --peak-tflops 989     # a CUDA device; 989 is an H200's for dense bf16, from its data sheet
     python benchmarks/memory_mfu.py --smoke               # a tiny model on any device: shows that both sides run
@@ -70,7 +70,7 @@ def by_hand(config: GPTConfig, device: torch.device) -> Callable[[Tensor], None]
 
 
 def timed(run: Callable[[Tensor], None], batches: list[Tensor], device: torch.device) -> Callable[[], None]:
-    """One step, to its end on the device."""
+    """Time one step, to its end on the device."""
     endless = cycle(batches)
 
     def once() -> None:

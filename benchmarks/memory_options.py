@@ -45,7 +45,7 @@ def _unchanged(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Option:
-    """What is done to the model, and how it is sharded; ``gpu`` for those that do nothing on a CPU."""
+    """Edit of the model and its sharding; ``gpu`` marks options that do nothing on a CPU."""
 
     change: Change = _unchanged
     sharding: dict[str, Any] = field(default_factory=dict)
@@ -81,7 +81,7 @@ def _batch() -> dict[str, Tensor]:
 
 
 def _counted() -> AbstractContextManager[Any]:
-    """On the CPU nothing counts the bytes of tensors by itself."""
+    """Count the bytes of tensors on the CPU, where torch counts nothing."""
     return nullcontext() if torch.cuda.is_available() else memory_budget(UNLIMITED)
 
 

@@ -1,4 +1,4 @@
-"""What observing costs the loop: everything switched on, against the same loop with nothing, not even the sums of the ledger.
+"""Measure the cost of observing: everything switched on, against the same loop with nothing, not even the sums of the ledger.
 
     python benchmarks/observe.py                    # two minutes on a free core
     python benchmarks/observe.py --pairs 4000       # a narrower band
@@ -141,7 +141,7 @@ def observed(folder: Path, interval: int, *, looking: bool = True) -> Callable[[
 
 
 def turning(step: dt.Step) -> Callable[[], tuple[dt.TrainState, dt.typing.Metrics]]:
-    """One step after the other, on one batch."""
+    """Return a function that runs steps one after another on one batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True))

@@ -1,4 +1,4 @@
-"""What a step of dtrain's optimizers costs on top of torch's own, on the same gradients.
+"""Measure a step of dtrain's optimizers against torch's own, on the same gradients.
 
     python benchmarks/optimizers.py                  # everything: about two minutes on two free cores
     python benchmarks/optimizers.py --pairs 2000     # a narrower band

@@ -1,4 +1,4 @@
-"""What each method of each example is worth: whole runs with it and without it, their quality and their time, as tables.
+"""Measure the value of each method of each example: whole runs with and without it, their quality and time, as tables.
 
     python benchmarks/recipes.py                                  # everything: about an hour on two free cores
     python benchmarks/recipes.py --only pretrain_bert --until 1ep # one recipe, shorter runs, one each
@@ -74,7 +74,7 @@ RECIPES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """One run: what it was without ("" for nothing), how long it was, and what came out."""
+    """One run: the method left out ("" for none), its length, and its result."""
 
     without: str
     length: str

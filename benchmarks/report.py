@@ -1,4 +1,4 @@
-"""How long ``dtrain report`` takes over a long run, and how large its page is.
+"""Measure the duration of ``dtrain report`` for a long run, and the size of its page.
 
 Run it as ``python benchmarks/report.py``. The run is made up first, and not timed: a million steps that each logged five
 metrics, and eight ranks with a line of the ledger for every 17 steps, 290 MB in all. Targets: 10 s from the command to the

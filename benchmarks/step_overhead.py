@@ -1,4 +1,4 @@
-"""What a composed dtrain step costs on top of the same step written by hand in plain PyTorch.
+"""Measure a composed dtrain step against the same step written by hand in plain PyTorch.
 
     python benchmarks/step_overhead.py                    # everything: ten minutes on two free cores
     python benchmarks/step_overhead.py --only mlp         # one model
@@ -105,7 +105,7 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Hand:
-    """One process, by hand, as one writes it who cares for its speed: the same arithmetic as dtrain's step.
+    """One process written by hand for speed: the same arithmetic as dtrain's step.
 
     Every microbatch counts its own weight, as a loss function that returns both does. Clipping works on all gradients
     together, where ``nn.utils.clip_grad_norm_`` would sort them by device and dtype first. Gradients become None, not zero.
@@ -281,13 +281,13 @@ PEERS = {"lightning": _fabric, "accelerate": _accelerate}
 
 
 def looped(side: Any, batches: Iterable[dict[str, Tensor]]) -> Callable[[], object]:
-    """One step of ``side`` per call, over the batches again and again."""
+    """Return a function that runs one step of ``side`` per call, and repeats the batches."""
     endless = cycle(batches)
     return lambda: side.step(next(endless))
 
 
 def distance(a: Any, b: Any) -> float:
-    """How far two sides are apart: the norm of the difference of parameters and averages, relative to the norm."""
+    """Return the norm of the difference of parameters and averages of two sides, relative to the norm."""
     pairs = [*zip(a.params, b.params, strict=True), *zip(a.averages, b.averages, strict=True)]
     shards = [(to_local(x.detach()).double(), to_local(y.detach()).double()) for x, y in pairs]
     return math.sqrt(sum(float((x - y).square().sum()) for x, y in shards) / sum(float(y.square().sum()) for _, y in shards))

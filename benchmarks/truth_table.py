@@ -33,13 +33,13 @@ LOGS = "{folder}/logs"  # where a row is about the folder of the logs
 
 
 def torchrun(row: Row, n: str) -> list[str]:
-    """As torchrun, one node, all else as it comes."""
+    """Return the command of torchrun on one node, with default options."""
     logs = ["--log-dir", LOGS, "--redirects", "3"] if LOGS in row.options else []
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", n, *logs]
 
 
 def composer(program: str) -> Command:
-    """As Composer's launcher, one node, all else as it comes."""
+    """Return the command of Composer's launcher on one node, with default options."""
 
     def command(row: Row, n: str) -> list[str]:
         logs = ["--stdout", f"{LOGS}/{{rank}}"] if LOGS in row.options else []

@@ -27,7 +27,7 @@ _OLD_NAMES = {"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNor
 
 
 def folder_of(name: str | None) -> Path | None:
-    """Where the model is: the folder itself, or what the hub has under its name, fetched once a node; None for a new one.
+    """Return the folder of the model: a folder, or a name on the hub, fetched once per node; None for a new model.
 
     Collective: as ``local_rank_zero_first``.
 
@@ -45,7 +45,7 @@ def folder_of(name: str | None) -> Path | None:
 
 
 def tokenizer_and_config(folder: Path | None, texts: Sequence[str], names: Sequence[str], seq: int) -> tuple[Any, Any]:
-    """Those of the folder, or new ones: a WordPiece tokenizer of the texts, and a small BERT; with the classes by name.
+    """Return the folder's tokenizer and config, or new ones: a WordPiece tokenizer of the texts, a small BERT; and class names.
 
     Raises:
         SystemExit: the folder lacks one of them, or they do not fit each other, or ``seq``; in one line.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 
 def rotation(time: Tensor) -> tuple[Tensor, Tensor]:
-    """What is left of the picture, and how much noise there is: ``[n]`` -> two of ``[n, 1, 1, 1]``."""
+    """Return the shares of picture and noise at times ``[n]``: two tensors ``[n, 1, 1, 1]``."""
     angle = time.view(-1, 1, 1, 1) * (math.pi / 2)
     return angle.cos(), angle.sin()
 

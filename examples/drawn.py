@@ -1,4 +1,4 @@
-"""What becomes of pictures that a model has made: a file to look at, and whether they are of the class that was asked for."""
+"""Write generated pictures to a file, and count those of the class that was asked for."""
 
 import struct
 import zlib

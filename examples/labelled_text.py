@@ -30,7 +30,7 @@ class Labelled:
     names: Sequence[str]
 
     def parts(self) -> tuple["Labelled", "Labelled"]:
-        """What is trained on, and what is held out."""
+        """Split into training and held-out samples."""
         rows = list(zip(self.texts, self.labels, strict=True))
         held_out = rows[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
         train = [row for at, row in enumerate(rows, 1) if at % HELD_OUT_EVERY]
@@ -139,6 +139,6 @@ class Tokenized(Dataset):
         }
 
     def fingerprint(self) -> dict[str, Any]:
-        """What a resumed run must find again: other texts, labels or lengths are other data."""
+        """Return the facts that a resumed run must find again: other texts, labels or lengths are other data."""
         content = json.dumps([list(self.rows.texts), list(self.rows.labels), list(self.rows.names)])
         return {"count": len(self), "seq": self.seq, "content": zlib.crc32(content.encode())}

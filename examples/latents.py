@@ -37,7 +37,7 @@ class Pixels(nn.Module):
 
 
 class Codec(Pixels):
-    """From pictures [n, channels, side, side] to latents [n, channels + 1, side / 2, side / 2], and back."""
+    """Convert pictures [n, channels, side, side] to latents [n, channels + 1, side / 2, side / 2], and back."""
 
     def __init__(self, channels: int, *, width: int = 16) -> None:
         super().__init__(channels + 1)

@@ -38,7 +38,7 @@ class Corpus(NamedTuple):
     held_out: list[list[int]]
 
     def log_frequency(self) -> Tensor:
-        """How likely each token is to be masked, float32 ``[words]`` logarithms: the first guess of who sees no context."""
+        """Return the log frequency of each token among masked tokens, float32 ``[words]``: the first guess without context."""
         counts = torch.bincount(torch.tensor([token for ids in self.train for token in ids]), minlength=self.words)
         counts[: self.mask + 1] = 0
         return torch.log((counts + 0.1) / counts.sum())
@@ -124,11 +124,11 @@ class MaskedOnce(Dataset[Sample]):
         return self.samples[index]
 
     def counts(self) -> Tensor:
-        """How often each token is one to be guessed, int64 ``[words at most]``."""
+        """Count how often each token is to be guessed, int64 ``[words at most]``."""
         labels = torch.cat([sample["labels"] for sample in self.samples])
         return torch.bincount(labels[labels != IGNORED])
 
     def entropy(self) -> float:
-        """Of the tokens to be guessed, in nats: the lowest mean loss of a guess that looks at nothing around the gap."""
+        """Return the entropy of the tokens to be guessed, in nats: the lowest mean loss of a guess that ignores the context."""
         counts = self.counts()
         return torch.special.entr(counts.double() / counts.sum()).sum().item()

@@ -73,7 +73,7 @@ def _encoded(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> Sequenc
 
 
 def word_overlap(training: Sequence[Sample], held_out: Sequence[Sample], vocab: int) -> float:
-    """How often the right code shares most with its summary, among all held out: cosine of their tokens, rare ones weighed up.
+    """Return how often the right code shares most with its summary among all held out: cosine of tokens, rare ones weigh more.
 
     Tokens count as often as they stand there, times the logarithm of one over the share of texts that have them (TF-IDF).
     """

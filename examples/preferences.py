@@ -70,7 +70,7 @@ def pairs_in(source: bytes, prompt: int, length: int) -> list[bytes]:
 
 
 def log_probability(model: nn.Module, texts: Tensor, prompt: int) -> Tensor:
-    """Of what follows the first ``prompt`` bytes of each text, in nats: int64 ``[texts, length] -> [texts]``."""
+    """Return the log probability of texts after the first ``prompt`` bytes, in nats: int64 ``[texts, length] -> [texts]``."""
     logits = model(texts[:, :-1])[:, prompt - 1 :]
     return -F.cross_entropy(logits.transpose(1, 2), texts[:, prompt:], reduction="none").sum(1)
 

@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
 
 
 def build_bert(words: int, methods: set[str]) -> nn.Module:
-    """On meta, with the methods in it. A gate adds a third matrix to a network, so the other two are smaller then."""
+    """Build BERT on meta, with the methods in it. A gate adds a third matrix to a network, so the other two get smaller."""
     config = BertConfig(
         vocab_size=words,
         hidden_size=128,

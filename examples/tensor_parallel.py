@@ -40,7 +40,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def tensor_plan() -> dict[str, ParallelStyle]:
-    """How the layers of a GPT are cut: heads, channels and vocabulary; and the sequence wherever these are whole."""
+    """Return the plan that splits a GPT's layers: heads, channels, vocabulary; and the sequence between the split layers."""
     sequence, whole = Shard(1), Replicate()
     by_columns = [f"blocks.*.{layer}" for layer in ("attention.q", "attention.k", "attention.v", "mlp.up")]
     by_rows = ["blocks.*.attention.out", "blocks.*.mlp.down"]

@@ -44,7 +44,7 @@ def network(*sizes: int) -> nn.Sequential:
 
 
 def gaussian(like: Tensor) -> Tensor:
-    """As many points from the normal distribution that is nearest to these."""
+    """Draw as many points from the normal distribution with the mean and covariance of the samples."""
     draw = torch.randn(like.shape, generator=torch.Generator().manual_seed(4))
     return like.mean(0) + draw @ torch.linalg.cholesky(torch.cov(like.T)).T
 

@@ -24,7 +24,7 @@ TIMEOUT_S = 60.0
 
 
 class Browser:
-    """One page. ``errors`` are console messages and exceptions since ``open``; ``requests`` what it asked for."""
+    """One page. ``errors`` are console messages and exceptions since ``open``; ``requests`` are its requests."""
 
     def __init__(self, to_fd: int, from_fd: int) -> None:
         self._to, self._from = to_fd, from_fd
@@ -39,7 +39,7 @@ class Browser:
             self.call(f"{part}.enable")
 
     def call(self, method: str, **params: Any) -> dict[str, Any]:
-        """What the browser answers to a command."""
+        """Send a command to the browser and return its answer."""
         self._number += 1
         message: dict[str, Any] = {"id": self._number, "method": method, "params": params}
         if self._session is not None:

@@ -30,7 +30,7 @@ _LAST_LINE = re.compile(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What an example says of itself at its end."""
+    """Last line of an example: its value beside a baseline."""
 
     what: str
     value: float
@@ -38,7 +38,7 @@ class Ending:
 
 
 def launched(script: str, *options: str, out: Path, n: int = 2, env: dict[str, str] | None = None) -> str:
-    """What ``dtrain launch -n N examples/SCRIPT --out OUT OPTIONS`` printed; ``n=1`` runs it without the launcher."""
+    """Run ``dtrain launch -n N examples/SCRIPT --out OUT OPTIONS`` and return its output; ``n=1`` runs without launcher."""
     launcher = ["-m", "dtrain", "launch", "-n", str(n)] if n > 1 else []
     done = subprocess.run(
         [sys.executable, *launcher, str(EXAMPLES / script), "--out", str(out), *options],
@@ -50,7 +50,7 @@ def launched(script: str, *options: str, out: Path, n: int = 2, env: dict[str, s
 
 
 def here(script: str, *options: str, out: Path) -> str:
-    """What the example printed in this process, as one rank: without the seconds that it takes to start and to import torch."""
+    """Run the example in this process, as one rank, and return its output. This saves a start and an import of torch."""
     arguments = [script, "--out", str(out), *options]
     with (
         contextlib.redirect_stdout(io.StringIO()) as printed,

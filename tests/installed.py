@@ -1,4 +1,4 @@
-"""What holds where only the package is installed: no extra, and no checkout on the path.
+"""Check an installation of the package alone: no extra, and no checkout on the path.
 
     python tests/installed.py RUN_DIR   # any run that was observed; with the interpreter that has the wheel or the sdist
 

@@ -1,4 +1,4 @@
-"""What a run of the tests must not leave: processes, and with them their sockets; files in shared memory; temporary files."""
+"""Check that the tests leave no processes (and so no sockets), no files in shared memory and no temporary files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _CACHES = ("torchinductor_", "pytest-of-")  # kept on purpose, by torch's compil
 
 @dataclass(frozen=True, kw_only=True)
 class Before:
-    """How it was when the tests began."""
+    """State before the tests began."""
 
     mark: str
     temporary: Path
@@ -40,7 +40,7 @@ def look() -> Before:
 
 
 def left_since(before: Before) -> list[str]:
-    """What is there now and was not before, one line each."""
+    """List everything that is there now and was not there before, one line each."""
     deadline = time.monotonic() + _PATIENCE_S
     while (alive := _marked(before.mark)) and time.monotonic() < deadline:
         time.sleep(0.1)

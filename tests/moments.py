@@ -1,4 +1,4 @@
-"""What a meter is shown: moments of a run with known numbers, and spans that say what they are told."""
+"""Input for meters: moments of a run with known numbers, and spans that report given times."""
 
 from __future__ import annotations
 

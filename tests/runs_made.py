@@ -18,7 +18,7 @@ SHARES = {"step": 0.82, "data": 0.06, "agree": 0.05, "reduce": 0.02, "save": 0.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
-    """One attempt of a made-up run: steps ``begin`` to ``end``, and how it ends; None is a kill."""
+    """One attempt of a made-up run: steps ``begin`` to ``end``, and its end; None is a kill."""
 
     begin: int
     end: int
@@ -95,7 +95,7 @@ def write_run(
 
 
 def write_about(folder: Path, number: int, part: Part, *, started_at: float, name: str) -> None:
-    """What an attempt was: the file that rank 0 writes."""
+    """Write the file that describes an attempt, as rank 0 does."""
     about = {
         "format": run_layout.FORMAT,
         "attempt": number,
@@ -166,7 +166,7 @@ def spans(steps: int, seconds: float, rank: int, straggler: int | None, saved: b
 def records(
     part: Part, opened: float, step_s: float, log_every: int, evaluate_every: int, noise: random.Random
 ) -> Iterator[dict[str, Any]]:
-    """What the loop logged in one attempt."""
+    """Return the records that the loop logged in one attempt."""
     for step in range(part.begin + 1, part.end + 1):
         at = round(opened + (step - part.begin) * step_s, 3)
         if step % log_every == 0:

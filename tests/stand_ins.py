@@ -1,4 +1,4 @@
-"""What the code of a page takes for granted: a small model, its data and its loss, and the parts of a loop made of them.
+"""Names that the code of a page needs: a small model, its data and its loss, and the parts of a loop made of them.
 
 ``namespace()`` is what a page's code runs in. A page that makes a part of its own (``model = ...``) hides the stand-in of that
 name, and the parts that are made afterwards are made of the page's.
@@ -20,7 +20,7 @@ ROWS = 3840  # 60 batches of 64
 
 
 class Block(nn.Module):
-    """What is sharded as one unit."""
+    """Part of the model that is sharded as one unit."""
 
     def __init__(self, dim: int = 8) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What the package must never do, as a check over its syntax trees: nothing in it unpickles, or runs text as a program."""
+"""Check the package's syntax trees for forbidden code: nothing unpickles, nothing runs text as a program."""
 
 import ast
 from pathlib import Path
@@ -20,7 +20,7 @@ LOADERS = {"torch.load", "torch.storage._load_from_bytes", "torch.hub.load_state
 
 
 def violations(source: str) -> list[str]:
-    """What a module does that it must not, with the lines."""
+    """List the forbidden operations of a module, with their lines."""
     found = []
     names: dict[str, str] = {}  # what a name of this module stands for
     for node in ast.walk(ast.parse(source)):

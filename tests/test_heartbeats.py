@@ -1,4 +1,4 @@
-"""What a rank reports reaches the launcher's pipe, and nothing that the launcher does can stop the rank."""
+"""A rank's reports reach the launcher's pipe, and the launcher cannot stop the rank."""
 
 from __future__ import annotations
 

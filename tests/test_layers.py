@@ -66,7 +66,7 @@ def imports(path: Path) -> set[str]:
 
 
 def imports_at_start(source: str) -> set[str]:
-    """Those that are imported when the module is: not inside functions, and not for type checkers alone."""
+    """Return the names that are imported with the module: not inside functions, and not for type checkers only."""
     left, seen = list(ast.parse(source).body), []
     while left:
         node = left.pop()

@@ -17,7 +17,7 @@ LEAVING = {
 
 
 def look_after(statement, tmp_path):
-    """What the check says in a process of its own after ``statement``."""
+    """Return the report of the check in a process of its own after ``statement``."""
     source = f"""
     import os, subprocess, tempfile
     import leftovers

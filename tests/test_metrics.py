@@ -88,7 +88,7 @@ def test_as_a_metric_it_is_exact_for_any_microbatch(size):
 
 
 def cut(case):
-    """On ranks that have the classes between them."""
+    """Split the classes over the ranks."""
     logits, targets = data()
     if case == "ties":
         logits = logits.round()

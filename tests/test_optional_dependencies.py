@@ -25,7 +25,7 @@ def test_every_extra_of_the_package_is_known():
 
 @pytest.mark.parametrize("extra", sorted(EXTRA_MODULES))
 def test_an_extra_brings_modules_that_import(extra):
-    """In a process of its own: some of them warn when they are imported, or change the process."""
+    """Each import has a process of its own, because some modules warn at import or change the process."""
     absent = [module for module in EXTRA_MODULES[extra] if importlib.util.find_spec(module) is None]
     assert absent == [], "the tests install every extra"
     command = [sys.executable, "-W", "ignore", "-c", f"import {', '.join(EXTRA_MODULES[extra])}"]

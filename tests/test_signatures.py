@@ -27,7 +27,7 @@ OF_TORCH = ("all_reduce", "all_gather", "broadcast", "barrier", "reduce_scatter_
 
 
 def surface() -> list[str]:
-    """One line for each public name and each public method, sorted by name."""
+    """Return one line for each public name and each public method, sorted by name."""
     lines = []
     for name, module in sorted(public.all_names().items()):
         value = public.value(name)
@@ -112,7 +112,7 @@ def annotation(value: Any) -> str:
 
 
 def alias_source(module: str, name: str) -> str:
-    """What the name is assigned, as it is written: the printed form of types differs between releases of Python."""
+    """Return the source text of an alias, because its printed form differs between releases of Python."""
     path = inspect.getsourcefile(importlib.import_module(module))
     for node in ast.parse(Path(path).read_text()).body:
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []

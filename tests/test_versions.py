@@ -1,4 +1,4 @@
-"""Which code runs: versions without an import of what they are of, and commits read from files that git has."""
+"""Versions without an import of the package, and commits from files that git has."""
 
 import platform
 import subprocess

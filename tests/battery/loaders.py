@@ -66,7 +66,7 @@ class Row:
             num_workers=self.workers,
             last_batch=self.tail,
         )
-        loader.source.rank, loader.source.ranks = rank, ranks
+        loader.source.options = replace(loader.source.options, rank=rank, ranks=ranks)
         return self.spoil(loader)
 
     def plain(self) -> Row:
@@ -117,7 +117,7 @@ def _sampler(kind: type[dt.data.ElasticSampler]) -> Callable[[dt.Loader], dt.Loa
 
 def _seeded_by_ranks(loader: dt.Loader) -> dt.Loader:
     order = loader.source.order
-    loader.source.order = replace(order, seed=order.seed + loader.source.ranks - 1)
+    loader.source.order = replace(order, seed=order.seed + loader.source.options.ranks - 1)
     return loader
 
 

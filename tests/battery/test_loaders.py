@@ -119,7 +119,7 @@ def handed_out(name: str) -> list[list[int]]:
     mesh = dt.build_mesh()
     data = DATASETS[made.dataset]()
     loader = dt.build_loader(data, mesh=mesh, global_batch_size=BATCH, seed=3, shuffle=made.shuffle, last_batch=made.tail)
-    assert (loader.source.rank, loader.source.ranks) == (get_dist_info().rank, get_dist_info().world_size)
+    assert (loader.source.options.rank, loader.source.options.ranks) == (get_dist_info().rank, get_dist_info().world_size)
     return [ids(batch) for batch in loader.until(f"{EPOCHS}ep")]
 
 

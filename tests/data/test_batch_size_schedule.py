@@ -1,6 +1,7 @@
 """A global batch size that is a schedule: every sample once, the same batches for every number of ranks, and any resume."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ def growing(step: float) -> float:
 
 def loader(size=growing, rank=0, ranks=1, **options) -> dt.Loader:
     made = dt.build_loader(torch.arange(SIZE), global_batch_size=size, seed=1, **options)
-    made.source.rank, made.source.ranks = rank, ranks
+    made.source.options = replace(made.source.options, rank=rank, ranks=ranks)
     return made
 
 

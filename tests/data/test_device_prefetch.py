@@ -23,7 +23,7 @@ def test_batches_come_in_order_and_nothing_is_read_ahead_on_a_cpu():
 
 
 def test_ahead_must_be_positive():
-    with pytest.raises(dt.errors.ConfigError, match="prefetch_factor must be at least 1, got 0"):
+    with pytest.raises(dt.errors.ConfigError, match="prefetch_factor must be an integer of at least 1, got 0"):
         next(dt.prefetch_to_device([], "cpu", prefetch_factor=0))
 
 

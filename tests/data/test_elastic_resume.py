@@ -5,6 +5,7 @@ Ranks are simulated by argument in the property; five chains run on real ranks w
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -47,7 +48,7 @@ def leg(kind: str, size: int, state: dict[str, Any] | None, steps: int, ranks: i
     streams, group = [], []
     for rank in range(ranks):
         member = build(kind, size, **options)
-        member.source.rank, member.source.ranks = rank, ranks
+        member.source.options = replace(member.source.options, rank=rank, ranks=ranks)
         if state is not None:
             member.load_state_dict(state)
         group.append(member)
@@ -93,7 +94,7 @@ def test_any_chain_of_batch_sizes_sees_each_sample_once_per_epoch(kind, size, le
 
 
 def on_real_ranks(kind: str, size: int, state: Any, steps: int, options: dict[str, Any]) -> tuple[list[list[int]], Any]:
-    """One rank's part of a leg; the loop is left in the middle, with what its workers have fetched ahead."""
+    """Run one rank's part of a leg; the loop ends in the middle, with batches that its workers have prefetched."""
     loader = build(kind, size, mesh=dt.build_mesh(), start_method="fork", **options)
     if state is not None:
         loader.load_state_dict(state)

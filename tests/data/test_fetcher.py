@@ -1,5 +1,7 @@
 """Samples to batches: what default batches are, what is said of samples that do not fit, transforms, samples left out."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -12,7 +14,7 @@ from samples import Numbers, Troubled, fail
 
 def build(dataset, rank=0, ranks=1, **options) -> dt.Loader:
     made = dt.build_loader(dataset, **{"global_batch_size": 4, "seed": 0, "shuffle": False, **options})
-    made.source.rank, made.source.ranks = rank, ranks
+    made.source.options = replace(made.source.options, rank=rank, ranks=ranks)
     return made
 
 

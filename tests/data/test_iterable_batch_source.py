@@ -1,5 +1,6 @@
 """Datasets that can only be iterated: the same global batches for every number of ranks, and exact resumes."""
 
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -12,7 +13,7 @@ from samples import Remembering, Stream, fail
 
 def build(dataset, rank=0, ranks=1, **options) -> dt.Loader:
     made = dt.build_loader(dataset, **{"global_batch_size": 5, "seed": 0, "shuffle": False, **options})
-    made.source.rank, made.source.ranks = rank, ranks
+    made.source.options = replace(made.source.options, rank=rank, ranks=ranks)
     return made
 
 
@@ -160,7 +161,7 @@ def test_a_run_that_was_resumed_behind_a_rank_that_ran_out_ends_its_epochs_toget
 
 
 def resumed_ragged_run(sizes: list[int], cut: int) -> list[list[int]]:
-    """What a rank sees of two epochs after a resume behind batch ``cut``."""
+    """Return a rank's batches of two epochs after a resume behind batch ``cut``."""
     mesh = dt.build_mesh()
     rank, _ = dt.dist.data_rank(mesh)
     model = dt.shard_model(torch.nn.Linear(1, 1), mesh)

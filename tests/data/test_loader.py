@@ -1,6 +1,7 @@
 """The loader: each sample once per epoch in one order, whatever the ranks, the workers, and the number of resumes."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import chain
 
 import pytest
@@ -29,7 +30,7 @@ def loader(size=23, batch=5, rank=0, ranks=1, workers=0, seed=0, last_batch="sho
     made = build_loader(
         Numbers(size), global_batch_size=batch, num_workers=workers, seed=seed, last_batch=last_batch, shuffle=shuffle
     )
-    made.source.rank, made.source.ranks = rank, ranks
+    made.source.options = replace(made.source.options, rank=rank, ranks=ranks)
     return made
 
 
@@ -203,7 +204,7 @@ def test_a_position_in_another_order_is_refused(options):
         ({"global_batch_size": 0}, "global_batch_size must be an integer of at least 1, got 0"),
         ({"global_batch_size": 2.0}, "global_batch_size must be an integer of at least 1, got 2.0"),
         ({"num_workers": -1}, "num_workers must be an integer of at least 0, got -1"),
-        ({"last_batch": "wrap"}, "last_batch must be one of 'short', 'drop', 'pad', got 'wrap'"),
+        ({"last_batch": "wrap"}, "last_batch must be 'short', 'drop' or 'pad', got 'wrap'"),
         (
             {"last_batch": "drop", "global_batch_size": 4},
             "3 samples are less than one global batch of 4. Use last_batch='short'",

@@ -1,4 +1,4 @@
-"""What a transform draws belongs to the sample: the same on any ranks and workers, in any batch, after any resume."""
+"""Random numbers of a transform belong to the sample: the same on any ranks and workers, in any batch, after any resume."""
 
 import pickle
 import random
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from dtrain.data.build_loader import build_loader
-from dtrain.data.sample_transform import apply_transform, seed_per_sample
+from dtrain.data.fetcher import apply_transform, seed_per_sample
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import tempfile
+from dataclasses import replace
 from itertools import chain
 
 import datasets
@@ -15,7 +16,7 @@ from places.mosaicml import MDSWriter, StreamingDataset, released
 
 def build(dataset, rank=0, ranks=1, **options) -> dt.Loader:
     made = dt.build_loader(dataset, **{"global_batch_size": 4, "seed": 0, "shuffle": False, **options})
-    made.source.rank, made.source.ranks = rank, ranks
+    made.source.options = replace(made.source.options, rank=rank, ranks=ranks)
     return made
 
 

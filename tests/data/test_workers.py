@@ -16,7 +16,7 @@ import torch
 
 import dtrain as dt
 import samples
-from dtrain.data.workers import _handle_sigchld, workers_for_rank
+from dtrain.data.workers import _SigchldHandler, workers_for_rank
 from samples import Drawing, Numbers, Reporting, Troubled, die, die_when, fail, hang, leave, lock
 
 
@@ -77,11 +77,11 @@ def test_a_death_is_not_raised_in_the_middle_of_the_loop_body(tmp_path):
 def test_the_handler_of_dead_children_is_ours_only_while_there_are_workers():
     one, two = build(Numbers(8)).until("1ep"), build(Numbers(8)).until("1ep")
     next(one), next(two)
-    assert signal.getsignal(signal.SIGCHLD) is _handle_sigchld
+    assert isinstance(signal.getsignal(signal.SIGCHLD), _SigchldHandler)
     one.close()
-    assert signal.getsignal(signal.SIGCHLD) is _handle_sigchld
+    assert isinstance(signal.getsignal(signal.SIGCHLD), _SigchldHandler)
     two.close()
-    assert signal.getsignal(signal.SIGCHLD) is not _handle_sigchld
+    assert not isinstance(signal.getsignal(signal.SIGCHLD), _SigchldHandler)
 
 
 def test_workers_ignore_what_the_rank_decides_about(tmp_path):
@@ -183,7 +183,7 @@ def test_the_workers_of_a_node_are_divided_over_its_ranks(total, ranks, shares):
 
 def workers_of_each_rank() -> int:
     loader = dt.build_loader(Numbers(8), mesh=dt.build_mesh(), global_batch_size=4, seed=0, num_workers=3)
-    return loader.source.workers.count
+    return loader.source.options.workers.count
 
 
 def test_the_division_is_made_from_the_ranks_of_the_node(ranks):

@@ -27,7 +27,7 @@ def linear() -> nn.Linear:
 
 
 def everything(folder: str) -> dict[str, Any]:
-    """By section of the page."""
+    """Return the messages by section of the page."""
     with torch.random.fork_rng():
         return {
             "resuming": resuming(folder),
@@ -93,7 +93,7 @@ def gradients() -> dict[str, Any]:
 
 
 def losses(folder: str) -> dict[str, Any]:
-    """One step on another batch for each rank; what each rank would log, and what it logs here."""
+    """Run one step on another batch for each rank; return the losses that each rank would log, and the loss logged here."""
     model = dt.shard_model(linear(), dt.build_mesh(), strategy="replicate")
     step = dt.compose_step(LOSS)
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.0))

@@ -1,4 +1,4 @@
-"""What docs/errors.md says is printed, section by section: by torch in loops written by hand, and here.
+"""Messages that docs/errors.md shows, section by section: from torch in loops written by hand, and from dtrain.
 
 The one table that the page and the tests are held to: a test gives ``check`` what was raised, and ``test_page.py`` compares
 the page. ``...`` stands for any text: a path, a port, what another release words otherwise.
@@ -161,7 +161,7 @@ def told(error: BaseException) -> str:
 
 
 def raised(call: Callable[[], Any]) -> str:
-    """What a call raises, as text that may come from a rank."""
+    """Return the error of a call, as text that may come from a rank."""
     try:
         result = call()
     except Exception as error:  # noqa: BLE001  # of any kind: the table knows which
@@ -170,7 +170,7 @@ def raised(call: Callable[[], Any]) -> str:
 
 
 def fits(shown: str, real: str) -> bool:
-    """Whether a message is the one that is shown."""
+    """Return True if a message is the shown message."""
     pattern = ".*".join(re.escape(part) for part in shown.split("..."))
     return re.fullmatch(pattern, real.strip(), re.S) is not None
 

@@ -53,7 +53,7 @@ def closed_port() -> Iterator[int]:
 
 
 def by_hand(port: int, rank: int) -> str:
-    """What a process group says that is opened without the other one of two ranks."""
+    """Return the message of a process group that is opened without the second of two ranks."""
     address = f"tcp://127.0.0.1:{port}"
     return raised(
         lambda: dist.init_process_group("gloo", init_method=address, rank=rank, world_size=2, timeout=timedelta(seconds=1))
@@ -168,7 +168,7 @@ def test_without_a_fused_kernel_the_numbers_are_the_same() -> None:
 
 
 def written_over(path: Path, model: nn.Module) -> str:
-    """What ``torch.save`` says where only half of the file has room; what was there before is gone."""
+    """Return the message of ``torch.save`` on a disk with room for half of the file; the file that was there before is gone."""
     torch.save(model.state_dict(), path)
     assert raised(lambda: torch.load(path)).startswith("nothing was raised")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -34,7 +34,7 @@ def test_every_package_has_texts_and_no_text_comes_twice(found):
 
 
 def test_the_vocabulary_is_the_same_in_every_process(found):
-    """With another order of hashes in each."""
+    """Each process has another order of hashes."""
     running = []
     for seed in ("1", "2"):
         env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(EXAMPLES)}

@@ -45,7 +45,7 @@ KINDS = {"classifier": BertForSequenceClassification, "masked": BertForMaskedLM}
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory) -> dict[str, Path]:
-    """What ``save_pretrained`` writes: one file for the model itself, several for one with BERT's pretraining head."""
+    """Folders from ``save_pretrained``: one file for the model, several files for a model with BERT's pretraining head."""
     torch.manual_seed(3)
     root = tmp_path_factory.mktemp("pretrained")
     BertForSequenceClassification(config()).save_pretrained(root / "classifier")
@@ -152,7 +152,7 @@ def pretrained(folder: Path) -> Path:
 
 
 def run_here(folder: Path, *options: str) -> str:
-    """What this rank printed in a run of the script, in this process, on a tiny model and table; on rank 0 the ending."""
+    """Return this rank's output of a run of the script in this process, on a tiny model and table; on rank 0 the ending."""
     sys.argv = ["finetune_bert.py", "--model", str(folder / "pretrained"), "--data", str(folder / "mail.jsonl")]
     sys.argv += ["--out", str(folder / "run"), "--batch", "4", "--seq", "16", "--workers", "0", *options]
     with contextlib.redirect_stdout(io.StringIO()) as out, warnings.catch_warnings(action="ignore"):  # a CPU has no peak
@@ -169,7 +169,7 @@ def steps_of(out: Path) -> list[str]:
 
 
 def run_twice(folder: str) -> dict[str, bool]:
-    """Whether a run whose last epoch was lost ends again as it did."""
+    """Compare the end of a run with the end of the same run after its last epoch was lost."""
     out = Path(folder) / "run"
     how = ["--lr", "1e-3", "--precision", "bf16", "--microbatch", "2", "--spare-norms"]
     seen = []
@@ -193,14 +193,14 @@ def run_twice(folder: str) -> dict[str, bool]:
 
 
 def test_a_run_from_saved_weights_resumes_bit_for_bit(tmp_path):
-    """In bf16, in microbatches of 2, with two groups of parameters, and two checkpoints kept."""
+    """The run uses bf16, microbatches of 2, two groups of parameters, and keeps two checkpoints."""
     pretrained(tmp_path)
     for found in run_ranks(run_twice, 2, str(tmp_path), timeout_s=PATIENCE_S):
         assert [what for what, holds in found.items() if not holds] == []
 
 
 def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path):
-    """By a rate that changes nothing; the second start trains no more, the third has more patience."""
+    """The learning rate changes nothing. The second start trains no step, the third start has more patience."""
     pretrained(tmp_path)
     out = tmp_path / "run"
     how = [
@@ -228,7 +228,7 @@ def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path):
 
 
 def held_out_accuracy(folder: Path) -> float:
-    """Of a folder that the script has exported: what plain transformers makes of the held-out docstrings."""
+    """Return the accuracy of plain transformers on the held-out docstrings, for a folder that the script has exported."""
     model = AutoModelForSequenceClassification.from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
     _, held_out = read_docstrings().parts()

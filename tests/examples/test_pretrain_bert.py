@@ -26,7 +26,7 @@ def corpus() -> Corpus:
 
 
 def lengths_of(out: Path) -> dict[int, float]:
-    """By step, how many tokens of a block were trained on."""
+    """Return the tokens of a block that each step trained on."""
     return {step: numbers["length"] for step, numbers in dt.loggers.read_jsonl(out / "metrics.jsonl").items()}
 
 

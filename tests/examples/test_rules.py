@@ -1,4 +1,4 @@
-"""What holds for every example: short, of public names, explained by --help, and no copy of another."""
+"""Rules for every example: short, public names only, explained by --help, no copy of another example."""
 
 import ast
 import runpy
@@ -65,7 +65,7 @@ def test_an_example_uses_public_names_only(path):
 
 
 def test_no_two_examples_share_a_block():
-    """Not the loops, and not the modules beside them."""
+    """The rule holds for loops and for the modules beside them."""
     lines = {path.name: code_lines(path) for path in sorted(EXAMPLES.glob("*.py"))}
     shared = {(a, b): longest_shared(lines[a], lines[b]) for a, b in combinations(lines, 2)}
     assert {pair: block for pair, block in shared.items() if len(block) >= SHARED_LINES} == {}

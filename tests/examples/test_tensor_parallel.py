@@ -46,6 +46,6 @@ def test_tensor_parallelism_alone_has_the_losses_of_one_process(alone, tmp_path)
 
 
 def test_on_its_own_text_it_ends_below_its_baseline(tmp_path):
-    """With two processes instead of four, which these machines may not have the cores for."""
+    """Two processes run instead of four, because a machine may not have the cores for four."""
     end = ended(launched("tensor_parallel.py", "--steps", "20", out=tmp_path / "run"))
     assert end.value < 0.92 * end.baseline

@@ -25,7 +25,7 @@ def test_it_learns_the_ring_on_two_ranks(tmp_path):
 
 
 def test_a_run_in_two_parts_ends_with_the_numbers_of_a_whole_one(tmp_path):
-    """Of both states, and of the noise, which is drawn from the global generator."""
+    """The test compares both states, and the noise, which is drawn from the global generator."""
     whole = run(tmp_path / "whole", steps=100, how=here)
     first, _ = run(tmp_path / "parts", steps=70, how=here)
     assert list(first) == [1]

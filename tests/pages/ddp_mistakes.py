@@ -1,4 +1,4 @@
-"""What goes wrong in loops written by hand on ``torch.distributed``, and the same here.
+"""Run mistakes of loops written by hand on ``torch.distributed``, and the same mistakes with dtrain.
 
 docs/from_ddp.md shows each function of this module that is named ``..._by_hand`` or ``..._here``. ``test_from_ddp.py`` beside
 it runs them all on two ranks and holds what comes out. After a change: ``python tests/written.py``.

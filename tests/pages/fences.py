@@ -23,7 +23,7 @@ _FENCE = re.compile(r"^( *)(```+)([^\n`]*)\n(.*?)^\1\2 *$", re.S | re.M)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fence:
-    """One block: its language, its text, the line of the page on which the text begins."""
+    """One code block: its language, its text, and the line of the page on which the text begins."""
 
     page: Path
     line: int
@@ -39,7 +39,7 @@ class Fence:
 
 
 def called(page: Path) -> str:
-    """What a page is called in reports: its path below the root."""
+    """Return the page's name in reports: its path below the root."""
     return str(page.relative_to(ROOT))
 
 

@@ -1,4 +1,4 @@
-"""What single pages take for granted beside the stand-ins, and which tests run what cannot run there."""
+"""Names that single pages need beside the stand-ins, and the tests that run code that cannot run on the pages."""
 
 RUN_BY = {
     "README.md": "tests/test_readme.py",

@@ -68,7 +68,7 @@ _HEAD = re.compile(rf"(?:^|(?<=[.;] ))({_HEADS}):\s+", re.M)
 
 
 def contract(value: Any) -> dict[str, str]:
-    """What a docstring says by heading, each as one line; the part before the first heading is under ``""``."""
+    """Return the sections of a docstring by heading, each as one line; the part before the first heading is under ``""``."""
     text = inspect.getdoc(value) or ""
     parts = _HEAD.split(text)
     found = {"": parts[0]}

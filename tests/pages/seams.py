@@ -25,7 +25,7 @@ SEAMS = ("loss", "grad_step", "grad", "update")
 
 @dataclass(kw_only=True)
 class Call:
-    """One call, and those made within it, in their order. ``kind`` is a seam, ``step``, or ``core``: what is wrapped."""
+    """One call and its inner calls in order. ``kind`` is a seam, ``step``, or ``core`` for the wrapped function."""
 
     label: str
     kind: str
@@ -66,7 +66,7 @@ class Recorder:
 
 
 def calls(transforms: Sequence[dt.Transform], *, microbatch_size: int | None = None, broken: bool = False) -> Call:
-    """What a step of a small model does, composed of ``transforms``, over 8 samples; ``broken`` ones are infinite."""
+    """Record the calls of a step of a small model with ``transforms``, over 8 samples; ``broken`` samples are infinite."""
     recorder = Recorder()
     mean = nn.functional.cross_entropy
     loss = dt.mean_loss(lambda model, batch: mean(model(batch["x"]), batch["y"]), weight=lambda batch: len(batch["x"]))

@@ -28,7 +28,7 @@ HERE = [page for page in PAGES if called(page) not in RUN_BY and any(fence.langu
 
 @pytest.fixture
 def as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What code may set for the whole process is set back."""
+    """Restore settings of the whole process that code may change."""
     for name in ("RANK", "WORLD_SIZE", "CUBLAS_WORKSPACE_CONFIG"):
         monkeypatch.delenv(name, raising=False)
     environment = dict(os.environ)
@@ -117,7 +117,7 @@ def headings(page: Path, line: int) -> list[str]:
 
 
 def test_python_that_is_not_run_stands_under_the_name_of_whose_it_is() -> None:
-    """Of another library: under a heading that names it. ``py`` on a page of our own would be code that no one runs."""
+    """Code of another library stands under a heading that names the library. ``py`` on a page about dtrain would not run."""
     others = re.compile(
         r"Composer|DDP|by hand|DeepSpeed|Accelerate|Fabric|torchtitan|MosaicML|torch|transformers|mistake", re.I
     )
@@ -144,7 +144,7 @@ AT_ONCE = {"--install-completion", "--show-completion"}  # the parser itself wou
 
 
 def refusal(arguments: list[str]) -> str | None:
-    """What the command line says against some arguments, if it does. Nothing is run but its parser."""
+    """Return the error of the command line's parser for some arguments, if any. Nothing else runs."""
     if set(arguments) & AT_ONCE:
         return None
     command, name, parent = COMMAND, "dtrain", None

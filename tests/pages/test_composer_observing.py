@@ -74,7 +74,7 @@ COMPOSER = {
 
 
 def found(name: str) -> object:
-    """What the page means by a name: one of dtrain's own, or a path."""
+    """Resolve a name on the page: a name of dtrain, or a path."""
     assert public.is_public(name), f"dtrain has no {name}"
     return public.value(f"dtrain.{name}")
 

@@ -16,7 +16,7 @@ STRATEGIES = ("replicate", "shard_grad_op", "full_shard")
 
 
 def sent() -> dict[str, list[str]]:
-    """Of each strategy, what a rank takes part in during the third step, in its logging, and in what asks the clock."""
+    """Return the collectives of a rank in the third step, for each strategy: step, logging, and questions to the clock."""
     found = {}
     for strategy in STRATEGIES:
         mesh = dt.build_mesh()

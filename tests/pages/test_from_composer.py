@@ -20,7 +20,7 @@ from stand_ins import GPT, VOCAB, Block
 
 
 def model() -> nn.Module:
-    """In a module of its own, as a ComposerModel has it."""
+    """Put the model into a module of its own, as a ComposerModel does."""
     torch.manual_seed(0)
     wrapped = nn.Module()
     wrapped.gpt = GPT({"vocab": VOCAB})
@@ -28,7 +28,7 @@ def model() -> nn.Module:
 
 
 def save_as_composer_does(folder: str) -> None:
-    """What mosaicml 0.32.1 gives to ``torch.distributed.checkpoint.save`` (``composer.utils.checkpoint._save_checkpoint``)."""
+    """Save as mosaicml 0.32.1 does, with ``torch.distributed.checkpoint`` (``composer.utils.checkpoint._save_checkpoint``)."""
     sharded = dt.shard_model(model(), dt.build_mesh(), blocks=(Block,))
     optimizer = torch.optim.AdamW(sharded.parameters(), lr=1e-3)
     optimizer.zero_grad()

@@ -29,7 +29,7 @@ def part(values: list[float]) -> dict[str, torch.Tensor]:
 
 
 def fresh() -> nn.Linear:
-    """One weight, of 0."""
+    """Make a model of one weight, which is 0."""
     model = nn.Linear(1, 1, bias=False)
     nn.init.zeros_(model.weight)
     return model
@@ -48,7 +48,7 @@ LOSS = dt.mean_loss(shown_code.squares, weight=lambda batch: len(batch["x"]))
 
 
 def reductions(rank: int) -> dict[str, list[float]]:
-    """What the functions about numbers that ranks bring together give."""
+    """Return the results of the functions that reduce numbers over ranks."""
     found: dict[str, list[float]] = {}
     if rank == 1:
         dt.dist.all_gather_json(None)  # rank 1 is late: it comes when rank 0 has read its own
@@ -79,7 +79,7 @@ def reductions(rank: int) -> dict[str, list[float]]:
 
 
 def gradients(rank: int) -> dict[str, list[float]]:
-    """What the functions about gradients and updates give."""
+    """Return the results of the functions about gradients and updates."""
     mine = part(RAGGED[rank])
     found = {
         "gradient": [
@@ -100,7 +100,7 @@ def gradients(rank: int) -> dict[str, list[float]]:
 
 
 def waits(rank: int) -> dict[str, list[float]]:
-    """How often the host waits in ten steps, after those in which ranks compare their batches."""
+    """Count the host syncs in ten steps, after the steps in which ranks compare their batches."""
     batches = [part([float(number)]) for number in range(10)]
     model, step = fresh(), dt.compose_step(LOSS)
     optimizer = sgd(model)
@@ -118,7 +118,7 @@ def waits(rank: int) -> dict[str, list[float]]:
 
 
 def samples(rank: int) -> dict[str, list]:
-    """What the functions about data give on this rank."""
+    """Return the results of the functions about data on this rank."""
     mesh, eight = dt.build_mesh(), torch.arange(8.0)
     odd = torch.tensor([6.0, 0.0, 0.0, 0.0, 0.0])
     loader = dt.build_loader(eight, mesh=mesh, global_batch_size=4, seed=0)

@@ -43,7 +43,7 @@ def test_every_line_has_a_cost_and_a_reason():
 
 
 def run(lines: list[str], head: list[str], tail: list[str]) -> str | list:
-    """What comes of the loop with its lines of preparation in this order: the error, or the weights and the records."""
+    """Run the loop with its lines of preparation in this order; return the error, or the weights and the records."""
     torch.manual_seed(0)
     text = textwrap.indent("\n".join(lines), "    ") + "\n" + textwrap.indent("\n".join(tail), "    ")
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), warnings.catch_warnings():

@@ -32,7 +32,7 @@ def option(command: list[str], name: str) -> int:
 
 
 def test_pods_of_the_manifest_are_the_nodes_of_one_job(manifest):
-    """As Kubernetes sets it up: the host name is the job's name and the index, the index is in JOB_COMPLETION_INDEX."""
+    """Kubernetes sets the host name to the job's name and the index, and JOB_COMPLETION_INDEX to the index."""
     _, job = manifest
     (container,) = job["spec"]["template"]["spec"]["containers"]
     given = {each["name"]: each["value"] for each in container["env"]}

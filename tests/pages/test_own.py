@@ -17,7 +17,7 @@ BLOCKS = [each for each in fences(PAGE) if each.language == "python"]
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> str:
-    """What pytest says about the files of the page."""
+    """Return pytest's report about the files of the page."""
     folder = tmp_path_factory.mktemp("own")
     for block in BLOCKS:
         (folder / str(block.file)).write_text(block.text)

@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 def printed(block: Fence) -> str:
-    """What the command of a block prints."""
+    """Return the output of a block's command."""
     (words,) = commands(block)
     done = subprocess.run(
         [sys.executable, "-m", *words], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False
@@ -34,7 +34,7 @@ def shown(block: Fence) -> list[str]:
 
 
 def planned(layers: int) -> dict[str, float]:
-    """What is shown in detail, for a model of fewer layers: sizes, counts and peaks by their line and column."""
+    """Return the details of the plan of a model of fewer layers: sizes, counts and peaks by line and column."""
     sizes = {"layers": layers, "heads": 40, "dim": 5120, "seq": 4096}
     with load_workload(str(ROOT / "examples" / "plan_gpt.py:workload"), sizes) as workload:
         plan = dt.planning.estimate_memory(

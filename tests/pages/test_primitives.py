@@ -47,7 +47,7 @@ def test_no_row_is_torn(text):
 
 def test_a_contract_is_read_by_its_headings():
     def writes_(x: int) -> None:
-        """What comes out, of ``x``.
+        """Return the result for ``x``.
 
         Args:
             x: a number.

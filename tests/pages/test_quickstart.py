@@ -34,13 +34,13 @@ def shape(text: str) -> str:
 
 
 def has_in_order(printed: str, shown: str) -> bool:
-    """Whether each line that is shown begins one that was printed, in their order."""
+    """Return True if each shown line begins a printed line, in the same order."""
     lines = iter(shape(printed).splitlines())
     return all(any(line.startswith(wanted) for line in lines) for wanted in shape(shown).splitlines())
 
 
 def run(lines: list[str], folder: Path) -> str:
-    """What a block of commands printed, in its short form."""
+    """Run a block of commands and return its output in short form."""
     if any("kill -9" in line for line in lines):
         return run_and_kill("\n".join(lines), folder)
     further = max([0, *saved(folder)]) + 50  # a save more, wherever the kill came

@@ -31,7 +31,7 @@ in_a_browser = pytest.mark.skipif(PROGRAM is None, reason="needs chromium")
 
 
 class Page(HTMLParser):
-    """What a page links to, and what can be linked to in it."""
+    """Links of a page, and the anchors that a link can name."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ def every_page() -> list[Path]:
 
 
 def lost(path: Path, link: str) -> bool:
-    """Whether a link of a page leads nowhere; those to other hosts are not followed."""
+    """Return True if a link of a page leads nowhere; links to other hosts are not followed."""
     parts = urlsplit(link)
     if parts.scheme or parts.netloc:
         return False

@@ -71,7 +71,7 @@ def public(of: ast.ClassDef) -> set[str]:
 
 
 def fields(of: ast.ClassDef) -> Iterator[str]:
-    """Of a dataclass, or of a pydantic model by the names that a file gives; without those that it calls deprecated."""
+    """Return the fields of a dataclass, or of a pydantic model by their names in a file, without deprecated fields."""
     for node in of.body:
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             source = ast.unparse(node.value) if node.value else ""

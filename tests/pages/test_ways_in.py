@@ -30,12 +30,12 @@ def table(page: str, section: str) -> list[list[str]]:
 
 
 def rows(page: str, section: str) -> list[list[list[str]]]:
-    """What stands in backquotes in the three cells, row by row."""
+    """Return the text in backquotes in the three cells, row by row."""
     return [[_CODE.findall(cell) for cell in row] for row in table(page, section)]
 
 
 def named(name: str) -> object:
-    """What a page means by a name: an export of dtrain or a part of it, or a path into the package."""
+    """Resolve a name on a page: an export of dtrain or a part of an export, or a path in the package."""
     if name.startswith("dtrain."):
         module, _, attribute = name.rpartition(".")
         return getattr(importlib.import_module(module), attribute)
@@ -49,7 +49,7 @@ def named(name: str) -> object:
 
 
 def problem(text: str) -> str | None:
-    """What is wrong with a piece of code of ours in a table."""
+    """Return the problem of a piece of dtrain code in a table, or None."""
     if text.startswith("dtrain "):
         return refusal(text.split()[1:])
     if text.startswith("-"):  # an option of the launcher

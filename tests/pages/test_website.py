@@ -1,4 +1,4 @@
-"""What the site is made of, without building it: every name has a place, and every page is in the navigation."""
+"""Check the configuration of the site without building it: every name has a place, every page is in the navigation."""
 
 from __future__ import annotations
 

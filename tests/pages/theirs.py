@@ -1,4 +1,4 @@
-"""One process of a script of another library, as a page shows it: ``torchrun ... theirs.py PAGE``, in an empty folder.
+"""Run one process of a page's script of another library: ``torchrun ... theirs.py PAGE``, in an empty folder.
 
 What the script takes for granted is a stand-in, as for ours. It prints how many batches the process has seen.
 """

@@ -1,4 +1,4 @@
-"""What the pages docs/from_*.md have to have rows for, by page and section: names of the releases that the comments state."""
+"""Rows that the pages docs/from_*.md must have, by page and section: names of the releases in the comments."""
 
 COMPOSER_TRAINER = """
 model train_dataloader train_dataloader_label train_subset_num_batches spin_dataloaders max_duration algorithms

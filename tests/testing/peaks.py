@@ -1,4 +1,4 @@
-"""What torch's profiler says of memory, which sees the allocator itself: a second opinion on every count."""
+"""Peaks from torch's profiler, which sees the allocator itself: a second opinion on every count."""
 
 from collections.abc import Callable
 
@@ -26,7 +26,7 @@ def profiled_peak(step: Callable[[], object], left: int = 0, tries: int = 10) ->
 
 
 def local_tensors(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """What is there before a step."""
+    """List the tensors that exist before a step."""
     states = [value for state in optimizer.state.values() for value in state.values()]
     held = [*model.parameters(), *model.buffers(), *(value for value in states if isinstance(value, torch.Tensor))]
     return [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in held]

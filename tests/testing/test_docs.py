@@ -16,7 +16,7 @@ BLOCKS = re.findall(r"```(\w*)\n(.*?)```", PAGE, re.S)
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> str:
-    """What pytest says about the files of the page."""
+    """Return pytest's report about the files of the page."""
     folder = tmp_path_factory.mktemp("page")
     for _, block in BLOCKS:
         (folder / block.splitlines()[0].removeprefix("# ")).write_text(block)

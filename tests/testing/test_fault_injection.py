@@ -57,7 +57,7 @@ HERE = __name__
 
 
 def step_and_save(root: str) -> None:
-    """One training step and one save: every named point is on the way."""
+    """Run one training step and one save, which pass every named point."""
     torch.manual_seed(0)
     net = shard_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), build_mesh(), blocks=(nn.Linear,))
     state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))

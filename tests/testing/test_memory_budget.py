@@ -131,7 +131,7 @@ def profiled(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> l
 
 
 def agree(looks: list[int], peaks: list[int], left: int) -> bool:
-    """Whether the profiler has seen a step whole, the peaks are alike, and nothing is left."""
+    """Check that the profiler has seen the whole step, the peaks are alike, and nothing is left."""
     # Of each the lowest: a thread of gloo may hold what was sent for a little longer.
     return bool(looks) and min(peaks) == pytest.approx(min(looks), rel=0.01) and left == 0
 
@@ -259,7 +259,7 @@ def test_wherever_a_step_fails_nothing_of_it_remains():
 
 
 def phase_of(error: BaseException) -> str:
-    """Where in a step an error was raised, by the functions on its way."""
+    """Return the phase of the step in which an error was raised, by the functions in its traceback."""
     names, trace = set(), error.__traceback__
     while trace is not None:
         names.add(trace.tb_frame.f_code.co_name)
@@ -296,7 +296,7 @@ def fail_at(point: str) -> list:
 
 
 def settled(budget: MemoryBudget, level: int) -> int:
-    """What is held, when a thread of gloo has dropped what it sent: nobody waits for that."""
+    """Return the bytes that are held once a gloo thread has dropped its messages, for which nobody waits."""
     end = time.monotonic() + 90
     while budget.live != level and time.monotonic() < end:
         time.sleep(0.01)

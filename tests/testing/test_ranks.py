@@ -162,7 +162,7 @@ def raise_together_on_rank_1() -> None:
 
 
 def miss_rank_1() -> None:
-    """What a collective of dtrain raises about a rank that does not come, before that rank says why."""
+    """Return the error of a collective when rank 1 does not come and has not yet reported a reason."""
     if get_dist_info().rank == 0:
         raise DistError("rank 1 did not come")
     time.sleep(0.5)
@@ -275,7 +275,7 @@ def busy(folder: str) -> None:
 
 
 def wait_until(what: Callable[[], bool]) -> bool:
-    """Whether it came true within a time that is long even on a busy machine."""
+    """Return True if the condition came true within a time that is long even on a busy machine."""
     deadline = time.monotonic() + 60
     while not what() and time.monotonic() < deadline:
         time.sleep(0.02)

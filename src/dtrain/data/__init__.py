@@ -15,16 +15,16 @@ from dtrain.lazy_imports import attach
 if TYPE_CHECKING:
     from dtrain.data.dataset import MapDataset as MapDataset
     from dtrain.data.dataset import memory_map as memory_map
+    from dtrain.data.fetcher import SampleTransform as SampleTransform
     from dtrain.data.fetcher import collate as collate
-    from dtrain.data.packing.document_attention import DocumentBounds as DocumentBounds
-    from dtrain.data.packing.document_attention import document_bounds as document_bounds
-    from dtrain.data.packing.document_attention import document_mask as document_mask
+    from dtrain.data.fetcher import seed_per_sample as seed_per_sample
+    from dtrain.data.packing.packed_tokens import DocumentBounds as DocumentBounds
     from dtrain.data.packing.packed_tokens import PackedTokens as PackedTokens
+    from dtrain.data.packing.packed_tokens import document_bounds as document_bounds
+    from dtrain.data.packing.packed_tokens import document_mask as document_mask
     from dtrain.data.packing.token_stream import TokenStream as TokenStream
     from dtrain.data.packing.token_stream import pack_tokens as pack_tokens
     from dtrain.data.position import SkippedSamples as SkippedSamples
-    from dtrain.data.sample_transform import SampleTransform as SampleTransform
-    from dtrain.data.sample_transform import seed_per_sample as seed_per_sample
     from dtrain.data.sampling.block_shuffle import BlockShuffle as BlockShuffle
     from dtrain.data.sampling.block_shuffle import ShuffleQuality as ShuffleQuality
     from dtrain.data.sampling.block_shuffle import shard_order as shard_order

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, Protocol
 
 from dtrain import heartbeats, spans
-from dtrain.batch import BatchSpec, FailedBatch, narrow_batch
+from dtrain.batch import BatchSpec, narrow_batch
 from dtrain.data.fetcher import BatchRequest, Fetcher, describe_error
-from dtrain.data.position import EpochBatches, Position, is_reached
-from dtrain.data.sampling.last_batch import LastBatch, batch_indices
+from dtrain.data.position import EpochBatches, LastBatch, Position, batch_indices, is_reached
 from dtrain.data.sampling.sample_order import CachedOrder, SampleOrder, rank_positions
 from dtrain.data.worker_batch import Payload, WorkerBatch
 from dtrain.data.workers import WorkerConfig, load_batches
@@ -51,21 +50,40 @@ class LoaderItem:
     position_only: bool = False
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchOptions:
+    """Batches of a loader, and this rank's share of them.
+
+    Args:
+        global_batch_size: samples of a full batch, over all ranks; or a schedule of the batch's number in the run.
+        last_batch: treatment of a last batch that is not full.
+        rank: number of this rank among the ``ranks`` that share each batch.
+        ranks: number of ranks that share each batch.
+        workers: loader workers of this rank.
+        batch_spec: position of the batch axis; None uses the first axis.
+    """
+
+    global_batch_size: int | Schedule
+    last_batch: LastBatch
+    rank: int
+    ranks: int
+    workers: WorkerConfig
+    batch_spec: BatchSpec | None = None
+
+
 class BatchSource(Protocol):
     """Source of the items of a loader."""
 
-    @property
-    def global_batch_size(self) -> int | Schedule:
-        """Samples of a full batch, over all ranks."""
-        ...
+    options: BatchOptions
 
     @property
     def single_reader(self) -> bool:
         """True if the dataset has a single position, so that a second reader moves the first reader."""
         ...
 
+    @property
     def can_skip(self) -> bool:
-        """Return True if samples of a global batch can be skipped."""
+        """True if samples of a global batch can be skipped."""
         ...
 
     def epoch_batches(self) -> EpochBatches | None:
@@ -91,25 +109,14 @@ class MapBatchSource:
 
     fetcher: Fetcher
     order: SampleOrder
-    global_batch_size: int | Schedule
-    last_batch: LastBatch
-    rank: int
-    ranks: int
-    workers: WorkerConfig
-    batch_spec: BatchSpec | None = None
-
-    @property
-    def single_reader(self) -> bool:
-        """False: an indexed dataset has no position."""
-        return False
-
-    def can_skip(self) -> bool:
-        """Return True: an indexed dataset can always skip samples."""
-        return True
+    options: BatchOptions
+    single_reader: ClassVar[bool] = False
+    can_skip: ClassVar[bool] = True
 
     def epoch_batches(self) -> EpochBatches:
         """Return the arithmetic of the epoch's batches."""
-        return self._epoch_batches(self.last_batch)
+        options = self.options
+        return EpochBatches(size=self.order.size, global_batch_size=options.global_batch_size, last_batch=options.last_batch)
 
     def order_identity(self, at: Position) -> dict[str, int]:
         """Return the state of the sample order."""
@@ -119,18 +126,13 @@ class MapBatchSource:
         """Restore the sample order. Mutates: the order, if a mixture continues with other weights."""
         self.order = self.order.at_state(identity, at.epoch, at.samples)
 
-    def _epoch_batches(self, last_batch: LastBatch) -> EpochBatches:
-        return EpochBatches(size=self.order.size, global_batch_size=self.global_batch_size, last_batch=last_batch)
-
     def items(self, begin: Position, goal: Duration, *, state: Plain = None, evaluation: bool = False) -> Iterator[LoaderItem]:
         """Iterate over items; see ``BatchSource``."""
-        batches, template = (
-            self._epoch_batches("short") if evaluation else self.epoch_batches(),
-            EmptyBatchTemplate(self.batch_spec),
-        )
+        batches = replace(self.epoch_batches(), last_batch="short") if evaluation else self.epoch_batches()
+        template = EmptyBatchTemplate(self.options.batch_spec)
         planned: deque[tuple[Position, bool]] = deque()
         requests = _RequestSampler(self._prefetch(self._requests(batches, begin, goal, planned)))
-        for worker_batch in load_batches(self.fetcher, requests, self.workers):
+        for worker_batch in load_batches(self.fetcher, requests, self.options.workers):
             payload = unpack_or_raise(worker_batch)
             at, has_samples = planned.popleft()
             batch, padding_sample = template.fit(payload, has_samples=has_samples)
@@ -148,27 +150,18 @@ class MapBatchSource:
         self, batches: EpochBatches, begin: Position, goal: Duration, planned: deque[tuple[Position, bool]]
     ) -> Iterator[BatchRequest]:
         """Yield a request per batch. Append to ``planned``: the position after the batch, and True if this rank has samples."""
-        at, order = begin, CachedOrder(self.order)
+        at, order, options = begin, CachedOrder(self.order), self.options
         while not is_reached(goal, at):
             start, stop = batches.bounds(at)
             # A rank without a sample reads one sample, because an empty batch needs the shapes of a real sample.
             # The sample is repeated, since BatchNorm fails on a single value.
-            positions = self._rank_positions(start, stop)
+            positions = rank_positions(start, stop, options.rank, options.ranks, self.order.streams)
             to_read = positions or range(start, start + 1)
-            indices = batch_indices(order, at.epoch, to_read.start, to_read.stop)
-            request = BatchRequest(
-                at.epoch,
-                to_read.start,
-                indices if to_read.step == 1 else indices[:: to_read.step],
-                1 if positions else 2,
-            )
+            indices = batch_indices(order, at.epoch, to_read.start, to_read.stop)[:: to_read.step]
+            request = BatchRequest(at.epoch, to_read.start, indices, 1 if positions else 2)
             at = batches.advance(at)
             planned.append((at, bool(positions)))
             yield request
-
-    def _rank_positions(self, start: int, stop: int) -> range:
-        """Return this rank's part of a global batch; empty if the rank has no sample."""
-        return rank_positions(start, stop, self.rank, self.ranks, self.order.streams)
 
     def _prefetch(self, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
         """Yield ``requests``, and announce later requests to a dataset with ``prefetch``."""
@@ -238,7 +231,7 @@ class EmptyBatchTemplate:
         """Return the batch to issue, and a padding sample if that batch is empty.
 
         Raises:
-            DataError: no sample could be read so far, so the template are unknown.
+            DataError: no sample could be read so far, so the shapes are unknown.
         """
         if payload.batch is not None:
             self._last = payload.batch
@@ -258,16 +251,12 @@ class EmptyBatchTemplate:
         return self._last
 
 
-def time_data_waits(items: Iterator[LoaderItem | FailedBatch]) -> Iterator[LoaderItem | FailedBatch]:
-    """Yield the items, and measure the time in which the loop waits for the next item."""
-    while True:
-        spans.begin("data")
-        try:
-            item = next(items, None)
-        finally:
-            spans.end("data")
-            # The wait is over. A rank that stops before its next heartbeat is not waiting for data.
-            heartbeats.heartbeat("in the loop")
-        if item is None:
-            return
-        yield item
+def next_item(items: Iterator[LoaderItem]) -> LoaderItem | None:
+    """Return the next item, or None, and measure the time in which the training loop waits for the item."""
+    spans.begin("data")
+    try:
+        return next(items, None)
+    finally:
+        spans.end("data")
+        # The wait is over. A rank that stops before its next heartbeat is not waiting for data.
+        heartbeats.heartbeat("in the loop")

@@ -4,23 +4,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtrain.arguments import check_choice, check_int, check_number
 from dtrain.batch import BatchSpec
-from dtrain.data.batch_source import BatchSource, MapBatchSource
+from dtrain.data.batch_source import BatchOptions, MapBatchSource
 from dtrain.data.dataset import MapDataset, as_row_dataset, fingerprint_dataset, is_hugging_face
-from dtrain.data.fetcher import Fetcher, OnError
-from dtrain.data.iterable_batch_source import IterableBatchSource
+from dtrain.data.fetcher import ON_ERROR_MODES, Fetcher, OnError, SampleTransform
+from dtrain.data.iterable_batch_source import IterableBatchSource, adapt_mosaic, as_iterable, is_mosaic
 from dtrain.data.loader import Loader
-from dtrain.data.sample_transform import SampleTransform
+from dtrain.data.position import LAST_BATCH_MODES, LastBatch
 from dtrain.data.sampling.block_shuffle import BlockShuffle
-from dtrain.data.sampling.last_batch import LAST_BATCH_MODES, LastBatch
-from dtrain.data.sampling.sample_order import ElasticSampler, SampleOrder
-from dtrain.data.third_party import adapt_mosaic, as_iterable, is_mosaic
+from dtrain.data.sampling.sample_order import dataset_order
 from dtrain.data.workers import WorkerConfig, workers_for_rank
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import data_rank
@@ -94,157 +93,111 @@ def build_loader(
             negative, several ranks have no mesh, or ``shuffle`` is True for an iterable dataset.
     """
     dataset = as_row_dataset(dataset)
-    if callable(global_batch_size):
-        if isinstance(global_batch_size, UnitSchedule) and global_batch_size.unit != "ba":
-            raise ConfigError(f"build_loader: global_batch_size must be a schedule of steps, got {global_batch_size.unit!r}")
-        if last_batch != "short" or not is_indexed(dataset):
-            raise ConfigError("build_loader: a schedule of global_batch_size needs an indexed dataset and last_batch='short'")
-    else:
-        _check_at_least(global_batch_size=(global_batch_size, 1))
-    _check_at_least(num_workers=(num_workers, 0), prefetch_factor=(prefetch_factor, 1))
-    for name, text, allowed in (("last_batch", last_batch, LAST_BATCH_MODES), ("on_error", on_error, ("raise", "skip"))):
-        if text not in allowed:
-            raise ConfigError(f"build_loader: {name} must be one of {', '.join(map(repr, allowed))}, got {text!r}")
-    if not timeout_s >= 0:
-        raise ConfigError(f"build_loader: timeout_s must be at least 0, got {timeout_s!r}")
-    if mesh is None and get_dist_info().world_size > 1:
-        raise ConfigError(
-            f"build_loader: {get_dist_info().world_size} ranks need a mesh. Pass mesh=, so that the ranks share each batch"
-        )
+    check_int("build_loader", "num_workers", num_workers, minimum=0)
+    check_int("build_loader", "prefetch_factor", prefetch_factor)
+    check_number("build_loader", "timeout_s", timeout_s, minimum=0)
+    check_choice("build_loader", "last_batch", last_batch, LAST_BATCH_MODES)
+    check_choice("build_loader", "on_error", on_error, ON_ERROR_MODES)
+    info = get_dist_info()
+    if mesh is None and info.world_size > 1:
+        raise ConfigError(f"build_loader: {info.world_size} ranks need a mesh. Pass mesh=, so that the ranks share each batch")
+    rank, ranks = (0, 1) if mesh is None else data_rank(mesh)
     target = None if device is None else torch.device(device)
-    pin = target is not None and target.type == "cuda"
-    args = _LoaderArgs(
-        global_batch_size=global_batch_size,
-        seed=seed,
-        shuffle=shuffle,
-        data_rank=(0, 1) if mesh is None else data_rank(mesh),
-        workers=WorkerConfig(
-            count=num_workers, timeout_s=timeout_s, prefetch_factor=prefetch_factor, start_method=start_method, pin_memory=pin
-        ),
-        collate=collate,
-        transform=transform,
+    fetcher = Fetcher(dataset=dataset, seed=seed, collate=collate, transform=transform, on_error=on_error)
+    options = BatchOptions(
+        global_batch_size=_check_batch_size(global_batch_size, dataset, last_batch),
         last_batch=last_batch,
-        on_error=on_error,
+        rank=rank,
+        ranks=ranks,
+        workers=WorkerConfig(
+            count=num_workers,
+            timeout_s=timeout_s,
+            prefetch_factor=prefetch_factor,
+            start_method=start_method,
+            pin_memory=target is not None and target.type == "cuda",
+        ),
         batch_spec=batch_spec,
-        pre_sharded=pre_sharded,
     )
-    source: BatchSource = _map_batch_source(dataset, args) if is_indexed(dataset) else _iterable_batch_source(dataset, args)
-    known_data = {} if pre_sharded else fingerprint_dataset(dataset)
+    build_source = _map_batch_source if is_indexed(dataset) else _iterable_batch_source
     return Loader(
-        source,
+        build_source(fetcher, options, shuffle, pre_sharded),
         seed=seed,
-        fingerprint=known_data,
+        fingerprint={} if pre_sharded else fingerprint_dataset(dataset),
         allow_data_change=allow_data_change,
         device=target,
         prefetch_factor=prefetch_factor,
     )
 
 
-def _check_at_least(**numbers: tuple[int, int]) -> None:
-    for name, (value, least) in numbers.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ConfigError(f"build_loader: {name} must be an integer of at least {least}, got {value!r}")
+def _check_batch_size(size: int | Schedule, dataset: Any, last_batch: LastBatch) -> int | Schedule:
+    if not callable(size):
+        return check_int("build_loader", "global_batch_size", size)
+    if isinstance(size, UnitSchedule) and size.unit != "ba":
+        raise ConfigError(f"build_loader: global_batch_size must be a schedule of steps, got {size.unit!r}")
+    if last_batch != "short" or not is_indexed(dataset):
+        raise ConfigError("build_loader: a schedule of global_batch_size needs an indexed dataset and last_batch='short'")
+    return size
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _LoaderArgs:
-    """Checked arguments of ``build_loader``."""
-
-    global_batch_size: int | Schedule
-    seed: int
-    shuffle: bool | BlockShuffle
-    data_rank: tuple[int, int]
-    workers: WorkerConfig
-    collate: Callable[[list[Any]], Batch] | None
-    transform: SampleTransform | None
-    last_batch: LastBatch
-    on_error: OnError
-    batch_spec: BatchSpec | None
-    pre_sharded: bool
-
-
-def _map_batch_source(dataset: Any, args: _LoaderArgs) -> MapBatchSource:
-    if args.pre_sharded:
+def _map_batch_source(
+    fetcher: Fetcher, options: BatchOptions, shuffle: bool | BlockShuffle, pre_sharded: bool
+) -> MapBatchSource:
+    if pre_sharded:
         raise ConfigError("build_loader: pre_sharded needs an iterable dataset, but this dataset is indexed. Leave it out")
-    size, batch = len(dataset), args.global_batch_size
+    dataset, batch = fetcher.dataset, options.global_batch_size
+    size = len(dataset)
     if size < 1:
         raise ConfigError("build_loader: the dataset has no samples")
-    if is_hugging_face(dataset) and args.collate is None and dataset.format["type"] is None:
-        dataset = dataset.with_format("torch")
-    order = _sample_order(dataset, size, args)
-    if args.last_batch == "drop" and not callable(batch) and order.size < batch:
-        raise ConfigError(
-            f"build_loader: {order.size} samples are less than one global batch of {batch}. Use last_batch='short'"
-        )
-    fetcher = Fetcher(dataset=dataset, seed=args.seed, collate=args.collate, transform=args.transform, on_error=args.on_error)
-    return MapBatchSource(
-        fetcher=fetcher,
-        order=order,
-        global_batch_size=batch,
-        last_batch=args.last_batch,
-        rank=args.data_rank[0],
-        ranks=args.data_rank[1],
-        workers=_divide_workers(args.workers),
-        batch_spec=args.batch_spec,
-    )
-
-
-def _sample_order(dataset: Any, size: int, args: _LoaderArgs) -> SampleOrder:
-    if hasattr(dataset, "order"):
-        return cast("SampleOrder", dataset.order(args.seed, args.shuffle))
-    if isinstance(args.shuffle, BlockShuffle):
+    if isinstance(shuffle, BlockShuffle) and not hasattr(dataset, "order"):
         raise ConfigError(
             f"build_loader: a {type(dataset).__name__} has no shards to shuffle within. Use shuffle=True, or a ShardedDataset"
         )
-    return ElasticSampler(size=size, seed=args.seed, shuffle=args.shuffle)
+    if is_hugging_face(dataset) and fetcher.collate is None and dataset.format["type"] is None:
+        fetcher = replace(fetcher, dataset=dataset.with_format("torch"))
+    order = dataset_order(dataset, size, fetcher.seed, shuffle)
+    if options.last_batch == "drop" and not callable(batch) and order.size < batch:
+        raise ConfigError(
+            f"build_loader: {order.size} samples are less than one global batch of {batch}. Use last_batch='short'"
+        )
+    return MapBatchSource(fetcher=fetcher, order=order, options=_divide_workers(options))
 
 
-def _iterable_batch_source(dataset: Any, args: _LoaderArgs) -> IterableBatchSource:
+def _iterable_batch_source(
+    fetcher: Fetcher, options: BatchOptions, shuffle: bool | BlockShuffle, pre_sharded: bool
+) -> IterableBatchSource:
+    dataset, ranks = fetcher.dataset, options.ranks
     if not hasattr(dataset, "__iter__"):
         raise ConfigError(f"build_loader: dataset must have len and [], or be iterable, got a {type(dataset).__name__}")
-    if args.shuffle is not False and not is_mosaic(dataset):
+    if shuffle is not False and not is_mosaic(dataset):
         raise ConfigError("build_loader: an iterable dataset has its own order. Use shuffle=False, and shuffle in the dataset")
-    if args.last_batch == "pad":
+    if options.last_batch == "pad":
         raise ConfigError("build_loader: last_batch='pad' needs an indexed dataset. Use last_batch='short' or 'drop'")
-    (rank, ranks), batch = args.data_rank, args.global_batch_size
-    assert not callable(batch), "build_loader refuses a schedule for an iterable dataset"
+    batch = cast("int", options.global_batch_size)
     adapter = adapt_mosaic(dataset, global_batch_size=batch, ranks=ranks) if is_mosaic(dataset) else None
-    if args.pre_sharded and batch % ranks:
+    if pre_sharded and batch % ranks:
         raise ConfigError(
             f"build_loader: pre_sharded needs a global_batch_size that is divisible by {ranks} ranks, got {batch}"
         )
     return IterableBatchSource(
-        dataset=as_iterable(dataset),
-        seed=args.seed,
-        global_batch_size=batch,
-        last_batch=args.last_batch,
-        rank=rank,
-        ranks=ranks,
-        workers=_divide_workers(args.workers, at_most=None if adapter else 1),
-        pre_sharded=args.pre_sharded or adapter is not None,
+        fetcher=replace(fetcher, dataset=as_iterable(dataset)),
+        options=_divide_workers(options, at_most=None if adapter else 1),
+        pre_sharded=pre_sharded or adapter is not None,
         adapter=adapter,
-        collate=args.collate,
-        transform=args.transform,
-        on_error=args.on_error,
-        batch_spec=args.batch_spec,
     )
 
 
-def _divide_workers(workers: WorkerConfig, *, at_most: int | None = None) -> WorkerConfig:
-    """Return this rank's part of the node's workers; local rank 0 prints the division."""
-    info = get_dist_info()
-    ranks = info.local_world_size
-    shares = [workers_for_rank(workers.count, rank, ranks) for rank in range(ranks)]
+def _divide_workers(options: BatchOptions, *, at_most: int | None = None) -> BatchOptions:
+    """Replace the node's workers by this rank's part; local rank 0 prints the division."""
+    info, total = get_dist_info(), options.workers.count
+    shares = [workers_for_rank(total, rank, info.local_world_size) for rank in range(info.local_world_size)]
     shares = [share if at_most is None else min(share, at_most) for share in shares]
-    if sum(shares) != workers.count or (ranks > 1 and workers.count):
+    if info.local_rank == 0 and (sum(shares) != total or (len(shares) > 1 and total)):
         why = "" if at_most is None else ", since one worker per rank reads an iterable dataset in order"
-        if info.local_rank == 0:
-            print(
-                f"dtrain: build_loader: {workers.count} loader workers for this node are {', '.join(map(str, shares))} for its "
-                f"ranks{why}",
-                file=sys.stderr,
-            )
-    return replace(workers, count=shares[info.local_rank])
+        print(
+            f"dtrain: build_loader: {total} loader workers for this node are {', '.join(map(str, shares))} for its ranks{why}",
+            file=sys.stderr,
+        )
+    return replace(options, workers=replace(options.workers, count=shares[info.local_rank]))
 
 
 def is_indexed(dataset: Any) -> bool:

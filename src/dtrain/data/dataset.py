@@ -59,6 +59,12 @@ def as_row_dataset(dataset: Any) -> Any:
     return TensorDict(dict(dataset), batch_size=[len(next(iter(dataset.values())))])
 
 
+def read_samples(dataset: Any, indices: list[int]) -> list[Any]:
+    """Read samples, in one call of ``__getitems__`` if the dataset has the method."""
+    many = getattr(dataset, "__getitems__", None)
+    return [dataset[index] for index in indices] if many is None else list(many(indices))
+
+
 def fingerprint_dataset(dataset: Any) -> dict[str, Plain]:
     """Return names, sizes and counts: ``dataset.fingerprint()``, or attributes of a well-known kind of dataset."""
     if hasattr(dataset, "fingerprint"):

@@ -9,10 +9,9 @@ from typing import Any, TypeVar
 
 import torch
 
+from dtrain.arguments import check_int
 from dtrain.batch import copy_batch_info, list_tensors, pin_memory, to_device
 from dtrain.data.batch_source import LoaderItem
-from dtrain.data.fetcher import describe_error
-from dtrain.errors import ConfigError, DataError, DtrainError
 from dtrain.typing import Batch
 
 Item = TypeVar("Item")
@@ -36,35 +35,29 @@ def prefetch_to_device(batches: Iterable[Batch], device: torch.device | str, *, 
     Raises:
         ConfigError: ``prefetch_factor`` is below 1.
     """
-    if prefetch_factor < 1:
-        raise ConfigError(f"prefetch_to_device: prefetch_factor must be at least 1, got {prefetch_factor}")
+    check_int("prefetch_to_device", "prefetch_factor", prefetch_factor)
     yield from prefetch_items(
-        batches, torch.device(device), prefetch_factor=prefetch_factor, get_batch=_identity, set_batch=copy_batch_info
+        batches,
+        torch.device(device),
+        prefetch_factor=prefetch_factor,
+        get_batch=lambda batch: batch,
+        set_batch=copy_batch_info,
     )
 
 
 def items_on_device(items: Iterator[LoaderItem], device: torch.device | None, prefetch_factor: int) -> Iterator[LoaderItem]:
-    """Move the batches of loader items to ``device``, with prefetch; None leaves the batches on the host.
-
-    Raises:
-        DataError: the dataset or a device raised an error. All ranks raise a DataError in the step, so no rank waits.
-    """
-    try:
-        if device is None:
-            yield from items
-        else:
-            yield from prefetch_items(
-                items,
-                device,
-                prefetch_factor=prefetch_factor,
-                get_batch=_get_batch,
-                set_batch=_set_batch,
-                is_last=_is_independent_end,
-            )
-    except DtrainError:
-        raise
-    except Exception as error:
-        raise DataError(f"loader: {describe_error(error)}") from error
+    """Return ``items`` with their batches on ``device``, prefetched; None leaves the batches on the host."""
+    if device is None:
+        return items
+    return prefetch_items(
+        items,
+        device,
+        prefetch_factor=prefetch_factor,
+        get_batch=lambda item: item.batch,
+        set_batch=lambda item, batch: replace(item, batch=batch),
+        # The next batch depends on the step on this batch.
+        is_last=lambda item: item.independent_epochs and item.ends_epoch,
+    )
 
 
 def prefetch_items(
@@ -100,20 +93,3 @@ def _wait_for_copy(item: Item, copied: Any, device: torch.device, get_batch: Cal
     for tensor in list_tensors(get_batch(item)):
         tensor.record_stream(current)
     return item
-
-
-def _identity(batch: Batch) -> Batch:
-    return batch
-
-
-def _get_batch(item: LoaderItem) -> Batch:
-    return item.batch
-
-
-def _set_batch(item: LoaderItem, batch: Batch) -> LoaderItem:
-    return replace(item, batch=batch)
-
-
-def _is_independent_end(item: LoaderItem) -> bool:
-    """Return True if the next batch depends on the step on this batch."""
-    return item.independent_epochs and item.ends_epoch

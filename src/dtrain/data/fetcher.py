@@ -1,23 +1,27 @@
-"""``collate``: stack samples to a batch; ``Fetcher``: read, transform and collate the samples of a batch request.
+"""``Fetcher``: read, transform and collate the samples of a batch request; ``collate``; ``SampleTransform``.
 
-The random numbers that a fetcher draws depend on the request only, so they are the same in a loader worker and in the rank."""
+The random numbers that a fetcher draws depend on the request only, so they are the same in a loader worker and in the rank.
+A transform draws from a generator whose seed comes from the seed of the run, the epoch and the sample's index. So augmentation
+is the same on any number of ranks and workers, with any batch size, and after a resume.
+"""
 
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
-from dtrain.data.sample_transform import SampleTransform, apply_transform
+from dtrain.data.dataset import read_samples
 from dtrain.data.worker_batch import INLINE_TENSOR_BYTES, Payload, WorkerBatch
-from dtrain.dist.rng import derive_seed, fork_rng, reseed
-from dtrain.errors import DataError, ShardError
+from dtrain.dist.rng import derive_seed, fork_rng, generator, reseed
+from dtrain.errors import ConfigError, DataError, ShardError
 from dtrain.typing import Batch, is_tensordict
 
 
@@ -100,7 +104,75 @@ def _stack(values: list[Tensor]) -> Tensor:
     return shared
 
 
+SampleTransform: TypeAlias = Callable[[Any, torch.Generator], Any]
+"""``(sample, generator) -> sample``, a pure function; the generator is on the CPU.
+
+A transform may mix the sample with a second sample of the dataset. Mixing within a batch (``on_batch``) is cheaper, but a rank
+mixes only its own share of the batch, so the result depends on the number of ranks.
+"""
+
+
+def apply_transform(fn: SampleTransform, sample: Any, *, seed: int, epoch: int, index: int) -> Any:
+    """Apply ``fn`` to a sample, with the generator of the sample in this epoch. The overhead is a few microseconds.
+
+    Args:
+        fn: the transform.
+        sample: a sample of the dataset.
+        seed: seed of the run.
+        epoch: epoch, counted from 0.
+        index: index of the sample in the dataset; position in the epoch if the dataset is iterable.
+
+    Raises:
+        ConfigError: ``fn`` returns None.
+    Example:
+        >>> noisy = lambda x, generator: x + torch.rand((), generator=generator)
+        >>> first, again, later = (apply_transform(noisy, 0.0, seed=0, epoch=epoch, index=7) for epoch in (0, 0, 1))
+        >>> bool(first == again), bool(first == later)
+        (True, False)
+    """
+    transformed = fn(sample, generator("cpu", seed, "transform", epoch, index))
+    if transformed is None:
+        raise ConfigError(f"transform: the transform returned None for sample {index}. Return the sample")
+    return transformed
+
+
+def seed_per_sample(fn: Callable[[Any], Any]) -> SampleTransform:
+    """Convert a function without a generator argument, such as a torchvision transform, to a sample transform.
+
+    While ``fn`` runs, the global generators of Python, NumPy and torch (CPU) have a seed of the sample. Afterwards they have
+    their former states again. The overhead is about 25 microseconds per sample.
+
+    Args:
+        fn: ``sample -> sample``.
+
+    Example:
+        >>> import dtrain as dt
+        >>> flip = dt.data.seed_per_sample(lambda x: x.flip(0) if torch.rand(()) < 0.5 else x)
+        >>> loader = dt.build_loader(torch.arange(12).view(4, 3), global_batch_size=2, seed=0, transform=flip)
+        >>> next(loader.until("1ep")).shape
+        torch.Size([2, 3])
+
+    Raises:
+        ConfigError: ``fn`` is not callable.
+    """
+    if not callable(fn):
+        raise ConfigError(f"seed_per_sample: fn must be a function of a sample, got {fn!r}")
+    return _SeededTransform(fn)
+
+
+@dataclass(frozen=True, slots=True)
+class _SeededTransform:
+    """Callable class, because spawned workers cannot unpickle a closure."""
+
+    fn: Callable[[Any], Any]
+
+    def __call__(self, sample: Any, generator: torch.Generator) -> Any:
+        with fork_rng(int(torch.randint(2**62, (), generator=generator))):
+            return self.fn(sample)
+
+
 OnError = Literal["raise", "skip"]
+ON_ERROR_MODES: tuple[OnError, ...] = ("raise", "skip")
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,10 +202,10 @@ def _rebuild_request(epoch: int, start: int, indices: bytes, repeats: int) -> Ba
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fetcher:
-    """Reader of batch requests. torch's ``DataLoader`` uses a fetcher as a dataset whose samples are batches.
+    """Reader of samples. torch's ``DataLoader`` uses a fetcher of an indexed dataset as a dataset whose samples are batches.
 
     Args:
-        dataset: an indexed dataset.
+        dataset: an indexed or iterable dataset.
         seed: seed of the random numbers that are drawn while samples are read.
         collate: function from samples to a batch; None uses ``collate``, or no function if a tensor indexes the dataset.
         transform: transform of each sample, with a generator per sample.
@@ -147,15 +219,17 @@ class Fetcher:
     on_error: OnError = "raise"
 
     def __getitem__(self, request: BatchRequest) -> WorkerBatch:
-        if get_worker_info() is None:
-            # Indexing a tensor runs no user code that could draw random numbers.
+        try:
             if self.is_indexed_by_tensor:
-                return WorkerBatch(self._fetch(request))
-            with fork_rng(self._seed_for(request)):
-                return WorkerBatch(self._fetch(request))
-        # No other code draws random numbers in a worker, so no state needs to be restored.
-        reseed(self._seed_for(request))
-        return WorkerBatch(self._fetch(request)).pickle_batch()
+                # Indexing a tensor runs no user code that could draw random numbers.
+                payload = Payload(batch=self.dataset[request.indices.repeat(request.repeats)])
+            else:
+                with self.seed_rng(request.epoch, request.start):
+                    payload = self._fetch(request)
+        # The dataset, the transform and collate are user code, so any exception can occur.
+        except Exception as error:  # noqa: BLE001
+            payload = failed_payload(error)
+        return WorkerBatch.pack(payload)
 
     @property
     def is_indexed_by_tensor(self) -> bool:
@@ -163,40 +237,43 @@ class Fetcher:
         is_tensor = isinstance(self.dataset, Tensor) or is_tensordict(self.dataset)
         return is_tensor and self.collate is None and self.transform is None
 
-    def _seed_for(self, request: BatchRequest) -> int:
-        return derive_seed(self.seed, "batch", request.epoch, request.start)
+    def seed_rng(self, *position: int) -> AbstractContextManager[None]:
+        """Seed the global generators for ``position``; in the rank itself, restore their states after the context."""
+        seed = derive_seed(self.seed, "batch", *position)
+        if get_worker_info() is None:
+            return fork_rng(seed)
+        # No other code draws random numbers in a worker, so no state needs to be restored.
+        reseed(seed)
+        return nullcontext()
 
     def _fetch(self, request: BatchRequest) -> Payload:
+        indices: list[int] = request.indices.tolist()
+        skipped: list[tuple[int, str]] = []
         try:
-            if self.is_indexed_by_tensor:
-                indices = request.indices if request.repeats == 1 else request.indices.repeat(request.repeats)
-                return Payload(batch=self.dataset[indices])
-            samples, skipped = self._fetch_samples(request)
-            return Payload(batch=collate_samples(self.collate, samples * request.repeats) if samples else None, skipped=skipped)
-        except Exception as error:  # noqa: BLE001
-            # The dataset, the transform and collate are user code, so any exception can occur.
-            return Payload(failure=describe_error(error), trace=traceback.format_exc())
-
-    def _fetch_samples(self, request: BatchRequest) -> tuple[list[Any], list[tuple[int, str]]]:
-        """Return the readable samples, and the index and error of each unreadable sample."""
-        indices = request.indices.tolist()
-        try:
-            many = getattr(self.dataset, "__getitems__", None)
-            samples = [self.dataset[index] for index in indices] if many is None else list(many(indices))
-            if self.transform is None:
-                return samples, []
-            return [self._transform_sample(sample, request, index) for sample, index in zip(samples, indices, strict=True)], []
+            samples = read_samples(self.dataset, indices)
+            if self.transform is not None:
+                samples = [
+                    self._transform(sample, request.epoch, index) for index, sample in zip(indices, samples, strict=True)
+                ]
         except ShardError:
             raise
         except Exception:  # noqa: BLE001
             # Read the samples of the batch one by one, to skip the unreadable sample, or to name its index in the error.
-            return self._fetch_one_by_one(request, indices)
+            samples, skipped = self.read_each(request.epoch, indices, self.dataset.__getitem__)
+        return Payload(batch=self.collate_samples(samples * request.repeats) if samples else None, skipped=skipped)
 
-    def _fetch_one_by_one(self, request: BatchRequest, indices: list[int]) -> tuple[list[Any], list[tuple[int, str]]]:
+    def read_each(
+        self, epoch: int, indices: Iterable[int], read: Callable[[int], Any]
+    ) -> tuple[list[Any], list[tuple[int, str]]]:
+        """Read and transform samples one by one.
+
+        Returns:
+            the readable samples, and the index and error of each unreadable sample.
+        """
         samples, skipped = [], []
         for index in indices:
             try:
-                samples.append(self._transform_sample(self.dataset[index], request, index))
+                samples.append(self._transform(read(index), index, epoch))
             except Exception as error:
                 # A ShardError means that the storage fails, not that a sample is bad.
                 if self.on_error == "raise" or isinstance(error, ShardError):
@@ -205,22 +282,26 @@ class Fetcher:
                 skipped.append((index, describe_error(error)))
         return samples, skipped
 
-    def _transform_sample(self, sample: Any, request: BatchRequest, index: int) -> Any:
+    def _transform(self, sample: Any, index: int, epoch: int) -> Any:
         if self.transform is None:
             return sample
-        return apply_transform(self.transform, sample, seed=self.seed, epoch=request.epoch, index=index)
+        return apply_transform(self.transform, sample, seed=self.seed, epoch=epoch, index=index)
+
+    def collate_samples(self, samples: list[Any]) -> Batch:
+        """Collate ``samples``.
+
+        Raises:
+            DataError: the collate function returned None.
+        """
+        batch = (self.collate or collate)(samples)
+        if batch is None:
+            raise DataError("collate returned None. Return the batch")
+        return batch
 
 
-def collate_samples(fn: Callable[[list[Any]], Batch] | None, samples: list[Any]) -> Batch:
-    """Collate ``samples`` with ``fn``, or with ``collate`` if ``fn`` is None.
-
-    Raises:
-        DataError: the function returned None.
-    """
-    batch = (fn or collate)(samples)
-    if batch is None:
-        raise DataError("collate returned None. Return the batch")
-    return batch
+def failed_payload(error: Exception) -> Payload:
+    """Return the payload of a batch that could not be made."""
+    return Payload(failure=describe_error(error), trace="".join(traceback.format_exception(error)))
 
 
 def describe_error(error: BaseException) -> str:

@@ -7,25 +7,34 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
+from dtrain.arguments import check_int
 from dtrain.batch import FailedBatch, attach_batch_info
 from dtrain.clock import EpochPosition
-from dtrain.data.batch_source import BatchSource, LoaderItem, time_data_waits
+from dtrain.data.batch_source import BatchSource, LoaderItem, next_item
 from dtrain.data.dataset import hash_fingerprint
 from dtrain.data.device_prefetch import items_on_device
-from dtrain.data.position import EpochBatches, IssuedBatch, Position, SkippedSamples, is_reached, parse_length, read_position
-from dtrain.dist.batch_info import BatchInfo, BatchStatus
+from dtrain.data.fetcher import describe_error
+from dtrain.data.position import (
+    EpochBatches,
+    IssuedBatch,
+    Position,
+    SkippedSamples,
+    is_reached,
+    parse_length,
+    read_position,
+    write_position,
+)
+from dtrain.dist.batch_info import BatchInfo
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed
 from dtrain.durations import Duration, RunLength
-from dtrain.errors import CheckpointMismatchError, ConfigError, DtrainError
+from dtrain.errors import CheckpointMismatchError, ConfigError, DataError, DtrainError
 from dtrain.typing import Batch, Plain
-
-_STATE_VERSION = 1
 
 
 class StopCondition(Protocol):
@@ -54,9 +63,7 @@ class Loader:
         device: torch.device | None = None,
         prefetch_factor: int = 2,
     ) -> None:
-        self.source = source
-        self.seed = seed
-        self.fingerprint = dict(fingerprint)
+        self.source, self.seed, self.fingerprint = source, seed, dict(fingerprint)
         self.position = Position()
         self.skipped = SkippedSamples(samples=[])
         self._allow_data_change = allow_data_change
@@ -113,13 +120,14 @@ class Loader:
         Raises:
             ConfigError: a loader cannot count the unit (tokens, seconds), or the dataset has no length and the unit is epochs.
         """
-        goal, epoch_batches, size = parse_length(length), self.source.epoch_batches(), self.source.global_batch_size
+        goal, size = parse_length(length), self.source.options.global_batch_size
         # With a schedule, the epochs may have different numbers of steps.
         if callable(size):
             return RunLength(total=self.total_steps(goal))
-        per_epoch = self.steps_per_epoch() if goal.unit == "ep" or epoch_batches is not None else None
+        has_length = self.source.epoch_batches() is not None
+        per_epoch = self.steps_per_epoch() if goal.unit == "ep" or has_length else None
         run = RunLength(total=goal, steps_per_epoch=per_epoch, samples_per_step=size)
-        uneven = goal.unit == "sp" and epoch_batches is not None and run.steps() != self.total_steps(goal)
+        uneven = goal.unit == "sp" and has_length and run.steps() != self.total_steps(goal)
         return replace(run, total=Duration(self.total_steps(goal), "ba")) if uneven else run
 
     def __iter__(self) -> Iterator[Batch]:
@@ -148,8 +156,8 @@ class Loader:
         agrees with its state at every point of the loop body, also after Ctrl-C in the middle of a step. Without steps of
         dtrain, a batch is consumed when it is issued. If a batch has several steps, the first step counts.
 
-        A new loop begins after the consumed batches: after Ctrl-C in a notebook, run the cell again. ``skip(0)`` leaves out
-        the interrupted batch.
+        A new loop begins after the consumed batches: after Ctrl-C in a notebook, run the cell again, or ``skip(0)`` first to
+        leave out the interrupted batch.
 
         The tensors of a batch carry a ``BatchInfo``, from which the step knows the epoch and checks that all ranks are at the
         same position. New tensors (slices, copies) carry no ``BatchInfo``. In that case pass the loader to
@@ -178,22 +186,26 @@ class Loader:
         stepped = pending is not None or (self._issued is not None and self._issued.is_stepped)
         while not is_reached(goal, self.position) and not any(condition.stopped for condition in stops):
             at, evaluations = self.position, self._evaluations
-            for item in time_data_waits(self._items(at, goal)):
-                if isinstance(item, FailedBatch):
-                    epoch_position = self._epoch_position(at)
-                    self.last_batch_info = BatchInfo(
-                        loader=self.identity, begin=epoch_position, end=epoch_position, position_hash=self._position_hash(at)
-                    )
-                    yield replace(item, info=self.last_batch_info)
-                    raise item.error
+            items = self._items(at, goal)
+            while True:
+                try:
+                    item = next_item(items)
+                except DtrainError as error:
+                    if get_dist_info().world_size > 1:
+                        # The step on this batch raises the error on all ranks, so that no rank waits.
+                        yield self._failed_batch(error, at)
+                    raise
+                if item is None:
+                    break
                 before, at = at, item.position_after
                 if item.position_only:
-                    self._advance(item)
+                    self.position, self._dataset_state = at, item.dataset_state
                     continue
                 batch, issued = self._mark(item, before, pending, step_expected=stepped)
                 # The position advances last. If an interrupt hits in between, the next loop issues the batch again.
                 pending, self._issued = None, issued
-                self._advance(item)
+                self.skipped.add(item.skipped)
+                self.position, self._dataset_state = at, item.dataset_state
                 yield batch
                 # The batch source may wait for the agreement.
                 item.status.epoch_ended = issued.status.epoch_ended
@@ -220,8 +232,7 @@ class Loader:
         """
         at = Position(epoch=self.position.epoch)
         self._evaluations += 1
-        items = self.source.items(at, Duration(at.epoch + 1, "ep"), evaluation=True)
-        for item in items_on_device(items, self._device, self._prefetch_factor):
+        for item in self._items(at, Duration(at.epoch + 1, "ep"), evaluation=True):
             self.skipped.add(item.skipped)
             if not item.position_only:
                 yield item.batch
@@ -244,15 +255,11 @@ class Loader:
         Raises:
             ConfigError: ``samples`` is not an integer of at least 0, or the dataset is split over ranks already.
         """
-        if isinstance(samples, bool) or not isinstance(samples, int) or samples < 0:
-            raise ConfigError(f"loader.skip: samples must be an integer of at least 0, got {samples!r}")
-        if not self.source.can_skip():
+        check_int("loader.skip", "samples", samples, minimum=0)
+        if not self.source.can_skip:
             raise ConfigError("loader.skip: the dataset is split over ranks, so the loader cannot skip. Skip in the dataset")
-        epoch_batches = self.source.epoch_batches()
-        if epoch_batches is None:
-            self.position = replace(self.position, samples=self.position.samples + samples)
-        else:
-            self.position = epoch_batches.skip(self.position, samples)
+        at, batches = self.position, self.source.epoch_batches()
+        self.position = replace(at, samples=at.samples + samples) if batches is None else batches.skip(at, samples)
         # The dataset's state is older than the new position.
         self._dataset_state = None
         self._skip_target = self.position
@@ -264,12 +271,7 @@ class Loader:
         interrupt skips no batch. The key ``"dataset"`` holds the state of an iterable dataset, if the dataset has a state.
         """
         at, dataset = self._resume_point()
-        state: dict[str, Plain] = {
-            "version": _STATE_VERSION,
-            **asdict(at),
-            **self.source.order_identity(at),
-            "data": self._digest,
-        }
+        state = {**write_position(at), **self.source.order_identity(at), "data": self._digest}
         return state if dataset is None else {**state, "dataset": dataset}
 
     def load_state_dict(self, state: Mapping[str, Plain]) -> None:
@@ -281,11 +283,6 @@ class Loader:
             CheckpointMismatchError: the state has another format version, or comes from other data, another seed or another
                 shuffle, with which the position means other samples.
         """
-        if state.get("version") != _STATE_VERSION:
-            raise CheckpointMismatchError(
-                f"loader: the saved position has format version {state.get('version')}, this release reads {_STATE_VERSION}. "
-                "Leave the loader out of extra to start over"
-            )
         at = read_position(state)
         if not self._allow_data_change and state.get("data") != self._digest:
             raise CheckpointMismatchError(
@@ -307,9 +304,12 @@ class Loader:
         """Return the position of the next loop, and the state of an iterable dataset at that position."""
         if self._issued is not None and self._issued.position_after is self.position and self._issued.is_pending:
             return self._issued.position_before, self._issued.dataset_state
-        if self._ended_independently():
-            return replace(self.position, epoch=self.position.epoch + 1, samples=0), self._dataset_state
-        return self.position, self._dataset_state
+        at, info, state = self.position, self.last_batch_info, self._dataset_state
+        if info is None or not info.independent_epochs or not info.ends_epoch or state is not None:
+            return at, state
+        # The batch issued last ended this rank's epoch. The position is still in that epoch.
+        is_over = at.epoch == info.begin.epoch and info.status.epoch_ended is not False
+        return (replace(at, epoch=at.epoch + 1, samples=0) if is_over else at), state
 
     def _take_back_pending(self) -> IssuedBatch | None:
         """Return the batch whose step was interrupted, or None. The loader issues that batch again.
@@ -331,45 +331,40 @@ class Loader:
 
         Mutates: the batch; the status of the pending batch.
         """
-        status = item.status
-        if pending is not None and (pending.position_before, pending.position_after) == (before, item.position_after):
+        status, after, independent = item.status, item.position_after, item.independent_epochs
+        if pending is not None and (pending.position_before, pending.position_after) == (before, after):
             status, pending.status.started = pending.status, False
-        self.last_batch_info = self._batch_info(item, before, status)
+        begin, end = self._epoch_position(before), self._epoch_position(after)
+        # The ranks end their epochs independently, but the position moves when all ranks have ended.
+        if independent and item.ends_epoch:
+            end = EpochPosition(begin.epoch + 1, 0)
+        self.last_batch_info = BatchInfo(
+            loader=self.identity,
+            begin=begin,
+            end=end,
+            independent_epochs=independent,
+            position_hash=0 if independent or get_dist_info().world_size == 1 else self._position_hash(before),
+            padding_sample=item.padding_sample,
+            status=status,
+        )
         return attach_batch_info(item.batch, self.last_batch_info), IssuedBatch(
             status=status,
             position_before=before,
             dataset_state=self._dataset_state,
-            position_after=item.position_after,
+            position_after=after,
             skipped=item.skipped,
             step_expected=step_expected,
         )
 
-    def _batch_info(self, item: LoaderItem, before: Position, status: BatchStatus) -> BatchInfo:
-        begin, end = self._epoch_position(before), self._epoch_position(item.position_after)
-        # The ranks end their epochs independently, but the position moves when all ranks have ended.
-        if item.independent_epochs and item.ends_epoch:
-            end = EpochPosition(begin.epoch + 1, 0)
-        return BatchInfo(
-            loader=self.identity,
-            begin=begin,
-            end=end,
-            independent_epochs=item.independent_epochs,
-            position_hash=0 if item.independent_epochs or get_dist_info().world_size == 1 else self._position_hash(before),
-            padding_sample=item.padding_sample,
-            status=status,
-        )
+    def _failed_batch(self, error: DtrainError, at: Position) -> FailedBatch:
+        place = self._epoch_position(at)
+        self.last_batch_info = BatchInfo(loader=self.identity, begin=place, end=place, position_hash=self._position_hash(at))
+        return FailedBatch(error, self.last_batch_info)
 
     def _epoch_position(self, at: Position) -> EpochPosition:
         """Return the epoch and the number of batches in it; None instead of the number if the batch size is a schedule."""
-        size = self.source.global_batch_size
+        size = self.source.options.global_batch_size
         return EpochPosition(at.epoch, None if callable(size) else -(-at.samples // size))
-
-    def _ended_independently(self) -> bool:
-        """Return True if the batch issued last ended the epoch on all ranks, and the position is still in that epoch."""
-        info = self.last_batch_info
-        if info is None or not info.independent_epochs or self._dataset_state is not None:
-            return False
-        return info.ends_epoch and self.position.epoch == info.begin.epoch and info.status.epoch_ended is not False
 
     def _position_hash(self, at: Position) -> int:
         """Hash the position, the data and the seed to a number below 2**48."""
@@ -381,19 +376,20 @@ class Loader:
             raise ConfigError(f"loader.{caller}: the dataset has no length. Count in batches, as in until('1000ba')")
         return epoch_batches
 
-    def _advance(self, item: LoaderItem) -> None:
-        self.skipped.add(item.skipped)
-        self.position, self._dataset_state = item.position_after, item.dataset_state
+    def _items(self, at: Position, goal: Duration, *, evaluation: bool = False) -> Iterator[LoaderItem]:
+        """Iterate over the items, on the device.
 
-    def _items(self, at: Position, goal: Duration) -> Iterator[LoaderItem | FailedBatch]:
-        """Iterate over the items, on the device. On several ranks, a failure becomes a batch that makes all ranks raise."""
-        items = self.source.items(at, goal, state=self._dataset_state)
+        Raises:
+            DataError: the dataset or the device raised an error.
+        """
+        state = None if evaluation else self._dataset_state
+        items = self.source.items(at, goal, state=state, evaluation=evaluation)
         try:
             yield from items_on_device(items, self._device, self._prefetch_factor)
-        except DtrainError as error:
-            if get_dist_info().world_size == 1:
-                raise
-            yield FailedBatch(error)
+        except DtrainError:
+            raise
+        except Exception as error:
+            raise DataError(f"loader: {describe_error(error)}") from error
 
     def __repr__(self) -> str:
         at = self.position

@@ -1,13 +1,20 @@
-"""Loader position and the arithmetic to advance it; the batch that the loader issued last; the list of skipped samples."""
+"""Loader position and the arithmetic to advance it; the batch that the loader issued last; the list of skipped samples.
+
+Positions are the positions of a ``SampleOrder``, and an epoch starts at 0. The batch size may change in the middle of an epoch,
+so a batch may start anywhere.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
-from typing import cast
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal, cast
 
-from dtrain.data.sampling.last_batch import LastBatch, batch_bounds, batches_left, epoch_samples
+import torch
+from torch import Tensor
+
+from dtrain.data.sampling.sample_order import CachedOrder, SampleOrder
 from dtrain.dist.batch_info import UNTRACKED_BATCHES, BatchStatus
 from dtrain.durations import Duration
 from dtrain.errors import CheckpointMismatchError, ConfigError
@@ -27,12 +34,25 @@ class Position:
     total: int = 0
 
 
+_STATE_VERSION = 1
+
+
+def write_position(at: Position) -> dict[str, Plain]:
+    """Return the entries of a loader's saved state that ``read_position`` reads."""
+    return {"version": _STATE_VERSION, **asdict(at)}
+
+
 def read_position(state: Mapping[str, Plain]) -> Position:
     """Read the position of a loader's saved state.
 
     Raises:
-        CheckpointMismatchError: an entry is not an integer.
+        CheckpointMismatchError: the state has another format version, or an entry is not an integer.
     """
+    if state.get("version") != _STATE_VERSION:
+        raise CheckpointMismatchError(
+            f"loader: the saved position has format version {state.get('version')}, this release reads {_STATE_VERSION}. "
+            "Leave the loader out of extra to start over"
+        )
     values = {name: state.get(name) for name in ("epoch", "samples", "batches", "total")}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int):
@@ -55,6 +75,62 @@ def parse_length(length: Duration | int | str) -> Duration:
     if goal.unit in ("ep", "ba", "sp"):
         return goal
     raise ConfigError(f"loader: cannot count steps in {goal.unit!r} ({goal}); give epochs (ep), batches (ba) or samples (sp)")
+
+
+LastBatch = Literal["short", "drop", "pad"]
+"""Issue the short batch, drop it, or pad it with the first samples of the epoch."""
+
+LAST_BATCH_MODES: tuple[LastBatch, ...] = ("short", "drop", "pad")
+
+
+def epoch_samples(size: int, global_batch_size: int, last_batch: LastBatch) -> int:
+    """Count the samples that an epoch of ``size`` issues over all ranks, at one batch size.
+
+    >>> [epoch_samples(10, 4, mode) for mode in LAST_BATCH_MODES]
+    [10, 8, 12]
+    """
+    if last_batch == "short":
+        return size
+    batches = size // global_batch_size if last_batch == "drop" else -(-size // global_batch_size)
+    return batches * global_batch_size
+
+
+def batch_bounds(start: int, size: int, global_batch_size: int, last_batch: LastBatch) -> tuple[int, int] | None:
+    """Return the positions of the global batch that begins at ``start``; None if the epoch has no batch left.
+
+    With ``"pad"`` the positions may exceed ``size``, see ``batch_indices``.
+
+    >>> [batch_bounds(8, 10, 4, mode) for mode in LAST_BATCH_MODES]
+    [(8, 10), None, (8, 12)]
+    """
+    stop = start + global_batch_size
+    if start >= size or (last_batch == "drop" and stop > size):
+        return None
+    return start, min(stop, size) if last_batch == "short" else stop
+
+
+def batches_left(start: int, size: int, global_batch_size: int, last_batch: LastBatch) -> int:
+    """Count the batches of the epoch from ``start`` on.
+
+    >>> [batches_left(1, 10, 4, mode) for mode in LAST_BATCH_MODES]
+    [3, 2, 3]
+    """
+    remaining = max(size - start, 0)
+    return remaining // global_batch_size if last_batch == "drop" else -(-remaining // global_batch_size)
+
+
+def batch_indices(order: SampleOrder | CachedOrder, epoch: int, start: int, stop: int) -> Tensor:
+    """Return ``order.indices``. Positions beyond the epoch wrap around to its start, several times if necessary."""
+    if stop <= order.size:
+        return order.indices(epoch, start, stop)
+    parts = [order.indices(epoch, min(start, order.size), order.size)]
+    at = max(start, order.size)
+    while at < stop:
+        first = at % order.size
+        count = min(stop - at, order.size - first)
+        parts.append(order.indices(epoch, first, first + count))
+        at += count
+    return torch.cat(parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

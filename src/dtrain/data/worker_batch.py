@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.data import get_worker_info
 
 from dtrain.batch import pin_memory
 from dtrain.typing import Batch, Plain
@@ -47,22 +48,21 @@ class WorkerBatch:
 
     __slots__ = ("_packed", "_payload")
 
-    def __init__(self, payload: Payload) -> None:
-        self._payload: Payload | None = payload
-        self._packed = b""
+    def __init__(self, payload: Payload | None, packed: bytes = b"") -> None:
+        self._payload, self._packed = payload, packed
 
-    def pickle_batch(self) -> WorkerBatch:
-        """Pickle the payload for another process. A payload that cannot be pickled becomes a failure that names the part."""
-        payload = self.unpack()
+    @classmethod
+    def pack(cls, payload: Payload) -> WorkerBatch:
+        """Pack a payload for the rank. A worker pickles it, and replaces a payload that cannot be pickled by a failure."""
+        if get_worker_info() is None:
+            return cls(payload)
         try:
-            self._packed = _pickle_payload(payload)
+            return cls(None, _pickle_payload(payload))
         # Pickling runs the user's classes, so any exception can occur.
         except Exception as error:  # noqa: BLE001
             where = find_unpicklable(payload, "")
             reason = f"{where} cannot be pickled ({type(error).__name__}: {' '.join(str(error).split())}); return it as data"
-            self._packed = _pickle_payload(Payload(failure=reason))
-        self._payload = None
-        return self
+            return cls(None, _pickle_payload(Payload(failure=reason)))
 
     def unpack(self) -> Payload:
         """Unpickle and return the payload."""

@@ -72,47 +72,48 @@ def load_batches(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[
     """Load the batch of each request in order. If ``requests`` is None, ``source`` is an iterable dataset.
 
     Raises:
-        DataError: a worker dead or hangs.
+        DataError: a worker died or hangs.
         ConfigError: the dataset cannot be pickled for a worker.
     """
-    common: dict[str, Any] = {
+    if workers.count == 0:
+        return _load_in_process(source, requests, workers)
+    options = {
         "sampler": requests,
         "batch_size": None,
         "collate_fn": _identity,
         "pin_memory": workers.pin_memory,
         # Without a generator, torch draws the seeds of the workers from the global generator.
         "generator": torch.Generator(),
-    }
-    if workers.count == 0:
-        yield from _load_in_process(source, requests, workers)
-        return
-    common |= {
         "num_workers": workers.count,
         "prefetch_factor": workers.prefetch_factor,
         "timeout": min(_POLL_INTERVAL_S, workers.timeout_s or _POLL_INTERVAL_S),
         "multiprocessing_context": workers.start_method,
         "worker_init_fn": _init_worker,
     }
+    return _load_in_workers(source, options, workers)
+
+
+def _load_in_workers(source: Any, options: dict[str, Any], workers: WorkerConfig) -> Iterator[WorkerBatch]:
     # Workers use the temporary folder of this process for their sockets, since a killed worker cannot remove a folder.
     util.get_temp_dir()
-    before = set(multiprocessing.active_children())
-    with _WorkerDeathHandler() as death_handler:
-        batches = _start_workers(source, common)
-        death_handler.install()
-        children = [child for child in multiprocessing.active_children() if child not in before]
-        at_exit = partial(_kill_at_exit, os.getpid(), children)
-        atexit.register(at_exit)
-        try:
-            yield from _load_from_workers(batches, children, death_handler, workers)
-        except BaseException:
-            # The loop was left early, so nobody needs the batches in preparation.
-            for child in children:
-                child.kill()
-            raise
-        finally:
-            _stop_workers(batches, children)
-            atexit.unregister(at_exit)
-            del batches
+    before, previous_handler = set(multiprocessing.active_children()), signal.getsignal(signal.SIGCHLD)
+    batches = _start_workers(source, options)
+    death_handler = _SigchldHandler.install(previous_handler)
+    children = [child for child in multiprocessing.active_children() if child not in before]
+    at_exit = partial(_kill_at_exit, os.getpid(), children)
+    atexit.register(at_exit)
+    try:
+        yield from _next_batches(batches, children, death_handler, workers)
+    except BaseException:
+        # The loop was left early, so nobody needs the batches in preparation.
+        for child in children:
+            child.kill()
+        raise
+    finally:
+        _stop_workers(batches, children)
+        atexit.unregister(at_exit)
+        death_handler.remove()
+        del batches
 
 
 def _identity(worker_batch: Any) -> Any:
@@ -131,8 +132,8 @@ def _load_in_process(source: Any, requests: Any, workers: WorkerConfig) -> Itera
         yield worker_batch.pin_memory() if workers.pin_memory else worker_batch
 
 
-def _load_from_workers(
-    batches: Any, children: list[Any], death_handler: _WorkerDeathHandler, workers: WorkerConfig
+def _next_batches(
+    batches: Any, children: list[Any], death_handler: _SigchldHandler, workers: WorkerConfig
 ) -> Iterator[WorkerBatch]:
     while True:
         heartbeats.heartbeat("waiting for data")
@@ -232,78 +233,68 @@ def _init_worker(worker: int) -> None:
         # The parent is the rank, or the fork server, which ends with its rank.
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     rank = multiprocessing.parent_process()
-    # The rank may have dead before the call of prctl.
+    # The rank may have died before the call of prctl.
     if rank is None or not rank.is_alive():
         os._exit(128 + signal.SIGKILL)
 
 
-@dataclass(slots=True)
-class _SigchldState:
-    """State of the SIGCHLD handler of this process, which all loaders with workers share.
+class _SigchldHandler:
+    """Handler of SIGCHLD that lets torch's handler raise only while a rank waits for a batch, not at any point of a step.
+
+    A process has one handler per signal, so all loaders with workers share this object, and the process's table of signal
+    handlers holds it. Python runs signal handlers in the main thread only. In other threads, polling detects the death of a
+    worker.
 
     Args:
-        users: number of loaders with workers.
-        waiting: True while a loader waits for a batch.
-        previous_handler: handler before the first loader with workers.
-        torch_handler: torch's handler, which calls ``previous_handler`` too.
+        previous: handler before the first loader with workers.
+        torch_handler: torch's handler, which calls ``previous`` too.
     """
 
-    users: int = 0
-    waiting: bool = False
-    previous_handler: Any = None
-    torch_handler: Any = None
+    __slots__ = ("_previous", "_torch_handler", "_users", "_waiting")
 
+    def __init__(self, previous: Any, torch_handler: Any) -> None:
+        self._previous, self._torch_handler = previous, torch_handler
+        self._users, self._waiting = 0, False
 
-_SIGCHLD = _SigchldState()
+    @classmethod
+    def install(cls, previous: Any) -> _SigchldHandler:
+        """Install a handler in front of torch's handler, or return the installed handler. Call ``remove`` afterwards.
 
+        Mutates: this process's handler of SIGCHLD.
+        """
+        current: Any = signal.getsignal(signal.SIGCHLD)
+        handler: _SigchldHandler = current if isinstance(current, cls) else cls(previous, current)
+        handler._users += 1
+        if handler is not current and _is_main_thread():
+            signal.signal(signal.SIGCHLD, handler)
+        return handler
 
-def _handle_sigchld(number: int, frame: FrameType | None) -> None:
-    if _SIGCHLD.waiting and callable(_SIGCHLD.torch_handler):
-        _SIGCHLD.torch_handler(number, frame)
-    elif _SIGCHLD.torch_handler is not _SIGCHLD.previous_handler and callable(_SIGCHLD.previous_handler):
-        _SIGCHLD.previous_handler(number, frame)
-
-
-class _WorkerDeathHandler:
-    """Context in which torch's SIGCHLD handler raises only while the rank waits for a batch, not at any point of a step.
-
-    Python runs signal handlers in the main thread only. In other threads, polling detects the death of a worker.
-
-    Mutates: this process's handler of SIGCHLD, as long as there are workers.
-    """
-
-    def __enter__(self) -> _WorkerDeathHandler:
-        if _SIGCHLD.users == 0:
-            _SIGCHLD.previous_handler = signal.getsignal(signal.SIGCHLD)
-        _SIGCHLD.users += 1
-        return self
-
-    def install(self) -> None:
-        """Install the handler of this module in front of torch's handler."""
-        current = signal.getsignal(signal.SIGCHLD)
-        if _is_main_thread() and current is not _handle_sigchld:
-            _SIGCHLD.torch_handler = current
-            signal.signal(signal.SIGCHLD, _handle_sigchld)
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._waiting and callable(self._torch_handler):
+            self._torch_handler(number, frame)
+        elif self._torch_handler is not self._previous and callable(self._previous):
+            self._previous(number, frame)
 
     @contextmanager
     def raise_on_death(self, children: list[Any]) -> Iterator[None]:
         """Mark the block as a wait for ``children``.
 
         Raises:
-            RuntimeError: a worker has dead, or dies during the block.
+            RuntimeError: a worker has died, or dies during the block.
         """
         if any(child.exitcode not in (None, 0) for child in children):
-            raise RuntimeError("a worker dead")
-        _SIGCHLD.waiting = True
+            raise RuntimeError("a worker has died")
+        self._waiting = True
         try:
             yield
         finally:
-            _SIGCHLD.waiting = False
+            self._waiting = False
 
-    def __exit__(self, *failure: object) -> None:
-        _SIGCHLD.users -= 1
-        if _SIGCHLD.users == 0 and _is_main_thread() and signal.getsignal(signal.SIGCHLD) is _handle_sigchld:
-            signal.signal(signal.SIGCHLD, _SIGCHLD.torch_handler or signal.SIG_DFL)
+    def remove(self) -> None:
+        """Restore torch's handler when the last loader with workers ends. Mutates: this process's handler of SIGCHLD."""
+        self._users -= 1
+        if self._users == 0 and _is_main_thread() and signal.getsignal(signal.SIGCHLD) == self:
+            signal.signal(signal.SIGCHLD, self._torch_handler or signal.SIG_DFL)
 
 
 def _is_main_thread() -> bool:

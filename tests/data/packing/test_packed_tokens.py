@@ -1,6 +1,7 @@
 """Blocks of documents: packing and unpacking is the identity, and every label is the next token of the same document."""
 
 import pickle
+from dataclasses import replace
 from itertools import chain, pairwise
 
 import numpy as np
@@ -190,7 +191,7 @@ def test_a_loader_shuffles_blocks_over_ranks_and_resumes(ranks):
     def loaders() -> list:
         made = [build_loader(packed(lengths, 4), global_batch_size=3, seed=0) for _ in range(ranks)]
         for rank, loader in enumerate(made):
-            loader.source.rank, loader.source.ranks = rank, ranks
+            loader.source.options = replace(loader.source.options, rank=rank, ranks=ranks)
         return made
 
     first, second = loaders(), loaders()
@@ -215,7 +216,7 @@ class Sharded(Counted):
 @pytest.mark.parametrize("last_block", ["pad", "drop"])
 @pytest.mark.parametrize("shuffle", [BlockShuffle(window=1, streams=1), True, False], ids=["near by", "default", "none"])
 def test_documents_in_shards_are_read_shard_by_shard(shuffle, last_block):
-    """With windows of one shard, the blocks that begin in a shard stand together."""
+    """Windows of one shard keep the blocks that begin in a shard together."""
     lengths = [5, 9, 3, 40, 2, 0, 8, 12]
     blocks = PackedTokens(Sharded(lengths), seq=4, lengths=lengths, last_block=last_block)
     order = blocks.order(0, shuffle)

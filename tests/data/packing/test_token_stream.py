@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -146,7 +147,7 @@ def test_a_loader_deals_blocks_over_ranks_and_resumes(source, ranks):
         stream = [pack_tokens(SOURCES[source](lengths), seq=4) for _ in range(ranks)]
         made = [build_loader(each, global_batch_size=2, seed=0, shuffle=False) for each in stream]
         for rank, loader in enumerate(made):
-            loader.source.rank, loader.source.ranks = rank, ranks
+            loader.source.options = replace(loader.source.options, rank=rank, ranks=ranks)
         return made
 
     def steps(members: list, length: str) -> list[list[int]]:

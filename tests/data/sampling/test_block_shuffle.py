@@ -47,7 +47,7 @@ def test_any_stretch_equals_that_of_the_whole(sizes, options, data):
 @given(sizes=SIZES, options=OPTIONS)
 @settings(max_examples=50, deadline=None)
 def test_no_window_is_spread_over_more_than_its_shards(sizes, options):
-    """What a lane reads between two borders is a stretch of whole windows: at most ``window`` shards, as they lie."""
+    """Between two window borders a stream reads whole windows: at most ``window`` adjacent shards."""
     order = shard_order(sizes, seed=1, shuffle=replace(options, unit="shards"))
     for lane in range(order.streams):
         shards = shard_of(sizes, whole(order)[lane :: order.streams]).tolist()
@@ -111,7 +111,7 @@ def test_order_never_changes_between_releases(sizes, options, expected):
 
 
 def test_windows_look_uniform_inside():
-    """In which 16th of its window a sample lands, over all samples: 15 degrees of freedom, below 37.7 with p = 0.999."""
+    """Count the 16th of its window in which each sample lands: 15 degrees of freedom, below 37.7 with p = 0.999."""
     order = shard_order([1600] * 40, seed=9, shuffle=BlockShuffle(window=1, streams=1))
     within = whole(order).view(40, 1600) % 1600
     for place in (0, 1, 800):

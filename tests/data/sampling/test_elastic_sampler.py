@@ -27,7 +27,7 @@ def test_a_stretch_outside_of_the_epoch_is_refused(start, stop):
 
 
 def test_an_empty_dataset_is_refused():
-    with pytest.raises(ConfigError, match="size must be at least 1, got 0"):
+    with pytest.raises(ConfigError, match="size must be an integer of at least 1, got 0"):
         ElasticSampler(size=0)
 
 

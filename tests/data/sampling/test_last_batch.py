@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.data.sampling.last_batch import LAST_BATCH_MODES, batch_bounds, batch_indices, batches_left, epoch_samples
+from dtrain.data.position import LAST_BATCH_MODES, batch_bounds, batch_indices, batches_left, epoch_samples
 from dtrain.data.sampling.sample_order import ElasticSampler
 
 

@@ -7,8 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.data.sampling.block_shuffle import BlockShuffle, shard_order
-from dtrain.data.sampling.interleave import build_tree, count_sources, source_of
-from dtrain.data.sampling.mixture import mix
+from dtrain.data.sampling.mixture import build_tree, count_sources, mix, source_of
 from dtrain.data.sampling.sample_order import rank_positions
 from dtrain.errors import CheckpointMismatchError, ConfigError
 

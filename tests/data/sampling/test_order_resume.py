@@ -5,8 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dtrain.data.position import LAST_BATCH_MODES, batch_bounds, batch_indices
 from dtrain.data.sampling.block_shuffle import BlockShuffle, shard_order
-from dtrain.data.sampling.last_batch import LAST_BATCH_MODES, batch_bounds, batch_indices
 from dtrain.data.sampling.mixture import mix
 from dtrain.data.sampling.sample_order import CachedOrder, ElasticSampler, rank_positions
 
@@ -30,7 +30,7 @@ ORDERS = {
 
 
 def consumed(make, *, batch, last_batch, until, legs):
-    """What is trained on, in order, by runs of ``(world, batches)`` one after another; each builds its order anew.
+    """Return the samples in training order of runs of ``(world, batches)`` one after another; each run builds its order anew.
 
     A run sees the state of the one before it and nothing else. The last one goes on until ``until`` batches.
     """

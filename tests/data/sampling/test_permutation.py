@@ -43,7 +43,7 @@ def test_keys_give_different_orders():
 @pytest.mark.parametrize("n", [16, 1600])
 @pytest.mark.parametrize("place", [0, 7])
 def test_where_a_sample_lands_is_uniform(n, place):
-    """In which 16th of the range the sample at a place comes from, over 4,000 keys."""
+    """Count the 16th of the range that the sample at a position comes from, over 4,000 keys."""
     found = torch.cat([permute(torch.tensor([place]), n, key) for key in range(4000)])
     assert chi_square(torch.bincount(found * 16 // n, minlength=16)) < P_999[15]
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from dtrain.data.sample_transform import apply_transform
+from dtrain.data.fetcher import apply_transform
 from dtrain.errors import ConfigError
 from dtrain.transforms.batches.cutout import cutout, cutout_batch
 

@@ -3,7 +3,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dtrain.data.sample_transform import apply_transform
+from dtrain.data.fetcher import apply_transform
 from dtrain.errors import ConfigError
 from dtrain.transforms.batches.rand_augment import RAND_AUGMENT_OPERATIONS, rand_augment, rand_augment_batch
 

@@ -12,7 +12,8 @@ import torch
 import xxhash
 from torch import Tensor
 
-from dtrain.data.dataset import fingerprint_dataset
+from dtrain.arguments import check_choice, check_int
+from dtrain.data.dataset import fingerprint_dataset, read_samples
 from dtrain.data.sampling.block_shuffle import BlockShuffle, shard_order
 from dtrain.data.sampling.sample_order import ElasticSampler, SampleOrder
 from dtrain.errors import ConfigError, DataError
@@ -23,6 +24,11 @@ IGNORE_INDEX = -100
 
 PADDING_DOCUMENT = -1
 """Document number of padding."""
+
+LastBlock: TypeAlias = Literal["pad", "drop"]
+"""Treatment of a last block that is not full: fill it with padding, or drop it."""
+
+LAST_BLOCK_MODES: tuple[LastBlock, ...] = ("pad", "drop")
 
 
 class TokenDocument(NamedTuple):
@@ -99,14 +105,6 @@ class TokenBlock:
         return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
 
-def check_block_options(prefix: str, seq: int, last_block: str) -> None:
-    """Raise ``ConfigError`` unless ``seq`` and ``last_block`` are valid."""
-    if isinstance(seq, bool) or not isinstance(seq, int) or seq < 1:
-        raise ConfigError(f"{prefix}: seq must be an integer of at least 1, got {seq!r}")
-    if last_block not in ("pad", "drop"):
-        raise ConfigError(f"{prefix}: last_block must be 'pad' or 'drop', got {last_block!r}")
-
-
 def _token_slice(values: Any, begin: int, end: int, number: int) -> Any:
     """Convert a range of ``values`` to an array. The slice comes first, since a document may be a memory-mapped file."""
     # An empty list has no dtype to check.
@@ -175,11 +173,12 @@ class PackedTokens:
         *,
         seq: int,
         lengths: DocumentLengths,
-        last_block: Literal["pad", "drop"] = "pad",
+        last_block: LastBlock = "pad",
         pad_token: int = 0,
     ) -> None:
-        check_block_options(_PREFIX, seq, last_block)
-        self.dataset, self.seq, self.last_block, self.pad_token = dataset, seq, last_block, pad_token
+        check_choice(_PREFIX, "last_block", last_block, LAST_BLOCK_MODES)
+        self.dataset, self.seq = dataset, check_int(_PREFIX, "seq", seq)
+        self.last_block, self.pad_token = last_block, pad_token
         self._ends = _document_ends(len(dataset), lengths)
         self.tokens = int(self._ends[-1]) if len(self._ends) else 0
         if len(self) == 0:
@@ -248,8 +247,7 @@ class PackedTokens:
         return range(int(first), int(last) + 1)
 
     def _read_documents(self, numbers: list[int]) -> dict[int, TokenDocument]:
-        many = getattr(self.dataset, "__getitems__", None)
-        samples = many(numbers) if many is not None else [self.dataset[number] for number in numbers]
+        samples = read_samples(self.dataset, numbers)
         documents = {number: as_document(sample, number) for number, sample in zip(numbers, samples, strict=True)}
         for number, document in documents.items():
             expected = int(self._ends[number]) - self._document_start(number)
@@ -284,3 +282,71 @@ def _document_ends(documents: int, lengths: DocumentLengths) -> np.ndarray[Any, 
     if documents and (sizes.dtype.kind not in "iu" or sizes.min() < 0):
         raise ConfigError(f"{_PREFIX}: lengths must be integers of at least 0, got {sizes.dtype}, least {sizes.min()}")
     return np.cumsum(sizes, dtype=np.int64)
+
+
+class DocumentBounds(NamedTuple):
+    """Bounds of the documents in the concatenated rows of a batch, for variable-length attention.
+
+    ``cu_seqlens`` is int32 ``[parts + 1]`` on the documents' device, from 0 to the number of tokens. ``max_seqlen`` is the
+    largest number of tokens of a part.
+    """
+
+    cu_seqlens: Tensor
+    max_seqlen: int
+
+
+def document_mask(documents: Tensor, *, causal: bool = True) -> Tensor:
+    """Build an attention mask in which a token attends to tokens of its own document only.
+
+    Args:
+        documents: ``[batch, seq]`` document number of each token, as in a packed block. Padding is a document of its own, so no
+            row of the mask is empty.
+        causal: if True, a token attends to earlier tokens only.
+
+    Returns:
+        bool ``[batch, 1, seq, seq]``, True at ``[.., .., query, key]`` if token ``query`` attends to token ``key``: the
+        ``attn_mask`` of ``scaled_dot_product_attention``. The mask takes a byte per pair of tokens; ``document_bounds`` needs
+        no mask.
+
+    Example:
+        >>> import dtrain as dt
+        >>> dt.data.document_mask(torch.tensor([[4, 4, 5]])).int().squeeze().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+
+    Raises:
+        ConfigError: the shape of ``documents`` is wrong.
+    """
+    _check_documents(documents, "document_mask")
+    same = documents[:, None, :, None] == documents[:, None, None, :]
+    return same.tril() if causal else same
+
+
+def document_bounds(documents: Tensor) -> DocumentBounds:
+    """Compute the bounds of the documents of a batch, for attention over ``[batch * seq]`` tokens.
+
+    Args:
+        documents: ``[batch, seq]`` document number of each token, as in a packed block. A document ends at the end of its row,
+            and padding is a document of its own.
+
+    Host sync: one, to count the parts and find the longest part.
+
+    Example:
+        >>> import dtrain as dt
+        >>> bounds = dt.data.document_bounds(torch.tensor([[4, 4, 5], [5, 6, 6]]))
+        >>> bounds.cu_seqlens.tolist(), bounds.max_seqlen
+        ([0, 2, 3, 4, 6], 2)
+
+    Raises:
+        ConfigError: the shape of ``documents`` is wrong.
+    """
+    _check_documents(documents, "document_bounds")
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    starts = begins.flatten().nonzero().squeeze(1)
+    cu_seqlens = torch.cat([starts, starts.new_full((1,), documents.numel())]).int()
+    return DocumentBounds(cu_seqlens, int(cu_seqlens.diff().max()) if len(starts) else 0)
+
+
+def _check_documents(documents: Tensor, caller: str) -> None:
+    if documents.ndim != 2:
+        raise ConfigError(f"{caller}: documents must be [batch, seq], got shape {tuple(documents.shape)}")

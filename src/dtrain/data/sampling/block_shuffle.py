@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_choice, check_int
 from dtrain.data.sampling.permutation import IntArray, permute_array, permute_in_ranges
 from dtrain.data.sampling.sample_order import ElasticSampler, SampleOrder, check_range, check_same_state
 from dtrain.dist.rng import derive_seed
@@ -51,11 +52,9 @@ class BlockShuffle:
     streams: int = 8
 
     def __post_init__(self) -> None:
-        for name, value in (("window", self.window), ("streams", self.streams)):
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"BlockShuffle: {name} must be an integer of at least 1, got {value!r}")
-        if self.unit not in _SHUFFLE_CODES:
-            raise ConfigError(f"BlockShuffle: unit must be 'shards' or 'samples', got {self.unit!r}")
+        check_int("BlockShuffle", "window", self.window)
+        check_int("BlockShuffle", "streams", self.streams)
+        check_choice("BlockShuffle", "unit", self.unit, _SHUFFLE_CODES)
 
 
 def shard_order(sizes: Sequence[int] | Tensor, *, seed: int, shuffle: bool | BlockShuffle) -> SampleOrder:
@@ -75,17 +74,12 @@ def shard_order(sizes: Sequence[int] | Tensor, *, seed: int, shuffle: bool | Blo
     Raises:
         ConfigError: there is no sample, or a size is negative.
     """
-    counts = _check_sizes(sizes)
-    if shuffle is False:
-        return ElasticSampler(size=int(counts.sum()), seed=seed, shuffle=False)
-    return BlockOrder(sizes=counts, seed=seed, options=BlockShuffle() if shuffle is True else shuffle)
-
-
-def _check_sizes(sizes: Sequence[int] | Tensor) -> IntArray:
     counts = np.asarray(sizes, dtype=np.int64).reshape(-1)
     if counts.size == 0 or int(counts.sum()) < 1 or int(counts.min()) < 0:
         raise ConfigError(f"shard_order: sizes must be >= 0 with one sample at least, got {counts[:4].tolist()}...")
-    return counts
+    if shuffle is False:
+        return ElasticSampler(size=int(counts.sum()), seed=seed, shuffle=False)
+    return BlockOrder(sizes=counts, seed=seed, options=BlockShuffle() if shuffle is True else shuffle)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_int
 from dtrain.data.sampling.permutation import permute_array
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import CheckpointMismatchError, ConfigError
@@ -117,8 +118,7 @@ class ElasticSampler:
     shuffle: bool = True
 
     def __post_init__(self) -> None:
-        if self.size < 1:
-            raise ConfigError(f"ElasticSampler: size must be at least 1, got {self.size}")
+        check_int("ElasticSampler", "size", self.size)
 
     @property
     def streams(self) -> int:
@@ -145,6 +145,14 @@ class ElasticSampler:
         """
         check_same_state(state, self.state(epoch, start))
         return self
+
+
+def dataset_order(dataset: Any, size: int, seed: int, shuffle: object) -> SampleOrder:
+    """Return the dataset's own order if it has a method ``order``, else an ``ElasticSampler`` that shuffles unless False."""
+    if hasattr(dataset, "order"):
+        order: SampleOrder = dataset.order(seed, shuffle)
+        return order
+    return ElasticSampler(size=size, seed=seed, shuffle=shuffle is not False)
 
 
 # Number of positions per range. The first range is short, so that a resume has its first batch at once.
