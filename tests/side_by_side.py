@@ -1,48 +1,74 @@
-"""All tests in the time that two cores need: those that watch processes and their timing alone, then the others two at a time.
+"""Run all tests on two cores: tests of processes and their timing alone, then two workers take the other folders from a queue.
 
-What trains whole models, and waits for nobody, runs below both, at the lowest priority: with what they leave of the cores.
+Tests that train whole models wait for nobody. They begin beside the tests that run alone, at the lowest priority.
 Run as ``python tests/side_by_side.py [pytest's options]``.
 """
 
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from threading import Event, Lock
 
 HERE = Path(__file__).parent
 ALONE = ("benchmarks", "cli", "dist", "launch", "storage")
-BESIDE = ("battery", "memory", "optim", "planning", "schedules", "shard", "step", "surgery", "transforms")
-BELOW = ("examples", "pages")
+TRAINING = (("examples",), ("pages",))
+# The longest groups come first, so that both workers end at about the same time. The last group is all other tests.
+SHARED = (
+    ("checkpoint",),
+    ("step",),
+    ("battery",),
+    ("shard",),
+    ("data",),
+    ("transforms", "optim", "schedules"),
+    ("surgery", "memory", "planning"),
+    (),
+)
+NO_TESTS = 5
 
 
-def main(options: list[str]) -> int:
-    """What runs beside or below is printed when it is done. The exit code is that of one that failed."""
-    alone, beside, below = ([str(HERE / name) for name in names] for names in (ALONE, BESIDE, BELOW))
-    rest = [f"--ignore={path}" for path in (*alone, *beside, *below)]
-    codes: list[int] = []
-    with _printed_later(["nice", "-n", "19", *_pytest("below"), *below, *options], codes):
-        codes.append(subprocess.run([*_pytest("alone"), *alone, *options], check=False).returncode)
-        with _printed_later([*_pytest("rest"), *rest, *options], codes):
-            codes.append(subprocess.run([*_pytest("beside"), *beside, *options], check=False).returncode)
-    return next((code for code in codes if code), 0)
+def main(options: Sequence[str]) -> int:
+    """Run all groups and return the exit code of a group that failed. Each group's output is printed at its end."""
+    training, shared, codes, lock, end = deque(TRAINING), deque(SHARED), [], Lock(), Event()
+
+    def run(group: Sequence[str], *priority: str) -> None:
+        done = subprocess.run(
+            [*priority, *_pytest(group), *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
+        )
+        with lock:
+            codes.append(done.returncode)
+            sys.stdout.buffer.write(b"\n" + done.stdout)
+            sys.stdout.flush()
+
+    def train() -> None:
+        with suppress(IndexError):
+            while not end.is_set():
+                run(training.popleft(), "nice", "-n", "19")
+
+    def work() -> None:
+        for queue in (training, shared):
+            with suppress(IndexError):
+                while True:
+                    run(queue.popleft())
+
+    with ThreadPoolExecutor(3) as threads:
+        beside = threads.submit(train)
+        codes.append(subprocess.run([*_pytest(ALONE), *options], check=False).returncode)
+        end.set()
+        for worker in [beside, *(threads.submit(work) for _ in range(2))]:
+            worker.result()
+    return next((code for code in codes if code not in (0, NO_TESTS)), 0)
 
 
-def _pytest(part: str) -> list[str]:
-    """A run that keeps its cache apart from the others'."""
-    return [sys.executable, "-m", "pytest", "-o", f"cache_dir=.pytest_cache/{part}"]
-
-
-@contextmanager
-def _printed_later(command: list[str], codes: list[int]) -> Iterator[None]:
-    """A context beside which ``command`` runs, and which ends when that does. Mutates: ``codes``, which gets its exit code."""
-    with tempfile.TemporaryFile() as printed, subprocess.Popen(command, stdout=printed, stderr=subprocess.STDOUT) as process:
-        yield
-        codes.append(process.wait())
-        printed.seek(0)
-        sys.stdout.buffer.write(b"\n" + printed.read())
-        sys.stdout.flush()
+def _pytest(group: Sequence[str]) -> list[str]:
+    """Return the command of a group, with a cache of its own."""
+    named = [name for names in ((ALONE,), TRAINING, SHARED) for part in names for name in part]
+    paths = [str(HERE / name) for name in group] or [f"--ignore={HERE / name}" for name in named]
+    cache = f"cache_dir=.pytest_cache/{group[0] if group else 'other'}"
+    return [sys.executable, "-m", "pytest", "-o", cache, *paths]
 
 
 if __name__ == "__main__":

@@ -83,18 +83,6 @@ LastBatch = Literal["short", "drop", "pad"]
 LAST_BATCH_MODES: tuple[LastBatch, ...] = ("short", "drop", "pad")
 
 
-def epoch_samples(size: int, global_batch_size: int, last_batch: LastBatch) -> int:
-    """Count the samples that an epoch of ``size`` issues over all ranks, at one batch size.
-
-    >>> [epoch_samples(10, 4, mode) for mode in LAST_BATCH_MODES]
-    [10, 8, 12]
-    """
-    if last_batch == "short":
-        return size
-    batches = size // global_batch_size if last_batch == "drop" else -(-size // global_batch_size)
-    return batches * global_batch_size
-
-
 def batch_bounds(start: int, size: int, global_batch_size: int, last_batch: LastBatch) -> tuple[int, int] | None:
     """Return the positions of the global batch that begins at ``start``; None if the epoch has no batch left.
 
@@ -107,16 +95,6 @@ def batch_bounds(start: int, size: int, global_batch_size: int, last_batch: Last
     if start >= size or (last_batch == "drop" and stop > size):
         return None
     return start, min(stop, size) if last_batch == "short" else stop
-
-
-def batches_left(start: int, size: int, global_batch_size: int, last_batch: LastBatch) -> int:
-    """Count the batches of the epoch from ``start`` on.
-
-    >>> [batches_left(1, 10, 4, mode) for mode in LAST_BATCH_MODES]
-    [3, 2, 3]
-    """
-    remaining = max(size - start, 0)
-    return remaining // global_batch_size if last_batch == "drop" else -(-remaining // global_batch_size)
 
 
 def batch_indices(order: SampleOrder | CachedOrder, epoch: int, start: int, stop: int) -> Tensor:
@@ -162,23 +140,24 @@ class EpochBatches:
             )
         return int(size)
 
-    def _constant_batch_size(self, where: str) -> int:
-        if callable(self.global_batch_size):
-            raise ConfigError(f"loader: {where} differs between epochs: global_batch_size is a schedule; ask for total_steps")
-        return self.global_batch_size
-
     @property
     def samples_per_epoch(self) -> int:
         """Samples that a complete epoch issues."""
-        return (
-            self.size
-            if self.last_batch == "short"
-            else epoch_samples(self.size, self._constant_batch_size("epoch_samples"), self.last_batch)
-        )
+        batch = self.global_batch_size
+        return self.size if self.last_batch == "short" or callable(batch) else self.steps_per_epoch() * batch
 
     def steps_per_epoch(self) -> int:
-        """Count the batches of a complete epoch."""
-        return batches_left(0, self.size, self._constant_batch_size("steps_per_epoch"), self.last_batch)
+        """Count the batches of a complete epoch.
+
+        Raises:
+            ConfigError: the batch size is a schedule.
+        """
+        batch = self.global_batch_size
+        if callable(batch):
+            raise ConfigError(
+                "loader: steps_per_epoch differs between epochs: global_batch_size is a schedule; ask for total_steps"
+            )
+        return self.size // batch if self.last_batch == "drop" else -(-self.size // batch)
 
     def total_steps(self, goal: Duration) -> int:
         """Count the batches from the start of a run to ``goal``, in epochs or samples."""

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dtrain.data.position import LAST_BATCH_MODES, batch_bounds, batch_indices, batches_left, epoch_samples
+from dtrain.data.position import LAST_BATCH_MODES, EpochBatches, batch_bounds, batch_indices
 from dtrain.data.sampling.sample_order import ElasticSampler
 
 
@@ -14,13 +14,11 @@ def batches(size, batch, last_batch, start=0):
     return found
 
 
-@given(
-    size=st.integers(1, 100), batch=st.integers(1, 120), last_batch=st.sampled_from(LAST_BATCH_MODES), start=st.integers(0, 120)
-)
-def test_the_three_ways_of_counting_agree(size, batch, last_batch, start):
-    whole = batches(size, batch, last_batch)
-    assert sum(stop - first for first, stop in whole) == epoch_samples(size, batch, last_batch)
-    assert len(batches(size, batch, last_batch, start)) == batches_left(start, size, batch, last_batch)
+@given(size=st.integers(1, 100), batch=st.integers(1, 120), last_batch=st.sampled_from(LAST_BATCH_MODES))
+def test_counts_of_samples_and_batches_are_those_of_the_bounds(size, batch, last_batch):
+    found, epoch = batches(size, batch, last_batch), EpochBatches(size=size, global_batch_size=batch, last_batch=last_batch)
+    assert sum(stop - first for first, stop in found) == epoch.samples_per_epoch
+    assert len(found) == epoch.steps_per_epoch()
 
 
 @pytest.mark.parametrize(

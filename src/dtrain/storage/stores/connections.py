@@ -91,9 +91,7 @@ def _configured_options(protocol: str) -> dict[str, Any]:
 
 def _connect(path: RemotePath, configured: dict[str, Any]) -> Store:
     module = importlib.import_module(f"dtrain.storage.stores.{_STORES[path.protocol][0]}")
-    store: Store = getattr(module, _STORES[path.protocol][1])(
-        _make_file_system(path.protocol, module.OPTIONS, configured)
-    )
+    store: Store = getattr(module, _STORES[path.protocol][1])(_make_file_system(path.protocol, module.OPTIONS, configured))
     return store
 
 
