@@ -16,10 +16,13 @@ from checkpoint_ranks import dip, leave, loads, memory, saves
 from measure import Figure
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "checkpoint.py"
-MODELS = [pytest.param("small", 3, id="small"), pytest.param("large", 720, id="large")]
+SMALL_MODEL, LARGE_MODEL = ("small", 3), ("large", 720)
 
 
-@pytest.mark.parametrize(("model", "size"), MODELS)
+# Each direction runs with one model, so that both models and both directions run. --slow runs the other two combinations.
+@pytest.mark.parametrize(
+    ("model", "size"), [pytest.param(*SMALL_MODEL, id="small"), pytest.param(*LARGE_MODEL, id="large", marks=pytest.mark.slow)]
+)
 def test_every_way_to_save_is_timed_and_leaves_nothing(ranks, tmp_path, model, size):
     one, other = ranks(2).run(saves, model, size, str(tmp_path), list(SAVES), 1)
     timings = one["timings"]
@@ -31,7 +34,9 @@ def test_every_way_to_save_is_timed_and_leaves_nothing(ranks, tmp_path, model, s
     assert one["bytes"] > 12 * size  # parameters and two averages
 
 
-@pytest.mark.parametrize(("model", "size"), MODELS)
+@pytest.mark.parametrize(
+    ("model", "size"), [pytest.param(*SMALL_MODEL, id="small", marks=pytest.mark.slow), pytest.param(*LARGE_MODEL, id="large")]
+)
 def test_every_way_to_load_brings_back_what_was_saved(ranks, tmp_path, model, size):
     report = ranks(2).run(loads, model, size, str(tmp_path), list(LOADS), 1)[0]
     assert report["timings"].keys() == LOADS.keys()  # each was checked once, or this would have raised

@@ -293,7 +293,8 @@ class _SigchldHandler:
     def remove(self) -> None:
         """Restore torch's handler when the last loader with workers ends. Mutates: this process's handler of SIGCHLD."""
         self._users -= 1
-        if self._users == 0 and _is_main_thread() and signal.getsignal(signal.SIGCHLD) == self:
+        installed: object = signal.getsignal(signal.SIGCHLD)
+        if self._users == 0 and _is_main_thread() and installed is self:
             signal.signal(signal.SIGCHLD, self._torch_handler or signal.SIG_DFL)
 
 

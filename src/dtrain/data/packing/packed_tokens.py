@@ -25,10 +25,7 @@ IGNORE_INDEX = -100
 PADDING_DOCUMENT = -1
 """Document number of padding."""
 
-LastBlock: TypeAlias = Literal["pad", "drop"]
-"""Treatment of a last block that is not full: fill it with padding, or drop it."""
-
-LAST_BLOCK_MODES: tuple[LastBlock, ...] = ("pad", "drop")
+LAST_BLOCK_MODES = ("pad", "drop")
 
 
 class TokenDocument(NamedTuple):
@@ -173,7 +170,7 @@ class PackedTokens:
         *,
         seq: int,
         lengths: DocumentLengths,
-        last_block: LastBlock = "pad",
+        last_block: Literal["pad", "drop"] = "pad",
         pad_token: int = 0,
     ) -> None:
         check_choice(_PREFIX, "last_block", last_block, LAST_BLOCK_MODES)

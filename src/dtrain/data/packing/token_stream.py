@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from torch import Tensor
 from torchdata.nodes import BaseNode, IterableWrapper
 
 from dtrain.arguments import check_choice, check_int
-from dtrain.data.packing.packed_tokens import LAST_BLOCK_MODES, LastBlock, TokenBlock, TokenDocument, as_document
+from dtrain.data.packing.packed_tokens import LAST_BLOCK_MODES, TokenBlock, TokenDocument, as_document
 from dtrain.errors import CheckpointMismatchError, ConfigError
 
 _PREFIX = "pack_tokens"
@@ -19,7 +19,9 @@ _EXHAUSTED = object()
 _INITIAL_STATE: dict[str, Any] = {"documents": 0, "offset": 0, "skip": 0, "source": None}
 
 
-def pack_tokens(documents: Iterable[Any], *, seq: int, last_block: LastBlock = "pad", pad_token: int = 0) -> TokenStream:
+def pack_tokens(
+    documents: Iterable[Any], *, seq: int, last_block: Literal["pad", "drop"] = "pad", pad_token: int = 0
+) -> TokenStream:
     """Pack a stream of ``documents`` into blocks of ``seq`` tokens, the same blocks as ``PackedTokens``.
 
     Use it for documents of unknown lengths, or without indices. Otherwise use ``PackedTokens``, because a loader can shuffle
@@ -59,7 +61,7 @@ class TokenStream(BaseNode):  # type: ignore[misc]  # torchdata has no types
     read, the position stays, and the next attempt begins at that position.
     """
 
-    def __init__(self, source: Any, *, seq: int, last_block: LastBlock, pad_token: int) -> None:
+    def __init__(self, source: Any, *, seq: int, last_block: str, pad_token: int) -> None:
         super().__init__()
         self._source, self._seq, self._last_block, self._pad_token = source, seq, last_block, pad_token
         # True after a position was loaded, until the first read.
