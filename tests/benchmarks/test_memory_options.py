@@ -22,5 +22,5 @@ def test_options_that_compute_something_else_are_refused():
         check_same({**FOUND, "wrong": {"peak": 1.0, "live": 1.0, "norm": 1.1}})
 
 
-def test_what_does_nothing_on_a_cpu_is_marked():
+def test_options_that_do_nothing_on_a_cpu_are_marked():
     assert {name for name, option in OPTIONS.items() if option.gpu} == {name for name in OPTIONS if "offloaded" in name}

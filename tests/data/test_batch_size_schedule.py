@@ -79,6 +79,6 @@ def test_steps_are_counted(length):
         (lambda: loader().steps_per_epoch(), "steps_per_epoch differs between epochs: global_batch_size is a schedule"),
     ],
 )
-def test_what_cannot_be_is_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()

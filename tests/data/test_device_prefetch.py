@@ -8,7 +8,7 @@ from dtrain.dist.step_sync import sync_before_forward
 from samples import Stream
 
 
-def test_batches_come_in_order_and_nothing_is_read_ahead_on_a_cpu():
+def test_on_a_cpu_batches_keep_their_order_without_prefetch():
     asked = []
 
     def source():
@@ -22,7 +22,7 @@ def test_batches_come_in_order_and_nothing_is_read_ahead_on_a_cpu():
     assert [batch["x"].tolist() for batch in batches] == [[1], [2]]
 
 
-def test_ahead_must_be_positive():
+def test_prefetch_factor_must_be_positive():
     with pytest.raises(dt.errors.ConfigError, match="prefetch_factor must be an integer of at least 1, got 0"):
         next(dt.prefetch_to_device([], "cpu", prefetch_factor=0))
 

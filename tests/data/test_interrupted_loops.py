@@ -118,7 +118,7 @@ PLACES = ["before the step", "in the step", "after the step"]
 @pytest.mark.parametrize("kind", ["map", "stream", "remembers"])
 @pytest.mark.parametrize("after", [1, 5, 6, 7, 11], ids=["early", "last of an epoch", "first of an epoch", "later", "last"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_loop_goes_on_with_the_batch_whose_step_was_interrupted(kind, after, place):
+def test_a_new_loop_begins_with_the_batch_whose_step_was_interrupted(kind, after, place):
     number = after + (place == "after the step")
     assert Run(loader_of(kind), ((place, number),)).to_the_end() == Run(loader_of(kind)).to_the_end()
 
@@ -130,7 +130,7 @@ def test_workers_that_have_read_ahead_change_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", ["map", "stream", "remembers"])
-def test_one_batch_may_be_interrupted_again_and_again(kind):
+def test_a_batch_may_be_interrupted_several_times(kind):
     places = (*[("in the step", 0)] * 2, *[("in the step", 3)] * 3, ("before the step", 3), ("in the step", 6))
     assert Run(loader_of(kind), places).to_the_end() == Run(loader_of(kind)).to_the_end()
 
@@ -181,7 +181,7 @@ def test_a_load_between_the_loops_decides_where_the_next_begins():
     assert next(run.loader.until(LENGTH)).tolist() == run.used[0]
 
 
-def test_a_batch_that_must_not_come_again_is_left_out_by_skip():
+def test_skip_leaves_out_the_interrupted_batch():
     run, whole = Run(loader_of("map"), (("in the step", 3),)), Run(loader_of("map")).to_the_end()[0]
     with pytest.raises(KeyboardInterrupt):
         run.cell()

@@ -34,7 +34,7 @@ def test_drop_leaves_the_short_batch_out():
 
 @pytest.mark.parametrize("kind", [Stream, Remembering])
 @pytest.mark.parametrize("cut", range(1, 10))
-def test_a_resume_goes_on_exactly_there_on_other_ranks(kind, cut):
+def test_a_resume_continues_exactly_on_other_ranks(kind, cut):
     first = build(kind(23))
     head = numbers(first.until(cut))
     parts = []

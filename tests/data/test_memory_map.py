@@ -34,13 +34,13 @@ def test_one_rank_of_a_node_writes_and_all_map(ranks, tmp_path):
 @pytest.mark.parametrize(
     "bad", [{"x": torch.zeros(3)}, TensorDict({"x": torch.zeros(3)}, batch_size=[])], ids=["dict", "scalar"]
 )
-def test_what_is_no_table_is_refused_and_leaves_nothing(tmp_path, bad):
+def test_a_file_that_is_no_table_is_refused_and_leaves_nothing(tmp_path, bad):
     with pytest.raises(dt.errors.ConfigError, match="make must return a TensorDict with a batch size"):
         dt.data.memory_map(tmp_path / "data", lambda: bad)
     assert not list(tmp_path.iterdir())
 
 
-def test_what_was_half_written_is_not_there(tmp_path):
+def test_a_partial_folder_is_not_used(tmp_path):
     def interrupted() -> TensorDict:
         raise OSError("disk full")
 

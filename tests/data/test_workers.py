@@ -74,7 +74,7 @@ def test_a_death_is_not_raised_in_the_middle_of_the_loop_body(tmp_path):
         list(stream)
 
 
-def test_the_handler_of_dead_children_is_ours_only_while_there_are_workers():
+def test_the_sigchld_handler_is_installed_only_while_there_are_workers():
     one, two = build(Numbers(8)).until("1ep"), build(Numbers(8)).until("1ep")
     next(one), next(two)
     assert isinstance(signal.getsignal(signal.SIGCHLD), _SigchldHandler)
@@ -84,7 +84,7 @@ def test_the_handler_of_dead_children_is_ours_only_while_there_are_workers():
     assert not isinstance(signal.getsignal(signal.SIGCHLD), _SigchldHandler)
 
 
-def test_workers_ignore_what_the_rank_decides_about(tmp_path):
+def test_workers_ignore_signals_that_the_rank_handles(tmp_path):
     list(build(Reporting(16, tmp_path)).until("1ep"))
     reports = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert len(reports) == 2
@@ -143,7 +143,7 @@ def test_a_busy_worker_does_not_outlive_the_loop():
     assert not workers_here()
 
 
-def test_what_is_drawn_depends_on_the_position_only():
+def test_random_numbers_depend_on_the_position_only():
     def drawn(workers):
         loader = build(Drawing(24), num_workers=workers, shuffle=True)
         return torch.cat(list(loader.until("2ep")))

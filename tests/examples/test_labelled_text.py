@@ -81,7 +81,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("name", "content", "says"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_with_a_table_is_one_line(tmp_path, name, content, says):
+def test_an_error_of_a_table_is_one_line(tmp_path, name, content, says):
     with pytest.raises(SystemExit, match=says) as end:
         read_table(bad(tmp_path / name, content))
     assert len(str(end.value).splitlines()) == 1

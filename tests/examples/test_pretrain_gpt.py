@@ -224,7 +224,7 @@ def test_a_finished_run_says_so(straight):
     assert losses(straight) == before
 
 
-def test_what_the_readme_does_with_a_run(straight, tmp_path, monkeypatch):
+def test_commands_of_the_readme_work_on_a_run(straight, tmp_path, monkeypatch):
     """Its commands behind the run, in a folder where the run is at the example's default place."""
     (tmp_path / "ckpt").mkdir()
     shutil.copytree(straight, tmp_path / "ckpt" / "pretrain_gpt")

@@ -153,7 +153,7 @@ def test_a_document_is_read_once_for_all_blocks_of_a_call():
     assert plain(found) == plain([packed([9, 2, 9], 4)[index] for index in (4, 0, 1, 2)])
 
 
-def test_what_documents_offer_is_passed_on():
+def test_optional_methods_of_the_documents_are_passed_on():
     source = Counted([9, 2, 9])
     blocks = PackedTokens(source, seq=4, lengths=[9, 2, 9])
     blocks.prefetch(torch.tensor([4, 2]))

@@ -26,7 +26,7 @@ def test_windows_hold_the_documents_one_after_the_other():
     assert (windows.documents, windows.tokens, windows.leftover_tokens) == (4, 12, 0)
 
 
-def test_what_does_not_fill_the_last_window_is_left_out_and_counted():
+def test_tokens_outside_of_windows_are_dropped_and_counted():
     windows = TokenWindows([b"abcde", b"fg"], ByteTokenizer(), 4)
     assert tokens_of(windows) == [list(b"abcd")]
     assert (windows.documents, windows.tokens, windows.leftover_tokens) == (2, 7, 3)

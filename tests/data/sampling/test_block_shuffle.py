@@ -36,7 +36,7 @@ def test_every_sample_stands_once_in_an_epoch_for_shards_of_any_sizes(sizes, opt
 
 @given(sizes=SIZES, options=OPTIONS, data=st.data())
 @settings(max_examples=50, deadline=None)
-def test_any_stretch_equals_that_of_the_whole(sizes, options, data):
+def test_a_range_equals_the_same_range_of_the_whole_epoch(sizes, options, data):
     order = shard_order(sizes, seed=3, shuffle=options)
     start = data.draw(st.integers(0, order.size))
     stop = data.draw(st.integers(start, order.size))
@@ -132,7 +132,7 @@ def test_an_order_can_be_pickled():
     assert whole(pickle.loads(pickle.dumps(order))).equal(whole(order))
 
 
-def test_a_state_of_the_same_order_is_taken():
+def test_a_state_of_the_same_order_is_accepted():
     order = shard_order([3, 4, 5], seed=0, shuffle=True)
     assert order.at_state({"epoch": 1, **order.state(1, 7)}, 1, 7) is order
 
@@ -175,7 +175,7 @@ def test_shards_without_samples_are_refused(sizes):
         shard_order(sizes, seed=0, shuffle=True)
 
 
-def test_a_stretch_outside_of_the_epoch_is_refused():
+def test_a_range_outside_of_the_epoch_is_refused():
     order = shard_order([5, 5], seed=0, shuffle=True)
     assert isinstance(order, BlockOrder)
     with pytest.raises(ConfigError, match="must fulfil 0 <= start <= stop <= 10"):

@@ -19,7 +19,7 @@ class Counting:
 
 @given(asked=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 5000), st.integers(0, 5000)), max_size=20))
 @settings(max_examples=50, deadline=None)
-def test_any_calls_give_what_the_order_gives(asked):
+def test_cached_indices_equal_the_indices_of_the_order(asked):
     order = ElasticSampler(size=5000, seed=2)
     prepared = CachedOrder(order)
     for epoch, one, other in asked:
@@ -27,7 +27,7 @@ def test_any_calls_give_what_the_order_gives(asked):
         assert prepared.indices(epoch, start, stop).equal(order.indices(epoch, start, stop))
 
 
-def test_small_calls_in_turn_ask_the_order_rarely_and_for_little_at_first():
+def test_small_ascending_calls_use_few_growing_ranges():
     order = Counting(1_000_000)
     prepared = CachedOrder(order)
     for start in range(0, 400_000, 8):
@@ -37,7 +37,7 @@ def test_small_calls_in_turn_ask_the_order_rarely_and_for_little_at_first():
     assert len(order.lengths) < 15
 
 
-def test_large_batches_are_prepared_as_well():
+def test_large_batches_use_few_ranges():
     order = Counting(1_000_000)
     prepared = CachedOrder(order)
     for start in range(0, 400_000, 4000):
@@ -45,7 +45,7 @@ def test_large_batches_are_prepared_as_well():
     assert len(order.lengths) < 15
 
 
-def test_a_rank_that_leaves_out_the_others_shares_goes_on():
+def test_a_rank_that_skips_other_ranks_positions_keeps_long_ranges():
     order = Counting(1_000_000)
     prepared = CachedOrder(order)
     for start in range(0, 400_000, 4096):
@@ -53,7 +53,7 @@ def test_a_rank_that_leaves_out_the_others_shares_goes_on():
     assert len(order.lengths) < 15
 
 
-def test_a_rank_of_very_many_works_out_little_but_its_own_share():
+def test_a_rank_of_very_many_computes_little_beyond_its_share():
     order = Counting(1_000_000)
     prepared = CachedOrder(order)
     for start in range(0, 900_000, 90_000):
@@ -61,7 +61,7 @@ def test_a_rank_of_very_many_works_out_little_but_its_own_share():
     assert set(order.lengths) == {1024}
 
 
-def test_a_jump_starts_over_with_a_short_stretch():
+def test_a_jump_starts_again_with_a_short_range():
     order = Counting(1_000_000)
     prepared = CachedOrder(order)
     for start in (0, 1024, 500_000):

@@ -9,7 +9,7 @@ def test_order_never_changes_between_releases():
     assert ElasticSampler(size=10, seed=0).indices(0, 0, 10).tolist() == [6, 2, 3, 7, 5, 9, 1, 8, 4, 0]
 
 
-def test_any_stretch_equals_that_of_the_whole():
+def test_a_range_equals_the_same_range_of_the_whole_epoch():
     sampler = ElasticSampler(size=1000, seed=3)
     whole = sampler.indices(2, 0, 1000)
     assert sampler.indices(2, 137, 401).equal(whole[137:401])
@@ -21,7 +21,7 @@ def test_without_shuffle_the_order_is_the_datasets():
 
 
 @pytest.mark.parametrize(("start", "stop"), [(-1, 3), (4, 3), (0, 11)])
-def test_a_stretch_outside_of_the_epoch_is_refused(start, stop):
+def test_a_range_outside_of_the_epoch_is_refused(start, stop):
     with pytest.raises(ConfigError, match="must fulfil 0 <= start <= stop <= 10"):
         ElasticSampler(size=10).indices(0, start, stop)
 
@@ -31,7 +31,7 @@ def test_an_empty_dataset_is_refused():
         ElasticSampler(size=0)
 
 
-def test_a_state_of_the_same_order_is_taken():
+def test_a_state_of_the_same_order_is_accepted():
     order = ElasticSampler(size=10, seed=3)
     assert order.state(1, 4) == {"size": 10, "seed": 3, "shuffle": 1}
     assert order.at_state({"epoch": 1, **order.state(1, 4)}, 1, 4) is order

@@ -26,7 +26,7 @@ def test_counts_of_samples_and_batches_are_those_of_the_bounds(size, batch, last
     [("short", [(3, 7), (7, 10)]), ("drop", [(3, 7)]), ("pad", [(3, 7), (7, 11)])],
     ids=LAST_BATCH_MODES,
 )
-def test_every_tail_keeps_its_word_after_the_batch_size_changed_in_an_epoch(last_batch, expected):
+def test_last_batch_modes_hold_after_the_batch_size_changed_in_an_epoch(last_batch, expected):
     """Batches of 4 from position 3 on: none is short with "drop" and "pad", whatever was handed out before."""
     assert batches(10, 4, last_batch, start=3) == expected
     assert batches(10, 4, last_batch, start=2) == [(2, 6), (6, 10)]

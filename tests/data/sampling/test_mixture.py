@@ -127,7 +127,7 @@ def test_without_shuffle_sources_keep_their_order():
 
 @given(start=st.integers(0, 145), stop=st.integers(0, 145), epoch=st.integers(0, 4))
 @settings(max_examples=50, deadline=None)
-def test_any_stretch_equals_that_of_the_whole(start, stop, epoch):
+def test_a_range_equals_the_same_range_of_the_whole_epoch(start, stop, epoch):
     start, stop = min(start, stop), max(start, stop)
     order = three().order(3, True)
     assert order.indices(epoch, start, stop).equal(order.indices(epoch, 0, order.size)[start:stop])

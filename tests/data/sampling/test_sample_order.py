@@ -17,7 +17,7 @@ def test_shares_are_contiguous_and_even():
 
 
 @given(start=st.integers(0, 50), length=st.integers(0, 50), count=st.integers(1, 9), streams=st.integers(1, 9))
-def test_a_stretch_is_dealt_to_the_ranks(start, length, count, streams):
+def test_positions_are_divided_over_the_ranks(start, length, count, streams):
     positions = range(start, start + length)
     parts = [rank_positions(start, start + length, index, count, streams) for index in range(count)]
     assert sorted(itertools.chain(*parts)) == list(positions)

@@ -30,7 +30,7 @@ def test_the_datasets_order_is_no_shuffle():
     assert none.batch_uniformity < 0.15
 
 
-def test_a_wider_window_and_more_lanes_mix_better():
+def test_a_wider_window_and_more_streams_shuffle_better():
     rows = [quality(BlockShuffle(window=window, streams=streams)) for window, streams in ((1, 2), (4, 2), (4, 16), (8, 16))]
     figures = [row.shards_per_batch for row in rows]
     assert figures == sorted(figures)
