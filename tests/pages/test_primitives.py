@@ -66,7 +66,7 @@ def test_a_contract_is_read_by_its_headings():
     assert primitives.raised(writes_) == ["ConfigError", "StepError"]
     assert (
         primitives.row("dt.writes_", writes_)
-        == "| `writes_` | What comes out, of `x` | `x`, in place |  | one | `ConfigError`, `StepError` |"
+        == "| `writes_` | Return the result for `x` | `x`, in place |  | one | `ConfigError`, `StepError` |"
     )
     assert primitives.brief("none; it is agreed. And more.") == "none; it is agreed"
     assert primitives.brief("two of JSON.") == "two of JSON"
