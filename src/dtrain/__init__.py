@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     from dtrain.step.auto_microbatch import auto_microbatch as auto_microbatch
     from dtrain.step.compose import Step as Step
     from dtrain.step.compose import compose_step as compose_step
+    from dtrain.step.compose import should_stop as should_stop
     from dtrain.step.evaluate import auto_batch_eval as auto_batch_eval
     from dtrain.step.evaluate import evaluate as evaluate
     from dtrain.step.grad_cache import grad_cache_step as grad_cache_step
@@ -84,7 +85,6 @@ if TYPE_CHECKING:
     from dtrain.step.optimizer import optimizer_step as optimizer_step
     from dtrain.step.optimizer import set_lr_ as set_lr_
     from dtrain.step.optimizer_in_backward import optimizer_in_backward as optimizer_in_backward
-    from dtrain.step.should_stop import should_stop as should_stop
     from dtrain.transform import Transform as Transform
     from dtrain.typing import LossSum as LossSum
 

@@ -1,16 +1,13 @@
-"""Hold the mutable state that all states of a run share (``RunContext``), and copy scalars asynchronously (``AsyncScalar``)."""
+"""Hold the mutable facts that all states of a run share (``RunContext``), and copy scalars asynchronously (``AsyncScalar``)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-
-from dtrain.dist.batch_info import TrackedLoader
-from dtrain.typing import TransformState
 
 
 class AsyncScalar:
@@ -53,6 +50,61 @@ class AsyncScalar:
         return self.try_read()
 
 
+MAX_NONFINITE_STEPS = 10
+"""Default number of steps in a row without a finite loss that stop a run.
+
+An update with NaN damages the parameters permanently, so the run cannot recover. Ten skipped updates are more than a few bad
+batches.
+"""
+
+
+@dataclass(slots=True, eq=False)
+class NonfiniteLossCounter:
+    """Count the steps in a row in which this rank's loss was not finite, on the device, and read the count without a wait.
+
+    A new count is sent to the host after the previous count has arrived, so no count is lost.
+
+    Args:
+        limit: number of steps that stops the run; None counts nothing.
+        skipped_updates: number of updates in a row that were skipped, if the host knows them.
+    """
+
+    limit: int | None = MAX_NONFINITE_STEPS
+    skipped_updates: int = 0
+    _count: Tensor | None = None
+    _previous: Tensor | None = None
+    _step: int = -1
+    _sent_step: int | None = None
+    _host: AsyncScalar | None = None
+
+    def record(self, step: int, total: Tensor) -> None:
+        """Count the loss ``total`` ``[]`` of ``step``; a second loss of one step replaces the first. Host sync: none."""
+        if self.limit is None:
+            return
+        if step != self._step:
+            self._previous = self._count if step == self._step + 1 else None
+            self._step = step
+        broken = torch.nan_to_num(total - total, nan=1.0)  # 0 if finite, 1 if infinite or NaN
+        self._count = broken if self._previous is None else torch.addcmul(broken, broken, self._previous)
+        if self._sent_step is None:
+            self._host = self._host or AsyncScalar(total.device)
+            self._host.copy_from(self._count)
+            self._sent_step = step
+
+    def first_failed_step(self) -> int | None:
+        """Return the first of too many nonfinite steps; None if there are fewer or the count is unknown. Host sync: none."""
+        count = None if self._host is None or self._sent_step is None else self._host.try_read()
+        if count is None or self._sent_step is None or self.limit is None:
+            return None
+        sent, self._sent_step = self._sent_step, None
+        return sent - int(count) + 1 if count >= self.limit else None
+
+    def reset(self) -> None:
+        """Reset all counts."""
+        self._count = self._previous = self._sent_step = None
+        self._step, self.skipped_updates = -1, 0
+
+
 # A single equal batch may be a coincidence, as the first batch of a stream.
 _EQUAL_BATCHES_TO_WARN = 3
 # A loop may run several steps on one batch.
@@ -76,43 +128,73 @@ class EqualBatchCheck:
     last_hash: int = 0
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class RunContext:
-    """Mutable state of a run, shared by all its ``TrainState`` objects.
+@dataclass(slots=True, eq=False)
+class StepMonitor:
+    """Observations of one gradient that only a later gradient reports. A gradient changes them without a new state.
 
     Args:
-        generation: generation of the newest state.
         pending_weight: global weight of the last step, while it is copied to the host.
+        nonfinite_losses: count of the losses that are not finite, while it is copied to the host.
+        equal_batches: progress of the comparison of batches between ranks.
+        last_step_started_at: time of this process's monotonic clock at which the last step began, also if the step failed.
+    """
+
+    pending_weight: AsyncScalar | None = None
+    nonfinite_losses: NonfiniteLossCounter = field(default_factory=NonfiniteLossCounter)
+    equal_batches: EqualBatchCheck = field(default_factory=EqualBatchCheck)
+    last_step_started_at: float | None = None
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class RunContext:
+    """Facts that all ``TrainState`` objects of a run must share, because a new fact concerns the older states, too.
+
+    Args:
+        generation: generation of the newest state, which makes all older states stale.
+        newest_fields: fields of the newest state between two steps, without this object, so that no reference cycle keeps a
+            dropped run alive. ``TrainState.newest`` returns them when the variable of the loop is lost.
+        interrupted_write: message about an update or load that was interrupted while writing parameters, else None. All
+            states share the parameters.
+        swapped_average: name of the average that currently replaces the parameters, which all states share.
+        monitor: observations of steps in this process.
+        transform_cache: by transform name, values that a transform keeps for this run between steps but not in checkpoints.
+            They belong to the run, because several runs may use one transform.
         run_id: identity of the run in its checkpoints.
         resumed_from: folder of the checkpoint that this process resumed from.
         committed_steps: by checkpoint root, the steps that the run committed or loaded, in that order, and their contents.
         locks: by checkpoint root, the lock that excludes other jobs as long as this object lives.
-        init_transform_states: function that makes the states of all transforms, to load weights into a new run.
-        transform_cache: by transform name, values that a transform keeps between steps but not in checkpoints.
-        partially_stepped: if True, the optimizer has run on some parameters in the current step, and their gradients are gone.
-        swapped_average: name of the average that currently replaces the parameters.
-        equal_batch_check: progress of the comparison of batches between ranks.
-        newest_fields: fields of the newest state between two steps, without this object, so that no reference cycle keeps a
-            dropped run alive.
-        interrupted_write: message about an update or load that was interrupted while writing parameters, else None.
-        loader: loader whose epochs the clock counts, if given.
-        last_step_started_at: time of this process's monotonic clock at which the last step began.
         extra_saved_steps: by id of an object in ``extra``, the step of the last save of its state.
     """
 
     generation: int = 0
-    pending_weight: AsyncScalar | None = None
+    newest_fields: tuple[Any, ...] = ()
+    interrupted_write: str | None = None
+    swapped_average: str | None = None
+    monitor: StepMonitor = field(default_factory=StepMonitor)
+    transform_cache: dict[str, Any] = field(default_factory=dict)
     run_id: str | None = None
     resumed_from: str | None = None
     committed_steps: dict[str, dict[int, object]] = field(default_factory=dict)
     locks: dict[str, object] = field(default_factory=dict)
-    init_transform_states: Callable[[Any], dict[str, TransformState]] | None = None
-    transform_cache: dict[str, Any] = field(default_factory=dict)
-    partially_stepped: bool = False
-    swapped_average: str | None = None
-    equal_batch_check: EqualBatchCheck = field(default_factory=EqualBatchCheck)
-    newest_fields: tuple[Any, ...] = ()
-    interrupted_write: str | None = None
-    loader: TrackedLoader | None = None
-    last_step_started_at: float | None = None
     extra_saved_steps: dict[int, int] = field(default_factory=dict)
+
+
+class ModelRuns:
+    """Runs that train a model, oldest first. Stored on the model with weak references, which keep no run alive."""
+
+    __slots__ = ("_runs",)
+
+    def __init__(self) -> None:
+        self._runs: list[weakref.ref[RunContext]] = []
+
+    def add(self, run_context: RunContext) -> None:
+        """Append a run."""
+        self._runs = [run for run in self._runs if run() is not None]
+        self._runs.append(weakref.ref(run_context))
+
+    def live(self) -> list[RunContext]:
+        """Return the runs that are alive."""
+        return [run for ref in self._runs if (run := ref()) is not None]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copy of the model has no runs

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from operator import attrgetter
@@ -23,7 +22,7 @@ from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.fqn import parameters_by_fqn, unwrap_module
 from dtrain.init_checks import check_fused_foreach, check_model_and_optimizer, check_optimizer_params, check_params
-from dtrain.run_context import RunContext
+from dtrain.run_context import ModelRuns, RunContext
 from dtrain.typing import Batch, TransformState
 
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate", "none"]
@@ -31,7 +30,7 @@ Accumulate = Literal["local", "sharded"]
 Buffers = Literal["broadcast", "mean", "local"]
 # Attribute of a module in which shard_model stores the ShardSpec.
 _SPEC_ATTRIBUTE = "_dtrain_spec"
-# Attribute of a model in which Step.init stores the _ModelRuns.
+# Attribute of a model in which Step.init stores the ModelRuns.
 _RUNS_ATTRIBUTE = "_dtrain_runs"
 
 
@@ -83,25 +82,6 @@ def get_device(model: nn.Module) -> torch.device:
     return get_spec(model).compute_device or next((param.device for param in model.parameters()), get_dist_info().device)
 
 
-class _ModelRuns:
-    """Runs that train a model, oldest first. Stored on the model with weak references, which keep no run alive."""
-
-    __slots__ = ("_runs",)
-
-    def __init__(self) -> None:
-        self._runs: list[weakref.ref[RunContext]] = []
-
-    def add(self, run_context: RunContext) -> None:
-        self._runs = [run for run in self._runs if run() is not None]
-        self._runs.append(weakref.ref(run_context))
-
-    def live(self) -> list[RunContext]:
-        return [run for ref in self._runs if (run := ref()) is not None]
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copy of the model has no runs
-
-
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class TrainState:
     """State of a training run between two steps. ``Step.init`` makes the first state, each step returns the next.
@@ -119,7 +99,10 @@ class TrainState:
         seed: start of all derived random streams.
         step_counts: agreed record of the step in progress; None between steps.
         step_batch: batch of the step in progress; None between steps.
+        guard: out-of-memory guard of the step in progress, a ``StepGuard`` that ``auto_microbatch`` sets; else None.
+        loader: loader whose epochs the clock counts, if ``Step.init`` was given one; not in checkpoints.
         loader_history: loaders of the batches; not in checkpoints.
+        init_transform_states: function that makes the states of all transforms, to load weights into a new run.
     """
 
     model: nn.Module
@@ -132,7 +115,10 @@ class TrainState:
     seed: int = 0
     step_counts: StepCounts | None = None
     step_batch: StepBatch | None = None
+    guard: Any = None
+    loader: TrackedLoader | None = None
     loader_history: LoaderHistory = field(default_factory=LoaderHistory)
+    init_transform_states: Callable[[TrainState], dict[str, TransformState]] | None = None
     generation: int = 0
     run_context: RunContext = field(default_factory=RunContext)
 
@@ -217,9 +203,10 @@ class TrainState:
 
     def with_padding_sample(self, sample: Batch | None) -> TrainState:
         """Return this state with another padding sample, which a batch method made from the loader's padding sample."""
-        if self.step_batch is None or self.step_batch.info is None:
+        batch = self.step_batch
+        if batch is None or batch.info is None:
             return self
-        return self._replace(step_batch=replace(self.step_batch, info=replace(self.step_batch.info, padding_sample=sample)))
+        return self._replace(step_batch=replace(batch, info=replace(batch.info, padding_sample=sample)))
 
     def drop_gradients(self) -> None:
         """Set every ``.grad`` to None. Mutates: the parameters' gradients."""
@@ -228,15 +215,15 @@ class TrainState:
 
     def _check_not_stale(self, caller: str) -> None:
         """Raise ``StaleStateError`` if a later state of this run exists, or if an average replaces its parameters."""
-        average = self.run_context.swapped_average
-        if average is not None:
+        context = self.run_context
+        if (average := context.swapped_average) is not None:
             raise StaleStateError(
                 f"{caller}: the average {average!r} is in the place of the parameters. Leave "
                 f"`with dt.transforms.use_average(state, {average!r}):` first."
             )
-        if self.run_context.interrupted_write is not None:
-            raise StaleStateError(f"{caller}: {self.run_context.interrupted_write}")
-        if self.generation != self.run_context.generation:
+        if context.interrupted_write is not None:
+            raise StaleStateError(f"{caller}: {context.interrupted_write}")
+        if self.generation != context.generation:
             raise StaleStateError(
                 f"{caller}: this state was stepped already (step {self.step}), and its parameters have changed since. "
                 "Keep the returned state: `state, metrics = step(state, batch)`."
@@ -262,14 +249,10 @@ class TrainState:
             set_field(state, value)
         for name, value in changes.items():
             object.__setattr__(state, name, value)
-        if state.step_counts is None and state.step_batch is None:
-            state._record_as_newest()
+        in_step = state.step_counts or state.step_batch or state.guard
+        if not in_step and state.generation == state.run_context.generation:
+            state.run_context.newest_fields = _GET_FIELDS(state)[:-1]
         return state
-
-    def _record_as_newest(self) -> None:
-        """Make this the state that ``newest`` returns. Mutates: ``run_context``."""
-        if self.generation == self.run_context.generation:
-            self.run_context.newest_fields = _GET_FIELDS(self)[:-1]
 
     def with_transform_state(self, name: str, content: TransformState) -> TrainState:
         """Return this state with a new state of one transform."""
@@ -282,10 +265,6 @@ class TrainState:
         )
 
 
-_INTERRUPTED_MESSAGE = (
-    "{caller} was interrupted at step {step} after it had begun to write parameters, so they belong to no step. Build the "
-    "state anew and load the last checkpoint."
-)
 # ``run_context`` is the last field.
 _FIELD_NAMES = tuple(f.name for f in fields(TrainState))
 _GET_FIELDS = attrgetter(*_FIELD_NAMES)
@@ -338,10 +317,10 @@ def init_state(
         aliases=aliases,
         clock=Clock(run=run_length),
         seed=seed,
-        run_context=RunContext(loader=loader),
+        loader=loader,
     )
     attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
-    runs = attribute if isinstance(attribute, _ModelRuns) else _ModelRuns()
+    runs = attribute if isinstance(attribute, ModelRuns) else ModelRuns()
     setattr(unwrap_module(model), _RUNS_ATTRIBUTE, runs)
     runs.add(state.run_context)
     return state._replace()
@@ -356,7 +335,10 @@ def mark_interrupted_write(state: TrainState, caller: str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        state.run_context.interrupted_write = _INTERRUPTED_MESSAGE.format(caller=caller, step=state.step)
+        message = (
+            f"{caller} was interrupted at step {state.step} after it had begun to write parameters, so they belong to no step."
+        )
+        state.run_context.interrupted_write = f"{message} Build the state anew and load the last checkpoint."
         error.add_note(state.run_context.interrupted_write)
         raise
 
@@ -370,7 +352,7 @@ def _live_runs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> lis
     if not isinstance(model, nn.Module):
         raise ConfigError(f"TrainState.newest: model must be an nn.Module, got {type(model).__name__}")
     attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
-    alive = attribute.live() if isinstance(attribute, _ModelRuns) else []
+    alive = attribute.live() if isinstance(attribute, ModelRuns) else []
     optimizers: list[torch.optim.Optimizer] = [run.newest_fields[_FIELD_NAMES.index("optimizer")] for run in alive]
     if optimizer is not None:
         return [run for run, own in zip(alive, optimizers, strict=True) if own is optimizer]
@@ -393,8 +375,9 @@ def check_state(state: object, caller: str, example: str) -> None:
     if isinstance(state, TrainState):
         return
     if isinstance(state, nn.Module):
-        raise ConfigError(
-            f"{caller}: the first argument must be a TrainState, got the module {type(state).__name__}. Make a state "
-            f"first: `state = step.init(model, optimizer)`, then `{example}`."
+        advice = (
+            f"the module {type(state).__name__}. Make a state first: `state = step.init(model, optimizer)`, then `{example}`."
         )
-    raise ConfigError(f"{caller}: the first argument must be a TrainState, got {type(state).__name__}. Use `{example}`.")
+    else:
+        advice = f"{type(state).__name__}. Use `{example}`."
+    raise ConfigError(f"{caller}: the first argument must be a TrainState, got {advice}")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
-import torch
 from torch import Tensor, nn
 
 Batch: TypeAlias = Any
@@ -75,58 +74,3 @@ LossFn: TypeAlias = Callable[[nn.Module, Batch], LossSum]
 
 WeightFn: TypeAlias = "Callable[[Batch], Tensor | float | Mapping[str, Tensor | float]]"
 """Weight of a whole local batch, or weights of the terms of a loss by name, with the main loss as ``"loss"``."""
-
-
-def make_metric(total: Tensor | float, weight: Tensor | float, device: torch.device) -> Metric:
-    """Make a ``Metric`` in float64 on ``device``, without a host sync. Sums of many tokens stay exact."""
-
-    def scalar(x: Tensor | float) -> Tensor:
-        # torch.full fills on the device. torch.tensor would copy from the host.
-        return (
-            x.detach().to(device, torch.float64)
-            if isinstance(x, Tensor)
-            else torch.full((), x, dtype=torch.float64, device=device)
-        )
-
-    return Metric(scalar(total), scalar(weight))
-
-
-_UNIT_WEIGHTS: dict[torch.device, Tensor] = {}
-
-
-def unit_weight(device: torch.device) -> Tensor:
-    """Return the weight of a metric that counts once: float64 ``[]``, cached per device, never modified."""
-    weight = _UNIT_WEIGHTS.get(device)
-    if weight is None:
-        weight = torch.ones((), dtype=torch.float64, device=device)
-        # A simulated step makes fake tensors, which must not be cached.
-        if type(weight) is Tensor:
-            _UNIT_WEIGHTS[device] = weight
-    return weight
-
-
-def index_tensor(indices: Sequence[int], device: torch.device) -> Tensor:
-    """Make an int64 tensor ``[n]`` on ``device``. Host sync: none, because the copy to a GPU is asynchronous."""
-    if device.type != "cuda":
-        return torch.tensor(indices, device=device)
-    return torch.tensor(indices, pin_memory=True).to(device, non_blocking=True)
-
-
-def add_metrics(a: Metrics, b: Metrics) -> Metrics:
-    """Add two metrics: totals and weights of shared names are added, other names are kept.
-
-    Start with ``{}`` and add the metrics of each step. ``reduce_metrics`` of the sum is the exact mean over all steps, in one
-    exchange. A mean of the steps' means would overweight short steps.
-
-    Args:
-        a: metrics by name.
-        b: metrics by name.
-
-    Example:
-        >>> import dtrain as dt
-        >>> step_metrics = {"loss": Metric(torch.tensor(4.0), torch.tensor(2.0))}
-        >>> dt.monitors.add_metrics(dt.monitors.add_metrics({}, step_metrics), step_metrics)["loss"]
-        Metric(total=tensor(8.), weight=tensor(4.))
-    """
-    both = {name: Metric(a[name].total + b[name].total, a[name].weight + b[name].weight) for name in a if name in b}
-    return {**a, **b, **both}

@@ -5,8 +5,9 @@ from dtrain.clock import Clock
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
 from dtrain.loggers.text import progress_line
+from dtrain.metrics import add_metrics
 from dtrain.monitors.reduce_metrics import reduce_metrics, tokens_per_second
-from dtrain.typing import Metric, add_metrics
+from dtrain.typing import Metric
 
 
 def metric(total: float, weight: float) -> Metric:

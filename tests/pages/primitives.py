@@ -16,7 +16,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "primitives.md"
 
 # A task, the rooms of the code that are about it, and the page that says more. Of several rooms that fit, the narrowest counts.
 TASKS: dict[str, tuple[tuple[str, ...], str]] = {
-    "Processes": (("dist.init", "dist.mesh", "launch", "step.should_stop", "heartbeats"), "launch.md"),
+    "Processes": (("dist.init", "dist.mesh", "launch", "heartbeats"), "launch.md"),
     "Agreements between ranks": (
         ("dist.collectives", "dist.reduce", "dist.ragged", "dist.differentiable"), "collectives.md"
     ),
@@ -25,7 +25,7 @@ TASKS: dict[str, tuple[tuple[str, ...], str]] = {
     "The step": (("step", "transform", "combinators", "state", "dtensor"), "seams.md"),
     "Losses and scores": (("losses", "metrics", "typing", "batch"), "sharding.md"),
     "Memory": (
-        ("step.auto_microbatch", "step.find_microbatch_size", "step.optimizer_in_backward", "memory", "planning"),
+        ("step.auto_microbatch", "step.optimizer_in_backward", "memory", "planning"),
         "microbatch.md",
     ),
     "Time": (("clock", "durations"), "time.md"),

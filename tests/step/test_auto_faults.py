@@ -22,7 +22,7 @@ POINTS = {
     "recomputation-in-the-second-backward": (RECOMPUTED, 8),
     "first-reduction": ("reduce", 1),
     "last-reduction": ("reduce", 3),
-    "after-the-last-backward": ("dtrain.step.microbatch_step._check_reduction_memory", 1),
+    "after-the-last-backward": ("dtrain.step.gradient_run._check_reduction_memory", 1),
 }
 GATHERED = {"first-gather": ("gather", 1), "later-gather": ("gather", 4)}
 QUICK = ("inside-the-first-forward", "recomputation-in-the-second-backward", "last-reduction", "later-gather")

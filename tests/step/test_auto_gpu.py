@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from dtrain.errors import OutOfMemoryError
-from dtrain.step.auto_microbatch import auto_microbatch
+from dtrain.step.auto_microbatch import auto_microbatch, find_microbatch_size
 from dtrain.step.compose import compose_step
-from dtrain.step.find_microbatch_size import find_microbatch_size
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.typing import LossSum
 

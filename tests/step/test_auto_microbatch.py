@@ -17,11 +17,10 @@ from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, OutOfMemoryError, PeerError, StepError
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState
-from dtrain.step.auto_microbatch import auto_microbatch
+from dtrain.step.auto_microbatch import auto_microbatch, find_microbatch_size
 from dtrain.step.compose import Step, compose_step
 from dtrain.step.evaluate import auto_batch_eval, evaluate
-from dtrain.step.find_microbatch_size import allocate_missing_state, find_microbatch_size
-from dtrain.step.microbatch_probe import MicrobatchProber
+from dtrain.step.microbatch_probe import MicrobatchProber, allocate_missing_state
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.testing.collective_counter import count_collectives
 from dtrain.testing.fault_injection import inject_fault
@@ -469,12 +468,12 @@ def test_the_state_of_a_custom_optimizer_is_assumed_and_the_size_found_again():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"initial": 0}, "initial must be a whole number"),
-        ({"minimum": 2.5}, "minimum must be a whole number"),
-        ({"divisor": -1}, "divisor must be a whole number"),
+        ({"initial": 0}, "initial must be an integer of at least 1"),
+        ({"minimum": 2.5}, "minimum must be an integer of at least 1"),
+        ({"divisor": -1}, "divisor must be an integer of at least 1"),
         ({"initial": 2, "minimum": 4}, "initial must be at least minimum"),
-        ({"headroom": 1.0}, "headroom must be a share"),
-        ({"probe": 1}, "probe must be a number of microbatches"),
+        ({"headroom": 1.0}, "headroom must be a finite number at least 0 and below 1"),
+        ({"probe": 1}, "probe must be an integer of at least 2"),
         ({"grow_interval": "1 fortnight"}, "duration"),
     ],
 )

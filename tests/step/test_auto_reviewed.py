@@ -15,10 +15,9 @@ from dtrain.dtensor import to_local
 from dtrain.errors import ConfigError, OutOfMemoryError, PeerError
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState
-from dtrain.step.auto_microbatch import auto_microbatch
+from dtrain.step.auto_microbatch import auto_microbatch, find_microbatch_size
 from dtrain.step.compose import Step, compose_step
 from dtrain.step.evaluate import auto_batch_eval
-from dtrain.step.find_microbatch_size import find_microbatch_size
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.testing.fault_injection import inject_fault
 from dtrain.testing.memory_budgets import memory_budget

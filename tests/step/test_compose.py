@@ -7,7 +7,7 @@ from torch import nn
 import dtrain as dt
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StaleStateError
-from dtrain.step import microbatch_step
+from dtrain.step import gradient_run
 from dtrain.transform import Transform
 
 
@@ -282,15 +282,15 @@ def crossed_by_the_wall_clock() -> list[list[bool]]:
     torch.manual_seed(0)
     model = dt.shard_model(nn.Linear(3, 2), dt.build_mesh(), strategy="replicate")
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    real = microbatch_step.time
-    microbatch_step.time = Hurried(get_dist_info().rank)
+    real = gradient_run.time
+    gradient_run.time = Hurried(get_dist_info().rank)
     found = []
     try:
         for _ in range(8):
             state, _ = step(state, BATCH)
             found.append([state.crossed("3sec"), state.crossed("1h"), state.reached("5sec")])
     finally:
-        microbatch_step.time = real
+        gradient_run.time = real
     return [*found, seen]
 
 

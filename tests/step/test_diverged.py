@@ -7,8 +7,7 @@ from torch import Tensor, nn
 import dtrain as dt
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import NonFiniteError
-from dtrain.run_context import AsyncScalar
-from dtrain.step.finite import NonfiniteLossCounter
+from dtrain.run_context import AsyncScalar, NonfiniteLossCounter
 from dtrain.testing import count_host_syncs
 
 LOSS = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
@@ -175,7 +174,7 @@ class Late(AsyncScalar):
 
 def test_a_device_that_is_behind_loses_no_count():
     watch = NonfiniteLossCounter(limit=10)
-    watch._host = [Late(torch.device("cpu"))]
+    watch._host = Late(torch.device("cpu"))
     found = []
     for step in range(30):
         found.append(watch.first_failed_step())

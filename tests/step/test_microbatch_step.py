@@ -110,7 +110,7 @@ class Arrived:
 
 def test_a_weight_of_zero_that_arrives_late_raises_in_the_next_step_once():
     state = plain_state()
-    state.run_context.pending_weight = Arrived(0.0)
+    state.run_context.monitor.pending_weight = Arrived(0.0)
     with pytest.raises(StepError, match="an earlier step had weight 0"):
         microbatch_step(state, ragged_batch(), loss_fn=loss_fn)
     microbatch_step(state, ragged_batch(), loss_fn=loss_fn)

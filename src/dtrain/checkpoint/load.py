@@ -354,7 +354,7 @@ def _start_from_weights(state: TrainState, plan: LoadPlan, tensors: Mapping[str,
     """Load weights only, and start a new run."""
     new_state = state._next()
     _copy_tensors(state, plan, tensors)
-    init_transforms = state.run_context.init_transform_states
+    init_transforms = state.init_transform_states
     return new_state if init_transforms is None else new_state._replace(transform_states=init_transforms(new_state))
 
 
@@ -372,7 +372,7 @@ def _resume(state: TrainState, plan: LoadPlan, tensors: Mapping[str, Tensor]) ->
     tree = keep_skipped(plan.slices, state.transform_states, plan.skipped)
     transform_states = fill_tensors(tree, lambda key, ref: plan.targets[key])
     new_state = new_state._replace(transform_states=transform_states)
-    init_transforms = state.run_context.init_transform_states
+    init_transforms = state.init_transform_states
     new_names = [name for name in state.transform_states if name not in (plan.slices or {})]
     if not new_names or init_transforms is None:
         return new_state

@@ -64,7 +64,8 @@ def rng_state() -> dict[str, Any]:
     version, internal, gauss = random.getstate()
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
-        "python": {"version": version, "internal": list(internal), "gauss": gauss},
+        # Tensors, because code that walks through a saved tree would visit hundreds of numbers one by one.
+        "python": {"version": version, "internal": torch.tensor(internal), "gauss": gauss},
         "numpy": {
             "name": str(name),
             "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
@@ -87,7 +88,7 @@ def check_rng_state(state: dict[str, Any]) -> None:
     """
     try:
         python, numpy = state["python"], state["numpy"]
-        random.Random().setstate((python["version"], tuple(python["internal"]), python["gauss"]))
+        random.Random().setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
         keys = numpy["keys"].numpy().astype(np.uint32)
         np.random.RandomState().set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
         torch.Generator().set_state(state["torch"])
@@ -109,7 +110,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
         dt.dist.set_rng_state(state)
     """
     python, numpy = state["python"], state["numpy"]
-    random.setstate((python["version"], tuple(python["internal"]), python["gauss"]))
+    random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
     np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
     torch.set_rng_state(state["torch"])

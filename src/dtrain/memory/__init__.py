@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from dtrain.shard.activation_checkpoint import checkpoint_activations as checkpoint_activations
     from dtrain.shard.activation_checkpoint import offload_activations as offload_activations
     from dtrain.shard.unshard import unshard_params as unshard_params
-    from dtrain.step.find_microbatch_size import MicrobatchSearchResult as MicrobatchSearchResult
-    from dtrain.step.find_microbatch_size import find_microbatch_size as find_microbatch_size
+    from dtrain.step.auto_microbatch import MicrobatchSearchResult as MicrobatchSearchResult
+    from dtrain.step.auto_microbatch import find_microbatch_size as find_microbatch_size
     from dtrain.step.microbatch_search import ProbeResult as ProbeResult
     from dtrain.step.microbatch_search import RankMemory as RankMemory
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
+    from dtrain.metrics import add_metrics as add_metrics
     from dtrain.metrics import perplexity as perplexity
     from dtrain.metrics import token_accuracy as token_accuracy
     from dtrain.monitors.activations import activation_stats as activation_stats
@@ -38,6 +39,5 @@ if TYPE_CHECKING:
     from dtrain.monitors.speed import throughput as throughput
     from dtrain.monitors.tensor_norms import norms as norms
     from dtrain.monitors.time_estimate import eta as eta
-    from dtrain.typing import add_metrics as add_metrics
 
 __getattr__, __dir__ = attach(__name__, __file__)

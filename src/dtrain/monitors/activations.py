@@ -21,9 +21,10 @@ from dtrain.dtensor import to_local
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
+from dtrain.metrics import unit_weight
 from dtrain.state import TrainState
 from dtrain.transform import GradStep, Transform
-from dtrain.typing import Batch, LossFn, LossSum, Metric, Metrics, unit_weight
+from dtrain.typing import Batch, LossFn, LossSum, Metric, Metrics
 
 ActivationStat: TypeAlias = Literal["mean", "std", "rms", "max", "absmax", "zeros", "kurtosis"]
 ModulePattern: TypeAlias = str | re.Pattern[str] | Sequence[str] | Callable[[str, nn.Module], bool]

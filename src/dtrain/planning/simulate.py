@@ -24,7 +24,6 @@ from dtrain.shard.materialize import allocate_meta_tensors
 from dtrain.shard.precision import Precision
 from dtrain.state import Accumulate, TrainState
 from dtrain.step.compose import Step, compose_step
-from dtrain.step.finite import set_nonfinite_limit
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
 from dtrain.typing import Batch, LossSum, Metrics
@@ -79,9 +78,10 @@ class SimulatedRun:
         if device == "cuda":
             _use_foreach(optimizer)
         self._state = self._compose(1).init(model, optimizer)
-        self._state.run_context.pending_weight = UnreadScalar()
+        monitor = self._state.run_context.monitor
+        monitor.pending_weight = UnreadScalar()
         # A fake loss cannot be read on the host.
-        set_nonfinite_limit(self._state, None)
+        monitor.nonfinite_losses.limit = None
         self._warm = False
         self._traffic_of_two: tuple[CollectiveTraffic, ...] | None = None
 

@@ -62,6 +62,8 @@ class GradSync:
         self._missing: set[tuple[int, int]] = set()
         self._last: bool | None = None
         self._in_step = False
+        # True if a callback of ``on_grad_ready`` has taken a gradient of this step.
+        self.grads_taken = False
         self._within_replica = False
         # Gradients of earlier microbatches, by parameter, that accumulation in ``.grad`` would round.
         self._stashed_grads: dict[int, Tensor] = {}
@@ -85,7 +87,7 @@ class GradSync:
         """
         if self._sharded and not is_idle(self._model, self._groups):
             reset_iteration(self._model)
-        self._in_step, self._within_replica = True, within_replica
+        self._in_step, self._within_replica, self.grads_taken = True, within_replica, False
         self._stashed_grads.clear()
         self._deferred.clear()
         self._num_reduced = 0
@@ -258,6 +260,7 @@ class GradSync:
     def _on_accumulated(self, call: Callable[[Sequence[Tensor]], None], param: Tensor) -> None:
         if self._in_step and self._last:
             self.add_stashed_grads([param])
+            self.grads_taken = True
             call([param])
 
     def _on_reduced(self, index: int, call: Callable[[Sequence[Tensor]], None]) -> None:
@@ -268,6 +271,7 @@ class GradSync:
             params = enumerate(sharded_params(self._groups[index]))
             final = [param for at, param in params if param.grad is not None and (index, at) not in missing]
             self.add_stashed_grads(final)
+            self.grads_taken |= bool(final)
             call(final)
 
     def _reduce_in_order(self, index: int, reduce: Callable[[bool], None]) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import time
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import cast
 
@@ -10,21 +13,19 @@ import torch
 from torch import Tensor
 
 from dtrain import spans
-from dtrain.dist.collectives import all_gather_json
+from dtrain.arguments import check_int, check_number
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.init import get_dist_info
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
+from dtrain.memory.snapshot import write_snapshot
 from dtrain.state import TrainState
-from dtrain.step.find_microbatch_size import (
-    SearchConfig,
-    has_unknown_state,
-    parse_search_config,
-    reserve_optimizer_state,
-    search_microbatch_size,
-)
-from dtrain.step.microbatch_probe import MicrobatchProber, make_prober
-from dtrain.step.microbatch_search import ProbeResult
-from dtrain.transform import GradFn, Transform
-from dtrain.typing import Batch, Metrics, Plain, TransformState
+from dtrain.step.microbatch_probe import MicrobatchProber, has_unknown_state, make_prober, reserve_optimizer_state
+from dtrain.step.microbatch_search import ProbeResult, SizeBounds, next_size, split_by_fit
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.step.oom_guard import raise_does_not_fit
+from dtrain.transform import GradFn, GradStep, Transform
+from dtrain.typing import Batch, LossFn, Metrics, Plain, TransformState
 
 _NAME = "auto_microbatch"
 
@@ -82,7 +83,16 @@ def auto_microbatch(
         StepError: the loss function writes into its batch, or ranks reached different collectives, which were not issued.
         PeerError: another rank failed for another reason. The error is raised at once, without a timeout.
     """
-    config = parse_search_config(_NAME, initial, minimum, divisor, headroom, grow_interval, probe, snapshot_path)
+    config = _parse_config(
+        _NAME,
+        initial=initial,
+        minimum=minimum,
+        divisor=divisor,
+        headroom=headroom,
+        probe=probe,
+        grow_interval=None if grow_interval is None else Duration.parse(grow_interval),
+        snapshot_path=snapshot_path,
+    )
 
     def init(state: TrainState) -> TransformState:
         return {"size": 0, "whole": 0, "found_on": ""}
@@ -94,7 +104,13 @@ def auto_microbatch(
                     f"auto_microbatch: microbatch_size must be None, got {microbatch_size} from another transform. Leave out "
                     "one of the two transforms."
                 )
-            return _run_step(config, inner, state, batch)
+            cache = state.run_context.transform_cache
+            kept: _Kept = cache.get(_NAME) or cache.setdefault(_NAME, _Kept(prober=make_prober(state)))
+            try:
+                return _run_until_fits(_Search(config, kept.prober, inner, batch, state, _NAME), kept)
+            finally:
+                # The update that follows allocates the reserved memory.
+                kept.reserved.clear()
 
         return grad_fn
 
@@ -102,8 +118,8 @@ def auto_microbatch(
 
 
 @dataclass(slots=True, eq=False)
-class _SearchState:
-    """State of the search in this process, which no checkpoint contains, because a resumed run can search again.
+class _Kept:
+    """Values kept between the steps of a run in this process. A resumed run can search again, so no checkpoint has them.
 
     Args:
         prober: runner of guarded steps.
@@ -120,116 +136,263 @@ class _SearchState:
     reserved: list[Tensor] = field(default_factory=list)
 
 
-def _run_step(config: SearchConfig, inner: GradFn, state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-    search_state: _SearchState | None = state.run_context.transform_cache.get(_NAME)
-    if search_state is None:
-        search_state = state.run_context.transform_cache[_NAME] = _SearchState(prober=make_prober(state))
-    try:
-        return _run_until_fits(config, search_state, inner, state, batch)
-    finally:
-        # The update that follows allocates the reserved memory.
-        search_state.reserved.clear()
-
-
-def _run_until_fits(
-    config: SearchConfig, search_state: _SearchState, inner: GradFn, state: TrainState, batch: Batch
-) -> tuple[TrainState, Metrics]:
+def _run_until_fits(search: _Search, kept: _Kept) -> tuple[TrainState, Metrics]:
+    state, prober, config = search.state, search.prober, search.config
     saved = state.transform_states[_NAME]
-    prober = search_state.prober
-    probes: list[ProbeResult] = []
     size: int | None = None if saved["whole"] else saved["size"] or None
-    if not search_state.found_on or saved["found_on"] != search_state.found_on:
-        size, state = _start_search(config, search_state, inner, state, batch, size, probes)
-    elif search_state.barely_fits or (_should_grow(config, search_state, state) and not saved["whole"]):
-        size, state = _search_again(config, search_state, inner, state, batch, size, probes)
-        search_state.state_assumed = False
-    search_state.barely_fits = False
+    if not kept.found_on or saved["found_on"] != kept.found_on:
+        size = _first_size(search, kept, size)
+    elif kept.barely_fits:
+        size = search.shrink(size)
+        kept.state_assumed = False
+    elif (
+        config.grow_interval is not None and not saved["whole"] and (kept.state_assumed or state.crossed(config.grow_interval))
+    ):
+        size = search.grow(size)
+        kept.state_assumed = False
     while True:
         reassign = spans.reassign_later("step")
-        result = prober.run_guarded(inner, state, batch, size)
-        state = result.state
+        result = prober.run_guarded(search.inner, search.state, search.batch, size)
+        search.state = result.state
         if result.output is not None:
             break
         prober.gather_largest_batch()
         reassign("search")
         failed = prober.largest_batch if size is None else min(size, prober.largest_batch)
         spans.record_event("out_of_memory", step=state.step, size=failed)
-        probes = [*(t for t in probes if t.size < failed), ProbeResult(size=failed, fits=False)]
-        size, state = search_microbatch_size(config, prober, inner, state, batch, probes)
-    search_state.barely_fits = result.allocator_retried
+        search.probes = [*(t for t in search.probes if t.size < failed), ProbeResult(size=failed, fits=False)]
+        size = search.run()
+    kept.barely_fits = result.allocator_retried
     state, metrics = result.output
-    current = {"size": size or 0, "whole": int(size is None), "found_on": search_state.found_on}
+    current = {"size": size or 0, "whole": int(size is None), "found_on": kept.found_on}
     return (state if current == saved else state.with_transform_state(_NAME, current)), metrics
 
 
-def _should_grow(config: SearchConfig, search_state: _SearchState, state: TrainState) -> bool:
-    return config.grow_interval is not None and (search_state.state_assumed or state.crossed(config.grow_interval))
+def _first_size(search: _Search, kept: _Kept, saved_size: int | None) -> int | None:
+    """Return the size of the first step of a state in this process: from a checkpoint, else ``initial``, else by a search.
 
-
-def _start_search(
-    config: SearchConfig,
-    search_state: _SearchState,
-    inner: GradFn,
-    state: TrainState,
-    batch: Batch,
-    size: int | None,
-    probes: list[ProbeResult],
-) -> tuple[int | None, TrainState]:
-    """Run the first step of a state in this process: reserve optimizer state; search unless a checkpoint has the size.
-
-    Collective: one small record, and one exchange of JSON.
+    Collective: one small record, and one exchange of JSON. Mutates: ``kept``, which reserves optimizer state.
     """
-    prober = search_state.prober
-    search_state.reserved = reserve_optimizer_state(f"{_NAME}: step {state.step}:", state)
+    state, prober = search.state, search.prober
+    kept.reserved = reserve_optimizer_state(f"{_NAME}: step {state.step}:", state)
     saved = state.transform_states[_NAME]
-    own: list[Plain] = [
-        _device_name(state),
-        prober.device_memory is not None,
-        saved["size"],
-        saved["whole"],
-        saved["found_on"],
-    ]
+    device = torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else state.device.type
+    own: list[Plain] = [device, prober.device_memory is not None, saved["size"], saved["whole"], saved["found_on"]]
     rows = cast("list[list[Plain]]", all_gather_json(own, caller=_NAME))
     devices = " and ".join(sorted({str(row[0]) for row in rows}))
-    search_state.found_on = f"{devices}, {len(rows)} ranks, {state.spec.strategy}, {state.spec.accumulate}"
-    prober.measurable = measurable = all(row[1] for row in rows)
+    kept.found_on = f"{devices}, {len(rows)} ranks, {state.spec.strategy}, {state.spec.accumulate}"
+    prober.measurable = all(row[1] for row in rows)
     agreed = all(row[2:] == rows[0][2:] for row in rows)
-    if agreed and bool(saved["size"] or saved["whole"]) and saved["found_on"] == search_state.found_on:
-        return size, state
-    if config.initial is not None:
-        return config.initial, state
-    if not measurable:
-        return None, state
-    search_state.state_assumed = has_unknown_state(state.optimizer) and not state.optimizer.state
-    return search_microbatch_size(config, prober, inner, state, batch, probes)
+    if agreed and bool(saved["size"] or saved["whole"]) and saved["found_on"] == kept.found_on:
+        return saved_size
+    if search.config.initial is not None or not prober.measurable:
+        return search.config.initial
+    kept.state_assumed = has_unknown_state(state.optimizer) and not state.optimizer.state
+    return search.run()
 
 
-def _search_again(
-    config: SearchConfig,
-    search_state: _SearchState,
-    inner: GradFn,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicrobatchSearchResult:
+    """Result of ``find_microbatch_size``.
+
+    Args:
+        size: largest microbatch that fits, in samples per rank.
+        largest_batch: samples of the rank with the largest batch; a larger microbatch has no effect.
+        probes: probed sizes in order, with the memory of every rank if measurable.
+        seconds: duration of the search on this rank.
+    """
+
+    size: int
+    largest_batch: int
+    probes: tuple[ProbeResult, ...]
+    seconds: float
+
+
+def find_microbatch_size(
     state: TrainState,
     batch: Batch,
-    size: int | None,
-    probes: list[ProbeResult],
-) -> tuple[int | None, TrainState]:
-    """Search again from the current size, after a step that barely fits or at the end of a ``grow_interval``."""
-    prober = search_state.prober
-    ranks = prober.gather_memory(0)
-    if size is None or search_state.barely_fits:
-        current = size or prober.largest_batch
-        probes.append(ProbeResult(size=current, fits=False))
-        if current <= config.minimum:
-            return size, state
-        return search_microbatch_size(config, prober, inner, state, batch, probes)
-    result, state = prober.probe(inner, state, batch, size, microbatches=config.probe)
-    # The largest input since the last search decides, so each rank uses the larger of the two peaks.
-    if result.fits and ranks and result.rank_memory:
-        worst = [replace(now, peak=max(now.peak, then.peak)) for now, then in zip(result.rank_memory, ranks, strict=True)]
-        result = replace(result, rank_memory=tuple(worst))
-    probes.append(replace(result, size=min(size, prober.largest_batch)))
-    return search_microbatch_size(config, prober, inner, state, batch, probes)
+    *,
+    loss_fn: LossFn,
+    grad: GradStep = microbatch_step,
+    minimum: int = 1,
+    divisor: int | None = None,
+    headroom: float = 0.05,
+    probe: int = 2,
+) -> MicrobatchSearchResult:
+    """Find the largest microbatch that fits, with the search of ``auto_microbatch``. No step is made.
+
+    Args:
+        state: state of the run, which stays valid and does not change.
+        batch: this rank's samples, as large as the largest batch of the run.
+        loss_fn: function that returns the summed loss and the weight of one microbatch.
+        grad: gradient function with a ``microbatch_size``; a ``partial`` may set its ``batch_spec``.
+        minimum, divisor, headroom, probe: as in ``auto_microbatch``.
+
+    Mutates: nothing that lasts: gradients, buffers and the global random generators are restored. The device's peak memory
+    statistics are reset.
+    Collective: as ``microbatch_step`` for ``probe`` microbatches per probe, and two small records.
+
+    Example:
+        result = dt.memory.find_microbatch_size(state, batch, loss_fn=loss_fn)
+        step = dt.compose_step(loss_fn, grad=partial(dt.microbatch_step, microbatch_size=result.size))
+
+    Raises:
+        ConfigError: invalid arguments.
+        OutOfMemoryError: ``minimum`` does not fit; on all ranks.
+    """
+    caller = "find_microbatch_size"
+    config = _parse_config(caller, initial=None, minimum=minimum, divisor=divisor, headroom=headroom, probe=probe)
+    prober, started = make_prober(state), time.monotonic()
+    search = _Search(config, prober, partial(grad, loss_fn=loss_fn), batch, state, caller)
+    prober.measurable = all(row[0] for row in all_gather_numbers([prober.device_memory is not None], caller=caller))
+    # The reserved memory must exist until the search is over.
+    reserved = reserve_optimizer_state(f"{caller}: step {state.step}:", state)
+    best = search.run()
+    del reserved
+    return MicrobatchSearchResult(
+        size=best or prober.largest_batch,
+        largest_batch=prober.largest_batch,
+        probes=tuple(search.probes),
+        seconds=time.monotonic() - started,
+    )
 
 
-def _device_name(state: TrainState) -> str:
-    return torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else state.device.type
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Config:
+    """Checked arguments of ``auto_microbatch``; see its documentation."""
+
+    initial: int | None
+    minimum: int
+    divisor: int
+    headroom: float
+    probe: int
+    grow_interval: Duration | None
+    snapshot_path: str | Path | None
+
+
+def _parse_config(
+    caller: str,
+    *,
+    initial: int | None,
+    minimum: int,
+    divisor: int | None,
+    headroom: float,
+    probe: int,
+    grow_interval: Duration | None = None,
+    snapshot_path: str | Path | None = None,
+) -> _Config:
+    """Return the arguments of a search; the minimum is rounded up to a multiple of the divisor.
+
+    Raises:
+        ConfigError: an invalid argument; the message begins with ``caller``.
+    """
+    minimum = check_int(caller, "minimum", minimum)
+    divisor = 1 if divisor is None else check_int(caller, "divisor", divisor)
+    if initial is not None:
+        initial = check_int(caller, "initial", initial)
+        if initial < minimum:
+            raise ConfigError(f"{caller}: initial must be at least minimum, got {initial=} and {minimum=}.")
+        if initial % divisor:
+            raise ConfigError(f"{caller}: initial must be a multiple of divisor, got {initial=} and {divisor=}.")
+    return _Config(
+        initial=initial,
+        minimum=-(-minimum // divisor) * divisor,
+        divisor=divisor,
+        headroom=check_number(caller, "headroom", headroom, minimum=0, below=1),
+        probe=check_int(caller, "probe", probe, minimum=2),
+        grow_interval=grow_interval,
+        snapshot_path=snapshot_path,
+    )
+
+
+@dataclass(slots=True, eq=False)
+class _Search:
+    """Search for the largest size in one step.
+
+    Args:
+        config: limits of the search.
+        prober: runner of probes.
+        inner: function that leaves the gradient.
+        batch: this rank's samples.
+        state: state of the step, with the time of all probes so far.
+        caller: public function, for messages.
+        probes: results of all probes so far.
+    """
+
+    config: _Config
+    prober: MicrobatchProber
+    inner: GradFn
+    batch: Batch
+    state: TrainState
+    caller: str
+    probes: list[ProbeResult] = field(default_factory=list)
+
+    def run(self) -> int | None:
+        """Probe sizes until the largest that fits is known; return None for the whole local batch.
+
+        Raises:
+            OutOfMemoryError: no size fits, on all ranks.
+        """
+        config, prober = self.config, self.prober
+        if not self.probes and not prober.measurable:
+            # Nothing is known yet, not even the number of samples, so the first probe runs the whole batch.
+            self._probe(None)
+        size = next_size(self.probes, self._bounds()) if self.probes else config.minimum
+        while size is not None:
+            prober.on_oom = (
+                None if size > config.minimum or config.snapshot_path is None else partial(_snapshot, config.snapshot_path)
+            )
+            self._probe(size)
+            size = next_size(self.probes, self._bounds())
+        if any(t.fits and t.size >= prober.largest_batch for t in self.probes):
+            return None
+        fitting, _ = split_by_fit(self.probes)
+        if not fitting:
+            raise_does_not_fit(
+                f"{self.caller}: step {self.state.step}:",
+                device=self.state.device,
+                strategy=self.state.spec.strategy,
+                oom_message=prober.oom_message,
+                subject=f"a microbatch of {min(config.minimum, prober.largest_batch)}",
+            )
+        return fitting[-1].size
+
+    def shrink(self, size: int | None) -> int | None:
+        """Return a smaller size after a step of ``size`` that barely fits; the same size if it is the minimum."""
+        self.prober.gather_largest_batch()
+        current = size or self.prober.largest_batch
+        self.probes.append(ProbeResult(size=current, fits=False))
+        return size if current <= self.config.minimum else self.run()
+
+    def grow(self, size: int | None) -> int | None:
+        """Search again from ``size``. The largest input since the last search decides, so each rank uses the larger peak."""
+        ranks = self.prober.gather_memory(0)
+        result = self._probe(size)
+        if result.fits and ranks and result.rank_memory:
+            worst = [replace(now, peak=max(now.peak, then.peak)) for now, then in zip(result.rank_memory, ranks, strict=True)]
+            self.probes[-1] = replace(result, rank_memory=tuple(worst))
+        return self.run()
+
+    def _probe(self, size: int | None) -> ProbeResult:
+        result, self.state = self.prober.probe(self.inner, self.state, self.batch, size, microbatches=self.config.probe)
+        self.probes.append(result)
+        return result
+
+    def _bounds(self) -> SizeBounds:
+        largest, config = self.prober.largest_batch, self.config
+        return SizeBounds(
+            minimum=min(config.minimum, largest),
+            largest_batch=largest,
+            divisor=config.divisor,
+            headroom=config.headroom,
+            measurable=self.prober.measurable,
+            accumulation_bytes=sum(p.numel() * p.element_size() for p in self.state.params.values() if p.requires_grad),
+        )
+
+
+def _snapshot(path: str | Path) -> None:
+    """Write a memory snapshot. An error is only printed, so that all ranks learn that memory ran out."""
+    try:
+        write_snapshot(path)
+    except (ConfigError, OSError) as problem:
+        print(f"dtrain: rank {get_dist_info().rank}: no snapshot of the memory was written: {problem}", file=sys.stderr)

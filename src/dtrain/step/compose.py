@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import nn
 
 from dtrain import spans
 from dtrain.dist.batch_info import TrackedLoader
+from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
@@ -30,10 +30,18 @@ class Step:
     """Training step with an ``init`` for its state, returned by ``compose_step``.
 
     ``step(state, batch)`` returns the next state and the step's metrics (local sums).
+
+    Args:
+        transforms: transforms of the step; the first is outermost.
+        grad: gradient function with its loss, wrapped by the transforms.
+        update: update function, wrapped by the transforms.
+        updates_in_backward: if True, ``grad`` updates parameters, so Ctrl-C waits from its beginning.
     """
 
     transforms: tuple[Transform, ...]
-    run: Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+    grad: GradFn
+    update: UpdateFn
+    updates_in_backward: bool = False
 
     def init(
         self,
@@ -79,10 +87,10 @@ class Step:
         time_compilation()
         state = init_state(model, optimizer, seed=seed, run_length=run_length, partial=partial, loader=loader)
         _check_schedules(self.transforms, run_length)
-        state.run_context.init_transform_states = self._init_transform_states
         if allow_equal_batches:
-            state.run_context.equal_batch_check.steps_left = 0
-        return state._replace(transform_states=self._init_transform_states(state))
+            state.run_context.monitor.equal_batches.steps_left = 0
+        init_transforms = self._init_transform_states
+        return state._replace(transform_states=init_transforms(state), init_transform_states=init_transforms)
 
     def _init_transform_states(self, state: TrainState) -> dict[str, TransformState]:
         states = [(t, t.init(state)) for t in self.transforms]
@@ -98,7 +106,23 @@ class Step:
             StaleStateError: ``state`` was stepped already.
             ConfigError: ``state`` is not a state of this step's ``init``.
         """
-        return self.run(state, batch)
+        _check_call(state, batch)
+        missing = [t.name for t in self.transforms if t.name not in state.transform_states and not t.read_only]
+        if missing:
+            raise ConfigError(f"step: the state has no transform state for {missing}. Create it with this step's own init.")
+        with DelayedInterrupt() as interrupt:
+            spans.begin("step", 0)
+            try:
+                if self.updates_in_backward:
+                    interrupt.begin()
+                state, metrics = self.grad(begin_step(state, batch), batch)
+                interrupt.begin()
+                state, metrics = self.update(state, metrics)
+            # An update that was skipped or that raised leaves gradients.
+            finally:
+                state.drop_gradients()
+                spans.end("step")
+            return tick(state), metrics
 
     def __repr__(self) -> str:
         return f"Step({', '.join(t.name for t in self.transforms)})"
@@ -139,54 +163,47 @@ def compose_step(
         ConfigError: an argument that is not a function or a transform, or two transforms with one name.
     """
     check_step_parts("compose_step", loss_fn, transforms, grad, update)
-    compute, apply = wrap_grad(loss_fn, transforms, grad), wrap_update(transforms, update)
-
-    def body(state: TrainState, batch: Batch, interrupt: DelayedInterrupt) -> tuple[TrainState, Metrics]:
-        state, metrics = compute(state, batch)
-        interrupt.begin()
-        return apply(state, metrics)
-
-    return make_step(transforms, body)
+    return Step(
+        transforms=tuple(transforms),
+        grad=wrap_grad(loss_fn, transforms, grad),
+        update=wrap_update(transforms, update),
+    )
 
 
-class StepBody(Protocol):
-    """Function that computes gradients and applies them."""
-
-    def __call__(self, state: TrainState, batch: Batch, interrupt: DelayedInterrupt) -> tuple[TrainState, Metrics]:
-        """Return the state before its tick, and call ``interrupt.begin`` before parameters change."""
-        ...
-
-
-def make_step(transforms: Sequence[Transform], body: StepBody) -> Step:
-    """Return ``body`` as a ``Step`` that checks its arguments and advances the clock by one step."""
-    names = [t.name for t in transforms if not t.read_only]
-
-    def run(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        _check_call(state, batch)
-        state._check_not_stale("step")
-        missing = [name for name in names if name not in state.transform_states]
-        if missing:
-            raise ConfigError(f"step: the state has no transform state for {missing}. Create it with this step's own init.")
-        with DelayedInterrupt() as interrupt:
-            spans.begin("step", 0)
-            try:
-                state, metrics = body(begin_step(state, batch), batch, interrupt)
-            # An update that was skipped or that raised leaves gradients.
-            finally:
-                state.drop_gradients()
-                spans.end("step")
-            return tick(state), metrics
-
-    return Step(transforms=tuple(transforms), run=run)
-
-
-def _check_call(state: object, batch: object) -> None:
+def _check_call(state: TrainState, batch: object) -> None:
     if not isinstance(state, TrainState) and isinstance(batch, TrainState):
         raise ConfigError(
             f"step: the arguments must be (state, batch), got ({type(state).__name__}, TrainState). Swap them: "
             "`state, metrics = step(state, batch)`."
         )
     check_state(state, "step", "state, metrics = step(state, batch)")
+    state._check_not_stale("step")
+
+
+def should_stop(state: TrainState) -> bool:
+    """Return True if a rank was told to stop before the step that led to ``state``; the result is equal on every rank.
+
+    A run is told to stop by SIGTERM, or by the signal of ``dtrain launch --stop-signal``. Call the function in every iteration.
+    If it returns True, save and leave ``init_dist``'s block. If a save was committed since, the block exits with code 75 on
+    every rank.
+
+    Args:
+        state: the newest state of the run.
+
+    Collective: none; the ranks agree in the record that they exchange before each step.
+
+    Example:
+        stop = dt.should_stop(state)
+        if stop or state.crossed("1ep"):
+            dt.save_sharded("ckpt", state, extra={"loader": loader})
+        if stop:
+            break
+
+    Raises:
+        StaleStateError: ``state`` was stepped already.
+    """
+    state._check_not_stale("should_stop")
+    return current_context().preemption.poll()
 
 
 def wrap_grad(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:

@@ -230,12 +230,12 @@ class _AutoBatchEval(Generic[T]):
     def _try_size(self, model: nn.Module, next_part: Callable[[], Batch], size: int, multi_rank: bool) -> list[T]:
         """Return the result of one part in a list; return [] and halve the size if the part does not fit on some rank."""
         rng_snapshot = RNGSnapshot()
-        guard = StepGuard(owner=self, traces=TraceCache(always_check=True), multi_rank=multi_rank)
-        result = guard.execute(
-            partial(self._run, guard, model, next_part), plan="evaluation", undo=partial(_abort_forward, model)
-        )
-        if result is not None:
-            return result
+        guard, results = StepGuard(traces=TraceCache(always_check=True), multi_rank=multi_rank), list[T]()
+        with guard.attempt("evaluation"):
+            results = [self.fn(model, to_device(next_part(), get_device(model)))]
+        if not guard.failed:
+            return results
+        guard.roll_back(partial(_abort_forward, model))
         rng_snapshot.restore()
         statuses = all_gather_numbers([guard.status], caller=_AUTO_BATCH_EVAL) if multi_rank else [[guard.status]]
         try:
@@ -243,10 +243,6 @@ class _AutoBatchEval(Generic[T]):
         except StepAborted:
             self._shrink(model, size, guard.oom_message)
         return []
-
-    def _run(self, guard: StepGuard, model: nn.Module, next_part: Callable[[], Batch]) -> list[T]:
-        guard.enter_phase("evaluation")
-        return [self.fn(model, to_device(next_part(), get_device(model)))]
 
     def _shrink(self, model: nn.Module, size: int, oom_message: str) -> None:
         if size <= self.minimum:

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from itertools import pairwise
 from typing import Any, cast
 
@@ -31,10 +30,9 @@ from dtrain.errors import ConfigError
 from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
-from dtrain.step.microbatch_step import run_step
+from dtrain.step.gradient_run import GradientRun
 from dtrain.step.microbatches import CountFn, Microbatches, count_batch
-from dtrain.step.normalization import LossNormalizer, MetricAccumulator, check_loss, declared_weights
-from dtrain.step.oom_guard import StepGuard, current_guard
+from dtrain.step.normalization import MetricAccumulator, check_loss, declared_weights
 from dtrain.step.sanity_checks import warn_if_mean
 from dtrain.typing import Batch, LossFn, Metrics, WeightFn
 
@@ -100,17 +98,16 @@ def grad_cache_step(
 
     Source: Gao et al. 2021, arXiv:2101.06983, section 3.2 (called GradCache there).
     """
-    guard = current_guard(state.run_context)
-    # The number of gathers depends on the number of microbatches, so traces cannot be replayed.
-    if guard is not None:
-        guard.traces.always_check = True
-    return run_step(
-        state,
-        batch,
-        lambda: (_count_microbatches(batch, microbatch_size, batch_spec, count), declared_weights(weight_fn, batch)),
-        partial(_accumulate, loss_fn),
-        caller=_NAME,
-    )
+    with GradientRun(state, batch, _NAME) as run:
+        # The number of gathers depends on the number of microbatches, so traces cannot be replayed.
+        if run.guard is not None:
+            run.guard.traces.always_check = True
+        run.synchronize(
+            lambda: (_count_microbatches(batch, microbatch_size, batch_spec, count), declared_weights(weight_fn, batch))
+        )
+        with run.guarded():
+            _accumulate(loss_fn, run)
+        return run.finish()
 
 
 def _count_microbatches(
@@ -126,17 +123,11 @@ def _count_microbatches(
     return Microbatches(batch=batch, batches=starts, samples=samples, tokens=tokens)
 
 
-def _accumulate(
-    loss_fn: LossFn,
-    state: TrainState,
-    microbatches: Microbatches,
-    num_microbatches: int,
-    normalizer: LossNormalizer,
-    guard: StepGuard | None,
-) -> Metrics:
+def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     """Run the three passes. A probe runs the first two completely, because they need the memory of the whole batch."""
-    grad_sync = grad_sync_of(state.model)
-    cache = ForwardCache(state.model, [*microbatches.batches, microbatches.samples], num_microbatches)
+    state, grad_sync, guard, microbatches = run.state, run.grad_sync, run.guard, run.microbatches
+    normalizer, last = run.begin_forwards(), run.num_microbatches - 1
+    cache = ForwardCache(state.model, [*microbatches.batches, microbatches.samples], run.required_microbatches)
     with restore_buffers(state.model) if cache.recomputes else nullcontext():
         loss = loss_fn(cast(nn.Module, ModelProxy(cache)), to_device(microbatches.batch, state.device))
     check_loss(loss, caller=_NAME)
@@ -146,23 +137,20 @@ def _accumulate(
     # Forwards without a backward left parameters unsharded.
     if cache.recomputes:
         grad_sync.begin_step(within_replica=state.spec.replica_info is not None)
-    runs = num_microbatches if guard is None else guard.limit_microbatches(num_microbatches)
-    for index in range(runs):
-        last = index == runs - 1
-        grad_sync.before_microbatch(last=last, params=state.params.values())
-        if guard is not None:
-            guard.enter_phase("forward, later" if index else "forward, first")
+    for index in range(run.num_microbatches):
+        grad_sync.before_microbatch(last=index == last, params=state.params.values())
+        if guard is not None and index == 0:
+            guard.begin_first_forward()
         with nullcontext() if cache.is_own(index) else restore_buffers(state.model):
             outputs = cache.outputs_and_grads(index)
-        if guard is not None:
-            guard.enter_phase("backward, last" if last else "backward, early")
+        if guard is not None and index == 0:
+            guard.end_first_forward()
         pairs = outputs if index else [*outputs, *param_grads]
         if pairs:
             torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
-    grad_sync.add_stashed_grads(state.params.values())
     sums = MetricAccumulator(state.device)
     sums.add(loss)
-    return sums.metrics()
+    run.end_backwards(sums)
 
 
 def _compute_output_grads(state: TrainState, cache: ForwardCache, objective: Tensor) -> list[tuple[Tensor, Tensor]]:

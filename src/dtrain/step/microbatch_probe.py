@@ -1,10 +1,15 @@
-"""Run one training step at a given microbatch size; roll back if any rank runs out of memory."""
+"""Run one training step at a given microbatch size; roll back if any rank runs out of memory.
+
+Optimizer state is reserved before the optimizer allocates it, so that a search accounts for it.
+"""
 
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,13 +21,14 @@ from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import RankStatus
+from dtrain.dtensor import to_local
 from dtrain.errors import StepError
 from dtrain.memory.device_memory import DeviceMemory, get_device_memory
 from dtrain.memory.oom import is_out_of_memory
 from dtrain.shard.buffers import BufferSnapshot
 from dtrain.state import TrainState
 from dtrain.step.microbatch_search import ProbeResult, RankMemory
-from dtrain.step.oom_guard import StepAborted, StepGuard, use_guard
+from dtrain.step.oom_guard import StepAborted, StepGuard, raise_does_not_fit
 from dtrain.transform import GradFn
 from dtrain.typing import Batch, Metrics
 
@@ -75,37 +81,25 @@ class MicrobatchProber:
         Raises:
             StepError: the loss function writes into its batch, so the step cannot be repeated.
         """
-        while True:
-            result = self._run_guarded_once(inner, state, batch, size, max_microbatches)
-            if not result.guard.retry:
-                return result
-            # The trace was dropped, so the next run has no trace to differ from.
-            state = result.state
-
-    def _run_guarded_once(
-        self, inner: GradFn, state: TrainState, batch: Batch, size: int | None, max_microbatches: int | None
-    ) -> GuardedStepResult:
         multi_rank = state.spec.mesh is not None and get_dist_info().world_size > 1
         rng_snapshot, versions = RNGSnapshot(), _tensor_versions(batch)
         if not multi_rank:
             self.buffers.capture()
+        memory = self.device_memory
         guard = StepGuard(
-            owner=state.run_context,
             traces=self.traces,
             multi_rank=multi_rank,
             max_microbatches=max_microbatches,
             prepare=self.buffers.capture if multi_rank else None,
             on_oom=self.on_oom,
             allocator_retried=self.allocator_retried,
-            read_live_bytes=None
-            if max_microbatches is None or (memory := self.device_memory) is None
-            else lambda: memory.read().live,
+            read_live_bytes=None if max_microbatches is None or memory is None else lambda: memory.read().live,
         )
         started, output = time.monotonic(), None
         try:
-            with use_guard(guard):
-                output = inner(state, batch, **({} if size is None else {"microbatch_size": size}))
-            counts = output[0].step_counts
+            after, metrics = inner(state._replace(guard=guard), batch, **({} if size is None else {"microbatch_size": size}))
+            counts = after.step_counts
+            output = after._replace(guard=None), metrics
         except StepAborted as aborted:
             counts = aborted.counts
         except Exception as error:
@@ -127,6 +121,9 @@ class MicrobatchProber:
         if result.output is None:
             self._restore(state, rng_snapshot)
             _check_batch_unchanged(batch, versions, state.step)
+        if guard.retry:
+            # The trace was dropped, so the next run has no trace to differ from.
+            return self.run_guarded(inner, result.state, batch, size, max_microbatches=max_microbatches)
         return result
 
     def _restore(self, state: TrainState, rng_snapshot: RNGSnapshot) -> None:
@@ -150,7 +147,7 @@ class MicrobatchProber:
         reassign("search")
         ranks = self.gather_memory(before, result.guard.forward_bytes)
         probe = ProbeResult(
-            size=self.largest_batch if size is None else size,
+            size=self.largest_batch if size is None else min(size, self.largest_batch),
             fits=result.fits,
             rank_memory=ranks if result.fits else (),
             seconds=result.seconds,
@@ -230,3 +227,101 @@ def _check_batch_unchanged(batch: Batch, versions: Sequence[tuple[Tensor, int]],
             f"auto_microbatch: step {step}: loss_fn wrote into its batch (a tensor of shape {tuple(changed[0].shape)}), so the "
             "step cannot be repeated with smaller microbatches. Clone tensors before loss_fn changes them."
         )
+
+
+# The smallest shape that optimizers for matrices accept, too.
+_PROBE_SHAPE = (2, 2)
+# Optimizers of these modules change only state and parameters in a step.
+_KNOWN_MODULES = ("torch.optim.", "dtrain.")
+# State tensors per parameter of any other optimizer: as many as Adam has.
+_ASSUMED_STATE_TENSORS = 2
+# A step calls neither of these methods.
+_IGNORED_METHODS = {"__init__", "__repr__"}
+
+
+def reserve_optimizer_state(prefix: str, state: TrainState) -> list[Tensor]:
+    """Allocate tensors as large as the missing optimizer state, on every rank or on no rank.
+
+    Assumed state that does not fit is left out, because the optimizer may need less.
+
+    Collective: one small record.
+
+    Raises:
+        OutOfMemoryError: the state does not fit; on all ranks.
+    """
+    reserved, oom_message = [], ""
+    try:
+        reserved = allocate_missing_state(state.optimizer)
+    except Exception as problem:
+        if not is_out_of_memory(problem):
+            raise
+        oom_message = str(problem) or type(problem).__name__
+    if any(row[0] for row in all_gather_numbers([bool(oom_message)], caller=prefix.partition(":")[0])):
+        reserved.clear()
+        if has_unknown_state(state.optimizer):
+            return reserved
+        raise_does_not_fit(
+            prefix,
+            device=state.device,
+            strategy=state.spec.strategy,
+            oom_message=oom_message,
+            subject="the optimizer's state",
+        )
+    return reserved
+
+
+def allocate_missing_state(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Return tensors as large as the state that ``optimizer`` does not have yet.
+
+    For an optimizer of torch or dtrain, a copy of the optimizer runs a step on a parameter of four numbers. The optimizer
+    itself does not change: state of zeros differs from no state if the first step is special (SGD with dampening). A step of
+    any other optimizer may change objects outside of the optimizer, so two tensors are assumed for each parameter.
+
+    Raises:
+        torch.OutOfMemoryError: the tensors do not fit.
+    """
+    reserved: list[Tensor] = []
+    for group in optimizer.param_groups:
+        new = [param for param in group["params"] if param.requires_grad and not optimizer.state.get(param)]
+        find_dtypes = _assumed_dtypes if has_unknown_state(optimizer) else _probe_state_dtypes
+        dtypes = {param.dtype: find_dtypes(optimizer, group, param) for param in {p.dtype: p for p in new}.values()}
+        for param in new:
+            shard = to_local(param)
+            reserved += [torch.empty_like(shard, dtype=dtype) for dtype in dtypes[param.dtype]]
+    return reserved
+
+
+def has_unknown_state(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True if the state of ``optimizer`` is unknown before its first step, because the user defines its methods."""
+    for base in type(optimizer).__mro__:
+        if base.__module__.startswith(_KNOWN_MODULES):
+            return False
+        if any(callable(value) and name not in _IGNORED_METHODS for name, value in vars(base).items()):
+            return True
+    return True
+
+
+def _assumed_dtypes(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> list[torch.dtype]:
+    return [param.dtype] * _ASSUMED_STATE_TENSORS
+
+
+def _probe_state_dtypes(optimizer: torch.optim.Optimizer, group: dict[str, Any], param: Tensor) -> list[torch.dtype]:
+    """Return the dtypes of the state tensors that have a parameter's shape, for a parameter like ``param``."""
+    probe = torch.nn.Parameter(torch.zeros(_PROBE_SHAPE, dtype=param.dtype, device=to_local(param).device))
+    probe.grad = torch.zeros_like(probe)
+    twin = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[{**group, "params": [probe]}])
+    # The undecorated method runs no hooks, because this is no step of the run.
+    step: Any = type(optimizer).step
+    step = getattr(step, "__wrapped__", step)
+    # An optimizer may use random numbers.
+    rng_snapshot = RNGSnapshot()
+    try:
+        with torch.no_grad():
+            step(twin)
+    # The state of an optimizer that cannot run this step is unknown.
+    except Exception:  # noqa: BLE001
+        return []
+    finally:
+        rng_snapshot.restore()
+    return [value.dtype for value in twin.state[probe].values() if isinstance(value, Tensor) and value.shape == probe.shape]

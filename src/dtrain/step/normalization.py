@@ -66,7 +66,7 @@ class LossNormalizer:
     def weights_mismatch(self, state: TrainState, metrics: Metrics) -> bool:
         """Return True if the losses had other weights than declared; on a GPU the next step reports a weight of zero.
 
-        Mutates: ``state.run_context.pending_weight``, which carries the declared weight, or NaN, to the host.
+        Mutates: ``state.run_context.monitor.pending_weight``, which carries the declared weight, or NaN, to the host.
         """
         if self.global_weight is None:
             return False
@@ -154,8 +154,9 @@ def normalize_grads_(grads: Sequence[Tensor], state: TrainState, normalizer: Los
 
 def _weight_scalar(state: TrainState, device: torch.device) -> AsyncScalar:
     """Return the run's one ``AsyncScalar`` for weights, created on first use."""
-    state.run_context.pending_weight = state.run_context.pending_weight or AsyncScalar(device)
-    return state.run_context.pending_weight
+    monitor = state.run_context.monitor
+    monitor.pending_weight = monitor.pending_weight or AsyncScalar(device)
+    return monitor.pending_weight
 
 
 def _send_to_host(state: TrainState, value: Tensor) -> float | None:

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import NoReturn, TypeVar, cast
+from typing import NoReturn, cast
 
 import torch
 
@@ -23,8 +23,6 @@ from dtrain.errors import OutOfMemoryError, PeerError
 from dtrain.memory.device_memory import get_device_memory
 from dtrain.memory.oom import is_out_of_memory
 from dtrain.typing import Plain
-
-T = TypeVar("T")
 
 
 # Only the modules of this package see this error; no user catches it.
@@ -43,20 +41,25 @@ class StepAborted(Exception):
 
 @dataclass(slots=True, eq=False)
 class StepGuard:
-    """Options and outcome of one guarded step. Fields marked "out" are written by the step.
+    """Options and outcome of one guarded step, which travels in ``TrainState.guard``. Fields marked "out" are outcomes.
+
+        with guard.attempt(plan):
+            ...  # forward and backward
+        if guard.failed:
+            guard.roll_back(undo)
 
     Args:
-        owner: run context of the step, an object that belongs to one run.
         traces: traces of the model's collectives, shared by the steps of a run.
         multi_rank: if True, the model runs on several ranks, and no rank may be left waiting.
         max_microbatches: number of microbatches of a probe, which leaves no gradient; None runs all microbatches.
-        prepare: function called first, which may run out of memory, too.
+        prepare: function that the step calls first in ``attempt``, and which may run out of memory, too.
         on_oom: function called when memory runs out, before any memory is freed.
         allocator_retried: function called after a step that fits; True if the allocator had to free memory.
         read_live_bytes: function that returns the bytes in use; None skips the measurement.
         forward_bytes: out: bytes kept by the first forward.
         samples: out: this rank's samples.
         oom_message: out: message of the allocator on this rank.
+        failed: out: True if the step failed on this rank, or if this rank had to leave the step of another rank.
         status: out: status of this rank.
         statuses: out: status of every rank.
         error: out: error of this rank that is not out of memory.
@@ -64,7 +67,6 @@ class StepGuard:
         retry: out: True if the step says nothing about memory and must be repeated.
     """
 
-    owner: object
     traces: TraceCache
     multi_rank: bool
     max_microbatches: int | None = None
@@ -75,6 +77,7 @@ class StepGuard:
     forward_bytes: int = 0
     samples: int = 0
     oom_message: str = ""
+    failed: bool = False
     status: RankStatus = RankStatus.OK
     statuses: Sequence[RankStatus] = ()
     error: Exception | None = None
@@ -86,54 +89,64 @@ class StepGuard:
         """Return the number of microbatches to run out of ``required``."""
         return required if self.max_microbatches is None else min(required, self.max_microbatches)
 
-    def enter_phase(self, name: str) -> None:
-        """Enter a phase of the step; the memory kept by the first forward is measured between two phases."""
-        if self.read_live_bytes is not None and name == "forward, first":
+    def begin_first_forward(self) -> None:
+        """Start to measure the memory that the first forward keeps for its backward."""
+        if self.read_live_bytes is not None:
             self.forward_bytes = -self.read_live_bytes()
-        elif self.read_live_bytes is not None and self.forward_bytes < 0:
+
+    def end_first_forward(self) -> None:
+        """End the measurement of ``begin_first_forward``."""
+        if self.read_live_bytes is not None:
             self.forward_bytes += self.read_live_bytes()
 
-    def execute(self, body: Callable[[], T], *, plan: object, undo: Callable[[], None]) -> T | None:
-        """Return the result of ``body``; undo it and return None if it fails on this rank or another rank.
+    @contextmanager
+    def attempt(self, plan: object) -> Iterator[None]:
+        """Run the forwards and backwards of the context. An exception ends the context, and is recorded instead of raised.
 
         Args:
-            body: forwards and backwards, up to the exchange of statuses.
-            plan: facts that decide the collectives of ``body``; equal on all ranks.
-            undo: function that frees what a failed step holds; it runs after the frames of ``body`` are gone.
-
-        Collective: the collectives of ``body``, on every rank, also after a failure; see ``dist/collective_replay.py``.
+            plan: facts that decide the collectives of the context; equal on all ranks.
 
         Raises:
             DistError: a collective failed, so this rank waits for no other rank.
-            OutOfMemoryError: this rank has no memory to issue its remaining collectives; the other ranks lose this rank.
         """
-        self.collective_guard = open_guard(self.traces, plan) if self.multi_rank else None
-        value, failed = None, False
+        guard = self.collective_guard = open_guard(self.traces, plan) if self.multi_rank else None
         try:
-            if self.prepare is not None:
-                self.prepare()
-            value = body() if self.collective_guard is None else _run_observed(self.collective_guard, body)
+            if guard is None:
+                yield
+            else:
+                with guard.intercept():
+                    yield
+                    guard.finish()
         except Exception as error:
             if is_collective_error(error):
                 raise
-            failed = True
             # The loss may have replaced the reason for which this rank had to abort by an error of its own.
-            reason = None if self.collective_guard is None else self.collective_guard.exit_reason
-            self.record_failure(error if reason is None else reason)
-        if not failed:
+            self.record_failure(error if guard is None or guard.exit_reason is None else guard.exit_reason)
+        else:
             if self.allocator_retried is not None and self.allocator_retried():
                 self.status |= RankStatus.ALLOCATOR_RETRIED
-            return value
+
+    def roll_back(self, undo: Callable[[], None]) -> None:
+        """Free the memory of a failed ``attempt``, and let the other ranks complete their collectives.
+
+        Args:
+            undo: function that frees the objects of the failed step.
+
+        Collective: the remaining collectives of the attempt, on every rank; see ``dist/collective_replay.py``.
+
+        Raises:
+            OutOfMemoryError: this rank has no memory to issue its remaining collectives; the other ranks lose this rank.
+        """
         # An exception and its frames form a cycle that keeps the tensors of the frames.
         gc.collect()
         undo()
         if self.collective_guard is not None:
             _issue_remaining(self.collective_guard)
             self.collectives_issued = self.collective_guard.collective_index
-        return None
 
     def record_failure(self, error: Exception) -> None:
         """Record that this rank has failed. Mutates: this guard; frees the tensors in the frames of ``error``."""
+        self.failed = True
         if isinstance(error, PeerFailed | CollectivesChanged):
             self.status |= RankStatus.COLLECTIVES_CHANGED if isinstance(error, CollectivesChanged) else RankStatus.OK
             _free_frames(error)
@@ -183,13 +196,6 @@ class StepGuard:
         raise StepAborted(counts, self.statuses)
 
 
-def _run_observed(guard: CollectiveGuard, body: Callable[[], T]) -> T:
-    with guard.intercept():
-        value = body()
-        guard.finish()
-    return value
-
-
 def _issue_remaining(guard: CollectiveGuard) -> None:
     try:
         guard.issue_remaining()
@@ -208,30 +214,6 @@ def _free_frames(error: BaseException) -> None:
     while chain is not None:
         traceback.clear_frames(chain.__traceback__)
         chain.__traceback__, chain = None, chain.__cause__ or chain.__context__
-
-
-@dataclass(slots=True)
-class _CurrentGuard:
-    guard: StepGuard | None = None
-
-
-_CURRENT = _CurrentGuard()
-
-
-@contextmanager
-def use_guard(guard: StepGuard) -> Iterator[None]:
-    """Guard the next ``microbatch_step`` of the guard's run. Mutates: this process's current guard, while the block runs."""
-    previous, _CURRENT.guard = _CURRENT.guard, guard
-    try:
-        yield
-    finally:
-        _CURRENT.guard = previous
-
-
-def current_guard(owner: object) -> StepGuard | None:
-    """Return the current guard if it belongs to ``owner``."""
-    guard = _CURRENT.guard
-    return guard if guard is not None and guard.owner is owner else None
 
 
 # In the order of their cost: (remedy, strategies that it replaces; none means that it always applies).

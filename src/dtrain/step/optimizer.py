@@ -5,23 +5,30 @@ Ctrl-C is delayed while an update runs, so that an interrupt finds the state bef
 
 from __future__ import annotations
 
+import math
 import signal
 import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from types import FrameType, TracebackType
 from typing import Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from dtrain import spans
 from dtrain.dist.batch_info import UNTRACKED_BATCHES
-from dtrain.dtensor import global_norm, scale_
+from dtrain.dist.init import get_dist_info
+from dtrain.dist.timeout_report import report_missing_ranks
+from dtrain.dtensor import global_norm, scale_, to_local
 from dtrain.errors import ConfigError, NonFiniteError, StepError
+from dtrain.metrics import make_metric
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState, check_state, mark_interrupted_write
-from dtrain.step.finite import all_finite, nonfinite_loss_counter, nonfinite_param_names
 from dtrain.step.step_clock import next_clock
-from dtrain.typing import Metrics, Params, make_metric
+from dtrain.transform import UpdateFn
+from dtrain.typing import Metrics, Params, TransformState
 
 
 def clip_grad_norm_(params: Params, max_norm: float, *, eps: float = 1e-6) -> Tensor:
@@ -127,7 +134,7 @@ def apply_gradients(
 
 
 def _count_skipped_update(state: TrainState, *, broken: bool) -> None:
-    counter = nonfinite_loss_counter(state)
+    counter = state.run_context.monitor.nonfinite_losses
     counter.skipped_updates = counter.skipped_updates + 1 if broken else 0
     if counter.limit is None or counter.skipped_updates < counter.limit:
         return
@@ -138,6 +145,75 @@ def _count_skipped_update(state: TrainState, *, broken: bool) -> None:
         f"apply_gradients: step {state.step}: a gradient is not finite, {skipped} steps in a row (on this rank: {names}). The "
         "updates were skipped, so the parameters are intact. Lower the learning rate, clip, or look at the batches."
     )
+
+
+def all_finite(tensors: Iterable[Tensor], device: torch.device, *, caller: str = "all_finite") -> Tensor:
+    """Return True (bool ``[]``, equal on every rank) if no element of any tensor is infinite or NaN on any rank.
+
+    Args:
+        tensors: plain tensors and DTensors, of any dtype.
+        device: device of the result, which is the device of the training group.
+        caller: function named in the error if ranks are missing.
+
+    Collective: one all-reduce of float32 ``[]`` over all ranks. Host sync: none, except for tensors on another device.
+    """
+    shards_by_kind = defaultdict(list)
+    for tensor in tensors:
+        shard = to_local(tensor)
+        # torch._foreach_norm fails on empty tensors.
+        if shard.numel():
+            shards_by_kind[shard.dtype, shard.device].append(shard)
+    broken = torch.zeros((), device=device)
+    for shards in shards_by_kind.values():
+        largest = torch.stack(torch._foreach_norm(shards, math.inf))
+        broken += (~torch.isfinite(largest)).sum().to(device)
+    if get_dist_info().world_size > 1:
+        with report_missing_ranks(caller):
+            dist.all_reduce(broken)
+    return broken == 0
+
+
+def nonfinite_param_names(params: Params) -> str:
+    """Return the names of parameters whose gradient is infinite or NaN on this rank: the first three, or ``none``.
+
+    Host sync: one for each parameter.
+    """
+    grads = {name: to_local(param.grad) for name, param in params.items() if param.grad is not None}
+    names = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
+    return f"{', '.join(names[:3]) or 'none'}{', ...' if len(names) > 3 else ''}"
+
+
+def update_if_finite(
+    update: UpdateFn, state: TrainState, metrics: Metrics, *, name: str, next_state: Callable[[bool], TransformState]
+) -> tuple[TrainState, Metrics]:
+    """Run ``update`` if all gradients are finite on all ranks, else skip the update. All transforms that skip updates use this.
+
+    Args:
+        update: function that applies the gradients.
+        state: state with gradients.
+        metrics: metrics of the step; ``skipped`` is added, 1 for a skipped update.
+        name: name of the transform.
+        next_state: function of ``skipped`` that returns the next state of the transform, or raises.
+
+    Collective: as ``all_finite``. Host sync: one, because the host decides.
+    """
+    grads = [param.grad for param in state.params.values() if param.grad is not None]
+    broken = not bool(all_finite(grads, state.device, caller=name))
+    content = next_state(broken)
+    if not broken:
+        state, metrics = update(state, metrics)
+    skipped = make_metric(float(broken), 1.0, state.device)
+    return state.with_transform_state(name, content), {"skipped": skipped, **metrics}
+
+
+def nonfinite_param_names(params: Params) -> str:
+    """Return the names of parameters whose gradient is infinite or NaN on this rank: the first three, or ``none``.
+
+    Host sync: one for each parameter.
+    """
+    grads = {name: to_local(param.grad) for name, param in params.items() if param.grad is not None}
+    names = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
+    return f"{', '.join(names[:3]) or 'none'}{', ...' if len(names) > 3 else ''}"
 
 
 def tick(state: TrainState) -> TrainState:

@@ -18,10 +18,10 @@ from dtrain.dtensor import is_dtensor, to_local
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
-from dtrain.step.compose import Step, check_step_parts, make_step, wrap_grad, wrap_update
+from dtrain.step.compose import Step, check_step_parts, wrap_grad, wrap_update
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.microbatches import CountFn, SplitFn
-from dtrain.step.optimizer import DelayedInterrupt, apply_gradients
+from dtrain.step.optimizer import apply_gradients
 from dtrain.transform import Transform
 from dtrain.typing import Batch, LossFn, Metrics, WeightFn
 
@@ -80,15 +80,18 @@ def optimizer_in_backward(
     grad = partial(microbatch_step, weight_fn=weight_fn, batch_spec=batch_spec, split=split, count=count)
     compute = wrap_grad(loss_fn, transforms, partial(grad, microbatch_size=microbatch_size))
 
-    def body(state: TrainState, batch: Batch, interrupt: DelayedInterrupt) -> tuple[TrainState, Metrics]:
-        interrupt.begin()
-
+    def update_all(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             return _compute_and_apply(state, metrics, lambda: compute(state, batch))
 
         return wrap_update(transforms, update_fn)(state, {})
 
-    return make_step(transforms, body)
+    return Step(
+        transforms=tuple(transforms),
+        grad=update_all,
+        update=lambda state, metrics: (state, metrics),
+        updates_in_backward=True,
+    )
 
 
 def _check_transforms(transforms: Sequence[Transform], weight_fn: WeightFn) -> None:
@@ -113,7 +116,7 @@ def _compute_and_apply(
     if isinstance(state.optimizer, torch.optim.LBFGS):
         raise ConfigError("optimizer_in_backward: LBFGS needs all parameters together. Use another optimizer.")
     done: set[int] = set()
-    with _invalidate_state_on_error(state):
+    with _invalidate_state_on_error(state, done):
         with grad_sync_of(state.model).on_grad_ready(list(state.params.values()), partial(_apply, state, done)):
             state, step_metrics = compute()
         remaining = [param for param in state.params.values() if param.grad is not None]
@@ -138,7 +141,6 @@ def _apply(state: TrainState, done: set[int], params: Sequence[Tensor]) -> None:
     if not params:
         return
     done.update(map(id, params))
-    state.run_context.partially_stepped = True
     grads = [to_local(param.grad) for param in params if param.grad is not None]
     with _restrict_optimizer_to(state.optimizer, {id(param) for param in params}) as nonempty:
         if nonempty:
@@ -170,15 +172,12 @@ def _restrict_optimizer_to(optimizer: torch.optim.Optimizer, chosen: set[int]) -
 
 
 @contextmanager
-def _invalidate_state_on_error(state: TrainState) -> Iterator[None]:
-    """Spend ``state`` if an error ends the context after the optimizer has run on some parameters."""
-    state.run_context.partially_stepped = False
+def _invalidate_state_on_error(state: TrainState, done: set[int]) -> Iterator[None]:
+    """Spend ``state`` if an error ends the context after the optimizer has run on some parameters, ``done``."""
     try:
         yield
     except BaseException as error:
-        if state.run_context.partially_stepped:
+        if done:
             state.run_context.interrupted_write = _STATE_LOST
             error.add_note(_STATE_LOST)
         raise
-    finally:
-        state.run_context.partially_stepped = False

@@ -35,7 +35,7 @@ def begin_step(state: TrainState, batch: Batch) -> TrainState:
     history = state.loader_history
     repeated = origin.status is history.last_batch
     if not history.loaders or origin.loader is not history.loaders[-1]:
-        if origin.loader in history.loaders and state.run_context.loader is None:
+        if origin.loader in history.loaders and state.loader is None:
             clock = state.clock.without_epochs(_ALTERNATING_LOADERS)
             step_batch = StepBatch(info=origin, repeated=False, clock_before=state.clock, statuses=statuses)
             return state._replace(step_batch=step_batch, clock=clock)
@@ -67,7 +67,7 @@ def _mark_begun(origins: list[BatchInfo]) -> tuple[BatchStatus, ...]:
 
 def _find_origin(state: TrainState, infos: list[BatchInfo]) -> tuple[BatchInfo | None, str]:
     """Return the element of ``infos`` whose epochs count, or the reason why there is none."""
-    loader = state.run_context.loader
+    loader = state.loader
     if loader is not None:
         infos = [info for info in infos if info.loader is loader.identity]
         if not infos:

@@ -18,7 +18,7 @@ from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.precision import Precision
 from dtrain.step.auto_microbatch import auto_microbatch
-from dtrain.step.finite import all_finite
+from dtrain.step.optimizer import all_finite
 from dtrain.testing import count_collectives, count_host_syncs
 from dtrain.transform import StepContext, Transform
 from dtrain.transforms.precision.autocast import autocast

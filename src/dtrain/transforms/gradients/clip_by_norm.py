@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dtrain.arguments import check_number
+from dtrain.metrics import unit_weight
 from dtrain.schedules.hyperparameter import hyperparameter
 from dtrain.state import TrainState
 from dtrain.step.optimizer import clip_grad_norm_
 from dtrain.transform import Transform, UpdateFn
-from dtrain.typing import Metric, Metrics, Schedule, unit_weight
+from dtrain.typing import Metric, Metrics, Schedule
 
 
 def clip_by_norm(max_norm: float | Schedule, *, eps: float = 1e-6) -> Transform:

@@ -14,11 +14,12 @@ from dtrain.dist.rng import RNGSnapshot
 from dtrain.dtensor import from_local_like, global_norm, to_local
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
+from dtrain.metrics import unit_weight
 from dtrain.schedules.hyperparameter import hyperparameter
 from dtrain.shard.buffers import BufferSnapshot
 from dtrain.state import TrainState
 from dtrain.transform import GradFn, Transform
-from dtrain.typing import Batch, Metric, Metrics, Params, Schedule, TransformState, unit_weight
+from dtrain.typing import Batch, Metric, Metrics, Params, Schedule, TransformState
 
 _NAME = "noise_scale"
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from dtrain.errors import ConfigError, NonFiniteError
+from dtrain.run_context import MAX_NONFINITE_STEPS, NonfiniteLossCounter
 from dtrain.state import TrainState
-from dtrain.step.finite import MAX_NONFINITE_STEPS, nonfinite_param_names, set_nonfinite_limit, update_if_finite
+from dtrain.step.optimizer import nonfinite_param_names, update_if_finite
 from dtrain.transform import Transform, UpdateFn
 from dtrain.typing import Metrics, TransformState
 
@@ -98,7 +99,7 @@ def nonfinite(action: Literal["skip", "raise", "allow"] = "skip", *, in_a_row: i
 
 
 def _init_loss_watch(state: TrainState, limit: int | None) -> TransformState:
-    set_nonfinite_limit(state, limit)
+    state.run_context.monitor.nonfinite_losses = NonfiniteLossCounter(limit=limit)
     return {}
 
 

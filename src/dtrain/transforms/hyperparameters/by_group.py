@@ -11,10 +11,11 @@ from torch import Tensor
 from dtrain.clock import Clock
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns
+from dtrain.metrics import make_metric
 from dtrain.schedules.hyperparameter import Hyperparameter, hyperparameter, is_number
 from dtrain.state import TrainState
 from dtrain.transform import Transform, UpdateFn
-from dtrain.typing import Metrics, Schedule, TransformState, make_metric
+from dtrain.typing import Metrics, Schedule, TransformState
 
 ByGroup: TypeAlias = "float | Schedule | Mapping[str, float | Schedule]"
 """A number or schedule for all groups, or one per group name or pattern. ``"head"`` also selects ``head.no_decay``."""

@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from dtrain.arguments import check_int, check_number
 from dtrain.dtensor import scale_
 from dtrain.errors import ConfigError, NonFiniteError
+from dtrain.metrics import make_metric
 from dtrain.schedules.hyperparameter import is_number
 from dtrain.state import TrainState
-from dtrain.step.finite import update_if_finite
+from dtrain.step.optimizer import update_if_finite
 from dtrain.transform import GradStep, Transform, UpdateFn
-from dtrain.typing import Batch, LossFn, LossSum, Metrics, TransformState, make_metric
+from dtrain.typing import Batch, LossFn, LossSum, Metrics, TransformState
 
 _NAME = "loss_scale"
 

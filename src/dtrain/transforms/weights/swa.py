@@ -11,13 +11,14 @@ from dtrain.arguments import check_choice
 from dtrain.clock import Clock
 from dtrain.durations import Duration, parse_window
 from dtrain.errors import ConfigError
+from dtrain.metrics import make_metric
 from dtrain.schedules.hyperparameter import hyperparameter
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
 from dtrain.step.step_clock import ends_interval, next_clock
 from dtrain.transform import Transform, UpdateFn
 from dtrain.transforms.weights.averaging import copy_params_, elapsed_fraction, init_average, lerp_
-from dtrain.typing import Metrics, Params, Schedule, TransformState, make_metric
+from dtrain.typing import Metrics, Params, Schedule, TransformState
 
 _NAME = "swa"
 

@@ -1,0 +1,293 @@
+"""Run the parts that all gradient functions share: synchronization of ranks, reduction, normalization and rollback."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from dtrain import spans
+from dtrain.dist.init import get_dist_info
+from dtrain.dist.rng import hash_rng_state
+from dtrain.dist.step_sync import (
+    BackwardSync,
+    RankStatus,
+    StepCounts,
+    check_rng_in_sync,
+    sync_after_backward,
+    sync_before_forward,
+)
+from dtrain.dist.timeout_report import report_missing_ranks
+from dtrain.errors import ConfigError, StepError
+from dtrain.memory.device_memory import release_cached_memory
+from dtrain.shard.buffers import buffer_sync_of
+from dtrain.shard.grad_sync import all_reduce_grads_, grad_sync_of
+from dtrain.state import TrainState, check_state
+from dtrain.step.microbatches import Microbatches
+from dtrain.step.normalization import LossNormalizer, MetricAccumulator, build_normalizer, normalize_grads_
+from dtrain.step.oom_guard import StepGuard
+from dtrain.step.sanity_checks import hash_first_batch, warn_if_equal_batches
+from dtrain.step.step_clock import begin_step, with_agreed_position
+from dtrain.typing import Batch, Metrics
+
+
+class GradientRun:
+    """Context of one gradient: ranks synchronize before forward and after backward; gradients are reduced and normalized.
+
+        with GradientRun(state, batch, "microbatch_step") as run:
+            run.synchronize(prepare)
+            with run.guarded():
+                ...  # forwards and backwards, between run.begin_forwards and run.end_backwards
+            return run.finish()
+
+    An exception drops the gradients. If the step is guarded, ``guarded`` ends at an out-of-memory error, and ``finish`` rolls
+    the step back on all ranks.
+
+    Args:
+        state: state whose gradient is computed.
+        batch: this rank's samples, with their position in the loader.
+        caller: name of the gradient function, for messages.
+
+    Attributes:
+        microbatches: this rank's microbatches, after ``synchronize``.
+        num_microbatches: number of forwards and backwards, equal on all ranks, after ``begin_forwards``.
+    """
+
+    __slots__ = (
+        "_batch",
+        "_buffers",
+        "_caller",
+        "_counts",
+        "_metrics",
+        "_normalizer",
+        "_report",
+        "_synchronized",
+        "_weights",
+        "grad_sync",
+        "guard",
+        "microbatches",
+        "num_microbatches",
+        "state",
+    )
+
+    def __init__(self, state: TrainState, batch: Batch, caller: str) -> None:
+        self.state, self._batch, self._caller = state, batch, caller
+        self.microbatches = Microbatches(batch=None)
+        self.num_microbatches = 0
+        self._metrics: Metrics = {}
+        self._weights: Mapping[str, Tensor | float] = {}
+        self._normalizer = LossNormalizer(local_weights={}, factors={})
+        self._synchronized = False
+
+    def __enter__(self) -> GradientRun:
+        spans.begin("step", 0)
+        try:
+            self._check_state()
+        except BaseException:
+            spans.end("step")
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            if self._synchronized:
+                self._report.__exit__(kind, error, trace)
+        finally:
+            if self._synchronized and error is not None:
+                self.grad_sync.abort()
+                self.state.drop_gradients()
+            spans.end("step")
+
+    def _check_state(self) -> None:
+        """Check the state, and find the batch's position in its loader, unless a composed step has found it."""
+        state, caller = self.state, self._caller
+        check_state(state, caller, f"state, metrics = dt.{caller}(state, batch, loss_fn=loss_fn)")
+        state._check_not_stale(caller)
+        if state.step_batch is None:
+            self.state = state = begin_step(state, self._batch)
+        if state.spec.mesh is None and (world_size := get_dist_info().world_size) > 1:
+            raise ConfigError(
+                f"{caller}: {world_size} ranks run, but the model is on no mesh, so gradients would not be reduced. Call "
+                "dt.shard_model before Step.init."
+            )
+        self.guard: StepGuard | None = state.guard
+        self.grad_sync, self._buffers = grad_sync_of(state.model), buffer_sync_of(state.model)
+        self._report = report_missing_ranks(caller)
+
+    def synchronize(self, prepare: Callable[[], tuple[Microbatches, Mapping[str, Tensor | float]]]) -> None:
+        """Agree with all ranks on the step that is about to run, and drop earlier gradients.
+
+        Args:
+            prepare: function that counts and splits this rank's batch, and returns its declared weights. Its errors reach all
+                ranks.
+
+        Collective: one record on the control group.
+        """
+        error: Exception | None = None
+        try:
+            self.microbatches, self._weights = prepare()
+        # User functions may raise any exception; it is raised below, on all ranks.
+        except Exception as problem:  # noqa: BLE001
+            error = problem
+        self._counts = self._sync_before_forward(error)
+        self.state.drop_gradients()
+        self.grad_sync.begin_step(within_replica=self.state.spec.replica_info is not None)
+        self._buffers.begin_step()
+        self._report.__enter__()
+        self._synchronized = True
+
+    def _sync_before_forward(self, error: Exception | None) -> StepCounts:
+        state, microbatches, guard = self.state, self.microbatches, self.guard
+        monitor, spec, now = state.run_context.monitor, state.spec, time.monotonic()
+        weight = None if monitor.pending_weight is None else monitor.pending_weight.try_read()
+        weightless = weight is not None and not weight > 0
+        if weightless and monitor.pending_weight is not None:
+            # Report a zero weight once; the next step reports its own weight.
+            monitor.pending_weight.clear()
+        first_nonfinite = monitor.nonfinite_losses.first_failed_step()
+        elapsed_s = 0.0 if monitor.last_step_started_at is None else now - monitor.last_step_started_at
+        monitor.last_step_started_at = now
+        batch_hash = hash_first_batch(state, microbatches.batch) if error is None and microbatches.samples else 0
+        counts = sync_before_forward(
+            samples=microbatches.samples,
+            tokens=microbatches.tokens,
+            microbatches=len(microbatches.batches),
+            zero_weight_seen=weightless,
+            diverged_at=0 if first_nonfinite is None else first_nonfinite + 1,
+            nonfinite_limit=monitor.nonfinite_losses.limit or 0,
+            loss_terms=list(self._weights),
+            error=error,
+            run_key=id(state.run_context),
+            step=state.step,
+            ranks_per_batch=spec.ranks_per_batch,
+            rng_hash=hash_rng_state(state.device) if spec.ranks_per_batch > 1 else 0,
+            batch_hash=batch_hash,
+            plan_digest=0 if guard is None else guard.traces.digest(*self.replay_conditions(), guard.max_microbatches or 0),
+            batch_info=state.step_batch.info if state.step_batch is not None else None,
+            elapsed_s=elapsed_s,
+        )
+        warn_if_equal_batches(state, counts, batch_hash)
+        if guard is not None and not counts.same_plan:
+            guard.traces.clear()
+        # A second call for one step (a retry, a method with two gradients) adds its time to the time of the first call.
+        return replace(counts, seconds=counts.seconds + state.step_counts.seconds) if state.step_counts else counts
+
+    def guarded(self) -> AbstractContextManager[object]:
+        """Return the context of all forwards and backwards, which ends at an out-of-memory error of a guarded step."""
+        guard, required = self.guard, self.required_microbatches
+        if guard is None:
+            return nullcontext()
+        guard.samples = self.microbatches.samples
+        # The plan holds only facts that ranks agree on: ranks with different plans would run in different modes.
+        return guard.attempt((min(required, guard.max_microbatches or required), *self.replay_conditions()))
+
+    @property
+    def required_microbatches(self) -> int:
+        """Number of microbatches of the rank with the most microbatches."""
+        return self._counts.microbatches
+
+    def replay_conditions(self) -> tuple[int, ...]:
+        """Return the facts that decide the collectives of a step: the mode of the model and the frozen parameters."""
+        state = self.state
+        frozen = (param.requires_grad for param in state.params.values())
+        return (state.model.training, state.spec.replica_info is not None, *frozen)
+
+    def begin_forwards(self) -> LossNormalizer:
+        """Return the normalizer of the losses. Collective: one all-reduce of the declared weights, if there are any."""
+        guard, required = self.guard, self.required_microbatches
+        if guard is not None and guard.prepare is not None:
+            guard.prepare()
+        self.num_microbatches = required if guard is None else guard.limit_microbatches(required)
+        self._normalizer = build_normalizer(self._weights, self.state.device, self.state.spec)
+        return self._normalizer
+
+    def end_backwards(self, sums: MetricAccumulator) -> None:
+        """End the forwards and backwards, with the sums of their losses."""
+        self.grad_sync.add_stashed_grads(self.state.params.values())
+        self._metrics = sums.metrics()
+        if self.guard is not None:
+            _check_reduction_memory(self.state, self._buffers.num_bytes)
+
+    def finish(self) -> tuple[TrainState, Metrics]:
+        """Synchronize after backward, reduce and normalize the gradients; return the state with its counts, and the metrics.
+
+        Collective: one record on the control group, for a sharded model on several ranks or a guarded step; the reductions of
+        gradients that FSDP2 does not reduce, of buffers, and of weights.
+
+        Raises:
+            StepAborted: a guarded step failed on some rank, and is rolled back on all ranks.
+        """
+        guard, state, metrics = self.guard, self.state, self._metrics
+        if guard is not None and guard.failed:
+            guard.roll_back(self._free_memory)
+        outcome = self._sync_after_backward()
+        self.grad_sync.confirm_order()
+        if guard is None or guard.max_microbatches is None:
+            check_rng_in_sync(self._counts, state.device)
+            self._reduce_and_normalize(outcome)
+            state.run_context.monitor.nonfinite_losses.record(state.step, metrics["loss"].total)
+        self.grad_sync.end_step()
+        return with_agreed_position(state._replace(step_counts=self._counts)), metrics
+
+    def _free_memory(self) -> None:
+        self.grad_sync.abort_all()
+        self.state.drop_gradients()
+        release_cached_memory(self.state.device)
+
+    def _sync_after_backward(self) -> BackwardSync:
+        """Exchange the outcome of backward between ranks. A guarded step that failed on any rank ends here."""
+        guard, state = self.guard, self.state
+        status = RankStatus.OK if guard is None else guard.status
+        # A probe has not run all microbatches that the weights belong to.
+        complete = guard is None or (guard.max_microbatches is None and not guard.failed)
+        mismatch = complete and self._normalizer.weights_mismatch(state, self._metrics)
+        outcome = BackwardSync(statuses=[status])
+        if state.spec.mesh is not None or mismatch:
+            outcome = sync_after_backward(
+                unit_order=self.grad_sync.reduction_order,
+                params_without_grad=self.grad_sync.params_without_grad(state),
+                changed_buffers=self._buffers.changed_modules(),
+                weights_mismatch=mismatch,
+                status=status,
+                collective_index=0 if guard is None else guard.collectives_issued,
+            )
+        if guard is not None:
+            guard.raise_if_failed(outcome, self._counts)
+        return outcome
+
+    def _reduce_and_normalize(self, outcome: BackwardSync) -> None:
+        """Reduce the gradients of ignored parameters, which FSDP2 does not reduce, and divide by the global weight."""
+        state = self.state
+        for name in outcome.unused_params:
+            state.params[name].grad = None
+        if state.spec.mesh is not None:
+            _reduce_ignored_params(state, outcome.unused_params)
+            self._buffers.sync_(outcome.changed_buffers)
+        grads = [param.grad for param in state.params.values() if param.grad is not None]
+        if not grads and not self.grad_sync.grads_taken:
+            raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")
+        normalize_grads_(grads, state, self._normalizer, self._metrics)
+
+
+def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:
+    """Allocate the memory of the final reductions once, so that a shortage raises before ranks exchange their outcome."""
+    ignored = [state.params[name] for name in state.spec.ignored_params if state.params[name].requires_grad]
+    if state.spec.mesh is not None and (ignored or buffer_bytes):
+        missing = [torch.empty_like(param) for param in ignored if param.grad is None]
+        largest = max(2 * sum(param.numel() * param.element_size() for param in ignored), 3 * buffer_bytes)
+        flat = torch.empty(largest, dtype=torch.uint8, device=state.device)
+        del missing, flat
+
+
+def _reduce_ignored_params(state: TrainState, unused: Sequence[str]) -> None:
+    ignored = [state.params[name] for name in state.spec.ignored_params if name not in unused]
+    params = [param for param in ignored if param.requires_grad]
+    for param in params:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+    all_reduce_grads_([param.grad for param in params if param.grad is not None], state.spec)
