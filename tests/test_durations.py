@@ -105,10 +105,10 @@ def test_steps_that_cannot_be_told_are_refused(text, run, message):
     [
         ({"total": "1dur"}, "total must be in another unit than 'dur', a share of the total, got '1dur'"),
         ({"total": 0}, "needs at least 1 ba, got 0"),
-        ({"steps_per_epoch": 1.5}, "steps_per_epoch must be a whole number, got 1.5"),
-        ({"steps_per_epoch": 0}, "steps_per_epoch must be a positive number, got 0"),
-        ({"samples_per_step": -1}, "samples_per_step must be a positive number, got -1"),
-        ({"tokens_per_step": "8"}, "tokens_per_step must be a positive number, got '8'"),
+        ({"steps_per_epoch": 1.5}, "steps_per_epoch must be an integer of at least 1, got 1.5"),
+        ({"steps_per_epoch": 0}, "steps_per_epoch must be an integer of at least 1, got 0"),
+        ({"samples_per_step": -1}, "samples_per_step must be a finite number above 0, got -1"),
+        ({"tokens_per_step": "8"}, "tokens_per_step must be a finite number above 0, got '8'"),
     ],
 )
 def test_a_length_that_is_none_is_refused(given, message):

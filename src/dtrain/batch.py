@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_int
 from dtrain.dist.batch_info import BatchInfo
 from dtrain.errors import ConfigError
 from dtrain.typing import Batch, is_tensordict
@@ -208,9 +209,8 @@ def split_into_microbatches(batch: Batch, microbatch_size: int, samples: int, ba
 
 
 def check_microbatch_size(microbatch_size: int) -> None:
-    """Raise ``ConfigError`` unless ``microbatch_size`` is a whole number of at least 1."""
-    if isinstance(microbatch_size, bool) or not isinstance(microbatch_size, int) or microbatch_size < 1:
-        raise ConfigError(f"split_batch: needs a whole number of at least 1, got {microbatch_size=}")
+    """Raise ``ConfigError`` unless ``microbatch_size`` is an integer of at least 1."""
+    check_int("split_batch", "microbatch_size", microbatch_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
+from dtrain.arguments import check_int, check_number
 from dtrain.errors import ConfigError
 
 UNITS = {
@@ -186,15 +187,13 @@ class RunLength:
         put(self, "total", None if total is None else Duration.parse(total))
         if self.total is not None and self.total.unit == "dur":
             raise ConfigError(f"RunLength: total must be in another unit than 'dur', a share of the total, got {str(total)!r}")
-        if steps_per_epoch is not None and type(steps_per_epoch) is not int:
-            raise ConfigError(f"RunLength: steps_per_epoch must be a whole number, got {steps_per_epoch!r}")
+        if steps_per_epoch is not None:
+            check_int("RunLength", "steps_per_epoch", steps_per_epoch)
         put(self, "steps_per_epoch", steps_per_epoch)
-        put(self, "samples_per_step", samples_per_step)
-        put(self, "tokens_per_step", tokens_per_step)
-        for name in ("steps_per_epoch", "samples_per_step", "tokens_per_step"):
-            value = getattr(self, name)
-            if value is not None and (type(value) not in (int, float) or not 0 < value < math.inf):
-                raise ConfigError(f"RunLength: {name} must be a positive number, got {value!r}")
+        for name, value in (("samples_per_step", samples_per_step), ("tokens_per_step", tokens_per_step)):
+            if value is not None:
+                check_number("RunLength", name, value, above=0)
+            put(self, name, value)
 
     def steps(self) -> int:
         """Return the whole run in steps.

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtrain.arguments import check_number
 from dtrain.dist.differentiable import vocab_parallel_cross_entropy
 from dtrain.dtensor import local_last_dim
 from dtrain.errors import ConfigError
@@ -134,8 +135,7 @@ def _check_soft_targets(logits: Tensor, targets: Tensor, smoothing: float) -> No
             f"soft_cross_entropy: needs logits [*, classes], and targets [*] of indices or [*, classes] of probabilities, got "
             f"{tuple(logits.shape)} and {tuple(targets.shape)} {targets.dtype}"
         )
-    if isinstance(smoothing, bool) or not isinstance(smoothing, int | float) or not 0 <= smoothing <= 1:
-        raise ConfigError(f"soft_cross_entropy: smoothing must be in [0, 1], got {smoothing=}")
+    check_number("soft_cross_entropy", "smoothing", smoothing, minimum=0, maximum=1)
 
 
 def jensen_shannon(logits: Sequence[Tensor]) -> LossSum:

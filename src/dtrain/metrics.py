@@ -14,7 +14,19 @@ from dtrain.typing import Metric, Metrics
 
 
 def make_metric(total: Tensor | float, weight: Tensor | float, device: torch.device) -> Metric:
-    """Make a ``Metric`` in float64 on ``device``, without a host sync. Sums of many tokens stay exact."""
+    """Make a ``Metric`` in float64 on ``device``, without a host sync. Sums of many tokens stay exact.
+
+    Args:
+        total: weighted sum on this rank, scalar ``[]`` or a number.
+        weight: weight of the sum, scalar ``[]`` or a number.
+        device: device of the metric, such as ``state.device``.
+
+    Example:
+        >>> import dtrain as dt
+        >>> metric = dt.monitors.make_metric(3.0, 2.0, torch.device("cpu"))
+        >>> metric.total.item(), metric.weight.item()
+        (3.0, 2.0)
+    """
 
     def scalar(x: Tensor | float) -> Tensor:
         # torch.full fills on the device. torch.tensor would copy from the host.

@@ -38,7 +38,7 @@ class Tracer(torch.autograd.Function):
 
 
 def inside_backward() -> None:
-    """Where the faults strike that are to strike inside of backward."""
+    """Do nothing: a fault replaces this function to fail inside of backward."""
 
 
 class Block(nn.Module):

@@ -26,7 +26,7 @@ Body = Callable[[int], Any]
 def endings(
     body: Body, world_size: int, folder: Path, *, meanwhile: Callable[[list[int]], None] | None = None, **env: str
 ) -> tuple[list[int], list[Any]]:
-    """How each of the ranks ended that run ``body(rank)``: exit codes (negative: by a signal), and what the bodies returned.
+    """Run ``body(rank)`` on each rank; return the exit codes (negative: by a signal), and what the bodies returned.
 
     A body may call ``say`` before it ends otherwise; None stands for a rank that has said nothing. ``meanwhile`` gets the pids.
     """

@@ -219,7 +219,7 @@ def test_a_loss_that_writes_into_its_batch_is_caught(ranks):
 
 
 def steady(strategy: str) -> dict:
-    """What the third step communicates and waits for, against a fixed size."""
+    """Return the collectives and host syncs of the third step, and of a step with a fixed size."""
     seen = {}
     for name, transforms, grad in (
         ("auto", [auto_microbatch(initial=4, grow_interval=None)], microbatch_step),

@@ -123,7 +123,7 @@ class Pair:
             )
 
     def calls(self, at: str) -> int:
-        """How often a step comes by ``at``."""
+        """Return the number of times that a step reaches ``at``."""
         self.begin_large()
         with inject_fault("delay", at=at, call=None, seconds=0) as point:
             self.state, _ = self.auto(self.state, torch.zeros(SAMPLES, 6))

@@ -271,7 +271,7 @@ class Hurried:
 
 
 def crossed_by_the_wall_clock() -> list[list[bool]]:
-    """What is said of wall-clock intervals after each of some steps, on a rank whose own clock runs wildly."""
+    """Return the answers about wall-clock intervals after each step, on a rank whose own clock is wrong."""
     seen: list[int] = []
 
     def act(inner):

@@ -88,7 +88,7 @@ def test_other_batches_are_not_taken_for_equal_ones(ranks):
 
 
 def hashed(kind: str) -> int:
-    """How many batches are looked at."""
+    """Return the number of hashed batches."""
     from dtrain.step import sanity_checks
 
     looked = []

@@ -50,7 +50,7 @@ def test_each_sample_counts_once_on_any_number_of_ranks(ranks, world_size):
 
 
 def predictions(global_batch_size: int, tail: str) -> list[float]:
-    """What the model says of each sample, in the dataset's order, on every rank; evaluated by hand."""
+    """Return the model's output for each sample, in the order of the dataset, on every rank."""
     mesh = build_mesh()
     net = shard_model(model(), mesh, blocks=(nn.Linear,))
     samples = [{"index": index, "x": x} for index, x in enumerate(DATA)]

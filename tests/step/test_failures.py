@@ -78,7 +78,7 @@ def broken(where: str, nth: int):
 
 
 def left_over(state: TrainState) -> list[str]:
-    """What a step must not leave behind."""
+    """Return everything that a failed step must not change."""
     net = state.model
     found = [f"gradient of {name}" for name, p in state.params.items() if p.grad is not None]
     for module in net.modules():
@@ -135,7 +135,7 @@ def test_a_step_that_failed_leaves_nothing_behind(ranks, strategy, accumulate, w
 
 
 def first_error(where: str) -> str:
-    """What a loss that fails at the very first call is reported as."""
+    """Return the error of a loss that fails in its first call."""
     state = sharded("full_shard")
     with pytest.raises(MemoryError) as error:
         microbatch_step(state, batch(), loss_fn=broken(where, 1), microbatch_size=2)

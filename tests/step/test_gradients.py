@@ -88,7 +88,7 @@ def differences(strategy: str, splits: list, dtype: str) -> list[float]:
 
 
 def is_quick(world: int, strategy: str, dtype: str) -> bool:
-    """What a float64 proof has shown, float32 only rounds; and three ranks are between two and four."""
+    """float64 is the exact case, so float32 and three ranks need only one test each."""
     return world == 1 or (world != 3 and dtype == "float64") or (world == 2 and strategy == "full_shard")
 
 

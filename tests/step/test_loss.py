@@ -1,4 +1,4 @@
-"""What a loss function may return: everything else is one line on all ranks, and says what to return."""
+"""Return values of a loss function: a wrong value raises one line on all ranks, with advice."""
 
 from collections.abc import Callable
 from typing import Any

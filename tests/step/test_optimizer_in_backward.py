@@ -148,7 +148,7 @@ def squares(net, x):
 
 
 def peaks(strategy):
-    """What a second step holds at most beyond what it begins with, over the model's size: ordinary and early."""
+    """Return the peak memory of a second step, relative to the model's size: compose_step and optimizer_in_backward."""
     size = WIDTH * WIDTH * DEPTH * 4
     found = []
     for early in (False, True):

@@ -63,7 +63,7 @@ def test_an_optimizer_of_torch_trains_a_sharded_model_as_the_whole_one(ranks, st
 
 
 def refusals() -> dict[str, tuple[str, str]]:
-    """What ``Step.init`` says, and what torch does without it."""
+    """Return the error of ``Step.init``, and the error of torch without the check."""
     found = {}
     for name in sorted(NOT_FOR_CUT):
         model = sharded()

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from dtrain.data.sampling.sample_order import CachedOrder, SampleOrder
-from dtrain.dist.batch_info import UNTRACKED_BATCHES, BatchStatus
+from dtrain.dist.batch_info import BatchStatus
+from dtrain.dist.context import current_context
 from dtrain.durations import Duration
 from dtrain.errors import CheckpointMismatchError, ConfigError
 from dtrain.typing import Plain, Schedule
@@ -241,15 +242,15 @@ class IssuedBatch:
     position_after: Position
     skipped: list[tuple[int, str]]
     step_expected: bool
-    unplaced_steps: int = field(default_factory=lambda: UNTRACKED_BATCHES.steps)
+    unplaced_steps: int = field(default_factory=lambda: current_context().untracked_steps)
 
     @property
     def is_stepped(self) -> bool:
         """True if a step on the batch, or possibly on a slice of it, is complete."""
-        return self.status.consumed or self.unplaced_steps != UNTRACKED_BATCHES.steps
+        return self.status.consumed or self.unplaced_steps != current_context().untracked_steps
 
     @property
     def is_pending(self) -> bool:
         """True if a step on the batch has started or is expected, and is not complete."""
-        expected = self.step_expected and self.unplaced_steps == UNTRACKED_BATCHES.steps
+        expected = self.step_expected and self.unplaced_steps == current_context().untracked_steps
         return not self.status.consumed and (self.status.started or expected)

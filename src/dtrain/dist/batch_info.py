@@ -71,14 +71,6 @@ class BatchInfo:
         return OrderedDict, ()
 
 
-@dataclass(slots=True)
-class _UntrackedBatches:
-    """Number of steps of this process on batches without a ``BatchInfo``."""
-
-    steps: int = 0
-
-
-UNTRACKED_BATCHES = _UntrackedBatches()
 # The remaining 20 bits of the position hold the epoch.
 BATCH_INDEX_BITS = 28
 

@@ -44,6 +44,8 @@ class DistContext:
         num_reused_groups: number of default groups opened by the user that ``init_dist`` has used.
         abandoned_group: NCCL groups of a failed run that could not be closed. The reference is weak, because a fork of this
             process that destroys the groups would wait for threads that exist only in this process.
+        untracked_steps: number of steps of this process on batches without a ``BatchInfo``. A loader compares the number,
+            because a copy of a batch has no reference to its loader.
     """
 
     info: DistInfo | None = None
@@ -58,6 +60,7 @@ class DistContext:
     store: dist.Store | None = None
     num_reused_groups: int = 0
     abandoned_group: weakref.ref[dist.ProcessGroup] | None = None
+    untracked_steps: int = 0
 
     def run_shutdown_hooks(self, error: BaseException | None) -> None:
         """Run all hooks, also after one has raised. Later hooks are called with the first exception."""

@@ -14,6 +14,7 @@ from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
     from dtrain.metrics import add_metrics as add_metrics
+    from dtrain.metrics import make_metric as make_metric
     from dtrain.metrics import perplexity as perplexity
     from dtrain.metrics import token_accuracy as token_accuracy
     from dtrain.monitors.activations import activation_stats as activation_stats

@@ -83,8 +83,8 @@ def auto_microbatch(
         StepError: the loss function writes into its batch, or ranks reached different collectives, which were not issued.
         PeerError: another rank failed for another reason. The error is raised at once, without a timeout.
     """
-    config = _parse_config(
-        _NAME,
+    config = _Config(
+        caller=_NAME,
         initial=initial,
         minimum=minimum,
         divisor=divisor,
@@ -107,7 +107,7 @@ def auto_microbatch(
             cache = state.run_context.transform_cache
             kept: _Kept = cache.get(_NAME) or cache.setdefault(_NAME, _Kept(prober=make_prober(state)))
             try:
-                return _run_until_fits(_Search(config, kept.prober, inner, batch, state, _NAME), kept)
+                return _run_until_fits(_Search(config, kept.prober, inner, batch, state), kept)
             finally:
                 # The update that follows allocates the reserved memory.
                 kept.reserved.clear()
@@ -241,9 +241,9 @@ def find_microbatch_size(
         OutOfMemoryError: ``minimum`` does not fit; on all ranks.
     """
     caller = "find_microbatch_size"
-    config = _parse_config(caller, initial=None, minimum=minimum, divisor=divisor, headroom=headroom, probe=probe)
+    config = _Config(caller=caller, minimum=minimum, divisor=divisor, headroom=headroom, probe=probe)
     prober, started = make_prober(state), time.monotonic()
-    search = _Search(config, prober, partial(grad, loss_fn=loss_fn), batch, state, caller)
+    search = _Search(config, prober, partial(grad, loss_fn=loss_fn), batch, state)
     prober.measurable = all(row[0] for row in all_gather_numbers([prober.device_memory is not None], caller=caller))
     # The reserved memory must exist until the search is over.
     reserved = reserve_optimizer_state(f"{caller}: step {state.step}:", state)
@@ -259,50 +259,37 @@ def find_microbatch_size(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Config:
-    """Checked arguments of ``auto_microbatch``; see its documentation."""
-
-    initial: int | None
-    minimum: int
-    divisor: int
-    headroom: float
-    probe: int
-    grow_interval: Duration | None
-    snapshot_path: str | Path | None
-
-
-def _parse_config(
-    caller: str,
-    *,
-    initial: int | None,
-    minimum: int,
-    divisor: int | None,
-    headroom: float,
-    probe: int,
-    grow_interval: Duration | None = None,
-    snapshot_path: str | Path | None = None,
-) -> _Config:
-    """Return the arguments of a search; the minimum is rounded up to a multiple of the divisor.
+    """Arguments of ``auto_microbatch``; see its documentation. The minimum is rounded up to a multiple of the divisor.
 
     Raises:
         ConfigError: an invalid argument; the message begins with ``caller``.
     """
-    minimum = check_int(caller, "minimum", minimum)
-    divisor = 1 if divisor is None else check_int(caller, "divisor", divisor)
-    if initial is not None:
-        initial = check_int(caller, "initial", initial)
-        if initial < minimum:
-            raise ConfigError(f"{caller}: initial must be at least minimum, got {initial=} and {minimum=}.")
-        if initial % divisor:
+
+    caller: str
+    initial: int | None = None
+    minimum: int
+    divisor: int | None
+    headroom: float
+    probe: int
+    grow_interval: Duration | None = None
+    snapshot_path: str | Path | None = None
+
+    def __post_init__(self) -> None:
+        caller, initial, divisor = self.caller, self.initial, self.divisor or 1
+        for name, value, least in (
+            ("initial", initial, 1),
+            ("minimum", self.minimum, 1),
+            ("divisor", self.divisor, 1),
+            ("probe", self.probe, 2),
+        ):
+            if value is not None:
+                check_int(caller, name, value, minimum=least)
+        check_number(caller, "headroom", self.headroom, minimum=0, below=1)
+        if initial is not None and initial < self.minimum:
+            raise ConfigError(f"{caller}: initial must be at least minimum, got {initial=} and minimum={self.minimum}.")
+        if initial is not None and initial % divisor:
             raise ConfigError(f"{caller}: initial must be a multiple of divisor, got {initial=} and {divisor=}.")
-    return _Config(
-        initial=initial,
-        minimum=-(-minimum // divisor) * divisor,
-        divisor=divisor,
-        headroom=check_number(caller, "headroom", headroom, minimum=0, below=1),
-        probe=check_int(caller, "probe", probe, minimum=2),
-        grow_interval=grow_interval,
-        snapshot_path=snapshot_path,
-    )
+        object.__setattr__(self, "minimum", -(-self.minimum // divisor) * divisor)
 
 
 @dataclass(slots=True, eq=False)
@@ -315,7 +302,6 @@ class _Search:
         inner: function that leaves the gradient.
         batch: this rank's samples.
         state: state of the step, with the time of all probes so far.
-        caller: public function, for messages.
         probes: results of all probes so far.
     """
 
@@ -324,7 +310,6 @@ class _Search:
     inner: GradFn
     batch: Batch
     state: TrainState
-    caller: str
     probes: list[ProbeResult] = field(default_factory=list)
 
     def run(self) -> int | None:
@@ -349,7 +334,7 @@ class _Search:
         fitting, _ = split_by_fit(self.probes)
         if not fitting:
             raise_does_not_fit(
-                f"{self.caller}: step {self.state.step}:",
+                f"{config.caller}: step {self.state.step}:",
                 device=self.state.device,
                 strategy=self.state.spec.strategy,
                 oom_message=prober.oom_message,
@@ -383,7 +368,7 @@ class _Search:
         return SizeBounds(
             minimum=min(config.minimum, largest),
             largest_batch=largest,
-            divisor=config.divisor,
+            divisor=config.divisor or 1,
             headroom=config.headroom,
             measurable=self.prober.measurable,
             accumulation_bytes=sum(p.numel() * p.element_size() for p in self.state.params.values() if p.requires_grad),

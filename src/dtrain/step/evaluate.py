@@ -14,6 +14,7 @@ from typing import Any, Generic, Literal, TypeVar
 from torch import nn
 
 from dtrain import heartbeats, spans
+from dtrain.arguments import check_int
 from dtrain.batch import BatchSpec, make_zero_samples, narrow_batch, to_device
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_numbers
@@ -178,9 +179,8 @@ def auto_batch_eval(
         OutOfMemoryError: ``minimum`` samples do not fit; on all ranks.
         PeerError: on another rank the batch cannot be counted, or ``fn`` failed for another reason.
     """
-    for name, value in (("initial", initial), ("minimum", minimum)):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{_AUTO_BATCH_EVAL}: {name} must be a whole number of at least 1, got {value!r}.")
+    initial = None if initial is None else check_int(_AUTO_BATCH_EVAL, "initial", initial)
+    minimum = check_int(_AUTO_BATCH_EVAL, "minimum", minimum)
     return _AutoBatchEval(fn=fn, size=initial, minimum=minimum, batch_spec=batch_spec, count=count, split=split)
 
 

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain import spans
-from dtrain.dist.batch_info import UNTRACKED_BATCHES
+from dtrain.arguments import check_choice
+from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.dtensor import global_norm, scale_, to_local
@@ -102,8 +103,7 @@ def apply_gradients(
         grads = [param.grad for param in state.params.values() if param.grad is not None]
         if not grads:
             raise StepError("apply_gradients: no parameter has a gradient. Call microbatch_step (or backward) before.")
-        if nonfinite not in ("allow", "raise", "skip"):
-            raise ConfigError(f"apply_gradients: nonfinite must be 'allow', 'raise' or 'skip', got {nonfinite!r}.")
+        check_choice("apply_gradients", "nonfinite", nonfinite, ("allow", "raise", "skip"))
         if isinstance(state.optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "apply_gradients: the optimizer must step without a closure, got LBFGS. Use an optimizer that needs no closure."
@@ -228,7 +228,7 @@ def tick(state: TrainState) -> TrainState:
     statuses = () if state.step_batch is None else state.step_batch.statuses
     for status in statuses:
         status.consumed = True
-    UNTRACKED_BATCHES.steps += not statuses
+    current_context().untracked_steps += not statuses
     return state._next(clock=clock, step_counts=None, step_batch=None)
 
 

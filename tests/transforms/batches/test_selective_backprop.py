@@ -221,7 +221,7 @@ def test_losses_of_another_shape_are_refused_in_the_step(bad, got):
         ({"sample_losses": 3}, r"sample_losses must be a function \(model, batch\) -> losses, got 3"),
         ({"keep": 0.0}, r"selective_backprop: keep must be in \(0, 1\], got 0\.0\."),
         ({"start": 5, "end": 5}, "start must be before end, got start='5ba', end='5ba'"),
-        ({"microbatch_size": 0}, "needs a whole number of at least 1"),
+        ({"microbatch_size": 0}, "microbatch_size must be an integer of at least 1"),
     ],
     ids=["function", "keep", "window", "size"],
 )
