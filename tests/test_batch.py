@@ -118,7 +118,7 @@ def test_count_refuses(batch, message):
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True])
 def test_split_refuses_a_size(size):
-    with pytest.raises(ConfigError, match="at least 1, got microbatch_size="):
+    with pytest.raises(ConfigError, match="split_batch: microbatch_size must be an integer of at least 1, got"):
         split_batch({"x": rows(4)}, size)
 
 

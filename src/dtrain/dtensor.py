@@ -20,6 +20,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtrain.errors import ConfigError
+from dtrain.typing import index_tensor
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -397,10 +398,3 @@ def all_reduce_partial_scalars_(sums: Tensor, of: Sequence[Tensor]) -> None:
                 dist.all_reduce(part, group=mesh.get_group(axis))
         if selection is not None:
             sums[selection] = part
-
-
-def index_tensor(indices: Sequence[int], device: torch.device) -> Tensor:
-    """Make an int64 tensor ``[n]`` on ``device``. Host sync: none, because the copy to a GPU is asynchronous."""
-    if device.type != "cuda":
-        return torch.tensor(indices, device=device)
-    return torch.tensor(indices, pin_memory=True).to(device, non_blocking=True)

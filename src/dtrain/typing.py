@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
 
+import torch
 from torch import Tensor, nn
 
 Batch: TypeAlias = Any
@@ -74,3 +75,10 @@ LossFn: TypeAlias = Callable[[nn.Module, Batch], LossSum]
 
 WeightFn: TypeAlias = "Callable[[Batch], Tensor | float | Mapping[str, Tensor | float]]"
 """Weight of a whole local batch, or weights of the terms of a loss by name, with the main loss as ``"loss"``."""
+
+
+def index_tensor(indices: Sequence[int], device: torch.device) -> Tensor:
+    """Make an int64 tensor ``[n]`` on ``device``. Host sync: none, because the copy to a GPU is asynchronous."""
+    if device.type != "cuda":
+        return torch.tensor(indices, device=device)
+    return torch.tensor(indices, pin_memory=True).to(device, non_blocking=True)

@@ -236,6 +236,7 @@ def optimizer_step(state: TrainState, metrics: Metrics) -> tuple[TrainState, Met
     """Run ``apply_gradients`` and advance the clock: the second half of a step written by hand.
 
     Mutates: parameters, optimizer state, ``.grad`` (set to None); spends ``state``.
+    Collective: none.
 
     Example:
         for batch in loader:
