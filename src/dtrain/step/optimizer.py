@@ -206,16 +206,6 @@ def update_if_finite(
     return state.with_transform_state(name, content), {"skipped": skipped, **metrics}
 
 
-def nonfinite_param_names(params: Params) -> str:
-    """Return the names of parameters whose gradient is infinite or NaN on this rank: the first three, or ``none``.
-
-    Host sync: one for each parameter.
-    """
-    grads = {name: to_local(param.grad) for name, param in params.items() if param.grad is not None}
-    names = [name for name, grad in grads.items() if not bool(grad.isfinite().all())]
-    return f"{', '.join(names[:3]) or 'none'}{', ...' if len(names) > 3 else ''}"
-
-
 def tick(state: TrainState) -> TrainState:
     """Advance the clock by one step, with the counts that ranks agreed on in ``microbatch_step``. Spends ``state``.
 
