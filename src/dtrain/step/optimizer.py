@@ -103,7 +103,8 @@ def apply_gradients(
         grads = [param.grad for param in state.params.values() if param.grad is not None]
         if not grads:
             raise StepError("apply_gradients: no parameter has a gradient. Call microbatch_step (or backward) before.")
-        check_choice("apply_gradients", "nonfinite", nonfinite, ("allow", "raise", "skip"))
+        if nonfinite != "allow":
+            check_choice("apply_gradients", "nonfinite", nonfinite, ("allow", "raise", "skip"))
         if isinstance(state.optimizer, torch.optim.LBFGS):
             raise ConfigError(
                 "apply_gradients: the optimizer must step without a closure, got LBFGS. Use an optimizer that needs no closure."
