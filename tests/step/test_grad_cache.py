@@ -404,7 +404,7 @@ def test_what_cannot_be_cut_is_refused_and_leaves_no_gradient(net, loss, message
 
 
 def test_a_size_below_one_is_refused():
-    with pytest.raises(ConfigError, match="got microbatch_size=0"):
+    with pytest.raises(ConfigError, match="microbatch_size must be an integer of at least 1, got 0"):
         grad_cache_step(state_of(encoder()), pairs(), loss_fn=loss_fn, microbatch_size=0)
 
 
