@@ -36,8 +36,8 @@ def main(run: str) -> None:
             said = error_of(call)
             assert said.endswith(f': pip install "dtrain[{extra}]"'), f"{extra}: {said}"
             print(said)
-        report = command("report", run, "--output", f"{folder}/report.html", "--png", f"{folder}/png")
-        assert report.stderr.endswith('matplotlib: pip install "dtrain[report]"\n'), report.stderr
+        report = command("report", run, "--output", f"{folder}/report.html")
+        assert report.stderr.endswith('plotly: pip install "dtrain[report]"\n'), report.stderr
         print(report.stderr, end="")
     assert command("--version").stdout == f"dtrain {dt.__version__}\n"
     assert "complete" in command("--show-completion", "bash").stdout

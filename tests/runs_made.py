@@ -140,7 +140,7 @@ def ledger_rows(
                "gauges": {"rss_bytes": 2**31 + (rank << 20) + step * 1000, "device_bytes": 2**35 + (rank << 28)}}  # fmt: skip
         if saved:
             yield {"kind": "event", "attempt": attempt, "at": round(at, 3), "name": "save", "step": step,
-                   "held_s": round(0.4 + 0.1 * rank, 3)}  # fmt: skip
+                   "blocked_s": round(0.4 + 0.1 * rank, 3)}  # fmt: skip
             if rank == 0 and step < part.end:
                 yield {"kind": "event", "attempt": attempt, "at": round(at + 3, 3), "name": "committed", "step": step,
                        "seconds": 3.2, "bytes": 1_500_000_000}  # fmt: skip

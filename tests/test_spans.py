@@ -291,8 +291,8 @@ def test_events_are_kept_until_somebody_listens():
 
 
 def test_fields_of_an_event_do_not_hide_its_name_and_time():
-    spans.record_event("dropped", name="jsonl", at=0, sink="jsonl")
+    spans.record_event("dropped", name="jsonl", at=0, logger="jsonl")
     (event,) = spans.set_listener(Listener())
     assert event["name"] == "dropped"
     assert event["at"] > 1e9
-    assert event["sink"] == "jsonl"
+    assert event["logger"] == "jsonl"

@@ -27,8 +27,8 @@ A line of a ledger is a JSON object with ``kind``, ``attempt``, and ``at`` (end 
     sum    changes since the previous line: seconds (wall time), step, samples, tokens (after the last step, of all ranks),
            spans: {name: [count, seconds]}, causes: {name: category} of names that are not dtrain's own spans, and
            gauges: {name: number}, such as rss_bytes
-    event  name, and its own fields: resumed (step, path), save (step, held_s), committed (step, seconds, bytes), evaluated
-           (step, seconds), stop (step), out_of_memory (step, size), dropped (sink, error), desync (step, tensor, ranks), ...
+    event  name, and its own fields: resumed (step, path), save (step, blocked_s), committed (step, seconds, bytes), evaluated
+           (step, seconds), stop (step), out_of_memory (step, size), dropped (logger, error), desync (step, tensor, ranks), ...
     close  reason: done, stopped (on request, also by Ctrl-C), or failed; error: its text. A killed rank writes no close line
 """
 

@@ -1,8 +1,9 @@
-"""``dtrain report``: what it writes and prints, its exit codes, and one line for each mistake."""
+"""Test ``dtrain report``: output, exit codes, and one line for each mistake."""
 
 import json
 import os
 import re
+import sys
 
 import pytest
 
@@ -40,7 +41,7 @@ def test_the_page_goes_where_it_is_told(report, tmp_path):
 def test_json_is_the_model(report, tmp_path):
     code, out, err = report("gpt", "--json")
     found = json.loads(out)
-    assert (code, err, found["format"], found["runs"][0]["attempts"][1]["lost_steps"]) == (0, "", 1, 20)
+    assert (code, err, found["format"], found["runs"][0]["attempts"][1]["lost_steps"]) == (0, "", 2, 20)
     assert not (tmp_path / "gpt" / "report.html").exists()
     code, out, _ = report("gpt", "--json", "--output", "page.html")
     assert json.loads(out) | {"written_at": 0} == found | {"written_at": 0}
@@ -80,10 +81,16 @@ def test_names_with_control_characters_are_escaped(report, tmp_path):
     assert r"red\x1b[31m: done" in out
 
 
-def test_pictures_are_written_where_they_are_asked_for(report, monkeypatch, tmp_path):
-    monkeypatch.setattr("dtrain.report.png.write_pngs", lambda found, folder: (folder / "loss.png").write_text(found.title))
-    assert report("gpt", "--png", "pictures/new", "--quiet") == (0, "pictures/new\n", "")
-    assert (tmp_path / "pictures" / "new" / "loss.png").read_text() == "gpt"
+def test_without_plotly_the_summary_is_printed_and_the_extra_is_named(report, tmp_path, monkeypatch):
+    monkeypatch.setattr("dtrain.cli.report.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "plotly.offline", None)
+    code, out, err = report("gpt")
+    assert (code, err) == (0, 'no page: its charts need the package plotly: pip install "dtrain[report]"\n')
+    assert out.startswith("gpt: done at step 1,000")
+    assert not (tmp_path / "gpt" / "report.html").exists()
+    code, out, err = report("gpt", "--output", "page.html")
+    assert (code, out) == (2, "")
+    assert 'the charts of the page need the package plotly: pip install "dtrain[report]"' in err
 
 
 MISTAKES = {

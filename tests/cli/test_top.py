@@ -18,7 +18,7 @@ import pytest
 import runs_made
 from dtrain import run_layout
 from dtrain.cli.top import _follow, render_screen, render_text
-from dtrain.report.reading.live import LiveRun
+from dtrain.report.live import LiveRun
 from runs_made import KILLED_TWICE, Part, write_run
 
 END = runs_made.START + 58  # of the first hundred steps
@@ -42,7 +42,7 @@ def test_once_prints_plain_text(top, tmp_path):
     assert lines[3].split() == ["rank", "step", "age", "compute", "data", "stall", "save", "RSS", "host", "state"]
     assert [line.split()[-1] for line in lines[4:6]] == ["done", "done"]
     assert "\x1b" not in out
-    assert lines[-1].endswith("rank 0  save  step=1000 held_s=0.4")
+    assert lines[-1].endswith("rank 0  save  step=1000 blocked_s=0.4")
 
 
 def test_nothing_there_yet(top):

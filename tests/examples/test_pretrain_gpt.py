@@ -25,7 +25,7 @@ from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
 from dtrain.cli.main import app
 from dtrain.data.stream.write_shards import write_shards
 from dtrain.loggers.records import read_jsonl
-from dtrain.report.reading.read_report import read_run
+from dtrain.report.read_run import read_run
 from dtrain.storage.stores.connections import disconnect
 from example_runs import ended, here, last_tensors, launched
 from places import servers
@@ -182,8 +182,8 @@ def test_a_killed_run_continues_bit_for_bit(straight, tmp_path, kills):
     assert len(last_tensors(out)) > 50
     assert last_tensors(out) == last_tensors(straight)
     told = read_run(out, now=time.time())
-    assert [attempt.how for attempt in told.attempts][-1] == "done"
-    assert {attempt.how for attempt in told.attempts[:-1]} <= {
+    assert [attempt.outcome for attempt in told.attempts][-1] == "done"
+    assert {attempt.outcome for attempt in told.attempts[:-1]} <= {
         "killed",
         "failed",
         "stopped",
@@ -192,8 +192,8 @@ def test_a_killed_run_continues_bit_for_bit(straight, tmp_path, kills):
     assert told.attempts[-1].last_step == STEPS
     assert told.goodput.by_cause["restart"] > 0
     assert sum(told.goodput.by_cause.values()) == pytest.approx(told.goodput.total_s)
-    assert {each.step for each in told.checkpoints} >= {STEPS}
-    assert all(each.held_s is not None and each.bytes for each in told.checkpoints if each.step == STEPS)
+    assert {each["step"] for each in told.checkpoints} >= {STEPS}
+    assert all(each["blocked_s"] is not None and each["bytes"] for each in told.checkpoints if each["step"] == STEPS)
 
 
 @pytest.mark.parametrize(

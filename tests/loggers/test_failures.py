@@ -46,7 +46,7 @@ def test_a_sink_that_fails_is_dropped_and_the_others_go_on():
     assert (failing.calls, failing.closed) == (1, 1)
     assert len(kept.records) == 3
     assert failed_loggers()[before:] == (FailedLogger(name="Failing", step=0, error="no luck"),)
-    assert [(each["name"], each["sink"], each["error"]) for each in heard.events] == [("dropped", "Failing", "no luck")]
+    assert [(each["name"], each["logger"], each["error"]) for each in heard.events] == [("dropped", "Failing", "no luck")]
 
 
 class Heard:

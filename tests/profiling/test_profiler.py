@@ -234,7 +234,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch):
         state = take(step, state)
     assert take(step, state, 3).step == 4
     assert not torch.autograd._profiler_enabled()
-    assert [(event["name"], event["sink"]) for event in happened] == [("dropped", "profile")]
+    assert [(event["name"], event["logger"]) for event in happened] == [("dropped", "profile")]
 
 
 @pytest.mark.parametrize("compress", [False, True])

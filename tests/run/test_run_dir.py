@@ -100,7 +100,7 @@ def test_events_are_written_at_once_and_what_passed_before_with_the_important_on
     spans.record_event("resumed", step=4, path="ckpt")
     run = open_run(tmp_path, interval="1000sec")
     steps(5, 6)
-    spans.record_event("save", step=6, held_s=0.1)
+    spans.record_event("save", step=6, blocked_s=0.1)
     spans.record_event("committed", step=6, seconds=1.0, bytes=7)
     assert kinds(lines_of(run.path)) == ["open", "resumed", "save", "sum", "committed"]
     assert lines_of(run.path)[1]["step"] == 4
@@ -516,7 +516,7 @@ def test_an_upload_that_fails_is_one_warning(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match=r"upload_run: cannot copy .* Training continues"):
         assert upload_run(run, tmp_path / "file" / "root") == 0
-    assert lines_of(run.path)[-1]["sink"] == "upload"
+    assert lines_of(run.path)[-1]["logger"] == "upload"
 
 
 def test_the_run_has_its_settings_without_secrets(tmp_path):
@@ -530,7 +530,7 @@ def test_the_run_has_its_settings_without_secrets(tmp_path):
 
 def test_an_event_tells_no_secrets(tmp_path):
     run = open_run(tmp_path)
-    spans.record_event("dropped", sink="mlflow", error=f"no answer from http://me:{SECRET}@host/x?sig={SECRET}", self=1)
+    spans.record_event("dropped", logger="mlflow", error=f"no answer from http://me:{SECRET}@host/x?sig={SECRET}", self=1)
     line = lines_of(run.path)[-1]
     assert (line["error"], line["self"]) == ("no answer from http://me:[redacted]@host/x?sig=[redacted]", 1)
 
@@ -600,7 +600,7 @@ def test_whatever_the_settings_raise_is_told_on_all_ranks(tmp_path):
 def test_what_cannot_be_found_out_about_the_machine_stops_nothing(tmp_path, monkeypatch):
     monkeypatch.setattr(run_dir, "attempt_metadata", lambda *facts: 1 / 0)
     run = open_run(tmp_path)
-    assert lines_of(run.path)[-1]["sink"] == "about"
+    assert lines_of(run.path)[-1]["logger"] == "about"
     assert about_of(tmp_path)["attempt"] == 1
 
 

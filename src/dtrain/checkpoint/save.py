@@ -197,7 +197,7 @@ def save_sharded(
         )
         if mode == "sync":
             _wait(task)
-    spans.record_event("save", step=first.step, held_s=time.monotonic() - started_at)
+    spans.record_event("save", step=first.step, blocked_s=time.monotonic() - started_at)
     return handle
 
 

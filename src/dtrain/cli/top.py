@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain.cli.output import format_bytes
+from dtrain.arguments import format_bytes, format_count, format_duration
 from dtrain.errors import ConfigError, escape_unprintable
-from dtrain.report.format import format_count, format_duration
 
 if TYPE_CHECKING:
-    from dtrain.report.reading.live import LiveRun, RankSnapshot, RunSnapshot
+    from dtrain.report.live import LiveRun, RankSnapshot, RunSnapshot
 
 EXAMPLES = """
 dtrain top runs/gpt
@@ -47,7 +46,7 @@ def top(
 
     Exit codes: 0 the run has ended, or was shown once; 2 bad usage; 130 after Ctrl-C.
     """
-    from dtrain.report.reading.live import LiveRun
+    from dtrain.report.live import LiveRun
 
     seconds, folder = _parse_interval(every), Path(run)
     if folder.is_file():

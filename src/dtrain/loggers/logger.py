@@ -197,7 +197,7 @@ def report_failure(name: str, step: int | None, error: BaseException, *, stackle
     """Record and warn that a logger is no longer used. Call in the main thread, so that the warning points to the loop."""
     text = " ".join(str(error).split()) or type(error).__name__
     _FAILED.append(FailedLogger(name=name, step=step, error=text))
-    spans.record_event("dropped", sink=name, error=text)
+    spans.record_event("dropped", logger=name, error=text)
     warnings.warn(f"{name}: {text}. Metrics are no longer logged there.", stacklevel=stacklevel)
 
 

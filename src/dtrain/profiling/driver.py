@@ -248,7 +248,7 @@ class ProfilerDriver:
                 return action()
         except Exception as error:  # noqa: BLE001 - for example a full disk, or a device without profiler
             self._broken, self._recorder = True, None
-            spans.record_event("dropped", sink="profile", error=f"{type(error).__name__}: {error}")
+            spans.record_event("dropped", logger="profile", error=f"{type(error).__name__}: {error}")
             self._release()
             warnings.warn(f"profile: {type(error).__name__}: {error}. This rank writes no more traces.", stacklevel=2)
             return None

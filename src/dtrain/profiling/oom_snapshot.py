@@ -96,5 +96,5 @@ def _write_snapshot_if_oom(error: BaseException, folder: storage.AnyPath, step: 
         path = write_snapshot(folder / f"oom-rank-{rank:05d}-step-{step:08d}{suffix}")
         spans.record_event("out_of_memory", step=step, snapshot=path)
     except Exception as failure:  # noqa: BLE001 - for example a full disk, or no memory for the file
-        spans.record_event("dropped", sink="snapshot_on_oom", error=f"{type(failure).__name__}: {failure}")
+        spans.record_event("dropped", logger="snapshot_on_oom", error=f"{type(failure).__name__}: {failure}")
         warnings.warn(f"snapshot_on_oom: {failure}. No snapshot is written.", stacklevel=2)

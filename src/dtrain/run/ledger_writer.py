@@ -147,7 +147,7 @@ class LedgerWriter:
         lines = [*self._waiting, line]
         if self._missed:
             error = f"{self._missed} lines came late or never"
-            lines.insert(0, self._line("event", name="dropped", sink="ledger", error=error))
+            lines.insert(0, self._line("event", name="dropped", logger="ledger", error=error))
         data = ("\n" * self._partial_line + "".join(f"{each}\n" for each in lines)).encode()
         try:
             _append_bytes(self.path, data)

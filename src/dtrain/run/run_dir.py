@@ -254,7 +254,7 @@ def _write_metadata(run: Run, record: Callable[[], dict[str, Plain]]) -> None:
     try:
         storage.replace_file(path, (json.dumps(record(), indent=1) + "\n").encode())
     except Exception as error:  # noqa: BLE001 - a failure of the disk or of a version query must not stop training
-        spans.record_event("dropped", sink="about", error=format_error_line(error))
+        spans.record_event("dropped", logger="about", error=format_error_line(error))
 
 
 def _start_ledger(run: Run, setup: _RunSetup, redactor: Redactor, info: DistInfo) -> Run:

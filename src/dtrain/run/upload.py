@@ -69,7 +69,7 @@ def upload_run(run: Run, root: str | Path) -> int:
             sent[name] = state
             count += 1
     except Exception as error:  # noqa: BLE001 - any error of a server's library must not stop training
-        spans.record_event("dropped", sink="upload", error=str(error)[:500])
+        spans.record_event("dropped", logger="upload", error=str(error)[:500])
         warnings.warn(
             f"upload_run: cannot copy {run.path} to {target}: {error}. Training continues.", RuntimeWarning, stacklevel=2
         )

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from statistics import mean as mean_of
+from statistics import mean
 from typing import Any
 
-from dtrain.report.model import AttemptOutcome, AttemptReport, CheckpointReport, RunEvent
-from dtrain.report.reading.cumulative_curve import CumulativeCurve
-from dtrain.report.reading.jsonl_reader import Row
-from dtrain.report.reading.rank_ledger import AttemptLedger, RankLedger
+import numpy as np
+
+from dtrain.report.ledger import AT, CAUSES, TOKENS, AttemptLedger, RankLedger, causes_of
+from dtrain.report.model import AttemptOutcome, AttemptReport, Column, Row
 
 # difference between clocks of two hosts, and delays of a file system
 _SKEW_S = 5.0
@@ -22,13 +22,13 @@ _SILENT_S = 120.0
 _MAX_ERROR_LENGTH = 500
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(slots=True)
 class MergedAttempt:
     """Attempt of all ranks, in seconds since 1970.
 
     Args:
         number: number of the attempt.
-        ranks: ledger of each rank.
+        ranks: ledger of each rank, in order of ranks.
         begin: start of the first process.
         end: time of the last line.
         down_s: time since the end of the previous attempt.
@@ -47,15 +47,15 @@ class MergedAttempt:
     lost_from: int = 0
 
     def __post_init__(self) -> None:
-        self.begin = min(lines.curve.at[0] for lines in self.ranks.values())
+        self.begin = min(lines.began_at for lines in self.ranks.values())
         self.end = max(lines.ended_at for lines in self.ranks.values())
         self.first_step = min(lines.first_step for lines in self.ranks.values())
         self.last_step = self.lost_from = max(lines.last_step for lines in self.ranks.values())
 
     @property
-    def curve(self) -> CumulativeCurve:
-        """Curve of the lowest rank."""
-        return self.ranks[min(self.ranks)].curve
+    def first(self) -> AttemptLedger:
+        """Ledger of the lowest rank. Steps, samples and tokens are global, so one ledger is sufficient."""
+        return next(iter(self.ranks.values()))
 
     def extend_to(self, ends: Sequence[tuple[float, float]]) -> None:
         """Extend killed ranks to the end of the attempt: the last line of any rank, or a later metric record."""
@@ -66,16 +66,25 @@ class MergedAttempt:
         for lines in killed:
             lines.extend_to(self.end, self.last_step)
 
-    def lost_since_on(self, lines: AttemptLedger) -> float:
+    def shift(self, by: float) -> None:
+        """Shift all times."""
+        for lines in self.ranks.values():
+            lines.shift(by)
+        self.begin, self.end = self.begin + by, self.end + by
+
+    def lost_since(self, lines: AttemptLedger) -> float:
         """Return the time from which a rank's work was lost; its end if nothing was lost."""
         if self.lost_from >= self.last_step:
             return lines.ended_at
-        return max(lines.curve.time_of_step(self.lost_from), lines.opened_at)
+        return max(float(lines.at_steps([self.lost_from])[0]), lines.opened_at)
 
-    @property
-    def lost_since(self) -> float:
-        """Time from which the work of the lowest rank was lost; the end if nothing was lost."""
-        return self.end if self.lost_from >= self.last_step else self.lost_since_on(self.ranks[min(self.ranks)])
+    def kept_totals(self) -> Column:
+        """Return the totals of the work that was not lost; mean over ranks."""
+        return np.asarray(np.mean([lines.totals_at([self.lost_since(lines)])[0] for lines in self.ranks.values()], axis=0))
+
+    def totals(self) -> Column:
+        """Return the totals at the end; mean over ranks."""
+        return np.asarray(np.mean([lines.totals for lines in self.ranks.values()], axis=0))
 
 
 def merge_attempts(
@@ -91,16 +100,16 @@ def merge_attempts(
     Mutates: the ledgers: killed ranks are extended to the end of their attempt, and attempts after a clock step are shifted.
     """
     by_number: dict[int, dict[int, AttemptLedger]] = {}
-    for ledger in ledgers:
+    for ledger in sorted(ledgers, key=lambda ledger: ledger.rank):
         for number, lines in ledger.attempts.items():
-            if lines.curve.at:
+            if lines.has_lines:
                 by_number.setdefault(number, {})[ledger.rank] = lines
-    attempts = [MergedAttempt(number=number, ranks=dict(sorted(ranks.items()))) for number, ranks in sorted(by_number.items())]
-    mixed = sorted({number for ledger in ledgers for number in ledger.interleaved})
-    twice = sorted(each.number for each in attempts if any(lines.open_count > 1 for lines in each.ranks.values()))
+    attempts = [MergedAttempt(number, ranks) for number, ranks in sorted(by_number.items())]
+    mixed = {number for ledger in ledgers for number in ledger.interleaved}
+    twice = {each.number for each in attempts if any(lines.open_count > 1 for lines in each.ranks.values())}
     anomalies = []
     if mixed or twice:
-        numbers = ", ".join(map(str, sorted({*mixed, *twice})))
+        numbers = ", ".join(map(str, sorted(mixed | twice)))
         anomalies.append(f"several runs have written into this folder at once (attempt {numbers}): their numbers are mixed")
     back = max((lines.clock_back_s for each in attempts for lines in each.ranks.values()), default=0.0)
     if back > _SKEW_S:
@@ -117,7 +126,7 @@ def merge_attempts(
                 anomalies.append(
                     f"the clock was put back by {-gap:.0f} s before attempt {each.number}, which is moved to follow"
                 )
-            _shift(each, -gap)
+            each.shift(-gap)
         each.down_s = max(0.0, gap)
     lowest: float = float("inf")
     for each in reversed(attempts):
@@ -126,46 +135,46 @@ def merge_attempts(
     return attempts, anomalies
 
 
-def _shift(each: MergedAttempt, by: float) -> None:
-    for lines in each.ranks.values():
-        lines.shift(by)
-    each.begin, each.end = each.begin + by, each.end + by
-
-
 def attempt_reports(
     merged: list[MergedAttempt], abouts: dict[int, Row], *, started_at: float, now: float
 ) -> list[AttemptReport]:
     """Convert merged attempts to the report model."""
-    return [
-        AttemptReport(
-            number=each.number,
-            at=each.begin - started_at,
-            ended_at=each.end - started_at,
-            how=attempt_outcome(each, last=each is merged[-1], now=now),
-            error=_first_error(each),
-            first_step=each.first_step,
-            last_step=each.last_step,
-            resumed_from=_resumed_from(each),
-            world_size=world_size(each, abouts.get(each.number, {})),
-            hosts=sorted({host_of(lines) for lines in each.ranks.values()} - {""}),
-            setup_s=mean_of(lines.setup_s for lines in each.ranks.values()),
-            lost_steps=each.last_step - each.lost_from,
-            lost_s=mean_of(lines.ended_at - each.lost_since_on(lines) for lines in each.ranks.values()),
-            down_s=each.down_s,
-        )
-        for each in merged
-    ]
+    return [_attempt_report(each, abouts.get(each.number, {}), started_at, now, each is merged[-1]) for each in merged]
 
 
-def attempt_outcome(each: MergedAttempt, *, last: bool, now: float) -> AttemptOutcome:
-    """Return the outcome reported by the ranks; "running" if an attempt without end has a recent line."""
+def _attempt_report(each: MergedAttempt, about: Row, started_at: float, now: float, is_last: bool) -> AttemptReport:
+    ranks = each.ranks.values()
+    kept = each.kept_totals()
+    lost_s = float((each.totals() - kept)[CAUSES:].sum())
+    resumed = (event["path"] for lines in ranks for event in lines.events if event["name"] == "resumed" and "path" in event)
+    resumed_from = next((path for path in resumed if isinstance(path, str)), None)
+    return AttemptReport(
+        number=each.number,
+        at=each.begin - started_at,
+        ended_at=each.end - started_at,
+        outcome=_outcome(each, now if is_last else None),
+        error=_first_error(each),
+        first_step=each.first_step,
+        last_step=each.last_step,
+        resumed_from=resumed_from and resumed_from[:_MAX_ERROR_LENGTH],
+        world_size=world_size(each, about),
+        hosts=sorted({lines.host for lines in ranks} - {""}),
+        setup_s=mean(lines.opened_at - lines.began_at for lines in ranks),
+        lost_steps=each.last_step - each.lost_from,
+        lost_s=mean(lines.ended_at - each.lost_since(lines) for lines in ranks),
+        down_s=each.down_s,
+        by_cause=causes_of(kept) | ({"restart": lost_s} if lost_s > 0 else {}),
+    )
+
+
+def _outcome(each: MergedAttempt, now: float | None) -> AttemptOutcome:
+    """Return the outcome reported by the ranks; "running" if the last attempt has no end and a recent line."""
     reasons = {lines.closed.get("reason") if lines.closed else None for lines in each.ranks.values()}
     if "failed" in reasons:
         return "failed"
     if None in reasons:
-        at = each.curve.at
-        longest = max((high - low for low, high in pairwise(at)), default=0.0)
-        return "running" if last and now - each.end < max(_SILENT_S, 3 * longest) else "killed"
+        longest = float(np.diff(each.first.points[:, AT]).max(initial=0.0))
+        return "running" if now is not None and now - each.end < max(_SILENT_S, 3 * longest) else "killed"
     return "stopped" if "stopped" in reasons else "done"
 
 
@@ -181,14 +190,6 @@ def _first_error(each: MergedAttempt) -> str | None:
     return f"rank {rank}: {' '.join(text.split())[:_MAX_ERROR_LENGTH]}"
 
 
-def _resumed_from(each: MergedAttempt) -> str | None:
-    for lines in each.ranks.values():
-        for event in lines.events:
-            if event["name"] == "resumed" and isinstance(event.get("path"), str):
-                return str(event["path"])[:_MAX_ERROR_LENGTH]
-    return None
-
-
 def world_size(each: MergedAttempt, about: Row) -> int:
     """Return the number of ranks of an attempt: from the attempt's file, and at least the number of ledgers."""
     recorded: Any = about.get("world_size")
@@ -196,9 +197,14 @@ def world_size(each: MergedAttempt, about: Row) -> int:
     return max(recorded, seen) if isinstance(recorded, int) and recorded < 10**7 else seen
 
 
-def host_of(lines: AttemptLedger) -> str:
-    """Return the host of a rank; empty if unknown."""
-    return str(lines.opened.get("host", ""))[:200]
+def step_moments(merged: Sequence[MergedAttempt], steps: Column) -> tuple[Column, Column]:
+    """Return the time since 1970 and the tokens of each step, of the last attempt that completed it; NaN if unknown."""
+    times, tokens = np.full(len(steps), np.nan), np.full(len(steps), np.nan)
+    for each in merged:
+        own = steps > each.first_step if each is not merged[0] else np.full(len(steps), True)
+        times[own] = each.first.at_steps(steps[own])
+        tokens[own] = each.first.at_steps(steps[own], TOKENS)
+    return times, np.where(tokens > 0, tokens, np.nan)
 
 
 MAX_CHECKPOINTS, MAX_EVENTS = 1000, 1000
@@ -208,67 +214,46 @@ _STANDARD_KEYS = {"kind", "attempt", "at", "name", "step"}
 _MAX_TEXT, _MAX_FIELDS, _MAX_DEPTH = 500, 20, 3
 
 
-def checkpoint_reports(merged: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[CheckpointReport], int]:
+def checkpoint_reports(merged: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[Row], int]:
     """Return the checkpoints in order of time, and the number of all checkpoints."""
-    rows: dict[tuple[int, int], dict[str, Any]] = {}
+    rows: dict[tuple[int, int], Row] = {}
     for each, _, event in _iter_events(merged):
         step = _event_step(event)
         if event["name"] not in ("save", "committed") or step is None:
             continue
-        row = rows.setdefault((each.number, step), {})
+        unknown = dict.fromkeys(("blocked_s", "duration_s", "bytes"))
+        at = event["at"] - started_at
+        row = rows.setdefault((each.number, step), {"step": step, "attempt": each.number, "at": at, **unknown})
         if event["name"] == "save":
-            row["at"] = max(row.get("at", 0.0), event["at"])
-            row["held_s"] = max(row.get("held_s", 0.0), _to_amount(event.get("held_s")) or 0.0)
+            row["at"] = max(row["at"], at)
+            row["blocked_s"] = max(row["blocked_s"] or 0.0, _to_amount(event.get("blocked_s")) or 0.0)
         else:
-            row.setdefault("at", event["at"])
             row["duration_s"], row["bytes"] = _to_amount(event.get("seconds")), _to_amount(event.get("bytes"))
-    checkpoints = [
-        CheckpointReport(
-            step=step,
-            attempt=attempt,
-            at=row["at"] - started_at,
-            held_s=row.get("held_s"),
-            duration_s=row.get("duration_s"),
-            bytes=None if row.get("bytes") is None else int(row["bytes"]),
-        )
-        for (attempt, step), row in rows.items()
-    ]
-    longest = sorted(checkpoints, key=lambda each: -(each.held_s or 0.0))[:MAX_CHECKPOINTS]
-    return sorted(longest, key=lambda each: each.at), len(checkpoints)
+    longest = sorted(rows.values(), key=lambda row: -(row["blocked_s"] or 0.0))[:MAX_CHECKPOINTS]
+    return sorted(longest, key=lambda row: float(row["at"])), len(rows)
 
 
-def run_events(merged: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[RunEvent], dict[str, int]]:
+def run_events(merged: Sequence[MergedAttempt], *, started_at: float) -> tuple[list[Row], dict[str, int]]:
     """Return events in order of time, limited to the first and last of each name, and the number of events by name."""
     reported: set[tuple[int, str, Any]] = set()
-    by_name: dict[str, list[RunEvent]] = {}
+    by_name: dict[str, list[Row]] = {}
     for each, rank, event in _iter_events(merged):
         name, step = event["name"][:_MAX_TEXT], _event_step(event)
         if name in ALL_RANK_EVENTS:
-            key = (each.number, name, step)
-            if key in reported:
+            if (each.number, name, step) in reported:
                 continue
-            reported.add(key)
-        by_name.setdefault(name, []).append(
-            RunEvent(
-                at=event["at"] - started_at,
-                name=name,
-                attempt=each.number,
-                rank=rank,
-                step=step,
-                fields={
-                    key[:_MAX_TEXT]: trim_data(value)
-                    for key, value in list(event.items())[: _MAX_FIELDS + 5]
-                    if key not in _STANDARD_KEYS
-                },
-            )
-        )
-    selected: list[RunEvent] = []
+            reported.add((each.number, name, step))
+        more = [(key, value) for key, value in event.items() if key not in _STANDARD_KEYS][:_MAX_FIELDS]
+        fields = {key[:_MAX_TEXT]: trim_data(value) for key, value in more}
+        row = {"at": event["at"] - started_at, "name": name, "attempt": each.number, "rank": rank, "step": step}
+        by_name.setdefault(name, []).append({**row, "fields": fields})
+    selected: list[Row] = []
     half = max(1, MAX_EVENTS // max(1, 2 * len(by_name)))
     for events in by_name.values():
-        events.sort(key=lambda event: event.at)
+        events.sort(key=lambda event: float(event["at"]))
         selected += events if len(events) <= 2 * half else events[:half] + events[-half:]
     counts = dict(Counter({name: len(events) for name, events in by_name.items()}).most_common(MAX_EVENTS))
-    return sorted(selected, key=lambda event: event.at)[:MAX_EVENTS], counts
+    return sorted(selected, key=lambda event: float(event["at"]))[:MAX_EVENTS], counts
 
 
 def _iter_events(merged: Sequence[MergedAttempt]) -> Iterator[tuple[MergedAttempt, int, Row]]:
@@ -289,11 +274,11 @@ def _to_amount(value: Any) -> float | None:
 
 def trim_data(value: Any, depth: int = _MAX_DEPTH) -> Any:
     """Limit the size of plain data for the report."""
-    if isinstance(value, str):
-        return value if len(value) <= _MAX_TEXT else value[: _MAX_TEXT - 1] + "…"
     # The number exceeds the range of floats.
     if isinstance(value, int) and abs(value) > 1e300:
-        return trim_data(str(value))
+        value = str(value)
+    if isinstance(value, str):
+        return value if len(value) <= _MAX_TEXT else value[: _MAX_TEXT - 1] + "…"
     if isinstance(value, dict | list) and not depth:
         return "…"
     if isinstance(value, dict):

@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import numpy as np
 
 from dtrain import run_layout
-from dtrain.report.reading.attempts import ALL_RANK_EVENTS, host_of
-from dtrain.report.reading.cumulative_curve import FIRST_CAUSE, SAMPLES, TOKENS, CumulativeCurve, cause_seconds, subtract
-from dtrain.report.reading.jsonl_reader import JsonlReader, Row
-from dtrain.report.reading.metric_table import to_number
-from dtrain.report.reading.rank_ledger import AttemptLedger, RankLedger
-from dtrain.report.reading.run_files import ledger_files
-from dtrain.run_layout import STEP, TIME
-from dtrain.spans import TIME_CATEGORIES, TimeCategory
+from dtrain.report.attempts import ALL_RANK_EVENTS
+from dtrain.report.jsonl_reader import JsonlReader
+from dtrain.report.ledger import AT, CAUSE_COLUMN, CAUSES, SAMPLES, STEP, TOKENS, AttemptLedger, RankLedger
+from dtrain.report.metrics import to_number
+from dtrain.report.model import Column, Row
+from dtrain.report.read_run import ledger_files
+from dtrain.run_layout import TIME, step_from_record
 
 # window of current rates: a few ledger lines
 _WINDOW_S = 60.0
 _MAX_EVENTS = 200
-_SHOWN_CAUSES: tuple[TimeCategory, ...] = ("compute", "data", "stall", "checkpoint")
+_SHOWN_CAUSES = ("compute", "data", "stall", "checkpoint")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,41 +121,42 @@ class LiveRun:
             self._metrics, self._metrics_inode = JsonlReader(self._metrics.path), identity
         for rows in _read_new_rows(self._metrics):
             for row in rows:
-                step = row.get("step")
-                if isinstance(step, int):
+                if (step := step_from_record(row)) is not None:
                     self._step, self._step_at = step, to_number(row.get(TIME)) or math.nan
-                named = ((name, to_number(value)) for name, value in row.items() if name not in (STEP, TIME))
+                named = ((name, to_number(value)) for name, value in row.items() if name not in (run_layout.STEP, TIME))
                 self._latest_metrics |= {name: value for name, value in named if value is not None}
 
     def _snapshot(self, now: float) -> RunSnapshot:
         newest = max((number for ledger, _ in self._ledgers.values() for number in ledger.attempts), default=0)
         current = {
             rank: lines
-            for rank, (ledger, _) in self._ledgers.items()
-            if (lines := ledger.attempts.get(newest)) is not None and lines.curve.at
+            for rank, (ledger, _) in sorted(self._ledgers.items())
+            if (lines := ledger.attempts.get(newest)) is not None and lines.has_lines
         }
         for rank, lines in current.items():
             seen = self._reported_events.get((rank, newest), 0)
             new = (event for event in lines.events[seen:] if rank == min(current) or event["name"] not in ALL_RANK_EVENTS)
             self._events.extend((event["at"], rank, event) for event in new)
             self._reported_events[rank, newest] = len(lines.events)
-        first = current[min(current)].curve if current else None
-        begin = min((lines.curve.at[0] for lines in current.values()), default=now)
+        begin = min((lines.began_at for lines in current.values()), default=now)
         ends = max((lines.ended_at for lines in current.values()), default=now)
         # Metrics may be newer than the ledger, which is written at intervals.
         logged = [self._step] if not current or self._step_at >= begin else []
         ended = bool(current) and all(lines.closed for lines in current.values())
-        speeds = _current_speeds(first) if first else (None, None, None)
+        minutes = {rank: _last_minute(lines) for rank, lines in current.items()}
+        rates = _rates(next(iter(minutes.values()))) if minutes else (None, None, None)
+        spent = [lines.totals[CAUSES:] for lines in current.values()]
+        shares = [float(each[CAUSE_COLUMN["compute"] - CAUSES] / each.sum()) for each in spent if each.sum() > 0]
         return RunSnapshot(
             attempt=newest,
             step=max([*logged, *(lines.last_step for lines in current.values())], default=0),
             seconds=max(0.0, (ends if ended else now) - begin),
             metrics=dict(self._latest_metrics),
-            steps_per_s=speeds[0],
-            samples_per_s=speeds[1],
-            tokens_per_s=speeds[2],
-            goodput=_current_goodput(current),
-            ranks=[_rank_snapshot(rank, lines, now) for rank, lines in sorted(current.items())],
+            steps_per_s=rates[0],
+            samples_per_s=rates[1],
+            tokens_per_s=rates[2],
+            goodput=sum(shares) / len(shares) if shares else None,
+            ranks=[_rank_snapshot(rank, lines, minutes[rank], now) for rank, lines in current.items()],
             events=sorted(self._events, key=lambda each: each[0]),
             unreadable=self._metrics.unreadable + sum(lines.unreadable for _, lines in self._ledgers.values()),
         )
@@ -170,43 +170,30 @@ def _read_new_rows(lines: JsonlReader) -> list[list[Row]]:
         return []
 
 
-def _last_minute(curve: CumulativeCurve) -> tuple[float, float, list[float]]:
-    """Return the seconds, steps and totals of the last minute."""
-    end = curve.at[-1]
-    begin = max(end - _WINDOW_S, curve.at[0])
-    return end - begin, curve.step[-1] - curve.step_at(begin), subtract(curve.point(-1), curve.totals_at(begin))
+def _last_minute(lines: AttemptLedger) -> Column:
+    """Return the change of all totals in the last minute."""
+    end = lines.ended_at
+    before, after = lines.totals_at([max(end - _WINDOW_S, lines.began_at), end])
+    return np.asarray(after - before)
 
 
-def _current_speeds(curve: CumulativeCurve) -> tuple[float | None, float | None, float | None]:
-    seconds, steps, totals = _last_minute(curve)
+def _rates(change: Column) -> tuple[float | None, float | None, float | None]:
+    """Return steps, samples and tokens per second; None without a count."""
+    seconds, steps, samples, tokens = change[[AT, STEP, SAMPLES, TOKENS]].tolist()
     if seconds <= 0:
         return None, None, None
-    samples, tokens = totals[SAMPLES], totals[TOKENS]
     return steps / seconds, samples / seconds if samples > 0 else None, tokens / seconds if tokens > 0 else None
 
 
-def _current_goodput(ledgers: Mapping[int, AttemptLedger]) -> float | None:
-    shares = []
-    for lines in ledgers.values():
-        totals = lines.curve.point(-1)
-        if (spent := sum(totals[FIRST_CAUSE:])) > 0:
-            shares.append(cause_seconds(totals, "compute") / spent)
-    return sum(shares) / len(shares) if shares else None
-
-
-def _rank_snapshot(rank: int, lines: AttemptLedger, now: float) -> RankSnapshot:
-    _, _, totals = _last_minute(lines.curve)
-    spent = sum(totals[FIRST_CAUSE:])
+def _rank_snapshot(rank: int, lines: AttemptLedger, change: Column, now: float) -> RankSnapshot:
+    spent = float(change[CAUSES:].sum())
     rss = lines.gauges.get("rss_bytes")
-    reason: Any = lines.closed.get("reason") if lines.closed else None
     return RankSnapshot(
         rank=rank,
-        host=host_of(lines),
+        host=lines.host,
         step=lines.last_step,
         age_s=max(0.0, now - lines.ended_at),
-        shares={cause: cause_seconds(totals, cause) / spent for cause in TIME_CATEGORIES if cause in _SHOWN_CAUSES}
-        if spent > 0
-        else {},
+        shares={cause: float(change[CAUSE_COLUMN[cause]]) / spent for cause in _SHOWN_CAUSES} if spent > 0 else {},
         rss_bytes=rss[-1] if rss and math.isfinite(rss[-1]) else None,
-        closed=None if reason is None else str(reason)[:20],
+        closed=str(lines.closed["reason"])[:20] if lines.closed else None,
     )

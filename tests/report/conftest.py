@@ -1,13 +1,12 @@
-"""Reports made up from a few numbers, for the page."""
+"""Make reports from a few numbers, for the page."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from dtrain.report import model
@@ -15,31 +14,28 @@ from dtrain.report import model
 START = 1_760_000_000.0
 
 
-def series(
-    values: Sequence[float], *, step_s: float = 0.5, marks: Sequence[tuple[int, str]] = (), every: int = 1
-) -> model.MetricSeries:
-    steps = [(number + 1) * every for number in range(len(values))]
+def series(values: Sequence[float], *, step_s: float = 0.5, every: int = 1) -> model.MetricSeries:
+    steps = np.arange(1, len(values) + 1, dtype=float) * every
+    finite = [value for value in values if math.isfinite(value)] or [0.0]
     return model.MetricSeries(
         steps=steps,
-        values=list(values),
-        tokens=[step * 262144.0 for step in steps],
-        times=[step * step_s for step in steps],
-        marks=[model.NonFiniteMark(step=step, what=what, tokens=step * 262144.0, at=step * step_s) for step, what in marks],
-        count=len(values) + len(marks),
-        bad=len(marks),
-        last=values[-1],
-        last_step=steps[-1],
-        low=min(values),
-        high=max(values),
-        low_step=1,
-        high_step=1,
+        values=np.array(values, dtype=float),
+        tokens=steps * 262144.0,
+        times=steps * step_s,
+        count=len(values),
+        non_finite=sum(not math.isfinite(value) for value in values),
+        last=finite[-1],
+        last_step=int(steps[-1]),
+        low=min(finite),
+        high=max(finite),
     )
 
 
-def slices(edges: Sequence[float], attempts: int) -> list[model.TimeSlice]:
-    found = []
-    for number, (start, end) in enumerate(itertools.pairwise(edges)):
-        length, share = end - start, random.Random(number).random()
+def timeline(edges: Sequence[float], attempts: int, steps: int) -> model.Timeline:
+    count = len(edges) - 1
+    rows = []
+    for number in range(count):
+        share = random.Random(number).random()
         shares = {"compute": 0.75 + 0.1 * share, "data": 0.1 * (1 - share), "stall": 0.05, "communication": 0.03, "other": 0.02}
         if number % 17 == 5:
             shares |= {"compute": 0.5, "checkpoint": 0.25}
@@ -47,15 +43,23 @@ def slices(edges: Sequence[float], attempts: int) -> list[model.TimeSlice]:
             shares = {"restart": 1.0}
         if number == 0:
             shares = {"setup": 0.7, "compile": 0.3}
-        found.append(
-            model.TimeSlice(
-                at=start,
-                seconds=length,
-                attempt=1 + number * attempts // len(edges),
-                by_cause={name: part * length for name, part in shares.items()},
-            )
-        )
-    return found
+        rows.append(shares)
+    seconds = np.diff(edges)
+    causes = {
+        cause: np.array([row.get(cause, 0.0) for row in rows]) * seconds for cause in sorted({c for r in rows for c in r})
+    }
+    done = np.full(count, steps / count)
+    return model.Timeline(
+        at=np.array(edges[:-1]),
+        seconds=seconds,
+        attempt=np.array([1.0 + number * attempts // len(edges) for number in range(count)]),
+        by_cause=causes,
+        step=np.cumsum(done),
+        compute_s=causes["compute"],
+        steps=done,
+        samples=done * 256,
+        tokens=done * 262144,
+    )
 
 
 def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: int = 0, points: int = 500) -> model.RunReport:
@@ -68,7 +72,7 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             number=1,
             at=0.0,
             ended_at=178.0,
-            how="killed",
+            outcome="killed",
             error=None,
             first_step=0,
             last_step=340,
@@ -79,12 +83,13 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             lost_steps=40,
             lost_s=20.0,
             down_s=0.0,
+            by_cause={"compute": 140.0, "restart": 20.0, "setup": 8.0, "data": 10.0},
         ),
         model.AttemptReport(
             number=2,
             at=215.0,
             ended_at=430.0,
-            how="failed",
+            outcome="failed",
             error="rank 3: RuntimeError: CUDA error: device-side assert",
             first_step=300,
             last_step=720,
@@ -95,12 +100,13 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             lost_steps=20,
             lost_s=10.0,
             down_s=37.0,
+            by_cause={"compute": 180.0, "communication": 10.0, "restart": 10.0, "setup": 8.0},
         ),
         model.AttemptReport(
             number=3,
             at=450.0,
             ended_at=length,
-            how="done",
+            outcome="done",
             error=None,
             first_step=700,
             last_step=steps,
@@ -111,6 +117,7 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             lost_steps=0,
             lost_s=0.0,
             down_s=20.0,
+            by_cause={"compute": 100.0, "communication": 5.0, "setup": 9.5},
         ),
     ]
     causes = {
@@ -130,8 +137,6 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
         model.RankReport(
             rank=rank,
             host=f"node-{rank // 4}",
-            attempts=[],
-            timeline=[],
             by_span={},
             by_cause=by_cause | ({"data": 0.16 * length, "stall": 0.001 * length} if rank == 3 else {"stall": 0.1 * length}),
         )
@@ -145,18 +150,18 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
         duration_s=length,
         attempts=attempts,
         ranks=rows,
-        timeline=slices(cuts, 3),
+        timeline=timeline(cuts, 3, steps),
         goodput=model.GoodputReport(
             total_s=length,
             productive_s=by_cause["compute"],
             share=0.7,
             by_cause=by_cause,
             down_s=57.0,
-            again_s=17.5,
+            repeated_setup_s=17.5,
             lost_s=30.0,
         ),
         series={
-            "loss": series(loss, marks=[(412, "nan"), (413, "inf")], every=every),
+            "loss": series([*loss[:-2], math.nan, math.inf], every=every),
             "eval/loss": series([loss[number] + 0.2 for number in range(0, count, 50)], every=every * 50),
             "norm/gradient": series([1 + noise.random() for _ in range(count)], every=every),
             "lr": series(
@@ -165,38 +170,22 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             "mfu": series([0.41 + 0.02 * noise.random() for _ in range(count)], every=every),
             "speed/tokens_per_s": series([520_000 + 9000 * noise.random() for _ in range(count)], every=every),
         },
-        speed=[
-            model.SpeedSample(
-                at=cut,
-                seconds=length / 120,
-                attempt=1,
-                step=int(number * steps / 120),
-                steps_per_s=2.0,
-                samples_per_s=512.0,
-                tokens_per_s=480_000 + 30_000 * noise.random(),
-                steps_per_compute_s=2.4,
-                samples_per_compute_s=600.0,
-                tokens_per_compute_s=620_000 + 9000 * noise.random(),
-            )
-            for number, cut in enumerate(cuts[:-1])
-        ],
         gauges={
             "rss_bytes": model.GaugeSeries(
-                times=cuts,
-                values=[2.1e9 + 3e6 * number for number in range(121)],
+                times=np.array(cuts),
+                values=2.1e9 + 3e6 * np.arange(121),
                 ranks=[3] * 121,
-                by_rank=dict.fromkeys(range(ranks), 2000000000.0),
             )
         },
         checkpoints=[
-            model.CheckpointReport(
-                step=step,
-                attempt=1,
-                at=step * 0.55,
-                held_s=0.4 + 0.3 * noise.random(),
-                duration_s=3.2 + noise.random() if step != 700 else None,
-                bytes=1_500_000_000,
-            )
+            {
+                "step": step,
+                "attempt": 1,
+                "at": step * 0.55,
+                "blocked_s": 0.4 + 0.3 * noise.random(),
+                "duration_s": 3.2 + noise.random() if step != 700 else None,
+                "bytes": 1_500_000_000,
+            }
             for step in range(steps // 10, steps + 1, steps // 10)
         ],
         checkpoint_count=10,
@@ -206,16 +195,18 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
                 host="node-0",
                 stall_s=0.6,
                 waited_for_s=58.0,
-                compute_s=410.0,
                 most="data",
                 most_s=59.0,
                 text="rank 3 spent 59 s more on data than the median rank; the others waited for it",
             )
         ],
         events=[
-            model.RunEvent(at=8.0, name="save", attempt=1, rank=0, step=100, fields={"held_s": 0.41}),
-            model.RunEvent(at=215.0, name="resumed", attempt=2, rank=0, step=300, fields={"path": "checkpoints/step-00000300"}),
-            model.RunEvent(at=430.0, name="out_of_memory", attempt=2, rank=3, step=720, fields={"size": 64}),
+            {"at": at, "name": name, "attempt": attempt, "rank": rank, "step": step, "fields": fields}
+            for at, name, attempt, rank, step, fields in (
+                (8.0, "save", 1, 0, 100, {"blocked_s": 0.41}),
+                (215.0, "resumed", 2, 0, 300, {"path": "checkpoints/step-00000300"}),
+                (430.0, "out_of_memory", 2, 3, 720, {"size": 64}),
+            )
         ],
         event_counts={"save": 10, "resumed": 2, "out_of_memory": 1},
         about={
@@ -231,7 +222,7 @@ def run_report(name: str = "gpt", *, steps: int = 1000, ranks: int = 8, seed: in
             }
             for number in (1, 2, 3)
         },
-        differences=[model.AttemptDifference(name="settings.lr", values={1: 3e-4, 2: 3e-4, 3: 2e-4})],
+        differences={"settings.lr": {1: 3e-4, 2: 3e-4, 3: 2e-4}},
         missing=[],
     )
 
@@ -241,27 +232,8 @@ def report_of(*runs: model.RunReport, problems: Sequence[str] = (), title: str =
 
 
 def bare(name: str = "bare") -> model.RunReport:
-    """A run of which there is nothing but its name."""
-    return replace(
-        run_report(name),
-        started_at=None,
-        duration_s=0.0,
-        attempts=[],
-        ranks=[],
-        timeline=[],
-        goodput=None,
-        series={},
-        speed=[],
-        gauges={},
-        checkpoints=[],
-        checkpoint_count=0,
-        slowest=[],
-        events=[],
-        event_counts={},
-        about={},
-        differences=[],
-        missing=["no ledger", "no metrics.jsonl"],
-    )
+    """Make a run with nothing but its name."""
+    return model.RunReport(name=name, folder=f"runs/{name}", missing=["no ledger", "no metrics.jsonl"])
 
 
 class Made:

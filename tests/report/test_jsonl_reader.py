@@ -1,11 +1,11 @@
-"""Files of JSON lines: what is whole is read, what is not is counted, and a file that grows is read on."""
+"""Read files of JSON lines: damaged lines are counted, and a growing file is continued."""
 
 import json
 
 import pytest
 
-from dtrain.report.reading import jsonl_reader as module
-from dtrain.report.reading.jsonl_reader import JsonlReader
+from dtrain.report import jsonl_reader as module
+from dtrain.report.jsonl_reader import JsonlReader
 
 
 def read(path):
@@ -31,7 +31,7 @@ CASES = {
 
 
 @pytest.mark.parametrize(("content", "expected", "unreadable"), CASES.values(), ids=CASES)
-def test_what_is_whole_is_read(tmp_path, content, expected, unreadable):
+def test_read_batches_reads_every_whole_line(tmp_path, content, expected, unreadable):
     path = tmp_path / "file"
     path.write_bytes(content)
     rows, wrong = read(path)
@@ -39,7 +39,7 @@ def test_what_is_whole_is_read(tmp_path, content, expected, unreadable):
 
 
 @pytest.mark.parametrize("chunk", [1, 2, 7, 64, 1 << 16])
-def test_chunks_do_not_matter(tmp_path, monkeypatch, chunk):
+def test_read_batches_is_independent_of_the_chunk_size(tmp_path, monkeypatch, chunk):
     monkeypatch.setattr(module, "_CHUNK_BYTES", chunk)
     expected = [{"a": number, "text": "x" * (number % 9)} for number in range(200)]
     path = tmp_path / "file"
@@ -47,7 +47,7 @@ def test_chunks_do_not_matter(tmp_path, monkeypatch, chunk):
     assert read(path) == (expected, 0)
 
 
-def test_a_line_without_end_is_dropped(tmp_path, monkeypatch):
+def test_read_batches_drops_a_line_without_end(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_CHUNK_BYTES", 64)
     monkeypatch.setattr(module, "_MAX_LINE_BYTES", 256)
     path = tmp_path / "file"
@@ -56,7 +56,7 @@ def test_a_line_without_end_is_dropped(tmp_path, monkeypatch):
     assert ([row["a"] for row in rows], wrong) == ([1, 2], 2)
 
 
-def test_a_file_that_grows_is_read_on(tmp_path):
+def test_read_batches_continues_a_growing_file(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(b'{"a": 1}\n{"a"')
     lines = JsonlReader(path)

@@ -6,9 +6,9 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
-Row = dict[str, Any]
+from dtrain.report.model import Row
 
 # A few hundred lines are parsed in one call and stay in the cache of the processor.
 _CHUNK_BYTES = 1 << 16

@@ -1,17 +1,18 @@
-"""Records of metrics: the last one of a step counts, and what was done again does not; a spike is never lost."""
+"""Read metric records: the last record of a step counts, repeated steps are dropped, and spikes survive downsampling."""
 
 import math
 import random
 
+import numpy as np
 import pytest
 
-from dtrain.report.reading.metric_table import MetricTable, downsample, make_series, points_per_series
+from dtrain.report.metrics import MetricTable, downsample, make_series, points_per_series
 
 
 def columns(rows, resumes=()):
     metrics = MetricTable(resumes)
     metrics.add(rows)
-    found = {name: (list(steps), list(values)) for name, (steps, _, values) in metrics.columns().items()}
+    found = {name: (rows[:, 0].tolist(), rows[:, 2].tolist()) for name, rows in metrics.columns().items()}
     return found, metrics
 
 
@@ -19,42 +20,42 @@ def rows(steps, value=lambda step: float(step), name="loss"):
     return [{"step": step, name: value(step)} for step in steps]
 
 
-def test_a_resumed_run_goes_on_from_where_it_went_back():
+def test_columns_drop_repeated_steps():
     found, metrics = columns(rows(range(1, 9)) + rows(range(5, 11), lambda step: -step))
     assert found == {"loss": ([*range(1, 11)], [1, 2, 3, 4, -5, -6, -7, -8, -9, -10])}
     assert (metrics.went_back, metrics.repeated) == (1, 4)
 
 
-def test_what_is_not_reached_again_is_dropped_too():
+def test_columns_drop_steps_that_are_not_reached_again():
     before = [*rows(range(1, 9)), {"step": 8, "eval": 1.0}]
     assert columns(before + rows([5, 6]))[0] == {"loss": ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6])}
 
 
-def test_the_ledger_says_where_it_went_back_to():
+def test_resumes_give_the_first_repeated_step():
     before = [*rows(range(10, 90, 10)), {"step": 44, "eval": 1.0}]
     assert columns(before + rows([50]))[0]["eval"] == ([44], [1.0])
     assert "eval" not in columns(before + rows([50]), resumes=[40])[0]
 
 
-def test_a_metric_that_comes_late_does_not_go_back():
+def test_a_late_metric_is_no_restart():
     found, metrics = columns([*rows(range(1, 9)), {"step": 4, "eval": 0.5}, {"step": 9, "loss": 9.0}])
     assert found == {"loss": ([*range(1, 10)], [*range(1, 10)]), "eval": ([4], [0.5])}
     assert metrics.went_back == 0
 
 
-def test_of_a_step_the_last_record_counts():
+def test_columns_keep_the_last_record_of_a_step():
     assert columns([{"step": 1, "a": 1}, {"step": 1, "a": 2}, {"step": 1, "a": 3, "b": 4}])[0] == {
         "a": ([1], [3]),
         "b": ([1], [4]),
     }
 
 
-def test_records_with_other_names_join_in_order():
+def test_columns_join_records_with_different_names():
     every = [{"step": step, "loss": step, **({"eval": -step} if step % 3 == 0 else {})} for step in range(1, 10)]
     assert columns(every)[0] == {"loss": ([*range(1, 10)], [*range(1, 10)]), "eval": ([3, 6, 9], [-3, -6, -9])}
 
 
-def test_values_that_are_no_numbers_are_counted():
+def test_add_counts_values_that_are_no_numbers():
     found, metrics = columns(
         [{"step": 1, "a": "x", "b": 1}, {"step": 2, "a": None, "b": "nan", "c": [1]}, {"step": 3, "b": True}]
     )
@@ -64,19 +65,19 @@ def test_values_that_are_no_numbers_are_counted():
     assert set(found) == {"b"}
 
 
-def test_objects_that_are_no_records_are_counted():
+def test_add_counts_objects_that_are_no_records():
     strange = [{"a": 1}, {"step": "x"}, {"step": -1}, {"step": 1.5}, {"step": True}, {"step": 10**400}, {"step": None}]
     assert columns(strange)[1].malformed == len(strange)
 
 
-def test_names_that_change_all_the_time_are_kept_up_to_a_number():
+def test_add_limits_the_number_of_names():
     found, metrics = columns([{"step": step, "loss": step, f"layer/{step}": 1} for step in range(3000)])
     assert metrics.has_too_many_names
-    assert len(found) == 1998
+    assert len(found) == 2000
     assert found["loss"] == ([*range(3000)], [*range(3000)])
 
 
-def test_a_gigantic_name_is_cut():
+def test_add_cuts_long_names():
     assert [len(name) for name in columns([{"step": 1, "x" * 100_000: 1}])[0]] == [200]
 
 
@@ -95,44 +96,45 @@ def test_columns_equal_a_plain_reading(seed):
 
 
 def series(values, **options):
-    def nobody(step):
-        raise LookupError
-
-    steps = [*range(1, len(values) + 1)]
-    return make_series(steps, [math.nan] * len(values), values, started_at=0.0, moment=nobody, **options)
+    rows = np.array([[step, math.nan, value] for step, value in enumerate(values, start=1)])
+    unknown = np.full(len(values), math.nan)
+    return make_series(rows, started_at=0.0, ledger=lambda steps: (unknown[: len(steps)], unknown[: len(steps)]), **options)
 
 
-def test_spikes_survive():
+def test_make_series_keeps_spikes():
     values = [0.0] * 100_000
     values[12_345], values[77_777] = 9.0, -9.0
     found = series(values, points=1000)
     assert len(found.steps) <= 1000
-    assert (found.high, found.high_step, found.low, found.low_step) == (9.0, 12_346, -9.0, 77_778)
-    assert {12_346, 77_778, 1, 100_000} <= set(found.steps)
+    assert (found.high, found.low) == (9.0, -9.0)
+    points = dict(zip(found.steps.tolist(), found.values.tolist(), strict=True))
+    assert (points[12_346], points[77_778]) == (9.0, -9.0)
+    assert {1, 100_000} <= set(points)
 
 
-def test_values_that_are_not_finite_are_marked():
+def test_make_series_keeps_non_finite_values():
     found = series([1.0, math.nan, 3.0, math.inf, -math.inf, 2.0])
-    assert (found.steps, found.values, found.bad, found.count) == ([1, 3, 6], [1.0, 3.0, 2.0], 3, 6)
-    assert [(mark.step, mark.what) for mark in found.marks] == [(2, "nan"), (4, "inf"), (5, "-inf")]
+    assert list(map(str, found.values.tolist())) == ["1.0", "nan", "3.0", "inf", "-inf", "2.0"]
+    assert (found.non_finite, found.count, found.last, found.low, found.high) == (3, 6, 2.0, 1.0, 3.0)
 
 
-def test_a_series_without_a_finite_value_has_marks_only():
+def test_make_series_limits_non_finite_values():
     found = series([math.nan] * 1000)
-    assert (found.values, found.last, found.low, len(found.marks), found.bad) == ([], None, None, 200, 1000)
+    assert (found.last, found.low, len(found.values), found.non_finite) == (None, None, 200, 1000)
+    assert (found.steps[0], found.steps[-1]) == (1, 1000)
 
 
-def test_large_values_whose_sum_overflows_are_kept():
-    assert series([1e308, 1e308]).values == [1e308, 1e308]
+def test_make_series_keeps_large_values_whose_sum_overflows():
+    assert series([1e308, 1e308]).values.tolist() == [1e308, 1e308]
 
 
 @pytest.mark.parametrize(("count", "points"), [(0, 10), (1, 10), (10, 10), (11, 10), (1000, 20)])
-def test_points_are_at_most_so_many_with_first_and_last(count, points):
-    chosen = downsample([float(at % 7) for at in range(count)], points)
+def test_downsample_keeps_the_first_and_the_last_point(count, points):
+    chosen = downsample(np.arange(count) % 7.0, points).tolist()
     assert len(chosen) <= points
     assert chosen == sorted(set(chosen))
     assert not count or (chosen[0], chosen[-1]) == (0, count - 1)
 
 
-def test_many_series_have_fewer_points():
+def test_points_per_series_decreases_with_the_number_of_series():
     assert [points_per_series(names) for names in (0, 1, 150, 1500, 10**6)] == [1000, 1000, 1000, 100, 20]

@@ -1,0 +1,289 @@
+"""Render a report as one self-contained HTML file. plotly.js, inlined in the page, draws the charts."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+import math
+import shlex
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from importlib.resources import files
+from typing import Any
+
+from dtrain.arguments import format_bytes, format_duration
+from dtrain.optional_dependencies import missing_extra_error
+from dtrain.report.charts import Chart, metric_charts, metric_names, metric_unit, run_charts, run_label, speed_charts
+from dtrain.report.model import Report, RunReport
+
+# characters of a setting, and rows of a table
+_MAX_TEXT, _MAX_ROWS = 300, 400
+
+
+def render_page(report: Report) -> str:
+    """Render the page.
+
+    Raises:
+        ConfigError: plotly is not installed.
+    """
+    try:
+        from plotly.offline import get_plotlyjs
+    except ImportError:
+        raise missing_extra_error("report: the charts of the page need the package plotly", "report") from None
+    scripts = get_plotlyjs(), _resource("page.js")
+    digests = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts)
+    # plotly.js sets styles of elements. No address is allowed, so the page cannot send anything.
+    policy = (
+        f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+        "form-action 'none'"
+    )
+    body, charts = _sections(report)
+    # Inside a script element, only these characters could end the element.
+    numbers = json.dumps(charts, separators=(",", ":"), allow_nan=False)
+    numbers = numbers.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
+    title = escape(report.title)
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark">'
+        '<meta name="referrer" content="no-referrer"><link rel="icon" href="data:,">'
+        f"<title>{title}</title><style>{_resource('page.css')}</style></head><body><h1>{title}</h1>"
+        f"<noscript><p>The charts need JavaScript. The tables do not.</p></noscript>{body}"
+        f"<footer>Written by dtrain {escape(report.version)} at {_format_time(report.written_at)} UTC.</footer>"
+        f'<script type="application/json" id="charts">{numbers}</script>'
+        f"<script>{scripts[0]}</script><script>{scripts[1]}</script></body></html>\n"
+    )
+
+
+def _resource(name: str) -> str:
+    return files("dtrain.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _sections(report: Report) -> tuple[str, dict[str, Chart]]:
+    """Return the body of the page, and its charts by the id of their element."""
+    metrics, left_out = metric_charts(report)
+    note = f'<p class="note">{left_out} more metrics are not drawn; <code>dtrain report --json</code> has them.</p>'
+    several = len(report.runs) > 1
+    charts = {**metrics, **speed_charts(report)}
+    parts = [_problems(report), *(f'<section class="card">{_summary(run)}</section>' for run in report.runs)]
+    parts += [_comparison(report)] if several else []
+    parts += [f'<section id="metrics"><h2>Metrics</h2>{_controls()}{_figures(charts)}{note if left_out else ""}']
+    parts += [f"{_metric_table(report)}</section>"]
+    for number, run in enumerate(report.runs, start=1):
+        own = run_charts(run, f"-{number}" if several else "")
+        charts |= own
+        title = f"Time, restarts and settings{f' of {escape(run_label(report, run))}' if several else ''}"
+        parts.append(
+            f"<section><h2>{title}</h2>{_figures(own)}{_cause_table(run)}{_attempt_table(run)}{_span_table(run)}"
+            f"{_slowest_ranks(run)}{_event_table(run)}{_environment(run)}</section>"
+        )
+    return "".join(parts), {key: chart for key, chart in charts.items() if chart["data"]}
+
+
+def _figures(charts: Mapping[str, Chart]) -> str:
+    return '<div class="figures">' + "".join(
+        f'<figure id="{key}" role="img" aria-label="{escape(chart["title"])}"><h3>{escape(chart["title"])}</h3>'
+        f'{"" if chart["data"] else _note(chart["empty"])}<div class="plot"></div></figure>'
+        for key, chart in charts.items()
+    ) + "</div>"  # fmt: skip
+
+
+def _note(text: str) -> str:
+    return f'<p class="note">{escape(text)}</p>'
+
+
+def _controls() -> str:
+    axes = "".join(
+        f'<label><input type="radio" name="axis" value="{axis}"{" checked" * (axis == "steps")}> {axis}</label>'
+        for axis in ("steps", "tokens", "time")
+    )
+    return (
+        f'<form id="controls" aria-label="Axes of the charts">{axes}<label><input type="checkbox" id="log"> log scale</label>'
+        '<label>smooth losses <input type="range" id="smooth" min="0" max="99" value="0"></label></form>'
+    )
+
+
+def _format_time(seconds: float | None) -> str:
+    if seconds is None or not 0 <= seconds < 253e9:
+        return "unknown"
+    return f"{datetime.fromtimestamp(seconds, tz=UTC):%Y-%m-%d %H:%M}"
+
+
+def _format_value(value: Any, name: str) -> str:
+    """Format a number with the unit that its name tells; other values as a setting."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return "" if value is None else _format_setting(value)
+    unit = metric_unit(name)
+    if name == "seconds" or unit == "s":
+        return format_duration(value)
+    return format_bytes(value) if unit == "B" else f"{value:.1%}" if unit == "%" else f"{value:.5g}"
+
+
+def _format_setting(item: Any) -> str:
+    text = item if isinstance(item, str) else json.dumps(item, default=str, ensure_ascii=False)
+    return text if len(text) <= _MAX_TEXT else f"{text[:_MAX_TEXT]}…"
+
+
+def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, is_open: bool = True) -> str:
+    """Render a table that can be folded; nothing without rows."""
+    if not rows:
+        return ""
+    top = "".join(f'<th scope="col">{escape(text)}' for text in head)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) for row in rows[:_MAX_ROWS])
+    return (
+        f"<details{' open' * is_open}><summary>{escape(title)}</summary>"
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}"><table><thead><tr>{top}<tbody>{body}'
+        "</table></div></details>"
+    )
+
+
+def _problems(report: Report) -> str:
+    if not report.problems:
+        return ""
+    lines = "".join(f"<li>{escape(problem)}" for problem in report.problems)
+    many = len(report.problems)
+    title = f"{many} things are missing or damaged" if many > 1 else "Something is missing or damaged"
+    return f'<section id="problems"><h2>{title}</h2><ul>{lines}</ul></section>'
+
+
+def _summary(run: RunReport) -> str:
+    goodput = run.goodput
+    outcome = run.attempts[-1].outcome if run.attempts else "unknown"
+    steps = [attempt.last_step for attempt in run.attempts] or [series.last_step for series in run.series.values()]
+    facts = {"steps": f"{max(steps):,}" if steps else "none", "duration": format_duration(run.duration_s)}
+    if run.attempts:
+        facts["ranks"] = str(run.attempts[-1].world_size)
+        facts["restarts"] = str(len(run.attempts) - 1)
+        facts["steps done again"] = str(sum(attempt.lost_steps for attempt in run.attempts))
+    if goodput:
+        facts["lost to restarts"] = format_duration(goodput.by_cause.get("restart", 0.0))
+    if run.checkpoint_count:
+        facts["checkpoints"] = str(run.checkpoint_count)
+    facts["began (UTC)"] = _format_time(run.started_at)
+    share = f"{goodput.share:.1%}" if goodput else "?"
+    note = (
+        f"{format_duration(goodput.productive_s)} of {format_duration(goodput.total_s)} were compute that counts"
+        if goodput
+        else "no ledger says where the time went"
+    )
+    errors = "".join(
+        f'<p class="error">attempt {attempt.number} {attempt.outcome}: {escape(attempt.error)}</p>'
+        for attempt in run.attempts
+        if attempt.error
+    )
+    listed = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in facts.items())
+    return (
+        f'<h2>{escape(run.name)} <span class="{outcome}">{outcome}</span></h2>'
+        f'<p class="goodput"><b>{share}</b> goodput</p>{_note(note)}<dl>{listed}</dl>{errors}'
+    )
+
+
+def _comparison(report: Report) -> str:
+    head = ["", *(run_label(report, run) for run in report.runs)]
+    rows = [
+        ["goodput", *(f"{run.goodput.share:.1%}" if run.goodput else "" for run in report.runs)],
+        ["duration", *(format_duration(run.duration_s) for run in report.runs)],
+        ["restarts", *(str(len(run.attempts) - 1) if run.attempts else "" for run in report.runs)],
+    ]
+    for name in metric_names(report):
+        values = [run.series[name].last if name in run.series else None for run in report.runs]
+        rows.append([name, *(_format_value(value, name) for value in values)])
+    settings = [flatten_mapping(run.about[max(run.about)].get("settings", {})) if run.about else {} for run in report.runs]
+    names = sorted({name for each in settings for name in each})
+    differ = [[name, *(each.get(name, "") for each in settings)] for name in names
+              if len({each.get(name) for each in settings}) > 1]  # fmt: skip
+    tables = _table("Last values", head, rows) + _table("Settings that differ", ["setting", *head[1:]], differ)
+    return f'<section id="comparison"><h2>Comparison</h2>{tables}{"" if differ else _note("no setting differs")}</section>'
+
+
+def _metric_table(report: Report) -> str:
+    rows = [
+        [run_label(report, run, name) if len(report.runs) == 1 else f"{run_label(report, run)}: {name}",
+         *(_format_value(value, name) for value in (series.last, series.low, series.high)),
+         f"{series.count:,}", str(series.non_finite)]
+        for name in metric_names(report) for run in report.runs if (series := run.series.get(name))
+    ]  # fmt: skip
+    return _table("All metrics", ["metric", "last", "lowest", "highest", "records", "not finite"], rows, is_open=False)
+
+
+def _cause_table(run: RunReport) -> str:
+    causes = sorted(run.goodput.by_cause.items(), key=lambda item: -item[1]) if run.goodput else []
+    total = sum(seconds for _, seconds in causes) or 1.0
+    rows = [[name, format_duration(seconds), f"{seconds / total:.1%}"] for name, seconds in causes]
+    return _table("Wall time by cause", ["cause", "time", "share"], rows)
+
+
+def _attempt_table(run: RunReport) -> str:
+    rows = [
+        [str(each.number), format_duration(each.at), each.outcome, f"{each.first_step} to {each.last_step}",
+         str(each.world_size), format_duration(each.down_s), format_duration(each.setup_s),
+         f"{each.lost_steps} ({format_duration(each.lost_s)})" if each.lost_steps else "0",
+         _format_setting(each.resumed_from or "")]
+        for each in run.attempts
+    ]  # fmt: skip
+    head = ["attempt", "began at", "end", "steps", "ranks", "down before", "set-up", "steps done again", "resumed from"]
+    return _table("Attempts", head, rows)
+
+
+def _span_table(run: RunReport) -> str:
+    spans: dict[str, list[tuple[int, float, str]]] = {}
+    for rank in run.ranks:
+        for name, span in rank.by_span.items():
+            spans.setdefault(name, []).append(span)
+    mean = {name: sum(seconds for _, seconds, _ in each) / len(run.ranks) for name, each in spans.items()}
+    rows = [
+        [name, spans[name][0][2], str(max(count for count, _, _ in spans[name])), format_duration(mean[name]),
+         format_duration(max(seconds for _, seconds, _ in spans[name]))]
+        for name in sorted(mean, key=lambda name: -mean[name])
+    ]  # fmt: skip
+    return _table("Time by span", ["span", "counts as", "times", "mean over ranks", "most of a rank"], rows, is_open=False)
+
+
+def _slowest_ranks(run: RunReport) -> str:
+    if not run.slowest:
+        return _note("no rank kept the others waiting for long, or there is only one")
+    rows = [
+        [f"rank {slow.rank}", slow.host, format_duration(slow.waited_for_s), format_duration(slow.stall_s), slow.text]
+        for slow in run.slowest
+    ]
+    return _table("Slowest ranks", ["rank", "host", "others waited", "it waited", "what it says"], rows)
+
+
+def _event_table(run: RunReport) -> str:
+    if not run.events:
+        return _note("no event was recorded")
+    rows = []
+    for event in run.events[:_MAX_ROWS]:
+        more = [f"{name.removesuffix('_s')} {_format_value(item, name)}" for name, item in event["fields"].items()]
+        numbers = ["" if event[key] is None else str(event[key]) for key in ("attempt", "rank", "step")]
+        rows.append([format_duration(event["at"]), event["name"], *numbers, ", ".join(more)[:_MAX_TEXT]])
+    counts = ", ".join(f"{name} {many}" for name, many in sorted(run.event_counts.items()))
+    return _table(f"Events: {counts}", ["at", "event", "attempt", "rank", "step", "more"], rows)
+
+
+def _environment(run: RunReport) -> str:
+    if not run.about:
+        return _note("it is not known what was run: the folder has no file about an attempt")
+    newest = max(run.about)
+    numbers = sorted(run.about)
+    rows = [
+        [name, *(_format_setting(values.get(number, "")) for number in numbers)] for name, values in run.differences.items()
+    ]
+    changed = _table("What changed between attempts", ["", *(f"attempt {number}" for number in numbers)], rows)
+    facts = [[name, text] for name, text in flatten_mapping(run.about[newest]).items()]
+    return changed + _table(f"All of attempt {newest}", ["", f"attempt {newest}"], facts)
+
+
+def flatten_mapping(settings: Any, name: str = "") -> dict[str, str]:
+    """Flatten nested settings into dotted names."""
+    if name.endswith("command") and isinstance(settings, list):
+        return {name: _format_setting(shlex.join(map(str, settings)))}
+    if isinstance(settings, Mapping) and settings:
+        return {
+            key: text
+            for part, inner in settings.items()
+            for key, text in flatten_mapping(inner, f"{name}.{part}" if name else str(part)).items()
+        }
+    return {name: _format_setting(settings)} if name else {}

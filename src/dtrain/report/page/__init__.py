@@ -1,1 +1,0 @@
-"""Draw the HTML report: charts, scales, SVG."""

@@ -1,0 +1,311 @@
+"""Read run folders into a report, and describe missing or damaged parts."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from time import time
+from typing import Any
+
+from dtrain import run_layout
+from dtrain.arguments import format_count
+from dtrain.errors import ConfigError
+from dtrain.report.attempts import (
+    MergedAttempt,
+    attempt_reports,
+    checkpoint_reports,
+    merge_attempts,
+    run_events,
+    step_moments,
+    trim_data,
+    world_size,
+)
+from dtrain.report.goodput import gauge_series, goodput, rank_reports, slice_edges, slowest_ranks, timeline
+from dtrain.report.jsonl_reader import JsonlReader
+from dtrain.report.ledger import RankLedger
+from dtrain.report.metrics import MetricTable, make_series, points_per_series
+from dtrain.report.model import MetricSeries, Report, Row, RunReport
+
+_METRICS_FILE = re.compile(r"(metrics[^/]*\.jsonl)(?:\.(\d{1,9}))?")
+_MAX_HINTS = 5
+# lines of one kind
+_MAX_PROBLEMS = 12
+_MAX_FILE_BYTES = 4 << 20
+_MAX_DIFFERENCES = 200
+_TIME_FIELDS = ("format", "attempt", "pid", "started_at", "time", "at")
+_MAX_METADATA_DEPTH = 6
+
+
+def read_report(folders: Sequence[str | Path], *, version: str, now: float | None = None) -> Report:
+    """Read run folders into a report.
+
+    Args:
+        folders: folders of runs.
+        version: version of dtrain.
+        now: seconds since 1970; None uses the clock.
+
+    Returns:
+        A report of all folders with a run. ``problems`` lists other folders and missing parts.
+
+    Raises:
+        ConfigError: no folder has a run.
+    """
+    now = time() if now is None else now
+    runs: list[RunReport] = []
+    problems: list[str] = []
+    for folder in folders:
+        try:
+            runs.append(read_run(folder, now=now))
+        except ConfigError as error:
+            problems.append(str(error))
+    if not runs:
+        raise ConfigError(" ".join(problems) or "report: folders must have at least 1 folder, got none.")
+    problems += [f"{run.name}: {line}" if len(runs) > 1 else line for run in runs for line in run.missing]
+    title = ", ".join(run.name for run in runs[:4]) + (f" and {len(runs) - 4} more" if len(runs) > 4 else "")
+    return Report(version=version, title=title, written_at=now, runs=runs, problems=problems)
+
+
+def read_run(folder: str | Path, *, now: float) -> RunReport:
+    """Read the folder of a run, as far as possible.
+
+    Raises:
+        ConfigError: the folder has no run.
+    """
+    path = Path(folder)
+    _check_is_run(path, str(folder))
+    abouts, missing = _read_attempt_files(path)
+    ledgers, ledger_problems = _read_ledgers(path)
+    resumes = [lines.first_step for ledger in ledgers[:1] for lines in ledger.attempts.values() if lines.has_lines]
+    metrics, metrics_problems = _read_metrics(path, [step for step in resumes if step > 0], has_ledger=bool(ledgers))
+    merged, anomalies = merge_attempts(ledgers, [end for each in metrics.values() for end in each.ends_before_resume])
+    missing += [*ledger_problems, *anomalies, *_missing_in_ledgers(ledgers, merged, abouts)]
+    if not abouts:
+        missing.append("no file about an attempt: settings, versions and the command are not known")
+    missing += metrics_problems
+    started_at = min((each.begin for each in merged), default=None)
+    if started_at is None:
+        started_at = _guess_start_time(metrics, abouts)
+    origin = started_at or 0.0
+    series = _build_series(metrics, merged, origin)
+    ends = [each.end - origin for each in merged] + [float(each.times[-1]) for each in series.values() if len(each.times)]
+    edges, ranks = slice_edges(merged), rank_reports(merged)
+    checkpoints, checkpoint_count = checkpoint_reports(merged, started_at=origin)
+    events, counts = run_events(merged, started_at=origin)
+    return RunReport(
+        name=path.resolve().name or str(folder),
+        folder=str(folder),
+        started_at=started_at,
+        duration_s=max(ends, default=0.0),
+        attempts=attempt_reports(merged, abouts, started_at=origin, now=now),
+        ranks=ranks,
+        timeline=timeline(merged, edges, started_at=origin),
+        goodput=goodput(merged),
+        series=series,
+        gauges=gauge_series(merged, edges, started_at=origin),
+        checkpoints=checkpoints,
+        checkpoint_count=checkpoint_count,
+        slowest=slowest_ranks(ranks),
+        events=events,
+        event_counts=counts,
+        about=abouts,
+        differences=_attempt_differences(abouts),
+        missing=missing,
+    )
+
+
+def _check_is_run(path: Path, name: str) -> None:
+    prefix = f"report: path must be the folder of a run, got {name[:200]!r}, which"
+    try:
+        if _is_run(path):
+            return
+        is_folder = path.is_dir()
+    # The name may be too long or contain a null character.
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{prefix} cannot be read: {error}") from error
+    if not is_folder:
+        kind = "is a file" if path.exists() else "is not there"
+        raise ConfigError(f"{prefix} {kind}. Pass the folder given to dt.open_run.")
+    try:
+        runs = sorted(each.name for each in path.iterdir() if each.is_dir() and _is_run(each))
+    except OSError:
+        runs = []
+    hint = f"Runs below: {', '.join(runs[:_MAX_HINTS])}." if runs else "Pass the folder given to dt.open_run."
+    raise ConfigError(f"{prefix} has no ledger, no metrics.jsonl and no attempts. {hint}")
+
+
+def ledger_files(folder: Path) -> dict[int, Path]:
+    """Return the ledgers by rank."""
+    paths = [path for path in (folder / run_layout.LEDGER).glob("*.jsonl") if path.is_file()]
+    ranks = [(run_layout.parse_rank(path.name), path) for path in paths]
+    return dict(sorted((rank, path) for rank, path in ranks if rank is not None))
+
+
+def metrics_files(folder: Path) -> dict[str, list[Path]]:
+    """Return the metrics files, each with its rotated files, oldest first. The file of the loop comes first."""
+    parts: dict[str, list[tuple[int, Path]]] = {}
+    for path in folder.glob("metrics*.jsonl*"):
+        if (match := _METRICS_FILE.fullmatch(path.name)) and path.is_file():
+            parts.setdefault(match[1], []).append((-int(match[2] or 0), path))
+    names = sorted(parts, key=lambda name: (name != run_layout.METRICS, name))
+    return {name: [path for _, path in sorted(parts[name])] for name in names}
+
+
+def _is_run(folder: Path) -> bool:
+    abouts = (run_layout.parse_attempt(path.name) is not None for path in (folder / run_layout.ATTEMPTS).glob("*.json"))
+    return bool(ledger_files(folder) or metrics_files(folder) or any(abouts))
+
+
+def _read_file(path: Path, folder: Path, into: RankLedger | MetricTable, kind: str) -> list[str]:
+    """Read a file of JSON lines to its end, and describe its problems."""
+    lines, malformed, name = JsonlReader(path), into.malformed, path.relative_to(folder).as_posix()
+    problems = []
+    try:
+        for rows in lines.read_batches():
+            into.add(rows)
+        into.add(lines.read_last_line())
+    except OSError as error:
+        problems.append(f"{path.name}: cannot be read: {error.strerror or error}")
+    if lines.unreadable:
+        problems.append(f"{name}: {format_count(lines.unreadable, 'line')} could not be read: cut short, or damaged")
+    if malformed := into.malformed - malformed:
+        problems.append(f"{name}: {format_count(malformed, 'line')} {'is' if malformed == 1 else 'are'} no {kind}")
+    return problems
+
+
+def _read_ledgers(folder: Path) -> tuple[list[RankLedger], list[str]]:
+    ledgers: list[RankLedger] = []
+    problems: list[str] = []
+    for rank, path in ledger_files(folder).items():
+        ledgers.append(RankLedger(rank))
+        problems += _read_file(path, folder, ledgers[-1], "line of a ledger")
+    return ledgers, problems
+
+
+def _read_metrics(folder: Path, resumes: list[int], *, has_ledger: bool) -> tuple[dict[str, MetricTable], list[str]]:
+    """Read the metrics of a run by file, and list the problems."""
+    tables: dict[str, MetricTable] = {}
+    problems: list[str] = []
+    for name, parts in metrics_files(folder).items():
+        table = tables[name] = MetricTable(resumes)
+        for part in parts:
+            problems += _read_file(part, folder, table, "record of metrics")
+        for metric, many in Counter(table.non_numeric).most_common(_MAX_PROBLEMS):
+            values = f"{format_count(many, 'value')} of {metric[:60]!r} {'is' if many == 1 else 'are'} no number"
+            problems.append(f"{name}: {values}; left out")
+        if table.has_too_many_names:
+            problems.append(f"{name}: there are more than two thousand metrics; further names are left out")
+        if table.went_back and not has_ledger:
+            problems.append(
+                f"{name}: the steps go back {format_count(table.went_back, 'time')}: restarts, with which "
+                f"{format_count(table.repeated, 'record')} no longer {'counts' if table.repeated == 1 else 'count'}"
+            )
+        if not table.count:
+            problems.append(f"{name}: has no record that could be read")
+    return tables, problems or ([] if tables else ["no metrics.jsonl: loss, learning rate and other metrics are not known"])
+
+
+def _missing_in_ledgers(ledgers: Sequence[RankLedger], merged: Sequence[MergedAttempt], abouts: dict[int, Row]) -> list[str]:
+    """Describe the missing parts of ledgers."""
+    if not ledgers:
+        return ["no ledger: where the time went, how it ended, speed, memory and checkpoints are not known"]
+    if not merged:
+        return ["the ledgers have no line that could be read: where the time went is not known"]
+    missing = []
+    for each in merged:
+        size = world_size(each, abouts.get(each.number, {}))
+        if absent := sorted(set(range(size)) - set(each.ranks)):
+            ranks = _format_list(absent)
+            missing.append(f"attempt {each.number}: nothing from rank {ranks} of {size}; means are over those there")
+        if lost := [rank for rank, lines in each.ranks.items() if not lines.open_count]:
+            missing.append(f"attempt {each.number}: rank {_format_list(lost)} has no line of when it began")
+    numbers = {each.number for each in merged}
+    if gone := sorted(set(range(1, max(numbers))) - numbers):
+        missing.append(
+            f"nothing in the ledgers of attempt {_format_list(gone)}: it ended before its first line, or that is lost"
+        )
+    unknown_kinds = sum((Counter(ledger.unknown_kinds) for ledger in ledgers), Counter[str]())
+    for kind, many in list(unknown_kinds.items())[:_MAX_PROBLEMS]:
+        missing.append(
+            f"ledger: {format_count(many, 'line')} of a kind that this version does not know, {kind[:60]!r}; left out"
+        )
+    unknown = sorted({cause for each in merged for lines in each.ranks.values() for cause in lines.unknown_causes})
+    if unknown:
+        missing.append(f"ledger: causes that this version does not know count as other: {', '.join(unknown[:_MAX_PROBLEMS])}")
+    dropped = sum(lines.dropped_events for each in merged for lines in each.ranks.values())
+    if dropped:
+        missing.append(f"ledger: {format_count(dropped, 'event')} beyond the first many left out")
+    return missing[: 4 * _MAX_PROBLEMS]
+
+
+def _format_list(numbers: list[int], most: int = 8) -> str:
+    """Format a list of numbers: ``"1, 2, 3 and 9 more"``."""
+    text = ", ".join(map(str, numbers[:most]))
+    return text if len(numbers) <= most else f"{text} and {len(numbers) - most} more"
+
+
+def _read_attempt_files(folder: Path) -> tuple[dict[int, Row], list[str]]:
+    """Read the files of attempts by number, and list the problems."""
+    contents: dict[int, Row] = {}
+    problems = []
+    for path in sorted((folder / run_layout.ATTEMPTS).glob("*.json")):
+        number, where = run_layout.parse_attempt(path.name), f"{run_layout.ATTEMPTS}/{path.name[:100]}"
+        if number is None:
+            continue
+        try:
+            if path.stat().st_size > _MAX_FILE_BYTES:
+                raise ValueError(f"it has more than {_MAX_FILE_BYTES >> 20} MiB")
+            about = json.loads(path.read_bytes())
+            if not isinstance(about, dict):
+                raise ValueError("it is no object")
+        except (OSError, ValueError, RecursionError) as error:
+            problems.append(f"{where}: cannot be read: {' '.join(str(error).split())[:200]}")
+            continue
+        version = about.get("format")
+        if isinstance(version, int) and version > run_layout.FORMAT:
+            problems.append(
+                f"{where}: written by a newer version (format {version}, this reads {run_layout.FORMAT}): there may be more"
+            )
+        contents[number] = trim_data(about, _MAX_METADATA_DEPTH)
+    return contents, problems
+
+
+def _attempt_differences(abouts: Mapping[int, Row]) -> dict[str, dict[int, Any]]:
+    """Return the facts that differ between attempts, without times and process ids."""
+    flat = {number: dict(_flatten(about)) for number, about in abouts.items()}
+    names = sorted({name for each in flat.values() for name in each})
+    changed = [name for name in names if len({repr(each.get(name)) for each in flat.values()}) > 1]
+    return {name: {number: each.get(name) for number, each in flat.items()} for name in changed[:_MAX_DIFFERENCES]}
+
+
+def _flatten(value: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    for name, each in value.items():
+        if name in _TIME_FIELDS or name.endswith("_at"):
+            continue
+        if isinstance(each, dict):
+            yield from _flatten(each, f"{before}{name}.")
+        else:
+            yield f"{before}{name}", each
+
+
+def _guess_start_time(metrics: dict[str, MetricTable], abouts: dict[int, Row]) -> float | None:
+    """Guess the start of a run without a ledger."""
+    times = [about.get("started_at") for about in abouts.values()]
+    times += [float(rows[0, 1]) for table in metrics.values() for rows in table.columns().values()]
+    return min((float(at) for at in times if isinstance(at, int | float) and math.isfinite(at) and at > 0), default=None)
+
+
+def _build_series(metrics: dict[str, MetricTable], merged: list[MergedAttempt], origin: float) -> dict[str, MetricSeries]:
+    columns = {file: table.columns() for file, table in metrics.items()}
+    points = points_per_series(sum(map(len, columns.values())))
+    series = {}
+    for file, each in columns.items():
+        suffix = "" if file == next(iter(columns)) else f" ({file.removesuffix('.jsonl')})"
+        for name, rows in each.items():
+            series[name + suffix] = make_series(
+                rows, started_at=origin, ledger=lambda steps: step_moments(merged, steps), points=points
+            )
+    return series

@@ -1,1 +1,0 @@
-"""Read ledgers and metrics of all ranks and attempts of a run."""
