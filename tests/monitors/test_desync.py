@@ -13,9 +13,8 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seed_all
 from dtrain.dtensor import to_local
 from dtrain.errors import ConfigError, DesyncError, StaleStateError
-from dtrain.monitors import desync, tensor_hash
-from dtrain.monitors.desync import check_desync, desync_guard
-from dtrain.monitors.tensor_hash import hash_tensors
+from dtrain.monitors import desync
+from dtrain.monitors.desync import check_desync, desync_guard, hash_tensors
 from dtrain.testing import count_collectives, count_host_syncs
 from dtrain.transforms.weights.ema import ema
 from shard.copies import ADAMW, begin, part
@@ -92,8 +91,8 @@ def test_a_hash_is_the_sum_of_words_times_odd_numbers():
     """In one go, as a GPU computes it, and with numbers of Python."""
     words = torch.randint(-(2**31), 2**31, (5 * 2**15 + 7,), generator=torch.Generator().manual_seed(0)).int()
     within, of_block = (
-        tensor_hash._odd_factors(2**15, tensor_hash._STRIDE, CPU),
-        tensor_hash._odd_factors(6, tensor_hash._PER_BLOCK, CPU),
+        desync._odd_factors(2**15, desync._STRIDE, CPU),
+        desync._odd_factors(6, desync._PER_BLOCK, CPU),
     )
     factors = (of_block[:, None] * within).flatten()[: len(words)]
     assert hash_of(words) == (words * factors).sum().item()

@@ -103,8 +103,9 @@ class _Closable(Protocol):
     def close(self) -> None: ...
 
 
+# Both are facts of the process, like ``atexit``: a logger is a plain function without an owner, its warning may be shown once
+# only, and the end of the ``init_dist`` block and of the process must close all loggers that are still open, by identity.
 _FAILED: list[FailedLogger] = []
-# loggers to close at the end, by identity
 _OPEN_LOGGERS: dict[int, _Closable] = {}
 
 

@@ -88,6 +88,7 @@ class _ActiveProfiler:
         return None if self.holder_ref is None else self.holder_ref()
 
 
+# torch allows one profiler per process, so its owner is a fact of the process.
 _ACTIVE = _ActiveProfiler()
 
 

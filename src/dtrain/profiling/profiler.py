@@ -77,10 +77,10 @@ def profile(
             the block or of a recording, another profiler runs in this process.
         PeerError: another profiler runs on another rank.
     """
-    options = ProfileOptions(
-        folder=_local_folder(path), record_shapes=record_shapes, memory=memory, stacks=stacks, flops=flops, compress=compress
+    driver = _make_driver(
+        path, schedule, ranks, record_shapes=record_shapes, memory=memory, stacks=stacks, flops=flops, compress=compress
     )
-    return ProfilerContext(_make_driver(options, schedule, ranks))
+    return ProfilerContext(driver)
 
 
 class ProfilerContext:
@@ -162,10 +162,9 @@ def step_profiler(
         ConfigError: see ``profile``; in the step that starts a recording, another profiler runs in this process.
         PeerError: another profiler runs on another rank.
     """
-    options = ProfileOptions(
-        folder=_local_folder(path), record_shapes=record_shapes, memory=memory, stacks=stacks, flops=flops, compress=compress
+    driver = _make_driver(
+        path, schedule, ranks, record_shapes=record_shapes, memory=memory, stacks=stacks, flops=flops, compress=compress
     )
-    driver = _make_driver(options, schedule, ranks)
 
     def grad(inner: GradFn) -> GradFn:
         def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
@@ -194,21 +193,17 @@ def step_profiler(
     return Transform(name="step_profiler", grad=grad, update=update, uses_grad=False, read_only=True)
 
 
-def _local_folder(path: str | Path) -> Path:
+def _make_driver(path: str | Path, schedule: PhaseSchedule, ranks: RankSelection, **options: bool) -> ProfilerDriver:
     folder = storage.resolve_path(path)
     if not isinstance(folder, Path):
         raise ConfigError(f"profile: path must be a local folder, got {path}. Copy the traces afterwards.")
-    return folder
-
-
-def _make_driver(options: ProfileOptions, schedule: PhaseSchedule, ranks: RankSelection) -> ProfilerDriver:
     if not callable(schedule):
         raise ConfigError(
             f"profile: schedule must be a function of a step's index, got {schedule!r}. Use dt.profiling.schedule(active=4)."
         )
-    if ranks == "all":
-        return ProfilerDriver(options, schedule, None)
     world = get_dist_info().world_size
-    if isinstance(ranks, str) or not ranks or any(type(rank) is not int or not 0 <= rank < world for rank in ranks):
+    if ranks != "all" and (
+        isinstance(ranks, str) or not ranks or any(type(rank) is not int or not 0 <= rank < world for rank in ranks)
+    ):
         raise ConfigError(f"profile: ranks must be 'all' or a list of ranks from 0 to {world - 1}, got {ranks!r}.")
-    return ProfilerDriver(options, schedule, frozenset(ranks))
+    return ProfilerDriver(ProfileOptions(folder=folder, **options), schedule, None if ranks == "all" else frozenset(ranks))

@@ -63,7 +63,7 @@ def metric_charts(report: Report) -> tuple[dict[str, Chart], int]:
     for title, group in groups[:MAX_METRIC_CHARTS]:
         smooth = any("loss" in name.lower() or "perplexity" in name.lower() for name in group)
         lines = [
-            (run_label(report, run, name if len(group) > 1 else ""), run.series[name])
+            (run_label(report, run, name if len(group) > 1 or len(report.runs) == 1 else ""), run.series[name])
             for name in group
             for run in report.runs
             if name in run.series
@@ -126,7 +126,11 @@ def speed_charts(report: Report) -> dict[str, Chart]:
     for name in names:
         base = name.removesuffix("/compute").removesuffix("_per_device")
         if not unit or base not in {f"speed/{each}_per_s" for each in ("tokens", "samples", "steps")}:
-            series = [(run_label(report, run), run.series[name]) for run in report.runs if name in run.series]
+            series = [
+                (run_label(report, run, name if len(report.runs) == 1 else ""), run.series[name])
+                for run in report.runs
+                if name in run.series
+            ]
             charts[chart_key(name, charts)] = _line_chart(report, name, series, metric_unit(name), zero=True)
     charts["chart-memory"] = _memory_chart(report)
     return charts

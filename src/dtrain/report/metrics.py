@@ -66,11 +66,15 @@ class MetricTable:
             self.count += 1
             if step < self._max_step:
                 self._drop_repeated(step, row)
-            time = to_number(row.get(TIME))
+            number = to_number(row.get(TIME))
+            time = math.nan if number is None else number
             for name, value in row.items():
-                if name not in (STEP, TIME):
-                    self._add_value(name, step, math.nan if time is None else time, to_number(value))
-            self._newest, self._max_step = (math.nan if time is None else time, step), max(step, self._max_step)
+                # The common case: a call for each value would double the time of reading.
+                if type(value) is float and name in self._columns:
+                    self._columns[name].extend((step, time, value))
+                elif name not in (STEP, TIME):
+                    self._add_value(name, step, time, to_number(value))
+            self._newest, self._max_step = (time, step), max(step, self._max_step)
 
     def _add_value(self, name: str, step: int, time: float, number: float | None) -> None:
         column = self._columns.get(name)
@@ -110,9 +114,11 @@ class MetricTable:
         columns = {}
         for name, column in self._columns.items():
             if column:
-                newest_first = np.array(column).reshape(-1, 3)[::-1]
-                _, chosen = np.unique(newest_first[:, 0], return_index=True)
-                columns[name] = newest_first[chosen]
+                records = np.array(column).reshape(-1, 3)
+                if (np.diff(records[:, 0]) <= 0).any():
+                    _, chosen = np.unique(records[::-1, 0], return_index=True)
+                    records = records[::-1][chosen]
+                columns[name] = records
         return columns
 
 

@@ -36,9 +36,10 @@ function draw(figure, chart) {
   const axis = lines ? (chart.axes.includes(asked.axis) ? asked.axis : chart.axes[0]) : null;
   const line = { gridcolor: color("grid"), zerolinecolor: color("grid"), linecolor: color("quiet"), automargin: true };
   const layout = {
-    height: 320, margin: { l: 56, r: 16, t: 12, b: 48 }, hovermode: lines ? "x unified" : "closest", uirevision: axis + asked.log,
+    height: 320, margin: { l: 56, r: 16, t: 32, b: 48 }, hovermode: lines ? "x unified" : "closest", uirevision: axis + asked.log,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: color("ink"), family: "system-ui, sans-serif" },
     hoverlabel: { bgcolor: color("paper"), font: { color: color("ink") } }, legend: { orientation: "h", y: -0.25 },
+    modebar: { bgcolor: "rgba(0,0,0,0)", color: color("quiet"), activecolor: color("accent") },
     ...chart.layout,
   };
   layout.xaxis = { ...line, ...(lines ? { title: { text: axis === "time" ? chart.timeTitle : axis } } : {}), ...layout.xaxis };
@@ -47,7 +48,7 @@ function draw(figure, chart) {
   if (lines && asked.log && positive && !chart.data.some((trace) => trace.stackgroup)) layout.yaxis.type = "log";
   if (lines) layout.yaxis2 = { overlaying: "y", range: [0, 1], visible: false, fixedrange: true };
   layout.showlegend = chart.data.length > 1;
-  const config = { displaylogo: false, responsive: true, modeBarButtonsToRemove: ["select2d", "lasso2d"] };
+  const config = { displaylogo: false, responsive: true, modeBarButtons: [["toImage", "zoom2d", "pan2d", "resetScale2d"]] };
   return Plotly.react(figure.querySelector(".plot"), traces(chart, axis, color), layout, config);
 }
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from time import time
 from typing import Any
@@ -77,6 +79,23 @@ def read_run(folder: str | Path, *, now: float) -> RunReport:
     """
     path = Path(folder)
     _check_is_run(path, str(folder))
+    with _gc_paused():
+        return _read_run(path, str(folder), now)
+
+
+@contextmanager
+def _gc_paused() -> Iterator[None]:
+    """Pause the garbage collector: collection would take a fifth of the time, and the millions of objects have no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _read_run(path: Path, folder: str, now: float) -> RunReport:
     abouts, missing = _read_attempt_files(path)
     ledgers, ledger_problems = _read_ledgers(path)
     resumes = [lines.first_step for ledger in ledgers[:1] for lines in ledger.attempts.values() if lines.has_lines]
@@ -96,8 +115,8 @@ def read_run(folder: str | Path, *, now: float) -> RunReport:
     checkpoints, checkpoint_count = checkpoint_reports(merged, started_at=origin)
     events, counts = run_events(merged, started_at=origin)
     return RunReport(
-        name=path.resolve().name or str(folder),
-        folder=str(folder),
+        name=path.resolve().name or folder,
+        folder=folder,
         started_at=started_at,
         duration_s=max(ends, default=0.0),
         attempts=attempt_reports(merged, abouts, started_at=origin, now=now),

@@ -12,9 +12,8 @@ import dtrain as dt
 from battery.row import Points, Row
 from battery.rows.gradients import line, value
 from dtrain.monitors.activations import activation_stats
-from dtrain.monitors.desync import desync_guard
+from dtrain.monitors.desync import desync_guard, hash_tensors
 from dtrain.monitors.loss_spikes import is_spike, watch_loss
-from dtrain.monitors.tensor_hash import hash_tensors
 from dtrain.monitors.tensor_norms import norms
 
 SAMPLE = [[3.0, 4.0]]  # the gradient of every step
