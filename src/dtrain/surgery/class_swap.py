@@ -9,7 +9,7 @@ A ``Mixin`` precedes the module's own class: ``Blur`` and ``nn.Conv2d`` form ``B
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -25,16 +25,20 @@ class Mixin(nn.Module):
         return _new_instance, (base, mixins), self.__getstate__()  # type: ignore[no-untyped-call]
 
 
-def add_mixin(module: nn.Module, mixin: type[Mixin]) -> bool:
-    """Put ``mixin`` in front of the class of ``module``; return False if the module has the mixin already.
+AnyMixin = TypeVar("AnyMixin", bound=Mixin)
+
+
+def add_mixin(module: nn.Module, mixin: type[AnyMixin]) -> AnyMixin | None:
+    """Put ``mixin`` in front of the class of ``module``, and return the module; None if the module has the mixin already.
 
     Mutates: ``module.__class__``.
     """
     if isinstance(module, mixin):
-        return False
+        return None
     pair: Any = (mixin, type(module))
     swap_class(module, _combined_class(*pair))
-    return True
+    assert isinstance(module, mixin)
+    return module
 
 
 def swap_class(module: nn.Module, kind: Any) -> nn.Module:

@@ -207,14 +207,14 @@ def stochastic_depth(
     rates = dict(zip(map(id, order), drop_rates(drop_rate, len(order), distribution), strict=True))
 
     def policy(module: nn.Module, name: str) -> nn.Module | None:
-        if not add_mixin(module, Stochastic):
+        block = add_mixin(module, Stochastic)
+        if block is None:
             return None
-        assert isinstance(module, Stochastic)
-        module._drop_rate, module._method, module._kind = rates[id(module)], method, kind
-        module._seed, module._block_name = seed, name
+        block._drop_rate, block._method, block._kind = rates[id(module)], method, kind
+        block._seed, block._block_name = seed, name
         if method == "block":
-            module.register_buffer("forwards", torch.zeros((), dtype=torch.int64, device="cpu"))
-        return module
+            block.register_buffer("forwards", torch.zeros((), dtype=torch.int64, device="cpu"))
+        return block
 
     def is_selected(name: str, module: nn.Module) -> bool:
         return id(module) in rates

@@ -49,7 +49,7 @@ def channels_last(model: nn.Module) -> nn.Module:
     """
 
     def policy(module: nn.Module, name: str) -> nn.Module | None:
-        return module if add_mixin(module, ChannelsLast) else None
+        return add_mixin(module, ChannelsLast)
 
     def is_selected(name: str, module: nn.Module) -> bool:
         return isinstance(module, nn.Conv2d)

@@ -121,12 +121,12 @@ def squeeze_excite(
 
     def policy(module: nn.Module, name: str) -> nn.Module | None:
         assert isinstance(module, nn.Conv2d)
-        weight = module.weight
-        if not add_mixin(module, SqueezeExcite):
-            return None
-        gate = SqueezeExcite2d(module.out_channels, latent_channels, device=weight.device, dtype=weight.dtype)
-        module.squeeze_excite = gate.train(module.training)
-        return module
+        weight, channels = module.weight, module.out_channels
+        gated = add_mixin(module, SqueezeExcite)
+        if gated is not None:
+            gate = SqueezeExcite2d(channels, latent_channels, device=weight.device, dtype=weight.dtype)
+            gated.squeeze_excite = gate.train(gated.training)
+        return gated
 
     def is_selected(name: str, module: nn.Module) -> bool:
         if not isinstance(module, nn.Conv2d) or min(module.in_channels, module.out_channels) < min_channels:

@@ -82,11 +82,10 @@ def weight_standardization(model: nn.Module, *, n_last_layers_to_ignore: int = 0
     selected = set(names[: max(0, len(names) - n_last_layers_to_ignore)])
 
     def policy(module: nn.Module, name: str) -> nn.Module | None:
-        if not add_mixin(module, WeightStandardized):
-            return None
-        assert isinstance(module, WeightStandardized)
-        module._weight_eps = float(eps)
-        return module
+        standardized = add_mixin(module, WeightStandardized)
+        if standardized is not None:
+            standardized._weight_eps = float(eps)
+        return standardized
 
     def is_selected(name: str, module: nn.Module) -> bool:
         return name in selected and isinstance(module, _CONVOLUTIONS) and module.weight[0].numel() > 1

@@ -77,11 +77,10 @@ def ghost_batch_norm(model: nn.Module, *, ghost_batch_size: int = 32) -> nn.Modu
     check_int("ghost_batch_norm", "ghost_batch_size", ghost_batch_size, minimum=2)
 
     def policy(module: nn.Module, name: str) -> nn.Module | None:
-        if not add_mixin(module, Ghost):
-            return None
-        assert isinstance(module, Ghost)
-        module._ghost_batch_size = ghost_batch_size
-        return module
+        ghost = add_mixin(module, Ghost)
+        if ghost is not None:
+            ghost._ghost_batch_size = ghost_batch_size
+        return ghost
 
     def is_selected(name: str, module: nn.Module) -> bool:
         return isinstance(module, _BATCH_NORMS)

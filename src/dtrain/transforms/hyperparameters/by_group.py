@@ -34,12 +34,10 @@ class GroupValues:
 
     Args:
         caller: name of the transform for errors.
-        kind: word for the numbers in errors, for example ``"factor"``.
         by_pattern: values by pattern of group names; the pattern None selects all groups.
     """
 
     caller: str
-    kind: str
     by_pattern: tuple[tuple[str | None, Hyperparameter], ...]
 
     @property
@@ -102,17 +100,8 @@ def parse_group_values(values: ByGroup, caller: str, kind: str, *, below_one: bo
         if not (isinstance(key, str) or (key is None and by_name is not values)):
             raise ConfigError(f"{caller}: names of groups must be text, got {key!r}.")
     allowed = "[0, 1)" if below_one else "[0, inf)"
-    return GroupValues(
-        caller,
-        kind,
-        tuple(
-            (key, hyperparameter(value, _hyperparameter_label(caller, kind, key), allowed)) for key, value in by_name.items()
-        ),
-    )
-
-
-def _hyperparameter_label(caller: str, kind: str, key: str | None) -> str:
-    return f"{caller}: {kind}" if key is None else f"{caller}: {kind} of {key!r}"
+    labels = {key: f"{caller}: {kind}" if key is None else f"{caller}: {kind} of {key!r}" for key in by_name}
+    return GroupValues(caller, tuple((key, hyperparameter(value, labels[key], allowed)) for key, value in by_name.items()))
 
 
 def during_update(
