@@ -20,7 +20,7 @@ from torch import Tensor
 from dtrain.arguments import join_or
 from dtrain.clock import Clock
 from dtrain.combinators import on_batch
-from dtrain.dist import rng
+from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import Hyperparameter
 from dtrain.state import TrainState
@@ -173,12 +173,16 @@ def require_generator(generator: torch.Generator | None, caller: str, instead: s
     return generator
 
 
-def host_random(generator: torch.Generator | None, caller: str, instead: str) -> random.Random:
+def host_random(generator: torch.Generator | random.Random | None, caller: str, instead: str) -> random.Random:
     """Return a host random generator seeded with the next number of ``generator``, which must be a CPU generator.
+
+    A transform gives a host random generator, which is returned unchanged: reading a number of a tensor counts as a host sync.
 
     Raises:
         ConfigError: ``generator`` is None, or on another device, which would need a host sync.
     """
+    if isinstance(generator, random.Random):
+        return generator
     generator = require_generator(generator, caller, instead)
     if generator.device.type != "cpu":
         raise ConfigError(
@@ -221,8 +225,8 @@ def batch_transform(
         name: name of the transform.
         at_clock: further keyword arguments of ``fn``, as functions of the clock before the step.
         check: function that raises if the batch is no batch of a step; three axes pass for one image in ``fn``.
-        host_generator: if True, the generator is on the CPU, because its numbers select kernels. Reading numbers of a device
-            generator on the host needs a sync. Otherwise the generator is on the device of the model.
+        host_generator: if True, the generator is a ``random.Random``, because its numbers select kernels. Reading numbers of a
+            device generator on the host needs a sync. Otherwise the generator is on the device of the model.
         init: see ``Transform``.
     """
 
@@ -231,9 +235,11 @@ def batch_transform(
             def batch_fn(batch: Batch, generator: torch.Generator) -> Batch:
                 if check is not None:
                     check(batch)
+                values: dict[str, Any] = {option: at(state.clock) for option, at in at_clock.items()}
                 if host_generator:
-                    generator = rng.generator("cpu", state.seed, name, state.step, state.spec.data_rank)
-                return fn(batch, generator=generator, **{option: at(state.clock) for option, at in at_clock.items()})
+                    seed = derive_seed(state.seed, name, state.step, state.spec.data_rank)
+                    return fn(batch, generator=random.Random(seed), **values)
+                return fn(batch, generator=generator, **values)
 
             wrap = on_batch(batch_fn, name=name).grad
             assert wrap is not None
