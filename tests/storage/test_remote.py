@@ -7,7 +7,9 @@ import pytest
 
 from dtrain import storage
 from dtrain.storage import remote
-from dtrain.storage.stores import base, s3, sftp
+from dtrain.storage.object_stores import S3Store
+from dtrain.storage.sftp_store import SftpStore
+from dtrain.storage.store import Store
 from places import servers
 
 PLACES = ["memory", "s3", "az", "gs", "sftp"]
@@ -25,7 +27,7 @@ def part_of(part):
 @pytest.fixture(params=PLACES)
 def root(request, reach, monkeypatch):
     """An empty folder on a server that takes small parts."""
-    for store in (base.ObjectStore, sftp.SftpStore):
+    for store in (Store, SftpStore):
         monkeypatch.setattr(store, "part_bytes", 2**18)
     monkeypatch.setattr(remote, "_READ_REQUEST_BYTES", 100_000)
     folder = storage.resolve_path(reach(request.param).root())
@@ -223,7 +225,7 @@ def test_strange_names_are_names(root):
 
 
 def test_parts_of_an_upload_are_as_large_as_the_server_wants():
-    assert s3.S3Store.part_bytes >= 5 * 2**20, "the least that S3 takes"
+    assert S3Store.part_bytes >= 5 * 2**20, "the least that S3 takes"
     sizes = [16 * 2**20, 2**20, 2**20, 8 * 2**20, 3]
     assert remote._group_parts(sizes, 8 * 2**20) == [range(1), range(1, 4), range(4, 5)]
     assert remote._group_parts([], 8) == []

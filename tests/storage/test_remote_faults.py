@@ -10,9 +10,11 @@ import pytest
 
 from dtrain import storage
 from dtrain.errors import ConfigError
-from dtrain.storage import remote
-from dtrain.storage.stores import base, s3, sftp
-from dtrain.storage.stores.connections import disconnect
+from dtrain.storage import remote, sftp_store
+from dtrain.storage.connections import disconnect
+from dtrain.storage.object_stores import S3Store
+from dtrain.storage.sftp_store import SftpStore
+from dtrain.storage.store import Store
 from places.proxy import Fault
 
 HTTP = ["s3", "az", "gs"]
@@ -65,7 +67,7 @@ CASES = [(place, what, kind) for place in HTTP for what in KINDS for kind in KIN
 @pytest.fixture
 def small(monkeypatch):
     """Parts and pieces that are small enough to be many."""
-    for store in (base.ObjectStore, sftp.SftpStore):
+    for store in (Store, SftpStore):
         monkeypatch.setattr(store, "part_bytes", 2**18)
     monkeypatch.setattr(remote, "_READ_REQUEST_BYTES", 100_000)
 
@@ -219,7 +221,7 @@ def test_an_sftp_server_that_falls_silent_is_waited_for_once_in_each_try(kind, r
     root = storage.resolve_path(server.root())
     storage.make_folders(root)
     storage.write_parts(root / "data", SIZES, part_of, threads=1)
-    monkeypatch.setattr(sftp, "_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(sftp_store, "_TIMEOUT_S", 0.5)
     send, feed, recv = paramiko.SFTPClient._send_packet, paramiko.Channel._feed, paramiko.Channel.recv
     silent, timeouts = [], []
 
@@ -260,7 +262,7 @@ def test_an_sftp_server_that_nobody_knows_is_refused(reach, monkeypatch, tmp_pat
 def test_a_server_that_says_nothing_is_not_waited_for_for_ever(reach, monkeypatch):
     server = reach("s3")
     disconnect()
-    monkeypatch.setitem(s3.OPTIONS["config_kwargs"], "read_timeout", 0.5)
+    monkeypatch.setitem(S3Store.options["config_kwargs"], "read_timeout", 0.5)
     root = storage.resolve_path(server.root())
     before = len(server.proxy.requests)
     with server.proxy.doing(Fault(kind="slow", matches=WHICH["s3", "create"], after=3)):

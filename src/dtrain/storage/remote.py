@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import TypeVar
 
+from dtrain.storage.connections import store_of
 from dtrain.storage.local import Buffer
 from dtrain.storage.parallel_parts import for_each_part
 from dtrain.storage.path import RemotePath
 from dtrain.storage.retry import RetryPolicy
-from dtrain.storage.stores.base import FileStat, Store, Upload
-from dtrain.storage.stores.connections import store_of
+from dtrain.storage.store import FileStat, Store, Upload
 from dtrain.storage.transfer_progress import SHOW_AFTER_S, TransferProgress
 
 Result = TypeVar("Result")
@@ -205,14 +205,14 @@ def write_parts(path: RemotePath, sizes: Sequence[int], part_of: Callable[[int],
     if len(groups) <= 1:
         create_file(path, content(0) if groups else b"")
         return
-    upload = _request(path, lambda store: store.upload(path.key, len(groups)))
+    upload = _request(path, lambda store: Upload(store, path.key))
     finished = False
     try:
         with TransferProgress(f"writing {path.name}", begins[-1]) as progress:
 
             def send(number: int) -> None:
                 data = content(number)
-                RETRY.call(str(path), lambda: upload.send_part(number, begins[number], data))
+                upload.add_part(number, _request(path, lambda store: store.send_part(upload, number, begins[number], data)))
                 progress.advance(len(data))
 
             for_each_part(len(groups), send, threads=store.max_requests, name="dtrain-send")
@@ -234,7 +234,12 @@ def _group_parts(sizes: Sequence[int], min_bytes: int) -> list[range]:
 
 
 def _finish_upload(path: RemotePath, upload: Upload, size: int) -> None:
-    _request_once(path, lambda store: upload.finish(), lambda store: upload.is_committed(), always=not supports_rename(path))
+    _request_once(
+        path,
+        lambda store: store.finish_upload(upload),
+        lambda store: store.is_committed(upload),
+        always=not supports_rename(path),
+    )
     if (uploaded := file_size(path)) != size:
         raise OSError(5, f"size on the server must be {size} bytes, got {uploaded}", str(path))
 
@@ -242,7 +247,7 @@ def _finish_upload(path: RemotePath, upload: Upload, size: int) -> None:
 def _clean_up_upload(path: RemotePath, upload: Upload, *, finished: bool) -> None:
     """Remove leftover parts, which would appear in listings of the folder. After another error, failures are ignored."""
     with contextlib.nullcontext() if finished else contextlib.suppress(OSError):
-        RETRY.call(str(path), lambda: upload.clean_up(finished=finished))
+        _request(path, lambda store: store.clean_up_upload(upload, finished=finished))
 
 
 class RemoteFileWriter:

@@ -15,20 +15,19 @@ import stat
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-from dtrain.storage.retry import TruncatedError
-from dtrain.storage.stores.base import FileStat, Upload
+from dtrain.storage.store import FileStat, Store, Upload
 
 _TIMEOUT_S = 60.0
 
 
-def make_options() -> dict[str, Any]:
-    """Return options for fsspec: timeouts, and only hosts in ``~/.ssh/known_hosts``."""
+def known_hosts_policy() -> Any:
+    """Return paramiko's policy for servers in ``~/.ssh/known_hosts`` only. fsspec would trust every server."""
     import paramiko
 
     class KnownHosts(paramiko.MissingHostKeyPolicy):  # type: ignore[misc]  # of an extra, which may not be installed
-        """Policy that refuses unknown servers; fsspec would trust every server."""
+        """Policy that refuses unknown servers."""
 
         def missing_host_key(self, client: Any, hostname: str, key: Any) -> None:
             known = Path("~/.ssh/known_hosts").expanduser()
@@ -37,11 +36,13 @@ def make_options() -> dict[str, Any]:
                 text = f"the host key ({key.get_name()}) is not in {known}. Compare the key, then add it with ssh-keyscan."
                 raise PermissionError(errno.EACCES, text, hostname)
 
-    return {"timeout": 10, "banner_timeout": 20, "auth_timeout": 20, "host_key_policy": KnownHosts()}
+    return KnownHosts()
 
 
-class SftpStore:
+class SftpStore(Store):
     """Store of an SSH server."""
+
+    options: ClassVar[dict[str, Any]] = {"timeout": 10, "banner_timeout": 20, "auth_timeout": 20}
 
     supports_rename = True
     part_bytes = 4 * 2**20
@@ -49,22 +50,22 @@ class SftpStore:
     max_requests = 2
 
     def __init__(self, fs: Any) -> None:
-        self._fs = fs
+        super().__init__(fs)
         self._lock = threading.RLock()
         self._broken = False
 
     @contextlib.contextmanager
-    def connected(self) -> Iterator[Any]:
+    def _connected(self) -> Iterator[Any]:
         """Yield the connected client for this thread alone."""
         with self._lock:
             if self._broken:
                 with contextlib.suppress(Exception):
-                    self._fs.client.close()
-                self._fs._connect()
+                    self.fs.client.close()
+                self.fs._connect()
                 self._broken = False
-            _set_timeout(self._fs.ftp.get_channel())
+            _set_timeout(self.fs.ftp.get_channel())
             try:
-                yield self._fs.ftp
+                yield self.fs.ftp
             except (FileNotFoundError, FileExistsError, PermissionError):
                 raise
             except Exception:
@@ -75,17 +76,17 @@ class SftpStore:
                 raise
 
     def _alive(self) -> bool:
-        transport = self._fs.client.get_transport()
+        transport = self.fs.client.get_transport()
         if transport is None or not transport.is_active():
             return False
         try:
-            self._fs.ftp.stat(".")
+            self.fs.ftp.stat(".")
         except Exception:  # noqa: BLE001  # after any error the connection is unusable
             return False
         return True
 
     def stat(self, key: str) -> FileStat | None:
-        with self.connected() as ftp:
+        with self._connected() as ftp:
             try:
                 status = ftp.stat(key)
             except FileNotFoundError:
@@ -93,33 +94,30 @@ class SftpStore:
         return FileStat(size=None if stat.S_ISDIR(status.st_mode) else status.st_size)
 
     def list_names(self, key: str) -> list[str]:
-        with self.connected() as ftp:
+        with self._connected() as ftp:
             return [str(name) for name in ftp.listdir(key)]
 
     def list_recursive(self, key: str) -> list[str]:
         """Return all entries that are not folders. Links are included and not followed."""
         found: list[str] = []
-        with self.connected() as ftp:
+        with self._connected() as ftp:
             for entry in ftp.listdir_attr(key):
                 below = f"{key.rstrip('/')}/{entry.filename}"
                 found += self.list_recursive(below) if stat.S_ISDIR(entry.st_mode) else [below]
         return found
 
-    def read_range(self, key: str, begin: int, end: int) -> bytes:
-        with self.connected() as ftp, ftp.open(key, "rb") as file:
+    def _read(self, key: str, begin: int, end: int) -> bytes:
+        with self._connected() as ftp, ftp.open(key, "rb") as file:
             file._start_prefetch = functools.partial(_send_requests, file)
-            data = b"".join(file.readv([(at, min(32768, end - at)) for at in range(begin, end, 32768)]))
-        if len(data) != end - begin:
-            raise TruncatedError(f"the server must send {end - begin} bytes, got {len(data)}")
-        return data
+            return b"".join(file.readv([(at, min(32768, end - at)) for at in range(begin, end, 32768)]))
 
     def put(self, key: str, data: bytes, *, mark: str | None = None) -> None:
         temporary = f"{key}.{secrets.token_hex(4)}.tmp"
-        with self.connected() as ftp:
+        with self._connected() as ftp:
             try:
                 _write_at(ftp, temporary, "wx", 0, data)
                 if mark is not None:
-                    self.rename_if_absent(ftp, temporary, key)
+                    self._rename_if_absent(ftp, temporary, key)
                 else:
                     ftp.posix_rename(temporary, key)
             except BaseException:
@@ -131,7 +129,7 @@ class SftpStore:
         """Return True if the file has this content. Files on an SSH server have no metadata for a mark."""
         return self.stat(key) == FileStat(size=len(data)) and self.read_range(key, 0, len(data)) == data
 
-    def rename_if_absent(self, ftp: Any, old: str, new: str) -> None:
+    def _rename_if_absent(self, ftp: Any, old: str, new: str) -> None:
         """Rename a file to a name that must not exist."""
         try:
             # The rename of SFTP, unlike that of POSIX, fails if the name exists.
@@ -141,18 +139,38 @@ class SftpStore:
                 raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), new) from None
             raise
 
-    def upload(self, key: str, count: int) -> Upload:
-        return _SftpUpload(self, key)
+    def begin_upload(self, upload: Upload) -> str:
+        """Create a temporary file, which gets the parts at their offsets and is renamed at the end."""
+        temporary = f"{upload.key}.{secrets.token_hex(4)}.tmp"
+        with self._connected() as ftp:
+            _write_at(ftp, temporary, "wx", 0, b"")
+        return temporary
+
+    def send_part(self, upload: Upload, number: int, begin: int, data: bytes) -> int:
+        with self._connected() as ftp:
+            _write_at(ftp, upload.id, "r+", begin, data)
+        return len(data)
+
+    def finish_upload(self, upload: Upload) -> None:
+        with self._connected() as ftp:
+            self._rename_if_absent(ftp, upload.id, upload.key)
+
+    def is_committed(self, upload: Upload) -> bool:
+        return self.stat(upload.id) is None and self.stat(upload.key) == FileStat(size=sum(upload.tags))
+
+    def clean_up_upload(self, upload: Upload, *, finished: bool) -> None:
+        if not finished:
+            self.remove(upload.id)
 
     def copy(self, old: str, new: str) -> None:
         raise OSError(errno.EOPNOTSUPP, "SFTP has no links and no copies on the server")
 
     def rename(self, old: str, new: str) -> None:
-        with self.connected() as ftp:
+        with self._connected() as ftp:
             ftp.posix_rename(old, new)
 
     def make_folder(self, key: str) -> None:
-        with self.connected() as ftp:
+        with self._connected() as ftp:
             try:
                 ftp.mkdir(key)
             except OSError:
@@ -161,43 +179,15 @@ class SftpStore:
                 raise
 
     def remove(self, key: str) -> None:
-        with self.connected() as ftp:
+        with self._connected() as ftp:
             ftp.remove(key)
 
     def remove_folder(self, key: str) -> None:
-        with self.connected() as ftp:
+        with self._connected() as ftp:
             ftp.rmdir(key)
 
     def close(self) -> None:
-        self._fs.client.close()
-
-
-class _SftpUpload:
-    """Upload to a temporary file, written at offsets and renamed at the end."""
-
-    def __init__(self, store: SftpStore, key: str) -> None:
-        self._store, self._key = store, key
-        self._temporary = f"{key}.{secrets.token_hex(4)}.tmp"
-        self._sizes: dict[int, int] = {}
-        with store.connected() as ftp:
-            _write_at(ftp, self._temporary, "wx", 0, b"")
-
-    def send_part(self, number: int, begin: int, data: bytes) -> None:
-        with self._store.connected() as ftp:
-            _write_at(ftp, self._temporary, "r+", begin, data)
-        self._sizes[number] = len(data)
-
-    def finish(self) -> None:
-        with self._store.connected() as ftp:
-            self._store.rename_if_absent(ftp, self._temporary, self._key)
-
-    def is_committed(self) -> bool:
-        status = self._store.stat(self._key)
-        return self._store.stat(self._temporary) is None and status == FileStat(size=sum(self._sizes.values()))
-
-    def clean_up(self, *, finished: bool) -> None:
-        if not finished:
-            self._store.remove(self._temporary)
+        self.fs.client.close()
 
 
 def _set_timeout(channel: Any) -> None:

@@ -1,1 +1,0 @@
-"""Object stores, one module per kind of server. Each call is one attempt; ``dtrain.storage.remote`` retries."""
