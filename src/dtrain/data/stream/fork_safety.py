@@ -1,4 +1,8 @@
-"""``ForkRegistry``: close file handles and reset threads in a forked child, because the child shares the locks of handles."""
+"""``ForkRegistry``: close file handles and reset threads in a forked child, because the child shares the locks of handles.
+
+``FORK_REGISTRY`` is the only state of ``data.stream`` in a module. A hook of ``os.register_at_fork`` belongs to the process and
+cannot be removed, so one hook serves all datasets, which the registry holds by weak references.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``OpenShardCache``: keep the most recently used shards of a process open; ``ShardPrefetcher``: fetch shards in threads."""
+"""State of a dataset in one process: open shards (``OpenShardCache``), decoded data (``ByteLRU``) and the threads that fetch
+shards (``ShardPrefetcher``). The dataset owns all three, and a forked child makes new ones."""
 
 from __future__ import annotations
 
@@ -10,6 +11,54 @@ from typing import Any
 
 from dtrain.data.stream.formats.shard_format import Shard, one_line
 from dtrain.errors import DataError, ShardError
+
+
+class ByteLRU:
+    """Values that a reader of shards caches, bounded in bytes over all of its open shards, least recently used first.
+
+    The reader owns the cache and passes it to its shards. Any thread may use it. A forked child makes a new cache, because
+    another thread of the parent may hold the lock.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        # The most recently used value is last.
+        self._values: OrderedDict[tuple[object, int], tuple[Any, int]] = OrderedDict()
+        self.size = 0
+        """Bytes of all values."""
+
+    def get(self, owner: object, number: int, make: Callable[[], tuple[Any, int]], *, max_bytes: int) -> Any:
+        """Return a value of an owner. If it is missing, ``make`` makes the value and its size, and old values are evicted.
+
+        Args:
+            owner: object that stands for a shard. The cache keeps it until its values are evicted.
+            number: number of the value.
+            make: function that makes the value and its size; called without the lock.
+            max_bytes: maximum of all values of all owners; the returned value may be larger.
+        """
+        key = (owner, number)
+        with self._lock:
+            if key in self._values:
+                self._values.move_to_end(key)
+                return self._values[key][0]
+        value, size = make()
+        with self._lock:
+            self._drop(key)
+            self._values[key] = value, size
+            self.size += size
+            while self.size > max_bytes and len(self._values) > 1:
+                self._drop(next(iter(self._values)))
+        return value
+
+    def _drop(self, key: tuple[object, int]) -> None:
+        self.size -= self._values.pop(key, (None, 0))[1]
+
+    def drop_owner(self, owner: object) -> None:
+        """Drop all values of an owner."""
+        with self._lock:
+            for key in [key for key in self._values if key[0] is owner]:
+                self._drop(key)
+
 
 ShardOpener = Callable[[int], tuple[Shard, int]]
 

@@ -26,7 +26,7 @@ from dtrain.data.stream.formats.shard_format import (
     one_line,
     wrap_shard_errors,
 )
-from dtrain.data.stream.open_shards import OpenShardCache, ShardPrefetcher
+from dtrain.data.stream.open_shards import ByteLRU, OpenShardCache, ShardPrefetcher
 from dtrain.data.stream.shard_cache import ShardCache
 from dtrain.data.stream.shard_index import guess_format
 from dtrain.data.stream.shard_store import (
@@ -160,8 +160,9 @@ class ShardedDataset:
         # The closures hold these locals, not self, so that they do not keep the dataset alive.
         store, entries, options = self._store, self.entries, self._options
         max_sample_bytes = self._max_sample_bytes
+        self._decoded = decoded = ByteLRU()
         self._opened = OpenShardCache(
-            lambda number: _open_shard(store, entries[number], options, max_sample_bytes),
+            lambda number: _open_shard(store, entries[number], options, max_sample_bytes, decoded),
             lambda number: str(store.root / entries[number].file.name),
             max_open=self._max_open_shards,
             max_bytes=self._limit // _CACHE_FRACTION,
@@ -360,14 +361,16 @@ def _check_entry(shard_format: ShardFormat, entry: ShardEntry, options: Mapping[
         raise type(error)(one_line(error)) from error
 
 
-def _open_shard(store: ShardStore, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int) -> tuple[Shard, int]:
+def _open_shard(
+    store: ShardStore, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU
+) -> tuple[Shard, int]:
     """Open a shard, and return the shard and the bytes of the cache that it keeps in use."""
     with wrap_shard_errors(str(store.root / entry.file.name)):
         opened = store.open(entry)
         try:
-            return get_format(entry.format).open(
-                opened.source, entry, options, max_sample_bytes=max_sample_bytes
-            ), opened.cached_bytes
+            shard_format, limit = get_format(entry.format), max_sample_bytes
+            shard = shard_format.open(opened.source, entry, options, max_sample_bytes=limit, decoded=decoded)
+            return shard, opened.cached_bytes
         except DataError as error:
             raise DataError(f"{store.root}/{error}") from error
 

@@ -3,6 +3,7 @@
 import io
 import multiprocessing
 from datetime import date
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,8 +11,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dtrain.data.stream.formats.byte_lru import BYTE_LRU
-from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile
+from dtrain.data.stream.formats.shard_format import FORMATS, Shard, ShardEntry, ShardFile
+from dtrain.data.stream.open_shards import ByteLRU
+from dtrain.data.stream.sharded_dataset import ShardedDataset
 from dtrain.errors import ConfigError, DataError
 from places.opened import Held, entry_for, opened, rows
 
@@ -86,55 +88,66 @@ def test_count_reads_the_end_only_and_a_sample_its_row_group() -> None:
     shard.close()
 
 
-def test_row_groups_are_kept_up_to_a_bound_for_all_shards_together() -> None:
-    shards = [opened(numbers(1000, row_group_size=100), "parquet", row_group_cache_bytes=25_000) for _ in range(3)]
+def opened_with(decoded: ByteLRU, data: bytes, **options: Any) -> Shard:
+    return FORMATS["parquet"].open(Held(data), entry_for(data, "parquet"), options, decoded=decoded)
+
+
+def test_row_groups_of_all_shards_are_cached_up_to_one_bound() -> None:
+    decoded = ByteLRU()
+    shards = [opened_with(decoded, numbers(1000, row_group_size=100), row_group_cache_bytes=25_000) for _ in range(3)]
     for row in range(0, 1000, 50):
         for shard in shards:
             assert shard[row]["n"] == row
-            assert 0 < BYTE_LRU.size <= 25_000
-    kept = sum(len(shard.cached) for shard in shards)
-    assert 1 <= kept <= 2
+            assert 0 < decoded.size <= 25_000
+    assert 1 <= len(decoded._values) <= 2
     for shard in shards:
         shard.close()
-    assert BYTE_LRU.size == 0
-    assert not any(shard.cached for shard in shards)
+    assert decoded.size == 0
+    assert not decoded._values
 
 
-def test_row_groups_of_a_shard_that_has_gone_are_the_first_to_be_forgotten() -> None:
-    gone = opened(numbers(100), "parquet")
+def test_row_groups_of_a_deleted_shard_are_evicted_first() -> None:
+    decoded = ByteLRU()
+    gone = opened_with(decoded, numbers(100))
     gone[0]
-    before = BYTE_LRU.size
+    before, (owner, _) = decoded.size, next(iter(decoded._values))
     del gone
-    shard = opened(numbers(200, row_group_size=100), "parquet", row_group_cache_bytes=before * 5 // 2)
+    shard = opened_with(decoded, numbers(200, row_group_size=100), row_group_cache_bytes=before * 5 // 2)
     assert (shard[0]["n"], shard[100]["n"]) == (0, 100)
-    assert sorted(shard.cached) == [0, 1]
+    assert [number for _, number in decoded._values] == [0, 1]
+    assert all(key[0] is not owner for key in decoded._values)
     shard.close()
-    assert BYTE_LRU.size == 0
+    assert decoded.size == 0
 
 
 def test_row_group_larger_than_the_bound_is_kept_alone() -> None:
-    source = Held(data := numbers(1000))
-    shard = FORMATS["parquet"].open(source, entry_for(data, "parquet"), {"row_group_cache_bytes": 1})
+    source, decoded = Held(data := numbers(1000)), ByteLRU()
+    shard = FORMATS["parquet"].open(source, entry_for(data, "parquet"), {"row_group_cache_bytes": 1}, decoded=decoded)
     shard[0]
     reads = source.reads
     assert [shard[row]["n"] for row in range(1000)] == list(range(1000))
     assert source.reads == reads
     shard.close()
-    assert BYTE_LRU.size == 0
+    assert decoded.size == 0
 
 
-def test_shard_opened_before_a_fork_is_read_after_it_even_under_its_lock() -> None:
-    shard = opened(numbers(300, row_group_size=100), "parquet")
-    assert shard[0]["n"] == 0
+def test_dataset_read_before_a_fork_is_read_after_the_fork_even_if_the_cache_was_locked(tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.parquet").write_bytes(numbers(300, row_group_size=100))
+    dataset = ShardedDataset(tmp_path / "data", cache=tmp_path / "cache")
+    assert dataset[0]["n"] == 0
     receiver, sender = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=lambda: sender.send([shard[row]["n"] for row in (0, 150, 299)]))
-    with BYTE_LRU._lock:  # as another thread might hold it at this moment
+    child = multiprocessing.get_context("fork").Process(
+        target=lambda: sender.send([dataset[row]["n"] for row in (0, 150, 299)])
+    )
+    # Another thread may hold the locks at the moment of the fork.
+    with dataset._decoded._lock, dataset._opened._lock:
         child.start()
     assert receiver.poll(90)
     assert receiver.recv() == [0, 150, 299]
     child.join(90)
     assert child.exitcode == 0
-    shard.close()
+    dataset.close()
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1", b"not parquet at all", b"PAR1" + bytes(100) + b"PAR1"], ids=repr)

@@ -22,6 +22,7 @@ from dtrain.data.stream.formats.shard_format import (
     check_sample,
     check_sample_bytes,
 )
+from dtrain.data.stream.open_shards import ByteLRU
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
 
@@ -155,7 +156,13 @@ class LineFormat:
             raise DataError(f"{entry.file.name}: newline must be \\n or \\r\\n, got {entry.details['newline']!r}")
 
     def open(
-        self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
+        self,
+        source: ByteSource,
+        entry: ShardEntry,
+        options: Mapping[str, Any],
+        *,
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        decoded: ByteLRU | None = None,
     ) -> LineShard:
         """Open a shard; see ``ShardFormat.open``. Reads the whole file once."""
         self.check(entry, options)

@@ -26,6 +26,7 @@ from dtrain.data.stream.formats.shard_format import (
     check_sample_bytes,
     to_numpy,
 )
+from dtrain.data.stream.open_shards import ByteLRU
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
 
@@ -154,7 +155,13 @@ class MdsFormat:
             images.check_pillow()
 
     def open(
-        self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
+        self,
+        source: ByteSource,
+        entry: ShardEntry,
+        options: Mapping[str, Any],
+        *,
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        decoded: ByteLRU | None = None,
     ) -> MdsShard:
         """Open a shard; see ``ShardFormat.open``."""
         self.check(entry, options)

@@ -12,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.data.stream.formats.byte_lru import BYTE_LRU
 from dtrain.data.stream.formats.compression import parse_compression
 from dtrain.data.stream.formats.shard_format import (
     MAX_SAMPLE_BYTES,
@@ -26,6 +25,7 @@ from dtrain.data.stream.formats.shard_format import (
     check_sample,
     to_numpy,
 )
+from dtrain.data.stream.open_shards import ByteLRU
 from dtrain.errors import ConfigError, DataError
 from dtrain.optional_dependencies import missing_extra_error
 from dtrain.typing import Plain
@@ -74,7 +74,7 @@ def _error_line(error: Exception) -> str:
 class ParquetShard:
     """Rows of one file. The most recently used row groups are cached; see ``ByteLRU``."""
 
-    def __init__(self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any]) -> None:
+    def __init__(self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], decoded: ByteLRU) -> None:
         self._file: Any = _open_file(source, entry.file.name)
         expected = options.get("columns")
         names = self._file.schema_arrow.names
@@ -88,7 +88,8 @@ class ParquetShard:
         self._starts: list[int] = list(
             accumulate((meta.row_group(group).num_rows for group in range(meta.num_row_groups)), initial=0)
         )
-        self.cached: dict[int, list[Any]] = {}
+        # The cache keeps the owner alive, which therefore must not be the shard.
+        self._decoded, self._owner = decoded, object()
         self._group_bytes: int = options.get("group_bytes", _MAX_GROUP_BYTES)
         self._cache_bytes: int = options.get("row_group_cache_bytes", _CACHE_BYTES)
 
@@ -99,7 +100,7 @@ class ParquetShard:
         if not 0 <= row < len(self) or self._file is None:
             raise IndexError(f"row {row} of {len(self)}, {'closed' if self._file is None else 'open'}")
         group = bisect_right(self._starts, row) - 1
-        columns = BYTE_LRU.get(self, group, lambda: self._read_group(group), max_bytes=self._cache_bytes)
+        columns = self._decoded.get(self._owner, group, lambda: self._read_group(group), max_bytes=self._cache_bytes)
         at = row - self._starts[group]
         return {name: self._value_of[name](column[at]) for name, column in zip(self._names, columns, strict=True)}
 
@@ -129,7 +130,7 @@ class ParquetShard:
 
     def close(self) -> None:
         """Release the source and the cached row groups."""
-        BYTE_LRU.drop_owner(self)
+        self._decoded.drop_owner(self._owner)
         self._file = None
 
 
@@ -177,7 +178,7 @@ class ParquetFormat:
     Options:
 
     - ``columns``: names of the columns to read.
-    - ``row_group_cache_bytes``: maximum of decoded row groups that a process caches, over all shards (256 MiB). The most recent
+    - ``row_group_cache_bytes``: maximum of decoded row groups that a dataset caches in a process (256 MiB). The most recent
       row group is always cached.
     - ``group_bytes``: maximum of a decoded row group (256 MiB), at least 16 times its bytes in the file.
     """
@@ -193,11 +194,17 @@ class ParquetFormat:
         import_pyarrow()
 
     def open(
-        self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
+        self,
+        source: ByteSource,
+        entry: ShardEntry,
+        options: Mapping[str, Any],
+        *,
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        decoded: ByteLRU | None = None,
     ) -> ParquetShard:
         """Open a shard; see ``ShardFormat.open``. Reads the end of the file."""
         self.check(entry, options)
-        shard = ParquetShard(source, entry, options)
+        shard = ParquetShard(source, entry, options, ByteLRU() if decoded is None else decoded)
         if len(shard) != entry.samples:
             raise DataError(f"{entry.file.name}: has {len(shard)} rows, but the index has {entry.samples}")
         return shard

@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from dtrain.errors import ConfigError, DtrainError, ShardError, escape_unprintable
 from dtrain.typing import Plain
+
+if TYPE_CHECKING:
+    from dtrain.data.stream.open_shards import ByteLRU
 
 MAX_SAMPLE_BYTES = 2**29
 """Default limit of a decoded sample."""
@@ -112,9 +115,22 @@ class ShardFormat(Protocol):
         """
 
     def open(
-        self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
+        self,
+        source: ByteSource,
+        entry: ShardEntry,
+        options: Mapping[str, Any],
+        *,
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        decoded: ByteLRU | None = None,
     ) -> Shard:
-        """Open the shard with the raw bytes ``source``. A sample of more than ``max_sample_bytes`` is not decoded.
+        """Open the shard with the raw bytes ``source``.
+
+        Args:
+            source: raw bytes of the file, which the shard keeps.
+            entry: entry of the index.
+            options: options of the format.
+            max_sample_bytes: maximum of a decoded sample; a larger sample is not decoded.
+            decoded: cache of the reader, for a format that decodes many samples at once; None makes a cache for this shard.
 
         Raises:
             DataError: the bytes are not of this format, or the number of samples differs from the entry.

@@ -28,6 +28,7 @@ from dtrain.data.stream.formats.shard_format import (
     check_sample_bytes,
     to_numpy,
 )
+from dtrain.data.stream.open_shards import ByteLRU
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
 
@@ -190,7 +191,13 @@ class TarFormat:
             images.check_pillow()
 
     def open(
-        self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], *, max_sample_bytes: int = MAX_SAMPLE_BYTES
+        self,
+        source: ByteSource,
+        entry: ShardEntry,
+        options: Mapping[str, Any],
+        *,
+        max_sample_bytes: int = MAX_SAMPLE_BYTES,
+        decoded: ByteLRU | None = None,
     ) -> TarShard:
         """Open a shard; see ``ShardFormat.open``. Reads the headers of all members."""
         self.check(entry, options)
