@@ -1,13 +1,16 @@
-"""Dispatch file operations to ``local`` for paths of this machine, and to ``remote`` for URLs of servers."""
+"""Operate on files and folders of this machine (``local``) and of servers (``remote``)."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 
 from dtrain.storage import file_lock, local, remote
 from dtrain.storage.local import Buffer
+from dtrain.storage.parallel_parts import for_each_part
 from dtrain.storage.path import AnyPath, RemotePath
+from dtrain.storage.remote import request, request_once, stat
 
 
 def supports_rename(path: AnyPath) -> bool:
@@ -20,37 +23,69 @@ def supports_rename(path: AnyPath) -> bool:
 
 def exists(path: AnyPath) -> bool:
     """Return True if the name exists, also as a dangling link."""
-    return remote.exists(path) if isinstance(path, RemotePath) else local.exists(path)
+    return stat(path) is not None if isinstance(path, RemotePath) else local.exists(path)
 
 
 def is_folder(path: AnyPath) -> bool:
     """Return True if there is a folder, or a link to a folder. On object stores, the folder must have content."""
-    return remote.is_folder(path) if isinstance(path, RemotePath) else local.is_folder(path)
+    if not isinstance(path, RemotePath):
+        return local.is_folder(path)
+    status = stat(path)
+    return status is not None and status.size is None
 
 
 def file_size(path: AnyPath) -> int | None:
     """Return the size in bytes of a regular file (or a link to one), or None if there is no regular file."""
-    return remote.file_size(path) if isinstance(path, RemotePath) else local.file_size(path)
+    if not isinstance(path, RemotePath):
+        return local.file_size(path)
+    status = stat(path)
+    return None if status is None else status.size
 
 
 def list_names(path: AnyPath) -> list[str]:
     """Return the sorted names in a folder. Raise ``FileNotFoundError`` if there is no such folder."""
-    return remote.list_names(path) if isinstance(path, RemotePath) else local.list_names(path)
+    if not isinstance(path, RemotePath):
+        return local.list_names(path)
+    return sorted(request(path, lambda store: store.list_names(path.key)))
 
 
 def walk_files(path: AnyPath) -> Iterator[tuple[str, int]]:
     """Iterate over all files below a folder: relative name with ``/``, and size. Web servers list one folder only."""
-    return remote.walk_files(path) if isinstance(path, RemotePath) else file_lock.walk_files(path)
+    return _walk_remote(path) if isinstance(path, RemotePath) else file_lock.walk_files(path)
+
+
+def _walk_remote(path: RemotePath) -> Iterator[tuple[str, int]]:
+    keys = sorted(request(path, lambda store: store.list_recursive(path.key)))
+    paths = [path / key.strip("/").removeprefix(path.key.strip("/")) for key in keys]
+    sizes: list[int | None] = [None] * len(keys)
+
+    def read_size(number: int) -> None:
+        sizes[number] = file_size(paths[number])
+
+    for_each_part(len(keys), read_size, threads=request(path, lambda store: store.max_requests), name="dtrain-stat")
+    for file, size in zip(paths, sizes, strict=True):
+        if size is not None:
+            yield "/".join(file.parts[len(path.parts) :]), size
 
 
 def make_folders(path: AnyPath) -> None:
     """Create the folder and its missing parents, durably as far as the folder's own entry goes."""
-    remote.make_folders(path) if isinstance(path, RemotePath) else local.make_folders(path)
+    if not isinstance(path, RemotePath):
+        local.make_folders(path)
+    elif supports_rename(path) and not is_folder(path):
+        if path.parent != path:
+            make_folders(path.parent)
+        # Another rank may have created the folder first.
+        with contextlib.suppress(FileExistsError):
+            make_folder(path)
 
 
 def make_folder(path: AnyPath) -> None:
     """Create one folder, which must not exist. On object stores, do nothing."""
-    remote.make_folder(path) if isinstance(path, RemotePath) else local.make_folder(path)
+    if isinstance(path, RemotePath):
+        request_once(path, lambda store: store.make_folder(path.key), lambda store: store.stat(path.key) is not None)
+    else:
+        local.make_folder(path)
 
 
 def sync_folder(path: AnyPath) -> None:
@@ -65,7 +100,11 @@ def rename(old: AnyPath, new: AnyPath) -> None:
     Requires ``supports_rename``.
     """
     if isinstance(old, RemotePath) and isinstance(new, RemotePath):
-        remote.rename(old, new)
+        request_once(
+            old,
+            lambda store: store.rename(old.key, new.key),
+            lambda store: store.stat(old.key) is None and store.stat(new.key) is not None,
+        )
     else:
         assert not isinstance(old, RemotePath), f"{old} and {new} are in different storages"
         assert not isinstance(new, RemotePath), f"{old} and {new} are in different storages"
@@ -79,12 +118,36 @@ def remove_folder(path: AnyPath, *, first: str | None = None) -> None:
         path: folder to remove.
         first: name to remove before all other names, which the leftover of an interrupted removal therefore lacks.
     """
-    remote.remove_folder(path, first=first) if isinstance(path, RemotePath) else local.remove_folder(path, first=first)
+    if not isinstance(path, RemotePath):
+        local.remove_folder(path, first=first)
+        return
+    if first is not None and file_size(path / first) is not None:
+        _remove_key(path, (path / first).key)
+    keys = request(path, lambda store: store.list_recursive(path.key))
+    threads = request(path, lambda store: store.max_requests)
+    for_each_part(len(keys), lambda number: _remove_key(path, keys[number]), threads=threads, name="dtrain-remove")
+    if supports_rename(path):
+        _remove_empty_folders(path)
+
+
+def _remove_key(path: RemotePath, key: str) -> None:
+    # An earlier attempt, or another process, may have removed the file.
+    with contextlib.suppress(FileNotFoundError):
+        request(path, lambda store: store.remove(key))
+
+
+def _remove_empty_folders(path: RemotePath) -> None:
+    for name in list_names(path):
+        _remove_empty_folders(path / name)
+    request_once(path, lambda store: store.remove_folder(path.key), lambda store: store.stat(path.key) is None)
 
 
 def remove_file(path: AnyPath) -> None:
     """Remove one file."""
-    remote.remove_file(path) if isinstance(path, RemotePath) else local.remove_file(path)
+    if isinstance(path, RemotePath):
+        request_once(path, lambda store: store.remove(path.key), lambda store: store.stat(path.key) is None)
+    else:
+        local.remove_file(path)
 
 
 def write_file(path: AnyPath, data: Buffer) -> None:
@@ -106,7 +169,11 @@ def create_file(path: AnyPath, data: Buffer) -> None:
 
 def replace_file(path: AnyPath, data: Buffer) -> None:
     """Replace the content of a file durably and atomically: a reader gets the old content or the new content."""
-    remote.replace_file(path, data) if isinstance(path, RemotePath) else local.replace_file(path, data)
+    if isinstance(path, RemotePath):
+        content = bytes(data)
+        request(path, lambda store: store.put(path.key, content))
+    else:
+        local.replace_file(path, data)
 
 
 def link_file(old: AnyPath, new: AnyPath) -> None:
@@ -116,7 +183,9 @@ def link_file(old: AnyPath, new: AnyPath) -> None:
         OSError: ``new`` exists, or the storage supports no links.
     """
     if isinstance(old, RemotePath) and isinstance(new, RemotePath):
-        remote.link_file(old, new)
+        if exists(new):
+            raise FileExistsError(17, "exists", str(new))
+        request(old, lambda store: store.copy(old.key, new.key))
     else:
         assert not isinstance(old, RemotePath), f"{old} and {new} are in different storages"
         assert not isinstance(new, RemotePath), f"{old} and {new} are in different storages"

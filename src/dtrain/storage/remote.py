@@ -1,4 +1,4 @@
-"""Operate on files on servers, with the operations of ``local``. Requests are retried, and errors are ``OSError``."""
+"""Send requests to servers, and read and write files on them. Requests are retried, and errors are ``OSError``."""
 
 from __future__ import annotations
 
@@ -25,11 +25,12 @@ _MAX_PARTS = 9_000
 _READ_REQUEST_BYTES = 8 * 2**20
 
 
-def _request(path: RemotePath, do: Callable[[Store], Result]) -> Result:
+def request(path: RemotePath, do: Callable[[Store], Result]) -> Result:
+    """Send a request to the store of a path, and again after transient failures."""
     return RETRY.call(str(path), lambda: do(store_of(path)))
 
 
-def _request_once(
+def request_once(
     path: RemotePath, do: Callable[[Store], None], is_done: Callable[[Store], bool], *, always: bool = False
 ) -> None:
     """Send a request that must succeed only once. After a lost answer, ``is_done`` tells an own success from a failure.
@@ -50,113 +51,17 @@ def _request_once(
             in_doubt = True
             raise
 
-    _request(path, attempt)
+    request(path, attempt)
 
 
 def supports_rename(path: RemotePath) -> bool:
     """Return True if the server has real folders with atomic rename."""
-    return _request(path, lambda store: store.supports_rename)
+    return request(path, lambda store: store.supports_rename)
 
 
-def _stat(path: RemotePath) -> FileStat | None:
-    return _request(path, lambda store: store.stat(path.key))
-
-
-def exists(path: RemotePath) -> bool:
-    """Return True if there is a file or folder of this name."""
-    return _stat(path) is not None
-
-
-def is_folder(path: RemotePath) -> bool:
-    """Return True if there is a folder. On object stores, the folder must have content."""
-    status = _stat(path)
-    return status is not None and status.size is None
-
-
-def file_size(path: RemotePath) -> int | None:
-    """Return the size of a file in bytes, or None if there is no file."""
-    status = _stat(path)
-    return None if status is None else status.size
-
-
-def list_names(path: RemotePath) -> list[str]:
-    """Return the sorted names in a folder."""
-    return sorted(_request(path, lambda store: store.list_names(path.key)))
-
-
-def walk_files(path: RemotePath) -> Iterator[tuple[str, int]]:
-    """Iterate over all files below a folder: relative name, and size in bytes."""
-    keys = sorted(_request(path, lambda store: store.list_recursive(path.key)))
-    paths = [path / key.strip("/").removeprefix(path.key.strip("/")) for key in keys]
-    sizes: list[int | None] = [None] * len(keys)
-
-    def read_size(number: int) -> None:
-        sizes[number] = file_size(paths[number])
-
-    for_each_part(len(keys), read_size, threads=_request(path, lambda store: store.max_requests), name="dtrain-stat")
-    for file, size in zip(paths, sizes, strict=True):
-        if size is not None:
-            yield "/".join(file.parts[len(path.parts) :]), size
-
-
-def make_folder(path: RemotePath) -> None:
-    """Create one folder, which must not exist. On object stores, do nothing."""
-    _request_once(path, lambda store: store.make_folder(path.key), lambda store: store.stat(path.key) is not None)
-
-
-def make_folders(path: RemotePath) -> None:
-    """Create the folder and its missing parents. On object stores, do nothing."""
-    if not supports_rename(path) or is_folder(path):
-        return
-    if path.parent != path:
-        make_folders(path.parent)
-    # Another rank may have created the folder first.
-    with contextlib.suppress(FileExistsError):
-        make_folder(path)
-
-
-def rename(old: RemotePath, new: RemotePath) -> None:
-    """Rename a file or folder on one server, atomically."""
-    _request_once(
-        old,
-        lambda store: store.rename(old.key, new.key),
-        lambda store: store.stat(old.key) is None and store.stat(new.key) is not None,
-    )
-
-
-def remove_file(path: RemotePath) -> None:
-    """Remove one file."""
-    _request_once(path, lambda store: store.remove(path.key), lambda store: store.stat(path.key) is None)
-
-
-def remove_folder(path: RemotePath, *, first: str | None = None) -> None:
-    """Remove a folder and its content; the name ``first`` is removed before all other names."""
-    if first is not None and file_size(path / first) is not None:
-        _remove_key(path, (path / first).key)
-    files = _request(path, lambda store: store.list_recursive(path.key))
-    threads = _request(path, lambda store: store.max_requests)
-    for_each_part(len(files), lambda number: _remove_key(path, files[number]), threads=threads, name="dtrain-remove")
-    if supports_rename(path):
-        _remove_empty_folders(path)
-
-
-def _remove_key(path: RemotePath, key: str) -> None:
-    # An earlier attempt, or another process, may have removed the file.
-    with contextlib.suppress(FileNotFoundError):
-        _request(path, lambda store: store.remove(key))
-
-
-def _remove_empty_folders(path: RemotePath) -> None:
-    for name in list_names(path):
-        _remove_empty_folders(path / name)
-    _request_once(path, lambda store: store.remove_folder(path.key), lambda store: store.stat(path.key) is None)
-
-
-def link_file(old: RemotePath, new: RemotePath) -> None:
-    """Copy a file on the server. Raise ``OSError`` if the server cannot copy, or ``new`` exists."""
-    if exists(new):
-        raise FileExistsError(17, "exists", str(new))
-    _request(old, lambda store: store.copy(old.key, new.key))
+def stat(path: RemotePath) -> FileStat | None:
+    """Return the status of a name, or None without one."""
+    return request(path, lambda store: store.stat(path.key))
 
 
 def create_file(path: RemotePath, data: Buffer) -> None:
@@ -168,13 +73,13 @@ def create_file(path: RemotePath, data: Buffer) -> None:
     content = bytes(data)
     # The mark distinguishes our file from another file of the same content.
     mark = secrets.token_hex(16)
-    _request_once(
+    request_once(
         path,
         lambda store: store.put(path.key, content, mark=mark),
         lambda store: store.was_written_by(path.key, mark, content),
         always=not supports_rename(path),
     )
-    if not _request(path, lambda store: _has_content(store, path, content)):
+    if not request(path, lambda store: _has_content(store, path, content)):
         raise OSError(5, "the server does not return the written content", str(path))
 
 
@@ -183,19 +88,13 @@ def _has_content(store: Store, path: RemotePath, content: bytes) -> bool:
     return status == FileStat(size=len(content)) and (not content or store.read_range(path.key, 0, len(content)) == content)
 
 
-def replace_file(path: RemotePath, data: Buffer) -> None:
-    """Replace the content of a file atomically: a reader gets the old content or the new content."""
-    content = bytes(data)
-    _request(path, lambda store: store.put(path.key, content))
-
-
 def write_parts(path: RemotePath, sizes: Sequence[int], part_of: Callable[[int], Sequence[Buffer]], *, threads: int) -> None:
     """Create a file from consecutive parts. An unfinished file is not visible under its name.
 
     Parts are sent in parallel, and small parts are joined. Memory holds the bytes of all parts in progress. ``threads`` is
     ignored, because the number of parallel requests is a property of the store.
     """
-    store = _request(path, lambda store: store)
+    store = request(path, lambda store: store)
     groups = _group_parts(sizes, max(store.part_bytes, -(-sum(sizes) // _MAX_PARTS)))
     begins = list(accumulate((sum(sizes[part] for part in group) for group in groups), initial=0))
 
@@ -205,14 +104,14 @@ def write_parts(path: RemotePath, sizes: Sequence[int], part_of: Callable[[int],
     if len(groups) <= 1:
         create_file(path, content(0) if groups else b"")
         return
-    upload = _request(path, lambda store: Upload(store, path.key))
+    upload = request(path, lambda store: Upload(store, path.key))
     finished = False
     try:
         with TransferProgress(f"writing {path.name}", begins[-1]) as progress:
 
             def send(number: int) -> None:
                 data = content(number)
-                upload.add_part(number, _request(path, lambda store: store.send_part(upload, number, begins[number], data)))
+                upload.add_part(number, request(path, lambda store: store.send_part(upload, number, begins[number], data)))
                 progress.advance(len(data))
 
             for_each_part(len(groups), send, threads=store.max_requests, name="dtrain-send")
@@ -234,20 +133,20 @@ def _group_parts(sizes: Sequence[int], min_bytes: int) -> list[range]:
 
 
 def _finish_upload(path: RemotePath, upload: Upload, size: int) -> None:
-    _request_once(
+    request_once(
         path,
         lambda store: store.finish_upload(upload),
         lambda store: store.is_committed(upload),
         always=not supports_rename(path),
     )
-    if (uploaded := file_size(path)) != size:
-        raise OSError(5, f"size on the server must be {size} bytes, got {uploaded}", str(path))
+    if (uploaded := stat(path)) != FileStat(size=size):
+        raise OSError(5, f"size on the server must be {size} bytes, got {uploaded and uploaded.size}", str(path))
 
 
 def _clean_up_upload(path: RemotePath, upload: Upload, *, finished: bool) -> None:
     """Remove leftover parts, which would appear in listings of the folder. After another error, failures are ignored."""
     with contextlib.nullcontext() if finished else contextlib.suppress(OSError):
-        _request(path, lambda store: store.clean_up_upload(upload, finished=finished))
+        request(path, lambda store: store.clean_up_upload(upload, finished=finished))
 
 
 class RemoteFileWriter:
@@ -256,7 +155,7 @@ class RemoteFileWriter:
     def __init__(self, path: RemotePath) -> None:
         self._path = path
         self._content = bytearray()
-        if exists(path):
+        if stat(path) is not None:
             raise FileExistsError(17, "exists", str(path))
 
     @property
@@ -283,7 +182,7 @@ class RemoteFileReader:
 
     def __init__(self, path: RemotePath, *, quiet: bool = False) -> None:
         self._path = path
-        status = _stat(path)
+        status = stat(path)
         if status is None:
             raise FileNotFoundError(2, "no such file", str(path))
         if status.size is None:
@@ -301,10 +200,10 @@ class RemoteFileReader:
 
         def read(number: int) -> None:
             low, high = ranges[number]
-            out[low:high] = _request(self._path, lambda store: store.read_range(self._path.key, begin + low, begin + high))
+            out[low:high] = request(self._path, lambda store: store.read_range(self._path.key, begin + low, begin + high))
             self._progress.advance(high - low)
 
-        threads = _request(self._path, lambda store: store.max_requests)
+        threads = request(self._path, lambda store: store.max_requests)
         for_each_part(len(ranges), read, threads=threads, name="dtrain-fetch")
         return count
 

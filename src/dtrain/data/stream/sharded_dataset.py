@@ -15,6 +15,7 @@ import numpy as np
 import xxhash
 
 from dtrain import storage
+from dtrain.arguments import check_choice, check_int
 from dtrain.data.stream.find_shards import find_shards
 from dtrain.data.stream.fork_safety import FORK_REGISTRY
 from dtrain.data.stream.formats.shard_format import (
@@ -109,19 +110,20 @@ class ShardedDataset:
         max_shard_bytes: int = MAX_SHARD_BYTES,
         **options: Any,
     ) -> None:
-        _check_options(
-            cache_bytes=cache_bytes, download=download, prefetch_shards=prefetch_shards, max_open_shards=max_open_shards
-        )
-        _check_positive(max_sample_bytes=max_sample_bytes, max_shard_bytes=max_shard_bytes)
-        self._max_sample_bytes, self._max_shard_bytes = max_sample_bytes, max_shard_bytes
+        if cache_bytes is not None:
+            check_int("ShardedDataset", "cache_bytes", cache_bytes)
+        check_choice("ShardedDataset", "download", download, get_args(DownloadMode))
+        self._prefetch_shards = check_int("ShardedDataset", "prefetch_shards", prefetch_shards, minimum=0)
+        self._max_open_shards = check_int("ShardedDataset", "max_open_shards", max_open_shards)
+        self._max_sample_bytes = check_int("ShardedDataset", "max_sample_bytes", max_sample_bytes)
+        self._max_shard_bytes = check_int("ShardedDataset", "max_shard_bytes", max_shard_bytes)
         if not (text := str(path)):
             raise ConfigError("ShardedDataset: path must not be empty. Pass the folder of the shards")
         self.path = text
         self.root, only = _split_file(storage.resolve_path(path))
         # The user has named the file, so a link is trusted.
         self._follow_links = follow_links or only is not None
-        self._options, self._verify = options, verify
-        self._ranged, self._prefetch_shards, self._max_open_shards = download == "ranged", prefetch_shards, max_open_shards
+        self._options, self._verify, self._ranged = options, verify, download == "ranged"
         self._folder = _cache_folder(cache, self.root)
         self._limit = default_cache_bytes(self._folder) if cache_bytes is None else cache_bytes
         self._open_store()
@@ -334,24 +336,6 @@ class ShardedDataset:
 
     def __repr__(self) -> str:
         return f"ShardedDataset({self.path!r}, samples={self._size}, shards={len(self.entries)})"
-
-
-def _check_options(*, cache_bytes: int | None, download: str, prefetch_shards: int, max_open_shards: int) -> None:
-    for name, value, least in (
-        ("cache_bytes", cache_bytes, 1),
-        ("prefetch_shards", prefetch_shards, 0),
-        ("max_open_shards", max_open_shards, 1),
-    ):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-            raise ConfigError(f"ShardedDataset: {name} must be an integer of at least {least}, got {value!r}")
-    if download not in get_args(DownloadMode):
-        raise ConfigError(f"ShardedDataset: download must be 'whole' or 'ranged', got {download!r}")
-
-
-def _check_positive(**values: object) -> None:
-    for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"ShardedDataset: {name} must be an integer of at least 1, got {value!r}")
 
 
 def _check_entry(shard_format: ShardFormat, entry: ShardEntry, options: Mapping[str, Any]) -> None:
