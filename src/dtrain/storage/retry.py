@@ -82,7 +82,8 @@ class RetryPolicy:
             OSError: the last error, converted from the error of the library.
             DtrainError: an error of dtrain, unchanged.
         """
-        for delay in self.delays():
+        delays = self.delays()
+        while True:
             try:
                 return do()
             except DtrainError:
@@ -90,14 +91,10 @@ class RetryPolicy:
             except Exception as error:
                 if not is_transient(error):
                     raise to_os_error(error, name) from error
+                delay = next(delays, None)
+                if delay is None:
+                    raise to_os_error(error, name, f" (tried {self.max_attempts} times)") from error
             self.sleep(delay)
-        try:
-            return do()
-        except DtrainError:
-            raise
-        except Exception as error:
-            attempts = f" (tried {self.max_attempts} times)" if is_transient(error) else ""
-            raise to_os_error(error, name, attempts) from error
 
 
 def is_transient(error: BaseException) -> bool:

@@ -6,25 +6,25 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dtrain.data.stream.formats.shard_format import (
-    MAX_SAMPLE_BYTES,
     ByteSource,
     ColumnErrors,
     Sample,
     ShardEntry,
-    check_options,
+    ShardFormat,
     check_sample,
     check_sample_bytes,
 )
-from dtrain.data.stream.open_shards import ByteLRU
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
+
+if TYPE_CHECKING:
+    from dtrain.data.stream.open_shards import ByteLRU
 
 _CHUNK_BYTES = 2**22
 # Limit of lines per file. A line takes 8 or 16 bytes of memory.
@@ -122,8 +122,7 @@ class LineShard:
         self._source = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LineFormat:
+class LineFormat(ShardFormat):
     """Format of one sample per line, without options.
 
     Args:
@@ -133,12 +132,10 @@ class LineFormat:
         skip_blank: if True, blank lines are not samples, and a byte order mark at the start is dropped.
     """
 
-    name: str
-    suffixes: tuple[str, ...]
-    decode: Callable[[str], Any]
-    skip_blank: bool
-    supports_ranges: bool = False
-    options: tuple[str, ...] = ()
+    noun = "lines"
+
+    def __init__(self, *, name: str, suffixes: tuple[str, ...], decode: Callable[[str], Any], skip_blank: bool) -> None:
+        self.name, self.suffixes, self.decode, self.skip_blank = name, suffixes, decode, skip_blank
 
     def bounds(self, source: ByteSource) -> tuple[OffsetArray, OffsetArray]:
         """Return the starts and the ends of samples."""
@@ -151,27 +148,15 @@ class LineFormat:
 
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
         """Check the options and the line ends; see ``ShardFormat.check``."""
-        check_options(self, options)
+        super().check(entry, options)
         if entry.details.get("newline", "\n") not in ("\n", "\r\n"):
             raise DataError(f"{entry.file.name}: newline must be \\n or \\r\\n, got {entry.details['newline']!r}")
 
-    def open(
-        self,
-        source: ByteSource,
-        entry: ShardEntry,
-        options: Mapping[str, Any],
-        *,
-        max_sample_bytes: int = MAX_SAMPLE_BYTES,
-        decoded: ByteLRU | None = None,
+    def open_unchecked(
+        self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU | None
     ) -> LineShard:
-        """Open a shard; see ``ShardFormat.open``. Reads the whole file once."""
-        self.check(entry, options)
-        shard = LineShard(source, self, max_sample_bytes)
-        if len(shard) != entry.samples:
-            raise DataError(
-                f"{entry.file.name}: has {len(shard)} lines, but the index has {entry.samples}. It is truncated or changed"
-            )
-        return shard
+        """Open a shard, which reads the whole file once."""
+        return LineShard(source, self, max_sample_bytes)
 
     def count(self, source: ByteSource) -> tuple[int, dict[str, Plain]]:
         """Count the samples; see ``ShardFormat.count``. Reads the whole file."""

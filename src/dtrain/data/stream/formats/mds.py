@@ -8,27 +8,28 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dtrain.data.stream.formats import images
 from dtrain.data.stream.formats.mds_encodings import MdsEncoding, infer_encoding, parse_encoding
 from dtrain.data.stream.formats.shard_format import (
-    MAX_SAMPLE_BYTES,
     ByteSource,
     ColumnErrors,
     Sample,
     ShardEntry,
+    ShardFormat,
     check_columns,
-    check_options,
     check_sample,
     check_sample_bytes,
     to_numpy,
 )
-from dtrain.data.stream.open_shards import ByteLRU
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
+
+if TYPE_CHECKING:
+    from dtrain.data.stream.open_shards import ByteLRU
 
 _IMAGE_ENCODINGS = ("pil", "jpeg", "png")
 
@@ -45,8 +46,6 @@ class MdsShard:
         self._columns = _select_columns(_parse_columns(entry), options)
         self._sizes = struct.Struct(f"<{sum(size is None for _, size, _, _ in self._columns)}I")
         self._bounds, _ = _read_offsets(source, entry.file.name)
-        if len(self) != entry.samples:
-            raise DataError(f"{entry.file.name}: has {len(self)} samples, but the index has {entry.samples}")
 
     def __len__(self) -> int:
         return len(self._bounds) - 1
@@ -123,7 +122,7 @@ def _read_offsets(source: ByteSource, name: str) -> tuple[memoryview, int]:
     return bounds.data, end
 
 
-class MdsFormat:
+class MdsFormat(ShardFormat):
     """MDS; see the module.
 
     Options: ``columns`` (names of the columns to read), and ``allow_pickle`` (if True, columns encoded as ``pkl`` may be read).
@@ -136,7 +135,7 @@ class MdsFormat:
 
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
         """Check the options and the columns; see ``ShardFormat.check``."""
-        check_options(self, options)
+        super().check(entry, options)
         selected = options.get("columns")
         columns = _parse_columns(entry)
         if selected is not None and (missing := [name for name in selected if name not in {name for name, _, _ in columns}]):
@@ -154,17 +153,10 @@ class MdsFormat:
         if any(kind in text for text in texts for kind in _IMAGE_ENCODINGS):
             images.check_pillow()
 
-    def open(
-        self,
-        source: ByteSource,
-        entry: ShardEntry,
-        options: Mapping[str, Any],
-        *,
-        max_sample_bytes: int = MAX_SAMPLE_BYTES,
-        decoded: ByteLRU | None = None,
+    def open_unchecked(
+        self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU | None
     ) -> MdsShard:
         """Open a shard; see ``ShardFormat.open``."""
-        self.check(entry, options)
         return MdsShard(source, entry, options, max_sample_bytes)
 
     def count(self, source: ByteSource) -> tuple[int, dict[str, Plain]]:

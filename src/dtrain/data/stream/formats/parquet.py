@@ -14,14 +14,13 @@ import numpy as np
 
 from dtrain.data.stream.formats.compression import parse_compression
 from dtrain.data.stream.formats.shard_format import (
-    MAX_SAMPLE_BYTES,
     ByteSource,
     ByteSourceFile,
     ColumnErrors,
     Sample,
     ShardEntry,
+    ShardFormat,
     check_columns,
-    check_options,
     check_sample,
     to_numpy,
 )
@@ -172,7 +171,7 @@ def _decode_value(scalar: Any) -> Any:
     return scalar.as_py()
 
 
-class ParquetFormat:
+class ParquetFormat(ShardFormat):
     """Parquet; see the module.
 
     Options:
@@ -186,28 +185,19 @@ class ParquetFormat:
     name = "parquet"
     suffixes = (".parquet", ".pq")
     supports_ranges = True
+    noun = "rows"
     options = ("columns", "row_group_cache_bytes", "group_bytes")
 
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
         """Check the options; see ``ShardFormat.check``."""
-        check_options(self, options)
+        super().check(entry, options)
         import_pyarrow()
 
-    def open(
-        self,
-        source: ByteSource,
-        entry: ShardEntry,
-        options: Mapping[str, Any],
-        *,
-        max_sample_bytes: int = MAX_SAMPLE_BYTES,
-        decoded: ByteLRU | None = None,
+    def open_unchecked(
+        self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU | None
     ) -> ParquetShard:
-        """Open a shard; see ``ShardFormat.open``. Reads the end of the file."""
-        self.check(entry, options)
-        shard = ParquetShard(source, entry, options, ByteLRU() if decoded is None else decoded)
-        if len(shard) != entry.samples:
-            raise DataError(f"{entry.file.name}: has {len(shard)} rows, but the index has {entry.samples}")
-        return shard
+        """Open a shard from the end of the file."""
+        return ParquetShard(source, entry, options, ByteLRU() if decoded is None else decoded)
 
     def count(self, source: ByteSource) -> tuple[int, dict[str, Plain]]:
         """Count the samples; see ``ShardFormat.count``. Reads the end of the file."""

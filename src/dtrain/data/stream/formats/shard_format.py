@@ -1,4 +1,4 @@
-"""``ShardFormat``: the protocols of shard formats, their readers and writers; ``FORMATS``: the registry of formats.
+"""``ShardFormat``: the base of shard formats; protocols of their readers and writers; ``FORMATS``: the registry of formats.
 
 Helpers of the formats check samples, wrap errors, and present a source of bytes as a file object."""
 
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from dtrain.errors import ConfigError, DtrainError, ShardError, escape_unprintable
+from dtrain.errors import ConfigError, DataError, DtrainError, ShardError, escape_unprintable
 from dtrain.typing import Plain
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class ByteSource(Protocol):
 
 
 class Shard(Protocol):
-    """Open shard, for one thread at a time. ``close`` releases its source."""
+    """Open shard, for one thread at a time unless it has an attribute ``thread_safe``. ``close`` releases its source."""
 
     def __len__(self) -> int:
         """Count the samples of the shard."""
@@ -87,24 +87,23 @@ class ShardEntry:
     details: Mapping[str, Plain] = field(default_factory=dict)
 
 
-class ShardFormat(Protocol):
-    """Reader of a file format. One object per format, without state."""
+class ShardFormat:
+    """Reader of a file format. One object per format, without state. A subclass implements ``open_unchecked`` and ``count``."""
 
-    @property
-    def name(self) -> str:
-        """Key of the format in ``FORMATS``, and name in an index."""
+    name: str
+    """Key of the format in ``FORMATS``, and name in an index."""
 
-    @property
-    def suffixes(self) -> tuple[str, ...]:
-        """Suffixes of file names without the suffix of a compression; empty if only an index identifies the format."""
+    suffixes: tuple[str, ...] = ()
+    """Suffixes of file names without the suffix of a compression; empty if only an index identifies the format."""
 
-    @property
-    def supports_ranges(self) -> bool:
-        """True if a sample can be found without the whole file, so that range requests to a server are worthwhile."""
+    supports_ranges = False
+    """True if a sample can be found without the whole file, so that range requests to a server are worthwhile."""
 
-    @property
-    def options(self) -> tuple[str, ...]:
-        """Names of the ``options`` of ``open``."""
+    options: tuple[str, ...] = ()
+    """Names of the ``options`` of ``open``."""
+
+    noun = "samples"
+    """Word for samples in errors."""
 
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
         """Check the options and the entry as far as possible without a byte of the shard.
@@ -113,6 +112,9 @@ class ShardFormat(Protocol):
             ConfigError: an option or its value is unknown, a package is not installed, or reading the data would run code.
             DataError: the details are invalid.
         """
+        if unknown := sorted(set(options) - set(self.options)):
+            known = f"its options are {', '.join(self.options)}" if self.options else "it has no options"
+            raise ConfigError(f"format {self.name} has no option {unknown[0]!r}; {known}")
 
     def open(
         self,
@@ -136,6 +138,18 @@ class ShardFormat(Protocol):
             DataError: the bytes are not of this format, or the number of samples differs from the entry.
             ConfigError: an option is unknown, or a package is not installed.
         """
+        self.check(entry, options)
+        shard = self.open_unchecked(source, entry, options, max_sample_bytes, decoded)
+        if len(shard) != entry.samples:
+            actual = f"{len(shard)} {self.noun}"
+            raise DataError(f"{entry.file.name}: has {actual}, but the index has {entry.samples}. It is truncated or changed")
+        return shard
+
+    def open_unchecked(
+        self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU | None
+    ) -> Shard:
+        """Open the shard without a check of the options or of the number of samples."""
+        raise NotImplementedError
 
     def count(self, source: ByteSource) -> tuple[int, dict[str, Plain]]:
         """Return the number of samples and the details of a file without an index. Read as little as the format allows.
@@ -143,6 +157,7 @@ class ShardFormat(Protocol):
         Raises:
             DataError: the bytes are not of this format.
         """
+        raise NotImplementedError
 
 
 _FORMAT_MODULES = {"mds": "mds", "parquet": "parquet", "jsonl": "json_lines", "text": "json_lines", "tar": "tar"}
@@ -177,17 +192,6 @@ def get_format(name: str) -> ShardFormat:
     if name not in FORMATS:
         raise ConfigError(f"format {name!r} is unknown; known: {', '.join(FORMATS)}")
     return FORMATS[name]
-
-
-def check_options(shard_format: ShardFormat, options: Mapping[str, Any]) -> None:
-    """Check the names of the options of a format.
-
-    Raises:
-        ConfigError: the format does not have an option of that name.
-    """
-    if unknown := sorted(set(options) - set(shard_format.options)):
-        known = f"its options are {', '.join(shard_format.options)}" if shard_format.options else "it has no options"
-        raise ConfigError(f"format {shard_format.name} has no option {unknown[0]!r}; {known}")
 
 
 def check_sample_bytes(actual: int, limit: int) -> None:

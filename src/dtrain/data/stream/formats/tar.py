@@ -11,26 +11,27 @@ import re
 import tarfile
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from dtrain.data.stream.formats import images, unsafe_pickle
 from dtrain.data.stream.formats.shard_format import (
-    MAX_SAMPLE_BYTES,
     ByteSource,
     ByteSourceFile,
     ColumnErrors,
     Sample,
     ShardEntry,
-    check_options,
+    ShardFormat,
     check_sample,
     check_sample_bytes,
     to_numpy,
 )
-from dtrain.data.stream.open_shards import ByteLRU
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
+
+if TYPE_CHECKING:
+    from dtrain.data.stream.open_shards import ByteLRU
 
 KEY_COLUMN = "__key__"
 _MEMBER_NAME = re.compile(r"((?:.*/)?[^./]+)\.([^/]*)", re.DOTALL)
@@ -170,7 +171,7 @@ class TarShard:
         self._source = None
 
 
-class TarFormat:
+class TarFormat(ShardFormat):
     """Tar; see the module.
 
     The suffix after the last dot determines the decoder: ``json``, ``txt``, ``cls``, ``npy`` and their synonyms. All other
@@ -181,32 +182,19 @@ class TarFormat:
 
     name = "tar"
     suffixes = (".tar",)
-    supports_ranges = False
     options = ("columns", "images", "allow_pickle")
 
     def check(self, entry: ShardEntry, options: Mapping[str, Any]) -> None:
         """Check the options; see ``ShardFormat.check``."""
-        check_options(self, options)
+        super().check(entry, options)
         if options.get("images"):
             images.check_pillow()
 
-    def open(
-        self,
-        source: ByteSource,
-        entry: ShardEntry,
-        options: Mapping[str, Any],
-        *,
-        max_sample_bytes: int = MAX_SAMPLE_BYTES,
-        decoded: ByteLRU | None = None,
+    def open_unchecked(
+        self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU | None
     ) -> TarShard:
-        """Open a shard; see ``ShardFormat.open``. Reads the headers of all members."""
-        self.check(entry, options)
-        shard = TarShard(source, entry, options, max_sample_bytes)
-        if len(shard) != entry.samples:
-            raise DataError(
-                f"{entry.file.name}: has {len(shard)} samples, but the index has {entry.samples}. It is truncated or changed"
-            )
-        return shard
+        """Open a shard from the headers of all members."""
+        return TarShard(source, entry, options, max_sample_bytes)
 
     def count(self, source: ByteSource) -> tuple[int, dict[str, Plain]]:
         """Count the samples; see ``ShardFormat.count``. Reads the headers of all members."""
