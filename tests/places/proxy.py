@@ -17,7 +17,7 @@ _LONG_S = 90
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What a client asked for. ``there`` tells whether the server has the named object (a HEAD request of the proxy's own)."""
+    """Request of a client. ``there`` asks the server if the named object exists, with a request of the proxy's own."""
 
     method: str
     path: str
@@ -28,7 +28,7 @@ class Request:
 
 @dataclass(kw_only=True)
 class Fault:
-    """What goes wrong, with which requests, and how often.
+    """Fault that is injected into matching requests, a number of times.
 
     Kinds: a status such as ``500``; ``reset``: the connection breaks after ``after`` bytes of the answer's body, with the
     request done; ``unsent``: it breaks before the server gets the request; ``truncated``: the answer ends after ``after`` bytes
@@ -51,7 +51,7 @@ class Proxy:
         self.faults: list[Fault] = []
         self.requests: list[Request] = []
         self.rule: Callable[[Request], int | None] | None = None
-        """What the server ought to answer by its own documentation and does not: a status, or None to ask it."""
+        """Answer that the emulator should give by its documentation: a status, or None to ask the emulator."""
         self.turn = threading.Lock()
         self._lock = threading.Lock()
         handler = type("Handler", (_Handler,), {"proxy": self})

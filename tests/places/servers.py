@@ -63,11 +63,11 @@ class Server:
     sshd: Sshd | None = None
     folders: int = 0
     home: Path | None = None
-    """Where ``~`` has to be."""
+    """Home folder that clients need."""
 
     @property
     def environment(self) -> dict[str, str]:
-        """What programs need to reach it."""
+        """Environment variables that clients need."""
         home = {} if self.home is None else {"HOME": str(self.home)}
         return {f"FSSPEC_{self.protocol.upper()}": json.dumps(self.options), **_NO_GRPC, **home}
 

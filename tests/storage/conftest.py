@@ -1,4 +1,4 @@
-"""The servers that these tests use, each started once."""
+"""Servers of these tests, each started once."""
 
 import contextlib
 from collections.abc import Callable, Iterator

@@ -1,4 +1,4 @@
-"""Files that several processes use: locks that last as long as a handle or a map, and folders of one user."""
+"""Locks, memory maps and private folders of files that several processes share."""
 
 import os
 
@@ -21,7 +21,7 @@ def can_lock(path):
         return file.lock()
 
 
-def test_one_holder_at_a_time_or_several_that_share(path):
+def test_lock_is_exclusive_or_shared(path):
     with LockableFile(path) as one, LockableFile(path) as other:
         assert one.lock()
         assert not other.lock()
@@ -32,7 +32,7 @@ def test_one_holder_at_a_time_or_several_that_share(path):
     assert can_lock(path)
 
 
-def test_a_map_keeps_the_lock_and_the_bytes(path):
+def test_map_keeps_the_lock_and_the_bytes(path):
     with LockableFile(path) as file:
         assert file.lock(shared=True)
         view = file.map_memory()
@@ -42,7 +42,7 @@ def test_a_map_keeps_the_lock_and_the_bytes(path):
     assert bytes(part) == b"34"
 
 
-def test_a_lock_ends_with_the_last_view(path):
+def test_lock_ends_with_the_last_view(path):
     with LockableFile(path) as file:
         file.lock(shared=True)
         part = file.map_memory()[3:5]
@@ -51,14 +51,14 @@ def test_a_lock_ends_with_the_last_view(path):
     assert can_lock(path)
 
 
-def test_a_file_that_was_removed_has_no_name(path):
+def test_removed_file_is_not_linked(path):
     with LockableFile(path) as file:
         assert file.is_linked
         path.unlink()
         assert not file.is_linked
 
 
-def test_a_new_file_is_written_and_begun_again(tmp_path):
+def test_new_file_is_written_and_truncated(tmp_path):
     with LockableFile(tmp_path / "new", "new") as file:
         file.write(b"wrong")
         file.truncate()
@@ -71,12 +71,12 @@ def test_a_new_file_is_written_and_begun_again(tmp_path):
         LockableFile(tmp_path / "other")
 
 
-def test_an_empty_file_is_mapped(tmp_path):
+def test_empty_file_is_mapped(tmp_path):
     with LockableFile(tmp_path / "lock", "lock") as file:
         assert bytes(file.map_memory()) == b""
 
 
-def test_a_write_that_fails_names_the_file(tmp_path):
+def test_failed_write_names_the_file(tmp_path):
     with (
         LockableFile(tmp_path / "new", "new") as file,
         inject_fault("raise", at="dtrain.storage.file_lock.os.write", error=OSError(28, "full")),
@@ -85,7 +85,7 @@ def test_a_write_that_fails_names_the_file(tmp_path):
         file.write(b"x")
 
 
-def test_files_below_a_folder_are_found(tmp_path):
+def test_walk_files_lists_local_folders(tmp_path):
     (tmp_path / "b/c").mkdir(parents=True)
     (tmp_path / "b/c/two").write_bytes(b"22")
     (tmp_path / "one").write_bytes(b"1")
@@ -94,7 +94,7 @@ def test_files_below_a_folder_are_found(tmp_path):
     assert sorted(storage.walk_files(tmp_path)) == [("b/c/two", 2), ("b/link", 1), ("one", 1)]
 
 
-def test_files_below_a_folder_of_a_store_are_found():
+def test_walk_files_lists_remote_folders():
     top = storage.resolve_path("memory://walk/top")
     for name in ("one", "b/c/two"):
         storage.create_file(top / name, name.encode())
@@ -102,13 +102,13 @@ def test_files_below_a_folder_of_a_store_are_found():
     storage.remove_folder(top)
 
 
-def test_a_folder_is_scanned(path):
+def test_scan_folder_lists_regular_files(path):
     os.utime(path, ns=(7, 7))
     (path.parent / "folder").mkdir()
     assert storage.scan_folder(path.parent) == [storage.FolderEntry(name="file", size=10, modified_ns=7)]
 
 
-def test_a_private_folder_is_this_users(tmp_path, monkeypatch):
+def test_private_folder_belongs_to_this_user(tmp_path, monkeypatch):
     for _ in range(2):
         storage.make_private_folder(tmp_path / "mine")
     assert (tmp_path / "mine").stat().st_mode & 0o777 == 0o700

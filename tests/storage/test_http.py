@@ -1,4 +1,4 @@
-"""Files on a web server: read by ranges where it has them, whole where not, listed where it lists."""
+"""Files on a web server, with and without range requests and listings."""
 
 import os
 from dataclasses import replace
@@ -40,7 +40,7 @@ def served(folder):
         yield proxy
 
 
-def test_a_file_is_read_by_ranges(served):
+def test_file_is_read_by_ranges(served):
     path = storage.resolve_path(f"{served.url}/data set/a b.bin")
     with storage.FileReader(path) as file:
         assert (file.size, file.ranges) == (len(CONTENT), True)
@@ -51,21 +51,21 @@ def test_a_file_is_read_by_ranges(served):
     assert storage.read_file(path, limit=2**30) == CONTENT
 
 
-def test_an_empty_file_is_read(served):
+def test_empty_file_is_read(served):
     assert storage.read_file(storage.resolve_path(f"{served.url}/data set/empty.bin"), limit=9) == b""
 
 
-def test_a_quoted_url_is_the_same_file(served):
+def test_quoted_url_names_the_same_file(served):
     assert storage.file_size(storage.resolve_path(f"{served.url}/data%20set/a%20b.bin")) == len(CONTENT)
 
 
-def test_a_folder_is_listed(served):
+def test_folder_is_listed(served):
     path = storage.resolve_path(f"{served.url}/data set")
     assert storage.list_names(path) == ["a b.bin", "empty.bin"]
     assert list(storage.walk_files(path)) == [("a b.bin", len(CONTENT)), ("empty.bin", 0)]
 
 
-def test_what_is_not_there_is_said(served):
+def test_missing_file_and_folder_are_refused(served):
     path = storage.resolve_path(f"{served.url}/nothing")
     assert storage.file_size(path) is None
     with pytest.raises(FileNotFoundError):
@@ -75,12 +75,12 @@ def test_what_is_not_there_is_said(served):
 
 
 @pytest.mark.parametrize("kind", [503, "unsent", "reset", "truncated"])
-def test_a_fault_that_passes_is_not_noticed(kind, served):
+def test_transient_fault_is_retried(kind, served):
     with served.doing(Fault(kind=kind, matches=lambda r: r.headers.get("Range", "").endswith("-199999"), times=2, after=1000)):
         assert storage.read_file(storage.resolve_path(f"{served.url}/data set/a b.bin"), limit=2**30) == CONTENT
 
 
-def test_a_server_without_ranges_gives_whole_files_only(folder):
+def test_server_without_ranges_gives_whole_files_only(folder):
     with web(folder, ranges=False) as port:
         path = storage.resolve_path(f"http://127.0.0.1:{port}/data set/a b.bin")
         assert storage.read_file(path, limit=2**30) == CONTENT
@@ -90,7 +90,7 @@ def test_a_server_without_ranges_gives_whole_files_only(folder):
                 file.read_into(10, memoryview(bytearray(10)))
 
 
-def test_a_server_that_lists_nothing_is_said(folder):
+def test_server_without_listings_is_named(folder):
     with web(folder, listing=False) as port, pytest.raises(OSError, match="Forbidden"):
         storage.list_names(storage.resolve_path(f"http://127.0.0.1:{port}/data set"))
 
@@ -100,7 +100,7 @@ def test_a_server_that_lists_nothing_is_said(folder):
     [storage.write_file, storage.create_file, storage.replace_file, lambda path, data: storage.remove_file(path)],
     ids=["write", "create", "replace", "remove"],
 )
-def test_nothing_is_written(write, served):
+def test_writes_are_refused(write, served):
     with pytest.raises(ConfigError, match=r"^path must be writable, got http://.*/new. Write to a folder"):
         write(storage.resolve_path(f"{served.url}/new"), b"x")
 
@@ -113,7 +113,7 @@ def test_secrets_in_a_url_are_refused(url):
 
 
 @pytest.mark.parametrize("protocol", ["http", "https"])
-def test_a_missing_library_is_named_with_its_extra(protocol, monkeypatch):
+def test_missing_library_is_named_with_its_extra(protocol, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf'^{protocol}:// needs the package aiohttp: pip install "dtrain\[http\]"$'):
         storage.resolve_path(f"{protocol}://host/x")

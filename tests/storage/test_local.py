@@ -1,4 +1,4 @@
-"""File operations: complete, by path in errors, never through links when removing."""
+"""File operations of this machine."""
 
 import os
 
@@ -7,7 +7,7 @@ import pytest
 from dtrain import storage
 
 
-def test_a_file_comes_back_by_ranges(tmp_path):
+def test_file_is_read_by_ranges(tmp_path):
     path = tmp_path / "file"
     storage.write_file(path, b"0123456789")
     assert storage.file_size(path) == 10
@@ -59,7 +59,7 @@ def test_removing_a_folder_takes_the_first_name_first_and_follows_no_link(tmp_pa
 
 
 @pytest.mark.parametrize("kind", ["folder", "pipe"])
-def test_what_is_no_regular_file_is_refused_and_not_waited_for(tmp_path, kind):
+def test_irregular_file_is_refused_without_waiting(tmp_path, kind):
     path = tmp_path / kind
     path.mkdir() if kind == "folder" else os.mkfifo(path)
     assert storage.file_size(path) is None
@@ -86,7 +86,7 @@ def test_errors_of_a_handle_carry_the_path(tmp_path, monkeypatch):
         storage.sync_folder(tmp_path)
 
 
-def test_questions_about_names_that_are_not_there(tmp_path):
+def test_missing_names_have_no_status(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     assert not storage.is_folder(tmp_path / "file" / "below")
@@ -113,7 +113,7 @@ class Recorded:
         return call if callable(getattr(os, name)) else getattr(os, name)
 
 
-def test_a_created_file_is_durable_with_its_name_and_created_once(tmp_path, monkeypatch):
+def test_created_file_and_its_name_are_durable(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.local, "os", recorded := Recorded())
     storage.create_file(tmp_path / "file", b"first")
     assert recorded.calls == ["open", "write", "fsync", "close", "open", "fsync", "close"]
@@ -122,7 +122,7 @@ def test_a_created_file_is_durable_with_its_name_and_created_once(tmp_path, monk
     assert (tmp_path / "file").read_bytes() == b"first"
 
 
-def test_a_file_is_replaced_at_once_and_durably(tmp_path, monkeypatch):
+def test_replace_file_is_atomic_and_durable(tmp_path, monkeypatch):
     storage.replace_file(tmp_path / "file", b"old")
     monkeypatch.setattr(storage.local, "os", recorded := Recorded())
     storage.replace_file(tmp_path / "file", b"new")
@@ -132,7 +132,7 @@ def test_a_file_is_replaced_at_once_and_durably(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["write", "fsync", "rename"])
-def test_a_failed_replacement_leaves_the_old_content_and_nothing_beside_it(tmp_path, monkeypatch, call):
+def test_failed_replacement_leaves_only_the_old_file(tmp_path, monkeypatch, call):
     storage.write_file(tmp_path / "file", b"old")
     monkeypatch.setattr(storage.local, "os", Recorded(failing=[call]))
     with pytest.raises(OSError, match="Input/output error"):
@@ -141,7 +141,7 @@ def test_a_failed_replacement_leaves_the_old_content_and_nothing_beside_it(tmp_p
     assert os.listdir(tmp_path) == ["file"]
 
 
-def test_a_link_is_one_more_name_of_the_same_file(tmp_path):
+def test_link_file_adds_a_name(tmp_path):
     storage.write_file(tmp_path / "old", b"data")
     storage.link_file(tmp_path / "old", tmp_path / "new")
     storage.remove_file(tmp_path / "old")
@@ -151,7 +151,7 @@ def test_a_link_is_one_more_name_of_the_same_file(tmp_path):
         storage.link_file(tmp_path / "new", tmp_path / "taken")
 
 
-def test_free_space_is_that_of_the_nearest_folder_that_is_there(tmp_path):
+def test_free_bytes_uses_the_nearest_existing_folder(tmp_path):
     free = storage.free_bytes(tmp_path / "not" / "yet")
     found = os.statvfs(tmp_path)
     assert free is not None

@@ -1,4 +1,4 @@
-"""Large files go past the page cache where the file system lets them, and are the same in any case."""
+"""Writes past the page cache, and the fallback to the page cache."""
 
 import ctypes
 import errno
@@ -58,7 +58,7 @@ def write(path, monkeypatch, system, threads=2):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_whole_blocks_go_past_the_cache_and_the_rest_as_usual(tmp_path, monkeypatch, threads):
+def test_whole_blocks_bypass_the_page_cache(tmp_path, monkeypatch, threads):
     system = Recording()
     write(tmp_path / "file", monkeypatch, system, threads)
     assert (tmp_path / "file").read_bytes() == CONTENT
@@ -66,19 +66,19 @@ def test_whole_blocks_go_past_the_cache_and_the_rest_as_usual(tmp_path, monkeypa
     assert system.usual == [3 * MIB]
 
 
-def test_the_real_file_system_gets_the_same_bytes(tmp_path, monkeypatch):
+def test_file_system_gets_the_same_bytes(tmp_path, monkeypatch):
     write(tmp_path / "file", monkeypatch, os)
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
-def test_a_file_system_without_it_is_written_as_usual(tmp_path, monkeypatch):
+def test_unsupported_file_system_is_written_normally(tmp_path, monkeypatch):
     system = Recording(refuse=True)
     write(tmp_path / "file", monkeypatch, system)
     assert (tmp_path / "file").read_bytes() == CONTENT
     assert system.direct == []
 
 
-def test_one_that_refuses_the_first_write_is_not_asked_again(tmp_path, monkeypatch):
+def test_refused_first_write_disables_o_direct(tmp_path, monkeypatch):
     asked = []
 
     def refuse(handle, buffers, begin):
@@ -96,7 +96,7 @@ def test_short_writes_are_completed(tmp_path, monkeypatch, most):
     assert (tmp_path / "file").read_bytes() == CONTENT
 
 
-def test_another_error_names_the_file(tmp_path, monkeypatch):
+def test_other_errors_name_the_file(tmp_path, monkeypatch):
     def full(handle, buffers, begin):
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -104,7 +104,7 @@ def test_another_error_names_the_file(tmp_path, monkeypatch):
         write(tmp_path / "file", monkeypatch, Recording(full))
 
 
-def test_small_files_take_the_usual_way(tmp_path, monkeypatch):
+def test_small_files_use_the_page_cache(tmp_path, monkeypatch):
     system = Recording()
     monkeypatch.setattr(storage.local, "os", system)
     storage.write_parts(tmp_path / "file", SIZES, part_of, threads=1)
@@ -113,7 +113,7 @@ def test_small_files_take_the_usual_way(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("shift", [0, 8], ids=["at-a-page", "elsewhere"])
-def test_memory_that_begins_at_a_page_is_written_from_where_it_is(tmp_path, monkeypatch, shift):
+def test_aligned_memory_is_written_without_a_copy(tmp_path, monkeypatch, shift):
     memory = memoryview(mmap.mmap(-1, 2 * MIB))[shift : shift + MIB]
     memory[:] = CONTENT[:MIB]
     given = []

@@ -1,4 +1,4 @@
-"""Files written in parts: whole, durable, by one thread or several, and nothing goes on after an error."""
+"""Files written in parts by several threads."""
 
 import errno
 import os
@@ -40,7 +40,7 @@ def write_threads():
 
 
 @pytest.mark.parametrize("threads", [1, 3, 99])
-def test_parts_lie_one_after_the_other_each_asked_for_once(tmp_path, threads):
+def test_parts_are_consecutive_and_requested_once(tmp_path, threads):
     asked = []
 
     def asked_part(part):
@@ -53,12 +53,12 @@ def test_parts_lie_one_after_the_other_each_asked_for_once(tmp_path, threads):
     assert write_threads() == []
 
 
-def test_a_file_of_no_parts_is_empty(tmp_path):
+def test_file_without_parts_is_empty(tmp_path):
     storage.write_parts(tmp_path / "file", [], part_of, threads=4)
     assert (tmp_path / "file").read_bytes() == b""
 
 
-def test_more_buffers_than_the_system_takes_at_once_are_written(tmp_path):
+def test_many_buffers_are_written_in_several_calls(tmp_path):
     pieces = [bytes([number % 251]) * (number % 7) for number in range(5000)]
     storage.write_parts(tmp_path / "file", [sum(map(len, pieces))], lambda part: pieces, threads=1)
     assert (tmp_path / "file").read_bytes() == b"".join(pieces)
@@ -75,7 +75,7 @@ def test_short_writes_are_completed(tmp_path, monkeypatch, threads):
 
 
 @pytest.mark.parametrize("threads", [1, 2])
-def test_an_error_ends_all_threads_and_closes_the_file(tmp_path, monkeypatch, threads):
+def test_error_ends_all_threads_and_closes_the_file(tmp_path, monkeypatch, threads):
     failed = threading.Event()
 
     def full(handle, buffers, begin):
@@ -95,7 +95,7 @@ def test_an_error_ends_all_threads_and_closes_the_file(tmp_path, monkeypatch, th
     assert "fsync" not in faulty.calls
 
 
-def test_the_first_error_is_the_one_raised():
+def test_first_error_is_raised():
     both, first = threading.Barrier(2, timeout=90), []
 
     def fail(part):
@@ -111,7 +111,7 @@ def test_the_first_error_is_the_one_raised():
         for_each_part(5, fail, threads=2, name="test")
 
 
-def test_an_interrupt_waits_for_the_threads_and_hands_out_no_more(monkeypatch):
+def test_interrupt_waits_for_running_parts_only(monkeypatch):
     begun, done = threading.Event(), []
 
     class Interrupted(threading.Thread):
@@ -133,7 +133,7 @@ def test_an_interrupt_waits_for_the_threads_and_hands_out_no_more(monkeypatch):
     assert done == ["asked", "joined", "joined"]
 
 
-def test_a_taken_name_is_not_written_into(tmp_path):
+def test_existing_file_is_not_overwritten(tmp_path):
     (tmp_path / "file").write_bytes(b"old")
     with pytest.raises(FileExistsError):
         storage.write_parts(tmp_path / "file", SIZES, part_of, threads=2)

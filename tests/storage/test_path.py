@@ -1,4 +1,4 @@
-"""Names of places: what a URL stands for, and what is refused in one line."""
+"""Parsing of URLs and local paths."""
 
 import importlib.util
 from pathlib import Path
@@ -9,13 +9,13 @@ from dtrain import storage
 from dtrain.errors import ConfigError
 
 
-def test_a_text_without_protocol_is_a_path_of_this_machine(tmp_path):
+def test_text_without_protocol_is_a_local_path(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "real")
     for text in (str(tmp_path / "link"), tmp_path / "link", f"file://{tmp_path}/link"):
         assert storage.resolve_path(text) == tmp_path / "real"
 
 
-def test_a_remote_path_is_put_together_as_a_path_is():
+def test_remote_path_joins_like_a_path():
     root = storage.resolve_path("memory://bucket//runs/a/")
     step = root / "step-1" / "sub/file"
     assert str(step) == "memory://bucket/runs/a/step-1/sub/file"
@@ -46,7 +46,7 @@ def test_a_remote_path_is_put_together_as_a_path_is():
     ],
     ids=["protocol", "bucket", "host", "up", "here", "path", "password"],
 )
-def test_what_is_no_place_is_refused(text, message):
+def test_invalid_locations_are_refused(text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         storage.resolve_path(text)
     assert "secret" not in str(caught.value)
@@ -54,7 +54,7 @@ def test_what_is_no_place_is_refused(text, message):
 
 
 @pytest.mark.parametrize("name", ["../x", "..", "a/../b"])
-def test_a_name_that_leaves_the_folder_is_refused(name):
+def test_name_outside_the_folder_is_refused(name):
     with pytest.raises(ConfigError, match="parts must be names of files or folders, got"):
         storage.resolve_path("memory://bucket/a") / name
 
@@ -63,7 +63,7 @@ EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "oci": "oci", "sftp": "sftp"}
 
 
 @pytest.mark.parametrize("protocol", EXTRAS)
-def test_a_missing_library_is_named_with_its_extra(protocol, monkeypatch):
+def test_missing_library_is_named_with_its_extra(protocol, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     extra = EXTRAS[protocol]
     with pytest.raises(ConfigError, match=rf'^{protocol}:// needs the package \w+: pip install "dtrain\[{extra}\]"$'):

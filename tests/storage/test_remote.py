@@ -1,4 +1,4 @@
-"""Files on real servers: one contract for all of them, as local files keep it."""
+"""File operations on real servers. All servers keep one contract."""
 
 import os
 import threading
@@ -35,7 +35,7 @@ def root(request, reach, monkeypatch):
     return folder
 
 
-def test_what_a_file_is(root):
+def test_stat_distinguishes_files_folders_and_missing_names(root):
     assert not storage.exists(root / "file")
     assert storage.file_size(root / "file") is None
     storage.write_file(root / "file", b"0123456789")
@@ -47,7 +47,7 @@ def test_what_a_file_is(root):
     assert storage.free_bytes(root) is None
 
 
-def test_ranges_of_a_file(root):
+def test_file_is_read_by_ranges(root):
     storage.write_file(root / "file", b"0123456789")
     with storage.FileReader(root / "file") as file:
         out = bytearray(4)
@@ -58,7 +58,7 @@ def test_ranges_of_a_file(root):
         storage.read_file(root / "file", limit=9)
 
 
-def test_what_is_not_there_is_said_with_its_name(root):
+def test_missing_names_are_named_in_errors(root):
     with pytest.raises(FileNotFoundError, match=f"'{root}/none'"):
         storage.FileReader(root / "none")
     with pytest.raises(FileNotFoundError, match=f"'{root}/none'"):
@@ -69,7 +69,7 @@ def test_what_is_not_there_is_said_with_its_name(root):
         storage.FileReader(root / "folder")
 
 
-def test_an_empty_file_is_a_file(root):
+def test_empty_file_exists(root):
     storage.create_file(root / "file", b"")
     storage.write_parts(root / "parts", [], part_of, threads=4)
     assert storage.list_names(root) == ["file", "parts"]
@@ -77,7 +77,7 @@ def test_an_empty_file_is_a_file(root):
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_a_file_of_parts_comes_back_whole(root, threads):
+def test_file_of_parts_is_read_back(root, threads):
     asked, before = [], set(threading.enumerate())  # other tests of this process may have threads that are ending
 
     def once(part):
@@ -92,7 +92,7 @@ def test_a_file_of_parts_comes_back_whole(root, threads):
     assert [thread.name for thread in new if thread.name.startswith("dtrain-")] == []
 
 
-def test_a_failed_source_leaves_no_file(root):
+def test_failed_part_leaves_no_file(root):
     def fails(part):
         if part == 3:
             raise ValueError("the source")
@@ -105,7 +105,7 @@ def test_a_failed_source_leaves_no_file(root):
     assert storage.list_names(root) == ["other"]
 
 
-def test_a_writer_sends_when_it_is_synced(root):
+def test_writer_sends_on_sync(root):
     with storage.FileWriter(root / "file") as file:
         file.write(CONTENT[:400_000])
         file.write(CONTENT[400_000:])
@@ -131,7 +131,7 @@ def test_existing_files_are_never_overwritten(root, how):
     assert storage.list_names(root) == ["file"]
 
 
-def test_of_many_that_create_a_file_one_succeeds(root):
+def test_only_one_of_many_creators_succeeds(root):
     ready = threading.Barrier(6, timeout=servers.LONG_S)
     won, lost = [], []
 
@@ -153,14 +153,14 @@ def test_of_many_that_create_a_file_one_succeeds(root):
     assert storage.list_names(root) == ["manifest.json"]
 
 
-def test_a_file_is_replaced(root):
+def test_replace_file_replaces_the_content(root):
     for content in (b"old", b"newer"):
         storage.replace_file(root / "latest", content)
         assert storage.read_file(root / "latest", limit=9) == content
     assert storage.list_names(root) == ["latest"]
 
 
-def test_removing_takes_the_folder_and_no_neighbour(root):
+def test_remove_folder_keeps_neighbours(root):
     for name in ("step-1", "step-10", "step-1.tmp"):
         for below in ("manifest.json", "data", "deep/down/file"):
             folder = (root / name / below).parent
@@ -174,7 +174,7 @@ def test_removing_takes_the_folder_and_no_neighbour(root):
     assert storage.list_names(root / "step-10") == ["data", "deep"]
 
 
-def test_removing_takes_the_first_name_first(root, monkeypatch):
+def test_remove_folder_removes_the_first_name_first(root, monkeypatch):
     storage.make_folders(root / "step")
     for name in ("a", "manifest.json", "z"):
         storage.create_file(root / "step" / name, b"x")
@@ -186,7 +186,7 @@ def test_removing_takes_the_first_name_first(root, monkeypatch):
     assert sorted(order) == ["a", "manifest.json", "z"]
 
 
-def test_a_copy_costs_no_upload_where_the_server_makes_it(root, monkeypatch):
+def test_link_file_copies_on_the_server(root, monkeypatch):
     storage.write_parts(root / "data", SIZES, part_of, threads=2)
     if storage.supports_rename(root):
         with pytest.raises(OSError, match="no links and no copies"):
@@ -199,7 +199,7 @@ def test_a_copy_costs_no_upload_where_the_server_makes_it(root, monkeypatch):
     assert storage.read_file(root / "copy", limit=2**30) == CONTENT
 
 
-def test_folders_are_real_where_they_are_renamed(root):
+def test_folders_are_renamed_on_servers_with_real_folders(root):
     if not storage.supports_rename(root):
         storage.make_folder(root / "folder")
         assert not storage.exists(root / "folder"), "of an object store: until there is something in it"
@@ -216,7 +216,7 @@ def test_folders_are_real_where_they_are_renamed(root):
         storage.rename(root / "side", root / "step")
 
 
-def test_strange_names_are_names(root):
+def test_special_characters_in_names_are_kept(root):
     names = ["a b", "ü", "x?y=1&z", "h#sh", "per%20cent", "st*r[0]", "plus+"]
     for name in names:
         storage.create_file(root / name, name.encode())
@@ -224,7 +224,7 @@ def test_strange_names_are_names(root):
     assert [storage.read_file(root / name, limit=99).decode() for name in names] == names
 
 
-def test_parts_of_an_upload_are_as_large_as_the_server_wants():
+def test_parts_of_an_upload_have_the_minimum_size():
     assert S3Store.part_bytes >= 5 * 2**20, "the least that S3 takes"
     sizes = [16 * 2**20, 2**20, 2**20, 8 * 2**20, 3]
     assert remote._group_parts(sizes, 8 * 2**20) == [range(1), range(1, 4), range(4, 5)]

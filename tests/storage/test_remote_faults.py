@@ -1,4 +1,4 @@
-"""Networks that fail under the storage layer: what passes is tried again, what does not is raised, nothing is done twice."""
+"""Network faults under the storage layer: transient faults are retried, other faults raise, nothing is done twice."""
 
 import os
 import random
@@ -83,7 +83,7 @@ def fault_of(place, what, kind, *, times=None):
 
 
 @pytest.mark.parametrize(("place", "what", "kind"), CASES, ids=["-".join(case) for case in CASES])
-def test_a_fault_that_passes_is_not_noticed(place, what, kind, reach, small):
+def test_transient_fault_is_retried(place, what, kind, reach, small):
     server = reach(place)
     root = storage.resolve_path(server.root())
     folder = root / "folder"
@@ -109,7 +109,7 @@ def test_a_fault_that_passes_is_not_noticed(place, what, kind, reach, small):
 
 
 @pytest.mark.parametrize("place", HTTP)
-def test_a_server_that_stays_busy_is_given_up_after_a_bounded_number_of_tries(place, reach, monkeypatch):
+def test_busy_server_is_retried_a_bounded_number_of_times(place, reach, monkeypatch):
     server = reach(place)
     monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, max_attempts=4))
     root = storage.resolve_path(server.root())
@@ -126,7 +126,7 @@ def test_a_server_that_stays_busy_is_given_up_after_a_bounded_number_of_tries(pl
 
 @pytest.mark.parametrize("place", HTTP)
 @pytest.mark.parametrize(("status", "raised"), [(403, PermissionError), (404, FileNotFoundError)])
-def test_what_is_forbidden_or_missing_is_asked_for_once(place, status, raised, reach):
+def test_permanent_errors_are_not_retried(place, status, raised, reach):
     if (place, status) == ("gs", 403):
         raised = OSError  # gcsfs keeps the status to itself
     server = reach(place)
@@ -138,7 +138,7 @@ def test_what_is_forbidden_or_missing_is_asked_for_once(place, status, raised, r
 
 
 @pytest.mark.parametrize("place", HTTP)
-def test_after_a_lost_answer_the_file_of_another_is_not_taken_for_ours(place, reach, monkeypatch):
+def test_file_of_another_process_is_not_ours_after_a_lost_answer(place, reach, monkeypatch):
     server = reach(place)
     root = storage.resolve_path(server.root())
     pauses = []
@@ -156,7 +156,7 @@ def test_after_a_lost_answer_the_file_of_another_is_not_taken_for_ours(place, re
 
 
 @pytest.mark.parametrize("place", HTTP)
-def test_an_upload_that_fails_for_good_leaves_nothing(place, reach, small, monkeypatch):
+def test_failed_upload_leaves_no_parts(place, reach, small, monkeypatch):
     server = reach(place)
     monkeypatch.setattr(remote, "RETRY", replace(remote.RETRY, max_attempts=2))
     folder = storage.resolve_path(server.root()) / "folder"
@@ -171,7 +171,7 @@ CUTS = [(way, random.Random(f"{way}{draw}").randrange(1, 12_000)) for way in ("c
 
 
 @pytest.mark.parametrize(("way", "after"), CUTS, ids=[f"{way}-{after}" for way, after in CUTS])
-def test_a_connection_of_sftp_that_breaks_is_not_noticed(way, after, reach, small):
+def test_broken_sftp_connection_is_replaced(way, after, reach, small):
     server = reach("sftp")
     assert server.sshd is not None
     root = storage.resolve_path(server.root())
@@ -193,7 +193,7 @@ def test_a_connection_of_sftp_that_breaks_is_not_noticed(way, after, reach, smal
     assert server.sshd.cuts == cuts + 1, "the fault has fired"
 
 
-def test_a_connection_of_sftp_that_breaks_between_read_requests_is_made_anew(reach, small, monkeypatch):
+def test_sftp_connection_that_breaks_between_read_requests_is_replaced(reach, small, monkeypatch):
     server = reach("sftp")
     paramiko = pytest.importorskip("paramiko")
     root = storage.resolve_path(server.root())
@@ -215,7 +215,7 @@ def test_a_connection_of_sftp_that_breaks_between_read_requests_is_made_anew(rea
 
 
 @pytest.mark.parametrize("kind", ["CMD_READ", "CMD_WRITE", "CMD_STAT"])
-def test_an_sftp_server_that_falls_silent_is_waited_for_once_in_each_try(kind, reach, small, monkeypatch):
+def test_silent_sftp_server_times_out_once_per_attempt(kind, reach, small, monkeypatch):
     server = reach("sftp")
     paramiko = pytest.importorskip("paramiko")
     root = storage.resolve_path(server.root())
@@ -249,7 +249,7 @@ def test_an_sftp_server_that_falls_silent_is_waited_for_once_in_each_try(kind, r
     assert (len(silent), len(timeouts)) == (1, 1)
 
 
-def test_an_sftp_server_that_nobody_knows_is_refused(reach, monkeypatch, tmp_path):
+def test_unknown_sftp_server_is_refused(reach, monkeypatch, tmp_path):
     server = reach("sftp")
     remote_root = storage.resolve_path(server.root())
     disconnect()
@@ -259,7 +259,7 @@ def test_an_sftp_server_that_nobody_knows_is_refused(reach, monkeypatch, tmp_pat
     assert "\n" not in str(caught.value)
 
 
-def test_a_server_that_says_nothing_is_not_waited_for_for_ever(reach, monkeypatch):
+def test_silent_server_times_out(reach, monkeypatch):
     server = reach("s3")
     disconnect()
     monkeypatch.setitem(S3Store.options["config_kwargs"], "read_timeout", 0.5)
@@ -288,7 +288,7 @@ def test_connection_without_credentials_is_replaced_when_the_configuration_has_t
     assert storage.read_file(root / "file", limit=9) == b"x"
 
 
-def test_a_place_without_credentials_is_refused_in_one_line(reach, monkeypatch):
+def test_missing_credentials_are_named_in_one_line(reach, monkeypatch):
     pytest.importorskip("adlfs")
     disconnect()
     for name in [name for name in os.environ if name.startswith("AZURE_")]:

@@ -1,4 +1,4 @@
-"""Trying again: what for, how often, and with what pauses."""
+"""Retries: transient errors, number of attempts, delays."""
 
 import errno
 import http.client
@@ -36,19 +36,19 @@ class Answered(Exception):
 @pytest.mark.parametrize(
     ("draw", "expected"), [(0.0, [0.125, 0.25, 0.5, 1, 2, 4]), (1.0, [0.25, 0.5, 1, 2, 4, 8])], ids=["short", "long"]
 )
-def test_pauses_grow_and_are_drawn(draw, expected):
+def test_delays_grow_with_jitter(draw, expected):
     trying, slept = retry(draw)
     do, _ = failing(*[ConnectionResetError()] * 6)
     assert trying.call("file", do) == "done"
     assert slept == expected
 
 
-def test_a_pause_has_a_longest():
+def test_delays_are_bounded():
     trying, _ = retry(max_attempts=20, initial_delay_s=1, max_delay_s=3)
     assert max(trying.delays()) == 3
 
 
-def test_tries_are_bounded_and_the_error_says_how_many_and_for_what():
+def test_error_names_the_file_and_the_number_of_attempts():
     trying, slept = retry(max_attempts=3)
     do, calls = failing(*[Answered(503)] * 9)
     with pytest.raises(OSError, match=r"^\[Errno 5\] answered 503 \(tried 3 times\): 's3://bucket/x'$"):
@@ -70,7 +70,7 @@ def test_tries_are_bounded_and_the_error_says_how_many_and_for_what():
     ],
     ids=str,
 )
-def test_what_may_pass_is_tried_again(error):
+def test_transient_errors_are_retried(error):
     trying, slept = retry()
     do, calls = failing(error)
     assert trying.call("file", do) == "done"
@@ -94,7 +94,7 @@ def test_what_may_pass_is_tried_again(error):
     ],
     ids=lambda value: str(value).split("\n")[0] if isinstance(value, Exception) else "",
 )
-def test_what_stays_is_raised_at_once_as_an_os_error_with_the_name(error, raised):
+def test_permanent_errors_are_converted_and_raised_at_once(error, raised):
     trying, slept = retry()
     do, calls = failing(error)
     with pytest.raises(raised, match=r"'the file'$") as caught:
@@ -105,7 +105,7 @@ def test_what_stays_is_raised_at_once_as_an_os_error_with_the_name(error, raised
     assert caught.value.errno == (errno.ENOSPC if "full" in str(error) else caught.value.errno)
 
 
-def test_an_interrupt_is_not_tried_again():
+def test_interrupt_is_not_retried():
     trying, slept = retry()
     do, calls = failing(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
@@ -113,7 +113,7 @@ def test_an_interrupt_is_not_tried_again():
     assert (len(calls), slept) == (1, [])
 
 
-def test_the_status_is_found_in_a_cause():
+def test_http_status_is_found_in_the_cause():
     outer = OSError(errno.EBUSY, "slow down")
     outer.__cause__ = Answered(503)
     assert http_status(outer) == 503
@@ -134,7 +134,7 @@ def test_errors_of_the_libraries_are_known():
     assert not is_transient(azure.ResourceNotFoundError("none"))
 
 
-def test_our_own_errors_come_through_as_they_are():
+def test_own_errors_propagate_unchanged():
     trying, slept = retry()
     do, calls = failing(ConfigError("no account"))
     with pytest.raises(ConfigError, match="no account"):

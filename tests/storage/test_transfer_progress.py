@@ -1,4 +1,4 @@
-"""The progress bar of long transfers: only on a terminal, and only when they are long."""
+"""Progress bar of long transfers."""
 
 import io
 import sys
@@ -18,7 +18,7 @@ class Terminal(io.StringIO):
     [(Terminal(), 0.0, True), (Terminal(), 1e9, False), (io.StringIO(), 0.0, False)],
     ids=["long", "short", "pipe"],
 )
-def test_a_bar_is_shown_on_a_terminal_when_it_takes_long(monkeypatch, stream, quiet_s, shown):
+def test_bar_is_shown_on_a_terminal_for_long_transfers(monkeypatch, stream, quiet_s, shown):
     monkeypatch.setattr(sys, "stderr", stream)
     monkeypatch.setenv("TERM", "xterm")
     with TransferProgress("writing file", 100, show_after_s=quiet_s) as progress:

@@ -1,4 +1,4 @@
-"""Servers on loopback with datasets on them, and datasets that are closed again."""
+"""Fixtures: servers on loopback with datasets, and datasets that are closed after the test."""
 
 import shutil
 from collections.abc import Callable, Iterator

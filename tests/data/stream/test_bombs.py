@@ -1,4 +1,4 @@
-"""Small files that would be large in memory or on the disk are refused before they are, for every format and compression."""
+"""Small files that would be large in memory or on the disk are refused, for every format and compression."""
 
 import bz2
 import gzip
@@ -48,7 +48,7 @@ def test_decompression_of_a_file_without_an_index_stops_at_the_bound(name, tmp_p
     assert sum(written) <= 2 * MIB  # of two tries
 
 
-def test_an_index_that_announces_a_large_shard_is_refused_before_it_is_read(tmp_path, opened):
+def test_large_shard_in_the_index_is_refused_before_a_read(tmp_path, opened):
     write_shards(({"x": "a" * 1000} for _ in range(100)), str(tmp_path / "data"), format="mds", compression="gz")
     with pytest.raises(ConfigError, match=r"bytes after decompression, more than max_shard_bytes=1000. Raise it"):
         opened(tmp_path / "data", max_shard_bytes=1000)
@@ -94,7 +94,7 @@ MEMBERS = {
 
 
 @pytest.mark.parametrize("kind", MEMBERS)
-def test_a_member_of_an_archive_that_grows_is_refused(kind, tmp_path, opened):
+def test_growing_member_of_an_archive_is_refused(kind, tmp_path, opened):
     folder = folder_with(tmp_path, "a.tar", archive(("0.txt", b"a"), (f"1.{kind}", MEMBERS[kind]()), ("2.txt", b"a")))
     refused(opened(folder, max_sample_bytes=MIB, images=True), "a.tar")
     assert len(opened(folder, images=True)[1]) == 2  # by default there is room
@@ -116,27 +116,27 @@ VALUES = {
 
 
 @pytest.mark.parametrize("encoding", VALUES)
-def test_a_value_that_grows_is_refused(encoding, tmp_path, opened):
+def test_growing_value_is_refused(encoding, tmp_path, opened):
     small, large = VALUES[encoding](2), VALUES[encoding](1000)
     rows = [{"x": small}, {"x": large}, {"x": small}]
     write_shards(rows, str(tmp_path / "data"), format="mds", columns={"x": encoding})
     refused(opened(tmp_path / "data", max_sample_bytes=MIB), "shard.00000.mds")
 
 
-def test_an_image_is_judged_by_its_header():
+def test_image_size_is_read_from_the_header():
     head = np.array([100_000, 100_000, 3], "<u4").tobytes() + b"RGB"
     assert ENCODINGS["pil"].decoded_bytes(memoryview(head)) == 4 * 10**10
     assert ENCODINGS["list[png]"].decoded_bytes(memoryview(bytes(4) + np.array([0], "<u4").tobytes())) == 0
 
 
 @pytest.mark.parametrize("form", ["jsonl", "txt"])
-def test_a_long_line_is_refused(form, tmp_path, opened):
+def test_long_line_is_refused(form, tmp_path, opened):
     folder = folder_with(tmp_path, f"a.{form}", b'["a"]\n["' + b"a" * 2 * MIB + b'"]\n["b"]\n')
     refused(opened(folder, max_sample_bytes=MIB), f"a.{form}")
 
 
 @pytest.mark.parametrize("blank", [b"\n", b" \n", b"\t \r\n"])
-def test_millions_of_blank_lines_are_not_looked_at_one_by_one(blank, tmp_path, opened, monkeypatch):
+def test_millions_of_blank_lines_are_skipped_fast(blank, tmp_path, opened, monkeypatch):
     monkeypatch.setattr("dtrain.data.stream.formats.json_lines._is_blank_line", lambda *args: pytest.fail("looks at one line"))
     folder = folder_with(tmp_path, "a.jsonl", b'{"a": 1}\n' + blank * (20 * MIB // len(blank)) + b'{"a": 2}')
     dataset = opened(folder)
@@ -160,7 +160,7 @@ REPEATED = {"text": ["a" * 1000] * 5000, "numbers": [1.5] * 200_000, "lists": [[
 
 
 @pytest.mark.parametrize("kind", REPEATED)
-def test_a_row_group_that_grows_is_refused_while_it_is_read(kind, tmp_path, opened):
+def test_growing_row_group_is_refused_during_the_read(kind, tmp_path, opened):
     data = table(REPEATED[kind])
     assert len(data) < 50_000
     folder = folder_with(tmp_path, "a.parquet", data)
@@ -170,13 +170,13 @@ def test_a_row_group_that_grows_is_refused_while_it_is_read(kind, tmp_path, open
     assert opened(folder)[5]["x"] == REPEATED[kind][5]
 
 
-def test_what_is_read_by_batches_is_what_is_read_at_once(tmp_path, opened):
+def test_batched_read_equals_a_read_at_once(tmp_path, opened):
     folder = folder_with(tmp_path, "a.parquet", table([f"{row % 7} " * 50 for row in range(5000)]))
     batches, whole = opened(folder, group_bytes=2 * MIB), opened(folder)
     assert [batches[row] for row in range(0, 5000, 37)] == [whole[row] for row in range(0, 5000, 37)]
 
 
-def test_bounds_that_cannot_be_are_refused(tmp_path, opened):
+def test_invalid_bounds_are_refused(tmp_path, opened):
     (tmp_path / "a.jsonl").write_text("1\n")
     for name in ("max_sample_bytes", "max_shard_bytes"):
         with pytest.raises(ConfigError, match=rf"ShardedDataset: {name} must be an integer of at least 1, got 0"):

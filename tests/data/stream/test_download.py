@@ -1,4 +1,4 @@
-"""A file's raw bytes: checked against all that the index has, and fetched once more when they are wrong."""
+"""Downloads are verified against the index, and fetched once more if they are wrong."""
 
 import gzip
 import hashlib
@@ -28,7 +28,7 @@ def file_of(*, compressed=False):
 
 
 class Out:
-    """Where the bytes go; what happens before a second fetch is told."""
+    """Destination of the bytes, which calls a function before a second fetch."""
 
     def __init__(self, before_second=lambda: None):
         self.content = bytearray()
@@ -50,7 +50,7 @@ def fetch(path, file, out, **options):
 
 
 @pytest.mark.parametrize("compressed", [False, True], ids=["raw", "gz"])
-def test_the_raw_bytes_come(compressed, tmp_path, monkeypatch):
+def test_download_returns_the_raw_bytes(compressed, tmp_path, monkeypatch):
     monkeypatch.setattr("dtrain.data.stream.download._CHUNK_BYTES", 7000)
     (tmp_path / "file").write_bytes(PACKED if compressed else RAW)
     out = Out()
@@ -80,7 +80,7 @@ def test_wrong_bytes_are_fetched_once_more(what, compressed, tmp_path):
     assert again.cleared == 1
 
 
-def test_what_unpacks_to_something_else_is_refused(tmp_path):
+def test_wrong_raw_bytes_are_refused(tmp_path):
     path = tmp_path / "file"
     path.write_bytes(PACKED)
     file = file_of(compressed=True)
@@ -92,14 +92,14 @@ def test_what_unpacks_to_something_else_is_refused(tmp_path):
         fetch(path, replace(file, raw_size=49_999), Out())
 
 
-def test_a_missing_file_is_not_asked_for_again(tmp_path):
+def test_missing_file_is_not_retried(tmp_path):
     out = Out()
     with pytest.raises(DataError, match=rf"^{tmp_path}/file: is missing, but the index has it$"):
         fetch(tmp_path / "file", file_of(), out)
     assert out.cleared == 0
 
 
-def test_a_disk_that_fails_is_named(tmp_path):
+def test_failing_disk_is_named(tmp_path):
     (tmp_path / "file").write_bytes(RAW)
     with (
         inject_fault("raise", at="dtrain.storage.local.os.preadv"),
@@ -108,7 +108,7 @@ def test_a_disk_that_fails_is_named(tmp_path):
         fetch(tmp_path / "file", file_of(), Out())
 
 
-def test_a_download_stops_between_pieces(tmp_path, monkeypatch):
+def test_download_stops_between_chunks(tmp_path, monkeypatch):
     monkeypatch.setattr("dtrain.data.stream.download._CHUNK_BYTES", 7000)
     (tmp_path / "file").write_bytes(RAW)
     out = Out()

@@ -1,4 +1,4 @@
-"""Mutated datasets of every format: whatever the bytes are, errors are dtrain's own, and of one line."""
+"""Mutated datasets of every format raise dtrain's own errors of one line."""
 
 import json
 import os
@@ -80,14 +80,14 @@ def sweep(tmp_path, form, compression, seeds):
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of pillow and numpy, about strange values
 @pytest.mark.parametrize(("form", "compression"), KINDS, ids=str)
-def test_mutated_datasets_raise_errors_of_ours_only(form, compression, tmp_path):
+def test_mutated_datasets_raise_own_errors_only(form, compression, tmp_path):
     assert sweep(tmp_path, form, compression, range(40)) > 8
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize(("form", "compression"), KINDS, ids=str)
-def test_ten_thousand_mutated_datasets_raise_errors_of_ours_only(form, compression, tmp_path):
+def test_ten_thousand_mutated_datasets_raise_own_errors_only(form, compression, tmp_path):
     assert sweep(tmp_path, form, compression, range(1000, 2000)) > 200
 
 
@@ -114,7 +114,7 @@ CHANGES = [
 
 
 @pytest.mark.parametrize(("change", "message"), CHANGES)
-def test_an_index_with_impossible_values_is_refused_in_one_line(change, message, tmp_path):
+def test_impossible_index_is_refused_in_one_line(change, message, tmp_path):
     folder = tmp_path / "data"
     write_shards(SAMPLES["mds"], str(folder), format="mds", size_limit=400)
     index_of(folder, change)
@@ -124,7 +124,7 @@ def test_an_index_with_impossible_values_is_refused_in_one_line(change, message,
         raise error
 
 
-def test_an_error_that_nobody_foresaw_is_a_shard_error(tmp_path, monkeypatch):
+def test_unexpected_error_becomes_a_shard_error(tmp_path, monkeypatch):
     from dtrain.data.stream.formats.mds import MdsFormat
 
     def stumble(self, source, entry, options, **bounds):

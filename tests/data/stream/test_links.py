@@ -1,4 +1,4 @@
-"""Only regular files inside the folder are read: no links out of it, no pipes, no devices, and no strangers in the cache."""
+"""Only regular files inside the folder are read: no links out of the folder, no pipes, no devices."""
 
 import gzip
 import json
@@ -21,7 +21,7 @@ def everything(dataset):
     return [dataset[index] for index in range(len(dataset))]
 
 
-def test_a_link_to_a_file_outside_is_refused_in_a_folder_without_an_index(tmp_path, opened):
+def test_link_out_of_a_folder_without_index_is_refused(tmp_path, opened):
     secret = lines(tmp_path / "secret.jsonl", "password")
     lines(tmp_path / "data" / "a.jsonl", "fine")
     (tmp_path / "data" / "b.jsonl").symlink_to(secret)
@@ -32,7 +32,7 @@ def test_a_link_to_a_file_outside_is_refused_in_a_folder_without_an_index(tmp_pa
 
 @pytest.mark.parametrize("compression", [None, "gz"])
 @pytest.mark.parametrize("what", ["file", "folder", "index", "unpacked"])
-def test_a_link_out_of_the_folder_is_refused_with_an_index(what, compression, tmp_path, opened):
+def test_link_out_of_a_folder_with_index_is_refused(what, compression, tmp_path, opened):
     outside = written(tmp_path / "outside", compression=compression, hashes=[])
     folder = tmp_path / "data"
     index = json.loads((outside / "index.json").read_text())
@@ -59,7 +59,7 @@ def test_a_link_out_of_the_folder_is_refused_with_an_index(what, compression, tm
     assert everything(opened(folder, follow_links=True)) == list(samples(100))
 
 
-def test_links_within_the_folder_and_to_it_are_followed(tmp_path, opened):
+def test_links_inside_the_folder_are_followed(tmp_path, opened):
     lines(tmp_path / "data" / "v3" / "a.jsonl", "fine")
     (tmp_path / "data" / "b.jsonl").symlink_to("v3/a.jsonl")
     (tmp_path / "link").symlink_to("data")
@@ -83,7 +83,7 @@ def put(kind, path):
 @pytest.mark.parametrize("follow_links", [False, True])
 @pytest.mark.parametrize("compression", [None, "gz"])
 @pytest.mark.parametrize("kind", ["pipe", "folder", "socket", "device", "loop"])
-def test_what_is_no_file_is_refused_and_not_waited_for(kind, compression, follow_links, tmp_path, opened, monkeypatch):
+def test_irregular_file_is_refused_without_waiting(kind, compression, follow_links, tmp_path, opened, monkeypatch):
     monkeypatch.chdir(tmp_path)  # names of sockets are short
     folder = written(tmp_path / "data", compression=compression)
     first = json.loads((folder / "index.json").read_text())["shards"][0]
@@ -95,7 +95,7 @@ def test_what_is_no_file_is_refused_and_not_waited_for(kind, compression, follow
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "device", "loop", "file outside"])
-def test_strangers_in_the_cache_are_removed(kind, tmp_path, opened, monkeypatch):
+def test_foreign_files_in_the_cache_are_removed(kind, tmp_path, opened, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = written(tmp_path / "data", compression="gz", hashes=[])
     first = opened(folder)
@@ -111,7 +111,7 @@ def test_strangers_in_the_cache_are_removed(kind, tmp_path, opened, monkeypatch)
     assert before == (outside.read_bytes() if outside.exists() else b"")
 
 
-def test_a_folder_of_links_and_pipes_alone_has_no_data(tmp_path, opened):
+def test_folder_of_links_and_pipes_has_no_data(tmp_path, opened):
     folder = tmp_path / "data"
     folder.mkdir()
     os.mkfifo(folder / "a.jsonl")

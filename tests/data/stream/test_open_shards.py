@@ -1,4 +1,4 @@
-"""Open shards, and the threads that fetch more: a few of each, and none after the end."""
+"""Open shards, and the threads that fetch shards."""
 
 import threading
 
@@ -41,19 +41,19 @@ def opened(log):
     )
 
 
-def test_a_shard_is_opened_once(opened, log):
+def test_shard_is_opened_once(opened, log):
     assert opened.read(1, [3, 1]) == [(1, 3), (1, 1)]
     assert opened.read(1, [0]) == [(1, 0)]
     assert log == ["open 1"]
 
 
-def test_the_one_used_longest_ago_is_closed(opened, log):
+def test_least_recently_used_shard_is_closed(opened, log):
     for number in (1, 2, 1, 0):
         opened.read(number, [0])
     assert log == ["open 1", "open 2", "close 2", "open 0"]
 
 
-def test_no_more_bytes_are_kept_in_use_but_by_one_shard(opened, log):
+def test_open_shards_keep_bounded_bytes(opened, log):
     for number in (3, 2, 9):
         opened.read(number, [0])
     assert log == ["open 3", "open 2", "close 3", "open 9"] or log[:3] == ["open 3", "open 2", "close 3"]
@@ -61,13 +61,13 @@ def test_no_more_bytes_are_kept_in_use_but_by_one_shard(opened, log):
     assert "close 9" in log
 
 
-def test_a_sample_that_cannot_be_decoded_is_named(opened):
+def test_undecodable_sample_is_named(opened):
     with pytest.raises(DataError, match=r"^shard-1: sample 9 cannot be decoded: ValueError: nine$"):
         opened.read(1, [0, 9])
     assert opened.read(1, [0]) == [(1, 0)]
 
 
-def test_a_shard_that_cannot_be_opened_is_tried_again(log):
+def test_failed_open_is_tried_again(log):
     failures = [DataError("not yet")]
 
     def open_shard(number):
@@ -81,14 +81,14 @@ def test_a_shard_that_cannot_be_opened_is_tried_again(log):
     assert opened.read(1, [0]) == [(1, 0)]
 
 
-def test_closing_closes_all(opened, log):
+def test_close_closes_all_shards(opened, log):
     opened.read(1, [0])
     opened.close()
     assert log == ["open 1", "close 1"]
     assert opened.read(1, [0]) == [(1, 0)]
 
 
-def test_a_shard_that_a_thread_reads_is_not_closed_under_it(log):
+def test_shard_in_use_is_not_closed(log):
     reading, go_on = threading.Event(), threading.Event()
 
     class Slow(Rows):
@@ -108,7 +108,7 @@ def test_a_shard_that_a_thread_reads_is_not_closed_under_it(log):
     assert log == ["open 1", "read"]
 
 
-def test_what_is_wanted_is_fetched_in_order_and_once():
+def test_requests_are_fetched_in_order_and_once():
     fetched, begun, go_on = [], threading.Event(), threading.Event()
 
     def fetch(number, stopped):
@@ -127,7 +127,7 @@ def test_what_is_wanted_is_fetched_in_order_and_once():
     assert fetched == [4, 2, 3, 1]
 
 
-def test_a_fetch_that_fails_is_for_the_reader_to_find():
+def test_failed_fetch_is_left_to_the_reader():
     fetched = []
 
     def fetch(number, stopped):
@@ -141,7 +141,7 @@ def test_a_fetch_that_fails_is_for_the_reader_to_find():
     assert fetched == [1, 2]
 
 
-def test_closing_stops_what_is_under_way():
+def test_close_stops_running_fetches():
     begun, ends = threading.Event(), []
 
     def fetch(number, stopped):

@@ -42,7 +42,7 @@ def data(tmp_path):
     return written(tmp_path / "data", limit=4000)
 
 
-def test_shards_come_whole_once(served, data, opened):
+def test_whole_shards_are_downloaded_once(served, data, opened):
     place = served(data)
     dataset = opened(place.url)
     before = len(place.proxy.requests)
@@ -54,11 +54,11 @@ def test_shards_come_whole_once(served, data, opened):
 
 
 def first_byte(request):
-    """How a web server is asked for a file's size."""
+    """Return True for the request that reads a file's size from a web server."""
     return request.headers.get("Range") == "bytes=0-0"
 
 
-def test_only_the_bytes_of_samples_are_read_by_ranges(served, data, opened, tmp_path):
+def test_ranged_download_reads_the_bytes_of_samples_only(served, data, opened, tmp_path):
     place = served(data)
     dataset = opened(place.url, download="ranged")
     before = len(place.proxy.requests)
@@ -71,7 +71,7 @@ def test_only_the_bytes_of_samples_are_read_by_ranges(served, data, opened, tmp_
 
 @pytest.mark.parametrize("kind", [503, pytest.param("unsent", marks=pytest.mark.slow), "reset", "truncated"])
 @pytest.mark.parametrize("download", ["whole", pytest.param("ranged", marks=pytest.mark.slow)])
-def test_a_fault_that_passes_is_not_noticed(kind, download, served, data, opened):
+def test_transient_fault_is_retried(kind, download, served, data, opened):
     place = served(data)
     dataset = opened(place.url, download=download)
     with place.proxy.doing(Fault(kind=kind, matches=is_shard, times=5, after=50)):
@@ -85,7 +85,7 @@ WRONG = [
 ]
 
 
-def test_a_bit_flipped_in_a_cached_shard_is_found_and_the_shard_fetched_again(served, tmp_path, opened):
+def test_damaged_cached_shard_is_fetched_again(served, tmp_path, opened):
     there = served(written(tmp_path / "data", hashes=["xxh64"]))
     dataset = opened(there.url, prefetch_shards=0)
     assert [dataset[index] for index in range(100)] == list(samples(100))
@@ -102,7 +102,7 @@ def test_a_bit_flipped_in_a_cached_shard_is_found_and_the_shard_fetched_again(se
 
 @pytest.mark.parametrize("compression", [None, pytest.param("zstd", marks=pytest.mark.slow)], ids=["raw", "zstd"])
 @pytest.mark.parametrize(("what", "message"), WRONG, ids=[what for what, _ in WRONG])
-def test_a_bad_shard_is_named(what, message, compression, served, tmp_path, opened):
+def test_damaged_shard_is_named(what, message, compression, served, tmp_path, opened):
     folder = written(tmp_path / "data", compression=compression, limit=6000)
     shard = json.loads((folder / "index.json").read_text())["shards"][1]
     path = folder / (shard["zip_data"] or shard["raw_data"])["basename"]
@@ -123,7 +123,7 @@ def test_a_bad_shard_is_named(what, message, compression, served, tmp_path, open
     assert not list((tmp_path / "cache").glob("*.part"))
 
 
-def test_a_server_that_stays_down_is_named(served, data, opened):
+def test_failing_server_is_named(served, data, opened):
     place = served(data)
     dataset = opened(place.url)
     fault = Fault(kind=503, matches=lambda r: "shard." in r.path, times=99)
@@ -136,14 +136,14 @@ def test_a_server_that_stays_down_is_named(served, data, opened):
 
 
 @pytest.mark.parametrize("name", ["nothing", pytest.param("empty/deep", marks=pytest.mark.slow)])
-def test_a_url_without_data_is_refused(name, served, data, opened):
+def test_url_without_data_is_refused(name, served, data, opened):
     place = served(data)
     with pytest.raises(ConfigError, match=rf"^{place.url}/{name}: has no index.json(, and no files are listed| and no file)"):
         opened(f"{place.url}/{name}")
 
 
 @pytest.mark.parametrize("format", ["parquet", pytest.param("jsonl", marks=pytest.mark.slow)])
-def test_a_folder_without_an_index_is_counted(format, served, tmp_path, opened):
+def test_samples_of_a_folder_without_index_are_counted(format, served, tmp_path, opened):
     from dtrain.data.stream.write_shards import write_shards
 
     write_shards(({"text": f"line {index}"} for index in range(50)), str(tmp_path / "data"), format=format, size_limit=600)
@@ -157,7 +157,7 @@ def test_a_folder_without_an_index_is_counted(format, served, tmp_path, opened):
     assert place.shard_requests(before) == [] or all(first_byte(r) for r in place.proxy.since(before) if is_shard(r))
 
 
-def test_shards_are_fetched_ahead(on_s3, data, opened):
+def test_prefetch_downloads_shards(on_s3, data, opened):
     place = on_s3(data)
     dataset = opened(place.url)
     before = len(place.proxy.requests)
@@ -169,7 +169,7 @@ def test_shards_are_fetched_ahead(on_s3, data, opened):
     assert len(place.shard_requests(before)) == wanted
 
 
-def test_closing_ends_what_is_fetched_ahead(on_s3, data, opened, tmp_path):
+def test_close_stops_the_prefetch(on_s3, data, opened, tmp_path):
     import threading
 
     place = on_s3(data)
@@ -182,7 +182,7 @@ def test_closing_ends_what_is_fetched_ahead(on_s3, data, opened, tmp_path):
     assert not list((tmp_path / "cache").glob("*.part"))
 
 
-def test_a_server_without_ranges_gives_whole_shards(data, opened, short):
+def test_server_without_ranges_gives_whole_shards(data, opened, short):
     with web(data, ranges=False) as port:
         url = f"http://127.0.0.1:{port}"
         assert ids(opened(url).__getitems__(range(100))) == list(range(100))
@@ -190,7 +190,7 @@ def test_a_server_without_ranges_gives_whole_shards(data, opened, short):
             opened(url, download="ranged")[0]
 
 
-def test_names_with_marks_of_urls_are_read(tmp_path, opened, short):
+def test_special_characters_in_names_are_read(tmp_path, opened, short):
     names = [f"a{mark}b.jsonl" for mark in " #&+:;=?@ü"]
     folder = tmp_path / "lines"
     folder.mkdir()
@@ -201,13 +201,13 @@ def test_names_with_marks_of_urls_are_read(tmp_path, opened, short):
         assert sorted(dataset.__getitems__(range(len(dataset)))) == sorted(names)
 
 
-def test_a_server_that_lists_nothing_needs_an_index(data, opened, short):
+def test_server_without_listings_needs_an_index(data, opened, short):
     (data / "index.json").unlink()
     with web(data, listing=False) as port, pytest.raises(DataError, match=r"cannot be read: .*Forbidden"):
         opened(f"http://127.0.0.1:{port}")
 
 
-def test_loader_workers_fork_while_shards_are_fetched(on_s3, data, opened):
+def test_loader_workers_fork_during_a_prefetch(on_s3, data, opened):
     place = on_s3(data)
     dataset = opened(place.url, cache_bytes=8000)
     with place.proxy.doing(Fault(kind="slow", matches=is_shard, times=99, after=0.05)):
@@ -237,7 +237,7 @@ def program(place, cache, limit=10**9):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_a_process_that_is_killed_while_it_downloads_is_replaced(on_s3, tmp_path, opened):
+def test_killed_download_is_taken_over(on_s3, tmp_path, opened):
     place = on_s3(written(tmp_path / "data", limit=None))
     with place.proxy.doing(Fault(kind="slow", matches=is_shard, after=600)), program(place, tmp_path / "cache") as process:
         try:
@@ -273,7 +273,7 @@ def read_share(url, cache, options, limit, world):
 
 
 @pytest.mark.parametrize("compression", [None, pytest.param("zstd", marks=pytest.mark.slow)], ids=["raw", "zstd"])
-def test_four_processes_read_every_sample_once_with_a_small_cache_and_a_bad_network(compression, on_s3, tmp_path, ranks):
+def test_four_processes_share_a_small_cache_on_a_bad_network(compression, on_s3, tmp_path, ranks):
     count, limit = 600, 60_000
     place = on_s3(written(tmp_path / "data", count, size=1000, limit=10_000, compression=compression))
     hit = Counter()
@@ -299,7 +299,7 @@ def test_four_processes_read_every_sample_once_with_a_small_cache_and_a_bad_netw
 
 
 @pytest.mark.slow
-def test_readers_that_are_killed_again_and_again_do_no_harm(on_s3, tmp_path, opened):
+def test_killed_readers_do_no_harm(on_s3, tmp_path, opened):
     count, limit = 300, 60_000
     place = on_s3(written(tmp_path / "data", count, size=1000, limit=10_000, compression="zstd"))
     cache, draw = tmp_path / "cache", random.Random(0)

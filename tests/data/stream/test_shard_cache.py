@@ -1,4 +1,4 @@
-"""The cache: never above its bound, nothing half made is seen, what is used stays, and the dead leave nothing that matters."""
+"""The shard cache: bounded, shared by processes, never with incomplete shards."""
 
 import errno
 import os
@@ -37,12 +37,12 @@ def cache(tmp_path):
     return cache
 
 
-def test_a_shard_is_made_once(cache):
+def test_shard_is_made_once(cache):
     assert bytes(made(cache, A, 40)) == b"x" * 40
     assert bytes(made(cache, A, 40, byte=b"y")) == b"x" * 40
 
 
-def test_what_was_used_longest_ago_goes(cache):
+def test_least_recently_used_shard_is_removed(cache):
     for name in (A, B):
         made(cache, name, 40)
     made(cache, A, 40)
@@ -50,7 +50,7 @@ def test_what_was_used_longest_ago_goes(cache):
     assert shards(cache.folder) == ["a", "c"]
 
 
-def test_what_is_in_use_stays(cache):
+def test_shard_in_use_is_kept(cache):
     view = made(cache, A, 40)
     made(cache, B, 40)
     made(cache, C, 40)
@@ -58,7 +58,7 @@ def test_what_is_in_use_stays(cache):
     assert bytes(view) == b"x" * 40
 
 
-def test_without_room_there_is_no_view_and_nothing_above_the_bound(cache):
+def test_full_cache_returns_none_and_stays_bounded(cache):
     views = [made(cache, A, 40), made(cache, B, 40)]
     assert made(cache, C, 40) is None
     assert shards(cache.folder) == ["a", "b"]
@@ -66,7 +66,7 @@ def test_without_room_there_is_no_view_and_nothing_above_the_bound(cache):
     assert made(cache, C, 40) is not None
 
 
-def test_room_that_does_not_come_is_waited_for_once(cache, monkeypatch):
+def test_full_cache_waits_for_room_once(cache, monkeypatch):
     views = [made(cache, A, 40), made(cache, B, 40)]
     assert made(cache, C, 40) is None
     monkeypatch.setattr("dtrain.data.stream.shard_cache.time.sleep", lambda seconds: pytest.fail("it waits again"))
@@ -76,20 +76,20 @@ def test_room_that_does_not_come_is_waited_for_once(cache, monkeypatch):
     assert made(cache, C, 40) is not None
 
 
-def test_what_this_process_has_open_is_released_for_room(tmp_path):
+def test_full_cache_releases_open_shards(tmp_path):
     views = []
     cache = ShardCache(tmp_path / "cache", 100, views.clear)
     views += [made(cache, A, 40), made(cache, B, 40)]
     assert bytes(made(cache, C, 40)) == b"x" * 40
 
 
-def test_a_shard_larger_than_the_cache_is_refused_with_both_numbers(cache):
+def test_shard_larger_than_the_cache_is_refused(cache):
     with pytest.raises(DataError, match=r"^a shard needs 101 bytes, but the cache .* has cache_bytes=100. Raise it$"):
         made(cache, A, 101)
     assert os.listdir(cache.folder) == [] if cache.folder.exists() else True
 
 
-def test_more_bytes_than_announced_are_reserved_when_they_come(cache, monkeypatch):
+def test_reservation_grows_with_the_written_bytes(cache, monkeypatch):
     monkeypatch.setattr("dtrain.data.stream.shard_cache._RESERVE_STEP_BYTES", 10)
     made(cache, A, 40)
     reserved = []
@@ -106,13 +106,13 @@ def test_more_bytes_than_announced_are_reserved_when_they_come(cache, monkeypatc
     assert shards(cache.folder) == ["b"]
 
 
-def test_more_bytes_than_the_cache_has_are_refused(cache):
+def test_reservation_above_the_limit_is_refused(cache):
     with pytest.raises(DataError, match=r"^a shard needs at least 120 bytes, but the cache .* has cache_bytes=100. Raise it$"):
         cache.get(A, 15, lambda part: part.write(b"y" * 120))
     assert os.listdir(cache.folder) == [".lock"]
 
 
-def test_what_raises_leaves_nothing(cache):
+def test_failed_make_leaves_no_file(cache):
     def make(part):
         part.write(b"y" * 10)
         raise DataError("no more")
@@ -124,7 +124,7 @@ def test_what_raises_leaves_nothing(cache):
 
 
 @pytest.mark.parametrize("at", ["write", "rename"])
-def test_a_disk_that_fails_leaves_nothing(at, cache):
+def test_failing_disk_leaves_no_file(at, cache):
     point = {"write": "dtrain.storage.file_lock.os.write", "rename": "dtrain.storage.local.os.rename"}[at]
     with pytest.raises(OSError, match="injected"), inject_fault("raise", at=point):
         made(cache, A, 40)
@@ -132,7 +132,7 @@ def test_a_disk_that_fails_leaves_nothing(at, cache):
 
 
 @pytest.mark.parametrize("at", ["while it is made", "before"])
-def test_a_folder_that_is_removed_is_made_again(at, cache):
+def test_removed_folder_is_created_again(at, cache):
     made(cache, A, 40)
     times = []
 
@@ -149,7 +149,7 @@ def test_a_folder_that_is_removed_is_made_again(at, cache):
     assert shards(cache.folder) == ["b"]
 
 
-def test_whoever_waits_for_the_lock_of_a_removed_folder_takes_the_new_one(cache):
+def test_waiter_on_a_removed_lock_file_locks_the_new_file(cache):
     inside = []
     with cache.index_lock():
         waiting = threading.Thread(target=lambda: made(cache, B, 40))
@@ -165,13 +165,13 @@ def test_whoever_waits_for_the_lock_of_a_removed_folder_takes_the_new_one(cache)
 
 
 @pytest.mark.parametrize("number", [errno.EROFS, errno.EPERM], ids=["a disk that is only read", "a file of another user"])
-def test_what_cannot_be_noted_as_used_is_read(number, cache):
+def test_shard_with_unwritable_times_is_read(number, cache):
     made(cache, A, 40)
     with inject_fault("raise", at="dtrain.storage.file_lock.os.utime", error=OSError(number, os.strerror(number))):
         assert bytes(made(cache, A, 40, byte=b"y")) == b"x" * 40
 
 
-def test_what_only_its_owner_can_remove_takes_up_room(cache):
+def test_unremovable_file_takes_up_room(cache):
     made(cache, A, 40)
     made(cache, B, 40)
     denied = PermissionError(errno.EPERM, "Operation not permitted")
@@ -180,7 +180,7 @@ def test_what_only_its_owner_can_remove_takes_up_room(cache):
     assert shards(cache.folder) == ["a", "c"]
 
 
-def test_a_lock_that_is_there_is_not_made_again(cache, monkeypatch):
+def test_existing_lock_file_is_not_created_again(cache, monkeypatch):
     made(cache, A, 40)
     flags, open_ = [], os.open
 
@@ -194,7 +194,7 @@ def test_a_lock_that_is_there_is_not_made_again(cache, monkeypatch):
     assert (".lock", os.O_CREAT) not in flags  # which systems refuse for another user's file where all may write
 
 
-def test_other_files_in_the_folder_are_left_alone(cache):
+def test_other_files_in_the_folder_are_kept(cache):
     cache.folder.mkdir()
     others = ["thesis.tex", "x.part", "abc", f"{A}.txt", f"{A}.9.part.txt"]
     for name in others:
@@ -221,7 +221,7 @@ def test_two_threads_make_a_shard_once(cache):
     assert [bytes(view) for view in views] == [b"x" * 40] * 4
 
 
-def test_an_owner_that_takes_for_ever_is_not_waited_for(cache):
+def test_slow_writer_is_waited_for_a_limited_time(cache):
     cache.writer_timeout_s = 0.05
     begun, end = threading.Event(), threading.Event()
 
@@ -252,7 +252,7 @@ ShardCache(Path(sys.argv[1]), 100).get("a" * 32, 60, make)
 """
 
 
-def test_a_killed_owner_is_in_nobodys_way(cache):
+def test_partial_file_of_a_killed_writer_is_removed(cache):
     with subprocess.Popen([sys.executable, "-c", OWNER, str(cache.folder)], stdout=subprocess.PIPE, text=True) as owner:
         try:
             assert owner.stdout.readline() == "half\n"
@@ -282,7 +282,7 @@ def in_child(do):
     return pid
 
 
-def test_a_fork_keeps_no_lock_of_its_parent(cache):
+def test_fork_keeps_no_lock_of_its_parent(cache):
     begun, end = threading.Event(), threading.Event()
 
     def make(part):
@@ -304,7 +304,7 @@ def test_a_fork_keeps_no_lock_of_its_parent(cache):
         os.waitpid(pid, 0)
 
 
-def test_a_fork_may_use_the_cache_at_once(cache):
+def test_fork_can_use_the_cache_at_once(cache):
     made(cache, A, 40)
     assert FORK_REGISTRY.lock.acquire(timeout=LONG_S)
     FORK_REGISTRY.lock.release()

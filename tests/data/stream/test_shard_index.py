@@ -1,4 +1,4 @@
-"""``index.json``: what is refused, and that writing and reading are the identity."""
+"""Reading and writing of ``index.json``."""
 
 import json
 from typing import Any
@@ -46,11 +46,11 @@ def entries(draw: st.DrawFn) -> ShardEntry:
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(entries(), max_size=4, unique_by=lambda entry: entry.file.name))
-def test_written_index_is_read_as_it_was(shards: list[ShardEntry]) -> None:
+def test_written_index_is_read_back(shards: list[ShardEntry]) -> None:
     assert read_index(write_index(shards)) == shards
 
 
-def test_equal_details_are_held_once() -> None:
+def test_equal_details_are_stored_once() -> None:
     first, second = read_index(text_of(shard(), shard(raw_data=file_info("b"))))
     assert first.details is second.details
     assert first.details == {"column_names": ["a"], "compression": None}
@@ -82,7 +82,7 @@ def test_equal_details_are_held_once() -> None:
         (text_of(shard(zip_data=file_info("../a"), compression="gz")), "file '../a' is not in the dataset's folder"),
     ],
 )
-def test_index_that_makes_no_sense_is_refused(text: bytes, message: str) -> None:
+def test_invalid_index_is_refused(text: bytes, message: str) -> None:
     with pytest.raises(DataError, match=message) as caught:
         read_index(text)
     assert "\n" not in str(caught.value)
@@ -114,7 +114,7 @@ def test_file_outside_of_the_folder_is_refused(name: Any) -> None:
         ("a.gz", None),
     ],
 )
-def test_format_is_recognised_by_name(name: str, expected: tuple[str, str | None] | None) -> None:
+def test_format_is_guessed_from_the_name(name: str, expected: tuple[str, str | None] | None) -> None:
     assert guess_format(name) == expected
 
 
@@ -124,7 +124,7 @@ def test_unknown_format_is_refused() -> None:
     assert [get_format(name).name for name in FORMATS] == list(FORMATS)
 
 
-def test_digests_are_those_that_everybody_has() -> None:
+def test_digests_equal_reference_values() -> None:
     found = compute_digests(b"abc", ["sha1", "md5", "xxh64", "sha3_256"])
     assert found["sha1"] == "a9993e364706816aba3e25717850c26c9cd0d89d"
     assert found["md5"] == "900150983cd24fb0d6963f7d28e17f72"

@@ -1,4 +1,4 @@
-"""``ShardedDataset`` on folders of this machine: every sample by its index, and one line for everything that is wrong."""
+"""``ShardedDataset`` on folders of this machine."""
 
 import gc
 import gzip
@@ -30,7 +30,7 @@ def ids(found):
     return [sample["id"] for sample in found]
 
 
-def test_every_sample_is_found_by_its_index(folder, opened):
+def test_sample_is_read_by_its_index(folder, opened):
     dataset = opened(folder)
     assert len(dataset) == 100
     assert sum(dataset.shard_sizes) == 100
@@ -38,7 +38,7 @@ def test_every_sample_is_found_by_its_index(folder, opened):
     assert [dataset[index] for index in range(100)] == list(samples(100))
 
 
-def test_samples_come_in_the_order_asked_for(folder, opened):
+def test_samples_are_returned_in_the_requested_order(folder, opened):
     wanted = torch.randperm(100, generator=torch.Generator().manual_seed(0)).tolist()
     wanted += [5, 5]
     assert ids(opened(folder).__getitems__(wanted)) == wanted
@@ -53,7 +53,7 @@ def test_local_files_are_read_in_place(folder, opened, tmp_path):
 
 
 @pytest.mark.parametrize("index", [-1, 100, 10**12])
-def test_an_index_that_is_not_there_is_refused(index, folder, opened):
+def test_index_out_of_range_is_refused(index, folder, opened):
     dataset = opened(folder)
     with pytest.raises(IndexError, match=r"(index|indices) must be in 0 to 99, got"):
         dataset[index]
@@ -62,14 +62,14 @@ def test_an_index_that_is_not_there_is_refused(index, folder, opened):
 
 
 @pytest.mark.parametrize("compression", ["zstd", "gz", "br", "bz2", "snappy"])
-def test_compressed_shards_are_unpacked_into_the_cache(compression, tmp_path, opened):
+def test_compressed_shards_are_decompressed_into_the_cache(compression, tmp_path, opened):
     folder = written(tmp_path / "data", compression=compression, hashes=["sha1", "xxh3_64"])
     dataset = opened(folder)
     assert ids(dataset.__getitems__(range(100))) == list(range(100))
     assert len([name for name in os.listdir(tmp_path / "cache") if len(name) == 32]) == len(dataset.shard_sizes)
 
 
-def test_what_others_have_unpacked_is_read_in_place(tmp_path, opened):
+def test_decompressed_copy_of_another_reader_is_read_in_place(tmp_path, opened):
     folder = written(tmp_path / "data", compression="gz", limit=None)
     shard = json.loads((folder / "index.json").read_text())["shards"][0]
     raw = gzip.decompress((folder / shard["zip_data"]["basename"]).read_bytes())
@@ -78,14 +78,14 @@ def test_what_others_have_unpacked_is_read_in_place(tmp_path, opened):
     assert not (tmp_path / "cache").exists()
 
 
-def test_few_shards_stay_open(folder, opened):
+def test_number_of_open_shards_is_bounded(folder, opened):
     dataset = opened(folder, max_open_shards=2)
     before = len(os.listdir("/proc/self/fd"))
     assert ids(dataset[index] for index in range(100)) == list(range(100))
     assert len(os.listdir("/proc/self/fd")) <= before + 2
 
 
-def test_a_copy_by_pickle_reads_the_same(folder, opened):
+def test_pickled_copy_reads_the_same(folder, opened):
     dataset = opened(folder)
     dataset[3]
     copy = pickle.loads(pickle.dumps(dataset))
@@ -93,7 +93,7 @@ def test_a_copy_by_pickle_reads_the_same(folder, opened):
     copy.close()
 
 
-def test_what_was_closed_opens_again(folder, opened):
+def test_closed_dataset_opens_again(folder, opened):
     dataset = opened(folder)
     dataset.close()
     dataset.close()
@@ -109,7 +109,7 @@ def test_loader_workers_read_every_sample_once(context, tmp_path, opened):
     assert [index for batch in loader for index in batch] == list(range(100))
 
 
-def test_the_fingerprint_is_of_the_data_and_not_of_the_place(folder, opened, tmp_path):
+def test_fingerprint_depends_on_the_data_only(folder, opened, tmp_path):
     mine = opened(folder).fingerprint()
     assert mine == opened(written(tmp_path / "copy")).fingerprint()
     assert (mine["format"], mine["samples"]) == ("mds", 100)
@@ -117,7 +117,7 @@ def test_the_fingerprint_is_of_the_data_and_not_of_the_place(folder, opened, tmp
     assert all(opened(other).fingerprint()["digest"] != mine["digest"] for other in others)
 
 
-def test_the_order_is_one_of_shards(folder, opened):
+def test_order_shuffles_blocks_of_shards(folder, opened):
     dataset = opened(folder)
     assert dataset.order(0, False).indices(0, 0, 100).tolist() == list(range(100))
     shuffled = dataset.order(0, True).indices(0, 0, 100).tolist()
@@ -135,7 +135,7 @@ LISTED = [
 
 
 @pytest.mark.parametrize(("format", "options"), LISTED, ids=["-".join([kind, *o.values()]) for kind, o in LISTED])
-def test_a_folder_without_an_index_is_counted_once(format, options, tmp_path, opened, monkeypatch):
+def test_samples_of_a_folder_without_index_are_counted_once(format, options, tmp_path, opened, monkeypatch):
     folder = tmp_path / "data"
     column = "txt" if format == "tar" else "text"
     limit = 20_000 if format == "tar" else 300
@@ -156,7 +156,7 @@ def test_a_folder_without_an_index_is_counted_once(format, options, tmp_path, op
     assert len(opened(folder)) < 50
 
 
-def test_one_file_is_a_dataset(tmp_path, opened):
+def test_single_file_is_a_dataset(tmp_path, opened):
     path = tmp_path / "lines.txt"
     path.write_text("one\ntwo\n")
     (tmp_path / "other.txt").write_text("three\n")
@@ -164,7 +164,7 @@ def test_one_file_is_a_dataset(tmp_path, opened):
     assert len(opened(tmp_path)) == 3
 
 
-def test_a_format_may_be_said(tmp_path, opened):
+def test_format_can_be_given(tmp_path, opened):
     (tmp_path / "a.txt").write_text("one\n")
     (tmp_path / "b.jsonl").write_text('{"x": 1}\n')
     with pytest.raises(ConfigError, match=r"has files of several formats \(jsonl, text\). Choose one with format=$"):
@@ -197,7 +197,7 @@ WRONG = [
 
 @pytest.mark.parametrize("compression", [None, "gz"], ids=["raw", "gz"])
 @pytest.mark.parametrize(("what", "message"), WRONG, ids=[what for what, _ in WRONG])
-def test_a_bad_shard_is_named(what, message, compression, tmp_path, opened):
+def test_damaged_shard_is_named(what, message, compression, tmp_path, opened):
     path = broken(written(tmp_path / "data", compression=compression), what)
     dataset = opened(tmp_path / "data")
     assert dataset[0]["id"] == 0
@@ -211,13 +211,13 @@ def test_a_bad_shard_is_named(what, message, compression, tmp_path, opened):
     assert dataset[first + dataset.shard_sizes[1]]["id"] == first + dataset.shard_sizes[1]
 
 
-def test_digests_in_place_may_be_trusted(tmp_path, opened):
+def test_verify_false_skips_digests_in_place(tmp_path, opened):
     broken(written(tmp_path / "data"), "changed")
     dataset = opened(tmp_path / "data", verify=False)
     assert dataset[dataset.shard_sizes[0]]["id"] == dataset.shard_sizes[0]
 
 
-def test_a_raw_digest_is_checked_after_unpacking(tmp_path, opened):
+def test_raw_digest_is_checked_after_decompression(tmp_path, opened):
     folder = written(tmp_path / "data", compression="gz")
     index = json.loads((folder / "index.json").read_text())
     index["shards"][0]["raw_data"]["hashes"] = {"sha1": "0" * 40}
@@ -226,7 +226,7 @@ def test_a_raw_digest_is_checked_after_unpacking(tmp_path, opened):
         opened(folder)[0]
 
 
-def test_a_sample_that_cannot_be_decoded_is_named(tmp_path, opened):
+def test_undecodable_sample_is_named(tmp_path, opened):
     path = tmp_path / "lines.jsonl"
     path.write_text('{"x": 1}\n{"x": \n{"x": 3}\n')
     dataset = opened(path)
@@ -235,7 +235,7 @@ def test_a_sample_that_cannot_be_decoded_is_named(tmp_path, opened):
     assert dataset[2] == {"x": 3}
 
 
-def test_a_sample_with_damaged_sizes_is_named(tmp_path, opened):
+def test_sample_with_damaged_sizes_is_named(tmp_path, opened):
     folder = written(tmp_path / "data", limit=None)
     path = folder / "shard.00000.mds"
     content = bytearray(path.read_bytes())
@@ -246,7 +246,7 @@ def test_a_sample_with_damaged_sizes_is_named(tmp_path, opened):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_missing_shard_is_not_skipped_but_a_bad_sample_is(workers, tmp_path, opened):
+def test_loader_skips_bad_samples_but_no_missing_shard(workers, tmp_path, opened):
     folder = tmp_path / "data"
     write_shards(({"x": index} for index in range(9)), str(folder), format="jsonl", size_limit=30, hashes=())
     first, second = sorted(folder.glob("*.jsonl"))[:2]
@@ -262,7 +262,7 @@ def test_a_missing_shard_is_not_skipped_but_a_bad_sample_is(workers, tmp_path, o
         list(build_loader(dataset, **options).until("1ep"))
 
 
-def test_a_missing_shard_is_an_error_of_its_own(tmp_path, opened):
+def test_missing_shard_is_a_shard_error(tmp_path, opened):
     path = broken(written(tmp_path / "data"), "missing")
     dataset = opened(tmp_path / "data")
     with pytest.raises(ShardError, match=f"{path}: is missing"):
@@ -276,13 +276,13 @@ def index_with(folder, change):
     return folder
 
 
-def test_an_unknown_digest_is_refused(folder, opened):
+def test_unknown_digest_is_refused(folder, opened):
     index_with(folder, lambda index: index["shards"][2]["raw_data"]["hashes"].update(crc99="00"))
     with pytest.raises(ConfigError, match=r"hash 'crc99' is unknown; known: xxh"):
         opened(folder)
 
 
-def test_a_bad_index_is_named(folder, opened):
+def test_invalid_index_is_named(folder, opened):
     (folder / "index.json").write_text("{")
     with pytest.raises(DataError, match=rf"^{folder}/index.json: is not JSON"):
         opened(folder)
@@ -307,7 +307,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "options", "message"), BAD, ids=[f"{name}-{'-'.join(o)}" for name, o, _ in BAD])
-def test_what_cannot_be_right_is_refused(name, options, message, folder, tmp_path, opened):
+def test_invalid_arguments_are_refused(name, options, message, folder, tmp_path, opened):
     (tmp_path / "empty").mkdir()
     (tmp_path / "blank").mkdir()
     (tmp_path / "blank/a.jsonl").touch()
@@ -317,7 +317,7 @@ def test_what_cannot_be_right_is_refused(name, options, message, folder, tmp_pat
     assert "\n" not in str(caught.value)
 
 
-def test_the_usual_cache_is_one_of_this_user(tmp_path, monkeypatch):
+def test_default_cache_belongs_to_this_user(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = written(tmp_path / "data", compression="gz")
     dataset = ShardedDataset(folder)
@@ -328,7 +328,7 @@ def test_the_usual_cache_is_one_of_this_user(tmp_path, monkeypatch):
     dataset.close()
 
 
-def test_a_cache_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
+def test_cache_folder_of_another_user_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     dataset = ShardedDataset(written(tmp_path / "data", compression="gz"))
     os.symlink(tmp_path / "elsewhere", tmp_path / f"dtrain-cache-{os.getuid()}")
@@ -336,7 +336,7 @@ def test_a_cache_folder_of_somebody_else_is_refused(tmp_path, monkeypatch):
         dataset[0]
 
 
-def test_what_somebody_else_has_put_there_before_is_not_read(tmp_path, monkeypatch):
+def test_files_of_another_user_in_the_cache_are_not_read(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     folder = written(tmp_path / "data", compression="gz", limit=None)
     mine = ShardedDataset(folder)
@@ -353,7 +353,7 @@ def test_what_somebody_else_has_put_there_before_is_not_read(tmp_path, monkeypat
         ShardedDataset(folder)
 
 
-def test_a_cache_that_cannot_be_written_is_not_needed_in_place(tmp_path, opened):
+def test_unwritable_cache_is_not_needed_for_files_in_place(tmp_path, opened):
     (tmp_path / "a.jsonl").write_text('{"x": 1}\n')
     denied = PermissionError(13, "Permission denied")
     with inject_fault("raise", at="dtrain.storage.local.os.makedirs", error=denied):
@@ -362,7 +362,7 @@ def test_a_cache_that_cannot_be_written_is_not_needed_in_place(tmp_path, opened)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
-def test_a_file_that_has_changed_is_read_anew_though_its_size_is_the_same(name, tmp_path, opened):
+def test_changed_file_of_equal_size_is_read_again(name, tmp_path, opened):
     path = tmp_path / name
     for time, text in enumerate([b'{"x":1}\n{"x":2}\n', b'{"x":3}\n{"x":4}\n', b'{"x":3}\n\n\n\n\n\n\n\n\n']):
         path.write_bytes(gzip.compress(text, 0, mtime=0) if name.endswith("gz") else text)
@@ -372,7 +372,7 @@ def test_a_file_that_has_changed_is_read_anew_though_its_size_is_the_same(name, 
         dataset.close()
 
 
-def test_a_cached_file_of_another_size_is_fetched_again(tmp_path, opened):
+def test_cached_file_of_wrong_size_is_fetched_again(tmp_path, opened):
     dataset = opened(written(tmp_path / "data", compression="gz"))
     assert dataset[0]["id"] == 0
     dataset.close()
@@ -397,7 +397,7 @@ def filled(folder, cache, opened):
     return sorted(cache.glob("?" * 32))
 
 
-def test_a_bit_flipped_in_a_cached_shard_is_found_and_the_shard_fetched_again(tmp_path, opened):
+def test_damaged_cached_shard_is_fetched_again(tmp_path, opened):
     folder = written(tmp_path / "data", compression="gz", hashes=["xxh64"])
     cached = filled(folder, tmp_path / "cache", opened)
     sound = [path.read_bytes() for path in cached]
@@ -416,7 +416,7 @@ def test_verify_false_trusts_the_cache(tmp_path, opened):
     assert [dataset[index] for index in range(100)] != list(samples(100))
 
 
-def test_a_damaged_shard_that_another_has_open_is_read_from_its_source(tmp_path, opened):
+def test_damaged_shard_in_use_is_read_from_its_source(tmp_path, opened):
     folder = written(tmp_path / "data", compression="gz", hashes=["xxh64"], limit=None)
     other, mine = opened(folder), opened(folder)
     mine._store.cache.space_timeout_s = 0.01
@@ -427,7 +427,7 @@ def test_a_damaged_shard_that_another_has_open_is_read_from_its_source(tmp_path,
         assert [mine[index] for index in range(100)] == list(samples(100))
 
 
-def test_many_processes_that_find_one_damaged_shard_fetch_it_again(tmp_path, opened):
+def test_many_processes_replace_one_damaged_shard(tmp_path, opened):
     folder = written(tmp_path / "data", compression="gz", hashes=["xxh64"])
     for path in filled(folder, tmp_path / "cache", opened):
         flipped(path, path.stat().st_size - 1)
@@ -438,7 +438,7 @@ def test_many_processes_that_find_one_damaged_shard_fetch_it_again(tmp_path, ope
     assert [dataset[index] for index in range(100)] == list(samples(100))
 
 
-def test_a_dataset_is_gone_with_its_last_mention(folder):
+def test_dataset_is_freed_with_its_last_reference(folder):
     dataset = ShardedDataset(folder)
     dataset[0]
     seen = weakref.ref(dataset)
@@ -450,7 +450,7 @@ def test_a_dataset_is_gone_with_its_last_mention(folder):
         gc.enable()
 
 
-def test_a_full_disk_is_named(tmp_path, opened):
+def test_full_disk_is_named(tmp_path, opened):
     dataset = opened(written(tmp_path / "data", compression="gz"))
     error = OSError(28, "No space left on device")
     with (
@@ -466,7 +466,7 @@ def largest(folder):
     return max(shard["raw_data"]["bytes"] for shard in index["shards"])
 
 
-def test_a_child_that_never_reads_keeps_nothing_in_the_cache(tmp_path, opened):
+def test_idle_forked_child_keeps_no_shard_in_the_cache(tmp_path, opened):
     folder = written(tmp_path / "data", compression="gz")
     dataset = opened(folder, cache_bytes=largest(folder))
     assert dataset[0]["id"] == 0
@@ -482,7 +482,7 @@ def test_a_child_that_never_reads_keeps_nothing_in_the_cache(tmp_path, opened):
         os.waitpid(pid, 0)
 
 
-def test_a_shard_that_finds_no_room_is_read_into_memory(tmp_path, opened):
+def test_shard_without_room_is_read_into_memory(tmp_path, opened):
     folder = written(tmp_path / "data", compression="gz")
     limit = largest(folder)
     first, second = opened(folder, cache_bytes=limit), opened(folder, cache_bytes=limit)

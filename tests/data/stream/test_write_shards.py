@@ -1,4 +1,4 @@
-"""Writing a dataset: what comes back is what went in, whole or not at all, and what cannot be kept is refused by name."""
+"""Writing of datasets in every format."""
 
 import json
 import os
@@ -89,9 +89,7 @@ def same(ours: Any, given: Any) -> bool:
 @pytest.mark.parametrize("form", SAMPLES)
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data(), limit=st.sampled_from([1, 1000, None]), compression=st.sampled_from([None, "zstd:1", "gz"]))
-def test_written_samples_are_read_as_they_were(
-    form: str, data: st.DataObject, limit: int | None, compression: str | None
-) -> None:
+def test_written_samples_are_read_back(form: str, data: st.DataObject, limit: int | None, compression: str | None) -> None:
     samples = data.draw(st.lists(SAMPLES[form], min_size=1, max_size=5))
     if form == "tar":
         chosen = data.draw(st.lists(keys, min_size=len(samples), max_size=len(samples), unique=True))
@@ -150,12 +148,12 @@ def test_tensors_are_written_as_arrays(tmp_path: Path) -> None:
     assert (found["tokens"].dtype, found["weight"].dtype) == (np.int64, np.float32)
 
 
-def test_archive_is_numbered_where_no_key_is_given(tmp_path: Path) -> None:
+def test_archive_without_keys_is_numbered(tmp_path: Path) -> None:
     write_shards([{"txt": "a"}, {"txt": "b"}], tmp_path, format="tar")
     assert [sample["__key__"] for sample in samples_of(tmp_path)] == ["000000000", "000000001"]
 
 
-def test_line_with_half_a_surrogate_pair_is_json(tmp_path: Path) -> None:
+def test_lone_surrogate_is_written_as_json(tmp_path: Path) -> None:
     write_shards([{"a": "\ud800", "b": "é"}], tmp_path, format="jsonl")
     assert samples_of(tmp_path) == [{"a": "\ud800", "b": "é"}]
 
@@ -227,7 +225,7 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_kept_is_refused_in_one_line_and_leaves_nothing(name: str, tmp_path: Path) -> None:
+def test_unsupported_sample_is_refused_and_leaves_no_file(name: str, tmp_path: Path) -> None:
     form, samples, options, message = REFUSED[name]
     good = [{"a": 1}] if name == "other" else []
     with pytest.raises(ConfigError, match=message) as caught:
@@ -236,7 +234,7 @@ def test_what_cannot_be_kept_is_refused_in_one_line_and_leaves_nothing(name: str
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
-def test_folder_that_is_not_empty_is_refused_and_left_alone(tmp_path: Path) -> None:
+def test_folder_with_content_is_refused_and_unchanged(tmp_path: Path) -> None:
     write_shards([{"text": "a"}], tmp_path / "data", format="text")
     with pytest.raises(ConfigError, match="has a dataset already"):
         write_shards([{"text": "b"}], tmp_path / "data", format="text")
@@ -247,7 +245,7 @@ def test_folder_that_is_not_empty_is_refused_and_left_alone(tmp_path: Path) -> N
     assert (tmp_path / "note").read_text() == "mine"
 
 
-def test_error_of_the_samples_comes_through_and_leaves_no_shard(tmp_path: Path) -> None:
+def test_error_of_the_samples_propagates_and_leaves_no_shard(tmp_path: Path) -> None:
     class BrokenError(Exception):
         pass
 
@@ -277,7 +275,7 @@ def test_two_writers_in_one_folder_make_one_dataset_and_one_error(tmp_path: Path
     assert sorted(path.name for path in tmp_path.iterdir()) == ["index.json", "shard.00000.mds"]
 
 
-def test_what_a_killed_writer_leaves_is_no_dataset(tmp_path: Path) -> None:
+def test_leftover_of_a_killed_writer_is_no_dataset(tmp_path: Path) -> None:
     """Killed between two shards: the process that writes is a fork, and does not come back."""
     pid = os.fork()
     if pid == 0:
@@ -289,9 +287,7 @@ def test_what_a_killed_writer_leaves_is_no_dataset(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("failing", ["write", "fsync"])
-def test_disk_that_fails_is_one_line_and_leaves_no_dataset(
-    failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failing_disk_is_named_and_leaves_no_dataset(failing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     from dtrain.storage import local
 
@@ -337,11 +333,11 @@ def test_disk_that_fails_is_one_line_and_leaves_no_dataset(
     ],
     ids=lambda value: repr(value) if not isinstance(value, str) else value,
 )
-def test_encoding_is_told_by_the_value(value: Any, encoding: str) -> None:
+def test_encoding_is_inferred_from_the_value(value: Any, encoding: str) -> None:
     assert infer_encoding(value) == encoding
 
 
-def test_index_of_the_same_options_is_theirs(tmp_path: Path) -> None:
+def test_index_equals_the_index_of_mosaicml_streaming(tmp_path: Path) -> None:
     write_shards([{"a": 1}], tmp_path, format="mds", compression="zstd:7", hashes=["xxh64", "sha1"], size_limit=None)
     (shard,) = json.loads((tmp_path / "index.json").read_text())["shards"]
     assert (shard["compression"], shard["hashes"], shard["size_limit"]) == ("zstd:7", ["sha1", "xxh64"], None)

@@ -1,4 +1,4 @@
-"""Writing a dataset to a server: whole or not at all, whatever the server does."""
+"""Writing of datasets to a server."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -36,7 +36,7 @@ def puts(name: str) -> Callable[[Request], bool]:
     return lambda request: request.method == "PUT" and request.path.split("?")[0].endswith(name)
 
 
-def test_dataset_on_a_server_is_the_one_on_a_disk_and_is_not_written_twice(url: str, tmp_path: Path) -> None:
+def test_dataset_on_a_server_equals_a_local_dataset(url: str, tmp_path: Path) -> None:
     for out in (url, tmp_path / "local"):
         write_shards(SAMPLES, out, format="mds", size_limit=5000, compression="gz")
     names = sorted(path.name for path in (tmp_path / "local").iterdir())
@@ -49,7 +49,7 @@ def test_dataset_on_a_server_is_the_one_on_a_disk_and_is_not_written_twice(url: 
         write_shards(SAMPLES, url, format="mds")
 
 
-def test_failures_that_pass_are_not_seen(s3: servers.Server, url: str) -> None:
+def test_transient_faults_are_retried(s3: servers.Server, url: str) -> None:
     with (
         s3.proxy.doing(Fault(kind=503, matches=puts(".mds"), times=2)),
         s3.proxy.doing(Fault(kind="lost", matches=puts("index.json"))),
@@ -59,7 +59,7 @@ def test_failures_that_pass_are_not_seen(s3: servers.Server, url: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["shard.00003.mds", "index.json"])
-def test_server_that_refuses_a_file_is_left_without_a_dataset(name: str, s3: servers.Server, url: str) -> None:
+def test_refused_file_leaves_no_dataset(name: str, s3: servers.Server, url: str) -> None:
     with (
         s3.proxy.doing(Fault(kind=403, matches=puts(name), times=10**6)),
         pytest.raises(DataError, match="cannot be written"),

@@ -1,4 +1,4 @@
-"""Files that are compressed: read in pieces of any size, bounded, and never taken for whole when they are not."""
+"""Decompression from chunks of any size, within bounds."""
 
 import tracemalloc
 

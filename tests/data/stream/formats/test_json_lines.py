@@ -1,4 +1,4 @@
-"""JSON and text by lines: what ends a line, what is no sample, and that a line is found without reading the others."""
+"""Samples in lines of JSON or text."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Parquet as pyarrow writes it: values, columns, and how much of a file is read and kept."""
+"""Parquet: values, columns, and the bytes that are read and cached."""
 
 import io
 import multiprocessing

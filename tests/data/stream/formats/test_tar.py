@@ -1,4 +1,4 @@
-"""Tar archives of samples: how members become samples, what is decoded, and what is refused."""
+"""Tar archives: samples from members, decoders, and refused archives."""
 
 import io
 import json
@@ -44,7 +44,7 @@ def test_key_ends_at_the_first_dot_of_the_last_part() -> None:
     assert keys(data) == [("v1.2/a", ["left.png", "right.png"]), ("./b", ["txt"])]
 
 
-def test_what_is_no_file_with_an_ending_is_left_out() -> None:
+def test_members_without_suffix_are_skipped() -> None:
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
         for name, kind in (("dir.d", tarfile.DIRTYPE), ("link.txt", tarfile.SYMTYPE), ("a.txt", tarfile.REGTYPE)):
@@ -126,7 +126,7 @@ def test_member_twice_in_a_sample_is_refused() -> None:
 
 
 @pytest.mark.parametrize("data", [b"", bytes(1024), bytes(10240)], ids=["empty", "end", "padded"])
-def test_archive_of_nothing_has_no_sample(data: bytes) -> None:
+def test_empty_archive_has_no_sample(data: bytes) -> None:
     assert rows(opened(data, "tar")) == []
 
 
@@ -135,7 +135,7 @@ def test_other_bytes_are_refused() -> None:
         FORMATS["tar"].count(Held(b"certainly not an archive " * 100))
 
 
-def test_a_member_of_negative_size_is_refused() -> None:
+def test_member_of_negative_size_is_refused() -> None:
     data = bytearray(archive(("plain", b"")))  # a member that is no sample: nothing else would end the way back to it
     data[124:136] = b"\xff" + (2**88 - 512).to_bytes(11, "big")
     data[148:156] = b" " * 8
