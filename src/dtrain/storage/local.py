@@ -229,7 +229,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 class LocalFileReader:
-    """Regular file, read by ranges. A context manager.
+    """Regular file, read by ranges.
 
     Raises:
         OSError: there is no regular file. A pipe is refused without waiting.
@@ -259,12 +259,6 @@ class LocalFileReader:
                     break
                 done += count
         return done
-
-    def __enter__(self) -> LocalFileReader:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.close()
 
     def close(self) -> None:
         """Close the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from dtrain.data.stream.formats.compression import decompress
@@ -95,20 +96,15 @@ def _read_chunks(path: AnyPath, file: ShardFile, stopped: Callable[[], bool]) ->
             yield chunk
 
 
-class wrap_os_errors:
-    """Context that converts an ``OSError`` to a ``DataError`` with the path."""
-
-    def __init__(self, path: AnyPath) -> None:
-        self._path = path
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, error_type: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, FileNotFoundError):
-            raise DataError(f"{self._path}: is missing, but the index has it") from error
-        if isinstance(error, OSError):
-            raise DataError(f"{self._path}: cannot be read: {error.strerror or error}") from error
+@contextmanager
+def wrap_os_errors(path: AnyPath) -> Iterator[None]:
+    """Convert an ``OSError`` to a ``DataError`` with the path."""
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: is missing, but the index has it") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
 
 
 class ByteVerifier:
