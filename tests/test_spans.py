@@ -215,7 +215,7 @@ def test_a_name_is_a_short_text(name):
 
 
 def test_an_unknown_cause_is_refused():
-    with pytest.raises(ConfigError, match=r"span: category must be one of compute, data, .*, got 'fun'"):
+    with pytest.raises(ConfigError, match=r"span: category must be 'compute', 'data', .*, got 'fun'"):
         spans.span("mine", "fun")
 
 

@@ -15,6 +15,7 @@ from time import perf_counter_ns, time
 from types import TracebackType
 from typing import Literal, NamedTuple, ParamSpec, Protocol, TypeVar, get_args
 
+from dtrain.arguments import check_choice
 from dtrain.errors import ConfigError
 
 TimeCategory = Literal[
@@ -171,8 +172,8 @@ class outermost_span:
 def _declare_span(name: str, category: TimeCategory | None) -> None:
     if not isinstance(name, str) or not name or len(name) > 60 or not name.isprintable():
         raise ConfigError(f"span: name must be a text of 1 to 60 printable characters, got {name!r}")
-    if category is not None and category not in TIME_CATEGORIES:
-        raise ConfigError(f"span: category must be one of {', '.join(TIME_CATEGORIES)}, got {category!r}")
+    if category is not None:
+        check_choice("span", "category", category, TIME_CATEGORIES)
     known = _RECORDER.categories.get(name)
     if category is not None and known not in (None, category):
         raise ConfigError(f"span: category of {name!r} must be {known} as before, got {category!r}. Choose another name.")

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dtrain.dist.numerics import Determinism, use_deterministic
+from dtrain.dist.rng import Determinism, use_deterministic
 from dtrain.errors import ConfigError
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from dtrain.dist.numerics import Tf32, use_tf32
+from dtrain.dist.rng import Tf32, use_tf32
 from dtrain.errors import ConfigError
 
 

@@ -20,7 +20,7 @@ TASKS: dict[str, tuple[tuple[str, ...], str]] = {
     "Agreements between ranks": (
         ("dist.collectives", "dist.reduce", "dist.ragged", "dist.differentiable"), "collectives.md"
     ),
-    "Random numbers and bits": (("dist.rng", "dist.numerics"), "determinism.md"),
+    "Random numbers and bits": (("dist.rng",), "determinism.md"),
     "Layout of a model": (("shard",), "sharding.md"),
     "The step": (("step", "transform", "combinators", "state", "dtensor"), "seams.md"),
     "Losses and scores": (("losses", "metrics", "typing", "batch"), "sharding.md"),

@@ -103,9 +103,9 @@ def test_units_are_told_their_neighbours(options, forward, backward):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"forward_prefetch": -1}, "forward_prefetch must be an integer >= 0, got -1"),
-        ({"backward_prefetch": 1.5}, "backward_prefetch must be an integer >= 0, got 1.5"),
-        ({"reduce_buffers": 0}, "reduce_buffers must be an integer >= 1, got 0"),
+        ({"forward_prefetch": -1}, "forward_prefetch must be an integer of at least 0, got -1"),
+        ({"backward_prefetch": 1.5}, "backward_prefetch must be an integer of at least 0, got 1.5"),
+        ({"reduce_buffers": 0}, "reduce_buffers must be an integer of at least 1, got 0"),
         ({"reduce_group": "mine"}, "reduce_group must be 'shared' or 'own', got 'mine'"),
         ({"symmetric_memory": 1}, "symmetric_memory must be True or False, got 1"),
         ({"symmetric_memory": True, "reduce_buffers": 2}, "Leave reduce_buffers at 1"),

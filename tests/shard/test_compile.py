@@ -182,8 +182,8 @@ def test_without_a_run_folder_the_environment_is_left_alone(monkeypatch):
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: compiled(made(Quiet), memory_budget=1.5), "memory_budget must be between 0 and 1, got 1.5"),
-        (lambda: compiled(made(Quiet), memory_budget=True), "memory_budget must be between 0 and 1, got True"),
+        (lambda: compiled(made(Quiet), memory_budget=1.5), "must be a finite number at least 0 and at most 1, got 1.5"),
+        (lambda: compiled(made(Quiet), memory_budget=True), "must be a finite number at least 0 and at most 1, got True"),
         (
             lambda: compiled(made(Quiet), memory_budget=0.5, mode="default"),
             "memory_budget cannot be combined with mode or options",

@@ -64,4 +64,4 @@ def test_placement_is_that_of_the_strategy(ranks, strategy, place):
 def test_a_plain_model_is_one_row_and_meta_tensors_take_no_memory_to_describe():
     with torch.device("meta"):
         rows = table(describe(nn.Linear(1024, 1024)))
-    assert rows["model"] == ["Linear", "2", "1,049,600", "4.0 MiB", "4.0 MiB", "float32", "float32", "-", "whole"]
+    assert rows["model"] == ["Linear", "2", "1,049,600", "4 MiB", "4 MiB", "float32", "float32", "-", "whole"]

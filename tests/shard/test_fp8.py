@@ -92,7 +92,7 @@ def test_parameters_keep_their_identity():
         (lambda: convert_to_fp8("net"), "convert_to_fp8: model must be a torch.nn.Module, got str"),
         (
             lambda: convert_to_fp8(Net(), recipe="fast"),
-            "convert_to_fp8: recipe must be one of tensorwise, rowwise, .* got 'fast'",
+            "convert_to_fp8: recipe must be 'tensorwise', 'rowwise' or .* got 'fast'",
         ),
         (lambda: convert_to_fp8(Net(), skip="haed"), "convert_to_fp8: skip names 'haed', but no linear layer matches"),
         (

@@ -152,11 +152,11 @@ def fail() -> bool:
 SAME = [
     (
         "strategy",
-        "ConfigError: shard_model: strategy must be one of full_shard, shard_grad_op, hybrid_shard, replicate, no_shard, "
-        "got 'zero3'.",
+        "ConfigError: shard_model: strategy must be 'full_shard', 'shard_grad_op', 'hybrid_shard', 'replicate' or "
+        "'no_shard', got 'zero3'.",
     ),
-    ("accumulate", "ConfigError: shard_model: accumulate must be one of local, sharded, got 'never'."),
-    ("buffers", "ConfigError: shard_model: buffers must be one of broadcast, mean, local, got 'sum'."),
+    ("accumulate", "ConfigError: shard_model: accumulate must be 'local' or 'sharded', got 'never'."),
+    ("buffers", "ConfigError: shard_model: buffers must be 'broadcast', 'mean' or 'local', got 'sum'."),
     (
         "hybrid",
         "hybrid_shard needs a mesh of two axes with dp_replicate > 1, got shape [1, 2]. "
@@ -188,7 +188,7 @@ SAME = [
     ("no mesh", "ConfigError: shard_model: mesh must be a DeviceMesh, got NoneType. Use dt.build_mesh."),
     (
         "list",
-        "ConfigError: shard_model: strategy must be one of full_shard, shard_grad_op, hybrid_shard, replicate, no_shard, "
+        "ConfigError: shard_model: strategy must be 'full_shard', 'shard_grad_op', 'hybrid_shard', 'replicate' or 'no_shard', "
         "got ['full_shard'].",
     ),
     (
@@ -216,8 +216,8 @@ def test_refusals_are_the_same_line_on_all_ranks(ranks, case, message):
     [
         (
             "one bad option",
-            "ConfigError: shard_model: strategy must be one of full_shard, shard_grad_op, hybrid_shard, replicate, no_shard, "
-            "got 'zero3'.",
+            "ConfigError: shard_model: strategy must be 'full_shard', 'shard_grad_op', 'hybrid_shard', 'replicate' or "
+            "'no_shard', got 'zero3'.",
             "PeerError: shard_model: rank 1 failed (1 of 2",
         ),
         (
@@ -274,7 +274,7 @@ def test_blocks_are_freed_after_forward_where_that_saves_memory(ranks, strategy,
 
 
 def test_precision_refuses_an_unknown_dtype():
-    with pytest.raises(ValueError, match="Precision: param must be one of fp32, bf16, fp16 or None, got 'fp8'"):
+    with pytest.raises(ValueError, match="Precision: param must be 'fp32', 'bf16', 'fp16' or None, got 'fp8'"):
         Precision(param="fp8")
 
 

@@ -433,6 +433,15 @@ def test_an_initialiser_that_is_a_method_writes_what_is_below_a_module(ranks):
         assert expected[0] <= found.square().mean().sqrt() <= expected[1], name
 
 
+def test_initializer_does_not_write_tensors_below_that_are_not_on_meta():
+    model = on_meta(Scaled)
+    real = nn.Parameter(torch.ones_like(model.branches[0].out.weight, device="cpu"))
+    model.branches[0].out.weight = real
+    materialize(model, seed=0, init=model.init_weights)
+    assert model.branches[0].out.weight is real
+    assert real.eq(1).all()
+
+
 def test_a_model_of_transformers_without_an_initialiser_is_refused():
     config = GPTNeoXConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
     with pytest.raises(

@@ -138,12 +138,12 @@ def test_a_preset_is_a_row_of_the_table():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: Precision(param="fp8"), "Precision: param must be one of fp32, bf16, fp16 or None, got 'fp8'"),
-        (lambda: Precision(buffer=torch.float16), "Precision: buffer must be one of .* or None, got torch.float16"),
-        (lambda: Precision(reduce=["fp32"]), r"Precision: reduce must be one of .* or None, got \['fp32'\]"),
-        (lambda: Precision(output=16), "Precision: output must be one of .* or None, got 16"),
-        (lambda: Precision.preset("default"), "Precision.preset: name must be one of DEFAULT, PURE, FULL, got 'default'"),
-        (lambda: Precision.preset("PURE", "fp32"), "Precision.preset: low must be one of bf16, fp16, got 'fp32'"),
+        (lambda: Precision(param="fp8"), "Precision: param must be 'fp32', 'bf16', 'fp16' or None, got 'fp8'"),
+        (lambda: Precision(buffer=torch.float16), "Precision: buffer must be 'fp32', .* or None, got torch.float16"),
+        (lambda: Precision(reduce=["fp32"]), r"Precision: reduce must be 'fp32', .* or None, got \['fp32'\]"),
+        (lambda: Precision(output=16), "Precision: output must be 'fp32', .* or None, got 16"),
+        (lambda: Precision.preset("default"), "Precision.preset: name must be 'DEFAULT', 'PURE' or 'FULL', got 'default'"),
+        (lambda: Precision.preset("PURE", "fp32"), "Precision.preset: low must be 'bf16' or 'fp16', got 'fp32'"),
     ],
 )
 def test_values_that_are_refused(make, message):

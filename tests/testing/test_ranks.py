@@ -112,7 +112,7 @@ def test_functions_that_other_processes_cannot_find_are_refused():
 
 @pytest.mark.parametrize("world_size", [0, -1, 2.0, True, "2"])
 def test_needs_a_rank(world_size):
-    with pytest.raises(ConfigError, match=f"world_size must be a whole number of at least 1, got {world_size!r}"):
+    with pytest.raises(ConfigError, match=f"world_size must be an integer of at least 1, got {world_size!r}"):
         Ranks(world_size)
 
 

@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from dtrain.dist.collectives import local_rank_zero_first as local_rank_zero_first
     from dtrain.dist.differentiable import all_gather_with_grad as all_gather_with_grad
     from dtrain.dist.mesh import data_rank as data_rank
-    from dtrain.dist.numerics import Determinism as Determinism
-    from dtrain.dist.numerics import Tf32 as Tf32
-    from dtrain.dist.numerics import use_deterministic as use_deterministic
-    from dtrain.dist.numerics import use_tf32 as use_tf32
     from dtrain.dist.ragged import all_gather_by_rank as all_gather_by_rank
     from dtrain.dist.ragged import all_gather_ragged as all_gather_ragged
     from dtrain.dist.ragged import gather_ragged as gather_ragged
     from dtrain.dist.reduce import reduce_max as reduce_max
     from dtrain.dist.reduce import reduce_mean as reduce_mean
     from dtrain.dist.reduce import reduce_sum as reduce_sum
+    from dtrain.dist.rng import Determinism as Determinism
+    from dtrain.dist.rng import Tf32 as Tf32
     from dtrain.dist.rng import derive_seed as derive_seed
     from dtrain.dist.rng import generator as generator
     from dtrain.dist.rng import rng_state as rng_state
     from dtrain.dist.rng import set_rng_state as set_rng_state
+    from dtrain.dist.rng import use_deterministic as use_deterministic
+    from dtrain.dist.rng import use_tf32 as use_tf32
 
 __getattr__, __dir__ = attach(__name__, __file__)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
 from dtrain.shard.activation_offload import ActivationOffloader
 from dtrain.shard.wrapping import Blocks, select_blocks
@@ -103,8 +104,7 @@ def offload_activations(model: nn.Module, *, blocks: Blocks, every: int = 1, min
         ConfigError: ``blocks`` selects no module, a block is offloaded already, or ``every`` or ``min_bytes`` is invalid.
     """
     caller = "offload_activations"
-    if type(min_bytes) is not int or min_bytes < 0:
-        raise ConfigError(f"{caller}: min_bytes must be an integer >= 0, got {min_bytes!r}.")
+    check_int(caller, "min_bytes", min_bytes, minimum=0)
     selected = _select_every_nth(model, blocks, every, caller)
     _check_not_compiled(selected, caller)
     repeated = [type(module).__name__ for module in selected if _settings_of(module).offloader is not None]
@@ -120,8 +120,7 @@ def offload_activations(model: nn.Module, *, blocks: Blocks, every: int = 1, min
 
 
 def _select_every_nth(model: nn.Module, blocks: Blocks, every: int, caller: str) -> list[nn.Module]:
-    if type(every) is not int or every < 1:
-        raise ConfigError(f"{caller}: every must be an integer >= 1, got {every!r}.")
+    check_int(caller, "every", every)
     selected = select_blocks(model, blocks, caller=caller)
     if not selected:
         raise ConfigError(f"{caller}: {blocks=} selects no module inside the model. Pass for example blocks=(Block,).")

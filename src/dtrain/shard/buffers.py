@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import cast
+from itertools import zip_longest
+from typing import TypeAlias, cast
 
 import torch
 import torch.distributed as dist
@@ -45,11 +46,7 @@ def check_same_model(model: nn.Module, wrap_plan: WrapPlan, options: Sequence[ob
         return
     rows_of_ranks = cast("list[list[str]]", all_gather_json(cast(Plain, rows)))
     for rank, other_rows in enumerate(rows_of_ranks):
-        length = max(len(other_rows), len(rows_of_ranks[0]))
-        padded_first, padded_other = (
-            [*row_list, *["nothing"] * (length - len(row_list))] for row_list in (rows_of_ranks[0], other_rows)
-        )
-        for expected, actual in zip(padded_first, padded_other, strict=True):
+        for expected, actual in zip_longest(rows_of_ranks[0], other_rows, fillvalue="nothing"):
             if expected != actual:
                 raise ConfigError(
                     f"shard_model: the model of rank {rank} must equal the model of rank 0 ({expected!r}), got {actual!r}. "
@@ -74,36 +71,69 @@ def broadcast_params_and_buffers(model: nn.Module, device: torch.device, *, sync
         tensor.data = torch.empty_like(tensor.data, device=device).copy_(dense)
 
 
-class BufferSync:
-    """Finds the persistent buffers that the forwards of a step changed, and synchronizes the buffers.
+BufferSlot: TypeAlias = tuple[str, nn.Module, str]
+"""Clean name, owner and key of a buffer."""
+
+_Version: TypeAlias = tuple[Tensor | None, int]
+"""A buffer and its version counter. Keeps the tensor alive, because ids of freed tensors are reused."""
+
+
+class _BufferVersions:
+    """Finds the buffers that changed since ``record``.
 
     torch's version counter shows in-place changes, and identity shows new tensors. torch's normalizations update statistics
     without incrementing the counter, but increment the counter of the batch count. One changed buffer therefore marks all
-    buffers of its module.
+    buffers of its module. Before the first ``record`` all buffers count as changed.
     """
 
-    __slots__ = ("_marks", "_slots", "_spec")
+    def __init__(self, slots: Sequence[BufferSlot]) -> None:
+        self.slots = slots
+        self._versions: list[_Version] = [(None, -1)] * len(slots)
+
+    def record(self) -> None:
+        self._versions = self._current()
+
+    def changed_modules(self) -> list[str]:
+        """Return the names of modules with a changed buffer, in the order of the model."""
+        pairs = zip(self.slots, self._versions, self._current(), strict=True)
+        return list({_owner_name(slot): None for slot, was, now in pairs if was[0] is not now[0] or was[1] != now[1]})
+
+    def changed(self) -> list[tuple[BufferSlot, Tensor | None]]:
+        """Return the slots of modules with a changed buffer, and their recorded tensors."""
+        modules = set(self.changed_modules())
+        pairs = zip(self.slots, self._versions, strict=True)
+        return [(slot, tensor) for slot, (tensor, _) in pairs if _owner_name(slot) in modules]
+
+    def _current(self) -> list[_Version]:
+        buffers = (module._buffers[key] for _, module, key in self.slots)
+        return [(buffer, 0 if buffer is None else buffer._version) for buffer in buffers]
+
+
+def _owner_name(slot: BufferSlot) -> str:
+    return slot[0].rpartition(".")[0]
+
+
+class BufferSync:
+    """Finds the persistent buffers that the forwards of a step changed, and synchronizes the buffers."""
 
     def __init__(self, model: nn.Module, spec: ShardSpec) -> None:
         is_active = spec.buffers != "local" and spec.data_ranks * spec.ranks_per_batch > 1
-        self._slots = list(buffer_slots(model, persistent_only=True)) if is_active else []
+        self._versions = _BufferVersions(list(buffer_slots(model, persistent_only=True)) if is_active else [])
         self._spec = spec
-        self._marks: list[tuple[Tensor | None, int]] = []
 
     @property
     def num_bytes(self) -> int:
         """Return the size of all synchronized buffers in bytes."""
-        tensors = (module._buffers[key] for _, module, key in self._slots)
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors if tensor is not None)
+        buffers = (module._buffers[key] for _, module, key in self._versions.slots)
+        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
 
     def begin_step(self) -> None:
         """Start a step."""
-        self._marks = self._current_versions()
+        self._versions.record()
 
     def changed_modules(self) -> list[str]:
         """Return the names of modules whose buffers changed since ``begin_step``, in the order of the model."""
-        pairs = zip(self._slots, self._marks, self._current_versions(), strict=True)
-        return list({_owner_name(name): None for (name, _, _), was, now in pairs if was[0] is not now[0] or was[1] != now[1]})
+        return self._versions.changed_modules()
 
     def sync_(self, owners: Sequence[str]) -> None:
         """Broadcast rank 0's values, or average, the buffers of the modules ``owners``.
@@ -111,19 +141,12 @@ class BufferSync:
         Mutates: buffers. Collective: one broadcast, or one all-reduce per floating-point dtype (and a broadcast for other
         dtypes).
         """
-        selected = set(owners)
-        buffers = [module._buffers[key] for name, module, key in self._slots if _owner_name(name) in selected]
-        present = [buffer for buffer in buffers if buffer is not None]
-        mean = [b for b in present if self._spec.buffers == "mean" and b.is_floating_point()]
-        averaged = {id(buffer) for buffer in mean}
-        for dtype in {buffer.dtype: None for buffer in mean}:
-            _average_([buffer for buffer in mean if buffer.dtype == dtype])
-        _broadcast_([buffer for buffer in present if id(buffer) not in averaged])
-
-    def _current_versions(self) -> list[tuple[Tensor | None, int]]:
-        # Keep the tensors alive, because ids of freed tensors are reused.
-        tensors = (module._buffers[key] for _, module, key in self._slots)
-        return [(tensor, 0 if tensor is None else tensor._version) for tensor in tensors]
+        slots = (slot for slot in self._versions.slots if _owner_name(slot) in owners)
+        buffers = [buffer for _, module, key in slots if (buffer := module._buffers[key]) is not None]
+        averages = self._spec.buffers == "mean"
+        for dtype in {buffer.dtype: None for buffer in buffers if averages and buffer.is_floating_point()}:
+            _average_([buffer for buffer in buffers if buffer.dtype == dtype])
+        _broadcast_([buffer for buffer in buffers if not (averages and buffer.is_floating_point())])
 
 
 def attach_buffer_sync(model: nn.Module, spec: ShardSpec) -> None:
@@ -140,52 +163,24 @@ def buffer_sync_of(model: nn.Module) -> BufferSync:
 _NO_SYNC = BufferSync(nn.Identity(), ShardSpec())
 
 
-@contextmanager
-def restore_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore the original buffers and their values at exit, also after an exception.
-
-    Mutates: the buffers of modules that changed or replaced a buffer, and no other buffers.
-    """
-    saved = [
-        (name, module, key, tensor, tensor._version, tensor.clone())
-        for name, module, key in buffer_slots(model)
-        if (tensor := module._buffers[key]) is not None
-    ]
-    try:
-        yield
-    finally:
-        changed = {
-            _owner_name(name)
-            for name, module, key, tensor, version, _ in saved
-            if module._buffers[key] is not tensor or tensor._version != version
-        }
-        for name, module, key, tensor, _, value in saved:
-            if _owner_name(name) in changed:
-                module._buffers[key] = tensor
-                tensor.copy_(value)
-
-
 class BufferSnapshot:
     """Copies of a model's buffers, updated before each attempt of a step and restored after a failed attempt.
 
     Only buffers of modules with a changed buffer are copied again, because most buffers never change.
     """
 
-    __slots__ = ("_complete", "_copies", "_marks", "_slots")
-
     def __init__(self, model: nn.Module) -> None:
-        self._slots = list(buffer_slots(model))
+        self._versions = _BufferVersions(list(buffer_slots(model)))
         self._complete = False
-        self._marks: dict[str, tuple[Tensor | None, int]] = {}
         self._copies: dict[str, Tensor | None] = {}
 
     def capture(self) -> None:
         """Copy the changed buffers. Mutates: the copies, on the buffers' device, which may run out of memory."""
         self._complete = False
-        for name, module, key in self._changed_slots():
-            tensor = module._buffers[key]
-            self._copies[name] = None if tensor is None else tensor.detach().clone()
-        self._record_versions()
+        for (name, module, key), _ in self._versions.changed():
+            buffer = module._buffers[key]
+            self._copies[name] = None if buffer is None else buffer.detach().clone()
+        self._versions.record()
         self._complete = True
 
     def restore(self) -> None:
@@ -195,58 +190,42 @@ class BufferSnapshot:
         """
         if not self._complete:
             return
-        changed = list(self._changed_slots())
         with torch.no_grad():
-            for name, module, key in changed:
-                (tensor, _), copy = self._marks[name], self._copies[name]
-                module._buffers[key] = tensor
-                if tensor is not None and copy is not None:
-                    tensor.copy_(copy)
-        self._record_versions()
-
-    def _changed_slots(self) -> list[tuple[str, nn.Module, str]]:
-        """Return the slots of modules with a replaced or written buffer."""
-        changed = {
-            _owner_name(name)
-            for name, module, key in self._slots
-            if not _is_unchanged(self._current_version(module, key), self._marks.get(name))
-        }
-        return [slot for slot in self._slots if _owner_name(slot[0]) in changed]
-
-    def _record_versions(self) -> None:
-        self._marks = {name: self._current_version(module, key) for name, module, key in self._slots}
-
-    @staticmethod
-    def _current_version(module: nn.Module, key: str) -> tuple[Tensor | None, int]:
-        tensor = module._buffers[key]
-        return tensor, 0 if tensor is None else tensor._version
+            for (name, module, key), buffer in self._versions.changed():
+                copy = self._copies[name]
+                module._buffers[key] = buffer
+                if buffer is not None and copy is not None:
+                    buffer.copy_(copy)
+        self._versions.record()
 
 
-def _is_unchanged(current: tuple[Tensor | None, int], mark: tuple[Tensor | None, int] | None) -> bool:
-    return mark is not None and current[0] is mark[0] and current[1] == mark[1]
+@contextmanager
+def restore_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore the original buffers and their values at exit, also after an exception.
 
-
-def _owner_name(name: str) -> str:
-    return name.rpartition(".")[0]
+    Mutates: the buffers of modules that changed or replaced a buffer, and no other buffers.
+    """
+    snapshot = BufferSnapshot(model)
+    snapshot.capture()
+    try:
+        yield
+    finally:
+        snapshot.restore()
 
 
 def _average_(tensors: list[Tensor]) -> None:
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     wide = flat if flat.dtype.itemsize >= 4 else flat.float()
     dist.all_reduce(wide)
-    _copy_from_flat_(tensors, (wide / get_dist_info().world_size).to(flat.dtype))
+    averages = (wide / get_dist_info().world_size).to(flat.dtype)
+    for tensor, piece in zip(tensors, averages.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(piece.view_as(tensor))
 
 
 def _broadcast_(tensors: list[Tensor]) -> None:
     if tensors:
         flat = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
         dist.broadcast(flat, src=0)
-        pieces = flat.split([tensor.numel() * tensor.element_size() for tensor in tensors])
-        for tensor, piece in zip(tensors, pieces, strict=True):
+        for tensor, piece in zip(tensors, flat.split([tensor.nbytes for tensor in tensors]), strict=True):
             # A piece may start at an offset that its dtype does not allow, so clone the piece.
             tensor.copy_(piece.clone().view(tensor.dtype).view_as(tensor))
-
-
-def _copy_from_flat_(tensors: list[Tensor], flat: Tensor) -> None:
-    for tensor, piece in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
-        tensor.copy_(piece.view_as(tensor))

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dtrain.arguments import check_choice, check_int
 from dtrain.errors import ConfigError
 from dtrain.shard.wrapping import WrapPlan
 
@@ -48,13 +49,9 @@ class CommConfig:
 
     def __post_init__(self) -> None:
         for name, least in (("forward_prefetch", 0), ("backward_prefetch", 0), ("reduce_buffers", 1)):
-            value = getattr(self, name)
-            if type(value) is not int or value < least:
-                raise ConfigError(f"CommConfig: {name} must be an integer >= {least}, got {value!r}.")
-        if self.reduce_group not in get_args(ReduceGroup):
-            raise ConfigError(f"CommConfig: reduce_group must be 'shared' or 'own', got {self.reduce_group!r}.")
-        if type(self.symmetric_memory) is not bool:
-            raise ConfigError(f"CommConfig: symmetric_memory must be True or False, got {self.symmetric_memory!r}.")
+            check_int("CommConfig", name, getattr(self, name), minimum=least)
+        check_choice("CommConfig", "reduce_group", self.reduce_group, get_args(ReduceGroup))
+        check_choice("CommConfig", "symmetric_memory", self.symmetric_memory, (True, False))
         if self.symmetric_memory and self.reduce_buffers > 1:
             raise ConfigError("CommConfig: symmetric_memory has one buffer per reduction. Leave reduce_buffers at 1.")
 

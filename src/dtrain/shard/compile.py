@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from dtrain import spans
+from dtrain.arguments import check_number
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.shard.activation_checkpoint import compile_inner_forward, is_compiled
@@ -105,8 +106,7 @@ def _end_compile_span(_: object) -> None:
 def _check_budget(budget: float | None, mode: str | None, options: Mapping[str, Any] | None) -> None:
     if budget is None:
         return
-    if isinstance(budget, bool) or not isinstance(budget, int | float) or not 0 <= budget <= 1:
-        raise ConfigError(f"compile_blocks: memory_budget must be between 0 and 1, got {budget!r}.")
+    check_number("compile_blocks", "memory_budget", budget, minimum=0, maximum=1)
     if mode is not None or options is not None:
         raise ConfigError(
             "compile_blocks: memory_budget cannot be combined with mode or options. Leave one of the arguments out."

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import Tensor, nn
 
+from dtrain.arguments import format_bytes
 from dtrain.dtensor import describe_placement, to_local
 from dtrain.fqn import modules_by_fqn, parameters_by_fqn
 from dtrain.shard.fsdp2_private import compute_dtypes, fsdp_param_groups, sharded_params
@@ -68,16 +69,16 @@ def _unit_rows(model: nn.Module) -> Iterable[tuple[str, ...]]:
 
 def _row(name: str, kind: str, tensors: Sequence[Tensor], *, computed: str, reduced: str) -> tuple[str, ...]:
     count = sum(tensor.numel() for tensor in tensors)
-    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-    local = sum(to_local(tensor).numel() * tensor.element_size() for tensor in tensors)
+    total = sum(tensor.numel() * tensor.elementformat_bytes() for tensor in tensors)
+    local = sum(to_local(tensor).numel() * tensor.elementformat_bytes() for tensor in tensors)
     places = ", ".join(dict.fromkeys(describe_placement(tensor) for tensor in tensors))
     return (
         name,
         kind,
         str(len(tensors)),
         f"{count:,}",
-        _size(total),
-        _size(local),
+        format_bytes(total),
+        format_bytes(local),
         _dtypes(tensors),
         computed,
         reduced,
@@ -91,13 +92,6 @@ def _dtypes(tensors: Sequence[Tensor]) -> str:
 
 def _short(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _size(count: int) -> str:
-    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
-    while value >= 1024 and len(units) > 1:
-        value, units = value / 1024, units[1:]
-    return f"{value:.0f} {units[0]}" if units[0] == "B" else f"{value:.1f} {units[0]}"
 
 
 def _table(rows: Sequence[Sequence[str]]) -> list[str]:

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain import spans
+from dtrain.arguments import check_choice
 from dtrain.dist.collectives import raise_if_any_failed
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import axis_size, data_rank, data_shape, get_mesh, tp_rank
@@ -33,8 +34,6 @@ from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, separa
 from dtrain.shard.tensor_parallel import TensorParallelPlan, apply_tp_plan, format_tp_plan, resolve_tp_plan
 from dtrain.shard.wrapping import Blocks, IgnoredParams, WrapPlan, plan_wrapping
 from dtrain.state import Accumulate, Buffers, ShardSpec, Strategy, attach_spec, get_spec
-
-_STRATEGY_ALIASES = {"no_shard": "replicate"}
 
 
 @spans.timed("setup")
@@ -115,32 +114,18 @@ def shard_model(
         check_forward_methods(model, forward_methods, wrap_plan)
         planned_modules = resolve_tp_plan(model, tp_plan, mesh)
         resolved_comm = check_comm_config(comm_config, mesh.device_type)
-        if offload not in (None, "params"):
-            raise ConfigError(f"shard_model: offload must be 'params' or None, got {offload!r}.")
+        check_choice("shard_model", "offload", offload, ("params", None))
     # The predicates are user code. raise_if_any_failed reports any exception on all ranks.
     except Exception as problem:  # noqa: BLE001
         error = problem
     raise_if_any_failed(error, caller="shard_model")
-    options = [
-        resolved,
-        accumulate,
-        buffers,
-        sync,
-        list(forward_methods),
-        repr(precision),
-        list(mesh.shape),
-        offload,
-        repr(resolved_comm),
-    ]
-    check_same_model(model, wrap_plan, [*options, *format_tp_plan(planned_modules)])
+    options = [resolved, accumulate, buffers, sync, list(forward_methods), repr(precision), list(mesh.shape), offload]
+    check_same_model(model, wrap_plan, [*options, repr(resolved_comm), *format_tp_plan(planned_modules)])
     record_write_counts(model)
     cast_buffers_(model, precision)
     broadcast_params_and_buffers(model, get_dist_info().device, sync=sync)
     fsdp_mesh = apply_tp_plan(model, planned_modules, _fsdp_mesh(mesh, resolved), wrap_plan.ignored_params)
-    keep = resolved in ("shard_grad_op", "replicate")
-    _apply_fully_shard(
-        model, fsdp_mesh, wrap_plan, (precision or Precision()), keep_unsharded=keep, offload=_offload_policy(offload)
-    )
+    _apply_fully_shard(model, fsdp_mesh, wrap_plan, precision or Precision(), resolved, offload)
     apply_comm_config(model, wrap_plan, resolved_comm)
     index, count = data_rank(mesh)
     spec = ShardSpec(
@@ -182,15 +167,10 @@ def _check_types(model: object, mesh: object, precision: object) -> None:
 
 
 def _check_options(model: nn.Module, mesh: DeviceMesh, strategy: str, accumulate: str, buffers: str) -> Strategy:
-    resolved = _STRATEGY_ALIASES.get(strategy, strategy) if isinstance(strategy, str) else strategy
-    strategies = [name for name in get_args(Strategy) if name != "none"]
-    if resolved not in strategies:
-        raise ConfigError(
-            f"shard_model: strategy must be one of {', '.join([*strategies, *_STRATEGY_ALIASES])}, got {strategy!r}."
-        )
-    for name, value, allowed in (("accumulate", accumulate, get_args(Accumulate)), ("buffers", buffers, get_args(Buffers))):
-        if value not in allowed:
-            raise ConfigError(f"shard_model: {name} must be one of {', '.join(allowed)}, got {value!r}.")
+    strategies = [*(name for name in get_args(Strategy) if name != "none"), "no_shard"]
+    resolved = "replicate" if check_choice("shard_model", "strategy", strategy, strategies) == "no_shard" else strategy
+    check_choice("shard_model", "accumulate", accumulate, get_args(Accumulate))
+    check_choice("shard_model", "buffers", buffers, get_args(Buffers))
     if get_spec(model).mesh is not None:
         raise ConfigError(
             f"shard_model: the {type(model).__name__} is sharded already ({get_spec(model).strategy}). Call shard_model once."
@@ -230,10 +210,6 @@ def _fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
     return get_mesh({**degrees, "tp": tensor} if tensor > 1 else degrees)
 
 
-def _offload_policy(offload: str | None) -> OffloadPolicy:
-    return OffloadPolicy() if offload is None else CPUOffloadPolicy(pin_memory=get_dist_info().device.type != "cpu")
-
-
 def _stored_dtype(modules: Sequence[nn.Module], assigned: set[int]) -> torch.dtype:
     """Return the dtype of a unit's trainable parameters, else of all its parameters, except parameters of other units."""
     unit_params = [param for module in modules for param in module.parameters() if id(param) not in assigned]
@@ -246,13 +222,15 @@ def _apply_fully_shard(
     mesh: DeviceMesh,
     wrap_plan: WrapPlan,
     precision: Precision,
-    *,
-    keep_unsharded: bool,
-    offload: OffloadPolicy,
+    strategy: Strategy,
+    offload: str | None,
 ) -> None:
-    """Call ``fully_shard`` for each unit, innermost first. If ``keep_unsharded``, a forward does not reshard."""
+    """Call ``fully_shard`` for each unit, innermost first."""
+    device = get_dist_info().device
+    keep_unsharded = strategy in ("shard_grad_op", "replicate")
+    offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
     ignored = set(cast("list[nn.Parameter]", list(wrap_plan.ignored_params.values())))
-    shard = partial(fully_shard, mesh=mesh, ignored_params=ignored or None, offload_policy=offload)
+    shard = partial(fully_shard, mesh=mesh, ignored_params=ignored or None, offload_policy=offload_policy)
     assigned = {id(param) for param in ignored}
     for modules in wrap_plan.units:
         stored = _stored_dtype(modules, assigned)
@@ -272,7 +250,6 @@ def _apply_fully_shard(
         # The step divides the summed gradients once by the global weight. gloo has no premultiplied sum, so force plain sums.
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
-    device = get_dist_info().device
     with torch.no_grad():
         for param in wrap_plan.ignored_params.values():
             if not param.is_meta and param.device != device:

@@ -20,7 +20,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,16 +31,18 @@ from torch.overrides import TorchFunctionMode
 from dtrain import spans
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import rng_state, seed_all, set_rng_state
-from dtrain.dtensor import is_dtensor, shard_box, to_local
+from dtrain.dtensor import is_dtensor, local_slice, to_local
 from dtrain.errors import ConfigError
 from dtrain.fqn import parameters_by_fqn
 from dtrain.shard.fsdp2_private import init_root
 from dtrain.shard.meta_writes import (
     InitWriteCounts,
+    Substitute,
     check_init_given,
     check_write_counts,
     find_tensors_written_below,
     reset_functions,
+    substitute_tensors,
     write_counts_of,
 )
 from dtrain.state import get_spec
@@ -192,20 +194,21 @@ def _initialize_module(
     if not own_keys and not by_init and not any(keys for _, keys in below):
         return []
     written: dict[int, tuple[Tensor, Tensor]] = {}
+    full_size = partial(_nan_filled_tensor, device=device)
     if resets:
-        with _substitute_full_tensors(module, below, device) as full_tensors:
+        with substitute_tensors(below, listed=full_size, other=_copy) as full_tensors:
             for reset in resets:
                 reset()
         written |= _collect_writes(name, full_tensors)
         _count_writes(full_tensors, written, repeated.by_reset, repeated)
     if init is not None and (own_keys or by_init):
         reached = [(inner, by_init[id(inner)]) for inner in module.modules() if id(inner) in by_init]
-        with _substitute_full_tensors(module, [(module, own_keys), *reached], device) as full_tensors:
+        with substitute_tensors([(module, own_keys), *reached], listed=full_size, other=_copy) as full_tensors:
             for entry in full_tensors:
                 # As with apply, init may build on the values of the reset.
                 if id(entry.target) in written:
-                    entry.full.copy_(written[id(entry.target)][1])
-                    entry.version = entry.full._version
+                    entry.tensor.copy_(written[id(entry.target)][1])
+                    entry.version = entry.tensor._version
             init(module)
         written |= _collect_writes(name, full_tensors)
         _count_writes(full_tensors, written, repeated.by_init, repeated)
@@ -220,7 +223,7 @@ def _initialize_module(
 
 
 def _count_writes(
-    full_tensors: Iterable[_FullTensor], written: Mapping[int, object], counts: dict[int, int], repeated: InitWriteCounts
+    full_tensors: Iterable[Substitute], written: Mapping[int, object], counts: dict[int, int], repeated: InitWriteCounts
 ) -> None:
     """Record how often an initializer wrote each tensor. Mutates: ``counts``, ``repeated``."""
     for entry in full_tensors:
@@ -230,63 +233,10 @@ def _count_writes(
         if entry.is_below or entry.replaced:
             repeated.settled.add(key)
         else:
-            counts[key] = counts.get(key, 0) + entry.full._version - entry.version
+            counts[key] = counts.get(key, 0) + entry.tensor._version - entry.version
 
 
-@dataclass(slots=True, eq=False)
-class _FullTensor:
-    """A full-size substitute for a module's tensor."""
-
-    module: nn.Module
-    key: str
-    target: Tensor
-    full: Tensor
-    version: int
-    is_below: bool
-    replaced: bool = False
-
-
-@contextmanager
-def _substitute_full_tensors(
-    top: nn.Module, places: Sequence[tuple[nn.Module, list[str]]], device: torch.device
-) -> Iterator[list[_FullTensor]]:
-    """Substitute plain full-size tensors for the listed tensors of ``top`` and descendants in a context.
-
-    Other tensors of these modules are replaced by copies, which absorb writes. Other modules do not change.
-    """
-    full_tensors: list[_FullTensor] = []
-    before = [(module, dict(module._parameters), dict(module._buffers)) for module, _ in places]
-    substitutes: dict[int, Tensor] = {}
-    try:
-        for module, keys in places:
-            for key, target in {**module._parameters, **module._buffers}.items():
-                if target is None:
-                    continue
-                full = substitutes.get(id(target))
-                if full is None:
-                    full = _nan_filled_tensor(target, device) if key in keys else target.detach().clone()
-                    full = nn.Parameter(full, requires_grad=False) if key in module._parameters else full
-                    substitutes[id(target)] = full
-                _set_tensor(module, key, full)
-                if key in keys:
-                    full_tensors.append(_FullTensor(module, key, target, full, full._version, module is not top))
-        yield full_tensors
-        for entry in full_tensors:
-            # The initializer may have assigned a new tensor.
-            current = _get_tensor(entry.module, entry.key)
-            entry.full, entry.replaced = current, current is not entry.full
-    finally:
-        for module, params, buffers in before:
-            module._parameters.update(params)
-            module._buffers.update(buffers)
-
-
-def _set_tensor(module: nn.Module, key: str, tensor: Tensor) -> None:
-    store: dict[str, Any] = module._parameters if key in module._parameters else module._buffers
-    store[key] = tensor
-
-
-def _collect_writes(name: str, full_tensors: Iterable[_FullTensor]) -> dict[int, tuple[Tensor, Tensor]]:
+def _collect_writes(name: str, full_tensors: Iterable[Substitute]) -> dict[int, tuple[Tensor, Tensor]]:
     """Return the tensors that an initializer wrote, by target id.
 
     Raises:
@@ -295,8 +245,8 @@ def _collect_writes(name: str, full_tensors: Iterable[_FullTensor]) -> dict[int,
     writes = {}
     for entry in full_tensors:
         if _is_fully_written(entry):
-            writes[id(entry.target)] = (entry.target, entry.full.detach())
-        elif entry.full._version > entry.version and entry.is_below:
+            writes[id(entry.target)] = (entry.target, entry.tensor.detach())
+        elif entry.tensor._version > entry.version and entry.is_below:
             tensor = f"{type(entry.module).__name__}.{entry.key}"
             raise ConfigError(
                 f"materialize: the initializer of {name or 'the root'} writes only a part of {tensor}. Write the whole "
@@ -305,8 +255,8 @@ def _collect_writes(name: str, full_tensors: Iterable[_FullTensor]) -> dict[int,
     return writes
 
 
-def _is_fully_written(entry: _FullTensor) -> bool:
-    full = entry.full
+def _is_fully_written(entry: Substitute) -> bool:
+    full = entry.tensor
     if full.is_floating_point() or full.is_complex():
         return not bool(full.isnan().any())
     return full.numel() == 0 or full._version > entry.version
@@ -318,13 +268,13 @@ def _nan_filled_tensor(like: Tensor, device: torch.device) -> Tensor:
     return full.fill_(float("nan")) if full.is_floating_point() or full.is_complex() else full
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.detach().clone()
+
+
 def _copy_own_shard_(target: Tensor, full: Tensor) -> None:
     """Copy this rank's shard of ``full`` into ``target``."""
-    box = shard_box(target)
-    piece = full
-    for dim, (start, size) in enumerate(zip(box.offset, box.size, strict=True)):
-        piece = piece.narrow(dim, start, size)
-    to_local(target).copy_(piece)
+    to_local(target).copy_(local_slice(target, full))
 
 
 def recompute_buffers(module: nn.Module, keys: list[str], device: torch.device) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -188,41 +188,85 @@ def find_tensors_written_below(
         return {}
     if not any(inner is not module and born_meta.get(id(inner)) for inner in module.modules()):
         return {}
-    with _substitute_meta_tensors(module, born_meta) as substitutes, torch.no_grad():
-        versions = [substitute._version for _, _, substitute in substitutes]
+
+    def empty(like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, device="meta")
+
+    places = [(inner, born_meta.get(id(inner), ())) for inner in module.modules()]
+    with substitute_tensors(places, listed=empty, other=empty) as substitutes, torch.no_grad():
         init(module)
-        written: dict[int, list[str]] = {}
-        for (inner, key, substitute), version in zip(substitutes, versions, strict=True):
-            current = {**inner._parameters, **inner._buffers}[key]
-            if inner is not module and (current is not substitute or substitute._version != version):
-                written.setdefault(id(inner), []).append(key)
-        return written
+    written: dict[int, list[str]] = {}
+    for entry in substitutes:
+        if entry.is_below and (entry.replaced or entry.tensor._version != entry.version):
+            written.setdefault(id(entry.module), []).append(entry.key)
+    return written
+
+
+@dataclass(slots=True, eq=False)
+class Substitute:
+    """A tensor in place of the tensor ``target`` while an initializer runs.
+
+    Args:
+        module: module that owns the tensor.
+        key: key in the module.
+        target: replaced tensor.
+        tensor: substitute; after the initializer, the tensor that the initializer has assigned, if any.
+        version: version of the substitute before the initializer.
+        is_below: if True, ``module`` is a descendant of the module whose initializer runs.
+        replaced: if True, the initializer has assigned a new tensor.
+    """
+
+    module: nn.Module
+    key: str
+    target: Tensor
+    tensor: Tensor
+    version: int
+    is_below: bool
+    replaced: bool = False
 
 
 @contextmanager
-def _substitute_meta_tensors(
-    module: nn.Module, born_meta: Mapping[int, Sequence[str]]
-) -> Iterator[list[tuple[nn.Module, str, Tensor]]]:
-    """Substitute meta tensors for the former meta tensors of ``module`` and its descendants in a context."""
-    before = [(inner, dict(inner._parameters), dict(inner._buffers)) for inner in module.modules()]
-    # A tied tensor has one substitute.
-    substitutes: dict[int, nn.Parameter] = {}
-    placed: list[tuple[nn.Module, str, Tensor]] = []
+def substitute_tensors(
+    places: Sequence[tuple[nn.Module, Collection[str]]],
+    *,
+    listed: Callable[[Tensor], Tensor],
+    other: Callable[[Tensor], Tensor],
+) -> Iterator[list[Substitute]]:
+    """Substitute tensors of modules in a context, so that an initializer writes into the substitutes.
+
+    Args:
+        places: modules, first the module whose initializer runs, and the keys of their listed tensors.
+        listed: function that makes the substitute of a listed tensor.
+        other: function that makes the substitute of another tensor of these modules, which absorbs writes.
+
+    Yields:
+        The substitutes of the listed tensors. A tied tensor has one substitute in several places.
+    """
+    substitutes: list[Substitute] = []
+    before = [(module, dict(module._parameters), dict(module._buffers)) for module, _ in places]
+    tensors: dict[int, Tensor] = {}
     try:
-        for inner, params, buffers in before:
-            for key in born_meta.get(id(inner), ()):
-                target = {**params, **buffers}[key]
-                assert target is not None, "the key was listed because the tensor exists"
-                empty = torch.empty(target.shape, dtype=target.dtype, device="meta")
-                substitute = substitutes.setdefault(id(target), nn.Parameter(empty, requires_grad=False))
-                store: dict[str, Any] = inner._parameters if key in params else inner._buffers
-                store[key] = substitute
-                placed.append((inner, key, substitute))
-        yield placed
+        for (module, params, buffers), (_, keys) in zip(before, places, strict=True):
+            for key, target in {**params, **buffers}.items():
+                if target is None:
+                    continue
+                if id(target) not in tensors:
+                    tensor = listed(target) if key in keys else other(target)
+                    tensors[id(target)] = nn.Parameter(tensor, requires_grad=False) if key in params else tensor
+                tensor = tensors[id(target)]
+                store: dict[str, Any] = module._parameters if key in params else module._buffers
+                store[key] = tensor
+                if key in keys:
+                    substitutes.append(Substitute(module, key, target, tensor, tensor._version, module is not places[0][0]))
+        yield substitutes
+        for entry in substitutes:
+            current = {**entry.module._parameters, **entry.module._buffers}[entry.key]
+            assert current is not None, "an initializer removes no tensor"
+            entry.tensor, entry.replaced = current, current is not entry.tensor
     finally:
-        for inner, params, buffers in before:
-            inner._parameters.update(params)
-            inner._buffers.update(buffers)
+        for module, params, buffers in before:
+            module._parameters.update(params)
+            module._buffers.update(buffers)
 
 
 def check_init_given(model: nn.Module) -> None:

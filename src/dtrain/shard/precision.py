@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
+from dtrain.arguments import check_choice
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffer_slots, compile_patterns, modules_by_fqn
 from dtrain.optional_dependencies import missing_extra_error
@@ -21,8 +22,6 @@ from dtrain.state import get_spec
 DType = Literal["fp32", "bf16", "fp16"]
 Preset = Literal["DEFAULT", "PURE", "FULL"]
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_FIELDS = ("param", "reduce", "buffer", "output")
-_LOW_PRECISION = ("bf16", "fp16")
 _NORMS_WITH_STATISTICS = (
     nn.BatchNorm1d,
     nn.BatchNorm2d,
@@ -71,10 +70,8 @@ class Precision:
     output: DType | None = None
 
     def __post_init__(self) -> None:
-        for name in _FIELDS:
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, str) or value not in _DTYPES):
-                raise ConfigError(f"Precision: {name} must be one of {', '.join(_DTYPES)} or None, got {value!r}.")
+        for field in fields(self):
+            check_choice("Precision", field.name, getattr(self, field.name), (*_DTYPES, None))
 
     @classmethod
     def preset(cls, name: Preset, low: Literal["bf16", "fp16"] = "bf16") -> Precision:
@@ -94,10 +91,8 @@ class Precision:
         Raises:
             ConfigError: an unknown name or dtype.
         """
-        if not isinstance(name, str) or name not in _PRESETS:
-            raise ConfigError(f"Precision.preset: name must be one of {', '.join(_PRESETS)}, got {name!r}.")
-        if not isinstance(low, str) or low not in _LOW_PRECISION:
-            raise ConfigError(f"Precision.preset: low must be one of {', '.join(_LOW_PRECISION)}, got {low!r}.")
+        check_choice("Precision.preset", "name", name, _PRESETS)
+        check_choice("Precision.preset", "low", low, ("bf16", "fp16"))
         return replace(cls(), **{field: low if is_low else "fp32" for field, is_low in _PRESETS[name].items()})
 
     def policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
@@ -184,8 +179,7 @@ def convert_to_fp8(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"convert_to_fp8: model must be a torch.nn.Module, got {type(model).__name__}.")
-    if recipe not in get_args(Fp8Recipe):
-        raise ConfigError(f"convert_to_fp8: recipe must be one of {', '.join(get_args(Fp8Recipe))}, got {recipe!r}.")
+    check_choice("convert_to_fp8", "recipe", recipe, get_args(Fp8Recipe))
     if get_spec(model).mesh is not None:
         raise ConfigError("convert_to_fp8: the model is sharded already. Convert the model before shard_model.")
     selected = _select_linear_layers(model, [skip] if isinstance(skip, str) else list(skip))

@@ -1,4 +1,12 @@
-"""Gather full parameters for evaluation, inspection or export."""
+"""Run or read a sharded model outside of a step: ``eval_mode``, ``unshard_params`` and ``full_params``.
+
+- ``eval_mode`` runs the model on all ranks. Parameters stay sharded.
+- ``unshard_params`` holds the whole model on every rank, in the compute dtype, so that one rank may run the model alone.
+- ``full_params`` reads stored values, one full tensor at a time. The values may be those of an average.
+
+No function replaces another: the first needs the memory of a step, the second of the whole model, the third of one tensor.
+``use_average`` exchanges the values, and may surround each of them.
+"""
 
 from __future__ import annotations
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import inspect
-import math
 import os
 import signal
 import threading
@@ -20,6 +19,7 @@ from typing import Any, Literal, get_args
 
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dtrain.arguments import check_choice, check_int, check_number
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 
@@ -130,20 +130,17 @@ def inject_fault(
 def _check_arguments(
     action: str, rank: int | None, call: int | None, when: str, error: BaseException | None, seconds: float
 ) -> None:
-    if action not in get_args(FaultAction):
-        raise ConfigError(f"inject_fault: action must be one of {', '.join(get_args(FaultAction))}, got {action!r}.")
-    if when not in get_args(FaultTiming):
-        raise ConfigError(f"inject_fault: when must be one of {', '.join(get_args(FaultTiming))}, got {when!r}.")
-    if rank is not None and (type(rank) is not int or not 0 <= rank < get_dist_info().world_size):
-        raise ConfigError(f"inject_fault: rank must be one of the {get_dist_info().world_size} ranks, got {rank!r}.")
-    if call is not None and (type(call) is not int or call < 1):
-        raise ConfigError(f"inject_fault: call must be a whole number from 1, or None for every call, got {call!r}.")
+    check_choice("inject_fault", "action", action, get_args(FaultAction))
+    check_choice("inject_fault", "when", when, get_args(FaultTiming))
+    if rank is not None:
+        check_int("inject_fault", "rank", rank, minimum=0, maximum=get_dist_info().world_size - 1)
+    if call is not None:
+        check_int("inject_fault", "call", call, advice="Or pass call=None for every call.")
     if error is not None and action != "raise":
         raise ConfigError(f"inject_fault: error needs action='raise', got {action=}. Leave out error.")
     if error is not None and not isinstance(error, BaseException):
         raise ConfigError(f"inject_fault: error must be an exception, got {error!r}. Write error=OSError('disk full').")
-    if not isinstance(seconds, int | float) or not 0 <= seconds < math.inf:
-        raise ConfigError(f"inject_fault: seconds must be a finite number of at least 0, got {seconds}. Or use 'stop'.")
+    check_number("inject_fault", "seconds", seconds, minimum=0, advice="Or use 'stop'.")
 
 
 def _perform(action: FaultAction, error: BaseException, seconds: float) -> None:

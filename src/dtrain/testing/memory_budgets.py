@@ -11,6 +11,7 @@ from types import FrameType
 import torch
 from torch import Tensor
 
+from dtrain.arguments import check_int, format_bytes
 from dtrain.dist import collectives
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
@@ -49,7 +50,7 @@ class MemoryBudget:
 
     @limit.setter
     def limit(self, limit: int) -> None:
-        self._limit = _check_limit(limit)
+        self._limit = check_int("memory_budget", "max_bytes", limit, minimum=0)
 
     @property
     def live(self) -> int:
@@ -91,10 +92,10 @@ class MemoryBudget:
         if live + size <= self._limit or _is_control_allocation():
             return None
         self.refused += 1
-        limit, free = _format_bytes(self._limit), _format_bytes(max(0, self._limit - live))
+        limit, free = format_bytes(self._limit), format_bytes(max(0, self._limit - live))
         return torch.OutOfMemoryError(
-            f"CPU out of memory. Tried to allocate {_format_bytes(size)}. The memory budget of rank {self.rank} is {limit}, of "
-            f"which {free} is free; its tensors hold {_format_bytes(live)}, at most {_format_bytes(self.peak)}."
+            f"CPU out of memory. Tried to allocate {format_bytes(size)}. The memory budget of rank {self.rank} is {limit}, of "
+            f"which {free} is free; its tensors hold {format_bytes(live)}, at most {format_bytes(self.peak)}."
         )
 
 
@@ -154,9 +155,10 @@ def memory_budget(
 def _limit_of(max_bytes: int | Sequence[int] | Mapping[int, int], only: int | None, rank: int, world_size: int) -> int:
     """Return the limit of ``rank``."""
     if isinstance(max_bytes, str) or not isinstance(max_bytes, (Sequence, Mapping)):
-        if only is not None and (type(only) is not int or not 0 <= only < world_size):
-            raise ConfigError(f"memory_budget: rank must be one of the {world_size} ranks, got {only!r}.")
-        return _check_limit(max_bytes) if only in (None, rank) else UNLIMITED
+        if only is not None:
+            check_int("memory_budget", "rank", only, minimum=0, maximum=world_size - 1)
+        limit = check_int("memory_budget", "max_bytes", max_bytes, minimum=0)
+        return limit if only in (None, rank) else UNLIMITED
     if only is not None:
         raise ConfigError(f"memory_budget: rank needs one number of bytes, got {max_bytes!r}. Leave out rank.")
     by_rank = max_bytes if isinstance(max_bytes, Mapping) else dict(enumerate(max_bytes))
@@ -166,13 +168,7 @@ def _limit_of(max_bytes: int | Sequence[int] | Mapping[int, int], only: int | No
             f"memory_budget: max_bytes must have a limit for each of {world_size} ranks, got {max_bytes!r}. Use a mapping to "
             "limit some ranks."
         )
-    return _check_limit(by_rank.get(rank, UNLIMITED))
-
-
-def _check_limit(limit: int) -> int:
-    if type(limit) is not int or limit < 0:
-        raise ConfigError(f"memory_budget: max_bytes must be a whole number of bytes >= 0, got {limit!r}.")
-    return limit
+    return by_rank.get(rank, UNLIMITED)
 
 
 def _is_control_allocation() -> bool:
@@ -181,12 +177,3 @@ def _is_control_allocation() -> bool:
     while frame is not None and frame.f_code.co_filename != collectives.__file__:
         frame = frame.f_back
     return frame is not None
-
-
-def _format_bytes(count: int) -> str:
-    if count == UNLIMITED:
-        return "unlimited"
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} bytes"

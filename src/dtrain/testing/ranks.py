@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from dtrain import launch_protocol
+from dtrain.arguments import check_int
 from dtrain.errors import ConfigError, RankError
 from dtrain.testing.rank_worker import STACK_SIGNAL, kill_orphaned_ranks, run_worker
 from dtrain.typing import Plain
@@ -94,9 +95,7 @@ class Ranks:
     """
 
     def __init__(self, world_size: int) -> None:
-        if type(world_size) is not int or world_size < 1:
-            raise ConfigError(f"Ranks: world_size must be a whole number of at least 1, got {world_size!r}.")
-        self.world_size = world_size
+        self.world_size = check_int("Ranks", "world_size", world_size)
         self._pool: RankProcesses | None = None
         self._end: weakref.finalize[..., Ranks] | None = None
 
