@@ -1,4 +1,4 @@
-"""Every collective passes the guard of a step, on whatever way it comes; a peer that dies in a guarded step is named."""
+"""The guard of a step intercepts every collective, and a peer that dies in a guarded step is named."""
 
 from __future__ import annotations
 

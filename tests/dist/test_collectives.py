@@ -36,7 +36,7 @@ def test_one_process_needs_no_groups():
     raise_if_any_failed(None, caller="test")
 
 
-def test_what_is_not_plain_is_refused():
+def test_data_that_is_not_plain_is_refused():
     with pytest.raises(ConfigError, match=r"all_gather_json: takes plain data only: .*object is not JSON serializable"):
         all_gather_json({"a": object()})
     with pytest.raises(ConfigError, match="all_gather_json: takes plain data only: Out of range float"):
@@ -51,7 +51,7 @@ def gather_bad_data_on_rank_1() -> str:
     return "no error"
 
 
-def test_what_is_not_plain_on_one_rank_raises_on_all(ranks):
+def test_data_that_is_not_plain_on_one_rank_raises_on_all_ranks(ranks):
     first, second = ranks(2).run(gather_bad_data_on_rank_1)
     assert first.startswith("PeerError: all_gather_json: rank 1 failed: ConfigError: all_gather_json: takes plain data only")
     assert second.startswith("ConfigError: all_gather_json: takes plain data only")
@@ -87,7 +87,7 @@ def too_large_on_rank_1(name: str) -> list:
 
 
 @pytest.mark.parametrize("name", FROM_RANK_1)
-def test_what_is_too_large_on_one_rank_raises_on_all(ranks, name):
+def test_data_that_is_too_large_on_one_rank_raises_on_all_ranks(ranks, name):
     reason = f"ConfigError: {name}: JSON must have at most 1000 bytes, got 1002. Put the data into a file."
     peer = [f"PeerError: {name}: rank 1 failed: {reason}", True]
     assert ranks(3).run(too_large_on_rank_1, name) == [peer, [reason, True], peer]

@@ -1,4 +1,4 @@
-"""Deterministic torch by an explicit call, and back."""
+"""use_deterministic sets torch's switches and restores the previous settings."""
 
 from __future__ import annotations
 
@@ -64,13 +64,13 @@ def one_gpu(monkeypatch):
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that what the code sets is taken back
 
 
-def test_cublas_is_told_before_cuda_starts(one_gpu, monkeypatch):
+def test_cublas_variable_is_set_before_cuda_starts(one_gpu, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
     use_deterministic()
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
 
 
-def test_cuda_that_has_started_otherwise_is_refused_and_nothing_is_changed(one_gpu, monkeypatch):
+def test_started_cuda_without_workspace_is_refused_without_changes(one_gpu, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     before = switches()
@@ -81,14 +81,14 @@ def test_cuda_that_has_started_otherwise_is_refused_and_nothing_is_changed(one_g
     assert switches() == before
 
 
-def test_cuda_that_has_started_so_is_fine(one_gpu, monkeypatch):
+def test_started_cuda_with_workspace_is_accepted(one_gpu, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     assert not use_deterministic().algorithms
     assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
 
 
-def test_without_a_gpu_the_environment_stays_as_it_is(monkeypatch):
+def test_environment_does_not_change_without_a_gpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     use_deterministic()

@@ -42,7 +42,7 @@ def relative_error(found: list, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("counts", [[2, 2], [3, 1, 2], [0, 4, 1], [0, 0, 3]], ids=str)
-def test_the_gradient_is_that_of_one_process(ranks, counts):
+def test_gradient_equals_the_gradient_of_one_process(ranks, counts):
     n = sum(counts)
     x, weights = inputs(n)
     weights.requires_grad_()
@@ -85,7 +85,7 @@ def test_one_process_needs_no_groups():
         ([1.0], "x must be a tensor, got list"),
     ],
 )
-def test_what_has_no_rows_is_refused(x, message):
+def test_tensors_without_rows_are_refused(x, message):
     with pytest.raises(ConfigError, match=f"all_gather_with_grad: {message}"):
         all_gather_with_grad(x)
 
@@ -124,7 +124,7 @@ def gather_unequal(case: str) -> str:
         ),
     ],
 )
-def test_ranks_that_differ_are_told_on_all(ranks, case, first, second):
+def test_differences_between_ranks_raise_on_all_ranks(ranks, case, first, second):
     texts = ranks(2).run(gather_unequal, case)
     assert all(text.startswith("all_gather_with_grad: ") for text in texts)
     assert first in texts[0]

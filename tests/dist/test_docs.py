@@ -1,4 +1,4 @@
-"""The page about collectives says what is so."""
+"""docs/collectives.md: examples run, and names and error lines exist."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def test_the_example_runs():
     assert names["results"] == [{"total": 10.0}, {"total": 10.0}]
 
 
-def test_the_lines_it_shows_are_those_that_are_raised():
+def test_shown_error_lines_equal_the_raised_lines():
     slow = format_missing_ranks(
         "save", world_size=8, timeout_s=600, waits_s={rank: 600.0 for rank in range(8) if rank != 3}, notes={}
     )

@@ -1,4 +1,4 @@
-"""What a rank writes down when its launcher asks, while its main thread waits in a collective."""
+"""Files that a rank writes on request of its launcher while its main thread waits in a collective."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def names_of_groups(folder: str) -> list[str]:
     return [group["name"] for group in json.loads(path.read_text())["groups"]]
 
 
-def test_groups_are_called_by_what_they_are_for(tmp_path):
+def test_groups_have_documented_names(tmp_path):
     assert run_ranks(names_of_groups, 2, str(tmp_path)) == [["training", "dp_shard", "mine"]] * 2
 
 

@@ -1,4 +1,4 @@
-"""Process groups: who is here, who is missing, and opening and closing in one process."""
+"""init_dist: environment, rendezvous, missing ranks, closing, and meshes."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ def test_an_adopted_group_says_which_rank_this_is(forked):
     assert forked.run(lambda _: adopt_without_environment(), 2, results_of=[0, 1]) == {0: [0, 2], 1: [1, 2]}
 
 
-def test_ranks_of_torchs_groups_alone_are_told_to_open_dtrains(alone):
+def test_collectives_without_init_dist_raise_with_advice(alone):
     import torch.testing._internal.distributed.fake_pg  # noqa: F401  # registers the backend
 
     dist.init_process_group("fake", store=dist.HashStore(), rank=0, world_size=2)
@@ -89,7 +89,7 @@ def test_ranks_of_torchs_groups_alone_are_told_to_open_dtrains(alone):
         dist.destroy_process_group()
 
 
-def test_an_environment_that_contradicts_the_open_group_is_refused(alone, monkeypatch):
+def test_environment_that_contradicts_the_open_group_is_refused(alone, monkeypatch):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         monkeypatch.setenv("WORLD_SIZE", "2")
@@ -142,7 +142,7 @@ def test_bad_options_are_refused(alone, options, message):
         init_dist(**options)
 
 
-def test_asking_for_gpus_that_are_not_there_is_refused(alone, monkeypatch):
+def test_missing_gpus_are_refused(alone, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     with pytest.raises(ConfigError, match="device='cuda' needs one GPU per rank, got 0 GPUs for 1 ranks on this node"):
         init_dist(device="cuda")
@@ -163,7 +163,7 @@ def run_script(body: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 
 def error_of_init(rank: int, world_size: int, port: int, **environment: str) -> str:
-    """What init_dist raises in a process that is alone, though it was told of others."""
+    """Return the error of init_dist in a process whose environment names further ranks that do not exist."""
     body = """
         import dtrain as dt
         try:
@@ -228,7 +228,7 @@ def test_the_loopback_check_can_fail():
 
 
 def open_and_close() -> list:
-    """What one rank sees that opens groups again and again, leaving them in every way."""
+    """Open and close groups repeatedly, with and without an error, and return observations of one rank."""
     seen = []
     for _ in range(2):
         with init_dist(device="cpu") as info:
@@ -275,7 +275,7 @@ def test_arguments_that_contradict_the_open_groups_are_refused(alone, options, m
         assert init_dist(device="cpu", backend="gloo").world_size == 1
 
 
-def test_a_user_group_of_another_backend_is_told(alone):
+def test_info_has_the_backend_of_a_user_group(alone):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with init_dist() as info:
@@ -284,7 +284,7 @@ def test_a_user_group_of_another_backend_is_told(alone):
         dist.destroy_process_group()
 
 
-def test_groups_that_could_not_be_opened_are_not_left_half_open(alone, monkeypatch):
+def test_failed_opening_leaves_no_group_open(alone, monkeypatch):
     def no_more_groups(**_: object) -> None:
         raise RuntimeError("too many open files")
 
@@ -313,7 +313,7 @@ def test_nccl_groups_of_a_failed_run_are_not_taken_over(alone):
         dist.destroy_process_group()
 
 
-def test_ranks_that_come_one_after_the_other_meet_in_a_later_try(forked):
+def test_late_rank_joins_a_later_attempt(forked):
     """Rank 0 gives up once, and tries again; rank 1 comes between, finds the first try failed, and waits in the second."""
 
     def body(rank: int) -> list:
@@ -332,7 +332,7 @@ def test_ranks_that_come_one_after_the_other_meet_in_a_later_try(forked):
     assert forked.run(body, 2, results_of=[0, 1]) == {0: [[missing], 2], 1: [[], 2]}
 
 
-def test_a_rank_that_waits_notices_that_a_try_has_failed(forked):
+def test_waiting_rank_detects_a_failed_attempt(forked):
     """Rank 0 gives up and leaves for good; rank 1, which has much more time, does not open groups with it."""
 
     def body(rank: int) -> str:
@@ -350,7 +350,7 @@ def test_a_rank_that_waits_notices_that_a_try_has_failed(forked):
     )
 
 
-def test_an_interrupted_rank_does_not_count_as_one_that_is_here(forked):
+def test_interrupted_rank_does_not_count_as_arrived(forked):
     def body(rank: int) -> list:
         if rank == 1:
             time.sleep(2)
@@ -380,7 +380,7 @@ def test_two_processes_of_one_rank_are_refused(forked):
 
 
 @pytest.mark.parametrize(("number", "text"), [(signal.SIGSTOP, "stopped answering"), (signal.SIGKILL, "has ended")])
-def test_a_rank_0_that_serves_the_store_and_goes_is_named(forked, monkeypatch, number, text):
+def test_rank_0_that_serves_the_store_and_leaves_is_named(forked, monkeypatch, number, text):
     monkeypatch.setattr(rendezvous, "_STORE_MARGIN_S", 0.5)
     monkeypatch.setattr(rendezvous, "_TORCH_RETRY_S", 0.0)
 
@@ -399,7 +399,7 @@ def test_a_rank_0_that_serves_the_store_and_goes_is_named(forked, monkeypatch, n
     assert answer == f"DistError: init_dist: rank 0, which serves the store of 2 ranks, {text}. Look at its output."
 
 
-def test_a_stopped_rank_0_does_not_hold_up_those_that_connect(forked, monkeypatch):
+def test_stopped_rank_0_does_not_block_connecting_ranks(forked, monkeypatch):
     monkeypatch.setattr(rendezvous, "_STORE_MARGIN_S", 0.5)
     monkeypatch.setattr(rendezvous, "_TORCH_RETRY_S", 0.0)
 
@@ -439,7 +439,7 @@ def time_outs_of_mesh() -> list[float]:
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in mesh.get_all_groups()]
 
 
-def test_groups_of_a_mesh_give_up_when_the_others_do(forked):
+def test_groups_of_a_mesh_have_the_timeout_of_init_dist(forked):
     def body(_: int) -> list[float]:
         with init_dist(device="cpu", timeout_s=7):
             return time_outs_of_mesh()
@@ -461,7 +461,7 @@ def test_mesh_degrees_are_filled():
         ((0, 8), "must be at least 1"),
     ],
 )
-def test_mesh_degrees_that_cannot_be_right_are_refused(degrees, message):
+def test_invalid_mesh_degrees_are_refused(degrees, message):
     with pytest.raises(ConfigError, match=message):
         _fill_degrees({"dp_replicate": degrees[0], "dp_shard": degrees[1]}, 8)
 
@@ -500,7 +500,7 @@ def test_ranks_along_cp_and_tp_have_one_place_in_the_data(ranks, case):
         assert found == [place, tensor[rank], axes, [axes["dp_replicate"], axes["dp_shard"]], True]
 
 
-def test_degrees_that_do_not_multiply_to_the_ranks_name_those_given():
+def test_error_of_wrong_degrees_names_the_given_degrees():
     with pytest.raises(
         ConfigError, match=r"dp_replicate \* dp_shard \* tp must be world_size=8, got dp_replicate=1 .*Set one degree to"
     ):

@@ -1,4 +1,4 @@
-"""One rank of each node goes first, and whatever becomes of it, the others are not left waiting."""
+"""local_rank_zero_first: order of the ranks, and failures of the first rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dtrain.errors import PeerError
 
 
 def prepare(folder: str) -> list:
-    """What each rank finds when its turn comes; ranks 0 and 2 are local rank 0 of two nodes."""
+    """Return the files that each rank finds. Ranks 0 and 2 are local rank 0 of two nodes."""
     context = current_context()
     opened = context.info
     context.info = replace(opened, local_rank=opened.rank % 2)
@@ -57,7 +57,7 @@ def fail_first(kind: str) -> list:
 
 
 @pytest.mark.parametrize(("kind", "report"), [("ValueError", "disk full"), ("KeyboardInterrupt", ""), ("SystemExit", "3")])
-def test_when_the_first_one_fails_the_others_say_why_and_do_not_begin(ranks, kind, report):
+def test_failure_of_the_first_rank_raises_on_the_other_ranks_before_the_block(ranks, kind, report):
     first, *others = ranks(3).run(fail_first, kind)
     assert first[0] is True
     assert first[1].startswith(kind)
@@ -66,7 +66,7 @@ def test_when_the_first_one_fails_the_others_say_why_and_do_not_begin(ranks, kin
         assert text == f"PeerError: prepare: rank 0, which goes first on its node, failed: {kind}: {report}"
 
 
-def test_when_the_first_one_is_killed_the_others_are_not_left_waiting(forked):
+def test_kill_of_the_first_rank_raises_on_the_other_ranks(forked):
     def body(rank: int) -> None:
         with init_dist(device="cpu"), local_rank_zero_first("prepare"):
             os.kill(os.getpid(), signal.SIGKILL)
@@ -75,7 +75,7 @@ def test_when_the_first_one_is_killed_the_others_are_not_left_waiting(forked):
     assert text.startswith("DistError: prepare: ranks [0] of 2 did not arrive"), text
 
 
-def test_the_first_ones_error_is_raised_though_nobody_is_left_to_hear_it(forked):
+def test_error_of_the_first_rank_is_raised_if_the_other_ranks_are_dead(forked):
     def body(rank: int) -> str:
         try:
             with init_dist(device="cpu"):

@@ -1,4 +1,4 @@
-"""What the signal does to a rank: its handler, whom it leaves alone, and what a rank reports to its launcher."""
+"""Stop signals: handlers, forks, late and repeated signals, and reports of a rank to its launcher."""
 
 import os
 import signal
@@ -110,7 +110,7 @@ def save_and_stop(folder):
 
 
 def late(rank, *, folder):
-    """What comes after the block: to the last rank the signal comes only then."""
+    """Send the signal after the block, as to the last rank."""
     with pytest.raises(SystemExit, match="75"):
         save_and_stop(folder)
     send()
@@ -120,7 +120,7 @@ def late(rank, *, folder):
     say(folder, rank, "still alive")
 
 
-def test_a_late_signal_does_not_kill_a_rank_that_has_saved_but_a_second_one_does(tmp_path):
+def test_late_signal_spares_a_saved_rank_and_a_second_signal_kills(tmp_path):
     assert endings(partial(late, folder=tmp_path), 1, tmp_path) == ([-signal.SIGTERM], ["alive"])
 
 
@@ -191,12 +191,12 @@ HANDLERS = {
 
 
 @pytest.mark.parametrize(("body", "expected"), HANDLERS.values(), ids=HANDLERS)
-def test_handlers_are_those_of_the_block_only(tmp_path, body, expected):
+def test_handlers_are_installed_inside_the_block_only(tmp_path, body, expected):
     assert endings(body, 1, tmp_path) == ([0], [expected])
 
 
 @pytest.mark.parametrize("text", ["x", "", "-1", "9", "19", "0", "4096", "USR1", "²"])
-def test_a_variable_that_names_no_signal_is_refused(monkeypatch, text):
+def test_variable_without_a_signal_is_refused(monkeypatch, text):
     monkeypatch.setenv(launch_protocol.STOP_SIGNAL, text)
     with pytest.raises(
         dt.errors.ConfigError, match=r"DTRAIN_STOP_SIGNAL must be the number of a signal that a process can handle"
@@ -224,7 +224,7 @@ def reporting(rank, *, folder):
         return [info.rank, os.getpid(), said]
 
 
-def test_ranks_report_what_they_do(tmp_path, monkeypatch):
+def test_ranks_report_their_activities(tmp_path, monkeypatch):
     monkeypatch.setattr(heartbeats, "_MIN_INTERVAL_S", 0.0)
     read, write = os.pipe()
     os.set_blocking(read, False)
@@ -256,7 +256,7 @@ def test_ranks_report_what_they_do(tmp_path, monkeypatch):
         }
 
 
-def test_a_failed_rank_does_not_say_that_it_waits_for_the_others(tmp_path):
+def test_failed_rank_does_not_report_leaving(tmp_path):
     read, write = os.pipe()
     try:
         codes, _ = endings(put_back_after_an_exception, 1, tmp_path, **{launch_protocol.HEARTBEAT_FD: str(write)})

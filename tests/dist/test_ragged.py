@@ -1,4 +1,4 @@
-"""Rows of ranks that have different numbers of them: none lost, none added, in the order that was asked for."""
+"""Gathers of different numbers of rows per rank: complete, and in the requested order."""
 
 from __future__ import annotations
 
@@ -166,14 +166,14 @@ def complaint(case: str) -> str:
         ("nothing", "no rank has any rows", "ConfigError: all_gather_ragged: no rank has any rows"),
     ],
 )
-def test_what_cannot_be_gathered_is_refused_on_all_ranks(ranks, case, own, others):
+def test_invalid_rows_are_refused_on_all_ranks(ranks, case, own, others):
     first, second = ranks(2).run(complaint, case)
     assert own in second
     assert others in first
 
 
 @pytest.mark.parametrize("order", [torch.ones(2), torch.ones(2, 1, dtype=torch.int64), torch.arange(3)])
-def test_an_order_that_is_none_is_refused(order):
+def test_invalid_order_is_refused(order):
     with pytest.raises(ConfigError, match=r"order must be \[n\] whole numbers|the same number of rows"):
         all_gather_ragged(torch.ones(2), order=order)
 

@@ -1,4 +1,4 @@
-"""One number or tensor out of one on every rank."""
+"""reduce_sum, reduce_mean and reduce_max of numbers and tensors."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_one_process_needs_no_groups(reduce):
         ([1.0], "x must be a tensor or a number, got list"),
     ],
 )
-def test_what_cannot_be_reduced_is_refused(reduce, x, message):
+def test_unsupported_tensors_are_refused(reduce, x, message):
     with pytest.raises(ConfigError, match=f"{reduce.__name__}: {message}"):
         reduce(x)
 

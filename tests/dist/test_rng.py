@@ -59,7 +59,7 @@ def test_draws_digest_differs_where_the_next_numbers_do():
 
 @pytest.mark.parametrize("before", [0, 1, 2, 3])
 @pytest.mark.parametrize("inside", [0, 1, 2])
-def test_kept_randomness_goes_back_whatever_was_drawn_before_and_since(before, inside):
+def test_snapshot_restores_generators_after_any_draws(before, inside):
     """NumPy keeps the second of a pair of normal numbers apart, where a look at its words does not see it."""
     seed_all(5)
     RNGSnapshot()
@@ -76,7 +76,7 @@ def test_kept_randomness_goes_back_whatever_was_drawn_before_and_since(before, i
 
 
 @pytest.mark.parametrize("before", [0, 1, 3], ids="after {} numpy normals".format)
-def test_a_block_that_draws_from_a_seed_leaves_the_generators_as_they_were(before):
+def test_fork_rng_restores_the_generators(before):
     def begin() -> None:
         seed_all(1)
         np.random.randn(before)

@@ -1,4 +1,4 @@
-"""TensorFloat-32 by an explicit call, and back."""
+"""use_tf32 sets torch's switches and restores the previous settings."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_switches_are_set_and_undone():
     assert switches() == [False, True, "highest"]
 
 
-def test_a_call_that_changes_nothing_leaves_a_finer_choice_of_torchs_alone():
+def test_call_without_change_keeps_a_finer_setting_of_torch():
     torch.set_float32_matmul_precision("medium")
     assert use_tf32(use_tf32()).matmul
     assert switches()[2] == "medium"

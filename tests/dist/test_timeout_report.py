@@ -1,4 +1,4 @@
-"""A collective that fails names the ranks that did not come: late, stopped, killed, or gone after an error."""
+"""Errors of failed collectives name the missing ranks: late, stopped, killed, or gone after an error."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_rank_that_dies_while_groups_are_opened_is_named(forked, monkeypatch):
 
 
 def errors_of_rank_1() -> list:
-    """What a block raises on its own account on one rank, with a lookout that would blame the other."""
+    """Return local errors that a block raises on rank 1. No error may name the other rank."""
     if get_dist_info().rank == 0:
         for _ in range(5):
             with report_missing_ranks("step"):
@@ -189,7 +189,7 @@ def same_mistake() -> str:
     return "no error"
 
 
-def test_a_mistake_that_all_ranks_make_blames_nobody(ranks):
+def test_equal_mistake_of_all_ranks_names_no_missing_rank(ranks):
     assert ranks(2).run(same_mistake) == ["RuntimeError: Invalid scalar type"] * 2
 
 
@@ -198,7 +198,7 @@ def test_without_other_ranks_nothing_is_watched():
         _ = 1 / 0
 
 
-def test_errors_of_torchs_communication_are_told_by_class_and_place():
+def test_collective_errors_are_recognized_by_class_and_module():
     assert is_collective_error(dist.DistNetworkError("x"))
     assert not is_collective_error(RuntimeError("Connection closed by peer"))
     assert not is_collective_error(DistError("ours"))
@@ -232,7 +232,7 @@ def test_errors_of_torchs_communication_are_told_by_class_and_place():
         ({"waits_s": dict.fromkeys(range(4), 0.1)}, None),
     ],
 )
-def test_the_message_follows_from_what_the_store_knows(given, text):
+def test_message_follows_from_the_contents_of_the_store(given, text):
     line = format_missing_ranks("w", world_size=4, timeout_s=10, **{"notes": {}, **given})
     assert line is None if text is None else line.startswith(text)
 

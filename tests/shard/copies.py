@@ -56,7 +56,7 @@ def whole_batch(step: int) -> dict[str, torch.Tensor]:
 
 
 def part(step: int, sizes: Sequence[int], start: int, stop: int) -> dict[str, torch.Tensor]:
-    """What the ranks from ``start`` to ``stop`` have of a batch."""
+    """Return the part of a batch that belongs to the ranks from ``start`` to ``stop``."""
     return {key: value[sum(sizes[:start]) : sum(sizes[:stop])] for key, value in whole_batch(step).items()}
 
 

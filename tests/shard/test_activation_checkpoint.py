@@ -188,7 +188,7 @@ def test_a_sharded_model_has_the_same_gradients_buffers_and_random_numbers(ranks
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_it_has_them_with_every_option_whatever_its_units(ranks, strategy):
+def test_every_option_supports_every_unit(ranks, strategy):
     check_sharded(ranks, strategy, BEFORE, ("blocks", "some blocks"))
     check_sharded(ranks, strategy, [kind for kind in BEFORE if kind not in POLICIES], ("units inside",))
 
@@ -233,7 +233,7 @@ def test_awkward_models_have_the_gradient_of_one_process(ranks, strategy):
 
 
 def saved_bytes(net: nn.Module) -> int:
-    """What autograd holds after a forward, without parameters; each storage once."""
+    """Return the bytes that autograd holds after a forward, without parameters, each storage once."""
     held = {}
     own = {p.untyped_storage().data_ptr() for p in net.parameters()}
 
@@ -362,6 +362,6 @@ def test_random_numbers_of_the_process_go_on_as_without_it():
         (lambda net: again(compiled(net)), "blocks are compiled already. Call checkpoint_activations before compile_blocks"),
     ],
 )
-def test_what_cannot_be_done_is_refused(call, message):
+def test_invalid_options_are_refused(call, message):
     with pytest.raises(ConfigError, match=message):
         call(made(Quiet))

@@ -1,4 +1,4 @@
-"""What the options take off the peak of a step, counted by the memory budget."""
+"""Peaks of a step with each option, counted by the memory budget."""
 
 import gc
 
@@ -60,7 +60,7 @@ def measured() -> dict[str, list[int | bool]]:
     return found
 
 
-def test_the_peak_falls_by_what_is_computed_again(ranks):
+def test_peak_falls_by_recomputed_activations(ranks):
     for found in ranks(2).run(measured):
         for none, second, matmuls, every, same in found.values():
             assert same

@@ -61,7 +61,7 @@ def alone(rank: int, size: int = 4, samples: int = 4) -> dict[str, list]:
 SAMPLES = [4, 4]
 
 
-def test_broadcast_takes_those_of_rank_0(ranks):
+def test_broadcast_uses_the_buffers_of_rank_0(ranks):
     first, second = ranks(2).run(trained, "broadcast", SAMPLES, 4)
     expected = alone(0)
     for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "seen", "table"):
@@ -99,7 +99,7 @@ def traffic(model: str) -> list:
     return [[r.op, r.bytes] for r in seen.select(op="broadcast")]
 
 
-def test_only_modules_whose_buffers_changed_are_sent_in_one_piece(ranks):
+def test_only_changed_modules_are_sent_in_one_collective(ranks):
     # running_mean, running_var: 12 bytes each, num_batches_tracked: 8; seen: 8, table: 12, flags: 3 of the same module
     assert ranks(2).run(traffic, "odd")[0] == [["broadcast", 12 + 12 + 8 + 8 + 12 + 3]]
     assert ranks(2).run(traffic, "linear")[0] == []

@@ -1,4 +1,4 @@
-"""How far ahead units are gathered, and through what: the same gradients and the same number of collectives."""
+"""CommConfig: gradients and the number of collectives do not depend on prefetching and groups."""
 
 from collections import Counter
 
@@ -90,7 +90,7 @@ class Unit(FSDPModule, nn.Module):
         ({"backward_prefetch": 2}, None, [[0], [0], [1, 0], [2, 1]]),
     ],
 )
-def test_units_are_told_their_neighbours(options, forward, backward):
+def test_units_prefetch_their_neighbors(options, forward, backward):
     blocks = [Unit(nn.Linear(2, 2)) for _ in range(3)]
     model = Unit(*blocks)
     home.apply_comm_config(model, plan_wrapping(model, lambda name, module: module in blocks, ()), CommConfig(**options))
@@ -111,12 +111,12 @@ def test_units_are_told_their_neighbours(options, forward, backward):
         ({"symmetric_memory": True, "reduce_buffers": 2}, "Leave reduce_buffers at 1"),
     ],
 )
-def test_values_that_mean_nothing_are_refused(options, message):
+def test_invalid_fields_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         CommConfig(**options)
 
 
-def test_what_this_device_does_not_have_is_refused():
+def test_options_that_the_device_lacks_are_refused():
     with pytest.raises(ConfigError, match="symmetric_memory needs CUDA, got a cpu mesh"):
         check_comm_config(CommConfig(symmetric_memory=True), "cpu")
     with pytest.raises(ConfigError, match="comm_config must be a CommConfig or None, got 3"):
@@ -131,7 +131,7 @@ def test_what_this_device_does_not_have_is_refused():
         ("set_symm_mem_for_comm", {"symmetric_memory": True}, "symmetric_memory"),
     ],
 )
-def test_what_this_torch_does_not_have_is_refused(monkeypatch, call, options, name):
+def test_options_that_torch_lacks_are_refused(monkeypatch, call, options, name):
     monkeypatch.delattr(FSDPModule, call)  # as in an older one
     with pytest.raises(ConfigError, match=f"has no {name}. Use a newer torch, or leave {name} out"):
         check_comm_config(CommConfig(**options), "cuda")

@@ -38,7 +38,7 @@ ROUTES = {  # what is done before sharding, and after it
 
 @pytest.fixture(autouse=True)
 def forget():
-    """What was compiled in other tests counts towards dynamo's limits."""
+    """Reset the compiler, because code compiled in other tests counts towards dynamo's limits."""
     torch._dynamo.reset()
 
 
@@ -207,7 +207,7 @@ def test_without_a_run_folder_the_environment_is_left_alone(monkeypatch):
         ),
     ],
 )
-def test_what_cannot_be_compiled_is_refused(call, message):
+def test_unsupported_blocks_are_refused(call, message):
     with pytest.raises(ConfigError, match=message):
         call()
 

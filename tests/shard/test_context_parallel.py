@@ -153,5 +153,5 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("case", "message"), REFUSED, ids=[case for case, _ in REFUSED])
-def test_what_cannot_be_cut_is_refused(ranks, case, message):
+def test_invalid_arguments_are_refused(ranks, case, message):
     assert ranks(2).run(refused, case) == [f"context_parallel: {message}"] * 2

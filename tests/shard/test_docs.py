@@ -1,4 +1,4 @@
-"""docs/parallelism.md: what it shows is code that runs."""
+"""docs/parallelism.md: the code runs."""
 
 import re
 from pathlib import Path

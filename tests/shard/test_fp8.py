@@ -101,7 +101,7 @@ def test_parameters_keep_their_identity():
         ),
     ],
 )
-def test_what_is_refused_anywhere(call: Callable[[], Any], message):
+def test_invalid_arguments_are_refused_on_any_device(call: Callable[[], Any], message):
     with pytest.raises(ConfigError, match=message):
         call()
 

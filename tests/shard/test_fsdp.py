@@ -1,4 +1,4 @@
-"""shard_model: one path for both strategies; replicas start equal; what cannot be right is refused on all ranks."""
+"""shard_model: strategies, equal replicas, and invalid arguments, which raise on all ranks."""
 
 import pytest
 import torch
@@ -76,7 +76,7 @@ def without_sync() -> list:
     return full(shard_model(net, build_mesh(), sync=False).weight).tolist()
 
 
-def test_without_sync_every_rank_keeps_what_it_has(ranks):
+def test_without_sync_every_rank_keeps_its_values(ranks):
     assert ranks(2).run(without_sync) == [[[0.0, 0.0], [1.0, 1.0]]] * 2
 
 
@@ -227,7 +227,7 @@ def test_refusals_are_the_same_line_on_all_ranks(ranks, case, message):
         ),
     ],
 )
-def test_what_one_rank_refuses_is_an_error_on_all(ranks, case, own, others):
+def test_error_of_one_rank_raises_on_all_ranks(ranks, case, own, others):
     first, second = ranks(2).run(refused, case)
     assert others in first
     assert own in second
@@ -260,7 +260,7 @@ def test_output_dtype_is_that_of_the_root_alone(ranks):
 
 
 def gathered_after_forward(strategy: str) -> list[bool]:
-    """Whether a block and the root still hold their gathered parameters after a forward."""
+    """Return True for a block and for the root that hold gathered parameters after a forward."""
     net = shard_model(model(), build_mesh(), strategy=strategy, blocks=(Block,))
     net(torch.ones(2, 5))
     return [not hasattr(net[at].inner.weight if at == 1 else net[at].weight, "full_tensor") for at in (1, 0)]

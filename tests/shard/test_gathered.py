@@ -1,4 +1,4 @@
-"""Forwards outside of a step leave gathered copies of parameters, and a record of what ran: no step may build on either."""
+"""Forwards outside of a step leave unsharded parameters and a record of units, which no step may use."""
 
 import pytest
 import torch
@@ -41,7 +41,7 @@ def step(state: TrainState) -> TrainState:
 
 
 def plain_outputs(steps: int) -> list[torch.Tensor]:
-    """What torch alone computes after each step."""
+    """Return the outputs of plain torch after each step."""
     net, whole, found = make(NAME), batch(NAME, WEIGHTS), []
     optimizer = torch.optim.SGD(net.parameters(), lr=LR)
     for _ in range(steps):
@@ -76,7 +76,7 @@ def with_a_look_in_between(strategy: str, grad: bool, by_hand: bool) -> list[flo
 @pytest.mark.parametrize("by_hand", [False, True], ids=["optimizer_step", "by hand"])
 @pytest.mark.parametrize("grad", [False, True], ids=["no_grad", "grad"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_update_is_seen_by_the_next_forward_whatever_ran_before_it(ranks, strategy, grad, by_hand):
+def test_forward_after_an_update_uses_the_updated_parameters(ranks, strategy, grad, by_hand):
     for errors in ranks(2).run(with_a_look_in_between, strategy, grad, by_hand):
         assert max(errors) <= 1e-12
 
@@ -135,7 +135,7 @@ def one_rank_alone(strategy: str) -> float:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_what_one_rank_ran_alone_leaves_no_trace_in_the_next_step(ranks, strategy):
+def test_forward_of_one_rank_alone_does_not_change_the_next_step(ranks, strategy):
     assert max(ranks(2).run(one_rank_alone, strategy)) <= 1e-12
 
 

@@ -1,4 +1,4 @@
-"""What a step sends: counted, with bytes; and what FSDP2 would reduce wrongly without a word."""
+"""Collectives of a step, with bytes, and gradients that FSDP2 alone would reduce wrongly without an error."""
 
 from functools import partial
 
@@ -80,7 +80,7 @@ UNITS = BLOCKS + 1
 
 
 def padded(world: int) -> int:
-    """What the whole model is in a collective: every tensor's rows are padded to a multiple of the ranks."""
+    """Return the bytes of the whole model in a collective, with the rows of every tensor padded to a multiple of the ranks."""
     up = lambda n: -(-n // world) * world  # noqa: E731
     block = up(9) * DIM + up(9) + up(DIM) * 9 + up(DIM)
     return 8 * (BLOCKS * block + up(4) * DIM + up(4))
@@ -111,7 +111,7 @@ def expected(strategy: str, accumulate: str, microbatches: int) -> dict[str, lis
 @pytest.mark.parametrize("microbatches", [1, 2, 8])
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
-def test_a_step_sends_what_its_strategy_implies_and_no_more(ranks, strategy, accumulate, microbatches):
+def test_step_issues_the_collectives_of_its_strategy_only(ranks, strategy, accumulate, microbatches):
     for found in ranks(4).run(traffic, strategy, accumulate, microbatches):
         assert found == expected(strategy, accumulate, microbatches)
 
@@ -194,7 +194,7 @@ def forked_on_one_rank() -> bool:
     return net.fork.never.weight.grad is None
 
 
-def test_a_parameter_that_nobody_uses_has_no_gradient_on_one_rank_either(ranks):
+def test_parameter_unused_on_all_ranks_has_no_gradient(ranks):
     assert ranks(1).run(forked_on_one_rank) == [True]
 
 
@@ -279,7 +279,7 @@ def test_units_that_a_rank_skips_count_as_zero(ranks, strategy, accumulate):
 
 
 def skipped_in_the_first_step(strategy: str) -> str:
-    """What the first step of a run says, if one rank skips units in it."""
+    """Return the error of the first step of a run if one rank skips units."""
     net = shard_model(choosing(), mesh_of(strategy), strategy=strategy, blocks=BLOCKS_OF_CHOOSING)
     step = compose_step(chosen_loss, [auto_microbatch()])
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.01))

@@ -125,7 +125,7 @@ def test_initial_weights_do_not_depend_on_the_mesh(ranks, alone, world_size, str
         assert result == alone
 
 
-def test_everything_is_what_construction_would_have_made(alone):
+def test_values_equal_the_values_of_construction(alone):
     built = values(Net())
     assert alone.keys() == built.keys()
     for name in ("rotary.table", "scale.scale", "scale.mask", "norm.running_var", "mixer.out_proj.bias", "mixer.in_proj_bias"):
@@ -195,7 +195,7 @@ class Misleading(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Nobody, Half, lambda: Forgetful(4, base=2.0), lambda: Misleading(8)])
-def test_what_nothing_initialises_is_an_error_by_name(kind):
+def test_uninitialized_tensors_are_an_error_by_name(kind):
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), kind()))
     name = "1.weight" if isinstance(model[1], Nobody) else "1.table"
     with pytest.raises(ConfigError, match=f"nothing initializes {name} \\(1 tensors\\). Write the tensors in reset_parameters"):
@@ -207,12 +207,12 @@ def test_uninitialised_memory_does_not_pass_for_a_value():
         materialize(on_meta(Junk), seed=0)
 
 
-def test_changing_what_a_child_drew_is_refused():
+def test_partial_write_of_a_child_tensor_is_refused():
     with pytest.raises(ConfigError, match=r"the initializer of 0 writes only a part of Linear.weight"):
         materialize(on_meta(lambda: nn.Sequential(Scales())), seed=0)
 
 
-def test_init_covers_what_the_module_does_not():
+def test_init_writes_tensors_without_reset_parameters():
     def init(module: nn.Module) -> None:
         if isinstance(module, Nobody):
             module.weight.fill_(2.0)
@@ -224,7 +224,7 @@ def test_init_covers_what_the_module_does_not():
     assert model[0].weight.eq(0).all()
 
 
-def test_tensors_that_are_not_on_meta_are_left_alone():
+def test_tensors_off_meta_do_not_change():
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)))
     real = nn.Parameter(torch.tensor([[1.0, 2.0], [3.0, 4.0]]))
     model[0].weight = real
@@ -352,13 +352,13 @@ class Applied(nn.Module):
 
 
 @pytest.mark.parametrize(("make", "name"), [(ZeroOut, "out.weight"), (lambda: ZeroLinear(3, 3), "weight")])
-def test_what_was_written_again_while_the_model_was_made_is_an_error_by_name(make, name):
+def test_repeated_writes_of_construction_are_an_error_by_name(make, name):
     message = rf" {name} \(1 tensors\) were written again after their reset_parameters during construction. The meta"
     with pytest.raises(ConfigError, match=message):
         materialize(on_meta(make), seed=0)
 
 
-def test_what_a_module_around_has_written_is_an_error_in_a_sharded_model(ranks):
+def test_write_of_a_parent_is_an_error_in_a_sharded_model(ranks):
     assert ranks(2).run(zero_out_sharded) == ["materialize: 0.out.weight"] * 2
 
 
@@ -375,7 +375,7 @@ def test_zeros_that_reset_parameters_writes_again_are_there():
     assert not materialize(on_meta(ZeroOutAgain), seed=0).out.weight.any()
 
 
-def test_an_init_that_was_applied_twice_is_believed():
+def test_init_that_was_applied_twice_is_accepted():
     assert materialize(on_meta(Applied), seed=0, init=wide_init).part[0].weight.std() > 2
 
 
@@ -397,7 +397,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_what_was_written_after_the_initialiser_of_the_whole_model_is_told_by_name(bias):
+def test_writes_after_the_initializer_of_the_whole_model_warn_by_name(bias):
     told = r"materialize: branches.0.out.weight, branches.1.out.weight \(2 tensors\) were written again"
     with pytest.warns(UserWarning, match=told):
         materialize(on_meta(lambda: Residual(bias)), seed=0, init=wide_init)
@@ -424,7 +424,7 @@ def scaled() -> dict[str, list]:
     return {name: value.full_tensor().tolist() for name, value in model.named_parameters()}
 
 
-def test_an_initialiser_that_is_a_method_writes_what_is_below_a_module(ranks):
+def test_initializer_method_writes_tensors_of_descendants(ranks):
     two, one = ranks(2).run(scaled)[0], ranks(1).run(scaled)[0]
     assert two == one
     for name, value in two.items():

@@ -1,4 +1,4 @@
-"""Models of every awkward kind under every strategy: the gradient is that of one process with the plain model."""
+"""Gradients of unusual models under every strategy equal those of the plain model in one process."""
 
 import pytest
 import torch

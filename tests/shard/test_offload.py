@@ -1,4 +1,4 @@
-"""Tensors on their way to host memory and back, and shards that live there."""
+"""Offload of activations and of parameters to host memory."""
 
 import gc
 
@@ -30,7 +30,7 @@ X = torch.randn(4, 8)
 
 
 def taken(offloader: ActivationOffloader, module: nn.Module, run) -> tuple[list[bool], Tensor]:
-    """Whether each tensor that ``run`` saved was taken, in order; and its result."""
+    """Return True for each tensor saved by ``run`` that was offloaded, in order; and the result of ``run``."""
     found: list[bool] = []
     put = offloader._pack
 
@@ -89,7 +89,7 @@ def test_a_tensor_comes_back_as_it_was(make):
     assert back.dtype == tensor.dtype
 
 
-def test_what_was_put_before_is_fetched_ahead():
+def test_previously_offloaded_tensors_are_fetched_ahead():
     offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     tensors = [offloader._pack(torch.full((4,), float(at)), set()) for at in range(6)]
     tensors[5].fetch()

@@ -69,7 +69,7 @@ def short(dtype: torch.dtype) -> str:
 
 
 def seen_dtypes(strategy: str, precision: Precision, accumulate: str) -> dict[str, str]:
-    """Where each dtype of a step shows: compute, sums over ranks, buffers, output, and what is stored."""
+    """Return the dtypes of a step: compute, sums over ranks, buffers, output and storage."""
     net = sharded(strategy, precision, accumulate=accumulate)
     seen: dict[str, str] = {}
     net.first.linear.register_forward_hook(lambda module, args, out: seen.update(param=short(out.dtype)))
@@ -146,7 +146,7 @@ def test_a_preset_is_a_row_of_the_table():
         (lambda: Precision.preset("PURE", "fp32"), "Precision.preset: low must be 'bf16' or 'fp16', got 'fp32'"),
     ],
 )
-def test_values_that_are_refused(make, message):
+def test_invalid_values_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 

@@ -164,7 +164,7 @@ def collectives_by_part(root: bool, strategy: str, most: int) -> list[list[str]]
 
 @pytest.mark.parametrize("root", [True, False], ids=["root with parameters", "root without"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_a_step_issues_the_same_collectives_whatever_is_skipped(ranks, strategy, root, request):
+def test_step_issues_equal_collectives_for_any_skipped_units(ranks, strategy, root, request):
     most = 5 if request.config.getoption("--slow") else 2  # one of the units that have a gradient must be left
     assert ranks(2).run(collectives_by_part, root, strategy, most, timeout_s=CAP_S) == [[], []]
 

@@ -1,4 +1,4 @@
-"""Whole parameters out of shards, and back."""
+"""full_params and unshard_params."""
 
 import pytest
 import torch

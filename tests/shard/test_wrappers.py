@@ -1,4 +1,4 @@
-"""What others put around modules or the whole model: gradients, names and layout are those of the plain model."""
+"""Wrappers of modules or of the whole model: gradients, names and layout equal those of the plain model."""
 
 import pytest
 import torch

@@ -109,7 +109,7 @@ def test_frozen_and_left_out_parameters_may_have_other_dtypes(blocks):
         (Listed, ("rows",), (), "blocks selects 'rows', a ParameterList without forward. Select its submodules."),
     ],
 )
-def test_what_cannot_be_cut_is_refused(model, blocks, ignored_params, message):
+def test_invalid_arguments_are_refused(model, blocks, ignored_params, message):
     with pytest.raises(ConfigError, match=message):
         plan_wrapping(model(), blocks, ignored_params)
 

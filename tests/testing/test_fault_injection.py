@@ -259,7 +259,7 @@ def test_calls_of_several_threads_are_counted_once_each():
         ({"seconds": float("inf")}, "inject_fault: seconds must be a finite number at least 0, got inf. Or use 'stop'"),
     ],
 )
-def test_what_cannot_be_right_is_refused_in_one_line(arguments, message):
+def test_invalid_arguments_are_refused_in_one_line(arguments, message):
     with pytest.raises(ConfigError, match=message) as caught, inject_fault(**{"action": "raise", "at": "write", **arguments}):
         pass
     assert "\n" not in str(caught.value)

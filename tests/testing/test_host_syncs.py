@@ -35,7 +35,7 @@ ONES = torch.ones(3)
         ("repeat_interleave", lambda: ONES.repeat_interleave(torch.tensor([1, 2, 1]))),
     ],
 )
-def test_what_waits_is_counted_once_and_named(what, call):
+def test_each_wait_is_counted_once_with_its_caller(what, call):
     with count_host_syncs() as seen:
         call()
     assert [found.kind for found in seen.calls] == [what]
@@ -84,7 +84,7 @@ def test_writing_a_tensor_through_a_mask_is_counted_and_filling_with_a_number_is
     assert [found.kind for found in seen.calls] == ["index_put", "index_put"]
 
 
-def test_what_does_not_wait_is_not_counted():
+def test_calls_without_a_wait_are_not_counted():
     with count_host_syncs() as seen:
         ONES.to("cpu")
         ONES.to(torch.float64)

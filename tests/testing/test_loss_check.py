@@ -65,7 +65,7 @@ def test_random_numbers_of_the_loss_pass_with_a_larger_tolerance():
     ],
     ids=["mean", "weight", "contrastive", "aux"],
 )
-def test_what_does_not_add_up_is_refused(loss, message):
+def test_losses_that_do_not_add_up_are_refused(loss, message):
     with pytest.raises(ConfigError, match=message):
         check_loss_fn(loss, net(), BATCH)
 

@@ -229,7 +229,7 @@ def spend(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> None
     optimizer.step()
 
 
-def test_wherever_a_step_fails_nothing_of_it_remains():
+def test_failed_step_frees_its_memory():
     """The budget is lowered to fail at the first allocation of a step, then at the next level, and so on through all phases."""
     model, x = mlp()
     phases, spare = set(), 0
@@ -454,12 +454,12 @@ def test_another_thread_has_no_budget():
         ([10], {"rank": 0}, "Leave out rank"),
     ],
 )
-def test_a_budget_that_cannot_be_right_is_refused(given, options, message):
+def test_invalid_budget_is_refused(given, options, message):
     with pytest.raises(ConfigError, match=message), memory_budget(given, **options):
         pass
 
 
-def test_a_limit_that_cannot_be_right_is_refused():
+def test_invalid_limit_is_refused():
     budget = MemoryBudget(10)
     with pytest.raises(ConfigError, match=r"got 2\.5"):
         budget.limit = 2.5

@@ -120,7 +120,7 @@ def give_a_tensor() -> torch.Tensor:
     return torch.ones(2)
 
 
-def test_what_json_cannot_hold_is_refused_on_the_way_in_and_out(ranks):
+def test_arguments_and_results_that_are_not_plain_are_refused(ranks):
     with pytest.raises(ConfigError, match=r"run_ranks: describe: args must be plain data .*Tensor is not JSON serializable"):
         ranks(1).run(describe, torch.ones(2))
     with pytest.raises(
@@ -238,7 +238,7 @@ def raise_at_once(rank: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_the_others_are_ended_at_once_when_a_rank_raises(tmp_path, rank):
+def test_error_of_a_rank_ends_the_other_ranks_at_once(tmp_path, rank):
     with pytest.raises(RankError, match="ValueError: at once"):
         run_ranks(raise_at_once, 2, rank, str(tmp_path), timeout_s=600)
     pids = os.listdir(tmp_path)
@@ -315,7 +315,7 @@ def test_no_process_outlives_a_caller_that_is_killed(tmp_path):
                 os.kill(int(name.split("-")[0]), signal.SIGKILL)
 
 
-def test_ranks_that_nobody_closed_let_the_interpreter_exit(tmp_path):
+def test_interpreter_exits_with_open_ranks(tmp_path):
     process = caller(tmp_path, "kept = Ranks(1); print(kept.run(test_ranks.describe, 'a'))")
     try:
         assert process.wait(120) == 0
