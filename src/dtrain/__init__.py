@@ -61,9 +61,9 @@ if TYPE_CHECKING:
     from dtrain.monitors.reduce_metrics import reduce_metrics as reduce_metrics
     from dtrain.run.run_dir import Run as Run
     from dtrain.run.run_dir import open_run as open_run
-    from dtrain.shard.comm_config import CommConfig as CommConfig
     from dtrain.shard.compile import compile_blocks as compile_blocks
     from dtrain.shard.describe import describe as describe
+    from dtrain.shard.fsdp import CommConfig as CommConfig
     from dtrain.shard.fsdp import shard_model as shard_model
     from dtrain.shard.materialize import materialize as materialize
     from dtrain.shard.precision import Precision as Precision

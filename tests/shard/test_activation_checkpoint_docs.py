@@ -9,10 +9,9 @@ import pytest
 
 from dtrain.dist.mesh import build_mesh
 from dtrain.shard.activation_checkpoint import checkpoint_activations, offload_activations
-from dtrain.shard.comm_config import CommConfig
 from dtrain.shard.compile import compile_blocks
 from dtrain.shard.describe import describe
-from dtrain.shard.fsdp import shard_model
+from dtrain.shard.fsdp import CommConfig, shard_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "memory.md").read_text()
 FUNCTIONS = {

@@ -11,9 +11,8 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
-from dtrain.shard import comm_config as home
-from dtrain.shard.comm_config import CommConfig, check_comm_config
-from dtrain.shard.fsdp import shard_model
+from dtrain.shard import fsdp as home
+from dtrain.shard.fsdp import CommConfig, check_comm_config, shard_model
 from dtrain.shard.wrapping import plan_wrapping
 from dtrain.state import init_state
 from dtrain.step.microbatch_step import microbatch_step
@@ -93,7 +92,7 @@ class Unit(FSDPModule, nn.Module):
 def test_units_prefetch_their_neighbors(options, forward, backward):
     blocks = [Unit(nn.Linear(2, 2)) for _ in range(3)]
     model = Unit(*blocks)
-    home.apply_comm_config(model, plan_wrapping(model, lambda name, module: module in blocks, ()), CommConfig(**options))
+    home._apply_comm_config(model, plan_wrapping(model, lambda name, module: module in blocks, ()), CommConfig(**options))
     units = [model, *blocks]
     for kind, expected in (("forward", forward), ("backward", backward)):
         told = [unit.told.get(kind) for unit in units]

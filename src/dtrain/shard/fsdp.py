@@ -5,8 +5,8 @@ Methods other than ``forward`` that compute with parameters (``forward_methods``
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MethodType
 from typing import Any, Literal, NoReturn, cast, get_args
@@ -18,15 +18,13 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain import spans
-from dtrain.arguments import check_choice
+from dtrain.arguments import check_choice, check_int
 from dtrain.dist.collectives import raise_if_any_failed
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import axis_size, data_rank, data_shape, get_mesh, tp_rank
 from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError
-from dtrain.fqn import modules_by_fqn
 from dtrain.shard.buffers import attach_buffer_sync, broadcast_params_and_buffers, check_same_model
-from dtrain.shard.comm_config import CommConfig, apply_comm_config, check_comm_config
 from dtrain.shard.fsdp2_private import init_root, is_in_forward, units_of
 from dtrain.shard.grad_sync import attach_grad_sync
 from dtrain.shard.meta_writes import record_write_counts
@@ -34,6 +32,48 @@ from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, separa
 from dtrain.shard.tensor_parallel import TensorParallelPlan, apply_tp_plan, format_tp_plan, resolve_tp_plan
 from dtrain.shard.wrapping import Blocks, IgnoredParams, WrapPlan, plan_wrapping
 from dtrain.state import Accumulate, Buffers, ShardSpec, Strategy, attach_spec, get_spec
+
+ReduceGroup = Literal["shared", "own"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommConfig:
+    """Prefetching and process groups of a sharded model's collectives. Results do not depend on the configuration.
+
+    FSDP2 frees memory in the order of the computation, so at most the prefetched units are unsharded besides the current unit.
+
+    Args:
+        forward_prefetch: units gathered ahead in forward. 0 starts each gather when the unit is called, which on a GPU is well
+            before the computation. Raise the number if the host does not run ahead.
+        backward_prefetch: units gathered ahead in backward. 1 is FSDP2's default, in reverse order of forward. 0 needs the
+            least memory and waits for each unit. Larger numbers follow the order of modules in the model.
+        reduce_group: ``"own"`` creates a process group for gradient reductions, which then overlap with gathers (torch 2.13 and
+            newer).
+        reduce_buffers: gradient buffers in flight; more than 1 keeps backward from waiting for the last reduction (torch 2.13
+            and newer).
+        symmetric_memory: if True, gather through NCCL's symmetric memory (CUDA only).
+
+    Example:
+        comm_config = dt.CommConfig(backward_prefetch=2, reduce_group="own")
+        model = dt.shard_model(model, mesh, blocks=(Block,), comm_config=comm_config)
+
+    Raises:
+        ConfigError: a field has an invalid value.
+    """
+
+    forward_prefetch: int = 0
+    backward_prefetch: int = 1
+    reduce_group: ReduceGroup = "shared"
+    reduce_buffers: int = 1
+    symmetric_memory: bool = False
+
+    def __post_init__(self) -> None:
+        for name, least in (("forward_prefetch", 0), ("backward_prefetch", 0), ("reduce_buffers", 1)):
+            check_int("CommConfig", name, getattr(self, name), minimum=least)
+        check_choice("CommConfig", "reduce_group", self.reduce_group, get_args(ReduceGroup))
+        check_choice("CommConfig", "symmetric_memory", self.symmetric_memory, (True, False))
+        if self.symmetric_memory and self.reduce_buffers > 1:
+            raise ConfigError("CommConfig: symmetric_memory has one buffer per reduction. Leave reduce_buffers at 1.")
 
 
 @spans.timed("setup")
@@ -110,8 +150,8 @@ def shard_model(
     try:
         _check_types(model, mesh, precision)
         resolved = _check_options(model, mesh, strategy, accumulate, buffers)
-        wrap_plan = plan_wrapping(model, blocks, ignored_params, separate_units=separate_units(model, precision))
-        check_forward_methods(model, forward_methods, wrap_plan)
+        separate = separate_units(model, precision)
+        wrap_plan = plan_wrapping(model, blocks, ignored_params, separate_units=separate, forward_methods=forward_methods)
         planned_modules = resolve_tp_plan(model, tp_plan, mesh)
         resolved_comm = check_comm_config(comm_config, mesh.device_type)
         check_choice("shard_model", "offload", offload, ("params", None))
@@ -126,7 +166,7 @@ def shard_model(
     broadcast_params_and_buffers(model, get_dist_info().device, sync=sync)
     fsdp_mesh = apply_tp_plan(model, planned_modules, _fsdp_mesh(mesh, resolved), wrap_plan.ignored_params)
     _apply_fully_shard(model, fsdp_mesh, wrap_plan, precision or Precision(), resolved, offload)
-    apply_comm_config(model, wrap_plan, resolved_comm)
+    _apply_comm_config(model, wrap_plan, resolved_comm)
     index, count = data_rank(mesh)
     spec = ShardSpec(
         strategy=resolved,
@@ -143,7 +183,7 @@ def shard_model(
     attach_spec(model, spec)
     attach_grad_sync(model, spec)
     attach_buffer_sync(model, spec)
-    register_forward_methods(model, forward_methods)
+    _register_forward_methods(wrap_plan.forward_methods)
     init_root(model)
     _forbid_deepcopy(model)
     return model
@@ -243,7 +283,7 @@ def _apply_fully_shard(
             policy = precision.stored_dtype_policy(stored)
         else:
             # Blocks return tensors of their compute dtype.
-            policy = dataclasses.replace(policy, output_dtype=None)
+            policy = replace(policy, output_dtype=None)
         shard(list(modules), mp_policy=policy, reshard_after_forward=reshard)
         assigned.update(id(param) for module in modules for param in module.parameters())
     for unit in units_of(model):
@@ -270,40 +310,9 @@ def _raise_on_deepcopy(module: nn.Module, memo: object) -> NoReturn:
     )
 
 
-def check_forward_methods(model: nn.Module, forward_methods: Sequence[str], wrap_plan: WrapPlan) -> None:
-    """Check that each method exists and belongs to a unit.
-
-    Raises:
-        ConfigError: a method does not exist, or its module is not a unit.
-    """
-    if (
-        isinstance(forward_methods, str)
-        or not isinstance(forward_methods, Sequence)
-        or not all(isinstance(path, str) for path in forward_methods)
-    ):
-        example = forward_methods if isinstance(forward_methods, str) else "encode"
-        raise ConfigError(
-            f"shard_model: forward_methods must be a sequence of names, got {forward_methods!r}. "
-            f"Pass for example forward_methods=({example!r},)."
-        )
-    units = {id(module) for modules in wrap_plan.units for module in modules}
-    for path in forward_methods:
-        owner, name = _resolve_method(model, path)
-        if not callable(getattr(owner, name, None)):
-            raise ConfigError(
-                f"shard_model: forward_methods names {path!r}, but {type(owner).__name__} has no method {name!r}."
-            )
-        if id(owner) not in units:
-            block = path.rpartition(".")[0]
-            raise ConfigError(
-                f"shard_model: forward_methods names {path!r}, but {block!r} is not a unit. Add {block!r} to blocks."
-            )
-
-
-def register_forward_methods(model: nn.Module, forward_methods: Sequence[str]) -> None:
+def _register_forward_methods(forward_methods: Iterable[tuple[nn.Module, str]]) -> None:
     """Unshard parameters around these methods. Mutates: the owning modules (one attribute each)."""
-    for path in forward_methods:
-        owner, name = _resolve_method(model, path)
+    for owner, name in forward_methods:
         assert isinstance(owner, FSDPModule)
         method = getattr(owner, name)
         register_fsdp_forward_method(owner, name)
@@ -322,11 +331,60 @@ def _use_plain_inside_forward(plain_method: Any, unsharding_method: Any) -> Any:
     return method
 
 
-def _resolve_method(model: nn.Module, path: str) -> tuple[nn.Module, str]:
-    prefix, _, name = path.rpartition(".")
-    if not prefix:
-        return model, name
-    owner = dict(modules_by_fqn(model, include_duplicates=True)).get(prefix)
-    if owner is None:
-        raise ConfigError(f"shard_model: forward_methods names {path!r}, but the model has no module {prefix!r}.")
-    return owner, name
+def check_comm_config(comm_config: object, device_type: str) -> CommConfig:
+    """Return ``comm_config``, or the default for None.
+
+    Raises:
+        ConfigError: a value of another type, or an option that this torch or device does not support.
+    """
+    if comm_config is None:
+        return CommConfig()
+    if not isinstance(comm_config, CommConfig):
+        raise ConfigError(
+            f"shard_model: comm_config must be a CommConfig or None, got {comm_config!r}. "
+            "Pass for example dt.CommConfig(backward_prefetch=2)."
+        )
+    if comm_config.symmetric_memory and device_type != "cuda":
+        raise ConfigError(f"shard_model: symmetric_memory needs CUDA, got a {device_type} mesh. Leave symmetric_memory out.")
+    for used, method, name in (
+        (comm_config.reduce_group == "own", "set_separate_reduce_scatter_group", "reduce_group='own'"),
+        (comm_config.reduce_buffers > 1, "set_reduce_scatter_max_input_buffers", "reduce_buffers"),
+        (comm_config.symmetric_memory, "set_symm_mem_for_comm", "symmetric_memory"),
+    ):
+        if used and not hasattr(FSDPModule, method):
+            raise ConfigError(f"shard_model: torch {torch.__version__} has no {name}. Use a newer torch, or leave {name} out.")
+    return comm_config
+
+
+def _apply_comm_config(model: nn.Module, wrap_plan: WrapPlan, comm_config: CommConfig) -> None:
+    """Apply ``comm_config`` to the units of a sharded model.
+
+    Mutates: FSDP2's units. Collective: with ``reduce_group="own"``, makes a process group.
+    """
+    assert isinstance(model, FSDPModule)
+    units = _units_in_model_order(model, wrap_plan)
+    forward, backward = comm_config.forward_prefetch, comm_config.backward_prefetch
+    for index, unit in enumerate(units):
+        if forward:
+            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + forward])
+        if backward == 0:
+            # The unit itself is unsharded already. An empty list would select FSDP2's default.
+            unit.set_modules_to_backward_prefetch([unit])
+        elif backward > 1:
+            unit.set_modules_to_backward_prefetch(units[max(0, index - backward) : index][::-1] or [unit])
+        if comm_config.symmetric_memory:
+            unit.set_symm_mem_for_comm()
+    if comm_config.reduce_group == "own":
+        model.set_separate_reduce_scatter_group()
+    if comm_config.reduce_buffers > 1:
+        model.set_reduce_scatter_max_input_buffers(comm_config.reduce_buffers)
+
+
+def _units_in_model_order(model: nn.Module, wrap_plan: WrapPlan) -> list[FSDPModule]:
+    """Return the first module of each unit in the order of the model, which is the order of most forwards."""
+    unit_of = {id(module): index for index, modules in enumerate(wrap_plan.units) for module in modules}
+    first: dict[int, FSDPModule] = {}
+    for module in model.modules():
+        if id(module) in unit_of and isinstance(module, FSDPModule):
+            first.setdefault(unit_of[id(module)], module)
+    return list(first.values())

@@ -31,14 +31,21 @@ class WrapPlan:
     Args:
         units: modules of each unit, innermost unit first, the model last; a unit of several modules holds tied parameters.
         ignored_params: parameters that every rank keeps unsharded, by name.
+        forward_methods: further methods that compute with parameters: owning module and name.
     """
 
     units: tuple[tuple[nn.Module, ...], ...]
     ignored_params: dict[str, Tensor]
+    forward_methods: tuple[tuple[nn.Module, str], ...] = ()
 
 
 def plan_wrapping(
-    model: nn.Module, blocks: Blocks, ignored_params: IgnoredParams, *, separate_units: Iterable[nn.Module] = ()
+    model: nn.Module,
+    blocks: Blocks,
+    ignored_params: IgnoredParams,
+    *,
+    separate_units: Iterable[nn.Module] = (),
+    forward_methods: Sequence[str] = (),
 ) -> WrapPlan:
     """Divide ``model`` into units. Modules in ``separate_units`` are always units.
 
@@ -47,7 +54,8 @@ def plan_wrapping(
 
     Raises:
         ConfigError: an entry of ``blocks`` or ``ignored_params`` without a match, a module without ``forward``, a parameter
-            that the root ties to a parameter of a block, or a unit with trainable parameters of several dtypes.
+            that the root ties to a parameter of a block, a unit with trainable parameters of several dtypes, or an entry of
+            ``forward_methods`` that does not exist or whose module is no unit.
     """
     ignored = _select_ignored_params(model, ignored_params)
     selected = list({id(module): module for module in (*select_blocks(model, blocks), *separate_units)}.values())
@@ -55,7 +63,9 @@ def plan_wrapping(
     single, joint = _join_tied_modules(model, selected, ignored_ids)
     units = [*((module,) for module in single), *joint]
     _check_dtypes(model, units, ignored_ids)
-    return WrapPlan(units=(*_order_innermost_first(model, units), (model,)), ignored_params=ignored)
+    ordered = (*_order_innermost_first(model, units), (model,))
+    methods = tuple(_resolve_forward_methods(model, forward_methods, ordered))
+    return WrapPlan(units=ordered, ignored_params=ignored, forward_methods=methods)
 
 
 def _select_ignored_params(model: nn.Module, ignored_params: IgnoredParams) -> dict[str, Tensor]:
@@ -219,3 +229,30 @@ def _order_innermost_first(model: nn.Module, units: list[tuple[nn.Module, ...]])
             "submodule, or name it in ignored_params."
         )
     yield from (units[index] for index in order.static_order())
+
+
+def _resolve_forward_methods(
+    model: nn.Module, paths: Sequence[str], units: Iterable[Sequence[nn.Module]]
+) -> Iterator[tuple[nn.Module, str]]:
+    """Yield owner and name of each method. Raise ``ConfigError`` unless the method exists and its owner is a unit."""
+    if isinstance(paths, str) or not isinstance(paths, Sequence) or not all(isinstance(path, str) for path in paths):
+        example = paths if isinstance(paths, str) else "encode"
+        raise ConfigError(
+            f"shard_model: forward_methods must be a sequence of names, got {paths!r}. "
+            f"Pass for example forward_methods=({example!r},)."
+        )
+    modules = dict(modules_by_fqn(model, include_duplicates=True))
+    unit_ids = {id(module) for unit in units for module in unit}
+    for path in paths:
+        block, _, name = path.rpartition(".")
+        owner = modules.get(block) if block else model
+        if owner is None:
+            problem = f"the model has no module {block!r}."
+        elif not callable(getattr(owner, name, None)):
+            problem = f"{type(owner).__name__} has no method {name!r}."
+        elif id(owner) not in unit_ids:
+            problem = f"{block!r} is not a unit. Add {block!r} to blocks."
+        else:
+            yield owner, name
+            continue
+        raise ConfigError(f"shard_model: forward_methods names {path!r}, but {problem}")
