@@ -157,8 +157,8 @@ def test_an_allocation_beyond_the_budget_fails_and_is_dropped():
         assert torch.zeros(15).nbytes == 60, "to the byte"
     assert is_out_of_memory(refused.value)
     assert str(refused.value) == (
-        "CPU out of memory. Tried to allocate 80 bytes. The memory budget of rank 0 is 100 bytes, of which 60 bytes is free; "
-        "its tensors hold 40 bytes, at most 40 bytes."
+        "CPU out of memory. Tried to allocate 80 B. The memory budget of rank 0 is 100 B, of which 60 B is free; "
+        "its tensors hold 40 B, at most 40 B."
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from typing import overload
+from typing import TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -15,15 +15,13 @@ from dtrain.dist.collectives import all_gather_numbers, check_rank
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError
 
+TensorOrNumber = TypeVar("TensorOrNumber", Tensor, float)
+
 
 @overload
-def reduce_sum(x: Tensor, dst: None = None) -> Tensor: ...
+def reduce_sum(x: TensorOrNumber, dst: None = None) -> TensorOrNumber: ...
 @overload
-def reduce_sum(x: float, dst: None = None) -> float: ...
-@overload
-def reduce_sum(x: Tensor, dst: int) -> Tensor | None: ...
-@overload
-def reduce_sum(x: float, dst: int) -> float | None: ...
+def reduce_sum(x: TensorOrNumber, dst: int) -> TensorOrNumber | None: ...
 def reduce_sum(x: Tensor | float, dst: int | None = None) -> Tensor | float | None:
     """Sum ``x`` over all ranks.
 
@@ -52,13 +50,9 @@ def reduce_sum(x: Tensor | float, dst: int | None = None) -> Tensor | float | No
 
 
 @overload
-def reduce_mean(x: Tensor, dst: None = None) -> Tensor: ...
+def reduce_mean(x: TensorOrNumber, dst: None = None) -> TensorOrNumber: ...
 @overload
-def reduce_mean(x: float, dst: None = None) -> float: ...
-@overload
-def reduce_mean(x: Tensor, dst: int) -> Tensor | None: ...
-@overload
-def reduce_mean(x: float, dst: int) -> float | None: ...
+def reduce_mean(x: TensorOrNumber, dst: int) -> TensorOrNumber | None: ...
 def reduce_mean(x: Tensor | float, dst: int | None = None) -> Tensor | float | None:
     """Average ``x`` over all ranks, each rank counted once; see ``reduce_sum``.
 
@@ -87,13 +81,9 @@ def reduce_mean(x: Tensor | float, dst: int | None = None) -> Tensor | float | N
 
 
 @overload
-def reduce_max(x: Tensor, dst: None = None) -> Tensor: ...
+def reduce_max(x: TensorOrNumber, dst: None = None) -> TensorOrNumber: ...
 @overload
-def reduce_max(x: float, dst: None = None) -> float: ...
-@overload
-def reduce_max(x: Tensor, dst: int) -> Tensor | None: ...
-@overload
-def reduce_max(x: float, dst: int) -> float | None: ...
+def reduce_max(x: TensorOrNumber, dst: int) -> TensorOrNumber | None: ...
 def reduce_max(x: Tensor | float, dst: int | None = None) -> Tensor | float | None:
     """Return the elementwise maximum of ``x`` over all ranks; see ``reduce_sum``. NaN on any rank gives NaN.
 

@@ -29,11 +29,18 @@ _TORCH_RETRY_S = 5.0
 
 
 def read_rank_from_env() -> dict[str, int]:
-    """Return rank and sizes from the launcher's environment; without a launcher, a world of one."""
-    env = os.environ
+    """Return rank and sizes from the launcher's environment; without a launcher, a world of one.
+
+    If the user has opened a default group, the rank is that of the group, and an environment that disagrees is refused.
+    """
+    env = dict(os.environ)
     if dist.is_initialized():
-        return _rank_in_open_group()
-    if launch_protocol.RANK not in env and launch_protocol.WORLD_SIZE not in env:
+        for name, value in ((launch_protocol.RANK, dist.get_rank()), (launch_protocol.WORLD_SIZE, dist.get_world_size())):
+            if env.setdefault(name, str(value)) != str(value):
+                raise ConfigError(
+                    f"init_dist: {name} must match the open process group ({value}), got {env[name]}. Unset the variable."
+                )
+    elif launch_protocol.RANK not in env and launch_protocol.WORLD_SIZE not in env:
         return {"rank": 0, "world_size": 1, "local_rank": 0, "local_world_size": 1, "node_rank": 0}
     for name in (launch_protocol.RANK, launch_protocol.WORLD_SIZE):
         if name not in env:
@@ -59,23 +66,6 @@ def read_rank_from_env() -> dict[str, int]:
         "local_world_size": local_world,
         "node_rank": node,
     }
-
-
-def _rank_in_open_group() -> dict[str, int]:
-    """Return the rank in a default group that the user has opened. Refuse an environment that disagrees with the group."""
-    rank, world = dist.get_rank(), dist.get_world_size()
-    for name, value in ((launch_protocol.RANK, rank), (launch_protocol.WORLD_SIZE, world)):
-        if os.environ.get(name, str(value)) != str(value):
-            raise ConfigError(
-                f"init_dist: {name} must match the open process group ({value}), got {os.environ[name]}. Unset the variable."
-            )
-    local = (
-        int(os.environ.get(name, value))
-        for name, value in ((launch_protocol.LOCAL_RANK, rank), (launch_protocol.LOCAL_WORLD_SIZE, world))
-    )
-    local_sizes = dict(zip(("local_rank", "local_world_size"), local, strict=True))
-    node_rank = int(os.environ.get(launch_protocol.NODE_RANK, "0"))
-    return {"rank": rank, "world_size": world, **local_sizes, "node_rank": node_rank}
 
 
 def read_stop_signals() -> list[int]:

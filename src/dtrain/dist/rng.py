@@ -10,7 +10,6 @@ import ctypes
 import hashlib
 import os
 import random
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -210,19 +209,18 @@ def _read_numpy_state() -> Any:
     return _NUMPY_CACHE.state
 
 
-def fork_rng(seed: int) -> AbstractContextManager[None]:
-    """Seed Python, NumPy and torch (CPU) with ``seed`` inside of a context, and restore their states afterwards.
+class fork_rng:
+    """Context manager that seeds Python, NumPy and torch (CPU), and restores their states at exit.
 
     Takes about 25 microseconds if NumPy is used only inside of such contexts.
 
+    Args:
+        seed: seed of the generators inside of the context.
+
     Mutates: the global generators of Python, NumPy and torch (CPU), inside of the context.
     """
-    return _ForkedRNG(seed)
 
-
-class _ForkedRNG:
-    """Context manager of ``fork_rng``. A class, because a generator function would double the time per batch."""
-
+    # A class with a verb as name, because a generator function would double the time per batch.
     __slots__ = ("_numpy", "_python", "_seed", "_torch")
 
     def __init__(self, seed: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 
@@ -50,6 +50,23 @@ class StepCounts:
     rng_mismatch: tuple[int, int] | None = None
     equal_batches: bool | None = None
     same_plan: bool = True
+
+
+class _ForwardRecord(NamedTuple):
+    """Record that a rank sends before forward, as float64. ``rng_hash`` is sent only if ranks share a batch."""
+
+    samples: float
+    tokens: float
+    microbatches: float
+    batch_code: float
+    late_failure: float
+    elapsed_s: float
+    has_error: float
+    loss_terms_hash: float
+    stop_signal: float
+    batch_hash: float
+    plan_digest: float
+    rng_hash: float = 0.0
 
 
 def sync_before_forward(
@@ -110,48 +127,61 @@ def sync_before_forward(
         preemption.record(stop, run_key=run_key, step=step)
         position = None if batch_info is None else _sync_position([batch_info.encode()], batch_info)
         return StepCounts(samples=samples, tokens=tokens, microbatches=microbatches, position=position, seconds=elapsed_s)
-    code = 0 if batch_info is None else batch_info.encode()
-    mine = [samples, tokens, microbatches, code, late, elapsed_s, error is not None, _hash_values(loss_terms), stop]
-    mine += [batch_hash, plan_digest]
-    rows = _all_gather_record([*mine, rng_hash] if ranks_per_batch > 1 else mine)
-    columns = list(zip(*rows, strict=True))
-    preemption.record(int(max(columns[8])), run_key=run_key, step=step)
+    mine = _ForwardRecord(
+        samples=samples,
+        tokens=tokens,
+        microbatches=microbatches,
+        batch_code=0 if batch_info is None else batch_info.encode(),
+        late_failure=late,
+        elapsed_s=elapsed_s,
+        has_error=error is not None,
+        loss_terms_hash=_hash_values(loss_terms),
+        stop_signal=stop,
+        batch_hash=batch_hash,
+        plan_digest=plan_digest,
+        rng_hash=rng_hash,
+    )
+    records = [_ForwardRecord(*row) for row in _all_gather_record(mine if ranks_per_batch > 1 else mine[:-1])]
+    preemption.record(int(max(record.stop_signal for record in records)), run_key=run_key, step=step)
     if error is not None:
         raise error
-    _raise_reported_errors(rows, nonfinite_limit)
-    position = _sync_position([int(code) for code in columns[3]], batch_info)
-    if not any(columns[0]):
+    _raise_reported_errors(records, nonfinite_limit)
+    position = _sync_position([int(record.batch_code) for record in records], batch_info)
+    if not any(record.samples for record in records):
         raise StepError(
             "step: no rank has a sample in this batch. Skip the step if a batch may be empty on all ranks, or end the loop."
         )
-    rng_mismatch = _check_shared_batches(rows, ranks_per_batch)
+    rng_mismatch = _check_shared_batches(records, ranks_per_batch)
+    # One record for each batch.
+    batches = records[::ranks_per_batch]
     return StepCounts(
-        samples=int(sum(columns[0][::ranks_per_batch])),
-        tokens=int(sum(columns[1][::ranks_per_batch])),
-        microbatches=int(max(columns[2])),
+        samples=int(sum(record.samples for record in batches)),
+        tokens=int(sum(record.tokens for record in batches)),
+        microbatches=int(max(record.microbatches for record in records)),
         position=position,
-        seconds=rows[0][5],
+        seconds=records[0].elapsed_s,
         rng_hash=rng_hash,
         rng_mismatch=rng_mismatch,
-        equal_batches=_all_equal(columns[9][::ranks_per_batch]),
-        same_plan=len(set(columns[10])) == 1,
+        equal_batches=_all_equal([record.batch_hash for record in batches]),
+        same_plan=len({record.plan_digest for record in records}) == 1,
     )
 
 
-def _raise_reported_errors(rows: Sequence[Sequence[float]], nonfinite_limit: int) -> None:
+def _raise_reported_errors(records: Sequence[_ForwardRecord], nonfinite_limit: int) -> None:
     """Raise the errors that some rank has reported for its batch or for an earlier step, on all ranks."""
-    failed = [rank for rank, row in enumerate(rows) if row[6]]
+    failed = [rank for rank, record in enumerate(records) if record.has_error]
     if failed:
         raise PeerError(
-            f"step: rank {failed[0]} could not use its batch ({len(failed)} of {len(rows)} ranks). See the error of that rank."
+            f"step: rank {failed[0]} could not use its batch ({len(failed)} of {len(records)} ranks). "
+            "See the error of that rank."
         )
-    different = [rank for rank, row in enumerate(rows) if row[7] != rows[0][7]]
+    different = [rank for rank, record in enumerate(records) if record.loss_terms_hash != records[0].loss_terms_hash]
     if different:
         raise StepError(
             f"step: the weight_fn of rank {different[0]} gives weights of other terms than the weight_fn of rank 0. Return the "
             "same names on all ranks."
         )
-    late = [row[4] for row in rows if row[4]]
+    late = [record.late_failure for record in records if record.late_failure]
     if late and max(late) > 0:
         raise NonFiniteError(_diverged_message(int(min(code for code in late if code > 0)) - 1, nonfinite_limit))
     if late:
@@ -207,18 +237,19 @@ def _sync_position(codes: Sequence[int], batch_info: BatchInfo | None) -> EpochP
     return batch_info.end if len(known) == len(codes) else None
 
 
-def _check_shared_batches(rows: Sequence[Sequence[float]], ranks_per_batch: int) -> tuple[int, int] | None:
+def _check_shared_batches(records: Sequence[_ForwardRecord], ranks_per_batch: int) -> tuple[int, int] | None:
     """Refuse ranks that share a batch but have different sizes. Return two ranks with different RNG states, or None."""
     mismatch = None
-    for rank, row in enumerate(rows) if ranks_per_batch > 1 else ():
-        first = rank - rank % ranks_per_batch
-        if row[:2] != rows[first][:2]:
+    for rank, record in enumerate(records) if ranks_per_batch > 1 else ():
+        at = rank - rank % ranks_per_batch
+        first = records[at]
+        if (record.samples, record.tokens) != (first.samples, first.tokens):
             raise StepError(
-                f"step: ranks {first} and {rank} work on one batch together (cp, tp), but have {rows[first][0]:g} and "
-                f"{row[0]:g} samples, {rows[first][1]:g} and {row[1]:g} tokens. Build the loader with mesh=."
+                f"step: ranks {at} and {rank} work on one batch together (cp, tp), but have {first.samples:g} and "
+                f"{record.samples:g} samples, {first.tokens:g} and {record.tokens:g} tokens. Build the loader with mesh=."
             )
-        if row[11] != rows[first][11]:
-            mismatch = mismatch or (first, rank)
+        if record.rng_hash != first.rng_hash:
+            mismatch = mismatch or (at, rank)
     return mismatch
 
 
@@ -273,6 +304,17 @@ class BackwardSync:
     collective_indices: Sequence[int] = ()
 
 
+class _BackwardRecord(NamedTuple):
+    """Record that a rank sends after backward, as float64."""
+
+    unit_order: float
+    params_without_grad: float
+    changed_buffers: float
+    weights_mismatch: float
+    status: float
+    collective_index: float
+
+
 def sync_after_backward(
     *,
     unit_order: Sequence[int],
@@ -297,33 +339,35 @@ def sync_after_backward(
     Raises:
         StepError: ranks reduced different units, or a rank has a ``weights_mismatch``; on all ranks.
     """
-    rows = _all_gather_record(
-        [
-            _hash_values(unit_order),
-            _hash_values(params_without_grad),
-            _hash_values(changed_buffers),
-            weights_mismatch,
-            status,
-            collective_index,
-        ]
+    mine = _BackwardRecord(
+        unit_order=_hash_values(unit_order),
+        params_without_grad=_hash_values(params_without_grad),
+        changed_buffers=_hash_values(changed_buffers),
+        weights_mismatch=weights_mismatch,
+        status=status,
+        collective_index=collective_index,
     )
-    collective_indices = [int(row.pop()) for row in rows]
-    statuses = [RankStatus(int(row.pop())) for row in rows]
+    records = [_BackwardRecord(*row) for row in _all_gather_record(mine)]
+    statuses = [RankStatus(int(record.status)) for record in records]
     if any(status.failed for status in statuses):
-        return BackwardSync(statuses=statuses, collective_indices=collective_indices)
-    mismatched = [rank for rank, row in enumerate(rows) if row[3]]
+        return BackwardSync(statuses=statuses, collective_indices=[int(record.collective_index) for record in records])
+    mismatched = [rank for rank, record in enumerate(records) if record.weights_mismatch]
     if mismatched:
         raise StepError(
             f"step: on rank {mismatched[0]} the weights of the losses do not add up to what weight_fn said of the batch. Let "
             "the loss and weight_fn count the same things."
         )
-    different = [rank for rank, row in enumerate(rows) if row[0] != rows[0][0]]
+    first = records[0]
+    different = [rank for rank, record in enumerate(records) if record.unit_order != first.unit_order]
     if different:
         raise StepError(
             f"step: rank {different[0]} ran other units of the model than rank 0, or in another order, so their gradients do "
             "not belong together. Run the same blocks on all ranks in every microbatch."
         )
-    if all(row == rows[0] for row in rows):
+    if all(
+        (record.params_without_grad, record.changed_buffers) == (first.params_without_grad, first.changed_buffers)
+        for record in records
+    ):
         return BackwardSync(unused_params=params_without_grad, changed_buffers=changed_buffers, statuses=statuses)
     names = cast("list[list[list[str]]]", all_gather_json([list(params_without_grad), list(changed_buffers)]))
     without_grad = [set(params) for params, _ in names]

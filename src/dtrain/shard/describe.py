@@ -69,8 +69,8 @@ def _unit_rows(model: nn.Module) -> Iterable[tuple[str, ...]]:
 
 def _row(name: str, kind: str, tensors: Sequence[Tensor], *, computed: str, reduced: str) -> tuple[str, ...]:
     count = sum(tensor.numel() for tensor in tensors)
-    total = sum(tensor.numel() * tensor.elementformat_bytes() for tensor in tensors)
-    local = sum(to_local(tensor).numel() * tensor.elementformat_bytes() for tensor in tensors)
+    total = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    local = sum(to_local(tensor).numel() * tensor.element_size() for tensor in tensors)
     places = ", ".join(dict.fromkeys(describe_placement(tensor) for tensor in tensors))
     return (
         name,
