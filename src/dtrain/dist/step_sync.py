@@ -146,6 +146,13 @@ def sync_before_forward(
     if error is not None:
         raise error
     _raise_reported_errors(records, nonfinite_limit)
+    return _combine_records(records, batch_info, ranks_per_batch=ranks_per_batch, rng_hash=rng_hash)
+
+
+def _combine_records(
+    records: Sequence[_ForwardRecord], batch_info: BatchInfo | None, *, ranks_per_batch: int, rng_hash: int
+) -> StepCounts:
+    """Return the counts of all ranks. Mutates: the status of ``batch_info``."""
     position = _sync_position([int(record.batch_code) for record in records], batch_info)
     if not any(record.samples for record in records):
         raise StepError(
@@ -183,21 +190,18 @@ def _raise_reported_errors(records: Sequence[_ForwardRecord], nonfinite_limit: i
         )
     late = [record.late_failure for record in records if record.late_failure]
     if late and max(late) > 0:
-        raise NonFiniteError(_diverged_message(int(min(code for code in late if code > 0)) - 1, nonfinite_limit))
+        first = int(min(code for code in late if code > 0)) - 1
+        restart = f"load a checkpoint of step {first - 1} or before" if first else "start again"
+        raise NonFiniteError(
+            f"step: the loss was infinite or NaN in {nonfinite_limit} steps in a row, from step {first} on. The updates have "
+            f"spoiled the parameters, so {restart}, then lower the learning rate, clip, or look at the batches. "
+            "dt.transforms.nonfinite skips such updates, and changes the number of steps that stops the run."
+        )
     if late:
         raise StepError(
             "step: an earlier step had weight 0 on all ranks together, or a weight that differs from weight_fn, so its mean "
             "loss is undefined. Look for masked batches."
         )
-
-
-def _diverged_message(first: int, nonfinite_limit: int) -> str:
-    restart = f"load a checkpoint of step {first - 1} or before" if first else "start again"
-    return (
-        f"step: the loss was infinite or NaN in {nonfinite_limit} steps in a row, from step {first} on. The updates have "
-        f"spoiled the parameters, so {restart}, then lower the learning rate, clip, or look at the batches. "
-        "dt.transforms.nonfinite skips such updates, and changes the number of steps that stops the run."
-    )
 
 
 def _all_equal(hashes: Sequence[float]) -> bool | None:
