@@ -165,8 +165,8 @@ def init_dist(
     Example:
         with dt.init_dist() as info:
             mesh = dt.build_mesh()
-            model, spec = dt.shard_model(build_model().to(info.device), mesh)
-            train(model, spec)
+            model = dt.shard_model(build_model(), mesh, blocks=(Block,))
+            train(model)
 
     Raises:
         ConfigError: a contradictory environment, an unavailable device, or a device or backend that differs from the open

@@ -55,7 +55,7 @@ def build_mesh(*, dp_replicate: int = 1, dp_shard: int = -1, cp: int = 1, tp: in
     Example:
         with dt.init_dist() as info:
             mesh = dt.build_mesh(dp_shard=-1, tp=2)
-            model, spec = dt.shard_model(build_model(), mesh)
+            model = dt.shard_model(build_model(), mesh, blocks=(Block,), tp_plan=PLAN)
 
     Raises:
         ConfigError: degrees that do not multiply to the world size.
