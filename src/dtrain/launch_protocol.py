@@ -168,14 +168,19 @@ def interrupted_file(run_dir: Path) -> Path:
     return run_dir / "failures" / "interrupted"
 
 
+def hang_folder(run_dir: Path) -> Path:
+    """Return the folder of the records that ranks and launchers write when the launcher asks."""
+    return run_dir / "hang"
+
+
 def stacks_file(run_dir: Path, rank: int) -> Path:
     """Return the file to which ``rank`` writes the Python stacks of its threads when the launcher asks."""
-    return run_dir / "hang" / f"rank-{rank:05d}.stacks"
+    return hang_folder(run_dir) / f"rank-{rank:05d}.stacks"
 
 
 def flight_record_file(run_dir: Path, rank: int) -> Path:
     """Return the file to which ``rank`` writes its last collectives when the launcher asks."""
-    return run_dir / "hang" / f"rank-{rank:05d}.json"
+    return hang_folder(run_dir) / f"rank-{rank:05d}.json"
 
 
 def rank_environment(

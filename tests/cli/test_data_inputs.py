@@ -8,8 +8,8 @@ import os
 
 import pytest
 
+from dtrain.cli.data import select_columns
 from dtrain.cli.data_inputs import find_inputs, read_samples
-from dtrain.cli.data_options import select_columns
 from dtrain.errors import ConfigError, DataError
 
 ROWS = [{"text": "eins", "label": 1}, {"text": "zw\u2028ei \u00e9", "label": 2}]

@@ -184,7 +184,10 @@ MISTAKES = {
     "an empty URL": ([""], "URL must not be empty. Name the folder of shards."),
     "no folder": (["nope"], ""),
     "nothing there": (["empty"], ""),
-    "an unknown format": (["shards", "--format", "hdf5"], "--format must be one of mds, parquet, jsonl, text, tar, got 'hdf5'"),
+    "an unknown format": (
+        ["shards", "--format", "hdf5"],
+        "--format must be 'mds', 'parquet', 'jsonl', 'text' or 'tar', got 'hdf5'",
+    ),
     "another format": (["shards", "--format", "tar"], ""),
     "a number": (["shards", "--head", "few"], "--head must be an integer of at least 0, got 'few'"),
 }

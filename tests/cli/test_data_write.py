@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from dtrain import storage
-from dtrain.cli.data_options import parse_columns, parse_size
+from dtrain.arguments import format_bytes
+from dtrain.cli.data import parse_columns
 from dtrain.data.stream.sharded_dataset import ShardedDataset
-from dtrain.errors import ConfigError
 
 ROWS = [{"text": f"row {i} \u00e9", "label": i} for i in range(40)]
 
@@ -89,8 +89,6 @@ def test_documents_become_windows_of_tokens(data, here):
 
 
 def found_bytes(folder):
-    from dtrain.cli.output import format_bytes
-
     return format_bytes(sum(os.path.getsize(f"{folder}/{name}") for name in os.listdir(folder) if name != "index.json"))
 
 
@@ -172,8 +170,11 @@ MISTAKES = {
     "no source": (["nope.jsonl", "out"], "no such file or folder: 'nope.jsonl'. Check the path."),
     "an empty out": (["rows.jsonl", ""], "OUT must not be empty. Name the new folder or URL."),
     "out is a file": (["rows.jsonl", "rows.jsonl"], "OUT 'rows.jsonl' is a file. Name a new folder or URL."),
-    "kind": (["rows.jsonl", "out", "--from", "xml"], "--from must be one of jsonl, csv, tsv, parquet, lines, documents, "),
-    "format": (["rows.jsonl", "out", "--format", "hdf5"], "--format must be one of mds, parquet, jsonl, text, tar, got 'hdf5'"),
+    "kind": (["rows.jsonl", "out", "--from", "xml"], "--from must be 'jsonl', 'csv', 'tsv', 'parquet', 'lines', 'documents', "),
+    "format": (
+        ["rows.jsonl", "out", "--format", "hdf5"],
+        "--format must be 'mds', 'parquet', 'jsonl', 'text' or 'tar', got 'hdf5'",
+    ),
     "compression": (["rows.jsonl", "out", "--compression", "rar"], "compression 'rar' is unknown; known: "),
     "level": (["rows.jsonl", "out", "--compression", "zstd:99"], "compression 'zstd:99': the level of zstd must be 1 to 22"),
     "hash": (["rows.jsonl", "out", "--hash", "crc"], "hash 'crc' is unknown; known: "),
@@ -181,7 +182,7 @@ MISTAKES = {
         ["rows.jsonl", "out", "--hash", "md5,,"],
         "--hash must be different names with commas between, or none, got 'md5,,'",
     ),
-    "size": (["rows.jsonl", "out", "--size-limit", "big"], "--size-limit must be a size as in 64MiB or 100MB, got 'big'"),
+    "size": (["rows.jsonl", "out", "--size-limit", "big"], "--size-limit must be a size such as 512MiB or 5GB, got 'big'"),
     "columns": (["rows.jsonl", "out", "--columns", "a,,b"], "--columns must be NAME or NAME:ENCODING with commas between, got"),
     "encoding": (["rows.jsonl", "out", "--columns", "text:utf9"], "column 'text': encoding 'utf9' is unknown; known: "),
     "a tokenizer alone": (["rows.jsonl", "out", "--tokenizer", "bytes"], "--tokenizer needs --concat N, too. "),
@@ -189,7 +190,7 @@ MISTAKES = {
     "an end alone": (["rows.jsonl", "out", "--end", "x"], "--end and --text need a tokenizer. Pass --tokenizer NAME"),
     "a window": (
         ["rows.jsonl", "out", "--tokenizer", "bytes", "--concat", "1"],
-        "--concat must be an integer of at least 2, got '1'",
+        "--concat must be an integer of at least 2, got 1",
     ),
     "windows of text": (
         ["rows.jsonl", "out", "--tokenizer", "bytes", "--concat", "8", "--format", "text"],
@@ -224,12 +225,6 @@ def test_a_sample_that_does_not_fit_is_one_line(data, here, content, args, expec
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith(f"dtrain: data: write: {expected}")
     assert not (here / "out" / "index.json").exists()
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1MB", "1e9", "5 XB"])
-def test_what_is_no_size_is_refused(text):
-    with pytest.raises(ConfigError, match="--size-limit must be a size as in 64MiB or 100MB, got"):
-        parse_size("--size-limit", text)
 
 
 def test_commas_of_a_shape_do_not_end_a_column():

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from dtrain.cli.env_checks import RULES, check_machine
+from dtrain.cli.env import RULES, check_machine
 from dtrain.cli.env_facts import MachineFacts, Package, TorchBuild
 from dtrain.cli.machine import CpuCores, Gpu, Gpus, Hardware, HostMemory, NetworkInterface
 

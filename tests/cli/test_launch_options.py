@@ -11,7 +11,9 @@ import sys
 
 import pytest
 
+from dtrain.cli.launch_options import parse_nproc
 from dtrain.cli.main import run
+from dtrain.errors import ConfigError
 from dtrain.launch import launcher
 from dtrain.launch.launch_plan import LaunchPlan, NodeLayout
 
@@ -170,23 +172,40 @@ REFUSED = {
     "command that cannot be run": (["-c", "./good.py"], "'./good.py' cannot be run as a program. "),
     "command in this folder": (["-c", "good.py"], "'good.py' cannot be run as a program. Name it as ./good.py "),
     "folder as a command": (["-c", "package"], "'package' is a folder. "),
-    "grace": (["--grace", "-1", "good.py"], "--grace must be from 0 to 86400 seconds, got -1. "),
-    "grace in words": (["--grace", "nan", "good.py"], "--grace must be from 0 to 86400 seconds, got nan. "),
-    "hang of no time": (["--hang-timeout", "0", "good.py"], "--hang-timeout must be more than 0 and at most 604800 seconds"),
-    "hang in words": (["--hang-timeout", "5m", "good.py"], "--hang-timeout must be a number of seconds, got '5m'. Use 600"),
-    "join": (["--join-timeout", "nan", "good.py"], "--join-timeout must be more than 0"),
-    "restarts": (["--max-restarts", "-1", "good.py"], "--max-restarts must be from 0 to 1000, got '-1'. "),
-    "restarts in words": (["--max-restarts", "yes", "good.py"], "--max-restarts must be an integer, got 'yes'. "),
+    "grace": (["--grace", "-1", "good.py"], "--grace must be a finite number at least 0 and at most 86400, got -1.0. "),
+    "grace in words": (
+        ["--grace", "nan", "good.py"],
+        "--grace must be a finite number at least 0 and at most 86400, got nan. ",
+    ),
+    "hang of no time": (
+        ["--hang-timeout", "0", "good.py"],
+        "--hang-timeout must be a finite number above 0 and at most 604800, got 0.0",
+    ),
+    "hang in words": (
+        ["--hang-timeout", "5m", "good.py"],
+        "--hang-timeout must be a finite number above 0 and at most 604800, got '5m'. Use 600",
+    ),
+    "join": (
+        ["--join-timeout", "nan", "good.py"],
+        "--join-timeout must be a finite number above 0 and at most 604800, got nan. ",
+    ),
+    "restarts": (["--max-restarts", "-1", "good.py"], "--max-restarts must be an integer from 0 to 1000, got -1. "),
+    "restarts in words": (
+        ["--max-restarts", "yes", "good.py"],
+        "--max-restarts must be an integer from 0 to 1000, got 'yes'. ",
+    ),
     "preload and not": (["--preload", "torch", "--no-preload", "good.py"], "--preload and --no-preload exclude each other. "),
     "preload of no module": (["--preload", "torch,a/b", "good.py"], "--preload must be names of modules"),
     "signal": (["--stop-signal", "KILL", "good.py"], "--stop-signal must be TERM, USR1 or USR2, got 'KILL'. "),
     "number of a signal": (["--stop-signal", "9", "good.py"], "--stop-signal must be TERM, USR1 or USR2, got '9'. "),
-    "world size": (["--world_size", "two", "good.py"], "--world-size must be an integer, got 'two'. "),
-    "no world": (["--world-size", "0", "good.py"], "--world-size must be from 1 to 1000000, got 0. "),
+    "world size": (["--world_size", "two", "good.py"], "--world-size must be an integer from 1 to 1000000, got 'two'. "),
+    "no world": (["--world-size", "0", "good.py"], "--world-size must be an integer from 1 to 1000000, got 0. "),
     "world smaller than a node": (["-n", "8", "--world_size", "4", "good.py"], "-n 8 is more than all ranks"),
-    "node rank": (["--node-rank", "x", "good.py"], "--node-rank must be an integer, got 'x'. "),
-    "port": (["--master-port", "70000", "good.py"], "--master-port must be from 1 to 65535, got 70000. "),
-    "port in words": (["--master_port", "http", "good.py"], "--master-port must be an integer, got 'http'. "),
+    "node rank": (["--node-rank", "x", "good.py"], "--node-rank must be an integer from 0 to 4095, got 'x'. "),
+    "negative node rank": (["--node-rank", "-2", "good.py"], "--node-rank must be an integer from 0 to 4095, got -2. "),
+    "negative base rank": (["--base-rank", "-2", "good.py"], "--base-rank must be an integer from 0 to 1000000, got -2. "),
+    "port": (["--master-port", "70000", "good.py"], "--master-port must be an integer from 1 to 65535, got 70000. "),
+    "port in words": (["--master_port", "http", "good.py"], "--master-port must be an integer from 1 to 65535, got 'http'. "),
     "address with a port": (["--master-addr", "n0:29500", "good.py"], "--master-addr must be a host, got 'n0:29500'. "),
     "address of two words": (["--master-addr", "n0 n1", "good.py"], "--master-addr must be a host, got 'n0 n1'. "),
     "nodes": (["--nnodes", "many", "good.py"], "--nnodes must be N or MIN:MAX, got 'many'. "),
@@ -207,6 +226,12 @@ def test_wrong_value_is_one_line_and_leaves_nothing_behind(launch, here, given, 
     assert err.startswith(f"dtrain: launch: {message}")
     assert re.search(r"\. [A-Z]", err)
     assert sorted(os.listdir(here)) == before
+
+
+@pytest.mark.parametrize("text", ["", "x", "1.5", "1e3", "0x2", "²", "1_0", "9" * 30, "0", "-1", "257"])
+def test_number_of_ranks_is_a_decimal_integer_in_range(text):
+    with pytest.raises(ConfigError, match="-n must be an integer from 1 to 256"):
+        parse_nproc(text, gpus=0)
 
 
 def test_verbose_is_one_line_about_the_plan(launch):

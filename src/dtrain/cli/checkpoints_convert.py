@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dtrain import storage
+from dtrain.arguments import format_bytes
 from dtrain.cli.checkpoints_paths import AsJson, find_folder, find_step
-from dtrain.cli.output import ByteProgressBar, format_bytes, prefix_checkpoint_errors, print_json, print_table
-from dtrain.errors import ConfigError
+from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table
+from dtrain.errors import CheckpointError, ConfigError
 from dtrain.storage import AnyPath
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def convert(
     from dtrain.checkpoint.conversion.convert import convert
 
     formats: Any = {"to": to, "source_format": source_format}
-    with prefix_checkpoint_errors("convert"), ByteProgressBar("converting") as bar:
+    with prefix_errors("checkpoints: convert", CheckpointError), ByteProgressBar("converting") as bar:
         if not source or not out:
             raise ConfigError("convert: SRC and DST must not be empty. Name the checkpoint and the new folder.")
         result = convert(
@@ -132,7 +133,7 @@ def diff(
     from dtrain.checkpoint.conversion.diff import common_bytes, diff_tensors, diff_values
 
     paths = [_find_source(path) for path in (a, b)]
-    with prefix_checkpoint_errors("diff"):
+    with prefix_errors("checkpoints: diff", CheckpointError):
         (left, values), (right, other_values) = _open_both(paths, weights=weights or state is not None, state=state)
         with ByteProgressBar("comparing", common_bytes(left, right)) as bar:
             differences = [*diff_tensors(left, right, on_bytes_compared=bar.advance), *diff_values(values, other_values)]

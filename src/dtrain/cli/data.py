@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dtrain import storage
-from dtrain.cli.command_classes import GroupedCommand
+from dtrain.arguments import format_bytes, format_count
 from dtrain.cli.data_inputs import INPUT_KINDS, DataInput, find_inputs, read_samples
-from dtrain.cli.data_inspect import INSPECT_EXAMPLES as INSPECT_EXAMPLES
-from dtrain.cli.data_inspect import inspect
-from dtrain.cli.data_options import (
-    format_count,
-    infer_encodings,
-    iter_texts,
-    parse_choice,
-    parse_columns,
-    parse_data_count,
-    parse_names,
-    parse_size,
-    prefix_data_errors,
-    select_columns,
-)
-from dtrain.cli.output import ByteProgressBar, format_bytes, print_json
-from dtrain.errors import ConfigError, escape_unprintable
+from dtrain.cli.data_inspect import FORMATS, INSPECT_EXAMPLES, inspect
+from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json
+from dtrain.cli.parameters import GroupedCommand, choice, integer, option, size
+from dtrain.errors import ConfigError, DataError, escape_unprintable
 from dtrain.storage import AnyPath
 
 if TYPE_CHECKING:
@@ -40,78 +30,91 @@ dtrain data write 'corpus/*.txt' shards --from documents --tokenizer bytes --con
 dtrain data write table.csv shards --columns text,label:int --compression zstd
 """
 
-_READ_HEADING, _TOKENS_HEADING, _WRITE_HEADING = "Input", "Tokens for language models", "Output"
+_INPUT, _TOKENS, _OUTPUT = "Input", "Tokens for language models", "Output"
 _COMPRESSIONS = ("zstd", "gz", "bz2", "br", "snappy")
 
 
-def _option(heading: str, *spellings: str, help: str, metavar: str) -> Any:
-    return typer.Option(*spellings, help=help, metavar=metavar, rich_help_panel=heading, show_default=False)
+_option = partial(option, "data: write")
+
+Kind = Annotated[
+    str | None,
+    _option(
+        _INPUT,
+        "--from",
+        metavar="KIND",
+        help=f"{', '.join(INPUT_KINDS)}; inferred from the names by default.",
+        type=choice(*INPUT_KINDS),
+    ),
+]
+Columns = Annotated[
+    list[str] | None,
+    _option(
+        _INPUT,
+        "--columns",
+        metavar="NAMES",
+        help="Only these columns; with encodings as in text,label:int; may be repeated.",
+    ),
+]
+TokenizerName = Annotated[
+    str | None,
+    _option(_TOKENS, "--tokenizer", metavar="NAME", help="bytes, a tokenizer.json or its folder, or a name on the Hub."),
+]
+WindowSize = Annotated[
+    int | None,
+    _option(
+        _TOKENS,
+        "--concat",
+        metavar="N",
+        help="Tokens per window: documents are joined and split every N tokens.",
+        type=integer(2),
+    ),
+]
+EndToken = Annotated[
+    str | None,
+    _option(
+        _TOKENS, "--end", metavar="TOKEN", help="Token after each document; by default the tokenizer's own, none for bytes."
+    ),
+]
+TextColumn = Annotated[
+    str, _option(_TOKENS, "--text", metavar="COLUMN", help="Column with the text of documents; default text.")
+]
+Form = Annotated[
+    str,
+    _option(_OUTPUT, "--format", metavar="FORMAT", help="mds (default), parquet, jsonl, text or tar.", type=choice(*FORMATS)),
+]
+Compression = Annotated[
+    str | None,
+    _option(_OUTPUT, "--compression", metavar="NAME", help=f"{', '.join(_COMPRESSIONS)}, with a level as in zstd:7."),
+]
+Hashes = Annotated[
+    str, _option(_OUTPUT, "--hash", metavar="NAMES", help="Digests of each shard: xxh64 (default), sha256, ..., or none.")
+]
+SizeLimit = Annotated[
+    int,
+    _option(
+        _OUTPUT,
+        "--size-limit",
+        metavar="SIZE",
+        help="Size limit of a shard before compression; default 64MiB.",
+        type=size,
+    ),
+]
 
 
 def write(
     sources: Annotated[list[str], typer.Argument(metavar="SOURCE", help="Files, folders, 'patterns*' or URLs of them.")],
     out: Annotated[str, typer.Argument(metavar="OUT", help="The new folder, here or on a server.")],
-    kind: Annotated[
-        str | None,
-        _option(_READ_HEADING, "--from", metavar="KIND", help=f"{', '.join(INPUT_KINDS)}; inferred from the names by default."),
-    ] = None,
-    columns: Annotated[
-        list[str] | None,
-        _option(
-            _READ_HEADING,
-            "--columns",
-            metavar="NAMES",
-            help="Only these columns; with encodings as in text,label:int; may be repeated.",
-        ),
-    ] = None,
-    tokenizer: Annotated[
-        str | None,
-        _option(
-            _TOKENS_HEADING, "--tokenizer", metavar="NAME", help="bytes, a tokenizer.json or its folder, or a name on the Hub."
-        ),
-    ] = None,
-    concat: Annotated[
-        str | None,
-        _option(
-            _TOKENS_HEADING, "--concat", metavar="N", help="Tokens per window: documents are joined and split every N tokens."
-        ),
-    ] = None,
-    end: Annotated[
-        str | None,
-        _option(
-            _TOKENS_HEADING,
-            "--end",
-            metavar="TOKEN",
-            help="Token after each document; by default the tokenizer's own, none for bytes.",
-        ),
-    ] = None,
-    text: Annotated[
-        str, _option(_TOKENS_HEADING, "--text", metavar="COLUMN", help="Column with the text of documents; default text.")
-    ] = "text",
-    form: Annotated[
-        str, _option(_WRITE_HEADING, "--format", metavar="FORMAT", help="mds (default), parquet, jsonl, text or tar.")
-    ] = "mds",
-    compression: Annotated[
-        str | None,
-        _option(
-            _WRITE_HEADING, "--compression", metavar="NAME", help=f"{', '.join(_COMPRESSIONS)}, with a level as in zstd:7."
-        ),
-    ] = None,
-    hashes: Annotated[
-        str,
-        _option(
-            _WRITE_HEADING, "--hash", metavar="NAMES", help="Digests of each shard: xxh64 (default), sha256, ..., or none."
-        ),
-    ] = "xxh64",
-    size_limit: Annotated[
-        str,
-        _option(
-            _WRITE_HEADING, "--size-limit", metavar="SIZE", help="Size limit of a shard before compression; default 64MiB."
-        ),
-    ] = "64MiB",
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON object, for programs.", rich_help_panel=_WRITE_HEADING)
-    ] = False,
+    kind: Kind = None,
+    columns: Columns = None,
+    tokenizer: TokenizerName = None,
+    concat: WindowSize = None,
+    end: EndToken = None,
+    text: TextColumn = "text",
+    form: Form = "mds",
+    compression: Compression = None,
+    hashes: Hashes = "xxh64",
+    size_limit: SizeLimit = 64 * 2**20,
+    as_json: Annotated[bool, _option(_OUTPUT, "--json", help="Print one JSON object, for programs.")] = False,
 ) -> int:
     """Write samples as shards, for ShardedDataset.
 
@@ -120,18 +123,17 @@ def write(
 
     Exit codes: 0 written; 1 a source cannot be read or OUT cannot be written; 2 bad usage.
     """
-    with prefix_data_errors("write"):
+    with prefix_errors("data: write", DataError):
         options = {
-            "format": parse_choice("--format", form, ("mds", "parquet", "jsonl", "text", "tar")),
+            "format": form,
             "compression": compression,
             "hashes": parse_names("--hash", hashes),
-            "size_limit": parse_size("--size-limit", size_limit),
+            "size_limit": size_limit,
         }
         selected = parse_columns("--columns", columns or ())
-        tokens = _parse_token_options(tokenizer, concat, end, text, selected, form)
+        tokens = _load_tokenizer(tokenizer, concat, end, text, selected, form)
         folder = _check_new_folder(out)
-        inputs = find_inputs(sources, parse_choice("--from", kind, INPUT_KINDS))
-        result = _write_shards(inputs, folder, selected, tokens, options)
+        result = _write_shards(find_inputs(sources, kind), folder, selected, tokens, options)
     print_json(result) if as_json else typer.echo(escape_unprintable(_format_result(result)))
     return 0
 
@@ -155,13 +157,13 @@ class _TokenOptions:
         return TokenWindows(iter_texts(samples, self.column), self.tokenizer, self.size)
 
 
-def _parse_token_options(
-    name: str | None, concat: str | None, end: str | None, column: str, selected: Mapping[str, Any], form: str
+def _load_tokenizer(
+    name: str | None, size: int | None, end: str | None, column: str, selected: Mapping[str, Any], form: str
 ) -> _TokenOptions | None:
-    if (name is None) != (concat is None):
-        present, missing = ("--tokenizer", "--concat N") if concat is None else ("--concat", "--tokenizer NAME")
+    if (name is None) != (size is None):
+        present, missing = ("--tokenizer", "--concat N") if size is None else ("--concat", "--tokenizer NAME")
         raise ConfigError(f"{present} needs {missing}, too. For windows of bytes, pass --tokenizer bytes --concat 2049.")
-    if name is None or concat is None:
+    if name is None or size is None:
         if end is not None or column != "text":
             raise ConfigError("--end and --text need a tokenizer. Pass --tokenizer NAME --concat N, too.")
         return None
@@ -169,7 +171,6 @@ def _parse_token_options(
         raise ConfigError("--format text has lines of text, but no tokens. Use mds, parquet, jsonl or tar.")
     if selected:
         raise ConfigError("--columns and --tokenizer exclude each other, because windows have one column, tokens. Use --text.")
-    size = parse_data_count("--concat", concat, minimum=2)
     from dtrain.data.packing.tokenizer import load_tokenizer
 
     return _TokenOptions(tokenizer=load_tokenizer(name, eos_token=end), size=size, column=column)
@@ -229,6 +230,113 @@ def _format_result(result: Mapping[str, Any]) -> str:
         return line
     inputs = f"{format_count(result['documents'], 'document')}, {format_count(result['tokens'], 'token')}"
     return f"{line}; of {inputs}, the last {result['left_out']} are in no window"
+
+
+def parse_names(option: str, text: str) -> tuple[str, ...]:
+    """Parse names separated by commas; ``none`` means no name.
+
+    Raises:
+        ConfigError: a name is empty or repeated.
+    """
+    if text.strip() == "none":
+        return ()
+    names = tuple(name.strip() for name in text.split(","))
+    if "" in names or len(set(names)) < len(names):
+        raise ConfigError(f"{option} must be different names with commas between, or none, got {text!r}. Name each once.")
+    return names
+
+
+def parse_columns(option: str, texts: Sequence[str]) -> dict[str, str | None]:
+    """Parse columns and their optional encodings: ``NAME`` or ``NAME:ENCODING``, separated by commas.
+
+    >>> parse_columns("--columns", ["text,label:int", "mask:ndarray:uint8:4,4,place"])
+    {'text': None, 'label': 'int', 'mask': 'ndarray:uint8:4,4', 'place': None}
+
+    Raises:
+        ConfigError: a name is empty or repeated.
+    """
+    columns: dict[str, str | None] = {}
+    for text in texts:
+        # A comma before a number belongs to a shape.
+        for piece in re.split(r",(?![0-9]+(?:,|$))", text):
+            name, colon, encoding = (part.strip() for part in piece.partition(":"))
+            if not name or (colon and not encoding) or name in columns:
+                raise ConfigError(
+                    f"{option} must be NAME or NAME:ENCODING with commas between, got {text!r}. Name each column once."
+                )
+            columns[name] = encoding or None
+    return columns
+
+
+_NUMBER_ENCODINGS: tuple[tuple[str, Callable[[str], Any]], ...] = (
+    (r"u?int\d*|str_int", int),
+    (r"float\d*|double|str_float", float),
+)
+
+
+def select_columns(samples: Iterable[Mapping[str, Any]], selected: Mapping[str, str | None]) -> Iterator[Mapping[str, Any]]:
+    """Yield the samples with the chosen columns only, or with all columns if none is chosen.
+
+    If the encoding of a column is a number, text is parsed as a number, because CSV contains only text.
+
+    Raises:
+        DataError: a sample lacks a column, or has text that is not a number.
+    """
+    readers = {name: _number_parser(encoding) for name, encoding in selected.items()}
+    for number, sample in enumerate(samples):
+        yield {name: _read_value(sample, name, readers[name], number) for name in selected} if selected else sample
+
+
+def _number_parser(encoding: str | None) -> Callable[[str], Any] | None:
+    return next((read for pattern, read in _NUMBER_ENCODINGS if encoding is not None and re.fullmatch(pattern, encoding)), None)
+
+
+def _read_value(sample: Mapping[str, Any], name: str, read: Callable[[str], Any] | None, number: int) -> Any:
+    if name not in sample:
+        raise DataError(f"sample {number} has no column {name!r}. Its columns are {', '.join(map(str, sample))}.")
+    value = sample[name]
+    if read is None or not isinstance(value, str):
+        return value
+    try:
+        return read(value)
+    except ValueError:
+        raise DataError(f"sample {number}: column {name!r} holds {value!r}, which is not {read.__name__}") from None
+
+
+def iter_texts(samples: Iterable[Mapping[str, Any]], column: str) -> Iterator[str | bytes]:
+    """Yield the text of each sample.
+
+    Raises:
+        DataError: a sample lacks the column, or the column has no text.
+    """
+    for number, sample in enumerate(samples):
+        text = _read_value(sample, column, None, number)
+        if not isinstance(text, str | bytes):
+            raise DataError(f"sample {number}: column {column!r} must hold text, got {type(text).__name__}. Use --text.")
+        yield text
+
+
+def infer_encodings(
+    samples: Iterator[Mapping[str, Any]], selected: Mapping[str, str | None], form: str
+) -> tuple[Iterator[Mapping[str, Any]], dict[str, str] | None]:
+    """Return the samples and the encodings of their columns; missing MDS encodings are inferred from the first sample.
+
+    Raises:
+        ConfigError: the format needs a type for every column, and some columns have none.
+    """
+    if form not in ("mds", "parquet"):
+        # The types only determine how text is parsed.
+        return samples, None
+    known = {name: encoding for name, encoding in selected.items() if encoding is not None}
+    if len(known) == len(selected) or (first := next(samples, None)) is None:
+        return samples, known
+    if form != "mds":
+        missing = next(name for name in selected if name not in known)
+        raise ConfigError(f"--columns: {form} needs types for all columns or for none, but {missing!r} has no type. Add types.")
+    from dtrain.data.stream.formats.mds_encodings import infer_encoding
+
+    encodings = {name: known[name] if name in known else infer_encoding(first[name]) for name in selected}
+    return chain([first], samples), encodings
 
 
 app = typer.Typer()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dtrain import storage
-from dtrain.cli.data_options import format_count, parse_choice, parse_data_count, prefix_data_errors
-from dtrain.cli.output import ByteProgressBar, format_bytes, print_json, print_table, single_line
+from dtrain.arguments import format_bytes, format_count
+from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table, single_line
+from dtrain.cli.parameters import choice, integer, option
 from dtrain.errors import ConfigError, DataError, escape_unprintable
 from dtrain.storage import AnyPath, Buffer, LockableFile, RemotePath, real_path
 
@@ -200,20 +202,25 @@ dtrain data inspect shards --verify --json            every digest and every sam
 
 _DAMAGED_EXIT_CODE = 1
 _SHOW_HEADING, _VERIFY_HEADING = "Output", "Verification"
-_FORMATS = ("mds", "parquet", "jsonl", "text", "tar")
-
-
-def _option(heading: str, *spellings: str, help: str, metavar: str | None = None) -> Any:
-    return typer.Option(*spellings, help=help, metavar=metavar, rich_help_panel=heading, show_default=False)
+FORMATS = ("mds", "parquet", "jsonl", "text", "tar")
+_option = partial(option, "data: inspect")
 
 
 def inspect(
     url: Annotated[str, typer.Argument(metavar="URL", help="Folder of shards, here or on a server.", show_default=False)],
     form: Annotated[
         str | None,
-        _option(_SHOW_HEADING, "--format", metavar="FORMAT", help="Format of the files, if there is no index."),
+        _option(
+            _SHOW_HEADING,
+            "--format",
+            metavar="FORMAT",
+            help="Format of the files, if there is no index.",
+            type=choice(*FORMATS),
+        ),
     ] = None,
-    head: Annotated[str, _option(_SHOW_HEADING, "--head", metavar="K", help="Also show the first K samples.")] = "0",
+    head: Annotated[
+        int, _option(_SHOW_HEADING, "--head", metavar="K", help="Also show the first K samples.", type=integer(0))
+    ] = 0,
     shards: Annotated[bool, _option(_SHOW_HEADING, "--shards", help="Also show a line for each shard.")] = False,
     as_json: Annotated[bool, _option(_SHOW_HEADING, "--json", help="Print one JSON object, for programs.")] = False,
     verify: Annotated[
@@ -230,14 +237,13 @@ def inspect(
 
     Exit codes: 0 shown without a problem; 1 the dataset cannot be read, or --verify found a problem; 2 bad usage.
     """
-    with prefix_data_errors("inspect"):
-        first = parse_data_count("--head", head, minimum=0)
+    with prefix_errors("data: inspect", DataError):
         options: dict[str, Any] = {"allow_pickle": True} if trust else {}
-        with closing(_open_dataset(url, parse_choice("--format", form, _FORMATS), options)) as dataset:
+        with closing(_open_dataset(url, form, options)) as dataset:
             facts = dataset_facts(dataset)
             if shards or as_json:
                 facts["files"] = [shard_facts(entry) for entry in dataset.entries]
-            facts["head"] = [format_sample(dataset[index]) for index in range(min(first, len(dataset)))]
+            facts["head"] = [format_sample(dataset[index]) for index in range(min(head, len(dataset)))]
             facts["problems"] = _find_problems(dataset, options) if verify else None
     if as_json:
         print_json({"url": url, **facts})

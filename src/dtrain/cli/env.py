@@ -1,10 +1,18 @@
-"""Define ``dtrain env``: show the machine, the versions, and misconfigurations."""
+"""Define ``dtrain env``: show the machine, the versions, and misconfigurations.
+
+A run fails, hangs, or does not use the GPUs because of an *error*. A *warning* costs speed, or matters only in some runs.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
+
+from dtrain import launch_protocol
 
 if TYPE_CHECKING:
     from dtrain.cli.env_facts import MachineFacts
@@ -22,10 +30,6 @@ def env(
     Exit codes: 0 no findings, or only warnings; 1 an error: a run would fail, hang, or not use the GPUs.
     """
     # Imported here, so that other commands start faster.
-    import json
-    from dataclasses import asdict
-
-    from dtrain.cli.env_checks import check_machine
     from dtrain.cli.env_facts import collect_machine_facts
 
     facts = collect_machine_facts()
@@ -99,3 +103,221 @@ def _environment_rows(facts: MachineFacts) -> list[tuple[str, str]]:
 
 def _format_gib(size: int) -> str:
     return f"{size / 2**30:.1f} GiB"
+
+
+MIB = 2**20
+# Docker's default for a container.
+MIN_SHM_BYTES = 64 * MIB
+# The usual soft limit.
+MIN_OPEN_FILES = 1024
+_NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnvFinding:
+    """Misconfiguration: its level, its description, and advice."""
+
+    level: Literal["error", "warning"]
+    what: str
+    do: str
+
+    def __str__(self) -> str:
+        return f"{self.level}: {self.what}; {self.do}"
+
+
+def check_machine(facts: MachineFacts) -> list[EnvFinding]:
+    """Return all misconfigurations, errors first."""
+    findings = [finding for rule in RULES for finding in rule(facts)]
+    return sorted(findings, key=lambda finding: finding.level != "error")
+
+
+def _error(what: str, do: str) -> EnvFinding:
+    return EnvFinding(level="error", what=what, do=do)
+
+
+def _warning(what: str, do: str) -> EnvFinding:
+    return EnvFinding(level="warning", what=what, do=do)
+
+
+def _check_packages(facts: MachineFacts) -> Iterator[EnvFinding]:
+    for package in facts.packages:
+        if package.version is None:
+            yield _error(f"packages: {package.name} is not installed", f"pip install {package.name}")
+        elif package.too_old:
+            what = (
+                f"packages: {package.name} {package.version} is older than {package.at_least}, the first that dtrain runs with"
+            )
+            yield _error(what, f"pip install '{package.name}>={package.at_least}'")
+
+
+def _check_torch(facts: MachineFacts) -> Iterator[EnvFinding]:
+    if facts.torch is None:
+        if any(package.name == "torch" and package.version for package in facts.packages):
+            yield _error(
+                f"torch: cannot be used: {facts.torch_problem}", f"try `{facts.executable} -c 'import torch'`; reinstall it"
+            )
+    elif not facts.torch.gloo:
+        yield _error("torch: is built without gloo, which every run needs for agreements", "install a build from pytorch.org")
+
+
+def _check_gpus(facts: MachineFacts) -> Iterator[EnvFinding]:
+    gpus, torch = facts.hardware.gpus, facts.torch
+    if gpus.problem is not None:
+        level = _error if gpus.device_files else _warning
+        yield level(f"gpus: nvidia-smi failed: {gpus.problem}", "if there is a GPU, reload or reinstall NVIDIA's driver")
+        return
+    if not gpus.count or torch is None:
+        return
+    visible = facts.variables.get("CUDA_VISIBLE_DEVICES")
+    if torch.cuda is None:
+        what = f"torch: {torch.version} is a CPU build, but there are {gpus.count} NVIDIA GPUs"
+        yield _error(what, "install the CUDA build from pytorch.org")
+    elif visible is not None and not torch.devices:
+        yield _warning(f"gpus: CUDA_VISIBLE_DEVICES={visible!r} hides all {gpus.count} GPUs", "unset it to use them")
+    elif not torch.devices:
+        why = torch.warnings[-1] if torch.warnings else "torch gives no reason"
+        yield _error(f"torch: cannot use any of {gpus.count} GPUs: {why}", "match torch's CUDA version and the driver")
+    elif torch.nccl is None:
+        yield _error("torch: is built without NCCL, which GPUs need for collectives", "install a build from pytorch.org")
+
+
+def _check_rank_variables(facts: MachineFacts) -> Iterator[EnvFinding]:
+    """Check the variables of a launch. In a shell they are left over from a launch, but ``init_dist`` uses them."""
+    env, launched = facts.variables, launch_protocol.RUN_ID in facts.variables
+    left_over = f"unset {' '.join(name for name in _RANK_VARIABLES if name in env)}"
+    rank, world = env.get(launch_protocol.RANK), env.get(launch_protocol.WORLD_SIZE)
+    if rank is None and world is None:
+        if env.get(launch_protocol.MASTER_ADDR) is not None and not launched:
+            yield _warning(
+                f"environment: {launch_protocol.MASTER_ADDR} is set but {launch_protocol.RANK} is not, maybe by an old launch",
+                left_over,
+            )
+        return
+    if rank is None or world is None:
+        missing, present = (
+            (launch_protocol.RANK, launch_protocol.WORLD_SIZE)
+            if rank is None
+            else (launch_protocol.WORLD_SIZE, launch_protocol.RANK)
+        )
+        yield _error(f"environment: {present}={env[present]} is set but {missing} is not", f"set both, or {left_over}")
+        return
+    if not (rank.isdecimal() and world.isdecimal() and int(rank) < int(world)):
+        what = f"environment: needs 0 <= RANK < WORLD_SIZE, got RANK={rank} WORLD_SIZE={world}"
+        yield _error(what, f"correct them, or {left_over}")
+    elif int(world) > 1 and not {launch_protocol.MASTER_ADDR, launch_protocol.MASTER_PORT} <= env.keys():
+        master = f"{launch_protocol.MASTER_ADDR} and {launch_protocol.MASTER_PORT}"
+        what = f"environment: {launch_protocol.WORLD_SIZE}={world} needs {master}"
+        yield _error(what, f"set them, or {left_over}")
+    elif int(world) > 1 and not launched:
+        what = f"environment: {launch_protocol.WORLD_SIZE}={world} makes `python loop.py` wait for {int(world) - 1} more ranks"
+        yield _warning(what, f"if no launcher set it, {left_over}")
+
+
+_RANK_VARIABLES = (
+    launch_protocol.RANK,
+    launch_protocol.WORLD_SIZE,
+    launch_protocol.LOCAL_RANK,
+    launch_protocol.LOCAL_WORLD_SIZE,
+    launch_protocol.NODE_RANK,
+    launch_protocol.MASTER_ADDR,
+    launch_protocol.MASTER_PORT,
+)
+
+
+def _check_host_names(facts: MachineFacts) -> Iterator[EnvFinding]:
+    master = facts.variables.get(launch_protocol.MASTER_ADDR)
+    if master and not facts.addresses.get(master):
+        yield _error(
+            f"network: {launch_protocol.MASTER_ADDR}={master} does not resolve", "correct or unset it, or add it to /etc/hosts"
+        )
+    if not facts.addresses.get(facts.host) and launch_protocol.GLOO_INTERFACE not in facts.variables:
+        what = f"network: the host name {facts.host!r} does not resolve, and gloo listens where it points to"
+        yield _warning(
+            what, f"add it to /etc/hosts, or set {launch_protocol.GLOO_INTERFACE}; `dtrain launch` does so for its ranks"
+        )
+
+
+def _check_interfaces(facts: MachineFacts) -> Iterator[EnvFinding]:
+    if not any(link.loopback and link.up and "127.0.0.1" in link.addresses for link in facts.interfaces):
+        yield _error(
+            "network: no loopback interface with 127.0.0.1 is up, which ranks of `dtrain launch` use", "ip link set lo up"
+        )
+    up = [link.name for link in facts.interfaces if link.up]
+    gloo = facts.variables.get(launch_protocol.GLOO_INTERFACE, "")
+    for name in filter(None, gloo.split(",")):
+        if name not in up:
+            what = f"network: {launch_protocol.GLOO_INTERFACE}={gloo}: no interface {name!r} is up"
+            yield _error(what, f"choose from {', '.join(up)}, or unset it")
+    nccl = facts.variables.get(_NCCL_INTERFACE, "")
+    if nccl and not any(_nccl_matches(nccl, name) for name in up):
+        level = _error if facts.hardware.gpus.count else _warning
+        yield level(
+            f"network: {_NCCL_INTERFACE}={nccl} matches no interface that is up", f"choose from {', '.join(up)}, or unset it"
+        )
+
+
+def _nccl_matches(setting: str, name: str) -> bool:
+    """Apply NCCL's own rule: a list of prefixes, of whole names after ``=``, and of exclusions after ``^``."""
+    excluded, names = setting.startswith("^"), setting.removeprefix("^")
+    exact, names = names.startswith("="), names.removeprefix("=")
+    listed = any(name == part if exact else name.startswith(part) for part in names.split(",") if part)
+    return listed is not excluded
+
+
+def _check_cores(facts: MachineFacts) -> Iterator[EnvFinding]:
+    cores, threads = facts.hardware.cores, facts.variables.get(launch_protocol.OMP_THREADS)
+    allowed = max(1, int(min(cores.usable, cores.quota or cores.usable)))
+    if threads is not None and not (threads.split(",")[0].isdecimal() and int(threads.split(",")[0]) > 0):
+        yield _warning(
+            f"environment: {launch_protocol.OMP_THREADS}={threads} is not a number of threads",
+            "unset it, or set a whole number",
+        )
+    elif threads is not None and int(threads.split(",")[0]) > allowed:
+        what = f"environment: {launch_protocol.OMP_THREADS}={threads}, but this process may use {allowed} cores"
+        yield _warning(what, "unset it: `dtrain launch` shares the cores among its ranks")
+    elif threads is None and allowed < cores.usable:
+        what = f"cores: the control group allows {cores.quota:g} of {cores.usable} cores, and libraries start a thread for each"
+        yield _warning(what, f"set {launch_protocol.OMP_THREADS} to {allowed} or less, divided by the number of ranks")
+
+
+def _check_limits(facts: MachineFacts) -> Iterator[EnvFinding]:
+    shm, (soft, hard) = facts.hardware.shm_bytes, facts.hardware.open_files
+    if shm is None:
+        yield _warning("memory: there is no /dev/shm; loader workers and NCCL need it", "mount a tmpfs there, or use workers=0")
+    elif shm <= MIN_SHM_BYTES:
+        what = f"memory: /dev/shm has {shm // MIB} MiB, which loader workers and NCCL use to exchange tensors"
+        yield _warning(what, "docker run --shm-size=8g or --ipc=host, or workers=0")
+    if soft is not None and soft < MIN_OPEN_FILES:
+        goal = MIN_OPEN_FILES if hard is None else min(MIN_OPEN_FILES, hard)
+        do = f"ulimit -n {goal}" if goal > soft else "ask for a higher hard limit"
+        yield _warning(f"limits: {soft} open files; ranks hold sockets, pipes and shared tensors open", do)
+
+
+_COSTLY_VARIABLES = {
+    "CUDA_LAUNCH_BLOCKING": (("1",), "every kernel launch waits for its kernel"),
+    "TORCH_DISTRIBUTED_DEBUG": (("DETAIL",), "every collective is checked by another collective"),
+    "NCCL_DEBUG": (("INFO", "TRACE"), "every rank writes long logs"),
+    "NCCL_P2P_DISABLE": (("1",), "GPUs communicate through host memory"),
+    "NCCL_SHM_DISABLE": (("1",), "GPUs of one machine communicate through the network"),
+    "NCCL_IB_DISABLE": (("1",), "nodes communicate over TCP, not InfiniBand"),
+}
+
+
+def _check_costly_variables(facts: MachineFacts) -> Iterator[EnvFinding]:
+    for name, (values, why) in _COSTLY_VARIABLES.items():
+        if facts.variables.get(name, "").upper() in values:
+            value = facts.variables[name]
+            yield _warning(f"environment: {name}={value}: {why}", "unset it unless you are looking for a fault")
+
+
+RULES: tuple[Callable[[MachineFacts], Iterator[EnvFinding]], ...] = (
+    _check_packages,
+    _check_torch,
+    _check_gpus,
+    _check_rank_variables,
+    _check_host_names,
+    _check_interfaces,
+    _check_cores,
+    _check_limits,
+    _check_costly_variables,
+)

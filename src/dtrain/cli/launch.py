@@ -9,29 +9,21 @@ import os
 import re
 import shlex
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from dtrain.cli import launch_options as options
-from dtrain.cli.launch_options import (
-    list_ranks,
-    parse_duration,
-    parse_host,
-    parse_int,
-    parse_log_ranks,
-    parse_modules,
-    parse_restarts,
-    parse_stop_signal,
-)
+from dtrain.cli.launch_options import list_ranks, parse_log_ranks, parse_modules, parse_nproc
 from dtrain.errors import ConfigError
 from dtrain.launch.elastic.agent_request import make_elastic_plan
 from dtrain.launch.entrypoint import check_command, check_module, check_script
 from dtrain.launch.host_resources import raise_open_file_limit
 from dtrain.launch.launch_dir import claim_run_dir, create_run_dir, default_run_dir, write_launch_record
 from dtrain.launch.launch_plan import (
-    MAX_RANKS,
+    DEFAULT_PREFIX,
     LaunchPlan,
     NodeLayout,
     NodeRendezvous,
@@ -39,8 +31,6 @@ from dtrain.launch.launch_plan import (
     Target,
     TargetKind,
     count_gpus,
-    parse_nproc,
-    parse_seconds,
 )
 from dtrain.launch.nodes.compatibility import collect_node_facts
 from dtrain.launch.output.log_files import check_output_plan
@@ -79,90 +69,37 @@ _ENDPOINT = re.compile(r"(?P<host>.+?)(?::(?P<port>[0-9]{1,5}))?")
 _DEFAULT_PORT = "29400"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RendezvousOptions:
-    """Options of the nodes' rendezvous, as texts; None if unset."""
-
-    nnodes: str | None
-    endpoint: str | None
-    master_addr: str | None
-    master_port: str | None
-
-
 def torchrun_advice(option: str) -> str | None:
     """Return advice for ``option`` if torchrun has the option and ``dtrain launch`` does not."""
     name = option if len(option) == 2 else option.replace("_", "-")
     return f"{option} is an option of torchrun. {TORCHRUN_ADVICE[name]}" if name in TORCHRUN_ADVICE else None
 
 
-def resolve_nproc(text: str | None, *, gpus: int) -> str | None:
-    """Replace torchrun's ``auto``, ``gpu`` and ``cpu`` by a number of ranks.
-
-    Args:
-        text: the value of ``-n``.
-        gpus: number of GPUs of this node.
-
-    Raises:
-        ConfigError: ``gpu`` on a node without GPUs.
-    """
-    word = (text or "").strip().lower()
-    if word == "auto":
-        return None
-    if word == "gpu":
-        if gpus == 0:
-            raise ConfigError("launch: -n must not be gpu on a node without a GPU. Pass a number, or cpu.")
-        return str(gpus)
-    if word == "cpu":
-        return str(min(MAX_RANKS, os.cpu_count() or 1))
-    return text
-
-
-def resolve_rendezvous(given_options: RendezvousOptions, *, standalone: bool, backend: str | None) -> RendezvousOptions:
-    """Apply ``--standalone`` and ``--rdzv-backend`` to the options of the rendezvous.
+def resolve_rendezvous(args: LaunchArgs, *, standalone: bool, backend: str) -> LaunchArgs:
+    """Apply ``--standalone`` and ``--rdzv-backend`` to the other options.
 
     Raises:
         ConfigError: ``standalone`` with several nodes, or an unknown backend.
     """
+    one_node = replace(args, nnodes="1", rdzv_endpoint="", master_addr="", master_port=-1)
     if standalone:
-        if given_options.nnodes not in (None, "", "1", "1:1"):
-            raise ConfigError(f"launch: --standalone is one node, not --nnodes {given_options.nnodes}. Remove one of them.")
-        return RendezvousOptions(nnodes="1", endpoint=None, master_addr=None, master_port=None)
-    if backend not in (None, "", "c10d", "static"):
+        if args.nnodes not in ("", "1", "1:1"):
+            raise ConfigError(f"launch: --standalone is one node, not --nnodes {args.nnodes}. Remove one of them.")
+        return one_node
+    if backend not in ("", "c10d", "static"):
         raise ConfigError(
             f"launch: --rdzv-backend must be c10d or static, got {backend!r}. Use --rdzv-endpoint or --master-addr instead."
         )
-    if given_options.endpoint is None or (match := _ENDPOINT.fullmatch(given_options.endpoint)) is None:
-        return given_options
+    if (match := _ENDPOINT.fullmatch(args.rdzv_endpoint)) is None:
+        return args
     host, port = match["host"], match["port"]
     if backend == "static":
-        return RendezvousOptions(
-            nnodes=given_options.nnodes,
-            endpoint=None,
-            master_addr=given_options.master_addr or host,
-            master_port=given_options.master_port or port or _DEFAULT_PORT,
-        )
-    is_single = given_options.nnodes in (None, "", "1") or (given_options.nnodes == "1:1" and backend == "c10d")
+        master_port = args.master_port if args.master_port != -1 else int(port or _DEFAULT_PORT)
+        return replace(args, rdzv_endpoint="", master_addr=args.master_addr or host, master_port=master_port)
+    is_single = args.nnodes in ("", "1") or (args.nnodes == "1:1" and backend == "c10d")
     if is_single and host in _LOOPBACK:
-        return RendezvousOptions(nnodes="1", endpoint=None, master_addr=None, master_port=None)
-    if backend == "c10d" and port is None:
-        return RendezvousOptions(
-            nnodes=given_options.nnodes,
-            endpoint=f"{host}:{_DEFAULT_PORT}",
-            master_addr=given_options.master_addr,
-            master_port=given_options.master_port,
-        )
-    return given_options
-
-
-_OMIT_ADVICE = "Remove the option to infer it."
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JoinOptions:
-    """Options of the join: the time limit, and paths that must be the same on all nodes."""
-
-    timeout_s: float | None
-    paths: tuple[str, ...]
+        return one_node
+    return replace(args, rdzv_endpoint=f"{host}:{_DEFAULT_PORT}") if backend == "c10d" and port is None else args
 
 
 def launch(
@@ -176,24 +113,24 @@ def launch(
     bind: options.Bind = False,
     run_dir: options.RunDir = None,
     log_ranks: options.LogRanks = None,
-    prefix: options.Prefix = None,
+    prefix: options.Prefix = DEFAULT_PREFIX,
     stdout: options.Stdout = None,
     stderr: options.Stderr = None,
     full_traceback: options.FullTraceback = False,
     verbose: options.Verbose = False,
     grace: options.Grace = None,
     hang_timeout: options.HangTimeout = None,
-    max_restarts: options.MaxRestarts = None,
+    max_restarts: options.MaxRestarts = 0,
     stop_signal: options.StopSignal = None,
-    nnodes: options.Nnodes = None,
-    world_size: options.WorldSize = None,
-    node_rank: options.NodeRank = None,
-    base_rank: options.BaseRank = None,
-    master_addr: options.MasterAddr = None,
-    master_port: options.MasterPort = None,
-    rdzv_endpoint: options.RdzvEndpoint = None,
-    rdzv_id: options.RdzvId = None,
-    rdzv_backend: options.RdzvBackend = None,
+    nnodes: options.Nnodes = "",
+    world_size: options.WorldSize = -1,
+    node_rank: options.NodeRank = -1,
+    base_rank: options.BaseRank = -1,
+    master_addr: options.MasterAddr = "",
+    master_port: options.MasterPort = -1,
+    rdzv_endpoint: options.RdzvEndpoint = "",
+    rdzv_id: options.RdzvId = "",
+    rdzv_backend: options.RdzvBackend = "",
     standalone: options.Standalone = False,
     join_timeout: options.JoinTimeout = None,
     check_path: options.CheckPath = None,
@@ -207,56 +144,71 @@ def launch(
     Exit codes: 0 done; 2 bad usage, nothing was started; the exit code of the failed rank, or 128 + signal if it was killed;
     124 hang; 130 after Ctrl-C, 143 after SIGTERM; 75 if all ranks exited with 75 (preempted and saved: run it again).
     """
-    target = _make_target(script, args, module=module, command=command)
-    grace_s = None if grace is None else parse_seconds("--grace", grace)
-    hang_timeout_s = parse_duration("--hang-timeout", hang_timeout, usual=600)
-    modules = parse_modules(preload, no_preload=no_preload)
-    restarts = parse_restarts("--max-restarts", max_restarts)
-    stop = parse_stop_signal("--stop-signal", stop_signal)
-    joining = JoinOptions(timeout_s=parse_duration("--join-timeout", join_timeout, usual=300), paths=tuple(check_path or ()))
-    nodes = RendezvousOptions(nnodes=nnodes, endpoint=rdzv_endpoint, master_addr=master_addr, master_port=master_port)
-    nodes = resolve_rendezvous(nodes, standalone=standalone, backend=rdzv_backend)
-    ranks = resolve_nproc(nproc, gpus=_count_gpus())
-    topology = _infer_topology(
-        LaunchArgs(
-            nproc=-1 if ranks is None else parse_nproc(ranks),
-            nnodes=nodes.nnodes or "",
-            world_size=parse_int("--world-size", world_size, advice=_OMIT_ADVICE),
-            base_rank=parse_int("--base-rank", base_rank, advice=_OMIT_ADVICE),
-            node_rank=parse_int("--node-rank", node_rank, advice="Pass 0 on the first node, 1 on the next, and so on."),
-            master_addr=parse_host("--master-addr", nodes.master_addr),
-            master_port=parse_int("--master-port", nodes.master_port, advice="Choose a port that is free on node 0."),
-            rdzv_endpoint=nodes.endpoint or "",
-            rdzv_id=rdzv_id or "",
-        )
+    nodes = LaunchArgs(
+        nproc=parse_nproc(nproc, gpus=_count_gpus()),
+        nnodes=nnodes,
+        world_size=world_size,
+        base_rank=base_rank,
+        node_rank=node_rank,
+        master_addr=master_addr,
+        master_port=master_port,
+        rdzv_endpoint=rdzv_endpoint,
+        rdzv_id=rdzv_id,
     )
-    rendezvous = _make_rendezvous(topology, joining, target)
+    return _launch(
+        resolve_rendezvous(nodes, standalone=standalone, backend=rdzv_backend),
+        _make_target(script, args, module=module, command=command),
+        OutputPlan(prefix=prefix, stdout=stdout, stderr=stderr, full_traceback=full_traceback),
+        log_ranks=log_ranks,
+        join_timeout_s=join_timeout,
+        paths=check_path or [],
+        run_dir=run_dir,
+        verbose=verbose,
+        grace_s=grace,
+        preload=parse_modules(preload, no_preload=no_preload),
+        max_restarts=max_restarts,
+        hang_timeout_s=hang_timeout,
+        stop_signal=stop_signal,
+        bind=bind,
+    )
+
+
+def _launch(
+    nodes: LaunchArgs,
+    target: Target,
+    output: OutputPlan,
+    *,
+    log_ranks: str | None,
+    join_timeout_s: float | None,
+    paths: Sequence[str],
+    run_dir: str | None,
+    verbose: bool,
+    **options: Any,
+) -> int:
+    """Complete the plan, run the job, and return its exit code. ``options`` are further fields of ``LaunchPlan``."""
+    topology = infer_topology(nodes, read_scheduler(os.environ), gpus=max(1, _count_gpus()))
+    rendezvous = _make_rendezvous(topology, target, timeout_s=join_timeout_s, paths=paths)
     layout = _expected_layout(topology, rendezvous)
-    if rendezvous is not None and restarts:
+    if rendezvous is not None and options["max_restarts"]:
         raise ConfigError("launch: --max-restarts needs one node, or --nnodes MIN:MAX. Remove --max-restarts.")
-    output = _make_output_plan(
-        layout, shown=log_ranks, prefix=prefix, stdout=stdout, stderr=stderr, full_traceback=full_traceback
-    )
+    if log_ranks is not None:
+        output = replace(output, shown=parse_log_ranks(log_ranks, layout.world_size))
+    check_output_plan(output, layout)
     raise_open_file_limit(layout.nproc)
     # This check is last, so that a wrong option creates no folder.
     folder = _prepare_run_dir(run_dir, layout)
-    plan = LaunchPlan(
-        target=target,
-        layout=layout,
-        run_dir=folder,
-        rendezvous=None if rendezvous is None else replace(rendezvous, run_name=folder.name),
-        grace_s=grace_s,
-        preload=modules,
-        max_restarts=restarts,
-        hang_timeout_s=hang_timeout_s,
-        stop_signal=stop,
-        bind=bind,
-        output=output,
-    )
+    if rendezvous is not None:
+        rendezvous = replace(rendezvous, run_name=folder.name)
+    plan = LaunchPlan(target=target, layout=layout, run_dir=folder, rendezvous=rendezvous, output=output, **options)
     _print_notices(
         *topology.notices, *([_describe_plan(plan)] if verbose else []), *(_write_record(plan) if rendezvous is None else [])
     )
-    return _run_plan(plan, topology)
+    # Imported late, so that wrong options are reported sooner.
+    from dtrain.launch.launcher import launch_job
+
+    if topology.elastic is not None:
+        plan = make_elastic_plan(plan, topology.elastic, threads=os.environ.get(OMP_THREADS, ""))
+    return launch_job(plan)
 
 
 def _prepare_run_dir(run_dir: str | None, layout: NodeLayout) -> Path:
@@ -269,19 +221,6 @@ def _prepare_run_dir(run_dir: str | None, layout: NodeLayout) -> Path:
         # The lock lasts until this process exits.
         claim_run_dir(folder, layout.node_rank)
     return folder
-
-
-def _run_plan(plan: LaunchPlan, topology: Topology) -> int:
-    # Imported late, so that wrong options are reported sooner.
-    from dtrain.launch.launcher import launch_job as run_job
-
-    if topology.elastic is not None:
-        plan = make_elastic_plan(plan, topology.elastic, threads=os.environ.get(OMP_THREADS, ""))
-    return run_job(plan)
-
-
-def _infer_topology(args: LaunchArgs) -> Topology:
-    return infer_topology(args, read_scheduler(os.environ), gpus=max(1, _count_gpus()))
 
 
 def _count_gpus() -> int:
@@ -297,16 +236,17 @@ def _expected_layout(topology: Topology, rendezvous: NodeRendezvous | None) -> N
     return layout
 
 
-def _make_rendezvous(topology: Topology, joining: JoinOptions, target: Target) -> NodeRendezvous | None:
-    """Return this node's entry to the rendezvous; None for one node."""
+def _make_rendezvous(
+    topology: Topology, target: Target, *, timeout_s: float | None, paths: Sequence[str]
+) -> NodeRendezvous | None:
+    """Return this node's entry to the rendezvous; None for one node. ``paths`` must be the same on all nodes."""
     if topology.rendezvous is None:
-        for path in joining.paths:
+        for path in paths:
             if not os.path.exists(path):
                 raise ConfigError(f"launch: --check-path {path!r} does not exist. Check the path.")
         return None
-    facts = collect_node_facts(target, joining.paths)
-    timeout_s = topology.rendezvous.timeout_s if joining.timeout_s is None else joining.timeout_s
-    return replace(topology.rendezvous, facts=facts, timeout_s=timeout_s)
+    timeout_s = topology.rendezvous.timeout_s if timeout_s is None else timeout_s
+    return replace(topology.rendezvous, facts=collect_node_facts(target, paths), timeout_s=timeout_s)
 
 
 def _make_target(script: str, args: list[str] | None, *, module: bool, command: bool) -> Target:
@@ -316,14 +256,6 @@ def _make_target(script: str, args: list[str] | None, *, module: bool, command: 
     kind: TargetKind = "module" if module else "command" if command else "script"
     {"module": check_module, "command": check_command, "script": check_script}[kind](script)
     return Target(kind=kind, name=script, args=tuple(args or ()))
-
-
-def _make_output_plan(layout: NodeLayout, *, shown: str | None, prefix: str | None, **fields: Any) -> OutputPlan:
-    """Build and check the output plan; ``fields`` are further fields of ``OutputPlan``."""
-    ranks = None if shown is None else parse_log_ranks(shown, layout.world_size)
-    plan = OutputPlan(shown=ranks, **fields) if prefix is None else OutputPlan(shown=ranks, prefix=prefix, **fields)
-    check_output_plan(plan, layout)
-    return plan
 
 
 def _write_record(plan: LaunchPlan) -> list[str]:

@@ -1,4 +1,4 @@
-"""Define the options of ``dtrain launch``, and parse their values. All options are read as text and checked by these functions.
+"""Define the options of ``dtrain launch``, and parse their values.
 
 The spellings with underscores are from Composer's launcher and torchrun, so that their command lines run unchanged.
 """
@@ -9,94 +9,70 @@ import os
 import re
 import signal
 from collections.abc import Iterable
-from typing import Annotated, Any
+from functools import partial
+from typing import Annotated
 
 import typer
 
 from dtrain import __version__
-from dtrain.cli.command_classes import OTHER_HEADING
+from dtrain.cli.parameters import OTHER_HEADING, ValueType, integer, number, option
 from dtrain.errors import ConfigError
-from dtrain.launch.launch_plan import DEFAULT_GRACE_S, SAVING_GRACE_S
+from dtrain.launch.launch_plan import DEFAULT_GRACE_S, MAX_GRACE_S, MAX_RANKS, SAVING_GRACE_S
+from dtrain.launch.topology import MAX_NODES
 
-_MAX_RESTARTS = 1000
 _MAX_DURATION_S = 7 * 86_400
+_OMIT_ADVICE = "Remove the option to infer it."
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def parse_int(option: str, text: str | None, *, advice: str) -> int:
-    """Parse the integer of ``option``; -1 if unset.
-
-    Raises:
-        ConfigError: the text is not an integer.
-    """
-    if text is None or not text.strip():
-        return -1
-    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()):
-        raise ConfigError(f"launch: {option} must be an integer, got {text!r}. {advice}")
-    return int(text)
+def parse_unset_or_int(minimum: int, maximum: int, *, advice: str) -> ValueType:
+    """Return the type of integers within the limits; blank text and -1 mean the same as no option, which is -1."""
+    parse = integer(minimum, maximum, advice=advice)
+    return lambda command, name, text: -1 if text.strip() in ("", "-1") else parse(command, name, text)
 
 
-def parse_restarts(option: str, text: str | None) -> int:
-    """Parse the number of restarts.
-
-    Raises:
-        ConfigError: not an integer, or out of range.
-    """
-    if text is None:
-        return 0
-    restarts = parse_int(option, text, advice="Use 3, for example.")
-    if not 0 <= restarts <= _MAX_RESTARTS:
-        raise ConfigError(f"launch: {option} must be from 0 to {_MAX_RESTARTS}, got {text!r}. Use 3, for example.")
-    return restarts
-
-
-def parse_duration(option: str, text: str | None, *, usual: int) -> float | None:
-    """Parse a positive number of seconds; None if unset.
-
-    Raises:
-        ConfigError: not a number, or out of range.
-    """
-    if text is None:
-        return None
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise ConfigError(f"launch: {option} must be a number of seconds, got {text!r}. Use {usual}, for example.") from None
-    # The comparison is False for nan, too.
-    if not 0 < seconds <= _MAX_DURATION_S:
-        problem = f"launch: {option} must be more than 0 and at most {_MAX_DURATION_S} seconds, got {text!r}"
-        raise ConfigError(f"{problem}. Use {usual}, for example.")
-    return seconds
-
-
-def parse_host(option: str, text: str | None) -> str:
-    """Parse a host name or address; empty if unset.
+def parse_host(command: str, name: str, text: str) -> str:
+    """Parse a host name or address.
 
     Raises:
         ConfigError: the text has a port, a scheme, or white space.
     """
-    host = (text or "").strip()
+    host = text.strip()
     if re.search(r"[\s/]", host) or re.fullmatch(r"[^:]*:[^:]*", host):
         raise ConfigError(
-            f"launch: {option} must be a host, got {text!r}. Pass the name that the nodes know, and the port as --master-port."
+            f"{command}: {name} must be a host, got {text!r}. Pass the name that the nodes know, and the port as --master-port."
         )
     return host
 
 
-def parse_stop_signal(option: str, text: str | None) -> int | None:
+def parse_stop_signal(command: str, name: str, text: str) -> int:
     """Parse a signal's name, with or without SIG, or its number.
 
     Raises:
         ConfigError: an unknown signal, or a signal with another meaning.
     """
-    if text is None:
-        return None
-    name = text.strip().upper()
-    known = {str(int(number)): number for number in _STOP_SIGNALS} | {number.name: number for number in _STOP_SIGNALS}
-    number = known.get(name) or known.get(f"SIG{name}")
-    if number is None:
-        raise ConfigError(f"launch: {option} must be TERM, USR1 or USR2, got {text!r}. Use USR1, for example.")
-    return int(number)
+    word = text.strip().upper()
+    for stop_signal in _STOP_SIGNALS:
+        if word in (str(int(stop_signal)), stop_signal.name, stop_signal.name.removeprefix("SIG")):
+            return int(stop_signal)
+    raise ConfigError(f"{command}: {name} must be TERM, USR1 or USR2, got {text!r}. Use USR1, for example.")
+
+
+def parse_nproc(text: str | None, *, gpus: int) -> int:
+    """Parse the number of ranks; -1 if unset.
+
+    Args:
+        text: the value of ``-n``: a number, or torchrun's ``auto``, ``gpu`` or ``cpu``.
+        gpus: number of GPUs of this node.
+
+    Raises:
+        ConfigError: not an integer, out of range, or ``gpu`` on a node without GPUs.
+    """
+    word = "auto" if text is None else text.strip().lower()
+    if word == "gpu" and gpus == 0:
+        raise ConfigError("launch: -n must not be gpu on a node without a GPU. Pass a number, or cpu.")
+    known = {"auto": -1, "gpu": gpus, "cpu": min(MAX_RANKS, os.cpu_count() or 1)}
+    return known[word] if word in known else integer(1, MAX_RANKS, advice="Use one rank per GPU.")("launch", "-n", text or "")
 
 
 def parse_modules(text: str | None, *, no_preload: bool) -> tuple[str, ...] | None:
@@ -186,9 +162,7 @@ def _print_version(value: bool) -> None:
         raise typer.Exit
 
 
-def _option(heading: str, *spellings: str, help: str, metavar: str | None = None) -> Any:
-    return typer.Option(*spellings, help=help, metavar=metavar, rich_help_panel=heading, show_default=False)
-
+_option = partial(option, "launch")
 
 Script = Annotated[
     str,
@@ -239,43 +213,83 @@ NoPreload = Annotated[bool, _option(RANKS, "--no-preload", help="Start each rank
 Bind = Annotated[bool, _option(RANKS, "--bind", help="Bind each rank to its own physical cores on one NUMA node.")]
 
 Nnodes = Annotated[
-    str | None,
+    str,
     _option(NODES, "--nnodes", metavar="N|MIN:MAX", help="Number of nodes; MIN:MAX for nodes that join and leave."),
 ]
 WorldSize = Annotated[
-    str | None,
-    _option(NODES, "--world-size", "--world_size", metavar="N", help="Ranks of all nodes; -1 for one node.  [default: -n]"),
+    int,
+    _option(
+        NODES,
+        "--world-size",
+        "--world_size",
+        metavar="N",
+        help="Ranks of all nodes; -1 for one node.  [default: -n]",
+        type=parse_unset_or_int(1, 10**6, advice=_OMIT_ADVICE),
+    ),
 ]
 NodeRank = Annotated[
-    str | None, _option(NODES, "--node-rank", "--node_rank", metavar="K", help="Number of this node, counted from 0.")
+    int,
+    _option(
+        NODES,
+        "--node-rank",
+        "--node_rank",
+        metavar="K",
+        help="Number of this node, counted from 0.",
+        type=parse_unset_or_int(0, MAX_NODES - 1, advice="Pass 0 on the first node, 1 on the next, and so on."),
+    ),
 ]
 BaseRank = Annotated[
-    str | None,
-    _option(NODES, "--base-rank", "--base_rank", metavar="K", help="First rank of this node.  [default: node rank times -n]"),
+    int,
+    _option(
+        NODES,
+        "--base-rank",
+        "--base_rank",
+        metavar="K",
+        help="First rank of this node.  [default: node rank times -n]",
+        type=parse_unset_or_int(0, 10**6, advice=_OMIT_ADVICE),
+    ),
 ]
 MasterAddr = Annotated[
-    str | None, _option(NODES, "--master-addr", "--master_addr", metavar="HOST", help="Host of node 0; empty for one node.")
+    str,
+    _option(
+        NODES, "--master-addr", "--master_addr", metavar="HOST", help="Host of node 0; empty for one node.", type=parse_host
+    ),
 ]
 MasterPort = Annotated[
-    str | None, _option(NODES, "--master-port", "--master_port", metavar="PORT", help="Port of the rendezvous on node 0.")
+    int,
+    _option(
+        NODES,
+        "--master-port",
+        "--master_port",
+        metavar="PORT",
+        help="Port of the rendezvous on node 0.",
+        type=parse_unset_or_int(1, 65_535, advice="Choose a port that is free on node 0."),
+    ),
 ]
 RdzvEndpoint = Annotated[
-    str | None,
+    str,
     _option(NODES, "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help="With MIN:MAX: address of the rendezvous."),
 ]
 RdzvId = Annotated[
-    str | None,
+    str,
     _option(
         NODES, "--rdzv-id", "--rdzv_id", metavar="TEXT", help="Name of the job; other jobs at the same address are refused."
     ),
 ]
 RdzvBackend = Annotated[
-    str | None,
+    str,
     _option(NODES, "--rdzv-backend", "--rdzv_backend", metavar="NAME", help="torchrun's: c10d, or static for --master-addr."),
 ]
 Standalone = Annotated[bool, _option(NODES, "--standalone", help="Run on one node, whatever the environment contains.")]
 JoinTimeout = Annotated[
-    str | None, _option(NODES, "--join-timeout", metavar="SECONDS", help="Time limit until all nodes join.  [default: 300]")
+    float | None,
+    _option(
+        NODES,
+        "--join-timeout",
+        metavar="SECONDS",
+        help="Time limit until all nodes join.  [default: 300]",
+        type=number(above=0, maximum=_MAX_DURATION_S, advice="Use 300 seconds, for example."),
+    ),
 ]
 CheckPath = Annotated[
     list[str] | None,
@@ -299,7 +313,7 @@ LogRanks = Annotated[
     ),
 ]
 Prefix = Annotated[
-    str | None, _option(OUTPUT, "--prefix", metavar="TEXT", help="Prefix of each line shown.  [default: '[rank {rank}] ']")
+    str, _option(OUTPUT, "--prefix", metavar="TEXT", help="Prefix of each line shown.  [default: '[rank {rank}] ']")
 ]
 Stdout = Annotated[
     str | None,
@@ -321,34 +335,46 @@ FullTraceback = Annotated[
 Verbose = Annotated[bool, _option(OUTPUT, "-v", "--verbose", help="Print the launch plan in one line.")]
 
 Grace = Annotated[
-    str | None,
+    float | None,
     _option(
         ENDING,
         "--grace",
         metavar="SECONDS",
         help="Time between SIGTERM and SIGKILL.  "
         f"[default: {DEFAULT_GRACE_S:g} after a failure, {SAVING_GRACE_S:g} after a signal]",
+        type=number(minimum=0, maximum=MAX_GRACE_S, advice="Use 5 seconds, for example."),
     ),
 ]
 HangTimeout = Annotated[
-    str | None,
+    float | None,
     _option(
-        ENDING, "--hang-timeout", metavar="SECONDS", help="End the job if no rank makes progress for so long.  [default: never]"
+        ENDING,
+        "--hang-timeout",
+        metavar="SECONDS",
+        help="End the job if no rank makes progress for so long.  [default: never]",
+        type=number(above=0, maximum=_MAX_DURATION_S, advice="Use 600 seconds, for example."),
     ),
 ]
 MaxRestarts = Annotated[
-    str | None,
+    int,
     _option(
         ENDING,
         "--max-restarts",
         "--max_restarts",
         metavar="K",
         help="Restart all ranks after a failure, up to K times in a row without a new checkpoint.  [default: 0]",
+        type=integer(0, 1000, advice="Use 3, for example."),
     ),
 ]
 StopSignal = Annotated[
-    str | None,
-    _option(ENDING, "--stop-signal", metavar="SIGNAL", help="TERM, USR1 or USR2: asks the ranks to save and stop, like TERM."),
+    int | None,
+    _option(
+        ENDING,
+        "--stop-signal",
+        metavar="SIGNAL",
+        help="TERM, USR1 or USR2: asks the ranks to save and stop, like TERM.",
+        type=parse_stop_signal,
+    ),
 ]
 Version = Annotated[
     bool,

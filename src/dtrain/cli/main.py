@@ -10,14 +10,13 @@ import typer
 
 from dtrain import __version__
 from dtrain.cli.checkpoints import app as checkpoints
-from dtrain.cli.command_classes import GroupedCommand, PlainGroup
 from dtrain.cli.data import app as data
 from dtrain.cli.env import env
-from dtrain.cli.hang import hang
 from dtrain.cli.launch import launch, torchrun_advice
 from dtrain.cli.launch_options import EXAMPLES
 from dtrain.cli.new import EXAMPLES as NEW_EXAMPLES
 from dtrain.cli.new import new
+from dtrain.cli.parameters import GroupedCommand, PlainGroup
 from dtrain.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from dtrain.cli.plan import plan
 from dtrain.cli.plot import app as plot
@@ -25,7 +24,7 @@ from dtrain.cli.report import EXAMPLES as REPORT_EXAMPLES
 from dtrain.cli.report import report
 from dtrain.cli.top import EXAMPLES as TOP_EXAMPLES
 from dtrain.cli.top import top
-from dtrain.errors import ConfigError, DtrainError
+from dtrain.errors import ConfigError, DistError, DtrainError
 from dtrain.launch.output.non_blocking_writer import occupy_standard_streams
 
 _FAILED_EXIT_CODE = 1
@@ -35,6 +34,26 @@ _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 # The class of the parser's errors belongs to click or to typer, depending on the release of typer.
 _UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
+
+
+def hang(
+    run_dir: Annotated[str, typer.Argument(metavar="RUN_DIR", help="The run folder of `dtrain launch`, or of dt.open_run.")],
+) -> int:
+    """Show the state of a job's ranks, and the blocking rank.
+
+    While the job runs on this machine, its launcher queries the ranks, and the job continues. Afterwards, the last records are
+    shown. All stacks and the last collectives of every rank are in hang/report.txt of the run folder.
+
+    Exit codes: 0 shown; 1 the launcher does not answer; 2 there are no records.
+    """
+    from dtrain.launch.hang.query import explain_hang
+
+    try:
+        typer.echo(explain_hang(run_dir))
+    except (ConfigError, DistError) as error:
+        raise type(error)(str(error).replace("explain_hang:", "hang:", 1)) from None
+    return 0
+
 
 app = typer.Typer(
     name="dtrain",
@@ -115,7 +134,9 @@ def _invoke(args: list[str]) -> int:
     except OSError as error:
         return _print_error(str(error), _FAILED_EXIT_CODE)
     except _UsageError as error:
-        return _print_error(_usage_message(error, args), _USAGE_EXIT_CODE)
+        # The type of an option raised the cause.
+        is_complete = isinstance(error.__cause__, ConfigError)
+        return _print_error(str(error.__cause__) if is_complete else _usage_message(error, args), _USAGE_EXIT_CODE)
     except (typer.Abort, KeyboardInterrupt):
         return _INTERRUPTED_EXIT_CODE
 

@@ -1,4 +1,4 @@
-"""Print tables, JSON and progress bars, format bytes, and prefix errors of checkpoint commands."""
+"""Print tables, JSON and progress bars, and prefix errors with the name of the command."""
 
 from __future__ import annotations
 
@@ -11,19 +11,10 @@ from typing import Any, TextIO
 
 import typer
 
-from dtrain.errors import CheckpointError, ConfigError, escape_unprintable
+from dtrain.errors import ConfigError, DtrainError, escape_unprintable
 
 # Programs that read a table expect one line per row.
 _UNLIMITED_COLUMNS = 100_000
-
-
-def format_bytes(size: float) -> str:
-    """Format a number of bytes with a unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.3g} {unit}"
-        size /= 1024
-    return f"{size:.4g} GiB"
 
 
 def single_line(error: Exception) -> str:
@@ -119,14 +110,20 @@ class ByteProgressBar:
 
 
 @contextmanager
-def prefix_checkpoint_errors(command: str) -> Iterator[None]:
-    """Prefix error messages with the command, unless they have the prefix already."""
+def prefix_errors(prefix: str, kind: type[DtrainError]) -> Iterator[None]:
+    """Begin error messages with ``prefix``, unless they begin with it already.
+
+    Args:
+        prefix: group and command, such as ``"data: write"``.
+        kind: class of errors whose messages change, besides ConfigError; an OSError becomes an error of the class.
+    """
+    group, command = prefix.split(": ")
     try:
         yield
-    except (CheckpointError, ConfigError) as error:
+    except (kind, ConfigError) as error:
         text = str(error).removeprefix(f"{command}: ")
-        if text.startswith("checkpoints: "):
+        if text.startswith(f"{group}: "):
             raise
-        raise type(error)(f"checkpoints: {command}: {text}") from error
+        raise type(error)(f"{prefix}: {text}") from error
     except OSError as error:
-        raise CheckpointError(f"checkpoints: {command}: {error}") from error
+        raise kind(f"{prefix}: {error}") from error

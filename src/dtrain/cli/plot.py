@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain.cli.command_classes import GroupedCommand
+from dtrain.cli.parameters import GroupedCommand
 from dtrain.errors import ConfigError, StepError, escape_unprintable
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from dtrain import launch_protocol
+from dtrain.arguments import check_int, check_number
 from dtrain.errors import ConfigError
 from dtrain.launch.schedulers import read_scheduler
 from dtrain.launch.spawn.interpreter import inherited_flags
@@ -23,6 +24,7 @@ DEFAULT_GRACE_S = 5.0
 SAVING_GRACE_S = 30.0
 # A step of a deep model has hundreds of collectives.
 FLIGHT_RECORDER_ENTRIES = "2000"
+DEFAULT_PREFIX = "[rank {rank}] "
 LOOPBACK_ADDRESS = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo0" if sys.platform == "darwin" else "lo"
 
@@ -87,7 +89,7 @@ class OutputPlan:
     """
 
     shown: frozenset[int] | None = None
-    prefix: str = "[rank {rank}] "
+    prefix: str = DEFAULT_PREFIX
     stdout: str | None = None
     stderr: str | None = None
     full_traceback: bool = False
@@ -131,7 +133,7 @@ class LaunchPlan:
     def __post_init__(self) -> None:
         check_nproc(self.layout.nproc)
         if self.grace_s is not None:
-            _check_seconds("--grace", self.grace_s)
+            check_number("launch", "--grace", self.grace_s, minimum=0, maximum=MAX_GRACE_S)
         if not self.run_dir.is_absolute():
             raise ConfigError(
                 f"launch: the run folder must be absolute, got {str(self.run_dir)!r}. Pass an absolute path, because a script "
@@ -153,41 +155,13 @@ class LaunchPlan:
         return launch_protocol.failure_file(self.run_dir, rank)
 
 
-def parse_nproc(text: str) -> int:
-    """Parse the number of ranks.
-
-    Raises:
-        ConfigError: not an integer, or out of range.
-    """
-    if not re.fullmatch(r"[+-]?[0-9]{1,18}", text.strip()):
-        raise ConfigError(f"launch: -n must be an integer, got {text!r}. Use one rank per GPU.")
-    return check_nproc(int(text))
-
-
-def parse_seconds(option: str, text: str) -> float:
-    """Parse the number of seconds of ``option``.
-
-    Raises:
-        ConfigError: not a number, or out of range.
-    """
-    try:
-        seconds = float(text)
-    except ValueError:
-        raise ConfigError(f"launch: {option} must be a number of seconds, got {text!r}. Use 5, for example.") from None
-    return _check_seconds(option, seconds)
-
-
 def check_nproc(nproc: int) -> int:
-    if not 1 <= nproc <= MAX_RANKS:
-        raise ConfigError(f"launch: -n must be from 1 to {MAX_RANKS}, got {nproc}. Use one rank per GPU.")
-    return nproc
+    """Return the number of ranks of a node, if it is in range.
 
-
-def _check_seconds(option: str, seconds: float) -> float:
-    # The comparison is False for nan, too.
-    if not 0 <= seconds <= MAX_GRACE_S:
-        raise ConfigError(f"launch: {option} must be from 0 to {MAX_GRACE_S:.0f} seconds, got {seconds:g}. Use 5, for example.")
-    return seconds
+    Raises:
+        ConfigError: out of range.
+    """
+    return check_int("launch", "-n", nproc, minimum=1, maximum=MAX_RANKS, advice="Use one rank per GPU.")
 
 
 def count_gpus(device_names: Iterable[str], visible: str | None) -> int:

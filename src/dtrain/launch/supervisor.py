@@ -17,10 +17,21 @@ import time
 from collections.abc import Callable
 
 from dtrain import heartbeats, launch_protocol
-from dtrain.launch import multi_node, processes
+from dtrain.launch import processes
 from dtrain.launch.failure import HANG_EXIT_CODE, describe_exit
 from dtrain.launch.host_resources import count_oom_kills
-from dtrain.launch.job import Job, listen_on_loopback, open_store, start_ranks, take_store_listener, watch_starter
+from dtrain.launch.job import (
+    Job,
+    join_nodes,
+    leave_nodes,
+    listen_on_loopback,
+    open_store,
+    report_failure_to_nodes,
+    start_ranks,
+    take_store_listener,
+    wait_for_all_nodes,
+    watch_starter,
+)
 from dtrain.launch.launch_plan import LaunchPlan, build_common_environment, find_stale_variables
 from dtrain.launch.output.job_output import JobOutput
 from dtrain.launch.result import JobResult, describe_failures, summarize
@@ -66,7 +77,7 @@ def supervise(plan: LaunchPlan, *, launcher_alive: int) -> int:
         job.watch(job.progress_pipe[0], lambda: _read_progress(job))
         _warn_stale_variables(job)
         if plan.rendezvous is not None:
-            multi_node.join_nodes(job, plan.rendezvous, lambda condition: _run_loop(job, condition))
+            join_nodes(job, plan.rendezvous, lambda condition: _run_loop(job, condition))
         if not job.worker_group.stopping:
             job.starter.common_environment = build_common_environment(job.plan, os.environ)
             job.starter.log_path = job.plan.run_dir / "logs" / "launcher.log"
@@ -120,7 +131,7 @@ def _run_attempts(job: Job) -> JobResult:
         _run_loop(job)
         result = _summarize_group(job)
         _close_worker_group(job)
-        multi_node.wait_for_all_nodes(job, result, lambda condition: _run_loop(job, condition))
+        wait_for_all_nodes(job, result, lambda condition: _run_loop(job, condition))
         delay_s = job.restart_policy.delay_s
         if not result.may_restart or delay_s is None or job.launcher_gone or job.agent is not None:
             return _summarize_group(job)
@@ -170,7 +181,7 @@ def _run_loop(job: Job, condition: Callable[[], bool] = lambda: False, *, wake_a
         _check_store(job, now)
         job.worker_group.advance(now)
         _check_hang(job, now)
-        multi_node.report_failure_to_nodes(job, lambda: _summarize_group(job))
+        report_failure_to_nodes(job, lambda: _summarize_group(job))
         if job.worker_group.stopping and any(pid is None for pid in job.worker_group.pids.values()):
             _drop_unstarted_ranks(job)
         waiting = job.worker_group.kill_at is None and condition()
@@ -301,7 +312,7 @@ def _stop_services(job: Job) -> None:
         job.selector.unregister(job.starter.forkserver.channel)
         job.starter.stop_forkserver()
         _kill_service(job, pid)
-    agent = multi_node.leave_nodes(job)
+    agent = leave_nodes(job)
     if agent is not None:
         _wait_for_service(job, agent, _AGENT_EXIT_S)
         _kill_service(job, agent)

@@ -79,7 +79,6 @@ def infer_topology(args: LaunchArgs, scheduled: SchedulerInfo | None, *, gpus: i
     Raises:
         ConfigError: the command line contradicts itself or the scheduler, or is incomplete.
     """
-    _check_ranges(args)
     if args.nproc == -1 and scheduled is not None and scheduled.nproc is not None:
         topology = infer_topology(replace(args, nproc=scheduled.nproc), scheduled, gpus=gpus)
         notice = f"launch: -n {scheduled.nproc}, as {launch_protocol.LOCAL_WORLD_SIZE} says"
@@ -96,18 +95,6 @@ def infer_topology(args: LaunchArgs, scheduled: SchedulerInfo | None, *, gpus: i
     if _is_one_node(resolved):
         return _single_node_topology(args, resolved)
     return _multi_node_topology(args, resolved)
-
-
-def _check_ranges(args: LaunchArgs) -> None:
-    rows = (
-        ("--world-size", args.world_size, 1, 10**6),
-        ("--base-rank", args.base_rank, 0, 10**6),
-        ("--node-rank", args.node_rank, 0, MAX_NODES - 1),
-        ("--master-port", args.master_port, 1, 65_535),
-    )
-    for option, value, minimum, maximum in rows:
-        if value != -1 and not minimum <= value <= maximum:
-            _raise_config_error(f"{option} must be from {minimum} to {maximum}, got {value}", "Remove the option to infer it")
 
 
 def _parse_nodes(text: str) -> tuple[int | None, int | None]:

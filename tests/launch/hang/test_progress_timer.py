@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dtrain.heartbeats import ProgressKind, ProgressRecord
-from dtrain.launch.hang.progress_timer import ProgressTimer
+from dtrain.launch.hang.watchdog import ProgressTimer
 
 
 def pulse(kind: ProgressKind, rank: int, at: float, value: int = 0, doing: str = "") -> ProgressRecord:

@@ -18,9 +18,14 @@ import pytest
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError, DistError
 from dtrain.launch.hang import query
-from dtrain.launch.hang.launcher_record import LauncherRecord, ObservedRank, read_launcher_records, write_launcher_record
-from dtrain.launch.hang.progress_timer import RankProgress
 from dtrain.launch.hang.query import LauncherAddress, announce_launcher, explain_hang, withdraw_launcher
+from dtrain.launch.hang.rank_records import (
+    LauncherRecord,
+    RankEvidence,
+    RankProgress,
+    read_launcher_records,
+    write_launcher_record,
+)
 from dtrain.testing.fault_injection import patch_calls
 
 TIMEOUT_S = 4
@@ -155,7 +160,7 @@ def records(tmp_path: Path) -> Path:
     for node in range(2):
         seen = RankProgress(phase="open", at=0.0, passed=5, doing="step")
         ranks = tuple(
-            ObservedRank(rank=rank, pid=70 + rank, progress=seen, silent_s=7.0, state="S") for rank in (2 * node, 2 * node + 1)
+            RankEvidence(rank=rank, pid=70 + rank, progress=seen, silent_s=7.0, state="S") for rank in (2 * node, 2 * node + 1)
         )
         write_launcher_record(
             path.parent, LauncherRecord(node_rank=node, at=100.0 + node, world_size=4, timeout_s=None, ranks=ranks)

@@ -15,15 +15,15 @@ from pathlib import Path
 import pytest
 
 from dtrain import launch_protocol
-from dtrain.launch.hang.progress_timer import RankProgress
-from dtrain.launch.hang.watchdog import PATIENCE_S, DumpTargets, remove_empty_dumps, start_dump
+from dtrain.launch.hang.rank_records import RankProgress
+from dtrain.launch.hang.watchdog import PATIENCE_S, DumpTargets, RankDump, remove_empty_dumps
 from dtrain.testing.fault_injection import patch_calls
 
 LONG_S = 60
 START = """
 import os, re, signal, sys, time
 from pathlib import Path
-from dtrain.launch.spawn.rank_diagnostics import register_stack_dump
+from dtrain.launch.spawn.rank_main import register_stack_dump
 says, stacks = map(Path, sys.argv[1:])
 partial = says.with_suffix(".partial")
 def prepare():
@@ -132,7 +132,7 @@ def suspects(folder: Path, pid: int, *, phase: bool = False) -> DumpTargets:
 
 def inspected(asked: DumpTargets, *, ask: int | None = None) -> list[str]:
     now = time.monotonic()
-    inspection = start_dump(asked, query_fd=ask, now=now)
+    inspection = RankDump(asked, query_fd=ask, now=now)
     while (at := inspection.poll(now, exit_codes={})) is not None:
         assert now < at <= now + PATIENCE_S
         time.sleep(at - now)
@@ -188,7 +188,7 @@ def test_rank_that_answers_is_not_sent_the_signal(start, tmp_path):
     pid = start("tells-of-the-signal")
     read, write = os.pipe()
     now = time.monotonic()
-    inspection = start_dump(suspects(tmp_path, pid, phase=True), query_fd=write, now=now)
+    inspection = RankDump(suspects(tmp_path, pid, phase=True), query_fd=write, now=now)
     assert inspection.poll(now + PATIENCE_S * 0.4, exit_codes={1: 0}) is not None  # it takes its time
     assert os.read(read, 9) == b"?"
     launch_protocol.stacks_file(tmp_path, 0).parent.mkdir()
@@ -209,7 +209,7 @@ def test_rank_that_answers_is_not_sent_the_signal(start, tmp_path):
 def test_rank_that_does_not_answer_is_sent_the_signal_when_it_had_its_time(start, tmp_path):
     pid = start("tells-of-the-signal")
     now = time.monotonic()
-    inspection = start_dump(suspects(tmp_path, pid, phase=True), query_fd=None, now=now)
+    inspection = RankDump(suspects(tmp_path, pid, phase=True), query_fd=None, now=now)
     inspection.poll(now + PATIENCE_S * 0.4, exit_codes={1: 0})
     time.sleep(0.2)
     assert not (tmp_path / "signalled").exists()
@@ -223,7 +223,7 @@ def test_rank_that_dies_of_the_signal_is_still_explained(start, tmp_path):
     pid = start("dies-of-the-signal")
     asked = DumpTargets(run_dir=tmp_path, world_size=1, timeout_s=7.0, pids={0: pid}, exit_codes={}, progress={})
     now = time.monotonic()
-    inspection = start_dump(asked, query_fd=None, now=now)
+    inspection = RankDump(asked, query_fd=None, now=now)
     wait_for(lambda: state(pid) == "Z")
     assert inspection.poll(now, exit_codes={}) is not None
     assert inspection.poll(now, exit_codes={0: -signal.SIGSEGV}) is None  # nobody is left to wait for
@@ -278,7 +278,7 @@ def test_launchers_of_several_nodes_tidy_one_folder_at_the_same_time(tmp_path, m
 
 def test_read_only_folder_costs_the_stacks_only(tmp_path):
     (tmp_path / "hang").write_text("no folder")
-    module = "dtrain.launch.spawn.rank_diagnostics"
+    module = "dtrain.launch.spawn.rank_main"
     code = f"import sys, pathlib, {module} as stacks; stacks.register_stack_dump(pathlib.Path(sys.argv[1]))"
     result = subprocess.run(
         [sys.executable, "-c", code, launch_protocol.stacks_file(tmp_path, 0)], timeout=LONG_S, capture_output=True

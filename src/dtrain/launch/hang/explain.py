@@ -7,18 +7,17 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 
 from dtrain.launch.failure import describe_exit
-from dtrain.launch.hang.progress_timer import RankProgress
 from dtrain.launch.hang.rank_records import (
     CollectiveGroup,
     GroupHistory,
+    IssuedCollective,
+    RankEvidence,
     RankRecord,
-    StalledCollective,
-    find_stalled,
     find_user_frame,
     short_location,
 )
@@ -27,65 +26,71 @@ _MAX_LINES_PER_KIND = 3
 _MAX_RANKS_NAMED = 8
 # A path may be long, and its end is the most useful part.
 _MAX_LOCATION_CHARS = 200  # characters
-# State letters in /proc/PID/stat.
-_STOPPED, _IN_KERNEL = ("T", "t"), "D"
+# State letter in /proc/PID/stat.
+_IN_KERNEL = "D"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RankEvidence:
-    """Facts about one rank of this node, from the launcher and from the rank's own record.
+class StalledCollective:
+    """Collective at which one process group stalled.
 
     Attributes:
-        rank: the global rank.
-        pid: the process; None after its end.
-        progress: the last reported progress; None before ``init_dist``'s block.
-        silent_s: seconds between the last progress and the query.
-        exit_code: exit code, negative for a signal; None while the process runs.
-        exit_code_after_query: exit code of a process that exited during the query, which did not cause the hang.
-        state: state letter of the process in ``/proc``.
-        record: the rank's own record; None if unreadable.
-        stacks: output of faulthandler.
+        group: the process group.
+        collective: the collective that stalled.
+        waiting: ranks in the collective.
+        missing: ranks that have not entered the collective.
+        unknown: ranks without a record.
+        mismatched: different collectives that ranks issued with the same number.
     """
 
-    rank: int
-    pid: int | None = None
-    progress: RankProgress | None = None
-    silent_s: float | None = None
-    exit_code: int | None = None
-    exit_code_after_query: int | None = None
-    state: str = ""
-    record: RankRecord | None = None
-    stacks: str = ""
+    group: CollectiveGroup
+    collective: IssuedCollective
+    waiting: Sequence[int]
+    missing: Sequence[int] = ()
+    unknown: Sequence[int] = ()
+    mismatched: Mapping[int, IssuedCollective] = field(default_factory=dict)
 
-    @property
-    def is_gone(self) -> bool:
-        """Return True if the rank exited or left ``init_dist``'s block."""
-        return self.exit_code is not None or (self.progress is not None and self.progress.phase == "closed")
 
-    @property
-    def is_past_block(self) -> bool:
-        """Return True if the process still runs after ``init_dist``'s block."""
-        return self.is_gone and self.exit_code is None
+def find_stalled(records: Mapping[int, RankRecord]) -> list[StalledCollective]:
+    """Find the stalled collective of each process group.
 
-    @property
-    def is_leaving(self) -> bool:
-        """Return True if the rank waits for the other ranks at the end of ``init_dist``'s block."""
-        return self.progress is not None and self.progress.phase == "leaving"
+    The most conclusive stalls come first: mismatched collectives, missing ranks, ranks without a record, complete collectives.
+    """
+    groups = {group for record in records.values() for group in record.histories}
+    stops = [stop for group in groups for stop in _find_group_stall(group, records)]
+    return sorted(stops, key=_stall_sort_key)
 
-    @property
-    def is_stopped(self) -> bool:
-        return self.state in _STOPPED
 
-    @property
-    def passed(self) -> int:
-        """Number of progress points that the rank passed. The rank's own record is newer than the reported progress."""
-        reported = self.progress.passed if self.progress is not None else 0
-        return max(reported, self.record.passed) if self.record is not None else reported
+def _stall_sort_key(stop: StalledCollective) -> tuple[bool, bool, bool, str, str, str]:
+    group = stop.group
+    return (not stop.mismatched, not stop.missing, not stop.unknown, group.id, group.backend, group.name)
 
-    @property
-    def doing(self) -> str:
-        reported = self.progress.doing if self.progress is not None else ""
-        return self.record.doing or reported if self.record is not None else reported
+
+def _find_group_stall(group: CollectiveGroup, records: Mapping[int, RankRecord]) -> Iterator[StalledCollective]:
+    empty = GroupHistory(last=0, collectives={})
+    histories = {rank: records[rank].histories.get(group, empty) for rank in group.ranks if rank in records}
+    issued = [item for history in histories.values() for item in history.collectives.values()]
+    numbers = [item.number for item in issued if item.waits]
+    if not numbers:
+        return
+    behind = min(history.last for history in histories.values())
+    # A rank may have several pending collectives. The first collective that a rank lacks blocks all later collectives.
+    number = min((number for number in numbers if number > behind), default=min(numbers))
+    entered = {rank: history.collectives[number] for rank, history in histories.items() if number in history.collectives}
+    first = entered[min(rank for rank, item in entered.items() if item.waits)]
+    yield StalledCollective(
+        group=group,
+        collective=first,
+        waiting=[rank for rank, item in entered.items() if item.waits and _is_same_operation(item, first)],
+        missing=[rank for rank, history in histories.items() if history.last < number],
+        unknown=[rank for rank in group.ranks if rank not in records],
+        mismatched={rank: item for rank, item in entered.items() if not _is_same_operation(item, first)},
+    )
+
+
+def _is_same_operation(first: IssuedCollective, second: IssuedCollective) -> bool:
+    """Return True if two ranks issued the same collective. Only all-reduce requires equal sizes on all ranks."""
+    return first.op == second.op and (first.op != "all_reduce" or first.sizes == second.sizes)
 
 
 def explain_stall(evidence: Collection[RankEvidence], *, world_size: int, timeout_s: float | None, report: Path) -> list[str]:

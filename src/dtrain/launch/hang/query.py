@@ -14,7 +14,7 @@ from pathlib import Path
 from dtrain import launch_protocol, run_layout
 from dtrain.errors import ConfigError, DistError
 from dtrain.launch.hang.explain import explain_stall, extract_message, format_time, write_hang_report
-from dtrain.launch.hang.launcher_record import (
+from dtrain.launch.hang.rank_records import (
     REPORT_NAME,
     LauncherRecord,
     collect_evidence,
@@ -121,7 +121,7 @@ def withdraw_launcher(run_dir: Path, node_rank: int) -> None:
 
 
 def _announcement_path(run_dir: Path, node_rank: int) -> Path:
-    return launch_protocol.stacks_file(run_dir, 0).with_name(f"launcher-{node_rank:05d}.pid")
+    return launch_protocol.hang_folder(run_dir).joinpath(f"launcher-{node_rank:05d}.pid")
 
 
 def _find_record_folder(folder: str | os.PathLike[str] | None) -> Path:
@@ -136,14 +136,12 @@ def _find_record_folder(folder: str | os.PathLike[str] | None) -> Path:
         raise ConfigError(
             f"explain_hang: path must be an existing folder, got {str(run_dir)!r}. Pass the run folder of `dtrain launch`."
         )
-    for below in (_hang_folder(run_dir), *([_hang_folder(Path(launch))] if (launch := _find_launch_folder(run_dir)) else [])):
-        if below.is_dir():
-            return below
+    launch = _find_launch_folder(run_dir)
+    for folder_of_launch in (run_dir, *([Path(launch)] if launch else [])):
+        records = launch_protocol.hang_folder(folder_of_launch)
+        if records.is_dir():
+            return records
     return run_dir
-
-
-def _hang_folder(run_dir: Path) -> Path:
-    return launch_protocol.stacks_file(run_dir, 0).parent
 
 
 def _find_launch_folder(folder: Path) -> str | None:

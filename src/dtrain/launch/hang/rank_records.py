@@ -1,20 +1,20 @@
-"""Parse stack dumps and collective records of ranks, and find the collective at which each process group stalled.
-
-No function has side effects.
-"""
+"""Read and write the records of ranks: Python stacks, collectives, and the state of each rank as its launcher saw it."""
 
 from __future__ import annotations
 
+import contextlib
+import fnmatch
 import json
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import dtrain
+from dtrain import launch_protocol
 
 _THREAD = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+.*:$")
 _FRAME = re.compile(r'  File "(?P<file>.*)", line (?P<line>[0-9]+) in (?P<function>.*)$')
@@ -128,64 +128,203 @@ def _parse_history(fields: dict[str, Any]) -> tuple[CollectiveGroup, GroupHistor
     return group, GroupHistory(last=fields["last"], collectives={item.number: item for item in issued})
 
 
+BlockPhase = Literal["open", "leaving", "closed"]
+"""Phase of a rank in ``init_dist``'s block. A rank that is ``leaving`` waits for the other ranks at the end of the block."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
-class StalledCollective:
-    """Collective at which one process group stalled.
+class RankProgress:
+    """Last progress of a rank since the start of ``init_dist``'s block. ``at`` is a time of the host's monotonic clock."""
+
+    phase: BlockPhase
+    at: float
+    passed: int = 0
+    doing: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankEvidence:
+    """Facts about one rank of this node, from the launcher and from the rank's own record.
 
     Attributes:
-        group: the process group.
-        collective: the collective that stalled.
-        waiting: ranks in the collective.
-        missing: ranks that have not entered the collective.
-        unknown: ranks without a record.
-        mismatched: different collectives that ranks issued with the same number.
+        rank: the global rank.
+        pid: the process; None after its end.
+        progress: the last reported progress; None before ``init_dist``'s block.
+        silent_s: seconds between the last progress and the query.
+        exit_code: exit code, negative for a signal; None while the process runs.
+        exit_code_after_query: exit code of a process that exited during the query, which did not cause the hang.
+        state: state letter of the process in ``/proc``.
+        is_incomplete: if True, the rank exited while dumping stacks, so the dump may be incomplete.
+        record: the rank's own record; None if unreadable.
+        stacks: output of faulthandler.
     """
 
-    group: CollectiveGroup
-    collective: IssuedCollective
-    waiting: Sequence[int]
-    missing: Sequence[int] = ()
-    unknown: Sequence[int] = ()
-    mismatched: Mapping[int, IssuedCollective] = field(default_factory=dict)
+    rank: int
+    pid: int | None = None
+    progress: RankProgress | None = None
+    silent_s: float | None = None
+    exit_code: int | None = None
+    exit_code_after_query: int | None = None
+    state: str = ""
+    is_incomplete: bool = False
+    record: RankRecord | None = None
+    stacks: str = ""
+
+    @property
+    def is_gone(self) -> bool:
+        """Return True if the rank exited or left ``init_dist``'s block."""
+        return self.exit_code is not None or (self.progress is not None and self.progress.phase == "closed")
+
+    @property
+    def is_past_block(self) -> bool:
+        """Return True if the process still runs after ``init_dist``'s block."""
+        return self.is_gone and self.exit_code is None
+
+    @property
+    def is_leaving(self) -> bool:
+        """Return True if the rank waits for the other ranks at the end of ``init_dist``'s block."""
+        return self.progress is not None and self.progress.phase == "leaving"
+
+    @property
+    def is_stopped(self) -> bool:
+        return self.state in ("T", "t")
+
+    @property
+    def passed(self) -> int:
+        """Number of progress points that the rank passed. The rank's own record is newer than the reported progress."""
+        reported = self.progress.passed if self.progress is not None else 0
+        return max(reported, self.record.passed) if self.record is not None else reported
+
+    @property
+    def doing(self) -> str:
+        reported = self.progress.doing if self.progress is not None else ""
+        return self.record.doing or reported if self.record is not None else reported
 
 
-def find_stalled(records: Mapping[int, RankRecord]) -> list[StalledCollective]:
-    """Find the stalled collective of each process group.
+REPORT_NAME = "report.txt"
+_SAME_HANG_S = 600.0  # seconds between the records of several launchers about the same hang
 
-    The most conclusive stalls come first: mismatched collectives, missing ranks, ranks without a record, complete collectives.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LauncherRecord:
+    """State of all ranks of one node, as the node's launcher saw them.
+
+    Attributes:
+        node_rank: the node.
+        at: time of the query, in seconds since 1970.
+        world_size: number of ranks in the job.
+        timeout_s: seconds without progress; None for a query by a user.
+        ranks: the ranks of the node.
     """
-    groups = {group for record in records.values() for group in record.histories}
-    stops = [stop for group in groups for stop in _find_group_stall(group, records)]
-    return sorted(stops, key=_stall_sort_key)
+
+    node_rank: int
+    at: float
+    world_size: int
+    timeout_s: float | None
+    ranks: tuple[RankEvidence, ...]
+
+    @property
+    def report(self) -> str:
+        """File name of the report about these ranks: ``report.txt``, unless other nodes have ranks, too."""
+        return report_file_name(self.node_rank, single_node=len(self.ranks) == self.world_size)
 
 
-def _stall_sort_key(stop: StalledCollective) -> tuple[bool, bool, bool, str, str, str]:
-    group = stop.group
-    return (not stop.mismatched, not stop.missing, not stop.unknown, group.id, group.backend, group.name)
+def report_file_name(node_rank: int, *, single_node: bool) -> str:
+    """Return the file name of a launcher's report."""
+    return REPORT_NAME if single_node else f"report-node-{node_rank}.txt"
 
 
-def _find_group_stall(group: CollectiveGroup, records: Mapping[int, RankRecord]) -> Iterator[StalledCollective]:
-    empty = GroupHistory(last=0, collectives={})
-    histories = {rank: records[rank].histories.get(group, empty) for rank in group.ranks if rank in records}
-    issued = [item for history in histories.values() for item in history.collectives.values()]
-    numbers = [item.number for item in issued if item.waits]
-    if not numbers:
-        return
-    behind = min(history.last for history in histories.values())
-    # A rank may have several pending collectives. The first collective that a rank lacks blocks all later collectives.
-    number = min((number for number in numbers if number > behind), default=min(numbers))
-    entered = {rank: history.collectives[number] for rank, history in histories.items() if number in history.collectives}
-    first = entered[min(rank for rank, item in entered.items() if item.waits)]
-    yield StalledCollective(
-        group=group,
-        collective=first,
-        waiting=[rank for rank, item in entered.items() if item.waits and _is_same_operation(item, first)],
-        missing=[rank for rank, history in histories.items() if history.last < number],
-        unknown=[rank for rank in group.ranks if rank not in records],
-        mismatched={rank: item for rank, item in entered.items() if not _is_same_operation(item, first)},
-    )
+def write_launcher_record(folder: Path, record: LauncherRecord) -> None:
+    """Write the launcher's record into ``folder`` atomically.
+
+    Raises:
+        OSError: the folder is gone, or the disk is full.
+    """
+    path = folder / f"launcher-{record.node_rank:05d}.json"
+    partial = path.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(record)), encoding="utf-8")
+    os.replace(partial, path)
 
 
-def _is_same_operation(first: IssuedCollective, second: IssuedCollective) -> bool:
-    """Return True if two ranks issued the same collective. Only all-reduce requires equal sizes on all ranks."""
-    return first.op == second.op and (first.op != "all_reduce" or first.sizes == second.sizes)
+def read_launcher_records(folder: Path) -> list[LauncherRecord]:
+    """Read the records of all launchers about the latest query in ``folder``, ordered by node. Skip damaged records."""
+    records = [
+        record
+        for path in list_matching(folder, "launcher-*.json")
+        if (record := _parse_launcher_record(read_text(path))) is not None
+    ]
+    last = max(records, key=lambda record: record.at, default=None)
+    if last is None:
+        return []
+    # Older records belong to an earlier launch in the same folder, perhaps on more nodes.
+    return [record for record in records if record.world_size == last.world_size and last.at - record.at <= _SAME_HANG_S]
+
+
+def _parse_launcher_record(text: str) -> LauncherRecord | None:
+    try:
+        fields = json.loads(text)
+        return LauncherRecord(**{**fields, "ranks": tuple(_parse_evidence(item) for item in fields["ranks"])})
+    except (ValueError, KeyError, TypeError):
+        return None
+
+
+def _parse_evidence(fields: Mapping[str, Any]) -> RankEvidence:
+    progress = fields["progress"]
+    return RankEvidence(**{**fields, "progress": None if progress is None else RankProgress(**progress)})
+
+
+def find_recorded_ranks(folder: Path) -> list[RankEvidence]:
+    """Return the ranks that wrote a record into ``folder``, without the launcher's knowledge of the ranks."""
+    names = {path.stem for pattern in ("rank-*.json", "rank-*.stacks") for path in list_matching(folder, pattern)}
+    numbers = sorted(int(number) for name in names if (number := name.removeprefix("rank-")).isdecimal())
+    return [RankEvidence(rank=number) for number in numbers]
+
+
+def collect_evidence(folder: Path, ranks: Collection[RankEvidence]) -> list[RankEvidence]:
+    """Add the records that the ranks wrote into ``folder`` to the launcher's knowledge of ``ranks``."""
+    return [
+        replace(
+            item,
+            record=parse_rank_record(read_text(folder / launch_protocol.flight_record_file(Path(), item.rank).name)),
+            stacks="" if item.is_incomplete else read_text(folder / launch_protocol.stacks_file(Path(), item.rank).name),
+        )
+        for item in ranks
+    ]
+
+
+def merge_launcher_records(records: Collection[LauncherRecord]) -> LauncherRecord | None:
+    """Merge the records of several nodes into one record of all ranks; None without records."""
+    last = max(records, key=lambda record: record.at, default=None)
+    if last is None:
+        return None
+    timeouts = [record.timeout_s for record in records if record.timeout_s is not None]
+    ranks = sorted((item for record in records for item in record.ranks), key=lambda item: item.rank)
+    return replace(last, ranks=tuple(ranks), timeout_s=max(timeouts, default=None))
+
+
+def clear_rank_records(folder: Path, ranks: Collection[int]) -> None:
+    """Remove the earlier records of ``ranks``, so that later records are new.
+
+    The stack files are truncated and kept: a rank holds its stack file open, because a signal handler cannot open files.
+    """
+    for rank in ranks:
+        with contextlib.suppress(OSError):
+            (folder / launch_protocol.flight_record_file(Path(), rank).name).unlink()
+        with contextlib.suppress(OSError):
+            os.truncate(folder / launch_protocol.stacks_file(Path(), rank).name, 0)
+
+
+def read_text(path: Path) -> str:
+    """Return the text of a file, or an empty text if the file cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="backslashreplace")
+    except OSError:
+        return ""
+
+
+def list_matching(folder: Path, pattern: str) -> list[Path]:
+    """List the files of a folder that match ``pattern``, sorted by name; empty if the folder does not exist."""
+    try:
+        return sorted(folder / name for name in fnmatch.filter(os.listdir(folder), pattern))
+    except OSError:
+        return []

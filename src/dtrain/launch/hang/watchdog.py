@@ -6,23 +6,24 @@ import contextlib
 import os
 import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtrain import launch_protocol
-from dtrain.heartbeats import ProgressRecord
+from dtrain.heartbeats import ProgressKind, ProgressRecord
 from dtrain.launch import processes
 from dtrain.launch.hang.explain import explain_stall, write_hang_report
-from dtrain.launch.hang.launcher_record import (
+from dtrain.launch.hang.query import announce_launcher, withdraw_launcher
+from dtrain.launch.hang.rank_records import (
+    BlockPhase,
     LauncherRecord,
-    ObservedRank,
+    RankEvidence,
+    RankProgress,
     clear_rank_records,
     collect_evidence,
     read_text,
     write_launcher_record,
 )
-from dtrain.launch.hang.progress_timer import ProgressTimer, RankProgress
-from dtrain.launch.hang.query import announce_launcher, withdraw_launcher
 
 PATIENCE_S = 3.0
 """Seconds until the ranks must answer. A record takes milliseconds, but a busy machine is slower."""
@@ -58,15 +59,27 @@ class DumpTargets:
 
 
 class RankDump:
-    """One dump of stacks and collectives of all ranks, created by ``start_dump``.
+    """Dump of stacks and collectives of all ranks. In a hang, ranks that cannot read the request get the signal at once.
 
     A rank in ``init_dist``'s block has a thread that writes its stacks and collectives on request. If a rank writes nothing,
     some code holds the interpreter's lock. Such a rank gets the signal, whose handler takes no lock. No other rank gets the
     signal: faulthandler walks the frames of all threads, and a thread that runs meanwhile changes its frames, which can crash
     the rank.
+
+    Args:
+        targets: ranks to query.
+        query_fd: write end of the pipe that ranks know as ``launch_protocol.DUMP_REQUEST_FD``; the caller closes the pipe.
+        now: seconds of the monotonic clock.
+
+    Mutates: sends signals; removes the records of an earlier attempt.
     """
 
-    def __init__(self, targets: DumpTargets, *, now: float) -> None:
+    def __init__(self, targets: DumpTargets, *, query_fd: int | None, now: float) -> None:
+        clear_rank_records(launch_protocol.hang_folder(targets.run_dir), targets.pids)
+        if query_fd is not None:
+            # The pipe is broken if no rank runs any more.
+            with contextlib.suppress(OSError):
+                os.write(query_fd, b"?")
         self._targets, self._started_at = targets, now
         self._states = _process_states(targets.pids)
         self._queried_ranks = [
@@ -110,7 +123,7 @@ class RankDump:
         """
         targets, later = self._targets, _process_states(self._targets.pids)
         ranks = [
-            ObservedRank(
+            RankEvidence(
                 rank=rank,
                 pid=targets.pids.get(rank),
                 progress=targets.progress.get(rank),
@@ -158,25 +171,7 @@ class RankDump:
         return launch_protocol.stacks_file(self._targets.run_dir, rank)
 
 
-def start_dump(targets: DumpTargets, *, query_fd: int | None, now: float) -> RankDump:
-    """Request stacks and collectives from every rank. In a hang, ranks that cannot read the request get the signal at once.
-
-    Args:
-        targets: ranks to query.
-        query_fd: write end of the pipe that ranks know as ``launch_protocol.DUMP_REQUEST_FD``; the caller closes the pipe.
-        now: seconds of the monotonic clock.
-
-    Mutates: sends signals; removes the records of an earlier attempt.
-    """
-    clear_rank_records(_hang_folder(targets.run_dir), targets.pids)
-    if query_fd is not None:
-        # The pipe is broken if no rank runs any more.
-        with contextlib.suppress(OSError):
-            os.write(query_fd, b"?")
-    return RankDump(targets, now=now)
-
-
-def _write_evidence(targets: DumpTargets, ranks: list[ObservedRank]) -> list[str]:
+def _write_evidence(targets: DumpTargets, ranks: list[RankEvidence]) -> list[str]:
     """Write the record and the report into the run folder, and return the explanation."""
     record = LauncherRecord(
         node_rank=targets.node_rank,
@@ -185,7 +180,7 @@ def _write_evidence(targets: DumpTargets, ranks: list[ObservedRank]) -> list[str
         timeout_s=targets.timeout_s,
         ranks=tuple(ranks),
     )
-    folder = _hang_folder(targets.run_dir)
+    folder = launch_protocol.hang_folder(targets.run_dir)
     evidence, report = collect_evidence(folder, ranks), folder / record.report
     lines = explain_stall(evidence, world_size=record.world_size, timeout_s=record.timeout_s, report=report)
     # A full disk costs the files, not the explanation.
@@ -195,10 +190,6 @@ def _write_evidence(targets: DumpTargets, ranks: list[ObservedRank]) -> list[str
     # The report is last, because a query waits for the report.
     write_hang_report(report, lines, evidence, queried_at=record.at)
     return lines
-
-
-def _hang_folder(run_dir: Path) -> Path:
-    return launch_protocol.stacks_file(run_dir, 0).parent
 
 
 def remove_empty_dumps(run_dir: Path, ranks: Iterable[int]) -> None:
@@ -214,7 +205,7 @@ def remove_empty_dumps(run_dir: Path, ranks: Iterable[int]) -> None:
                 path.unlink()
     # The folder may be missing or not empty.
     with contextlib.suppress(OSError):
-        _hang_folder(run_dir).rmdir()
+        launch_protocol.hang_folder(run_dir).rmdir()
 
 
 def _has_signal_handler(pid: int, number: int) -> bool:
@@ -229,6 +220,83 @@ def _process_states(pids: Mapping[int, int]) -> dict[int, str]:
     """Return the state letter of each rank's process in ``/proc``, empty if unreadable."""
     stats = {rank: read_text(Path(f"/proc/{pid}/stat")) for rank, pid in pids.items()}
     return {rank: stat.rpartition(")")[2].split()[0] if stat else "" for rank, stat in stats.items()}
+
+
+_PHASES: Mapping[ProgressKind, BlockPhase] = {
+    ProgressKind.OPENED: "open",
+    ProgressKind.LEAVING: "leaving",
+    ProgressKind.CLOSED: "closed",
+}
+# A supervisor that wakes up so many seconds late was suspended itself, perhaps together with its ranks.
+_SUSPENDED_S = 5.0
+
+
+class ProgressTimer:
+    """Progress timer for the ranks of one node, for one attempt.
+
+    A job hangs when *no* rank has made progress for ``timeout_s`` and at least one rank is in ``init_dist``'s block. A rank
+    that stops soon stops the other ranks, which wait for it. While one rank makes progress, the other ranks may wait for good
+    reason: one rank may save a checkpoint alone. After the block, a rank must exit once another rank has exited.
+
+    Args:
+        timeout_s: seconds, > 0; None never reports a hang and only records progress.
+    """
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self._progress: dict[int, RankProgress] = {}
+        # Time at which each exit was seen first.
+        self._exited_at: dict[int, float] = {}
+        # The timer does not start before this time.
+        self._not_before = 0.0
+
+    @property
+    def progress(self) -> Mapping[int, RankProgress]:
+        """Last progress by rank."""
+        return dict(self._progress)
+
+    def record(self, report: ProgressRecord) -> None:
+        """Record a progress report of a rank. Mutates: this timer."""
+        last = self._progress.get(report.rank)
+        if report.kind in _PHASES:
+            passed, doing = (last.passed, last.doing) if last is not None and report.kind != ProgressKind.OPENED else (0, "")
+            self._progress[report.rank] = RankProgress(phase=_PHASES[report.kind], at=report.at, passed=passed, doing=doing)
+        elif report.kind == ProgressKind.PROGRESS and last is not None:
+            self._progress[report.rank] = replace(last, at=report.at, passed=report.value, doing=report.activity)
+
+    def record_exit(self, rank: int, now: float) -> None:
+        """Record that the process of ``rank`` exited by ``now``. Mutates: this timer."""
+        self._exited_at.setdefault(rank, now)
+
+    def deadline(self) -> float | None:
+        """Return the time at which the job hangs if no further progress is reported.
+
+        None without a timeout, and while every rank is outside of ``init_dist``'s block. The deadline still applies outside of
+        the block if one rank exited and another rank runs on.
+        """
+        phases = [progress.phase for rank, progress in self._progress.items() if rank not in self._exited_at]
+        if self.timeout_s is None or not phases:
+            return None
+        times = [self._not_before, *(progress.at for progress in self._progress.values())]
+        if all(phase == "closed" for phase in phases):
+            if not self._exited_at:
+                return None
+            times += self._exited_at.values()
+        return max(times) + self.timeout_s
+
+    def is_hung(self, now: float) -> bool:
+        """Return True if the job hangs. Record all progress reports before the call.
+
+        Mutates: this timer, if the call is much later than ``deadline``. The supervisor was then suspended (a frozen container,
+        a paused machine), so the timeout starts again.
+        """
+        deadline = self.deadline()
+        if deadline is None or self.timeout_s is None or now < deadline:
+            return False
+        if now > deadline + max(_SUSPENDED_S, self.timeout_s / 2):
+            self._not_before = now
+            return False
+        return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +385,7 @@ class Watchdog:
             node_rank=self._node_rank,
         )
         self._dump_requested_only = not hang
-        self._dump = start_dump(targets, query_fd=self._ask, now=now)
+        self._dump = RankDump(targets, query_fd=self._ask, now=now)
 
     def close(self) -> None:
         """Close the query pipe and remove empty files. Mutates: the run folder."""
