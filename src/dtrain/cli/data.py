@@ -38,66 +38,29 @@ _option = partial(option, "data: write")
 
 Kind = Annotated[
     str | None,
-    _option(
-        _INPUT,
-        "--from",
-        metavar="KIND",
-        help=f"{', '.join(INPUT_KINDS)}; inferred from the names by default.",
-        type=choice(*INPUT_KINDS),
-    ),
+    _option(_INPUT, "--from KIND", f"{', '.join(INPUT_KINDS)}; inferred from the names by default.", choice(*INPUT_KINDS)),
 ]
 Columns = Annotated[
     list[str] | None,
-    _option(
-        _INPUT,
-        "--columns",
-        metavar="NAMES",
-        help="Only these columns; with encodings as in text,label:int; may be repeated.",
-    ),
+    _option(_INPUT, "--columns NAMES", "Only these columns; with encodings as in text,label:int; may be repeated."),
 ]
 TokenizerName = Annotated[
-    str | None,
-    _option(_TOKENS, "--tokenizer", metavar="NAME", help="bytes, a tokenizer.json or its folder, or a name on the Hub."),
+    str | None, _option(_TOKENS, "--tokenizer NAME", "bytes, a tokenizer.json or its folder, or a name on the Hub.")
 ]
 WindowSize = Annotated[
-    int | None,
-    _option(
-        _TOKENS,
-        "--concat",
-        metavar="N",
-        help="Tokens per window: documents are joined and split every N tokens.",
-        type=integer(2),
-    ),
+    int | None, _option(_TOKENS, "--concat N", "Tokens per window: documents are joined and split every N tokens.", integer(2))
 ]
 EndToken = Annotated[
-    str | None,
-    _option(
-        _TOKENS, "--end", metavar="TOKEN", help="Token after each document; by default the tokenizer's own, none for bytes."
-    ),
+    str | None, _option(_TOKENS, "--end TOKEN", "Token after each document; by default the tokenizer's own, none for bytes.")
 ]
-TextColumn = Annotated[
-    str, _option(_TOKENS, "--text", metavar="COLUMN", help="Column with the text of documents; default text.")
-]
-Form = Annotated[
-    str,
-    _option(_OUTPUT, "--format", metavar="FORMAT", help="mds (default), parquet, jsonl, text or tar.", type=choice(*FORMATS)),
-]
+TextColumn = Annotated[str, _option(_TOKENS, "--text COLUMN", "Column with the text of documents; default text.")]
+Form = Annotated[str, _option(_OUTPUT, "--format FORMAT", "mds (default), parquet, jsonl, text or tar.", choice(*FORMATS))]
 Compression = Annotated[
-    str | None,
-    _option(_OUTPUT, "--compression", metavar="NAME", help=f"{', '.join(_COMPRESSIONS)}, with a level as in zstd:7."),
+    str | None, _option(_OUTPUT, "--compression NAME", f"{', '.join(_COMPRESSIONS)}, with a level as in zstd:7.")
 ]
-Hashes = Annotated[
-    str, _option(_OUTPUT, "--hash", metavar="NAMES", help="Digests of each shard: xxh64 (default), sha256, ..., or none.")
-]
+Hashes = Annotated[str, _option(_OUTPUT, "--hash NAMES", "Digests of each shard: xxh64 (default), sha256, ..., or none.")]
 SizeLimit = Annotated[
-    int,
-    _option(
-        _OUTPUT,
-        "--size-limit",
-        metavar="SIZE",
-        help="Size limit of a shard before compression; default 64MiB.",
-        type=size,
-    ),
+    int, _option(_OUTPUT, "--size-limit SIZE", "Size limit of a shard before compression; default 64MiB.", size)
 ]
 
 
@@ -114,7 +77,7 @@ def write(
     compression: Compression = None,
     hashes: Hashes = "xxh64",
     size_limit: SizeLimit = 64 * 2**20,
-    as_json: Annotated[bool, _option(_OUTPUT, "--json", help="Print one JSON object, for programs.")] = False,
+    as_json: Annotated[bool, _option(_OUTPUT, "--json", "Print one JSON object, for programs.")] = False,
 ) -> int:
     """Write samples as shards, for ShardedDataset.
 

@@ -209,25 +209,14 @@ _option = partial(option, "data: inspect")
 def inspect(
     url: Annotated[str, typer.Argument(metavar="URL", help="Folder of shards, here or on a server.", show_default=False)],
     form: Annotated[
-        str | None,
-        _option(
-            _SHOW_HEADING,
-            "--format",
-            metavar="FORMAT",
-            help="Format of the files, if there is no index.",
-            type=choice(*FORMATS),
-        ),
+        str | None, _option(_SHOW_HEADING, "--format FORMAT", "Format of the files, if there is no index.", choice(*FORMATS))
     ] = None,
-    head: Annotated[
-        int, _option(_SHOW_HEADING, "--head", metavar="K", help="Also show the first K samples.", type=integer(0))
-    ] = 0,
-    shards: Annotated[bool, _option(_SHOW_HEADING, "--shards", help="Also show a line for each shard.")] = False,
-    as_json: Annotated[bool, _option(_SHOW_HEADING, "--json", help="Print one JSON object, for programs.")] = False,
-    verify: Annotated[
-        bool, _option(_VERIFY_HEADING, "--verify", help="Compare every digest, and decode every sample.")
-    ] = False,
+    head: Annotated[int, _option(_SHOW_HEADING, "--head K", "Also show the first K samples.", integer(0))] = 0,
+    shards: Annotated[bool, _option(_SHOW_HEADING, "--shards", "Also show a line for each shard.")] = False,
+    as_json: Annotated[bool, _option(_SHOW_HEADING, "--json", "Print one JSON object, for programs.")] = False,
+    verify: Annotated[bool, _option(_VERIFY_HEADING, "--verify", "Compare every digest, and decode every sample.")] = False,
     trust: Annotated[
-        bool, _option(_VERIFY_HEADING, "--allow-pickle", help="Also decode pickled columns, which can run code.")
+        bool, _option(_VERIFY_HEADING, "--allow-pickle", "Also decode pickled columns, which can run code.")
     ] = False,
 ) -> int:
     """Show the facts of a dataset of shards, and verify the dataset.

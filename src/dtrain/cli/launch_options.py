@@ -176,204 +176,146 @@ Arguments = Annotated[
 
 Nproc = Annotated[
     str | None,
-    _option(
-        RANKS,
-        "-n",
-        "--nproc",
-        "--nproc-per-node",
-        "--nproc_per_node",
-        "-np",
-        metavar="N",
-        help="Ranks on this node.  [default: one per GPU, or 1]",
-    ),
+    _option(RANKS, "-n --nproc --nproc-per-node --nproc_per_node -np N", "Ranks on this node.  [default: one per GPU, or 1]"),
 ]
-Module = Annotated[bool, _option(RANKS, "-m", "--module", "--module_mode", help="SCRIPT is a module, as in python -m.")]
+Module = Annotated[bool, _option(RANKS, "-m --module --module_mode", "SCRIPT is a module, as in python -m.")]
 Command = Annotated[
     bool,
-    _option(
-        RANKS,
-        "-c",
-        "--command",
-        "--command_mode",
-        "--no-python",
-        "--no_python",
-        help="SCRIPT is a program, which need not be Python.",
-    ),
+    _option(RANKS, "-c --command --command_mode --no-python --no_python", "SCRIPT is a program, which need not be Python."),
 ]
 Preload = Annotated[
     str | None,
     _option(
         RANKS,
-        "--preload",
-        metavar="MODULES",
-        help="Import a,b,... once and fork the ranks.  [default: torch and other modules that the script imports]",
+        "--preload MODULES",
+        "Import a,b,... once and fork the ranks.  [default: torch and other modules that the script imports]",
     ),
 ]
-NoPreload = Annotated[bool, _option(RANKS, "--no-preload", help="Start each rank as a new interpreter.")]
-Bind = Annotated[bool, _option(RANKS, "--bind", help="Bind each rank to its own physical cores on one NUMA node.")]
+NoPreload = Annotated[bool, _option(RANKS, "--no-preload", "Start each rank as a new interpreter.")]
+Bind = Annotated[bool, _option(RANKS, "--bind", "Bind each rank to its own physical cores on one NUMA node.")]
 
-Nnodes = Annotated[
-    str,
-    _option(NODES, "--nnodes", metavar="N|MIN:MAX", help="Number of nodes; MIN:MAX for nodes that join and leave."),
-]
+Nnodes = Annotated[str, _option(NODES, "--nnodes N|MIN:MAX", "Number of nodes; MIN:MAX for nodes that join and leave.")]
 WorldSize = Annotated[
     int,
     _option(
         NODES,
-        "--world-size",
-        "--world_size",
-        metavar="N",
-        help="Ranks of all nodes; -1 for one node.  [default: -n]",
-        type=parse_unset_or_int(1, 10**6, advice=_OMIT_ADVICE),
+        "--world-size --world_size N",
+        "Ranks of all nodes; -1 for one node.  [default: -n]",
+        parse_unset_or_int(1, 10**6, advice=_OMIT_ADVICE),
     ),
 ]
 NodeRank = Annotated[
     int,
     _option(
         NODES,
-        "--node-rank",
-        "--node_rank",
-        metavar="K",
-        help="Number of this node, counted from 0.",
-        type=parse_unset_or_int(0, MAX_NODES - 1, advice="Pass 0 on the first node, 1 on the next, and so on."),
+        "--node-rank --node_rank K",
+        "Number of this node, counted from 0.",
+        parse_unset_or_int(0, MAX_NODES - 1, advice="Pass 0 on the first node, 1 on the next, and so on."),
     ),
 ]
 BaseRank = Annotated[
     int,
     _option(
         NODES,
-        "--base-rank",
-        "--base_rank",
-        metavar="K",
-        help="First rank of this node.  [default: node rank times -n]",
-        type=parse_unset_or_int(0, 10**6, advice=_OMIT_ADVICE),
+        "--base-rank --base_rank K",
+        "First rank of this node.  [default: node rank times -n]",
+        parse_unset_or_int(0, 10**6, advice=_OMIT_ADVICE),
     ),
 ]
 MasterAddr = Annotated[
-    str,
-    _option(
-        NODES, "--master-addr", "--master_addr", metavar="HOST", help="Host of node 0; empty for one node.", type=parse_host
-    ),
+    str, _option(NODES, "--master-addr --master_addr HOST", "Host of node 0; empty for one node.", parse_host)
 ]
 MasterPort = Annotated[
     int,
     _option(
         NODES,
-        "--master-port",
-        "--master_port",
-        metavar="PORT",
-        help="Port of the rendezvous on node 0.",
-        type=parse_unset_or_int(1, 65_535, advice="Choose a port that is free on node 0."),
+        "--master-port --master_port PORT",
+        "Port of the rendezvous on node 0.",
+        parse_unset_or_int(1, 65_535, advice="Choose a port that is free on node 0."),
     ),
 ]
 RdzvEndpoint = Annotated[
-    str,
-    _option(NODES, "--rdzv-endpoint", "--rdzv_endpoint", metavar="HOST:PORT", help="With MIN:MAX: address of the rendezvous."),
+    str, _option(NODES, "--rdzv-endpoint --rdzv_endpoint HOST:PORT", "With MIN:MAX: address of the rendezvous.")
 ]
 RdzvId = Annotated[
-    str,
-    _option(
-        NODES, "--rdzv-id", "--rdzv_id", metavar="TEXT", help="Name of the job; other jobs at the same address are refused."
-    ),
+    str, _option(NODES, "--rdzv-id --rdzv_id TEXT", "Name of the job; other jobs at the same address are refused.")
 ]
 RdzvBackend = Annotated[
-    str,
-    _option(NODES, "--rdzv-backend", "--rdzv_backend", metavar="NAME", help="torchrun's: c10d, or static for --master-addr."),
+    str, _option(NODES, "--rdzv-backend --rdzv_backend NAME", "torchrun's: c10d, or static for --master-addr.")
 ]
-Standalone = Annotated[bool, _option(NODES, "--standalone", help="Run on one node, whatever the environment contains.")]
+Standalone = Annotated[bool, _option(NODES, "--standalone", "Run on one node, whatever the environment contains.")]
 JoinTimeout = Annotated[
     float | None,
     _option(
         NODES,
-        "--join-timeout",
-        metavar="SECONDS",
-        help="Time limit until all nodes join.  [default: 300]",
-        type=number(above=0, maximum=_MAX_DURATION_S, advice="Use 300 seconds, for example."),
+        "--join-timeout SECONDS",
+        "Time limit until all nodes join.  [default: 300]",
+        number(above=0, maximum=_MAX_DURATION_S, advice="Use 300 seconds, for example."),
     ),
 ]
 CheckPath = Annotated[
-    list[str] | None,
-    _option(NODES, "--check-path", metavar="PATH", help="Path that must be the same on all nodes; may be repeated."),
+    list[str] | None, _option(NODES, "--check-path PATH", "Path that must be the same on all nodes; may be repeated.")
 ]
 
 RunDir = Annotated[
     str | None,
     _option(
         OUTPUT,
-        "--run-dir",
-        "--run_directory",
-        metavar="FOLDER",
-        help="Folder of logs, failure records and launch.json.  [default: runs/<date and time>]",
+        "--run-dir --run_directory FOLDER",
+        "Folder of logs, failure records and launch.json.  [default: runs/<date and time>]",
     ),
 ]
 LogRanks = Annotated[
     str | None,
-    _option(
-        OUTPUT, "--log-ranks", metavar="RANKS", help="Ranks to show: 0,8-15 or all or none.  [default: 0 and a rank that fails]"
-    ),
+    _option(OUTPUT, "--log-ranks RANKS", "Ranks to show: 0,8-15 or all or none.  [default: 0 and a rank that fails]"),
 ]
-Prefix = Annotated[
-    str, _option(OUTPUT, "--prefix", metavar="TEXT", help="Prefix of each line shown.  [default: '[rank {rank}] ']")
-]
+Prefix = Annotated[str, _option(OUTPUT, "--prefix TEXT", "Prefix of each line shown.  [default: '[rank {rank}] ']")]
 Stdout = Annotated[
     str | None,
     _option(
         OUTPUT,
-        "--stdout",
-        metavar="FILE",
-        help="File of each rank's output, with {rank} {local_rank} {world_size} {local_world_size} {node_rank} {host} in its "
+        "--stdout FILE",
+        "File of each rank's output, with {rank} {local_rank} {world_size} {local_world_size} {node_rank} {host} in its "
         "name; relative to the run folder.  [default: logs/rank-{rank:05d}.stdout]",
     ),
 ]
 Stderr = Annotated[
-    str | None,
-    _option(OUTPUT, "--stderr", metavar="FILE", help="File of each rank's errors.  [default: logs/rank-{rank:05d}.stderr]"),
+    str | None, _option(OUTPUT, "--stderr FILE", "File of each rank's errors.  [default: logs/rank-{rank:05d}.stderr]")
 ]
-FullTraceback = Annotated[
-    bool, _option(OUTPUT, "--full-traceback", help="Also show the frames of dtrain and torch in tracebacks.")
-]
-Verbose = Annotated[bool, _option(OUTPUT, "-v", "--verbose", help="Print the launch plan in one line.")]
+FullTraceback = Annotated[bool, _option(OUTPUT, "--full-traceback", "Also show the frames of dtrain and torch in tracebacks.")]
+Verbose = Annotated[bool, _option(OUTPUT, "-v --verbose", "Print the launch plan in one line.")]
 
 Grace = Annotated[
     float | None,
     _option(
         ENDING,
-        "--grace",
-        metavar="SECONDS",
-        help="Time between SIGTERM and SIGKILL.  "
-        f"[default: {DEFAULT_GRACE_S:g} after a failure, {SAVING_GRACE_S:g} after a signal]",
-        type=number(minimum=0, maximum=MAX_GRACE_S, advice="Use 5 seconds, for example."),
+        "--grace SECONDS",
+        f"Time between SIGTERM and SIGKILL.  [default: {DEFAULT_GRACE_S:g} after a failure, {SAVING_GRACE_S:g} after a signal]",
+        number(minimum=0, maximum=MAX_GRACE_S, advice="Use 5 seconds, for example."),
     ),
 ]
 HangTimeout = Annotated[
     float | None,
     _option(
         ENDING,
-        "--hang-timeout",
-        metavar="SECONDS",
-        help="End the job if no rank makes progress for so long.  [default: never]",
-        type=number(above=0, maximum=_MAX_DURATION_S, advice="Use 600 seconds, for example."),
+        "--hang-timeout SECONDS",
+        "End the job if no rank makes progress for so long.  [default: never]",
+        number(above=0, maximum=_MAX_DURATION_S, advice="Use 600 seconds, for example."),
     ),
 ]
 MaxRestarts = Annotated[
     int,
     _option(
         ENDING,
-        "--max-restarts",
-        "--max_restarts",
-        metavar="K",
-        help="Restart all ranks after a failure, up to K times in a row without a new checkpoint.  [default: 0]",
-        type=integer(0, 1000, advice="Use 3, for example."),
+        "--max-restarts --max_restarts K",
+        "Restart all ranks after a failure, up to K times in a row without a new checkpoint.  [default: 0]",
+        integer(0, 1000, advice="Use 3, for example."),
     ),
 ]
 StopSignal = Annotated[
     int | None,
     _option(
-        ENDING,
-        "--stop-signal",
-        metavar="SIGNAL",
-        help="TERM, USR1 or USR2: asks the ranks to save and stop, like TERM.",
-        type=parse_stop_signal,
+        ENDING, "--stop-signal SIGNAL", "TERM, USR1 or USR2: asks the ranks to save and stop, like TERM.", parse_stop_signal
     ),
 ]
 Version = Annotated[

@@ -24,34 +24,32 @@ ValueType: TypeAlias = Callable[[str, str, str], Any]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object, for programs.")]
 
 
-def option(
-    command: str, heading: str | None, *spellings: str, help: str, metavar: str | None = None, type: ValueType | None = None
-) -> Any:
+def option(command: str, heading: str, spellings: str, help: str, type: ValueType | None = None) -> Any:
     """Define an option of ``command`` below ``heading``.
 
     Args:
         command: begin of the type's errors.
         heading: heading in the help.
-        spellings: spellings of the option. Errors have the first spelling.
+        spellings: spellings and the placeholder of the value, as in ``"-n --nproc N"``. Errors have the first spelling.
         help: description in the help.
-        metavar: placeholder of the value in the help.
         type: type of the value; None keeps the text.
     """
+    names = [word for word in spellings.split() if word.startswith("-")]
 
     def parse(value: Any) -> Any:
         # Some releases of typer also parse the default.
         if type is None or not isinstance(value, str):
             return value
         try:
-            return type(command, spellings[0], value)
+            return type(command, names[0], value)
         except ConfigError as error:
             # Some releases of typer replace every ValueError.
             raise typer.BadParameter(str(error)) from error
 
     return typer.Option(
-        *spellings,
+        *names,
         help=help,
-        metavar=metavar,
+        metavar=" ".join(spellings.split()[len(names) :]) or None,
         parser=None if type is None else parse,
         rich_help_panel=heading,
         show_default=False,

@@ -174,76 +174,46 @@ _LAYOUT_HEADING, _SIZES_HEADING, _QUERY_HEADING = "Layout", "Sizes", "Query"
 
 _option = partial(option, "plan")
 
-World = Annotated[int, _option(_LAYOUT_HEADING, "--world", metavar="N", help="Ranks, from 1 to 4096.", type=integer(1))]
+World = Annotated[int, _option(_LAYOUT_HEADING, "--world N", "Ranks, from 1 to 4096.", integer(1))]
 Replicate = Annotated[
-    int,
-    _option(
-        _LAYOUT_HEADING,
-        "--replicate",
-        metavar="N",
-        help="dp_replicate of the mesh, for hybrid_shard; default 1.",
-        type=integer(1),
-    ),
+    int, _option(_LAYOUT_HEADING, "--replicate N", "dp_replicate of the mesh, for hybrid_shard; default 1.", integer(1))
 ]
 Strategy = Annotated[
-    str | None,
-    _option(_LAYOUT_HEADING, "--strategy", metavar="NAME", help="Strategy to show in detail, instead of a comparison."),
+    str | None, _option(_LAYOUT_HEADING, "--strategy NAME", "Strategy to show in detail, instead of a comparison.")
 ]
 PrecisionName = Annotated[
-    str,
-    _option(
-        _LAYOUT_HEADING,
-        "--precision",
-        metavar="NAME",
-        help=f"{', '.join(PRECISIONS)}; default fp32.",
-        type=choice(*PRECISIONS),
-    ),
+    str, _option(_LAYOUT_HEADING, "--precision NAME", f"{', '.join(PRECISIONS)}; default fp32.", choice(*PRECISIONS))
 ]
 Checkpoint = Annotated[
     str | None,
     _option(
         _LAYOUT_HEADING,
-        "--checkpoint",
-        metavar="KEEP",
-        help="Values that checkpointed blocks keep: nothing, matmuls; none: no checkpointing.",
-        type=choice("none", "nothing", "matmuls"),
+        "--checkpoint KEEP",
+        "Values that checkpointed blocks keep: nothing, matmuls; none: no checkpointing.",
+        choice("none", "nothing", "matmuls"),
     ),
 ]
 Accumulation = Annotated[
-    str,
-    _option(_LAYOUT_HEADING, "--accumulate", metavar="HOW", help="Gradients between microbatches: local (default), sharded."),
+    str, _option(_LAYOUT_HEADING, "--accumulate HOW", "Gradients between microbatches: local (default), sharded.")
 ]
-Device = Annotated[str, _option(_LAYOUT_HEADING, "--device", metavar="TYPE", help="cuda (default) or cpu.")]
-Microbatch = Annotated[
-    int,
-    _option(_SIZES_HEADING, "--microbatch", metavar="N", help="Samples per forward of a rank; default 1.", type=integer(1)),
-]
-Microbatches = Annotated[
-    int, _option(_SIZES_HEADING, "--microbatches", metavar="N", help="Microbatches per step; default 1.", type=integer(1))
-]
-SequenceLength = Annotated[str | None, _option(_SIZES_HEADING, "--seq", metavar="N", help="The same as --arg seq=N.")]
+Device = Annotated[str, _option(_LAYOUT_HEADING, "--device TYPE", "cuda (default) or cpu.")]
+Microbatch = Annotated[int, _option(_SIZES_HEADING, "--microbatch N", "Samples per forward of a rank; default 1.", integer(1))]
+Microbatches = Annotated[int, _option(_SIZES_HEADING, "--microbatches N", "Microbatches per step; default 1.", integer(1))]
+SequenceLength = Annotated[str | None, _option(_SIZES_HEADING, "--seq N", "The same as --arg seq=N.")]
 FactoryArguments = Annotated[
-    list[str] | None,
-    _option(_SIZES_HEADING, "--arg", metavar="NAME=VALUE", help="Argument of the factory; may be repeated."),
+    list[str] | None, _option(_SIZES_HEADING, "--arg NAME=VALUE", "Argument of the factory; may be repeated.")
 ]
 Memory = Annotated[
     int | None,
-    _option(
-        _QUERY_HEADING,
-        "--memory",
-        metavar="SIZE",
-        help="Memory of a device, as in 80GiB: find the largest microbatch.",
-        type=parse_memory,
-    ),
+    _option(_QUERY_HEADING, "--memory SIZE", "Memory of a device, as in 80GiB: find the largest microbatch.", parse_memory),
 ]
 Headroom = Annotated[
     float,
     _option(
         _QUERY_HEADING,
-        "--headroom",
-        metavar="SHARE",
-        help="Share of the memory to leave free; default 0.05.",
-        type=number(minimum=0, below=1, advice="Use 0.05, for example."),
+        "--headroom SHARE",
+        "Share of the memory to leave free; default 0.05.",
+        number(minimum=0, below=1, advice="Use 0.05, for example."),
     ),
 ]
 
