@@ -77,7 +77,7 @@ MISTAKES = {
     "no target": ([], "missing argument 'TARGET'"),
     "no ranks": (["m.py:f"], "missing option '--world'"),
     "ranks in letters": (["m.py:f", "--world", "many"], "--world must be an integer of at least 1, got 'many'"),
-    "too many ranks": (["cli_model.py:workload", "--world", "4097"], "world_size must be a whole number from 1 to 4096"),
+    "too many ranks": (["cli_model.py:workload", "--world", "4097"], "world_size must be an integer from 1 to 4096"),
     "ranks that do not divide": (["cli_model.py:workload", "--world", "8", "--replicate", "3"], "must be a multiple of 3"),
     "unit": (
         ["m.py:f", "--world", "8", "--memory", "80"],

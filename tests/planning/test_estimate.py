@@ -159,15 +159,15 @@ def distinct(model: nn.Module, batch: torch.Tensor) -> dt.LossSum:
 
 
 REFUSED = {
-    "no ranks": ({"world_size": 0}, "world_size must be a whole number from 1 to 4096, got 0"),
-    "too many ranks": ({"world_size": 5000}, "world_size must be a whole number from 1 to 4096, got 5000"),
+    "no ranks": ({"world_size": 0}, "world_size must be an integer from 1 to 4096, got 0"),
+    "too many ranks": ({"world_size": 5000}, "world_size must be an integer from 1 to 4096, got 5000"),
     "ranks that do not divide": ({"world_size": 8, "dp_replicate": 3}, "must be a multiple of 3"),
     "strategy": ({"world_size": 2, "strategy": "zero3"}, "strategy must be one of full_shard"),
     "hybrid without replicas": ({"world_size": 2, "strategy": "hybrid_shard"}, "hybrid_shard needs a mesh of two axes"),
-    "checkpoint": ({"world_size": 2, "checkpoint": "all"}, "checkpoint must be one of None, 'nothing', 'matmuls', got 'all'"),
-    "device": ({"world_size": 2, "device": "tpu"}, "device must be one of 'cuda', 'cpu', got 'tpu'"),
-    "no samples": ({"world_size": 2, "microbatch_size": 0}, "microbatch_size must be a whole number of at least 1, got 0"),
-    "no microbatches": ({"world_size": 2, "microbatches": 1.5}, "microbatches must be a whole number of at least 1, got 1.5"),
+    "checkpoint": ({"world_size": 2, "checkpoint": "all"}, "checkpoint must be None, 'nothing' or 'matmuls', got 'all'"),
+    "device": ({"world_size": 2, "device": "tpu"}, "device must be 'cuda' or 'cpu', got 'tpu'"),
+    "no samples": ({"world_size": 2, "microbatch_size": 0}, "microbatch_size must be an integer of at least 1, got 0"),
+    "no microbatches": ({"world_size": 2, "microbatches": 1.5}, "microbatches must be an integer of at least 1, got 1.5"),
 }
 
 

@@ -79,10 +79,10 @@ def test_comparison_without_replicas_blocks_and_memory_leaves_these_out():
 
 
 REFUSED = {
-    "no memory": ({"memory": 0}, "memory must be a positive number of bytes, got 0. 80 GiB is"),
-    "memory in words": ({"memory": "80GiB"}, "memory must be a positive number of bytes, got '80GiB'"),
-    "all headroom": ({"memory": 10, "headroom": 1.0}, "headroom must be a share of the memory in \\[0, 1\\), got 1.0"),
-    "no size allowed": ({"memory": 10, "max_size": 0}, "max_size must be a whole number of at least 1, got 0"),
+    "no memory": ({"memory": 0}, "memory must be a finite number above 0, got 0. 80 GiB is"),
+    "memory in words": ({"memory": "80GiB"}, "memory must be a finite number above 0, got '80GiB'"),
+    "all headroom": ({"memory": 10, "headroom": 1.0}, "headroom must be a finite number at least 0 and below 1, got 1.0"),
+    "no size allowed": ({"memory": 10, "max_size": 0}, "max_size must be an integer of at least 1, got 0"),
 }
 
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
-from dtrain.errors import ConfigError
+from dtrain.arguments import check_int, check_number
 from dtrain.planning.resource_usage import CollectiveTraffic, MemoryBreakdown, StepPhase
-from dtrain.planning.simulate import DeviceType, KeepPolicy, ParallelismConfig, SimulatedRun, StepUsage, simulate
+from dtrain.planning.simulate import DeviceType, KeepPolicy, ParallelismConfig, SimulatedRun, simulate
 from dtrain.planning.workload import Workload
 from dtrain.shard.precision import Precision
 from dtrain.state import Accumulate
@@ -97,28 +97,7 @@ def estimate_memory(
     """
     config = ParallelismConfig(world_size=world_size, strategy=strategy, **options)
     with simulate(workload, config) as run:
-        usage = run.step(microbatch_size, microbatches)
-        return build_estimate(config, microbatch_size, microbatches, run.parameter_count, usage)
-
-
-def build_estimate(
-    config: ParallelismConfig, microbatch_size: int, microbatches: int, parameter_count: int, usage: StepUsage
-) -> MemoryEstimate:
-    """Return the estimate of a simulated step."""
-    peaks = usage.memory.peaks
-    peak_phase = max(peaks, key=lambda phase: peaks[phase])
-    return MemoryEstimate(
-        config=config,
-        microbatch_size=microbatch_size,
-        microbatches=microbatches,
-        parameter_count=parameter_count,
-        peak=peaks[peak_phase],
-        peak_phase=peak_phase,
-        peaks=peaks,
-        at_peak=usage.memory.at_peak,
-        max_by_part=usage.memory.max_by_part,
-        traffic=usage.traffic,
-    )
+        return _Estimates(run, config, microbatches).of(microbatch_size)
 
 
 DEFAULT_HEADROOM = 0.05
@@ -188,11 +167,10 @@ def largest_microbatch(
         ConfigError: as in ``estimate_memory``; memory that is not positive, or headroom outside of [0, 1).
     """
     limit = _usable_memory(memory, headroom)
-    if type(max_size) is not int or max_size < 1:
-        raise ConfigError(f"plan: max_size must be a whole number of at least 1, got {max_size!r}.")
+    check_int("plan", "max_size", max_size)
     config = ParallelismConfig(world_size=world_size, strategy=strategy, **options)
     with simulate(workload, config) as run:
-        return _find_largest(_EstimateCache(run, config, microbatches), memory, limit, max_size)
+        return _find_largest(_Estimates(run, config, microbatches), memory, limit, max_size)
 
 
 def compare_strategies(
@@ -262,43 +240,45 @@ def estimate_strategy(
     limit = None if memory is None else _usable_memory(memory, headroom)
     config = ParallelismConfig(world_size=world_size, strategy=strategy, **options)
     with simulate(workload, config) as run:
-        estimates = _EstimateCache(run, config, microbatches)
-        estimate = estimates.estimate(microbatch_size)
+        estimates = _Estimates(run, config, microbatches)
+        estimate = estimates.of(microbatch_size)
         largest = None if memory is None or limit is None else _find_largest(estimates, memory, limit, MAX_MICROBATCH_SIZE)
         return StrategyEstimate(estimate=estimate, largest=largest)
 
 
 def _usable_memory(memory: int, headroom: float) -> int:
-    if isinstance(memory, bool) or not isinstance(memory, int | float) or not 0 < memory < float("inf"):
-        raise ConfigError(f"plan: memory must be a positive number of bytes, got {memory!r}. 80 GiB is 80 * 2**30.")
-    if not 0 <= headroom < 1:
-        raise ConfigError(f"plan: headroom must be a share of the memory in [0, 1), got {headroom!r}. 0.05 is usual.")
+    check_number("plan", "memory", memory, above=0, advice="80 GiB is 80 * 2**30.")
+    check_number("plan", "headroom", headroom, minimum=0, below=1, advice="0.05 is usual.")
     return int(memory * (1 - headroom))
 
 
-class _EstimateCache:
+class _Estimates:
     """Estimates of one layout by microbatch size, each computed once."""
 
     def __init__(self, run: SimulatedRun, config: ParallelismConfig, microbatches: int) -> None:
         self._run, self._config, self._microbatches = run, config, microbatches
-        self._usages: dict[int, StepUsage] = {}
+        self.by_size: dict[int, MemoryEstimate] = {}
 
-    def peak(self, size: int) -> int:
-        if size not in self._usages:
-            self._usages[size] = self._run.step(size, self._microbatches)
-        return max(self._usages[size].memory.peaks.values())
+    def of(self, size: int) -> MemoryEstimate:
+        if size not in self.by_size:
+            usage = self._run.step(size, self._microbatches)
+            peak_phase = max(usage.peaks, key=lambda phase: usage.peaks[phase])
+            self.by_size[size] = MemoryEstimate(
+                config=self._config,
+                microbatch_size=size,
+                microbatches=self._microbatches,
+                parameter_count=self._run.parameter_count,
+                peak=usage.peaks[peak_phase],
+                peak_phase=peak_phase,
+                peaks=usage.peaks,
+                at_peak=usage.at_peak,
+                max_by_part=usage.max_by_part,
+                traffic=usage.traffic,
+            )
+        return self.by_size[size]
 
-    def estimate(self, size: int) -> MemoryEstimate:
-        self.peak(size)
-        count = self._run.parameter_count
-        return build_estimate(self._config, size, self._microbatches, count, self._usages[size])
 
-    @property
-    def sizes_tried(self) -> int:
-        return len(self._usages)
-
-
-def _find_largest(estimates: _EstimateCache, memory: int, limit: int, max_size: int) -> LargestMicrobatch:
+def _find_largest(estimates: _Estimates, memory: int, limit: int, max_size: int) -> LargestMicrobatch:
     """Return the largest size from 1 to ``max_size`` whose peak is within ``limit``.
 
     At each time of a step the live bytes are a linear function of the size, so their peak is a maximum of linear functions and
@@ -310,22 +290,22 @@ def _find_largest(estimates: _EstimateCache, memory: int, limit: int, max_size: 
     # The last size that fits, and the last one that does not.
     last: dict[bool, int] = {}
     while best + 1 < too_large:
-        fits = estimates.peak(guess) <= limit
+        fits = estimates.of(guess).peak <= limit
         if fits:
             best = guess
         else:
             too_large = guess
         if fits in last:
             low, high = sorted((last[fits], guess))
-            rise = estimates.peak(high) - estimates.peak(low)
+            low_peak = estimates.of(low).peak
+            rise = estimates.of(high).peak - low_peak
             if rise > 0:
-                first = low + (limit - estimates.peak(low)) * (high - low) // rise + 1
+                first = low + (limit - low_peak) * (high - low) // rise + 1
                 too_large = max(best + 1, min(too_large, first))
         last[fits] = guess
         guess = min(_SECOND_GUESS, too_large - 1) if guess == 1 else too_large - 1
-    return LargestMicrobatch(
-        microbatch_size=best, estimate=estimates.estimate(max(best, 1)), memory=memory, sizes_tried=estimates.sizes_tried
-    )
+    estimate = estimates.of(max(best, 1))
+    return LargestMicrobatch(microbatch_size=best, estimate=estimate, memory=memory, sizes_tried=len(estimates.by_size))
 
 
 # The size after 1. With 2, memory that does not depend on the size would hide more of the slope.

@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from dtrain.arguments import check_int
 from dtrain.dist.dispatch import is_collective
 from dtrain.dist.init import DistInfo, fake_dist_info
 from dtrain.dist.mesh import build_mesh
@@ -49,8 +50,7 @@ def fake_world(world_size: int, *, dp_replicate: int = 1) -> Iterator[DeviceMesh
             "plan: this process has process groups, and a plan needs fake ones. Plan before dt.init_dist(), or in another "
             "process."
         )
-    if type(world_size) is not int or not 1 <= world_size <= MAX_WORLD_SIZE:
-        raise ConfigError(f"plan: world_size must be a whole number from 1 to {MAX_WORLD_SIZE}, got {world_size!r}.")
+    check_int("plan", "world_size", world_size, maximum=MAX_WORLD_SIZE)
     # The import registers the backend. torch has it only here.
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, TypeAlias
 
 from torch import Tensor
@@ -47,21 +47,6 @@ class MemoryBreakdown:
         return sum(getattr(self, f.name) for f in fields(self))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepMemory:
-    """Memory of one step.
-
-    Args:
-        peaks: most bytes held at once in each phase.
-        at_peak: parts at the time of the peak.
-        max_by_part: most bytes of each part, at any time.
-    """
-
-    peaks: dict[StepPhase, int]
-    at_peak: MemoryBreakdown
-    max_by_part: MemoryBreakdown
-
-
 class MemoryTracker:
     """Tracker of the storages of fake tensors by purpose.
 
@@ -84,10 +69,13 @@ class MemoryTracker:
         self._at_peak = dict(self._current)
         self._peak_total = 0
 
-    def step_memory(self) -> StepMemory:
-        """Return the measurements since ``reset``."""
-        return StepMemory(
-            peaks=dict(self._peaks), at_peak=MemoryBreakdown(**self._at_peak), max_by_part=MemoryBreakdown(**self._max_by_part)
+    def usage(self, traffic: Sequence[CollectiveTraffic]) -> StepUsage:
+        """Return the measurements since ``reset``, with the step's collectives."""
+        return StepUsage(
+            peaks=dict(self._peaks),
+            at_peak=MemoryBreakdown(**self._at_peak),
+            max_by_part=MemoryBreakdown(**self._max_by_part),
+            traffic=tuple(traffic),
         )
 
     @contextmanager
@@ -155,6 +143,23 @@ class CollectiveTraffic:
         return round(passes * self.bytes * (self.ranks - 1) / self.ranks)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepUsage:
+    """Memory and collectives of one step.
+
+    Args:
+        peaks: most bytes held at once in each phase.
+        at_peak: parts at the time of the peak.
+        max_by_part: most bytes of each part, at any time.
+        traffic: collectives by kind.
+    """
+
+    peaks: dict[StepPhase, int]
+    at_peak: MemoryBreakdown
+    max_by_part: MemoryBreakdown
+    traffic: tuple[CollectiveTraffic, ...]
+
+
 def sum_traffic(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTraffic, ...]:
     """Return the collectives by kind, sorted by the bytes sent; collectives of one rank are left out."""
     rows: dict[tuple[str, int], tuple[int, int]] = {}
@@ -173,8 +178,9 @@ def extrapolate_traffic(
     by_kind = {(t.op, t.ranks): t for t in two}
     traffic = []
     for t in three:
-        base = by_kind.get((t.op, t.ranks), CollectiveTraffic(op=t.op, ranks=t.ranks, count=0, bytes=0))
+        base = by_kind.get((t.op, t.ranks))
         more = microbatches - 3
-        count, size = t.count + more * (t.count - base.count), t.bytes + more * (t.bytes - base.bytes)
-        traffic.append(CollectiveTraffic(op=t.op, ranks=t.ranks, count=count, bytes=size))
+        count = t.count + more * (t.count - (base.count if base else 0))
+        size = t.bytes + more * (t.bytes - (base.bytes if base else 0))
+        traffic.append(replace(t, count=count, bytes=size))
     return tuple(traffic)

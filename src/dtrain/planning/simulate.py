@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.errors import ConfigError
+from dtrain.arguments import check_choice, check_int
 from dtrain.planning.fake_world import FakeValueMode, UnreadScalar, emulate_cuda_kernels, fake_world
-from dtrain.planning.resource_usage import CollectiveTraffic, MemoryTracker, StepMemory, extrapolate_traffic, sum_traffic
+from dtrain.planning.resource_usage import CollectiveTraffic, MemoryTracker, StepUsage, extrapolate_traffic, sum_traffic
 from dtrain.planning.workload import Workload, build_on_meta
 from dtrain.shard.activation_checkpoint import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
@@ -51,18 +51,8 @@ class ParallelismConfig:
     device: DeviceType = "cuda"
 
     def __post_init__(self) -> None:
-        for name, allowed in (("checkpoint", (None, "nothing", "matmuls")), ("device", ("cuda", "cpu"))):
-            if getattr(self, name) not in allowed:
-                options = ", ".join(map(repr, allowed))
-                raise ConfigError(f"plan: {name} must be one of {options}, got {getattr(self, name)!r}.")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepUsage:
-    """Memory and collectives of one step."""
-
-    memory: StepMemory
-    traffic: tuple[CollectiveTraffic, ...]
+        check_choice("plan", "checkpoint", self.checkpoint, (None, "nothing", "matmuls"))
+        check_choice("plan", "device", self.device, ("cuda", "cpu"))
 
 
 class SimulatedRun:
@@ -94,11 +84,10 @@ class SimulatedRun:
         """Run a step and return its memory and collectives; at most three of many equal microbatches run.
 
         Raises:
-            ConfigError: sizes that are not whole numbers from 1.
+            ConfigError: sizes that are not integers from 1.
         """
-        for name, value in (("microbatch_size", microbatch_size), ("microbatches", microbatches)):
-            if type(value) is not int or value < 1:
-                raise ConfigError(f"plan: {name} must be a whole number of at least 1, got {value!r}.")
+        check_int("plan", "microbatch_size", microbatch_size)
+        check_int("plan", "microbatches", microbatches)
         if not self._warm:
             self._run(1, min(microbatches, 2))
             self._install_hooks()
@@ -109,7 +98,7 @@ class SimulatedRun:
         # The traffic belongs to parameters and gradients, so it is equal for every size.
         if self._traffic_of_two is None:
             self._traffic_of_two = self._measure(microbatch_size, 2).traffic
-        return StepUsage(memory=three.memory, traffic=extrapolate_traffic(self._traffic_of_two, three.traffic, microbatches))
+        return replace(three, traffic=extrapolate_traffic(self._traffic_of_two, three.traffic, microbatches))
 
     def _measure(self, microbatch_size: int, microbatches: int) -> StepUsage:
         tracker, state = self._tracker, self._state
@@ -121,7 +110,7 @@ class SimulatedRun:
             tracker.assign("transforms", _iter_tensors(state.transform_states))
             tracker.reset()
             self._run(microbatch_size, microbatches)
-        return StepUsage(memory=tracker.step_memory(), traffic=sum_traffic(self._fake_values.collectives))
+        return tracker.usage(sum_traffic(self._fake_values.collectives))
 
     def _run(self, microbatch_size: int, microbatches: int) -> None:
         batch = self._workload.batch(microbatch_size * microbatches)
