@@ -404,7 +404,7 @@ def test_a_number_of_ranks_that_cannot_be_is_refused(nproc):
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
 def test_a_time_out_that_cannot_be_is_refused(timeout_s):
-    with pytest.raises(dt.errors.ConfigError, match="spawn: timeout_s must be positive seconds or None, got"):
+    with pytest.raises(dt.errors.ConfigError, match="spawn: timeout_s must be a finite number above 0, got"):
         dt.spawn(print, nproc=1, timeout_s=timeout_s)
 
 

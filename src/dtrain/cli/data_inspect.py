@@ -134,12 +134,14 @@ def find_shard_problem(
         ConfigError: a package is missing, or a column would run code.
         OSError: there is no space for a copy of the shard.
     """
+    from dtrain.data.stream.download import download
+
     place = _resolve_inside(root, entry.file.name)
     if place is None:
         return "is a link out of the dataset's folder"
     with tempfile.TemporaryDirectory(prefix="dtrain-inspect-") as folder, LockableFile(Path(folder) / "raw", "new") as copy:
         # A local shard without compression is read in place. Other shards are copied, one at a time.
-        in_place = entry.file.compression is None and not isinstance(place, RemotePath)
+        in_place = entry.file.compression is None and isinstance(place, Path)
 
         def write(data: Buffer) -> None:
             advance(memoryview(data).nbytes)
@@ -147,9 +149,10 @@ def find_shard_problem(
                 copy.write(data)
 
         try:
-            _download_shard(place, entry, write, copy.truncate)
-            if in_place:
-                with LockableFile(_require_local(place)) as stored:
+            # The raw bytes are compared with their size and digests.
+            download(place, entry.file, write, clear=copy.truncate)
+            if isinstance(place, Path) and in_place:
+                with LockableFile(place) as stored:
                     _decode_samples(stored.map_memory(), entry, options)
             else:
                 _decode_samples(copy.map_memory(), entry, options)
@@ -164,18 +167,6 @@ def _resolve_inside(root: AnyPath, name: str) -> AnyPath | None:
         return root / name
     real = real_path(root / name)
     return real if real.is_relative_to(real_path(root)) else None
-
-
-def _require_local(place: AnyPath) -> Path:
-    assert isinstance(place, Path)
-    return place
-
-
-def _download_shard(place: AnyPath, entry: ShardEntry, write: Callable[[Buffer], None], clear: Callable[[], None]) -> None:
-    """Pass the raw bytes to ``write``, and check their size and digests."""
-    from dtrain.data.stream.download import download
-
-    download(place, entry.file, write, clear=clear)
 
 
 def _decode_samples(raw: memoryview, entry: ShardEntry, options: Mapping[str, Any]) -> None:

@@ -280,7 +280,7 @@ def _describe_plan(plan: LaunchPlan) -> str:
 
 def _print_notices(*lines: str) -> None:
     """Print lines to standard error. The launch starts even if a line cannot be written."""
-    stderr = NonBlockingWriter(2, "standard error")
+    stderr = NonBlockingWriter(2)
     for line in lines:
         stderr.write(escape_controls(f"dtrain: {line}".encode(errors="backslashreplace")) + b"\n")
     stderr.close()

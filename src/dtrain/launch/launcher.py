@@ -60,7 +60,7 @@ def launch_job(plan: LaunchPlan) -> int:
 
 def _write_stderr(text: str) -> None:
     """Write as much of ``text`` as stderr accepts without blocking, because the exit code is more important."""
-    stderr = NonBlockingWriter(2, "standard error")
+    stderr = NonBlockingWriter(2)
     stderr.write(text.encode(errors="backslashreplace") + b"\n")
     stderr.close()
 

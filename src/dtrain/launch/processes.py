@@ -13,7 +13,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Collection, Iterable, Iterator, Sequence
+import traceback
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from types import FrameType
@@ -69,6 +70,30 @@ def reset_signal_handlers(*, ignore: Collection[int] = (), block: Collection[int
         if signal.getsignal(number) is not None:
             signal.signal(number, signal.SIG_IGN if number in ignore else signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, block)
+
+
+def fork_process(run: Callable[[], int]) -> int:
+    """Fork a process that exits with the exit code that ``run`` returns, and return its pid.
+
+    ``run`` starts with all signals blocked, because the handlers of this process must not run in the fork.
+
+    Raises:
+        OSError: the limit of processes is reached.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    try:
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                code = run()
+            except BaseException:  # noqa: BLE001 - a fork must not return into its parent's callers
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return pid
 
 
 @contextlib.contextmanager

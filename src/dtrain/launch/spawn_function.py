@@ -15,17 +15,17 @@ import signal
 import socket
 import sys
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, NoReturn
+from typing import Any
 
 from dtrain import launch_protocol
+from dtrain.arguments import check_int, check_number
 from dtrain.errors import ConfigError, RankError
 from dtrain.launch.failure import RankExit, RootCause, find_root_cause, is_failed_exit, signal_name
 from dtrain.launch.launch_plan import LOOPBACK_ADDRESS, LOOPBACK_INTERFACE, MAX_RANKS
-from dtrain.launch.processes import delay_interrupts, die_with_parent, send_signal
+from dtrain.launch.processes import delay_interrupts, die_with_parent, fork_process, reset_signal_handlers, send_signal
 
 
 def reserve_port() -> socket.socket:
@@ -104,59 +104,45 @@ def fork_rank(task: SpawnTask, rank: int) -> ForkedRank:
     sys.stderr.flush()
     read, write = os.pipe()
     parent = os.getpid()
-    # The fork has this process's handlers until it resets them.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+
+    def run() -> int:
+        os.close(read)
+        return _run_rank_process(task, rank, write, parent)
+
     try:
         with warnings.catch_warnings():
             # Python 3.12 warns of a fork beside threads, because of their locks. torch, Python and logging recreate their locks
             # in a fork, and timeout_s ends ranks that hang nevertheless.
             warnings.simplefilter("ignore", DeprecationWarning)
-            pid = os.fork()
-        if pid == 0:
-            os.close(read)
-            _run_rank_process(task, rank, write, parent)
+            pid = fork_process(run)
     except OSError:
         os.close(read)
         raise
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(write)
     os.set_blocking(read, False)
     return ForkedRank(rank=rank, pid=pid, pipe=read)
 
 
-def _run_rank_process(task: SpawnTask, rank: int, pipe: int, parent: int) -> NoReturn:
-    """Run the function in this fork, write the report, and exit without the exit handlers of the parent."""
-    code = 1
-    try:
-        # Existing objects belong to the parent. A process group freed here would wait for the parent's threads.
-        gc.freeze()
-        # A process group of its own ends together with the rank, and Ctrl-C reaches only the parent.
-        os.setsid()
-        die_with_parent(parent)
-        _reset_signals()
-        _set_rank_environment(rank, task.nproc, task.port_holder)
-        code, report = _call_function(task, rank)
-        with open(pipe, "wb") as file:
-            file.write(json.dumps(report).encode() + b"\n")
-        # The reader may be gone, or the stream closed.
-        with contextlib.suppress(OSError, ValueError):
-            sys.stdout.flush()
-            sys.stderr.flush()
-    except BaseException:  # noqa: BLE001 - a fork must not return into its parent's callers
-        traceback.print_exc()
-    finally:
-        os._exit(code)
-
-
-def _reset_signals() -> None:
-    """Restore Python's default signal handling, because the parent's handlers and wake-up pipe do not apply here."""
-    signal.set_wakeup_fd(-1)
-    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
-        if callable(signal.getsignal(number)) or number == signal.SIGTERM:
-            signal.signal(number, signal.SIG_DFL)
+def _run_rank_process(task: SpawnTask, rank: int, pipe: int, parent: int) -> int:
+    """Run the function in this fork, write the report, and return the exit code. Exit handlers of the parent do not run."""
+    # Existing objects belong to the parent. A process group freed here would wait for the parent's threads.
+    gc.freeze()
+    # A process group of its own ends together with the rank, and Ctrl-C reaches only the parent.
+    os.setsid()
+    die_with_parent(parent)
+    ignored = {n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN} - {signal.SIGTERM}
+    reset_signal_handlers(ignore=ignored)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    _set_rank_environment(rank, task.nproc, task.port_holder)
+    code, report = _call_function(task, rank)
+    with open(pipe, "wb") as file:
+        file.write(json.dumps(report).encode() + b"\n")
+    # The reader may be gone, or the stream closed.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return code
 
 
 def _set_rank_environment(rank: int, nproc: int, port_holder: socket.socket) -> None:
@@ -282,10 +268,9 @@ def spawn(fn: Callable[..., Any], *args: Any, nproc: int, timeout_s: float | Non
 
 
 def _check_arguments(nproc: int, timeout_s: float | None) -> None:
-    if isinstance(nproc, bool) or not isinstance(nproc, int) or not 1 <= nproc <= MAX_RANKS:
-        raise ConfigError(f"spawn: nproc must be an integer from 1 to {MAX_RANKS}, got {nproc!r}. Use 2, for example.")
-    if timeout_s is not None and not timeout_s > 0:
-        raise ConfigError(f"spawn: timeout_s must be positive seconds or None, got {timeout_s!r}. Use 60, for example.")
+    check_int("spawn", "nproc", nproc, maximum=MAX_RANKS, advice="Use 2, for example.")
+    if timeout_s is not None:
+        check_number("spawn", "timeout_s", timeout_s, above=0, advice="Use 60 seconds, for example, or None.")
     torch = sys.modules.get("torch")
     if torch is None:
         return

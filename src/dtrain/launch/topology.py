@@ -48,7 +48,6 @@ class ElasticConfig:
 class Topology:
     """One of ``layout`` for one node, ``rendezvous`` for several nodes, and ``elastic`` for a changing number of nodes."""
 
-    nproc: int
     layout: NodeLayout | None = None
     rendezvous: NodeRendezvous | None = None
     elastic: ElasticConfig | None = None
@@ -136,7 +135,7 @@ def _elastic_topology(args: LaunchArgs, nproc: int, smallest: int | None, larges
         )
     run_id = args.rdzv_id or "dtrain"
     elastic = ElasticConfig(min_nodes=smallest, max_nodes=largest, nproc=nproc, endpoint=args.rdzv_endpoint, run_id=run_id)
-    return Topology(nproc=nproc, elastic=elastic)
+    return Topology(elastic=elastic)
 
 
 def _merge_scheduler(args: LaunchArgs, scheduled: SchedulerInfo | None, *, nproc: int, nodes: int | None) -> _ResolvedArgs:
@@ -224,7 +223,7 @@ def _single_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology
         notices.append(f"launch: -n {nproc} and --world-size {args.world_size} make this the only node{more}")
     if args.master_port != -1 or args.master_addr not in ("", "127.0.0.1", "localhost", "::1"):
         notices.append("launch: one node needs no --master-addr and --master-port; its ranks use loopback")
-    return Topology(nproc=nproc, layout=NodeLayout.one_node(nproc), notices=tuple(notices))
+    return Topology(layout=NodeLayout.one_node(nproc), notices=tuple(notices))
 
 
 def _suggest_several_nodes(world_size: int | None, nproc: int, nodes: int, option: str) -> str:
@@ -279,7 +278,7 @@ def _multi_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology:
         # A separate notice mentions LOCAL_WORLD_SIZE.
         *names, final = (name for name in scheduler.variables if name != launch_protocol.LOCAL_WORLD_SIZE)
         notices = (f"launch: node {node_rank} of several, as {', '.join(names)} and {final} say",)
-    return Topology(nproc=resolved.nproc, rendezvous=rendezvous, notices=notices)
+    return Topology(rendezvous=rendezvous, notices=notices)
 
 
 def _with_ranks(resolved: _ResolvedArgs) -> _ResolvedArgs:

@@ -60,7 +60,7 @@ def test_outlet_gives_up_at_the_end_when_nobody_reads(pipe):
     outlet = NonBlockingWriter(pipe[1])
     outlet.write((b"x" * 99 + b"\n") * 10_000)
     assert outlet.has_pending
-    outlet.flush(timeout_s=0.1)
+    flush_writers([outlet], timeout_s=0.1)
     assert not outlet.has_pending
     assert (outlet.dropped_lines, outlet.reason) == (10_000 - lines_in(pipe[0]), "nobody read them")
 
@@ -75,7 +75,7 @@ def test_note_that_nobody_reads_counts_for_the_lines_it_is_about(pipe, monkeypat
     outlet = NonBlockingWriter(pipe[1])
     for _ in range(300):
         outlet.write(b"x" * 1023 + b"\n")
-    outlet.flush(timeout_s=0.1)
+    flush_writers([outlet], timeout_s=0.1)
     assert outlet.dropped_lines == 300 - lines_in(pipe[0])
 
 

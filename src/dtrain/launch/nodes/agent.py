@@ -12,7 +12,6 @@ import signal
 import socket
 import time
 from dataclasses import replace
-from typing import NoReturn
 
 from dtrain.launch.launch_plan import NodeRendezvous
 from dtrain.launch.nodes.addresses import listen_for_nodes
@@ -29,7 +28,7 @@ from dtrain.launch.nodes.messages import (
 )
 from dtrain.launch.nodes.rendezvous_client import RendezvousClient
 from dtrain.launch.nodes.rendezvous_server import LOST_NODE_EXIT_CODE, RendezvousServer
-from dtrain.launch.processes import die_with_parent, reset_signal_handlers
+from dtrain.launch.processes import die_with_parent, fork_process, reset_signal_handlers
 
 _TICK_S = 0.2
 # With so many seconds between two polls, this process was suspended.
@@ -107,23 +106,17 @@ def start_agent(config: NodeRendezvous) -> Agent:
     """
     ours, theirs = socket.socketpair()
     parent = os.getpid()
-    # The handlers of this process must not run in the child.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     try:
-        pid = os.fork()
-        if pid == 0:
-            _run_agent(config, theirs, parent)
+        with theirs:
+            pid = fork_process(lambda: _run_agent(config, theirs, parent))
     except BaseException:
         ours.close()
         raise
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        theirs.close()
     return Agent(pid, ours, config)
 
 
-def _run_agent(config: NodeRendezvous, sock: socket.socket, parent: int) -> NoReturn:
-    """Run the agent in this fork. Never returns."""
+def _run_agent(config: NodeRendezvous, sock: socket.socket, parent: int) -> int:
+    """Run the agent in this fork, and return its exit code."""
     try:
         die_with_parent(parent)
         # A scheduler may signal all processes. The agent must survive, to report the exit of its node.
@@ -133,12 +126,11 @@ def _run_agent(config: NodeRendezvous, sock: socket.socket, parent: int) -> NoRe
         # The server has a connection to every node.
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
         _AgentLoop(config, sock).run()
-    except BaseException as error:  # noqa: BLE001 - a copy of the supervisor must not survive any error
+    except Exception as error:  # noqa: BLE001 - every error is reported to the supervisor
         with contextlib.suppress(Exception):
             line = f"launch: cannot join the other nodes: {type(error).__name__}: {error}"
             MessageSocket(sock).send(JoinRefused(line=line))
-    finally:
-        os._exit(0)
+    return 0
 
 
 def _close_other_fds(fd: int) -> None:
@@ -205,14 +197,7 @@ class _AgentLoop:
         if notice:
             self._supervisor.send(Notice(line=notice))
         self._server = RendezvousServer(
-            self._hello,
-            listener,
-            self._selector,
-            addr=f"{config.addr}:{config.port}",
-            hosts=config.hosts,
-            timeout_s=config.timeout_s,
-            silence_s=config.silence_s,
-            notify=lambda line: self._supervisor.send(Notice(line=line)),
+            config, self._hello, listener, self._selector, notify=lambda line: self._supervisor.send(Notice(line=line))
         )
         here, there = socket.socketpair()
         self._server.add_connection(there, "this node")

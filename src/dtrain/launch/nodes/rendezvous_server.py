@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal
 
+from dtrain.launch.launch_plan import NodeRendezvous
 from dtrain.launch.nodes import compatibility
 from dtrain.launch.nodes.addresses import find_interface
 from dtrain.launch.nodes.messages import (
@@ -67,27 +68,22 @@ class RendezvousServer:
     """Rendezvous server of node 0. Call ``poll`` a few times per second.
 
     Args:
+        config: entry of node 0 to the rendezvous.
         own: first message of node 0, whose client joins by a connection passed to ``add_connection``.
-        addr: address and port for messages to the user.
-        hosts: known hosts by node rank.
         notify: function that receives lines for node 0's terminal.
     """
 
     def __init__(
         self,
+        config: NodeRendezvous,
         own: Hello,
         listener: socket.socket,
         selector: selectors.BaseSelector,
         *,
-        addr: str,
-        hosts: tuple[str, ...],
-        timeout_s: float,
-        silence_s: float,
         notify: Callable[[str], None],
     ) -> None:
-        self._own_hello, self._listener, self._selector = own, listener, selector
-        self._addr, self._hosts, self._timeout_s, self._notify = addr, hosts, timeout_s, notify
-        self._silence_s = silence_s
+        self._config, self._own_hello, self._listener, self._selector, self._notify = config, own, listener, selector, notify
+        self._addr = f"{config.addr}:{config.port}"
         self._peers: list[_Peer] = []
         self._members: dict[int, _Peer] = {}
         self._phase: Literal["joining", "running", "over"] = "joining"
@@ -106,18 +102,18 @@ class RendezvousServer:
     def poll(self, now: float) -> None:
         """Take the steps that are due: send pings, and give up nodes that are silent or do not join."""
         for peer in list(self._peers):
-            if now - peer.socket.last_received_at > self._silence_s:
-                self._peer_lost(peer, f"was silent for {self._silence_s:.0f} s")
+            if now - peer.socket.last_received_at > self._config.silence_s:
+                self._peer_lost(peer, f"was silent for {self._config.silence_s:.0f} s")
             elif peer.hello is not None and now - peer.socket.last_sent_at >= PING_INTERVAL_S:
                 peer.socket.send(Ping())
         if self._phase == "joining":
             waited = now - self._started_at
-            if waited > self._timeout_s:
+            if waited > self._config.timeout_s:
                 self._refuse_all(self._describe_missing_nodes())
             elif waited > _WAITING_NOTICE_S and not self._waiting_noted:
                 self._waiting_noted = True
-                progress = compatibility.describe_progress(self._hellos(), self._hosts, waited)
-                self._notify(f"launch: {progress}; waits up to {self._timeout_s:.0f} s")
+                progress = compatibility.describe_progress(self._hellos(), self._config.hosts, waited)
+                self._notify(f"launch: {progress}; waits up to {self._config.timeout_s:.0f} s")
 
     def reset_timeouts(self, now: float) -> None:
         """Restart the timeouts, because this process was suspended and the silence of peers has no meaning."""
@@ -238,7 +234,7 @@ class RendezvousServer:
             self._members[rank].socket.send(joined)
 
     def _describe_missing_nodes(self) -> str:
-        progress = compatibility.describe_progress(self._hellos(), self._hosts, self._timeout_s)
+        progress = compatibility.describe_progress(self._hellos(), self._config.hosts, self._config.timeout_s)
         line = f"{progress}; node 0 waited at {self._describe_address()}. "
         line += f"Check that they run, and their --master-addr and --master-port. {INTERFACE_HINT}."
         return line + (f" Turned away: {self._rejections[-1]}" if self._rejections else "")

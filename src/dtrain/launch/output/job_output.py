@@ -132,7 +132,7 @@ class JobOutput:
         if self._stdout is not self._stderr and self._stdout.dropped_lines:
             stdout = self._stdout
             self.write_line(f"dtrain: launch: {stdout.dropped_lines} lines of standard output were dropped: {stdout.reason}")
-            self._stderr.flush(timeout_s=0.0)
+            flush_writers([self._stderr], timeout_s=0.0)
         for writer in self.writers:
             writer.close()
 

@@ -33,16 +33,14 @@ class NonBlockingWriter:
     blocking write would wait for its reader. Call ``close`` after the last write.
     """
 
-    def __init__(self, fd: int, name: str = "output") -> None:
+    def __init__(self, fd: int) -> None:
         self._reopened_fd = _reopen_non_blocking(fd)
         self.fd = fd = fd if self._reopened_fd is None else self._reopened_fd
-        self.name = name
         # Data to write, and the number of dropped lines if the data is a note about them.
         self._queue: deque[tuple[memoryview, int]] = deque()
         self._pending = 0  # bytes
-        # dropped lines without a note
-        self._dropped = 0
-        self._reason = _TOO_SLOW
+        # Dropped lines without a note in the stream, and the reason of the last drop.
+        self.dropped_lines, self.reason = 0, _TOO_SLOW
         self._mid_line = False
         self._poll = select.poll()
         self._poll.register(fd, select.POLLOUT)
@@ -51,34 +49,21 @@ class NonBlockingWriter:
             self._is_file = stat.S_ISREG(os.fstat(fd).st_mode)
         # The descriptor may be closed.
         except OSError as error:
-            self._open, self._reason = False, describe_os_error(error)
+            self._open, self.reason = False, describe_os_error(error)
 
     @property
     def has_pending(self) -> bool:
         """True if queued output waits for space."""
         return bool(self._queue)
 
-    @property
-    def dropped_lines(self) -> int:
-        """Number of dropped lines without a note in the stream."""
-        return self._dropped
-
-    @property
-    def reason(self) -> str:
-        """Reason of the last drop."""
-        return self._reason
-
     def write(self, lines: bytes) -> None:
         """Write whole lines, now or when there is space."""
         if not lines:
             return
-        if not self._open:
-            self._count_dropped(count_lines(lines), self._reason)
+        if not self._open or self._pending + len(lines) > _MOST_PENDING:
+            self._count_dropped(count_lines(lines), _TOO_SLOW if self._open else self.reason)
             return
-        if self._pending + len(lines) > _MOST_PENDING:
-            self._count_dropped(count_lines(lines), _TOO_SLOW)
-            return
-        self._note_dropped()
+        self.note_dropped()
         self._enqueue(lines)
         self.flush_some()
 
@@ -95,7 +80,7 @@ class NonBlockingWriter:
             except OSError as error:
                 # A full disk may have space again later.
                 self._open = error.errno not in _READER_GONE_ERRNOS
-                self._discard(describe_os_error(error))
+                self.discard_pending(describe_os_error(error))
                 break
             sent += count
             self._pending -= count
@@ -105,22 +90,23 @@ class NonBlockingWriter:
                 self._queue.appendleft((data[count:], dropped_lines))
         return sent
 
-    def flush(self, *, timeout_s: float) -> None:
-        """Write the queue; give up if the reader accepts nothing for ``timeout_s`` seconds."""
-        flush_writers([self], timeout_s=timeout_s)
-
     def note_dropped(self) -> None:
         """Append a note about dropped lines to the queue."""
-        if self._open:
-            self._note_dropped()
+        if self._open and self.dropped_lines:
+            begin = "\n" if self._mid_line and not self._queue else ""
+            note = f"{begin}dtrain: launch: {self.dropped_lines} lines of output were dropped here: {self.reason}\n"
+            self._enqueue(note.encode(), dropped_lines=self.dropped_lines)
+            self.dropped_lines = 0
 
-    def discard_pending(self) -> None:
-        """Drop the queued output, which nobody has read."""
-        self._discard(_NOT_READ)
+    def discard_pending(self, reason: str = _NOT_READ) -> None:
+        """Drop the queued output, by default because nobody has read it."""
+        self._count_dropped(sum(dropped_lines or count_lines(bytes(data)) for data, dropped_lines in self._queue), reason)
+        self._queue.clear()
+        self._pending = 0
 
     def close(self) -> None:
         """Close the stream. Later lines count as dropped."""
-        self._discard(_NOT_READ)
+        self.discard_pending()
         self._open = False
         if self._reopened_fd is not None:
             os.close(self._reopened_fd)
@@ -130,21 +116,9 @@ class NonBlockingWriter:
         self._queue.append((memoryview(data), dropped_lines))
         self._pending += len(data)
 
-    def _discard(self, reason: str) -> None:
-        self._count_dropped(sum(dropped_lines or count_lines(bytes(data)) for data, dropped_lines in self._queue), reason)
-        self._queue.clear()
-        self._pending = 0
-
     def _count_dropped(self, lines: int, reason: str) -> None:
-        self._dropped += lines
-        self._reason = reason
-
-    def _note_dropped(self) -> None:
-        if self._dropped:
-            begin = "\n" if self._mid_line and not self._queue else ""
-            note = f"{begin}dtrain: launch: {self._dropped} lines of output were dropped here: {self._reason}\n"
-            self._enqueue(note.encode(), dropped_lines=self._dropped)
-            self._dropped = 0
+        self.dropped_lines += lines
+        self.reason = reason
 
 
 def flush_writers(
@@ -190,12 +164,12 @@ def _reopen_non_blocking(fd: int) -> int | None:
 
 def open_standard_writers() -> tuple[NonBlockingWriter, NonBlockingWriter]:
     """Return writers for standard output and error; the same writer if both go to one file, to keep lines whole."""
-    out = NonBlockingWriter(1, "standard output")
+    out = NonBlockingWriter(1)
     try:
         same = os.path.sameopenfile(1, 2)
     except OSError:
         same = False
-    return out, out if same else NonBlockingWriter(2, "standard error")
+    return out, out if same else NonBlockingWriter(2)
 
 
 def occupy_standard_streams() -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dtrain import launch_protocol
-from dtrain.launch.processes import die_with_parent, reset_signal_handlers
+from dtrain.launch.processes import die_with_parent, fork_process, reset_signal_handlers
 
 STORE_ID = -1
 """Request id of the store process. The ids of rank processes are their global ranks."""
@@ -73,36 +73,25 @@ def start_process(
         OSError: the process limit is reached.
     """
     parent = os.getpid()
+
+    def run() -> int:
+        try:
+            os.setsid()
+            die_with_parent(parent)
+            # Ctrl-C may arrive when the other signals are unblocked, so block SIGINT first.
+            reset_signal_handlers(block={signal.SIGINT} if block_interrupts else ())
+            for name, fd in request.fds.items():
+                if name in _STREAMS:
+                    os.dup2(fd, _STREAMS[name])
+                else:
+                    os.set_inheritable(fd, True)
+            if request.cores:
+                os.sched_setaffinity(0, request.cores)
+            known = {variable: str(request.fds[name]) for name, variable in request.variables.items()}
+            os.execve(command[0], list(command), {**common_environment, **request.environment, **known})
+        except Exception as error:  # noqa: BLE001 - the program's own output has the reason
+            os.write(2, f"cannot start {command[0]!r}: {error}\n".encode(errors="backslashreplace"))
+        return _EXEC_FAILED_EXIT_CODE
+
     # Until the child resets the handlers of this process, they would write into this process's wake-up pipe.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-    try:
-        pid = os.fork()
-        if pid == 0:
-            _exec_program(request, command, common_environment, parent, interrupts_wait=block_interrupts)
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-    return pid
-
-
-def _exec_program(
-    request: ProcessRequest, command: Sequence[str], common: Mapping[str, str], parent: int, *, interrupts_wait: bool
-) -> None:
-    """Replace this fork by the program. Never returns."""
-    try:
-        os.setsid()
-        die_with_parent(parent)
-        # Ctrl-C may arrive when the other signals are unblocked, so block SIGINT first.
-        reset_signal_handlers(block={signal.SIGINT} if interrupts_wait else ())
-        for name, fd in request.fds.items():
-            if name in _STREAMS:
-                os.dup2(fd, _STREAMS[name])
-            else:
-                os.set_inheritable(fd, True)
-        if request.cores:
-            os.sched_setaffinity(0, request.cores)
-        known = {variable: str(request.fds[name]) for name, variable in request.variables.items()}
-        os.execve(command[0], list(command), {**common, **request.environment, **known})
-    except BaseException as error:  # noqa: BLE001 - a copy of the supervisor must not survive any error
-        os.write(2, f"cannot start {command[0]!r}: {error}\n".encode(errors="backslashreplace"))
-    finally:
-        os._exit(_EXEC_FAILED_EXIT_CODE)
+    return fork_process(run)
