@@ -259,7 +259,8 @@ def test_help_is_grouped_with_one_spelling_of_each_option_and_examples(launch):
 
 
 def test_arguments_reach_the_script_byte_for_byte(here):
-    odd = [b"\xff\xfe", b"$HOME", b"~", b"", b"a b", b"'\"", b"\n", "€".encode(), b"--", b"-n", b"--help"]
+    odd = [b"--help", b"\xff\xfe", b"$HOME", b"~", b"*", b"", b"a b", b"'\"", b"new\nline", "ü€".encode(), b"--", b"-m", b"-n"]
+    odd += [b"7", b"--version", b"-h", b"\n"]
     (here / "show.py").write_text("import os, sys; open('seen', 'wb').write(b'\\0'.join(map(os.fsencode, sys.argv[1:])))")
     command = [sys.executable, "-m", "dtrain", "launch", "-n", "1", "--no-preload", "show.py", *odd]
     result = subprocess.run(command, capture_output=True, timeout=90)

@@ -115,10 +115,10 @@ _SCRIPT = [
 ]
 
 _COUNT = [
-    _refused("`-n 0`", "-n must be from 1", n="0"),
-    _refused("`-n -1`", "-n must be from 1", n="-1"),
+    _refused("`-n 0`", "-n must be an integer from 1", n="0"),
+    _refused("`-n -1`", "-n must be an integer from 1", n="-1"),
     _refused("`-n x`", "-n must be an integer", n="x"),
-    _refused("`-n 1000000`", "-n must be from 1", n="1000000", not_for_others="they would begin to start them"),
+    _refused("`-n 1000000`", "-n must be an integer from 1", n="1000000", not_for_others="they would begin to start them"),
 ]
 
 _KILLED = "rank {culprit} of .* was killed by"
