@@ -39,7 +39,7 @@ def _with(scheduled: SchedulerInfo, **changes: object) -> SchedulerInfo:
     [
         ({}, None, 3),
         ({"nproc": 2}, None, 2),
-        ({"nproc": 2, "world_size": -1, "master_addr": ""}, None, 2),
+        ({"nproc": 2, "world_size": None, "master_addr": ""}, None, 2),
         ({"nproc": 2, "world_size": 2}, None, 2),
         ({"nproc": 2, "nnodes": "1"}, SLURM, 2),
         ({"nproc": 2, "nnodes": "1"}, PER_RANK, 2),

@@ -81,7 +81,7 @@ def resolve_rendezvous(args: LaunchArgs, *, standalone: bool, backend: str) -> L
     Raises:
         ConfigError: ``standalone`` with several nodes, or an unknown backend.
     """
-    one_node = replace(args, nnodes="1", rdzv_endpoint="", master_addr="", master_port=-1)
+    one_node = replace(args, nnodes="1", rdzv_endpoint="", master_addr="", master_port=None)
     if standalone:
         if args.nnodes not in ("", "1", "1:1"):
             raise ConfigError(f"launch: --standalone is one node, not --nnodes {args.nnodes}. Remove one of them.")
@@ -94,7 +94,7 @@ def resolve_rendezvous(args: LaunchArgs, *, standalone: bool, backend: str) -> L
         return args
     host, port = match["host"], match["port"]
     if backend == "static":
-        master_port = args.master_port if args.master_port != -1 else int(port or _DEFAULT_PORT)
+        master_port = args.master_port or int(port or _DEFAULT_PORT)
         return replace(args, rdzv_endpoint="", master_addr=args.master_addr or host, master_port=master_port)
     is_single = args.nnodes in ("", "1") or (args.nnodes == "1:1" and backend == "c10d")
     if is_single and host in _LOOPBACK:
@@ -123,11 +123,11 @@ def launch(
     max_restarts: options.MaxRestarts = 0,
     stop_signal: options.StopSignal = None,
     nnodes: options.Nnodes = "",
-    world_size: options.WorldSize = -1,
-    node_rank: options.NodeRank = -1,
-    base_rank: options.BaseRank = -1,
+    world_size: options.WorldSize = None,
+    node_rank: options.NodeRank = None,
+    base_rank: options.BaseRank = None,
     master_addr: options.MasterAddr = "",
-    master_port: options.MasterPort = -1,
+    master_port: options.MasterPort = None,
     rdzv_endpoint: options.RdzvEndpoint = "",
     rdzv_id: options.RdzvId = "",
     rdzv_backend: options.RdzvBackend = "",

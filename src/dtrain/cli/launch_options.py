@@ -25,10 +25,10 @@ _OMIT_ADVICE = "Remove the option to infer it."
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 
 
-def parse_unset_or_int(minimum: int, maximum: int, *, advice: str) -> ValueType:
-    """Return the type of integers within the limits; blank text and -1 mean the same as no option, which is -1."""
+def integer_or_unset(minimum: int, maximum: int, *, advice: str) -> ValueType:
+    """Return the type of integers within the limits; blank text and -1 mean the same as no option."""
     parse = integer(minimum, maximum, advice=advice)
-    return lambda command, name, text: -1 if text.strip() in ("", "-1") else parse(command, name, text)
+    return lambda command, name, text: None if text.strip() in ("", "-1") else parse(command, name, text)
 
 
 def parse_host(command: str, name: str, text: str) -> str:
@@ -58,8 +58,8 @@ def parse_stop_signal(command: str, name: str, text: str) -> int:
     raise ConfigError(f"{command}: {name} must be TERM, USR1 or USR2, got {text!r}. Use USR1, for example.")
 
 
-def parse_nproc(text: str | None, *, gpus: int) -> int:
-    """Parse the number of ranks; -1 if unset.
+def parse_nproc(text: str | None, *, gpus: int) -> int | None:
+    """Parse the number of ranks; None if unset.
 
     Args:
         text: the value of ``-n``: a number, or torchrun's ``auto``, ``gpu`` or ``cpu``.
@@ -71,8 +71,11 @@ def parse_nproc(text: str | None, *, gpus: int) -> int:
     word = "auto" if text is None else text.strip().lower()
     if word == "gpu" and gpus == 0:
         raise ConfigError("launch: -n must not be gpu on a node without a GPU. Pass a number, or cpu.")
-    known = {"auto": -1, "gpu": gpus, "cpu": min(MAX_RANKS, os.cpu_count() or 1)}
-    return known[word] if word in known else integer(1, MAX_RANKS, advice="Use one rank per GPU.")("launch", "-n", text or "")
+    known = {"auto": None, "gpu": gpus, "cpu": min(MAX_RANKS, os.cpu_count() or 1)}
+    if word in known:
+        return known[word]
+    nproc: int = integer(1, MAX_RANKS, advice="Use one rank per GPU.")("launch", "-n", text or "")
+    return nproc
 
 
 def parse_modules(text: str | None, *, no_preload: bool) -> tuple[str, ...] | None:
@@ -196,42 +199,42 @@ Bind = Annotated[bool, _option(RANKS, "--bind", "Bind each rank to its own physi
 
 Nnodes = Annotated[str, _option(NODES, "--nnodes N|MIN:MAX", "Number of nodes; MIN:MAX for nodes that join and leave.")]
 WorldSize = Annotated[
-    int,
+    int | None,
     _option(
         NODES,
         "--world-size --world_size N",
         "Ranks of all nodes; -1 for one node.  [default: -n]",
-        parse_unset_or_int(1, 10**6, advice=_OMIT_ADVICE),
+        integer_or_unset(1, 10**6, advice=_OMIT_ADVICE),
     ),
 ]
 NodeRank = Annotated[
-    int,
+    int | None,
     _option(
         NODES,
         "--node-rank --node_rank K",
         "Number of this node, counted from 0.",
-        parse_unset_or_int(0, MAX_NODES - 1, advice="Pass 0 on the first node, 1 on the next, and so on."),
+        integer_or_unset(0, MAX_NODES - 1, advice="Pass 0 on the first node, 1 on the next, and so on."),
     ),
 ]
 BaseRank = Annotated[
-    int,
+    int | None,
     _option(
         NODES,
         "--base-rank --base_rank K",
         "First rank of this node.  [default: node rank times -n]",
-        parse_unset_or_int(0, 10**6, advice=_OMIT_ADVICE),
+        integer_or_unset(0, 10**6, advice=_OMIT_ADVICE),
     ),
 ]
 MasterAddr = Annotated[
     str, _option(NODES, "--master-addr --master_addr HOST", "Host of node 0; empty for one node.", parse_host)
 ]
 MasterPort = Annotated[
-    int,
+    int | None,
     _option(
         NODES,
         "--master-port --master_port PORT",
         "Port of the rendezvous on node 0.",
-        parse_unset_or_int(1, 65_535, advice="Choose a port that is free on node 0."),
+        integer_or_unset(1, 65_535, advice="Choose a port that is free on node 0."),
     ),
 ]
 RdzvEndpoint = Annotated[

@@ -20,15 +20,15 @@ MAX_NODES = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchArgs:
-    """Options of the command line about ranks and nodes; -1 and "" mark unset options."""
+    """Options of the command line about ranks and nodes; None and "" mark unset options."""
 
-    nproc: int = -1
+    nproc: int | None = None
     nnodes: str = ""
-    world_size: int = -1
-    base_rank: int = -1
-    node_rank: int = -1
+    world_size: int | None = None
+    base_rank: int | None = None
+    node_rank: int | None = None
     master_addr: str = ""
-    master_port: int = -1
+    master_port: int | None = None
     rdzv_endpoint: str = ""
     rdzv_id: str = ""
 
@@ -78,11 +78,11 @@ def infer_topology(args: LaunchArgs, scheduled: SchedulerInfo | None, *, gpus: i
     Raises:
         ConfigError: the command line contradicts itself or the scheduler, or is incomplete.
     """
-    if args.nproc == -1 and scheduled is not None and scheduled.nproc is not None:
+    if args.nproc is None and scheduled is not None and scheduled.nproc is not None:
         topology = infer_topology(replace(args, nproc=scheduled.nproc), scheduled, gpus=gpus)
         notice = f"launch: -n {scheduled.nproc}, as {launch_protocol.LOCAL_WORLD_SIZE} says"
         return replace(topology, notices=(notice, *topology.notices))
-    nproc = check_nproc(gpus if args.nproc == -1 else args.nproc)
+    nproc = check_nproc(gpus if args.nproc is None else args.nproc)
     smallest, largest = _parse_nodes(args.nnodes)
     if smallest != largest or args.rdzv_endpoint:
         return _elastic_topology(args, nproc, smallest, largest)
@@ -119,7 +119,7 @@ def _elastic_topology(args: LaunchArgs, nproc: int, smallest: int | None, larges
             ("--base-rank", args.base_rank),
             ("--node-rank", args.node_rank),
         )
-        if value != -1
+        if value is not None
     ]
     if smallest is None or largest is None:
         _raise_config_error(
@@ -142,11 +142,11 @@ def _merge_scheduler(args: LaunchArgs, scheduled: SchedulerInfo | None, *, nproc
     resolved = _ResolvedArgs(
         nproc=nproc,
         nodes=nodes,
-        world_size=_none_if_unset(args.world_size),
-        base_rank=_none_if_unset(args.base_rank),
-        node_rank=_none_if_unset(args.node_rank),
+        world_size=args.world_size,
+        base_rank=args.base_rank,
+        node_rank=args.node_rank,
         master_addr=args.master_addr,
-        master_port=_none_if_unset(args.master_port),
+        master_port=args.master_port,
         scheduler=None,
     )
     if scheduled is None or not _needs_scheduler(resolved, scheduled):
@@ -218,10 +218,10 @@ def _single_node_topology(args: LaunchArgs, resolved: _ResolvedArgs) -> Topology
             conflict += f" and --world-size {world_size} make this the only one" if world_size else " alone means one"
             _raise_config_error(conflict, _suggest_several_nodes(world_size, nproc, (node or 0) + 1, option))
     notices = []
-    if args.node_rank == 0 and args.world_size != -1 and args.nnodes != "1" and nproc > 1:
+    if args.node_rank == 0 and args.world_size is not None and args.nnodes != "1" and nproc > 1:
         more = f"; for two nodes of {nproc // 2} ranks pass -n {nproc // 2}" if nproc % 2 == 0 else ""
         notices.append(f"launch: -n {nproc} and --world-size {args.world_size} make this the only node{more}")
-    if args.master_port != -1 or args.master_addr not in ("", "127.0.0.1", "localhost", "::1"):
+    if args.master_port is not None or args.master_addr not in ("", "127.0.0.1", "localhost", "::1"):
         notices.append("launch: one node needs no --master-addr and --master-port; its ranks use loopback")
     return Topology(layout=NodeLayout.one_node(nproc), notices=tuple(notices))
 
@@ -329,10 +329,6 @@ def _check_equal_nodes(node_rank: int, base_rank: int, nproc: int) -> None:
 def _largest_divisor(world_size: int, nproc: int) -> int:
     """Return the largest number of ranks up to ``nproc`` that divides ``world_size``."""
     return max(number for number in range(1, nproc + 1) if world_size % number == 0)
-
-
-def _none_if_unset(value: int) -> int | None:
-    return None if value == -1 else value
 
 
 def _raise_config_error(problem: str, advice: str) -> NoReturn:
