@@ -1,4 +1,4 @@
-"""What sources stand for, and the samples in them, of every kind."""
+"""Inputs that sources name, and their samples, of every kind."""
 
 import bz2
 import csv

@@ -1,4 +1,4 @@
-"""What control groups allow and count is read right from files that look like those of other machines."""
+"""Limits and counts of control groups, read from files like those of other machines."""
 
 from __future__ import annotations
 

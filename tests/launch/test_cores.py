@@ -1,4 +1,4 @@
-"""How ranks share the cores of a node, and that they do."""
+"""Ranks share the cores of a node."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `dtrain launch` exits with, and which rank it names, where a row of the table does not say it all."""
+"""Exit codes of `dtrain launch` and the rank that it names, beyond the rows of the truth table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who failed first, from exits and records alone."""
+"""The rank that failed first, found from exits and records alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is refused before a start, and what a rank is given. Nothing is started here."""
+"""Checks before a start, and the environment of a rank. No process starts."""
 
 from __future__ import annotations
 

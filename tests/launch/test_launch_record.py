@@ -1,4 +1,4 @@
-"""What was run is written down whole or not at all, and no value of the environment with it."""
+"""The record of a launch is complete or missing, and has no value of the environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ranks print arrives in whole lines, and never stops them."""
+"""Output of ranks: arrives in whole lines, and never stops a rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of processes that a kill did not end."""
+"""Summary lines about processes that a kill did not end."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""What the terminal shows of exceptions: each mistake once, however many ranks have made it, without frames of libraries."""
+"""Exceptions on the terminal: each mistake once, however many ranks have made it, without frames of libraries."""
 
 from __future__ import annotations
 

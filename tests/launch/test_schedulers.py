@@ -1,4 +1,4 @@
-"""What each scheduler says, from environments as they were printed by real ones."""
+"""Facts of schedulers, from environments that real schedulers printed."""
 
 from __future__ import annotations
 

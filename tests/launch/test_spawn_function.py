@@ -56,7 +56,7 @@ def wait_until(condition) -> None:
 
 
 def gone(pid: int) -> bool:
-    """Whether no process of this number runs; one that is dead but not collected does not run."""
+    """Return True if no process with this pid runs. A zombie does not run."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
     except (FileNotFoundError, ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Which ranks run where, inferred from command lines as people write them."""
+"""Topology of a job, inferred from command lines as people write them."""
 
 from __future__ import annotations
 

@@ -157,7 +157,7 @@ def tensors_of(value: object) -> Iterator[Tensor]:
 
 
 def measured(name: str, size: int, count: int, setting: dict) -> int:
-    """What a rank's tensors hold at most in a real step, after one that made the optimizer's state."""
+    """Return the peak bytes of a rank's tensors in a real step, after a step that created the optimizer state."""
     workload, setting = WORKLOADS[name], dict(setting)
     torch.manual_seed(0)
     model = workload.model()

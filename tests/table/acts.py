@@ -1,4 +1,4 @@
-"""What is done to a running job of the truth table, and what is around it."""
+"""Actions on a running job of the truth table, and its surroundings."""
 
 from __future__ import annotations
 

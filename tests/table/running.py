@@ -32,7 +32,7 @@ def dtrain(row: Row, n: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What came of a job. ``code`` is None when it did not end in time."""
+    """Result of a job. ``code`` is None if the job did not end in time."""
 
     code: int | None
     err: str
@@ -43,7 +43,7 @@ class Seen:
 
     @property
     def lines(self) -> list[str]:
-        """What is on standard error besides the tracebacks of the program."""
+        """Lines on standard error besides the tracebacks of the program."""
         return besides_tracebacks(self.err, self.script)
 
 
@@ -153,7 +153,7 @@ def start(
 
 
 def _wrap(row: Row) -> list[str]:
-    """What becomes the launcher."""
+    """Return the command that becomes the launcher."""
     before = [*([row.shell] if row.shell else []), *(["exec 1>&-"] if row.stdout == "closed" else [])]
     if not before:
         return []
@@ -193,7 +193,7 @@ def besides_tracebacks(text: str, script: str) -> list[str]:
 
 @cache
 def why_no_mounts() -> str:
-    """What this machine says when it is asked for a mount of our own; empty where it gives one."""
+    """Return the machine's reason against a mount of our own; empty if it gives one."""
     try:
         asked = ["unshare", "-m", "mount", "-t", "tmpfs", "none", "/mnt"]
         return subprocess.run(asked, capture_output=True, text=True, timeout=60).stderr.strip()

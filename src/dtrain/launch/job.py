@@ -33,8 +33,8 @@ from dtrain.launch.nodes.messages import (
     RanksFailed,
 )
 from dtrain.launch.output.job_output import JobOutput
+from dtrain.launch.processes import STORE_ID, ProcessRequest
 from dtrain.launch.result import JobResult
-from dtrain.launch.spawn.exec import STORE_ID, ProcessRequest
 from dtrain.launch.spawn.starter import ProcessStarter, StartEvent
 from dtrain.launch.worker_group import RestartPolicy, WorkerGroup
 

@@ -67,7 +67,7 @@ def nodes(tmp_path: Path, port: int) -> Iterator[Nodes]:
 
 
 def _session(leader: int) -> list[int]:
-    """What still runs of a program that was started as the leader of a session, ranks with sessions of their own included."""
+    """Return the running processes of a program that leads a session, including ranks with sessions of their own."""
     parents = {}
     for name in filter(str.isdecimal, os.listdir("/proc")):
         try:

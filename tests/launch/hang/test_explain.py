@@ -1,4 +1,4 @@
-"""What is said about a hang, by what is known of the ranks."""
+"""Explanation of a hang, from facts about the ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def stack(line: int) -> str:
 def record(
     *issued: tuple[int, str, bool], group: str = "control", ranks: tuple[int, ...] = (0, 1, 2, 3), passed: int = 9
 ) -> str:
-    """What a rank writes down that has issued these collectives: number, name, whether it waits."""
+    """Build the record of a rank that has issued these collectives: number, name, True if it waits."""
     collectives = [{"number": number, "op": op, "sizes": [[2]], "waits": waits} for number, op, waits in issued]
     last = max((one[0] for one in issued), default=0)
     groups = [{"id": "1", "backend": "gloo", "name": group, "ranks": ranks, "last": last, "collectives": collectives}]

@@ -1,4 +1,4 @@
-"""Where the main thread stands, read from faulthandler's text."""
+"""Location of the main thread, read from faulthandler's text."""
 
 from __future__ import annotations
 

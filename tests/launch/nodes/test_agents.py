@@ -40,7 +40,7 @@ def shout(port: int, data: bytes) -> socket.socket:
 
 
 def everything(sock: socket.socket) -> bytes:
-    """What the other side says until it closes the connection."""
+    """Return the messages of the other side until it closes the connection."""
     with sock:
         data = b""
         try:

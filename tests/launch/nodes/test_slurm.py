@@ -1,4 +1,4 @@
-"""What a real Slurm says, and a job that it starts. Skipped where there is none: the skip says why."""
+"""A job that a real Slurm starts. Skipped without Slurm; the skip has the reason."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the program's own files say it will import."""
+"""Modules to preload, found in the program's own files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import time
 import pytest
 
 from dtrain.launch.launch_plan import Target
-from dtrain.launch.spawn.exec import ProcessRequest
+from dtrain.launch.processes import ProcessRequest
 from dtrain.launch.spawn.starter import PreloadModules, find_preload_modules, start_forkserver
 
 

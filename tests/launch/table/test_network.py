@@ -59,7 +59,7 @@ LISTENS = "0A"
 
 @cache
 def why_no_host() -> str:
-    """What this machine says when it is asked for a host of its own; empty where it gives one."""
+    """Return the machine's reason against a host of its own; empty if it gives one."""
     try:
         asked = [*HOSTS["elsewhere"][:-2], ELSEWHERE, "bash", "true"]
         return subprocess.run(asked, cwd="/tmp", capture_output=True, text=True, timeout=60).stderr.strip()

@@ -21,7 +21,7 @@ def printed() -> dict[str, list[str]]:
 
 
 def agrees(row: Row, cell: str) -> bool:
-    """Whether a cell of dtrain's says what the row has."""
+    """Return True if a cell of dtrain agrees with the row."""
     match = CELL.fullmatch(cell)
     if match is None:
         return False

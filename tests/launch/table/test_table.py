@@ -44,7 +44,7 @@ def run_row(row: Row, folder: Path, n: int) -> Came:
 
 
 def check(row: Row, job: Running, seen: Seen) -> list[str]:
-    """What is not as the row has it."""
+    """List the differences from the row."""
     said = "\n".join(seen.lines)
     fewest, most = row.lines
     unfinished = [f"{name}-{rank}" for name in row.finished for rank in range(job.n)]
@@ -61,7 +61,7 @@ def check(row: Row, job: Running, seen: Seen) -> list[str]:
 
 @pytest.fixture(scope="module")
 def came(request, tmp_path_factory) -> Iterator[Callable[[Row, int], Came]]:
-    """What came of a row. All that are to be tested run from the first question on, a few at a time."""
+    """Return the results of a row. All selected rows run from the first call on, a few at a time."""
     items = [item for item in request.session.items if getattr(item, "originalname", "") == ROW_TEST]
     asked = [item.callspec.params for item in items if item.get_closest_marker("skip") is None]
     running: dict[tuple[str, int], Future[Came]] = {}

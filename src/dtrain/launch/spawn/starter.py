@@ -23,7 +23,7 @@ from dtrain import launch_protocol
 from dtrain.launch import processes
 from dtrain.launch.entrypoint import find_source
 from dtrain.launch.launch_plan import Target, build_rank_command
-from dtrain.launch.spawn.exec import ProcessRequest, start_process
+from dtrain.launch.processes import ProcessRequest, start_process
 from dtrain.launch.spawn.interpreter import inherited_flags
 from dtrain.lazy_imports import public_names
 
