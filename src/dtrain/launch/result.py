@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from dtrain import launch_protocol
 from dtrain.launch import failure
+from dtrain.launch.failure import RootCause
 from dtrain.launch.output.log_files import fill_template
 from dtrain.launch.processes import descendants
 from dtrain.launch.worker_group import WorkerGroup
@@ -148,65 +149,48 @@ def summarize(
         exit_codes: exit codes of the ranks of all nodes, if all have exited; None uses the ranks of this node.
         store_exit_code: exit code of the store process, if it exited before the ranks, which makes ranks fail.
     """
-    world_size = group.plan.layout.world_size
     unkillable = _describe_unkillable(group)
-    exits = group.exits.values()
     exceptions = _group_node_exceptions(group)
-    codes_by_rank: dict[int, int | None] = (
-        {exit_.rank: exit_.code for exit_ in exits} if exit_codes is None else dict(exit_codes)
-    )
-    if (
-        codes_by_rank
-        and all(code == launch_protocol.PREEMPTED_EXIT_CODE for code in codes_by_rank.values())
-        and len(codes_by_rank) >= group.plan.layout.nproc
-    ):
+    may_restart = group.requested_signal is None
+    codes: dict[int, int | None] = dict(exit_codes or {rank: exit_.code for rank, exit_ in group.exits.items()})
+    if len(codes) >= group.plan.layout.nproc and set(codes.values()) == {launch_protocol.PREEMPTED_EXIT_CODE}:
         return JobResult(code=launch_protocol.PREEMPTED_EXIT_CODE, lines=unkillable)
-    if group.root_cause is not None:
-        code = failure.shell_exit_code(group.root_cause.code)
-        if group.plan.reports_own_exit and group.root_cause.code >= 0:
+    if (cause := group.root_cause) is not None:
+        code = failure.shell_exit_code(cause.code)
+        if group.plan.reports_own_exit and cause.code >= 0:
             return JobResult(code=code, lines=unkillable)
-        same_exception = (
-            [rank for rank in exceptions[0].ranks if rank != group.root_cause.rank]
-            if _is_root_cause_first(exceptions, group)
-            else []
-        )
-        line = failure.describe_failure(
-            group.root_cause,
-            world_size=world_size,
-            location=f"pid {group.pids[group.root_cause.rank]} on {host}",
-            others_stopped=bool(group.stopped_ranks - {group.root_cause.rank, *same_exception}),
-            same_exception=same_exception,
-            returned_early=sorted(exit_.rank for exit_ in exits if exit_.code == 0 and exit_.rank not in group.stopped_ranks),
-            oom_killed=oom_killed,
-        )
+        line = _describe_cause(group, cause, exceptions, host=host, oom_killed=oom_killed)
         if store_exit_code is not None:
             line += f"; the process that serves the ranks' store had ended before ({failure.describe_exit(store_exit_code)})"
-        may_restart = group.requested_signal is None
-        return JobResult(
-            code=code,
-            lines=(*unkillable, line),
-            may_restart=may_restart,
-            failed_rank=group.root_cause.rank,
-            exceptions=exceptions,
-        )
+        lines = (*unkillable, line)
+        return JobResult(code=code, lines=lines, may_restart=may_restart, failed_rank=cause.rank, exceptions=exceptions)
     if group.launch_error:
-        may_restart = group.requested_signal is None
-        return JobResult(
-            code=group.launch_error_code,
-            lines=(*unkillable, *group.launch_error),
-            may_restart=may_restart,
-            exceptions=exceptions,
-        )
+        lines = (*unkillable, *group.launch_error)
+        return JobResult(code=group.launch_error_code, lines=lines, may_restart=may_restart, exceptions=exceptions)
     if group.requested_signal is not None:
-        code = failure.shell_exit_code(-group.requested_signal)
-        line = failure.describe_interrupt(group.requested_signal)
-        return JobResult(code=code, lines=(*unkillable, line), exceptions=exceptions)
-    codes_by_rank |= {
-        rank: None for rank in group.stopped_ranks if codes_by_rank.get(rank) != launch_protocol.PREEMPTED_EXIT_CODE
-    }
-    if launch_protocol.PREEMPTED_EXIT_CODE in codes_by_rank.values():
-        return JobResult(code=1, lines=(*unkillable, failure.describe_partial_preemption(codes_by_rank)))
+        lines = (*unkillable, failure.describe_interrupt(group.requested_signal))
+        return JobResult(code=failure.shell_exit_code(-group.requested_signal), lines=lines, exceptions=exceptions)
+    codes |= {rank: None for rank in group.stopped_ranks if codes.get(rank) != launch_protocol.PREEMPTED_EXIT_CODE}
+    if launch_protocol.PREEMPTED_EXIT_CODE in codes.values():
+        return JobResult(code=1, lines=(*unkillable, failure.describe_partial_preemption(codes)))
     return JobResult(code=0, lines=unkillable)
+
+
+def _describe_cause(
+    group: WorkerGroup, cause: RootCause, exceptions: Sequence[DistinctException], *, host: str, oom_killed: bool
+) -> str:
+    """Describe the rank that failed first, and the other ranks with the same exception."""
+    is_first = bool(exceptions) and exceptions[0].first.rank == cause.rank
+    same_exception = [rank for rank in exceptions[0].ranks if rank != cause.rank] if is_first else []
+    return failure.describe_failure(
+        cause,
+        world_size=group.plan.layout.world_size,
+        location=f"pid {group.pids[cause.rank]} on {host}",
+        others_stopped=bool(group.stopped_ranks - {cause.rank, *same_exception}),
+        same_exception=same_exception,
+        returned_early=sorted(set(group.exits) - group.stopped_ranks - {r for r, exit_ in group.exits.items() if exit_.code}),
+        oom_killed=oom_killed,
+    )
 
 
 def describe_failures(
@@ -255,11 +239,6 @@ def _group_node_exceptions(group: WorkerGroup) -> tuple[DistinctException, ...]:
     ]
     first = group.root_cause.failure if group.root_cause is not None else None
     return tuple(group_exceptions(failures, first))
-
-
-def _is_root_cause_first(exceptions: Sequence[DistinctException], group: WorkerGroup) -> bool:
-    """Return True if the rank that failed first raised the first exception."""
-    return bool(exceptions) and group.root_cause is not None and exceptions[0].first.rank == group.root_cause.rank
 
 
 def _describe_unkillable(group: WorkerGroup) -> tuple[str, ...]:

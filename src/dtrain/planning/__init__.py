@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from dtrain.planning.estimate import compare_strategies as compare_strategies
     from dtrain.planning.estimate import estimate_memory as estimate_memory
     from dtrain.planning.estimate import largest_microbatch as largest_microbatch
-    from dtrain.planning.resource_usage import CollectiveTraffic as CollectiveTraffic
-    from dtrain.planning.resource_usage import MemoryBreakdown as MemoryBreakdown
+    from dtrain.planning.simulate import CollectiveTraffic as CollectiveTraffic
+    from dtrain.planning.simulate import MemoryBreakdown as MemoryBreakdown
     from dtrain.planning.simulate import ParallelismConfig as ParallelismConfig
     from dtrain.planning.workload import Workload as Workload
 

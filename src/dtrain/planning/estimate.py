@@ -7,8 +7,16 @@ from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 from dtrain.arguments import check_int, check_number
-from dtrain.planning.resource_usage import CollectiveTraffic, MemoryBreakdown, StepPhase
-from dtrain.planning.simulate import DeviceType, KeepPolicy, ParallelismConfig, SimulatedRun, simulate
+from dtrain.planning.simulate import (
+    CollectiveTraffic,
+    DeviceType,
+    KeepPolicy,
+    MemoryBreakdown,
+    ParallelismConfig,
+    SimulatedRun,
+    StepPhase,
+    simulate,
+)
 from dtrain.planning.workload import Workload
 from dtrain.shard.precision import Precision
 from dtrain.state import Accumulate
