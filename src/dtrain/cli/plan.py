@@ -74,7 +74,7 @@ def headline(target: str, row: StrategyEstimate, precision: str) -> str:
     mesh = f"dp_replicate {config.dp_replicate} x dp_shard {config.world_size // config.dp_replicate}"
     ranks = f"{format_count(config.world_size, 'rank')} ({mesh})"
     sizes = f"microbatches of {estimate.microbatch_size}, {estimate.microbatches} to a step"
-    room = f", {format_bytes(largest.memory)} each" if largest else ""
+    room = f", {_format_size(largest.memory)} each" if largest else ""
     return f"{target}: {_format_parameter_count(estimate.parameter_count)} parameters on {ranks}{room}, {precision}, {sizes}"
 
 
@@ -129,14 +129,15 @@ def print_detail(row: StrategyEstimate) -> None:
 
 
 def _describe_largest(largest: LargestMicrobatch) -> str:
-    peak, memory = format_bytes(largest.estimate.peak), format_bytes(largest.memory)
+    peak, memory = _format_size(largest.estimate.peak), _format_size(largest.memory)
     if not largest.microbatch_size:
         return f"Not one sample fits: it takes {peak} of {memory}."
     return f"The largest microbatch is {largest.microbatch_size}: it takes {peak} of {memory}."
 
 
 def _format_size(size: int) -> str:
-    return format_bytes(size) if size else "-"
+    # Rows are compared with each other, so large sizes have four digits.
+    return f"{size / 2**30:.4g} GiB" if size >= 2**30 else format_bytes(size) if size else "-"
 
 
 def plan_facts(row: StrategyEstimate) -> dict[str, Any]:
