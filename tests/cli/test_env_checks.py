@@ -8,7 +8,8 @@ import pytest
 
 from dtrain.cli.env import RULES, check_machine
 from dtrain.cli.env_facts import MachineFacts, Package, TorchBuild
-from dtrain.cli.machine import CpuCores, Gpu, Gpus, Hardware, HostMemory, NetworkInterface
+from dtrain.cli.machine import CpuCores, Gpu, Gpus, Hardware, HostMemory
+from dtrain.launch.nodes.addresses import NetworkInterface
 
 GIB, MIB = 2**30, 2**20
 LOOPBACK = NetworkInterface(name="lo", addresses=("127.0.0.1", "::1"), loopback=True, up=True)

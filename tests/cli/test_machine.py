@@ -11,6 +11,7 @@ import pytest
 from dtrain.cli import env_facts, machine
 from dtrain.cli.env_facts import Package, TorchBuild
 from dtrain.cli.machine import CommandOutput, read_output, start_query
+from dtrain.launch.nodes import addresses
 
 
 def write(root, files):
@@ -62,7 +63,7 @@ def test_gpus_as_nvidia_smi_tells_them(said, listed, problem):
 
 
 def test_interfaces_of_this_machine_include_loopback():
-    loopback = next(link for link in machine.list_interfaces() if link.name == "lo")
+    loopback = next(link for link in addresses.list_interfaces() if link.name == "lo")
     assert loopback.loopback
     assert loopback.up
     assert "127.0.0.1" in loopback.addresses
@@ -71,8 +72,8 @@ def test_interfaces_of_this_machine_include_loopback():
 def test_ipv6_addresses_by_interface(tmp_path):
     text = "00000000000000000000000000000001 01 80 10 80       lo\nfd000000000000000000000000000002 02 40 00 80     eth0\n"
     root = write(tmp_path, {"proc/net/if_inet6": text})
-    assert machine.read_ipv6_addresses(root) == {"lo": ["::1"], "eth0": ["fd00::2"]}
-    assert machine.read_ipv6_addresses(tmp_path / "no ipv6") == {}
+    assert addresses.read_ipv6_addresses(root) == {"lo": ["::1"], "eth0": ["fd00::2"]}
+    assert addresses.read_ipv6_addresses(tmp_path / "no ipv6") == {}
 
 
 def test_names_resolve_or_have_no_address():

@@ -21,14 +21,13 @@ from dtrain.cli import machine
 from dtrain.cli.machine import (
     CommandOutput,
     Hardware,
-    NetworkInterface,
-    list_interfaces,
     read_hardware,
     read_output,
     resolve_names,
     start_nvidia_smi,
     start_query,
 )
+from dtrain.launch.nodes.addresses import NetworkInterface, list_interfaces
 
 # A cold import from a network file system takes most of a minute.
 TORCH_TIMEOUT_S = 120.0

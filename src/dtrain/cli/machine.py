@@ -1,19 +1,16 @@
-"""Query the machine: hardware, network interfaces, host names, and environment variables without secrets.
+"""Query the machine: hardware, host names, and environment variables without secrets.
 
 Queries of other programs have a time limit. A broken program is an answer, not an exception or a hang.
 """
 
 from __future__ import annotations
 
-import fcntl
-import ipaddress
 import os
 import platform
 import re
 import resource
 import shutil
 import socket
-import struct
 import subprocess
 import threading
 import time
@@ -207,63 +204,6 @@ def _describe_system(root: Path) -> str:
         lines = []
     names = [line.split("=", 1)[1].strip("\"'") for line in lines if line.startswith("PRETTY_NAME=")]
     return ", ".join([f"{platform.system()} {platform.release()} {platform.machine()}", *names[:1]])
-
-
-_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
-_UP, _LOOPBACK = 0x1, 0x8  # linux/if.h
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkInterface:
-    """Network interface. ``up`` is the administrator's setting, not the state of the cable."""
-
-    name: str
-    addresses: tuple[str, ...]
-    loopback: bool
-    up: bool
-
-
-def list_interfaces(root: Path = Path("/")) -> tuple[NetworkInterface, ...]:
-    """List all interfaces in the order of their numbers, with the first IPv4 address and all IPv6 addresses of each.
-
-    Args:
-        root: folder that contains ``proc``.
-    """
-    ipv6 = read_ipv6_addresses(root)
-    interfaces = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            flags = _query_interface(probe, _SIOCGIFFLAGS, name)
-            bits = struct.unpack_from("H", flags, 16)[0] if flags else 0
-            address = _query_interface(probe, _SIOCGIFADDR, name)
-            ipv4 = [socket.inet_ntoa(address[20:24])] if address else []
-            addresses = (*ipv4, *ipv6.get(name, ()))
-            interfaces.append(
-                NetworkInterface(name=name, addresses=addresses, loopback=bool(bits & _LOOPBACK), up=bool(bits & _UP))
-            )
-    return tuple(interfaces)
-
-
-def _query_interface(probe: socket.socket, request: int, name: str) -> bytes | None:
-    """Return the kernel's ``struct ifreq`` of an interface, or None if the value does not exist (for example no address)."""
-    try:
-        return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
-    except OSError:
-        return None
-
-
-def read_ipv6_addresses(root: Path) -> dict[str, list[str]]:
-    """Read the IPv6 addresses of each interface from ``/proc/net/if_inet6``."""
-    try:
-        lines = (root / "proc/net/if_inet6").read_text().splitlines()
-    # The kernel may have no IPv6.
-    except OSError:
-        return {}
-    addresses: dict[str, list[str]] = {}
-    for line in lines:
-        digits, *_, name = line.split()
-        addresses.setdefault(name, []).append(str(ipaddress.IPv6Address(int(digits, 16))))
-    return addresses
 
 
 def resolve_names(names: Iterable[str], *, timeout_s: float = 5.0) -> dict[str, tuple[str, ...]]:
