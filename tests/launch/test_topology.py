@@ -144,7 +144,9 @@ def test_variables_that_make_several_nodes_are_named():
 def test_number_of_ranks_of_a_variable_is_said_and_the_command_line_goes_before_it(scheduler):
     assert "launch: -n 2, as LOCAL_WORLD_SIZE says" in infer_topology(LaunchArgs(), scheduler, gpus=3).notices
     other = infer_topology(LaunchArgs(nproc=4), scheduler, gpus=3)
-    assert other.nproc == 4
+    place = other.layout or other.rendezvous
+    assert place is not None
+    assert place.nproc == 4
     assert not any("LOCAL_WORLD_SIZE" in notice for notice in other.notices)
 
 

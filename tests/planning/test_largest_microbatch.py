@@ -14,22 +14,18 @@ AT_MOST = 300
 
 
 class Lines:
-    """Peaks as the highest of some lines over the size, which is what they are."""
+    """Estimates whose peak is the maximum of some lines over the size, as in a step."""
 
     def __init__(self, lines: list[tuple[int, int]]) -> None:
-        self.lines, self.seen = lines, set()
+        self.lines = lines
+        self.by_size: dict[int, SimpleNamespace] = {}
 
     def peak(self, size: int) -> int:
-        assert size >= 1
-        self.seen.add(size)
         return max(fixed + slope * size for fixed, slope in self.lines)
 
-    def estimate(self, size: int) -> SimpleNamespace:
-        return SimpleNamespace(peak=self.peak(size))
-
-    @property
-    def sizes_tried(self) -> int:
-        return len(self.seen)
+    def of(self, size: int) -> SimpleNamespace:
+        assert size >= 1
+        return self.by_size.setdefault(size, SimpleNamespace(peak=self.peak(size)))
 
 
 @given(
