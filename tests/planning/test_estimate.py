@@ -78,7 +78,7 @@ def test_transforms_are_counted():
 
 
 def test_a_run_after_an_estimate_computes_with_real_numbers(monkeypatch):
-    monkeypatch.setattr("dtrain.typing._UNIT_WEIGHTS", {})  # no step has run in this process
+    monkeypatch.setattr("dtrain.metrics._UNIT_WEIGHTS", {})  # no step has run in this process
     estimate_memory(linears(transforms=[dt.transforms.clip_by_norm(1.0)]), world_size=4)
     model = nn.Linear(2, 1)
     step = dt.compose_step(
