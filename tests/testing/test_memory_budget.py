@@ -181,9 +181,7 @@ def test_memory_that_is_wrapped_by_a_tensor_is_refused_too(make):
 
 def test_the_message_is_readable_for_large_sizes():
     with memory_budget(3 << 19) as budget:
-        with pytest.raises(
-            torch.OutOfMemoryError, match=r"allocate 4 MiB.* is 1\.5 MiB, .* 1\.49 MiB is free; .* 10 KiB"
-        ):
+        with pytest.raises(torch.OutOfMemoryError, match=r"allocate 4 MiB.* is 1\.5 MiB, .* 1\.49 MiB is free; .* 10 KiB"):
             (torch.zeros(2560), torch.zeros(1 << 20))
         assert "refused=1" in repr(budget)
 
