@@ -111,7 +111,7 @@ def main() -> None:
                 return
 
         scores = scores or scores_of(model, quiz)
-        dt.save_sharded(run / "weights", state, only=("model",), keep_last=1)
+        dt.save_sharded(run / "weights", state, what="weights", keep_last=1)
         if dist.rank == 0:
             export(run / "weights", run / "export", config, tokenizer)
             print(f"{run / 'export'}: weights, config and tokenizer for from_pretrained, after step {state.step}")

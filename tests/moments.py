@@ -16,7 +16,7 @@ class Run:
     """States of one run, as far as meters look at them."""
 
     def __init__(self, *, device: str = "cpu") -> None:
-        self.run_context = SimpleNamespace(resumed_from=None)
+        self.run_context = SimpleNamespace(lineage=SimpleNamespace(resumed_from=None))
         self.device = torch.device(device)
 
     def at(self, step: int, seconds: float = 0.0, *, samples: int = 0, tokens: int = 0, **clock: Any) -> Any:

@@ -145,6 +145,23 @@ class StepMonitor:
     last_step_started_at: float | None = None
 
 
+@dataclass(slots=True, eq=False)
+class Lineage:
+    """Identity of a run in its checkpoints, and the steps that belong to the run.
+
+    Args:
+        run_id: id of the run; None before the first save.
+        resumed_from: folder of the checkpoint that this process resumed from.
+        steps: by checkpoint root, the steps that the run committed or loaded, in that order, and their contents.
+        extra_saved_steps: by id of an object in ``extra``, the step of the last save of its state.
+    """
+
+    run_id: str | None = None
+    resumed_from: str | None = None
+    steps: dict[str, dict[int, object]] = field(default_factory=dict)
+    extra_saved_steps: dict[int, int] = field(default_factory=dict)
+
+
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RunContext:
     """Facts that all ``TrainState`` objects of a run must share, because a new fact concerns the older states, too.
@@ -159,11 +176,8 @@ class RunContext:
         monitor: observations of steps in this process.
         transform_cache: by transform name, values that a transform keeps for this run between steps but not in checkpoints.
             They belong to the run, because several runs may use one transform.
-        run_id: identity of the run in its checkpoints.
-        resumed_from: folder of the checkpoint that this process resumed from.
-        committed_steps: by checkpoint root, the steps that the run committed or loaded, in that order, and their contents.
-        locks: by checkpoint root, the lock that excludes other jobs as long as this object lives.
-        extra_saved_steps: by id of an object in ``extra``, the step of the last save of its state.
+        lineage: identity of the run in its checkpoints. A load replaces the whole object.
+        checkpointers: by checkpoint root, the ``Checkpointer`` that ``save_sharded`` opened for the run.
     """
 
     generation: int = 0
@@ -172,11 +186,8 @@ class RunContext:
     swapped_average: str | None = None
     monitor: StepMonitor = field(default_factory=StepMonitor)
     transform_cache: dict[str, Any] = field(default_factory=dict)
-    run_id: str | None = None
-    resumed_from: str | None = None
-    committed_steps: dict[str, dict[int, object]] = field(default_factory=dict)
-    locks: dict[str, object] = field(default_factory=dict)
-    extra_saved_steps: dict[int, int] = field(default_factory=dict)
+    lineage: Lineage = field(default_factory=Lineage)
+    checkpointers: dict[str, Any] = field(default_factory=dict)
 
 
 class ModelRuns:

@@ -30,8 +30,8 @@ def nothing_under_way():
     """Each test begins without saves of others, and leaves none."""
     yield
     with pytest.MonkeyPatch.context():
-        for task in save_thread._current_state().tasks:
-            save_thread.wait(task)
+        for task in save_thread.save_thread().tasks:
+            task.wait()
             task.failure_reported = True
 
 
@@ -58,7 +58,7 @@ def held(monkeypatch):
     monkeypatch.setattr(storage.local, "os", stand_in)
     yield stand_in
     stand_in.go.set()
-    save_thread.wait_all()
+    save_thread.save_thread().wait_all()
 
 
 def spoil(state):
@@ -134,7 +134,7 @@ def failed(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(storage.local, "os", Failing())
         handle = save_sharded(tmp_path, state, mode="async")
-        save_thread.wait(handle._task)
+        handle._task.wait()
     assert handle.done
     assert latest_checkpoint(tmp_path).name == "step-00000001"
     return state, handle
@@ -150,7 +150,7 @@ def test_a_failure_is_raised_by_the_handle(failed, tmp_path):
     for call in (handle.wait, handle.result):
         with pytest.raises(CheckpointError, match=r"No space left on device.*The step was not committed"):
             call(LONG_S)
-    save_thread.wait_all()  # it was seen
+    save_thread.save_thread().wait_all()  # it was seen
     assert names(tmp_path) == ["step-00000001"]
 
 
@@ -167,7 +167,7 @@ def test_a_failure_is_raised_on_leaving_the_block(tmp_path, monkeypatch):
     def loop():
         with init_dist(), monkeypatch.context() as patch:
             patch.setattr(storage.local, "os", Failing())
-            save_thread.wait(save_sharded(tmp_path, train(plain_state(), 1), mode="async")._task)
+            save_sharded(tmp_path, train(plain_state(), 1), mode="async")._task.wait()
 
     with pytest.raises(CheckpointError, match="No space left on device"):
         loop()
@@ -178,7 +178,7 @@ def test_a_failure_does_not_hide_the_error_of_the_loop(tmp_path, monkeypatch):
     def loop():
         with init_dist(), monkeypatch.context() as patch:
             patch.setattr(storage.local, "os", Failing())
-            save_thread.wait(save_sharded(tmp_path, train(plain_state(), 1), mode="async")._task)
+            save_sharded(tmp_path, train(plain_state(), 1), mode="async")._task.wait()
             raise ValueError("of the loop")
 
     with pytest.raises(ValueError, match="of the loop") as caught:
@@ -305,7 +305,7 @@ def test_an_interrupted_save_of_live_memory_is_given_up(tmp_path, held, monkeypa
         save_sharded(tmp_path, state)
     spoil(state)
     assert names(tmp_path) == []
-    save_thread.wait_all()  # whoever was interrupted knows
+    save_thread.save_thread().wait_all()  # whoever was interrupted knows
 
 
 def test_a_save_that_outlives_the_groups_publishes_nothing(tmp_path, held, monkeypatch):
@@ -319,7 +319,7 @@ def test_a_save_that_outlives_the_groups_publishes_nothing(tmp_path, held, monke
         with init_dist():
             handles.append(save_sharded(tmp_path, train(plain_state(), 1), mode="async"))
             assert held.reached.wait(LONG_S)
-            monkeypatch.setattr(save_thread, "wait_all", impatient)
+            monkeypatch.setattr(save_thread.SaveThread, "wait_all", impatient)
 
     with pytest.raises(KeyboardInterrupt):
         loop()
@@ -354,4 +354,4 @@ def test_a_request_to_stop_is_met_before_an_old_failure_is_raised(failed, tmp_pa
     )  # else this process is a preempted one
     assert save_sharded(tmp_path, state).result().written
     with pytest.raises(CheckpointError, match="No space left"):
-        save_thread.wait_all()
+        save_thread.save_thread().wait_all()

@@ -52,7 +52,7 @@ def fails_on_one(root: str, failing_rank: int) -> list:
     before, said = digest(state), []
     with watching(**({"at": 0, "kind": "pwritev"} if get_dist_info().rank == failing_rank else {})):
         handle = save_sharded(root, state, mode="async")
-        save_thread.wait(handle._task)
+        handle._task.wait()
     all_gather_json(None)
     try:  # the next save raises it on all ranks, before anything of its own
         save_sharded(root, state, mode="async")
@@ -84,7 +84,7 @@ def goes_on_training(root: str) -> list:
                 param.add_(1.0)
         digests[state.step] = digest(state, rng=False)
         save_sharded(root, state, mode="async")
-    save_thread.wait_all()
+    save_thread.save_thread().wait_all()
     found = {}
     for step in digests:
         back = load_sharded(f"{root}/step-{step:08d}", sharded_state("full_shard", filled=False)).state

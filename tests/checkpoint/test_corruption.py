@@ -118,7 +118,7 @@ def test_damage_is_refused_by_name_with_the_older_step_offered(root, damage, nam
             load_sharded(path, state)
     assert digest(state) == before
     state._check_not_stale("here")
-    assert state.run_context.run_id is None
+    assert state.run_context.lineage.run_id is None
     with pytest.raises(CorruptCheckpointError, match=rf"verify: {step}: {name}"):
         verify(step)
 

@@ -55,8 +55,8 @@ FROZEN = layout.DataFile(name="rank-00000-frozen.safetensors", bytes=0)
     [
         MANIFEST,
         replace(MANIFEST, parent_step=3, step=10**9),
-        replace(MANIFEST, only=("model",), states=("generator", "critic")),
-        replace(MANIFEST, only=("trainable",), ranks=(replace(FILES, data=(*FILES.data, FROZEN)),)),
+        replace(MANIFEST, what="weights", states=("generator", "critic")),
+        replace(MANIFEST, what="trainable", ranks=(replace(FILES, data=(*FILES.data, FROZEN)),)),
     ],
     ids=["whole", "with a parent", "model of two states", "two files"],
 )
@@ -108,8 +108,8 @@ BAD_MANIFESTS = {
     "a third data file": changed(
         ranks=rank_files(data=[*data_file(), *data_file(name="rank-00000-frozen.safetensors"), *data_file()])
     ),
-    "only": changed(only=["optimizer"]),
-    "only of no list": changed(only="model"),
+    "what": changed(what="optimizer"),
+    "what of no text": changed(what=["weights"]),
     "states of no text": changed(states=[1]),
     "a state twice": changed(states=["a", "a"]),
 }
@@ -137,8 +137,8 @@ def kind_with(**changes) -> bytes:
 
 
 def row_with(at: int, value) -> bytes:
-    row = json.loads(rank_index.encode_index(INDEX))["boxes"][0]
-    return index_with(boxes=[[*row[:at], value, *row[at + 1 :]]])
+    row = json.loads(rank_index.encode_index(INDEX))["shards"][0]
+    return index_with(shards=[[*row[:at], value, *row[at + 1 :]]])
 
 
 BAD_INDEXES = {
@@ -164,9 +164,9 @@ BAD_INDEXES = {
     "no such kind": row_with(1, 9),
     "a kind before the first": row_with(1, -1),
     "key": row_with(0, 3),
-    "more in a row": index_with(boxes=[["params/w", 0, 0, 0]]),
-    "a row of no list": index_with(boxes=[{}]),
-    "boxes of no list": index_with(boxes={}),
+    "more in a row": index_with(shards=[["params/w", 0, 0, 0]]),
+    "a row of no list": index_with(shards=[{}]),
+    "shards of no list": index_with(shards={}),
 }
 
 

@@ -67,28 +67,28 @@ def test_what_is_no_state_is_refused(tmp_path, bad):
 
 def test_the_model_alone_holds_no_more_and_whole_states_go_elsewhere(tmp_path):
     state = train(plain_state(), 2)
-    handle = save_sharded(tmp_path, state, only=("model",))
+    handle = save_sharded(tmp_path, state, what="weights")
     assert sections(handle.path) == {"params", "buffers"}
     assert open_checkpoint(handle.path).manifest.sections == ("params", "buffers", "clock", "seed")
-    assert [step.only for step in list_steps(tmp_path)] == [("model",)]
-    with pytest.raises(CheckpointError, match=r"holds saves with only=\('model',\) \(step 2\), this save has only=None"):
+    assert [step.what for step in list_steps(tmp_path)] == ["weights"]
+    with pytest.raises(CheckpointError, match=r"what must be 'weights' as in step 2 of .*, got 'all'. A run is resumed"):
         save_sharded(tmp_path, state)
-    with pytest.raises(CheckpointError, match=r"this save has only=\('trainable',\)"):
-        save_sharded(tmp_path, state, only=("trainable",))
+    with pytest.raises(CheckpointError, match=r"what must be 'weights' as in step 2 of .*, got 'trainable'"):
+        save_sharded(tmp_path, state, what="trainable")
 
 
 def test_trainable_parameters_alone_are_an_adapter(tmp_path):
     state = train(plain_state(), 2)
     for name, param in state.params.items():
         param.requires_grad_(name.startswith("last"))
-    handle = save_sharded(tmp_path, state, only=("trainable",))
+    handle = save_sharded(tmp_path, state, what="trainable")
     with safetensors.safe_open(handle.path / "rank-00000.safetensors", "pt") as file:
         assert sorted(file.keys()) == ["params/last.bias", "params/last.weight"]
 
 
 def test_cast_weights_are_smaller_and_nothing_else_changes(tmp_path):
     state = train(plain_state(), 2)
-    handle = save_sharded(tmp_path, state, only=("model",), cast=torch.bfloat16)
+    handle = save_sharded(tmp_path, state, what="weights", cast=torch.bfloat16)
     with safetensors.safe_open(handle.path / "rank-00000.safetensors", "pt") as file:
         for name, param in state.params.items():
             assert torch.equal(file.get_tensor(f"params/{name}"), param.bfloat16())
@@ -97,10 +97,10 @@ def test_cast_weights_are_smaller_and_nothing_else_changes(tmp_path):
 
 
 BAD = {
-    "unknown part": ({"only": ("optimizer",)}, r"only must be \('model',\), \('trainable',\) or None, got \('optimizer',\)"),
-    "two parts": ({"only": ("model", "trainable")}, "only must be"),
-    "text": ({"only": "model"}, "only must be"),
-    "extra of a part": ({"only": ("model",), "extra": {"x": 1}}, r"extra must be empty with .*, got \['x'\]"),
+    "unknown part": ({"what": "optimizer"}, r"what must be 'all', 'weights' or 'trainable', got 'optimizer'"),
+    "two parts": ({"what": ("model", "trainable")}, "what must be"),
+    "old name": ({"what": "model"}, "what must be"),
+    "extra of a part": ({"what": "weights", "extra": {"x": 1}}, r"extra must be empty with .*, got \['x'\]"),
     "cast to integers": ({"cast": torch.int32}, "cast must be a floating-point dtype, got torch.int32"),
     "keep none": ({"keep_last": 0}, "keep_last"),
 }
@@ -210,7 +210,7 @@ def test_a_link_needs_no_space(tmp_path, adapter, monkeypatch):
 def test_a_parent_is_a_step_of_the_same_root(tmp_path):
     state = train(plain_state(), 1)
     save_sharded(tmp_path / "a", state)
-    save_sharded(tmp_path / "weights", state, only=("model",))
+    save_sharded(tmp_path / "weights", state, what="weights")
     state = train(state, 1)
     save_sharded(tmp_path / "b", state)
     save_sharded(tmp_path / "a", state)
@@ -223,7 +223,7 @@ def test_weights_alone_do_not_make_a_preempted_run_a_saved_one(tmp_path, monkeyp
     monkeypatch.setattr(Preemption, "is_agreed", lambda _: True)
     monkeypatch.setattr(Preemption, "record_save", lambda _, *, after_agreement: said.append(after_agreement))
     state = train(plain_state(), 1)
-    save_sharded(tmp_path / "weights", state, only=("model",))
+    save_sharded(tmp_path / "weights", state, what="weights")
     save_sharded(tmp_path / "whole", state)
     assert said == [False, True]
 

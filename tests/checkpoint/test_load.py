@@ -39,13 +39,13 @@ def test_weights_alone_leave_optimizer_clock_and_generators(tmp_path):
     optimizer = {name: dict(state.optimizer.state[p]) for name, p in state.params.items()}
     moments = {name: content["exp_avg"].clone() for name, content in optimizer.items()}
     lr, random = state.optimizer.param_groups[0]["lr"], rng_state()
-    restored = load_sharded(tmp_path, state, only=("model",))
+    restored = load_sharded(tmp_path, state, what="weights")
     assert equal(weights_of(restored.state), weights_of(saved))
     assert (restored.step, restored.state.step, restored.state.seed) == (3, 1, 1)
     assert all(torch.equal(state.optimizer.state[p]["exp_avg"], moments[name]) for name, p in state.params.items())
     assert state.optimizer.param_groups[0]["lr"] == lr
     assert repr(rng_state()) == repr(random)
-    assert restored.state.run_context.run_id is None, "it is a run of its own"
+    assert restored.state.run_context.lineage.run_id is None, "it is a run of its own"
     with pytest.raises(RuntimeError, match="stepped already"):
         state._check_not_stale("here")
 
@@ -63,20 +63,20 @@ def test_transforms_begin_anew_from_weights_that_are_loaded_alone(tmp_path):
     save_sharded(tmp_path, state)
     saved = weights_of(state)
     _, other = begin(1)
-    state = load_sharded(tmp_path, other, only=("model",)).state
+    state = load_sharded(tmp_path, other, what="weights").state
     for name, average in state.transform_states[SHADOW]["params"].items():
         assert torch.equal(average, saved[name]), "not the average of random weights"
 
 
 def test_a_checkpoint_of_weights_loads_as_such_and_only_so(tmp_path):
     saved = train(plain_state(), 2)
-    save_sharded(tmp_path, saved, only=("model",))
+    save_sharded(tmp_path, saved, what="weights")
     state = plain_state(1)
     before = digest(state)
-    with pytest.raises(CheckpointMismatchError, match=r"holds only weights .*Pass only=\('model',\) to load them"):
+    with pytest.raises(CheckpointMismatchError, match=r"was saved with what='weights'. Pass what='weights' to load it"):
         load_sharded(tmp_path, state)
     assert digest(state) == before
-    restored = load_sharded(tmp_path, state, only=("model",))
+    restored = load_sharded(tmp_path, state, what="weights")
     assert equal(weights_of(restored.state), weights_of(saved))
 
 
@@ -89,8 +89,8 @@ def test_a_checkpoint_of_trained_parameters_needs_no_others(tmp_path):
 
     saved, state = adapted(0), adapted(1)
     frozen = state.params["first.weight"].detach().clone()
-    save_sharded(tmp_path, saved, only=("trainable",))
-    load_sharded(tmp_path, state, only=("model",))
+    save_sharded(tmp_path, saved, what="trainable")
+    load_sharded(tmp_path, state, what="weights")
     assert torch.equal(state.params["last.weight"], saved.params["last.weight"])
     assert torch.equal(state.params["first.weight"], frozen)
 
@@ -175,15 +175,15 @@ def test_parameters_that_are_no_longer_there_are_left_out_when_asked_for(tmp_pat
     assert len(restored.state.optimizer.state) == 4
 
 
-@pytest.mark.parametrize("only", [None, ("model",)], ids=["all", "model"])
-def test_ignored_names_stay_as_they_are_whatever_is_stored(tmp_path, only):
+@pytest.mark.parametrize("what", ["all", "weights"])
+def test_ignored_names_stay_as_they_are_whatever_is_stored(tmp_path, what):
     save_sharded(tmp_path, saved := state_of(Headed, 0, steps=1))
     state = state_of(Reheaded, 1, steps=1)
     with pytest.raises(CheckpointMismatchError, match=r"2 of another shape"):
-        load_sharded(tmp_path, state, only=only)
+        load_sharded(tmp_path, state, what=what)
     head, average = state.model.head.weight.detach().clone(), state.transform_states["ema"]["shadow"]["head.weight"].clone()
     moment = state.optimizer.state[state.model.head.weight]["exp_avg"].clone()
-    restored = load_sharded(tmp_path, state, only=only, ignore=["head.*"])
+    restored = load_sharded(tmp_path, state, what=what, ignore=["head.*"])
     assert (restored.missing, restored.unexpected) == ((), ())
     now = restored.state
     assert torch.equal(now.model.head.weight, head)
@@ -223,11 +223,11 @@ def test_integers_are_not_cast(tmp_path):
 
 
 def test_weights_that_were_cast_when_saved_come_back_when_cast_is_given(tmp_path):
-    save_sharded(tmp_path, saved := plain_state(), only=("model",), cast=torch.bfloat16)
+    save_sharded(tmp_path, saved := plain_state(), what="weights", cast=torch.bfloat16)
     state = plain_state(1)
     with pytest.raises(CheckpointMismatchError, match="of another dtype"):
-        load_sharded(tmp_path, state, only=("model",))
-    load_sharded(tmp_path, state, only=("model",), cast=True)
+        load_sharded(tmp_path, state, what="weights")
+    load_sharded(tmp_path, state, what="weights", cast=True)
     assert torch.equal(state.params["first.weight"], saved.params["first.weight"].bfloat16().float())
 
 
@@ -241,7 +241,7 @@ def test_the_table_names_the_nearest_of_the_other_side(tmp_path):
     save_sharded(tmp_path, plain_state())
     model = Renamed()
     with pytest.raises(CheckpointMismatchError) as caught:
-        load_sharded(tmp_path, init_state(model, torch.optim.AdamW(model.parameters())), only=("model",))
+        load_sharded(tmp_path, init_state(model, torch.optim.AdamW(model.parameters())), what="weights")
     text = str(caught.value)
     assert "params/last.weight: checkpoint F32 [2, 7], here nothing (nearest: params/final.weight)" in text
     assert "params/final.bias: checkpoint nothing, here F32 [2] (nearest: params/last.bias)" in text
@@ -298,16 +298,16 @@ def test_other_states_than_were_saved_are_refused(tmp_path, made, given, message
 def test_the_weights_of_one_of_several_states_can_be_had(tmp_path):
     saved = pair(0)
     save_sharded(tmp_path, saved)
-    states = load_sharded(tmp_path, {"critic": plain_state(3)}, only=("model",)).state
+    states = load_sharded(tmp_path, {"critic": plain_state(3)}, what="weights").state
     assert equal(weights_of(states["critic"]), weights_of(saved["critic"]))
 
 
 # Options and messages
 
 BAD_OPTIONS = {
-    "only": ({"only": ("optimizer",)}, r"only must be \('model',\) or None"),
-    "only as text": ({"only": "model"}, r"only must be \('model',\) or None"),
-    "only and extra": ({"only": ("model",), "extra": {"a": 1}}, "extra must be empty"),
+    "what": ({"what": "trainable"}, r"what must be 'all' or 'weights', got 'trainable'"),
+    "what as a tuple": ({"what": ("model",)}, r"what must be 'all' or 'weights', got \('model',\)"),
+    "what and extra": ({"what": "weights", "extra": {"a": 1}}, "extra must be empty"),
     "ignore as text": ({"ignore": "head.*"}, r"ignore must be a list of patterns"),
     "ignore nothing": ({"ignore": ["head.*"]}, r"a pattern must match a name in the model or the checkpoint, got 'head\.\*'"),
 }
@@ -468,7 +468,7 @@ def test_an_index_that_puts_two_boxes_in_one_place_is_refused(tmp_path):
     files = manifest.ranks[0]
     index = rank_index.parse_index((path / files.index).read_bytes(), 0, [file.bytes for file in files.data])
     first, second = (
-        at for at, box in enumerate(index.shards) if box.key in ("params/last.bias", "slices/ema/shadow/last.bias")
+        at for at, box in enumerate(index.shards) if box.key in ("params/last.bias", "transforms/ema/shadow/last.bias")
     )
     boxes = list(index.shards)
     boxes[second] = boxes[second]._replace(begin=boxes[first].begin, end=boxes[first].end)

@@ -44,14 +44,14 @@ MISFITS = {
     "more parameters": (lambda: misfit(lambda _: Wider()), r"and \d+ more"),
     "dtype": (lambda: misfit(lambda m: m.double()), r"params/first.weight: checkpoint F32 \[7, 5\], here F64 \[7, 5\]"),
     "buffer": (lambda: misfit(no_buffer), r"buffers/seen: checkpoint I64 \[\], here nothing"),
-    "no slices": (lambda: replace(plain_state(), transform_states={}), r"slices/ema: checkpoint a transform, here nothing"),
+    "no slices": (lambda: replace(plain_state(), transform_states={}), r"transforms/ema: checkpoint a transform, here nothing"),
     "more slices": (
         lambda: replace(plain_state(), transform_states={**plain_state().transform_states, "sam": {}}),
-        r"slices/sam: checkpoint nothing, here a transform",
+        r"transforms/sam: checkpoint nothing, here a transform",
     ),
     "tensor in a slice": (
         lambda: plain_state().with_transform_state("ema", {"shadow": {}, "updates": 0}),
-        r"slices/ema/shadow/first.bias: checkpoint F32 \[7\], here nothing",
+        r"transforms/ema/shadow/first.bias: checkpoint F32 \[7\], here nothing",
     ),
     "optimizer": (lambda: plain_state(optimizer="sgd"), r"optimizer/groups/0/betas: checkpoint a hyperparameter, here nothing"),
     "groups": (lambda: two_groups(plain_state()), r"optimizer/groups: checkpoint 1 groups, here 2 groups"),

@@ -43,7 +43,7 @@ def without_slice(seed: int) -> dt.TrainState:
 # What is left out of the load, how the error names it, and what leaves it on purpose.
 LEFT = {
     "extra": (plain_state, {}, r"extra/loader: checkpoint a value, here nothing", ["extra/loader"]),
-    "slice": (without_slice, {"loader": None}, r"slices/spikes: checkpoint a transform, here nothing", ["slices/spikes"]),
+    "transform": (without_slice, {"loader": None}, r"transforms/spikes: checkpoint a transform, here", ["transforms/spikes"]),
     "optimizer": (other_optimizer, {"loader": None}, r"optimizer/groups/0/betas: checkpoint a hyperparam", ["optimizer"]),
     "parameters": (
         without_a_weight, {"loader": None}, r"params/last.weight: checkpoint F32 \[2, 7\], here nothing", ["last.*"],
@@ -121,7 +121,7 @@ def begin(seed: int, *transforms: dt.Transform) -> tuple[dt.Step, dt.TrainState]
 def test_an_ignored_slice_begins_anew_from_the_loaded_weights(tmp_path, saved_with):
     step, state = begin(0, *saved_with)
     save_sharded(tmp_path, step(state, torch.ones(1, 3))[0])
-    restored = load_sharded(tmp_path, begin(1, dt.transforms.ema(0.5))[1], ignore=["slices/ema"])
+    restored = load_sharded(tmp_path, begin(1, dt.transforms.ema(0.5))[1], ignore=["transforms/ema"])
     for name, average in restored.state.transform_states["ema"]["params"].items():
         assert torch.equal(average, restored.state.params[name])
 
@@ -134,7 +134,7 @@ def test_a_state_of_several_is_left_and_named_or_ignored(tmp_path):
     assert load_sharded(tmp_path, {"generator": plain_state(2)}, strict=False).unexpected == ("states/critic",)
 
 
-@pytest.mark.parametrize("pattern", ["extra/loder", "slices/emma", "states/critic", "last*", "heads.**"])
+@pytest.mark.parametrize("pattern", ["extra/loder", "transforms/emma", "states/critic", "last*", "heads.**"])
 def test_a_pattern_that_fits_nothing_here_or_there_is_refused(tmp_path, pattern):
     save_sharded(tmp_path, plain_state(), extra={"loader": 1})
     with pytest.raises(ConfigError, match=r"ignore: a pattern must match a name in the model or the checkpoint, got '"):

@@ -230,8 +230,8 @@ def unequal(what: str, root: str) -> str:
 
 
 UNEQUAL = {
-    "slice": "ConfigError: save_sharded: slices/local must be equal on all ranks, but differs between rank 0 and rank 1",
-    "shape": "ConfigError: save_sharded: slices/local must be equal on all ranks, but differs between rank 0 and rank 1",
+    "slice": "ConfigError: save_sharded: transforms/local must be equal on all ranks, but differs between rank 0 and rank 1",
+    "shape": "ConfigError: save_sharded: transforms/local must be equal on all ranks, but differs between rank 0 and rank 1",
     "seed": "ConfigError: save_sharded: seed must be equal on all ranks, but differs between rank 0 and rank 1",
     "extra": "ConfigError: save_sharded: extra/loader must be equal on all ranks, but differs between rank 0 and rank 1",
     "sharded extra": "ConfigError: save_sharded: extra/teacher/w must be a plain tensor, got a DTensor",
@@ -286,7 +286,7 @@ def retention_on_ranks(root: str) -> list:
         handles.append(save_sharded(root, state, keep_last=1).result().written)
         state = state._next(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
     reshard(state.model)
-    return [handles, state.run_context.run_id, list(state.run_context.committed_steps[root])]
+    return [handles, state.run_context.lineage.run_id, list(state.run_context.lineage.steps[root])]
 
 
 def test_retention_and_the_place_in_the_run_on_ranks(tmp_path, ranks):

@@ -239,7 +239,7 @@ def test_the_description_of_a_step(tmp_path):
     one, two = list_steps(tmp_path)
     assert (one.step, one.parent_step, one.path, one.world_size, one.serial) == (1, None, first.path, 1, 1)
     assert (two.step, two.parent_step, two.path, two.bytes, two.serial) == (5, 1, second.path, second.result().bytes, 2)
-    assert one.run_id == two.run_id == state.run_context.run_id
+    assert one.run_id == two.run_id == state.run_context.lineage.run_id
     assert names(tmp_path) == ["step-00000001", "step-00000005"]
     assert sum(p.stat().st_size for p in second.path.iterdir() if p.name != "manifest.json") == second.result().bytes
     assert verify(tmp_path) == two
@@ -271,7 +271,7 @@ def test_a_committed_step_that_has_gone_is_written_again(tmp_path):
 def test_another_runs_step_is_refused(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 1))
     other = train(plain_state(1), 1)
-    other.run_context.run_id = "f" * 32
+    other.run_context.lineage.run_id = "f" * 32
     content = {p: p.read_bytes() for p in (tmp_path / "step-00000001").iterdir()}
     with pytest.raises(
         CheckpointError, match=r"step-00000001 must belong to this run f{32}, got run [0-9a-f]{32}. Save into another"
@@ -339,7 +339,7 @@ def test_keep_last_leaves_other_runs_alone(tmp_path):
 def test_leftovers_of_killed_saves_are_removed_whosever_they_are(tmp_path):
     state = train(plain_state(), 1)
     save_sharded(tmp_path, state)
-    run = state.run_context.run_id[:8]
+    run = state.run_context.lineage.run_id[:8]
     for name in (
         f"step-00000002.tmp-{run}-01234567",
         f"step-00000001.old-{run}-01234567",
@@ -368,7 +368,7 @@ UNPLAIN = {
         r"extra/loader/cursor: state must be .* got builtins.object",
     ),
     "extra by number": (lambda s: (s, {1: 2}), "extra must have string names, got int 1"),
-    "slice": (lambda s: (replace(s, transform_states={"ema": {"f": len}}), {}), r"slices/ema/f: .* got builtins.builtin"),
+    "slice": (lambda s: (replace(s, transform_states={"ema": {"f": len}}), {}), r"transforms/ema/f: .* got builtins.builtin"),
     "optimizer": (
         lambda s: (s.optimizer.state[s.params["first.bias"]].update(h=object()), (s, {}))[1],
         r"optimizer/state/first.bias/h: .* got builtins.object",

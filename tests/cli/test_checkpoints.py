@@ -125,7 +125,7 @@ def test_list_json_has_stable_fields(checkpoints, root):
         "valid": True,
         "problem": None,
     }.items() <= good.items()
-    assert {"world_size": 1, "only": [], "holds": list(layout.STATE_SECTIONS), "parent_step": None}.items() <= good.items()
+    assert {"world_size": 1, "what": "all", "holds": list(layout.STATE_SECTIONS), "parent_step": None}.items() <= good.items()
     assert datetime.fromisoformat(good["committed_at"]).tzinfo is not None
     assert {"step": 2, "latest": True, "valid": False, "bytes": None}.items() <= bad.items()
     assert bad["problem"].startswith("manifest.json: ")
@@ -137,7 +137,7 @@ def test_list_json_of_nothing_is_an_empty_list(checkpoints, root):
 
 
 def test_list_says_which_steps_hold_a_model_only(checkpoints, root):
-    save_sharded("weights", train(plain_state(), 3), only=("model",))
+    save_sharded("weights", train(plain_state(), 3), what="weights")
     for name, expected in (("root", "all"), ("weights", "model")):
         lines = checkpoints("list", name)[1].splitlines()
         assert {line.split()[-4] for line in lines[1:]} == {expected}

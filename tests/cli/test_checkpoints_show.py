@@ -28,7 +28,7 @@ def test_show_tells_the_step_and_where_each_tensor_is(checkpoints, two_ranks):
     assert (code, err) == (0, "")
     assert first.startswith("step 4 of run ")
     assert second.startswith("written by 2 ranks, full_shard (dp_replicate 1 x dp_shard 2): ")
-    assert third.startswith("holds params, buffers, optimizer, slices, clock, seed: ")
+    assert third.startswith("holds params, buffers, optimizer, transforms, clock, seed: ")
     lines = {line.split()[0]: line.split()[1:] for line in rows.splitlines()}
     assert lines["params/first.weight"] == ["F32", "[7,", "5]", "140", "B", "rank-00000,", "rank-00001"]
     assert lines["optimizer/state/first.weight/exp_avg_sq"][:3] == ["BF16", "[7,", "5]"]
@@ -39,7 +39,7 @@ def test_show_json_has_every_part(checkpoints, two_ranks):
     code, out, err = checkpoints("show", two_ranks, "--json", "--only", "params/first")
     found = json.loads(out)
     assert (code, err) == (0, "")
-    assert {"step": 4, "world_size": 2, "path": two_ranks, "only": [], "states": []}.items() <= found.items()
+    assert {"step": 4, "world_size": 2, "path": two_ranks, "what": "all", "states": []}.items() <= found.items()
     assert found["layout"] == {"strategy": "full_shard", "axes": ["dp_replicate", "dp_shard"], "shape": [1, 2]}
     assert [(file["rank"], file["name"]) for file in found["files"]] == [
         (0, "rank-00000.safetensors"),

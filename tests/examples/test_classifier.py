@@ -213,7 +213,7 @@ def test_norms_that_are_written_out_are_fused_and_those_of_torch_are_left(monkey
 def test_transformers_loads_an_export_and_computes_the_same(tmp_path):
     model, config, tokenizer = built(None)
     state = dt.compose_step(lambda model, batch: None, []).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    dt.save_sharded(tmp_path / "weights", state, only=("model",))
+    dt.save_sharded(tmp_path / "weights", state, what="weights")
     folder = tmp_path / "export"
     for _ in range(2):  # the second time over what is there
         export(tmp_path / "weights", folder, config, tokenizer)

@@ -73,7 +73,7 @@ def test_the_window_follows_the_run(window, steps, expected):
 def test_the_window_begins_anew_when_a_checkpoint_is_loaded():
     run, speed = Run(), throughput("10ba")
     assert rates(run, speed, [(10, 1.0), (20, 2.0)]) == [None, 10.0]
-    run.run_context.resumed_from = "checkpoints/step-1000"
+    run.run_context.lineage.resumed_from = "checkpoints/step-1000"
     assert rates(run, speed, [(1010, 5000.0), (1020, 5005.0)]) == [None, 2.0]
 
 

@@ -126,7 +126,7 @@ def test_a_resumed_run_learns_anew(seen):
     for step in (10, 20):
         seen.add(step=1000.0, evaluate=100.0)
         left(run.at(step))
-    run.run_context.resumed_from = "checkpoints/step-15"
+    run.run_context.lineage.resumed_from = "checkpoints/step-15"
     assert left(run.at(16, 5.0)) == {"time/elapsed_s": 5.0}
     seen.add(step=4.0)
     assert left(run.at(20, 9.0))["time/left_s"] == 80.0

@@ -16,6 +16,7 @@ from dtrain.lazy_imports import attach
 if TYPE_CHECKING:
     from dtrain.checkpoint.checkpoint_info import CheckpointInfo as CheckpointInfo
     from dtrain.checkpoint.checkpoint_info import list_steps as list_steps
+    from dtrain.checkpoint.checkpointer import Checkpointer as Checkpointer
     from dtrain.checkpoint.conversion.convert import ConvertResult as ConvertResult
     from dtrain.checkpoint.conversion.convert import convert as convert
     from dtrain.checkpoint.load import LoadResult as LoadResult

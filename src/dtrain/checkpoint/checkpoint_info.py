@@ -24,7 +24,7 @@ class CheckpointInfo:
         serial: number of the commit in its root.
         world_size: number of ranks that wrote the step.
         bytes: total size of the ranks' files in bytes.
-        only: limit of the save; () for whole states.
+        what: scope of the save: "all", "weights" or "trainable".
     """
 
     step: int
@@ -34,7 +34,7 @@ class CheckpointInfo:
     serial: int
     world_size: int
     bytes: int
-    only: tuple[str, ...] = ()
+    what: layout.SaveScope = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def read_info(folder: AnyPath, step: int | None = None) -> CheckpointInfo:
         serial=manifest.serial,
         world_size=len(manifest.ranks),
         bytes=manifest.bytes,
-        only=manifest.only,
+        what=manifest.what,
     )
 
 

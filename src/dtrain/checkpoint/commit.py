@@ -9,18 +9,17 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from dtrain import storage
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import has_manifest, scan_root
-from dtrain.checkpoint.layout import Manifest
-from dtrain.checkpoint.lock import Lock, lock_root
+from dtrain.checkpoint.checkpointer import Checkpointer
+from dtrain.checkpoint.layout import Manifest, SaveScope
 from dtrain.checkpoint.retention import remove_leftovers, remove_step
 from dtrain.errors import CheckpointError
-from dtrain.run_context import RunContext
+from dtrain.run_context import Lineage
 from dtrain.storage import AnyPath
 
 Action = Literal["write", "skip"]
@@ -50,30 +49,31 @@ class SaveDecision:
 
 
 def prepare_save(
-    root: AnyPath, run: Sequence[RunContext], step: int, only: tuple[str, ...], content_key: object, caller: str
+    checkpointer: Checkpointer, lineage: Lineage, step: int, what: SaveScope, content_key: object, caller: str
 ) -> SaveDecision:
     """Inspect the root, decide, and create the staging folder.
 
     Args:
-        root: root, as ``storage.real_path`` returns it.
-        run: run context of each state.
+        checkpointer: Checkpointer of the root.
+        lineage: lineage of the run.
         step: step to save.
-        only: limit of the save.
+        what: scope of the save.
         content_key: key of the contents; see ``state_dict.content_key``.
         caller: prefix of messages.
 
-    Mutates: ``run``, which keeps the lock on the root; files: a folder with the step's name that is no checkpoint is moved
-    aside, and leftovers of killed saves of the run are removed.
+    Mutates: ``checkpointer``, which keeps the lock on the root; files: a folder with the step's name that is no checkpoint is
+    moved aside, and leftovers of killed saves of the run are removed.
 
     Raises:
-        CheckpointError: the step belongs to another run, or the root holds steps of another limit (``only``).
+        CheckpointError: the step belongs to another run, or the root holds steps of another scope (``what``).
         OSError: a failed file operation.
     """
+    root = checkpointer.root
     if storage.exists(root) and not storage.is_folder(root):
         raise CheckpointError(f"{caller}: root must be a directory, got {root}. Name the folder for the steps.")
-    run_id = run[0].run_id or secrets.token_hex(16)
-    acquire_lock(root, run, run_id, caller)
-    decision = _decide(root, run, run_id, step, only, content_key, caller)
+    run_id = lineage.run_id or secrets.token_hex(16)
+    checkpointer.acquire_lock(run_id, resumed_steps(root, lineage), caller)
+    decision = _decide(root, lineage, run_id, step, what, content_key, caller)
     if decision.action == "write":
         storage.make_folders(root)
         remove_leftovers(root)
@@ -84,36 +84,24 @@ def prepare_save(
     return decision
 
 
-def acquire_lock(root: AnyPath, run: Sequence[RunContext], run_id: str, caller: str) -> None:
-    """Lock the root for this run, or raise if another process has locked the root."""
-    try:
-        lock = run[0].locks.get(str(root))
-        if not isinstance(lock, Lock):
-            lock = run[0].locks[str(root)] = lock_root(root, run_id, protected=resumed_steps(root, run))
-        lock.check()
-    except CheckpointError as error:
-        raise CheckpointError(f"{caller}: {error}") from None
-
-
-def resumed_steps(root: AnyPath, run: Sequence[RunContext]) -> set[int]:
+def resumed_steps(root: AnyPath, lineage: Lineage) -> set[int]:
     """Return the step of this root that the process has loaded, as a set of at most one."""
-    if run[0].resumed_from is None:
+    if lineage.resumed_from is None:
         return set()
-    folder = storage.resolve_path(run[0].resumed_from)
+    folder = storage.resolve_path(lineage.resumed_from)
     step = layout.step_of(folder.name) if folder.parent == root else None
     return set() if step is None else {step}
 
 
 def _decide(
-    root: AnyPath, run: Sequence[RunContext], run_id: str, step: int, only: tuple[str, ...], content_key: object, caller: str
+    root: AnyPath, lineage: Lineage, run_id: str, step: int, what: SaveScope, content_key: object, caller: str
 ) -> SaveDecision:
     committed, _ = scan_root(root)
-    other = next((c for c in committed if c.only != only), None)
+    other = next((c for c in committed if c.what != what), None)
     if other is not None:
-        stored = f"saves with only={other.only}" if other.only else "whole states"
         raise CheckpointError(
-            f"{caller}: {root} holds {stored} (step {other.step}), this save has only={only or None}. A run is resumed "
-            "from its newest step. Save into another root."
+            f"{caller}: what must be {other.what!r} as in step {other.step} of {root}, got {what!r}. A run is resumed from its "
+            "newest step. Save into another root."
         )
     own_steps = [c for c in committed if c.run_id == run_id]
     decision = SaveDecision(
@@ -136,7 +124,7 @@ def _decide(
             f"{caller}: {existing.path} must belong to this run {run_id}, got run {existing.run_id}. Save into another root, "
             "load that checkpoint to continue its run, or remove the folder."
         )
-    is_same = run[0].committed_steps.get(str(root), {}).get(step) == content_key
+    is_same = lineage.steps.get(str(root), {}).get(step) == content_key
     return replace(decision, action="skip" if is_same else "write", replaces=not is_same)
 
 
@@ -153,7 +141,7 @@ def _move_aside(folder: AnyPath, caller: str) -> None:
         warnings.warn(f"{caller}: {folder} is not a valid checkpoint and was renamed to {aside.name}", stacklevel=2)
 
 
-def commit(decision: SaveDecision, run: Sequence[RunContext], manifest: Manifest, caller: str) -> None:
+def commit(decision: SaveDecision, checkpointer: Checkpointer, lineage: Lineage, manifest: Manifest, caller: str) -> None:
     """Write the manifest and rename the staging folder to the step's name, durably. A failure changes nothing.
 
     Mutates: files.
@@ -164,7 +152,7 @@ def commit(decision: SaveDecision, run: Sequence[RunContext], manifest: Manifest
     """
     root = storage.resolve_path(decision.root)
     # Writing may have taken longer than the lifetime of a lock without heartbeat.
-    acquire_lock(root, run, decision.run_id, caller)
+    checkpointer.acquire_lock(decision.run_id, resumed_steps(root, lineage), caller)
     staging, final = root / decision.staging_folder, root / layout.step_name(manifest.step)
     if not storage.supports_rename(root):
         # All other files of the step have been written to their final names.

@@ -39,20 +39,16 @@ DIGEST = "xxh3-128"
 attacker who can write into the folder can write any digest as well. JSON files are small and digested by sha256."""
 CHUNK_BYTES = 4 * 2**20
 
-SaveScope = Literal["model", "trainable"]
-STATE_SECTIONS = ("params", "buffers", "optimizer", "slices", "clock", "seed")
-_SECTIONS_OF: dict[tuple[str, ...], tuple[str, ...]] = {
-    (): STATE_SECTIONS,
-    ("model",): ("params", "buffers", "clock", "seed"),
-    ("trainable",): ("params", "clock", "seed"),
+SaveScope = Literal["all", "weights", "trainable"]
+STATE_SECTIONS = ("params", "buffers", "optimizer", "transforms", "clock", "seed")
+SECTIONS: dict[SaveScope, tuple[str, ...]] = {
+    "all": STATE_SECTIONS,
+    "weights": ("params", "buffers", "clock", "seed"),
+    "trainable": ("params", "clock", "seed"),
 }
+"""Stored sections of a state by the scope of the save."""
 EXTRA, STATES = "extra", "states"
 """Sections of the caller's extra objects, and of the named states if there are several."""
-
-
-def sections_of(only: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the stored sections of a state if a save is limited to ``only``."""
-    return _SECTIONS_OF[only]
 
 
 DTYPES = {
@@ -159,7 +155,7 @@ class Manifest:
         serial: number of the commit in its root. The newest checkpoint has the highest serial. After a run went back to an
             older step, this is not the highest step.
         layout: mesh and strategy.
-        only: limit of the save; () for whole states.
+        what: scope of the save.
         states: names of the states; () for an unnamed state.
         ranks: files by rank.
     """
@@ -169,7 +165,7 @@ class Manifest:
     parent_step: int | None
     serial: int
     layout: MeshLayout
-    only: tuple[str, ...] = ()
+    what: SaveScope = "all"
     states: tuple[str, ...] = ()
     ranks: tuple[RankFiles, ...]
 
@@ -186,11 +182,11 @@ class Manifest:
     @property
     def sections(self) -> tuple[str, ...]:
         """Stored sections of a state."""
-        return sections_of(self.only)
+        return SECTIONS[self.what]
 
 
 _MANIFEST_FIELDS = (
-    "format", "version", "run_id", "step", "parent_step", "serial", "layout", "only", "states", "ranks",
+    "format", "version", "run_id", "step", "parent_step", "serial", "layout", "what", "states", "ranks",
 )  # fmt: skip
 _RANK_FIELDS = ("index", "index_bytes", "index_sha256", "data")
 _FILE_FIELDS = ("name", "bytes")
@@ -240,17 +236,17 @@ def parse_manifest(data: bytes) -> Manifest:
         parent_step=strict_json.read_optional(raw["parent_step"], f"{MANIFEST}: parent_step", strict_json.read_int),
         serial=strict_json.read_int(raw["serial"], f"{MANIFEST}: serial"),
         layout=_parse_layout(raw["layout"], f"{MANIFEST}: layout"),
-        only=_parse_only(raw["only"]),
+        what=_parse_what(raw["what"]),
         states=_parse_states(raw["states"]),
         ranks=ranks,
     )
 
 
-def _parse_only(value: Any) -> tuple[str, ...]:
-    only = strict_json.read_list(value, f"{MANIFEST}: only", strict_json.read_str)
-    if only not in _SECTIONS_OF:
-        raise CorruptCheckpointError(f"{MANIFEST}: only: unknown value {strict_json.describe_value(value)}")
-    return only
+def _parse_what(value: Any) -> SaveScope:
+    for what in SECTIONS:
+        if value == what:
+            return what
+    raise CorruptCheckpointError(f"{MANIFEST}: what: unknown value {strict_json.describe_value(value)}")
 
 
 def _parse_states(value: Any) -> tuple[str, ...]:

@@ -12,13 +12,14 @@ import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar, cast
+from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
 
 from dtrain import spans, storage
-from dtrain.checkpoint import layout, save_thread
+from dtrain.arguments import check_choice
+from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import skipped_steps
 from dtrain.checkpoint.load_plan import RNG, LoadOptions, LoadPlan, parse_ignore
 from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
@@ -26,6 +27,7 @@ from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint, key_prefix, read
 from dtrain.checkpoint.read_tensors import copy_into_
 from dtrain.checkpoint.reader import choose_step, iter_sound_steps_before
 from dtrain.checkpoint.retention import check_free_space
+from dtrain.checkpoint.save_thread import save_thread
 from dtrain.checkpoint.state_dict import content_key, gc_paused, stateful_extra
 from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
@@ -33,6 +35,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import rng_state, seed_all, set_rng_state
 from dtrain.dtensor import to_local
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
+from dtrain.run_context import Lineage
 from dtrain.shard.unshard import reshard
 from dtrain.state import TrainState, mark_interrupted_write
 from dtrain.storage import AnyPath
@@ -69,7 +72,7 @@ def load_sharded(
     state: OneOrSeveral,
     *,
     extra: Mapping[str, Any] | None = None,
-    only: Sequence[Literal["model"]] | None = None,
+    what: Literal["all", "weights"] = "all",
     strict: bool = True,
     ignore: Sequence[str] = (),
     cast: bool = False,
@@ -88,14 +91,14 @@ def load_sharded(
             states by name, as they were saved.
         extra: objects with ``load_state_dict``, or default values of plain data, by name. The names must be the stored names,
             except for names in ``ignore``. Tensors are returned on the CPU.
-        only: ``("model",)`` loads parameters and buffers, from whole checkpoints or checkpoints of weights, and starts a new
-            run: optimizer, clock and random generators do not change, and transforms are initialized again from the loaded
-            parameters if ``Step.init`` made the state.
+        what: "all" loads the whole state. "weights" loads parameters and buffers, from whole checkpoints or
+            checkpoints of weights, and starts a new run: optimizer, clock and random generators do not change, and transforms
+            are initialized again from the loaded parameters if ``Step.init`` made the state.
         strict: if True, parameters, buffers and transforms that only one side has are an error. If False, such names are
             skipped and reported in the result; a new transform is initialized from the loaded parameters.
         ignore: patterns (``*`` matches text without a dot, ``**`` any text) of names that do not change. Either names of the
             model, such as a new head, with their optimizer and transform state; or parts of the checkpoint:
-            ``"extra/<name>"``, ``"slices/<transform>"`` (the transform is initialized from the loaded parameters),
+            ``"extra/<name>"``, ``"transforms/<transform>"`` (the transform is initialized from the loaded parameters),
             ``"states/<name>"``, ``"optimizer"``, ``"rng"``. Each pattern must match a name in the state or the checkpoint.
         cast: if True, floating-point tensors may be stored in another dtype than in the model. Optimizer state is cast alike.
         missing_ok: if True, a root without checkpoint is no error, and the state is returned unchanged.
@@ -128,12 +131,12 @@ def load_sharded(
     """
     objects = dict(extra or {})
     with raise_on_all_ranks(_CALLER):
-        _check_arguments({"": state} if isinstance(state, TrainState) else state, objects, only, on_corrupt)
+        _check_arguments({"": state} if isinstance(state, TrainState) else state, objects, what, on_corrupt)
         options = LoadOptions(
-            model_only=only is not None, strict=strict, ignore=parse_ignore(ignore, caller=f"{_CALLER}: ignore"), cast=cast
+            model_only=what == "weights", strict=strict, ignore=parse_ignore(ignore, caller=f"{_CALLER}: ignore"), cast=cast
         )
     with spans.span("load"):
-        save_thread.wait_for_slot(1)
+        save_thread().wait_for_slot(1)
         root = storage.resolve_path(path)
         folder = _agree_on_folder(root)
         if folder is None:
@@ -173,7 +176,7 @@ def _read_and_apply(
     )
 
 
-def _check_arguments(states: Any, extra: Mapping[str, Any], only: Any, on_corrupt: str) -> None:
+def _check_arguments(states: Any, extra: Mapping[str, Any], what: str, on_corrupt: str) -> None:
     """Check the arguments before any file is read."""
     items = list(states.items()) if isinstance(states, Mapping) else [("", states)]
     invalid = [value for name, value in items if type(name) is not str or not isinstance(value, TrainState)]
@@ -183,14 +186,10 @@ def _check_arguments(states: Any, extra: Mapping[str, Any], only: Any, on_corrup
     for state in states.values():
         state._check_not_stale(_CALLER)
         state._check_replicas_joined(_CALLER)
-    if on_corrupt not in ("raise", "previous"):
-        raise ConfigError(f"{_CALLER}: on_corrupt must be 'raise' or 'previous', got {on_corrupt!r}")
-    if only is not None and (isinstance(only, str) or tuple(only) != ("model",)):
-        raise ConfigError(f"{_CALLER}: only must be ('model',) or None, got {only!r}")
-    if only is not None and extra:
-        raise ConfigError(
-            f"{_CALLER}: extra must be empty with only=('model',), got {sorted(extra)}. Pass only one of the two."
-        )
+    check_choice(_CALLER, "on_corrupt", on_corrupt, get_args(OnCorrupt))
+    check_choice(_CALLER, "what", what, ("all", "weights"))
+    if what == "weights" and extra:
+        raise ConfigError(f"{_CALLER}: extra must be empty with what='weights', got {sorted(extra)}. Pass only one of the two.")
 
 
 def _qualified_names(loaded: LoadedCheckpoint, field: Literal["missing", "unexpected"]) -> Iterator[str]:
@@ -335,13 +334,11 @@ def _apply(loaded: LoadedCheckpoint, states: Mapping[str, TrainState], options: 
     if options.model_only:
         return new_states
     manifest, folder = loaded.reader.manifest, loaded.reader.folder
+    steps = {str(folder.parent): {manifest.step: content_key(new_states, "all", None)}}
+    lineage = Lineage(run_id=manifest.run_id, resumed_from=str(folder), steps=steps)
     for state in states.values():
-        context = state.run_context
-        context.run_id = manifest.run_id
         # Earlier commits of this process belong to the abandoned lineage.
-        context.committed_steps.clear()
-        context.committed_steps[str(folder.parent)] = {manifest.step: content_key(new_states, (), None)}
-        context.resumed_from = str(folder)
+        state.run_context.lineage = lineage
     if loaded.rng is not None:
         set_rng_state(loaded.rng)
     elif not options.ignore.part(RNG):
@@ -369,11 +366,11 @@ def _resume(state: TrainState, plan: LoadPlan, tensors: Mapping[str, Tensor]) ->
         clear_optimizer_(state, plan.skipped)
         built = {key: build(tensors[key]) for key, build in plan.builders.items()}
         set_optimizer_(new_state, fill_tensors(plan.optimizer, lambda key, ref: built[key]))
-    tree = keep_skipped(plan.slices, state.transform_states, plan.skipped)
+    tree = keep_skipped(plan.transforms, state.transform_states, plan.skipped)
     transform_states = fill_tensors(tree, lambda key, ref: plan.targets[key])
     new_state = new_state._replace(transform_states=transform_states)
     init_transforms = state.init_transform_states
-    new_names = [name for name in state.transform_states if name not in (plan.slices or {})]
+    new_names = [name for name in state.transform_states if name not in (plan.transforms or {})]
     if not new_names or init_transforms is None:
         return new_state
     # The state of a new transform, such as an average, must be computed from the loaded parameters.

@@ -24,8 +24,8 @@ from dtrain.errors import ConfigError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn, compile_patterns
 from dtrain.state import TrainState
 
-OPTIMIZER, RNG, SLICES = "optimizer", "rng", "slices"
-_PART_PATTERN = re.compile(rf"{OPTIMIZER}|{RNG}|({layout.EXTRA}|{SLICES}|{layout.STATES})/.*", re.DOTALL)
+OPTIMIZER, RNG, TRANSFORMS = "optimizer", "rng", "transforms"
+_PART_PATTERN = re.compile(rf"{OPTIMIZER}|{RNG}|({layout.EXTRA}|{TRANSFORMS}|{layout.STATES})/.*", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +36,7 @@ class IgnorePatterns:
         patterns: patterns of the caller.
         name: returns True if a name of the model is ignored.
         part: returns True if a part is ignored: ``"optimizer"``, ``"rng"``, or a key such as ``"extra/loader"``,
-            ``"slices/ema"`` and ``"states/critic"``.
+            ``"transforms/ema"`` and ``"states/critic"``.
     """
 
     patterns: tuple[str, ...]
@@ -54,7 +54,7 @@ class IgnorePatterns:
             if not any(map(compile_patterns([pattern], caller=caller), known_parts if _is_part(pattern) else known_names)):
                 raise ConfigError(
                     f"{caller}: a pattern must match a name in the model or the checkpoint, got {pattern!r}. Use a name of the "
-                    "model, 'extra/<name>', 'slices/<transform>', 'states/<name>', 'optimizer' or 'rng' "
+                    "model, 'extra/<name>', 'transforms/<transform>', 'states/<name>', 'optimizer' or 'rng' "
                     "(* matches text without a dot, ** any text)."
                 )
 
@@ -97,8 +97,8 @@ class LoadOptions:
 
     def summary(self, extra: Iterable[str]) -> str:
         """Format the options, which must be equal on all ranks, in one line."""
-        only = "only=('model',), " if self.model_only else ""
-        return f"{only}extra={sorted(extra)}, ignore={sorted(self.ignore.patterns)}, strict={self.strict}, cast={self.cast}"
+        what = "what='weights', " if self.model_only else ""
+        return f"{what}extra={sorted(extra)}, ignore={sorted(self.ignore.patterns)}, strict={self.strict}, cast={self.cast}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -110,7 +110,7 @@ class LoadPlan:
         targets: tensors that the state has already, by key.
         builders: functions that build all other tensors of the state from the tensor that was read, by key.
         optimizer: the optimizer's tree; None if the optimizer does not change (``model_only`` or ignored).
-        slices: states of the transforms without ignored ones; None with ``model_only``, like clock and seed.
+        transforms: states of the transforms without ignored ones; None with ``model_only``, like clock and seed.
         skipped: names in the model that do not change.
         missing: names that only the state has.
         unexpected: names that only the checkpoint has.
@@ -120,7 +120,7 @@ class LoadPlan:
     targets: Mapping[str, Tensor]
     builders: Mapping[str, TensorBuilder]
     optimizer: dict[str, Any] | None
-    slices: dict[str, Any] | None
+    transforms: dict[str, Any] | None
     clock: Clock | None
     seed: int | None
     skipped: frozenset[str]
@@ -144,13 +144,13 @@ def plan_load(
         CheckpointMismatchError: names, shapes, dtypes or hyperparameters that differ, the first ten in a table.
         CorruptCheckpointError: invalid values.
     """
-    comparison = _StateComparison(options, partial=reader.manifest.only == ("trainable",))
+    comparison = _StateComparison(options, partial=reader.manifest.what == "trainable")
     for section, tensors in (("params", state.params), ("buffers", buffers_by_fqn(state.model, persistent_only=True))):
         comparison.compare_model(section, _section_refs(reader, section), tensors)
-    optimizer = slices = clock = seed = None
+    optimizer = transforms = clock = seed = None
     if not options.model_only:
-        slices = dict(_section_dict(reader, SLICES))
-        comparison.compare_slices(_section_refs(reader, SLICES), slices, state)
+        transforms = dict(_section_dict(reader, TRANSFORMS))
+        comparison.compare_transforms(_section_refs(reader, TRANSFORMS), transforms, state)
         if not options.ignore.part(OPTIMIZER):
             optimizer = strict_json.read_object(
                 _section_dict(reader, OPTIMIZER), f"{layout.index_name(0)}: {OPTIMIZER}", ("state", "groups")
@@ -174,7 +174,7 @@ def plan_load(
         targets=comparison.targets,
         builders=comparison.builders,
         optimizer=optimizer,
-        slices=slices,
+        transforms=transforms,
         clock=clock,
         seed=seed,
         skipped=frozenset(comparison.skipped),
@@ -228,13 +228,13 @@ class _StateComparison:
             elif not self.partial or (section == "params" and here[name].requires_grad):
                 self._missing(name, key, str(tree_json.ref_of(here[name])))
 
-    def compare_slices(self, stored: Mapping[str, TensorRef], tree: dict[str, Any], state: TrainState) -> None:
+    def compare_transforms(self, stored: Mapping[str, TensorRef], tree: dict[str, Any], state: TrainState) -> None:
         """Compare the transforms by name, and the tensors of transforms that are on both sides.
 
         Mutates: ``tree``: transforms that are not loaded are removed.
         """
         for name in {**state.transform_states, **tree}:
-            key = tree_json.join_key(SLICES, name)
+            key = tree_json.join_key(TRANSFORMS, name)
             if self.options.ignore.part(key):
                 self.skipped.add(name)
             elif name not in tree:
@@ -245,7 +245,7 @@ class _StateComparison:
                 continue
             tree.pop(name, None)
         content = {name: content for name, content in state.transform_states.items() if name in tree}
-        here = tree_json.encode(content, SLICES)[1]
+        here = tree_json.encode(content, TRANSFORMS)[1]
         for key in {**stored, **here}:
             if self._is_skipped(key):
                 continue
@@ -300,7 +300,7 @@ def _advice(rows: list[MismatchRow], options: LoadOptions) -> str:
     if all(row.name.startswith(f"{OPTIMIZER}/") for row in rows):
         advice.append('Or pass ignore=["optimizer"] to keep the current optimizer.')
     elif kinds <= {"missing", "unexpected"}:
-        advice.append('Or pass ignore=[...] to skip names, as in ignore=["head.*", "slices/ema"].')
+        advice.append('Or pass ignore=[...] to skip names, as in ignore=["head.*", "transforms/ema"].')
     if kinds == {"dtype"} and not options.cast:
         advice.append("Or pass cast=True to convert floating-point dtypes.")
     return " ".join(advice)

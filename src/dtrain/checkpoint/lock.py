@@ -28,6 +28,7 @@ from pathlib import Path
 from dtrain import storage
 from dtrain.checkpoint import lock_owner
 from dtrain.checkpoint.lock_owner import LockOwner
+from dtrain.checkpoint.process_instance import process_instance
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.storage import AnyPath
 
@@ -70,17 +71,6 @@ class _LockRegistry:
     acquisition_lock: threading.Lock = field(default_factory=threading.Lock)
     to_release: queue.SimpleQueue[_HeldLock | None] = field(default_factory=queue.SimpleQueue)
     stop: threading.Event | None = None
-
-
-_REGISTRY = _LockRegistry()
-
-
-def _registry() -> _LockRegistry:
-    """Return the registry of this process. A fork starts with an empty registry, because its locks may be in any state."""
-    global _REGISTRY
-    if _REGISTRY.pid != os.getpid():
-        _REGISTRY = _LockRegistry()
-    return _REGISTRY
 
 
 class Lock:
@@ -162,7 +152,7 @@ def lock_root(root: AnyPath, run_id: str, *, protected: Collection[int] = ()) ->
         CheckpointError: a live process has locked the root.
         OSError: a failed file operation.
     """
-    registry = _registry()
+    registry = process_instance(_LockRegistry)
     # Two threads of this process must not take each other for different processes.
     with registry.acquisition_lock:
         hold = _share_held_lock(registry, root)
@@ -189,12 +179,12 @@ def _share_held_lock(registry: _LockRegistry, root: AnyPath) -> Lock | None:
 
 def is_held_here(root: AnyPath) -> bool:
     """Return True if this process has locked the root."""
-    return str(root) in _registry().locks
+    return str(root) in process_instance(_LockRegistry).locks
 
 
 def protected_steps(root: AnyPath) -> frozenset[int]:
     """Return the steps of the root that the holds in this process protect."""
-    held = _registry().locks.get(str(root))
+    held = process_instance(_LockRegistry).locks.get(str(root))
     return frozenset() if held is None else frozenset(held.protected)
 
 
@@ -327,7 +317,7 @@ def _release_from_gc(registry: _LockRegistry, held: _HeldLock) -> None:
 
 def _release_at_exit() -> None:
     """Release locks on servers when the interpreter ends, if the server answers in time."""
-    registry, deadline = _registry(), time.monotonic() + _EXIT_TIMEOUT_S
+    registry, deadline = process_instance(_LockRegistry), time.monotonic() + _EXIT_TIMEOUT_S
     for held in [held for held in registry.locks.values() if not isinstance(held.root, Path)]:
         held.handles = 1
         registry.to_release.put(held)

@@ -14,7 +14,19 @@ from dtrain.errors import CheckpointError, CorruptCheckpointError
 
 INDEX_FORMAT = "dtrain-checkpoint-rank"
 _DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
-_INDEX_FIELDS = ("format", "version", "rank", "chunk_bytes", "digest", "chunks", "kinds", "boxes", "own", "values", "shared")
+_INDEX_FIELDS = (
+    "format",
+    "version",
+    "rank",
+    "chunk_bytes",
+    "digest",
+    "chunks",
+    "kinds",
+    "shards",
+    "per_rank",
+    "values",
+    "shared",
+)
 _KIND_FIELDS = ("dtype", "shape", "offset", "size", "file")
 
 
@@ -93,8 +105,8 @@ def _index_to_json(index: RankIndex) -> dict[str, Any]:
     return {
         "rank": index.rank,
         "kinds": [dict(zip(_KIND_FIELDS, kind, strict=True)) for kind in kinds],
-        "boxes": shards,
-        "own": per_rank,
+        "shards": shards,
+        "per_rank": per_rank,
         "chunks": index.chunks,
         "values": index.values,
         "shared": index.shared,
@@ -127,8 +139,8 @@ def parse_index(data: bytes, rank: int, sizes: Sequence[int]) -> RankIndex:
     kinds = strict_json.read_list(raw["kinds"], f"{location}: kinds", lambda value, at: _parse_kind(value, at, sizes))
     return RankIndex(
         rank=rank,
-        shards=_parse_entries(raw["boxes"], f"{location}: boxes", kinds),
-        per_rank=_parse_entries(raw["own"], f"{location}: own", kinds),
+        shards=_parse_entries(raw["shards"], f"{location}: shards", kinds),
+        per_rank=_parse_entries(raw["per_rank"], f"{location}: per_rank", kinds),
         chunks=chunks,
         values=raw["values"],
         shared=raw["shared"],

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import layout, strict_json, tree_json
-from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, SLICES, IgnorePatterns, LoadOptions, LoadPlan, plan_load
+from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, TRANSFORMS, IgnorePatterns, LoadOptions, LoadPlan, plan_load
 from dtrain.checkpoint.mismatch_report import mismatch_error, missing_row, unexpected_row
 from dtrain.checkpoint.read_tensors import read_tensors
 from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_buffers_of
@@ -36,7 +36,8 @@ class LoadedCheckpoint:
         plans: plans by the names of the states.
         tensors: tensors by their key in the checkpoint, on the CPU.
         extra: requested values of ``extra``, without ignored names.
-        rng: random state of this rank; None if the checkpoint has another number of ranks, if ignored, or with ``only``.
+        rng: random state of this rank; None if the checkpoint has another number of ranks, if ignored, or with
+            ``what="weights"``.
         skipped_states: states of the checkpoint that are not loaded, as ``states/<name>``.
     """
 
@@ -90,12 +91,12 @@ def _known_names(
     """Return the names of models, and the parts, that the states and the checkpoint have."""
     names = {name for state in states.values() for name in (*state.params, *buffers_by_fqn(state.model, persistent_only=True))}
     parts = {OPTIMIZER, RNG, *(tree_json.join_key(layout.EXTRA, name) for name in extra)}
-    parts |= {tree_json.join_key(SLICES, name) for state in states.values() for name in state.transform_states}
+    parts |= {tree_json.join_key(TRANSFORMS, name) for state in states.values() for name in state.transform_states}
     saved = [reader.structures] if not reader.manifest.states else list(reader.structures[layout.STATES].values())
     for tree in saved:
         for section in ("params", "buffers"):
             names.update(_dict_keys(tree.get(section)))
-        parts |= {tree_json.join_key(SLICES, name) for name in _dict_keys(tree.get(SLICES))}
+        parts |= {tree_json.join_key(TRANSFORMS, name) for name in _dict_keys(tree.get(TRANSFORMS))}
     parts |= {tree_json.join_key(layout.EXTRA, name) for name in _dict_keys(reader.structures.get(layout.EXTRA))}
     return names, parts | {tree_json.join_key(layout.STATES, name) for name in (*states, *reader.manifest.states)}
 
@@ -108,9 +109,9 @@ def _dict_keys(tree: Any) -> list[str]:
 def _check_states(reader: CheckpointReader, states: Mapping[str, TrainState], options: LoadOptions) -> tuple[str, ...]:
     """Check that the checkpoint holds the requested states. Return the states to skip with ``strict=False``."""
     caller, stored = f"{_CALLER}: {reader.folder}", reader.manifest.states
-    if reader.manifest.only and not options.model_only:
+    if reader.manifest.what != "all" and not options.model_only:
         raise CheckpointMismatchError(
-            f"{caller}: the checkpoint holds only weights (only={reader.manifest.only}). Pass only=('model',) to load them."
+            f"{caller}: the checkpoint was saved with what={reader.manifest.what!r}. Pass what='weights' to load it."
         )
     if "" in states and stored:
         raise CheckpointMismatchError(

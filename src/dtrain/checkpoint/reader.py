@@ -223,7 +223,7 @@ def _check_disjoint(entries: Sequence[TensorShardEntry], location: str) -> None:
 def _check_shared(index: RankIndex, manifest: Manifest) -> dict[str, Any]:
     """Return the values of the run, and check their sections against the manifest."""
     location = f"{layout.index_name(0)}: shared"
-    extra = () if manifest.only else (layout.EXTRA,)
+    extra = (layout.EXTRA,) if manifest.what == "all" else ()
     if not manifest.states:
         return strict_json.read_object(index.shared, location, (*manifest.sections, *extra))
     shared = strict_json.read_object(index.shared, location, (layout.STATES, *extra))
@@ -251,10 +251,10 @@ def _check_per_rank(index: RankIndex, first: int) -> dict[str, StoredShard]:
     entries = {entry.key: entry for entry in index.per_rank}
     refs = tree_json.tensor_refs(index.values, "")
     if len(entries) != len(index.per_rank) or entries.keys() != refs.keys():
-        raise CorruptCheckpointError(f"{name}: own: must list exactly the tensors of its values")
+        raise CorruptCheckpointError(f"{name}: per_rank: must list exactly the tensors of its values")
     for key, ref in refs.items():
         if (entries[key].dtype, entries[key].shape, entries[key].size) != (ref.dtype, ref.shape, ref.shape):
-            raise CorruptCheckpointError(f"{name}: own: {key}: must be {ref}")
+            raise CorruptCheckpointError(f"{name}: per_rank: {key}: must be {ref}")
     return {key: StoredShard(file=first + entry.file, entry=entry) for key, entry in entries.items()}
 
 

@@ -13,11 +13,13 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from dtrain import storage
-from dtrain.checkpoint import layout, save_thread
+from dtrain.arguments import check_int, format_bytes
+from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import CheckpointInfo, has_manifest, read_manifest, scan_root
 from dtrain.checkpoint.lock import Lock, lock_root, protected_steps
 from dtrain.checkpoint.reader import verify_step
-from dtrain.errors import CheckpointError, ConfigError, CorruptCheckpointError
+from dtrain.checkpoint.save_thread import save_thread
+from dtrain.errors import CheckpointError, CorruptCheckpointError
 from dtrain.storage import AnyPath
 
 _CALLER = "prune"
@@ -30,6 +32,7 @@ def plan_retention(
     keep_every: int | None = None,
     keep_steps: Collection[int] = (),
     protected: Collection[int] = (),
+    caller: str = _CALLER,
 ) -> list[int]:
     """Return the steps to remove so that the last ``keep_last`` steps and all other steps to keep remain.
 
@@ -39,6 +42,7 @@ def plan_retention(
         keep_every: multiples of this number are kept.
         keep_steps: steps that the user keeps.
         protected: steps in use.
+        caller: prefix of messages.
 
     >>> plan_retention([100, 200, 250, 300, 400], 1, keep_every=200, protected={100})
     [250, 300]
@@ -46,12 +50,11 @@ def plan_retention(
     Raises:
         ConfigError: ``keep_last`` or ``keep_every`` is neither None nor an integer of at least 1; a step is not an integer.
     """
-    for name, value, none in (("keep_last", keep_last, "keep all"), ("keep_every", keep_every, "ignore multiples")):
-        if value is not None and (type(value) is not int or value < 1):
-            raise ConfigError(f"{name} must be an integer of at least 1, or None to {none}, got {value!r}")
-    invalid = [step for step in keep_steps if type(step) is not int]
-    if invalid:
-        raise ConfigError(f"keep_steps must be step numbers, got {invalid[0]!r}")
+    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
+        if value is not None:
+            check_int(caller, name, value, advice="Pass None to turn the option off.")
+    for step in keep_steps:
+        check_int(caller, "keep_steps", step, minimum=0)
     if keep_last is None:
         return []
     kept = {*keep_steps, *protected}
@@ -100,7 +103,7 @@ def prune(
         if dry_run or not storage.exists(folder):
             return _steps_to_remove(folder, keep_last, keep_every, keep_steps)
         # A staging folder may belong to a save in progress in this process.
-        save_thread.wait_for_slot(1)
+        save_thread().wait_for_slot(1)
         with _lock_for_pruning(folder):
             remove_leftovers(folder, caller=_CALLER)
             removed = _steps_to_remove(folder, keep_last, keep_every, keep_steps)
@@ -249,14 +252,6 @@ def check_free_space(root: AnyPath, needed_bytes: int, *, caller: str = "save_sh
     free = storage.free_bytes(root)
     if free is not None and free < needed_bytes:
         raise CheckpointError(
-            f"{caller}: free space of {root} must be at least {_format_bytes(needed_bytes)}, got {_format_bytes(free)}. "
+            f"{caller}: free space of {root} must be at least {format_bytes(needed_bytes)}, got {format_bytes(free)}. "
             "Free space, or keep fewer steps (keep_last)."
         )
-
-
-def _format_bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if size < 1024:
-            return f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:,.2f} GiB"

@@ -5,26 +5,25 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
-
-import torch
 
 from dtrain import heartbeats, spans, storage
 from dtrain.checkpoint import layout, rank_index
 from dtrain.checkpoint.checkpoint_info import read_manifest_bytes
+from dtrain.checkpoint.checkpointer import Checkpointer, SaveOptions
 from dtrain.checkpoint.commit import SaveDecision, commit, prepare_save, remove_or_warn, resumed_steps
-from dtrain.checkpoint.data_file import SerializedFile, VerifiedReader, chunk_digests, write_data_file
-from dtrain.checkpoint.layout import Manifest, MeshLayout, RankFiles
+from dtrain.checkpoint.data_file import VerifiedReader, chunk_digests, write_data_file
+from dtrain.checkpoint.layout import Manifest, MeshLayout, RankFiles, SaveScope
 from dtrain.checkpoint.retention import apply_retention, check_free_space
-from dtrain.checkpoint.save_thread import SaveTask
+from dtrain.checkpoint.save_thread import SaveTask, StagedFiles
 from dtrain.checkpoint.write_plan import RankWritePlan, build_rank_index
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.errors import CheckpointError
-from dtrain.run_context import RunContext
+from dtrain.run_context import Lineage
 from dtrain.storage import AnyPath
 
 # Threads per rank. They wait for the disk most of the time, so more threads gain nothing.
@@ -54,29 +53,24 @@ class SaveRequest:
     """Inputs of a save in the background thread. They do not change while training continues.
 
     Args:
-        run: run context of each state.
+        lineages: lineage of each state's run.
         started_at: ``time.monotonic()`` at the call of ``save_sharded``.
     """
 
     caller: str
-    root: AnyPath
-    run: Sequence[RunContext]
+    checkpointer: Checkpointer
+    lineages: Sequence[Lineage]
+    options: SaveOptions
     step: int
     layout: MeshLayout
-    only: tuple[str, ...]
+    what: SaveScope
     state_names: tuple[str, ...]
     write_plan: RankWritePlan
-    files: Mapping[str, SerializedFile]
+    staged: StagedFiles
     total_bytes: int
     content_key: object
     info: DistInfo
-    copy_events: Sequence[torch.cuda.Event]
-    release_buffers: Callable[[], None]
     after_stop_agreed: bool
-    incremental: bool
-    keep_last: int | None
-    keep_every: int | None
-    keep_steps: Collection[int]
     started_at: float
 
 
@@ -85,14 +79,14 @@ def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
     try:
         return _run(save, task)
     finally:
-        save.release_buffers()
+        save.staged.release()
 
 
 def _run(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
     _check_groups_open(save)
     decision = _decide_on_rank_0(save)
-    for context in save.run:
-        context.run_id = decision.run_id
+    for lineage in save.lineages:
+        lineage.run_id = decision.run_id
     root = storage.resolve_path(decision.root)
     final = root / layout.step_name(save.step)
     if decision.action == "skip":
@@ -105,8 +99,8 @@ def _run(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
         if save.info.rank == 0:
             remove_or_warn(root / decision.staging_folder, save.caller)
         raise
-    for context in save.run:
-        context.committed_steps.setdefault(decision.root, {})[save.step] = save.content_key
+    for lineage in save.lineages:
+        lineage.steps.setdefault(decision.root, {})[save.step] = save.content_key
     current_context().preemption.record_save(after_agreement=_is_resumable(save))
     if save.info.rank == 0:
         heartbeats.report(heartbeats.ProgressKind.COMMITTED, save.step)
@@ -117,7 +111,7 @@ def _run(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
 
 def _is_resumable(save: SaveRequest) -> bool:
     """Return True if a run that was asked to stop can resume from this step."""
-    return save.after_stop_agreed and not save.only
+    return save.after_stop_agreed and save.what == "all"
 
 
 def _check_groups_open(save: SaveRequest) -> None:
@@ -133,8 +127,9 @@ def _decide_on_rank_0(save: SaveRequest) -> SaveDecision:
     """Inspect the root and create the staging folder on rank 0, and broadcast the decision."""
 
     def decide() -> dict[str, Any]:
-        check_free_space(save.root, save.total_bytes)
-        return asdict(prepare_save(save.root, save.run, save.step, save.only, save.content_key, save.caller))
+        check_free_space(save.checkpointer.root, save.total_bytes, caller=save.caller)
+        lineage, key = save.lineages[0], save.content_key
+        return asdict(prepare_save(save.checkpointer, lineage, save.step, save.what, key, save.caller))
 
     values = broadcast_decision(save.caller, decide, group="background", advice=_ADVICE)
     return SaveDecision(**cast(dict[str, Any], values))
@@ -152,12 +147,11 @@ def _write_on_all_ranks(decision: SaveDecision, save: SaveRequest, task: SaveTas
 
 def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> RankFiles:
     """Write this rank's data files and index."""
-    for event in save.copy_events:
-        event.synchronize()
+    save.staged.wait()
     root = storage.resolve_path(decision.root)
     staging, plan = root / decision.staging_folder, save.write_plan
     chunks = []
-    for name, serialized in save.files.items():
+    for name, serialized in save.staged.files.items():
         digests = chunk_digests(serialized) if _can_link(name, decision, save) else None
         if digests is None or not _try_link(
             root / cast(str, decision.previous), staging, name, serialized.size, digests, plan.rank
@@ -171,12 +165,16 @@ def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveRe
         index=layout.index_name(plan.rank),
         index_bytes=len(index),
         index_sha256=hashlib.sha256(index).hexdigest(),
-        data=tuple(layout.DataFile(name=name, bytes=serialized.size) for name, serialized in save.files.items()),
+        data=tuple(layout.DataFile(name=name, bytes=serialized.size) for name, serialized in save.staged.files.items()),
     )
 
 
 def _can_link(name: str, decision: SaveDecision, save: SaveRequest) -> bool:
-    return save.incremental and decision.previous is not None and name == layout.data_name(save.write_plan.rank, frozen=True)
+    return (
+        save.options.incremental
+        and decision.previous is not None
+        and name == layout.data_name(save.write_plan.rank, frozen=True)
+    )
 
 
 def _try_link(previous: AnyPath, staging: AnyPath, name: str, size: int, digests: tuple[str, ...], rank: int) -> bool:
@@ -215,28 +213,29 @@ def _commit_on_all_ranks(
         parent_step=_parent_step(decision, save),
         serial=decision.serial,
         layout=save.layout,
-        only=save.only,
+        what=save.what,
         states=save.state_names,
         ranks=tuple(files),
     )
     with raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE):
         task.raise_if_cancelled()
         if save.info.rank == 0:
-            commit(decision, save.run, manifest, save.caller)
+            commit(decision, save.checkpointer, save.lineages[0], manifest, save.caller)
     return manifest
 
 
 def _parent_step(decision: SaveDecision, save: SaveRequest) -> int | None:
     """Return the step of this root that the run committed or loaded last."""
-    return next((step for step in reversed(save.run[0].committed_steps.get(decision.root, {})) if step != save.step), None)
+    return next((step for step in reversed(save.lineages[0].steps.get(decision.root, {})) if step != save.step), None)
 
 
 def _clean_up(root: AnyPath, run_id: str, save: SaveRequest) -> None:
     """Remove steps that the commit made superfluous. The step is durable, so a failure is a warning."""
-    protected = {save.step, *resumed_steps(root, save.run)}
+    keep = save.options
+    protected = {save.step, *resumed_steps(root, save.lineages[0])}
     try:
         apply_retention(
-            root, run_id, keep_last=save.keep_last, keep_every=save.keep_every, keep_steps=save.keep_steps, protected=protected
+            root, run_id, keep_last=keep.keep_last, keep_every=keep.keep_every, keep_steps=keep.keep_steps, protected=protected
         )  # fmt: skip
     except (OSError, CheckpointError) as error:
         warnings.warn(

@@ -3,27 +3,26 @@
 The training thread collects the contents, checks that they are equal on all ranks, and copies them. All file operations are
 done by the background thread (``save_thread``), also for a synchronous save.
 
-Facts about the commits of this process are in ``state.run_context``.
+The run's id and its commits are in ``state.run_context.lineage``; the lock and the staging memory belong to a ``Checkpointer``.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast, get_args
 
 import torch
 
-from dtrain import spans, storage
-from dtrain.checkpoint import layout, save_thread, tree_json
-from dtrain.checkpoint.data_file import SerializedFile, serialize_in_place
+from dtrain import spans
+from dtrain.arguments import check_choice
+from dtrain.checkpoint import layout, tree_json
+from dtrain.checkpoint.checkpointer import Checkpointer, SaveMode, SaveOptions, checkpointer_of
 from dtrain.checkpoint.layout import MeshLayout, SaveScope
-from dtrain.checkpoint.retention import plan_retention
 from dtrain.checkpoint.run_save import SaveRequest, SaveResult, run_save
-from dtrain.checkpoint.save_thread import SaveTask, StagingBuffer, StagingPool
+from dtrain.checkpoint.save_thread import SaveTask, StagedFiles, save_thread, stage_files
 from dtrain.checkpoint.state_dict import (
     States,
     check_equal_on_all_ranks,
@@ -32,7 +31,7 @@ from dtrain.checkpoint.state_dict import (
     content_key,
     gc_paused,
 )
-from dtrain.checkpoint.write_plan import RankWritePlan, plan_rank_write
+from dtrain.checkpoint.write_plan import plan_rank_write
 from dtrain.dist.collectives import all_gather_json, raise_on_all_ranks
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
@@ -43,8 +42,6 @@ from dtrain.storage import AnyPath
 _CALLER = "save_sharded"
 # Each save in progress holds a copy of the rank's shards.
 _MAX_IN_FLIGHT = 2
-_STAGING = StagingPool()
-SaveMode = Literal["sync", "async"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +56,7 @@ class SaveHandle:
     step: int
     path: AnyPath
     _task: SaveTask[SaveResult] = field(repr=False)
-    _copy_events: Sequence[torch.cuda.Event] = field(default=(), repr=False)
+    _staged: StagedFiles = field(repr=False)
 
     @property
     def done(self) -> bool:
@@ -68,8 +65,7 @@ class SaveHandle:
 
     def wait_staged(self) -> None:
         """Return when the state has been copied. A state on the CPU has been copied when ``save_sharded`` returns."""
-        for event in self._copy_events:
-            event.synchronize()
+        self._staged.wait()
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Return when the step is durable and verifiable on every rank.
@@ -86,12 +82,12 @@ class SaveHandle:
 
 
 def save_sharded(
-    root: Path | str,
+    root: AnyPath | str,
     state: TrainState | Mapping[str, TrainState],
     *,
     extra: Mapping[str, Any] | None = None,
     mode: SaveMode = "sync",
-    only: Sequence[SaveScope] | None = None,
+    what: SaveScope = "all",
     cast: torch.dtype | None = None,
     incremental: bool = False,
     keep_last: int | None = None,
@@ -114,8 +110,9 @@ def save_sharded(
             of the first.
         extra: objects with ``state_dict()``, or plain data, by name, equal on all ranks. Tensors inside must not be sharded.
         mode: "sync" waits for the commit, "async" does not.
-        only: ``("model",)`` saves parameters and buffers, ``("trainable",)`` the trained parameters (an adapter). Neither
-            takes ``extra``, nor a root that holds whole states, because a run could not resume from such a step.
+        what: "all" saves the whole state, "weights" parameters and buffers, "trainable" the trained parameters (an adapter).
+            The last two take neither ``extra`` nor a root that holds whole states, because a run could not resume from such a
+            step.
         cast: dtype of the stored floating-point parameters. Loading them into parameters of another dtype has to be allowed.
         incremental: if True, parameters that are not trained get a file of their own, which is linked from the run's last step
             if unchanged.
@@ -144,60 +141,68 @@ def save_sharded(
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
-    save = None
+    options = SaveOptions(mode=mode, incremental=incremental, keep_last=keep_last, keep_every=keep_every, keep_steps=keep_steps)
+    return start_save(root, state, extra or {}, what, cast, options)
+
+
+def start_save(
+    target: Checkpointer | AnyPath | str,
+    state: TrainState | Mapping[str, TrainState],
+    extra: Mapping[str, Any],
+    what: SaveScope,
+    cast: torch.dtype | None,
+    options: SaveOptions,
+) -> SaveHandle:
+    """Save with a Checkpointer, or with the Checkpointer of a root and of the states' run. See ``save_sharded``."""
+    request = None
     started_at = time.monotonic()
     with spans.span("save"):
         # Without autograd, local shards are obtained faster.
         with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
-            root_path, states = storage.resolve_path(root), _as_states(state)
-            _check_arguments(states, mode, only, extra, cast)
-            plan_retention([], keep_last, keep_every=keep_every, keep_steps=keep_steps)
-            first = next(iter(states.values()))
-            contents = collect_contents(states, extra or {}, only=tuple(only or ()), cast=cast)
-            if not only:
-                _record_saved_extra(states, extra or {})
-            write_plan = plan_rank_write(
-                contents, get_dist_info().rank, get_dist_info().world_size, separate_frozen=incremental
-            )
+            states = _as_states(state)
+            _check_arguments(states, what, extra, cast)
+            options.check(_CALLER)
+            checkpointer = target if isinstance(target, Checkpointer) else checkpointer_of(target, states.values())
+            contents = collect_contents(states, extra, what=what, cast=cast)
+            if what == "all":
+                _record_saved_extra(states, extra)
+            info = get_dist_info()
+            write_plan = plan_rank_write(contents, info.rank, info.world_size, separate_frozen=options.incremental)
             hashes = content_hashes(contents)
         # The file of frozen parameters may become a link, which needs no space.
-        needed = write_plan.data_bytes if not incremental else next(iter(write_plan.files.values())).size
+        needed = write_plan.data_bytes if not options.incremental else next(iter(write_plan.files.values())).size
         total_bytes = _agree_on_contents(hashes, needed)
-        save_thread.wait_for_slot(_MAX_IN_FLIGHT)
+        save_thread().wait_for_slot(_MAX_IN_FLIGHT)
         with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
-            files, buffers, copy_events = _serialize_files(write_plan, mode)
-            save = SaveRequest(
+            first = next(iter(states.values()))
+            staged = stage_files(write_plan, checkpointer.staging, copy=options.mode == "async")
+            request = SaveRequest(
                 caller=_CALLER,
-                root=root_path,
-                run=[s.run_context for s in states.values()],
+                checkpointer=checkpointer,
+                lineages=[state.run_context.lineage for state in states.values()],
+                options=options,
                 step=first.step,
                 layout=_mesh_layout(first),
-                only=tuple(only or ()),
+                what=what,
                 state_names=tuple(name for name in states if name),
-                # The serialized files reference the memory that is still needed, so the tensors may be freed.
+                # The staged files reference the memory that is still needed, so the tensors may be freed.
                 write_plan=replace(write_plan, tensors={}),
-                files=files,
+                staged=staged,
                 total_bytes=total_bytes,
-                content_key=content_key(states, tuple(only or ()), cast),
-                info=get_dist_info(),
-                copy_events=copy_events,
-                release_buffers=partial(_release_buffers, buffers),
+                content_key=content_key(states, what, cast),
+                info=info,
                 # In the middle of a step the ranks have agreed to stop already, but the state is older.
                 after_stop_agreed=current_context().preemption.is_agreed() and first.step_counts is None,
-                incremental=incremental,
-                keep_last=keep_last,
-                keep_every=keep_every,
-                keep_steps=tuple(keep_steps),
                 started_at=started_at,
             )
-        assert save is not None, "the block has raised otherwise"
-        task = save_thread.submit(f"the save of step {first.step}", partial(run_save, save))
+        assert request is not None, "the block has raised otherwise"
+        task = save_thread().submit(f"the save of step {request.step}", partial(run_save, request))
         handle = SaveHandle(
-            step=first.step, path=root_path / layout.step_name(first.step), _task=task, _copy_events=copy_events
+            step=request.step, path=checkpointer.root / layout.step_name(request.step), _task=task, _staged=staged
         )
-        if mode == "sync":
+        if options.mode == "sync":
             _wait(task)
-    spans.record_event("save", step=first.step, blocked_s=time.monotonic() - started_at)
+    spans.record_event("save", step=handle.step, blocked_s=time.monotonic() - started_at)
     return handle
 
 
@@ -207,7 +212,7 @@ def _wait(task: SaveTask[SaveResult]) -> None:
         task.result()
     except BaseException:
         task.cancelled = True
-        save_thread.wait(task)
+        task.wait()
         task.failure_reported = True
         raise
 
@@ -230,24 +235,17 @@ def _as_states(state: TrainState | Mapping[str, TrainState]) -> dict[str, TrainS
     return dict(state)
 
 
-def _check_arguments(
-    states: States, mode: str, only: Sequence[str] | None, extra: Mapping[str, Any] | None, cast: torch.dtype | None
-) -> None:
+def _check_arguments(states: States, what: str, extra: Mapping[str, Any], cast: torch.dtype | None) -> None:
     for state in states.values():
         state._check_not_stale(_CALLER)
         state._check_replicas_joined(_CALLER)
-    if len({state.run_context.run_id for state in states.values()}) > 1:
+    if len({state.run_context.lineage.run_id for state in states.values()}) > 1:
         raise ConfigError(f"{_CALLER}: the states {list(states)} must belong to one run. Load them from one checkpoint.")
-    if mode not in ("sync", "async"):
-        raise ConfigError(f"{_CALLER}: mode must be 'sync' or 'async', got {mode!r}")
-    if only is not None and tuple(only) not in (("model",), ("trainable",)):
-        raise ConfigError(f"{_CALLER}: only must be ('model',), ('trainable',) or None, got {only!r}")
-    if only is not None and extra:
-        raise ConfigError(
-            f"{_CALLER}: extra must be empty with only={tuple(only)}, got {sorted(extra)}. Pass only one of the two."
-        )
+    check_choice(_CALLER, "what", what, get_args(SaveScope))
+    if what != "all" and extra:
+        raise ConfigError(f"{_CALLER}: extra must be empty with what={what!r}, got {sorted(extra)}. Pass only one of the two.")
     if cast is not None and (not cast.is_floating_point or cast not in layout.DTYPE_NAMES):
-        raise ConfigError(f"{_CALLER}: cast must be a floating-point dtype, got {cast}")
+        raise ConfigError(f"{_CALLER}: cast must be a floating-point dtype, got {cast}. Pass torch.bfloat16, for example.")
 
 
 def _agree_on_contents(hashes: Mapping[str, str], nbytes: int) -> int:
@@ -255,13 +253,13 @@ def _agree_on_contents(hashes: Mapping[str, str], nbytes: int) -> int:
 
     Collective: one exchange of JSON on the control group.
     """
-    facts: Any = {"hashes": hashes, "bytes": nbytes, "failed": save_thread.has_unreported_failure()}
+    facts: Any = {"hashes": hashes, "bytes": nbytes, "failed": save_thread().has_unreported_failure}
     facts_by_rank = cast(list[dict[str, Any]], all_gather_json(facts, caller=_CALLER))
     failed = [rank for rank, facts in enumerate(facts_by_rank) if facts["failed"]]
     # After an agreed stop this save comes first; the end of the init_dist block raises the failure.
     if failed and not current_context().preemption.is_agreed():
         # A failed save fails on every rank, though not at the same time.
-        save_thread.wait_all()
+        save_thread().wait_all()
         raise PeerError(f"{_CALLER}: an earlier save failed on rank {failed[0]} and was not committed. Save again.")
     check_equal_on_all_ranks([facts["hashes"] for facts in facts_by_rank])
     return sum(facts["bytes"] for facts in facts_by_rank)
@@ -270,31 +268,7 @@ def _agree_on_contents(hashes: Mapping[str, str], nbytes: int) -> int:
 def _record_saved_extra(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:
     """Record the objects whose state was saved; ``early_stop`` must not change such objects any more in this step."""
     for state in states.values():
-        state.run_context.extra_saved_steps = {id(value): state.step for value in extra.values()}
-
-
-def _serialize_files(
-    write_plan: RankWritePlan, mode: SaveMode
-) -> tuple[dict[str, SerializedFile], list[StagingBuffer], list[torch.cuda.Event]]:
-    """Serialize this rank's files. Tensors are copied for an asynchronous save, or if they are not on the CPU."""
-    cuda = any(tensor.is_cuda for tensor in write_plan.tensors.values())
-    if mode == "sync" and not cuda:
-        return {name: serialize_in_place(file, write_plan.tensors) for name, file in write_plan.files.items()}, [], []
-    buffers = [_STAGING.acquire(file.size, pinned=cuda) for file in write_plan.files.values()]
-    pairs = zip(buffers, write_plan.files.items(), strict=True)
-    files = {name: buffer.fill(file, write_plan.tensors) for buffer, (name, file) in pairs}
-    copy_events = []
-    for device in {tensor.device for tensor in write_plan.tensors.values() if tensor.is_cuda}:
-        # The copies are in the order of this device's current stream.
-        with torch.cuda.device(device):
-            copy_events.append(torch.cuda.Event())
-            copy_events[-1].record()
-    return files, buffers, copy_events
-
-
-def _release_buffers(buffers: Sequence[StagingBuffer]) -> None:
-    for buffer in buffers:
-        _STAGING.release(buffer)
+        state.run_context.lineage.extra_saved_steps = {id(value): state.step for value in extra.values()}
 
 
 def _mesh_layout(state: TrainState) -> MeshLayout:

@@ -8,24 +8,21 @@ calling ``save_sharded`` in the same order.
 
 from __future__ import annotations
 
-import atexit
-import os
-import sys
 import threading
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
 from dtrain import heartbeats, spans
-from dtrain.checkpoint.data_file import FileLayout, SerializedFile, TensorSlot, flatten, group_slots
+from dtrain.checkpoint.data_file import FileLayout, SerializedFile, TensorSlot, flatten, group_slots, serialize_in_place
 from dtrain.checkpoint.layout import DTYPES
-from dtrain.dist.context import register_shutdown_hook
+from dtrain.checkpoint.process_instance import process_instance
+from dtrain.checkpoint.write_plan import RankWritePlan
 from dtrain.errors import CheckpointError
 
 T = TypeVar("T")
@@ -38,12 +35,14 @@ class SaveTask(Generic[T]):
     """Task of the thread: its result and its progress.
 
     Args:
+        thread: thread that runs the task.
         progress: increases with every finished part.
         failure_reported: True if a caller has received the failure.
         cancelled: True if no caller waits any more, and the inputs may change.
     """
 
     name: str
+    thread: SaveThread
     future: Future[T] = field(init=False, repr=False)
     progress: int = 0
     failure_reported: bool = False
@@ -62,6 +61,19 @@ class SaveTask(Generic[T]):
         """Raise if the task was cancelled."""
         if self.cancelled:
             raise CheckpointError(f"{self.name} was interrupted")
+
+    @property
+    def has_unreported_failure(self) -> bool:
+        """True if the task has failed and no caller has received the failure."""
+        return not self.failure_reported and self.future.done() and self.future.exception() is not None
+
+    def wait(self) -> None:
+        """Wait for the end of the task. A failure remains unreported."""
+        before = self.failure_reported
+        try:
+            self.result()
+        except Exception:  # noqa: BLE001 - the task keeps the exception
+            self.failure_reported = before
 
     def result(self, timeout_s: float | None = None) -> T:
         """Wait for the task and return its result.
@@ -94,149 +106,87 @@ class SaveTask(Generic[T]):
             except BaseException:
                 # If the task is not done, an interrupt has ended the wait.
                 self.failure_reported = self.future.done()
-                _shut_down_if_idle(wait=self.failure_reported)
+                self.thread.shut_down_if_idle(wait=self.failure_reported)
                 raise
             else:
-                _shut_down_if_idle(wait=True)
+                self.thread.shut_down_if_idle(wait=True)
                 return result
 
 
-@dataclass(slots=True, eq=False)
-class _SaveThreadState:
-    """Thread and tasks of this process; a fork starts without them.
+class SaveThread:
+    """Thread that runs tasks in their order. It ends whenever no task is left, and starts again with the next task."""
 
-    Args:
-        finished_thread: the last thread that has shut down.
-    """
+    def __init__(self) -> None:
+        self.tasks: list[SaveTask[Any]] = []
+        self._lock = threading.Lock()
+        self._running: ThreadPoolExecutor | None = None
+        # The last thread that was told to end.
+        self._ended: ThreadPoolExecutor | None = None
 
-    pid: int = 0
-    thread: ThreadPoolExecutor | None = None
-    tasks: list[SaveTask[object]] = field(default_factory=list)
-    hooks_registered: bool = False
-    finished_thread: ThreadPoolExecutor | None = None
-    lock: threading.Lock = field(default_factory=threading.Lock)
+    def submit(self, name: str, work: Callable[[SaveTask[T]], T]) -> SaveTask[T]:
+        """Submit ``work``, to run after all earlier tasks.
 
+        Args:
+            name: name of the task in messages.
+            work: function that receives its own task, to report progress.
+        """
+        task: SaveTask[T] = SaveTask(name, self)
+        with self._lock:
+            if self._running is None:
+                self._running = ThreadPoolExecutor(1, thread_name_prefix="dtrain-save")
+            task.future = self._running.submit(work, task)
+            self.tasks = [old for old in self.tasks if not old.future.done() or old.has_unreported_failure]
+            self.tasks.append(task)
+        task.future.add_done_callback(self.shut_down_if_idle)
+        return task
 
-_STATE = _SaveThreadState()
+    def shut_down_if_idle(self, _: object = None, *, wait: bool = False) -> None:
+        """End the thread if no task is left, because only a process without threads may fork safely.
 
+        Called by the thread at the end of each task, and by callers that have waited for a task.
+        """
+        with self._lock:
+            if self._running is not None and all(task.future.done() for task in self.tasks):
+                self._ended, self._running = self._running, None
+                self._ended.shutdown(wait=False)
+            ended = self._ended
+        if wait and ended is not None:
+            ended.shutdown()
 
-def submit(name: str, work: Callable[[SaveTask[T]], T]) -> SaveTask[T]:
-    """Submit ``work`` to the thread, after all earlier tasks.
+    def wait_for_slot(self, max_running: int) -> None:
+        """Wait until fewer than ``max_running`` tasks are running. Failures are not raised."""
+        running = [task for task in self.tasks if not task.future.done()]
+        for task in running[: max(0, len(running) - max_running + 1)]:
+            task.wait()
 
-    Args:
-        name: name of the task in messages.
-        work: function that receives its own task, to report progress.
-    """
-    state = _current_state()
-    if not state.hooks_registered:
-        state.hooks_registered = True
-        register_shutdown_hook("saves", _on_dist_shutdown)
-        atexit.register(_at_exit, os.getpid())
-    task: SaveTask[T] = SaveTask(name)
-    with state.lock:
-        if state.thread is None:
-            state.thread = ThreadPoolExecutor(1, thread_name_prefix="dtrain-save")
-        task.future = state.thread.submit(work, task)
-        state.tasks = [old for old in state.tasks if _is_pending(old)]
-        state.tasks.append(task)  # type: ignore[arg-type]
-    task.future.add_done_callback(_shut_down_if_idle)
-    return task
+    @property
+    def has_unreported_failure(self) -> bool:
+        """True if a task has failed and no caller has received the failure."""
+        return any(task.has_unreported_failure for task in self.tasks)
 
+    def wait_all(self) -> None:
+        """Wait for all tasks, and raise the first unreported failure.
 
-def _shut_down_if_idle(_: object = None, *, wait: bool = False) -> None:
-    """Shut down the thread if no task is left, because only a process without threads may fork safely.
-
-    Called by the thread at the end of each task, and by callers that have waited for a task.
-    """
-    state = _current_state()
-    with state.lock:
-        if state.thread is not None and all(task.future.done() for task in state.tasks):
-            state.finished_thread, state.thread = state.thread, None
-            state.finished_thread.shutdown(wait=False)
-        ended = state.finished_thread
-    if wait and ended is not None:
-        ended.shutdown()
-
-
-def wait_for_slot(max_running: int) -> None:
-    """Wait until fewer than ``max_running`` tasks are running. Failures are not raised."""
-    running = [task for task in _current_state().tasks if not task.future.done()]
-    for task in running[: max(0, len(running) - max_running + 1)]:
-        wait(task)
-
-
-def wait(task: SaveTask[T]) -> None:
-    """Wait for the end of a task. A failure remains unreported."""
-    before = task.failure_reported
-    try:
-        task.result()
-    except Exception:  # noqa: BLE001 - the task keeps the exception
-        task.failure_reported = before
+        Raises:
+            Exception: the first failure; further failures are added as notes.
+        """
+        tasks = list(self.tasks)
+        for task in tasks:
+            task.wait()
+        errors = []
+        for task in tasks:
+            if task.has_unreported_failure:
+                task.failure_reported = True
+                errors.append(task.future.exception())
+        if errors and errors[0] is not None:
+            for other in errors[1:]:
+                errors[0].add_note(f"a later task failed, too: {other}")
+            raise errors[0]
 
 
-def has_unreported_failure() -> bool:
-    """Return True if a task has failed and no caller has received the failure."""
-    return any(_is_unreported_failure(task) for task in _current_state().tasks)
-
-
-def wait_all() -> None:
-    """Wait for all tasks, and raise the first unreported failure.
-
-    Raises:
-        Exception: the first failure; further failures are added as notes.
-    """
-    tasks = list(_current_state().tasks)
-    for task in tasks:
-        wait(task)
-    errors = []
-    for task in tasks:
-        if _is_unreported_failure(task):
-            task.failure_reported = True
-            errors.append(task.future.exception())
-    if errors and errors[0] is not None:
-        for other in errors[1:]:
-            errors[0].add_note(f"a later task failed, too: {other}")
-        raise errors[0]
-
-
-def _current_state() -> _SaveThreadState:
-    if _STATE.pid != os.getpid():
-        _STATE.pid, _STATE.thread, _STATE.tasks, _STATE.hooks_registered = os.getpid(), None, [], False
-        _STATE.finished_thread, _STATE.lock = None, threading.Lock()
-    return _STATE
-
-
-def _is_unreported_failure(task: SaveTask[object]) -> bool:
-    return not task.failure_reported and task.future.done() and task.future.exception() is not None
-
-
-def _is_pending(task: SaveTask[object]) -> bool:
-    return not task.future.done() or _is_unreported_failure(task)
-
-
-def _on_dist_shutdown(error: BaseException | None) -> None:
-    """Finish all saves at the end of ``init_dist``'s block, also if the block has failed."""
-    try:
-        wait_all()
-    except Exception as failure:
-        # Without an error of its own, the program would end as if all saves had succeeded.
-        if error is None or isinstance(error, SystemExit):
-            raise
-        error.add_note(f"a save in the background failed, too: {failure}")
-
-
-def _at_exit(pid: int) -> None:
-    """Exit with an error code if the process ends with an unreported failure, and without ``init_dist``'s block."""
-    if pid != os.getpid():
-        return
-    try:
-        wait_all()
-    except Exception as failure:  # noqa: BLE001 - an exception of an exit handler does not change the exit code
-        traceback.print_exception(failure)
-        message = "dtrain: a save in the background failed, and the program ended without waiting for its result"
-        print(message, file=sys.stderr, flush=True)
-        sys.stdout.flush()
-        os._exit(1)
+def save_thread() -> SaveThread:
+    """Return the thread of this process."""
+    return process_instance(SaveThread)
 
 
 PAGE_BYTES = 4096
@@ -296,7 +246,7 @@ def _allocate_aligned(size: int, pinned: bool) -> Tensor:
 
 
 class StagingPool:
-    """Pool of the staging buffers of a process: one per save in progress, each of the largest size needed so far."""
+    """Pool of staging buffers: one per save in progress, each of the largest size needed so far."""
 
     def __init__(self) -> None:
         self._free: list[StagingBuffer] = []
@@ -316,3 +266,46 @@ class StagingPool:
     def release(self, buffer: StagingBuffer) -> None:
         """Return a buffer to the pool."""
         self._free.append(buffer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class StagedFiles:
+    """Contents of a rank's files in memory, and the buffers to release after the save.
+
+    Args:
+        files: contents by file name.
+        copy_events: events after the copies from GPUs.
+    """
+
+    files: Mapping[str, SerializedFile]
+    copy_events: Sequence[torch.cuda.Event]
+    buffers: Sequence[StagingBuffer]
+    pool: StagingPool
+
+    def wait(self) -> None:
+        """Wait for the copies from GPUs."""
+        for event in self.copy_events:
+            event.synchronize()
+
+    def release(self) -> None:
+        """Return the buffers to their pool."""
+        for buffer in self.buffers:
+            self.pool.release(buffer)
+
+
+def stage_files(write_plan: RankWritePlan, pool: StagingPool, *, copy: bool) -> StagedFiles:
+    """Serialize a rank's files. Tensors are copied if ``copy`` is True, or if they are not on the CPU."""
+    cuda = any(tensor.is_cuda for tensor in write_plan.tensors.values())
+    if not copy and not cuda:
+        files = {name: serialize_in_place(file, write_plan.tensors) for name, file in write_plan.files.items()}
+        return StagedFiles(files=files, copy_events=(), buffers=(), pool=pool)
+    buffers = [pool.acquire(file.size, pinned=cuda) for file in write_plan.files.values()]
+    pairs = zip(buffers, write_plan.files.items(), strict=True)
+    files = {name: buffer.fill(file, write_plan.tensors) for buffer, (name, file) in pairs}
+    copy_events = []
+    for device in {tensor.device for tensor in write_plan.tensors.values() if tensor.is_cuda}:
+        # The copies are in the order of this device's current stream.
+        with torch.cuda.device(device):
+            copy_events.append(torch.cuda.Event())
+            copy_events[-1].record()
+    return StagedFiles(files=files, copy_events=copy_events, buffers=buffers, pool=pool)

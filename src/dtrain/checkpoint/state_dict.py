@@ -6,7 +6,7 @@ Sections, which are also the prefixes of tensor keys::
     buffers/<name>                      persistent buffers that are equal on all ranks
     optimizer/state/<name>/<key>        per parameter name
     optimizer/groups                    hyperparameters, with "params" as names
-    slices/<transform>/...  clock  seed
+    transforms/<transform>/...  clock  seed
     extra/<name>/...                    objects of the caller, equal on all ranks, without sharded tensors
 
 Sections of each rank::
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint.layout import SaveScope
 from dtrain.dist.rng import rng_state
 from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError
@@ -75,20 +76,20 @@ States = Mapping[str, TrainState]
 """Named states of one checkpoint. A single unnamed state has the name ``""``."""
 
 
-def content_key(states: States, only: tuple[str, ...], cast: torch.dtype | None) -> object:
+def content_key(states: States, what: SaveScope, cast: torch.dtype | None) -> object:
     """Return a key of the contents of a save. Two saves with equal keys have the same contents."""
-    return (tuple((name, state.step) for name, state in states.items()), only, cast)
+    return (tuple((name, state.step) for name, state in states.items()), what, cast)
 
 
 def collect_contents(
-    states: States, extra: Mapping[str, Any], *, only: tuple[str, ...] = (), cast: torch.dtype | None = None
+    states: States, extra: Mapping[str, Any], *, what: SaveScope = "all", cast: torch.dtype | None = None
 ) -> CheckpointContents:
     """Collect the contents of a checkpoint of ``states``. Tensors are not copied unless ``cast`` changes their dtype.
 
     Args:
         states: states by name.
-        extra: objects of the run; ignored if ``only`` is set.
-        only: limit of the contents; see ``layout.sections_of``.
+        extra: objects of the run; ignored unless ``what`` is "all".
+        what: scope of the contents; see ``layout.SECTIONS``.
         cast: dtype of floating-point parameters.
 
     Raises:
@@ -105,14 +106,14 @@ def collect_contents(
     for name, state in states.items():
         path = tree_json.join_key(layout.STATES, name) if name else ""
         section_values = shared.setdefault(layout.STATES, {}).setdefault(name, {}) if name else shared
-        for section, tree in _sections(state, only, cast).items():
+        for section, tree in _sections(state, what, cast).items():
             section_values[section], found = tree_json.encode(tree, f"{path}/{section}".lstrip("/"))
             tensors.update(found)
         rank_values = values.setdefault(layout.STATES, {}).setdefault(name, {}) if name else values
-        buffers = _per_rank_buffers(state, only)
+        buffers = _per_rank_buffers(state, what)
         rank_values["buffers"], found = tree_json.encode(buffers, f"{path}/buffers".lstrip("/"))
         per_rank.update(found)
-    if not only:
+    if what == "all":
         plain_extra = {name: value.state_dict() if _is_stateful(value) else value for name, value in extra.items()}
         shared[layout.EXTRA], found = tree_json.encode(plain_extra, layout.EXTRA)
         sharded = next((key for key, tensor in found.items() if is_dtensor(tensor)), None)
@@ -121,7 +122,7 @@ def collect_contents(
                 f"save_sharded: {sharded} must be a plain tensor, got a DTensor. Store sharded tensors in a transform's state."
             )
         tensors.update(found)
-    values["rng"], found = tree_json.encode({} if only else rng_state(), "rng")
+    values["rng"], found = tree_json.encode(rng_state() if what == "all" else {}, "rng")
     frozen = frozenset(
         tree_json.join_key(f"{tree_json.join_key(layout.STATES, name)}/params" if name else "params", key)
         for name, state in states.items()
@@ -131,22 +132,22 @@ def collect_contents(
     return CheckpointContents(shared=shared, tensors=tensors, values=values, per_rank={**per_rank, **found}, frozen=frozen)
 
 
-def _sections(state: TrainState, only: tuple[str, ...], cast: torch.dtype | None) -> dict[str, Any]:
+def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> dict[str, Any]:
     """Return the stored trees of a state that are equal on all ranks, by section."""
-    params = {name: param for name, param in state.params.items() if only != ("trainable",) or param.requires_grad}
+    params = {name: param for name, param in state.params.items() if what != "trainable" or param.requires_grad}
     tree: dict[str, Callable[[], Any]] = {
         "params": lambda: {name: _cast(param, cast) for name, param in params.items()},
         "buffers": lambda: {} if state.spec.buffers == "local" else buffers_by_fqn(state.model, persistent_only=True),
         "optimizer": lambda: {"state": _optimizer_state(state), "groups": optimizer_groups(state)},
-        "slices": lambda: dict(state.transform_states),
+        "transforms": lambda: dict(state.transform_states),
         "clock": lambda: state.clock.state_dict(),
         "seed": lambda: state.seed,
     }
-    return {section: tree[section]() for section in layout.sections_of(only)}
+    return {section: tree[section]() for section in layout.SECTIONS[what]}
 
 
-def _per_rank_buffers(state: TrainState, only: tuple[str, ...]) -> dict[str, Tensor]:
-    local = state.spec.buffers == "local" and "buffers" in layout.sections_of(only)
+def _per_rank_buffers(state: TrainState, what: SaveScope) -> dict[str, Tensor]:
+    local = state.spec.buffers == "local" and "buffers" in layout.SECTIONS[what]
     return buffers_by_fqn(state.model, persistent_only=True) if local else {}
 
 
@@ -219,7 +220,7 @@ def _iter_parts(shared: Mapping[str, Any], path: str = "") -> Iterator[tuple[str
         if section == layout.STATES:
             for name, sections in values.items():
                 yield from _iter_parts(sections, tree_json.join_key(here, name))
-        elif section in ("slices", layout.EXTRA) and tree_json.TAG not in values:
+        elif section in ("transforms", layout.EXTRA) and tree_json.TAG not in values:
             yield from ((tree_json.join_key(here, name), part) for name, part in values.items())
         else:
             yield here, values

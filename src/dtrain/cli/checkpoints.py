@@ -62,7 +62,7 @@ def _step_facts(step: CheckpointInfo | CorruptStep, *, latest: bool) -> dict[str
     committed_at = _commit_time(step.path)
     facts = {"step": step.step, "path": str(step.path), "latest": latest, "committed_at": committed_at}
     if isinstance(step, CorruptStep):
-        unknown = dict.fromkeys(("bytes", "world_size", "only", "holds", "run_id", "parent_step", "serial"))
+        unknown = dict.fromkeys(("bytes", "world_size", "what", "holds", "run_id", "parent_step", "serial"))
         return {**facts, "valid": False, "problem": step.reason, **unknown}
     return {
         **facts,
@@ -70,8 +70,8 @@ def _step_facts(step: CheckpointInfo | CorruptStep, *, latest: bool) -> dict[str
         "problem": None,
         "bytes": step.bytes,
         "world_size": step.world_size,
-        "only": list(step.only),
-        "holds": list(layout.sections_of(step.only)),
+        "what": step.what,
+        "holds": list(layout.SECTIONS[step.what]),
         "run_id": step.run_id,
         "parent_step": step.parent_step,
         "serial": step.serial,
@@ -99,7 +99,7 @@ def _step_row(step: dict[str, Any]) -> tuple[str, ...]:
     if not step["valid"]:
         return *begin, "-", "-", "-", "-", "-", f"damaged: {step['problem']}"
     parent = "-" if step["parent_step"] is None else str(step["parent_step"])
-    holds = ", ".join(step["only"]) or "all"
+    holds = step["what"]
     return *begin, format_bytes(step["bytes"]), str(step["world_size"]), holds, step["run_id"][:8], parent, "valid"
 
 
@@ -116,8 +116,8 @@ def show(
 ) -> int:
     """Show the tensors of a step and their files.
 
-    The first part of a name is the kind of tensor: params/, buffers/, optimizer/, slices/, extra/, and rank-00000/ for values
-    of each rank. The command reads the manifest and the indexes, but no tensor.
+    The first part of a name is the kind of tensor: params/, buffers/, optimizer/, transforms/, extra/, and rank-00000/ for
+    values of each rank. The command reads the manifest and the indexes, but no tensor.
 
     Exit codes: 0 shown; 1 the step is damaged or cannot be read; 2 bad usage.
     """
@@ -154,7 +154,7 @@ def _checkpoint_facts(reader: CheckpointReader) -> dict[str, Any]:
         "serial": manifest.serial,
         "world_size": reader.world_size,
         "layout": asdict(manifest.layout),
-        "only": list(manifest.only),
+        "what": manifest.what,
         "holds": list(manifest.sections),
         "states": list(manifest.states),
         "bytes": manifest.bytes,

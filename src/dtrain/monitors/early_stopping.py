@@ -89,7 +89,7 @@ class _StopDecision:
         Raises:
             ConfigError: the state was saved before the decision, or a resumed run has trained past the stop.
         """
-        if state.run_context.extra_saved_steps.get(id(self)) == state.step:
+        if state.run_context.lineage.extra_saved_steps.get(id(self)) == state.step:
             raise ConfigError(
                 f"{self._caller}: metric {self._metric!r} must be judged before save_sharded, got a checkpoint of step "
                 f"{state.step} first. A resumed run would lose the value. Call stop(state, numbers) before save_sharded."

@@ -117,7 +117,7 @@ def _take_sample(clock: Clock) -> _WindowSample:
 def run_identity(state: TrainState) -> tuple[int, str | None]:
     """Return an identifier that changes if a state belongs to another run or to a newly loaded checkpoint."""
     # The id avoids a reference to the object, which would keep the checkpoint's folder locked.
-    return id(state.run_context), state.run_context.resumed_from
+    return id(state.run_context), state.run_context.lineage.resumed_from
 
 
 def throughput(window: Duration | int | str = "100ba", *, devices: int | None = None) -> Meter:

@@ -22,7 +22,7 @@ def test_a_folder_of_hugging_face_comes_back(tmp_path, name):
     done = convert(tmp_path / "hf", tmp_path / "root", to="dtrain", step=7)
     assert done.path == tmp_path / "root" / "step-00000007"
     step = verify(tmp_path / "root")
-    assert (step.step, step.path, step.world_size, step.only) == (7, done.path, 1, ("model",))
+    assert (step.step, step.path, step.world_size, step.only) == (7, done.path, 1, "weights")
     other = MODELS[name](seed=1)
     load_weights_(other, tmp_path / "root")
     assert torch.equal(logits(other), logits(model))
@@ -33,7 +33,7 @@ def test_load_sharded_takes_the_model_and_its_buffers(tmp_path):
     model(torch.randn(4, 2))
     save_file(model.state_dict(), tmp_path / "x.safetensors")
     convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain", step=7)
-    restored = load_sharded(tmp_path / "root", state_of(other), only=("model",))
+    restored = load_sharded(tmp_path / "root", state_of(other), what="weights")
     assert restored.step == 7
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in other.state_dict().items())
 

@@ -316,7 +316,7 @@ def _large() -> Iterator[Case]:
             yield Case(
                 fault="nested deeply", name=f"{name} as the manifest", attack=_with_file("manifest.json", nested.encode())
             )
-            for where in ('"values":', '"shared":', '"boxes":'):
+            for where in ('"values":', '"shared":', '"shards":'):
                 attack = _with_text(where, lambda where=where, nested=nested: f'{where}{nested},"_":')
                 yield Case(fault="nested deeply", name=f"{name} in {where}", attack=attack)
             attack = _with_text('"seed":0', lambda nested=nested: f'"seed":{nested}')
@@ -342,7 +342,7 @@ def _tags() -> Iterator[Case]:
         "a tensor that is nowhere": {"$": "tensor", "dtype": "U8", "shape": [3], "distributed": False},
         "a tensor of -1 rows": {"$": "tensor", "dtype": "U8", "shape": [-1], "distributed": False},
     }.items():
-        for section in ("params", "optimizer", "slices", "extra"):
+        for section in ("params", "optimizer", "transforms", "extra"):
             attack = _with_index(lambda body, section=section, value=value: body["shared"][section].update({"x": value}))
             unread = section == "extra" and what.startswith("a tensor") and "fields" not in what and "unknown" not in what
             yield Case(fault="a value made up", name=f"{what} in {section}", attack=attack, unread=unread)

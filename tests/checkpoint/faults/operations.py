@@ -118,7 +118,7 @@ def prepare(root: str) -> None:
             save_sharded(root, state).result()
             last, state = state, train(state, 1)
         if info.rank == 0:
-            leftover = Path(root) / f"step-00000009.tmp-{last.run_context.run_id[:8]}-01234567"
+            leftover = Path(root) / f"step-00000009.tmp-{last.run_context.lineage.run_id[:8]}-01234567"
             leftover.mkdir()
             (leftover / "rank-00000.json").touch()
 

@@ -83,7 +83,7 @@ def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Itera
         parent_step=None,
         serial=1,
         layout=MeshLayout(strategy="none", axes=(), shape=()),
-        only=("model",),
+        what="weights",
         ranks=(files,),
     )
     storage.write_file(folder / layout.MANIFEST, layout.encode_manifest(manifest))
