@@ -2,9 +2,9 @@
 
 import hashlib
 import json
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from dtrain.checkpoint import layout, rank_index, strict_json
 from dtrain.errors import CheckpointError, CorruptCheckpointError
@@ -22,6 +22,8 @@ MANIFEST = layout.Manifest(
     parent_step=None,
     serial=1,
     layout=layout.MeshLayout(strategy="full_shard", axes=("dp_replicate", "dp_shard"), shape=(1, 1)),
+    what="all",
+    states=(),
     ranks=(FILES,),
 )
 ENTRY = rank_index.TensorShardEntry(key="params/w", dtype="F32", shape=(4, 3), offset=(2, 0), size=(2, 3), begin=16, end=40)

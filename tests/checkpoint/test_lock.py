@@ -8,10 +8,10 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from checkpoint.states import watching
 from dtrain import storage
@@ -520,7 +520,7 @@ def test_a_failing_operation_anywhere_is_raised_and_the_next_attempt_succeeds(tm
 
 
 DYING = """
-import dataclasses
+import msgspec
 class Dying:
     def __init__(self, at):
         self.left = at
@@ -536,7 +536,7 @@ class Dying:
         return counted
 
 lock_owner.TORN_AFTER_S, lock._POLL_S = 0.05, 0.01
-ended = dataclasses.replace(lock_owner.current_owner("b" * 32, now=time.time()), pid=2**31 - 1)
+ended = msgspec.structs.replace(lock_owner.current_owner("b" * 32, now=time.time()), pid=2**31 - 1)
 root, at, code = Path(sys.argv[1]), 0, 9
 root.mkdir()
 while code == 9:

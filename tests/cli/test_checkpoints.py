@@ -138,7 +138,7 @@ def test_list_json_of_nothing_is_an_empty_list(checkpoints, root):
 
 def test_list_says_which_steps_hold_a_model_only(checkpoints, root):
     save_sharded("weights", train(plain_state(), 3), what="weights")
-    for name, expected in (("root", "all"), ("weights", "model")):
+    for name, expected in (("root", "all"), ("weights", "weights")):
         lines = checkpoints("list", name)[1].splitlines()
         assert {line.split()[-4] for line in lines[1:]} == {expected}
 

@@ -20,13 +20,15 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+import msgspec
 import torch
+from msgspec import Meta, Struct
 
 from dtrain.checkpoint import strict_json
+from dtrain.checkpoint.strict_json import Count
 from dtrain.dist.mesh import MODEL_AXES
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
@@ -71,7 +73,6 @@ DTYPES = {
 """Dtypes by their names in safetensors files."""
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
-RUN_ID = re.compile(r"[0-9a-f]{32}")
 _STEP_NAME = re.compile(r"step-([0-9]{8}|[1-9][0-9]{8,17})")
 _STAGING_NAME = re.compile(r"step-[0-9]{8,18}\.(?:tmp|old)-[0-9a-f]{8}-[0-9a-f]{8}")
 
@@ -107,21 +108,19 @@ def index_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataFile:
+class DataFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Data file: name in the step's folder, and size in bytes."""
 
     name: str
-    bytes: int
+    bytes: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankFiles:
+class RankFiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Files of a rank, as the manifest lists them. The digest of the index covers the digests of the data."""
 
     index: str
-    index_bytes: int
-    index_sha256: str
+    index_bytes: Count
+    index_sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
     data: tuple[DataFile, ...]
 
     @property
@@ -130,13 +129,12 @@ class RankFiles:
         return {self.index: self.index_bytes, **{file.name: file.bytes for file in self.data}}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MeshLayout:
+class MeshLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Mesh that a checkpoint was written on; ``axes`` and ``shape`` are () without a mesh."""
 
     strategy: str
     axes: tuple[str, ...]
-    shape: tuple[int, ...]
+    shape: tuple[Count, ...]
 
     @property
     def ranks_per_batch(self) -> int:
@@ -144,8 +142,7 @@ class MeshLayout:
         return prod(size for axis, size in zip(self.axes, self.shape, strict=False) if axis in MODEL_AXES)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Manifest:
+class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Manifest of a checkpoint. A folder with a valid manifest is a checkpoint.
 
     Args:
@@ -160,13 +157,13 @@ class Manifest:
         ranks: files by rank.
     """
 
-    run_id: str
-    step: int
-    parent_step: int | None
-    serial: int
+    run_id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
+    step: Count
+    parent_step: Count | None
+    serial: Count
     layout: MeshLayout
-    what: SaveScope = "all"
-    states: tuple[str, ...] = ()
+    what: SaveScope
+    states: tuple[str, ...]
     ranks: tuple[RankFiles, ...]
 
     @property
@@ -185,17 +182,9 @@ class Manifest:
         return SECTIONS[self.what]
 
 
-_MANIFEST_FIELDS = (
-    "format", "version", "run_id", "step", "parent_step", "serial", "layout", "what", "states", "ranks",
-)  # fmt: skip
-_RANK_FIELDS = ("index", "index_bytes", "index_sha256", "data")
-_FILE_FIELDS = ("name", "bytes")
-_LAYOUT_FIELDS = ("strategy", "axes", "shape")
-
-
 def encode_manifest(manifest: Manifest) -> bytes:
     """Encode ``manifest.json``: readable JSON, whose last field is the digest of the canonical JSON of all other fields."""
-    return _sign({"format": FORMAT, "version": VERSION, **asdict(manifest)})
+    return _sign({"format": FORMAT, "version": VERSION, **msgspec.to_builtins(manifest)})
 
 
 def _sign(body: dict[str, Any]) -> bytes:
@@ -220,42 +209,20 @@ def parse_manifest(data: bytes) -> Manifest:
     check_format(body, MANIFEST, FORMAT)
     if _sign(body) != data:
         raise CorruptCheckpointError(f"{MANIFEST}: the text was changed, the values were not")
-    raw = strict_json.read_object(body, MANIFEST, _MANIFEST_FIELDS)
-    ranks = strict_json.read_list(raw["ranks"], f"{MANIFEST}: ranks", parse_rank_files)
-    for rank, files in enumerate(ranks):
+    fields = {name: value for name, value in body.items() if name not in ("format", "version")}
+    manifest = strict_json.convert(fields, Manifest, MANIFEST)
+    for rank, files in enumerate(manifest.ranks):
         names, known = [file.name for file in files.data], [data_name(rank), data_name(rank, frozen=True)]
         if files.index != index_name(rank) or not names or names != known[: len(names)]:
             raise CorruptCheckpointError(
                 f"{MANIFEST}: ranks[{rank}]: unexpected file names {strict_json.describe_value([files.index, *names])}"
             )
-    if not ranks:
+    if not manifest.ranks:
         raise CorruptCheckpointError(f"{MANIFEST}: ranks: must list at least one rank")
-    return Manifest(
-        run_id=strict_json.read_str(raw["run_id"], f"{MANIFEST}: run_id", RUN_ID),
-        step=strict_json.read_int(raw["step"], f"{MANIFEST}: step"),
-        parent_step=strict_json.read_optional(raw["parent_step"], f"{MANIFEST}: parent_step", strict_json.read_int),
-        serial=strict_json.read_int(raw["serial"], f"{MANIFEST}: serial"),
-        layout=_parse_layout(raw["layout"], f"{MANIFEST}: layout"),
-        what=_parse_what(raw["what"]),
-        states=_parse_states(raw["states"]),
-        ranks=ranks,
-    )
-
-
-def _parse_what(value: Any) -> SaveScope:
-    for what in SECTIONS:
-        if value == what:
-            return what
-    raise CorruptCheckpointError(f"{MANIFEST}: what: unknown value {strict_json.describe_value(value)}")
-
-
-def _parse_states(value: Any) -> tuple[str, ...]:
-    names = strict_json.read_list(value, f"{MANIFEST}: states", strict_json.read_str)
-    if len(set(names)) != len(names) or "" in names:
-        raise CorruptCheckpointError(
-            f"{MANIFEST}: states: names must be unique and not empty, got {strict_json.describe_value(value)}"
-        )
-    return names
+    if len(set(manifest.states)) != len(manifest.states) or "" in manifest.states:
+        shown = strict_json.describe_value(manifest.states)
+        raise CorruptCheckpointError(f"{MANIFEST}: states: names must be unique and not empty, got {shown}")
+    return manifest
 
 
 def check_format(body: Any, location: str, name: str) -> None:
@@ -270,35 +237,3 @@ def check_format(body: Any, location: str, name: str) -> None:
         raise CheckpointError(
             f"{location}: format version must be {VERSION}, got {body['version']}. Use the dtrain version that wrote the file."
         )
-
-
-def parse_rank_files(value: Any, location: str = "rank files") -> RankFiles:
-    """Parse the files of a rank.
-
-    Raises:
-        CorruptCheckpointError: a value of another form.
-    """
-    raw = strict_json.read_object(value, location, _RANK_FIELDS)
-    return RankFiles(
-        index=strict_json.read_str(raw["index"], f"{location}: index"),
-        index_bytes=strict_json.read_int(raw["index_bytes"], f"{location}: index_bytes"),
-        index_sha256=strict_json.read_str(raw["index_sha256"], f"{location}: index_sha256", strict_json.SHA256),
-        data=strict_json.read_list(raw["data"], f"{location}: data", _parse_data_file),
-    )
-
-
-def _parse_data_file(value: Any, location: str) -> DataFile:
-    raw = strict_json.read_object(value, location, _FILE_FIELDS)
-    return DataFile(
-        name=strict_json.read_str(raw["name"], f"{location}: name"),
-        bytes=strict_json.read_int(raw["bytes"], f"{location}: bytes"),
-    )
-
-
-def _parse_layout(value: Any, location: str) -> MeshLayout:
-    raw = strict_json.read_object(value, location, _LAYOUT_FIELDS)
-    return MeshLayout(
-        strategy=strict_json.read_str(raw["strategy"], f"{location}: strategy"),
-        axes=strict_json.read_list(raw["axes"], f"{location}: axes", strict_json.read_str),
-        shape=strict_json.read_ints(raw["shape"], f"{location}: shape"),
-    )

@@ -22,8 +22,10 @@ import time
 import weakref
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
+
+from msgspec.structs import replace
 
 from dtrain import storage
 from dtrain.checkpoint import lock_owner

@@ -12,11 +12,14 @@ import re
 import secrets
 import socket
 import time
-from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
+
+import msgspec
+from msgspec import Meta, Struct
 
 from dtrain.checkpoint import strict_json
+from dtrain.checkpoint.strict_json import Count
 from dtrain.errors import CorruptCheckpointError
 
 FORMAT, VERSION = "dtrain-lock", 1
@@ -32,14 +35,13 @@ TORN_AFTER_S = 2.0
 """Age from which an unreadable file that does not change is taken for the leftover of an interrupted write."""
 
 OwnerStatus = Literal["live", "dead", "unknown"]
-_TOKEN = re.compile(r"[0-9a-f]{16}")
 # These characters are safe in a message.
-_WORD = re.compile(r"[!-~]{1,255}")
+_Word = Annotated[str, Meta(pattern=r"\A[!-~]{1,255}\Z")]
+_Seconds = Annotated[float, Meta(ge=0, lt=1e11)]
 _MAX_PID = 2**31 - 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LockOwner:
+class LockOwner(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Owner of a lock, as the lock file names the owner.
 
     Args:
@@ -54,19 +56,21 @@ class LockOwner:
         heartbeat_at: time of the last heartbeat in seconds since 1970 by the owner's clock.
     """
 
-    token: str
-    host: str
-    pid: int
-    start_ticks: int | None
-    boot_id: str | None
-    pid_namespace: str | None
-    run_id: str
-    acquired_at: float
-    heartbeat_at: float
+    token: Annotated[str, Meta(pattern=r"\A[0-9a-f]{16}\Z")]
+    host: _Word
+    pid: Count
+    start_ticks: Count | None
+    boot_id: _Word | None
+    pid_namespace: _Word | None
+    run_id: _Word
+    acquired_at: _Seconds
+    heartbeat_at: _Seconds
 
     def encode(self) -> bytes:
         """Encode the lock file. The token is the first field, so that a part of the file identifies its writer."""
-        return json.dumps({**asdict(self), "format": FORMAT, "version": VERSION}, allow_nan=False).encode() + b"\n"
+        return (
+            json.dumps({**msgspec.structs.asdict(self), "format": FORMAT, "version": VERSION}, allow_nan=False).encode() + b"\n"
+        )
 
     def describe(self) -> str:
         """Describe the owner such that ``ps`` on the named host finds the process."""
@@ -76,34 +80,13 @@ class LockOwner:
 def parse_owner(data: bytes) -> LockOwner | None:
     """Parse a lock file. Return None if this version cannot have written the file."""
     try:
-        raw = strict_json.read_object(
-            strict_json.parse_json(data, "lock"), "lock", (*(f.name for f in fields(LockOwner)), "format", "version")
-        )
-        if (raw["format"], raw["version"]) != (FORMAT, VERSION):
+        raw = strict_json.parse_json(data, "lock")
+        if type(raw) is not dict or (raw.pop("format", None), raw.pop("version", None)) != (FORMAT, VERSION):
             return None
-        return LockOwner(
-            token=strict_json.read_str(raw["token"], "token", _TOKEN),
-            host=strict_json.read_str(raw["host"], "host", _WORD),
-            pid=min(strict_json.read_int(raw["pid"], "pid"), _MAX_PID),
-            start_ticks=strict_json.read_optional(raw["start_ticks"], "start_ticks", strict_json.read_int),
-            boot_id=strict_json.read_optional(raw["boot_id"], "boot_id", _read_word),
-            pid_namespace=strict_json.read_optional(raw["pid_namespace"], "pid_namespace", _read_word),
-            run_id=strict_json.read_str(raw["run_id"], "run_id", _WORD),
-            acquired_at=_read_seconds(raw["acquired_at"]),
-            heartbeat_at=_read_seconds(raw["heartbeat_at"]),
-        )
+        owner = strict_json.convert(raw, LockOwner, "lock")
     except CorruptCheckpointError:
         return None
-
-
-def _read_word(value: object, location: str) -> str:
-    return strict_json.read_str(value, location, _WORD)
-
-
-def _read_seconds(value: object) -> float:
-    if type(value) is not float or not 0 <= value < 1e11:
-        raise CorruptCheckpointError(f"lock: must be seconds, got {strict_json.describe_value(value)}")
-    return value
+    return msgspec.structs.replace(owner, pid=min(owner.pid, _MAX_PID))
 
 
 def current_owner(run_id: str, *, now: float) -> LockOwner:
@@ -143,7 +126,7 @@ def is_same_process(one: LockOwner, other: LockOwner) -> bool:
 
 def with_heartbeat(owner: LockOwner, *, now: float) -> LockOwner:
     """Return the owner with a heartbeat at ``now``. The heartbeat always increases, because a change shows life."""
-    return replace(owner, heartbeat_at=max(now, owner.heartbeat_at + 1e-3))
+    return msgspec.structs.replace(owner, heartbeat_at=max(now, owner.heartbeat_at + 1e-3))
 
 
 def process_start_ticks(pid: int) -> int | Literal["gone", "hidden"]:

@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta, Struct
 
 from dtrain.checkpoint import layout, strict_json
+from dtrain.checkpoint.strict_json import Count
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
 INDEX_FORMAT = "dtrain-checkpoint-rank"
-_DIGEST_PATTERN = re.compile(r"[0-9a-f]{32}")
-_INDEX_FIELDS = (
-    "format",
-    "version",
-    "rank",
-    "chunk_bytes",
-    "digest",
-    "chunks",
-    "kinds",
-    "shards",
-    "per_rank",
-    "values",
-    "shared",
-)
 _KIND_FIELDS = ("dtype", "shape", "offset", "size", "file")
 
 
@@ -123,90 +111,82 @@ def parse_index(data: bytes, rank: int, sizes: Sequence[int]) -> RankIndex:
     location = layout.index_name(rank)
     body = strict_json.parse_json(data, location)
     layout.check_format(body, location, INDEX_FORMAT)
-    raw = strict_json.read_object(body, location, _INDEX_FIELDS)
-    found = raw["rank"], raw["chunk_bytes"], raw["digest"]
+    raw = strict_json.convert(body, _IndexFile, location)
+    found = raw.rank, raw.chunk_bytes, raw.digest
     if found != (rank, layout.CHUNK_BYTES, layout.DIGEST):
         raise CorruptCheckpointError(
             f"{location}: must be the index of rank {rank} with {layout.DIGEST} of chunks of {layout.CHUNK_BYTES} bytes, "
-            f"got rank {found[0]!r}, {found[2]!r} and {found[1]!r} bytes"
+            f"got rank {found[0]}, {found[2]!r} and {found[1]} bytes"
         )
-    chunks = strict_json.read_list(raw["chunks"], f"{location}: chunks", _read_digests)
-    counts = [len(of_file) for of_file in chunks]
+    counts = [len(of_file) for of_file in raw.chunks]
     if counts != [-(-size // layout.CHUNK_BYTES) for size in sizes]:
         raise CorruptCheckpointError(f"{location}: files of {list(sizes)} bytes do not have {counts} chunk digests")
-    if (raw["shared"] is None) != (rank != 0) or (rank == 0 and type(raw["shared"]) is not dict):
+    if (raw.shared is None) != (rank != 0):
         raise CorruptCheckpointError(f"{location}: shared: must be an object on rank 0 and null on all other ranks")
-    kinds = strict_json.read_list(raw["kinds"], f"{location}: kinds", lambda value, at: _parse_kind(value, at, sizes))
+    for at, kind in enumerate(raw.kinds):
+        kind.check(f"{location}: kinds[{at}]", len(sizes))
     return RankIndex(
         rank=rank,
-        shards=_parse_entries(raw["shards"], f"{location}: shards", kinds),
-        per_rank=_parse_entries(raw["per_rank"], f"{location}: per_rank", kinds),
-        chunks=chunks,
-        values=raw["values"],
-        shared=raw["shared"],
+        shards=_build_entries(raw.shards, f"{location}: shards", raw.kinds, sizes),
+        per_rank=_build_entries(raw.per_rank, f"{location}: per_rank", raw.kinds, sizes),
+        chunks=raw.chunks,
+        values=raw.values,
+        shared=raw.shared,
     )
 
 
-def _read_digests(value: Any, location: str) -> tuple[str, ...]:
-    return strict_json.read_list(value, location, _read_digest)
-
-
-def _read_digest(value: Any, location: str) -> str:
-    return strict_json.read_str(value, location, _DIGEST_PATTERN)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _ShardKind:
-    """Common fields of several shards, the size of each shard in bytes, and the size of their file in bytes."""
+class _ShardKind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Common fields of several shards."""
 
     dtype: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    file: int
-    nbytes: int
-    file_bytes: int
+    shape: tuple[Count, ...]
+    offset: tuple[Count, ...]
+    size: tuple[Count, ...]
+    file: Count
+
+    def check(self, location: str, files: int) -> None:
+        if self.dtype not in layout.DTYPES:
+            raise CorruptCheckpointError(f"{location}: unknown dtype {self.dtype!r}")
+        dims = zip(self.offset, self.size, self.shape, strict=False)
+        if not len(self.shape) == len(self.offset) == len(self.size) or any(a + n > full for a, n, full in dims):
+            raise CorruptCheckpointError(f"{location}: region {self.offset}+{self.size} is outside of shape {self.shape}")
+        if self.file >= files:
+            raise CorruptCheckpointError(f"{location}: data file number must be below {files}, got {self.file}")
 
 
-def _parse_kind(value: Any, location: str, sizes: Sequence[int]) -> _ShardKind:
-    raw = strict_json.read_object(value, location, _KIND_FIELDS)
-    dtype, file = strict_json.read_str(raw["dtype"], location), strict_json.read_int(raw["file"], location)
-    shape, offset, size = (strict_json.read_ints(raw[name], location) for name in ("shape", "offset", "size"))
-    if dtype not in layout.DTYPES:
-        raise CorruptCheckpointError(f"{location}: unknown dtype {dtype!r}")
-    if not len(shape) == len(offset) == len(size) or any(a + n > full for a, n, full in zip(offset, size, shape, strict=True)):
-        raise CorruptCheckpointError(f"{location}: region {offset}+{size} is outside of shape {shape}")
-    if file >= len(sizes):
-        raise CorruptCheckpointError(f"{location}: data file number must be below {len(sizes)}, got {file}")
-    nbytes = prod(size) * layout.DTYPES[dtype].itemsize
-    return _ShardKind(dtype=dtype, shape=shape, offset=offset, size=size, file=file, nbytes=nbytes, file_bytes=sizes[file])
+class _IndexFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of ``rank-<rank>.json``; a shard is a row ``[key, kind, begin]``."""
+
+    format: str
+    version: int
+    rank: Count
+    chunk_bytes: Count
+    digest: str
+    chunks: tuple[tuple[Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")], ...], ...]
+    kinds: tuple[_ShardKind, ...]
+    shards: list[tuple[str, Count, Count]]
+    per_rank: list[tuple[str, Count, Count]]
+    values: Any
+    shared: dict[str, Any] | None
 
 
-def _parse_entries(value: Any, location: str, kinds: Sequence[_ShardKind]) -> tuple[TensorShardEntry, ...]:
-    if type(value) is not list:
-        raise CorruptCheckpointError(f"{location}: must be a list, got {strict_json.describe_value(value)}")
-    for row in value:
-        if (
-            type(row) is not list
-            or len(row) != 3
-            or type(row[0]) is not str
-            or type(row[1]) is not int
-            or type(row[2]) is not int
-        ):
-            raise CorruptCheckpointError(
-                f"{location}: rows must be a key, a kind and a first byte, got {strict_json.describe_value(row)}"
-            )
-        key, number, begin = row
-        if not 0 <= number < len(kinds):
+def _build_entries(
+    rows: Sequence[tuple[str, int, int]], location: str, kinds: Sequence[_ShardKind], sizes: Sequence[int]
+) -> tuple[TensorShardEntry, ...]:
+    common = [
+        (kind.dtype, kind.shape, kind.offset, kind.size, prod(kind.size) * layout.DTYPES[kind.dtype].itemsize, kind.file)
+        for kind in kinds
+    ]
+    for key, number, begin in rows:
+        if number >= len(kinds):
             raise CorruptCheckpointError(f"{location}: {key}: kind must be below {len(kinds)}, got {number}")
-        if begin < 0 or begin + kinds[number].nbytes > kinds[number].file_bytes:
-            kind = kinds[number]
+        *_, nbytes, file = common[number]
+        if begin + nbytes > sizes[file]:
             raise CorruptCheckpointError(
-                f"{location}: {key}: bytes {begin} to {begin + kind.nbytes} are outside of a file of {kind.file_bytes} bytes"
+                f"{location}: {key}: bytes {begin} to {begin + nbytes} are outside of a file of {sizes[file]} bytes"
             )
-    common = [(kind.dtype, kind.shape, kind.offset, kind.size, kind.nbytes, kind.file) for kind in kinds]
     return tuple(
         TensorShardEntry(key, dtype, shape, offset, size, begin, begin + nbytes, file)
-        for key, number, begin in value
+        for key, number, begin in rows
         for dtype, shape, offset, size, nbytes, file in (common[number],)
     )

@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, cast
 
+import msgspec
+
 from dtrain import heartbeats, spans, storage
-from dtrain.checkpoint import layout, rank_index
+from dtrain.checkpoint import layout, rank_index, strict_json
 from dtrain.checkpoint.checkpoint_info import read_manifest_bytes
 from dtrain.checkpoint.checkpointer import Checkpointer, SaveOptions
 from dtrain.checkpoint.commit import SaveDecision, commit, prepare_save, remove_or_warn, resumed_steps
@@ -140,9 +142,9 @@ def _write_on_all_ranks(decision: SaveDecision, save: SaveRequest, task: SaveTas
     files: RankFiles | None = None
     with raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE):
         files = _write_rank(decision, save, task)
-    files_by_rank = all_gather_json(cast(Any, asdict(files)), group="background")
+    files_by_rank = all_gather_json(msgspec.to_builtins(files), group="background")
     _check_groups_open(save)
-    return [layout.parse_rank_files(files) for files in files_by_rank]
+    return [strict_json.convert(files, RankFiles, "rank files") for files in files_by_rank]
 
 
 def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> RankFiles:

@@ -1,22 +1,24 @@
 """Parse JSON files strictly, and check every field against a closed schema.
 
+msgspec checks the types of fields. Duplicate keys, NaN and the size limit are checked here, because msgspec accepts them.
+
 Input is never trusted: any deviation raises ``CorruptCheckpointError`` with the location in the file.
 """
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable
 from math import inf
-from typing import Any, NoReturn, TypeVar
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import msgspec
 
 from dtrain.errors import CorruptCheckpointError
 
 T = TypeVar("T")
 # The limit is per file, and the writer refuses larger files, too.
 MAX_JSON_BYTES = 256 * 2**20
-SHA256 = re.compile(r"[0-9a-f]{64}")
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 def canonical_json(value: Any) -> bytes:
@@ -66,6 +68,20 @@ def _reject_constant(text: str) -> NoReturn:
     raise ValueError(f"{text} is not allowed")
 
 
+def convert(value: Any, kind: type[T], location: str) -> T:
+    """Convert parsed JSON to a frozen struct of msgspec, without casts: ``True`` is no integer.
+
+    Raises:
+        CorruptCheckpointError: a missing or unknown field, or a field of another type; names the field.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        message, _, path = str(error).partition(" - at `$")
+        field = path.strip("`.")
+        raise CorruptCheckpointError(f"{location}: {field}{': ' if field else ''}{message}") from None
+
+
 def read_object(value: Any, location: str, names: tuple[str, ...]) -> dict[str, Any]:
     """Return ``value`` as an object with exactly the fields ``names``."""
     if type(value) is not dict:
@@ -86,31 +102,11 @@ def read_int(value: Any, location: str) -> int:
     return value
 
 
-def read_str(value: Any, location: str, pattern: re.Pattern[str] | None = None) -> str:
-    """Return ``value`` as a string that matches ``pattern``; None accepts every string."""
-    if type(value) is not str or (pattern is not None and pattern.fullmatch(value) is None):
-        expected = "a string" if pattern is None else f"a string like {pattern.pattern}"
-        raise CorruptCheckpointError(f"{location}: must be {expected}, got {describe_value(value)}")
-    return value
-
-
-def read_list(value: Any, location: str, of: Callable[[Any, str], T]) -> tuple[T, ...]:
-    """Return ``value`` as a tuple of items that ``of`` has read."""
-    if type(value) is not list:
-        raise CorruptCheckpointError(f"{location}: must be a list, got {describe_value(value)}")
-    return tuple(of(item, f"{location}[{at}]") for at, item in enumerate(value))
-
-
 def read_ints(value: Any, location: str) -> tuple[int, ...]:
     """Return ``value`` as a tuple of integers of at least 0."""
-    if type(value) is list and all(type(item) is int and item >= 0 for item in value):
-        return tuple(value)
-    return read_list(value, location, read_int)
-
-
-def read_optional(value: Any, location: str, of: Callable[[Any, str], T]) -> T | None:
-    """Return ``of(value, location)``, or None if ``value`` is None."""
-    return None if value is None else of(value, location)
+    if type(value) is not list:
+        raise CorruptCheckpointError(f"{location}: must be a list, got {describe_value(value)}")
+    return tuple(read_int(item, f"{location}[{at}]") for at, item in enumerate(value))
 
 
 def _format_names(names: list[str]) -> str:

@@ -21,6 +21,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from msgspec import Struct
+
 from dtrain import storage
 from dtrain.checkpoint import strict_json, tree_json
 from dtrain.checkpoint.checkpoint_info import read_manifest_bytes
@@ -29,6 +31,7 @@ from dtrain.checkpoint.rank_index import TensorShardEntry
 from dtrain.checkpoint.read_tensors import FileOpener
 from dtrain.checkpoint.reader import open_checkpoint, with_buffers_of
 from dtrain.checkpoint.reshard import StoredShard, index_shards
+from dtrain.checkpoint.strict_json import Count
 from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 from dtrain.storage import AnyPath
@@ -84,9 +87,16 @@ def _rename_shard(shard: StoredShard, name: str) -> StoredShard:
 SUFFIX = ".safetensors"
 MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
-_ENTRY_FIELDS = ("dtype", "shape", "data_offsets")
 # Dtypes of the format that torch or this reader does not support.
 _UNSUPPORTED_DTYPES = frozenset({"C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
+
+
+class _HeaderEntry(Struct, frozen=True, forbid_unknown_fields=True):
+    """Entry of a tensor in the header."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    data_offsets: tuple[Count, Count]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -219,15 +229,14 @@ def _parse_entries(header: Any, location: str, data_begin: int) -> tuple[TensorS
 
 
 def _parse_entry(key: str, value: Any, location: str, data_begin: int) -> TensorShardEntry:
-    raw = strict_json.read_object(value, location, _ENTRY_FIELDS)
-    dtype, shape = strict_json.read_str(raw["dtype"], location), strict_json.read_ints(raw["shape"], location)
-    offsets = strict_json.read_ints(raw["data_offsets"], location)
+    raw = strict_json.convert(value, _HeaderEntry, location)
+    dtype, shape, offsets = raw.dtype, raw.shape, raw.data_offsets
     if dtype in _UNSUPPORTED_DTYPES:
         raise CheckpointError(f"{location}: dtrain does not support dtype {dtype}. Convert the tensor to another dtype.")
     if dtype not in DTYPES:
         raise CorruptCheckpointError(f"{location}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
     needed = prod(shape) * DTYPES[dtype].itemsize
-    if len(offsets) != 2 or offsets[1] - offsets[0] != needed:
+    if offsets[1] - offsets[0] != needed:
         raise CorruptCheckpointError(
             f"{location}: data_offsets must span {needed} bytes of {dtype} {list(shape)}, got {list(offsets)}"
         )

@@ -84,6 +84,7 @@ def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Itera
         serial=1,
         layout=MeshLayout(strategy="none", axes=(), shape=()),
         what="weights",
+        states=(),
         ranks=(files,),
     )
     storage.write_file(folder / layout.MANIFEST, layout.encode_manifest(manifest))
