@@ -22,7 +22,7 @@ def test_a_folder_of_hugging_face_comes_back(tmp_path, name):
     done = convert(tmp_path / "hf", tmp_path / "root", to="dtrain", step=7)
     assert done.path == tmp_path / "root" / "step-00000007"
     step = verify(tmp_path / "root")
-    assert (step.step, step.path, step.world_size, step.only) == (7, done.path, 1, "weights")
+    assert (step.step, step.path, step.world_size, step.what) == (7, done.path, 1, "weights")
     other = MODELS[name](seed=1)
     load_weights_(other, tmp_path / "root")
     assert torch.equal(logits(other), logits(model))
