@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpoint.states import digest, plain_state, train
-from dtrain.checkpoint import data_file, layout, rank_index
+from dtrain.checkpoint import data_file, layout
 from dtrain.checkpoint import data_file as digest_module
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
 from dtrain.checkpoint.load import load_sharded
@@ -219,9 +219,9 @@ def test_only_the_chunks_needed_are_read_but_each_is_verified(root, monkeypatch)
     small = root.parent / "small"
     step = save_sharded(small, state, extra={"table": torch.arange(4096)}).path
     data = step / FILES[2]
-    assert len(rank_index.parse_index((step / FILES[1]).read_bytes(), 0, [data.stat().st_size]).chunks[0]) > 20
+    assert len(layout.parse_index((step / FILES[1]).read_bytes(), 0, [data.stat().st_size]).chunks[0]) > 20
     content = data.read_bytes()
-    boxes = rank_index.parse_index((step / FILES[1]).read_bytes(), 0, [len(content)]).shards
+    boxes = layout.parse_index((step / FILES[1]).read_bytes(), 0, [len(content)]).shards
     entry = next(box for box in boxes if box.key == "extra/table")
     altered = bytearray(content)
     altered[(entry.begin + entry.end) // 2] ^= 1
@@ -238,7 +238,7 @@ def test_every_chunk_that_is_needed_is_verified_before_anything_changes(tmp_path
         monkeypatch.setattr(module, "CHUNK_BYTES", 512)
     data = save_sharded(tmp_path, train(plain_state(), 1)).path / FILES[2]
     content = data.read_bytes()
-    index = rank_index.parse_index((data.parent / FILES[1]).read_bytes(), 0, [len(content)])
+    index = layout.parse_index((data.parent / FILES[1]).read_bytes(), 0, [len(content)])
     for entry in (*index.shards, *index.per_rank):
         altered = bytearray(content)
         altered[(entry.begin + entry.end) // 2] ^= 1

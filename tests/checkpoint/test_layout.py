@@ -6,7 +6,7 @@ import json
 import pytest
 from msgspec.structs import replace
 
-from dtrain.checkpoint import layout, rank_index, strict_json
+from dtrain.checkpoint import layout, strict_json
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
 RUN = "0123456789abcdef" * 2
@@ -26,8 +26,8 @@ MANIFEST = layout.Manifest(
     states=(),
     ranks=(FILES,),
 )
-ENTRY = rank_index.TensorShardEntry(key="params/w", dtype="F32", shape=(4, 3), offset=(2, 0), size=(2, 3), begin=16, end=40)
-INDEX = rank_index.RankIndex(rank=0, shards=(ENTRY,), per_rank=(), chunks=(("b" * 32,),), values={"x": 1}, shared={"seed": 0})
+ENTRY = layout.TensorShardEntry(key="params/w", dtype="F32", shape=(4, 3), offset=(2, 0), size=(2, 3), begin=16, end=40)
+INDEX = layout.RankIndex(rank=0, shards=(ENTRY,), per_rank=(), chunks=(("b" * 32,),), values={"x": 1}, shared={"seed": 0})
 
 
 def signed(body: dict) -> bytes:
@@ -67,7 +67,7 @@ def test_manifest_comes_back(manifest):
 
 
 def test_index_comes_back():
-    assert rank_index.parse_index(rank_index.encode_index(INDEX), 0, [64]) == INDEX
+    assert layout.parse_index(layout.encode_index(INDEX), 0, [64]) == INDEX
 
 
 def test_every_changed_byte_of_a_manifest_is_seen():
@@ -130,16 +130,16 @@ def test_a_later_version_is_refused_but_not_called_damaged():
 
 
 def index_with(**changes) -> bytes:
-    return json.dumps({**json.loads(rank_index.encode_index(INDEX)), **changes}).encode()
+    return json.dumps({**json.loads(layout.encode_index(INDEX)), **changes}).encode()
 
 
 def kind_with(**changes) -> bytes:
-    kind = json.loads(rank_index.encode_index(INDEX))["kinds"][0]
+    kind = json.loads(layout.encode_index(INDEX))["kinds"][0]
     return index_with(kinds=[{**kind, **changes}])
 
 
 def row_with(at: int, value) -> bytes:
-    row = json.loads(rank_index.encode_index(INDEX))["shards"][0]
+    row = json.loads(layout.encode_index(INDEX))["shards"][0]
     return index_with(shards=[[*row[:at], value, *row[at + 1 :]]])
 
 
@@ -175,18 +175,18 @@ BAD_INDEXES = {
 @pytest.mark.parametrize("data", BAD_INDEXES.values(), ids=BAD_INDEXES)
 def test_index_schema_is_closed(data):
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json: "):
-        rank_index.parse_index(data, 0, [64])
+        layout.parse_index(data, 0, [64])
 
 
 def test_a_later_version_of_an_index_is_refused():
     with pytest.raises(CheckpointError, match="format version must be 1, got 7"):
-        rank_index.parse_index(index_with(version=7), 0, [64])
+        layout.parse_index(index_with(version=7), 0, [64])
 
 
 def test_an_index_too_large_to_be_read_is_not_written(monkeypatch):
     monkeypatch.setattr(strict_json, "MAX_JSON_BYTES", 10)
     with pytest.raises(CheckpointError, match=r"must be at most 10 bytes, got .*. Store large plain data as tensors"):
-        rank_index.encode_index(INDEX)
+        layout.encode_index(INDEX)
 
 
 @pytest.mark.parametrize("step", [0, 1, 99_999_999, 100_000_000, 10**12])

@@ -10,7 +10,7 @@ from torch import nn
 
 import dtrain as dt
 from checkpoint.states import Counter, Net, digest, plain_state, train, watching
-from dtrain.checkpoint import layout, rank_index
+from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
@@ -466,13 +466,13 @@ def test_an_index_that_puts_two_boxes_in_one_place_is_refused(tmp_path):
     path = save_sharded(tmp_path, plain_state()).path
     manifest = layout.parse_manifest((path / "manifest.json").read_bytes())
     files = manifest.ranks[0]
-    index = rank_index.parse_index((path / files.index).read_bytes(), 0, [file.bytes for file in files.data])
+    index = layout.parse_index((path / files.index).read_bytes(), 0, [file.bytes for file in files.data])
     first, second = (
         at for at, box in enumerate(index.shards) if box.key in ("params/last.bias", "transforms/ema/shadow/last.bias")
     )
     boxes = list(index.shards)
     boxes[second] = boxes[second]._replace(begin=boxes[first].begin, end=boxes[first].end)
-    data = rank_index.encode_index(replace(index, shards=tuple(boxes)))
+    data = layout.encode_index(replace(index, shards=tuple(boxes)))
     (path / files.index).write_bytes(data)
     files = replace(files, index_bytes=len(data), index_sha256=hashlib.sha256(data).hexdigest())
     (path / "manifest.json").write_bytes(layout.encode_manifest(replace(manifest, ranks=(files,))))

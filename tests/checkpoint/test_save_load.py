@@ -12,9 +12,8 @@ from torch import nn
 
 from checkpoint.states import Counter, digest, names, plain_state, train, write_of_another_version
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
-from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.layout import DTYPES, parse_index
 from dtrain.checkpoint.load import load_sharded
-from dtrain.checkpoint.rank_index import parse_index
 from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
 from dtrain.clock import Clock

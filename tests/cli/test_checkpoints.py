@@ -15,7 +15,7 @@ from dtrain.checkpoint import layout
 from dtrain.checkpoint.save import save_sharded
 
 VALID = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d +[0-9.]+ KiB +1 +all +[0-9a-f]{8} "
-DAMAGED = r"\*  2 +[-0-9]+ [0-9:]+  - +- +- +- +- +damaged: manifest.json: .*"
+CORRUPT = r"\*  2 +[-0-9]+ [0-9:]+  - +- +- +- +- +corrupt: manifest.json: .*"
 
 
 def flip(path, at=0.5):
@@ -42,12 +42,12 @@ def test_list_marks_what_was_committed_last_after_going_back(checkpoints, root):
     assert [line.split()[:2] for line in lines[1:]] == [["2", lines[1].split()[1]], ["*", "1"]]
 
 
-def test_list_shows_a_damaged_manifest_and_that_loading_would_meet_it(checkpoints, root):
+def test_list_shows_a_corrupt_manifest_and_that_loading_would_meet_it(checkpoints, root):
     flip(root / "step-00000002" / "manifest.json")
     code, out, err = checkpoints("list", "root")
     assert (code, err) == (0, "")
     assert re.fullmatch(rf"   1     {VALID} +- +valid", out.splitlines()[1])
-    assert re.fullmatch(DAMAGED, out.splitlines()[2])
+    assert re.fullmatch(CORRUPT, out.splitlines()[2])
 
 
 def test_list_says_when_there_is_nothing(checkpoints, root):
@@ -73,7 +73,7 @@ def test_verify_deep_finds_a_flipped_bit_and_names_the_file(checkpoints, root, n
     flip(root / "step-00000002" / name)
     code, out, err = checkpoints("verify", "root", "--deep")
     assert (code, err) == (1, "")
-    assert re.fullmatch(rf"step-00000002: damaged: {name}: .*\n", out)
+    assert re.fullmatch(rf"step-00000002: corrupt: {name}: .*\n", out)
 
 
 def test_verify_reads_no_tensor_unless_asked_and_says_so(checkpoints, root):
@@ -88,15 +88,15 @@ def test_verify_finds_a_flipped_bit_of_what_it_reads(checkpoints, root, name):
     flip(root / "step-00000002" / name)
     code, out, _ = checkpoints("verify", "root")
     assert code == 1
-    assert re.fullmatch(rf"step-00000002: damaged: {name}: .*\n", out)
+    assert re.fullmatch(rf"step-00000002: corrupt: {name}: .*\n", out)
 
 
 def test_verify_finds_a_file_that_is_too_short_or_gone(checkpoints, root):
     path = root / "step-00000002" / "rank-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    assert re.fullmatch(r"step-00000002: damaged: rank-00000.safetensors: size must be .*\n", checkpoints("verify", "root")[1])
+    assert re.fullmatch(r"step-00000002: corrupt: rank-00000.safetensors: size must be .*\n", checkpoints("verify", "root")[1])
     path.unlink()
-    assert checkpoints("verify", "root")[:2] == (1, "step-00000002: damaged: rank-00000.safetensors: file is missing\n")
+    assert checkpoints("verify", "root")[:2] == (1, "step-00000002: corrupt: rank-00000.safetensors: file is missing\n")
 
 
 def test_verify_json_has_a_record_for_every_step(checkpoints, root):
@@ -106,7 +106,7 @@ def test_verify_json_has_a_record_for_every_step(checkpoints, root):
     first, second = found["steps"]
     assert (code, err, found["deep"]) == (1, "", True)
     assert (first["path"], first["ok"], first["removed"]) == (str(root / "step-00000001"), False, False)
-    assert first["problem"].startswith("damaged: rank-00000.safetensors: ")
+    assert first["problem"].startswith("corrupt: rank-00000.safetensors: ")
     assert list(first) == list(second)
     assert {"step": 2, "ok": True, "problem": None, "world_size": 1}.items() <= second.items()
 
@@ -125,7 +125,7 @@ def test_list_json_has_stable_fields(checkpoints, root):
         "valid": True,
         "problem": None,
     }.items() <= good.items()
-    assert {"world_size": 1, "what": "all", "holds": list(layout.STATE_SECTIONS), "parent_step": None}.items() <= good.items()
+    assert {"world_size": 1, "what": "all", "holds": list(layout.SECTIONS["all"]), "parent_step": None}.items() <= good.items()
     assert datetime.fromisoformat(good["committed_at"]).tzinfo is not None
     assert {"step": 2, "latest": True, "valid": False, "bytes": None}.items() <= bad.items()
     assert bad["problem"].startswith("manifest.json: ")
@@ -148,13 +148,13 @@ def test_verify_all_has_a_line_for_every_step(checkpoints, root):
     code, out, _ = checkpoints("verify", "root", "--all", "--deep")
     first, second = out.splitlines()
     assert code == 1
-    assert first.startswith("step-00000001: damaged: rank-00000.safetensors: ")
+    assert first.startswith("step-00000001: corrupt: rank-00000.safetensors: ")
     assert second.startswith("step-00000002: ok, ")
     shutil.rmtree(root / "step-00000001")
     assert checkpoints("verify", "--all", "root")[0] == 0
 
 
-def test_verify_tells_what_cannot_be_read_from_what_is_damaged(checkpoints, root):
+def test_verify_tells_what_cannot_be_read_from_what_is_corrupt(checkpoints, root):
     write_of_another_version(root / "step-00000002")
     code, out, err = checkpoints("verify", "root/step-00000002")
     assert (code, err) == (1, "")
@@ -237,7 +237,7 @@ def test_list_does_not_mind_a_step_that_a_run_removes_meanwhile(checkpoints, rem
     assert re.fullmatch(r"   1 +- +[0-9.]+ KiB .* valid", out.splitlines()[1])
 
 
-def test_verify_does_not_call_a_step_damaged_that_a_run_removes_meanwhile(checkpoints, removed_while_read):
+def test_verify_does_not_call_a_step_corrupt_that_a_run_removes_meanwhile(checkpoints, removed_while_read):
     code, out, err = checkpoints("verify", "root", "--all")
     assert (code, err) == (0, "")
     assert re.fullmatch(r"step-00000001: removed while it was read\nstep-00000002: ok, .*\n", out)

@@ -67,7 +67,7 @@ def test_show_escapes_what_a_terminal_would_act_upon(checkpoints, root):
     assert "\x1b" not in out
 
 
-def test_show_refuses_a_damaged_step_in_one_line(checkpoints, root):
+def test_show_refuses_a_corrupt_step_in_one_line(checkpoints, root):
     (root / "step-00000002" / "rank-00000.json").write_text("{}")
     code, out, err = checkpoints("show", "root")
     assert (code, out, err.count("\n")) == (1, "", 1)
@@ -142,7 +142,7 @@ def test_diff_compares_a_step_with_a_folder_of_others_by_weights(checkpoints, ro
     assert list(rows_of(out)) == ["last.bias"]
 
 
-def test_diff_does_not_compare_damaged_bytes(checkpoints, root):
+def test_diff_does_not_compare_corrupt_bytes(checkpoints, root):
     path = root / "step-00000002" / "rank-00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-5] ^= 1

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
     from dtrain.checkpoint.checkpoint_info import CheckpointInfo as CheckpointInfo
     from dtrain.checkpoint.checkpoint_info import list_steps as list_steps
     from dtrain.checkpoint.checkpointer import Checkpointer as Checkpointer
+    from dtrain.checkpoint.commit import SaveResult as SaveResult
     from dtrain.checkpoint.conversion.convert import ConvertResult as ConvertResult
     from dtrain.checkpoint.conversion.convert import convert as convert
     from dtrain.checkpoint.load import LoadResult as LoadResult
     from dtrain.checkpoint.load_weights import LoadWeightsResult as LoadWeightsResult
     from dtrain.checkpoint.reader import verify as verify
     from dtrain.checkpoint.retention import prune as prune
-    from dtrain.checkpoint.run_save import SaveResult as SaveResult
     from dtrain.checkpoint.state_dict import Stateful as Stateful
 
 __getattr__, __dir__ = attach(__name__, __file__)

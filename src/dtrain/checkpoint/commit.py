@@ -1,4 +1,4 @@
-"""Prepare and commit a save on rank 0.
+"""Run a save in the background thread of every rank: decide, write, commit, and remove old steps.
 
 On a file system the commit is a rename. Until the rename nothing under the step's name has changed, so a failure leaves the
 earlier steps unchanged. A killed save leaves a staging folder, which is never read and which the run's next save removes. An
@@ -7,20 +7,255 @@ object store has no rename: there the commit is the manifest, written last and o
 
 from __future__ import annotations
 
+import hashlib
 import secrets
+import time
 import warnings
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any, Literal, cast
 
-from dtrain import storage
-from dtrain.checkpoint import layout
-from dtrain.checkpoint.checkpoint_info import has_manifest, scan_root
-from dtrain.checkpoint.checkpointer import Checkpointer
-from dtrain.checkpoint.layout import Manifest, SaveScope
-from dtrain.checkpoint.retention import remove_leftovers, remove_step
+import msgspec
+
+from dtrain import heartbeats, spans, storage
+from dtrain.checkpoint import layout, strict_json
+from dtrain.checkpoint.checkpoint_info import read_manifest_bytes, scan_root
+from dtrain.checkpoint.checkpointer import Checkpointer, SaveOptions
+from dtrain.checkpoint.data_file import VerifiedReader, chunk_digests, write_data_file
+from dtrain.checkpoint.layout import Manifest, MeshLayout, RankFiles, SaveScope
+from dtrain.checkpoint.retention import (
+    apply_retention,
+    check_free_space,
+    move_aside,
+    remove_leftovers,
+    remove_or_warn,
+    remove_step,
+)
+from dtrain.checkpoint.save_thread import SaveTask, StagedFiles
+from dtrain.checkpoint.write_plan import RankWritePlan, build_rank_index
+from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
+from dtrain.dist.context import current_context
+from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.errors import CheckpointError
 from dtrain.run_context import Lineage
 from dtrain.storage import AnyPath
+
+# Threads per rank. They wait for the disk most of the time, so more threads gain nothing.
+WRITE_THREADS = 2
+_ADVICE = ". The step was not committed and earlier steps are unchanged. Free space or repair the file system, then save again."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveResult:
+    """Result of a save.
+
+    Args:
+        step: step of the state.
+        path: folder of the step.
+        bytes: bytes written by all ranks; 0 if the step was not written.
+        written: False if this process had committed or loaded the step before.
+    """
+
+    step: int
+    path: AnyPath
+    bytes: int
+    written: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class SaveRequest:
+    """Inputs of a save in the background thread. They do not change while training continues.
+
+    Args:
+        lineages: lineage of each state's run.
+        started_at: ``time.monotonic()`` at the call of ``save_sharded``.
+    """
+
+    caller: str
+    checkpointer: Checkpointer
+    lineages: Sequence[Lineage]
+    options: SaveOptions
+    step: int
+    layout: MeshLayout
+    what: SaveScope
+    state_names: tuple[str, ...]
+    write_plan: RankWritePlan
+    staged: StagedFiles
+    total_bytes: int
+    content_key: object
+    info: DistInfo
+    after_stop_agreed: bool
+    started_at: float
+
+
+def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
+    """Run a save in the background thread, and release its buffers."""
+    try:
+        return _run(save, task)
+    finally:
+        save.staged.release()
+
+
+def _run(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
+    _check_groups_open(save)
+    decision = _decide_on_rank_0(save)
+    for lineage in save.lineages:
+        lineage.run_id = decision.run_id
+    root = storage.resolve_path(decision.root)
+    final = root / layout.step_name(save.step)
+    if decision.action == "skip":
+        current_context().preemption.record_save(after_agreement=_is_resumable(save))
+        return SaveResult(step=save.step, path=final, bytes=0, written=False)
+    try:
+        files = _write_on_all_ranks(decision, save, task)
+        manifest = _commit_on_all_ranks(decision, save, files, task)
+    except Exception:
+        if save.info.rank == 0:
+            remove_or_warn(root / decision.staging_folder, save.caller)
+        raise
+    for lineage in save.lineages:
+        lineage.steps.setdefault(decision.root, {})[save.step] = save.content_key
+    current_context().preemption.record_save(after_agreement=_is_resumable(save))
+    if save.info.rank == 0:
+        heartbeats.report(heartbeats.ProgressKind.COMMITTED, save.step)
+        spans.record_event("committed", step=save.step, seconds=time.monotonic() - save.started_at, bytes=manifest.bytes)
+        _clean_up(root, decision.run_id, save)
+    return SaveResult(step=save.step, path=final, bytes=manifest.bytes, written=True)
+
+
+def _is_resumable(save: SaveRequest) -> bool:
+    """Return True if a run that was asked to stop can resume from this step."""
+    return save.after_stop_agreed and save.what == "all"
+
+
+def _check_groups_open(save: SaveRequest) -> None:
+    """Raise if the process groups were closed, before an incomplete step is committed.
+
+    Without process groups this process would appear to be the only rank.
+    """
+    if get_dist_info() is not save.info:
+        raise CheckpointError(f"{save.caller}: the process groups were closed during the save of step {save.step}")
+
+
+def _decide_on_rank_0(save: SaveRequest) -> SaveDecision:
+    """Inspect the root and create the staging folder on rank 0, and broadcast the decision."""
+
+    def decide() -> dict[str, Any]:
+        check_free_space(save.checkpointer.root, save.total_bytes, caller=save.caller)
+        lineage, key = save.lineages[0], save.content_key
+        return asdict(prepare_save(save.checkpointer, lineage, save.step, save.what, key, save.caller))
+
+    values = broadcast_decision(save.caller, decide, group="background", advice=_ADVICE)
+    return SaveDecision(**cast(dict[str, Any], values))
+
+
+def _write_on_all_ranks(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> list[RankFiles]:
+    """Write every rank's files into the staging folder, durably, and return the files by rank."""
+    files: RankFiles | None = None
+    with raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE):
+        files = _write_rank(decision, save, task)
+    files_by_rank = all_gather_json(msgspec.to_builtins(files), group="background")
+    _check_groups_open(save)
+    return [strict_json.convert(files, RankFiles, "rank files") for files in files_by_rank]
+
+
+def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> RankFiles:
+    """Write this rank's data files and index."""
+    save.staged.wait()
+    root = storage.resolve_path(decision.root)
+    staging, plan = root / decision.staging_folder, save.write_plan
+    chunks = []
+    for name, serialized in save.staged.files.items():
+        digests = chunk_digests(serialized) if _can_link(name, decision, save) else None
+        if digests is None or not _try_link(
+            root / cast(str, decision.previous), staging, name, serialized.size, digests, plan.rank
+        ):
+            digests = write_data_file(staging / name, serialized, threads=WRITE_THREADS, on_part=task.advance)
+        chunks.append(digests)
+    index = layout.encode_index(build_rank_index(plan, chunks))
+    storage.write_file(staging / layout.index_name(plan.rank), index)
+    storage.sync_folder(staging)
+    return RankFiles(
+        index=layout.index_name(plan.rank),
+        index_bytes=len(index),
+        index_sha256=hashlib.sha256(index).hexdigest(),
+        data=tuple(layout.DataFile(name=name, bytes=serialized.size) for name, serialized in save.staged.files.items()),
+    )
+
+
+def _can_link(name: str, decision: SaveDecision, save: SaveRequest) -> bool:
+    return (
+        save.options.incremental
+        and decision.previous is not None
+        and name == layout.data_name(save.write_plan.rank, frozen=True)
+    )
+
+
+def _try_link(previous: AnyPath, staging: AnyPath, name: str, size: int, digests: tuple[str, ...], rank: int) -> bool:
+    """Link a file of an earlier step into the staging folder if its content is equal. Return True if linked.
+
+    If the earlier step is being removed, or the file system has no links, the file is written instead.
+    """
+    try:
+        manifest = layout.parse_manifest(read_manifest_bytes(previous))
+        files = manifest.ranks[rank] if rank < len(manifest.ranks) else None
+        sizes = [] if files is None else [file.bytes for file in files.data]
+        names = [] if files is None else [file.name for file in files.data]
+        if files is None or name not in names or sizes[names.index(name)] != size:
+            return False
+        index = layout.parse_index(storage.read_file(previous / files.index, limit=files.index_bytes), rank, sizes)
+        if index.chunks[names.index(name)] != digests:
+            return False
+        # A linked file is read once, so that a corrupt file is not linked from step to step.
+        with storage.FileReader(previous / name) as file:
+            if file.size != size:
+                return False
+            VerifiedReader(file, name, digests).verify(range(len(digests)))
+        storage.link_file(previous / name, staging / name)
+    except (OSError, CheckpointError):
+        return False
+    return True
+
+
+def _commit_on_all_ranks(
+    decision: SaveDecision, save: SaveRequest, files: list[RankFiles], task: SaveTask[SaveResult]
+) -> Manifest:
+    """Commit the step on rank 0, and return on every rank when the step is durable."""
+    manifest = Manifest(
+        run_id=decision.run_id,
+        step=save.step,
+        parent_step=_parent_step(decision, save),
+        serial=decision.serial,
+        layout=save.layout,
+        what=save.what,
+        states=save.state_names,
+        ranks=tuple(files),
+    )
+    with raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE):
+        task.raise_if_cancelled()
+        if save.info.rank == 0:
+            commit(decision, save.checkpointer, save.lineages[0], manifest, save.caller)
+    return manifest
+
+
+def _parent_step(decision: SaveDecision, save: SaveRequest) -> int | None:
+    """Return the step of this root that the run committed or loaded last."""
+    return next((step for step in reversed(save.lineages[0].steps.get(decision.root, {})) if step != save.step), None)
+
+
+def _clean_up(root: AnyPath, run_id: str, save: SaveRequest) -> None:
+    """Remove steps that the commit made superfluous. The step is durable, so a failure is a warning."""
+    keep = save.options
+    protected = {save.step, *resumed_steps(root, save.lineages[0])}
+    try:
+        apply_retention(
+            root, run_id, keep_last=keep.keep_last, keep_every=keep.keep_every, keep_steps=keep.keep_steps, protected=protected
+        )  # fmt: skip
+    except (OSError, CheckpointError) as error:
+        warnings.warn(
+            f"{save.caller}: step {save.step} is committed, but older steps could not be removed: {error}", stacklevel=2
+        )
+
 
 Action = Literal["write", "skip"]
 
@@ -117,7 +352,7 @@ def _decide(
     )
     existing = next((c for c in committed if c.step == step), None)
     if existing is None:
-        _move_aside(root / layout.step_name(step), caller)
+        move_aside(root / layout.step_name(step), caller)
         return decision
     if existing.run_id != run_id:
         raise CheckpointError(
@@ -126,19 +361,6 @@ def _decide(
         )
     is_same = lineage.steps.get(str(root), {}).get(step) == content_key
     return replace(decision, action="skip" if is_same else "write", replaces=not is_same)
-
-
-def _move_aside(folder: AnyPath, caller: str) -> None:
-    """Rename a folder that has a step's name and is no valid checkpoint, without destroying the folder."""
-    if storage.exists(folder) and not storage.supports_rename(folder):
-        if has_manifest(folder):
-            raise CheckpointError(
-                f"{caller}: {folder} is not a valid checkpoint, and its storage cannot rename. Remove the folder."
-            )
-    elif storage.exists(folder):
-        aside = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
-        storage.rename(folder, aside)
-        warnings.warn(f"{caller}: {folder} is not a valid checkpoint and was renamed to {aside.name}", stacklevel=2)
 
 
 def commit(decision: SaveDecision, checkpointer: Checkpointer, lineage: Lineage, manifest: Manifest, caller: str) -> None:
@@ -173,12 +395,3 @@ def commit(decision: SaveDecision, checkpointer: Checkpointer, lineage: Lineage,
         for now, before in reversed(undo):
             storage.rename(now, before)
         raise
-
-
-def remove_or_warn(folder: AnyPath, caller: str) -> None:
-    """Remove a folder, and warn if the removal fails."""
-    try:
-        if storage.exists(folder):
-            storage.remove_folder(folder, first=layout.MANIFEST)
-    except OSError as error:
-        warnings.warn(f"{caller}: could not remove {folder}: {error}", stacklevel=2)

@@ -1,6 +1,4 @@
-"""Define the layout of a checkpoint folder: file names, dtype names and the manifest. Pure functions.
-
-For the index of a rank see ``rank_index``.
+"""Define the layout of a checkpoint folder: file names, dtype names, the manifest and the index of a rank. Pure functions.
 
 ::
 
@@ -20,8 +18,10 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -37,14 +37,12 @@ MANIFEST = "manifest.json"
 # Large enough for tens of thousands of ranks.
 MAX_MANIFEST_BYTES = 16 * 2**20
 DIGEST = "xxh3-128"
-"""Digest of data, which costs far less than sha256 (slower than the disk). The digest finds accidental changes only. An
-attacker who can write into the folder can write any digest as well. JSON files are small and digested by sha256."""
+"""Digest of data, far faster than sha256, against accidental changes. JSON files are small and digested by sha256."""
 CHUNK_BYTES = 4 * 2**20
 
 SaveScope = Literal["all", "weights", "trainable"]
-STATE_SECTIONS = ("params", "buffers", "optimizer", "transforms", "clock", "seed")
 SECTIONS: dict[SaveScope, tuple[str, ...]] = {
-    "all": STATE_SECTIONS,
+    "all": ("params", "buffers", "optimizer", "transforms", "clock", "seed"),
     "weights": ("params", "buffers", "clock", "seed"),
     "trainable": ("params", "clock", "seed"),
 }
@@ -142,6 +140,7 @@ class MeshLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return prod(size for axis, size in zip(self.axes, self.shape, strict=False) if axis in MODEL_AXES)
 
 
+@strict_json.compile_schema
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Manifest of a checkpoint. A folder with a valid manifest is a checkpoint.
 
@@ -188,9 +187,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def _sign(body: dict[str, Any]) -> bytes:
-    return (
-        json.dumps({**body, "sha256": hashlib.sha256(strict_json.canonical_json(body)).hexdigest()}, indent=1).encode() + b"\n"
-    )
+    digest = hashlib.sha256(strict_json.canonical_json(body)).hexdigest()
+    return json.dumps({**body, "sha256": digest}, indent=1).encode() + b"\n"
 
 
 def parse_manifest(data: bytes) -> Manifest:
@@ -220,8 +218,7 @@ def parse_manifest(data: bytes) -> Manifest:
     if not manifest.ranks:
         raise CorruptCheckpointError(f"{MANIFEST}: ranks: must list at least one rank")
     if len(set(manifest.states)) != len(manifest.states) or "" in manifest.states:
-        shown = strict_json.describe_value(manifest.states)
-        raise CorruptCheckpointError(f"{MANIFEST}: states: names must be unique and not empty, got {shown}")
+        raise CorruptCheckpointError(f"{MANIFEST}: states: names must be unique and not empty, got {manifest.states}"[:300])
     return manifest
 
 
@@ -237,3 +234,167 @@ def check_format(body: Any, location: str, name: str) -> None:
         raise CheckpointError(
             f"{location}: format version must be {VERSION}, got {body['version']}. Use the dtrain version that wrote the file."
         )
+
+
+INDEX_FORMAT = "dtrain-checkpoint-rank"
+
+
+class TensorShardEntry(NamedTuple):
+    """Stored shard: the region ``[offset, offset + size)`` of the tensor ``key`` of ``shape``.
+
+    The data are the bytes ``[begin, end)`` of data file number ``file`` of the rank. A tuple is cheap to create in masses.
+    """
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    begin: int
+    end: int
+    file: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankIndex:
+    """Index of the files of one rank.
+
+    Args:
+        rank: the rank that wrote the files.
+        shards: shards of the tensors of the run.
+        per_rank: tensors that only this rank has.
+        chunks: digests of each ``CHUNK_BYTES`` per data file; the last chunk is shorter.
+        values: encoded plain values of the rank.
+        shared: encoded plain values of the run, by section; None on all ranks but rank 0.
+    """
+
+    rank: int
+    shards: tuple[TensorShardEntry, ...]
+    per_rank: tuple[TensorShardEntry, ...]
+    chunks: tuple[tuple[str, ...], ...]
+    values: Any
+    shared: dict[str, Any] | None
+
+
+def encode_index(index: RankIndex) -> bytes:
+    """Encode ``rank-<rank>.json``. Shards are rows ``[key, kind, begin]``; ``kinds`` lists their common fields once.
+
+    A model may have many shards, which every rank parses when loading, and has few kinds of them.
+
+    Raises:
+        CheckpointError: more JSON than the reader accepts.
+    """
+    kinds: dict[tuple[Any, ...], int] = {}
+
+    def rows(entries: Sequence[TensorShardEntry]) -> list[tuple[str, int, int]]:
+        return [(e.key, kinds.setdefault((e.dtype, e.shape, e.offset, e.size, e.file), len(kinds)), e.begin) for e in entries]
+
+    body = {
+        "format": INDEX_FORMAT,
+        "version": VERSION,
+        "chunk_bytes": CHUNK_BYTES,
+        "digest": DIGEST,
+        "rank": index.rank,
+        "shards": rows(index.shards),
+        "per_rank": rows(index.per_rank),
+        "kinds": [dict(zip(("dtype", "shape", "offset", "size", "file"), kind, strict=True)) for kind in kinds],
+        "chunks": index.chunks,
+        "values": index.values,
+        "shared": index.shared,
+    }
+    data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
+    if len(data) > strict_json.MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{index_name(index.rank)}: plain values and index must be at most {strict_json.MAX_JSON_BYTES} bytes, "
+            f"got {len(data)}. Store large plain data as tensors."
+        )
+    return data
+
+
+def parse_index(data: bytes, rank: int, sizes: Sequence[int]) -> RankIndex:
+    """Parse the index of ``rank``, whose data files have ``sizes`` bytes.
+
+    Raises:
+        CorruptCheckpointError: bytes that ``encode_index`` does not write, or a shard outside of its tensor or file.
+        CheckpointError: a valid index of another format version.
+    """
+    location = index_name(rank)
+    body = strict_json.parse_json(data, location)
+    check_format(body, location, INDEX_FORMAT)
+    raw = strict_json.convert(body, _IndexFile, location)
+    found, expected = (raw.rank, raw.chunk_bytes, raw.digest), (rank, CHUNK_BYTES, DIGEST)
+    if found != expected:
+        raise CorruptCheckpointError(f"{location}: rank, chunk_bytes and digest must be {expected}, got {found}")
+    counts = [len(of_file) for of_file in raw.chunks]
+    if counts != [-(-size // CHUNK_BYTES) for size in sizes]:
+        raise CorruptCheckpointError(f"{location}: files of {list(sizes)} bytes do not have {counts} chunk digests")
+    if (raw.shared is None) != (rank != 0):
+        raise CorruptCheckpointError(f"{location}: shared: must be an object on rank 0 and null on all other ranks")
+    for at, kind in enumerate(raw.kinds):
+        kind.check(f"{location}: kinds[{at}]", len(sizes))
+    return RankIndex(
+        rank=rank,
+        shards=_build_entries(raw.shards, f"{location}: shards", raw.kinds, sizes),
+        per_rank=_build_entries(raw.per_rank, f"{location}: per_rank", raw.kinds, sizes),
+        chunks=raw.chunks,
+        values=raw.values,
+        shared=raw.shared,
+    )
+
+
+class _ShardKind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Common fields of several shards."""
+
+    dtype: str
+    shape: tuple[Count, ...]
+    offset: tuple[Count, ...]
+    size: tuple[Count, ...]
+    file: Count
+
+    def check(self, location: str, files: int) -> None:
+        if self.dtype not in DTYPES:
+            raise CorruptCheckpointError(f"{location}: unknown dtype {self.dtype!r}")
+        dims = zip(self.offset, self.size, self.shape, strict=False)
+        if not len(self.shape) == len(self.offset) == len(self.size) or any(a + n > full for a, n, full in dims):
+            raise CorruptCheckpointError(f"{location}: region {self.offset}+{self.size} is outside of shape {self.shape}")
+        if self.file >= files:
+            raise CorruptCheckpointError(f"{location}: data file number must be below {files}, got {self.file}")
+
+
+@strict_json.compile_schema
+class _IndexFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of ``rank-<rank>.json``; a shard is a row ``[key, kind, begin]``."""
+
+    format: str
+    version: int
+    rank: Count
+    chunk_bytes: Count
+    digest: str
+    chunks: tuple[tuple[Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")], ...], ...]
+    kinds: tuple[_ShardKind, ...]
+    shards: list[tuple[str, Count, Count]]
+    per_rank: list[tuple[str, Count, Count]]
+    values: Any
+    shared: dict[str, Any] | None
+
+
+def _build_entries(
+    rows: Sequence[tuple[str, int, int]], location: str, kinds: Sequence[_ShardKind], sizes: Sequence[int]
+) -> tuple[TensorShardEntry, ...]:
+    common = [
+        (kind.dtype, kind.shape, kind.offset, kind.size, prod(kind.size) * DTYPES[kind.dtype].itemsize, kind.file)
+        for kind in kinds
+    ]
+    for key, number, begin in rows:
+        if number >= len(kinds):
+            raise CorruptCheckpointError(f"{location}: {key}: kind must be below {len(kinds)}, got {number}")
+        *_, nbytes, file = common[number]
+        if begin + nbytes > sizes[file]:
+            raise CorruptCheckpointError(
+                f"{location}: {key}: bytes {begin} to {begin + nbytes} are outside of a file of {sizes[file]} bytes"
+            )
+    return tuple(
+        TensorShardEntry(key, dtype, shape, offset, size, begin, begin + nbytes, file)
+        for key, number, begin in rows
+        for dtype, shape, offset, size, nbytes, file in (common[number],)
+    )

@@ -179,11 +179,6 @@ def _share_held_lock(registry: _LockRegistry, root: AnyPath) -> Lock | None:
         return Lock(registry, held) if held is not None and held.lost_to is None else None
 
 
-def is_held_here(root: AnyPath) -> bool:
-    """Return True if this process has locked the root."""
-    return str(root) in process_instance(_LockRegistry).locks
-
-
 def protected_steps(root: AnyPath) -> frozenset[int]:
     """Return the steps of the root that the holds in this process protect."""
     held = process_instance(_LockRegistry).locks.get(str(root))

@@ -41,6 +41,7 @@ _Seconds = Annotated[float, Meta(ge=0, lt=1e11)]
 _MAX_PID = 2**31 - 1
 
 
+@strict_json.compile_schema
 class LockOwner(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Owner of a lock, as the lock file names the owner.
 

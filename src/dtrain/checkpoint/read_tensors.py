@@ -23,7 +23,6 @@ from dtrain.checkpoint.data_file import chunk_range, digest_of
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.reshard import ReadItem
 from dtrain.checkpoint.tree_json import TensorRef
-from dtrain.dtensor import to_local
 from dtrain.errors import CorruptCheckpointError
 from dtrain.storage import FileReader
 from dtrain.storage.parallel_parts import for_each_part
@@ -154,25 +153,6 @@ def read_tensors(
             threads = REMOTE_REQUESTS if remote else READ_THREADS if len(chunks) >= _MIN_THREADED_CHUNKS else 1
             for_each_part(len(chunks), fetch, threads=threads, name="dtrain-read", activity="load")
     return host_tensors.tensors
-
-
-def fill_(
-    tensors: Mapping[str, Tensor], reads: Iterable[ReadItem], refs: Mapping[str, TensorRef], open_file: FileOpener
-) -> None:
-    """Read tensors, and copy them into the local shards of ``tensors`` once all bytes have been verified.
-
-    Args:
-        tensors: target tensors by key; tensors without a read do not change.
-        reads: reads in the order of the files.
-        refs: stored dtypes by key.
-        open_file: function that opens the file of a number.
-
-    Mutates: ``tensors``.
-    """
-    planned = list(reads)
-    with torch.no_grad():
-        into = {key: to_local(tensors[key]) for key in {read.key for read in planned}}
-        copy_into_(into, read_tensors({key: tuple(tensor.shape) for key, tensor in into.items()}, planned, refs, open_file))
 
 
 def copy_into_(targets: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:

@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any
 
 from dtrain import heartbeats, storage
-from dtrain.checkpoint import layout, rank_index, strict_json, tree_json
+from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.checkpoint_info import (
     CheckpointInfo,
     CorruptStep,
@@ -23,8 +23,7 @@ from dtrain.checkpoint.checkpoint_info import (
     scan_root,
 )
 from dtrain.checkpoint.data_file import VerifiedReader, chunk_range
-from dtrain.checkpoint.layout import Manifest
-from dtrain.checkpoint.rank_index import RankIndex, TensorShardEntry
+from dtrain.checkpoint.layout import Manifest, RankIndex, TensorShardEntry
 from dtrain.checkpoint.reshard import StoredShard, full_region, index_shards, plan_reads
 from dtrain.checkpoint.tree_json import decode_structure, iter_placeholders, strip_prefix
 from dtrain.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
@@ -193,7 +192,7 @@ def _read_index(folder: AnyPath, manifest: Manifest, rank: int) -> RankIndex:
     data = storage.read_file(folder / files.index, limit=strict_json.MAX_JSON_BYTES)
     if hashlib.sha256(data).hexdigest() != files.index_sha256:
         raise CorruptCheckpointError(f"{files.index}: sha256 does not match the manifest")
-    return rank_index.parse_index(data, rank, [file.bytes for file in files.data])
+    return layout.parse_index(data, rank, [file.bytes for file in files.data])
 
 
 def _first_file_numbers(manifest: Manifest) -> list[int]:

@@ -12,8 +12,7 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
-from dtrain.checkpoint.layout import DTYPES
-from dtrain.checkpoint.rank_index import TensorShardEntry
+from dtrain.checkpoint.layout import DTYPES, TensorShardEntry
 from dtrain.errors import CorruptCheckpointError
 
 # Limit of one read that is not contiguous, unless a single row is larger: such a read needs a buffer of its own.

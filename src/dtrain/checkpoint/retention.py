@@ -255,3 +255,25 @@ def check_free_space(root: AnyPath, needed_bytes: int, *, caller: str = "save_sh
             f"{caller}: free space of {root} must be at least {format_bytes(needed_bytes)}, got {format_bytes(free)}. "
             "Free space, or keep fewer steps (keep_last)."
         )
+
+
+def move_aside(folder: AnyPath, caller: str) -> None:
+    """Rename a folder that has a step's name and is no valid checkpoint, without destroying the folder."""
+    if storage.exists(folder) and not storage.supports_rename(folder):
+        if has_manifest(folder):
+            raise CheckpointError(
+                f"{caller}: {folder} is not a valid checkpoint, and its storage cannot rename. Remove the folder."
+            )
+    elif storage.exists(folder):
+        aside = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
+        storage.rename(folder, aside)
+        warnings.warn(f"{caller}: {folder} is not a valid checkpoint and was renamed to {aside.name}", stacklevel=2)
+
+
+def remove_or_warn(folder: AnyPath, caller: str) -> None:
+    """Remove a folder, and warn if the removal fails."""
+    try:
+        if storage.exists(folder):
+            storage.remove_folder(folder, first=layout.MANIFEST)
+    except OSError as error:
+        warnings.warn(f"{caller}: could not remove {folder}: {error}", stacklevel=2)

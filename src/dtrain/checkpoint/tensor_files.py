@@ -26,8 +26,7 @@ from msgspec import Struct
 from dtrain import storage
 from dtrain.checkpoint import strict_json, tree_json
 from dtrain.checkpoint.checkpoint_info import read_manifest_bytes
-from dtrain.checkpoint.layout import DTYPES
-from dtrain.checkpoint.rank_index import TensorShardEntry
+from dtrain.checkpoint.layout import DTYPES, TensorShardEntry
 from dtrain.checkpoint.read_tensors import FileOpener
 from dtrain.checkpoint.reader import open_checkpoint, with_buffers_of
 from dtrain.checkpoint.reshard import StoredShard, index_shards
@@ -91,6 +90,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _UNSUPPORTED_DTYPES = frozenset({"C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
 
 
+@strict_json.compile_schema
 class _HeaderEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """Entry of a tensor in the header."""
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.data_file import FileLayout, TensorSlot, plan_file_layout
-from dtrain.checkpoint.rank_index import RankIndex, TensorShardEntry
+from dtrain.checkpoint.layout import RankIndex, TensorShardEntry
 from dtrain.checkpoint.reshard import assign_writers
 from dtrain.checkpoint.state_dict import CheckpointContents
 from dtrain.dtensor import ShardBox, full_box, is_dtensor, shard_box, to_local

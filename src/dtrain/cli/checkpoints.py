@@ -38,10 +38,10 @@ def list_steps(
 ) -> int:
     """List the committed steps of a root.
 
-    Steps are in the order of their commits, and damaged steps are last; * marks the step that loading uses. The command reads
+    Steps are in the order of their commits, and corrupt steps are last; * marks the step that loading uses. The command reads
     only manifests: see `dtrain checkpoints verify`.
 
-    Exit codes: 0 listed, even if steps are damaged; 1 the root cannot be read; 2 bad usage.
+    Exit codes: 0 listed, even if steps are corrupt; 1 the root cannot be read; 2 bad usage.
     """
     folder = find_root(root, "list")
     steps, newest = list_root_steps(folder, "list")
@@ -97,7 +97,7 @@ def _step_row(step: dict[str, Any]) -> tuple[str, ...]:
     when = "-" if step["committed_at"] is None else step["committed_at"][:19].replace("T", " ")
     begin = ("*" * step["latest"], str(step["step"]), when)
     if not step["valid"]:
-        return *begin, "-", "-", "-", "-", "-", f"damaged: {step['problem']}"
+        return *begin, "-", "-", "-", "-", "-", f"corrupt: {step['problem']}"
     parent = "-" if step["parent_step"] is None else str(step["parent_step"])
     holds = step["what"]
     return *begin, format_bytes(step["bytes"]), str(step["world_size"]), holds, step["run_id"][:8], parent, "valid"
@@ -119,7 +119,7 @@ def show(
     The first part of a name is the kind of tensor: params/, buffers/, optimizer/, transforms/, extra/, and rank-00000/ for
     values of each rank. The command reads the manifest and the indexes, but no tensor.
 
-    Exit codes: 0 shown; 1 the step is damaged or cannot be read; 2 bad usage.
+    Exit codes: 0 shown; 1 the step is corrupt or cannot be read; 2 bad usage.
     """
     from dtrain.checkpoint.reader import open_checkpoint
 
@@ -207,7 +207,7 @@ def verify(
     With --deep, the command also reads every byte of the tensors. Output is one line per step. Steps without a manifest are
     incomplete saves and are skipped. A step that a run removes meanwhile is not an error.
 
-    Exit codes: 0 all steps are intact; 1 a step is damaged or cannot be read; 2 bad usage, or nothing to verify.
+    Exit codes: 0 all steps are intact; 1 a step is corrupt or cannot be read; 2 bad usage, or nothing to verify.
     """
     results = []
     for folder in _select_steps(path, every=every):
@@ -236,7 +236,7 @@ def _verify_step(folder: AnyPath, deep: bool) -> dict[str, Any]:
         # Steps are renamed before they are removed.
         if not storage.exists(folder):
             return {"removed": True}
-        outcome = "damaged" if isinstance(error, CorruptCheckpointError) else "cannot be read"
+        outcome = "corrupt" if isinstance(error, CorruptCheckpointError) else "cannot be read"
         return {"ok": False, "problem": f"{outcome}: {single_line(error)}"}
     return {"step": step.step, "bytes": step.bytes, "world_size": step.world_size}
 
@@ -282,7 +282,7 @@ def prune(
 ) -> int:
     """Remove old steps.
 
-    The step that loading uses is never removed, and neither are damaged or incomplete steps. The manifest of a step is removed
+    The step that loading uses is never removed, and neither are corrupt or incomplete steps. The manifest of a step is removed
     first, so that an interrupted command leaves no partial checkpoint.
 
     Exit codes: 0 done; 1 a step could not be removed; 2 bad usage.

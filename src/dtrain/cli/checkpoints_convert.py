@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from dtrain import storage
-from dtrain.arguments import format_bytes
+from dtrain.arguments import format_bytes, parse_bytes
 from dtrain.cli.checkpoints_paths import AsJson, find_folder, find_step
 from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table
 from dtrain.errors import CheckpointError, ConfigError
@@ -19,9 +18,6 @@ from dtrain.storage import AnyPath
 if TYPE_CHECKING:
     from dtrain.checkpoint.conversion.diff import CheckpointDifference
     from dtrain.checkpoint.tensor_files import TensorFiles
-
-
-_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def convert(
@@ -71,7 +67,7 @@ def convert(
             tie=_parse_ties(tie or []),
             state=state,
             key=key,
-            max_shard_bytes=parse_size("--max-shard-size", max_shard_size),
+            max_shard_bytes=parse_bytes("checkpoints: convert: --max-shard-size", max_shard_size),
             config=config,
             step=step,
             buffers=tuple(buffers or ()),
@@ -83,22 +79,6 @@ def convert(
     else:
         typer.echo(f"{result.path}: {result.tensors} tensors, {format_bytes(result.bytes)}")
     return 0
-
-
-def parse_size(option: str, text: str) -> int:
-    """Parse a number of bytes, with or without a unit.
-
-    >>> parse_size("--size", "5GB"), parse_size("--size", "1.5 MiB"), parse_size("--size", "100")
-    (5000000000, 1572864, 100)
-
-    Raises:
-        ConfigError: the text is not a size.
-    """
-    match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([KMGT]I?B)?", text.strip().upper())
-    size = int(float(match[1]) * _UNITS[match[2] or ""]) if match else 0
-    if size < 1:
-        raise ConfigError(f"checkpoints: convert: {option} must be a size as in 5GB or 512MiB, got {text!r}. Pass a size.")
-    return size
 
 
 def _parse_ties(texts: list[str]) -> dict[str, str]:

@@ -60,8 +60,8 @@ def list_root_steps(folder: AnyPath, command: str) -> tuple[list[CheckpointInfo 
     from dtrain.checkpoint.reader import choose_step
 
     try:
-        committed, damaged = scan_root(folder)
-        return [*committed, *damaged], choose_step(folder, f"checkpoints: {command}")
+        committed, corrupt = scan_root(folder)
+        return [*committed, *corrupt], choose_step(folder, f"checkpoints: {command}")
     except OSError as error:
         raise CheckpointError(f"checkpoints: {command}: {error}") from error
 

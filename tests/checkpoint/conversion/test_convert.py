@@ -142,7 +142,7 @@ def test_a_new_folder_on_a_server_is_refused(source):
 
 _PEAK = """
 import sys
-from dtrain.checkpoint.conversion import convert, dcp, weight_stream, write_step
+from dtrain.checkpoint.conversion import convert, weight_stream, write_formats
 
 
 def resident(which):

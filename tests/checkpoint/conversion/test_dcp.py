@@ -53,10 +53,10 @@ def test_dtypes_and_shapes_of_all_kinds(tmp_path):
 @pytest.mark.filterwarnings(ALONE)
 @pytest.mark.parametrize("width", [8, 256], ids=["small", "large"])
 def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch, width):
-    from dtrain.checkpoint.conversion import dcp
+    from dtrain.checkpoint.conversion import write_formats
 
     made, alive = [], []
-    resolve = dcp._StreamingSavePlanner.resolve_data
+    resolve = write_formats._StreamingSavePlanner.resolve_data
 
     def counted(planner, item):
         found = resolve(planner, item)
@@ -64,7 +64,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch, width):
         made.append(found)
         return found
 
-    monkeypatch.setattr(dcp._StreamingSavePlanner, "resolve_data", counted)
+    monkeypatch.setattr(write_formats._StreamingSavePlanner, "resolve_data", counted)
     model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(6)))
     convert(saved(model, tmp_path / "root"), tmp_path / "out", to="dcp")
     assert alive == [0] * 6

@@ -12,7 +12,6 @@ A tied weight is written once, as by ``save_pretrained``; transformers ties weig
 
 from __future__ import annotations
 
-import json
 import secrets
 import subprocess
 import sys
@@ -28,12 +27,11 @@ from dtrain.checkpoint.checkpoint_info import has_manifest, read_manifest
 from dtrain.checkpoint.conversion.weight_stream import (
     WeightStream,
     apply_ties,
-    group_by_size,
     stream_weights,
     write_safetensors,
 )
 from dtrain.checkpoint.reader import choose_step
-from dtrain.checkpoint.tensor_files import INDEX_FILE, MODEL_FILE, SUFFIX, TensorFiles, open_step
+from dtrain.checkpoint.tensor_files import MODEL_FILE, SUFFIX, TensorFiles, open_step
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.storage import AnyPath
 
@@ -141,35 +139,9 @@ def _open_newest_step(path: AnyPath, state: str | None) -> TensorFiles:
     return open_step(step, 0, state=state)
 
 
-CONFIG_FILE = "config.json"
-
-
-def write_hugging_face(folder: Path, weights: WeightStream, *, max_shard_bytes: int, config: bytes | None) -> None:
-    """Write the files of a Hugging Face folder. They are on the disk when the function returns.
-
-    Args:
-        folder: existing empty folder.
-        weights: weights to write.
-        max_shard_bytes: limit of the tensors of one file in bytes; a larger tensor gets a file of its own.
-        config: content of ``config.json``; None writes no such file.
-    """
-    files = list(group_by_size(weights.sizes, limit=max_shard_bytes))
-    if len(files) == 1:
-        write_safetensors(folder / MODEL_FILE, weights, files[0])
-    else:
-        names = [f"model-{at:05d}-of-{len(files):05d}.safetensors" for at in range(1, len(files) + 1)]
-        for name, group in zip(names, files, strict=True):
-            write_safetensors(folder / name, weights, group)
-        weight_map = {key: name for name, group in zip(names, files, strict=True) for key in group}
-        index = {"metadata": {"total_size": weights.bytes}, "weight_map": weight_map}
-        storage.write_file(folder / INDEX_FILE, json.dumps(index, indent=2).encode() + b"\n")
-    if config is not None:
-        storage.write_file(folder / CONFIG_FILE, config)
-    storage.sync_folder(folder)
-
-
 TargetFormat = Literal["hf", "dtrain", "dcp", "safetensors"]
 TARGET_FORMATS: tuple[TargetFormat, ...] = get_args(TargetFormat)
+CONFIG_FILE = "config.json"
 MAX_SHARD_BYTES = 5 * 10**9
 _MAX_CONFIG_BYTES = 2**24
 
@@ -248,6 +220,9 @@ def convert(
         CorruptCheckpointError: a source that was changed, as far as its format can tell.
         CheckpointMismatchError: two tensors that ``tie`` declares as one, and that differ.
     """
+    # The import of torch.distributed.checkpoint takes a second.
+    from dtrain.checkpoint.conversion import write_formats as formats
+
     path, folder = storage.resolve_path(source), storage.resolve_path(destination)
     if not isinstance(folder, Path):
         raise ConfigError(f"{_CALLER}: destination must be on this machine, got {folder}. Copy the result there afterwards.")
@@ -269,12 +244,9 @@ def convert(
             write_safetensors(result / MODEL_FILE, weights, weights.dtypes)
             storage.sync_folder(result)
         elif to == "hf":
-            write_hugging_face(result, weights, max_shard_bytes=max_shard_bytes, config=content)
+            formats.write_hugging_face(result, weights, max_shard_bytes=max_shard_bytes, config=content)
         elif to == "dcp":
-            # The import takes a second.
-            from dtrain.checkpoint.conversion.dcp import write_dcp
-
-            write_dcp(result, weights, key=None if kind in ("dcp", "pt") else key)
+            formats.write_dcp(result, weights, key=None if kind in ("dcp", "pt") else key)
         else:
             inner = _write_root_or_step(result, folder, weights, step, buffers)
     return ConvertResult(path=folder / inner, tensors=len(weights.dtypes), bytes=weights.bytes)
@@ -282,15 +254,15 @@ def convert(
 
 def _write_root_or_step(result: Path, folder: Path, weights: WeightStream, step: int, buffers: Sequence[str]) -> str:
     """Write ``result`` as the root or step ``folder``. Return the name of the step's folder in a root, "" for a step."""
-    from dtrain.checkpoint.conversion.write_step import write_step
+    from dtrain.checkpoint.conversion import write_formats as formats
 
     named_step = layout.step_of(folder.name)
     if named_step is not None:
-        write_step(result, weights, step=named_step, buffers=buffers)
+        formats.write_step(result, weights, step=named_step, buffers=buffers)
         return ""
     name = layout.step_name(step)
     storage.make_folder(result / name)
-    write_step(result / name, weights, step=step, buffers=buffers)
+    formats.write_step(result / name, weights, step=step, buffers=buffers)
     storage.sync_folder(result)
     return name
 

@@ -1,0 +1,229 @@
+"""Write the weights of a checkpoint as a Hugging Face folder, as a step, or as a folder of ``torch.distributed.checkpoint``."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import secrets
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemWriter, save
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+
+from dtrain import storage
+from dtrain.checkpoint import layout, tree_json
+from dtrain.checkpoint.conversion.weight_stream import (
+    WeightStream,
+    group_by_size,
+    nbytes,
+    read_batch,
+    rename_tensors,
+    tensor_region,
+    write_safetensors,
+)
+from dtrain.checkpoint.data_file import plan_file_layout
+from dtrain.checkpoint.layout import CHUNK_BYTES, DTYPES, DataFile, Manifest, MeshLayout, RankFiles, RankIndex, TensorShardEntry
+from dtrain.checkpoint.tensor_files import INDEX_FILE, MODEL_FILE
+from dtrain.clock import Clock
+from dtrain.errors import CheckpointError
+from dtrain.fqn import compile_patterns
+from dtrain.storage import Buffer
+
+
+def write_hugging_face(folder: Path, weights: WeightStream, *, max_shard_bytes: int, config: bytes | None) -> None:
+    """Write the files of a Hugging Face folder. They are on the disk when the function returns.
+
+    Args:
+        folder: existing empty folder.
+        weights: weights to write.
+        max_shard_bytes: limit of the tensors of one file in bytes; a larger tensor gets a file of its own.
+        config: content of ``config.json``; None writes no such file.
+    """
+    files = list(group_by_size(weights.sizes, limit=max_shard_bytes))
+    if len(files) == 1:
+        write_safetensors(folder / MODEL_FILE, weights, files[0])
+    else:
+        names = [f"model-{at:05d}-of-{len(files):05d}.safetensors" for at in range(1, len(files) + 1)]
+        for name, group in zip(names, files, strict=True):
+            write_safetensors(folder / name, weights, group)
+        weight_map = {key: name for name, group in zip(names, files, strict=True) for key in group}
+        index = {"metadata": {"total_size": weights.bytes}, "weight_map": weight_map}
+        storage.write_file(folder / INDEX_FILE, json.dumps(index, indent=2).encode() + b"\n")
+    if config is not None:
+        storage.write_file(folder / "config.json", config)
+    storage.sync_folder(folder)
+
+
+# Third-party files do not say which tensors are buffers. These patterns match the floating buffers of torch's modules.
+KNOWN_BUFFER_PATTERNS = ("**.running_mean", "**.running_var", "running_mean", "running_var")
+
+
+class _ChunkDigester:
+    """Digester of the bytes of a file, with one digest per ``CHUNK_BYTES``."""
+
+    def __init__(self) -> None:
+        self.digests: list[str] = []
+        self._current, self._remaining = xxhash.xxh3_128(), CHUNK_BYTES
+
+    def update(self, data: Buffer) -> None:
+        """Add the next bytes."""
+        rest = memoryview(data).cast("B")
+        while rest:
+            part, rest = rest[: self._remaining], rest[self._remaining :]
+            self._current.update(part)
+            self._remaining -= len(part)
+            if self._remaining == 0:
+                self.end_chunk()
+
+    def end_chunk(self) -> None:
+        """End the current chunk unless empty."""
+        if self._remaining < CHUNK_BYTES:
+            self.digests.append(self._current.hexdigest())
+            self._current, self._remaining = xxhash.xxh3_128(), CHUNK_BYTES
+
+
+def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Iterable[str]) -> None:
+    """Write the files of the folder. They are on the disk when the function returns.
+
+    Args:
+        folder: existing empty folder.
+        weights: weights to write.
+        step: step of the clock.
+        buffers: patterns of the names of buffers, besides the known patterns; all other floating tensors are parameters.
+    """
+    keys = _tensor_keys(weights, buffers)
+    by_key = replace(
+        weights,
+        files=rename_tensors(weights.files, {key: name for name, key in keys.items()}),
+        dtypes={key: weights.dtypes[name] for name, key in keys.items()},
+    )
+    chunks = _ChunkDigester()
+    name = layout.data_name(0)
+    size = write_safetensors(folder / name, by_key, by_key.dtypes, chunks.update)
+    chunks.end_chunk()
+    data = layout.encode_index(_build_index(by_key, _shared_values(weights, keys, step), tuple(chunks.digests)))
+    storage.write_file(folder / layout.index_name(0), data)
+    files = RankFiles(
+        index=layout.index_name(0),
+        index_bytes=len(data),
+        index_sha256=hashlib.sha256(data).hexdigest(),
+        data=(DataFile(name=name, bytes=size),),
+    )
+    manifest = Manifest(
+        run_id=secrets.token_hex(16),
+        step=step,
+        parent_step=None,
+        serial=1,
+        layout=MeshLayout(strategy="none", axes=(), shape=()),
+        what="weights",
+        states=(),
+        ranks=(files,),
+    )
+    storage.write_file(folder / layout.MANIFEST, layout.encode_manifest(manifest))
+    storage.sync_folder(folder)
+
+
+def _tensor_keys(weights: WeightStream, buffers: Iterable[str]) -> dict[str, str]:
+    """Return the key of each tensor by name."""
+    is_buffer = compile_patterns([*KNOWN_BUFFER_PATTERNS, *buffers], caller="convert: buffers")
+
+    def section(name: str) -> str:
+        trained = DTYPES[weights.dtypes[name]].is_floating_point and not is_buffer(name)
+        return "params" if trained else "buffers"
+
+    return {name: tree_json.join_key(section(name), name) for name in weights.dtypes}
+
+
+def _shared_values(weights: WeightStream, keys: Mapping[str, str], step: int) -> dict[str, Any]:
+    """Return the encoded values of the run."""
+    tree: dict[str, Any] = {"params": {}, "buffers": {}, "clock": Clock(step=step).state_dict(), "seed": 0}
+    for slot in weights.slots:
+        section = keys[slot.key].partition("/")[0]
+        # An expanded scalar has any shape without memory.
+        tree[section][slot.key] = torch.empty((), dtype=DTYPES[slot.dtype]).expand(slot.size)
+    return {section: tree_json.encode(part, section)[0] for section, part in tree.items()}
+
+
+def _build_index(weights: WeightStream, shared: dict[str, Any], chunks: tuple[str, ...]) -> RankIndex:
+    file_layout = plan_file_layout(weights.slots)
+    entries = [
+        TensorShardEntry(key=b.key, dtype=b.dtype, shape=b.size, offset=(0,) * len(b.size), size=b.size, begin=begin, end=end)
+        for b in file_layout.slots
+        if b.nbytes
+        for begin, end in [file_layout.ranges[b.key]]
+    ]
+    values = {section: tree_json.encode({}, section)[0] for section in ("buffers", "rng")}
+    return RankIndex(rank=0, shards=tuple(entries), per_rank=(), chunks=(chunks,), values=values, shared=shared)
+
+
+class _StreamingSavePlanner(DefaultSavePlanner):  # type: ignore[misc,unused-ignore]
+    """Save planner that plans with meta tensors, and reads each tensor just before the writer writes the tensor."""
+
+    def __init__(self, weights: WeightStream, names: dict[str, str]) -> None:
+        super().__init__()
+        self._weights, self._names = weights, names
+        refs = weights.files.refs
+        sizes = {name: nbytes(refs[name]) for name in weights.dtypes}
+        together = [{name: tensor_region(refs[name]) for name in group} for group in group_by_size(sizes)]
+        self._regions = {name: group for group in together for name in group}
+        self._batch: dict[str, Tensor] = {}
+        self._last: Tensor | None = None
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """Return the tensor of one item. The tensor of the previous item has been written and is freed."""
+        if self._last is not None:
+            # The writer keeps a reference to every tensor until the end of its file.
+            self._last.untyped_storage().resize_(0)
+        name = self._names[write_item.index.fqn]
+        if name not in self._batch:
+            # Tensors of one chunk are read together, because each read fetches the whole chunk.
+            self._batch = read_batch(self._weights.files, self._regions[name], self._weights.dtypes)
+        # Memory that NumPy has exported cannot be resized, so the tensor is cloned.
+        self._last = self._batch.pop(name).clone()
+        self._weights.on_bytes_written(self._last.nbytes)
+        return self._last
+
+
+def write_dcp(folder: Path, weights: WeightStream, *, key: str | None) -> None:
+    """Write the files of the folder. They are on the disk when the function returns.
+
+    Args:
+        folder: existing empty folder.
+        weights: weights to write.
+        key: name of a dict for the tensors, as ``"model"`` for ``load({"model": model.state_dict()})``; None for
+            ``load(model.state_dict())``.
+
+    Raises:
+        OSError: a failed file operation.
+        CheckpointError: an error of torch, or an unreadable tensor.
+    """
+    tensors: dict[str, Any] = {
+        name: torch.empty(weights.files.refs[name].shape, dtype=DTYPES[dtype], device="meta")
+        for name, dtype in weights.dtypes.items()
+    }
+    names = {name if key is None else f"{key}.{name}": name for name in tensors}
+    # With one thread and no copies ahead, an item is written before the next item is requested.
+    writer = FileSystemWriter(folder, thread_count=1, per_thread_copy_ahead=0)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+        try:
+            save(
+                tensors if key is None else {key: tensors},
+                storage_writer=writer,
+                planner=_StreamingSavePlanner(weights, names),
+                no_dist=True,
+            )
+        # CheckpointException is not a subclass of Exception.
+        except CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            raise cause if isinstance(cause, CheckpointError | OSError) else CheckpointError(f"convert: {cause}") from None
+    storage.sync_folder(folder)
