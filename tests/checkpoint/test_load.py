@@ -4,6 +4,7 @@ import hashlib
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -474,8 +475,8 @@ def test_an_index_that_puts_two_boxes_in_one_place_is_refused(tmp_path):
     boxes[second] = boxes[second]._replace(begin=boxes[first].begin, end=boxes[first].end)
     data = layout.encode_index(replace(index, shards=tuple(boxes)))
     (path / files.index).write_bytes(data)
-    files = replace(files, index_bytes=len(data), index_sha256=hashlib.sha256(data).hexdigest())
-    (path / "manifest.json").write_bytes(layout.encode_manifest(replace(manifest, ranks=(files,))))
+    files = msgspec.structs.replace(files, index_bytes=len(data), index_sha256=hashlib.sha256(data).hexdigest())
+    (path / "manifest.json").write_bytes(layout.encode_manifest(msgspec.structs.replace(manifest, ranks=(files,))))
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json: rank-00000.safetensors: .*inside of another shard"):
         load_sharded(path, plain_state())
 

@@ -51,7 +51,7 @@ MISTAKES = {
     "an empty path": (["", "out", "--to", "hf"], 2, "SRC and DST must not be empty. Name the checkpoint"),
     "target": (["root", "out", "--to", "gguf"], 2, "to must be one of hf, dtrain, dcp, safetensors, got 'gguf'"),
     "existing": (["root", "root", "--to", "hf"], 2, "destination must not exist"),
-    "size": (["root", "out", "--to", "hf", "--max-shard-size", "huge"], 2, "--max-shard-size must be a size such as 512MiB or 5GB"),
+    "size": (["root", "out", "--to", "hf", "--max-shard-size", "huge"], 2, "--max-shard-size must be a size such as"),
     "tie": (["root", "out", "--to", "hf", "--tie", "x"], 2, "--tie must be ALIAS=NAME, got 'x'"),
     "trust": (["x.pt", "out", "--to", "hf"], 2, "is a pickle, and reading it runs its code. Pass trust (--trust)"),
     "nothing there": (["empty", "out", "--to", "hf"], 1, "source must be a checkpoint of dtrain"),
