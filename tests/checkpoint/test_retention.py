@@ -5,12 +5,12 @@ import shutil
 import time
 import warnings
 from contextlib import nullcontext
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from checkpoint.states import WatchedOs, plain_state, train, watching
 from dtrain import storage
@@ -109,7 +109,7 @@ def test_keeping_none_is_refused(name, value):
 
 @pytest.mark.parametrize("pin", ["100", 1.0, True])
 def test_a_pin_that_is_no_step_is_refused(pin):
-    with pytest.raises(ConfigError, match="keep_steps must be step numbers, got"):
+    with pytest.raises(ConfigError, match="keep_steps must be an integer of at least 0, got"):
         plan_retention([1], 1, keep_steps=[5, pin])
 
 
@@ -370,7 +370,7 @@ def test_what_does_not_fit_is_refused_with_both_figures(tmp_path, monkeypatch):
     with pytest.raises(CheckpointError) as refused:
         check_free_space(tmp_path / "new" / "root", 3 * 2**30)
     assert str(refused.value) == (
-        f"save_sharded: free space of {tmp_path}/new/root must be at least 3.00 GiB, got 1 MiB. "
+        f"save_sharded: free space of {tmp_path}/new/root must be at least 3 GiB, got 1 MiB. "
         "Free space, or keep fewer steps (keep_last)."
     )
     assert names(tmp_path) == []
