@@ -77,7 +77,7 @@ def test_prune_says_what_it_would_remove_and_removes_it(checkpoints, root):
     assert (code, err) == (0, "")
     assert out.splitlines()[0].startswith("step-00000001: would be removed, ")
     assert sorted(os.listdir(root)) == before
-    assert checkpoints("prune", "root", "--keep-last", "1", "--pin", "1")[1] == "nothing to remove\n"
+    assert checkpoints("prune", "root", "--keep-last", "1", "--keep-step", "1")[1] == "nothing to remove\n"
     found = json.loads(checkpoints("prune", "root", "--keep-last", "1", "--json")[1])
     assert [(step["step"], step["path"]) for step in found["removed"]] == [(1, str(root / "step-00000001"))]
     assert (found["root"], found["dry_run"]) == (str(root), False)

@@ -140,7 +140,7 @@ def show(
 
 
 def _checkpoint_facts(reader: CheckpointReader) -> dict[str, Any]:
-    from dataclasses import asdict
+    import msgspec
 
     from dtrain.checkpoint.conversion.diff import tensors_and_values
 
@@ -153,7 +153,7 @@ def _checkpoint_facts(reader: CheckpointReader) -> dict[str, Any]:
         "parent_step": manifest.parent_step,
         "serial": manifest.serial,
         "world_size": reader.world_size,
-        "layout": asdict(manifest.layout),
+        "layout": msgspec.to_builtins(manifest.layout),
         "what": manifest.what,
         "holds": list(manifest.sections),
         "states": list(manifest.states),
@@ -276,7 +276,9 @@ def prune(
     keep_every: Annotated[
         int | None, typer.Option("--keep-every", metavar="N", help="Also keep the steps that are multiples of N.")
     ] = None,
-    pin: Annotated[list[int] | None, typer.Option("--pin", metavar="STEP", help="Keep this step; may be repeated.")] = None,
+    keep_step: Annotated[
+        list[int] | None, typer.Option("--keep-step", metavar="STEP", help="Keep this step; may be repeated.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the steps to remove.")] = False,
     as_json: AsJson = False,
 ) -> int:
@@ -292,7 +294,7 @@ def prune(
         from dtrain.checkpoint.retention import prune
 
         removed_steps = prune(
-            str(folder), keep_last=keep_last, keep_every=keep_every, keep_steps=tuple(pin or ()), dry_run=dry_run
+            str(folder), keep_last=keep_last, keep_every=keep_every, keep_steps=tuple(keep_step or ()), dry_run=dry_run
         )
     if as_json:
         removed = [{"step": step.step, "path": str(step.path), "bytes": step.bytes} for step in removed_steps]
