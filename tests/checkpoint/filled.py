@@ -49,7 +49,7 @@ def laid_out(model: nn.Module, strategy: str, **options: Any) -> nn.Module:
 
 
 def value_of(name: str, shape: Any, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """What the tensor of this name holds in every checkpoint of these tests."""
+    """Return the values of the tensor of this name in every checkpoint of these tests."""
     start = int.from_bytes(hashlib.sha256(name.encode()).digest()[:2], "little")
     return (torch.arange(torch.Size(shape).numel()) + start).reshape(shape).to(dtype)
 

@@ -1,4 +1,4 @@
-"""What the checkpoint tests train, compare and break."""
+"""States, digests and failing operations for the checkpoint tests."""
 
 import errno
 import hashlib
@@ -174,5 +174,5 @@ class watching:
 
 
 def names(folder: Path) -> list[str]:
-    """What a folder holds, the lock of a live job apart."""
+    """Return the names in a folder, except the lock of a live job."""
     return sorted(p.name for p in folder.iterdir() if not p.name.startswith(LOCK_FILE))

@@ -1,4 +1,4 @@
-"""Saves in the background: what is saved is the state as it was, a failure is never lost, and nothing is published by one."""
+"""Background saves store the state of the call, never lose a failure, and commit nothing after a failure."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Whatever happens to the files of a committed step is seen, named, and changes nothing in the state."""
+"""Every change to the files of a committed step is detected, names the file, and leaves the state unchanged."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""Names, manifest and index: what is written is read, and nothing else is."""
+"""Names, manifest and index: everything written is read again, and everything else is refused."""
 
 import hashlib
 import json

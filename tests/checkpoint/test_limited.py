@@ -1,4 +1,4 @@
-"""What a save holds besides one whole state: several states, the weights alone, adapters, other dtypes, links."""
+"""Saves of something else than one whole state: several states, weights, adapters, other dtypes, links."""
 
 import os
 from dataclasses import replace

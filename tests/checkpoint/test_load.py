@@ -1,4 +1,4 @@
-"""What a load can be asked for: weights alone, names that only one side has, other dtypes, several states; and what it says."""
+"""Options of a load: weights alone, names that only one side has, other dtypes, several states; and its messages."""
 
 import hashlib
 from dataclasses import replace
@@ -463,7 +463,7 @@ def test_each_byte_of_the_tensors_is_fetched_once(tmp_path):
 
 
 def test_an_index_that_puts_two_boxes_in_one_place_is_refused(tmp_path):
-    """Whoever wrote it made all digests fit; the same bytes would be read once for each."""
+    """All digests match; the same bytes would be read once for each shard."""
     path = save_sharded(tmp_path, plain_state()).path
     manifest = layout.parse_manifest((path / "manifest.json").read_bytes())
     files = manifest.ranks[0]

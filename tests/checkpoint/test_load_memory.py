@@ -1,4 +1,4 @@
-"""How much memory a load takes, above what there was before it: this rank's own shards, and a few buffers."""
+"""A load needs the memory of this rank's own shards, and of a few buffers."""
 
 import ctypes
 import gc

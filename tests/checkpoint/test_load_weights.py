@@ -46,7 +46,7 @@ def net(seed: int = 0) -> Net:
 
 
 def stored() -> dict[str, torch.Tensor]:
-    """What another project has saved."""
+    """Return the tensors that another project has saved."""
     return {name: tensor.clone() for name, tensor in net(7).state_dict().items()}
 
 

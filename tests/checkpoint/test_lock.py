@@ -1,4 +1,4 @@
-"""One live job per root: who is refused, whose lock is taken over, and what is left behind."""
+"""One live job per root: refusals, takeovers and leftovers of the lock."""
 
 import gc
 import os
@@ -54,7 +54,7 @@ def python(script: str, *args: object, **options) -> subprocess.Popen[str]:
 
 
 def finished(process: subprocess.Popen[str]) -> str:
-    """What a process that was to end well has printed."""
+    """Return the output of a process that must end with code 0."""
     out, err = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 0, err
     return out

@@ -110,7 +110,7 @@ OTHER_MODELS = {
 
 @pytest.mark.parametrize(("make", "counts", "expected"), OTHER_MODELS.values(), ids=OTHER_MODELS)
 def test_a_checkpoint_of_another_model_gives_a_short_table_of_what_differs(tmp_path, make, counts, expected):
-    """What follows from a parameter that differs (its EMA, its optimizer state, its group) is not said again."""
+    """The EMA, optimizer state and group of a parameter that differs are not listed as well."""
     saved = stacked(3, 6)
     for param in saved.params.values():
         saved.optimizer.state[param] = {"exp_avg": torch.zeros_like(param)}

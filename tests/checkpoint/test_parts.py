@@ -40,7 +40,7 @@ def without_slice(seed: int) -> dt.TrainState:
     return replace(state, transform_states={"ema": state.transform_states["ema"]})
 
 
-# What is left out of the load, how the error names it, and what leaves it on purpose.
+# A part that the load leaves out, the words of the error, and the patterns that ignore the part.
 LEFT = {
     "extra": (plain_state, {}, r"extra/loader: checkpoint a value, here nothing", ["extra/loader"]),
     "transform": (without_slice, {"loader": None}, r"transforms/spikes: checkpoint a transform, here", ["transforms/spikes"]),

@@ -142,7 +142,7 @@ def test_boxes_that_no_cut_separates_are_compared_in_pairs(moved):
 
 
 def lines_run(call) -> int:
-    """How many lines of Python a call runs: its work, whatever the machine does meanwhile."""
+    """Return the number of Python lines that a call runs, which does not depend on the load of the machine."""
     count = 0
 
     def trace(frame, event, _):

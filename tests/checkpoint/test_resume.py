@@ -57,7 +57,7 @@ def train(step, state, loader, until: int):
 
 
 def everything(state, trace) -> list:
-    """What must be equal at the end: the trace, all tensors of this rank, and the next draw of every generator."""
+    """Return the trace, all tensors of this rank, and the next draw of every generator, which must be equal at the end."""
     local = [*state.params.values(), *state.transform_states["ema"]["params"].values()]
     local += [s["momentum_buffer"] for s in state.optimizer.state.values()]
     values = [t.to_local().flatten().tolist() for t in local]

@@ -1,4 +1,4 @@
-"""Copies for saves in the background: the file's content byte for byte, in memory that is used again."""
+"""Staging buffers hold the file's content byte for byte, in memory that is reused."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def logits(model: nn.Module) -> torch.Tensor:
 
 
 def loaded(kind: type[PreTrainedModel], folder: Path) -> PreTrainedModel:
-    """What ``from_pretrained`` makes of a folder, if it has no complaint."""
+    """Return the model that ``from_pretrained`` loads from a folder without a warning."""
     model, complaints = kind.from_pretrained(folder, output_loading_info=True)
     assert not any(complaints.values()), complaints
     return model

@@ -1,4 +1,4 @@
-"""What counts as a difference, and how large it is."""
+"""Differences between two checkpoints, and their size."""
 
 import math
 

@@ -168,7 +168,7 @@ def _damage_each(folder: str, kind: str, damage: str, names: list[str]) -> list[
 
 
 def _not_refused(step: Path, blamed: str, kind: str) -> str:
-    """How it was believed, or refused in the wrong words; empty when all is well."""
+    """Return how the file was accepted, or refused in the wrong words; empty if all is well."""
     import dtrain as dt
     from checkpoint.faults.flips import _digests
 

@@ -78,7 +78,7 @@ def _digests(given: Any) -> list[str]:
 
 
 def _not_refused(step: Path, name: str, given: Any) -> str:
-    """How a step with a flip in the file ``name`` was believed after all; empty when it was not."""
+    """Return how a step with a flip in the file ``name`` was accepted; empty if refused."""
     import dtrain as dt
 
     for what, look in (("verify", lambda: dt.checkpoint.verify(step)), ("load_sharded", lambda: _load(step, given))):

@@ -86,7 +86,7 @@ def fork_and_finish(run: Run) -> None:
 
 
 def launch(values: dict[str, Any], ranks: int) -> list[int]:
-    """What the launcher's process does. Its own noise goes into a file beside the logs."""
+    """Run the launcher's process. Its own output goes into a file beside the logs."""
     from dtrain.dist import timeout_report
     from dtrain.launch import spawn_function
 
@@ -268,7 +268,7 @@ def _compare(run: Run, known: Undisturbed, attempts: list[Attempt]) -> list[str]
 
 
 def _litter(run: Run, log: list[dict[str, Any]]) -> list[str]:
-    """What killed saves left and no later one has removed.
+    """Return leftovers of killed saves that no later save has removed.
 
     A start that was killed before its first commit was a run of its own, which nobody can go on with: what it was writing is
     left to ``prune``. And a start that finds nothing more to do saves nothing.
@@ -282,7 +282,7 @@ def _litter(run: Run, log: list[dict[str, Any]]) -> list[str]:
 
 
 def spoiled() -> dict[str, list[str]]:
-    """What is said about runs that something did happen to: the judge has to see it. To be asked of a nursery."""
+    """Return the findings about runs with a planted fault, which must be detected. To be asked of a nursery."""
     known, found = undisturbed(), {}
     with scratch() as folder:
         run = Run(folder=folder, steps=STEPS)

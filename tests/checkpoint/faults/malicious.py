@@ -225,7 +225,7 @@ def _names() -> Iterator[Case]:
 
 
 def _leaves(kind: type) -> list[tuple[Any, ...]]:
-    """Where the index of a sample has values of a type, besides the plain data that it carries; of each list the first item."""
+    """Return the paths to values of a type in the index of a sample, outside its plain data; of each list the first item."""
     body = json.loads(sample(KIND)["step-00000002/rank-00000.json"])
     found = []
     left: list[tuple[tuple[Any, ...], Any]] = [((key,), body[key]) for key in body if key not in ("values", "shared")]
@@ -413,7 +413,7 @@ class Hook:
 
 
 def count_draws() -> int:
-    """How many draws hold all cases."""
+    """Return the number of draws that hold all cases."""
     return -(-len(cases()) // BATCH)
 
 
@@ -542,7 +542,7 @@ def _run_payloads(folder: str) -> int:
 
 
 def what_the_hook_sees() -> list[str]:
-    """What is noted of an opened file outside a root, and of a payload. To be asked of a nursery."""
+    """Return the records of an opened file outside a root, and of a payload. To be asked of a nursery."""
     with scratch() as folder:
         return list(apart(_watch_payload, folder))
 

@@ -48,7 +48,7 @@ class Nursery:
         theirs.close()
 
     def ask(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """What ``fn(*args)`` returns there. ``fn`` is a function of a module; arguments and results are plain data."""
+        """Return ``fn(*args)``, called there. ``fn`` is a function of a module; arguments and results are plain data."""
         self._pipe.send_bytes(json.dumps([fn.__module__, fn.__qualname__, args]).encode())
         answer = json.loads(self._pipe.recv_bytes())
         if "error" in answer:
@@ -109,7 +109,7 @@ class Child:
     text: bytes = b""
 
     def answer(self, *, within_s: float = LONG_S) -> Any:
-        """What its function returned.
+        """Return the result of its function.
 
         Raises:
             ChildProcessError: it died before it answered, or raised (with the traceback).
@@ -204,7 +204,7 @@ def _as_rank(rank: int, world_size: int, port: int, fn: Callable[..., Any], args
 
 
 def apart(fn: Callable[..., Any], *args: Any, within_s: float = LONG_S) -> Any:
-    """What ``fn(*args)`` returns in a fork of this process, so that threads it starts are not ours."""
+    """Return ``fn(*args)``, called in a fork of this process, which keeps the threads that it starts."""
     child = fork(fn, *args)
     try:
         return child.answer(within_s=within_s)

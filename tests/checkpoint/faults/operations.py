@@ -41,7 +41,7 @@ class How:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """What happens to which operation of which rank."""
+    """Fault of one operation of one rank."""
 
     rank: int
     at: int
@@ -80,7 +80,7 @@ def _has_chunks(module: object) -> bool:
 
 
 def _joined(ranks: int) -> Any:
-    """Who this is. Groups stay open: who has lost a peer cannot close them, and the process ends anyway."""
+    """Return this rank. Groups stay open: a rank that has lost a peer cannot close them, and the process ends anyway."""
     import dtrain as dt
     from dtrain.dist.init import get_dist_info
 
@@ -99,7 +99,7 @@ def _begin(root: Path) -> Any:
 
 
 def _save(root: Path, state: Any, mode: str, *, keep_last: int | None = 1) -> bool:
-    """Whether anything was written."""
+    """Return True if anything was written."""
     from dtrain.checkpoint.save import save_sharded
 
     return bool(save_sharded(root, state, keep_last=keep_last, mode=mode).result().written)  # type: ignore[arg-type]
@@ -202,7 +202,7 @@ def _manifest(root: Path) -> str:
 
 
 def check(roots: list[str]) -> list[dict[str, Any]]:
-    """What roots hold: their steps, read to the last byte; what the newest restores; and whether a run goes on from there."""
+    """Return the verified steps of roots, the state that the newest restores, and whether a run continues from it."""
     _small_chunks(1)
     return [_check(root) for root in roots]
 
@@ -304,7 +304,7 @@ def faults_of(how: How, *, actions: Sequence[str] = ACTIONS) -> list[Fault]:
 
 
 def outcomes(how: How, faults: Sequence[Fault]) -> list[Outcome]:
-    """What came of these faults; those whose operation the save did not come to are left out."""
+    """Return the outcomes of these faults, without faults whose operation the save did not reach."""
     if not faults:
         return []
     with scratch() as folder:
@@ -414,7 +414,7 @@ def draw_simplest(seed: int, k: int) -> list[dict[str, Any]]:
 
 
 def count_simplest() -> int:
-    """How many faults that makes. To be asked of a nursery."""
+    """Return the number of faults. To be asked of a nursery."""
     return len(_of_simplest(0))
 
 
@@ -429,5 +429,5 @@ def _of_simplest(seed: int) -> list[Fault]:
 
 
 def count_draws() -> int:
-    """How many draws there are until every fault was made once; some of the last ones are empty. To be asked of a nursery."""
+    """Return the number of draws that make every fault once; some of the last are empty. To be asked of a nursery."""
     return -(-max(len(faults_of(how)) for how in EVERY_WAY) // BATCH) * len(EVERY_WAY)

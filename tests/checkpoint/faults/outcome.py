@@ -1,4 +1,4 @@
-"""What came of one fault, and how many of them are added up."""
+"""Outcome of one fault, and the sum of outcomes."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ KINDS = ("1 rank", "2 ranks", "two states", "frozen apart")
 
 
 def states_of(kind: str, seed: int = 0) -> Any:
-    """What is saved as a checkpoint of this kind, and loaded from it: a state, or several by name."""
+    """Return the state, or the states by name, of a checkpoint of this kind."""
     from checkpoint.states import plain_state
 
     if kind == "two states":

@@ -27,7 +27,7 @@ BATCH = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What to train.
+    """Options of a training run.
 
     Args:
         folder: holds the root of the checkpoints and the logs.
@@ -59,7 +59,7 @@ class Log:
 
 
 def read_log(folder: str, rank: int = 0) -> list[dict[str, Any]]:
-    """What a rank wrote in all attempts; a last line that a kill has cut off is left out."""
+    """Return the lines that a rank wrote in all attempts, without a last line that a kill has cut off."""
     path = Path(folder) / f"log-{rank}"
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
@@ -140,7 +140,7 @@ def committed(run: Run) -> list[CheckpointInfo]:
 
 
 def look(values: dict[str, Any]) -> dict[str, Any]:
-    """What a root holds: its committed steps, verified, and all names, and the run; or what is wrong with it."""
+    """Return the verified steps of a root, all names and the run; or the error."""
     run = Run(**values)
     try:
         found = committed(run)

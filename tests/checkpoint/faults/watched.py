@@ -40,7 +40,7 @@ class Faulty:
 
     @property
     def writers(self) -> int:
-        """How many threads have written parts of files."""
+        """Return the number of threads that have written parts of files."""
         return len(self._writers)
 
     def __getattr__(self, name: str) -> Any:

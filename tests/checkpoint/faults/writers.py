@@ -88,7 +88,7 @@ def _gated(asks: int, turns: int, fn: Callable[..., Any], args: tuple[Any, ...])
 
 
 def load(path: str, state: Any) -> Any:
-    """What ``load_sharded`` returns. The sample's first steps have values beside the state, which are left."""
+    """Load a root. The values beside the state, which the sample's first steps have, are ignored."""
     import dtrain as dt
 
     with suppress(dt.errors.CheckpointMismatchError):
