@@ -41,7 +41,7 @@ def test_convert_options_reach_the_conversion(checkpoints, root):
     assert checkpoints("convert", "x.safetensors", "out", "--to", "dtrain", *args)[0] == 0
     shown = json.loads(checkpoints("show", "out", "--json")[1])
     assert [tensor["key"] for tensor in shown["tensors"]] == ["params/a", "buffers/table"]
-    assert checkpoints("convert", "x.safetensors", "hf", "--to", "hf", "--max-shard-size", "16B")[0] == 2
+    assert checkpoints("convert", "x.safetensors", "hf", "--to", "hf", "--max-shard-size", "16XB")[0] == 2
     assert checkpoints("convert", "x.safetensors", "hf", "--to", "hf", "--max-shard-size", "17")[0] == 0
     assert len(os.listdir("hf")) == 4
 
