@@ -71,7 +71,7 @@ def rng_state() -> dict[str, Any]:
     name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
         # Tensors, because code that walks through a saved tree would visit hundreds of numbers one by one.
-        "python": {"version": version, "internal": torch.tensor(internal), "gauss": gauss},
+        "python": {"version": version, "internal": torch.tensor(internal, device="cpu"), "gauss": gauss},
         "numpy": {
             "name": str(name),
             "keys": torch.from_numpy(np.asarray(keys).astype(np.int64)),
