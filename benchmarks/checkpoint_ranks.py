@@ -98,7 +98,7 @@ def _slug(name: str) -> str:
 
 
 def _slowest(mine: Moments) -> Moments:
-    """When the last rank was so far."""
+    """Return, for each moment, the time of the slowest rank."""
     seconds = torch.tensor(list(mine.values()), dtype=torch.float64)
     dist.all_reduce(seconds, op=dist.ReduceOp.MAX)
     return dict(zip(mine, seconds.tolist(), strict=True))

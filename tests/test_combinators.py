@@ -1,4 +1,4 @@
-"""When a wrapped transform acts and on which parameters; what a batch function is given."""
+"""Combinators: the steps and parameters of a wrapped transform, and the arguments of a batch function."""
 
 from collections.abc import Iterable
 from functools import partial

@@ -1,4 +1,4 @@
-"""What MkDocs asks while it builds the site: pages that are made, and links that lead out of docs/."""
+"""Hooks of MkDocs: generate pages, and rewrite links that lead out of docs/."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def made() -> Iterator[tuple[str, str]]:
-    """Where each page is in the site, and its Markdown."""
+    """Yield the path in the site and the Markdown of each generated page."""
     yield from reference.pages()
     yield "reference/commands.md", commands.page()
     yield "examples/index.md", index_of_examples()
@@ -112,7 +112,7 @@ def _link(match: re.Match[str], origin: str, uri: str, files: Files) -> str:
 
 
 def _in_site(path: str) -> str | None:
-    """Where a file of the repository is in the site; None for those that are not."""
+    """Return the path in the site of a file of the repository, or None if the site does not have it."""
     if path in OUTSIDE:
         return OUTSIDE[path]
     if path.startswith("docs/"):

@@ -1,4 +1,4 @@
-"""Which steps go, and what a root looks like while they do."""
+"""Retention: the steps that are removed, and the state of a root during the removal."""
 
 import os
 import shutil

@@ -1,4 +1,4 @@
-"""When failed ranks are started again: pure rules first, then real ones."""
+"""Restarts of failed ranks: pure rules first, then real jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which gauge is found for a device, and what CUDA's reads."""
+"""Device memory: the gauge of each device, and the values that CUDA's gauge reads."""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""When to stop: worked out by hand, saved and resumed, and the same on all ranks."""
+"""Early stopping: decisions computed by hand, after a resume, and equal on all ranks."""
 
 import math
 

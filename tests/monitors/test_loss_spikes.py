@@ -42,7 +42,7 @@ def run(step, state, values):
 
 @pytest.fixture
 def events():
-    """What was told to the run's ledger."""
+    """Return the events in the run's ledger."""
     heard = []
 
     class Listener:

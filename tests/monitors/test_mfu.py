@@ -135,7 +135,7 @@ def test_narrower_numbers_are_never_slower():
 
 
 def unknown_peak() -> int:
-    """How many warnings this rank has seen."""
+    """Return the number of warnings on this rank."""
     meter, run = mfu(flops_per_sample=1.0), Run()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

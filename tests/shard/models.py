@@ -126,7 +126,7 @@ class Scaled(nn.Module):
 
 
 class Forked(nn.Module):
-    """Which of two branches inside a block is used depends on the sample; a third one never is."""
+    """Block with two branches chosen per sample, and a third branch that is never used."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -183,7 +183,7 @@ def _suffer(root: Path, how: How, fault: Fault, rank: int) -> dict[str, Any]:
 
 
 def _invalid(root: Path) -> str:
-    """Which of the two steps cannot be believed."""
+    """Return the step whose contents cannot be trusted."""
     import dtrain as dt
 
     try:

@@ -1,4 +1,4 @@
-"""When a job counts as hung: by what its ranks report and the time."""
+"""Hang detection from the ranks' progress reports and the time."""
 
 from __future__ import annotations
 

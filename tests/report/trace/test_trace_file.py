@@ -1,4 +1,4 @@
-"""What is read from a trace, and what is refused."""
+"""Trace files: the events that are read, and the files that are refused."""
 
 import gzip
 import json
