@@ -19,12 +19,12 @@ def test_integers_within_the_limits_are_returned() -> None:
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "1", None, np.bool_(True), 10**30])
-def test_other_integers_raise(value: Any) -> None:
+def test_invalid_integers_raise(value: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"f: n must be an integer from 1 to 9, got {value!r}.")):
         check_int("f", "n", value, maximum=9)
 
 
-def test_an_error_ends_with_the_advice() -> None:
+def test_error_message_ends_with_the_advice() -> None:
     with pytest.raises(ConfigError, match=r"^f: n must be an integer of at least 2, got 1\. Pass 2\.$"):
         check_int("f", "n", 1, minimum=2, advice="Pass 2.")
 
@@ -36,7 +36,7 @@ def test_numbers_within_the_limits_are_returned() -> None:
 
 
 @pytest.mark.parametrize("value", [0.0, 1.0, float("nan"), float("inf"), True, "0.5", None])
-def test_other_numbers_raise(value: Any) -> None:
+def test_invalid_numbers_raise(value: Any) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"f: x must be a finite number above 0 and below 1, got {value!r}.")):
         check_number("f", "x", value, above=0, below=1)
 
@@ -60,7 +60,7 @@ def test_sizes_are_parsed(text: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "0", "-1", "IB", "5 XB", "1e3", "nan", "0.1B", "5GiBs", "\u0661"])
-def test_other_sizes_raise(text: str) -> None:
+def test_invalid_sizes_raise(text: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"--size must be a size such as 512MiB or 5GB, got {text!r}.")):
         parse_bytes("--size", text)
 

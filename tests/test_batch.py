@@ -26,7 +26,7 @@ KINDS = {
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_split_then_cat_is_the_identity(kind):
+def test_concatenated_split_equals_the_batch(kind):
     batch = KINDS[kind]
     parts = split_batch(batch, 2)
     assert [count_samples(part) for part in parts] == [2, 2, 1]
@@ -44,21 +44,21 @@ def test_split_then_cat_is_the_identity(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_picking_all_in_order_is_the_identity(kind):
+def test_pick_of_all_samples_in_order_equals_the_batch(kind):
     batch = KINDS[kind]
     picked = select_samples(batch, torch.arange(5))
     assert type(picked) is type(batch)
     assert str(picked) == str(batch)
 
 
-def test_pick_takes_samples_in_the_order_asked_for():
+def test_pick_returns_samples_in_the_requested_order():
     picked = select_samples(KINDS["nested"], torch.tensor([4, 0]))
     assert picked["x"]["a"].tolist() == [[12, 13, 14], [0, 1, 2]]
     assert (picked["ids"], picked["scale"]) == (["e", "a"], 2.0)
     assert select_samples(KINDS["tensordict"], torch.tensor([4, 0]))["y"].tolist() == [4, 0]
 
 
-def test_pick_finds_the_described_axis():
+def test_pick_uses_the_batch_axis_of_the_spec():
     batch = {"ids": torch.arange(12).reshape(3, 4), "label": torch.arange(4), "name": "whole"}
     picked = select_samples(batch, torch.tensor([3, 1]), SPEC)
     assert (picked["ids"].tolist(), picked["label"].tolist()) == ([[3, 1], [7, 5], [11, 9]], [3, 1])
@@ -69,13 +69,13 @@ def test_pick_finds_the_described_axis():
     assert (of_tensordict["ids"].shape, of_tensordict["label"].tolist()) == ((3, 1), [3])
 
 
-def test_split_cuts_sequences_per_sample_and_keeps_the_rest_whole():
+def test_split_divides_per_sample_sequences_and_copies_other_values():
     parts = split_batch(KINDS["nested"], 2)
     assert [part["ids"] for part in parts] == [["a", "b"], ["c", "d"], ["e"]]
     assert [part["scale"] for part in parts] == [2.0, 2.0, 2.0]
 
 
-def test_split_gives_views():
+def test_split_returns_views():
     batch = {"x": rows(4)}
     split_batch(batch, 2)[1]["x"][0, 0] = -1
     assert batch["x"][2, 0] == -1
@@ -89,14 +89,14 @@ def test_empty_batch_has_no_parts():
     assert split_batch({"x": rows(0)}, 2) == []
 
 
-def test_to_device_leaves_what_is_there_alone():
+def test_to_device_does_not_copy_tensors_on_the_device():
     batch = {"x": rows(2), "name": "n"}
     moved = to_device(batch, torch.device("cpu"))
     assert moved["x"] is batch["x"]
     assert moved["name"] == "n"
 
 
-def test_zeros_like_samples_has_two_samples_of_the_same_kind():
+def test_make_zero_samples_returns_two_samples_of_equal_structure():
     filler = make_zero_samples({"x": rows(0).int(), "scale": torch.tensor(2.0)})
     assert filler["x"].shape == (2, 3)
     assert filler["x"].dtype == torch.int32
@@ -111,13 +111,13 @@ def test_zeros_like_samples_has_two_samples_of_the_same_kind():
         ({"scale": torch.tensor(1.0)}, "found no tensor to split in a dict"),
     ],
 )
-def test_count_refuses(batch, message):
+def test_count_samples_refuses_invalid_batches(batch, message):
     with pytest.raises(ConfigError, match=message):
         count_samples(batch)
 
 
 @pytest.mark.parametrize("size", [0, -1, 2.0, True])
-def test_split_refuses_a_size(size):
+def test_split_refuses_an_invalid_microbatch_size(size):
     with pytest.raises(ConfigError, match="split_batch: microbatch_size must be an integer of at least 1, got"):
         split_batch({"x": rows(4)}, size)
 
@@ -125,7 +125,7 @@ def test_split_refuses_a_size(size):
 SPEC = batch_spec({"ids": "seq batch", "label": "batch"})
 
 
-def test_spec_finds_the_batch_axis_wherever_it_is():
+def test_spec_supports_any_batch_axis():
     batch = {"ids": torch.arange(12).reshape(3, 4), "label": torch.arange(4), "mask": torch.ones(7)}
     assert SPEC.count(batch) == (4, 12)
     parts = split_batch(batch, 3, batch_spec=SPEC)
@@ -149,7 +149,7 @@ def test_spec_works_on_a_tensordict():
         (torch.zeros(3), "needs a mapping of tensors, got a Tensor"),
     ],
 )
-def test_spec_names_what_is_wrong(batch, message):
+def test_spec_count_error_describes_the_mismatch(batch, message):
     with pytest.raises(ConfigError, match=message):
         SPEC.count(batch)
 
@@ -162,6 +162,6 @@ def test_spec_names_what_is_wrong(batch, message):
         ({"x": "batch 3d"}, "axes must be different names"),
     ],
 )
-def test_spec_refuses_a_description(axes, message):
+def test_spec_refuses_invalid_axes(axes, message):
     with pytest.raises(ConfigError, match=message):
         batch_spec(axes)

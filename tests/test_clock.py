@@ -15,7 +15,7 @@ def ticked(clock: Clock = Clock(), *, end_of_epoch: bool = False, **changes) -> 
     return clock.tick(**{"samples": 10, "tokens": 100, "seconds": 0.5, "position": place, **changes})
 
 
-def test_tick_counts_and_an_epoch_ends():
+def test_tick_updates_counts_and_the_epoch():
     clock = ticked(ticked(), end_of_epoch=True)
     assert (clock.step, clock.epoch, clock.step_in_epoch) == (2, 1, 0)
     assert (clock.samples, clock.tokens, clock.seconds) == (20, 200, 1.0)
@@ -25,7 +25,7 @@ def test_tick_counts_and_an_epoch_ends():
 
 
 @pytest.mark.parametrize("interval", ["25sp", "3ba", "250tok", "1sec", "1ep"])
-def test_crossed_is_true_once_per_boundary_whatever_the_tick(interval):
+def test_crossed_is_true_once_per_boundary_for_any_tick_size(interval):
     clock, crossings, every = Clock(), 0, Duration.parse(interval)
     field = {"sp": "samples", "ba": "step", "tok": "tokens", "sec": "seconds", "ep": "epoch"}[every.unit]
     for step in range(40):
@@ -36,7 +36,7 @@ def test_crossed_is_true_once_per_boundary_whatever_the_tick(interval):
     assert crossings == getattr(clock, field) // every.value
 
 
-def test_nothing_is_crossed_before_the_first_tick():
+def test_crossed_is_false_before_the_first_tick():
     assert not Clock(step=100).crossed("100ba")
 
 
@@ -46,7 +46,7 @@ def test_nothing_is_crossed_before_the_first_tick():
     value=st.integers(1, 50),
     ticks=st.lists(st.integers(1, 60), min_size=1, max_size=30),
 )
-def test_boundaries_are_crossed_as_often_as_they_are_passed(unit, value, ticks):
+def test_crossed_is_true_exactly_when_a_tick_passes_a_boundary(unit, value, ticks):
     """Any unit, any size of batch: a tick is a crossing exactly when a multiple of the interval lies in it."""
     clock, passed = Clock(), 0
     for size in ticks:
@@ -59,7 +59,7 @@ def test_boundaries_are_crossed_as_often_as_they_are_passed(unit, value, ticks):
 
 @settings(max_examples=100, deadline=None)
 @given(steps=st.integers(1, 400), hundredths=st.integers(1, 100))
-def test_shares_of_a_run_are_crossed_where_the_exact_fraction_is(steps, hundredths):
+def test_run_fractions_are_crossed_at_the_exact_step(steps, hundredths):
     """A tenth of 1,000 steps is step 100, and not one beside it because 0.1 is no binary number."""
     clock, found = Clock(run=RunLength(total=steps)), []
     for _ in range(steps):
@@ -70,7 +70,7 @@ def test_shares_of_a_run_are_crossed_where_the_exact_fraction_is(steps, hundredt
     assert found == sorted({math.ceil(share * n) for n in range(1, steps * 100) if share * n <= steps})
 
 
-def test_a_share_of_a_run_in_epochs_counts_the_steps_of_the_current_one():
+def test_epoch_run_fraction_includes_steps_of_the_current_epoch():
     clock, found = Clock(run=RunLength(total="2ep", steps_per_epoch=5)), []
     for step in range(10):
         clock = ticked(clock, end_of_epoch=step % 5 == 4)
@@ -79,7 +79,7 @@ def test_a_share_of_a_run_in_epochs_counts_the_steps_of_the_current_one():
     assert found == [3, 5, 8, 10]
 
 
-def test_a_share_that_is_whole_epochs_needs_no_steps():
+def test_run_fraction_of_whole_epochs_needs_no_step_count():
     clock, found = Clock(run=RunLength(total="4ep")), []
     for step in range(12):
         clock = ticked(clock, end_of_epoch=step % 3 == 2)
@@ -99,14 +99,14 @@ def test_a_share_that_is_whole_epochs_needs_no_steps():
         ),
     ],
 )
-def test_a_share_of_an_unknown_length_is_refused(run, message):
+def test_run_fraction_of_unknown_length_is_refused(run, message):
     clock = ticked(Clock(run=run))
     with pytest.raises(ConfigError, match=message):
         clock.crossed("0.1dur")
 
 
 @pytest.mark.parametrize("point", ["0ba", "0dur", "3ba", "30sp", "300tok", "1sec", "0.5dur"])
-def test_a_point_is_reached_and_stays_so(point):
+def test_reached_stays_true_after_the_point(point):
     clock = Clock(run=RunLength(total=6))
     reached = []
     for _ in range(5):
@@ -116,7 +116,7 @@ def test_a_point_is_reached_and_stays_so(point):
     assert reached == [step >= expected for step in range(5)]
 
 
-def test_counts_by_unit():
+def test_count_returns_the_value_of_each_unit():
     clock = Clock(step=1, epoch=2, samples=3, tokens=4, seconds=5.0, run=RunLength(total=4))
     assert [clock.count(unit) for unit in ("ba", "ep", "sp", "tok", "sec", "dur")] == [1, 2, 3, 4, 5.0, 0.25]
     with pytest.raises(ConfigError, match="clock: unit must be one of ep, ba, sp, tok, sec or dur, got 'min'"):

@@ -70,7 +70,7 @@ def test_every_acts_in_the_first_step_of_each_interval():
     assert steps_at_which(partial(every, 1), 4) == [0, 1, 2, 3]
 
 
-def test_every_acts_in_the_first_step_after_a_boundary_of_anything_that_is_counted():
+def test_every_acts_after_a_boundary_of_any_unit():
     assert steps_at_which(partial(every, "10sp"), 10) == [0, 3, 5, 8], "four samples a step"
     assert steps_at_which(partial(every, "1sp"), 4) == [0, 1, 2, 3]
     assert steps_at_which(partial(every, "1h"), 4) == [0]
@@ -108,7 +108,7 @@ def test_between_acts_from_start_on_and_before_end():
     ],
     ids=["every", "start", "end", "masked"],
 )
-def test_a_share_of_a_run_of_unknown_length_is_refused_at_init(make):
+def test_run_fraction_of_unknown_length_is_refused_at_init(make):
     model = nn.Linear(1, 1)
     step = dt.compose_step(LOSS, [make(dt.transforms.ema(0.5))])
     with pytest.raises(ConfigError, match=r"clock: 0\.5dur is a share of the run, whose length is not known"):
@@ -116,13 +116,13 @@ def test_a_share_of_a_run_of_unknown_length_is_refused_at_init(make):
     step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), run_length=RunLength(total=10))
 
 
-def test_between_counts_in_any_unit_of_the_clock():
+def test_between_accepts_any_clock_unit():
     assert steps_at_which(partial(between, "8sp", "20sp"), 8) == [2, 3, 4]  # four samples a step
     assert steps_at_which(partial(between, "1ep", "2ep"), 8, end_of_epoch=lambda t: t in (1, 4)) == [2, 3, 4]
     assert steps_at_which(partial(between, "1ep", "4ba"), 8, end_of_epoch=lambda t: t == 1) == [2, 3]
 
 
-def test_wrappings_nest():
+def test_every_and_between_nest():
     assert steps_at_which(lambda t: every(2, between(3, 8, t)), 10) == [4, 6]
 
 
@@ -134,14 +134,14 @@ def trained(transforms, steps: int = 4) -> tuple[dt.TrainState, dt.typing.Metric
     return state, metrics
 
 
-def test_a_wrapped_average_moves_in_its_steps_only():
+def test_ema_under_every_updates_only_in_active_steps():
     state, _ = trained([every(2, dt.transforms.ema(0.5))], 1)
     first = {name: value.clone() for name, value in state.transform_states["ema"]["params"].items()}
     state, _ = trained([every(2, dt.transforms.ema(0.5))], 2)
     assert all(torch.equal(value, first[name]) for name, value in state.transform_states["ema"]["params"].items())
 
 
-def test_the_rate_is_its_own_where_scaling_has_ended():
+def test_lr_is_unscaled_after_between_ends():
     _, metrics = trained([between(0, 2, dt.transforms.scale_lr(0.5))])
     plain, _ = trained([])
     state, _ = trained([between(0, 2, dt.transforms.scale_lr(0.0))], 6)
@@ -150,7 +150,7 @@ def test_the_rate_is_its_own_where_scaling_has_ended():
 
 
 @pytest.mark.parametrize("wrap", [partial(every, 2), partial(between, 1, 3), lambda t: masked(t, "**")])
-def test_wrapping_changes_nothing_in_a_checkpoint(tmp_path, wrap):
+def test_wrappers_do_not_change_the_checkpoint_format(tmp_path, wrap):
     state, _ = trained([wrap(dt.transforms.ema(0.5))])
     dt.save_sharded(tmp_path, state)
     bare = dt.load_sharded(tmp_path, begin(dt.compose_step(LOSS, [dt.transforms.ema(0.5)]))).state
@@ -170,7 +170,7 @@ ALL = ["0.weight", "0.bias", "2.weight", "2.bias"]
         ("**", ALL),
     ],
 )
-def test_a_masked_transform_sees_some_parameters_and_what_it_wraps_all_of_them(where, names):
+def test_masked_transform_sees_selected_parameters_and_inner_transforms_all(where, names):
     outside, seen, inside = [], [], []
     transforms = [recorder(outside, "outside"), masked(recorder(seen), where), recorder(inside, "inside")]
     state, _ = trained(transforms, 1)
@@ -181,7 +181,7 @@ def test_a_masked_transform_sees_some_parameters_and_what_it_wraps_all_of_them(w
     assert type(state.params) is dict
 
 
-def test_a_pattern_finds_a_tied_parameter_under_any_of_its_names():
+def test_mask_pattern_matches_any_name_of_a_tied_parameter():
     model = nn.ModuleDict({"embed": nn.Embedding(5, 3), "head": nn.Linear(3, 5)})
     model["head"].weight = model["embed"].weight
     seen: list = []
@@ -192,13 +192,13 @@ def test_a_pattern_finds_a_tied_parameter_under_any_of_its_names():
     assert list(alone.transform_states["recorder"]["params"]) == ["embed.weight", "head.bias"]
 
 
-def test_masks_nest():
+def test_nested_masks_intersect():
     seen: list = []
     trained([masked(masked(recorder(seen), "*.weight"), "0.*")], 1)
     assert [params for _, _, params in seen] == [["0.weight"]] * len(SEAMS)
 
 
-def test_a_masked_clip_takes_the_norm_of_its_part_and_scales_that_alone():
+def test_masked_clip_uses_and_scales_only_selected_gradients():
     step = dt.compose_step(LOSS, [masked(dt.transforms.clip_by_norm(0.01, eps=0.0), "0.**")])
     state, plain = begin(step, lr=1.0), begin(dt.compose_step(LOSS), lr=1.0)
     before = {name: param.detach().clone() for name, param in state.params.items()}
@@ -213,14 +213,14 @@ def test_a_masked_clip_takes_the_norm_of_its_part_and_scales_that_alone():
         torch.testing.assert_close(before[name] - param, grads[name] * factor)
 
 
-def test_a_masked_average_holds_its_part_only():
+def test_masked_ema_stores_only_selected_parameters():
     state, _ = trained([masked(dt.transforms.ema(0.5), "2.**")])
     whole, _ = trained([dt.transforms.ema(0.5)])
     assert list(state.transform_states["ema"]["params"]) == ["2.weight", "2.bias"]
     assert torch.equal(state.transform_states["ema"]["params"]["2.bias"], whole.transform_states["ema"]["params"]["2.bias"])
 
 
-def test_a_masked_update_may_be_skipped():
+def test_masked_transform_may_skip_the_update():
     skip = Transform(name="skip", update=lambda inner: lambda state, metrics: (state, metrics))
     state, _ = trained([masked(skip, "0.*")], 1)
     assert (list(state.params), state.step) == (ALL, 1)
@@ -235,13 +235,13 @@ def test_a_masked_update_may_be_skipped():
         ([], "an empty list of patterns"),
     ],
 )
-def test_a_mask_that_leaves_nothing_is_refused_at_init(where, what):
+def test_mask_without_matches_is_refused_at_init(where, what):
     with pytest.raises(ConfigError, match=rf"^masked: {what} fits none of 4 parameters \(first: '0\.weight'\)$"):
         begin(dt.compose_step(LOSS, [masked(dt.transforms.ema(0.5), where)]))
 
 
 @pytest.mark.parametrize("where", [3, None, [3]])
-def test_a_mask_that_is_none_is_refused(where):
+def test_invalid_mask_type_is_refused(where):
     with pytest.raises(ConfigError, match=r"masked: .*got \[?(3|None)\]?"):
         masked(dt.transforms.ema(0.5), where)
 
@@ -273,13 +273,13 @@ def test_a_mask_that_is_none_is_refused(where):
         (lambda: on_batch(lambda b, g: b, name="a b"), "name must be letters, digits and underscores, got 'a b'"),
     ],
 )
-def test_bad_arguments_are_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ConfigError, match=message) as caught:
         make()
     assert "\n" not in str(caught.value)
 
 
-def test_a_batch_function_gets_the_whole_batch_and_what_it_makes_is_split():
+def test_batch_function_runs_before_the_microbatch_split():
     given, split = [], []
 
     def reverse(batch, generator):
@@ -297,7 +297,7 @@ def test_a_batch_function_gets_the_whole_batch_and_what_it_makes_is_split():
     assert torch.equal(torch.cat(split), BATCH.flip(0))
 
 
-def test_a_batch_function_draws_from_seed_name_step_and_rank_alike_when_it_is_called_again():
+def test_batch_function_generator_is_reproducible_within_a_step():
     drawn = []
 
     def draw(batch, source):
@@ -320,7 +320,7 @@ def test_a_batch_function_draws_from_seed_name_step_and_rank_alike_when_it_is_ca
     assert drawn == [expected[0]] * 2 + [expected[1]] * 2
 
 
-def test_a_batch_function_that_returns_nothing_is_refused():
+def test_batch_function_that_returns_none_is_refused():
     step = dt.compose_step(LOSS, [on_batch(lambda batch, source: None, name="inplace")])
     with pytest.raises(ConfigError, match=r"on_batch: the function of 'inplace' returned None. Return the new batch"):
         step(begin(step), BATCH)
@@ -347,7 +347,7 @@ def idle_rank_with_new_keys(source: str) -> list:
 
 
 @pytest.mark.parametrize(("source", "steps"), [("hand", 1), ("loader", 2)])
-def test_a_batch_function_makes_its_keys_on_a_rank_without_samples_too(ranks, source, steps):
+def test_batch_function_runs_on_a_rank_without_samples(ranks, source, steps):
     first, second = ranks(2).run(idle_rank_with_new_keys, source)
     assert first == second
     assert len(first) == steps

@@ -10,7 +10,7 @@ from dtrain.errors import ConfigError
 
 
 @pytest.mark.parametrize(("rows", "places"), list(itertools.product([1, 3, 4, 7, 8], [1, 2, 3, 4])))
-def test_shards_cut_as_torch_chunk_does(rows, places):
+def test_shard_boxes_match_torch_chunk(rows, places):
     pieces = torch.arange(rows).chunk(places)
     for index in range(places):
         box = compute_shard_box((rows, 2), (places,), (index,), (Shard(0),))
@@ -18,7 +18,7 @@ def test_shards_cut_as_torch_chunk_does(rows, places):
         assert list(range(box.offset[0], box.offset[0] + box.size[0])) == expected
 
 
-def test_boxes_of_a_two_dimensional_mesh_cover_each_element_once_per_copy():
+def test_mesh_shard_boxes_cover_each_element_once_per_replica():
     seen = torch.zeros(5, 6)
     for coordinate in itertools.product(range(2), range(3), range(2)):
         box = compute_shard_box((5, 6), (2, 3, 2), coordinate, (Replicate(), Shard(1), Shard(0)))
@@ -27,7 +27,7 @@ def test_boxes_of_a_two_dimensional_mesh_cover_each_element_once_per_copy():
     assert seen.eq(2).all()
 
 
-def test_plain_tensor_is_its_own_extent():
+def test_shard_box_of_a_plain_tensor_is_the_whole_tensor():
     box = shard_box(torch.zeros(2, 3))
     assert (box.shape, box.offset, box.size, box.num_replicas) == ((2, 3), (0, 0), (2, 3), 1)
 
@@ -40,7 +40,7 @@ def pieces_of_pieces(rows: int, data: int, tensor: int) -> list[list[int]]:
 
 
 @pytest.mark.parametrize(("rows", "data", "tensor"), [(8, 3, 2), (6, 2, 2), (12, 2, 4), (4, 4, 2)])
-def test_shards_of_fsdp_over_tensor_parallelism_cut_what_that_has_left(rows, data, tensor):
+def test_strided_shard_boxes_match_fsdp_over_tensor_parallelism(rows, data, tensor):
     strided = _StridedShard(0, split_factor=tensor)
     for place, expected in enumerate(pieces_of_pieces(rows, data, tensor)):
         at = divmod(place, tensor)
@@ -53,7 +53,7 @@ def test_shards_of_fsdp_over_tensor_parallelism_cut_what_that_has_left(rows, dat
             assert (box.offset[1], box.size[1], box.num_replicas) == (0, 3, len(shape) - 1)
 
 
-def test_shards_that_say_wrongly_what_they_cut_are_refused():
+def test_strided_shard_with_a_wrong_split_factor_is_refused():
     with pytest.raises(ConfigError, match="Use Replicate or Shard"):
         compute_shard_box((8, 2), (2, 3), (0, 0), (_StridedShard(0, split_factor=2), Shard(0)))
 
@@ -69,7 +69,7 @@ def test_global_norm_of_plain_tensors():
     assert global_norm([torch.zeros(0), torch.ones(1)]) == 1.0
 
 
-def test_global_norm_of_low_precision_is_summed_wider():
+def test_global_norm_of_low_precision_accumulates_in_higher_precision():
     # 4096 ones of bfloat16 have norm 64; a bfloat16 sum of squares sticks at 256.
     assert global_norm([torch.ones(4096, dtype=torch.bfloat16)]) == 64.0
 

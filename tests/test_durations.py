@@ -30,7 +30,7 @@ RUN = RunLength(total="3ep", steps_per_epoch=100, samples_per_step=256, tokens_p
         ("1e-3dur", Duration(0.001, "dur")),
     ],
 )
-def test_a_duration_parses_and_prints_what_parses_alike(text, expected):
+def test_duration_text_round_trips(text, expected):
     assert Duration.parse(text) == expected
     assert Duration.parse(str(expected)) == expected
 
@@ -58,18 +58,18 @@ def test_a_duration_parses_and_prints_what_parses_alike(text, expected):
         ("1e400dur", "cannot read '1e400dur'"),
     ],
 )
-def test_what_is_no_duration_is_refused(text, message):
+def test_invalid_duration_text_is_refused(text, message):
     with pytest.raises(ConfigError, match=message) as caught:
         Duration.parse(text)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("text", ["0ba", "0ep", "0dur", 0])
-def test_a_point_in_time_may_be_the_beginning(text):
+def test_duration_parse_accepts_zero_with_allow_zero(text):
     assert Duration.parse(text, allow_zero=True).value == 0
 
 
-def test_durations_add_within_a_unit_and_in_no_other_case():
+def test_durations_add_only_within_one_unit():
     assert Duration.parse("3ep") + "2ep" == Duration(5, "ep")
     assert Duration.parse("0.1dur") + "0.2dur" == Duration(0.3, "dur"), "as it is written, not 0.30000000000000004"
     with pytest.raises(ConfigError, match=r"cannot add 2ba to 3ep, units must be equal. Convert both with .steps\(run\)"):
@@ -80,7 +80,7 @@ def test_durations_add_within_a_unit_and_in_no_other_case():
     ("text", "steps"),
     [("7ba", 7), ("3ep", 300), ("256sp", 1), ("257sp", 2), ("10_005tok", 10), ("0.1dur", 30), ("0.001dur", 1), ("1dur", 300)],
 )
-def test_steps_are_the_first_count_that_is_enough(text, steps):
+def test_steps_round_up_to_cover_the_duration(text, steps):
     assert Duration.parse(text).steps(RUN) == steps
 
 
@@ -95,7 +95,7 @@ def test_steps_are_the_first_count_that_is_enough(text, steps):
         ("90sec", RUN, "90sec cannot be converted to steps, because the time of a step is unknown"),
     ],
 )
-def test_steps_that_cannot_be_told_are_refused(text, run, message):
+def test_steps_of_an_unconvertible_duration_are_refused(text, run, message):
     with pytest.raises(ConfigError, match=message):
         Duration.parse(text).steps(run)
 
@@ -111,16 +111,16 @@ def test_steps_that_cannot_be_told_are_refused(text, run, message):
         ({"tokens_per_step": "8"}, "tokens_per_step must be a finite number above 0, got '8'"),
     ],
 )
-def test_a_length_that_is_none_is_refused(given, message):
+def test_invalid_run_length_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         RunLength(**given)
 
 
-def test_a_run_knows_its_steps():
+def test_run_length_converts_to_steps():
     assert (RUN.steps(), RunLength(total="1000sp", samples_per_step=256).steps()) == (300, 4)
 
 
-def test_the_page_on_time_shows_what_happens():
+def test_time_page_doctests_pass():
     page = Path(__file__).parents[1] / "docs" / "time.md"
     found = doctest.testfile(str(page), module_relative=False)
     assert (found.failed, found.attempted >= 8) == (0, True)

@@ -49,7 +49,7 @@ def test_no_public_name_is_a_submodule(package):
     assert submodules & set(public.names(package)) == set()
 
 
-def test_top_level_keeps_about_sixty_names():
+def test_top_level_exports_at_most_sixty_names():
     assert len(public.names("dtrain")) <= 60
 
 
@@ -67,7 +67,7 @@ def test_unknown_name_is_an_attribute_error(package):
         public.door(package).Trainer  # noqa: B018
 
 
-def test_import_does_nothing_else():
+def test_import_has_no_side_effects():
     out = subprocess.run([sys.executable, "-c", SIDE_EFFECTS], capture_output=True, text=True, check=True).stdout
     assert json.loads(out) == {
         "heavy": [],

@@ -53,7 +53,7 @@ def _passes_objects(path: str) -> bool:
     return path.startswith("torch.") and path.endswith((OBJECTS, f"{OBJECTS}_list"))
 
 
-def test_nothing_in_the_package_unpickles_or_runs_text():
+def test_package_contains_no_unlisted_unpickling_or_code_execution():
     found = {
         str(path.relative_to(SOURCE)): lines
         for path in sorted(SOURCE.rglob("*.py"))
@@ -63,7 +63,7 @@ def test_nothing_in_the_package_unpickles_or_runs_text():
     assert found == RUNS_THE_SCRIPT | PICKLED_DATA | FROM_ITS_OWN_CHILDREN
 
 
-def test_what_is_trusted_is_imported_by_nobody():
+def test_trusted_scripts_are_not_imported():
     programs = {f"dtrain.{name.removesuffix('.py').replace('/', '.')}" for name in TRUSTED}
     importers = []
     for path in sorted(SOURCE.rglob("*.py")):
@@ -107,7 +107,7 @@ def test_what_is_trusted_is_imported_by_nobody():
         ),
     ],
 )
-def test_the_check_finds_a_planted(source, line):
+def test_forbidden_call_check_detects_violations(source, line):
     assert violations(source) == [line]
 
 
@@ -120,5 +120,5 @@ def test_the_check_finds_a_planted(source, line):
         pytest.param("def plain_object(x): return x\nplain_object(1)", id="a-name-of-our-own"),
     ],
 )
-def test_the_check_lets_through(source):
+def test_forbidden_call_check_accepts_safe_code(source):
     assert violations(source) == []

@@ -43,7 +43,7 @@ def checkpointed() -> nn.Module:
     [model, compiled_inside, checkpointed, lambda: torch.compile(model(), backend="eager"), lambda: DataParallel(model())],
     ids=["plain", "compiled inside", "checkpointed", "compiled whole", "data parallel"],
 )
-def test_names_are_clean_whatever_wraps_the_model(wrap):
+def test_parameter_names_are_clean_for_every_wrapper(wrap):
     net = wrap()
     params, aliases = parameters_by_fqn(net)
     assert list(params) == PLAIN
@@ -54,7 +54,7 @@ def test_names_are_clean_whatever_wraps_the_model(wrap):
     assert [name for name, _ in modules_by_fqn(net)] == [name for name, _ in model().named_modules()]
 
 
-def test_tied_and_shared_are_named_once_with_their_other_names():
+def test_tied_parameters_are_listed_once_with_aliases():
     net = model()
     net[1][0].weight = net[0].module.weight
     net.append(net[0])
@@ -65,7 +65,7 @@ def test_tied_and_shared_are_named_once_with_their_other_names():
     assert [name for name, _ in modules_by_fqn(net, include_duplicates=True)][-2:] == ["2", "2.module"]
 
 
-def test_patterns_are_held_against_whole_names():
+def test_patterns_match_whole_names():
     fits = compile_patterns(["a.*", "b.**", "c"], caller="test")
     assert [name for name in ("a.x", "a.x.y", "xa.x", "b.x", "b.x.y", "c", "cc", "c.x") if fits(name)] == [
         "a.x",
@@ -76,10 +76,10 @@ def test_patterns_are_held_against_whole_names():
     assert not compile_patterns([], caller="test")("")
 
 
-def test_a_dot_in_a_pattern_is_a_dot():
+def test_dot_in_a_pattern_matches_only_a_dot():
     assert not compile_patterns(["a.b"], caller="test")("a_b")
 
 
-def test_a_pattern_that_is_no_text_is_refused():
+def test_non_string_pattern_is_refused():
     with pytest.raises(ConfigError, match="test: patterns of names must be text, got 3"):
         compile_patterns([3], caller="test")

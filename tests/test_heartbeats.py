@@ -33,7 +33,7 @@ def received(read):
         return []
 
 
-def test_record_is_decoded_as_it_was_sent():
+def test_record_round_trips_through_encoding():
     sent = [
         ProgressRecord(kind=ProgressKind.COMMITTED, rank=511, value=2**40, at=12.5, activity="save"),
         ProgressRecord(kind=ProgressKind.OPENED, rank=0, value=-1, at=0.0),
@@ -44,7 +44,7 @@ def test_record_is_decoded_as_it_was_sent():
 
 
 @pytest.mark.parametrize("size", [1, 7, 63, 64, 65, 1000])
-def test_records_are_found_in_pieces_and_among_what_is_none_of_ours(size):
+def test_records_are_decoded_from_fragments_and_foreign_bytes(size):
     sent = [ProgressRecord(kind=ProgressKind.COMMITTED, rank=1, value=step, at=0.5) for step in range(5)]
     unknown = ProgressRecord(kind=ProgressKind.OPENED, rank=1, value=0, at=0.0).encode().replace(b"dtrP\x01", b"dtrP\x63")
     data = (
@@ -62,7 +62,7 @@ def test_records_are_found_in_pieces_and_among_what_is_none_of_ours(size):
     assert found == sent
 
 
-def test_variable_is_taken_once_and_is_not_passed_on():
+def test_environment_variable_is_consumed_once():
     read, write = os.pipe()
     environment = {"DTRAIN_HEARTBEAT_FD": str(write)}
     heartbeats.connect_from_env(environment, rank=2)
@@ -77,12 +77,12 @@ def test_variable_is_taken_once_and_is_not_passed_on():
 
 
 @pytest.mark.parametrize("value", ["nonsense", "999999", "0x1"])
-def test_variable_of_somebody_elses_launch_is_ignored(value):
+def test_environment_variable_with_an_invalid_value_is_ignored(value):
     heartbeats.connect_from_env({"DTRAIN_HEARTBEAT_FD": value}, rank=0)
     assert heartbeats._STATE.fd is None
 
 
-def test_long_description_is_cut():
+def test_long_description_is_truncated():
     (record,) = heartbeats.ProgressDecoder().feed(
         ProgressRecord(kind=ProgressKind.PROGRESS, rank=0, value=1, at=0.0, activity="ü" * 100).encode()
     )
@@ -90,7 +90,7 @@ def test_long_description_is_cut():
     assert len(record.activity.encode()) <= 44
 
 
-def test_progress_is_counted_always_and_sent_now_and_then(pipe):
+def test_progress_counts_every_heartbeat_and_sends_few(pipe):
     for _ in range(1000):
         heartbeats.heartbeat("step")
     records = received(pipe)
@@ -99,7 +99,7 @@ def test_progress_is_counted_always_and_sent_now_and_then(pipe):
     assert heartbeats.last_progress() == (1000, "step")
 
 
-def test_other_threads_make_no_progress(pipe):
+def test_heartbeats_of_other_threads_are_not_counted(pipe):
     thread = threading.Thread(target=heartbeats.heartbeat, args=("alive",))
     thread.start()
     thread.join()
@@ -107,7 +107,7 @@ def test_other_threads_make_no_progress(pipe):
     assert heartbeats.last_progress()[0] == 0
 
 
-def test_fork_of_the_rank_is_not_the_rank(pipe):
+def test_forked_child_sends_no_records(pipe):
     pid = os.fork()
     if pid == 0:
         heartbeats.report(ProgressKind.COMMITTED, 7)
@@ -116,13 +116,13 @@ def test_fork_of_the_rank_is_not_the_rank(pipe):
     assert received(pipe) == []
 
 
-def test_launcher_that_does_not_read_stops_nobody(pipe):
+def test_full_pipe_does_not_block_the_rank(pipe):
     for step in range(10_000):
         heartbeats.report(ProgressKind.COMMITTED, step)
     assert [record.value for record in received(pipe)][:2] == [0, 1]
 
 
-def test_launcher_that_has_gone_stops_nobody():
+def test_closed_pipe_does_not_stop_the_rank():
     read, write = os.pipe()
     heartbeats.connect(write, rank=0)
     os.close(read)
@@ -133,7 +133,7 @@ def test_launcher_that_has_gone_stops_nobody():
     os.close(write)
 
 
-def test_variable_without_its_pipe_is_refused(tmp_path):
+def test_connect_refuses_a_file_descriptor_that_is_no_pipe(tmp_path):
     file = os.open(tmp_path / "mine", os.O_WRONLY | os.O_CREAT)
     with pytest.raises(OSError, match="the launcher's pipe is not there"):
         heartbeats.connect(file, rank=0)
@@ -143,7 +143,7 @@ def test_variable_without_its_pipe_is_refused(tmp_path):
     assert (tmp_path / "mine").read_bytes() == b""
 
 
-def test_reducing_metrics_is_a_point_of_progress(pipe):
+def test_reduce_metrics_sends_a_heartbeat(pipe):
     heartbeats.heartbeat("waiting for data")
     reduce_metrics({"loss": Metric(total=torch.tensor(6.0), weight=torch.tensor(2.0))})
     assert heartbeats.last_progress() == (2, "reduce_metrics")

@@ -38,12 +38,12 @@ def test_summaries_do_not_begin_with_a_question_word():
     assert share_of_questions(PACKAGE) <= MOST_QUESTIONS, asking
 
 
-def test_nouns_are_named():
+def test_pronoun_frequency_stays_below_the_limit():
     found = {word: round(per_1000_words(word, PACKAGE), 2) for word in MOST_PER_1000}
     assert {word: n for word, n in found.items() if n > MOST_PER_1000[word]} == {}
 
 
-def test_the_figures_count_what_they_say():
+def test_language_statistics_match_a_known_text():
     texts = docstrings('"""What it is."""\ndef f():\n    """Return it."""\nx = """it"""\n')
     assert texts == ["What it is.", "Return it."]
     assert share_of_questions(texts) == 0.5

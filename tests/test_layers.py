@@ -120,13 +120,13 @@ def test_modules_import_only_from_layers_above():
     assert violations(found) == []
 
 
-def test_the_check_can_fail():
+def test_import_check_detects_a_violation():
     assert violations({"dtensor": {"dtrain.shard.fsdp.shard_model"}}) == [
         "dtensor imports dtrain.shard.fsdp.shard_model, which is below it"
     ]
 
 
-def test_torch_free_rooms_import_no_torch():
+def test_torch_free_packages_do_not_import_torch():
     heavy = ("torch", "tensordict", "numpy", "einops")
     rows = [
         f"{name} imports {target}"
@@ -139,7 +139,7 @@ def test_torch_free_rooms_import_no_torch():
     assert rows == []
 
 
-def test_torch_free_rooms_import_rooms_with_torch_only_inside_functions():
+def test_torch_free_packages_import_torch_packages_only_inside_functions():
     rows = [
         f"{name} imports {target}"
         for name, path in modules().items()
@@ -150,7 +150,7 @@ def test_torch_free_rooms_import_rooms_with_torch_only_inside_functions():
     assert rows == []
 
 
-def test_imports_at_start_are_those_outside_of_functions():
+def test_imports_at_start_lists_imports_outside_functions():
     source = """
 from dtrain.shard import a
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def f():
     assert imports_at_start(source) == {"dtrain.shard.a", "dtrain.shard.c"}
 
 
-def test_only_one_module_looks_inside_dtensors():
+def test_only_the_dtensor_module_imports_torch_dtensor():
     applied = ("torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental")  # what torch does with modules
     rows = [
         name
@@ -173,11 +173,11 @@ def test_only_one_module_looks_inside_dtensors():
     assert rows == ["dtensor"]
 
 
-def test_architecture_page_names_every_room():
+def test_architecture_page_names_every_package():
     page = (SOURCE.parent.parent / "docs" / "architecture.md").read_text()
     assert [room for room in ORDER if f"`{room}" not in page] == []
 
 
-def test_modules_stay_readable():
+def test_modules_stay_within_the_size_limit():
     long = {name: text.count("\n") for name, path in modules().items() if (text := path.read_text()).count("\n") > 400}
     assert long == {}, f"split by what it knows: {long}"

@@ -36,7 +36,7 @@ def look_after(statement, tmp_path):
 
 
 @pytest.mark.parametrize("what", LEAVING)
-def test_thing_that_was_left_is_found(what, tmp_path):
+def test_leftover_check_detects_leftovers(what, tmp_path):
     lines = look_after(LEAVING[what], tmp_path)
     for line in lines:  # so that this very run leaves nothing
         if line.startswith("process "):
@@ -47,5 +47,5 @@ def test_thing_that_was_left_is_found(what, tmp_path):
     assert lines[0].startswith({"a process": "process ", "a temporary file": "temporary file "}.get(what, "/dev/shm/"))
 
 
-def test_nothing_is_found_where_nothing_was_left(tmp_path):
+def test_leftover_check_finds_nothing_after_a_clean_command(tmp_path):
     assert look_after("subprocess.run(['true'])", tmp_path) == [""]

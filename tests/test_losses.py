@@ -22,23 +22,23 @@ def test_token_cross_entropy_is_the_mean_when_divided():
     torch.testing.assert_close(loss.total / loss.weight, expected)
 
 
-def test_token_cross_entropy_takes_another_ignore_index():
+def test_token_cross_entropy_accepts_a_custom_ignore_index():
     loss = token_cross_entropy(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 0]]), ignore_index=0)
     assert loss.weight == 1
     assert loss.total == pytest.approx(torch.tensor(4.0).log().item())
 
 
-def test_low_precision_logits_are_summed_in_float32():
+def test_token_cross_entropy_sums_low_precision_logits_in_float32():
     loss = token_cross_entropy(torch.zeros(1, 3, 4, dtype=torch.bfloat16), torch.zeros(1, 3, dtype=torch.int64))
     assert loss.total.dtype == torch.float32
 
 
-def test_all_targets_ignored_is_zero_and_not_nan():
+def test_token_cross_entropy_of_only_ignored_targets_is_zero():
     loss = token_cross_entropy(torch.zeros(1, 3, 4), torch.full((1, 3), -100))
     assert (loss.total, loss.weight) == (0.0, 0)
 
 
-def test_token_cross_entropy_refuses_other_shapes():
+def test_token_cross_entropy_refuses_mismatched_shapes():
     with pytest.raises(ConfigError, match=r"got \(2, 5, 7\) and \(2, 4\)"):
         token_cross_entropy(torch.zeros(2, 5, 7), torch.zeros(2, 4, dtype=torch.int64))
 
@@ -49,14 +49,14 @@ def test_mean_loss_is_mean_times_weight():
     assert (result.total, result.weight) == (9.0, 3)
 
 
-def test_mean_loss_wants_its_weight_stated():
+def test_mean_loss_requires_a_weight():
     with pytest.raises(TypeError, match="weight"):
         mean_loss(lambda model, batch: batch)
     with pytest.raises(ConfigError, match="weight must be a function of the batch, got 3"):
         mean_loss(lambda model, batch: batch, weight=3)
 
 
-def test_mean_loss_refuses_more_than_one_number():
+def test_mean_loss_refuses_non_scalar_losses():
     loss = mean_loss(lambda model, batch: batch, weight=len)
     with pytest.raises(ConfigError, match=r"must return one number, got shape \(3,\)"):
         loss(None, torch.zeros(3))
@@ -68,7 +68,7 @@ SHAPES = pytest.mark.parametrize("shape", [(4,), (2, 3), (2, 3, 2)], ids=str)
 @SHAPES
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_soft_cross_entropy_of_indices_is_torchs(shape, smoothing, weighted):
+def test_soft_cross_entropy_of_indices_matches_torch(shape, smoothing, weighted):
     logits, targets = torch.randn(*shape, 5, dtype=torch.float64), torch.randint(5, shape)
     targets.view(-1)[1] = -100
     weights = torch.rand(5, dtype=torch.float64) if weighted else None
@@ -80,7 +80,7 @@ def test_soft_cross_entropy_of_indices_is_torchs(shape, smoothing, weighted):
 @SHAPES
 @pytest.mark.parametrize("smoothing", [0.0, 0.3])
 @pytest.mark.parametrize("weighted", [False, True])
-def test_soft_cross_entropy_of_probabilities_is_that_of_the_indices_they_stand_for(shape, smoothing, weighted):
+def test_soft_cross_entropy_of_one_hot_targets_equals_indices(shape, smoothing, weighted):
     logits, targets = torch.randn(*shape, 5, dtype=torch.float64, requires_grad=True), torch.randint(5, shape)
     hot = F.one_hot(targets, 5).double()
     targets.view(-1)[1], hot.view(-1, 5)[1] = -100, 0.0
@@ -92,20 +92,20 @@ def test_soft_cross_entropy_of_probabilities_is_that_of_the_indices_they_stand_f
     torch.testing.assert_close(slope, known)
 
 
-def test_soft_cross_entropy_weighs_rows_by_their_mass():
+def test_soft_cross_entropy_weights_rows_by_target_sum():
     logits = torch.tensor([[math.log(3.0), 0.0], [0.0, 0.0]])
     loss = soft_cross_entropy(logits, torch.tensor([[0.5, 0.5], [0.25, 0.25]]))
     assert loss.weight == 1.5
     assert loss.total == pytest.approx(0.5 * math.log(4 / 3) + 0.5 * math.log(4) + 0.5 * math.log(2))
 
 
-def test_soft_cross_entropy_takes_another_ignore_index_and_low_precision():
+def test_soft_cross_entropy_accepts_ignore_index_and_low_precision():
     loss = soft_cross_entropy(torch.zeros(3, 4, dtype=torch.bfloat16), torch.tensor([0, 1, 0]), ignore_index=0)
     assert (loss.weight, loss.total.dtype) == (1, torch.float32)
     assert loss.total == pytest.approx(math.log(4.0))
 
 
-def test_soft_cross_entropy_makes_no_dense_targets_of_indices():
+def test_soft_cross_entropy_allocates_no_dense_targets_for_indices():
     logits, targets = torch.zeros(4, 1000), torch.zeros(4, dtype=torch.int64)
     with sizes_made() as sizes:
         soft_cross_entropy(logits, targets, smoothing=0.1)
@@ -148,7 +148,7 @@ def sizes_made():
     ],
     ids=["dtype", "indices", "probabilities", "smoothing", "bool", "weights of samples", "weights of other classes"],
 )
-def test_soft_cross_entropy_refuses(targets, options, message):
+def test_soft_cross_entropy_refuses_invalid_targets_and_options(targets, options, message):
     with pytest.raises(ConfigError, match=message):
         soft_cross_entropy(torch.zeros(2, 4), targets, **options)
 
@@ -161,11 +161,11 @@ def cut_logits() -> str:
     return type(info.value).__name__
 
 
-def test_soft_cross_entropy_refuses_logits_that_are_cut(ranks):
+def test_soft_cross_entropy_refuses_sharded_logits(ranks):
     assert ranks(2).run(cut_logits) == ["ConfigError"] * 2
 
 
-def test_jensen_shannon_is_the_mean_divergence_from_the_middle():
+def test_jensen_shannon_is_the_mean_divergence_from_the_mixture():
     views = [torch.randn(4, 3, dtype=torch.float64) for _ in range(3)]
     loss = jensen_shannon(views)
     p = [view.softmax(-1) for view in views]
@@ -177,6 +177,6 @@ def test_jensen_shannon_is_the_mean_divergence_from_the_middle():
 
 
 @pytest.mark.parametrize("views", [[], [torch.zeros(2, 3)], [torch.zeros(2, 3), torch.zeros(2, 4)], [torch.zeros(3)] * 2])
-def test_jensen_shannon_refuses_what_cannot_be_compared(views):
+def test_jensen_shannon_refuses_views_of_invalid_shapes(views):
     with pytest.raises(ConfigError, match=r"needs logits \[\*, classes\] of two or more views of one shape, got \["):
         jensen_shannon(views)

@@ -24,7 +24,7 @@ def data():
     return logits, targets.masked_fill(torch.rand(6, 5, generator=g) < 0.3, -100)
 
 
-def test_accuracy_is_the_share_of_right_answers():
+def test_accuracy_is_the_fraction_of_correct_predictions():
     logits, targets = data()
     kept = targets != -100
     right, counted = token_accuracy(logits.requires_grad_(), targets)
@@ -36,7 +36,7 @@ def test_accuracy_is_the_share_of_right_answers():
 
 
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32])
-def test_a_mask_leaves_tokens_out(dtype):
+def test_mask_excludes_tokens(dtype):
     logits, targets = data()
     mask = torch.arange(5).expand(6, 5) >= 2
     expected = token_accuracy(logits[:, 2:], targets[:, 2:])
@@ -54,17 +54,17 @@ def test_a_mask_leaves_tokens_out(dtype):
         ([-math.inf, -math.inf, 0.0], 2, 1),
     ],
 )
-def test_ties_and_nan_are_decided(logits, target, right):
+def test_accuracy_of_ties_and_nan_is_defined(logits, target, right):
     found, counted = token_accuracy(torch.tensor([logits]), torch.tensor([target]))
     assert (found, counted) == (right, 1)
 
 
-def test_another_index_is_left_out():
+def test_custom_ignore_index_is_excluded():
     logits, targets = data()
     assert token_accuracy(logits, targets.masked_fill(targets == -100, 9), ignore_index=9) == token_accuracy(logits, targets)
 
 
-def test_it_does_not_wait_for_the_device():
+def test_accuracy_needs_no_host_sync():
     logits, targets = data()
     with count_host_syncs() as seen:
         token_accuracy(logits, targets, mask=targets > 2)
@@ -78,7 +78,7 @@ def loss_fn(model, batch):
 
 
 @pytest.mark.parametrize("size", [None, 1, 4])
-def test_as_a_metric_it_is_exact_for_any_microbatch(size):
+def test_accuracy_metric_is_exact_for_any_microbatch_size(size):
     torch.manual_seed(0)
     model, (x, y) = nn.Linear(8, 8), data()
     step = dt.compose_step(loss_fn, grad=partial(dt.microbatch_step, microbatch_size=size))
@@ -110,7 +110,7 @@ def cut(case):
 
 
 @pytest.mark.parametrize("case", ["plain", "ties", "nan", "half"])
-def test_logits_that_are_cut_along_the_classes_score_alike(ranks, case):
+def test_logits_sharded_over_classes_give_equal_accuracy(ranks, case):
     for whole, found, error in ranks(2).run(cut, case):
         assert found == [whole] * 2
         assert error.startswith("token_accuracy: takes a DTensor whose last dim is sharded evenly over one axis")
@@ -123,7 +123,7 @@ def test_logits_that_are_cut_along_the_classes_score_alike(ranks, case):
         ((6, 5), (6, 1), r"mask must be \(6, 5\) like targets, got \(6, 1\)"),
     ],
 )
-def test_shapes_that_do_not_match_are_refused(shape, mask, message):
+def test_mismatched_shapes_are_refused(shape, mask, message):
     mask = None if mask is None else torch.ones(mask)
     with pytest.raises(ConfigError, match=f"token_accuracy: {message}"):
         token_accuracy(torch.zeros(6, 5, 8), torch.zeros(shape, dtype=torch.int64), mask=mask)
@@ -132,7 +132,7 @@ def test_shapes_that_do_not_match_are_refused(shape, mask, message):
 @pytest.mark.parametrize(
     ("loss", "expected"), [(0.0, 1.0), (math.log(50.0), 50.0), (709.0, math.exp(709.0)), (710.0, math.inf)]
 )
-def test_perplexity_is(loss, expected):
+def test_perplexity_matches_known_values(loss, expected):
     assert perplexity(loss) == pytest.approx(expected, rel=1e-12)
 
 

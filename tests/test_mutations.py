@@ -15,7 +15,7 @@ def test_each_kind_of_mutation_occurs_and_changes_the_data():
         assert all(mutation.data != TEXT for mutation in made)
 
 
-def test_most_json_mutations_are_still_json():
+def test_most_json_mutations_are_valid_json():
     parsed = 0
     for seed in range(300):
         try:

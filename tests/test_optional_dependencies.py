@@ -24,7 +24,7 @@ def test_every_extra_of_the_package_is_known():
 
 
 @pytest.mark.parametrize("extra", sorted(EXTRA_MODULES))
-def test_an_extra_brings_modules_that_import(extra):
+def test_modules_of_each_extra_can_be_imported(extra):
     """Each import has a process of its own, because some modules warn at import or change the process."""
     absent = [module for module in EXTRA_MODULES[extra] if importlib.util.find_spec(module) is None]
     assert absent == [], "the tests install every extra"
@@ -33,13 +33,13 @@ def test_an_extra_brings_modules_that_import(extra):
     assert done.returncode == 0, done.stderr
 
 
-def test_who_lacks_an_extra_is_told_the_command():
+def test_missing_extra_error_gives_the_install_command():
     error = missing_extra_error("x: needs the package y", "s3")
     assert isinstance(error, ConfigError)
     assert str(error) == 'x: needs the package y: pip install "dtrain[s3]"'
 
 
-def test_no_other_place_writes_such_a_command():
+def test_install_commands_are_written_in_one_module_only():
     """So that an extra which is renamed is renamed everywhere."""
     written = {path.name for path in SOURCE.rglob("*.py") if re.search(r"pip install [\"']?dtrain\[", path.read_text())}
     assert written == {"optional_dependencies.py"}

@@ -16,7 +16,7 @@ def names() -> Namespace:
     return namespace(dataset=documents(30_000))
 
 
-def test_the_loop_of_the_readme_trains_and_resumes(tmp_path, monkeypatch):
+def test_readme_loop_trains_and_resumes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     loop = BLOCKS[0]
     assert 'loader.until("3ep")' in loop
@@ -27,7 +27,7 @@ def test_the_loop_of_the_readme_trains_and_resumes(tmp_path, monkeypatch):
     assert list(dt.loggers.read_jsonl("run.jsonl")) == [100, 200, 300]
 
 
-def test_the_step_by_hand_trains():
+def test_readme_manual_step_trains():
     scope = names()
     with dt.init_dist():
         exec(BLOCKS[1], scope)
@@ -37,7 +37,7 @@ def test_the_step_by_hand_trains():
 STRATEGIES = {"full_shard", "shard_grad_op", "hybrid_shard", "replicate"}
 
 
-def test_every_name_in_the_table_is_behind_its_door():
+def test_every_name_in_the_table_exists_in_its_namespace():
     table = README.split("## What is here")[1].split("\n## ")[0]
     door, wrong, count = "dt", [], 0
     for row in table.split("\n|")[3:]:

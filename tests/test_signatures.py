@@ -161,18 +161,18 @@ def runs_collectives(source: str) -> set[str]:
     return found
 
 
-def test_public_signatures_are_those_of_the_list():
+def test_public_signatures_match_the_recorded_list():
     diff = list(
         difflib.unified_diff(GOLDEN.read_text().splitlines(), surface(), "tests/signatures.txt", "dtrain", lineterm="", n=0)
     )
     assert not diff, "\n".join([f"the public surface has changed; if it is meant: {REWRITE}", *diff])
 
 
-def test_no_line_depends_on_the_process():
+def test_signature_list_contains_no_memory_addresses():
     assert [line for line in surface() if " at 0x" in line] == []
 
 
-def test_first_sentence_of_a_function_says_what_comes_out_or_what_it_does():
+def test_function_summaries_state_the_result_or_the_action():
     wrong = []
     for name, function in functions().items():
         first = " ".join(documentation(function).split("\n\n")[0].split())
@@ -183,13 +183,13 @@ def test_first_sentence_of_a_function_says_what_comes_out_or_what_it_does():
     assert wrong == []
 
 
-def test_functions_that_write_into_their_arguments_say_so():
+def test_functions_that_mutate_arguments_document_it():
     named = {name for name in functions() if name.endswith("_")}
     assert named
     assert {name for name in named if "Mutates:" not in documentation(functions()[name])} == set()
 
 
-def test_functions_that_exchange_with_other_ranks_say_so():
+def test_functions_with_collectives_document_them():
     exchanging = {
         name: function
         for name, function in functions().items()
@@ -199,7 +199,7 @@ def test_functions_that_exchange_with_other_ranks_say_so():
     assert [name for name, function in exchanging.items() if "Collective:" not in documentation(function)] == []
 
 
-def test_collectives_are_seen_through_other_functions_of_a_module():
+def test_collective_detection_follows_calls_within_a_module():
     source = """
 from dtrain.dist.collectives import Group, reduce_sum
 def public(): return _private()

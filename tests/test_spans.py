@@ -51,7 +51,7 @@ class Listener:
         self.events.append(event)
 
 
-def test_a_span_has_its_own_time_without_that_of_spans_in_it(pause):
+def test_span_time_excludes_nested_spans(pause):
     pause(1)
     with spans.span("save"):
         pause(2)
@@ -63,7 +63,7 @@ def test_a_span_has_its_own_time_without_that_of_spans_in_it(pause):
     assert spans.totals()["save"] == (1, 10.0)
 
 
-def test_seconds_by_name_add_up_to_the_time_that_has_passed(recorder):
+def test_seconds_by_name_sum_to_the_elapsed_time(recorder):
     begun = recorder.mark
     for _ in range(3):
         with spans.span("data"):
@@ -75,7 +75,7 @@ def test_seconds_by_name_add_up_to_the_time_that_has_passed(recorder):
     assert total >= 3 * SHORT_S
 
 
-def test_a_span_in_one_of_its_own_name_counts_twice_and_its_time_once(pause):
+def test_nested_span_of_equal_name_counts_its_time_once(pause):
     with spans.span("save"):
         pause(1)
         with spans.span("save"):
@@ -85,7 +85,7 @@ def test_a_span_in_one_of_its_own_name_counts_twice_and_its_time_once(pause):
     assert open_spans() == 0
 
 
-def test_time_goes_on_in_the_outer_span_after_an_exception(pause):
+def test_outer_span_continues_after_an_exception(pause):
     def fail():
         with spans.span("data"):
             pause(1)
@@ -97,7 +97,7 @@ def test_time_goes_on_in_the_outer_span_after_an_exception(pause):
     assert seconds() == {"data": 1, "other": 2}
 
 
-def test_a_span_that_was_never_left_goes_with_the_one_around_it(pause):
+def test_unclosed_span_ends_with_its_outer_span(pause):
     with spans.span("evaluate"):
         spans.begin("data")
         pause(1)
@@ -107,7 +107,7 @@ def test_a_span_that_was_never_left_goes_with_the_one_around_it(pause):
     assert seconds() == {"data": 1, "other": 2}
 
 
-def test_a_generator_that_is_closed_late_takes_no_other_span_with_it(pause):
+def test_late_generator_close_ends_no_other_span(pause):
     def batches():
         with spans.span("mine"):
             yield 1
@@ -122,7 +122,7 @@ def test_a_generator_that_is_closed_late_takes_no_other_span_with_it(pause):
     assert seconds() == {"evaluate": 1, "other": 2}
 
 
-def test_a_span_is_left_by_its_name_whatever_was_left_open_or_closed_in_it(pause):
+def test_end_by_name_tolerates_unbalanced_inner_spans(pause):
     spans.begin("setup")
     generate = spans.span("mine")
     generate.__enter__()
@@ -139,7 +139,7 @@ def test_a_span_is_left_by_its_name_whatever_was_left_open_or_closed_in_it(pause
     assert open_spans() == 0
 
 
-def test_leaving_more_often_than_entering_does_nothing(pause):
+def test_end_without_an_open_span_is_a_no_op(pause):
     spans.end()
     spans.end("compile")
     spans.end("never heard of")
@@ -147,7 +147,7 @@ def test_leaving_more_often_than_entering_does_nothing(pause):
     assert seconds() == {"other": 1}
 
 
-def test_outermost_counts_only_where_no_span_is_open(pause):
+def test_outermost_span_counts_only_without_open_spans(pause):
     with spans.outermost_span("collective"):
         pause(1)
     with spans.span("save"), spans.outermost_span("collective"):
@@ -155,7 +155,7 @@ def test_outermost_counts_only_where_no_span_is_open(pause):
     assert seconds() == {"collective": 1, "save": 2}
 
 
-def test_outermost_inside_itself_counts_once(pause):
+def test_nested_outermost_span_counts_once(pause):
     with spans.outermost_span("collective"), spans.outermost_span("collective"):
         pause(1)
     pause(2)
@@ -163,7 +163,7 @@ def test_outermost_inside_itself_counts_once(pause):
     assert seconds()["other"] == 2
 
 
-def test_what_a_span_took_can_be_moved_to_another_one_later(pause):
+def test_span_time_can_be_reassigned_later(pause):
     with spans.span("step"):
         pause(1)
         move = spans.reassign_later("step")
@@ -176,7 +176,7 @@ def test_what_a_span_took_can_be_moved_to_another_one_later(pause):
     assert seconds() == {"step": 17, "agree": 4, "search": 10}
 
 
-def test_what_other_threads_do_is_not_counted(pause):
+def test_spans_of_other_threads_are_not_counted(pause):
     def work():
         move = spans.reassign_later("step")
         with spans.span("save"), spans.outermost_span("collective"):
@@ -194,7 +194,7 @@ def test_what_other_threads_do_is_not_counted(pause):
     assert {name: total for name, total in spans.totals().items() if total.count} == {"evaluate": (1, 1.0)}
 
 
-def test_a_fork_counts_for_itself(pause):
+def test_forked_child_counts_separately(pause):
     with spans.span("evaluate"):
         child = os.fork()
         if child == 0:
@@ -209,17 +209,17 @@ def test_a_fork_counts_for_itself(pause):
 @pytest.mark.parametrize(
     "name", ["", "x" * 61, "two\nlines", 7, None, ["save"]], ids=["empty", "long", "unprintable", "number", "none", "list"]
 )
-def test_a_name_is_a_short_text(name):
+def test_span_name_must_be_short_printable_text(name):
     with pytest.raises(ConfigError, match="span: name must be a text of 1 to 60 printable characters, got"):
         spans.span(name)
 
 
-def test_an_unknown_cause_is_refused():
+def test_unknown_category_is_refused():
     with pytest.raises(ConfigError, match=r"span: category must be 'compute', 'data', .*, got 'fun'"):
         spans.span("mine", "fun")
 
 
-def test_a_name_has_one_cause():
+def test_span_name_has_one_category():
     spans.span("mine", "data")
     spans.span("mine")
     with pytest.raises(ConfigError, match=r"span: category of 'mine' must be data as before, got 'setup'. Choose another name"):
@@ -228,7 +228,7 @@ def test_a_name_has_one_cause():
         spans.span("save", "data")
 
 
-def test_time_by_cause_has_all_causes(pause):
+def test_time_by_category_lists_all_categories(pause):
     with spans.span("generate", "evaluation"):
         pause(1)
     with spans.span("evaluate"):
@@ -240,7 +240,7 @@ def test_time_by_cause_has_all_causes(pause):
     assert {cause: spent for cause, spent in found.items() if spent} == {"evaluation": 3, "other": 4}
 
 
-def test_names_without_end_become_other(pause):
+def test_excess_span_names_are_merged_into_other(pause):
     for step in range(500):
         with spans.span(f"step {step}"):
             pause(1)
@@ -252,7 +252,7 @@ def test_names_without_end_become_other(pause):
     assert open_spans() == 0
 
 
-def test_steps_are_counted_where_the_clock_ticks():
+def test_steps_are_counted_at_clock_ticks():
     for step in (1, 2):
         for _ in range(3):
             spans.begin("step", 0)
@@ -262,7 +262,7 @@ def test_steps_are_counted_where_the_clock_ticks():
     assert spans.position() == (2, 16, 128)
 
 
-def test_a_listener_is_told_of_steps_that_are_due(pause):
+def test_listener_is_called_at_due_steps(pause):
     listener = Listener()
     spans.set_listener(listener)
     spans.schedule_next_check(step=3, in_s=10)
@@ -278,7 +278,7 @@ def test_a_listener_is_told_of_steps_that_are_due(pause):
     assert listener.steps == 3
 
 
-def test_events_are_kept_until_somebody_listens():
+def test_events_are_buffered_until_a_listener_is_added():
     for step in range(300):
         spans.record_event("saved", step=step)
     listener = Listener()
@@ -290,7 +290,7 @@ def test_events_are_kept_until_somebody_listens():
     assert spans.set_listener(listener) == []
 
 
-def test_fields_of_an_event_do_not_hide_its_name_and_time():
+def test_event_fields_do_not_override_name_and_time():
     spans.record_event("dropped", name="jsonl", at=0, logger="jsonl")
     (event,) = spans.set_listener(Listener())
     assert event["name"] == "dropped"

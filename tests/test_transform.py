@@ -5,11 +5,11 @@ from dtrain.transform import Transform, check_transform
 from dtrain.transforms.weights.ema import ema
 
 
-def test_a_transform_passes_the_check():
+def test_check_transform_accepts_a_transform():
     assert check_transform(ema(0.9), "here", "there({})") is None
 
 
-def test_a_factory_that_was_not_called_is_shown_the_call():
+def test_check_transform_error_for_an_uncalled_factory_shows_the_call():
     with pytest.raises(
         ConfigError, match=r"^here: got the function ema instead of its result. Use there\(dt\.transforms\.ema\(\.\.\.\)\)\.$"
     ):
@@ -17,6 +17,6 @@ def test_a_factory_that_was_not_called_is_shown_the_call():
 
 
 @pytest.mark.parametrize("value", [None, 3, "ema", Transform, [ema(0.9)]])
-def test_something_else_is_shown_a_transform(value):
+def test_check_transform_error_for_other_values_shows_an_example(value):
     with pytest.raises(ConfigError, match=r"^here: needs a Transform, got .*\. Use there\(dt\.transforms\.ema\(0\.999\)\)\.$"):
         check_transform(value, "here", "there({})")

@@ -13,7 +13,7 @@ from dtrain.versions import git_commit, package_versions
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
 
-def test_versions_are_those_installed_and_cost_no_import():
+def test_versions_are_read_without_importing_packages():
     seen = package_versions()
     assert seen == {"dtrain": dtrain.__version__, "python": platform.python_version(), "torch": metadata.version("torch")}
     code = "import sys; from dtrain.versions import package_versions; package_versions(); print('torch' in sys.modules)"
@@ -26,7 +26,7 @@ def git_folder(root, head):
     return root / ".git"
 
 
-def test_commit_of_a_branch_is_found_from_a_folder_below(tmp_path):
+def test_branch_commit_is_found_from_a_subfolder(tmp_path):
     git = git_folder(tmp_path, "ref: refs/heads/topic/a\n")
     (git / "refs" / "heads" / "topic").mkdir(parents=True)
     (git / "refs" / "heads" / "topic" / "a").write_text(f"{COMMIT}\n")
@@ -34,7 +34,7 @@ def test_commit_of_a_branch_is_found_from_a_folder_below(tmp_path):
     assert git_commit(tmp_path / "below") == COMMIT
 
 
-def test_commit_that_is_packed_or_checked_out_by_itself_is_found(tmp_path):
+def test_packed_and_detached_commits_are_found(tmp_path):
     git = git_folder(tmp_path, "ref: refs/heads/main\n")
     (git / "packed-refs").write_text(f"# pack-refs\n{'1' * 40} refs/heads/not/main\n{COMMIT} refs/heads/main\n")
     assert git_commit(tmp_path) == COMMIT
@@ -42,7 +42,7 @@ def test_commit_that_is_packed_or_checked_out_by_itself_is_found(tmp_path):
     assert git_commit(tmp_path) == COMMIT
 
 
-def test_commit_of_a_further_work_tree_is_found(tmp_path):
+def test_commit_of_an_additional_worktree_is_found(tmp_path):
     (tmp_path / "first").mkdir()
     git = git_folder(tmp_path / "first", "ref: refs/heads/main\n")
     (git / "packed-refs").write_text(f"{COMMIT} refs/heads/topic\n")
@@ -55,7 +55,7 @@ def test_commit_of_a_further_work_tree_is_found(tmp_path):
 
 
 @pytest.mark.parametrize("head", ["ref: refs/heads/main\n", "not a hash\n", "\udcff", ""])
-def test_commit_that_cannot_be_told_is_none(tmp_path, head):
+def test_unknown_commit_is_none(tmp_path, head):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "HEAD").write_bytes(head.encode(errors="surrogateescape"))
     assert git_commit(tmp_path) is None

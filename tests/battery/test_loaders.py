@@ -82,7 +82,7 @@ def broken(contract: str) -> pytest.MarkDecorator:
 
 
 @each
-def test_each_sample_comes_once_in_an_epoch(name):
+def test_each_sample_is_read_once_per_epoch(name):
     check_once(name)
 
 
@@ -99,17 +99,17 @@ def test_global_batches_are_the_same_with_workers(name):
 @each
 @given(at=st.integers(0, 8), before=st.sampled_from(WORLD_SIZES), after=st.sampled_from(WORLD_SIZES))
 @settings(max_examples=15, deadline=None)
-def test_a_run_resumes_behind_any_batch_on_any_number_of_ranks(name, at, before, after):
+def test_run_resumes_after_any_batch_on_any_rank_count(name, at, before, after):
     check_resume(name, at, before, after)
 
 
 @slow
-def test_a_run_with_workers_resumes_in_the_middle_of_an_epoch(name):
+def test_run_with_workers_resumes_within_an_epoch(name):
     check_resume(name, 7, 1, 2)
 
 
 @pytest.mark.parametrize("name", [*ROWS, *SLOW_ROWS])
-def test_the_position_is_a_few_whole_numbers(name):
+def test_position_is_a_few_integers(name):
     check_position(name)
 
 
@@ -123,34 +123,34 @@ def handed_out(name: str) -> list[list[int]]:
     return [ids(batch) for batch in loader.until(f"{EPOCHS}ep")]
 
 
-def test_real_ranks_are_handed_out_what_simulated_ones_are(ranks):
+def test_process_ranks_get_the_batches_of_simulated_ranks(ranks):
     simulated = [[ids(batch) for batch in loader.until(f"{EPOCHS}ep")] for loader in group(row("list-shuffled-short"), 2)]
     assert ranks(2).run(handed_out, "list-shuffled-short") == simulated
 
 
 @broken("once")
-def test_the_contract_of_each_sample_once_finds_what_is_broken(name):
+def test_sample_once_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"once: {name}: (a sample comes twice|the epochs have the same order)"):
         check_once(name)
 
 
 @broken("order")
-def test_the_order_contract_finds_what_is_broken(name):
+def test_order_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"order: {name}: differs on 2 ranks"):
         check_order(name)
 
 
 @broken("resume")
-def test_the_resume_contract_finds_what_is_broken(name):
+def test_resume_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"resume: {name}: behind batch 2, from 1 to 2 ranks"):
         check_resume(name, 2, 1, 2)
 
 
 @broken("position")
-def test_the_position_contract_finds_what_is_broken(name):
+def test_position_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"position: {name}: not a few whole numbers"):
         check_position(name)
 
 
-def test_every_contract_has_something_that_breaks_it():
+def test_every_contract_has_a_violating_case():
     assert {contract for contract, _ in BROKEN.values()} == {"once", "order", "resume", "position"}

@@ -17,7 +17,7 @@ each = pytest.mark.parametrize("name", ROWS)
 fused = pytest.mark.parametrize("name", [name for name in ROWS if "foreach" not in name])  # that form reads its own counter
 
 
-def test_every_optimizer_and_what_makes_groups_for_them_has_a_row_with_points():
+def test_every_optimizer_and_group_function_has_a_numeric_row():
     modules = [importlib.import_module(f"dtrain.optim.{m.name}") for m in pkgutil.iter_modules(dtrain.optim.__path__)]
     own = {n: v for m in modules for n, v in vars(m).items() if getattr(v, "__module__", None) == m.__name__}
     classes = {name for name, value in own.items() if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)}
@@ -27,32 +27,32 @@ def test_every_optimizer_and_what_makes_groups_for_them_has_a_row_with_points():
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.points is not None])
-def test_numbers_are_those_of_the_formula(name):
+def test_optimizer_steps_match_the_formula(name):
     optimizers.check_points(ROWS[name].points())
 
 
 @each
-def test_resumed_in_the_middle_equals_straight(name, tmp_path):
+def test_resumed_run_equals_an_uninterrupted_run(name, tmp_path):
     optimizers.check_resume_equals_straight(name, str(tmp_path))
 
 
 @each
-def test_resumed_in_the_middle_equals_straight_when_sharded_on_two_ranks(name, tmp_path, ranks):
+def test_resumed_run_sharded_on_two_ranks_equals_an_uninterrupted_run(name, tmp_path, ranks):
     assert ranks(2).run(optimizers.check_resume_equals_straight, name, str(tmp_path)) == [None, None]
 
 
-def test_the_resume_contract_finds_what_is_broken(tmp_path):
+def test_resume_contract_detects_violations(tmp_path):
     name = IN_BROKEN["resume"]
     with pytest.raises(AssertionError, match=f"resume: {name}: differs from the straight run at"):
         optimizers.check_resume_equals_straight(name, str(tmp_path))
 
 
 @each
-def test_two_ranks_equal_one(name, ranks):
+def test_two_ranks_match_one_process(name, ranks):
     optimizers.check_ranks_equal_one(name, ranks)
 
 
-def test_the_ranks_contract_finds_what_is_broken(ranks):
+def test_ranks_contract_detects_violations(ranks):
     name = IN_BROKEN["ranks"]
     with pytest.raises(AssertionError, match=f"ranks: {name}: parameters on two ranks are .* from those on one"):
         optimizers.check_ranks_equal_one(name, ranks)
@@ -60,21 +60,21 @@ def test_the_ranks_contract_finds_what_is_broken(ranks):
 
 @pytest.mark.parametrize(("first", "then"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.slow)])
 @each
-def test_another_world_size_goes_on(name, first, then, tmp_path, ranks):
+def test_checkpoint_resumes_on_a_different_world_size(name, first, then, tmp_path, ranks):
     optimizers.check_other_world_size(name, str(tmp_path), ranks, first, then)
 
 
 @fused
-def test_a_step_does_not_wait_for_the_device(name):
+def test_step_needs_no_host_sync(name):
     optimizers.check_no_host_sync(name)
 
 
 @fused
-def test_a_step_on_two_ranks_does_not_wait_for_the_device_either(name, ranks):
+def test_step_on_two_ranks_needs_no_host_sync(name, ranks):
     assert ranks(2).run(optimizers.syncs_of_a_step, name) == [[], []]
 
 
-def test_the_sync_contract_finds_what_is_broken():
+def test_host_sync_contract_detects_violations():
     name = IN_BROKEN["syncs"]
     with pytest.raises(AssertionError, match=f"syncs: {name}: "):
         optimizers.check_no_host_sync(name)

@@ -9,7 +9,7 @@ ALGORITHMS = [name for name, value in NAMES.items() if pages.is_algorithm(value)
 SURGERIES = [name for name, value in NAMES.items() if value.__module__.startswith("dtrain.surgery.") and pages.rows_of(name)]
 
 
-def test_all_rooms_export_something():
+def test_every_listed_package_exports_names():
     assert all(pages.exported().values())
     assert len(ALGORITHMS) >= 25
     assert len(SURGERIES) >= 12
@@ -17,26 +17,26 @@ def test_all_rooms_export_something():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("section", ["Formula", "Source", "Example"])
-def test_every_recipe_says(section, name):
+def test_every_recipe_docstring_has_the_required_section(section, name):
     assert pages.section(NAMES[name], section), f"{name} has no section {section}: in its docstring"
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_every_example_runs_and_shows_what_comes_out(name):
+def test_every_docstring_example_shows_its_output(name):
     lines = pages.section(NAMES[name], "Example").splitlines()
     assert any(line.startswith(">>>") for line in lines)
     assert any(line and not line.startswith((">>>", "...")) for line in lines), f"{name}: its example shows nothing"
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, *SURGERIES])
-def test_every_algorithm_has_numbers_two_ranks_a_resume_and_a_cost(name):
+def test_every_algorithm_has_reference_numbers_a_row_and_a_cost(name):
     rows = pages.rows_of(name)
     assert any(row.points for row in rows), f"{name}: no row with numbers that are known by hand"
     assert rows, f"{name}: no row, so it is run neither on two ranks nor resumed"
     assert name in pages.costs()["costs"], f"{name}: no figure of its cost; run benchmarks/algorithms.py --out"
 
 
-def test_a_signature_is_folded_and_keeps_its_quotes():
+def test_long_signature_is_wrapped_and_keeps_its_quotes():
     def short(a: int, *rest: str, b: float = 0.5) -> None: ...
 
     assert pages.signature("short", short) == "short(a: int, *rest: str, b: float = 0.5) -> None"
@@ -53,7 +53,7 @@ def test_a_signature_is_folded_and_keeps_its_quotes():
     ]
 
 
-def test_a_section_has_no_more_than_its_own_text():
+def test_docstring_section_ends_before_the_next_paragraph():
     def described():
         """What it does.
 
@@ -71,5 +71,5 @@ def test_a_section_has_no_more_than_its_own_text():
     assert pages.section(described, "Example") == ">>> 1\n1"
 
 
-def test_the_page_is_that_of_the_code():
+def test_generated_page_is_up_to_date():
     assert pages.PAGE.read_text() == pages.page(), "run python tests/written.py"

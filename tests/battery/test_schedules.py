@@ -99,12 +99,12 @@ def makers() -> dict[str, Callable[..., Any]]:
     return {name: function for name, function in schedules.items() if name not in ("attach_unit", "with_unit")}
 
 
-def test_every_public_function_that_makes_a_schedule_has_a_row():
+def test_every_public_schedule_factory_has_a_row():
     assert set(makers()) >= {"linear", "cosine", "composer.cosine"}
     assert set(makers()) == {found.of for found in ROWS.values()} - {""}
 
 
-def test_every_schedule_shows_its_formula_its_source_and_an_example():
+def test_every_schedule_docstring_has_formula_source_and_example():
     lacking = [
         f"{name}: {section}"
         for name, function in {**makers(), "plot": plot, "to_lambda_lr": to_lambda_lr}.items()
@@ -127,7 +127,7 @@ def test_schedules_are_continuous(name):
 
 
 @each
-def test_schedules_have_the_values_worked_out_by_hand(name):
+def test_schedules_match_reference_values(name):
     check_values(name)
 
 
@@ -142,34 +142,34 @@ def test_schedules_are_equal_after_a_resume(name, tmp_path):
 
 
 @broken("pure")
-def test_the_purity_contract_finds_what_is_broken(name):
+def test_purity_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"pure: {name}"):
         check_pure(name, [0, 1])
 
 
 @broken("continuous")
-def test_the_continuity_contract_finds_what_is_broken(name):
+def test_continuity_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"continuous: {name}"):
         check_continuous(name)
 
 
 @broken("values")
-def test_the_contract_of_values_finds_what_is_broken(name):
+def test_value_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"values: {name}"):
         check_values(name)
 
 
 @broken("end")
-def test_the_contract_of_the_end_finds_what_is_broken(name):
+def test_end_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"end: {name}: (not finite|moves behind 8)"):
         check_end(name)
 
 
 @broken("resume")
-def test_the_resume_contract_finds_what_is_broken(name, tmp_path):
+def test_resume_contract_detects_violations(name, tmp_path):
     with pytest.raises(AssertionError, match=f"resume: {name}"):
         check_resume(name, str(tmp_path))
 
 
-def test_every_contract_has_something_that_breaks_it():
+def test_every_contract_has_a_violating_case():
     assert {contract for contract, _ in BROKEN.values()} == {"pure", "continuous", "values", "end", "resume"}

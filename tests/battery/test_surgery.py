@@ -45,35 +45,35 @@ def test_every_edit_has_a_numeric_case():
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.points is not None])
-def test_numbers_are_those_known_by_hand(name):
+def test_edited_models_match_reference_numbers(name):
     points = ROWS[name].points()
     assert len(points) >= 2, "one point may be right by chance"
     for got, known in points:
         torch.testing.assert_close(torch.as_tensor(got), torch.as_tensor(known), rtol=1e-6, atol=1e-6, check_dtype=False)
 
 
-def test_every_contract_has_something_that_breaks_it():
+def test_every_contract_has_a_violating_case():
     assert [contract for contract, names in BY_CONTRACT.items() if not names] == []
 
 
 @each
-def test_what_changes_is_what_the_row_names(name):
+def test_report_matches_the_changes_named_in_the_row(name):
     contracts.check_report(name)
 
 
 @broken("report")
-def test_the_report_contract_finds_what_is_broken(name):
+def test_report_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"report: {name}: changed"):
         contracts.check_report(name)
 
 
 @each
-def test_a_model_without_anything_to_do_is_refused(name):
+def test_model_without_matching_modules_is_refused(name):
     contracts.check_raises_when_nothing_fits(name)
 
 
 @broken("nothing fits")
-def test_the_contract_of_nothing_finds_what_is_broken(name):
+def test_no_match_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"nothing fits: {name}: found nothing to do"):
         contracts.check_raises_when_nothing_fits(name)
 
@@ -84,25 +84,25 @@ def test_a_sharded_model_is_refused(ranks):
 
 
 @broken("sharded")
-def test_the_sharded_contract_finds_what_is_broken(name, ranks):
+def test_sharded_contract_detects_violations(name, ranks):
     with pytest.raises(AssertionError, match=f"sharded: {name}: took a model"):
         contracts.check_refuses_sharded(name, ranks)
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if not row.per_rank])
-def test_two_ranks_equal_one(name, ranks):
+def test_two_ranks_match_one_process(name, ranks):
     contracts.check_ranks_equal_one(name, ranks)
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.per_rank])
-def test_what_differs_between_ranks_is_not_excused_for_nothing(name, ranks):
+def test_excused_edits_differ_between_one_and_two_ranks(name, ranks):
     assert ranks(1).run(contracts.trained_numbers, name)[0] != pytest.approx(
         ranks(2).run(contracts.trained_numbers, name)[0], rel=1e-6
     )
 
 
 @broken("ranks")
-def test_the_ranks_contract_finds_what_is_broken(name, ranks):
+def test_ranks_contract_detects_violations(name, ranks):
     with pytest.raises(AssertionError, match=f"ranks: {name}: parameters on two ranks are"):
         contracts.check_ranks_equal_one(name, ranks)
 
@@ -111,50 +111,50 @@ MOSTLY = [pytest.param(name, marks=() if row.of else pytest.mark.slow) for name,
 
 
 @pytest.mark.parametrize("name", MOSTLY)
-def test_saved_by_two_ranks_and_continued_by_one(name, tmp_path, ranks):
+def test_checkpoint_of_two_ranks_resumes_on_one(name, tmp_path, ranks):
     contracts.check_resumed_by_fewer_ranks(name, str(tmp_path), ranks)
 
 
 @broken("fewer")
-def test_the_contract_of_fewer_ranks_finds_what_is_broken(name, tmp_path, ranks):
+def test_fewer_ranks_contract_detects_violations(name, tmp_path, ranks):
     with pytest.raises(AssertionError, match=f"fewer: {name}: continued by one rank it ends"):
         contracts.check_resumed_by_fewer_ranks(name, str(tmp_path), ranks)
 
 
 @each
-def test_resumed_in_the_middle_equals_straight(name, tmp_path):
+def test_resumed_run_equals_an_uninterrupted_run(name, tmp_path):
     contracts.check_resume_equals_straight(name, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", MOSTLY)
-def test_resumed_in_the_middle_equals_straight_when_sharded_on_two_ranks(name, tmp_path, ranks):
+def test_resumed_run_sharded_on_two_ranks_equals_an_uninterrupted_run(name, tmp_path, ranks):
     assert ranks(2).run(contracts.check_resume_equals_straight, name, str(tmp_path)) == [None, None]
 
 
 @broken("resume")
-def test_the_resume_contract_finds_what_is_broken(name, tmp_path):
+def test_resume_contract_detects_violations(name, tmp_path):
     with pytest.raises(AssertionError, match=f"resume: {name}: differs from the straight run at"):
         contracts.check_resume_equals_straight(name, str(tmp_path))
 
 
 @each
-def test_a_forward_adds_no_host_sync(name):
+def test_edited_forward_adds_no_host_sync(name):
     contracts.check_no_host_sync(name)
 
 
 @broken("syncs")
-def test_the_sync_contract_finds_what_is_broken(name):
+def test_host_sync_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"syncs: {name}: waits 1 times more"):
         contracts.check_no_host_sync(name)
 
 
 @each
-def test_what_stays_is_kept(name):
+def test_edit_keeps_unchanged_parameters_and_names(name):
     contracts.check_what_stays_is_kept(name)
 
 
 @broken("kept")
-def test_the_kept_contract_finds_what_is_broken(name):
+def test_kept_parameters_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"kept: {name}: "):
         contracts.check_what_stays_is_kept(name)
 
@@ -165,17 +165,17 @@ def test_an_edited_meta_model_materializes(name):
 
 
 @broken("meta")
-def test_the_meta_contract_finds_what_is_broken(name):
+def test_meta_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"meta: {name}: "):
         contracts.check_materializes(name)
 
 
 @pytest.mark.parametrize("name", [name for name, row in ROWS.items() if row.initial])
-def test_an_edit_that_changes_no_result_changes_none(name):
+def test_result_preserving_edits_compute_the_same(name):
     contracts.check_computes_the_same(name)
 
 
 @broken("initial")
-def test_the_contract_of_results_finds_what_is_broken(name):
+def test_result_contract_detects_violations(name):
     with pytest.raises(AssertionError, match=f"initial: {name}: computes"):
         contracts.check_computes_the_same(name)

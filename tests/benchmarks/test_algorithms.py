@@ -9,7 +9,7 @@ import ablation
 import algorithms
 
 
-def test_figures_are_written_one_by_one_and_others_stay(monkeypatch, tmp_path, capsys):
+def test_measured_figures_are_merged_into_the_existing_file(monkeypatch, tmp_path, capsys):
     out = tmp_path / "costs.json"
     out.write_text(json.dumps({"costs": {"ema": {"ratio": 1.0, "low": 1.0, "high": 1.0}}}))
     monkeypatch.setattr(algorithms.torch, "set_num_threads", lambda count: None)
@@ -24,7 +24,7 @@ def test_figures_are_written_one_by_one_and_others_stay(monkeypatch, tmp_path, c
     assert "clip_by_value: " in capsys.readouterr().out
 
 
-def test_every_method_by_hand_has_its_transform():
+def test_every_reference_method_has_a_transform():
     assert algorithms.METHODS.keys() == algorithms.TRANSFORMS.keys()
 
 
@@ -37,7 +37,7 @@ def test_every_method_by_hand_has_its_transform():
     ],
     ids=["pairs", "folder", "seeds"],
 )
-def test_a_mistake_is_told_before_anything_is_measured(monkeypatch, tmp_path, capsys, script, options, expected):
+def test_invalid_options_are_refused_before_measuring(monkeypatch, tmp_path, capsys, script, options, expected):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", ["script.py", *options])
     with pytest.raises(SystemExit, match="2"):

@@ -23,7 +23,7 @@ SMALL_MODEL, LARGE_MODEL = ("small", 3), ("large", 720)
 @pytest.mark.parametrize(
     ("model", "size"), [pytest.param(*SMALL_MODEL, id="small"), pytest.param(*LARGE_MODEL, id="large", marks=pytest.mark.slow)]
 )
-def test_every_way_to_save_is_timed_and_leaves_nothing(ranks, tmp_path, model, size):
+def test_every_save_method_is_timed_and_cleaned_up(ranks, tmp_path, model, size):
     one, other = ranks(2).run(saves, model, size, str(tmp_path), list(SAVES), 1)
     timings = one["timings"]
     assert timings == other["timings"]  # all ranks wait for the slowest
@@ -37,7 +37,7 @@ def test_every_way_to_save_is_timed_and_leaves_nothing(ranks, tmp_path, model, s
 @pytest.mark.parametrize(
     ("model", "size"), [pytest.param(*SMALL_MODEL, id="small", marks=pytest.mark.slow), pytest.param(*LARGE_MODEL, id="large")]
 )
-def test_every_way_to_load_brings_back_what_was_saved(ranks, tmp_path, model, size):
+def test_every_load_method_restores_the_saved_state(ranks, tmp_path, model, size):
     report = ranks(2).run(loads, model, size, str(tmp_path), list(LOADS), 1)[0]
     assert report["timings"].keys() == LOADS.keys()  # each was checked once, or this would have raised
 
@@ -50,14 +50,14 @@ def test_memory_of_a_load_at_another_world_size_is_reported(ranks, tmp_path):
         assert report["above"] >= 0
 
 
-def test_dip_trains_while_a_save_is_under_way(ranks, tmp_path):
+def test_dip_benchmark_trains_during_a_save(ranks, tmp_path):
     found = ranks(1).run(dip, 720, str(tmp_path), "cpu", 2)[0]
     assert 0 < found["held_s"] <= found["window_s"]
     assert found["before"] > 0
     assert found["during"] >= 0
 
 
-def test_claims_name_ways_and_moments_that_are_measured():
+def test_claims_name_measured_methods_and_phases():
     moments = {(name, moment) for name in SAVES for moment in ("held", "done")}
     for claims in (SMALL, LARGE):
         assert all({claim.of, claim.against} <= moments for claim in claims["save"])
@@ -72,7 +72,7 @@ def test_claims_name_ways_and_moments_that_are_measured():
         pytest.param(1.3, 1.6, "**missed by 20%**", id="missed"),
     ],
 )
-def test_verdict_says_by_how_much_a_target_was_missed(low, high, expected):
+def test_verdict_states_the_margin_of_a_missed_target(low, high, expected):
     assert judged(Figure(value=1.5, low=low, high=high), 1.25) == expected
     assert judged(Figure(value=1.5, low=low, high=high), None) == ""
 
@@ -84,7 +84,7 @@ def test_claim_row_shows_both_times_the_ratio_and_the_verdict():
     assert claim_row(claim, {"a": timings["a"]}) is None
 
 
-def test_time_row_shows_the_stall_only_where_training_goes_on():
+def test_time_row_shows_the_stall_only_for_asynchronous_saves():
     rows = time_rows({"a": {"held": [(0.1, 0.1)], "done": [(0.5, 0.5)]}, "b": {"done": [(2.0, 2.0)]}}, 10**9)
     assert rows == ["| a | 100 ms | 500 ms | 500 ms to 500 ms | 2.00 |", "| b |  | 2.00 s | 2.00 s to 2.00 s | 0.50 |"]
 

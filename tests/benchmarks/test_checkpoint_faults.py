@@ -19,7 +19,7 @@ def ask(fn, *args):
 ROW = Row(title="a row", draw=drawn, count=12)
 
 
-def test_an_interrupted_row_goes_on_from_its_file(tmp_path):
+def test_interrupted_row_continues_from_its_file(tmp_path):
     path = tmp_path / "faults.json"
     report = read(path, 3)
     progress = report.rows.setdefault("kills", Progress())
@@ -35,13 +35,13 @@ def test_an_interrupted_row_goes_on_from_its_file(tmp_path):
     assert [name.name for name in tmp_path.iterdir()] == ["faults.json"]
 
 
-def test_a_report_of_another_seed_is_refused(tmp_path):
+def test_report_of_a_different_seed_is_refused(tmp_path):
     write(tmp_path / "faults.json", Report(seed=3))
     with pytest.raises(SystemExit, match="is of seed 3, not 4"):
         read(tmp_path / "faults.json", 4)
 
 
-def test_a_row_of_all_that_there_are_ends_with_the_last_draw():
+def test_finite_row_is_done_after_its_last_draw():
     progress = Progress()
     row = Row(title="a row", draw=drawn, draws=lambda: 2)
     assert len(list(go_on(row, Progress(), seed=0, count=3, ask=ask))) == 1
@@ -51,7 +51,7 @@ def test_a_row_of_all_that_there_are_ends_with_the_last_draw():
     assert progress.done
 
 
-def test_a_draw_that_cannot_be_made_went_wrong():
+def test_failing_draw_counts_as_wrong():
     def broken(seed: int, k: int) -> list[dict]:
         raise RuntimeError("no more processes")
 
@@ -60,7 +60,7 @@ def test_a_draw_that_cannot_be_made_went_wrong():
     assert progress.tally.wrong == ["seed 0, draw 0: a draw: no more processes"]
 
 
-def test_the_table_says_counts_and_the_bound():
+def test_table_shows_counts_and_the_error_bound():
     report = Report(seed=0, rows={"kills": Progress(first_day="2026-01-01", last_day="2026-01-01")})
     list(go_on(ROW, report.rows["kills"], seed=0, count=None, ask=ask))
     head, _, line = table(report)
@@ -70,6 +70,6 @@ def test_the_table_says_counts_and_the_bound():
     assert "| 18 | 3 | - | 18 refused | seconds 5 |" in list(table(report))[2]
 
 
-def test_all_rows_are_there():
+def test_fault_table_has_all_rows():
     assert list(ROWS) == ["kills", "operations", "flips", "files", "malicious", "writers", "chains"]
     assert (ROWS["kills"].count, ROWS["flips"].count, ROWS["writers"].count) == (2000, 100_000, 200)

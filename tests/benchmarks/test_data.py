@@ -56,7 +56,7 @@ def test_a_loader_that_repeats_a_sample_is_refused(tmp_path):
         check_pass("broken", work, lambda: iter(batches), 128)
 
 
-def test_a_resume_that_goes_on_elsewhere_is_refused():
+def test_resume_at_a_wrong_position_is_refused():
     with pytest.raises(SystemExit, match="does not go on where it was"):
         check_next("broken", torch.arange(3), torch.arange(1, 4))
 
@@ -64,9 +64,9 @@ def test_a_resume_that_goes_on_elsewhere_is_refused():
 @pytest.mark.parametrize(
     ("shuffle", "held"), [pytest.param(True, 8, id="all-of-a-full-shuffle"), pytest.param(False, 1, id="one-in-order")]
 )
-def test_shards_in_use_are_those_begun_and_not_finished(shuffle, held):
+def test_shards_in_use_are_started_but_unfinished_shards(shuffle, held):
     assert shards_in_use(ElasticSampler(size=512, shuffle=shuffle), [64] * 8, 64) == held
 
 
-def test_peers_are_printed_with_their_versions_or_as_missing():
+def test_compared_packages_are_printed_with_version_or_as_missing():
     assert re.fullmatch(r"peers: torchdata \S+, mosaicml-streaming (\S+|not installed)", versions())

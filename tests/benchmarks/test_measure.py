@@ -43,7 +43,7 @@ def test_ratio_difference_and_medians_are_exact_without_noise():
     assert str(found) == "1.500x of 2 s (A/A band 1.000..1.000, 10 pairs)"
 
 
-def test_warmup_does_not_count():
+def test_warmup_runs_are_excluded():
     clock = FakeClock()
     cold = itertools.chain([1000.0] * 3, itertools.repeat(1.0))
     assert paired(clock.run(cold), clock.run(itertools.repeat(1.0)), pairs=2, warmup=3, clock=clock).ratio.value == 1.0
@@ -68,7 +68,7 @@ def test_two_runs_of_a_round_are_kept_in_the_order_of_their_calls():
     assert found == {"clock": {"a": [(1.0, 2.0), (3.0, 4.0)]}}
 
 
-def test_equal_candidates_are_within_the_band_and_a_difference_beyond_it_is_seen():
+def test_noise_band_separates_equal_from_different_candidates():
     clock = FakeClock()
     same = paired(clock.run(noisy(1, 0.2, 1)), clock.run(noisy(1, 0.2, 2)), pairs=300, clock=clock)
     assert same.band[0] < same.ratio.value < same.band[1]
@@ -106,7 +106,7 @@ def test_typical_is_the_median_of_all_runs():
     ("low", "high", "expected"),
     [(0.9, 1.0, "met"), (1.0, 1.1, "not resolved"), (1.01, 1.1, "not met")],
 )
-def test_verdict_needs_the_whole_interval(low, high, expected):
+def test_verdict_requires_the_whole_interval_within_the_target(low, high, expected):
     assert verdict(Figure(value=1.0, low=low, high=high), at_most=1.0) == expected
 
 
@@ -134,7 +134,7 @@ def test_child_cpu_counts_ended_children():
     assert measure.child_cpu() > before
 
 
-def test_a_second_run_that_is_always_faster_does_not_move_the_band():
+def test_consistently_faster_second_run_does_not_move_the_band():
     draw = random.Random(0)
     rounds = [(1.04 * draw.uniform(0.95, 1.05), draw.uniform(0.95, 1.05)) for _ in range(300)]
     low, high = compare(rounds, rounds).band

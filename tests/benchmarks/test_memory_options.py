@@ -11,16 +11,16 @@ FOUND = {
 }
 
 
-def test_rows_show_peaks_beside_the_first():
+def test_rows_show_peaks_relative_to_the_first_row():
     rows = [row.split() for row in table(FOUND).splitlines()[1:]]
     assert rows == [["none", "100.0", "1.00", "40.0"], ["full", "25.0", "0.25", "20.5"]]
 
 
-def test_options_that_compute_something_else_are_refused():
+def test_options_with_different_gradients_are_refused():
     check_same(FOUND)
     with pytest.raises(SystemExit, match="the gradients differ"):
         check_same({**FOUND, "wrong": {"peak": 1.0, "live": 1.0, "norm": 1.1}})
 
 
-def test_options_that_do_nothing_on_a_cpu_are_marked():
+def test_gpu_only_options_are_marked():
     assert {name for name, option in OPTIONS.items() if option.gpu} == {name for name in OPTIONS if "offloaded" in name}

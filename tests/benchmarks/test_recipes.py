@@ -23,7 +23,7 @@ def run(value: float, cpu_s: float, *, without: str = "", length: str = "1ep") -
         (0.5, 0.6, 0.4, True, "< 10"),
     ],
 )
-def test_the_time_to_a_quality_lies_between_two_lengths(goal, short, long, higher, found):
+def test_time_to_quality_is_interpolated_between_two_run_lengths(goal, short, long, higher, found):
     assert time_to(goal, [run(short, 10.0), run(long, 30.0)], higher_is_better=higher) == found
 
 
@@ -49,7 +49,7 @@ def test_a_table_has_a_row_for_each_method():
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_the_methods_are_those_that_the_example_can_leave_out(name):
+def test_recipe_methods_match_the_without_choices_of_the_example(name):
     tree = ast.parse((EXAMPLES / RECIPES[name].script).read_text())
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and [a.value for a in node.args if isinstance(a, ast.Constant)] == ["--without"]:

@@ -18,6 +18,6 @@ TRACEBACK = "Traceback (most recent call last):\n  File 's.py', line 1\nValueErr
         pytest.param(None, {7: "python"}, [], "did not end in 45 s", id="did-not-end"),
     ],
 )
-def test_cell_says_code_lines_survivors_and_seconds(code, survivors, left, cell):
+def test_cell_shows_exit_code_lines_survivors_and_seconds(code, survivors, left, cell):
     seen = Seen(code=code, err=TRACEBACK, script="s.py", survivors=survivors, seconds=1.54, left=left)
     assert describe(seen, cap_s=45) == cell

@@ -76,7 +76,7 @@ def with_average(state):
     return replace(state, transform_states={"ema": {name: param.detach().clone() for name, param in state.params.items()}})
 
 
-def test_what_is_saved_is_the_state_as_it_was_at_the_call(tmp_path, held):
+def test_async_save_stores_state_at_call_time(tmp_path, held):
     state = with_average(train(plain_state(), 2))
     before = digest(state, rng=False)
     handle = save_sharded(tmp_path, state, mode="async")
@@ -90,7 +90,7 @@ def test_what_is_saved_is_the_state_as_it_was_at_the_call(tmp_path, held):
     assert digest(back, rng=False) == before
 
 
-def test_saves_in_a_row_use_the_same_memory_again(tmp_path, monkeypatch):
+def test_consecutive_async_saves_reuse_staging_memory(tmp_path, monkeypatch):
     made, empty = [], torch.empty
     state = plain_state()
     for _ in range(4):
@@ -103,7 +103,7 @@ def test_saves_in_a_row_use_the_same_memory_again(tmp_path, monkeypatch):
     assert len(made) <= 1
 
 
-def test_two_saves_may_be_under_way_and_the_third_waits(tmp_path, held):
+def test_third_concurrent_save_blocks(tmp_path, held):
     state = train(plain_state(), 1)
     handles = [save_sharded(tmp_path, state, mode="async")]
     state = train(state, 1)
@@ -145,7 +145,7 @@ class Failing:
         return full_disk if name == "pwritev" else getattr(os, name)
 
 
-def test_a_failure_is_raised_by_the_handle(failed, tmp_path):
+def test_handle_raises_background_failure(failed, tmp_path):
     _, handle = failed
     for call in (handle.wait, handle.result):
         with pytest.raises(CheckpointError, match=r"No space left on device.*The step was not committed"):
@@ -154,7 +154,7 @@ def test_a_failure_is_raised_by_the_handle(failed, tmp_path):
     assert names(tmp_path) == ["step-00000001"]
 
 
-def test_a_failure_is_raised_by_the_next_save_and_the_one_after_works(failed, tmp_path):
+def test_next_save_raises_earlier_failure_once(failed, tmp_path):
     state, _ = failed
     with pytest.raises(CheckpointError, match=r"step 2.*No space left on device"):
         save_sharded(tmp_path, state, mode="async")
@@ -163,7 +163,7 @@ def test_a_failure_is_raised_by_the_next_save_and_the_one_after_works(failed, tm
     assert verify(tmp_path).step == 2
 
 
-def test_a_failure_is_raised_on_leaving_the_block(tmp_path, monkeypatch):
+def test_init_dist_exit_raises_background_failure(tmp_path, monkeypatch):
     def loop():
         with init_dist(), monkeypatch.context() as patch:
             patch.setattr(storage.local, "os", Failing())
@@ -174,7 +174,7 @@ def test_a_failure_is_raised_on_leaving_the_block(tmp_path, monkeypatch):
     assert latest_checkpoint(tmp_path) is None
 
 
-def test_a_failure_does_not_hide_the_error_of_the_loop(tmp_path, monkeypatch):
+def test_background_failure_is_added_as_note_to_loop_error(tmp_path, monkeypatch):
     def loop():
         with init_dist(), monkeypatch.context() as patch:
             patch.setattr(storage.local, "os", Failing())
@@ -186,7 +186,7 @@ def test_a_failure_does_not_hide_the_error_of_the_loop(tmp_path, monkeypatch):
     assert "No space left on device" in "".join(caught.value.__notes__)
 
 
-def test_leaving_the_block_waits_for_the_commit_also_after_an_error(tmp_path, monkeypatch):
+def test_init_dist_exit_waits_for_commit_after_error(tmp_path, monkeypatch):
     stand_in = Held()
     monkeypatch.setattr(storage.local, "os", stand_in)
     threading.Timer(0.5, stand_in.go.set).start()
@@ -247,7 +247,7 @@ QUICK = (("without", False), ("without", True), ("by sys.exit", True))  # each p
         for how, words in WAYS_OUT.items()
     ],
 )
-def test_the_end_of_the_process_waits_and_its_exit_code_tells(tmp_path, how, fails):
+def test_process_exit_waits_and_exit_code_reports_failure(tmp_path, how, fails):
     (tmp_path / "loop.py").write_text(textwrap.dedent(SCRIPT))
     command = [sys.executable, "loop.py", *how, *["fail"] * fails]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=LONG_S)
@@ -257,7 +257,7 @@ def test_the_end_of_the_process_waits_and_its_exit_code_tells(tmp_path, how, fai
     assert (latest_checkpoint(tmp_path / "ckpt") is None) is fails
 
 
-def test_a_load_finds_what_is_still_being_written(tmp_path, monkeypatch):
+def test_load_waits_for_pending_save(tmp_path, monkeypatch):
     stand_in = Held()
     monkeypatch.setattr(storage.local, "os", stand_in)
     state = train(plain_state(), 1)
@@ -266,7 +266,7 @@ def test_a_load_finds_what_is_still_being_written(tmp_path, monkeypatch):
     assert load_sharded(tmp_path, plain_state(1)).step == 1
 
 
-def test_waiting_may_be_given_up_and_the_save_goes_on(tmp_path, held):
+def test_wait_timeout_does_not_cancel_save(tmp_path, held):
     handle = save_sharded(tmp_path, train(plain_state(), 1), mode="async")
     with pytest.raises(TimeoutError, match="the save of step 1 has not ended yet"):
         handle.wait(0.2)
@@ -274,7 +274,7 @@ def test_waiting_may_be_given_up_and_the_save_goes_on(tmp_path, held):
     assert handle.result(LONG_S).step == 1
 
 
-def test_a_failing_operation_is_raised_by_the_background_save_too(tmp_path):
+def test_async_handle_raises_fsync_failure(tmp_path):
     state = train(plain_state(), 1)
     with watching(at=0, kind="fsync") as watched:
         handle = save_sharded(tmp_path, state, mode="async")
@@ -289,7 +289,7 @@ def test_an_unknown_mode_is_refused(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_an_interrupted_save_of_live_memory_is_given_up(tmp_path, held, monkeypatch):
+def test_interrupted_sync_save_is_not_committed(tmp_path, held, monkeypatch):
     """The loop may catch the interrupt and go on: what it changes then must not be committed."""
     state = train(plain_state(), 1)
     result = save_thread.SaveTask.result
@@ -308,7 +308,7 @@ def test_an_interrupted_save_of_live_memory_is_given_up(tmp_path, held, monkeypa
     save_thread.save_thread().wait_all()  # whoever was interrupted knows
 
 
-def test_a_save_that_outlives_the_groups_publishes_nothing(tmp_path, held, monkeypatch):
+def test_save_pending_after_group_close_is_not_committed(tmp_path, held, monkeypatch):
     """A second Ctrl-C ends the wait at the end of the block; without the groups each rank would seem to be the only one."""
     handles = []
 
@@ -330,7 +330,7 @@ def test_a_save_that_outlives_the_groups_publishes_nothing(tmp_path, held, monke
     assert latest_checkpoint(tmp_path) is None
 
 
-def test_what_was_copied_is_not_kept_alive(tmp_path, held):
+def test_async_save_releases_tensors_after_staging(tmp_path, held):
     state = with_average(train(plain_state(), 1))
     old = weakref.ref(next(iter(state.transform_states["ema"].values())))
     save_sharded(tmp_path, state, mode="async")
@@ -339,14 +339,14 @@ def test_what_was_copied_is_not_kept_alive(tmp_path, held):
     assert old() is None
 
 
-def test_the_copy_is_on_the_host_whatever_the_default_device(tmp_path):
+def test_staging_memory_ignores_default_device(tmp_path):
     state = train(plain_state(), 1)
     with torch.device("meta"):
         save_sharded(tmp_path, state, mode="async").wait(LONG_S)
     assert verify(tmp_path).step == 1
 
 
-def test_a_request_to_stop_is_met_before_an_old_failure_is_raised(failed, tmp_path, monkeypatch):
+def test_preemption_save_precedes_earlier_failure(failed, tmp_path, monkeypatch):
     state, _ = failed
     monkeypatch.setattr("dtrain.dist.preemption.Preemption.is_agreed", lambda _: True)
     monkeypatch.setattr(

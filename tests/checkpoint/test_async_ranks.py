@@ -40,7 +40,7 @@ def groups_used(root: str, mode: str) -> list:
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
-def test_the_thread_uses_a_group_of_its_own(tmp_path, ranks, mode):
+def test_save_thread_uses_its_own_process_group(tmp_path, ranks, mode):
     for used in ranks(2).run(groups_used, str(tmp_path), mode):
         assert used == [["control"], ["background"]]
 
@@ -63,7 +63,7 @@ def fails_on_one(root: str, failing_rank: int) -> list:
     return [said, *found, save_sharded(root, state).result().written]
 
 
-def test_a_failure_on_one_rank_is_raised_by_the_next_save_on_all(tmp_path, ranks):
+def test_next_save_raises_failure_of_one_rank_on_all(tmp_path, ranks):
     for rank, (said, unchanged, found, latest, written) in enumerate(ranks(2).run(fails_on_one, str(tmp_path), 1)):
         start = "CheckpointError: save_sharded: step 5: " if rank == 1 else "PeerError: save_sharded: step 5: rank 1 failed"
         assert said[0].startswith(start)
@@ -92,6 +92,6 @@ def goes_on_training(root: str) -> list:
     return [found == digests, len(set(digests.values())), verify(root).step]
 
 
-def test_training_goes_on_while_steps_are_written(tmp_path, ranks):
+def test_async_saves_are_unaffected_by_continued_training(tmp_path, ranks):
     for result in ranks(2).run(goes_on_training, str(tmp_path)):
         assert result == [True, 5, 9]

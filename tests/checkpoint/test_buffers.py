@@ -48,27 +48,27 @@ def roots(tmp_path_factory, ranks) -> dict[int, Path]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4])
-def test_each_rank_gets_its_own_or_that_of_its_number_modulo_the_saved_world_size(roots, ranks, world):
+def test_local_buffers_load_by_rank_modulo_saved_world_size(roots, ranks, world):
     results = ranks(world).run(load_buffers, [str(root) for root in roots.values()], "local")
     for rank, result in enumerate(results):
         assert result == [[10 + rank % saved_world] * 2 for saved_world in WORLDS]
 
 
 @pytest.mark.parametrize("buffers", ["broadcast", "mean"])
-def test_ranks_whose_buffers_must_be_equal_all_take_those_of_rank_0(roots, ranks, buffers):
+def test_synchronized_buffers_load_from_rank_0(roots, ranks, buffers):
     for result in ranks(3).run(load_buffers, [str(root) for root in roots.values()], buffers):
         assert result == [[10, 10]] * 3
 
 
 @pytest.mark.parametrize("buffers", ["broadcast", "local"])
-def test_buffers_that_are_equal_on_all_ranks_are_stored_once_and_load_everywhere(tmp_path, ranks, buffers):
+def test_equal_buffers_are_stored_once_and_load_everywhere(tmp_path, ranks, buffers):
     ranks(2).run(save_buffers, str(tmp_path), "broadcast")
     assert stored_buffers(tmp_path) == 1
     for result in ranks(3).run(load_buffers, [str(tmp_path)], buffers):
         assert result == [[10, 10]]
 
 
-def test_buffers_of_each_rank_are_stored_by_each_rank(roots):
+def test_local_buffers_are_stored_once_per_rank(roots):
     for world, root in roots.items():
         assert stored_buffers(root) == world
         assert verify(root).world_size == world

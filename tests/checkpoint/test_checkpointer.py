@@ -31,7 +31,7 @@ def test_checkpointer_saves_with_its_options_and_loads_the_newest_step(tmp_path)
     assert repr(checkpoints) == f"Checkpointer({str(tmp_path)!r})"
 
 
-def test_checkpointer_holds_the_lock_until_it_is_closed_and_takes_it_again(tmp_path):
+def test_checkpointer_releases_lock_on_close_and_reacquires_on_save(tmp_path):
     checkpoints = Checkpointer(tmp_path)
     assert names(tmp_path) == []
     state = train(plain_state(), 1)
@@ -47,7 +47,7 @@ def test_checkpointer_holds_the_lock_until_it_is_closed_and_takes_it_again(tmp_p
     assert not (tmp_path / LOCK_FILE).exists()
 
 
-def test_saves_of_a_run_under_one_root_share_a_checkpointer(tmp_path):
+def test_saves_into_one_root_share_checkpointer(tmp_path):
     state = train(plain_state(), 1)
     save_sharded(tmp_path / "a", state)
     (first,) = state.run_context.checkpointers.values()
@@ -60,7 +60,7 @@ def test_saves_of_a_run_under_one_root_share_a_checkpointer(tmp_path):
     assert len({info.run_id for root in found for info in list_steps(root)}) == 1
 
 
-def test_end_of_init_dist_releases_the_locks_of_all_roots(tmp_path):
+def test_init_dist_exit_releases_locks_of_all_roots(tmp_path):
     with init_dist():
         state = train(plain_state(), 1)
         save_sharded(tmp_path / "a", state)
@@ -80,7 +80,7 @@ class FullDisk:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_close_raises_the_failure_of_a_save_and_releases_the_lock(tmp_path, monkeypatch):
+def test_close_raises_save_failure_and_releases_lock(tmp_path, monkeypatch):
     checkpoints = Checkpointer(tmp_path, mode="async")
     with monkeypatch.context() as patch:
         patch.setattr(storage.local, "os", FullDisk())

@@ -108,7 +108,7 @@ def apply(damage: Damage, root: Path) -> Path:
 
 
 @pytest.mark.parametrize(("damage", "name"), DAMAGE.values(), ids=DAMAGE)
-def test_damage_is_refused_by_name_with_the_older_step_offered(root, damage, name):
+def test_corruption_error_names_file_and_older_step(root, damage, name):
     step = apply(damage, root)
     state = train(plain_state(7), 3)
     before = digest(state)
@@ -124,7 +124,7 @@ def test_damage_is_refused_by_name_with_the_older_step_offered(root, damage, nam
 
 
 @pytest.mark.parametrize(("damage", "name"), DAMAGE.values(), ids=DAMAGE)
-def test_the_previous_step_is_taken_when_asked_for(root, damage, name):
+def test_on_corrupt_previous_loads_previous_step(root, damage, name):
     step = apply(damage, root)
     with pytest.warns(UserWarning, match=rf"{step} is corrupt: rank 0: {name}.*. Loading {root}/step-00000001 instead"):
         restored = load_sharded(root, plain_state(7), on_corrupt="previous")
@@ -134,19 +134,19 @@ def test_the_previous_step_is_taken_when_asked_for(root, damage, name):
 
 @pytest.mark.parametrize("name", FILES[1:])
 @pytest.mark.parametrize("damage", [append, lambda name: truncate(name, 0.5)], ids=["longer", "shorter"])
-def test_a_wrong_size_is_told_as_such(root, name, damage):
+def test_wrong_file_size_is_reported(root, name, damage):
     apply(damage(name), root)
     with pytest.raises(CorruptCheckpointError, match=rf"{name}: size must be \d+ bytes as in the manifest, got \d+"):
         load_sharded(root, plain_state())
 
 
-def test_a_missing_manifest_means_not_committed(root):
+def test_step_without_manifest_is_not_committed(root):
     (root / "step-00000002" / "manifest.json").unlink()
     assert load_sharded(root, plain_state()).step == 1
 
 
 @pytest.mark.parametrize("on_corrupt", ["raise", "previous"])
-def test_when_all_are_damaged_there_is_nothing_to_offer(root, on_corrupt):
+def test_load_is_refused_when_every_step_is_corrupt(root, on_corrupt):
     for step in root.iterdir():
         flip(FILES[2], 0.5)(step, step, step)
     state = plain_state()
@@ -156,7 +156,7 @@ def test_when_all_are_damaged_there_is_nothing_to_offer(root, on_corrupt):
     assert digest(state) == before
 
 
-def test_the_older_step_offered_is_verified_itself(root):
+def test_offered_older_step_is_verified(root):
     state = load_sharded(root, plain_state()).state
     save_sharded(root, train(state, 1))
     flip(FILES[2], 0.5)(root / "step-00000003", root, root)
@@ -165,7 +165,7 @@ def test_the_older_step_offered_is_verified_itself(root):
         load_sharded(root, plain_state())
 
 
-def test_lists_leave_a_damaged_manifest_out_and_say_so(root):
+def test_listing_skips_corrupt_manifest_with_warning(root):
     apply(flip(FILES[0], 0.5), root)
     with pytest.warns(UserWarning, match=r"step-00000002 is corrupt and skipped: manifest.json"):
         assert [c.step for c in list_steps(root)] == [1]
@@ -173,7 +173,7 @@ def test_lists_leave_a_damaged_manifest_out_and_say_so(root):
         assert latest_checkpoint(root) == root / "step-00000001"
 
 
-def test_a_run_that_resumed_before_a_damaged_step_can_save_it_anew(root):
+def test_resumed_run_replaces_later_corrupt_step(root):
     step = apply(flip(FILES[0], 0.5), root)
     with pytest.warns(UserWarning, match="Loading"):
         state = load_sharded(root, plain_state(), on_corrupt="previous").state
@@ -182,7 +182,7 @@ def test_a_run_that_resumed_before_a_damaged_step_can_save_it_anew(root):
     assert verify(step).step == 2
 
 
-def test_a_later_format_is_not_passed_over(root):
+def test_later_format_version_is_refused_with_on_corrupt_previous(root):
     step = root / "step-00000002"
     manifest = layout.parse_manifest((step / "manifest.json").read_bytes())
     (step / "manifest.json").write_bytes(layout._sign({"format": layout.FORMAT, "version": 2, "step": manifest.step}))
@@ -190,7 +190,7 @@ def test_a_later_format_is_not_passed_over(root):
         load_sharded(root, plain_state(), on_corrupt="previous")
 
 
-def test_a_step_under_another_name_is_refused(root):
+def test_renamed_step_folder_is_refused(root):
     (root / "step-00000002").rename(root / "step-00000005")
     with pytest.raises(CorruptCheckpointError, match=r"manifest.json: step must be 5 as in the folder's name, got 2"):
         load_sharded(root, plain_state())
@@ -198,7 +198,7 @@ def test_a_step_under_another_name_is_refused(root):
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
-def test_any_flipped_bit_is_seen(root, data):
+def test_any_flipped_bit_is_detected(root, data):
     path = root / "step-00000002" / data.draw(st.sampled_from(FILES))
     content = path.read_bytes()
     at = data.draw(st.integers(0, 8 * len(content) - 1))
@@ -212,7 +212,7 @@ def test_any_flipped_bit_is_seen(root, data):
         path.write_bytes(content)
 
 
-def test_only_the_chunks_needed_are_read_but_each_is_verified(root, monkeypatch):
+def test_load_verifies_only_needed_chunks(root, monkeypatch):
     for module in (layout, digest_module, data_file):
         monkeypatch.setattr(module, "CHUNK_BYTES", 512)
     state = plain_state(3)
@@ -233,7 +233,7 @@ def test_only_the_chunks_needed_are_read_but_each_is_verified(root, monkeypatch)
         verify(small)
 
 
-def test_every_chunk_that_is_needed_is_verified_before_anything_changes(tmp_path, monkeypatch):
+def test_load_verifies_all_needed_chunks_before_changing_state(tmp_path, monkeypatch):
     for module in (layout, digest_module, data_file):
         monkeypatch.setattr(module, "CHUNK_BYTES", 512)
     data = save_sharded(tmp_path, train(plain_state(), 1)).path / FILES[2]
@@ -251,7 +251,7 @@ def test_every_chunk_that_is_needed_is_verified_before_anything_changes(tmp_path
         state._check_not_stale("here")
 
 
-def test_what_was_verified_is_what_is_taken_over(root, monkeypatch):
+def test_load_applies_verified_bytes_without_rereading(root, monkeypatch):
     """Files that change after they were read and verified change nothing: they are not read again."""
     from dtrain.checkpoint import load
 

@@ -25,7 +25,7 @@ def saves(root: Path, *, steps: int = 2):
     return train(state, 1)
 
 
-def test_a_save_syncs_what_it_writes_before_it_renames(tmp_path):
+def test_save_syncs_written_files_before_rename(tmp_path):
     state = saves(tmp_path)
     save_sharded(tmp_path, train(state, 1))  # holds the lock from here on
     state = load_sharded(tmp_path / "step-00000001", plain_state()).state
@@ -42,7 +42,7 @@ def test_a_save_syncs_what_it_writes_before_it_renames(tmp_path):
     assert max(syncs) > max(renames), "then the root"
 
 
-def test_a_disk_that_stays_full_publishes_nothing(tmp_path):
+def test_full_disk_commits_no_step(tmp_path):
     class Full(WatchedOs):
         def __getattr__(self, name: str):
             if name == "pwritev":
@@ -79,7 +79,7 @@ def test_short_writes_are_completed(tmp_path, monkeypatch):
     verify(tmp_path)
 
 
-def test_an_error_in_a_digest_fails_the_save(tmp_path, monkeypatch):
+def test_digest_error_fails_the_save(tmp_path, monkeypatch):
     def broken(part):
         raise MemoryError("no room for a digest")
 
@@ -89,7 +89,7 @@ def test_an_error_in_a_digest_fails_the_save(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
-def test_a_failing_read_is_an_error_and_not_damage(tmp_path):
+def test_read_failure_is_not_reported_as_corruption(tmp_path):
     save_sharded(tmp_path, plain_state())
     state = plain_state(3)
     before = digest(state)

@@ -27,7 +27,7 @@ def test_every_layout_loads_into_every_other(saved, ranks, world, strategy):
         assert len({result[at][2] for result in results}) == world, "ranks have streams of their own"
 
 
-def test_a_process_without_ranks_reads_them_all(saved):
+def test_single_process_loads_every_layout(saved):
     for path, _ in saved.values():
         verify(path)
         check_filled(load_sharded(path, sharded_state("none", filled=False), extra={"history": None}).state)
@@ -47,7 +47,7 @@ def weights_of_all(paths: list[str], strategy: str) -> list[bool]:
 
 
 @pytest.mark.parametrize("world", [1, 4])
-def test_weights_alone_load_from_every_layout(saved, ranks, world):
+def test_load_weights_reads_every_layout(saved, ranks, world):
     for strategy in LAYOUTS[world]:
         for equal in ranks(world).run(weights_of_all, [str(path) for path, _ in saved.values()], strategy):
             assert equal == [True] * 32

@@ -72,7 +72,7 @@ def resumed(kind: str, root: Path) -> tuple[int, list[float]]:
 @pytest.mark.parametrize("kind", ["map", "iterable"])
 @pytest.mark.parametrize("iteration", [1, 5, 6, 7], ids=["early", "last of an epoch", "first of an epoch", "later"])
 @pytest.mark.parametrize("at", ["before the step", "in the step", "after the step"])
-def test_a_save_after_an_interrupt_skips_no_batch_and_repeats_none(tmp_path, kind, at, iteration):
+def test_save_after_interrupt_neither_skips_nor_repeats_batches(tmp_path, kind, at, iteration):
     whole = Run(kind)
     expected = whole.train().step, whole.model.weight.flatten().tolist()
     run = Run(kind, at, iteration)
@@ -87,14 +87,14 @@ def test_a_save_after_an_interrupt_skips_no_batch_and_repeats_none(tmp_path, kin
     assert resumed(kind, tmp_path) == expected
 
 
-def test_an_interrupt_in_the_very_first_step_skips_no_batch(tmp_path):
+def test_interrupt_in_first_step_skips_no_batch(tmp_path):
     run = Run("map", "in the step", 0)
     with pytest.raises(KeyboardInterrupt):
         run.train()
     assert run.loader.state_dict()["batches"] == 0
 
 
-def test_a_save_before_the_step_of_its_batch_skips_no_batch(tmp_path):
+def test_save_before_step_skips_no_batch(tmp_path):
     whole, run = Run("map"), Run("map")
     expected = whole.train().step, whole.model.weight.flatten().tolist()
     state = run.state
@@ -117,9 +117,7 @@ def in_thirds(run: Run, batch: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize(("use", "batches"), [(by_hand, 6), (in_thirds, 6)], ids=["by hand", "every third batch"])
-def test_batches_that_no_step_is_made_on_are_consumed_when_they_are_handed_out(
-    use: Callable[[Run, torch.Tensor], None], batches: int
-) -> None:
+def test_batches_without_step_are_counted_when_yielded(use: Callable[[Run, torch.Tensor], None], batches: int) -> None:
     run = Run("map")
     for number, batch in enumerate(run.loader.until(LENGTH), 1):
         use(run, batch)
@@ -128,7 +126,7 @@ def test_batches_that_no_step_is_made_on_are_consumed_when_they_are_handed_out(
             return
 
 
-def test_the_last_batch_of_a_loop_that_has_ended_is_consumed() -> None:
+def test_finished_loop_counts_its_last_batch() -> None:
     run = Run("map")
     for batch in run.loader.until(LENGTH):
         if run.state.step < 11:

@@ -62,15 +62,15 @@ FROZEN = layout.DataFile(name="rank-00000-frozen.safetensors", bytes=0)
     ],
     ids=["whole", "with a parent", "model of two states", "two files"],
 )
-def test_manifest_comes_back(manifest):
+def test_manifest_round_trips(manifest):
     assert layout.parse_manifest(layout.encode_manifest(manifest)) == manifest
 
 
-def test_index_comes_back():
+def test_index_round_trips():
     assert layout.parse_index(layout.encode_index(INDEX), 0, [64]) == INDEX
 
 
-def test_every_changed_byte_of_a_manifest_is_seen():
+def test_any_changed_bit_of_manifest_is_detected():
     data = layout.encode_manifest(MANIFEST)
     for at in range(len(data)):
         for bit in range(8):
@@ -118,12 +118,12 @@ BAD_MANIFESTS = {
 
 
 @pytest.mark.parametrize("body", BAD_MANIFESTS.values(), ids=BAD_MANIFESTS)
-def test_manifest_schema_is_closed(body):
+def test_invalid_manifest_is_refused(body):
     with pytest.raises(CorruptCheckpointError, match=r"manifest\.json: "):
         layout.parse_manifest(signed(body))
 
 
-def test_a_later_version_is_refused_but_not_called_damaged():
+def test_later_manifest_version_is_not_reported_as_corruption():
     with pytest.raises(CheckpointError, match="format version must be 1, got 2") as caught:
         layout.parse_manifest(signed(changed(version=2, unheard_of=[])))
     assert not isinstance(caught.value, CorruptCheckpointError)
@@ -173,24 +173,24 @@ BAD_INDEXES = {
 
 
 @pytest.mark.parametrize("data", BAD_INDEXES.values(), ids=BAD_INDEXES)
-def test_index_schema_is_closed(data):
+def test_invalid_index_is_refused(data):
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json: "):
         layout.parse_index(data, 0, [64])
 
 
-def test_a_later_version_of_an_index_is_refused():
+def test_later_index_version_is_refused():
     with pytest.raises(CheckpointError, match="format version must be 1, got 7"):
         layout.parse_index(index_with(version=7), 0, [64])
 
 
-def test_an_index_too_large_to_be_read_is_not_written(monkeypatch):
+def test_oversized_index_is_not_written(monkeypatch):
     monkeypatch.setattr(strict_json, "MAX_JSON_BYTES", 10)
     with pytest.raises(CheckpointError, match=r"must be at most 10 bytes, got .*. Store large plain data as tensors"):
         layout.encode_index(INDEX)
 
 
 @pytest.mark.parametrize("step", [0, 1, 99_999_999, 100_000_000, 10**12])
-def test_step_names_come_back_and_sort(step):
+def test_step_names_round_trip_and_sort(step):
     assert layout.step_of(layout.step_name(step)) == step
     assert layout.step_name(7) < layout.step_name(10) < layout.step_name(99_999_999)
 
@@ -199,11 +199,11 @@ def test_step_names_come_back_and_sort(step):
     "name",
     ["step-1", "step-000000001", "step-00000001.tmp-0123abcd-0123abcd", "step-0000000x", "latest", "step-" + "\u0660" * 8],
 )
-def test_other_names_are_no_steps(name):
+def test_invalid_step_names_are_not_parsed(name):
     assert layout.step_of(name) is None
 
 
-def test_side_folders_are_known_by_their_names():
+def test_staging_names_are_recognized():
     for purpose in ("tmp", "old"):
         name = layout.staging_name(100, purpose, RUN, "0123abcd")
         assert layout.step_of(name) is None

@@ -21,7 +21,7 @@ def sections(folder):
     return {key.split("/")[0] for key in open_checkpoint(folder).refs}
 
 
-def test_several_states_are_one_step(tmp_path):
+def test_several_states_are_saved_as_one_step(tmp_path):
     pair = {"generator": train(plain_state(), 3), "critic/1": train(plain_state(5, optimizer="sgd"), 7)}
     handle = save_sharded(tmp_path, pair, extra={"seen": torch.arange(3)})
     assert handle.step == 3, "that of the first"
@@ -43,7 +43,7 @@ def test_several_states_are_one_step(tmp_path):
     assert torch.equal(back.extra["seen"], torch.arange(3))
 
 
-def test_states_of_different_runs_are_not_one_step(tmp_path):
+def test_states_of_different_runs_are_refused(tmp_path):
     first, second = train(plain_state(), 1), train(plain_state(5), 1)
     save_sharded(tmp_path / "a", first)
     save_sharded(tmp_path / "b", second)
@@ -56,7 +56,7 @@ def test_states_of_different_runs_are_not_one_step(tmp_path):
     [{}, {1: None}, {"a": 3}, 3, {"": None}, {"$": None}],
     ids=["none", "number", "value", "no states", "empty name", "taken name"],
 )
-def test_what_is_no_state_is_refused(tmp_path, bad):
+def test_invalid_state_is_refused(tmp_path, bad):
     if isinstance(bad, dict):
         bad = {name: plain_state() if value is None else value for name, value in bad.items()}
     with pytest.raises(
@@ -65,7 +65,7 @@ def test_what_is_no_state_is_refused(tmp_path, bad):
         save_sharded(tmp_path, bad)
 
 
-def test_the_model_alone_holds_no_more_and_whole_states_go_elsewhere(tmp_path):
+def test_weights_checkpoint_excludes_other_sections_and_whole_saves(tmp_path):
     state = train(plain_state(), 2)
     handle = save_sharded(tmp_path, state, what="weights")
     assert sections(handle.path) == {"params", "buffers"}
@@ -77,7 +77,7 @@ def test_the_model_alone_holds_no_more_and_whole_states_go_elsewhere(tmp_path):
         save_sharded(tmp_path, state, what="trainable")
 
 
-def test_trainable_parameters_alone_are_an_adapter(tmp_path):
+def test_trainable_save_stores_only_trainable_parameters(tmp_path):
     state = train(plain_state(), 2)
     for name, param in state.params.items():
         param.requires_grad_(name.startswith("last"))
@@ -86,7 +86,7 @@ def test_trainable_parameters_alone_are_an_adapter(tmp_path):
         assert sorted(file.keys()) == ["params/last.bias", "params/last.weight"]
 
 
-def test_cast_weights_are_smaller_and_nothing_else_changes(tmp_path):
+def test_cast_converts_saved_weights_only(tmp_path):
     state = train(plain_state(), 2)
     handle = save_sharded(tmp_path, state, what="weights", cast=torch.bfloat16)
     with safetensors.safe_open(handle.path / "rank-00000.safetensors", "pt") as file:
@@ -107,7 +107,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("options", "message"), BAD.values(), ids=BAD)
-def test_options_that_cannot_be_right_are_refused_before_any_file_is_touched(tmp_path, options, message):
+def test_invalid_options_are_refused_before_writing(tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         save_sharded(tmp_path / "root", plain_state(), **options)
     assert not (tmp_path / "root").exists()
@@ -127,7 +127,7 @@ def links(root):
     return [os.stat(root / name / "rank-00000-frozen.safetensors").st_nlink for name in names(root)]
 
 
-def test_what_is_not_trained_is_written_once_and_linked(tmp_path, adapter):
+def test_incremental_save_links_frozen_parameters(tmp_path, adapter):
     for count in (1, 2, 3):
         adapter = train(adapter, 1)
         save_sharded(tmp_path, adapter, incremental=True, mode="async" if count == 3 else "sync").wait()
@@ -147,7 +147,7 @@ def plain_like(state):
     return replace(other, optimizer=torch.optim.SGD([p for p in other.params.values() if p.requires_grad], lr=0.1))
 
 
-def test_a_changed_file_is_not_linked(tmp_path, adapter):
+def test_incremental_save_rewrites_changed_frozen_file(tmp_path, adapter):
     save_sharded(tmp_path, train(adapter, 1), incremental=True)
     with torch.no_grad():
         adapter.params["first.bias"][0] += 1
@@ -158,7 +158,7 @@ def test_a_changed_file_is_not_linked(tmp_path, adapter):
     assert links(tmp_path) == [1, 1]
 
 
-def test_a_file_system_without_links_gets_a_copy(tmp_path, adapter, monkeypatch):
+def test_incremental_save_copies_without_link_support(tmp_path, adapter, monkeypatch):
     class NoLinks:
         def __getattr__(self, name):
             return refuse if name == "link" else getattr(os, name)
@@ -174,7 +174,7 @@ def test_a_file_system_without_links_gets_a_copy(tmp_path, adapter, monkeypatch)
     assert verify(tmp_path).step == 2
 
 
-def test_a_step_that_holds_something_else_is_written_again(tmp_path):
+def test_same_step_with_changed_states_is_rewritten(tmp_path):
     first, second = train(plain_state(), 2), train(plain_state(5), 2)
     pair = {"a": first, "b": second}
     assert save_sharded(tmp_path, pair).result().written
@@ -186,7 +186,7 @@ def test_a_step_that_holds_something_else_is_written_again(tmp_path):
     assert not save_sharded(tmp_path, back).result().written
 
 
-def test_a_damaged_file_is_not_handed_on(tmp_path, adapter):
+def test_incremental_save_does_not_link_corrupt_file(tmp_path, adapter):
     adapter = train(adapter, 1)
     path = save_sharded(tmp_path, adapter, incremental=True).path / "rank-00000-frozen.safetensors"
     data = bytearray(path.read_bytes())
@@ -197,7 +197,7 @@ def test_a_damaged_file_is_not_handed_on(tmp_path, adapter):
     assert verify(tmp_path).step == 2
 
 
-def test_a_link_needs_no_space(tmp_path, adapter, monkeypatch):
+def test_space_check_ignores_linked_files(tmp_path, adapter, monkeypatch):
     adapter = train(adapter, 1)
     save_sharded(tmp_path, adapter, incremental=True)
     main, _ = ((tmp_path / names(tmp_path)[0] / f"rank-00000{kind}.safetensors").stat().st_size for kind in ("", "-frozen"))
@@ -207,7 +207,7 @@ def test_a_link_needs_no_space(tmp_path, adapter, monkeypatch):
         save_sharded(tmp_path / "whole", train(plain_like(adapter), 1))
 
 
-def test_a_parent_is_a_step_of_the_same_root(tmp_path):
+def test_parent_step_belongs_to_same_root(tmp_path):
     state = train(plain_state(), 1)
     save_sharded(tmp_path / "a", state)
     save_sharded(tmp_path / "weights", state, what="weights")
@@ -218,7 +218,7 @@ def test_a_parent_is_a_step_of_the_same_root(tmp_path):
     assert [step.parent_step for step in list_steps(tmp_path / "a")] == [None, 1]
 
 
-def test_weights_alone_do_not_make_a_preempted_run_a_saved_one(tmp_path, monkeypatch):
+def test_weights_save_does_not_count_as_preemption_save(tmp_path, monkeypatch):
     said = []
     monkeypatch.setattr(Preemption, "is_agreed", lambda _: True)
     monkeypatch.setattr(Preemption, "record_save", lambda _, *, after_agreement: said.append(after_agreement))
@@ -228,7 +228,7 @@ def test_weights_alone_do_not_make_a_preempted_run_a_saved_one(tmp_path, monkeyp
     assert said == [False, True]
 
 
-def test_negative_views_are_saved_as_they_read(tmp_path):
+def test_negative_views_are_saved_with_resolved_values(tmp_path):
     big = torch.complex(torch.zeros(40_000), torch.arange(40_000.0)).conj().imag
     assert big.is_neg()
     path = save_sharded(tmp_path, plain_state(), extra={"x": big}).path

@@ -33,7 +33,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 # Weights alone
 
 
-def test_weights_alone_leave_optimizer_clock_and_generators(tmp_path):
+def test_weights_load_keeps_optimizer_clock_and_generators(tmp_path):
     saved = train(plain_state(), 3)
     save_sharded(tmp_path, saved)
     state = train(plain_state(1), 1)
@@ -58,7 +58,7 @@ def begin(seed: int):
     return step, step.init(model, torch.optim.AdamW(model.parameters()), seed=seed)
 
 
-def test_transforms_begin_anew_from_weights_that_are_loaded_alone(tmp_path):
+def test_weights_load_reinitializes_transform_states(tmp_path):
     step, state = begin(0)
     state, _ = step(state, torch.ones(4, 5))
     save_sharded(tmp_path, state)
@@ -69,7 +69,7 @@ def test_transforms_begin_anew_from_weights_that_are_loaded_alone(tmp_path):
         assert torch.equal(average, saved[name]), "not the average of random weights"
 
 
-def test_a_checkpoint_of_weights_loads_as_such_and_only_so(tmp_path):
+def test_weights_checkpoint_requires_what_weights(tmp_path):
     saved = train(plain_state(), 2)
     save_sharded(tmp_path, saved, what="weights")
     state = plain_state(1)
@@ -81,7 +81,7 @@ def test_a_checkpoint_of_weights_loads_as_such_and_only_so(tmp_path):
     assert equal(weights_of(restored.state), weights_of(saved))
 
 
-def test_a_checkpoint_of_trained_parameters_needs_no_others(tmp_path):
+def test_trainable_checkpoint_loads_without_frozen_parameters(tmp_path):
     def adapted(seed: int) -> TrainState:
         torch.manual_seed(seed)
         model = Net()
@@ -125,7 +125,7 @@ def state_of(kind: type[Net], seed: int, *, steps: int = 0) -> TrainState:
     return state
 
 
-def test_names_that_only_one_side_has_are_left_and_named_when_asked_for(tmp_path):
+def test_non_strict_load_reports_missing_and_unexpected_names(tmp_path):
     saved = state_of(Net, 0, steps=1)
     save_sharded(tmp_path, replace(saved, transform_states={**saved.transform_states, "gone": {"t": torch.ones(2)}}))
     state = replace(state := state_of(Headed, 1), transform_states={**state.transform_states, "new": {"count": 7}})
@@ -153,7 +153,7 @@ def test_names_that_only_one_side_has_are_left_and_named_when_asked_for(tmp_path
     assert now.step == 1
 
 
-def test_an_average_that_is_new_begins_with_the_parameters_that_were_loaded(tmp_path):
+def test_new_ema_starts_from_loaded_parameters(tmp_path):
     def begin(seed: int, *transforms: dt.Transform) -> tuple[dt.Step, dt.TrainState]:
         torch.manual_seed(seed)
         model = nn.Linear(3, 2)
@@ -168,7 +168,7 @@ def test_an_average_that_is_new_begins_with_the_parameters_that_were_loaded(tmp_
         assert torch.equal(average, restored.state.params[name])
 
 
-def test_parameters_that_are_no_longer_there_are_left_out_when_asked_for(tmp_path):
+def test_non_strict_load_skips_removed_parameters(tmp_path):
     save_sharded(tmp_path, state_of(Headed, 0, steps=1))
     restored = load_sharded(tmp_path, state_of(Net, 1), strict=False)
     assert restored.unexpected == ("head.weight", "head.bias")
@@ -177,7 +177,7 @@ def test_parameters_that_are_no_longer_there_are_left_out_when_asked_for(tmp_pat
 
 
 @pytest.mark.parametrize("what", ["all", "weights"])
-def test_ignored_names_stay_as_they_are_whatever_is_stored(tmp_path, what):
+def test_ignored_names_keep_their_values(tmp_path, what):
     save_sharded(tmp_path, saved := state_of(Headed, 0, steps=1))
     state = state_of(Reheaded, 1, steps=1)
     with pytest.raises(CheckpointMismatchError, match=r"2 of another shape"):
@@ -193,7 +193,7 @@ def test_ignored_names_stay_as_they_are_whatever_is_stored(tmp_path, what):
     assert torch.equal(now.params["first.weight"], saved.params["first.weight"])
 
 
-def test_another_dtype_has_to_be_asked_for(tmp_path):
+def test_dtype_mismatch_requires_cast(tmp_path):
     save_sharded(tmp_path, saved := state_of(Net, 0, steps=1))
     torch.manual_seed(1)
     model = Net().to(torch.bfloat16)
@@ -223,7 +223,7 @@ def test_integers_are_not_cast(tmp_path):
         load_sharded(tmp_path, state, cast=True)
 
 
-def test_weights_that_were_cast_when_saved_come_back_when_cast_is_given(tmp_path):
+def test_cast_restores_dtype_of_weights_saved_with_cast(tmp_path):
     save_sharded(tmp_path, saved := plain_state(), what="weights", cast=torch.bfloat16)
     state = plain_state(1)
     with pytest.raises(CheckpointMismatchError, match="of another dtype"):
@@ -232,7 +232,7 @@ def test_weights_that_were_cast_when_saved_come_back_when_cast_is_given(tmp_path
     assert torch.equal(state.params["first.weight"], saved.params["first.weight"].bfloat16().float())
 
 
-def test_the_table_names_the_nearest_of_the_other_side(tmp_path):
+def test_mismatch_table_suggests_nearest_names(tmp_path):
     class Renamed(Net):
         def __init__(self) -> None:
             super().__init__()
@@ -255,7 +255,7 @@ def pair(seed: int) -> dict[str, TrainState]:
     return {"generator": train(plain_state(seed), 1), "critic": train(plain_state(seed + 10, optimizer="sgd"), 2)}
 
 
-def test_several_states_come_back_by_name(tmp_path):
+def test_several_states_round_trip_by_name(tmp_path):
     saved = pair(0)
     before = {name: digest(state, rng=False) for name, state in saved.items()}
     save_sharded(tmp_path, saved, extra={"history": [1]})
@@ -265,13 +265,13 @@ def test_several_states_come_back_by_name(tmp_path):
     assert (restored.step, restored.state["critic"].step) == (1, 2)
 
 
-def test_several_states_may_be_given_in_any_order(tmp_path):
+def test_several_states_load_in_any_order(tmp_path):
     save_sharded(tmp_path, pair(0))
     generator, critic = pair(5).items()
     assert load_sharded(tmp_path, dict([critic, generator])).state["generator"].step == 1
 
 
-def test_several_states_are_loaded_all_or_none(tmp_path):
+def test_mismatch_in_one_state_changes_no_state(tmp_path):
     save_sharded(tmp_path, pair(0))
     states = pair(5)
     states["critic"] = plain_state(3)
@@ -290,13 +290,13 @@ STATES = {
 
 
 @pytest.mark.parametrize(("made", "given", "message"), STATES.values(), ids=STATES)
-def test_other_states_than_were_saved_are_refused(tmp_path, made, given, message):
+def test_different_state_names_are_refused(tmp_path, made, given, message):
     save_sharded(tmp_path, made(0))
     with pytest.raises(CheckpointMismatchError, match=message):
         load_sharded(tmp_path, given())
 
 
-def test_the_weights_of_one_of_several_states_can_be_had(tmp_path):
+def test_weights_of_one_of_several_states_are_loaded(tmp_path):
     saved = pair(0)
     save_sharded(tmp_path, saved)
     states = load_sharded(tmp_path, {"critic": plain_state(3)}, what="weights").state
@@ -315,14 +315,14 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
-def test_options_that_cannot_be_right_are_refused(tmp_path, options, message):
+def test_invalid_options_are_refused(tmp_path, options, message):
     save_sharded(tmp_path, plain_state())
     with pytest.raises(ConfigError, match=message):
         load_sharded(tmp_path, plain_state(), **options)
 
 
 @pytest.mark.parametrize("wrong", [None, 3, {}, {"a": None}, [1]], ids=repr)
-def test_something_that_is_no_state_is_refused(tmp_path, wrong):
+def test_invalid_state_is_refused(tmp_path, wrong):
     with pytest.raises(ConfigError, match="state must be a TrainState, or a dict of states by name, got"):
         load_sharded(tmp_path, wrong)
 
@@ -340,14 +340,14 @@ def said(capsys) -> list[str]:
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith("dtrain: ")]
 
 
-def test_the_step_that_is_taken_is_said_in_one_line(root, capsys):
+def test_load_logs_selected_step(root, capsys):
     load_sharded(root, plain_state())
     assert said(capsys) == [f"dtrain: load_sharded: loading {root}/step-00000003"]
     load_sharded(root / "step-00000002", plain_state())
     assert said(capsys) == [], "who names a step knows which"
 
 
-def test_a_save_that_is_under_way_is_waited_for(tmp_path):
+def test_load_waits_for_async_save(tmp_path):
     state = train(plain_state(), 1)
     expected = digest(state)
     save_sharded(tmp_path, state, mode="async")
@@ -356,12 +356,12 @@ def test_a_save_that_is_under_way_is_waited_for(tmp_path):
     assert digest(restored.state) == expected
 
 
-def test_nothing_to_resume_from_is_said(tmp_path, capsys):
+def test_load_logs_missing_checkpoint(tmp_path, capsys):
     load_sharded(tmp_path / "none", plain_state(), missing_ok=True)
     assert said(capsys) == [f"dtrain: load_sharded: no checkpoint found in {tmp_path}/none; starting from scratch"]
 
 
-def test_why_newer_steps_are_not_taken_is_said(root, capsys):
+def test_load_logs_reasons_for_skipped_steps(root, capsys):
     (root / "step-00000003" / "rank-00000.safetensors").write_bytes(b"")
     (root / "step-00000009.tmp-01234567-89abcdef").mkdir()
     (root / "step-00000007").mkdir()
@@ -375,7 +375,7 @@ def test_why_newer_steps_are_not_taken_is_said(root, capsys):
     assert "skipped step-00000009.tmp-01234567-89abcdef (its save was not completed)" in line
 
 
-def test_a_lineage_that_was_left_is_said(root, capsys):
+def test_load_logs_skipped_step_of_superseded_lineage(root, capsys):
     state = load_sharded(root / "step-00000001", plain_state()).state
     save_sharded(root, train(state, 1))
     load_sharded(root, plain_state())
@@ -383,7 +383,7 @@ def test_a_lineage_that_was_left_is_said(root, capsys):
     assert line.endswith("step-00000002; skipped step-00000003 (committed earlier, before the run went back)")
 
 
-def test_the_latest_of_a_step_is_that_step(root):
+def test_latest_checkpoint_of_step_folder_returns_it(root):
     assert latest_checkpoint(root) == root / "step-00000003"
     assert latest_checkpoint(root / "step-00000002") == root / "step-00000002"
     (root / "step-00000002" / "manifest.json").unlink()
@@ -397,7 +397,7 @@ def test_the_latest_of_a_step_is_that_step(root):
 # Nothing changes when it fails
 
 
-def test_an_error_in_any_operation_on_files_changes_nothing(tmp_path):
+def test_failed_file_operation_leaves_state_unchanged(tmp_path):
     path = save_sharded(tmp_path, train(plain_state(), 1), extra={"counter": Counter()}).path
     with watching() as watched:
         load_sharded(path, plain_state(), extra={"counter": Counter()})
@@ -420,7 +420,7 @@ def test_an_error_in_any_operation_on_files_changes_nothing(tmp_path):
     assert raised >= len(watched.calls) // 2
 
 
-def test_a_bit_that_flips_on_the_way_in_is_seen_and_changes_nothing(tmp_path):
+def test_bit_flip_during_read_is_detected(tmp_path):
     path = save_sharded(tmp_path, train(plain_state(), 1)).path
     with watching(kind="preadv") as watched:
         load_sharded(path, plain_state())
@@ -442,7 +442,7 @@ class Refusing(Counter):
         super().load_state_dict({"not": state})
 
 
-def test_an_object_that_refuses_its_state_leaves_the_generators_as_they_were(tmp_path):
+def test_failing_load_state_dict_keeps_generators_unchanged(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 1), extra={"counter": Counter()})
     state = plain_state(3)
     before = digest(state)
@@ -452,7 +452,7 @@ def test_an_object_that_refuses_its_state_leaves_the_generators_as_they_were(tmp
     state._check_not_stale("here")
 
 
-def test_each_byte_of_the_tensors_is_fetched_once(tmp_path):
+def test_load_reads_all_tensors_in_one_request(tmp_path):
     path = save_sharded(tmp_path, train(plain_state(), 1)).path
     size = (path / "rank-00000.safetensors").stat().st_size
     state = plain_state(1)
@@ -462,7 +462,7 @@ def test_each_byte_of_the_tensors_is_fetched_once(tmp_path):
     assert len(watched.calls) == 3, "the manifest, the index, and all tensors at once"
 
 
-def test_an_index_that_puts_two_boxes_in_one_place_is_refused(tmp_path):
+def test_index_with_overlapping_byte_ranges_is_refused(tmp_path):
     """All digests match; the same bytes would be read once for each shard."""
     path = save_sharded(tmp_path, plain_state()).path
     manifest = layout.parse_manifest((path / "manifest.json").read_bytes())
@@ -482,7 +482,7 @@ def test_an_index_that_puts_two_boxes_in_one_place_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("there", [False, True], ids=["nothing saved yet", "a step"])
-def test_a_root_without_space_for_the_next_save_is_told_at_the_start(tmp_path, monkeypatch, there):
+def test_load_warns_about_insufficient_space_for_next_save(tmp_path, monkeypatch, there):
     if there:
         save_sharded(tmp_path, train(plain_state(), 1))
     monkeypatch.setattr("dtrain.storage.free_bytes", lambda path: 100)

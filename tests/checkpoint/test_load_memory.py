@@ -59,7 +59,7 @@ def load_and_measure(path: str, placement: str) -> list[float]:
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the kernel does not tell the most memory that was held")
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_load_at_another_world_size_takes_its_own_shards_and_little_more(tmp_path, ranks, placement):
+def test_resharding_load_uses_memory_of_own_shards(tmp_path, ranks, placement):
     path = save_sharded(tmp_path, sharded(None, stepped=True)).path
     for above, own, right in ranks(2).run(load_and_measure, str(path), placement):
         assert right

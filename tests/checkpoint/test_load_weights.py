@@ -89,7 +89,7 @@ SOURCES: dict[str, Callable[[Path], Path]] = {
 
 
 @pytest.mark.parametrize("make", SOURCES.values(), ids=SOURCES)
-def test_every_kind_of_source_is_read(tmp_path, make):
+def test_load_weights_reads_every_source_kind(tmp_path, make):
     model = net()
     where = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     source = make(tmp_path / "source")
@@ -103,7 +103,7 @@ def test_every_kind_of_source_is_read(tmp_path, make):
     assert done.path == (step if step.exists() else source)
 
 
-def test_of_a_folder_with_both_the_single_file_is_read(tmp_path):
+def test_single_file_is_preferred_to_index(tmp_path):
     write_folder(tmp_path, {name: torch.zeros_like(t) for name, t in stored().items()}, files=2)
     write_folder(tmp_path, stored())
     model = net()
@@ -111,7 +111,7 @@ def test_of_a_folder_with_both_the_single_file_is_read(tmp_path):
     assert values(model) == expected()
 
 
-def test_a_file_behind_a_link_is_read(tmp_path):
+def test_symlinked_file_is_read(tmp_path):
     """The cache of Hugging Face holds links to files without an ending."""
     (write_folder(tmp_path / "blobs", stored()) / "model.safetensors").rename(tmp_path / "blobs" / "0123")
     (tmp_path / "snapshot").mkdir()
@@ -123,7 +123,7 @@ def test_a_file_behind_a_link_is_read(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn], ids=str)
-def test_floats_are_cast_to_the_dtype_of_the_model(tmp_path, dtype):
+def test_floats_are_cast_to_model_dtype(tmp_path, dtype):
     tensors = {name: t.to(dtype) if t.is_floating_point() else t for name, t in stored().items()}
     model = net()
     load_weights_(model, write_folder(tmp_path, tensors))
@@ -133,7 +133,7 @@ def test_floats_are_cast_to_the_dtype_of_the_model(tmp_path, dtype):
 
 
 @pytest.mark.parametrize("stored_as", [["embed.weight"], ["head.weight"], ["embed.weight", "head.weight"]])
-def test_tied_parameters_are_taken_under_any_of_their_names(tmp_path, stored_as):
+def test_tied_parameters_load_under_any_name(tmp_path, stored_as):
     full = torch.arange(15.0).reshape(5, 3)
     model = Tied()
     done = load_weights_(model, write_folder(tmp_path, {name: full.clone() for name in stored_as}))
@@ -142,7 +142,7 @@ def test_tied_parameters_are_taken_under_any_of_their_names(tmp_path, stored_as)
     assert done.loaded == (stored_as[0],)
 
 
-def test_a_tied_parameter_may_be_missing_under_any_of_its_names(tmp_path):
+def test_missing_pattern_matches_any_name_of_tied_parameter(tmp_path):
     model = nn.ModuleDict({"tied": Tied(), "more": nn.Linear(1, 1)})
     folder = write_folder(tmp_path, {"more.weight": torch.ones(1, 1), "more.bias": torch.ones(1)})
     done = load_weights_(model, folder, missing=["tied.head.*"])
@@ -150,7 +150,7 @@ def test_a_tied_parameter_may_be_missing_under_any_of_its_names(tmp_path):
     assert values(model["more"]) == {"weight": [[1.0]], "bias": [1.0]}
 
 
-def test_tied_parameters_that_are_stored_with_two_values_are_refused(tmp_path):
+def test_tied_parameters_with_unequal_stored_values_are_refused(tmp_path):
     write_folder(tmp_path, {"embed.weight": torch.zeros(5, 3), "head.weight": torch.ones(5, 3)})
     model = Tied()
     before = values(model)
@@ -176,7 +176,7 @@ class Shared(nn.Module):
 
 
 @pytest.mark.parametrize("dropped", [(), ("left.", "scale"), ("right.", "inner.")])
-def test_a_buffer_in_two_places_is_taken_under_any_of_its_names(tmp_path, dropped):
+def test_shared_buffer_loads_under_any_name(tmp_path, dropped):
     tensors = {name: tensor.clone() + 1 for name, tensor in Shared().state_dict().items()}
     assert {"left.running_mean", "right.running_mean", "scale", "inner.scale"} <= tensors.keys()
     model = Shared()
@@ -194,7 +194,7 @@ RENAMES: dict[str, Any] = {
 
 
 @pytest.mark.parametrize("rename", RENAMES.values(), ids=RENAMES)
-def test_names_are_given_and_left_out_and_may_be_missing(tmp_path, rename):
+def test_rename_maps_and_drops_names_and_missing_allows_gaps(tmp_path, rename):
     tensors = {f"bert.{name}": stored()[name] for name in ("first.weight", "first.bias", "seen")}
     write_folder(tmp_path, {**tensors, "cls.bias": torch.zeros(3)})
     model = net()
@@ -205,7 +205,7 @@ def test_names_are_given_and_left_out_and_may_be_missing(tmp_path, rename):
     assert (done.kept, done.left_out) == (("last.weight", "last.bias"), ("cls.bias",))
 
 
-def test_what_may_be_missing_is_loaded_when_it_is_there(tmp_path):
+def test_names_matching_missing_are_loaded_when_stored(tmp_path):
     model = net()
     done = load_weights_(model, write_folder(tmp_path, stored()), missing=("**",))
     assert values(model) == expected()
@@ -213,7 +213,7 @@ def test_what_may_be_missing_is_loaded_when_it_is_there(tmp_path):
     assert done.kept == ()
 
 
-def test_names_are_those_of_the_plain_model_whatever_wraps_its_modules(tmp_path):
+def test_wrapped_modules_load_under_plain_names(tmp_path):
     model = net()
     model.first = checkpoint_wrapper(model.first)
     model.last = torch.compile(model.last, backend="eager")
@@ -230,7 +230,7 @@ def complaint(tensors: dict[str, torch.Tensor], tmp_path: Path, **options: Any) 
     return f"{type(caught.value).__name__}: {caught.value}"
 
 
-def test_what_does_not_fit_is_refused_with_a_table(tmp_path):
+def test_mismatched_weights_are_refused_with_table(tmp_path):
     tensors = stored()
     tensors |= {"last.weight": torch.zeros(3, 7), "seen": torch.zeros(()), "cls.bias": torch.zeros(2, dtype=torch.bfloat16)}
     del tensors["first.bias"]
@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_refused_with_a_table(tmp_path):
     )
 
 
-def test_the_table_is_short_and_shows_each_kind_of_difference(tmp_path):
+def test_mismatch_table_is_short_and_shows_each_difference_kind(tmp_path):
     text = complaint({f"bert.{at}": torch.zeros(1) for at in range(50)} | {"last.bias": torch.zeros(9)}, tmp_path)
     assert "55 entries differ (1 of another shape, 50 unexpected, 4 missing)" in text
     assert text.count("\n") == 11
@@ -254,7 +254,7 @@ def test_the_table_is_short_and_shows_each_kind_of_difference(tmp_path):
         assert row in text
 
 
-def test_a_renamed_tensor_that_does_not_fit_is_shown_with_both_names(tmp_path):
+def test_mismatch_table_shows_both_names_of_renamed_tensor(tmp_path):
     text = complaint(
         {**stored(), "last.bias": torch.zeros(3)}, tmp_path, rename={"last.bias": "last.weight", "last.weight": None}
     )
@@ -288,14 +288,14 @@ BAD_OPTIONS = {
 
 
 @pytest.mark.parametrize(("options", "message"), BAD_OPTIONS.values(), ids=BAD_OPTIONS)
-def test_options_that_cannot_be_right_are_refused(tmp_path, options, message):
+def test_invalid_options_are_refused(tmp_path, options, message):
     kind, _, rest = message.partition(": .*")
     text = complaint(stored(), tmp_path, **options)
     assert text.startswith(f"{kind}: load_weights_: {tmp_path / 'there'}: ")
     assert rest in text
 
 
-def test_a_model_without_storage_is_refused(tmp_path):
+def test_meta_model_is_refused(tmp_path):
     with torch.device("meta"):
         model = Net()
     with pytest.raises(ConfigError, match=r"5 of 5 tensors are on the meta device \(first: first.weight\). Call dt.mat"):
@@ -377,7 +377,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize("dtype", ["C64", "F4", "F8_E8M0"])
-def test_a_dtype_that_is_not_read_is_not_called_damage(tmp_path, dtype):
+def test_unsupported_dtype_is_not_reported_as_corruption(tmp_path, dtype):
     (tmp_path / "model.safetensors").write_bytes(one(dtype=dtype))
     with pytest.raises(CheckpointError, match=f"w: dtrain does not support dtype {dtype}") as caught:
         load_weights_(net(), tmp_path)
@@ -418,7 +418,7 @@ def test_a_malformed_index_is_refused(tmp_path, text, message):
 
 
 @pytest.mark.parametrize(("change", "what"), [("add", "has"), ("drop", "lacks")])
-def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, change, what):
+def test_index_inconsistent_with_files_is_refused(tmp_path, change, what):
     write_folder(tmp_path, stored(), files=2)
     index = json.loads((tmp_path / INDEX).read_text())
     index["weight_map"]["more"] = ONE
@@ -431,7 +431,7 @@ def test_an_index_that_does_not_fit_its_files_is_refused(tmp_path, change, what)
         load_weights_(net(), tmp_path)
 
 
-def test_a_damaged_step_of_ours_is_refused_before_anything_changes(saved, tmp_path):
+def test_corrupt_step_is_refused_before_model_changes(saved, tmp_path):
     """The damage is in the file that is read last."""
     path = tmp_path / "step-00000004"
     shutil.copytree(saved[2, "full_shard"][0], path)
@@ -445,7 +445,7 @@ def test_a_damaged_step_of_ours_is_refused_before_anything_changes(saved, tmp_pa
     assert values(model) == before
 
 
-def test_a_step_of_another_format_is_refused_by_name(saved, tmp_path):
+def test_unsupported_format_version_is_refused(saved, tmp_path):
     path = tmp_path / "step-00000004"
     shutil.copytree(saved[2, "full_shard"][0], path)
     write_of_another_version(path)
@@ -454,7 +454,7 @@ def test_a_step_of_another_format_is_refused_by_name(saved, tmp_path):
         load_weights_(Model(), path)
 
 
-def test_a_file_that_shrinks_while_it_is_read_is_named(tmp_path, monkeypatch):
+def test_file_truncated_during_read_is_reported(tmp_path, monkeypatch):
     path = write_folder(tmp_path, stored()) / "model.safetensors"
     original = storage.FileReader.read_into
 
@@ -521,14 +521,14 @@ def fail_on_one_rank(folder: str, what: str) -> list:
     return [failed, watched.fired, values(model) == before]
 
 
-def test_a_failure_on_one_rank_raises_on_all_and_changes_nothing_before_they_agree(tmp_path, ranks):
+def test_failure_on_one_rank_raises_on_all_without_changes(tmp_path, ranks):
     first, second = ranks(2).run(fail_on_one_rank, str(write_folder(tmp_path, stored(), files=2)), "disk")
     assert first[0].startswith("PeerError: load_weights_: rank 1 failed (1 of 2 ranks did): CheckpointError: load_weights_: ")
     assert second[0].startswith("CheckpointError: load_weights_: [Errno 28]")
     assert (first[1:], second[1:]) == ([False, True], [True, True])
 
 
-def test_ranks_that_rename_differently_are_refused(tmp_path, ranks):
+def test_unequal_renames_across_ranks_are_refused(tmp_path, ranks):
     for failed, _, unchanged in ranks(2).run(fail_on_one_rank, str(write_folder(tmp_path, stored())), "rename"):
         assert failed.startswith("CheckpointError: load_weights_: rank 1 and rank 0 see different files in")
         assert unchanged

@@ -93,7 +93,7 @@ def somebody(**changes: object) -> holders.LockOwner:
     )
 
 
-def test_a_lock_is_there_while_it_is_held_and_gone_with_the_last_hold(tmp_path):
+def test_lock_file_exists_until_last_release(tmp_path):
     root = tmp_path / "new" / "root"
     first = lock_root(root, RUN, protected=[3])
     second = lock_root(root, OTHER, protected=[4])
@@ -111,7 +111,7 @@ def test_a_lock_is_there_while_it_is_held_and_gone_with_the_last_hold(tmp_path):
     assert locks.protected_steps(root) == set()
 
 
-def test_a_lock_that_nobody_refers_to_is_released(tmp_path):
+def test_garbage_collected_lock_is_released(tmp_path):
     held = lock_root(tmp_path, RUN)
     assert repr(held) == f"Lock('{tmp_path / LOCK_FILE}')"
     del held
@@ -123,7 +123,7 @@ def test_a_lock_that_nobody_refers_to_is_released(tmp_path):
     assert locks.HEARTBEAT_THREAD not in {thread.name for thread in threading.enumerate() if not thread.daemon}
 
 
-def test_the_heartbeat_ends_with_the_last_lock(tmp_path):
+def test_heartbeat_thread_ends_after_last_release(tmp_path):
     with lock_root(tmp_path / "a", RUN), lock_root(tmp_path / "b", RUN):
         assert [thread.name for thread in threading.enumerate()].count(locks.HEARTBEAT_THREAD) >= 1
     beating = [thread for thread in threading.enumerate() if thread.name == locks.HEARTBEAT_THREAD]
@@ -132,7 +132,7 @@ def test_the_heartbeat_ends_with_the_last_lock(tmp_path):
     assert not any(thread.is_alive() for thread in beating)
 
 
-def test_a_root_of_another_live_process_is_refused_by_name(tmp_path):
+def test_root_locked_by_live_process_is_refused(tmp_path):
     with holding(tmp_path) as process:
         there = on_disk(tmp_path)
         with pytest.raises(CheckpointError) as refused:
@@ -147,7 +147,7 @@ def test_a_root_of_another_live_process_is_refused_by_name(tmp_path):
     assert not is_held_here(tmp_path)
 
 
-def test_a_stopped_process_is_alive(tmp_path):
+def test_stopped_process_counts_as_live(tmp_path):
     with holding(tmp_path) as process:
         process.send_signal(signal.SIGSTOP)
         with pytest.raises(CheckpointError, match=f"pid {process.pid}"):
@@ -155,7 +155,7 @@ def test_a_stopped_process_is_alive(tmp_path):
 
 
 @pytest.mark.parametrize("reaped", [True, False], ids=["gone", "zombie"])
-def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, reaped):
+def test_lock_of_killed_process_is_taken_over(tmp_path, reaped):
     with holding(tmp_path) as process:
         process.kill()
         if reaped:
@@ -170,7 +170,7 @@ def test_the_lock_of_a_killed_process_is_taken_over(tmp_path, reaped):
 
 
 @pytest.mark.parametrize("end", ["", "sys.exit(3)", "raise ValueError"])
-def test_a_process_that_ends_normally_leaves_no_lock(tmp_path, end):
+def test_process_exit_removes_lock(tmp_path, end):
     process = python(
         f"held = lock.lock_root(Path(sys.argv[1]), {RUN!r})\nassert Path(sys.argv[1], 'run.lock').exists()\n{end}", tmp_path
     )
@@ -179,7 +179,7 @@ def test_a_process_that_ends_normally_leaves_no_lock(tmp_path, end):
     assert names(tmp_path) == []
 
 
-def test_a_program_that_replaces_itself_takes_its_lock_again(tmp_path):
+def test_exec_reacquires_lock_of_same_process(tmp_path):
     script = """
 root = Path(sys.argv[1])
 if (root / "run.lock").exists():
@@ -196,7 +196,7 @@ else:
     assert names(tmp_path / "root") == []
 
 
-def test_a_fork_holds_nothing_and_removes_nothing(tmp_path):
+def test_forked_child_neither_holds_nor_removes_lock(tmp_path):
     script = """
 root = Path(sys.argv[1])
 held = lock.lock_root(root, "a" * 32)
@@ -243,26 +243,26 @@ VERDICTS = {
 
 
 @pytest.mark.parametrize(("who", "silent_s", "verdict"), VERDICTS.values(), ids=VERDICTS)
-def test_who_lives_is_told_by_the_pid_where_it_means_something_and_by_the_heartbeat_elsewhere(who, silent_s, verdict):
+def test_owner_status_uses_local_pid_or_heartbeat(who, silent_s, verdict):
     me = somebody(**ME, **ALIVE)
     holder = somebody(**{**who, "heartbeat_at": NOW - silent_s})
     assert holders.owner_status(holder, me, now=NOW, unchanged_s=0.0) == verdict
 
 
-def test_what_was_watched_for_long_enough_is_dead_whatever_its_clock_says():
+def test_owner_unchanged_past_timeout_is_dead_despite_clock_skew():
     holder, me = somebody(heartbeat_at=NOW + 3600), somebody(**ME, **ALIVE)
     assert holders.owner_status(holder, me, now=NOW, unchanged_s=59.0) == "unknown"
     assert holders.owner_status(holder, me, now=NOW, unchanged_s=60.0) == "dead"
 
 
-def test_without_proc_the_heartbeat_decides():
+def test_owner_status_uses_heartbeat_without_proc():
     bare = {"boot_id": None, "pid_namespace": None, "start_ticks": None}
     holder, me = somebody(**{**ME, **ENDED, **bare}, heartbeat_at=NOW), somebody(**{**ME, **ALIVE, **bare})
     assert holders.owner_status(holder, me, now=NOW + 59, unchanged_s=0.0) == "unknown"
     assert holders.owner_status(holder, me, now=NOW + 60, unchanged_s=0.0) == "dead"
 
 
-def test_a_record_comes_back_and_nothing_else_is_taken_for_one():
+def test_owner_record_round_trips_and_invalid_data_is_rejected():
     me = holders.current_owner(RUN, now=NOW)
     data = me.encode()
     assert holders.parse_owner(data) == me
@@ -284,13 +284,13 @@ def test_a_record_comes_back_and_nothing_else_is_taken_for_one():
         assert holders.parse_owner(wrong) is None, wrong
 
 
-def test_each_renewal_differs_even_when_the_clock_goes_back():
+def test_heartbeat_increases_when_clock_goes_back():
     me = holders.current_owner(RUN, now=NOW)
     assert holders.with_heartbeat(me, now=NOW + 5).heartbeat_at == NOW + 5
     assert holders.with_heartbeat(me, now=NOW - 5).heartbeat_at > NOW
 
 
-def test_a_holder_elsewhere_that_renews_its_lock_is_refused(tmp_path):
+def test_lock_renewed_by_remote_owner_is_refused(tmp_path):
     (tmp_path / LOCK_FILE).write_bytes(somebody().encode())
     stop = threading.Event()
 
@@ -309,7 +309,7 @@ def test_a_holder_elsewhere_that_renews_its_lock_is_refused(tmp_path):
     assert names(tmp_path) == [LOCK_FILE]
 
 
-def test_a_holder_elsewhere_that_is_silent_is_watched_and_then_taken_over(tmp_path, monkeypatch):
+def test_silent_remote_lock_is_taken_over_after_timeout(tmp_path, monkeypatch):
     monkeypatch.setattr(holders, "DEAD_AFTER_S", 0.3)
     (tmp_path / LOCK_FILE).write_bytes(somebody(heartbeat_at=time.time() + 1000).encode())
     begun = time.monotonic()
@@ -318,7 +318,7 @@ def test_a_holder_elsewhere_that_is_silent_is_watched_and_then_taken_over(tmp_pa
         assert on_disk(tmp_path).pid == os.getpid()
 
 
-def test_a_holder_elsewhere_that_has_been_silent_is_taken_over_without_waiting(tmp_path, monkeypatch):
+def test_expired_remote_lock_is_taken_over_without_waiting(tmp_path, monkeypatch):
     (tmp_path / LOCK_FILE).write_bytes(somebody(heartbeat_at=time.time() - 61).encode())
     monkeypatch.setattr(locks.time, "sleep", lambda seconds: pytest.fail("waited"))
     with lock_root(tmp_path, RUN):
@@ -330,14 +330,14 @@ TORN = {"empty": b"", "half": somebody().encode()[:50], "text": b"mine!\n", "lar
 
 
 @pytest.mark.parametrize("content", TORN.values(), ids=TORN)
-def test_what_is_no_record_and_does_not_change_is_taken_over(tmp_path, content):
+def test_unchanging_invalid_lock_file_is_taken_over(tmp_path, content):
     (tmp_path / LOCK_FILE).write_bytes(content)
     with lock_root(tmp_path, RUN):
         assert on_disk(tmp_path).pid == os.getpid()
     assert names(tmp_path) == []
 
 
-def test_what_is_no_record_may_be_one_that_is_being_written(tmp_path, monkeypatch):
+def test_partially_written_lock_file_is_read_again(tmp_path, monkeypatch):
     monkeypatch.setattr(holders, "TORN_AFTER_S", PATIENCE_S)
     with holding(tmp_path):
         whole = (tmp_path / LOCK_FILE).read_bytes()
@@ -349,21 +349,21 @@ def test_what_is_no_record_may_be_one_that_is_being_written(tmp_path, monkeypatc
         timer.join()
 
 
-def test_a_folder_in_the_place_of_the_lock_is_an_error_and_stays(tmp_path):
+def test_folder_at_lock_path_raises_and_is_kept(tmp_path):
     (tmp_path / LOCK_FILE).mkdir()
     with pytest.raises(IsADirectoryError):
         lock_root(tmp_path, RUN)
     assert names(tmp_path) == [LOCK_FILE]
 
 
-def test_what_others_left_while_they_took_over_is_removed_and_files_of_the_user_are_not(tmp_path):
+def test_acquire_removes_takeover_leftovers_but_not_user_files(tmp_path):
     for name in (f"{LOCK_FILE}.0123456789abcdef", f"{LOCK_FILE}.01234567.tmp", f"{LOCK_FILE}.bak", "notes"):
         (tmp_path / name).touch()
     with lock_root(tmp_path, RUN):
         assert names(tmp_path) == ["notes", LOCK_FILE, f"{LOCK_FILE}.bak"]
 
 
-def test_the_heartbeat_renews_the_lock_and_finds_out_when_another_has_it(tmp_path, monkeypatch):
+def test_heartbeat_renews_lock_and_detects_takeover(tmp_path, monkeypatch):
     monkeypatch.setattr(holders, "HEARTBEAT_INTERVAL_S", 0.02)
     with lock_root(tmp_path, RUN) as held:
         before, deadline = on_disk(tmp_path), time.monotonic() + PATIENCE_S
@@ -388,7 +388,7 @@ def test_the_heartbeat_renews_the_lock_and_finds_out_when_another_has_it(tmp_pat
         assert names(tmp_path) == []
 
 
-def test_a_robbed_holder_leaves_the_lock_to_the_other(tmp_path):
+def test_release_keeps_lock_of_new_owner(tmp_path):
     with lock_root(tmp_path, RUN) as held:
         storage.replace_file(tmp_path / LOCK_FILE, somebody().encode())
         with pytest.raises(CheckpointError, match=r"sent no heartbeat for too long. End one of the two"):
@@ -398,7 +398,7 @@ def test_a_robbed_holder_leaves_the_lock_to_the_other(tmp_path):
     )
 
 
-def test_a_lock_that_was_removed_by_hand_is_put_back(tmp_path):
+def test_check_recreates_deleted_lock_file(tmp_path):
     with lock_root(tmp_path, RUN) as held:
         (tmp_path / LOCK_FILE).unlink()
         locks._renew_heartbeat(held._registry, held._held)
@@ -407,7 +407,7 @@ def test_a_lock_that_was_removed_by_hand_is_put_back(tmp_path):
         assert on_disk(tmp_path).pid == os.getpid()
 
 
-def test_a_lock_that_is_gone_after_a_long_silence_may_have_been_anothers(tmp_path):
+def test_check_refuses_missing_lock_after_expired_heartbeat(tmp_path):
     with lock_root(tmp_path, RUN) as held:
         held._held.owner = replace(held._held.owner, heartbeat_at=time.time() - 61)
         (tmp_path / LOCK_FILE).unlink()
@@ -415,7 +415,7 @@ def test_a_lock_that_is_gone_after_a_long_silence_may_have_been_anothers(tmp_pat
             held.check()
 
 
-def test_a_root_that_was_removed_is_no_error_until_the_next_save(tmp_path):
+def test_heartbeat_tolerates_removed_root_and_check_raises(tmp_path):
     with lock_root(tmp_path / "root", RUN) as held:
         (tmp_path / "root" / LOCK_FILE).unlink()
         (tmp_path / "root").rmdir()
@@ -425,7 +425,7 @@ def test_a_root_that_was_removed_is_no_error_until_the_next_save(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_heartbeat_that_fails_is_tried_again(tmp_path):
+def test_failed_heartbeat_is_retried(tmp_path):
     with lock_root(tmp_path, RUN) as held:
         before = on_disk(tmp_path)
         with watching(at=0, kind="write") as watched:
@@ -437,14 +437,14 @@ def test_a_heartbeat_that_fails_is_tried_again(tmp_path):
         held.check()
 
 
-def test_a_lock_that_cannot_be_written_leaves_nothing(tmp_path):
+def test_failed_lock_write_leaves_no_file(tmp_path):
     with watching(at=0, kind="write") as watched, pytest.raises(OSError, match=r"No space left on device: '.*run.lock'"):
         lock_root(tmp_path, RUN)
     assert watched.fired
     assert names(tmp_path) == []
 
 
-def test_a_lock_that_is_released_during_a_heartbeat_is_not_written_again(tmp_path, monkeypatch):
+def test_release_during_heartbeat_leaves_no_lock_file(tmp_path, monkeypatch):
     """The garbage collector runs anywhere, in the thread of the heartbeat as well."""
     held = lock_root(tmp_path, RUN)
     real = storage.replace_file
@@ -458,7 +458,7 @@ def test_a_lock_that_is_released_during_a_heartbeat_is_not_written_again(tmp_pat
     assert names(tmp_path) == []
 
 
-def test_an_object_store_has_the_same_lock(tmp_path):
+def test_lock_works_on_object_store(tmp_path):
     """In this process's memory: a store that renames nothing and has no folders."""
     root = storage.resolve_path(f"memory://{tmp_path.name}/root")
     assert not storage.supports_rename(root)
@@ -473,7 +473,7 @@ def test_an_object_store_has_the_same_lock(tmp_path):
     assert not storage.exists(root)
 
 
-def test_threads_of_one_process_hold_a_root_together(tmp_path):
+def test_threads_of_one_process_share_lock(tmp_path):
     meet, held, errors = threading.Barrier(4), [], []
 
     def take():
@@ -502,7 +502,7 @@ def left_by_the_dead(root: Path) -> None:
 
 
 @pytest.mark.parametrize("begin", [Path.mkdir, left_by_the_dead], ids=["free", "dead"])
-def test_a_failing_operation_anywhere_is_raised_and_the_next_attempt_succeeds(tmp_path, begin):
+def test_acquire_succeeds_after_failure_of_any_operation(tmp_path, begin):
     with watching() as watched:
         begin(tmp_path / "all")
         lock_root(tmp_path / "all", RUN).release()
@@ -563,7 +563,7 @@ print(at)
 
 
 @pytest.mark.parametrize(("begin", "least"), [("free", 8), ("dead", 25)])
-def test_a_process_that_dies_anywhere_while_it_takes_the_lock_is_no_obstacle(tmp_path, begin, least):
+def test_acquire_succeeds_after_owner_dies_at_any_operation(tmp_path, begin, least):
     assert int(finished(python(DYING, tmp_path / "root", begin))) > least
 
 
@@ -594,7 +594,7 @@ def attempt(path: Path, who: holders.LockOwner) -> holders.LockOwner | None:
         return None
 
 
-def test_of_two_that_take_over_a_dead_lock_one_succeeds_whenever_the_other_comes(tmp_path):
+def test_interleaved_takeovers_of_dead_lock_have_one_winner(tmp_path):
     """Both are live processes of this host; the second acts as a whole at every point of the first one's way."""
     with holding(tmp_path / "a") as a, holding(tmp_path / "b") as b:
         assert a.pid != b.pid
@@ -647,7 +647,7 @@ print("end", flush=True)
 """
 
 
-def test_of_many_that_race_for_a_dead_lock_one_gets_it(tmp_path):
+def test_concurrent_takeovers_of_dead_lock_have_one_winner(tmp_path):
     rounds = 20
     for number in range(rounds):
         left_by_the_dead(tmp_path / str(number))

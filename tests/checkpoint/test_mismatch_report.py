@@ -63,7 +63,7 @@ MISFITS = {
 
 
 @pytest.mark.parametrize(("make", "message"), MISFITS.values(), ids=MISFITS)
-def test_what_does_not_fit_is_refused_with_a_table(tmp_path, make, message):
+def test_mismatched_state_is_refused_with_table(tmp_path, make, message):
     save_sharded(tmp_path, train(plain_state(), 1))
     state = make()
     before = digest(state)
@@ -109,7 +109,7 @@ OTHER_MODELS = {
 
 
 @pytest.mark.parametrize(("make", "counts", "expected"), OTHER_MODELS.values(), ids=OTHER_MODELS)
-def test_a_checkpoint_of_another_model_gives_a_short_table_of_what_differs(tmp_path, make, counts, expected):
+def test_mismatch_table_of_other_model_is_short(tmp_path, make, counts, expected):
     """The EMA, optimizer state and group of a parameter that differs are not listed as well."""
     saved = stacked(3, 6)
     for param in saved.params.values():

@@ -52,7 +52,7 @@ LEFT = {
 
 
 @pytest.mark.parametrize(("make", "extra", "message", "ignore"), LEFT.values(), ids=LEFT)
-def test_a_part_that_is_not_asked_for_is_refused_until_ignore_names_it(tmp_path, make, extra, message, ignore):
+def test_unrequested_part_is_refused_unless_ignored(tmp_path, make, extra, message, ignore):
     save_sharded(tmp_path, train(plain_state(), 2), extra={"loader": 7})
     state = make(1)
     before = digest(state)
@@ -63,26 +63,26 @@ def test_a_part_that_is_not_asked_for_is_refused_until_ignore_names_it(tmp_path,
     assert load_sharded(tmp_path, state, extra=extra, ignore=ignore).state.step == 2
 
 
-def test_the_error_says_how_to_restore_or_leave_a_loader(tmp_path):
+def test_missing_extra_error_suggests_extra_or_ignore(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 1), extra={"loader": Counter()})
     with pytest.raises(CheckpointMismatchError) as caught:
         load_sharded(tmp_path, plain_state())
     assert 'Pass extra={"loader": ...} to load stored values, or ignore=["extra/loader"] to skip them' in str(caught.value)
 
 
-def test_strict_off_does_not_leave_a_loader_behind(tmp_path):
+def test_non_strict_load_still_requires_extras(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 1), extra={"loader": Counter()})
     with pytest.raises(CheckpointMismatchError, match="extra/loader"):
         load_sharded(tmp_path, plain_state(), strict=False)
 
 
-def test_several_extras_can_be_left_with_one_pattern(tmp_path):
+def test_ignore_patterns_skip_several_extras(tmp_path):
     save_sharded(tmp_path, plain_state(), extra={"loader": 1, "stop": 2, "history": 3})
     restored = load_sharded(tmp_path, plain_state(), extra={"history": None}, ignore=["extra/lo*", "extra/stop"])
     assert restored.extra == {"history": 3}
 
 
-def test_an_extra_that_is_given_and_ignored_stays_as_it_is(tmp_path):
+def test_ignored_extra_keeps_its_value(tmp_path):
     save_sharded(tmp_path, plain_state(), extra={"loader": {"position": 9, "weights": torch.ones(2)}})
     loader = Counter()
     restored = load_sharded(tmp_path, plain_state(), extra={"loader": loader, "new": 3}, ignore=["extra/loader", "extra/new"])
@@ -90,7 +90,7 @@ def test_an_extra_that_is_given_and_ignored_stays_as_it_is(tmp_path):
     assert restored.extra == {"new": 3}
 
 
-def test_an_ignored_optimizer_stays_as_it_is(tmp_path):
+def test_ignored_optimizer_keeps_its_state(tmp_path):
     save_sharded(tmp_path, saved := train(plain_state(), 2))
     state = train(plain_state(1), 1)
     state.optimizer.param_groups[0]["lr"] = 0.25
@@ -101,7 +101,7 @@ def test_an_ignored_optimizer_stays_as_it_is(tmp_path):
     assert now.optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_ignored_random_state_stays_as_it_is(tmp_path):
+def test_ignored_random_state_is_unchanged(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 2))
     state = plain_state()
     seed_all(77)
@@ -118,7 +118,7 @@ def begin(seed: int, *transforms: dt.Transform) -> tuple[dt.Step, dt.TrainState]
 
 
 @pytest.mark.parametrize("saved_with", [(dt.transforms.ema(0.5),), ()], ids=["stored", "not stored"])
-def test_an_ignored_slice_begins_anew_from_the_loaded_weights(tmp_path, saved_with):
+def test_ignored_transform_restarts_from_loaded_weights(tmp_path, saved_with):
     step, state = begin(0, *saved_with)
     save_sharded(tmp_path, step(state, torch.ones(1, 3))[0])
     restored = load_sharded(tmp_path, begin(1, dt.transforms.ema(0.5))[1], ignore=["transforms/ema"])
@@ -126,7 +126,7 @@ def test_an_ignored_slice_begins_anew_from_the_loaded_weights(tmp_path, saved_wi
         assert torch.equal(average, restored.state.params[name])
 
 
-def test_a_state_of_several_is_left_and_named_or_ignored(tmp_path):
+def test_unrequested_state_is_ignored_or_reported_as_unexpected(tmp_path):
     save_sharded(tmp_path, {"generator": plain_state(0), "critic": plain_state(1)})
     with pytest.raises(CheckpointMismatchError, match=r"Pass the state 'critic', too.*ignore=\[\"states/critic\"\]"):
         load_sharded(tmp_path, {"generator": plain_state(2)})
@@ -135,13 +135,13 @@ def test_a_state_of_several_is_left_and_named_or_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("pattern", ["extra/loder", "transforms/emma", "states/critic", "last*", "heads.**"])
-def test_a_pattern_that_fits_nothing_here_or_there_is_refused(tmp_path, pattern):
+def test_ignore_pattern_without_match_is_refused(tmp_path, pattern):
     save_sharded(tmp_path, plain_state(), extra={"loader": 1})
     with pytest.raises(ConfigError, match=r"ignore: a pattern must match a name in the model or the checkpoint, got '"):
         load_sharded(tmp_path, plain_state(), extra={"loader": 1}, ignore=[pattern])
 
 
-def test_a_pattern_for_names_of_the_model_reaches_no_other_part(tmp_path):
+def test_model_name_pattern_does_not_ignore_extras(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 1), extra={"loader": 1})
     with pytest.raises(CheckpointMismatchError, match="extra/loader"):
         load_sharded(tmp_path, plain_state(), ignore=["**"])
@@ -161,7 +161,7 @@ def attempt(root: str, how: str) -> list[Any]:
     return ["nothing"]
 
 
-def test_a_part_that_one_rank_does_not_ask_for_is_refused_on_all(tmp_path, ranks):
+def test_part_unrequested_on_one_rank_is_refused_on_all(tmp_path, ranks):
     (first, same), (second, also) = ranks(2).run(attempt, str(tmp_path), "not asked for")
     assert first.startswith("PeerError: load_sharded: rank 1 failed")
     assert second.startswith("CheckpointMismatchError: load_sharded: ")
@@ -169,7 +169,7 @@ def test_a_part_that_one_rank_does_not_ask_for_is_refused_on_all(tmp_path, ranks
     assert also
 
 
-def test_ranks_that_ask_for_different_parts_are_refused(tmp_path, ranks):
+def test_unequal_ignore_options_across_ranks_are_refused(tmp_path, ranks):
     for said, same in ranks(2).run(attempt, str(tmp_path), "ignored"):
         assert said.startswith("ConfigError: load_sharded: options must be equal on all ranks")
         assert same

@@ -79,7 +79,7 @@ SOME = ["columns", "rows and columns", "rows twice"]
 
 
 @pytest.mark.parametrize("wanted", [SOME, pytest.param([*LAYOUTS, "plain"], marks=pytest.mark.slow)], ids=["some", "all"])
-def test_every_placement_loads_into_others(tmp_path, ranks, wanted):
+def test_every_placement_loads_into_other_placements(tmp_path, ranks, wanted):
     ranks(4).run(load_into, str(tmp_path), wanted)
     for saved in LAYOUTS:
         check(load_sharded(tmp_path / saved, by_hand("plain", filled=False)).state)
@@ -120,7 +120,7 @@ def resume_tensor_parallel(root: str) -> list[bool]:
     return [torch.equal(a, b) for a, b in zip(straight, resumed, strict=True)]
 
 
-def test_a_tensor_parallel_plan_resumes_bit_for_bit_and_goes_on_in_one_process(tmp_path, ranks):
+def test_tensor_parallel_run_resumes_exactly_and_in_one_process(tmp_path, ranks):
     for equal in ranks(2).run(resume_tensor_parallel, str(tmp_path)):
         assert equal == [True] * 4
     model = Mlp(filled=False)
@@ -172,7 +172,7 @@ def through_eight_bit(root: str) -> list:
     ]
 
 
-def test_states_of_a_byte_and_without_a_step_come_back_by_way_of_another_placement(tmp_path, ranks):
+def test_eight_bit_optimizer_state_round_trips_through_other_placement(tmp_path, ranks):
     for same, has_step, dtypes, absmax, table in ranks(4).run(through_eight_bit, str(tmp_path)):
         assert same
         assert has_step == [False, True, True]
@@ -198,7 +198,7 @@ def through_groups(root: str) -> list:
     return [first["lr"], first["weight_decay"], float(second["lr"]), len(state.optimizer.state)]
 
 
-def test_groups_and_parameters_without_state_come_back(tmp_path, ranks):
+def test_parameter_groups_and_stateless_parameters_are_restored(tmp_path, ranks):
     expected = [0.25, 0.025, 0.25, 1]
     assert ranks(4).run(through_groups, str(tmp_path)) == [expected] * 4
     state = load_sharded(tmp_path, grouped("plain", lr=0.5)).state
@@ -211,7 +211,7 @@ def strided() -> nn.Module:
     return model
 
 
-def test_state_of_a_strided_parameter_is_strided_like_it(tmp_path):
+def test_optimizer_state_keeps_strides_of_its_parameter(tmp_path):
     made = []
     for _ in range(2):
         model = strided()
@@ -229,7 +229,7 @@ def test_state_of_a_strided_parameter_is_strided_like_it(tmp_path):
 
 
 @pytest.mark.parametrize("wanted", ["few", "all"])
-def test_memory_of_small_tensors_is_their_own(tmp_path, wanted):
+def test_loaded_small_tensors_own_their_storage(tmp_path, wanted):
     """A tensor of the optimizer that is kept alone does not keep what was read beside it."""
     state = by_hand("plain", filled=True)
     save_sharded(tmp_path, state)

@@ -27,7 +27,7 @@ from dtrain.state import TrainState, init_state
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_each_element_is_stored_once_and_the_ranks_share_the_work(saved, strategy):
+def test_each_element_is_stored_once_across_ranks(saved, strategy):
     path, _ = saved[3, strategy]
     stored: dict[str, int] = {}
     sizes = []
@@ -67,7 +67,7 @@ def resume_on_ranks(root: str, strategy: str) -> list:
 
 
 @pytest.mark.parametrize("strategy", SHARDED)
-def test_three_steps_and_two_more_equal_five_on_ranks(tmp_path, ranks, strategy):
+def test_resumed_sharded_run_equals_uninterrupted_run(tmp_path, ranks, strategy):
     for resumed, straight in ranks(2).run(resume_on_ranks, str(tmp_path), strategy):
         assert resumed == straight
 
@@ -89,7 +89,7 @@ def scalar_on_ranks(root: str) -> list:
     return [float(full(param.detach())), {key: [is_dtensor(t), float(full(t))] for key, t in back.items()}]
 
 
-def test_the_step_of_a_scalar_parameter_stays_plain(tmp_path, ranks):
+def test_optimizer_step_of_scalar_parameter_is_no_dtensor(tmp_path, ranks):
     for result in ranks(2).run(scalar_on_ranks, str(tmp_path)):
         assert result == [3.0, {"step": [False, 2.0], "exp_avg": [True, 5.0]}]
 
@@ -115,7 +115,7 @@ def attempt_save(root: str, failing_rank: int, at: int, kind: str) -> list:
 
 
 @pytest.mark.parametrize(("kind", "at"), [("pwritev", 0), ("write", 0), ("fsync", 0), ("fsync", 1), ("open", 0)])
-def test_a_failing_write_on_one_rank_fails_the_save_on_all(tmp_path, ranks, kind, at):
+def test_write_failure_on_one_rank_fails_save_on_all(tmp_path, ranks, kind, at):
     results = ranks(3).run(attempt_save, str(tmp_path), 1, at, kind)
     for rank, (failed, fired, unchanged, found, written) in enumerate(results):
         start = (
@@ -143,7 +143,7 @@ def attempt_load(path: str, strategy: str, flipped_rank: int | None, on_damaged:
     return [failed, digest(state) == before, state.generation == state.run_context.generation]
 
 
-def test_damage_that_only_one_rank_sees_is_refused_by_all(saved, ranks, tmp_path):
+def test_read_corruption_on_one_rank_is_refused_on_all(saved, ranks, tmp_path):
     path, _ = saved[3, "full_shard"]
     results = ranks(2).run(attempt_load, str(path), "full_shard", 1, "raise")
     for failed, unchanged, fresh in results:
@@ -152,7 +152,7 @@ def test_damage_that_only_one_rank_sees_is_refused_by_all(saved, ranks, tmp_path
         assert fresh
 
 
-def test_damage_in_the_file_of_one_rank_is_refused_by_all(saved, ranks, tmp_path):
+def test_corrupt_rank_file_is_refused_on_all(saved, ranks, tmp_path):
     path = tmp_path / "step-00000004"
     shutil.copytree(saved[2, "full_shard"][0], path)
     data = bytearray((path / "rank-00001.safetensors").read_bytes())
@@ -189,7 +189,7 @@ def attempt_extra(root: str) -> list:
     return ["nothing"]
 
 
-def test_an_object_that_refuses_its_state_on_one_rank_stops_the_load_on_all(tmp_path, ranks):
+def test_extra_failing_on_one_rank_fails_load_on_all(tmp_path, ranks):
     (first, *unchanged), (second, *also) = ranks(2).run(attempt_extra, str(tmp_path))
     assert first.startswith("PeerError: load_sharded: extra: rank 1 failed (1 of 2 ranks did): ValueError: not on this rank")
     assert second == "ValueError: not on this rank"
@@ -197,7 +197,7 @@ def test_an_object_that_refuses_its_state_on_one_rank_stops_the_load_on_all(tmp_
 
 
 @pytest.mark.parametrize("name", ["rank-00000.json", "rank-00001.json"])
-def test_files_of_two_ranks_swapped_are_refused(saved, ranks, tmp_path, name):
+def test_swapped_rank_files_are_refused(saved, ranks, tmp_path, name):
     path = tmp_path / "step-00000004"
     shutil.copytree(saved[2, "full_shard"][0], path)
     kind = Path(name).suffix
@@ -239,13 +239,13 @@ UNEQUAL = {
 
 
 @pytest.mark.parametrize("what", UNEQUAL)
-def test_what_is_not_the_same_on_all_ranks_is_refused(tmp_path, ranks, what):
+def test_unequal_values_across_ranks_are_refused(tmp_path, ranks, what):
     for failed in ranks(2).run(unequal, what, str(tmp_path / "root")):
         assert failed.startswith(UNEQUAL[what])
     assert not (tmp_path / "root").exists()
 
 
-def test_what_is_not_plain_on_one_rank_is_refused_by_all(tmp_path, ranks):
+def test_unsupported_extra_on_one_rank_is_refused_on_all(tmp_path, ranks):
     first, second = ranks(2).run(unequal, "unplain", str(tmp_path / "root"))
     assert first.startswith(
         "PeerError: save_sharded: rank 1 failed (1 of 2 ranks did): ConfigError: extra/loader: state must be"
@@ -273,7 +273,7 @@ def other_folder(path: str, elsewhere: str) -> str:
     return "nothing"
 
 
-def test_ranks_that_see_different_files_are_told_so(saved, ranks):
+def test_different_files_across_ranks_are_reported(saved, ranks):
     for failed in ranks(2).run(other_folder, str(saved[1, "replicate"][0]), str(saved[2, "replicate"][0])):
         assert "ranks see different files in" in failed
 
@@ -289,7 +289,7 @@ def retention_on_ranks(root: str) -> list:
     return [handles, state.run_context.lineage.run_id, list(state.run_context.lineage.steps[root])]
 
 
-def test_retention_and_the_place_in_the_run_on_ranks(tmp_path, ranks):
+def test_keep_last_and_lineage_agree_across_ranks(tmp_path, ranks):
     first, second = ranks(2).run(retention_on_ranks, str(tmp_path))
     assert first == second
     assert first[0] == [True, False] * 3

@@ -67,7 +67,7 @@ def small(monkeypatch):
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
-def test_any_part_of_any_tensor_comes_from_any_boxes(tmp_path_factory, small, data):
+def test_read_tensors_fills_any_region_from_any_shards(tmp_path_factory, small, data):
     draw = data.draw
     small(
         draw(st.sampled_from([16, 64, 1000, 2**20])), draw(st.sampled_from([8, 100, 2**16])),
@@ -134,7 +134,7 @@ def landed(files: Files, boxes: dict, refs: dict, **targets: Region) -> dict[str
 
 
 @pytest.mark.parametrize("large", [8, 2**16], ids=["direct", "buffered"])
-def test_only_chunks_that_are_needed_are_fetched_and_each_once(tmp_path, small, large):
+def test_read_tensors_fetches_each_needed_chunk_once(tmp_path, small, large):
     small(512, large, 2**20, 1000)
     files, boxes, refs = two_tensors(tmp_path)
     landed(files, boxes, refs, large=Region(offset=(60,), size=(100,)))  # bytes 584 to 1384: chunks 1 and 2
@@ -143,7 +143,7 @@ def test_only_chunks_that_are_needed_are_fetched_and_each_once(tmp_path, small, 
     assert sum(end - begin for _, begin, end in files.fetched) == 1024
 
 
-def test_of_files_without_digests_only_the_bytes_wanted_are_fetched(tmp_path, small):
+def test_read_tensors_fetches_exact_bytes_without_digests(tmp_path, small):
     small(512, 2**16, 2**20, 1000)
     files, boxes, refs = two_tensors(tmp_path, digests=False)
     landed(files, boxes, refs, large=Region(offset=(60,), size=(100,)), small=Region(offset=(2,), size=(3,)))
@@ -152,7 +152,7 @@ def test_of_files_without_digests_only_the_bytes_wanted_are_fetched(tmp_path, sm
 
 @pytest.mark.parametrize("threaded", [1, 1000], ids=["threads", "no threads"])
 @pytest.mark.parametrize("large", [8, 2**16], ids=["direct", "buffered"])
-def test_a_changed_bit_anywhere_in_a_chunk_is_seen(tmp_path, small, large, threaded):
+def test_changed_bit_in_chunk_is_detected(tmp_path, small, large, threaded):
     small(512, large, 2**20, threaded)
     files, boxes, refs = two_tensors(tmp_path)
     path = tmp_path / "0"
@@ -168,7 +168,7 @@ def test_a_changed_bit_anywhere_in_a_chunk_is_seen(tmp_path, small, large, threa
 
 @pytest.mark.parametrize("digests", [True, False], ids=["digests", "no digests"])
 @pytest.mark.parametrize("size", [2000, 100, 0])
-def test_a_file_that_ends_too_early_is_named(tmp_path, small, digests, size):
+def test_truncated_file_is_reported(tmp_path, small, digests, size):
     small(512, 8, 2**20, 1)
     files, boxes, refs = two_tensors(tmp_path, digests=digests)
     path = tmp_path / "0"
@@ -177,7 +177,7 @@ def test_a_file_that_ends_too_early_is_named(tmp_path, small, digests, size):
         landed(files, boxes, refs, large=Region(offset=(0,), size=(300,)))
 
 
-def test_two_names_for_the_same_bytes_both_get_them(tmp_path, small):
+def test_keys_sharing_bytes_are_both_filled(tmp_path, small):
     small(512, 8, 2**20, 1000)
     files, boxes, refs = two_tensors(tmp_path)
     boxes["tied"] = [box._replace(entry=box.entry._replace(key="tied")) for box in boxes["large"]]

@@ -48,7 +48,7 @@ SAVES = [("memory", "sync"), ("memory", "async"), *((place, "async") for place i
 
 
 @pytest.mark.parametrize(("place", "mode"), SAVES, ids=["-".join(save) for save in SAVES])
-def test_three_steps_and_two_more_equal_five(server_of, place, mode):
+def test_resumed_remote_run_equals_uninterrupted_run(server_of, place, mode):
     root = server_of(place).root()
     seed_all("data")
     expected = digest(train(plain_state(), 5))
@@ -81,7 +81,7 @@ def on_ranks(root: str, environment: dict[str, str]) -> list[str]:
 @pytest.mark.parametrize(
     "place", ["s3", "sftp", pytest.param("az", marks=pytest.mark.slow), pytest.param("gs", marks=pytest.mark.slow)]
 )
-def test_two_ranks_save_into_one_place(server_of, ranks, place):
+def test_two_ranks_save_and_resume_on_server(server_of, ranks, place):
     server = server_of(place)
     for resumed, straight in ranks(2).run(on_ranks, server.root(), server.environment):
         assert resumed == straight
@@ -95,7 +95,7 @@ def test_two_ranks_save_into_one_place(server_of, ranks, place):
         for kind in ("503", "lost", "unsent")
     ],
 )
-def test_a_commit_whose_network_fails_for_a_moment_is_a_commit(server_of, place, kind):
+def test_commit_survives_transient_network_fault(server_of, place, kind):
     server = server_of(place)
     root = server.root()
     fault = Fault(
@@ -109,7 +109,7 @@ def test_a_commit_whose_network_fails_for_a_moment_is_a_commit(server_of, place,
 
 
 @pytest.mark.parametrize("place", ["memory", "s3"])
-def test_a_save_that_did_not_commit_counts_for_nothing_and_is_cleared_away(server_of, place):
+def test_uncommitted_remote_step_is_ignored_and_replaced(server_of, place):
     root = server_of(place).root()
     state = train(plain_state(), 1)
     save_sharded(root, state)
@@ -126,7 +126,7 @@ def test_a_save_that_did_not_commit_counts_for_nothing_and_is_cleared_away(serve
     verify(last)
 
 
-def test_a_lock_that_the_garbage_collector_releases_is_removed_by_another_thread(server_of, monkeypatch):
+def test_garbage_collected_remote_lock_is_removed_by_heartbeat_thread(server_of, monkeypatch):
     root = storage.resolve_path(server_of("memory").root())
     removed: queue.SimpleQueue[str] = queue.SimpleQueue()
     real = MemoryStore.remove
@@ -143,7 +143,7 @@ def test_a_lock_that_the_garbage_collector_releases_is_removed_by_another_thread
 
 
 @pytest.mark.parametrize("how", ["release", "exit"])
-def test_a_lock_on_a_server_is_gone_when_its_end_returns(server_of, how):
+def test_remote_lock_is_removed_before_release_returns(server_of, how):
     root = storage.resolve_path(server_of("memory").root())
     held = lock_root(root, "run")
     assert storage.exists(root / LOCK_FILE)

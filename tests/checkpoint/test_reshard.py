@@ -40,7 +40,7 @@ def write(full: torch.Tensor, grid: list[tuple[tuple[int, int], ...]]) -> tuple[
 
 
 @given(st.data())
-def test_reads_fill_any_target_from_any_grid(data):
+def test_plan_reads_fills_any_region_from_any_grid(data):
     shape = tuple(data.draw(st.lists(st.integers(0, 6), max_size=3)))
     full = torch.arange(prod(shape), dtype=torch.int32).reshape(shape)
     grid = list(itertools.product(*(cuts(n, data.draw) for n in shape)))
@@ -106,7 +106,7 @@ def naive(shape: list[int], boxes: list[Box], target: Box) -> str:
 
 @settings(max_examples=300)
 @given(st.data())
-def test_whether_boxes_cover_a_target_once_is_told_as_by_counting(data):
+def test_coverage_check_agrees_with_element_counting(data):
     shape = data.draw(st.lists(st.integers(1, 9), max_size=3))
     boxes = cut(tuple((0, n) for n in shape), data.draw, data.draw(st.integers(0, 5)))
     if data.draw(st.booleans()) and shape == [10, 10]:
@@ -130,7 +130,7 @@ def test_whether_boxes_cover_a_target_once_is_told_as_by_counting(data):
 
 
 @pytest.mark.parametrize("moved", [0, 1], ids=["whole", "overlapping"])
-def test_boxes_that_no_cut_separates_are_compared_in_pairs(moved):
+def test_pinwheel_shards_are_checked_for_overlap(moved):
     boxes = [((0, 3), (0, 7 + moved)), *PINWHEEL[1:]]
     index = index_shards(write(torch.zeros(10, 10, dtype=torch.int32), boxes)[0])
     target = {"w": Region(offset=(0, 0), size=(10, 10))}
@@ -172,7 +172,7 @@ def grid(rows: int, columns: int) -> dict[str, list[reshard.StoredShard]]:
 @pytest.mark.parametrize(
     ("small", "large"), [((500, 1), (2000, 1)), ((1, 500), (1, 2000)), ((20, 25), (40, 50))], ids=["rows", "columns", "grid"]
 )
-def test_the_work_grows_with_the_boxes_and_not_with_their_pairs(small, large):
+def test_plan_reads_cost_is_linear_in_shards(small, large):
     """Four times as many boxes are at most five times as much work, to read all of them; pairs would be sixteen times."""
     work = []
     for shape in (small, large):
@@ -183,7 +183,7 @@ def test_the_work_grows_with_the_boxes_and_not_with_their_pairs(small, large):
 
 
 @pytest.mark.parametrize("shape", [(2000, 1), (1, 2000)], ids=["rows", "columns"])
-def test_boxes_that_a_target_does_not_touch_cost_next_to_nothing(shape):
+def test_plan_reads_skips_untouched_shards_cheaply(shape):
     index = grid(*shape)
     dim = shape.index(2000)
     one = Region(offset=tuple(1000 * (d == dim) for d in (0, 1)), size=(1, 1))
@@ -193,7 +193,7 @@ def test_boxes_that_a_target_does_not_touch_cost_next_to_nothing(shape):
     assert [read.file for read in found] == [1000]
 
 
-def test_tensors_that_are_stored_and_wanted_alike_are_planned_once():
+def test_plan_reads_reuses_plan_of_equal_tensors():
     def work(count: int) -> int:
         entries = [
             TensorShardEntry(
@@ -214,7 +214,7 @@ def grid_of_rows(*spans: tuple[int, int]) -> dict[str, list[reshard.StoredShard]
     return index_shards(write(full, [(span, (0, 3)) for span in spans])[0])
 
 
-def test_only_the_rows_needed_are_read():
+def test_plan_reads_covers_only_needed_rows():
     reads = plan_reads(grid_of_rows((0, 5), (5, 10)), {"w": Region(offset=(4, 1), size=(3, 1))})
     assert [(r.file, r.begin - HEADER, r.end - HEADER) for r in reads] == [(0, 48, 60), (1, 0, 24)]
 
@@ -229,23 +229,23 @@ def test_only_the_rows_needed_are_read():
         ((), "w: stored shards hold 0 of the 30 elements needed"),
     ],
 )
-def test_boxes_that_do_not_cover_a_target_once_are_damage(spans, message):
+def test_gaps_and_overlaps_of_shards_are_refused(spans, message):
     with pytest.raises(CorruptCheckpointError, match=message):
         plan_reads(grid_of_rows(*spans), {"w": Region(offset=(0, 0), size=(10, 3))})
 
 
-def test_two_boxes_of_a_scalar_are_damage():
+def test_duplicate_scalar_shards_are_refused():
     entry = TensorShardEntry(key="w", dtype="F32", shape=(), offset=(), size=(), begin=0, end=4)
     with pytest.raises(CorruptCheckpointError, match="two stored shards overlap"):
         plan_reads(index_shards([[entry], [entry]]), {"w": Region(offset=(), size=())})
 
 
-def test_an_empty_target_needs_no_box():
+def test_empty_region_needs_no_shards():
     assert plan_reads({}, {"w": Region(offset=(10, 0), size=(0, 3))}) == []
 
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 4)), max_size=30))
-def test_writers_share_the_load(tensors):
+def test_assign_writers_balances_bytes(tensors):
     rows = [(f"t{at}", nbytes, copies) for at, (nbytes, copies) in enumerate(tensors)]
     chosen = assign_writers(rows)
     assert chosen == assign_writers(rows)

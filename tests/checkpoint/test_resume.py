@@ -86,7 +86,7 @@ def interrupted(strategy: str, root: str) -> list:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
-def test_twenty_steps_equal_seven_and_thirteen(ranks, tmp_path, world_size, strategy):
+def test_resumed_run_equals_uninterrupted_run(ranks, tmp_path, world_size, strategy):
     expected = ranks(world_size).run(straight, strategy)
     assert ranks(world_size).run(interrupted, strategy, str(tmp_path)) == expected
     assert [result[3:] for result in expected] == [[20, 2, 112]] * world_size  # two epochs of 50 samples, and two batches
@@ -135,7 +135,7 @@ def steps_of(results: list) -> list[list[float]]:
     return [sorted(chain.from_iterable(parts)) for parts in zip(*(seen for seen, _, _ in results), strict=True)]
 
 
-def test_at_other_world_sizes_the_samples_go_on_and_the_generators_begin_streams_of_their_own(ranks, tmp_path):
+def test_resharded_resume_continues_samples_and_reseeds_generators(ranks, tmp_path):
     """Three parts on 2, 3 and 1 ranks are the run on 1, up to the order of sums: no sample twice, none left out."""
     (straight,) = ranks(1).run(samples_of, str(tmp_path / "straight"), 0, 17)
     root = str(tmp_path / "parts")
@@ -185,12 +185,12 @@ def train_losses(step, state, loader, until: int):
     return state, trace
 
 
-def test_a_rank_without_samples_draws_alike_after_a_resume(ranks, tmp_path):
+def test_resume_restores_generators_of_rank_without_samples(ranks, tmp_path):
     assert ranks(2).run(with_an_idle_rank, str(tmp_path)) == ranks(2).run(with_an_idle_rank, None)
 
 
 @pytest.mark.parametrize("left_out", ["python", "numpy", "torch", "loader", "momentum", "ema"])
-def test_leaving_one_part_out_breaks_it(ranks, tmp_path, left_out):
+def test_omitting_any_state_part_changes_result(ranks, tmp_path, left_out):
     """Each part is needed, so the comparison above would notice if it were lost."""
     expected = ranks(1).run(straight, "full_shard")
     (found,) = ranks(1).run(interrupted_without, str(tmp_path), left_out)

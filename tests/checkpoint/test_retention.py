@@ -71,7 +71,7 @@ def damage(folder: Path) -> None:
 
 
 @given(STEPS, st.integers(1, 5), st.none() | st.integers(1, 9), CHOSEN, CHOSEN)
-def test_what_there_is_no_reason_to_keep_goes_and_nothing_else(steps, keep_last, keep_every, pinned, protected):
+def test_plan_retention_removes_only_steps_without_keep_reason(steps, keep_last, keep_every, pinned, protected):
     options = {"keep_every": keep_every, "keep_steps": pinned, "protected": protected}
     removed = plan_retention(steps, keep_last, **options)
     last = steps[-keep_last:]
@@ -85,35 +85,35 @@ def test_what_there_is_no_reason_to_keep_goes_and_nothing_else(steps, keep_last,
 
 
 @given(STEPS, st.integers(1, 5), st.none() | st.integers(1, 9), CHOSEN)
-def test_whoever_asks_for_more_loses_no_more(steps, keep_last, keep_every, pinned):
+def test_larger_keep_options_remove_no_additional_steps(steps, keep_last, keep_every, pinned):
     removed = set(plan_retention(steps, keep_last, keep_every=keep_every))
     assert set(plan_retention(steps, keep_last + 1, keep_every=keep_every)) <= removed
     assert set(plan_retention(steps, keep_last, keep_every=keep_every, keep_steps=pinned)) == removed - pinned
     assert removed <= set(plan_retention(steps, keep_last))
 
 
-def test_the_order_of_commits_counts_and_not_the_step():
+def test_keep_last_counts_commit_order():
     assert plan_retention([50, 75, 100, 60], 1, protected={50}) == [75, 100]
 
 
-def test_none_keeps_all():
+def test_keep_last_none_keeps_all_steps():
     assert plan_retention([1, 2, 3], None, keep_every=2) == []
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "3"])
 @pytest.mark.parametrize("name", ["keep_last", "keep_every"])
-def test_keeping_none_is_refused(name, value):
+def test_keep_options_below_one_are_refused(name, value):
     with pytest.raises(ConfigError, match=f"{name} must be an integer of at least 1"):
         plan_retention([1], **{"keep_last": 1, name: value})
 
 
 @pytest.mark.parametrize("pin", ["100", 1.0, True])
-def test_a_pin_that_is_no_step_is_refused(pin):
+def test_invalid_keep_steps_value_is_refused(pin):
     with pytest.raises(ConfigError, match="keep_steps must be an integer of at least 0, got"):
         plan_retention([1], 1, keep_steps=[5, pin])
 
 
-def test_pruning_removes_what_the_plan_says_of_each_run_and_leaves_no_lock(tmp_path, fill):
+def test_prune_removes_planned_steps_of_each_run(tmp_path, fill):
     fill(tmp_path, [10, 20, 25, 30])
     fill(tmp_path, [35, 31], OTHER)
     planned = prune(tmp_path, keep_last=1, keep_every=20, keep_steps=[25], dry_run=True)
@@ -125,12 +125,12 @@ def test_pruning_removes_what_the_plan_says_of_each_run_and_leaves_no_lock(tmp_p
     assert prune(tmp_path, keep_last=1, keep_every=20, keep_steps=[25]) == []
 
 
-def test_pruning_what_is_not_there_makes_nothing(tmp_path):
+def test_prune_of_missing_root_creates_nothing(tmp_path):
     assert prune(tmp_path / "missing", keep_last=1) == []
     assert names(tmp_path) == []
 
 
-def test_pruning_one_step_is_refused(tmp_path, fill):
+def test_prune_of_step_folder_is_refused(tmp_path, fill):
     (folder,) = fill(tmp_path, [1])
     with pytest.raises(CheckpointError, match=r"got the step .*step-00000001. Pass its parent folder"):
         prune(folder, keep_last=1)
@@ -139,7 +139,7 @@ def test_pruning_one_step_is_refused(tmp_path, fill):
     assert steps_in(tmp_path) == [1]
 
 
-def test_a_root_that_a_live_job_uses_is_not_pruned(tmp_path, fill):
+def test_prune_refuses_root_of_live_job(tmp_path, fill):
     fill(tmp_path, [1, 2])
     litter = tmp_path / layout.staging_name(3, "tmp", RUN, "01234567")
     litter.mkdir()
@@ -156,7 +156,7 @@ def test_a_root_that_a_live_job_uses_is_not_pruned(tmp_path, fill):
     assert [step.step for step in prune(tmp_path, keep_last=1, dry_run=True)] == [1]
 
 
-def test_a_job_prunes_its_own_root_without_what_it_was_resumed_from(tmp_path, fill):
+def test_prune_of_own_root_keeps_resumed_step(tmp_path, fill):
     fill(tmp_path, [1, 2, 3])
     litter = tmp_path / layout.staging_name(4, "tmp", RUN, "01234567")
     litter.mkdir()
@@ -167,7 +167,7 @@ def test_a_job_prunes_its_own_root_without_what_it_was_resumed_from(tmp_path, fi
     assert steps_in(tmp_path) == [1, 3]
 
 
-def test_pruning_removes_what_killed_saves_of_any_run_left(tmp_path, fill):
+def test_prune_removes_staging_folders_of_all_runs(tmp_path, fill):
     fill(tmp_path, [1])
     for run_id, purpose in ((RUN, "tmp"), (OTHER, "old")):
         folder = tmp_path / layout.staging_name(2, purpose, run_id, "01234567")
@@ -179,7 +179,7 @@ def test_pruning_removes_what_killed_saves_of_any_run_left(tmp_path, fill):
     assert names(tmp_path) == ["notes", "step-00000001", "step-00000002.aside-01234567", "step-00000003"]
 
 
-def test_the_last_sound_step_stays_when_none_of_the_kept_ones_is(tmp_path, fill):
+def test_prune_keeps_last_valid_step_if_others_are_corrupt(tmp_path, fill):
     folders = fill(tmp_path, [1, 2, 3, 4, 5])
     for folder in folders[2:]:
         damage(folder)
@@ -191,13 +191,13 @@ def test_the_last_sound_step_stays_when_none_of_the_kept_ones_is(tmp_path, fill)
     verify_step(folders[1])
 
 
-def test_one_sound_step_among_the_kept_is_enough(tmp_path, fill):
+def test_prune_proceeds_with_one_valid_kept_step(tmp_path, fill):
     folders = fill(tmp_path, [1, 2, 3, 4])
     damage(folders[3])
     assert [step.step for step in prune(tmp_path, keep_last=2)] == [1, 2]
 
 
-def test_nothing_is_removed_when_no_step_is_sound(tmp_path, fill):
+def test_prune_removes_nothing_when_all_steps_are_corrupt(tmp_path, fill):
     for folder in fill(tmp_path, [1, 2, 3]):
         damage(folder)
     with pytest.warns(UserWarning, match=f"no step of run {RUN} passes verification, so no step is removed"):
@@ -205,7 +205,7 @@ def test_nothing_is_removed_when_no_step_is_sound(tmp_path, fill):
     assert len(names(tmp_path)) == 3
 
 
-def test_a_damaged_manifest_is_neither_counted_nor_removed(tmp_path, fill):
+def test_prune_ignores_step_with_corrupt_manifest(tmp_path, fill):
     folders = fill(tmp_path, [1, 2, 3])
     (folders[2] / layout.MANIFEST).write_text("{}")
     assert [step.step for step in prune(tmp_path, keep_last=1)] == [1]
@@ -228,7 +228,7 @@ def pruned_by_a_child(root: Path, at: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
-def test_a_kill_anywhere_in_a_removal_leaves_sound_steps_and_litter_that_the_next_one_removes(tmp_path, fill, monkeypatch):
+def test_prune_killed_at_any_operation_is_completed_by_next(tmp_path, fill, monkeypatch):
     monkeypatch.setattr(retention, "lock_root", lambda *_: nullcontext())  # has such a test of its own
     seen, at, code = set(), 0, 9
     while code == 9:
@@ -247,7 +247,7 @@ def test_a_kill_anywhere_in_a_removal_leaves_sound_steps_and_litter_that_the_nex
     assert at > 30
 
 
-def test_a_failing_operation_anywhere_in_a_removal_is_told_and_the_next_one_completes_it(tmp_path, fill, monkeypatch):
+def test_prune_failing_at_any_operation_is_completed_by_next(tmp_path, fill, monkeypatch):
     monkeypatch.setattr(retention, "lock_root", lambda *_: nullcontext())
     at, fired, raised = 0, True, 0
     while fired:
@@ -291,7 +291,7 @@ class Recorded(WatchedOs):
         return recorded
 
 
-def test_a_step_is_a_whole_checkpoint_until_it_is_gone(tmp_path, fill):
+def test_remove_step_renames_folder_before_deleting_files(tmp_path, fill):
     folders = fill(tmp_path, [1, 2])
     looks = []
     storage.local.os = recorded = Recorded(lambda: looks.append(steps_in(tmp_path)))
@@ -305,7 +305,7 @@ def test_a_step_is_a_whole_checkpoint_until_it_is_gone(tmp_path, fill):
     assert names(tmp_path) == ["step-00000002"]
 
 
-def test_where_nothing_is_renamed_the_manifest_goes_first_and_what_is_left_is_found(tmp_path, fill, monkeypatch):
+def test_remove_step_deletes_manifest_first_without_rename(tmp_path, fill, monkeypatch):
     monkeypatch.setattr(storage, "supports_rename", lambda path: False)
     folders = fill(tmp_path, [1, 2])
     storage.local.os = recorded = Recorded(lambda: None)
@@ -321,7 +321,7 @@ def test_where_nothing_is_renamed_the_manifest_goes_first_and_what_is_left_is_fo
     assert names(tmp_path) == ["step-00000002"]
 
 
-def test_after_a_commit_older_steps_of_the_run_go_and_what_its_killed_saves_left(tmp_path, fill):
+def test_apply_retention_removes_old_steps_and_staging_folders(tmp_path, fill):
     fill(tmp_path, [1, 2, 3, 4, 5])
     fill(tmp_path, [10, 11], OTHER)
     for run_id in (RUN, OTHER):
@@ -334,7 +334,7 @@ def test_after_a_commit_older_steps_of_the_run_go_and_what_its_killed_saves_left
     assert [name for name in names(tmp_path) if "tmp" in name] == []
 
 
-def test_nothing_is_removed_while_the_last_step_is_not_all_there(tmp_path, fill):
+def test_apply_retention_refuses_when_last_step_is_incomplete(tmp_path, fill):
     folders = fill(tmp_path, [1, 2])
     os.truncate(folders[1] / layout.data_name(0), 100)
     with pytest.raises(CheckpointError, match=r"step-00000002/rank-00000.safetensors must have the size"):
@@ -342,7 +342,7 @@ def test_nothing_is_removed_while_the_last_step_is_not_all_there(tmp_path, fill)
     assert [step.step for step in list_steps(tmp_path)] == [1, 2]
 
 
-def test_litter_that_cannot_be_removed_is_a_warning(tmp_path):
+def test_undeletable_leftovers_give_warning(tmp_path):
     (tmp_path / layout.staging_name(6, "tmp", RUN, "01234567")).mkdir()
     with (
         watching(at=0, kind="rmdir"),
@@ -364,7 +364,7 @@ class Full(WatchedOs):
         return os.statvfs_result((4096, 4096, 10**9, self.blocks + 5, self.blocks, 0, 0, 0, 0, 255))
 
 
-def test_what_does_not_fit_is_refused_with_both_figures(tmp_path, monkeypatch):
+def test_insufficient_space_error_gives_needed_and_free_bytes(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.local, "os", Full(256))
     check_free_space(tmp_path / "new" / "root", 2**20)
     with pytest.raises(CheckpointError) as refused:
@@ -376,7 +376,7 @@ def test_what_does_not_fit_is_refused_with_both_figures(tmp_path, monkeypatch):
     assert names(tmp_path) == []
 
 
-def test_what_nobody_knows_the_size_of_is_large_enough(tmp_path, monkeypatch):
+def test_unknown_free_space_passes_check(tmp_path, monkeypatch):
     monkeypatch.setattr(storage, "free_bytes", lambda path: None)
     check_free_space(tmp_path, 2**60)
     assert names(tmp_path) == []

@@ -24,7 +24,7 @@ from dtrain.state import TrainState, init_state
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
-def test_seven_steps_and_thirteen_more_equal_twenty(tmp_path, optimizer):
+def test_resumed_run_equals_uninterrupted_run(tmp_path, optimizer):
     seed_all(1)
     straight = digest(train(plain_state(optimizer=optimizer), 20))
     seed_all(1)
@@ -38,7 +38,7 @@ def test_seven_steps_and_thirteen_more_equal_twenty(tmp_path, optimizer):
 
 
 @pytest.mark.parametrize("left_out", ["python", "numpy", "torch"])
-def test_each_generator_matters(tmp_path, left_out):
+def test_extra_draw_from_any_generator_changes_result(tmp_path, left_out):
     seed_all(1)
     straight = digest(train(plain_state(), 20))
     seed_all(1)
@@ -48,14 +48,14 @@ def test_each_generator_matters(tmp_path, left_out):
     assert digest(train(state, 13)) != straight
 
 
-def test_saving_changes_nothing(tmp_path):
+def test_save_leaves_state_unchanged(tmp_path):
     state = train(plain_state(), 3)
     before = digest(state)
     save_sharded(tmp_path, state, extra={"counter": Counter()})
     assert digest(state) == before
 
 
-def test_the_loaded_state_equals_the_saved_one_bit_for_bit(tmp_path):
+def test_loaded_state_equals_saved_state_exactly(tmp_path):
     state = train(plain_state(), 3)
     state.optimizer.param_groups[0]["initial_lr"] = 0.5  # a schedule adds it on first use
     state.optimizer.param_groups[0]["lr"] = float("nan")
@@ -76,7 +76,7 @@ def test_the_loaded_state_equals_the_saved_one_bit_for_bit(tmp_path):
         load_sharded(tmp_path, given)
 
 
-def test_the_clock_comes_back_with_the_tick_before_it_and_the_length_of_the_new_run(tmp_path):
+def test_load_restores_clock_and_keeps_new_run_length(tmp_path):
     saved = train(plain_state(), 3)
     save_sharded(tmp_path, saved)
     longer = RunLength(total="5ep")
@@ -87,14 +87,14 @@ def test_the_clock_comes_back_with_the_tick_before_it_and_the_length_of_the_new_
     assert (clock.crossed("12sp"), clock.crossed("5sp"), clock.crossed("24sp")) == (True, True, False)
 
 
-def test_shares_of_the_run_are_told_in_the_first_step_after_a_resume(tmp_path):
+def test_clock_crossing_run_fractions_works_after_resume(tmp_path):
     """Neither the clock of a checkpoint nor the one before it knows how long a run is."""
     save_sharded(tmp_path, train(plain_state(), 3))
     clock = load_sharded(tmp_path, plain_state(1)._replace(clock=Clock(run=RunLength(total=12)))).state.clock
     assert (clock.crossed("0.25dur"), clock.crossed("0.3dur"), clock.crossed("0.1dur")) == (True, False, True)
 
 
-def test_a_clock_of_an_early_version_has_no_tick_before_it(tmp_path, monkeypatch):
+def test_clock_without_previous_field_loads(tmp_path, monkeypatch):
     state_dict = Clock.state_dict
     monkeypatch.setattr(Clock, "state_dict", lambda clock: {k: v for k, v in state_dict(clock).items() if k != "previous"})
     save_sharded(tmp_path, train(plain_state(), 3))
@@ -103,7 +103,7 @@ def test_a_clock_of_an_early_version_has_no_tick_before_it(tmp_path, monkeypatch
     assert (clock.step, clock.previous) == (3, None)
 
 
-def test_a_clock_with_something_else_before_it_is_damaged(tmp_path, monkeypatch):
+def test_clock_with_invalid_previous_field_is_refused(tmp_path, monkeypatch):
     state_dict = Clock.state_dict
     monkeypatch.setattr(Clock, "state_dict", lambda clock: {**state_dict(clock), "previous": 3})
     save_sharded(tmp_path, train(plain_state(), 3))
@@ -112,7 +112,7 @@ def test_a_clock_with_something_else_before_it_is_damaged(tmp_path, monkeypatch)
         load_sharded(tmp_path, plain_state(1))
 
 
-def test_loading_writes_into_the_tensors_that_are_there(tmp_path):
+def test_load_writes_tensors_in_place(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 1))
     given = plain_state(1)
     where = [p.data_ptr() for p in given.params.values()], given.transform_states["ema"]["shadow"]["last.bias"].data_ptr()
@@ -124,7 +124,7 @@ def test_loading_writes_into_the_tensors_that_are_there(tmp_path):
     assert all(p.requires_grad and p.is_leaf for p in state.params.values())
 
 
-def test_state_of_an_optimizer_that_has_not_stepped_is_empty_again(tmp_path):
+def test_load_clears_optimizer_state_saved_empty(tmp_path):
     save_sharded(tmp_path, plain_state())
     state = load_sharded(tmp_path, train(plain_state(), 2)).state
     assert not state.optimizer.state
@@ -151,7 +151,7 @@ def with_tensors_cleared(tree):
     return {k: with_tensors_cleared(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
 
 
-def test_every_dtype_and_shape_survives(tmp_path):
+def test_every_dtype_and_shape_round_trips(tmp_path):
     content = everything_in_one_slice()
     path = save_sharded(tmp_path, replace(plain_state(), transform_states={"t": content})).path
     data_bytes = (path / "rank-00000.safetensors").stat().st_size
@@ -169,7 +169,7 @@ def test_every_dtype_and_shape_survives(tmp_path):
             assert repr(back[name]) == repr(value)
 
 
-def test_extra_comes_back_by_name(tmp_path):
+def test_extra_round_trips_by_name(tmp_path):
     counter = Counter()
     counter.state = {"position": 17, "weights": torch.tensor([1.5, 2.5])}
     extra = {"loader": counter, "history": [0.1, float("nan")], "table": {"a": torch.arange(3)}, "unused": 1, "$": 3}
@@ -184,13 +184,13 @@ def test_extra_comes_back_by_name(tmp_path):
     assert torch.equal(restored.extra["table"]["a"], torch.arange(3))
 
 
-def test_a_missing_extra_is_named(tmp_path):
+def test_missing_extra_is_refused_by_name(tmp_path):
     save_sharded(tmp_path, plain_state())
     with pytest.raises(CheckpointMismatchError, match="extra/loader: checkpoint nothing, here a value"):
         load_sharded(tmp_path, plain_state(), extra={"loader": Counter()})
 
 
-def test_an_extra_that_refuses_its_state_stops_the_load_before_the_model_changes(tmp_path):
+def test_failing_extra_load_state_dict_leaves_state_unchanged(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 1), extra={"loader": {"something": "else"}})
     state = plain_state(3)
     before = digest(state)
@@ -200,7 +200,7 @@ def test_an_extra_that_refuses_its_state_stops_the_load_before_the_model_changes
     state._check_not_stale("here")
 
 
-def test_nothing_there(tmp_path):
+def test_load_of_empty_root_requires_missing_ok(tmp_path):
     state = plain_state()
     for root in (tmp_path, tmp_path / "none"):
         with pytest.raises(CheckpointError, match=r"no checkpoint found in .*. Pass missing_ok=True"):
@@ -211,7 +211,7 @@ def test_nothing_there(tmp_path):
         assert list_steps(root) == []
 
 
-def test_folders_without_a_manifest_and_foreign_names_are_skipped(tmp_path):
+def test_uncommitted_and_unrelated_folders_are_skipped(tmp_path):
     handle = save_sharded(tmp_path, train(plain_state(), 1))
     for name in ("step-00000009", "step-00000008.tmp-01234567-01234567", "notes"):
         (tmp_path / name).mkdir()
@@ -223,7 +223,7 @@ def test_folders_without_a_manifest_and_foreign_names_are_skipped(tmp_path):
         load_sharded(tmp_path / "step-00000009", plain_state())
 
 
-def test_a_step_can_be_named(tmp_path):
+def test_step_folder_path_loads_that_step(tmp_path):
     state = train(plain_state(), 1)
     save_sharded(tmp_path, state)
     save_sharded(tmp_path, train(state, 1))
@@ -231,7 +231,7 @@ def test_a_step_can_be_named(tmp_path):
     assert load_sharded(str(tmp_path), plain_state()).step == 2
 
 
-def test_the_description_of_a_step(tmp_path):
+def test_list_steps_describes_each_step(tmp_path):
     state = train(plain_state(), 1)
     first = save_sharded(tmp_path, state)
     second = save_sharded(tmp_path, train(state, 4))
@@ -245,7 +245,7 @@ def test_the_description_of_a_step(tmp_path):
     assert verify(first.path) == one
 
 
-def test_a_step_that_this_process_committed_or_loaded_is_not_written_again(tmp_path):
+def test_already_committed_step_is_not_rewritten(tmp_path):
     state = train(plain_state(), 1)
     assert save_sharded(tmp_path, state).result().written
     manifest = tmp_path / "step-00000001" / "manifest.json"
@@ -258,7 +258,7 @@ def test_a_step_that_this_process_committed_or_loaded_is_not_written_again(tmp_p
     assert save_sharded(tmp_path / "elsewhere", loaded).result().written, "another root does not have it"
 
 
-def test_a_committed_step_that_has_gone_is_written_again(tmp_path):
+def test_committed_step_without_manifest_is_rewritten(tmp_path):
     state = train(plain_state(), 1)
     (save_sharded(tmp_path, state).path / "manifest.json").unlink()
     with pytest.warns(UserWarning, match=r"step-00000001 is not a valid checkpoint and was renamed to step-00000001.aside-"):
@@ -267,7 +267,7 @@ def test_a_committed_step_that_has_gone_is_written_again(tmp_path):
     assert len(names(tmp_path)) == 2, "what was there is kept aside"
 
 
-def test_another_runs_step_is_refused(tmp_path):
+def test_overwriting_step_of_other_run_is_refused(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 1))
     other = train(plain_state(1), 1)
     other.run_context.lineage.run_id = "f" * 32
@@ -280,7 +280,7 @@ def test_another_runs_step_is_refused(tmp_path):
     assert {p: p.read_bytes() for p in (tmp_path / "step-00000001").iterdir()} == content
 
 
-def test_going_back_supersedes_the_later_steps(tmp_path):
+def test_resume_from_earlier_step_supersedes_later_steps(tmp_path):
     state = plain_state()
     for _ in range(3):
         state = train(state, 10)
@@ -300,7 +300,7 @@ def test_going_back_supersedes_the_later_steps(tmp_path):
     assert names(tmp_path) == ["step-00000020", "step-00000021"]
 
 
-def test_going_back_in_one_process_supersedes_its_own_steps(tmp_path):
+def test_resume_in_same_process_supersedes_later_steps(tmp_path):
     state = train(plain_state(), 1)
     save_sharded(tmp_path, state)
     state = train(state, 1)
@@ -312,7 +312,7 @@ def test_going_back_in_one_process_supersedes_its_own_steps(tmp_path):
     assert digest(load_sharded(tmp_path, plain_state()).state) == digest(state)
 
 
-def test_keep_last_keeps_the_last_and_the_one_resumed_from(tmp_path):
+def test_keep_last_also_keeps_resumed_step(tmp_path):
     state = plain_state()
     for _ in range(4):
         state = train(state, 1)
@@ -327,7 +327,7 @@ def test_keep_last_keeps_the_last_and_the_one_resumed_from(tmp_path):
         verify(tmp_path / name)
 
 
-def test_keep_last_leaves_other_runs_alone(tmp_path):
+def test_keep_last_keeps_steps_of_other_runs(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 1))
     state = train(plain_state(1), 2)
     save_sharded(tmp_path, state, keep_last=1)
@@ -335,7 +335,7 @@ def test_keep_last_leaves_other_runs_alone(tmp_path):
     assert names(tmp_path) == ["step-00000001", "step-00000003"]
 
 
-def test_leftovers_of_killed_saves_are_removed_whosever_they_are(tmp_path):
+def test_save_removes_staging_folders_of_all_runs(tmp_path):
     state = train(plain_state(), 1)
     save_sharded(tmp_path, state)
     run = state.run_context.lineage.run_id[:8]
@@ -350,7 +350,7 @@ def test_leftovers_of_killed_saves_are_removed_whosever_they_are(tmp_path):
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
 
 
-def test_other_tools_read_the_tensors(tmp_path):
+def test_safetensors_library_reads_saved_tensors(tmp_path):
     state = train(plain_state(), 2)
     path = save_sharded(tmp_path, state).path
     with safe_open(path / "rank-00000.safetensors", framework="pt") as file:
@@ -384,7 +384,7 @@ UNPLAIN = {
 
 
 @pytest.mark.parametrize(("spoil", "message"), UNPLAIN.values(), ids=UNPLAIN)
-def test_what_is_not_plain_is_refused_before_a_file_is_touched(tmp_path, spoil, message):
+def test_unsupported_values_are_refused_before_writing(tmp_path, spoil, message):
     state, extra = spoil(train(plain_state(), 1))
     with pytest.raises(ConfigError, match=message):
         save_sharded(tmp_path / "root", state, extra=extra)
@@ -400,7 +400,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_a_step_of_another_format_is_refused_by_name(tmp_path, call):
+def test_unsupported_format_version_is_refused(tmp_path, call):
     step = save_sharded(tmp_path, train(plain_state(), 1)).path
     write_of_another_version(step)
     with pytest.raises(
@@ -410,7 +410,7 @@ def test_a_step_of_another_format_is_refused_by_name(tmp_path, call):
         CALLS[call](step)
 
 
-def test_bad_arguments_and_spent_states_are_refused(tmp_path):
+def test_invalid_arguments_and_stale_states_are_refused(tmp_path):
     state = train(plain_state(), 1)
     with pytest.raises(ConfigError, match="keep_last must be"):
         save_sharded(tmp_path, state, keep_last=0)
@@ -430,7 +430,7 @@ def test_a_root_that_is_a_file_is_refused(tmp_path):
         load_sharded(tmp_path / "root", plain_state(), missing_ok=True)
 
 
-def test_relative_paths_and_links_are_the_same_root(tmp_path, monkeypatch):
+def test_relative_and_symlinked_paths_name_same_root(tmp_path, monkeypatch):
     state = train(plain_state(), 1)
     save_sharded(tmp_path / "root", state)
     (tmp_path / "link").symlink_to(tmp_path / "root")
@@ -442,7 +442,7 @@ def test_relative_paths_and_links_are_the_same_root(tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_run_on_a_gpu_resumes_bit_for_bit_and_loads_on_the_cpu(tmp_path, fused):
+def test_gpu_run_resumes_exactly_and_loads_on_cpu(tmp_path, fused):
     def made(device: str) -> TrainState:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(5, 64), nn.Dropout(0.5), nn.Linear(64, 1))
@@ -488,7 +488,7 @@ class Factored(torch.optim.Optimizer):
             }
 
 
-def test_unusual_optimizer_state_comes_back(tmp_path):
+def test_nonstandard_optimizer_state_round_trips(tmp_path):
     made = []
     for seed in (0, 1):
         torch.manual_seed(seed)

@@ -38,12 +38,12 @@ def expected(tensors):
     return plan.header + b"".join(rows)
 
 
-def test_image_is_the_file_byte_for_byte():
+def test_staged_image_equals_file_bytes():
     tensors = some_tensors()
     assert content(StagingPool().acquire(placed(tensors).size, pinned=False), tensors) == expected(tensors)
 
 
-def test_image_does_not_change_with_the_tensors():
+def test_staged_image_is_independent_of_source_tensors():
     tensors = some_tensors()
     image = StagingPool().acquire(placed(tensors).size, pinned=False).fill(placed(tensors), tensors)
     wanted = expected(tensors)
@@ -52,7 +52,7 @@ def test_image_does_not_change_with_the_tensors():
     assert b"".join(bytes(view) for view in image.views(0, image.size)) == wanted
 
 
-def test_memory_is_used_again_also_for_another_layout():
+def test_pool_reuses_memory_for_other_layouts():
     pool, first, other = StagingPool(), some_tensors(), {"only": torch.arange(10.0)}
     buffer = pool.acquire(placed(first).size, pinned=False)
     where = buffer.memory.data_ptr()
@@ -63,13 +63,13 @@ def test_memory_is_used_again_also_for_another_layout():
         assert buffer.memory.data_ptr() == where
 
 
-def test_saves_in_flight_have_memory_of_their_own():
+def test_buffers_in_use_do_not_overlap():
     pool = StagingPool()
     one, other = pool.acquire(100, pinned=False), pool.acquire(100, pinned=False)
     assert abs(one.memory.data_ptr() - other.memory.data_ptr()) >= 100
 
 
-def test_too_small_memory_is_let_go_for_a_larger():
+def test_pool_replaces_small_buffer_by_larger():
     pool = StagingPool()
     pool.release(pool.acquire(100, pinned=False))
     large = pool.acquire(10_000, pinned=False)
@@ -78,6 +78,6 @@ def test_too_small_memory_is_let_go_for_a_larger():
     assert pool.acquire(50, pinned=False) is large
 
 
-def test_memory_begins_at_a_page():
+def test_staging_memory_is_page_aligned():
     pool = StagingPool()
     assert all(pool.acquire(size, pinned=False).memory.data_ptr() % save_thread.PAGE_BYTES == 0 for size in (1, 4097, 10**6))

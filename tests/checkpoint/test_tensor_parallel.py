@@ -131,7 +131,7 @@ def check_loads(written: tuple[Path, dict], ranks, world: int, strategy: str, de
 
 
 @pytest.mark.parametrize(("world", "layout"), [(1, "plain"), (2, "tp alone"), (3, "full_shard"), (4, "replicate tp")])
-def test_what_tensor_parallelism_has_saved_loads_anywhere(written, ranks, world, layout):
+def test_tensor_parallel_checkpoint_loads_into_other_layouts(written, ranks, world, layout):
     check_loads(written, ranks, world, *READERS[world][layout])
 
 
@@ -141,7 +141,7 @@ def test_every_layout_loads_into_every_other(all_written, ranks, world, layout):
     check_loads(all_written, ranks, world, *READERS[world][layout])
 
 
-def test_each_box_is_written_once(written):
+def test_each_shard_is_written_once(written):
     root, found = written
     sizes = []
     for name in found:
@@ -163,7 +163,7 @@ def resumed(root: str, names: list[str]) -> dict:
     return {name: contents(trained(load_sharded(Path(root) / name, begun(*WRITERS[name], seed=1)).state, 2)) for name in names}
 
 
-def test_a_resumed_run_goes_on_bit_for_bit(written, ranks):
+def test_resumed_run_continues_exactly(written, ranks):
     root, found = written
     for result in ranks(4).run(resumed, str(root), list(found)):
         assert result == {name: after for name, (_, after) in found.items()}
@@ -174,7 +174,7 @@ def save_again(root: str, again: str, strategy: str, degrees: dict) -> None:
 
 
 @pytest.mark.parametrize("world", [1, 3])
-def test_what_another_layout_saves_comes_back(written, ranks, tmp_path, world):
+def test_checkpoint_round_trips_through_other_layout(written, ranks, tmp_path, world):
     root, found = written
     ranks(world).run(save_again, str(root / "full_shard tp"), str(tmp_path / "again"), "full_shard", {})
     for result in ranks(4).run(load_all, str(tmp_path), ["again"], "full_shard", {"tp": 2}):
@@ -186,7 +186,7 @@ def drawn_after(root: str, strategy: str, degrees: dict) -> float:
     return torch.rand(()).item()
 
 
-def test_ranks_of_one_batch_draw_alike_after_a_resume_from_another_mesh(written, ranks):
+def test_resume_on_other_mesh_seeds_generators_per_data_rank(written, ranks):
     drawn = ranks(4).run(drawn_after, str(written[0]), "full_shard", {"tp": 4})
     assert len(set(drawn)) == 1
     drawn = ranks(4).run(drawn_after, str(written[0]), "full_shard", {})

@@ -34,12 +34,12 @@ def round_trip(tree):
 
 
 @given(trees)
-def test_a_tree_comes_back_exactly(tree):
+def test_tree_round_trips_exactly(tree):
     # repr tells True from 1, -0.0 from 0.0, tuple from list, and shows NaN, and the order of keys
     assert repr(round_trip(tree)) == repr(tree)
 
 
-def test_tensors_come_back_by_their_path():
+def test_tensors_round_trip_by_path():
     tree = {"a/b": torch.ones(2), "a": {"b": (torch.zeros(3, dtype=torch.bfloat16),), "~": torch.tensor(1)}}
     _, tensors = tree_json.encode(tree, "extra/x")
     assert sorted(tensors) == ["extra/x/a/b/0", "extra/x/a/~0", "extra/x/a~1b"]
@@ -50,7 +50,7 @@ def test_tensors_come_back_by_their_path():
     )
 
 
-def test_kinds_of_dict_and_numpy_floats_come_back_plain():
+def test_dict_subclasses_and_numpy_floats_decode_as_builtins():
     tree = {"o": OrderedDict(b=1, a=2), "c": Counter({5: 2}), "f": np.float64(0.1)}
     assert repr(round_trip(tree)) == "{'o': {'b': 1, 'a': 2}, 'c': {5: 2}, 'f': 0.1}"
 
@@ -89,7 +89,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("tree", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_is_not_plain_is_refused_by_its_path(tree, message):
+def test_unsupported_value_is_refused_by_path(tree, message):
     with pytest.raises(ConfigError, match=message):
         tree_json.encode(tree, "x")
 
@@ -111,12 +111,12 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("values", DAMAGED.values(), ids=DAMAGED)
-def test_values_that_were_not_encoded_are_refused(values):
+def test_invalid_encoded_values_are_refused(values):
     with pytest.raises(CorruptCheckpointError, match="values: x/0"):
         tree_json.decode([values], "x", lambda key, ref: None)
 
 
-def test_values_nested_too_deeply_are_refused():
+def test_deeply_nested_values_are_refused():
     values: list = []
     for _ in range(70):
         values = [values]
@@ -137,18 +137,18 @@ BAD_JSON = {
 
 
 @pytest.mark.parametrize(("data", "message"), BAD_JSON.values(), ids=BAD_JSON)
-def test_json_is_parsed_defensively(data, message):
+def test_invalid_json_is_refused(data, message):
     with pytest.raises(CorruptCheckpointError, match=f"file: .*{message}"):
         strict_json.parse_json(data, "file")
 
 
-def test_json_is_bounded_in_size(monkeypatch):
+def test_oversized_json_is_refused(monkeypatch):
     monkeypatch.setattr(strict_json, "MAX_JSON_BYTES", 10)
     assert strict_json.parse_json(b"[1, 2, 3] ", "file") == [1, 2, 3]
     with pytest.raises(CorruptCheckpointError, match="file: JSON must be at most 10 bytes, got 11"):
         strict_json.parse_json(b"[1, 2, 3]  ", "file")
 
 
-def test_floats_are_stored_in_full():
+def test_floats_round_trip_exactly():
     tree = [0.1, 5e-324, 1.7976931348623157e308, -0.0, math.pi]
     assert [x.hex() for x in round_trip(tree)] == [x.hex() for x in tree]

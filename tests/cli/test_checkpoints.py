@@ -24,7 +24,7 @@ def flip(path, at=0.5):
     path.write_bytes(data)
 
 
-def test_list_tells_each_step_in_the_order_of_commits(checkpoints, root):
+def test_list_shows_steps_in_commit_order(checkpoints, root):
     code, out, err = checkpoints("list", "root")
     head, first, second = out.splitlines()
     assert (code, err) == (0, "")
@@ -33,7 +33,7 @@ def test_list_tells_each_step_in_the_order_of_commits(checkpoints, root):
     assert re.fullmatch(rf"\*  2     {VALID} +1 +valid", second)
 
 
-def test_list_marks_what_was_committed_last_after_going_back(checkpoints, root):
+def test_list_marks_last_committed_step_after_going_back(checkpoints, root):
     manifest = root / "step-00000001" / "manifest.json"
     shutil.rmtree(root / "step-00000001")
     save_sharded(root, train(plain_state(1), 1))
@@ -42,7 +42,7 @@ def test_list_marks_what_was_committed_last_after_going_back(checkpoints, root):
     assert [line.split()[:2] for line in lines[1:]] == [["2", lines[1].split()[1]], ["*", "1"]]
 
 
-def test_list_shows_a_corrupt_manifest_and_that_loading_would_meet_it(checkpoints, root):
+def test_list_shows_corrupt_manifest(checkpoints, root):
     flip(root / "step-00000002" / "manifest.json")
     code, out, err = checkpoints("list", "root")
     assert (code, err) == (0, "")
@@ -50,33 +50,33 @@ def test_list_shows_a_corrupt_manifest_and_that_loading_would_meet_it(checkpoint
     assert re.fullmatch(CORRUPT, out.splitlines()[2])
 
 
-def test_list_says_when_there_is_nothing(checkpoints, root):
+def test_list_reports_empty_root(checkpoints, root):
     (root.parent / "empty").mkdir()
     assert checkpoints("list", "empty") == (0, "no checkpoints in empty\n", "")
 
 
-def test_verify_takes_the_newest_step_of_a_root(checkpoints, root):
+def test_verify_checks_newest_step_of_root(checkpoints, root):
     flip(root / "step-00000001" / "rank-00000.safetensors")
     code, out, err = checkpoints("verify", "--deep", "root")
     assert (code, err) == (0, "")
     assert re.fullmatch(r"step-00000002: ok, [0-9.]+ KiB of 1 rank \(every byte read\)\n", out)
 
 
-def test_verify_takes_a_step(checkpoints, root):
+def test_verify_checks_given_step(checkpoints, root):
     flip(root / "step-00000002" / "manifest.json")
     code, out, _ = checkpoints("verify", "root/step-00000001")
     assert (code, out.startswith("step-00000001: ok, ")) == (0, True)
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.json", "rank-00000.safetensors"])
-def test_verify_deep_finds_a_flipped_bit_and_names_the_file(checkpoints, root, name):
+def test_verify_deep_finds_flipped_bit_and_names_file(checkpoints, root, name):
     flip(root / "step-00000002" / name)
     code, out, err = checkpoints("verify", "root", "--deep")
     assert (code, err) == (1, "")
     assert re.fullmatch(rf"step-00000002: corrupt: {name}: .*\n", out)
 
 
-def test_verify_reads_no_tensor_unless_asked_and_says_so(checkpoints, root):
+def test_verify_reads_no_tensor_data_by_default(checkpoints, root):
     flip(root / "step-00000002" / "rank-00000.safetensors")
     code, out, err = checkpoints("verify", "root")
     assert (code, err) == (0, "")
@@ -84,14 +84,14 @@ def test_verify_reads_no_tensor_unless_asked_and_says_so(checkpoints, root):
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "rank-00000.json"])
-def test_verify_finds_a_flipped_bit_of_what_it_reads(checkpoints, root, name):
+def test_verify_finds_flipped_bit_in_metadata(checkpoints, root, name):
     flip(root / "step-00000002" / name)
     code, out, _ = checkpoints("verify", "root")
     assert code == 1
     assert re.fullmatch(rf"step-00000002: corrupt: {name}: .*\n", out)
 
 
-def test_verify_finds_a_file_that_is_too_short_or_gone(checkpoints, root):
+def test_verify_finds_truncated_or_missing_file(checkpoints, root):
     path = root / "step-00000002" / "rank-00000.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
     assert re.fullmatch(r"step-00000002: corrupt: rank-00000.safetensors: size must be .*\n", checkpoints("verify", "root")[1])
@@ -131,12 +131,12 @@ def test_list_json_has_stable_fields(checkpoints, root):
     assert bad["problem"].startswith("manifest.json: ")
 
 
-def test_list_json_of_nothing_is_an_empty_list(checkpoints, root):
+def test_list_json_of_empty_root_is_empty_list(checkpoints, root):
     (root.parent / "empty").mkdir()
     assert json.loads(checkpoints("list", "empty", "--json")[1]) == {"root": str(root.parent / "empty"), "steps": []}
 
 
-def test_list_says_which_steps_hold_a_model_only(checkpoints, root):
+def test_list_shows_which_steps_hold_only_weights(checkpoints, root):
     save_sharded("weights", train(plain_state(), 3), what="weights")
     for name, expected in (("root", "all"), ("weights", "weights")):
         lines = checkpoints("list", name)[1].splitlines()
@@ -154,21 +154,21 @@ def test_verify_all_has_a_line_for_every_step(checkpoints, root):
     assert checkpoints("verify", "--all", "root")[0] == 0
 
 
-def test_verify_tells_what_cannot_be_read_from_what_is_corrupt(checkpoints, root):
+def test_verify_distinguishes_unreadable_from_corrupt(checkpoints, root):
     write_of_another_version(root / "step-00000002")
     code, out, err = checkpoints("verify", "root/step-00000002")
     assert (code, err) == (1, "")
     assert out.startswith("step-00000002: cannot be read: manifest.json: format version must be 1, got 9")
 
 
-def test_a_step_of_another_format_fails_the_list_in_one_line(checkpoints, root):
+def test_step_of_other_format_version_fails_list_with_one_line(checkpoints, root):
     write_of_another_version(root / "step-00000002")
     code, out, err = checkpoints("list", "root")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith(f"dtrain: {root / 'step-00000002'}: manifest.json: format version must be 1, got 9")
 
 
-def test_a_save_that_was_not_completed_is_refused(checkpoints, root):
+def test_verify_refuses_incomplete_save(checkpoints, root):
     (root / "step-00000002" / "manifest.json").unlink()
     code, out, err = checkpoints("verify", "root/step-00000002")
     assert (code, out) == (1, "")
@@ -177,7 +177,7 @@ def test_a_save_that_was_not_completed_is_refused(checkpoints, root):
 
 
 @pytest.mark.parametrize("command", ["list", "verify"])
-def test_a_root_that_cannot_be_read_is_one_line(checkpoints, root, monkeypatch, command):
+def test_unreadable_root_prints_one_line(checkpoints, root, monkeypatch, command):
     from dtrain import storage
 
     def refuse(path):
@@ -207,7 +207,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_mistake_is_one_line(checkpoints, root, args, expected):
+def test_invalid_arguments_print_one_line(checkpoints, root, args, expected):
     code, out, err = checkpoints(*args)
     assert (code, out) == (2, "")
     assert err.startswith(f"dtrain: checkpoints: {expected}")
@@ -231,19 +231,19 @@ def removed_while_read(root, monkeypatch):
     monkeypatch.setattr(reader, "scan_root", survey)
 
 
-def test_list_does_not_mind_a_step_that_a_run_removes_meanwhile(checkpoints, removed_while_read):
+def test_list_tolerates_step_removed_during_read(checkpoints, removed_while_read):
     code, out, err = checkpoints("list", "root")
     assert (code, err) == (0, "")
     assert re.fullmatch(r"   1 +- +[0-9.]+ KiB .* valid", out.splitlines()[1])
 
 
-def test_verify_does_not_call_a_step_corrupt_that_a_run_removes_meanwhile(checkpoints, removed_while_read):
+def test_verify_reports_step_removed_during_read_as_removed(checkpoints, removed_while_read):
     code, out, err = checkpoints("verify", "root", "--all")
     assert (code, err) == (0, "")
     assert re.fullmatch(r"step-00000001: removed while it was read\nstep-00000002: ok, .*\n", out)
 
 
-def test_nothing_is_changed(checkpoints, root):
+def test_list_and_verify_change_no_files(checkpoints, root):
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in root.rglob("*")}
     checkpoints("list", "root")
     checkpoints("verify", "--all", "--deep", "root")

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from dtrain.cli.output import ByteProgressBar, print_table
 
 
-def test_convert_says_what_it_wrote(checkpoints, root):
+def test_convert_prints_path_and_size(checkpoints, root):
     code, out, err = checkpoints("convert", "root", "hf", "--to", "hf", "--cast", "bf16")
     assert (code, out, err) == (0, f"{root.parent / 'hf'}: 5 tensors, 124 B\n", "")
     assert load_file("hf/model.safetensors")["first.weight"].dtype == torch.bfloat16
@@ -60,7 +60,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("args", "code", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_mistake_is_one_line_and_leaves_nothing(checkpoints, root, args, code, expected):
+def test_convert_failure_prints_one_line_and_leaves_no_output(checkpoints, root, args, code, expected):
     (root.parent / "x.pt").write_bytes(b"")
     (root.parent / "empty").mkdir()
     assert checkpoints("convert", *args)[:2] == (code, "")
@@ -71,7 +71,7 @@ def test_mistake_is_one_line_and_leaves_nothing(checkpoints, root, args, code, e
     assert sorted(os.listdir(root.parent)) == ["empty", "root", "x.pt"]
 
 
-def test_prune_says_what_it_would_remove_and_removes_it(checkpoints, root):
+def test_prune_dry_run_lists_steps_and_prune_removes_them(checkpoints, root):
     before = sorted(os.listdir(root))
     code, out, err = checkpoints("prune", "root", "--keep-last", "1", "--dry-run")
     assert (code, err) == (0, "")
@@ -85,7 +85,7 @@ def test_prune_says_what_it_would_remove_and_removes_it(checkpoints, root):
     assert (root / "step-00000002").exists()
 
 
-def test_prune_mistakes_are_one_line(checkpoints, root):
+def test_prune_invalid_arguments_print_one_line(checkpoints, root):
     for args in (["root", "--keep-last", "0"], ["root/step-00000001", "--keep-last", "1"], ["nope", "--keep-last", "1"]):
         code, out, err = checkpoints("prune", *args)
         assert (code, out, err.count("\n")) == (2, "", 1)
@@ -109,7 +109,7 @@ class Terminal:
         return True
 
 
-def test_a_bar_is_drawn_on_a_terminal_once_it_takes_long():
+def test_progress_bar_is_drawn_on_terminal_after_delay():
     slow, quick = Terminal(), Terminal()
     with ByteProgressBar("comparing", 100, after_s=0, stream=slow) as bar:
         bar.advance(40)
@@ -120,13 +120,13 @@ def test_a_bar_is_drawn_on_a_terminal_once_it_takes_long():
     assert quick.text == ""
 
 
-def test_a_bar_is_not_drawn_into_a_file(tmp_path):
+def test_progress_bar_is_not_drawn_into_file(tmp_path):
     with open(tmp_path / "log", "w") as log, ByteProgressBar("comparing", 100, after_s=0, stream=log) as bar:
         bar.advance(100)
     assert (tmp_path / "log").read_text() == ""
 
 
-def test_a_table_keeps_long_rows_whole_where_no_terminal_is(capsys):
+def test_table_keeps_long_rows_whole_without_terminal(capsys):
     print_table(("name", "size"), [("x" * 500, "1 B"), ("[bold]y", "20 B")], right=(1,))
     head, first, second = capsys.readouterr().out.splitlines()
     assert head.split() == ["name", "size"]
@@ -134,7 +134,7 @@ def test_a_table_keeps_long_rows_whole_where_no_terminal_is(capsys):
     assert second.split() == ["[bold]y", "20", "B"]
 
 
-def test_a_table_fits_a_terminal_and_cannot_steer_it(monkeypatch):
+def test_table_fits_terminal_and_escapes_control_characters(monkeypatch):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
     monkeypatch.setenv("COLUMNS", "40")

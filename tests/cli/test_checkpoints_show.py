@@ -21,7 +21,7 @@ def two_ranks(ranks, tmp_path_factory):
     return ranks(2).run(save_filled, str(tmp_path_factory.mktemp("two") / "root"), "full_shard")[0][0]
 
 
-def test_show_tells_the_step_and_where_each_tensor_is(checkpoints, two_ranks):
+def test_show_prints_step_and_tensor_locations(checkpoints, two_ranks):
     code, out, err = checkpoints("show", two_ranks)
     head, rows = out.split("\n\n")
     first, second, third = head.splitlines()
@@ -58,7 +58,7 @@ def test_show_json_has_every_part(checkpoints, two_ranks):
     }
 
 
-def test_show_escapes_what_a_terminal_would_act_upon(checkpoints, root):
+def test_show_escapes_terminal_control_characters(checkpoints, root):
     save_file({"a\x1b[2J\nb [red]c": torch.ones(2)}, "x.safetensors")
     convert("x.safetensors", "strange", to="dtrain")
     code, out, _ = checkpoints("show", "strange")
@@ -67,7 +67,7 @@ def test_show_escapes_what_a_terminal_would_act_upon(checkpoints, root):
     assert "\x1b" not in out
 
 
-def test_show_refuses_a_corrupt_step_in_one_line(checkpoints, root):
+def test_show_refuses_corrupt_step_with_one_line(checkpoints, root):
     (root / "step-00000002" / "rank-00000.json").write_text("{}")
     code, out, err = checkpoints("show", "root")
     assert (code, out, err.count("\n")) == (1, "", 1)
@@ -78,21 +78,21 @@ def rows_of(out):
     return {line.split()[0]: line for line in out.splitlines()[1:]}
 
 
-def test_diff_of_a_copy_is_nothing(checkpoints, root):
+def test_diff_of_copy_is_equal(checkpoints, root):
     shutil.copytree("root", "copy")
     code, out, err = checkpoints("diff", "root", "copy")
     assert (code, err) == (0, "")
     assert out.startswith("equal: ")
 
 
-def test_diff_of_two_layouts_finds_only_what_ranks_have_of_their_own(checkpoints, two_ranks, ranks, tmp_path):
+def test_diff_of_two_layouts_finds_only_per_rank_values(checkpoints, two_ranks, ranks, tmp_path):
     other = ranks(2).run(save_filled, str(tmp_path / "root"), "replicate")[0][0]
     assert checkpoints("diff", two_ranks, other, "--weights")[0] == 0
     found = json.loads(checkpoints("diff", two_ranks, other, "--json")[1])["differences"]
     assert [row for row in found if not row["key"].startswith("rank-")] == []
 
 
-def test_diff_says_how_many_elements_differ_and_by_how_much(checkpoints, root):
+def test_diff_gives_number_and_size_of_differing_elements(checkpoints, root):
     state = train(plain_state(), 1)
     save_sharded("a", state)
     with torch.no_grad():
@@ -119,7 +119,7 @@ def test_diff_says_how_many_elements_differ_and_by_how_much(checkpoints, root):
     }  # fmt: skip
 
 
-def test_diff_names_what_one_lacks_and_what_has_another_form(checkpoints, root):
+def test_diff_lists_missing_tensors_and_differing_shapes_or_dtypes(checkpoints, root):
     save_file({"a": torch.ones(2), "b": torch.ones(3), "c": torch.ones(2, 2)}, "x.safetensors")
     save_file({"b": torch.ones(4), "c": torch.ones(2, 2, dtype=torch.bfloat16), "d": torch.ones(())}, "y.safetensors")
     code, out, _ = checkpoints("diff", "x.safetensors", "y.safetensors")
@@ -132,7 +132,7 @@ def test_diff_names_what_one_lacks_and_what_has_another_form(checkpoints, root):
     ]
 
 
-def test_diff_compares_a_step_with_a_folder_of_others_by_weights(checkpoints, root):
+def test_diff_compares_weights_of_step_and_hf_folder(checkpoints, root):
     convert("root", "hf", to="hf")
     assert checkpoints("diff", "root", "hf") == (0, "equal: 5 tensors, 0 plain values\n", "")
     weights = load_file("hf/model.safetensors")
@@ -142,7 +142,7 @@ def test_diff_compares_a_step_with_a_folder_of_others_by_weights(checkpoints, ro
     assert list(rows_of(out)) == ["last.bias"]
 
 
-def test_diff_does_not_compare_corrupt_bytes(checkpoints, root):
+def test_diff_refuses_corrupt_data(checkpoints, root):
     path = root / "step-00000002" / "rank-00000.safetensors"
     data = bytearray(path.read_bytes())
     data[-5] ^= 1
@@ -161,7 +161,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_mistake_is_one_line(checkpoints, root, args, expected):
+def test_invalid_arguments_print_one_line(checkpoints, root, args, expected):
     code, out, err = checkpoints(*args)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"dtrain: checkpoints: {expected}")
@@ -179,7 +179,7 @@ def on_a_server(root):
     storage.remove_folder(there)
 
 
-def test_roots_on_servers_are_read_as_well(checkpoints, on_a_server):
+def test_roots_on_servers_are_readable(checkpoints, on_a_server):
     code, out, err = checkpoints("list", on_a_server, "--json")
     assert (code, err) == (0, "")
     assert [(step["path"], step["valid"]) for step in json.loads(out)["steps"]] == [
@@ -191,7 +191,7 @@ def test_roots_on_servers_are_read_as_well(checkpoints, on_a_server):
     assert checkpoints("diff", on_a_server, "root")[0] == 0
 
 
-def test_diff_of_one_state_of_several(checkpoints, root):
+def test_diff_compares_selected_state(checkpoints, root):
     for name, seed in (("two", 1), ("other", 2)):
         save_sharded(name, {"maker": plain_state(), "judge": plain_state(seed)})
     assert checkpoints("diff", "two", "other", "--state", "maker")[0] == 0

@@ -37,13 +37,13 @@ COMPRESSED = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".zst": zst
 
 
 @pytest.mark.parametrize("suffix", COMPRESSED)
-def test_json_lines_are_samples_whatever_they_are_compressed_with(here, suffix):
+def test_json_lines_are_read_with_any_compression(here, suffix):
     (here / f"a.jsonl{suffix}").write_bytes(COMPRESSED[suffix](LINES))
     assert read(f"a.jsonl{suffix}") == ROWS
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
-def test_compressed_lines_that_are_cut_short_are_one_error(here, suffix):
+def test_truncated_compressed_file_raises_one_line_error(here, suffix):
     content = COMPRESSED[suffix](LINES * 1000)
     (here / f"a.jsonl{suffix}").write_bytes(content[:-9])
     with pytest.raises(DataError, match=rf"^a\.jsonl{suffix}: \S.*$"):
@@ -51,33 +51,33 @@ def test_compressed_lines_that_are_cut_short_are_one_error(here, suffix):
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".zst"])
-def test_what_is_not_compressed_is_one_error(here, suffix):
+def test_uncompressed_file_with_compressed_suffix_raises_error(here, suffix):
     (here / f"a.jsonl{suffix}").write_bytes(LINES)
     with pytest.raises(DataError, match=rf"^a\.jsonl{suffix}: \S.*$"):
         read(f"a.jsonl{suffix}")
 
 
-def test_two_compressed_frames_are_one_file(here):
+def test_concatenated_compressed_frames_are_read_as_one_file(here):
     for suffix in (".gz", ".bz2", ".zst"):
         whole = COMPRESSED[suffix](LINES) + COMPRESSED[suffix](LINES)
         (here / f"a.jsonl{suffix}").write_bytes(whole)
         assert read(f"a.jsonl{suffix}") == ROWS * 2, suffix
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(here):
+def test_byte_order_mark_is_skipped(here):
     (here / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + LINES)
     (here / "a.txt").write_bytes(b"\xef\xbb\xbfeins\n")
     assert read("a.jsonl", "a.txt") == [*ROWS, {"text": "eins"}]
 
 
-def test_line_ends_of_any_system_and_empty_lines_are_no_samples(here):
+def test_crlf_and_empty_lines_are_skipped(here):
     (here / "a.jsonl").write_bytes(b'{"a": 1}\r\n\r\n\n  \n{"a": 2}')
     (here / "a.txt").write_bytes(b"eins\r\n\nzwei")
     assert read("a.jsonl") == [{"a": 1}, {"a": 2}]
     assert read("a.txt") == [{"text": "eins"}, {"text": "zwei"}]
 
 
-def test_separated_values_are_text(here):
+def test_csv_and_tsv_values_are_text(here):
     with open("a.csv", "w", newline="") as file:
         csv.writer(file).writerows([["text", "label"], ['with "quotes", and\na line', "1"], ["", "2"]])
     (here / "a.tsv").write_text("\ufefftext\tlabel\n'x\t1\n\n")
@@ -85,7 +85,7 @@ def test_separated_values_are_text(here):
     assert read("a.tsv") == [{"text": "'x", "label": "1"}]
 
 
-def test_a_field_of_a_table_may_be_as_long_as_a_document(here):
+def test_csv_field_size_is_unlimited(here):
     before = csv.field_size_limit()
     with open("long.csv", "w") as file:
         file.write("text,label\n" + "x" * 200_000 + ",1\n")
@@ -93,7 +93,7 @@ def test_a_field_of_a_table_may_be_as_long_as_a_document(here):
     assert csv.field_size_limit() == before
 
 
-def test_parquet_rows_are_samples(here):
+def test_parquet_rows_are_read_as_samples(here):
     arrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet
 
@@ -101,7 +101,7 @@ def test_parquet_rows_are_samples(here):
     assert read("a.parquet") == ROWS
 
 
-def test_a_folder_that_save_to_disk_wrote_is_read_in_its_own_order(here):
+def test_save_to_disk_folder_is_read_in_its_stored_order(here):
     arrow = pytest.importorskip("pyarrow")
     folder = here / "set" / "train"
     folder.mkdir(parents=True)
@@ -120,7 +120,7 @@ def test_a_folder_that_save_to_disk_wrote_is_read_in_its_own_order(here):
         read("set/train")
 
 
-def test_a_document_is_a_file(here):
+def test_documents_kind_reads_each_file_as_one_sample(here):
     (here / "a.txt").write_bytes(b"eins\nzwei\n")
     (here / "b.py").write_bytes(b"\xff")
     assert read("a.txt", kind="documents") == [{"text": "eins\nzwei\n"}]
@@ -129,7 +129,7 @@ def test_a_document_is_a_file(here):
         read("b.py", kind="documents")
 
 
-def test_files_of_a_folder_are_taken_in_the_order_of_their_names(here):
+def test_folder_files_are_sorted_by_name(here):
     for name in ("b/1.png", "a/2.png", "a/10.png", ".hidden/x.png", ".x.png"):
         (here / "set" / name).parent.mkdir(parents=True, exist_ok=True)
         (here / "set" / name).write_bytes(name.encode())
@@ -137,7 +137,7 @@ def test_files_of_a_folder_are_taken_in_the_order_of_their_names(here):
     assert read("set", kind="files") == [{"name": name, "data": name.encode()} for name in names]
 
 
-def test_a_folder_gives_the_files_whose_names_tell_how_to_read_them(here):
+def test_folder_selects_files_by_suffix(here):
     os.makedirs("set/below")
     (here / "set" / "README.md").write_text("no data")
     (here / "set" / "below" / "a.jsonl").write_bytes(LINES)
@@ -145,7 +145,7 @@ def test_a_folder_gives_the_files_whose_names_tell_how_to_read_them(here):
     assert read("set") == [*ROWS, {"text": "drei"}]
 
 
-def test_a_pattern_crosses_folders_and_a_file_of_that_name_comes_first(here):
+def test_recursive_glob_matches_and_literal_file_name_takes_precedence(here):
     os.makedirs("x/y")
     (here / "x/y/a.txt").write_text("eins")
     (here / "x/b.txt").write_text("zwei")
@@ -167,7 +167,7 @@ WRONG_SOURCES = {
 
 
 @pytest.mark.parametrize(("sources", "kind", "expected"), WRONG_SOURCES.values(), ids=WRONG_SOURCES)
-def test_a_source_that_cannot_be_is_refused(here, sources, kind, expected):
+def test_invalid_source_is_refused(here, sources, kind, expected):
     os.mkdir("empty")
     os.mkdir("others")
     (here / "others" / "x.bin").write_bytes(b"")
@@ -191,7 +191,7 @@ BAD_CONTENT = {
 
 
 @pytest.mark.parametrize(("name", "content", "expected"), BAD_CONTENT.values(), ids=BAD_CONTENT)
-def test_content_that_cannot_be_read_is_one_line_that_says_where(here, name, content, expected):
+def test_unreadable_content_raises_one_line_error_with_location(here, name, content, expected):
     if name.endswith(".parquet"):
         pytest.importorskip("pyarrow")
     (here / name).write_bytes(content)
@@ -199,7 +199,7 @@ def test_content_that_cannot_be_read_is_one_line_that_says_where(here, name, con
         read(name)
 
 
-def test_columns_are_picked_and_text_is_read_as_the_number_that_it_stands_for():
+def test_select_columns_converts_text_to_numbers():
     rows = [{"a": "1", "b": "0.5", "c": "x"}]
     assert list(select_columns(rows, {"b": "float32", "a": "int", "c": "str"})) == [{"b": 0.5, "a": 1, "c": "x"}]
     assert list(select_columns(rows, {"a": None})) == [{"a": "1"}]
@@ -213,6 +213,6 @@ def test_columns_are_picked_and_text_is_read_as_the_number_that_it_stands_for():
         pytest.param({"a": "uint8"}, "sample 0: column 'a' holds 'x', which is not int", id="no number"),
     ],
 )
-def test_a_sample_without_what_was_chosen_is_an_error(chosen, expected):
+def test_sample_without_selected_column_raises_error(chosen, expected):
     with pytest.raises(DataError, match=expected):
         list(select_columns([{"a": "x"}], chosen))

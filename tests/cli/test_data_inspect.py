@@ -34,7 +34,7 @@ def names(folder):
     return sorted(name for name in os.listdir(folder) if name != "index.json")
 
 
-def test_inspect_says_what_the_index_says(data, shards):
+def test_inspect_prints_index_summary(data, shards):
     code, out, err = data("inspect", "shards")
     lines = out.splitlines()
     count = len(names(shards))
@@ -45,7 +45,7 @@ def test_inspect_says_what_the_index_says(data, shards):
     assert lines[3:] == ["digests  sha1, xxh64", "", "column  encoding", "text    str", "tokens  ndarray:uint16:12"]
 
 
-def test_inspect_reads_the_index_only_unless_it_is_asked_for_more(data, shards):
+def test_inspect_reads_only_the_index_by_default(data, shards):
     for name in names(shards):
         (shards / name).unlink()
     assert data("inspect", "shards", "--shards")[0] == 0
@@ -55,7 +55,7 @@ def test_inspect_reads_the_index_only_unless_it_is_asked_for_more(data, shards):
     assert "shard.00000.mds.zstd: is missing" in err
 
 
-def test_head_shows_the_first_samples(data, shards):
+def test_head_prints_first_samples(data, shards):
     out = data("inspect", "shards", "--head", "2")[1]
     assert out.endswith(
         "sample 0\n  text: 'row 0'\n  tokens: uint16 [12]: 0 1 2 3 4 5 6 7 ...\n\n"
@@ -89,13 +89,13 @@ def test_json_has_stable_fields(data, shards):
     assert found["bytes"] == sum((shards / name).stat().st_size for name in names(shards))
 
 
-def test_verify_reads_everything_and_says_so(data, shards):
+def test_verify_compares_all_digests_and_decodes_all_samples(data, shards):
     code, out, _ = data("inspect", "shards", "--verify")
     assert (code, out.splitlines()[-1]) == (0, "ok: every digest compared, every sample decoded")
     assert json.loads(data("inspect", "shards", "--verify", "--json")[1])["problems"] == []
 
 
-def test_verify_does_not_call_what_has_no_digest_compared(data, tmp_path, monkeypatch):
+def test_verify_reports_shards_without_digests(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_shards(ROWS[:3], "shards", format="mds", columns=COLUMNS, hashes=())
     out = data("inspect", "shards", "--verify")[1]
@@ -115,7 +115,7 @@ DAMAGE = {
 
 @pytest.mark.parametrize("compression", [None, "zstd"])
 @pytest.mark.parametrize(("harm", "expected"), DAMAGE.values(), ids=DAMAGE)
-def test_verify_names_every_shard_that_is_damaged(data, tmp_path, monkeypatch, compression, harm, expected):
+def test_verify_names_every_damaged_shard(data, tmp_path, monkeypatch, compression, harm, expected):
     monkeypatch.chdir(tmp_path)
     write_shards(ROWS, "shards", format="mds", columns=COLUMNS, compression=compression, size_limit=500)
     files = names("shards")
@@ -130,7 +130,7 @@ def test_verify_names_every_shard_that_is_damaged(data, tmp_path, monkeypatch, c
     assert [each["file"] for each in json.loads(data("inspect", "shards", "--verify", "--json")[1])["problems"]] == files[0:3:2]
 
 
-def test_verify_finds_a_sample_that_cannot_be_decoded(data, tmp_path, monkeypatch):
+def test_verify_finds_undecodable_sample(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_shards([{"text": "aaaa"}, {"text": "bbbb"}], "shards", format="mds", hashes=())
     path = tmp_path / "shards" / "shard.00000.mds"
@@ -140,7 +140,7 @@ def test_verify_finds_a_sample_that_cannot_be_decoded(data, tmp_path, monkeypatc
     assert "shard.00000.mds: sample 1 cannot be decoded: UnicodeDecodeError: " in out
 
 
-def test_what_would_run_code_is_refused_until_it_is_allowed(data, tmp_path, monkeypatch):
+def test_pickled_column_is_refused_unless_allowed(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_shards([{"x": {1, 2}}], "shards", format="mds", columns={"x": "pkl"})
     assert pickle.dumps({1, 2})  # what is in it
@@ -150,7 +150,7 @@ def test_what_would_run_code_is_refused_until_it_is_allowed(data, tmp_path, monk
     assert data("inspect", "shards", "--verify", "--head", "1", "--allow-pickle")[:2][0] == 0
 
 
-def test_a_folder_without_an_index_is_counted(data, tmp_path, monkeypatch):
+def test_folder_without_index_is_counted(data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text('{"a": 1}\n{"a": 2}\n')
@@ -161,7 +161,7 @@ def test_a_folder_without_an_index_is_counted(data, tmp_path, monkeypatch):
     assert data("inspect", "a.jsonl")[1].startswith(f"{tmp_path / 'a.jsonl'}: jsonl in 1 shard")
 
 
-def test_a_dataset_on_a_server_is_shown_and_verified(data):
+def test_remote_dataset_is_inspected_and_verified(data):
     root = "memory://data-inspect/shards"
     write_shards(ROWS, root, format="mds", columns=COLUMNS, size_limit=500)
     try:
@@ -174,7 +174,7 @@ def test_a_dataset_on_a_server_is_shown_and_verified(data):
         storage.remove_folder(storage.resolve_path(root))
 
 
-def test_nothing_is_changed(data, shards):
+def test_inspect_changes_no_files(data, shards):
     before = {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in shards.rglob("*")}
     data("inspect", "shards", "--verify", "--head", "3")
     assert {path: (path.stat().st_mtime_ns, path.stat().st_size) for path in shards.rglob("*")} == before
@@ -194,7 +194,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_line(data, shards, args, expected):
+def test_invalid_arguments_print_one_line(data, shards, args, expected):
     (shards.parent / "empty").mkdir()
     code, out, err = data("inspect", *args)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -213,11 +213,11 @@ VALUES = {
 
 
 @pytest.mark.parametrize(("value", "expected"), VALUES.values(), ids=VALUES)
-def test_a_value_is_one_short_line(value, expected):
+def test_sample_value_is_formatted_as_short_line(value, expected):
     assert format_sample_value(value) == expected
 
 
-def test_a_standard_output_that_is_closed_is_no_error(data, shards, monkeypatch):
+def test_closed_stdout_is_no_error(data, shards, monkeypatch):
     monkeypatch.setattr("sys.stdout", None)  # as Python has it then
     code, _, err = data("inspect", "shards", "--shards", "--head", "1")
     assert (code, err) == (0, "")

@@ -31,7 +31,7 @@ def samples(url, **options):
 
 @pytest.mark.parametrize("form", ["mds", "jsonl", "parquet"])
 @pytest.mark.parametrize("compression", [None, "zstd:7", "gz"])
-def test_what_is_written_is_what_was_read(data, here, form, compression):
+def test_written_samples_equal_input(data, here, form, compression):
     more = [] if compression is None else ["--compression", compression]
     code, out, err = data("write", "rows.jsonl", "out", "--format", form, "--size-limit", "300", *more)
     assert (code, err) == (0, "")
@@ -40,7 +40,7 @@ def test_what_is_written_is_what_was_read(data, here, form, compression):
     assert len([name for name in os.listdir("out") if name != "index.json"]) > 1
 
 
-def test_lines_become_a_text_dataset_and_a_tar(data, here):
+def test_text_lines_are_written_as_text_and_tar(data, here):
     (here / "lines.txt").write_text("eins\nzwei\n")
     assert data("write", "lines.txt", "out", "--format", "text")[0] == 0
     assert samples("out") == [{"text": "eins"}, {"text": "zwei"}]
@@ -49,13 +49,13 @@ def test_lines_become_a_text_dataset_and_a_tar(data, here):
     assert [(sample["txt"], sample["cls"]) for sample in samples("tar")] == [("eins", 1), ("zwei", 2)]
 
 
-def test_a_dataset_of_shards_is_a_source(data, here):
+def test_sharded_dataset_is_accepted_as_source(data, here):
     assert data("write", "rows.jsonl", "first", "--size-limit", "300")[0] == 0
     assert data("write", "first", "second", "--format", "jsonl", "--compression", "gz")[0] == 0
     assert samples("second") == ROWS
 
 
-def test_columns_of_a_table_are_chosen_and_get_their_encodings(data, here):
+def test_table_columns_are_selected_with_encodings(data, here):
     (here / "table.csv").write_text("a,b,c\n1,0.5,x\n2,0.25,y\n")
     assert data("write", "table.csv", "out", "--columns", "c,a:uint8,b:float32")[0] == 0
     assert samples("out") == [{"c": "x", "a": 1, "b": 0.5}, {"c": "y", "a": 2, "b": 0.25}]
@@ -67,14 +67,14 @@ def test_columns_of_a_table_are_chosen_and_get_their_encodings(data, here):
     }
 
 
-def test_digests_are_those_that_were_asked_for(data, here):
+def test_hash_option_selects_digests(data, here):
     for name, asked in (("usual", None), ("two", "xxh64,sha256"), ("none", "none")):
         assert data("write", "rows.jsonl", name, *([] if asked is None else ["--hash", asked]))[0] == 0
         (shard,) = json.loads((here / name / "index.json").read_text())["shards"]
         assert sorted(shard["raw_data"]["hashes"]) == {"usual": ["xxh64"], "two": ["sha256", "xxh64"], "none": []}[name]
 
 
-def test_documents_become_windows_of_tokens(data, here):
+def test_documents_are_packed_into_token_windows(data, here):
     (here / "a.py").write_bytes(b"abcdef\xff")
     (here / "b.py").write_bytes(b"gh")
     tokens = ["--tokenizer", "bytes", "--concat", "4", "--from", "documents", "--end", "\n"]
@@ -92,7 +92,7 @@ def found_bytes(folder):
     return format_bytes(sum(os.path.getsize(f"{folder}/{name}") for name in os.listdir(folder) if name != "index.json"))
 
 
-def test_text_of_another_column_becomes_windows_in_any_format(data, here):
+def test_text_column_is_packed_into_token_windows_in_any_format(data, here):
     (here / "rows.csv").write_text("id,body\n1,abcd\n2,efgh\n")
     for form, column in (("jsonl", "tokens"), ("parquet", "tokens"), ("tar", "tokens.npy")):
         tokens = ["--tokenizer", "bytes", "--concat", "3", "--text", "body", "--format", form]
@@ -100,7 +100,7 @@ def test_text_of_another_column_becomes_windows_in_any_format(data, here):
         assert [bytes(list(sample[column])) for sample in samples(form)] == [b"abc", b"def"]
 
 
-def test_json_says_what_was_written(data, here):
+def test_json_output_describes_written_dataset(data, here):
     (here / "a.txt").write_text("abcdef")
     done = json.loads(data("write", "rows.jsonl", "out", "--json")[1])
     assert {"path": str(here / "out"), "format": "mds", "samples": 40, "shards": 1}.items() <= done.items()
@@ -109,7 +109,7 @@ def test_json_says_what_was_written(data, here):
     assert {"samples": 1, "documents": 1, "tokens": 6, "left_out": 2}.items() <= done.items()
 
 
-def test_it_is_written_to_a_server_and_read_from_one(data, here):
+def test_dataset_is_written_to_and_read_from_server(data, here):
     storage_root = "memory://data-write/rows"
     try:
         assert data("write", "rows.jsonl", f"{storage_root}/source", "--format", "jsonl")[0] == 0
@@ -119,7 +119,7 @@ def test_it_is_written_to_a_server_and_read_from_one(data, here):
         storage.remove_folder(storage.resolve_path(storage_root))
 
 
-def test_a_folder_that_has_a_dataset_is_refused_and_stays_as_it_is(data, here):
+def test_existing_dataset_is_refused_and_unchanged(data, here):
     assert data("write", "rows.jsonl", "out")[0] == 0
     before = {name: (here / "out" / name).read_bytes() for name in os.listdir("out")}
     code, out, err = data("write", "rows.jsonl", "out")
@@ -128,14 +128,14 @@ def test_a_folder_that_has_a_dataset_is_refused_and_stays_as_it_is(data, here):
     assert {name: (here / "out" / name).read_bytes() for name in os.listdir("out")} == before
 
 
-def test_a_folder_that_is_not_empty_is_refused(data, here):
+def test_nonempty_folder_is_refused(data, here):
     code, out, err = data("write", "rows.jsonl", ".")
     assert (code, out) == (2, "")
     assert err.startswith(f"dtrain: data: write: {here}: is not empty (there is 'rows.jsonl'). ")
     assert os.listdir(here) == ["rows.jsonl"]
 
 
-def test_a_source_that_breaks_off_leaves_no_dataset(data, here):
+def test_invalid_source_line_leaves_no_index(data, here):
     with open("rows.jsonl", "a") as file:
         file.write('{"text": \n')
     code, out, err = data("write", "rows.jsonl", "out", "--size-limit", "300")
@@ -144,7 +144,7 @@ def test_a_source_that_breaks_off_leaves_no_dataset(data, here):
     assert not (here / "out" / "index.json").exists()
 
 
-def test_ctrl_c_leaves_no_dataset_and_the_same_command_writes_it_then(data, here, monkeypatch):
+def test_ctrl_c_leaves_no_dataset_and_command_can_be_repeated(data, here, monkeypatch):
     from dtrain.storage import local
 
     open_file, begun = local.os.open, []
@@ -204,7 +204,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_line_and_leaves_nothing(data, here, args, expected):
+def test_invalid_arguments_print_one_line_and_write_nothing(data, here, args, expected):
     code, out, err = data("write", *args)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith(f"dtrain: data: write: {expected}")
@@ -219,7 +219,7 @@ WRONG_SAMPLES = {
 
 
 @pytest.mark.parametrize(("content", "args", "expected"), WRONG_SAMPLES.values(), ids=WRONG_SAMPLES)
-def test_a_sample_that_does_not_fit_is_one_line(data, here, content, args, expected):
+def test_invalid_sample_prints_one_line(data, here, content, args, expected):
     (here / "rows.jsonl").write_text(content)
     code, out, err = data("write", "rows.jsonl", "out", *args)
     assert (code, out, err.count("\n")) == (1, "", 1)
@@ -227,11 +227,11 @@ def test_a_sample_that_does_not_fit_is_one_line(data, here, content, args, expec
     assert not (here / "out" / "index.json").exists()
 
 
-def test_commas_of_a_shape_do_not_end_a_column():
+def test_column_shape_can_contain_commas():
     assert parse_columns("--columns", ["x:ndarray:uint8:2,3,y:int", "z"]) == {"x": "ndarray:uint8:2,3", "y": "int", "z": None}
 
 
-def test_what_the_options_cost_to_refuse_is_no_import_of_torch(here):
+def test_refused_arguments_import_no_torch(here):
     import subprocess
     import sys
 

@@ -25,7 +25,7 @@ def launch(folder, port, *options, code):
 
 
 @pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_ranks_run_under_torchs_agent_and_their_code_is_kept(tmp_path, port, code):
+def test_ranks_run_under_torch_elastic_agent_with_its_exit_code(tmp_path, port, code):
     done = launch(tmp_path, port, "--run-dir", "here", code=code)
     assert done.returncode == code, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line.startswith("[rank "))
@@ -36,7 +36,7 @@ def test_ranks_run_under_torchs_agent_and_their_code_is_kept(tmp_path, port, cod
 
 
 @pytest.mark.parametrize("option", ["--hang-timeout", "--log-ranks"])
-def test_what_torchs_agent_cannot_do_is_refused(tmp_path, port, option):
+def test_unsupported_elastic_options_are_refused(tmp_path, port, option):
     done = launch(tmp_path, port, option, "1", code=0)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert option in done.stderr

@@ -41,7 +41,7 @@ def env(tmp_path):
     return run
 
 
-def test_json_tells_the_facts_and_the_findings(env):
+def test_json_holds_facts_and_findings(env):
     result = env("--json", RANK="0", HF_TOKEN="s3cret", MY_PASSWORD="s3cret", NCCL_DEBUG="WARN")
     told = json.loads(result.stdout)
     assert (result.returncode, result.stderr) == (1, "")
@@ -57,7 +57,7 @@ def test_json_tells_the_facts_and_the_findings(env):
     assert expected in told["findings"]
 
 
-def test_text_is_one_fact_per_line_then_the_findings(env):
+def test_text_lists_facts_then_findings(env):
     result = env(RANK="0", HF_TOKEN="s3cret")
     assert (result.returncode, result.stderr) == (1, "")
     known, found = result.stdout.split("\n\n")
@@ -77,7 +77,7 @@ def test_text_is_one_fact_per_line_then_the_findings(env):
     ],
     ids=["sound", "warning", "error"],
 )
-def test_only_an_error_fails_the_command(monkeypatch, capsys, variables, code, last):
+def test_exit_code_is_nonzero_only_for_errors(monkeypatch, capsys, variables, code, last):
     monkeypatch.setattr(env_facts, "collect_machine_facts", lambda: with_variables(**variables))
     assert env_command(as_json=False) == code
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
@@ -92,20 +92,20 @@ def test_only_an_error_fails_the_command(monkeypatch, capsys, variables, code, l
     ],
     ids=["import error", "crash", "exit"],
 )
-def test_broken_torch_is_a_finding(env, torch, problem):
+def test_broken_torch_is_reported_as_finding(env, torch, problem):
     result = env(torch=torch)
     assert (result.returncode, result.stderr) == (1, "")
     assert f"error: torch: cannot be used: {problem}" in result.stdout
 
 
-def test_the_command_itself_imports_no_torch(env):
+def test_env_command_imports_no_torch_itself(env):
     code = "import sys; from dtrain.cli.main import run\ntry: run()\nfinally: print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code, "env"], capture_output=True, text=True, timeout=180)
     assert result.stdout.endswith("\nFalse\n")
     assert "collectives: gloo" in result.stdout  # so the real torch was asked
 
 
-def test_table_of_a_machine_with_gpus():
+def test_facts_of_machine_with_gpus_are_formatted():
     lines = format_facts(with_gpus(OMP_NUM_THREADS="4"))
     assert "torch       2.13.0+cu128, for CUDA 12.8, /lib/torch; collectives: gloo, nccl 2.28.9; 8 threads" in lines
     assert "gpus        2, 2 usable by torch" in lines
@@ -115,7 +115,7 @@ def test_table_of_a_machine_with_gpus():
     assert "variable    OMP_NUM_THREADS=4" in lines
 
 
-def test_table_of_a_machine_with_limits():
+def test_facts_of_machine_with_limits_are_formatted():
     hardware = SOUND.hardware
     limited = replace(
         SOUND,
@@ -141,6 +141,6 @@ def test_table_of_a_machine_with_limits():
     assert "host        box: does not resolve" in lines
 
 
-def test_warnings_of_torch_are_told():
+def test_torch_warnings_are_printed():
     told = format_facts(with_gpus(replace(CUDA_TORCH, warnings=("driver too old",))))
     assert "            it warns: driver too old" in told

@@ -208,35 +208,35 @@ WRONG = {
 
 
 @pytest.mark.parametrize("facts", HEALTHY.values(), ids=HEALTHY)
-def test_nothing_is_found_when_nothing_is_wrong(facts):
+def test_sound_machine_has_no_findings(facts):
     assert check_machine(facts) == []
 
 
 @pytest.mark.parametrize(("facts", "expected"), WRONG.values(), ids=WRONG)
-def test_one_line_is_found_when_one_thing_is_wrong(facts, expected):
+def test_single_problem_gives_one_finding(facts, expected):
     (found,) = map(str, check_machine(facts))
     assert found.startswith(expected)
     assert "; " in found  # and what to do
     assert "\n" not in found
 
 
-def test_every_rule_is_in_the_table():
+def test_every_rule_has_a_failing_case():
     assert [rule.__name__ for rule in RULES if not any(list(rule(facts)) for facts, _ in WRONG.values())] == []
 
 
 @pytest.mark.parametrize(
     ("limits", "todo"), [((256, 4096), "ulimit -n 1024"), ((256, 512), "ulimit -n 512"), ((256, 256), "ask")]
 )
-def test_open_files_can_be_raised_as_far_as_advised(limits, todo):
+def test_open_files_finding_respects_hard_limit(limits, todo):
     (found,) = check_machine(with_hardware(open_files=limits))
     assert found.do.startswith(todo)
 
 
-def test_errors_come_first():
+def test_errors_are_listed_before_warnings():
     facts = replace(SOUND, addresses={"box": ()}, interfaces=(ETHERNET,))  # of two rules, the first of which warns
     assert [finding.level for finding in check_machine(facts)] == ["error", "warning"]
 
 
-def test_torch_that_is_not_installed_is_said_once():
+def test_missing_torch_is_reported_once():
     facts = replace(with_packages(Package(name="torch", version=None, at_least="2.11")), torch=None, torch_problem="no torch")
     assert [finding.what for finding in check_machine(facts)] == ["packages: torch is not installed"]

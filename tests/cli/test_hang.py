@@ -8,7 +8,7 @@ from dtrain import launch_protocol
 from dtrain.cli.main import _invoke
 
 
-def test_what_was_written_down_is_shown(tmp_path, capsys):
+def test_hang_command_shows_recorded_stacks(tmp_path, capsys):
     path = launch_protocol.stacks_file(tmp_path, 0)
     path.parent.mkdir()
     path.write_text('Thread 0x01 (most recent call first):\n  File "/home/me/loop.py", line 12 in train\n')
@@ -26,7 +26,7 @@ def test_what_was_written_down_is_shown(tmp_path, capsys):
         pytest.param("", "dtrain: hang: '{folder}' has no records of ranks", id="nothing-there"),
     ],
 )
-def test_refusal_is_one_line_and_exit_code_2(tmp_path, capsys, below, says):
+def test_refused_hang_command_prints_one_line_and_exits_2(tmp_path, capsys, below, says):
     assert _invoke(["hang", str(tmp_path / below)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(says.format(folder=tmp_path))

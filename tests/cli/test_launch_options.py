@@ -60,7 +60,7 @@ def planned(launch, *args: str) -> LaunchPlan:
     return plan
 
 
-def test_plain_command_line_is_a_plan_with_the_defaults(launch, here):
+def test_minimal_command_line_gives_default_plan(launch, here):
     plan = planned(launch, "-n", "2", "good.py", "--lr", "1")
     assert (plan.target.kind, plan.target.name, plan.target.args) == ("script", "good.py", ("--lr", "1"))
     assert plan.layout == NodeLayout.one_node(2)
@@ -101,12 +101,12 @@ SPELLINGS = {
 
 
 @pytest.mark.parametrize("spellings", SPELLINGS.values(), ids=SPELLINGS)
-def test_spellings_of_an_option_mean_the_same(launch, spellings):
+def test_option_spellings_are_equivalent(launch, spellings):
     plans = [planned(launch, *given, "--run-dir", "r", "good.py") for given in spellings]
     assert all(plan == plans[0] for plan in plans)
 
 
-def test_command_line_for_composers_launcher_is_taken_as_it_is(launch, here):
+def test_composer_command_line_is_accepted(launch, here):
     given = "-n 2 --world_size 2 --base_rank 0 --node_rank 0 --master_addr 127.0.0.1 --master_port 29400"
     given += " --run_directory r --stdout log-{rank} --stderr err-{local_rank} -v -m"
     plan, _, err = launch(*given.split(), "package.train", "--lr", "1")
@@ -125,7 +125,7 @@ MODES = {
 
 
 @pytest.mark.parametrize("row", MODES.values(), ids=MODES)
-def test_mode_says_what_is_run(launch, row):
+def test_mode_options_select_target_kind(launch, row):
     kind, name, *spellings = row
     for given in spellings:
         plan = planned(launch, *given, name, "-c", "--version")
@@ -148,11 +148,11 @@ TAKEN = {
 
 
 @pytest.mark.parametrize(("given", "name", "value"), TAKEN.values(), ids=TAKEN)
-def test_option_reaches_the_plan(launch, given, name, value):
+def test_option_sets_plan_field(launch, given, name, value):
     assert getattr(planned(launch, *given, "good.py"), name) == value
 
 
-def test_options_of_the_output_reach_the_plan(launch):
+def test_output_options_set_output_plan(launch):
     output = planned(launch, "-n", "16", "--log-ranks", "0,8-9", "--prefix", "{host} ", "good.py").output
     assert (output.shown, output.prefix) == (frozenset({0, 8, 9}), "{host} ")
     assert planned(launch, "-n", "2", "--log-ranks", "all", "good.py").output.shown == {0, 1}
@@ -219,7 +219,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
-def test_wrong_value_is_one_line_and_leaves_nothing_behind(launch, here, given, message):
+def test_invalid_value_prints_one_line_and_creates_nothing(launch, here, given, message):
     before = sorted(os.listdir(here))
     plan, out, err = launch(*given)
     assert (plan, out, err.count("\n")) == (None, "", 1)
@@ -229,12 +229,12 @@ def test_wrong_value_is_one_line_and_leaves_nothing_behind(launch, here, given, 
 
 
 @pytest.mark.parametrize("text", ["", "x", "1.5", "1e3", "0x2", "²", "1_0", "9" * 30, "0", "-1", "257"])
-def test_number_of_ranks_is_a_decimal_integer_in_range(text):
+def test_nproc_must_be_decimal_integer_in_range(text):
     with pytest.raises(ConfigError, match="-n must be an integer from 1 to 256"):
         parse_nproc(text, gpus=0)
 
 
-def test_verbose_is_one_line_about_the_plan(launch):
+def test_verbose_prints_plan_in_one_line(launch):
     _, out, err = launch("-n", "2", "-v", "--grace", "3", "--run-dir", "r", "good.py", "two words", "a\nb\x1b[2J")
     assert (out, err.count("\n")) == ("", 1)
     assert err.startswith("dtrain: launch: ranks 0-1 of 2: python good.py 'two words' ")
@@ -246,7 +246,7 @@ def test_version_needs_no_script(launch):
     assert launch("--version")[1].startswith("dtrain ")
 
 
-def test_help_is_grouped_with_one_spelling_of_each_option_and_examples(launch):
+def test_help_groups_options_and_gives_examples(launch):
     _, out, err = launch("-h")
     assert err == ""
     headings = [line for line in out.splitlines() if line.endswith(":") and not line.startswith(" ")]
@@ -258,7 +258,7 @@ def test_help_is_grouped_with_one_spelling_of_each_option_and_examples(launch):
     assert max(map(len, out.partition("Examples:")[0].splitlines())) <= 80
 
 
-def test_arguments_reach_the_script_byte_for_byte(here):
+def test_script_arguments_are_passed_byte_for_byte(here):
     odd = [b"--help", b"\xff\xfe", b"$HOME", b"~", b"*", b"", b"a b", b"'\"", b"new\nline", "ü€".encode(), b"--", b"-m", b"-n"]
     odd += [b"7", b"--version", b"-h", b"\n"]
     (here / "show.py").write_text("import os, sys; open('seen', 'wb').write(b'\\0'.join(map(os.fsencode, sys.argv[1:])))")
@@ -293,14 +293,14 @@ def test_shell_completes_options_and_scripts(here, monkeypatch, capsys, line, ex
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_script_for_completion_is_printed_for_a_named_shell(monkeypatch, capsys, shell):
+def test_show_completion_prints_script_for_shell(monkeypatch, capsys, shell):
     monkeypatch.setattr(sys, "argv", ["dtrain", "--show-completion", shell])
     with pytest.raises(SystemExit, match="0"):
         run()
     assert f"complete_{shell}" in capsys.readouterr().out
 
 
-def test_unknown_shell_is_one_line(monkeypatch, capsys):
+def test_unknown_shell_prints_one_line(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["dtrain", "--show-completion", "ksh"])
     with pytest.raises(SystemExit, match="2"):
         run()

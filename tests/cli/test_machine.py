@@ -22,13 +22,13 @@ def write(root, files):
     return root
 
 
-def test_shared_memory_is_none_where_there_is_none(tmp_path):
+def test_shm_size_is_none_without_dev_shm(tmp_path):
     assert machine.read_shm_bytes(tmp_path) is None
     (tmp_path / "dev/shm").mkdir(parents=True)
     assert machine.read_shm_bytes(tmp_path) > 0
 
 
-def test_hardware_counts_device_files_and_names_the_system(tmp_path):
+def test_hardware_counts_gpu_device_files_and_names_os(tmp_path):
     files = {
         "proc/meminfo": "MemTotal: 2 kB\nMemAvailable: 1 kB\n",
         "etc/os-release": 'NAME="X"\nPRETTY_NAME="Debian GNU/Linux 12"\n',
@@ -58,7 +58,7 @@ SMI = {
 
 
 @pytest.mark.parametrize(("said", "listed", "problem"), SMI.values(), ids=SMI)
-def test_gpus_as_nvidia_smi_tells_them(said, listed, problem):
+def test_nvidia_smi_output_is_parsed(said, listed, problem):
     assert machine.parse_gpus(said, 0) == machine.Gpus(listed=listed, device_files=0, problem=problem)
 
 
@@ -76,12 +76,12 @@ def test_ipv6_addresses_by_interface(tmp_path):
     assert addresses.read_ipv6_addresses(tmp_path / "no ipv6") == {}
 
 
-def test_names_resolve_or_have_no_address():
+def test_resolve_names_gives_no_address_for_unknown_name():
     found = machine.resolve_names(["127.0.0.1", "no-such-host.invalid", "." * 3])
     assert found == {"127.0.0.1": ("127.0.0.1",), "no-such-host.invalid": (), "...": ()}
 
 
-def test_a_name_server_that_does_not_answer_is_not_waited_for(monkeypatch):
+def test_resolve_names_does_not_wait_for_unresponsive_name_server(monkeypatch):
     answered, before = threading.Event(), set(threading.enumerate())
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(60) and [])
     assert machine.resolve_names(["slow"], timeout_s=0.05) == {"slow": ()}
@@ -102,7 +102,7 @@ REQUIREMENTS = {
 
 
 @pytest.mark.parametrize(("line", "expected"), REQUIREMENTS.items())
-def test_requirements_are_read(line, expected):
+def test_requirements_are_parsed(line, expected):
     assert env_facts.parse_requirements([line, "pytest>=8; extra == 'test'"]) == [expected]
 
 
@@ -122,14 +122,14 @@ def test_too_old_compares_releases(version, at_least, too_old):
     assert Package(name="x", version=version, at_least=at_least).too_old is too_old
 
 
-def test_packages_are_those_of_the_metadata():
+def test_packages_are_taken_from_metadata():
     found = {package.name: package for package in env_facts.check_packages()}
     assert found["torch"].at_least == "2.11"
     assert found["torch"].version.startswith("2.")
     assert "pytest" not in found
 
 
-def test_packages_are_known_without_metadata(monkeypatch):
+def test_packages_have_fallback_without_metadata(monkeypatch):
     def none(name):
         raise env_facts.metadata.PackageNotFoundError(name)
 
@@ -154,23 +154,23 @@ PROBED = {
 
 
 @pytest.mark.parametrize(("said", "expected"), PROBED.values(), ids=PROBED)
-def test_what_the_probe_said_is_facts_or_one_line(said, expected):
+def test_probe_output_is_parsed_as_facts_or_problem(said, expected):
     assert env_facts.parse_probe_output(said) == expected
 
 
-def test_a_program_that_hangs_is_killed():
+def test_hanging_program_is_killed():
     process = start_query([sys.executable, "-c", "import time; time.sleep(60)"])
     assert read_output(process, timeout_s=0.05) == CommandOutput(code=None, out="", err="")
     with process.stdout, process.stderr:
         assert process.wait(timeout=60) == -9
 
 
-def test_bytes_that_are_no_text_do_no_harm():
+def test_invalid_utf8_output_is_replaced():
     said = read_output(start_query([sys.executable, "-c", "import os; os.write(2, b'\\xff end'); exit(3)"]), timeout_s=60)
     assert (said.code, said.out, said.last_line) == (3, "", "\ufffd end")
 
 
-def test_values_are_shown_only_of_harmless_variables():
+def test_only_harmless_variables_are_shown_with_values():
     environ = {"RANK": "1", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "PATH": "/bin", "MY_NCCL_KEY": "x", "http_proxy": "u:p@h"}
     assert machine.visible_variables(environ) == {"NCCL_DEBUG": "INFO", "RANK": "1"}
     assert machine.hidden_variable_names(environ) == ("HF_TOKEN", "http_proxy")

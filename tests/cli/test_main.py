@@ -17,19 +17,19 @@ def dtrain_command(*args, cwd=None, code="from dtrain.cli.main import run; run()
     return subprocess.run([sys.executable, "-c", code, *args], cwd=cwd, capture_output=True, text=True, timeout=90)
 
 
-def test_command_alone_lists_the_commands():
+def test_command_without_arguments_lists_commands():
     result = dtrain_command()
     assert (result.returncode, result.stderr) == (0, "")
     assert result.stdout.startswith("Usage: dtrain ")
     assert " launch " in result.stdout
 
 
-def test_version():
+def test_version_option_prints_version():
     result = dtrain_command("--version")
     assert (result.returncode, result.stdout, result.stderr) == (0, f"dtrain {dtrain.__version__}\n", "")
 
 
-def test_module_form_is_the_same_command():
+def test_module_invocation_equals_command():
     result = subprocess.run([sys.executable, "-m", "dtrain", "--version"], capture_output=True, text=True, timeout=90)
     assert result.stdout == f"dtrain {dtrain.__version__}\n"
 
@@ -71,7 +71,7 @@ def called(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_mistake_is_one_line_and_starts_nothing(tmp_path, monkeypatch, called, args, expected):
+def test_invalid_arguments_print_one_line_and_start_nothing(tmp_path, monkeypatch, called, args, expected):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "good.py").write_text("open('started', 'w')")
     (tmp_path / "bad.py").write_text("def f(:\n")
@@ -85,7 +85,7 @@ def test_mistake_is_one_line_and_starts_nothing(tmp_path, monkeypatch, called, a
     assert sorted(os.listdir(tmp_path)) == before
 
 
-def test_mistake_reaches_the_shell_as_exit_code_2(tmp_path):
+def test_invalid_arguments_exit_with_code_2(tmp_path):
     result = dtrain_command("launch", "nope.py", cwd=tmp_path)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
 
@@ -149,7 +149,7 @@ USAGE = {
 
 
 @pytest.mark.parametrize(("args", "expected", "command"), USAGE.values(), ids=USAGE)
-def test_usage_error_is_one_line_at_every_level(called, args, expected, command):
+def test_usage_error_prints_one_line_at_every_level(called, args, expected, command):
     code, out, err = called(*args)
     assert (code, out) == (2, "")
     assert err.startswith(f"dtrain: {expected}")
@@ -184,7 +184,7 @@ HELP = {
 
 @pytest.mark.parametrize("flag", ["-h", "--help"])
 @pytest.mark.parametrize(("args", "begin", "words"), HELP.values(), ids=HELP)
-def test_help_at_every_level(called, args, begin, words, flag):
+def test_help_is_available_at_every_level(called, args, begin, words, flag):
     code, out, err = called(*args, flag)
     assert (code, err) == (0, "")
     assert out.startswith(begin)
@@ -193,20 +193,20 @@ def test_help_at_every_level(called, args, begin, words, flag):
 
 
 @pytest.mark.parametrize("args", [["--version"], ["--help"], ["checkpoints"]])
-def test_an_output_that_is_full_is_one_line(args):
+def test_full_output_device_prints_one_line(args):
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "dtrain", *args]
         result = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=90)
     assert (result.returncode, result.stderr) == (1, "dtrain: [Errno 28] No space left on device\n")
 
 
-def test_a_path_that_is_too_long_is_one_line():
+def test_too_long_path_prints_one_line():
     result = dtrain_command("checkpoints", "list", "x" * 5000)
     assert (result.returncode, result.stdout, result.stderr.count("\n")) == (1, "", 1)
     assert result.stderr.startswith("dtrain: [Errno 36] File name too long: ")
 
 
-def test_checkpoints_alone_prints_its_help(called):
+def test_checkpoints_without_command_prints_help(called):
     code, out, _ = called("checkpoints")
     assert (code, out.startswith("Usage: dtrain checkpoints ")) == (0, True)
 
@@ -227,7 +227,7 @@ LIGHT = (
 
 
 @pytest.mark.parametrize("args", LIGHT)
-def test_command_line_imports_nothing_heavy(tmp_path, args):
+def test_command_line_imports_no_heavy_modules(tmp_path, args):
     (tmp_path / "good.py").write_text("import sys; assert 'torch' not in sys.modules")
     names = HEAVY + SLOW * (args[0] == "launch")
     code = f"""
@@ -245,6 +245,6 @@ finally:
     assert result.returncode == (2 if args[-1].startswith("nope") else 0)
 
 
-def test_heavy_imports_would_be_seen():
+def test_heavy_import_check_detects_asyncio():
     result = dtrain_command(code=f"import sys, asyncio; print([name for name in {HEAVY} if name in sys.modules])")
     assert result.stdout == "['asyncio']\n"

@@ -70,7 +70,7 @@ def loops(tmp_path_factory):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_loop_learns_on_two_ranks(loops, task):
+def test_template_loop_learns_on_two_ranks(loops, task):
     folder, printed = loops
     length, better = LENGTHS[task]
     found = ended(printed[task])
@@ -84,7 +84,7 @@ def test_a_loop_learns_on_two_ranks(loops, task):
         assert (out / "made.pgm").read_bytes()[:13] == b"P5 64 64 255 "
 
 
-def test_a_loop_that_is_over_says_how_good_it_is_on_other_ranks_too(loops, monkeypatch, capsys):
+def test_finished_loop_prints_same_result_on_other_rank_count(loops, monkeypatch, capsys):
     folder, printed = loops
     monkeypatch.chdir(folder)
     monkeypatch.setattr(sys, "argv", ["my_blank.py", "--until", LENGTHS["blank"][0]])
@@ -97,7 +97,7 @@ def test_a_loop_that_is_over_says_how_good_it_is_on_other_ranks_too(loops, monke
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
-def test_a_stopped_loop_ends_with_the_same_weights(new, task):
+def test_stopped_loop_resumes_to_same_weights(new, task):
     new("loop.py", "--task", task)
     loop = Path("loop.py").read_text()
     stopping = loop.replace("dt.should_stop(state)", "dt.should_stop(state) or state.step == 13")
@@ -113,7 +113,7 @@ def test_a_stopped_loop_ends_with_the_same_weights(new, task):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("task", TASKS)
-def test_a_whole_loop_runs_as_it_is(new, task):
+def test_template_loop_runs_unchanged(new, task):
     new("loop.py", "--task", task)
     done = run("-m", "dtrain", "launch", "-n", "2", "--run-dir", "runs/loop", "loop.py")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -125,7 +125,7 @@ def test_a_whole_loop_runs_as_it_is(new, task):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_loop_is_short_and_of_public_names(new, task):
+def test_template_loop_is_short_and_uses_public_names(new, task):
     new("loop.py", "--task", task)
     source = Path("loop.py").read_text()
     lines = source.splitlines()
@@ -139,7 +139,7 @@ def test_a_loop_is_short_and_of_public_names(new, task):
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_a_loop_is_clean_where_ruff_is(new, task):
+def test_template_loop_passes_ruff(new, task):
     if shutil.which("ruff") is None:
         pytest.skip("ruff is not installed; nox -s lint has it")
     new("loop.py", "--task", task)
@@ -150,7 +150,7 @@ def test_a_loop_is_clean_where_ruff_is(new, task):
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_the_file_speaks_of_itself_and_the_next_command_is_printed(new, tmp_path):
+def test_written_file_names_itself_and_run_command_is_printed(new, tmp_path):
     (tmp_path / "my runs").mkdir()
     code, out, err = new("my runs/train-2.py")
     assert (code, err) == (0, "")
@@ -161,7 +161,7 @@ def test_the_file_speaks_of_itself_and_the_next_command_is_printed(new, tmp_path
     assert not re.search(r"\bloop\.py|runs/loop", source)
 
 
-def test_blank_is_what_is_written_by_default(new, tmp_path):
+def test_default_task_is_blank(new, tmp_path):
     new("a.py")
     new("b.py", "--task", "blank")
     assert (tmp_path / "a.py").read_text().replace("a.py", "b.py").replace("runs/a", "runs/b") == (
@@ -169,7 +169,7 @@ def test_blank_is_what_is_written_by_default(new, tmp_path):
     ).read_text()
 
 
-def test_a_file_that_is_there_stays_unless_forced(new, tmp_path):
+def test_existing_file_is_kept_unless_forced(new, tmp_path):
     (tmp_path / "loop.py").write_text("mine")
     code, out, err = new("loop.py")
     assert (code, out, (tmp_path / "loop.py").read_text()) == (2, "", "mine")
@@ -205,7 +205,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_one_line_and_writes_nothing(new, tmp_path, args, expected):
+def test_invalid_arguments_print_one_line_and_write_nothing(new, tmp_path, args, expected):
     (tmp_path / "folder.py").mkdir()
     code, out, err = new(*args)
     assert (code, out, err.count("\n")) == (2, "", 1)
@@ -215,20 +215,20 @@ def test_a_mistake_is_one_line_and_writes_nothing(new, tmp_path, args, expected)
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_folder_that_cannot_be_written_is_one_line(new, tmp_path):
+def test_unwritable_folder_prints_one_line(new, tmp_path):
     (tmp_path / "closed").mkdir(mode=0o500)
     code, _, err = new("closed/loop.py")
     assert code == 1
     assert err == "dtrain: new: 'closed/loop.py' cannot be written: Permission denied. Choose another path.\n"
 
 
-def test_a_full_disk_is_one_line(new, tmp_path):
+def test_full_disk_prints_one_line(new, tmp_path):
     (tmp_path / "loop.py").symlink_to("/dev/full")
     code, _, err = new("loop.py", "--force")
     assert (code, err) == (1, "dtrain: new: 'loop.py' cannot be written: No space left on device. Choose another path.\n")
 
 
-def test_transformers_is_asked_for_where_it_is_missing(new, monkeypatch):
+def test_missing_transformers_is_reported_with_install_command(new, monkeypatch):
     monkeypatch.setattr("dtrain.cli.new.find_spec", lambda name: None)
     assert 'first:  pip install "dtrain[hf]"  (transformers is not installed here)' in new("loop.py", "--task", "finetune")[1]
     assert "pip install" not in new("other.py", "--task", "lm")[1]
@@ -260,14 +260,14 @@ def test_help_lists_the_tasks(new):
     assert [word for word in ("LOOP", "--force", "Exit codes: ", "Examples:") if word not in out] == []
 
 
-def test_every_task_has_a_template_and_every_template_a_task():
+def test_every_task_has_a_template_and_vice_versa():
     from importlib.resources import files
 
     names = {path.name for path in files("dtrain.cli").joinpath("templates").iterdir()}
     assert names == {f"{task}.py.txt" for task in TASKS}
 
 
-def test_the_command_imports_no_torch(tmp_path):
+def test_new_command_imports_no_torch(tmp_path):
     code = "import sys; sys.argv = ['dtrain', 'new', 'loop.py']\nfrom dtrain.cli.main import run\n"
     code += "try:\n    run()\nfinally:\n    print(sorted({'torch', 'numpy', 'transformers'} & set(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=PATIENCE_S)

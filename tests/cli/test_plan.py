@@ -30,7 +30,7 @@ def plan(command_line, monkeypatch, tmp_path):
     sys.modules.pop("cli_model", None)
 
 
-def test_comparison_is_a_line_for_each_strategy(plan):
+def test_comparison_prints_one_line_per_strategy(plan):
     code, out, err = plan("cli_model.py:workload", "--world", "8", "--memory", "64KiB", "--checkpoint", "none")
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -39,7 +39,7 @@ def test_comparison_is_a_line_for_each_strategy(plan):
     assert [line.split()[0] for line in lines[3:6]] == ["replicate", "shard_grad_op", "full_shard"]
 
 
-def test_one_strategy_is_shown_in_detail(plan):
+def test_single_strategy_is_printed_in_detail(plan):
     code, out, _ = plan("cli_model.py:workload", "--world", "512", "--strategy", "full_shard", "--memory", "64KiB")
     assert code == 0
     for begin in (
@@ -54,7 +54,7 @@ def test_one_strategy_is_shown_in_detail(plan):
         assert any(line.startswith(begin) for line in out.splitlines()), begin
 
 
-def test_json_has_bytes_and_adds_up(plan):
+def test_json_uses_bytes_and_sums_match(plan):
     code, out, _ = plan(
         "cli_model:workload", "--world", "2", "--strategy", "replicate", "--json", "--seq", "16", "--arg", "width=32"
     )
@@ -67,7 +67,7 @@ def test_json_has_bytes_and_adds_up(plan):
     assert only["sent"] == sum(each["sent"] for each in only["traffic"])
 
 
-def test_memory_without_room_for_a_sample_is_code_1(plan):
+def test_insufficient_memory_for_one_sample_exits_1(plan):
     code, out, _ = plan("cli_model.py:workload", "--world", "2", "--strategy", "replicate", "--memory", "1KiB")
     assert code == 1
     assert "Not one sample fits: it takes" in out
@@ -111,7 +111,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_mistake_is_one_line(plan, args, expected):
+def test_invalid_arguments_print_one_line(plan, args, expected):
     code, out, err = plan(*args)
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("dtrain: ")
@@ -122,17 +122,17 @@ SIZES = {"80GiB": 80 * 2**30, "80 GB": 80 * 10**9, "1.5KiB": 1536, "512MiB": 2**
 
 
 @pytest.mark.parametrize(("text", "size"), SIZES.items(), ids=SIZES)
-def test_memory_has_a_unit(text, size):
+def test_memory_option_accepts_units(text, size):
     assert parse_memory("plan", "--memory", text) == size
 
 
 @pytest.mark.parametrize("text", ["", "80", "1.5", "GiB", "0GiB", "-1GiB", "80 G", "1e3GiB", "nanGiB"])
-def test_memory_without_one_is_refused(text):
+def test_memory_option_without_unit_is_refused(text):
     with pytest.raises(ConfigError, match=r"plan: --memory must (be a size such as|have a unit, got)"):
         parse_memory("plan", "--memory", text)
 
 
-def test_arguments_are_literals_or_words():
+def test_factory_arguments_are_parsed_as_literals_or_strings():
     assert parse_factory_arguments(["a=1", "b=0.5", "c=relu", "d=(1, 2)", "e=None", "f="]) == {
         "a": 1,
         "b": 0.5,

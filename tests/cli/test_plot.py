@@ -53,7 +53,7 @@ def plot(command_line, monkeypatch, tmp_path):
     sys.modules.pop("plotted_loop", None)
 
 
-def test_a_schedule_is_sketched_in_the_terminal(plot):
+def test_schedule_is_plotted_in_terminal(plot):
     code, out, err = plot("schedule", "plotted_loop.py:schedule", "--steps", "11")
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -66,36 +66,36 @@ def test_a_schedule_is_sketched_in_the_terminal(plot):
 
 
 @pytest.mark.parametrize("steps", ["100", "1_00", "1e2"])
-def test_a_function_that_makes_schedules_is_called(plot, steps):
+def test_schedule_factory_function_is_called(plot, steps):
     code, out, _ = plot("schedule", "plotted_loop:make", "--steps", steps)
     assert code == 0
     assert [line for line in out.splitlines() if line.endswith(":")] == ["lr, steps 0 to 99:", "decay, steps 0 to 99:"]
     assert "0.1 |****" in out
 
 
-def test_a_schedule_may_be_any_function_of_a_number(plot):
+def test_plain_function_is_accepted_as_schedule(plot):
     assert plot("schedule", "plotted_loop.py:by_hand", "--steps", "3")[0] == 0
 
 
-def test_what_is_counted_is_said(plot):
+def test_plot_title_names_counted_unit(plot):
     assert plot("schedule", "plotted_loop.py:by_tokens", "--steps", "1e6")[1].startswith("by_tokens, tokens 0 to 999999:\n")
 
 
 @pytest.mark.parametrize(("suffix", "begin"), [("png", b"\x89PNG"), ("pdf", b"%PDF"), ("svg", b"<?xml")])
-def test_a_picture_is_written_where_it_is_asked_for(plot, tmp_path, suffix, begin):
+def test_output_option_writes_image(plot, tmp_path, suffix, begin):
     assert plot("schedule", "plotted_loop.py:make", "--steps", "100", "--output", f"lr.{suffix}") == (0, "", "")
     assert (tmp_path / f"lr.{suffix}").read_bytes().startswith(begin)
 
 
 @pytest.mark.parametrize(("columns", "widest"), [("40", 40), ("80", 80), ("200", 80)])
-def test_a_sketch_is_as_wide_as_the_terminal_at_most(plot, monkeypatch, columns, widest):
+def test_text_plot_fits_terminal_width(plot, monkeypatch, columns, widest):
     monkeypatch.setenv("COLUMNS", columns)
     code, out, _ = plot("schedule", "plotted_loop.py:tiny", "--steps", "1000")
     assert (code, max(len(line) for line in out.splitlines())) == (0, widest)
     assert out.splitlines()[1].endswith("*"), "the last step is there"
 
 
-def test_the_group_alone_shows_its_commands(plot):
+def test_plot_without_command_lists_commands(plot):
     code, out, _ = plot()
     assert code == 0
     assert "  schedule " in out
@@ -168,7 +168,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("args", "code", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_mistake_is_one_line(plot, args, code, expected):
+def test_invalid_arguments_print_one_line(plot, args, code, expected):
     found, out, err = plot("schedule", *args)
     assert (found, out, err.count("\n")) == (code, "", 1)
     assert err.startswith(f"dtrain: {expected}")
@@ -181,11 +181,11 @@ def test_help_imports_neither_torch_nor_matplotlib():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90).stdout == "[]\n"
 
 
-def test_a_flat_curve_is_one_line():
+def test_constant_curve_is_drawn_as_one_line():
     assert draw_text_plot([0, 5], [0.25, 0.25], width=14, height=8) == "0.25 |********\n     +--------\n      0      5"
 
 
-def test_the_highest_value_is_at_the_top_and_the_lowest_at_the_bottom():
+def test_text_plot_draws_maximum_at_top_and_minimum_at_bottom():
     lines = draw_text_plot(list(range(8)), [2.0, 1.0, 1.0, 1.0, 0.0, 1.0, 1.0, 1.0], width=13, height=5).splitlines()
     assert lines[0] == "  2 |*"
     assert lines[2] == "  1 | *** ***"

@@ -18,7 +18,7 @@ def report(command_line, monkeypatch, tmp_path):
     return command_line("report")
 
 
-def test_a_page_and_ten_lines(report, tmp_path):
+def test_report_writes_page_and_prints_summary(report, tmp_path):
     code, out, err = report("gpt")
     assert (code, err) == (0, "")
     lines = out.splitlines()
@@ -32,13 +32,13 @@ def test_a_page_and_ten_lines(report, tmp_path):
     assert sorted(os.listdir(tmp_path / "gpt")) == ["attempts", "ledger", "metrics.jsonl", "report.html"]
 
 
-def test_the_page_goes_where_it_is_told(report, tmp_path):
+def test_output_option_sets_path_of_page(report, tmp_path):
     assert report("gpt", "--output", "page.html", "--quiet") == (0, "page.html\n", "")
     assert (tmp_path / "page.html").is_file()
     assert not (tmp_path / "gpt" / "report.html").exists()
 
 
-def test_json_is_the_model(report, tmp_path):
+def test_json_prints_report_data(report, tmp_path):
     code, out, err = report("gpt", "--json")
     found = json.loads(out)
     assert (code, err, found["format"], found["runs"][0]["attempts"][1]["lost_steps"]) == (0, "", 2, 20)
@@ -57,14 +57,14 @@ def test_several_runs_are_compared(report, tmp_path):
     assert (tmp_path / "report.html").is_file()
 
 
-def test_a_damaged_run_is_shown_with_what_is_missing(report, tmp_path):
+def test_damaged_run_is_reported_with_missing_parts(report, tmp_path):
     (tmp_path / "gpt" / "ledger" / "rank-00001.jsonl").unlink()
     code, out, _ = report("gpt")
     assert code == 0
     assert "missing: attempt 1: nothing from rank 1 of 2; means are over those there (and 2 more, in the report)" in out
 
 
-def test_a_folder_with_nothing_readable_exits_with_1(report, tmp_path):
+def test_unreadable_folder_exits_with_1(report, tmp_path):
     (tmp_path / "dust").mkdir()
     (tmp_path / "dust" / "metrics.jsonl").write_bytes(b"\x00" * 100)
     code, out, err = report("dust")
@@ -73,7 +73,7 @@ def test_a_folder_with_nothing_readable_exits_with_1(report, tmp_path):
     assert (tmp_path / "dust" / "report.html").is_file()
 
 
-def test_names_with_control_characters_are_escaped(report, tmp_path):
+def test_control_characters_in_names_are_escaped(report, tmp_path):
     write_run(tmp_path / "red\x1b[31m", [Part(begin=0, end=40)])
     code, out, _ = report("red\x1b[31m")
     assert code == 0
@@ -81,7 +81,7 @@ def test_names_with_control_characters_are_escaped(report, tmp_path):
     assert r"red\x1b[31m: done" in out
 
 
-def test_without_plotly_the_summary_is_printed_and_the_extra_is_named(report, tmp_path, monkeypatch):
+def test_missing_plotly_prints_summary_and_names_extra(report, tmp_path, monkeypatch):
     monkeypatch.setattr("dtrain.cli.report.find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     code, out, err = report("gpt")
@@ -113,7 +113,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("args", "code", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_mistake_is_one_line(report, args, code, expected):
+def test_invalid_arguments_print_one_line(report, args, code, expected):
     found, out, err = report(*args)
     assert (found, out, err.count("\n")) == (code, "", 1)
     assert err.startswith(f"dtrain: {expected}")

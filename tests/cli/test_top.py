@@ -31,7 +31,7 @@ def top(command_line, monkeypatch, tmp_path):
     return command_line("top")
 
 
-def test_once_prints_plain_text(top, tmp_path):
+def test_once_option_prints_plain_text(top, tmp_path):
     write_run(tmp_path / "gpt", KILLED_TWICE, straggler=1)
     code, out, err = top("gpt", "--once")
     lines = out.splitlines()
@@ -45,17 +45,17 @@ def test_once_prints_plain_text(top, tmp_path):
     assert lines[-1].endswith("rank 0  save  step=1000 blocked_s=0.4")
 
 
-def test_nothing_there_yet(top):
+def test_missing_run_prints_waiting_message(top):
     assert top("gpt", "--once") == (0, "no data yet: waiting for gpt\n", "")
 
 
-def test_without_a_terminal_it_prints_once(top, tmp_path):
+def test_output_without_terminal_prints_once(top, tmp_path):
     write_run(tmp_path / "gpt", [Part(begin=0, end=100)], ledger=False)
     code, out, err = top("gpt")
     assert (code, err, out.splitlines()[0]) == (0, "", "gpt  step 100  (no ledger)")
 
 
-def test_a_run_is_followed_as_it_grows(tmp_path):
+def test_live_run_is_updated_as_it_grows(tmp_path):
     folder = tmp_path / "gpt"
     live = LiveRun(folder)
     assert live.refresh(END).ranks == []
@@ -80,7 +80,7 @@ def test_a_run_is_followed_as_it_grows(tmp_path):
     assert now.unreadable == 0
 
 
-def test_metrics_that_are_rotated_are_followed(tmp_path):
+def test_rotated_metrics_are_followed(tmp_path):
     path = tmp_path / run_layout.METRICS
     runs_made.append(path, [{"step": 1, "loss": 1.0}])
     live = LiveRun(tmp_path)
@@ -90,7 +90,7 @@ def test_metrics_that_are_rotated_are_followed(tmp_path):
     assert str(live.refresh(END).metrics) == "{'loss': nan}"
 
 
-def test_the_step_is_what_was_logged_in_this_attempt(tmp_path):
+def test_step_is_last_logged_step_of_current_attempt(tmp_path):
     folder, live = tmp_path / "gpt", LiveRun(tmp_path / "gpt")
     write_run(folder, [Part(begin=0, end=100, reason=None)])
     record = {"step": 130, "time": END + 10, "loss": 1.0}
@@ -104,7 +104,7 @@ def test_the_step_is_what_was_logged_in_this_attempt(tmp_path):
 
 
 @pytest.mark.parametrize(("width", "height"), [(120, 40), (80, 24), (40, 12), (20, 8)])
-def test_a_narrow_terminal_is_not_overrun(tmp_path, width, height):
+def test_screen_fits_narrow_terminal(tmp_path, width, height):
     from rich.console import Console
 
     write_run(tmp_path / "gpt", [Part(begin=0, end=100, ranks=32)])
@@ -143,7 +143,7 @@ def on_a_terminal(tmp_path, monkeypatch):
     os.close(its)
 
 
-def test_it_follows_on_a_terminal_until_the_run_ends(on_a_terminal, tmp_path):
+def test_terminal_display_follows_run_until_it_ends(on_a_terminal, tmp_path):
     process, wait_for = on_a_terminal
     wait_for(b"no data yet")
     write_run(tmp_path / "gpt", [Part(begin=0, end=100)])
@@ -151,7 +151,7 @@ def test_it_follows_on_a_terminal_until_the_run_ends(on_a_terminal, tmp_path):
     assert process.wait(60) == 0
 
 
-def test_ctrl_c_leaves_the_terminal_clean(on_a_terminal):
+def test_ctrl_c_restores_terminal(on_a_terminal):
     process, wait_for = on_a_terminal
     wait_for(b"no data yet")
     process.send_signal(signal.SIGINT)
@@ -160,7 +160,7 @@ def test_ctrl_c_leaves_the_terminal_clean(on_a_terminal):
     assert b"Traceback" not in seen
 
 
-def test_ctrl_c_at_the_very_beginning_shows_the_cursor_again(tmp_path, monkeypatch):
+def test_ctrl_c_during_first_refresh_shows_cursor_again(tmp_path, monkeypatch):
     from rich.live import Live as Screen
 
     def interrupted(self):
@@ -188,6 +188,6 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("args", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_mistake_is_one_line(top, tmp_path, args, expected):
+def test_invalid_arguments_print_one_line(top, tmp_path, args, expected):
     (tmp_path / "file").write_text("")
     assert top(*args) == (2, "", f"dtrain: {expected}\n")

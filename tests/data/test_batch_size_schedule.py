@@ -26,7 +26,7 @@ def batches(source: dt.Loader, until="2ep") -> list[list[int]]:
     return [batch.tolist() for batch in source.until(until)]
 
 
-def test_batches_have_the_scheduled_sizes_and_each_sample_comes_once_an_epoch():
+def test_scheduled_batch_sizes_cover_each_sample_once_per_epoch():
     found = batches(loader())
     sizes = [len(batch) for batch in found]
     assert sizes == [3, 3, 4, 4, 5, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 6], "each epoch's last batch is what is left of it"
@@ -34,7 +34,7 @@ def test_batches_have_the_scheduled_sizes_and_each_sample_comes_once_an_epoch():
     assert sorted(flat[:SIZE]) == sorted(flat[SIZE:]) == list(range(SIZE))
 
 
-def test_a_resume_anywhere_goes_on_with_the_same_batches():
+def test_resume_at_any_position_continues_with_the_same_batches():
     whole = batches(loader())
     for stop in range(1, len(whole)):
         first = loader()
@@ -44,7 +44,7 @@ def test_a_resume_anywhere_goes_on_with_the_same_batches():
         assert begun + batches(again) == whole
 
 
-def test_a_schedule_is_not_asked_beyond_the_run():
+def test_batch_size_schedule_is_not_called_after_the_run():
     sizes = [20, 20, 10]
     source = loader(lambda step: sizes[step])
     assert source.total_steps("1ep") == 3
@@ -60,7 +60,7 @@ def test_batches_do_not_depend_on_the_number_of_ranks(ranks):
 
 
 @pytest.mark.parametrize("length", ["2ep", "1ep", "30sp", 7])
-def test_steps_are_counted(length):
+def test_total_steps_counts_scheduled_batch_sizes(length):
     source = loader()
     steps = source.total_steps(length)
     assert steps == len(batches(source, length))

@@ -27,7 +27,7 @@ def test_prefetch_factor_must_be_positive():
         next(dt.prefetch_to_device([], "cpu", prefetch_factor=0))
 
 
-def test_a_loader_with_a_device_keeps_the_position_of_what_it_handed_out():
+def test_device_loader_position_counts_returned_batches():
     loader = dt.build_loader(torch.arange(20), global_batch_size=4, seed=0, shuffle=False, device="cpu")
     stream = loader.until("1ep")
     next(stream), next(stream)
@@ -37,7 +37,7 @@ def test_a_loader_with_a_device_keeps_the_position_of_what_it_handed_out():
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("workers", [0, 2])
-def test_copies_run_ahead_on_a_stream_of_their_own(workers):
+def test_device_copies_run_ahead_on_a_separate_cuda_stream(workers):
     data = torch.arange(4096 * 64, dtype=torch.float32).view(4096, 64)
     loader = dt.build_loader(data, global_batch_size=512, seed=0, shuffle=False, device="cuda", num_workers=workers)
     total, busy = torch.zeros((), device="cuda"), torch.randn(2048, 2048, device="cuda")
@@ -51,7 +51,7 @@ def test_copies_run_ahead_on_a_stream_of_their_own(workers):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_nothing_is_read_ahead_of_the_step_that_says_whether_the_epoch_is_over():
+def test_device_loader_does_not_prefetch_past_a_possible_epoch_end():
     options = {"global_batch_size": 4, "seed": 0, "shuffle": False, "pre_sharded": True, "device": "cuda"}
     loader, counts = dt.build_loader(Stream(10), **options), []
     for batch in loader.until("2ep"):

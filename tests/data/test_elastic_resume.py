@@ -68,7 +68,7 @@ def leg(kind: str, size: int, state: dict[str, Any] | None, steps: int, ranks: i
     legs=st.lists(st.tuples(st.integers(1, 8), st.integers(1, 8)), min_size=1, max_size=10),
 )
 @settings(max_examples=150, deadline=None)
-def test_any_chain_of_resumes_on_any_ranks_sees_the_same_samples(kind, size, batch, last_batch, seed, legs):
+def test_chained_resumes_on_any_ranks_read_the_same_samples(kind, size, batch, last_batch, seed, legs):
     last_batch = "short" if last_batch == "drop" and size < batch else last_batch
     options = {"global_batch_size": batch, "last_batch": last_batch, "seed": seed}
     seen, state = [], None
@@ -84,7 +84,7 @@ def test_any_chain_of_resumes_on_any_ranks_sees_the_same_samples(kind, size, bat
     legs=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 4), st.integers(1, 12)), min_size=1, max_size=10),
 )
 @settings(max_examples=80, deadline=None)
-def test_any_chain_of_batch_sizes_sees_each_sample_once_per_epoch(kind, size, legs):
+def test_chained_batch_sizes_read_each_sample_once_per_epoch(kind, size, legs):
     seen, state = [], None
     for steps, ranks, batch in legs:
         batches, state = leg(kind, size, state, steps, ranks, global_batch_size=batch, seed=1)
@@ -116,7 +116,7 @@ CHAINS = {  # steps, ranks, workers of the node
 
 
 @pytest.mark.parametrize("name", CHAINS)
-def test_chains_on_real_ranks_with_real_workers(ranks, name):
+def test_chained_resumes_with_processes_and_workers_read_the_same_samples(ranks, name):
     kind, last_batch, legs = CHAINS[name]
     options = {"global_batch_size": 6, "last_batch": last_batch, "seed": 2}
     seen, state = [], None

@@ -51,7 +51,7 @@ def test_mappings_with_strings_stay_mappings():
         ([object(), object()], "cannot stack samples of type object .*. Pass collate="),
     ],
 )
-def test_samples_that_do_not_fit_together_are_refused(samples, message):
+def test_samples_with_incompatible_shapes_are_refused(samples, message):
     with pytest.raises(dt.errors.DataError, match=message) as caught:
         collate(samples)
     assert "\n" not in str(caught.value)
@@ -68,7 +68,7 @@ def test_tensors_and_tensordicts_are_indexed_by_a_tensor(data, workers):
     assert found.tolist() == list(range(10))
 
 
-def test_a_collate_of_ones_own_gets_single_samples_of_a_tensor():
+def test_custom_collate_receives_single_samples_of_a_tensor():
     assert [len(batch) for batch in build(torch.arange(6), collate=lambda samples: samples).until("1ep")] == [4, 2]
 
 
@@ -80,12 +80,12 @@ def test_unreadable_samples_are_skipped_and_listed(workers):
     assert loader.skipped.samples == [(5, "ValueError: cannot be decoded: no such codec")]
 
 
-def test_a_batch_of_nothing_but_unreadable_samples_is_empty():
+def test_batch_of_only_unreadable_samples_is_empty():
     loader = build(Troubled(10, 5, fail), rank=1, ranks=4, on_error="skip")
     assert [batch.tolist() for batch in loader.until("1ep")] == [[1], [], [9]]
 
 
-def test_a_first_batch_of_nothing_but_unreadable_samples_is_refused():
+def test_first_batch_of_only_unreadable_samples_is_refused():
     loader = build(Troubled(10, 0, fail), ranks=4, on_error="skip")
     with pytest.raises(
         dt.errors.DataError, match="none of the 1 samples of the first batch could be read: sample 0: ValueError"
@@ -105,7 +105,7 @@ def noisy(sample, generator):
 
 
 @pytest.mark.parametrize("options", [{"num_workers": 2}, {"rank": 1, "ranks": 2}, {"global_batch_size": 3}], ids=str)
-def test_a_transform_draws_by_sample_and_epoch_only(options):
+def test_transform_randomness_depends_on_sample_and_epoch_only(options):
     def values(**options):
         batches = torch.cat(list(build(Numbers(12), transform=noisy, shuffle=True, **options).until("2ep")))
         return {round(float(value), 6) for value in batches}
@@ -114,7 +114,7 @@ def test_a_transform_draws_by_sample_and_epoch_only(options):
     assert len(values()) == 24
 
 
-def test_pad_fills_up_with_the_samples_that_the_epoch_began_with():
+def test_pad_repeats_the_first_samples_of_the_epoch():
     assert [batch.tolist() for batch in build(Numbers(6), last_batch="pad").until("1ep")] == [[0, 1, 2, 3], [4, 5, 0, 1]]
     assert [batch.tolist() for batch in build(Numbers(3), last_batch="pad", global_batch_size=8).until("1ep")] == [
         [0, 1, 2, 0, 1, 2, 0, 1]
@@ -123,19 +123,19 @@ def test_pad_fills_up_with_the_samples_that_the_epoch_began_with():
 
 
 @pytest.mark.parametrize("last_batch", ["short", "drop", "pad"])
-def test_one_pass_has_every_sample_exactly_once(last_batch):
+def test_one_epoch_has_every_sample_exactly_once(last_batch):
     loader = build(Numbers(10), last_batch=last_batch)
     assert sorted(torch.cat(list(loader.one_epoch())).tolist()) == list(range(10))
 
 
-def test_skip_leaves_a_stretch_out():
+def test_skip_omits_a_range_of_samples():
     loader = build(Numbers(10))
     loader.skip(3)
     assert [batch.tolist() for batch in loader.until("2ep")] == [[3, 4, 5, 6], [7, 8, 9], [0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     assert (loader.position.batches, loader.position.total) == (5, 17)
 
 
-def test_skip_in_the_loop_body_goes_on_behind_the_stretch():
+def test_skip_in_the_loop_body_continues_after_the_range():
     loader, seen = build(Numbers(20), num_workers=1), []
     for batch in loader.until("1ep"):
         seen.append(batch.tolist())
@@ -151,7 +151,7 @@ def test_skip_crosses_epochs():
 
 
 @pytest.mark.parametrize("samples", [-1, 1.5, True, "3"])
-def test_skip_refuses_what_is_no_count(samples):
+def test_skip_refuses_invalid_counts(samples):
     with pytest.raises(dt.errors.ConfigError, match="samples must be an integer of at least 0"):
         build(Numbers(10)).skip(samples)
 
@@ -165,7 +165,7 @@ def test_skip_refuses_what_is_no_count(samples):
         ({"data": 7}, "the dataset differs from the dataset of the checkpoint"),
     ],
 )
-def test_states_that_cannot_be_right_are_refused(change, message):
+def test_load_state_dict_refuses_invalid_states(change, message):
     state = build(Numbers(10)).state_dict()
     with pytest.raises(dt.errors.CheckpointMismatchError, match=message):
         build(Numbers(10)).load_state_dict({**state, **change})

@@ -118,25 +118,25 @@ PLACES = ["before the step", "in the step", "after the step"]
 @pytest.mark.parametrize("kind", ["map", "stream", "remembers"])
 @pytest.mark.parametrize("after", [1, 5, 6, 7, 11], ids=["early", "last of an epoch", "first of an epoch", "later", "last"])
 @pytest.mark.parametrize("place", PLACES)
-def test_a_new_loop_begins_with_the_batch_whose_step_was_interrupted(kind, after, place):
+def test_new_loop_repeats_the_batch_of_an_interrupted_step(kind, after, place):
     number = after + (place == "after the step")
     assert Run(loader_of(kind), ((place, number),)).to_the_end() == Run(loader_of(kind)).to_the_end()
 
 
 @pytest.mark.parametrize("kind", ["map", "remembers"])
-def test_workers_that_have_read_ahead_change_nothing(kind):
+def test_worker_read_ahead_does_not_change_the_repeated_batch(kind):
     places = (("in the step", 2), ("before the step", 6))
     assert Run(loader_of(kind, num_workers=1), places).to_the_end() == Run(loader_of(kind)).to_the_end()
 
 
 @pytest.mark.parametrize("kind", ["map", "stream", "remembers"])
-def test_a_batch_may_be_interrupted_several_times(kind):
+def test_batch_is_repeated_after_several_interrupts(kind):
     places = (*[("in the step", 0)] * 2, *[("in the step", 3)] * 3, ("before the step", 3), ("in the step", 6))
     assert Run(loader_of(kind), places).to_the_end() == Run(loader_of(kind)).to_the_end()
 
 
 @pytest.mark.parametrize("place", [*PLACES, "between the halves"])
-def test_a_step_written_by_hand_may_be_interrupted_between_its_halves(place):
+def test_interrupt_between_gradient_and_update_repeats_the_batch(place):
     places = (("between the halves", 3), (place, 3 + (place == "after the step")))
     found = Run(loader_of("map"), places, by_hand=True).to_the_end()
     assert found == Run(loader_of("map"), by_hand=True).to_the_end()
@@ -145,7 +145,7 @@ def test_a_step_written_by_hand_may_be_interrupted_between_its_halves(place):
 @pytest.mark.parametrize("kind", ["map", "remembers"])
 @pytest.mark.parametrize("begun", ["in the step", "after the step"])
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_interrupt_at_any_line_of_the_loader_loses_no_batch(kind, begun, stride):
+def test_interrupt_at_any_loader_line_loses_no_batch(kind, begun, stride):
     whole = Run(loader_of(kind)).to_the_end()
     line = 1
     while True:
@@ -160,7 +160,7 @@ def test_an_interrupt_at_any_line_of_the_loader_loses_no_batch(kind, begun, stri
     assert line > 100
 
 
-def test_a_save_between_the_loops_changes_nothing():
+def test_state_dict_between_loops_does_not_change_batches():
     run = Run(loader_of("remembers"), (("in the step", 3),))
     with pytest.raises(KeyboardInterrupt):
         run.cell()
@@ -172,7 +172,7 @@ def test_a_save_between_the_loops_changes_nothing():
     assert [batch.tolist() for batch in other.until(LENGTH)] == run.used[3:]
 
 
-def test_a_load_between_the_loops_decides_where_the_next_begins():
+def test_load_state_dict_between_loops_sets_the_next_batch():
     run = Run(loader_of("map"), (("in the step", 3),))
     begin = run.loader.state_dict()
     with pytest.raises(KeyboardInterrupt):
@@ -181,7 +181,7 @@ def test_a_load_between_the_loops_decides_where_the_next_begins():
     assert next(run.loader.until(LENGTH)).tolist() == run.used[0]
 
 
-def test_skip_leaves_out_the_interrupted_batch():
+def test_skip_omits_the_interrupted_batch():
     run, whole = Run(loader_of("map"), (("in the step", 3),)), Run(loader_of("map")).to_the_end()[0]
     with pytest.raises(KeyboardInterrupt):
         run.cell()
@@ -189,7 +189,7 @@ def test_skip_leaves_out_the_interrupted_batch():
     assert run.to_the_end()[0] == whole[:3] + whole[4:]
 
 
-def test_a_batch_that_several_states_step_on_is_consumed_by_the_first_step():
+def test_first_step_consumes_a_batch_shared_by_two_states():
     loader, whole, used, failed = loader_of("map"), Run(loader_of("map")).to_the_end()[0], [], []
     one, other = Run(loader), Run(loader)
 
@@ -211,7 +211,7 @@ def test_a_batch_that_several_states_step_on_is_consumed_by_the_first_step():
 
 @pytest.mark.parametrize("named", [False, True], ids=["", "one named"])
 @pytest.mark.parametrize("after", [0, 3])
-def test_zipped_loaders_go_back_together(named, after):
+def test_zipped_loaders_repeat_the_interrupted_batch_together(named, after):
     whole = [[batch.tolist() for batch in loader_of(kind).until(LENGTH)] for kind in ("map", "stream")]
     loaders, used, stopped = (loader_of("map"), loader_of("stream")), [], []
     model = nn.Linear(1, 1)
@@ -239,14 +239,14 @@ def test_zipped_loaders_go_back_together(named, after):
 
 
 @pytest.mark.parametrize("after", [1, 6])
-def test_a_batch_of_new_tensors_comes_again_once_a_step_was_made_on_such_a_batch(after):
+def test_cloned_batch_is_repeated_after_an_interrupt(after):
     run, whole = Run(loader_of("map"), (("in the step", after),)), Run(loader_of("map")).to_the_end()[0]
     take = run.take
     run.take = lambda batch: take(batch.clone())
     assert run.to_the_end()[0] == whole
 
 
-def test_a_batch_that_comes_again_may_be_cut():
+def test_repeated_batch_may_be_cloned():
     run = Run(loader_of("map"), (("in the step", 3),))
     with pytest.raises(KeyboardInterrupt):
         run.cell()
@@ -255,7 +255,7 @@ def test_a_batch_that_comes_again_may_be_cut():
         assert run.loader.state_dict()["batches"] == len(run.used)
 
 
-def test_samples_that_could_not_be_read_are_counted_once():
+def test_unreadable_samples_of_a_repeated_batch_are_counted_once():
     def loader() -> dt.Loader:
         return dt.build_loader(Bad(), global_batch_size=4, seed=1, shuffle=False, on_error="skip")
 
@@ -265,7 +265,7 @@ def test_samples_that_could_not_be_read_are_counted_once():
     assert run.loader.skipped.count == 12
 
 
-def test_a_second_loop_while_the_first_is_in_a_step_is_refused():
+def test_second_loop_during_a_step_is_refused():
     loader = loader_of("map")
     run = Run(loader)
     first = loader.until(LENGTH)
@@ -328,19 +328,19 @@ def on_a_rank(kind: str, at: list[int], place: str) -> list:
 
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("kind", "at"), [("map", 3), ("already split", 1), ("already split", 2), ("already split", 4)])
-def test_ranks_that_are_interrupted_together_go_on_together(ranks, kind, at, place):
+def test_ranks_interrupted_together_repeat_the_same_batch(ranks, kind, at, place):
     at += place == "after the step"
     whole = ranks(2).run(on_a_rank, kind, [], place)
     assert ranks(2).run(on_a_rank, kind, [at, at], place) == whole
     assert [end for _, end in whole] == [2, 2]
 
 
-def test_a_rank_that_is_interrupted_alone_before_its_step_catches_up(ranks):
+def test_rank_interrupted_before_its_step_catches_up(ranks):
     whole = ranks(2).run(on_a_rank, "map", [], "before the step")
     assert ranks(2).run(on_a_rank, "map", [3, 2], "before the step") == whole
 
 
-def test_ranks_of_which_only_one_had_its_step_are_told(ranks):
+def test_step_on_one_rank_only_raises_a_position_error(ranks):
     for _, end in ranks(2).run(on_a_rank, "map", [3, 2], "between the halves"):
         assert end.startswith("StepError: step: rank 1 is at another place in its data than rank 0")
 
@@ -360,5 +360,5 @@ def cut_at_the_end_of_an_epoch() -> list:
     return [counts, state.clock.epoch]
 
 
-def test_a_loop_that_ended_with_the_epoch_of_all_ranks_goes_on_with_the_next(ranks):
+def test_loop_continues_with_the_next_epoch_on_all_ranks(ranks):
     assert ranks(2).run(cut_at_the_end_of_an_epoch) == [[[2, 2, 1, 0, 0] * 2, 2], [[2, 2, 2, 2, 1] * 2, 2]]

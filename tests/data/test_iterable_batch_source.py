@@ -28,13 +28,13 @@ def test_global_batches_are_the_same_for_every_number_of_ranks(ranks, workers):
     assert batches == [[*range(at, min(at + 5, 23))] for at in (0, 5, 10, 15, 20)] * 2
 
 
-def test_drop_leaves_the_short_batch_out():
+def test_drop_omits_the_incomplete_last_batch():
     assert [len(batch) for batch in build(Stream(23), last_batch="drop").until("2ep")] == [5] * 8
 
 
 @pytest.mark.parametrize("kind", [Stream, Remembering])
 @pytest.mark.parametrize("cut", range(1, 10))
-def test_a_resume_continues_exactly_on_other_ranks(kind, cut):
+def test_resume_continues_exactly_on_a_different_rank_count(kind, cut):
     first = build(kind(23))
     head = numbers(first.until(cut))
     parts = []
@@ -46,7 +46,7 @@ def test_a_resume_continues_exactly_on_other_ranks(kind, cut):
     assert head + rest == [*range(23)] * 2
 
 
-def test_a_dataset_with_a_state_is_not_read_again():
+def test_resume_does_not_reread_a_stateful_dataset():
     first, dataset = build(Remembering(23)), Remembering(23)
     list(first.until(3))
     second = build(dataset)
@@ -55,7 +55,7 @@ def test_a_dataset_with_a_state_is_not_read_again():
     assert dataset.reads == 8
 
 
-def test_the_batch_size_may_change_in_the_middle():
+def test_batch_size_may_change_within_an_epoch():
     first = build(Remembering(23))
     head = numbers(first.until(3))
     second = build(Remembering(23), global_batch_size=4)
@@ -63,7 +63,7 @@ def test_the_batch_size_may_change_in_the_middle():
     assert head + numbers(second.until("1ep")) == [*range(23)]
 
 
-def test_torchs_iterable_datasets_and_torchdatas_nodes_work():
+def test_torch_iterable_datasets_and_torchdata_nodes_are_accepted():
     from torchdata.nodes import IterableWrapper
 
     class Torch(IterableDataset):
@@ -79,14 +79,14 @@ def test_torchs_iterable_datasets_and_torchdatas_nodes_work():
     assert numbers(second.until("1ep")) == [10, 11]
 
 
-def test_skipped_samples_are_left_out():
+def test_skip_omits_samples_of_an_iterable_dataset():
     loader = build(Stream(23))
     assert numbers(loader.until(1)) == [*range(5)]
     loader.skip(7)
     assert numbers(loader.until("1ep")) == [*range(12, 23)]
 
 
-def test_lengths_are_known_where_the_dataset_knows_them():
+def test_loader_length_follows_the_dataset_length():
     sized = Stream(23)
     with pytest.raises(dt.errors.ConfigError, match=r"loader.total_steps: the dataset has no length. Count in batches"):
         build(sized).total_steps("3ep")
@@ -103,7 +103,7 @@ def test_lengths_are_known_where_the_dataset_knows_them():
         ({"dataset": [1, 2], "pre_sharded": True}, "pre_sharded needs an iterable dataset"),
     ],
 )
-def test_bad_options_are_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(dt.errors.ConfigError, match=message):
         build(options.pop("dataset", Stream(5)), **options)
 
@@ -113,7 +113,7 @@ def test_a_stream_without_samples_is_refused():
         list(build(Stream(0)).until("2ep"))
 
 
-def test_a_stream_that_fails_is_one_line():
+def test_failing_stream_raises_a_one_line_error():
     class Bad(Stream):
         def __iter__(self):
             yield torch.tensor(0)
@@ -145,7 +145,7 @@ def ragged_run(sizes: list[int]) -> tuple[list[list[int]], list[int], list[int]]
     return seen, counts, [loader.position.epoch, loader.position.samples]
 
 
-def test_ranks_that_run_out_at_different_times_end_the_epoch_together(ranks):
+def test_ranks_with_uneven_streams_end_the_epoch_together(ranks):
     (one, counts, end), (two, others, _) = ranks(2).run(ragged_run, [3, 7])
     assert one == [[0, 1], [2], [], []] * 2
     assert two == [[100, 101], [102, 103], [104, 105], [106]] * 2
@@ -153,7 +153,7 @@ def test_ranks_that_run_out_at_different_times_end_the_epoch_together(ranks):
     assert end == [2, 0]
 
 
-def test_a_run_that_was_resumed_behind_a_rank_that_ran_out_ends_its_epochs_together(ranks):
+def test_resume_after_one_exhausted_rank_ends_epochs_together(ranks):
     for cut in (1, 2, 3, 4, 5):
         whole, rest = ranks(2).run(resumed_ragged_run, [3, 7], cut)
         assert whole == ([[0, 1], [2], [], []] * 2)[cut:]
@@ -192,7 +192,7 @@ class Sized(Remembering):
 
 
 @pytest.mark.parametrize("kind", [Remembering, Sized])
-def test_skipped_samples_are_left_out_of_a_dataset_with_a_state(kind):
+def test_skip_omits_samples_of_a_stateful_dataset(kind):
     loader = build(kind(23))
     assert numbers(loader.until(1)) == [*range(5)]
     loader.skip(7)
@@ -205,7 +205,7 @@ def test_skipped_samples_are_left_out_of_a_dataset_with_a_state(kind):
     assert seen == [*range(5), *range(12, 23)]
 
 
-def test_skip_is_refused_where_ranks_have_samples_of_their_own():
+def test_skip_is_refused_for_pre_sharded_datasets():
     with pytest.raises(dt.errors.ConfigError, match=r"loader.skip: .*split over ranks"):
         build(Stream(23), pre_sharded=True).skip(5)
 
@@ -242,7 +242,7 @@ class Live(Remembering):
         return self.live
 
 
-def test_a_state_is_that_after_the_batch_that_was_handed_out():
+def test_state_dict_follows_the_last_returned_batch():
     first = build(Live(23))
     head = numbers(first.until(2))
     second = build(Live(23))
@@ -260,7 +260,7 @@ class Shuffling(Stream):
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("cut", [1, 3, 5, 6, 8])
-def test_a_resume_draws_what_the_uninterrupted_run_draws(cut, workers):
+def test_resume_reproduces_the_random_numbers_of_an_uninterrupted_run(cut, workers):
     whole = [batch.tolist() for batch in build(Shuffling(23), num_workers=workers).until("2ep")]
     first = build(Shuffling(23))
     head = [batch.tolist() for batch in first.until(cut)]
@@ -270,7 +270,7 @@ def test_a_resume_draws_what_the_uninterrupted_run_draws(cut, workers):
 
 
 @pytest.mark.parametrize("kind", [Stream, Remembering, Sized])
-def test_an_evaluation_in_the_middle_changes_nothing(kind):
+def test_evaluation_within_an_epoch_does_not_change_training_batches(kind):
     loader, seen = build(kind(23)), []
     for batch in loader.until("2ep"):
         seen += batch.tolist()
@@ -283,7 +283,7 @@ def drawn(sample, generator):
     return torch.stack([sample.double(), torch.rand((), generator=generator).double()])
 
 
-def test_ranks_with_samples_of_their_own_draw_each_its_own_and_again_after_a_resume():
+def test_pre_sharded_ranks_draw_different_numbers_and_reproduce_after_resume():
     def member(rank):
         return build(Stream(8, start=100 * rank), rank, 2, global_batch_size=4, pre_sharded=True, transform=drawn)
 
@@ -315,7 +315,7 @@ class Counting:
         return torch.tensor(self.left)
 
 
-def test_an_iterator_with_a_length_ends_its_epoch():
+def test_iterator_with_a_length_can_be_used_for_several_epochs():
     class Fresh:
         def __iter__(self):
             return Counting(10)

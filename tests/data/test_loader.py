@@ -42,7 +42,7 @@ def order(length, **options) -> list[list[int]]:
     return [batch.tolist() for batch in loader(**options).until(length)]
 
 
-def test_every_epoch_has_each_sample_once_in_another_order():
+def test_each_epoch_has_each_sample_once_in_a_new_order():
     batches = order("3ep")
     assert [len(batch) for batch in batches] == [5, 5, 5, 5, 3] * 3
     epochs = [flat(batches[start : start + 5]) for start in (0, 5, 10)]
@@ -50,7 +50,7 @@ def test_every_epoch_has_each_sample_once_in_another_order():
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_drop_leaves_the_short_batch_out():
+def test_drop_omits_the_incomplete_last_batch():
     assert [len(batch) for batch in order("2ep", last_batch="drop")] == [5, 5, 5, 5] * 2
 
 
@@ -65,7 +65,7 @@ def test_workers_do_not_change_the_order(workers):
     assert order("2ep", workers=workers) == order("2ep")
 
 
-def test_position_counts_what_was_handed_out_not_what_workers_fetched():
+def test_position_counts_returned_samples_not_prefetched_samples():
     source = loader(workers=2)
     stream = source.until("1ep")
     next(stream)
@@ -77,7 +77,7 @@ def test_position_counts_what_was_handed_out_not_what_workers_fetched():
     stream.close()
 
 
-def test_the_batch_size_may_change_in_the_middle():
+def test_batch_size_may_change_within_an_epoch():
     first, second = loader(batch=5), loader(batch=4)
     head = [batch.tolist() for batch in first.until(2)]
     second.load_state_dict(first.state_dict())
@@ -97,20 +97,20 @@ def test_epochs_are_counted_in_samples_when_the_batch_size_changes(before, after
     assert sorted(seen + flat(rest)) == sorted(list(range(20)) * 3)
 
 
-def test_a_position_behind_a_shorter_epoch_goes_on_with_the_next():
+def test_position_past_the_epoch_end_continues_with_the_next_epoch():
     first, second = loader(size=11, batch=1, last_batch="drop"), loader(size=11, batch=2, last_batch="drop")
     list(first.until(10))
     second.load_state_dict(first.state_dict())
     assert len(list(second.until("2ep"))) == 5
 
 
-def test_until_counts_samples():
+def test_until_accepts_a_number_of_samples():
     source = loader()
     assert sum(len(batch) for batch in source.until("30sp")) == 33  # the batch that crosses 30 is whole: 23 + 5 + 5
     assert list(source.until("33sp")) == []
 
 
-def test_two_loops_over_one_loader_are_refused():
+def test_concurrent_loops_over_one_loader_are_refused():
     source = loader()
     first = source.until("1ep")
     next(first)
@@ -119,7 +119,7 @@ def test_two_loops_over_one_loader_are_refused():
         next(first)
 
 
-def test_the_end_of_an_epoch_is_known_while_its_last_batch_is_worked_on():
+def test_epoch_end_is_known_during_its_last_batch():
     source = loader(size=10, batch=5)
     assert [get_batch_infos(batch)[0].ends_epoch for batch in source.until("2ep")] == [False, True, False, True]
     assert source.last_batch_info.end == EpochPosition(2, 0)
@@ -134,7 +134,7 @@ def test_until_is_counted_from_the_start_of_the_run():
     assert source.position.epoch == 2
 
 
-def test_a_loader_knows_how_the_units_of_a_run_go_into_each_other():
+def test_loader_converts_between_units_of_the_run_length():
     length = loader().run_length("2ep")
     assert length == RunLength(total="2ep", steps_per_epoch=loader().steps_per_epoch(), samples_per_step=5)
     assert length.steps() == loader().total_steps("2ep")
@@ -143,7 +143,7 @@ def test_a_loader_knows_how_the_units_of_a_run_go_into_each_other():
 
 
 @pytest.mark.parametrize(("length", "total"), [("20sp", "20sp"), ("23sp", "23sp"), ("230sp", "50ba")])
-def test_a_run_in_samples_has_the_steps_that_the_loader_makes_of_it(length, total):
+def test_run_length_in_samples_equals_the_loader_step_count(length, total):
     """Each epoch of 23 samples is 5 steps, the last one of 3 samples; by samples alone it would be 4.6."""
     found = loader().run_length(length)
     assert found.steps() == loader().total_steps(length)
@@ -151,17 +151,17 @@ def test_a_run_in_samples_has_the_steps_that_the_loader_makes_of_it(length, tota
 
 
 @pytest.mark.parametrize(("length", "steps"), [("3ep", 15), (4, 4), ("23sp", 5), ("25sp", 6), ("46sp", 10)])
-def test_total_steps(length, steps):
+def test_total_steps_equals_the_number_of_batches(length, steps):
     assert loader().total_steps(length) == steps
     assert len(order(length)) == steps
 
 
-def test_units_that_a_loader_cannot_count_are_refused():
+def test_unsupported_duration_units_are_refused():
     with pytest.raises(ConfigError, match="cannot count steps in 'tok' \\(100tok\\)"):
         loader().total_steps("100tok")
 
 
-def test_one_pass_leaves_the_position():
+def test_one_epoch_does_not_change_the_position():
     source = loader()
     next(source.until(1))
     before = source.state_dict()
@@ -169,21 +169,21 @@ def test_one_pass_leaves_the_position():
     assert source.state_dict() == before
 
 
-def test_the_global_generator_is_not_touched():
+def test_global_random_generator_is_unchanged():
     before = torch.get_rng_state()
     order("1ep")
     order("1ep", workers=1)
     assert torch.get_rng_state().equal(before)
 
 
-def test_a_rank_without_samples_gets_an_empty_batch_of_the_right_kind():
+def test_rank_without_samples_gets_an_empty_batch_of_equal_structure():
     batches = order("1ep", size=5, batch=4, rank=2, ranks=3)
     assert [len(batch) for batch in batches] == [1, 0]
     last = list(loader(size=5, batch=4, rank=2, ranks=3).until("1ep"))[-1]
     assert (last.shape, last.dtype) == (torch.Size([0]), torch.int64)
 
 
-def test_a_dataset_of_another_size_is_refused_unless_allowed():
+def test_dataset_of_a_different_size_is_refused_unless_allowed():
     state = loader().state_dict()
     with pytest.raises(CheckpointMismatchError, match=r"which had 23 samples; this one has 24 .*allow_data_change=True"):
         loader(size=24).load_state_dict(state)
@@ -193,7 +193,7 @@ def test_a_dataset_of_another_size_is_refused_unless_allowed():
 
 
 @pytest.mark.parametrize("options", [{"seed": 1}, {"shuffle": False}])
-def test_a_position_in_another_order_is_refused(options):
+def test_position_of_a_different_order_is_refused(options):
     with pytest.raises(CheckpointMismatchError, match=f"the saved position was in a dataset with {next(iter(options))}="):
         loader(**options).load_state_dict(loader().state_dict())
 
@@ -211,7 +211,7 @@ def test_a_position_in_another_order_is_refused(options):
         ),
     ],
 )
-def test_bad_options_are_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         build_loader(Numbers(3), **{"global_batch_size": 2, "seed": 0, **options})
 
@@ -233,7 +233,7 @@ def test_an_empty_dataset_is_refused():
         build_loader(Numbers(0), global_batch_size=2, seed=0)
 
 
-def test_a_dataset_that_fetches_many_at_once_is_asked_to():
+def test_loader_uses_getitems_of_the_dataset():
     class Many(Numbers):
         def __getitems__(self, indices):
             return [torch.tensor(index) for index in indices]
@@ -254,7 +254,7 @@ class Bad(Numbers):
         return super().__getitem__(index)
 
 
-def test_a_stretch_that_is_skipped_in_the_loop_is_not_read():
+def test_samples_skipped_in_the_loop_are_not_read():
     source, seen = build_loader(Bad(23), global_batch_size=5, seed=0, shuffle=False), []
     for batch in source.until("1ep"):
         seen.append(batch.tolist())
@@ -281,7 +281,7 @@ class Announced(Numbers):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_prefetch_that_fails_is_one_line(workers):
+def test_failed_prefetch_raises_a_one_line_error(workers):
     source = build_loader(
         Announced(8), global_batch_size=2, seed=0, num_workers=workers, start_method="fork" if workers else None
     )
@@ -290,7 +290,7 @@ def test_a_prefetch_that_fails_is_one_line(workers):
     assert str(caught.value) == "loader: prefetch of Announced: LookupError: no such shard"
 
 
-def test_notes_of_an_error_stay_in_its_line():
+def test_loader_error_joins_exception_notes_into_one_line():
     class Noted(Numbers):
         def __getitem__(self, index):
             error = ValueError("torn")
@@ -302,7 +302,7 @@ def test_notes_of_an_error_stay_in_its_line():
     assert str(caught.value) == "loader: first second, sample 0: ValueError: torn"
 
 
-def test_a_loader_says_how_to_loop_over_it():
+def test_iterating_a_loader_directly_suggests_until():
     source = loader()
     for use in (iter, list):
         with pytest.raises(ConfigError, match=r"loader: write `for batch in loader.until\('3ep'\)` .*loader.one_epoch\(\)"):
@@ -313,7 +313,7 @@ def test_a_loader_says_how_to_loop_over_it():
     assert source.position.batches == 0
 
 
-def test_the_length_of_a_loader_is_that_of_an_epoch():
+def test_loader_length_is_the_number_of_batches_per_epoch():
     assert len(loader(size=10, batch=4)) == 3
     assert len(loader(size=10, batch=4, last_batch="drop")) == 2
     endless = build_loader(iter(range(10)), global_batch_size=2, seed=0, shuffle=False)
@@ -344,6 +344,6 @@ def test_a_dict_of_tensors_is_a_dataset_of_rows():
         ({}, r"\{\}"),
     ],
 )
-def test_a_dict_that_has_no_rows_is_refused(data, shown):
+def test_dict_without_equal_rows_is_refused(data, shown):
     with pytest.raises(ConfigError, match=rf"build_loader: a dict is a dataset of rows, .*got {shown}\. Give tensors"):
         build_loader(data, global_batch_size=2, seed=0)

@@ -50,7 +50,7 @@ def with_trouble_on_rank_1(kind: str, workers: int) -> str:
 
 
 @pytest.mark.parametrize(("kind", "workers"), [("fails", 0), ("fails", 2), ("hangs", 2)])
-def test_all_ranks_stop_when_one_cannot_read_its_samples(ranks, kind, workers):
+def test_unreadable_samples_on_one_rank_stop_all_ranks(ranks, kind, workers):
     first, second = ranks(2).run(with_trouble_on_rank_1, kind, workers)
     assert first.startswith("PeerError: step: rank 1 could not use its batch")
     assert second.startswith(
@@ -67,7 +67,7 @@ def evaluated_with_trouble() -> str:
     )
 
 
-def test_all_ranks_stop_when_one_cannot_read_in_an_evaluation(ranks):
+def test_unreadable_samples_in_an_evaluation_stop_all_ranks(ranks):
     first, second = ranks(2).run(evaluated_with_trouble)
     assert "rank 1 (1 of 2 ranks) cannot read or count its batch." in first
     assert second.startswith("DataError: loader: sample 21: ValueError")
@@ -84,7 +84,7 @@ def at_other_places(what: str) -> str:
 
 
 @pytest.mark.parametrize("what", ["seed", "size", "position"])
-def test_ranks_at_other_places_in_their_data_are_found_in_the_first_step(ranks, what):
+def test_first_step_detects_ranks_at_different_data_positions(ranks, what):
     for text in ranks(2).run(at_other_places, what):
         assert text.startswith("StepError: step: rank 1 is at another place in its data than rank 0, or in other data")
 
@@ -95,7 +95,7 @@ def losses(workers: int) -> list[float]:
     return trained(loader, mesh, "3ep")
 
 
-def test_losses_are_the_same_for_every_number_of_ranks(ranks):
+def test_losses_are_equal_for_every_number_of_ranks(ranks):
     """Float64, so what is left is the order of sums: 1e-12 relative."""
     alone = ranks(1).run(losses, 0)[0]
     assert len(alone) == 18
@@ -186,7 +186,7 @@ def trouble_at_once(what: str, workers: int, evaluation: bool) -> str:
 @pytest.mark.parametrize("evaluation", [False, True], ids=["training", "evaluation"])
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("what", ["sample", "transform", "collate", "prefetch", "order", "iter", "state_dict", "nothing"])
-def test_all_ranks_stop_when_one_has_trouble_in_its_first_batch(ranks, what, workers, evaluation):
+def test_first_batch_error_on_one_rank_stops_all_ranks(ranks, what, workers, evaluation):
     first, second = ranks(2).run(trouble_at_once, what, workers, evaluation)
     assert "rank 1" in first
     assert "\n" not in first + second
@@ -224,7 +224,7 @@ def transformed_failure(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["on_batch", "clip", "ema", "auto"])
-def test_all_ranks_stop_whatever_is_around_the_step(ranks, name):
+def test_data_error_stops_all_ranks_under_any_transform(ranks, name):
     first, second = ranks(2).run(transformed_failure, name)
     assert first.startswith("PeerError: step: rank 1 could not use its batch")
     assert second.startswith("DataError: loader: sample 21: ValueError")
@@ -252,7 +252,7 @@ def mapped_losses(auto: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("auto", [False, True], ids=["whole", "auto"])
-def test_ranks_without_a_sample_take_part_with_tensordicts(ranks, auto):
+def test_ranks_without_samples_take_part_with_empty_tensordicts(ranks, auto):
     alone = ranks(1).run(mapped_losses, False)[0]
     assert len(alone) == 6
     torch.testing.assert_close(ranks(3).run(mapped_losses, auto)[2], alone, rtol=1e-12, atol=0)

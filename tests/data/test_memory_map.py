@@ -24,7 +24,7 @@ def mapped(folder: str) -> tuple[list[int], list[str], int]:
     return [int(number) for batch in batches for number in batch["x"]], ["mapped" if inside else "copied"], len(made)
 
 
-def test_one_rank_of_a_node_writes_and_all_map(ranks, tmp_path):
+def test_one_rank_per_node_writes_and_all_ranks_map(ranks, tmp_path):
     first, second = ranks(2).run(mapped, str(tmp_path / "data"))
     assert first == [[0, 1, 2, 6, 7, 8], ["mapped"], 1]
     assert second == [[3, 4, 5, 9, 10, 11], ["mapped"], 0]
@@ -34,7 +34,7 @@ def test_one_rank_of_a_node_writes_and_all_map(ranks, tmp_path):
 @pytest.mark.parametrize(
     "bad", [{"x": torch.zeros(3)}, TensorDict({"x": torch.zeros(3)}, batch_size=[])], ids=["dict", "scalar"]
 )
-def test_a_file_that_is_no_table_is_refused_and_leaves_nothing(tmp_path, bad):
+def test_non_tensordict_data_is_refused_and_leaves_no_folder(tmp_path, bad):
     with pytest.raises(dt.errors.ConfigError, match="make must return a TensorDict with a batch size"):
         dt.data.memory_map(tmp_path / "data", lambda: bad)
     assert not list(tmp_path.iterdir())

@@ -66,7 +66,7 @@ def sorted_epochs(parts: list[list[list[list[float]]]]) -> list[list[list[float]
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
-def test_augmentation_is_the_same_on_any_ranks_and_workers_and_after_a_resume(ranks, name):
+def test_augmentation_does_not_depend_on_ranks_workers_or_resume(ranks, name):
     expected = sorted_epochs(ranks(1).run(rows, name, 0, BATCH, 1, False))
     assert [len(epoch) for epoch in expected] == [SIZE, SIZE]
     assert all(first != second for first, second in zip(*expected, strict=True)), "another epoch draws anew"
@@ -75,13 +75,13 @@ def test_augmentation_is_the_same_on_any_ranks_and_workers_and_after_a_resume(ra
         assert found == expected, (world_size, workers, batch, stop)
 
 
-def test_every_sample_and_seed_draws_its_own():
+def test_random_numbers_differ_by_sample_and_seed():
     keys = [dict(zip(("seed", "epoch", "index"), key, strict=True)) for key in product((0, 1), (0, 1), (0, 1, 2))]
     drawn = {tuple(apply_transform(noisy, torch.zeros(1), **key).tolist()) for key in keys}
     assert len(drawn) == len(keys)
 
 
-def test_seeded_leaves_the_global_generators_as_they_were():
+def test_seeded_does_not_change_the_global_generators():
     def states() -> list:
         return [random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()]
 

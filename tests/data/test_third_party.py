@@ -32,19 +32,19 @@ def test_a_hugging_face_dataset_gives_tensordicts(workers):
     assert batches[0]["x"].shape == (4, 3)
 
 
-def test_a_hugging_face_dataset_keeps_a_format_of_its_own():
+def test_hugging_face_dataset_keeps_a_set_format():
     batch = next(build(hugging_face().with_format("numpy", columns=["x"])).until(1))
     assert list(batch.keys()) == ["x"]
 
 
-def test_another_hugging_face_dataset_is_refused_on_resume():
+def test_hugging_face_resume_refuses_a_different_dataset():
     state = build(hugging_face()).state_dict()
     other = hugging_face().rename_column("x", "y")
     with pytest.raises(dt.errors.CheckpointMismatchError, match="the dataset differs from the dataset of the checkpoint"):
         build(other).load_state_dict(state)
 
 
-def test_a_hugging_face_stream_resumes_where_it_was():
+def test_hugging_face_stream_resumes_at_its_position():
     stream = hugging_face(23).to_iterable_dataset(num_shards=3)
     whole = [batch["id"].tolist() for batch in build(stream).until("2ep")]
     first = build(hugging_face(23).to_iterable_dataset(num_shards=3), num_workers=1)
@@ -99,7 +99,7 @@ def test_a_streaming_dataset_resumes_at_the_start_of_an_epoch(shards):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_a_streaming_dataset_goes_back_to_a_batch_whose_step_was_interrupted(shards, workers):
+def test_streaming_dataset_repeats_the_batch_of_an_interrupted_step(shards, workers):
     dataset = mosaic(shards, 4)
     plain = [sample["id"] for _ in range(2) for sample in dataset]
     model, left, seen = torch.nn.Linear(2, 1), [0, 0, 5, 11, 12, 12, 23], []
@@ -121,7 +121,7 @@ def test_a_streaming_dataset_goes_back_to_a_batch_whose_step_was_interrupted(sha
     assert list(chain.from_iterable(seen)) == plain
 
 
-def test_a_streaming_dataset_with_another_batch_size_is_refused(shards):
+def test_streaming_dataset_with_a_different_batch_size_is_refused(shards):
     with pytest.raises(
         dt.errors.ConfigError,
         match="must have batch_size=8, so that 1 ranks make global_batch_size=8, got batch_size=4",

@@ -45,7 +45,7 @@ def first_sample(samples):
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_trouble_in_a_worker_is_one_line(trouble, options, message):
+def test_worker_failure_raises_a_one_line_error(trouble, options, message):
     at = 8 if trouble is lock else 9  # collate of that case looks at the first sample of a batch
     loader = build(Troubled(32, at, trouble), **options)
     with pytest.raises(dt.errors.DataError, match=message) as caught:
@@ -55,13 +55,13 @@ def test_trouble_in_a_worker_is_one_line(trouble, options, message):
     assert not workers_here()
 
 
-def test_the_traceback_of_a_sample_comes_as_a_note():
+def test_sample_traceback_is_attached_as_an_exception_note():
     with pytest.raises(dt.errors.DataError) as caught:
         list(build(Troubled(32, 9, fail)).until("1ep"))
     assert any("in fail" in note for note in caught.value.__notes__)
 
 
-def test_a_death_is_not_raised_in_the_middle_of_the_loop_body(tmp_path):
+def test_worker_death_is_not_raised_inside_the_loop_body(tmp_path):
     now = tmp_path / "now"
     loader = build(Troubled(32, 9, partial(die_when, now)), prefetch_factor=1)
     stream, ends = loader.until("1ep"), time.monotonic() + 90
@@ -74,7 +74,7 @@ def test_a_death_is_not_raised_in_the_middle_of_the_loop_body(tmp_path):
         list(stream)
 
 
-def test_the_sigchld_handler_is_installed_only_while_there_are_workers():
+def test_sigchld_handler_is_installed_only_while_workers_run():
     one, two = build(Numbers(8)).until("1ep"), build(Numbers(8)).until("1ep")
     next(one), next(two)
     assert isinstance(signal.getsignal(signal.SIGCHLD), _SigchldHandler)
@@ -84,7 +84,7 @@ def test_the_sigchld_handler_is_installed_only_while_there_are_workers():
     assert not isinstance(signal.getsignal(signal.SIGCHLD), _SigchldHandler)
 
 
-def test_workers_ignore_signals_that_the_rank_handles(tmp_path):
+def test_workers_ignore_signals_handled_by_the_rank(tmp_path):
     list(build(Reporting(16, tmp_path)).until("1ep"))
     reports = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert len(reports) == 2
@@ -92,7 +92,7 @@ def test_workers_ignore_signals_that_the_rank_handles(tmp_path):
     assert str(os.getpid()) not in reports
 
 
-def test_workers_die_with_their_rank(tmp_path):
+def test_workers_exit_when_their_rank_dies(tmp_path):
     program = f"""
         import sys, time
         from pathlib import Path
@@ -119,7 +119,7 @@ def test_workers_die_with_their_rank(tmp_path):
     assert not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
 
 
-def test_a_program_that_leaves_its_loop_open_ends_at_once(tmp_path):
+def test_program_with_an_open_loop_exits_at_once(tmp_path):
     program = f"""
         import sys
         sys.path.insert(0, {str(Path(samples.__file__).parent)!r})
@@ -135,7 +135,7 @@ def test_a_program_that_leaves_its_loop_open_ends_at_once(tmp_path):
     assert (done.returncode, done.stdout) == (0, "done\n"), done.stderr
 
 
-def test_a_busy_worker_does_not_outlive_the_loop():
+def test_busy_worker_is_terminated_at_loop_end():
     loader = build(Troubled(32, 4, hang), prefetch_factor=1)
     stream = loader.until("1ep")
     next(stream)
@@ -153,7 +153,7 @@ def test_random_numbers_depend_on_the_position_only():
     assert len(drawn(0)[:, 1].unique()) == 48, "each sample has random numbers of its own"
 
 
-def test_a_resume_draws_what_the_uninterrupted_run_draws():
+def test_resume_reproduces_the_random_numbers_of_an_uninterrupted_run():
     whole = list(build(Drawing(24), num_workers=0).until("2ep"))
     first, second = build(Drawing(24), num_workers=0), build(Drawing(24), num_workers=2)
     head = list(first.until(4))
@@ -161,7 +161,7 @@ def test_a_resume_draws_what_the_uninterrupted_run_draws():
     assert torch.cat(head + list(second.until("2ep"))).equal(torch.cat(whole))
 
 
-def test_an_open_handle_is_named_when_workers_are_not_forked():
+def test_spawned_workers_error_names_an_unpicklable_dataset_attribute():
     dataset = Numbers(8)
     dataset.files = {"index": [threading.Lock()]}
     with pytest.raises(
@@ -177,7 +177,7 @@ def test_spawned_workers_give_the_same_batches():
 @pytest.mark.parametrize(
     ("total", "ranks", "shares"), [(8, 2, [4, 4]), (8, 3, [3, 3, 2]), (2, 4, [1, 1, 1, 1]), (0, 4, [0, 0, 0, 0]), (1, 1, [1])]
 )
-def test_the_workers_of_a_node_are_divided_over_its_ranks(total, ranks, shares):
+def test_node_workers_are_divided_over_its_ranks(total, ranks, shares):
     assert [workers_for_rank(total, rank, ranks) for rank in range(ranks)] == shares
 
 
@@ -186,5 +186,5 @@ def workers_of_each_rank() -> int:
     return loader.source.options.workers.count
 
 
-def test_the_division_is_made_from_the_ranks_of_the_node(ranks):
+def test_worker_division_uses_the_rank_count_of_the_node(ranks):
     assert ranks(2).run(workers_of_each_rank) == [2, 1]

@@ -41,13 +41,13 @@ def ways() -> list[str]:
     return [name.removeprefix("c10d::") for name in seen]
 
 
-def test_no_collective_gets_past_the_interceptor(ranks):
+def test_interceptor_sees_every_collective_call_path(ranks):
     gathered = ["allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_"]
     assert ranks(2).run(ways) == [["allreduce_"] * 4 + gathered + ["barrier"]] * 2
 
 
 @pytest.mark.parametrize("steps", [0, 2])  # in a checked step, and in a traced one
-def test_a_peer_that_dies_in_a_guarded_step_is_named(forked, steps):
+def test_dead_peer_in_a_guarded_step_is_named(forked, steps):
     def body(rank: int) -> str:
         with init_dist(device="cpu", timeout_s=60):
             calls = [0]

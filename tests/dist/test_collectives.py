@@ -19,7 +19,7 @@ def gather() -> list:
     ]
 
 
-def test_every_rank_gets_every_ranks_json(ranks):
+def test_all_gather_and_broadcast_return_the_same_on_all_ranks(ranks):
     expected = [
         [{"rank": rank, "pad": "é" * rank * 100} for rank in range(3)],
         [[0.0, 0.5], [1.0, 0.5], [2.0, 0.5]],
@@ -36,7 +36,7 @@ def test_one_process_needs_no_groups():
     raise_if_any_failed(None, caller="test")
 
 
-def test_data_that_is_not_plain_is_refused():
+def test_non_json_data_is_refused():
     with pytest.raises(ConfigError, match=r"all_gather_json: takes plain data only: .*object is not JSON serializable"):
         all_gather_json({"a": object()})
     with pytest.raises(ConfigError, match="all_gather_json: takes plain data only: Out of range float"):
@@ -51,7 +51,7 @@ def gather_bad_data_on_rank_1() -> str:
     return "no error"
 
 
-def test_data_that_is_not_plain_on_one_rank_raises_on_all_ranks(ranks):
+def test_non_json_data_on_one_rank_raises_on_all_ranks(ranks):
     first, second = ranks(2).run(gather_bad_data_on_rank_1)
     assert first.startswith("PeerError: all_gather_json: rank 1 failed: ConfigError: all_gather_json: takes plain data only")
     assert second.startswith("ConfigError: all_gather_json: takes plain data only")
@@ -62,7 +62,7 @@ def gather_on_rank_1() -> list | None:
     return gather_json({"rank": rank, "pad": "é" * rank * 100}, dst=1)
 
 
-def test_json_is_gathered_on_one_rank(ranks):
+def test_gather_json_returns_data_only_on_the_destination_rank(ranks):
     expected = [{"rank": rank, "pad": "é" * rank * 100} for rank in range(3)]
     assert ranks(3).run(gather_on_rank_1) == [None, expected, None]
 
@@ -87,7 +87,7 @@ def too_large_on_rank_1(name: str) -> list:
 
 
 @pytest.mark.parametrize("name", FROM_RANK_1)
-def test_data_that_is_too_large_on_one_rank_raises_on_all_ranks(ranks, name):
+def test_oversized_json_on_one_rank_raises_on_all_ranks(ranks, name):
     reason = f"ConfigError: {name}: JSON must have at most 1000 bytes, got 1002. Put the data into a file."
     peer = [f"PeerError: {name}: rank 1 failed: {reason}", True]
     assert ranks(3).run(too_large_on_rank_1, name) == [peer, [reason, True], peer]
@@ -100,7 +100,7 @@ def test_data_that_is_too_large_on_one_rank_raises_on_all_ranks(ranks, name):
         (lambda: broadcast_json(1, src=-1), "broadcast_json: src must be from 0 to 0 .the ranks., got -1"),
     ],
 )
-def test_a_rank_that_is_not_there_is_refused(call, message):
+def test_out_of_range_rank_is_refused(call, message):
     with pytest.raises(ConfigError, match=message):
         call()
 
@@ -114,7 +114,7 @@ def records_of_two_lengths() -> list:
     return [first, second, third, len(other[1])]
 
 
-def test_records_do_not_share_their_rows(ranks):
+def test_gathered_number_records_do_not_share_buffers(ranks):
     rows = [[[0.0, x], [1.0, x]] for x in (1.0, 1.0, 7.0)]
     assert ranks(2).run(records_of_two_lengths) == [[*rows, 3]] * 2
 
@@ -125,7 +125,7 @@ def syncs_of_a_vote() -> int:
     return seen.count
 
 
-def test_a_vote_reads_no_tensor(ranks):
+def test_vote_needs_no_host_sync(ranks):
     assert ranks(2).run(syncs_of_a_vote) == [0, 0]
 
 
@@ -138,7 +138,7 @@ def fail_on_rank_1() -> str:
     return "no error"
 
 
-def test_a_failure_of_one_rank_is_raised_on_all(ranks):
+def test_failure_on_one_rank_raises_on_all_ranks(ranks):
     peer = "PeerError: save: rank 1 failed (1 of 3 ranks did): ValueError: disk full"
     assert ranks(3).run(fail_on_rank_1) == [peer, "ValueError: disk\nfull", peer]
 
@@ -153,7 +153,7 @@ def agree(samples_by_rank: list) -> list:
     return [tally.samples, tally.tokens, tally.microbatches, tally.position]
 
 
-def test_the_step_record_sums_counts_and_takes_the_most_microbatches(ranks):
+def test_step_record_sums_counts_and_takes_maximum_microbatches(ranks):
     assert ranks(3).run(agree, [4, 6, 0]) == [[10, 21, 3, None]] * 3
 
 
@@ -179,7 +179,7 @@ def agree_error(samples: int, weightless_rank: int, epoch_rank: int) -> str:
         ((1, -1, 1), "only ranks [1] are at the end of their epoch"),
     ],
 )
-def test_the_step_record_raises_on_all_ranks_alike(ranks, args, message):
+def test_step_record_raises_the_same_error_on_all_ranks(ranks, args, message):
     first, second = ranks(2).run(agree_error, *args)
     assert message in first
     assert first == second

@@ -33,7 +33,7 @@ def test_last_hooks_get_the_error_of_an_earlier_hook():
     assert [str(error) for error in heard] == ["disk full"]
 
 
-def test_hooks_run_after_a_hook_that_raises_and_the_first_error_is_raised():
+def test_hook_error_runs_remaining_hooks_and_raises_first_error():
     heard = []
 
     def fail(error):

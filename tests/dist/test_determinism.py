@@ -31,7 +31,7 @@ def switches() -> list[bool]:
     ]
 
 
-def test_the_switches_are_set_and_undone(monkeypatch):
+def test_determinism_switches_are_set_and_restored(monkeypatch):
     monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
     first = switches()
     before = use_deterministic()

@@ -64,7 +64,7 @@ def gather(counts: list[int], shape: list[int]) -> list:
 
 
 @pytest.mark.parametrize(("counts", "shape"), [([2, 0, 1], []), ([1, 2, 0], [2, 1]), ([0, 0, 0], [3])])
-def test_rows_come_in_the_order_of_ranks(ranks, counts, shape):
+def test_gathered_rows_are_in_rank_order(ranks, counts, shape):
     expected = torch.cat([torch.full((n, *shape), float(rank)) for rank, n in enumerate(counts)]).tolist()
     assert ranks(3).run(gather, counts, shape) == [expected] * 3
 
@@ -85,7 +85,7 @@ def test_one_process_needs_no_groups():
         ([1.0], "x must be a tensor, got list"),
     ],
 )
-def test_tensors_without_rows_are_refused(x, message):
+def test_tensors_without_a_row_dimension_are_refused(x, message):
     with pytest.raises(ConfigError, match=f"all_gather_with_grad: {message}"):
         all_gather_with_grad(x)
 
@@ -124,7 +124,7 @@ def gather_unequal(case: str) -> str:
         ),
     ],
 )
-def test_differences_between_ranks_raise_on_all_ranks(ranks, case, first, second):
+def test_input_mismatch_between_ranks_raises_on_all_ranks(ranks, case, first, second):
     texts = ranks(2).run(gather_unequal, case)
     assert all(text.startswith("all_gather_with_grad: ") for text in texts)
     assert first in texts[0]
@@ -157,5 +157,5 @@ def gather_without_grad() -> list:
     return [y.requires_grad, y.tolist()]
 
 
-def test_without_gradients_ranks_need_not_agree_on_them(ranks):
+def test_requires_grad_may_differ_between_ranks_under_no_grad(ranks):
     assert ranks(2).run(gather_without_grad) == [[False, [1.0, 1.0]]] * 2

@@ -10,7 +10,7 @@ from dtrain.dist.timeout_report import format_missing_ranks
 PAGE = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()
 
 
-def test_the_example_runs():
+def test_docs_example_runs():
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
     names: dict = {"dt": dt}
     exec(compile(block, "docs/collectives.md", "exec"), names)  # the page's own text
@@ -28,7 +28,7 @@ def test_shown_error_lines_equal_the_raised_lines():
     assert f"```text\n{slow}\n{gone}\n```" in PAGE
 
 
-def test_every_name_in_the_table_is_public():
+def test_documented_table_names_are_public():
     table = PAGE[PAGE.index("| function") : PAGE.index("A *record*")]
     names = {name for row in table.split("\n")[2:] if row for name in re.findall(r"`([a-z_.]+)[`(]", row.split("|")[1])}
     assert len(names) == 14

@@ -77,7 +77,7 @@ def tell_when_waiting(path: Path) -> None:
     path.touch()
 
 
-def test_records_of_two_ranks_show_which_collective_one_lacks(forked, tmp_path, question):
+def test_records_of_two_ranks_show_the_missing_collective(forked, tmp_path, question):
     prepare(tmp_path)
     asked, ask = question
     paths = [launch_protocol.flight_record_file(tmp_path, rank) for rank in (0, 1)]
@@ -104,7 +104,7 @@ def test_records_of_two_ranks_show_which_collective_one_lacks(forked, tmp_path, 
     assert (stop.waiting, stop.missing, stop.unknown, stop.mismatched) == ([0], [1], [], {})
 
 
-def test_record_holds_the_last_collectives_of_the_groups_that_are_open(tmp_path, question):
+def test_record_holds_recent_collectives_of_open_groups(tmp_path, question):
     path = prepare(tmp_path)
     told = environment(tmp_path, question[0])
     with init_dist(device="cpu") as info:
@@ -127,7 +127,7 @@ def test_record_holds_the_last_collectives_of_the_groups_that_are_open(tmp_path,
     assert training["collectives"][-1]["op"].startswith("all_gather")
 
 
-def test_stacks_of_all_other_threads_are_written_while_they_run(tmp_path):
+def test_stacks_of_running_threads_are_written(tmp_path):
     """The signal's handler takes no lock, so it must not look at threads that run: a rank that can answer does it itself."""
     path, end = tmp_path / "stacks", threading.Event()
 
@@ -163,7 +163,7 @@ def test_groups_have_documented_names(tmp_path):
     assert run_ranks(names_of_groups, 2, str(tmp_path)) == [["training", "dp_shard", "mine"]] * 2
 
 
-def test_nothing_is_written_and_no_thread_is_left_when_the_block_is_closed(tmp_path, question, monkeypatch):
+def test_closed_block_leaves_no_record_and_no_thread(tmp_path, question, monkeypatch):
     path = prepare(tmp_path)
     for name, value in environment(tmp_path, question[0]).items():
         monkeypatch.setenv(name, value)
@@ -176,7 +176,7 @@ def test_nothing_is_written_and_no_thread_is_left_when_the_block_is_closed(tmp_p
     assert not path.exists()
 
 
-def test_each_question_is_answered_once_and_none_twice_after_the_block_is_opened_again(tmp_path, question):
+def test_each_dump_request_is_answered_once_across_reopened_blocks(tmp_path, question):
     path = prepare(tmp_path)
     told = environment(tmp_path, question[0])
     with init_dist(device="cpu") as info:
@@ -194,7 +194,7 @@ def test_each_question_is_answered_once_and_none_twice_after_the_block_is_opened
     assert not threads()
 
 
-def test_nothing_is_written_when_the_launcher_has_died(tmp_path, question):
+def test_no_record_is_written_after_launcher_death(tmp_path, question):
     path = prepare(tmp_path)
     with init_dist(device="cpu") as info:
         current_context().flight_recorder.start(environment(tmp_path, question[0]), info)
@@ -205,7 +205,7 @@ def test_nothing_is_written_when_the_launcher_has_died(tmp_path, question):
 
 
 @pytest.mark.parametrize("number", ["", "x", "99999", "file"])
-def test_variable_without_its_pipe_is_no_launcher(tmp_path, number):
+def test_dump_request_variable_without_a_pipe_is_ignored(tmp_path, number):
     with open(tmp_path / "file", "w") as file, init_dist(device="cpu") as info:
         told = {
             launch_protocol.RUN_DIR: str(tmp_path),
@@ -216,7 +216,7 @@ def test_variable_without_its_pipe_is_no_launcher(tmp_path, number):
     assert launch_protocol.DUMP_REQUEST_FD not in told
 
 
-def test_full_disk_costs_the_record_only(tmp_path, question, capfd):
+def test_record_write_error_does_not_stop_the_rank(tmp_path, question, capfd):
     with init_dist(device="cpu") as info:
         current_context().flight_recorder.start(environment(tmp_path / "gone", question[0]), info)
         os.write(question[1], b"?")

@@ -39,7 +39,7 @@ def test_one_process_needs_no_environment(alone):
     assert get_dist_info().control is None
 
 
-def test_init_again_returns_the_open_one_which_the_first_closes(alone):
+def test_nested_init_dist_reuses_the_open_groups(alone):
     with init_dist() as first:
         with init_dist() as second:
             assert second.control is first.control
@@ -55,7 +55,7 @@ def test_init_after_closing_opens_new_groups(alone):
         assert not dist.is_initialized()
 
 
-def test_a_group_of_the_users_own_is_adopted_and_left_open(alone):
+def test_user_process_group_is_adopted_and_not_closed(alone):
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with init_dist() as info:
@@ -73,7 +73,7 @@ def adopt_without_environment() -> list[int]:
         return [info.rank, info.world_size]
 
 
-def test_an_adopted_group_says_which_rank_this_is(forked):
+def test_adopted_group_defines_rank_and_world_size(forked):
     assert forked.run(lambda _: adopt_without_environment(), 2, results_of=[0, 1]) == {0: [0, 2], 1: [1, 2]}
 
 
@@ -99,7 +99,7 @@ def test_environment_that_contradicts_the_open_group_is_refused(alone, monkeypat
         dist.destroy_process_group()
 
 
-def test_exception_inside_closes_the_groups(alone):
+def test_exception_in_the_block_closes_the_groups(alone):
     with pytest.raises(KeyError), init_dist():
         raise KeyError("x")
     assert not dist.is_initialized()
@@ -185,7 +185,7 @@ def test_unreachable_rank_0_is_named(port):
     assert f"rank 1 could not reach rank 0 at 127.0.0.1:{port} within 2 s" in error_of_init(1, 2, port)
 
 
-def test_store_of_the_launcher_that_cannot_be_reached_is_named(port):
+def test_unreachable_launcher_store_is_named(port):
     text = error_of_init(0, 2, port, TORCHELASTIC_USE_AGENT_STORE="True")
     assert f"rank 0 could not reach the launcher at 127.0.0.1:{port} within 2 s" in text
 
@@ -213,12 +213,12 @@ def listening_beyond_loopback() -> list[str]:
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_nothing_listens_beyond_loopback(ranks):
+def test_sockets_listen_only_on_loopback(ranks):
     assert ranks(2).run(listening_beyond_loopback) == [[], []]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-def test_the_loopback_check_can_fail():
+def test_loopback_check_detects_an_external_socket():
     import socket
 
     with socket.socket() as open_to_all:
@@ -246,12 +246,12 @@ def open_and_close() -> list:
     return seen
 
 
-def test_ranks_can_close_and_open_again(forked):
+def test_ranks_can_close_and_reopen_groups(forked):
     expected = [2, 2, False, [50, True, False], [[0.0], [1.0]]]
     assert forked.run(lambda _: open_and_close(), 2, results_of=[0, 1]) == {0: expected, 1: expected}
 
 
-def test_one_process_can_close_and_open_again(alone):
+def test_single_process_can_close_and_reopen_groups(alone):
     assert open_and_close() == [1, 1, False, [50, True, False], [[0.0]]]
 
 
@@ -297,7 +297,7 @@ def test_failed_opening_leaves_no_group_open(alone, monkeypatch):
         assert info.opened_group
 
 
-def test_nccl_groups_of_a_failed_run_are_not_taken_over(alone):
+def test_nccl_groups_of_a_failed_run_are_not_reused(alone):
     with init_dist() as info:
         pass
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -380,7 +380,7 @@ def test_two_processes_of_one_rank_are_refused(forked):
 
 
 @pytest.mark.parametrize(("number", "text"), [(signal.SIGSTOP, "stopped answering"), (signal.SIGKILL, "has ended")])
-def test_rank_0_that_serves_the_store_and_leaves_is_named(forked, monkeypatch, number, text):
+def test_loss_of_store_server_rank_0_is_reported(forked, monkeypatch, number, text):
     monkeypatch.setattr(rendezvous, "_STORE_MARGIN_S", 0.5)
     monkeypatch.setattr(rendezvous, "_TORCH_RETRY_S", 0.0)
 
@@ -421,7 +421,7 @@ def test_stopped_rank_0_does_not_block_connecting_ranks(forked, monkeypatch):
     assert answer.endswith("does not answer rank 1 within 1 s. Check that rank 0 is not stopped.")
 
 
-def test_a_mesh_is_made_once_and_anew_after_closing(forked):
+def test_mesh_is_cached_until_groups_close(forked):
     def body(_: int) -> list:
         with init_dist(device="cpu"):
             first = build_mesh(dp_replicate=2)
@@ -439,7 +439,7 @@ def time_outs_of_mesh() -> list[float]:
     return [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in mesh.get_all_groups()]
 
 
-def test_groups_of_a_mesh_have_the_timeout_of_init_dist(forked):
+def test_mesh_groups_use_the_init_dist_timeout(forked):
     def body(_: int) -> list[float]:
         with init_dist(device="cpu", timeout_s=7):
             return time_outs_of_mesh()
@@ -447,7 +447,7 @@ def test_groups_of_a_mesh_have_the_timeout_of_init_dist(forked):
     assert forked.run(body, 4, results_of=[0]) == {0: [7.0, 7.0]}
 
 
-def test_mesh_degrees_are_filled():
+def test_missing_mesh_degree_is_inferred():
     assert _fill_degrees({"dp_replicate": 2, "dp_shard": -1}, 8) == {"dp_replicate": 2, "dp_shard": 4}
     assert _fill_degrees({"dp_replicate": 2, "dp_shard": 4}, 8) == {"dp_replicate": 2, "dp_shard": 4}
 
@@ -493,7 +493,7 @@ MESHES = {
 
 
 @pytest.mark.parametrize("case", MESHES)
-def test_ranks_along_cp_and_tp_have_one_place_in_the_data(ranks, case):
+def test_ranks_along_cp_and_tp_share_one_data_rank(ranks, case):
     degrees, axes, places, tensor = MESHES[case]
     for rank, found in enumerate(ranks(4).run(ranks_of_mesh, degrees)):
         place = [rank, 4] if places is None else places[rank]

@@ -33,7 +33,7 @@ def prepare(folder: str) -> list:
         context.info = opened
 
 
-def test_one_rank_of_each_node_goes_first(ranks, tmp_path):
+def test_local_rank_zero_of_each_node_runs_first(ranks, tmp_path):
     answers = ranks(4).run(prepare, str(tmp_path))
     others = [False, ["by-0", "by-2"]]
     assert answers == [[True, None], others, [True, None], others]
@@ -75,7 +75,7 @@ def test_kill_of_the_first_rank_raises_on_the_other_ranks(forked):
     assert text.startswith("DistError: prepare: ranks [0] of 2 did not arrive"), text
 
 
-def test_error_of_the_first_rank_is_raised_if_the_other_ranks_are_dead(forked):
+def test_first_rank_error_is_raised_when_other_ranks_died(forked):
     def body(rank: int) -> str:
         try:
             with init_dist(device="cpu"):
@@ -103,11 +103,11 @@ def fail_later() -> str:
     return "no error"
 
 
-def test_an_error_of_a_later_rank_is_its_own(ranks):
+def test_error_on_a_later_rank_is_not_propagated(ranks):
     assert ranks(2).run(fail_later) == ["no error", "mine"]
 
 
-def test_one_process_is_first():
+def test_single_process_runs_as_the_first_rank():
     with local_rank_zero_first() as first:
         assert first
     with pytest.raises(ZeroDivisionError), local_rank_zero_first():

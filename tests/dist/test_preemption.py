@@ -42,7 +42,7 @@ def twice_at_once(rank):
         return current_context().preemption.pending_signal()
 
 
-def test_the_same_signal_from_two_senders_is_one_request(tmp_path):
+def test_duplicate_stop_signals_count_as_one_request(tmp_path):
     assert endings(twice_at_once, 1, tmp_path) == ([0], [signal.SIGTERM])
 
 
@@ -56,7 +56,7 @@ def second_after_the_first(rank, *, folder):
         say(folder, rank, "the second")
 
 
-def test_a_second_signal_ends_the_rank_at_once(tmp_path):
+def test_second_signal_terminates_the_rank_immediately(tmp_path):
     codes, said = endings(partial(second_after_the_first, folder=tmp_path), 1, tmp_path)
     assert (codes, said) == ([-signal.SIGTERM], ["the first"])
 
@@ -71,7 +71,7 @@ def fork_that_is_told(rank):
         return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), current_context().preemption.pending_signal()]
 
 
-def test_a_fork_of_the_rank_dies_of_the_signal(tmp_path):
+def test_forked_child_is_terminated_by_the_stop_signal(tmp_path):
     assert endings(fork_that_is_told, 1, tmp_path) == ([0], [[-signal.SIGTERM, 0]])
 
 
@@ -96,7 +96,7 @@ def with_workers(rank, *, folder):
     return None
 
 
-def test_loader_workers_do_not_mind_the_ranks_signal(tmp_path):
+def test_loader_workers_ignore_the_stop_signal(tmp_path):
     assert endings(partial(with_workers, folder=tmp_path), 1, tmp_path) == ([75], [None])
     assert [found.step for found in dt.checkpoint.list_steps(tmp_path / "ckpt")] == [2]
 
@@ -120,7 +120,7 @@ def late(rank, *, folder):
     say(folder, rank, "still alive")
 
 
-def test_late_signal_spares_a_saved_rank_and_a_second_signal_kills(tmp_path):
+def test_late_signal_is_ignored_after_saving_until_a_second_one(tmp_path):
     assert endings(partial(late, folder=tmp_path), 1, tmp_path) == ([-signal.SIGTERM], ["alive"])
 
 
@@ -191,12 +191,12 @@ HANDLERS = {
 
 
 @pytest.mark.parametrize(("body", "expected"), HANDLERS.values(), ids=HANDLERS)
-def test_handlers_are_installed_inside_the_block_only(tmp_path, body, expected):
+def test_signal_handlers_are_installed_only_inside_the_block(tmp_path, body, expected):
     assert endings(body, 1, tmp_path) == ([0], [expected])
 
 
 @pytest.mark.parametrize("text", ["x", "", "-1", "9", "19", "0", "4096", "USR1", "²"])
-def test_variable_without_a_signal_is_refused(monkeypatch, text):
+def test_invalid_stop_signal_variable_is_refused(monkeypatch, text):
     monkeypatch.setenv(launch_protocol.STOP_SIGNAL, text)
     with pytest.raises(
         dt.errors.ConfigError, match=r"DTRAIN_STOP_SIGNAL must be the number of a signal that a process can handle"
@@ -256,7 +256,7 @@ def test_ranks_report_their_activities(tmp_path, monkeypatch):
         }
 
 
-def test_failed_rank_does_not_report_leaving(tmp_path):
+def test_failed_rank_does_not_report_a_normal_exit(tmp_path):
     read, write = os.pipe()
     try:
         codes, _ = endings(put_back_after_an_exception, 1, tmp_path, **{launch_protocol.HEARTBEAT_FD: str(write)})
@@ -284,6 +284,6 @@ def stale(rank, *, what, folder):
 
 
 @pytest.mark.parametrize("what", ["closed", "a file", "text"])
-def test_a_stale_variable_is_passed_over(tmp_path, what):
+def test_stale_heartbeat_variable_is_ignored(tmp_path, what):
     assert endings(partial(stale, what=what, folder=tmp_path), 1, tmp_path) == ([0], [None])
     assert what == "text" or (tmp_path / "mine").read_bytes() == b""

@@ -41,7 +41,7 @@ def same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("counts", [[5], [2, 2], [0, 3], [3, 1, 2], [0, 4, 0], [0, 0, 0], [1, 0, 0]], ids=str)
-def test_rows_come_in_the_order_of_ranks_in_every_dtype(ranks, counts):
+def test_gathered_rows_are_in_rank_order_for_every_dtype(ranks, counts):
     assert ranks(len(counts)).run(gathered, counts) == [True] * len(counts)
 
 
@@ -74,7 +74,7 @@ def structures() -> list:
     ]
 
 
-def test_structures_are_kept(ranks):
+def test_nested_structures_are_preserved(ranks):
     rows = [[1.0, 1.0], [2.0, 2.0], [2.0, 2.0]]
     assert ranks(3).run(structures) == [[rows, [[int(x) for x in row] for row in rows], True, True, [1.0, 2.0, 2.0]]] * 3
 
@@ -86,7 +86,7 @@ def columns_of_tables() -> list:
     return all_gather_ragged({"x": table.permute(2, 0, 1)[rank : rank + 1], "y": table[0, :, 0][:1]})["x"].tolist()
 
 
-def test_rows_may_lie_anywhere_in_memory(ranks):
+def test_noncontiguous_rows_are_gathered(ranks):
     expected = torch.arange(24.0).view(2, 3, 4).permute(2, 0, 1)[:3].tolist()
     assert ranks(3).run(columns_of_tables) == [expected] * 3
 
@@ -98,7 +98,7 @@ def to_one(dst: int) -> list[int] | None:
 
 
 @pytest.mark.parametrize("dst", [0, 2])
-def test_gather_gives_all_to_one_rank(ranks, dst):
+def test_gather_returns_rows_only_on_the_destination_rank(ranks, dst):
     assert ranks(3).run(to_one, dst) == [[2, 2, 2, 1, 1, 0] if rank == dst else None for rank in range(3)]
 
 
@@ -111,7 +111,7 @@ def apart(counts: list[int]) -> list[list[int]]:
 @pytest.mark.parametrize(
     ("counts", "expected"), [([2, 0, 1], [[0, 0], [], [2]]), ([0, 0, 1], [[], [], [2]]), ([0, 0, 0], [])], ids=str
 )
-def test_rows_can_be_had_by_rank(ranks, counts, expected):
+def test_rows_can_be_returned_per_rank(ranks, counts, expected):
     assert ranks(3).run(apart, counts) == [expected] * 3
 
 
@@ -122,7 +122,7 @@ def with_model_axes(tp: int) -> list[int]:
 
 
 @pytest.mark.parametrize(("tp", "expected"), [(1, [0, 1, 1, 2, 2, 2, 3, 3, 3, 3]), (2, [0, 1, 1]), (4, [0])])
-def test_ranks_that_share_a_batch_count_once(ranks, tp, expected):
+def test_tp_ranks_sharing_a_batch_are_gathered_once(ranks, tp, expected):
     assert ranks(4).run(with_model_axes, tp) == [expected] * 4
 
 
@@ -178,6 +178,6 @@ def test_invalid_order_is_refused(order):
         all_gather_ragged(torch.ones(2), order=order)
 
 
-def test_there_must_be_such_a_rank():
+def test_out_of_range_destination_rank_is_refused():
     with pytest.raises(ConfigError, match="dst must be from 0 to 0"):
         gather_ragged(torch.ones(2), dst=1)

@@ -25,7 +25,7 @@ def tensors() -> list:
     return results
 
 
-def test_tensors_are_reduced_element_by_element_and_not_changed(ranks):
+def test_tensors_are_reduced_elementwise_without_changing_inputs(ranks):
     total = [[6.0, -3.0], [1.5, 6.0]]
     expected = [total, [[2.0, -1.0], [0.5, 2.0]], [[3.0, 0.0], [0.5, 4.0]]]
     expected += [[[0, 18], [6, 24], [12, 30]], [[0, 9], [3, 12], [6, 15]], [], False, True]
@@ -47,7 +47,7 @@ def for_rank_1() -> list:
     return [None if y is None else y.tolist() for y in found] + [reduce_mean(3.0, dst=1), x.tolist()]
 
 
-def test_only_the_rank_that_asks_gets_the_result(ranks):
+def test_reduce_returns_result_only_on_the_destination_rank(ranks):
     first, second, third = ranks(3).run(for_rank_1)
     assert first == [None] * 4 + [[1.0, 1.0]]
     assert second == [[6.0, 6.0], [2.0, 2.0], [3.0, 3.0], 3.0, [2.0, 2.0]]
@@ -60,7 +60,7 @@ def largest_with_nan() -> list:
     return [str(reduce_max(x).tolist()), str(reduce_max(math.nan if rank == 1 else 0.0))]
 
 
-def test_a_nan_on_any_rank_is_the_maximum(ranks):
+def test_reduce_max_propagates_nan_from_any_rank(ranks):
     assert ranks(2).run(largest_with_nan) == [["[nan, -inf, inf]", "nan"]] * 2
 
 
@@ -90,7 +90,7 @@ def test_unsupported_tensors_are_refused(reduce, x, message):
         reduce(x)
 
 
-def test_the_mean_of_integers_is_refused():
+def test_reduce_mean_of_integers_is_refused():
     with pytest.raises(
         ConfigError, match=r"reduce_mean: the mean of torch.int64 has no dtype. Convert x first, .*x.double\(\)"
     ):
@@ -98,7 +98,7 @@ def test_the_mean_of_integers_is_refused():
 
 
 @pytest.mark.parametrize("dst", [-1, 1])
-def test_a_rank_that_is_not_there_is_refused(dst):
+def test_out_of_range_destination_rank_is_refused(dst):
     with pytest.raises(ConfigError, match=f"reduce_sum: dst must be from 0 to 0 .the ranks., got {dst}"):
         reduce_sum(1.0, dst=dst)
 

@@ -11,7 +11,7 @@ def draws() -> list[float]:
     return [random.random(), random.gauss(0, 1), float(np.random.rand()), float(np.random.randn()), torch.rand(()).item()]
 
 
-def test_all_generators_go_out_and_come_back():
+def test_rng_state_restores_all_generators():
     seed_all(7)
     draws()  # leaves half of a Gaussian pair in Python's and NumPy's generators
     state = rng_state()
@@ -27,11 +27,11 @@ def test_seeds_depend_on_every_part_and_on_their_types():
     assert all(0 <= seed < 2**63 for seed in seeds)
 
 
-def test_seeds_never_change_between_releases():
+def test_derived_seed_is_stable_between_releases():
     assert derive_seed(0, "ema", 1) == 552497547399374021
 
 
-def test_generator_is_fresh_each_time():
+def test_generator_depends_only_on_its_seed_parts():
     assert torch.rand(3, generator=generator("cpu", 1, "x")).equal(torch.rand(3, generator=generator("cpu", 1, "x")))
     assert not torch.rand(3, generator=generator("cpu", 1, "x")).equal(torch.rand(3, generator=generator("cpu", 1, "y")))
 
@@ -44,7 +44,7 @@ def test_seed_all_gives_each_library_its_own_stream():
     assert len({round(x, 9) for x in first}) == 5
 
 
-def test_draws_digest_differs_where_the_next_numbers_do():
+def test_rng_state_hash_changes_with_torch_draws():
     device = torch.device("cpu")
     seed_all(3)
     first = hash_rng_state(device)

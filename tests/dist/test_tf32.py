@@ -25,7 +25,7 @@ def switches() -> list:
     return [cuda.matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()]
 
 
-def test_the_switches_are_set_and_undone():
+def test_tf32_switches_are_set_and_restored():
     first = switches()
     assert use_tf32() == Tf32(matmul=first[0], cudnn=first[1])
     assert switches() == [True, True, "high"]
@@ -36,13 +36,13 @@ def test_the_switches_are_set_and_undone():
     assert switches() == [False, True, "highest"]
 
 
-def test_call_without_change_keeps_a_finer_setting_of_torch():
+def test_unchanged_setting_keeps_torch_matmul_precision():
     torch.set_float32_matmul_precision("medium")
     assert use_tf32(use_tf32()).matmul
     assert switches()[2] == "medium"
 
 
-def test_torchs_newer_switches_are_read_and_set_too():
+def test_newer_torch_fp32_precision_switches_are_read_and_set():
     torch.backends.cuda.matmul.fp32_precision = "tf32"
     assert use_tf32(False).matmul
     assert torch.backends.cuda.matmul.fp32_precision == "ieee"
@@ -51,6 +51,6 @@ def test_torchs_newer_switches_are_read_and_set_too():
 
 
 @pytest.mark.parametrize("settings", [None, "high", 1])
-def test_other_values_are_refused(settings):
+def test_invalid_tf32_settings_are_refused(settings):
     with pytest.raises(ConfigError, match="use_tf32: settings must be True, False or the result of an earlier call, got"):
         use_tf32(settings)

@@ -68,7 +68,7 @@ CALLS = {
 
 
 @pytest.mark.parametrize("where", CALLS)
-def test_every_collective_names_a_rank_that_died(forked, where):
+def test_dead_rank_is_named_by_every_collective(forked, where):
     def body(rank: int) -> str:
         with init_dist(device="cpu", timeout_s=NEVER_S):
             if rank == 1:
@@ -90,7 +90,7 @@ def vote(rank: int, victim: int, fate) -> list[float]:
         return all_gather_numbers([2.0], caller="vote")[0]
 
 
-def test_a_rank_that_sleeps_is_named(forked):
+def test_sleeping_rank_is_named(forked):
     answers = forked.run(lambda rank: vote(rank, 1, lambda: time.sleep(NEVER_S)), 3, results_of=[0, 2])
     for text in answers.values():
         assert text.startswith("DistError: vote: ranks [1] of 3 did not arrive within 2"), text
@@ -98,7 +98,7 @@ def test_a_rank_that_sleeps_is_named(forked):
 
 
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
-def test_rank_0_is_named_although_it_serves_the_store(forked, number):
+def test_missing_store_server_rank_0_is_named(forked, number):
     answers = forked.run(lambda rank: vote(rank, 0, lambda: os.kill(os.getpid(), number)), 3, results_of=[1, 2])
     for text in answers.values():
         assert text.startswith("DistError: vote: ranks [0] of 3 did not arrive"), text
@@ -113,14 +113,14 @@ def test_two_stopped_ranks_are_both_named(forked):
     assert text.startswith("DistError: vote: ranks [1, 2] of 3 did not arrive within 2"), text
 
 
-def test_a_rank_that_comes_late_is_named_on_itself_too(forked, monkeypatch):
+def test_late_rank_is_named_on_all_ranks(forked, monkeypatch):
     monkeypatch.setattr(timeout_report, "GRACE_S", 20.0)
     answers = forked.run(lambda rank: vote(rank, 2, lambda: time.sleep(TIMEOUT_S + 1)), 3, results_of=[0, 1, 2])
     for text in answers.values():
         assert text.startswith("DistError: vote: ranks [2] of 3 came too late. The first rank gave up after 2"), text
 
 
-def test_the_error_with_which_a_rank_left_is_passed_on(forked):
+def test_error_of_a_departed_rank_is_included_in_peer_errors(forked):
     def fail() -> None:
         raise ValueError("disk\nfull")
 
@@ -131,7 +131,7 @@ def test_the_error_with_which_a_rank_left_is_passed_on(forked):
         assert ". Rank 1 left with ValueError: disk full. Look" in text
 
 
-def test_groups_of_the_users_own_are_watched_too(forked):
+def test_missing_rank_in_a_user_group_is_named(forked):
     def body(rank: int) -> object:
         dist.init_process_group("gloo")
         return vote(rank, 1, lambda: os.kill(os.getpid(), signal.SIGKILL))
@@ -140,7 +140,7 @@ def test_groups_of_the_users_own_are_watched_too(forked):
     assert text.startswith("DistError: vote: ranks [1] of 2 did not arrive, connection lost"), text
 
 
-def test_a_rank_that_dies_while_groups_are_opened_is_named(forked, monkeypatch):
+def test_rank_death_during_group_setup_is_named(forked, monkeypatch):
     real = dist.new_group
 
     def body(rank: int) -> str:
@@ -176,7 +176,7 @@ def errors_of_rank_1() -> list:
     return seen
 
 
-def test_errors_of_the_block_itself_pass_untouched(ranks):
+def test_errors_raised_in_the_block_are_unchanged(ranks):
     own = [[name, True] for name in ("RuntimeError", "ValueError", "DistError", "KeyError")]
     assert ranks(2).run(errors_of_rank_1) == [[], [*own, "mat1 and mat2 shapes cannot be"]]
 
@@ -189,11 +189,11 @@ def same_mistake() -> str:
     return "no error"
 
 
-def test_equal_mistake_of_all_ranks_names_no_missing_rank(ranks):
+def test_identical_error_on_all_ranks_names_no_missing_rank(ranks):
     assert ranks(2).run(same_mistake) == ["RuntimeError: Invalid scalar type"] * 2
 
 
-def test_without_other_ranks_nothing_is_watched():
+def test_single_process_errors_are_unchanged():
     with pytest.raises(ZeroDivisionError), report_missing_ranks("step"):
         _ = 1 / 0
 
@@ -232,12 +232,12 @@ def test_collective_errors_are_recognized_by_class_and_module():
         ({"waits_s": dict.fromkeys(range(4), 0.1)}, None),
     ],
 )
-def test_message_follows_from_the_contents_of_the_store(given, text):
+def test_missing_rank_message_depends_on_store_contents(given, text):
     line = format_missing_ranks("w", world_size=4, timeout_s=10, **{"notes": {}, **given})
     assert line is None if text is None else line.startswith(text)
 
 
-def test_a_call_that_never_returns_is_given_up():
+def test_call_with_timeout_raises_when_the_call_hangs():
     with pytest.raises(DistError, match="no answer"):
         call_with_timeout(lambda: time.sleep(NEVER_S), timeout_s=0.05, message="no answer")
     with pytest.raises(KeyError, match="x"):
@@ -246,7 +246,7 @@ def test_a_call_that_never_returns_is_given_up():
 
 
 @pytest.mark.parametrize("where", ["before forward", "before backward"])
-def test_a_step_names_a_rank_that_died_in_the_middle_of_it(forked, where):
+def test_rank_death_during_a_step_is_named(forked, where):
     def body(rank: int) -> str:
         def loss(model: nn.Module, batch: torch.Tensor) -> LossSum:
             if rank == 1 and where == "before forward":

@@ -87,7 +87,7 @@ def last_words(job: subprocess.Popen[str]) -> str:
     return said
 
 
-def test_a_node_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreachable_node_error_names_the_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with closed_port() as port, closed_port() as of_node_0:  # on the first one somebody listens for a while
         node = two_nodes(tmp_path, 1, of_node_0, 1)
         theirs = by_hand(port, 1), by_hand(port, 0)
@@ -95,7 +95,7 @@ def test_a_node_that_cannot_be_reached_is_named(tmp_path: Path, monkeypatch: pyt
         check("A barrier that times out", by_hand=theirs, here=(ours, last_words(node)))
 
 
-def test_a_port_that_is_taken_costs_nothing_or_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_port_in_use_is_avoided_or_raises_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with taken_port() as port:
         node = two_nodes(tmp_path, 0, port, 1)
         alone = launched(tmp_path, "--run-dir", str(tmp_path / "alone"), MASTER_PORT=str(port))
@@ -113,13 +113,13 @@ class Documents:
         self.tokens = torch.arange(count * 4).reshape(count, 4)
 
 
-def test_a_batch_of_ones_own_is_refused_or_described() -> None:
+def test_unsplittable_batch_is_refused_with_an_explanation() -> None:
     class_of_ones_own = raised(lambda: dt.split_batch(Documents(8), 2))
     unlike = raised(lambda: dt.split_batch({"x": torch.zeros(8, 3), "y": torch.zeros(6)}, 2))
     check("The batch size of a custom batch", here=(class_of_ones_own, unlike))
 
 
-def test_a_loss_that_stays_nan_stops_the_run() -> None:
+def test_persistent_nan_loss_stops_the_run() -> None:
     step, state = begun()
 
     def train(state: dt.TrainState) -> None:
@@ -129,7 +129,7 @@ def test_a_loss_that_stays_nan_stops_the_run() -> None:
     check("A loss that is NaN from some step on", here=(raised(lambda: train(state)),))
 
 
-def test_what_newcomers_mix_up_is_one_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_common_argument_mistakes_raise_one_line_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = nn.Linear(1, 1), torch.ones(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step, plain = dt.compose_step(LOSS), dt.compose_step(lambda model, batch: model(batch).mean())
@@ -158,7 +158,7 @@ def apex() -> object:
     return FusedLayerNorm
 
 
-def test_without_a_fused_kernel_the_numbers_are_the_same() -> None:
+def test_missing_fused_kernel_warns_and_gives_equal_results() -> None:
     model, x = nn.Sequential(RMS(8)), torch.rand(4, 8)
     before = model(x)
     with pytest.warns(UserWarning, match="fused_layer_norm") as caught:
@@ -185,7 +185,7 @@ def bytes_of(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
 
 
-def test_checkpoints_are_as_large_as_what_is_asked_for(tmp_path: Path) -> None:
+def test_checkpoint_size_matches_the_requested_contents(tmp_path: Path) -> None:
     step, state = begun(width=128, momentum=0.9)
     state, _ = step(state, torch.ones(2, 128))
     by_hand = written_over(tmp_path / "by-hand.pt", state.model)
@@ -218,7 +218,7 @@ class Pictures:
         return torch.full((1,), float(index))
 
 
-def test_a_corrupt_sample_is_named_or_left_out() -> None:
+def test_corrupt_sample_is_named_or_skipped() -> None:
     # No tensors from its worker: torch ends it in a way that would leave the folder behind through which they are passed.
     theirs = raised(lambda: list(DataLoader(Pictures(), batch_size=4, num_workers=1, collate_fn=len)))
     step, state = begun()
@@ -277,7 +277,7 @@ def ours_extended(folder: Path, schedule_of: int | None = None) -> list[float]:
     return rates
 
 
-def test_a_run_that_was_extended_learns_on(tmp_path: Path) -> None:
+def test_extended_run_continues_with_nonzero_lr(tmp_path: Path) -> None:
     assert theirs_extended() == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.0, 0.0, 0.0, 0.0])
     assert ours_extended(tmp_path / "long") == pytest.approx([1.0, 0.75, 0.5, 0.25, 0.5, 0.375, 0.25, 0.125])
     with warnings.catch_warnings(record=True) as caught:

@@ -41,14 +41,14 @@ def test_a_checkpoint_of_two_ranks_is_resumed_on_one(found: Found, folder: Path,
     check("Resuming on another number of ranks", by_hand=(by_hand,), here=(capfd.readouterr().err,))
 
 
-def test_memory_that_runs_out_makes_the_microbatch_smaller(found: Found) -> None:
+def test_out_of_memory_reduces_the_microbatch_size(found: Found) -> None:
     for rank in (0, 1):
         memory = found[rank]["memory"]
         assert 1 <= memory["found"] < ROWS
         check("Out of memory with full sharding", by_hand=(memory["by_hand"],), here=(memory["here"],))
 
 
-def test_an_optimizer_of_other_parameters_is_refused(found: Found) -> None:
+def test_optimizer_with_stale_parameters_is_refused(found: Found) -> None:
     for rank in (0, 1):
         gradients = found[rank]["gradients"]
         assert gradients["held"]  # torch says nothing, and learns nothing
@@ -56,7 +56,7 @@ def test_an_optimizer_of_other_parameters_is_refused(found: Found) -> None:
         check("Gradients that are None", here=(gradients["here"],))
 
 
-def test_the_loss_that_is_logged_is_that_of_all_ranks(found: Found) -> None:
+def test_logged_loss_is_averaged_over_all_ranks(found: Found) -> None:
     losses = [each["losses"] for each in found]
     assert losses[0]["mine"] != losses[1]["mine"]
     exact = sum(each["mine"] * each["weight"] for each in losses) / sum(each["weight"] for each in losses)
@@ -65,14 +65,14 @@ def test_the_loss_that_is_logged_is_that_of_all_ranks(found: Found) -> None:
     check("A loss that is not synchronised")
 
 
-def test_a_sink_writes_once(found: Found, folder: Path) -> None:
+def test_sink_writes_on_one_rank_only(found: Found, folder: Path) -> None:
     assert len((folder / "by-hand.log").read_text().splitlines()) == 2
     assert len((folder / "here.jsonl").read_text().splitlines()) == 1
     assert dt.loggers.read_jsonl(folder / "here.jsonl")[1]["loss"] == found[0]["losses"]["mean"]
     check("The same metric from every rank")
 
 
-def test_every_epoch_has_an_order_of_its_own(found: Found) -> None:
+def test_every_epoch_has_a_different_order(found: Found) -> None:
     for rank in (0, 1):
         first, second = found[rank]["orders"]["by_hand"]
         assert first == second
@@ -90,7 +90,7 @@ def test_ranks_take_the_same_number_of_steps(found: Found, tmp_path: Path) -> No
     check("Training hangs after the first epoch", by_hand=(found[0]["hang"]["by_hand"],), here=(said[0],))
 
 
-def test_the_batch_does_not_grow_with_the_ranks(found: Found) -> None:
+def test_global_batch_size_does_not_grow_with_the_rank_count(found: Found) -> None:
     assert [each["batches"] for each in found] == [{"by_hand": 8, "here": 4}] * 2
     check("A batch that grew with the number of ranks")
 

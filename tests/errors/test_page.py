@@ -21,11 +21,11 @@ def shown(text: str) -> dict[str, list[str]]:
     }
 
 
-def test_the_page_shows_the_messages_that_come() -> None:
+def test_page_shows_the_actual_messages() -> None:
     assert shown(PAGE.read_text()) == {name: [*said.by_hand, *said.here] for name, said in SAID.items()}
 
 
-def test_there_are_eighteen_and_the_table_above_has_a_row_for_each() -> None:
+def test_page_table_has_a_row_for_each_of_eighteen_errors() -> None:
     rows = re.findall(r"^\| \[(.*?)\]\(#(.*?)\) \|", PAGE.read_text(), re.M)
     assert [name for name, _ in rows] == list(SAID)
     assert len(SAID) == 18
@@ -36,16 +36,16 @@ def test_every_section_has_a_test() -> None:
     assert [name for name in SAID if not re.search(rf'check\(\s*"{re.escape(name)}"', tests)] == []
 
 
-def test_every_section_links_to_the_contract_behind_it() -> None:
+def test_every_section_links_to_another_page() -> None:
     parts = re.split(r"^## (.*)\n", PAGE.read_text(), flags=re.M)[1:]
     assert [name for name, body in zip(parts[::2], parts[1::2], strict=True) if not re.search(r"\]\(\w+\.md", body)] == []
 
 
-def test_code_of_the_page_is_run() -> None:
+def test_page_has_at_least_eight_python_blocks() -> None:
     assert sum(block.language == "python" for block in fences(PAGE)) >= 8
 
 
-def test_dots_stand_for_any_text_and_nothing_else_does() -> None:
+def test_ellipsis_is_the_only_wildcard_in_messages() -> None:
     assert fits("a ... c", "a b\nb c")
     assert fits("a.c", "a.c\n")
     assert not fits("a.c", "abc")

@@ -50,7 +50,7 @@ def folder(tmp_path) -> Path:
     return made
 
 
-def test_a_new_model_knows_its_classes_and_has_a_word_for_every_token():
+def test_new_model_has_its_classes_and_vocabulary():
     model, config, tokenizer = built(None)
     assert config.id2label == {0: "ham", 1: "spam", 2: "eggs"}
     assert config.label2id == {"ham": 0, "spam": 1, "eggs": 2}
@@ -60,12 +60,12 @@ def test_a_new_model_knows_its_classes_and_has_a_word_for_every_token():
     assert model.classifier.weight.shape == (3, config.hidden_size)
 
 
-def test_a_folder_is_where_it_is_and_no_name_is_a_new_model(tmp_path):
+def test_folder_of_returns_the_folder_or_none(tmp_path):
     assert folder_of(None) is None
     assert folder_of(str(tmp_path)) == tmp_path
 
 
-def test_a_name_of_the_hub_is_what_its_cache_holds(tmp_path, monkeypatch):
+def test_hub_name_resolves_to_the_cached_snapshot(tmp_path, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     repository, commit = tmp_path / "models--people--small-bert", "0" * 40
@@ -77,7 +77,7 @@ def test_a_name_of_the_hub_is_what_its_cache_holds(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["people/none", "no/name/at/all"])
-def test_a_name_that_is_nowhere_is_one_line(tmp_path, monkeypatch, name):
+def test_unknown_model_name_raises_a_one_line_error(tmp_path, monkeypatch, name):
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(SystemExit, match=rf"--model {name}: neither a folder here nor to be had from the hub: ") as end:
@@ -90,7 +90,7 @@ def without(folder: Path, *names: str) -> None:
         (folder / name).unlink()
 
 
-def test_a_folder_without_a_config_or_a_tokenizer_is_one_line(folder):
+def test_folder_without_config_or_tokenizer_raises_a_one_line_error(folder):
     without(folder, "tokenizer.json")
     with pytest.raises(SystemExit, match=r"pretrained: there is no tokenizer; write tokenizer\.json there with"):
         tokenizer_and_config(folder, TEXTS, NAMES, SEQ)
@@ -99,7 +99,7 @@ def test_a_folder_without_a_config_or_a_tokenizer_is_one_line(folder):
         tokenizer_and_config(folder, TEXTS, NAMES, SEQ)
 
 
-def test_a_tokenizer_or_a_length_that_the_model_is_too_small_for_is_one_line(folder):
+def test_oversized_vocabulary_or_sequence_raises_a_one_line_error(folder):
     with pytest.raises(SystemExit, match=r"pretrained: --seq 33, but the model has 32 positions; take at most as many"):
         tokenizer_and_config(folder, TEXTS, NAMES, 33)
     tokenizer_and_config(None, [f"word{at}" for at in range(100)], NAMES, SEQ)[0].save_pretrained(folder)
@@ -139,7 +139,7 @@ NEW = {
 
 
 @pytest.mark.parametrize("kind", NEW)
-def test_all_but_a_new_head_is_what_was_stored(folder, kind):
+def test_loaded_weights_equal_the_stored_ones_except_the_head(folder, kind):
     reference = saved(folder, kind)
     model, config, _ = built(folder)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -153,7 +153,7 @@ def test_all_but_a_new_head_is_what_was_stored(folder, kind):
         assert torch.equal(tensor, expected), name
 
 
-def test_a_weight_of_the_encoder_that_is_not_stored_is_an_error(folder):
+def test_missing_encoder_weight_raises(folder):
     tensors = load_file(folder / "model.safetensors")
     del tensors["bert.encoder.layer.1.output.dense.weight"]
     save_file(tensors, folder / "model.safetensors")
@@ -162,7 +162,7 @@ def test_a_weight_of_the_encoder_that_is_not_stored_is_an_error(folder):
         load_into_(model, folder, config)
 
 
-def test_without_a_folder_nothing_is_loaded():
+def test_load_without_a_folder_returns_none():
     assert load_into_(nn.Linear(2, 2), None, None) is None
 
 
@@ -200,7 +200,7 @@ class WrittenOutNorm(nn.Module):
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight + self.bias
 
 
-def test_norms_that_are_written_out_are_fused_and_those_of_torch_are_left(monkeypatch):
+def test_handwritten_norms_are_fused_and_torch_norms_kept(monkeypatch):
     _, config = tokenizer_and_config(None, TEXTS, NAMES, SEQ)
     assert sum(isinstance(module, nn.LayerNorm) for module in on_meta(config).modules()) == 5
     made = BertForSequenceClassification(config)
@@ -210,7 +210,7 @@ def test_norms_that_are_written_out_are_fused_and_those_of_torch_are_left(monkey
         assert isinstance(on_meta(config).bert.embeddings.LayerNorm, nn.LayerNorm)
 
 
-def test_transformers_loads_an_export_and_computes_the_same(tmp_path):
+def test_transformers_loads_an_export_with_equal_outputs(tmp_path):
     model, config, tokenizer = built(None)
     state = dt.compose_step(lambda model, batch: None, []).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     dt.save_sharded(tmp_path / "weights", state, what="weights")

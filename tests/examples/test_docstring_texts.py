@@ -23,7 +23,7 @@ def found() -> Labelled:
     return read_docstrings()
 
 
-def test_every_package_has_texts_and_no_text_comes_twice(found):
+def test_every_package_has_texts_without_duplicates(found):
     texts, labels = found.texts, found.labels
     assert tuple(found.names) == PACKAGES
     assert set(labels) == set(range(len(PACKAGES)))
@@ -42,7 +42,7 @@ def test_the_vocabulary_is_the_same_in_every_process(found):
     assert json.loads(other.stdout) == build_tokenizer(found.texts).get_vocab()
 
 
-def test_frequent_words_are_whole_and_others_are_spelt():
+def test_frequent_words_are_single_tokens_and_rare_words_are_split():
     tokenizer = build_tokenizer(["the cat sat", "the cat", "The dog"], words=2)
     assert tokenizer.encode("the dog CAT!").tokens == ["[CLS]", "the", "d", "##o", "##g", "cat", "[UNK]", "[SEP]"]
     assert [tokenizer.token_to_id(name) for name in ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")] == [0, 1, 2, 3, 4]

@@ -85,7 +85,7 @@ def load_and_compare(folder: str, strategy: str) -> list:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
 @pytest.mark.parametrize("kind", ["classifier", "masked"])
-def test_loaded_weights_and_logits_are_those_of_the_unsharded_model(folders, ranks, kind, strategy):
+def test_loaded_weights_and_logits_match_the_unsharded_model(folders, ranks, kind, strategy):
     """The masked one has tied weights, which its files hold once."""
     for complete, unequal, difference in ranks(2).run(load_and_compare, str(folders[kind]), strategy):
         assert complete
@@ -104,7 +104,7 @@ def load_encoder(folder: str) -> list:
     return [len(done.loaded), unequal, sorted(done.kept), sorted(done.left_out)]
 
 
-def test_the_encoder_is_taken_from_a_model_with_another_head(folders, ranks):
+def test_encoder_is_loaded_from_a_model_with_a_different_head(folders, ranks):
     for loaded, unequal, kept, left_out in ranks(2).run(load_encoder, str(folders["masked"])):
         assert loaded == 5 + 16 * SIZES["num_hidden_layers"]
         assert unequal == []
@@ -120,7 +120,7 @@ def initial_weights(strategy: str) -> dict[str, list]:
     return {"parameters": found, "position_ids": ids}
 
 
-def test_initial_weights_are_those_of_the_library_and_do_not_depend_on_the_ranks(ranks):
+def test_initial_weights_match_transformers_on_any_rank_count(ranks):
     one, two = ranks(1).run(initial_weights, "full_shard")[0], ranks(2).run(initial_weights, "full_shard")[0]
     assert one == two
     assert one["position_ids"] == [list(range(64))]
@@ -199,7 +199,7 @@ def test_a_run_from_saved_weights_resumes_bit_for_bit(tmp_path):
         assert [what for what, holds in found.items() if not holds] == []
 
 
-def test_a_run_that_gets_no_better_ends_and_stays_ended(tmp_path):
+def test_run_without_improvement_stops_early_and_stays_stopped(tmp_path):
     """The learning rate changes nothing. The second start trains no step, the third start has more patience."""
     pretrained(tmp_path)
     out = tmp_path / "run"
@@ -243,7 +243,7 @@ def held_out_accuracy(folder: Path) -> float:
 @pytest.mark.parametrize(
     ("until", "better"), [("40ba", 1.5), pytest.param("3ep", 3.0, marks=pytest.mark.slow)], ids=["short", "whole"]
 )
-def test_on_its_own_data_it_is_better_than_the_majority_class_and_transformers_finds_so_too(tmp_path, until, better):
+def test_trained_model_and_its_export_exceed_the_majority_baseline(tmp_path, until, better):
     out = tmp_path / "run"
     end = ended(launched("finetune_bert.py", "--until", until, out=out))
     assert end.what.endswith("held-out accuracy")
@@ -256,7 +256,7 @@ def test_on_its_own_data_it_is_better_than_the_majority_class_and_transformers_f
     assert len(steps_of(out)) == 2
 
 
-def test_a_table_that_is_wrong_is_one_line_and_no_traceback(tmp_path):
+def test_invalid_table_raises_one_line_without_traceback(tmp_path):
     wrong = tmp_path / "mail.csv"
     wrong.write_text("body,label\nx,1\n")
     with pytest.raises(SystemExit) as end:
@@ -264,7 +264,7 @@ def test_a_table_that_is_wrong_is_one_line_and_no_traceback(tmp_path):
     assert end.value.code == f"{wrong}: row 1 has no column 'text'; its columns are body, label: rename one of them"
 
 
-def test_help_says_how_to_run_it(monkeypatch, capsys):
+def test_help_shows_the_run_command(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), "--help"])
     with pytest.raises(SystemExit) as end:
         main()

@@ -47,7 +47,7 @@ def last_line(printed: str) -> str:
 
 @pytest.mark.filterwarnings("ignore:mfu. peak must be given for an unknown device, got 'cpu' in bf16")
 @pytest.mark.parametrize("script", quick_or_slow(SHORT))
-def test_an_example_that_has_finished_does_not_train_again(script, tmp_path, steps):
+def test_finished_example_does_not_train_again(script, tmp_path, steps):
     first = here(script, *SHORT[script], out=tmp_path / "out")
     taken = len(steps())
     assert taken > 0
@@ -57,7 +57,7 @@ def test_an_example_that_has_finished_does_not_train_again(script, tmp_path, ste
 
 
 @pytest.mark.parametrize("task", quick_or_slow(TASKS))
-def test_a_written_loop_that_has_finished_does_not_train_again(task, tmp_path, steps, monkeypatch):
+def test_finished_custom_loop_does_not_train_again(task, tmp_path, steps, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_loop("loop.py", task=task)
     monkeypatch.setattr(sys, "argv", ["loop.py", "--until", "4ba"])

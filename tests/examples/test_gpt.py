@@ -34,7 +34,7 @@ def test_logits_have_one_row_per_byte(batch: int, seq: int) -> None:
     assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
 
 
-def test_logits_depend_on_no_later_byte_and_on_earlier_ones() -> None:
+def test_logits_depend_only_on_current_and_earlier_bytes() -> None:
     model = build()
     before = random_bytes(2, 12)
     after = before.clone()
@@ -128,7 +128,7 @@ def test_linear_keeps_the_scale_of_its_input_times_the_gain() -> None:
     assert y.std().item() == pytest.approx(0.5, rel=0.05)
 
 
-def test_head_is_not_the_embedding_and_blocks_are_blocks() -> None:
+def test_head_is_not_tied_to_the_embedding() -> None:
     model = build()
     assert model.head.weight is not model.embedding.weight
     assert [type(block) for block in model.blocks] == [Block, Block]
@@ -144,7 +144,7 @@ def test_head_is_not_the_embedding_and_blocks_are_blocks() -> None:
     ],
     ids=["no-layers", "no-positions", "odd-head"],
 )
-def test_config_refuses_sizes_that_cannot_work(change: dict[str, int], message: str) -> None:
+def test_config_refuses_invalid_sizes(change: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         GPTConfig(**{"n_layer": 2, "n_head": 2, "dim": 16, "max_seq": 12} | change)
 
@@ -183,7 +183,7 @@ def test_generate_depends_on_its_seed_only_and_leaves_the_global_generator_alone
     assert not model.training
 
 
-def test_generate_writes_nothing_when_asked_for_nothing() -> None:
+def test_generate_of_zero_tokens_returns_no_tokens() -> None:
     assert generate(build(), b"x", max_new=0, temperature=1.0, seed=0, device="cpu") == b""
 
 

@@ -38,7 +38,7 @@ WRITERS: dict[str, Callable[[Path, list[dict]], None]] = {"csv": as_csv, "jsonl"
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_every_kind_of_table_gives_the_same_rows_by_the_names_of_columns(tmp_path, kind):
+def test_every_table_format_gives_the_same_rows(tmp_path, kind):
     path = tmp_path / f"mail.{kind}"
     WRITERS[kind](path, [{"id": at, "label": label, "text": text} for at, (label, text) in enumerate(ROWS)])
     found = read_table(path)
@@ -48,7 +48,7 @@ def test_every_kind_of_table_gives_the_same_rows_by_the_names_of_columns(tmp_pat
 
 
 @pytest.mark.parametrize("kind", WRITERS)
-def test_classes_that_are_numbers_are_numbered_in_their_order(tmp_path, kind):
+def test_numeric_classes_are_sorted_numerically(tmp_path, kind):
     path = tmp_path / f"stars.{kind}"
     WRITERS[kind](path, [{"text": "so so", "label": stars} for stars in (10, 2, -1, 2, 10)])
     found = read_table(path)
@@ -81,19 +81,19 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("name", "content", "says"), WRONG.values(), ids=WRONG)
-def test_an_error_of_a_table_is_one_line(tmp_path, name, content, says):
+def test_invalid_table_raises_a_one_line_error(tmp_path, name, content, says):
     with pytest.raises(SystemExit, match=says) as end:
         read_table(bad(tmp_path / name, content))
     assert len(str(end.value).splitlines()) == 1
     assert str(end.value).startswith(str(tmp_path / name))
 
 
-def test_a_table_that_is_not_there_is_one_line(tmp_path):
+def test_missing_table_raises_a_one_line_error(tmp_path):
     with pytest.raises(SystemExit, match=r"none\.csv: there is no such file; check --data"):
         read_table(tmp_path / "none.csv")
 
 
-def test_every_fifth_is_held_out_and_the_baseline_is_the_most_frequent_class_of_the_others():
+def test_every_fifth_row_is_held_out_with_training_majority_baseline():
     rows = Labelled(texts=[f"text {at}" for at in range(20)], labels=[0, 0, 0, 1, 1] * 3 + [0, 1, 1, 1, 0], names=["a", "b"])
     train, held_out = rows.parts()
     assert HELD_OUT_EVERY == 5
@@ -103,7 +103,7 @@ def test_every_fifth_is_held_out_and_the_baseline_is_the_most_frequent_class_of_
     assert held_out.majority(train) == 1 / 4  # 0 leads in what is trained on, 10 to 6, though not in what is held out
 
 
-def test_samples_are_cut_and_padded():
+def test_samples_are_truncated_and_padded():
     texts = [f"word {'more ' * at}" for at in range(10)]
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=build_tokenizer(texts), pad_token="[PAD]")
     samples = Tokenized(Labelled(texts=texts, labels=range(10), names="abcdefghij"), tokenizer, 6)
@@ -119,7 +119,7 @@ def test_samples_are_cut_and_padded():
         assert int(sample["labels"]) == at
 
 
-def test_other_texts_labels_or_lengths_are_other_data():
+def test_fingerprint_depends_on_texts_labels_and_length():
     def fingerprint(text: str = "a", label: int = 0, seq: int = 8) -> dict:
         return Tokenized(Labelled(texts=[text], labels=[label], names=["x", "y"]), None, seq).fingerprint()
 

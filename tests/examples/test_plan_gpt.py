@@ -8,7 +8,7 @@ from dtrain.planning.workload import load_workload
 EXAMPLE = Path(__file__).parents[2] / "examples" / "plan_gpt.py"
 
 
-def test_gpt_is_planned_by_its_name():
+def test_memory_estimate_accepts_the_gpt_example():
     sizes = {"layers": 2, "heads": 2, "dim": 32, "seq": 16, "vocab": 64}
     with load_workload(f"{EXAMPLE}:workload", sizes) as workload:
         plan = dt.planning.estimate_memory(workload, world_size=512, microbatch_size=4)

@@ -33,7 +33,7 @@ def lengths_of(out: Path) -> dict[int, float]:
 # ---- the text ----------------------------------------------------------------------------------------------------------------
 
 
-def test_documents_are_apart_and_of_some_size(corpus):
+def test_held_out_and_training_documents_are_disjoint(corpus):
     texts = read_documents()
     held_out = set(map(tuple, corpus.held_out))
     assert held_out.isdisjoint(map(tuple, corpus.train))  # not in other letters or spaces either
@@ -59,7 +59,7 @@ def test_masking_follows_the_paper(corpus):
     assert made["documents"] is ids
 
 
-def test_masks_are_drawn_anew_in_each_epoch_and_the_same_after_a_resume(corpus):
+def test_masks_differ_by_epoch_and_are_reproducible(corpus):
     def passes():
         loader = dt.build_loader(
             packed(corpus.held_out, SEQ), global_batch_size=64, seed=0, shuffle=False, transform=Masking(corpus)
@@ -83,7 +83,7 @@ def test_packed_and_padded_blocks_have_the_same_tokens(corpus):
     assert len(blocks[packed]) < 0.8 * len(blocks[padded])
 
 
-def test_the_baseline_is_the_entropy_of_the_gaps(corpus):
+def test_baseline_is_the_entropy_of_masked_tokens(corpus):
     gaps = MaskedOnce(packed(corpus.held_out, SEQ), Masking(corpus))
     labels = torch.cat([gaps[at]["labels"] for at in range(len(gaps))])
     share = torch.unique(labels[labels != IGNORED], return_counts=True)[1] / (labels != IGNORED).sum()
@@ -96,7 +96,7 @@ SIGNS = {"alibi": "AlibiBertSelfAttention", "glu": "GatedLinearUnit", "low_preci
 
 
 @pytest.mark.parametrize("without", [None, *SIGNS])
-def test_each_edit_is_everywhere_in_the_model_unless_it_is_off(without):
+def test_each_enabled_edit_applies_to_all_layers(without):
     model = build_bert(100, set(METHODS) - {without})
     kinds = [type(module).__name__ for module in model.modules()]
     counts = {name: kinds.count(sign) for name, sign in SIGNS.items()}
@@ -104,7 +104,7 @@ def test_each_edit_is_everywhere_in_the_model_unless_it_is_off(without):
     assert counts == {**everywhere, **({} if without is None else {without: 0})}
 
 
-def test_the_edits_may_come_in_any_order():
+def test_model_edits_may_be_applied_in_any_order():
     made = set()
     for order in itertools.permutations([dt.surgery.alibi, dt.surgery.gated_linear_units, dt.surgery.low_precision_layer_norm]):
         model = build_bert(100, set())
@@ -116,7 +116,7 @@ def test_the_edits_may_come_in_any_order():
 
 
 @pytest.mark.parametrize("without", [(), ("alibi",), ("glu", "low_precision_norm")], ids="-".join)
-def test_no_token_sees_another_document(without):
+def test_tokens_attend_only_within_their_document(without):
     """The loss of two documents in one block is that of each in a block of its own, where the second begins at position 0."""
     model = build_bert(100, set(METHODS) - set(without))
     model = dt.materialize(model, seed=0, init=model._init_weights).eval()
@@ -141,7 +141,7 @@ def test_no_token_sees_another_document(without):
 # ---- runs --------------------------------------------------------------------------------------------------------------------
 
 
-def test_it_learns_on_two_ranks_with_sequences_that_grow(tmp_path):
+def test_training_on_two_ranks_with_growing_sequences_lowers_the_loss(tmp_path):
     found = ended(launched(SCRIPT, "--until", SHORT, out=tmp_path / "out"))
     assert found.value < found.baseline - 0.2, "it begins at the baseline, and the whole run goes 1.2 nats below"
     lengths = list(lengths_of(tmp_path / "out").values())
@@ -150,7 +150,7 @@ def test_it_learns_on_two_ranks_with_sequences_that_grow(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path):
+def test_resumed_run_ends_with_the_same_bits(tmp_path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     last = launched(SCRIPT, "--until", "40ba", out=straight).splitlines()[-1]
     shutil.copytree(straight / "checkpoints" / "step-00000030", resumed / "checkpoints" / "step-00000030")
@@ -166,13 +166,13 @@ def test_a_run_that_goes_on_ends_with_the_same_bits(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
-def test_it_runs_without_each_method(method, tmp_path):
+def test_training_runs_without_each_method(method, tmp_path):
     ended(launched(SCRIPT, "--until", "10ba", "--without", method, out=tmp_path / "out"))
     lengths = lengths_of(tmp_path / "out").values()
     assert (min(lengths), max(lengths)) == (128 if method == "length_warmup" else 32, 128)
 
 
 @pytest.mark.slow
-def test_the_whole_run_goes_well_below_the_entropy(tmp_path):
+def test_complete_run_ends_well_below_the_entropy_baseline(tmp_path):
     found = ended(launched(SCRIPT, out=tmp_path / "out"))
     assert found.value < 0.85 * found.baseline

@@ -141,7 +141,7 @@ def straight(tmp_path_factory) -> Path:
     return cwd / "out"
 
 
-def test_on_its_default_text_it_ends_below_its_baseline(tmp_path):
+def test_training_on_the_default_text_ends_below_the_baseline(tmp_path):
     end = ended(launched("pretrain_gpt.py", "--steps", "60", out=tmp_path / "out"))
     assert end.value < 0.9 * end.baseline
 
@@ -150,7 +150,7 @@ KILLS = ("rank", "all ranks", "launcher", "ctrl-c", "preempted")
 
 
 @pytest.mark.parametrize("kills", [("rank", "launcher", "preempted"), pytest.param(KILLS, marks=pytest.mark.slow)], ids=len)
-def test_a_killed_run_continues_bit_for_bit(straight, tmp_path, kills):
+def test_killed_run_resumes_bit_for_bit(straight, tmp_path, kills):
     seed = random.randrange(2**32)
     print(f"kill seed: {seed}")
     chance = random.Random(seed)
@@ -204,7 +204,7 @@ def test_a_killed_run_continues_bit_for_bit(straight, tmp_path, kills):
     ],
 )
 @pytest.mark.slow
-def test_it_resumes_on_other_ranks_and_strategies(straight, tmp_path, n, strategy):
+def test_run_resumes_on_different_ranks_and_strategies(straight, tmp_path, n, strategy):
     out = only_the_middle(straight, tmp_path / "out")
     text = run(command(*launch(n), out=out, strategy=strategy), tmp_path)
     assert f"resuming after step {MIDDLE}" in text
@@ -215,7 +215,7 @@ def test_it_resumes_on_other_ranks_and_strategies(straight, tmp_path, n, strateg
     assert worst <= TOLERANCE
 
 
-def test_a_finished_run_says_so(straight):
+def test_finished_run_reports_completion(straight):
     before = losses(straight)
     data = ["--text", TEXT, "--steps", str(STEPS), "--save-every", str(MIDDLE)]
     text = here("pretrain_gpt.py", *data, out=straight)  # in one process, without a launcher
@@ -224,7 +224,7 @@ def test_a_finished_run_says_so(straight):
     assert losses(straight) == before
 
 
-def test_commands_of_the_readme_work_on_a_run(straight, tmp_path, monkeypatch):
+def test_readme_commands_work_on_a_run(straight, tmp_path, monkeypatch):
     """Its commands behind the run, in a folder where the run is at the example's default place."""
     (tmp_path / "ckpt").mkdir()
     shutil.copytree(straight, tmp_path / "ckpt" / "pretrain_gpt")
@@ -248,7 +248,7 @@ def test_commands_of_the_readme_work_on_a_run(straight, tmp_path, monkeypatch):
         pytest.param(["-m", "torch.distributed.run", "--nproc-per-node", "3"], id="torchrun"),
     ],
 )
-def test_it_resumes_without_our_launcher_on_other_ranks_and_another_strategy(straight, tmp_path, monkeypatch, launcher):
+def test_run_resumes_without_dtrain_launch_on_different_ranks(straight, tmp_path, monkeypatch, launcher):
     monkeypatch.setenv("TMPDIR", str(tmp_path))  # torchrun leaves a folder behind
     out = only_the_middle(straight, tmp_path / "out")
     text = run(command(*launcher, out=out, strategy="replicate"), tmp_path)
@@ -273,7 +273,7 @@ def corpus() -> Iterator[tuple[str, str]]:
         disconnect()
 
 
-def test_a_run_that_streams_is_killed_and_continues_bit_for_bit(corpus, tmp_path):
+def test_killed_streaming_run_resumes_bit_for_bit(corpus, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     text = run(command(*launch(2), out=whole, steps=8, save_every=3, data=corpus), tmp_path)
     assert "[rank 0] held-out loss" in text
@@ -292,7 +292,7 @@ def test_a_run_that_streams_is_killed_and_continues_bit_for_bit(corpus, tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_run_that_streams_resumes_on_other_ranks(corpus, tmp_path, n):
+def test_streaming_run_resumes_on_different_ranks(corpus, tmp_path, n):
     whole = tmp_path / "whole"
     run(command(*launch(2), out=whole, data=corpus), tmp_path)
     other = only_the_middle(whole, tmp_path / "other")

@@ -42,20 +42,20 @@ def longest_shared(a: list[str], b: list[str]) -> list[str]:
     return a[end - length : end]
 
 
-def test_the_loops_are_found():
+def test_all_example_loops_are_discovered():
     names = {path.stem for path in LOOPS}
     assert {"pretrain_gpt", "pretrain_bert", "finetune_bert", "train_resnet", "train_gan", "train_diffusion"} <= names
     assert {"train_embeddings", "train_dpo", "train_custom", "tensor_parallel"} <= names
 
 
 @pytest.mark.parametrize("path", LOOPS, ids=lambda path: path.stem)
-def test_a_loop_is_one_short_file(path):
+def test_example_loop_stays_within_the_line_limit(path):
     most = 40 if path.stem == "train_custom" else MOST_LINES
     assert len(path.read_text().splitlines()) <= most
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
-def test_an_example_uses_public_names_only(path):
+def test_example_uses_public_names_only(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dtrain":
             assert node.module == "dtrain", f"line {node.lineno}: from {node.module} import ..."
@@ -71,14 +71,14 @@ def test_no_two_examples_share_a_block():
     assert {pair: block for pair, block in shared.items() if len(block) >= SHARED_LINES} == {}
 
 
-def test_a_shared_block_is_found():
+def test_duplicate_block_check_detects_a_shared_block():
     """The check itself: ten lines among others, at other places."""
     block = [f"x{i}" for i in range(SHARED_LINES)]
     assert longest_shared(["a", *block, "b"], ["c", "d", *block]) == block
 
 
 @pytest.mark.parametrize("path", LOOPS, ids=lambda path: path.stem)
-def test_a_loop_explains_itself(path, tmp_path, monkeypatch, capsys):
+def test_example_help_shows_the_launch_command(path, tmp_path, monkeypatch, capsys):
     """Without training, writing or downloading anything."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", [str(path), "--help"])

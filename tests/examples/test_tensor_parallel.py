@@ -31,7 +31,7 @@ def alone(tmp_path_factory) -> dict[int, float]:
     return found
 
 
-def test_four_processes_have_the_losses_of_one_and_one_goes_on_from_them(alone, tmp_path):
+def test_four_process_losses_match_one_process_and_resume_on_one(alone, tmp_path):
     four = losses(tmp_path / "run", 2, processes=4, steps=STEPS // 2)
     assert list(four) == list(range(1, STEPS // 2 + 1))
     both = losses(tmp_path / "run", 1, processes=1)
@@ -40,12 +40,12 @@ def test_four_processes_have_the_losses_of_one_and_one_goes_on_from_them(alone, 
 
 
 @pytest.mark.slow
-def test_tensor_parallelism_alone_has_the_losses_of_one_process(alone, tmp_path):
+def test_tensor_parallelism_alone_matches_one_process_losses(alone, tmp_path):
     two = losses(tmp_path / "run", 2, processes=2)
     assert [two[step] for step in alone] == pytest.approx(list(alone.values()), rel=TOLERANCE)
 
 
-def test_on_its_own_text_it_ends_below_its_baseline(tmp_path):
+def test_training_on_the_default_text_ends_below_the_baseline(tmp_path):
     """Two processes run instead of four, because a machine may not have the cores for four."""
     end = ended(launched("tensor_parallel.py", "--steps", "20", out=tmp_path / "run"))
     assert end.value < 0.92 * end.baseline

@@ -53,13 +53,13 @@ def test_read_text_joins_the_matches_in_sorted_order(tmp_path: Path) -> None:
     assert bytes(found) == b"12\xff3"
 
 
-def test_read_text_says_in_one_line_that_nothing_matches(tmp_path: Path) -> None:
+def test_read_text_without_matches_raises_a_one_line_error(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"no file matches '.*/\*\.txt'") as caught:
         read_text(f"{tmp_path}/*.txt")
     assert "\n" not in str(caught.value)
 
 
-def test_read_text_says_that_all_matches_are_empty(tmp_path: Path) -> None:
+def test_read_text_with_only_empty_matches_raises(tmp_path: Path) -> None:
     (tmp_path / "a.txt").touch()
     with pytest.raises(ValueError, match=r"all 1 files that match .* are empty"):
         read_text(f"{tmp_path}/*.txt")
@@ -75,7 +75,7 @@ def test_windows_are_the_text_in_order_and_labels_are_the_next_bytes() -> None:
         assert sample["input_ids"].dtype == sample["labels"].dtype == torch.int64
 
 
-def test_getitems_equals_one_at_a_time() -> None:
+def test_getitems_equals_single_getitem_calls() -> None:
     data = ByteWindows(cut_windows(counted_text(104), seq=9))
     indices = [7, 0, 0, 3]
     together = data.__getitems__(indices)
@@ -103,7 +103,7 @@ def test_windows_of_shards_make_the_same_batch_as_windows_of_a_tensor() -> None:
     [torch.zeros(3, 4), torch.zeros(12, dtype=torch.uint8), torch.zeros(3, 1, dtype=torch.uint8)],
     ids=["not-bytes", "not-a-table", "no-room-for-a-label"],
 )
-def test_byte_windows_refuses_what_is_no_table_of_windows(windows: torch.Tensor) -> None:
+def test_byte_windows_refuses_invalid_window_tables(windows: torch.Tensor) -> None:
     with pytest.raises(ValueError, match=r"uint8 \[count, seq \+ 1\]"):
         ByteWindows(windows)
 
@@ -141,7 +141,7 @@ def test_no_byte_of_a_held_out_sample_is_in_a_training_sample() -> None:
         assert seen in ([True, False], [False, True]), position
 
 
-def test_the_streaming_path_gives_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streaming_gives_the_same_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, size in (("a.txt", 700), ("b.txt", 900), ("c.txt", 55)):
         (tmp_path / name).write_bytes(counted_text(size).numpy().tobytes())
     command = ["dtrain", "data", "write", f"{tmp_path}/*.txt", str(tmp_path / "shards"), "--from", "documents"]
@@ -162,13 +162,13 @@ def test_the_streaming_path_gives_the_same_batches(tmp_path: Path, monkeypatch: 
     streamed.close()
 
 
-def test_train_and_held_out_is_the_same_each_time() -> None:
+def test_train_and_held_out_is_deterministic() -> None:
     first, second = (train_and_held_out(counted_text(5000), seq=16, held_out_windows=40) for _ in range(2))
     for one, other in zip(first, second, strict=True):
         assert torch.equal(one.windows, other.windows)
 
 
-def test_train_and_held_out_says_how_long_a_text_it_needs() -> None:
+def test_train_and_held_out_error_states_the_required_text_length() -> None:
     train_and_held_out(counted_text(2 * 10 * 17), seq=16, held_out_windows=10)
     with pytest.raises(ValueError, match=r"at least 340 bytes, got 339") as caught:
         train_and_held_out(counted_text(2 * 10 * 17 - 1), seq=16, held_out_windows=10)

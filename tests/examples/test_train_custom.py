@@ -11,13 +11,13 @@ from example_runs import EXAMPLES, ended, here, launched
 SCRIPT = "train_custom.py"
 
 
-def test_it_learns_on_two_ranks_and_its_last_step_is_saved(tmp_path):
+def test_training_on_two_ranks_learns_and_saves_the_last_step(tmp_path):
     found = ended(launched(SCRIPT, "--until", "150ba", out=tmp_path / "out"))
     assert found.value < 0.8 * found.baseline
     assert [each.step for each in dt.checkpoint.list_steps(tmp_path / "out")] == [135, 150]
 
 
-def test_it_is_the_same_each_time_and_goes_on_bit_for_bit(tmp_path):
+def test_training_is_deterministic_and_resumes_bit_for_bit(tmp_path):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     printed = here(SCRIPT, "--until", "20ba", out=straight)
     shutil.copytree(straight / "step-00000018", resumed / "step-00000018")
@@ -30,11 +30,11 @@ def test_it_is_the_same_each_time_and_goes_on_bit_for_bit(tmp_path):
     assert {text.splitlines()[-1] for text in (printed, again, anew, over)} == {printed.splitlines()[-1]}
 
 
-def test_it_has_at_most_forty_lines():
+def test_script_has_at_most_forty_lines():
     assert len((EXAMPLES / SCRIPT).read_text().splitlines()) <= 40
 
 
 @pytest.mark.slow
-def test_the_whole_run_goes_well_below_the_entropy(tmp_path):
+def test_complete_run_ends_well_below_the_entropy_baseline(tmp_path):
     found = ended(launched(SCRIPT, out=tmp_path / "out"))
     assert found.value < 0.6 * found.baseline

@@ -20,7 +20,7 @@ def figures(printed: str) -> list[str]:
     return printed.splitlines()[-3:]
 
 
-def test_it_draws_the_class_asked_for_on_two_ranks(tmp_path):
+def test_training_on_two_ranks_generates_the_requested_class(tmp_path):
     printed = launched(SCRIPT, "--until", "60ba", out=tmp_path / "out")
     end = ended(printed)
     assert (end.baseline, end.value > 0.6) == (0.1, True), "ten classes; a whole run comes above 0.95"
@@ -32,7 +32,7 @@ def test_it_draws_the_class_asked_for_on_two_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("how", "length"), [(here, 10), pytest.param(launched, 60, marks=pytest.mark.slow)], ids=["one rank", "two ranks"]
 )
-def test_it_goes_on_bit_for_bit(tmp_path, how, length):
+def test_training_resumes_bit_for_bit(tmp_path, how, length):
     """The average has begun when the run goes on; the latents are those that it began with."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     printed = how(SCRIPT, "--until", f"{length}ba", out=straight)
@@ -45,7 +45,7 @@ def test_it_goes_on_bit_for_bit(tmp_path, how, length):
 
 
 @pytest.mark.slow
-def test_a_whole_run_draws_digits(tmp_path):
+def test_complete_run_generates_digits(tmp_path):
     printed = launched(SCRIPT, out=tmp_path / "whole")
     assert ended(printed).value > 0.9
     assert ended("\n".join(figures(printed)[:1])).value < 0.3
@@ -60,7 +60,7 @@ def test_each_method_can_be_left_out(tmp_path, method):
 
 
 @pytest.mark.slow
-def test_it_takes_a_folder_of_coloured_pictures(tmp_path):
+def test_training_accepts_a_folder_of_color_images(tmp_path):
     from PIL import Image
     from sklearn.datasets import load_sample_images
 
@@ -73,13 +73,13 @@ def test_it_takes_a_folder_of_coloured_pictures(tmp_path):
     assert ended(launched(SCRIPT, *options, out=tmp_path / "out")).baseline == 0.5
 
 
-def test_a_size_that_the_model_cannot_halve_twice_is_refused_in_one_line(tmp_path, capsys):
+def test_image_size_not_divisible_by_four_raises_one_line(tmp_path, capsys):
     with pytest.raises(SystemExit, match="2"):
         here(SCRIPT, "--size", "18", out=tmp_path / "out")
     assert "--size: needs a multiple of 4, from 8 on, got 18" in capsys.readouterr().err.splitlines()[-1]
 
 
-def test_noise_and_time_belong_to_the_sample():
+def test_noise_and_time_depend_on_the_sample():
     z = torch.randn(64, 2, 8, 8, generator=torch.Generator().manual_seed(0))
     data = TensorDict({"z": z, "y": torch.arange(64) % 10}, batch_size=[64])
 
@@ -118,7 +118,7 @@ class Oracle(torch.nn.Module):
 
 
 @pytest.mark.parametrize(("guidance", "asked"), [(1.0, 5), (2.0, 10)])
-def test_a_model_that_is_never_wrong_draws_the_picture(guidance, asked):
+def test_sampling_with_an_exact_model_reproduces_the_image(guidance, asked):
     known = torch.randn(3, 1, 4, 4, generator=torch.Generator().manual_seed(1))  # the last is nobody's
     noise, label = torch.randn(6, 1, 4, 4, generator=torch.Generator().manual_seed(2)), torch.arange(6) % 2
     oracle = Oracle(known)
@@ -127,7 +127,7 @@ def test_a_model_that_is_never_wrong_draws_the_picture(guidance, asked):
     torch.testing.assert_close(made, known[2] + guidance * (known[label] - known[2]), atol=1e-4, rtol=1e-4)  # float32
 
 
-def test_the_model_knows_time_and_class():
+def test_model_output_depends_on_time_and_class():
     torch.manual_seed(0)
     model, x = UNet(2, 10, width=16), torch.randn(1, 2, 8, 8)
 
@@ -153,7 +153,7 @@ def fitted(digits: TensorDict, *, drawn_before: int = 0) -> Codec:
     return codec.requires_grad_(False)
 
 
-def test_a_codec_gives_back_what_went_in_and_is_the_same_each_time(digits):
+def test_codec_reconstructs_its_input_deterministically(digits):
     codec = fitted(digits)
     z = encoded(codec, digits, 16)["z"]
     assert z.shape == (256, 2, 8, 8)
@@ -165,7 +165,7 @@ def test_a_codec_gives_back_what_went_in_and_is_the_same_each_time(digits):
     assert all(torch.equal(value, again[name]) for name, value in codec.state_dict().items())
 
 
-def test_pixels_go_through_unchanged_with_mean_zero_and_deviation_one(digits):
+def test_pixel_codec_normalizes_and_restores_exactly(digits):
     pixels = Pixels(1)
     pixels.fit_(digits["x"])
     z = encoded(pixels, digits, 16)["z"]
@@ -174,7 +174,7 @@ def test_pixels_go_through_unchanged_with_mean_zero_and_deviation_one(digits):
 
 
 @pytest.mark.parametrize("channels", [1, 3])
-def test_a_grid_is_a_png_that_pillow_reads(tmp_path, channels):
+def test_image_grid_is_a_png_readable_by_pillow(tmp_path, channels):
     import numpy as np
     from PIL import Image
 
@@ -191,7 +191,7 @@ def test_a_grid_is_a_png_that_pillow_reads(tmp_path, channels):
     assert (shown[14:22, 14:22] == 255).all()
 
 
-def test_likeness_knows_a_copy_and_a_wrong_class(digits):
+def test_likeness_detects_a_copy_and_a_wrong_class(digits):
     some = digits[:20]
     assert likeness(some["x"], some["y"], digits) == (1.0, 0.0)
     assert likeness(some["x"], (some["y"] + 1) % 10, digits)[0] == 0.0

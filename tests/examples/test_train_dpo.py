@@ -46,12 +46,12 @@ def test_pairs_share_a_prompt_and_differ_by_the_docstring():
     assert second == b'(self):\n        """Two l' + b"(self):\n        self.x ="
 
 
-def test_functions_that_are_too_near_an_end_make_no_pair():
+def test_functions_near_a_text_end_are_excluded():
     assert pairs_in(SOURCE, prompt=40, length=50) == pairs_in(SOURCE, prompt=40, length=50)[:1]
     assert pairs_in(SOURCE[:60], prompt=8, length=60) == []
 
 
-def test_whole_files_are_held_out_and_what_is_in_both_parts_is_left_out(tmp_path):
+def test_held_out_set_is_whole_files_without_duplicates(tmp_path):
     files = [tmp_path / f"{at}.py" for at in range(2 * HELD_OUT_EVERY)]
     for at, file in enumerate(files):
         file.write_bytes(SOURCE.replace(b"first(a", b"first(a%d" % at))
@@ -83,13 +83,13 @@ class Constant(nn.Module):
         return self.logits.expand(*x.shape, 2)
 
 
-def test_log_probability_is_of_what_follows_the_prompt():
+def test_log_probability_covers_the_tokens_after_the_prompt():
     texts = torch.tensor([[1, 1, 0, 0, 1], [0, 1, 1, 1, 1]])
     found = log_probability(Constant(0.75), texts, 2)
     assert found.tolist() == pytest.approx([2 * math.log(0.75) + math.log(0.25), 3 * math.log(0.25)])
 
 
-def test_loss_is_that_of_the_paper():
+def test_loss_matches_the_paper():
     """-log sigmoid(beta * (change of the chosen text - change of the rejected one)), which is log 2 where nothing has moved."""
     chosen = torch.zeros(3, LENGTH, dtype=torch.int64)
     batch = {"chosen": chosen, "rejected": chosen + (torch.arange(LENGTH) >= PROMPT)}
@@ -108,7 +108,7 @@ def test_loss_is_that_of_the_paper():
     assert alone.total.item() == pytest.approx(3 * math.log1p(math.exp(-0.1 * n * math.log(0.6 / 0.4))), rel=1e-5)
 
 
-def test_a_short_run_learns_what_is_preferred(tmp_path):
+def test_short_run_learns_the_preference(tmp_path):
     printed = launched("train_dpo.py", "--read", "30ba", "--until", "20ba", out=tmp_path / "run")
     found = ended(printed)
     assert found.what.endswith("held-out preference accuracy")
@@ -119,7 +119,7 @@ def test_a_short_run_learns_what_is_preferred(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_whole_run_writes_docstrings_and_one_in_parts_ends_with_the_same_numbers(tmp_path):
+def test_complete_run_writes_docstrings_and_resumed_run_matches_it(tmp_path):
     printed = launched("train_dpo.py", out=tmp_path / "whole")
     found = ended(printed)
     assert found.value > 0.85

@@ -12,7 +12,7 @@ from dtrain.loggers.records import read_jsonl
 from example_runs import Ending, ended, launched
 
 
-def test_two_processes_find_more_than_shared_words_do(tmp_path):
+def test_training_on_two_processes_exceeds_the_word_overlap_baseline(tmp_path):
     ending = ended(launched("train_embeddings.py", "--until", "4ep", out=tmp_path / "run"))
     assert ending.what == "right code first"
     assert 0.3 < ending.baseline < 0.6
@@ -20,13 +20,13 @@ def test_two_processes_find_more_than_shared_words_do(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_whole_run_ends_far_above(tmp_path):
+def test_complete_run_ends_far_above_the_baseline(tmp_path):
     ending = ended(launched("train_embeddings.py", out=tmp_path / "run"))
     assert ending.value > ending.baseline + 0.1
 
 
 @pytest.mark.slow
-def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_numbers(tmp_path):
+def test_resumed_run_has_the_same_numbers(tmp_path):
     def end() -> tuple[Ending, dict[int, float]]:
         printed = launched("train_embeddings.py", "--until", "40ba", out=tmp_path / "run")
         return ended(printed), {step: row["loss"] for step, row in read_jsonl(tmp_path / "run" / "metrics.jsonl").items()}
@@ -38,7 +38,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_the_same_numbers(tmp_path):
 
 
 @pytest.mark.slow
-def test_with_the_negatives_of_a_microbatch_alone_it_finds_less(tmp_path):
+def test_microbatch_negatives_alone_lower_retrieval_accuracy(tmp_path):
     values = [
         ended(launched("train_embeddings.py", "--until", "4ep", *options, out=tmp_path / f"run{len(options)}")).value
         for options in ((), ("--without", "gather", "cache"))
@@ -70,7 +70,7 @@ class Thing:
 '''
 
 
-def test_a_pair_is_a_summary_and_the_code_without_it():
+def test_pair_is_a_summary_and_its_code_without_docstring():
     assert list(pairs._pairs_in(SOURCE)) == [
         (
             "Add two numbers and return the sum.",
@@ -91,7 +91,7 @@ def test_tokens_are_padded_and_every_tenth_pair_is_held_out():
     assert max(int(sample["code"].max()) for sample in training + held_out) < vocab
 
 
-def test_word_overlap_finds_the_text_with_the_rare_word():
+def test_word_overlap_ranks_the_text_with_the_rare_word_first():
     def sample(summary: list[int], code: list[int]) -> dict:
         return {"summary": torch.tensor(summary), "code": torch.tensor(code)}
 

@@ -17,14 +17,14 @@ def run(out: Path, *, steps: int, save_every: int = 100, how=launched) -> tuple[
     return records, ended(printed)
 
 
-def test_it_learns_the_ring_on_two_ranks(tmp_path):
+def test_training_on_two_ranks_learns_the_ring(tmp_path):
     records, end = run(tmp_path / "run", steps=400)
     assert list(records) == [1, 100, 200, 300, 400]
     assert records[1]["energy_distance"] > 0.4
     assert end.value < 0.8 * end.baseline, "nearer to the ring than any normal distribution"
 
 
-def test_a_run_in_two_parts_ends_with_the_numbers_of_a_whole_one(tmp_path):
+def test_resumed_run_ends_with_the_numbers_of_an_uninterrupted_run(tmp_path):
     """The test compares both states, and the noise, which is drawn from the global generator."""
     whole = run(tmp_path / "whole", steps=100, how=here)
     first, _ = run(tmp_path / "parts", steps=70, how=here)
@@ -33,7 +33,7 @@ def test_a_run_in_two_parts_ends_with_the_numbers_of_a_whole_one(tmp_path):
 
 
 @pytest.mark.slow
-def test_an_interrupted_run_ends_with_the_numbers_of_a_whole_one(tmp_path):
+def test_interrupted_run_ends_with_the_numbers_of_an_uninterrupted_run(tmp_path):
     whole = run(tmp_path / "whole", steps=500)
     run(tmp_path / "parts", steps=130, save_every=130)
     assert run(tmp_path / "parts", steps=500) == whole

@@ -14,7 +14,7 @@ from resnet import ARCHS, ResNet
 SCRIPT = "train_resnet.py"
 
 
-def test_it_learns_digits_on_two_ranks(tmp_path):
+def test_training_on_two_ranks_learns_digits(tmp_path):
     found = ended(launched(SCRIPT, "--until", "40ba", out=tmp_path / "out"))
     assert found.baseline < 0.15, "ten classes"
     assert found.value > 0.6
@@ -23,7 +23,7 @@ def test_it_learns_digits_on_two_ranks(tmp_path):
 @pytest.mark.parametrize(
     ("how", "length"), [(here, 12), pytest.param(launched, 40, marks=pytest.mark.slow)], ids=["one rank", "two ranks"]
 )
-def test_it_resumes_bit_for_bit(tmp_path, how, length):
+def test_training_resumes_bit_for_bit(tmp_path, how, length):
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
     printed = how(SCRIPT, "--until", f"{length}ba", out=straight)
     step = f"step-{3 * length // 4:08d}"
@@ -45,7 +45,7 @@ def pictures(root: Path) -> Path:
     return root
 
 
-def test_a_folder_of_pictures_is_read(tmp_path):
+def test_image_folder_is_read(tmp_path):
     found = read_folder(pictures(tmp_path), 32)
     assert (len(found.train), len(found.held_out), found.classes, found.channels) == (12, 6, 2, 3)
     sample = found.train[0]
@@ -53,7 +53,7 @@ def test_a_folder_of_pictures_is_read(tmp_path):
     assert [int(found.train[at]["y"]) for at in range(12)] == [0] * 6 + [1] * 6
 
 
-def test_a_picture_that_is_grey_is_read_and_one_that_is_broken_is_named(tmp_path):
+def test_grey_image_is_read_and_broken_image_is_named(tmp_path):
     from PIL import Image
 
     root = pictures(tmp_path)
@@ -66,14 +66,14 @@ def test_a_picture_that_is_grey_is_read_and_one_that_is_broken_is_named(tmp_path
         found[1]
 
 
-def test_a_folder_without_pictures_is_refused_before_training(tmp_path):
+def test_folder_without_images_is_refused_before_training(tmp_path):
     root = pictures(tmp_path)
     shutil.rmtree(root / "val")
     with pytest.raises(FileNotFoundError, match=rf"no pictures \(.jpg, .*\) in {root}/val/<class>/; classes: flower, temple"):
         read_folder(root, 16)
 
 
-def test_a_few_steps_of_resnet50_on_a_folder(tmp_path):
+def test_resnet50_trains_a_few_steps_on_an_image_folder(tmp_path):
     folder = pictures(tmp_path / "pictures")
     options = ["--arch", "resnet50", "--strategy", "replicate", "--data", str(folder), "--size", "32", "--batch", "4"]
     printed = here(SCRIPT, *options, "--until", "3ba", out=tmp_path / "out")
@@ -82,7 +82,7 @@ def test_a_few_steps_of_resnet50_on_a_folder(tmp_path):
 
 
 @pytest.mark.parametrize(("arch", "params"), [("resnet50", 25_557_032), ("resnet18", 11_689_512)])
-def test_the_networks_are_those_of_the_paper(arch, params):
+def test_networks_match_the_paper(arch, params):
     with torch.device("meta"):
         model = ResNet(ARCHS[arch], channels=3, classes=1000)
     assert sum(p.numel() for p in model.parameters()) == params

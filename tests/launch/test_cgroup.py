@@ -67,13 +67,13 @@ CGROUPS = {
 
 
 @pytest.mark.parametrize(("files", "cores", "memory"), CGROUPS.values(), ids=CGROUPS)
-def test_limits_of_the_control_group(tmp_path, files, cores, memory):
+def test_cgroup_limits_are_read(tmp_path, files, cores, memory):
     root = write(tmp_path, files)
     assert (host_resources.core_quota(root), host_resources.memory_limit(root)) == (cores, memory)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("1024\n", 1024), (f"{2**50}\n", None)])
-def test_memory_limit_counts_when_it_is_below_the_memory(tmp_path, limit, expected):
+def test_memory_limit_below_total_memory_is_reported(tmp_path, limit, expected):
     files = {"proc/meminfo": "MemTotal: 2048 kB\nMemAvailable: 1024 kB\n", "proc/self/cgroup": "0::/\n"}
     found = machine.read_memory(write(tmp_path, files | {"sys/fs/cgroup/memory.max": limit}))
     assert found == machine.HostMemory(total_bytes=2048 * 1024, available_bytes=1024 * 1024, limit_bytes=expected)
@@ -101,5 +101,5 @@ def test_memory_limit_counts_when_it_is_below_the_memory(tmp_path, limit, expect
     ],
     ids=["none", "version 2", "version 1", "an old kernel"],
 )
-def test_kills_for_want_of_memory_are_counted(tmp_path, files, expected):
+def test_oom_kills_are_counted(tmp_path, files, expected):
     assert host_resources.count_oom_kills(write(tmp_path, files)) == expected

@@ -65,13 +65,13 @@ def alone(*numbers):
         "node with one usable core",
     ],
 )
-def test_ranks_get_neighbouring_cores(usable, nproc, expected):
+def test_ranks_get_adjacent_cores(usable, nproc, expected):
     assert host_resources.assign_cores(usable, nproc) == expected
 
 
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("nodes", [1, 2, 4])
-def test_ranks_share_neither_nodes_nor_physical_cores_without_need(nodes, threads):
+def test_ranks_do_not_share_numa_nodes_or_cores_needlessly(nodes, threads):
     usable = machine(nodes=nodes, cores=6, threads=threads)
     of = {core.number: core for core in usable}
     for nproc in range(1, len(usable) + 1):
@@ -85,7 +85,7 @@ def test_ranks_share_neither_nodes_nor_physical_cores_without_need(nodes, thread
         assert min(map(len, shares)) >= threads * (6 * nodes // nproc) / 2
 
 
-def test_place_of_a_core_is_as_the_kernel_tells(tmp_path, monkeypatch):
+def test_core_topology_matches_sysfs(tmp_path, monkeypatch):
     for node, cpus in {"node0": "0-1,4-5", "node1": "2-3,6", "node2": ""}.items():
         (tmp_path / node).mkdir()
         (tmp_path / node / "cpulist").write_text(cpus + "\n")
@@ -100,7 +100,7 @@ def test_place_of_a_core_is_as_the_kernel_tells(tmp_path, monkeypatch):
     ]
 
 
-def test_quota_of_the_control_group_counts(monkeypatch):
+def test_core_count_respects_cgroup_quota(monkeypatch):
     monkeypatch.setattr(host_resources, "core_quota", lambda: 0.5)
     assert host_resources.core_count() == 0.5
     monkeypatch.setattr(host_resources, "core_quota", lambda: None)
@@ -108,13 +108,13 @@ def test_quota_of_the_control_group_counts(monkeypatch):
 
 
 @pytest.mark.parametrize("preload", [["--preload", "json"], ["--no-preload"]], ids=["preloaded", "plain"])
-def test_bound_ranks_run_on_their_share(run, preload):
+def test_bound_ranks_run_on_assigned_cores(run, preload):
     result = run("import os; print(sorted(os.sched_getaffinity(0)))", options=["--bind", *preload])
     assert result.code == 0, result.err
     shares = host_resources.assign_cores(host_resources.usable_cores(), 2)
     assert sorted(result.out.splitlines()) == [f"[rank {rank}] {sorted(share)}" for rank, share in enumerate(shares)]
 
 
-def test_ranks_that_are_not_bound_may_run_anywhere(run):
+def test_unbound_ranks_can_run_on_any_core(run):
     result = run("import os; print(sorted(os.sched_getaffinity(0)))", n=1)
     assert result.out == f"{sorted(os.sched_getaffinity(0))}\n"

@@ -53,7 +53,7 @@ SLEEPING = """
 """
 
 
-def test_killing_the_supervisor_ends_ranks_and_hidden_grandchildren(start):
+def test_killed_supervisor_ends_ranks_and_detached_grandchildren(start):
     job = start(WITH_HIDING_CHILD + "    time.sleep(600)")
     pids = [int(text) for text in job.wait_for(*ALL_UP)]
     assert set(pids) <= set(job.processes())  # or the test would pass for nothing
@@ -64,7 +64,7 @@ def test_killing_the_supervisor_ends_ranks_and_hidden_grandchildren(start):
     assert not job.processes()
 
 
-def test_ranks_die_with_the_supervisor_even_while_the_front_cannot_act(start):
+def test_ranks_die_with_supervisor_while_front_is_stopped(start):
     job = start(SLEEPING)
     ranks = {int(text) for text in job.wait_for("0", "1")}
     supervisor = job.supervisor()
@@ -78,7 +78,7 @@ def test_ranks_die_with_the_supervisor_even_while_the_front_cannot_act(start):
     assert job.wait().code == 128 + signal.SIGKILL
 
 
-def test_child_left_behind_has_the_grace_to_end_by_itself(start):
+def test_leftover_child_gets_grace_to_end(start):
     job = start(
         """
         import os, signal, sys, time
@@ -101,7 +101,7 @@ def test_child_left_behind_has_the_grace_to_end_by_itself(start):
     assert (job.folder / "finished").read_text() == "yes"
 
 
-def test_others_get_sigterm_before_they_are_killed(run):
+def test_other_ranks_get_sigterm_before_sigkill(run):
     result = run(
         """
         import os, signal, sys, time
@@ -121,7 +121,7 @@ def test_others_get_sigterm_before_they_are_killed(run):
     assert len(result.summary) == 1
 
 
-def test_first_signal_is_forwarded_and_the_grace_ends_in_a_kill(start):
+def test_first_signal_is_forwarded_and_ranks_are_killed_after_grace(start):
     job = start(STUBBORN, options=["--grace", "1"])
     job.wait_for("0", "1")
     job.process.send_signal(signal.SIGINT)
@@ -130,7 +130,7 @@ def test_first_signal_is_forwarded_and_the_grace_ends_in_a_kill(start):
     assert sorted(result.out.splitlines()) == ["[rank 0] got SIGINT", "[rank 1] got SIGINT"]
 
 
-def test_second_sigterm_kills_at_once(start):
+def test_second_sigterm_kills_immediately(start):
     job = start(STUBBORN, options=["--grace", "3600"])
     job.wait_for("0", "1")
     job.process.terminate()
@@ -140,7 +140,7 @@ def test_second_sigterm_kills_at_once(start):
     assert job.wait().code == 143
 
 
-def test_one_request_that_is_delivered_twice_is_one_request(start):
+def test_duplicated_signal_counts_as_one_request(start):
     """The command ``timeout`` signals its child and then the whole process group; a terminal beside it does the same."""
     job = start(
         """
@@ -165,7 +165,7 @@ def test_one_request_that_is_delivered_twice_is_one_request(start):
 
 @pytest.mark.parametrize("options", [(), ("--no-preload",)], ids=["preloaded", "plain"])
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGUSR1, 0)])
-def test_rank_that_is_asked_while_it_leaves_ends_as_it_was_about_to(start, options, number, code):
+def test_signal_during_interpreter_shutdown_keeps_exit_code(start, options, number, code):
     """While Python takes its modules down, it has given every signal that was handled its default back, which is death."""
     job = start(
         f"""
@@ -188,7 +188,7 @@ def test_rank_that_is_asked_while_it_leaves_ends_as_it_was_about_to(start, optio
     assert (result.code, result.err) == (code, "")
 
 
-def test_second_signal_while_a_failed_job_is_ending_kills_at_once_and_keeps_the_cause(start):
+def test_second_signal_after_failure_kills_immediately_and_keeps_cause(start):
     job = start(
         """
         import os, signal, sys, time
@@ -218,7 +218,7 @@ def test_second_signal_while_a_failed_job_is_ending_kills_at_once_and_keeps_the_
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
-def test_signal_for_the_ranks_reaches_them_and_not_what_they_have_started(start, number):
+def test_forwarded_signal_reaches_ranks_but_not_their_children(start, number):
     job = start(
         """
         import os, signal, sys, time
@@ -246,7 +246,7 @@ def test_signal_for_the_ranks_reaches_them_and_not_what_they_have_started(start,
     assert not (job.folder / "child-asked").exists()
 
 
-def test_nohup_is_respected(start):
+def test_ignored_sighup_stays_ignored_under_nohup(start):
     job = start(SLEEPING, preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
     job.wait_for("0", "1")
     job.process.send_signal(signal.SIGHUP)
@@ -254,7 +254,7 @@ def test_nohup_is_respected(start):
     assert job.wait().code == 143
 
 
-def test_ranks_have_default_signal_handling_whatever_the_launcher_inherited(run):
+def test_ranks_have_default_signal_handlers_despite_inherited_ones(run):
     def ignore_all():
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)
@@ -274,7 +274,7 @@ def test_ranks_have_default_signal_handling_whatever_the_launcher_inherited(run)
     assert (result.code, result.err) == (0, "")
 
 
-def test_rank_that_is_interrupted_alone_shows_where_and_exits_130(start):
+def test_interrupt_of_single_rank_shows_traceback_and_exits_130(start):
     job = start(SLEEPING)
     pid = int(job.wait_for("0", "1")[1])
     os.kill(pid, signal.SIGINT)
@@ -285,7 +285,7 @@ def test_rank_that_is_interrupted_alone_shows_where_and_exits_130(start):
     assert result.summary[0].endswith(": KeyboardInterrupt; the other ranks were ended")
 
 
-def test_ranks_that_a_passed_on_interrupt_ends_are_quiet(start):
+def test_forwarded_interrupt_ends_ranks_without_traceback(start):
     job = start(SLEEPING)
     job.wait_for("0", "1")
     job.process.send_signal(signal.SIGINT)
@@ -297,7 +297,7 @@ def few_files(most):
     return lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def test_more_ranks_than_open_files_allow_are_refused_in_one_line(run):
+def test_too_many_ranks_for_open_file_limit_are_refused(run):
     result = run(SLEEPING, n=16, preexec_fn=few_files(64))
     assert result.code == 2
     assert (
@@ -306,7 +306,7 @@ def test_more_ranks_than_open_files_allow_are_refused_in_one_line(run):
     )
 
 
-def test_soft_limit_of_open_files_is_raised_where_that_helps(run):
+def test_soft_limit_of_open_files_is_raised_to_hard_limit(run):
     soft = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 4096))  # noqa: E731
     result = run("print('here')", n=8, preexec_fn=soft)
     assert (result.code, len(result.out.splitlines())) == (0, 8), result.err
@@ -334,7 +334,7 @@ os.fork = fork
     ],
     ids=["plain", "preloaded"],
 )
-def test_rank_that_cannot_be_started_ends_those_that_were(run, tmp_path, module, condition, option):
+def test_rank_start_failure_ends_started_ranks(run, tmp_path, module, condition, option):
     (tmp_path / "path").mkdir()
     (tmp_path / "path" / f"{module}.py").write_text(FAILING_FORK.format(condition=condition))
     result = run(SLEEPING, n=4, options=option, env={"PYTHONPATH": str(tmp_path / "path")})
@@ -344,7 +344,7 @@ def test_rank_that_cannot_be_started_ends_those_that_were(run, tmp_path, module,
     )
 
 
-def test_rank_that_raised_and_never_ends_is_noticed(run):
+def test_rank_stuck_after_exception_is_reported(run):
     source = """
     import os, threading, time
     if os.environ["RANK"] == "1":
@@ -359,7 +359,7 @@ def test_rank_that_raised_and_never_ends_is_noticed(run):
 
 
 @pytest.mark.parametrize("when", ["while the ranks are on their way", "between two starts"])
-def test_signal_to_stop_that_no_rank_can_hear_ends_the_job(start, tmp_path, when):
+def test_stop_signal_ends_job_when_no_rank_is_running(start, tmp_path, when):
     (tmp_path / "slow").mkdir()
     slow = "import os, time; open(os.environ['FOLDER'] + '/importing', 'w').write('x'); time.sleep(600)"
     (tmp_path / "slow" / "slow_module.py").write_text(slow)
@@ -377,14 +377,14 @@ def test_signal_to_stop_that_no_rank_can_hear_ends_the_job(start, tmp_path, when
     assert job.wait().code == 128 + signal.SIGUSR1
 
 
-def test_what_a_program_writes_into_the_pipe_of_reports_does_no_harm(run):
+def test_garbage_in_heartbeat_pipe_is_harmless(run):
     result = run(
         "", n=1, options=["-c"], target=["bash", "-c", "echo hello >&$DTRAIN_HEARTBEAT_FD; sleep 0.3; echo done"], shown=None
     )
     assert (result.code, result.out, result.err) == (0, "done\n", "")
 
 
-def test_end_of_the_store_is_named(start):
+def test_death_of_store_process_is_named(start):
     job = start(
         """
         import os, time
@@ -409,7 +409,7 @@ def test_end_of_the_store_is_named(start):
 
 
 @pytest.mark.parametrize("options", [["--no-preload"], ["--preload", "json"]], ids=["plain", "preloaded"])
-def test_interrupt_while_interpreters_start_waits_for_the_scripts_first_line(start, tmp_path, options):
+def test_interrupt_during_interpreter_start_is_delivered_at_script_start(start, tmp_path, options):
     place = tmp_path / "customised"
     place.mkdir()
     (place / "sitecustomize.py").write_text(
@@ -441,7 +441,7 @@ def test_interrupt_while_interpreters_start_waits_for_the_scripts_first_line(sta
 
 
 @pytest.mark.parametrize("options", [["--no-preload"], ["--preload", "json"]], ids=["plain", "preloaded"])
-def test_children_of_the_script_have_no_signal_blocked(run, options):
+def test_children_of_script_have_no_blocked_signals(run, options):
     source = """
     import subprocess, sys
     code = "import signal; print(sorted(signal.pthread_sigmask(signal.SIG_BLOCK, ())))"

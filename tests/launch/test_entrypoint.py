@@ -27,19 +27,19 @@ def here(tmp_path, monkeypatch):
         (b"x = 1\0\n", r"is not valid Python: .*null bytes"),
     ],
 )
-def test_file_that_is_not_python_is_refused(here, content, message):
+def test_check_script_refuses_non_python_file(here, content, message):
     (here / "a.py").write_bytes(content)
     with pytest.raises(ConfigError, match=message):
         check_script("a.py")
 
 
 @pytest.mark.parametrize("content", [b"", b"print(1)", "# -*- coding: latin-1 -*-\n# ü\n".encode("latin-1"), b"'\\d'"])
-def test_file_that_is_python_passes(here, content):
+def test_check_script_accepts_python_file(here, content):
     (here / "a.py").write_bytes(content)
     check_script("a.py")
 
 
-def test_what_is_no_file_is_refused(here):
+def test_check_script_refuses_missing_or_non_regular_file(here):
     os.mkfifo(here / "fifo")
     (here / "dangling").symlink_to("nowhere")
     with pytest.raises(ConfigError, match=r"no such script: 'nope\.py'"):
@@ -52,7 +52,7 @@ def test_what_is_no_file_is_refused(here):
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
-def test_file_that_cannot_be_read_is_refused(here):
+def test_check_script_refuses_unreadable_file(here):
     (here / "a.py").write_text("")
     (here / "a.py").chmod(0)
     with pytest.raises(ConfigError, match=r"cannot read 'a\.py'"):
@@ -71,7 +71,7 @@ def package(here):
 
 
 @pytest.mark.parametrize("name", ["pack.tool", "space.tools", "json.tool", "http.server"])
-def test_module_is_found_without_being_imported(package, name):
+def test_check_module_does_not_import_module(package, name):
     before = list(sys.path)
     check_module(name)
     assert sys.path == before
@@ -92,6 +92,6 @@ def test_module_is_found_without_being_imported(package, name):
         (".pack", "is not a module name"),
     ],
 )
-def test_module_that_cannot_run_is_refused(package, name, message):
+def test_check_module_refuses_module_that_cannot_run(package, name, message):
     with pytest.raises(ConfigError, match=message):
         check_module(name)

@@ -17,7 +17,7 @@ def test_success_is_silent_and_exits_0(run):
     assert sorted(result.out.splitlines()) == ["[rank 0] done", "[rank 1] done"]
 
 
-def test_exception_is_named_and_its_traceback_is_the_scripts_own(run):
+def test_exception_is_named_with_traceback_of_script_only(run):
     result = run(
         """
         import os, time
@@ -63,14 +63,14 @@ def test_traceback_equals_that_of_plain_python(run, tmp_path):
     assert result.summary[0].endswith(": Odd")
 
 
-def test_exit_with_a_text_prints_it_and_names_it(run):
+def test_sys_exit_message_is_printed_and_named(run):
     result = run("import sys; sys.exit('no data in /nowhere')", n=1)
     assert result.code == 1
     assert result.err.splitlines()[0] == "no data in /nowhere"
     assert result.summary[0].endswith(": no data in /nowhere")
 
 
-def test_hook_of_the_script_prints_its_exceptions(run):
+def test_excepthook_of_script_prints_exception(run):
     source = """
     import sys
     sys.excepthook = lambda kind, error, trace: print("hook:", kind.__name__, error, file=sys.stderr)
@@ -81,7 +81,7 @@ def test_hook_of_the_script_prints_its_exceptions(run):
     assert result.code == 1
 
 
-def test_exception_in_a_fork_of_the_script_is_not_the_ranks(run):
+def test_exception_in_forked_child_is_not_a_rank_failure(run):
     source = """
     import os
     if os.fork() == 0:
@@ -94,7 +94,7 @@ def test_exception_in_a_fork_of_the_script_is_not_the_ranks(run):
     assert not result.summary
 
 
-def test_culprit_that_dies_after_its_peer_has_ended_is_named(run):
+def test_culprit_dying_after_its_peer_is_named(run):
     result = run(
         """
         import os, signal, sys, time
@@ -128,7 +128,7 @@ LEAVES = {
 
 
 @pytest.mark.parametrize("leave", LEAVES.values(), ids=LEAVES)
-def test_rank_that_leaves_with_0_in_the_middle_of_a_run_is_named(run, leave):
+def test_rank_exiting_0_during_run_is_named(run, leave):
     result = run(
         f"""
         import os, sys, time
@@ -147,7 +147,7 @@ def test_rank_that_leaves_with_0_in_the_middle_of_a_run_is_named(run, leave):
     assert result.summary[-1].startswith(begin), result
 
 
-def test_end_of_the_process_that_serves_the_store_ends_the_job_and_is_named(start):
+def test_death_of_store_process_ends_job_and_is_named(start):
     source = """
     import os, socket, time
     meeting = socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
@@ -166,7 +166,7 @@ def test_end_of_the_process_that_serves_the_store_ends_the_job_and_is_named(star
     assert line == f"dtrain: launch: {what}"
 
 
-def test_record_of_an_earlier_launch_is_not_read(run, tmp_path):
+def test_failure_record_of_earlier_launch_is_ignored(run, tmp_path):
     options = ["--run-dir", str(tmp_path / "again")]
     first = run("raise ValueError('old')", n=1, options=options)
     assert first.summary[0].endswith("ValueError: old")
@@ -176,29 +176,29 @@ def test_record_of_an_earlier_launch_is_not_read(run, tmp_path):
 
 
 class TestPreempted:
-    def test_75_from_all_ranks_is_75_and_no_failure(self, run):
+    def test_exit_code_75_from_all_ranks_is_no_failure(self, run):
         result = run("import os, sys, time; time.sleep(int(os.environ['RANK'])); sys.exit(75)")
         assert (result.code, result.err) == (75, "")
 
-    def test_75_from_one_rank_is_a_failure_after_the_grace(self, run):
+    def test_exit_code_75_from_one_rank_fails_after_grace(self, run):
         source = "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(75)\ntime.sleep(600)"
         result = run(source, options=["--grace", "0.5"])
         assert result.code == 1
         assert "75" in result.summary[0]
         assert "ranks 1 still running" in result.summary[0]
 
-    def test_75_and_0_is_a_failure(self, run):
+    def test_exit_codes_75_and_0_are_a_failure(self, run):
         result = run("import os, sys; sys.exit(75 * int(os.environ['RANK']))")
         assert result.code == 1
         assert "ranks 1 exited with 75" in result.summary[0]
         assert "ranks 0 ended with 0" in result.summary[0]
 
-    def test_a_real_failure_beside_75_is_the_cause(self, run):
+    def test_other_exit_code_beside_75_is_root_cause(self, run):
         result = run("import os, sys, time; r = int(os.environ['RANK']); time.sleep(r / 2); sys.exit([75, 3][r])")
         assert result.code == 3
         assert "rank 1 of 2" in result.summary[0]
 
-    def test_sigterm_that_all_ranks_answer_by_saving_is_75(self, start):
+    def test_sigterm_saved_by_all_ranks_returns_75(self, start):
         job = start(
             """
             import os, signal, sys, time

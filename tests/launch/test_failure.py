@@ -68,7 +68,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_first_failure_is_found_in_any_order(name):
+def test_root_cause_is_independent_of_order(name):
     exits, failures, expected = CASES[name]
     for some_exits in itertools.permutations(exits):
         for some_failures in itertools.permutations(failures):
@@ -77,7 +77,7 @@ def test_first_failure_is_found_in_any_order(name):
 
 
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (3, 3), (255, 255), (-9, 137), (-15, 143)])
-def test_exit_code_is_that_of_a_shell(code, expected):
+def test_exit_code_matches_shell_convention(code, expected):
     assert failure.shell_exit_code(code) == expected
 
 
@@ -111,7 +111,7 @@ def test_failure_is_described_in_one_line(record, code, expected):
         (None, False),
     ],
 )
-def test_rank_that_left_early_is_the_culprit_if_its_peer_lost_it(record, named):
+def test_early_exited_rank_is_culprit_when_peer_lost_connection(record, named):
     cause = RootCause(rank=0, code=1, failure=record)
     line = failure.describe_failure(cause, world_size=3, location="pid 7 on here", others_stopped=True, returned_early=[1])
     begin = "dtrain: launch: rank 1 of 3 left early, with exit code 0, while others needed it; rank 0 failed without it, "
@@ -121,6 +121,6 @@ def test_rank_that_left_early_is_the_culprit_if_its_peer_lost_it(record, named):
     assert line.endswith("; the other ranks were ended")
 
 
-def test_long_message_is_cut():
+def test_long_message_is_truncated():
     cause = RootCause(rank=0, code=1, failure=recorded(0, 0, message="x" * 10_000))
     assert len(failure.describe_failure(cause, world_size=1, location="pid 1", others_stopped=False)) < 500

@@ -19,14 +19,14 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_folder_has_date_and_time_for_a_name_and_is_a_new_one(here):
+def test_default_run_dir_is_new_and_named_by_time(here):
     names = [create_run_dir(None, now=NOW) for _ in range(3)]
     begin = here / "runs" / "2026-03-01T11-40-07"
     assert names == [begin, begin.with_name(begin.name + "-2"), begin.with_name(begin.name + "-3")]
     assert [path.name for path in begin.iterdir()] == ["failures"]
 
 
-def test_folder_that_was_asked_for_loses_old_failures_and_nothing_else(here):
+def test_given_run_dir_loses_only_old_failures(here):
     folder = create_run_dir("mine", now=NOW)
     (folder / "failures" / "rank-00000.json").touch()
     (folder / "failures" / "rank-00000.partial").touch()
@@ -36,7 +36,7 @@ def test_folder_that_was_asked_for_loses_old_failures_and_nothing_else(here):
     assert sorted(path.name for path in folder.rglob("*")) == ["failures", "lock-0", "notes.txt"]
 
 
-def test_folder_that_node_0_has_named_is_shared_and_keeps_what_its_ranks_wrote(here):
+def test_run_dir_named_by_node_0_keeps_existing_records(here):
     folder = create_run_dir(None, now=NOW, name="2026-03-01T11-40-05-2")
     (folder / "failures" / "rank-00000.json").touch()
     assert create_run_dir(None, now=NOW, name="2026-03-01T11-40-05-2") == folder == here / "runs" / "2026-03-01T11-40-05-2"
@@ -44,7 +44,7 @@ def test_folder_that_node_0_has_named_is_shared_and_keeps_what_its_ranks_wrote(h
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b", "/etc"])
-def test_name_from_another_node_does_not_leave_the_folder_of_runs(here, name):
+def test_run_name_of_another_node_must_be_folder_name(here, name):
     with pytest.raises(ConfigError, match=r"^launch: the run name of node 0 must be a folder name, got .*\. "):
         create_run_dir(None, now=NOW, name=name)
     assert list(here.iterdir()) == []
@@ -59,14 +59,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("asked", "message"), REFUSED.values(), ids=REFUSED)
-def test_folder_that_cannot_be_used_is_refused(here, asked, message):
+def test_unusable_run_dir_is_refused(here, asked, message):
     (here / "file").touch()
     with pytest.raises(ConfigError, match=f"^launch: {message}"):
         create_run_dir(asked, now=NOW)
     assert os.listdir(here) == ["file"]
 
 
-def test_second_launch_in_one_folder_is_refused_and_leaves_its_records(here):
+def test_second_launch_in_run_dir_is_refused_and_keeps_records(here):
     folder = create_run_dir("mine", now=NOW)
     first = claim_run_dir(folder, 0)
     (folder / "failures" / "rank-00000.json").touch()
@@ -78,6 +78,6 @@ def test_second_launch_in_one_folder_is_refused_and_leaves_its_records(here):
     os.close(claim_run_dir(folder, 0))
 
 
-def test_folder_that_cannot_be_claimed_is_refused(here):
+def test_unclaimable_run_dir_is_refused(here):
     with pytest.raises(ConfigError, match=r"cannot use .*: No such file or directory\. Choose another"):
         claim_run_dir(here / "gone", 0)

@@ -62,7 +62,7 @@ def test_visible_gpus_are_counted(devices, visible, expected):
     assert count_gpus(devices, visible) == expected
 
 
-def test_ranks_share_the_cores_unless_told():
+def test_ranks_share_cores_unless_omp_num_threads_is_set():
     def threads(cores, inherited):
         return build_rank_environment(PLAN, 0, port=1, cores=cores, inherited=inherited)["OMP_NUM_THREADS"]
 
@@ -70,12 +70,12 @@ def test_ranks_share_the_cores_unless_told():
     assert threads(64, {"OMP_NUM_THREADS": "3"}) == "3"
 
 
-def test_environments_of_ranks_differ_in_who_they_are_only():
+def test_rank_environments_differ_only_in_rank_variables():
     first, last = (build_rank_environment(PLAN, rank, port=1, cores=4, inherited={}) for rank in (0, 3))
     assert {name for name in first if first[name] != last[name]} == {"RANK", "LOCAL_RANK", "ROLE_RANK", "DTRAIN_FAILURE_FILE"}
 
 
-def test_ranks_of_a_later_node_know_their_place():
+def test_ranks_of_second_node_have_correct_environment():
     layout = NodeLayout(nproc=2, world_size=5, base_rank=3, node_rank=1, nodes=2, master_addr="10.0.0.1")
     own = build_rank_environment(replace(PLAN, layout=layout), 4, port=77, cores=4, inherited={})
     expected = {
@@ -93,14 +93,14 @@ def test_ranks_of_a_later_node_know_their_place():
 
 
 @pytest.mark.parametrize(("nodes", "interface"), [(1, "lo"), (2, "eth0")])
-def test_ranks_are_kept_on_loopback_where_all_of_them_are_here(nodes, interface):
+def test_single_node_ranks_use_loopback_interface(nodes, interface):
     layout = NodeLayout(nproc=2, world_size=2 * nodes, nodes=nodes)
     given = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "eth0"}
     common = build_common_environment(replace(PLAN, layout=layout), given)
     assert {common[name] for name in given} == {interface}
 
 
-def test_variables_of_an_outer_launch_go_and_others_stay():
+def test_stale_launch_variables_are_removed_and_others_kept():
     given = {
         "RANK": "3",
         "DTRAIN_RUN_DIR": "/old",
@@ -125,7 +125,7 @@ def test_variables_of_an_outer_launch_go_and_others_stay():
     ],
     ids=["ranks here", "and a port", "a place", "a rank's"],
 )
-def test_variables_that_tell_the_launcher_its_place_are_of_no_other_launch(given, stale):
+def test_node_placement_variables_are_not_stale(given, stale):
     assert find_stale_variables(given) == stale
 
 
@@ -138,13 +138,13 @@ def test_command_ends_with_the_script_and_its_arguments():
 NOW = datetime(2031, 2, 3, 4, 5, 6)
 
 
-def test_default_run_folder_is_new_each_time(tmp_path, monkeypatch):
+def test_default_run_dir_is_new_each_time(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     made = [create_run_dir(None, now=NOW) for _ in range(3)]
     assert made == [tmp_path / "runs" / f"2031-02-03T04-05-06{end}" for end in ("", "-2", "-3")]
 
 
-def test_run_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_uncreatable_run_dir_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     for asked in ("file", "file/below"):
         with pytest.raises(ConfigError, match="Choose a folder with --run-dir"):

@@ -24,7 +24,7 @@ def write(plan, variables=()):
     return write_launch_record(plan, command=["dtrain", "launch", "train.py"], variables=variables, now=NOW)
 
 
-def test_record_says_what_was_run_and_keeps_values_of_variables_out(tmp_path, monkeypatch):
+def test_launch_record_holds_command_without_variable_values(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert write(plan_for(tmp_path), {"TOKEN": "secret", "HOME": "/root"}) is None
     text = (tmp_path / "launch.json").read_text()
@@ -39,7 +39,7 @@ def test_record_says_what_was_run_and_keeps_values_of_variables_out(tmp_path, mo
     assert sorted(path.name for path in tmp_path.iterdir()) == ["launch.json"]
 
 
-def test_nodes_that_share_a_folder_write_a_record_each(tmp_path):
+def test_nodes_sharing_run_dir_write_separate_records(tmp_path):
     for node in (0, 1):
         layout = NodeLayout(nproc=2, world_size=4, base_rank=2 * node, node_rank=node, nodes=2)
         assert write(plan_for(tmp_path, layout=layout)) is None
@@ -47,7 +47,7 @@ def test_nodes_that_share_a_folder_write_a_record_each(tmp_path):
 
 
 @pytest.mark.parametrize("obstacle", ["no folder", "folder in its place"])
-def test_record_that_cannot_be_written_is_a_line_of_warning_and_leaves_nothing(tmp_path, obstacle):
+def test_unwritable_record_returns_warning_and_leaves_no_files(tmp_path, obstacle):
     folder = tmp_path / "run"
     if obstacle == "folder in its place":
         (folder / "launch.json").mkdir(parents=True)
@@ -57,7 +57,7 @@ def test_record_that_cannot_be_written_is_a_line_of_warning_and_leaves_nothing(t
     assert not folder.exists() or [path.name for path in folder.iterdir()] == ["launch.json"]
 
 
-def test_record_is_written_from_a_folder_that_is_gone(tmp_path, monkeypatch):
+def test_record_is_written_when_working_directory_is_deleted(tmp_path, monkeypatch):
     (tmp_path / "gone").mkdir()
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()

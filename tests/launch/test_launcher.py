@@ -36,7 +36,7 @@ def ask_until_it_ends(job, number=signal.SIGINT) -> int:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_asking_twice_ends_the_job_though_the_supervisor_is_stopped(start, number):
+def test_second_signal_ends_job_with_stopped_supervisor(start, number):
     job = start(SLEEPING, options=PLAIN)
     job.wait_for("0", "1")
     os.kill(job.supervisor(), signal.SIGSTOP)
@@ -44,7 +44,7 @@ def test_asking_twice_ends_the_job_though_the_supervisor_is_stopped(start, numbe
     assert job.wait().summary == [f"dtrain: launch: {'interrupted' if number == signal.SIGINT else 'terminated'}; ranks ended"]
 
 
-def test_front_does_not_wait_for_whoever_reads_its_last_words(start):
+def test_front_does_not_block_on_unread_stderr(start):
     read, write = os.pipe()
     try:
         job = start(SLEEPING, options=PLAIN, stderr=write)
@@ -64,7 +64,7 @@ def test_front_does_not_wait_for_whoever_reads_its_last_words(start):
         os.close(write)
 
 
-def test_children_of_the_shell_that_became_the_launcher_live_on(tmp_path):
+def test_children_of_shell_replaced_by_launcher_survive(tmp_path):
     script, pid_file = tmp_path / "script.py", tmp_path / "pid"
     script.write_text("print('said')")
     out = shlex.quote(str(tmp_path / "out"))
@@ -84,7 +84,7 @@ def test_children_of_the_shell_that_became_the_launcher_live_on(tmp_path):
     assert (tmp_path / "out").read_text() == "said\n"
 
 
-def test_killing_what_is_called_dtrain_leaves_the_supervisor_to_end_the_rest(start):
+def test_supervisor_ends_ranks_when_front_is_killed(start):
     job = start(
         """
         import os, subprocess, sys, time
@@ -107,7 +107,7 @@ def test_killing_what_is_called_dtrain_leaves_the_supervisor_to_end_the_rest(sta
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_signal_that_was_ignored_from_the_start_ends_nothing(start, number):
+def test_signal_ignored_at_start_ends_nothing(start, number):
     """As a shell starts what is in the background of a script, or ``nohup``."""
     job = start(SLEEPING, options=PLAIN, preexec_fn=lambda: signal.signal(number, signal.SIG_IGN))
     job.wait_for("0", "1")
@@ -120,7 +120,7 @@ def test_signal_that_was_ignored_from_the_start_ends_nothing(start, number):
     assert job.wait().code == 128 + other
 
 
-def test_terminal_that_nobody_reads_does_not_stop_training_nor_the_launcher_from_being_ended(start):
+def test_unread_terminal_blocks_neither_training_nor_termination(start):
     reader, writer = pty.openpty()
     try:
         job = start(
@@ -146,7 +146,7 @@ def test_terminal_that_nobody_reads_does_not_stop_training_nor_the_launcher_from
 
 
 @pytest.mark.parametrize("often", [1, 2])
-def test_ctrl_c_leaves_the_terminal_as_it_was(start, often):
+def test_ctrl_c_restores_terminal_state(start, often):
     """Typed at the terminal that the job has to itself, while a rank is in the middle of a coloured line."""
     reader, writer = pty.openpty()
     before = termios.tcgetattr(writer)
@@ -189,7 +189,7 @@ def ask_until_it_ends_now(job) -> int:
     return job.process.wait(timeout=90)
 
 
-def test_sessions_of_a_job_are_none_that_were_there_before():
+def test_descendants_exclude_existing_sessions():
     child = subprocess.Popen(["sleep", "600"])
     before = processes.list_sessions()
     job = subprocess.Popen(["sleep", "600"], start_new_session=True)
@@ -206,7 +206,7 @@ def test_sessions_of_a_job_are_none_that_were_there_before():
             process.wait()
 
 
-def test_interrupt_while_nobody_reads_the_last_output_ends_the_wait_and_keeps_the_exit_code(start):
+def test_interrupt_ends_wait_for_unread_output_and_keeps_exit_code(start):
     job = start(
         """
         import os, sys

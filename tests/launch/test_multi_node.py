@@ -44,7 +44,7 @@ READY_AND_STAY = """
 """
 
 
-def test_ranks_are_numbered_node_by_node_and_share_a_run_folder(nodes):
+def test_ranks_are_numbered_by_node_and_share_run_dir(nodes):
     results = [job.wait() for job in nodes(WHO)]
     assert [result.code for result in results] == [0, 0], results
     seen = [json.loads(line.partition("WHO ")[2]) for result in results for line in result.out.splitlines()]
@@ -61,7 +61,7 @@ def test_ranks_are_numbered_node_by_node_and_share_a_run_folder(nodes):
     assert {"launch.json", "launch-1.json"} <= set(os.listdir(folder))
 
 
-def test_ranks_of_all_nodes_meet_in_torch_and_in_dtrain(nodes):
+def test_ranks_of_all_nodes_reduce_in_torch_and_dtrain(nodes):
     source = """
     import torch, dtrain as dt
     with dt.init_dist() as dist:
@@ -73,7 +73,7 @@ def test_ranks_of_all_nodes_meet_in_torch_and_in_dtrain(nodes):
     assert [result.out for result in results] == ["[rank 1] total 6.0 4 0\n", "[rank 3] total 6.0 4 1\n"]
 
 
-def test_nodes_may_run_different_numbers_of_ranks(start, nodes):
+def test_nodes_can_run_different_numbers_of_ranks(start, nodes):
     first, second = nodes(WHO, n=None, own=(["-n", "1"], ["-n", "2"]))
     results = [first.wait(), second.wait()]
     assert [result.code for result in results] == [0, 0], results
@@ -86,7 +86,7 @@ def test_nodes_may_run_different_numbers_of_ranks(start, nodes):
 
 
 @pytest.mark.parametrize("node", [0, 1])
-def test_failure_of_a_rank_ends_all_nodes_and_is_named_on_each(nodes, node):
+def test_rank_failure_ends_all_nodes_and_is_named_on_each(nodes, node):
     jobs = nodes(READY_AND_STAY)
     jobs[0].wait_for("0", "1", "2", "3")
     rank = 2 * node + 1
@@ -100,7 +100,7 @@ def test_failure_of_a_rank_ends_all_nodes_and_is_named_on_each(nodes, node):
     assert f"node {node}" in results[1 - node].summary[0]
 
 
-def test_launcher_that_is_killed_ends_the_other_nodes_and_is_named(nodes):
+def test_killed_launcher_ends_other_nodes_and_is_named(nodes):
     first, second = nodes(READY_AND_STAY)
     first.wait_for("0", "1", "2", "3")
     os.kill(second.pid, signal.SIGKILL)
@@ -111,7 +111,7 @@ def test_launcher_that_is_killed_ends_the_other_nodes_and_is_named(nodes):
     assert "node 1" in result.summary[0]
 
 
-def test_node_that_does_not_come_is_named(start, port):
+def test_missing_node_is_named_on_join_timeout(start, port):
     job = start(WHO, options=[*place(port), "--node-rank", "0", "--join-timeout", "1"])
     result = job.wait()
     assert result.code == 1
@@ -122,12 +122,12 @@ def test_node_that_does_not_come_is_named(start, port):
     assert not (job.folder / "0").exists()
 
 
-def test_data_that_is_the_same_is_no_reason_to_refuse(nodes, tmp_path):
+def test_identical_data_on_nodes_is_accepted(nodes, tmp_path):
     (tmp_path / "data").write_text("some")
     assert [job.wait().code for job in nodes(WHO, n=1, options=["--check-path", "data"])] == [0, 0]
 
 
-def test_script_that_differs_is_refused_on_all_nodes(start, tmp_path, port):
+def test_differing_script_is_refused_on_all_nodes(start, tmp_path, port):
     where = place(port)
     jobs = [
         start(
@@ -162,7 +162,7 @@ def test_all_nodes_are_preempted_together(nodes):
     assert [result.code for result in results] == [75, 75], results
 
 
-def test_node_that_is_told_to_end_and_does_not_save_ends_the_others(nodes):
+def test_sigterm_on_unsaved_node_ends_other_nodes(nodes):
     first, second = nodes(READY_AND_STAY)
     first.wait_for("0", "1", "2", "3")
     second.process.terminate()
@@ -171,7 +171,7 @@ def test_node_that_is_told_to_end_and_does_not_save_ends_the_others(nodes):
     assert "node 1" in results[0].summary[0]
 
 
-def test_ranks_that_end_early_wait_for_those_of_the_other_nodes(nodes):
+def test_ranks_ending_early_wait_for_ranks_of_other_nodes(nodes):
     source = """
     import os, sys, time
     if os.environ["GROUP_RANK"] == "1":
@@ -215,7 +215,7 @@ TRAINS = """
 """
 
 
-def test_job_with_one_node_fewer_goes_on_where_the_checkpoint_is(start, nodes):
+def test_job_with_one_node_fewer_resumes_from_checkpoint(start, nodes):
     first, second = nodes(TRAINS, "3", n=1)
     first.wait_for("0", "1")
     os.kill(second.pid, signal.SIGKILL)

@@ -9,7 +9,7 @@ import time
 import pytest
 
 
-def test_lines_of_all_ranks_stay_whole(run):
+def test_lines_of_all_ranks_are_not_interleaved(run):
     source = """
     import os, sys
     rank = os.environ["RANK"]
@@ -27,13 +27,13 @@ def test_lines_of_all_ranks_stay_whole(run):
     assert len(lines) == 3 * 301
 
 
-def test_streams_are_kept_apart_and_a_last_partial_line_gets_its_end(run):
+def test_streams_are_separate_and_partial_last_line_is_ended(run):
     result = run("import sys; sys.stdout.write('out'); sys.stderr.write('err')")
     assert sorted(result.out.splitlines(keepends=True)) == ["[rank 0] out\n", "[rank 1] out\n"]
     assert sorted(result.err.splitlines(keepends=True)) == ["[rank 0] err\n", "[rank 1] err\n"]
 
 
-def test_one_rank_has_no_prefix_and_its_partial_lines_come_at_once(start):
+def test_single_rank_output_is_unprefixed_and_unbuffered(start):
     job = start(
         """
         import os, sys, time
@@ -53,12 +53,12 @@ def test_one_rank_has_no_prefix_and_its_partial_lines_come_at_once(start):
 
 
 @pytest.mark.parametrize("n", [1, 2])
-def test_bytes_that_are_not_utf8_come_as_escapes(run, n):
+def test_invalid_utf8_bytes_are_escaped(run, n):
     result = run(r"import os; os.write(1, 'ü'.encode() + b'\xff\xfe\n')", n=n)
     assert {line.split("] ")[-1] for line in result.out.splitlines()} == {r"ü\xff\xfe"}
 
 
-def test_one_line_is_whole_even_when_stdout_and_stderr_are_one_pipe(run):
+def test_lines_are_whole_when_stdout_and_stderr_share_a_pipe(run):
     source = """
     import os
     for k in range(20):
@@ -85,7 +85,7 @@ def test_closed_stdout_does_not_stop_training(start):
     assert (job.folder / "done-1").exists()
 
 
-def test_broken_stdout_does_not_stop_training_and_is_told_of(start):
+def test_broken_stdout_does_not_stop_training_and_is_reported(start):
     read, write = os.pipe()
     job = start(PRINT_A_LOT, stdout=write)
     os.close(write)
@@ -104,7 +104,7 @@ def test_full_disk_does_not_stop_training(start):
     assert (job.folder / "done-0").exists()
 
 
-def test_reader_that_stalls_does_not_stop_training_nor_the_launcher_from_being_ended(start):
+def test_stalled_reader_blocks_neither_training_nor_termination(start):
     job = start(PRINT_A_LOT + "    import time; time.sleep(600)")
     job.wait_for("done-0", "done-1")  # 6 MB went into a pipe that nobody reads
     job.process.terminate()
@@ -114,7 +114,7 @@ def test_reader_that_stalls_does_not_stop_training_nor_the_launcher_from_being_e
     assert len(result.out.splitlines()) == 6000  # and nothing was lost
 
 
-def test_rank_among_several_reads_nothing_and_a_single_one_reads_the_launchers_input(start):
+def test_single_rank_reads_stdin_and_several_ranks_do_not(start):
     source = "import sys; print(repr(sys.stdin.read()))"
     for n, seen in ((1, "'given'\n"), (2, "[rank 0] ''\n[rank 1] ''\n")):
         job = start(source, n=n, stdin=subprocess.PIPE)
@@ -131,7 +131,7 @@ SAY = """
 """
 
 
-def test_terminal_shows_rank_0_and_the_run_folder_keeps_all(run, tmp_path):
+def test_terminal_shows_rank_0_and_run_dir_keeps_all_ranks(run, tmp_path):
     result = run(SAY, n=3, shown=None, options=["--run-dir", "r"])
     assert (result.code, result.out) == (0, "[rank 0] out of 0\n")
     assert result.err == "[rank 0] err of 0\\x1b[2J\n"
@@ -140,7 +140,7 @@ def test_terminal_shows_rank_0_and_the_run_folder_keeps_all(run, tmp_path):
     assert kept == {f"rank-{rank:05d}.{name}": text.format(rank) for rank in range(3) for name, text in streams}
 
 
-def test_ranks_and_files_are_those_asked_for(run, tmp_path):
+def test_output_options_select_ranks_and_files(run, tmp_path):
     options = [
         "--log-ranks",
         "1",
@@ -158,7 +158,7 @@ def test_ranks_and_files_are_those_asked_for(run, tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_full_log_folder_does_not_stop_training_and_costs_one_line(start):
+def test_full_log_device_prints_one_line_and_training_continues(start):
     job = start(PRINT_A_LOT, shown=None, options=["--stdout", "/dev/full"])
     result = job.wait()
     assert (result.code, len(result.out.splitlines())) == (0, 3000)

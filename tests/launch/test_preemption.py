@@ -188,7 +188,7 @@ def check_against_an_undisturbed_run(folder: Path, chains: Iterable[Path]) -> No
         assert logged(chain) == expected[: len(logged(chain))]
 
 
-def test_ranks_that_are_stopped_at_random_moments_save_each_time_and_go_on_exactly(warm, tmp_path):
+def test_ranks_preempted_at_random_steps_save_and_resume_exactly(warm, tmp_path):
     seed = random.randrange(2**32)
     print(f"{seed=}")
     chains = {workers: tmp_path / f"workers-{workers}" for workers in (0, 2)}
@@ -198,7 +198,7 @@ def test_ranks_that_are_stopped_at_random_moments_save_each_time_and_go_on_exact
     check_against_an_undisturbed_run(tmp_path, chains.values())
 
 
-def test_a_launch_that_is_stopped_at_random_moments_saves_each_time_and_goes_on_exactly(start, warm, tmp_path):
+def test_launch_preempted_at_random_times_saves_and_resumes_exactly(start, warm, tmp_path):
     seed = random.randrange(2**32)
     print(f"{seed=}")
     chains = {workers: tmp_path / f"workers-{workers}" for workers in (0, 2)}
@@ -239,14 +239,14 @@ LEAVING = """
 
 
 @pytest.mark.parametrize("ask", ENDS.values(), ids=ENDS)
-def test_the_launcher_says_that_it_was_not_saved(start, ask):
+def test_launcher_exits_143_when_ranks_did_not_save(start, ask):
     job = start(LEAVING.replace("ASK", ask), options=["--grace", "60"])
     job.wait_for("0", "1")
     job.process.send_signal(signal.SIGTERM)
     assert job.wait().code == 143
 
 
-def test_ranks_that_would_save_end_at_once_when_another_has_failed(run):
+def test_preempted_ranks_end_immediately_after_failure_of_another_rank(run):
     source = """
     import os, time, torch, dtrain as dt
     with dt.init_dist() as dist:
@@ -276,7 +276,7 @@ HANGS_AT_EXIT = """
 
 
 @pytest.mark.parametrize("asked", ["ranks", "launcher"])
-def test_saved_ranks_that_hang_in_their_exit_handlers_are_ended_and_the_job_has_saved(start, asked):
+def test_saved_ranks_hanging_in_exit_handlers_are_ended_as_saved(start, asked):
     job = start(HANGS_AT_EXIT, options=["--grace", "1"])
     ranks = [int(pid) for pid in job.wait_for("0", "1")]
     for pid in ranks if asked == "ranks" else [job.pid]:

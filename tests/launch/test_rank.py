@@ -17,7 +17,7 @@ def environments(result):
     return {int(line[6]): json.loads(line.partition("] ")[2]) for line in result.out.splitlines()}
 
 
-def test_ranks_see_who_they_are(run, tmp_path):
+def test_rank_environment_holds_rank_variables(run, tmp_path):
     seen = environments(run(ENVIRONMENT, env={"OMP_NUM_THREADS": ""}))
     for rank, env in seen.items():
         expected = {
@@ -42,7 +42,7 @@ def test_ranks_see_who_they_are(run, tmp_path):
     assert sorted(seen) == [0, 1]
 
 
-def test_values_of_an_outer_launch_are_replaced(run):
+def test_rank_variables_of_outer_launch_are_replaced(run):
     stale = {
         "RANK": "7",
         "WORLD_SIZE": "8",
@@ -68,7 +68,7 @@ def test_values_of_an_outer_launch_are_replaced(run):
     assert env["MASTER_ADDR"] == "127.0.0.1"
 
 
-def test_port_of_the_store_is_taken_before_any_rank_starts(run):
+def test_store_port_is_bound_before_ranks_start(run):
     result = run(
         """
         import os, socket
@@ -85,7 +85,7 @@ def test_port_of_the_store_is_taken_before_any_rank_starts(run):
     assert (result.code, sorted(result.out.splitlines())) == (0, ["[rank 0] taken", "[rank 1] taken"])
 
 
-def test_rank_inherits_no_socket_and_no_pipe_but_its_output(run):
+def test_rank_inherits_only_expected_descriptors(run):
     source = """
     import os
     names = []
@@ -102,7 +102,7 @@ def test_rank_inherits_no_socket_and_no_pipe_but_its_output(run):
     assert set(result.out.splitlines()) == {f"[rank {rank}] {names}" for rank, names in enumerate(has)}
 
 
-def test_script_whose_name_begins_with_a_dash_works(run):
+def test_script_name_starting_with_dash_works(run):
     result = run("print(__file__.rpartition('/')[2])", n=1, name="--odd.py", target=["--", "./--odd.py"])
     assert (result.code, result.out) == (0, "--odd.py\n"), result.err
 
@@ -118,7 +118,7 @@ WHO_AM_I = """
 
 @pytest.mark.parametrize("safe", ["", "1"])
 @pytest.mark.parametrize("how", ["absolute", "relative", "link"])
-def test_script_sees_what_plain_python_shows_it(run, tmp_path, how, safe):
+def test_script_environment_matches_plain_python(run, tmp_path, how, safe):
     (tmp_path / "link.py").symlink_to(tmp_path / "deep" / "script.py")
     target = {"absolute": str(tmp_path / "deep/script.py"), "relative": "deep/script.py", "link": "link.py"}[how]
     env = {"PYTHONSAFEPATH": safe}
@@ -130,7 +130,7 @@ def test_script_sees_what_plain_python_shows_it(run, tmp_path, how, safe):
 
 
 @pytest.mark.parametrize("module", ["pack.tool", "pack"])
-def test_module_sees_what_plain_python_shows_it(run, tmp_path, module):
+def test_module_environment_matches_plain_python(run, tmp_path, module):
     (tmp_path / "pack").mkdir()
     (tmp_path / "pack/__init__.py").write_text("import sys\nprint('parent sees', sys.argv)\n")
     source = """
@@ -149,13 +149,13 @@ def test_module_sees_what_plain_python_shows_it(run, tmp_path, module):
     )
 
 
-def test_neighbours_of_the_bootstrap_cannot_be_imported_by_accident(run):
+def test_modules_of_launcher_are_not_importable_by_script(run):
     result = run("import verdict", n=1)
     assert result.code == 1
     assert "ModuleNotFoundError: No module named 'verdict'" in result.summary[0]
 
 
-def test_modules_beside_the_script_are_found_and_those_of_the_current_folder_are_not(run, tmp_path):
+def test_modules_beside_script_are_importable_but_not_those_of_cwd(run, tmp_path):
     (tmp_path / "in_cwd.py").write_text("")
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep/beside.py").write_text("")
@@ -185,7 +185,7 @@ def test_multiprocessing_works_inside_a_rank(run, as_module):
         assert lines == [f"[rank {rank}] {method} {squares}" for method in ("spawn", "fork", "forkserver")]
 
 
-def test_main_module_stays_in_place_for_threads_and_exit_handlers(run):
+def test_main_module_is_available_to_threads_and_exit_handlers(run):
     source = """
     import atexit, pickle, threading, time
 
@@ -200,7 +200,7 @@ def test_main_module_stays_in_place_for_threads_and_exit_handlers(run):
     assert [line.split()[0] for line in result.out.splitlines()] == ["thread", "exit"]
 
 
-def test_launcher_inside_a_rank_works(run):
+def test_nested_launch_works_inside_a_rank(run):
     source = """
     import os, subprocess, sys
     if sys.argv[1:] == ["inner"]:
@@ -224,7 +224,7 @@ def test_failure_record_is_written_before_exit_handlers_run(run):
     assert (result.code, result.out) == (1, "written already\n")
 
 
-def test_record_that_cannot_be_written_costs_the_record_only(run):
+def test_unwritable_failure_record_keeps_traceback_and_exit_code(run):
     source = """
     import os, shutil
     shutil.rmtree(os.environ["DTRAIN_RUN_DIR"])
@@ -237,7 +237,7 @@ def test_record_that_cannot_be_written_costs_the_record_only(run):
     assert "ValueError: still shown" in result.err
 
 
-def test_record_is_written_though_somebody_has_tidied_up(run):
+def test_failure_record_is_written_after_run_dir_was_removed(run):
     result = run("import os, shutil; shutil.rmtree(os.environ['DTRAIN_RUN_DIR']); raise ValueError('still named')", n=1)
     assert result.code == 1
     assert result.summary[-1].endswith(": ValueError: still named")

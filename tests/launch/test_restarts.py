@@ -21,11 +21,11 @@ def delays(restarts, failures):
 @pytest.mark.parametrize(
     ("most", "expected"), [(0, []), (1, [0.0]), (4, [0.0, 1.0, 2.0, 4.0]), (9, [0, 1, 2, 4, 8, 16, 32, 60, 60])]
 )
-def test_wait_doubles_and_starts_end(most, expected):
+def test_restart_delay_doubles_until_limit(most, expected):
     assert delays(RestartPolicy(max_fruitless=most), 20) == expected
 
 
-def test_new_checkpoint_starts_the_count_again():
+def test_new_checkpoint_resets_restart_count():
     tired = RestartPolicy(max_fruitless=2).after_restart().after_restart()
     assert tired.delay_s is None
     fresh = tired.after_commit(10)
@@ -33,7 +33,7 @@ def test_new_checkpoint_starts_the_count_again():
 
 
 @pytest.mark.parametrize("step", [10, 9])
-def test_step_that_was_saved_before_is_no_progress(step):
+def test_commit_of_earlier_step_does_not_reset_restart_count(step):
     again = RestartPolicy(max_fruitless=2).after_commit(10).after_restart().after_restart()
     assert again.after_commit(step).delay_s is None
 
@@ -48,7 +48,7 @@ FAILS_TWICE = """
 
 
 @pytest.mark.parametrize("preload", [["--preload", "json"], ["--no-preload"]], ids=["preloaded", "plain"])
-def test_ranks_are_started_again_until_they_succeed(run, preload):
+def test_ranks_are_restarted_until_success(run, preload):
     result = run(FAILS_TWICE, options=["--max-restarts", "2", *preload], shown="0")
     assert result.code == 0
     starts = [line.split() for line in result.out.splitlines()]
@@ -60,13 +60,13 @@ def test_ranks_are_started_again_until_they_succeed(run, preload):
     ]
 
 
-def test_starts_end_when_there_were_enough_in_vain(run):
+def test_restarts_stop_at_limit(run):
     result = run(FAILS_TWICE, options=["--max-restarts", "1"], shown="0")
     assert result.code == 5
     assert len(result.out.splitlines()) == 2
 
 
-def test_new_checkpoints_keep_a_job_going(run):
+def test_new_checkpoints_allow_further_restarts(run):
     source = """
     import os, sys
     from dtrain import heartbeats
@@ -80,7 +80,7 @@ def test_new_checkpoints_keep_a_job_going(run):
     assert len([line for line in result.summary if "starting all ranks again (restart 1 of at most 1" in line]) == 4
 
 
-def test_job_that_was_asked_to_end_is_not_started_again(start):
+def test_terminated_job_is_not_restarted(start):
     job = start(
         """
         import os, time
@@ -97,7 +97,7 @@ def test_job_that_was_asked_to_end_is_not_started_again(start):
     assert not [line for line in result.summary if "again" in line]
 
 
-def test_signal_between_two_starts_ends_the_job(start):
+def test_signal_during_restart_delay_ends_job(start):
     job = start("import sys; sys.exit(5)", options=["--max-restarts", "50"])
     line = ""
     while "in 4 s" not in line:  # the wait is long by then
@@ -107,7 +107,7 @@ def test_signal_between_two_starts_ends_the_job(start):
     assert job.wait().code == 143
 
 
-def test_last_commit_of_a_start_is_not_lost(run):
+def test_last_commit_before_failure_counts_as_progress(run):
     source = """
     import os, sys
     from dtrain import heartbeats
@@ -120,7 +120,7 @@ def test_last_commit_of_a_start_is_not_lost(run):
     assert result.code == 0
 
 
-def test_ranks_that_are_started_again_after_an_early_failure_are_forks_too(run):
+def test_restarted_ranks_are_forked_from_preloaded_process(run):
     source = """
     import os, sys, time
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":

@@ -27,37 +27,37 @@ def found(*failures, first=None):
 
 
 class TestMistakes:
-    def test_same_place_and_message_is_one(self):
+    def test_failures_with_same_place_and_message_are_grouped(self):
         assert found(failure(2), failure(0), failure(1)) == [[0, 1, 2]]
 
-    def test_numbers_in_a_message_do_not_count(self):
+    def test_numbers_in_messages_are_ignored_when_grouping(self):
         assert found(failure(0, message="rank 0 has 3 rows at 0x7f"), failure(1, message="rank 1 has 17 rows at 0xab")) == [
             [0, 1]
         ]
 
     @pytest.mark.parametrize("other", [{"message": "bar"}, {"line": 2}, {"place": "b.py"}, {"kind": "KeyError"}])
-    def test_another_message_place_or_kind_is_another(self, other):
+    def test_failures_with_different_message_place_or_kind_are_separate(self, other):
         assert found(failure(0), failure(1, **other)) == [[0], [1]]
 
-    def test_the_first_failure_comes_first_and_others_in_the_order_of_time(self):
+    def test_first_failure_is_listed_first_and_others_by_time(self):
         first = failure(1, at=5.0)
         others = [failure(2, at=9.0, line=2), failure(0, at=4.0, line=3)]
         assert found(*others, first, first=first) == [[1], [0], [2]]
 
-    def test_a_lost_peer_is_a_consequence_unless_it_came_first(self):
+    def test_lost_peer_is_omitted_unless_it_is_first_failure(self):
         lost = failure(0, kind="RuntimeError", message="Connection closed by peer", in_collective=True)
         own = failure(1)
         assert found(lost, own, first=own) == [[1]]
         assert found(lost, own, first=lost) == [[0], [1]]
         assert group_exceptions([lost], None) == []
 
-    def test_messages_that_differ_are_shown_beneath(self):
+    def test_differing_messages_of_a_group_are_listed(self):
         (mistake,) = group_exceptions(
             [failure(0, message="3 rows"), failure(1, message="4 rows"), failure(2, message="3 rows")], None
         )
         assert mistake.format_lines(full=False)[-2:] == [(0, "ValueError: 3 rows"), (1, "ValueError: 4 rows")]
 
-    def test_many_mistakes_and_many_messages_are_counted(self):
+    def test_excess_failures_and_messages_are_counted(self):
         many = group_exceptions([failure(rank, line=rank) for rank in range(9)], None)
         lines = format_exceptions(many, full=False)
         assert sum("Traceback" in text for _, text in lines) == 4
@@ -88,7 +88,7 @@ def tracebacks(result):
 
 @pytest.mark.parametrize("n", [1, 2, 4])
 @pytest.mark.parametrize("shown", ["all", None, "none"])
-def test_mistake_of_all_ranks_is_shown_once_before_the_one_line(run, tmp_path, n, shown):
+def test_failure_of_all_ranks_is_shown_once_before_summary(run, tmp_path, n, shown):
     source = TOGETHER + "    wait_for_all_nodes()\n    raise KeyError('learning_rate')\n"
     result = run(source, n=n, shown=shown)
     assert result.code == 1
@@ -104,7 +104,7 @@ def test_mistake_of_all_ranks_is_shown_once_before_the_one_line(run, tmp_path, n
 
 
 @pytest.mark.parametrize("n", [2, 4])
-def test_different_mistakes_are_each_shown(run, n):
+def test_different_failures_are_shown_separately(run, n):
     source = TOGETHER + (
         "    wait_for_all_nodes()\n"
         "    if rank == 0: raise KeyError('learning_rate')\n"
@@ -157,7 +157,7 @@ def ours():
 
 
 @pytest.mark.parametrize("options", [[], ["--full-traceback"]], ids=["folded", "full"])
-def test_frames_of_libraries_are_folded_in_chained_exceptions_too(run, ours, options):
+def test_library_frames_are_folded_in_chained_exceptions(run, ours, options):
     result = run(LIBRARIES + "    work()\n", n=2, shown=None, options=options)
     text = result.err
     assert text.count("LookupError: the model is broken") == 2
@@ -168,7 +168,7 @@ def test_frames_of_libraries_are_folded_in_chained_exceptions_too(run, ours, opt
     assert ("of torch (--full-traceback shows them)" in text) == (not options)
 
 
-def test_exception_inside_dtrain_shows_the_users_frame_and_the_message(run, ours):
+def test_exception_inside_dtrain_shows_user_frame_and_message(run, ours):
     result = run(LIBRARIES + "    refused()\n", n=2, shown=None)
     assert len(tracebacks(result)) == 1
     assert "in refused" in result.err
@@ -177,7 +177,7 @@ def test_exception_inside_dtrain_shows_the_users_frame_and_the_message(run, ours
     assert not any(folder in result.err for folder in ours)
 
 
-def test_lost_peer_after_a_mistake_is_no_second_traceback(run):
+def test_lost_peer_after_failure_prints_no_second_traceback(run):
     source = """
     import dtrain as dt
     import torch
@@ -191,7 +191,7 @@ def test_lost_peer_after_a_mistake_is_no_second_traceback(run):
     assert "ZeroDivisionError: only here" in result.summary[-1]
 
 
-def test_hook_of_the_script_has_the_last_word_on_ranks_that_are_shown(run):
+def test_excepthook_of_script_replaces_traceback_of_shown_ranks(run):
     source = TOGETHER + (
         "    sys.excepthook = lambda kind, error, trace: print('hook:', error, file=sys.stderr)\n"
         "    wait_for_all_nodes()\n"

@@ -43,22 +43,22 @@ PLAIN = {"NODE_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "a", "MASTER_PORT":
         ("", []),
     ],
 )
-def test_node_lists_are_expanded_as_slurm_writes_them(nodes, names):
+def test_slurm_hostlist_is_expanded(nodes, names):
     assert list(expand_hostlist(nodes)) == names
 
 
-def test_a_node_list_cannot_take_all_memory():
+def test_hostlist_expansion_is_limited():
     assert len(list(expand_hostlist("n[0-999999999]"))) == 65_536
 
 
-def test_a_step_of_slurms_says_everything():
+def test_slurm_step_gives_complete_topology():
     found = read_scheduler(STEP)
     assert found is not None
     assert (found.name, found.node_rank, found.nodes, found.master_addr) == ("Slurm", 1, 2, "n1")
     assert (found.fallback_addr, found.hosts, found.refusal) == ("10.0.0.1", ("n1", "n2"), "")
 
 
-def test_all_tasks_of_a_step_agree_on_port_and_token_and_another_step_has_its_own():
+def test_port_and_token_are_shared_within_one_slurm_step():
     first, second = read_scheduler({**STEP, "SLURM_NODEID": "0", "SLURM_PROCID": "0"}), read_scheduler(STEP)
     other = read_scheduler({**STEP, "SLURM_STEP_ID": "1"})
     assert first is not None
@@ -71,37 +71,37 @@ def test_all_tasks_of_a_step_agree_on_port_and_token_and_another_step_has_its_ow
     assert 1024 < first.master_port < 32_768
 
 
-def test_what_the_user_exports_goes_before_what_slurm_implies():
+def test_exported_variables_override_slurm():
     found = read_scheduler({**STEP, "MASTER_ADDR": "10.1.1.1", "MASTER_PORT": "7000"})
     assert found is not None
     assert (found.master_addr, found.master_port) == ("10.1.1.1", 7000)
 
 
-def test_a_batch_script_outside_of_a_step_is_no_scheduler():
+def test_batch_script_outside_step_is_not_a_scheduler():
     assert read_scheduler({name: value for name, value in STEP.items() if "STEP" not in name}) is None
 
 
-def test_a_task_per_rank_is_refused_with_the_option_that_starts_one_per_node():
+def test_slurm_task_per_rank_is_refused_with_suggested_option():
     found = read_scheduler({**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "8", "SLURM_STEP_NODELIST": "n1"})
     assert found is not None
     assert "8 tasks on 1 node" in found.refusal
     assert "--ntasks-per-node=1" in found.refusal
 
 
-def test_openmpi_with_one_process_per_node_says_everything():
+def test_openmpi_process_per_node_gives_complete_topology():
     found = read_scheduler({**STEP, **MPI})
     assert found is not None
     assert (found.name, found.node_rank, found.nodes, found.master_addr, found.refusal) == ("OpenMPI", 1, 2, "a", "")
     assert found.master_port is not None
 
 
-def test_openmpi_with_a_process_per_rank_is_refused():
+def test_openmpi_process_per_rank_is_refused():
     found = read_scheduler({**MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"})
     assert found is not None
     assert "--map-by ppr:1:node" in found.refusal
 
 
-def test_an_indexed_job_of_kubernetes_says_the_node_but_not_of_how_many():
+def test_kubernetes_indexed_job_gives_node_rank_without_node_count():
     found = read_scheduler({"JOB_COMPLETION_INDEX": "3", "HOSTNAME": "train-3", "MASTER_ADDR": "train-0.train"})
     assert found is not None
     assert (found.name, found.node_rank, found.nodes, found.master_addr) == ("Kubernetes", 3, None, "train-0.train")
@@ -111,14 +111,14 @@ def test_an_indexed_job_of_kubernetes_says_the_node_but_not_of_how_many():
     assert found.token
 
 
-def test_kubeflow_says_everything():
+def test_kubeflow_gives_complete_topology():
     pet = {"PET_NNODES": "2", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "a", "PET_MASTER_PORT": "29400"}
     found = read_scheduler({**pet, "JOB_COMPLETION_INDEX": "1"})
     assert found is not None
     assert (found.node_rank, found.nodes, found.master_addr, found.master_port) == (1, 2, "a", 29400)
 
 
-def test_plain_variables_count_only_all_together():
+def test_plain_variables_require_complete_set():
     found = read_scheduler(PLAIN)
     assert found is not None
     assert (found.node_rank, found.world_size, found.nodes) == (1, 4, None)
@@ -138,7 +138,7 @@ def test_plain_variables_count_only_all_together():
     ],
     ids=["ranks here", "nodes differ", "base rank", "no GPUs here", "ranks here alone", "some"],
 )
-def test_variables_that_composer_reads_say_which_ranks_are_here(env, place):
+def test_composer_variables_give_ranks_of_node(env, place):
     found = read_scheduler(env)
     assert found is not None
     assert (found.node_rank, found.base_rank, found.nproc, found.world_size, found.nodes) == place
@@ -176,5 +176,5 @@ def test_variables_that_composer_reads_say_which_ranks_are_here(env, place):
         "nothing",
     ],
 )
-def test_variables_of_an_outer_rank_or_without_sense_are_no_scheduler(left_over):
+def test_leftover_or_invalid_variables_are_not_a_scheduler(left_over):
     assert read_scheduler(left_over) is None

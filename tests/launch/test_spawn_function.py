@@ -63,7 +63,7 @@ def gone(pid: int) -> bool:
         return True
 
 
-def test_a_closure_runs_on_real_ranks():
+def test_closure_runs_on_spawned_ranks():
     factor, lock = 10, threading.Lock()  # a lock travels to no other process but by a fork
 
     def run(start: int) -> dict:
@@ -73,7 +73,7 @@ def test_a_closure_runs_on_real_ranks():
     assert spawned(run, 1) == [{"rank": 0, "sum": 30.0}, {"rank": 1, "sum": 30.0}]
 
 
-def test_a_process_that_was_a_world_of_one_can_spawn_and_be_one_again(monkeypatch):
+def test_single_process_world_can_spawn_and_be_reopened(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "GLOO_SOCKET_IFNAME"):
         monkeypatch.delenv(name, raising=False)
 
@@ -97,7 +97,7 @@ def train() -> float:
         return dt.transforms.global_norm([p.grad for p in model.parameters()]).item() / info.world_size
 
 
-def test_a_process_that_has_trained_can_spawn():
+def test_trained_process_can_spawn():
     """Groups, meshes and a sharded model of the caller are in the fork; to free them there would never end."""
     (answers,) = spawned(lambda: [train(), *dt.spawn(train, nproc=2, timeout_s=LONG_S / 2)], nproc=1)
     assert answers == pytest.approx([3**0.5] * 3, abs=1e-5)  # the norm of three partial derivatives of 1
@@ -111,7 +111,7 @@ class Holder:
             self.group, self.me = info.control, self
 
 
-def test_a_group_of_the_caller_that_becomes_garbage_in_a_rank_is_left_alone():
+def test_garbage_collected_group_of_caller_does_not_block_rank():
     def run() -> list:
         held = [Holder()]
 
@@ -129,12 +129,12 @@ def world_size() -> int:
         return info.world_size
 
 
-def test_a_rank_that_served_the_store_can_spawn():
+def test_rank_that_served_the_store_can_spawn():
     answers = spawned(lambda: [world_size(), *dt.spawn(world_size, nproc=1, timeout_s=LONG_S / 3)])
     assert answers == [[2, 1], [2, 1]]
 
 
-def test_ranks_know_who_they_are_and_nothing_of_an_outer_launch(monkeypatch):
+def test_ranks_have_rank_variables_and_none_of_outer_launch(monkeypatch):
     monkeypatch.setenv("DTRAIN_RUN_DIR", "/outer")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     names = (
@@ -151,11 +151,11 @@ def test_ranks_know_who_they_are_and_nothing_of_an_outer_launch(monkeypatch):
     assert "MASTER_PORT" not in os.environ
 
 
-def test_a_large_result_comes_back_whole():
+def test_large_result_is_returned_completely():
     assert spawned(lambda: "x" * 5_000_000, nproc=1) == ["x" * 5_000_000]
 
 
-def test_a_rank_computes_though_torch_had_threads_here():
+def test_rank_computes_after_caller_used_torch_threads():
     script = """
         import torch, dtrain as dt
         torch.set_num_threads(4)
@@ -167,7 +167,7 @@ def test_a_rank_computes_though_torch_had_threads_here():
     assert done.stdout == "[[800.0, 1]]\n", done.stderr
 
 
-def test_the_first_failure_ends_the_others_with_its_traceback():
+def test_first_failure_ends_other_ranks_and_raises_its_traceback():
     def run() -> None:
         with dt.init_dist(device="cpu") as info:
             if info.rank == 1:
@@ -182,7 +182,7 @@ def test_the_first_failure_ends_the_others_with_its_traceback():
     assert rest[-1] == "ValueError: disk full"
 
 
-def test_the_others_are_ended_though_they_ignore_it(monkeypatch, tmp_path):
+def test_other_ranks_are_killed_when_they_ignore_sigterm(monkeypatch, tmp_path):
     monkeypatch.setattr(spawn_function, "GRACE_S", 0.2)
 
     def run() -> None:
@@ -213,7 +213,7 @@ def raised() -> None:
 @pytest.mark.parametrize(
     ("way", "text"), [(killed, "was killed by SIGKILL; often the"), (raised, "failed: ValueError: disk full")]
 )
-def test_a_rank_that_lost_its_peer_is_not_the_one_that_is_blamed(way, text):
+def test_rank_with_lost_peer_is_not_reported_as_cause(way, text):
     def run() -> None:
         info = dt.init_dist(device="cpu")
         if info.rank == 1:
@@ -235,15 +235,15 @@ def test_a_rank_that_lost_its_peer_is_not_the_one_that_is_blamed(way, text):
         (lambda: signal.raise_signal(signal.SIGINT), "rank 0 of 1 failed: KeyboardInterrupt: "),
     ],
 )
-def test_however_a_rank_ends_it_is_said(way, text):
+def test_rank_failure_is_described_for_every_exit(way, text):
     assert text in fails(way, nproc=1)
 
 
-def test_leaving_with_exit_code_0_is_no_failure():
+def test_exit_code_0_is_no_failure():
     assert spawned(lambda: sys.exit(), nproc=2) == [None, None]
 
 
-def test_a_failure_with_nobody_else_to_blame_is_reported_all_the_same():
+def test_dist_error_without_other_failure_is_reported():
     def run() -> None:
         with dt.init_dist(device="cpu") as info:
             if info.rank == 1:
@@ -253,7 +253,7 @@ def test_a_failure_with_nobody_else_to_blame_is_reported_all_the_same():
     assert "rank 1 of 2 failed: DistError: mine" in fails(run)
 
 
-def test_ranks_that_do_not_finish_are_named_and_ended(monkeypatch):
+def test_ranks_exceeding_timeout_are_named_and_killed(monkeypatch):
     monkeypatch.setattr(spawn_function, "GRACE_S", 0.2)
 
     def run() -> None:
@@ -266,7 +266,7 @@ def test_ranks_that_do_not_finish_are_named_and_ended(monkeypatch):
     )
 
 
-def test_what_a_rank_started_is_ended_with_it(tmp_path):
+def test_child_processes_of_rank_end_with_it(tmp_path):
     def run() -> int:
         return subprocess.Popen(["sleep", str(NEVER_S)]).pid
 
@@ -275,13 +275,13 @@ def test_what_a_rank_started_is_ended_with_it(tmp_path):
     assert gone(pid)
 
 
-def test_output_passes_through_once(capfd):
+def test_buffered_output_is_printed_once(capfd):
     print("before", end="", flush=False)
     spawned(lambda: print("hello"), nproc=2)
     assert sorted(capfd.readouterr().out.removeprefix("before").splitlines()) == ["hello", "hello"]
 
 
-def test_handlers_and_exit_functions_of_the_caller_are_not_those_of_a_rank():
+def test_ranks_have_default_signal_handlers_and_own_process_group():
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         answers = spawned(lambda: [signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, os.getpgid(0) == os.getpid()], nproc=1)
@@ -290,7 +290,7 @@ def test_handlers_and_exit_functions_of_the_caller_are_not_those_of_a_rank():
     assert answers == [[True, True]]
 
 
-def test_a_caller_with_threads_is_fine(recwarn):
+def test_spawn_works_in_threaded_caller_without_warnings(recwarn):
     stop = threading.Event()
     thread = threading.Thread(target=stop.wait)
     thread.start()
@@ -302,7 +302,7 @@ def test_a_caller_with_threads_is_fine(recwarn):
     assert not recwarn.list
 
 
-def test_a_fork_that_warns_does_not_lose_its_child(monkeypatch):
+def test_fork_deprecation_warning_does_not_leak_child(monkeypatch):
     import warnings
 
     real = os.fork
@@ -319,7 +319,7 @@ def test_a_fork_that_warns_does_not_lose_its_child(monkeypatch):
     assert spawned(lambda: 1) == [1, 1]
 
 
-def test_ctrl_c_ends_all(tmp_path):
+def test_ctrl_c_ends_all_ranks(tmp_path):
     def run() -> None:
         (tmp_path / os.environ["RANK"]).write_text(str(os.getpid()))
         time.sleep(NEVER_S)
@@ -338,7 +338,7 @@ def test_ctrl_c_ends_all(tmp_path):
 
 @pytest.mark.parametrize("call", ["fork", "waitpid"])
 @pytest.mark.parametrize("first", [1, 2])
-def test_ctrl_c_while_a_rank_is_started_or_collected_leaves_none(monkeypatch, call, first):
+def test_ctrl_c_during_fork_or_wait_leaves_no_rank(monkeypatch, call, first):
     """At that moment the process is there, or not any more, and nobody has made a note of it yet."""
     pids, moments = [], []
 
@@ -364,7 +364,7 @@ def test_ctrl_c_while_a_rank_is_started_or_collected_leaves_none(monkeypatch, ca
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel tells children of their parent's death on Linux")
-def test_ranks_die_with_their_caller(tmp_path):
+def test_ranks_die_with_caller(tmp_path):
     script = f"""
         import os, time, dtrain as dt
         def run():
@@ -381,7 +381,7 @@ def test_ranks_die_with_their_caller(tmp_path):
     assert caller.returncode == -signal.SIGKILL
 
 
-def test_ranks_that_cannot_be_started_are_an_error_and_none_stays(monkeypatch):
+def test_rank_start_failure_raises_and_ends_started_ranks(monkeypatch):
     real, started = os.fork, []
 
     def no_third() -> int:
@@ -397,18 +397,18 @@ def test_ranks_that_cannot_be_started_are_an_error_and_none_stays(monkeypatch):
 
 
 @pytest.mark.parametrize("nproc", [0, -1, 257, 1.5, True, "2"])
-def test_a_number_of_ranks_that_cannot_be_is_refused(nproc):
+def test_invalid_number_of_ranks_is_refused(nproc):
     with pytest.raises(dt.errors.ConfigError, match="spawn: nproc must be an integer from 1 to 256, got"):
         dt.spawn(print, nproc=nproc)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
-def test_a_time_out_that_cannot_be_is_refused(timeout_s):
+def test_invalid_timeout_is_refused(timeout_s):
     with pytest.raises(dt.errors.ConfigError, match="spawn: timeout_s must be a finite number above 0, got"):
         dt.spawn(print, nproc=1, timeout_s=timeout_s)
 
 
-def test_an_open_process_group_is_refused(monkeypatch):
+def test_open_process_group_is_refused(monkeypatch):
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     with (
@@ -418,13 +418,13 @@ def test_an_open_process_group_is_refused(monkeypatch):
         dt.spawn(print, nproc=1)
 
 
-def test_a_process_in_which_cuda_has_started_is_refused(monkeypatch):
+def test_initialized_cuda_is_refused(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     with pytest.raises(dt.errors.ConfigError, match="spawn: CUDA has started in this process, and a fork cannot use it"):
         dt.spawn(print, nproc=1)
 
 
-def test_a_result_that_is_not_plain_is_refused():
+def test_non_json_result_is_refused():
     with pytest.raises(
         dt.errors.ConfigError,
         match=r"spawn: .*: the result of rank 0 must be plain data, which JSON can hold, got Tensor: .*not JSON serializable",

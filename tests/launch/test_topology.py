@@ -50,7 +50,7 @@ def _with(scheduled: SchedulerInfo, **changes: object) -> SchedulerInfo:
     ],
     ids=["GPUs", "-n", "nothing given", "world", "slurm", "per rank", "array", "all in variables", "base 0", "ranks here"],
 )
-def test_one_node_is_what_is_meant_by(asked, scheduler, nproc):
+def test_arguments_and_variables_select_one_node(asked, scheduler, nproc):
     scheduler = scheduler if scheduler is not PLAIN else _with(PLAIN, node_rank=0)
     found = infer_topology(LaunchArgs(**asked), scheduler, gpus=3)
     assert found.rendezvous is None
@@ -104,14 +104,14 @@ def test_one_node_is_what_is_meant_by(asked, scheduler, nproc):
         "all on the command line",
     ],
 )
-def test_several_nodes_meet_with_what_is_known(asked, scheduler, place):
+def test_rendezvous_combines_arguments_and_variables(asked, scheduler, place):
     meeting = infer_topology(LaunchArgs(**asked), scheduler, gpus=1).rendezvous
     assert meeting is not None
     known = (meeting.node_rank, meeting.nodes, meeting.nproc, meeting.base_rank, meeting.world_size, meeting.addr, meeting.port)
     assert known == place
 
 
-def test_the_scheduler_names_the_run_and_the_hosts_unless_the_command_line_does():
+def test_scheduler_sets_token_and_hosts_unless_rdzv_id_is_given():
     plain = infer_topology(LaunchArgs(nproc=1), SLURM, gpus=1).rendezvous
     named = infer_topology(LaunchArgs(nproc=1, rdzv_id="mine"), SLURM, gpus=1).rendezvous
     assert plain is not None
@@ -129,19 +129,19 @@ def test_the_scheduler_names_the_run_and_the_hosts_unless_the_command_line_does(
     ],
     ids=["two nodes meant", "address", "port"],
 )
-def test_one_node_says_what_it_leaves_out(asked, notice):
+def test_one_node_reports_ignored_settings(asked, notice):
     found = infer_topology(LaunchArgs(**asked), None, gpus=1)
     assert found.layout is not None
     assert [notice in line for line in found.notices] == [True]
 
 
-def test_variables_that_make_several_nodes_are_named():
+def test_variables_selecting_several_nodes_are_named():
     (notice,) = infer_topology(LaunchArgs(nproc=4), PLAIN, gpus=1).notices
     assert notice == "launch: node 1 of several, as NODE_RANK, B and C say"
 
 
 @pytest.mark.parametrize("scheduler", [RANKS_HERE, _with(PLAIN, nproc=2)], ids=["alone", "with a place"])
-def test_number_of_ranks_of_a_variable_is_said_and_the_command_line_goes_before_it(scheduler):
+def test_nproc_variable_is_reported_and_overridden_by_command_line(scheduler):
     assert "launch: -n 2, as LOCAL_WORLD_SIZE says" in infer_topology(LaunchArgs(), scheduler, gpus=3).notices
     other = infer_topology(LaunchArgs(nproc=4), scheduler, gpus=3)
     place = other.layout or other.rendezvous
@@ -150,7 +150,7 @@ def test_number_of_ranks_of_a_variable_is_said_and_the_command_line_goes_before_
     assert not any("LOCAL_WORLD_SIZE" in notice for notice in other.notices)
 
 
-def test_number_of_ranks_of_a_variable_must_be_possible():
+def test_nproc_variable_out_of_range_is_refused():
     with pytest.raises(ConfigError, match="-n must be an integer from 1 to 256, got 1000"):
         infer_topology(LaunchArgs(), _with(RANKS_HERE, nproc=1000), gpus=3)
 
@@ -198,14 +198,14 @@ def test_number_of_ranks_of_a_variable_must_be_possible():
         ({"nproc": 1, "rdzv_endpoint": "a:1"}, None, r"--rdzv-endpoint needs --nnodes"),
     ],
 )
-def test_a_command_line_that_contradicts_itself_is_refused_with_what_to_change(asked, scheduler, line):
+def test_contradictory_arguments_are_refused_with_suggestion(asked, scheduler, line):
     with pytest.raises(ConfigError, match=line) as refusal:
         infer_topology(LaunchArgs(**asked), scheduler, gpus=1)
     assert "\n" not in str(refusal.value)
     assert str(refusal.value).startswith("launch: ")
 
 
-def test_a_changing_number_of_nodes_is_elastic():
+def test_node_range_selects_elastic_launch():
     elastic = infer_topology(LaunchArgs(nproc=2, nnodes="1:4", rdzv_endpoint="a:29400", rdzv_id="x"), None, gpus=1).elastic
     assert elastic is not None
     assert (elastic.min_nodes, elastic.max_nodes, elastic.nproc, elastic.endpoint, elastic.run_id) == (1, 4, 2, "a:29400", "x")

@@ -50,7 +50,7 @@ def end_of(attempt, **settings):
     ],
     ids=["ValueError", "SystemExit", "lost connection", "as gloo says it"],
 )
-def test_failure_that_may_be_of_a_peer_waits_for_the_peers_own(attempt, error, at_once):
+def test_collective_error_waits_for_failure_of_peer(attempt, error, at_once):
     record(attempt, 1, error)
     ended(attempt, 1, 1, now=10.0)
     assert attempt.stopping is at_once
@@ -59,7 +59,7 @@ def test_failure_that_may_be_of_a_peer_waits_for_the_peers_own(attempt, error, a
     assert attempt.root_cause.rank == 1
 
 
-def test_rank_that_is_killed_explains_the_connection_that_its_peer_has_lost(attempt):
+def test_killed_rank_is_root_cause_of_lost_connection(attempt):
     record(attempt, 0, ConnectionResetError())
     ended(attempt, 0, 1, now=RankFailure.read(attempt.plan.failure_file(0)).at)
     ended(attempt, 2, -signal.SIGKILL, now=attempt.exits[0].at + 0.1)
@@ -70,7 +70,7 @@ def test_rank_that_is_killed_explains_the_connection_that_its_peer_has_lost(atte
 @pytest.mark.parametrize(
     ("grew", "words"), [(True, "the kernel killed a process of this job for want of memory"), (False, "often the kernel")]
 )
-def test_killed_for_memory_is_said_as_far_as_it_is_known(attempt, grew, words):
+def test_oom_kill_is_reported_as_far_as_known(attempt, grew, words):
     ended(attempt, 2, -signal.SIGKILL, now=1.0)
     end = end_of(attempt, oom_killed=grew)
     assert (end.code, end.failed_rank, end.may_restart) == (137, 2, True)
@@ -78,14 +78,14 @@ def test_killed_for_memory_is_said_as_far_as_it_is_known(attempt, grew, words):
     assert "on here" in end.lines[-1]
 
 
-def test_rank_that_returned_early_is_named_beside_the_failure(attempt):
+def test_early_returned_rank_is_named_beside_failure(attempt):
     ended(attempt, 1, 0, now=1.0)
     ended(attempt, 0, 9, now=2.0)
     attempt.advance(2.6)
     assert "; rank 1 had already ended with 0" in end_of(attempt).lines[-1]
 
 
-def test_end_that_comes_before_its_pid_is_known_is_not_lost(attempt):
+def test_exit_received_before_pid_is_recorded(attempt):
     attempt.pids[1] = None
     attempt.record_exits([(2**22 + 77, 5)], 1.0)
     assert 1 not in attempt.exits
@@ -93,7 +93,7 @@ def test_end_that_comes_before_its_pid_is_known_is_not_lost(attempt):
     assert attempt.exits[1].code == 5
 
 
-def test_rank_that_starts_when_all_are_ending_is_told_so(attempt):
+def test_rank_started_during_stop_gets_signal(attempt):
     attempt.pids[1] = None
     attempt.stop(1.0, signal.SIGTERM, 5.0)
     process = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
@@ -101,20 +101,20 @@ def test_rank_that_starts_when_all_are_ending_is_told_so(attempt):
     assert process.wait(timeout=60) == -signal.SIGTERM
 
 
-def test_request_to_end_before_any_rank_has_started_is_kept(attempt):
+def test_stop_request_before_first_rank_is_kept(attempt):
     attempt.pids.clear()
     attempt.request_stop(signal.SIGTERM, 1.0)
     assert attempt.stopping  # nothing is to be started any more
     assert end_of(attempt).code == 143
 
 
-def test_failure_that_was_seen_before_a_request_to_end_is_the_cause(attempt):
+def test_failure_before_stop_request_is_the_cause(attempt):
     ended(attempt, 1, 3, now=1.0)  # without a record: a peer's failure may still turn up
     attempt.request_stop(signal.SIGTERM, 1.1)
     assert end_of(attempt).code == 3
 
 
-def test_rank_that_raised_and_does_not_end_is_named_after_the_grace(attempt):
+def test_rank_stuck_after_exception_is_root_cause_after_grace(attempt):
     record(attempt, 1, ValueError("boo"))
     attempt.record_script_exit(1, 1, 1.0)
     attempt.advance(5.9)
@@ -124,7 +124,7 @@ def test_rank_that_raised_and_does_not_end_is_named_after_the_grace(attempt):
     assert (attempt.stopping, attempt.root_cause.rank) == (True, 1)
 
 
-def test_ranks_that_saved_and_take_their_time_are_ended_after_the_grace_and_count_as_saved(attempt):
+def test_saved_ranks_are_ended_after_grace_and_count_as_saved(attempt):
     for rank in range(3):
         record(attempt, rank, SystemExit(75))
         attempt.record_script_exit(rank, 75, 1.0 + rank)
@@ -139,7 +139,7 @@ def test_ranks_that_saved_and_take_their_time_are_ended_after_the_grace_and_coun
     assert (end_of(attempt).code, end_of(attempt).lines) == (75, ())
 
 
-def test_ranks_that_saved_and_are_killed_after_a_signal_to_the_launcher_count_as_saved(attempt):
+def test_saved_ranks_killed_after_signal_count_as_saved(attempt):
     attempt.request_stop(signal.SIGTERM, 1.0)
     for rank in range(3):
         attempt.record_script_exit(rank, 75, 2.0)
@@ -149,7 +149,7 @@ def test_ranks_that_saved_and_are_killed_after_a_signal_to_the_launcher_count_as
     assert end_of(attempt).code == 75
 
 
-def test_rank_that_has_not_saved_is_ended_with_those_that_have_and_does_not_count_as_saved(attempt):
+def test_unsaved_rank_ended_with_saved_ranks_is_a_failure(attempt):
     attempt.record_script_exit(0, 75, 1.0)
     attempt.record_script_exit(1, 75, 1.0)
     attempt.advance(31.0)
@@ -162,14 +162,14 @@ def test_rank_that_has_not_saved_is_ended_with_those_that_have_and_does_not_coun
     )
 
 
-def test_rank_that_dies_in_its_exit_handlers_after_the_save_has_failed(attempt):
+def test_rank_crashing_in_exit_handlers_after_save_is_a_failure(attempt):
     attempt.record_script_exit(1, 75, 1.0)
     ended(attempt, 1, -signal.SIGSEGV, now=2.0)
     attempt.advance(2.5)
     assert (attempt.stopping, attempt.root_cause.rank) == (True, 1)
 
 
-def test_one_request_while_the_others_end_after_a_failure_leaves_them_their_grace(attempt):
+def test_first_signal_after_failure_keeps_grace_and_second_ends_it(attempt):
     ended(attempt, 1, -signal.SIGKILL, now=1.0)
     assert (attempt.stopping, attempt.kill_at) == (True, 6.0)
     attempt.request_stop(signal.SIGINT, 2.0)
@@ -178,13 +178,13 @@ def test_one_request_while_the_others_end_after_a_failure_leaves_them_their_grac
     assert attempt.kill_at == 3.0
 
 
-def test_ranks_that_never_came_are_forgotten(attempt):
+def test_unstarted_ranks_are_dropped(attempt):
     attempt.pids[2] = None
     attempt.drop_ranks([2])
     assert attempt.alive == [0, 1]
 
 
-def test_trouble_counts_once_and_only_before_the_end(attempt):
+def test_only_first_launcher_failure_is_reported(attempt):
     attempt.fail(["first"], 1.0, code=124)
     attempt.fail(["second"], 2.0)
     end = end_of(attempt)
@@ -199,13 +199,13 @@ def test_trouble_counts_once_and_only_before_the_end(attempt):
         ({0: 0, 1: 0, 2: 0, 3: 0}, 0),
     ],
 )
-def test_ranks_of_all_nodes_decide_about_preemption(attempt, codes, expected):
+def test_preemption_exit_code_depends_on_ranks_of_all_nodes(attempt, codes, expected):
     for rank in range(3):
         ended(attempt, rank, codes[rank], now=1.0)
     assert end_of(attempt, exit_codes=codes).code == expected
 
 
-def test_traceback_of_a_rank_that_was_not_shown_is_said_with_its_mark(attempt):
+def test_traceback_of_hidden_rank_is_printed_with_its_prefix(attempt):
     try:
         raise ValueError("boo")
     except ValueError as error:
@@ -218,7 +218,7 @@ def test_traceback_of_a_rank_that_was_not_shown_is_said_with_its_mark(attempt):
     assert len([line for line in said if "Traceback" in line]) == 1
 
 
-def test_last_lines_of_a_rank_that_left_no_traceback_are_said(attempt):
+def test_last_lines_of_rank_without_traceback_are_printed(attempt):
     ended(attempt, 1, -signal.SIGKILL, now=1.0)
     said = describe_failures(
         attempt, end_of(attempt), is_shown=lambda _: False, read_tail=lambda rank, n: [f"line {rank}"], full=False

@@ -16,7 +16,7 @@ def rows(path):
         return [{name: cell for name, cell in row.items() if name != "time"} for row in csv.DictReader(file)]
 
 
-def test_each_record_is_a_row_and_numbers_survive(tmp_path):
+def test_each_record_is_a_row_with_exact_numbers(tmp_path):
     path = tmp_path / "deep" / "run.csv"
     log = csv_file(path)
     log(1, {"loss": 0.1 + 0.2, "note": 'a,"b"\nc'})
@@ -29,7 +29,7 @@ def test_each_record_is_a_row_and_numbers_survive(tmp_path):
     assert len(path.read_text().splitlines()) == 3
 
 
-def test_a_metric_that_comes_later_gets_a_column_at_the_end(tmp_path):
+def test_new_metric_adds_last_column(tmp_path):
     path = tmp_path / "run.csv"
     log = csv_file(path)
     log(1, {"loss": 2.0, "step": 5})
@@ -42,7 +42,7 @@ def test_a_metric_that_comes_later_gets_a_column_at_the_end(tmp_path):
     ]
 
 
-def test_a_resumed_run_goes_on_below_the_last_whole_row(tmp_path):
+def test_resumed_run_appends_after_last_complete_row(tmp_path):
     path = tmp_path / "run.csv"
     csv_file(path)(1, {"a": 1, "b": 2})
     with open(path, "a") as file:
@@ -53,7 +53,7 @@ def test_a_resumed_run_goes_on_below_the_last_whole_row(tmp_path):
     assert [(row["step"], row["a"], row["b"]) for row in rows(path)] == [("1", "1", "2"), ("2", "", "4"), ("3", "5", "")]
 
 
-def test_a_file_that_is_rewritten_is_there_whole_at_any_time(tmp_path):
+def test_failed_rewrite_keeps_complete_file(tmp_path):
     path = tmp_path / "run.csv"
     log = csv_file(path)
     log(1, {"a": 1})
@@ -63,7 +63,7 @@ def test_a_file_that_is_rewritten_is_there_whole_at_any_time(tmp_path):
     assert path.read_bytes() == before
 
 
-def test_a_full_disk_is_one_warning(tmp_path):
+def test_full_disk_warns_once(tmp_path):
     log = csv_file(tmp_path / "run.csv")
     full = OSError(28, "No space left on device")
     with inject_fault("raise", at="write", error=full), pytest.warns(UserWarning, match=r"csv_file .*No space left on device"):
@@ -72,6 +72,6 @@ def test_a_full_disk_is_one_warning(tmp_path):
     assert not (tmp_path / "run.csv").exists()
 
 
-def test_a_server_is_refused():
+def test_remote_path_is_refused():
     with pytest.raises(ConfigError, match="csv_file: path must be local"):
         csv_file("gs://bucket/run.csv")

@@ -32,7 +32,7 @@ class Failing:
         raise OSError("nor here")
 
 
-def test_a_sink_that_fails_is_dropped_and_the_others_go_on():
+def test_failing_sink_is_dropped_and_others_continue():
     failing, kept, before = Failing(), in_memory(), len(failed_loggers())
     spans.set_listener(heard := Heard())
     try:
@@ -60,7 +60,7 @@ class Heard:
         self.events.append(event)
 
 
-def test_an_interrupt_in_a_sink_is_no_failure_of_it():
+def test_keyboard_interrupt_in_sink_is_propagated():
     def pressed(step, numbers):
         raise KeyboardInterrupt
 
@@ -68,7 +68,7 @@ def test_an_interrupt_in_a_sink_is_no_failure_of_it():
         multi(pressed)(1, {})
 
 
-def test_closing_reaches_every_sink_once_and_what_comes_later_is_ignored():
+def test_close_reaches_every_sink_once_and_later_records_are_ignored():
     class Closable:
         calls, closed = 0, 0
 
@@ -89,7 +89,7 @@ def test_closing_reaches_every_sink_once_and_what_comes_later_is_ignored():
     assert fault_tolerant(log) is log
 
 
-def test_a_sink_that_fails_to_close_is_told():
+def test_sink_failing_to_close_warns():
     log = fault_tolerant(Failing(), name="mine")
     with pytest.warns(UserWarning, match="mine: nor here. Metrics"):
         close(log)
@@ -108,7 +108,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD)
-def test_what_cannot_be_right_is_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -128,7 +128,7 @@ def until(true) -> None:
         time.sleep(0.005)
 
 
-def test_a_sink_in_a_thread_gets_plain_copies_in_their_order():
+def test_background_sink_gets_plain_copies_in_order():
     kept = in_memory()
     log = fault_tolerant(kept, timeout_s=PATIENCE_S)
     numbers = {"loss": 1.0}
@@ -140,7 +140,7 @@ def test_a_sink_in_a_thread_gets_plain_copies_in_their_order():
     assert kept.column("loss") == {step: float(step) for step in range(100)}
 
 
-def test_a_sink_that_hangs_is_dropped_and_holds_nobody(gate):
+def test_hanging_sink_is_dropped_without_blocking_others(gate):
     kept, before = in_memory(), len(failed_loggers())
 
     def hanging(step, numbers):
@@ -158,7 +158,7 @@ def test_a_sink_that_hangs_is_dropped_and_holds_nobody(gate):
     assert [(each.name, each.step) for each in failed_loggers()[before:]] == [("hanging", 2)]
 
 
-def test_a_sink_that_hangs_at_the_end_is_waited_for_only_so_long(gate):
+def test_close_waits_for_hanging_sink_only_until_timeout(gate):
     log = fault_tolerant(lambda step, numbers: gate.wait(), name="slow", timeout_s=PATIENCE_S)
     log._close_timeout_s = 0.1
     log(1, {})
@@ -166,7 +166,7 @@ def test_a_sink_that_hangs_at_the_end_is_waited_for_only_so_long(gate):
         close(log)
 
 
-def test_a_sink_that_fails_in_its_thread_is_told_where_the_loop_is():
+def test_failure_in_background_sink_warns_in_main_thread():
     failing = Failing()
     log = fault_tolerant(failing, timeout_s=PATIENCE_S)
     log(1, {})
@@ -175,7 +175,7 @@ def test_a_sink_that_fails_in_its_thread_is_told_where_the_loop_is():
         close(log)
 
 
-def test_records_that_a_slow_sink_has_no_room_for_are_left_out(gate):
+def test_slow_sink_drops_records_beyond_queue_limit(gate):
     seen, taken = [], threading.Event()
 
     class Slow:
@@ -200,13 +200,13 @@ def test_records_that_a_slow_sink_has_no_room_for_are_left_out(gate):
     assert seen == [0, 1, 2, 3, False]
 
 
-def test_numbers_that_cannot_be_prepared_drop_the_sink(gate):
+def test_conversion_error_drops_sink(gate):
     log = BackgroundLogger("odd", in_memory, convert=lambda numbers: 1 / 0, timeout_s=PATIENCE_S)
     with pytest.warns(UserWarning, match="odd: division by zero"):
         log(1, {})
 
 
-def test_all_are_closed_when_the_block_of_init_dist_is_left(tmp_path):
+def test_loggers_are_closed_at_end_of_init_dist_block(tmp_path):
     said = []
 
     class Told:
@@ -224,7 +224,7 @@ def test_all_are_closed_when_the_block_of_init_dist_is_left(tmp_path):
     assert (tmp_path / "log.txt").read_text().endswith("step 1\n")
 
 
-def test_all_are_closed_at_the_end_of_the_process(tmp_path):
+def test_loggers_are_closed_at_process_exit(tmp_path):
     program = f"""
 from dtrain.loggers import fault_tolerant, multi, text_file
 from dtrain.loggers.background import BackgroundLogger

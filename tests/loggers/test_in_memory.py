@@ -32,11 +32,11 @@ def keep(ranks) -> list:
     return [record["step"] for record in kept.records]
 
 
-def test_rank_0_keeps_unless_told(ranks):
+def test_only_rank_0_keeps_records_by_default(ranks):
     assert ranks(2).run(keep, 0) == [[0], []]
     assert ranks(2).run(keep, "all") == [[0], [1]]
 
 
-def test_other_ranks_are_refused():
+def test_invalid_ranks_are_refused():
     with pytest.raises(ConfigError, match="in_memory: ranks must be 0 or 'all', got 'none'"):
         in_memory(ranks="none")

@@ -22,7 +22,7 @@ def metrics(path):
     return {step: {k: v for k, v in record.items() if k not in ("step", "time")} for step, record in read_jsonl(path).items()}
 
 
-def test_the_last_record_of_a_step_is_the_true_one(tmp_path):
+def test_last_record_of_a_step_overrides_earlier_ones(tmp_path):
     path = tmp_path / "deep" / "run.jsonl"
     log = jsonl(path)
     log(1, {"loss": 2.5})
@@ -43,7 +43,7 @@ def test_records_of_one_step_are_merged(tmp_path):
     assert metrics(path) == {10: {"loss": 2.5, "lr": 0.2, "eval/loss": 3.0, "note": "a"}}
 
 
-def test_records_of_steps_that_are_done_again_no_longer_count(tmp_path):
+def test_records_of_repeated_steps_are_dropped(tmp_path):
     path = tmp_path / "run.jsonl"
     log = jsonl(path)
     for step in range(1, 7):
@@ -55,7 +55,7 @@ def test_records_of_steps_that_are_done_again_no_longer_count(tmp_path):
     assert metrics(path) == {1: {"loss": 1.0}, 2: {"loss": 2.0}, 3: {"loss": 0.5}}
 
 
-def test_the_report_reads_the_same(tmp_path):
+def test_report_reads_same_values_as_read_jsonl(tmp_path):
     rng, path, theirs = random.Random(0), tmp_path / "metrics.jsonl", MetricTable()
     log, step = jsonl(path, rotate_bytes=2000), 0
     for _ in range(400):
@@ -72,7 +72,7 @@ def test_the_report_reads_the_same(tmp_path):
     assert ours == {name: dict(rows[:, [0, 2]].tolist()) for name, rows in theirs.columns().items()}
 
 
-def test_half_a_line_is_ended_and_left_out(tmp_path):
+def test_partial_line_is_ended_and_skipped(tmp_path):
     path = tmp_path / "run.jsonl"
     path.write_text('{"step": 1, "loss": 2.0}\n[1]\n{"no": "step"}\n{"step": 2, "lo')
     jsonl(path)(2, {"loss": 1.0})
@@ -111,7 +111,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize(("value", "written", "read"), VALUES.values(), ids=VALUES)
-def test_every_value_is_written_as_json_and_read_back(tmp_path, value, written, read):
+def test_values_are_written_as_json_and_read_back(tmp_path, value, written, read):
     path = tmp_path / "run.jsonl"
     jsonl(path)(1, {"value": value})
     strict = json.loads(path.read_text(), parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
@@ -120,14 +120,14 @@ def test_every_value_is_written_as_json_and_read_back(tmp_path, value, written, 
     assert math.isnan(found) if read is None and written == "nan" else found == read
 
 
-def test_a_list_that_holds_itself_is_marked(tmp_path):
+def test_self_containing_list_is_marked_unloggable(tmp_path):
     endless = []
     endless.append(endless)
     jsonl(tmp_path / "run.jsonl")(1, {"value": endless})
     assert '{"unloggable": "list"}' in (tmp_path / "run.jsonl").read_text()
 
 
-def test_metrics_named_like_keys_of_the_record_are_told_apart(tmp_path):
+def test_metrics_named_like_record_keys_are_renamed(tmp_path):
     path = tmp_path / "run.jsonl"
     log = jsonl(path)
     log(3, {"step": 9, "time": 8})
@@ -137,7 +137,7 @@ def test_metrics_named_like_keys_of_the_record_are_told_apart(tmp_path):
     assert metrics(path) == {3: {"metric/step": 9, "metric/time": 8}, 4: {"metric/step_2": 7}, 5: {"metric/step_2": 6}}
 
 
-def test_files_are_rotated_and_read_in_their_order(tmp_path):
+def test_rotated_files_are_read_in_order(tmp_path):
     path = tmp_path / "run.jsonl"
     log = jsonl(path, rotate_bytes=120)
     for step in range(10):
@@ -151,7 +151,7 @@ def test_files_are_rotated_and_read_in_their_order(tmp_path):
     assert metrics(path) == {0: {"loss": 0.5}}, "the steps after it are to be done again"
 
 
-def test_only_the_newest_renamed_files_are_kept(tmp_path):
+def test_only_newest_rotated_files_are_kept(tmp_path):
     path = tmp_path / "run.jsonl"
     log = jsonl(path, rotate_bytes=1, keep=2)  # a line a file
     for step in range(6):
@@ -161,7 +161,7 @@ def test_only_the_newest_renamed_files_are_kept(tmp_path):
 
 
 @pytest.mark.parametrize("call", [1, 2, 3], ids=["first", "second", "last"])
-def test_a_rotation_that_is_cut_short_loses_nothing(tmp_path, call):
+def test_interrupted_rotation_loses_no_records(tmp_path, call):
     path = tmp_path / "run.jsonl"
     log = jsonl(path, rotate_bytes=1)
     for step in range(3):
@@ -174,14 +174,14 @@ def test_a_rotation_that_is_cut_short_loses_nothing(tmp_path, call):
     assert list(read_jsonl(path)) == [0, 1, 2, 3]
 
 
-def test_a_file_that_is_gone_is_an_error_for_the_reader(tmp_path):
+def test_reading_missing_file_raises_file_not_found(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"run\.jsonl"):
         read_jsonl(tmp_path / "run.jsonl")
     with pytest.raises(FileNotFoundError, match=r"run\.jsonl"):
         read_jsonl(tmp_path / "no" / "run.jsonl")
 
 
-def test_what_cannot_be_written_is_one_warning_and_then_silence(tmp_path):
+def test_unwritable_file_warns_once(tmp_path):
     (tmp_path / "run.jsonl").mkdir()
     log, before = jsonl(tmp_path / "run.jsonl"), len(failed_loggers())
     with pytest.warns(UserWarning, match=r"run\.jsonl.*. Metrics are no longer logged there"):
@@ -192,7 +192,7 @@ def test_what_cannot_be_written_is_one_warning_and_then_silence(tmp_path):
     assert "directory" in dropped.error
 
 
-def test_a_full_disk_leaves_whole_lines_before_it(tmp_path):
+def test_full_disk_keeps_complete_lines(tmp_path):
     path = tmp_path / "run.jsonl"
     log = jsonl(path)
     log(1, {"loss": 1.0})
@@ -203,7 +203,7 @@ def test_a_full_disk_leaves_whole_lines_before_it(tmp_path):
     assert list(read_jsonl(path)) == [1]
 
 
-def test_a_disk_that_is_really_full_is_one_warning(tmp_path):
+def test_full_device_warns_once(tmp_path):
     (tmp_path / "run.jsonl").symlink_to("/dev/full")
     log = jsonl(tmp_path / "run.jsonl")
     with pytest.warns(UserWarning, match=r"\[Errno 28\] .*. Metrics are no longer logged there"):
@@ -227,7 +227,7 @@ BAD = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
-def test_what_cannot_be_right_is_refused(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         jsonl(**arguments)
 
@@ -237,14 +237,14 @@ def log_everywhere(folder: str) -> None:
     jsonl(f"{folder}/each-{{rank}}.jsonl")(get_dist_info().rank, {"loss": 1.0})
 
 
-def test_only_rank_0_writes_unless_each_has_a_file(ranks, tmp_path):
+def test_only_rank_0_writes_unless_each_rank_has_a_file(ranks, tmp_path):
     ranks(2).run(log_everywhere, str(tmp_path))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["each-0.jsonl", "each-1.jsonl", "one.jsonl"]
     assert list(read_jsonl(tmp_path / "one.jsonl")) == [0]
     assert list(read_jsonl(tmp_path / "each-1.jsonl")) == [1]
 
 
-def test_the_time_in_a_name_is_filled_in(tmp_path):
+def test_time_placeholder_in_name_is_filled(tmp_path):
     jsonl(tmp_path / "run-{time}.jsonl")(1, {"loss": 1.0})
     (path,) = tmp_path.iterdir()
     assert path.name[4:-6].replace("-", "").isdecimal()

@@ -52,7 +52,7 @@ def history(uri, run_id, name):
     return [(metric.step, metric.value) for metric in client(uri).get_metric_history(run_id, name)]
 
 
-def test_a_resumed_run_goes_on_with_its_run_and_settings_are_logged_once(database, tmp_path):
+def test_resumed_run_continues_same_run_and_logs_settings_once(database, tmp_path):
     settings = {"lr": 0.1, "model": {"width": 64, "token": "12ab"}, "note": "x" * 9000}
     first = write(database, tmp_path, [(10, {"loss": 2.0}), (20, {"loss": 1.0})], settings=settings, name="first")
     again = write(database, tmp_path, [(20, {"loss": 1.5}), (30, {"loss": 0.5})], settings={"lr": 0.2})
@@ -64,7 +64,7 @@ def test_a_resumed_run_goes_on_with_its_run_and_settings_are_logged_once(databas
     assert shown == {"lr": "0.1", "model.width": "64", "model.token": "[redacted]", "note": "x" * 10}
 
 
-def test_numbers_and_names_that_it_does_not_take_are_marked(database, tmp_path):
+def test_unsupported_numbers_and_names_are_marked(database, tmp_path):
     log = mlflow("digits", path=tmp_path, tracking_uri=database)
     log(1, {"loss": math.nan, "a+b": 1.0, "/deep//x": 2.0})
     with pytest.warns(UserWarning, match="mlflow: metric 'a#b' is written as 'a_b_2'. Another metric is written as 'a_b'"):
@@ -80,7 +80,7 @@ def test_numbers_and_names_that_it_does_not_take_are_marked(database, tmp_path):
     assert history(database, run_id, "deep/x") == [(1, 2.0)]
 
 
-def test_many_numbers_go_in_several_requests(database, tmp_path):
+def test_many_metrics_are_split_into_several_requests(database, tmp_path):
     numbers = {f"metric/{number}": float(number) for number in range(1500)}
     settings = {f"setting/{number}": number for number in range(250)}
     run_id = write(database, tmp_path, [(1, numbers)], settings=settings)
@@ -89,12 +89,12 @@ def test_many_numbers_go_in_several_requests(database, tmp_path):
     assert len(run.data.params) == 250
 
 
-def test_an_id_of_another_store_begins_a_new_run(database, tmp_path):
+def test_run_id_of_another_store_starts_new_run(database, tmp_path):
     (tmp_path / "mlflow-run-id").write_text("0" * 32)
     assert write(database, tmp_path, [(1, {"loss": 1.0})]) != "0" * 32
 
 
-def test_training_that_fails_is_a_run_that_failed(database, tmp_path):
+def test_failed_training_marks_run_as_failed(database, tmp_path):
     log = mlflow("digits", path=tmp_path, tracking_uri=database)
     log._close_timeout_s = PATIENCE_S
     log(1, {"loss": 1.0})
@@ -138,7 +138,7 @@ def server(database, tmp_path, port) -> Iterator[str]:
 
 
 @pytest.mark.slow  # its server takes fifteen seconds to begin; the store in a file has all but the wire
-def test_its_server_takes_a_run_and_a_resumed_one(server, tmp_path):
+def test_server_accepts_new_and_resumed_run(server, tmp_path):
     folder = tmp_path / "run"
     first = write(server, folder, [(10, {"loss": 2.0})], settings={"lr": 0.1})
     assert write(server, folder, [(20, {"loss": 1.0})]) == first
@@ -146,7 +146,7 @@ def test_its_server_takes_a_run_and_a_resumed_one(server, tmp_path):
     assert client(server).get_run(first).data.params == {"lr": "0.1"}
 
 
-def test_a_server_that_is_not_there_is_one_warning(tmp_path, port):
+def test_unreachable_server_warns_once(tmp_path, port):
     before = len(failed_loggers())
     log = mlflow("digits", path=tmp_path, tracking_uri=f"http://127.0.0.1:{port}", timeout_s=PATIENCE_S)
     log._close_timeout_s = PATIENCE_S
@@ -162,7 +162,7 @@ def silent_server() -> Iterator[str]:
         yield f"http://127.0.0.1:{listening.getsockname()[1]}"
 
 
-def test_a_server_that_hangs_is_one_warning(silent_server, tmp_path):
+def test_hanging_server_warns_once(silent_server, tmp_path):
     log = mlflow("digits", path=tmp_path, tracking_uri=silent_server, timeout_s=0.3)
     with pytest.warns(UserWarning, match=r"mlflow: (not finished|no answer for) 0.3 s.*. Metrics are no longer logged there"):
         log_and_close(log)
@@ -180,11 +180,11 @@ NAMES = {
 
 
 @pytest.mark.parametrize(("name", "cleaned"), NAMES.values(), ids=NAMES)
-def test_a_name_becomes_one_that_it_takes(name, cleaned):
+def test_metric_name_is_converted_to_allowed_characters(name, cleaned):
     assert mlflow_name(name) == cleaned
 
 
-def test_names_that_become_equal_stay_apart():
+def test_converted_names_stay_unique():
     names = UniqueNames("here", str.lower)
     assert [names("a"), names("a")] == ["a", "a"]
     with pytest.warns(UserWarning, match="here: metric 'A' is written as 'a_2'. Another metric is written as 'a'"):

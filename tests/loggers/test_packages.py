@@ -19,7 +19,7 @@ MAKE = {
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_a_missing_package_is_told_with_its_extra(monkeypatch, tmp_path, name):
+def test_missing_package_error_names_extra(monkeypatch, tmp_path, name):
     monkeypatch.setattr(sys, "path", [])
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setattr(sys, "path_importer_cache", {})
@@ -29,7 +29,7 @@ def test_a_missing_package_is_told_with_its_extra(monkeypatch, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", ["wandb", "mlflow"])
-def test_a_folder_of_the_packages_name_is_no_package(monkeypatch, tmp_path, name):
+def test_folder_with_package_name_is_not_a_package(monkeypatch, tmp_path, name):
     (tmp_path / name).mkdir()  # as W&B makes one where it runs
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -41,7 +41,7 @@ BROKEN = {"tensorboard": "torch.utils.tensorboard", "wandb": "wandb", "mlflow": 
 
 
 @pytest.mark.parametrize(("name", "module"), BROKEN.items())
-def test_a_package_that_does_not_work_is_one_warning(monkeypatch, tmp_path, name, module):
+def test_broken_package_warns_once(monkeypatch, tmp_path, name, module):
     monkeypatch.setattr("dtrain.loggers.arguments.find_spec", lambda name: SimpleNamespace(origin="somewhere"))
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.warns(UserWarning, match=rf"^{name}: .* None in sys.modules. Metrics are no longer logged there"):
@@ -58,12 +58,12 @@ BAD = {
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
-def test_what_cannot_be_right_is_refused(name, arguments, message, tmp_path):
+def test_invalid_arguments_are_refused(name, arguments, message, tmp_path):
     with pytest.raises(ConfigError, match=f"{name}: {message}"):
         MAKE[name](**{"path": tmp_path, **arguments})
 
 
-def test_services_need_a_name(tmp_path):
+def test_services_require_a_name(tmp_path):
     with pytest.raises(ConfigError, match="wandb: project must be the name of a project, got ''"):
         wandb("", path=tmp_path)
     with pytest.raises(ConfigError, match="wandb: mode must be 'online' or 'offline', got 'off'"):

@@ -57,7 +57,7 @@ def terminal(monkeypatch) -> Iterator[Callable[[], Terminal]]:
         made.sent()
 
 
-def test_the_bar_is_one_line_that_is_drawn_again(terminal):
+def test_bar_is_redrawn_on_one_line(terminal):
     shown = terminal()
     stderr, stdout = sys.stderr, sys.stdout
     bar = progress_bar("600ba")
@@ -74,7 +74,7 @@ def test_the_bar_is_one_line_that_is_drawn_again(terminal):
     assert sent.rfind("\x1b[?25h") > sent.rfind("\x1b[?25l"), "the cursor is there"
 
 
-def test_what_is_printed_goes_above_the_bar(terminal, monkeypatch):
+def test_printed_text_appears_above_bar(terminal, monkeypatch):
     used = terminal()
     monkeypatch.setattr(sys, "stdout", used.stream)
     bar, lines = progress_bar(None, names=[]), console(names=[])
@@ -88,7 +88,7 @@ def test_what_is_printed_goes_above_the_bar(terminal, monkeypatch):
     assert shown[-1].startswith("2")
 
 
-def test_what_is_printed_into_a_file_stays_there(terminal, capsys):
+def test_text_printed_to_file_is_not_redirected(terminal, capsys):
     used = terminal()
     bar = progress_bar(10)
     bar(1, {"loss": 1.0})
@@ -98,7 +98,7 @@ def test_what_is_printed_into_a_file_stays_there(terminal, capsys):
     assert "for the file" not in used.sent()
 
 
-def test_an_interrupt_leaves_the_terminal_clean(terminal):
+def test_interrupt_restores_terminal(terminal):
     used = terminal()
     stderr = sys.stderr
     bar = progress_bar(10)
@@ -114,7 +114,7 @@ def test_an_interrupt_leaves_the_terminal_clean(terminal):
     assert sent.rfind("\x1b[?25h") > sent.rfind("\x1b[?25l")
 
 
-def test_a_narrow_terminal_still_has_one_line(terminal, monkeypatch):
+def test_bar_fits_narrow_terminal(terminal, monkeypatch):
     used = terminal()
     monkeypatch.setenv("COLUMNS", "30")
     bar = progress_bar(10, names=None)
@@ -124,7 +124,7 @@ def test_a_narrow_terminal_still_has_one_line(terminal, monkeypatch):
 
 
 @pytest.mark.parametrize("term", ["dumb", "xterm"])
-def test_without_a_terminal_there_are_plain_lines(monkeypatch, capsys, term):
+def test_output_without_terminal_uses_plain_lines(monkeypatch, capsys, term):
     monkeypatch.setenv("TERM", term)
     if term == "xterm":
         assert not sys.stderr.isatty()
@@ -141,7 +141,7 @@ def test_plain_lines_can_be_turned_off(capsys):
     assert capsys.readouterr() == ("", "")
 
 
-def test_plain_lines_are_the_first_the_last_and_as_often_as_is_said_between(capsys):
+def test_plain_lines_are_first_last_and_at_interval(capsys):
     bar = progress_bar(600, line_interval_s=1e6)
     for step in (100, 200, 600):
         bar(step, {"loss": 6.0})
@@ -160,6 +160,6 @@ BAD = {
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD.values(), ids=BAD)
-def test_what_cannot_be_right_is_refused(arguments, message):
+def test_invalid_arguments_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         progress_bar(**arguments)

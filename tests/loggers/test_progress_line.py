@@ -17,12 +17,12 @@ from dtrain.loggers.text import progress_line
         pytest.param({"samples": 1}, "0.1 samples/s", id="hardly-any"),
     ],
 )
-def test_the_speed_is_in_what_is_counted(counts, speed):
+def test_speed_uses_counted_unit(counts, speed):
     state = SimpleNamespace(clock=Clock(step=20, seconds=10.0, **counts))
     assert progress_line(state, {}, total_steps=40, since=Clock()) == f"step 20/40  {speed}  0:10 left"
 
 
-def test_tokens_of_before_are_not_shown_when_there_are_none_now():
+def test_tokens_speed_is_omitted_when_no_new_tokens():
     since = Clock(step=10, tokens=500, samples=100)
     state = SimpleNamespace(clock=Clock(step=20, tokens=500, samples=300, seconds=10.0))
     assert progress_line(state, {}, total_steps=20, since=since) == "step 20/20  20 samples/s  0:00 left"

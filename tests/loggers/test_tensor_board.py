@@ -30,7 +30,7 @@ def write(folder, records, **more):
     close(log)
 
 
-def test_its_reader_finds_every_number_at_its_step(tmp_path):
+def test_event_reader_finds_every_number_at_its_step(tmp_path):
     folder = tmp_path / "run" / "tb"
     write(folder, [(10, {"loss": 0.5, "speed/tokens": 3}), (20, {"loss": torch.tensor(0.25)})])
     assert scalars(folder, "loss") == [(10, 0.5), (20, 0.25)]
@@ -38,20 +38,20 @@ def test_its_reader_finds_every_number_at_its_step(tmp_path):
     assert read(folder).Tags()["scalars"] == ["loss", "speed/tokens"]
 
 
-def test_a_resumed_run_takes_back_the_steps_that_it_repeats(tmp_path):
+def test_resumed_run_replaces_repeated_steps(tmp_path):
     write(tmp_path, [(10, {"loss": 4.0}), (20, {"loss": 3.0}), (30, {"loss": 2.0})], settings={"lr": 0.1})
     write(tmp_path, [(20, {"loss": 3.5}), (40, {"loss": 1.0})], settings={"lr": 0.1})
     assert scalars(tmp_path, "loss") == [(10, 4.0), (20, 3.5), (40, 1.0)]
     assert read(tmp_path).Tags()["tensors"] == ["settings/text_summary"]
 
 
-def test_settings_are_a_text_by_dotted_names_without_secrets(tmp_path):
+def test_settings_are_written_as_text_without_secrets(tmp_path):
     write(tmp_path, [(1, {"loss": 1.0})], settings=Namespace(lr=0.1, model={"width": 64}, api_key="12ab"))
     (event,) = read(tmp_path).Tensors("settings/text_summary")
     assert event.tensor_proto.string_val[0].decode().split() == ["lr:", "0.1", "model.width:", "64", "api_key:", '"[redacted]"']
 
 
-def test_non_finite_numbers_are_written_and_others_left_out_with_a_warning(tmp_path):
+def test_non_finite_numbers_are_written_and_non_numbers_warn(tmp_path):
     log = tensorboard(tmp_path)
     with pytest.warns(UserWarning, match=r"tensorboard .*: metric 'bad' must be a number, got Tensor \[2\]"):
         log(1, {"loss": math.nan, "bad": torch.ones(2)})
@@ -65,7 +65,7 @@ def test_non_finite_numbers_are_written_and_others_left_out_with_a_warning(tmp_p
     assert scalars(tmp_path, "big") == [(2, math.inf)]
 
 
-def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
+def test_uncreatable_folder_warns_once(tmp_path):
     (tmp_path / "file").write_text("")
     log, before = tensorboard(tmp_path / "file" / "tb"), len(failed_loggers())
     log(1, {"loss": 1.0})
@@ -74,7 +74,7 @@ def test_a_folder_that_cannot_be_made_is_one_warning(tmp_path):
     assert len(failed_loggers()) == before + 1
 
 
-def test_a_disk_that_is_full_is_one_warning(tmp_path):
+def test_full_disk_warns_once(tmp_path):
     log = tensorboard(tmp_path)
     full = OSError(28, "No space left on device")
     with inject_fault("raise", at="torch.utils.tensorboard.writer.FileWriter.flush", error=full, call=None):

@@ -11,26 +11,26 @@ from dtrain.loggers.logger import close
 from dtrain.loggers.text import console, text_file
 
 
-def test_a_line_has_the_chosen_metrics():
+def test_line_contains_selected_metrics():
     out = io.StringIO()
     log = console(names=["loss", "speed/*"], stream=out)
     log(120, {"loss": torch.tensor(2.103412), "lr": 3e-3, "speed/tokens": 51_200, "bad": torch.ones(2)})
     assert out.getvalue() == "step 120  loss 2.1034  speed/tokens 51200\n"
 
 
-def test_a_line_shows_what_is_no_number(capsys):
+def test_line_shows_non_numeric_values(capsys):
     console()(1, {"nan": float("nan"), "text": "é" * 100, "bad": torch.ones(2), "none": None})
     assert capsys.readouterr().out == f'step 1  nan nan  text "{"é" * 58}…  bad <Tensor [2]>  none null\n'
 
 
-def test_lines_are_an_interval_apart_also_after_a_step_back(capsys):
+def test_lines_follow_interval_after_step_goes_back(capsys):
     log = console(interval="10ba", names=[])
     for step in (1, 5, 10, 19, 40, 12, 13):
         log(step, {"loss": 1.0})
     assert capsys.readouterr().out.split() == ["step", "1", "step", "10", "step", "40", "step", "12"]
 
 
-def test_a_stream_that_is_closed_is_one_warning():
+def test_closed_stream_warns_once():
     out = io.StringIO()
     out.close()
     log = console(stream=out)
@@ -39,7 +39,7 @@ def test_a_stream_that_is_closed_is_one_warning():
     log(2, {})
 
 
-def test_a_text_file_is_written_when_enough_lines_have_come(tmp_path):
+def test_text_file_is_flushed_at_interval(tmp_path):
     path = tmp_path / "logs" / "rank-0.txt"
     log = text_file(tmp_path / "logs" / "rank-{rank}.txt", flush_interval=3)
     log(1, {"loss": 2.0})
@@ -55,7 +55,7 @@ def test_a_text_file_is_written_when_enough_lines_have_come(tmp_path):
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\dZ  step 4  loss 0.25", lines[3])
 
 
-def test_a_text_file_that_cannot_be_written_is_one_warning(tmp_path):
+def test_unwritable_text_file_warns_once(tmp_path):
     (tmp_path / "file").write_text("")
     log = text_file(tmp_path / "file" / "log.txt")
     with pytest.warns(UserWarning, match="text_file .*no longer logged there"):
@@ -74,6 +74,6 @@ BAD = {
 
 
 @pytest.mark.parametrize(("make", "message"), BAD.values(), ids=BAD)
-def test_what_cannot_be_right_is_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()

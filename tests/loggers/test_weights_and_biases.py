@@ -86,7 +86,7 @@ def history(found) -> list[dict]:
     return [{name: value for name, value in row.items() if not name.startswith("_")} for row in items]
 
 
-def test_a_resumed_run_goes_on_with_its_run_over_the_steps_of_the_loop(tmp_path):
+def test_resumed_run_continues_same_run_with_loop_steps(tmp_path):
     first = write(tmp_path, [(10, {"loss": 2.0}), (20, {"loss": 1.0})], settings={"lr": 0.1, "token": "12ab"})
     again = write(tmp_path, [(20, {"loss": 1.5}), (5, {"loss": math.nan, "step": 3.0})])
     assert again == first
@@ -104,7 +104,7 @@ def test_a_resumed_run_goes_on_with_its_run_over_the_steps_of_the_loop(tmp_path)
     assert {each.run.run_id for found in (before, after) for each in found if each.HasField("run")} == {first}
 
 
-def test_training_that_fails_is_a_run_that_failed(tmp_path):
+def test_failed_training_marks_run_as_failed(tmp_path):
     log = wandb("digits", path=tmp_path, mode="offline", init={"settings": quiet()}, timeout_s=PATIENCE_S)
     log._close_timeout_s = PATIENCE_S
     log(1, {"loss": 1.0})
@@ -114,7 +114,7 @@ def test_training_that_fails_is_a_run_that_failed(tmp_path):
     assert [record.exit.exit_code for record in found if record.HasField("exit")] == [1]
 
 
-def test_arguments_that_it_refuses_are_one_warning(tmp_path):
+def test_refused_init_arguments_warn_once(tmp_path):
     log = wandb("digits", path=tmp_path, mode="offline", init={"no_such_argument": 1}, timeout_s=PATIENCE_S)
     log._close_timeout_s = PATIENCE_S
     with pytest.warns(UserWarning, match="wandb: .*no_such_argument.*. Metrics are no longer logged there"):

@@ -25,11 +25,11 @@ class Fixed:
     def release(self) -> None: ...
 
 
-def test_nothing_is_known_of_a_cpu():
+def test_cpu_has_no_device_memory_gauge():
     assert get_device_memory(CPU) is None
 
 
-def test_the_innermost_gauge_is_found_on_every_device():
+def test_innermost_gauge_applies_to_every_device():
     outer, inner = Fixed(), Fixed()
     with use_device_memory(outer):
         with use_device_memory(inner):
@@ -39,13 +39,13 @@ def test_the_innermost_gauge_is_found_on_every_device():
     assert get_device_memory(CPU) is None
 
 
-def test_a_gauge_is_gone_after_an_error():
+def test_gauge_is_removed_after_an_error():
     with pytest.raises(ZeroDivisionError), use_device_memory(Fixed()):
         raise ZeroDivisionError
     assert get_device_memory(CPU) is None
 
 
-def test_other_threads_find_it_too():
+def test_gauge_is_visible_in_other_threads():
     gauge, found = Fixed(), []
     with use_device_memory(gauge):
         thread = threading.Thread(target=lambda: found.append(get_device_memory(CPU)))
@@ -54,7 +54,7 @@ def test_other_threads_find_it_too():
     assert found == [gauge]
 
 
-def test_contexts_may_end_in_the_order_in_which_they_began():
+def test_gauge_contexts_may_exit_in_entry_order():
     first, second = Fixed(), Fixed()
     one, two = use_device_memory(first), use_device_memory(second)
     one.__enter__()
@@ -65,7 +65,7 @@ def test_contexts_may_end_in_the_order_in_which_they_began():
     assert get_device_memory(CPU) is None
 
 
-def test_free_is_never_negative():
+def test_free_memory_is_never_negative():
     assert Fixed(live=4).read().free == 6
     assert Fixed(live=12).read().free == 0
 
@@ -79,7 +79,7 @@ STATS = {
 
 
 @pytest.mark.parametrize(("share", "capacity"), [(1.0, 68), (0.5, 50)], ids=["all_that_is_free", "a_share"])
-def test_cuda_has_what_is_free_and_what_its_allocator_holds(monkeypatch, share, capacity):
+def test_cuda_capacity_is_free_plus_allocator_memory(monkeypatch, share, capacity):
     """Of 100 bytes 60 are free and 8 in the allocator: 32 belong to others."""
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: STATS)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
@@ -90,7 +90,7 @@ def test_cuda_has_what_is_free_and_what_its_allocator_holds(monkeypatch, share, 
 
 @pytest.mark.gpu
 @needs_cuda
-def test_cuda_reads_what_tensors_hold_and_what_there_is():
+def test_cuda_gauge_reads_live_peak_and_capacity():
     device = torch.device("cuda", torch.cuda.current_device())
     gauge = get_device_memory(device)
     gauge.reset()
@@ -109,7 +109,7 @@ def test_cuda_reads_what_tensors_hold_and_what_there_is():
 
 @pytest.mark.gpu
 @needs_cuda
-def test_cuda_counts_retries_and_gives_its_cache_back():
+def test_cuda_gauge_counts_retries_and_releases_the_cache():
     device = torch.device("cuda", torch.cuda.current_device())
     gauge = get_device_memory(device)
     torch.empty(64 << 20, dtype=torch.uint8, device=device)
@@ -123,7 +123,7 @@ def test_cuda_counts_retries_and_gives_its_cache_back():
 
 @pytest.mark.gpu
 @needs_cuda
-def test_cuda_capacity_is_within_the_share_of_this_process():
+def test_cuda_capacity_respects_the_per_process_memory_fraction():
     device = torch.device("cuda", torch.cuda.current_device())
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(0.25, device)

@@ -81,7 +81,7 @@ HELD = {
 
 
 @pytest.mark.parametrize(("make", "floats"), HELD.values(), ids=HELD)
-def test_what_is_held_is_counted_and_what_is_dropped_is_not(make, floats):
+def test_live_bytes_count_held_tensors_only(make, floats):
     with LiveBytes() as seen:
         kept = make()
         assert seen.live == floats * FLOAT
@@ -89,7 +89,7 @@ def test_what_is_held_is_counted_and_what_is_dropped_is_not(make, floats):
         assert seen.live == 0
 
 
-def test_the_peak_is_what_was_held_at_once():
+def test_peak_is_the_maximum_of_simultaneous_live_bytes():
     with LiveBytes() as seen:
         made(10)
         made(20)
@@ -100,7 +100,7 @@ def test_the_peak_is_what_was_held_at_once():
         assert seen.peak == kept.nbytes
 
 
-def test_enlarging_a_storage_takes_its_old_memory_and_its_new_one():
+def test_storage_resize_peak_includes_old_and_new_memory():
     with LiveBytes() as seen:
         kept = made(10)
         kept.resize_(30)
@@ -109,7 +109,7 @@ def test_enlarging_a_storage_takes_its_old_memory_and_its_new_one():
         assert (seen.live, seen.peak) == (50 * FLOAT, 80 * FLOAT)
 
 
-def test_a_tensor_from_before_counts_from_its_first_use():
+def test_preexisting_tensor_is_counted_from_its_first_use():
     before = made(10)
     with LiveBytes() as seen:
         assert seen.live == 0
@@ -119,7 +119,7 @@ def test_a_tensor_from_before_counts_from_its_first_use():
         assert seen.live == 0
 
 
-def test_a_tensor_from_before_can_be_counted_at_once():
+def test_preexisting_tensors_can_be_registered_immediately():
     model = nn.Linear(4, 4)
     with LiveBytes() as seen:
         seen.count(model.parameters())
@@ -127,7 +127,7 @@ def test_a_tensor_from_before_can_be_counted_at_once():
         assert seen.live == 20 * FLOAT
 
 
-def test_memory_from_elsewhere_counts_from_its_first_use():
+def test_tensor_from_another_thread_is_counted_from_its_first_use():
     with LiveBytes() as seen:
         found = []
         thread = threading.Thread(target=lambda: found.append(made(10)))
@@ -138,7 +138,7 @@ def test_memory_from_elsewhere_counts_from_its_first_use():
         assert seen.live == 10 * FLOAT
 
 
-def test_what_another_thread_drops_or_resizes_is_taken_off():
+def test_tensors_freed_or_resized_in_another_thread_are_subtracted():
     with LiveBytes() as seen:
         kept = [made(10), made(20)]
 
@@ -153,7 +153,7 @@ def test_what_another_thread_drops_or_resizes_is_taken_off():
         assert seen.live == 0
 
 
-def test_counting_goes_on_after_the_context_until_all_is_dropped():
+def test_live_bytes_track_frees_after_the_context():
     with LiveBytes() as seen:
         kept = made(10)
     made(20)
@@ -162,7 +162,7 @@ def test_counting_goes_on_after_the_context_until_all_is_dropped():
     assert seen.live == 0
 
 
-def test_the_storages_are_named_with_what_made_them():
+def test_storages_are_listed_with_their_creating_operator():
     before = made(2)
     with LiveBytes(stack_depth=2) as seen:
         kept = [before + 1, made(3, 4).half()]
@@ -172,12 +172,12 @@ def test_the_storages_are_named_with_what_made_them():
     assert (half.bytes, half.shape, half.dtype) == (24, (3, 4), "float16")
     assert len(half.stack) == 2
     assert half.stack[0].startswith(__file__)
-    assert half.stack[0].endswith(test_the_storages_are_named_with_what_made_them.__name__)
+    assert half.stack[0].endswith(test_storages_are_listed_with_their_creating_operator.__name__)
     assert named["before"].shape == (2,)
     assert len(kept) == 2
 
 
-def test_a_backward_and_its_recomputation_are_seen():
+def test_backward_and_recomputation_are_counted():
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh())
     x = torch.randn(100, 8, requires_grad=True)
 
@@ -200,7 +200,7 @@ def test_a_backward_and_its_recomputation_are_seen():
     assert 2 * x.nbytes < again[1] <= whole[1] + x.nbytes
 
 
-def test_a_hundred_steps_leave_what_one_leaves():
+def test_live_bytes_are_constant_over_a_hundred_steps():
     model = nn.Sequential(nn.Conv1d(2, 4, 3), nn.BatchNorm1d(4), nn.ReLU(), nn.Dropout(0.5))
     optimizer = torch.optim.AdamW(model.parameters())
     with LiveBytes() as seen:
@@ -214,7 +214,7 @@ def test_a_hundred_steps_leave_what_one_leaves():
         assert len(seen.storages()) == len(seen._table)
 
 
-def test_nested_counters_see_the_same():
+def test_nested_counters_count_the_same_bytes():
     with LiveBytes() as outer:
         first = made(10)
         with LiveBytes() as inner:
@@ -224,7 +224,7 @@ def test_nested_counters_see_the_same():
         assert second.nbytes == inner.live
 
 
-def test_the_method_of_storages_is_torchs_own_after_all_contexts():
+def test_storage_resize_patch_is_removed_after_all_contexts():
     one, two = LiveBytes(), LiveBytes()
     with one, two:
         assert "resize_" in vars(torch.UntypedStorage)
@@ -234,7 +234,7 @@ def test_the_method_of_storages_is_torchs_own_after_all_contexts():
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
-def test_fake_tensors_count_with_the_bytes_that_they_stand_for():
+def test_fake_tensors_count_their_nominal_bytes():
     with FakeTensorMode(), LiveBytes(fake=True) as seen:
         model = nn.Linear(1000, 1000, bias=False)
         assert seen.live == 1000 * 1000 * FLOAT
@@ -247,7 +247,7 @@ def test_fake_tensors_count_with_the_bytes_that_they_stand_for():
 
 
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "outside"])
-def test_fake_tensors_of_one_type_of_device_are_told_apart(inside):
+def test_fake_tensors_are_filtered_by_device_type(inside):
     fake, seen = FakeTensorMode(), LiveBytes(fake=True, device_type="cuda")
     outer, inner = (fake, seen) if inside else (seen, fake)
     with outer, inner:
@@ -260,7 +260,7 @@ def test_fake_tensors_of_one_type_of_device_are_told_apart(inside):
         assert seen.live == kept[1].nbytes
 
 
-def test_fake_tensors_are_no_memory_of_a_real_run():
+def test_fake_tensors_are_ignored_in_a_real_run():
     fake = FakeTensorMode()
     with LiveBytes() as seen:
         with fake:
@@ -269,7 +269,7 @@ def test_fake_tensors_are_no_memory_of_a_real_run():
         assert seen.live == 0
 
 
-def test_torch_compile_runs_uncompiled_inside_and_is_seen():
+def test_compiled_module_runs_eagerly_and_is_counted():
     layer = nn.Linear(8, 8)
     compiled = torch.compile(layer, backend="eager")
     compiled(made(4, 8))
@@ -327,7 +327,7 @@ def act(slots: Slots, action: str, to: int, source: int, n: int) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(ACTIONS)
-def test_any_history_is_counted_like_its_distinct_storages(history):
+def test_live_bytes_equal_distinct_storage_bytes_for_any_history(history):
     slots = Slots([None] * 4)
     with LiveBytes() as seen:
         highest = 0
@@ -343,7 +343,7 @@ def test_any_history_is_counted_like_its_distinct_storages(history):
         assert seen.live == 0
 
 
-def test_no_ring_of_references_keeps_a_tensor_after_a_refusal():
+def test_refused_allocation_leaves_no_reference_cycle():
     gc.collect()
     with LiveBytes(admit=lambda wanted: MemoryError("no") if wanted > 20 * FLOAT else None) as seen:
         kept = made(10)

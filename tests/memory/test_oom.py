@@ -47,12 +47,12 @@ NO = {
 
 
 @pytest.mark.parametrize("error", YES.values(), ids=YES)
-def test_errors_of_allocators_are_out_of_memory(error):
+def test_allocator_errors_are_out_of_memory(error):
     assert is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", NO.values(), ids=NO)
-def test_other_errors_are_not(error):
+def test_other_errors_are_not_out_of_memory(error):
     assert not is_out_of_memory(error)
 
 
@@ -63,28 +63,28 @@ def raised(error: BaseException, *, cause: BaseException | None = None) -> BaseE
         return caught
 
 
-def test_an_error_raised_from_it_is_out_of_memory():
+def test_error_caused_by_oom_is_out_of_memory():
     inner = raised(RuntimeError("block 3"), cause=torch.OutOfMemoryError(CUDA))
     assert is_out_of_memory(raised(ValueError("in forward"), cause=inner))
 
 
-def test_an_error_of_a_collective_is_not_whatever_it_was_raised_from():
+def test_collective_error_caused_by_oom_is_not_out_of_memory():
     assert not is_out_of_memory(raised(dist.DistNetworkError("reset"), cause=torch.OutOfMemoryError(CUDA)))
 
 
-def test_an_error_while_handling_it_is_not():
+def test_error_while_handling_oom_is_not_out_of_memory():
     mistake = ValueError("in the handler")
     mistake.__context__ = torch.OutOfMemoryError(CUDA)
     assert not is_out_of_memory(mistake)
 
 
-def test_a_ring_of_causes_ends():
+def test_cyclic_exception_causes_terminate():
     first, second = RuntimeError("a"), RuntimeError("b")
     first.__cause__, second.__cause__ = second, first
     assert not is_out_of_memory(first)
 
 
-def test_the_cpu_allocator_still_says_it_in_these_words():
+def test_cpu_allocator_error_message_is_recognized():
     with pytest.raises(RuntimeError) as refused:
         torch.empty(1 << 62, dtype=torch.uint8)
     assert is_out_of_memory(refused.value)

@@ -11,7 +11,7 @@ from dtrain.memory.snapshot import write_snapshot
 from dtrain.testing import memory_budget
 
 
-def test_inside_a_budget_it_names_the_largest_storages(tmp_path):
+def test_snapshot_in_a_memory_budget_lists_the_largest_storages(tmp_path):
     with memory_budget(1000, stack_depth=1):
         kept = [torch.zeros(3), torch.zeros(2, 5), torch.zeros(4)]
         torch.zeros(30)
@@ -28,7 +28,7 @@ def test_inside_a_budget_it_names_the_largest_storages(tmp_path):
     assert len(kept) == 3
 
 
-def test_it_replaces_what_is_there(tmp_path):
+def test_snapshot_overwrites_an_existing_file(tmp_path):
     (tmp_path / "now.json").write_text("before")
     with memory_budget(1000):
         write_snapshot(str(tmp_path / "now.json"))
@@ -36,7 +36,7 @@ def test_it_replaces_what_is_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["now.json"]
 
 
-def test_where_nothing_is_known_it_is_refused(tmp_path):
+def test_snapshot_on_cpu_without_a_budget_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"device must be a CUDA device, got cpu. On a CPU, use"):
         write_snapshot(tmp_path / "now.json")
     assert list(tmp_path.iterdir()) == []
@@ -44,7 +44,7 @@ def test_where_nothing_is_known_it_is_refused(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_cuda_it_is_torchs_own(tmp_path, monkeypatch):
+def test_snapshot_on_cuda_is_the_torch_memory_snapshot(tmp_path, monkeypatch):
     monkeypatch.setattr(
         "dtrain.memory.snapshot.get_dist_info", lambda: type("Info", (), {"rank": 3, "device": torch.device("cuda", 0)})
     )

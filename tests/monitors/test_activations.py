@@ -57,7 +57,7 @@ def taken(model, transform, batch, loss=loss, **parts):
 
 
 @pytest.mark.parametrize("size", [None, 1, 3], ids=["whole", "ones", "threes"])
-def test_statistics_are_those_of_all_samples_for_any_microbatch(size):
+def test_statistics_are_independent_of_microbatch_size(size):
     grad = partial(dt.microbatch_step, microbatch_size=size)
     found = taken(net(), activation_stats("*", 1, stats=STATS, include_inputs=True), whole_batch(0), grad=grad)
     assert set(found) == {"first", "last", "first/input", "last/input"}
@@ -80,7 +80,7 @@ def on_ranks(strategy, sizes):
         pytest.param("hybrid_shard", (3, 1, 2, 2), marks=pytest.mark.slow),
     ],
 )
-def test_statistics_on_ranks_are_those_of_one_process(ranks, strategy, sizes):
+def test_statistics_on_ranks_equal_single_process(ranks, strategy, sizes):
     for found in ranks(len(sizes)).run(on_ranks, strategy, sizes):
         for tap, expected in by_hand().items():
             assert found[tap] == pytest.approx(expected, rel=ROUNDING)
@@ -94,7 +94,7 @@ def largest_of_uneven():
     return stats_of(step(state, with_spare(mine, spare))[1])
 
 
-def test_a_spare_sample_is_not_in_the_maximum(ranks):
+def test_padding_sample_is_excluded_from_maximum(ranks):
     x = whole_batch(0)["x"]
     for found in ranks(2).run(largest_of_uneven):
         assert found["first/input"] == pytest.approx({"max": x.max().item(), "absmax": x.abs().max().item()}, rel=ROUNDING)
@@ -123,7 +123,7 @@ class Outputs(nn.Module):
     ],
     ids=["tuple", "mapping", "nested", "bfloat16", "float8"],
 )
-def test_the_first_tensor_of_floats_counts(wrap, take):
+def test_first_float_tensor_of_output_is_measured(wrap, take):
     model = nn.ModuleDict({"it": Outputs(wrap)})
     fn = dt.mean_loss(lambda model, x: take(model["it"](x=x)).mean(), weight=len)
     found = taken(
@@ -132,7 +132,7 @@ def test_the_first_tensor_of_floats_counts(wrap, take):
     assert found == {"it": {"mean": 2.0, "max": 3.0}, "it/input": {"mean": 2.0, "max": 3.0}}
 
 
-def test_a_module_that_is_run_twice_counts_twice():
+def test_module_called_twice_is_counted_twice():
     model = nn.ModuleDict({"it": nn.Linear(1, 1, bias=False)})
     nn.init.constant_(model["it"].weight, 2.0)
     fn = dt.mean_loss(lambda model, x: model["it"](model["it"](x)).mean(), weight=len)
@@ -141,7 +141,7 @@ def test_a_module_that_is_run_twice_counts_twice():
     }
 
 
-def test_a_module_that_is_not_run_gives_nan():
+def test_unused_module_gives_nan():
     model = nn.ModuleDict({"used": nn.Linear(1, 1), "idle": nn.Linear(1, 1)})
     fn = dt.mean_loss(lambda model, x: model["used"](x).mean(), weight=len)
     found = taken(model, activation_stats("*", 1, stats=STATS), torch.ones(2, 1), fn)
@@ -150,7 +150,7 @@ def test_a_module_that_is_not_run_gives_nan():
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_what_is_computed_again_in_backward_is_not_counted_again(reentrant):
+def test_recomputed_activations_are_counted_once(reentrant):
     model, calls = net(), []
     model.first.register_forward_hook(lambda *_: calls.append(1))
     fn = dt.mean_loss(
@@ -165,14 +165,14 @@ def test_what_is_computed_again_in_backward_is_not_counted_again(reentrant):
     assert found["first"] == pytest.approx(by_hand()["first"], rel=ROUNDING)
 
 
-def test_names_are_clean_under_the_checkpoint_wrapper():
+def test_names_omit_checkpoint_wrapper():
     model = net()
     model.first = checkpoint_wrapper(model.first)
     found = taken(model, activation_stats("first", 1, stats=STATS), whole_batch(0))
     assert found["first"] == pytest.approx(by_hand()["first"], rel=ROUNDING)
 
 
-def test_a_try_that_ran_out_of_memory_does_not_count():
+def test_out_of_memory_retry_is_not_counted():
     tried = []
 
     def remembering(model, batch):
@@ -189,7 +189,7 @@ def test_a_try_that_ran_out_of_memory_does_not_count():
     assert stats_of(metrics)["first"] == pytest.approx(by_hand()["first"], rel=ROUNDING)
 
 
-def test_hooks_are_gone_after_a_step_and_after_an_error():
+def test_hooks_are_removed_after_step_and_after_error():
     model = net()
     step = dt.compose_step(loss, [activation_stats("*", 1)])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -199,7 +199,7 @@ def test_hooks_are_gone_after_a_step_and_after_an_error():
     assert all(not module._forward_hooks for module in model.modules())
 
 
-def test_only_steps_that_end_an_interval_are_measured(ranks):
+def test_only_steps_crossing_interval_are_measured(ranks):
     model, seen = net(), []
     step = dt.compose_step(loss, [activation_stats("*", "3ba")])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -211,7 +211,7 @@ def test_only_steps_that_end_an_interval_are_measured(ranks):
     assert seen == [3, 6]
 
 
-def test_of_two_gradients_the_last_one_counts():
+def test_last_of_two_gradient_computations_is_measured():
     found = taken(net(), activation_stats("first", 1, stats=STATS), whole_batch(0))
     step = dt.compose_step(loss, [sam(1e-9), activation_stats("first", 1, stats=STATS)], grad=small)
     model = net()
@@ -230,7 +230,7 @@ def collectives(stats):
 
 
 @pytest.mark.parametrize(("stats", "more"), [(("mean", "std"), 1), (STATS, 2)])
-def test_collectives_do_not_grow_with_modules(ranks, stats, more):
+def test_number_of_collectives_is_independent_of_modules(ranks, stats, more):
     assert ranks(2).run(collectives, stats) == [more] * 2
 
 
@@ -239,12 +239,12 @@ def test_collectives_do_not_grow_with_modules(ranks, stats, more):
     ["first", ["first"], re.compile("f.*t"), lambda name, module: isinstance(module, nn.Linear) and module.in_features == 4],
     ids=["text", "several", "expression", "function"],
 )
-def test_modules_are_chosen_by(pattern):
+def test_pattern_selects_modules(pattern):
     assert list(taken(net(), activation_stats(pattern, 1), whole_batch(0))) == ["first"]
 
 
 @pytest.mark.parametrize(("pattern", "names"), [("", {"model"}), (["", "**"], {"model", "first", "last"})])
-def test_the_whole_model_has_a_name_too(pattern, names):
+def test_root_module_can_be_selected(pattern, names):
     assert set(taken(net(), activation_stats(pattern, 1, stats=("mean",)), whole_batch(0))) == names
 
 
@@ -259,13 +259,13 @@ def test_the_whole_model_has_a_name_too(pattern, names):
         (([3], 1), "activation_stats: patterns of names must be text, got 3"),
     ],
 )
-def test_wrong_arguments_are_refused(given, message):
+def test_invalid_arguments_are_refused(given, message):
     pattern, interval, *stats = given
     with pytest.raises(ConfigError, match=message):
         activation_stats(pattern, interval, **({"stats": stats[0]} if stats else {}))
 
 
-def test_a_pattern_that_fits_nothing_is_refused_at_the_start():
+def test_unmatched_pattern_is_refused_at_init():
     step = dt.compose_step(loss, [activation_stats("blocks.*", 1)])
     model = net()
     with pytest.raises(
@@ -277,7 +277,7 @@ def test_a_pattern_that_fits_nothing_is_refused_at_the_start():
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing the compiler makes old modules of torch's own
 @pytest.mark.parametrize("interval", [1, 2])
-def test_compiled_code_is_seen_from_outside_only(interval):
+def test_compiled_module_is_measured_only_at_its_boundary(interval):
     model = nn.Sequential(net())
     model[0].compile(backend="eager")
     step = dt.compose_step(loss, [activation_stats("**", interval, stats=("mean", "max"))])

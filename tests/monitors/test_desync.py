@@ -43,7 +43,7 @@ def flip(tensor, at=0, bit=0):
 
 
 @pytest.mark.parametrize("dtype", [d for d in DTYPES if d not in (torch.bool, torch.complex64)], ids=str)
-def test_every_single_bit_counts(dtype):
+def test_hash_depends_on_every_bit(dtype):
     tensor = torch.arange(3).to(dtype)
     before, seen = hash_of(tensor), set()
     for at in range(3):
@@ -56,7 +56,7 @@ def test_every_single_bit_counts(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_any_dtype_layout_and_size_has_a_hash(dtype):
+def test_hash_supports_any_dtype_layout_and_size(dtype):
     x = (torch.arange(24) % 2).to(dtype).view(4, 6)
     found = [hash_of(each) for each in (x, x.clone(), x[:, ::2], x.t(), x[0, 0], x[:0])]
     assert found[0] == found[1]
@@ -77,7 +77,7 @@ def test_any_dtype_layout_and_size_has_a_hash(dtype):
     ids=["reversed", "rotated", "negated", "two signs", "across blocks", "second difference"],
 )
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_order_and_signs_count(change, dtype):
+def test_hash_depends_on_order_and_sign(change, dtype):
     x = torch.randn(2**16 + 100, generator=torch.Generator().manual_seed(0)).to(dtype)
     assert hash_of(change(x)) != hash_of(x)
 
@@ -87,7 +87,7 @@ def test_hashes_of_many_small_tensors_differ():
     assert len(set(hash_tensors(tensors, CPU).tolist())) == len(tensors)
 
 
-def test_a_hash_is_the_sum_of_words_times_odd_numbers():
+def test_hash_equals_reference_sum():
     """In one go, as a GPU computes it, and with numbers of Python."""
     words = torch.randint(-(2**31), 2**31, (5 * 2**15 + 7,), generator=torch.Generator().manual_seed(0)).int()
     within, of_block = (
@@ -166,7 +166,7 @@ def spoil(state, what):
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_differs_on_one_of_two_copies_is_named_on_both(ranks, what, options, name):
+def test_difference_between_two_replicas_is_named_on_both_ranks(ranks, what, options, name):
     for message, tensor, minority, step in ranks(2).run(spoiled, what, "replicate", 1, options):
         assert message.startswith(
             f"check_desync: step 2: {name!r} must be equal on all ranks, got a different value on rank 1 than on rank 0. 1 of "
@@ -185,12 +185,12 @@ def test_what_differs_on_one_of_two_copies_is_named_on_both(ranks, what, options
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_is_not_asked_for_is_not_looked_at(ranks, what, options):
+def test_unselected_state_is_not_compared(ranks, what, options):
     assert ranks(2).run(spoiled, what, "replicate", 1, options) == ["no error"] * 2
 
 
 @pytest.mark.parametrize(("what", "found"), [("temperature", True), ("first.weight", False), ("clock", True)])
-def test_of_a_sharded_model_what_is_whole_is_compared(ranks, what, found):
+def test_sharded_model_compares_only_replicated_values(ranks, what, found):
     answers = ranks(2).run(spoiled, what, "full_shard", 1)
     assert [answer != "no error" for answer in answers] == [found] * 2
 
@@ -198,7 +198,7 @@ def test_of_a_sharded_model_what_is_whole_is_compared(ranks, what, found):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 3])
 @pytest.mark.parametrize("what", ["first.weight", "temperature", "moment, first"])
-def test_of_copies_of_a_sharded_model_each_cut_is_compared(ranks, what, rank):
+def test_hybrid_sharding_compares_replicas_of_each_shard(ranks, what, rank):
     found = ranks(4).run(spoiled, what, "hybrid_shard", rank, {"of": ("params", "optimizer")})
     for message, tensor, minority, _ in found:
         assert tensor == {"moment, first": "optimizer first.weight exp_avg"}.get(what, what)
@@ -227,13 +227,13 @@ def guarded(what, interval):
 
 
 @pytest.mark.parametrize(("interval", "step"), [(1, 3), (2, 3), ("5ba", 4)])
-def test_a_guard_finds_it_at_the_end_of_the_interval(ranks, interval, step):
+def test_guard_raises_at_end_of_interval(ranks, interval, step):
     for found, message, *_ in ranks(2).run(guarded, "last.bias", interval):
         assert found == step, "the step that raises is not made"
         assert message == f"check_desync: step {step}: 'last.bias'"
 
 
-def test_a_guard_waits_for_the_device_and_the_others_at_the_end_of_an_interval_only(ranks):
+def test_guard_synchronizes_only_at_end_of_interval(ranks):
     rarely, always = (ranks(2).run(guarded, "last.bias", interval) for interval in (4, 1))
     for (*_, syncs, records), (*_, more_syncs, more_records) in zip(rarely, always, strict=True):
         assert [more - few for few, more in zip(syncs, more_syncs, strict=True)] == [1] * 3
@@ -261,14 +261,14 @@ def with_extra(kind):
     return "no error"
 
 
-def test_the_position_of_a_loader_is_compared(ranks):
+def test_loader_position_is_compared(ranks):
     for message in ranks(2).run(with_extra, "loader"):
         assert message.startswith(
             "check_desync: step 0: 'extra loader' must be equal on all ranks, got a different value on rank 1 than on rank 0. "
         )
 
 
-def test_extra_is_plain_data(ranks):
+def test_extra_requires_plain_data(ranks):
     for message in ranks(2).run(with_extra, "set"):
         assert message.startswith("check_desync: extra['odd'] must be plain data or have a state_dict() of plain data, got ")
 
@@ -290,7 +290,7 @@ def buffers(kept):
 
 
 @pytest.mark.parametrize(("kept", "found"), [("broadcast", True), ("mean", True), ("local", False)])
-def test_buffers_are_compared_where_they_are_to_be_alike(ranks, kept, found):
+def test_buffers_are_compared_when_they_should_be_equal(ranks, kept, found):
     for message in ranks(2).run(buffers, kept):
         assert (
             "'buffer 1.running_mean' must be equal on all ranks, got a different value on rank 1 than on rank 0" in message
@@ -308,12 +308,12 @@ def apart():
     return "no error"
 
 
-def test_copies_that_train_apart_are_left_alone(ranks):
+def test_independently_trained_copies_are_refused(ranks):
     for message in ranks(2).run(apart):
         assert message.startswith("check_desync: 2 copies of the model are training apart at step 1")
 
 
-def test_one_rank_has_nobody_to_compare_with():
+def test_single_rank_compares_nothing():
     model = nn.Linear(1, 1)
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len), [desync_guard(1)])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -330,7 +330,7 @@ def test_one_rank_has_nobody_to_compare_with():
     [lambda: desync_guard(10, of=("weights",)), lambda: desync_guard(10, of=()), lambda: desync_guard(10, of="params")],
     ids=["unknown", "empty", "text"],
 )
-def test_wrong_arguments_are_refused(make):
+def test_invalid_arguments_are_refused(make):
     with pytest.raises(
         ConfigError,
         match="desync_guard: of must be a list of names from params, buffers, optimizer, transform_states, rng, position, got",
@@ -348,7 +348,7 @@ def test_wrong_arguments_are_refused(make):
         ([None, 1, 1], [0]),  # it has no such thing
     ],
 )
-def test_the_ranks_that_are_fewer_are_named(told, minority):
+def test_minority_ranks_are_named(told, minority):
     class State:
         step = 7
 
@@ -362,5 +362,5 @@ def test_the_ranks_that_are_fewer_are_named(told, minority):
     ("ranks_given", "text"),
     [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0..2, 5"), (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14, ...")],
 )
-def test_ranks_are_told_in_few_words(ranks_given, text):
+def test_ranks_are_formatted_compactly(ranks_given, text):
     assert desync._format_ranks(ranks_given) == text

@@ -51,7 +51,7 @@ def judged(stop, values, **how):
         ([-INF, 3, INF, 4, 5], {"mode": "max"}, 5, INF),
     ],
 )
-def test_a_run_stops_after_two_steps_without_a_better_value(values, options, stops_at, best):
+def test_early_stop_triggers_after_patience_without_improvement(values, options, stops_at, best):
     stop = early_stop("loss", patience=2, **options)
     answers = judged(stop, values)
     assert (answers.index(True) + 1 if True in answers else None) == stops_at
@@ -62,12 +62,12 @@ def test_a_run_stops_after_two_steps_without_a_better_value(values, options, sto
     ("patience", "stops_at"),
     [("2ba", 3), ("8sp", 3), ("9sp", 4), ("30tok", 4), ("1sec", 3), ("1ep", 3), ("2ep", 6), ("0.2dur", 3), ("0.5dur", 6)],
 )
-def test_patience_is_in_any_unit(patience, stops_at):
+def test_patience_accepts_any_unit(patience, stops_at):
     answers = judged(early_stop("loss", patience=patience), [1.0] * 8, run=RunLength(total=10))
     assert answers.index(True) + 1 == stops_at
 
 
-def test_shares_of_a_run_are_not_rounded_away():
+def test_patience_as_share_of_run_is_not_rounded():
     stop, late = early_stop("loss", patience="0.1dur"), []
     for at in range(1, 91):  # a better value at each step, then none: 10 steps of 100 later
         stop = early_stop("loss", patience="0.1dur")
@@ -77,7 +77,7 @@ def test_shares_of_a_run_are_not_rounded_away():
     assert all(late)
 
 
-def test_a_saved_wait_goes_on():
+def test_restored_stop_continues_patience():
     values = [3.0, 2.0, NAN, 2.0, 2.0, 1.0, 1.0, 1.0, 1.0]
     straight = judged(early_stop("loss", patience=3), values)
     for at in range(len(values)):
@@ -97,7 +97,7 @@ def begun():
 
 
 @pytest.mark.parametrize("value", [2.0, NAN, -INF])
-def test_it_goes_into_a_checkpoint(tmp_path, value):
+def test_early_stop_state_is_saved_in_checkpoint(tmp_path, value):
     step, state = begun()
     state, _ = step(state, torch.ones(2, 1))
     stop = early_stop("loss", patience="5ba")
@@ -108,7 +108,7 @@ def test_it_goes_into_a_checkpoint(tmp_path, value):
     assert again.state_dict() == stop.state_dict()
 
 
-def test_a_wait_in_another_unit_is_refused():
+def test_saved_patience_in_another_unit_is_refused():
     stop = early_stop("loss", patience="2ep")
     judged(stop, [1.0])
     with pytest.raises(ConfigError, match=r"early_stop: patience must have the saved unit 'ep', got '100ba'\. Keep the unit"):
@@ -125,7 +125,7 @@ def test_a_wait_in_another_unit_is_refused():
         ([INF, -INF], {"threshold": 2}, [False, True]),
     ],
 )
-def test_a_threshold_stops(values, options, answers):
+def test_threshold_stop_triggers_at_threshold(values, options, answers):
     stop = threshold_stop("loss", **options)
     assert [stop.decide(value) for value in values] == answers
 
@@ -143,7 +143,7 @@ class Listener:
         self.heard.append({key: value for key, value in event.items() if key != "at"})
 
 
-def test_a_stop_is_told_to_the_ledger():
+def test_stop_is_recorded_in_ledger():
     listener, (_, state) = Listener(), begun()
     spans.set_listener(listener)
     try:
@@ -183,7 +183,7 @@ def test_rank_0_decides_for_all(ranks, case, answer):
     assert ranks(2).run(decided, case) == [answer] * 2
 
 
-def test_a_metric_that_one_rank_lacks_stops_all(ranks):
+def test_metric_missing_on_one_rank_raises_on_all_ranks(ranks):
     here, there = ranks(2).run(decided, "missing")
     assert here == (
         "PeerError: threshold_stop: metric 'loss' must be a number on every rank, got none on rank 1 (1 of 2 ranks). "
@@ -209,7 +209,7 @@ def test_a_metric_that_one_rank_lacks_stops_all(ranks):
         (lambda: threshold_stop("loss", 1.0, mode="up"), "threshold_stop: mode must be 'min'"),
     ],
 )
-def test_wrong_arguments_are_refused(make, message):
+def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -222,12 +222,12 @@ def test_wrong_arguments_are_refused(make, message):
         ({"loss": "low"}, "early_stop: metric 'loss' must be a number, got 'low'"),
     ],
 )
-def test_a_missing_number_is_named(numbers, message):
+def test_missing_metric_is_named(numbers, message):
     with pytest.raises(ConfigError, match=message):
         early_stop("loss", patience=1)(begun()[1], numbers)
 
 
-def test_they_show_what_they_are():
+def test_repr_shows_settings():
     assert repr(early_stop("loss", patience="2ep")) == "EarlyStop('loss', patience='2ep', best=None)"
     assert repr(threshold_stop("accuracy", 0.5, mode="max")) == "ThresholdStop('accuracy', 0.5, mode='max')"
 
@@ -271,7 +271,7 @@ def epochs_of(folder, *, kill_at: int | None = None, patience="2ep", right=True,
 
 
 @pytest.mark.parametrize("kill_at", [1, 2, 3, 4, 5, 6])
-def test_an_interrupted_run_ends_where_the_uninterrupted_one_does(tmp_path, kill_at):
+def test_interrupted_run_stops_at_same_step_as_uninterrupted(tmp_path, kill_at):
     whole, last, taken = epochs_of(tmp_path / "whole")
     assert (whole.best, last.clock.epoch, taken) == (1.9, 6, 18)
     with pytest.raises(Killed):
@@ -281,7 +281,7 @@ def test_an_interrupted_run_ends_where_the_uninterrupted_one_does(tmp_path, kill
     assert again.state_dict() == whole.state_dict()
 
 
-def test_a_save_before_the_judgement_is_refused(tmp_path):
+def test_checkpoint_before_stop_decision_is_refused(tmp_path):
     with pytest.raises(
         ConfigError, match=r"early_stop: metric 'loss' must be judged before save_sharded, got a checkpoint of step 3 .*before"
     ):
@@ -289,7 +289,7 @@ def test_a_save_before_the_judgement_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("options", [{}, {"threshold": 2.0}], ids=["early", "threshold"])
-def test_a_run_that_stopped_does_not_train_on(tmp_path, options, capsys):
+def test_stopped_run_does_not_continue_after_restart(tmp_path, options, capsys):
     first, end, taken = epochs_of(tmp_path, **options)
     assert taken
     assert first.stopped
@@ -300,7 +300,7 @@ def test_a_run_that_stopped_does_not_train_on(tmp_path, options, capsys):
         assert "dtrain: until: the run has ended by" in capsys.readouterr().err
 
 
-def test_a_loop_that_does_not_ask_the_stop_is_told_when_it_trains_on(tmp_path):
+def test_loop_without_stop_argument_raises_when_training_past_stop(tmp_path):
     epochs_of(tmp_path, breaks=True)
     with pytest.raises(
         ConfigError, match=r"must end at step 18 where .*, got step 21 after .*loader.until\(length, stop=stop\)"
@@ -309,13 +309,13 @@ def test_a_loop_that_does_not_ask_the_stop_is_told_when_it_trains_on(tmp_path):
     assert dt.latest_checkpoint(tmp_path).name == "step-00000018", "what was trained beyond the end is not saved"
 
 
-def test_a_run_with_more_patience_goes_on(tmp_path):
+def test_larger_patience_continues_stopped_run(tmp_path):
     epochs_of(tmp_path)
     stop, state, taken = epochs_of(tmp_path, patience="4ep")
     assert (stop.best, state.clock.epoch, taken, stop.stopped) == (1.0, 8, 6, False)
 
 
-def test_several_stops_end_a_loop_together(tmp_path):
+def test_several_stops_can_end_one_loop(tmp_path):
     model = nn.Linear(1, 1)
     step = dt.compose_step(dt.mean_loss(lambda model, batch: model(batch["x"]).mean(), weight=lambda batch: len(batch["x"])))
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.0))

@@ -77,46 +77,46 @@ def batch(samples: int = 3) -> Tensor:
         pytest.param({"params": 100, "layers": 2, "dim": 4, "seq": 5, "causal": True}, 600.0 + 288.0, id="causal"),
     ],
 )
-def test_the_formula_is_that_by_hand(options, expected):
+def test_transformer_flops_match_expected_values(options, expected):
     assert transformer_flops(**options) == expected
 
 
 @pytest.mark.parametrize("name", ["params", "layers", "dim", "seq"])
-def test_the_formula_refuses_sizes_that_are_none(name):
+def test_transformer_flops_refuses_invalid_sizes(name):
     with pytest.raises(ConfigError, match=rf"transformer_flops: {name} must be a whole number of at least \d, got 1\.5"):
         transformer_flops(**{"params": 1, "layers": 1, "dim": 1, "seq": 1, name: 1.5})
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
 @pytest.mark.parametrize("reentrant", [None, True, False], ids=["kept", "reentrant", "checkpointed"])
-def test_a_transformer_counts_as_the_formula_also_when_activations_are_computed_again(fused, reentrant):
+def test_counted_flops_match_formula_with_and_without_recomputation(fused, reentrant):
     assert count_flops(Net(fused=fused, reentrant=reentrant), batch(), loss) == A_SAMPLE
 
 
 @pytest.mark.parametrize("keep", ["nothing", "matmuls"])
-def test_dtrains_own_checkpointing_is_not_counted_twice(keep):
+def test_dtrain_activation_checkpointing_is_not_counted_twice(keep):
     net = checkpoint_activations(Net(fused=False), blocks=[Block], keep=keep)
     assert count_flops(net, batch(), loss) == A_SAMPLE
 
 
-def test_it_does_not_depend_on_the_size_of_the_batch():
+def test_count_is_independent_of_batch_size():
     assert count_flops(Net(), batch(1), loss) == count_flops(Net(), batch(5), loss) == A_SAMPLE
 
 
-def test_frozen_parameters_cost_less():
+def test_frozen_parameters_reduce_flops():
     net = Net()
     net.head.requires_grad_(False)
     assert count_flops(net, batch(), loss) == A_SAMPLE - SEQ * 2 * DIM * WORDS  # the gradient of its weight
 
 
-def test_models_without_storage_can_be_counted():
+def test_models_without_storage_are_countable():
     with torch.device("meta"):
         assert count_flops(Net(), batch(), loss) == A_SAMPLE
     with FakeTensorMode(allow_non_fake_inputs=True):
         assert count_flops(Net(), batch(), loss) == A_SAMPLE
 
 
-def test_compiled_blocks_are_counted_as_they_are_written():
+def test_compiled_blocks_are_counted_uncompiled():
     net = Net(fused=False)
     calls = []
 
@@ -129,7 +129,7 @@ def test_compiled_blocks_are_counted_as_they_are_written():
     assert calls == []
 
 
-def test_a_measurement_leaves_nothing_behind():
+def test_count_flops_restores_model_and_random_state():
     net = Net()
     for param in net.parameters():
         param.grad = torch.full_like(param, 2.0)
@@ -146,7 +146,7 @@ def test_a_measurement_leaves_nothing_behind():
     assert torch.equal(torch.get_rng_state(), random)
 
 
-def test_after_an_error_nothing_is_left_either():
+def test_count_flops_restores_state_after_error():
     net = Net()
 
     def fails(model: nn.Module, x: Tensor) -> LossSum:
@@ -174,7 +174,7 @@ def test_after_an_error_nothing_is_left_either():
         ),
     ],
 )
-def test_wrong_input_is_refused(x, of, message):
+def test_invalid_input_is_refused(x, of, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         count_flops(Net(), x, of)
 
@@ -196,7 +196,7 @@ def on_shards(strategy: str, measured: bool) -> tuple[float | None, bool, list[f
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
-def test_sharded_models_are_counted_and_train_as_if_they_had_not_been(ranks, strategy):
+def test_sharded_models_are_counted_without_changing_training(ranks, strategy):
     measured, plain = (ranks(2).run(on_shards, strategy, which) for which in (True, False))
     assert [flops for flops, _, _ in measured] == [A_SAMPLE] * 2
     assert all(clean for _, clean, _ in measured)
@@ -222,11 +222,11 @@ def after_a_failure() -> list[float]:
     return losses
 
 
-def test_sharded_models_train_on_after_a_measurement_that_failed(ranks):
+def test_sharded_model_trains_after_failed_count(ranks):
     assert ranks(2).run(after_a_failure) == [losses for _, _, losses in ranks(2).run(on_shards, "full_shard", False)]
 
 
-def test_grouped_heads_count_as_many_as_there_are_queries():
+def test_grouped_query_attention_counts_query_heads():
     class Grouped(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -21,7 +21,7 @@ SPEED = {"speed/samples_per_s", "speed/samples_per_s_per_device", "speed/steps_p
 WORK = {"speed/flops_per_s", "speed/flops_per_s_per_device", "speed/mfu"}
 
 
-def test_a_resumed_loop_has_all_readings_again(tmp_path):
+def test_resumed_loop_has_all_readings(tmp_path):
     step = compose_step(mean_loss(lambda model, x: model(x).mean(), weight=len), [scale_lr(1.0)])
 
     def begin():

@@ -28,11 +28,11 @@ def state_of(*groups: dict, make=torch.optim.SGD, **options):
         pytest.param([{"name": "a"}, {"name": "a"}], {"lr/0": 0.1, "lr/1": 0.1}, id="one-name-twice"),
     ],
 )
-def test_rates_have_the_names_of_their_groups(groups, expected):
+def test_rates_are_named_by_parameter_group(groups, expected):
     assert learning_rates(state_of(*groups)) == expected
 
 
-def test_further_numbers_come_when_asked_for():
+def test_extra_options_are_included():
     state = state_of({"name": "a", "weight_decay": 0.5}, {"name": "b", "momentum": 0.9})
     assert learning_rates(state, extra_options=("weight_decay", "momentum")) == {
         "lr/a": 0.1,
@@ -44,7 +44,7 @@ def test_further_numbers_come_when_asked_for():
     }
 
 
-def test_betas_are_two_numbers():
+def test_betas_are_reported_as_two_numbers():
     state = state_of({}, {"betas": (0.5, 0.6)}, make=torch.optim.AdamW)
     found = learning_rates(state, extra_options=("betas",))
     assert {name: value for name, value in found.items() if "betas" in name} == {
@@ -55,19 +55,19 @@ def test_betas_are_two_numbers():
     }
 
 
-def test_a_group_without_a_number_is_left_out():
+def test_group_without_option_is_omitted():
     state = state_of({}, {})
     state.optimizer.param_groups[1]["extra"] = 3
     assert learning_rates(state, extra_options=("extra",))["extra/1"] == 3.0
     assert "extra/0" not in learning_rates(state, extra_options=("extra",))
 
 
-def test_a_rate_that_is_a_tensor_is_read():
+def test_tensor_learning_rate_is_read():
     state = state_of({}, lr=torch.tensor(0.25), make=torch.optim.Adam)
     assert learning_rates(state) == {"lr": 0.25}
 
 
-def test_plain_rates_wait_for_nothing():
+def test_float_learning_rates_need_no_device_sync():
     with count_host_syncs() as seen:
         learning_rates(state_of({}, {}), extra_options=("weight_decay",))
     assert seen.count == 0
@@ -83,7 +83,7 @@ def test_plain_rates_wait_for_nothing():
         pytest.param(("foreach",), "learning_rates: option 'foreach' must be a number, got None", id="none"),
     ],
 )
-def test_what_is_no_number_is_refused(also, message):
+def test_non_numeric_option_is_refused(also, message):
     state = state_of({"maximize_by": "x"})
     with pytest.raises(ConfigError, match=message):
         learning_rates(state, extra_options=also)
@@ -102,7 +102,7 @@ def test_what_is_no_number_is_refused(also, message):
     ],
     ids=["scale_lr", "set_option", "both", "none"],
 )
-def test_they_stand_beside_a_schedule(transforms, expected):
+def test_learning_rates_are_collected_with_schedule_metrics(transforms, expected):
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len), transforms)
     model = torch.nn.Linear(2, 1)
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.25))

@@ -58,7 +58,7 @@ def events():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_loss_that_is_not_finite_raises_two_steps_later(bad, events):
+def test_non_finite_loss_raises_two_steps_later(bad, events):
     step, state = begin(watch_loss())
     state = run(step, state, [USUAL, bad, USUAL])
     before = state.model.weight.detach().clone()
@@ -72,7 +72,7 @@ def test_a_loss_that_is_not_finite_raises_two_steps_later(bad, events):
     assert (event["name"], event["step"], event["value"]) == ("loss", 1, str(bad))
 
 
-def test_a_warning_lets_the_run_go_on(events):
+def test_warn_mode_continues_training(events):
     step, state = begin(watch_loss("warn"))
     with pytest.warns(RuntimeWarning, match="watch_loss: the loss of step 1 was nan"):
         state = run(step, state, [USUAL, math.nan, USUAL, USUAL, USUAL, USUAL])
@@ -80,7 +80,7 @@ def test_a_warning_lets_the_run_go_on(events):
     assert len(events) == 1
 
 
-def test_a_spike_raises_and_what_is_usual_does_not():
+def test_spike_raises_and_usual_loss_does_not():
     step, state = begin(watch_loss(factor=3.0))
     state = run(step, state, [100.0, *[1.0, 1.2] * 6, 2.9, 3.7, 1.0])
     with pytest.raises(
@@ -89,7 +89,7 @@ def test_a_spike_raises_and_what_is_usual_does_not():
         run(step, state, [1.0])
 
 
-def test_the_window_moves_on():
+def test_window_follows_recent_losses():
     step, state = begin(watch_loss(factor=3.0, window=10))
     state = run(step, state, [1.0] * 12 + [2.5] * 12 + [7.0] * 4)  # 7 is 2.8 times what is usual by then
     assert list(state.transform_states["watch_loss"]["usual"].values()) == [2.5] * 8 + [7.0] * 2
@@ -107,11 +107,11 @@ def test_the_window_moves_on():
         (1.0, [0.0] * 10, 3.0, True),
     ],
 )
-def test_a_spike_is(loss, before, factor, spike):
+def test_is_spike_compares_with_median_of_previous_losses(loss, before, factor, spike):
     assert is_spike(loss, before, factor) == spike
 
 
-def test_a_resumed_run_finds_what_the_first_one_had_not_looked_at(tmp_path):
+def test_resumed_run_checks_losses_pending_at_save(tmp_path):
     step, state = begin(watch_loss())
     state = run(step, state, [USUAL, math.nan])
     save_sharded(tmp_path, state)
@@ -121,7 +121,7 @@ def test_a_resumed_run_finds_what_the_first_one_had_not_looked_at(tmp_path):
         run(step, state, [USUAL])
 
 
-def test_a_step_that_is_tried_again_does_not_lose_a_loss():
+def test_retried_step_keeps_pending_loss():
     step, state = begin(watch_loss())
     state = run(step, state, [math.nan, USUAL])
     for _ in range(3):
@@ -129,7 +129,7 @@ def test_a_step_that_is_tried_again_does_not_lose_a_loss():
             run(step, state, [USUAL])
 
 
-def test_no_step_waits_for_the_device():
+def test_watch_loss_needs_no_device_sync():
     step, state = begin(watch_loss(factor=2.0))
     state = run(step, state, [USUAL])
     with count_host_syncs() as seen:
@@ -138,7 +138,7 @@ def test_no_step_waits_for_the_device():
 
 
 @pytest.mark.parametrize(("first", "second", "found"), [(watch_loss(), nonfinite(), True), (nonfinite(), watch_loss(), False)])
-def test_listed_before_nonfinite_it_sees_steps_that_are_left_out(first, second, found):
+def test_order_with_nonfinite_decides_whether_skipped_steps_are_checked(first, second, found):
     step, state = begin(first, second, through=True)
     state = run(step, state, [USUAL, math.nan, USUAL])
     if found:
@@ -148,7 +148,7 @@ def test_listed_before_nonfinite_it_sees_steps_that_are_left_out(first, second, 
         assert run(step, state, [USUAL] * 3).step == 6
 
 
-def test_it_works_where_the_optimizer_runs_in_backward():
+def test_watch_loss_supports_optimizer_in_backward():
     step, state = begin(watch_loss(), make=optimizer_in_backward, weight_fn=len)
     state = run(step, state, [math.nan, USUAL])
     with pytest.raises(StepError, match="the loss of step 0 was nan"):
@@ -167,7 +167,7 @@ def on_ranks():
     return "no error"
 
 
-def test_all_ranks_raise_in_one_step(ranks):
+def test_all_ranks_raise_at_same_step(ranks):
     for message in ranks(2).run(on_ranks):
         assert message.startswith("3: watch_loss: the loss of step 1 was nan")
 
@@ -181,7 +181,7 @@ def warned():
     return [each for each in said if each == "watch_loss"]  # both ranks have the same batches, which is warned of as well
 
 
-def test_rank_0_warns(ranks):
+def test_only_rank_0_warns(ranks):
     assert ranks(2).run(warned) == [["watch_loss"], []]
 
 
@@ -194,12 +194,12 @@ def test_rank_0_warns(ranks):
         ({"window": 9}, "watch_loss: window must be a whole number >= 10, got 9"),
     ],
 )
-def test_wrong_arguments_are_refused(given, message):
+def test_invalid_arguments_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         watch_loss(**given)
 
 
-def test_another_metric_must_be_there():
+def test_unknown_metric_is_refused():
     step, state = begin(watch_loss(metric="lm"))
     with pytest.raises(ConfigError, match="watch_loss: metric must be one of loss, got 'lm'"):
         run(step, state, [USUAL])

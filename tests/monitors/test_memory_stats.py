@@ -22,13 +22,13 @@ STATS = {
 }
 
 
-def test_a_cpu_has_what_the_process_holds():
+def test_cpu_reports_process_memory():
     found = local_memory_stats(CPU)
     assert set(found) == HOST
     assert 1 << 20 < found["memory/rss_bytes"] <= found["memory/peak_rss_bytes"]
 
 
-def test_inside_a_budget_there_is_what_it_counts():
+def test_memory_budget_reports_its_counters():
     with memory_budget(1 << 20):
         kept = torch.zeros(100)
         _ = torch.zeros(200)
@@ -39,7 +39,7 @@ def test_inside_a_budget_there_is_what_it_counts():
 
 
 @pytest.mark.parametrize("stats", [STATS, {}], ids=["used", "unused"])
-def test_a_gpu_has_the_counters_of_its_allocator(monkeypatch, stats):
+def test_gpu_reports_allocator_counters(monkeypatch, stats):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     found = local_memory_stats(SimpleNamespace(device=torch.device("cuda", 0)))
     assert {name: value for name, value in found.items() if name not in HOST} == {
@@ -53,7 +53,7 @@ def test_a_gpu_has_the_counters_of_its_allocator(monkeypatch, stats):
     }
 
 
-def test_without_proc_nothing_is_said(monkeypatch, tmp_path):
+def test_missing_proc_gives_no_readings(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "PROC", tmp_path)
     assert local_memory_stats(CPU) == {}
 
@@ -70,7 +70,7 @@ def reduced() -> tuple[dict[str, float], dict[str, float], int, list[str]]:
     return found, mine, waits.count, [call.op for call in talk.records]
 
 
-def test_the_fullest_rank_is_named(ranks):
+def test_rank_with_highest_memory_is_named(ranks):
     rows = ranks(2).run(reduced)
     assert rows[0][0] == rows[1][0]
     found = rows[0][0]
@@ -83,7 +83,7 @@ def test_the_fullest_rank_is_named(ranks):
         assert found[f"{name}/rank"] in (0.0, 1.0)
 
 
-def test_it_takes_one_collective_and_no_wait(ranks):
+def test_reduction_uses_one_collective_and_at_most_one_sync(ranks):
     for _, _, waits, calls in ranks(2).run(reduced):
         assert waits <= 1  # numbers that were on the host all along
         assert len(calls) == 1
@@ -99,7 +99,7 @@ def missing_on_rank_1() -> dict[str, float]:
         torch.cuda.memory_stats = original
 
 
-def test_ranks_with_other_numbers_agree_on_names(ranks):
+def test_ranks_with_different_counters_agree_on_names(ranks):
     first, second = ranks(2).run(missing_on_rank_1)
     assert first == second
     assert (first["memory/retries"], first["memory/retries/rank"]) == (3.0, 0.0)
@@ -107,7 +107,7 @@ def test_ranks_with_other_numbers_agree_on_names(ranks):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_real_gpu_counts_a_tensor():
+def test_real_gpu_counts_allocated_tensor():
     gpu = SimpleNamespace(device=torch.device("cuda", torch.cuda.current_device()))
     before = local_memory_stats(gpu)["memory/allocated_bytes"]
     kept = torch.zeros(1 << 20, device="cuda")

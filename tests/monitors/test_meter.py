@@ -44,6 +44,6 @@ def test_no_source_gives_no_reading():
         ),
     ],
 )
-def test_wrong_sources_are_refused(sources, message):
+def test_invalid_sources_are_refused(sources, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         collect(None, *sources)

@@ -24,7 +24,7 @@ def moved(monkeypatch, meter, run: Run) -> dict[str, float]:
 @pytest.mark.parametrize(
     "each", [{"flops_per_token": 5.0}, {"flops_per_sample": 50.0}], ids=["flops_per_token", "flops_per_sample"]
 )
-def test_utilization_is_work_over_time_and_peak(monkeypatch, each):
+def test_mfu_is_flops_over_time_and_peak(monkeypatch, each):
     assert moved(monkeypatch, mfu(**each, peak=1000.0, devices=2, window="10ba"), Run()) == {
         "speed/flops_per_s": 1000.0,
         "speed/flops_per_s_per_device": 500.0,
@@ -33,7 +33,7 @@ def test_utilization_is_work_over_time_and_peak(monkeypatch, each):
     }
 
 
-def test_without_a_peak_there_is_no_share_and_one_warning(monkeypatch):
+def test_missing_peak_omits_mfu_and_warns_once(monkeypatch):
     meter, run = mfu(flops_per_sample=50.0), Run()
     with pytest.warns(
         UserWarning, match="mfu: peak must be given for an unknown device, got 'cpu' in bf16. speed/mfu is left out. Pass mfu"
@@ -43,20 +43,20 @@ def test_without_a_peak_there_is_no_share_and_one_warning(monkeypatch):
     assert found == {"speed/flops_per_s": 1000.0, "speed/flops_per_s_per_device": 1000.0}
 
 
-def test_the_peak_of_a_known_gpu_is_found(monkeypatch):
+def test_peak_of_known_gpu_is_found(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
     found = moved(monkeypatch, mfu(flops_per_sample=50.0e9, dtype="bf16"), Run(device="cuda"))
     assert found["speed/mfu"] == 50.0e9 * 80 / 4 / 989.4e12
 
 
-def test_an_unknown_gpu_is_named_in_the_warning(monkeypatch):
+def test_unknown_gpu_is_named_in_warning(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Abacus 9000")
     with pytest.warns(UserWarning, match="peak must be given for an unknown device, got 'Abacus 9000' in fp8"):
         found = moved(monkeypatch, mfu(flops_per_sample=1.0, dtype="fp8"), Run(device="cuda"))
     assert "speed/mfu" not in found
 
 
-def test_tokens_that_are_not_counted_are_refused():
+def test_flops_per_token_without_counted_tokens_is_refused():
     meter, run = mfu(flops_per_token=5.0, peak=1.0), Run()
     meter(run.at(1, 1.0, samples=8))
     with pytest.raises(ConfigError, match=r"mfu: flops_per_token must be used in a run .* got no tokens\. Name the token axis"):
@@ -80,7 +80,7 @@ def test_tokens_that_are_not_counted_are_refused():
         pytest.param({"flops_per_token": 1, "window": "1dur"}, "mfu: window must be a length such as '100ba'", id="window"),
     ],
 )
-def test_wrong_arguments_are_refused(options, message):
+def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         mfu(**options)
 
@@ -118,16 +118,16 @@ def test_wrong_arguments_are_refused(options, message):
         pytest.param("cpu", "fp32", None, id="cpu"),
     ],
 )
-def test_peaks_are_those_of_the_very_device(name, dtype, tera):
+def test_peaks_match_exact_device_name(name, dtype, tera):
     assert peak_flops(name, dtype) == (None if tera is None else tera * 1e12)
 
 
-def test_an_unknown_dtype_is_refused():
+def test_unknown_dtype_is_refused():
     with pytest.raises(ConfigError, match=r"peak_flops: dtype must be one of fp32, tf32, .*got torch.int8"):
         peak_flops("NVIDIA H200", torch.int8)
 
 
-def test_narrower_numbers_are_never_slower():
+def test_narrower_dtypes_have_higher_or_equal_peaks():
     for name, row in _PEAKS.items():
         speeds = [row[kind] for kind in ("fp32", "tf32", "fp16", "fp8") if kind in row]
         assert speeds == sorted(speeds), name
@@ -150,7 +150,7 @@ def test_only_rank_0_warns(ranks):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_this_gpu_has_a_peak_or_a_warning():
+def test_installed_gpu_has_peak_or_warning():
     name = torch.cuda.get_device_name()
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")

@@ -34,16 +34,16 @@ def differing_names(extra: int) -> str:
 
 
 @pytest.mark.parametrize("extra", [0, 1, 20])
-def test_ranks_with_other_names_all_raise(ranks, extra):
+def test_different_metric_names_raise_on_all_ranks(ranks, extra):
     for message in ranks(2).run(differing_names, extra):
         assert "metrics must have equal names on all ranks, got" in message
 
 
-def test_many_metrics_reduce(ranks):
+def test_many_metrics_are_reduced(ranks):
     assert reduce_metrics({f"m{i}": metric(float(i), 1.0) for i in range(100)}) == {f"m{i}": float(i) for i in range(100)}
 
 
-def test_metrics_of_steps_add():
+def test_metrics_of_steps_are_added():
     both = add_metrics({"loss": metric(4, 2)}, {"loss": metric(2, 4), "lr": metric(1, 1)})
     assert reduce_metrics(both) == {"loss": 1.0, "lr": 1.0}
 
@@ -61,7 +61,7 @@ def epoch_of_sums(counts: list[list[int]]) -> list[dict]:
     return [reduce_metrics(epoch)["square"], sum(means) / len(means)]
 
 
-def test_an_epochs_mean_is_that_of_the_sums_of_its_steps(ranks):
+def test_epoch_mean_is_computed_from_sums_of_steps(ranks):
     counts = [[4, 4, 3], [4, 4, 3], [1, 0, 0]]
     exact = (torch.arange(23.0, dtype=torch.float64) ** 2).mean().item()
     for of_sums, of_means in ranks(3).run(epoch_of_sums, counts):
@@ -69,14 +69,14 @@ def test_an_epochs_mean_is_that_of_the_sums_of_its_steps(ranks):
         assert of_means != pytest.approx(exact, rel=1e-2), "a mean of the steps' means counts a short step too much"
 
 
-def test_nothing_to_reduce_is_refused():
+def test_empty_metrics_are_refused():
     with pytest.raises(ConfigError, match="metrics must have at least 1 metric, got none"):
         reduce_metrics({})
     with pytest.raises(StepError, match="'loss' must have a positive weight, got 0 over all ranks"):
         reduce_metrics({"loss": metric(0, 0)})
 
 
-def test_progress_line_says_where_the_run_is():
+def test_progress_line_shows_position_of_run():
     class State:
         clock = Clock(step=120, tokens=120_000, seconds=30.0)
 
@@ -86,5 +86,5 @@ def test_progress_line_says_where_the_run_is():
     assert progress_line(State, {}, total_steps=600, since=State.clock) == "step 120/600"
 
 
-def test_tokens_per_second_of_no_time_is_zero():
+def test_tokens_per_second_without_elapsed_time_is_zero():
     assert tokens_per_second(Clock(), Clock()) == 0.0

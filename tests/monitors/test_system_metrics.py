@@ -51,7 +51,7 @@ def machine(tmp_path, monkeypatch):
 MEMORY = {"system/memory_bytes": 256000.0, "system/memory_percent": 25.0}
 
 
-def test_rates_are_of_the_time_between_calls(machine):
+def test_rates_cover_time_between_calls(machine):
     meter = system_metrics()
     machine.say(busy=100, idle=100, received=1000, sent=2000, read=10, written=20)
     assert meter(CPU) == MEMORY
@@ -67,7 +67,7 @@ def test_rates_are_of_the_time_between_calls(machine):
     }
 
 
-def test_a_counter_that_went_back_is_no_negative_rate(machine):
+def test_reset_counter_gives_no_negative_rate(machine):
     meter = system_metrics()
     machine.say(busy=1, idle=1, received=1000, sent=1000, read=10, written=10)
     meter(CPU)
@@ -77,13 +77,13 @@ def test_a_counter_that_went_back_is_no_negative_rate(machine):
     assert (found["system/network_in_bytes_per_s"], found["system/network_out_bytes_per_s"]) == (0.0, 1000.0)
 
 
-def test_in_a_container_all_interfaces_but_the_loopback_count(machine):
+def test_container_counts_all_interfaces_except_loopback(machine):
     machine.say(busy=1, idle=1, received=1000, sent=10, read=0, written=0)
     (hardware.SYS / "class" / "net" / "eth0" / "device").rmdir()
     assert hardware.read_counters()[2:4] == (2000.0, 20.0)
 
 
-def test_what_cannot_be_read_is_left_out(machine):
+def test_unreadable_counters_are_omitted(machine):
     meter = system_metrics()
     assert meter(CPU) == {}
     machine.now += 1.0
@@ -91,7 +91,7 @@ def test_what_cannot_be_read_is_left_out(machine):
     assert hardware.read_counters() == hardware.HostCounters()
 
 
-def test_this_machine_says_something():
+def test_real_machine_gives_readings():
     meter = system_metrics()
     meter(CPU)
     found = meter(CPU)
@@ -106,7 +106,7 @@ def gpus(monkeypatch):
         monkeypatch.setattr(torch.cuda, name, lambda index, scale=scale: scale * (index + 60), raising=False)
 
 
-def test_gpus_of_this_hosts_ranks_are_read(machine, gpus, monkeypatch):
+def test_gpu_metrics_cover_gpus_of_local_ranks(machine, gpus, monkeypatch):
     info = SimpleNamespace(local_rank=0, local_world_size=2, node_rank=0)
     monkeypatch.setattr("dtrain.monitors.hardware.get_dist_info", lambda: info)
     assert system_metrics()(GPU) == {
@@ -116,7 +116,7 @@ def test_gpus_of_this_hosts_ranks_are_read(machine, gpus, monkeypatch):
     }
 
 
-def test_gpus_without_nvml_are_one_warning(machine, gpus, monkeypatch):
+def test_missing_nvml_warns_once(machine, gpus, monkeypatch):
     def missing(index: int) -> int:
         raise ModuleNotFoundError("pynvml does not seem to be installed")
 
@@ -135,7 +135,7 @@ def on_ranks(all_hosts: bool) -> dict[str, float]:
     return dict(meter(CPU))
 
 
-def test_only_the_first_rank_of_a_host_reads(ranks):
+def test_only_first_rank_of_host_reads_metrics(ranks):
     first, second = ranks(2).run(on_ranks, False)
     assert "system/memory_bytes" in first
     assert second == {}
@@ -154,7 +154,7 @@ def as_two_hosts() -> dict[str, float]:
         hardware.get_dist_info = get_dist_info
 
 
-def test_all_hosts_are_told_to_every_rank(ranks):
+def test_metrics_of_all_hosts_reach_every_rank(ranks):
     one = ranks(2).run(on_ranks, True)
     assert one[0] == one[1]
     assert {name.rsplit("/", 1)[1] for name in one[0]} == {"host0"}
@@ -166,7 +166,7 @@ def test_all_hosts_are_told_to_every_rank(ranks):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.filterwarnings("ignore:system_metrics. NVML must be readable")
-def test_a_real_gpu_is_read_where_nvml_is():
+def test_real_gpu_is_read_with_nvml():
     pytest.importorskip("pynvml")
     found = system_metrics()(GPU)
     assert 0.0 <= found["system/gpu_percent"] <= 100.0

@@ -62,7 +62,7 @@ def norm(found, what, prefix=""):
 
 
 @pytest.mark.parametrize(("kind", "keys"), [(ADAMW, ("exp_avg", "exp_avg_sq")), (MOMENTUM, ("momentum_buffer",))])
-def test_norms_are_those_of_torch(kind, keys):
+def test_norms_match_torch(kind, keys):
     found, expected = plain([norms(1, of=ALL, by="layer")], kind)[0], by_hand(kind)
     for what in ("grad", "param", "update", *keys):
         assert found[f"norm/{what}"] == pytest.approx(norm(expected, what), rel=ROUNDING)
@@ -74,7 +74,7 @@ def test_norms_are_those_of_torch(kind, keys):
     assert found["norm/cosine"] == pytest.approx(product / lengths, rel=ROUNDING)
 
 
-def test_a_first_step_has_no_cosine_and_plain_sgd_no_moment():
+def test_cosine_needs_second_step_and_moments_need_momentum():
     assert "norm/cosine" not in plain([norms(1, of=ALL)], steps=1)[0]
     found = plain([norms(1)], ("sgd", 0.1, 0.0))[0]
     assert [name for name in found if "/" in name] == ["norm/grad", "norm/param", "norm/update", "norm/update_ratio"]
@@ -90,12 +90,12 @@ def test_a_first_step_has_no_cosine_and_plain_sgd_no_moment():
     ],
     ids=["all", "layer", "group", "function"],
 )
-def test_labels_are(by, labels):
+def test_by_option_selects_labels(by, labels):
     found = plain([norms(1, of=("param",), by=by)])[0]
     assert [name for name in found if name.startswith("norm/")] == ["norm/param", *(f"norm/param/{at}" for at in labels)]
 
 
-def test_groups_go_by_their_names():
+def test_group_labels_use_group_names():
     model = net()
     step = dt.compose_step(loss, [norms(1, of=("update",), by="group")])
     groups = [{"params": model.first.parameters(), "name": "body"}, {"params": model.last.parameters(), "lr": 0.0}]
@@ -105,19 +105,19 @@ def test_groups_go_by_their_names():
     assert found["norm/update"] == pytest.approx(found["norm/update/body"])
 
 
-def test_the_place_in_the_list_says_which_gradient():
+def test_transform_order_selects_gradient_before_or_after_clipping():
     before = plain([norms(1), clip_by_norm(0.01)], steps=1)[0]
     after = plain([clip_by_norm(0.01, eps=0.0), norms(1)], steps=1)[0]
     assert before["norm/grad"] == pytest.approx(before["grad_norm"], rel=ROUNDING)
     assert after["norm/grad"] == pytest.approx(0.01, rel=1e-9)
 
 
-def test_a_loss_scale_is_off_again():
+def test_loss_scale_is_removed_from_norms():
     found = plain([loss_scale(1024.0), norms(1)], steps=1)[0]
     assert found["norm/grad"] == pytest.approx(plain([norms(1)], steps=1)[0]["norm/grad"], rel=ROUNDING)
 
 
-def test_a_step_that_is_left_out_has_an_update_of_zero():
+def test_skipped_step_has_zero_update_norm():
     model = nn.Linear(1, 1, bias=False)
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len), [norms(1), nonfinite("skip")])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -125,7 +125,7 @@ def test_a_step_that_is_left_out_has_an_update_of_zero():
     assert [found[name] for name in ("norm/update", "norm/grad", "skipped")] == [0.0, math.inf, 1.0]
 
 
-def test_masked_norms_are_of_a_part():
+def test_masked_norms_cover_selected_parameters():
     found = plain([masked(norms(1), "first.*")])[0]
     expected = by_hand(ADAMW)
     for what in ("grad", "param", "update", "exp_avg"):
@@ -135,7 +135,7 @@ def test_masked_norms_are_of_a_part():
 @pytest.mark.parametrize(
     ("interval", "logged"), [("3ba", [3, 6]), ("16sp", [2, 4, 6, 8]), (1, list(range(1, 9)))], ids=["steps", "samples", "every"]
 )
-def test_metrics_are_there_after_the_steps_that_cross_the_interval(interval, logged):
+def test_norms_are_present_on_steps_crossing_interval(interval, logged):
     model, seen = net(), []
     step = dt.compose_step(loss, [norms(interval)])
     state = step.init(model, optimizer_of(ADAMW, model))
@@ -165,7 +165,7 @@ def on_ranks(strategy, options=None):
         pytest.param("full_shard", 4, marks=pytest.mark.slow),
     ],
 )
-def test_norms_on_ranks_are_those_of_one_process(ranks, strategy, world):
+def test_norms_on_ranks_equal_single_process(ranks, strategy, world):
     expected = plain([norms(1, of=ALL, by="layer")])[0]
     for found in ranks(world).run(on_ranks, strategy):
         assert found == pytest.approx(expected, rel=1e-9)
@@ -187,7 +187,7 @@ def reductions(layers, interval):
 
 
 @pytest.mark.parametrize(("layers", "interval", "more"), [(2, 1, 1), (6, 1, 1), (2, 3, 0)])
-def test_all_norms_take_one_collective_and_none_between(ranks, layers, interval, more):
+def test_norms_need_one_collective_per_interval(ranks, layers, interval, more):
     assert ranks(2).run(reductions, layers, interval) == [more] * 2
 
 
@@ -200,16 +200,16 @@ def test_all_norms_take_one_collective_and_none_between(ranks, layers, interval,
         ({"by": "module"}, "norms: by must be 'all', 'group', 'layer' or a function of a parameter's name, got 'module'"),
     ],
 )
-def test_wrong_arguments_are_refused(given, message):
+def test_invalid_arguments_are_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         norms(1, **given)
 
 
-def test_a_label_is_a_text():
+def test_label_must_be_text_or_none():
     with pytest.raises(ConfigError, match=r"norms: by\('temperature'\) must return a text or None, got 3"):
         plain([norms(1, by=lambda name: 3)])
 
 
-def test_a_share_of_an_unknown_run_is_refused_at_the_start():
+def test_interval_as_share_of_unknown_length_is_refused_at_start():
     with pytest.raises(ConfigError, match=r"0.1dur is a share of the run, whose length is not known"):
         plain([norms("0.1dur")])

@@ -16,7 +16,7 @@ from dtrain.testing import count_host_syncs
 from moments import Run, fake_spans
 
 
-def test_speeds_are_of_the_window(monkeypatch):
+def test_speeds_are_averaged_over_window(monkeypatch):
     seen, run = fake_spans(monkeypatch), Run()
     speed = throughput("10ba", devices=4)
     seen.add(step=3.0, other=5.0)
@@ -37,7 +37,7 @@ def test_speeds_are_of_the_window(monkeypatch):
     }
 
 
-def test_a_run_without_tokens_has_no_speed_in_tokens(monkeypatch):
+def test_run_without_tokens_has_no_token_speed(monkeypatch):
     seen, run, speed = fake_spans(monkeypatch), Run(), throughput()
     speed(run.at(1))
     seen.add(step=1.0)
@@ -66,29 +66,29 @@ def rates(run: Run, speed, steps: list[tuple[int, float]]) -> list[float | None]
         pytest.param("10ba", [(10, 10.0), (20, 10.0)], [None, None], id="no-time"),
     ],
 )
-def test_the_window_follows_the_run(window, steps, expected):
+def test_window_follows_recent_steps(window, steps, expected):
     assert rates(Run(), throughput(window), steps) == expected
 
 
-def test_the_window_begins_anew_when_a_checkpoint_is_loaded():
+def test_loaded_checkpoint_restarts_window():
     run, speed = Run(), throughput("10ba")
     assert rates(run, speed, [(10, 1.0), (20, 2.0)]) == [None, 10.0]
     run.run_context.lineage.resumed_from = "checkpoints/step-1000"
     assert rates(run, speed, [(1010, 5000.0), (1020, 5005.0)]) == [None, 2.0]
 
 
-def test_the_window_begins_anew_when_training_goes_back():
+def test_going_back_in_steps_restarts_window():
     run, speed = Run(), throughput("10ba")
     assert rates(run, speed, [(10, 1.0), (20, 2.0), (15, 1.5), (25, 3.5)]) == [None, 10.0, None, 5.0]
 
 
-def test_another_runs_window_begins_anew():
+def test_different_run_restarts_window():
     speed = throughput("10ba")
     first, second = Run(), Run()
     assert [*rates(first, speed, [(10, 1.0)]), *rates(second, speed, [(20, 2.0)])] == [None, None]
 
 
-def test_a_window_keeps_few_marks_however_often_it_is_looked_at():
+def test_window_memory_is_bounded():
     window, run = MovingWindow("1000ba", caller="test"), Run()
     found = [window.update(run.at(step, step / 4)) for step in range(1, 5001)]
     assert len(window._samples) <= 103
@@ -109,7 +109,7 @@ def test_a_window_keeps_few_marks_however_often_it_is_looked_at():
         ),
     ],
 )
-def test_wrong_arguments_are_refused(options, message):
+def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
         throughput(**options)
 
@@ -125,7 +125,7 @@ def on_ranks() -> tuple[dict[str, float], dict[str, float]]:
     return wall, dict.fromkeys(found, 0.0)
 
 
-def test_ranks_agree_over_wall_time_and_have_the_same_names(ranks):
+def test_ranks_agree_on_wall_time_and_names(ranks):
     first, second = ranks(2).run(on_ranks)
     assert first == second
     assert first[0]["speed/samples_per_s"] == 6.0
@@ -133,7 +133,7 @@ def test_ranks_agree_over_wall_time_and_have_the_same_names(ranks):
     assert "speed/steps_per_s/compute" in first[1]
 
 
-def test_no_step_waits_for_the_device():
+def test_throughput_needs_no_device_sync():
     model = nn.Linear(3, 1)
     step = compose_step(mean_loss(lambda model, x: model(x).mean(), weight=len))
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1, fused=True))
@@ -147,7 +147,7 @@ def test_no_step_waits_for_the_device():
     assert found["speed/samples_per_s"] == pytest.approx(5 * found["speed/steps_per_s"])
 
 
-def test_a_window_of_epochs_ends_with_them():
+def test_epoch_window_ends_with_epochs():
     run, speed = Run(), throughput("1ep")
     found = []
     for step in range(5, 45, 5):  # epochs of 10 steps; the first takes 2 s a step, the others 1 s

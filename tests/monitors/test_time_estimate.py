@@ -56,7 +56,7 @@ def interruption(*seen: tuple[float, float]) -> Interruption:
         pytest.param(looks((0, 0.0), (10, 1.0)), {"save": interruption((0, 9.0))}, 9.0, id="at-the-very-start"),
     ],
 )
-def test_estimates_are_those_by_hand(history, interruptions, expected):
+def test_estimated_seconds_left_match_expected_values(history, interruptions, expected):
     assert estimate_seconds_left(history, interruptions, 100) == pytest.approx(expected)
 
 
@@ -78,7 +78,7 @@ def test_estimates_are_those_by_hand(history, interruptions, expected):
         pytest.param(Clock(step=120, epoch=3), "3ep", (120.0, 120.0), id="all-epochs"),
     ],
 )
-def test_progress_is_in_one_unit(clock, length, expected):
+def test_progress_is_measured_in_unit_of_run_length(clock, length, expected):
     assert run_progress(clock, Duration.parse(length)) == expected
 
 
@@ -88,7 +88,7 @@ def seen(monkeypatch):
     return fake_spans(monkeypatch)
 
 
-def test_the_meter_learns_what_evaluations_and_checkpoints_cost(seen):
+def test_eta_includes_evaluation_and_checkpoint_time(seen):
     run, left = Run(), eta("100ba")
     assert left(run.at(10, 9.0)) == {"time/elapsed_s": 9.0}
     seen.add(step=8.0, data=2.0)
@@ -103,7 +103,7 @@ def test_the_meter_learns_what_evaluations_and_checkpoints_cost(seen):
     assert left(run.at(50, 115.0))["time/left_s"] == 50.0 + 2 * 30.0 + 2 * 5.0
 
 
-def test_what_comes_once_does_not_count(seen):
+def test_eta_ignores_one_time_costs(seen):
     run, left = Run(), eta(100)
     seen.add(setup=100.0)
     left(run.at(1))
@@ -111,7 +111,7 @@ def test_what_comes_once_does_not_count(seen):
     assert left(run.at(10))["time/left_s"] == 90.0
 
 
-def test_waiting_for_other_ranks_and_the_users_own_spans_count(seen, monkeypatch):
+def test_eta_includes_rank_waiting_and_user_spans(seen, monkeypatch):
     monkeypatch.setitem(spans._RECORDER.categories, "generate", "evaluation")
     run, left = Run(), eta(100)
     left(run.at(10))
@@ -121,7 +121,7 @@ def test_waiting_for_other_ranks_and_the_users_own_spans_count(seen, monkeypatch
     assert left(run.at(30))["time/left_s"] == 70.0 + 2 * 7.0
 
 
-def test_a_resumed_run_learns_anew(seen):
+def test_resumed_run_restarts_estimate(seen):
     run, left = Run(), eta(100)
     for step in (10, 20):
         seen.add(step=1000.0, evaluate=100.0)
@@ -133,7 +133,7 @@ def test_a_resumed_run_learns_anew(seen):
     assert "time/left_s" not in left(run.at(5, 9.0)), "training went back"
 
 
-def test_step_0_begins_nothing_and_the_end_is_the_end(seen):
+def test_estimate_ignores_step_0_and_is_zero_at_end(seen):
     run, left = Run(), eta(20)
     assert "time/left_s" not in left(run.at(0))
     seen.add(step=500.0)
@@ -142,11 +142,11 @@ def test_step_0_begins_nothing_and_the_end_is_the_end(seen):
     assert left(run.at(20))["time/left_s"] == 0.0
 
 
-def test_a_run_that_ends_by_the_clock_needs_no_history(seen):
+def test_time_limited_run_needs_no_history(seen):
     assert eta("1m")(Run().at(3, 20.0)) == {"time/elapsed_s": 20.0, "time/left_s": 40.0, "time/end": 1040.0}
 
 
-def test_many_looks_are_not_all_kept(seen):
+def test_history_memory_is_bounded(seen):
     run, left = Run(), eta(10_000)
     for step in range(1, 5001):
         seen.add(step=0.5)
@@ -154,11 +154,11 @@ def test_many_looks_are_not_all_kept(seen):
     assert found["time/left_s"] == pytest.approx(2500.0)
 
 
-def test_no_duration_is_refused():
+def test_invalid_duration_is_refused():
     with pytest.raises(ConfigError, match="duration: cannot read 'later'"):
         eta("later")
 
 
-def test_a_share_of_an_unknown_run_is_refused(seen):
+def test_share_of_unknown_run_length_is_refused(seen):
     with pytest.raises(ConfigError, match="dur is a share of the run, whose length is not known"):
         eta("1dur")(Run().at(1))

@@ -97,17 +97,17 @@ def check(results: list[dict[str, object]], left_out: tuple[str, ...] = ()) -> N
 
 
 @pytest.mark.parametrize("counts", SHARES, ids=str)
-def test_metrics_are_those_of_one_process(ranks, counts):
+def test_metrics_equal_single_process(ranks, counts):
     check(ranks(len(counts)).run(by_torchmetrics, counts, []))
 
 
 @pytest.mark.parametrize("counts", WITH_EMPTY, ids=str)
-def test_metrics_that_are_sums_may_be_without_samples_on_a_rank(ranks, counts):
+def test_sum_metrics_allow_rank_without_samples(ranks, counts):
     check(ranks(len(counts)).run(by_torchmetrics, counts, KEEPS_ROWS), KEEPS_ROWS)
 
 
 @pytest.mark.parametrize("counts", SHARES + WITH_EMPTY, ids=str)
-def test_all_metrics_may_be_without_samples_on_a_rank_when_dtrain_gathers(ranks, counts):
+def test_gathered_metrics_allow_rank_without_samples(ranks, counts):
     check(ranks(len(counts)).run(by_states, counts))
 
 
@@ -116,10 +116,10 @@ def with_tensor_parallel(counts: list[int]) -> dict[str, object]:
     return computed(metrics(dist_sync_fn=partial(gather_metric_states, mesh=mesh)), *share(counts, data_rank(mesh)[0]))
 
 
-def test_ranks_that_share_a_batch_count_once(ranks):
+def test_ranks_sharing_a_batch_are_counted_once(ranks):
     check(ranks(4).run(with_tensor_parallel, [7, 4]))
 
 
-def test_a_group_of_torchmetrics_is_refused():
+def test_torchmetrics_process_group_is_refused():
     with pytest.raises(ConfigError, match=r"process_group must be None, got a group\. Remove process_group and pass mesh="):
         gather_metric_states(torch.ones(3), group=object())

@@ -45,12 +45,12 @@ def matrices() -> list[nn.Parameter]:
 
 @each
 @pytest.mark.parametrize("peak", [0.5, 0.001])
-def test_decay_at_the_peak_does_not_depend_on_the_rate(kind, peak):
+def test_decay_at_the_peak_does_not_depend_on_lr(kind, peak):
     assert decayed(kind([parameter()], lr=peak, weight_decay=0.1)) == pytest.approx(0.1)
 
 
 @each
-def test_decay_follows_the_schedule_down(kind):
+def test_decay_scales_with_the_schedule(kind):
     optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
     found = []
     for factor in (1.0, 0.5, 0.0):
@@ -60,13 +60,13 @@ def test_decay_follows_the_schedule_down(kind):
 
 
 @each
-def test_the_default_of_torch_is_another_decay(kind):
+def test_torch_default_decay_differs(kind):
     """So that the tests above could fail."""
     plain = {DecoupledAdamW: torch.optim.AdamW, DecoupledSGDW: torch.optim.SGD}[kind]
     assert decayed(plain([parameter()], lr=0.5, weight_decay=0.1)) == pytest.approx(0.05)
 
 
-def test_adamw_is_torchs_with_the_decay_divided_by_the_peak():
+def test_decoupled_adamw_equals_torch_with_decay_divided_by_peak():
     for options in ({}, {"amsgrad": True}, {"foreach": True}, {"maximize": True}, {"foreach": False}):
         ours, theirs = matrices(), matrices()
         got = trained(DecoupledAdamW(ours, lr=0.1, weight_decay=0.02, **options), ours)
@@ -86,7 +86,7 @@ def test_decoupled_optimizers_without_decay_match_torch(kind):
 
 
 @each
-def test_options_are_as_before_after_a_step_that_failed(kind):
+def test_options_are_restored_after_a_failed_step(kind):
     optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
     with pytest.raises(ZeroDivisionError):
         optimizer.step(lambda: 1 / 0)
@@ -99,7 +99,7 @@ def test_options_are_as_before_after_a_step_that_failed(kind):
 
 
 @each
-def test_a_closure_is_run_once_with_gradients(kind):
+def test_closure_runs_once_with_gradients(kind):
     param = parameter()
     optimizer = kind([param], lr=0.5)
     calls = []
@@ -116,7 +116,7 @@ def test_a_closure_is_run_once_with_gradients(kind):
 
 
 @each
-def test_hooks_run_once_per_step_though_the_step_of_torch_is_called_inside(kind):
+def test_step_hooks_run_once_per_step(kind):
     plain = {DecoupledAdamW: torch.optim.AdamW, DecoupledSGDW: torch.optim.SGD}[kind]
     plain([parameter()])  # after this torch's own step runs hooks, too
     optimizer, seen = kind([parameter()], lr=0.5), []
@@ -142,13 +142,13 @@ def resumed(kind: type, root: str, peak: float, new: float) -> tuple[float, dict
 
 
 @each
-def test_the_peak_of_the_checkpoint_wins_over_that_of_the_resumed_run(kind, tmp_path):
+def test_resume_uses_the_peak_of_the_checkpoint(kind, tmp_path):
     optimizer = resumed(kind, str(tmp_path), 0.5, 0.125)
     assert [(group["lr"], group["initial_lr"]) for group in optimizer.param_groups] == [(0.5, 0.5)]
 
 
 @each
-def test_another_rate_after_a_resume_scales_the_decay_and_another_peak_does_not(kind, tmp_path):
+def test_decay_after_resume_follows_changed_lr_not_changed_peak(kind, tmp_path):
     optimizer = resumed(kind, str(tmp_path), 0.5, 0.125)
     optimizer.state.clear()
     param = parameter()
@@ -161,7 +161,7 @@ def test_another_rate_after_a_resume_scales_the_decay_and_another_peak_does_not(
 
 
 @each
-def test_state_dicts_keep_the_peak_and_older_ones_have_none(kind):
+def test_state_dict_keeps_the_peak_and_may_lack_it(kind):
     optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
     dt.set_lr_(optimizer, 0.25)
     fresh = kind([parameter()], lr=0.75, weight_decay=0.1)
@@ -175,7 +175,7 @@ def test_state_dicts_keep_the_peak_and_older_ones_have_none(kind):
 
 
 @each
-def test_torchs_schedulers_agree_on_what_the_peak_is(kind):
+def test_torch_scheduler_keeps_the_peak(kind):
     optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda t: 1.0 / (1 + t))
     found = [decayed(optimizer)]
@@ -194,7 +194,7 @@ def forms(optimizer: torch.optim.Optimizer) -> list[tuple]:
     return [(group["fused"], group["foreach"]) for group in optimizer.param_groups]
 
 
-def test_the_form_is_torchs_fastest_unless_another_is_asked_for():
+def test_fastest_torch_implementation_is_the_default():
     assert forms(DecoupledAdamW([parameter()])) == [(True, None)]
     assert forms(DecoupledAdamW([parameter()], foreach=True)) == [(None, True)]
     assert forms(DecoupledAdamW([parameter()], differentiable=True)) == [(None, None)]
@@ -203,7 +203,7 @@ def test_the_form_is_torchs_fastest_unless_another_is_asked_for():
     assert forms(DecoupledSGDW([parameter()], fused=True)) == [(True, None)]
 
 
-def test_sgdw_takes_a_first_gradient_that_comes_late():
+def test_sgdw_accepts_a_late_first_gradient():
     early, late = parameter(), parameter()
     optimizer = DecoupledSGDW([early, late], lr=0.5, momentum=0.5)
     early.grad = torch.ones_like(early)
@@ -233,6 +233,6 @@ def sharded_forms(mixed: bool) -> list:
     return found
 
 
-def test_cut_parameters_get_one_form_and_a_mix_gets_torchs_choice(ranks):
+def test_sharded_parameters_get_one_implementation_and_mixed_groups_the_default(ranks):
     assert ranks(2).run(sharded_forms, False) == [[[True, None], [None, True]]] * 2
     assert ranks(2).run(sharded_forms, True) == [[[None, None], [None, None]]] * 2

@@ -57,7 +57,7 @@ def test_no_decay_selects_parameters_without_decay(no_decay):
     assert found == ({"all": ["0.bias"], "all.no_decay": ["0.weight"]} if no_decay else {"all": ["0.weight", "0.bias"]})
 
 
-def test_rules_have_options_and_a_decay_of_their_own_is_for_all_of_them():
+def test_rule_weight_decay_applies_to_its_whole_group():
     head = ParamGroup("head", "head.**", {"lr": 0.5, "weight_decay": 0.7})
     model = nn.ModuleDict({"body": nn.Linear(2, 2), "head": nn.Linear(2, 2)})
     found = [
@@ -70,7 +70,7 @@ def test_rules_have_options_and_a_decay_of_their_own_is_for_all_of_them():
     ]
 
 
-def test_a_tied_parameter_fits_under_any_name_and_is_there_once():
+def test_tied_parameter_matches_any_name_and_is_grouped_once():
     assert members(Tied(), ParamGroup("tied", "head.*"), ParamGroup("rest"))["tied.no_decay"] == ["embed.weight"]
 
 
@@ -120,7 +120,7 @@ def test_invalid_arguments_are_refused(make, message):
         make()
 
 
-def test_names_are_clean_whatever_wraps_the_model():
+def test_group_names_are_clean_for_every_wrapper():
     model = Tied()
     model.body = checkpoint_wrapper(model.body)
     assert members(model, ParamGroup("body", "body.*"), ParamGroup("rest"))["body"] == ["body.weight"]
@@ -142,7 +142,7 @@ def test_groups_are_the_same_after_sharding(ranks):
         assert before == after == {"all": ["0.weight", "2.weight"], "all.no_decay": ["0.bias", "1.weight", "1.bias", "2.bias"]}
 
 
-def test_whole_parameters_beside_cut_ones_are_groups_of_their_own_which_the_fused_form_takes(ranks):
+def test_sharded_and_unsharded_parameters_form_separate_groups(ranks):
     for _, after in ranks(2).run(sharded, ["2.*"]):
         assert sorted(after) == ["all.no_decay.over_dp_all", "all.no_decay.whole", "all.over_dp_all", "all.whole"]
         assert after["all.whole"] == ["2.weight"]

@@ -41,7 +41,7 @@ def run(name: str) -> list:
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgdw", "muon"])
-def test_a_step_that_is_broken_on_one_rank_is_left_out_on_all(name, ranks):
+def test_nonfinite_gradient_on_one_rank_skips_the_step_everywhere(name, ranks):
     for skipped, scales, moved, kept, finite in ranks(2).run(run, name):
         assert skipped == [0.0, 0.0, 1.0, 0.0, 0.0]
         assert scales == [256.0, 256.0, 512.0, 256.0, 256.0]

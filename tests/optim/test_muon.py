@@ -50,7 +50,7 @@ def test_muon_adamw_groups_match_torch():
 
 
 @pytest.mark.parametrize("shape", [(6, 9), (9, 6), (5, 5)])
-def test_orthogonalized_matrices_have_the_same_vectors_and_singular_values_near_one(shape):
+def test_orthogonalize_keeps_singular_vectors_with_values_near_one(shape):
     matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
     left, _, right = torch.linalg.svd(matrix, full_matrices=False)
     inner = left.T @ orthogonalize(matrix) @ right.T
@@ -60,13 +60,13 @@ def test_orthogonalized_matrices_have_the_same_vectors_and_singular_values_near_
 
 
 @pytest.mark.parametrize("shape", [(64, 128), (128, 64), (96, 108)])
-def test_all_singular_values_of_a_random_matrix_that_is_not_square_come_near_one(shape):
+def test_orthogonalize_of_rectangular_matrices_brings_singular_values_near_one(shape):
     matrix = torch.randn(*shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = torch.linalg.svdvals(orthogonalize(matrix))
     assert 0.65 < values.min() <= values.max() < 1.21
 
 
-def test_small_singular_values_stay_small_as_those_of_square_matrices_are():
+def test_orthogonalize_keeps_very_small_singular_values_small():
     given = torch.logspace(-5, 0, 64, dtype=torch.float64)
     before = given / torch.linalg.vector_norm(given)
     left, _ = torch.linalg.qr(torch.randn(64, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
@@ -80,7 +80,7 @@ def test_small_singular_values_stay_small_as_those_of_square_matrices_are():
     assert 0.96 < (values > 0.65).double().mean() < 1
 
 
-def test_a_matrix_of_zeros_stays_one_and_precision_is_as_asked():
+def test_zero_matrix_stays_zero_and_ns_dtype_sets_precision():
     assert orthogonalize(torch.zeros(2, 3)).tolist() == [[0.0] * 3] * 2
     wide, half = matrices(), matrices()
     a, b = trained(Muon(wide, ns_dtype="fp32"), wide), trained(Muon(half), half)
@@ -132,7 +132,7 @@ def deep(strategy: str | None, **options) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "replicate"])
-def test_every_layout_ends_where_one_process_does(ranks, strategy):
+def test_every_sharding_layout_matches_one_process(ranks, strategy):
     known = torch.tensor(deep(None), dtype=torch.float64)
     for found in ranks(4).run(deep, strategy):
         assert ((torch.tensor(found, dtype=torch.float64) - known).norm() / known.norm()).item() <= TOLERANCE
@@ -151,7 +151,7 @@ def messages() -> list:
     return [seen.counts(), seen.bytes(), shapes]
 
 
-def test_a_step_sends_each_matrix_once_there_and_once_back_and_buffers_stay_cut(ranks):
+def test_step_uses_two_all_to_alls_and_keeps_buffers_sharded(ranks):
     """Three matrices on two ranks are two rounds of two all-to-alls, in bfloat16."""
     for counts, size, shapes in ranks(2).run(messages):
         assert [op for ops in counts.values() for op in ops.items()] == [("all_to_all", 4)]
@@ -186,7 +186,7 @@ def two_axes() -> float:
     return max((a - b).abs().max().item() for a, b in pairs)
 
 
-def test_matrices_that_are_cut_along_two_axes_are_gathered(ranks):
+def test_matrices_sharded_along_two_axes_are_gathered(ranks):
     assert max(ranks(4).run(two_axes)) <= TOLERANCE
 
 
@@ -239,7 +239,7 @@ def test_invalid_arguments_are_refused(make, message):
         make()
 
 
-def test_groups_leave_embeddings_heads_and_filters_to_adamw():
+def test_muon_groups_assign_embeddings_heads_and_filters_to_adamw():
     model = nn.Sequential(nn.Conv2d(2, 3, 3), nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 2))
     groups = {
         g["name"]: g for g in muon_groups(model, head=lambda name, _: name.startswith("3."), nesterov=False, momentum=0.8)
@@ -260,7 +260,7 @@ def test_groups_leave_embeddings_heads_and_filters_to_adamw():
     assert [group["name"] for group in only] == ["matrices"]
 
 
-def test_a_closure_is_run_with_gradients_and_parameters_without_one_stay():
+def test_closure_runs_with_gradients_and_missing_gradients_are_skipped():
     params = matrices()
     optimizer = Muon(params)
     before = [param.detach().clone() for param in params]

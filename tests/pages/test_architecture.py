@@ -70,17 +70,17 @@ def one_step() -> None:
         state, _ = step(state, batch)
 
 
-def test_the_page_has_four_walks_of_at_most_ten_functions():
+def test_architecture_page_has_four_short_call_lists():
     assert {title: len(names) <= 10 for title, names in WALKS.items()} == dict.fromkeys(
         ("A batch", "A save", "A load", "A launch"), True
     )
 
 
-def test_a_batch():
+def test_call_list_of_a_batch_matches_the_code():
     assert first_calls("A batch", one_step) == WALKS["A batch"]
 
 
-def test_a_save_and_a_load(tmp_path: Path):
+def test_call_lists_of_save_and_load_match_the_code(tmp_path: Path):
     with dt.init_dist():
         state = new_state()
         assert first_calls("A save", lambda: dt.save_sharded(tmp_path, state).wait()) == WALKS["A save"]
@@ -104,7 +104,7 @@ sys.setprofile(record)
 """
 
 
-def test_a_launch(tmp_path: Path):
+def test_call_list_of_a_launch_matches_the_code(tmp_path: Path):
     """Every interpreter of the job loads the recorder; forks inherit the recorder."""
     (tmp_path / "sitecustomize.py").write_text(RECORDER)
     (tmp_path / "loop.py").write_text("import dtrain as dt\nwith dt.init_dist():\n    pass\n")
@@ -132,6 +132,6 @@ def test_a_launch(tmp_path: Path):
     assert list(dict.fromkeys(out.read_text().split())) == WALKS["A launch"]
 
 
-def test_a_function_that_is_not_called_is_found(monkeypatch: pytest.MonkeyPatch):
+def test_call_list_check_detects_an_uncalled_function(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(WALKS, "A batch", [*WALKS["A batch"], "checkpoint.save.save_sharded"])
     assert first_calls("A batch", one_step) != WALKS["A batch"]

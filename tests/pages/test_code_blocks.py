@@ -72,14 +72,14 @@ def run(path: str, folder: str) -> None:
 
 @pytest.mark.parametrize("page", HERE, ids=called)
 @pytest.mark.usefixtures("as_before")
-def test_the_python_of_a_page_runs(page: Path, tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
+def test_page_python_blocks_run(page: Path, tmp_path: Path, ranks: Callable[[int], Ranks]) -> None:
     if called(page) in RANKS:
         ranks(RANKS[called(page)]).run(run, str(page), str(tmp_path))
     else:
         run(str(page), str(tmp_path))
 
 
-def test_what_is_said_of_pages_is_said_of_some_that_are_there() -> None:
+def test_page_exceptions_name_existing_pages_and_blocks() -> None:
     named = {*RUN_BY, *RANKS, *WITHOUT_GROUPS, *GIVEN}
     assert named - {called(page) for page in PAGES} == set()
     namespaces = {called(page): 1 + sum(block.anew for block in fences(page)) for page in PAGES}
@@ -88,7 +88,7 @@ def test_what_is_said_of_pages_is_said_of_some_that_are_there() -> None:
     assert [begin for begin in SHOWN_BY if not any(text.startswith(begin) for text in texts)] == []
 
 
-def test_tests_that_run_a_page_are_there() -> None:
+def test_tests_named_as_page_runners_exist() -> None:
     for page, test in RUN_BY.items():
         source = (ROOT / test).read_text()
         assert Path(page).name in source or page == "docs/recipes.md", f"{test} does not read {page}"
@@ -96,7 +96,7 @@ def test_tests_that_run_a_page_are_there() -> None:
         assert re.search(r"(\w+)\(", line)[1] in (ROOT / test).read_text(), f"{test} does not call what {line!r} does"
 
 
-def test_every_block_has_a_language_that_is_known() -> None:
+def test_every_code_block_has_a_known_language() -> None:
     unknown = [
         f"{called(page)}:{block.line}: {block.language!r}"
         for page in PAGES
@@ -116,7 +116,7 @@ def headings(page: Path, line: int) -> list[str]:
     return list(above.values())
 
 
-def test_python_that_is_not_run_stands_under_the_name_of_whose_it_is() -> None:
+def test_unexecuted_python_is_under_a_heading_naming_its_library() -> None:
     """Code of another library stands under a heading that names the library. ``py`` on a page about dtrain would not run."""
     others = re.compile(
         r"Composer|DDP|by hand|DeepSpeed|Accelerate|Fabric|torchtitan|MosaicML|torch|transformers|mistake", re.I
@@ -131,7 +131,7 @@ def test_python_that_is_not_run_stands_under_the_name_of_whose_it_is() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=called)
-def test_python_that_is_shown_can_be_parsed(page: Path) -> None:
+def test_page_python_blocks_parse(page: Path) -> None:
     for block in fences(page):
         if block.language in ("python", "py"):
             ast.parse(block.text)
@@ -164,7 +164,7 @@ def refusal(arguments: list[str]) -> str | None:
         return str(error)
 
 
-def test_a_command_that_does_not_exist_is_refused() -> None:
+def test_command_check_refuses_unknown_commands() -> None:
     assert refusal(["launch", "-n", "2", "loop.py", "--anything"]) is None
     assert refusal(["--version"]) is None
     assert refusal(["checkpoints", "convert", "ckpt", "out", "--to", "hf"]) is None
@@ -178,7 +178,7 @@ def test_a_command_that_does_not_exist_is_refused() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=called)
-def test_every_command_of_a_page_is_one(page: Path) -> None:
+def test_page_commands_are_valid(page: Path) -> None:
     wrong = []
     for block in fences(page):
         if block.language in ("bash", "console"):
@@ -193,7 +193,7 @@ SCRIPT = re.compile(r"^(?:examples|benchmarks|tests)/[\w/]+\.py$")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=called)
-def test_every_script_in_a_command_is_there_and_has_its_options(page: Path) -> None:
+def test_page_scripts_exist_with_their_options(page: Path) -> None:
     wrong = []
     for block in fences(page):
         if block.language not in ("bash", "console"):
@@ -219,12 +219,12 @@ def test_every_script_in_a_command_is_there_and_has_its_options(page: Path) -> N
 
 
 @pytest.mark.parametrize("page", PAGES, ids=called)
-def test_every_name_of_dtrain_on_a_page_exists(page: Path) -> None:
+def test_dtrain_names_on_a_page_exist(page: Path) -> None:
     text = "".join(block.text for block in fences(page) if block.language in ("python", "bash", "console", "pycon"))
     unknown = public.unknown_in(text + "".join(re.findall(r"`[^`\n]+`", prose(page))))
     assert {name for name in unknown if not page.with_name(f"{name.removeprefix('dt.')}.md").exists()} == set()
 
 
-def test_the_pages_are_there() -> None:
+def test_page_list_is_complete() -> None:
     assert len(PAGES) > 25
     assert DOCS / "architecture.md" in PAGES

@@ -68,13 +68,13 @@ DIFFERENT = [
 
 
 @pytest.mark.parametrize(("function", "theirs"), SAME, ids=lambda value: getattr(value, "__qualname__", ""))
-def test_a_default_is_composers(function, theirs):
+def test_defaults_equal_composer_defaults(function, theirs):
     own = inspect.signature(function).parameters
     assert {name: own[name].default for name in theirs} == theirs
 
 
 @pytest.mark.parametrize(("function", "both"), DIFFERENT, ids=lambda value: getattr(value, "__qualname__", ""))
-def test_a_default_that_differs_is_on_the_page(function, both):
+def test_differing_defaults_are_documented_on_the_page(function, both):
     own = inspect.signature(function).parameters
     rows = [line for line in PAGE.splitlines() if line.startswith(f"| `{function.__name__}(")]
     for name, (ours, theirs) in both.items():

@@ -79,17 +79,17 @@ def found(name: str) -> object:
     return public.value(f"dtrain.{name}")
 
 
-def test_every_class_of_composers_has_its_row():
+def test_every_composer_class_has_a_row():
     assert set(ROWS) == set(COMPOSER)
 
 
 @pytest.mark.parametrize("name", COMPOSER)
-def test_every_option_of_composers_is_in_its_row(name):
+def test_every_composer_option_is_in_its_row(name):
     assert [option for option in COMPOSER[name].split() if f"`{option}`" not in ROWS[name][1]] == []
 
 
 @pytest.mark.parametrize("name", COMPOSER)
-def test_every_name_of_ours_is_there_with_the_options_that_the_row_gives(name):
+def test_every_dtrain_name_in_a_row_exists_with_its_options(name):
     here, options = ROWS[name]
     names = re.findall(r"`([\w.]+)`", here)
     assert names or here == "-"
@@ -106,7 +106,7 @@ def test_every_path_in_the_page_can_be_imported():
     assert [name for module, _, name in parts if not hasattr(importlib.import_module(module), name)] == []
 
 
-def test_a_sink_of_ones_own_gets_the_numbers_and_the_step():
+def test_custom_sink_receives_metrics_and_step():
     scope: dict[str, object] = {"dt": dt}
     (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     exec(block, scope)

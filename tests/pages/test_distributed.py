@@ -33,7 +33,7 @@ def sent() -> dict[str, list[str]]:
     return found
 
 
-def test_the_table_is_what_ranks_send(ranks) -> None:
+def test_communication_table_matches_measured_traffic(ranks) -> None:
     for found in ranks(2).run(sent):
         for column, strategy in enumerate(STRATEGIES, start=1):
             table = re.findall(r"^\| (?!phase|---)(.*) \|$", (DOCS / "distributed.md").read_text().split("| phase |")[1], re.M)

@@ -44,7 +44,7 @@ def save_as_composer_does(folder: str) -> None:
     dcp.save({"state": state, "rng": rng}, storage_writer=dcp.FileSystemWriter(folder), planner=planner)
 
 
-def test_a_sharded_checkpoint_of_composers_is_converted(ranks, tmp_path: Path, monkeypatch) -> None:
+def test_sharded_composer_checkpoint_is_converted(ranks, tmp_path: Path, monkeypatch) -> None:
     (command,) = [line for line in (DOCS / "from_composer.md").read_text().splitlines() if "# a sharded folder" in line]
     arguments = command.split("#")[0].split()[1:]
     folder = tmp_path / arguments[2]

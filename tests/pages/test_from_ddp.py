@@ -190,34 +190,34 @@ NUMBERS = [
 
 
 @pytest.mark.parametrize(("name", "rank", "by_hand", "here"), NUMBERS, ids=[f"{row[0]}-{row[1]}" for row in NUMBERS])
-def test_by_hand_the_number_is_wrong_and_here_it_is_right(found, name, rank, by_hand, here) -> None:
+def test_ddp_code_gives_wrong_and_dtrain_correct_numbers(found, name, rank, by_hand, here) -> None:
     assert found[rank][name] == pytest.approx([by_hand, here], rel=1e-5)
 
 
-def test_the_host_waits_no_more_for_more_steps(found) -> None:
+def test_host_syncs_do_not_increase_with_steps(found) -> None:
     assert found[0]["of_more_losses"][0] == found[0]["of_more_losses"][1]
 
 
-def test_an_epoch_without_set_epoch_is_the_one_before(found) -> None:
+def test_missing_set_epoch_repeats_the_previous_order(found) -> None:
     for rank in (0, 1):
         (first, second), (ours, next_) = found[rank]["two_epochs"]
         assert first == second
         assert ours != next_
 
 
-def test_a_sampler_that_begins_anew_repeats_samples(found) -> None:
+def test_restarted_sampler_repeats_samples(found) -> None:
     by_hand = [sample for rank in (0, 1) for batch in found[rank]["resumed"][0] for sample in batch]
     here = [sample for rank in (0, 1) for batch in found[rank]["resumed"][1] for sample in batch]
     assert len(by_hand) == 12
     assert sorted(here) == list(range(8))
 
 
-def test_one_seed_for_all_ranks_is_one_mask_for_all(found) -> None:
+def test_equal_seed_gives_equal_dropout_masks_on_all_ranks(found) -> None:
     assert found[0]["dropped"][0] == found[1]["dropped"][0]
     assert found[0]["dropped"][1] != found[1]["dropped"][1]
 
 
-def test_the_page_quotes_the_numbers_that_come_out_here() -> None:
+def test_page_quotes_the_measured_numbers() -> None:
     expected: dict[str, set[float]] = {"resumed": {12}, "two_epochs": set(), "dropped": set()}
     for name, _, by_hand, _ in NUMBERS:
         expected.setdefault(name, set()).add(by_hand)
@@ -230,7 +230,7 @@ def test_the_page_quotes_the_numbers_that_come_out_here() -> None:
         assert sorted(quoted[name]) == pytest.approx(sorted(numbers), rel=0.02), name
 
 
-def test_the_page_shows_the_code_that_runs_here() -> None:
+def test_page_shows_the_tested_code() -> None:
     assert with_sources(PAGE.read_text()) == PAGE.read_text(), "run python tests/written.py"
     names = {name for name in vars(shown_code) if name.endswith(("_by_hand", "_here"))}
     assert {name for file, name in shown(PAGE.read_text())} == names | {"squares"}

@@ -43,11 +43,11 @@ def broken(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=called)
-def test_links_lead_somewhere(page: Path) -> None:
+def test_markdown_links_have_existing_targets(page: Path) -> None:
     assert broken(page) == []
 
 
-def test_a_link_that_leads_nowhere_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_broken_link_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pages.test_links.called", lambda page: page.name)
     (tmp_path / "b.md").write_text("# One `two`: three\n\n## Again\n\n## Again\n")
     page = tmp_path / "a.md"

@@ -24,19 +24,19 @@ def code(text: str) -> list[str]:
     return [line for raw in text.splitlines() if (line := re.sub(r"\s+#.*", "", raw).strip())]
 
 
-def test_the_loop_is_that_of_the_readme():
+def test_page_loop_equals_the_readme_loop():
     of_readme = next(each.text for each in fences(ROOT / "README.md") if "loader.until" in each.text)
     of_page = next(each.text for each in fences(PAGE) if each.language == "python")
     assert code(of_page) == code(of_readme)
 
 
-def test_every_line_is_explained_in_the_order_of_the_loop():
+def test_every_loop_line_is_explained_in_order():
     lines = code(next(each.text for each in fences(PAGE) if each.language == "python"))
     explained = re.findall(r"^### `(.*)`$", PAGE.read_text(), re.M)
     assert explained == [line for line in lines if not line.startswith("import") and line != MODEL]
 
 
-def test_every_line_has_a_cost_and_a_reason():
+def test_every_loop_line_has_a_stated_cost():
     parts = re.split(r"^### ", PAGE.read_text().split("## What is not there")[0], flags=re.M)[1:]
     silent = [part.splitlines()[0] for part in parts if not re.search(r"\*Costs\*|As above", part)]
     assert silent == []
@@ -67,7 +67,7 @@ def preparation() -> tuple[list[str], list[str], list[str]]:
     return ["import torch, dtrain as dt", "with dt.init_dist() as dist:"], parts[:-1], parts[-1:]
 
 
-def test_a_line_of_the_preparation_in_another_place_is_an_error_or_changes_nothing():
+def test_reordered_setup_lines_raise_or_give_equal_results():
     head, lines, tail = preparation()
     right = run(lines, head, tail)
     assert right[0] == 4, right

@@ -31,7 +31,7 @@ def option(command: list[str], name: str) -> int:
     return int(command[command.index(name) + 1])
 
 
-def test_pods_of_the_manifest_are_the_nodes_of_one_job(manifest):
+def test_manifest_pods_match_the_launcher_nodes(manifest):
     """Kubernetes sets the host name to the job's name and the index, and JOB_COMPLETION_INDEX to the index."""
     _, job = manifest
     (container,) = job["spec"]["template"]["spec"]["containers"]
@@ -50,7 +50,7 @@ def test_pods_of_the_manifest_are_the_nodes_of_one_job(manifest):
     assert all(seen[0]), "an address, a port and a token"
 
 
-def test_the_service_gives_pod_0_the_name_that_the_others_look_for(manifest):
+def test_service_resolves_the_master_address_to_pod_0(manifest):
     service, job = manifest
     pod = job["spec"]["template"]["spec"]
     (address,) = (each["value"] for each in pod["containers"][0]["env"] if each["name"] == "MASTER_ADDR")
@@ -60,7 +60,7 @@ def test_the_service_gives_pod_0_the_name_that_the_others_look_for(manifest):
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
 
 
-def test_what_is_saved_is_started_again_and_has_the_time_to_save(manifest):
+def test_manifest_restarts_saved_jobs_and_allows_time_to_save(manifest):
     _, job = manifest
     pod = job["spec"]["template"]["spec"]
     (rule,) = job["spec"]["podFailurePolicy"]["rules"]
@@ -72,25 +72,25 @@ def test_what_is_saved_is_started_again_and_has_the_time_to_save(manifest):
 
 
 @pytest.mark.parametrize("word", ["#SBATCH --nodes=4", "ssh -n -tt"])
-def test_a_script_is_one_that_bash_reads(word):
+def test_shell_scripts_have_valid_bash_syntax(word):
     done = subprocess.run(["bash", "-n"], input=block("bash", word), capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_a_step_of_slurm_gets_the_cores_of_its_task():
+def test_srun_passes_cpus_per_task():
     """srun does not take them from the job (release notes of Slurm 22.05)."""
     script = block("bash", "#SBATCH --nodes=4")
     assert re.search(r"#SBATCH.* --cpus-per-task=\d+", script)
     assert 'srun --cpus-per-task="$SLURM_CPUS_PER_TASK" ' in script
 
 
-def test_slurm_asks_early_enough_for_the_grace():
+def test_slurm_signal_precedes_the_grace_period():
     script = block("bash", "#SBATCH --nodes=4")
     asked, grace = (int(re.search(pattern, script)[1]) for pattern in (r"TERM@(\d+)", r"--grace (\d+)"))
     assert asked > grace
 
 
-def test_tests_that_are_named_are_there():
+def test_tests_named_on_the_page_exist():
     named = re.findall(r"`(tests/[\w/.]+)`", PAGE.read_text())
     assert len(named) >= 6
     assert [each for each in named if not (ROOT / each).exists()] == []

@@ -13,7 +13,7 @@ PAGE = (Path(dt.__file__).parents[2] / "docs" / "observing.md").read_text()
 LOOP, METER, SINK, LOSS = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 
 
-def test_the_loop_of_the_page_trains_logs_and_resumes(tmp_path, monkeypatch):
+def test_page_loop_trains_logs_and_resumes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     scope = namespace()
     exec(LOSS, scope)
@@ -37,13 +37,13 @@ def test_the_loop_of_the_page_trains_logs_and_resumes(tmp_path, monkeypatch):
     assert list(Path("runs/gpt/traces").glob("trace-rank-*.json")) != []
 
 
-def test_a_meter_is_a_function():
+def test_meter_may_be_a_function():
     scope = {"queue": [1, 2, 3]}
     exec(METER, scope)
     assert scope["queue_length"](SimpleNamespace()) == {"data/queued": 3}
 
 
-def test_a_sink_is_a_function(tmp_path, monkeypatch):
+def test_sink_may_be_a_function(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     posted: list[str] = []
     scope = {"dt": dt, "post": posted.append}

@@ -30,7 +30,7 @@ def report(tmp_path_factory) -> str:
     return done.stdout
 
 
-def test_every_block_is_a_file_and_each_thing_has_its_tests():
+def test_every_code_block_is_a_file_with_tests():
     names = [block.file for block in BLOCKS]
     assert None not in names
     assert len(set(names)) == len(names)
@@ -39,7 +39,7 @@ def test_every_block_is_a_file_and_each_thing_has_its_tests():
     assert {f"test_{name}" for name in things} <= set(names)
 
 
-def test_every_test_of_the_page_passes(report):
+def test_every_test_on_the_page_passes(report):
     named = {name for block in BLOCKS for name in re.findall(r"^def (test_\w+)", block.text, re.M)}
     assert len(named) >= 15
     assert set(re.findall(r"::(test_\w+)\S* PASSED", report)) == named

@@ -49,7 +49,7 @@ def planned(layers: int) -> dict[str, float]:
     return found
 
 
-def test_what_is_shown_of_one_layout_is_what_layers_come_to():
+def test_one_layout_figures_match_the_sum_over_layers():
     """A layer adds the same each time, so two small plans give the large one; that it is printed so is a slow test."""
     one, two = planned(1), planned(2)
     layers = {name: one[name] + 39 * (two[name] - one[name]) for name in one}
@@ -64,13 +64,13 @@ def test_what_is_shown_of_one_layout_is_what_layers_come_to():
 
 
 @pytest.mark.slow
-def test_what_is_shown_of_one_layout_is_what_is_printed():
+def test_one_layout_output_matches_the_plan_command():
     found = [line.rstrip() for line in printed(DETAIL).splitlines() if line.strip()]
     assert found == shown(DETAIL)
 
 
 @pytest.mark.slow
-def test_what_is_shown_of_all_layouts_is_what_is_printed():
+def test_all_layouts_output_matches_the_plan_command():
     found = [line.rstrip() for line in printed(TABLE).splitlines() if line.strip()]
     assert found[: len(shown(TABLE))] == shown(TABLE)
 
@@ -79,7 +79,7 @@ def numbers(text: str, pattern: str) -> list[float]:
     return [float(each) for each in re.findall(pattern, text)]
 
 
-def test_the_text_says_what_the_tables_do():
+def test_page_text_matches_the_tables():
     rows = {tuple(line.split()[:2]): line for line in shown(TABLE)[2:]}
     assert "244.1 GiB" in rows["replicate", "-"]
     assert "no" in rows["replicate", "nothing"].split()

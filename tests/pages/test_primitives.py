@@ -17,7 +17,7 @@ def text() -> str:
     return primitives.page()
 
 
-def test_the_page_is_that_of_the_code(text):
+def test_generated_page_is_up_to_date(text):
     assert primitives.PAGE.read_text() == text, "run python tests/written.py"
 
 
@@ -28,24 +28,24 @@ def test_every_exported_name_is_on_the_page(text):
     ] == []
 
 
-def test_every_function_says_what_comes_out():
+def test_every_function_summary_states_its_result():
     silent = [
         name for name, value in primitives.exported().items() if inspect.isfunction(value) and not primitives.summary(value)
     ]
     assert silent == []
 
 
-def test_the_pages_that_say_more_are_there():
+def test_linked_detail_pages_exist():
     assert [more for _, more in primitives.TASKS.values() if not (DOCS / more).exists()] == []
 
 
-def test_no_row_is_torn(text):
+def test_table_rows_have_a_complete_set_of_columns(text):
     for line in text.splitlines():
         if line.startswith("|"):
             assert len(re.findall(r"(?<!\\)\|", line)) in (3, 7), line
 
 
-def test_a_contract_is_read_by_its_headings():
+def test_contract_is_parsed_from_docstring_headings():
     def writes_(x: int) -> None:
         """Return the result for ``x``.
 
@@ -73,6 +73,6 @@ def test_a_contract_is_read_by_its_headings():
     assert not re.search(rf"\b(?:{primitives._HEADS}): ", primitives.summary(dt.set_lr_)), "a heading on the first line"
 
 
-def test_what_a_table_says_is_what_runs():
+def test_table_entries_match_docstrings():
     assert primitives.raised(dt.build_mesh) == ["ConfigError", "DistError"]
     assert "one all-reduce" in primitives.contract(dt.reduce_metrics)["Collective"]

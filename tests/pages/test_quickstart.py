@@ -101,7 +101,7 @@ def folder(tmp_path_factory) -> Path:
     return folder
 
 
-def test_the_page_does_what_it_shows(folder, monkeypatch):
+def test_quickstart_commands_print_the_shown_output(folder, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("PYTHONWARNINGS", raising=False)
     endings = []
@@ -116,7 +116,7 @@ def test_the_page_does_what_it_shows(folder, monkeypatch):
     assert endings[1].value < endings[0].value < endings[0].baseline - 0.3
 
 
-def test_what_is_shown_is_looked_for():
+def test_output_comparison_detects_order_and_ignores_numbers():
     assert has_in_order("[rank 0] step 250 loss 2.0\nstep 3\n", "[rank 0] step 99 loss 1.5\n")
     assert not has_in_order("b 1\na 2\n", "a 1\nb 2\n")
     assert shape("goodput: 54.4%, 1 m 28 s of 2 s in /tmp/x/run/y") == "goodput: #%, TIME of TIME in run/y"
@@ -124,6 +124,6 @@ def test_what_is_shown_is_looked_for():
     assert set(SHORT) <= {line for lines, _ in commands() for line in lines}
 
 
-def test_the_loop_is_short():
+def test_quickstart_loop_has_at_most_90_lines():
     loop = next(text for language, text in BLOCKS if language == "python" and text.startswith("# loop.py"))
     assert len(loop.splitlines()) <= 90

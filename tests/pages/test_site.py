@@ -72,7 +72,7 @@ def lost(path: Path, link: str) -> bool:
     return bool(parts.fragment) and target.suffix == ".html" and unquote(parts.fragment) not in page(target).anchors
 
 
-def test_every_link_leads_somewhere() -> None:
+def test_site_links_have_existing_targets() -> None:
     pages = every_page()
     assert len(pages) > 60
     dead = [f"{path.relative_to(SITE)}: {link}" for path in pages for link in page(path).links if lost(path, link)]
@@ -81,7 +81,7 @@ def test_every_link_leads_somewhere() -> None:
     assert lost(SITE / "index.html", "loop.html#none-of-this-name")
 
 
-def test_nothing_is_fetched_from_another_host() -> None:
+def test_site_fetches_no_external_resources() -> None:
     assert [(path.name, each) for path in every_page() for each in page(path).fetched if urlsplit(each).netloc] == []
 
 
@@ -93,12 +93,12 @@ def test_every_exported_name_has_an_entry() -> None:
     assert names - entries == set()
 
 
-def test_no_section_of_a_docstring_is_left_as_it_was_typed() -> None:
+def test_docstring_sections_are_rendered() -> None:
     left = re.compile(r"<p>(Args|Returns|Raises|Example|Examples|Mutates|Collective|Host sync|Formula|Source|Yields):")
     assert [(path.name, found[0]) for path in every_page() if (found := left.search(path.read_text()))] == []
 
 
-def test_every_command_is_in_the_reference() -> None:
+def test_command_reference_has_every_command() -> None:
     text = (SITE / "reference" / "commands.html").read_text()
     for name in ("launch", "env", "hang", "plan", "report", "top", "checkpoints convert", "data inspect", "plot schedule"):
         assert f'id="dtrain-{name.replace(" ", "-")}"' in text
@@ -138,7 +138,7 @@ def until(shown: Browser, expression: str, seconds: float = 60.0) -> None:
 @in_a_browser
 @pytest.mark.parametrize("screen", SCREENS)
 @pytest.mark.parametrize("name", LOOKED_AT)
-def test_a_page_is_shown(chromium: tuple[Browser, str], name: str, screen: str) -> None:
+def test_page_renders_without_browser_errors(chromium: tuple[Browser, str], name: str, screen: str) -> None:
     shown, address = chromium
     shown.open(_Address(f"{address}{name}.html"), **SCREENS[screen])  # type: ignore[arg-type]
     until(shown, "document.readyState === 'complete' && document.querySelector('h1') !== null")
@@ -153,7 +153,7 @@ def test_a_page_is_shown(chromium: tuple[Browser, str], name: str, screen: str) 
 
 
 @in_a_browser
-def test_search_finds_a_function_and_goes_there(chromium: tuple[Browser, str]) -> None:
+def test_search_finds_a_function_and_opens_its_page(chromium: tuple[Browser, str]) -> None:
     shown, address = chromium
     shown.open(_Address(f"{address}index.html"))  # type: ignore[arg-type]
     shown.ask("document.querySelector('.md-search__input').focus()")
@@ -164,7 +164,7 @@ def test_search_finds_a_function_and_goes_there(chromium: tuple[Browser, str]) -
 
 
 @in_a_browser
-def test_the_colours_can_be_chosen(chromium: tuple[Browser, str]) -> None:
+def test_color_scheme_can_be_switched(chromium: tuple[Browser, str]) -> None:
     shown, address = chromium
     shown.open(_Address(f"{address}index.html"))  # type: ignore[arg-type]
     scheme = "document.body.getAttribute('data-md-color-scheme')"

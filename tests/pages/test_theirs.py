@@ -36,7 +36,7 @@ def folder_of(package: str) -> Path:
 
 
 @pytest.mark.parametrize("page", PACKAGES)
-def test_their_script_runs_on_two_processes(page: str, tmp_path: Path) -> None:
+def test_other_library_script_runs_on_two_processes(page: str, tmp_path: Path) -> None:
     folder_of(PACKAGES[page])
     script, on_cpus = Path(__file__).with_name("theirs.py"), {"DS_ACCELERATOR": "cpu", "ACCELERATE_USE_CPU": "true"}
     done = subprocess.run(
@@ -84,7 +84,7 @@ def listed(names: str) -> set[str]:
     return set(names.split())
 
 
-def test_composer() -> None:
+def test_composer_tables_match_the_package_source() -> None:
     trainer = class_of("composer", "trainer/trainer.py", "Trainer")
     assert arguments(trainer) == listed(ways_in.COMPOSER_TRAINER)
     assert arguments(trainer, "fit") == listed(ways_in.COMPOSER_FIT)
@@ -92,7 +92,7 @@ def test_composer() -> None:
     assert {node.targets[0].id for node in events if isinstance(node, ast.Assign)} == listed(ways_in.COMPOSER_EVENTS)
 
 
-def test_accelerate() -> None:
+def test_accelerate_tables_match_the_package_source() -> None:
     accelerator = class_of("accelerate", "accelerator.py", "Accelerator")
     assert arguments(accelerator) == listed(ways_in.ACCELERATOR)
     own = public(accelerator) - arguments(accelerator)
@@ -102,11 +102,11 @@ def test_accelerate() -> None:
     assert set(fields(plugin)) == listed(ways_in.ACCELERATE_FSDP)
 
 
-def test_fabric() -> None:
+def test_fabric_tables_match_the_package_source() -> None:
     fabric = class_of("lightning", "fabric/fabric.py", "Fabric")
     assert arguments(fabric) == listed(ways_in.FABRIC)
     assert public(fabric) - arguments(fabric) - {"logger"} == listed(ways_in.FABRIC_METHODS)
 
 
-def test_deepspeed() -> None:
+def test_deepspeed_tables_match_the_package_source() -> None:
     assert set(fields(class_of("deepspeed", "runtime/zero/config.py", "DeepSpeedZeroConfig"))) == listed(ways_in.DEEPSPEED_ZERO)

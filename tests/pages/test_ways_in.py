@@ -68,18 +68,18 @@ def problem(text: str) -> str | None:
     return next((f"dtrain has no {each.removeprefix('dt.')}" for each in sorted(public.unknown_in(text))), None)
 
 
-def test_every_page_about_another_library_is_held() -> None:
+def test_every_migration_page_is_tested() -> None:
     assert {path.name for path in DOCS.glob("from_*.md")} == set(PAGES)
 
 
 @pytest.mark.parametrize(("page", "section"), TABLES)
-def test_every_name_of_theirs_has_its_row_and_none_is_made_up(page: str, section: str) -> None:
+def test_migration_tables_list_exactly_the_names_of_the_library(page: str, section: str) -> None:
     theirs = [name for row in rows(page, section) for name in row[0]]
     assert sorted(theirs) == sorted(PAGES[page][section].split())
 
 
 @pytest.mark.parametrize(("page", "section"), TABLES)
-def test_every_name_of_ours_is_there_with_its_options(page: str, section: str) -> None:
+def test_every_dtrain_name_in_migration_tables_exists_with_its_options(page: str, section: str) -> None:
     calls = re.compile(r"\w+\(\w+=\)")  # in the text column: as in `save_sharded(keep_last=)`
     given = [each for _, here, text in rows(page, section) for each in (*here, *filter(calls.fullmatch, text))]
     assert given
@@ -87,13 +87,13 @@ def test_every_name_of_ours_is_there_with_its_options(page: str, section: str) -
 
 
 @pytest.mark.parametrize(("page", "section"), TABLES)
-def test_what_has_no_counterpart_says_so(page: str, section: str) -> None:
+def test_rows_without_a_counterpart_give_a_reason(page: str, section: str) -> None:
     for _, here, said in table(page, section):
         assert here == "-" or _CODE.search(here) or "](" in here, here
         assert here != "-" or said, "a row without a counterpart has a reason"
 
 
-def test_the_schedules_of_deepspeeds_are_those_of_its_formulas() -> None:
+def test_deepspeed_schedules_match_their_formulas() -> None:
     """Its ``get_lr`` after ``t`` calls of ``step`` behind the first; 1,000 steps of warm-up, 10,000 in all."""
     (code,) = [block.text for block in fences(DOCS / "from_deepspeed.md") if "def logarithmic" in block.text]
     names: dict[str, object] = {"dt": dt}
@@ -115,14 +115,14 @@ def test_the_schedules_of_deepspeeds_are_those_of_its_formulas() -> None:
             assert names[name](t) == pytest.approx(value, abs=2e-4 if name == "cosine" else 1e-9)
 
 
-def test_the_range_test_of_deepspeeds_grows_without_an_end() -> None:
+def test_deepspeed_lr_range_test_grows_without_bound() -> None:
     """Its ``get_lr`` before step ``t``: 1 + rate * (last_batch_iteration + 1) / size, with a count that begins at -1."""
     ((_, (code,), _),) = [row for row in rows("from_deepspeed.md", "Optimizers and schedules") if row[0] == ["LRRangeTest"]]
     factor = eval(code, {"rate": 0.5, "size": 200})
     assert [factor(t) for t in (0, 100, 200, 2_000)] == [1.0, 1.25, 1.5, 6.0]
 
 
-def test_the_schedule_of_the_loop_from_torchtitan_is_that_of_its_formulas() -> None:
+def test_torchtitan_loop_schedule_matches_its_formula() -> None:
     """Its ``linear_warmup_stable_decay``: 60 steps, 10 of them warm-up, the last fifth decays."""
     (code,) = [block.text for block in fences(DOCS / "from_torchtitan.md") if "warmup_stable_decay" in block.text]
     lines = [line.strip() for line in code.splitlines() if re.match(r" *(decaying|lr) = ", line)]
@@ -149,6 +149,6 @@ def test_the_schedule_of_the_loop_from_torchtitan_is_that_of_its_formulas() -> N
         ("dtrain lunch", "No such command"),
     ],
 )
-def test_a_name_that_is_not_there_is_found(text: str, wrong: str | None) -> None:
+def test_name_check_detects_missing_names_and_options(text: str, wrong: str | None) -> None:
     found = problem(text)
     assert found is None if wrong is None else wrong in (found or "")

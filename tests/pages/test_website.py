@@ -29,12 +29,12 @@ def reference(website: None) -> ModuleType:
     return reference
 
 
-def test_every_exported_name_has_one_place(reference: ModuleType) -> None:
+def test_every_exported_name_has_one_reference_entry(reference: ModuleType) -> None:
     placed = [name for room in reference.ROOMS for name in reference.names(room)]
     assert sorted(placed) == sorted(public.all_names())
 
 
-def test_links_to_the_reference_are_to_pages_that_are_made(reference: ModuleType) -> None:
+def test_reference_links_point_to_generated_pages(reference: ModuleType) -> None:
     files = {file for file, _ in reference.pages()}
     assert {f"reference/{target}" for target in re.findall(r"\]\(([\w-]+\.md)[#)]", reference.index())} <= files
 
@@ -48,7 +48,7 @@ def test_every_command_and_option_is_on_the_page(website: None) -> None:
     assert "`--hang-timeout`" in text.replace(" SECONDS", "")
 
 
-def test_own_sections_become_a_list(website: None) -> None:
+def test_custom_docstring_sections_become_a_list(website: None) -> None:
     docstrings = pytest.importorskip("docstrings", reason="needs griffe")
     given = "First.\nMutates: ``p.grad``.\nCollective: one\n    all-reduce.\n\nArgs:\n    x: it.\n\n"
     given += "Example:\n    >>> 1\n    1\n\n>>> 2\n[2]\n"
@@ -76,7 +76,7 @@ def test_every_page_is_in_the_navigation_once() -> None:
     assert sorted(listed) == sorted(path.name for path in DOCS.glob("*.md"))
 
 
-def test_lists_stand_apart_from_the_text_above() -> None:
+def test_lists_are_separated_from_preceding_text() -> None:
     """A forge takes a list without an empty line above it; the site would run it into the paragraph."""
     wrong = []
     for path in [*DOCS.glob("*.md"), ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"]:

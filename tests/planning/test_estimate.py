@@ -26,7 +26,7 @@ def of(estimate, op: str) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("world", [1, 3, 4096])
-def test_shards_are_those_of_the_fullest_rank(world):
+def test_estimate_uses_shard_sizes_of_the_fullest_rank(world):
     plan = estimate_memory(linears(), world_size=world)
     assert plan.max_by_part.parameters == SIZE * UNITS * (WIDTH + 1) * math.ceil(WIDTH / world)
     assert plan.max_by_part.optimizer >= 2 * plan.max_by_part.parameters
@@ -34,7 +34,7 @@ def test_shards_are_those_of_the_fullest_rank(world):
     assert plan.at_peak.total == plan.peak == max(plan.peaks.values()) == plan.peaks[plan.peak_phase]
 
 
-def test_replicas_hold_everything_and_reduce_once():
+def test_replicate_holds_all_parameters_and_reduces_once():
     plan = estimate_memory(linears(), world_size=8, strategy="replicate", microbatches=3)
     assert plan.max_by_part.parameters == PARAMS * SIZE
     assert plan.max_by_part.gradients == PARAMS * SIZE
@@ -44,7 +44,7 @@ def test_replicas_hold_everything_and_reduce_once():
 
 
 @pytest.mark.parametrize("microbatches", [1, 3, 64])
-def test_traffic_of_many_microbatches_is_counted_though_three_are_run(microbatches):
+def test_traffic_scales_to_all_microbatches_from_three_runs(microbatches):
     ran = []
 
     def batch(n):
@@ -58,26 +58,26 @@ def test_traffic_of_many_microbatches_is_counted_though_three_are_run(microbatch
     assert max(ran) <= 6
 
 
-def test_low_precision_halves_what_is_gathered():
+def test_low_precision_halves_all_gather_bytes():
     full, low = (estimate_memory(linears(), world_size=4, precision=p) for p in (None, Precision.preset("DEFAULT", "bf16")))
     assert of(low, "all_gather")[1] * 2 == of(full, "all_gather")[1]
     assert of(low, "reduce_scatter") == of(full, "reduce_scatter")  # summed in float32
     assert low.max_by_part.parameters == full.max_by_part.parameters
 
 
-def test_checkpointing_takes_activations():
+def test_checkpointing_reduces_activation_memory():
     deep = linears(model=lambda: nn.Sequential(*(Linears() for _ in range(3))), blocks=(Linears,))
     kept, again = (estimate_memory(deep, world_size=4, microbatch_size=512, checkpoint=c) for c in (None, "nothing"))
     assert again.max_by_part.activations < 0.7 * kept.max_by_part.activations
 
 
-def test_transforms_are_counted():
+def test_transform_state_memory_is_counted():
     plain, averaged = (estimate_memory(linears(transforms=t), world_size=4) for t in ([], [dt.transforms.ema(0.9)]))
     assert plain.max_by_part.transforms == 0
     assert averaged.max_by_part.transforms == averaged.max_by_part.parameters
 
 
-def test_a_run_after_an_estimate_computes_with_real_numbers(monkeypatch):
+def test_training_after_an_estimate_has_real_metric_weights(monkeypatch):
     monkeypatch.setattr("dtrain.metrics._UNIT_WEIGHTS", {})  # no step has run in this process
     estimate_memory(linears(transforms=[dt.transforms.clip_by_norm(1.0)]), world_size=4)
     model = nn.Linear(2, 1)
@@ -88,7 +88,7 @@ def test_a_run_after_an_estimate_computes_with_real_numbers(monkeypatch):
     assert {name: float(metric.weight) for name, metric in metrics.items()} == {"loss": 2.0, "grad_norm": 1.0}
 
 
-def test_optimizer_works_on_all_parameters_at_once_on_cuda_alone():
+def test_optimizer_temporaries_are_larger_on_cuda_than_cpu():
     cuda, cpu = (estimate_memory(linears(), world_size=1, device=device) for device in ("cuda", "cpu"))
     assert cuda.max_by_part.optimizer > cpu.max_by_part.optimizer
 
@@ -111,14 +111,14 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize(
     ("kind", "least"), [("norm", 256 * WIDTH * SIZE), ("drop", 256 * WIDTH * 3), ("attention", 4 * 256**2)]
 )
-def test_kernels_of_cuda_keep_less(kind, least):
+def test_cuda_kernels_save_fewer_activation_bytes(kind, least):
     noisy = linears(model=lambda: Noisy(kind), blocks=(), optimizer=lambda params: torch.optim.SGD(params, lr=0.1))
     kept = {d: estimate_memory(noisy, world_size=1, microbatch_size=256, device=d).peaks["forward"] for d in ("cuda", "cpu")}
     assert kept["cpu"] - kept["cuda"] >= least
     assert nn.functional.dropout.__module__ == "torch.nn.functional"
 
 
-def test_model_that_no_machine_could_hold_is_planned():
+def test_model_larger_than_any_machine_can_be_estimated():
     giant = linears(model=lambda: nn.Linear(2**20, 2**20, bias=False), batch=lambda n: torch.zeros(n, 2**20), blocks=())
     assert estimate_memory(giant, world_size=4096).max_by_part.parameters == 2**40 * SIZE // 4096
 
@@ -135,7 +135,7 @@ def test_given_model_is_neither_copied_nor_changed():
         assert torch.equal(param, value)
 
 
-def test_model_made_on_meta_is_planned_alike():
+def test_meta_model_has_the_same_estimate():
     def on_meta() -> nn.Module:
         with torch.device("meta"):
             return Linears()
@@ -143,7 +143,7 @@ def test_model_made_on_meta_is_planned_alike():
     assert estimate_memory(linears(model=on_meta), world_size=4).peak == estimate_memory(linears(), world_size=4).peak
 
 
-def test_nothing_is_left_of_a_plan():
+def test_estimate_restores_process_groups_and_rng_state():
     torch.manual_seed(7)
     before = torch.get_rng_state()
     estimate_memory(linears(batch=lambda n: torch.randn(n, WIDTH)), world_size=4)
@@ -162,7 +162,7 @@ REFUSED = {
     "no ranks": ({"world_size": 0}, "world_size must be an integer from 1 to 4096, got 0"),
     "too many ranks": ({"world_size": 5000}, "world_size must be an integer from 1 to 4096, got 5000"),
     "ranks that do not divide": ({"world_size": 8, "dp_replicate": 3}, "must be a multiple of 3"),
-    "strategy": ({"world_size": 2, "strategy": "zero3"}, "strategy must be one of full_shard"),
+    "strategy": ({"world_size": 2, "strategy": "zero3"}, "strategy must be 'full_shard', "),
     "hybrid without replicas": ({"world_size": 2, "strategy": "hybrid_shard"}, "hybrid_shard needs a mesh of two axes"),
     "checkpoint": ({"world_size": 2, "checkpoint": "all"}, "checkpoint must be None, 'nothing' or 'matmuls', got 'all'"),
     "device": ({"world_size": 2, "device": "tpu"}, "device must be 'cuda' or 'cpu', got 'tpu'"),
@@ -172,7 +172,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("options", "expected"), REFUSED.values(), ids=REFUSED)
-def test_wrong_option_is_one_line(options, expected):
+def test_invalid_option_raises_one_line_error(options, expected):
     with pytest.raises(ConfigError) as error:
         estimate_memory(linears(), **options)
     assert expected in str(error.value)
@@ -192,7 +192,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("changes", "expected"), WRONG.values(), ids=WRONG)
-def test_wrong_workload_is_one_line(changes, expected):
+def test_invalid_workload_is_refused(changes, expected):
     with pytest.raises(ConfigError, match=expected):
         estimate_memory(linears(**changes), world_size=2)
 
@@ -204,5 +204,5 @@ def with_groups() -> str:
     return str(error.value)
 
 
-def test_open_process_groups_are_left_alone(ranks):
+def test_estimate_refuses_open_process_groups(ranks):
     assert all("before dt.init_dist()" in text for text in ranks(2).run(with_groups))

@@ -37,14 +37,14 @@ class Lines:
 @example(lines=[(0, 1), (150, 0)], limit=150, at_most=AT_MOST)
 @example(lines=[(26, 2), (88, 1), (94, 0)], limit=102, at_most=AT_MOST)
 @settings(max_examples=300, deadline=None)
-def test_largest_is_what_trying_all_finds(lines, limit, at_most):
+def test_largest_microbatch_matches_exhaustive_search(lines, limit, at_most):
     found = _find_largest(Lines(lines), memory=limit, limit=limit, max_size=at_most)
     fitting = [size for size in range(1, at_most + 1) if Lines(lines).peak(size) <= limit]
     assert found.microbatch_size == max(fitting, default=0)
     assert found.sizes_tried <= 2 + 2 * len(lines)
 
 
-def test_largest_fits_and_one_more_does_not():
+def test_largest_microbatch_fits_and_the_next_size_does_not():
     memory, headroom = 2**18, 0.1
     found = largest_microbatch(linears(), memory, world_size=8, headroom=headroom)
     size = found.microbatch_size
@@ -53,13 +53,13 @@ def test_largest_fits_and_one_more_does_not():
     assert found.estimate.peak == peaks[0]
 
 
-def test_memory_that_holds_no_sample_gives_none_with_what_one_takes():
+def test_insufficient_memory_returns_zero_with_the_one_sample_estimate():
     found = largest_microbatch(linears(), 1000, world_size=8)
     assert (found.microbatch_size, found.estimate.microbatch_size) == (0, 1)
     assert found.estimate.peak > 1000
 
 
-def test_comparison_has_every_strategy_with_and_without_checkpointing():
+def test_comparison_lists_every_strategy_with_and_without_checkpointing():
     rows = compare_strategies(linears(), world_size=16, dp_replicate=2)
     layouts = [(row.estimate.config.strategy, row.estimate.config.checkpoint) for row in rows]
     names = ("replicate", "shard_grad_op", "full_shard", "hybrid_shard")
@@ -68,7 +68,7 @@ def test_comparison_has_every_strategy_with_and_without_checkpointing():
     assert held["full_shard"] < held["hybrid_shard"] < held["replicate"]
 
 
-def test_comparison_without_replicas_blocks_and_memory_leaves_these_out():
+def test_comparison_omits_hybrid_checkpointing_and_largest_without_inputs():
     rows = compare_strategies(linears(blocks=()), world_size=2)
     assert [row.estimate.config.strategy for row in rows] == ["replicate", "shard_grad_op", "full_shard"]
     assert all(row.largest is None for row in rows)
@@ -83,6 +83,6 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("options", "expected"), REFUSED.values(), ids=REFUSED)
-def test_wrong_bounds_are_one_line(options, expected):
+def test_invalid_bounds_are_refused(options, expected):
     with pytest.raises(ConfigError, match=expected):
         largest_microbatch(linears(), world_size=2, **options)

@@ -49,7 +49,7 @@ def folder(tmp_path, monkeypatch):
         sys.modules.pop(name, None)
 
 
-def test_factory_in_a_file_is_called_with_its_arguments(folder):
+def test_workload_factory_in_a_file_receives_arguments(folder):
     before = list(sys.path)
     with load_workload("sub/planned_model.py:workload", {"width": 16}) as workload:
         assert workload.batch(2).shape == (2, 16)
@@ -57,12 +57,12 @@ def test_factory_in_a_file_is_called_with_its_arguments(folder):
     assert sys.path == before
 
 
-def test_workload_itself_is_taken_as_it_is(folder):
+def test_workload_object_is_used_unchanged(folder):
     with load_workload("sub/planned_model.py:ready", {}) as workload:
         assert workload.batch(3).shape == (3, 8)
 
 
-def test_module_is_found_from_the_current_folder(folder, monkeypatch):
+def test_module_is_imported_from_the_current_folder(folder, monkeypatch):
     monkeypatch.chdir(folder / "sub")
     with load_workload("planned_model:workload", {}) as workload:
         assert workload.batch(1).shape == (1, 8)
@@ -93,14 +93,14 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("target", "arguments", "expected"), REFUSED.values(), ids=REFUSED)
-def test_target_that_cannot_be_used_is_one_line(folder, target, arguments, expected):
+def test_invalid_target_raises_one_line_error(folder, target, arguments, expected):
     with pytest.raises(ConfigError, match=expected) as error, load_workload(target, arguments):
         pass
     assert "\n" not in str(error.value)
     assert ". " in str(error.value)
 
 
-def test_step_that_fails_says_where(folder):
+def test_failed_step_error_names_file_and_line(folder):
     with (
         pytest.raises(StepError, match=r"a step of .* failed: RuntimeError: .* \(in beside.py, line 5\)"),
         load_workload("sub/planned_model.py:stumbling", {}) as workload,

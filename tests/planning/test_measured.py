@@ -57,13 +57,13 @@ def off(ranks, name: str, world: int, size: int, count: int, setting: dict) -> f
 
 
 @pytest.mark.parametrize(("name", "world", "size", "count", "setting"), QUICK)
-def test_plan_is_what_real_ranks_hold(ranks, name, world, size, count, setting):
+def test_estimated_peak_matches_measured_ranks(ranks, name, world, size, count, setting):
     assert off(ranks, name, world, size, count, setting) <= TOLERANCE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "world", "size", "count", "setting"), SLOW)
-def test_plan_is_what_real_ranks_hold_for_every_setting(ranks, name, world, size, count, setting):
+def test_estimated_peak_matches_measured_ranks_for_every_setting(ranks, name, world, size, count, setting):
     assert off(ranks, name, world, size, count, setting) <= TOLERANCE
 
 
@@ -81,7 +81,7 @@ def on_gpu(size: int) -> int:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_plan_is_what_a_gpu_holds():
+def test_estimated_peak_matches_a_gpu():
     size = 256
     with init_dist(device="cuda"):
         real = on_gpu(size)

@@ -20,7 +20,7 @@ class Slow:
         return torch.ones(1)
 
 
-def test_the_wait_for_a_loader_is_known_by_its_span(tmp_path):
+def test_slow_loader_is_diagnosed_from_data_span(tmp_path):
     loader = dt.build_loader(Slow(), global_batch_size=2, seed=0)
     step, state = begin(step_profiler(tmp_path, schedule=schedule(skip_first=1, active=2)))
     for batch in loader.until(5):

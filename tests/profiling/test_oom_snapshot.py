@@ -28,7 +28,7 @@ def greedy(at: int, size: int, seam: str) -> dt.Transform:
 
 
 @pytest.mark.parametrize("seam", ["grad", "update"])
-def test_an_error_in_a_step_leaves_a_snapshot_and_goes_on(tmp_path, seam):
+def test_oom_error_in_step_writes_snapshot_and_propagates(tmp_path, seam):
     step, state = begin(snapshot_on_oom(tmp_path / "memory"), greedy(2, 1 << 20, seam))
     with memory_budget(100_000) as budget:
         kept = torch.zeros(5000)
@@ -40,13 +40,13 @@ def test_an_error_in_a_step_leaves_a_snapshot_and_goes_on(tmp_path, seam):
     assert len(list((tmp_path / "memory").iterdir())) == 1
 
 
-def test_as_a_context_it_takes_any_code(tmp_path):
+def test_snapshot_context_covers_any_code(tmp_path):
     with pytest.raises(torch.OutOfMemoryError), memory_budget(100), snapshot_on_oom(tmp_path):
         torch.zeros(1000)
     assert [path.name.split("-step-")[0] for path in tmp_path.iterdir()] == ["oom-rank-00000"]
 
 
-def test_other_errors_and_none_leave_nothing(tmp_path):
+def test_other_errors_write_no_snapshot(tmp_path):
     with memory_budget(1000), snapshot_on_oom(tmp_path):
         torch.zeros(10)
     with pytest.raises(ZeroDivisionError), memory_budget(1000), snapshot_on_oom(tmp_path):
@@ -54,7 +54,7 @@ def test_other_errors_and_none_leave_nothing(tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_nothing_is_known_there_is_a_warning_and_the_error_goes_on(tmp_path):
+def test_missing_memory_data_warns_and_propagates_error(tmp_path):
     with (
         pytest.warns(UserWarning, match="snapshot_on_oom: CPU memory is counted only inside"),
         pytest.raises(MemoryError),
@@ -64,7 +64,7 @@ def test_where_nothing_is_known_there_is_a_warning_and_the_error_goes_on(tmp_pat
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_that_cannot_be_written_does_not_take_the_errors_place(tmp_path):
+def test_unwritable_snapshot_warns_and_keeps_original_error(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with (
         pytest.warns(UserWarning, match="snapshot_on_oom: .* No snapshot is written"),
@@ -89,13 +89,13 @@ def sized(*transforms: dt.Transform, limit: int = 330_000) -> int:
 
 
 @pytest.mark.parametrize("outside", [True, False])
-def test_tries_that_are_repeated_with_less_leave_nothing(tmp_path, outside):
+def test_retried_microbatch_sizes_write_no_snapshot(tmp_path, outside):
     watching, sizing = snapshot_on_oom(tmp_path), dt.auto_microbatch()
     assert sized(*((watching, sizing) if outside else (sizing, watching))) > 0
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_does_not_fit_at_any_size_leaves_a_snapshot(tmp_path):
+def test_oom_at_smallest_microbatch_writes_snapshot(tmp_path):
     with pytest.raises(OutOfMemoryError):
         sized(snapshot_on_oom(tmp_path), dt.auto_microbatch(), limit=150_000)
     assert [path.name for path in tmp_path.iterdir()] == ["oom-rank-00000-step-00000000.json"]

@@ -38,7 +38,7 @@ def work() -> None:
     (torch.ones(8, 8) @ torch.ones(8, 8)).sum()
 
 
-def test_a_context_writes_the_active_steps_and_nothing_of_the_others(tmp_path):
+def test_context_records_only_active_steps(tmp_path):
     with profile(tmp_path, schedule=SOON) as prof:
         for _ in range(6):
             work()
@@ -50,7 +50,7 @@ def test_a_context_writes_the_active_steps_and_nothing_of_the_others(tmp_path):
     assert sum(event.name == "aten::mm" for event in trace.events) == 2
 
 
-def test_a_transform_writes_the_active_steps_by_itself(tmp_path):
+def test_transform_records_active_steps(tmp_path):
     step, state = begin(step_profiler(tmp_path, schedule=SOON), lr=0.1)
     take(step, state, 6)
     trace = read_trace(tmp_path / "trace-rank-00000-step-00000002.pt.trace.json")
@@ -59,7 +59,7 @@ def test_a_transform_writes_the_active_steps_by_itself(tmp_path):
     assert names(tmp_path) == ["trace-rank-00000-step-00000002.pt.trace.json"]
 
 
-def test_each_cycle_is_a_trace(tmp_path):
+def test_each_cycle_writes_one_trace(tmp_path):
     step, state = begin(step_profiler(tmp_path, schedule=schedule(wait=1, active=1, repeat=2), compress=True))
     take(step, state, 8)
     assert names(tmp_path) == [
@@ -69,7 +69,7 @@ def test_each_cycle_is_a_trace(tmp_path):
     assert json.loads(gzip.decompress((tmp_path / names(tmp_path)[1]).read_bytes()))["dtrain"]["steps"][0]["step"] == 5
 
 
-def test_a_resumed_run_names_traces_by_its_steps(tmp_path):
+def test_resumed_run_names_traces_by_global_step(tmp_path):
     step, state = begin(lr=0.0)
     state = take(step, state, 3)
     with profile(tmp_path, schedule=schedule(warmup=1, active=1)) as prof:
@@ -92,13 +92,13 @@ def training(*transforms: dt.Transform) -> tuple[list[str], list[float]]:
     return losses, [value for param in state.params.values() for value in param.detach().flatten().tolist()]
 
 
-def test_the_losses_are_bit_equal_with_the_profiler(tmp_path):
+def test_losses_are_bit_equal_with_profiler(tmp_path):
     options = {"record_shapes": True, "memory": True, "stacks": True, "flops": True}
     assert training(step_profiler(tmp_path, schedule=SOON, **options)) == training()
     assert names(tmp_path) == ["trace-rank-00000-step-00000002.pt.trace.json"]
 
 
-def test_leaving_in_a_window_writes_what_is_there(tmp_path):
+def test_exit_during_active_window_writes_recorded_steps(tmp_path):
     with profile(tmp_path, schedule=schedule(warmup=1, active=10)) as prof:
         for _ in range(3):
             work()
@@ -107,7 +107,7 @@ def test_leaving_in_a_window_writes_what_is_there(tmp_path):
     assert not torch.autograd._profiler_enabled()
 
 
-def test_leaving_in_a_warmup_writes_nothing_and_stops(tmp_path):
+def test_exit_during_warmup_writes_nothing_and_stops_profiler(tmp_path):
     with profile(tmp_path, schedule=schedule(warmup=5)) as prof:
         prof.step()
     assert names(tmp_path) == []
@@ -116,7 +116,7 @@ def test_leaving_in_a_warmup_writes_nothing_and_stops(tmp_path):
     assert any(event.key == "aten::mm" for event in after.key_averages())
 
 
-def test_an_error_in_a_context_leaves_the_profiler_stopped(tmp_path):
+def test_error_in_context_stops_profiler(tmp_path):
     with pytest.raises(RuntimeError, match="mat1"), profile(tmp_path, schedule=schedule(warmup=0, active=3)):
         torch.ones(2, 3) @ torch.ones(2, 3)
     assert not torch.autograd._profiler_enabled()
@@ -127,7 +127,7 @@ def test_an_error_in_a_context_leaves_the_profiler_stopped(tmp_path):
 
 
 @pytest.mark.parametrize("seam", ["grad", "update"])
-def test_an_error_in_a_step_leaves_the_profiler_stopped(tmp_path, seam):
+def test_error_in_step_stops_profiler(tmp_path, seam):
     def failing(inner):
         def fail(state, *given, **options):
             if state.step == 1:
@@ -147,7 +147,7 @@ def test_an_error_in_a_step_leaves_the_profiler_stopped(tmp_path, seam):
     assert steps(tmp_path / "trace-rank-00000-step-00000000.pt.trace.json") == [0]
 
 
-def test_a_window_at_the_end_of_a_run_is_written_when_the_groups_close(tmp_path):
+def test_unfinished_window_is_written_when_process_group_closes(tmp_path):
     with dt.init_dist():
         step, state = begin(step_profiler(tmp_path, schedule=schedule(warmup=0, active=9)))
         take(step, state, 2)
@@ -163,7 +163,7 @@ def twice(inner):
     return again
 
 
-def test_a_gradient_that_is_computed_again_is_one_step(tmp_path):
+def test_repeated_gradient_computation_counts_as_one_step(tmp_path):
     step, state = begin(step_profiler(tmp_path, schedule=SOON), dt.Transform(name="twice", grad=twice))
     take(step, state, 5)
     assert steps(tmp_path / "trace-rank-00000-step-00000002.pt.trace.json") == [2, 3]
@@ -172,7 +172,7 @@ def test_a_gradient_that_is_computed_again_is_one_step(tmp_path):
     assert steps(tmp_path / "inside" / "trace-rank-00000-step-00000002.pt.trace.json") == [2, 3]
 
 
-def test_a_step_whose_update_is_skipped_counts(tmp_path):
+def test_step_with_skipped_update_is_counted(tmp_path):
     def skipping(inner):
         return lambda state, metrics: inner(state, metrics) if state.step != 1 else (state, metrics)
 
@@ -182,7 +182,7 @@ def test_a_step_whose_update_is_skipped_counts(tmp_path):
     assert steps(tmp_path / "trace-rank-00000-step-00000002.pt.trace.json") == [2, 3]
 
 
-def test_step_in_backward_takes_it(tmp_path):
+def test_optimizer_in_backward_supports_step_profiler(tmp_path):
     model = nn.Linear(1, 1, bias=False)
     step = dt.optimizer_in_backward(LOSS, [step_profiler(tmp_path, schedule=SOON)], weight_fn=len, microbatch_size=2)
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -191,7 +191,7 @@ def test_step_in_backward_takes_it(tmp_path):
     assert steps(tmp_path / "trace-rank-00000-step-00000002.pt.trace.json") == [2, 3]
 
 
-def test_a_checkpoint_fits_a_run_with_and_without_it(tmp_path):
+def test_checkpoint_is_compatible_with_and_without_profiler(tmp_path):
     step, state = begin(step_profiler(tmp_path / "traces", schedule=schedule(skip_first=9)))
     state = take(step, state, 2)
     dt.save_sharded(tmp_path / "root", state)
@@ -215,7 +215,7 @@ def test_two_profilers_at_once_are_refused(tmp_path):
     assert names(tmp_path) == []
 
 
-def test_a_profile_is_of_one_use(tmp_path):
+def test_profile_context_is_single_use(tmp_path):
     prof = profile(tmp_path, schedule=schedule(skip_first=100))
     with pytest.raises(ConfigError, match=r"profile: step\(\) must be called inside the with block"):
         prof.step()
@@ -225,7 +225,7 @@ def test_a_profile_is_of_one_use(tmp_path):
         prof.__enter__()
 
 
-def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch):
+def test_unwritable_folder_warns_once(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     step, state = begin(step_profiler(tmp_path / "file" / "traces", schedule=schedule(warmup=0, active=1, repeat=0)))
     happened: list[dict] = []
@@ -238,7 +238,7 @@ def test_a_folder_that_cannot_be_written_is_one_warning(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("compress", [False, True])
-def test_a_full_disk_is_one_warning_and_leaves_nothing(tmp_path, compress):
+def test_full_disk_warns_once_and_leaves_no_files(tmp_path, compress):
     usual = resource.getrlimit(resource.RLIMIT_FSIZE)
     prof = profile(tmp_path, schedule=schedule(warmup=0, active=2), compress=compress)
     try:
@@ -257,7 +257,7 @@ def test_a_full_disk_is_one_warning_and_leaves_nothing(tmp_path, compress):
 
 
 @pytest.mark.parametrize(("on", "switched"), [(False, [True, None]), (True, [])], ids=["was-off", "was-on"])
-def test_a_history_of_allocations_that_was_on_stays_on(tmp_path, monkeypatch, on, switched):
+def test_active_allocation_history_is_not_disabled(tmp_path, monkeypatch, on, switched):
     what = ProfileOptions(folder=tmp_path, record_shapes=False, memory=True, stacks=False, flops=False, compress=False)
     window, calls = TraceRecorder(options=what, offset=ClockOffset(0, 0)), []
     cuda = SimpleNamespace(device=torch.device("cuda"), rank=0, world_size=1)
@@ -282,12 +282,12 @@ def test_a_history_of_allocations_that_was_on_stays_on(tmp_path, monkeypatch, on
     ids=["remote", "schedule", "text", "none", "stranger", "bool"],
 )
 @pytest.mark.parametrize("form", [profile, step_profiler])
-def test_options_that_cannot_be_right_are_refused(tmp_path, form, options, message):
+def test_invalid_options_are_refused(tmp_path, form, options, message):
     with pytest.raises(ConfigError, match=message):
         form(**{"path": tmp_path, **options})
 
 
-def test_memory_is_a_timeline_and_in_a_budget_a_snapshot(tmp_path):
+def test_memory_option_writes_timeline_and_budget_snapshot(tmp_path):
     with memory_budget(1 << 20), profile(tmp_path, schedule=schedule(warmup=0, active=1), memory=True):
         kept = torch.zeros(1000)
         torch.zeros(2000)
@@ -299,7 +299,7 @@ def test_memory_is_a_timeline_and_in_a_budget_a_snapshot(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_a_gpu_kernels_and_its_memory_are_in_it(tmp_path):
+def test_gpu_trace_contains_kernels_and_memory(tmp_path):
     with dt.init_dist(device="cuda"):
         held = torch.ones(512, 512, device="cuda")
         with profile(tmp_path, schedule=schedule(warmup=1, active=2), memory=True) as prof:
@@ -314,7 +314,7 @@ def test_on_a_gpu_kernels_and_its_memory_are_in_it(tmp_path):
     assert (tmp_path / "memory-rank-00000-step-00000001.pickle").stat().st_size > 0
 
 
-def test_a_step_that_is_dropped_in_a_window_ends_it(tmp_path):
+def test_step_deleted_during_window_ends_it(tmp_path):
     step, state = begin(step_profiler(tmp_path, schedule=schedule(warmup=0, active=9)))
     take(step, state, 2)
     del step, state

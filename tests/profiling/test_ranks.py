@@ -38,7 +38,7 @@ def offsets() -> tuple[int, int]:
         patch.undo()
 
 
-def test_a_clock_that_is_ahead_is_measured_within_its_bound(ranks):
+def test_clock_offset_is_measured_within_its_bound(ranks):
     rows = ranks(3).run(offsets)
     assert rows[0] == [0, 0]
     for rank in (1, 2):
@@ -65,7 +65,7 @@ def meeting(folder: str, only: list[int] | None) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def test_merging_puts_all_ranks_on_one_clock(ranks, tmp_path):
+def test_merged_traces_share_one_clock(ranks, tmp_path):
     ranks(2).run(meeting, str(tmp_path), None)
     merged = json.loads(merge_traces(tmp_path, tmp_path / "all.json").read_text())
     assert [(row["rank"], row["steps"]) for row in merged["dtrain"]["merged"]] == [(0, [1, 2]), (1, [1, 2])]
@@ -82,7 +82,7 @@ def test_merging_puts_all_ranks_on_one_clock(ranks, tmp_path):
             assert first["ts"] + first["dur"] + slack > second["ts"]
 
 
-def test_the_named_ranks_write_and_the_others_do_not(ranks, tmp_path):
+def test_only_selected_ranks_write_traces(ranks, tmp_path):
     assert ranks(2).run(meeting, str(tmp_path), [1])[1] == ["trace-rank-00001-step-00000001.pt.trace.json"]
 
 
@@ -100,7 +100,7 @@ def profiled_elsewhere(folder: str, transform: bool) -> str:
 
 
 @pytest.mark.parametrize("transform", [False, True], ids=["context", "transform"])
-def test_another_profiler_on_one_rank_is_refused_on_all(ranks, tmp_path, transform):
+def test_other_profiler_on_one_rank_is_refused_on_all_ranks(ranks, tmp_path, transform):
     mine, theirs = ranks(2).run(profiled_elsewhere, str(tmp_path), transform)
     assert mine.startswith("ConfigError: profile: only one profiler can run per process, got a profiler of torch's own")
     assert theirs.startswith("PeerError: profile: rank 0 failed (1 of 2 ranks did): ConfigError: profile: only one profiler")
@@ -121,7 +121,7 @@ def late(folder: str, wait_s: float) -> None:
         state, _ = step(state, torch.ones(4, 16))
 
 
-def test_a_late_loader_is_called_data_wait(ranks, tmp_path):
+def test_late_loader_is_diagnosed_as_data_wait(ranks, tmp_path):
     ranks(2).run(late, str(tmp_path), 0.1)
     found = diagnose(tmp_path)
     rules = [finding.rule for finding in found.findings]
@@ -140,7 +140,7 @@ def reducing(folder: str) -> None:
             prof.step()
 
 
-def test_much_to_reduce_and_little_to_compute_is_called_communication(ranks, tmp_path):
+def test_large_reductions_are_diagnosed_as_communication(ranks, tmp_path):
     ranks(2).run(reducing, str(tmp_path))
     found = diagnose(tmp_path)
     rules = [finding.rule for finding in found.findings]

@@ -28,12 +28,12 @@ TORCH = {
         pytest.param({}, "warmup active active active save skip", id="defaults"),
     ],
 )
-def test_phases_are_those_by_hand(options, phases):
+def test_phases_match_expected_sequence(options, phases):
     phase = schedule(**options)
     assert [phase(index) for index in range(len(phases.split()))] == phases.split()
 
 
-def test_phases_are_those_of_torch():
+def test_phases_match_torch_schedule():
     grid = list(itertools.product((0, 1, 3), (0, 2), (1, 2), (1, 3), (0, 1, 2)))
     for skip_first, wait, warmup, active, repeat in grid:
         options = {"skip_first": skip_first, "wait": wait, "warmup": warmup, "active": active, "repeat": repeat}
@@ -53,6 +53,6 @@ def test_phases_are_those_of_torch():
     ],
     ids=["skip_first", "wait", "warmup", "active", "repeat"],
 )
-def test_phases_refuse_other_numbers(options, message):
+def test_invalid_phase_lengths_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         schedule(**options)

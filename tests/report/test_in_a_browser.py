@@ -33,7 +33,7 @@ def shown(browser, page):
     return browser
 
 
-def test_every_chart_is_drawn_without_an_error_or_a_request(shown):
+def test_charts_are_drawn_without_errors_or_requests(shown):
     boxes = shown.ask(SIZES)
     assert len(boxes) == 12
     assert min(boxes.values()) > 1
@@ -41,7 +41,7 @@ def test_every_chart_is_drawn_without_an_error_or_a_request(shown):
 
 
 @pytest.mark.parametrize(("dark", "width"), [(False, 1280), (False, 768), (True, 360)], ids=["desk", "tablet", "phone, dark"])
-def test_the_page_fits_the_screen_and_the_theme(browser, page, dark, width):
+def test_page_fits_screen_width_and_theme(browser, page, dark, width):
     browser.open(page, width=width, dark=dark)
     assert browser.ask("document.documentElement.scrollWidth") == width
     paper = browser.ask("getComputedStyle(document.documentElement).backgroundColor")
@@ -51,7 +51,7 @@ def test_the_page_fits_the_screen_and_the_theme(browser, page, dark, width):
     assert (browser.errors, browser.requests) == ([], [])
 
 
-def test_a_change_of_the_theme_redraws_the_charts(shown):
+def test_theme_change_redraws_charts(shown):
     shown.look(width=1280, dark=True)
     ink = "getComputedStyle(document.querySelector('#chart-loss .xtick text')).fill"
     until = time.monotonic() + 30
@@ -80,7 +80,7 @@ def test_controls_redraw_the_lines(shown):
     assert (shown.errors, shown.requests) == ([], [])
 
 
-def test_texts_of_a_run_run_nothing(browser, made, tmp_path):
+def test_script_in_run_texts_is_not_executed(browser, made, tmp_path):
     attack = """</script><script>window.hit = 1</script><img src=x onerror="window.hit = 1">"""
     run = replace(made.run(attack, points=20), series={attack: made.series([1.0, 2.0])})
     path = tmp_path / "report.html"

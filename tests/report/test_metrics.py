@@ -26,7 +26,7 @@ def test_columns_drop_repeated_steps():
     assert (metrics.went_back, metrics.repeated) == (1, 4)
 
 
-def test_columns_drop_steps_that_are_not_reached_again():
+def test_columns_drop_lost_steps_after_restart():
     before = [*rows(range(1, 9)), {"step": 8, "eval": 1.0}]
     assert columns(before + rows([5, 6]))[0] == {"loss": ([1, 2, 3, 4, 5, 6], [1, 2, 3, 4, 5, 6])}
 
@@ -37,7 +37,7 @@ def test_resumes_give_the_first_repeated_step():
     assert "eval" not in columns(before + rows([50]), resumes=[40])[0]
 
 
-def test_a_late_metric_is_no_restart():
+def test_late_metric_is_not_a_restart():
     found, metrics = columns([*rows(range(1, 9)), {"step": 4, "eval": 0.5}, {"step": 9, "loss": 9.0}])
     assert found == {"loss": ([*range(1, 10)], [*range(1, 10)]), "eval": ([4], [0.5])}
     assert metrics.went_back == 0
@@ -55,7 +55,7 @@ def test_columns_join_records_with_different_names():
     assert columns(every)[0] == {"loss": ([*range(1, 10)], [*range(1, 10)]), "eval": ([3, 6, 9], [-3, -6, -9])}
 
 
-def test_add_counts_values_that_are_no_numbers():
+def test_add_counts_non_numeric_values():
     found, metrics = columns(
         [{"step": 1, "a": "x", "b": 1}, {"step": 2, "a": None, "b": "nan", "c": [1]}, {"step": 3, "b": True}]
     )
@@ -65,7 +65,7 @@ def test_add_counts_values_that_are_no_numbers():
     assert set(found) == {"b"}
 
 
-def test_add_counts_objects_that_are_no_records():
+def test_add_counts_malformed_records():
     strange = [{"a": 1}, {"step": "x"}, {"step": -1}, {"step": 1.5}, {"step": True}, {"step": 10**400}, {"step": None}]
     assert columns(strange)[1].malformed == len(strange)
 
@@ -82,7 +82,7 @@ def test_add_cuts_long_names():
 
 
 @pytest.mark.parametrize("seed", range(5))
-def test_columns_equal_a_plain_reading(seed):
+def test_columns_equal_simple_reference(seed):
     draw = random.Random(seed)
     expected, every, step = {}, [], 0
     for _ in range(200):

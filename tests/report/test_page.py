@@ -123,7 +123,7 @@ def test_render_page_escapes_texts_of_a_run(made, place):
     assert not [name for name in names if "<" in name]
 
 
-def test_render_page_says_what_is_missing(made):
+def test_render_page_names_missing_parts(made):
     page = render_page(made.report(made.bare(), problems=["bare: no ledger"]))
     for text in ("no metric was logged", "no throughput is known", "no memory was measured",
                  "no ledger: it is not known where the time went", "no ledger of any rank", "no checkpoint was written",
@@ -134,11 +134,11 @@ def test_render_page_says_what_is_missing(made):
     assert drawn(page) == {}
 
 
-def test_render_page_of_no_run_lists_the_problems(made):
+def test_render_page_without_runs_lists_problems(made):
     assert "2 things are missing or damaged" in render_page(made.report(problems=["a: no such folder", "b: no such folder"]))
 
 
-def test_render_page_has_the_breakdown_the_causes_and_the_settings(page):
+def test_render_page_includes_breakdown_causes_and_settings(page):
     for text in ("70.0%", "goodput", "attempt 2 failed: rank 3: RuntimeError: CUDA error: device-side assert",
                  "rank 3 spent 59 s more on data than the median rank", "settings.optimizer.name<td>adamw", "steps done again",
                  "<tr><td>restart<td>47 s<td>8.0%", "<tr><td>2<td>3 m 35 s<td>failed<td>300 to 720"):  # fmt: skip
@@ -149,7 +149,7 @@ def test_render_page_has_the_breakdown_the_causes_and_the_settings(page):
     assert found["chart-ranks"]["data"][0]["y"] == [f"rank {rank}" for rank in range(8)]
 
 
-def test_curves_are_over_steps_tokens_and_time(made):
+def test_curves_can_be_plotted_over_steps_tokens_and_time(made):
     chart = charts.metric_charts(made.report(replace(made.bare(), series={"loss": made.series([3.25, 2.5])}, duration_s=1.0)))[
         0
     ]
@@ -158,7 +158,7 @@ def test_curves_are_over_steps_tokens_and_time(made):
     assert (chart["chart-loss"]["axes"], chart["chart-loss"]["timeTitle"]) == (["steps", "tokens", "time"], "time (ms)")
 
 
-def test_non_finite_values_are_marks(made):
+def test_non_finite_values_are_drawn_as_marks(made):
     series = made.series([3.0, 2.0, math.nan, 1.0, -math.inf, math.inf])
     chart = charts.metric_charts(made.report(replace(made.bare(), series={"loss": series})))[0]["chart-loss"]
     line, *marks = chart["data"]
@@ -166,7 +166,7 @@ def test_non_finite_values_are_marks(made):
     assert {mark["name"]: mark["over"]["steps"] for mark in marks} == {"NaN": [3], "+inf": [6], "-inf": [5]}
 
 
-def test_a_series_without_a_finite_value_has_only_marks(made):
+def test_series_without_finite_values_has_only_marks(made):
     series = replace(made.series([math.nan]), last=None, low=None, high=None)
     chart = charts.metric_charts(made.report(replace(made.bare(), series={"loss": series})))[0]["chart-loss"]
     assert [trace["name"] for trace in chart["data"]] == ["NaN"]
@@ -207,7 +207,7 @@ def test_changes_between_attempts_are_listed(page):
     assert "<td>settings.lr<td>0.0003<td>0.0003<td>0.0002" in page
 
 
-def test_many_metrics_share_charts_and_points(made):
+def test_many_metrics_are_limited_in_charts_and_points(made):
     values = [float(number % 97) for number in range(97)]
     names = [f"norm/{kind}/layers.{layer}.weight" for layer in range(200) for kind in ("gradient", "update")]
     run = replace(made.run(), series={name: made.series(values) for name in names}, attempts=[])
@@ -222,7 +222,7 @@ def test_many_metrics_share_charts_and_points(made):
     assert charts.metric_charts(made.report(replace(run, series=many)))[1] == 20
 
 
-def test_bars_are_limited_with_the_slowest_ranks_among_them(made):
+def test_rank_bars_are_limited_and_include_slowest_ranks(made):
     run = made.run(ranks=100)
     run = replace(run, slowest=[replace(run.slowest[0], rank=77)])
     bars = charts.run_charts(run, "")["chart-ranks"]
@@ -241,7 +241,7 @@ def test_thin_points_keeps_the_ends_and_the_extremes():
 
 
 @pytest.mark.parametrize("values", [[1e308, -1e308, 1.0], [5e-324, 1e-323], [0.0], [7.0, 7.0], [1e300, -1e300]], ids=str)
-def test_any_values_can_be_drawn(made, values):
+def test_extreme_values_are_drawable(made, values):
     run = replace(made.bare(), series={"loss": made.series(values), "lr": made.series(values)})
     found = drawn(render_page(made.report(run)))
     assert set(found) == {"chart-loss", "chart-lr"}
@@ -249,7 +249,7 @@ def test_any_values_can_be_drawn(made, values):
     assert all(y == 0 or 1e-300 < abs(y) <= 1e300 for y in numbers)
 
 
-def test_a_run_of_no_length_can_be_drawn(made):
+def test_zero_length_run_is_drawable(made):
     run = made.run(points=20)
     still = {cause: 0 * seconds for cause, seconds in run.timeline.by_cause.items()}
     timeline = replace(run.timeline, at=0 * run.timeline.at, seconds=0 * run.timeline.seconds, by_cause=still)
@@ -283,7 +283,7 @@ def _themes():
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_texts_and_lines_have_contrast(theme):
+def test_text_and_line_colors_have_enough_contrast(theme):
     colours = _themes()[theme]
     for text in ("ink", "quiet", "accent", "alarm", "good"):
         assert _contrast(colours[text], colours["paper"]) >= 4.5, text
@@ -292,7 +292,7 @@ def test_texts_and_lines_have_contrast(theme):
         assert _contrast(colours[f"line{number}"], colours["panel"]) >= 3.0, number
 
 
-def test_causes_differ_with_and_without_colors():
+def test_causes_are_distinguishable_by_color_and_pattern():
     assert set(charts.CAUSE_PATTERNS) == set(TIME_CATEGORIES)
     for theme in _themes():
         assert len({theme[cause] for cause in TIME_CATEGORIES}) == len(TIME_CATEGORIES)

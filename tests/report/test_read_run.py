@@ -107,7 +107,7 @@ def test_series_have_tokens_and_times(whole):
     assert run.series["eval/loss"].steps.tolist() == [250, 500, 750, 1000]
 
 
-def test_checkpoints_and_events(whole):
+def test_checkpoints_and_events_are_read(whole):
     run = read(whole)
     assert [each["step"] for each in run.checkpoints] == [100, 200, 300, 400, 500, 600, 700, 800, 900, 1000]
     assert {each["blocked_s"] for each in run.checkpoints} == {0.5}
@@ -128,7 +128,7 @@ def test_differences_list_the_facts_that_changed(whole):
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_the_straggler_is_the_one_that_waits_least(tmp_path, ranks):
+def test_straggler_is_rank_with_least_waiting(tmp_path, ranks):
     run = read(write_run(tmp_path / "slow", [Part(begin=0, end=1000, ranks=ranks)], straggler=1))
     assert [(slow.rank, slow.most) for slow in run.slowest] == [(1, "data")]
     assert run.slowest[0].waited_for_s == pytest.approx(75, rel=0.02)
@@ -136,7 +136,7 @@ def test_the_straggler_is_the_one_that_waits_least(tmp_path, ranks):
     assert read(write_run(tmp_path / "even", [Part(begin=0, end=1000, ranks=ranks)])).slowest == []
 
 
-def test_ranks_may_differ_between_attempts(tmp_path):
+def test_rank_count_can_change_between_attempts(tmp_path):
     parts = [Part(begin=0, end=100, ranks=4, reason=None), Part(begin=80, end=200, ranks=2, down_s=5.0)]
     run = read(write_run(tmp_path / "elastic", parts))
     assert [each.world_size for each in run.attempts] == [4, 2]
@@ -146,7 +146,7 @@ def test_ranks_may_differ_between_attempts(tmp_path):
 
 
 @pytest.mark.parametrize("says", ["an event", "nothing"])
-def test_a_run_is_opened_before_its_checkpoint_is_loaded(tmp_path, says):
+def test_resumed_attempt_may_open_before_loading_checkpoint(tmp_path, says):
     """As open_run writes it: the line ``open`` and the sums before the first step know of no step yet."""
     folder, at = write_run(tmp_path / "gpt", [Part(begin=0, end=340, reason=None, ranks=1)]), runs_made.START + 200
     done = {"kind": "sum", "attempt": 2, "tokens": 0}
@@ -166,7 +166,7 @@ def test_a_run_is_opened_before_its_checkpoint_is_loaded(tmp_path, says):
     assert run.series["loss"].count == 302
 
 
-def test_the_first_sum_of_a_resumed_run_does_no_steps(tmp_path):
+def test_first_sum_of_resumed_run_counts_no_steps(tmp_path):
     """As open_run writes it: ``resumed`` has what passed before it written down first, with the step that was loaded."""
     where = "/a/folder/with/a/name/that/is/longer/than/many/others/" * 4 + "step-00000300"
     folder = write_run(tmp_path / "gpt", [Part(begin=0, end=340, reason=None), Part(begin=300, end=400, resumed=where)])
@@ -176,7 +176,7 @@ def test_the_first_sum_of_a_resumed_run_does_no_steps(tmp_path):
     assert run.timeline.samples[run.timeline.attempt == 2].sum() == pytest.approx(100 * 256)
 
 
-def test_a_killed_rank_has_done_what_was_logged_after_its_last_line(tmp_path):
+def test_killed_rank_is_credited_with_steps_logged_in_metrics(tmp_path):
     """The last line of rank 0 is of step 340 at 178 s, that of rank 1 of 320; the last record of step 356 at 186 s."""
     parts = [Part(begin=0, end=356, reason=None), Part(begin=300, end=500, down_s=12.0)]
     folder = write_run(tmp_path / "gpt", parts, evaluate_every=0)
@@ -207,14 +207,14 @@ def test_records_of_one_step_are_merged_by_name(tmp_path):
     }
 
 
-def test_a_run_that_writes_is_running_and_one_that_is_silent_was_killed(tmp_path):
+def test_silent_run_is_killed_and_writing_run_is_running(tmp_path):
     folder = write_run(tmp_path / "gpt", [Part(begin=0, end=100, reason=None)])
     end = runs_made.START + 58
     assert read(folder, now=end + 30).attempts[0].outcome == "running"
     assert read(folder, now=end + 3000).attempts[0].outcome == "killed"
 
 
-def test_two_hundred_restarts_stay_within_bounds(tmp_path):
+def test_many_restarts_keep_report_size_bounded(tmp_path):
     parts = [Part(begin=10 * at, end=10 * at + 12, reason=None, down_s=3.0) for at in range(210)]
     run = read(write_run(tmp_path / "gpt", parts, per_line=5, save_every=1))
     assert len(run.attempts) == 210
@@ -366,7 +366,7 @@ def test_read_run_lists_damage_and_reads_the_rest(folder, damage, expected):
      {"kind": "sum", "seconds": 1.0, "step": 1000, "spans": {}, "gauges": [1]}],
     ids=["a reason", "a step", "a field", "gauges"],
 )  # fmt: skip
-def test_values_of_another_kind_are_left_out(folder, change):
+def test_invalid_value_types_are_ignored(folder, change):
     runs_made.append(ledger(folder), [{"attempt": 3, "at": runs_made.START + 621} | change])
     run = read(folder)
     assert (run.attempts[2].outcome, run.attempts[2].last_step, set(run.gauges)) == (
@@ -377,7 +377,7 @@ def test_values_of_another_kind_are_left_out(folder, change):
     assert "</html>" in render_page(Report(version="1", title="", written_at=NOW, runs=[run], problems=[]))
 
 
-def test_several_at_once_have_a_time_that_is_not_negative(folder):
+def test_overlapping_attempts_have_nonnegative_time(folder):
     lines = [json.loads(line) for line in ledger(folder).read_text().splitlines()]
     moved = [row | {"at": row["at"] - 9000} if row["attempt"] == 3 else row for row in lines]
     runs_made.append(ledger(folder), [*moved, *[row for row in lines if row["attempt"] == 1]])
@@ -386,12 +386,12 @@ def test_several_at_once_have_a_time_that_is_not_negative(folder):
     assert min(each.at for each in run.attempts) == 0
 
 
-def test_an_unknown_kind_is_left_out(folder):
+def test_unknown_record_kind_is_ignored_and_reported(folder):
     newer(folder)
     assert "ledger: 3 lines of a kind that this version does not know, 'power'; left out" in read(folder).missing
 
 
-def test_a_clock_put_back_between_attempts_moves_the_later_one(tmp_path):
+def test_clock_set_back_between_attempts_shifts_later_attempt(tmp_path):
     folder = write_run(tmp_path / "gpt", [Part(begin=0, end=100, reason=None)])
     lines = [json.loads(line) for line in ledger(folder).read_text().splitlines()]
     for rank in (0, 1):
@@ -403,7 +403,7 @@ def test_a_clock_put_back_between_attempts_moves_the_later_one(tmp_path):
     assert "the clock was put back by 558 s before attempt 2, which is moved to follow" in run.missing
 
 
-def test_a_run_without_a_ledger_has_its_restarts(folder):
+def test_run_without_ledger_detects_restarts_from_metrics(folder):
     no_ledger(folder)
     run = read(folder)
     assert (run.attempts, run.goodput, run.timeline, run.slowest) == ([], None, None, [])
@@ -425,7 +425,7 @@ def test_rotated_metrics_are_read_oldest_first(folder):
     assert run.missing == []
 
 
-def test_several_runs_are_one_report(whole, tmp_path):
+def test_several_runs_are_combined_in_one_report(whole, tmp_path):
     other = write_run(tmp_path / "other", [Part(begin=0, end=50)], about=False)
     report = read_report([whole, other, tmp_path / "nowhere"], version="0.1.0", now=NOW)
     assert [run.name for run in report.runs] == ["gpt", "other"]

@@ -68,7 +68,7 @@ def loop(folder, steps=4):
     return left, dict(counts), events, [line["step"] for line in lines if line["kind"] == "sum"]
 
 
-def test_a_loop_of_one_process_is_counted_by_its_parts(ranks, tmp_path):
+def test_single_process_loop_counts_spans_by_part(ranks, tmp_path):
     ((left, counts, events, sums),) = ranks(1).run(loop, str(tmp_path))
     assert left == 0
     assert counts == {
@@ -78,7 +78,7 @@ def test_a_loop_of_one_process_is_counted_by_its_parts(ranks, tmp_path):
     assert sums[:4] == [1, 2, 3, 4]
 
 
-def test_a_loop_of_two_ranks_counts_waiting_for_each_other(ranks, tmp_path):
+def test_two_rank_loop_counts_waiting_between_ranks(ranks, tmp_path):
     for rank, (left, counts, events, _) in enumerate(ranks(2).run(loop, str(tmp_path))):
         assert left == 0
         assert counts["step"] == 4
@@ -90,7 +90,7 @@ def test_a_loop_of_two_ranks_counts_waiting_for_each_other(ranks, tmp_path):
     assert [sums[:4] for _, _, _, sums in resumed] == [[4, 5, 6, 7]] * 2  # the first one tells of the load
 
 
-def test_a_step_written_by_hand_counts_once():
+def test_handwritten_step_counts_once():
     model = made()
     state = init_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(3):
@@ -101,7 +101,7 @@ def test_a_step_written_by_hand_counts_once():
     assert spans.position() == (3, 48, 0)
 
 
-def test_a_step_that_fails_leaves_no_span_open():
+def test_failed_step_leaves_no_span_open():
     def broken(model, x):
         raise KeyError("x")
 
@@ -114,7 +114,7 @@ def test_a_step_that_fails_leaves_no_span_open():
     assert spans.totals()["step"].count == 0
 
 
-def test_a_loop_that_is_left_early_leaves_no_span_open():
+def test_loop_left_early_leaves_no_span_open():
     loader = build_loader(DATA, global_batch_size=4, seed=0, collate=torch.stack)
     for _ in loader.until("2ep"):
         break
@@ -124,7 +124,7 @@ def test_a_loop_that_is_left_early_leaves_no_span_open():
     assert spans.totals()["data"].count >= 1
 
 
-def test_tries_that_ran_out_of_memory_are_time_of_the_search():
+def test_out_of_memory_retries_count_as_search_time():
     def loss(model, x):
         if len(x) > 4:
             raise torch.OutOfMemoryError("made up")
@@ -146,7 +146,7 @@ class Twice(nn.Module):
         return x * 2
 
 
-def test_the_compiler_is_counted_apart():
+def test_compile_time_is_counted_separately():
     model = compile_blocks(nn.Sequential(Twice()), blocks=(Twice,), backend="eager")
     with spans.span("step"):
         model(DATA)

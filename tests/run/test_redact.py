@@ -69,7 +69,7 @@ HARMLESS = [
 
 
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
-def test_a_secret_in_a_command_line_is_redacted(words):
+def test_secret_in_command_line_is_redacted(words):
     shown = make_redactor((), {"WANDB_API_KEY": SECRET}).redact_command(words)
     assert SECRET not in " ".join(shown)
     assert REDACTED in " ".join(shown)
@@ -77,17 +77,17 @@ def test_a_secret_in_a_command_line_is_redacted(words):
 
 
 @pytest.mark.parametrize("words", [words for name, words in COMMANDS.items() if name != "from a variable"])
-def test_it_is_without_knowing_its_value(words):
+def test_secret_in_command_line_is_redacted_without_known_value(words):
     assert SECRET not in " ".join(Redactor().redact_command(words))
 
 
 @pytest.mark.parametrize("text", SHAPES.values(), ids=SHAPES)
-def test_a_text_in_the_form_of_a_token_is_redacted(text):
+def test_token_shaped_text_is_redacted(text):
     assert Redactor().redact_text(f"use {text} here") == f"use {REDACTED} here"
 
 
 @pytest.mark.parametrize("word", HARMLESS)
-def test_what_is_no_secret_stays(word):
+def test_harmless_words_are_not_redacted(word):
     assert make_redactor((), {"HOME": "/home/ann/x1"}).redact_command(["train.py", word, "--steps", "10"]) == [
         "train.py",
         word,
@@ -117,19 +117,19 @@ def test_settings_are_redacted_at_any_depth():
     }
 
 
-def test_a_command_line_in_the_settings_is_redacted_as_one():
+def test_command_line_inside_settings_is_redacted():
     assert Redactor().redact_data({"more": ["--password", SECRET, "--lr=1"]}) == {"more": ["--password", REDACTED, "--lr=1"]}
 
 
 @pytest.mark.parametrize("text", ["a", "a-", "1", "a=", "a://", "token="], ids=repr)
-def test_a_long_text_is_looked_through_once(text):
+def test_long_text_is_redacted_in_linear_time(text):
     long = text * (200_000 // len(text))  # with each letter anew it would take a quarter of an hour
     shown = Redactor().redact_data({"vocabulary": long, "token": f"{long}!"})
     assert shown["token"] == REDACTED
     assert shown["vocabulary"] == ("token=" + REDACTED if text == "token=" else long)
 
 
-def test_variables_are_redacted_by_name_and_by_content():
+def test_variables_are_redacted_by_name_and_content():
     environment = {
         "HF_TOKEN": SECRET,
         "CUDA_VISIBLE_DEVICES": "0,1",
@@ -145,12 +145,12 @@ def test_variables_are_redacted_by_name_and_by_content():
     }
 
 
-def test_the_shells_folder_is_no_secret():
+def test_pwd_variable_is_not_a_secret():
     assert make_redactor((), {"PWD": "/home/me/gpt-2"}).redact_text("/home/me/gpt-2/runs") == "/home/me/gpt-2/runs"
     assert make_redactor((), {"DB_PWD": "hunter-2-hunter"}).redact_text("hunter-2-hunter") == "[redacted]"
 
 
-def test_patterns_of_the_users_own_are_redacted_whatever_the_value():
+def test_user_patterns_are_redacted_for_any_value():
     secret = make_redactor(["internal_*"], {})
     assert secret.redact_data({"internal_id": 7, "external_id": 7}) == {"internal_id": REDACTED, "external_id": 7}
     assert secret.redact_command(["--internal_id", "7", "--internal_name=x"]) == [

@@ -61,7 +61,7 @@ def leave(error=None):
     current_context().run_shutdown_hooks(error)
 
 
-def test_a_run_has_its_attempt_and_a_ledger(tmp_path, monkeypatch):
+def test_open_run_creates_attempt_and_ledger(tmp_path, monkeypatch):
     monkeypatch.setattr(run_dir._OPEN_RUN, "has_opened", False)  # as in a process of its own
     run = open_run(tmp_path / "runs" / "gpt", settings={"lr": 0.1})
     assert (run.path, run.attempt, run.rank) == (tmp_path / "runs" / "gpt", 1, 0)
@@ -73,7 +73,7 @@ def test_a_run_has_its_attempt_and_a_ledger(tmp_path, monkeypatch):
     assert (last["kind"], last["reason"]) == ("close", "done")
 
 
-def test_a_line_of_sums_adds_up_and_tells_where_the_run_is(tmp_path):
+def test_ledger_sums_are_cumulative_and_hold_position(tmp_path):
     run = open_run(tmp_path, interval=5)
     with spans.span("generate", "evaluation"):
         steps(1, 12)
@@ -88,7 +88,7 @@ def test_a_line_of_sums_adds_up_and_tells_where_the_run_is(tmp_path):
         assert line["causes"] == {"generate": "evaluation"}
 
 
-def test_steps_within_the_interval_write_nothing(tmp_path):
+def test_steps_within_interval_write_no_lines(tmp_path):
     run = open_run(tmp_path, interval="1000sec")
     steps(1, 100)
     assert kinds(lines_of(run.path)) == ["open"]
@@ -96,7 +96,7 @@ def test_steps_within_the_interval_write_nothing(tmp_path):
     assert kinds(lines_of(run.path)) == ["open", "sum", "close"]
 
 
-def test_events_are_written_at_once_and_what_passed_before_with_the_important_ones(tmp_path):
+def test_events_are_written_immediately_with_sums_before_commits(tmp_path):
     spans.record_event("resumed", step=4, path="ckpt")
     run = open_run(tmp_path, interval="1000sec")
     steps(5, 6)
@@ -106,7 +106,7 @@ def test_events_are_written_at_once_and_what_passed_before_with_the_important_on
     assert lines_of(run.path)[1]["step"] == 4
 
 
-def test_an_event_of_another_thread_has_the_next_step_write_what_passed(tmp_path):
+def test_event_of_other_thread_defers_sum_to_next_step(tmp_path):
     run = open_run(tmp_path, interval="1000sec")
     steps(1, 2)
     thread = threading.Thread(target=spans.record_event, args=("committed",), kwargs={"step": 2})
@@ -117,7 +117,7 @@ def test_an_event_of_another_thread_has_the_next_step_write_what_passed(tmp_path
     assert kinds(lines_of(run.path)) == ["open", "committed", "sum"]
 
 
-def test_fields_of_an_event_that_are_no_plain_data_become_text(tmp_path):
+def test_event_fields_without_plain_data_become_text(tmp_path):
     run = open_run(tmp_path)
     spans.record_event("odd", kind="close", loss=float("nan"), path=Path("a"), tensor=torch.ones(1), attempt=9)
     line = lines_of(run.path)[-1]
@@ -136,14 +136,14 @@ def test_fields_of_an_event_that_are_no_plain_data_become_text(tmp_path):
     ],
     ids=["none", "exit 0", "exit 3", "key", "secret"],
 )
-def test_the_last_line_says_how_it_ended(tmp_path, error, reason, text):
+def test_close_line_holds_reason_of_end(tmp_path, error, reason, text):
     run = open_run(tmp_path)
     leave(error)
     line = lines_of(run.path)[-1]
     assert (line["kind"], line["reason"], line.get("error")) == ("close", reason, text)
 
 
-def test_a_run_that_was_asked_to_stop_says_so(tmp_path, monkeypatch):
+def test_preempted_run_records_stop_request(tmp_path, monkeypatch):
     monkeypatch.setattr(
         current_context(), "preemption", Preemption(agreement=StopAgreement(signal_number=15, run_key=1, step=3))
     )
@@ -156,7 +156,7 @@ def test_a_run_that_was_asked_to_stop_says_so(tmp_path, monkeypatch):
     assert [line["reason"] for line in lines_of(run.path)[-1:]] == ["stopped"]
 
 
-def test_a_failure_of_what_ends_before_is_in_the_last_line(tmp_path, monkeypatch):
+def test_failing_shutdown_hook_is_recorded_in_close_line(tmp_path, monkeypatch):
     def fail(_):
         raise OSError("disk full")
 
@@ -167,7 +167,7 @@ def test_a_failure_of_what_ends_before_is_in_the_last_line(tmp_path, monkeypatch
     assert lines_of(run.path)[-1]["error"] == "OSError: disk full"
 
 
-def test_a_later_start_is_a_further_attempt_in_the_same_files(tmp_path):
+def test_later_start_appends_new_attempt_to_same_files(tmp_path):
     for attempt in (1, 2, 3):
         run = open_run(tmp_path)
         assert run.attempt == attempt
@@ -178,7 +178,7 @@ def test_a_later_start_is_a_further_attempt_in_the_same_files(tmp_path):
     ]
 
 
-def test_half_a_line_of_a_killed_attempt_spoils_no_other(tmp_path):
+def test_partial_line_of_killed_attempt_does_not_damage_later_lines(tmp_path):
     run = open_run(tmp_path)
     leave()
     path = run.path / run_layout.LEDGER / run_layout.ledger_name(0)
@@ -190,7 +190,7 @@ def test_half_a_line_of_a_killed_attempt_spoils_no_other(tmp_path):
     assert [json.loads(line)["kind"] for line in [whole[0], *whole[2:]]] == ["open", "open", "sum", "close"]
 
 
-def test_called_again_it_returns_the_open_run(tmp_path):
+def test_repeated_open_run_returns_open_run(tmp_path):
     run = open_run(tmp_path / "a")
     assert open_run(str(tmp_path / "a"), settings=7) is run
     with pytest.raises(
@@ -217,12 +217,12 @@ class Settings:
     ],
     ids=["none", "mapping", "argparse", "dataclass", "objects"],
 )
-def test_settings_are_kept_as_plain_data(tmp_path, settings, shown):
+def test_settings_are_stored_as_plain_data(tmp_path, settings, shown):
     run = open_run(tmp_path, settings=settings)
     assert about_of(run.path)["settings"] == shown
 
 
-def test_what_was_run_is_written_once_without_secrets(tmp_path, monkeypatch):
+def test_attempt_metadata_is_written_once_without_secrets(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", SECRET)
     monkeypatch.setenv("NCCL_DEBUG", "WARN")
     monkeypatch.setenv("SHELL_HISTORY", "not of interest")
@@ -247,7 +247,7 @@ def test_what_was_run_is_written_once_without_secrets(tmp_path, monkeypatch):
     }  # fmt: skip
 
 
-def test_a_commit_is_found_with_whether_files_have_changed(tmp_path, monkeypatch):
+def test_git_commit_is_recorded_with_dirty_flag(tmp_path, monkeypatch):
     from dtrain.run import metadata
 
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "-C", str(tmp_path)]
@@ -272,26 +272,26 @@ def test_a_commit_is_found_with_whether_files_have_changed(tmp_path, monkeypatch
     ],
     ids=["settings", "epochs", "no duration", "pattern", "upload"],
 )
-def test_arguments_that_cannot_be_right_are_refused(tmp_path, given, text):
+def test_invalid_arguments_are_refused(tmp_path, given, text):
     with pytest.raises(ConfigError, match=text):
         open_run(tmp_path / "run", **given)
     assert not (tmp_path / "run" / run_layout.ATTEMPTS).exists()
 
 
-def test_a_folder_is_of_this_machine():
+def test_remote_path_is_refused():
     with pytest.raises(
         ConfigError, match=r"open_run: path must be a local folder, got memory://a/b\. Pass the server as upload="
     ):
         open_run("memory://a/b")
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+def test_uncreatable_folder_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"open_run: cannot write '.*file.*': .*\. All ranks must be able to"):
         open_run(tmp_path / "file" / "run")
 
 
-def test_a_full_disk_is_one_warning_and_nothing_is_lost_when_there_is_space_again(tmp_path, monkeypatch):
+def test_full_disk_warns_once_and_later_writes_catch_up(tmp_path, monkeypatch):
     run, full = open_run(tmp_path, interval=1), [True]
     real = os.write
 
@@ -315,7 +315,7 @@ def test_a_full_disk_is_one_warning_and_nothing_is_lost_when_there_is_space_agai
     assert lines[3]["spans"]["step"][0] == 8
 
 
-def test_half_a_line_on_a_full_disk_is_ended_by_the_next(tmp_path, monkeypatch):
+def test_partial_line_on_full_disk_is_ended_by_next_write(tmp_path, monkeypatch):
     run, full = open_run(tmp_path, interval=1), [True]
     real = os.write
     monkeypatch.setattr(ledgers.os, "write", lambda handle, data: real(handle, data[:9] if full[0] else data))
@@ -328,7 +328,7 @@ def test_half_a_line_on_a_full_disk_is_ended_by_the_next(tmp_path, monkeypatch):
     assert [json.loads(line)["kind"] for line in text[2:]] == ["event", "sum"]
 
 
-def test_a_folder_that_goes_away_does_not_stop_training(tmp_path):
+def test_removed_folder_does_not_stop_training(tmp_path):
     run = open_run(tmp_path / "run", interval=1)
     for path in sorted(run.path.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
@@ -338,7 +338,7 @@ def test_a_folder_that_goes_away_does_not_stop_training(tmp_path):
     assert list(run.path.iterdir()) == []
 
 
-def test_a_fork_writes_nothing_and_may_open_a_run_of_its_own(tmp_path):
+def test_forked_child_writes_nothing_and_can_open_its_own_run(tmp_path):
     run = open_run(tmp_path / "parent", interval=1)
     child = os.fork()
     if child == 0:
@@ -357,7 +357,7 @@ def test_a_fork_writes_nothing_and_may_open_a_run_of_its_own(tmp_path):
     assert kinds(lines_of(tmp_path / "child")) == ["open", "sum", "sum", "sum", "close"]
 
 
-def test_lines_of_threads_stay_whole(tmp_path):
+def test_ledger_lines_of_threads_are_not_interleaved(tmp_path):
     run = open_run(tmp_path, interval=1)
     threads = [
         threading.Thread(target=lambda: [spans.record_event("save", text="x" * 500) for _ in range(50)]) for _ in range(4)
@@ -388,7 +388,7 @@ with spans.span("step"):
     ids=["end", "exception", "killed"],
 )
 @pytest.mark.slow
-def test_a_process_without_the_block_ends_its_ledger_if_it_can(tmp_path, end, last):
+def test_process_without_init_dist_closes_ledger_at_exit(tmp_path, end, last):
     script = textwrap.dedent(SCRIPT.format(end=end))
     subprocess.run([sys.executable, "-c", script, str(tmp_path)], check=False, timeout=300, capture_output=True)
     lines = lines_of(tmp_path)
@@ -415,7 +415,7 @@ def on_ranks(folder, bad_rank=None, other_folder=None):
     return run.attempt
 
 
-def test_every_rank_writes_its_own_ledger_and_rank_0_the_rest(ranks, tmp_path):
+def test_each_rank_writes_a_ledger_and_rank_0_other_files(ranks, tmp_path):
     assert ranks(2).run(on_ranks, str(tmp_path)) == [1, 1]
     assert ranks(2).run(on_ranks, str(tmp_path)) == [2, 2]
     assert [about_of(tmp_path, attempt)["hosts"] for attempt in (1, 2)] == [{os.uname().nodename: [0, 1]}] * 2
@@ -425,7 +425,7 @@ def test_every_rank_writes_its_own_ledger_and_rank_0_the_rest(ranks, tmp_path):
         assert [line["reason"] for line in lines if line["kind"] == "close"] == ["done", "done"]
 
 
-def test_a_folder_that_one_rank_cannot_write_is_refused_on_all_with_one_line(ranks, tmp_path):
+def test_folder_unwritable_on_one_rank_is_refused_on_all_ranks(ranks, tmp_path):
     first, second = ranks(2).run(on_ranks, str(tmp_path / "run"), 1)
     assert first == second
     assert first.startswith("open_run: cannot write ")
@@ -433,13 +433,13 @@ def test_a_folder_that_one_rank_cannot_write_is_refused_on_all_with_one_line(ran
     assert os.listdir(tmp_path / "run" / run_layout.ATTEMPTS) == []
 
 
-def test_ranks_with_different_folders_are_refused(ranks, tmp_path):
+def test_different_folders_on_ranks_are_refused(ranks, tmp_path):
     found = ranks(2).run(on_ranks, str(tmp_path / "a"), 1, str(tmp_path / "b"))
     text = f"open_run: path must be equal on all ranks, got {tmp_path}/b on rank 1 and {tmp_path}/a on rank 0."
     assert found == [text] * 2
 
 
-def test_upload_sends_what_has_changed_and_no_checkpoints(tmp_path):
+def test_upload_sends_changed_files_without_checkpoints(tmp_path):
     run = open_run(tmp_path / "run")
     for name in ("metrics.jsonl", "traces/a.json", "checkpoints/step-1/data", "ledger/rank-00001.jsonl"):
         (run / name).parent.mkdir(parents=True, exist_ok=True)
@@ -455,7 +455,7 @@ def test_upload_sends_what_has_changed_and_no_checkpoints(tmp_path):
     assert (there / "run" / "metrics.jsonl").read_text() == "more"
 
 
-def test_upload_goes_on_when_a_file_is_taken_away_meanwhile(tmp_path, monkeypatch):
+def test_upload_tolerates_file_removed_meanwhile(tmp_path, monkeypatch):
     run = open_run(tmp_path / "run")
     for name in ("a.json", "b.json"):
         (run / name).write_text("x")
@@ -471,7 +471,7 @@ def test_upload_goes_on_when_a_file_is_taken_away_meanwhile(tmp_path, monkeypatc
     assert sorted(os.listdir(tmp_path / "root" / "run")) == ["attempts", "b.json", "ledger"]
 
 
-def test_upload_into_the_runs_own_folder_sends_no_copies_of_copies(tmp_path):
+def test_upload_into_run_folder_sends_no_copies(tmp_path):
     run = open_run(tmp_path / "run")
     assert upload_run(run, run.path) == 2
     assert upload_run(run, run.path / "deeper") == 2
@@ -479,7 +479,7 @@ def test_upload_into_the_runs_own_folder_sends_no_copies_of_copies(tmp_path):
         upload_run(Run(path=tmp_path / "run", attempt=1, rank=0), tmp_path)
 
 
-def test_a_run_is_uploaded_when_it_ends(tmp_path):
+def test_run_is_uploaded_at_its_end(tmp_path):
     run = open_run(tmp_path / "run", upload=tmp_path / "root")
     leave()
     sent = (tmp_path / "root" / "run" / "ledger" / "rank-00000.jsonl").read_text()
@@ -500,7 +500,7 @@ print(sorted(name for name, _ in storage.walk_files(storage.resolve_path(sys.arg
 
 
 @pytest.mark.slow
-def test_a_run_is_uploaded_to_a_server(tmp_path):
+def test_run_is_uploaded_to_s3_server(tmp_path):
     with servers.s3(behind_proxy=False) as server:
         command = [sys.executable, "-c", UPLOAD, str(tmp_path / "run"), f"{server.root()}/ckpt"]
         environment = {**os.environ, **server.environment}
@@ -511,7 +511,7 @@ def test_a_run_is_uploaded_to_a_server(tmp_path):
     ], done.stderr
 
 
-def test_an_upload_that_fails_is_one_warning(tmp_path):
+def test_failed_upload_warns_once(tmp_path):
     run = open_run(tmp_path / "run")
     (tmp_path / "file").write_text("")
     with pytest.warns(RuntimeWarning, match=r"upload_run: cannot copy .* Training continues"):
@@ -519,7 +519,7 @@ def test_an_upload_that_fails_is_one_warning(tmp_path):
     assert lines_of(run.path)[-1]["logger"] == "upload"
 
 
-def test_the_run_has_its_settings_without_secrets(tmp_path):
+def test_run_settings_contain_no_secrets(tmp_path):
     settings = argparse.Namespace(lr=0.1, hub_token=SECRET, internal=1)
     run = open_run(tmp_path, settings=settings, redact="inter*")
     assert run.settings == {"lr": 0.1, "hub_token": "[redacted]", "internal": "[redacted]"}
@@ -528,7 +528,7 @@ def test_the_run_has_its_settings_without_secrets(tmp_path):
     assert open_run(tmp_path).settings is None
 
 
-def test_an_event_tells_no_secrets(tmp_path):
+def test_events_contain_no_secrets(tmp_path):
     run = open_run(tmp_path)
     spans.record_event("dropped", logger="mlflow", error=f"no answer from http://me:{SECRET}@host/x?sig={SECRET}", self=1)
     line = lines_of(run.path)[-1]
@@ -545,7 +545,7 @@ def test_an_event_tells_no_secrets(tmp_path):
     ],
     ids=["Ctrl-C", "preempted", "exit 3", "exit 0"],
 )
-def test_what_somebody_asked_for_is_no_failure(tmp_path, error, end):
+def test_intended_exit_is_not_recorded_as_failure(tmp_path, error, end):
     run = open_run(tmp_path)
     leave(error)
     last = lines_of(run.path)[-1]
@@ -553,7 +553,7 @@ def test_what_somebody_asked_for_is_no_failure(tmp_path, error, end):
 
 
 @pytest.mark.parametrize("notebook", [False, True], ids=["second run", "notebook"])
-def test_only_the_first_run_of_a_program_counts_the_time_since_its_start(tmp_path, monkeypatch, notebook):
+def test_setup_time_is_counted_only_for_first_run_of_process(tmp_path, monkeypatch, notebook):
     if notebook:
         monkeypatch.setattr(sys, "ps1", "In : ", raising=False)
         monkeypatch.setattr(run_dir._OPEN_RUN, "has_opened", False)
@@ -564,7 +564,7 @@ def test_only_the_first_run_of_a_program_counts_the_time_since_its_start(tmp_pat
     assert [line["setup_s"] for line in lines_of(tmp_path) if line["kind"] == "open"][-1] == 0
 
 
-def test_a_state_of_an_earlier_step_has_lines_at_once(tmp_path):
+def test_resuming_earlier_step_writes_sums_from_that_step(tmp_path):
     run = open_run(tmp_path, interval=10)
     steps(1, 100)
     spans.set_position(20, samples=160, tokens=1280)
@@ -574,7 +574,7 @@ def test_a_state_of_an_earlier_step_has_lines_at_once(tmp_path):
     assert [line["step"] for line in lines_of(run.path)[before:]] == [30, 40]
 
 
-def test_a_disk_that_is_full_at_the_start_is_refused_and_counts_no_attempt(tmp_path, monkeypatch):
+def test_disk_full_at_start_is_refused_without_new_attempt(tmp_path, monkeypatch):
     def full(record, **how):
         raise OSError(28, "No space left on device")
 
@@ -586,7 +586,7 @@ def test_a_disk_that_is_full_at_the_start_is_refused_and_counts_no_attempt(tmp_p
     assert open_run(tmp_path).attempt == 1
 
 
-def test_whatever_the_settings_raise_is_told_on_all_ranks(tmp_path):
+def test_unreadable_settings_or_redact_raise_config_error(tmp_path):
     class Broken(dict):
         def items(self):
             raise LookupError("no such thing")
@@ -597,14 +597,14 @@ def test_whatever_the_settings_raise_is_told_on_all_ranks(tmp_path):
         open_run(tmp_path, redact=5)
 
 
-def test_what_cannot_be_found_out_about_the_machine_stops_nothing(tmp_path, monkeypatch):
+def test_failing_metadata_collection_does_not_stop_run(tmp_path, monkeypatch):
     monkeypatch.setattr(run_dir, "attempt_metadata", lambda *facts: 1 / 0)
     run = open_run(tmp_path)
     assert lines_of(run.path)[-1]["logger"] == "about"
     assert about_of(tmp_path)["attempt"] == 1
 
 
-def test_a_step_of_a_ledger_that_is_closed_writes_nothing(tmp_path):
+def test_closed_ledger_ignores_steps_and_events(tmp_path):
     path = tmp_path / "ledger"
     path.touch()
     ledger = LedgerWriter(path, attempt=1, interval=Duration(1, "ba"))

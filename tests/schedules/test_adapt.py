@@ -21,12 +21,12 @@ def run(scheduler, optimizer, steps):
     return found
 
 
-def test_each_step_has_the_rate_of_the_step_about_to_run():
+def test_lambda_lr_gives_each_step_its_own_lr():
     schedule, optimizer = warmup(cosine(1.0, 0.1, 30), 5), optimizer_of(0.5)
     assert run(to_lambda_lr(schedule, optimizer), optimizer, 40) == [[0.5 * schedule(t)] for t in range(40)]
 
 
-def test_groups_keep_their_own_rates_and_may_have_their_own_schedules():
+def test_groups_keep_their_lr_and_may_have_separate_schedules():
     optimizer = optimizer_of(1.0, 0.1)
     found = run(to_lambda_lr([linear(1.0, 0.0, 4), constant(0.5)], optimizer), optimizer, 4)
     assert found == [[1.0, 0.05], [0.75, 0.05], [0.5, 0.05], [0.25, 0.05]]
@@ -45,7 +45,7 @@ def test_lambda_lr_resumes_from_its_state(schedule):
     assert run(resumed, other, 3) == run(scheduler, optimizer, 3) == [[0.7], [0.6], [0.5]]
 
 
-def test_to_lambda_lr_refuses_schedules_of_other_units():
+def test_to_lambda_lr_refuses_schedules_not_counted_in_steps():
     with pytest.raises(
         ConfigError,
         match=r"to_lambda_lr: schedule must be a function of steps, got a schedule of tok\. Use dt\.transforms\.scale_lr",
@@ -53,7 +53,7 @@ def test_to_lambda_lr_refuses_schedules_of_other_units():
         to_lambda_lr(with_unit("tok", constant(1.0)), optimizer_of(1.0))
 
 
-def test_every_group_needs_a_schedule():
+def test_to_lambda_lr_requires_one_schedule_per_group():
     with pytest.raises(ConfigError, match="to_lambda_lr: schedule must have one entry per parameter group, got 1 for 2"):
         to_lambda_lr([constant(1.0)], optimizer_of(1.0, 1.0))
     with pytest.raises(ConfigError, match="to_lambda_lr: schedule must be a function of a number"):

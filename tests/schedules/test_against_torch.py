@@ -80,7 +80,7 @@ PEERS = {
 
 
 @pytest.mark.parametrize(("make", "ours", "steps"), PEERS.values(), ids=PEERS)
-def test_values_are_those_of_torch_at_every_step(make, ours, steps):
+def test_values_match_torch_at_every_step(make, ours, steps):
     # Torch multiplies step by step, so its values carry the roundings of all steps before.
     assert [ours(t) for t in range(steps)] == pytest.approx(rates(make, steps), rel=1e-11, abs=1e-12)
 
@@ -95,6 +95,6 @@ def test_sequential_matches_torch():
     assert [ours(t) for t in range(60)] == pytest.approx(rates(sequence, 60), rel=1e-11)
 
 
-def test_the_comparison_finds_a_schedule_that_lags_a_step():
+def test_comparison_detects_a_schedule_delayed_by_one_step():
     found = rates(lambda o: peers.LinearLR(o, 1.0, 0.25, 50), 60)
     assert [linear(1.0, 0.25, 50)(max(t - 1, 0)) for t in range(60)] != pytest.approx(found, rel=1e-11)

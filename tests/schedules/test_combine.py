@@ -15,7 +15,7 @@ VALUES = st.floats(0, 10)
 
 
 @given(values=st.lists(VALUES, min_size=2, max_size=6), lengths=st.lists(st.integers(1, 30), min_size=6, max_size=6))
-def test_schedules_that_end_where_the_next_begins_are_joined_without_a_jump(values, lengths):
+def test_sequential_joins_matching_schedules_without_a_jump(values, lengths):
     parts = [linear(begin, end, length) for begin, end, length in zip(values, values[1:], lengths, strict=False)]
     boundaries = [sum(lengths[: number + 1]) for number in range(len(parts) - 1)]
     joined = sequential(parts, boundaries)

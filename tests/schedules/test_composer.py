@@ -58,7 +58,7 @@ FORMULAS = {  # of t, warmup, low, high, power: what comes out and, once the war
 }
 
 
-def test_the_ratio_of_composers_trainer():
+def test_time_scale_matches_scale_schedule_ratio_of_composer():
     """Its arithmetic: lengths in ep and ba times the ratio, shares of the scaled run, the warm-up scaled or as it is."""
     ratio, scaled = 0.5, RunLength(total="5ep", steps_per_epoch=20)
     with_it = time_scale(composer.multi_step_with_warmup(RUN, "1ep", ["4ep", "0.8dur"]), ratio)
@@ -76,7 +76,7 @@ RISES_TO_ALPHA = ("linear_with_warmup", "constant_with_warmup")  # the others ri
 @pytest.mark.parametrize("name", FORMULAS)
 @given(t=st.integers(0, 250), w=st.integers(1, 150), a=st.floats(0.01, 1), b=st.floats(0.01, 1), k=st.floats(0.5, 4))
 @settings(max_examples=25, deadline=None)
-def test_formulas_are_those_of_the_documentation(name, t, w, a, b, k):
+def test_schedules_match_the_documented_formulas(name, t, w, a, b, k):
     make, formula = FORMULAS[name]
     expected = formula(max(t, w) if name.endswith("warmup") else t, w, a, b, k)
     if name.endswith("warmup") and t < w:
@@ -102,7 +102,7 @@ SAME = {
 
 
 @pytest.mark.parametrize(("t_max", "t_warmup"), SAME.values(), ids=SAME)
-def test_units_are_converted_to_steps_where_they_differ(t_max, t_warmup):
+def test_mixed_units_are_converted_to_steps(t_max, t_warmup):
     schedule = composer.cosine_with_warmup(RUN, t_warmup, t_max, 0.1)
     assert not isinstance(schedule, UnitSchedule)
     assert [schedule(t) for t in range(220)] == [composer.cosine_with_warmup(RUN, 20, 200, 0.1)(t) for t in range(220)]
@@ -127,7 +127,7 @@ def test_composer_uses_the_common_unit_of_all_lengths(unit):
     assert hyperparameter(schedule, "x")(clock) == pytest.approx(0.5)
 
 
-def test_a_loader_knows_the_length_of_its_run():
+def test_composer_schedules_accept_the_run_length_of_a_loader():
     loader = build_loader(list(range(12)), global_batch_size=4, seed=0)
     assert [composer.linear(loader.run_length("2ep"))(t) for t in (0, 3, 6)] == [1.0, 0.5, 0.0]
     assert hyperparameter(composer.linear(loader.run_length("24sp")), "x")(Clock(step=1, samples=6)) == 0.75

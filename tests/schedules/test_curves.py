@@ -9,14 +9,14 @@ from dtrain.schedules.hyperparameter import hyperparameter, with_unit
 from dtrain.schedules.phases import warmup
 
 
-def test_ten_linear_steps_from_one_use_one_down_to_a_tenth():
+def test_linear_over_ten_steps_has_exact_tenths():
     assert [linear(1.0, 0.0, 10)(t) for t in range(11)] == pytest.approx(
         [1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1, 0.0]
     )
 
 
 @pytest.mark.parametrize("make", [linear, cosine])
-def test_decay_stays_at_its_end_exactly(make):
+def test_decay_keeps_its_final_value_exactly(make):
     assert make(1.0, 0.1, 7)(7) == make(1.0, 0.1, 7)(1e9) == 0.1
     assert make(1.0, 0.1, 7)(0) == make(1.0, 0.1, 7)(-1) == 1.0
 
@@ -36,7 +36,7 @@ def test_warmup_of_no_steps_changes_nothing():
 
 @pytest.mark.parametrize("steps", [0, -1, math.inf, math.nan])
 @pytest.mark.parametrize("make", [linear, cosine])
-def test_decay_needs_a_length(make, steps):
+def test_decay_requires_a_length(make, steps):
     with pytest.raises(ConfigError, match=f"{make.__name__}: steps must be a finite number above 0"):
         make(1.0, 0.0, steps)
 
@@ -47,7 +47,7 @@ def test_warmup_refuses_a_negative_length():
 
 
 @pytest.mark.parametrize("steps", [0, 5])
-def test_warmup_is_defined_before_its_beginning(steps):
+def test_warmup_is_defined_before_step_zero(steps):
     assert warmup(linear(1.0, 0.0, 10), steps)(-1) == (0.0 if steps else 1.0)
 
 
@@ -105,6 +105,6 @@ def test_constant_has_the_same_value_everywhere():
 
 
 @pytest.mark.parametrize("value", [math.inf, math.nan, "1", None, True])
-def test_constant_refuses_values_that_are_no_number(value):
+def test_constant_refuses_non_numeric_values(value):
     with pytest.raises(ConfigError, match="constant: value must be a finite number, got"):
         constant(value)

@@ -10,7 +10,7 @@ from dtrain.schedules.phases import cosine_restarts, one_cycle
 
 @given(period=st.integers(1, 50), multiplier=st.sampled_from([1, 1.5, 2, 3]), cycle=st.integers(0, 12))
 @settings(max_examples=60, deadline=None)
-def test_every_cycle_begins_at_the_start_and_leads_down_to_the_end(period, multiplier, cycle):
+def test_every_cycle_decays_from_start_to_end(period, multiplier, cycle):
     begin = sum(period * multiplier**before for before in range(cycle))
     length = period * multiplier**cycle
     schedule = cosine_restarts(1.0, 0.0, period, multiplier=multiplier)
@@ -20,19 +20,19 @@ def test_every_cycle_begins_at_the_start_and_leads_down_to_the_end(period, multi
 
 
 @pytest.mark.parametrize("multiplier", [1, 1.0001, 2])
-def test_restarts_are_defined_everywhere(multiplier):
+def test_cosine_restarts_are_defined_at_every_step(multiplier):
     schedule = cosine_restarts(1.0, 0.1, 7, multiplier=multiplier)
     assert schedule(-5) == 1.0
     assert all(0.1 - 1e-12 <= schedule(t) <= 1.0 for t in (0, 0.5, 6.999999, 7, 1e6, 1e12, 1e15))
 
 
-def test_one_cycle_peaks_where_it_says():
+def test_one_cycle_peaks_at_the_rise_fraction():
     schedule = one_cycle(0.04, 1.0, 0.0, 100, rise=0.25)
     assert max(range(101), key=schedule) == 25
     assert (schedule(-1), schedule(100), schedule(1e9)) == (0.04, 0.0, 0.0)
 
 
-def test_momentum_cycles_the_other_way_round():
+def test_momentum_cycles_inversely_to_lr():
     momentum = one_cycle(0.95, 0.85, 0.95, 10, rise=0.5, shape="linear")
     assert [round(momentum(t), 4) for t in (0, 5, 10)] == [0.95, 0.85, 0.95]
 

@@ -10,7 +10,7 @@ def test_polynomial_of_power_one_is_a_straight_line():
     assert [polynomial(1.0, 0.0, 10, power=1)(t) for t in range(12)] == pytest.approx([max(1 - t / 10, 0) for t in range(12)])
 
 
-def test_polynomial_is_defined_before_its_beginning():
+def test_polynomial_is_defined_before_step_zero():
     assert polynomial(1.0, 0.1, 10, power=0.5)(-3) == 1.0
 
 
@@ -19,7 +19,7 @@ def test_exponential_is_continuous_within_a_period():
     assert exponential(1.0, 0.25, 10)(-5) == 1.0
 
 
-def test_growth_stays_at_its_end_without_overflow():
+def test_exponential_growth_stays_at_its_end_without_overflow():
     assert [exponential(1e-6, 10.0, 100, end=1.0)(t) for t in (600, 1e6, 1e300)] == pytest.approx([1.0] * 3, rel=1e-12)
     assert exponential(1e-6, 10.0, 100, end=1.0)(1e300) == 1.0
 
@@ -32,7 +32,7 @@ def test_gamma_one_keeps_the_value():
     assert [exponential(0.5, 1.0)(t) for t in (0, 1e9)] == [exponential(0.5, 1.0, end=0.5)(7), 0.5]
 
 
-def test_inverse_sqrt_halves_whenever_time_is_four_times_as_long():
+def test_inverse_sqrt_halves_when_time_quadruples():
     schedule = inverse_sqrt(1.0, 100)
     assert [schedule(100 * 4**n) for n in range(5)] == [0.5**n for n in range(5)]
     assert schedule(-1) == 1.0

@@ -25,7 +25,7 @@ def test_with_unit_reads_every_count_of_the_clock(unit):
 
 
 @pytest.mark.parametrize("value", ["x", None, True, math.nan, math.inf])
-def test_a_hyperparameter_of_another_kind_is_refused(value):
+def test_hyperparameter_refuses_other_types(value):
     with pytest.raises(ConfigError, match=r"ema: decay must be a finite number or a schedule \(a function of the step\), got"):
         hyperparameter(value, "ema: decay")
 

@@ -33,7 +33,7 @@ def here(name: str) -> bool:
     return public.is_public(name) or (module.startswith("dtrain.") and hasattr(importlib.import_module(module), last))
 
 
-def test_the_code_of_the_page_runs():
+def test_page_code_runs():
     scope = {"dt": dt}
     for block in BLOCKS:
         exec(block.replace("import dtrain as dt\n", ""), scope)
@@ -41,19 +41,19 @@ def test_the_code_of_the_page_runs():
     assert [round(scope["transformer"](t), 3) for t in (1_000, 4_000, 16_000)] == [0.25, 1.0, 0.5]
 
 
-def test_the_values_that_the_page_shows_are_right():
+def test_page_shows_correct_values():
     shown = re.search(r"^(\[.*\])  # (\[.*\])$", BLOCKS[0], re.M)
     scope = {}
     exec(BLOCKS[0], scope)
     assert str(eval(shown[1], scope)) == shown[2]
 
 
-def test_every_name_of_composer_is_in_a_table():
+def test_every_composer_name_is_in_a_table():
     assert set(f"{SCHEDULERS} {OPTIMIZERS} {ALGORITHMS}".split()) <= {name for name, _ in TABLES}
 
 
 @pytest.mark.parametrize(("name", "cells"), TABLES, ids=[f"{name}{cells.split('|')[0]}" for name, cells in TABLES])
-def test_table_names_every_scheduler_of_composer(name, cells):
+def test_table_maps_each_composer_name_to_existing_functions(name, cells):
     ours, rest = cells.split("|")[1:3]
     names = re.findall(r"`([\w.]+)`", f"{ours} {rest}")
     assert [found for found in names if not here(found)] == []
@@ -61,7 +61,7 @@ def test_table_names_every_scheduler_of_composer(name, cells):
     assert ours.strip() != "-" or rest.strip()
 
 
-def test_every_schedule_with_durations_is_in_the_table():
+def test_every_composer_schedule_of_dtrain_is_in_the_table():
     given = " ".join(cells for _, cells in TABLES)
     names = public.names("dtrain.schedules.composer")
     assert [name for name in names if f"`schedules.composer.{name}`" not in given] == []

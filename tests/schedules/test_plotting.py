@@ -16,7 +16,7 @@ def test_figure_has_the_value_of_every_step():
     assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([0, 1, 2, 3, 4], [1.0, 0.75, 0.5, 0.25, 0.0])
 
 
-def test_several_schedules_are_named(tmp_path):
+def test_plot_labels_several_schedules(tmp_path):
     figure = plot({"lr": linear(1.0, 0.0, 4), "wd": constant(0.1)}, 10)
     (axes,) = figure.axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["lr", "wd"]
@@ -29,7 +29,7 @@ def test_plot_labels_the_axis_with_the_unit():
     assert plot(with_unit("tok", constant(1.0)), 10**9, points=3).axes[0].get_xlabel() == "tokens"
 
 
-def test_nothing_of_matplotlib_is_changed(monkeypatch):
+def test_plot_does_not_change_matplotlib_state(monkeypatch):
     monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # which others may have imported
     before = matplotlib.rcParams.copy()  # which, unlike a dict of them, does not look for a display
     plot(constant(1.0), 10)
@@ -37,7 +37,7 @@ def test_nothing_of_matplotlib_is_changed(monkeypatch):
     assert "matplotlib.pyplot" not in sys.modules
 
 
-def test_a_long_run_is_drawn_by_some_of_its_steps():
+def test_long_run_is_plotted_with_sampled_steps():
     assert sample_times(10**9, 3) == [0, 499_999_999, 999_999_999]
     assert sample_times(3, 3) == [0, 1, 2]
     assert len(plot(constant(1.0), 10**6).axes[0].lines[0].get_xdata()) == 2000
@@ -70,7 +70,7 @@ def test_plot_refuses_invalid_arguments(make, expected):
         make()
 
 
-def test_without_matplotlib_the_error_says_how_to_install_it(monkeypatch):
+def test_missing_matplotlib_error_gives_the_install_command(monkeypatch):
     real = builtins.__import__
 
     def without(name, *rest, **options):

@@ -10,7 +10,7 @@ def test_step_decay_changes_at_the_first_step_of_a_period():
     assert [step_decay(1.0, 0.5, 3)(t) for t in range(-1, 7)] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25]
 
 
-def test_growing_batch_size_stays_at_its_end():
+def test_growing_step_decay_stops_at_its_end_value():
     assert [step_decay(16, 2, 10, end=100)(t) for t in (0, 9, 10, 25, 30, 1e15)] == [16, 16, 32, 64, 100, 100]
 
 
@@ -18,7 +18,7 @@ def test_multi_step_changes_at_each_milestone():
     assert [multi_step(1.0, 0.5, (2, 4.5))(t) for t in range(6)] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25]
 
 
-def test_multi_step_may_grow():
+def test_multi_step_accepts_a_factor_above_one():
     assert multi_step(1.0, 3.0, [1, 2])(2) == 9.0
 
 

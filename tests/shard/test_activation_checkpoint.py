@@ -139,7 +139,7 @@ def alone(net: nn.Module) -> tuple[list[Tensor], list[Tensor], Tensor]:
 
 @pytest.mark.parametrize("block", KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("kind", BEFORE)
-def test_a_plain_model_has_the_same_gradients_buffers_and_random_numbers(kind, block):
+def test_checkpointed_plain_model_matches_gradients_buffers_and_rng(kind, block):
     assert equal(alone(BEFORE[kind](made(block))), alone(made(block))) == [True] * 3
 
 
@@ -182,7 +182,7 @@ def check_sharded(ranks, strategy: str, names, cuts) -> None:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_sharded_model_has_the_same_gradients_buffers_and_random_numbers(ranks, strategy):
+def test_checkpointed_sharded_model_matches_gradients_buffers_and_rng(ranks, strategy):
     check_sharded(ranks, strategy, ("matmuls kept", "checkpointed and offloaded"), ("blocks",))
 
 
@@ -202,7 +202,7 @@ def refused_inside() -> str:
     return "no error"
 
 
-def test_keeping_operators_with_units_inside_is_refused(ranks):
+def test_selective_checkpointing_around_sharded_units_is_refused(ranks):
     for found in ranks(2).run(refused_inside):
         assert "a FSDPQuiet with selective checkpointing contains a sharded unit" in found
 
@@ -224,7 +224,7 @@ def awkward(strategy: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
-def test_awkward_models_have_the_gradient_of_one_process(ranks, strategy):
+def test_unusual_models_match_the_single_process_gradient(ranks, strategy):
     for found in ranks(2).run(awkward, strategy):
         assert max(found.values()) <= 1e-12, found
 
@@ -249,7 +249,7 @@ def saved_bytes(net: nn.Module) -> int:
         return sum(size for size, _ in held.values())
 
 
-def test_fewer_bytes_wait_for_backward_the_more_is_computed_again():
+def test_saved_bytes_decrease_with_more_recomputation():
     full, half, none = saved_bytes(again(made(Quiet))), saved_bytes(again(made(Quiet), every=2)), saved_bytes(made(Quiet))
     assert full < half < none
 
@@ -267,7 +267,7 @@ class Seen(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(("keep", "products"), [("nothing", True), ("matmuls", False)])
-def test_matmuls_are_run_again_unless_kept(keep, products):
+def test_matmuls_are_recomputed_unless_kept(keep, products):
     out = again(made(Quiet), keep=keep)(torch.randn(4, DIM, dtype=torch.float64)).sum()
     with Seen() as backward:
         out.backward()
@@ -275,7 +275,7 @@ def test_matmuls_are_run_again_unless_kept(keep, products):
     assert (torch.ops.aten.addmm.default in backward.ops) is products
 
 
-def test_attention_is_kept_but_not_where_it_drops_out():
+def test_attention_is_kept_only_without_dropout():
     attention = torch.ops.aten._scaled_dot_product_flash_attention.default
     keeps = partial(activation_checkpoint._recompute_random_ops, activation_checkpoint._keep_matmuls, None, attention)
     assert keeps(None, None, None) is True
@@ -283,14 +283,14 @@ def test_attention_is_kept_but_not_where_it_drops_out():
     assert keeps(None, None, None, 0.1) is keeps(None, None, None, dropout_p=0.1) is CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def test_evaluation_and_forwards_without_gradients_keep_nothing():
+def test_checkpointed_eval_without_gradients_matches_the_plain_model():
     net = again(made(Noisy)).eval()
     with torch.no_grad():
         x = torch.randn(4, DIM, dtype=torch.float64)
         assert torch.equal(net(x), made(Noisy).eval()(x))
 
 
-def test_backward_of_a_kept_graph_computes_again_each_time():
+def test_retained_graph_recomputes_in_each_backward():
     net, plain = again(made(Noisy)), made(Noisy)
     for each in (net, plain):
         torch.manual_seed(3)
@@ -304,7 +304,7 @@ class Broken(RuntimeError):
     pass
 
 
-def test_an_exception_while_computing_again_leaves_the_buffers_alone():
+def test_exception_during_recomputation_keeps_buffers_unchanged():
     net = again(made(Noisy))
     out = net(torch.randn(4, DIM, dtype=torch.float64)).sum()
     before = {name: (buffer, buffer.clone()) for name, buffer in net.named_buffers()}
@@ -321,7 +321,7 @@ def test_an_exception_while_computing_again_leaves_the_buffers_alone():
     assert all(buffer is before[name][0] and torch.equal(buffer, before[name][1]) for name, buffer in net.named_buffers())
 
 
-def test_names_and_copies_are_those_of_the_plain_model():
+def test_checkpointed_model_keeps_names_and_supports_deepcopy():
     net = moved(again(made(Noisy)))
     assert net.state_dict().keys() == made(Noisy).state_dict().keys()
     twin = copy.deepcopy(net)
@@ -332,7 +332,7 @@ def test_names_and_copies_are_those_of_the_plain_model():
     assert equal(alone(copy.deepcopy(net)), alone(net))[2]
 
 
-def test_random_numbers_of_the_process_go_on_as_without_it():
+def test_rng_state_after_recomputation_matches_the_plain_model():
     states = []
     for net in (again(made(Quiet)), made(Quiet)):
         alone(net)

@@ -51,7 +51,7 @@ def calls(text: str) -> list[tuple[str, list[str]]]:
     return [(name, re.findall(r"(\w+)=", inside)) for name, inside in found if name in FUNCTIONS]
 
 
-def test_each_option_of_composer_has_a_named_argument_here():
+def test_docs_map_every_composer_option_to_an_argument():
     table = rows('From Composer\'s `parallelism_config["fsdp"]`')
     assert [option.strip("`") for option, _ in table] == COMPOSER
     for option, here in table:
@@ -60,23 +60,23 @@ def test_each_option_of_composer_has_a_named_argument_here():
 
 
 @pytest.mark.parametrize(("name", "arguments"), calls(PAGE), ids=lambda value: str(value))
-def test_every_call_on_the_page_is_one_that_can_be_made(name, arguments):
+def test_documented_calls_use_existing_arguments(name, arguments):
     assert set(arguments) <= set(inspect.signature(FUNCTIONS[name]).parameters)
 
 
-def test_every_strategy_that_it_names_is_one():
+def test_documented_strategies_exist():
     strategies = re.findall(r"'(\w+)'", str(inspect.signature(shard_model).parameters["strategy"].annotation))
     named = set(re.findall(r"is `\"(\w+)\"`", PAGE)) | set(re.findall(r"strategy=\"(\w+)\"", PAGE))
     assert {"full_shard", "shard_grad_op", "hybrid_shard", "no_shard"} <= named <= set(strategies)
 
 
-def test_the_table_of_communication_has_its_fields_and_defaults():
+def test_comm_config_table_matches_fields_and_defaults():
     table = [(name.strip("`"), default.strip("`")) for name, default, _ in rows("Waiting for the network, or holding more")]
     fields = dataclasses.fields(CommConfig)
     assert table == [(f.name, f'"{f.default}"' if isinstance(f.default, str) else str(f.default)) for f in fields]
 
 
-def test_ways_out_come_in_the_order_of_the_error():
+def test_documented_remedies_follow_the_oom_error_order():
     order = [cell for cell, *_ in rows("The order")]
     steps = ["auto_microbatch", "shard_grad_op", "full_shard", "checkpoint_activations", "offload", "smaller model"]
     places = [next(at for at, cell in enumerate(order) if step in cell) for step in steps]

@@ -60,7 +60,7 @@ def measured() -> dict[str, list[int | bool]]:
     return found
 
 
-def test_peak_falls_by_recomputed_activations(ranks):
+def test_peak_memory_drops_by_the_recomputed_activations(ranks):
     for found in ranks(2).run(measured):
         for none, second, matmuls, every, same in found.values():
             assert same

@@ -78,14 +78,14 @@ def test_mean_averages_floating_point_buffers(ranks):
     assert first["norm.num_batches_tracked"] == second["norm.num_batches_tracked"] == 1
 
 
-def test_local_leaves_each_rank_its_own(ranks):
+def test_local_mode_keeps_per_rank_buffers(ranks):
     first, second = ranks(2).run(trained, "local", SAMPLES, 4)
     assert first["norm.running_mean"] == alone(0)["norm.running_mean"]
     assert second["norm.running_mean"] == alone(1)["norm.running_mean"]
 
 
 @pytest.mark.parametrize("samples", [[4, 2], [4, 0]])
-def test_microbatches_that_do_not_count_leave_no_mark(ranks, samples):
+def test_padding_microbatches_do_not_update_buffers(ranks, samples):
     second = ranks(2).run(trained, "local", samples, 2)[1]
     assert second == alone(1, 2, samples[1])
     assert second["norm.num_batches_tracked"] == samples[1] // 2
@@ -126,7 +126,7 @@ def changed_on_one_rank() -> list:
     return net.count.tolist()
 
 
-def test_a_buffer_that_one_rank_changed_is_made_equal_on_all(ranks):
+def test_buffer_changed_on_one_rank_is_synchronized(ranks):
     assert ranks(2).run(changed_on_one_rank) == [[0.5], [0.5]]
 
 
@@ -154,7 +154,7 @@ def replaced_twice() -> list:
     return found
 
 
-def test_a_buffer_that_is_replaced_again_and_again_is_seen_to_change(ranks):
+def test_repeatedly_replaced_buffer_is_detected_as_changed(ranks):
     assert ranks(2).run(replaced_twice) == [[2.0, 4.0, 6.0]] * 2
 
 
@@ -179,7 +179,7 @@ def constant_beside_a_filler() -> bool:
     return torch.equal(net.table, before) and all(record.bytes < before.nbytes for record in seen.records)
 
 
-def test_a_constant_is_neither_sent_nor_rounded_when_a_rank_has_no_samples(ranks):
+def test_constant_buffer_is_not_sent_for_empty_rank_batches(ranks):
     assert ranks(3).run(constant_beside_a_filler) == [True] * 3
 
 
@@ -191,7 +191,7 @@ def sync_batch_norm() -> str:
     return "no error"
 
 
-def test_sync_batch_norm_is_refused_on_a_cpu_before_it_fails(ranks):
+def test_sync_batch_norm_is_refused_on_cpu(ranks):
     assert "SyncBatchNorm runs on GPUs only. On the CPU use BatchNorm with buffers='mean'." in ranks(2).run(sync_batch_norm)[1]
 
 

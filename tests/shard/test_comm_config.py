@@ -52,7 +52,7 @@ def same(strategy: str) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
-def test_gradients_and_counts_of_collectives_are_the_same(ranks, strategy):
+def test_comm_options_keep_gradients_and_collective_counts(ranks, strategy):
     for found in ranks(4 if strategy == "hybrid_shard" else 2).run(same, strategy):
         assert found == {name: [True, {}, {}] for name in OPTIONS}
 
@@ -115,7 +115,7 @@ def test_invalid_fields_are_refused(options, message):
         CommConfig(**options)
 
 
-def test_options_that_the_device_lacks_are_refused():
+def test_options_unsupported_by_the_device_are_refused():
     with pytest.raises(ConfigError, match="symmetric_memory needs CUDA, got a cpu mesh"):
         check_comm_config(CommConfig(symmetric_memory=True), "cpu")
     with pytest.raises(ConfigError, match="comm_config must be a CommConfig or None, got 3"):
@@ -130,7 +130,7 @@ def test_options_that_the_device_lacks_are_refused():
         ("set_symm_mem_for_comm", {"symmetric_memory": True}, "symmetric_memory"),
     ],
 )
-def test_options_that_torch_lacks_are_refused(monkeypatch, call, options, name):
+def test_options_missing_in_this_torch_are_refused(monkeypatch, call, options, name):
     monkeypatch.delattr(FSDPModule, call)  # as in an older one
     with pytest.raises(ConfigError, match=f"has no {name}. Use a newer torch, or leave {name} out"):
         check_comm_config(CommConfig(**options), "cuda")

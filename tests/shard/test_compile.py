@@ -64,12 +64,12 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
 
 @pytest.mark.parametrize("block", memory.KINDS, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("route", ROUTES)
-def test_a_plain_model_has_the_same_gradients_and_buffers(route, block):
+def test_compiled_plain_model_matches_gradients_and_buffers(route, block):
     before, after = ROUTES[route]
     assert error(alone(after(before(made(block)))), alone(made(block))) <= TOLERANCE
 
 
-def test_kept_matmuls_are_not_multiplied_again():
+def test_kept_matmuls_are_not_recomputed():
     counts = {}
     for keep in ("nothing", "matmuls"):
         torch._dynamo.reset()
@@ -100,19 +100,19 @@ def mesh_for(strategy: str):
 
 
 @pytest.mark.slow
-def test_a_sharded_model_has_the_same_gradients_and_buffers(ranks):
+def test_compiled_sharded_model_matches_gradients_and_buffers(ranks):
     for found in ranks(2).run(sharded, "full_shard", ["checkpointed"]):
         assert max(found.values()) <= TOLERANCE, found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", memory.STRATEGIES)
-def test_it_has_them_with_every_strategy_and_order(ranks, strategy):
+def test_compiled_sharded_model_matches_for_every_strategy_and_order(ranks, strategy):
     for found in ranks(4 if strategy == "hybrid_shard" else 2).run(sharded, strategy, list(ROUTES), timeout_s=600.0):
         assert max(found.values()) <= TOLERANCE, found
 
 
-def test_names_are_those_of_the_plain_model():
+def test_compiled_model_keeps_state_dict_names():
     net = compiled(made(Quiet))
     assert net.state_dict().keys() == made(Quiet).state_dict().keys()
     assert all(block._compiled_call_impl is not None for block in net.blocks)
@@ -120,7 +120,7 @@ def test_names_are_those_of_the_plain_model():
 
 
 @pytest.mark.parametrize("change", [compiled, lambda net: compiled(memory.again(net))], ids=["whole", "inside"])
-def test_a_copy_computes_with_parameters_of_its_own(change):
+def test_deepcopy_of_a_compiled_model_has_its_own_parameters(change):
     net = change(made(Noisy))
     expected = alone(net)
     twin = copy.deepcopy(net)
@@ -153,7 +153,7 @@ class Long(nn.Module):
         return x
 
 
-def test_the_compiler_keeps_less_with_a_smaller_budget():
+def test_smaller_activation_budget_saves_fewer_bytes():
     assert kept(0.0) < kept(1.0)
     assert torch._functorch.config.activation_memory_budget == 1.0, "the process's own setting is untouched"
 
@@ -162,7 +162,7 @@ def test_the_compiler_keeps_less_with_a_smaller_budget():
 
 
 @pytest.mark.parametrize(("own", "expected"), [(None, "compiled"), ("mine", "mine")], ids=["not set", "the user's own"])
-def test_compiled_code_is_kept_in_the_run_folder(monkeypatch, tmp_path, own, expected):
+def test_inductor_cache_is_stored_in_the_run_folder(monkeypatch, tmp_path, own, expected):
     if own is None:
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "x")  # so that it is taken back afterwards
         monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR")
@@ -173,7 +173,7 @@ def test_compiled_code_is_kept_in_the_run_folder(monkeypatch, tmp_path, own, exp
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / expected)
 
 
-def test_without_a_run_folder_the_environment_is_left_alone(monkeypatch):
+def test_cache_variable_is_unset_without_a_run_folder(monkeypatch):
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     home._set_cache_dir()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
@@ -214,7 +214,7 @@ def test_unsupported_blocks_are_refused(call, message):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
-def test_with_inductor_the_gradients_are_the_same(monkeypatch, tmp_path):
+def test_inductor_gradients_match_the_plain_model(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     for block in memory.KINDS:
         torch._dynamo.reset()

@@ -102,7 +102,7 @@ def difference(moved: dict, samples: int) -> float:
         ({"cp": 2}, "full_shard", 1),  # one of the two groups has no sample
     ],
 )
-def test_gradient_of_cut_sequences_equals_that_of_one_process(ranks, degrees, strategy, samples):
+def test_context_parallel_gradient_equals_the_single_process_gradient(ranks, degrees, strategy, samples):
     for error, whole, (counted, tokens, loss) in ranks(4).run(stepped, degrees, strategy, samples):
         assert error <= TOLERANCE
         assert whole, "the batch and the model's tables are as before"

@@ -25,7 +25,7 @@ def table(text: str) -> dict[str, list[str]]:
     return {row[0].strip(): [cell.strip() for cell in row[1:]] for row in rows}
 
 
-def test_units_bytes_dtypes_and_placements(ranks):
+def test_describe_lists_units_bytes_dtypes_and_placements(ranks):
     text = ranks(4).run(described, "left out", "hybrid_shard")[0]
     assert text.splitlines()[0] == "hybrid_shard over 4 ranks (dp_replicate=2, dp_shard=2), accumulate=local, buffers=broadcast"
     rows = table(text)
@@ -45,23 +45,23 @@ def described_twice(name: str) -> bool:
 
 
 @pytest.mark.parametrize("name", ["left out", "called twice"])
-def test_a_forward_changes_nothing_about_the_layout(ranks, name):
+def test_describe_is_unchanged_after_a_forward(ranks, name):
     assert ranks(2).run(described_twice, name) == [True, True]
 
 
-def test_a_unit_of_tied_modules_names_them_all(ranks):
+def test_tied_unit_row_names_all_its_modules(ranks):
     assert "first.0 + last.1" in table(ranks(2).run(described, "tied across blocks", "full_shard")[0])
 
 
 @pytest.mark.parametrize(
     ("strategy", "place"), [("full_shard", "cut on dim 0 over dp_all=2"), ("replicate", "copied over dp_all=2")]
 )
-def test_placement_is_that_of_the_strategy(ranks, strategy, place):
+def test_placement_column_matches_the_strategy(ranks, strategy, place):
     rows = table(ranks(2).run(described, "called twice", strategy)[0])
     assert {row[-1] for name, row in rows.items() if name.startswith("blocks")} == {place}
 
 
-def test_a_plain_model_is_one_row_and_meta_tensors_take_no_memory_to_describe():
+def test_plain_meta_model_is_described_in_one_row():
     with torch.device("meta"):
         rows = table(describe(nn.Linear(1024, 1024)))
     assert rows["model"] == ["Linear", "2", "1,049,600", "4 MiB", "4 MiB", "float32", "float32", "-", "whole"]

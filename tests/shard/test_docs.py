@@ -21,19 +21,19 @@ def plan_of_the_page() -> list:
     return [shown.splitlines()[0], "cut on dim 0 over dp_all=2, cut on dim 0 over tp=2" in shown, get_dist_info().rank]
 
 
-def test_the_plan_of_the_page_cuts_the_model_of_the_examples(ranks):
+def test_documented_tp_plan_shards_the_example_model(ranks):
     head = "full_shard over 2 ranks (dp_replicate=1, dp_shard=2, tp=2), accumulate=local, buffers=broadcast"
     assert ranks(4).run(plan_of_the_page) == [[head, True, rank] for rank in range(4)]
 
 
-def test_every_function_that_the_page_names_is_public():
+def test_documented_functions_are_public():
     named = public.named_in(PAGE.read_text())
     assert len(named) >= 10
     assert public.unknown_in(PAGE.read_text()) == set()
     assert len(BLOCKS) == 2
 
 
-def test_the_files_that_the_page_names_exist():
+def test_documented_files_exist():
     root = PAGE.parents[1]
     files = re.findall(r"`(tests/\S+?\.py|examples/\S+?\.py)`", PAGE.read_text())
     assert len(files) >= 4

@@ -52,7 +52,7 @@ def generated(strategy: str) -> list[int]:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
-def test_generation_of_different_lengths_runs_in_lockstep(ranks, strategy):
+def test_generation_with_uneven_lengths_runs_in_lockstep(ranks, strategy):
     expected = [counter().generate(first, lambda unfinished: unfinished) for first in (1, 4)]
     assert expected == [[1, 0], [4, 3, 2, 1, 0]]
     assert ranks(2).run(generated, strategy) == expected
@@ -71,7 +71,7 @@ def a_block_before_the_model() -> list[bool]:
         ]
 
 
-def test_a_block_may_run_before_the_model_does(ranks):
+def test_block_can_run_before_the_first_model_forward(ranks):
     assert ranks(2).run(a_block_before_the_model) == [[True] * 3] * 2
 
 
@@ -92,6 +92,6 @@ def refused(methods) -> str:
         (["toys.once"], "forward_methods names 'toys.once', but the model has no module 'toys'"),
     ],
 )
-def test_a_method_that_cannot_be_declared_is_refused_on_all_ranks(ranks, methods, message):
+def test_invalid_forward_method_is_refused_on_all_ranks(ranks, methods, message):
     for found in ranks(2).run(refused, methods):
         assert message in found

@@ -66,7 +66,7 @@ def trained(emulated: bool) -> dict[str, Any]:
     return {"names": names, "grads": grads, "dtypes": sorted({str(p.dtype) for p in net.parameters()})}
 
 
-def test_a_converted_model_is_sharded_and_trains_near_the_one_it_was(ranks):
+def test_fp8_sharded_gradients_are_close_to_the_original_model(ranks):
     pytest.importorskip("torchao")
     plain, low = (ranks(2).run(trained, emulated)[0] for emulated in (False, True))
     assert low["names"] == ["blocks.0.0", "blocks.1.0"]
@@ -110,7 +110,7 @@ def test_invalid_arguments_are_refused_on_any_device(call: Callable[[], Any], me
     ("available", "capability", "what"),
     [(False, (0, 0), "no CUDA device"), (True, (8, 0), "8.0"), (True, (7, 5), "7.5")],
 )
-def test_devices_without_it_are_refused_and_nothing_is_changed(monkeypatch, available, capability, what):
+def test_devices_without_fp8_are_refused_without_changes(monkeypatch, available, capability, what):
     monkeypatch.setattr("torch.cuda.is_available", lambda: available)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
     net = Net()
@@ -119,7 +119,7 @@ def test_devices_without_it_are_refused_and_nothing_is_changed(monkeypatch, avai
     assert converted_names(net) == []
 
 
-def test_a_missing_torchao_is_named_with_its_extra(monkeypatch):
+def test_missing_torchao_error_names_the_fp8_extra(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (8, 9))
     monkeypatch.setitem(sys.modules, "torchao.float8", None)  # an import of it fails
@@ -146,6 +146,6 @@ def test_a_sharded_model_is_refused(ranks):
     )
 
 
-def test_torchao_is_not_imported_before_it_is_used():
+def test_torchao_is_imported_lazily():
     code = "import sys, dtrain.shard.precision; print([name for name in sys.modules if name.startswith('torchao')])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=90).stdout == "[]\n"

@@ -49,7 +49,7 @@ def layout(strategy: str) -> dict:
     ("strategy", "rows"),
     [("full_shard", [2, 2, 2]), ("shard_grad_op", [2, 2, 2]), ("replicate", [6, 6, 6]), ("no_shard", [6, 6, 6])],
 )
-def test_layout(ranks, strategy, rows):
+def test_shard_model_sets_units_names_and_local_sizes(ranks, strategy, rows):
     results = ranks(3).run(layout, strategy)
     assert [r["local"] for r in results] == [5 * n for n in rows]
     assert results[0]["units"] == ["FSDPSequential", "FSDPBlock", "FSDPBlock"]
@@ -76,7 +76,7 @@ def without_sync() -> list:
     return full(shard_model(net, build_mesh(), sync=False).weight).tolist()
 
 
-def test_without_sync_every_rank_keeps_its_values(ranks):
+def test_sync_disabled_keeps_each_ranks_values(ranks):
     assert ranks(2).run(without_sync) == [[[0.0, 0.0], [1.0, 1.0]]] * 2
 
 
@@ -93,7 +93,7 @@ def odd_buffers() -> list:
     return [buffer.tolist() for buffer in net.buffers()]
 
 
-def test_buffers_of_any_layout_and_dtype_are_those_of_rank_0(ranks):
+def test_buffers_of_any_layout_and_dtype_equal_rank_0(ranks):
     expected = [[0, 2, 4, 6], [[0, 3], [1, 4], [2, 5]], [0, 0, 0], [0, 7], False]
     assert ranks(2).run(odd_buffers) == [expected] * 2
 
@@ -204,7 +204,7 @@ SAME = [
 
 
 @pytest.mark.parametrize(("case", "message"), SAME)
-def test_refusals_are_the_same_line_on_all_ranks(ranks, case, message):
+def test_refusals_raise_the_same_one_line_error_on_all_ranks(ranks, case, message):
     first, second = ranks(2).run(refused, case)
     assert message in first
     assert first == second
@@ -243,7 +243,7 @@ def mixed_precision() -> list[str]:
     return [*seen, *{str(p.dtype) for p in net.parameters()}, *{str(p.grad.dtype) for p in net.parameters()}]
 
 
-def test_precision_is_of_compute_and_not_of_storage(ranks):
+def test_precision_applies_to_compute_and_not_to_storage(ranks):
     assert ranks(2).run(mixed_precision)[0] == ["torch.bfloat16", "torch.float32", "torch.float32"]
 
 
@@ -255,7 +255,7 @@ def output_dtypes() -> list[str]:
     return [str(net(torch.ones(2, 4)).dtype), *seen]
 
 
-def test_output_dtype_is_that_of_the_root_alone(ranks):
+def test_output_dtype_applies_only_to_the_root(ranks):
     assert ranks(2).run(output_dtypes)[0] == ["torch.float32", "torch.bfloat16"]
 
 
@@ -269,7 +269,7 @@ def gathered_after_forward(strategy: str) -> list[bool]:
 @pytest.mark.parametrize(
     ("strategy", "gathered"), [("full_shard", [False, True]), ("shard_grad_op", [True, True]), ("replicate", [True, True])]
 )
-def test_blocks_are_freed_after_forward_where_that_saves_memory(ranks, strategy, gathered):
+def test_only_full_shard_reshards_blocks_after_forward(ranks, strategy, gathered):
     assert ranks(2).run(gathered_after_forward, strategy) == [gathered] * 2
 
 
@@ -287,5 +287,5 @@ def evaluate_then_look() -> list:
     return [any(inside), net.training, net[1].training, all(hasattr(p, "full_tensor") for p in net.parameters())]
 
 
-def test_evaluating_restores_each_mode_and_reshards(ranks):
+def test_eval_mode_restores_module_modes_and_reshards(ranks):
     assert ranks(2).run(evaluate_then_look) == [[False, True, False, True]] * 2

@@ -97,7 +97,7 @@ def changed_by_hand(strategy: str) -> float:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_computes_with_the_parameters_as_they_are(ranks, strategy):
+def test_step_uses_parameters_changed_by_hand(ranks, strategy):
     assert max(ranks(2).run(changed_by_hand, strategy)) <= 1e-12
 
 
@@ -116,7 +116,7 @@ def begun_after_a_forward(strategy: str, before_optimizer: bool) -> str:
 
 @pytest.mark.parametrize("before_optimizer", [True, False])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_state_of_gathered_copies_is_refused(ranks, strategy, before_optimizer):
+def test_init_with_gathered_parameter_copies_is_refused(ranks, strategy, before_optimizer):
     for message in ranks(2).run(begun_after_a_forward, strategy, before_optimizer):
         assert "are gathered copies, left by a forward outside of a step (first: " in message
         assert "dt.eval_mode(model)" in message
@@ -135,7 +135,7 @@ def one_rank_alone(strategy: str) -> float:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_forward_of_one_rank_alone_does_not_change_the_next_step(ranks, strategy):
+def test_forward_on_one_rank_does_not_affect_the_next_step(ranks, strategy):
     assert max(ranks(2).run(one_rank_alone, strategy)) <= 1e-12
 
 
@@ -152,7 +152,7 @@ def inside_each_other() -> list[bool]:
     return [whole, all(hasattr(p, "full_tensor") for p in net.parameters())]
 
 
-def test_unsharded_lasts_through_another_one_and_through_an_evaluation(ranks):
+def test_unshard_params_survives_nested_unshard_and_evaluation(ranks):
     assert ranks(2).run(inside_each_other) == [[True, True]] * 2
 
 
@@ -163,7 +163,7 @@ def backward_by_hand() -> int:
     return len(grad_sync_of(net).reduction_order)
 
 
-def test_a_loop_without_steps_leaves_no_growing_record(ranks):
+def test_manual_backward_loop_does_not_grow_internal_records(ranks):
     assert ranks(2).run(backward_by_hand) == [0, 0]
 
 
@@ -176,5 +176,5 @@ def skipped_update() -> list[bool]:
     return [hasattr(p, "full_tensor") for p in state.model.parameters()]
 
 
-def test_the_model_holds_shards_after_an_update(ranks):
+def test_model_is_resharded_after_an_update(ranks):
     assert all(all(found) for found in ranks(2).run(skipped_update))

@@ -133,7 +133,7 @@ def uneven(fill: bool) -> list:
         grad_sync.zero_fill_missing_grads = zero_fill_missing_grads
 
 
-def test_parameters_that_some_ranks_do_not_use_are_reduced_right_and_this_can_fail(ranks):
+def test_parameters_unused_on_some_ranks_are_reduced_correctly(ranks):
     assert [[error <= 1e-12, unused] for error, unused in ranks(2).run(uneven, True)] == [[True, True]] * 2
     assert min(error for error, _ in ranks(2).run(uneven, False)) > 1e-3
 
@@ -154,7 +154,7 @@ def late_branch(accumulate: str) -> float:
 
 
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
-def test_a_parameter_that_only_late_microbatches_use_meets_wider_sums(ranks, accumulate):
+def test_parameter_used_only_in_later_microbatches_accumulates_in_float32(ranks, accumulate):
     assert max(ranks(2).run(late_branch, accumulate)) < 0.05  # bfloat16 has 8 bits
 
 
@@ -178,7 +178,7 @@ def other_order() -> str:
     return "no error"
 
 
-def test_units_in_another_order_on_one_rank_are_an_error_on_all(ranks):
+def test_reordered_units_on_one_rank_raise_on_all_ranks(ranks):
     first, second = ranks(2).run(other_order)
     assert first.startswith(
         "step: ranks must run the same units in the first step, got 'blocks.1' on rank 0 and 'blocks.2' on rank 1"
@@ -273,7 +273,7 @@ BLOCKS_OF_CHOOSING = ("wide", "narrow", "first")
 
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 @pytest.mark.parametrize("strategy", ["replicate", "full_shard", "shard_grad_op", "hybrid_shard"])
-def test_units_that_a_rank_skips_count_as_zero(ranks, strategy, accumulate):
+def test_units_skipped_on_one_rank_count_as_zero(ranks, strategy, accumulate):
     for found in ranks(4 if strategy == "hybrid_shard" else 2).run(skipping, strategy, accumulate):
         assert {name: error for name, error in found.items() if error > 1e-12} == {}
 
@@ -290,7 +290,7 @@ def skipped_in_the_first_step(strategy: str) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
-def test_a_unit_that_a_rank_skips_in_the_first_step_is_named_under_auto_microbatch(ranks, strategy):
+def test_unit_skipped_in_the_first_step_raises_with_auto_microbatch(ranks, strategy):
     world_size = 4 if strategy == "hybrid_shard" else 2
     for found in ranks(world_size).run(skipped_in_the_first_step, strategy):
         assert found == "step Run the same modules in the same order on all ranks."

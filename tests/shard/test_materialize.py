@@ -125,7 +125,7 @@ def test_initial_weights_do_not_depend_on_the_mesh(ranks, alone, world_size, str
         assert result == alone
 
 
-def test_values_equal_the_values_of_construction(alone):
+def test_materialized_values_equal_construction_values(alone):
     built = values(Net())
     assert alone.keys() == built.keys()
     for name in ("rotary.table", "scale.scale", "scale.mask", "norm.running_var", "mixer.out_proj.bias", "mixer.in_proj_bias"):
@@ -136,7 +136,7 @@ def test_values_equal_the_values_of_construction(alone):
     assert len({x for row in alone["own.weight"] for x in row}) == 15, "each element is drawn on its own"
 
 
-def test_seed_and_name_decide(alone):
+def test_values_depend_on_seed_and_parameter_name(alone):
     assert values(materialize(on_meta(Net), seed=6))["embedding.weight"] != alone["embedding.weight"]
 
     twins = materialize(on_meta(lambda: nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))), seed=5)
@@ -195,14 +195,14 @@ class Misleading(nn.Module):
 
 
 @pytest.mark.parametrize("kind", [Nobody, Half, lambda: Forgetful(4, base=2.0), lambda: Misleading(8)])
-def test_uninitialized_tensors_are_an_error_by_name(kind):
+def test_uninitialized_tensors_are_refused_by_name(kind):
     model = on_meta(lambda: nn.Sequential(nn.Linear(2, 2), kind()))
     name = "1.weight" if isinstance(model[1], Nobody) else "1.table"
     with pytest.raises(ConfigError, match=f"nothing initializes {name} \\(1 tensors\\). Write the tensors in reset_parameters"):
         materialize(model, seed=0)
 
 
-def test_uninitialised_memory_does_not_pass_for_a_value():
+def test_uninitialized_memory_is_refused():
     with pytest.raises(ConfigError, match=r"nothing initializes b0, b1, b2 \(3 tensors\)"):
         materialize(on_meta(Junk), seed=0)
 
@@ -293,7 +293,7 @@ def adapters(kind: object, strategy: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("kind", "norm"), [(True, 4 / 3**0.5), ("gaussian", 2.0)])  # of 1,024 elements
-def test_adapters_of_peft_have_their_own_initial_values(ranks, kind, norm):
+def test_peft_adapters_get_peft_initial_values(ranks, kind, norm):
     found = adapters(kind, "")
     assert found["adapted.lora_B.default.weight"] == 0.0
     assert found["adapted.lora_A.default.weight"] == pytest.approx(norm, rel=0.1)
@@ -313,7 +313,7 @@ def test_adapters_of_peft_have_their_own_initial_values(ranks, kind, norm):
     ],
 )
 @pytest.mark.parametrize("init", [None, wide_init])
-def test_adapters_that_cannot_be_initialised_are_an_error_by_name(kind, message, init):
+def test_uninitializable_peft_adapters_are_refused_by_name(kind, message, init):
     with pytest.raises(ConfigError, match=message):
         materialize(on_meta(lambda: Adapted(kind)), seed=0, init=init)
 
@@ -352,13 +352,13 @@ class Applied(nn.Module):
 
 
 @pytest.mark.parametrize(("make", "name"), [(ZeroOut, "out.weight"), (lambda: ZeroLinear(3, 3), "weight")])
-def test_repeated_writes_of_construction_are_an_error_by_name(make, name):
+def test_repeated_construction_writes_are_refused_by_name(make, name):
     message = rf" {name} \(1 tensors\) were written again after their reset_parameters during construction. The meta"
     with pytest.raises(ConfigError, match=message):
         materialize(on_meta(make), seed=0)
 
 
-def test_write_of_a_parent_is_an_error_in_a_sharded_model(ranks):
+def test_parent_write_to_a_child_tensor_is_refused_when_sharded(ranks):
     assert ranks(2).run(zero_out_sharded) == ["materialize: 0.out.weight"] * 2
 
 
@@ -371,7 +371,7 @@ def zero_out_sharded() -> str:
     return "no error"
 
 
-def test_zeros_that_reset_parameters_writes_again_are_there():
+def test_zeros_rewritten_by_reset_parameters_are_kept():
     assert not materialize(on_meta(ZeroOutAgain), seed=0).out.weight.any()
 
 
@@ -397,7 +397,7 @@ class Residual(nn.Module):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_writes_after_the_initializer_of_the_whole_model_warn_by_name(bias):
+def test_writes_after_the_model_initializer_warn_by_name(bias):
     told = r"materialize: branches.0.out.weight, branches.1.out.weight \(2 tensors\) were written again"
     with pytest.warns(UserWarning, match=told):
         materialize(on_meta(lambda: Residual(bias)), seed=0, init=wide_init)
@@ -433,7 +433,7 @@ def test_initializer_method_writes_tensors_of_descendants(ranks):
         assert expected[0] <= found.square().mean().sqrt() <= expected[1], name
 
 
-def test_initializer_does_not_write_tensors_below_that_are_not_on_meta():
+def test_initializer_keeps_descendant_tensors_that_are_off_meta():
     model = on_meta(Scaled)
     real = nn.Parameter(torch.ones_like(model.branches[0].out.weight, device="cpu"))
     model.branches[0].out.weight = real
@@ -442,7 +442,7 @@ def test_initializer_does_not_write_tensors_below_that_are_not_on_meta():
     assert real.eq(1).all()
 
 
-def test_a_model_of_transformers_without_an_initialiser_is_refused():
+def test_transformers_model_without_init_argument_is_refused():
     config = GPTNeoXConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
     with pytest.raises(
         ConfigError, match=r"GPTNeoXForCausalLM of transformers does not initialize .*. Pass init=model._init_weights"

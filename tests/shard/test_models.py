@@ -53,7 +53,7 @@ def compare(name: str, strategies: list) -> dict[str, list]:
     ],
 )
 @pytest.mark.parametrize("name", CASES)
-def test_gradient_is_that_of_the_plain_model_in_one_process(ranks, name, world_size, strategies):
+def test_sharded_gradient_equals_the_single_process_gradient(ranks, name, world_size, strategies):
     for result in ranks(world_size).run(compare, name, strategies):
         for case, (units, error, odd, same_names) in result.items():
             assert error <= TOLERANCE, case

@@ -45,7 +45,7 @@ def taken(offloader: ActivationOffloader, module: nn.Module, run) -> tuple[list[
     return found, out
 
 
-def test_parameters_their_views_and_small_tensors_stay():
+def test_parameters_views_and_small_tensors_are_not_offloaded():
     layer = nn.Linear(8, 8)
     offloader = ActivationOffloader(min_bytes=X.nbytes, copies_on_cpu=True)
     found, out = taken(offloader, layer, lambda: layer(X.clone().requires_grad_()))
@@ -57,13 +57,13 @@ def test_parameters_their_views_and_small_tensors_stay():
     assert out.requires_grad
 
 
-def test_on_the_cpu_nothing_moves():
+def test_cpu_tensors_are_not_offloaded():
     layer = nn.Linear(8, 8)
     found, _ = taken(ActivationOffloader(min_bytes=0), layer, lambda: layer(X.clone().requires_grad_()))
     assert found == [False, False]
 
 
-def test_a_tensor_that_several_operators_save_leaves_once():
+def test_tensor_saved_by_several_operators_is_offloaded_once():
     offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     x = X.clone().requires_grad_()
     with offloader.offload_saved_tensors(nn.Identity()):
@@ -80,7 +80,7 @@ def test_a_tensor_that_several_operators_save_leaves_once():
     [lambda x: x.t(), lambda x: x[:, ::2], lambda x: x.expand(3, 4, 8), lambda x: x.to(torch.bfloat16)],
     ids=["turned", "with gaps", "expanded", "of another dtype"],
 )
-def test_a_tensor_comes_back_as_it_was(make):
+def test_fetched_tensor_equals_the_offloaded_tensor(make):
     offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     tensor = make(X)
     offloaded_tensor = offloader._pack(tensor, set())
@@ -97,7 +97,7 @@ def test_previously_offloaded_tensors_are_fetched_ahead():
     assert [offloaded_tensor.fetch()[0].item() for offloaded_tensor in reversed(tensors)] == [5, 4, 3, 2, 1, 0]
 
 
-def test_a_tensor_that_is_changed_after_it_was_saved_is_an_error_as_without():
+def test_in_place_change_of_a_saved_tensor_raises():
     offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     with offloader.offload_saved_tensors(nn.Identity()):
         h = X.clone().requires_grad_() * 2
@@ -107,7 +107,7 @@ def test_a_tensor_that_is_changed_after_it_was_saved_is_an_error_as_without():
         out.backward()
 
 
-def test_few_originals_are_held_and_none_when_the_graph_is_dropped():
+def test_in_flight_originals_are_bounded_and_freed_with_the_graph():
     offloader = ActivationOffloader(min_bytes=0, copies_on_cpu=True)
     tensors = [offloader._pack(torch.full((4,), float(at)), set()) for at in range(50)]
     assert [at for at, offloaded_tensor in enumerate(tensors) if offloaded_tensor.is_in_flight] == [46, 47, 48, 49]
@@ -118,7 +118,7 @@ def test_few_originals_are_held_and_none_when_the_graph_is_dropped():
     assert len(streams._offloaded) <= 32
 
 
-def test_offloading_is_without_effect_on_the_cpu():
+def test_activation_offload_on_cpu_keeps_gradients():
     plain, net = (nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 2)) for _ in range(2))
     net.load_state_dict(plain.state_dict())
     offload_activations(net, blocks=nn.Linear, min_bytes=0)
@@ -165,7 +165,7 @@ def offloaded(strategy: str) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
-def test_training_with_offloaded_parameters_is_the_same_bit_for_bit(ranks, strategy):
+def test_parameter_offload_training_matches_bit_for_bit(ranks, strategy):
     for found in ranks(4 if strategy == "hybrid_shard" else 2).run(offloaded, strategy):
         assert all(found.values()), found
 
@@ -190,7 +190,7 @@ def moved_through_a_checkpoint(folder: str, there: str | None, here: str | None)
 
 
 @pytest.mark.parametrize(("there", "here"), [("params", None), (None, "params"), ("params", "params")])
-def test_a_checkpoint_moves_between_both(ranks, tmp_path, there, here):
+def test_checkpoint_loads_with_and_without_parameter_offload(ranks, tmp_path, there, here):
     assert ranks(2).run(moved_through_a_checkpoint, str(tmp_path), there, here) == [True, True]
 
 
@@ -202,7 +202,7 @@ def refused() -> str:
     return "no error"
 
 
-def test_another_offload_is_refused_on_all_ranks(ranks):
+def test_unknown_offload_option_is_refused_on_all_ranks(ranks):
     for found in ranks(2).run(refused):
         assert "offload must be 'params' or None, got 'optimizer'." in found
 
@@ -212,6 +212,6 @@ def described() -> list[str]:
     return [describe(net).splitlines()[0] for net in nets]
 
 
-def test_describe_says_so(ranks):
+def test_describe_reports_offloaded_params(ranks):
     for offloaded, plain in ranks(2).run(described):
         assert offloaded == f"{plain}, offload=params"

@@ -113,7 +113,7 @@ def all_seen(strategy: str) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_every_field_has_its_effect_and_no_other(ranks, strategy):
+def test_each_precision_field_changes_only_its_own_dtype(ranks, strategy):
     found = ranks(4 if strategy == "hybrid_shard" else 2).run(all_seen, strategy)
     for name, (precision, (param, reduce, buffer, output)) in FIELDS.items():
         expected = {
@@ -129,7 +129,7 @@ def test_every_field_has_its_effect_and_no_other(ranks, strategy):
             assert found[0][f"{name} {accumulate}"] == expected, (name, accumulate, precision)
 
 
-def test_a_preset_is_a_row_of_the_table():
+def test_presets_match_their_documented_fields():
     assert Precision.preset("DEFAULT") == Precision(param="bf16", reduce="fp32")
     assert Precision.preset("PURE", "fp16") == Precision(param="fp16", reduce="fp16")
     assert Precision.preset("FULL") == Precision()
@@ -173,7 +173,7 @@ def with_statistics(strategy: str, low: str) -> dict[str, object]:
 
 @pytest.mark.parametrize("low", ["bf16", "fp16"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_running_statistics_are_computed_as_they_are_stored(ranks, strategy, low):
+def test_running_statistics_are_computed_in_their_stored_dtype(ranks, strategy, low):
     expected = {
         "weight": "float32",
         "given": DTYPES[low],
@@ -193,7 +193,7 @@ def on_meta() -> list[object]:
     return [short(net.first.table.dtype), net.first.table.tolist(), short(net.middle.running_var.dtype)]
 
 
-def test_buffers_made_on_meta_are_computed_first_and_rounded_then(ranks):
+def test_meta_buffers_are_computed_in_float32_before_rounding(ranks):
     table = torch.linspace(0.1, 1.1, DIM).bfloat16().tolist()
     assert ranks(2).run(on_meta)[0] == ["bfloat16", table, "float32"]
 
@@ -279,12 +279,12 @@ def test_mean_of_many_microbatches_is_exact(ranks, named):
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("named", DTYPES_OF_SUMS)
 @pytest.mark.parametrize("how", ["step", "cached", "in backward"])
-def test_mean_of_many_microbatches_is_exact_in_every_way(ranks, strategy, named, how):
+def test_mean_of_many_microbatches_is_exact_for_every_strategy(ranks, strategy, named, how):
     assert_all_one(ranks(4 if strategy == "hybrid_shard" else 2).run(means, [strategy], [named], [how])[0])
 
 
 @pytest.mark.parametrize("how", ["step", "cached", "in backward"])
-def test_a_model_that_is_not_sharded_adds_up_its_microbatches_in_float32(how):
+def test_unsharded_model_accumulates_microbatches_in_float32(how):
     assert mean_of_ones(zeroed(Halves(torch.bfloat16)), how) == [1.0, 1.0]
 
 

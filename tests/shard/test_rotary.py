@@ -40,7 +40,7 @@ def divergences() -> dict[str, tuple[float, str]]:
     return found
 
 
-def test_no_preset_rounds_the_rotary_frequencies_of_a_llama(ranks):
+def test_precision_presets_keep_llama_rotary_frequencies_in_float32(ranks):
     found = ranks(2).run(divergences)[0]
     assert found["DEFAULT"][0] < 0.02  # what bfloat16 does to the layers themselves
     assert found["DEFAULT"][1] == found["PURE"][1] == "torch.float32"

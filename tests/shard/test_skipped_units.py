@@ -133,14 +133,14 @@ def swept(root: bool, strategy: str, steps: int, special: str) -> float:
 
 @pytest.mark.parametrize("root", [True, False], ids=["root with parameters", "root without"])
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard"])
-def test_any_parts_that_ranks_skip_count_as_zero(ranks, strategy, root, request):
+def test_units_skipped_on_some_ranks_count_as_zero(ranks, strategy, root, request):
     steps = 200 if request.config.getoption("--slow") else 12
     for error in ranks(4 if strategy == "hybrid_shard" else 2).run(swept, root, strategy, steps, "", timeout_s=CAP_S):
         assert error <= 1e-12
 
 
 @pytest.mark.parametrize(("special", "at_most"), [("checkpointed", 1e-12), ("bf16", 0.03)])
-def test_skipped_parts_count_as_zero_with_checkpointing_and_in_bf16(ranks, special, at_most):
+def test_skipped_units_count_as_zero_with_checkpointing_and_bf16(ranks, special, at_most):
     for error in ranks(2).run(swept, True, "full_shard", 12, special, timeout_s=CAP_S):
         assert error <= at_most
 
@@ -202,7 +202,7 @@ def generated(root: bool, tokens: list[int], without: list[list[int]]) -> list[i
 
 
 @pytest.mark.parametrize("root", [True, False], ids=["root with parameters", "root without"])
-def test_forwards_without_a_graph_are_made_as_often_as_the_loss_makes_them(ranks, root):
+def test_no_grad_forwards_gather_once_per_loss_forward(ranks, root):
     first, second = ranks(2).run(generated, root, [9, 1, 3, 12, 2], [[], [], [], [], [1]], timeout_s=CAP_S)
     assert first == second
     per_token = (first[3] - first[1]) / 11
@@ -235,7 +235,7 @@ def first_step(missing: str) -> list:
         ("last", ["'last'", "the end of its microbatch"]),
     ],
 )
-def test_a_unit_that_a_rank_skips_in_the_first_step_is_named_on_all(ranks, missing, comes_to):
+def test_unit_skipped_in_first_step_is_named_on_all_ranks(ranks, missing, comes_to):
     first, second = ranks(2).run(first_step, missing, timeout_s=CAP_S)
     assert first == second
     message, clean, error = first
@@ -272,7 +272,7 @@ def under_auto() -> float:
     return worst
 
 
-def test_skipped_parts_count_as_zero_under_auto_microbatch(ranks):
+def test_skipped_units_count_as_zero_with_auto_microbatch(ranks):
     for error in ranks(2).run(under_auto, timeout_s=CAP_S):
         assert error <= 1e-12
 
@@ -294,7 +294,7 @@ def frozen_part() -> tuple[list[int], float]:
     return counts, error_of(state, alone, [set(PARTS) - {"last"}] * 2)
 
 
-def test_an_order_is_learned_again_when_parameters_are_frozen(ranks):
+def test_unit_order_is_recorded_again_after_freezing_parameters(ranks):
     for counts, error in ranks(2).run(frozen_part, timeout_s=CAP_S):
         assert counts[0] == counts[1]
         assert counts[2] == counts[3] < counts[0]
@@ -324,13 +324,13 @@ def swapped_later(orders: list[list[list[int]]], seconds: float = skipped_units.
         state, _ = microbatch_step(state, torch.randn(4, DIM), loss_fn=loss_of)
 
 
-def test_units_in_another_order_on_one_rank_in_a_later_step_are_named_by_that_rank(ranks):
+def test_later_unit_reordering_is_reported_by_the_reordered_rank(ranks):
     with pytest.raises(
         RankError, match=r"rank 1 of 2 raised[^$]*StepError: step: this rank runs 'units.1' later than in the first"
     ):
         ranks(2).run(swapped_later, [[[0, 1, 2]] * 2, [[0, 1, 2], [0, 2, 1]]], 2.0, timeout_s=CAP_S)
 
 
-def test_units_that_are_new_or_in_another_order_on_all_ranks_are_let_through(ranks):
+def test_new_or_reordered_units_on_all_ranks_are_accepted(ranks):
     orders = [[0, 1], [0, 2, 1], [0, 1, 1, 2], [2, 1, 0], [2, 1, 0], [1, 0, 2]]
     ranks(2).run(swapped_later, [[order] * 2 for order in orders], timeout_s=CAP_S)

@@ -82,7 +82,7 @@ def test_gradient_equals_that_of_one_process(ranks, case):
         assert loss == pytest.approx(mean_loss(case[0]), rel=1e-12)
 
 
-def test_gradient_of_tensor_parallelism_alone(ranks):
+def test_gradient_matches_with_tensor_parallelism_only(ranks):
     for error, samples, _ in ranks(2).run(gradient, "gpt", "sequence", "full_shard", 2, 2, {}, False):
         assert error <= TOLERANCE
         assert samples == SAMPLES
@@ -91,7 +91,7 @@ def test_gradient_of_tensor_parallelism_alone(ranks):
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "replicate"])
 @pytest.mark.parametrize("plan", PLANS)
-def test_gradient_on_three_axes(ranks, plan, strategy):
+def test_gradient_matches_on_replicate_shard_and_tp_axes(ranks, plan, strategy):
     for error, samples, _ in ranks(8).run(gradient, "gpt", plan, strategy, 2, 2, {}, False):
         assert error <= TOLERANCE
         assert samples == SAMPLES
@@ -165,7 +165,7 @@ def first_weights(plan: str, tp: int) -> list:
 
 
 @pytest.mark.parametrize("plan", ["layers", "sequence"])
-def test_first_weights_are_those_of_one_process(ranks, plan):
+def test_initial_weights_equal_those_of_one_process(ranks, plan):
     for equal, tables, shown in ranks(4).run(first_weights, plan, 2):
         assert equal
         assert tables
@@ -191,7 +191,7 @@ def uneven_boxes() -> list:
     return [all(right), boxes]
 
 
-def test_boxes_are_those_that_the_ranks_hold_where_nothing_comes_out_even(ranks):
+def test_uneven_shard_boxes_match_the_local_shards(ranks):
     found = ranks(4).run(uneven_boxes)
     assert all(right for right, _ in found)
     boxes = [boxes for _, boxes in found]
@@ -229,12 +229,12 @@ def dropped(seeds: str) -> list:
     ]
 
 
-def test_ranks_that_draw_nothing_may_have_streams_of_their_own(ranks):
+def test_tp_ranks_may_have_different_seeds_without_dropout(ranks):
     found = ranks(4).run(dropped, "no matter")
     assert all(gradient == found[0][0] for gradient, _ in found)
 
 
-def test_ranks_of_one_batch_drop_alike(ranks):
+def test_tp_ranks_with_data_rank_seeds_share_dropout_masks(ranks):
     found = ranks(4).run(dropped, "data")
     assert found[0] == found[1]
     assert found[2] == found[3]
@@ -251,7 +251,7 @@ def test_ranks_of_one_batch_drop_alike(ranks):
         ("batch", "but have 1 and 2 samples, 0 and 0 tokens. Build the loader with mesh="),
     ],
 )
-def test_ranks_of_one_batch_that_would_not_compute_alike_are_refused(ranks, seeds, message):
+def test_tp_ranks_with_different_seeds_or_batches_are_refused(ranks, seeds, message):
     for (found,) in ranks(4).run(dropped, seeds):
         assert found.startswith(f"step: ranks 0 and 1 work on one batch together (cp, tp), {message}")
 
@@ -328,7 +328,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("case", "message"), REFUSED, ids=[case for case, _ in REFUSED])
-def test_plans_that_cannot_be_right_are_refused_on_all_ranks(ranks, case, message):
+def test_invalid_tp_plans_are_refused_on_all_ranks(ranks, case, message):
     for found in ranks(2).run(refused, case):
         assert found.partition(": ")[2].startswith(message)
 
@@ -340,7 +340,7 @@ def with_own_style() -> bool:
     return all(torch.equal(a, full_tensor(b.detach())) for a, b in zip(before, net.parameters(), strict=True))
 
 
-def test_styles_of_ones_own_are_taken(ranks):
+def test_custom_parallel_styles_are_accepted(ranks):
     assert ranks(2).run(with_own_style) == [True, True]
 
 
@@ -356,7 +356,7 @@ def half_precision() -> list:
     return [(error / whole).item(), sorted({str(grad.dtype) for grad in grads.values()})]
 
 
-def test_plans_and_precision_go_together(ranks):
+def test_tp_plan_trains_with_low_precision(ranks):
     for error, dtypes in ranks(4).run(half_precision):
         assert error < 0.05  # bfloat16 has 8 bits
         assert dtypes == ["torch.float32"]
@@ -385,7 +385,7 @@ def cross_entropies() -> list:
     return [totals, apart, int(found.weight), math.isnan(float(stray.total)), said]
 
 
-def test_cross_entropy_of_a_cut_vocabulary_equals_the_whole_one(ranks):
+def test_cross_entropy_with_sharded_vocabulary_equals_unsharded(ranks):
     for total, gradients, weight, stray, said in ranks(2).run(cross_entropies):
         assert max(total, gradients) < 1e-12
         assert weight == 5

@@ -71,7 +71,7 @@ def trained(name: str, strategy: str) -> list[float]:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
 @pytest.mark.parametrize("name", NAMES)
-def test_training_equals_that_of_plain_torch(ranks, name, strategy):
+def test_sharded_training_matches_plain_torch(ranks, name, strategy):
     for found in ranks(4).run(trained, name, strategy):
         assert max(found) <= TOLERANCE
 
@@ -95,7 +95,7 @@ def norms() -> list[float]:
     return [norm / expected - 1, global_norm([p.grad for p in params.values()]).item() - 1]
 
 
-def test_norms_and_clipping_span_meshes_and_plain_tensors(ranks):
+def test_grad_norm_and_clipping_include_several_meshes_and_plain_tensors(ranks):
     for before, after in ranks(4).run(norms):
         assert before == pytest.approx(0, abs=1e-12)
         assert after == pytest.approx(0, abs=1e-6)  # eps of the quotient

@@ -36,7 +36,7 @@ STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("name", ["left out", "tied across blocks"])
-def test_full_params_are_those_of_the_plain_model_by_clean_name(ranks, name, strategy):
+def test_full_params_match_plain_model_names_and_values(ranks, name, strategy):
     assert ranks(2).run(exported, name, strategy) == [[True] * 3] * 2
 
 
@@ -60,7 +60,7 @@ def look_inside(strategy: str) -> list:
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_unsharded_is_the_plain_model_without_communication_and_changes_are_lost(ranks, strategy):
+def test_unshard_params_needs_no_forward_collectives_and_discards_changes(ranks, strategy):
     shards = strategy in ("full_shard", "shard_grad_op")  # two ranks: the others' sharded axis has one
     assert ranks(2).run(look_inside, strategy) == [[True, True, 0, True, shards]] * 2
 
@@ -73,11 +73,11 @@ def after_an_error() -> bool:
     return hasattr(net.blocks[1].up.weight, "full_tensor")
 
 
-def test_blocks_are_freed_after_a_forward_again_when_unsharded_ended_in_an_error(ranks):
+def test_blocks_reshard_after_forward_following_an_unshard_error(ranks):
     assert ranks(2).run(after_an_error) == [True, True]
 
 
-def test_a_plain_model_is_whole_already():
+def test_unshard_params_accepts_an_unsharded_model():
     net = Block()
     with unshard_params(net):
         assert not torch.is_grad_enabled()

@@ -58,13 +58,13 @@ def trained(kind: str, strategy: str) -> list:
 
 @pytest.mark.parametrize("strategy", ["full_shard", "hybrid_shard", "replicate"])
 @pytest.mark.parametrize("kind", WRAPPED)
-def test_a_wrapped_model_trains_as_the_plain_one(ranks, kind, strategy):
+def test_wrapped_model_training_matches_the_plain_model(ranks, kind, strategy):
     for error, known, steered in ranks(2).run(trained, kind, strategy):
         assert error <= 1e-12
         assert (known, steered) == (True, True)
 
 
-def test_unwrapped_looks_through_every_wrapper_around_the_whole():
+def test_unwrap_module_removes_all_outer_wrappers():
     net = Block()
     assert unwrap_module(net) is net
     assert unwrap_module(checkpoint_wrapper(compiled(net))) is net

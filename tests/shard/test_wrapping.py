@@ -29,14 +29,14 @@ def units(model: nn.Module, blocks) -> list[str]:
     ],
     ids=["none", "class", "bare class", "name", "both", "predicate", "nested", "the model itself"],
 )
-def test_blocks_by_class_name_or_predicate(blocks, expected):
+def test_blocks_are_selected_by_class_name_or_predicate(blocks, expected):
     found = units(Stack(), blocks)
     assert sorted(found) == sorted(expected)
     assert found[-1] == "model"
     assert all(found.index(inner) < found.index(outer) for inner in found for outer in found if inner.startswith(f"{outer}."))
 
 
-def test_tied_parameters_across_units_get_a_unit_of_their_own_before_those():
+def test_tied_parameters_across_units_form_an_earlier_unit():
     found = units(Tied(), ("first", "last"))
     assert found.index("first.0 last.1") < found.index("first")
     assert sorted(found) == ["first", "first.0 last.1", "last", "model"]
@@ -50,7 +50,7 @@ def test_three_modules_that_share_two_parameters_are_one_unit():
     assert (sorted(first.split()), last) == (["0", "1", "2"], "model")
 
 
-def test_scalars_and_named_parameters_are_left_out():
+def test_scalar_and_named_parameters_are_not_sharded():
     assert sorted(plan_wrapping(Scaled(), (), ()).ignored_params) == ["temperature"]
     assert sorted(plan_wrapping(Scaled(), (), "head.*").ignored_params) == ["head.bias", "head.weight", "temperature"]
     assert sorted(plan_wrapping(Scaled(), (), lambda name, p: p.ndim == 1).ignored_params) == [
@@ -68,12 +68,12 @@ def test_scalars_and_named_parameters_are_left_out():
     ],
     ids=["none", "around", "leaves", "one leaf"],
 )
-def test_ties_inside_each_other_and_across_units_are_one_unit_of_the_outermost(blocks, expected):
+def test_nested_ties_across_units_form_one_outermost_unit(blocks, expected):
     found = {" ".join(sorted(name.split(), reverse=True)) for name in units(Masked(), blocks)}
     assert found == expected
 
 
-def test_parameters_without_elements_are_left_out():
+def test_empty_parameters_are_not_sharded():
     net = Stack()
     net.register_parameter("empty", nn.Parameter(torch.zeros(0, 4)))
     assert sorted(plan_wrapping(net, (), ()).ignored_params) == ["empty"]
@@ -88,7 +88,7 @@ class Listed(nn.Module):
 
 
 @pytest.mark.parametrize("blocks", [(), ("0",)])
-def test_frozen_and_left_out_parameters_may_have_other_dtypes(blocks):
+def test_frozen_and_ignored_parameters_may_have_other_dtypes(blocks):
     net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double().requires_grad_(False), nn.Linear(2, 2).half())
     assert sorted(plan_wrapping(net, blocks, "2.*").ignored_params) == ["2.bias", "2.weight"]
 
@@ -114,7 +114,7 @@ def test_invalid_arguments_are_refused(model, blocks, ignored_params, message):
         plan_wrapping(model(), blocks, ignored_params)
 
 
-def test_ties_of_the_model_itself_with_a_block_are_refused():
+def test_root_parameter_tied_to_a_block_is_refused():
     net = Stack()
     net.register_parameter("own", net.blocks[0].up.weight)
     with pytest.raises(ConfigError, match="the root module owns a parameter that is tied to a parameter of a block"):

@@ -67,12 +67,12 @@ def on_ranks(size: int | str) -> float:
 
 
 @pytest.mark.parametrize("size", ["auto", 1, 2, 3, 50])
-def test_parts_that_the_caller_cuts_count_each_sample_once(ranks, size):
+def test_custom_split_counts_each_sample_once(ranks, size):
     assert ranks(3).run(on_ranks, size) == pytest.approx([expected()] * 3, rel=1e-12)
 
 
 @pytest.mark.parametrize(("fits", "sizes"), [(7, [7]), (3, [3, 3, 1]), (2, [1, 1, 1, 1, 1, 1, 1])])
-def test_a_part_that_does_not_fit_is_cut_again(fits, sizes):
+def test_microbatch_is_halved_after_out_of_memory(fits, sizes):
     """A size is halved when it does not fit: 7, 3, 1."""
 
     def forward(net: nn.Module, part: Sequences) -> Sequences:
@@ -87,12 +87,12 @@ def test_a_part_that_does_not_fit_is_cut_again(fits, sizes):
     assert [count(part) for part in run(model(), made(1))] == ([2] if fits > 2 else [1, 1]), "the size that fits is kept"
 
 
-def test_a_batch_that_fits_whole_needs_no_split():
+def test_batch_that_fits_needs_no_split_function():
     metrics = evaluate(model(), [made(0), made(1)], loss, count=count, microbatch_size="auto")
     assert metrics["loss"].weight == 9
 
 
-def test_a_batch_that_only_its_caller_can_cut_is_refused_without_split():
+def test_custom_batch_type_without_split_is_refused():
     with pytest.raises(ConfigError, match="pass count= and split="):
         evaluate(model(), [made(0)], loss, count=count, microbatch_size=2)
     rows = torch.ones(6, 2, dtype=torch.float64)
@@ -109,6 +109,6 @@ def test_a_batch_that_only_its_caller_can_cut_is_refused_without_split():
     ],
     ids=["loses samples", "cuts nothing", "gives nothing"],
 )
-def test_a_split_that_loses_samples_or_cuts_nothing_is_refused(bad, message):
+def test_split_that_drops_samples_or_does_not_split_is_refused(bad, message):
     with pytest.raises(ConfigError, match=message):
         evaluate(model(), [made(0)], loss, count=count, split=bad, microbatch_size=2)

@@ -51,7 +51,7 @@ def check(ranks, world_size: int, strategy: str, name: str, rank: int, when: int
         for when in (0, 2)
     ],
 )
-def test_a_rank_that_runs_out_of_memory_leaves_nothing_behind(ranks, strategy, name, when):
+def test_oom_on_one_rank_recovers_on_all_ranks(ranks, strategy, name, when):
     check(ranks, 4 if strategy == "hybrid_shard" else 2, strategy, name, rank=1, when=when)
 
 
@@ -59,7 +59,7 @@ def test_a_rank_that_runs_out_of_memory_leaves_nothing_behind(ranks, strategy, n
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("world_size", [2, 4])
 @pytest.mark.parametrize(("strategy", "name"), [(s, name) for s in STRATEGIES for name in points(s)])
-def test_every_point_on_every_rank_of_two_and_four(ranks, strategy, name, world_size, when):
+def test_oom_at_every_point_on_every_rank_recovers(ranks, strategy, name, world_size, when):
     if strategy == "hybrid_shard" and world_size == 2:
         world_size = 4
     for rank in range(world_size):
@@ -67,7 +67,7 @@ def test_every_point_on_every_rank_of_two_and_four(ranks, strategy, name, world_
 
 
 @pytest.mark.parametrize("name", ["inside-the-first-forward", "recomputation-in-the-second-backward"])
-def test_one_process_without_shards_tries_again_too(ranks, name):
+def test_oom_in_one_unsharded_process_is_retried(ranks, name):
     at, call = POINTS[name]
     (result,) = ranks(1).run(compare, "none", at, call, 0, 1, timeout_s=CAP_S)
     assert result == {"updates": 3, "sizes": [4, 2, 2], "equal": True}

@@ -23,7 +23,7 @@ def loss_fn(net: nn.Module, batch: torch.Tensor) -> LossSum:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_the_size_found_is_near_the_largest_that_works_by_hand():
+def test_found_size_is_near_the_manual_maximum():
     """A sample takes about 130 MB of activations: 4096 of them do not fit on any GPU of today."""
     torch.manual_seed(0)
     blocks = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU()) for _ in range(16)]
@@ -45,7 +45,7 @@ def test_the_size_found_is_near_the_largest_that_works_by_hand():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_step_that_ran_out_of_gpu_memory_is_as_if_begun_with_the_size_found():
+def test_step_after_gpu_oom_equals_step_with_the_found_size():
     def run(*transforms, size: int | None = None) -> tuple[list[torch.Tensor], int]:
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.1), nn.GELU(), nn.Linear(WIDTH, 1)).cuda()

@@ -84,7 +84,7 @@ def by_budget(strategy: str) -> dict:
 
 
 @pytest.mark.parametrize("strategy", [pytest.param(s, marks=() if s == "full_shard" else pytest.mark.slow) for s in STRATEGIES])
-def test_the_size_follows_the_tightest_budget(ranks, strategy):
+def test_microbatch_size_follows_the_smallest_rank_budget(ranks, strategy):
     results = ranks(4 if strategy == "hybrid_shard" else 2).run(by_budget, strategy)
     (sizes,) = {tuple(result["sizes"]) for result in results}
     assert all(result["within"] for result in results)
@@ -132,7 +132,7 @@ def hopeless(strategy: str) -> list[str]:
     return [str(error.value), *[name for name, param in state.params.items() if param.grad is not None]]
 
 
-def test_what_cannot_fit_says_so_on_all_ranks_in_one_line(ranks):
+def test_infeasible_microbatch_raises_one_line_error_on_all_ranks(ranks):
     first, second = ranks(2).run(hopeless, "replicate")
     assert first == second
     (message,) = first
@@ -175,7 +175,7 @@ def step_of(state: TrainState):
 
 
 @pytest.mark.parametrize("rounds", [9, pytest.param(100, marks=pytest.mark.slow)])
-def test_abandoned_tries_leave_no_memory(ranks, rounds):
+def test_failed_probes_leak_no_memory(ranks, rounds):
     for live in ranks(2).run(leaks, rounds):
         assert len(live) == rounds
         assert len(set(live)) == 1
@@ -195,7 +195,7 @@ def other_error() -> list:
     return [said, state.step]
 
 
-def test_another_error_on_one_rank_is_known_to_all_at_once(ranks):
+def test_non_oom_error_on_one_rank_raises_peer_error_promptly(ranks):
     first, second = ranks(2).run(other_error, timeout_s=90)  # and not the timeout of the group, of many minutes
     assert first[0].startswith("PeerError: step: rank 1 failed")
     assert second[0] == "ValueError: of this rank's own"
@@ -214,7 +214,7 @@ def writes_into_its_batch() -> str:
     return str(error.value)
 
 
-def test_a_loss_that_writes_into_its_batch_is_caught(ranks):
+def test_loss_modifying_its_batch_in_place_is_refused(ranks):
     assert all("wrote into its batch" in said for said in ranks(2).run(writes_into_its_batch))
 
 
@@ -235,7 +235,7 @@ def steady(strategy: str) -> dict:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
-def test_a_step_in_between_communicates_and_waits_as_with_a_fixed_size(ranks, strategy):
+def test_steady_state_step_matches_fixed_size_collectives_and_syncs(ranks, strategy):
     for seen in ranks(2).run(steady, strategy):
         assert seen["auto"] == seen["fixed"]
         assert seen["auto"][0]["control"] == {"all_gather": 2}
@@ -254,7 +254,7 @@ def resumed(folder: str) -> list:
     return sizes
 
 
-def test_a_resumed_run_starts_with_the_size_and_searches_again_where_it_is_laid_out_otherwise(ranks, tmp_path):
+def test_resumed_run_reuses_microbatch_size_only_for_the_same_layout(ranks, tmp_path):
     first, second = ranks(2).run(resumed, str(tmp_path))
     assert first == second
     (found, _), (again, few), (other, many) = first
@@ -280,7 +280,7 @@ def thrashes() -> list:
     return [sizes, len(updates)]
 
 
-def test_thrashing_makes_the_next_step_smaller_and_repeats_none(ranks):
+def test_allocator_thrashing_halves_the_next_microbatch_without_step_retry(ranks):
     assert ranks(2).run(thrashes) == [[[4, 4, 2, 2], 4]] * 2
 
 
@@ -302,7 +302,7 @@ def searched() -> dict:
     }
 
 
-def test_find_microbatch_size_reports_its_tries_and_changes_nothing(ranks):
+def test_find_microbatch_size_reports_probes_and_keeps_state_unchanged(ranks):
     first, second = ranks(2).run(searched)
     assert first == second
     assert 1 < first["size"] < first["largest"] == SAMPLES
@@ -341,7 +341,7 @@ def in_parts(sizes: list[int]) -> list:
     ]
 
 
-def test_evaluation_in_parts_counts_each_sample_once(ranks):
+def test_auto_batch_evaluation_counts_each_sample_once(ranks):
     first, second = ranks(2).run(in_parts, [600, 40, 800])
     for rank, (_, same, weights, equal, _) in enumerate((first, second)):
         assert same
@@ -360,7 +360,7 @@ def no_room_for_state() -> str:
     return str(error.value)
 
 
-def test_optimizer_state_that_has_no_room_is_said_before_the_search(ranks):
+def test_oversized_optimizer_state_is_reported_before_the_search(ranks):
     first, second = ranks(2).run(no_room_for_state)
     assert first == second
     assert "the optimizer's state does not fit on rank 1" in first
@@ -376,7 +376,7 @@ def test_optimizer_state_that_has_no_room_is_said_before_the_search(ranks):
         (torch.optim.Adagrad, 0),  # has its state from the beginning
     ],
 )
-def test_ballast_is_as_large_as_the_state_and_touches_no_optimizer(make, tensors):
+def test_ballast_matches_optimizer_state_size_without_changing_the_optimizer(make, tensors):
     net = nn.Linear(30, 20)
     optimizer = make(net.parameters(), lr=0.1)
     kept = [param.detach().clone() for param in net.parameters()]
@@ -428,7 +428,7 @@ class Reaching(torch.optim.SGD):
 
 
 @pytest.mark.parametrize("kind", ["remembering", "reaching"])
-def test_a_custom_optimizer_trains_as_without_the_probe(kind):
+def test_custom_optimizer_training_is_unaffected_by_the_probe(kind):
     runs = []
     for transforms, grad in (
         ([auto_microbatch(headroom=0.0)], microbatch_step),
@@ -450,7 +450,7 @@ def test_a_custom_optimizer_trains_as_without_the_probe(kind):
     assert runs[0][1] == ["whole"] * 3
 
 
-def test_the_state_of_a_custom_optimizer_is_assumed_and_the_size_found_again():
+def test_custom_optimizer_state_is_estimated_then_size_searched_again():
     sizes, net = [], nn.Sequential(nn.Linear(64, 256), nn.Linear(256, 8))
     step = compose_step(loss_fn, [auto_microbatch()])
     optimizer = Remembering(net.parameters(), 1e-4)
@@ -477,12 +477,12 @@ def test_the_state_of_a_custom_optimizer_is_assumed_and_the_size_found_again():
         ({"grow_interval": "1 fortnight"}, "duration"),
     ],
 )
-def test_arguments_that_cannot_be_right_are_refused(options, says):
+def test_invalid_arguments_are_refused(options, says):
     with pytest.raises(ConfigError, match=says):
         auto_microbatch(**options)
 
 
-def test_a_size_from_elsewhere_is_refused():
+def test_microbatch_size_from_another_transform_is_refused():
     net = nn.Linear(WIDTH, 1)
     sized = auto_microbatch().grad(partial(microbatch_step, loss_fn=loss_fn))
     step = compose_step(loss_fn, [auto_microbatch()])
@@ -491,7 +491,7 @@ def test_a_size_from_elsewhere_is_refused():
         sized(state, torch.ones(4, WIDTH), microbatch_size=2)
 
 
-def test_without_a_gauge_the_whole_batch_is_taken():
+def test_whole_batch_is_used_without_a_memory_gauge():
     net = nn.Linear(WIDTH, 1)
     step = compose_step(loss_fn, [auto_microbatch()])
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -503,7 +503,7 @@ def test_without_a_gauge_the_whole_batch_is_taken():
     assert size_of(state) == "whole"
 
 
-def test_a_grad_function_of_ones_own_is_tried_again_in_one_process():
+def test_custom_grad_function_is_retried_in_one_process():
     asked: list[int | None] = []
 
     def grad(state, batch, *, loss_fn, microbatch_size=None):
@@ -529,7 +529,7 @@ def snapshots(folder: str) -> list[str]:
     return sorted(path.name for path in Path(folder).iterdir())
 
 
-def test_a_snapshot_is_written_by_the_rank_that_ran_out(ranks, tmp_path):
+def test_out_of_memory_rank_writes_the_snapshot(ranks, tmp_path):
     assert "memory-0.json" in ranks(2).run(snapshots, str(tmp_path))[0]
     written = json.loads((tmp_path / "memory-0.json").read_text())
     assert written["live"] > 100_000

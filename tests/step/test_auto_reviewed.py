@@ -58,7 +58,7 @@ def promised() -> int | str:
     return size_of(state)
 
 
-def test_a_rehearsal_of_some_microbatches_keeps_no_promise_of_weight(ranks):
+def test_probing_ignores_the_weight_fn_total(ranks):
     first, second = ranks(2).run(promised)
     assert first == second
     assert 1 < first < 512
@@ -76,7 +76,7 @@ def blamed() -> str:
     return str(error.value)
 
 
-def test_the_last_word_is_of_the_rank_that_failed_last(ranks):
+def test_oom_error_names_the_rank_that_failed_last(ranks):
     first, second = ranks(2).run(blamed)
     assert first == second
     assert "a microbatch of 2 does not fit on rank 1: rank 1 refused 2" in first
@@ -95,7 +95,7 @@ def given_back() -> list:
     return [held, size_of(state)]
 
 
-def test_a_first_step_that_raises_holds_nothing_and_begins_again(ranks):
+def test_failed_first_step_releases_reserved_memory_and_restarts(ranks):
     assert ranks(2).run(given_back) == [[0, 4]] * 2
 
 
@@ -108,7 +108,7 @@ def told_differently() -> int | str:
     return size_of(state)
 
 
-def test_ranks_that_know_of_different_places_search_together(ranks):
+def test_ranks_with_different_saved_layouts_search_together(ranks):
     first, second = ranks(2).run(told_differently, timeout_s=CAP_S)
     assert first == second != 3
 
@@ -126,7 +126,7 @@ def loaded_between() -> list:
     return sizes
 
 
-def test_a_size_of_elsewhere_that_is_loaded_between_two_steps_is_not_trusted(ranks):
+def test_loaded_size_from_another_layout_is_ignored(ranks):
     assert ranks(2).run(loaded_between) == [[4, 2]] * 2
 
 
@@ -147,7 +147,7 @@ def collective_of_its_own() -> list:
     return [state.step, size_of(state), len(state.run_context.transform_cache["auto_microbatch"].prober.traces)]
 
 
-def test_a_loss_with_collectives_of_uneven_sizes_has_no_trace(ranks):
+def test_loss_with_size_dependent_collectives_records_no_trace(ranks):
     assert ranks(2).run(collective_of_its_own, timeout_s=CAP_S) == [[4, 2, 0]] * 2
 
 
@@ -182,7 +182,7 @@ def with_a_critic(at: str, call: int) -> dict:
 
 
 @pytest.mark.parametrize(("at", "call"), [("forward", 14), ("gather", 6), ("backward", 1)])
-def test_another_model_in_the_loss_is_reset_too(ranks, at, call):
+def test_second_sharded_model_in_the_loss_is_reset_after_oom(ranks, at, call):
     expected = {"sizes": [4, 4, 4, 2], "equal": True}
     assert ranks(2).run(with_a_critic, at, call, timeout_s=CAP_S) == [expected] * 2
 
@@ -200,7 +200,7 @@ def searched_alone() -> list:
     return [report.size, size, str(error.value)[:30]]
 
 
-def test_the_search_alone_counts_what_the_optimizer_will_take(ranks):
+def test_standalone_search_reserves_optimizer_state_memory(ranks):
     first, second = ranks(2).run(searched_alone)
     assert first == second
     alone, found, said = first
@@ -216,7 +216,7 @@ def uncountable() -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def test_a_batch_that_one_rank_cannot_count_is_known_to_all(ranks):
+def test_uncountable_batch_on_one_rank_raises_on_all_ranks(ranks):
     first, second = ranks(2).run(uncountable, timeout_s=CAP_S)
     assert first.startswith("PeerError: auto_batch_eval: rank 1 cannot count its batch")
     assert second.startswith("ConfigError: batch: found no tensor to split")
@@ -231,13 +231,13 @@ def in_eights() -> list:
     return [size_of(state), sorted({size % 8 for size in sizes})]
 
 
-def test_no_size_is_other_than_a_multiple_of_the_divisor(ranks):
+def test_all_probed_sizes_are_multiples_of_the_divisor(ranks):
     for size, rests in ranks(2).run(in_eights):
         assert rests == [0]
         assert size % 8 == 0
 
 
-def test_an_initial_size_that_the_divisor_does_not_divide_is_refused():
+def test_initial_size_not_divisible_by_divisor_is_refused():
     with pytest.raises(ConfigError, match="initial must be a multiple of divisor, got initial=6 and divisor=4"):
         auto_microbatch(initial=6, divisor=4)
 
@@ -254,5 +254,5 @@ def no_memory_for_copies() -> list:
     return [state.transform_states["auto_microbatch"]["size"], state.step, fingerprint(state) != before]
 
 
-def test_memory_that_runs_out_before_the_first_forward_is_agreed_on_too(ranks):
+def test_oom_before_the_first_forward_reduces_size_on_all_ranks(ranks):
     assert ranks(2).run(no_memory_for_copies, timeout_s=90) == [[2, 3, True]] * 2

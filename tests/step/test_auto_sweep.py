@@ -171,7 +171,7 @@ def check(ranks, architecture: str, strategy: str, size: int, every: int) -> int
         ("unequal", "replicate", 4, 7),
     ],
 )
-def test_a_step_in_which_memory_runs_out_is_as_if_it_never_had(ranks, architecture, strategy, size, every):
+def test_step_after_oom_equals_step_with_the_reduced_size(ranks, architecture, strategy, size, every):
     assert check(ranks, architecture, strategy, size, every) > 5
 
 
@@ -179,7 +179,7 @@ def test_a_step_in_which_memory_runs_out_is_as_if_it_never_had(ranks, architectu
 @pytest.mark.parametrize("size", [12, 6, 4, 2])
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
-def test_places_all_over_a_step_of_every_architecture(ranks, architecture, strategy, size):
+def test_oom_at_many_points_recovers_for_every_architecture(ranks, architecture, strategy, size):
     cases = check(ranks, architecture, strategy, size, 3)
     print(f"{architecture}, {strategy}, {SAMPLES // size} microbatches: {cases} cases")
 
@@ -204,5 +204,5 @@ def on_a_budget(extra: int, call: int) -> list:
 
 
 @pytest.mark.parametrize(("extra", "call"), [(900_000, 1), (1_300_000, 2)])
-def test_a_size_found_on_a_budget_is_found_again(ranks, extra, call):
+def test_oom_after_budgeted_search_reduces_the_microbatch_size(ranks, extra, call):
     assert ranks(2).run(on_a_budget, extra, call) == [[4, 1, True]] * 2

@@ -95,7 +95,7 @@ def reordered_on_one_rank(checked: bool) -> list:
 
 
 @pytest.mark.parametrize("checked", [False, True])
-def test_units_in_another_order_on_one_rank_fail_on_all_before_a_collective_is_issued(ranks, checked):
+def test_reordered_units_on_one_rank_fail_before_any_collective(ranks, checked):
     first, second = ranks(2).run(reordered_on_one_rank, checked, timeout_s=CAP_S)
     assert first == second
     message, untouched, as_if_never = first
@@ -119,7 +119,7 @@ def reordered_on_all() -> list:
     return [exchanged, same(state, orders), traces_of(state).always_check]
 
 
-def test_units_in_another_order_on_all_ranks_are_learnt_anew(ranks):
+def test_reordered_units_on_all_ranks_update_the_trace(ranks):
     assert ranks(2).run(reordered_on_all, timeout_s=CAP_S) == [[[True, False, True, False, True], True, False]] * 2
 
 
@@ -132,7 +132,7 @@ def never_twice_the_same() -> list:
     return [same(state, orders), traces_of(state).always_check]
 
 
-def test_a_model_that_changes_again_and_again_is_checked_for_good(ranks):
+def test_repeatedly_changing_unit_order_enables_permanent_checks(ranks):
     assert ranks(2).run(never_twice_the_same, timeout_s=CAP_S) == [[True, True]] * 2
 
 
@@ -153,7 +153,7 @@ def another_number(change: int) -> list:
 
 
 @pytest.mark.parametrize("change", [-1, 1])
-def test_another_number_of_microbatches_on_one_rank_fails_on_all(ranks, change):
+def test_different_microbatch_count_on_one_rank_fails_on_all_ranks(ranks, change):
     expected = ["step: ranks were about to issue different collectives, and none wa", True]
     assert ranks(2).run(another_number, change, timeout_s=CAP_S) == [expected] * 2
 
@@ -170,7 +170,7 @@ def forgetful() -> list:
     return [exchanged, same(state, [[0, 1, 2]] * 4)]
 
 
-def test_ranks_that_do_not_hold_the_same_traces_check_again(ranks):
+def test_missing_trace_on_one_rank_restarts_the_check(ranks):
     assert ranks(2).run(forgetful, timeout_s=CAP_S) == [[[True, False, True, False], True]] * 2
 
 
@@ -195,7 +195,7 @@ def refuses_zeros() -> list:
     return [0 < size < 4, type(error.value).__name__]
 
 
-def test_errors_that_come_of_another_ranks_zeros_count_for_nothing(ranks):
+def test_errors_caused_by_a_peers_zero_filled_tensors_are_ignored(ranks):
     assert ranks(2).run(refuses_zeros, timeout_s=CAP_S) == [[True, "PeerError"], [True, "KeyError"]]
 
 
@@ -219,5 +219,5 @@ def catches_everything(at: str, steps: int) -> list:
 
 
 @pytest.mark.parametrize(("at", "steps"), [("forward", 0), ("gather", 0), ("gather", 2)])
-def test_a_loss_that_catches_what_the_model_raises_changes_nothing(ranks, at, steps):
+def test_oom_retry_works_when_the_loss_catches_exceptions(ranks, at, steps):
     assert ranks(2).run(catches_everything, at, steps, timeout_s=CAP_S) == [[True, steps + 1]] * 2

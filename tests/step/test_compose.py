@@ -62,13 +62,13 @@ def test_the_first_transform_listed_is_outermost():
     ]  # fmt: skip
 
 
-def test_the_clock_ticks_once_however_often_the_gradient_is_computed():
+def test_clock_ticks_once_per_step_with_repeated_gradients():
     step = dt.compose_step(LOSS, [recorder("sam", [], times=3)])
     state, _ = step(begin(step), BATCH)
     assert (state.step, state.clock.samples) == (1, 4)
 
 
-def test_an_update_that_is_skipped_changes_nothing_but_the_clock():
+def test_skipped_update_changes_only_the_clock():
     skip = Transform(name="skip", update=lambda inner: lambda state, metrics: (state, metrics))
     step = dt.compose_step(LOSS, [skip])
     state = begin(step)
@@ -81,7 +81,7 @@ def test_an_update_that_is_skipped_changes_nothing_but_the_clock():
         step(state, BATCH)
 
 
-def test_composed_equals_by_hand_bit_for_bit():
+def test_composed_step_matches_manual_step_bit_for_bit():
     step = dt.compose_step(LOSS, [dt.transforms.clip_by_norm(0.5)], grad=partial(dt.microbatch_step, microbatch_size=2))
     composed = begin(step)
     by_hand = begin(dt.compose_step(LOSS))
@@ -124,7 +124,7 @@ def drawn_by_b(others: list[Transform]) -> list[float]:
     return drawn
 
 
-def test_a_transform_draws_the_same_whatever_is_listed_beside_it():
+def test_transform_random_draws_do_not_depend_on_other_transforms():
     def draws_much(inner, context):
         torch.rand(5, generator=context.generator)
         return inner
@@ -162,7 +162,7 @@ def failing(name: str, where: str, *, after: bool) -> Transform:
 
 
 @pytest.mark.parametrize(("where", "after"), [("grad", True), ("grad", False), ("update", False), ("update", True)])
-def test_a_step_that_raises_leaves_no_gradient_behind(where, after):
+def test_failed_step_clears_gradients(where, after):
     step = dt.compose_step(LOSS, [dt.transforms.clip_by_norm(0.1), failing("broken", where, after=after)])
     state = begin(step)
     with pytest.raises(KeyError, match=where):
@@ -170,7 +170,7 @@ def test_a_step_that_raises_leaves_no_gradient_behind(where, after):
     assert all(param.grad is None for param in state.params.values())
 
 
-def test_a_spent_state_is_refused_without_touching_the_gradient_of_the_newest_one():
+def test_stale_state_is_refused_without_clearing_newer_gradients():
     step = dt.compose_step(LOSS)
     spent = begin(step)
     state, _ = step(spent, BATCH)
@@ -198,29 +198,29 @@ def test_a_spent_state_is_refused_without_touching_the_gradient_of_the_newest_on
         ((LOSS, [Transform]), "needs a Transform, got <class"),
     ],
 )
-def test_parts_that_are_none_are_refused(given, message):
+def test_invalid_compose_step_arguments_are_refused(given, message):
     with pytest.raises(ConfigError, match=f"compose_step: {message}") as caught:
         dt.compose_step(*given)
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("part", ["grad", "update"])
-def test_a_half_that_is_no_function_is_refused(part):
+def test_non_callable_grad_or_update_is_refused(part):
     with pytest.raises(ConfigError, match=f"compose_step: {part} must be a function .*, got 8. Write"):
         dt.compose_step(LOSS, **{part: 8})
 
 
-def test_names_must_differ():
+def test_duplicate_transform_names_are_refused():
     with pytest.raises(ConfigError, match=r"transform names must differ .* got 'ema' twice"):
         dt.compose_step(LOSS, [dt.transforms.ema(0.9), dt.transforms.ema(0.99)])
 
 
-def test_a_name_must_be_fit_for_a_key():
+def test_transform_name_with_invalid_characters_is_refused():
     with pytest.raises(ConfigError, match="name must be letters, digits and underscores, got 'a/b'"):
         Transform(name="a/b")
 
 
-def test_a_state_of_another_step_is_refused():
+def test_state_without_the_steps_transform_states_is_refused():
     state = begin(dt.compose_step(LOSS))
     with pytest.raises(ConfigError, match=r"the state has no transform state for \['ema'\]"):
         dt.compose_step(LOSS, [dt.transforms.ema(0.9)])(state, BATCH)
@@ -245,7 +245,7 @@ def test_init_refuses_a_model_without_parameters():
         dt.compose_step(LOSS).init(nn.Identity(), optimizer)
 
 
-def test_a_state_prints_short_and_a_step_its_transforms():
+def test_repr_of_state_and_step_is_short():
     step = dt.compose_step(LOSS, [dt.transforms.ema(0.9)])
     assert repr(step) == "Step(ema)"
     assert repr(begin(step)) == "TrainState(step=0, params=2, strategy='none', optimizer=SGD, transform_states=['ema'], seed=0)"
@@ -303,7 +303,7 @@ def test_wall_clock_intervals_follow_rank_0_on_all_ranks(ranks):
     assert one[-1] == [0, 4, 7], "the first step, and those after a boundary"
 
 
-def test_what_only_observes_keeps_nothing_and_may_come_and_go_between_starts(tmp_path):
+def test_read_only_transform_keeps_no_state_across_restarts(tmp_path):
     def build(transforms):
         torch.manual_seed(0)
         model = nn.Linear(3, 1)

@@ -40,7 +40,7 @@ def stopped_at(step: dt.Step, state: dt.TrainState, values: list[float]) -> tupl
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-def test_the_step_after_ten_losses_that_are_not_finite_raises(bad):
+def test_ten_nonfinite_losses_in_a_row_raise(bad):
     at, said = stopped_at(*begin(), [FINE] * 3 + [bad] * 20)
     assert at == 13
     assert said == (
@@ -50,7 +50,7 @@ def test_the_step_after_ten_losses_that_are_not_finite_raises(bad):
     )
 
 
-def test_from_the_first_step_on_there_is_no_checkpoint_to_load():
+def test_nonfinite_losses_from_step_zero_advise_a_restart():
     assert "from step 0 on. The updates have spoiled the parameters, so start again" in stopped_at(*begin(), [NAN] * 20)[1]
 
 
@@ -68,23 +68,23 @@ def spoiled_once() -> dt.Transform:
     return dt.Transform(name="spoil", update=update)
 
 
-def test_a_gradient_that_was_nan_shows_in_the_losses_after_it():
+def test_nan_gradient_is_detected_from_later_losses():
     at, said = stopped_at(*begin(spoiled_once()), [FINE] * 20)
     assert at == 13
     assert "from step 3 on" in said
     assert "a checkpoint of step 2 or before" in said  # that of step 3 has the NaN already
 
 
-def test_a_step_that_applies_in_backward_stops_as_well():
+def test_optimizer_in_backward_stops_after_nonfinite_losses():
     assert stopped_at(*begin(make=dt.optimizer_in_backward, weight_fn=len), [FINE] + [NAN] * 20)[0] == 11
 
 
-def test_nine_in_a_row_are_not_too_many_when_a_finite_loss_follows():
+def test_finite_loss_resets_the_nonfinite_count():
     step, state = begin(dt.transforms.nonfinite("allow"), dt.Transform(name="keep", update=lambda inner: lambda s, m: (s, m)))
     run(step, state, ([NAN] * 9 + [FINE]) * 4)
 
 
-def test_a_step_that_computes_two_gradients_counts_once():
+def test_two_gradients_per_step_count_as_one_nonfinite_step():
     twice = dt.Transform(
         name="twice",
         grad=lambda inner: lambda state, batch, **rest: (inner(state, batch, **rest), inner(state, batch, **rest))[1],
@@ -92,18 +92,18 @@ def test_a_step_that_computes_two_gradients_counts_once():
     assert stopped_at(*begin(twice), [NAN] * 20)[0] == 9  # the second gradient of the tenth step
 
 
-def test_allow_changes_the_number_or_stops_the_check():
+def test_allow_mode_sets_or_disables_the_nonfinite_limit():
     assert stopped_at(*begin(dt.transforms.nonfinite("allow", in_a_row=3)), [NAN] * 20)[0] == 3
     assert stopped_at(*begin(dt.transforms.nonfinite("allow", in_a_row=None)), [NAN] * 40)[0] == -1
 
 
-def test_skip_stops_as_well_unless_it_is_told_not_to():
+def test_skip_mode_stops_after_the_nonfinite_limit():
     at, said = stopped_at(*begin(dt.transforms.nonfinite("skip")), [FINE] + [NAN] * 20)
     assert (at, said[:72]) == (10, "nonfinite: step 10: a gradient is not finite, 10 steps in a row (on this")
     assert stopped_at(*begin(dt.transforms.nonfinite("skip", in_a_row=None)), [NAN] * 40)[0] == -1
 
 
-def test_a_skipping_update_stops_as_well_by_gradients_alone():
+def test_skipped_updates_stop_on_nonfinite_gradients_with_finite_losses():
     def spoil(inner):
         def spoiled(state, metrics):
             state.params["weight"].grad.fill_(NAN)
@@ -122,14 +122,14 @@ def test_a_skipping_update_stops_as_well_by_gradients_alone():
     assert state.model.weight.isfinite().all()
 
 
-def test_a_scale_that_is_being_found_is_no_failure():
+def test_loss_scale_calibration_does_not_stop_the_run():
     """Gradients overflow for thirty steps, and the losses are finite."""
     step, state = begin(dt.transforms.loss_scale(2.0**120))
     state = run(step, state, [1e18] * 30)
     assert state.transform_states["loss_scale"]["scale"] < 2.0**100
 
 
-def test_a_loss_that_no_scale_mends_is():
+def test_nan_loss_with_loss_scale_stops_the_run():
     assert stopped_at(*begin(dt.transforms.loss_scale()), [NAN] * 20)[0] == 10
 
 
@@ -139,7 +139,7 @@ def trained(*transforms: dt.Transform) -> list[Tensor]:
     return [param.detach().clone() for param in state.params.values()]
 
 
-def test_a_finite_run_has_the_same_numbers_and_no_wait():
+def test_nonfinite_check_changes_no_numbers_and_adds_no_syncs():
     for watched, free in zip(trained(), trained(dt.transforms.nonfinite("allow", in_a_row=None)), strict=True):
         assert torch.equal(watched, free)
     step, state = begin()
@@ -149,7 +149,7 @@ def test_a_finite_run_has_the_same_numbers_and_no_wait():
     assert [str(call) for call in seen.calls] == []
 
 
-def test_a_loaded_run_begins_to_count_anew(tmp_path):
+def test_load_sharded_resets_the_nonfinite_count(tmp_path):
     step, state = begin()
     state = run(step, state, [FINE])
     dt.save_sharded(tmp_path, state)
@@ -172,7 +172,7 @@ class Late(AsyncScalar):
         return super().try_read() if self.asked > 3 else None
 
 
-def test_a_device_that_is_behind_loses_no_count():
+def test_delayed_device_results_are_all_counted():
     watch = NonfiniteLossCounter(limit=10)
     watch._host = Late(torch.device("cpu"))
     found = []
@@ -191,7 +191,7 @@ def on_ranks() -> list:
     return list(stopped_at(step, state, values))
 
 
-def test_all_ranks_raise_together_when_one_has_seen_it(ranks):
+def test_nonfinite_loss_on_one_rank_raises_on_all_ranks(ranks):
     first, second = ranks(2).run(on_ranks)
     assert first == second
     assert first[0] == 12

@@ -49,14 +49,14 @@ def stepped(kind: str, sizes: list):
 
 
 @pytest.mark.parametrize("kind", GRADS)
-def test_an_empty_batch_is_refused_in_one_line_and_the_run_goes_on(kind):
+def test_empty_batch_raises_one_line_error_and_training_continues(kind):
     first, second, samples = stepped(kind, [0])
     assert first == f"StepError: {LINE}"
     assert (second, samples) == (4.5, 4)
 
 
 @pytest.mark.parametrize("kind", GRADS)
-def test_ranks_without_a_sample_are_refused_together_and_one_alone_adds_nothing(ranks, kind):
+def test_empty_batches_are_refused_only_when_all_ranks_are_empty(ranks, kind):
     assert ranks(2).run(stepped, kind, [0, 0]) == [[f"StepError: {LINE}", 4.5, 8]] * 2
     (first, *_), (other, *_) = found = ranks(2).run(stepped, kind, [0, 3])
     assert first == other == 4.5

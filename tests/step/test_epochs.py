@@ -68,14 +68,14 @@ def run_of(loop: str, source, *transforms, until: str = "3ep", **options):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_three_epochs_count_three(loop):
+def test_clock_counts_three_epochs(loop):
     state, found = run_of(loop, loader())
     assert state.clock.epoch == 3
     assert sum(crossed for _, crossed in found) == 3
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_the_clock_is_at_the_place_of_the_loader(loop):
+def test_clock_position_follows_the_loader_position(loop):
     source = loader()
     step, state = begin(**({"loader": source} if loop == "slices" else {}))
     for batches in LOOPS[loop](source, "3ep"):
@@ -85,7 +85,7 @@ def test_the_clock_is_at_the_place_of_the_loader(loop):
             assert state.reached("2ep") == (source.position.epoch >= 2)
 
 
-def test_the_share_of_a_run_in_epochs_is_that_of_its_data():
+def test_run_fraction_in_epochs_depends_only_on_data():
     source = loader()
     for steps in (1, 4):
         source = loader()
@@ -100,7 +100,7 @@ def test_the_share_of_a_run_in_epochs_is_that_of_its_data():
         assert state.clock.count("dur") == 1.0
 
 
-def test_two_states_on_one_batch_see_the_same_end():
+def test_states_sharing_batches_cross_epochs_together():
     source = loader()
     (step, one), (_, other) = begin(), begin()
     for batch in source.until("2ep"):
@@ -111,7 +111,7 @@ def test_two_states_on_one_batch_see_the_same_end():
     assert (one.clock.epoch, other.clock.epoch, one.step, other.step) == (2, 2, 20, 60)
 
 
-def test_two_states_with_a_loader_each_count_their_own():
+def test_states_with_separate_loaders_count_epochs_independently():
     long, short = loader(20), loader(8)
     (step, one), (_, other) = begin(), begin()
     for mine, theirs in zip(long.until("1ep"), short.until("10ep"), strict=False):
@@ -121,7 +121,7 @@ def test_two_states_with_a_loader_each_count_their_own():
     assert other.clock.position == (2, 2)
 
 
-def test_zipped_loaders_need_a_name():
+def test_zipped_loaders_require_the_loader_argument():
     def pairs():
         long, short = loader(20), loader(8)
         for mine, theirs in zip(long.until("1ep"), short.until("10ep"), strict=False):
@@ -142,7 +142,7 @@ def test_zipped_loaders_need_a_name():
         assert state.clock.epoch == epochs
 
 
-def test_batches_of_two_loaders_in_turns_need_a_name():
+def test_alternating_loaders_require_the_loader_argument():
     step, state = begin()
     first, second = loader(20), loader(8)
     for mine, theirs in zip(first.until("1ep"), second.until("10ep"), strict=False):
@@ -154,7 +154,7 @@ def test_batches_of_two_loaders_in_turns_need_a_name():
         last.crossed("1ep")
 
 
-def test_a_second_stage_with_a_loader_of_its_own_goes_on_counting():
+def test_second_stage_loader_continues_the_epoch_count():
     step, state = begin()
     for source in (loader(20), loader(8)):
         for batch in source.until("2ep"):
@@ -173,7 +173,7 @@ def test_a_second_stage_with_a_loader_of_its_own_goes_on_counting():
     ],
     ids=["crossed", "reached", "count", "dur", "early_stop"],
 )
-def test_a_loop_without_a_loader_has_no_epochs(use):
+def test_epoch_intervals_raise_without_a_loader(use):
     step, state = begin(run_length=dt.RunLength(total="2ep", steps_per_epoch=10))
     for batch in torch.utils.data.DataLoader(rows(), batch_size=2):
         state, _ = step(state, batch)
@@ -196,7 +196,7 @@ def test_a_loop_without_a_loader_has_no_epochs(use):
     ],
     ids=["freeze", "swa", "every", "between", "with_unit", "ema"],
 )
-def test_what_is_keyed_to_epochs_raises_without_a_loader(transform):
+def test_epoch_based_transforms_raise_without_a_loader(transform):
     step, state = begin(transform(), frozen_part=True)
     batch = next(iter(torch.utils.data.DataLoader(rows(), batch_size=2)))
 
@@ -208,7 +208,7 @@ def test_what_is_keyed_to_epochs_raises_without_a_loader(transform):
 
 
 @pytest.mark.parametrize("loop", STEPS)
-def test_a_part_is_frozen_when_its_epoch_begins(loop):
+def test_freeze_starts_at_the_first_step_of_its_epoch(loop):
     source = loader()
     step, state = begin(
         dt.transforms.freeze("0.**", start="1ep"), frozen_part=True, **({"loader": source} if loop == "slices" else {})
@@ -223,7 +223,7 @@ def test_a_part_is_frozen_when_its_epoch_begins(loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_a_schedule_of_epochs_follows_the_loader(loop):
+def test_epoch_based_schedule_follows_the_loader(loop):
     source = loader()
     step, state = begin(
         dt.transforms.scale_lr(dt.schedules.with_unit("ep", lambda epoch: 1.0 - 0.1 * min(epoch, 5))),
@@ -238,13 +238,13 @@ def test_a_schedule_of_epochs_follows_the_loader(loop):
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_an_average_takes_one_sample_an_epoch(loop):
+def test_swa_averages_once_per_epoch(loop):
     state, _ = run_of(loop, loader(), dt.transforms.swa(start="1ep", interval="1ep", end="3ep"))
     assert state.transform_states["swa"]["averaged"] == 3
 
 
 @pytest.mark.parametrize("loop", LOOPS)
-def test_every_epoch_acts_in_the_first_step_of_each(loop):
+def test_every_one_epoch_runs_in_each_epochs_first_step(loop):
     acted = []
 
     def update(inner):
@@ -265,7 +265,7 @@ def timeless(state) -> dict:
 
 @pytest.mark.parametrize("loop", ["four", "third", "slices"])
 @pytest.mark.parametrize("stop_at", [7, 10, 14])
-def test_a_run_resumed_in_the_middle_counts_as_one_that_was_not(loop, stop_at, tmp_path):
+def test_resumed_run_counts_epochs_as_an_uninterrupted_run(loop, stop_at, tmp_path):
     def options(source):
         return {"loader": source} if loop == "slices" else {}
 
@@ -295,7 +295,7 @@ def test_a_run_resumed_in_the_middle_counts_as_one_that_was_not(loop, stop_at, t
     assert state.transform_states["swa"]["averaged"] == whole.transform_states["swa"]["averaged"]
 
 
-def test_a_checkpoint_keeps_its_epochs_where_the_loader_is_new(tmp_path):
+def test_checkpoint_epoch_count_continues_with_a_new_loader(tmp_path):
     step, state = begin()
     for batch in loader().until("2ep"):
         state, _ = step(state, batch)
@@ -307,7 +307,7 @@ def test_a_checkpoint_keeps_its_epochs_where_the_loader_is_new(tmp_path):
     assert state.clock.epoch == 3
 
 
-def test_a_loop_by_hand_counts_alike():
+def test_manual_step_loop_counts_epochs():
     source, (_, state) = loader(), begin()
     for batch in source.until("2ep"):
         for _ in range(2):
@@ -316,7 +316,7 @@ def test_a_loop_by_hand_counts_alike():
     assert (state.clock.epoch, state.step) == (2, 40)
 
 
-def test_the_place_survives_other_containers_and_our_own_copies():
+def test_batch_position_survives_rewrapping_and_dtrain_copies():
     batch = next(loader().until("1ep"))
     (origin,) = get_batch_infos(batch)
     assert get_batch_infos({"again": [batch["x"]]}) == [origin]
@@ -327,26 +327,26 @@ def test_the_place_survives_other_containers_and_our_own_copies():
     assert get_batch_infos({"x": batch["x"][:1]}) == []
 
 
-def test_a_batch_that_is_saved_needs_no_dtrain_to_load():
+def test_saved_batch_loads_with_weights_only():
     file = io.BytesIO()
     torch.save(dict(next(loader().until("1ep"))), file)
     file.seek(0)
     assert torch.load(file, weights_only=True)["x"].shape == (2, 1)
 
 
-def test_a_batch_made_new_in_the_step_keeps_its_place():
+def test_batch_rebuilt_by_a_transform_keeps_its_position():
     state, _ = run_of("one", loader(), dt.transforms.on_batch(lambda batch, generator: {"x": batch["x"] + 0.0}, name="new"))
     assert state.clock.epoch == 3
 
 
-def test_another_librarys_loader_is_refused_at_init():
+def test_foreign_loader_is_refused_at_init():
     with pytest.raises(
         dt.errors.ConfigError, match=r"init: loader must be one that dt.build_loader made, got <torch.utils.data"
     ):
         begin(loader=torch.utils.data.DataLoader(rows()))
 
 
-def test_a_batch_size_schedule_counts_its_batches():
+def test_batch_size_schedule_updates_the_epoch_position():
     step, state = begin()
     source = loader(global_batch_size=lambda step: 2 if step < 4 else 4)
     seen = []
@@ -357,5 +357,5 @@ def test_a_batch_size_schedule_counts_its_batches():
     assert seen == [(0, n) for n in range(1, 7)] + [(1, 0)] + [(1, n) for n in range(1, 5)] + [(2, 0)]
 
 
-def test_places_compare_as_pairs():
+def test_epoch_positions_compare_as_tuples():
     assert EpochPosition(1, 0) == (1, 0)

@@ -68,7 +68,7 @@ def fed(kind: str) -> list[str]:
     raise AssertionError(kind)
 
 
-def test_a_loader_without_a_sampler_for_ranks_is_noticed_once(ranks):
+def test_equal_batches_on_all_ranks_warn_once(ranks):
     first, second = ranks(2).run(fed, "plain loader")
     assert first == [
         "step: the first batches of all 2 data-parallel ranks are equal, so the ranks train on the same samples. Give each "
@@ -80,7 +80,7 @@ def test_a_loader_without_a_sampler_for_ranks_is_noticed_once(ranks):
         assert len(ranks(2).run(fed, kind)[0]) == 1, kind
 
 
-def test_other_batches_are_not_taken_for_equal_ones(ranks):
+def test_different_batches_do_not_warn(ranks):
     kinds = ("two batches", "our loader", "equal first batch", "some values differ", "other sizes", "a rank without samples")
     once = ("two equal batches with two gradients each", "equal first batch with a search", "one batch for ever")
     for kind in (*kinds, *once, "wanted", "context parallel"):
@@ -101,7 +101,7 @@ def hashed(kind: str) -> int:
     return len(looked)
 
 
-def test_only_the_first_batches_are_looked_at(ranks):
+def test_only_the_first_batches_are_hashed(ranks):
     assert ranks(2).run(hashed, "plain loader") == [3, 3]
     assert ranks(2).run(hashed, "our loader") == [1, 1]  # the first comparison has told
     assert ranks(2).run(hashed, "one batch for ever") == [16, 16]
@@ -109,7 +109,7 @@ def test_only_the_first_batches_are_looked_at(ranks):
     assert ranks(2).run(hashed, "context parallel") == [0, 0]
 
 
-def test_one_process_compares_nothing(monkeypatch):
+def test_single_process_skips_the_equal_batch_check(monkeypatch):
     from dtrain.step import sanity_checks
 
     monkeypatch.setattr(sanity_checks, "hash_batch", lambda batch: 1 / 0)

@@ -62,7 +62,7 @@ def predictions(global_batch_size: int, tail: str) -> list[float]:
 
 
 @pytest.mark.parametrize("world_size", [1, 3, 4])
-def test_predictions_come_together_in_the_order_of_the_dataset(ranks, world_size):
+def test_predictions_are_gathered_in_dataset_order(ranks, world_size):
     each = model().eval()(DATA).squeeze(1).tolist()
     for size, tail in [(4, "short"), (50, "short"), (5, "drop"), (5, "pad")]:
         found = ranks(world_size).run(predictions, size, tail)
@@ -108,7 +108,7 @@ def broken():
         ("broken", ["StepError: evaluate: rank 1 (1 of 2 ranks) cannot read or count", "OSError: disk"]),
     ],
 )
-def test_a_rank_that_cannot_take_part_raises_on_all(ranks, case, messages):
+def test_error_on_one_rank_raises_on_all_ranks(ranks, case, messages):
     for found, message in zip(ranks(2).run(refused_on_one_rank, case), messages, strict=True):
         assert message in found
 
@@ -128,7 +128,7 @@ def on_tensordicts(global_batch_size: int) -> list[float]:
     return [total, reduce_metrics(evaluate(net, loader, loss))["loss"]]
 
 
-def test_tensordicts_go_all_the_way(ranks):
+def test_tensordict_batches_are_evaluated_by_sample(ranks):
     results = ranks(3).run(on_tensordicts, 4)
     assert sum(total for total, _ in results) == 13
     assert [loss for _, loss in results] == pytest.approx([expected()] * 3, rel=1e-12)
@@ -147,22 +147,22 @@ def sequence_first(global_batch_size: int) -> float:
     return reduce_metrics(evaluate(net, loader, loss, batch_spec=spec))["loss"]
 
 
-def test_the_batch_axis_may_be_another_one(ranks):
+def test_batch_axis_can_be_a_later_dimension(ranks):
     assert ranks(3).run(sequence_first, 4) == pytest.approx([expected()] * 3, rel=1e-12)
 
 
-def test_a_loader_without_batches_is_refused():
+def test_empty_loader_is_refused():
     with pytest.raises(StepError, match="the loader returned no batch on any rank"):
         evaluate(model(), [], LOSS)
 
 
-def test_a_model_without_parameters_is_evaluated_on_the_device_of_this_rank():
+def test_model_without_parameters_is_evaluated_on_the_rank_device():
     net = nn.Flatten()
     metrics = evaluate(net, [DATA, DATA[:2]], lambda net, x: LossSum(total=net(x).sum(), weight=len(x)))
     assert metrics["loss"].weight == 15
 
 
-def test_the_mode_comes_back_after_an_error():
+def test_training_mode_is_restored_after_an_error():
     net = model()
 
     def broken(net, batch):
@@ -173,7 +173,7 @@ def test_the_mode_comes_back_after_an_error():
     assert net.training
 
 
-def test_batches_of_any_kind_are_counted_by_the_caller():
+def test_custom_batches_are_counted_by_the_count_function():
     class Pair:
         def __init__(self, rows: int) -> None:
             self.x = torch.ones(rows, 3)

@@ -128,7 +128,7 @@ def after_failures(strategy: str, accumulate: str, wider: bool, by_hand: bool) -
 @pytest.mark.parametrize(("wider", "by_hand"), [(False, False), (True, False), (True, True)], ids=["", "wider", "by hand"])
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_step_that_failed_leaves_nothing_behind(ranks, strategy, accumulate, wider, by_hand):
+def test_failed_step_leaves_no_residue_in_later_steps(ranks, strategy, accumulate, wider, by_hand):
     for result in ranks(2).run(after_failures, strategy, accumulate, wider, by_hand):
         assert len(result) == 12
         assert {case: outcome for case, outcome in result.items() if outcome != [[], True]} == {}
@@ -144,7 +144,7 @@ def first_error(where: str) -> str:
 
 
 @pytest.mark.parametrize("where", ["loss", "forward", "backward"])
-def test_an_error_in_the_very_first_call_is_reported_as_it_is(ranks, where):
+def test_first_call_error_is_raised_unchanged(ranks, where):
     assert ranks(2).run(first_error, where) == [where] * 2
 
 
@@ -156,7 +156,7 @@ def all_masked() -> str:
     return f"{type(error.value).__name__} {left_over(state)}"
 
 
-def test_a_step_without_weight_raises_on_all_ranks_and_poisons_nothing(ranks):
+def test_zero_weight_step_raises_on_all_ranks_without_gradients(ranks):
     assert ranks(2).run(all_masked) == ["StepError []"] * 2
 
 
@@ -169,6 +169,6 @@ def plain_gradients_survive() -> list:
     return [full_tensor(p.grad).sum().item() for p in state.params.values()]
 
 
-def test_ranks_agree_after_a_failure(ranks):
+def test_gradients_match_across_ranks_after_a_failure(ranks):
     first, second = ranks(2).run(plain_gradients_survive)
     assert first == second

@@ -163,14 +163,14 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_answered_by_one_line(name):
+def test_common_mistake_raises_a_one_line_error(name):
     call, line = MISTAKES[name]
     with pytest.raises(ConfigError, match=re.escape(line)) as caught:
         call()
     assert "\n" not in str(caught.value)
 
 
-def test_a_rank_of_a_launcher_without_init_dist_is_refused(monkeypatch):
+def test_launched_rank_without_init_dist_is_refused(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "4")
     line = (
@@ -201,19 +201,19 @@ def test_an_optimizer_built_before_sharding_is_refused(ranks):
 # Parameters that an optimizer does not hold
 
 
-def test_parameters_that_are_frozen_need_no_optimizer():
+def test_frozen_parameters_need_no_optimizer():
     model = net()
     model.body.requires_grad_(False)
     assert STEP.init(model, sgd(model.head)).step == 0
 
 
-def test_a_tied_parameter_is_held_under_any_of_its_names():
+def test_tied_parameter_is_recognized_by_any_alias():
     model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
     model[1].weight = model[0].weight
     assert STEP.init(model, sgd(model[1])).aliases == {"1.weight": "0.weight"}
 
 
-def test_what_a_transform_freezes_later_is_trained_before():
+def test_later_frozen_parameters_must_be_in_the_optimizer():
     model = net()
     step = dt.compose_step(LOSS, [dt.transforms.freeze("body.**", start=1)])
     with pytest.raises(ConfigError, match="these would never train: body"):
@@ -221,7 +221,7 @@ def test_what_a_transform_freezes_later_is_trained_before():
     assert step.init(model, sgd(model)).step == 0
 
 
-def test_groups_by_rule_hold_everything():
+def test_param_groups_and_muon_groups_cover_all_parameters():
     model = net()
     for optimizer in (
         torch.optim.AdamW(dt.optim.param_groups(model)),
@@ -230,7 +230,7 @@ def test_groups_by_rule_hold_everything():
         assert STEP.init(model, optimizer).step == 0
 
 
-def test_an_optimizer_of_a_part_that_says_so_trains_the_part():
+def test_partial_optimizer_updates_only_its_own_parameters():
     model = net()
     state = STEP.init(model, sgd(model.head), partial=True)
     before = {name: param.detach().clone() for name, param in state.params.items()}

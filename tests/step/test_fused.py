@@ -91,14 +91,14 @@ def trained(strategy: str, folder: str) -> dict[str, list]:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "hybrid_shard", "replicate"])
-def test_fused_optimizers_train_save_and_load_as_the_plain_loop_does(ranks, tmp_path, strategy):
+def test_fused_optimizers_match_the_plain_loop_across_save_and_load(ranks, tmp_path, strategy):
     for found in ranks(4 if strategy == "hybrid_shard" else 2).run(trained, strategy, str(tmp_path)):
         for kind, (error, same, taken_over, fused) in found.items():
             assert max(error, taken_over) <= TOLERANCE, kind
             assert (same, fused) == (True, True), kind
 
 
-def test_fused_and_foreach_forms_that_torch_lacks_are_refused_at_init(ranks):
+def test_unsupported_fused_and_foreach_optimizers_are_refused_at_init(ranks):
     for sgd, adagrad, fused, foreach, torchs in ranks(2).run(refused):
         says = "holds sharded parameters, but torch has only fused Adam and AdamW for them. Use foreach=True."
         assert sgd == f"init: group 0 of SGD(fused=True) {says}"

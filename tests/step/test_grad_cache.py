@@ -143,7 +143,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world_size", "strategy", "accumulate"), CASES)
-def test_gradient_and_loss_are_those_of_the_whole_batch_for_every_split(ranks, world_size, strategy, accumulate):
+def test_gradient_and_loss_equal_the_whole_batch_for_every_split(ranks, world_size, strategy, accumulate):
     for found in ranks(world_size).run(errors, strategy, accumulate, SPLITS[world_size]):
         assert len(found) == len(SIZES) * len(SPLITS[world_size])
         assert [pair for pair in found if not max(pair) <= FLOAT64_REORDERING] == []
@@ -156,7 +156,7 @@ def test_a_plain_model_in_one_process_has_the_same_gradient(size):
     assert relative_error(gradient(state), reference()[0]) <= FLOAT64_REORDERING
 
 
-def test_the_proof_can_fail_microbatches_of_the_loss_have_fewer_negatives():
+def test_plain_microbatches_give_a_wrong_contrastive_gradient():
     state = state_of(encoder())
     microbatch_step(state, pairs(), loss_fn=loss_fn, microbatch_size=3)
     assert relative_error(gradient(state), reference()[0]) > 1e-2
@@ -200,7 +200,7 @@ def with_dropout(strategy: str | None, param: str | None = None) -> list:
     return [relative_error(found[1], found[0]), draws[0] == draws[1]]
 
 
-def test_each_microbatch_is_run_again_with_the_same_random_numbers(ranks):
+def test_recomputed_microbatch_uses_the_same_random_numbers(ranks):
     error, drawn_alike = with_dropout(None)
     assert error <= FLOAT64_REORDERING
     assert drawn_alike
@@ -209,7 +209,7 @@ def test_each_microbatch_is_run_again_with_the_same_random_numbers(ranks):
         assert drawn_alike
 
 
-def test_a_bf16_forward_under_full_shard_gives_the_unsplit_gradient_up_to_rounding(ranks):
+def test_bf16_full_shard_gradient_matches_unsplit_up_to_rounding(ranks):
     for error, _ in ranks(2).run(with_dropout, "full_shard", "bf16"):
         assert 0 < error <= BF16_ROUNDING
 
@@ -237,13 +237,13 @@ def simple_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
         (4, [(4, False), (4, False), (3, False), (4, True), (4, True), (3, True)]),
     ],
 )
-def test_forwards_are_of_microbatches_and_a_single_one_runs_once(size, rows):
+def test_single_microbatch_runs_one_forward(size, rows):
     net = Counting()
     grad_cache_step(state_of(net), pairs(torch.float32), loss_fn=simple_loss, microbatch_size=size)
     assert net.rows == rows
 
 
-def test_buffers_change_as_in_a_step_of_microbatches():
+def test_buffer_updates_match_microbatch_step():
     found = []
     for grad in (microbatch_step, grad_cache_step):
         state = state_of(encoder(norm=True))
@@ -254,7 +254,7 @@ def test_buffers_change_as_in_a_step_of_microbatches():
         torch.testing.assert_close(found[1][name], buffer, rtol=0, atol=0)
 
 
-def test_terms_with_weights_of_their_own_add_up():
+def test_loss_terms_with_own_weights_are_summed():
     def loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
         found = loss_fn(model, batch)
         return LossSum(
@@ -292,7 +292,7 @@ def several_loss(model: nn.Module, batch: dict) -> LossSum:
     return LossSum(total=(z @ (z.t() + still.t())).logsumexp(1).sum(), weight=len(z))
 
 
-def test_what_a_model_takes_and_returns_may_be_nested():
+def test_nested_model_inputs_and_outputs_are_supported():
     batch, found = {"q": pairs()["q"], "names": [f"n{at}" for at in range(SAMPLES)]}, []
     for grad, size in ((microbatch_step, None), (grad_cache_step, 4)):
         torch.manual_seed(0)
@@ -303,7 +303,7 @@ def test_what_a_model_takes_and_returns_may_be_nested():
     assert relative_error(found[1], found[0]) <= FLOAT64_REORDERING
 
 
-def test_the_loss_s_autocast_holds_when_a_microbatch_is_run_again():
+def test_loss_autocast_applies_to_recomputed_forwards():
     dtypes = []
 
     class Seen(Encoder):
@@ -328,7 +328,7 @@ def test_the_loss_s_autocast_holds_when_a_microbatch_is_run_again():
     assert relative_error(found[1], found[0]) <= BF16_ROUNDING
 
 
-def test_memory_is_that_of_a_microbatch():
+def test_peak_memory_is_close_to_one_microbatch():
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), *[nn.Tanh() for _ in range(32)], nn.Linear(64, 4))
     state, batch, peaks = state_of(net), {"q": torch.randn(128, 64)}, {}
@@ -396,14 +396,14 @@ def first_output(model: nn.Module, batch: dict) -> LossSum:
         (Odd, first_output, r"one row per input row \(4\), got a object. Return embeddings"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_and_leaves_no_gradient(net, loss, message):
+def test_unsplittable_model_call_is_refused_without_gradients(net, loss, message):
     state = state_of(net())
     with pytest.raises(ConfigError, match=f"grad_cache_step: .*{message}"):
         grad_cache_step(state, pairs(torch.float32), loss_fn=loss, microbatch_size=4)
     assert all(p.grad is None for p in state.params.values())
 
 
-def test_a_size_below_one_is_refused():
+def test_microbatch_size_below_one_is_refused():
     with pytest.raises(ConfigError, match="microbatch_size must be an integer of at least 1, got 0"):
         grad_cache_step(state_of(encoder()), pairs(), loss_fn=loss_fn, microbatch_size=0)
 
@@ -423,7 +423,7 @@ def unit_by_hand() -> list:
     return [text, relative_error(gradient(state), reference()[0])]
 
 
-def test_a_sharded_unit_that_the_loss_runs_by_itself_is_refused_and_the_next_step_is_right(ranks):
+def test_loss_calling_a_sharded_unit_directly_is_refused(ranks):
     for text, error in ranks(2).run(unit_by_hand):
         assert text.startswith("grad_cache_step: the loss ran a sharded part of the model without model(")
         assert error <= FLOAT64_REORDERING
@@ -464,7 +464,7 @@ def after_exceptions(strategy: str) -> list:
     return [left, relative_error(gradient(state), reference()[0])]
 
 
-def test_an_exception_in_any_pass_leaves_nothing(ranks):
+def test_exception_in_any_pass_leaves_no_gradients(ranks):
     for left, error in ranks(2).run(after_exceptions, "full_shard"):
         assert left == []
         assert error <= FLOAT64_REORDERING
@@ -479,7 +479,7 @@ def bad_batch() -> str:
     return "no error"
 
 
-def test_a_batch_that_cannot_be_counted_is_told_on_all_ranks(ranks):
+def test_uncountable_batch_raises_on_all_ranks(ranks):
     first, second = ranks(2).run(bad_batch)
     assert first.startswith("step: rank 1 could not use its batch")
     assert second.startswith("batch: the first axis must be the batch axis")
@@ -532,7 +532,7 @@ def found_and_given(gather: bool) -> list:
 
 
 @pytest.mark.parametrize("gather", [True, False], ids=["gathered", "alone"])  # alone: no collectives but the model's own
-def test_auto_microbatch_finds_a_size_and_the_run_is_the_one_with_that_size(ranks, gather):
+def test_auto_microbatch_run_equals_run_with_the_found_size(ranks, gather):
     first, second = ranks(2).run(found_and_given, gather)
     assert first[0] == second[0]
     assert all(0 < size < 96 for size in first[0])
@@ -541,7 +541,7 @@ def test_auto_microbatch_finds_a_size_and_the_run_is_the_one_with_that_size(rank
     assert [first[2], second[2]] == [True, True]
 
 
-def test_it_takes_the_place_of_microbatch_step_in_a_composed_step():
+def test_grad_cache_step_works_as_compose_step_grad():
     step = compose_step(loss_fn, grad=partial(grad_cache_step, microbatch_size=2))
     net = encoder()
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.02))
@@ -565,7 +565,7 @@ def gathers(size: int) -> list[dict[str, int]]:
     return found
 
 
-def test_the_further_forward_gathers_what_a_forward_does_and_nothing_else_is_exchanged(ranks):
+def test_extra_forward_adds_only_its_own_all_gathers(ranks):
     for plain, cached in ranks(2).run(gathers, 3):
         # Two forwards more gather the one block twice, and the outermost unit, which stays, once.
         assert cached == {**plain, "all_gather": plain["all_gather"] + 3}

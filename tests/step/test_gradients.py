@@ -102,7 +102,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("world_size", "strategy", "dtype"), CASES)
-def test_gradient_is_that_of_the_global_mean_for_every_split(ranks, world_size, strategy, dtype):
+def test_gradient_equals_the_global_mean_gradient_for_every_split(ranks, world_size, strategy, dtype):
     for found in ranks(world_size).run(differences, strategy, SPLITS[world_size], dtype):
         assert len(found) == 4 * len(SIZES) * len(SPLITS[world_size])
         assert [error for error in found if not error <= TOLERANCES[dtype]] == []  # a NaN fails, too
@@ -120,5 +120,5 @@ def mistaken(strategy: str, accumulate: str) -> float:
 
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_the_proof_can_fail_weighting_by_samples_is_wrong(ranks, strategy, accumulate):
+def test_sample_count_weighting_gives_a_wrong_gradient(ranks, strategy, accumulate):
     assert min(ranks(2).run(mistaken, strategy, accumulate)) > 1e-3

@@ -69,15 +69,15 @@ def in_a_step(sharded: bool) -> list[str]:
     return [str(call) for call in seen.calls]
 
 
-def test_a_step_waits_no_more_than_the_bare_optimizer():
+def test_step_adds_no_host_syncs_to_the_optimizer():
     assert in_a_step(False) == bare() == []
 
 
-def test_a_sharded_step_on_several_ranks_does_not_wait_either(ranks):
+def test_sharded_step_on_two_ranks_has_no_host_syncs(ranks):
     assert ranks(2).run(in_a_step, True) == [[], []]
 
 
-def test_the_count_can_fail_on_a_cpu():
+def test_host_sync_counter_detects_syncs_on_cpu():
     with count_host_syncs() as seen:
         float(torch.ones(()))
         torch.ones(2).tolist()
@@ -86,7 +86,7 @@ def test_the_count_can_fail_on_a_cpu():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_a_step_on_a_gpu_raises_no_sync_warning_of_cuda():
+def test_gpu_step_raises_no_cuda_sync_warning():
     net = model().cuda()
     step = compose_step(
         lambda net, part: token_cross_entropy(net(part["inputs"]), part["targets"]), [clip_by_norm(1.0), ema(0.9)]

@@ -52,7 +52,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize(("loss", "message"), WRONG.values(), ids=WRONG)
-def test_what_is_no_sum_of_losses_is_refused_in_training_and_evaluation(loss, message):
+def test_invalid_loss_result_is_refused_in_training_and_evaluation(loss, message):
     state = state_of(nn.Linear(3, 1))
     weights = {"weight_fn": lambda x: {"loss": len(x), "a": 1.0}} if "terms" in message or "term" in message else {}
     with pytest.raises(ConfigError, match=message):
@@ -62,13 +62,13 @@ def test_what_is_no_sum_of_losses_is_refused_in_training_and_evaluation(loss, me
         evaluate(state.model, [X], loss)
 
 
-def test_a_loss_that_no_parameter_is_part_of_is_refused():
+def test_loss_detached_from_all_parameters_is_refused():
     with pytest.raises(StepError, match="the loss of a microbatch depends on no trainable parameter"):
         microbatch_step(state_of(nn.Linear(3, 1)), X, loss_fn=lambda net, x: LossSum(total=net(x).sum().detach(), weight=1))
     assert evaluate(nn.Linear(3, 1), [X], lambda net, x: LossSum(total=net(x).sum().detach(), weight=1))["loss"].weight == 1
 
 
-def test_numbers_may_come_as_tensors_of_one_element():
+def test_one_element_tensors_are_accepted_as_scalars():
     state = state_of(nn.Linear(3, 1))
     one = torch.ones(1)
     loss = lambda net, x: LossSum(total=net(x).sum()[None], weight=one * len(x), aux={"a": (one, one)})  # noqa: E731
@@ -86,14 +86,14 @@ def wrong_on_all_ranks(name: str) -> str:
 
 
 @pytest.mark.parametrize("name", ["mean", "no weight", "aux"])
-def test_a_sharded_model_refuses_it_on_all_ranks_in_one_line(ranks, name):
+def test_invalid_loss_raises_one_line_error_on_all_ranks(ranks, name):
     first, second = ranks(2).run(wrong_on_all_ranks, name)
     assert first == second
     assert first.startswith("microbatch_step: ")
     assert "\n" not in first
 
 
-def test_a_metric_keeps_its_value_when_the_loss_function_goes_on_counting():
+def test_aux_metric_is_copied_before_later_in_place_updates():
     """A float64 scalar needs no sum of one, but a copy: the function may add to it in place."""
     net, seen = nn.Linear(3, 1), torch.zeros((), dtype=torch.float64)
 

@@ -63,19 +63,19 @@ def step_with(loss):
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_a_mean_is_noticed(name):
+def test_mean_total_in_a_loss_sum_warns(name):
     with pytest.warns(UserWarning, match="microbatch_step: total of the LossSum must be a sum, got a mean with the weight"):
         step_with(MEANS[name])
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_a_sum_is_no_mean(name):
+def test_sum_total_in_a_loss_sum_does_not_warn(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step_with(SUMS[name])
 
 
-def test_it_is_said_in_the_first_step_only():
+def test_mean_loss_warning_appears_only_in_the_first_step():
     with pytest.warns(UserWarning, match="must be a sum, got a mean"):
         state, _ = step_with(MEANS["mean"])
     step = dt.compose_step(lambda model, batch: dt.LossSum(total=squares(model).mean(), weight=6))
@@ -84,7 +84,7 @@ def test_it_is_said_in_the_first_step_only():
         step(state, X)
 
 
-def test_mean_loss_and_the_losses_of_dtrain_are_sums():
+def test_mean_loss_and_dtrain_losses_do_not_warn():
     for loss in (
         dt.mean_loss(lambda m, x: m(x).square().mean(), weight=len),
         lambda m, x: dt.soft_cross_entropy(m(x), Y, smoothing=0.1),

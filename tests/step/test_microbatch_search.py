@@ -42,7 +42,7 @@ def search(
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_measured_search_comes_within_five_percent_of_the_largest(seed):
+def test_measured_search_finds_size_close_to_the_largest(seed):
     draw = random.Random(seed)
     per_sample, fixed, largest = draw.uniform(0.5, 5000), draw.randrange(10_000_000), draw.randrange(1, 5000)
     limits = [int(fixed + per_sample * draw.uniform(1, 2 * largest)) + 1 for _ in range(draw.randrange(1, 5))]
@@ -54,21 +54,21 @@ def test_measured_search_comes_within_five_percent_of_the_largest(seed):
 
 @pytest.mark.parametrize("largest", [1, 2, 3, 8, 100, 1000])
 @pytest.mark.parametrize("share", [0.05, 0.4, 0.99, 2.0])
-def test_search_without_a_gauge_halves_what_is_between(largest, share):
+def test_search_without_memory_gauge_bisects(largest, share):
     limit = max(1, int(share * largest))
     found, _ = search([limit], fixed=0, per_sample=1, largest=largest, measurable=False)
     best = min(largest, limit)
     assert best - max(1, 0.1 * best) <= found <= best
 
 
-def test_nothing_fits_ends_after_the_smallest():
+def test_search_stops_after_the_minimum_size_fails():
     assert search([10], fixed=100, per_sample=1, largest=64) == (0, [ProbeResult(size=1, fits=False)])
     found, tries = search([10], fixed=100, per_sample=1, largest=64, measurable=False, minimum=4)
     assert found == 0
     assert [t.size for t in tries] == [64, 32, 16, 8, 4]
 
 
-def test_everything_fits_takes_two_or_three_tries():
+def test_search_needs_two_probes_when_the_whole_batch_fits():
     found, tries = search([10**9], fixed=100, per_sample=1, largest=64)
     assert (found, len(tries)) == (64, 2)
 
@@ -85,7 +85,7 @@ def test_sizes_are_multiples_of_the_divisor_or_the_whole_batch():
     assert search([10**9], fixed=0, per_sample=1, largest=5001, divisor=8, minimum=8)[0] == 5001
 
 
-def test_memory_that_jumps_is_found_by_halving():
+def test_nonlinear_memory_growth_falls_back_to_bisection():
     """A line through small sizes promises more than there is: an algorithm that changes with the size, say."""
     box = SizeBounds(minimum=1, largest_batch=256, divisor=1, headroom=0.0, measurable=True)
     tries: list[ProbeResult] = []
@@ -98,13 +98,13 @@ def test_memory_that_jumps_is_found_by_halving():
     assert len(tries) <= 10
 
 
-def test_what_failed_since_outweighs_what_worked_before():
+def test_later_failure_overrides_an_earlier_fit():
     box = SizeBounds(minimum=1, largest_batch=64, divisor=1, headroom=0.0, measurable=False)
     tries = [ProbeResult(size=32, fits=True), ProbeResult(size=16, fits=False)]
     assert next_size(tries, box) == 8
 
 
-def test_the_whole_batch_is_tried_where_it_may_need_less_than_its_parts():
+def test_whole_batch_is_probed_when_it_avoids_accumulation_memory():
     box = SizeBounds(minimum=1, largest_batch=8, divisor=1, headroom=0.0, measurable=True, accumulation_bytes=50)
     tries: list[ProbeResult] = []
     while (size := next_size(tries, box)) is not None:
@@ -117,7 +117,7 @@ def test_the_whole_batch_is_tried_where_it_may_need_less_than_its_parts():
     assert tries[-1].fits
 
 
-def test_what_a_forward_keeps_makes_the_line_steep_where_peaks_are_of_something_else():
+def test_forward_memory_sets_the_slope_when_peaks_are_flat():
     box = SizeBounds(minimum=1, largest_batch=1000, divisor=1, headroom=0.0, measurable=True)
     tries: list[ProbeResult] = []
     while (size := next_size(tries, box)) is not None:

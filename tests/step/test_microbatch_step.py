@@ -73,7 +73,7 @@ def plain_state():
     return init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
 
 
-def test_gradients_of_before_are_dropped_and_parameters_stay():
+def test_repeated_step_resets_gradients_and_keeps_parameters():
     state = plain_state()
     before = [p.detach().clone() for p in state.params.values()]
     for _ in range(2):
@@ -82,7 +82,7 @@ def test_gradients_of_before_are_dropped_and_parameters_stay():
     assert all(torch.equal(a, b) for a, b in zip(before, state.params.values(), strict=True))
 
 
-def test_a_second_call_on_the_returned_state_takes_its_own_batch_and_size():
+def test_second_gradient_call_replaces_batch_counts_and_gradients():
     state = plain_state()
     batch = ragged_batch()
     state, _ = microbatch_step(state, {key: value[:3] for key, value in batch.items()}, loss_fn=loss_fn, microbatch_size=3)
@@ -108,7 +108,7 @@ class Arrived:
         self.value = value.item()
 
 
-def test_a_weight_of_zero_that_arrives_late_raises_in_the_next_step_once():
+def test_asynchronous_zero_weight_raises_once_in_the_next_step():
     state = plain_state()
     state.run_context.monitor.pending_weight = Arrived(0.0)
     with pytest.raises(StepError, match="an earlier step had weight 0"):
@@ -117,7 +117,7 @@ def test_a_weight_of_zero_that_arrives_late_raises_in_the_next_step_once():
 
 
 @pytest.mark.parametrize("weight", [0.0, -1.0, float("nan")])
-def test_a_weight_that_is_not_positive_is_refused_once(weight):
+def test_nonpositive_weight_is_refused_once(weight):
     state = plain_state()
 
     def odd(net: nn.Module, batch: dict) -> LossSum:
@@ -128,7 +128,7 @@ def test_a_weight_that_is_not_positive_is_refused_once(weight):
     microbatch_step(state, ragged_batch(), loss_fn=loss_fn)
 
 
-def test_the_clock_counts_seconds():
+def test_clock_records_elapsed_seconds():
     state = plain_state()
     for _ in range(2):
         state, _ = optimizer_step(*microbatch_step(state, ragged_batch(), loss_fn=loss_fn))
@@ -137,20 +137,20 @@ def test_the_clock_counts_seconds():
     assert state.clock.seconds - state.clock.previous.seconds >= 0.01
 
 
-def test_a_spent_state_is_refused():
+def test_stale_state_is_refused():
     state = plain_state()
     optimizer_step(*microbatch_step(state, ragged_batch(), loss_fn=loss_fn))
     with pytest.raises(StaleStateError, match=r"microbatch_step: this state was stepped already \(step 0\)"):
         microbatch_step(state, ragged_batch(), loss_fn=loss_fn)
 
 
-def test_a_loss_without_the_model_is_refused():
+def test_loss_independent_of_the_model_is_refused():
     outside = torch.ones((), requires_grad=True)
     with pytest.raises(StepError, match="no parameter got a gradient"):
         microbatch_step(plain_state(), ragged_batch(), loss_fn=lambda net, batch: LossSum(total=outside * 1, weight=1))
 
 
-def test_a_batch_without_samples_is_refused():
+def test_empty_batch_is_refused():
     empty = {key: value[:0] for key, value in ragged_batch().items()}
     with pytest.raises(StepError, match="no rank has a sample"):
         microbatch_step(plain_state(), empty, loss_fn=loss_fn)
@@ -164,7 +164,7 @@ def unsharded_on_two_ranks() -> str:
     return "no error"
 
 
-def test_a_plain_model_on_several_ranks_is_refused(ranks):
+def test_unsharded_model_on_several_ranks_is_refused(ranks):
     for message in ranks(2).run(unsharded_on_two_ranks):
         assert "2 ranks run, but the model is on no mesh" in message
 
@@ -175,7 +175,7 @@ def test_loss_and_weight_may_be_plain_numbers():
     assert metrics["loss"].weight == SAMPLES
 
 
-def test_a_step_of_another_model_in_the_loss_leaves_the_gradients_of_earlier_microbatches():
+def test_nested_step_in_the_loss_preserves_accumulated_gradients():
     plain = mean_loss(lambda model, batch: model(batch).square().mean(), weight=len)
     outer, inner = (nn.Linear(2, 1, bias=False).bfloat16() for _ in range(2))
     batch, inner_step = torch.ones(4, 2).bfloat16(), compose_step(plain)

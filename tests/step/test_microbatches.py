@@ -53,7 +53,7 @@ def gradient(state: TrainState) -> list:
 
 
 @pytest.mark.parametrize("size", [1, 2, 5, None])
-def test_any_batch_can_be_cut_and_counted_by_the_caller(size):
+def test_custom_batch_uses_caller_split_and_count(size):
     state = plain()
     after, _ = microbatch_step(state, some(5), loss_fn=loss_fn, microbatch_size=size, split=split, count=count)
     whole = plain()
@@ -64,18 +64,18 @@ def test_any_batch_can_be_cut_and_counted_by_the_caller(size):
     assert (after.clock.samples, after.clock.tokens) == (5, 15)
 
 
-def test_a_count_alone_is_enough_without_microbatches():
+def test_count_alone_suffices_without_microbatches():
     state = plain()
     after, _ = microbatch_step(state, some(2), loss_fn=loss_fn, count=lambda batch: len(batch.graphs))
     assert after.step_counts.samples == 2
 
 
-def test_an_unknown_batch_names_the_ways_out():
+def test_unknown_batch_type_error_suggests_batch_spec_and_split():
     with pytest.raises(ConfigError, match=r"found no tensor to split in a Graphs. .* batch_spec, or pass count= and split="):
         microbatch_step(plain(), some(2), loss_fn=loss_fn)
 
 
-def test_a_split_that_gives_nothing_is_refused():
+def test_empty_split_result_is_refused():
     with pytest.raises(ConfigError, match="split must return at least one microbatch for 2 samples"):
         microbatch_step(plain(), some(2), loss_fn=loss_fn, microbatch_size=1, split=lambda batch, size: [], count=count)
 
@@ -98,7 +98,7 @@ def bad_batch_on_rank_1(where: str) -> list[str]:
 
 
 @pytest.mark.parametrize("where", ["split", "count", "weight_fn"])
-def test_a_batch_that_one_rank_cannot_use_raises_on_all(ranks, where):
+def test_unusable_batch_on_one_rank_raises_on_all_ranks(ranks, where):
     first, second = ranks(2).run(bad_batch_on_rank_1, where)
     assert second == ["ValueError", f"{where} of rank 1"]
     assert first == ["PeerError", "step: rank 1 could not use its batch (1 of 2 ranks). See the error of that rank."]
@@ -109,18 +109,18 @@ def test_a_batch_that_one_rank_cannot_use_raises_on_all(ranks, where):
     [4.0, None, -4, True, (1, 2, 3), (4.5, 2), (4, -1), "4"],
     ids=["float", "none", "negative", "bool", "three", "half", "tokens", "text"],
 )
-def test_a_count_that_is_no_number_of_samples_is_refused(found):
+def test_invalid_count_result_is_refused(found):
     with pytest.raises(ConfigError, match=r"count must return samples, or \(samples, tokens\), as whole numbers, got "):
         microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=split, count=lambda batch: found)
 
 
 @pytest.mark.parametrize("found", [np.int64(5), torch.tensor(5), (np.int32(5), torch.tensor(15)), [5, 15]], ids=repr)
-def test_whole_numbers_of_any_kind_are_counts(found):
+def test_integer_like_counts_are_accepted(found):
     state, _ = microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=split, count=lambda batch: found)
     assert state.step_counts.samples == 5
 
 
 @pytest.mark.parametrize("found", [None, 3, "text", {"a": 1}], ids=["none", "number", "text", "mapping"])
-def test_a_split_that_is_no_list_of_microbatches_is_refused(found):
+def test_non_list_split_result_is_refused(found):
     with pytest.raises(ConfigError, match="split must return a list of microbatches, got "):
         microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=lambda batch, size: found, count=count)

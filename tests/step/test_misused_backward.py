@@ -89,7 +89,7 @@ def in_every_way() -> dict[str, object]:
     return {name: sorted(said) if isinstance(said, set) else said for name, said in found.items()}
 
 
-def test_a_backward_in_the_loss_of_a_sharded_model_is_one_line_and_gradients_of_inputs_are_right(ranks):
+def test_backward_in_a_sharded_loss_raises_one_line_error(ranks):
     found = ranks(2).run(in_every_way)[0]
     assert found.pop("largest error") <= 1e-12
     own = "microbatch_step: loss_fn must not call backward(), because the step calls backward itself"
@@ -102,7 +102,7 @@ def test_a_backward_in_the_loss_of_a_sharded_model_is_one_line_and_gradients_of_
 
 @pytest.mark.parametrize("size", [None, 1])
 @pytest.mark.parametrize("loss_fn", [with_backward, with_two_forwards])
-def test_a_backward_in_the_loss_of_a_plain_model_is_one_line(loss_fn, size):
+def test_backward_in_an_unsharded_loss_is_refused(loss_fn, size):
     with pytest.raises(
         ConfigError, match=r"loss_fn must not call backward\(\), because the step calls backward itself. Return"
     ):
@@ -110,14 +110,14 @@ def test_a_backward_in_the_loss_of_a_plain_model_is_one_line(loss_fn, size):
 
 
 @pytest.mark.parametrize("size", [None, 1])
-def test_a_backward_in_a_loss_that_is_not_cut_is_one_line(size):
+def test_backward_in_a_grad_cache_loss_is_refused(size):
     net = make()
     state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
     with pytest.raises(ConfigError, match=r"grad_cache_step: loss_fn must not call backward\(\), because the step calls"):
         grad_cache_step(state, BATCH, loss_fn=with_backward, microbatch_size=size)
 
 
-def test_a_plain_model_may_be_differentiated_twice():
+def test_unsharded_model_supports_double_backward():
     torch.testing.assert_close(gradient(make(), with_penalty, None), by_hand(with_penalty))
 
 
@@ -137,6 +137,6 @@ def copied() -> list[str]:
     return found
 
 
-def test_a_copy_of_a_sharded_model_says_what_to_do_instead_and_that_works(ranks):
+def test_deepcopy_of_a_sharded_model_is_refused_with_a_workaround(ranks):
     kinds = ["Sequential", "Linear", "Sequential"] * len(STRATEGIES)
     assert ranks(2).run(copied)[0] == [f"deepcopy: the {kind} is sharded" for kind in kinds]

@@ -57,7 +57,7 @@ def fingerprint(state: TrainState) -> list[object]:
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("stride", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_the_one_after_it(way, stride):
+def test_keyboard_interrupt_at_any_line_keeps_a_whole_step_state(way, stride):
     make, take = WAYS[way]
 
     def start() -> TrainState:
@@ -80,7 +80,7 @@ def test_an_interrupt_at_any_line_leaves_the_state_before_the_step_or_the_one_af
     assert seen == {1, 2}
 
 
-def test_the_state_of_a_function_is_there_in_the_except_block():
+def test_newest_returns_the_state_lost_by_an_interrupted_function():
     model = made()
     step = dt.compose_step(LOSS, [dt.transforms.ema(0.5)])
 
@@ -100,7 +100,7 @@ def test_the_state_of_a_function_is_there_in_the_except_block():
     assert TrainState.newest(model).step == state.step == 4
 
 
-def test_it_is_the_state_that_a_load_made(tmp_path):
+def test_newest_returns_the_loaded_state_after_load_sharded(tmp_path):
     step, state = begun(dt.transforms.ema(0.5))
     state, _ = step(state, BATCH)
     dt.save_sharded(tmp_path, state)
@@ -110,7 +110,7 @@ def test_it_is_the_state_that_a_load_made(tmp_path):
     step(TrainState.newest(state.model), BATCH)
 
 
-def test_an_interrupt_in_a_load_leaves_no_state_that_is_half_loaded(tmp_path):
+def test_interrupted_load_makes_newest_refuse_the_state(tmp_path):
     step, state = begun(dt.transforms.ema(0.5))
     state, _ = step(state, BATCH)
     dt.save_sharded(tmp_path, state)
@@ -127,7 +127,7 @@ def test_an_interrupt_in_a_load_leaves_no_state_that_is_half_loaded(tmp_path):
     assert dt.load_sharded(tmp_path, state).state.step == 1
 
 
-def test_a_dropped_run_is_freed_at_once_and_the_model_keeps_nothing_of_it():
+def test_dropped_run_is_freed_without_garbage_collection():
     gc.collect()
     gc.disable()
     try:
@@ -146,7 +146,7 @@ def test_a_dropped_run_is_freed_at_once_and_the_model_keeps_nothing_of_it():
         gc.enable()
 
 
-def test_copies_and_pickles_of_the_model_belong_to_no_run():
+def test_model_copies_and_pickles_have_no_newest_state():
     _, state = begun()
     file = io.BytesIO()
     torch.save(state.model, file)
@@ -159,14 +159,14 @@ def test_copies_and_pickles_of_the_model_belong_to_no_run():
     assert TrainState.newest(state.model).optimizer is state.optimizer
 
 
-def test_a_new_run_of_the_model_is_the_newest():
+def test_newest_returns_the_last_initialized_run_of_a_model():
     _, first = begun()
     _, second = begun(model=first.model)
     assert TrainState.newest(first.model).optimizer is second.optimizer
     assert TrainState.newest(first.model, first.optimizer).optimizer is first.optimizer
 
 
-def test_runs_that_train_parts_of_one_model_are_told_apart_by_their_optimizers():
+def test_newest_selects_partial_runs_by_optimizer():
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2))
     step = dt.compose_step(LOSS)
     halves = [step.init(model, torch.optim.SGD(part.parameters(), lr=0.1), partial=True) for part in model]
@@ -176,7 +176,7 @@ def test_runs_that_train_parts_of_one_model_are_told_apart_by_their_optimizers()
     assert [TrainState.newest(model, half.optimizer).step for half in halves] == [1, 0]
 
 
-def test_a_wrapped_model_is_the_same_model():
+def test_newest_accepts_wrapped_and_unwrapped_model():
     model = torch.nn.parallel.DataParallel(made())
     state = dt.compose_step(LOSS).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert TrainState.newest(model.module).model is TrainState.newest(model).model is state.model
@@ -191,7 +191,7 @@ class Breaks(torch.optim.SGD):
         raise MemoryError("no room for moments")
 
 
-def test_an_optimizer_that_failed_half_way_leaves_no_state_that_could_be_saved():
+def test_optimizer_error_mid_update_makes_the_state_stale():
     model = made()
     step = dt.compose_step(LOSS)
     state = step.init(model, Breaks(model.parameters(), lr=0.1))
@@ -203,7 +203,7 @@ def test_an_optimizer_that_failed_half_way_leaves_no_state_that_could_be_saved()
             use()
 
 
-def test_between_an_update_and_its_tick_there_is_no_state():
+def test_newest_raises_between_update_and_tick():
     _, state = begun()
     state, metrics = dt.microbatch_step(state, BATCH, loss_fn=LOSS)
     state, _ = dt.apply_gradients(state, metrics)
@@ -213,7 +213,7 @@ def test_between_an_update_and_its_tick_there_is_no_state():
     assert TrainState.newest(state.model).step == 1
 
 
-def test_a_second_interrupt_is_not_held():
+def test_second_interrupt_is_raised_immediately():
     passed = []
 
     def pressed_twice() -> None:
@@ -229,7 +229,7 @@ def test_a_second_interrupt_is_not_held():
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
-def test_a_handler_of_the_users_own_is_left_alone_and_threads_are():
+def test_user_sigint_handler_and_non_main_threads_are_supported():
     seen = []
     before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
     try:
@@ -246,6 +246,6 @@ def test_a_handler_of_the_users_own_is_left_alone_and_threads_are():
     assert TrainState.newest(state.model).step == 1
 
 
-def test_a_model_is_asked_for():
+def test_newest_refuses_a_non_module_argument():
     with pytest.raises(ConfigError, match=r"model must be an nn\.Module"):
         TrainState.newest(torch.optim.SGD(made().parameters(), lr=0.1))

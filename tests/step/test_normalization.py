@@ -67,7 +67,7 @@ def several_terms(counts: list, size: int | None) -> list:
 
 @pytest.mark.parametrize("size", [1, 3, None])
 @pytest.mark.parametrize("counts", [[7], [4, 3], [0, 7], [3, 3, 1]])
-def test_each_term_has_a_denominator_of_its_own(ranks, counts, size):
+def test_each_loss_term_has_its_own_denominator(ranks, counts, size):
     net, whole = model(), batch()
     flat = (net(whole["x"])[:, 1].abs() * whole["flat"]).sum() / whole["flat"].sum()
     for error, names, found in ranks(len(counts)).run(several_terms, counts, size):
@@ -82,7 +82,7 @@ def plain(**options) -> TrainState:
     return state
 
 
-def test_a_term_that_nothing_counts_leaves_the_others_alone():
+def test_zero_weight_term_does_not_affect_other_terms():
     def without(whole: dict) -> dict:
         return {**whole, "flat": torch.zeros(SAMPLES)}
 
@@ -119,7 +119,7 @@ def test_a_term_that_nothing_counts_leaves_the_others_alone():
     ],
     ids=["none", "too few", "no main", "others"],
 )
-def test_weights_that_do_not_fit_the_loss_are_refused(options, error, message):
+def test_weights_that_do_not_match_the_loss_are_refused(options, error, message):
     with pytest.raises(error, match=message):
         plain(**options)
 
@@ -134,7 +134,7 @@ def test_weights_that_do_not_fit_the_loss_are_refused(options, error, message):
     ],
     ids=["vector", "none", "text", "term"],
 )
-def test_a_weight_that_is_no_number_is_refused(given, message):
+def test_non_numeric_weight_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
         plain(weight_fn=lambda whole: given)
 
@@ -161,13 +161,13 @@ def other_terms_on_rank_1(case: str) -> str:
 
 
 @pytest.mark.parametrize("case", ["other", "fewer", "none"])
-def test_terms_that_differ_between_ranks_are_an_error_before_they_are_added_up(ranks, case):
+def test_mismatched_terms_across_ranks_raise_before_reduction(ranks, case):
     first, second = ranks(2).run(other_terms_on_rank_1, case, timeout_s=30)
     assert "step: the weight_fn of rank 1 gives weights of other terms than the weight_fn of rank 0" in first
     assert first == second
 
 
-def test_a_promise_of_no_weight_is_a_step_without_weight():
+def test_weight_fn_total_of_zero_is_refused():
     masked = {**batch(), "fit": torch.zeros(SAMPLES)}
     state = state_of(model())
     with pytest.raises(StepError, match="the weights of all ranks add up to 0"):
@@ -190,7 +190,7 @@ def broken_promise_on_rank_1() -> str:
     return "no error"
 
 
-def test_a_promise_that_one_rank_breaks_raises_on_all(ranks):
+def test_weight_fn_mismatch_on_one_rank_raises_on_all_ranks(ranks):
     first, second = ranks(2).run(broken_promise_on_rank_1)
     assert "on rank 1 the weights of the losses do not add up" in first
     assert first == second

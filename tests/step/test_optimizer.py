@@ -19,7 +19,7 @@ def state_with_gradient():
     return state
 
 
-def test_apply_steps_the_optimizer_once_and_spends_the_state():
+def test_apply_gradients_runs_the_optimizer_once_and_invalidates_the_state():
     state = state_with_gradient()
     expected = {name: p.detach() - 0.5 * p.grad for name, p in state.params.items()}
     after, _ = apply_gradients(state, {})
@@ -45,7 +45,7 @@ WITHOUT_CLOSURE = [
 
 
 @pytest.mark.parametrize("kind", WITHOUT_CLOSURE)
-def test_every_optimizer_of_torchs_but_lbfgs_makes_a_step(kind):
+def test_every_torch_optimizer_except_lbfgs_updates_parameters(kind):
     net = nn.Embedding(4, 2, sparse=kind is torch.optim.SparseAdam)
     before = net.weight.detach().clone()
     state = init_state(net, kind(net.parameters(), lr=0.1))
@@ -54,7 +54,7 @@ def test_every_optimizer_of_torchs_but_lbfgs_makes_a_step(kind):
     assert not full_tensor(after.params["weight"]).equal(before)
 
 
-def test_an_optimizer_whose_step_needs_a_closure_is_refused_and_the_state_is_as_before():
+def test_optimizer_requiring_a_closure_is_refused_without_state_changes():
     net = nn.Linear(3, 2)
     state = init_state(net, torch.optim.LBFGS(net.parameters()))
     net(torch.ones(1, 3)).sum().backward()
@@ -82,7 +82,7 @@ def test_clipping_agrees_with_torch(max_norm):
 
 
 @pytest.mark.parametrize("max_norm", [0.0, -1.0, float("nan")])
-def test_clipping_refuses_a_norm(max_norm):
+def test_clipping_refuses_nonpositive_max_norm(max_norm):
     with pytest.raises(ConfigError, match="max_norm must be positive, got"):
         clip_grad_norm_(state_with_gradient().params, max_norm)
 
@@ -105,7 +105,7 @@ def test_clipping_uses_the_global_norm_on_every_layout(ranks):
             assert after == pytest.approx(1.0, rel=1e-5)
 
 
-def test_set_lr_is_absolute_and_for_all_groups():
+def test_set_lr_sets_all_groups_to_an_absolute_value():
     net = nn.Linear(2, 2)
     optimizer = torch.optim.SGD([{"params": [net.weight], "lr": 1.0}, {"params": [net.bias], "lr": 2.0}])
     set_lr_(optimizer, 0.25)
@@ -127,7 +127,7 @@ def test_nonfinite_gradients_raise_and_are_dropped(value):
     state._check_not_stale("here")
 
 
-def test_nonfinite_gradients_skip_the_update_and_say_so():
+def test_nonfinite_gradients_skip_the_update_and_report_skipped():
     state = state_with(float("nan"))
     before = {name: p.detach().clone() for name, p in state.params.items()}
     state, metrics = apply_gradients(state, {}, nonfinite="skip")
@@ -138,20 +138,20 @@ def test_nonfinite_gradients_skip_the_update_and_say_so():
 
 
 @pytest.mark.parametrize("how", ["skip", "raise"])
-def test_finite_gradients_are_applied_though_their_squares_overflow(how):
+def test_finite_gradients_with_overflowing_squares_are_applied(how):
     state = state_with(1e30)
     before = state.params["bias"].detach().clone()
     state, _ = apply_gradients(state, {}, nonfinite=how)
     assert not torch.equal(state.params["bias"], before)
 
 
-def test_nonfinite_gradients_are_not_looked_for_unless_asked():
+def test_nonfinite_gradients_are_unchecked_by_default():
     state, metrics = apply_gradients(state_with(float("nan")), {})
     assert state.params["bias"].isnan().any()
     assert metrics == {}
 
 
-def test_an_unknown_way_with_nonfinite_gradients_is_refused():
+def test_unknown_nonfinite_mode_is_refused():
     with pytest.raises(ConfigError, match="nonfinite must be 'allow', 'raise' or 'skip', got 'ignore'"):
         apply_gradients(state_with_gradient(), {}, nonfinite="ignore")
 
@@ -172,6 +172,6 @@ def one_rank_is_nan(how: str) -> list:
     return [float(metrics["skipped"].total), torch.equal(before, full_tensor(state.params["weight"].detach()))]
 
 
-def test_one_rank_with_a_nonfinite_gradient_decides_for_all(ranks):
+def test_nonfinite_gradient_on_one_rank_applies_to_all_ranks(ranks):
     assert ranks(2).run(one_rank_is_nan, "skip") == [[1.0, True]] * 2
     assert ranks(2).run(one_rank_is_nan, "raise") == [["apply_gradients: step 0: a gradient is not finite"]] * 2

@@ -122,14 +122,14 @@ def compared(strategy):
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_result_is_that_of_the_ordinary_step_bit_for_bit(ranks, strategy):
+def test_optimizer_in_backward_matches_ordinary_step_bit_for_bit(ranks, strategy):
     for found in ranks(4 if strategy == "hybrid_shard" else 2).run(compared, strategy):
         for name, (differs, once, often) in found.items():
             assert (differs, once) == ([], 1.0), name
             assert often in CHOSEN[name][1], name
 
 
-def test_plain_model_in_one_process_is_stepped_parameter_by_parameter():
+def test_unsharded_model_is_updated_one_parameter_at_a_time():
     for name, (differs, once, often) in compared(None).items():
         assert (differs, once) == ([], 1.0), name
         assert often >= 5, name
@@ -170,7 +170,7 @@ def peaks(strategy):
 @pytest.mark.parametrize(
     ("strategy", "saved"), [(None, 1.7), ("full_shard", 0.6), ("hybrid_shard", 0.6), ("replicate", 0.8)], ids=str
 )
-def test_gradients_of_few_units_are_there_at_once(ranks, strategy, saved):
+def test_peak_memory_holds_gradients_of_few_units(ranks, strategy, saved):
     world = {None: 1, "hybrid_shard": 4}.get(strategy, 2)
     for ordinary, early in ranks(world).run(peaks, strategy):
         assert ordinary - early >= saved
@@ -218,7 +218,7 @@ def broken(kind):
 
 
 @pytest.mark.parametrize(("kind", "error"), [("in backward", "ValueError"), ("weight", "StepError")])
-def test_error_after_the_optimizer_has_run_says_so_and_spends_the_state(ranks, kind, error):
+def test_error_after_partial_update_makes_the_state_stale(ranks, kind, error):
     note = (
         "optimizer_in_backward: the optimizer had already run on some of the parameters, so this step can be neither finished "
         "nor repeated. Build a new state and load the last checkpoint."
@@ -227,7 +227,7 @@ def test_error_after_the_optimizer_has_run_says_so_and_spends_the_state(ranks, k
     assert found == [error, note, "spent", True, []]
 
 
-def test_error_before_backward_leaves_the_state():
+def test_error_before_backward_keeps_the_state_valid():
     def loss(net, x):
         raise ValueError("no loss")
 
@@ -240,7 +240,7 @@ def test_error_before_backward_leaves_the_state():
         assert not hasattr(caught.value, "__notes__")
 
 
-def test_parameter_that_gets_a_gradient_after_its_step_is_refused(ranks):
+def test_second_gradient_after_parameter_update_is_refused(ranks):
     assert ranks(1).run(used_outside_of_its_unit) == ["optimizer_in_backward: a parameter got a second gradient"]
 
 
@@ -284,12 +284,12 @@ def refused_step(transforms=(), weight_fn=len):
         ),
     ],
 )
-def test_what_cannot_work_is_refused_when_the_step_is_made(make_step, message):
+def test_unsupported_options_are_refused_at_construction(make_step, message):
     with pytest.raises(ConfigError, match=message):
         make_step()
 
 
-def test_ranks_that_share_a_batch_are_refused():
+def test_tensor_and_context_parallel_ranks_are_refused():
     net = nn.Linear(WIDTH, 1)
     step = refused_step()
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -297,7 +297,7 @@ def test_ranks_that_share_a_batch_are_refused():
         step(state._replace(spec=replace(state.spec, ranks_per_batch=2)), torch.ones(2, WIDTH))
 
 
-def test_optimizer_that_looks_at_all_parameters_is_refused():
+def test_optimizer_needing_all_parameters_together_is_refused():
     net = nn.Linear(WIDTH, 1)
     step = refused_step()
     state = step.init(net, torch.optim.LBFGS(net.parameters()))
@@ -305,7 +305,7 @@ def test_optimizer_that_looks_at_all_parameters_is_refused():
         step(state, torch.ones(2, WIDTH))
 
 
-def test_ranks_without_samples_take_part(ranks):
+def test_ranks_without_samples_join_the_step(ranks):
     assert ranks(2).run(ragged) == [[]] * 2
 
 

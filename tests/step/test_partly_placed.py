@@ -43,7 +43,7 @@ def run_where_one_rank_cuts(folder: str) -> list:
     return [state.step, state.clock.samples, told, source.state_dict()["batches"]]
 
 
-def test_a_batch_that_one_rank_has_cut_is_no_other_place(ranks, tmp_path):
+def test_batch_sliced_on_one_rank_keeps_the_loader_position(ranks, tmp_path):
     first, second = ranks(2).run(run_where_one_rank_cuts, str(tmp_path))
     assert first == second
     steps, samples, told, batches = first
@@ -63,7 +63,7 @@ def named_where_one_rank_cuts() -> list:
     return [crossed, state.clock.epoch]
 
 
-def test_a_named_loader_counts_epochs_all_the_same(ranks):
+def test_named_loader_counts_epochs_with_sliced_batches(ranks):
     assert ranks(2).run(named_where_one_rank_cuts) == [[2, 2]] * 2
 
 
@@ -86,12 +86,12 @@ def apart(count: int) -> str:
     return "no error"
 
 
-def test_ranks_with_samples_of_their_own_are_told_to_name_the_loader(ranks):
+def test_sliced_batch_with_pre_sharded_data_requires_the_loader_argument(ranks):
     for said in ranks(2).run(apart, 8):
         assert said.startswith("step: the batch of rank 1 was made of new tensors"), said
 
 
-def test_a_save_after_a_cut_batch_does_not_repeat_it():
+def test_saved_loader_state_does_not_repeat_a_sliced_batch():
     source, (step, state) = loader(), begun()
     for number, batch in enumerate(source.until("2ep"), 1):
         state, _ = step(state, cut(batch) if is_cut(number) else batch)

@@ -72,7 +72,7 @@ ENDS = {
 
 @pytest.mark.parametrize(("saves", "code", "saved"), ENDS.values(), ids=ENDS)
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_all_ranks_stop_at_one_step_and_exit_with_75_when_it_is_saved(tmp_path, world_size, saves, code, saved):
+def test_ranks_stop_together_and_exit_75_after_saving(tmp_path, world_size, saves, code, saved):
     codes, said = endings(partial(train, folder=tmp_path, saves=saves), world_size, tmp_path)
     assert (codes, said) == ([code] * world_size, [AT + 1] * world_size)
     found = dt.latest_checkpoint(tmp_path / "ckpt") if (tmp_path / "ckpt").exists() else None
@@ -80,13 +80,13 @@ def test_all_ranks_stop_at_one_step_and_exit_with_75_when_it_is_saved(tmp_path, 
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGINT])
-def test_a_signal_of_the_launchers_choice_stops_as_well(tmp_path, number):
+def test_launcher_selected_signal_stops_the_run(tmp_path, number):
     body = partial(train, folder=tmp_path, number=number)
     assert endings(body, 2, tmp_path, DTRAIN_STOP_SIGNAL=str(int(number))) == ([75, 75], [AT + 1] * 2)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_loop_that_never_asks_ends_as_by_the_signal(tmp_path, number):
+def test_loop_without_should_stop_exits_by_the_signal(tmp_path, number):
     body = partial(train, folder=tmp_path, asks=False, number=number)
     codes, said = endings(body, 2, tmp_path, DTRAIN_STOP_SIGNAL=str(int(number)))
     assert (codes, said) == ([-number] * 2, [None] * 2)
@@ -103,7 +103,7 @@ def ask_now_and_then(rank, *, folder):
         dt.save_sharded(folder / "ckpt", state)
 
 
-def test_a_loop_may_ask_now_and_then(tmp_path):
+def test_should_stop_can_be_called_every_few_steps(tmp_path):
     assert endings(partial(ask_now_and_then, folder=tmp_path), 2, tmp_path) == ([75, 75], [6, 6])
 
 
@@ -123,7 +123,7 @@ def two_states(rank, *, folder):
         say(folder, rank, [one.step, other.step])
 
 
-def test_two_states_stop_together(tmp_path):
+def test_two_states_stop_at_the_same_iteration(tmp_path):
     assert endings(partial(two_states, folder=tmp_path), 2, tmp_path) == ([75, 75], [[1, 2], [1, 2]])
 
 
@@ -146,7 +146,7 @@ def two_records_in_a_step(rank, *, folder):
         dt.save_sharded(folder / "ckpt", state)
 
 
-def test_a_step_that_exchanges_its_record_twice_is_one_step(tmp_path):
+def test_two_step_records_in_one_step_count_once(tmp_path):
     assert endings(partial(two_records_in_a_step, folder=tmp_path), 2, tmp_path)[0] == [75, 75]
 
 
@@ -160,7 +160,7 @@ def save_in_the_middle(rank, *, folder):
         return dt.should_stop(state)
 
 
-def test_a_state_in_the_middle_of_the_step_is_not_saved_after_it(tmp_path):
+def test_mid_step_save_does_not_count_as_the_final_save(tmp_path):
     assert endings(partial(save_in_the_middle, folder=tmp_path), 2, tmp_path) == ([0, 0], [True, True])
 
 
@@ -175,7 +175,7 @@ def failing_batch(rank, *, folder):
         dt.save_sharded(folder / "ckpt", state)
 
 
-def test_ranks_agree_also_in_a_step_that_fails(tmp_path):
+def test_ranks_agree_to_stop_in_a_failed_step(tmp_path):
     assert endings(partial(failing_batch, folder=tmp_path), 2, tmp_path)[0] == [75, 75]
 
 
@@ -189,11 +189,11 @@ def one_after_the_other(rank, *, folder):
         return dt.should_stop(state)
 
 
-def test_a_later_block_starts_anew(tmp_path):
+def test_later_init_dist_block_clears_the_stop_request(tmp_path):
     assert endings(partial(one_after_the_other, folder=tmp_path), 2, tmp_path) == ([0, 0], [False, False])
 
 
-def test_without_init_dist_it_is_false_and_a_spent_state_is_refused():
+def test_should_stop_is_false_without_init_dist():
     model = nn.Linear(3, 1)
     step = dt.compose_step(squared)
     before = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))

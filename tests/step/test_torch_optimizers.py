@@ -56,7 +56,7 @@ def errors(strategy: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
-def test_an_optimizer_of_torch_trains_a_sharded_model_as_the_whole_one(ranks, strategy):
+def test_torch_optimizers_match_unsharded_training_on_a_sharded_model(ranks, strategy):
     for found in ranks(2).run(errors, strategy):
         assert len(found) >= 10
         assert {name: error for name, error in found.items() if error > TOLERANCE.get(name, ROUNDING)} == {}
@@ -78,7 +78,7 @@ def refusals() -> dict[str, tuple[str, str]]:
     return found
 
 
-def test_an_optimizer_that_torch_cannot_run_on_cut_parameters_is_refused_at_init(ranks):
+def test_optimizers_without_dtensor_support_are_refused_at_init(ranks):
     for found in ranks(2).run(refusals):
         for name, (said, torchs) in found.items():
             assert said == (
@@ -89,7 +89,7 @@ def test_an_optimizer_that_torch_cannot_run_on_cut_parameters_is_refused_at_init
 
 
 @pytest.mark.parametrize("name", sorted(NOT_FOR_CUT))
-def test_such_an_optimizer_trains_a_plain_model(name):
+def test_optimizers_without_dtensor_support_train_an_unsharded_model(name):
     model, step = net(), dt.compose_step(squared)
     state = step.init(model, ALL[name](model.parameters(), lr=0.01))
     for batch in BATCHES:

@@ -32,7 +32,7 @@ def test_lock_is_exclusive_or_shared(path):
     assert can_lock(path)
 
 
-def test_map_keeps_the_lock_and_the_bytes(path):
+def test_mapped_view_stays_readable_after_unlink(path):
     with LockableFile(path) as file:
         assert file.lock(shared=True)
         view = file.map_memory()
@@ -42,7 +42,7 @@ def test_map_keeps_the_lock_and_the_bytes(path):
     assert bytes(part) == b"34"
 
 
-def test_lock_ends_with_the_last_view(path):
+def test_lock_is_released_with_last_view(path):
     with LockableFile(path) as file:
         file.lock(shared=True)
         part = file.map_memory()[3:5]

@@ -90,7 +90,7 @@ def test_server_without_ranges_gives_whole_files_only(folder):
                 file.read_into(10, memoryview(bytearray(10)))
 
 
-def test_server_without_listings_is_named(folder):
+def test_forbidden_listing_raises_server_error(folder):
     with web(folder, listing=False) as port, pytest.raises(OSError, match="Forbidden"):
         storage.list_names(storage.resolve_path(f"http://127.0.0.1:{port}/data set"))
 
@@ -113,7 +113,7 @@ def test_secrets_in_a_url_are_refused(url):
 
 
 @pytest.mark.parametrize("protocol", ["http", "https"])
-def test_missing_library_is_named_with_its_extra(protocol, monkeypatch):
+def test_missing_library_error_names_the_extra(protocol, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=rf'^{protocol}:// needs the package aiohttp: pip install "dtrain\[http\]"$'):
         storage.resolve_path(f"{protocol}://host/x")

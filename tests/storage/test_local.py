@@ -35,7 +35,7 @@ def test_renaming_does_not_replace_a_folder_with_content(tmp_path):
         storage.rename(tmp_path / "a", tmp_path / "b")
 
 
-def test_removing_a_folder_takes_the_first_name_first_and_follows_no_link(tmp_path, monkeypatch):
+def test_remove_folder_starts_with_first_and_skips_link_targets(tmp_path, monkeypatch):
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "kept").touch()
@@ -68,7 +68,7 @@ def test_irregular_file_is_refused_without_waiting(tmp_path, kind):
     assert len(os.listdir("/proc/self/fd")) < 500
 
 
-def test_errors_of_a_handle_carry_the_path(tmp_path, monkeypatch):
+def test_file_handle_errors_name_the_path(tmp_path, monkeypatch):
     class Failing:
         def __getattr__(self, name):
             if name != "fsync":
@@ -86,7 +86,7 @@ def test_errors_of_a_handle_carry_the_path(tmp_path, monkeypatch):
         storage.sync_folder(tmp_path)
 
 
-def test_missing_names_have_no_status(tmp_path):
+def test_missing_paths_are_reported_as_absent(tmp_path):
     (tmp_path / "file").touch()
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere")
     assert not storage.is_folder(tmp_path / "file" / "below")
@@ -113,7 +113,7 @@ class Recorded:
         return call if callable(getattr(os, name)) else getattr(os, name)
 
 
-def test_created_file_and_its_name_are_durable(tmp_path, monkeypatch):
+def test_create_file_syncs_file_and_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(storage.local, "os", recorded := Recorded())
     storage.create_file(tmp_path / "file", b"first")
     assert recorded.calls == ["open", "write", "fsync", "close", "open", "fsync", "close"]

@@ -63,7 +63,7 @@ EXTRAS = {"s3": "s3", "gs": "gcs", "az": "azure", "oci": "oci", "sftp": "sftp"}
 
 
 @pytest.mark.parametrize("protocol", EXTRAS)
-def test_missing_library_is_named_with_its_extra(protocol, monkeypatch):
+def test_missing_library_error_names_the_extra(protocol, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     extra = EXTRAS[protocol]
     with pytest.raises(ConfigError, match=rf'^{protocol}:// needs the package \w+: pip install "dtrain\[{extra}\]"$'):

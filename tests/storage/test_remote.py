@@ -58,7 +58,7 @@ def test_file_is_read_by_ranges(root):
         storage.read_file(root / "file", limit=9)
 
 
-def test_missing_names_are_named_in_errors(root):
+def test_missing_path_errors_name_the_path(root):
     with pytest.raises(FileNotFoundError, match=f"'{root}/none'"):
         storage.FileReader(root / "none")
     with pytest.raises(FileNotFoundError, match=f"'{root}/none'"):

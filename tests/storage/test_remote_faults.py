@@ -138,7 +138,7 @@ def test_permanent_errors_are_not_retried(place, status, raised, reach):
 
 
 @pytest.mark.parametrize("place", HTTP)
-def test_file_of_another_process_is_not_ours_after_a_lost_answer(place, reach, monkeypatch):
+def test_retried_create_refuses_file_of_other_process(place, reach, monkeypatch):
     server = reach(place)
     root = storage.resolve_path(server.root())
     pauses = []
@@ -288,7 +288,7 @@ def test_connection_without_credentials_is_replaced_when_the_configuration_has_t
     assert storage.read_file(root / "file", limit=9) == b"x"
 
 
-def test_missing_credentials_are_named_in_one_line(reach, monkeypatch):
+def test_missing_credentials_raise_one_line_error(reach, monkeypatch):
     pytest.importorskip("adlfs")
     disconnect()
     for name in [name for name in os.environ if name.startswith("AZURE_")]:

@@ -121,7 +121,7 @@ def test_http_status_is_found_in_the_cause():
     assert http_status(OSError("nothing said")) is None
 
 
-def test_errors_of_the_libraries_are_known():
+def test_library_errors_are_classified():
     exceptions = pytest.importorskip("botocore.exceptions")
     answer = {"Error": {"Code": "SlowDown"}, "ResponseMetadata": {"HTTPStatusCode": 503}}
     assert is_transient(exceptions.ClientError(answer, "PutObject"))

@@ -21,7 +21,7 @@ LEAST = torch.finfo(torch.float32).min
         (6, [-2, -4, -6, -8, -1, -3]),
     ],
 )
-def test_slopes_are_those_of_the_paper(heads, exponents):
+def test_slopes_match_the_paper(heads, exponents):
     assert alibi_slopes(heads).tolist() == pytest.approx([2.0**exponent for exponent in exponents])
 
 
@@ -47,7 +47,7 @@ def test_biases_in_low_precision_are_computed_before_they_are_rounded():
     ],
     ids=["none", "causal", "bools", "floats", "floats of each query"],
 )
-def test_masks_of_any_kind_get_the_bias(mask, causal, expected):
+def test_bias_is_added_to_every_mask_type(mask, causal, expected):
     bias = -torch.tensor([[[0.0, 1.0], [1.0, 0.0]]])
     found = add_alibi_bias(None if mask is None else mask[None, None], bias, causal=causal)
     assert found[0, 0].tolist() == expected
@@ -108,7 +108,7 @@ def test_attention_in_low_precision_takes_the_bias():
     assert layer(x).dtype == torch.bfloat16
 
 
-def test_layers_of_one_class_stay_of_one_class():
+def test_edited_layers_share_one_class():
     model = alibi(nn.Sequential(Attention(), Attention()), attentions={Attention: "heads"})
     assert type(model[0]) is type(model[1])
     assert isinstance(model[0], Attention)
@@ -146,13 +146,13 @@ def test_invalid_arguments_are_refused(run, message):
         run()
 
 
-def test_without_transformers_attention_must_be_named(monkeypatch):
+def test_attentions_must_be_given_without_transformers(monkeypatch):
     monkeypatch.setattr("dtrain.surgery.attention.alibi.find_imported_class", lambda module, name: None)
     with pytest.raises(ConfigError, match="alibi: the model must have a known attention, but this process did not import"):
         alibi(Model())
 
 
-def test_a_pattern_that_fits_nothing_is_said_before_anything_changes():
+def test_unmatched_positions_pattern_is_refused_before_any_change():
     model = nn.Sequential(Attention())
     with pytest.raises(ConfigError, match="alibi: positions='wpe' matches no module of the Sequential"):
         alibi(model, attentions={Attention: "heads"}, positions=("0", "wpe"))

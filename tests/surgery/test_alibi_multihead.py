@@ -55,7 +55,7 @@ def test_alibi_attention_matches_the_formula_for_every_mask(options, hidden, nee
         torch.testing.assert_close(seen, weights)
 
 
-def test_other_layouts_of_the_input_are_the_same():
+def test_sequence_first_and_unbatched_inputs_match_batch_first():
     first, last, x = made(batch_first=True), made(), torch.randn(2, LENGTH, 8)
     expected = first(x, x, x)[0]
     flipped = x.transpose(0, 1)
@@ -64,7 +64,7 @@ def test_other_layouts_of_the_input_are_the_same():
 
 
 @pytest.mark.parametrize("padded", [False, True], ids=["whole", "padded"])
-def test_evaluation_of_torchs_encoder_is_biased_too(padded):
+def test_torch_encoder_evaluation_fast_path_applies_biases(padded):
     """It has kernels of its own for evaluation, and nested tensors, which know no biases."""
     layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
     model = alibi(nn.TransformerEncoder(layer, 2), attentions=MINE)
@@ -80,7 +80,7 @@ def test_cross_attention_of_a_decoder_is_unchanged():
     assert type(model.multihead_attn) is nn.MultiheadAttention
 
 
-def test_names_stay():
+def test_parameter_names_are_unchanged():
     model = nn.Sequential(nn.MultiheadAttention(8, 2))
     alibi(model, attentions=MINE)
     assert model.state_dict().keys() == nn.Sequential(nn.MultiheadAttention(8, 2)).state_dict().keys()

@@ -10,14 +10,14 @@ from dtrain.surgery.layers.blur_pool import blur_2d, blur_kernel, blur_pool
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 7])
-def test_a_kernel_sums_to_one_and_blurs_an_even_picture_to_itself(size):
+def test_kernel_sums_to_one_and_keeps_constant_images(size):
     assert blur_kernel(size).sum() == 1
     for edge in ("replicate", "reflect"):
         out = blur_2d(torch.full((1, 2, 9, 9), 3.0), kernel=blur_kernel(size), edge=edge)
         assert torch.equal(out, torch.full((1, 2, 9, 9), 3.0))
 
 
-def test_zeros_darken_the_edge():
+def test_zero_padding_reduces_edge_values():
     out = blur_2d(torch.ones(1, 1, 3, 3), edge="zeros")
     assert (16 * out[0, 0]).tolist() == [[9, 12, 9], [12, 16, 12], [9, 12, 9]]
 
@@ -36,7 +36,7 @@ def test_zeros_darken_the_edge():
     ],
 )
 @pytest.mark.parametrize("first", [True, False])
-def test_shapes_stay(make, side, size, first):
+def test_output_shapes_are_unchanged(make, side, size, first):
     x = torch.randn(2, 16, side, side + 1)
     assert blur_pool(nn.Sequential(make()), size=size, blur_first=first)(x).shape == make()(x).shape
 
@@ -54,7 +54,7 @@ def test_shapes_stay(make, side, size, first):
     ],
     ids=["pool at every place", "ceil mode", "indices", "conv at every place", "few channels", "average", "transposed"],
 )
-def test_modules_that_do_not_fit_are_unchanged(left):
+def test_unsupported_modules_are_unchanged(left):
     with pytest.raises(ConfigError, match="blur_pool with min_channels=16: nothing to replace"):
         blur_pool(nn.Sequential(left))
 
@@ -64,12 +64,12 @@ def test_blur_pool_can_skip_convolutions_or_pools():
     assert [type(module).__name__ for module in model] == ["BlurMaxPool2d", "Conv2d"]
 
 
-def test_second_edit_finds_nothing():
+def test_second_edit_is_refused():
     with pytest.raises(ConfigError, match="nothing to replace"):
         blur_pool(blur_pool(nn.Sequential(nn.MaxPool2d(2))))
 
 
-def test_a_single_picture_and_low_precision_compute():
+def test_single_image_and_low_precision_inputs_are_accepted():
     model = blur_pool(nn.Sequential(nn.Conv2d(16, 4, 3, stride=2), nn.MaxPool2d(2)))
     assert model(torch.randn(16, 9, 9)).shape == (4, 2, 2)
     with torch.autocast("cpu", torch.bfloat16):
@@ -77,7 +77,7 @@ def test_a_single_picture_and_low_precision_compute():
     assert model.bfloat16()(torch.randn(1, 16, 9, 9).bfloat16()).dtype == torch.bfloat16
 
 
-def test_on_meta_the_kernel_is_made_later():
+def test_kernel_of_a_meta_model_is_created_on_materialization():
     with torch.device("meta"):
         model = nn.Sequential(nn.Conv2d(16, 4, 3, stride=2), nn.MaxPool2d(2))
     model = materialize(blur_pool(model, size=5), seed=0)

@@ -24,14 +24,14 @@ def formats(model: nn.Module, x: torch.Tensor) -> list[bool]:
     return seen
 
 
-def test_activations_have_the_format_and_parameters_do_not():
+def test_activations_are_channels_last_and_parameters_are_not():
     model = channels_last(net())
     assert formats(net(), torch.randn(2, 3, 8, 8)) == [False] * 5
     assert formats(model, torch.randn(2, 3, 8, 8)) == [True] * 5
     assert all(param.is_contiguous() for param in model.parameters())
 
 
-def test_values_are_those_of_the_plain_model_and_a_single_picture_computes():
+def test_values_match_the_plain_model_also_for_one_image():
     x = torch.randn(2, 3, 8, 8)
     torch.testing.assert_close(channels_last(net())(x), net()(x))
     picture = channels_last(nn.Conv2d(3, 4, 3))
@@ -45,7 +45,7 @@ def sharded() -> list[bool]:
     return formats(model, torch.randn(2, 3, 8, 8))
 
 
-def test_a_sharded_model_computes_in_the_format_too(ranks):
+def test_sharded_model_computes_in_channels_last(ranks):
     assert ranks(2).run(sharded) == [[True] * 5] * 2
 
 

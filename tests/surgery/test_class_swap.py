@@ -25,7 +25,7 @@ def made() -> nn.Module:
     return channels_last(model).eval()
 
 
-def test_there_is_one_class_for_each_pair():
+def test_add_mixin_reuses_one_class_per_module_class():
     one, two = nn.Conv2d(1, 1, 1), nn.Conv2d(1, 1, 1)
     assert add_mixin(one, ChannelsLast)
     assert add_mixin(two, ChannelsLast)
@@ -42,7 +42,7 @@ def test_add_mixin_keeps_a_mixed_module():
     assert type(module) is kind
 
 
-def test_edits_combine_and_keep_the_names_of_what_they_change():
+def test_combined_edits_keep_parameter_names():
     model = made()
     assert type(model[0]).__name__ == "ChannelsLastSqueezeExciteWeightStandardizedBlurConv2d"
     assert isinstance(model[0], Blur)
@@ -80,7 +80,7 @@ class Attention(nn.Module):
         return attention_mask
 
 
-def test_an_attention_with_biases_is_pickled():
+def test_attention_with_alibi_biases_can_be_pickled():
     model, x = alibi(nn.Sequential(Attention()), attentions={Attention: "heads"}), torch.ones(1, 3, 8)
     assert isinstance(model[0], Attention)
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), model(x))
@@ -105,7 +105,7 @@ def test_parametrized_modules_refuse_pickling():
         pickle.dumps(conv)
 
 
-def test_a_module_that_is_compiled_already_computes_what_it_has_become():
+def test_compiled_module_uses_the_swapped_class():
     model = nn.Sequential(nn.LayerNorm(4))
     model[0].compile(backend="eager")
     with torch.autocast("cpu", torch.bfloat16):

@@ -10,7 +10,7 @@ from dtrain.surgery.layers.factorize import factorize, factorize_matrix
 from dtrain.surgery.replace import resolve_size
 
 
-def test_the_error_is_that_of_the_singular_values_left_out():
+def test_error_equals_the_norm_of_dropped_singular_values():
     torch.manual_seed(0)
     matrix = torch.randn(6, 9, dtype=torch.float64)
     singular = torch.linalg.svdvals(matrix)
@@ -58,7 +58,7 @@ def test_a_convolution_of_low_rank_is_computed_exactly(conv):
     ],
     ids=["few features", "few channels", "groups", "attention"],
 )
-def test_modules_that_do_not_fit_are_unchanged(left):
+def test_unsupported_modules_are_unchanged(left):
     with pytest.raises(ConfigError, match="factorize with min_channels=8 and min_features=8: nothing to replace"):
         factorize(nn.Sequential(left), min_features=8, min_channels=8)
 
@@ -69,7 +69,7 @@ def test_factorize_skips_layers_without_savings():
     assert factorize(nn.Sequential(nn.Linear(8, 8)), min_features=8, latent_features=3)[0].down.out_features == 3
 
 
-def test_a_tied_weight_is_left():
+def test_tied_weight_is_not_factorized():
     model = nn.ModuleDict({"embedding": nn.Embedding(8, 8), "head": nn.Linear(8, 8, bias=False), "other": nn.Linear(8, 8)})
     model["head"].weight = model["embedding"].weight
     factorize(model, min_features=8)
@@ -77,13 +77,13 @@ def test_a_tied_weight_is_left():
     assert type(model["other"]).__name__ == "FactorizedLinear"
 
 
-def test_a_layer_in_two_places_stays_one():
+def test_shared_layer_stays_shared():
     layer = nn.Linear(8, 8)
     model = factorize(nn.Sequential(layer, layer), min_features=8)
     assert model[0] is model[1]
 
 
-def test_frozen_weights_stay_frozen_and_drawing_is_untouched():
+def test_frozen_weights_stay_frozen_and_global_generator_is_unchanged():
     model = nn.Sequential(nn.Linear(8, 8)).requires_grad_(False)
     torch.manual_seed(1)
     factorize(model, min_features=8)
@@ -113,7 +113,7 @@ def test_factorize_can_skip_convolutions_or_linears():
     assert [type(module).__name__ for module in model] == ["Linear", "FactorizedConv2d"]
 
 
-def test_on_meta_both_factors_are_drawn_later():
+def test_factors_of_a_meta_model_are_initialized_on_materialization():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 8))
     model = materialize(factorize(model, min_features=8), seed=0)
@@ -136,7 +136,7 @@ def test_invalid_arguments_are_refused(options, said):
         factorize(nn.Sequential(nn.Linear(512, 512)), **options)
 
 
-def test_objects_that_are_no_model_are_refused():
+def test_non_module_objects_are_refused():
     with pytest.raises(ConfigError, match=r"factorize: model must be a torch.nn.Module, got str"):
         factorize("model")
 
@@ -146,7 +146,7 @@ def test_sizes_are_numbers_or_fractions(value, of, size):
     assert resolve_size(value, of) == size
 
 
-def test_a_second_time_factors_stay_and_the_limits_are_named():
+def test_second_factorization_is_refused_with_the_size_limits():
     model = factorize(nn.Sequential(nn.Linear(16, 16)), min_features=4)
     with pytest.raises(
         ConfigError, match=r"factorize with min_channels=512 and min_features=4: nothing to replace: none of the 4 mod"

@@ -65,7 +65,7 @@ class OfPairs(Written):
 
 
 @pytest.mark.parametrize(("kind", "becomes"), [(Written, nn.RMSNorm), (Centred, nn.LayerNorm)])
-def test_a_norm_that_is_written_out_becomes_torchs(kind, becomes):
+def test_handwritten_norm_becomes_a_torch_norm(kind, becomes):
     written = kind(6).eval()
     for param in written.parameters():
         nn.init.normal_(param)
@@ -80,7 +80,7 @@ def test_a_norm_that_is_written_out_becomes_torchs(kind, becomes):
 
 
 @pytest.mark.filterwarnings("ignore:fused_layer_norm")
-def test_a_norm_on_meta_becomes_torchs():
+def test_meta_norm_becomes_a_torch_norm():
     with torch.device("meta"):
         model = nn.Sequential(Written(6))
     fused = fused_layer_norm(model)[0]
@@ -89,7 +89,7 @@ def test_a_norm_on_meta_becomes_torchs():
 
 
 @pytest.mark.parametrize("kind", [OneMore, WithoutEps, Scaled, OfPairs])
-def test_modules_that_compute_something_else_are_unchanged(kind):
+def test_non_norm_modules_are_unchanged(kind):
     model = nn.Sequential(kind(6), nn.LayerNorm(6))
     before = list(model)
     with pytest.warns(UserWarning, match=r"the Sequential has no unfused norm and does not change. Its 1 nn.LayerNorm"):
@@ -98,7 +98,7 @@ def test_modules_that_compute_something_else_are_unchanged(kind):
 
 
 @pytest.mark.filterwarnings("ignore:fused_layer_norm:UserWarning")
-def test_under_autocast_the_low_precision_norm_follows_and_is_fused():
+def test_fused_norm_combines_with_low_precision_norm_under_autocast():
     model = low_precision_layer_norm(fused_layer_norm(nn.Sequential(Written(4))))
     with torch.autocast("cpu", torch.bfloat16):  # torch warns where it cannot fuse, which fails a test
         assert model(torch.ones(2, 4, dtype=torch.bfloat16)).dtype == torch.bfloat16

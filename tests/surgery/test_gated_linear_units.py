@@ -28,7 +28,7 @@ def test_gated_linear_unit_matches_the_papers_formula():
     assert [type(each.up) for each in model] == [GatedLinearUnit, GatedLinearUnit]
 
 
-def test_the_activation_of_a_network_is_kept():
+def test_activation_of_the_feedforward_network_is_kept():
     layer = gated_linear_units(MLP(), networks=NETWORKS, bias=True)
     assert isinstance(layer.up.activation, nn.GELU)
     assert isinstance(layer.act, nn.Identity)
@@ -45,19 +45,19 @@ def test_gated_linear_units_set_the_requested_biases(bias, linear_bias):
     assert not linear_bias or not layer.linear.bias.any()
 
 
-def test_mode_and_dtype_are_those_of_the_model():
+def test_new_modules_take_mode_and_dtype_of_the_model():
     layer = gated_linear_units(MLP().double().eval(), networks=NETWORKS).up
     assert {param.dtype for param in layer.parameters()} == {torch.float64}
     assert not any(module.training for module in layer.modules())
 
 
-def test_a_model_on_meta_stays_there():
+def test_meta_model_stays_on_meta():
     with torch.device("meta"):
         model = MLP()
     assert all(param.is_meta for param in gated_linear_units(model, networks=NETWORKS).parameters())
 
 
-def test_evaluation_of_torchs_own_layer_is_gated_too():
+def test_torch_encoder_layer_is_gated_in_evaluation():
     """It has a kernel of its own for evaluation, which knows no gates."""
     layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, dropout=0.0, batch_first=True)
     gated_linear_units(layer, networks={nn.TransformerEncoderLayer: ("linear1", "activation")})
@@ -86,7 +86,7 @@ def test_invalid_arguments_are_refused_and_change_nothing(options, message):
     assert list(model.modules()) == before
 
 
-def test_without_transformers_networks_must_be_named(monkeypatch):
+def test_networks_must_be_given_without_transformers(monkeypatch):
     monkeypatch.setattr("dtrain.surgery.layers.gated_linear_units.find_imported_class", lambda module, name: None)
     with pytest.raises(
         ConfigError, match="the model must have a known network, but this process did not import transformers' BERT"

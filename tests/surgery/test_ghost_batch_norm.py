@@ -12,7 +12,7 @@ from dtrain.surgery.normalization.ghost_batch_norm import ghost_batch_norm, ghos
     ("samples", "size", "sizes"),
     [(8, 4, [4, 4]), (9, 4, [3, 3, 3]), (33, 32, [17, 16]), (5, 32, [5]), (1, 2, [1]), (0, 4, [0])],
 )
-def test_groups_are_few_and_even(samples, size, sizes):
+def test_ghost_batches_are_few_and_evenly_sized(samples, size, sizes):
     assert [len(group) for group in ghost_batches(torch.zeros(samples, 3), size)] == sizes
 
 
@@ -26,7 +26,7 @@ def test_groups_are_few_and_even(samples, size, sizes):
     ],
     ids=["1d", "1d of sequences", "2d", "3d"],
 )
-def test_each_group_is_normalised_by_itself(norm, shape):
+def test_each_ghost_batch_is_normalised_separately(norm, shape):
     torch.manual_seed(0)
     x = torch.randn(shape)
     plain = type(norm)(3)
@@ -42,7 +42,7 @@ def test_ghost_batches_returns_a_small_batch_whole():
     assert torch.equal(ghost_batch_norm(nn.BatchNorm1d(3))(x), plain(x))
 
 
-def test_names_stay():
+def test_parameter_names_are_unchanged():
     assert list(ghost_batch_norm(nn.BatchNorm1d(3)).state_dict()) == list(nn.BatchNorm1d(3).state_dict())
 
 

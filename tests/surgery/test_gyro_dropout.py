@@ -16,18 +16,18 @@ MASKS = torch.tensor([[True, False, True], [False, True, True]])
     ("batch", "rows"),
     [(4, [0, 0, 1, 1]), (5, [0, 0, 0, 1, 1]), (2, [0, 1]), (1, [0]), (0, [])],
 )
-def test_samples_are_shared_out_among_masks(batch, rows):
+def test_samples_are_distributed_over_masks(batch, rows):
     found = drop_by_masks(torch.ones(batch, 3), MASKS, 0.5)
     assert found.tolist() == [(2.0 * MASKS[row]).tolist() for row in rows]
 
 
 @pytest.mark.parametrize(("shape", "axis"), [((2, 5, 3), -1), ((2, 3, 4, 4), 1)])
-def test_a_feature_is_dropped_everywhere_in_a_sample(shape, axis):
+def test_feature_is_dropped_at_every_position_of_a_sample(shape, axis):
     found = drop_by_masks(torch.ones(shape), MASKS, 0.5, axis=axis).movedim(axis, -1)
     assert found.equal(2.0 * MASKS.view(2, *[1] * (len(shape) - 2), 3).expand(found.shape))
 
 
-def test_all_masks_come_from_the_fixed_ones_and_all_of_them_come():
+def test_every_precomputed_mask_is_used_and_no_other():
     layer = GyroDropout(0.5, sigma=6, tau=2, seed=3, name="a")
     known = {tuple(row) for row in (2.0 * subnetwork_masks(6, 16, 0.5, seed=3, name="a")).tolist()}
     seen = [{tuple(row) for row in layer(torch.ones(8, 16)).tolist()} for _ in range(40)]
@@ -36,7 +36,7 @@ def test_all_masks_come_from_the_fixed_ones_and_all_of_them_come():
     assert set.union(*seen) == known
 
 
-def test_layers_have_masks_of_their_own_and_the_rate_that_they_had():
+def test_layers_have_separate_masks_and_keep_their_rate():
     model = gyro_dropout(nn.Sequential(nn.Dropout(0.25), nn.Sequential(nn.Dropout(0.5))), sigma=4, tau=1, seed=7)
     assert [(layer.p, layer.name) for layer in (model[0], model[1][0])] == [(0.25, "0"), (0.5, "1.0")]
     assert gyro_dropout(nn.Sequential(nn.Dropout(0.25)), p=0.5)[0].p == 0.5
@@ -45,7 +45,7 @@ def test_layers_have_masks_of_their_own_and_the_rate_that_they_had():
     assert one.double().mean().item() == pytest.approx(0.75, abs=0.03)  # five deviations of 4096 draws
 
 
-def test_the_global_generator_decides_as_for_plain_dropout():
+def test_mask_choice_uses_the_global_generator():
     layer, x = GyroDropout(0.5, sigma=32, tau=2), torch.ones(4, 64)
     torch.manual_seed(1)
     first = layer(x)
@@ -55,20 +55,20 @@ def test_the_global_generator_decides_as_for_plain_dropout():
     assert not other.equal(first)
 
 
-def test_a_forward_that_is_computed_again_chooses_alike():
+def test_recomputed_forward_uses_the_same_masks():
     layer, x = GyroDropout(0.5, sigma=32, tau=2), torch.ones(4, 64, requires_grad=True)
     found = checkpoint(lambda x: layer(x.square()), x, use_reentrant=False)
     found.sum().backward()
     assert x.grad.equal(2 * found.detach())
 
 
-def test_evaluation_and_a_rate_of_nothing_change_nothing():
+def test_evaluation_and_rate_zero_return_the_input():
     x = torch.randn(4, 8)
     assert GyroDropout(0.5).eval()(x) is x
     assert GyroDropout(0.0)(x) is x
 
 
-def test_masks_are_not_in_a_checkpoint():
+def test_masks_are_not_in_the_state_dict():
     layer = GyroDropout(0.5)
     layer(torch.ones(2, 4))
     assert layer.state_dict() == {}
@@ -90,7 +90,7 @@ def test_invalid_arguments_are_refused(run, message):
         run()
 
 
-def test_a_rehearsal_with_fake_tensors_leaves_nothing_behind():
+def test_fake_tensor_forward_leaves_no_fake_masks():
     model = gyro_dropout(nn.Sequential(nn.Dropout()), sigma=4, tau=2)
     with FakeTensorMode():
         model(torch.ones(2, 3))

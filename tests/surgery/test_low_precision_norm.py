@@ -28,7 +28,7 @@ def edited(name):
 
 
 @each
-def test_under_autocast_it_is_the_norm_in_that_dtype(name):
+def test_norm_computes_in_the_autocast_dtype(name):
     norm, low = edited(name)
     x = torch.randn(3, 4, 8)
     with torch.autocast("cpu", torch.bfloat16):
@@ -39,7 +39,7 @@ def test_under_autocast_it_is_the_norm_in_that_dtype(name):
 
 
 @each
-def test_outside_of_autocast_it_is_the_plain_norm(name):
+def test_norm_outside_autocast_equals_the_plain_norm(name):
     norm, low = edited(name)
     x = torch.randn(3, 4, 8)
     assert low(x).equal(norm(x))
@@ -55,7 +55,7 @@ def test_gradients_reach_float32_parameters(name):
 
 
 @each
-def test_names_and_parameters_stay(name):
+def test_parameter_names_and_parameters_are_unchanged(name):
     edit, make = CASES[name]
     norm = make()
     low = edit(nn.Sequential(norm))[0]
@@ -67,13 +67,13 @@ def test_names_and_parameters_stay(name):
 @pytest.mark.parametrize(
     ("edit", "name"), [(edit, edit.__name__) for edit in (low_precision_layer_norm, low_precision_group_norm)]
 )
-def test_a_model_without_such_a_norm_is_refused(edit, name):
+def test_model_without_a_supported_norm_is_refused(edit, name):
     with pytest.raises(ConfigError, match=f"{name}: nothing to replace"):
         edit(nn.Sequential(nn.BatchNorm1d(2)))
 
 
 @pytest.mark.parametrize("norm", [nn.LayerNorm(4), nn.RMSNorm(4), nn.GroupNorm(2, 4)], ids=lambda norm: type(norm).__name__)
-def test_shapes_can_be_found_out_on_meta(norm):
+def test_meta_forward_infers_shapes(norm):
     model = nn.Sequential(norm).to("meta")
     edit = low_precision_group_norm if isinstance(norm, nn.GroupNorm) else low_precision_layer_norm
     assert edit(model)(torch.ones(2, 4, device="meta")).shape == (2, 4)

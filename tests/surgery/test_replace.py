@@ -28,7 +28,7 @@ class SubReLU(nn.ReLU):
     pass
 
 
-def test_report_says_what_was_replaced_and_where():
+def test_report_lists_replaced_modules_and_their_names():
     model = nn.Sequential(nn.ReLU(), nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Tanh())
     done = replace_modules(model, {**GELU, nn.Tanh: lambda module, name: nn.Sigmoid()})
     assert done.model is model
@@ -37,7 +37,7 @@ def test_report_says_what_was_replaced_and_where():
     assert [type(module) for module in (model[0], model[1][1], model[2])] == [nn.GELU, nn.GELU, nn.Sigmoid]
 
 
-def test_a_policy_gets_the_module_and_its_clean_name_and_may_leave_it():
+def test_policy_receives_module_and_clean_name_and_may_keep_it():
     model = nn.ModuleDict({"a": nn.ReLU(), "b": nn.ModuleDict({"c": nn.ReLU()})})
     inner = model["b"]["c"]
     seen = []
@@ -77,7 +77,7 @@ def test_the_first_policy_that_picks_a_module_decides():
     assert type(model[0]) is nn.Tanh
 
 
-def test_the_root_may_be_replaced():
+def test_root_module_may_be_replaced():
     layer = nn.Linear(2, 2)
     done = replace_modules(layer, {nn.Linear: lambda module, name: Wrapping(module)})
     assert isinstance(done.model, Wrapping)
@@ -93,7 +93,7 @@ def test_replacement_may_contain_the_old_module_and_is_not_searched():
     assert model[0].inner is first
 
 
-def test_a_module_in_several_places_is_replaced_once_and_stays_shared():
+def test_shared_module_is_replaced_once_and_stays_shared():
     shared = nn.ReLU()
     model = nn.Sequential(shared, nn.Sequential(shared))
     done = replace_modules(model, GELU)
@@ -114,7 +114,7 @@ def test_tied_parameters_stay_tied_when_the_policy_reuses_them():
     assert model[1].weight is model[0].weight
 
 
-def test_new_modules_take_mode_dtype_and_device_and_leave_those_of_what_they_keep():
+def test_new_modules_take_mode_dtype_and_device_except_reused_parts():
     model = nn.Sequential(nn.Linear(2, 2), nn.ReLU()).to("meta", torch.bfloat16)
     model[0].eval()
     kept = model[0].weight
@@ -130,7 +130,7 @@ def test_new_modules_take_mode_dtype_and_device_and_leave_those_of_what_they_kee
     assert prelu.weight.is_meta
 
 
-def test_tied_among_the_new_stays_tied():
+def test_parameters_tied_within_a_replacement_stay_tied():
     def policy(module, name):
         new = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
         new[1].weight = new[0].weight
@@ -227,7 +227,7 @@ def test_invalid_arguments_are_refused(make, policies, said):
         replace_modules(make(), policies)
 
 
-def test_nothing_to_replace_is_no_error_when_allowed():
+def test_missing_ok_accepts_a_model_without_matches():
     assert repr(replace_modules(nn.Tanh(), GELU, missing_ok=True)) == "0 modules replaced"
 
 

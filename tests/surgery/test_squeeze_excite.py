@@ -16,7 +16,7 @@ def changed(model: nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if type(module).__name__ == "SqueezeExciteConv2d"]
 
 
-def test_the_gate_is_between_zero_and_one_and_one_for_each_channel():
+def test_each_channel_has_one_gate_between_zero_and_one():
     torch.manual_seed(0)
     x = torch.randn(2, 32, 5, 5)
     gates = SqueezeExcite2d(32)(x) / x
@@ -37,11 +37,11 @@ def test_convolutions_are_chosen_by_channels_and_names(options, found):
 
 
 @pytest.mark.parametrize(("latent", "rows"), [(1 / 16, 1), (0.5, 8), (5, 5)])
-def test_the_latent_size_is_a_number_or_a_fraction(latent, rows):
+def test_latent_channels_accepts_a_number_or_a_fraction(latent, rows):
     assert squeeze_excite(net(), min_channels=8, latent_channels=latent)[2].squeeze_excite.reduce.out_features == rows
 
 
-def test_new_weights_are_like_those_beside_them():
+def test_new_weights_take_device_dtype_and_mode_of_the_model():
     model = squeeze_excite(net().to("meta", torch.bfloat16).eval(), min_channels=8)
     gate = model[1].squeeze_excite
     assert (gate.reduce.weight.is_meta, gate.expand.weight.dtype, gate.training) == (True, torch.bfloat16, False)
@@ -65,6 +65,6 @@ def test_invalid_arguments_are_refused(options, said):
         squeeze_excite(net(), **options)
 
 
-def test_a_gate_of_no_size_is_refused():
+def test_latent_channels_below_one_is_refused():
     with pytest.raises(ConfigError, match="SqueezeExcite2d: latent_channels must be an integer >= 1"):
         SqueezeExcite2d(4, 0)

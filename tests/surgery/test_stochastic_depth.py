@@ -54,13 +54,13 @@ def choices(name: str, steps: int, rate: float = 0.5, seed: int = 5) -> list[boo
     return [is_dropped(rate, count, seed=seed, name=name) for count in range(steps)]
 
 
-def test_the_choices_of_these_tests_are_of_both_kinds():
+def test_drop_choices_include_dropped_and_kept_blocks():
     assert {tuple(choices(name, 6)) for name in "123"} != {(False,) * 6}
     assert all(len(set(choices(name, 6))) == 2 for name in "123")
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5, 0.9])
-def test_a_block_is_dropped_at_its_rate_and_blocks_do_not_follow_each_other(rate):
+def test_blocks_are_dropped_at_their_rate_and_independently(rate):
     one, two = (torch.tensor(choices(name, 4000, rate, seed=0), dtype=torch.float64) for name in ("a", "b"))
     spread = (rate * (1 - rate) / 4000) ** 0.5
     assert abs(one.mean() - rate) < 5 * spread
@@ -68,14 +68,14 @@ def test_a_block_is_dropped_at_its_rate_and_blocks_do_not_follow_each_other(rate
 
 
 @pytest.mark.parametrize(("distribution", "rates"), [("linear", [0.1, 0.2, 0.3]), ("uniform", [0.3, 0.3, 0.3])])
-def test_rates_follow_the_order_of_the_model(distribution, rates):
+def test_drop_rates_follow_the_module_order(distribution, rates):
     model = net(drop_rate=0.3, distribution=distribution)
     assert [model[at]._drop_rate for at in (1, 2, 3)] == pytest.approx(rates)
     assert drop_rates(0.3, 3, distribution) == pytest.approx(rates)
     assert "drop_rate=0.3" in repr(model)
 
 
-def test_a_dropped_block_is_its_input_and_neither_counts_nor_trains():
+def test_dropped_block_returns_its_input_and_gets_no_gradient():
     model, plain = net(), Net().double()
     plain.load_state_dict(model.state_dict(), strict=False)
     kept = [not choices(name, 1)[0] for name in "123"]
@@ -90,7 +90,7 @@ def test_a_dropped_block_is_its_input_and_neither_counts_nor_trains():
     assert torch.equal(out, plain[4](expected))
 
 
-def test_evaluation_is_scaled_and_counts_nothing():
+def test_evaluation_scales_branches_and_does_not_count_forwards():
     model = net(drop_rate=0.25).eval()
     x = batch(0)
     expected = model[0](x)
@@ -100,7 +100,7 @@ def test_evaluation_is_scaled_and_counts_nothing():
     assert int(model[1].forwards) == 0
 
 
-def test_rate_zero_is_the_plain_model():
+def test_rate_zero_equals_the_plain_model():
     plain = Net().double()
     plain.load_state_dict(net().state_dict(), strict=False)
     for method in ("block", "sample"):
@@ -109,7 +109,7 @@ def test_rate_zero_is_the_plain_model():
             torch.testing.assert_close(model.train(mode)(batch(0)), copy.deepcopy(plain).train(mode)(batch(0)))
 
 
-def test_samples_are_dropped_one_by_one_and_in_the_mean_as_evaluation_has_it():
+def test_sample_mode_mean_matches_evaluation():
     block = stochastic_depth(nn.Sequential(nn.Linear(3, 3)).double(), "0", drop_rate=0.3, method="sample")
     x = torch.ones(20_000, 3, dtype=torch.float64)
     torch.manual_seed(1)
@@ -139,7 +139,7 @@ class Projected(nn.Module):
 
 
 @pytest.mark.parametrize("method", ["block", "sample"])
-def test_branches_may_change_the_shape(method):
+def test_residual_branches_may_change_the_shape(method):
     model = stochastic_depth(Projected(), "branch", kind="branch", drop_rate=0.9, distribution="uniform", method=method)
     x = torch.randn(5, 4)
     torch.manual_seed(0)
@@ -151,12 +151,12 @@ def test_branches_may_change_the_shape(method):
     torch.testing.assert_close(model.eval()(x), model.shortcut(x) + 0.1 * branch)
 
 
-def test_further_arguments_reach_the_block():
+def test_keyword_arguments_are_passed_to_the_block():
     block = stochastic_depth(Block(), lambda name, module: name == "layer", drop_rate=0.0)
     assert torch.equal(block(torch.ones(2, 4), scale=0.0), torch.ones(2, 4))
 
 
-def test_computing_again_makes_the_same_choices():
+def test_recomputation_makes_the_same_choices():
     plain = trained(net())
     again = trained(dt.memory.checkpoint_activations(net(), blocks=(Block,)))
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
@@ -177,7 +177,7 @@ def test_compiled_blocks_make_the_same_choices():
         torch.testing.assert_close(a, b)
 
 
-def test_the_host_reads_the_count_only_when_others_have_written_it():
+def test_forward_count_is_synced_only_after_external_writes():
     model = net()
     model(batch(0))
     with count_host_syncs() as seen:
@@ -192,7 +192,7 @@ def test_the_host_reads_the_count_only_when_others_have_written_it():
     assert int(model[1].forwards) == 2
 
 
-def test_a_copy_goes_on_from_where_its_model_was():
+def test_deep_copy_continues_with_the_same_choices():
     model = net()
     trained(model, steps=2)
     again = copy.deepcopy(model)
@@ -221,13 +221,13 @@ def said_in_training() -> list[str]:
     return [str(warning.message) for warning in said]
 
 
-def test_a_unit_of_sharding_that_is_left_out_gives_no_view_of_its_input(ranks):
+def test_dropped_fsdp_unit_causes_no_view_warning(ranks):
     assert ranks(1).run(said_in_training) == [[]]
 
 
 @pytest.mark.parametrize("blocks", ["around", "inside"])
 @pytest.mark.parametrize("buffers", ["broadcast", "local"])
-def test_ranks_that_count_differently_do_not_wait_for_each_other(ranks, buffers, blocks):
+def test_ranks_with_different_forward_counts_do_not_deadlock(ranks, buffers, blocks):
     """Three more microbatches on one rank: the other repeats one, and its count stays."""
     (one, total), (two, other) = ranks(2).run(ragged, 8, buffers, blocks)
     assert one == [16, 16, 16]
@@ -249,7 +249,7 @@ def on_its_share(size: int) -> list:
     return [tensor.flatten().tolist() for _, tensor in dt.full_params(state)]
 
 
-def test_two_ranks_equal_one_with_one_microbatch_each_and_only_then(ranks):
+def test_two_ranks_match_one_process_only_with_single_microbatches(ranks):
     def apart(one, two):
         return max(abs(a - b) for left, right in zip(one, two, strict=True) for a, b in zip(left, right, strict=True))
 
@@ -277,7 +277,7 @@ def waits(buffers: str) -> int:
 
 
 @pytest.mark.parametrize(("buffers", "more"), [("broadcast", 3), ("local", 0)])
-def test_the_host_waits_once_for_each_block_where_buffers_are_made_equal(ranks, buffers, more):
+def test_buffer_broadcast_costs_one_host_sync_per_block(ranks, buffers, more):
     assert ranks(2).run(waits, buffers) == [more, more]
 
 
@@ -325,13 +325,13 @@ def test_invalid_arguments_are_refused(blocks, options, said):
         stochastic_depth(Net(), blocks, **options)
 
 
-def test_second_edit_finds_nothing():
+def test_second_edit_is_refused():
     with pytest.raises(ConfigError, match="stochastic_depth: nothing to replace"):
         stochastic_depth(net(), Block)
 
 
 @pytest.mark.slow
-def test_blocks_of_transformers_are_left_out():
+def test_transformers_blocks_can_be_dropped():
     from transformers import GPT2Config, GPT2Model
     from transformers.models.gpt2.modeling_gpt2 import GPT2Block
 
@@ -351,7 +351,7 @@ def test_blocks_of_transformers_are_left_out():
     assert not any(torch.equal(a, b) for at, a in enumerate(distinct) for b in distinct[:at])
 
 
-def test_weights_from_before_are_loaded_without_the_counts(tmp_path):
+def test_weights_saved_before_the_edit_load_without_forward_counts(tmp_path):
     safetensors.torch.save_file(Net().double().state_dict(), tmp_path / "plain.safetensors")
     loaded = dt.load_weights_(net(), str(tmp_path / "plain.safetensors"), missing=["**.forwards"])
     assert "1.layer.weight" in loaded.loaded

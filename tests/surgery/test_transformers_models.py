@@ -107,14 +107,14 @@ def test_generation_with_a_cache_equals_a_full_forward():
     torch.testing.assert_close(torch.cat([first.logits, second.logits, last.logits], 1), whole)
 
 
-def test_sequences_may_be_longer_afterwards():
+def test_alibi_extends_the_maximum_sequence_length():
     model = alibi(bert(), max_sequence_length=40)
     assert model(input_ids=ids(40)).last_hidden_state.shape == (3, 40, 16)
     assert model.config.max_position_embeddings == 40
     assert alibi(gpt2())(ids(40)).logits.shape == (3, 40, 64)
 
 
-def test_positions_are_gone_and_all_other_names_stay():
+def test_alibi_removes_position_embeddings_and_keeps_other_names():
     for make, position in ((bert, "embeddings.position_embeddings.weight"), (gpt2, "transformer.wpe.weight")):
         before, after = make().state_dict(), alibi(make()).state_dict()
         assert set(before) - set(after) == {position}
@@ -126,12 +126,12 @@ def test_transformers_still_records_attentions():
     assert [tuple(each.shape) for each in found] == [(3, 2, LENGTH, LENGTH)] * 2
 
 
-def test_a_copy_is_biased_alike():
+def test_deep_copy_applies_the_same_biases():
     model = alibi(gpt2())
     torch.testing.assert_close(copy.deepcopy(model)(ids()).logits, model(ids()).logits)
 
 
-def test_cross_attention_is_left_alone():
+def test_cross_attention_is_unchanged():
     model = alibi(gpt2(add_cross_attention=True))
     assert [type(layer).__name__ for block in model.transformer.h for layer in (block.attn, block.crossattention)] == [
         "AlibiGPT2Attention",
@@ -139,7 +139,7 @@ def test_cross_attention_is_left_alone():
     ] * 2
 
 
-def test_other_kinds_of_attention_are_refused():
+def test_unsupported_attention_implementations_are_refused():
     model = gpt2()
     model.config._attn_implementation = "flex_attention"
     with pytest.raises(ConfigError, match="alibi: attn_implementation must be 'sdpa' or 'eager', got 'flex_attention'"):
@@ -147,7 +147,7 @@ def test_other_kinds_of_attention_are_refused():
 
 
 @pytest.mark.parametrize("activation", [None, "sigmoid", "relu", "silu", "bilinear", torch.tanh])
-def test_networks_of_bert_are_gated(activation):
+def test_gated_linear_units_matches_the_formula_in_bert(activation):
     model = gated_linear_units(bert(), activation=activation, linear_bias=True)
     inner, x = model.encoder.layer[0].intermediate, torch.randn(3, 16)
     functions = {None: functional.gelu, "sigmoid": torch.sigmoid, "relu": torch.relu, "silu": functional.silu}
@@ -174,7 +174,7 @@ def test_dropout_and_norms_of_bert_are_replaced():
 
 @pytest.mark.filterwarnings("ignore:fused_layer_norm")
 @pytest.mark.parametrize("kind", [LlamaRMSNorm, T5LayerNorm])
-def test_norms_that_are_written_out_become_torchs(kind):
+def test_handwritten_norms_become_torch_norms(kind):
     norm, x = kind(8), torch.randn(3, 8)
     nn.init.normal_(norm.weight)
     fused = fused_layer_norm(nn.Sequential(norm))[0]
@@ -185,7 +185,7 @@ def test_norms_that_are_written_out_become_torchs(kind):
     torch.testing.assert_close(low.float(), expected, rtol=0.03, atol=0.03)
 
 
-def test_a_norm_that_adds_one_to_its_weight_is_left_alone():
+def test_norm_with_unit_offset_weight_is_unchanged():
     with pytest.warns(UserWarning, match="the Sequential has no unfused norm and does not change. Its 0 nn.LayerNorm"):
         fused_layer_norm(nn.Sequential(GemmaRMSNorm(8)))
 
@@ -232,14 +232,14 @@ def trained(name, root, resumed):
 
 @pytest.mark.slow  # each rank imports transformers; the battery has the quick cases, on models of its own
 @pytest.mark.parametrize("name", ["bert", "gpt2"])
-def test_trained_on_two_ranks_equals_one_and_resumes(ranks, name, tmp_path: Path):
+def test_training_on_two_ranks_matches_one_process_and_resumes(ranks, name, tmp_path: Path):
     alone = ranks(1).run(trained, name, str(tmp_path / "one"), False)[0]
     pair = ranks(2).run(trained, name, str(tmp_path / "two"), False)
     assert pair[0] == pair[1] == pytest.approx(alone, rel=1e-9, abs=1e-12)  # float64; Adam magnifies rounding
     assert ranks(2).run(trained, name, str(tmp_path / "two"), True) == pair
 
 
-def test_an_edit_of_a_model_without_such_parts_is_refused():
+def test_model_without_supported_modules_is_refused():
     with pytest.raises(ConfigError, match="alibi: nothing to replace"):
         alibi(nn.Linear(2, 2))
     with pytest.raises(ConfigError, match="gated_linear_units: the Linear must have a network of class BertIntermediate"):

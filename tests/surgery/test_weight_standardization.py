@@ -15,20 +15,20 @@ def test_filters_have_mean_zero_and_variance_one():
     torch.testing.assert_close(weight.var((1, 2, 3), correction=0), torch.ones(4, dtype=torch.float64))
 
 
-def test_low_precision_keeps_its_dtype_and_takes_statistics_in_float32():
+def test_low_precision_weights_keep_dtype_with_float32_statistics():
     weight = torch.tensor([[300.0, 301.0, 302.0, 303.0]]).half()
     assert standardize_weight(weight).dtype == torch.float16
     expected = torch.tensor([[-3.0, -1.0, 1.0, 3.0]]) / 5**0.5
     torch.testing.assert_close(standardize_weight(weight).float(), expected, rtol=1e-3, atol=1e-3)
 
 
-def test_the_gradient_is_that_through_the_statistics():
+def test_gradient_flows_through_the_statistics():
     weight = torch.randn(2, 3, 2, 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(standardize_weight, (weight,))
 
 
 @pytest.mark.parametrize("conv", [nn.Conv1d(2, 3, 2), nn.Conv2d(2, 3, 2), nn.Conv3d(2, 3, 2)], ids=["1d", "2d", "3d"])
-def test_convolutions_ignore_scale_and_shift_of_their_filters(conv):
+def test_output_is_invariant_to_filter_scale_and_shift(conv):
     net = weight_standardization(conv).eval()
     x = torch.randn(1, 2, *[4] * (conv.weight.ndim - 2))
     before = net(x)

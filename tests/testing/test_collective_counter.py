@@ -121,7 +121,7 @@ def groups_and_dtensors() -> list[dict]:
     return [records.counts(), norm.counts(), inside.counts()]
 
 
-def test_groups_are_told_apart_and_collectives_inside_dtensors_are_seen(ranks):
+def test_groups_are_distinguished_and_dtensor_collectives_are_counted(ranks):
     for records, norm, inside in ranks(2).run(groups_and_dtensors):
         assert records == {
             "control": {"all_gather": 1},
@@ -140,11 +140,11 @@ def in_a_thread() -> int:
     return seen.count()
 
 
-def test_a_thread_of_the_users_own_is_not_counted(ranks):
+def test_collectives_of_a_user_thread_are_not_counted(ranks):
     assert ranks(2).run(in_a_thread) == [0, 0]
 
 
-def test_one_rank_is_recorded_with_group_size_one_and_summaries_filter():
+def test_single_rank_records_and_filtered_counts():
     with init_dist(device="cpu") as info, count_collectives() as seen:
         dist.all_reduce(torch.ones(3))
         dist.all_reduce(torch.ones(2), group=info.control)
@@ -157,7 +157,7 @@ def test_one_rank_is_recorded_with_group_size_one_and_summaries_filter():
     assert seen.select(op="all_reduce", group="training") == [dist_record]
 
 
-def test_nothing_is_counted_after_an_error_inside():
+def test_collectives_after_an_error_in_the_context_are_not_counted():
     with init_dist(device="cpu"):
         with pytest.raises(KeyError), count_collectives() as seen:  # noqa: PT012
             dist.all_reduce(torch.ones(1))
@@ -178,5 +178,5 @@ def without_init_dist() -> dict:
     return seen.counts()
 
 
-def test_programs_that_never_call_init_dist_can_be_counted(ranks):
+def test_collectives_are_counted_without_init_dist(ranks):
     assert ranks(2).run(without_init_dist) == [{"training": {"all_reduce": 1}, "other": {"all_reduce": 1}}] * 2

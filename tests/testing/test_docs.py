@@ -28,21 +28,21 @@ def report(tmp_path_factory) -> str:
     return found.stdout
 
 
-def test_every_block_is_a_file_of_its_own():
+def test_every_code_block_has_a_unique_file_name():
     names = [block.splitlines()[0] for _, block in BLOCKS]
     assert [language for language, _ in BLOCKS] == ["python"] * len(BLOCKS)
     assert all(re.fullmatch(r"# (test_\w+|conftest)\.py", name) for name in names)
     assert len(names) == len(set(names)) >= 5
 
 
-def test_every_test_on_the_page_passes(report):
+def test_documented_tests_pass(report):
     named = re.findall(r"^def (test_\w+)", PAGE, re.M)
     passed = re.findall(r"::(test_\w+)\S* PASSED", report)
     assert set(named) == set(passed)
     assert len(named) == 11
 
 
-def test_the_table_of_points_is_that_of_the_code():
+def test_fault_point_table_matches_the_code():
     table = PAGE.split("| `at=` | the point |")[1].split("\n\n")[0]
     named = [name for row in re.findall(r"^\| (.*?) \|", table, re.M) for name in re.findall(r"`(\w+)`", row)]
     assert sorted(named) == sorted([*FAULT_POINTS, "optimizer"])

@@ -82,7 +82,7 @@ def delays(root: str, when: str) -> dict[str, int]:
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_every_named_point_is_on_the_way_of_a_step_and_a_save(ranks, tmp_path, when):
+def test_step_and_save_reach_every_fault_point(ranks, tmp_path, when):
     here, other = ranks(2).run(delays, str(tmp_path), when)
     assert {name: count > 0 for name, count in here.items()} == dict.fromkeys(NAMES, True)
     assert (here["gather"], here["reduce"], here["backward"], here["optimizer"]) == (4, 2, 1, 1)
@@ -95,7 +95,7 @@ def raise_at(name: str, root: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["gather", "reduce", "step_sync", "optimizer"])
-def test_an_error_at_a_point_is_reported_for_the_rank_it_was_meant_for(name, tmp_path):
+def test_injected_error_is_raised_on_the_selected_rank(name, tmp_path):
     with pytest.raises(RankError, match=r"(?s)rank 1 of 2 raised\n.*RuntimeError: broken on purpose"):
         run_ranks(raise_at, 2, name, str(tmp_path))
 
@@ -108,7 +108,7 @@ def kill_at_second_sync(root: str) -> None:
         dist.barrier()
 
 
-def test_a_kill_comes_at_the_call_it_was_ordered_for(tmp_path):
+def test_kill_happens_at_the_selected_call(tmp_path):
     with pytest.raises(RankError, match="rank 1 of 2 died with exit code -9"):
         run_ranks(kill_at_second_sync, 2, str(tmp_path))
     assert sorted(path.name for path in tmp_path.glob("1-*")) == ["1-a", "1-b"]
@@ -130,17 +130,17 @@ def stop_and_go_on(folder: str) -> str:
     return "went on"
 
 
-def test_a_stopped_process_stops_in_the_call_and_goes_on_when_continued(ranks, tmp_path):
+def test_stop_action_suspends_the_process_until_continued(ranks, tmp_path):
     assert ranks(2).run(stop_and_go_on, str(tmp_path)) == ["went on"] * 2
 
 
-def test_the_default_error_is_an_oserror_and_storage_names_the_file(tmp_path):
+def test_default_error_is_oserror_with_the_file_name(tmp_path):
     with pytest.raises(OSError, match="injected fault at write, call 1") as caught, inject_fault("raise", at="write"):
         storage.write_file(tmp_path / "a", b"1")
     assert caught.value.filename == str(tmp_path / "a")
 
 
-def test_only_the_module_on_the_path_is_affected(tmp_path):
+def test_fault_affects_only_the_module_on_the_path(tmp_path):
     with inject_fault("raise", at="dtrain.storage.local.os.mkdir", call=2) as point:
         storage.make_folder(tmp_path / "a")
         os.mkdir(tmp_path / "b")
@@ -152,13 +152,13 @@ def test_only_the_module_on_the_path_is_affected(tmp_path):
     assert storage.local.os is os
 
 
-def test_after_means_that_the_call_has_been_made(tmp_path):
+def test_when_after_raises_after_the_call(tmp_path):
     with pytest.raises(OSError, match="injected"), inject_fault("raise", at="dtrain.storage.local.os.mkdir", when="after"):
         storage.make_folder(tmp_path / "a")
     assert os.listdir(tmp_path) == ["a"]
 
 
-def test_a_delay_sleeps_and_goes_on(monkeypatch):
+def test_delay_action_sleeps_then_calls_the_function(monkeypatch):
     slept = []
     monkeypatch.setattr("dtrain.testing.fault_injection.time.sleep", slept.append)
     with inject_fault("delay", at=f"{HERE}.double", seconds=3.5):
@@ -178,7 +178,7 @@ def test_a_delay_sleeps_and_goes_on(monkeypatch):
         ("Loads.static", lambda: Loads().static(2), 4),
     ],
 )
-def test_functions_and_methods_of_every_kind_are_wrapped_and_put_back(path, call, result):
+def test_functions_and_methods_are_wrapped_and_restored(path, call, result):
     before = [dict(vars(Loads)), dict(vars(Child)), double]
     with inject_fault("raise", at=f"{HERE}.{path}", call=2, error=KeyError("on purpose")):
         assert call() == result
@@ -188,12 +188,12 @@ def test_functions_and_methods_of_every_kind_are_wrapped_and_put_back(path, call
     assert [dict(vars(Loads)), dict(vars(Child)), double] == before
 
 
-def test_a_method_that_is_only_inherited_is_wrapped_for_the_class_on_the_path():
+def test_inherited_method_is_wrapped_only_on_the_named_class():
     with pytest.raises(ConfigError, match="never fired"), inject_fault("raise", at=f"{HERE}.Child.plain"):
         assert Loads().plain(2) == 4
 
 
-def test_everything_is_undone_after_an_error_of_the_bodys_own():
+def test_patches_are_removed_after_an_error_in_the_body():
     kept = (nn.Module.__call__, torch.Tensor.backward, storage.local.os)
     with (
         pytest.raises(KeyError, match="mine"),
@@ -217,7 +217,7 @@ def test_a_fault_that_never_fired_is_an_error():
         find_function(f"{HERE}.double")(2)
 
 
-def test_calls_of_several_threads_are_counted_once_each():
+def test_calls_from_several_threads_are_each_counted_once():
     with inject_fault("raise", at=f"{HERE}.double", call=400) as point:
         threads = [threading.Thread(target=lambda: [find_function(f"{HERE}.double")(1) for _ in range(99)]) for _ in range(4)]
         for thread in threads:
@@ -265,7 +265,7 @@ def test_invalid_arguments_are_refused_in_one_line(arguments, message):
     assert "\n" not in str(caught.value)
 
 
-def test_a_module_that_lacks_something_itself_says_so(tmp_path, monkeypatch):
+def test_import_error_inside_the_target_module_is_raised(tmp_path, monkeypatch):
     (tmp_path / "dtrain_test_broken.py").write_text("import not_there_at_all\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ModuleNotFoundError, match="not_there_at_all"), inject_fault("raise", at="dtrain_test_broken.f"):

@@ -35,7 +35,7 @@ ONES = torch.ones(3)
         ("repeat_interleave", lambda: ONES.repeat_interleave(torch.tensor([1, 2, 1]))),
     ],
 )
-def test_each_wait_is_counted_once_with_its_caller(what, call):
+def test_each_host_sync_is_counted_once_with_its_location(what, call):
     with count_host_syncs() as seen:
         call()
     assert [found.kind for found in seen.calls] == [what]
@@ -55,7 +55,7 @@ def test_each_wait_is_counted_once_with_its_caller(what, call):
         (lambda t: torch.empty(3).copy_(t, non_blocking=True), []),
     ],
 )
-def test_a_copy_from_a_device_is_counted_once_when_it_blocks(copy, what):
+def test_blocking_device_copy_is_counted_once(copy, what):
     far = torch.empty(3, device="meta")  # the device that every machine has: nothing comes back, but the copy is asked for
     with pytest.raises(NotImplementedError), count_host_syncs() as seen:
         copy(far)
@@ -69,11 +69,11 @@ def sync_inside_a_dtensor() -> list[str]:
     return [found.kind for found in seen.calls]
 
 
-def test_a_read_that_a_dtensor_makes_for_itself_is_counted(ranks):
+def test_dtensor_internal_sync_is_counted(ranks):
     assert ranks(2).run(sync_inside_a_dtensor) == [["item"]] * 2
 
 
-def test_writing_a_tensor_through_a_mask_is_counted_and_filling_with_a_number_is_not():
+def test_masked_tensor_write_is_counted_and_scalar_fill_is_not():
     x, mask = torch.zeros(4), torch.tensor([True, False, True, False])
     with count_host_syncs() as seen:
         x[mask] = 1.0
@@ -84,7 +84,7 @@ def test_writing_a_tensor_through_a_mask_is_counted_and_filling_with_a_number_is
     assert [found.kind for found in seen.calls] == ["index_put", "index_put"]
 
 
-def test_calls_without_a_wait_are_not_counted():
+def test_nonblocking_calls_are_not_counted():
     with count_host_syncs() as seen:
         ONES.to("cpu")
         ONES.to(torch.float64)
@@ -107,7 +107,7 @@ def optimizer_syncs(**options: bool) -> list[str]:
     return [found.kind for found in seen.calls]
 
 
-def test_foreach_adamw_reads_its_step_counts_and_fused_reads_nothing():
+def test_foreach_adamw_syncs_on_step_counts_and_fused_does_not():
     assert set(optimizer_syncs(foreach=True)) == {"item"}
     assert optimizer_syncs(fused=True) == []
 
@@ -122,7 +122,7 @@ class ReadsInBackward(torch.autograd.Function):
         return grad * float(grad.sum()) + len(grad.tolist())
 
 
-def test_reads_in_backward_and_in_hooks_are_counted():
+def test_syncs_in_backward_and_hooks_are_counted():
     x = torch.ones(2, requires_grad=True)
     x.register_hook(lambda grad: grad.cpu())
     with count_host_syncs() as seen:
@@ -130,7 +130,7 @@ def test_reads_in_backward_and_in_hooks_are_counted():
     assert [found.kind for found in seen.calls] == ["item", "tolist", "cpu"]
 
 
-def test_a_thread_of_the_users_own_is_not_counted():
+def test_syncs_of_a_user_thread_are_not_counted():
     with count_host_syncs() as seen:
         thread = threading.Thread(target=lambda: (ONES.tolist(), ONES[0].item()))
         thread.start()
@@ -138,7 +138,7 @@ def test_a_thread_of_the_users_own_is_not_counted():
     assert seen.count == 0
 
 
-def test_contexts_nest_and_torch_is_as_before_afterwards():
+def test_nested_contexts_count_and_restore_torch_methods():
     before = {name: (getattr(Tensor, name), name in vars(Tensor)) for name in ("cpu", "numpy", "tolist")}
     with pytest.raises(KeyError), count_host_syncs() as outer:  # noqa: PT012
         ONES.tolist()

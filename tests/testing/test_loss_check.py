@@ -22,7 +22,7 @@ def summed(model, batch):
     return dt.LossSum(total=total, weight=(batch["y"] != -100).sum())
 
 
-def test_a_sum_passes_with_dropout_and_batch_norm_and_leaves_nothing_behind():
+def test_sum_loss_passes_with_dropout_and_batch_norm():
     model = net()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
@@ -32,7 +32,7 @@ def test_a_sum_passes_with_dropout_and_batch_norm_and_leaves_nothing_behind():
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def test_random_numbers_of_the_loss_pass_with_a_larger_tolerance():
+def test_random_loss_passes_with_a_larger_tolerance():
     def noisy(model, batch):
         return dt.LossSum(total=(model(batch["x"]) + 0.1 * torch.randn(len(batch["x"]), 3) + 5.0).sum(), weight=len(batch["x"]))
 
@@ -65,12 +65,12 @@ def test_random_numbers_of_the_loss_pass_with_a_larger_tolerance():
     ],
     ids=["mean", "weight", "contrastive", "aux"],
 )
-def test_losses_that_do_not_add_up_are_refused(loss, message):
+def test_non_additive_losses_are_refused(loss, message):
     with pytest.raises(ConfigError, match=message):
         check_loss_fn(loss, net(), BATCH)
 
 
-def test_one_sample_has_no_halves():
+def test_single_sample_batch_is_refused():
     with pytest.raises(ConfigError, match="batch must have at least 2 samples, got 1"):
         check_loss_fn(summed, net(), {name: tensor[:1] for name, tensor in BATCH.items()})
 
@@ -87,5 +87,5 @@ def on_ranks(rank_sizes):
     return False
 
 
-def test_it_runs_on_a_sharded_model(ranks):
+def test_check_loss_fn_runs_on_a_sharded_model(ranks):
     assert ranks(2).run(on_ranks, [5, 2]) == [True, True]

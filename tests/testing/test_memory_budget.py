@@ -75,7 +75,7 @@ def one_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> N
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
-def test_the_peak_is_the_profilers(make, optimizer):
+def test_budget_peak_matches_the_profiler(make, optimizer):
     model, x = make()
     chosen = optimizer(model.parameters())
     one_step(model, chosen, x)
@@ -91,7 +91,7 @@ def test_the_peak_is_the_profilers(make, optimizer):
         assert found == expected
 
 
-def test_the_first_step_counts_the_optimizers_state():
+def test_first_step_counts_optimizer_state():
     model, x = mlp()
     size = sum(p.nbytes for p in model.parameters())
     with memory_budget(PLENTY, existing=model.parameters()) as budget:
@@ -137,18 +137,18 @@ def agree(looks: list[int], peaks: list[int], left: int) -> bool:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "replicate"])
-def test_the_peak_of_a_sharded_model_is_the_profilers(ranks, strategy):
+def test_sharded_model_peak_matches_the_profiler(ranks, strategy):
     for looks, peaks, left in ranks(2).run(two_peaks, strategy, {}):
         assert agree(looks, peaks, left), (looks, peaks, left)
 
 
 @pytest.mark.slow
-def test_the_peak_of_hybrid_sharding_is_the_profilers(ranks):
+def test_hybrid_shard_peak_matches_the_profiler(ranks):
     for looks, peaks, left in ranks(4).run(two_peaks, "hybrid_shard", {"dp_replicate": 2, "dp_shard": 2}):
         assert agree(looks, peaks, left), (looks, peaks, left)
 
 
-def test_an_allocation_beyond_the_budget_fails_and_is_dropped():
+def test_allocation_beyond_the_budget_raises_and_is_freed():
     with memory_budget(100) as budget:
         kept = torch.zeros(10)
         with pytest.raises(torch.OutOfMemoryError) as refused:
@@ -171,7 +171,7 @@ FROM_OUTSIDE = {
 
 
 @pytest.mark.parametrize("make", FROM_OUTSIDE.values(), ids=FROM_OUTSIDE)
-def test_memory_that_is_wrapped_by_a_tensor_is_refused_too(make):
+def test_externally_allocated_tensor_memory_is_refused(make):
     """It is allocated before the dispatcher hears of it, and refused when it does."""
     with memory_budget(100) as budget:
         with pytest.raises(torch.OutOfMemoryError):
@@ -179,14 +179,14 @@ def test_memory_that_is_wrapped_by_a_tensor_is_refused_too(make):
         assert (budget.live, budget.refused) == (0, 1)
 
 
-def test_the_message_is_readable_for_large_sizes():
+def test_oom_message_uses_readable_units():
     with memory_budget(3 << 19) as budget:
         with pytest.raises(torch.OutOfMemoryError, match=r"allocate 4 MiB.* is 1\.5 MiB, .* 1\.49 MiB is free; .* 10 KiB"):
             (torch.zeros(2560), torch.zeros(1 << 20))
         assert "refused=1" in repr(budget)
 
 
-def test_a_limit_that_shrinks_holds_from_the_next_allocation():
+def test_lowered_limit_applies_to_the_next_allocation():
     with memory_budget(100) as budget:
         kept = torch.zeros(20)
         budget.limit = 50
@@ -212,7 +212,7 @@ def grow_by_out(tensor: Tensor) -> None:
 
 
 @pytest.mark.parametrize("grow", [grow_by_resize, grow_storage, grow_by_out])
-def test_a_storage_that_may_not_grow_stays_as_it_was(grow):
+def test_refused_storage_growth_keeps_the_old_storage(grow):
     with memory_budget(159) as budget:
         kept = torch.ones(10)
         with pytest.raises(torch.OutOfMemoryError):
@@ -302,7 +302,7 @@ def settled(budget: MemoryBudget, level: int) -> int:
 
 
 @pytest.mark.parametrize("point", ["gather", "reduce"])
-def test_a_sharded_model_that_fails_goes_back_to_its_level(ranks, point):
+def test_failed_sharded_step_restores_live_memory(ranks, point):
     for refused, level, after, later in ranks(2).run(fail_at, point):
         assert (refused, after, later) == (1, level, level)
 
@@ -326,7 +326,7 @@ def read_budgets(kind: str) -> list:
         ("one", [UNLIMITED, 100], [False, True]),
     ],
 )
-def test_ranks_have_budgets_of_their_own(ranks, kind, limits, refused):
+def test_each_rank_has_its_own_budget(ranks, kind, limits, refused):
     found = ranks(2).run(read_budgets, kind)
     assert [limit for limit, _ in found] == limits
     assert [f"budget of rank {rank} " in message for rank, (_, message) in enumerate(found)] == refused
@@ -358,7 +358,7 @@ def refuse_collectives() -> list:
         return [refused, sum(seen.counts()["training"].values()), settled(budget, x.nbytes)]
 
 
-def test_a_collective_is_refused_before_it_begins(ranks):
+def test_oversized_collective_is_refused_before_it_is_issued(ranks):
     assert ranks(2).run(refuse_collectives) == [[{}, 5, 32]] * 2
 
 
@@ -370,11 +370,11 @@ def agree_without_memory() -> list:
         return [rows, all_gather_numbers([1.0, 2.0], caller="test"), budget.refused]
 
 
-def test_ranks_agree_although_there_is_no_memory(ranks):
+def test_control_collectives_work_with_an_exhausted_budget(ranks):
     assert ranks(2).run(agree_without_memory) == [[[{"refused": 1}] * 2, [[1.0, 2.0]] * 2, 1]] * 2
 
 
-def test_it_is_the_gauge_of_every_device_inside():
+def test_budget_is_the_memory_gauge_of_every_device():
     with memory_budget(1000) as budget:
         gauge = get_device_memory(torch.device("cuda", 0))
         assert gauge is budget
@@ -389,7 +389,7 @@ def test_it_is_the_gauge_of_every_device_inside():
     assert get_device_memory(torch.device("cpu")) is None
 
 
-def test_budgets_nest_and_the_tighter_one_refuses():
+def test_nested_budgets_refuse_by_the_tighter_limit():
     with memory_budget(100) as outer:
         with memory_budget(1000) as inner, pytest.raises(torch.OutOfMemoryError):
             torch.zeros(30)
@@ -402,7 +402,7 @@ def test_budgets_nest_and_the_tighter_one_refuses():
 
 
 @pytest.mark.parametrize("counter_inside", [True, False])
-def test_other_counters_work_around_it_and_inside(counter_inside):
+def test_budget_combines_with_other_counters_in_any_order(counter_inside):
     contexts = [memory_budget(100), count_host_syncs()]
     first, second = contexts if counter_inside else reversed(contexts)
     with first as one, second as two:
@@ -414,7 +414,7 @@ def test_other_counters_work_around_it_and_inside(counter_inside):
 
 
 @pytest.mark.parametrize("counter", [lambda: memory_budget(PLENTY), count_collectives, count_host_syncs])
-def test_the_data_of_a_parameter_can_be_used_inside(counter):
+def test_parameter_data_is_usable_inside_counters(counter):
     """torch names the class of a parameter to a dispatch mode here, and nowhere else."""
     parameter = nn.Parameter(torch.ones(2))
     with counter():
@@ -422,14 +422,14 @@ def test_the_data_of_a_parameter_can_be_used_inside(counter):
     assert parameter.tolist() == [2.0, 2.0]
 
 
-def test_other_errors_pass_and_the_context_is_left_clean():
+def test_other_errors_propagate_and_the_context_is_cleaned_up():
     with pytest.raises(OSError, match="injected"), memory_budget(PLENTY), inject_fault("raise", at="forward"):
         nn.Linear(2, 2)(torch.ones(2))
     assert get_device_memory(torch.device("cpu")) is None
     assert "resize_" not in vars(torch.UntypedStorage)
 
 
-def test_another_thread_has_no_budget():
+def test_budget_does_not_apply_to_other_threads():
     found = []
     with memory_budget(10):
         thread = threading.Thread(target=lambda: found.append(torch.zeros(100)))
@@ -477,5 +477,5 @@ def held_by_dtensors() -> list[int]:
         return [*found, settled(budget, whole.nbytes)]
 
 
-def test_a_dtensor_counts_with_the_part_that_is_here(ranks):
+def test_dtensor_counts_only_its_local_shard(ranks):
     assert ranks(2).run(held_by_dtensors) == [[64, 128, 128]] * 2

@@ -50,13 +50,13 @@ def alive(pid: int) -> bool:
     return True
 
 
-def test_results_come_back_by_rank_and_processes_end():
+def test_results_are_ordered_by_rank_and_processes_exit():
     results = run_ranks(describe, 3, "hello")
     assert [(r["rank"], r["world"], r["said"]) for r in results] == [(rank, 3, "hello") for rank in range(3)]
     assert not any(alive(r["pid"]) for r in results)
 
 
-def test_one_pool_serves_many_functions():
+def test_pool_reuses_processes_for_several_functions():
     with Ranks(2) as ranks:
         pids = [r["pid"] for r in ranks.run(describe, "a")]
         assert [r["pid"] for r in ranks.run(describe, "b")] == pids
@@ -70,7 +70,7 @@ def test_one_pool_serves_many_functions():
         (die_on_rank_1, "die_on_rank_1: rank 1 of 2 died with exit code 7"),
     ],
 )
-def test_a_failing_rank_is_named_and_the_pool_starts_again(fn, message):
+def test_failing_rank_is_named_and_the_pool_restarts(fn, message):
     with Ranks(2) as ranks:
         pids = [r["pid"] for r in ranks.run(describe, "a")]
         with pytest.raises(RankError, match=f"(?s){message}"):
@@ -102,7 +102,7 @@ def test_a_rank_that_dies_between_two_runs_is_named():
         assert len(ranks.run(describe, "again")) == 2
 
 
-def test_functions_that_other_processes_cannot_find_are_refused():
+def test_non_importable_functions_are_refused():
     def inner() -> None: ...
 
     for fn in (lambda: None, inner, functools.partial(describe, "a")):
@@ -111,7 +111,7 @@ def test_functions_that_other_processes_cannot_find_are_refused():
 
 
 @pytest.mark.parametrize("world_size", [0, -1, 2.0, True, "2"])
-def test_needs_a_rank(world_size):
+def test_invalid_world_size_is_refused(world_size):
     with pytest.raises(ConfigError, match=f"world_size must be an integer of at least 1, got {world_size!r}"):
         Ranks(world_size)
 
@@ -120,7 +120,7 @@ def give_a_tensor() -> torch.Tensor:
     return torch.ones(2)
 
 
-def test_arguments_and_results_that_are_not_plain_are_refused(ranks):
+def test_non_json_arguments_and_results_are_refused(ranks):
     with pytest.raises(ConfigError, match=r"run_ranks: describe: args must be plain data .*Tensor is not JSON serializable"):
         ranks(1).run(describe, torch.ones(2))
     with pytest.raises(
@@ -133,7 +133,7 @@ def surroundings() -> list:
     return [os.getcwd(), os.environ.get("DTRAIN_TEST_FLAG"), os.environ.get("OMP_NUM_THREADS")]
 
 
-def test_ranks_start_with_the_callers_folder_and_environment_of_the_time(tmp_path, monkeypatch):
+def test_ranks_start_with_the_callers_current_folder_and_environment(tmp_path, monkeypatch):
     run_ranks(surroundings, 1)  # the fork server is there from now on
     monkeypatch.setenv("DTRAIN_TEST_FLAG", "set later")
     monkeypatch.setenv("RANK", "7")
@@ -185,7 +185,7 @@ def lose_a_peer_while_waiting() -> None:
         (lose_a_peer_while_waiting, "rank 1 of 2 died with exit code -9"),
     ],
 )
-def test_the_rank_that_failed_first_is_reported_and_not_its_victim(fn, message):
+def test_first_failed_rank_is_reported_instead_of_affected_peers(fn, message):
     with pytest.raises(RankError, match=f"(?s)^run_ranks: {fn.__name__}: {message}"):
         run_ranks(fn, 2)
 
@@ -206,7 +206,7 @@ def raise_in_turn(file: str) -> None:
     raise ValueError("second")
 
 
-def test_the_earlier_of_two_errors_is_reported_although_its_report_comes_later(tmp_path, monkeypatch):
+def test_earlier_error_is_reported_despite_a_delayed_report(tmp_path, monkeypatch):
     monkeypatch.setattr("dtrain.testing.ranks.SETTLE_S", 60.0)
     with pytest.raises(
         RankError, match=r"(?s)rank 1 of 2 raised\n.*SlowToSay: first\nrank 0 failed after it: ValueError: second"
@@ -220,7 +220,7 @@ def give_up_on_rank_1() -> None:
     time.sleep(600)
 
 
-def test_a_rank_that_gave_up_on_another_is_reported_with_what_the_other_does(monkeypatch):
+def test_timed_out_rank_report_includes_the_stack_of_its_peer(monkeypatch):
     monkeypatch.setattr("dtrain.testing.ranks.ROOT_CAUSE_WAIT_S", 0.1)
     message = r"(?s)rank 0 of 2 raised\n.*monitored_?[bB]arrier.*ranks \[1\] had not finished:\nrank 1:\n.*in give_up_on_rank_1"
     with pytest.raises(RankError, match=message):
@@ -238,7 +238,7 @@ def raise_at_once(rank: int, folder: str) -> None:
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_error_of_a_rank_ends_the_other_ranks_at_once(tmp_path, rank):
+def test_rank_error_terminates_the_other_ranks_immediately(tmp_path, rank):
     with pytest.raises(RankError, match="ValueError: at once"):
         run_ranks(raise_at_once, 2, rank, str(tmp_path), timeout_s=600)
     pids = os.listdir(tmp_path)
@@ -295,7 +295,7 @@ def caller(tmp_path: Path, body: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, str(script)])
 
 
-def test_no_process_outlives_a_caller_that_is_killed(tmp_path):
+def test_rank_processes_exit_when_the_caller_is_killed(tmp_path):
     folder = tmp_path / "pids"
     folder.mkdir()
     process = caller(tmp_path, f"run_ranks(test_ranks.busy, 2, {str(folder)!r})")
@@ -324,7 +324,7 @@ def test_interpreter_exits_with_open_ranks(tmp_path):
         process.wait()
 
 
-def test_a_rank_that_dies_or_lingers_at_the_start_is_named(monkeypatch):
+def test_rank_that_dies_or_hangs_at_startup_is_named(monkeypatch):
     environment = ranks._rank_environment
     monkeypatch.setattr(
         ranks, "_rank_environment", lambda rank, *rest: {**environment(rank, *rest), **({"RANK": "two"} if rank == 1 else {})}

@@ -25,7 +25,7 @@ def source(tmp_path):
 
 
 @pytest.mark.parametrize("to", ["hf", "dtrain"])
-def test_a_failure_of_any_file_operation_leaves_nothing(source, to):
+def test_failed_file_operation_leaves_no_output(source, to):
     """Every operation up to the rename; what fails after it cannot take the folder away again, and may leave an empty side
     folder."""
     folder = source.parent
@@ -41,14 +41,14 @@ def test_a_failure_of_any_file_operation_leaves_nothing(source, to):
         assert os.listdir(folder) == ["x.safetensors"], f"operation {at}: {watched.calls[at]}"
 
 
-def test_an_existing_folder_is_refused_and_kept(source):
+def test_existing_destination_is_refused_and_kept(source):
     (source.parent / "out").mkdir()
     with pytest.raises(ConfigError, match=r"destination must not exist, got .*out. Name a new folder"):
         convert(source, source.parent / "out", to="hf")
     assert os.listdir(source.parent / "out") == []
 
 
-def test_a_folder_that_appears_meanwhile_is_kept(source):
+def test_destination_created_during_conversion_is_refused_and_kept(source):
     def make(nbytes):
         (source.parent / "out").mkdir(exist_ok=True)
 
@@ -58,7 +58,7 @@ def test_a_folder_that_appears_meanwhile_is_kept(source):
     assert sorted(os.listdir(source.parent)) == ["out", "x.safetensors"]
 
 
-def test_a_damaged_source_is_refused_and_leaves_nothing(source):
+def test_corrupt_source_is_refused_and_leaves_no_output(source):
     convert(source, source.parent / "root", to="dtrain")
     path = source.parent / "root" / "step-00000000" / "rank-00000.safetensors"
     data = bytearray(path.read_bytes())
@@ -69,14 +69,14 @@ def test_a_damaged_source_is_refused_and_leaves_nothing(source):
     assert sorted(os.listdir(source.parent)) == ["root", "x.safetensors"]
 
 
-def test_progress_adds_up(source):
+def test_progress_callbacks_sum_to_file_size(source):
     begun, wrote = [], []
     done = convert(source, source.parent / "out", to="hf", on_start=begun.append, on_bytes_written=wrote.append)
     assert begun == [done.bytes]
     assert sum(wrote) == (done.path / "model.safetensors").stat().st_size
 
 
-def test_a_configuration_comes_along_with_a_folder(source):
+def test_convert_copies_config_json_of_source_folder(source):
     folder = source.parent / "hf"
     folder.mkdir()
     source.rename(folder / "model.safetensors")
@@ -102,7 +102,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize(("options", "expected"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_say_what_came_and_change_nothing(source, monkeypatch, options, expected):
+def test_invalid_options_are_refused_and_write_nothing(source, monkeypatch, options, expected):
     monkeypatch.chdir(source.parent)
     (source.parent / "x.txt").write_text("x")
     with pytest.raises((ConfigError, CheckpointError), match=expected):
@@ -110,7 +110,7 @@ def test_mistakes_say_what_came_and_change_nothing(source, monkeypatch, options,
     assert sorted(os.listdir(source.parent)) == ["x.safetensors", "x.txt"]
 
 
-def test_a_folder_of_pickles_is_named(source):
+def test_folder_of_pickles_is_refused_with_file_name(source):
     (source.parent / "old").mkdir()
     (source.parent / "old" / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(CheckpointError, match=r"of pickles. Name one, such as pytorch_model.bin, and trust"):
@@ -129,13 +129,13 @@ def on_a_server(source):
     storage.remove_folder(root)
 
 
-def test_a_source_may_be_on_a_server(on_a_server, source):
+def test_remote_source_is_converted(on_a_server, source):
     convert(on_a_server, source.parent / "out", to="hf")
     found = load_file(source.parent / "out" / "model.safetensors")
     assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
 
 
-def test_a_new_folder_on_a_server_is_refused(source):
+def test_remote_destination_is_refused(source):
     with pytest.raises(ConfigError, match="destination must be on this machine, got memory://convert/out"):
         convert(source, "memory://convert/out", to="hf")
 
@@ -161,7 +161,7 @@ print(resident("VmHWM") - before)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("to", ["hf", "dtrain", "dcp"])
-def test_memory_does_not_grow_with_the_checkpoint(source, to):
+def test_convert_uses_bounded_memory(source, to):
     largest = 2**24 if to == "dcp" else 2**26
     count = 2**28 // largest
     save_file({str(at): torch.randn(64, largest // 256) for at in range(count)}, source.parent / "big.safetensors")

@@ -23,7 +23,7 @@ def read_into_(tensors, folder):
 
 @pytest.mark.filterwarnings(ALONE)
 @pytest.mark.parametrize("key", [None, "model"])
-def test_its_load_reads_every_tensor(tmp_path, key):
+def test_dcp_load_reads_every_tensor(tmp_path, key):
     model, other = MODELS["gpt2"](), MODELS["gpt2"](seed=1)
     convert(saved(model, tmp_path / "root"), tmp_path / "out", to="dcp", tie=TIED["gpt2"], key=key)
     tensors = other.state_dict()
@@ -33,7 +33,7 @@ def test_its_load_reads_every_tensor(tmp_path, key):
 
 
 @pytest.mark.filterwarnings(ALONE)
-def test_dtypes_and_shapes_of_all_kinds(tmp_path):
+def test_convert_preserves_dtypes_and_shapes(tmp_path):
     tensors = {
         "half": torch.randn(3, 2).to(torch.bfloat16),
         "whole": torch.arange(5),
@@ -52,7 +52,7 @@ def test_dtypes_and_shapes_of_all_kinds(tmp_path):
 
 @pytest.mark.filterwarnings(ALONE)
 @pytest.mark.parametrize("width", [8, 256], ids=["small", "large"])
-def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch, width):
+def test_convert_holds_one_tensor_in_memory(tmp_path, monkeypatch, width):
     from dtrain.checkpoint.conversion import write_formats
 
     made, alive = [], []
@@ -70,7 +70,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path, monkeypatch, width):
     assert alive == [0] * 6
 
 
-def test_a_damaged_source_is_the_error(tmp_path):
+def test_corrupt_source_raises_and_leaves_no_output(tmp_path):
     root = saved(nn.Linear(3, 3), tmp_path / "root")
     path = root / "step-00000000" / "rank-00000.safetensors"
     data = bytearray(path.read_bytes())
@@ -81,7 +81,7 @@ def test_a_damaged_source_is_the_error(tmp_path):
     assert os.listdir(tmp_path) == ["root"]
 
 
-def test_a_full_disk_is_the_error(tmp_path, monkeypatch):
+def test_full_disk_raises_and_leaves_no_output(tmp_path, monkeypatch):
     def refuse(handle):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

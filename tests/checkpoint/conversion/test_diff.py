@@ -40,14 +40,14 @@ PAIRS = {
 
 @pytest.mark.parametrize("run", [1, 2**21])
 @pytest.mark.parametrize(("a", "b", "count", "largest"), PAIRS.values(), ids=PAIRS)
-def test_difference_of_two_tensors(monkeypatch, a, b, count, largest, run):
+def test_count_differences_returns_count_and_largest_difference(monkeypatch, a, b, count, largest, run):
     monkeypatch.setattr(diff, "_RUN_ELEMENTS", run)
     assert count_differences(a, b)[0] == count
     assert repr(count_differences(a, b)[1]) == repr(largest) or math.isclose(count_differences(a, b)[1], largest, rel_tol=1e-6)
 
 
 @pytest.mark.parametrize("limit", [8, 2**20])
-def test_pieces_add_up(tmp_path, monkeypatch, limit):
+def test_diff_tensors_sums_over_batches(tmp_path, monkeypatch, limit):
     monkeypatch.setattr(diff, "BUFFER_BYTES", limit)
     a = {"x": torch.zeros(50, 2), "y": torch.zeros(3)}
     b = {"x": torch.zeros(50, 2), "y": torch.zeros(3)}
@@ -66,7 +66,7 @@ def test_pieces_add_up(tmp_path, monkeypatch, limit):
     assert sum(compared) == 412
 
 
-def test_plain_values_differ_by_kind_and_absence():
+def test_diff_values_reports_type_changes_and_missing_keys():
     a = {"same": NAN, "kind": 1, "gone": "text", "long": "x" * 100}
     b = {"same": NAN, "kind": 1.0, "new": None, "long": "y" * 100}
     found = {row.key: (row.a, row.b) for row in diff_values(a, b)}

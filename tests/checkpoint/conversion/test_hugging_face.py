@@ -48,14 +48,14 @@ def save_shards(root):
     return str(save_sharded(root, state_of(model)).path)
 
 
-def test_shards_of_several_ranks_become_whole(tmp_path, ranks):
+def test_convert_joins_shards_of_several_ranks(tmp_path, ranks):
     path = ranks(2).run(save_shards, str(tmp_path / "root"))[0]
     model = MODELS["gpt2"]()
     convert(path, tmp_path / "out", to="hf", config=config_of(model, tmp_path / "config"))
     assert torch.equal(logits(loaded(type(model), tmp_path / "out")), logits(model))
 
 
-def test_cast_is_that_of_torch(tmp_path):
+def test_cast_equals_tensor_to_dtype(tmp_path):
     model = MODELS["gpt2"]()
     done = convert(saved(model, tmp_path / "root"), tmp_path / "out", to="hf", cast="bf16")
     assert done.bytes == sum(p.nbytes for p in model.parameters()) // 2

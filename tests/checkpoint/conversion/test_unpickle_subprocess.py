@@ -30,14 +30,14 @@ def nothing_beside(folder, *names):
 
 
 @pytest.mark.parametrize("name", ["x.pt", "x.pth", "x.bin", "x.ckpt"])
-def test_a_pickle_is_refused_and_not_opened(tmp_path, name):
+def test_untrusted_pickle_is_refused_without_unpickling(tmp_path, name):
     torch.save({"weights": WEIGHTS, "payload": Payload(tmp_path / "ran")}, tmp_path / name)
     with pytest.raises(ConfigError, match=r"is a pickle, and reading it runs its code. Pass trust \(--trust\) if you know"):
         convert(tmp_path / name, tmp_path / "out", to="hf")
     assert nothing_beside(tmp_path, name)
 
 
-def test_a_folder_with_a_pickle_is_refused_and_not_opened(tmp_path):
+def test_untrusted_dcp_folder_is_refused_without_unpickling(tmp_path):
     (tmp_path / "dcp").mkdir()
     (tmp_path / "dcp" / ".metadata").write_bytes(pickle.dumps(Payload(tmp_path / "ran")))
     with pytest.raises(ConfigError, match=r"is a folder of torch.distributed.checkpoint, which holds a pickle"):
@@ -45,7 +45,7 @@ def test_a_folder_with_a_pickle_is_refused_and_not_opened(tmp_path):
     assert nothing_beside(tmp_path, "dcp")
 
 
-def test_a_trusted_pickle_is_read_by_another_process(tmp_path):
+def test_trusted_pickle_is_read_in_subprocess(tmp_path):
     torch.save({"model": WEIGHTS, "step": 3, "payload": Payload(tmp_path / "ran")}, tmp_path / "x.pt")
     done = convert(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True)
     reader = int((tmp_path / "ran").read_text())
@@ -57,7 +57,7 @@ def test_a_trusted_pickle_is_read_by_another_process(tmp_path):
     assert nothing_beside(tmp_path, "x.pt", "ran", "out")
 
 
-def test_weights_at_the_top_beside_other_dicts_have_an_empty_key(tmp_path):
+def test_empty_key_selects_top_level_weights(tmp_path):
     torch.save({**WEIGHTS, "optimizer": {"a.weight": torch.zeros(2)}}, tmp_path / "x.pt")
     with pytest.raises(ConfigError, match=r"there are several dicts of tensors \(3 in '', 1 in 'optimizer'\). Name the dict"):
         convert(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True)
@@ -67,7 +67,7 @@ def test_weights_at_the_top_beside_other_dicts_have_an_empty_key(tmp_path):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("limit", [10, 2**20])
-def test_a_folder_is_read_in_batches(tmp_path, monkeypatch, limit):
+def test_dcp_folder_is_read_in_batches(tmp_path, monkeypatch, limit):
     monkeypatch.setattr(unpickle_subprocess, "BUFFER_BYTES", limit)
     state = {"model": WEIGHTS, "optimizer": {"exp_avg": {"b": torch.zeros(2)}}, "step": 3}
     dcp.save(state, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
@@ -77,7 +77,7 @@ def test_a_folder_is_read_in_batches(tmp_path, monkeypatch, limit):
     assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
 
 
-def test_a_trusted_file_that_cannot_be_read_leaves_nothing(tmp_path):
+def test_unreadable_trusted_file_leaves_no_output(tmp_path):
     (tmp_path / "x.pt").write_bytes(b"no pickle\n" * 10)
     with pytest.raises(CheckpointError, match=r"^convert: .*x.pt: UnpicklingError: "):
         convert(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True)
@@ -109,22 +109,22 @@ TREES = {
 
 
 @pytest.mark.parametrize(("tree", "key"), TREES.values(), ids=TREES)
-def test_the_weights_are_found(program, tree, key):
+def test_weights_are_found_in_nested_dicts(program, tree, key):
     found = program(tree, key)
     assert found.keys() == WEIGHTS.keys()
     assert all(torch.equal(found[name], WEIGHTS[name]) for name in WEIGHTS)
 
 
-def test_a_file_of_the_old_format_is_read(program):
+def test_legacy_torch_format_is_read(program):
     assert program(WEIGHTS, _use_new_zipfile_serialization=False).keys() == WEIGHTS.keys()
 
 
-def test_a_whole_module_is_its_state(program):
+def test_pickled_module_yields_its_state_dict(program):
     model = torch.nn.Linear(2, 3)
     assert program({"model": model}).keys() == model.state_dict().keys()
 
 
-def test_tied_and_strided_tensors_are_written_out(program):
+def test_tied_and_strided_tensors_are_written_contiguously(program):
     whole = torch.arange(12.0).reshape(3, 4)
     found = program({"a": whole, "b": whole, "columns": whole.t(), "part": whole[1]})
     assert torch.equal(found["b"], whole)
@@ -149,7 +149,7 @@ COMPLAINTS = {
 
 
 @pytest.mark.parametrize(("tree", "key", "expected"), COMPLAINTS.values(), ids=COMPLAINTS)
-def test_what_is_not_clear_is_one_line(program, tree, key, expected):
+def test_invalid_pickle_content_gives_one_line_error(program, tree, key, expected):
     complaint = program(tree, key)
     assert complaint.count("\n") == 1
     with pytest.raises(ConfigError, match=expected):
@@ -157,7 +157,7 @@ def test_what_is_not_clear_is_one_line(program, tree, key, expected):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
-def test_a_folder_that_lacks_a_file_is_one_line(tmp_path, capsys):
+def test_incomplete_dcp_folder_gives_one_line_error(tmp_path, capsys):
     dcp.save(WEIGHTS, storage_writer=dcp.FileSystemWriter(tmp_path / "dcp"), no_dist=True)
     (tmp_path / "dcp" / "__0_0.distcp").unlink()
     assert unpickle_subprocess.main("dcp", str(tmp_path / "dcp"), str(tmp_path / "out.safetensors")) == 1

@@ -23,7 +23,7 @@ REFS = st.dictionaries(
 
 
 @given(refs=REFS, limit=st.integers(1, 200))
-def test_batches_hold_every_row_in_order_within_the_limit(refs, limit):
+def test_batch_regions_yields_every_row_within_limit(refs, limit):
     rows = {name: [] for name in refs}
     order = []
     for batch in batch_regions(refs, refs, limit=limit):
@@ -51,12 +51,12 @@ GROUPS = {
 
 
 @pytest.mark.parametrize(("sizes", "expected"), GROUPS.values(), ids=GROUPS)
-def test_groups_are_filled_in_order(sizes, expected):
+def test_group_by_size_fills_groups_in_order(sizes, expected):
     assert list(group_by_size({str(at): size for at, size in enumerate(sizes)}, limit=10)) == expected
 
 
 @pytest.mark.parametrize("limit", [1, 40, 10_000])
-def test_what_is_read_is_what_was_stored_whatever_the_limit(tmp_path, limit):
+def test_read_batch_returns_stored_values_for_any_limit(tmp_path, limit):
     tensors = {
         "a": torch.randn(7, 3),
         "b": torch.randn(2, 3, 4).to(torch.bfloat16),
@@ -77,7 +77,7 @@ def test_what_is_read_is_what_was_stored_whatever_the_limit(tmp_path, limit):
         assert nbytes(stored.refs[name]) == tensor.nbytes
 
 
-def test_a_cast_is_that_of_torch(tmp_path):
+def test_read_batch_cast_equals_tensor_to_dtype(tmp_path):
     tensor = torch.randn(50, 3)
     save_file({"a": tensor}, tmp_path / "x.safetensors")
     stored = open_safetensors_file(tmp_path / "x.safetensors")
@@ -87,7 +87,7 @@ def test_a_cast_is_that_of_torch(tmp_path):
 
 
 @pytest.mark.parametrize("limit", [1, 60, 10_000])
-def test_columns_of_several_files_become_whole_rows(tmp_path, limit):
+def test_read_batch_joins_columns_of_several_files(tmp_path, limit):
     """As tensor parallelism stores them."""
     whole = torch.randn(7, 6)
     halves = []

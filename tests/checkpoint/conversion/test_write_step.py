@@ -16,7 +16,7 @@ from dtrain.errors import CheckpointMismatchError, ConfigError
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_folder_of_hugging_face_comes_back(tmp_path, name):
+def test_hugging_face_folder_round_trips(tmp_path, name):
     model = MODELS[name]()
     model.save_pretrained(tmp_path / "hf", max_shard_size="6KB")
     done = convert(tmp_path / "hf", tmp_path / "root", to="dtrain", step=7)
@@ -28,7 +28,7 @@ def test_a_folder_of_hugging_face_comes_back(tmp_path, name):
     assert torch.equal(logits(other), logits(model))
 
 
-def test_load_sharded_takes_the_model_and_its_buffers(tmp_path):
+def test_load_sharded_loads_converted_parameters_and_buffers(tmp_path):
     model, other = (nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)) for _ in range(2))
     model(torch.randn(4, 2))
     save_file(model.state_dict(), tmp_path / "x.safetensors")
@@ -38,14 +38,14 @@ def test_load_sharded_takes_the_model_and_its_buffers(tmp_path):
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in other.state_dict().items())
 
 
-def test_a_name_of_a_step_is_that_step(tmp_path):
+def test_step_folder_name_sets_step_number(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")
     done = convert(tmp_path / "x.safetensors", tmp_path / "new" / "step-00000012", to="dtrain")
     assert done.path == tmp_path / "new" / "step-00000012"
     assert verify(tmp_path / "new").step == 12
 
 
-def test_a_folder_with_checkpoints_of_a_run_is_refused(tmp_path):
+def test_root_with_existing_steps_is_refused(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")
     convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain")
     with pytest.raises(
@@ -54,7 +54,7 @@ def test_a_folder_with_checkpoints_of_a_run_is_refused(tmp_path):
         convert(tmp_path / "x.safetensors", tmp_path / "root" / "step-00000012", to="dtrain")
 
 
-def test_buffers_are_told_from_parameters(tmp_path):
+def test_convert_separates_buffers_from_parameters(tmp_path):
     model = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
     model.register_buffer("table", torch.ones(2))
     save_file(model.state_dict(), tmp_path / "x.safetensors")
@@ -74,7 +74,7 @@ def test_names_with_slashes_and_dollars_are_kept(tmp_path):
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
-def test_more_than_a_chunk_is_digested_chunk_by_chunk(tmp_path):
+def test_large_file_has_one_digest_per_chunk(tmp_path):
     save_file({"a": torch.randn(CHUNK_BYTES // 16, 5), "b": torch.randn(7)}, tmp_path / "x.safetensors")
     done = convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain")
     (file,) = open_checkpoint(done.path).files
@@ -83,20 +83,20 @@ def test_more_than_a_chunk_is_digested_chunk_by_chunk(tmp_path):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_tied_weights_become_one(tmp_path, name):
+def test_tied_weights_are_stored_once(tmp_path, name):
     model = MODELS[name]()
     save_file({key: tensor.clone() for key, tensor in model.state_dict().items()}, tmp_path / "x.safetensors")
     done = convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain", tie=TIED[name])
     assert set(open_checkpoint(done.path).refs) == {f"params/{key}" for key, _ in model.named_parameters()}
 
 
-def test_an_alias_alone_gets_the_first_name(tmp_path):
+def test_tie_renames_alias_stored_alone(tmp_path):
     save_file({"head": torch.ones(3)}, tmp_path / "x.safetensors")
     done = convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain", tie={"head": "embedding"})
     assert list(open_checkpoint(done.path).refs) == ["params/embedding"]
 
 
-def test_tied_weights_that_differ_are_refused(tmp_path):
+def test_unequal_tied_weights_are_refused(tmp_path):
     save_file({"a": torch.ones(3), "b": torch.zeros(3)}, tmp_path / "x.safetensors")
     with pytest.raises(
         CheckpointMismatchError, match=r"tie must map equal tensors, but 'b' and 'a' are both stored and differ. Leave out tie"
@@ -104,13 +104,13 @@ def test_tied_weights_that_differ_are_refused(tmp_path):
         convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain", tie={"b": "a"})
 
 
-def test_a_tie_of_nothing_is_refused(tmp_path):
+def test_tie_without_stored_name_is_refused(tmp_path):
     save_file({"a": torch.ones(3)}, tmp_path / "x.safetensors")
     with pytest.raises(ConfigError, match="tie must map a name to another, one of which is stored, got 'x': 'y'"):
         convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain", tie={"x": "y"})
 
 
-def test_one_of_several_states_is_taken_by_name(tmp_path):
+def test_state_option_selects_one_of_several_states(tmp_path):
     states = {"maker": state_of(nn.Linear(2, 3)), "judge": state_of(nn.Linear(3, 1))}
     save_sharded(tmp_path / "root", states)
     convert(tmp_path / "root", tmp_path / "out", to="hf", state="judge")

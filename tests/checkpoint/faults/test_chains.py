@@ -5,7 +5,7 @@ import pytest
 from checkpoint.faults import chains
 
 
-def test_a_short_chain_of_kills_and_world_sizes_leaves_no_trace(collect):
+def test_short_chain_of_kills_preserves_results(collect):
     found = collect(chains.draw_short, count=2)
     assert found.wrong == []
     assert found.count == 2
@@ -13,7 +13,7 @@ def test_a_short_chain_of_kills_and_world_sizes_leaves_no_trace(collect):
 
 
 @pytest.mark.slow
-def test_a_long_chain_of_kills_and_world_sizes_leaves_no_trace(collect):
+def test_long_chain_of_kills_preserves_results(collect):
     found = collect(chains.draw, count=10, seed=1)
     assert found.wrong == []
     assert 4 < found.largest["kills in a chain"] <= 10

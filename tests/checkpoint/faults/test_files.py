@@ -7,7 +7,7 @@ from checkpoint.faults.samples import KINDS
 ALL = 10**6  # more than there are: the draws end when each was made
 
 
-def test_every_damaged_file_is_refused_by_name_with_the_older_step_offered(collect):
+def test_corrupt_file_error_names_file_and_older_step(collect):
     # One rank without anything special is ``test_damage.py``; several states are as one, as far as files go.
     assert (KINDS[1::2], len(KINDS)) == (("2 ranks", "frozen apart"), 4)
     found = collect(files.draw, count=ALL, first=1, stride=2)

@@ -5,7 +5,7 @@ from checkpoint.faults.kills import IN_FLIGHT, TARGETS
 from checkpoint.faults.training import EVERY
 
 
-def test_nothing_is_lost_torn_or_different_when_a_run_is_killed_at_random_times(collect):
+def test_killed_run_resumes_without_loss_or_corruption(collect):
     found = collect(kills.draw_short, count=40)
     assert found.wrong == []
     assert found.count >= 40
@@ -14,7 +14,7 @@ def test_nothing_is_lost_torn_or_different_when_a_run_is_killed_at_random_times(
     assert found.largest["steps of work lost, async"] <= EVERY * IN_FLIGHT["async"]
 
 
-def test_what_a_kill_could_do_would_be_seen(nursery):
+def test_checks_detect_every_simulated_kill_damage(nursery):
     said = nursery.ask(kills.spoiled)
     assert said.pop("nothing") == []
     assert {name for name, problems in said.items() if not problems} == set()

@@ -9,7 +9,7 @@ from checkpoint.faults.payloads import payloads
 ALL = 10**6  # more than there are
 
 
-def test_nothing_malicious_is_run_believed_or_costly(collect):
+def test_malicious_files_are_refused_cheaply_without_execution(collect):
     found = collect(malicious.draw, count=ALL)
     assert found.wrong == []
     assert found.count > 1000
@@ -20,12 +20,12 @@ def test_nothing_malicious_is_run_believed_or_costly(collect):
     assert not Path("/tmp/payload-was-opened").exists()
 
 
-def test_payloads_would_run(nursery):
+def test_payloads_run_when_unpickled(nursery):
     """They are what they are called: unpickled, most run their command. Only here, and in a process of its own."""
     assert len(payloads("true")) >= 40
     assert nursery.ask(malicious.how_many_payloads_run) >= 15
 
 
-def test_the_hook_sees_what_is_run_and_what_is_opened(nursery):
+def test_audit_hook_records_execution_and_file_access(nursery):
     seen = nursery.ask(malicious.what_the_hook_sees)
     assert [text.split()[0] for text in seen] == ["open", "pickle.find_class", "os.system", "exec"]

@@ -5,7 +5,7 @@ from checkpoint.faults.operations import BATCH, EVERY_WAY
 from checkpoint.faults.watched import ACTIONS, ERRORS
 
 
-def test_every_operation_of_the_simplest_save_may_fail_or_be_the_last(nursery, collect):
+def test_simplest_save_survives_fault_in_every_operation(nursery, collect):
     faults = nursery.ask(operations.count_simplest)
     found = collect(operations.draw_simplest, count=faults)
     assert found.wrong == []
@@ -17,7 +17,7 @@ def test_every_operation_of_the_simplest_save_may_fail_or_be_the_last(nursery, c
     assert found.largest["seconds until all had raised"] < operations.LATE_S
 
 
-def test_operations_of_other_saves_may_fail_or_be_the_last(collect):
+def test_other_save_modes_survive_operation_faults(collect):
     """Seven draws, one for each of the other ways to save."""
     kinds: set[str] = set()
     count = 0

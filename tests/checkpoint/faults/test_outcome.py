@@ -3,7 +3,7 @@
 from checkpoint.faults.outcome import Outcome, Tally, tally
 
 
-def test_tally_counts_kinds_and_keeps_what_went_wrong():
+def test_tally_counts_kinds_and_keeps_problems():
     found = Tally()
     found.add(Outcome(fault="a", came="refused", numbers={"seconds": 1.0}))
     found.add(Outcome(fault="a", came="refused", numbers={"seconds": 3.0}))
@@ -14,11 +14,11 @@ def test_tally_counts_kinds_and_keeps_what_went_wrong():
     assert found.bound == 1.0
 
 
-def test_tally_draws_until_there_are_enough():
+def test_tally_draws_until_count_is_reached():
     found = tally(lambda seed, k: [Outcome(fault=str(seed), came=str(k))] * 3, seed=7, count=10)
     assert found.kinds == {"7": {"0": 3, "1": 3, "2": 3, "3": 3}}
     assert found.bound == 3 / 12
 
 
-def test_tally_ends_when_nothing_more_is_drawn():
+def test_tally_ends_when_draws_are_exhausted():
     assert tally(lambda seed, k: [Outcome(fault="a", came="b")] if k < 5 else [], seed=0, count=10).count == 5

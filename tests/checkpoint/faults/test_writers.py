@@ -7,7 +7,7 @@ from checkpoint.faults.writers import PAIRS
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(200, marks=pytest.mark.slow)])
-def test_two_at_work_in_one_folder_leave_steps_that_somebody_saved(collect, count):
+def test_concurrent_processes_leave_only_saved_states(collect, count):
     found = collect(writers.draw, count=count, seed=count)
     assert found.wrong == []
     assert set(found.kinds) == set(PAIRS)
@@ -15,7 +15,7 @@ def test_two_at_work_in_one_folder_leave_steps_that_somebody_saved(collect, coun
     assert {"one was refused", "the reader got one of the states"} <= came
 
 
-def test_the_judge_sees_a_state_that_nobody_saved():
+def test_judge_detects_step_not_saved_by_any_writer():
     saved = {"saved": [[1, "a"]], "error": ""}
     judged = [writers._judge([], {"one": saved}, {"wrong": "", "steps": after})[1] for after in ([[1, "a"]], [[1, "b"]], [])]
     assert [len(problems) > 0 for problems in judged] == [False, True, True]
@@ -31,7 +31,7 @@ def test_the_judge_sees_a_state_that_nobody_saved():
         pytest.param({"error": "KeyError: gone", "same": True}, 1, id="unclean"),
     ],
 )
-def test_the_judge_sees_a_reader_that_got_something_else(reader, problems):
+def test_judge_detects_reader_with_wrong_state(reader, problems):
     writer = {"saved": [[1, "a"]], "error": ""}
     came = writers._judge([], {"writer": writer, "reader": reader}, {"wrong": "", "steps": [[1, "a"]]})
     assert len(came[1]) == problems

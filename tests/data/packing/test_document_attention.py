@@ -79,17 +79,17 @@ def test_attention_within_bounds_equals_that_of_separate_documents(causal):
     assert (found * real - alone(net, packed, causal=causal)).abs().max() <= FLOAT64_REORDERING
 
 
-def test_the_same_number_in_two_rows_is_two_parts():
+def test_equal_document_numbers_in_two_rows_are_separate_documents():
     offsets, longest = document_bounds(torch.tensor([[7, 7], [7, 8]]))
     assert (offsets.tolist(), offsets.dtype, longest) == ([0, 2, 3, 4], torch.int32, 2)
 
 
-def test_no_row_has_no_part():
+def test_document_bounds_of_an_empty_batch_are_empty():
     offsets, longest = document_bounds(torch.zeros(0, 5, dtype=torch.int64))
     assert (offsets.tolist(), longest) == ([0], 0)
 
 
 @pytest.mark.parametrize("function", [document_mask, document_bounds])
-def test_documents_of_another_shape_are_refused(function):
+def test_document_numbers_of_a_different_shape_are_refused(function):
     with pytest.raises(ConfigError, match=r"documents must be \[batch, seq\], got shape \(5,\)"):
         function(torch.zeros(5))

@@ -28,7 +28,7 @@ def packed(lengths: list[int], seq: int, **options) -> PackedTokens:
 
 @given(lengths=LENGTHS.filter(any), seq=SEQ, at_once=st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_unpacking_is_the_identity(lengths, seq, at_once):
+def test_unpacked_blocks_equal_the_documents(lengths, seq, at_once):
     blocks = packed(lengths, seq)
     every = blocks.__getitems__(range(len(blocks))) if at_once else list(blocks)
     assert unpacked(every, len(lengths)) == documents(lengths)
@@ -49,7 +49,7 @@ def test_labels_are_the_next_tokens_of_the_same_document(lengths, seq):
 
 @given(lengths=LENGTHS.filter(any), seq=SEQ)
 @settings(max_examples=100, deadline=None)
-def test_positions_count_from_the_begin_of_each_part(lengths, seq):
+def test_positions_start_at_zero_in_each_document_part(lengths, seq):
     for block in packed(lengths, seq):
         places = list(zip(block["positions"].tolist(), block["documents"].tolist(), strict=True))
         for at, (position, document) in enumerate(places):
@@ -59,13 +59,13 @@ def test_positions_count_from_the_begin_of_each_part(lengths, seq):
 
 @given(lengths=LENGTHS.filter(lambda lengths: sum(lengths) >= 3), seq=st.integers(1, 3))
 @settings(max_examples=100, deadline=None)
-def test_drop_leaves_out_only_a_last_block_that_is_not_full(lengths, seq):
+def test_drop_omits_only_an_incomplete_last_block(lengths, seq):
     whole, dropped = plain(packed(lengths, seq)), plain(packed(lengths, seq, last_block="drop"))
     assert dropped == whole[: sum(lengths) // seq]
     assert len(whole) == -(-sum(lengths) // seq)
 
 
-def test_padding_is_no_token_of_any_document():
+def test_padding_belongs_to_no_document():
     block = packed([3], 5, pad_token=7)[0]
     assert plain([block]) == [
         {
@@ -95,12 +95,12 @@ def as_file(tmp_path) -> list:
     ],
     ids=["lists", "tensors", "memory map", "mappings", "tensordicts"],
 )
-def test_documents_may_be_of_many_kinds(make, tmp_path):
+def test_packed_tokens_accepts_several_document_types(make, tmp_path):
     blocks = PackedTokens(make(tmp_path), seq=4, lengths=[3, 2])
     assert [block["input_ids"].tolist() for block in blocks] == [[65_000, 2, 3, 4], [5, 0, 0, 0]]
 
 
-def test_tokens_that_are_not_to_be_predicted_are_context_only():
+def test_tokens_with_ignored_labels_are_context_only():
     chat = {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]}
     blocks = list(PackedTokens([chat, chat], seq=3, lengths=[4, 4]))
     assert [block["labels"].tolist() for block in blocks] == [[-100, 3, 4], [-100, -100, 3], [4, -100, -100]]
@@ -112,7 +112,7 @@ def test_tokens_that_are_not_to_be_predicted_are_context_only():
     [[3, 0, 2], torch.tensor([3, 0, 2], dtype=torch.int32), np.array([3, 0, 2], dtype=np.uint8), [3, 0, 2].__getitem__],
     ids=["list", "tensor", "array", "function"],
 )
-def test_lengths_may_be_of_many_kinds(lengths):
+def test_packed_tokens_accepts_several_length_types(lengths):
     assert len(PackedTokens(documents([3, 0, 2]), seq=2, lengths=lengths)) == 3
 
 
@@ -145,7 +145,7 @@ class Counted:
         self.closed = True
 
 
-def test_a_document_is_read_once_for_all_blocks_of_a_call():
+def test_document_is_read_once_per_call_for_all_blocks():
     source = Counted([9, 2, 9])
     blocks = PackedTokens(source, seq=4, lengths=[9, 2, 9])
     found = blocks.__getitems__([4, 0, 1, 2])
@@ -153,7 +153,7 @@ def test_a_document_is_read_once_for_all_blocks_of_a_call():
     assert plain(found) == plain([packed([9, 2, 9], 4)[index] for index in (4, 0, 1, 2)])
 
 
-def test_optional_methods_of_the_documents_are_passed_on():
+def test_packed_tokens_forwards_prefetch_close_and_fingerprint():
     source = Counted([9, 2, 9])
     blocks = PackedTokens(source, seq=4, lengths=[9, 2, 9])
     blocks.prefetch(torch.tensor([4, 2]))
@@ -163,14 +163,14 @@ def test_optional_methods_of_the_documents_are_passed_on():
     assert blocks.fingerprint()["documents"] == {"files": 3}
 
 
-def test_documents_that_offer_nothing_are_asked_for_nothing():
+def test_packed_tokens_accepts_documents_without_optional_methods():
     blocks = packed([3, 4], 2)
     blocks.prefetch(torch.tensor([0]))
     blocks.close()
     assert blocks.fingerprint()["documents"] == {"count": 2}
 
 
-def test_a_fingerprint_tells_other_blocks():
+def test_fingerprint_differs_for_different_blocks():
     prints = [
         packed(lengths, seq, **options).fingerprint()
         for lengths, seq, options in [([3, 4], 2, {}), ([4, 3], 2, {}), ([3, 4], 3, {}), ([3, 4], 2, {"last_block": "drop"})]
@@ -215,7 +215,7 @@ class Sharded(Counted):
 
 @pytest.mark.parametrize("last_block", ["pad", "drop"])
 @pytest.mark.parametrize("shuffle", [BlockShuffle(window=1, streams=1), True, False], ids=["near by", "default", "none"])
-def test_documents_in_shards_are_read_shard_by_shard(shuffle, last_block):
+def test_sharded_documents_are_read_shard_by_shard(shuffle, last_block):
     """Windows of one shard keep the blocks that begin in a shard together."""
     lengths = [5, 9, 3, 40, 2, 0, 8, 12]
     blocks = PackedTokens(Sharded(lengths), seq=4, lengths=lengths, last_block=last_block)
@@ -247,7 +247,7 @@ def test_documents_of_real_shards_are_packed_through_the_loader(tmp_path):
     assert sorted(chain(*unpacked(rows, len(lengths)))) == sorted(chain(*documents(lengths)))
 
 
-def test_documents_without_shards_are_shuffled_as_a_whole():
+def test_documents_without_shards_are_shuffled_globally():
     blocks = packed([5, 9, 3], 4)
     assert blocks.order(3, True) == ElasticSampler(size=5, seed=3)
     with pytest.raises(ConfigError, match=r"the documents have no shards to shuffle within\. Use shuffle=True"):
@@ -255,7 +255,7 @@ def test_documents_without_shards_are_shuffled_as_a_whole():
 
 
 @pytest.mark.parametrize("index", [-1, 3])
-def test_a_block_that_is_not_there_is_an_index_error(index):
+def test_block_index_out_of_range_raises_index_error(index):
     with pytest.raises(IndexError, match=f"index must be in 0 to 2, got {index}"):
         packed([5], 2)[index]
 
@@ -274,7 +274,7 @@ def test_a_block_that_is_not_there_is_an_index_error(index):
         ([[1, 2]], {"lengths": [2.0]}, "integers of at least 0, got float64"),
     ],
 )
-def test_bad_options_are_refused(docs, options, message):
+def test_invalid_options_are_refused(docs, options, message):
     with pytest.raises(ConfigError, match=message):
         PackedTokens(docs, **{"seq": 4, "lengths": [len(each) for each in docs], **options})
 
@@ -293,7 +293,7 @@ def test_bad_options_are_refused(docs, options, message):
         ({"input_ids": [1, 2, 3], "labels": [1]}, "document 1 has 3 tokens and 1 labels. Give a label per token"),
     ],
 )
-def test_a_document_that_is_none_is_named(document, message):
+def test_invalid_document_error_names_the_document(document, message):
     blocks = PackedTokens([[1, 2], document], seq=4, lengths=[2, 3])
     with pytest.raises(DataError, match=message):
         blocks[0]

@@ -60,7 +60,7 @@ SOURCES: dict[str, Callable[[list[int]], Any]] = {
 
 @given(lengths=LENGTHS, seq=SEQ, last_block=TAILS)
 @settings(max_examples=200, deadline=None)
-def test_a_stream_gives_the_blocks_of_known_lengths(lengths, seq, last_block):
+def test_token_stream_equals_blocks_packed_from_known_lengths(lengths, seq, last_block):
     blocks = plain(pack_tokens(documents(lengths), seq=seq, last_block=last_block))
     enough = sum(lengths) >= (seq if last_block == "drop" else 1)
     assert blocks == (
@@ -71,7 +71,7 @@ def test_a_stream_gives_the_blocks_of_known_lengths(lengths, seq, last_block):
 @pytest.mark.parametrize("source", SOURCES)
 @given(lengths=LENGTHS, seq=SEQ, last_block=TAILS, stops=st.lists(st.integers(0, 6), max_size=6))
 @settings(max_examples=60, deadline=None)
-def test_any_chain_of_resumes_gives_the_same_blocks(source, lengths, seq, last_block, stops):
+def test_chained_resumes_give_the_same_blocks(source, lengths, seq, last_block, stops):
     """Each leg has a source of its own, takes some blocks, and hands its state on as text."""
     seen, state = [], None
     for stop in [*stops, None]:
@@ -94,7 +94,7 @@ def taken(stream: TokenStream, count: int) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_many_documents_later_the_position_is_still_small_and_right(source):
+def test_position_stays_small_and_exact_after_many_documents(source):
     lengths = [1, 2, 0, 5] * 100
     blocks = plain(pack_tokens(documents(lengths), seq=7))
     for stop in (90, 100, 113):
@@ -107,14 +107,14 @@ def test_many_documents_later_the_position_is_still_small_and_right(source):
         assert plain(resumed) == blocks[stop:]
 
 
-def test_the_position_is_documents_and_an_offset():
+def test_position_stores_a_document_count_and_an_offset():
     stream = pack_tokens(documents([3, 0, 9]), seq=4)
     next(stream)
     assert stream.state_dict() == {"seq": 4, "documents": 2, "offset": 1, "skip": 2, "source": None}
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_a_loop_begins_at_the_start_wherever_another_one_was_left(source):
+def test_new_loop_starts_at_the_first_block(source):
     stream = pack_tokens(SOURCES[source]([3, 0, 9]), seq=4)
     first = plain(stream)
     assert len(first) == 3
@@ -123,13 +123,13 @@ def test_a_loop_begins_at_the_start_wherever_another_one_was_left(source):
     assert plain(stream) == first
 
 
-def test_next_goes_on_where_a_loop_was_left():
+def test_next_continues_after_an_unfinished_loop():
     stream = pack_tokens(documents([3, 0, 9]), seq=4)
     head = plain(islice(stream, 1))
     assert head + plain(taken(stream, 9)) == plain(stream)
 
 
-def test_a_position_that_was_loaded_is_that_of_one_loop():
+def test_loaded_position_applies_to_one_loop_only():
     stream = pack_tokens(documents([3, 0, 9]), seq=4)
     whole = plain(stream)
     next(iter(stream))
@@ -140,7 +140,7 @@ def test_a_position_that_was_loaded_is_that_of_one_loop():
 
 @pytest.mark.parametrize("source", ["sequence", "iterable", "stateful"])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_loader_deals_blocks_over_ranks_and_resumes(source, ranks):
+def test_loader_distributes_blocks_over_ranks_and_resumes(source, ranks):
     lengths = [5, 0, 13, 7, 1, 1, 9]
 
     def loaders() -> list:
@@ -175,7 +175,7 @@ class Flaky(Repeated):
             yield document
 
 
-def test_nothing_is_lost_when_a_document_could_not_be_read():
+def test_failed_document_read_loses_no_token():
     stream = pack_tokens(Flaky([3, 2, 4, 1]), seq=4)
     head = [next(stream)]
     with pytest.raises(OSError, match="disk"):
@@ -184,7 +184,7 @@ def test_nothing_is_lost_when_a_document_could_not_be_read():
     assert unpacked([*head, *taken(stream, 9)], 4) == documents([3, 2, 4, 1])
 
 
-def test_it_is_a_node_of_torchdata():
+def test_token_stream_works_as_a_torchdata_node():
     lengths = [5, 0, 13, 7, 1, 1, 9]
 
     def loader() -> Loader:
@@ -215,7 +215,7 @@ def resumed(stream: TokenStream, state: dict[str, Any]) -> Any:
     ids=["other seq", "malformed", "fewer documents", "a shorter document", "no documents"],
 )
 @pytest.mark.parametrize("source", ["sequence", "iterable"])
-def test_a_position_in_other_documents_is_refused(source, lengths, change, message):
+def test_position_of_different_documents_is_refused(source, lengths, change, message):
     stream = pack_tokens(SOURCES[source]([4, 9]), seq=4)
     list(taken(stream, 2))
     state = {**stream.state_dict(), **change}
@@ -232,11 +232,11 @@ def test_a_position_in_other_documents_is_refused(source, lengths, change, messa
         (5, {"seq": 4}, "documents must be an iterable of tokens, got a int"),
     ],
 )
-def test_bad_options_are_refused(docs, options, message):
+def test_invalid_options_are_refused(docs, options, message):
     with pytest.raises(ConfigError, match=message):
         pack_tokens(docs, **options)
 
 
-def test_a_document_that_is_none_is_named():
+def test_invalid_document_error_names_the_document():
     with pytest.raises(DataError, match=r"document 1 must be tokens, .* got a str"):
         list(pack_tokens([[1, 2], "abc"], seq=2))

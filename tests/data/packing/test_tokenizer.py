@@ -20,13 +20,13 @@ def tokens_of(windows):
     return [window["tokens"].tolist() for window in windows]
 
 
-def test_windows_hold_the_documents_one_after_the_other():
+def test_windows_concatenate_the_documents_in_order():
     windows = TokenWindows(["abc", b"", "de\u00e9", b"\xff"], ByteTokenizer(eos_token="\n"), 4)
     assert tokens_of(windows) == [list(b"abc\n"), list(b"\nde\xc3"), list(b"\xa9\n\xff\n")]
     assert (windows.documents, windows.tokens, windows.leftover_tokens) == (4, 12, 0)
 
 
-def test_tokens_outside_of_windows_are_dropped_and_counted():
+def test_tokens_after_the_last_window_are_dropped_and_counted():
     windows = TokenWindows([b"abcde", b"fg"], ByteTokenizer(), 4)
     assert tokens_of(windows) == [list(b"abcd")]
     assert (windows.documents, windows.tokens, windows.leftover_tokens) == (2, 7, 3)
@@ -34,7 +34,7 @@ def test_tokens_outside_of_windows_are_dropped_and_counted():
 
 
 @given(st.lists(st.binary(max_size=40), max_size=8), st.integers(1, 9), st.sampled_from([None, "\0"]))
-def test_no_token_is_lost_or_repeated_before_the_rest(documents, size, end):
+def test_windows_contain_each_token_once_before_the_remainder(documents, size, end):
     windows = TokenWindows(documents, ByteTokenizer(eos_token=end), size)
     line = b"".join(document + (end or "").encode() for document in documents)
     found = tokens_of(windows)
@@ -54,7 +54,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_tokenizer_of_a_folder_ends_documents_as_its_configuration_says(folder):
+def test_folder_tokenizer_appends_its_configured_end_token(folder):
     tokenizer = load_tokenizer(str(folder))
     assert (tokenizer.eos_token_id, tokenizer.dtype) == (3, np.dtype(np.uint32))  # 70,000 does not fit into 16 bits
     assert tokens_of(TokenWindows(["ab c", "rare"], tokenizer, 5)) == [[1, 2, 3, 70_000, 3]]
@@ -62,14 +62,14 @@ def test_a_tokenizer_of_a_folder_ends_documents_as_its_configuration_says(folder
     assert load_tokenizer(str(folder), eos_token="c").eos_token_id == 2
 
 
-def test_a_tokenizer_that_does_not_say_what_ends_a_text_has_to_be_told(folder):
+def test_tokenizer_without_an_end_token_requires_eos_token(folder):
     (folder / "tokenizer_config.json").unlink()
     with pytest.raises(ConfigError, match=r"has no end-of-text token in its configuration\. Name that token, or none"):
         load_tokenizer(str(folder))
     assert load_tokenizer(str(folder), eos_token="<end>").eos_token_id == 3
 
 
-def test_tokenizers_that_cannot_be_are_refused_in_one_line(folder):
+def test_invalid_tokenizers_are_refused_in_one_line(folder):
     with pytest.raises(ConfigError, match=r"has no token 'x' to end documents with\. Name another token, or none"):
         load_tokenizer(str(folder), eos_token="x")
     (folder / "broken.json").write_text("{")
@@ -79,7 +79,7 @@ def test_tokenizers_that_cannot_be_are_refused_in_one_line(folder):
         load_tokenizer("bytes", eos_token="ab")
 
 
-def test_a_name_that_is_not_here_is_asked_of_transformers(monkeypatch):
+def test_nonlocal_tokenizer_name_is_loaded_by_transformers(monkeypatch):
     def refuse(name):
         raise OSError(f"{name} is not a local folder\nand not a model identifier")
 
@@ -89,13 +89,13 @@ def test_a_name_that_is_not_here_is_asked_of_transformers(monkeypatch):
         load_tokenizer("nobody/nothing")
 
 
-def test_the_smallest_dtype_with_room_for_every_token_is_taken():
+def test_smallest_dtype_that_holds_the_vocabulary_is_chosen():
     assert ByteTokenizer().dtype == np.uint8
     assert next(iter(TokenWindows([b"ab"], ByteTokenizer(), 2)))["tokens"].dtype == np.uint8
 
 
 @pytest.mark.parametrize("name", ["bytes", "tokenizer.json"])
-def test_a_document_that_is_no_text_is_named(name, folder):
+def test_non_text_document_error_names_the_document(name, folder):
     tokenizer = load_tokenizer("bytes" if name == "bytes" else str(folder))
     with pytest.raises(DataError, match=r"^document 2: text must be valid UTF-8$"):
         list(TokenWindows(["ab", "c", "\ud800"], tokenizer, 2))

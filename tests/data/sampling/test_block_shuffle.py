@@ -29,7 +29,7 @@ def shard_of(sizes, indices):
 
 @given(sizes=SIZES, options=OPTIONS, seed=st.integers(0, 2**40), epoch=st.integers(0, 5))
 @settings(max_examples=150, deadline=None)
-def test_every_sample_stands_once_in_an_epoch_for_shards_of_any_sizes(sizes, options, seed, epoch):
+def test_epoch_contains_every_sample_once_for_any_shard_sizes(sizes, options, seed, epoch):
     order = shard_order(sizes, seed=seed, shuffle=options)
     assert whole(order, epoch).sort().values.equal(torch.arange(sum(sizes)))
 
@@ -46,7 +46,7 @@ def test_a_range_equals_the_same_range_of_the_whole_epoch(sizes, options, data):
 
 @given(sizes=SIZES, options=OPTIONS)
 @settings(max_examples=50, deadline=None)
-def test_no_window_is_spread_over_more_than_its_shards(sizes, options):
+def test_window_reads_no_more_than_its_number_of_shards(sizes, options):
     """Between two window borders a stream reads whole windows: at most ``window`` adjacent shards."""
     order = shard_order(sizes, seed=1, shuffle=replace(options, unit="shards"))
     for lane in range(order.streams):
@@ -59,7 +59,7 @@ def test_no_window_is_spread_over_more_than_its_shards(sizes, options):
         assert max(open_at, default=0) <= options.window
 
 
-def test_a_rank_reads_the_shards_of_its_own_lanes_only():
+def test_rank_reads_only_the_shards_of_its_own_lanes():
     sizes = [50] * 64
     order = shard_order(sizes, seed=0, shuffle=BlockShuffle(window=2, streams=8))
     read = []
@@ -70,14 +70,14 @@ def test_a_rank_reads_the_shards_of_its_own_lanes_only():
     assert set.union(*read) == set(range(64))
 
 
-def test_lanes_have_equal_lengths_whatever_the_sizes_of_shards():
+def test_lanes_have_equal_lengths_for_any_shard_sizes():
     sizes = [1000, 1, 1, 1, 500, 3]
     order = shard_order(sizes, seed=0, shuffle=BlockShuffle(window=1, streams=4))
     lengths = [len(whole(order)[lane::4]) for lane in range(4)]
     assert max(lengths) - min(lengths) <= 1
 
 
-def test_a_window_of_samples_keeps_them_within_it():
+def test_window_of_samples_bounds_each_sample_displacement():
     order = shard_order([100_000], seed=5, shuffle=BlockShuffle(window=2000, unit="samples", streams=2))
     for lane in range(2):
         mine = whole(order)[lane::2]
@@ -87,12 +87,12 @@ def test_a_window_of_samples_keeps_them_within_it():
         assert (mine[1:] - mine[:-1]).abs().float().mean() > 500  # torn apart inside
 
 
-def test_epochs_and_seeds_differ():
+def test_order_differs_by_epoch_and_seed():
     orders = [whole(shard_order([7] * 30, seed=seed, shuffle=True), epoch).tolist() for seed in range(3) for epoch in range(3)]
     assert len({tuple(order) for order in orders}) == 9
 
 
-def test_without_shuffle_the_order_is_the_datasets():
+def test_order_without_shuffle_equals_the_dataset_order():
     order = shard_order([3, 0, 4], seed=1, shuffle=False)
     assert whole(order).tolist() == list(range(7))
     assert order.streams == 1
@@ -110,7 +110,7 @@ def test_order_never_changes_between_releases(sizes, options, expected):
     assert shard_order(sizes, seed=0, shuffle=options).indices(1, 4, 10).tolist() == expected
 
 
-def test_windows_look_uniform_inside():
+def test_order_within_a_window_is_uniform():
     """Count the 16th of its window in which each sample lands: 15 degrees of freedom, below 37.7 with p = 0.999."""
     order = shard_order([1600] * 40, seed=9, shuffle=BlockShuffle(window=1, streams=1))
     within = whole(order).view(40, 1600) % 1600
@@ -119,7 +119,7 @@ def test_windows_look_uniform_inside():
         assert ((counts - 2.5) ** 2 / 2.5).sum() < 37.7
 
 
-def test_a_billion_samples_in_many_shards_are_not_held():
+def test_order_of_a_billion_samples_uses_bounded_memory():
     order = shard_order(torch.full((20_000,), 50_000), seed=0, shuffle=True)
     stretch = order.indices(3, 999_999_000, 1_000_000_000)
     assert len(stretch.unique()) == 1000
@@ -150,7 +150,7 @@ def test_a_state_of_the_same_order_is_accepted():
         ([3, 4, 5], 0, BlockShuffle(streams=2), "streams"),
     ],
 )
-def test_a_state_of_another_order_is_refused(sizes, seed, shuffle, named):
+def test_state_of_a_different_order_is_refused(sizes, seed, shuffle, named):
     state = shard_order([3, 4, 5], seed=0, shuffle=True).state(0, 5)
     with pytest.raises(CheckpointMismatchError, match=f"in a dataset with {named}="):
         shard_order(sizes, seed=seed, shuffle=shuffle).at_state(state, 0, 5)
@@ -164,7 +164,7 @@ def test_a_state_of_another_order_is_refused(sizes, seed, shuffle, named):
         ({"unit": "bytes"}, "unit must be 'shards' or 'samples', got 'bytes'"),
     ],
 )
-def test_bad_options_are_refused(options, message):
+def test_invalid_options_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         BlockShuffle(**options)
 

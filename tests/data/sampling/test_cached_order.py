@@ -45,7 +45,7 @@ def test_large_batches_use_few_ranges():
     assert len(order.lengths) < 15
 
 
-def test_a_rank_that_skips_other_ranks_positions_keeps_long_ranges():
+def test_rank_with_strided_positions_keeps_long_ranges():
     order = Counting(1_000_000)
     prepared = CachedOrder(order)
     for start in range(0, 400_000, 4096):
@@ -53,7 +53,7 @@ def test_a_rank_that_skips_other_ranks_positions_keeps_long_ranges():
     assert len(order.lengths) < 15
 
 
-def test_a_rank_of_very_many_computes_little_beyond_its_share():
+def test_rank_among_many_computes_little_beyond_its_share():
     order = Counting(1_000_000)
     prepared = CachedOrder(order)
     for start in range(0, 900_000, 90_000):
@@ -61,7 +61,7 @@ def test_a_rank_of_very_many_computes_little_beyond_its_share():
     assert set(order.lengths) == {1024}
 
 
-def test_a_jump_starts_again_with_a_short_range():
+def test_jump_resets_the_range_length():
     order = Counting(1_000_000)
     prepared = CachedOrder(order)
     for start in (0, 1024, 500_000):

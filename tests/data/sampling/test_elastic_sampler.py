@@ -16,7 +16,7 @@ def test_a_range_equals_the_same_range_of_the_whole_epoch():
     assert not sampler.indices(3, 0, 1000).equal(whole)
 
 
-def test_without_shuffle_the_order_is_the_datasets():
+def test_order_without_shuffle_equals_the_dataset_order():
     assert ElasticSampler(size=5, shuffle=False).indices(4, 1, 4).tolist() == [1, 2, 3]
 
 
@@ -38,7 +38,7 @@ def test_a_state_of_the_same_order_is_accepted():
 
 
 @pytest.mark.parametrize(("key", "value"), [("size", 11), ("seed", 4), ("shuffle", 0)])
-def test_a_state_of_another_order_is_refused(key, value):
+def test_state_of_a_different_order_is_refused(key, value):
     order = ElasticSampler(size=10, seed=3)
     with pytest.raises(CheckpointMismatchError, match=f"{key}={value}, this one has {key}="):
         order.at_state({**order.state(0, 0), key: value}, 0, 0)

@@ -15,7 +15,7 @@ def batches(size, batch, last_batch, start=0):
 
 
 @given(size=st.integers(1, 100), batch=st.integers(1, 120), last_batch=st.sampled_from(LAST_BATCH_MODES))
-def test_counts_of_samples_and_batches_are_those_of_the_bounds(size, batch, last_batch):
+def test_sample_and_batch_counts_match_the_batch_bounds(size, batch, last_batch):
     found, epoch = batches(size, batch, last_batch), EpochBatches(size=size, global_batch_size=batch, last_batch=last_batch)
     assert sum(stop - first for first, stop in found) == epoch.samples_per_epoch
     assert len(found) == epoch.steps_per_epoch()
@@ -33,7 +33,7 @@ def test_last_batch_modes_hold_after_the_batch_size_changed_in_an_epoch(last_bat
 
 
 @given(size=st.integers(1, 20), start=st.integers(0, 60), count=st.integers(0, 60))
-def test_positions_beyond_the_epoch_begin_again(size, start, count):
+def test_positions_beyond_the_epoch_wrap_to_its_start(size, start, count):
     order = ElasticSampler(size=size, seed=1)
     whole = order.indices(2, 0, size).tolist()
     expected = [whole[at % size] for at in range(start, start + count)]

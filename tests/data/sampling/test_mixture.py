@@ -76,7 +76,7 @@ def own(mixture, indices):
 
 @given(weights=WEIGHTS, start=st.integers(0, 10**12), length=st.integers(0, 3000))
 @settings(max_examples=150, deadline=None)
-def test_every_stretch_has_the_proportions_within_the_proved_bound(weights, start, length):
+def test_every_range_has_the_proportions_within_the_bound(weights, start, length):
     tree, total = build_tree(weights), sum(weights)
     dealt = source_of(tree, start, start + length)
     before, after = count_sources(tree, len(weights), start), count_sources(tree, len(weights), start + length)
@@ -100,14 +100,14 @@ def test_proportions_are_exact_beyond_63_bits(weights):
     assert abs(count_sources(tree, len(weights), 10**30)[0] - 10**30 * exact[0] / sum(exact)) < 1
 
 
-def test_stretches_join():
+def test_source_counts_of_adjacent_ranges_join():
     tree = build_tree([Fraction(3), Fraction(5), Fraction(1, 7)])
     whole = source_of(tree, -1000, 200_000)
     assert (source_of(tree, -1000, 77_777) == whole[:78_777]).all()
     assert (source_of(tree, 77_777, 200_000) == whole[78_777:]).all()
 
 
-def test_a_source_goes_through_whole_epochs_of_its_own():
+def test_source_completes_its_own_epochs():
     mixture = three()
     lists = drawn(mixture, mixture.order(0, True), epochs=5)
     for name, dataset in mixture.sources.items():
@@ -118,7 +118,7 @@ def test_a_source_goes_through_whole_epochs_of_its_own():
         assert len({tuple(each) for each in rounds}) == len(rounds)  # each in another order
 
 
-def test_without_shuffle_sources_keep_their_order():
+def test_sources_without_shuffle_keep_their_order():
     mixture = three(a=2, b=1, c=1)
     lists = drawn(mixture, mixture.order(0, False), epochs=1)
     assert lists["a"][:3] == [0, 1, 2]
@@ -138,7 +138,7 @@ def test_a_range_equals_the_same_range_of_the_whole_epoch(start, stop, epoch):
     steps=st.lists(st.integers(0, 400), min_size=10, max_size=10),
 )
 @settings(max_examples=50, deadline=None)
-def test_weights_may_change_at_each_resume_without_loss_or_repeat(weights, steps):
+def test_weight_changes_at_resumes_lose_or_repeat_no_sample(weights, steps):
     """Every source goes on where it was: its draws are one walk through its epochs, whatever the weights were."""
     walks, place, state, names = {"a": [], "b": [], "c": []}, 0, None, ("a", "b", "c")
     for parts, step in zip(weights, steps, strict=False):
@@ -160,7 +160,7 @@ def test_weights_may_change_at_each_resume_without_loss_or_repeat(weights, steps
         assert walk == full[: len(walk)]
 
 
-def test_a_resume_with_the_same_weights_is_the_same_order_even_after_they_changed():
+def test_resume_with_unchanged_weights_keeps_the_order_after_earlier_changes():
     first, later = three(a=1, b=1, c=1), three(a=5, b=1, c=0)
     order = later.order(0, True).at_state(first.order(0, True).state(1, 20), 1, 20)
     again = later.order(0, True).at_state({"epoch": 2, **order.state(2, 30)}, 2, 30)
@@ -169,14 +169,14 @@ def test_a_resume_with_the_same_weights_is_the_same_order_even_after_they_change
     assert not fresh.indices(2, 30, 145).equal(order.indices(2, 30, 145))  # the change is remembered
 
 
-def test_new_weights_hold_from_the_resume_on():
+def test_new_weights_apply_after_the_resume():
     order = three(a=1, b=0, c=0).order(0, True).at_state(three().order(0, True).state(0, 50), 0, 50)
     assert order.indices(0, 50, 145).lt(100).all()
     order = three(a=0, b=0, c=1).order(0, True).at_state(order.state(0, 60), 0, 60)
     assert order.indices(0, 60, 145).ge(137).all()
 
 
-def test_epochs_of_a_mixture_are_as_long_as_it_is_told():
+def test_epoch_samples_sets_the_epoch_length():
     mixture = mix({"a": range(10), "b": range(1000)}, weights={"a": 1, "b": 1}, epoch_samples=64)
     assert mixture.order(0, True).size == 64
     assert len(mixture) == 1010
@@ -198,7 +198,7 @@ def test_a_block_shuffled_source_keeps_its_order_and_its_lanes():
         assert {lane_of[index] for index in mine.tolist() if index < 1600} == {rank}
 
 
-def test_with_lanes_the_proportions_hold_in_rows_of_them():
+def test_proportions_hold_for_rows_of_lanes():
     """Half a row away from the share after whole rows, and at most one row that is not whole."""
     order = mix({"s": Sharded([50] * 32), "m": range(500)}, weights={"s": 3, "m": 1}).order(1, BlockShuffle(streams=4))
     drawn_from_s = order.indices(0, 0, 2100).lt(1600).cumsum(0)
@@ -208,7 +208,7 @@ def test_with_lanes_the_proportions_hold_in_rows_of_them():
 
 @given(parts=st.lists(st.integers(1, 9), min_size=2, max_size=2), cut=st.integers(0, 2099))
 @settings(max_examples=30, deadline=None)
-def test_a_block_shuffled_source_goes_on_where_it_was_when_weights_change(parts, cut):
+def test_block_shuffled_source_keeps_its_position_when_weights_change(parts, cut):
     def mixture(s, m):
         return mix({"s": Sharded([50] * 32), "m": range(500)}, weights={"s": s, "m": m})
 
@@ -220,7 +220,7 @@ def test_a_block_shuffled_source_goes_on_where_it_was_when_weights_change(parts,
     assert walk == torch.cat([source.indices(epoch, 0, 1600) for epoch in (0, 1)])[: len(walk)].tolist()
 
 
-def test_a_mixture_may_be_a_source():
+def test_mixture_may_be_nested_as_a_source():
     inner = three()
     outer = mix({"inner": inner, "d": range(5)}, weights={"inner": 0.5, "d": 0.5})
     order = outer.order(0, True)
@@ -230,7 +230,7 @@ def test_a_mixture_may_be_a_source():
     assert again.indices(0, 77, 150).equal(order.indices(0, 77, 150))
 
 
-def test_a_batch_asks_each_source_once_and_keeps_the_order():
+def test_batch_reads_each_source_once_and_keeps_the_order():
     a, b = Recorded("a", 10), Recorded("b", 5)
     mixture = mix({"a": a, "b": b, "plain": [7, 8]}, weights={"a": 1, "b": 1, "plain": 1})
     assert mixture.__getitems__([12, 3, 16, 0, 14]) == ["b2", "a3", 8, "a0", "b4"]
@@ -239,13 +239,13 @@ def test_a_batch_asks_each_source_once_and_keeps_the_order():
 
 
 @pytest.mark.parametrize("index", [-1, 15])
-def test_an_index_outside_is_refused(index):
+def test_index_out_of_range_is_refused(index):
     mixture = mix({"a": range(10), "b": range(5)}, weights={"a": 1, "b": 1})
     with pytest.raises(IndexError, match="not in 0 to 14"):
         mixture[index]
 
 
-def test_sources_are_told_what_is_wanted_soon_and_closed():
+def test_mixture_forwards_prefetch_and_close_to_its_sources():
     a, b = Recorded("a", 10), Recorded("b", 5)
     mixture = mix({"a": a, "plain": [1], "b": b}, weights={"a": 1, "plain": 1, "b": 1})
     mixture.prefetch(torch.tensor([15, 0, 10, 11]))
@@ -255,18 +255,18 @@ def test_sources_are_told_what_is_wanted_soon_and_closed():
     assert (a.closed, b.closed) == (1, 1)
 
 
-def test_a_fingerprint_is_that_of_all_sources_without_the_weights():
+def test_fingerprint_covers_all_sources_but_not_the_weights():
     assert three().fingerprint() == three(a=1, b=9, c=3).fingerprint()
     assert three().fingerprint() != mix({"a": range(100), "b": range(36), "c": range(9)}, weights=three().weights).fingerprint()
 
 
-def test_a_mixture_can_be_pickled_and_read_about():
+def test_mixture_can_be_pickled_and_has_a_readable_repr():
     mixture = pickle.loads(pickle.dumps(three()))
     assert mixture.order(0, True).indices(0, 0, 145).equal(three().order(0, True).indices(0, 0, 145))
     assert repr(mixture) == "Mixture(a: 100 at 0.5, b: 37 at 0.3, c: 8 at 0.2, epoch_samples=145)"
 
 
-def test_floats_are_taken_as_they_are_written():
+def test_float_weights_become_exact_decimal_fractions():
     assert three().weights == {"a": Fraction(1, 2), "b": Fraction(3, 10), "c": Fraction(1, 5)}
 
 
@@ -284,13 +284,13 @@ def test_order_never_changes_between_releases():
     ],
     ids=["sizes of sources", "size", "names", "number of sources"],
 )
-def test_a_state_of_another_mixture_is_refused(sizes, message):
+def test_state_of_a_different_mixture_is_refused(sizes, message):
     other = mix({name: range(size) for name, size in sizes.items()}, weights=dict.fromkeys(sizes, 1))
     with pytest.raises(CheckpointMismatchError, match=message):
         other.order(0, True).at_state(three().order(0, True).state(0, 5), 0, 5)
 
 
-def test_a_state_of_another_seed_is_refused():
+def test_state_of_a_different_seed_is_refused():
     with pytest.raises(CheckpointMismatchError, match="seed=1, this one has seed=2"):
         three().order(2, True).at_state(three().order(1, True).state(0, 5), 0, 5)
 
@@ -319,6 +319,6 @@ def test_a_state_of_a_plain_dataset_is_refused():
         ({"a": [1]}, {"a": 1}, {"epoch_samples": 0}, "epoch_samples must be an integer of at least 1, got 0"),
     ],
 )
-def test_bad_mixtures_are_refused(sources, weights, more, message):
+def test_invalid_mixtures_are_refused(sources, weights, more, message):
     with pytest.raises(ConfigError, match=message):
         mix(sources, weights=weights, **more)

@@ -68,7 +68,7 @@ def consumed(make, *, batch, last_batch, until, legs):
     legs=st.lists(st.tuples(st.integers(1, 8), st.integers(0, 12)), max_size=10),
 )
 @settings(max_examples=50, deadline=None)
-def test_a_chain_of_resumes_on_changing_worlds_equals_one_run(kind, size, seed, batch, last_batch, until, legs):
+def test_chained_resumes_with_changing_world_sizes_equal_one_run(kind, size, seed, batch, last_batch, until, legs):
     def make():
         return ORDERS[kind](size, seed)
 
@@ -81,7 +81,7 @@ def test_a_chain_of_resumes_on_changing_worlds_equals_one_run(kind, size, seed, 
 @pytest.mark.parametrize("kind", ["full", "none", "blocks"])
 @given(size=st.integers(1, 150), seed=st.integers(0, 2**40), batches=st.lists(st.integers(1, 40), min_size=1, max_size=10))
 @settings(max_examples=50, deadline=None)
-def test_an_epoch_has_every_sample_once_whatever_the_batch_sizes(kind, size, seed, batches):
+def test_epoch_has_every_sample_once_for_any_batch_sizes(kind, size, seed, batches):
     order, start, seen = ORDERS[kind](size, seed), 0, []
     while start < order.size:
         batch = batches[len(seen) % len(batches)]
@@ -92,7 +92,7 @@ def test_an_epoch_has_every_sample_once_whatever_the_batch_sizes(kind, size, see
     assert seen == order.indices(1, 0, order.size).tolist()
 
 
-def test_the_check_sees_an_order_that_does_not_go_on():
+def test_resume_check_detects_a_discontinuous_order():
     class StartsOver(ElasticSampler):
         def at_state(self, state, epoch, start):
             return ElasticSampler(size=self.size, seed=state["seed"] + 1)

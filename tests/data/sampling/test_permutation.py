@@ -29,7 +29,7 @@ def test_permute_stays_in_range_without_repeats_at_any_size(n, key, start):
     assert len(values.unique()) == len(positions)
 
 
-def test_positions_are_left_as_they_were():
+def test_permute_does_not_modify_its_positions():
     positions = torch.arange(100)
     permute(positions, 2000, 3)
     assert positions.equal(torch.arange(100))
@@ -42,14 +42,14 @@ def test_keys_give_different_orders():
 
 @pytest.mark.parametrize("n", [16, 1600])
 @pytest.mark.parametrize("place", [0, 7])
-def test_where_a_sample_lands_is_uniform(n, place):
+def test_sample_destination_is_uniform(n, place):
     """Count the 16th of the range that the sample at a position comes from, over 4,000 keys."""
     found = torch.cat([permute(torch.tensor([place]), n, key) for key in range(4000)])
     assert chi_square(torch.bincount(found * 16 // n, minlength=16)) < P_999[15]
 
 
 @pytest.mark.parametrize("n", [16, 1600])
-def test_where_two_neighbours_land_is_uniform_together(n):
+def test_joint_destination_of_two_neighbours_is_uniform(n):
     """Both 16ths at once, over 8,000 keys: 256 cells, 240 for 16 samples, of which two never land on one place."""
     both = torch.stack([permute(torch.tensor([3, 4]), n, key) for key in range(8_000)]) * 16 // n
     counts = torch.bincount(both[:, 0] * 16 + both[:, 1], minlength=256)
@@ -67,7 +67,7 @@ def test_all_orders_of_a_tiny_range_are_equally_likely(n, orders):
     assert chi_square(counts) < P_999[orders - 1]
 
 
-def test_cycles_are_as_long_as_those_of_random_permutations():
+def test_cycle_lengths_match_random_permutations():
     """A random permutation of n has ln(n) + 0.58 cycles on average, with a variance of about ln(n) - 1.07."""
     n, keys = 2000, 60
     cycles = []
@@ -82,20 +82,20 @@ def test_cycles_are_as_long_as_those_of_random_permutations():
     assert abs(sum(cycles) / keys - mean) < 3.3 * deviation  # p = 0.001
 
 
-def test_neighbours_are_torn_apart():
+def test_neighbours_are_separated():
     values = permute(torch.arange(10_000), 10_000, key=1)
     steps = (values[1:] - values[:-1]).abs().float().mean()
     assert steps == pytest.approx(10_000 / 3, rel=0.05)  # the mean distance of two uniform draws
 
 
-def test_long_calls_equal_short_ones():
+def test_one_long_call_equals_several_short_calls():
     whole = permute(torch.arange(200_000), 10**9, key=5)
     assert permute(torch.arange(60_000, 70_000), 10**9, key=5).equal(whole[60_000:70_000])
 
 
 @given(sizes=st.lists(st.integers(1, 60) | st.integers(1000, 3000), min_size=1, max_size=12), key=st.integers(0, 2**62))
 @settings(max_examples=50, deadline=None)
-def test_each_range_is_permuted_on_its_own(sizes, key):
+def test_each_range_is_permuted_separately(sizes, key):
     lengths = np.array(sizes)
     ids = np.repeat(np.arange(len(sizes)), lengths)
     offsets = np.concatenate([np.arange(size) for size in sizes])

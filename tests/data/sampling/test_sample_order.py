@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from dtrain.data.sampling.sample_order import rank_positions, rank_share
 
 
-def test_shares_are_contiguous_and_even():
+def test_rank_shares_are_contiguous_and_even():
     for count in range(1, 9):
         shares = [rank_share(10, 31, index, count) for index in range(count)]
         assert shares[0][0] == 10
@@ -17,7 +17,7 @@ def test_shares_are_contiguous_and_even():
 
 
 @given(start=st.integers(0, 50), length=st.integers(0, 50), count=st.integers(1, 9), streams=st.integers(1, 9))
-def test_positions_are_divided_over_the_ranks(start, length, count, streams):
+def test_rank_positions_partition_the_range_evenly(start, length, count, streams):
     positions = range(start, start + length)
     parts = [rank_positions(start, start + length, index, count, streams) for index in range(count)]
     assert sorted(itertools.chain(*parts)) == list(positions)

@@ -60,7 +60,7 @@ def test_download_returns_the_raw_bytes(compressed, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("compressed", [False, True], ids=["raw", "gz"])
 @pytest.mark.parametrize("what", ["changed", "cut", "longer", "other"])
-def test_wrong_bytes_are_fetched_once_more(what, compressed, tmp_path):
+def test_wrong_bytes_are_downloaded_once_more(what, compressed, tmp_path):
     right = PACKED if compressed else RAW
     wrong = {
         "changed": right[:20_000] + b"wrong" + right[20_005:],

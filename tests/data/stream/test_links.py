@@ -21,7 +21,7 @@ def everything(dataset):
     return [dataset[index] for index in range(len(dataset))]
 
 
-def test_link_out_of_a_folder_without_index_is_refused(tmp_path, opened):
+def test_link_outside_a_folder_without_index_is_refused(tmp_path, opened):
     secret = lines(tmp_path / "secret.jsonl", "password")
     lines(tmp_path / "data" / "a.jsonl", "fine")
     (tmp_path / "data" / "b.jsonl").symlink_to(secret)
@@ -32,7 +32,7 @@ def test_link_out_of_a_folder_without_index_is_refused(tmp_path, opened):
 
 @pytest.mark.parametrize("compression", [None, "gz"])
 @pytest.mark.parametrize("what", ["file", "folder", "index", "unpacked"])
-def test_link_out_of_a_folder_with_index_is_refused(what, compression, tmp_path, opened):
+def test_link_outside_a_folder_with_index_is_refused(what, compression, tmp_path, opened):
     outside = written(tmp_path / "outside", compression=compression, hashes=[])
     folder = tmp_path / "data"
     index = json.loads((outside / "index.json").read_text())

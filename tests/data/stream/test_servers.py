@@ -58,7 +58,7 @@ def first_byte(request):
     return request.headers.get("Range") == "bytes=0-0"
 
 
-def test_ranged_download_reads_the_bytes_of_samples_only(served, data, opened, tmp_path):
+def test_ranged_download_requests_only_sample_bytes(served, data, opened, tmp_path):
     place = served(data)
     dataset = opened(place.url, download="ranged")
     before = len(place.proxy.requests)
@@ -182,7 +182,7 @@ def test_close_stops_the_prefetch(on_s3, data, opened, tmp_path):
     assert not list((tmp_path / "cache").glob("*.part"))
 
 
-def test_server_without_ranges_gives_whole_shards(data, opened, short):
+def test_server_without_range_support_downloads_whole_shards(data, opened, short):
     with web(data, ranges=False) as port:
         url = f"http://127.0.0.1:{port}"
         assert ids(opened(url).__getitems__(range(100))) == list(range(100))
@@ -201,7 +201,7 @@ def test_special_characters_in_names_are_read(tmp_path, opened, short):
         assert sorted(dataset.__getitems__(range(len(dataset)))) == sorted(names)
 
 
-def test_server_without_listings_needs_an_index(data, opened, short):
+def test_server_without_directory_listing_requires_an_index(data, opened, short):
     (data / "index.json").unlink()
     with web(data, listing=False) as port, pytest.raises(DataError, match=r"cannot be read: .*Forbidden"):
         opened(f"http://127.0.0.1:{port}")
@@ -237,7 +237,7 @@ def program(place, cache, limit=10**9):
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
 
 
-def test_killed_download_is_taken_over(on_s3, tmp_path, opened):
+def test_killed_download_is_finished_by_another_process(on_s3, tmp_path, opened):
     place = on_s3(written(tmp_path / "data", limit=None))
     with place.proxy.doing(Fault(kind="slow", matches=is_shard, after=600)), program(place, tmp_path / "cache") as process:
         try:
@@ -299,7 +299,7 @@ def test_four_processes_share_a_small_cache_on_a_bad_network(compression, on_s3,
 
 
 @pytest.mark.slow
-def test_killed_readers_do_no_harm(on_s3, tmp_path, opened):
+def test_killed_readers_do_not_affect_other_readers(on_s3, tmp_path, opened):
     count, limit = 300, 60_000
     place = on_s3(written(tmp_path / "data", count, size=1000, limit=10_000, compression="zstd"))
     cache, draw = tmp_path / "cache", random.Random(0)

@@ -37,7 +37,7 @@ def cache(tmp_path):
     return cache
 
 
-def test_shard_is_made_once(cache):
+def test_shard_is_created_once(cache):
     assert bytes(made(cache, A, 40)) == b"x" * 40
     assert bytes(made(cache, A, 40, byte=b"y")) == b"x" * 40
 
@@ -112,7 +112,7 @@ def test_reservation_above_the_limit_is_refused(cache):
     assert os.listdir(cache.folder) == [".lock"]
 
 
-def test_failed_make_leaves_no_file(cache):
+def test_failed_creation_leaves_no_file(cache):
     def make(part):
         part.write(b"y" * 10)
         raise DataError("no more")
@@ -171,7 +171,7 @@ def test_shard_with_unwritable_times_is_read(number, cache):
         assert bytes(made(cache, A, 40, byte=b"y")) == b"x" * 40
 
 
-def test_unremovable_file_takes_up_room(cache):
+def test_unremovable_file_counts_against_the_cache_size(cache):
     made(cache, A, 40)
     made(cache, B, 40)
     denied = PermissionError(errno.EPERM, "Operation not permitted")
@@ -204,7 +204,7 @@ def test_other_files_in_the_folder_are_kept(cache):
     assert sorted(os.listdir(cache.folder)) == sorted([".lock", *others, B])
 
 
-def test_two_threads_make_a_shard_once(cache):
+def test_two_threads_create_a_shard_once(cache):
     made_by, views = [], []
 
     def make(part):

@@ -135,7 +135,7 @@ LISTED = [
 
 
 @pytest.mark.parametrize(("format", "options"), LISTED, ids=["-".join([kind, *o.values()]) for kind, o in LISTED])
-def test_samples_of_a_folder_without_index_are_counted_once(format, options, tmp_path, opened, monkeypatch):
+def test_folder_without_index_counts_its_samples_once(format, options, tmp_path, opened, monkeypatch):
     folder = tmp_path / "data"
     column = "txt" if format == "tar" else "text"
     limit = 20_000 if format == "tar" else 300
@@ -164,7 +164,7 @@ def test_single_file_is_a_dataset(tmp_path, opened):
     assert len(opened(tmp_path)) == 3
 
 
-def test_format_can_be_given(tmp_path, opened):
+def test_format_option_selects_one_of_several_formats(tmp_path, opened):
     (tmp_path / "a.txt").write_text("one\n")
     (tmp_path / "b.jsonl").write_text('{"x": 1}\n')
     with pytest.raises(ConfigError, match=r"has files of several formats \(jsonl, text\). Choose one with format=$"):
@@ -211,7 +211,7 @@ def test_damaged_shard_is_named(what, message, compression, tmp_path, opened):
     assert dataset[first + dataset.shard_sizes[1]]["id"] == first + dataset.shard_sizes[1]
 
 
-def test_verify_false_skips_digests_in_place(tmp_path, opened):
+def test_verify_false_skips_digests_of_local_files(tmp_path, opened):
     broken(written(tmp_path / "data"), "changed")
     dataset = opened(tmp_path / "data", verify=False)
     assert dataset[dataset.shard_sizes[0]]["id"] == dataset.shard_sizes[0]
@@ -246,7 +246,7 @@ def test_sample_with_damaged_sizes_is_named(tmp_path, opened):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_loader_skips_bad_samples_but_no_missing_shard(workers, tmp_path, opened):
+def test_loader_skips_bad_samples_but_not_a_missing_shard(workers, tmp_path, opened):
     folder = tmp_path / "data"
     write_shards(({"x": index} for index in range(9)), str(folder), format="jsonl", size_limit=30, hashes=())
     first, second = sorted(folder.glob("*.jsonl"))[:2]
@@ -482,7 +482,7 @@ def test_idle_forked_child_keeps_no_shard_in_the_cache(tmp_path, opened):
         os.waitpid(pid, 0)
 
 
-def test_shard_without_room_is_read_into_memory(tmp_path, opened):
+def test_shard_is_read_into_memory_when_the_cache_is_full(tmp_path, opened):
     folder = written(tmp_path / "data", compression="gz")
     limit = largest(folder)
     first, second = opened(folder, cache_bytes=limit), opened(folder, cache_bytes=limit)

@@ -263,7 +263,7 @@ def test_error_of_the_samples_propagates_and_leaves_no_shard(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_two_writers_in_one_folder_make_one_dataset_and_one_error(tmp_path: Path) -> None:
+def test_second_writer_in_one_folder_is_refused(tmp_path: Path) -> None:
     def samples() -> Iterator[dict[str, Any]]:
         yield {"a": 1}
         with pytest.raises(ConfigError, match="has a dataset that is incomplete, because its writer still runs or was killed"):

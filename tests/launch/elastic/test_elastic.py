@@ -80,7 +80,7 @@ def _session(leader: int) -> list[int]:
     return found
 
 
-def test_nodes_meet_and_the_ranks_get_arguments_and_environment_as_they_are(nodes):
+def test_ranks_of_two_nodes_form_group_with_arguments_and_environment(nodes):
     source = """
     import os, sys
     import torch.distributed as dist
@@ -104,7 +104,7 @@ def test_nodes_meet_and_the_ranks_get_arguments_and_environment_as_they_are(node
     ],
     ids=["exception", "exit code", "killed"],
 )
-def test_the_exit_code_is_the_ranks_and_one_line_names_it(nodes, failure, code, words):
+def test_launcher_returns_exit_code_of_failed_rank_and_names_it(nodes, failure, code, words):
     process = nodes.start(f"import os, sys\n{failure}\n", nodes=(1, 1))
     _, err = process.communicate(timeout=LONG_S)
     assert process.returncode == code, err
@@ -113,14 +113,14 @@ def test_the_exit_code_is_the_ranks_and_one_line_names_it(nodes, failure, code, 
     assert ("ValueError: no data" in line) is (code == 1)
 
 
-def test_ranks_that_saved_and_stopped_make_the_exit_code_75(nodes):
+def test_exit_code_is_75_when_ranks_saved(nodes):
     process = nodes.start("raise SystemExit(75)", nodes=(1, 1))
     _, err = process.communicate(timeout=LONG_S)
     assert (process.returncode, err) == (75, "")
 
 
 @pytest.mark.slow
-def test_a_job_goes_on_with_one_node_fewer_when_a_node_dies(nodes):
+def test_job_continues_with_one_node_fewer_after_node_death(nodes):
     source = """
     import os, pathlib, time
     import torch
@@ -151,7 +151,7 @@ def _listens(endpoint: str) -> bool:
         return probe.connect_ex(("127.0.0.1", int(endpoint.rpartition(":")[2]))) == 0
 
 
-def test_an_endpoint_that_does_not_resolve_is_one_line(nodes):
+def test_unresolvable_endpoint_prints_one_line(nodes):
     nodes.endpoint = "no-such-host.invalid:29500"
     process = nodes.start("", nodes=(1, 1))
     _, err = process.communicate(timeout=LONG_S)
@@ -159,7 +159,7 @@ def test_an_endpoint_that_does_not_resolve_is_one_line(nodes):
     assert (process.returncode, err) == (1, f"dtrain: launch: the rendezvous of nodes at {nodes.endpoint} failed: {what}\n")
 
 
-def test_being_told_to_end_is_one_line_and_the_ranks_are_gone(nodes):
+def test_sigterm_prints_one_line_and_ends_ranks(nodes):
     process = nodes.start("import pathlib, time; pathlib.Path('up').touch(); time.sleep(1000)", nodes=(1, 1))
     nodes.wait_for((nodes.folder / "up").exists)
     ranks = [pid for pid in _session(process.pid) if pid != process.pid]

@@ -240,7 +240,7 @@ def test_explanation_is_at_most_twelve_lines_and_names_at_most_eight_ranks(group
         assert "ranks 0, 2, 4, 6, 8, 10, 12, 14 and 24 more of 64" in lines[0]
 
 
-def test_place_of_ranks_that_lack_a_collective_is_left_out_where_they_differ():
+def test_explanation_omits_shared_location_when_missing_ranks_differ():
     evidence = [rank(0, WAITS), rank(1, BEHIND, line=12), rank(2, BEHIND, line=13), rank(3, WAITS)]
     lines = explain_stall(evidence, world_size=4, timeout_s=30.0, report=REPORT)
     assert "  ranks 1, 2 have not entered all_gather #57 of group control, where ranks 0, 3 wait" in lines
@@ -258,13 +258,13 @@ def test_place_of_ranks_that_lack_a_collective_is_left_out_where_they_differ():
         pytest.param([None] * 4, "rank 1 of 4 made no progress, and others", id="not-known"),
     ],
 )
-def test_explanation_by_hand_says_since_when_nothing_was_heard(quiet, says):
+def test_requested_explanation_gives_time_since_last_progress(quiet, says):
     evidence = [rank(number, BEHIND if number == 1 else WAITS, silent_s=quiet[number]) for number in range(4)]
     (first, *_) = explain_stall(evidence, world_size=4, timeout_s=None, report=REPORT)
     assert first.startswith(f"dtrain: launch: asked: {says}"), first
 
 
-def test_explanation_by_hand_does_not_doubt_the_network():
+def test_requested_explanation_does_not_blame_network():
     lines = explain_stall([rank(number, WAITS) for number in range(4)], world_size=4, timeout_s=None, report=REPORT)
     assert "  ranks 0, 1, 2, 3 wait in all_gather #57 of group control, and all its ranks have come" in lines
 
@@ -275,5 +275,5 @@ def test_explanation_shows_no_control_characters():
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"groups": [{}], "passed": 1, "doing": ""}', '{"groups": 3}'])
-def test_damaged_record_is_none(text):
+def test_parse_rank_record_returns_none_for_damaged_record(text):
     assert parse_rank_record(text) is None

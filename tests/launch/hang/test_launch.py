@@ -140,7 +140,7 @@ PLACES = {
 }
 
 
-def test_hang_names_the_rank_that_stopped_and_exits_with_124_and_work_of_one_rank_is_none(start, tmp_path):
+def test_hang_names_stopped_rank_and_exits_124_unlike_long_work(start, tmp_path):
     jobs = {}
     for kind, case in CASES.items():  # at the same time: most of it is waiting
         options = ["--hang-timeout", str(TIMEOUT_S), "--grace", "0.5", "--run-dir", str(tmp_path / kind), *case.options]

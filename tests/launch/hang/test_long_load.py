@@ -48,12 +48,12 @@ SCRIPT = """
 """
 
 
-def test_loading_a_checkpoint_for_longer_than_the_timeout_is_no_hang(start, tmp_path):
+def test_loading_checkpoint_longer_than_timeout_is_not_a_hang(start, tmp_path):
     check_jobs(start, tmp_path, {"load_sharded": (12, 1.1)}, timeout_s=SHORT_TIMEOUT_S)
 
 
 @pytest.mark.slow  # a minute, most of it waiting
-def test_reading_a_checkpoint_for_longer_than_the_timeout_is_no_hang(start, tmp_path):
+def test_reading_checkpoint_longer_than_timeout_is_not_a_hang(start, tmp_path):
     slowness = {"load_sharded": (16, 2.0), "load_weights_": (16, 2.0), "verify": (16, 1.0)}
     check_jobs(start, tmp_path, slowness, timeout_s=TIMEOUT_S)
 

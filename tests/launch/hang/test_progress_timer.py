@@ -55,7 +55,7 @@ def test_deadline_follows_the_last_progress_of_any_rank(pulses, ended, deadline)
     assert watch.is_hung(deadline if deadline else 1e9) is (deadline is not None)
 
 
-def test_due_gives_the_ranks_their_time_again_when_the_watcher_itself_was_stopped():
+def test_deadline_is_extended_after_watcher_was_suspended():
     watch = ProgressTimer(30.0)
     watch.record(OPEN[0])
     assert not watch.is_hung(1000.0)
@@ -63,7 +63,7 @@ def test_due_gives_the_ranks_their_time_again_when_the_watcher_itself_was_stoppe
     assert watch.is_hung(1030.0)
 
 
-def test_seen_tells_where_each_rank_was_last():
+def test_progress_records_last_report_of_each_rank():
     watch = ProgressTimer(30.0)
     for one in [*OPEN, pulse(ProgressKind.PROGRESS, 1, 12.0, 7, "save"), pulse(ProgressKind.LEAVING, 1, 13.0)]:
         watch.record(one)

@@ -79,7 +79,7 @@ def without_time(told: str) -> str:
     return message
 
 
-def test_job_is_explained_by_hand_from_a_terminal_and_from_a_rank_and_goes_on(start, tmp_path):
+def test_hang_command_explains_running_job_without_stopping_it(start, tmp_path):
     folder = tmp_path / "run"
     job = start(SCRIPT, n=3, options=["--run-dir", str(folder)])
     job.wait_for("asleep")
@@ -117,7 +117,7 @@ def test_job_is_explained_by_hand_from_a_terminal_and_from_a_rank_and_goes_on(st
 
 
 @pytest.mark.slow
-def test_hang_is_told_afterwards_as_the_launcher_told_it_from_a_copy_of_the_records_too(start, tmp_path):
+def test_hang_command_repeats_launcher_message_from_records_and_their_copy(start, tmp_path):
     folder = tmp_path / "run"
     job = start(SCRIPT, n=3, options=["--run-dir", str(folder), "--hang-timeout", str(TIMEOUT_S), "--grace", "0.5"])
     result = job.wait()
@@ -168,7 +168,7 @@ def records(tmp_path: Path) -> Path:
     return path.parent
 
 
-def test_accounts_of_several_nodes_make_one_message(records):
+def test_explain_hang_combines_records_of_several_nodes(records):
     reason = "made no progress for 7.0 s, and others wait in a collective"
     assert without_time(explain_hang(records)) == "\n".join([
         f"dtrain: launch: asked: rank 3 of 4 {reason}; see {records}/report.txt",
@@ -192,7 +192,7 @@ def test_accounts_of_several_nodes_make_one_message(records):
 
 
 @pytest.mark.parametrize("about", [None, "", "[]", '{"launch": null}', '{"launch": {"folder": 3}}', "here"])
-def test_folder_of_a_training_run_leads_to_that_of_its_last_launcher(records, tmp_path, about):
+def test_training_run_folder_resolves_to_its_last_launch(records, tmp_path, about):
     run, nowhere = tmp_path / "gpt", '{"launch": {"folder": "/nowhere"}}'
     (run / "attempts").mkdir(parents=True)
     for number, text in (
@@ -208,7 +208,7 @@ def test_folder_of_a_training_run_leads_to_that_of_its_last_launcher(records, tm
             explain_hang(run)
 
 
-def test_account_of_an_earlier_launch_in_the_folder_is_left_out(records):
+def test_launcher_records_of_earlier_launch_are_ignored(records):
     (new, old) = read_launcher_records(records)
     write_launcher_record(records, replace(old, at=new.at + 1000.0))
     assert [account.node_rank for account in read_launcher_records(records)] == [1]
@@ -217,18 +217,18 @@ def test_account_of_an_earlier_launch_in_the_folder_is_left_out(records):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"node_rank": 1}', '{"ranks": [3]}'])
-def test_damaged_account_is_none(records, text):
+def test_damaged_launcher_record_is_ignored(records, text):
     (records / "launcher-00000.json").write_text(text)
     assert [account.node_rank for account in read_launcher_records(records)] == [1]
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"pid": -1, "started": "", "host": "", "report": ""}'])
-def test_damaged_announcement_is_no_launcher(records, text):
+def test_damaged_launcher_pid_file_is_ignored(records, text):
     (records / "launcher-00000.pid").write_text(text)
     assert "rank 3 has not entered" in explain_hang(records)
 
 
-def test_asking_without_a_folder_or_a_launcher_says_what_to_do(tmp_path, monkeypatch):
+def test_explain_hang_without_folder_or_launcher_raises_config_error(tmp_path, monkeypatch):
     monkeypatch.delenv(launch_protocol.RUN_DIR, raising=False)
     with pytest.raises(
         ConfigError, match=r"path must be set in a process that `dtrain launch` did not start. Pass the folder of a run"
@@ -261,7 +261,7 @@ def announced(folder: Path, pid: int) -> None:
     )
 
 
-def test_folder_that_goes_while_it_is_read_has_nothing_in_it(tmp_path):
+def test_folder_removed_while_reading_has_no_records(tmp_path):
     """A launcher that ends removes what nobody wrote to."""
     records = tmp_path / "hang"
     records.mkdir()
@@ -276,7 +276,7 @@ def test_folder_that_goes_while_it_is_read_has_nothing_in_it(tmp_path):
     assert not records.exists()
 
 
-def test_files_that_go_while_they_are_read_are_told_of(tmp_path):
+def test_stacks_removed_while_reading_are_still_explained(tmp_path):
     stacks = launch_protocol.stacks_file(tmp_path, 0)
     stacks.parent.mkdir()
     stacks.touch()
@@ -289,7 +289,7 @@ def test_files_that_go_while_they_are_read_are_told_of(tmp_path):
     assert not stacks.exists()
 
 
-def test_launcher_that_does_not_answer_or_dies_is_an_error(tmp_path, monkeypatch):
+def test_unresponsive_or_dead_launcher_raises_error(tmp_path, monkeypatch):
     waits = "import time; print(1, flush=True); time.sleep(99)"
     deaf, dies = (
         subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
@@ -328,7 +328,7 @@ def test_launcher_of_another_user_is_refused(tmp_path, monkeypatch):
         explain_hang(tmp_path)
 
 
-def test_number_of_a_launcher_that_another_process_got_is_not_asked(tmp_path):
+def test_reused_pid_of_launcher_is_not_signalled(tmp_path):
     announce_launcher(tmp_path, 0, single_node=True)
     path = tmp_path / "hang" / "launcher-00000.pid"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"started": "1"}))  # this process would die of the signal

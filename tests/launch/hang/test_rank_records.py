@@ -34,11 +34,11 @@ CUT = WAITING.replace("Thread 0x00007f11", "Current thread 0x00007f11").replace(
         pytest.param(CUT, "/home/me/prefetch.py:8 in fill", id="too-many-threads"),
     ],
 )  # fmt: skip
-def test_own_frame_is_the_innermost_of_the_users(stacks, expected):
+def test_find_user_frame_returns_innermost_user_frame(stacks, expected):
     assert find_user_frame(stacks, libraries=LIBRARIES) == expected
 
 
-def test_main_thread_is_found_in_what_this_python_writes(tmp_path):
+def test_main_thread_is_found_in_faulthandler_output(tmp_path):
     """The order of threads is faulthandler's own: a new Python may write another."""
     started, end = threading.Event(), threading.Event()
     thread = threading.Thread(target=lambda: (started.set(), end.wait()))
@@ -50,5 +50,5 @@ def test_main_thread_is_found_in_what_this_python_writes(tmp_path):
     thread.join()
     text = (tmp_path / "stacks").read_text()
     assert text.count("hread 0x") >= 2
-    assert parse_main_thread(text)[0][2] == "test_main_thread_is_found_in_what_this_python_writes"
+    assert parse_main_thread(text)[0][2] == "test_main_thread_is_found_in_faulthandler_output"
     assert str(find_user_frame(text)).startswith(__file__)

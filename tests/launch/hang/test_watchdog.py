@@ -141,7 +141,7 @@ def inspected(asked: DumpTargets, *, ask: int | None = None) -> list[str]:
 
 
 @pytest.mark.parametrize("program", ["sleeps", "holds-the-gil", "forked"])
-def test_stack_of_a_rank_is_found(start, tmp_path, program):
+def test_inspection_reports_stack_of_rank(start, tmp_path, program):
     pid = start(program)
     lines = inspected(suspects(tmp_path, pid))
     assert lines[1].startswith(f"  rank 0: {tmp_path / 'program.py'}:"), lines
@@ -149,7 +149,7 @@ def test_stack_of_a_rank_is_found(start, tmp_path, program):
     assert state(pid) in "SR"  # it goes on as before
 
 
-def test_stopped_rank_is_named_and_stays_stopped(start, tmp_path):
+def test_stopped_rank_is_named_and_not_resumed(start, tmp_path):
     pid = start("stopped")
     wait_for(lambda: state(pid) == "T")
     lines = inspected(suspects(tmp_path, pid, phase=True))
@@ -161,14 +161,14 @@ def test_stopped_rank_is_named_and_stays_stopped(start, tmp_path):
     assert state(pid) == "T"
 
 
-def test_process_without_a_handler_survives_the_question(start, tmp_path):
+def test_process_without_signal_handler_survives_inspection(start, tmp_path):
     pid = start("no-handler")
     lines = inspected(suspects(tmp_path, pid))
     assert lines[1] == "  rank 0: its stack is not known"
     assert state(pid) == "S"
 
 
-def test_ranks_are_asked_for_their_records_and_old_ones_are_removed(start, tmp_path, monkeypatch):
+def test_inspection_requests_records_and_removes_old_ones(start, tmp_path, monkeypatch):
     monkeypatch.setattr("dtrain.launch.hang.watchdog.PATIENCE_S", 0.5)  # this process writes no record
     pid = start("sleeps")
     record = launch_protocol.flight_record_file(tmp_path, 0)
@@ -183,7 +183,7 @@ def test_ranks_are_asked_for_their_records_and_old_ones_are_removed(start, tmp_p
     os.close(write)
 
 
-def test_rank_that_answers_is_not_sent_the_signal(start, tmp_path):
+def test_rank_that_writes_record_gets_no_signal(start, tmp_path):
     """The signal's handler would walk the frames of the thread that is just answering, and the rank could die of it."""
     pid = start("tells-of-the-signal")
     read, write = os.pipe()
@@ -206,7 +206,7 @@ def test_rank_that_answers_is_not_sent_the_signal(start, tmp_path):
     wait_for((tmp_path / "signalled").exists)
 
 
-def test_rank_that_does_not_answer_is_sent_the_signal_when_it_had_its_time(start, tmp_path):
+def test_rank_without_record_gets_signal_after_patience(start, tmp_path):
     pid = start("tells-of-the-signal")
     now = time.monotonic()
     inspection = RankDump(suspects(tmp_path, pid, phase=True), query_fd=None, now=now)
@@ -219,7 +219,7 @@ def test_rank_that_does_not_answer_is_sent_the_signal_when_it_had_its_time(start
     assert inspection.poll(late + PATIENCE_S, exit_codes={1: 0}) is None
 
 
-def test_rank_that_dies_of_the_signal_is_still_explained(start, tmp_path):
+def test_rank_killed_by_signal_is_still_explained(start, tmp_path):
     pid = start("dies-of-the-signal")
     asked = DumpTargets(run_dir=tmp_path, world_size=1, timeout_s=7.0, pids={0: pid}, exit_codes={}, progress={})
     now = time.monotonic()
@@ -232,7 +232,7 @@ def test_rank_that_dies_of_the_signal_is_still_explained(start, tmp_path):
     assert second == "  rank 0: its stack is not known; it ended when it was asked (killed by SIGSEGV)"
 
 
-def test_rank_that_has_just_ended_is_no_problem(tmp_path):
+def test_rank_that_ended_before_inspection_is_tolerated(tmp_path):
     process = subprocess.Popen(["true"])
     process.wait(LONG_S)
     (first, second) = inspected(suspects(tmp_path, process.pid))
@@ -240,7 +240,7 @@ def test_rank_that_has_just_ended_is_no_problem(tmp_path):
     assert second == "  rank 0: its stack is not known"
 
 
-def test_tidy_removes_what_nobody_wrote_to(tmp_path):
+def test_remove_empty_dumps_removes_only_empty_files(tmp_path):
     remove_empty_dumps(tmp_path, range(2))
     files = [launch_protocol.stacks_file(tmp_path, rank) for rank in range(3)]
     files[0].parent.mkdir()
@@ -256,7 +256,7 @@ def test_tidy_removes_what_nobody_wrote_to(tmp_path):
 
 
 @pytest.mark.parametrize("moment", range(3))
-def test_launchers_of_several_nodes_tidy_one_folder_at_the_same_time(tmp_path, moment):
+def test_remove_empty_dumps_tolerates_concurrent_launcher(tmp_path, moment):
     """On a disk that nodes share: the other one does it between two calls of this one to the system."""
     files = [launch_protocol.stacks_file(tmp_path, rank) for rank in range(2)]
     files[0].parent.mkdir()
@@ -276,7 +276,7 @@ def test_launchers_of_several_nodes_tidy_one_folder_at_the_same_time(tmp_path, m
     assert list(tmp_path.iterdir()) == []
 
 
-def test_read_only_folder_costs_the_stacks_only(tmp_path):
+def test_read_only_folder_loses_only_stacks(tmp_path):
     (tmp_path / "hang").write_text("no folder")
     module = "dtrain.launch.spawn.rank_main"
     code = f"import sys, pathlib, {module} as stacks; stacks.register_stack_dump(pathlib.Path(sys.argv[1]))"

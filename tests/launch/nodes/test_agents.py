@@ -57,7 +57,7 @@ def joined(nodes, count, **settings):
     return started
 
 
-def test_nodes_learn_their_place_and_how_all_ranks_ended(nodes):
+def test_nodes_receive_layout_and_exit_codes_of_all_ranks(nodes):
     first = nodes.start(0, 3, nproc=2, store_port=4321, run_name="2026-01-01")
     second, third = nodes.start(1, 3, nproc=1), nodes.start(2, 3, nproc=3)
     places = nodes.wait_for(JoinAccepted, first, second, third)
@@ -78,20 +78,20 @@ def test_nodes_learn_their_place_and_how_all_ranks_ended(nodes):
     assert not first.only(NodeFailed)
 
 
-def test_the_number_of_ranks_tells_when_all_are_there_when_nodes_differ(nodes):
+def test_join_completes_at_world_size_with_uneven_nodes(nodes):
     first = nodes.start(0, None, nproc=3, world_size=4, base_rank=0)
     second = nodes.start(1, None, nproc=1, world_size=4, base_rank=3)
     assert [place.layout.ranks for place in nodes.wait_for(JoinAccepted, first, second)] == [range(3), range(3, 4)]
 
 
-def test_a_late_first_node_is_waited_for(nodes):
+def test_node_1_waits_for_late_node_0(nodes):
     second = nodes.start(1)
     nodes.read(0.5)
     assert not second.said
     nodes.wait_for(JoinAccepted, nodes.start(0), second)
 
 
-def test_a_node_that_left_before_the_start_may_come_again(nodes):
+def test_node_lost_before_start_can_rejoin(nodes):
     first, second = nodes.start(0, 3), nodes.start(1, 3)
     nodes.read(0.3)
     os.kill(second.agent.pid, signal.SIGKILL)
@@ -99,7 +99,7 @@ def test_a_node_that_left_before_the_start_may_come_again(nodes):
     assert len(nodes.wait_for(JoinAccepted, first, nodes.start(1, 3), nodes.start(2, 3))) == 3
 
 
-def test_who_is_missing_is_named_when_the_time_is_over(nodes):
+def test_join_timeout_names_missing_nodes(nodes):
     here = [nodes.start(rank, 4, timeout_s=1.5, hosts=("a", "b", "c", "d")) for rank in (0, 1, 3)]
     lines = {refusal.line for refusal in nodes.wait_for(JoinRefused, *here)}
     assert len(lines) == 1
@@ -115,7 +115,7 @@ def test_who_is_missing_is_named_when_the_time_is_over(nodes):
         assert word in line
 
 
-def test_missing_ranks_are_counted_when_the_number_of_nodes_is_not_known(nodes):
+def test_join_timeout_counts_missing_ranks_when_node_count_is_unknown(nodes):
     (refusal,) = nodes.wait_for(JoinRefused, nodes.start(0, None, nproc=3, world_size=8, base_rank=0, timeout_s=0.5))
     assert "3 of 8 ranks joined in 0 s, with node 0" in refusal.line
 
@@ -125,21 +125,21 @@ def test_missing_ranks_are_counted_when_the_number_of_nodes_is_not_known(nodes):
     [("127.0.0.1", "connection refused"), ("no-such-host.invalid", "does not resolve")],
     ids=["nobody", "no name"],
 )
-def test_a_first_node_that_cannot_be_reached_is_named_with_address_and_variables(nodes, addr, last):
+def test_unreachable_node_0_is_reported_with_address_and_variables(nodes, addr, last):
     (refusal,) = nodes.wait_for(JoinRefused, nodes.start(1, timeout_s=0.5, addr=addr))
     assert refusal.line.startswith("launch: node 1 (")
     for word in (f"{addr}:{nodes.port}", last, "--master-addr", "--master-port", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         assert word in refusal.line
 
 
-def test_a_name_that_does_not_resolve_is_replaced_by_what_the_scheduler_knows(nodes):
+def test_unresolvable_address_falls_back_to_scheduler_address(nodes):
     settings = {"addr": "no-such-host.invalid", "fallback_addr": "127.0.0.1"}
     first, second = nodes.start(0, **settings), nodes.start(1, **settings)
     places = nodes.wait_for(JoinAccepted, first, second)
     assert [place.layout.master_addr for place in places] == ["127.0.0.1", "127.0.0.1"]
 
 
-def test_a_stranger_is_turned_away_by_name_on_both_sides_and_the_job_goes_on(nodes):
+def test_foreign_node_is_refused_and_reported_on_both_sides(nodes):
     first = nodes.start(0, token="mine")
     stranger = nodes.start(1, token="theirs")
     (refusal,) = nodes.wait_for(JoinRefused, stranger)
@@ -154,7 +154,7 @@ def test_a_stranger_is_turned_away_by_name_on_both_sides_and_the_job_goes_on(nod
     assert not first.only(NodeFailed)
 
 
-def test_a_second_node_of_one_rank_is_refused_and_named_to_who_waits_in_vain(nodes):
+def test_duplicate_node_rank_is_refused_and_named_on_join_timeout(nodes):
     first, second = nodes.start(0, 3, timeout_s=2), nodes.start(1, 3)
     nodes.read(0.5)
     twin = nodes.start(1, 3)
@@ -165,7 +165,7 @@ def test_a_second_node_of_one_rank_is_refused_and_named_to_who_waits_in_vain(nod
     assert "Turned away: node 1" in refusal.line
 
 
-def test_two_first_nodes_at_one_endpoint_name_each_other(nodes):
+def test_second_node_0_at_same_endpoint_is_refused_by_name(nodes):
     first, second = joined(nodes, 2, token="mine")
     (refusal,) = nodes.wait_for(JoinRefused, nodes.start(0, token="theirs"))
     assert f"cannot listen at 127.0.0.1:{nodes.port}: address already in use by another launch: node 0" in refusal.line
@@ -175,13 +175,13 @@ def test_two_first_nodes_at_one_endpoint_name_each_other(nodes):
     assert not first.only(NodeFailed)
 
 
-def test_a_port_taken_by_something_else_is_refused(nodes):
+def test_occupied_port_is_refused(nodes):
     with socket.create_server(("127.0.0.1", nodes.port)):
         (refusal,) = nodes.wait_for(JoinRefused, nodes.start(0))
     assert f"node 0 cannot listen at 127.0.0.1:{nodes.port}: address already in use. Choose another" in refusal.line
 
 
-def test_an_address_of_another_machine_is_listened_for_on_all_interfaces(nodes):
+def test_foreign_master_address_makes_node_0_listen_on_all_interfaces(nodes):
     (notice,) = nodes.wait_for(Notice, nodes.start(0, addr="192.0.2.77"))
     assert "192.0.2.77" in notice.line
     assert "listening on all interfaces" in notice.line
@@ -203,7 +203,7 @@ def test_an_address_of_another_machine_is_listened_for_on_all_interfaces(nodes):
     ],
     ids=["number of nodes", "world size", "sum of ranks", "base ranks", "versions", "paths"],
 )
-def test_nodes_that_do_not_fit_together_are_told_why_on_all_of_them(nodes, settings, line):
+def test_mismatched_nodes_all_report_same_reason(nodes, settings, line):
     started = [nodes.start(rank, **{"nodes": 2, **setting}) for rank, setting in enumerate(settings)]
     refusals = nodes.wait_for(JoinRefused, *started)
     assert len({refusal.line for refusal in refusals}) == 1
@@ -212,14 +212,14 @@ def test_nodes_that_do_not_fit_together_are_told_why_on_all_of_them(nodes, setti
     assert not any(node.only(JoinAccepted) for node in started)
 
 
-def test_the_odd_node_out_is_named_among_many(nodes):
+def test_single_differing_node_is_named(nodes):
     started = [nodes.start(rank, 4, facts={"script": "x" if rank == 2 else "y"}) for rank in range(4)]
     assert "differ in script: node 2" in nodes.wait_for(JoinRefused, *started)[0].line
     assert "the other 3 have y" in started[0].only(JoinRefused)[0].line
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
-def test_the_first_failure_ends_the_other_nodes_by_name(nodes, failing):
+def test_first_failure_ends_other_nodes_and_names_its_node(nodes, failing):
     started = joined(nodes, 3)
     started[failing].agent.send(RanksFailed(rank=failing, code=3, line=f"rank {failing} failed with exit code 3"))
     others = [node for rank, node in enumerate(started) if rank != failing]
@@ -234,7 +234,7 @@ def test_the_first_failure_ends_the_other_nodes_by_name(nodes, failing):
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_last_words_of_a_supervisor_that_leaves_at_once_arrive(nodes, failing):
+def test_failure_sent_before_supervisor_closes_is_delivered(nodes, failing):
     started = joined(nodes, 2)
     started[failing].agent.send(RanksFailed(rank=failing, code=143, line="terminated"))
     started[failing].agent.close()
@@ -243,7 +243,7 @@ def test_last_words_of_a_supervisor_that_leaves_at_once_arrive(nodes, failing):
 
 
 @pytest.mark.parametrize("killed", [0, 1], ids=["hub", "other"])
-def test_a_node_that_is_killed_ends_the_others_by_name(nodes, killed):
+def test_killed_node_ends_others_and_is_named(nodes, killed):
     started = joined(nodes, 3)
     os.kill(started[killed].agent.pid, signal.SIGKILL)
     ends = nodes.wait_for(NodeFailed, *started)
@@ -255,7 +255,7 @@ def test_a_node_that_is_killed_ends_the_others_by_name(nodes, killed):
     assert f"(pid {started[killed].agent.pid}) has ended" in ends[killed].line
 
 
-def test_a_node_that_has_ended_may_leave_before_the_others(nodes):
+def test_finished_node_can_close_before_others(nodes):
     started = joined(nodes, 2)
     started[1].agent.send(RanksExited(exit_codes={1: 0}))
     nodes.read(0.2)
@@ -268,7 +268,7 @@ def test_a_node_that_has_ended_may_leave_before_the_others(nodes):
 
 
 @pytest.mark.slow
-def test_a_silent_node_is_lost_in_seconds_and_one_that_only_stood_still_is_not(nodes):
+def test_silent_node_is_lost_but_short_pause_is_tolerated(nodes):
     started = joined(nodes, 3, silence_s=4)
     os.kill(started[2].agent.pid, signal.SIGSTOP)
     time.sleep(2.5)
@@ -296,7 +296,7 @@ def test_a_silent_node_is_lost_in_seconds_and_one_that_only_stood_still_is_not(n
     ],
     ids=["http", "pickle", "deep", "long", "no hello", "half a hello", "wrong type", "kind", "number", "nothing"],
 )
-def test_garbage_is_dropped_and_the_job_begins_and_goes_on(nodes, data):
+def test_garbage_data_does_not_disturb_join_or_job(nodes, data):
     first = nodes.start(0)
     before = shout(nodes.port, data)
     if data:
@@ -312,7 +312,7 @@ def test_garbage_is_dropped_and_the_job_begins_and_goes_on(nodes, data):
     after.close()
 
 
-def test_many_idle_strangers_do_not_keep_a_node_out(nodes):
+def test_idle_connections_do_not_block_join(nodes):
     first = nodes.start(0)
     idle = [shout(nodes.port, b"") for _ in range(200)]
     nodes.wait_for(JoinAccepted, first, nodes.start(1))
@@ -330,7 +330,7 @@ def foreign_hello(**changed):
     return json.dumps({"kind": "Hello", **HELLO, **REST, **changed}).encode() + b"\n"
 
 
-def test_what_a_stranger_calls_itself_cannot_drive_the_terminal(nodes):
+def test_control_characters_in_foreign_host_name_are_escaped(nodes):
     first = nodes.start(0, token="mine")
     answer = everything(shout(nodes.port, foreign_hello(host="\x1b[2Jb")))
     (notice,) = nodes.wait_for(Notice, first)
@@ -354,14 +354,14 @@ def test_what_a_stranger_calls_itself_cannot_drive_the_terminal(nodes):
     ],
     ids=lambda changed: next(iter(changed)),
 )
-def test_a_hello_that_cannot_be_is_refused_and_the_job_begins(nodes, changed):
+def test_invalid_hello_is_refused_and_job_starts(nodes, changed):
     first = nodes.start(0)
     answer = everything(shout(nodes.port, foreign_hello(**{"token": hashlib.sha256().hexdigest(), **changed})))
     assert isinstance(decode(answer.splitlines()[0]), JoinRefused)
     nodes.wait_for(JoinAccepted, first, nodes.start(1))
 
 
-def test_strangers_that_keep_coming_do_not_flood_the_terminal(nodes):
+def test_notices_about_foreign_nodes_are_limited(nodes):
     first = nodes.start(0, token="mine")
     for pid in range(50):
         everything(shout(nodes.port, foreign_hello(pid=pid)))
@@ -369,7 +369,7 @@ def test_strangers_that_keep_coming_do_not_flood_the_terminal(nodes):
     assert 1 <= len(first.only(Notice)) <= 20
 
 
-def test_an_agent_ends_with_the_process_that_started_it(nodes):
+def test_agent_ends_with_its_supervisor(nodes):
     told, tell = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:
@@ -395,7 +395,7 @@ def _alive(pid: int) -> bool:
         return False
 
 
-def test_an_agent_keeps_nothing_of_its_supervisor_open(nodes):
+def test_agent_holds_no_descriptors_of_supervisor(nodes):
     read, write = os.pipe()
     node = nodes.start(0)
     shout(nodes.port, b"").close()  # it is past its start

@@ -77,7 +77,7 @@ def job(built: Network, tmp_path: Path) -> Iterator[Job]:
     assert left == []
 
 
-def test_a_host_whose_launcher_is_killed_ends_the_job_on_the_other(job):
+def test_killed_launcher_of_one_host_ends_job_on_other_host(job):
     for place in range(2):
         job.start(place, nodes=2, source=UP)
     job.wait_for_ranks(4)
@@ -87,7 +87,7 @@ def test_a_host_whose_launcher_is_killed_ends_the_job_on_the_other(job):
     assert said.startswith("dtrain: launch: node 1 (host1) is lost: ")
 
 
-def test_ranks_of_all_hosts_reach_each_other_by_the_interface_that_the_launchers_did(job):
+def test_ranks_use_network_interface_of_launchers(job):
     source = """
 import os
 import torch

@@ -103,7 +103,7 @@ def start_all(hosts: Network, **settings: object) -> list[Host]:
 
 
 @pytest.mark.parametrize("addr", [ADDRS[0], ADDRS6[0]], ids=["ipv4", "ipv6"])
-def test_three_hosts_meet_fail_and_end_together(hosts, addr):
+def test_three_hosts_join_fail_and_end_together(hosts, addr):
     nodes = start_all(hosts, addr=addr)
     places = [node.wait_for(JoinAccepted) for node in nodes]
     assert [(place.layout.base_rank, place.layout.world_size) for place in places] == [(0, 6), (2, 6), (4, 6)]
@@ -116,7 +116,7 @@ def test_three_hosts_meet_fail_and_end_together(hosts, addr):
     assert {len(node.wait_for(JobFinished).exit_codes) for node in nodes} == {6}
 
 
-def test_the_hub_listens_on_the_master_address_alone(hosts):
+def test_hub_listens_only_on_master_address(hosts):
     nodes = start_all(hosts)
     listed = hosts.network.on(0, "cat", "/proc/net/tcp", "/proc/net/tcp6")
     rows = [row.split() for row in subprocess.run(listed, check=True, capture_output=True, text=True).stdout.splitlines()]
@@ -125,14 +125,14 @@ def test_the_hub_listens_on_the_master_address_alone(hosts):
     assert not any(isinstance(message, Notice) for node in nodes for message in node.said)
 
 
-def test_a_cut_cable_ends_both_sides_of_it(hosts):
+def test_cut_link_ends_nodes_on_both_sides(hosts):
     nodes = start_all(hosts, silence_s=4)
     hosts.network.plug(2, "down")
     assert [node.wait_for(NodeFailed).line for node in nodes[:2]] == ["node 2 (host2) was silent for 4 s"] * 2
     assert nodes[2].wait_for(NodeFailed).line == "node 0 (host0) was silent for 4 s"
 
 
-def test_a_host_whose_network_comes_up_late_still_joins(hosts):
+def test_host_with_late_network_still_joins(hosts):
     hosts.network.plug(2, "down")
     nodes = [hosts.start(rank, rank, 3) for rank in range(3)]
     time.sleep(1)
@@ -141,7 +141,7 @@ def test_a_host_whose_network_comes_up_late_still_joins(hosts):
     assert {node.wait_for(JoinAccepted).layout.nodes for node in nodes} == {3}
 
 
-def test_the_time_out_names_the_missing_and_the_way_to_them(hosts):
+def test_join_timeout_names_missing_node_and_address(hosts):
     hosts.network.plug(2, "down")
     nodes = [hosts.start(rank, rank, 3, timeout_s=2, hosts=["a", "b", "c"]) for rank in range(3)]
     here = f"launch: 2 of 3 nodes joined in 2 s; missing: node 2 (c); node 0 waited at {ADDRS[0]}:{PORT} (interface eth0)"
@@ -151,12 +151,12 @@ def test_the_time_out_names_the_missing_and_the_way_to_them(hosts):
     assert "by interface eth0" in there
 
 
-def test_a_wrong_number_of_nodes_is_named_by_host(hosts):
+def test_wrong_node_count_is_reported_with_host(hosts):
     nodes = [hosts.start(0, 0, 3), hosts.start(1, 1, 2)]
     assert {"--nnodes 2, node 0 (host0) for 3" in node.wait_for(JoinRefused).line for node in nodes} == {True}
 
 
-def test_two_jobs_at_one_endpoint_do_not_mix(hosts):
+def test_two_jobs_at_one_endpoint_stay_separate(hosts):
     first = hosts.start(0, 0, 2, token="one", run_name="first")
     stranger = hosts.start(1, 1, 2, token="two")
     refused = stranger.wait_for(JoinRefused).line

@@ -20,14 +20,14 @@ def slurm() -> Iterator[Cluster]:
         yield started
 
 
-def test_one_launcher_on_each_node_of_a_step_meets_the_other(slurm):
+def test_launchers_on_all_nodes_of_step_join(slurm):
     step = slurm.srun("-N2", "--ntasks-per-node=1", "--label", *TASK)
     assert step.returncode == 0, step
     lines = sorted(line for line in step.stdout.splitlines() if "range" in line)
     assert lines == ["0: range(0, 2) 4 run of node 0", "1: range(2, 4) 4 run of node 0"]
 
 
-def test_two_steps_of_one_job_keep_apart(slurm):
+def test_two_steps_of_one_job_stay_separate(slurm):
     both = f"srun -N2 -n2 --overlap {TASK[0]} {TASK[1]} & srun -N2 -n2 --overlap {TASK[0]} {TASK[1]}; wait $!"
     script = slurm.folder / "both.sh"
     script.write_text(f"#!/bin/bash\n{both}\n")
@@ -37,7 +37,7 @@ def test_two_steps_of_one_job_keep_apart(slurm):
     assert step.stdout.count("range(2, 4) 4 run of node 0") == 2
 
 
-def test_a_launcher_per_rank_is_refused_in_one_line(slurm):
+def test_launcher_per_rank_is_refused_with_one_line(slurm):
     step = slurm.srun("-N1", "-n3", *TASK)
     assert step.returncode != 0
     said = {line for line in step.stderr.splitlines() if line.startswith("launch: ")}
@@ -47,11 +47,11 @@ def test_a_launcher_per_rank_is_refused_in_one_line(slurm):
     }
 
 
-def test_a_step_of_one_task_is_one_node(slurm):
+def test_step_with_one_task_is_single_node(slurm):
     assert slurm.srun("-N1", "-n1", *TASK).stdout == "one node\n"
 
 
-def test_a_batch_script_without_a_step_is_one_node(slurm):
+def test_batch_script_outside_step_is_single_node(slurm):
     out = slurm.folder / "batch.out"
     script = slurm.folder / "batch.sh"
     script.write_text(f"#!/bin/bash\n{TASK[0]} {TASK[1]}\n")

@@ -59,7 +59,7 @@ def make(tmp_path, capfd):
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_terminal_shows_rank_0_and_files_keep_every_rank(make, capfd):
+def test_terminal_shows_rank_0_and_files_hold_all_ranks(make, capfd):
     job = make()
     job.write(0, b"zero\n")
     job.write(1, b"one\n")
@@ -69,7 +69,7 @@ def test_terminal_shows_rank_0_and_files_keep_every_rank(make, capfd):
     assert job.kept() == {"rank-00000.stdout": b"zero\n", "rank-00001.stdout": b"one\n", "rank-00001.stderr": b"trouble\xff\n"}
 
 
-def test_terminal_shows_the_ranks_asked_for(make, capfd):
+def test_terminal_shows_selected_ranks(make, capfd):
     job = make(3, shown=frozenset({1, 2}), prefix="{host}:{rank}/{world_size}> ")
     for rank in range(3):
         job.write(rank, b"hello\n", stream=1)
@@ -78,7 +78,7 @@ def test_terminal_shows_the_ranks_asked_for(make, capfd):
     assert capfd.readouterr() == ("", f"{host}:1/3> hello\n{host}:2/3> hello\n")
 
 
-def test_single_rank_is_passed_on_as_it_comes(make, capfd):
+def test_single_rank_output_is_passed_through_unchanged(make, capfd):
     job = make(1)
     job.write(0, b"\r 10%")
     assert capfd.readouterr().out == "\r 10%"
@@ -87,7 +87,7 @@ def test_single_rank_is_passed_on_as_it_comes(make, capfd):
     assert job.kept() == {"rank-00000.stdout": b"\r 10%"}
 
 
-def test_last_lines_of_both_streams_come_in_their_order(make):
+def test_tail_keeps_order_of_both_streams(make):
     job = make()
     for number in range(200):
         job.write(1, f"step {number}\n".encode())
@@ -98,7 +98,7 @@ def test_last_lines_of_both_streams_come_in_their_order(make):
     assert job.output.read_tail(0, 4) == job.output.read_tail(7, 4) == job.output.read_tail(1, 0) == []
 
 
-def test_last_lines_have_those_of_the_second_stream_though_the_first_is_read_after_it(make):
+def test_tail_includes_stderr_when_stdout_is_read_later(make):
     job = make()
     job.write(1, b"a\nb\nc\nOSError\n", stream=1)
     job.write(1, b"printed\n" * 100)
@@ -106,7 +106,7 @@ def test_last_lines_have_those_of_the_second_stream_though_the_first_is_read_aft
     assert job.output.read_tail(1, 1) == ["printed"]
 
 
-def test_last_lines_are_those_at_the_end_of_a_long_chunk_and_of_a_progress_bar(make):
+def test_tail_keeps_end_of_long_chunk_and_progress_bar(make):
     job = make()
     job.write(1, b"".join(b"%d\n" % number for number in range(5000)) + b"\r 1%\r 2%\r")
     assert job.output.read_tail(1, 3) == ["4998", "4999", " 2%"]
@@ -115,7 +115,7 @@ def test_last_lines_are_those_at_the_end_of_a_long_chunk_and_of_a_progress_bar(m
     assert job.output.read_tail(1, 1) == ["x" * 2000]
 
 
-def test_rank_that_is_started_again_goes_on_in_its_files_and_begins_new_last_lines(make):
+def test_restarted_rank_appends_to_files_and_starts_new_tail(make):
     job = make()
     job.write(1, b"first try\n")
     for fd in job.ranks.pop(1):
@@ -128,7 +128,7 @@ def test_rank_that_is_started_again_goes_on_in_its_files_and_begins_new_last_lin
     assert job.kept()["rank-00001.stdout"] == b"first try\nsecond"  # still as it comes: nobody else writes to it
 
 
-def test_end_of_a_stream_closes_it_and_ends_its_last_line(make, capfd):
+def test_closed_stream_ends_its_partial_line(make, capfd):
     job = make()
     job.write(0, b"half a line")
     for fd in job.ranks.pop(0):
@@ -139,7 +139,7 @@ def test_end_of_a_stream_closes_it_and_ends_its_last_line(make, capfd):
     assert capfd.readouterr().out == "[rank 0] half a line\n"
 
 
-def test_end_does_not_wait_for_a_stranger_that_holds_a_pipe(make, capfd):
+def test_drain_does_not_wait_for_other_holder_of_pipe(make, capfd):
     job = make()
     os.write(job.ranks[0][0], b"the last thing it said\n")
     job.output.drain()  # the write ends are open
@@ -147,12 +147,12 @@ def test_end_does_not_wait_for_a_stranger_that_holds_a_pipe(make, capfd):
     assert capfd.readouterr().out == "[rank 0] the last thing it said\n"
 
 
-def test_ranks_that_are_shown_are_told(make):
+def test_is_shown_returns_displayed_ranks(make):
     assert [make().output.is_shown(rank) for rank in (0, 1)] == [True, False]
     assert [make(shown=frozenset({1})).output.is_shown(rank) for rank in (0, 1)] == [False, True]
 
 
-def test_streams_of_all_ranks_may_share_one_file(make):
+def test_streams_of_all_ranks_can_share_one_file(make):
     job = make(stdout="all.log", stderr="all.log")
     for rank in (0, 1):
         for stream in (0, 1):
@@ -164,7 +164,7 @@ def test_streams_of_all_ranks_may_share_one_file(make):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_full_log_folder_costs_a_line_in_the_end_and_no_output(make, capfd):
+def test_full_log_device_prints_one_line_and_keeps_terminal_output(make, capfd):
     job = make(stdout="/dev/full")
     job.write(0, b"a\nb\n")
     job.write(1, b"c\n")
@@ -174,7 +174,7 @@ def test_full_log_folder_costs_a_line_in_the_end_and_no_output(make, capfd):
     assert err == "dtrain: launch: 3 lines are missing in '/dev/full': No space left on device\ndtrain: launch: rank 1 failed\n"
 
 
-def test_reader_that_is_gone_is_told_of_on_the_other_stream(make, capfd):
+def test_broken_stdout_is_reported_on_stderr(make, capfd):
     read, write = os.pipe()
     stdout = os.dup(1)
     os.dup2(write, 1)
@@ -190,12 +190,12 @@ def test_reader_that_is_gone_is_told_of_on_the_other_stream(make, capfd):
     assert capfd.readouterr().err == "dtrain: launch: 2 lines of standard output were dropped: Broken pipe\n"
 
 
-def test_line_of_the_launchers_own_is_valid_text(make, capfd):
+def test_launcher_line_escapes_invalid_text(make, capfd):
     make().output.write_line("cannot run \udcff\x1b[2J\n!")
     assert capfd.readouterr().err == r"cannot run \udcff\x1b[2J\x0a!" + "\n"
 
 
-def test_end_waits_for_no_reader_when_somebody_has_had_enough(make):
+def test_finish_stops_waiting_for_reader_on_give_up(make):
     read, write = os.pipe()
     stdout = os.dup(1)
     os.dup2(write, 1)

@@ -22,7 +22,7 @@ def files():
     files.close()
 
 
-def test_stream_with_a_file_of_its_own_is_kept_as_it_comes(files, tmp_path):
+def test_stream_with_own_file_is_written_unchanged(files, tmp_path):
     path = tmp_path / "new" / "folders" / "a.log"
     stream = files.stream(path, "a")
     for chunk, seen in ((b"\r 1%", b"\r 1%"), (b"\xff\x1b[2J", b"\r 1%\xff\x1b[2J")):
@@ -32,12 +32,12 @@ def test_stream_with_a_file_of_its_own_is_kept_as_it_comes(files, tmp_path):
     assert (path.read_bytes(), files.describe_lost()) == (b"\r 1%\xff\x1b[2J", [])
 
 
-def test_stream_that_says_nothing_makes_no_file(files, tmp_path):
+def test_silent_stream_creates_no_file(files, tmp_path):
     files.stream(tmp_path / "logs" / "a.log", "a").close()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_streams_that_share_a_file_keep_their_lines_whole(files, tmp_path):
+def test_streams_sharing_a_file_keep_lines_whole(files, tmp_path):
     path = tmp_path / "all.log"
     a, b = files.stream(path, "a"), files.stream(path, "b")
     a.write(b"a1 ")
@@ -48,7 +48,7 @@ def test_streams_that_share_a_file_keep_their_lines_whole(files, tmp_path):
     assert path.read_text().splitlines() == ["b1", "a1 a1", "b2 ", "a2"]
 
 
-def test_file_is_appended_to(files, tmp_path):
+def test_existing_file_is_appended_to(files, tmp_path):
     path = tmp_path / "a.log"
     path.write_text("before\n")
     files.stream(path, "a").write(b"after\n")
@@ -56,7 +56,7 @@ def test_file_is_appended_to(files, tmp_path):
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
-def test_full_disk_drops_and_counts_lines_and_is_tried_again(files, tmp_path):
+def test_full_disk_counts_lost_lines_and_retries(files, tmp_path):
     path = tmp_path / "a.log"
     path.symlink_to(FULL)
     stream = files.stream(path, "a")
@@ -69,7 +69,7 @@ def test_full_disk_drops_and_counts_lines_and_is_tried_again(files, tmp_path):
     assert files.describe_lost() == [f"3 lines are missing in {str(path)!r}: {reason}"]
 
 
-def test_file_that_may_not_grow_keeps_what_fits(files, tmp_path):
+def test_file_size_limit_keeps_lines_that_fit(files, tmp_path):
     path = tmp_path / "a.log"
     stream = files.stream(path, "a")
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -94,7 +94,7 @@ NOWHERE = {
 
 
 @pytest.mark.parametrize("where", NOWHERE.values(), ids=NOWHERE)
-def test_file_that_cannot_be_opened_is_one_line_in_the_end(files, tmp_path, where):
+def test_unopenable_file_is_reported_once_at_end(files, tmp_path, where):
     (tmp_path / "file").touch()
     os.mkfifo(tmp_path / "fifo")
     path = where(tmp_path)
@@ -106,7 +106,7 @@ def test_file_that_cannot_be_opened_is_one_line_in_the_end(files, tmp_path, wher
 
 
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
-def test_many_files_on_a_full_disk_are_three_lines_in_the_end(files, tmp_path):
+def test_lost_lines_of_many_files_are_reported_in_three_lines(files, tmp_path):
     for number in range(5):
         path = tmp_path / str(number)
         path.symlink_to(FULL)
@@ -118,7 +118,7 @@ def test_many_files_on_a_full_disk_are_three_lines_in_the_end(files, tmp_path):
     assert rest == "lines are missing in 3 more files; is the disk full?"
 
 
-def test_files_stay_few_and_the_one_silent_longest_is_closed(files, tmp_path, monkeypatch):
+def test_open_files_are_limited_by_closing_least_recently_used(files, tmp_path, monkeypatch):
     monkeypatch.setattr(files_module, "_OPEN_AT_ONCE", 3)
     before = len(os.listdir("/proc/self/fd"))
     streams = [files.stream(tmp_path / str(number), number) for number in range(8)]
@@ -130,7 +130,7 @@ def test_files_stay_few_and_the_one_silent_longest_is_closed(files, tmp_path, mo
     assert files.describe_lost() == []
 
 
-def test_no_descriptor_left_closes_another_file_instead_of_losing_lines(files, tmp_path):
+def test_descriptor_exhaustion_closes_another_file_without_losing_lines(files, tmp_path):
     first, second = files.stream(tmp_path / "a", "a"), files.stream(tmp_path / "b", "b")
     first.write(b"1\n")
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

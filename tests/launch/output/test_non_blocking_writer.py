@@ -36,7 +36,7 @@ def read_all(read: int, outlet: NonBlockingWriter) -> bytes:
         outlet.flush_some()
 
 
-def test_outlet_never_blocks_and_counts_the_lines_that_were_too_much(pipe, monkeypatch):
+def test_writer_never_blocks_and_counts_dropped_lines(pipe, monkeypatch):
     monkeypatch.setattr(outlet_module, "_MOST_PENDING", 1 << 20)
     read, write = pipe
     outlet = NonBlockingWriter(write)
@@ -56,7 +56,7 @@ def test_outlet_never_blocks_and_counts_the_lines_that_were_too_much(pipe, monke
     assert outlet.dropped_lines == 0  # the stream tells of them itself
 
 
-def test_outlet_gives_up_at_the_end_when_nobody_reads(pipe):
+def test_flush_times_out_without_reader(pipe):
     outlet = NonBlockingWriter(pipe[1])
     outlet.write((b"x" * 99 + b"\n") * 10_000)
     assert outlet.has_pending
@@ -70,7 +70,7 @@ def lines_in(read: int) -> int:
     return os.read(read, 1 << 20).count(b"\n")
 
 
-def test_note_that_nobody_reads_counts_for_the_lines_it_is_about(pipe, monkeypatch):
+def test_unread_drop_notice_counts_its_lines_as_dropped(pipe, monkeypatch):
     monkeypatch.setattr(outlet_module, "_MOST_PENDING", 1 << 17)
     outlet = NonBlockingWriter(pipe[1])
     for _ in range(300):
@@ -79,7 +79,7 @@ def test_note_that_nobody_reads_counts_for_the_lines_it_is_about(pipe, monkeypat
     assert outlet.dropped_lines == 300 - lines_in(pipe[0])
 
 
-def test_outlet_whose_reader_is_gone_drops_and_counts_everything(pipe):
+def test_writer_with_broken_pipe_drops_and_counts_lines(pipe):
     read, write = pipe
     outlet = NonBlockingWriter(write)
     os.close(read)
@@ -89,7 +89,7 @@ def test_outlet_whose_reader_is_gone_drops_and_counts_everything(pipe):
     assert (outlet.dropped_lines, outlet.reason) == (3, "Broken pipe")
 
 
-def test_outlet_of_a_closed_descriptor_drops_everything(pipe):
+def test_writer_on_closed_descriptor_drops_lines(pipe):
     os.close(pipe[1])
     outlet = NonBlockingWriter(pipe[1])
     outlet.write(b"a\n")
@@ -98,7 +98,7 @@ def test_outlet_of_a_closed_descriptor_drops_everything(pipe):
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
-def test_outlet_on_a_full_disk_tells_when_there_is_room_again(tmp_path):
+def test_writer_reports_drops_when_disk_has_space_again(tmp_path):
     room = os.open(tmp_path / "out", os.O_WRONLY | os.O_CREAT)
     full = os.open("/dev/full", os.O_WRONLY)
     fd = os.dup(room)
@@ -119,7 +119,7 @@ def test_outlet_on_a_full_disk_tells_when_there_is_room_again(tmp_path):
     assert outlet.dropped_lines == 0
 
 
-def test_closed_descriptors_are_occupied_before_a_pipe_or_socket_takes_their_place(tmp_path):
+def test_closed_standard_descriptors_are_occupied_at_start(tmp_path):
     code = """
 import os, sys
 from dtrain.launch.output.non_blocking_writer import occupy_standard_streams
@@ -147,7 +147,7 @@ def terminal():
     os.close(writer)
 
 
-def test_terminal_that_nobody_reads_keeps_nobody_waiting_and_loses_nothing_when_it_is_read(terminal):
+def test_unread_terminal_does_not_block_and_loses_nothing_when_read(terminal):
     reader, writer = terminal
     outlet = NonBlockingWriter(writer)
     for number in range(2000):
@@ -163,14 +163,14 @@ def test_terminal_that_nobody_reads_keeps_nobody_waiting_and_loses_nothing_when_
     outlet.close()
 
 
-def test_mode_of_a_descriptor_that_others_use_is_left_alone(pipe):
+def test_blocking_mode_of_shared_descriptor_is_unchanged(pipe):
     outlet = NonBlockingWriter(pipe[1])
     assert os.get_blocking(pipe[1])
     assert not os.get_blocking(outlet.fd)
     outlet.close()
 
 
-def test_closed_outlet_has_no_descriptor_and_counts_what_it_is_given(pipe):
+def test_closed_writer_frees_descriptor_and_counts_dropped_lines(pipe):
     before = os.listdir("/proc/self/fd")
     outlet = NonBlockingWriter(pipe[1])
     outlet.write(b"a\n")
@@ -184,7 +184,7 @@ def test_closed_outlet_has_no_descriptor_and_counts_what_it_is_given(pipe):
     assert os.read(pipe[0], 100) == b""  # its readers see the end of it
 
 
-def test_wait_for_readers_ends_when_somebody_has_had_enough(pipe):
+def test_flush_ends_on_give_up(pipe):
     outlet = NonBlockingWriter(pipe[1])
     outlet.write(b"x\n" * 100_000)
     looks = iter([False, False, True])
@@ -193,7 +193,7 @@ def test_wait_for_readers_ends_when_somebody_has_had_enough(pipe):
     outlet.close()
 
 
-def test_reader_that_is_slow_gets_all_while_another_stream_has_no_reader(pipe):
+def test_slow_reader_gets_everything_while_other_stream_is_unread(pipe):
     read, write = os.pipe()
     unread, slow = NonBlockingWriter(pipe[1]), NonBlockingWriter(write)
     for outlet in (unread, slow):

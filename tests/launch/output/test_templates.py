@@ -25,7 +25,7 @@ FILLED = {
 
 
 @pytest.mark.parametrize(("template", "expected"), FILLED.values(), ids=FILLED)
-def test_template_is_filled_with_what_is_known_of_the_rank(template, expected):
+def test_template_is_filled_with_rank_fields(template, expected):
     assert fill_template("--stdout", template, SECOND_NODE, 5) == expected
 
 
@@ -48,12 +48,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("given", "message"), REFUSED.values(), ids=REFUSED)
-def test_template_that_cannot_be_filled_is_refused(given, message):
+def test_invalid_template_is_refused(given, message):
     with pytest.raises(ConfigError, match=rf"^launch: {message}"):
         check_output_plan(OutputPlan(**given), SECOND_NODE)
 
 
-def test_files_are_below_the_folder_of_the_launch_unless_their_name_is_absolute():
+def test_log_paths_are_below_run_dir_unless_absolute():
     run_dir = Path("/runs/a")
     assert log_paths(OutputPlan(), SECOND_NODE, run_dir, 5) == (
         run_dir / "logs/rank-00005.stdout",
@@ -95,11 +95,11 @@ BAD_RANKS = {
 
 
 @pytest.mark.parametrize(("text", "message"), BAD_RANKS.values(), ids=BAD_RANKS)
-def test_log_ranks_that_do_not_exist_are_refused(text, message):
+def test_nonexistent_log_ranks_are_refused(text, message):
     with pytest.raises(ConfigError, match=rf"^launch: --log-ranks {message}"):
         parse_log_ranks(text, 16)
 
 
 @pytest.mark.parametrize(("ranks", "text"), [((), "none"), ((3,), "3"), ((0, 1, 2, 8), "0-2,8"), ((5, 0, 4), "0,4-5")])
-def test_ranks_are_listed_as_they_are_given(ranks, text):
+def test_list_ranks_formats_given_ranks(ranks, text):
     assert list_ranks(ranks) == text

@@ -33,7 +33,7 @@ def cut(data: bytes, rng: random.Random) -> list[bytes]:
         (b"a\nb\xff\nc\r\n\rd\ne", b"> a\n> b\\xff\n> c\n> d\n> e\n"),
     ],
 )
-def test_lines_do_not_depend_on_how_the_stream_was_cut(data, expected):
+def test_lines_are_independent_of_chunk_boundaries(data, expected):
     rng = random.Random(0)
     for _ in range(50):
         lines = LinePrefixer("> ")
@@ -56,11 +56,11 @@ CONTROLS = {
 
 
 @pytest.mark.parametrize(("text", "expected"), CONTROLS.values(), ids=CONTROLS)
-def test_what_a_terminal_would_obey_is_shown_as_an_escape(text, expected):
+def test_terminal_control_characters_are_escaped(text, expected):
     assert escape_controls(text.encode()).decode() == expected
 
 
-def test_line_without_end_is_cut_before_it_fills_the_memory(monkeypatch):
+def test_overlong_line_is_split_before_memory_grows(monkeypatch):
     monkeypatch.setattr(lines_module, "LONGEST_LINE", 10)
     lines = LinePrefixer("> ")
     assert lines.feed(b"x" * 8) == b""
@@ -69,7 +69,7 @@ def test_line_without_end_is_cut_before_it_fills_the_memory(monkeypatch):
 
 
 @pytest.mark.parametrize("data", [b"a\nb", b"\r 1%\r 2%", "ü€\n".encode(), b"", b"\x1b[2J\n"])
-def test_plain_text_is_passed_on_and_ends_its_last_line(data):
+def test_plain_stream_passes_text_and_ends_last_line(data):
     rng = random.Random(0)
     for _ in range(50):
         text = PlainStream()
@@ -77,6 +77,6 @@ def test_plain_text_is_passed_on_and_ends_its_last_line(data):
         assert b"".join(map(text.feed, cut(data, rng))) + text.close() == expected
 
 
-def test_plain_text_escapes_what_is_not_utf8():
+def test_plain_stream_escapes_invalid_utf8():
     text = PlainStream()
     assert text.feed(b"\xff\xc3") + text.close() == b"\\xff\\xc3\n"

@@ -37,29 +37,29 @@ def loaded(folder, source, others=None):
     ],
     ids=["stdlib", "torch", "in a function", "another", "several", "own", "own with torch", "own package", "circle", "broken"],
 )
-def test_modules_are_those_that_the_program_imports(tmp_path, source, others, expected):
+def test_preloaded_modules_are_imports_of_program(tmp_path, source, others, expected):
     assert loaded(tmp_path, source, others) == expected
 
 
-def test_names_of_dtrain_bring_their_modules(tmp_path):
+def test_dtrain_names_preload_their_modules(tmp_path):
     found = loaded(tmp_path, "import dtrain as dt\ndt.init_dist()\n")
     assert found.needed == ("torch",)
     assert "dtrain.dist.init" in found.optional
     assert "dtrain.shard.fsdp" not in found.optional
 
 
-def test_module_of_a_package_is_read_where_it_is(tmp_path, monkeypatch):
+def test_package_target_is_read_from_its_main_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__main__.py").write_text("import torch")
     assert find_preload_modules(Target(kind="module", name="package")).needed == ("torch",)
 
 
-def test_command_that_is_no_python_loads_nothing():
+def test_non_python_command_preloads_nothing():
     assert find_preload_modules(Target(kind="command", name="echo")) == PreloadModules()
 
 
-def test_what_must_not_be_forked_is_not_although_it_was_asked_before_it_said_so(tmp_path, monkeypatch):
+def test_unsafe_module_prevents_fork_requested_during_preload(tmp_path, monkeypatch):
     """Ranks are asked for while modules still load. Forked then, they would run beside those that are started instead."""
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "with_thread.py").write_text(

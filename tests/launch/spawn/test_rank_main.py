@@ -36,7 +36,7 @@ def record(folder):
 
 
 @pytest.mark.parametrize("interrupted", [False, True], ids=["its own", "passed on"])
-def test_interrupt_shows_where_it_came_unless_the_launcher_has_passed_it_on(tmp_path, interrupted):
+def test_interrupt_shows_traceback_unless_launcher_forwarded_it(tmp_path, interrupted):
     done = run_rank(tmp_path, "import signal\nsignal.raise_signal(signal.SIGINT)\n", interrupted=interrupted)
     assert done.returncode == 130
     assert ("line 2, in <module>" in done.stderr, "KeyboardInterrupt" in done.stderr) == (not interrupted, not interrupted)
@@ -46,12 +46,12 @@ def test_interrupt_shows_where_it_came_unless_the_launcher_has_passed_it_on(tmp_
     assert "line 2, in <module>" in failure.traceback_text
 
 
-def test_another_exception_is_shown_after_an_interrupt_too(tmp_path):
+def test_exception_after_interrupt_is_shown(tmp_path):
     done = run_rank(tmp_path, "raise ValueError('while it was saved')", interrupted=True)
     assert (done.returncode, "ValueError: while it was saved" in done.stderr) == (1, True)
 
 
-def test_exit_handlers_find_the_exception_as_usual(tmp_path):
+def test_exit_handlers_see_last_exception(tmp_path):
     source = """
     import atexit, sys
     def look():
@@ -85,12 +85,12 @@ def test_exit_handlers_find_the_exception_as_usual(tmp_path):
     ],
     ids=["none", "script's", "module's", "code's", "input's", "joined", "with values", "value in the word", "for one", "long"],
 )
-def test_options_of_the_interpreter_are_those_in_front_of_what_it_runs(command, flags):
+def test_parse_flags_returns_interpreter_options_before_target(command, flags):
     assert parse_flags(command) == flags
 
 
 @pytest.mark.parametrize(("option", "passed"), [("-E", ["-E", "-u"]), ("-I", ["-I", "-u"]), ("-s", ["-s"])])
-def test_where_variables_are_ignored_output_is_unbuffered_by_an_option(monkeypatch, option, passed):
+def test_ignored_environment_passes_unbuffered_as_option(monkeypatch, option, passed):
     monkeypatch.setattr(sys, "orig_argv", ["python", option, "-m", "dtrain"])
     assert inherited_flags() == passed
 
@@ -103,7 +103,7 @@ print(json.dumps(facts))
 
 
 @pytest.mark.parametrize("way", [["--preload", "colorsys"], ["--no-preload"]], ids=["preloaded", "plain"])
-def test_options_of_the_launchers_interpreter_are_the_ranks_too(tmp_path, way):
+def test_rank_inherits_interpreter_options_of_launcher(tmp_path, way):
     (tmp_path / "look.py").write_text(LOOK)
     options = ["-OB", "-X", "dev", "-W", "error::UserWarning"]
     ends = {

@@ -154,7 +154,7 @@ def seen(tmp_path_factory):
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("fact", FACTS)
-def test_fact_is_that_of_plain_python(seen, way, fact):
+def test_rank_fact_equals_plain_python(seen, way, fact):
     assert seen[way][fact] == seen["python"][fact]
 
 
@@ -181,7 +181,7 @@ def test_random_streams_differ_between_ranks(run, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_exit_handlers_threads_and_children_of_the_script_end_as_usual(run, way):
+def test_script_exit_handlers_threads_and_children_end_normally(run, way):
     source = """
     import atexit, os, threading, time
     atexit.register(lambda: print("handler", flush=True))
@@ -196,7 +196,7 @@ def test_exit_handlers_threads_and_children_of_the_script_end_as_usual(run, way)
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_spawned_workers_import_the_script_as_usual(run, way):
+def test_spawned_workers_import_the_script(run, way):
     source = """
     import multiprocessing
 
@@ -217,7 +217,7 @@ def test_spawned_workers_import_the_script_as_usual(run, way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_processes_are_found_by_the_command_they_run(start, way):
+def test_processes_show_command_of_script(start, way):
     job = start(
         """
         import os, time
@@ -244,7 +244,7 @@ def test_processes_are_found_by_the_command_they_run(start, way):
     ],
     ids=["script", "module of a package", "module"],
 )
-def test_program_that_shadows_a_loaded_module_gets_its_own(run, tmp_path, own, name, target, whose):
+def test_script_module_shadows_preloaded_module(run, tmp_path, own, name, target, whose):
     path = tmp_path / own
     path.parent.mkdir(exist_ok=True)
     path.write_text("HERE = True\n")
@@ -258,7 +258,7 @@ def test_program_that_shadows_a_loaded_module_gets_its_own(run, tmp_path, own, n
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("own", ["json.py", "traceback.py", "dataclasses.py", "logging/__init__.py"])
-def test_program_gets_its_own_modules_though_the_launchers_part_has_loaded_their_namesakes(run, tmp_path, way, own):
+def test_script_module_shadows_module_of_launcher(run, tmp_path, way, own):
     path = tmp_path / "program" / own  # not in the current folder, where they would be the launcher's, too
     path.parent.mkdir(parents=True)
     path.write_text("HERE = True\n")
@@ -281,7 +281,7 @@ def test_program_gets_its_own_modules_though_the_launchers_part_has_loaded_their
     ],
     ids=["another folder", "safe path", "no module", "no package", "built in"],
 )
-def test_files_that_python_would_not_import_shadow_nothing(run, tmp_path, name, target, env, own):
+def test_unimportable_files_shadow_nothing(run, tmp_path, name, target, env, own):
     (tmp_path / own).parent.mkdir(exist_ok=True)
     (tmp_path / own).write_text("raise ImportError('this one')\n")
     source = "import colorsys, time; print(hasattr(colorsys, 'rgb_to_hsv'))"
@@ -302,7 +302,7 @@ def test_files_that_python_would_not_import_shadow_nothing(run, tmp_path, name, 
     ],
     ids=["threads", "exception", "exit", "crash"],
 )
-def test_where_forking_is_unsafe_plain_interpreters_are_started_and_it_is_said(run, tmp_path, module, why):
+def test_unsafe_fork_starts_plain_interpreters_with_notice(run, tmp_path, module, why):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "elsewhere" / "unsafe_module.py").write_text(module + "\n")
     env = {"PYTHONPATH": str(tmp_path / "elsewhere")}

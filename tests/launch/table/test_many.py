@@ -30,7 +30,7 @@ SUMS = """
 
 
 @pytest.mark.parametrize("jobs", [12, pytest.param(50, marks=pytest.mark.slow)])
-def test_launches_at_once_do_not_collide(start, jobs):
+def test_concurrent_launches_do_not_collide(start, jobs):
     started = [start(PORTS, str(k)) for k in range(jobs)]
     seen = [job.wait_for(f"port-{k}")[0].split(" ", 1) for k, job in enumerate(started)]
     (started[0].folder / "all-up").touch()
@@ -42,7 +42,7 @@ def test_launches_at_once_do_not_collide(start, jobs):
 
 
 @pytest.mark.parametrize("jobs", [2, pytest.param(6, marks=pytest.mark.slow)])
-def test_jobs_that_train_at_once_do_not_meet(start, jobs):
+def test_concurrent_training_jobs_stay_separate(start, jobs):
     started = [start(SUMS, str(k + 1)) for k in range(jobs)]
     results = [job.wait() for job in started]
     assert [(result.code, result.err) for result in results] == [(0, "")] * jobs

@@ -17,7 +17,7 @@ PRELOADED, PLAIN = ("--preload", "json"), ("--no-preload",)
 @pytest.mark.parametrize("moments", [4, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", [PRELOADED, PLAIN], ids=["preloaded", "plain"])
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM", "SIGINT"])
-def test_signal_at_any_moment_of_the_start_leaves_nothing(start, name, options, moments):
+def test_signal_at_any_time_during_start_leaves_no_processes(start, name, options, moments):
     number = signal.Signals[name]
     for first in range(0, moments, AT_ONCE):
         began, jobs = [], []

@@ -97,7 +97,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("host", "who", "options"), CASES)
-def test_job_listens_on_loopback_only(start, host, who, options):
+def test_job_listens_only_on_loopback(start, host, who, options):
     if HOSTS[host] and (refusal := why_no_host()):
         pytest.skip(f"needs a network and a host name of its own: {refusal}")
     job = start(MEETS, who, options=options, wrap=HOSTS[host])

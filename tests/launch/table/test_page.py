@@ -34,12 +34,12 @@ def test_page_has_the_rows_in_their_order():
     assert list(printed()) == [row.name for row in ROWS]
 
 
-def test_page_shows_for_dtrain_what_the_rows_say():
+def test_page_cells_agree_with_rows_for_dtrain():
     cells = printed()
     assert [row.name for row in ROWS if not agrees(row, cells[row.name][0])] == []
 
 
-def test_cell_that_differs_is_found():
+def test_differing_cell_is_detected():
     (row,) = (row for row in ROWS if row.name == "one rank exits with 3")
     assert agrees(row, "3, 1, 0, 0.5 s")
     wrong = ["1, 1, 0, 0.5 s", "3, 13, 0, 0.5 s", "3, 0, 0, 0.5 s", "3, 1, 2, 0.5 s", "did not end in 45 s"]

@@ -74,18 +74,18 @@ def came(request, tmp_path_factory) -> Iterator[Callable[[Row, int], Came]]:
 
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_row_comes_out_as_the_table_says(row, n, came):
+def test_row_result_matches_table(row, n, came):
     for name, (job, seen) in came(row, n).items():
         assert check(row, job, seen) == [], f"{name}: {seen.err}"
 
 
-ROW_TEST = test_row_comes_out_as_the_table_says.__name__
+ROW_TEST = test_row_result_matches_table.__name__
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", STALE_VALUES)
 @pytest.mark.parametrize("name", STALE_NAMES)
-def test_stale_variable_alone_changes_nothing(name, kind, tmp_path):
+def test_single_stale_variable_has_no_effect(name, kind, tmp_path):
     (like,) = (row for row in ROWS if row.name == f"variables of another launch: {kind}")
     row = Row(name=like.name, code=like.code, lines=like.lines, source=like.source, env={name: STALE_VALUES[kind]})
     for job, seen in run_row(row, tmp_path, 2).values():
@@ -96,7 +96,7 @@ def test_names_of_rows_are_unique():
     assert len({row.name for row in ROWS}) == len(ROWS)
 
 
-def test_lines_of_the_programs_tracebacks_are_not_counted():
+def test_traceback_lines_of_program_are_not_counted():
     text = """a notice
 [rank 1] Traceback (most recent call last):
 [rank 1]   File "x.py", line 1, in <module>
@@ -110,7 +110,7 @@ dtrain: launch: rank 1 of 2 failed"""
     assert besides_tracebacks(text, "x.py") == [lines[0], *lines[5:]]
 
 
-def test_launcher_that_gets_everything_wrong_fails_in_every_column(tmp_path):
+def test_wrong_launcher_fails_every_column(tmp_path):
     def bad(row, n):
         return ["bash", "-c", "setsid sleep 600 & echo a >&2; echo b >&2; touch $TMPDIR/file; exit 3", "bash"]
 

@@ -13,7 +13,7 @@ def share(*events, **about):
     return kernel_breakdown(parse_trace(trace(*events, **about), "x.json"))
 
 
-def test_on_a_cpu_operations_count_and_what_is_between_is_idle():
+def test_cpu_trace_counts_operations_as_compute_and_gaps_as_idle():
     found = share(
         mark("ProfilerStep#0", 0, 100),
         op("aten::linear", 10, 50),
@@ -27,7 +27,7 @@ def test_on_a_cpu_operations_count_and_what_is_between_is_idle():
     assert found.idle == pytest.approx(45 * US)
 
 
-def test_on_a_cpu_the_backends_threads_communicate_and_what_is_computed_meanwhile_hides_it():
+def test_cpu_trace_subtracts_overlapped_compute_from_exposed_communication():
     found = share(
         mark("ProfilerStep#0", 0, 100),
         op("c10d::allreduce_", 10, 12),
@@ -40,7 +40,7 @@ def test_on_a_cpu_the_backends_threads_communicate_and_what_is_computed_meanwhil
     assert found.compute == pytest.approx(20 * US)
 
 
-def test_a_collective_inside_of_an_operation_is_no_computing():
+def test_collective_inside_operation_is_not_compute():
     found = share(
         mark("ProfilerStep#0", 0, 100),
         op("autograd::engine::evaluate_function: MmBackward0", 0, 50),
@@ -49,7 +49,7 @@ def test_a_collective_inside_of_an_operation_is_no_computing():
     assert (found.compute, found.exposed_communication) == (pytest.approx(20 * US), pytest.approx(30 * US))
 
 
-def test_on_a_gpu_kernels_count():
+def test_gpu_trace_counts_kernels():
     found = share(
         mark("ProfilerStep#0", 0, 100),
         op("aten::mm", 0, 90),
@@ -80,12 +80,12 @@ STEP = (mark("ProfilerStep#0", 0, 100), mark("dtrain.step", 40, 90))
     ],
     ids=["spans", "mark", "torchs_loader", "between", "reduced", "span_in_the_step", "no_spans", "unknown"],
 )
-def test_waiting_for_data_is_told_by_what_knows_it_best(events, spans, data, source):
+def test_data_wait_uses_most_precise_source(events, spans, data, source):
     found = share(*events, rank=0, steps=[{"step": 0, "done": True, "spans": spans}])
     assert (found.data_wait, found.data_wait_source) == (pytest.approx(data), source)
 
 
-def test_the_top_is_by_time_of_their_own():
+def test_top_operations_are_sorted_by_self_time():
     found = share(
         mark("ProfilerStep#0", 0, 1000),
         op("aten::linear", 0, 100),
@@ -99,7 +99,7 @@ def test_the_top_is_by_time_of_their_own():
     assert len(found.top) == 10
 
 
-def test_windows_of_a_rank_add():
+def test_windows_of_one_rank_are_summed():
     one = share(mark("ProfilerStep#0", 0, 100), op("aten::mm", 0, 50))
     two = share(mark("ProfilerStep#0", 0, 300), op("aten::mm", 0, 60), op("aten::add", 60, 70))
     both = sum_windows([one, two])
@@ -107,5 +107,5 @@ def test_windows_of_a_rank_add():
     assert both.top[0] == OperationTime("aten::mm", pytest.approx(110 * US), 2)
 
 
-def test_an_empty_trace_has_no_time():
+def test_empty_trace_has_zero_duration():
     assert share().seconds == 0

@@ -53,7 +53,7 @@ def share(rank: int = 0, *, on_device: bool = False, **seconds: float) -> Kernel
         (check_stragglers, [share(compute=0.0), share(1, compute=0.0)], None),
     ],
 )
-def test_a_rule_fires_above_its_limit(rule, shares, expected):
+def test_rule_fires_above_its_limit(rule, shares, expected):
     found = rule(shares)
     if expected is None:
         assert found is None
@@ -69,7 +69,7 @@ def test_a_rule_fires_above_its_limit(rule, shares, expected):
     [(300 * MIB, 100 * MIB, True), (200 * MIB, 100 * MIB, False), (3 * MIB, MIB, False), (100 * MIB, -MIB, True)],
     ids=["spike", "at_the_limit", "small", "below_zero"],
 )
-def test_a_memory_spike_is_a_large_peak(peak, median, fires):
+def test_memory_spike_is_reported_for_large_peak(peak, median, fires):
     found = check_memory_spike([DeviceMemoryUse(rank=2, device="cuda:0", peak=peak, median=median)])
     assert (found is not None) == fires
     if found is not None:
@@ -83,7 +83,7 @@ def rank_trace(folder, rank: int, *, spans=None, events=(), step: int = 0):
     return written(folder, trace(*marks, *events, rank=rank, steps=noted), rank=rank, step=step)
 
 
-def test_the_verdict_says_what_stands_out_with_its_numbers(tmp_path):
+def test_diagnosis_lists_findings_with_numbers(tmp_path):
     for rank in (0, 1):
         rank_trace(tmp_path, rank, spans={"data": (0.25, 0.5)[rank]})
     found = diagnose(tmp_path)
@@ -100,26 +100,26 @@ def test_the_verdict_says_what_stands_out_with_its_numbers(tmp_path):
     assert plain["shares"][0]["top"] == [["aten::mm", 0.5, 1]]
 
 
-def test_nothing_stands_out(tmp_path):
+def test_balanced_trace_has_no_findings(tmp_path):
     rank_trace(tmp_path, 0)
     found = diagnose(tmp_path)
     assert (str(found), found.findings) == ("nothing stands out", ())
 
 
-def test_windows_of_one_rank_are_one_share(tmp_path):
+def test_windows_of_one_rank_are_combined(tmp_path):
     for step in (0, 9):
         rank_trace(tmp_path, 0, step=step)
     assert [(each.rank, each.steps, each.seconds) for each in diagnose(tmp_path).shares] == [(0, 2, 2.0)]
 
 
-def test_memory_of_each_rank_is_looked_at(tmp_path):
+def test_memory_of_each_rank_is_checked(tmp_path):
     rank_trace(tmp_path, 0, events=[allocation(0, 10), allocation(9e5, 500 * MIB), allocation(1e6, 20)])
     found = diagnose(tmp_path)
     assert [finding.rule for finding in found.findings] == ["memory_spike"]
     assert found.memory == (DeviceMemoryUse(rank=0, device="cpu", peak=500 * MIB, median=10),)
 
 
-def test_traces_that_cannot_be_used_are_named_and_the_others_count(tmp_path):
+def test_unusable_traces_are_named_and_others_analyzed(tmp_path):
     rank_trace(tmp_path, 0)
     written(tmp_path, trace(), rank=1)
     (tmp_path / "trace-rank-00002-step-00000000.pt.trace.json").write_text('{"traceEvents": [')
@@ -131,12 +131,12 @@ def test_traces_that_cannot_be_used_are_named_and_the_others_count(tmp_path):
     assert "nothing was recorded" in str(found)
 
 
-def test_only_damaged_traces_give_no_finding(tmp_path):
+def test_only_damaged_traces_give_no_findings(tmp_path):
     (tmp_path / "trace-rank-00000-step-00000000.pt.trace.json").write_text("")
     found = diagnose(tmp_path)
     assert (found.findings, found.shares, len(found.problems)) == ((), (), 1)
 
 
-def test_a_folder_without_traces_is_refused(tmp_path):
+def test_folder_without_traces_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"diagnose: path must contain trace-rank-\*\.pt\.trace\.json"):
         diagnose(tmp_path)

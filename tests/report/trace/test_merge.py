@@ -31,7 +31,7 @@ def named(merged, name):
 
 
 @pytest.mark.parametrize("form", ["folder", "files"])
-def test_times_are_those_of_one_clock(tmp_path, form):
+def test_merged_trace_uses_one_clock(tmp_path, form):
     files = two(tmp_path)
     out = merge_traces(tmp_path if form == "folder" else files, tmp_path / "all.json")
     merged = json.loads(out.read_text())
@@ -43,7 +43,7 @@ def test_times_are_those_of_one_clock(tmp_path, form):
     ]
 
 
-def test_processes_are_named_after_ranks_and_devices(tmp_path):
+def test_merged_processes_are_named_by_rank_and_device(tmp_path):
     files = two(tmp_path)
     second = json.loads(files[1].read_text())
     second["traceEvents"].append(
@@ -55,7 +55,7 @@ def test_processes_are_named_after_ranks_and_devices(tmp_path):
     assert titles == {0: "rank 0", 1: "rank 0: GPU 0", 1000: "rank 1", 1001: "rank 1: other"}
 
 
-def test_arrows_of_two_files_are_not_joined(tmp_path):
+def test_flow_ids_of_different_files_stay_distinct(tmp_path):
     two(tmp_path)
     merged = json.loads(merge_traces(tmp_path, tmp_path / "all.json").read_text())
     ids = [(event["pid"], event["id"]) for event in merged["traceEvents"] if "id" in event]
@@ -63,14 +63,14 @@ def test_arrows_of_two_files_are_not_joined(tmp_path):
     assert len(set(ids)) == 2
 
 
-def test_what_is_merged_is_no_trace_of_a_rank(tmp_path):
+def test_merged_file_is_not_merged_again(tmp_path):
     two(tmp_path)
     merge_traces(tmp_path, tmp_path / "all.json")
     before = (tmp_path / "all.json").read_text()
     assert merge_traces(tmp_path, tmp_path / "all.json").read_text() == before
 
 
-def test_nothing_to_merge_is_refused(tmp_path):
+def test_merge_without_traces_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"merge_traces: traces must contain trace-rank-\*\.pt\.trace\.json"):
         merge_traces(tmp_path, tmp_path / "all.json")
     with pytest.raises(ConfigError, match="merge_traces: traces must be a folder or a list of files, got an empty list"):
@@ -81,7 +81,7 @@ def test_nothing_to_merge_is_refused(tmp_path):
     assert not (tmp_path / "all.json").exists()
 
 
-def test_a_timeline_is_by_device_in_seconds_from_the_first_step(tmp_path):
+def test_memory_timeline_is_by_device_in_seconds_since_first_step(tmp_path):
     events = (mark("ProfilerStep#0", 1e6, 4e6), allocation(2e6, 10), allocation(3e6, 30), allocation(2e6, 7, kind=1, index=2))
     found = memory_timeline(written(tmp_path, trace(*events, rank=4)), tmp_path / "memory.json")
     assert found == {"cpu": [MemorySample(1.0, 10), MemorySample(2.0, 30)], "cuda:2": [MemorySample(1.0, 7)]}
@@ -89,7 +89,7 @@ def test_a_timeline_is_by_device_in_seconds_from_the_first_step(tmp_path):
     assert json.loads((tmp_path / "memory.json").read_text()) == {"rank": 4, "devices": devices}
 
 
-def test_a_trace_without_memory_has_no_timeline(tmp_path):
+def test_trace_without_memory_has_empty_timeline(tmp_path):
     assert memory_timeline(written(tmp_path, trace(mark("ProfilerStep#0", 0, 1)))) == {}
 
 
@@ -102,5 +102,5 @@ def test_a_trace_without_memory_has_no_timeline(tmp_path):
     ],
     ids=["none", "one", "spike"],
 )
-def test_peak_and_median_are_over_time(timeline, expected):
+def test_peak_and_median_are_weighted_by_time(timeline, expected):
     assert peak_and_median(timeline) == expected

@@ -10,7 +10,7 @@ from dtrain.report.trace.trace_file import find_traces, parse_trace, read_trace
 from traces_made import mark, op, trace, written
 
 
-def test_steps_are_the_marked_ones_with_what_is_noted_of_them():
+def test_marked_steps_are_read_with_their_metadata():
     found = trace(
         mark("ProfilerStep#7", 0, 100),
         mark("dtrain.step", 40, 90),
@@ -31,19 +31,19 @@ def test_steps_are_the_marked_ones_with_what_is_noted_of_them():
     ]
 
 
-def test_a_step_that_was_cut_short_counts_where_there_is_no_other():
+def test_incomplete_step_is_used_when_it_is_the_only_one():
     read = parse_trace(trace(mark("ProfilerStep#9", 0, 10), rank=0, steps=[{"step": 9, "done": False}]), "x.json")
     assert [step.number for step in read.steps] == [9]
 
 
-def test_steps_of_one_number_keep_what_is_noted_of_each():
+def test_steps_with_equal_numbers_keep_their_own_metadata():
     noted = [{"step": 5, "done": done, "spans": {"data": data}} for done, data in ((True, 0.1), (True, 0.2), (False, 0.4))]
     marks = [mark("ProfilerStep#5", start, start + 10) for start in (0, 10, 20)]
     read = parse_trace(trace(*marks, rank=0, steps=noted), "x.json")
     assert [(step.number, step.start, step.spans["data"]) for step in read.steps] == [(5, 0, 0.1), (5, 10, 0.2)]
 
 
-def test_a_trace_without_marks_is_one_step():
+def test_trace_without_step_marks_is_one_step():
     read = parse_trace(trace(op("aten::mm", 5, 20), op("aten::add", 8, 9)), "x.json")
     assert [(step.number, step.start, step.end) for step in read.steps] == [(0, 5, 20)]
     assert parse_trace(trace(), "x.json").steps == ()
@@ -59,11 +59,11 @@ def test_a_trace_without_marks_is_one_step():
     ],
     ids=["ours", "torchs", "name", "none"],
 )
-def test_the_rank_is_found(more, source, rank):
+def test_rank_is_read_from_metadata_or_file_name(more, source, rank):
     assert parse_trace({**trace(), **more}, source).rank == rank
 
 
-def test_files_are_those_of_the_profiler_by_rank_and_step(tmp_path):
+def test_trace_files_are_sorted_by_rank_and_step(tmp_path):
     for rank, step in ((1, 0), (0, 20), (0, 3)):
         written(tmp_path, trace(), rank=rank, step=step)
     for name in (
@@ -77,7 +77,7 @@ def test_files_are_those_of_the_profiler_by_rank_and_step(tmp_path):
     assert find_traces(tmp_path / "nothing") == []
 
 
-def test_a_compressed_trace_is_the_same(tmp_path):
+def test_compressed_trace_equals_uncompressed(tmp_path):
     found = trace(mark("ProfilerStep#1", 0, 5))
     path = tmp_path / "trace-rank-00000-step-00000001.pt.trace.json.gz"
     path.write_bytes(gzip.compress(json.dumps(found).encode()))
@@ -90,7 +90,7 @@ def test_a_compressed_trace_is_the_same(tmp_path):
     ids=["empty", "cut", "list", "no_events", "number", "no_object", "binary"],
 )
 @pytest.mark.parametrize("suffix", ["json", "json.gz"])
-def test_a_damaged_file_is_refused(tmp_path, data, suffix):
+def test_damaged_file_is_refused(tmp_path, data, suffix):
     (tmp_path / f"t.{suffix}").write_bytes(data)
     with pytest.raises(DataError, match=r"trace: .*t\.json.* cannot be read as a trace of torch's profiler: "):
         read_trace(tmp_path / f"t.{suffix}")
@@ -107,11 +107,11 @@ def test_a_damaged_file_is_refused(tmp_path, data, suffix):
     ],
     ids=["no_end", "no_time", "no_bytes", "no_step", "no_steps"],
 )
-def test_an_event_of_another_form_is_refused(found):
+def test_malformed_event_is_refused(found):
     with pytest.raises(DataError, match=r"trace: t\.json has an event or metadata of another form"):
         parse_trace(found, "t.json")
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"read_trace: path must be an existing file, got .*none\.json"):
         read_trace(tmp_path / "none.json")

@@ -92,7 +92,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_augmix_refuses(name):
+def test_augmix_refuses_invalid_arguments(name):
     make, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         make()

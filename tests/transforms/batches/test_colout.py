@@ -27,7 +27,7 @@ def test_colout_batch_keeps_rows_and_columns_in_order(p_row, p_col, size):
     assert torch.equal(made, places()[:, :, rows][..., columns])
 
 
-def test_colout_batch_cuts_extra_keys_alike():
+def test_colout_batch_cuts_extra_keys_equally():
     given = {"x": places(), "mask": places()[:, 0], "y": torch.tensor([1, 2, 3])}
     made = colout_batch(given, extra_keys=("mask",), generator=generator())
     assert torch.equal(made["mask"], made["x"][:, 0])
@@ -50,7 +50,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_colout_refuses(name):
+def test_colout_refuses_invalid_arguments(name):
     make, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         make()

@@ -70,7 +70,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_cutout_refuses(name):
+def test_cutout_refuses_invalid_arguments(name):
     make, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         make()

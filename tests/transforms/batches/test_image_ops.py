@@ -83,7 +83,7 @@ AMOUNTS = {
 
 
 @pytest.mark.parametrize("name", AMOUNTS)
-def test_amounts_are_that_share_of_the_papers_range(name):
+def test_amounts_are_the_given_fraction_of_the_papers_range(name):
     drawn = random.Random(1)
     assert sorted({IMAGE_OPERATIONS[name].amount(5, drawn) for _ in range(50)}) == pytest.approx(AMOUNTS[name])
 
@@ -112,7 +112,7 @@ def test_rotate_by_180_degrees_is_exact():
 ROWS = [[0.1, 0.2, 0.3, 0.4]] * 3
 
 
-def test_translations_are_by_a_share_of_the_side():
+def test_translations_are_a_fraction_of_the_image_side():
     close(on_one("translate_x", ROWS, 0.25, 0.9), [[0.2, 0.3, 0.4, 0.9]] * 3)
     close(on_one("translate_x", ROWS, -0.5), [[0.0, 0.0, 0.1, 0.2]] * 3)
     close(on_one("translate_y", [[0.1], [0.2], [0.3]], 1 / 3, 0.5), [[0.2], [0.3], [0.5]])
@@ -124,11 +124,11 @@ def test_shears_move_a_row_by_its_distance_from_the_middle():
     close(on_one("shear_y", image, 1.0), [[0.0, 0.1, 0.2], [0.1, 0.2, 0.0]])
 
 
-def test_half_a_pixel_is_the_mean_of_two():
+def test_half_pixel_translation_averages_two_pixels():
     close(on_one("translate_x", ROWS, 0.125, 0.2), [[0.15, 0.25, 0.35, 0.3]] * 3)
 
 
-def test_grey_is_luma_of_three_channels_and_else_the_mean():
+def test_grey_is_luma_for_three_channels_and_the_mean_otherwise():
     pixel = torch.tensor([1.0, 0.5, 0.25])[None, :, None, None]
     assert to_grayscale(pixel).item() == pytest.approx(0.299 + 0.2935 + 0.0285)
     assert to_grayscale(pixel[:, 1:]).item() == pytest.approx(0.375)

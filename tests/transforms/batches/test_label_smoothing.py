@@ -78,7 +78,7 @@ def test_label_smoothing_refuses_regression_targets(dtype):
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_label_smoothing_refuses(name):
+def test_label_smoothing_refuses_invalid_arguments(name):
     make, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         make()

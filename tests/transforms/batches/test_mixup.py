@@ -20,7 +20,7 @@ def batch(n: int = 6) -> dict[str, object]:
 SWAP = torch.tensor([1, 0])
 
 
-def test_mixup_batch_mixes_inputs_and_targets_alike():
+def test_mixup_batch_mixes_inputs_and_targets_equally():
     given = {"x": torch.tensor([[1.0, 0.0], [5.0, 4.0]]), "y": torch.tensor([0, 2])}
     made = mixup_batch(given, num_classes=3, coefficient=0.75, order=SWAP)
     assert made["x"].tolist() == [[2.0, 1.0], [4.0, 3.0]]
@@ -194,13 +194,13 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_mixup_refuses(name):
+def test_mixup_refuses_invalid_arguments(name):
     make, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_mixup_refuses_a_negative_schedule_in_its_step():
+def test_mixup_refuses_a_negative_scheduled_alpha_in_the_step():
     given = {"x": torch.zeros(2, 2), "y": torch.tensor([0, 1])}
     with pytest.raises(ConfigError, match=r"mixup: alpha must be in \[0, inf\), got -1\.0 from its schedule at step 0\."):
         seen_by(mixup(lambda step: -1.0, num_classes=3), given=given)

@@ -65,7 +65,7 @@ def test_linear_growth_grows_from_delay_to_full():
     assert found == pytest.approx([0.5, 0.5, 0.5, 0.75, 0.5 + 0.5 * 29 / 30, 1.0, 1.0, 1.0])
 
 
-def test_linear_growth_may_jump():
+def test_linear_growth_may_increase_in_one_step():
     scale = linear_growth(0.25, Duration.parse(3), Duration.parse(3))
     assert [scale(Clock(step=step)) for step in (2, 3)] == [0.25, 1.0]
 
@@ -132,7 +132,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_progressive_resizing_refuses(name):
+def test_progressive_resizing_refuses_invalid_arguments(name):
     make, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         make()

@@ -103,7 +103,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_rand_augment_refuses(name):
+def test_rand_augment_refuses_invalid_arguments(name):
     make, message = REFUSED[name]
     with pytest.raises(ConfigError, match=message):
         make()

@@ -52,13 +52,13 @@ def seen_by(calls):
 @pytest.mark.parametrize(
     ("count", "keep", "kept"), [(1, 0.1, 1), (7, 0.5, 4), (30, 0.1, 3), (10, 1.0, 10), (0, 0.5, 0), (3, 1e-12, 1)]
 )
-def test_share_is_rounded_up(count, keep, kept):
+def test_kept_sample_count_is_rounded_up(count, keep, kept):
     picked = select_by_loss(torch.rand(count), keep, generator=torch.Generator().manual_seed(0))
     assert len(picked) == kept
     assert picked.tolist() == sorted(set(picked.tolist()))
 
 
-def test_chances_of_two_are_those_of_the_formula():
+def test_probabilities_of_two_samples_match_the_formula():
     """With keep 0.5 the exponent is 1, and the percentiles of two samples are 1/4 and 3/4: so are their chances."""
     draws = 4000
     generator = torch.Generator().manual_seed(0)
@@ -66,7 +66,7 @@ def test_chances_of_two_are_those_of_the_formula():
     assert larger / draws == pytest.approx(0.75, abs=4 * math.sqrt(0.75 * 0.25 / draws))
 
 
-def test_chances_with_another_share_are_those_of_the_formula():
+def test_probabilities_with_a_different_keep_match_the_formula():
     """One of four, exponent 3: chances (1, 27, 125, 343) / 496 by rank."""
     draws, counts = 4000, [0] * 4
     generator = torch.Generator().manual_seed(1)
@@ -96,7 +96,7 @@ def test_select_by_loss_counts_nan_as_the_largest():
     assert select_by_loss(losses, 0.01, uniforms=torch.full((3,), 0.5)).tolist() == [1]
 
 
-def test_samples_with_equal_losses_have_equal_chances():
+def test_samples_with_equal_losses_have_equal_probabilities():
     draws, counts = 4000, [0] * 4
     generator = torch.Generator().manual_seed(1)
     for _ in range(draws):
@@ -115,7 +115,7 @@ def test_samples_with_equal_losses_have_equal_chances():
     ],
     ids=["none", "more than all", "losses", "neither", "uniforms"],
 )
-def test_select_refuses(losses, keep, given, message):
+def test_select_by_loss_refuses_invalid_arguments(losses, keep, given, message):
     with pytest.raises(ConfigError, match=f"select_by_loss: {message}"):
         select_by_loss(losses, keep, **given)
 
@@ -123,7 +123,7 @@ def test_select_refuses(losses, keep, given, message):
 # ---- in a step --------------------------------------------------------------------------------------------------------------
 
 
-def test_step_is_one_on_the_samples_drawn():
+def test_step_uses_only_the_selected_samples():
     calls = []
     step, state = begin(selective_backprop(losses_of, 0.4), loss=seen_by(calls))
     state, metrics = step(state, samples(5))
@@ -136,7 +136,7 @@ def test_step_is_one_on_the_samples_drawn():
     assert all(torch.equal(state.params[name], param) for name, param in start.params.items())
 
 
-def test_all_kept_is_the_step_without_it():
+def test_keep_of_one_matches_the_plain_step():
     runs = []
     for keep in (1.0, None):
         step, state = begin(selective_backprop(losses_of, keep or 0.1, start="9ba" if keep is None else 0))
@@ -145,7 +145,7 @@ def test_all_kept_is_the_step_without_it():
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
-def test_forward_is_in_training_mode_without_gradients_and_leaves_no_statistics():
+def test_selection_forward_leaves_no_gradients_and_no_statistics():
     seen = []
 
     def looking(model, batch):
@@ -159,7 +159,7 @@ def test_forward_is_in_training_mode_without_gradients_and_leaves_no_statistics(
     assert torch.is_grad_enabled()
 
 
-def test_seed_and_step_decide_the_draw():
+def test_selection_depends_on_seed_and_step():
     def drawn(seed):
         calls = []
         step, state = begin(selective_backprop(losses_of, 0.3), seed=seed, loss=seen_by(calls))
@@ -180,7 +180,7 @@ def test_seed_and_step_decide_the_draw():
     ],
     ids=["between", "share of the run", "interrupted"],
 )
-def test_window_says_when(options, sizes):
+def test_selection_runs_only_between_start_and_end(options, sizes):
     calls = []
     step, state = begin(selective_backprop(losses_of, 0.5, **options), run=RunLength(total=6), loss=seen_by(calls))
     for number in range(6):
@@ -209,7 +209,7 @@ def test_batch_is_cut_along_its_described_axis():
     [(lambda model, batch: model(batch["x"]), r"shape \(5, 1\)"), (lambda model, batch: 1.0, "a float")],
     ids=["shape", "number"],
 )
-def test_losses_of_another_shape_are_refused_in_the_step(bad, got):
+def test_losses_of_the_wrong_shape_are_refused_in_the_step(bad, got):
     step, state = begin(selective_backprop(bad))
     with pytest.raises(ConfigError, match=rf"sample_losses must return a tensor \[5\], one loss per sample, got {got}"):
         step(state, samples(5))
@@ -225,12 +225,12 @@ def test_losses_of_another_shape_are_refused_in_the_step(bad, got):
     ],
     ids=["function", "keep", "window", "size"],
 )
-def test_selective_backprop_refuses(given, message):
+def test_selective_backprop_refuses_invalid_arguments(given, message):
     with pytest.raises(ConfigError, match=message):
         selective_backprop(**{"sample_losses": losses_of, **given})
 
 
-def test_keep_of_a_schedule_is_refused_in_its_step():
+def test_invalid_scheduled_keep_is_refused_in_the_step():
     step, state = begin(selective_backprop(losses_of, lambda step: 2.0))
     with pytest.raises(ConfigError, match=r"selective_backprop: keep must be in \(0, 1\], got 2\.0 from its schedule"):
         step(state, samples(4))
@@ -282,7 +282,7 @@ def spoiled() -> str:
     return "nothing"
 
 
-def test_losses_of_another_shape_on_one_rank_are_refused_on_all(ranks):
+def test_wrong_loss_shape_on_one_rank_is_refused_on_all(ranks):
     first, second = ranks(2).run(spoiled)
     assert first.startswith("PeerError: step: rank 1 could not use its batch")
     assert second.startswith("ConfigError: selective_backprop: sample_losses must return a tensor [4]")
@@ -340,7 +340,7 @@ def cost() -> list[dict]:
     return found
 
 
-def test_step_costs_one_record_and_the_gathers_of_one_forward(ranks):
+def test_step_adds_one_record_exchange_and_one_forward_of_gathers(ranks):
     without, with_it = ranks(2).run(cost)[0]
     assert with_it["control"]["all_gather"] == without["control"]["all_gather"] + 1
     assert with_it["training"]["reduce_scatter"] == without["training"]["reduce_scatter"]

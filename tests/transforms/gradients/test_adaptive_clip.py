@@ -27,7 +27,7 @@ def by_hand(weight, grad, clipping, eps):
 
 
 @pytest.mark.parametrize("clipping", [0.01, 0.5, 100.0])
-def test_clip_is_that_of_each_unit_by_hand(clipping):
+def test_clip_matches_a_reference_for_each_unit(clipping):
     given, found = params(), params()
     clip_grad_adaptive_(found, clipping, eps=1e-3)
     for name in given:
@@ -37,7 +37,7 @@ def test_clip_is_that_of_each_unit_by_hand(clipping):
     assert found["without"].grad is None
 
 
-def test_units_of_the_table_are_clipped_and_left_alone():
+def test_reference_case_has_clipped_and_unclipped_units():
     """The case above has both: else it could not tell them apart."""
     given, found = params(), params()
     clip_grad_adaptive_(found, 0.5)
@@ -45,7 +45,7 @@ def test_units_of_the_table_are_clipped_and_left_alone():
     assert set(changed.values()) == {True, False}
 
 
-def test_a_gradient_of_zero_stays_and_zero_weights_move():
+def test_zero_gradient_is_unchanged_and_zero_weights_use_eps():
     w = torch.zeros(2, 2, requires_grad=True)
     w.grad = torch.tensor([[0.0, 0.0], [3.0, 4.0]])
     clip_grad_adaptive_({"w": w}, 0.1, eps=0.01)
@@ -70,7 +70,7 @@ def in_layouts(world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_clip_is_the_same_in_every_layout(ranks, world_size):
+def test_clip_is_equal_in_every_sharding_layout(ranks, world_size):
     for found in ranks(world_size).run(in_layouts, world_size):
         assert max(found.values()) <= ROUNDING, found
 
@@ -89,11 +89,11 @@ def collectives_of(names, layout):
     [(("matrix", "image"), "rows", 0), (("vector", "short"), "rows", 1), (("matrix", "image"), "columns", 1)],
     ids=["rows are whole", "vectors are cut", "columns are cut"],
 )
-def test_clip_exchanges_only_what_is_cut(ranks, names, layout, expected):
+def test_clip_communicates_only_for_sharded_units(ranks, names, layout, expected):
     assert ranks(2).run(collectives_of, names, layout) == [expected] * 2
 
 
-def test_clipping_is_read_at_the_step_about_to_run():
+def test_clipping_schedule_is_read_at_the_current_step():
     weights, _ = line(adaptive_clip(lambda step: (0.5, 0.25)[int(step)]), [[-8.0]], [4.0], steps=2)
     assert weights.item() == 4.0 + 0.5 * 4.0 + 0.25 * 6.0
 
@@ -102,13 +102,13 @@ def test_clipping_is_read_at_the_step_about_to_run():
     ("clipping", "eps", "message"),
     [(0.0, 1e-3, "clipping must be positive"), (0.1, 0.0, "eps must be a finite number above 0")],
 )
-def test_clip_refuses(clipping, eps, message):
+def test_clip_refuses_invalid_arguments(clipping, eps, message):
     with pytest.raises(ConfigError, match=rf"adaptive_clip: ({message}|clipping must be in \(0, inf\], got 0\.0)"):
         adaptive_clip(clipping, eps=eps)
     with pytest.raises(ConfigError, match=f"clip_grad_adaptive_: {message}"):
         clip_grad_adaptive_({}, clipping, eps=eps)
 
 
-def test_clip_refuses_a_number_of_a_schedule_in_its_step():
+def test_clip_refuses_an_invalid_scheduled_value():
     with pytest.raises(ConfigError, match=r"clipping must be in \(0, inf\], got -1\.0 from its schedule"):
         line(adaptive_clip(lambda step: -1.0), [[3.0]], [0.0])

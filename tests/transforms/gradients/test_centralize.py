@@ -11,7 +11,7 @@ from dtrain.transforms.gradients.centralize import centralize_gradients, central
 ROUNDING = 1e-14  # of float64 numbers up to ten
 
 
-def test_rows_lose_their_mean_and_vectors_stay():
+def test_centralize_subtracts_row_means_and_keeps_vectors():
     given, found = params(), params()
     centralize_gradients_(found)
     for name in ("matrix", "image", "few", "zero"):
@@ -22,7 +22,7 @@ def test_rows_lose_their_mean_and_vectors_stay():
         assert torch.equal(found[name].grad, given[name].grad)
 
 
-def test_centralizing_twice_changes_nothing_more():
+def test_centralize_is_idempotent():
     once, twice = params(), params()
     centralize_gradients_(once)
     centralize_gradients_(twice)
@@ -35,11 +35,11 @@ def in_layouts(world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_centralizing_is_the_same_in_every_layout(ranks, world_size):
+def test_centralize_is_equal_in_every_sharding_layout(ranks, world_size):
     for found in ranks(world_size).run(in_layouts, world_size):
         assert max(found.values()) <= ROUNDING, found
 
 
-def test_masked_leaves_the_others_alone():
+def test_masked_centralize_does_not_change_other_parameters():
     weights, _ = line(masked(centralize_gradients(), lambda name, param: param.shape[1] > 2), [[1.0, 3.0, 5.0]], [0.0] * 3)
     assert weights.tolist() == [2.0, 0.0, -2.0]

@@ -28,7 +28,7 @@ def samples(step, count):
     return {"x": TRUE + torch.randn(count, DIM, generator=generator, dtype=torch.float64)}
 
 
-def test_scale_is_that_of_the_data():
+def test_noise_scale_matches_the_known_value_of_the_data():
     """The variance of a sample's gradient is DIM, the square of the true one DIM * TRUE**2: their quotient is 1 / TRUE**2."""
     step, state = begin(noise_scale(lambda step: step / (step + 1), interval=1))  # the plain mean over all steps
     for number in range(200):
@@ -41,7 +41,7 @@ def test_scale_is_that_of_the_data():
     assert found["measured"] == 200
 
 
-def test_estimates_of_halves_are_those_of_the_paper():
+def test_estimates_from_batch_halves_match_the_paper():
     """Compute the mean squared norm of two halves by the formulas of appendix A.1."""
     one, other = torch.randn(2, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     whole, few, many = (one + other) / 2, 8, 16
@@ -51,14 +51,14 @@ def test_estimates_of_halves_are_those_of_the_paper():
     assert signal.item() == pytest.approx(((many * big - few * small) / (many - few)).item(), rel=1e-12)
 
 
-def test_a_gradient_that_only_one_has_counts_as_zero_in_the_other():
+def test_missing_gradient_counts_as_zero():
     one, two = torch.tensor([3.0]), torch.tensor([4.0])
     noise, signal = estimate_noise_and_signal({"a": one}, {"b": two}, part_samples=1, whole_samples=2)
     assert (noise.item(), signal.item()) == pytest.approx((25.0 / 0.5, 16.0 - 25.0), rel=1e-6)
 
 
 @pytest.mark.parametrize(("few", "many"), [(0, 2), (2, 2), (3, 2)])
-def test_estimates_refuse_a_part_that_is_none(few, many):
+def test_estimates_refuse_invalid_part_sizes(few, many):
     with pytest.raises(
         ConfigError, match=f"part_samples must be above 0 and below whole_samples, got part_samples={few}, whole_samples={many}"
     ):
@@ -74,7 +74,7 @@ class Deep(nn.Module):
         return self.layers(x)
 
 
-def test_measuring_changes_no_bit_of_the_training():
+def test_measurement_does_not_change_training_bits():
     runs = []
     for transforms in ([], [noise_scale(interval=2)]):
         torch.manual_seed(3)
@@ -88,7 +88,7 @@ def test_measuring_changes_no_bit_of_the_training():
     assert all(torch.equal(one, other) for one, other in zip(*runs, strict=True))
 
 
-def test_a_single_sample_is_trained_on_and_not_measured():
+def test_single_sample_batch_is_trained_but_not_measured():
     step, state = begin(noise_scale(interval=1))
     state, metrics = step(state, samples(0, 1))
     assert "noise_scale" not in metrics
@@ -100,7 +100,7 @@ def test_a_single_sample_is_trained_on_and_not_measured():
     assert torch.equal(metrics["noise_scale"].total, again["noise_scale"].total)
 
 
-def test_interval_is_measured_in_its_first_step():
+def test_measurement_runs_in_the_first_step_of_each_interval():
     step, state = begin(noise_scale(interval=3))
     counts = []
     for number in range(7):
@@ -123,20 +123,20 @@ def test_a_batch_is_halved_along_its_described_axis():
     assert scales[0] == pytest.approx(scales[1], rel=1e-9)
 
 
-def test_a_batch_that_cannot_be_counted_is_the_step_s_error():
+def test_uncountable_batch_raises_the_error_of_the_step():
     step, state = begin(noise_scale())
     with pytest.raises(ConfigError, match="the first axis must be the batch axis"):
         step(state, {"x": torch.zeros(2, DIM), "y": torch.zeros(3)})
 
 
-def test_a_batch_that_only_the_step_can_count_is_refused_instead_of_never_measured():
+def test_batch_countable_only_by_the_step_is_refused():
     step, state = begin(noise_scale(), grad=partial(dt.microbatch_step, count=lambda batch: len(batch["x"])))
     with pytest.raises(ConfigError, match="the first axis must be the batch axis"):
         step(state, {**samples(0, 2), "y": torch.zeros(3)})
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
-def test_a_gradient_that_is_not_finite_leaves_the_averages_alone(bad):
+def test_nonfinite_gradient_does_not_change_the_averages(bad):
     step, state = begin(nonfinite(), noise_scale(interval=1), lr=0.1)
     broken = {"x": torch.full((4, DIM), bad, dtype=torch.float64)}
     state, metrics = step(state, broken)
@@ -158,7 +158,7 @@ def of_this_copy(counts: list[int]) -> list[float]:
     return [scale, state.transform_states["noise_scale"]["measured"]]
 
 
-def test_copies_that_train_apart_are_measured_by_their_own_samples(ranks):
+def test_local_replicas_are_measured_by_their_own_samples(ranks):
     expected = []
     for rank, count in enumerate([4, 7]):
         step, state = begin(noise_scale())
@@ -182,7 +182,7 @@ def uneven(counts: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("counts", [[3, 2], [1, 4], [5, 0], [0, 5]], ids=str)
-def test_the_half_of_a_batch_does_not_depend_on_how_ranks_share_it(ranks, counts):
+def test_batch_half_does_not_depend_on_the_rank_split(ranks, counts):
     step, state = begin(noise_scale())
     _, metrics = step(state, samples(0, 5))
     expected = metrics["noise_scale"].total.item()
@@ -194,12 +194,12 @@ def test_one_sample_on_two_ranks_is_not_measured(ranks):
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
-def test_scale_refuses_a_decay(decay):
+def test_noise_scale_refuses_an_invalid_decay(decay):
     with pytest.raises(ConfigError, match=r"noise_scale: decay must be (a finite number|in \[0, 1\))"):
         noise_scale(decay)
 
 
-def test_scale_refuses_a_decay_of_a_schedule_in_its_step():
+def test_noise_scale_refuses_an_invalid_scheduled_decay():
     step, state = begin(noise_scale(lambda step: 2.0))
     with pytest.raises(ConfigError, match=r"noise_scale: decay must be in \[0, 1\), got 2\.0 from"):
         step(state, samples(0, 4))

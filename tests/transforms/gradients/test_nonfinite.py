@@ -33,7 +33,7 @@ def run(step, state, values):
 
 
 @pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-def test_skip_leaves_parameters_optimizer_and_what_is_inside_alone(bad):
+def test_skip_changes_no_parameters_optimizer_or_inner_transform(bad):
     step, state = begin(nonfinite(), dt.transforms.ema(0.5))
     state, _ = run(step, state, [FINE])
     before = {name: param.detach().clone() for name, param in state.params.items()}
@@ -48,7 +48,7 @@ def test_skip_leaves_parameters_optimizer_and_what_is_inside_alone(bad):
     assert state.step == 2  # the clock goes on
 
 
-def test_skip_counts_in_all_and_in_a_row():
+def test_skip_counts_total_and_consecutive_steps():
     step, state = begin(nonfinite())
     bad = float("nan")
     state, skipped = run(step, state, [bad, FINE, bad, bad])
@@ -56,7 +56,7 @@ def test_skip_counts_in_all_and_in_a_row():
     assert state.transform_states["nonfinite"] == {"skipped": 3, "in_a_row": 2}
 
 
-def test_too_many_in_a_row_raise():
+def test_too_many_consecutive_skips_raise():
     step, state = begin(nonfinite(in_a_row=2))
     state, _ = run(step, state, [float("nan"), FINE, float("nan")])
     with pytest.raises(
@@ -75,14 +75,14 @@ def test_raise_names_the_step_and_the_parameters():
         run(step, state, [float("inf")])
 
 
-def test_a_sum_that_overflows_is_no_infinite_gradient():
+def test_overflow_of_the_squared_norm_is_not_a_nonfinite_gradient():
     step, state = begin(nonfinite("raise"))
     large = 1e200  # its square is infinite
     state, skipped = run(step, state, [large])
     assert skipped == [0.0]
 
 
-def test_listed_before_a_loss_scale_it_says_so_instead_of_leaving_out_all_steps():
+def test_nonfinite_listed_before_loss_scale_is_refused():
     """The scale is too large for the gradient, and nobody would tell it."""
     step, state = begin(nonfinite(), dt.transforms.loss_scale(initial=2.0**127, interval=1))
     state, skipped = run(step, state, [FINE])
@@ -93,7 +93,7 @@ def test_listed_before_a_loss_scale_it_says_so_instead_of_leaving_out_all_steps(
         run(step, state, [float("inf")])
 
 
-def test_listed_after_a_loss_scale_it_has_nothing_to_do():
+def test_nonfinite_listed_after_loss_scale_sees_finite_gradients():
     step, state = begin(dt.transforms.loss_scale(), nonfinite("raise"))
     state, skipped = run(step, state, [float("inf"), FINE])
     assert skipped == [1.0, 0.0]
@@ -121,11 +121,11 @@ def on_ranks(action):
     return [skipped, state.transform_states["nonfinite"], to_local(state.params["weight"]).detach().isfinite().all().item()]
 
 
-def test_one_rank_decides_for_all(ranks):
+def test_nonfinite_gradient_on_one_rank_skips_on_all_ranks(ranks):
     assert ranks(2).run(on_ranks, "skip") == [[[0.0, 1.0, 0.0], {"skipped": 1, "in_a_row": 0}, True]] * 2
 
 
-def test_all_ranks_raise_and_say_whose_it_is(ranks):
+def test_all_ranks_raise_and_name_the_rank(ranks):
     first, second = ranks(2).run(on_ranks, "raise")
     assert "step 1: a gradient is not finite (on this rank: none)" in first
     assert "step 1: a gradient is not finite (on this rank: weight)" in second
@@ -141,6 +141,6 @@ def test_all_ranks_raise_and_say_whose_it_is(ranks):
     ],
     ids=["action", "none in a row", "fraction", "raise in a row"],
 )
-def test_nonfinite_refuses(given, message):
+def test_nonfinite_refuses_invalid_arguments(given, message):
     with pytest.raises(ConfigError, match=f"nonfinite: .*{message}"):
         nonfinite(**given)

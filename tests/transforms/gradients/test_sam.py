@@ -32,7 +32,7 @@ def begin(*transforms, model=None, lr=0.1, loss=LOSS, **parts):
     return step, step.init(model, torch.optim.SGD(model.parameters(), lr=lr))
 
 
-def test_step_is_that_of_a_loop_written_by_hand():
+def test_step_matches_a_reference_loop():
     step, state = begin(sam(0.3))
     state, metrics = step(state, batch())
     theirs = net()
@@ -50,7 +50,7 @@ def test_step_is_that_of_a_loop_written_by_hand():
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_perturb_moves_by_rho_in_its_norm_and_restore_is_bit_for_bit(adaptive):
+def test_perturb_has_norm_rho_and_restore_is_bit_exact(adaptive):
     given, found = params(), params()
     kept = perturb_params_(found, 0.7, adaptive=adaptive, eta=0.01)
     names = [name for name, param in found.items() if param.grad is not None]
@@ -80,13 +80,13 @@ def in_layouts(world_size):
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_perturbation_is_the_same_in_every_layout(ranks, world_size):
+def test_perturbation_is_equal_in_every_sharding_layout(ranks, world_size):
     for plain, adaptive in ranks(world_size).run(in_layouts, world_size):
         assert max(*plain.values(), *adaptive.values()) <= ROUNDING, (plain, adaptive)
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-def test_a_loss_of_zero_is_a_step(adaptive):
+def test_zero_loss_still_runs_the_optimizer(adaptive):
     zero = dt.mean_loss(lambda model, x: 0.0 * model(x).mean(), weight=len)
     model = nn.Linear(3, 1).double()
     step = dt.compose_step(zero, [sam(0.05, adaptive=adaptive)])
@@ -98,7 +98,7 @@ def test_a_loss_of_zero_is_a_step(adaptive):
     torch.testing.assert_close(model.weight.detach(), 0.5 * before)  # weight decay has acted, so the optimizer has run
 
 
-def test_zero_gradient_does_not_move():
+def test_zero_gradient_does_not_perturb_parameters():
     w = torch.tensor([1.0, 2.0], requires_grad=True)
     w.grad = torch.zeros(2)
     perturb_params_({"w": w}, 0.05)
@@ -107,7 +107,7 @@ def test_zero_gradient_does_not_move():
 
 @pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_a_small_gradient_of_low_precision_moves_parameters_by_rho(dtype, adaptive):
+def test_small_low_precision_gradient_perturbs_by_rho(dtype, adaptive):
     """In float16 1 over its norm is more than the dtype holds."""
     w = torch.ones(2, dtype=dtype, requires_grad=True)
     w.grad = torch.tensor([2e-7, 0.0], dtype=dtype)
@@ -115,7 +115,7 @@ def test_a_small_gradient_of_low_precision_moves_parameters_by_rho(dtype, adapti
     assert w.tolist() == [1.5, 1.0]
 
 
-def test_interval_acts_in_the_first_step_of_each():
+def test_sam_acts_in_the_first_step_of_each_interval():
     passes = []
 
     def counting(model, x):
@@ -131,7 +131,7 @@ def test_interval_acts_in_the_first_step_of_each():
     assert seen == [2, 1, 1, 2, 1, 1, 2]
 
 
-def test_statistics_of_batch_norm_are_those_of_the_first_pass():
+def test_batch_norm_statistics_come_from_the_first_pass():
     with_sam, without = begin(sam(0.3)), begin()
     for step, state in (with_sam, without):
         step(state, batch())
@@ -159,7 +159,7 @@ def test_an_error_in_the_second_pass_restores_parameters_and_buffers():
     assert state.model[1].num_batches_tracked.item() == 1  # of the first pass
 
 
-def test_an_infinite_first_gradient_leaves_parameters_to_be_restored():
+def test_infinite_first_gradient_restores_the_parameters():
     infinite = dt.mean_loss(lambda model, x: model(x).mean() * float("inf"), weight=len)
     step, state = begin(dt.transforms.loss_scale(4.0, interval=9), sam(0.3), loss=infinite)
     before = {name: param.detach().clone() for name, param in state.params.items()}
@@ -183,14 +183,14 @@ def sharded(strategy: str) -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "replicate"])
-def test_ranks_of_each_strategy_equal_one_process(ranks, strategy):
+def test_ranks_with_each_sharding_strategy_match_one_process(ranks, strategy):
     expected = sharded("none")
     for found in ranks(2).run(sharded, strategy):
         assert found == pytest.approx(expected, rel=1e-11, abs=1e-13)
 
 
 @pytest.mark.slow
-def test_hybrid_ranks_equal_one_process(ranks):
+def test_hybrid_sharded_ranks_match_one_process(ranks):
     expected = sharded("none")
     for found in ranks(4).run(sharded, "hybrid_shard"):
         assert found == pytest.approx(expected, rel=1e-11, abs=1e-13)
@@ -223,7 +223,7 @@ def looked_at() -> list[float]:
     return seen
 
 
-def test_a_look_sees_the_parameters_of_its_time(ranks):
+def test_parameter_reads_see_the_perturbation_only_while_it_applies(ranks):
     first, moved, last = expected = looked_at()
     assert first == last
     assert first != moved
@@ -231,7 +231,7 @@ def test_a_look_sees_the_parameters_of_its_time(ranks):
         assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_rho_is_read_at_the_step_about_to_run():
+def test_rho_schedule_is_read_at_the_current_step():
     assert bowl(sam(lambda step: 0.5), [3.0, 4.0]).tolist() == pytest.approx([-0.3, -0.4])
 
 
@@ -244,7 +244,7 @@ def test_rho_is_read_at_the_step_about_to_run():
     ],
     ids=["rho", "eta", "interval"],
 )
-def test_sam_refuses(given, message):
+def test_sam_refuses_invalid_arguments(given, message):
     with pytest.raises(ConfigError, match=message):
         sam(**given)
 
@@ -253,12 +253,12 @@ def test_sam_refuses(given, message):
     ("rho", "eta", "message"),
     [(-1.0, 0.01, "rho must be positive"), (0.1, float("inf"), "eta must be a finite number at least 0")],
 )
-def test_perturb_refuses(rho, eta, message):
+def test_perturb_refuses_invalid_arguments(rho, eta, message):
     with pytest.raises(ConfigError, match=f"perturb_params_: {message}"):
         perturb_params_({}, rho, eta=eta)
 
 
-def test_sam_refuses_a_rho_of_a_schedule_before_anything_runs():
+def test_sam_refuses_an_invalid_scheduled_rho_before_the_step():
     step, state = begin(sam(lambda step: 0.0), loss=lambda model, x: pytest.fail("it ran"))
     with pytest.raises(ConfigError, match=r"sam: rho must be in \(0, inf\], got 0\.0 from its schedule"):
         step(state, batch())

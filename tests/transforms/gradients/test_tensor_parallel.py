@@ -60,7 +60,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("plan", "strategy"), CASES)
-def test_methods_do_the_same_as_on_whole_tensors(ranks, plan, strategy):
+def test_gradient_transforms_match_unsharded_results_under_tensor_parallelism(ranks, plan, strategy):
     for found in ranks(4).run(differences, plan, strategy):
         assert found.keys() == METHODS.keys()
         assert max(found.values()) <= ROUNDING, found

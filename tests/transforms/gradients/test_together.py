@@ -48,11 +48,11 @@ def fitted() -> dict[str, list[float]]:
     return trained(fitted=True)
 
 
-def test_steps_with_microbatches_that_fit_are_those_of_a_fixed_size():
+def test_automatic_microbatch_size_matches_a_fixed_size():
     assert trained(fitted=True) == trained(fitted=False)
 
 
-def test_two_ranks_equal_one(ranks):
+def test_two_ranks_match_one_process(ranks):
     expected = trained(fitted=True)
     for found in ranks(2).run(fitted):
         assert found["params"] == pytest.approx(expected["params"], rel=1e-10, abs=1e-12)

@@ -46,11 +46,11 @@ def seen(*transforms: dt.Transform, option: str) -> tuple[list, dict[str, float]
     ],
     ids=["number", "schedule", "rule", "two", "pattern", "samples"],
 )
-def test_groups_get_the_rates_that_are_theirs(given, expected):
+def test_each_group_gets_its_own_lr_factor(given, expected):
     assert seen(scale_lr(given), option="lr")[0] == pytest.approx(expected)
 
 
-def test_metrics_are_of_the_first_group_or_by_name():
+def test_metrics_report_the_first_group_or_each_named_group():
     assert seen(scale_lr(0.5), option="lr")[1]["lr"] == 0.2
     by_name = seen(scale_lr({"head": 0.5}), option="lr")[1]
     assert {k: v for k, v in by_name.items() if k != "loss"} == {"lr": 0.4, "lr.head": 0.1, "lr.head.no_decay": 0.1}
@@ -59,14 +59,14 @@ def test_metrics_are_of_the_first_group_or_by_name():
     assert {k: v for k, v in by_name.items() if k != "loss"} == {"eps.head": 0.5, "eps.head.no_decay": 0.5}
 
 
-def test_options_are_scaled_and_set():
+def test_scale_option_and_set_option_change_group_options():
     assert seen(scale_option("weight_decay", 0.5), option="weight_decay")[0] == [0.05, 0.0, 0.05, 0.0]
     assert seen(set_option("weight_decay", 0.5), option="weight_decay")[0] == [0.5] * 4
     assert seen(set_option("betas.1", {"head": 0.5}), option="betas")[0] == [(0.8, 0.9)] * 2 + [(0.8, 0.5)] * 2
     assert seen(scale_option("betas.0", 0.5), option="betas")[0] == [(0.4, 0.9)] * 4
 
 
-def test_the_one_listed_after_another_scales_what_it_has_set():
+def test_scale_lr_scales_the_value_of_an_earlier_set_option():
     assert seen(set_option("lr", 0.6), scale_lr(0.5), option="lr")[0] == [0.3] * 4
 
 
@@ -75,7 +75,7 @@ class BrokenError(Exception):
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_all_options_are_as_before_after_a_step(fails):
+def test_group_options_are_restored_after_a_step(fails):
     transforms = [scale_lr({"head": 0.5}), scale_option("betas.0", 0.5), set_option("weight_decay", 0.7)]
     step, state = begin(*transforms)
     before = [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups]
@@ -136,12 +136,12 @@ def test_invalid_arguments_are_refused_at_construction(make, message):
     ],
     ids=["unknown group", "two fit", "no option", "several numbers", "too far", "no list"],
 )
-def test_what_does_not_fit_the_optimizer_is_refused_by_init(transform, message):
+def test_init_refuses_options_unknown_to_the_optimizer(transform, message):
     with pytest.raises(ConfigError, match=message):
         begin(transform)
 
 
-def test_groups_without_names_are_told():
+def test_unnamed_groups_are_refused_with_a_listing():
     with pytest.raises(ConfigError, match=r"a group named 'head' must exist, got the groups \(no name\), \(no name\)"):
         begin(scale_lr({"head": 0.5}), named=False)
 
@@ -157,7 +157,7 @@ def test_groups_without_names_are_told():
         (scale_option("betas.1", 2.0), "scale_betas_1: betas.1 must be below 1, got 1.8"),
     ],
 )
-def test_a_number_out_of_range_is_refused_before_anything_changes(transform, message):
+def test_value_out_of_range_is_refused_before_any_change(transform, message):
     step, state = begin(transform)
     before = [p.detach().clone() for p in state.params.values()]
     with pytest.raises(ConfigError, match=message):

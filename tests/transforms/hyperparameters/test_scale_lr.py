@@ -28,7 +28,7 @@ def test_scale_lr_refuses_a_factor_before_anything_changes(factor):
     assert (weight(state), state.optimizer.param_groups[0]["lr"]) == (4.0, 0.5)
 
 
-def test_scale_lr_uses_the_value_of_the_step_about_to_run():
+def test_scale_lr_uses_the_schedule_value_of_the_current_step():
     step = dt.compose_step(LOSS, [dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, 10))])
     state, rates = begin(step, lr=0.5), []
     for _ in range(10):
@@ -39,7 +39,7 @@ def test_scale_lr_uses_the_value_of_the_step_about_to_run():
     assert rates == pytest.approx([0.5 * (1 - t / 10) for t in range(10)])
 
 
-def test_scale_lr_scales_each_group_from_its_own_rate():
+def test_scale_lr_scales_each_group_from_its_own_lr():
     model = nn.Linear(1, 1)
     for param in model.parameters():
         nn.init.constant_(param, 4.0)
@@ -64,13 +64,13 @@ def test_scale_lr_agrees_with_lambda_lr():
         peer.step()
 
 
-def test_scale_lr_gives_each_group_its_rate_back():
+def test_scale_lr_restores_each_group_lr_after_the_step():
     step = dt.compose_step(LOSS, [dt.transforms.scale_lr(0.5)])
     state, _ = step(begin(step, lr=0.5), BATCH)
     assert [group["lr"] for group in state.optimizer.param_groups] == [0.5]
 
 
-def test_scale_lr_does_not_compound_when_an_optimizer_is_begun_with_again():
+def test_scale_lr_does_not_compound_after_a_second_init():
     step = dt.compose_step(LOSS, [dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, 10))])
     state = begin(step, lr=0.5)
     for _ in range(5):
@@ -80,7 +80,7 @@ def test_scale_lr_does_not_compound_when_an_optimizer_is_begun_with_again():
     assert again.step == 1
 
 
-def test_scale_lr_scales_a_rate_that_is_set_on_the_way():
+def test_scale_lr_scales_an_lr_changed_during_the_run():
     step = dt.compose_step(LOSS, [dt.transforms.scale_lr(0.5)])
     state, _ = step(begin(step, lr=0.5), BATCH)
     dt.set_lr_(state.optimizer, 0.125)
@@ -89,7 +89,7 @@ def test_scale_lr_scales_a_rate_that_is_set_on_the_way():
     assert weight(state) == before - 0.125 * 0.5
 
 
-def test_scale_lr_keeps_a_rate_that_is_a_tensor():
+def test_scale_lr_keeps_a_tensor_lr():
     step = dt.compose_step(LOSS, [dt.transforms.scale_lr(0.5)])
     model = nn.Linear(1, 1, bias=False)
     rate = torch.tensor(0.5)
@@ -98,7 +98,7 @@ def test_scale_lr_keeps_a_rate_that_is_a_tensor():
     assert (rate.item(), dt.reduce_metrics(metrics)["lr"]) == (0.5, 0.25)
 
 
-def test_the_factor_is_a_number_or_a_schedule():
+def test_scale_lr_accepts_a_number_or_a_schedule():
     with pytest.raises(ConfigError, match=r"scale_lr: factor must be a finite number or a schedule .*, got True"):
         dt.transforms.scale_lr(True)
 
@@ -114,7 +114,7 @@ def test_the_factor_is_a_number_or_a_schedule():
         (0.0, []),
     ],
 )
-def test_a_schedule_that_is_over_before_the_run_is_told_of(schedule, warned):
+def test_scale_lr_warns_when_the_schedule_reaches_zero_early(schedule, warned):
     step = dt.compose_step(LOSS, [dt.transforms.scale_lr(schedule)])
     state, told = begin(step), []
     for number in range(6):

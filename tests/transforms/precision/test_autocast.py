@@ -79,7 +79,7 @@ def trained(strategy: str, accumulate: str, dtype: str, cache: bool, steps: int)
 
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_a_sharded_model_trains_as_with_torchs_own(ranks, strategy, accumulate):
+def test_sharded_training_matches_torch_autocast(ranks, strategy, accumulate):
     world = 4 if strategy == "hybrid_shard" else 2
     for dtype, cache in (("bf16", True), ("bf16", False), ("fp16", True)):
         expected = by_hand(dtype, cache, 3)
@@ -89,7 +89,7 @@ def test_a_sharded_model_trains_as_with_torchs_own(ranks, strategy, accumulate):
             assert torch.allclose(torch.tensor(values), expected[name].flatten(), rtol=1e-5, atol=1e-6), (name, dtype, cache)
 
 
-def test_autocast_changes_the_numbers_so_the_comparison_can_fail():
+def test_autocast_dtypes_give_different_parameters():
     low, high = by_hand("bf16", True, 3), by_hand("fp16", True, 3)
     assert not torch.allclose(low["first.weight"], high["first.weight"], rtol=1e-5, atol=1e-6)
 
@@ -108,7 +108,7 @@ def inside(name: str) -> Transform:
 SEEN: dict[str, bool] = {}
 
 
-def test_wrappers_listed_after_it_run_inside_and_backward_outside():
+def test_autocast_covers_later_loss_wrappers_but_not_backward():
     def hooked(model: nn.Module, x: torch.Tensor) -> dt.LossSum:
         found = loss_fn(model, x)
         found.total.register_hook(lambda grad: SEEN.update(backward=torch.is_autocast_enabled("cpu")))
@@ -129,12 +129,12 @@ def test_wrappers_listed_after_it_run_inside_and_backward_outside():
         ({"cache": None}, "autocast: cache must be True or False, got None"),
     ],
 )
-def test_arguments_that_are_refused(options, message):
+def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         autocast(**options)
 
 
-def test_a_device_without_it_is_refused_before_the_first_step(monkeypatch):
+def test_device_without_autocast_is_refused_by_init(monkeypatch):
     monkeypatch.setattr("torch.amp.is_autocast_available", lambda device: False)
     model = net()
     with pytest.raises(ConfigError, match=r"autocast: dtype must be supported on the device, got bf16 on cpu\. Omit autocast"):
@@ -156,7 +156,7 @@ def held_after_forward(how: str) -> int:
     return held
 
 
-def test_under_full_shard_it_keeps_copies_of_weights_that_precision_does_not(ranks):
+def test_autocast_with_full_shard_keeps_low_precision_weight_copies(ranks):
     copies = 8 * SIDE * SIDE * 2
     late = 0.25 * copies  # one gathered weight: gloo may drop what it has sent late, on a busy machine
     assert ranks(2).run(held_after_forward, "precision")[0] < late

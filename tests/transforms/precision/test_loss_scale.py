@@ -91,7 +91,7 @@ def peer(steps: int, at: set[int], value: float, **options: Any) -> tuple[list[f
 @pytest.mark.parametrize(
     ("growth", "backoff", "interval", "initial"), [(2.0, 0.5, 3, 2.0**10), (1.7, 0.3, 2, 1000.1), (2.0, 0.5, 1, 2.0**127)]
 )
-def test_scales_and_updates_are_those_of_torch(growth, backoff, interval, initial, value):
+def test_scales_and_updates_match_torch_grad_scaler(growth, backoff, interval, initial, value):
     steps, at = 14, {2, 3, 9}
     names = {"init_scale": initial, "growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
     scales, expected = peer(steps, at, value, **names)
@@ -110,7 +110,7 @@ def test_scales_and_updates_are_those_of_torch(growth, backoff, interval, initia
         assert torch.allclose(param, expected[name], rtol=1e-6, atol=1e-7), name  # one divides before backward, one after
 
 
-def test_a_gradient_that_float16_would_lose_survives_and_this_can_fail():
+def test_loss_scale_preserves_gradients_below_float16_range():
     def tiny(model: nn.Module, x: torch.Tensor) -> dt.LossSum:
         return dt.LossSum(total=1e-9 * model(x).float().square().sum(), weight=len(x))
 
@@ -194,7 +194,7 @@ ORDERS: dict[str, Callable[[], list[Transform]]] = {
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_wherever_it_is_listed_the_others_see_losses_and_gradients_as_they_are(order):
+def test_other_transforms_see_unscaled_losses_and_gradients(order):
     step, state = begin(
         ORDERS[order](), net(torch.float64), loss=lambda m, x: dt.LossSum(total=loss_fn_double(m, x), weight=len(x))
     )
@@ -207,7 +207,7 @@ def test_wherever_it_is_listed_the_others_see_losses_and_gradients_as_they_are(o
         assert loss < 100.0  # not 512 times as much
 
 
-def test_terms_with_weights_of_their_own_are_scaled_once_each():
+def test_loss_terms_with_separate_weights_are_scaled_once():
     def with_terms(model: nn.Module, x: torch.Tensor) -> dt.LossSum:
         out = model(x)
         total = out.square().sum()
@@ -230,7 +230,7 @@ def test_terms_with_weights_of_their_own_are_scaled_once_each():
 
 
 @pytest.mark.parametrize(("first", "average"), [(True, 1.0), (False, 0.5)])
-def test_listed_first_it_leaves_out_what_is_listed_after_it_too(first, average):
+def test_overflow_skips_the_transforms_listed_after_loss_scale(first, average):
     transforms = [loss_scale(), dt.transforms.ema(0.5)]
     step, state = begin([*(transforms if first else transforms[::-1]), spoiled({0}, math.inf)])
     state.transform_states["ema"]["params"]["0.bias"].copy_(state.params["0.bias"].detach() + 1.0)
@@ -278,7 +278,7 @@ def overflow_on_one_rank(strategy: str, accumulate: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("accumulate", ["local", "sharded"])
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_an_overflow_on_one_rank_is_left_out_on_all_alike(ranks, strategy, accumulate):
+def test_overflow_on_one_rank_skips_the_step_on_all_ranks(ranks, strategy, accumulate):
     expected = [[True, 0.0, 1024.0], [False, 1.0, 512.0], [True, 0.0, 512.0], [True, 0.0, 1024.0]]
     for found in ranks(4 if strategy == "hybrid_shard" else 2).run(overflow_on_one_rank, strategy, accumulate):
         assert found == {"trace": expected, "finite": True}
@@ -295,7 +295,7 @@ def cost_of_a_step(scaled: bool) -> list[Any]:
     return [[call.kind for call in syncs.calls], len(traffic.records), traffic.bytes()]
 
 
-def test_a_step_costs_one_wait_and_one_all_reduce_of_four_bytes(ranks):
+def test_step_costs_one_host_sync_and_one_small_all_reduce(ranks):
     plain, scaled = (ranks(2).run(cost_of_a_step, scaled)[0] for scaled in (False, True))
     assert plain[0] == []
     assert scaled == [["item"], plain[1] + 1, plain[2] + 4]
@@ -310,7 +310,7 @@ def broken_here_alone(where: float) -> list[bool]:
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
-def test_one_rank_decides_for_all(ranks, value):
+def test_overflow_decision_is_shared_by_all_ranks(ranks, value):
     assert ranks(2).run(broken_here_alone, value) == [[False], [False]]
     assert ranks(2).run(broken_here_alone, 1e38) == [[True], [True]]
 
@@ -338,7 +338,7 @@ def tried_again(auto: bool) -> dict[str, Any]:
     return {"slices": slices, "params": params, "fired": bool(fired)}
 
 
-def test_a_step_that_is_tried_again_starts_from_the_scale_it_had(ranks):
+def test_retried_step_starts_from_its_previous_scale(ranks):
     (fixed, _), (first, second) = (ranks(2).run(tried_again, auto) for auto in (False, True))
     assert second["fired"]
     assert [content["scale"] for content in fixed["slices"]] == [1024.0, 512.0, 512.0, 1024.0]
@@ -349,7 +349,7 @@ def test_a_step_that_is_tried_again_starts_from_the_scale_it_had(ranks):
 # ---- resume, refusals -------------------------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_has_the_scale_and_the_streak_of_the_straight_one(tmp_path):
+def test_resumed_run_keeps_the_scale_and_growth_count(tmp_path):
     def run(until: int, step: dt.Step, state: dt.TrainState) -> tuple[dt.TrainState, list[dict]]:
         slices = []
         while state.step < until:
@@ -368,7 +368,7 @@ def test_a_resumed_run_has_the_scale_and_the_streak_of_the_straight_one(tmp_path
     assert len({content["scale"] for content in straight}) == 4
 
 
-def test_a_gradient_that_is_never_finite_ends_and_says_so():
+def test_nonfinite_gradient_at_the_minimum_scale_raises():
     step, state = begin([loss_scale(4.0, minimum=1.0), spoiled(set(range(9)), math.nan)])
     for _ in range(2):
         state, _ = step(state, batch())
@@ -376,7 +376,7 @@ def test_a_gradient_that_is_never_finite_ends_and_says_so():
         step(state, batch())
 
 
-def test_parameters_that_are_stored_in_float16_are_refused():
+def test_float16_parameters_are_refused():
     model = net(torch.float16)
     step = dt.compose_step(loss_fn, [loss_scale()])
     with pytest.raises(
@@ -385,7 +385,7 @@ def test_parameters_that_are_stored_in_float16_are_refused():
         step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def test_a_part_of_the_gradient_cannot_have_a_scale_of_its_own():
+def test_masked_loss_scale_is_refused():
     with pytest.raises(ConfigError, match="masked: 'loss_scale' acts on the whole gradient, not on a part"):
         dt.transforms.masked(loss_scale(), "0.*")
 
@@ -404,11 +404,11 @@ def test_a_part_of_the_gradient_cannot_have_a_scale_of_its_own():
         ({"minimum": -1.0}, r"loss_scale: minimum must be a finite number above 0, got -1\.0"),
     ],
 )
-def test_arguments_that_are_refused(options, message):
+def test_invalid_arguments_are_refused(options, message):
     with pytest.raises(ConfigError, match=message):
         loss_scale(**options)
 
 
-def test_the_scale_does_not_grow_beyond_what_float32_holds():
+def test_scale_does_not_grow_beyond_the_float32_range():
     rule = LossScaleRule(growth=2.0, backoff=0.5, interval=1, minimum=1.0)
     assert rule.next(2.0**127, 0, broken=False) == (2.0**127, 0)

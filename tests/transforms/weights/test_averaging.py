@@ -26,7 +26,7 @@ def _broken_inside(state: dt.TrainState, batch: torch.Tensor) -> None:
         raise BrokenError
 
 
-def test_an_average_predicts_inside_and_the_parameters_outside():
+def test_use_average_swaps_the_average_in_and_back():
     step, state = begin(ema(0.75))
     state = take(step, state)
     with use_average(state, "ema"):
@@ -38,7 +38,7 @@ def test_an_average_predicts_inside_and_the_parameters_outside():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_every_bit_comes_back_after_an_exception(dtype):
+def test_use_average_restores_parameters_exactly_after_an_exception(dtype):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 7), nn.BatchNorm1d(7)).to(dtype)
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).float().square().mean(), weight=len), [ema(0.9)])
@@ -65,7 +65,7 @@ def test_every_bit_comes_back_after_an_exception(dtype):
     ],
     ids=["step", "gradient", "save", "load", "again", "for good"],
 )
-def test_a_run_stands_still_while_its_average_is_swapped_in(use, where, tmp_path):
+def test_step_and_save_are_refused_inside_use_average(use, where, tmp_path):
     step, state = begin(ema(0.75))
     state = take(step, state)
     with use_average(state, "ema"):
@@ -75,14 +75,14 @@ def test_a_run_stands_still_while_its_average_is_swapped_in(use, where, tmp_path
     assert weight(take(step, state)) == 3.0
 
 
-def test_a_state_that_was_stepped_is_not_swapped():
+def test_use_average_refuses_a_spent_state():
     step, state = begin(ema(0.75))
     take(step, state)
     with pytest.raises(StaleStateError, match="use_average: this state was stepped already"), use_average(state):
         pass
 
 
-def test_only_averages_that_are_there_can_be_swapped_in():
+def test_use_average_refuses_unknown_or_unstarted_averages():
     step, state = begin(ema(0.75, start=2))
     with (
         pytest.raises(ConfigError, match=r"use_average: the average 'ema' has not started at step 0\. See start="),
@@ -95,7 +95,7 @@ def test_only_averages_that_are_there_can_be_swapped_in():
         assert weight(state) == 3.0
 
 
-def test_an_average_is_swapped_in_before_the_model_is_made_whole(monkeypatch):
+def test_use_average_refuses_an_unsharded_model(monkeypatch):
     _, state = begin(ema(0.75))
     state.model.__dict__["_dtrain_unsharded"] = True  # as unsharded does
     with (
@@ -108,7 +108,7 @@ def test_an_average_is_swapped_in_before_the_model_is_made_whole(monkeypatch):
         pass
 
 
-def test_a_part_of_the_parameters_is_swapped_by_an_average_of_that_part():
+def test_use_average_of_a_masked_average_swaps_only_masked_parameters():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))
     step = dt.compose_step(LOSS, [masked(ema(0.5), "0.*")])
@@ -118,7 +118,7 @@ def test_a_part_of_the_parameters_is_swapped_by_an_average_of_that_part():
         assert [p.item() != was for p, was in zip(model.parameters(), before, strict=True)] == [True, True, False, False]
 
 
-def test_for_good_the_average_is_what_is_trained_on_and_saved():
+def test_load_average_replaces_the_parameters_permanently():
     step, state = begin(ema(0.75))
     state = take(step, state)
     load_average_(state, "ema")
@@ -168,7 +168,7 @@ def evaluated(strategy: str) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "replicate"])
-def test_a_sharded_model_computes_with_its_average(ranks, strategy):
+def test_sharded_model_computes_with_its_average(ranks, strategy):
     for found in ranks(2).run(evaluated, strategy):
         assert found.pop("error") < 1e-12
         assert found == {"whole": True, "outside": True, "bits": True, "places": True}

@@ -40,7 +40,7 @@ def statistics(model: nn.Module) -> list[float]:
     return [value for buffer in model.buffers() for value in buffer.flatten().tolist()]
 
 
-def test_statistics_are_those_of_torch():
+def test_statistics_match_torch_update_bn():
     model, peer = make(), make()
     model[5].eval()
     assert update_batch_norm_(model, images(), forward) == 3
@@ -50,7 +50,7 @@ def test_statistics_are_those_of_torch():
     assert (model[1].momentum, model[1]._forward_pre_hooks) == (0.3, {})
 
 
-def test_dropout_draws_nothing_and_gradients_flow_nowhere():
+def test_update_batch_norm_runs_without_dropout_and_gradients():
     model = make(dropout=0.5)
     before = torch.get_rng_state()
     update_batch_norm_(model, images(), forward)
@@ -61,25 +61,25 @@ def test_dropout_draws_nothing_and_gradients_flow_nowhere():
     assert all(not buffer.requires_grad for buffer in model.buffers())
 
 
-def test_a_model_without_statistics_costs_no_look_at_the_batches():
+def test_model_without_running_statistics_reads_no_batch():
     model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2, track_running_stats=False))
     assert update_batch_norm_(model, iter(lambda: pytest.fail("a batch was taken"), None), forward) == 0
 
 
-def test_a_normalisation_that_does_not_run_keeps_what_it_has():
+def test_unused_batch_norm_keeps_its_statistics():
     model = nn.ModuleList([nn.BatchNorm1d(1), nn.BatchNorm1d(1)])
     assert update_batch_norm_(model, [torch.tensor([[1.0], [3.0]])], lambda model, x: model[0](x)) == 1
     assert [(norm.running_mean.item(), norm.running_var.item()) for norm in model] == [(2.0, 2.0), (0.0, 1.0)]
 
 
-def test_a_batch_without_samples_does_not_count():
+def test_empty_batch_does_not_change_statistics():
     model = nn.BatchNorm1d(1)
     batches = [torch.tensor([[1.0], [3.0]]), torch.zeros(0, 1), torch.tensor([[4.0], [8.0]])]
     update_batch_norm_(model, batches, forward)
     assert (model.running_mean.item(), model.running_var.item(), model.num_batches_tracked.item()) == (4.0, 5.0, 2)
 
 
-def test_an_exception_leaves_statistics_as_they_were():
+def test_statistics_are_restored_after_an_exception():
     def broken(model: nn.Module, batch: torch.Tensor) -> None:
         model(batch)
         if len(batch) == 7:
@@ -96,7 +96,7 @@ def test_an_exception_leaves_statistics_as_they_were():
     assert statistics(model) == before
 
 
-def test_statistics_of_an_average_are_gone_when_the_parameters_are_back():
+def test_use_average_restores_batch_norm_statistics_on_exit():
     model = nn.Sequential(nn.Linear(1, 1), nn.BatchNorm1d(1))
     step = dt.compose_step(LOSS, [ema(0.5)])
     state, _ = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.tensor([[1.0], [2.0]]))
@@ -108,7 +108,7 @@ def test_statistics_of_an_average_are_gone_when_the_parameters_are_back():
 
 
 @pytest.mark.slow  # compiles
-def test_a_compiled_model_is_run_as_it_is_written():
+def test_compiled_model_runs_uncompiled_in_update_batch_norm():
     model, plain = make(), make()
     model.compile(backend="eager")
     model.eval()
@@ -131,7 +131,7 @@ def shared(cuts: list[int]) -> list[float]:
 
 
 @pytest.mark.parametrize("cuts", [[2, 4, 3], [1, 6, 4]], ids=["shared", "unevenly"])
-def test_statistics_do_not_depend_on_how_a_batch_is_split(ranks, cuts):
+def test_statistics_do_not_depend_on_the_batch_split(ranks, cuts):
     model = make()
     update_batch_norm_(model, images(), forward)
     first, second = ranks(2).run(shared, cuts)

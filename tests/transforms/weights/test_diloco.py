@@ -70,7 +70,7 @@ def along_a_line(transforms: Any, steps: int, slopes: tuple[float, ...], lr: flo
     return found
 
 
-def test_one_copy_looks_ahead_by_the_outer_rate_and_momentum():
+def test_one_replica_applies_the_outer_lr_and_nesterov_momentum():
     # The inner rate for one of two equal weights: 0.1 / 2 a step. Two steps go 0.1.
     found = along_a_line([diloco(2)], 4, (1.0,))
     first = 1 - 0.7 * (0.1 + 0.9 * 0.1)
@@ -82,7 +82,7 @@ def two_on_a_line() -> list[float]:
     return along_a_line([diloco(2)], 4, (1.0, 3.0))
 
 
-def test_two_copies_step_by_the_mean_of_their_ways(ranks):
+def test_two_replicas_step_by_the_mean_of_their_updates(ranks):
     # Slopes 1 and 3: the copies go 0.1 and 0.3 in a round, 0.2 on average.
     first = 1 - 0.7 * (0.2 + 0.9 * 0.2)  # 0.734
     second = first - 0.7 * (0.2 + 0.9 * (0.9 * 0.2 + 0.2))  # 0.3546
@@ -91,12 +91,12 @@ def test_two_copies_step_by_the_mean_of_their_ways(ranks):
     assert (first, second) == pytest.approx((0.734, 0.3546), abs=1e-12)
 
 
-def test_hyperparameters_may_be_schedules_of_the_last_step_of_a_round():
+def test_outer_schedules_are_read_at_round_end():
     found = along_a_line([diloco(2, lr=lambda step: [9, 1, 9, 0.5][step], momentum=lambda step: 0.0)], 4, (1.0,))
     assert found == pytest.approx([0.95, 0.9, 0.85, 0.85], abs=1e-12)
 
 
-def test_the_outer_step_is_that_of_torch_with_nesterov():
+def test_outer_step_matches_torch_sgd_with_nesterov():
     torch.manual_seed(0)
     values = [torch.randn(3, dtype=torch.float64), torch.randn(2, 2, dtype=torch.float64)]
     params = [torch.nn.Parameter(value.clone()) for value in values]
@@ -112,7 +112,7 @@ def test_the_outer_step_is_that_of_torch_with_nesterov():
         assert torch.allclose(value, param, rtol=0, atol=1e-14)
 
 
-def test_an_outer_step_of_nothing_does_nothing():
+def test_outer_step_of_an_empty_list_is_a_no_op():
     assert outer_step_([], [], [], lr=0.7, momentum=0.9) is None
 
 
@@ -140,14 +140,14 @@ def trained(interval: int, strategy: str, kind: Any, steps: int, keep: bool) -> 
 
 @pytest.mark.parametrize("keep", [False, True], ids=["average", "keep"])
 @pytest.mark.parametrize(("strategy", "kind"), [("hybrid_shard", ADAMW), ("replicate", MOMENTUM)], ids=["adamw", "momentum"])
-def test_two_copies_train_as_by_hand_with_the_outer_optimizer_of_torch(ranks, strategy, kind, keep):
+def test_two_replicas_match_a_reference_with_torch_outer_optimizer(ranks, strategy, kind, keep):
     nets, optimizers = simulated(5, 2, kind=kind, sizes=RAGGED[2], end_of_round=outer(2, moments=not keep))
     for place, found in enumerate(ranks(2).run(trained, 2, strategy, kind, 5, keep)):
         assert largest_difference(found, expected(nets, optimizers, place)) <= TOLERANCE
 
 
 @pytest.mark.slow
-def test_two_copies_on_two_ranks_each_train_as_by_hand(ranks):
+def test_two_replicas_of_two_ranks_match_the_reference(ranks):
     nets, optimizers = simulated(5, 2, kind=ADAMW, sizes=RAGGED[4], end_of_round=outer(2, moments=True))
     for rank, found in enumerate(ranks(4).run(trained, 2, "hybrid_shard", ADAMW, 5, False)):
         assert largest_difference(found, expected(nets, optimizers, rank // 2)) <= TOLERANCE
@@ -158,7 +158,7 @@ def as_local_sgd() -> float:
     return largest_difference(numbers(one), numbers(train(*begin([local_sgd(3)], "hybrid_shard", MOMENTUM), 6)))
 
 
-def test_with_rate_1_and_no_momentum_it_is_local_sgd(ranks):
+def test_diloco_with_lr_1_and_no_momentum_equals_local_sgd(ranks):
     assert max(ranks(2).run(as_local_sgd)) <= TOLERANCE
 
 
@@ -172,7 +172,7 @@ def sent() -> list[int]:
     return found
 
 
-def test_a_round_sends_the_parameters_and_the_inner_state_once(ranks):
+def test_round_communicates_parameters_and_inner_state_once(ranks):
     weights, params = 2 * 8, sum(p.numel() for p in net().parameters()) * 8
     assert ranks(2).run(sent) == [[weights, weights + 2 * params] * 2] * 2
 
@@ -187,7 +187,7 @@ def laid_out() -> list[bool]:
     ]
 
 
-def test_the_slice_is_laid_out_like_the_parameters(ranks):
+def test_transform_state_has_the_layout_of_the_parameters(ranks):
     assert ranks(2).run(laid_out) == [[True] * 10] * 2
 
 
@@ -202,7 +202,7 @@ def resumed(root: str, first: int) -> list[bool]:
 
 
 @pytest.mark.parametrize("first", [3, 4], ids=["end-of-a-round", "in-the-middle"])
-def test_a_checkpoint_continues_bit_for_bit(ranks, tmp_path, first):
+def test_checkpoint_resumes_bit_for_bit(ranks, tmp_path, first):
     assert ranks(2).run(resumed, str(tmp_path), first) == [[True, True]] * 2
 
 
@@ -229,7 +229,7 @@ def whole_slice(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_checkpoint_of_two_copies_is_resumed_by_another_number_of_ranks(ranks, tmp_path, world):
+def test_checkpoint_of_two_replicas_resumes_on_a_different_rank_count(ranks, tmp_path, world):
     one, other = ranks(2).run(saved, str(tmp_path))
     assert one == other
     for found, steps in ranks(world).run(loaded, str(tmp_path)):
@@ -237,7 +237,7 @@ def test_a_checkpoint_of_two_copies_is_resumed_by_another_number_of_ranks(ranks,
         assert steps == 6
 
 
-def test_a_round_that_begins_late_begins_where_the_steps_before_it_have_come():
+def test_late_first_round_starts_from_the_current_parameters():
     found = along_a_line([between(2, 6, diloco(2, lr=0.5, momentum=0))], 6, (1.0,))
     assert found == pytest.approx([0.95, 0.9, 0.85, 0.85, 0.8, 0.8], abs=1e-12)
 
@@ -254,18 +254,18 @@ def test_a_round_that_begins_late_begins_where_the_steps_before_it_have_come():
     ],
     ids=["lr", "infinite", "momentum", "text", "interval", "optimizer-state"],
 )
-def test_arguments_that_cannot_be_right_are_refused(arguments, match):
+def test_invalid_arguments_are_refused(arguments, match):
     with pytest.raises(ConfigError, match=match):
         diloco(**arguments)
 
 
 @pytest.mark.parametrize(("name", "value"), [("lr", -1.0), ("momentum", 1.0)])
-def test_a_schedule_that_cannot_be_right_is_refused_in_its_step(name, value):
+def test_invalid_scheduled_value_is_refused_in_the_step(name, value):
     with pytest.raises(ConfigError, match=rf"diloco: {name} must be in .*, got {value} from its schedule at step 0"):
         along_a_line([diloco(2, **{name: lambda step: value})], 1, (1.0,))
 
 
-def test_a_part_of_the_parameters_is_refused():
+def test_masked_diloco_is_refused():
     model = torch.nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="diloco: the parameters must be all parameters of the model, got a part"):
         compose_step(linear_loss, [masked(diloco(2), "weight")]).init(model, torch.optim.SGD(model.parameters()))

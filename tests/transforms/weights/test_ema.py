@@ -17,7 +17,7 @@ from dtrain.transforms.weights.ema import ema, update_ema_
 from falling import BATCH, LOSS, average, begin, take, weight
 
 
-def test_ema_of_a_line_by_hand():
+def test_ema_of_a_linear_sequence_matches_the_formula():
     step, state = begin(ema(0.75))
     state = take(step, state)
     assert average(state, "ema") == 0.75 * 4 + 0.25 * 3.5
@@ -26,7 +26,7 @@ def test_ema_of_a_line_by_hand():
     assert state.transform_states["ema"]["averaged"] == 3
 
 
-def test_ema_leaves_whole_numbers_alone():
+def test_ema_does_not_average_integer_tensors():
     model = nn.Linear(1, 1)
     model.lookup = nn.Parameter(torch.zeros(3, dtype=torch.int8), requires_grad=False)
     step = dt.compose_step(LOSS, [ema(0.75)])
@@ -34,7 +34,7 @@ def test_ema_leaves_whole_numbers_alone():
     assert sorted(state.transform_states["ema"]["params"]) == ["bias", "weight"]
 
 
-def test_half_life_is_the_time_after_which_half_is_left():
+def test_half_life_halves_the_weight_of_the_initial_average():
     decay = 2 ** (-1 / 10)
     averages, params = {"w": torch.zeros(1, dtype=torch.float64)}, {"w": torch.ones(1, dtype=torch.float64)}
     for _ in range(10):
@@ -48,14 +48,14 @@ def test_half_life_is_the_time_after_which_half_is_left():
     [("4ba", 1, 2 ** (-1 / 4)), ("2ep", 3, 2 ** (-3 / 6)), ("8sp", "2ba", 2 ** (-2 / 4)), ("0.5dur", "1ba", 2 ** (-1 / 6))],
     ids=["steps", "epochs", "samples", "share of the run"],
 )
-def test_a_half_life_is_as_the_decay_that_it_comes_to_in_steps(half_life, interval, decay):
+def test_half_life_equals_the_equivalent_decay_per_step(half_life, interval, decay):
     run = RunLength(total=12, steps_per_epoch=3, samples_per_step=2)
     found = take(*begin(ema(half_life=half_life, interval=interval), run_length=run), steps=6)
     known = take(*begin(ema(decay, interval=interval)), steps=6)
     assert average(found, "ema") == pytest.approx(average(known, "ema"), rel=1e-7)
 
 
-def test_the_average_begins_with_the_parameters_at_its_start():
+def test_average_starts_from_the_parameters_at_start():
     step, state = begin(ema(0.75, start=2))
     state = take(step, state)
     assert (average(state, "ema"), state.transform_states["ema"]["averaged"]) == (4.0, 0)
@@ -65,7 +65,7 @@ def test_the_average_begins_with_the_parameters_at_its_start():
     assert (average(state, "ema"), state.transform_states["ema"]["averaged"]) == (0.75 * 3.0 + 0.25 * 2.5, 2)
 
 
-def test_an_interval_of_epochs_takes_what_the_last_step_of_each_has_left():
+def test_epoch_interval_averages_the_parameters_at_each_epoch_end():
     step, state = begin(ema(0.5, interval="1ep"))
     state = take(step, state, 2, epoch=3)
     assert average(state, "ema") == 4.0
@@ -73,7 +73,7 @@ def test_an_interval_of_epochs_takes_what_the_last_step_of_each_has_left():
     assert average(state, "ema") == 0.5 * 4.0 + 0.5 * 2.5  # of step 3, not of step 4
 
 
-def test_ema_reads_a_schedule_at_the_step_about_to_run():
+def test_ema_decay_schedule_is_read_at_the_current_step():
     step, state = begin(ema(lambda t: (0.0, 0.75)[int(t)]))
     state = take(step, state)
     assert average(state, "ema") == 3.5
@@ -81,7 +81,7 @@ def test_ema_reads_a_schedule_at_the_step_about_to_run():
     assert average(state, "ema") == 0.75 * 3.5 + 0.25 * 3.0
 
 
-def test_ema_refuses_a_scheduled_decay_before_anything_changes():
+def test_ema_refuses_an_invalid_scheduled_decay_before_any_change():
     step, state = begin(ema(lambda t: 1.0 + t))
     with pytest.raises(ConfigError, match=r"decay must be in \[0, 1\), got 1\.0 from its schedule at step 0"):
         step(state, BATCH)
@@ -89,7 +89,7 @@ def test_ema_refuses_a_scheduled_decay_before_anything_changes():
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0])
-def test_ema_refuses_a_decay(decay):
+def test_ema_refuses_an_invalid_decay(decay):
     with pytest.raises(ConfigError, match=r"ema: decay must be in \[0, 1\), got"):
         ema(decay)
 
@@ -106,7 +106,7 @@ def test_ema_refuses_a_decay(decay):
     ],
     ids=["nothing", "both", "nan", "text", "no half life", "no duration"],
 )
-def test_ema_refuses(make, message):
+def test_ema_refuses_invalid_arguments(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -116,12 +116,12 @@ def test_ema_refuses(make, message):
     [{"interval": "0.1dur", "decay": 0.9}, {"start": "0.1dur", "decay": 0.9}, {"half_life": "1ep"}],
     ids=["interval", "start", "half life"],
 )
-def test_what_cannot_be_told_of_a_run_is_said_at_its_beginning(options):
+def test_init_refuses_durations_that_need_an_unknown_run_length(options):
     with pytest.raises(ConfigError, match=r"duration: .* needs|clock: .* is a share of the run, whose length is not known"):
         begin(ema(**options))
 
 
-def test_an_average_of_few_bits_is_kept_in_more():
+def test_low_precision_parameters_are_averaged_in_float32():
     average, param = {"w": torch.ones(1)}, {"w": torch.zeros(1, dtype=torch.bfloat16)}
     update_ema_(average, param, 0.999)
     assert average["w"].item() == pytest.approx(0.999)  # bfloat16 has nothing between 0.996 and 1
@@ -131,7 +131,7 @@ def test_an_average_of_few_bits_is_kept_in_more():
     assert {mean.dtype for mean in state.transform_states["ema"]["params"].values()} == {torch.float32}
 
 
-def test_narrow_parameters_are_widened_one_after_another():
+def test_low_precision_parameters_are_widened_one_at_a_time():
     """All of them at once would take the memory of the average a second time."""
     params = {name: torch.ones(4, dtype=torch.bfloat16) for name in "abc"}
     averages = {name: torch.zeros(4) for name in "abc"}
@@ -191,7 +191,7 @@ def communicated() -> list:
     return counts
 
 
-def test_an_average_of_shards_costs_no_collective(ranks):
+def test_average_of_sharded_parameters_needs_no_collective(ranks):
     for without, with_it in ranks(2).run(communicated):
         assert without == with_it
         assert without["training"]
@@ -215,6 +215,6 @@ def loaded(root: str) -> list[float]:
     return [value for mean in means.values() for value in full_tensor(mean).flatten().tolist()]
 
 
-def test_a_wide_average_of_two_ranks_is_loaded_by_one(ranks, tmp_path):
+def test_float32_average_of_two_ranks_is_loaded_by_one_rank(ranks, tmp_path):
     first, second = ranks(2).run(saved, str(tmp_path))
     assert first == second == loaded(str(tmp_path))

@@ -37,7 +37,7 @@ def start(*transforms: dt.Transform, **options: object) -> tuple[dt.Step, dt.Tra
     return step, step.init(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), **options)
 
 
-def test_state_of_the_optimizer_stands_still_and_goes_on_after_a_thaw():
+def test_frozen_optimizer_state_is_kept_and_continues_after_unfreezing():
     step, state = start(between(2, 4, freeze("0.*")))
     param = state.params["0.weight"]
     seen = []
@@ -54,14 +54,14 @@ def test_state_of_the_optimizer_stands_still_and_goes_on_after_a_thaw():
     assert [state.optimizer.state[state.params["2.bias"]]["step"].item()] == [5]
 
 
-def test_a_parameter_that_was_frozen_by_hand_stays_so():
+def test_manually_frozen_parameter_stays_frozen():
     step, state = start(freeze("0.*"))
     state.params["0.bias"].requires_grad_(False)
     state, _ = step(state, batch())
     assert [param.requires_grad for param in state.params.values()] == [True, False, True, True, True, True]
 
 
-def test_backward_does_not_run_in_front_of_what_is_trained():
+def test_backward_stops_at_the_first_trainable_layer():
     class Seen(torch.autograd.Function):
         calls = 0
 
@@ -94,7 +94,7 @@ def test_layers_are_frozen_evenly_up_to_the_level():
     assert trained == ["xxxxx"] * 5 + [".xxxx"] * 3 + ["..xxx"] * 2
 
 
-def test_times_of_different_units_are_told_in_steps():
+def test_durations_of_different_units_are_converted_to_steps():
     run = RunLength(total=8, steps_per_epoch=2)
     found, known = (start(freeze_layers(start=begin, end=8), run_length=run) for begin in ("1ep", 2))
     (step, state), (other_step, other) = found, known
@@ -104,7 +104,7 @@ def test_times_of_different_units_are_told_in_steps():
     assert state.optimizer.state[state.params["0.bias"]]["step"].item() == 5  # frozen from half of the way on
 
 
-def test_a_tied_parameter_is_not_frozen_with_its_first_layer():
+def test_tied_parameter_is_not_frozen_with_its_first_layer():
     model = net()
     model[2].weight = model[0].weight
     step = dt.compose_step(LOSS, [freeze_layers(start=0, end=1)])
@@ -117,7 +117,7 @@ def test_a_tied_parameter_is_not_frozen_with_its_first_layer():
 
 
 @pytest.mark.parametrize("transform", [freeze("*.weight", start=2), freeze_layers(start=1, end=4)], ids=["freeze", "layers"])
-def test_a_step_in_backward_freezes_the_same(transform):
+def test_step_in_backward_freezes_the_same_layers(transform):
     ends = []
     whole = dt.compose_step(LOSS, [transform], grad=partial(dt.microbatch_step, weight_fn=len))
     for step in (whole, optimizer_in_backward(LOSS, [transform], weight_fn=len)):
@@ -129,7 +129,7 @@ def test_a_step_in_backward_freezes_the_same(transform):
     assert all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
 
 
-def test_a_model_that_is_frozen_as_a_whole_cannot_be_trained():
+def test_fully_frozen_model_is_refused():
     step, state = begin(freeze("**", start=1))
     state = take(step, state)
     with pytest.raises(StepError, match=r"microbatch_step: .* no trainable parameter"):
@@ -159,7 +159,7 @@ def test_a_model_that_is_frozen_as_a_whole_cannot_be_trained():
     ],
     ids=["empty", "level", "text", "duration", "where", "no fit", "no length", "no length for layers", "units"],
 )
-def test_freezing_refuses(make, message):
+def test_freeze_layers_refuses_invalid_arguments(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -183,7 +183,7 @@ def communicated() -> list[dict[str, int]]:
     return counts
 
 
-def test_a_frozen_unit_is_not_reduced_and_hardly_gathered(ranks):
+def test_frozen_unit_skips_gradient_reduction_and_most_gathers(ranks):
     for counts in ranks(2).run(communicated):
         whole, one, both = counts[0], counts[2], counts[4]
         assert (counts[1], counts[3]) == (whole, one)
@@ -212,7 +212,7 @@ def out_of_memory_when_frozen(at: int, inside: bool = False) -> list:
 
 
 @pytest.mark.parametrize("inside", [False, True], ids=["around auto_microbatch", "inside of it"])
-def test_memory_may_run_out_in_the_very_step_that_freezes(ranks, inside):
+def test_out_of_memory_in_the_freezing_step_is_retried(ranks, inside):
     known = ranks(2).run(out_of_memory_when_frozen, 99)
     found = ranks(2).run(out_of_memory_when_frozen, 4, inside, timeout_s=60)  # the first step without the first layer
     assert [size for size, _ in found] == [2, 2]

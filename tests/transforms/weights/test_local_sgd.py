@@ -59,7 +59,7 @@ def every_step(strategy: str) -> float:
     return largest_difference(one, other)
 
 
-def test_on_one_copy_it_is_the_plain_step_bit_for_bit():
+def test_local_sgd_with_one_replica_equals_plain_sgd_exactly():
     def run(transforms: list[Any]) -> list[Any]:
         model = nn.Linear(3, 1)
         nn.init.constant_(model.weight, 0.5)
@@ -91,7 +91,7 @@ def apart(strategy: str, kind: Any, steps: int, options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize(("strategy", "kind", "steps", "options"), CASES.values(), ids=CASES)
-def test_two_copies_of_ragged_batches_train_as_two_models_by_hand(ranks, strategy, kind, steps, options):
+def test_two_replicas_with_ragged_batches_match_two_reference_models(ranks, strategy, kind, steps, options):
     nets, optimizers = simulated(steps, 2, kind=kind, sizes=RAGGED[2], end_of_round=averaging(3))
     for place, found in enumerate(ranks(2).run(apart, strategy, kind, steps, options)):
         assert largest_difference(found, expected(nets, optimizers, place)) <= TOLERANCE
@@ -99,7 +99,7 @@ def test_two_copies_of_ragged_batches_train_as_two_models_by_hand(ranks, strateg
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [MOMENTUM, ADAMW], ids=["momentum", "adamw"])
-def test_two_copies_on_two_ranks_each_train_as_two_models_by_hand(ranks, kind):
+def test_two_replicas_of_two_ranks_match_two_reference_models(ranks, kind):
     nets, optimizers = simulated(5, 2, kind=kind, sizes=RAGGED[4], end_of_round=averaging(3))
     for rank, found in enumerate(ranks(4).run(apart, "hybrid_shard", kind, 5, {})):
         assert largest_difference(found, expected(nets, optimizers, rank // 2)) <= TOLERANCE
@@ -115,7 +115,7 @@ def tensor_parallel(strategy: str) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", STRATEGIES)
-def test_copies_of_layers_that_are_cut_over_ranks_train_as_by_hand(ranks, strategy):
+def test_replicas_with_tensor_sharded_layers_match_the_reference(ranks, strategy):
     nets, optimizers = simulated(5, 2, kind=MOMENTUM, sizes=RAGGED[2], end_of_round=averaging(3))
     for rank, found in enumerate(ranks(4).run(tensor_parallel, strategy)):
         assert largest_difference(found, expected(nets, optimizers, rank // 2)) <= TOLERANCE
@@ -126,7 +126,7 @@ def kept() -> tuple[Any, bool]:
     return numbers(state), state.spec.replica_info is not None
 
 
-def test_kept_optimizer_state_stays_that_of_each_copy(ranks):
+def test_optimizer_state_without_averaging_stays_local_to_each_replica(ranks):
     nets, optimizers = simulated(6, 2, kind=MOMENTUM, sizes=RAGGED[2], end_of_round=averaging(3, moments=False))
     for place, (found, still) in enumerate(ranks(2).run(kept)):
         assert still
@@ -139,7 +139,7 @@ def clipped() -> list[float]:
     return [metrics["grad_norm"].total.item(), reduce_metrics(metrics)["loss"]]
 
 
-def test_clipping_is_by_the_norm_of_a_copy_and_metrics_are_of_all(ranks):
+def test_clipping_uses_the_replica_norm_and_metrics_cover_all_replicas(ranks):
     losses, norms = [], []
     for place in range(2):
         model, batch = net(), part(0, RAGGED[2], place, place + 1)
@@ -159,7 +159,7 @@ def in_backward() -> float:
     return largest_difference(numbers(train(step, state, 4)), trained([local_sgd(3)], "hybrid_shard", MOMENTUM, 4))
 
 
-def test_a_step_in_backward_does_the_same(ranks):
+def test_step_in_backward_matches_a_separate_step(ranks):
     assert max(ranks(2).run(in_backward)) <= TOLERANCE
 
 
@@ -179,7 +179,7 @@ def fitted() -> tuple[float, int]:
     return largest_difference(found, trained([local_sgd(2)], "hybrid_shard", MOMENTUM, 5)), len(failures)
 
 
-def test_copies_find_a_microbatch_that_fits_together(ranks):
+def test_replicas_agree_on_a_microbatch_size_after_out_of_memory(ranks):
     found = ranks(2).run(fitted)
     assert max(difference for difference, _ in found) <= TOLERANCE
     assert [failures > 0 for _, failures in found] == [False, True]
@@ -208,7 +208,7 @@ def weightless(weights: tuple[float, float], promised: bool) -> list[float]:
 
 
 @pytest.mark.parametrize("promised", [False, True], ids=["after", "promised"])
-def test_a_copy_without_weight_stands_still(ranks, promised):
+def test_replica_with_zero_weight_does_not_change(ranks, promised):
     moved = ranks(2).run(weightless, (0.0, 1.0), promised)
     assert moved[0] == 0.0
     assert moved[1] > 1e-3
@@ -222,7 +222,7 @@ def refused_step(what: str, *args: Any) -> str:
     return ""
 
 
-def test_no_weight_in_any_copy_raises_on_all(ranks):
+def test_zero_weight_in_all_replicas_raises_on_all_ranks(ranks):
     for message in ranks(2).run(refused_step, "weightless", (0.0, 0.0), False):
         assert "the weights of all ranks add up to 0" in message
 
@@ -236,7 +236,7 @@ def broken(what: str) -> list[bool]:
     return [numbers(state) == before]
 
 
-def test_a_gradient_that_is_not_finite_in_one_copy_is_refused_by_all(ranks):
+def test_nonfinite_gradient_in_one_replica_is_refused_by_all(ranks):
     for message in ranks(2).run(refused_step, "broken", "raise"):
         assert "apply_gradients: step 0: a gradient is not finite" in message
     assert ranks(2).run(broken, "skip") == [[True], [True]]
@@ -257,7 +257,7 @@ def failing() -> float:
     return largest_difference(numbers(state), trained([], "hybrid_shard", SGD, 1))
 
 
-def test_after_a_step_of_copies_that_failed_gradients_are_summed_over_all_again(ranks):
+def test_gradient_all_reduce_is_restored_after_a_failed_local_step(ranks):
     assert ranks(2).run(failing) == [0.0, 0.0]
 
 
@@ -272,7 +272,7 @@ def own_backward() -> float:
     return (both - 2 * state.params["first.bias"].grad.to_local()).abs().max().item()
 
 
-def test_a_backward_outside_of_a_step_sums_over_all(ranks):
+def test_backward_outside_a_step_reduces_over_all_ranks(ranks):
     assert max(ranks(2).run(own_backward)) <= TOLERANCE
 
 
@@ -290,7 +290,7 @@ def sent(interval: int) -> list[dict[str, int]]:
     return found
 
 
-def test_no_gradient_travels_between_copies_and_one_sum_does_at_the_end_of_a_round(ranks):
+def test_replicas_communicate_only_at_round_end(ranks):
     weights = 2 * 8  # one number of each copy
     params = sum(p.numel() for p in net().parameters()) * 8
     local = {"count": 1, "bytes": weights}
@@ -310,7 +310,7 @@ def waits() -> list[int]:
     return found
 
 
-def test_the_host_waits_no_more_than_in_a_plain_step(ranks):
+def test_local_step_adds_no_host_sync(ranks):
     for plain, local in ranks(2).run(waits):
         assert local == plain
 
@@ -324,6 +324,6 @@ def test_the_host_waits_no_more_than_in_a_plain_step(ranks):
     ],
     ids=["interval", "no-interval", "optimizer-state"],
 )
-def test_arguments_that_cannot_be_right_are_refused(arguments, match):
+def test_invalid_arguments_are_refused(arguments, match):
     with pytest.raises(ConfigError, match=match):
         local_sgd(**arguments)

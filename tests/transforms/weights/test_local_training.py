@@ -59,7 +59,7 @@ def hand_written() -> float:
     return largest_difference(numbers(state), numbers(train(*begin([local_sgd(3)], "hybrid_shard", MOMENTUM), 5)))
 
 
-def test_a_hand_written_loop_does_the_same(ranks):
+def test_handwritten_loop_matches_local_sgd(ranks):
     assert ranks(2).run(hand_written) == [0.0, 0.0]
 
 
@@ -81,7 +81,7 @@ def resumed(root: str, first: int, where: str, kind: Any) -> list[bool]:
 
 @pytest.mark.parametrize("first", [3, 4], ids=["end-of-a-round", "in-the-middle"])
 @pytest.mark.parametrize(("where", "kind"), [("inside", MOMENTUM), ("outside", ADAMW)], ids=["inside", "outside"])
-def test_a_checkpoint_of_joined_copies_continues_bit_for_bit(ranks, tmp_path, where, kind, first):
+def test_checkpoint_of_joined_replicas_resumes_bit_for_bit(ranks, tmp_path, where, kind, first):
     assert ranks(2).run(resumed, str(tmp_path), first, where, kind) == [[True, True]] * 2
 
 
@@ -99,7 +99,7 @@ def loaded(root: str) -> Any:
 
 
 @pytest.mark.parametrize("world", [1, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_checkpoint_of_two_copies_is_resumed_by_another_number_of_ranks(ranks, tmp_path, world):
+def test_checkpoint_of_two_replicas_resumes_on_a_different_rank_count(ranks, tmp_path, world):
     assert ranks(2).run(saved_at_a_boundary, str(tmp_path)) == [True, True]
     nets, optimizers = simulated(3, 2, kind=MOMENTUM, sizes=RAGGED[2], end_of_round=averaging(3))
     for found, steps in ranks(world).run(loaded, str(tmp_path)):
@@ -117,7 +117,7 @@ def refused_save(root: str, keep: bool, steps: int) -> str:
 
 
 @pytest.mark.parametrize(("keep", "steps"), [(False, 4), (True, 3)], ids=["in-the-middle", "kept"])
-def test_copies_that_differ_are_not_saved(ranks, tmp_path, keep, steps):
+def test_save_refuses_replicas_that_differ(ranks, tmp_path, keep, steps):
     for message in ranks(2).run(refused_save, str(tmp_path), keep, steps):
         assert message == (
             f"save_sharded: 2 copies of the model are training apart at step {steps}, so the run has no single state. "
@@ -136,7 +136,7 @@ def loaded_over_copies(root: str) -> list[Any]:
     return [state.step, state.spec.replica_info is None]
 
 
-def test_a_checkpoint_is_not_loaded_over_copies_that_differ(ranks, tmp_path):
+def test_load_refuses_replicas_that_differ(ranks, tmp_path):
     assert ranks(2).run(loaded_over_copies, str(tmp_path)) == [[3, True]] * 2
 
 
@@ -148,7 +148,7 @@ def spent() -> list[bool]:
     return [one.spec.replica_info is None, join_replicas(one) is one, one.step == 2]
 
 
-def test_joining_spends_the_state_and_is_nothing_where_there_is_one(ranks):
+def test_join_replicas_spends_the_state_except_with_one_replica(ranks):
     assert ranks(2).run(spent) == [[True] * 3] * 2
 
 
@@ -162,7 +162,7 @@ def with_rows_and_columns() -> list[Any]:
     return [[tensor.tolist() for tensor in kept], sum(tensor.ndim > 0 for tensor in kept)]
 
 
-def test_joining_makes_equal_what_an_optimizer_keeps_in_other_shapes(ranks):
+def test_join_replicas_averages_optimizer_state_of_any_shape(ranks):
     (one, many), (other, _) = ranks(2).run(with_rows_and_columns)
     assert one == other
     assert many >= 6
@@ -178,13 +178,13 @@ def ended() -> list[Any]:
     return [marks, numbers(train(step, state, 8))]
 
 
-def test_between_begins_a_round_late_and_leaves_copies_apart_until_they_are_joined(ranks):
+def test_between_delays_rounds_and_replicas_differ_until_joined(ranks):
     (marks, one), (_, other) = ranks(2).run(ended)
     assert marks == [False, False, False, True, True, True, True]  # steps 3 to 5 begin a round that nobody ends
     assert one == other
 
 
-def test_every_function_that_the_page_names_is_there():
+def test_every_function_named_on_the_page_exists():
     page = (Path(__file__).parents[3] / "docs" / "local_training.md").read_text()
     named = public.named_in(page)
     ours = {function.__name__ for function in (local_sgd, diloco, split_replicas, join_replicas)}
@@ -210,7 +210,7 @@ def refusals() -> list[str]:
     return found
 
 
-def test_what_has_no_copies_to_train_apart_is_refused(ranks):
+def test_models_and_masks_without_replicas_are_refused(ranks):
     assert ranks(2).run(refusals)[0] == [
         "split_replicas: strategy must be 'hybrid_shard' with dp_replicate=2, got 'full_shard', which shards over dp_replicate "
         "too, so there is one replica.",
@@ -220,7 +220,7 @@ def test_what_has_no_copies_to_train_apart_is_refused(ranks):
     ]
 
 
-def test_the_mean_of_one_copy_is_itself():
+def test_average_of_one_replica_is_unchanged():
     tensor = torch.tensor([0.1, 0.2])
     average_replicas_([tensor], None)
     assert tensor.tolist() == torch.tensor([0.1, 0.2]).tolist()
@@ -243,6 +243,6 @@ def averaged() -> list[Any]:
     return [tensor.tolist() for tensor in tensors] + [[r.dtype for r in seen.records]]
 
 
-def test_means_are_made_by_dtype_in_buckets_and_in_float32(ranks):
+def test_averages_are_bucketed_by_dtype_and_computed_in_float32(ranks):
     expected_values = [[0.5] * 3, [], [[2.0, 2.0], [2.0, 2.0]], 2.5, ["float32"] * 3]
     assert ranks(2).run(averaged) == [expected_values] * 2

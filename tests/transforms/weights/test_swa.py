@@ -17,7 +17,7 @@ from dtrain.transforms.weights.swa import swa, update_swa_
 from falling import BATCH, average, begin, take, weight
 
 
-def test_the_average_is_that_of_torch():
+def test_average_matches_torch():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     peer = AveragedModel(model)
@@ -35,7 +35,7 @@ def test_the_average_is_that_of_torch():
 
 
 @pytest.mark.parametrize(("strategy", "theirs"), [("linear", "linear"), ("cosine", "cos")])
-def test_the_rate_is_annealed_as_by_torch(strategy, theirs):
+def test_lr_annealing_matches_torch(strategy, theirs):
     peer_optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
     peer = SWALR(peer_optimizer, swa_lr=0.05, anneal_epochs=4, anneal_strategy=theirs)
     step, state = begin(swa(start=2, end=20, interval=1, lr=0.05, anneal=4, strategy=strategy), lr=0.5)
@@ -53,7 +53,7 @@ def test_the_rate_is_annealed_as_by_torch(strategy, theirs):
     assert rates[2:] == pytest.approx(known)
 
 
-def test_the_way_to_a_rate_goes_out_from_that_of_the_schedule_around_it():
+def test_lr_annealing_starts_from_the_outer_schedule_value():
     transforms = [dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, 10)), swa(start=4, end=9, interval=1, lr=0.1, anneal=2)]
     step, state = begin(*transforms, lr=1.0)
     rates = []
@@ -63,14 +63,14 @@ def test_the_way_to_a_rate_goes_out_from_that_of_the_schedule_around_it():
     assert rates == pytest.approx([1.0, 0.9, 0.8, 0.7, 0.6, 0.5 * 0.5 + 0.5 * 0.1, 0.1])
 
 
-def test_the_way_takes_ten_intervals_unless_it_is_said():
+def test_lr_annealing_takes_ten_intervals_by_default():
     step, state = begin(swa(start=0, end=30, interval=2, lr=0.1), lr=0.5)
     state = take(step, state, 5)
     _, metrics = step(state, BATCH)
     assert dt.reduce_metrics(metrics)["lr"] == pytest.approx(0.75 * 0.5 + 0.25 * 0.1)
 
 
-def test_a_rate_may_be_a_schedule_that_only_knows_the_end():
+def test_lr_schedule_is_called_only_after_annealing():
     step, state = begin(swa(start=2, end=30, interval=1, lr=lambda t: {3: 0.25, 4: 0.125}[t], anneal=1), lr=0.5)
     state = take(step, state, 3)
     before = weight(state)
@@ -78,7 +78,7 @@ def test_a_rate_may_be_a_schedule_that_only_knows_the_end():
     assert before - weight(state) == 0.25 + 0.125
 
 
-def test_rates_come_back_after_an_exception():
+def test_lr_is_restored_after_an_exception():
     def broken(*given: object) -> None:
         raise RuntimeError("inside")
 
@@ -90,7 +90,7 @@ def test_rates_come_back_after_an_exception():
     assert [group["lr"] for group in state.optimizer.param_groups] == [0.5]
 
 
-def test_from_the_end_on_the_parameters_are_the_average():
+def test_parameters_equal_the_average_after_the_end():
     step, state = begin(swa(start=1, end=3, interval=1))
     state = take(step, state, 2)
     assert weight(state) == 3.0
@@ -100,7 +100,7 @@ def test_from_the_end_on_the_parameters_are_the_average():
     assert (weight(state), state.transform_states["swa"]["averaged"]) == (3.0, 3)
 
 
-def test_a_start_at_the_beginning_leaves_the_initial_weights_out():
+def test_start_at_zero_excludes_the_initial_weights():
     step, state = begin(swa(start=0, end=9, interval=2, load_average=False))
     with (
         pytest.raises(ConfigError, match="use_average: the average 'swa' has not started at step 1"),
@@ -111,7 +111,7 @@ def test_a_start_at_the_beginning_leaves_the_initial_weights_out():
     assert average(take(step, state, 4), "swa") == (3.0 + 2.0) / 2
 
 
-def test_shares_of_a_run_and_epochs():
+def test_default_start_and_end_are_rounded_to_epochs():
     """Defaults for 4 epochs of 3 steps: from step 9 (0.7 * 12 = 8.4) to step 12 (0.97 * 12 = 11.64)."""
     step, state = begin(swa(), lr=0.25, run_length=RunLength(total="4ep", steps_per_epoch=3))
     state = take(step, state, 11, epoch=3)
@@ -120,13 +120,13 @@ def test_shares_of_a_run_and_epochs():
     assert weight(state) == 4.0 - (9 + 12) / 2 * 0.25
 
 
-def test_the_end_of_a_run_may_be_the_end():
+def test_end_may_equal_the_run_length():
     step, state = begin(swa(start="0.5dur", end="1dur", interval=1), run_length=RunLength(total=4))
     assert weight(take(step, state, 4)) == (3.0 + 2.5 + 2.0) / 3
 
 
 @pytest.mark.parametrize(("around", "weights"), [(True, (4.0 + 3.5 + 3.0) / 3), (False, (3.5 + 3.0) / 2)])
-def test_the_first_set_may_wait_for_a_step_that_is_not_skipped(around, weights):
+def test_first_averaged_weights_wait_for_an_unskipped_step(around, weights):
     """The step that comes to the start is skipped by a loss scale, around which or inside of which the average is."""
     transforms = [swa(start=1, end=9, interval=1, load_average=False), dt.transforms.loss_scale(2.0)]
     step, state = begin(*(transforms if around else transforms[::-1]))
@@ -134,14 +134,14 @@ def test_the_first_set_may_wait_for_a_step_that_is_not_skipped(around, weights):
     assert average(take(step, state, 2), "swa") == weights
 
 
-def test_the_start_may_be_no_boundary_and_its_step_be_skipped():
+def test_skipped_start_step_off_the_interval_is_averaged_later():
     step, state = begin(dt.transforms.loss_scale(2.0), swa(start=2, end=9, interval=10, load_average=False))
     for factor in (1.0, math.inf, 1.0, 1.0):
         state, _ = step(state, BATCH * factor)
     assert (average(state, "swa"), state.transform_states["swa"]["averaged"]) == (3.0, 1)
 
 
-def test_the_first_set_overwrites_what_was_there():
+def test_first_averaged_weights_overwrite_the_buffer():
     average = {"w": torch.tensor([math.nan])}
     update_swa_(average, {"w": torch.tensor([2.0])}, 0)
     assert average["w"].item() == 2.0
@@ -149,7 +149,7 @@ def test_the_first_set_overwrites_what_was_there():
     assert average["w"].item() == 3.5
 
 
-def test_both_averages_are_kept_side_by_side():
+def test_ema_and_swa_averages_are_kept_together():
     step, state = begin(ema(0.5), swa(start=1, end=9, interval=1))
     state = take(step, state, 2)
     assert (average(state, "ema"), average(state, "swa")) == (0.5 * 3.75 + 0.5 * 3.0, 3.25)
@@ -169,12 +169,12 @@ def test_both_averages_are_kept_side_by_side():
     ],
     ids=["empty", "backwards", "negative rate", "text", "anneal alone", "strategy"],
 )
-def test_swa_refuses(make, message):
+def test_swa_refuses_invalid_arguments(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
 
 
-def test_a_rate_of_a_schedule_is_refused_before_anything_changes():
+def test_invalid_scheduled_lr_is_refused_before_any_change():
     step, state = begin(swa(start=0, end=9, lr=lambda t: -t, anneal=1, interval=1))
     state = take(step, state)
     with pytest.raises(ConfigError, match=r"swa: lr must be in \[0, inf\), got -1"):
@@ -183,6 +183,6 @@ def test_a_rate_of_a_schedule_is_refused_before_anything_changes():
 
 
 @pytest.mark.parametrize("options", [{}, {"start": 1, "end": 5, "lr": 0.1, "anneal": "1ep"}], ids=["share", "anneal"])
-def test_what_cannot_be_told_of_a_run_is_said_at_its_beginning(options):
+def test_init_refuses_durations_that_need_an_unknown_run_length(options):
     with pytest.raises(ConfigError, match=r"duration: 1ep in steps needs steps_per_epoch|clock: 0.7dur is a share of the run"):
         begin(swa(**options))

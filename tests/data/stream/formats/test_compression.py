@@ -19,7 +19,7 @@ def unpacked(name: str, *pieces: bytes, limit: int | None = None) -> bytes:
 @pytest.mark.parametrize("name", COMPRESSIONS)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.binary(max_size=300), repeat=st.sampled_from([1, 7, 3000]), step=st.sampled_from([1, 5, 1000, 10**9]))
-def test_compressed_in_pieces_of_any_size_is_the_identity(name: str, data: bytes, repeat: int, step: int) -> None:
+def test_decompression_restores_data_compressed_in_any_chunk_size(name: str, data: bytes, repeat: int, step: int) -> None:
     stored = compress(name, data * repeat)
     assert unpacked(name, *(stored[begin : begin + step] for begin in range(0, len(stored), step))) == data * repeat
 
@@ -30,7 +30,7 @@ def test_equal_data_give_equal_bytes(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_truncated_file_is_an_error_at_every_length(name: str) -> None:
+def test_truncated_file_raises_at_every_length(name: str) -> None:
     stored = compress(name, TEXT[:400])
     for length in range(len(stored)):
         with pytest.raises(DataError, match=f"{name}: (ends too early|cannot be decompressed)"):
@@ -38,7 +38,7 @@ def test_truncated_file_is_an_error_at_every_length(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_other_bytes_are_an_error(name: str) -> None:
+def test_uncompressed_bytes_raise(name: str) -> None:
     with pytest.raises(DataError, match=f"^{name}: .*(damaged|truncated)"):
         unpacked(name, b"not compressed at all, but plain text " * 3)
 
@@ -46,7 +46,7 @@ def test_other_bytes_are_an_error(name: str) -> None:
 @pytest.mark.parametrize("name", COMPRESSIONS)
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(at=st.integers(0, 10**6), bit=st.integers(0, 7))
-def test_flipped_bit_is_our_error_or_another_result_never_too_much(name: str, at: int, bit: int) -> None:
+def test_flipped_bit_raises_data_error_or_stays_within_the_limit(name: str, at: int, bit: int) -> None:
     stored = bytearray(compress(name, TEXT[:3000]))
     stored[at % len(stored)] ^= 1 << bit
     try:
@@ -57,7 +57,7 @@ def test_flipped_bit_is_our_error_or_another_result_never_too_much(name: str, at
 
 
 @pytest.mark.parametrize("name", ["gz", "bz2", "zstd"])
-def test_members_in_a_row_are_read_as_one(name: str) -> None:
+def test_consecutive_members_are_read_as_one_stream(name: str) -> None:
     stored = compress(name, TEXT) + compress(name, b"") + compress(name, b"end")
     assert unpacked(name, stored) == TEXT + b"end"
     assert unpacked(name, *(bytes([byte]) for byte in stored)) == TEXT + b"end"
@@ -65,7 +65,7 @@ def test_members_in_a_row_are_read_as_one(name: str) -> None:
         unpacked(name, stored[:-3])
 
 
-def test_zeros_after_gzip_are_padding_and_other_bytes_are_not() -> None:
+def test_zero_padding_after_gzip_is_accepted_and_other_bytes_refused() -> None:
     stored = compress("gz", TEXT)
     assert unpacked("gz", stored, bytes(512), bytes(512)) == TEXT
     with pytest.raises(DataError, match="gz: cannot be decompressed"):
@@ -73,13 +73,13 @@ def test_zeros_after_gzip_are_padding_and_other_bytes_are_not() -> None:
 
 
 @pytest.mark.parametrize("name", ["br", "bz2", "zstd"])
-def test_bytes_after_the_end_are_an_error(name: str) -> None:
+def test_trailing_bytes_raise(name: str) -> None:
     with pytest.raises(DataError, match=name):
         unpacked(name, compress(name, TEXT), b"trailing words")
 
 
 @pytest.mark.parametrize("name", COMPRESSIONS)
-def test_more_than_the_limit_is_an_error_before_it_fills_memory(name: str) -> None:
+def test_output_above_the_limit_raises_before_it_fills_memory(name: str) -> None:
     stored = compress(f"{name}:1" if name == "br" else name, bytes(2**26))
     tracemalloc.start()
     try:
@@ -92,7 +92,7 @@ def test_more_than_the_limit_is_an_error_before_it_fills_memory(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["br", pytest.param("bz2", marks=pytest.mark.slow), "gz", "zstd"])
-def test_large_file_is_unpacked_in_little_memory(name: str) -> None:
+def test_large_file_is_decompressed_in_bounded_memory(name: str) -> None:
     times = 2**15 if name == "bz2" else 2**18  # it is slow
     stored = compress(f"{name}:1", bytes(range(256)) * times)
     tracemalloc.start()
@@ -119,14 +119,14 @@ def test_large_file_is_unpacked_in_little_memory(name: str) -> None:
         ("snappy:1", "snappy has no levels"),
     ],
 )
-def test_strange_name_or_level_is_refused(text: str, message: str) -> None:
+def test_unknown_compression_name_or_level_is_refused(text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         parse_compression(text)
     with pytest.raises(ConfigError, match=message):
         compress(text, b"")
 
 
-def test_unknown_compression_of_a_file_is_refused() -> None:
+def test_decompression_with_an_unknown_compression_is_refused() -> None:
     with pytest.raises(ConfigError, match="compression 'lz4' is unknown"):
         unpacked("lz4", b"")
 

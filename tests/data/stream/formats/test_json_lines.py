@@ -79,7 +79,7 @@ def test_json_skips_blank_lines(data: bytes, expected: list[Any], piece: int, mo
 
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.sampled_from([b"", b"x", b" ", b"\r", b"\t\r", b"long line", b"\xc3\xa9"]), max_size=8), st.integers(1, 9))
-def test_lines_are_those_of_a_simple_reader(parts: list[bytes], piece: int) -> None:
+def test_lines_equal_those_of_a_reference_reader(parts: list[bytes], piece: int) -> None:
     data = b"\n".join(parts)
     kept = parts if data.endswith(b"\n") is False and data else parts[:-1]
     before = lines_module._CHUNK_BYTES
@@ -94,7 +94,7 @@ def test_lines_are_those_of_a_simple_reader(parts: list[bytes], piece: int) -> N
     ]
 
 
-def test_line_is_read_alone_after_the_ends_are_known() -> None:
+def test_single_line_is_read_after_line_ends_are_indexed() -> None:
     data = b"".join(b'{"n": %d}\n' % number for number in range(1000))
     source = Held(data)
     shard = FORMATS["jsonl"].open(source, entry_for(data, "jsonl"), {})
@@ -103,7 +103,7 @@ def test_line_is_read_alone_after_the_ends_are_known() -> None:
     assert (source.reads, source.most) == (1, 10)
 
 
-def test_line_that_is_no_json_is_an_error_and_its_neighbours_are_not() -> None:
+def test_invalid_json_line_does_not_affect_other_lines() -> None:
     shard = opened(b'{"a": 1}\n{"a": \n"\xff"\n3\n', "jsonl")
     assert (shard[0], shard[3]) == ({"a": 1}, 3)
     with pytest.raises(json.JSONDecodeError):
@@ -113,13 +113,13 @@ def test_line_that_is_no_json_is_an_error_and_its_neighbours_are_not() -> None:
 
 
 @pytest.mark.parametrize("form", ["jsonl", "text"])
-def test_another_number_of_lines_than_the_index_is_refused(form: str) -> None:
+def test_line_count_that_differs_from_the_index_is_refused(form: str) -> None:
     entry = ShardEntry(file=ShardFile(name="s", size=0), samples=3, format=form)
     with pytest.raises(DataError, match=r"has 2 lines, but the index has 3\. It is truncated or changed"):
         FORMATS[form].open(Held(b"1\n2\n"), entry, {})
 
 
-def test_options_and_other_line_ends_are_refused() -> None:
+def test_unsupported_options_and_line_ends_are_refused() -> None:
     with pytest.raises(ConfigError, match="format text has no option 'columns'; it has no options"):
         opened(b"x", "text", columns=["text"])
     entry = ShardEntry(file=ShardFile(name="s", size=0), samples=0, format="jsonl", details={"newline": ";"})
@@ -128,7 +128,7 @@ def test_options_and_other_line_ends_are_refused() -> None:
 
 
 @pytest.mark.parametrize("row", [-1, 2])
-def test_row_outside_and_closed_shard_are_refused(row: int) -> None:
+def test_row_out_of_range_and_closed_shard_are_refused(row: int) -> None:
     shard = opened(b"1\n2\n", "jsonl")
     with pytest.raises(IndexError, match=f"row {row} of 2, open"):
         shard[row]

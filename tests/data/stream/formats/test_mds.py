@@ -104,7 +104,7 @@ def theirs(folder: Path) -> list[dict[str, Any]]:
     return [reader[row] for reader in readers for row in range(len(reader))]
 
 
-def test_every_encoding_of_their_registry_has_values_here() -> None:
+def test_every_mosaicml_encoding_has_test_values() -> None:
     assert mosaicml.get_mds_encodings() == set(ENCODINGS)
     assert set(ENCODINGS) <= set(VALUES)
 
@@ -137,12 +137,12 @@ ROW_COLUMNS = {"n": "int", "text": "str"}
 
 
 @pytest.mark.parametrize("compression", [None, *sorted(mosaicml.get_compressions())], ids=str)
-def test_compression_by_theirs_is_read(compression: str | None, tmp_path: Path) -> None:
+def test_mosaicml_compression_is_read(compression: str | None, tmp_path: Path) -> None:
     written(tmp_path, ROW_COLUMNS, ROWS[:60], compression=compression, hashes=["sha1"])
     assert samples_of(tmp_path) == ROWS[:60]
 
 
-def test_many_shards_by_theirs_are_read_with_the_empty_one_before_a_large_sample(tmp_path: Path) -> None:
+def test_mosaicml_shards_with_an_empty_shard_are_read(tmp_path: Path) -> None:
     written(tmp_path, ROW_COLUMNS, ROWS, size_limit=100)
     counts = [shard["samples"] for shard in json.loads((tmp_path / "index.json").read_text())["shards"]]
     assert counts == [0] + [1] * len(ROWS)
@@ -151,7 +151,7 @@ def test_many_shards_by_theirs_are_read_with_the_empty_one_before_a_large_sample
 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # it leaves the index open
 @pytest.mark.parametrize("compression", sorted({name.partition(":")[0] for name in mosaicml.get_compressions()}))
-def test_compression_by_us_is_read_by_theirs(compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mosaicml_reads_our_compression(compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # for its locks, which stay
     write_shards(ROWS, tmp_path / "data", format="mds", compression=compression, size_limit=4000)
     with mosaicml.released():
@@ -162,11 +162,11 @@ def test_compression_by_us_is_read_by_theirs(compression: str, tmp_path: Path, m
     assert samples_of(tmp_path / "data") == ROWS
 
 
-def test_every_compression_of_their_registry_is_known() -> None:
+def test_every_mosaicml_compression_is_supported() -> None:
     assert {parse_compression(name)[0] for name in mosaicml.get_compressions()} == {"br", "bz2", "gz", "snappy", "zstd"}
 
 
-def test_every_hash_of_their_registry_is_checked(tmp_path: Path) -> None:
+def test_every_mosaicml_hash_is_supported(tmp_path: Path) -> None:
     assert mosaicml.get_hashes() == set(HASHES)
     written(tmp_path, ROW_COLUMNS, ROWS, compression="gz:1", hashes=sorted(mosaicml.get_hashes()))
     assert samples_of(tmp_path) == ROWS  # the digests of both files are checked by it
@@ -174,7 +174,7 @@ def test_every_hash_of_their_registry_is_checked(tmp_path: Path) -> None:
     assert set(entry["zip_data"]["hashes"]) == set(entry["raw_data"]["hashes"]) == set(HASHES)
 
 
-def test_lines_of_json_by_theirs_are_read(tmp_path: Path) -> None:
+def test_mosaicml_json_lines_are_read(tmp_path: Path) -> None:
     with mosaicml.JSONWriter(
         columns={"n": "int", "text": "str"}, out=str(tmp_path), compression="zstd", size_limit=4000
     ) as writer:
@@ -188,7 +188,7 @@ def shard_of(tmp_path: Path, samples: list[dict[str, Any]], columns: dict[str, s
     return (tmp_path / "data" / "shard.00000.mds").read_bytes()
 
 
-def test_pickled_column_is_refused_by_name_unless_trusted_or_left_out(tmp_path: Path) -> None:
+def test_pickled_column_is_refused_unless_trusted_or_excluded(tmp_path: Path) -> None:
     data = shard_of(tmp_path, [{"evil": {"a": 1}, "n": 2}], {"evil": "pkl", "n": "int"})
     with pytest.raises(ConfigError, match="column 'evil' is pickled"):
         opened(data, "mds")
@@ -198,7 +198,7 @@ def test_pickled_column_is_refused_by_name_unless_trusted_or_left_out(tmp_path: 
     assert opened(data, "mds", allow_pickle=True)[0] == {"evil": {"a": 1}, "n": 2}
 
 
-def test_columns_are_left_out_and_unknown_ones_refused(tmp_path: Path) -> None:
+def test_excluded_columns_are_omitted_and_unknown_columns_refused(tmp_path: Path) -> None:
     data = shard_of(tmp_path, ROWS[:3], ROW_COLUMNS)
     assert [opened(data, "mds", columns=("text",))[row] for row in range(3)] == [{"text": row["text"]} for row in ROWS[:3]]
     with pytest.raises(ConfigError, match="no column 'txt'; the columns are n, text"):
@@ -207,7 +207,7 @@ def test_columns_are_left_out_and_unknown_ones_refused(tmp_path: Path) -> None:
         opened(data, "mds", column="n")
 
 
-def test_arrays_may_be_written_to_and_do_not_hold_the_file(tmp_path: Path) -> None:
+def test_arrays_are_writable_and_do_not_keep_the_file_open(tmp_path: Path) -> None:
     data = shard_of(tmp_path, [{"x": np.arange(4)}], {"x": "ndarray"})
     source = Held(data)
     shard = FORMATS["mds"].open(source, entry_for(data, "mds"), {})
@@ -218,7 +218,7 @@ def test_arrays_may_be_written_to_and_do_not_hold_the_file(tmp_path: Path) -> No
     assert array.tolist() == [1, 2, 3, 4]
 
 
-def test_reading_a_sample_asks_for_its_bytes_only(tmp_path: Path) -> None:
+def test_sample_read_requests_only_its_own_bytes(tmp_path: Path) -> None:
     data = shard_of(tmp_path, [{"x": bytes(1000)} for _ in range(100)], {"x": "bytes"})
     source = Held(data)
     shard = FORMATS["mds"].open(source, entry_for(data, "mds"), {})
@@ -228,7 +228,7 @@ def test_reading_a_sample_asks_for_its_bytes_only(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("row", [-1, 3])
-def test_row_outside_is_refused(row: int, tmp_path: Path) -> None:
+def test_row_out_of_range_is_refused(row: int, tmp_path: Path) -> None:
     shard = opened(shard_of(tmp_path, ROWS[:3], ROW_COLUMNS), "mds")
     with pytest.raises(IndexError, match=f"row {row} of 3"):
         shard[row]
@@ -242,14 +242,14 @@ def test_truncated_shard_is_refused_at_every_length(tmp_path: Path) -> None:
             FORMATS["mds"].open(Held(data[:length]), entry, {})
 
 
-def test_another_number_of_samples_than_the_index_is_refused(tmp_path: Path) -> None:
+def test_sample_count_that_differs_from_the_index_is_refused(tmp_path: Path) -> None:
     data = shard_of(tmp_path, ROWS[:5], ROW_COLUMNS)
     entry = entry_for(data, "mds")
     with pytest.raises(DataError, match="has 5 samples, but the index has 6"):
         FORMATS["mds"].open(Held(data), ShardEntry(file=entry.file, samples=6, format="mds", details=entry.details), {})
 
 
-def test_sizes_that_do_not_fit_the_sample_are_an_error(tmp_path: Path) -> None:
+def test_column_sizes_that_exceed_the_sample_raise(tmp_path: Path) -> None:
     data = bytearray(shard_of(tmp_path, [{"t": "abcd"}, {"t": "efgh"}], {"t": "str"}))
     first = int.from_bytes(data[4:8], "little")
     data[first : first + 4] = (3).to_bytes(4, "little")
@@ -279,7 +279,7 @@ def test_invalid_details_are_refused(details: dict[str, Any], message: str) -> N
 @pytest.mark.parametrize(
     "encoding", ["ndarray:int32:", "ndarray::2", "ndarray:int32:0", "ndarray:int32:2,x", "int:8", "list[str]"]
 )
-def test_strange_spelling_of_an_encoding_is_as_for_theirs(encoding: str) -> None:
+def test_encoding_spelling_is_accepted_exactly_when_mosaicml_accepts_it(encoding: str) -> None:
     try:
         mosaicml.mds_encode(encoding, np.zeros(1, "int32"))
     except (AssertionError, ValueError, AttributeError):
@@ -290,7 +290,7 @@ def test_strange_spelling_of_an_encoding_is_as_for_theirs(encoding: str) -> None
 
 
 @pytest.mark.parametrize("kind", ["jpeg", "png"])
-def test_damaged_image_is_found_where_it_is_read(kind: str, tmp_path: Path) -> None:
+def test_damaged_image_raises_when_the_sample_is_read(kind: str, tmp_path: Path) -> None:
     out = BytesIO()
     Image.fromarray(np.random.default_rng(0).integers(0, 256, (64, 64, 3), dtype=np.uint8)).save(out, format=kind)
     data = shard_of(tmp_path, [{"x": out.getvalue()[:-2000]}, {"x": out.getvalue()}], {"x": kind})

@@ -44,7 +44,7 @@ VALUES = {
 
 
 @pytest.mark.parametrize("name", VALUES)
-def test_values_come_as_plain_python(name: str) -> None:
+def test_values_are_plain_python_objects(name: str) -> None:
     array, expected = VALUES[name]
     found = [sample["x"] for sample in rows(opened(file_of(pa.table({"x": array})), "parquet"))]
     assert found == expected
@@ -52,7 +52,7 @@ def test_values_come_as_plain_python(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", [pa.list_(pa.int32()), pa.large_list(pa.int32()), pa.list_(pa.int32(), 3)], ids=str)
-def test_list_of_numbers_comes_as_an_array_that_may_be_written_to(kind: pa.DataType) -> None:
+def test_list_of_numbers_is_a_writable_array(kind: pa.DataType) -> None:
     data = file_of(pa.table({"x": pa.array([[1, 2, 3], [4, 5, 6]], kind)}))
     shard = opened(data, "parquet")
     array = shard[1]["x"]
@@ -61,19 +61,19 @@ def test_list_of_numbers_comes_as_an_array_that_may_be_written_to(kind: pa.DataT
     assert shard[1]["x"].tolist() == [4, 5, 6]
 
 
-def test_compressions_of_the_parts_are_read() -> None:
+def test_every_column_compression_is_read() -> None:
     expected = rows(opened(numbers(50), "parquet"))
     for compression in ("none", "snappy", "gzip", "zstd", "brotli"):
         assert rows(opened(numbers(50, compression=compression), "parquet")) == expected
 
 
-def test_columns_are_left_out_and_unknown_ones_refused() -> None:
+def test_excluded_columns_are_omitted_and_unknown_columns_refused() -> None:
     assert opened(numbers(5), "parquet", columns=["n"])[3] == {"n": 3}
     with pytest.raises(ConfigError, match="no column 'm'; the columns are n, pad"):
         opened(numbers(5), "parquet", columns=["m"])
 
 
-def test_count_reads_the_end_only_and_a_sample_its_row_group() -> None:
+def test_count_reads_the_footer_and_a_sample_its_row_group() -> None:
     data = numbers(10_000, row_group_size=100, use_dictionary=False, compression="none")
     source = Held(data)
     samples, details = FORMATS["parquet"].count(source)
@@ -92,7 +92,7 @@ def opened_with(decoded: ByteLRU, data: bytes, **options: Any) -> Shard:
     return FORMATS["parquet"].open(Held(data), entry_for(data, "parquet"), options, decoded=decoded)
 
 
-def test_row_groups_of_all_shards_are_cached_up_to_one_bound() -> None:
+def test_row_group_cache_of_all_shards_has_one_bound() -> None:
     decoded = ByteLRU()
     shards = [opened_with(decoded, numbers(1000, row_group_size=100), row_group_cache_bytes=25_000) for _ in range(3)]
     for row in range(0, 1000, 50):
@@ -131,7 +131,7 @@ def test_row_group_larger_than_the_bound_is_kept_alone() -> None:
     assert decoded.size == 0
 
 
-def test_dataset_read_before_a_fork_is_read_after_the_fork_even_if_the_cache_was_locked(tmp_path: Path) -> None:
+def test_dataset_is_readable_after_fork_with_a_locked_cache(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data/a.parquet").write_bytes(numbers(300, row_group_size=100))
     dataset = ShardedDataset(tmp_path / "data", cache=tmp_path / "cache")
@@ -151,7 +151,7 @@ def test_dataset_read_before_a_fork_is_read_after_the_fork_even_if_the_cache_was
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1", b"not parquet at all", b"PAR1" + bytes(100) + b"PAR1"], ids=repr)
-def test_other_bytes_are_refused(data: bytes) -> None:
+def test_non_parquet_bytes_are_refused(data: bytes) -> None:
     entry = ShardEntry(file=ShardFile(name="s.parquet", size=len(data)), samples=0, format="parquet")
     with pytest.raises(DataError, match="is not a Parquet file, or truncated") as caught:
         FORMATS["parquet"].open(Held(data), entry, {})
@@ -166,7 +166,7 @@ def test_truncated_file_is_refused_at_every_tenth_length() -> None:
             FORMATS["parquet"].open(Held(data[:length]), entry, {})
 
 
-def test_damaged_page_is_an_error_of_its_samples() -> None:
+def test_damaged_page_fails_only_its_own_samples() -> None:
     data = bytearray(numbers(300, row_group_size=100, compression="zstd", use_dictionary=False))
     data[4:60] = bytes(56)
     shard = opened(bytes(data), "parquet")
@@ -176,13 +176,13 @@ def test_damaged_page_is_an_error_of_its_samples() -> None:
     shard.close()
 
 
-def test_another_number_of_rows_than_the_index_is_refused() -> None:
+def test_row_count_that_differs_from_the_index_is_refused() -> None:
     data = numbers(5)
     with pytest.raises(DataError, match="has 5 rows, but the index has 6"):
         FORMATS["parquet"].open(Held(data), ShardEntry(file=ShardFile(name="s", size=1), samples=6, format="parquet"), {})
 
 
-def test_two_columns_of_one_name_are_refused() -> None:
+def test_duplicate_column_names_are_refused() -> None:
     table = pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["x", "x"])
     with pytest.raises(DataError, match="column names must be unique"):
         opened(file_of(table), "parquet")
@@ -196,7 +196,7 @@ def test_missing_package_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("row", [-1, 5])
-def test_row_outside_and_closed_shard_are_refused(row: int) -> None:
+def test_row_out_of_range_and_closed_shard_are_refused(row: int) -> None:
     shard = opened(numbers(5), "parquet")
     with pytest.raises(IndexError, match=f"row {row} of 5, open"):
         shard[row]

@@ -34,12 +34,12 @@ def keys(data: bytes) -> list[tuple[str, list[str]]]:
     return [(sample.pop("__key__"), list(sample)) for sample in rows(opened(data, "tar"))]
 
 
-def test_members_in_a_row_with_one_key_are_a_sample_in_the_archives_order() -> None:
+def test_consecutive_members_with_one_key_form_a_sample() -> None:
     data = archive(("b.cls", b"1"), ("b.txt", b"x"), ("a.txt", b"y"), ("dir/b.txt", b"z"), ("b.cls", b"2"))
     assert keys(data) == [("b", ["cls", "txt"]), ("a", ["txt"]), ("dir/b", ["txt"]), ("b", ["cls"])]
 
 
-def test_key_ends_at_the_first_dot_of_the_last_part() -> None:
+def test_key_ends_at_the_first_dot_of_the_file_name() -> None:
     data = archive(("v1.2/a.left.png", b"l"), ("v1.2/a.right.png", b"r"), ("./b.TXT", b"t"))
     assert keys(data) == [("v1.2/a", ["left.png", "right.png"]), ("./b", ["txt"])]
 
@@ -60,13 +60,13 @@ LONG = "d/" * 60 + "n" * 120
 
 
 @pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT], ids=["ustar", "gnu", "pax"])
-def test_long_and_other_names_are_read(form: int) -> None:
+def test_long_and_non_ascii_member_names_are_read(form: int) -> None:
     names = ["short", "a" * 90] + ([LONG, "ünïcode/名前"] if form != tarfile.USTAR_FORMAT else [])
     data = archive(*((f"{name}.txt", name.encode()) for name in names), form=form)
     assert rows(opened(data, "tar")) == [{"__key__": name, "txt": name} for name in names]
 
 
-def test_members_are_decoded_by_what_comes_after_the_last_dot() -> None:
+def test_members_are_decoded_by_their_last_suffix() -> None:
     arrays = io.BytesIO()
     np.savez(arrays, x=np.arange(2), y=np.ones(1))
     data = archive(
@@ -94,7 +94,7 @@ def test_members_are_decoded_by_what_comes_after_the_last_dot() -> None:
     }
 
 
-def test_pickles_are_refused_by_name_unless_trusted_or_left_out() -> None:
+def test_pickles_are_refused_unless_trusted_or_excluded() -> None:
     data = archive(("a.txt", b"t"), ("a.x.pkl", pickle.dumps({1})))
     with pytest.raises(ConfigError, match=r"member a\.x\.pkl is pickled"):
         opened(data, "tar")
@@ -102,13 +102,13 @@ def test_pickles_are_refused_by_name_unless_trusted_or_left_out() -> None:
     assert opened(data, "tar", allow_pickle=True)[0]["x.pkl"] == {1}
 
 
-def test_pickle_inside_an_array_is_never_run() -> None:
+def test_pickle_inside_an_array_is_never_loaded() -> None:
     data = archive(("a.npy", npy(np.array([{}], dtype=object), allow_pickle=True)))
     with pytest.raises(ValueError, match="allow_pickle=False"):
         opened(data, "tar", allow_pickle=True)[0]
 
 
-def test_images_are_decoded_when_asked_for() -> None:
+def test_images_are_decoded_on_request() -> None:
     image = pytest.importorskip("PIL.Image")
     out = io.BytesIO()
     image.new("RGB", (3, 2), (1, 2, 3)).save(out, format="PNG")
@@ -120,17 +120,17 @@ def test_images_are_decoded_when_asked_for() -> None:
     assert opened(data, "tar")[0]["png"] == out.getvalue()
 
 
-def test_member_twice_in_a_sample_is_refused() -> None:
+def test_duplicate_member_of_a_sample_is_refused() -> None:
     with pytest.raises(DataError, match=r"member 'a\.txt' occurs twice in its sample"):
         opened(archive(("a.txt", b"1"), ("a.txt", b"2")), "tar")
 
 
 @pytest.mark.parametrize("data", [b"", bytes(1024), bytes(10240)], ids=["empty", "end", "padded"])
-def test_empty_archive_has_no_sample(data: bytes) -> None:
+def test_empty_archive_has_no_samples(data: bytes) -> None:
     assert rows(opened(data, "tar")) == []
 
 
-def test_other_bytes_are_refused() -> None:
+def test_non_tar_bytes_are_refused() -> None:
     with pytest.raises(DataError, match="is not a tar archive, or truncated"):
         FORMATS["tar"].count(Held(b"certainly not an archive " * 100))
 
@@ -144,7 +144,7 @@ def test_member_of_negative_size_is_refused() -> None:
         FORMATS["tar"].count(Held(bytes(data)))
 
 
-def test_truncated_archive_is_refused_at_every_length_short_of_a_member() -> None:
+def test_archive_truncated_within_a_member_is_refused() -> None:
     data = archive(*((f"{number}.txt", b"word " * 150) for number in range(3)))
     entry = entry_for(data, "tar")
     whole = 3 * (512 + 1024)
@@ -153,7 +153,7 @@ def test_truncated_archive_is_refused_at_every_length_short_of_a_member() -> Non
             FORMATS["tar"].open(Held(data[:length]), entry, {})
 
 
-def test_archive_without_its_end_is_read_and_a_damaged_header_is_not_taken_for_the_end() -> None:
+def test_missing_end_marker_is_accepted_but_damaged_header_refused() -> None:
     data = archive(*((f"{number}.txt", b"word") for number in range(3)))
     assert len(rows(opened(data[: 3 * 1024], "tar"))) == 3
     damaged = bytearray(data)
@@ -162,13 +162,13 @@ def test_archive_without_its_end_is_read_and_a_damaged_header_is_not_taken_for_t
         FORMATS["tar"].count(Held(bytes(damaged)))
 
 
-def test_another_number_of_samples_than_the_index_is_refused() -> None:
+def test_sample_count_that_differs_from_the_index_is_refused() -> None:
     entry = ShardEntry(file=ShardFile(name="s.tar", size=0), samples=2, format="tar")
     with pytest.raises(DataError, match="has 1 samples, but the index has 2"):
         FORMATS["tar"].open(Held(archive(("a.txt", b""))), entry, {})
 
 
-def test_damaged_member_is_an_error_of_its_sample() -> None:
+def test_damaged_member_fails_only_its_own_sample() -> None:
     shard = opened(archive(("a.json", b"{"), ("b.cls", b"x"), ("c.json", b"1")), "tar")
     with pytest.raises(json.JSONDecodeError):
         shard[0]
@@ -177,7 +177,7 @@ def test_damaged_member_is_an_error_of_its_sample() -> None:
     assert shard[2] == {"__key__": "c", "json": 1}
 
 
-def test_reading_a_sample_asks_for_its_members_only() -> None:
+def test_sample_read_requests_only_the_bytes_of_its_members() -> None:
     data = archive(*((f"{number:03}.{kind}", bytes(3000)) for number in range(50) for kind in ("a", "b")))
     source = Held(data)
     shard = FORMATS["tar"].open(source, entry_for(data, "tar"), {"columns": ("b",)})
@@ -187,7 +187,7 @@ def test_reading_a_sample_asks_for_its_members_only() -> None:
 
 
 @pytest.mark.parametrize("row", [-1, 1])
-def test_row_outside_and_closed_shard_are_refused(row: int) -> None:
+def test_row_out_of_range_and_closed_shard_are_refused(row: int) -> None:
     shard = opened(archive(("a.txt", b"t")), "tar")
     with pytest.raises(IndexError, match=f"row {row} of 1, open"):
         shard[row]
