@@ -100,11 +100,11 @@ MISTAKES = {
     "argument twice": (["m.py:f", "--world", "8", "--arg", "seq=1", "--seq", "2"], "the argument 'seq' is repeated"),
     "strategy": (
         ["cli_model.py:workload", "--world", "2", "--strategy", "zero3"],
-        "strategy must be one of full_shard, shard_grad_op",
+        "strategy must be 'full_shard', 'shard_grad_op', ",
     ),
     "accumulate": (
         ["cli_model.py:workload", "--world", "2", "--accumulate", "never"],
-        "accumulate must be one of local, sharded, got 'never'",
+        "accumulate must be 'local' or 'sharded', got 'never'",
     ),
     "no file": (["nope.py:workload", "--world", "2"], "no such file: 'nope.py'"),
 }
