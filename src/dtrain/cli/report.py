@@ -43,10 +43,10 @@ def report(
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as one JSON object, for programs.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Print only the path of the page.")] = False,
 ) -> int:
-    """Summarize the time, speed and metrics of a run, and write a page about them.
+    """Summarize the time, speed and metrics of a run.
 
-    The page is one HTML file that needs no network. It shows metrics, goodput, speed, memory, restarts and checkpoints. Its
-    charts need the extra report; without the extra, only the summary is printed.
+    Write the report as one HTML page that needs no network. The page shows metrics, goodput, speed, memory, restarts and
+    checkpoints. Its charts need the extra report; without the extra, the command prints the summary alone.
 
     A run may still run, or may have been killed or damaged: the page shows the available data, and lists missing data.
 
