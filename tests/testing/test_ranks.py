@@ -324,13 +324,21 @@ def test_interpreter_exits_with_open_ranks(tmp_path):
         process.wait()
 
 
-def test_rank_that_dies_or_hangs_at_startup_is_named(monkeypatch):
+def _change_environment(monkeypatch, change):
+    """Add the variables ``change(rank)`` to the environment of each rank."""
     environment = ranks._rank_environment
-    monkeypatch.setattr(
-        ranks, "_rank_environment", lambda rank, *rest: {**environment(rank, *rest), **({"RANK": "two"} if rank == 1 else {})}
-    )
+    monkeypatch.setattr(ranks, "_rank_environment", lambda rank, *rest: {**environment(rank, *rest), **change(rank)})
+
+
+def test_rank_that_dies_at_startup_is_named(monkeypatch):
+    _change_environment(monkeypatch, lambda rank: {"RANK": "two"} if rank == 1 else {})
     with pytest.raises(RankError, match="run_ranks: rank 1 of 2 died with exit code 1 before it was ready"):
         run_ranks(describe, 2, "a")
-    monkeypatch.setattr(ranks, "START_TIMEOUT_S", 0.0)
-    with pytest.raises(RankError, match=r"run_ranks: ranks \[0, 1\] of 2 did not start within 0 s"):
+
+
+def test_ranks_that_hang_at_startup_are_named(monkeypatch):
+    # Both ranks wait for a third one, which nobody starts.
+    _change_environment(monkeypatch, lambda rank: {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3"})
+    monkeypatch.setattr(ranks, "START_TIMEOUT_S", 1.0)
+    with pytest.raises(RankError, match=r"run_ranks: ranks \[0, 1\] of 2 did not start within 1 s"):
         run_ranks(describe, 2, "a")
