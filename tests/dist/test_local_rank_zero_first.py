@@ -66,10 +66,18 @@ def test_failure_of_the_first_rank_raises_on_the_other_ranks_before_the_block(ra
         assert text == f"PeerError: prepare: rank 0, which goes first on its node, failed: {kind}: {report}"
 
 
-def test_kill_of_the_first_rank_raises_on_the_other_ranks(forked):
+def test_kill_of_the_first_rank_raises_on_the_other_ranks(forked, tmp_path):
+    opened = tmp_path / "opened"
+
     def body(rank: int) -> None:
-        with init_dist(device="cpu"), local_rank_zero_first("prepare"):
-            os.kill(os.getpid(), signal.SIGKILL)
+        with init_dist(device="cpu"):
+            if rank == 1:
+                opened.touch()
+            with local_rank_zero_first("prepare"):
+                # Rank 1 has left init_dist before rank 0 ends.
+                while not opened.exists():
+                    time.sleep(0.01)
+                os.kill(os.getpid(), signal.SIGKILL)
 
     (text,) = forked.run(body, 2, results_of=[1]).values()
     assert text.startswith("DistError: prepare: ranks [0] of 2 did not arrive"), text
