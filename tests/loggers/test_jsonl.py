@@ -13,7 +13,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.loggers.logger import failed_loggers
 from dtrain.loggers.records import jsonl, read_jsonl
-from dtrain.report.metrics import MetricTable
+from dtrain.report.metric_table import MetricTable
 from dtrain.report.read_run import metrics_files
 from dtrain.testing import inject_fault
 

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.errors import ConfigError
-from dtrain.loggers.arguments import (
+from dtrain.loggers.background import BackgroundLogger, MetricRecord, check_timeout
+from dtrain.loggers.logger import Logger, null_logger, report_failure
+from dtrain.loggers.logger_options import (
     Ranks,
     flatten_settings,
     import_optional,
@@ -18,8 +20,6 @@ from dtrain.loggers.arguments import (
     require_package,
     write_run_id,
 )
-from dtrain.loggers.background import BackgroundLogger, MetricRecord, check_timeout
-from dtrain.loggers.logger import Logger, null_logger, report_failure
 from dtrain.loggers.sanitize import NumericFilter, UniqueNames, mlflow_name
 
 RUN_ID_FILE = "mlflow-run-id"

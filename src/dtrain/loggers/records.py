@@ -13,8 +13,8 @@ from typing import Any
 
 from dtrain import storage
 from dtrain.errors import ConfigError
-from dtrain.loggers.arguments import Ranks, is_writer, rank_path
 from dtrain.loggers.logger import FaultTolerantLogger, Logger, null_logger
+from dtrain.loggers.logger_options import Ranks, is_writer, rank_path
 from dtrain.loggers.sanitize import UniqueNames, decode_nonfinite, encode_nonfinite, to_plain_value
 from dtrain.run_layout import STEP, TIME, is_rewind, step_from_record
 

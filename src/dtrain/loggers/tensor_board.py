@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from dtrain import storage
-from dtrain.loggers.arguments import Ranks, flatten_settings, import_optional, rank_path, redact_settings, require_package
 from dtrain.loggers.background import BackgroundLogger, MetricRecord, check_timeout
 from dtrain.loggers.logger import Logger, null_logger, report_failure
+from dtrain.loggers.logger_options import Ranks, flatten_settings, import_optional, rank_path, redact_settings, require_package
 from dtrain.loggers.sanitize import NumericFilter
 
 

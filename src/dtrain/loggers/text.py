@@ -16,8 +16,8 @@ from dtrain import storage
 from dtrain.clock import Clock
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
-from dtrain.loggers.arguments import MetricFilter, Ranks, import_optional, is_writer, rank_path
 from dtrain.loggers.logger import FaultTolerantLogger, Logger, null_logger
+from dtrain.loggers.logger_options import MetricFilter, Ranks, import_optional, is_writer, rank_path
 from dtrain.loggers.sanitize import to_plain_value
 from dtrain.monitors.reduce_metrics import tokens_per_second
 from dtrain.state import TrainState

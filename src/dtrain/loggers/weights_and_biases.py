@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 from dtrain import storage
 from dtrain.errors import ConfigError
-from dtrain.loggers.arguments import (
+from dtrain.loggers.background import BackgroundLogger, MetricRecord, check_timeout
+from dtrain.loggers.logger import Logger, null_logger, report_failure
+from dtrain.loggers.logger_options import (
     Ranks,
     import_optional,
     rank_path,
@@ -18,8 +20,6 @@ from dtrain.loggers.arguments import (
     require_package,
     write_run_id,
 )
-from dtrain.loggers.background import BackgroundLogger, MetricRecord, check_timeout
-from dtrain.loggers.logger import Logger, null_logger, report_failure
 from dtrain.loggers.sanitize import NumericFilter, UniqueNames
 
 RUN_ID_FILE = "wandb-run-id"

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.report.metrics import downsample
+from dtrain.report.metric_table import downsample
 from dtrain.report.model import AttemptReport, Column, MetricSeries, Report, RunReport
 
 Chart = dict[str, Any]

@@ -13,7 +13,7 @@ from dtrain import run_layout
 from dtrain.report.attempts import ALL_RANK_EVENTS
 from dtrain.report.jsonl_reader import JsonlReader
 from dtrain.report.ledger import AT, CAUSE_COLUMN, CAUSES, SAMPLES, STEP, TOKENS, AttemptLedger, RankLedger
-from dtrain.report.metrics import to_number
+from dtrain.report.metric_table import to_number
 from dtrain.report.model import Column, Row
 from dtrain.report.read_run import ledger_files
 from dtrain.run_layout import TIME, step_from_record

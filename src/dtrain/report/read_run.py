@@ -29,7 +29,7 @@ from dtrain.report.attempts import (
 from dtrain.report.goodput import gauge_series, goodput, rank_reports, slice_edges, slowest_ranks, timeline
 from dtrain.report.jsonl_reader import JsonlReader
 from dtrain.report.ledger import RankLedger
-from dtrain.report.metrics import MetricTable, make_series, points_per_series
+from dtrain.report.metric_table import MetricTable, make_series, points_per_series
 from dtrain.report.model import MetricSeries, Report, Row, RunReport
 
 _METRICS_FILE = re.compile(r"(metrics[^/]*\.jsonl)(?:\.(\d{1,9}))?")

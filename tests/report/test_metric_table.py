@@ -6,7 +6,7 @@ import random
 import numpy as np
 import pytest
 
-from dtrain.report.metrics import MetricTable, downsample, make_series, points_per_series
+from dtrain.report.metric_table import MetricTable, downsample, make_series, points_per_series
 
 
 def columns(rows, resumes=()):
