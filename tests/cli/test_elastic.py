@@ -11,6 +11,7 @@ LOOK = """
 import os, sys
 import torch.distributed as dist
 dist.init_process_group("gloo")
+dist.barrier()  # a rank that ends early breaks the connections that the other rank still makes
 print(os.environ["RANK"], os.environ["WORLD_SIZE"], os.environ["OMP_NUM_THREADS"], os.environ["DTRAIN_RUN_DIR"])
 dist.destroy_process_group()
 sys.exit(int(sys.argv[1]) if os.environ["RANK"] == "1" else 0)
