@@ -17,7 +17,7 @@ import torch
 import dtrain as dt
 import samples
 from dtrain.data.workers import _SigchldHandler, workers_for_rank
-from samples import Drawing, Numbers, Reporting, Troubled, die, die_when, fail, hang, leave, lock
+from samples import Drawing, Numbers, Reporting, Troubled, die, die_when, die_with_lock, fail, hang, leave, lock
 
 
 def build(dataset, **options) -> dt.Loader:
@@ -40,6 +40,7 @@ def first_sample(samples):
         (fail, {}, r"loader: sample 9: ValueError: cannot be decoded: no such codec"),
         (lock, {"collate": first_sample}, r"loader: batch\['meta'\]\[1\] cannot be pickled \(TypeError: .*; return it as data"),
         (die, {}, r"loader: worker process \d+ was killed by SIGKILL\. Check the memory"),
+        (die_with_lock, {}, r"loader: worker process \d+ was killed by SIGKILL\. Check the memory"),
         (leave, {}, r"loader: worker process \d+ ended with exit code 3"),
         (hang, {"timeout_s": 1.5}, r"loader: no batch from 2 workers in 1.5 s, because a sample hangs or is slow"),
     ],

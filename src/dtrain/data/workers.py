@@ -98,6 +98,7 @@ def _load_in_workers(source: Any, options: dict[str, Any], workers: WorkerConfig
     util.get_temp_dir()
     before, previous_handler = set(multiprocessing.active_children()), signal.getsignal(signal.SIGCHLD)
     batches = _start_workers(source, options)
+    done_event = batches._workers_done_event = _DoneEvent(batches._workers_done_event)
     death_handler = _SigchldHandler.install(previous_handler)
     children = [child for child in multiprocessing.active_children() if child not in before]
     at_exit = partial(_kill_at_exit, os.getpid(), children)
@@ -106,8 +107,7 @@ def _load_in_workers(source: Any, options: dict[str, Any], workers: WorkerConfig
         yield from _next_batches(batches, children, death_handler, workers)
     except BaseException:
         # The loop was left early, so nobody needs the batches in preparation.
-        for child in children:
-            child.kill()
+        done_event.to_kill = children
         raise
     finally:
         _stop_workers(batches, children)
@@ -197,15 +197,36 @@ def _start_workers(source: Any, options: dict[str, Any]) -> Any:
 
 
 def _stop_workers(batches: Any, children: list[Any]) -> None:
-    shut_down = getattr(batches, "_shutdown_workers", None)
-    if shut_down is not None:
-        shut_down()
+    batches._shutdown_workers()
     # Workers ignore SIGTERM, which torch uses to end workers.
     for child in children:
         if child.is_alive():
             child.kill()
         child.join()
     _remove_leaked_shared_memory({child.pid for child in children if child.exitcode != 0})
+
+
+class _DoneEvent:
+    """torch's event that tells workers to end, without its lock. ``set`` also kills the workers in ``to_kill``.
+
+    A worker takes the lock of the event to read the event. A worker that is killed at that moment keeps the lock, so the rank
+    would wait forever. Workers are killed after the event is set: before, torch ends its thread that reads from the workers,
+    and that thread would wait for the rest of a message that was cut off.
+    """
+
+    def __init__(self, event: Any) -> None:
+        self._event, self._is_set = event, False
+        self.to_kill: list[Any] = []
+
+    def set(self) -> None:
+        # The flag is a semaphore. The lock protects processes that wait for the event, but workers only read the event.
+        self._event._flag.release()
+        self._is_set = True
+        for child in self.to_kill:
+            child.kill()
+
+    def is_set(self) -> bool:
+        return self._is_set
 
 
 def _remove_leaked_shared_memory(killed: set[int]) -> None:
