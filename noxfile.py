@@ -98,6 +98,16 @@ def ways_in(session: nox.Session) -> None:
     session.run("pytest", "tests/pages/test_theirs.py", *session.posargs, env=ONE_THREAD)
 
 
+@nox.session
+def peers(session: nox.Session) -> None:
+    """Benchmarks beside the peers, into benchmarks/results/peers.json; ``--quick`` only tries whether every row runs."""
+    install_to_test(session)
+    install(session, "accelerate==1.15.0", "lightning==2.6.6")
+    session.install("--no-deps", "mosaicml==0.32.1")
+    session.run("python", "benchmarks/peers.py", *session.posargs, env=ONE_THREAD)
+    session.run("python", "benchmarks/figures.py")
+
+
 @nox.session(python=["3.11", "3.12", "3.13"])
 def pythons(session: nox.Session) -> None:
     """The core on each Python that is supported. Takes gigabytes where torch has no small build for it."""

@@ -134,9 +134,12 @@ def leave(model: str, size: int, root: str, ways: Sequence[str]) -> None:
         LOADS[name].save(run, run.root / _slug(name))
 
 
-def memory(model: str, size: int, root: str, name: str) -> dict[str, int]:
-    """Peak resident memory of a load into a run just built, in bytes above that before it; and the rank's own shards."""
-    run = build(model, size, Path(root), stepped=False)
+def memory(model: str, size: int, root: str, name: str, stepped: bool = False) -> dict[str, int]:
+    """Peak resident memory of a load, in bytes above that before it; and the rank's own shards.
+
+    A run that was just built gets its optimizer state by the load. One that has ``stepped`` has all of its memory already.
+    """
+    run = build(model, size, Path(root), stepped=stepped)
     way = LOADS[name]
     assert way.load is not None
     dist.barrier()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import process_time
 from typing import Any
@@ -165,6 +165,26 @@ def all_cpu() -> float:
     return process_time() + child_cpu()
 
 
+def passes(work: Work, dataset: Any, size: int, workers: int) -> dict[str, Run]:
+    """A pass per call through the loader of each candidate, checked once."""
+    epochs = {"dtrain": ours(work, dataset, workers)}
+    epochs |= {name: theirs(make, work, dataset, workers) for name, make in PEERS.items()}
+    for name, epoch in epochs.items():
+        check_pass(name, work, epoch, size)
+    return {name: drained(epoch) for name, epoch in epochs.items()}
+
+
+def in_memory(name: str, size: int, folder: Path) -> dict[str, Run]:
+    """Passes without workers through a dataset in memory; dtrain's also through the same rows in a TensorDict."""
+    work = next(work for work in WORKS if work.name == name)
+    dataset = work.build(size, folder)
+    tensors = dataset.tensors if isinstance(dataset, TensorDataset) else (dataset.input_ids, dataset.ids)
+    table = replace(work, ids=lambda batch: batch["id"])
+    whole = ours(table, TensorDict(dict(zip(("x", "id"), tensors, strict=True)), batch_size=[size]), 0)
+    check_pass("dtrain, TensorDict", table, whole, size)
+    return {**passes(work, dataset, size, 0), "dtrain, TensorDict": drained(whole)}
+
+
 def loading(folder: Path, rounds: int, scale: float) -> None:
     """Print what a pass takes on each dataset, without workers and with two."""
     torch.set_num_threads(1)  # as workers do; CPU time is then the work that is done
@@ -172,11 +192,7 @@ def loading(folder: Path, rounds: int, scale: float) -> None:
         size = max(2 * work.batch_size, int(work.size * scale))
         dataset = work.build(size, folder)
         for workers in (0, 2):
-            epochs = {"dtrain": ours(work, dataset, workers)}
-            epochs |= {name: theirs(make, work, dataset, workers) for name, make in PEERS.items()}
-            for name, epoch in epochs.items():
-                check_pass(name, work, epoch, size)
-            runs = {name: drained(epoch) for name, epoch in epochs.items()}
+            runs = passes(work, dataset, size, workers)
             seen = interleaved(runs, rounds=rounds, warmup=1, clocks={"CPU": all_cpu, "wall": WALL})
             _report(f"{work.name}, {workers} workers", size, seen, "wall" if workers else "CPU")
 

@@ -43,17 +43,18 @@ class Numbers:
 
 def resume(rounds: int, peer_size: int) -> None:
     """Print how long it takes to build a loader, give it a state amid a shuffled epoch, and have its first batch."""
-    found = interleaved({f"{size // M:,} M": _ours(size) for size in (20 * M, G)}, rounds=rounds, clocks={"wall": WALL})["wall"]
-    theirs = interleaved({"theirs": _theirs(peer_size)}, rounds=1, warmup=0, clocks={"wall": WALL})["wall"]["theirs"]
+    found = interleaved({f"{size // M:,} M": our_resume(size) for size in (20 * M, G)}, rounds=rounds, clocks={"wall": WALL})[
+        "wall"
+    ]
+    theirs = interleaved({"theirs": their_resume(peer_size)}, rounds=1, warmup=0, clocks={"wall": WALL})["wall"]["theirs"]
     print(f"resume to the first batch, {peer_size / M:g} M samples, StatefulDataLoader: {_shown(typical(theirs), 1, 's')}")
     for size, timings in found.items():
-        ours = typical(timings)
-        print(f"resume to the first batch, {size} samples, dtrain: {_shown(ours, 1e3, 'ms')}")
+        print(f"resume to the first batch, {size} samples, dtrain: {_shown(typical(timings), 1e3, 'ms')}")
     for size, timings in found.items():
         print(verdict_line(f"resume at {size} samples", _scaled(typical(timings), 1e3), at_most=RESUME_S * 1e3, unit=" ms"))
 
 
-def _ours(size: int) -> Run:
+def our_resume(size: int) -> Run:
     """A loader that is built, takes the state, and hands out the batch that comes next; checked once to be the right one."""
 
     def build() -> dt.Loader:
@@ -74,7 +75,7 @@ def _ours(size: int) -> Run:
     return run
 
 
-def _theirs(size: int) -> Run:
+def their_resume(size: int) -> Run:
     """The same of torchdata's, which has to be led to the middle."""
 
     def build() -> Any:

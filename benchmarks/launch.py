@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from measure import WALL, compare, interleaved, machine, typical, verdict_line
+from measure import WALL, Run, compare, interleaved, machine, typical, verdict_line
 
 MEET = """
 import torch, torch.distributed as dist
@@ -97,6 +97,17 @@ def run(command: Sequence[str], folder: str, expected: int | None = 0) -> None:
         raise SystemExit(f"launch: {' '.join(command)} exited with {done.returncode}, not {expected}: {done.stderr[-500:]}")
 
 
+def write_scripts(folder: str) -> None:
+    for name, source in SCRIPTS.items():
+        (Path(folder) / f"{name}.py").write_text(source)
+
+
+def ways(folder: str, script: str, ranks: int, options: Sequence[str] = ()) -> dict[str, Run]:
+    """A launch per call of each launcher."""
+    path = f"{folder}/{script}.py"
+    return {name: partial(run, launcher(path, ranks, *options), folder) for name, launcher in launchers().items()}
+
+
 def compare_ways(folder: str, rounds: int) -> None:
     """The way to a first all-reduce, and a script that does nothing."""
     rows = (
@@ -105,11 +116,7 @@ def compare_ways(folder: str, rounds: int) -> None:
         ("-n 2 of nothing, --no-preload", "nothing", 2, ("--no-preload",), 0.15),
     )
     for what, script, ranks, options, target in rows:
-        runs = {
-            name: partial(run, launcher(f"{folder}/{script}.py", ranks, *options), folder)
-            for name, launcher in launchers().items()
-        }
-        timings = interleaved(runs, rounds=rounds, warmup=1, clocks={"wall": WALL})["wall"]
+        timings = interleaved(ways(folder, script, ranks, options), rounds=rounds, warmup=1, clocks={"wall": WALL})["wall"]
         for name, of in timings.items():
             print(f"{what:38} {name:10} {typical(of).value:6.2f} s, best {min(min(pair) for pair in of):6.2f} s")
         print(verdict_line(f"{what}, of torchrun", compare(timings["dtrain"], timings["torchrun"]).ratio, at_most=target))
@@ -200,8 +207,7 @@ def main() -> None:
     given = parser.parse_args()
     print(machine())
     with tempfile.TemporaryDirectory() as folder:
-        for name, source in SCRIPTS.items():
-            (Path(folder) / f"{name}.py").write_text(source)
+        write_scripts(folder)
         for name, part in PARTS.items():
             if given.only in (None, name):
                 part(folder, given)

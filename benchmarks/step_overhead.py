@@ -13,10 +13,8 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -41,7 +39,6 @@ MAX_NORM, DECAY = 0.7, 0.999  # both models clip some of the checked steps and l
 CHECKED_STEPS = 20
 SAME_FLOAT64 = 1e-12  # relative; rounding leaves about 1e-16, another weight or clip 1e-4 and more
 SAME_FLOAT32 = 1e-3  # relative; hundreds of steps of training magnify rounding to 1e-4
-ELSEWHERE = "Fabric 1.27x, Accelerate 1.95x, Composer 4.1x"  # of a tiny MLP's step, on another machine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +67,7 @@ class Work:
         return batches
 
 
-def _mlp() -> nn.Module:
+def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
@@ -89,7 +86,7 @@ def _draw_bytes(generator: torch.Generator) -> dict[str, Tensor]:
 
 
 WORKS = {
-    "mlp": Work(name="tiny MLP", build=_mlp, draw=_draw_vectors, microbatch_size=8, at_most=1.10),
+    "mlp": Work(name="tiny MLP", build=mlp, draw=_draw_vectors, microbatch_size=8, at_most=1.10),
     "gpt": Work(name="4-layer GPT", build=_gpt, draw=_draw_bytes, microbatch_size=4, at_most=1.02, blocks=(Block,)),
 }
 
@@ -225,77 +222,21 @@ def _loss_sum(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.LossSum(total=summed_loss(model(batch["inputs"]), labels), weight=(labels != IGNORED).sum())
 
 
-class Peer(Hand):
-    """The hand-written step with a peer's model, backward, clipping and optimizer in the places that the peer asks for."""
-
-    def __init__(self, work: Work, dtype: torch.dtype, wrap: Callable[..., tuple[Any, ...]]) -> None:
-        super().__init__(work, dtype)
-        self.model, self.optimizer, self.accumulating, self.backward, self.clip, self.divided_by = wrap(
-            self.model, self.optimizer
-        )
-
-    def step(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        labels = batch["labels"]
-        weight = (labels != IGNORED).sum(dtype=self.dtype)
-        total = torch.zeros((), dtype=self.dtype)
-        inputs, targets = batch["inputs"].split(self.size), labels.split(self.size)
-        for index, (x, y) in enumerate(zip(inputs, targets, strict=True)):
-            with self.accumulating(index == len(inputs) - 1):
-                loss = summed_loss(self.model(x), y)
-                self.backward(loss)
-            total += loss.detach()
-        torch._foreach_mul_([p.grad for p in self.params], self.divided_by / weight)
-        norm = self.clip()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_lerp_(self.averages, self.params, 1.0 - DECAY)
-        return {"loss": total / weight, "grad_norm": norm}
-
-
-def _fabric(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    from lightning.fabric import Fabric
-
-    fabric = Fabric(accelerator="cpu", devices=1)
-    fabric.launch()
-    wrapped, stepping = fabric.setup(model, optimizer)
-
-    def accumulating(last: bool) -> AbstractContextManager[None]:
-        return fabric.no_backward_sync(wrapped, enabled=not last)
-
-    clip = partial(fabric.clip_gradients, wrapped, stepping, max_norm=MAX_NORM)
-    return wrapped, stepping, accumulating, fabric.backward, clip, 1.0
-
-
-def _accelerate(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    from accelerate import Accelerator
-
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
-    wrapped, stepping = accelerator.prepare(model, optimizer)
-    clip = partial(accelerator.clip_grad_norm_, list(wrapped.parameters()), MAX_NORM)
-    # Its backward divides every loss by the number of microbatches, hence the 4.
-    return wrapped, stepping, lambda last: accelerator.accumulate(wrapped), accelerator.backward, clip, 4.0
-
-
-PEERS = {"lightning": _fabric, "accelerate": _accelerate}
-
-
 def looped(side: Any, batches: Iterable[dict[str, Tensor]]) -> Callable[[], object]:
     """Return a function that runs one step of ``side`` per call, and repeats the batches."""
     endless = cycle(batches)
     return lambda: side.step(next(endless))
 
 
-def distance(a: Any, b: Any) -> float:
-    """Return the norm of the difference of parameters and averages of two sides, relative to the norm."""
-    pairs = [*zip(a.params, b.params, strict=True), *zip(a.averages, b.averages, strict=True)]
-    shards = [(to_local(x.detach()).double(), to_local(y.detach()).double()) for x, y in pairs]
+def relative_distance(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Return the norm of the difference of this rank's shards, relative to the norm of ``b``."""
+    shards = [(to_local(x.detach()).double(), to_local(y.detach()).double()) for x, y in zip(a, b, strict=True)]
     return math.sqrt(sum(float((x - y).square().sum()) for x, y in shards) / sum(float(y.square().sum()) for _, y in shards))
 
 
 def check_same(a: Any, b: Any, tolerance: float) -> None:
     """Stop here if two sides are not where they should be: then they did different arithmetic."""
-    apart = distance(a, b)
+    apart = relative_distance([*a.params, *a.averages], [*b.params, *b.averages])
     if not apart <= tolerance:
         raise SystemExit(f"{type(a).__name__} and {type(b).__name__} differ by {apart:.1e} (relative), {tolerance=:.0e}")
 
@@ -312,23 +253,19 @@ def check_arithmetic(work: Work, make: Sequence[Callable[[Work, torch.dtype], An
 
 
 def one_process(work: Work, pairs: int) -> None:
-    """Print what a step costs in one process, in CPU time, next to the peers that are installed."""
+    """Print what a step costs in one process, in CPU time."""
     torch.set_num_threads(1)  # CPU time is then the work that is done, not how long threads wait for each other
-    makes: dict[str, Callable[[Work, torch.dtype], Any]] = {"dtrain": Composed}
-    makes |= {name: partial(Peer, wrap=wrap) for name, wrap in PEERS.items() if find_spec(name)}
-    check_arithmetic(work, [*makes.values(), HandOnce, Hand])
-    sides = {name: make(work, torch.float32) for name, make in {**makes, "once": HandOnce, "hand": Hand}.items()}
+    makes: dict[str, Callable[[Work, torch.dtype], Any]] = {"dtrain": Composed, "once": HandOnce, "hand": Hand}
+    check_arithmetic(work, list(makes.values()))
+    sides = {name: make(work, torch.float32) for name, make in makes.items()}
     runs = {name: looped(side, work.batches()) for name, side in sides.items()}
     seen = interleaved(runs, rounds=pairs // 2, warmup=10, clocks={"cpu": CPU})["cpu"]
-    for name in makes:
-        check_same(sides[name], sides["hand"], SAME_FLOAT32)
-        print(f"{work.name}, one process, CPU time of a step, {name} against by hand: {compare(seen[name], seen['hand'])}")
-    for name in PEERS:
-        if name not in makes:
-            print(f"{work.name}, one process, CPU time of a step, {name}: not installed")
+    check_same(sides["dtrain"], sides["hand"], SAME_FLOAT32)
+    found = compare(seen["dtrain"], seen["hand"])
+    print(f"{work.name}, one process, CPU time of a step, dtrain against by hand: {found}")
     stricter = compare(seen["dtrain"], seen["once"])
     print(f"{work.name}, one process, CPU time of a step, dtrain against by hand with the weight counted once: {stricter}")
-    print(verdict_line(f"{work.name}, one process", compare(seen["dtrain"], seen["hand"]).ratio, at_most=work.at_most))
+    print(verdict_line(f"{work.name}, one process", found.ratio, at_most=work.at_most))
     print(verdict_line(f"{work.name}, one process, weight counted once by hand", stricter.ratio, at_most=work.at_most))
 
 
@@ -354,7 +291,7 @@ def two_ranks(key: str, pairs: int) -> None:
     with Ranks(2) as ranks:
         reports = ranks.run(on_a_rank, key, pairs, timeout_s=1800.0)
     name = f"{WORKS[key].name}, 2 ranks, full_shard"
-    cpu = {side: _added([report["seen"]["cpu"][side] for report in reports]) for side in ("dtrain", "hand")}
+    cpu = {side: added([report["seen"]["cpu"][side] for report in reports]) for side in ("dtrain", "hand")}
     wall = reports[0]["seen"]["wall"]
     print(f"{name}, CPU time of a step, ranks added, dtrain against by hand: {compare(cpu['dtrain'], cpu['hand'])}")
     print(f"{name}, wall time of a step, dtrain against by hand: {compare(wall['dtrain'], wall['hand'])}")
@@ -363,7 +300,7 @@ def two_ranks(key: str, pairs: int) -> None:
         print(f"{name}, messages of a step, {side}: {groups} ({counted['bytes']:,} bytes)")
 
 
-def _added(by_rank: Sequence[Rounds]) -> Rounds:
+def added(by_rank: Sequence[Rounds]) -> Rounds:
     return [(sum(a for a, _ in same), sum(b for _, b in same)) for same in zip(*by_rank, strict=True)]
 
 
@@ -377,7 +314,6 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=400, help="ratios per figure, even (%(default)s)")
     args = parser.parse_args()
     print(machine())
-    print(f"measured elsewhere, tiny MLP: {ELSEWHERE}")
     for key in [args.only] if args.only else WORKS:
         one_process(WORKS[key], args.pairs)
         two_ranks(key, args.pairs)

@@ -1,0 +1,94 @@
+"""Write the tables of docs/figures.md that benchmarks leave as JSON.
+
+    python benchmarks/figures.py            # writes the page
+    python benchmarks/figures.py --check    # changes nothing; exits with 1 if the page is not what the files say
+
+A table stands between ``<!-- benchmarks/results/NAME.json -->`` and ``<!-- end of NAME.json -->``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from peers import ROWS
+from recipes import RECIPES, Run, table
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "figures.md"
+_TABLE = re.compile(r"(<!-- benchmarks/results/(\w+)\.json -->\n)(.*?)(?=<!-- end of \2\.json -->)", re.S)
+
+
+def peers(content: Mapping[str, Any]) -> str:
+    """A line for each row and clock."""
+    lines = ["| what | clock | floor | peers | dtrain | A/A band | target | verdict |", "|" + "---|" * 8]
+    for row in ROWS:
+        for clock, seen in content["rows"].get(row.what, {}).get("clocks", {}).items():
+            lines.append(f"| {' | '.join(_cells(row.what, content['rows'][row.what], clock, seen))} |")
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    return "\n".join(lines) + f"\n\nMeasured on {content['date']}: {content['machine']}; {versions}.\n"
+
+
+def _cells(what: str, row: Mapping[str, Any], clock: str, seen: Mapping[str, Any]) -> list[str]:
+    shown = {name: _shown(each, row["unit"]) for name, each in seen["candidates"].items()}
+    shown |= dict.fromkeys(seen["missing"], "not installed")
+    floor = f"{row['floor']} {shown[row['floor']]}" if row["floor"] else ""
+    peers = "<br>".join(f"{name} {text}" for name, text in shown.items() if _is_peer(name, row["floor"]))
+    ours = "<br>".join(f"{name.removeprefix('dtrain, ')} {text}" for name, text in shown.items() if name.startswith("dtrain,"))
+    low, high = seen["band"]
+    target = f"{row['at_most']:g} {row['unit']}".strip()
+    verdict = "**not met**" if seen["verdict"] == "not met" else seen["verdict"]
+    cells = (what, clock, floor, peers, "<br>".join(filter(None, (shown["dtrain"], ours))), f"{low:.3f} to {high:.3f}")
+    return [*cells, target, verdict]
+
+
+def _is_peer(name: str, floor: str) -> bool:
+    return name != floor and not name.startswith("dtrain")
+
+
+def _shown(figures: Mapping[str, Any], unit: str) -> str:
+    """A ratio with the time behind it, or a figure in its unit."""
+    value, ratio = figures["value"][0], figures["ratio"][0]
+    if unit:
+        return f"{value:.0f} {unit}"
+    scale, short = next((scale, short) for scale, short in ((1.0, "s"), (1e3, "ms"), (1e6, "us")) if value * scale >= 1)
+    return f"{ratio:.3g} ({value * scale:.3g} {short})"
+
+
+def recipes(content: Mapping[str, Any]) -> str:
+    """A table for each recipe."""
+    runs = {name: [Run(**run) for run in content["recipes"][name]] for name in RECIPES}
+    return "\n".join(table(name, recipe, runs[name]) for name, recipe in RECIPES.items())
+
+
+TABLES: Mapping[str, Callable[[Mapping[str, Any]], str]] = {"peers": peers, "recipes": recipes}
+
+
+def with_tables(page: str) -> str:
+    """The page with the tables as the files have them."""
+
+    def written(match: re.Match[str]) -> str:
+        content = json.loads((ROOT / "benchmarks" / "results" / f"{match[2]}.json").read_text())
+        return f"{match[1]}\n{TABLES[match[2]](content)}\n"
+
+    return _TABLE.sub(written, page)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the page would change")
+    check = parser.parse_args().check
+    text = PAGE.read_text()
+    if text == with_tables(text):
+        return
+    if check:
+        raise SystemExit("docs/figures.md is not what benchmarks/results says: run python benchmarks/figures.py")
+    PAGE.write_text(with_tables(text))
+
+
+if __name__ == "__main__":
+    main()
