@@ -24,11 +24,14 @@ _TABLE = re.compile(r"(<!-- benchmarks/results/(\w+)\.json -->\n)(.*?)(?=<!-- en
 
 
 def peers(content: Mapping[str, Any]) -> str:
-    """A line for each row and clock."""
+    """A line for each row and clock, also for rows that were not measured yet."""
     lines = ["| what | clock | floor | peers | dtrain | A/A band | target | verdict |", "|" + "---|" * 8]
-    for row in ROWS:
-        for clock, seen in content["rows"].get(row.what, {}).get("clocks", {}).items():
-            lines.append(f"| {' | '.join(_cells(row.what, content['rows'][row.what], clock, seen))} |")
+    for what in (row.what for row in ROWS):
+        row = content["rows"].get(what)
+        if row is None:
+            lines.append(f"| {what} | | | | | | | not measured |")
+            continue
+        lines += [f"| {' | '.join(_cells(what, row, clock, seen))} |" for clock, seen in row["clocks"].items()]
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     return "\n".join(lines) + f"\n\nMeasured on {content['date']}: {content['machine']}; {versions}.\n"
 

@@ -86,7 +86,9 @@ def test_lost_row_and_missing_peer_are_shown():
     clock = {"candidates": {"by hand": EMPTY, "dtrain": EMPTY}, "missing": ["Fabric"], "band": [0.9, 1.1], "verdict": "not met"}
     row = {"floor": "by hand", "reference": "by hand", "at_most": 1.1, "unit": "", "clocks": {"processor time": clock}}
     content = {"machine": "m", "date": "d", "versions": {"torch": "2"}, "rows": {ROWS[0].what: row}}
-    assert figures.peers(content).splitlines()[2:] == [
+    lines = figures.peers(content).splitlines()[2:]
+    assert lines[1] == f"| {ROWS[1].what} | | | | | | | not measured |"
+    assert [lines[0], *lines[len(ROWS) :]] == [
         f"| {ROWS[0].what} | processor time | by hand 1 (1 s) | Fabric not installed | 1 (1 s) | 0.900 to 1.100 | 1.1 "
         "| **not met** |",
         "",
@@ -100,6 +102,6 @@ def test_page_of_figures_is_what_the_files_say():
     assert all(f"benchmarks/results/{name}.json" in text for name in figures.TABLES)
 
 
-def test_every_row_is_published():
-    content = json.loads(peers.RESULTS.read_text())
-    assert list(content["rows"]) == [row.what for row in ROWS]
+def test_every_row_is_on_the_page():
+    page = figures.PAGE.read_text()
+    assert [row.what for row in ROWS if f"| {row.what} |" not in page] == []
