@@ -1,5 +1,7 @@
 """Every layout loads into every other: all pairs of (world size, strategy), every tensor equal, optimizer state included."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -15,7 +17,15 @@ def load_all(paths: list[str], strategy: str) -> list:
     return [load_filled(path, strategy) for path in paths]
 
 
-@pytest.mark.parametrize(("world", "strategy"), [(world, strategy) for world in LAYOUTS for strategy in LAYOUTS[world]])
+QUICK = {(1, "none"), (1, "full_shard"), (2, "replicate"), (3, "shard_grad_op"), (4, "hybrid_shard")}
+
+
+def quick_or_slow(world: int, strategy: str) -> Any:
+    """Every world size and every strategy is quick once as a target. As a source, every layout is."""
+    return pytest.param(world, strategy, marks=() if (world, strategy) in QUICK else pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("world", "strategy"), [quick_or_slow(world, s) for world in LAYOUTS for s in LAYOUTS[world]])
 def test_every_layout_loads_into_every_other(saved, ranks, world, strategy):
     results = ranks(world).run(load_all, [str(path) for path, _ in saved.values()], strategy)
     assert [len(result) for result in results] == [16] * world
@@ -46,7 +56,7 @@ def weights_of_all(paths: list[str], strategy: str) -> list[bool]:
     return equal
 
 
-@pytest.mark.parametrize("world", [1, 4])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_load_weights_reads_every_layout(saved, ranks, world):
     for strategy in LAYOUTS[world]:
         for equal in ranks(world).run(weights_of_all, [str(path) for path, _ in saved.values()], strategy):

@@ -24,7 +24,6 @@ from transformers.models.bert.modeling_bert import BertLayer
 import dtrain as dt
 from classifier import tokenizer_and_config
 from docstrings import read_docstrings
-from dtrain.testing import run_ranks
 from example_runs import EXAMPLES, PATIENCE_S, ended, here, last_tensors, launched
 from finetune_bert import main
 
@@ -121,8 +120,9 @@ def initial_weights(strategy: str) -> dict[str, list]:
 
 
 def test_initial_weights_match_transformers_on_any_rank_count(ranks):
-    one, two = ranks(1).run(initial_weights, "full_shard")[0], ranks(2).run(initial_weights, "full_shard")[0]
-    assert one == two
+    with dt.init_dist():
+        one = initial_weights("full_shard")
+    assert ranks(2).run(initial_weights, "full_shard") == [one, one]
     assert one["position_ids"] == [list(range(64))]
     for name, (std, mean, _) in one["parameters"].items():
         if "LayerNorm.weight" in name:
@@ -192,10 +192,10 @@ def run_twice(folder: str) -> dict[str, bool]:
     }
 
 
-def test_a_run_from_saved_weights_resumes_bit_for_bit(tmp_path):
+def test_a_run_from_saved_weights_resumes_bit_for_bit(tmp_path, ranks):
     """The run uses bf16, microbatches of 2, two groups of parameters, and keeps two checkpoints."""
     pretrained(tmp_path)
-    for found in run_ranks(run_twice, 2, str(tmp_path), timeout_s=PATIENCE_S):
+    for found in ranks(2).run(run_twice, str(tmp_path), timeout_s=PATIENCE_S):
         assert [what for what, holds in found.items() if not holds] == []
 
 

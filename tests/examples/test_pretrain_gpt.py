@@ -34,7 +34,7 @@ from text import read_text, train_and_held_out
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 TEXT = str(Path(sysconfig.get_path("stdlib")) / "asyncio" / "*.py")
-STEPS, MIDDLE = 32, 12  # 20 steps after the middle
+STEPS, MIDDLE = 20, 8  # 12 steps after the middle
 PATIENCE_S = 300  # for anything that takes seconds: the machine may be busy
 
 # Other ranks add the same numbers in another order: at most 1e-7 was measured over 20 steps. Another batch differs by 1e-2.
@@ -265,7 +265,7 @@ def corpus() -> Iterator[tuple[str, str]]:
         for name, value in {**server.environment, "TMPDIR": caches}.items():
             patch.setenv(name, value)
         url = f"{server.root()}/corpus"
-        for part, windows in zip(("train", "val"), train_and_held_out(read_text(TEXT), 128, held_out_windows=512), strict=True):
+        for part, windows in zip(("train", "val"), train_and_held_out(read_text(TEXT), 128, held_out_windows=64), strict=True):
             samples = ({"tokens": window} for window in windows.windows.numpy())
             columns = {"tokens": "ndarray:uint8:129"}
             write_shards(samples, f"{url}/{part}", format="mds", columns=columns, compression="zstd", size_limit=2**16)

@@ -13,7 +13,7 @@ from example_runs import Ending, ended, launched
 
 
 def test_training_on_two_processes_exceeds_the_word_overlap_baseline(tmp_path):
-    ending = ended(launched("train_embeddings.py", "--until", "4ep", out=tmp_path / "run"))
+    ending = ended(launched("train_embeddings.py", "--until", "4ep", "--microbatch", "32", out=tmp_path / "run"))
     assert ending.what == "right code first"
     assert 0.3 < ending.baseline < 0.6
     assert ending.value > ending.baseline + 0.05

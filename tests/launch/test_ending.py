@@ -163,9 +163,18 @@ def test_duplicated_signal_counts_as_one_request(start):
     assert job.wait().code == 75
 
 
-@pytest.mark.parametrize("options", [(), ("--no-preload",)], ids=["preloaded", "plain"])
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGUSR1, 75), (signal.SIGUSR1, 0)])
-def test_signal_during_interpreter_shutdown_keeps_exit_code(start, options, number, code):
+@pytest.mark.parametrize(
+    ("number", "code", "options"),
+    [
+        pytest.param(signal.SIGTERM, 75, ()),
+        pytest.param(signal.SIGTERM, 75, ("--no-preload",), marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, 75, (), marks=pytest.mark.slow),
+        pytest.param(signal.SIGUSR1, 75, ("--no-preload",)),
+        pytest.param(signal.SIGUSR1, 0, ()),
+        pytest.param(signal.SIGUSR1, 0, ("--no-preload",), marks=pytest.mark.slow),
+    ],
+)
+def test_signal_during_interpreter_shutdown_keeps_exit_code(start, number, code, options):
     """While Python takes its modules down, it has given every signal that was handled its default back, which is death."""
     job = start(
         f"""

@@ -1,6 +1,6 @@
 """SIGTERM at random moments: every rank saves and exits with 75, and the run goes on as if nothing had been.
 
-20 moments, or ``TEST_MOMENTS``; each is in a phase of the loop that is chosen in turn, at a random time in it. One in five is
+12 moments, or ``TEST_MOMENTS``; each is in a phase of the loop that is chosen in turn, at a random time in it. One in six is
 of a real launch.
 """
 
@@ -25,8 +25,8 @@ import dtrain as dt
 import public
 from step.ending import endings
 
-MOMENTS = int(os.environ.get("TEST_MOMENTS", "20"))
-LAUNCHES = MOMENTS // 5
+MOMENTS = int(os.environ.get("TEST_MOMENTS", "12"))
+LAUNCHES = MOMENTS // 6
 Leg = Callable[[list[str], Callable[[Callable[[], bool]], None]], list[int]]  # runs the loop, and stops it; exit codes
 PHASES = {"compile": 0.3, "data": 0.03, "step": 0.005, "evaluate": 0.06, "save": 0.01}  # each at least so long, in seconds
 LONG_S = 90

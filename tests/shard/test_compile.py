@@ -62,8 +62,14 @@ def error(found: list[Tensor], expected: list[Tensor]) -> float:
     return max((a - b).abs().max().item() for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.parametrize("block", memory.KINDS, ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("route", ROUTES)
+@pytest.mark.parametrize(
+    ("route", "block"),
+    [
+        pytest.param(route, kind, marks=() if kind is Noisy or route == "checkpointed" else pytest.mark.slow)
+        for route in ROUTES
+        for kind in memory.KINDS
+    ],
+)
 def test_compiled_plain_model_matches_gradients_and_buffers(route, block):
     before, after = ROUTES[route]
     assert error(alone(after(before(made(block)))), alone(made(block))) <= TOLERANCE

@@ -271,8 +271,17 @@ def mesh_of(strategy: str):
 BLOCKS_OF_CHOOSING = ("wide", "narrow", "first")
 
 
-@pytest.mark.parametrize("accumulate", ["local", "sharded"])
-@pytest.mark.parametrize("strategy", ["replicate", "full_shard", "shard_grad_op", "hybrid_shard"])
+SKIPPED_QUICKLY = {("replicate", "local"), ("full_shard", "sharded"), ("shard_grad_op", "local"), ("hybrid_shard", "sharded")}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "accumulate"),
+    [
+        pytest.param(strategy, accumulate, marks=() if (strategy, accumulate) in SKIPPED_QUICKLY else pytest.mark.slow)
+        for strategy in ("replicate", "full_shard", "shard_grad_op", "hybrid_shard")
+        for accumulate in ("local", "sharded")
+    ],
+)
 def test_units_skipped_on_one_rank_count_as_zero(ranks, strategy, accumulate):
     for found in ranks(4 if strategy == "hybrid_shard" else 2).run(skipping, strategy, accumulate):
         assert {name: error for name, error in found.items() if error > 1e-12} == {}

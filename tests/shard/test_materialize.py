@@ -118,8 +118,17 @@ def alone() -> dict:
     return initial_weights("")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
+QUICK = {(1, "replicate"), (2, "full_shard"), (3, "full_shard"), (4, "replicate")}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "strategy"),
+    [
+        pytest.param(n, strategy, marks=() if (n, strategy) in QUICK else pytest.mark.slow)
+        for n in (1, 2, 3, 4)
+        for strategy in ("full_shard", "replicate")
+    ],
+)
 def test_initial_weights_do_not_depend_on_the_mesh(ranks, alone, world_size, strategy):
     for result in ranks(world_size).run(initial_weights, strategy):
         assert result == alone

@@ -43,16 +43,19 @@ def compare(name: str, strategies: list) -> dict[str, list]:
     return found
 
 
+OTHERS = [strategy for strategy in STRATEGIES if strategy != "hybrid_shard"]
+WORLDS = {"1": (1, OTHERS), "2": (2, list(STRATEGIES)), "4-hybrid": (4, ["hybrid_shard"]), "4-others": (4, OTHERS)}
+QUICK = {"1": {"called twice", "everything"}, "4-hybrid": {"nested", "tied", "frozen", "some unused", "everything"}}
+
+
 @pytest.mark.parametrize(
-    ("world_size", "strategies"),
+    ("name", "world_size", "strategies"),
     [
-        pytest.param(1, [s for s in STRATEGIES if s != "hybrid_shard"], id="1"),
-        pytest.param(2, list(STRATEGIES), id="2"),
-        pytest.param(4, ["hybrid_shard"], id="4-hybrid"),  # cut and copied at once
-        pytest.param(4, [s for s in STRATEGIES if s != "hybrid_shard"], id="4-others", marks=pytest.mark.slow),
+        pytest.param(name, *world, id=f"{name}-{of}", marks=() if of == "2" or name in QUICK.get(of, ()) else pytest.mark.slow)
+        for name in CASES
+        for of, world in WORLDS.items()  # 4-hybrid: cut and copied at once
     ],
 )
-@pytest.mark.parametrize("name", CASES)
 def test_sharded_gradient_equals_the_single_process_gradient(ranks, name, world_size, strategies):
     for result in ranks(world_size).run(compare, name, strategies):
         for case, (units, error, odd, same_names) in result.items():

@@ -162,8 +162,15 @@ def collectives_by_part(root: bool, strategy: str, most: int) -> list[list[str]]
     return found
 
 
-@pytest.mark.parametrize("root", [True, False], ids=["root with parameters", "root without"])
-@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op"])
+@pytest.mark.parametrize(
+    ("strategy", "root"),
+    [
+        pytest.param("full_shard", True),
+        pytest.param("full_shard", False, marks=pytest.mark.slow),
+        pytest.param("shard_grad_op", True, marks=pytest.mark.slow),
+        pytest.param("shard_grad_op", False),
+    ],
+)
 def test_step_issues_equal_collectives_for_any_skipped_units(ranks, strategy, root, request):
     most = 5 if request.config.getoption("--slow") else 2  # one of the units that have a gradient must be left
     assert ranks(2).run(collectives_by_part, root, strategy, most, timeout_s=CAP_S) == [[], []]

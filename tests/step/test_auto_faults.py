@@ -40,11 +40,24 @@ def check(ranks, world_size: int, strategy: str, name: str, rank: int, when: int
     assert results == [{"updates": 3, "sizes": [4] * when + [2] * (3 - when), "equal": True}] * world_size
 
 
-# The first step warns before each collective, the third one knows them by heart.
+IN_FIRST = {("full_shard", "inside-the-first-forward"), ("full_shard", "last-reduction")}
+IN_THIRD = {
+    ("full_shard", "later-gather"),
+    ("full_shard", "recomputation-in-the-second-backward"),
+    ("shard_grad_op", "later-gather"),
+    ("shard_grad_op", "recomputation-in-the-second-backward"),
+    ("hybrid_shard", "inside-the-first-forward"),
+    ("hybrid_shard", "last-reduction"),
+    ("replicate", "inside-the-first-forward"),
+    ("replicate", "last-reduction"),
+}
+
+
+# The first step warns before each collective, the third one knows them by heart. Each strategy and each point is quick in one.
 @pytest.mark.parametrize(
     ("strategy", "name", "when"),
     [
-        pytest.param(s, name, when, marks=() if when or s == "full_shard" else pytest.mark.slow)
+        pytest.param(s, name, when, marks=() if (s, name) in (IN_THIRD if when else IN_FIRST) else pytest.mark.slow)
         for s in STRATEGIES
         for name in QUICK
         if name in points(s)

@@ -87,9 +87,12 @@ def differences(strategy: str, splits: list, dtype: str) -> list[float]:
     return found
 
 
+QUICK = {(2, "full_shard"), (2, "replicate"), (4, "shard_grad_op"), (4, "hybrid_shard")}
+
+
 def is_quick(world: int, strategy: str, dtype: str) -> bool:
-    """float64 is the exact case, so float32 and three ranks need only one test each."""
-    return world == 1 or (world != 3 and dtype == "float64") or (world == 2 and strategy == "full_shard")
+    """float64 is the exact case: every strategy is quick there, and float32 once on several ranks."""
+    return world == 1 or ((world, strategy) in QUICK and (dtype == "float64" or strategy == "replicate"))
 
 
 CASES = [

@@ -14,7 +14,7 @@ from checkpoint.faults.nursery import apart
 from checkpoint.faults.outcome import Outcome, plain
 from checkpoint.faults.samples import KINDS, sample, states_of, write
 
-BATCH = 250  # flips that share a fork and a checkpoint
+BATCH = 100  # flips that share a fork and a checkpoint
 
 
 @contextmanager

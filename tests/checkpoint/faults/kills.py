@@ -111,7 +111,7 @@ def scratch() -> Iterator[str]:
 
 def draw_short(seed: int, k: int) -> list[dict[str, Any]]:
     """One run, killed a few times. To be asked of a nursery."""
-    return draw(seed, k, 20)
+    return draw(seed, k, 6)
 
 
 def draw(seed: int, k: int, most: int = MOST) -> list[dict[str, Any]]:

@@ -401,11 +401,20 @@ def _after_kill(
 
 def draw(seed: int, k: int) -> list[dict[str, Any]]:
     """Batch ``k`` of all faults, each way to save in turn, in an order drawn from ``seed``. To be asked of a nursery."""
+    return plain(_outcomes_of_batch(seed, k, BATCH))
+
+
+def draw_small(seed: int, k: int) -> list[dict[str, Any]]:
+    """Batch ``k`` of half the size. To be asked of a nursery."""
+    return plain(_outcomes_of_batch(seed, k, BATCH // 2))
+
+
+def _outcomes_of_batch(seed: int, k: int, size: int) -> list[Outcome]:
     how = EVERY_WAY[k % len(EVERY_WAY)]
     every = faults_of(how)
     random.Random(f"operations {seed} {how}").shuffle(every)
-    at = k // len(EVERY_WAY) * BATCH
-    return plain(outcomes(how, every[at : at + BATCH]))
+    at = k // len(EVERY_WAY) * size
+    return outcomes(how, every[at : at + size])
 
 
 def draw_simplest(seed: int, k: int) -> list[dict[str, Any]]:
@@ -416,6 +425,21 @@ def draw_simplest(seed: int, k: int) -> list[dict[str, Any]]:
 def count_simplest() -> int:
     """Return the number of faults. To be asked of a nursery."""
     return len(_of_simplest(0))
+
+
+def draw_alternating(seed: int, k: int) -> list[dict[str, Any]]:
+    """Batch ``k`` of one fault at every operation of the simplest save. To be asked of a nursery."""
+    return plain(outcomes(SIMPLEST, _alternating(seed)[k * BATCH : (k + 1) * BATCH]))
+
+
+def count_alternating() -> int:
+    """Return the number of faults. To be asked of a nursery."""
+    return len(_alternating(0))
+
+
+def _alternating(seed: int) -> list[Fault]:
+    """At operations of even number a kill, at the others an error and, at a write, a short one."""
+    return [fault for fault in _of_simplest(seed) if (fault.action == "kill") == (fault.at % 2 == 0)]
 
 
 def _of_simplest(seed: int) -> list[Fault]:

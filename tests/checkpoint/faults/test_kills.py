@@ -1,14 +1,19 @@
 """Runs that are killed with SIGKILL and go on."""
 
+import pytest
+
 from checkpoint.faults import kills
 from checkpoint.faults.kills import IN_FLIGHT, TARGETS
 from checkpoint.faults.training import EVERY
 
 
-def test_killed_run_resumes_without_loss_or_corruption(collect):
-    found = collect(kills.draw_short, count=40)
+@pytest.mark.parametrize(
+    ("draw", "count"), [(kills.draw_short, 12), pytest.param(kills.draw, 40, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_killed_run_resumes_without_loss_or_corruption(collect, draw, count):
+    found = collect(draw, count=count)
     assert found.wrong == []
-    assert found.count >= 40
+    assert found.count >= count
     assert {fault.split(",")[0] for fault in found.kinds} == set(TARGETS)
     assert found.largest["steps of work lost, sync"] <= EVERY * IN_FLIGHT["sync"]
     assert found.largest["steps of work lost, async"] <= EVERY * IN_FLIGHT["async"]
