@@ -85,7 +85,7 @@ def package(session: nox.Session) -> None:
 
 def try_out(session: nox.Session, run: str) -> None:
     """The first command of the README, shortened, and what holds without any extra."""
-    session.run("dtrain", "launch", "-n", "2", "examples/pretrain_gpt.py", "--steps", "40", "--out", run, env=ONE_THREAD)
+    session.run("dtrain", "launch", "-n", "2", "examples/pretrain_gpt.py", "--steps", "8", "--out", run, env=ONE_THREAD)
     session.run("python", "tests/installed.py", run)
 
 

@@ -20,14 +20,11 @@ GROUPS = (
     *TIMED,
     ("examples",),
     ("checkpoint",),
-    ("step",),
-    ("shard",),
-    ("battery",),
+    ("step", "shard"),
+    ("battery", "transforms", "optim", "schedules"),
     (),
     ("pages",),
-    ("data",),
-    ("transforms", "optim", "schedules"),
-    ("surgery", "memory", "planning"),
+    ("data", "surgery", "memory", "planning"),
 )
 NO_TESTS = 5
 

@@ -273,6 +273,7 @@ def corpus() -> Iterator[tuple[str, str]]:
         disconnect()
 
 
+@pytest.mark.slow
 def test_killed_streaming_run_resumes_bit_for_bit(corpus, tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     text = run(command(*launch(2), out=whole, steps=8, save_every=3, data=corpus), tmp_path)

@@ -59,8 +59,6 @@ def test_trusted_pickle_is_read_in_subprocess(tmp_path):
 
 def test_empty_key_selects_top_level_weights(tmp_path):
     torch.save({**WEIGHTS, "optimizer": {"a.weight": torch.zeros(2)}}, tmp_path / "x.pt")
-    with pytest.raises(ConfigError, match=r"there are several dicts of tensors \(3 in '', 1 in 'optimizer'\). Name the dict"):
-        convert(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True)
     done = convert(tmp_path / "x.pt", tmp_path / "out", to="hf", trust=True, key="")
     assert load_file(done.path / "model.safetensors").keys() == WEIGHTS.keys()
 
