@@ -1,5 +1,6 @@
 """Fixtures for all tests: real ranks, started once per world size and kept for the session."""
 
+import multiprocessing.forkserver
 import multiprocessing.util
 import os
 import shutil
@@ -16,6 +17,9 @@ from dtrain.launch.spawn_function import reserve_port
 from dtrain.testing import Ranks
 
 torch.set_num_threads(1)
+
+# What the fork server of all ranks imports: what dtrain.testing names, and what each rank would import at its first use.
+PRELOADED = ["dtrain.testing.rank_worker", "torch.distributed.fsdp", "torch.testing", "torch._dynamo"]
 
 BEFORE = pytest.StashKey[leftovers.Before]()
 
@@ -72,6 +76,8 @@ def port() -> Iterator[int]:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Callable[[int], Ranks]]:
     """``ranks(n)``: ``n`` processes with an open process group; ``ranks(n).run(fn, *args)`` runs a test's part on each."""
+    multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
+    multiprocessing.forkserver.ensure_running()
     pools: dict[int, Ranks] = {}
     yield lambda world_size: pools.setdefault(world_size, Ranks(world_size))
     for pool in pools.values():

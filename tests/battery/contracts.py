@@ -84,9 +84,13 @@ def check_ranks_equal_one(name: str, ranks: Callable[[int], Ranks]) -> None:
         assert found["metrics"] == pytest.approx(alone["metrics"], rel=1e-12), f"ranks: {name}: metrics differ"
 
 
-@cache
 def trained_numbers(name: str) -> dict[str, Any]:
     """All parameters at the end of a run without dropout, and the metrics of its last step over all ranks."""
+    return _trained_once(name)
+
+
+@cache
+def _trained_once(name: str) -> dict[str, Any]:
     return _numbers(*begun(name, dropout=0.0))
 
 
