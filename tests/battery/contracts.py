@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -43,35 +42,12 @@ def check_resume_equals_straight(name: str, root: str) -> None:
 
 def check_never_active_equals_absent(name: str) -> None:
     """Wrapped so that it never acts, it changes no bit of a run; its slice stands there as it was made."""
-    state, trace = train(*begin([between(10**9, 10**9 + 1, make(name))], task=row(name).task), STEPS)
-    found = differences(_bare(row(name).task), {**snapshot(state), "metrics": trace, "slices": None})
+    runs = []
+    for transforms in ([], [between(10**9, 10**9 + 1, make(name))]):
+        state, trace = train(*begin(transforms, task=row(name).task), STEPS)
+        runs.append({**snapshot(state), "metrics": trace, "slices": None})
+    found = differences(*runs)
     assert found == [], f"never active: {name}: differs from a run without it at {found}"
-
-
-# Runs without a transform are the same for all rows of a task: each process trains them once.
-
-
-@cache
-def _bare(task: str) -> dict[str, Any]:
-    """All of a run without transforms, at its end."""
-    state, trace = train(*begin([], task=task), STEPS)
-    return {**snapshot(state), "metrics": trace, "slices": None}
-
-
-@cache
-def _bare_syncs(task: str) -> list[list[HostSync]]:
-    return _syncs([], task)
-
-
-@cache
-def _bare_moved(task: str) -> list[int]:
-    return _moved([], task)
-
-
-@cache
-def _bare_failed(where: str, at: int, task: str) -> dict[str, Any]:
-    """What a run without transforms leaves of a step that failed."""
-    return _failed([], where, at, task)[-1]
 
 
 def check_ranks_equal_one(name: str, ranks: Callable[[int], Ranks]) -> None:
@@ -86,11 +62,6 @@ def check_ranks_equal_one(name: str, ranks: Callable[[int], Ranks]) -> None:
 
 def trained_numbers(name: str) -> dict[str, Any]:
     """All parameters at the end of a run without dropout, and the metrics of its last step over all ranks."""
-    return _trained_once(name)
-
-
-@cache
-def _trained_once(name: str) -> dict[str, Any]:
     return _numbers(*begun(name, dropout=0.0))
 
 
@@ -123,7 +94,7 @@ def _continued(name: str, root: str) -> dict[str, Any]:
 
 def check_host_syncs(name: str) -> None:
     """A step makes the host wait for the device no more often than it says. The rate is a number, so the optimizer does not."""
-    bare, found = _bare_syncs(row(name).task), _syncs([make(name)], row(name).task)
+    bare, found = (_syncs(transforms, row(name).task) for transforms in ([], [make(name)]))
     more = [len(after) - len(before) for before, after in zip(bare, found, strict=True)]
     where = sorted({f"{sync.kind} at {sync.location}" for step in found for sync in step})
     assert max(more) <= row(name).syncs, f"host syncs: {name}: {max(more)} a step, {row(name).syncs} are allowed: {where}"
@@ -142,7 +113,7 @@ def _syncs(transforms: list[dt.Transform], task: str) -> list[list[HostSync]]:
 
 def check_collectives(name: str) -> None:
     """On these ranks, a step gathers and reduces no more than its gradients do, and moves few bytes besides."""
-    bare, found = _bare_moved(row(name).task), _moved([make(name)], row(name).task)
+    bare, found = (_moved(transforms, row(name).task) for transforms in ([], [make(name)]))
     for step, (allowed, moved) in enumerate(zip(bare, found, strict=True)):
         most = row(name).passes * allowed + row(name).moves
         assert moved <= most, f"collectives: {name}: step {step} moves {moved} bytes, {most} are allowed"
@@ -201,7 +172,7 @@ def _not_plain(tree: Any, state: dt.TrainState, path: str) -> list[str]:
 
 def check_exception_changes_nothing(name: str, where: str, at: int) -> None:
     """Step ``at`` that fails inside leaves the run as it was; tried again, it is the step that never failed."""
-    allowed = _bare_failed(where, at, row(name).task)
+    *_, allowed = _failed([], where, at, row(name).task)
     run, state, before, after = _failed([make(name)], where, at, row(name).task)
     # The model's own forwards, as far as they came, have drawn random numbers and counted in buffers, unless all is taken back.
     runs = [after] if row(name).reruns else [allowed, before] if row(name).undoes else [allowed]
@@ -211,14 +182,9 @@ def check_exception_changes_nothing(name: str, where: str, at: int) -> None:
     for key, buffer in state.model.named_buffers():
         buffer.copy_(before["buffers"][key])
     again, _ = run.take(state)
-    found = differences(_never_failed(name, at), snapshot(again))
+    clean, _ = train(*begun(name), at + 1)
+    found = differences(snapshot(clean), snapshot(again))
     assert found == [], f"exception: {name}: step {at} tried again differs at {found} from one that never failed"
-
-
-@cache
-def _never_failed(name: str, at: int) -> dict[str, Any]:
-    """A run after step ``at``."""
-    return snapshot(train(*begun(name), at + 1)[0])
 
 
 def _failed(transforms: list[dt.Transform], where: str, at: int, task: str) -> tuple[Run, dt.TrainState, dict, dict]:
