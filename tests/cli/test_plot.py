@@ -150,7 +150,7 @@ MISTAKES = {
     "steps": (
         ["x.py:x", "--steps", "0"],
         2,
-        "plot schedule: --steps must be an integer of at least 1, got '0'. Use 1000, for example.",
+        "plot schedule: --steps must be an integer of at least 1, got 0. Use 1000, for example.",
     ),
     "part of a step": (["x.py:x", "--steps", "2.5"], 2, "plot schedule: --steps must be an integer"),
     "epochs": (["x.py:x", "--steps", "3ep"], 2, "plot schedule: --steps must be an integer of at least 1, got '3ep'"),

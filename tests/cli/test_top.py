@@ -179,9 +179,18 @@ def test_ctrl_c_during_first_refresh_shows_cursor_again(tmp_path, monkeypatch):
 
 
 MISTAKES = {
-    "every is no number": (("gpt", "--every", "x"), "top: --every must be 0.1 to 3600 seconds, got 'x'. Use 2, for example."),
-    "every is too small": (("gpt", "--every", "0"), "top: --every must be 0.1 to 3600 seconds, got '0'. Use 2, for example."),
-    "every is nan": (("gpt", "--every", "nan"), "top: --every must be 0.1 to 3600 seconds, got 'nan'. Use 2, for example."),
+    "every is no number": (
+        ("gpt", "--every", "x"),
+        "top: --every must be a finite number at least 0.1 and at most 3600, got 'x'. Use 2, for example.",
+    ),
+    "every is too small": (
+        ("gpt", "--every", "0"),
+        "top: --every must be a finite number at least 0.1 and at most 3600, got 0.0. Use 2, for example.",
+    ),
+    "every is nan": (
+        ("gpt", "--every", "nan"),
+        "top: --every must be a finite number at least 0.1 and at most 3600, got nan. Use 2, for example.",
+    ),
     "a file": (("file",), "top: RUN_DIR must be a folder, got the file 'file'. Name the folder of a run."),
     "nothing": ((), "top: missing argument 'RUN_DIR'. See `dtrain top --help`."),
 }

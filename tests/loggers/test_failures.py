@@ -101,7 +101,7 @@ BAD = {
     "close": (lambda: close("log"), "close: logger must be a function of .*, got 'log'"),
     "patience": (
         lambda: fault_tolerant(print, timeout_s=0),
-        "print: timeout_s must be a finite number of seconds above 0, got 0",
+        "print: timeout_s must be a finite number above 0, got 0",
     ),
     "patience of nan": (lambda: fault_tolerant(print, timeout_s=float("nan")), "above 0, got nan"),
 }

@@ -217,10 +217,10 @@ BAD = {
     "one file for all": ({"path": "run.jsonl", "ranks": "all"}, r"path must contain \{rank\} if ranks='all'"),
     "ranks": ({"path": "run.jsonl", "ranks": 1}, "ranks must be 0 or 'all', got 1"),
     "ranks with a field": ({"path": "{rank}.jsonl", "ranks": "some"}, "ranks must be 0 or 'all', got 'some'"),
-    "rotate": ({"path": "run.jsonl", "rotate_bytes": 0}, "rotate_bytes must be a whole number of at least 1 or None, got 0"),
+    "rotate": ({"path": "run.jsonl", "rotate_bytes": 0}, "rotate_bytes must be an integer of at least 1, got 0"),
     "keep": (
         {"path": "run.jsonl", "rotate_bytes": 9, "keep": 1.5},
-        "keep must be a whole number of at least 1 or None, got 1.5",
+        "keep must be an integer of at least 1, got 1.5",
     ),
     "keep alone": ({"path": "run.jsonl", "keep": 3}, "rotate_bytes must be given with keep, got keep=3 and None"),
 }

@@ -153,9 +153,9 @@ def test_plain_lines_are_first_last_and_at_interval(capsys):
 BAD = {
     "unit": ({"total": "3ep"}, "progress_bar: total must be a number of steps, got '3ep'"),
     "names": ({"names": "loss"}, "progress_bar: names must be a list of names"),
-    "seconds": ({"line_interval_s": -1}, "line_interval_s must be a number of seconds of at least 0 or None, got -1"),
-    "seconds of nan": ({"line_interval_s": float("nan")}, "of at least 0 or None, got nan"),
-    "seconds of bool": ({"line_interval_s": True}, "of at least 0 or None, got True"),
+    "seconds": ({"line_interval_s": -1}, "line_interval_s must be a finite number at least 0, got -1"),
+    "seconds of nan": ({"line_interval_s": float("nan")}, "at least 0, got nan"),
+    "seconds of bool": ({"line_interval_s": True}, "at least 0, got True"),
 }
 
 

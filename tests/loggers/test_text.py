@@ -68,7 +68,7 @@ BAD = {
     "names": (lambda: console(names="loss"), r"console: names must be a list of names or patterns, got 'loss'"),
     "names of numbers": (lambda: console(names=[1]), r"names must be a list of names or patterns, got \[1\]"),
     "ranks": (lambda: console(ranks=True), "console: ranks must be 0 or 'all', got True"),
-    "flush": (lambda: text_file("log.txt", flush_interval=0), "flush_interval must be a whole number of at least 1, got 0"),
+    "flush": (lambda: text_file("log.txt", flush_interval=0), "flush_interval must be an integer of at least 1, got 0"),
     "server": (lambda: text_file("s3://bucket/log.txt"), "text_file: path must be local"),
 }
 

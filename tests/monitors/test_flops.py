@@ -83,7 +83,7 @@ def test_transformer_flops_match_expected_values(options, expected):
 
 @pytest.mark.parametrize("name", ["params", "layers", "dim", "seq"])
 def test_transformer_flops_refuses_invalid_sizes(name):
-    with pytest.raises(ConfigError, match=rf"transformer_flops: {name} must be a whole number of at least \d, got 1\.5"):
+    with pytest.raises(ConfigError, match=rf"transformer_flops: {name} must be an integer of at least \d, got 1\.5"):
         transformer_flops(**{"params": 1, "layers": 1, "dim": 1, "seq": 1, name: 1.5})
 
 

@@ -189,9 +189,9 @@ def test_only_rank_0_warns(ranks):
     ("given", "message"),
     [
         ({"action": "skip"}, "watch_loss: action must be 'raise' or 'warn', got 'skip'"),
-        ({"factor": 1.0}, "watch_loss: factor must be a finite number > 1 or None, got 1.0"),
-        ({"factor": "2"}, "watch_loss: factor must be a finite number > 1 or None, got '2'"),
-        ({"window": 9}, "watch_loss: window must be a whole number >= 10, got 9"),
+        ({"factor": 1.0}, "watch_loss: factor must be a finite number above 1, got 1.0"),
+        ({"factor": "2"}, "watch_loss: factor must be a finite number above 1, got '2'"),
+        ({"window": 9}, "watch_loss: window must be an integer of at least 10, got 9"),
     ],
 )
 def test_invalid_arguments_are_refused(given, message):

@@ -70,12 +70,14 @@ def test_flops_per_token_without_counted_tokens_is_refused():
             {}, "mfu: exactly one of flops_per_token and flops_per_sample must be given, got flops_per_token=None", id="neither"
         ),
         pytest.param({"flops_per_token": 1.0, "flops_per_sample": 1.0}, "mfu: exactly one of flops_per_token and", id="both"),
-        pytest.param({"flops_per_token": 0}, "mfu: flops_per_token must be a positive number, got 0", id="no-work"),
-        pytest.param({"flops_per_sample": "6N"}, "mfu: flops_per_sample must be a positive number, got '6N'", id="text"),
+        pytest.param({"flops_per_token": 0}, "mfu: flops_per_token must be a finite number above 0, got 0", id="no-work"),
+        pytest.param({"flops_per_sample": "6N"}, "mfu: flops_per_sample must be a finite number above 0, got '6N'", id="text"),
         pytest.param(
-            {"flops_per_token": 1, "peak": float("inf")}, "mfu: peak must be a positive number, got inf", id="infinite-peak"
+            {"flops_per_token": 1, "peak": float("inf")},
+            "mfu: peak must be a finite number above 0, got inf",
+            id="infinite-peak",
         ),
-        pytest.param({"flops_per_token": 1, "devices": 1.5}, "mfu: devices must be a whole number of at least 1", id="devices"),
+        pytest.param({"flops_per_token": 1, "devices": 1.5}, "mfu: devices must be an integer of at least 1", id="devices"),
         pytest.param({"flops_per_token": 1, "dtype": "int8"}, "dtype must be one of fp32, tf32, fp16, bf16, fp8", id="dtype"),
         pytest.param({"flops_per_token": 1, "window": "1dur"}, "mfu: window must be a length such as '100ba'", id="window"),
     ],

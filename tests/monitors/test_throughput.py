@@ -103,10 +103,8 @@ def test_window_memory_is_bounded():
             {"window": "0.1dur"}, "throughput: window must be a length such as '100ba' or '60sec', got '0.1dur'", id="share"
         ),
         pytest.param({"window": "soon"}, "duration: cannot read 'soon'", id="no-duration"),
-        pytest.param({"devices": 0}, "throughput: devices must be a whole number of at least 1, got 0", id="devices"),
-        pytest.param(
-            {"devices": True}, "throughput: devices must be a whole number of at least 1, got True", id="devices-bool"
-        ),
+        pytest.param({"devices": 0}, "throughput: devices must be an integer of at least 1, got 0", id="devices"),
+        pytest.param({"devices": True}, "throughput: devices must be an integer of at least 1, got True", id="devices-bool"),
     ],
 )
 def test_invalid_arguments_are_refused(options, message):

@@ -45,11 +45,11 @@ def test_phases_match_torch_schedule():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"skip_first": -1}, r"schedule: skip_first must be a whole number of steps >= 0, got -1"),
-        ({"wait": 1.0}, r"schedule: wait must be a whole number of steps >= 0, got 1\.0"),
-        ({"warmup": True}, r"schedule: warmup must be a whole number of steps >= 0, got True"),
-        ({"active": 0}, r"schedule: active must be a whole number of steps >= 1, got 0"),
-        ({"repeat": None}, r"schedule: repeat must be a whole number of steps >= 0, got None"),
+        ({"skip_first": -1}, r"schedule: skip_first must be an integer of at least 0, got -1"),
+        ({"wait": 1.0}, r"schedule: wait must be an integer of at least 0, got 1\.0"),
+        ({"warmup": True}, r"schedule: warmup must be an integer of at least 0, got True"),
+        ({"active": 0}, r"schedule: active must be an integer of at least 1, got 0"),
+        ({"repeat": None}, r"schedule: repeat must be an integer of at least 0, got None"),
     ],
     ids=["skip_first", "wait", "warmup", "active", "repeat"],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from dtrain.arguments import check_int
 from dtrain.cli.parameters import GroupedCommand
 from dtrain.errors import ConfigError, StepError, escape_unprintable
 
@@ -174,10 +176,9 @@ def _parse_steps(text: str) -> int:
     try:
         number = float(text)
     except ValueError:
-        number = 0.0
-    if not (number.is_integer() and 1 <= number < 1e15):
-        raise ConfigError(f"{_COMMAND}: --steps must be an integer of at least 1, got {text!r}. Use 1000, for example.")
-    return int(number)
+        number = math.nan
+    steps = int(number) if number.is_integer() else text
+    return check_int(_COMMAND, "--steps", steps, advice="Use 1000, for example.")
 
 
 def _parse_output(text: str) -> Path:

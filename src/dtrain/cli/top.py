@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dtrain.arguments import format_bytes, format_count, format_duration
+from dtrain.cli.parameters import OTHER_HEADING, number, option
 from dtrain.errors import ConfigError, escape_unprintable
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ dtrain top runs/gpt
 dtrain top runs/gpt --once      the current state, as plain text
 """
 
-_MIN_INTERVAL_S, _MAX_INTERVAL_S = 0.1, 3600.0
+_INTERVAL = number(minimum=0.1, maximum=3600, advice="Use 2, for example.")
 _EVENTS, _METRICS, _RANKS = 6, 4, 64
 # A rank writes a line every ten seconds.
 _STALE_S = 60.0
@@ -34,9 +35,9 @@ def top(
     run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Folder of a run, which need not exist yet.")],
     once: Annotated[bool, typer.Option("--once", help="Print the state once, as plain text, and exit.")] = False,
     every: Annotated[
-        str,
-        typer.Option("--every", metavar="SECONDS", help="Refresh interval. By default 2 seconds.", show_default=False),
-    ] = "2",
+        float,
+        option("top", OTHER_HEADING, "--every SECONDS", "Refresh interval. By default 2 seconds.", _INTERVAL),
+    ] = 2.0,
 ) -> int:
     """Show the live state of a run.
 
@@ -48,7 +49,7 @@ def top(
     """
     from dtrain.report.live import LiveRun
 
-    seconds, folder = _parse_interval(every), Path(run)
+    folder = Path(run)
     if folder.is_file():
         raise ConfigError(f"top: RUN_DIR must be a folder, got the file {run!r}. Name the folder of a run.")
     live = LiveRun(folder)
@@ -57,18 +58,7 @@ def top(
         for line in render_text(run, live.refresh(now), now):
             typer.echo(line)
         return 0
-    return _follow(run, live, seconds)
-
-
-def _parse_interval(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not _MIN_INTERVAL_S <= seconds <= _MAX_INTERVAL_S:
-        allowed = f"{_MIN_INTERVAL_S:g} to {_MAX_INTERVAL_S:g}"
-        raise ConfigError(f"top: --every must be {allowed} seconds, got {text!r}. Use 2, for example.")
-    return seconds
+    return _follow(run, live, every)
 
 
 def _follow(run: str, live: LiveRun, every_s: float) -> int:

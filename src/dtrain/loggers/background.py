@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 import time
 import warnings
@@ -11,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dtrain.errors import ConfigError
+from dtrain.arguments import check_number
 from dtrain.loggers.logger import register_open_logger, report_failure, unregister_logger
 from dtrain.loggers.sanitize import to_plain_value
 
@@ -22,16 +21,6 @@ if TYPE_CHECKING:
 MAX_QUEUED = 1000
 # seconds to wait at the end for queued records
 CLOSE_TIMEOUT_S = 10.0
-
-
-def check_timeout(timeout_s: float, caller: str) -> None:
-    """Check ``timeout_s`` on all ranks, before one rank creates the logger.
-
-    Raises:
-        ConfigError: ``timeout_s`` is not a finite number above 0.
-    """
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise ConfigError(f"{caller}: timeout_s must be a finite number of seconds above 0, got {timeout_s!r}.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -195,7 +184,7 @@ class _LoggerWriter:
 
 def run_in_background(logger: Logger, *, name: str, timeout_s: float) -> BackgroundLogger:
     """Run ``logger`` in a background thread. See ``fault_tolerant``."""
-    check_timeout(timeout_s, name)
+    check_number(name, "timeout_s", timeout_s, above=0)
     return BackgroundLogger(
         name,
         lambda: _LoggerWriter(logger),

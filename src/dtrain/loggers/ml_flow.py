@@ -7,8 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
-from dtrain.loggers.background import BackgroundLogger, MetricRecord, check_timeout
+from dtrain.loggers.background import BackgroundLogger, MetricRecord
 from dtrain.loggers.logger import Logger, null_logger, report_failure
 from dtrain.loggers.logger_options import (
     Ranks,
@@ -67,7 +68,7 @@ def mlflow(
     require_package("mlflow")
     if not isinstance(experiment, str) or not experiment:
         raise ConfigError(f"mlflow: experiment must be the name of an experiment, got {experiment!r}.")
-    check_timeout(timeout_s, "mlflow")
+    check_number("mlflow", "timeout_s", timeout_s, above=0)
     params, folder = redact_settings(settings, "mlflow"), rank_path(path, ranks, "mlflow")
     if folder is None:
         return null_logger

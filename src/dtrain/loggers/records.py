@@ -12,6 +12,7 @@ from time import time
 from typing import Any
 
 from dtrain import storage
+from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
 from dtrain.loggers.logger import FaultTolerantLogger, Logger, null_logger
 from dtrain.loggers.logger_options import Ranks, is_writer, rank_path
@@ -54,8 +55,8 @@ def jsonl(path: str | Path, *, rotate_bytes: int | None = None, keep: int | None
             ``rotate_bytes``.
     """
     for name, size in (("rotate_bytes", rotate_bytes), ("keep", keep)):
-        if size is not None and (type(size) is not int or size < 1):
-            raise ConfigError(f"jsonl: {name} must be a whole number of at least 1 or None, got {size!r}.")
+        if size is not None:
+            check_int("jsonl", name, size, advice="Pass None for no limit.")
     if keep is not None and rotate_bytes is None:
         raise ConfigError(f"jsonl: rotate_bytes must be given with keep, got keep={keep} and None. Pass rotate_bytes.")
     file = rank_path(path, ranks, "jsonl")

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from dtrain import storage
-from dtrain.loggers.background import BackgroundLogger, MetricRecord, check_timeout
+from dtrain.arguments import check_number
+from dtrain.loggers.background import BackgroundLogger, MetricRecord
 from dtrain.loggers.logger import Logger, null_logger, report_failure
 from dtrain.loggers.logger_options import Ranks, flatten_settings, import_optional, rank_path, redact_settings, require_package
 from dtrain.loggers.sanitize import NumericFilter
@@ -37,7 +38,7 @@ def tensorboard(path: str | Path, *, settings: Any = None, ranks: Ranks = 0, tim
             (see ``jsonl``).
     """
     require_package("tensorboard")
-    check_timeout(timeout_s, "tensorboard")
+    check_number("tensorboard", "timeout_s", timeout_s, above=0)
     plain_settings, folder = redact_settings(settings, "tensorboard"), rank_path(path, ranks, "tensorboard")
     if folder is None:
         return null_logger

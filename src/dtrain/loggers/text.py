@@ -13,6 +13,7 @@ from time import gmtime, strftime
 from typing import Any, TextIO
 
 from dtrain import storage
+from dtrain.arguments import check_int, check_number
 from dtrain.clock import Clock
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
@@ -103,8 +104,7 @@ def text_file(path: str | Path, *, flush_interval: int = 1, names: Sequence[str]
     Raises:
         ConfigError: ``path`` is invalid (see ``jsonl``), ``flush_interval`` is below 1, or ``names`` is not a list of texts.
     """
-    if type(flush_interval) is not int or flush_interval < 1:
-        raise ConfigError(f"text_file: flush_interval must be a whole number of at least 1, got {flush_interval!r}.")
+    check_int("text_file", "flush_interval", flush_interval)
     is_selected, file = MetricFilter(names, "text_file"), rank_path(path, ranks, "text_file")
     if file is None:
         return null_logger
@@ -164,11 +164,8 @@ def progress_bar(
     length = None if total is None else Duration.parse(total)
     if length is not None and length.unit != "ba":
         raise ConfigError(f"progress_bar: total must be a number of steps, got {total!r}. Pass 600 or '600ba'.")
-    bad = isinstance(line_interval_s, bool) or not isinstance(line_interval_s, int | float | None)
-    if bad or (line_interval_s is not None and not line_interval_s >= 0):
-        raise ConfigError(
-            f"progress_bar: line_interval_s must be a number of seconds of at least 0 or None, got {line_interval_s!r}."
-        )
+    if line_interval_s is not None:
+        check_number("progress_bar", "line_interval_s", line_interval_s, minimum=0, advice="Pass None for no lines.")
     text = _ProgressText(None if length is None else int(length.value), MetricFilter(names, "progress_bar"))
     if not is_writer(0, "progress_bar"):
         return null_logger

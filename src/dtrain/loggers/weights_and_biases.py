@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dtrain import storage
+from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
-from dtrain.loggers.background import BackgroundLogger, MetricRecord, check_timeout
+from dtrain.loggers.background import BackgroundLogger, MetricRecord
 from dtrain.loggers.logger import Logger, null_logger, report_failure
 from dtrain.loggers.logger_options import (
     Ranks,
@@ -71,7 +72,7 @@ def wandb(
         raise ConfigError(f"wandb: project must be the name of a project, got {project!r}.")
     if mode not in ("online", "offline"):
         raise ConfigError(f"wandb: mode must be 'online' or 'offline', got {mode!r}.")
-    check_timeout(timeout_s, "wandb")
+    check_number("wandb", "timeout_s", timeout_s, above=0)
     config, folder = redact_settings(settings, "wandb"), rank_path(path, ranks, "wandb")
     if folder is None:
         return null_logger

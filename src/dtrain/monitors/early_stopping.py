@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from dtrain import spans
+from dtrain.arguments import check_choice, check_number
 from dtrain.clock import Clock
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.durations import Duration
@@ -128,9 +129,8 @@ class EarlyStop(_StopDecision):
 
     def __init__(self, metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, mode: StopMode = "min") -> None:
         _check_metric_and_mode("early_stop", metric, mode)
-        if isinstance(min_delta, bool) or not isinstance(min_delta, int | float) or not 0 <= min_delta < math.inf:
-            raise ConfigError(f"early_stop: min_delta must be a finite number >= 0, got {min_delta!r}.")
-        self._patience, self._min_delta = Duration.parse(patience), float(min_delta)
+        self._patience = Duration.parse(patience)
+        self._min_delta = check_number("early_stop", "min_delta", min_delta, minimum=0)
         super().__init__("early_stop", metric, [metric, str(self._patience), self._min_delta, mode])
         self._better = -1.0 if mode == "min" else 1.0
         self.best: float | None = None
@@ -235,10 +235,8 @@ class ThresholdStop(_StopDecision):
 
     def __init__(self, metric: str, threshold: float, *, mode: StopMode = "min", stop_on_nan: bool = False) -> None:
         _check_metric_and_mode("threshold_stop", metric, mode)
-        if isinstance(threshold, bool) or not isinstance(threshold, int | float) or math.isnan(threshold):
-            raise ConfigError(f"threshold_stop: threshold must be a number, got {threshold!r}.")
-        super().__init__("threshold_stop", metric, [metric, float(threshold), mode, stop_on_nan])
-        self._threshold, self._on_nan = float(threshold), stop_on_nan
+        self._threshold, self._on_nan = check_number("threshold_stop", "threshold", threshold), stop_on_nan
+        super().__init__("threshold_stop", metric, [metric, self._threshold, mode, stop_on_nan])
         self._better = -1.0 if mode == "min" else 1.0
 
     def __call__(self, state: TrainState, numbers: Mapping[str, float]) -> bool:
@@ -270,8 +268,7 @@ class ThresholdStop(_StopDecision):
 def _check_metric_and_mode(caller: str, metric: str, mode: str) -> None:
     if not isinstance(metric, str) or not metric:
         raise ConfigError(f"{caller}: metric must be a name, got {metric!r}. Pass {caller}('eval/loss', ...), for example.")
-    if mode not in ("min", "max"):
-        raise ConfigError(f"{caller}: mode must be 'min' (smaller is better) or 'max', got {mode!r}.")
+    check_choice(caller, "mode", mode, ("min", "max"))
 
 
 def _value_of_rank_0(caller: str, metric: str, numbers: Mapping[str, float]) -> float:

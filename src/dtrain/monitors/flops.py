@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from dtrain.arguments import check_int
 from dtrain.batch import BatchSpec, count_samples_and_tokens, to_device
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.errors import ConfigError
@@ -55,11 +56,10 @@ def transformer_flops(*, params: int, layers: int, dim: int, seq: int, causal: b
         857246208.0
 
     Raises:
-        ConfigError: an argument is not a whole number of at least 1 (``layers`` and ``dim``: of at least 0).
+        ConfigError: an argument is not an integer of at least 1 (``layers`` and ``dim``: of at least 0).
     """
     for name, value, least in (("params", params, 1), ("layers", layers, 0), ("dim", dim, 0), ("seq", seq, 1)):
-        if type(value) is not int or value < least:
-            raise ConfigError(f"transformer_flops: {name} must be a whole number of at least {least}, got {value!r}.")
+        check_int("transformer_flops", name, value, minimum=least)
     pairs = (seq + 1) / 2 if causal else seq
     return 6.0 * params + 12.0 * layers * dim * pairs
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain import spans
+from dtrain.arguments import check_choice, check_int, check_number
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, NonFiniteError, StepError
@@ -90,12 +91,10 @@ def watch_loss(
         NonFiniteError: in a step, on all ranks: the loss of two steps ago was not finite (``"raise"``).
         StepError: in a step, on all ranks: the loss of two steps ago was a spike (``"raise"``).
     """
-    if action not in ("raise", "warn"):
-        raise ConfigError(f"watch_loss: action must be 'raise' or 'warn', got {action!r}.")
-    if factor is not None and (isinstance(factor, bool) or not isinstance(factor, int | float) or not 1 < factor < math.inf):
-        raise ConfigError(f"watch_loss: factor must be a finite number > 1 or None, got {factor!r}.")
-    if type(window) is not int or window < _MIN_HISTORY:
-        raise ConfigError(f"watch_loss: window must be a whole number >= {_MIN_HISTORY}, got {window!r}.")
+    check_choice("watch_loss", "action", action, ("raise", "warn"))
+    if factor is not None:
+        check_number("watch_loss", "factor", factor, above=1, advice="Pass None to check only for finite losses.")
+    check_int("watch_loss", "window", window, minimum=_MIN_HISTORY)
 
     def init(state: TrainState) -> TransformState:
         zero = torch.zeros((), dtype=torch.float64, device=state.device)

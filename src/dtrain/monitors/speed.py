@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections import deque
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from dtrain import spans
+from dtrain.arguments import check_int, check_number
 from dtrain.clock import Clock
 from dtrain.dist.init import get_dist_info
 from dtrain.durations import Duration
@@ -151,11 +151,11 @@ def throughput(window: Duration | int | str = "100ba", *, devices: int | None = 
                 log(state.clock.step, dt.monitors.collect(state, dt.reduce_metrics(metrics), speed))
 
     Raises:
-        ConfigError: ``window`` is invalid or a fraction of the run, or ``devices`` is not a whole number of at least 1.
+        ConfigError: ``window`` is invalid or a fraction of the run, or ``devices`` is not an integer of at least 1.
     """
     moving_window = MovingWindow(window, caller="throughput")
-    if devices is not None and (type(devices) is not int or devices < 1):
-        raise ConfigError(f"throughput: devices must be a whole number of at least 1, got {devices!r}.")
+    if devices is not None:
+        check_int("throughput", "devices", devices)
 
     def meter_fn(state: TrainState) -> dict[str, float]:
         totals = moving_window.update(state)
@@ -225,10 +225,10 @@ def mfu(
     """
     flops = _require_one(flops_per_token, flops_per_sample)
     for name, value in (("flops_per_token", flops_per_token), ("flops_per_sample", flops_per_sample), ("peak", peak)):
-        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf):
-            raise ConfigError(f"mfu: {name} must be a positive number, got {value!r}.")
-    if devices is not None and (type(devices) is not int or devices < 1):
-        raise ConfigError(f"mfu: devices must be a whole number of at least 1, got {devices!r}.")
+        if value is not None:
+            check_number("mfu", name, value, above=0)
+    if devices is not None:
+        check_int("mfu", "devices", devices)
     # Raise for an unknown dtype.
     peak_flops("", dtype)
     moving_window, device_peak = MovingWindow(window, caller="mfu"), _DevicePeak(peak, dtype)

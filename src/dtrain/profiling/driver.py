@@ -14,6 +14,7 @@ from typing import Literal, TypeAlias, TypeVar
 import torch
 
 from dtrain import spans
+from dtrain.arguments import check_int
 from dtrain.dist.collectives import raise_if_any_failed
 from dtrain.dist.context import register_shutdown_hook
 from dtrain.dist.init import get_dist_info
@@ -46,7 +47,7 @@ def schedule(*, skip_first: int = 0, wait: int = 0, warmup: int = 1, active: int
         ['skip', 'wait', 'warmup', 'active', 'save', 'skip']
 
     Raises:
-        ConfigError: an argument is not a whole number, or too small.
+        ConfigError: an argument is not an integer, or too small.
     """
     for name, number, least in (
         ("skip_first", skip_first, 0),
@@ -55,8 +56,7 @@ def schedule(*, skip_first: int = 0, wait: int = 0, warmup: int = 1, active: int
         ("active", active, 1),
         ("repeat", repeat, 0),
     ):
-        if type(number) is not int or number < least:
-            raise ConfigError(f"schedule: {name} must be a whole number of steps >= {least}, got {number!r}.")
+        check_int("schedule", name, number, minimum=least)
     cycle = wait + warmup + active
 
     def phase_of(index: int) -> ProfilerPhase:
