@@ -8,7 +8,7 @@ from importlib import metadata
 import pytest
 
 import dtrain
-from dtrain.versions import git_commit, package_versions
+from dtrain.versions import Package, check_packages, git_commit, package_versions, parse_requirements
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -59,3 +59,50 @@ def test_unknown_commit_is_none(tmp_path, head):
     (tmp_path / ".git").mkdir()
     (tmp_path / ".git" / "HEAD").write_bytes(head.encode(errors="surrogateescape"))
     assert git_commit(tmp_path) is None
+
+
+REQUIREMENTS = {
+    "numpy": ("numpy", None),
+    "torch>=2.11": ("torch", "2.11"),
+    "torch<3,>=2.11.1": ("torch", "2.11.1"),
+    "torch (>=2.11)": ("torch", "2.11"),
+    "typer>=0.12.5; python_version >= '3.11'": ("typer", "0.12.5"),
+    "fsspec[http]>=2024.1": ("fsspec", "2024.1"),
+}
+
+
+@pytest.mark.parametrize(("line", "expected"), REQUIREMENTS.items())
+def test_requirements_are_parsed(line, expected):
+    assert parse_requirements([line, "pytest>=8; extra == 'test'"]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("version", "at_least", "too_old"),
+    [
+        ("2.10.9+cu128", "2.11", True),
+        ("2.11", "2.11.0", False),
+        ("2.11.0a0+git12", "2.11", False),
+        ("3", "2.11", False),
+        ("1!2.0", "2.11", True),
+        (None, "2.11", False),
+        ("0.1", None, False),
+    ],
+)
+def test_too_old_compares_releases(version, at_least, too_old):
+    assert Package(name="x", version=version, at_least=at_least).too_old is too_old
+
+
+def test_packages_are_taken_from_metadata():
+    found = {package.name: package for package in check_packages()}
+    assert found["torch"].at_least == "2.11"
+    assert found["torch"].version.startswith("2.")
+    assert "pytest" not in found
+
+
+def test_packages_have_fallback_without_metadata(monkeypatch):
+    def none(name):
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", none)
+    assert check_packages()[0].at_least is None
+    assert {package.name for package in check_packages()} >= {"torch", "numpy", "typer"}

@@ -1,9 +1,11 @@
-"""Find the versions of packages and the commit of the running code. Imports no torch."""
+"""Find the versions of packages, the packages that dtrain needs, and the commit of the running code. Imports no torch."""
 
 from __future__ import annotations
 
 import platform
 import re
+from collections.abc import Iterable
+from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from pathlib import Path
 
@@ -59,3 +61,77 @@ def _resolve_ref(git: Path, name: str) -> str | None:
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
+
+
+_FALLBACK_REQUIREMENTS = ("torch", "numpy", "torchdata", "tensordict", "einops", "typer", "safetensors")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Package:
+    """Package that dtrain needs, its installed version (None if not installed), and the minimum version."""
+
+    name: str
+    version: str | None
+    at_least: str | None
+
+    @property
+    def too_old(self) -> bool:
+        """True if the installed version is older than the minimum version."""
+        return (
+            self.version is not None
+            and self.at_least is not None
+            and parse_release(self.version) < parse_release(self.at_least)
+        )
+
+
+def check_packages() -> tuple[Package, ...]:
+    """Return the packages in dtrain's metadata, with their installed versions."""
+    # The launcher, which starts fast, imports this file.
+    from importlib import metadata
+
+    try:
+        needed = metadata.requires("dtrain") or []
+    # A source folder that was never installed has no minimum versions.
+    except metadata.PackageNotFoundError:
+        needed = list(_FALLBACK_REQUIREMENTS)
+    return tuple(
+        Package(name=name, version=installed_version(name), at_least=minimum) for name, minimum in parse_requirements(needed)
+    )
+
+
+def parse_requirements(lines: Iterable[str]) -> list[tuple[str, str | None]]:
+    """Return name and minimum version of each requirement without an extra.
+
+    >>> parse_requirements(["torch>=2.11", "einops", "pytest>=8; extra == 'test'"])
+    [('torch', '2.11'), ('einops', None)]
+    """
+    requirements = []
+    for line in lines:
+        requirement, _, condition = line.partition(";")
+        name, minimum = re.match(r"[A-Za-z0-9._-]+", requirement), re.search(r">=\s*([0-9.]+)", requirement)
+        if name and "extra" not in condition:
+            requirements.append((name[0], minimum[1] if minimum else None))
+    return requirements
+
+
+def installed_version(name: str) -> str | None:
+    """Return the version of an installed package; None if not installed."""
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def parse_release(version: str) -> tuple[int, ...]:
+    """Return the release numbers of a version for comparison, without suffixes and trailing zeros.
+
+    >>> parse_release("2.13.0+cpu") < parse_release("2.13.1rc1")
+    True
+    """
+    leading = re.match(r"[0-9]+(\.[0-9]+)*", version)
+    numbers = [int(part) for part in leading[0].split(".")] if leading else []
+    while numbers and numbers[-1] == 0:
+        numbers.pop()
+    return tuple(numbers)

@@ -16,7 +16,7 @@ from torch import nn
 from battery.rows import surgery_text, surgery_vision
 from battery.surgery_row import SurgeryRow
 from dtrain.errors import ConfigError
-from dtrain.surgery.class_swap import Mixin, add_mixin
+from dtrain.surgery.replace import Mixin, add_mixin
 
 ROWS: dict[str, SurgeryRow] = {**surgery_vision.ROWS, **surgery_text.ROWS}
 

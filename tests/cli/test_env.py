@@ -10,10 +10,12 @@ from dataclasses import replace
 
 import pytest
 
-from cli.test_env_checks import CUDA_TORCH, GPUS, SOUND, with_gpus, with_variables
-from dtrain.cli import env_facts
+from dtrain.cli import machine
+from dtrain.cli.env import RULES, check_machine, format_facts
 from dtrain.cli.env import env as env_command
-from dtrain.cli.env import format_facts
+from dtrain.cli.machine import CpuCores, Gpu, Gpus, Hardware, HostMemory, MachineFacts, TorchBuild
+from dtrain.launch.nodes.addresses import NetworkInterface
+from dtrain.versions import Package
 
 FAST_TORCH = """
 from types import SimpleNamespace
@@ -78,7 +80,7 @@ def test_text_lists_facts_then_findings(env):
     ids=["sound", "warning", "error"],
 )
 def test_exit_code_is_nonzero_only_for_errors(monkeypatch, capsys, variables, code, last):
-    monkeypatch.setattr(env_facts, "collect_machine_facts", lambda: with_variables(**variables))
+    monkeypatch.setattr(machine, "collect_machine_facts", lambda: with_variables(**variables))
     assert env_command(as_json=False) == code
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
@@ -144,3 +146,234 @@ def test_facts_of_machine_with_limits_are_formatted():
 def test_torch_warnings_are_printed():
     told = format_facts(with_gpus(replace(CUDA_TORCH, warnings=("driver too old",))))
     assert "            it warns: driver too old" in told
+
+
+GIB, MIB = 2**30, 2**20
+LOOPBACK = NetworkInterface(name="lo", addresses=("127.0.0.1", "::1"), loopback=True, up=True)
+ETHERNET = NetworkInterface(name="eth0", addresses=("192.0.2.7",), loopback=False, up=True)
+UNPLUGGED = NetworkInterface(name="eth1", addresses=(), loopback=False, up=False)
+TORCH = TorchBuild(
+    version="2.13.0+cpu", folder="/lib/torch", cuda=None, devices=(), gloo=True, nccl=None, threads=8, warnings=()
+)
+CUDA_TORCH = replace(TORCH, version="2.13.0+cu128", cuda="12.8", devices=("H200", "H200"), nccl="2.28.9")
+GPUS = Gpus(listed=(Gpu(name="H200", memory_bytes=140 * GIB, driver="580.1"),) * 2, device_files=2, problem=None)
+
+SOUND = MachineFacts(
+    dtrain="0.1.0",
+    python="3.12.3",
+    executable="/bin/python",
+    packages=(
+        Package(name="torch", version="2.13.0+cpu", at_least="2.11"),
+        Package(name="einops", version="1.0", at_least=None),
+    ),
+    torch=TORCH,
+    torch_problem=None,
+    hardware=Hardware(
+        system="Linux",
+        cores=CpuCores(present=16, usable=8, quota=None),
+        memory=HostMemory(total_bytes=64 * GIB, available_bytes=60 * GIB, limit_bytes=None),
+        shm_bytes=32 * GIB,
+        open_files=(1024, 4096),
+        gpus=Gpus(listed=(), device_files=0, problem=None),
+    ),
+    host="box",
+    addresses={"box": ("192.0.2.7",)},
+    interfaces=(LOOPBACK, ETHERNET, UNPLUGGED),
+    variables={},
+    named_variables=("HF_TOKEN",),
+)
+
+
+def with_hardware(**changes):
+    return replace(SOUND, hardware=replace(SOUND.hardware, **changes))
+
+
+def with_gpus(torch=CUDA_TORCH, gpus=GPUS, **variables):
+    return replace(with_hardware(gpus=gpus), torch=torch, variables=variables)
+
+
+def with_variables(**variables):
+    return replace(SOUND, variables=variables)
+
+
+def with_packages(*packages):
+    return replace(SOUND, packages=packages)
+
+
+OF_A_LAUNCH = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": "x"}
+ADDRESSES = {"box": ("192.0.2.7",), "127.0.0.1": ("127.0.0.1",)}
+
+HEALTHY = {
+    "a CPU machine": SOUND,
+    "GPUs": with_gpus(),
+    "one GPU of two made visible": with_gpus(replace(CUDA_TORCH, devices=("H200",)), CUDA_VISIBLE_DEVICES="1"),
+    "a CUDA build on a CPU machine": replace(SOUND, torch=replace(CUDA_TORCH, devices=())),
+    "inside a launch": replace(with_variables(**OF_A_LAUNCH), addresses=ADDRESSES),
+    "a world of one": with_variables(RANK="0", WORLD_SIZE="1"),
+    "threads within the cores": with_variables(OMP_NUM_THREADS="8"),
+    "threads by nesting level": with_variables(OMP_NUM_THREADS="4,2"),
+    "a quota that is respected": replace(
+        with_hardware(cores=CpuCores(present=16, usable=8, quota=2.5)), variables={"OMP_NUM_THREADS": "2"}
+    ),
+    "an interface for gloo": with_variables(GLOO_SOCKET_IFNAME="eth0"),
+    "two interfaces for gloo": with_variables(GLOO_SOCKET_IFNAME="eth0,lo"),
+    "a prefix for NCCL": with_variables(NCCL_SOCKET_IFNAME="eth"),
+    "an exact name for NCCL": with_variables(NCCL_SOCKET_IFNAME="=eth0"),
+    "all but some for NCCL": with_variables(NCCL_SOCKET_IFNAME="^docker,lo"),
+    "no limit of open files": with_hardware(open_files=(None, None)),
+    "an unknown host, but an interface for gloo": replace(with_variables(GLOO_SOCKET_IFNAME="lo"), addresses={"box": ()}),
+    "harmless values of costly switches": with_variables(NCCL_DEBUG="WARN", CUDA_LAUNCH_BLOCKING="0"),
+}
+
+WRONG = {
+    "package missing": (
+        with_packages(Package(name="einops", version=None, at_least="0.8")),
+        "error: packages: einops is not installed; pip install einops",
+    ),
+    "torch too old": (
+        with_packages(Package(name="torch", version="2.10.1+cu128", at_least="2.11")),
+        "error: packages: torch 2.10.1+cu128 is older than 2.11, the first that dtrain runs with; pip install 'torch>=2.11'",
+    ),
+    "torch broken": (
+        replace(SOUND, torch=None, torch_problem="ImportError: libcudart.so.12"),
+        "error: torch: cannot be used: ImportError: libcudart.so.12; try `/bin/python -c 'import torch'`; reinstall it",
+    ),
+    "torch without gloo": (replace(SOUND, torch=replace(TORCH, gloo=False)), "error: torch: is built without gloo"),
+    "CPU build with GPUs": (with_gpus(TORCH), "error: torch: 2.13.0+cpu is a CPU build, but there are 2 NVIDIA GPUs; install"),
+    "device files only": (
+        with_gpus(TORCH, Gpus(listed=(), device_files=1, problem=None)),
+        "error: torch: 2.13.0+cpu is a CPU build, but there are 1 NVIDIA GPUs",
+    ),
+    "driver too old": (
+        with_gpus(replace(CUDA_TORCH, devices=(), warnings=("The NVIDIA driver on your system is too old",))),
+        "error: torch: cannot use any of 2 GPUs: The NVIDIA driver on your system is too old; match",
+    ),
+    "GPUs unusable without a word": (
+        with_gpus(replace(CUDA_TORCH, devices=())),
+        "error: torch: cannot use any of 2 GPUs: torch gives no reason",
+    ),
+    "GPUs hidden": (
+        with_gpus(replace(CUDA_TORCH, devices=()), CUDA_VISIBLE_DEVICES=""),
+        "warning: gpus: CUDA_VISIBLE_DEVICES='' hides all 2 GPUs; unset it",
+    ),
+    "no NCCL": (with_gpus(replace(CUDA_TORCH, nccl=None)), "error: torch: is built without NCCL"),
+    "driver broken": (
+        with_gpus(gpus=Gpus(listed=(), device_files=2, problem="exit code 9: no driver")),
+        "error: gpus: nvidia-smi failed: exit code 9: no driver; if there is a GPU, reload",
+    ),
+    "driver without a GPU": (
+        with_gpus(TORCH, Gpus(listed=(), device_files=0, problem="exit code 6: No devices were found")),
+        "warning: gpus: nvidia-smi failed: exit code 6: No devices were found",
+    ),
+    "RANK alone": (
+        with_variables(RANK="3", MASTER_PORT="1"),
+        "error: environment: RANK=3 is set but WORLD_SIZE is not; set both, or unset RANK MASTER_PORT",
+    ),
+    "WORLD_SIZE alone": (with_variables(WORLD_SIZE="2"), "error: environment: WORLD_SIZE=2 is set but RANK is not"),
+    "RANK beyond": (
+        with_variables(RANK="2", WORLD_SIZE="2"),
+        "error: environment: needs 0 <= RANK < WORLD_SIZE, got RANK=2 WORLD_SIZE=2",
+    ),
+    "RANK in letters": (
+        with_variables(RANK="a", WORLD_SIZE="2"),
+        "error: environment: needs 0 <= RANK < WORLD_SIZE, got RANK=a",
+    ),
+    "no meeting place": (
+        replace(with_variables(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1"), addresses=ADDRESSES),
+        "error: environment: WORLD_SIZE=2 needs MASTER_ADDR and MASTER_PORT; set them, or unset RANK WORLD_SIZE MASTER_ADDR",
+    ),
+    "left over in a shell": (
+        replace(with_variables(RANK="0", WORLD_SIZE="4", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"), addresses=ADDRESSES),
+        "warning: environment: WORLD_SIZE=4 makes `python loop.py` wait for 3 more ranks; if no launcher set it, unset RANK",
+    ),
+    "MASTER_ADDR left over": (
+        replace(with_variables(MASTER_ADDR="127.0.0.1"), addresses=ADDRESSES),
+        "warning: environment: MASTER_ADDR is set but RANK is not, maybe by an old launch; unset MASTER_ADDR",
+    ),
+    "MASTER_ADDR unknown": (
+        replace(with_variables(**OF_A_LAUNCH | {"MASTER_ADDR": "gone"}), addresses={"box": ("192.0.2.7",), "gone": ()}),
+        "error: network: MASTER_ADDR=gone does not resolve; correct or unset it",
+    ),
+    "host unknown": (
+        replace(SOUND, addresses={"box": ()}),
+        "warning: network: the host name 'box' does not resolve, and gloo listens where it points to; add it to /etc/hosts",
+    ),
+    "no loopback": (replace(SOUND, interfaces=(ETHERNET,)), "error: network: no loopback interface with 127.0.0.1 is up"),
+    "loopback down": (replace(SOUND, interfaces=(replace(LOOPBACK, up=False), ETHERNET)), "error: network: no loopback"),
+    "gloo's interface missing": (
+        with_variables(GLOO_SOCKET_IFNAME="ib0"),
+        "error: network: GLOO_SOCKET_IFNAME=ib0: no interface 'ib0' is up; choose from lo, eth0, or unset it",
+    ),
+    "gloo's interface down": (
+        with_variables(GLOO_SOCKET_IFNAME="eth0,eth1"),
+        "error: network: GLOO_SOCKET_IFNAME=eth0,eth1: no",
+    ),
+    "NCCL's interface missing": (
+        with_gpus(NCCL_SOCKET_IFNAME="ib"),
+        "error: network: NCCL_SOCKET_IFNAME=ib matches no interface that is up; choose from lo, eth0, or unset it",
+    ),
+    "NCCL's interface by its whole name": (with_gpus(NCCL_SOCKET_IFNAME="=eth"), "error: network: NCCL_SOCKET_IFNAME==eth"),
+    "all of NCCL's interfaces excluded": (with_gpus(NCCL_SOCKET_IFNAME="^lo,eth"), "error: network: NCCL_SOCKET_IFNAME=^lo"),
+    "NCCL's interface missing on a CPU machine": (with_variables(NCCL_SOCKET_IFNAME="ib"), "warning: network: NCCL_SOCKET"),
+    "threads in letters": (
+        with_variables(OMP_NUM_THREADS="all"),
+        "warning: environment: OMP_NUM_THREADS=all is not a number of threads; unset it",
+    ),
+    "no threads": (with_variables(OMP_NUM_THREADS="0"), "warning: environment: OMP_NUM_THREADS=0 is not a number of threads"),
+    "more threads than cores": (
+        with_variables(OMP_NUM_THREADS="9"),
+        "warning: environment: OMP_NUM_THREADS=9, but this process may use 8 cores; unset it",
+    ),
+    "more threads than the quota": (
+        replace(with_hardware(cores=CpuCores(present=16, usable=8, quota=2.5)), variables={"OMP_NUM_THREADS": "3"}),
+        "warning: environment: OMP_NUM_THREADS=3, but this process may use 2 cores",
+    ),
+    "quota below the cores": (
+        with_hardware(cores=CpuCores(present=16, usable=8, quota=0.5)),
+        "warning: cores: the control group allows 0.5 of 8 cores, and libraries start a thread for each; set OMP_NUM",
+    ),
+    "no shared memory": (with_hardware(shm_bytes=None), "warning: memory: there is no /dev/shm"),
+    "Docker's shared memory": (with_hardware(shm_bytes=64 * MIB), "warning: memory: /dev/shm has 64 MiB"),
+    "few open files": (with_hardware(open_files=(256, 4096)), "warning: limits: 256 open files; ranks hold"),
+    "few open files, and no more to have": (with_hardware(open_files=(256, 256)), "warning: limits: 256 open files"),
+    "every kernel waited for": (
+        with_variables(CUDA_LAUNCH_BLOCKING="1"),
+        "warning: environment: CUDA_LAUNCH_BLOCKING=1: every",
+    ),
+    "NCCL talks": (with_variables(NCCL_DEBUG="info"), "warning: environment: NCCL_DEBUG=info: every rank writes long logs"),
+}
+
+
+@pytest.mark.parametrize("facts", HEALTHY.values(), ids=HEALTHY)
+def test_sound_machine_has_no_findings(facts):
+    assert check_machine(facts) == []
+
+
+@pytest.mark.parametrize(("facts", "expected"), WRONG.values(), ids=WRONG)
+def test_single_problem_gives_one_finding(facts, expected):
+    (found,) = map(str, check_machine(facts))
+    assert found.startswith(expected)
+    assert "; " in found  # and what to do
+    assert "\n" not in found
+
+
+def test_every_rule_has_a_failing_case():
+    assert [rule.__name__ for rule in RULES if not any(list(rule(facts)) for facts, _ in WRONG.values())] == []
+
+
+@pytest.mark.parametrize(
+    ("limits", "todo"), [((256, 4096), "ulimit -n 1024"), ((256, 512), "ulimit -n 512"), ((256, 256), "ask")]
+)
+def test_open_files_finding_respects_hard_limit(limits, todo):
+    (found,) = check_machine(with_hardware(open_files=limits))
+    assert found.do.startswith(todo)
+
+
+def test_errors_are_listed_before_warnings():
+    facts = replace(SOUND, addresses={"box": ()}, interfaces=(ETHERNET,))  # of two rules, the first of which warns
+    assert [finding.level for finding in check_machine(facts)] == ["error", "warning"]
+
+
+def test_missing_torch_is_reported_once():
+    facts = replace(with_packages(Package(name="torch", version=None, at_least="2.11")), torch=None, torch_problem="no torch")
+    assert [finding.what for finding in check_machine(facts)] == ["packages: torch is not installed"]

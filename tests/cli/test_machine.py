@@ -8,9 +8,8 @@ import threading
 
 import pytest
 
-from dtrain.cli import env_facts, machine
-from dtrain.cli.env_facts import Package, TorchBuild
-from dtrain.cli.machine import CommandOutput, read_output, start_query
+from dtrain.cli import machine
+from dtrain.cli.machine import CommandOutput, TorchBuild, read_output, start_query
 from dtrain.launch.nodes import addresses
 
 
@@ -91,53 +90,6 @@ def test_resolve_names_does_not_wait_for_unresponsive_name_server(monkeypatch):
     asking.join(60)
 
 
-REQUIREMENTS = {
-    "numpy": ("numpy", None),
-    "torch>=2.11": ("torch", "2.11"),
-    "torch<3,>=2.11.1": ("torch", "2.11.1"),
-    "torch (>=2.11)": ("torch", "2.11"),
-    "typer>=0.12.5; python_version >= '3.11'": ("typer", "0.12.5"),
-    "fsspec[http]>=2024.1": ("fsspec", "2024.1"),
-}
-
-
-@pytest.mark.parametrize(("line", "expected"), REQUIREMENTS.items())
-def test_requirements_are_parsed(line, expected):
-    assert env_facts.parse_requirements([line, "pytest>=8; extra == 'test'"]) == [expected]
-
-
-@pytest.mark.parametrize(
-    ("version", "at_least", "too_old"),
-    [
-        ("2.10.9+cu128", "2.11", True),
-        ("2.11", "2.11.0", False),
-        ("2.11.0a0+git12", "2.11", False),
-        ("3", "2.11", False),
-        ("1!2.0", "2.11", True),
-        (None, "2.11", False),
-        ("0.1", None, False),
-    ],
-)
-def test_too_old_compares_releases(version, at_least, too_old):
-    assert Package(name="x", version=version, at_least=at_least).too_old is too_old
-
-
-def test_packages_are_taken_from_metadata():
-    found = {package.name: package for package in env_facts.check_packages()}
-    assert found["torch"].at_least == "2.11"
-    assert found["torch"].version.startswith("2.")
-    assert "pytest" not in found
-
-
-def test_packages_have_fallback_without_metadata(monkeypatch):
-    def none(name):
-        raise env_facts.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(env_facts.metadata, "requires", none)
-    assert env_facts.check_packages()[0].at_least is None
-    assert {package.name for package in env_facts.check_packages()} >= {"torch", "numpy", "typer"}
-
-
 PROBE = (
     '{"version": "2", "folder": "/t", "cuda": null, "devices": [], "gloo": true, "nccl": null, "threads": 1, "warnings": ["w"]}'
 )
@@ -155,7 +107,7 @@ PROBED = {
 
 @pytest.mark.parametrize(("said", "expected"), PROBED.values(), ids=PROBED)
 def test_probe_output_is_parsed_as_facts_or_problem(said, expected):
-    assert env_facts.parse_probe_output(said) == expected
+    assert machine.parse_probe_output(said) == expected
 
 
 def test_hanging_program_is_killed():

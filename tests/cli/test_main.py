@@ -10,7 +10,8 @@ import sys
 import pytest
 
 import dtrain
-from dtrain.cli.main import run
+from dtrain import launch_protocol
+from dtrain.cli.main import _invoke, run
 
 
 def dtrain_command(*args, cwd=None, code="from dtrain.cli.main import run; run()"):
@@ -248,3 +249,27 @@ finally:
 def test_heavy_import_check_detects_asyncio():
     result = dtrain_command(code=f"import sys, asyncio; print([name for name in {HEAVY} if name in sys.modules])")
     assert result.stdout == "['asyncio']\n"
+
+
+def test_hang_command_shows_recorded_stacks(tmp_path, capsys):
+    path = launch_protocol.stacks_file(tmp_path, 0)
+    path.parent.mkdir()
+    path.write_text('Thread 0x01 (most recent call first):\n  File "/home/me/loop.py", line 12 in train\n')
+    assert _invoke(["hang", str(tmp_path)]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.startswith("dtrain: launch: asked: rank 0 of 1 ")
+    assert second == "  rank 0: /home/me/loop.py:12 in train"
+    assert third.startswith("  as of ")
+
+
+@pytest.mark.parametrize(
+    ("below", "says"),
+    [
+        pytest.param("gone", "dtrain: hang: path must be an existing folder, got ", id="no-folder"),
+        pytest.param("", "dtrain: hang: '{folder}' has no records of ranks", id="nothing-there"),
+    ],
+)
+def test_refused_hang_command_prints_one_line_and_exits_2(tmp_path, capsys, below, says):
+    assert _invoke(["hang", str(tmp_path / below)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(says.format(folder=tmp_path))

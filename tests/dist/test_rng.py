@@ -1,10 +1,28 @@
+from __future__ import annotations
+
+import os
 import random
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from dtrain.dist.rng import RNGSnapshot, derive_seed, fork_rng, generator, hash_rng_state, rng_state, seed_all, set_rng_state
+from dtrain.dist.rng import (
+    Determinism,
+    RNGSnapshot,
+    Tf32,
+    derive_seed,
+    fork_rng,
+    generator,
+    hash_rng_state,
+    rng_state,
+    seed_all,
+    set_rng_state,
+    use_deterministic,
+    use_tf32,
+)
+from dtrain.errors import ConfigError
 
 
 def draws() -> list[float]:
@@ -90,3 +108,131 @@ def test_fork_rng_restores_the_generators(before):
     with fork_rng(7):
         assert draws() == first
     assert found + draws() == plain
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    before = switches()
+    yield
+    use_deterministic(False)
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = before[2:4]
+    assert switches() == before
+
+
+def switches() -> list[bool]:
+    return [
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+        torch.backends.cudnn.deterministic,
+        torch.backends.cudnn.benchmark,
+        torch.utils.deterministic.fill_uninitialized_memory,
+    ]
+
+
+def test_determinism_switches_are_set_and_restored(monkeypatch):
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    first = switches()
+    before = use_deterministic()
+    assert switches() == [True, False, True, False, True]
+    assert isinstance(before, Determinism)
+    inside = use_deterministic(before)
+    assert switches() == first
+    assert inside.algorithms
+    use_deterministic(inside)
+    assert switches() == [True, False, True, False, True]
+    use_deterministic(False)
+    assert switches() == [False, False, False, False, True]
+
+
+def test_an_operation_without_a_deterministic_form_raises():
+    x = torch.ones(1, 1, 2, 2)
+    before = use_deterministic()
+    try:
+        with pytest.raises(RuntimeError, match="does not have a deterministic implementation"):
+            torch.ones(3).put_(torch.tensor([0, 0]), torch.ones(2), accumulate=False)
+    finally:
+        use_deterministic(before)
+    assert x.sum() == 4
+
+
+@pytest.fixture
+def one_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")  # so that what the code sets is taken back
+
+
+def test_cublas_variable_is_set_before_cuda_starts(one_gpu, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: False)
+    use_deterministic()
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+
+
+def test_started_cuda_without_workspace_is_refused_without_changes(one_gpu, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    before = switches()
+    with pytest.raises(
+        ConfigError, match=r"use_deterministic: CUDA has started with CUBLAS_WORKSPACE_CONFIG=''. Set the variable to ':4096:8'"
+    ):
+        use_deterministic()
+    assert switches() == before
+
+
+def test_started_cuda_with_workspace_is_accepted(one_gpu, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
+    assert not use_deterministic().algorithms
+    assert os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":16:8"
+
+
+def test_environment_does_not_change_without_a_gpu(monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    use_deterministic()
+    assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
+
+
+@pytest.fixture(autouse=True)
+def tf32_restored() -> Iterator[None]:
+    before = tf32_switches()
+    yield
+    torch.set_float32_matmul_precision(before[2])
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before[:2]
+    assert tf32_switches() == before
+
+
+def tf32_switches() -> list:
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return [cuda.matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()]
+
+
+def test_tf32_switches_are_set_and_restored():
+    first = tf32_switches()
+    assert use_tf32() == Tf32(matmul=first[0], cudnn=first[1])
+    assert tf32_switches() == [True, True, "high"]
+    before = use_tf32(False)
+    assert before == Tf32(matmul=True, cudnn=True)
+    assert tf32_switches() == [False, False, "highest"]
+    use_tf32(Tf32(matmul=False, cudnn=True))
+    assert tf32_switches() == [False, True, "highest"]
+
+
+def test_unchanged_setting_keeps_torch_matmul_precision():
+    torch.set_float32_matmul_precision("medium")
+    assert use_tf32(use_tf32()).matmul
+    assert tf32_switches()[2] == "medium"
+
+
+def test_newer_torch_fp32_precision_switches_are_read_and_set():
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    assert use_tf32(False).matmul
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    use_tf32(True)
+    assert [torch.backends.cudnn.conv.fp32_precision, torch.backends.cudnn.rnn.fp32_precision] == ["tf32", "tf32"]
+
+
+@pytest.mark.parametrize("settings", [None, "high", 1])
+def test_invalid_tf32_settings_are_refused(settings):
+    with pytest.raises(ConfigError, match="use_tf32: settings must be True, False or the result of an earlier call, got"):
+        use_tf32(settings)

@@ -1,14 +1,21 @@
 """Lines for people: what is on them, when they come, and when they reach the disk."""
 
 import io
+import os
+import pty
 import re
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dtrain.clock import Clock
 from dtrain.errors import ConfigError
 from dtrain.loggers.logger import close
-from dtrain.loggers.text import console, text_file
+from dtrain.loggers.text import console, progress_bar, progress_line, text_file
 
 
 def test_line_contains_selected_metrics():
@@ -77,3 +84,175 @@ BAD = {
 def test_invalid_arguments_are_refused(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("counts", "speed"),
+    [
+        pytest.param({"tokens": 512_000, "samples": 500}, "51,200 tok/s", id="tokens"),
+        pytest.param({"samples": 12_340}, "1,234 samples/s", id="samples"),
+        pytest.param({"samples": 45}, "4.5 samples/s", id="few-samples"),
+        pytest.param({"samples": 1}, "0.1 samples/s", id="hardly-any"),
+    ],
+)
+def test_speed_uses_counted_unit(counts, speed):
+    state = SimpleNamespace(clock=Clock(step=20, seconds=10.0, **counts))
+    assert progress_line(state, {}, total_steps=40, since=Clock()) == f"step 20/40  {speed}  0:10 left"
+
+
+def test_tokens_speed_is_omitted_when_no_new_tokens():
+    since = Clock(step=10, tokens=500, samples=100)
+    state = SimpleNamespace(clock=Clock(step=20, tokens=500, samples=300, seconds=10.0))
+    assert progress_line(state, {}, total_steps=20, since=since) == "step 20/20  20 samples/s  0:00 left"
+
+
+ESCAPE = re.compile(r"\x1b\[[0-9;?]*[a-zA-Z]")
+
+
+class Terminal:
+    """One that keeps what it is sent."""
+
+    def __init__(self) -> None:
+        self._master, slave = pty.openpty()
+        self.stream = os.fdopen(slave, "w")
+        self._parts: list[bytes] = []
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+
+    def _read(self) -> None:
+        while True:
+            try:
+                part = os.read(self._master, 65536)
+            except OSError:  # the other end is closed
+                return
+            self._parts.append(part)
+
+    def sent(self) -> str:
+        self.stream.close()
+        self._reader.join()
+        os.close(self._master)
+        return b"".join(self._parts).decode()
+
+
+@pytest.fixture
+def terminal(monkeypatch) -> Iterator[Callable[[], Terminal]]:
+    """Called in the test, it puts a terminal in the place of the standard error: pytest has its own there before."""
+    made = Terminal()
+
+    def use() -> Terminal:
+        monkeypatch.setenv("TERM", "xterm")
+        monkeypatch.setenv("COLUMNS", "100")
+        monkeypatch.setattr(sys, "stderr", made.stream)
+        return made
+
+    yield use
+    if not made.stream.closed:
+        made.sent()
+
+
+def test_bar_is_redrawn_on_one_line(terminal):
+    shown = terminal()
+    stderr, stdout = sys.stderr, sys.stdout
+    bar = progress_bar("600ba")
+    for step in (100, 200, 600):
+        bar(step, {"loss": 600 / step, "lr": 0.1, "other": 3.0})
+    close(bar)
+    assert (sys.stderr, sys.stdout) == (stderr, stdout)
+    sent = shown.sent()
+    lines = [line.rstrip() for line in re.split(r"[\r\n]+", ESCAPE.sub("", sent)) if line.strip()]
+    assert re.fullmatch(r"100/600 .*loss 6  lr 0.1", lines[0])
+    assert re.fullmatch(r"200/600 .*loss 3  lr 0.1  \S+ steps/s  0:\d\d left", lines[1])
+    assert re.fullmatch(r"600/600 ━+ loss 1  lr 0.1  \S+ steps/s  0:00 left", lines[-1])
+    assert sent.count("\n") == 1, "all in one line"
+    assert sent.rfind("\x1b[?25h") > sent.rfind("\x1b[?25l"), "the cursor is there"
+
+
+def test_printed_text_appears_above_bar(terminal, monkeypatch):
+    used = terminal()
+    monkeypatch.setattr(sys, "stdout", used.stream)
+    bar, lines = progress_bar(None, names=[]), console(names=[])
+    bar(1, {})
+    lines(1, {})
+    bar(2, {})
+    close(bar)
+    shown = [line.strip() for line in ESCAPE.sub("", used.sent()).replace("\r", "\n").split("\n")]
+    shown = [line for line in shown if line]
+    assert "step 1" in shown
+    assert shown[-1].startswith("2")
+
+
+def test_text_printed_to_file_is_not_redirected(terminal, capsys):
+    used = terminal()
+    bar = progress_bar(10)
+    bar(1, {"loss": 1.0})
+    print("for the file")
+    close(bar)
+    assert capsys.readouterr().out == "for the file\n"
+    assert "for the file" not in used.sent()
+
+
+def test_interrupt_restores_terminal(terminal):
+    used = terminal()
+    stderr = sys.stderr
+    bar = progress_bar(10)
+    try:
+        bar(1, {"loss": 1.0})
+        raise KeyboardInterrupt
+    except KeyboardInterrupt:
+        assert sys.stderr is not stderr, "it is still shown"
+        close(bar)  # as leaving init_dist's block does
+    assert sys.stderr is stderr
+    sent = used.sent()
+    assert ESCAPE.sub("", sent).endswith("\n")
+    assert sent.rfind("\x1b[?25h") > sent.rfind("\x1b[?25l")
+
+
+def test_bar_fits_narrow_terminal(terminal, monkeypatch):
+    used = terminal()
+    monkeypatch.setenv("COLUMNS", "30")
+    bar = progress_bar(10, names=None)
+    bar(1, {f"metric/{number}": 1.0 for number in range(20)})
+    close(bar)
+    assert used.sent().count("\n") == 1
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm"])
+def test_output_without_terminal_uses_plain_lines(monkeypatch, capsys, term):
+    monkeypatch.setenv("TERM", term)
+    if term == "xterm":
+        assert not sys.stderr.isatty()
+    bar = progress_bar(10)
+    bar(1, {"loss": 1.0})
+    close(bar)
+    assert capsys.readouterr() == ("", "step 1/10  loss 1\n")
+
+
+def test_plain_lines_can_be_turned_off(capsys):
+    bar = progress_bar(10, line_interval_s=None)
+    bar(1, {"loss": 1.0})
+    close(bar)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_plain_lines_are_first_last_and_at_interval(capsys):
+    bar = progress_bar(600, line_interval_s=1e6)
+    for step in (100, 200, 600):
+        bar(step, {"loss": 6.0})
+    first, last = capsys.readouterr().err.splitlines()
+    assert first == "step 100/600  loss 6"
+    assert re.fullmatch(r"step 600/600  loss 6  \S+ steps/s  0:00 left", last)
+
+
+BAD_BARS = {
+    "unit": ({"total": "3ep"}, "progress_bar: total must be a number of steps, got '3ep'"),
+    "names": ({"names": "loss"}, "progress_bar: names must be a list of names"),
+    "seconds": ({"line_interval_s": -1}, "line_interval_s must be a finite number at least 0, got -1"),
+    "seconds of nan": ({"line_interval_s": float("nan")}, "at least 0, got nan"),
+    "seconds of bool": ({"line_interval_s": True}, "at least 0, got True"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), BAD_BARS.values(), ids=BAD_BARS)
+def test_invalid_arguments_of_progress_bar_are_refused(arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        progress_bar(**arguments)

@@ -2,9 +2,10 @@ import math
 
 import pytest
 
+import dtrain as dt
 from dtrain.clock import Clock
 from dtrain.errors import ConfigError
-from dtrain.schedules.curves import constant, cosine, linear
+from dtrain.schedules.curves import constant, cosine, exponential, inverse_sqrt, linear, multi_step, polynomial, step_decay
 from dtrain.schedules.hyperparameter import hyperparameter, with_unit
 from dtrain.schedules.phases import warmup
 
@@ -108,3 +109,162 @@ def test_constant_has_the_same_value_everywhere():
 def test_constant_refuses_non_numeric_values(value):
     with pytest.raises(ConfigError, match="constant: value must be a finite number, got"):
         constant(value)
+
+
+WITH_AN_END = {
+    "constant": dt.schedules.constant(0.5),
+    "linear": dt.schedules.linear(1.0, 0.25, 10),
+    "cosine": dt.schedules.cosine(1.0, 0.1, 10),
+    "polynomial": dt.schedules.polynomial(1.0, 0.0, 10, power=2),
+    "exponential": dt.schedules.exponential(1.0, 0.5, 10, end=0.25),
+    "step_decay": dt.schedules.step_decay(1.0, 0.5, 10, end=0.25),
+    "multi_step": dt.schedules.multi_step(1.0, 0.5, [10]),
+    "one_cycle": dt.schedules.one_cycle(0.1, 1.0, 0.01, 10),
+    "warmup_stable_decay": dt.schedules.warmup_stable_decay(1.0, warmup=5, decay_start=10, decay=10),
+    "warmup": dt.schedules.warmup(dt.schedules.cosine(1.0, 0.1, 10), 5),
+}
+WITHOUT = {
+    "exponential": dt.schedules.exponential(1.0, 0.5, 10),
+    "step_decay": dt.schedules.step_decay(1.0, 0.5, 10),
+    "inverse_sqrt": dt.schedules.inverse_sqrt(1.0, 10),
+    "cosine_restarts": dt.schedules.cosine_restarts(1.0, 0.0, 10),
+}
+
+
+@pytest.mark.parametrize("schedule", [*WITH_AN_END.values(), *WITHOUT.values()], ids=[*WITH_AN_END, *WITHOUT])
+def test_schedules_keep_the_first_value_before_the_beginning(schedule):
+    assert schedule(-0.5) == schedule(-100) == schedule(0)
+
+
+@pytest.mark.parametrize("name", WITH_AN_END)
+def test_schedules_keep_the_last_value_after_the_end(name):
+    assert WITH_AN_END[name](20) == WITH_AN_END[name](20.5) == WITH_AN_END[name](10**6)
+
+
+@pytest.mark.parametrize("name", WITHOUT)
+def test_schedules_without_an_end_continue(name):
+    assert WITHOUT[name](1_003) != WITHOUT[name](1_037)
+
+
+def test_polynomial_of_power_one_is_a_straight_line():
+    assert [polynomial(1.0, 0.0, 10, power=1)(t) for t in range(12)] == pytest.approx([max(1 - t / 10, 0) for t in range(12)])
+
+
+def test_polynomial_is_defined_before_step_zero():
+    assert polynomial(1.0, 0.1, 10, power=0.5)(-3) == 1.0
+
+
+def test_exponential_is_continuous_within_a_period():
+    assert exponential(1.0, 0.25, 10)(5) == 0.5
+    assert exponential(1.0, 0.25, 10)(-5) == 1.0
+
+
+def test_exponential_growth_stays_at_its_end_without_overflow():
+    assert [exponential(1e-6, 10.0, 100, end=1.0)(t) for t in (600, 1e6, 1e300)] == pytest.approx([1.0] * 3, rel=1e-12)
+    assert exponential(1e-6, 10.0, 100, end=1.0)(1e300) == 1.0
+
+
+def test_exponential_without_an_end_underflows_to_zero():
+    assert exponential(1.0, 0.5)(1e300) == 0.0
+
+
+def test_gamma_one_keeps_the_value():
+    assert [exponential(0.5, 1.0)(t) for t in (0, 1e9)] == [exponential(0.5, 1.0, end=0.5)(7), 0.5]
+
+
+def test_inverse_sqrt_halves_when_time_quadruples():
+    schedule = inverse_sqrt(1.0, 100)
+    assert [schedule(100 * 4**n) for n in range(5)] == [0.5**n for n in range(5)]
+    assert schedule(-1) == 1.0
+
+
+REFUSED_DECAYS = {
+    "polynomial: steps": (
+        lambda: polynomial(1.0, 0.0, 0, power=1),
+        r"polynomial: steps must be a finite number above 0, got 0\. ",
+    ),
+    "polynomial: power": (
+        lambda: polynomial(1.0, 0.0, 5, power=-1),
+        "polynomial: power must be a finite number above 0, got -1",
+    ),
+    "polynomial: value": (lambda: polynomial(math.inf, 0.0, 5, power=1), "polynomial: start must be a finite number, got inf"),
+    "exponential: period": (
+        lambda: exponential(1.0, 0.5, 0),
+        r"exponential: period must be a finite number above 0, got 0\. ",
+    ),
+    "exponential: gamma": (
+        lambda: exponential(1.0, 0),
+        r"exponential: gamma must be a finite number above 0, got 0\. The values",
+    ),
+    "exponential: start": (lambda: exponential(0.0, 0.5), r"exponential: start must be a finite number above 0, got 0\.0\. "),
+    "exponential: growth": (
+        lambda: exponential(1.0, 2.0),
+        r"exponential: a growth must have an end, got gamma=2\.0\. Give end=",
+    ),
+    "exponential: end above": (
+        lambda: exponential(1.0, 0.5, end=2.0),
+        "gamma must lead from start to end, got gamma=0.5, start=1.0 and end=2.0",
+    ),
+    "exponential: end below": (
+        lambda: exponential(1.0, 2.0, end=0.5),
+        "gamma must lead from start to end, got gamma=2.0, start=1.0 and end=0.5",
+    ),
+    "exponential: end beside": (
+        lambda: exponential(1.0, 1.0, end=0.5),
+        "gamma must lead from start to end, got gamma=1.0, start=1.0 and end=0.5",
+    ),
+    "exponential: end below 0": (
+        lambda: exponential(1.0, 0.5, end=-1.0),
+        r"gamma must lead from start to end, got gamma=0\.5, start=1\.0 and end=-1\.0\. Give another end",
+    ),
+    "exponential: no end": (lambda: exponential(1.0, 0.5, end=math.nan), "exponential: end must be a finite number, got nan"),
+    "inverse_sqrt: hold": (lambda: inverse_sqrt(1.0, 0), r"inverse_sqrt: hold must be a finite number above 0, got 0\. "),
+    "inverse_sqrt: start": (lambda: inverse_sqrt(None, 5), "inverse_sqrt: start must be a finite number, got None"),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), REFUSED_DECAYS.values(), ids=REFUSED_DECAYS)
+def test_invalid_arguments_of_decays_are_refused(make, expected):
+    with pytest.raises(ConfigError, match=expected):
+        make()
+
+
+def test_step_decay_changes_at_the_first_step_of_a_period():
+    assert [step_decay(1.0, 0.5, 3)(t) for t in range(-1, 7)] == [1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.5, 0.25]
+
+
+def test_growing_step_decay_stops_at_its_end_value():
+    assert [step_decay(16, 2, 10, end=100)(t) for t in (0, 9, 10, 25, 30, 1e15)] == [16, 16, 32, 64, 100, 100]
+
+
+def test_multi_step_changes_at_each_milestone():
+    assert [multi_step(1.0, 0.5, (2, 4.5))(t) for t in range(6)] == [1.0, 1.0, 0.5, 0.5, 0.5, 0.25]
+
+
+def test_multi_step_accepts_a_factor_above_one():
+    assert multi_step(1.0, 3.0, [1, 2])(2) == 9.0
+
+
+REFUSED_STEPS = {
+    "multi_step: one alone": (lambda: multi_step(1.0, 0.1, 30), r"multi_step: milestones must be a list, got milestones=30"),
+    "step_decay: period": (
+        lambda: step_decay(1.0, 0.5, -1),
+        r"step_decay: period must be a finite number above 0, got -1\. Give",
+    ),
+    "step_decay: growth": (lambda: step_decay(1.0, 2, 5), "step_decay: a growth must have an end, got gamma=2"),
+    "multi_step: none": (lambda: multi_step(1.0, 0.5, []), r"multi_step: milestones must not be empty, got none\. "),
+    "multi_step: equal": (
+        lambda: multi_step(1.0, 0.5, [3, 3]),
+        r"multi_step: milestones must be increasing numbers of at least 0, got \[3, 3\]",
+    ),
+    "multi_step: order": (lambda: multi_step(1.0, 0.5, [4, 3]), r"increasing numbers of at least 0, got \[4, 3\]"),
+    "multi_step: negative": (lambda: multi_step(1.0, 0.5, [-1, 3]), r"increasing numbers of at least 0, got \[-1, 3\]"),
+    "multi_step: text": (lambda: multi_step(1.0, 0.5, ["3ep"]), r"increasing numbers of at least 0, got \['3ep'\]"),
+    "multi_step: gamma": (lambda: multi_step(1.0, math.inf, [3]), "multi_step: gamma must be a finite number, got inf"),
+}
+
+
+@pytest.mark.parametrize(("make", "expected"), REFUSED_STEPS.values(), ids=REFUSED_STEPS)
+def test_invalid_arguments_of_step_schedules_are_refused(make, expected):
+    with pytest.raises(ConfigError, match=expected):
+        make()

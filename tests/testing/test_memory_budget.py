@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
-from dtrain.memory.device_memory import get_device_memory
-from dtrain.memory.oom import is_out_of_memory
+from dtrain.memory.device_memory import get_device_memory, is_out_of_memory
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.fsdp2_private import reset_iteration
 from dtrain.testing import count_collectives, count_host_syncs, inject_fault, memory_budget

@@ -10,9 +10,9 @@ import typer
 
 from dtrain import storage
 from dtrain.arguments import format_bytes
-from dtrain.cli.checkpoints_convert import convert, diff
-from dtrain.cli.checkpoints_paths import (
-    AsJson,
+from dtrain.cli.checkpoints_convert import (
+    convert,
+    diff,
     find_folder,
     find_root,
     find_step,
@@ -21,6 +21,7 @@ from dtrain.cli.checkpoints_paths import (
     no_checkpoints_error,
 )
 from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table, single_line
+from dtrain.cli.parameters import AsJson
 from dtrain.errors import CheckpointError, ConfigError, CorruptCheckpointError, escape_unprintable
 from dtrain.storage import AnyPath
 

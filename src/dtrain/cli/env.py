@@ -15,7 +15,7 @@ import typer
 from dtrain import launch_protocol
 
 if TYPE_CHECKING:
-    from dtrain.cli.env_facts import MachineFacts
+    from dtrain.cli.machine import MachineFacts
 
 _ERROR_EXIT_CODE = 1
 
@@ -30,7 +30,7 @@ def env(
     Exit codes: 0 no findings, or only warnings; 1 an error: a run would fail, hang, or not use the GPUs.
     """
     # Imported here, so that other commands start faster.
-    from dtrain.cli.env_facts import collect_machine_facts
+    from dtrain.cli.machine import collect_machine_facts
 
     facts = collect_machine_facts()
     findings = check_machine(facts)

@@ -20,10 +20,7 @@ from dtrain.cli.parameters import GroupedCommand, PlainGroup
 from dtrain.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from dtrain.cli.plan import plan
 from dtrain.cli.plot import app as plot
-from dtrain.cli.report import EXAMPLES as REPORT_EXAMPLES
-from dtrain.cli.report import report
-from dtrain.cli.top import EXAMPLES as TOP_EXAMPLES
-from dtrain.cli.top import top
+from dtrain.cli.report import REPORT_EXAMPLES, TOP_EXAMPLES, report, top
 from dtrain.errors import ConfigError, DistError, DtrainError
 from dtrain.launch.output.non_blocking_writer import occupy_standard_streams
 

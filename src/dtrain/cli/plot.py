@@ -16,7 +16,7 @@ from dtrain.cli.parameters import GroupedCommand
 from dtrain.errors import ConfigError, StepError, escape_unprintable
 
 if TYPE_CHECKING:
-    from dtrain.planning.import_target import ImportedTarget
+    from dtrain.planning.workload import ImportedTarget
     from dtrain.typing import Schedule
 
 
@@ -117,7 +117,7 @@ def schedule(
     length = _parse_steps(steps)
     picture = None if output is None else _parse_output(output)
     # These modules import torch.
-    from dtrain.planning.import_target import import_target, summarize_user_errors
+    from dtrain.planning.workload import import_target, summarize_user_errors
     from dtrain.schedules.plotting import axis_label, evaluate_at, plot, sample_times
 
     with import_target(_COMMAND, target, "schedule", _TARGET_EXAMPLE) as imported:
@@ -137,7 +137,7 @@ def schedule(
 
 def _find_schedules(imported: ImportedTarget) -> dict[str, Schedule]:
     """Return the schedules of the target: a schedule, schedules by name, or the result of a function without arguments."""
-    from dtrain.planning.import_target import summarize_user_errors
+    from dtrain.planning.workload import summarize_user_errors
 
     value = imported.value
     if not hasattr(imported.module, imported.name):

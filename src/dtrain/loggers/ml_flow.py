@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from dtrain.loggers.logger_options import (
     require_package,
     write_run_id,
 )
-from dtrain.loggers.sanitize import NumericFilter, UniqueNames, mlflow_name
+from dtrain.loggers.sanitize import NumericFilter, UniqueNames
 
 RUN_ID_FILE = "mlflow-run-id"
 # A local store may still have to create tables.
@@ -142,3 +143,14 @@ class _MlflowRun:
 
     def close(self, *, failed: bool) -> None:
         self._client.set_terminated(self._id, status="FAILED" if failed else "FINISHED")
+
+
+# MLflow allows 250 characters. The margin is for an appended number.
+_MAX_NAME_LENGTH = 240
+
+
+def mlflow_name(name: str) -> str:
+    """Replace all characters except letters, digits and ``_-. :/``, and normalize the path."""
+    text = re.sub(r"[^\w\-. :/]", "_", name)
+    text = "/".join(part if part.strip(".") else "_" * len(part) for part in text.split("/") if part)
+    return text[:_MAX_NAME_LENGTH].rstrip("/") or "_"

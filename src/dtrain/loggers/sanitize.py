@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
@@ -136,14 +135,3 @@ class UniqueNames:
                 stacklevel=4,
             )
         return unique
-
-
-# MLflow allows 250 characters. The margin is for an appended number.
-_MAX_NAME_LENGTH = 240
-
-
-def mlflow_name(name: str) -> str:
-    """Replace all characters except letters, digits and ``_-. :/``, and normalize the path."""
-    text = re.sub(r"[^\w\-. :/]", "_", name)
-    text = "/".join(part if part.strip(".") else "_" * len(part) for part in text.split("/") if part)
-    return text[:_MAX_NAME_LENGTH].rstrip("/") or "_"

@@ -15,9 +15,9 @@ from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
     from dtrain.memory.device_memory import MemoryStats as MemoryStats
+    from dtrain.memory.device_memory import is_out_of_memory as is_out_of_memory
+    from dtrain.memory.device_memory import write_snapshot as write_snapshot
     from dtrain.memory.live_tensors import LiveStorage as LiveStorage
-    from dtrain.memory.oom import is_out_of_memory as is_out_of_memory
-    from dtrain.memory.snapshot import write_snapshot as write_snapshot
     from dtrain.shard.activation_checkpoint import checkpoint_activations as checkpoint_activations
     from dtrain.shard.activation_checkpoint import offload_activations as offload_activations
     from dtrain.shard.unshard import unshard_params as unshard_params

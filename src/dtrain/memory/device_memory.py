@@ -1,4 +1,4 @@
-"""Measure the memory of a device: bytes in use, peak and capacity.
+"""Measure the memory of a device, recognize errors that mean out of memory, and write the tensors in memory to a file.
 
 On CUDA the numbers come from the caching allocator. On a CPU nothing counts the bytes of tensors, so memory is measured only
 inside ``testing.memory_budget``, which installs its own ``DeviceMemory``.
@@ -6,13 +6,22 @@ inside ``testing.memory_budget``, which installs its own ``DeviceMemory``.
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
+
+from dtrain import storage
+from dtrain.dist.init import get_dist_info
+from dtrain.errors import ConfigError
+from dtrain.memory.live_tensors import LiveStorage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,3 +131,111 @@ def use_device_memory(memory: DeviceMemory) -> Iterator[None]:
             # Search by identity from the end, because contexts in two threads may end in another order than they began.
             position = next(i for i in reversed(range(len(_overrides))) if _overrides[i] is memory)
             del _overrides[position]
+
+
+@runtime_checkable
+class _ListsStorages(Protocol):
+    """Device memory that lists its storages, such as the memory budget of a test."""
+
+    def storages(self) -> list[LiveStorage]: ...
+
+
+def write_snapshot(path: storage.AnyPath | str, *, max_storages: int = 1000) -> str:
+    """Write the tensors in this rank's device memory to a file, and return its path.
+
+    On CUDA the file is torch's own snapshot (a pickle) for https://docs.pytorch.org/memory_viz, with all segments and blocks,
+    and their call stacks if ``torch.cuda.memory._record_memory_history()`` was called before. Inside ``testing.memory_budget``
+    the file is JSON: ``live``, ``peak``, ``capacity``, and the largest storages with bytes, shape, dtype, the operation that
+    allocated each, and the call stack if ``stack_depth`` is set.
+
+    Args:
+        path: path of the file, which is replaced; ``{rank}`` in the path becomes this rank. Each rank needs its own path.
+        max_storages: number of storages in the JSON file.
+
+    Example:
+        if dt.memory.is_out_of_memory(error):
+            path = dt.memory.write_snapshot("snapshots/oom-{rank}.pickle")
+            print(f"memory snapshot in {path}")
+
+    Raises:
+        ConfigError: the memory cannot be measured: a CPU without a budget.
+    """
+    info = get_dist_info()
+    memory = get_device_memory(info.device)
+    rank_path = str(path).replace("{rank}", str(info.rank))
+    target = storage.resolve_path(Path(rank_path) if isinstance(path, Path) else rank_path)
+    if isinstance(memory, _ListsStorages):
+        stats = memory.read()
+        numbers = {"live": stats.live, "peak": stats.peak, "capacity": stats.capacity}
+        rows = [asdict(row) for row in memory.storages()]
+        text = json.dumps(
+            {"rank": info.rank, **numbers, "storages": rows[:max_storages], "left_out": len(rows[max_storages:])}, indent=1
+        )
+        storage.replace_file(target, text.encode())
+    elif info.device.type == "cuda":
+        # torch writes to local folders only.
+        torch.cuda.memory._dump_snapshot(str(target))
+    else:
+        raise ConfigError(
+            f"write_snapshot: device must be a CUDA device, got {info.device}. On a CPU, use testing.memory_budget."
+        )
+    return str(target)
+
+
+def snapshot_suffix() -> str | None:
+    """Return the suffix of a snapshot of this rank's device, ``.json`` or ``.pickle``; None if no snapshot is possible."""
+    info = get_dist_info()
+    if isinstance(get_device_memory(info.device), _ListsStorages):
+        return ".json"
+    return ".pickle" if info.device.type == "cuda" else None
+
+
+# torch has one class for out of memory of its CUDA allocator. All other sources raise a RuntimeError, known only by its text.
+_OOM_PATTERN = re.compile(
+    "|".join(
+        (
+            r"DefaultCPUAllocator: (can't allocate|not enough) memory",
+            r"std::bad_alloc",
+            # Raised as text without the class.
+            r"(CUDA|HIP|XPU|MPS|MTIA)( backend)? out of memory",
+            # Raised for pinned memory, graphs and kernels.
+            r"(CUDA|HIP)( driver| runtime)? error: (out of memory|hipErrorOutOfMemory)",
+            r"\bCU(BLAS|DNN|SOLVER|SPARSE)_STATUS_(INTERNAL_ERROR_(HOST|DEVICE)_)?ALLOC(ATION)?_FAILED",
+            r"\bCUFFT_ALLOC_FAILED",
+            r"\b(HIPBLAS|ROCBLAS|MIOPEN)_STATUS_(ALLOC_FAILED|MEMORY_ERROR)",
+            # torch tries one convolution algorithm after another, and drops the error that the workspace had no memory.
+            r"unable to find a valid cuDNN algorithm",
+            r"unable to find an engine to execute this computation",
+        )
+    ),
+    re.IGNORECASE,
+)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return True if ``error`` means out of memory, a smaller batch may help, and the process is usable.
+
+    True for ``torch.OutOfMemoryError``, ``MemoryError``, the CPU allocator's ``RuntimeError``, allocation failures of cuBLAS,
+    cuDNN and similar libraries, and an error raised ``from`` one of these. False for errors of collectives (NCCL reports its
+    own lack of memory as ``DistBackendError``): after such an error ranks are out of step, and a smaller batch does not help.
+
+    Example:
+        try:
+            state, metrics = step(state, batch)
+        except Exception as error:
+            if not dt.memory.is_out_of_memory(error):
+                raise
+            dt.memory.write_snapshot("oom-{rank}.pickle")
+    """
+    seen: set[int] = set()
+    current: BaseException | None = error
+    while current is not None and id(current) not in seen:
+        seen.add(id(current))
+        if isinstance(current, dist.DistError):
+            return False
+        if isinstance(current, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(current, RuntimeError) and _OOM_PATTERN.search(str(current)):
+            return True
+        current = current.__cause__
+    return False

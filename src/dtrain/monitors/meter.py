@@ -109,3 +109,9 @@ def _to_number(option: str, value: object) -> float:
         return float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         raise ConfigError(f"learning_rates: option {option!r} must be a number, got {value!r}. Remove the option.") from None
+
+
+def run_identity(state: TrainState) -> tuple[int, str | None]:
+    """Return an identifier that changes if a state belongs to another run or to a newly loaded checkpoint."""
+    # The id avoids a reference to the object, which would keep the checkpoint's folder locked.
+    return id(state.run_context), state.run_context.lineage.resumed_from

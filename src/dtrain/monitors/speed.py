@@ -15,7 +15,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.monitors.flops import ComputeDtype, peak_flops
-from dtrain.monitors.meter import Meter
+from dtrain.monitors.meter import Meter, run_identity
 from dtrain.state import TrainState
 
 # samples per window: the window length is exact to 1/100, however often a loop logs
@@ -112,12 +112,6 @@ def _take_sample(clock: Clock) -> _WindowSample:
     totals = spans.totals()
     compute = spans.seconds_by_category(totals)["compute"]
     return _WindowSample(clock=clock, compute_s=compute, span_s=sum(total.seconds for total in totals.values()))
-
-
-def run_identity(state: TrainState) -> tuple[int, str | None]:
-    """Return an identifier that changes if a state belongs to another run or to a newly loaded checkpoint."""
-    # The id avoids a reference to the object, which would keep the checkpoint's folder locked.
-    return id(state.run_context), state.run_context.lineage.resumed_from
 
 
 def throughput(window: Duration | int | str = "100ba", *, devices: int | None = None) -> Meter:

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from dtrain import spans
 from dtrain.clock import Clock
 from dtrain.durations import Duration
-from dtrain.monitors.meter import Meter
-from dtrain.monitors.speed import run_identity
+from dtrain.monitors.meter import Meter, run_identity
 from dtrain.spans import SpanTime
 from dtrain.state import TrainState
 

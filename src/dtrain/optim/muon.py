@@ -18,7 +18,7 @@ from dtrain.arguments import check_choice, check_int, check_number
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.dtensor import from_local_like, full_tensor, is_dtensor, lerp_, local_slice, mul_, row_sharding, to_local
 from dtrain.errors import ConfigError
-from dtrain.optim.foreach import can_fuse, evaluate_closure, sets_implementation, trainable_in_group
+from dtrain.optim.decoupled import can_fuse, evaluate_closure, sets_implementation, trainable_in_group
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ADAMW_DEFAULTS: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "fused": None}

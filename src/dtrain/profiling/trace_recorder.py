@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, record_function
 from dtrain import spans, storage
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import get_dist_info
-from dtrain.memory.snapshot import snapshot_suffix, write_snapshot
+from dtrain.memory.device_memory import snapshot_suffix, write_snapshot
 
 # The tightest bounds of all rounds are used. The first rounds are slow.
 _ROUNDS = 8

@@ -22,6 +22,7 @@ from dtrain.errors import ConfigError
 from dtrain.run.ledger_writer import LedgerWriter
 from dtrain.run.metadata import attempt_metadata, device_name, settings_to_plain
 from dtrain.run.redact import Redactor, make_redactor
+from dtrain.run.upload import upload_run
 from dtrain.storage import RemotePath
 from dtrain.typing import Plain
 
@@ -300,9 +301,6 @@ def _close_run(error: BaseException | None) -> None:
     _OPEN_RUN.run = _OPEN_RUN.ledger = None
     ledger.close(*_end_reason(error))
     if _OPEN_RUN.upload is not None:
-        # upload.py imports this module.
-        from dtrain.run.upload import upload_run
-
         upload_run(run, _OPEN_RUN.upload)
 
 

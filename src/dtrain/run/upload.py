@@ -6,12 +6,15 @@ import os
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dtrain import run_layout, spans, storage
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
-from dtrain.run.run_dir import Run
 from dtrain.storage import AnyPath
+
+if TYPE_CHECKING:
+    from dtrain.run.run_dir import Run
 
 _TARGET_FOLDER = "run"
 _EXCLUDED_FOLDER = "checkpoints"

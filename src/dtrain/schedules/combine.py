@@ -21,8 +21,8 @@ from dtrain.schedules.hyperparameter import (
     check_sequence,
     common_unit,
     is_number,
+    warn_if_absolute_lr,
 )
-from dtrain.schedules.lookahead import warn_if_absolute_lr
 from dtrain.typing import Schedule
 
 

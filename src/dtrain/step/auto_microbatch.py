@@ -18,7 +18,7 @@ from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
-from dtrain.memory.snapshot import write_snapshot
+from dtrain.memory.device_memory import write_snapshot
 from dtrain.state import TrainState
 from dtrain.step.microbatch_probe import MicrobatchProber, has_unknown_state, make_prober, reserve_optimizer_state
 from dtrain.step.microbatch_search import ProbeResult, SizeBounds, next_size, split_by_fit

@@ -15,7 +15,7 @@ from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
-from dtrain.schedules.lookahead import check_over_run
+from dtrain.schedules.hyperparameter import check_over_run
 from dtrain.shard.compile import time_compilation
 from dtrain.state import TrainState, check_state, init_state
 from dtrain.step.microbatch_step import microbatch_step

@@ -23,8 +23,7 @@ from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import RankStatus
 from dtrain.dtensor import to_local
 from dtrain.errors import StepError
-from dtrain.memory.device_memory import DeviceMemory, get_device_memory
-from dtrain.memory.oom import is_out_of_memory
+from dtrain.memory.device_memory import DeviceMemory, get_device_memory, is_out_of_memory
 from dtrain.shard.buffers import BufferSnapshot
 from dtrain.state import TrainState
 from dtrain.step.microbatch_search import ProbeResult, RankMemory

@@ -20,8 +20,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.step_sync import BackwardSync, RankStatus, StepCounts
 from dtrain.dist.timeout_report import is_collective_error
 from dtrain.errors import OutOfMemoryError, PeerError
-from dtrain.memory.device_memory import get_device_memory
-from dtrain.memory.oom import is_out_of_memory
+from dtrain.memory.device_memory import get_device_memory, is_out_of_memory
 from dtrain.typing import Plain
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from dtrain.batch import list_tensors
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.step_sync import StepCounts
-from dtrain.memory.oom import is_out_of_memory
+from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.state import TrainState
 from dtrain.typing import Batch, LossSum
 

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from dtrain.transform import UpdateFn as UpdateFn
     from dtrain.transforms.batches.augmix import augmix as augmix
     from dtrain.transforms.batches.augmix import augmix_batch as augmix_batch
+    from dtrain.transforms.batches.batch_transform import as_probabilities as as_probabilities
     from dtrain.transforms.batches.colout import colout as colout
     from dtrain.transforms.batches.colout import colout_batch as colout_batch
     from dtrain.transforms.batches.cutmix import cutmix as cutmix
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from dtrain.transforms.batches.cutout import cutout_batch as cutout_batch
     from dtrain.transforms.batches.label_smoothing import label_smoothing as label_smoothing
     from dtrain.transforms.batches.label_smoothing import smooth_labels as smooth_labels
-    from dtrain.transforms.batches.labels import as_probabilities as as_probabilities
     from dtrain.transforms.batches.mixup import mixup as mixup
     from dtrain.transforms.batches.mixup import mixup_batch as mixup_batch
     from dtrain.transforms.batches.progressive_resizing import progressive_resizing as progressive_resizing
@@ -82,10 +82,10 @@ if TYPE_CHECKING:
     from dtrain.transforms.weights.ema import update_ema_ as update_ema_
     from dtrain.transforms.weights.freeze import freeze as freeze
     from dtrain.transforms.weights.freeze import freeze_layers as freeze_layers
+    from dtrain.transforms.weights.local_sgd import average_replicas_ as average_replicas_
+    from dtrain.transforms.weights.local_sgd import join_replicas as join_replicas
     from dtrain.transforms.weights.local_sgd import local_sgd as local_sgd
-    from dtrain.transforms.weights.local_training import average_replicas_ as average_replicas_
-    from dtrain.transforms.weights.local_training import join_replicas as join_replicas
-    from dtrain.transforms.weights.local_training import split_replicas as split_replicas
+    from dtrain.transforms.weights.local_sgd import split_replicas as split_replicas
     from dtrain.transforms.weights.swa import swa as swa
     from dtrain.transforms.weights.swa import update_swa_ as update_swa_
 

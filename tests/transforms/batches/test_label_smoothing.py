@@ -5,8 +5,8 @@ from torch import nn
 import dtrain as dt
 from dtrain.errors import ConfigError
 from dtrain.losses import soft_cross_entropy
+from dtrain.transforms.batches.batch_transform import as_probabilities
 from dtrain.transforms.batches.label_smoothing import label_smoothing, smooth_labels
-from dtrain.transforms.batches.labels import as_probabilities
 
 HALF = torch.tensor([[0.5, 0.5, 0.0, 0.0]])
 

@@ -19,8 +19,7 @@ from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
 from dtrain.testing.collective_counter import count_collectives
 from dtrain.transforms.weights.diloco import diloco, outer_step_
-from dtrain.transforms.weights.local_sgd import local_sgd
-from dtrain.transforms.weights.local_training import join_replicas
+from dtrain.transforms.weights.local_sgd import join_replicas, local_sgd
 from shard.copies import (
     ADAMW,
     MOMENTUM,

@@ -11,7 +11,7 @@ from dtrain.arguments import check_number
 from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
 from dtrain.schedules import curves, phases
-from dtrain.schedules.composer.lengths import Length, Lengths, check_covers_run, name_each, parse_lengths
+from dtrain.schedules.composer.decays import Length, Lengths, check_covers_run, name_each, parse_lengths
 from dtrain.typing import Schedule
 
 

@@ -16,8 +16,16 @@ from torch import Tensor, nn
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
-from dtrain.surgery.class_swap import Mixin, add_mixin, swap_class
-from dtrain.surgery.replace import ModuleSelector, ReplacementPolicy, apply_policies, check_plain_model, find_imported_class
+from dtrain.surgery.replace import (
+    Mixin,
+    ModuleSelector,
+    ReplacementPolicy,
+    add_mixin,
+    apply_policies,
+    check_plain_model,
+    find_imported_class,
+    swap_class,
+)
 
 
 def alibi_slopes(heads: int, *, device: torch.device | str | None = None) -> Tensor:

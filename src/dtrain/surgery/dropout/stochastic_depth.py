@@ -13,8 +13,7 @@ from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError
 from dtrain.fqn import modules_by_fqn
 from dtrain.shard.wrapping import Blocks, select_blocks
-from dtrain.surgery.class_swap import Mixin, add_mixin
-from dtrain.surgery.replace import apply_policies, check_plain_model
+from dtrain.surgery.replace import Mixin, add_mixin, apply_policies, check_plain_model
 
 DropMethod = Literal["block", "sample"]
 ResidualKind = Literal["block", "branch"]

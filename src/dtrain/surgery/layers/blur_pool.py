@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from dtrain.arguments import check_choice, check_int
 from dtrain.errors import ConfigError
-from dtrain.surgery.class_swap import Mixin, add_mixin
-from dtrain.surgery.replace import apply_policies, check_plain_model
+from dtrain.surgery.replace import Mixin, add_mixin, apply_policies, check_plain_model
 
 EdgeMode = Literal["replicate", "reflect", "zeros"]
 

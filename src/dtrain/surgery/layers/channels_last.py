@@ -7,8 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dtrain.surgery.class_swap import Mixin, add_mixin
-from dtrain.surgery.replace import apply_policies
+from dtrain.surgery.replace import Mixin, add_mixin, apply_policies
 
 
 class ChannelsLast(Mixin):

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
-from dtrain.surgery.class_swap import Mixin, add_mixin
 from dtrain.surgery.replace import (
+    Mixin,
+    add_mixin,
     apply_policies,
     check_plain_model,
     check_size_or_fraction,

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 
 from dtrain.arguments import check_int, check_number
 from dtrain.fqn import modules_by_fqn
-from dtrain.surgery.class_swap import Mixin, add_mixin
-from dtrain.surgery.replace import apply_policies, check_plain_model
+from dtrain.surgery.replace import Mixin, add_mixin, apply_policies, check_plain_model
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 

@@ -6,8 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.arguments import check_int
-from dtrain.surgery.class_swap import Mixin, add_mixin
-from dtrain.surgery.replace import apply_policies
+from dtrain.surgery.replace import Mixin, add_mixin, apply_policies
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dtrain.surgery.class_swap import swap_class
-from dtrain.surgery.replace import ModuleSelector, ReplacementPolicy, apply_policies
+from dtrain.surgery.replace import ModuleSelector, ReplacementPolicy, apply_policies, swap_class
 
 
 def cast_to_autocast_dtype(*tensors: Tensor | None) -> list[Tensor | None]:

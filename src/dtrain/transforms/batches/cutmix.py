@@ -15,6 +15,7 @@ from dtrain.transform import Transform
 from dtrain.transforms.batches.batch_transform import (
     BatchKey,
     batch_transform,
+    check_num_classes,
     get_image_batch,
     get_targets,
     mix_rows,
@@ -22,9 +23,9 @@ from dtrain.transforms.batches.batch_transform import (
     require_generator,
     sample_beta,
     sample_permutation,
+    to_probabilities,
 )
 from dtrain.transforms.batches.image_ops import Box, BoxPlacement, box_area_fraction, box_mask, sample_boxes, to_box_tensor
-from dtrain.transforms.batches.labels import check_num_classes, to_probabilities
 from dtrain.typing import Batch, Schedule
 
 

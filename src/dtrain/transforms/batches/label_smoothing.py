@@ -9,8 +9,14 @@ from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import hyperparameter
 from dtrain.transform import Transform
-from dtrain.transforms.batches.batch_transform import BatchKey, batch_transform, get_targets, replace_tensors
-from dtrain.transforms.batches.labels import check_num_classes, to_probabilities
+from dtrain.transforms.batches.batch_transform import (
+    BatchKey,
+    batch_transform,
+    check_num_classes,
+    get_targets,
+    replace_tensors,
+    to_probabilities,
+)
 from dtrain.typing import Batch, Schedule
 
 

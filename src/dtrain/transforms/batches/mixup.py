@@ -14,6 +14,7 @@ from dtrain.transform import Transform
 from dtrain.transforms.batches.batch_transform import (
     BatchKey,
     batch_transform,
+    check_num_classes,
     get_inputs,
     get_targets,
     mix_rows,
@@ -21,8 +22,8 @@ from dtrain.transforms.batches.batch_transform import (
     require_generator,
     sample_beta,
     sample_permutation,
+    to_probabilities,
 )
-from dtrain.transforms.batches.labels import check_num_classes, to_probabilities
 from dtrain.typing import Batch, Schedule
 
 

@@ -1,12 +1,25 @@
-"""Schedule any numeric option of the optimizer: weight decay, momentum, betas."""
+"""Schedule any numeric option of the optimizer: weight decay, momentum, betas.
+
+``during_update`` changes an option of the parameter groups, selected by group name, during an update.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from operator import mul
+from typing import Any, TypeAlias
 
+from torch import Tensor
+
+from dtrain.clock import Clock
 from dtrain.errors import ConfigError
-from dtrain.transform import Transform
-from dtrain.transforms.hyperparameters.by_group import ByGroup, during_update, must_be_below_one, parse_group_values
+from dtrain.fqn import compile_patterns
+from dtrain.metrics import make_metric
+from dtrain.schedules.hyperparameter import Hyperparameter, hyperparameter, is_number
+from dtrain.state import TrainState
+from dtrain.transform import Transform, UpdateFn
+from dtrain.typing import Metrics, Schedule, TransformState
 
 
 def scale_option(option: str, schedule: ByGroup) -> Transform:
@@ -82,3 +95,189 @@ def _transform_name(prefix: str, option: object, caller: str) -> str:
     if not isinstance(option, str) or not option.replace("_", "").replace(".", "").isalnum():
         raise ConfigError(f"{caller}: option must be a name such as 'weight_decay' or 'betas.0', got {option!r}.")
     return f"{prefix}_{option.replace('.', '_')}"
+
+
+ByGroup: TypeAlias = "float | Schedule | Mapping[str, float | Schedule]"
+"""A number or schedule for all groups, or one per group name or pattern. ``"head"`` also selects ``head.no_decay``."""
+
+_BELOW_ONE = frozenset({"betas", "momentum"})
+
+
+def must_be_below_one(option: str) -> bool:
+    """Return True if ``option`` must be below 1."""
+    return option.partition(".")[0] in _BELOW_ONE
+
+
+@dataclass(frozen=True, slots=True)
+class GroupValues:
+    """A number or schedule per parameter group.
+
+    Args:
+        caller: name of the transform for errors.
+        by_pattern: values by pattern of group names; the pattern None selects all groups.
+    """
+
+    caller: str
+    by_pattern: tuple[tuple[str | None, Hyperparameter], ...]
+
+    @property
+    def hyperparameters(self) -> tuple[Hyperparameter, ...]:
+        """Return the values for ``Transform.hyperparameters``."""
+        return tuple(value for _, value in self.by_pattern)
+
+    def values_by_group(self, clock: Clock, groups: Sequence[Mapping[str, Any]]) -> list[float | None]:
+        """Return the value of each group for the next step; None for a group without a value.
+
+        Raises:
+            ConfigError: a value is negative or not finite, no group has a given name, or two patterns match one group.
+        """
+        values = [value(clock) for _, value in self.by_pattern]
+        return [None if index is None else values[index] for index in self.indices_by_group(groups)]
+
+    def indices_by_group(self, groups: Sequence[Mapping[str, Any]]) -> list[int | None]:
+        """Return the index of the value of each group; None for a group without a value.
+
+        Raises:
+            ConfigError: no group has a given name, or two patterns match one group.
+        """
+        if self.by_pattern[0][0] is None:
+            return [0 for _ in groups]
+        names = [str(group.get("name", "")) for group in groups]
+        patterns = [
+            (key, compile_patterns([key, f"{key}.**"], caller=self.caller)) for key, _ in self.by_pattern if key is not None
+        ]
+        for key, matches in patterns:
+            if not any(matches(name) for name in names):
+                existing = ", ".join(name or "(no name)" for name in names)
+                raise ConfigError(
+                    f"{self.caller}: a group named {key!r} must exist, got the groups {existing}. "
+                    "Build named groups with dt.optim.param_groups."
+                )
+        by_group = [[index for index, (_, matches) in enumerate(patterns) if matches(name)] for name in names]
+        for name, indices in zip(names, by_group, strict=True):
+            if len(indices) > 1:
+                several = " and ".join(repr(patterns[index][0]) for index in indices)
+                raise ConfigError(f"{self.caller}: one pattern must match the group {name!r}, got {several}. Keep one pattern.")
+        return [indices[0] if indices else None for indices in by_group]
+
+
+def parse_group_values(values: ByGroup, caller: str, kind: str, *, below_one: bool = False) -> GroupValues:
+    """Parse the argument of a transform and check everything that does not depend on the run.
+
+    Args:
+        values: the argument.
+        caller: name of the transform for errors.
+        kind: word for the numbers in errors, for example ``"factor"``.
+        below_one: if True, values of 1 and above are not allowed.
+
+    Raises:
+        ConfigError: ``values`` is not a number >= 0, a schedule, or a mapping from text to numbers >= 0 and schedules.
+    """
+    by_name: Mapping[Any, float | Schedule] = values if isinstance(values, Mapping) else {None: values}
+    if not by_name:
+        raise ConfigError(f"{caller}: the mapping must not be empty, got {{}}. Give names of groups, as in {{'head': 0.1}}.")
+    for key in by_name:
+        if not (isinstance(key, str) or (key is None and by_name is not values)):
+            raise ConfigError(f"{caller}: names of groups must be text, got {key!r}.")
+    allowed = "[0, 1)" if below_one else "[0, inf)"
+    labels = {key: f"{caller}: {kind}" if key is None else f"{caller}: {kind} of {key!r}" for key in by_name}
+    return GroupValues(caller, tuple((key, hyperparameter(value, labels[key], allowed)) for key, value in by_name.items()))
+
+
+def during_update(
+    name: str,
+    option: str,
+    group_values: GroupValues,
+    combine: Callable[[float, float], float],
+    *,
+    always_report_first: bool = False,
+) -> Transform:
+    """Return a transform that changes an option of parameter groups during the update and restores the option after it.
+
+    Args:
+        name: name of the transform.
+        option: name of the option; ``betas.0`` is the first number of a tuple.
+        group_values: a number per group.
+        combine: function of the group's own option and the value for the step; returns the option during the update.
+        always_report_first: if True, add a metric of the first group even if the values are given by name.
+    """
+    by_name = group_values.by_pattern[0][0] is not None
+
+    def init(state: TrainState) -> TransformState:
+        groups = state.optimizer.param_groups
+        for group, index in zip(groups, group_values.indices_by_group(groups), strict=True):
+            if index is not None:
+                _read_option(group, option, name, type(state.optimizer).__name__)
+        return {}
+
+    def reported_options(groups: Sequence[Mapping[str, Any]], values: Sequence[float | None]) -> dict[str, float]:
+        options = {option: _read_option(groups[0], option, name)} if always_report_first or not by_name else {}
+        if by_name:
+            options.update({f"{option}.{g['name']}": v for g, v in zip(groups, values, strict=True) if v is not None})
+        return options
+
+    def update(inner: UpdateFn) -> UpdateFn:
+        def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
+            groups = state.optimizer.param_groups
+            values: list[float | None] = []
+            for group, number in zip(groups, group_values.values_by_group(state.clock, groups), strict=True):
+                values.append(None if number is None else combine(_read_option(group, option, name), number))
+                _check_value(values[-1], option, name)
+            key = option.partition(".")[0]
+            before = [group.get(key) for group in groups]
+            try:
+                for group, value in zip(groups, values, strict=True):
+                    if value is not None:
+                        _write_option(group, option, value)
+                options = {
+                    key: make_metric(value, 1.0, state.device) for key, value in reported_options(groups, values).items()
+                }
+                return inner(state, {**metrics, **options})
+            finally:
+                for group, value, original in zip(groups, values, before, strict=True):
+                    if value is not None:
+                        group[key] = original
+
+        return update_fn
+
+    return Transform(name=name, init=init, update=update, uses_grad=False, hyperparameters=group_values.hyperparameters)
+
+
+def _read_option(group: Mapping[str, Any], option: str, caller: str, owner: str = "the optimizer") -> float:
+    """Return the number ``option`` of a group.
+
+    Raises:
+        ConfigError: the group has no such option, or the option is not a number.
+    """
+    key, _, index = option.partition(".")
+    value = group.get(key)
+    if index and isinstance(value, (tuple, list)) and index.isdecimal() and int(index) < len(value):
+        value = value[int(index)]
+    elif index:
+        value = None
+    # A learning rate may be a tensor on the device.
+    if not is_number(value) and not (isinstance(value, Tensor) and value.ndim == 0):
+        which = f"the group {group['name']!r}" if "name" in group else "a group"
+        numbers = [key for key, value in group.items() if is_number(value)]
+        pairs = [f"{key}.{index}" for key, value in group.items() if isinstance(value, tuple) for index in range(len(value))]
+        raise ConfigError(
+            f"{caller}: option must be a number in {which} of {owner}, got {option!r}. "
+            f"Give one of {', '.join(numbers + pairs)}."
+        )
+    number: float = value  # type: ignore[assignment]
+    return number
+
+
+def _write_option(group: dict[str, Any], option: str, value: float) -> None:
+    """Write ``value`` to ``option`` of a group. For ``betas.0`` replace the whole tuple.
+
+    Mutates: ``group``.
+    """
+    key, _, index = option.partition(".")
+    before = group[key]
+    group[key] = type(before)(value if i == int(index) else old for i, old in enumerate(before)) if index else value
+
+
+def _check_value(value: float | None, option: str, caller: str) -> None:
+    if value is not None and must_be_below_one(option) and not value < 1.0:
+        raise ConfigError(f"{caller}: {option} must be below 1, got {value!r}.")

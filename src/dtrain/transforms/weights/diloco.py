@@ -17,7 +17,7 @@ from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
 from dtrain.step.step_clock import ends_interval
 from dtrain.transform import Transform, UpdateFn
-from dtrain.transforms.weights.local_training import (
+from dtrain.transforms.weights.local_sgd import (
     average_replicas_,
     check_replicas,
     grad_per_replica,

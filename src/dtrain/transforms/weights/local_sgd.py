@@ -1,16 +1,43 @@
-"""Local SGD: replicas that train separately and are averaged at intervals. ``local_training`` describes the mechanism."""
+"""Local SGD: split a model into replicas that train separately, and join the replicas by averaging at intervals.
+
+1. A replica is an index of the mesh's ``dp_replicate`` (``hybrid_shard``: sharded over ``dp_shard``), or one data-parallel rank
+   (``replicate``). ``split_replicas`` writes the replicas into ``state.spec.replica_info``, and changes nothing else.
+2. While ``replica_info`` is set, a step sums gradients within a replica only: FSDP2's reduce-scatter without the following
+   all-reduce, or an all-reduce over the replica's ranks for unsharded parameters. The step divides by the weight of the
+   replica's samples. So a replica's gradient is that of the mean over its own samples. ``clip_by_norm`` and ``sam`` see norms
+   of that gradient, because a parameter is sharded over ``dp_shard`` alone.
+3. The clock, metrics, buffers and every decision (out of memory, not finite, no weight on any rank) remain those of all ranks.
+   The records of a step are exchanged as usual, so no rank waits for a replica that decided differently. Local training saves
+   the communication of gradients between replicas, not the synchronization of steps.
+4. ``join_replicas`` averages all state that may differ: parameters, the optimizer's state, states of other transforms. After
+   the join all replicas are equal bit for bit, so a checkpoint is valid for any number of replicas.
+5. Before the join the replicas differ, and a checkpoint would store one replica's values. So ``save_sharded`` raises, also at
+   the end of a round with ``optimizer_state="keep"``. ``join_replicas`` may be called at any step, for example when a run is
+   asked to stop. Continuing after the join and resuming from a checkpoint of the joined state are the same, bit for bit.
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from dtrain.arguments import check_choice
+from dtrain.dist.mesh import ReplicaInfo, axis_size, get_mesh
+from dtrain.dist.timeout_report import report_missing_ranks
+from dtrain.dtensor import to_local
 from dtrain.durations import Duration
-from dtrain.state import TrainState
+from dtrain.errors import ConfigError
+from dtrain.fqn import parameters_by_fqn
+from dtrain.shard.grad_sync import grad_sync_of
+from dtrain.state import ShardSpec, TrainState
 from dtrain.step.step_clock import ends_interval
-from dtrain.transform import Transform, UpdateFn
-from dtrain.transforms.weights.local_training import average_params_, check_replicas, grad_per_replica, join_remaining_state
-from dtrain.typing import Metrics, TransformState
+from dtrain.transform import GradFn, Transform, UpdateFn
+from dtrain.typing import Batch, Metrics, TransformState
 
 _NAME = "local_sgd"
 
@@ -79,3 +106,226 @@ def local_sgd(interval: Duration | int | str, *, optimizer_state: Literal["avera
 def _init_local_sgd(state: TrainState) -> TransformState:
     check_replicas(state, _NAME)
     return {}
+
+
+# Largest size of one all-reduce, the extra memory of an average.
+_BUCKET_BYTES = 64 << 20
+
+
+def split_replicas(state: TrainState) -> TrainState:
+    """Return the state with split replicas: from now on each replica sums gradients over its own ranks only.
+
+    Returns ``state`` itself if there is one replica only, or if the replicas are split already. Nothing is changed or sent.
+
+    Formula: ``grad_k = sum(losses of replica k) / sum(weights of replica k)`` for each replica ``k``, in place of the sums over
+    all
+
+    Example:
+        >>> import dtrain as dt
+        >>> model = torch.nn.Linear(1, 1)
+        >>> step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len))
+        >>> state = step.init(model, torch.optim.SGD(model.parameters()))
+        >>> dt.transforms.split_replicas(state) is state  # one process has one replica
+        True
+
+    Raises:
+        ConfigError: ``full_shard`` or ``shard_grad_op`` on a mesh with ``dp_replicate`` above 1, which shard over that axis
+            too; or ``replicate`` with context parallelism, where a rank has parts of samples only.
+
+    Source: Stich 2019, arXiv:1805.09767, algorithm 1.
+    """
+    if state.spec.replica_info is not None:
+        return state
+    replicas = _find_replicas(state.spec)
+    return state if replicas is None else state._replace(spec=replace(state.spec, replica_info=replicas))
+
+
+def join_replicas(state: TrainState) -> TrainState:
+    """Return the state with all replicas replaced by their mean.
+
+    The mean covers the optimizer's parameters, the optimizer's state, and floating-point tensors in the states of transforms,
+    such as averages of the parameters. Of the optimizer's state only floating-point tensors are averaged. A scalar state of a
+    larger parameter is a count, which is equal on all replicas. Returns ``state`` itself if the replicas are not split. In a
+    loop with ``local_sgd`` or ``diloco``, call ``join_replicas`` before a checkpoint within a round and at the end. Without
+    these transforms, call ``split_replicas`` before each step and ``join_replicas`` after several steps for local SGD.
+
+    Formula: ``x = (x_1 + ... + x_K) / K`` for each such tensor of ``K`` replicas
+
+    Mutates: parameters, optimizer state, transform states. ``state`` must not be used again.
+    Collective: one all-reduce between replicas per dtype and 64 MiB of this rank's shards, in at least float32.
+    Host sync: none.
+
+    Example:
+        >>> import dtrain as dt
+        >>> model = torch.nn.Linear(1, 1)
+        >>> step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len))
+        >>> state = step.init(model, torch.optim.SGD(model.parameters()))
+        >>> state = dt.transforms.split_replicas(state)
+        >>> dt.transforms.join_replicas(state) is state  # one process has one replica
+        True
+
+    Raises:
+        StaleStateError: ``state`` was stepped already.
+        DistError: a replica does not call the function.
+
+    Source: Stich 2019, arXiv:1805.09767, algorithm 1; of momentum, Yu et al. 2019, arXiv:1905.03817, algorithm 1.
+    """
+    state._check_not_stale("join_replicas")
+    if state.spec.replica_info is None:
+        return state
+    average_params_(state, "join_replicas")
+    return join_remaining_state(state, caller="join_replicas")
+
+
+def average_replicas_(tensors: Sequence[Tensor], replicas: ReplicaInfo | None, *, device: torch.device | None = None) -> None:
+    """Replace every tensor by its mean over all replicas, on the local shards.
+
+    Formula: ``tensor = (tensor_1 + ... + tensor_K) / K`` for ``K`` replicas
+
+    Args:
+        tensors: floating-point tensors or DTensors; same shapes, dtypes and order on all replicas.
+        replicas: ``state.spec.replica_info``; None stands for one replica, whose mean is the tensor itself.
+        device: device of the sum, for tensors on another device; None uses the tensors' device.
+
+    Mutates: ``tensors``.
+    Collective: one all-reduce between replicas per dtype and 64 MiB, in at least float32; none for one replica.
+    Host sync: none; with ``device`` the syncs of the copies in both directions.
+
+    Example:
+        >>> import dtrain as dt
+        >>> weight = torch.tensor([1.5])
+        >>> dt.transforms.average_replicas_([weight], None)
+        >>> weight.item()
+        1.5
+
+    Source: Stich 2019, arXiv:1805.09767, algorithm 1.
+    """
+    if replicas is None:
+        return
+    with torch.no_grad():
+        for bucket in _buckets([to_local(tensor) for tensor in tensors]):
+            flat = torch.cat([shard.reshape(-1) for shard in bucket])
+            flat = flat.to(device or flat.device, torch.promote_types(flat.dtype, torch.float32))
+            dist.all_reduce(flat, group=replicas.across_group)
+            flat.div_(replicas.count)
+            pieces = flat.split([shard.numel() for shard in bucket])
+            torch._foreach_copy_(bucket, [piece.view(shard.shape) for piece, shard in zip(pieces, bucket, strict=True)])
+
+
+def optimizer_params(state: TrainState) -> dict[str, Tensor]:
+    """Return the floating-point parameters of the optimizer by name: the parameters that differ between split replicas."""
+    known = {id(param) for group in state.optimizer.param_groups for param in group["params"]}
+    return {name: param for name, param in state.params.items() if id(param) in known and param.is_floating_point()}
+
+
+def average_params_(state: TrainState, caller: str) -> None:
+    """Replace the parameters by their mean over all replicas. Mutates: parameters. Collective: as ``average_replicas_``."""
+    # A forward may have left unsharded copies of the parameters.
+    grad_sync_of(state.model).reshard()
+    with report_missing_ranks(caller):
+        average_replicas_(list(optimizer_params(state).values()), state.spec.replica_info, device=state.device)
+
+
+def join_remaining_state(state: TrainState, *, caller: str, except_for: str = "") -> TrainState:
+    """Average the optimizer state and the transform states, except the state of ``except_for``, after the parameters.
+
+    Mutates: optimizer state, transform states; ``state`` must not be used again. Collective: as ``average_replicas_``.
+    """
+    others = {name: content for name, content in state.transform_states.items() if name != except_for}
+    with report_missing_ranks(caller):
+        average_replicas_(
+            [*_optimizer_tensors(state), *_transform_state_tensors(others)], state.spec.replica_info, device=state.device
+        )
+    return state._next(spec=replace(state.spec, replica_info=None))
+
+
+def grad_per_replica(inner: GradFn) -> GradFn:
+    """Return ``inner`` with split replicas: each replica's gradient is that of its own samples."""
+
+    def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
+        return inner(split_replicas(state), batch, microbatch_size=microbatch_size)
+
+    return grad_fn
+
+
+def check_replicas(state: TrainState, caller: str) -> None:
+    """Check that the model has replicas to train apart, and all its parameters.
+
+    Raises:
+        ConfigError: ``state`` was narrowed by ``masked``, so the other parameters would never be averaged; or the strategy has
+            no replicas.
+    """
+    if len(state.params) < len(parameters_by_fqn(state.model)[0]):
+        raise ConfigError(
+            f"{caller}: the parameters must be all parameters of the model, got a part. List {caller} without masked."
+        )
+    split_replicas(state)
+
+
+def _find_replicas(spec: ShardSpec) -> ReplicaInfo | None:
+    """Return the replicas of a model with this ``spec``; None for one replica."""
+    mesh = spec.mesh
+    if mesh is None or spec.strategy == "none":
+        return None
+    if spec.strategy == "hybrid_shard":
+        within = tuple(mesh.get_group(axis) for axis in range(1, mesh.ndim) if mesh.size(axis) > 1)
+        return ReplicaInfo(
+            index=mesh.get_local_rank(0), count=mesh.size(0), across_group=mesh.get_group(0), within_groups=within
+        )
+    if spec.strategy != "replicate":
+        if axis_size(mesh, "dp_replicate") > 1:
+            raise ConfigError(
+                f"split_replicas: strategy must be 'hybrid_shard' with dp_replicate={axis_size(mesh, 'dp_replicate')}, got "
+                f"{spec.strategy!r}, which shards over dp_replicate too, so there is one replica."
+            )
+        return None
+    if axis_size(mesh, "cp") > 1:
+        raise ConfigError(
+            f"split_replicas: strategy must be 'hybrid_shard' with cp={axis_size(mesh, 'cp')}, got 'replicate', whose replicas "
+            "have parts of samples only."
+        )
+    if spec.data_ranks == 1:
+        return None
+    tensor = {"tp": axis_size(mesh, "tp")} if axis_size(mesh, "tp") > 1 else {}
+    # shard_model has created this mesh.
+    replica_mesh = get_mesh({"dp_all": spec.data_ranks, "dp_one": 1, **tensor})
+    within = (replica_mesh.get_group("tp"),) if tensor else ()
+    return ReplicaInfo(
+        index=spec.data_rank, count=spec.data_ranks, across_group=replica_mesh.get_group("dp_all"), within_groups=within
+    )
+
+
+def _optimizer_tensors(state: TrainState) -> Iterator[Tensor]:
+    for param, content in state.optimizer.state.items():
+        for key, value in content.items():
+            if not isinstance(value, Tensor) or not value.is_floating_point() or key == "step":
+                continue
+            # A scalar state of a larger parameter is a count, which may be on the host.
+            if value.ndim or not param.ndim:
+                yield value
+
+
+def _transform_state_tensors(tree: Mapping[str, Any]) -> Iterator[Tensor]:
+    for value in tree.values():
+        if isinstance(value, Mapping):
+            yield from _transform_state_tensors(value)
+        elif isinstance(value, Tensor) and value.is_floating_point():
+            yield value
+
+
+def _buckets(shards: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Group nonempty shards by dtype and device, and split each group into buckets of one all-reduce."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for shard in shards:
+        if shard.numel():
+            kinds.setdefault((shard.dtype, shard.device), []).append(shard)
+    for same in kinds.values():
+        bucket: list[Tensor] = []
+        size = 0
+        for shard in same:
+            if bucket and size + shard.numel() * shard.element_size() > _BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(shard)
+            size += shard.numel() * shard.element_size()
+        yield bucket
