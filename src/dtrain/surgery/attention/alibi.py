@@ -203,7 +203,7 @@ def alibi(
     heads = {**_default_attentions(), **(attentions or {})}
     _check_implementation(model)
     named = _match_position_modules(model, positions)
-    cross_attention = cross_attention_ids(model)
+    cross_attention = {id(layer.multihead_attn) for layer in model.modules() if isinstance(layer, nn.TransformerDecoderLayer)}
     policies: dict[ModuleSelector, ReplacementPolicy] = {
         kind: _make_policy(attribute, cross_attention) for kind, attribute in heads.items()
     }
@@ -248,7 +248,9 @@ def _make_policy(attribute: str, cross_attention: Container[int]) -> Replacement
         if type(heads) is not int:
             raise ConfigError(f"{_CALLER}: {type(module).__name__}.{attribute} must be the number of heads, got {heads!r}.")
         if type(module) is nn.MultiheadAttention:
-            return swap_to_alibi_multihead(module)
+            # A no-op hook disables torch's inference kernels, which support no bias.
+            swap_class(module, AlibiMultiheadAttention).register_forward_pre_hook(_no_op_hook)
+            return module
         add_mixin(module, Alibi)
         assert isinstance(module, Alibi)
         module._alibi_heads = heads
@@ -376,17 +378,6 @@ class AlibiMultiheadAttention(nn.MultiheadAttention):
             attn_mask=bias if mask is None else bias + mask,
             average_attn_weights=average_attn_weights,
         )
-
-
-def swap_to_alibi_multihead(module: nn.MultiheadAttention) -> nn.Module:
-    """Swap the class of ``module``. A no-op hook disables torch's inference kernels, which support no bias."""
-    swap_class(module, AlibiMultiheadAttention).register_forward_pre_hook(_no_op_hook)
-    return module
-
-
-def cross_attention_ids(model: nn.Module) -> set[int]:
-    """Return the ids of cross-attention modules in torch's decoder layers."""
-    return {id(layer.multihead_attn) for layer in model.modules() if isinstance(layer, nn.TransformerDecoderLayer)}
 
 
 def disable_nested_tensors_(model: nn.Module) -> None:
