@@ -50,7 +50,7 @@ def test_broken_package_warns_once(monkeypatch, tmp_path, name, module):
 
 BAD = {
     "server": ({"path": "s3://bucket/tb"}, "path must be local, got 's3://bucket/tb'"),
-    "patience": ({"timeout_s": -1}, "timeout_s must be a finite number of seconds above 0, got -1"),
+    "patience": ({"timeout_s": -1}, "timeout_s must be a finite number above 0, got -1"),
     "settings": ({"settings": [1]}, "settings must be a mapping, a dataclass or an argparse.Namespace, got list"),
     "ranks": ({"ranks": "all"}, r"path must contain \{rank\} if ranks='all'"),
 }
