@@ -5,6 +5,7 @@ import torch
 from tensordict import TensorDict
 
 from dtrain.batch import batch_spec, count_samples, make_zero_samples, select_samples, split_batch, to_device
+from dtrain.dist.dispatch import OpObserver
 from dtrain.errors import ConfigError
 
 Pair = namedtuple("Pair", "x y")
@@ -73,6 +74,14 @@ def test_split_divides_per_sample_sequences_and_copies_other_values():
     parts = split_batch(KINDS["nested"], 2)
     assert [part["ids"] for part in parts] == [["a", "b"], ["c", "d"], ["e"]]
     assert [part["scale"] for part in parts] == [2.0, 2.0, 2.0]
+
+
+@pytest.mark.parametrize("kind", ["tensor", "dict", "tuple", "list"])
+def test_flat_batch_is_split_with_one_call_per_tensor(kind):
+    calls = []
+    with OpObserver(lambda func, args, kwargs: calls.append(str(func))):
+        assert len(split_batch(KINDS[kind], 2)) == 3
+    assert calls == ["aten.split.Tensor"] * (1 if kind == "tensor" else 2)
 
 
 def test_split_returns_views():

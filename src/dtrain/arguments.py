@@ -34,7 +34,11 @@ def check_int(caller: str, name: str, value: object, *, minimum: int = 1, maximu
     Raises:
         ConfigError: ``value`` is not an integer within the limits.
     """
-    number = operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else None
+    # The check of a protocol takes several microseconds, and every step calls this function.
+    if type(value) is int:
+        number: int | None = value
+    else:
+        number = operator.index(value) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else None
     if number is None or number < minimum or (maximum is not None and number > maximum):
         limits = f"of at least {minimum}" if maximum is None else f"from {minimum} to {maximum}"
         raise ConfigError(f"{caller}: {name} must be an integer {limits}, got {value!r}.{advice and ' '}{advice}")

@@ -6,7 +6,7 @@ every tensor. ``batch_spec`` describes batches with other axes, and is needed to
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,12 +137,16 @@ def narrow_batch(batch: Batch, start: int, length: int, batch_spec: BatchSpec | 
     """Return ``length`` samples of ``batch`` from ``start`` on; tensors are views."""
     if batch_spec is not None:
         return batch_spec.narrow(batch, start, length)
-    total = count_samples(batch)
+    return _narrow(batch, start, length, count_samples(batch))
+
+
+def _narrow(batch: Batch, start: int, length: int, samples: int) -> Batch:
+    """Return ``length`` samples of a batch of ``samples`` samples from ``start`` on, along the first axis of every tensor."""
 
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
             return leaf.narrow(0, start, length) if leaf.ndim > 0 else leaf
-        if isinstance(leaf, _SEQUENCE_TYPES) and len(leaf) == total:
+        if isinstance(leaf, _SEQUENCE_TYPES) and len(leaf) == samples:
             return leaf[start : start + length]
         return leaf
 
@@ -191,21 +195,37 @@ def split_batch(batch: Batch, microbatch_size: int, *, batch_spec: BatchSpec | N
         ConfigError: ``microbatch_size`` below 1, or a batch whose samples cannot be counted.
     """
     check_microbatch_size(microbatch_size)
-    parts, infos = (
-        split_into_microbatches(batch, microbatch_size, count_samples_and_tokens(batch, batch_spec)[0], batch_spec),
-        get_batch_infos(batch),
-    )
+    samples, _ = count_samples_and_tokens(batch, batch_spec)
+    parts, infos = split_into_microbatches(batch, microbatch_size, samples, batch_spec), get_batch_infos(batch)
     return [attach_batch_info(part, infos[0]) for part in parts] if len(infos) == 1 else parts
 
 
 def split_into_microbatches(batch: Batch, microbatch_size: int, samples: int, batch_spec: BatchSpec | None) -> list[Batch]:
     """Split a batch of ``samples`` samples; see ``split_batch``."""
-    if batch_spec is None and samples and type(batch) is dict and _all_splittable(batch.values()):
-        # Fast path for a dictionary of tensors: one call per tensor.
-        rows = zip(*[leaf.split(microbatch_size) for leaf in batch.values()], strict=True)
-        return [dict(zip(batch, row, strict=True)) for row in rows]
-    starts = range(0, samples, microbatch_size)
-    return [narrow_batch(batch, start, min(microbatch_size, samples - start), batch_spec) for start in starts]
+    if batch_spec is None and samples and (microbatches := _split_flat(batch, microbatch_size)):
+        return microbatches
+    sizes = [(start, min(microbatch_size, samples - start)) for start in range(0, samples, microbatch_size)]
+    if batch_spec is not None:
+        return [batch_spec.narrow(batch, start, length) for start, length in sizes]
+    samples = count_samples(batch)
+    return [_narrow(batch, start, length, samples) for start, length in sizes]
+
+
+def _split_flat(batch: Batch, microbatch_size: int) -> list[Batch]:
+    """Split a tensor, or a flat dict, tuple or list of tensors of one length, with one call each. Others give no parts."""
+    kind = type(batch)
+    if isinstance(batch, Tensor):
+        return list(batch.split(microbatch_size)) if batch.ndim else []
+    if kind is not dict and kind is not tuple and kind is not list:
+        return []
+    leaves = list(batch.values()) if kind is dict else batch
+    # Lists are faster than generators for a few tensors.
+    if not all([isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves]):  # noqa: C419
+        return []
+    if len({leaf.size(0) for leaf in leaves}) != 1:
+        return []
+    rows = zip(*[leaf.split(microbatch_size) for leaf in leaves], strict=True)
+    return [dict(zip(batch, row, strict=True)) for row in rows] if kind is dict else [kind(row) for row in rows]
 
 
 def check_microbatch_size(microbatch_size: int) -> None:
@@ -228,11 +248,6 @@ class FailedBatch:
 
     def __iter__(self) -> Iterator[Any]:
         raise self.error
-
-
-def _all_splittable(leaves: Iterable[Any]) -> bool:
-    # A list is faster than a generator for a few tensors.
-    return all([isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves])  # noqa: C419
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
@@ -316,17 +331,24 @@ def _map_leaves(value: Any, fn: Callable[[Any], Any], of_tensordict: Callable[[A
 
 def list_tensors(value: Any) -> list[Tensor]:
     """List every tensor of a batch."""
-    if isinstance(value, Tensor):
+    kind = type(value)
+    # The common types are compared first, because checks of abstract classes are slow.
+    if kind is tuple or kind is list:
+        items = list(value)
+    elif kind is dict:
+        items = list(value.values())
+    elif isinstance(value, Tensor):
         return [value]
-    if type(value) is dict or isinstance(value, Mapping) or is_tensordict(value):
+    elif isinstance(value, Mapping) or is_tensordict(value):
         items = list(value.values())
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         items = list(value)
     else:
         return []
-    if all(isinstance(item, Tensor) for item in items):
-        return items
-    return [leaf for item in items for leaf in list_tensors(item)]
+    for item in items:
+        if not isinstance(item, Tensor):
+            return [leaf for item in items for leaf in list_tensors(item)]
+    return items
 
 
 def _named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:

@@ -95,7 +95,7 @@ class Clock:
 
     def without_epochs(self, reason: str) -> Clock:
         """Return the clock at the start of a step whose batch has no position in a loader."""
-        return replace(self, no_epochs_reason=reason)
+        return self if self.no_epochs_reason == reason else replace(self, no_epochs_reason=reason)
 
     def tick(self, *, samples: int, tokens: int, seconds: float, position: EpochPosition | None = None) -> Clock:
         """Return the clock after one step over ``samples`` and ``tokens`` that took ``seconds``.

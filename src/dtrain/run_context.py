@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import weakref
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,9 +61,10 @@ batches.
 
 @dataclass(slots=True, eq=False)
 class NonfiniteLossCounter:
-    """Count the steps in a row in which this rank's loss was not finite, on the device, and read the count without a wait.
+    """Count the steps in a row in which this rank's loss was not finite, without a wait for a device.
 
-    A new count is sent to the host after the previous count has arrived, so no count is lost.
+    The loss of a CPU is read at once. Another device counts its losses itself. A new count is sent to the host after the
+    previous count has arrived, so no count is lost.
 
     Args:
         limit: number of steps that stops the run; None counts nothing.
@@ -71,8 +73,8 @@ class NonfiniteLossCounter:
 
     limit: int | None = MAX_NONFINITE_STEPS
     skipped_updates: int = 0
-    _count: Tensor | None = None
-    _previous: Tensor | None = None
+    _count: Tensor | int = 0
+    _previous: Tensor | int = 0
     _step: int = -1
     _sent_step: int | None = None
     _host: AsyncScalar | None = None
@@ -82,27 +84,35 @@ class NonfiniteLossCounter:
         if self.limit is None:
             return
         if step != self._step:
-            self._previous = self._count if step == self._step + 1 else None
+            self._previous = self._count if step == self._step + 1 else 0
             self._step = step
+        host = self._host = self._host or AsyncScalar(total.device)
+        if total.is_cpu:
+            host.copy_from(total)
+            value = host.try_read()
+            self._count = 0 if value is not None and math.isfinite(value) else self._previous + 1
+            self._sent_step = step
+            return
         broken = torch.nan_to_num(total - total, nan=1.0)  # 0 if finite, 1 if infinite or NaN
-        self._count = broken if self._previous is None else torch.addcmul(broken, broken, self._previous)
+        self._count = broken if isinstance(self._previous, int) else torch.addcmul(broken, broken, self._previous)
         if self._sent_step is None:
-            self._host = self._host or AsyncScalar(total.device)
-            self._host.copy_from(self._count)
+            host.copy_from(self._count)
             self._sent_step = step
 
     def first_failed_step(self) -> int | None:
         """Return the first of too many nonfinite steps; None if there are fewer or the count is unknown. Host sync: none."""
-        count = None if self._host is None or self._sent_step is None else self._host.try_read()
-        if count is None or self._sent_step is None or self.limit is None:
+        if self._sent_step is None or self._host is None or self.limit is None:
+            return None
+        count = self._count if isinstance(self._count, int) else self._host.try_read()
+        if count is None:
             return None
         sent, self._sent_step = self._sent_step, None
         return sent - int(count) + 1 if count >= self.limit else None
 
     def reset(self) -> None:
         """Reset all counts."""
-        self._count = self._previous = self._sent_step = None
-        self._step, self.skipped_updates = -1, 0
+        self._count = self._previous = 0
+        self._step, self._sent_step, self.skipped_updates = -1, None, 0
 
 
 # A single equal batch may be a coincidence, as the first batch of a stream.
@@ -178,6 +188,7 @@ class RunContext:
             They belong to the run, because several runs may use one transform.
         lineage: identity of the run in its checkpoints. A load replaces the whole object.
         checkpointers: by checkpoint root, the ``Checkpointer`` that ``save_sharded`` opened for the run.
+        model_syncs: ``GradSync`` and ``BufferSync`` of the model, looked up in the first step; None before.
     """
 
     generation: int = 0
@@ -188,6 +199,7 @@ class RunContext:
     transform_cache: dict[str, Any] = field(default_factory=dict)
     lineage: Lineage = field(default_factory=Lineage)
     checkpointers: dict[str, Any] = field(default_factory=dict)
+    model_syncs: tuple[Any, Any] | None = None
 
 
 class ModelRuns:

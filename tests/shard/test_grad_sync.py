@@ -103,7 +103,7 @@ def expected(strategy: str, accumulate: str, microbatches: int) -> dict[str, lis
         "reduce_scatter": [UNITS * reductions, whole * reductions] if shards > 1 else [0, 0],
         "all_reduce": [UNITS, whole // shards] if shards < 4 else [0, 0],
         "other": 0,
-        "control": [2, 1],
+        "control": [2, 0],
         "logging": 1,
     }
 

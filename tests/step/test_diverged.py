@@ -172,13 +172,20 @@ class Late(AsyncScalar):
         return super().try_read() if self.asked > 3 else None
 
 
+class OnDevice(Tensor):
+    """A loss that is not on the CPU."""
+
+    is_cpu = False
+
+
 def test_delayed_device_results_are_all_counted():
     watch = NonfiniteLossCounter(limit=10)
     watch._host = Late(torch.device("cpu"))
     found = []
     for step in range(30):
         found.append(watch.first_failed_step())
-        watch.record(step, torch.tensor(NAN if step >= 5 else 1.0, dtype=torch.float64))
+        loss = torch.tensor(NAN if step >= 5 else 1.0, dtype=torch.float64)
+        watch.record(step, loss.as_subclass(OnDevice))
     first = next(step for step in found if step is not None)
     assert first == 5
     assert found.index(first) <= 5 + 10 + 2 * 4

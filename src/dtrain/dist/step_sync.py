@@ -35,8 +35,7 @@ class StepCounts:
         position: position of all ranks in their loader's data after the step, None without a loader.
         seconds: rank 0's time since the last step began.
         rng_hash: hash of this rank's RNG state; 0 unless ranks share a batch (tp, cp).
-        rng_mismatch: two ranks that share a batch and have different RNG states. An error only if the step draws random
-            numbers; see ``check_rng_in_sync``.
+        rng_mismatch: two ranks that share a batch and have different RNG states; see ``check_rng_in_sync``.
         equal_batches: True if the batches of all data-parallel ranks have one hash, None if no hashes were compared.
         same_plan: if True, all ranks have the same plan.
     """
@@ -298,12 +297,14 @@ class BackwardSync:
     Args:
         unused_params: parameters without a gradient on any rank.
         changed_buffers: modules whose buffers changed on some rank.
+        weights: loss weight of each rank; None if some rank does not know its weight on the host.
         statuses: status of each rank. If a rank failed, only ``statuses`` and ``collective_indices`` are set.
         collective_indices: number of collectives of each rank before a failure.
     """
 
     unused_params: Sequence[str] = ()
     changed_buffers: Sequence[str] = ()
+    weights: Sequence[float] | None = None
     statuses: Sequence[RankStatus] = ()
     collective_indices: Sequence[int] = ()
 
@@ -317,6 +318,8 @@ class _BackwardRecord(NamedTuple):
     weights_mismatch: float
     status: float
     collective_index: float
+    has_weight: float
+    weight: float
 
 
 def sync_after_backward(
@@ -327,6 +330,7 @@ def sync_after_backward(
     weights_mismatch: bool,
     status: RankStatus = RankStatus.OK,
     collective_index: int = 0,
+    weight: float | None = None,
 ) -> BackwardSync:
     """Exchange the record of the backward that has run, and return the agreed record.
 
@@ -337,8 +341,9 @@ def sync_after_backward(
         weights_mismatch: if True, the weights of this rank's losses differ from the declared weights.
         status: status of the attempt. If a rank failed, the rest of the record is ignored.
         collective_index: number of collectives before this rank's failure.
+        weight: this rank's loss weight; None if the host would wait for a device.
 
-    Collective: one all-gather of six numbers on the control group. If ranks differ, also one exchange of JSON.
+    Collective: one all-gather of eight numbers on the control group. If ranks differ, also one exchange of JSON.
 
     Raises:
         StepError: ranks reduced different units, or a rank has a ``weights_mismatch``; on all ranks.
@@ -350,6 +355,8 @@ def sync_after_backward(
         weights_mismatch=weights_mismatch,
         status=status,
         collective_index=collective_index,
+        has_weight=weight is not None,
+        weight=weight or 0.0,
     )
     records = [_BackwardRecord(*row) for row in _all_gather_record(mine)]
     statuses = [RankStatus(int(record.status)) for record in records]
@@ -361,25 +368,20 @@ def sync_after_backward(
             f"step: on rank {mismatched[0]} the weights of the losses do not add up to what weight_fn said of the batch. Let "
             "the loss and weight_fn count the same things."
         )
-    first = records[0]
-    different = [rank for rank, record in enumerate(records) if record.unit_order != first.unit_order]
+    different = [rank for rank, record in enumerate(records) if record.unit_order != records[0].unit_order]
     if different:
         raise StepError(
             f"step: rank {different[0]} ran other units of the model than rank 0, or in another order, so their gradients do "
             "not belong together. Run the same blocks on all ranks in every microbatch."
         )
-    if all(
-        (record.params_without_grad, record.changed_buffers) == (first.params_without_grad, first.changed_buffers)
-        for record in records
-    ):
-        return BackwardSync(unused_params=params_without_grad, changed_buffers=changed_buffers, statuses=statuses)
-    names = cast("list[list[list[str]]]", all_gather_json([list(params_without_grad), list(changed_buffers)]))
-    without_grad = [set(params) for params, _ in names]
-    return BackwardSync(
-        unused_params=[name for name in names[0][0] if all(name in params for params in without_grad)],
-        changed_buffers=list({name: None for _, buffers in names for name in buffers}),
-        statuses=statuses,
-    )
+    unused_params, hashes = params_without_grad, {(record.params_without_grad, record.changed_buffers) for record in records}
+    if len(hashes) > 1:
+        names = cast("list[list[list[str]]]", all_gather_json([list(params_without_grad), list(changed_buffers)]))
+        without_grad = [set(params) for params, _ in names]
+        unused_params = [name for name in names[0][0] if all(name in params for params in without_grad)]
+        changed_buffers = list({name: None for _, buffers in names for name in buffers})
+    weights = [record.weight for record in records] if all(record.has_weight for record in records) else None
+    return BackwardSync(unused_params=unused_params, changed_buffers=changed_buffers, weights=weights, statuses=statuses)
 
 
 def _all_gather_record(record: Sequence[float]) -> list[list[float]]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any, cast
 
 import torch
@@ -44,28 +45,50 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
         raise ConfigError("reduce_metrics: metrics must have at least 1 metric, got none.")
     names, ranks = sorted(metrics), get_dist_info().world_size
     scalars = [scalar for name in names for scalar in metrics[name]]
-    # The comparison of dtypes is faster than a call of double().
-    parts = [scalar if scalar.dtype == torch.float64 else scalar.double() for scalar in scalars]
-    # The sum of the hash over ranks is exact in float64.
-    label = derive_seed(*names) % 2**32
-    # Rows of 64 let ranks with a few more names join the same collective, so that all ranks raise.
-    sums = torch.zeros(-(-(len(parts) + 1) // 64) * 64, dtype=torch.float64, device=parts[0].device)
-    sums[: len(parts)] = torch.stack(parts)
-    sums[-1].fill_(label)
-    # On a GPU the read waits for earlier work. That time belongs to the step or to the enclosing span.
     heartbeats.heartbeat("reduce_metrics")
-    with spans.span("reduce") if sums.is_cpu else nullcontext():
+    # On a GPU the read waits for earlier work. That time belongs to the step or to the enclosing span.
+    on_cpu = scalars[0].is_cpu
+    if on_cpu:
+        spans.begin("reduce")
+    try:
         if ranks > 1:
-            dist.all_reduce(sums)
-        *values, labels = sums.tolist()
+            values = _all_reduce(scalars, names, ranks)
+        else:
+            values = [scalar.item() for scalar in scalars] if on_cpu else _stack(scalars).tolist()
+    finally:
+        if on_cpu:
+            spans.end("reduce")
+    totals, weights = values[::2], values[1::2]
+    if 0 in weights:
+        raise StepError(
+            f"reduce_metrics: metric {names[weights.index(0)]!r} must have a positive weight, got 0 over all ranks."
+        )
+    return {name: total / weight for name, total, weight in zip(names, totals, weights, strict=True)}
+
+
+def _all_reduce(scalars: Sequence[Tensor], names: Sequence[str], ranks: int) -> list[float]:
+    """Return the sums over all ranks. Collective: as ``reduce_metrics``."""
+    label, count = _hash_names(tuple(names)), len(scalars)
+    # Rows of 64 let ranks with a few more names join the same collective, so that all ranks raise.
+    row = torch.zeros(-(-(count + 1) // 64) * 64, dtype=torch.float64, device=scalars[0].device)
+    row[:count] = _stack(scalars)
+    row[-1].fill_(label)
+    dist.all_reduce(row)
+    *values, labels = row.tolist()
     if labels != ranks * label:
         raise StepError(f"reduce_metrics: metrics must have equal names on all ranks, got {names} on this rank.")
-    values = values[: len(parts)]
-    totals = dict(zip(names, zip(values[::2], values[1::2], strict=True), strict=True))
-    empty = [name for name, (_, weight) in totals.items() if weight == 0]
-    if empty:
-        raise StepError(f"reduce_metrics: metric {empty[0]!r} must have a positive weight, got 0 over all ranks.")
-    return {name: total / weight for name, (total, weight) in totals.items()}
+    return values[:count]
+
+
+def _stack(scalars: Sequence[Tensor]) -> Tensor:
+    # The comparison of dtypes is faster than a call of double().
+    return torch.stack([scalar if scalar.dtype == torch.float64 else scalar.double() for scalar in scalars])
+
+
+@lru_cache(maxsize=64)
+def _hash_names(names: tuple[str, ...]) -> int:
+    """Return a number below 2**32, so that its sum over ranks is exact in float64."""
+    return derive_seed(*names) % 2**32
 
 
 def gather_metric_states(state: Tensor, group: Any = None, *, mesh: DeviceMesh | None = None) -> list[Tensor]:

@@ -129,7 +129,8 @@ class BufferSync:
 
     def begin_step(self) -> None:
         """Start a step."""
-        self._versions.record()
+        if self._versions.slots:
+            self._versions.record()
 
     def changed_modules(self) -> list[str]:
         """Return the names of modules whose buffers changed since ``begin_step``, in the order of the model."""

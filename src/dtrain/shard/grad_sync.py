@@ -172,6 +172,8 @@ class GradSync:
 
     def add_stashed_grads(self, params: Iterable[Tensor]) -> None:
         """Add the stashed gradients to the gradients of the last microbatch. Mutates: ``.grad`` of ``params``."""
+        if not self._stashed_grads:
+            return
         for param in params:
             stashed = self._stashed_grads.pop(id(param), None)
             if stashed is not None:

@@ -109,9 +109,13 @@ class Precision:
         return _DTYPES[self.reduce] if self.reduce else accumulation_dtype(computed)
 
 
+LOW_PRECISION_DTYPES = (torch.bfloat16, torch.float16)
+"""Dtypes whose sums are computed in float32."""
+
+
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype to sum many numbers of ``dtype``: float32 for bfloat16 and float16, else ``dtype``."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+    return torch.float32 if dtype in LOW_PRECISION_DTYPES else dtype
 
 
 def keeps_dtype(module: nn.Module) -> bool:

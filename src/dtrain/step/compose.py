@@ -106,7 +106,9 @@ class Step:
             StaleStateError: ``state`` was stepped already.
             ConfigError: ``state`` is not a state of this step's ``init``.
         """
-        _check_call(state, batch)
+        if not isinstance(state, TrainState):
+            _refuse_arguments(state, batch)
+        state._check_not_stale("step")
         missing = [t.name for t in self.transforms if t.name not in state.transform_states and not t.read_only]
         if missing:
             raise ConfigError(f"step: the state has no transform state for {missing}. Create it with this step's own init.")
@@ -170,14 +172,13 @@ def compose_step(
     )
 
 
-def _check_call(state: TrainState, batch: object) -> None:
-    if not isinstance(state, TrainState) and isinstance(batch, TrainState):
+def _refuse_arguments(state: object, batch: object) -> None:
+    if isinstance(batch, TrainState):
         raise ConfigError(
             f"step: the arguments must be (state, batch), got ({type(state).__name__}, TrainState). Swap them: "
             "`state, metrics = step(state, batch)`."
         )
     check_state(state, "step", "state, metrics = step(state, batch)")
-    state._check_not_stale("step")
 
 
 def should_stop(state: TrainState) -> bool:

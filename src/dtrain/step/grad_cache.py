@@ -133,7 +133,7 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     check_loss(loss, caller=_NAME)
     if state.step == 0:
         warn_if_mean(loss, _NAME)
-    param_grads = _compute_output_grads(state, cache, normalizer.scaled_loss(loss))
+    param_grads = _compute_output_grads(state, cache, normalizer.scaled_loss(loss, loss.total))
     # Forwards without a backward left parameters unsharded.
     if cache.recomputes:
         grad_sync.begin_step(within_replica=state.spec.replica_info is not None)

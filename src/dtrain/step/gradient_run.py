@@ -25,15 +25,24 @@ from dtrain.dist.step_sync import (
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, StepError
 from dtrain.memory.device_memory import release_cached_memory
-from dtrain.shard.buffers import buffer_sync_of
-from dtrain.shard.grad_sync import all_reduce_grads_, grad_sync_of
+from dtrain.shard.buffers import BufferSync, buffer_sync_of
+from dtrain.shard.grad_sync import GradSync, all_reduce_grads_, grad_sync_of
 from dtrain.state import TrainState, check_state
 from dtrain.step.microbatches import Microbatches
-from dtrain.step.normalization import LossNormalizer, MetricAccumulator, build_normalizer, normalize_grads_
+from dtrain.step.normalization import (
+    SUM_NORMALIZER,
+    LossNormalizer,
+    MetricAccumulator,
+    build_normalizer,
+    host_weight,
+    normalize_grads_,
+)
 from dtrain.step.oom_guard import StepGuard
 from dtrain.step.sanity_checks import hash_first_batch, warn_if_equal_batches
 from dtrain.step.step_clock import begin_step, with_agreed_position
 from dtrain.typing import Batch, Metrics
+
+_NO_MICROBATCHES = Microbatches(batch=None)
 
 
 class GradientRun:
@@ -58,11 +67,15 @@ class GradientRun:
         num_microbatches: number of forwards and backwards, equal on all ranks, after ``begin_forwards``.
     """
 
+    grad_sync: GradSync
+    _buffers: BufferSync
+
     __slots__ = (
         "_batch",
         "_buffers",
         "_caller",
         "_counts",
+        "_loss_weight",
         "_metrics",
         "_normalizer",
         "_report",
@@ -77,11 +90,12 @@ class GradientRun:
 
     def __init__(self, state: TrainState, batch: Batch, caller: str) -> None:
         self.state, self._batch, self._caller = state, batch, caller
-        self.microbatches = Microbatches(batch=None)
+        self.microbatches = _NO_MICROBATCHES
         self.num_microbatches = 0
         self._metrics: Metrics = {}
         self._weights: Mapping[str, Tensor | float] = {}
-        self._normalizer = LossNormalizer(local_weights={}, factors={})
+        self._loss_weight: Tensor | float = 0
+        self._normalizer = SUM_NORMALIZER
         self._synchronized = False
 
     def __enter__(self) -> GradientRun:
@@ -95,7 +109,7 @@ class GradientRun:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         try:
-            if self._synchronized:
+            if self._synchronized and self._report is not None:
                 self._report.__exit__(kind, error, trace)
         finally:
             if self._synchronized and error is not None:
@@ -106,8 +120,11 @@ class GradientRun:
     def _check_state(self) -> None:
         """Check the state, and find the batch's position in its loader, unless a composed step has found it."""
         state, caller = self.state, self._caller
-        check_state(state, caller, f"state, metrics = dt.{caller}(state, batch, loss_fn=loss_fn)")
-        state._check_not_stale(caller)
+        if not isinstance(state, TrainState):
+            check_state(state, caller, f"state, metrics = dt.{caller}(state, batch, loss_fn=loss_fn)")
+        # A composed step has begun the batch, and has checked the state before.
+        if state.step_batch is None or state.step_counts is not None:
+            state._check_not_stale(caller)
         if state.step_batch is None:
             self.state = state = begin_step(state, self._batch)
         if state.spec.mesh is None and (world_size := get_dist_info().world_size) > 1:
@@ -116,8 +133,11 @@ class GradientRun:
                 "dt.shard_model before Step.init."
             )
         self.guard: StepGuard | None = state.guard
-        self.grad_sync, self._buffers = grad_sync_of(state.model), buffer_sync_of(state.model)
-        self._report = report_missing_ranks(caller)
+        context = state.run_context
+        if context.model_syncs is None:
+            context.model_syncs = grad_sync_of(state.model), buffer_sync_of(state.model)
+        self.grad_sync, self._buffers = context.model_syncs
+        self._report = None if state.spec.mesh is None else report_missing_ranks(caller)
 
     def synchronize(self, prepare: Callable[[], tuple[Microbatches, Mapping[str, Tensor | float]]]) -> None:
         """Agree with all ranks on the step that is about to run, and drop earlier gradients.
@@ -138,7 +158,8 @@ class GradientRun:
         self.state.drop_gradients()
         self.grad_sync.begin_step(within_replica=self.state.spec.replica_info is not None)
         self._buffers.begin_step()
-        self._report.__enter__()
+        if self._report is not None:
+            self._report.__enter__()
         self._synchronized = True
 
     def _sync_before_forward(self, error: Exception | None) -> StepCounts:
@@ -152,7 +173,8 @@ class GradientRun:
         first_nonfinite = monitor.nonfinite_losses.first_failed_step()
         elapsed_s = 0.0 if monitor.last_step_started_at is None else now - monitor.last_step_started_at
         monitor.last_step_started_at = now
-        batch_hash = hash_first_batch(state, microbatches.batch) if error is None and microbatches.samples else 0
+        several = spec.mesh is not None
+        batch_hash = hash_first_batch(state, microbatches.batch) if several and error is None and microbatches.samples else 0
         counts = sync_before_forward(
             samples=microbatches.samples,
             tokens=microbatches.tokens,
@@ -171,7 +193,8 @@ class GradientRun:
             batch_info=state.step_batch.info if state.step_batch is not None else None,
             elapsed_s=elapsed_s,
         )
-        warn_if_equal_batches(state, counts, batch_hash)
+        if several:
+            warn_if_equal_batches(state, counts, batch_hash)
         if guard is not None and not counts.same_plan:
             guard.traces.clear()
         # A second call for one step (a retry, a method with two gradients) adds its time to the time of the first call.
@@ -203,13 +226,14 @@ class GradientRun:
         if guard is not None and guard.prepare is not None:
             guard.prepare()
         self.num_microbatches = required if guard is None else guard.limit_microbatches(required)
-        self._normalizer = build_normalizer(self._weights, self.state.device, self.state.spec)
+        if self._weights:
+            self._normalizer = build_normalizer(self._weights, self.state.device, self.state.spec)
         return self._normalizer
 
     def end_backwards(self, sums: MetricAccumulator) -> None:
         """End the forwards and backwards, with the sums of their losses."""
         self.grad_sync.add_stashed_grads(self.state.params.values())
-        self._metrics = sums.metrics()
+        self._metrics, self._loss_weight = sums.metrics(), sums.loss_weight()
         if self.guard is not None:
             _check_reduction_memory(self.state, self._buffers.num_bytes)
 
@@ -228,7 +252,8 @@ class GradientRun:
         outcome = self._sync_after_backward()
         self.grad_sync.confirm_order()
         if guard is None or guard.max_microbatches is None:
-            check_rng_in_sync(self._counts, state.device)
+            if state.spec.ranks_per_batch > 1:
+                check_rng_in_sync(self._counts, state.device)
             self._reduce_and_normalize(outcome)
             state.run_context.monitor.nonfinite_losses.record(state.step, metrics["loss"].total)
         self.grad_sync.end_step()
@@ -246,8 +271,10 @@ class GradientRun:
         # A probe has not run all microbatches that the weights belong to.
         complete = guard is None or (guard.max_microbatches is None and not guard.failed)
         mismatch = complete and self._normalizer.weights_mismatch(state, self._metrics)
-        outcome = BackwardSync(statuses=[status])
-        if state.spec.mesh is not None or mismatch:
+        weight = host_weight(state, self._loss_weight) if complete and self._normalizer.global_weight is None else None
+        if state.spec.mesh is None and not mismatch:
+            outcome = BackwardSync(weights=None if weight is None else [weight], statuses=[status])
+        else:
             outcome = sync_after_backward(
                 unit_order=self.grad_sync.reduction_order,
                 params_without_grad=self.grad_sync.params_without_grad(state),
@@ -255,6 +282,7 @@ class GradientRun:
                 weights_mismatch=mismatch,
                 status=status,
                 collective_index=0 if guard is None else guard.collectives_issued,
+                weight=weight,
             )
         if guard is not None:
             guard.raise_if_failed(outcome, self._counts)
@@ -268,10 +296,10 @@ class GradientRun:
         if state.spec.mesh is not None:
             _reduce_ignored_params(state, outcome.unused_params)
             self._buffers.sync_(outcome.changed_buffers)
-        grads = [param.grad for param in state.params.values() if param.grad is not None]
+        grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
         if not grads and not self.grad_sync.grads_taken:
             raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")
-        normalize_grads_(grads, state, self._normalizer, self._metrics)
+        normalize_grads_(grads, state, self._normalizer, self._metrics, rank_weights=outcome.weights)
 
 
 def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dtrain.batch import BatchSpec, to_device
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import restore_buffers
-from dtrain.shard.grad_sync import GradSync
+from dtrain.shard.precision import LOW_PRECISION_DTYPES
 from dtrain.state import TrainState
 from dtrain.step.gradient_run import GradientRun
 from dtrain.step.microbatches import CountFn, SplitFn, split_microbatches
 from dtrain.step.normalization import MetricAccumulator, check_loss, declared_weights
 from dtrain.step.sanity_checks import warn_if_mean
-from dtrain.typing import Batch, LossFn, LossSum, Metrics, WeightFn
+from dtrain.typing import Batch, LossFn, Metrics, WeightFn
 
 _BACKWARD_CALLED = (
     "microbatch_step: loss_fn must not call backward(), because the step calls backward itself. Return the LossSum alone "
@@ -61,7 +59,8 @@ def microbatch_step(
     Collective: one record on the control group before forward, and for a sharded model on several ranks one after backward;
     the model's own gathers; in the first step of a sharded model one record per unit, which compares the order of units; one
     reduction of gradients per unit (in the last microbatch's backward; with ``accumulate="sharded"`` in each backward); one
-    all-reduce of weights (float64); one of the gradients of ignored parameters; one or two of changed buffers.
+    all-reduce of the weight (float64), if the weight is a tensor on a GPU or ``weight_fn`` declares weights; one of the
+    gradients of ignored parameters; one or two of changed buffers.
     Host sync: none, except some values of the first batches on several ranks, if the batches are on a device. These values
     detect ranks that train on equal batches; see ``Step.init(allow_equal_batches=)``.
 
@@ -102,9 +101,11 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     own, device = run.microbatches.batches, state.device
     needs_copy = not run.microbatches.is_on(device)
     sums = MetricAccumulator(device)
+    params = list(state.params.values())
+    low_precision = [param for param in params if param.dtype in LOW_PRECISION_DTYPES]
     grad_sync.follow_plan(run.replay_conditions, compare=guard is None or not guard.multi_rank)
     for index in range(run.num_microbatches):
-        grad_sync.before_microbatch(last=index == last, params=state.params.values())
+        grad_sync.before_microbatch(last=index == last, params=low_precision)
         if guard is not None and index == 0:
             guard.begin_first_forward()
         if index < len(own):
@@ -112,11 +113,11 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
             # The first loss is checked; later losses come from the same function.
             if index == 0:
                 check_loss(loss, caller="microbatch_step")
-                if grad_sync.has_grads(state.params.values()):
+                if grad_sync.has_grads(params):
                     raise ConfigError(_BACKWARD_CALLED)
                 if state.step == 0:
                     warn_if_mean(loss, "microbatch_step")
-            objective = normalizer.scaled_loss(_attach_skipped_units(loss, grad_sync))
+            objective = normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total))
             if guard is not None and index == 0:
                 guard.end_first_forward()
             objective.backward()
@@ -126,14 +127,9 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
             with restore_buffers(state.model):
                 padding = to_device(run.microbatches.padding_microbatch(state.padding_sample), device)
                 loss = check_loss(loss_fn(state.model, padding), caller="microbatch_step")
-                objective = normalizer.scaled_loss(_attach_skipped_units(loss, grad_sync)) * 0.0
+                objective = normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total)) * 0.0
                 if guard is not None and index == 0:
                     guard.end_first_forward()
                 objective.backward()
             sums.add_names(loss)
     run.end_backwards(sums)
-
-
-def _attach_skipped_units(loss: LossSum, grad_sync: GradSync) -> LossSum:
-    total = grad_sync.complete_forward(loss.total)
-    return loss if total is loss.total else replace(loss, total=total)

@@ -41,8 +41,12 @@ class LossNormalizer:
     factors: Mapping[str, Tensor]
     global_weight: Tensor | None = None
 
-    def scaled_loss(self, loss: LossSum) -> Tensor:
+    def scaled_loss(self, loss: LossSum, total: Tensor) -> Tensor:
         """Return the objective of one microbatch, for ``backward``.
+
+        Args:
+            loss: loss of the microbatch.
+            total: ``loss.total``, with the units that this rank skipped in its graph.
 
         Raises:
             ConfigError: the loss has terms without a ``weight_fn``, or its terms differ from those of ``weight_fn``.
@@ -54,13 +58,13 @@ class LossNormalizer:
                     f"microbatch_step: the loss has further terms ({', '.join(loss.terms)}) with their own weights. Pass "
                     "weight_fn=, which returns the weights of a batch before its first backward."
                 )
-            return _require_graph(loss.total)
-        sums = {"loss": loss.total, **{name: total for name, (total, _) in loss.terms.items()}}
+            return total if total.requires_grad else _require_graph(total)
+        sums = {"loss": total, **{name: total for name, (total, _) in loss.terms.items()}}
         if sums.keys() != self.factors.keys():
             raise ConfigError(
                 f"microbatch_step: weight_fn must return a weight per loss term, got {sorted(self.factors)} for {sorted(sums)}."
             )
-        scaled = [total.reshape(()) * self.factors[name].to(total.dtype) for name, total in sums.items()]
+        scaled = [term.reshape(()) * self.factors[name].to(term.dtype) for name, term in sums.items()]
         return _require_graph(torch.stack(scaled).sum() if len(scaled) > 1 else scaled[0])
 
     def weights_mismatch(self, state: TrainState, metrics: Metrics) -> bool:
@@ -76,6 +80,10 @@ class LossNormalizer:
             return False
         _weight_scalar(state, self.global_weight.device).clear()
         return True
+
+
+SUM_NORMALIZER = LossNormalizer(local_weights={}, factors={})
+"""Normalizer without a ``weight_fn``: losses stay sums, and gradients are divided after backward."""
 
 
 def _require_graph(total: Tensor) -> Tensor:
@@ -108,12 +116,10 @@ def declared_weights(weight_fn: WeightFn | None, batch: Batch) -> dict[str, Tens
 
 
 def build_normalizer(local: Mapping[str, Tensor | float], device: torch.device, spec: ShardSpec) -> LossNormalizer:
-    """All-reduce the declared weights and return the factor of every term.
+    """All-reduce the declared weights, at least one, and return the factor of every term.
 
-    Collective: one all-reduce (float64), none without terms.
+    Collective: one all-reduce (float64).
     """
-    if not local:
-        return LossNormalizer(local_weights={}, factors={})
     stacked = torch.stack([torch.as_tensor(w, dtype=torch.float64).detach().reshape(()).to(device) for w in local.values()])
     replica_weights, global_weights = _all_reduce_weights(stacked, spec)
     factors = torch.where(replica_weights > 0, 1.0 / replica_weights, 0.0)
@@ -124,32 +130,72 @@ def build_normalizer(local: Mapping[str, Tensor | float], device: torch.device, 
     )
 
 
-def normalize_grads_(grads: Sequence[Tensor], state: TrainState, normalizer: LossNormalizer, metrics: Metrics) -> None:
+def normalize_grads_(
+    grads: Sequence[Tensor],
+    state: TrainState,
+    normalizer: LossNormalizer,
+    metrics: Metrics,
+    *,
+    rank_weights: Sequence[float] | None = None,
+) -> None:
     """Divide the gradients of the summed loss by the global weight, unless ``weight_fn`` scaled the losses before backward.
 
-    Mutates: ``grads``. Collective: one all-reduce of float64 ``[]``, unless ``weight_fn`` declared the weight.
+    Args:
+        grads: gradients of the summed loss.
+        state: state of the step.
+        normalizer: weights that ``weight_fn`` declared, if any.
+        metrics: local sums of the step.
+        rank_weights: weight of each rank, as ``host_weight`` says; None if some host does not know its weight.
+
+    Mutates: ``grads``. Collective: none with ``rank_weights`` or declared weights, else one all-reduce of float64 ``[]``.
     Host sync: none. On a GPU the weight reaches the host late: the gradient is zero now, and the next step raises.
 
     Raises:
         StepError: the global weight is zero.
     """
-    if normalizer.global_weight is None:
-        replica_weight, weight = _all_reduce_weights(metrics["loss"].weight, state.spec)
+    if normalizer.global_weight is not None:
+        _check_weight(state, _read_if_on_cpu(state, normalizer.global_weight))
+    elif rank_weights is not None:
+        total = sum(rank_weights)
+        _check_weight(state, total)
+        scale_(grads, 1.0 / total)
     else:
-        replica_weight = weight = normalizer.global_weight
-    value = _send_to_host(state, weight) if normalizer.global_weight is None else _read_if_on_cpu(state, weight)
-    if value is not None and not value > 0:
-        _weight_scalar(state, weight.device).clear()
-        raise StepError(
-            f"microbatch_step: step {state.step}: the weights of all ranks add up to {value:g}, so the mean loss is undefined. "
-            "Look for a batch in which every position is masked."
-        )
-    if normalizer.global_weight is None:
+        replica_weight, weight = _all_reduce_weights(metrics["loss"].weight, state.spec)
+        _check_weight(state, _send_to_host(state, weight))
         # On a GPU the host does not know the weight without waiting, and a division by zero would write NaN into parameters.
         # The weight of one replica may be zero without an error; its gradient is zero then.
-        known = value is not None and state.spec.replica_info is None
-        factor = weight.reciprocal() if known else torch.where(replica_weight > 0, 1.0 / replica_weight, 0.0)
-        scale_(grads, factor)
+        scale_(grads, torch.where(replica_weight > 0, 1.0 / replica_weight, 0.0))
+
+
+def _check_weight(state: TrainState, weight: float | None) -> None:
+    """Raise ``StepError`` if the host knows that the global ``weight`` is not positive."""
+    if weight is None or weight > 0:
+        return
+    if (pending := state.run_context.monitor.pending_weight) is not None:
+        pending.clear()
+    raise StepError(
+        f"microbatch_step: step {state.step}: the weights of all ranks add up to {weight:g}, so the mean loss is undefined. "
+        "Look for a batch in which every position is masked."
+    )
+
+
+def host_weight(state: TrainState, weight: Tensor | float) -> float | None:
+    """Return this rank's ``weight`` as a number; None if the host would wait for a device, or if replicas train separately.
+
+    Host sync: none.
+    """
+    if state.spec.replica_info is not None:
+        return None
+    if not state.spec.counts_in_loss:
+        return 0.0
+    if not isinstance(weight, Tensor):
+        return float(weight)
+    value = None
+    if weight.is_cpu:
+        value = _send_to_host(state, weight)
+        # The weight of this rank alone may be zero, so the next step must not report it.
+        _weight_scalar(state, weight.device).clear()
+    return value
 
 
 def _weight_scalar(state: TrainState, device: torch.device) -> AsyncScalar:
@@ -187,59 +233,64 @@ def _all_reduce_weights(local: Tensor, spec: ShardSpec) -> tuple[Tensor, Tensor]
     return by_replica[spec.replica_info.index], by_replica.sum(0)
 
 
-Scalars = list["Tensor | float"]
-
-
 class MetricAccumulator:
-    """Sum totals and weights by name, once per step: a sum per microbatch would launch several small kernels each."""
+    """Sums of totals and weights by name, in float64, exact for many tokens. Sums of numbers stay numbers. Host sync: none."""
 
-    __slots__ = ("_device", "_sums", "_totals", "_weights")
+    __slots__ = ("_device", "_sums")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._totals: Scalars = []
-        self._weights: Scalars = []
-        self._sums = {"loss": (self._totals, self._weights)}
+        self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {"loss": (0, 0)}
 
     def add(self, loss: LossSum) -> None:
-        """Record the numbers of one microbatch: ``loss``, ``terms`` and ``aux``."""
-        self._totals.append(loss.total.detach())
-        self._weights.append(loss.weight)
-        for metrics in (loss.terms, loss.aux):
-            for name, (total, weight) in metrics.items():
-                totals, weights = self._sums.setdefault(name, ([], []))
-                totals.append(total.detach() if isinstance(total, Tensor) else total)
-                weights.append(weight)
+        """Add the numbers of one microbatch: ``loss``, ``terms`` and ``aux``."""
+        self._add("loss", loss.total, loss.weight)
+        if loss.terms or loss.aux:
+            for name, (total, weight) in (*loss.terms.items(), *loss.aux.items()):
+                self._add(name, total, weight)
+
+    def _add(self, name: str, total: Tensor | float, weight: Tensor | float) -> None:
+        totals, weights = self._sums.get(name, (0, 0))
+        self._sums[name] = self._plus(totals, total), self._plus(weights, weight)
+
+    def _plus(self, current: Tensor | float, value: Tensor | float) -> Tensor | float:
+        """Return the sum. Mutates: ``current``, if it is a tensor."""
+        if not isinstance(value, Tensor):
+            return current + value
+        value = value.detach()
+        if value.ndim:
+            value = value.reshape(())
+        if isinstance(current, Tensor):
+            return current.add_(value if value.device == self._device else value.to(self._device))
+        # A copy, because the loss function may keep adding to its own tensor.
+        first = value.to(self._device, torch.float64, copy=True)
+        return first + current if current else first
 
     def add_names(self, loss: LossSum) -> None:
-        """Record the names of a padding microbatch, so that all ranks have the same metrics."""
+        """Add the names of a padding microbatch, so that all ranks have the same metrics."""
         for name in (*loss.terms, *loss.aux):
-            self._sums.setdefault(name, ([], []))
+            self._sums.setdefault(name, (0, 0))
 
     def metrics(self) -> Metrics:
-        """Return the sums so far: float64 scalars ``[]`` on the device, exact for many tokens. Host sync: none."""
+        """Return the sums so far as scalars ``[]`` on the device."""
         # Many sums have the same weight as a Python number, so its tensor is shared.
         constants: dict[float, Tensor] = {}
         return {
-            name: Metric(self._sum(totals, constants), self._sum(weights, constants))
-            for name, (totals, weights) in self._sums.items()
+            name: Metric(self._as_tensor(total, constants), self._as_tensor(weight, constants))
+            for name, (total, weight) in self._sums.items()
         }
 
-    def _sum(self, values: Scalars, constants: dict[float, Tensor]) -> Tensor:
-        tensors = [value for value in values if isinstance(value, Tensor)]
-        numbers = sum(value for value in values if not isinstance(value, Tensor))
-        if not tensors:
+    def _as_tensor(self, value: Tensor | float, constants: dict[float, Tensor]) -> Tensor:
+        if isinstance(value, Tensor):
+            return value
+        if value not in constants:
             # torch.full fills on the device; torch.tensor would copy from the host.
-            if numbers not in constants:
-                constants[numbers] = torch.full((), numbers, dtype=torch.float64, device=self._device)
-            return constants[numbers]
-        if len(tensors) == 1 and tensors[0].dtype == torch.float64 and not tensors[0].ndim and not numbers:
-            # The loss function may keep adding to its own tensor, so the sum is a copy.
-            return tensors[0].detach().to(self._device, copy=True)
-        if any(tensor.ndim or tensor.device != self._device for tensor in tensors):
-            tensors = [tensor.reshape(()).to(self._device) for tensor in tensors]
-        total = torch.stack(tensors).detach().sum(dtype=torch.float64)
-        return total + numbers if numbers else total
+            constants[value] = torch.full((), value, dtype=torch.float64, device=self._device)
+        return constants[value]
+
+    def loss_weight(self) -> Tensor | float:
+        """Return the weight of the loss so far: a number if the loss function gave numbers."""
+        return self._sums["loss"][1]
 
 
 def check_loss(loss: object, *, caller: str) -> LossSum:

@@ -5,6 +5,7 @@ Ctrl-C is delayed while an update runs, so that an interrupt finds the state bef
 
 from __future__ import annotations
 
+import importlib
 import math
 import signal
 import threading
@@ -59,7 +60,7 @@ def clip_grad_norm_(params: Params, max_norm: float, *, eps: float = 1e-6) -> Te
     """
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_: max_norm must be positive, got {max_norm}.")
-    grads = [param.grad for param in params.values() if param.grad is not None]
+    grads = [grad for param in params.values() if (grad := param.grad) is not None]
     norm = global_norm(grads)
     scale_(grads, (max_norm / (norm + eps)).clamp(max=1.0))
     return norm
@@ -98,9 +99,10 @@ def apply_gradients(
     # A step written by hand is counted here and in microbatch_step.
     spans.begin("step", 0)
     try:
-        check_state(state, "apply_gradients", "state, metrics = dt.apply_gradients(state, metrics)")
+        if not isinstance(state, TrainState):
+            check_state(state, "apply_gradients", "state, metrics = dt.apply_gradients(state, metrics)")
         state._check_not_stale("apply_gradients")
-        grads = [param.grad for param in state.params.values() if param.grad is not None]
+        grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
         if not grads:
             raise StepError("apply_gradients: no parameter has a gradient. Call microbatch_step (or backward) before.")
         if nonfinite != "allow":
@@ -120,7 +122,8 @@ def apply_gradients(
         if nonfinite == "skip":
             _count_skipped_update(state, broken=broken)
         # A forward outside of the step left parameters unsharded; free them so stale copies are not reused.
-        grad_sync_of(state.model).reshard()
+        if state.spec.mesh is not None:
+            grad_sync_of(state.model).reshard()
         with DelayedInterrupt() as interrupt:
             interrupt.begin()
             if not broken:
@@ -254,6 +257,12 @@ def set_lr_(optimizer: torch.optim.Optimizer, lr: float) -> None:
         group["lr"] = lr
 
 
+# The C functions behind ``signal``. The wrappers in Python look for every handler in an enum, which takes 30 us per step.
+_c_signal = importlib.import_module("_signal")
+_get_handler: Callable[[int], object] = _c_signal.getsignal
+_set_handler: Callable[[int, Callable[[int, FrameType | None], object]], object] = _c_signal.signal
+
+
 class DelayedInterrupt:
     """Context that delays SIGINT from ``begin`` on, and raises ``KeyboardInterrupt`` at its end if a SIGINT arrived.
 
@@ -270,9 +279,9 @@ class DelayedInterrupt:
     def begin(self) -> None:
         """Delay SIGINT from now on. Mutates: this process's handler of SIGINT, until the end of the context."""
         main = threading.get_ident() == threading.main_thread().ident
-        if main and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if main and _get_handler(signal.SIGINT) is signal.default_int_handler:
             self._active = True
-            signal.signal(signal.SIGINT, self._on_signal)
+            _set_handler(signal.SIGINT, self._on_signal)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._received:
@@ -284,6 +293,6 @@ class DelayedInterrupt:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         if self._active:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+            _set_handler(signal.SIGINT, signal.default_int_handler)
         if self._received and not isinstance(error, KeyboardInterrupt):
             raise KeyboardInterrupt

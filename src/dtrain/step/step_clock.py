@@ -59,6 +59,8 @@ def with_agreed_position(state: TrainState) -> TrainState:
 
 def _mark_begun(origins: list[BatchInfo]) -> tuple[BatchStatus, ...]:
     """Return the statuses of ``origins``, for the end of the step. Mutates: the statuses, which are marked as started."""
+    if not origins:
+        return ()
     statuses = tuple(dict.fromkeys(origin.status for origin in origins))
     for status in statuses:
         status.started = True
@@ -68,6 +70,8 @@ def _mark_begun(origins: list[BatchInfo]) -> tuple[BatchStatus, ...]:
 def _find_origin(state: TrainState, infos: list[BatchInfo]) -> tuple[BatchInfo | None, str]:
     """Return the element of ``infos`` whose epochs count, or the reason why there is none."""
     loader = state.loader
+    if loader is None and not infos:
+        return None, _NO_ORIGIN
     if loader is not None:
         infos = [info for info in infos if info.loader is loader.identity]
         if not infos:
@@ -79,7 +83,7 @@ def _find_origin(state: TrainState, infos: list[BatchInfo]) -> tuple[BatchInfo |
     # Several batches of one loader were joined; the last one decides.
     if loaders == 1:
         return _without_padding_sample(max(infos, key=lambda info: (info.end.epoch, info.end.batch or 0))), ""
-    return None, _SEVERAL_LOADERS.format(loaders) if infos else _NO_ORIGIN
+    return None, _SEVERAL_LOADERS.format(loaders)
 
 
 def _without_padding_sample(origin: BatchInfo) -> BatchInfo:

@@ -102,9 +102,9 @@ def ema(
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             now = decay_at(state.clock)
             state, metrics = inner(state, metrics)
-            after, content = next_clock(state), state.transform_states[_NAME]
+            content = state.transform_states[_NAME]
             if not content["averaged"]:
-                if not after.reached(begins):
+                if not next_clock(state).reached(begins):
                     return state, metrics
                 copy_params_(content["params"], state.params, content["params"])
             elif ends_interval(state, each):
