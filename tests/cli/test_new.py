@@ -25,10 +25,10 @@ PATIENCE_S = 600  # for anything that takes seconds: the machine may be busy
 
 # Steps after which a loop is clearly better than its baseline, and how much better it must be there.
 LENGTHS = {
-    "blank": ("60ba", lambda value, baseline: value < baseline / 4),
-    "lm": ("80ba", lambda value, baseline: value < baseline - 0.5),
-    "vision": ("100ba", lambda value, baseline: value > baseline + 0.3),
-    "finetune": ("80ba", lambda value, baseline: value > baseline + 0.15),
+    "blank": ("40ba", lambda value, baseline: value < baseline / 4),
+    "lm": ("60ba", lambda value, baseline: value < baseline - 0.5),
+    "vision": ("60ba", lambda value, baseline: value > baseline + 0.3),
+    "finetune": ("60ba", lambda value, baseline: value > baseline + 0.15),
     "diffusion": ("60ba", lambda value, baseline: value < baseline / 3),
 }
 RULES = "E,F,W,I,B,UP,SIM,RUF,PIE,RET,C4"
