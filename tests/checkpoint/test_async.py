@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,6 +18,7 @@ from dtrain import storage
 from dtrain.checkpoint import save_thread
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.lock import LOCK_FILE
 from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.init import init_dist
@@ -355,3 +357,44 @@ def test_preemption_save_precedes_earlier_failure(failed, tmp_path, monkeypatch)
     assert save_sharded(tmp_path, state).result().written
     with pytest.raises(CheckpointError, match="No space left"):
         save_thread.save_thread().wait_all()
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_run_continues_after_its_root_was_removed(tmp_path, mode):
+    """The heartbeat of the lock is alive, and the removed steps are no parents to return to."""
+    root, state = tmp_path / "runs" / "root", plain_state()
+    for step in (1, 2, 3):
+        state = train(state, 1)
+        if step == 2:
+            shutil.rmtree(tmp_path / "runs")
+            with pytest.warns(UserWarning, match="root was removed while this run was using it, and its steps with it"):
+                save_sharded(root, state, mode=mode).wait(LONG_S)
+        else:
+            save_sharded(root, state, mode=mode).wait(LONG_S)
+    assert names(root) == ["step-00000002", "step-00000003"]
+    assert (root / LOCK_FILE).exists()
+    assert digest(load_sharded(root, plain_state(1)).state, rng=False) == digest(state, rng=False)
+
+
+def test_step_is_saved_again_after_its_root_was_removed(tmp_path):
+    state = train(plain_state(), 1)
+    save_sharded(tmp_path / "root", state)
+    shutil.rmtree(tmp_path / "root")
+    with pytest.warns(UserWarning, match="root was removed"):
+        assert save_sharded(tmp_path / "root", state).result().written
+    assert names(tmp_path / "root") == ["step-00000001"]
+
+
+def test_root_removed_during_a_save_is_named(tmp_path, held):
+    state = train(plain_state(), 1)
+    handle = save_sharded(tmp_path / "root", state, mode="async")
+    assert held.reached.wait(LONG_S)
+    shutil.rmtree(tmp_path / "root")
+    held.go.set()
+    with pytest.raises(
+        CheckpointError, match=r"step 1: .*step-00000001.tmp-\S+ must exist until the end of the save, but was removed"
+    ):
+        handle.wait(LONG_S)
+    with pytest.warns(UserWarning, match="root was removed"):
+        save_sharded(tmp_path / "root", state).wait()
+    assert names(tmp_path / "root") == ["step-00000001"]

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -415,14 +416,56 @@ def test_check_refuses_missing_lock_after_expired_heartbeat(tmp_path):
             held.check()
 
 
-def test_heartbeat_tolerates_removed_root_and_check_raises(tmp_path):
+@pytest.mark.parametrize("silent_s", [1, 61, 3600])
+def test_check_recreates_removed_root_with_warning(tmp_path, silent_s):
     with lock_root(tmp_path / "root", RUN) as held:
-        (tmp_path / "root" / LOCK_FILE).unlink()
-        (tmp_path / "root").rmdir()
+        shutil.rmtree(tmp_path / "root")
         locks._renew_heartbeat(held._registry, held._held)
-        with pytest.raises(FileNotFoundError):
+        assert names(tmp_path) == [], "the heartbeat creates no folder"
+        held._held.owner = replace(held._held.owner, heartbeat_at=time.time() - silent_s)
+        with pytest.warns(UserWarning, match=r"root was removed while this run was using it, and its steps with it"):
             held.check()
-    assert names(tmp_path) == []
+        assert on_disk(tmp_path / "root").token == held._held.owner.token
+        assert on_disk(tmp_path / "root").heartbeat_at > time.time() - 30, "other hosts see a live owner"
+        held.check()
+    assert names(tmp_path / "root") == []
+
+
+def test_removed_root_belongs_to_the_first_job_that_locks_it(tmp_path):
+    with lock_root(tmp_path / "root", RUN) as held:
+        shutil.rmtree(tmp_path / "root")
+        with holding(tmp_path / "root"), pytest.raises(CheckpointError, match="another process has taken over the lock"):
+            held.check()
+
+
+def test_removal_of_root_between_two_heartbeats_keeps_the_lock(tmp_path):
+    """Somebody has removed the folder and made it anew while this process was alive: nobody else can have written there."""
+    with lock_root(tmp_path / "root", RUN) as held:
+        shutil.rmtree(tmp_path / "root")
+        held._held.owner = replace(held._held.owner, heartbeat_at=time.time() - 61)
+        locks._renew_heartbeat(held._registry, held._held)
+        (tmp_path / "root").mkdir()
+        held.check()
+        assert names(tmp_path / "root") == [LOCK_FILE]
+
+
+def test_only_one_of_two_checks_recreates_removed_root(tmp_path, monkeypatch):
+    """Another job creates the root and its lock just after this process has found no root."""
+    real = storage.make_folders
+
+    def make_after_other(path):
+        real(path)
+        storage.create_file(path / LOCK_FILE, somebody().encode())
+
+    with lock_root(tmp_path / "root", RUN) as held:
+        shutil.rmtree(tmp_path / "root")
+        monkeypatch.setattr(storage, "make_folders", make_after_other)
+        with (
+            pytest.warns(UserWarning, match="was removed"),
+            pytest.raises(CheckpointError, match="another process has taken over the lock"),
+        ):
+            held.check()
+    assert on_disk(tmp_path / "root").token == somebody().token
 
 
 def test_failed_heartbeat_is_retried(tmp_path):

@@ -11,7 +11,8 @@ import hashlib
 import secrets
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
@@ -19,9 +20,9 @@ import msgspec
 
 from dtrain import heartbeats, spans, storage
 from dtrain.checkpoint import layout, strict_json
-from dtrain.checkpoint.checkpoint_info import read_manifest_bytes, scan_root
+from dtrain.checkpoint.checkpoint_info import scan_root
 from dtrain.checkpoint.checkpointer import Checkpointer, SaveOptions
-from dtrain.checkpoint.data_file import VerifiedReader, chunk_digests, write_data_file
+from dtrain.checkpoint.data_file import chunk_digests, write_data_file
 from dtrain.checkpoint.layout import Manifest, MeshLayout, RankFiles, SaveScope
 from dtrain.checkpoint.retention import (
     apply_retention,
@@ -32,7 +33,7 @@ from dtrain.checkpoint.retention import (
     remove_step,
 )
 from dtrain.checkpoint.save_thread import SaveTask, StagedFiles
-from dtrain.checkpoint.write_plan import RankWritePlan, build_rank_index
+from dtrain.checkpoint.write_plan import RankWritePlan, build_rank_index, link_equal_file
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info
@@ -152,11 +153,29 @@ def _decide_on_rank_0(save: SaveRequest) -> SaveDecision:
 def _write_on_all_ranks(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> list[RankFiles]:
     """Write every rank's files into the staging folder, durably, and return the files by rank."""
     files: RankFiles | None = None
-    with raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE):
+    with (
+        raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE),
+        _explain_removal(decision, save),
+    ):
         files = _write_rank(decision, save, task)
     files_by_rank = all_gather_json(msgspec.to_builtins(files), group="background")
     _check_groups_open(save)
     return [strict_json.convert(files, RankFiles, "rank files") for files in files_by_rank]
+
+
+@contextmanager
+def _explain_removal(decision: SaveDecision, save: SaveRequest) -> Iterator[None]:
+    """Raise an error that names the cause if the folder of the save was removed during the save."""
+    folder = storage.resolve_path(decision.root) / decision.staging_folder
+    try:
+        yield
+    except FileNotFoundError:
+        if storage.exists(folder):
+            raise
+        raise CheckpointError(
+            f"{save.caller}: step {save.step}: {folder} must exist until the end of the save, but was removed. The step "
+            "was not committed. Save again: the next save creates missing folders."
+        ) from None
 
 
 def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> RankFiles:
@@ -167,7 +186,7 @@ def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveRe
     chunks = []
     for name, serialized in save.staged.files.items():
         digests = chunk_digests(serialized) if _can_link(name, decision, save) else None
-        if digests is None or not _try_link(
+        if digests is None or not link_equal_file(
             root / cast(str, decision.previous), staging, name, serialized.size, digests, plan.rank
         ):
             digests = write_data_file(staging / name, serialized, threads=WRITE_THREADS, on_part=task.advance)
@@ -191,32 +210,6 @@ def _can_link(name: str, decision: SaveDecision, save: SaveRequest) -> bool:
     )
 
 
-def _try_link(previous: AnyPath, staging: AnyPath, name: str, size: int, digests: tuple[str, ...], rank: int) -> bool:
-    """Link a file of an earlier step into the staging folder if its content is equal. Return True if linked.
-
-    If the earlier step is being removed, or the file system has no links, the file is written instead.
-    """
-    try:
-        manifest = layout.parse_manifest(read_manifest_bytes(previous))
-        files = manifest.ranks[rank] if rank < len(manifest.ranks) else None
-        sizes = [] if files is None else [file.bytes for file in files.data]
-        names = [] if files is None else [file.name for file in files.data]
-        if files is None or name not in names or sizes[names.index(name)] != size:
-            return False
-        index = layout.parse_index(storage.read_file(previous / files.index, limit=files.index_bytes), rank, sizes)
-        if index.chunks[names.index(name)] != digests:
-            return False
-        # A linked file is read once, so that a corrupt file is not linked from step to step.
-        with storage.FileReader(previous / name) as file:
-            if file.size != size:
-                return False
-            VerifiedReader(file, name, digests).verify(range(len(digests)))
-        storage.link_file(previous / name, staging / name)
-    except (OSError, CheckpointError):
-        return False
-    return True
-
-
 def _commit_on_all_ranks(
     decision: SaveDecision, save: SaveRequest, files: list[RankFiles], task: SaveTask[SaveResult]
 ) -> Manifest:
@@ -231,7 +224,10 @@ def _commit_on_all_ranks(
         states=save.state_names,
         ranks=tuple(files),
     )
-    with raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE):
+    with (
+        raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE),
+        _explain_removal(decision, save),
+    ):
         task.raise_if_cancelled()
         if save.info.rank == 0:
             commit(decision, save.checkpointer, save.lineages[0], manifest, save.caller)

@@ -1,8 +1,8 @@
-"""Load a checkpoint into a state: read and verify all tensors into new memory, agree on all ranks, then apply them.
+"""Load a checkpoint into a state: verify all tensors, agree on all ranks, then apply them.
 
-Each chunk of a file that this rank needs is read and verified once. New tensors of the optimizer become part of the state, and
-all other tensors are copied into existing tensors. A refused checkpoint therefore changes nothing on any rank, and the applied
-bytes are the verified bytes. Memory grows by this rank's own shards and a few buffers.
+A refused checkpoint changes nothing on any rank. Every chunk of a file that this rank needs is verified before any tensor
+changes. A small state is applied from the verified memory; a large state is read again, and verified again. New tensors of the
+optimizer become part of the state, and all other tensors are filled in place, so memory grows by a few buffers only.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Generic, Literal, TypeVar, cast, get_args
 
@@ -23,7 +24,7 @@ from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import skipped_steps
 from dtrain.checkpoint.load_plan import RNG, LoadOptions, LoadPlan, parse_ignore
 from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
-from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint, key_prefix, read_checkpoint
+from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint, read_checkpoint
 from dtrain.checkpoint.read_tensors import copy_into_
 from dtrain.checkpoint.reader import choose_step, iter_sound_steps_before
 from dtrain.checkpoint.retention import check_free_space
@@ -161,11 +162,12 @@ def _read_and_apply(
 ) -> LoadResult[OneOrSeveral]:
     """Read on all ranks, agree, and apply."""
     states = {"": state} if isinstance(state, TrainState) else dict(state)
-    loaded: LoadedCheckpoint = _read_on_all_ranks(folder, root, states, extra, options, on_corrupt)
-    if folder != root and not options.model_only:
-        _warn_if_low_space(root, loaded.reader.manifest.bytes)
-    _load_extra(loaded, extra)
-    new_states: Any = _apply(loaded, states, options)
+    with ExitStack() as files:
+        loaded: LoadedCheckpoint = _read_on_all_ranks(folder, root, states, extra, options, on_corrupt, files)
+        if folder != root and not options.model_only:
+            _warn_if_low_space(root, loaded.reader.manifest.bytes)
+        _load_extra(loaded, extra)
+        new_states: Any = _apply(loaded, states, options)
     return LoadResult(
         state=new_states[""] if isinstance(state, TrainState) else new_states,
         extra={name: loaded.extra.get(name, value) for name, value in extra.items() if name not in stateful_extra(extra)},
@@ -235,6 +237,7 @@ def _read_on_all_ranks(
     extra: Mapping[str, Any],
     options: LoadOptions,
     on_corrupt: OnCorrupt,
+    files: ExitStack,
 ) -> LoadedCheckpoint:
     """Read a checkpoint on all ranks and agree on its content. Try older steps if corrupt steps may be skipped."""
     refused: dict[str, str] = {}
@@ -242,7 +245,7 @@ def _read_on_all_ranks(
         loaded, corruption, digest = None, None, ""
         with raise_on_all_ranks(_CALLER):
             try:
-                loaded = read_checkpoint(folder, states, extra, options)
+                loaded = read_checkpoint(folder, states, extra, options, files)
                 digest = hashlib.sha256(layout.encode_manifest(loaded.reader.manifest)).hexdigest()
             except CorruptCheckpointError as error:
                 corruption = str(error)
@@ -264,6 +267,7 @@ def _read_on_all_ranks(
             return loaded
         # The memory must be free before the next step is read.
         del loaded
+        files.close()
         refused[folder.name] = f"corrupt: {bad}"
         folder = _previous_sound_step(folder, bad, on_corrupt)
 
@@ -327,10 +331,12 @@ def _apply(loaded: LoadedCheckpoint, states: Mapping[str, TrainState], options: 
     with raise_on_all_ranks(_CALLER, advice=advice), torch.no_grad():
         for name, state in states.items():
             plan = loaded.plans[name]
-            tensors = {key: loaded.tensors[key_prefix(name) + key] for key in plan.regions}
+            # A gathered copy of parameters would hide the loaded shards.
+            reshard(state.model)
+            targets = {key: to_local(tensor) for key, tensor in plan.targets.items()}
             with mark_interrupted_write(state, _CALLER):
                 apply = _start_from_weights if options.model_only else _resume
-                new_states[name] = apply(state, plan, tensors)
+                new_states[name] = apply(state, plan, targets, loaded.iter_tensors(name, targets))
     if options.model_only:
         return new_states
     manifest, folder = loaded.reader.manifest, loaded.reader.folder
@@ -347,24 +353,28 @@ def _apply(loaded: LoadedCheckpoint, states: Mapping[str, TrainState], options: 
     return new_states
 
 
-def _start_from_weights(state: TrainState, plan: LoadPlan, tensors: Mapping[str, Tensor]) -> TrainState:
+def _start_from_weights(
+    state: TrainState, plan: LoadPlan, targets: Mapping[str, Tensor], batches: Iterable[Mapping[str, Tensor]]
+) -> TrainState:
     """Load weights only, and start a new run."""
     new_state = state._next()
-    _copy_tensors(state, plan, tensors)
+    _apply_tensors(plan, targets, batches)
     init_transforms = state.init_transform_states
     return new_state if init_transforms is None else new_state._replace(transform_states=init_transforms(new_state))
 
 
-def _resume(state: TrainState, plan: LoadPlan, tensors: Mapping[str, Tensor]) -> TrainState:
+def _resume(
+    state: TrainState, plan: LoadPlan, targets: Mapping[str, Tensor], batches: Iterable[Mapping[str, Tensor]]
+) -> TrainState:
     """Load the whole state."""
     # The length of the run is an option of this run, not of the saved run.
     clock = None if plan.clock is None else replace(plan.clock, run=state.clock.run)
     new_state = state._next(clock=clock, seed=plan.seed)
-    _copy_tensors(state, plan, tensors)
     if plan.optimizer is not None:
-        # The old state is freed before new tensors are allocated on the device.
+        # The old state is freed before new tensors are allocated.
         clear_optimizer_(state, plan.skipped)
-        built = {key: build(tensors[key]) for key, build in plan.builders.items()}
+    built = _apply_tensors(plan, targets, batches)
+    if plan.optimizer is not None:
         set_optimizer_(new_state, fill_tensors(plan.optimizer, lambda key, ref: built[key]))
     tree = keep_skipped(plan.transforms, state.transform_states, plan.skipped)
     transform_states = fill_tensors(tree, lambda key, ref: plan.targets[key])
@@ -378,7 +388,10 @@ def _resume(state: TrainState, plan: LoadPlan, tensors: Mapping[str, Tensor]) ->
     return new_state._replace(transform_states={**transform_states, **{name: initial[name] for name in new_names}})
 
 
-def _copy_tensors(state: TrainState, plan: LoadPlan, tensors: Mapping[str, Tensor]) -> None:
-    # A gathered copy of parameters would hide the loaded shards.
-    reshard(state.model)
-    copy_into_({key: to_local(tensor) for key, tensor in plan.targets.items()}, tensors)
+def _apply_tensors(plan: LoadPlan, targets: Mapping[str, Tensor], batches: Iterable[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Fill the targets from the batches, and return the tensors that the plan builds."""
+    built = {}
+    for batch in batches:
+        copy_into_({key: targets[key] for key in batch if key in targets and batch[key] is not targets[key]}, batch)
+        built.update({key: plan.builders[key](batch[key]) for key in batch if key not in targets})
+    return built

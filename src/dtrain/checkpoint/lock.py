@@ -19,6 +19,7 @@ import queue
 import re
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Collection
 from contextlib import suppress
@@ -102,7 +103,9 @@ class Lock:
         self._held.protected.update(steps)
 
     def check(self) -> None:
-        """Raise unless this process still owns the lock. If the file was removed, the file is created again.
+        """Raise unless this process still owns the lock. A removed lock file or root is created again.
+
+        Warns if the root was removed.
 
         Raises:
             CheckpointError: another process has taken over the lock, or this hold was released or is the parent process's.
@@ -114,7 +117,7 @@ class Lock:
             if not self._finish.alive:
                 raise CheckpointError(f"{self.root}: the lock was released. Lock the root again before saving.")
             if not _still_ours(self._held) and self._held.lost_to is None:
-                _create(self._held.path, self._held.owner)
+                _create_again(self._held)
                 # Another process may have created the file first.
                 _still_ours(self._held)
             if self._held.lost_to is not None:
@@ -269,12 +272,26 @@ def _read(path: AnyPath) -> bytes | None:
         raise
 
 
+def _create_again(held: _HeldLock) -> None:
+    """Create the lock file and its root again, unless another process does so first. Mutates: ``held``."""
+    if not storage.is_folder(held.root):
+        warnings.warn(
+            f"{held.root} was removed while this run was using it, and its steps with it. The folder is created again.",
+            stacklevel=2,
+        )
+        storage.make_folders(held.root)
+    held.owner = lock_owner.with_heartbeat(held.owner, now=time.time())
+    _create(held.path, held.owner)
+
+
 def _still_ours(held: _HeldLock) -> bool:
     """Return True if the lock file is ours. The lock is lost if another owner may have had the file. Mutates: ``held``."""
     found = _read(held.path)
     if found is None:
-        # The file was removed by hand, or by another owner that came and ended while this process sent no heartbeat.
-        if time.time() - held.owner.heartbeat_at >= lock_owner.DEAD_AFTER_S:
+        # The file was removed by hand, or by another owner that came and ended while this process sent no heartbeat. A removed
+        # root has no steps that another owner could have written.
+        silent = time.time() - held.owner.heartbeat_at >= lock_owner.DEAD_AFTER_S
+        if silent and storage.is_folder(held.root):
             held.lost_to = "a process that has ended since"
         return False
     owner = lock_owner.parse_owner(found)
@@ -366,10 +383,15 @@ def _renew_heartbeat(registry: _LockRegistry, held: _HeldLock) -> None:
     """Renew one heartbeat. A failure does not end the thread, because the disk may be full for a while."""
     # A server that needs other credentials by now raises ConfigError.
     with registry.lock, suppress(OSError, ConfigError):
-        if not held.released and _still_ours(held):
-            renewed = lock_owner.with_heartbeat(held.owner, now=time.time())
+        if held.released:
+            return
+        renewed = lock_owner.with_heartbeat(held.owner, now=time.time())
+        if _still_ours(held):
             storage.replace_file(held.path, renewed.encode())
             held.owner = renewed
             # The garbage collector may have released the hold in this thread during the replacement.
             if held.released:
                 _remove_if_owned_by(held.path, renewed)
+        elif held.lost_to is None:
+            # The file was removed, and the next save creates the file again: the heartbeat might disturb a removal of the root.
+            held.owner = renewed

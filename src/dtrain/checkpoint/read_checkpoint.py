@@ -1,9 +1,14 @@
-"""Read and verify the parts of a checkpoint that a load needs, into new memory."""
+"""Read and verify the parts of a checkpoint that a load needs.
+
+The tensors of a small state are read once, into new memory. Those of a large state are verified first, and read and verified
+again when the load is applied, so that a load needs no memory for a second copy of the state.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from dataclasses import dataclass, field
 from operator import itemgetter
 from typing import Any
 
@@ -11,9 +16,10 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint.data_file import VerifiedReader
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, TRANSFORMS, IgnorePatterns, LoadOptions, LoadPlan, plan_load
 from dtrain.checkpoint.mismatch_report import mismatch_error, missing_row, unexpected_row
-from dtrain.checkpoint.read_tensors import read_tensors
+from dtrain.checkpoint.read_tensors import FileOpener, read_tensors
 from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_buffers_of
 from dtrain.checkpoint.reshard import ReadItem, Region, StoredShard, full_region, plan_reads
 from dtrain.checkpoint.tree_json import decode_structure, fill_tensors, iter_placeholders
@@ -22,9 +28,13 @@ from dtrain.dist.rng import check_rng_state
 from dtrain.errors import CheckpointMismatchError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn
 from dtrain.state import TrainState
-from dtrain.storage import AnyPath
+from dtrain.storage import AnyPath, RemotePath
 
 _CALLER = "load_sharded"
+# Tensors of at most this size in all are kept in memory until they are applied.
+_HELD_BYTES = 64 * 2**20
+# Limit of the tensors that are read at once when a large state is applied.
+_BATCH_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -34,7 +44,9 @@ class LoadedCheckpoint:
     Args:
         reader: the open checkpoint.
         plans: plans by the names of the states.
-        tensors: tensors by their key in the checkpoint, on the CPU.
+        reads: reads of the tensors of each state, by the names of the states.
+        open_file: function that opens the data file of a number.
+        held: tensors by their key in the checkpoint, on the CPU; None if the states are large.
         extra: requested values of ``extra``, without ignored names.
         rng: random state of this rank; None if the checkpoint has another number of ranks, if ignored, or with
             ``what="weights"``.
@@ -43,22 +55,61 @@ class LoadedCheckpoint:
 
     reader: CheckpointReader
     plans: Mapping[str, LoadPlan]
-    tensors: Mapping[str, Tensor]
+    reads: Mapping[str, TensorReads]
+    open_file: FileOpener
+    held: Mapping[str, Tensor] | None
     extra: Mapping[str, Any]
     rng: dict[str, Any] | None
     skipped_states: tuple[str, ...]
 
+    def iter_tensors(self, state: str, targets: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+        """Iterate over the verified tensors of a state, in batches of limited size, by their key in the state.
+
+        Args:
+            state: name of the state.
+            targets: plain tensors to fill in place if possible; a batch then holds the target itself.
+
+        Mutates: ``targets``.
+
+        Raises:
+            CorruptCheckpointError: a file has changed since it was verified.
+        """
+        prefix, reads = key_prefix(state), self.reads[state]
+        if self.held is not None:
+            yield {key.removeprefix(prefix): self.held[key] for key in reads.sizes}
+            return
+        done: list[str] = []
+        for batch in reads.split(_BATCH_BYTES):
+            in_place = {key: targets[name] for key in batch.sizes if (name := key.removeprefix(prefix)) in targets}
+            try:
+                tensors = batch.run(self.open_file, targets=in_place)
+            except CorruptCheckpointError as error:
+                written = f"{', '.join(done[:10])}{', ...' if len(done) > 10 else ''}" or "none"
+                raise CorruptCheckpointError(
+                    f"{_CALLER}: {self.reader.folder}: {error}. The file has changed since it was verified. Loaded before: "
+                    f"{len(done)} of {len(reads.sizes)} tensors ({written}), and parts of the next {len(batch.sizes)}. "
+                    "Build the state again and load again."
+                ) from None
+            done += batch.sizes
+            found = {key.removeprefix(prefix): tensor for key, tensor in tensors.items()}
+            yield found
+            # The memory must be free before the next batch is read.
+            tensors.clear()
+            found.clear()
+
 
 def read_checkpoint(
-    folder: AnyPath, states: Mapping[str, TrainState], extra: Mapping[str, Any], options: LoadOptions
+    folder: AnyPath, states: Mapping[str, TrainState], extra: Mapping[str, Any], options: LoadOptions, files: ExitStack
 ) -> LoadedCheckpoint:
-    """Read the tensors that this rank needs, after a check that the checkpoint fits the states. Changes nothing."""
+    """Verify the tensors that this rank needs, after a check that the checkpoint fits the states. Changes no state.
+
+    Mutates: ``files``, which closes the data files.
+    """
     reader = open_checkpoint(folder)
     if options.ignore.patterns:
         options.ignore.check_used(*_known_names(reader, states, extra), caller=f"{_CALLER}: ignore")
     skipped_states = _check_states(reader, states, options)
-    batch = _ReadBatch(reader)
-    plans = {}
+    plans, reads, read_now = {}, {}, TensorReads()
     for name, state in states.items():
         part = reader.select_state(name) if name else reader
         # Ranks without buffers of their own must have equal buffers, so all load the buffers of rank 0.
@@ -67,22 +118,51 @@ def read_checkpoint(
         # Without autograd, local shards are obtained faster.
         with torch.no_grad():
             plans[name] = plan_load(part, state, options, caller=caller, first=name in ("", *reader.manifest.states[:1]))
-        batch.add(part, plans[name].regions, prefix=key_prefix(name))
+        reads[name] = TensorReads()
+        reads[name].add(part, plans[name].regions, prefix=key_prefix(name))
     structures = {} if options.model_only else _extra_structure(reader, extra, options.ignore)
     for tree in structures.values():
-        batch.add_full(reader.shards, tree)
+        read_now.add_full(reader.shards, tree)
     random = None if options.model_only or options.ignore.part(RNG) else _rng_structure(reader, states)
     if random is not None:
-        batch.add_full({key: [shard] for key, shard in reader.per_rank[get_dist_info().rank].items()}, random)
-    tensors = batch.run()
+        read_now.add_full({key: [shard] for key, shard in reader.per_rank[get_dist_info().rank].items()}, random)
+    # A second transfer from a server would take longer than the memory is worth.
+    held = isinstance(folder, RemotePath) or sum(part.nbytes for part in reads.values()) <= _HELD_BYTES
+    if held:
+        for part in reads.values():
+            read_now.extend(part)
+    open_file = reader.open_data if held else _keep_open(reader, files)
+    tensors = read_now.run(open_file, verify=() if held else [read for part in reads.values() for read in part.reads])
     return LoadedCheckpoint(
         reader=reader,
         plans=plans,
-        tensors=tensors,
+        reads=reads,
+        open_file=open_file,
+        held=tensors if held else None,
         extra={name: fill_tensors(tree, lambda key, ref: tensors[key]) for name, tree in structures.items()},
         rng=None if random is None else _check_rng(fill_tensors(random, lambda key, ref: tensors[key])),
         skipped_states=skipped_states,
     )
+
+
+def _keep_open(reader: CheckpointReader, files: ExitStack) -> FileOpener:
+    """Return a function that opens data files until ``files`` is closed. A file that is removed meanwhile stays readable."""
+    opened: dict[int, VerifiedReader] = {}
+
+    def open_file(number: int) -> AbstractContextManager[VerifiedReader]:
+        if number not in opened:
+            context = reader.open_data(number)
+            opened[number] = context.__enter__()
+            files.callback(_close, context)
+        return nullcontext(opened[number])
+
+    return open_file
+
+
+def _close(context: AbstractContextManager[VerifiedReader]) -> None:
+    # Every read was verified, so a failing close loses nothing.
+    with suppress(OSError):
+        context.__exit__(None, None, None)
 
 
 def _known_names(
@@ -143,34 +223,68 @@ def key_prefix(name: str) -> str:
     return f"{tree_json.join_key(layout.STATES, name)}/" if name else ""
 
 
-class _ReadBatch:
-    """Batch of reads from several parts of a checkpoint."""
+@dataclass(slots=True, eq=False, repr=False)
+class TensorReads:
+    """Reads of tensors from several parts of a checkpoint: sizes on this rank, and stored dtypes, by key."""
 
-    def __init__(self, reader: CheckpointReader) -> None:
-        self._reader = reader
-        self._reads: list[ReadItem] = []
-        self._sizes: dict[str, tuple[int, ...]] = {}
-        self._refs: dict[str, tree_json.TensorRef] = {}
+    reads: list[ReadItem] = field(default_factory=list)
+    sizes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    refs: dict[str, tree_json.TensorRef] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes to read."""
+        return sum(read.end - read.begin for read in self.reads)
 
     def add(self, part: CheckpointReader, regions: Mapping[str, Region], *, prefix: str) -> None:
         """Add the regions of one state's tensors."""
         reads = plan_reads(part.shards, regions)
-        self._reads += [read._replace(key=prefix + read.key) for read in reads] if prefix else reads
-        self._sizes.update((prefix + key, region.size) for key, region in regions.items())
-        self._refs.update((prefix + key, part.refs[key]) for key in regions)
+        self.reads += [read._replace(key=prefix + read.key) for read in reads] if prefix else reads
+        self.sizes.update((prefix + key, region.size) for key, region in regions.items())
+        self.refs.update((prefix + key, part.refs[key]) for key in regions)
 
     def add_full(self, shards: Mapping[str, Sequence[StoredShard]], tree: Any) -> None:
         """Add all tensors of a tree, each completely."""
         refs = {placeholder.key: placeholder.ref for placeholder in iter_placeholders(tree)}
-        self._reads += plan_reads(shards, {key: full_region(ref.shape) for key, ref in refs.items()})
-        self._sizes.update((key, ref.shape) for key, ref in refs.items())
-        self._refs.update(refs)
+        self.reads += plan_reads(shards, {key: full_region(ref.shape) for key, ref in refs.items()})
+        self.sizes.update((key, ref.shape) for key, ref in refs.items())
+        self.refs.update(refs)
 
-    def run(self) -> dict[str, Tensor]:
-        """Read and verify the tensors."""
+    def extend(self, other: TensorReads) -> None:
+        """Add all reads of ``other``."""
+        self.reads += other.reads
+        self.sizes.update(other.sizes)
+        self.refs.update(other.refs)
+
+    def split(self, limit: int) -> Iterator[TensorReads]:
+        """Split into reads of whole tensors, of at most ``limit`` bytes unless a single tensor is larger.
+
+        The tensors are in the order of the files, so few chunks belong to two parts.
+        """
+        by_key: dict[str, list[ReadItem]] = {key: [] for key in self.sizes}
+        for read in self.reads:
+            by_key[read.key].append(read)
+        # Empty tensors have no reads.
+        order = sorted(by_key, key=lambda key: by_key[key][0][:2] if by_key[key] else (-1, -1))
+        part, part_bytes = TensorReads(), 0
+        for key in order:
+            size = sum(read.end - read.begin for read in by_key[key])
+            if part.reads and part_bytes + size > limit:
+                yield part
+                part, part_bytes = TensorReads(), 0
+            part_bytes += size
+            part.reads += by_key[key]
+            part.sizes[key], part.refs[key] = self.sizes[key], self.refs[key]
+        if part.sizes:
+            yield part
+
+    def run(
+        self, open_file: FileOpener, *, targets: Mapping[str, Tensor] | None = None, verify: Sequence[ReadItem] = ()
+    ) -> dict[str, Tensor]:
+        """Read and verify the tensors. See ``read_tensors``."""
         # In the order of the files.
-        self._reads.sort(key=itemgetter(0, 1))
-        return read_tensors(self._sizes, self._reads, self._refs, self._reader.open_data)
+        self.reads.sort(key=itemgetter(0, 1))
+        return read_tensors(self.sizes, self.reads, self.refs, open_file, targets=targets, verify=verify)
 
 
 def _extra_structure(reader: CheckpointReader, extra: Mapping[str, Any], ignore: IgnorePatterns) -> dict[str, Any]:

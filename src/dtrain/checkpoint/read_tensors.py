@@ -119,24 +119,38 @@ class _Segment(NamedTuple):
 
 
 def read_tensors(
-    sizes: Mapping[str, tuple[int, ...]], reads: Iterable[ReadItem], refs: Mapping[str, TensorRef], open_file: FileOpener
+    sizes: Mapping[str, tuple[int, ...]],
+    reads: Iterable[ReadItem],
+    refs: Mapping[str, TensorRef],
+    open_file: FileOpener,
+    *,
+    targets: Mapping[str, Tensor] | None = None,
+    verify: Iterable[ReadItem] = (),
 ) -> dict[str, Tensor]:
-    """Read new tensors on the CPU with the stored dtypes.
+    """Read tensors on the CPU with the stored dtypes.
 
     Args:
         sizes: shape of the region of each tensor needed on this rank, by key.
         reads: reads that fill all tensors, in the order of the files.
         refs: stored dtypes, by key.
         open_file: function that opens the file of a number.
+        targets: plain tensors of these shapes, by key. A contiguous target on the CPU with the stored dtype is filled in
+            place. All other tensors are new.
+        verify: reads whose chunks are verified only.
+
+    Mutates: ``targets``.
 
     Raises:
         CorruptCheckpointError: bytes that do not match their digest, or a file that is too short.
         OSError: an unreadable file.
     """
-    host_tensors = _HostTensors(sizes, refs)
+    layers = list(_split_repeated_reads(list(reads))) or [[]]
+    to_verify = {(read.file, chunk) for read in verify for chunk in chunk_range(read.begin, read.end)}
     with torch.no_grad(), ExitStack() as stack:
-        for layer in _split_repeated_reads(list(reads)):
-            work: dict[tuple[int, int], list[_Segment]] = defaultdict(list)
+        host_tensors = _HostTensors(sizes, refs, targets or {})
+        for layer in layers:
+            work: dict[tuple[int, int], list[_Segment]] = defaultdict(list, {place: [] for place in sorted(to_verify)})
+            to_verify.clear()
             for read in layer:
                 host_tensors.add_read(read, work)
             files = {number: stack.enter_context(open_file(number)) for number in {number for number, _ in work}}
@@ -183,18 +197,29 @@ def _split_repeated_reads(reads: list[ReadItem]) -> Iterator[list[ReadItem]]:
 
 
 class _HostTensors:
-    """Tensors to fill, and the memory of large tensors."""
+    """Tensors to fill, and the memory of large tensors. Fitting targets are filled in place."""
 
-    def __init__(self, sizes: Mapping[str, tuple[int, ...]], refs: Mapping[str, TensorRef]) -> None:
+    def __init__(
+        self, sizes: Mapping[str, tuple[int, ...]], refs: Mapping[str, TensorRef], targets: Mapping[str, Tensor]
+    ) -> None:
         self._sizes, self._refs = sizes, refs
+        self._targets = {key: target for key, target in targets.items() if self._fits(key, target)}
         # The size of a row and of the whole in bytes, by shape and dtype.
         self._bytes: dict[tuple[tuple[int, ...], str], tuple[int, int]] = {}
         self._views: dict[str, memoryview] = {}
         self._pool = _BufferPool()
         self.tensors: dict[str, Tensor] = {key: self._new(key) for key, size in sizes.items() if 0 in size}
 
+    def _fits(self, key: str, target: Tensor) -> bool:
+        return target.is_cpu and target.is_contiguous() and target.dtype == DTYPES[self._refs[key].dtype]
+
     def _new(self, key: str) -> Tensor:
-        return torch.empty(self._sizes[key], dtype=DTYPES[self._refs[key].dtype])
+        target = self._targets.get(key)
+        if target is None:
+            return torch.empty(self._sizes[key], dtype=DTYPES[self._refs[key].dtype])
+        # Writes to the memory do not count as changes of the tensor, but an operation on a part of no elements does.
+        target.view(-1)[:0].zero_()
+        return target
 
     def add_read(self, read: ReadItem, work: dict[tuple[int, int], list[_Segment]]) -> None:
         """Add the segments of a read to the work of the chunks that contain them."""
@@ -221,26 +246,31 @@ class _HostTensors:
 
     def split_buffer(self, buffer: Tensor, start: int, segments: Sequence[_Segment]) -> None:
         """Create tensors from small segments in ``buffer``, whose first byte is byte ``start`` of the file."""
+        parts: list[tuple[str, Tensor]] = []
         for name, of_dtype in groupby(segments, key=lambda segment: self._refs[segment.key].dtype):
             dtype = DTYPES[name]
             run: list[_Segment] = []
             for segment in of_dtype:
                 # Third-party files may have unaligned tensors.
                 if run and (segment.begin - run[-1].end) % dtype.itemsize:
-                    self._split_run(buffer, start, run, dtype)
+                    parts += self._split_run(buffer, start, run, dtype)
                     run = []
                 run.append(segment)
-            self._split_run(buffer, start, run, dtype)
+            parts += self._split_run(buffer, start, run, dtype)
+        in_place = [(self._targets[key], part) for key, part in parts if key in self._targets]
+        if in_place:
+            torch._foreach_copy_(*map(list, zip(*in_place, strict=True)))
+        self.tensors.update((key, self._targets[key] if key in self._targets else part.clone()) for key, part in parts)
 
-    def _split_run(self, buffer: Tensor, start: int, run: Sequence[_Segment], dtype: torch.dtype) -> None:
+    def _split_run(self, buffer: Tensor, start: int, run: Sequence[_Segment], dtype: torch.dtype) -> list[tuple[str, Tensor]]:
+        """Return the view of each segment of a run."""
         low, high = run[0].begin - start, run[-1].end - start
         typed = _view_as(buffer[low:high], dtype)
         sizes = {self._sizes[segment.key] for segment in run}
         # If all segments have one shape and are adjacent, one view splits them.
         if len(sizes) == 1 and len(typed) == len(run) * prod(size := sizes.pop()):
-            for segment, part in zip(run, typed.view(len(run), *size).unbind(), strict=True):
-                self.tensors[segment.key] = part.clone()
-            return
+            views = typed.view(len(run), *size).unbind()
+            return [(segment.key, view) for segment, view in zip(run, views, strict=True)]
         counts: list[int] = []
         # The key None marks a gap.
         keys: list[str | None] = []
@@ -252,9 +282,8 @@ class _HostTensors:
             counts.append((segment.end - segment.begin) // dtype.itemsize)
             keys.append(segment.key)
             at = segment.end
-        for key, part in zip(keys, typed.split_with_sizes(counts), strict=True):
-            if key is not None:
-                self.tensors[key] = part.clone().view(self._sizes[key])
+        flat = zip(keys, typed.split_with_sizes(counts), strict=True)
+        return [(key, part.view(self._sizes[key])) for key, part in flat if key is not None]
 
 
 def _read_chunk(
@@ -357,4 +386,4 @@ def as_tensor(data: bytearray, dtype: str, shape: Sequence[int]) -> Tensor:
 
 def _bytes_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous tensor."""
-    return tensor.view(-1).view(torch.uint8).numpy().data.cast("B")
+    return tensor.detach().view(-1).view(torch.uint8).numpy().data.cast("B")

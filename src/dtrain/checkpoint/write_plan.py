@@ -1,4 +1,4 @@
-"""Plan the part of a checkpoint that one rank writes: the shards, the data files, and the index of the rank."""
+"""Plan the part of a checkpoint that one rank writes: the shards, the data files or links, and the index of the rank."""
 
 from __future__ import annotations
 
@@ -9,12 +9,16 @@ from typing import Any
 
 from torch import Tensor
 
+from dtrain import storage
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.data_file import FileLayout, TensorSlot, plan_file_layout
+from dtrain.checkpoint.checkpoint_info import read_manifest
+from dtrain.checkpoint.data_file import FileLayout, TensorSlot, VerifiedReader, plan_file_layout
 from dtrain.checkpoint.layout import RankIndex, TensorShardEntry
 from dtrain.checkpoint.reshard import assign_writers
 from dtrain.checkpoint.state_dict import CheckpointContents
 from dtrain.dtensor import ShardBox, full_box, is_dtensor, shard_box, to_local
+from dtrain.errors import CheckpointError
+from dtrain.storage import AnyPath
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -108,3 +112,29 @@ def build_rank_index(write_plan: RankWritePlan, chunks: Sequence[tuple[str, ...]
         values=write_plan.values,
         shared=write_plan.shared,
     )
+
+
+def link_equal_file(previous: AnyPath, staging: AnyPath, name: str, size: int, digests: tuple[str, ...], rank: int) -> bool:
+    """Link a file of an earlier step into the staging folder if its content is equal. Return True if linked.
+
+    If the earlier step is being removed, or the file system has no links, the file is written instead.
+    """
+    try:
+        manifest = read_manifest(previous)
+        files = manifest.ranks[rank] if rank < len(manifest.ranks) else None
+        sizes = [] if files is None else [file.bytes for file in files.data]
+        names = [] if files is None else [file.name for file in files.data]
+        if files is None or name not in names or sizes[names.index(name)] != size:
+            return False
+        index = layout.parse_index(storage.read_file(previous / files.index, limit=files.index_bytes), rank, sizes)
+        if index.chunks[names.index(name)] != digests:
+            return False
+        # A linked file is read once, so that a corrupt file is not linked from step to step.
+        with storage.FileReader(previous / name) as file:
+            if file.size != size:
+                return False
+            VerifiedReader(file, name, digests).verify(range(len(digests)))
+        storage.link_file(previous / name, staging / name)
+    except (OSError, CheckpointError):
+        return False
+    return True

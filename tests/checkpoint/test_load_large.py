@@ -1,0 +1,191 @@
+"""Large states are verified first, and read again when all ranks have agreed. Here a small state counts as large."""
+
+import os
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+
+from checkpoint.states import Counter, WatchedOs, digest, plain_state, train, watching
+from dtrain import storage
+from dtrain.checkpoint import data_file, layout, load, read_checkpoint
+from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.save import save_sharded
+from dtrain.errors import CheckpointError, CorruptCheckpointError
+
+DATA = "rank-00000.safetensors"
+
+
+@pytest.fixture(autouse=True)
+def _large(monkeypatch):
+    for module in (layout, data_file):
+        monkeypatch.setattr(module, "CHUNK_BYTES", 512)
+    monkeypatch.setattr(read_checkpoint, "_HELD_BYTES", 0)
+    monkeypatch.setattr(read_checkpoint, "_BATCH_BYTES", 300)
+
+
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd"])
+@pytest.mark.parametrize("steps", [0, 2], ids=["new", "stepped"])
+def test_large_state_loads_bit_for_bit(tmp_path, steps, optimizer):
+    saved = train(plain_state(optimizer=optimizer), 3)
+    save_sharded(tmp_path, saved, extra={"counter": Counter()})
+    expected = digest(saved)
+    state = train(plain_state(5, optimizer=optimizer), steps)
+    assert digest(load_sharded(tmp_path, state, extra={"counter": Counter()}).state) == expected
+
+
+def test_large_weights_load_bit_for_bit(tmp_path):
+    saved = train(plain_state(), 3)
+    save_sharded(tmp_path, saved, what="weights")
+    loaded = load_sharded(tmp_path, plain_state(5), what="weights").state
+    assert all(torch.equal(loaded.params[name], param) for name, param in saved.params.items())
+
+
+def test_large_several_states_load_bit_for_bit(tmp_path):
+    made = {"a": train(plain_state(), 2), "b": train(plain_state(1), 2)}
+    save_sharded(tmp_path, made)
+    back = load_sharded(tmp_path, {"a": plain_state(5), "b": plain_state(6)}).state
+    assert [digest(back[name], rng=False) for name in made] == [digest(state, rng=False) for state in made.values()]
+
+
+def test_large_state_loads_into_transposed_and_other_dtypes(tmp_path):
+    """Targets that cannot be filled in place."""
+    saved = train(plain_state(), 2)
+    save_sharded(tmp_path, saved)
+    state = plain_state(5)
+    first = state.model.first.weight
+    first.data = first.detach().t().contiguous().t()
+    assert not first.is_contiguous()
+    loaded = load_sharded(tmp_path, state).state
+    assert digest(loaded, rng=False) == digest(saved, rng=False)
+    wide = plain_state(5)
+    wide.model.double()
+    shadow = {name: value.double() for name, value in wide.transform_states["ema"]["shadow"].items()}
+    wide = replace(wide, transform_states={**wide.transform_states, "ema": {"shadow": shadow, "updates": 0}})
+    loaded = load_sharded(tmp_path, wide, cast=True).state
+    for name, param in saved.params.items():
+        assert loaded.params[name].dtype == torch.float64
+        assert torch.equal(loaded.params[name], param.double())
+
+
+def test_tensors_filled_in_place_count_as_changed(tmp_path):
+    """Autograd refuses a backward that saved a tensor before the load."""
+    save_sharded(tmp_path, train(plain_state(), 2))
+    state = plain_state(5)
+    before = {name: param._version for name, param in state.params.items()}
+    load_sharded(tmp_path, state)
+    assert all(param._version > before[name] for name, param in state.params.items())
+
+
+def test_damage_is_refused_before_anything_changes(tmp_path):
+    path = save_sharded(tmp_path, train(plain_state(), 2), extra={"counter": Counter()}).path / DATA
+    state = train(plain_state(5), 1)
+    before = digest(state)
+    header = 8 + int.from_bytes(path.read_bytes()[:8], "little")
+    for at in range(header, path.stat().st_size, 100):
+        flip(path, at)
+        with pytest.raises(CorruptCheckpointError, match=f"{DATA}: bytes from {at // 512 * 512} on do not match"):
+            load_sharded(tmp_path, state, extra={"counter": Counter()})
+        flip(path, at)
+        assert digest(state) == before
+        state._check_not_stale("here")
+
+
+@pytest.mark.parametrize("action", ["fail", "flip"])
+def test_failing_read_changes_nothing_or_is_reported(tmp_path, action):
+    """A read that fails while the state is verified changes nothing. One that fails afterwards leaves a spent state."""
+    path = save_sharded(tmp_path, train(plain_state(), 1)).path
+    with watching(kind="preadv") as watched:
+        load_sharded(path, plain_state())
+    chunks = -(-(path / DATA).stat().st_size // 512)
+    first_pass = 2 + chunks
+    assert len(watched.calls) > 2 * chunks, "each chunk is read twice"
+    refused = spent = 0
+    for at in range(len(watched.calls)):
+        state = train(plain_state(7), 2)
+        before = digest(state)
+        with watching(at=at, kind="preadv", action=action) as failing, pytest.raises(CheckpointError) as caught:
+            load_sharded(path, state)
+        assert failing.fired
+        if at < first_pass:
+            assert digest(state) == before
+            state._check_not_stale("here")
+            refused += 1
+        else:
+            assert "uild the state again and load again" in str(caught.value)
+            with pytest.raises(RuntimeError):
+                state._check_not_stale("here")
+            spent += 1
+    assert refused == first_pass
+    assert spent > 0
+
+
+def test_file_that_changes_between_the_passes_is_named_with_the_loaded_tensors(tmp_path, monkeypatch):
+    path = save_sharded(tmp_path, train(plain_state(), 2)).path / DATA
+    original = load._apply
+
+    def damage_then_apply(*args):
+        flip(path, path.stat().st_size - 700)
+        return original(*args)
+
+    monkeypatch.setattr(load, "_apply", damage_then_apply)
+    with pytest.raises(
+        CorruptCheckpointError,
+        match=rf"{DATA}: bytes from \d+ on do not match their digest. The file has changed since it was verified. "
+        r"Loaded before: [1-9]\d* of \d+ tensors \(\S+/.*\), and parts of the next \d+. Build the state again and load again",
+    ):
+        load_sharded(tmp_path, plain_state(5))
+
+
+def test_step_removed_between_the_passes_loads(tmp_path, monkeypatch):
+    """A retention of another process removes the step. The open files stay readable."""
+    saved = train(plain_state(), 2)
+    path = save_sharded(tmp_path, saved).path
+    expected, original = digest(saved), load._apply
+
+    def remove_then_apply(*args):
+        shutil.rmtree(path)
+        return original(*args)
+
+    monkeypatch.setattr(load, "_apply", remove_then_apply)
+    handles = len(os.listdir("/proc/self/fd"))
+    assert digest(load_sharded(tmp_path, plain_state(5)).state) == expected
+    assert len(os.listdir("/proc/self/fd")) == handles
+
+
+def test_refused_load_closes_its_files(tmp_path):
+    path = save_sharded(tmp_path, train(plain_state(), 2)).path / DATA
+    flip(path, -1)
+    handles = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(CorruptCheckpointError):
+            load_sharded(tmp_path, plain_state(5))
+    assert len(os.listdir("/proc/self/fd")) == handles
+
+
+def test_chunks_of_the_second_pass_are_read_about_once(tmp_path):
+    path = save_sharded(tmp_path, train(plain_state(), 1)).path
+    size = (path / DATA).stat().st_size
+    read = []
+
+    class Counting(WatchedOs):
+        def __getattr__(self, name):
+            real = getattr(os, name)
+            if name != "preadv":
+                return real
+            return lambda handle, parts, at: read.append(real(handle, parts, at)) or read[-1]
+
+    storage.local.os = Counting()
+    try:
+        load_sharded(path, plain_state())
+    finally:
+        storage.local.os = os
+    others = sum((path / name).stat().st_size for name in ("manifest.json", "rank-00000.json"))
+    assert 2 * size <= sum(read) - others + 512
