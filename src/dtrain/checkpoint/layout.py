@@ -385,16 +385,15 @@ def _build_entries(
         (kind.dtype, kind.shape, kind.offset, kind.size, prod(kind.size) * DTYPES[kind.dtype].itemsize, kind.file)
         for kind in kinds
     ]
+    count, entries = len(kinds), []
     for key, number, begin in rows:
-        if number >= len(kinds):
-            raise CorruptCheckpointError(f"{location}: {key}: kind must be below {len(kinds)}, got {number}")
-        *_, nbytes, file = common[number]
-        if begin + nbytes > sizes[file]:
+        if number >= count:
+            raise CorruptCheckpointError(f"{location}: {key}: kind must be below {count}, got {number}")
+        dtype, shape, offset, size, nbytes, file = common[number]
+        end = begin + nbytes
+        if end > sizes[file]:
             raise CorruptCheckpointError(
-                f"{location}: {key}: bytes {begin} to {begin + nbytes} are outside of a file of {sizes[file]} bytes"
+                f"{location}: {key}: bytes {begin} to {end} are outside of a file of {sizes[file]} bytes"
             )
-    return tuple(
-        TensorShardEntry(key, dtype, shape, offset, size, begin, begin + nbytes, file)
-        for key, number, begin in rows
-        for dtype, shape, offset, size, nbytes, file in (common[number],)
-    )
+        entries.append(TensorShardEntry(key, dtype, shape, offset, size, begin, end, file))
+    return tuple(entries)

@@ -22,7 +22,7 @@ from dtrain import spans, storage
 from dtrain.arguments import check_choice
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import skipped_steps
-from dtrain.checkpoint.load_plan import RNG, LoadOptions, LoadPlan, parse_ignore
+from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, LoadOptions, LoadPlan, parse_ignore
 from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
 from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint, read_checkpoint
 from dtrain.checkpoint.read_tensors import copy_into_
@@ -375,7 +375,9 @@ def _resume(
         clear_optimizer_(state, plan.skipped)
     built = _apply_tensors(plan, targets, batches)
     if plan.optimizer is not None:
-        set_optimizer_(new_state, fill_tensors(plan.optimizer, lambda key, ref: built[key]))
+        kept = {key: tensor for key, tensor in plan.targets.items() if key.startswith(f"{OPTIMIZER}/")}
+        tensors = {**built, **kept}
+        set_optimizer_(new_state, fill_tensors(plan.optimizer, lambda key, ref: tensors[key]))
     tree = keep_skipped(plan.transforms, state.transform_states, plan.skipped)
     transform_states = fill_tensors(tree, lambda key, ref: plan.targets[key])
     new_state = new_state._replace(transform_states=transform_states)

@@ -15,8 +15,8 @@ from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.mismatch_report import MismatchRow, other_row, unexpected_row
 from dtrain.checkpoint.reshard import Region, full_region
 from dtrain.checkpoint.state_dict import optimizer_groups
-from dtrain.checkpoint.tree_json import TensorPlaceholder, TensorRef, iter_placeholders
-from dtrain.dtensor import from_local_like, replicate_like, to_local
+from dtrain.checkpoint.tree_json import TensorPlaceholder, TensorRef, list_placeholders
+from dtrain.dtensor import from_local_like, is_placed_like, replicate_like, to_local
 from dtrain.errors import CorruptCheckpointError
 from dtrain.state import TrainState
 
@@ -28,13 +28,11 @@ _ADDED_BY_SCHEDULES = frozenset({"initial_lr"})
 
 
 class PlanBuilder(Protocol):
-    """Protocol of an object that collects the regions and builders of a load."""
+    """Protocol of an object that collects the regions, targets and builders of a load."""
 
     regions: dict[str, Region]
+    targets: dict[str, Tensor]
     builders: dict[str, TensorBuilder]
-
-    def region_of(self, tensor: Tensor) -> Region:
-        """Return the region of a tensor that this rank has."""
 
 
 def find_unknown_state(
@@ -91,30 +89,40 @@ def _dict(value: Any, location: str) -> dict[str, Any]:
 def plan_optimizer(
     optimizer: dict[str, Any], state: TrainState, refs: Mapping[str, TensorRef], plan: PlanBuilder, *, cast: bool
 ) -> None:
-    """Add the region and the builder of each tensor of the optimizer to ``plan``. The tree must fit the state.
+    """Add the region and the builder of each tensor of the optimizer to ``plan``, which has the regions of the parameters.
+
+    A current tensor of the optimizer that needs new values only becomes a target instead.
 
     Mutates: ``plan``.
     """
     on_device = _params_with_device_step(state)
+    used = {to_local(param).untyped_storage().data_ptr() for param in state.params.values()}
     for name, content in optimizer["state"].items():
         param = state.params[name]
         local = to_local(param)
         placement = _ParamPlacement(
             param=param,
+            local=local,
             shape=tuple(param.shape),
-            region=plan.region_of(param),
+            region=plan.regions[tree_json.join_key("params", name)],
             saved_ref=refs[tree_json.join_key("params", name)],
             adopts_read=local.is_cpu and local.is_contiguous(),
             step_device=param.device if id(param) in on_device else torch.device("cpu"),
             cast=cast,
         )
-        for leaf in iter_placeholders(content):
-            plan.regions[leaf.key], plan.builders[leaf.key] = placement.plan(leaf)
+        current = state.optimizer.state.get(param, {})
+        for leaf in list_placeholders(content):
+            plan.regions[leaf.key], builder = placement.plan(leaf)
+            existing = placement.find_reusable(leaf, current, used)
+            if existing is None:
+                plan.builders[leaf.key] = builder
+            else:
+                plan.targets[leaf.key] = existing
     for group, content in zip(state.optimizer.param_groups, optimizer["groups"], strict=True):
         for name, value in content.items():
             current = group.get(name)
             device = current.device if isinstance(current, Tensor) else torch.device("cpu")
-            for leaf in iter_placeholders(value):
+            for leaf in list_placeholders(value):
                 plan.regions[leaf.key], plan.builders[leaf.key] = full_region(leaf.ref.shape), partial(_move_to, device)
 
 
@@ -128,6 +136,7 @@ class _ParamPlacement:
     """
 
     param: Tensor
+    local: Tensor
     shape: tuple[int, ...]
     region: Region
     saved_ref: TensorRef
@@ -137,24 +146,50 @@ class _ParamPlacement:
 
     def plan(self, leaf: TensorPlaceholder) -> tuple[Region, TensorBuilder]:
         """Return the region of a stored tensor that this rank needs, and its builder."""
-        key, ref = leaf
-        counts = key.endswith("/step") and not ref.distributed
-        if ref.shape == self.shape and not counts:
+        ref = leaf.ref
+        if self._is_like_param(leaf):
             return self.region, self._like_param(ref)
-        if counts:
+        if _is_step(leaf):
             return full_region(ref.shape), partial(_move_to, self.step_device)
         if ref.distributed or (ref.shape and not self.saved_ref.distributed):
             return full_region(ref.shape), self._replicate_like_param
         return full_region(ref.shape), partial(_move_to, self.param.device)
 
+    def find_reusable(self, leaf: TensorPlaceholder, current: Mapping[str, Any], used: set[int]) -> Tensor | None:
+        """Return the optimizer's current tensor if it equals the tensor to build in all but the values.
+
+        Mutates: ``used``, the storages in use. A tensor that shares a storage is not reused.
+        """
+        tensor = current.get(tree_json.unescape_key(leaf.key.rpartition("/")[2]))
+        if not isinstance(tensor, Tensor) or not self._is_like_param(leaf) or tensor.dtype != self._built_dtype(leaf.ref):
+            return None
+        local = to_local(tensor)
+        if type(local) is not Tensor or not is_placed_like(tensor, self.param):
+            return None
+        storage = local.untyped_storage().data_ptr()
+        if local.device != self.local.device or local.stride() != self.local.stride() or storage in used:
+            return None
+        used.add(storage)
+        return tensor
+
+    def _is_like_param(self, leaf: TensorPlaceholder) -> bool:
+        return leaf.ref.shape == self.shape and not _is_step(leaf)
+
+    def _built_dtype(self, ref: TensorRef) -> torch.dtype:
+        follows = self.cast and ref.dtype == self.saved_ref.dtype and DTYPES[ref.dtype].is_floating_point
+        return self.param.dtype if follows else DTYPES[ref.dtype]
+
     def _like_param(self, ref: TensorRef) -> TensorBuilder:
         if self.adopts_read and not (self.cast and ref.dtype == self.saved_ref.dtype):
             return partial(from_local_like, self.param)
-        follows = self.cast and ref.dtype == self.saved_ref.dtype and DTYPES[ref.dtype].is_floating_point
-        return partial(_copy_with_layout, self.param, self.param.dtype if follows else DTYPES[ref.dtype])
+        return partial(_copy_with_layout, self.param, self._built_dtype(ref))
 
     def _replicate_like_param(self, tensor: Tensor) -> Tensor:
         return replicate_like(self.param, tensor.to(self.param.device))
+
+
+def _is_step(leaf: TensorPlaceholder) -> bool:
+    return leaf.key.endswith("/step") and not leaf.ref.distributed
 
 
 def _copy_with_layout(param: Tensor, dtype: torch.dtype, shard: Tensor) -> Tensor:

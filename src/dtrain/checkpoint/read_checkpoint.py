@@ -22,7 +22,7 @@ from dtrain.checkpoint.mismatch_report import mismatch_error, missing_row, unexp
 from dtrain.checkpoint.read_tensors import FileOpener, read_tensors
 from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_buffers_of
 from dtrain.checkpoint.reshard import ReadItem, Region, StoredShard, full_region, plan_reads
-from dtrain.checkpoint.tree_json import decode_structure, fill_tensors, iter_placeholders
+from dtrain.checkpoint.tree_json import decode_structure, fill_tensors, list_placeholders
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import check_rng_state
 from dtrain.errors import CheckpointMismatchError, CorruptCheckpointError
@@ -240,12 +240,12 @@ class TensorReads:
         """Add the regions of one state's tensors."""
         reads = plan_reads(part.shards, regions)
         self.reads += [read._replace(key=prefix + read.key) for read in reads] if prefix else reads
-        self.sizes.update((prefix + key, region.size) for key, region in regions.items())
-        self.refs.update((prefix + key, part.refs[key]) for key in regions)
+        self.sizes.update({prefix + key: region.size for key, region in regions.items()})
+        self.refs.update({prefix + key: part.refs[key] for key in regions})
 
     def add_full(self, shards: Mapping[str, Sequence[StoredShard]], tree: Any) -> None:
         """Add all tensors of a tree, each completely."""
-        refs = {placeholder.key: placeholder.ref for placeholder in iter_placeholders(tree)}
+        refs = dict(list_placeholders(tree))
         self.reads += plan_reads(shards, {key: full_region(ref.shape) for key, ref in refs.items()})
         self.sizes.update((key, ref.shape) for key, ref in refs.items())
         self.refs.update(refs)

@@ -223,7 +223,7 @@ class _HostTensors:
 
     def add_read(self, read: ReadItem, work: dict[tuple[int, int], list[_Segment]]) -> None:
         """Add the segments of a read to the work of the chunks that contain them."""
-        number, begin, end, key, *_, contiguous = read
+        number, begin, end, key, _, _, target, contiguous = read
         size, stored = self._sizes[key], self._refs[key].dtype
         if (size, stored) not in self._bytes:
             dtype = DTYPES[stored]
@@ -238,7 +238,7 @@ class _HostTensors:
         block = None if contiguous else _GatherBuffer(read, DTYPES[stored], self.tensors[key], self._pool)
         if contiguous and key not in self._views:
             self._views[key] = _bytes_of(self.tensors[key])
-        at = read.target[0][0] * row if read.target else 0
+        at = target[0][0] * row if target else 0
         for chunk in chunk_range(begin, end):
             low, high = max(begin, chunk * layout.CHUNK_BYTES), min(end, (chunk + 1) * layout.CHUNK_BYTES)
             memory = None if block is not None else self._views[key][at + low - begin : at + high - begin]
@@ -247,7 +247,8 @@ class _HostTensors:
     def split_buffer(self, buffer: Tensor, start: int, segments: Sequence[_Segment]) -> None:
         """Create tensors from small segments in ``buffer``, whose first byte is byte ``start`` of the file."""
         parts: list[tuple[str, Tensor]] = []
-        for name, of_dtype in groupby(segments, key=lambda segment: self._refs[segment.key].dtype):
+        refs = self._refs
+        for name, of_dtype in groupby(segments, key=lambda segment: refs[segment.key].dtype):
             dtype = DTYPES[name]
             run: list[_Segment] = []
             for segment in of_dtype:

@@ -25,7 +25,7 @@ from dtrain.checkpoint.checkpoint_info import (
 from dtrain.checkpoint.data_file import VerifiedReader, chunk_range
 from dtrain.checkpoint.layout import Manifest, RankIndex, TensorShardEntry
 from dtrain.checkpoint.reshard import StoredShard, full_region, index_shards, plan_reads
-from dtrain.checkpoint.tree_json import decode_structure, iter_placeholders, strip_prefix
+from dtrain.checkpoint.tree_json import strip_prefix
 from dtrain.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from dtrain.storage import AnyPath
 
@@ -153,8 +153,13 @@ def open_checkpoint(folder: AnyPath) -> CheckpointReader:
     for file, entries in zip(files, entries_by_file, strict=True):
         _check_disjoint(entries, f"{layout.index_name(file.rank)}: {file.name}")
     shards = index_shards(_group_by_file([index.shards for index in indexes], manifest))
-    structures = {section: decode_structure(values, section) for section, values in shared.items()}
-    refs = {placeholder.key: placeholder.ref for placeholder in iter_placeholders(structures)}
+    refs: dict[str, tree_json.TensorRef] = {}
+
+    def placeholder(key: str, ref: tree_json.TensorRef) -> tree_json.TensorPlaceholder:
+        refs[key] = ref
+        return tree_json.TensorPlaceholder(key, ref)
+
+    structures = {section: tree_json.decode(values, section, placeholder) for section, values in shared.items()}
     _check_shards(shards, refs, files)
     first_numbers = _first_file_numbers(manifest)
     per_rank = tuple(_check_per_rank(index, first) for index, first in zip(indexes, first_numbers, strict=True))
@@ -213,10 +218,11 @@ def _group_by_file(entries: Sequence[Sequence[TensorShardEntry]], manifest: Mani
 def _check_disjoint(entries: Sequence[TensorShardEntry], location: str) -> None:
     """Raise if two shards share a byte of a file, which a reader would have to fetch for each of them."""
     reach = 0
-    for entry in sorted(entries, key=attrgetter("begin")):
-        if entry.begin < reach and entry.end > entry.begin:
-            raise CorruptCheckpointError(f"{location}: {entry.key}: begins at byte {entry.begin}, inside of another shard")
-        reach = max(reach, entry.end)
+    for key, _, _, _, _, begin, end, _ in sorted(entries, key=attrgetter("begin")):
+        if begin < reach and end > begin:
+            raise CorruptCheckpointError(f"{location}: {key}: begins at byte {begin}, inside of another shard")
+        if end > reach:
+            reach = end
 
 
 def _check_shared(index: RankIndex, manifest: Manifest) -> dict[str, Any]:
@@ -237,10 +243,10 @@ def _check_shards(
     """Check that each stored shard agrees with the tensor that the shared values name."""
     for key, tensor_shards in shards.items():
         ref = refs.get(key)
-        for shard in tensor_shards:
-            if ref is None or (shard.entry.dtype, shard.entry.shape) != (ref.dtype, ref.shape):
-                name = layout.index_name(files[shard.file].rank)
-                found = f"{shard.entry.dtype} {shard.entry.shape}"
+        for file, entry in tensor_shards:
+            if ref is None or entry.dtype != ref.dtype or entry.shape != ref.shape:
+                name = layout.index_name(files[file].rank)
+                found = f"{entry.dtype} {entry.shape}"
                 raise CorruptCheckpointError(f"{name}: {key}: must be {ref} as in {layout.index_name(0)}, got {found}")
 
 
@@ -260,6 +266,8 @@ def _check_per_rank(index: RankIndex, first: int) -> dict[str, StoredShard]:
 def with_buffers_of(reader: CheckpointReader, rank: int) -> CheckpointReader:
     """Return ``reader`` with the buffers that only ``rank`` has as buffers of the run. The rank may have none."""
     buffers = {key: shard for key, shard in reader.per_rank[rank].items() if key.startswith("buffers/")}
+    if not buffers:
+        return reader
     refs = tree_json.tensor_refs(reader.values[rank], "")
     return replace(
         reader,

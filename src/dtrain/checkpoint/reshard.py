@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, repeat
+from functools import lru_cache
+from itertools import accumulate
 from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
@@ -28,6 +29,7 @@ class Region(NamedTuple):
     size: tuple[int, ...]
 
 
+@lru_cache(maxsize=4096)
 def full_region(shape: tuple[int, ...]) -> Region:
     """Return the region of a whole tensor."""
     return Region(offset=(0,) * len(shape), size=shape)
@@ -80,13 +82,13 @@ def index_shards(by_file: Sequence[Sequence[TensorShardEntry]]) -> dict[str, lis
     found: dict[str, list[StoredShard]] = {}
     several: set[str] = set()
     for file, entries in enumerate(by_file):
-        for shard in map(StoredShard, repeat(file), entries):
-            key = shard.entry.key
-            if key in found:
-                found[key].append(shard)
-                several.add(key)
+        for entry in entries:
+            shards = found.get(entry.key)
+            if shards is None:
+                found[entry.key] = [StoredShard(file, entry)]
             else:
-                found[key] = [shard]
+                shards.append(StoredShard(file, entry))
+                several.add(entry.key)
     for key in several:
         found[key].sort(key=lambda shard: shard.entry.offset)
     return found
@@ -109,8 +111,9 @@ def plan_reads(index: Mapping[str, Sequence[StoredShard]], targets: Mapping[str,
     plans: dict[Any, list[_RelativeRead]] = {}
     for key, target in targets.items():
         shards = index.get(key, ())
-        # Most tensors are stored and sharded like many others, and their reads relative to the shards are the same.
-        layout_key = (target, *[(entry.dtype, entry.offset, entry.size) for _, entry in shards])
+        # Most tensors are stored and sharded like many others, and their reads relative to the shards are the same. Their
+        # regions are the same objects, which are cheaper to compare than their content.
+        layout_key = (id(target), *[id(part) for _, entry in shards for part in (entry.dtype, entry.offset, entry.size)])
         plan = plans.get(layout_key)
         if plan is None:
             plan = plans[layout_key] = _plan_tensor(key, shards, target)

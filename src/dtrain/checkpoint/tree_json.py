@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -162,9 +163,10 @@ def _decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any], 
 
 
 def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, TensorRef], Any], depth: int) -> Any:
-    location, tag = f"values: {path}", values[TAG]
+    tag = values[TAG]
     if tag == "tensor":
-        return tensor_of(path, _read_tensor_ref(values, location))
+        return tensor_of(path, _read_tensor_ref(values, path))
+    location = f"values: {path}"
     if tag == "float":
         value = strict_json.read_object(values, location, (TAG, "value"))["value"]
         if value not in ("nan", "inf", "-inf"):
@@ -181,8 +183,24 @@ def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, 
     raise CorruptCheckpointError(f"{location}: must be an encoded value, got {strict_json.describe_value(values)}")
 
 
-def _read_tensor_ref(values: dict[str, Any], location: str) -> TensorRef:
-    """Read the description of an encoded tensor."""
+def _read_tensor_ref(values: dict[str, Any], path: str) -> TensorRef:
+    """Read the description of an encoded tensor. There are many tensors and few kinds, so valid kinds are cached."""
+    if type(values.get("shape")) is list:
+        # An invalid description raises its error below, with its location. The cache tells True from 1.
+        with suppress(KeyError, TypeError, CorruptCheckpointError):
+            return _cached_ref(len(values), values["dtype"], values["distributed"], *values["shape"])
+    return _check_tensor_ref(values, f"values: {path}")
+
+
+@lru_cache(maxsize=4096, typed=True)
+def _cached_ref(fields: int, dtype: Any, distributed: Any, *shape: Any) -> TensorRef:
+    values = {TAG: "tensor", "dtype": dtype, "shape": list(shape), "distributed": distributed}
+    if fields != len(values):
+        raise TypeError("not the fields of a tensor")
+    return _check_tensor_ref(values, "")
+
+
+def _check_tensor_ref(values: dict[str, Any], location: str) -> TensorRef:
     if values.keys() != _TENSOR_FIELDS:
         strict_json.read_object(values, location, tuple(_TENSOR_FIELDS))
     dtype, shape, distributed = values["dtype"], values["shape"], values["distributed"]
@@ -231,7 +249,10 @@ def fill_tensors(tree: Any, tensor_of: Callable[[str, TensorRef], Any]) -> Any:
     if kind is TensorPlaceholder:
         return tensor_of(*tree)
     if kind is dict:
-        return {key: fill_tensors(item, tensor_of) for key, item in tree.items()}
+        return {
+            key: tensor_of(*item) if type(item) is TensorPlaceholder else fill_tensors(item, tensor_of)
+            for key, item in tree.items()
+        }
     if kind in (list, tuple):
         return kind(fill_tensors(item, tensor_of) for item in tree)
     return tree
@@ -242,17 +263,23 @@ def strip_prefix(tree: Any, prefix: str) -> Any:
     return fill_tensors(tree, lambda key, ref: TensorPlaceholder(key.removeprefix(prefix), ref))
 
 
-def iter_placeholders(tree: Any) -> Iterator[TensorPlaceholder]:
-    """Iterate over the placeholders of a tree."""
+def list_placeholders(tree: Any) -> list[TensorPlaceholder]:
+    """Return the placeholders of a tree."""
+    found: list[TensorPlaceholder] = []
+    _collect_placeholders(tree, found)
+    return found
+
+
+def _collect_placeholders(tree: Any, found: list[TensorPlaceholder]) -> None:
     kind = type(tree)
     if kind is TensorPlaceholder:
-        yield tree
-    elif kind is dict:
-        for item in tree.values():
-            yield from iter_placeholders(item)
-    elif kind in (list, tuple):
-        for item in tree:
-            yield from iter_placeholders(item)
+        found.append(tree)
+    elif kind is dict or kind is list or kind is tuple:
+        for item in tree.values() if kind is dict else tree:
+            if type(item) is TensorPlaceholder:
+                found.append(item)
+            else:
+                _collect_placeholders(item, found)
 
 
 def keep_skipped(tree: Any, current: Any, skipped: Collection[str]) -> Any:
