@@ -96,10 +96,11 @@ def plan_optimizer(
     Mutates: ``plan``.
     """
     on_device = _params_with_device_step(state)
-    used = {to_local(param).untyped_storage().data_ptr() for param in state.params.values()}
+    shards = {name: to_local(param) for name, param in state.params.items()}
+    used = {shard.untyped_storage().data_ptr() for shard in shards.values()}
     for name, content in optimizer["state"].items():
         param = state.params[name]
-        local = to_local(param)
+        local = shards[name]
         placement = _ParamPlacement(
             param=param,
             local=local,
@@ -113,7 +114,7 @@ def plan_optimizer(
         current = state.optimizer.state.get(param, {})
         for leaf in list_placeholders(content):
             plan.regions[leaf.key], builder = placement.plan(leaf)
-            existing = placement.find_reusable(leaf, current, used)
+            existing = placement.find_reusable(leaf, current, used) if current else None
             if existing is None:
                 plan.builders[leaf.key] = builder
             else:

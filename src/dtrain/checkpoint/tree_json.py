@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -185,17 +184,18 @@ def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, 
 
 def _read_tensor_ref(values: dict[str, Any], path: str) -> TensorRef:
     """Read the description of an encoded tensor. There are many tensors and few kinds, so valid kinds are cached."""
-    if type(values.get("shape")) is list:
-        # An invalid description raises its error below, with its location. The cache tells True from 1.
-        with suppress(KeyError, TypeError, CorruptCheckpointError):
-            return _cached_ref(len(values), values["dtype"], values["distributed"], *values["shape"])
-    return _check_tensor_ref(values, f"values: {path}")
+    shape = values.get("shape")
+    try:
+        # The cache tells True from 1.
+        return _cached_ref(len(values), type(shape), values["dtype"], values["distributed"], *shape)
+    except (KeyError, TypeError, CorruptCheckpointError):
+        return _check_tensor_ref(values, f"values: {path}")
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _cached_ref(fields: int, dtype: Any, distributed: Any, *shape: Any) -> TensorRef:
+def _cached_ref(fields: int, kind: type, dtype: Any, distributed: Any, *shape: Any) -> TensorRef:
     values = {TAG: "tensor", "dtype": dtype, "shape": list(shape), "distributed": distributed}
-    if fields != len(values):
+    if fields != len(values) or kind is not list:
         raise TypeError("not the fields of a tensor")
     return _check_tensor_ref(values, "")
 
