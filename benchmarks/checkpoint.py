@@ -68,7 +68,7 @@ def memory_of_loads(size: int, root: str, rounds: int) -> None:
                     reports = ranks.run(memory, "large", size, root, name, timeout_s=TIMEOUT_S)
                 shares.append(max(report["above"] / report["own"] for report in reports))
             figure = Figure(value=sorted(shares)[len(shares) // 2], low=min(shares), high=max(shares))
-            at_most = 1.15 if name == "dtrain" else None
+            at_most = 0.8 if name == "dtrain" else None
             cells = (
                 f"{name}, {WORLD} to {world} ranks",
                 f"{max(report['own'] for report in reports) / 1e6:.0f} MB",

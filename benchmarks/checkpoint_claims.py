@@ -41,7 +41,7 @@ LARGE = {
         Claim(
             what="save against the same without digests", of=OURS, against=("dtrain without digests", "done"), at_most=1 / 0.8
         ),
-        Claim(what="async stall against a warm memcpy", of=OUR_STALL, against=("memcpy", "done"), at_most=1.5),
+        Claim(what="async stall against a warm memcpy", of=OUR_STALL, against=("memcpy", "done"), at_most=1.2),
         Claim(what="async stall against the sync save", of=OUR_STALL, against=OURS, at_most=0.12),
         Claim(what="async stall against DCP's", of=OUR_STALL, against=("DCP async", "held")),
         Claim(what="the same, its stager reused", of=OUR_STALL, against=("DCP async, stager reused", "held")),

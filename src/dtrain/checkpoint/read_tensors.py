@@ -16,7 +16,7 @@ from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.data_file import chunk_range, digest_of
@@ -211,7 +211,9 @@ class _HostTensors:
         self.tensors: dict[str, Tensor] = {key: self._new(key) for key, size in sizes.items() if 0 in size}
 
     def _fits(self, key: str, target: Tensor) -> bool:
-        return target.is_cpu and target.is_contiguous() and target.dtype == DTYPES[self._refs[key].dtype]
+        # The memory of a subclass may not be that of its values.
+        plain = type(target) in (Tensor, nn.Parameter) and target.is_cpu and target.is_contiguous()
+        return plain and target.dtype == DTYPES[self._refs[key].dtype]
 
     def _new(self, key: str) -> Tensor:
         target = self._targets.get(key)
