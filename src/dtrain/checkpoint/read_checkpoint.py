@@ -127,12 +127,12 @@ def read_checkpoint(
     if random is not None:
         read_now.add_full({key: [shard] for key, shard in reader.per_rank[get_dist_info().rank].items()}, random)
     # A second transfer from a server would take longer than the memory is worth.
-    held = isinstance(folder, RemotePath) or sum(part.nbytes for part in reads.values()) <= _HELD_BYTES
+    held = isinstance(folder, RemotePath) or sum(of_state.nbytes for of_state in reads.values()) <= _HELD_BYTES
     if held:
-        for part in reads.values():
-            read_now.extend(part)
+        for of_state in reads.values():
+            read_now.extend(of_state)
     open_file = reader.open_data if held else _keep_open(reader, files)
-    tensors = read_now.run(open_file, verify=() if held else [read for part in reads.values() for read in part.reads])
+    tensors = read_now.run(open_file, verify=() if held else [read for of_state in reads.values() for read in of_state.reads])
     return LoadedCheckpoint(
         reader=reader,
         plans=plans,

@@ -262,7 +262,7 @@ class _HostTensors:
             parts += self._split_run(buffer, start, run, dtype)
         in_place = [(self._targets[key], part) for key, part in parts if key in self._targets]
         if in_place:
-            torch._foreach_copy_(*map(list, zip(*in_place, strict=True)))
+            torch._foreach_copy_([target for target, _ in in_place], [part for _, part in in_place])
         self.tensors.update((key, self._targets[key] if key in self._targets else part.clone()) for key, part in parts)
 
     def _split_run(self, buffer: Tensor, start: int, run: Sequence[_Segment], dtype: torch.dtype) -> list[tuple[str, Tensor]]:

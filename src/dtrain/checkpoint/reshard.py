@@ -111,9 +111,8 @@ def plan_reads(index: Mapping[str, Sequence[StoredShard]], targets: Mapping[str,
     plans: dict[Any, list[_RelativeRead]] = {}
     for key, target in targets.items():
         shards = index.get(key, ())
-        # Most tensors are stored and sharded like many others, and their reads relative to the shards are the same. Their
-        # regions are the same objects, which are cheaper to compare than their content.
-        layout_key = (id(target), *[id(part) for _, entry in shards for part in (entry.dtype, entry.offset, entry.size)])
+        # Most tensors are stored and sharded like many others, and their reads relative to the shards are the same.
+        layout_key = (target, *[(entry.dtype, entry.offset, entry.size) for _, entry in shards])
         plan = plans.get(layout_key)
         if plan is None:
             plan = plans[layout_key] = _plan_tensor(key, shards, target)

@@ -184,18 +184,18 @@ def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, 
 
 def _read_tensor_ref(values: dict[str, Any], path: str) -> TensorRef:
     """Read the description of an encoded tensor. There are many tensors and few kinds, so valid kinds are cached."""
-    shape = values.get("shape")
+    shape: Any = values.get("shape")
     try:
         # The cache tells True from 1.
-        return _cached_ref(len(values), type(shape), values["dtype"], values["distributed"], *shape)
+        return _cached_ref(len(values), type(shape) is list, values["dtype"], values["distributed"], *shape)
     except (KeyError, TypeError, CorruptCheckpointError):
         return _check_tensor_ref(values, f"values: {path}")
 
 
 @lru_cache(maxsize=4096, typed=True)
-def _cached_ref(fields: int, kind: type, dtype: Any, distributed: Any, *shape: Any) -> TensorRef:
+def _cached_ref(fields: int, is_list: bool, dtype: Any, distributed: Any, *shape: Any) -> TensorRef:
     values = {TAG: "tensor", "dtype": dtype, "shape": list(shape), "distributed": distributed}
-    if fields != len(values) or kind is not list:
+    if fields != len(values) or not is_list:
         raise TypeError("not the fields of a tensor")
     return _check_tensor_ref(values, "")
 
