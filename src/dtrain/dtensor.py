@@ -45,15 +45,6 @@ def from_local_like(like: Tensor, shard: Tensor) -> Tensor:
     return DTensor(shard, spec, requires_grad=False)
 
 
-def is_placed_like(tensor: Tensor, like: Tensor) -> bool:
-    """Return True if both tensors are plain, or both are on equal meshes with equal placements, and their shapes are equal."""
-    if tensor.shape != like.shape or isinstance(tensor, DTensor) != isinstance(like, DTensor):
-        return False
-    if not isinstance(tensor, DTensor) or not isinstance(like, DTensor):
-        return True
-    return tensor.placements == like.placements and tensor.device_mesh == like.device_mesh
-
-
 def replicate_like(like: Tensor, whole: Tensor) -> Tensor:
     """Place ``whole``, which all ranks hold, on the mesh of ``like``. For a plain ``like``, return ``whole``."""
     if not isinstance(like, DTensor):

@@ -16,7 +16,7 @@ from dtrain.checkpoint.mismatch_report import MismatchRow, other_row, unexpected
 from dtrain.checkpoint.reshard import Region, full_region
 from dtrain.checkpoint.state_dict import optimizer_groups
 from dtrain.checkpoint.tree_json import TensorPlaceholder, TensorRef, list_placeholders
-from dtrain.dtensor import from_local_like, is_placed_like, replicate_like, to_local
+from dtrain.dtensor import from_local_like, replicate_like, to_local
 from dtrain.errors import CorruptCheckpointError
 from dtrain.state import TrainState
 
@@ -165,7 +165,7 @@ class _ParamPlacement:
         if not isinstance(tensor, Tensor) or not self._is_like_param(leaf) or tensor.dtype != self._built_dtype(leaf.ref):
             return None
         local = to_local(tensor)
-        if type(local) is not Tensor or not is_placed_like(tensor, self.param):
+        if type(local) is not Tensor or not _is_placed_like(tensor, self.param):
             return None
         storage = local.untyped_storage().data_ptr()
         if local.device != self.local.device or local.stride() != self.local.stride() or storage in used:
@@ -187,6 +187,13 @@ class _ParamPlacement:
 
     def _replicate_like_param(self, tensor: Tensor) -> Tensor:
         return replicate_like(self.param, tensor.to(self.param.device))
+
+
+def _is_placed_like(tensor: Tensor, like: Tensor) -> bool:
+    # A plain tensor has neither a mesh nor placements.
+    return tensor.shape == like.shape and all(
+        getattr(tensor, name, None) == getattr(like, name, None) for name in ("placements", "device_mesh")
+    )
 
 
 def _is_step(leaf: TensorPlaceholder) -> bool:
