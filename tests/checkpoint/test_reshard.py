@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from dtrain.checkpoint import reshard
 from dtrain.checkpoint.layout import TensorShardEntry
-from dtrain.checkpoint.read_tensors import as_tensor
 from dtrain.checkpoint.reshard import Region, assign_writers, index_shards, plan_reads
 from dtrain.errors import CorruptCheckpointError
 
@@ -58,7 +57,7 @@ def test_plan_reads_fills_any_region_from_any_grid(data):
     written = torch.zeros(size, dtype=torch.int32)
     for read in reads:
         assert HEADER <= read.begin < read.end <= len(files[read.file])
-        block = as_tensor(bytearray(files[read.file][read.begin : read.end]), "I32", read.block)
+        block = torch.frombuffer(bytearray(files[read.file][read.begin : read.end]), dtype=torch.int32).reshape(read.block)
         into = tuple(slice(*span) for span in read.target)
         target[into] = block[tuple(slice(*span) for span in read.source)]
         written[into] += 1

@@ -1,14 +1,14 @@
 """Read byte ranges of files into host tensors in parallel, and verify the digest of each chunk before use.
 
-Large segments of a chunk are read directly into their tensor; small and unneeded segments are read into a buffer. Then the
-digest of the chunk is computed from memory, and the small segments are copied out of the buffer. The verified bytes are
-therefore the bytes in use, and the additional memory is one buffer per thread. Each chunk is fetched once.
+Large segments of a chunk are read directly into their tensor, and all others into a buffer. The digest is computed from memory,
+piece by piece, and then the small segments are copied out of the buffer. The verified bytes are therefore the bytes in use, and
+the additional memory is one buffer per thread. Each chunk is fetched once.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from itertools import groupby
@@ -33,6 +33,8 @@ READ_THREADS = 2
 REMOTE_REQUESTS = 8
 # Fewer chunks are not worth the threads.
 _MIN_THREADED_CHUNKS = 4
+# Size of a read whose digest is computed from the second-level cache of common processors.
+_PIECE_BYTES = 256 * 2**10
 # Smaller segments are copied out of a buffer, which saves a system call for each of them.
 _DIRECT_MIN_BYTES = 64 * 2**10
 
@@ -134,8 +136,7 @@ def read_tensors(
         reads: reads that fill all tensors, in the order of the files.
         refs: stored dtypes, by key.
         open_file: function that opens the file of a number.
-        targets: plain tensors of these shapes, by key. A contiguous target on the CPU with the stored dtype is filled in
-            place. All other tensors are new.
+        targets: tensors by key, filled in place if plain, contiguous, on the CPU and of the stored dtype. Others are new.
         verify: reads whose chunks are verified only.
 
     Mutates: ``targets``.
@@ -212,8 +213,8 @@ class _HostTensors:
 
     def _fits(self, key: str, target: Tensor) -> bool:
         # The memory of a subclass may not be that of its values.
-        plain = type(target) in (Tensor, nn.Parameter) and target.is_cpu and target.is_contiguous()
-        return plain and target.dtype == DTYPES[self._refs[key].dtype]
+        plain = type(target) in (Tensor, nn.Parameter) and target.dtype == DTYPES[self._refs[key].dtype]
+        return plain and target.is_cpu and target.is_contiguous()
 
     def _new(self, key: str) -> Tensor:
         target = self._targets.get(key)
@@ -249,8 +250,7 @@ class _HostTensors:
     def split_buffer(self, buffer: Tensor, start: int, segments: Sequence[_Segment]) -> None:
         """Create tensors from small segments in ``buffer``, whose first byte is byte ``start`` of the file."""
         parts: list[tuple[str, Tensor]] = []
-        refs = self._refs
-        for name, of_dtype in groupby(segments, key=lambda segment: refs[segment.key].dtype):
+        for name, of_dtype in groupby(segments, key=lambda segment: self._refs[segment.key].dtype):
             dtype = DTYPES[name]
             run: list[_Segment] = []
             for segment in of_dtype:
@@ -299,17 +299,32 @@ def _read_chunk(
     parts = list(_plan_chunk(file, segments, start, start + size))
     buffer = buffers.acquire(size) if any(memory is None for _, _, memory in parts) else None
     buffer_view = memoryview(b"") if buffer is None else _bytes_of(buffer)
-    views = []
-    for begin, end, memory in parts:
-        views.append(buffer_view[begin - start : end - start] if memory is None else memory)
-        count = file.file.read_into(begin, views[-1])
-        if count != end - begin:
-            raise CorruptCheckpointError(f"{file.name}: must have at least {end} bytes, ends at byte {begin + count}")
-    if file.chunks is not None and digest_of(views) != file.chunks[chunk]:
+    places = [(at, buffer_view[at - start : end - start] if memory is None else memory) for at, end, memory in parts]
+    if buffer is not None and not segments and not file.file.is_remote:
+        # Bytes that are only verified need no memory of their own.
+        places = [(at, buffer_view[: min(_PIECE_BYTES, start + size - at)]) for at in range(start, start + size, _PIECE_BYTES)]
+    pieces = _read_pieces(file, places)
+    if file.chunks is None:
+        deque(pieces, maxlen=0)
+    elif digest_of(pieces) != file.chunks[chunk]:
         raise CorruptCheckpointError(f"{file.name}: bytes from {start} on do not match their digest")
     _distribute(file, segments, tensors, buffer, buffer_view, start)
     if buffer is not None:
         buffers.release(buffer)
+
+
+def _read_pieces(file: ReadableFile, places: Sequence[tuple[int, memoryview]]) -> Iterator[memoryview]:
+    """Read from the file into memory, in order. Each piece is still in the processor's cache when it is digested."""
+    for begin, memory in places:
+        # Requests to a server should be whole chunks.
+        step = len(memory) if file.file.is_remote else _PIECE_BYTES
+        for at in range(0, len(memory), step):
+            piece = memory[at : at + step]
+            count = file.file.read_into(begin + at, piece)
+            if count != len(piece):
+                end, found = begin + len(memory), begin + at + count
+                raise CorruptCheckpointError(f"{file.name}: must have at least {end} bytes, ends at byte {found}")
+            yield piece
 
 
 def _plan_chunk(
@@ -378,13 +393,6 @@ def _distribute(
 def _view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
     """View bytes as values; unaligned bytes are copied."""
     return (data if data.storage_offset() % dtype.itemsize == 0 else data.clone()).view(dtype)
-
-
-def as_tensor(data: bytearray, dtype: str, shape: Sequence[int]) -> Tensor:
-    """Return a tensor that shares the memory of ``data``."""
-    if not data:
-        return torch.empty(tuple(shape), dtype=DTYPES[dtype])
-    return torch.frombuffer(data, dtype=torch.uint8).view(DTYPES[dtype]).reshape(tuple(shape))
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
