@@ -47,7 +47,8 @@ class ShardSpec:
         counts_in_loss: if True, this rank's sums count. Ranks along ``tp`` compute equal sums, so only the first rank counts.
         accumulate: gradients between microbatches: whole (``"local"``) or as shards (``"sharded"``).
         buffers: synchronization of persistent buffers that a forward changed.
-        ignored_params: names of parameters that are whole on every rank.
+        ignored_params: names of parameters that FSDP2 ignores, so that they are whole on every rank.
+        plain_params: if True, FSDP2 is not used, and all parameters are plain tensors, whole on every rank.
         compute_device: device of forward and backward if the parameters are offloaded, else None.
         replica_info: replicas that train separately, which sum gradients only within a replica; see ``split_replicas``. None
             otherwise, and always in the spec of ``shard_model``.
@@ -62,8 +63,13 @@ class ShardSpec:
     accumulate: Accumulate = "local"
     buffers: Buffers = "broadcast"
     ignored_params: tuple[str, ...] = ()
+    plain_params: bool = False
     compute_device: torch.device | None = None
     replica_info: ReplicaInfo | None = field(default=None, repr=False)
+
+    def __reduce__(self) -> tuple[type[ShardSpec], tuple[()]]:
+        # A copy of a model is on no mesh.
+        return ShardSpec, ()
 
 
 def attach_spec(model: nn.Module, spec: ShardSpec) -> None:
@@ -303,7 +309,8 @@ def init_state(
     check_model_and_optimizer(model, optimizer)
     spec = get_spec(model)
     params, aliases = parameters_by_fqn(model)
-    check_params(params, sharded=[name for name in params if name not in spec.ignored_params] if spec.mesh is not None else [])
+    has_units = spec.mesh is not None and not spec.plain_params
+    check_params(params, sharded=[name for name in params if name not in spec.ignored_params] if has_units else [])
     check_optimizer_params(params, optimizer, partial=partial)
     check_fused_foreach(params, optimizer)
     if loader is not None and not hasattr(loader, "last_batch_info"):

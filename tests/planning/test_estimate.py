@@ -46,7 +46,8 @@ def test_replicate_holds_all_parameters_and_reduces_once():
     assert plan.max_by_part.parameters == PARAMS * SIZE
     assert plan.max_by_part.gradients == PARAMS * SIZE
     assert of(plan, "all_gather") == (0, 0)
-    assert of(plan, "all_reduce") == (UNITS, PARAMS * SIZE)
+    assert of(plan, "all_reduce") == (1, PARAMS * SIZE)  # one bucket holds the gradients of all units
+    assert plan.max_by_part.communication == PARAMS * SIZE
     assert plan.bytes_sent == round(2 * PARAMS * SIZE * 7 / 8)
 
 

@@ -32,6 +32,9 @@ def full(tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+UNITS = ["FSDPSequential", "FSDPBlock", "FSDPBlock"]
+
+
 def layout(strategy: str) -> dict:
     torch.manual_seed(get_dist_info().rank)  # replicas that start different
     sharded = shard_model(model(), build_mesh(), strategy=strategy, blocks=(Block,))
@@ -46,13 +49,18 @@ def layout(strategy: str) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "rows"),
-    [("full_shard", [2, 2, 2]), ("shard_grad_op", [2, 2, 2]), ("replicate", [6, 6, 6]), ("no_shard", [6, 6, 6])],
+    ("strategy", "rows", "units"),
+    [
+        ("full_shard", [2, 2, 2], UNITS),
+        ("shard_grad_op", [2, 2, 2], UNITS),
+        ("replicate", [6, 6, 6], []),
+        ("no_shard", [6, 6, 6], []),
+    ],
 )
-def test_shard_model_sets_units_names_and_local_sizes(ranks, strategy, rows):
+def test_shard_model_sets_units_names_and_local_sizes(ranks, strategy, rows, units):
     results = ranks(3).run(layout, strategy)
     assert [r["local"] for r in results] == [5 * n for n in rows]
-    assert results[0]["units"] == ["FSDPSequential", "FSDPBlock", "FSDPBlock"]
+    assert results[0]["units"] == units
     assert results[0]["names"] == [name for name, _ in model().named_parameters()]
     assert results[0]["sum"] == results[1]["sum"] == results[2]["sum"], "rank 0's weights are everybody's"
     name = "replicate" if strategy == "no_shard" else strategy

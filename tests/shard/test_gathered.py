@@ -6,7 +6,7 @@ from torch import nn
 
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import to_local
+from dtrain.dtensor import full_tensor, to_local
 from dtrain.errors import ConfigError
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.grad_sync import grad_sync_of
@@ -93,7 +93,7 @@ def changed_by_hand(strategy: str) -> float:
     loss = squared(reference, batch(NAME, WEIGHTS))
     (loss.total / loss.weight).backward()
     pairs = zip(state.params.values(), reference.parameters(), strict=True)
-    return max((p.grad.full_tensor() - q.grad).abs().max().item() for p, q in pairs)
+    return max((full_tensor(p.grad) - q.grad).abs().max().item() for p, q in pairs)
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -118,6 +118,9 @@ def begun_after_a_forward(strategy: str, before_optimizer: bool) -> str:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_init_with_gathered_parameter_copies_is_refused(ranks, strategy, before_optimizer):
     for message in ranks(2).run(begun_after_a_forward, strategy, before_optimizer):
+        if strategy == "replicate":
+            assert message == "no error"  # a forward gathers nothing
+            continue
         assert "are gathered copies, left by a forward outside of a step (first: " in message
         assert "dt.eval_mode(model)" in message
 
@@ -169,7 +172,7 @@ def test_manual_backward_loop_does_not_grow_internal_records(ranks):
 
 def skipped_update() -> list[bool]:
     """An update that is skipped frees the copies all the same."""
-    state = step(state_of(sharded("replicate")))
+    state = step(state_of(sharded("shard_grad_op")))
     with torch.no_grad():
         state.model(batch(NAME, WEIGHTS)["x"])
     apply_gradients(state, {}, nonfinite="skip")

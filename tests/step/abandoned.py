@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +13,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import seed_all
 from dtrain.dtensor import to_local
+from dtrain.shard import replicate
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState
 from dtrain.step.auto_microbatch import auto_microbatch
@@ -93,7 +95,17 @@ def fingerprint(state: TrainState) -> list:
     return [bits, torch.get_rng_state().tolist(), [param.grad is None for param in state.params.values()]]
 
 
+# Two blocks with a linear layer and a norm, and two further layers.
+BUCKETS = 2 * 4 + 1 + 2
+
+
 def compare(strategy: str, at: str, call: int, rank: int, when: int) -> dict:
+    """Compare as ``compare_sizes``; under ``replicate`` each parameter is a bucket."""
+    with patch.multiple(replicate, _FIRST_BUCKET_BYTES=1, _BUCKET_BYTES=1):
+        return compare_sizes(strategy, at, call, rank, when)
+
+
+def compare_sizes(strategy: str, at: str, call: int, rank: int, when: int) -> dict:
     """Run with one fault in step ``when``, then again with the sizes that the first run ended up with."""
     auto = auto_microbatch(initial=4, minimum=2, divisor=2, grow_interval=None)
     step, state = start(strategy, auto)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from step.abandoned import STRATEGIES, compare
+from step.abandoned import BUCKETS, STRATEGIES, compare
 
 CAP_S = 60.0  # nobody waits for a peer: a hang would take the groups' timeout, of many minutes
 
@@ -30,7 +30,10 @@ QUICK = ("inside-the-first-forward", "recomputation-in-the-second-backward", "la
 
 def points(strategy: str) -> dict[str, tuple[str, int]]:
     # Nothing is gathered where nothing is cut, and no more than once a step where it is kept.
-    gathered = {"replicate": {}, "shard_grad_op": {"first-gather": ("gather", 1), "later-gather": ("gather", 3)}}
+    if strategy == "replicate":
+        # Each parameter is a bucket here, and the last one of a step is not reduced by FSDP2.
+        return {**POINTS, "first-reduction": ("reduce_bucket", 1), "last-reduction": ("reduce_bucket", BUCKETS)}
+    gathered = {"shard_grad_op": {"first-gather": ("gather", 1), "later-gather": ("gather", 3)}}
     return {**POINTS, **gathered.get(strategy, GATHERED)}
 
 

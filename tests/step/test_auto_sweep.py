@@ -27,7 +27,8 @@ CAP_S = 550.0
 STRATEGIES = ("full_shard", "shard_grad_op", "replicate", "hybrid_shard")
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
 # The last is a collective that was announced or begun, and not issued. Before it come the record of a step, after it two more.
-POINTS = {"forward": (1, 0), "backward": (1, 0), "gather": (1, 0), "reduce": (1, 0), "torch._ops.OpOverload.redispatch": (2, 2)}
+POINTS = {"forward": (1, 0), "backward": (1, 0), "gather": (1, 0), "reduce": (1, 0), "reduce_bucket": (1, 0)}
+POINTS["torch._ops.OpOverload.redispatch"] = (2, 2)
 
 
 class Unit(nn.Sequential):
@@ -137,8 +138,8 @@ def sweep(architecture: str, strategy: str, size: int, every: int) -> dict:
     wrong = [] if pair.step() == pair.step() == size else ["without a fault"]
     cases = 0
     for at, (first, after) in POINTS.items():
-        if at == "gather" and strategy == "replicate":
-            continue  # nothing is cut, so nothing is gathered
+        if at in (("gather", "reduce") if strategy == "replicate" else ("reduce_bucket",)):
+            continue  # FSDP2 gathers and reduces what is cut, and nothing else
         total = pair.calls(at) - after
         for call in range(first, total + 1):
             for checked in (False, True):

@@ -8,7 +8,9 @@ from dtrain.dtensor import full_tensor, to_local
 from dtrain.errors import ConfigError, StaleStateError, StepError
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state
+from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients, clip_grad_norm_, optimizer_step, set_lr_, tick
+from dtrain.typing import LossSum
 
 
 def state_with_gradient():
@@ -91,8 +93,10 @@ def clipped_norm(strategy: str) -> list[float]:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3)).double()
     net = shard_model(net, build_mesh(), strategy=strategy)
-    net(torch.ones(2, 5, dtype=torch.float64)).sum().backward()
     state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.5))
+    # A weight of 1 over all ranks leaves the sum.
+    loss_fn = lambda net, x: LossSum(total=net(x).sum(), weight=1 / get_dist_info().world_size)  # noqa: E731
+    microbatch_step(state, torch.ones(2, 5, dtype=torch.float64), loss_fn=loss_fn)
     before = clip_grad_norm_(state.params, 1.0)
     return [before.item(), clip_grad_norm_(state.params, 100.0).item()]
 

@@ -15,7 +15,10 @@ from dtrain.dist.init import get_dist_info, init_dist
 from dtrain.dist.mesh import build_mesh
 from dtrain.dtensor import global_norm
 from dtrain.shard.fsdp import shard_model
+from dtrain.state import init_state
+from dtrain.step.microbatch_step import microbatch_step
 from dtrain.testing import CollectiveCall, count_collectives
+from dtrain.typing import LossSum
 
 WIDTH = 6
 UNIT_BYTES = (WIDTH * WIDTH + WIDTH) * 4  # a linear layer with its bias in float32
@@ -45,11 +48,20 @@ def test_full_shard_gathers_twice_and_reduces_once_per_unit(ranks):
         assert sorted(backward, key=lambda record: record["op"]) == [gather] * 2 + [reduce] * 2
 
 
-def test_replicate_gathers_nothing_and_all_reduces_once_per_unit(ranks):
-    for forward, backward in ranks(2).run(forward_and_backward, "replicate"):
-        reduce = {"op": "all_reduce", "group": "training", "group_size": 2, "bytes": UNIT_BYTES, "dtype": "float32"}
-        assert forward == []
-        assert backward == [reduce] * 2
+def one_step(strategy: str) -> list[dict]:
+    """The records of gradients in a step."""
+    net = sharded(strategy)
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    loss_fn = lambda net, x: LossSum(total=net(x).sum(), weight=len(x))  # noqa: E731
+    with count_collectives() as seen:
+        microbatch_step(state, torch.ones(2, WIDTH), loss_fn=loss_fn)
+    return [dataclasses.asdict(record) for record in seen.records if record.dtype == "float32"]
+
+
+def test_replicate_gathers_nothing_and_all_reduces_all_units_together(ranks):
+    assert ranks(2).run(forward_and_backward, "replicate") == [[[], []]] * 2
+    reduce = {"op": "all_reduce", "group": "training", "group_size": 2, "bytes": 2 * UNIT_BYTES, "dtype": "float32"}
+    assert ranks(2).run(one_step, "replicate") == [[reduce]] * 2
 
 
 def every_operation() -> dict[str, list]:

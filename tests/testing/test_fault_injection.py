@@ -60,12 +60,14 @@ def step_and_save(root: str) -> None:
     """Run one training step and one save, which pass every named point."""
     torch.manual_seed(0)
     net = shard_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), build_mesh(), blocks=(nn.Linear,))
-    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    replica = shard_model(nn.Linear(4, 4), build_mesh(), strategy="replicate")
 
     def loss_fn(model: nn.Module, batch: torch.Tensor) -> LossSum:
         return LossSum(total=model(batch).sum(), weight=len(batch))
 
-    state, metrics = microbatch_step(state, torch.ones(2, 4), loss_fn=loss_fn)
+    for model in (replica, net):
+        state = init_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        state, metrics = microbatch_step(state, torch.ones(2, 4), loss_fn=loss_fn)
     state, metrics = optimizer_step(state, metrics)
     save_sharded(root, state)
 
@@ -85,7 +87,8 @@ def delays(root: str, when: str) -> dict[str, int]:
 def test_step_and_save_reach_every_fault_point(ranks, tmp_path, when):
     here, other = ranks(2).run(delays, str(tmp_path), when)
     assert {name: count > 0 for name, count in here.items()} == dict.fromkeys(NAMES, True)
-    assert (here["gather"], here["reduce"], here["backward"], here["optimizer"]) == (4, 2, 1, 1)
+    assert (here["gather"], here["reduce"], here["backward"], here["optimizer"]) == (4, 2, 2, 1)
+    assert here["reduce_bucket"] == 1
     assert other == dict.fromkeys(NAMES, 0)
 
 

@@ -24,6 +24,7 @@ from dtrain.planning.workload import Workload, build_on_meta
 from dtrain.shard.activation_checkpoint import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.fsdp2_private import fsdp_param_groups, init_root, iter_grads, unsharded_params, wrap_collectives
+from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.materialize import allocate_meta_tensors
 from dtrain.shard.precision import Precision
 from dtrain.state import Accumulate, TrainState
@@ -251,6 +252,10 @@ class SimulatedRun:
         # A fake loss cannot be read on the host.
         monitor.nonfinite_losses.limit = None
         self._warm = False
+        if self._state.spec.plain_params:
+            # The hooks must run before the reducer's, which takes the gradients.
+            for param in self._state.params.values():
+                self._hook_gradient(param)
         self._traffic_of_two: tuple[CollectiveTraffic, ...] | None = None
 
     @property
@@ -305,6 +310,7 @@ class SimulatedRun:
 
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             tracker.phase = "update"
+            tracker.assign("gradients", [param.grad for param in state.params.values() if param.grad is not None])
             with tracker.attribute_to("optimizer"):
                 return apply_gradients(state, metrics)
 
@@ -312,13 +318,21 @@ class SimulatedRun:
         return compose_step(traced_loss_fn, self._workload.transforms, grad=grad, update=update_fn)
 
     def _install_hooks(self) -> None:
-        """Attribute FSDP2's memory and the gradients. Mutates: hooks of parameters and of FSDP2's units."""
+        """Attribute FSDP2's memory and the gradients. Mutates: hooks of parameters, of FSDP2's units and of the reducer."""
+        reducer = grad_sync_of(self._model).reducer
+        if reducer is not None:
+            reducer.allocate = self._allocate_bucket
         for group in fsdp_param_groups(self._model):
             wrap_collectives(group, partial(self._attribute_group, group))
             for param in unsharded_params(group):
                 self._hook_gradient(param)
         for name in self._state.spec.ignored_params:
             self._hook_gradient(self._state.params[name])
+
+    def _allocate_bucket(self, *args: Any, **kwargs: Any) -> Tensor:
+        # The gradients of the update are views of the buckets.
+        with self._tracker.attribute_to("communication"):
+            return torch.empty(*args, **kwargs)
 
     def _hook_gradient(self, param: Tensor) -> None:
         def mark(owner: Tensor) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TypeAlias, cast
@@ -120,6 +120,10 @@ class BufferSync:
         is_active = spec.buffers != "local" and spec.data_ranks * spec.ranks_per_batch > 1
         self._versions = _BufferVersions(list(buffer_slots(model, persistent_only=True)) if is_active else [])
         self._spec = spec
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        # A copy of the model is a plain model.
+        return type(None), ()
 
     @property
     def num_bytes(self) -> int:

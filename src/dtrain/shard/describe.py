@@ -10,6 +10,7 @@ from dtrain.arguments import format_bytes
 from dtrain.dtensor import describe_placement, to_local
 from dtrain.fqn import modules_by_fqn, parameters_by_fqn
 from dtrain.shard.fsdp2_private import compute_dtypes, fsdp_param_groups, sharded_params
+from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import get_spec
 
 _HEAD = ("unit", "class", "tensors", "parameters", "bytes", "bytes here", "stored", "computed", "reduced", "placement")
@@ -20,7 +21,7 @@ def describe(model: nn.Module) -> str:
 
     The table has one row per unit, a row for ignored parameters and a row for buffers. ``bytes`` counts full tensors. ``bytes
     here`` counts the storage of this rank between steps. ``computed`` and ``reduced`` are the dtypes of forward and of gradient
-    reduction. A plain model is one row.
+    reduction. A plain or replicated model without units is one row.
 
     >>> import dtrain as dt
     >>> print(dt.describe(torch.nn.Linear(2, 3)))
@@ -34,10 +35,16 @@ def describe(model: nn.Module) -> str:
     spec = get_spec(model)
     rows = list(_unit_rows(model))
     is_sharded = spec.mesh is not None
-    unsharded = [p for name, p in parameters_by_fqn(model)[0].items() if not is_sharded or name in spec.ignored_params]
+    reducer = grad_sync_of(model).reducer
+    has_units = is_sharded and reducer is None
+    whole = {name: p for name, p in parameters_by_fqn(model)[0].items() if not has_units or name in spec.ignored_params}
+    unsharded = list(whole.values())
     if unsharded:
-        label = ("ignored", "") if is_sharded else ("model", type(model).__name__)
-        rows.append(_row(*label, unsharded, computed=_dtypes(unsharded), reduced=_dtypes(unsharded) if is_sharded else "-"))
+        label = ("ignored", "") if has_units else ("model", type(model).__name__)
+        reduced = _dtypes(unsharded) if is_sharded else "-"
+        if reducer is not None:
+            reduced = ", ".join({_short(reducer.reduce_dtype(name, param)): None for name, param in whole.items()})
+        rows.append(_row(*label, unsharded, computed=_dtypes(unsharded), reduced=reduced))
     params = [*(p for group in fsdp_param_groups(model) for p in sharded_params(group)), *unsharded]
     buffers = list(model.buffers())
     if buffers:

@@ -1,4 +1,4 @@
-"""Shard a plain model over ranks with FSDP2: ``shard_model``, one code path for all strategies.
+"""Shard a plain model over ranks: ``shard_model``, with FSDP2, or with plain parameters under ``replicate``.
 
 Methods other than ``forward`` that compute with parameters (``forward_methods``) unshard and reshard their module, too.
 """
@@ -29,6 +29,7 @@ from dtrain.shard.fsdp2_private import init_root, is_in_forward, units_of
 from dtrain.shard.grad_sync import attach_grad_sync
 from dtrain.shard.meta_writes import record_write_counts
 from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, separate_units
+from dtrain.shard.replicate import make_bucket_reducer
 from dtrain.shard.tensor_parallel import TensorParallelPlan, apply_tp_plan, format_tp_plan, resolve_tp_plan
 from dtrain.shard.wrapping import Blocks, IgnoredParams, WrapPlan, plan_wrapping
 from dtrain.state import Accumulate, Buffers, ShardSpec, Strategy, attach_spec, get_spec
@@ -102,8 +103,8 @@ def shard_model(
         strategy: ``"full_shard"`` shards parameters, gradients and optimizer state over all ranks, and unshards each unit in
             its forward and backward. ``"shard_grad_op"`` keeps parameters unsharded from the first forward of a step to its
             last backward. ``"hybrid_shard"`` shards over ``dp_shard`` and replicates over ``dp_replicate``. ``"replicate"``
-            (alias ``"no_shard"``) keeps full copies on every rank. All strategies but ``hybrid_shard`` flatten the axes of the
-            mesh except ``tp``. All strategies sum gradients over all ranks.
+            (alias ``"no_shard"``) keeps full copies on every rank; see below. All strategies but ``hybrid_shard`` flatten the
+            axes of the mesh except ``tp``. All strategies sum gradients over all ranks.
         blocks: modules that become units, usually the transformer block: module classes, names (``*`` matches text without a
             dot) or a function of (name, module). The remaining parameters form one unit with the model itself.
         precision: dtypes of compute, reduction and buffers; None computes in the stored dtypes. If ``precision`` casts
@@ -125,13 +126,16 @@ def shard_model(
         offload: ``"params"`` stores shards, gradients and optimizer state in host memory (pinned if there is an accelerator),
             and the optimizer runs on the CPU. Units are copied to the device to be gathered. Ignored parameters stay on the
             device.
-        comm_config: prefetching and process groups of collectives; None uses FSDP2's defaults.
+        comm_config: prefetching and process groups of FSDP2's collectives; None uses FSDP2's defaults.
 
     Tied parameters stay tied. The modules that own a parameter tied across blocks form a separate unit. A parameter inside a
-    unit may be unused on some ranks. Units must run in the same order on all ranks. Under ``"replicate"``, ranks may skip
-    units.
+    unit may be unused on some ranks. Units must run in the same order on all ranks, except under ``"replicate"``.
 
-    Mutates: ``model``; every Parameter object is replaced by a DTensor, so build the optimizer afterwards.
+    Under ``"replicate"``, modules and parameters stay plain: copies, ``torch.func`` and gradients of gradients work, and a copy
+    is on no mesh. A step sums gradients in flat buckets during its last backward. A backward outside of a step is local. FSDP2
+    replicates the model instead if ``precision`` sets ``param`` or ``output``, or with ``tp_plan`` or ``offload``.
+
+    Mutates: ``model``; FSDP2 replaces every Parameter object by a DTensor, so build the optimizer afterwards.
     Collective: makes process groups (once for each strategy), compares a hash of names, shapes, dtypes and options, and
     broadcasts real weights and buffers.
 
@@ -164,9 +168,15 @@ def shard_model(
     record_write_counts(model)
     cast_buffers_(model, precision)
     broadcast_params_and_buffers(model, get_dist_info().device, sync=sync)
+    precision = precision or Precision()
     fsdp_mesh = apply_tp_plan(model, planned_modules, _fsdp_mesh(mesh, resolved), wrap_plan.ignored_params)
-    _apply_fully_shard(model, fsdp_mesh, wrap_plan, precision or Precision(), resolved, offload)
-    _apply_comm_config(model, wrap_plan, resolved_comm)
+    # Casts in forward, offloading and parallel styles need FSDP2's copies of parameters.
+    plain = resolved == "replicate" and not (precision.param or precision.output or offload or planned_modules)
+    if not plain:
+        _apply_fully_shard(model, fsdp_mesh, wrap_plan, precision, resolved, offload)
+        _apply_comm_config(model, wrap_plan, resolved_comm)
+        _register_forward_methods(wrap_plan.forward_methods)
+        _forbid_deepcopy(model)
     index, count = data_rank(mesh)
     spec = ShardSpec(
         strategy=resolved,
@@ -177,15 +187,15 @@ def shard_model(
         counts_in_loss=tp_rank(mesh) == 0,
         accumulate=accumulate,
         buffers=buffers,
-        ignored_params=tuple(wrap_plan.ignored_params),
+        ignored_params=() if plain else tuple(wrap_plan.ignored_params),
+        plain_params=plain,
         compute_device=get_dist_info().device if offload else None,
     )
+    reducer = make_bucket_reducer(model, fsdp_mesh.get_group("dp_all"), wrap_plan, precision) if plain else None
     attach_spec(model, spec)
-    attach_grad_sync(model, spec)
+    attach_grad_sync(model, spec, reducer)
     attach_buffer_sync(model, spec)
-    _register_forward_methods(wrap_plan.forward_methods)
     init_root(model)
-    _forbid_deepcopy(model)
     return model
 
 

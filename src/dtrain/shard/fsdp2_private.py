@@ -117,8 +117,8 @@ def forbid_double_backward(group: Any) -> None:
         if torch.is_grad_enabled():
             raise ConfigError(
                 "microbatch_step: the loss must not use create_graph=True, because FSDP2 frees weights between the two "
-                "backwards under every strategy, also 'replicate'. Use a finite difference of two losses, or leave out "
-                "shard_model."
+                "backwards. Use strategy='replicate' without offload, tp_plan and casts of parameters, or a finite difference "
+                "of two losses."
             )
         return prepare(*args)
 

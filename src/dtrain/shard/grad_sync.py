@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 
 from dtrain.dist.init import get_dist_info
 from dtrain.dtensor import from_local_like, to_local
@@ -34,6 +35,7 @@ from dtrain.shard.fsdp2_private import (
     zero_fill_missing_grads,
 )
 from dtrain.shard.precision import accumulation_dtype
+from dtrain.shard.replicate import BucketReducer
 from dtrain.shard.skipped_units import SkippedUnits
 from dtrain.shard.unshard import is_unsharded
 from dtrain.state import ShardSpec, TrainState
@@ -46,14 +48,16 @@ _INSTANCES: weakref.WeakSet[GradSync] = weakref.WeakSet()
 
 
 class GradSync:
-    """Controls FSDP2 through the microbatches of one step. A plain model has an instance without effect.
+    """Controls FSDP2, or a ``BucketReducer``, through the microbatches of one step. A plain model has neither.
 
-    Call ``begin_step``, then ``before_microbatch`` for each microbatch, then ``end_step``, or ``abort`` after an exception.
+    Call ``begin_step``, then ``before_microbatch`` for each microbatch, then ``finish_backwards`` and ``end_step``, or
+    ``abort`` after an exception.
     """
 
-    def __init__(self, model: nn.Module, spec: ShardSpec) -> None:
+    def __init__(self, model: nn.Module, spec: ShardSpec, reducer: BucketReducer | None = None) -> None:
         self._model = model
         self._spec = spec
+        self.reducer = reducer
         _INSTANCES.add(self)
         self._sharded = isinstance(model, FSDPModule)
         self._groups = fsdp_param_groups(model)
@@ -66,7 +70,7 @@ class GradSync:
         self.grads_taken = False
         self._within_replica = False
         # Gradients of earlier microbatches, by parameter, that accumulation in ``.grad`` would round.
-        self._stashed_grads: dict[int, Tensor] = {}
+        self._stashed_grads: dict[int, Tensor] = {} if reducer is None else reducer.stashed_grads
         for index, group in enumerate(self._groups):
             intercept_reduction(group, partial(self._reduce_in_order, index))
             forbid_double_backward(group)
@@ -79,10 +83,15 @@ class GradSync:
         needs_all_ranks = self._sharded and spec.strategy != "replicate" and get_dist_info().world_size > 1
         self._skipped = SkippedUnits(model) if needs_all_ranks else None
 
-    def begin_step(self, *, within_replica: bool = False) -> None:
-        """Start a step. Mutates: FSDP2's units, if a forward outside of a step left state.
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        # A copy of the model is a plain model.
+        return type(None), ()
+
+    def begin_step(self, params: Mapping[str, Tensor] | None = None, *, within_replica: bool = False) -> None:
+        """Start a step. Mutates: FSDP2's units, if a forward outside of a step left state; hooks of plain parameters.
 
         Args:
+            params: all parameters of the model by name; without them, a ``BucketReducer`` has no effect.
             within_replica: if True, sum gradients within each replica only.
         """
         if self._sharded and not is_idle(self._model, self._groups):
@@ -94,6 +103,10 @@ class GradSync:
         self._order.clear()
         self._present.clear()
         self._missing.clear()
+        if self.reducer is not None:
+            self.reducer.reset()
+            if params is not None:
+                self.reducer.begin_step(params, communicate=not within_replica)
         if self._skipped is not None:
             self._skipped.end_step()
 
@@ -131,9 +144,12 @@ class GradSync:
 
         Mutates: flags of FSDP2's units, if the flags change; ``.grad`` of ``params``.
         """
-        self._stash_low_precision_grads(params)
+        if self.reducer is None or self.reducer.has_low_precision:
+            self._stash_low_precision_grads(params)
         if self._skipped is not None:
             self._skipped.begin_microbatch()
+        if self.reducer is not None and last and self._in_step:
+            self.reducer.begin_last_backward()
         if last == self._last:
             return
         self._last = last
@@ -150,7 +166,7 @@ class GradSync:
 
     def has_grads(self, params: Iterable[Tensor]) -> bool:
         """Return True if a backward of this step reached any of ``params``, which are all parameters of the model."""
-        if self._present or any(map(has_unreduced_grads, self._groups)):
+        if self._present or any(map(has_unreduced_grads, self._groups)) or (self.reducer and self.reducer.has_grads):
             return True
         return any(param.grad is not None for param in params) and not self._missing
 
@@ -170,6 +186,15 @@ class GradSync:
                 grad.record_stream(torch.cuda.current_stream(grad.device))
             param.grad = None
 
+    def finish_backwards(self, params: Iterable[Tensor]) -> None:
+        """Complete the gradients of ``params``, all parameters, after the last backward. Mutates: ``.grad``.
+
+        Collective: one all-reduce for each bucket of plain parameters that the last backward has not reduced.
+        """
+        if self.reducer is not None:
+            self.reducer.finish()
+        self.add_stashed_grads(params)
+
     def add_stashed_grads(self, params: Iterable[Tensor]) -> None:
         """Add the stashed gradients to the gradients of the last microbatch. Mutates: ``.grad`` of ``params``."""
         if not self._stashed_grads:
@@ -185,11 +210,18 @@ class GradSync:
 
     def end_step(self) -> None:
         """Restore FSDP2's flags after a step."""
-        self.before_microbatch(last=True)
         self._in_step = self._within_replica = False
+        self.before_microbatch(last=True)
         self._stashed_grads.clear()
+        if self.reducer is not None:
+            self.reducer.reset()
         if self._skipped is not None:
             self._skipped.end_step()
+
+    def check_no_local_grads(self, caller: str) -> None:
+        """Raise ``StepError`` if gradients of a backward outside of a step were not reduced."""
+        if self.reducer is not None:
+            self.reducer.check_no_local_grads(caller)
 
     def reshard(self) -> None:
         """Free unsharded parameters before parameters change. Mutates: FSDP2's units."""
@@ -225,6 +257,8 @@ class GradSync:
         ignored = [
             name for name in self._spec.ignored_params if state.params[name].requires_grad and state.params[name].grad is None
         ]
+        if self.reducer is not None:
+            return [name for name, param in state.params.items() if id(param) in self.reducer.missing]
         missing = self._missing - self._present
         if not missing:
             return ignored
@@ -245,7 +279,10 @@ class GradSync:
 
         Mutates: hooks of the parameters, while the context lasts.
         """
-        if self._sharded:
+        handles: list[RemovableHandle | None] = []
+        if self.reducer is not None:
+            self.reducer.on_reduced = partial(self._on_bucket_reduced, call)
+        elif self._sharded:
             handles = [
                 add_reduction_hook(group, partial(self._on_reduced, index, call)) for index, group in enumerate(self._groups)
             ]
@@ -255,9 +292,15 @@ class GradSync:
         try:
             yield
         finally:
+            if self.reducer is not None:
+                self.reducer.on_reduced = None
             for handle in handles:
                 if handle is not None:
                     handle.remove()
+
+    def _on_bucket_reduced(self, call: Callable[[Sequence[Tensor]], None], params: Sequence[Tensor]) -> None:
+        self.grads_taken |= bool(params)
+        call(params)
 
     def _on_accumulated(self, call: Callable[[Sequence[Tensor]], None], param: Tensor) -> None:
         if self._in_step and self._last:
@@ -316,9 +359,13 @@ class GradSync:
         reduce(self._within_replica)
 
 
-def attach_grad_sync(model: nn.Module, spec: ShardSpec) -> None:
-    """Give a sharded ``model`` its ``GradSync``. Mutates: ``model`` (one attribute, and hooks in FSDP2's groups)."""
-    setattr(unwrap_module(model), _GRAD_SYNC_ATTRIBUTE, GradSync(model, spec))
+def attach_grad_sync(model: nn.Module, spec: ShardSpec, reducer: BucketReducer | None) -> None:
+    """Give a sharded ``model`` its ``GradSync``. Mutates: ``model`` (one attribute, and hooks in FSDP2's groups).
+
+    Args:
+        reducer: reducer of plain parameters; None for a model with units of FSDP2.
+    """
+    setattr(unwrap_module(model), _GRAD_SYNC_ATTRIBUTE, GradSync(model, spec, reducer))
 
 
 def grad_sync_of(model: nn.Module) -> GradSync:

@@ -64,8 +64,8 @@ def unshard_params(model: nn.Module) -> Iterator[None]:
 
     Parameters are plain tensors in the compute dtype of ``precision``, without gradients, and stay unsharded through forwards.
     A rank may run the model alone, but with ``tp_plan`` all ranks along ``tp`` must run the model. Changes to parameters are
-    lost. Read parameters from ``named_parameters()``; ``state_dict()`` and loading return to shards. A plain model is
-    unchanged.
+    lost. Read parameters from ``named_parameters()``; ``state_dict()`` and loading return to shards. A model with plain
+    parameters (``replicate``, or without ``shard_model``) is unchanged, so changes to its parameters stay.
 
     Mutates: the model's parameters (unsharded parameters are registered). The full model must fit in memory.
     Collective: one all-gather per unit, on entering; every rank must enter.

@@ -136,7 +136,7 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     param_grads = _compute_output_grads(state, cache, normalizer.scaled_loss(loss, loss.total))
     # Forwards without a backward left parameters unsharded.
     if cache.recomputes:
-        grad_sync.begin_step(within_replica=state.spec.replica_info is not None)
+        grad_sync.begin_step(state.params, within_replica=state.spec.replica_info is not None)
     for index in range(run.num_microbatches):
         grad_sync.before_microbatch(last=index == last, params=state.params.values())
         if guard is not None and index == 0:
@@ -159,7 +159,8 @@ def _compute_output_grads(state: TrainState, cache: ForwardCache, objective: Ten
     In a sharded model these parameters are unsharded ones, because the loss sees the outermost unit after its forward.
     """
     spec = state.spec
-    unsplit = [state.params[name] for name in spec.ignored_params] if spec.mesh is not None else list(state.params.values())
+    has_units = spec.mesh is not None and not spec.plain_params
+    unsplit = [state.params[name] for name in spec.ignored_params] if has_units else list(state.params.values())
     params = [param for param in (*unsplit, *grad_sync_of(state.model).unsharded_params()) if param.requires_grad]
     leaves = cache.leaves()
     if not leaves:

@@ -156,7 +156,7 @@ class GradientRun:
             error = problem
         self._counts = self._sync_before_forward(error)
         self.state.drop_gradients()
-        self.grad_sync.begin_step(within_replica=self.state.spec.replica_info is not None)
+        self.grad_sync.begin_step(self.state.params, within_replica=self.state.spec.replica_info is not None)
         self._buffers.begin_step()
         if self._report is not None:
             self._report.__enter__()
@@ -231,8 +231,11 @@ class GradientRun:
         return self._normalizer
 
     def end_backwards(self, sums: MetricAccumulator) -> None:
-        """End the forwards and backwards, with the sums of their losses."""
-        self.grad_sync.add_stashed_grads(self.state.params.values())
+        """End the forwards and backwards, with the sums of their losses.
+
+        Collective: the reductions of plain parameters (``replicate``) that the last backward has not begun.
+        """
+        self.grad_sync.finish_backwards(self.state.params.values())
         self._metrics, self._loss_weight = sums.metrics(), sums.loss_weight()
         if self.guard is not None:
             _check_reduction_memory(self.state, self._buffers.num_bytes)

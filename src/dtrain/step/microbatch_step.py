@@ -58,9 +58,9 @@ def microbatch_step(
     then synchronized across ranks as ``shard_model(buffers=...)`` says.
     Collective: one record on the control group before forward, and for a sharded model on several ranks one after backward;
     the model's own gathers; in the first step of a sharded model one record per unit, which compares the order of units; one
-    reduction of gradients per unit (in the last microbatch's backward; with ``accumulate="sharded"`` in each backward); one
-    all-reduce of the weight (float64), if the weight is a tensor on a GPU or ``weight_fn`` declares weights; one of the
-    gradients of ignored parameters; one or two of changed buffers.
+    reduction of gradients per unit (in the last microbatch's backward; with ``accumulate="sharded"`` in each backward), or
+    per bucket under ``replicate``; one all-reduce of the weight (float64), if the weight is a tensor on a GPU or ``weight_fn``
+    declares weights; one of the gradients of ignored parameters; one or two of changed buffers.
     Host sync: none, except some values of the first batches on several ranks, if the batches are on a device. These values
     detect ranks that train on equal batches; see ``Step.init(allow_equal_batches=)``.
 

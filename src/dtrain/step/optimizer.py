@@ -105,6 +105,7 @@ def apply_gradients(
         grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
         if not grads:
             raise StepError("apply_gradients: no parameter has a gradient. Call microbatch_step (or backward) before.")
+        grad_sync_of(state.model).check_no_local_grads("apply_gradients")
         if nonfinite != "allow":
             check_choice("apply_gradients", "nonfinite", nonfinite, ("allow", "raise", "skip"))
         if isinstance(state.optimizer, torch.optim.LBFGS):

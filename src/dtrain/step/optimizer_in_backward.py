@@ -45,9 +45,9 @@ def optimizer_in_backward(
 
     In the backward of the last microbatch, a unit's gradient is applied and dropped after its reduction; in a plain model
     this happens per parameter. The step saves the memory of this rank's gradients, and of the optimizer's temporary tensors,
-    whose ``foreach`` form needs the size of the gradients once more. Under ``"replicate"`` and ``"shard_grad_op"`` the peak is
-    at least the gathered parameters, which are freed as gradients arrive. With several microbatches, gradients that wait for
-    the last microbatch use memory as usual (``accumulate="local"``: full gradients; ``"sharded"``: shards).
+    whose ``foreach`` form needs the size of the gradients once more. Under ``"shard_grad_op"`` the peak is at least the
+    gathered parameters, which are freed as gradients arrive. With several microbatches, gradients that wait for the last
+    microbatch use memory as usual (``accumulate="local"``: full gradients; ``"sharded"``: shards).
 
     The optimizer must update every parameter independently, as torch's optimizers do (except LBFGS). Its ``step`` and the hooks
     of ``step`` run once per unit. Three kinds are updated after backward: parameters that this rank's samples did not

@@ -31,6 +31,7 @@ FAULT_POINTS = {
     "backward": "torch.Tensor.backward",
     "gather": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_all_gather",
     "reduce": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
+    "reduce_bucket": "dtrain.shard.replicate.dist.all_reduce",
     "step_sync": "dtrain.dist.step_sync.all_gather_numbers",
     "write": "dtrain.storage.local.os.write",
     "write_data": "dtrain.storage.local.os.pwritev",
@@ -77,10 +78,10 @@ def inject_fault(
     Args:
         action: ``"raise"`` an exception, ``"kill"`` this process with SIGKILL, ``"stop"`` it with SIGSTOP (a hang), or
             ``"delay"`` the call. The action hits the calling process, so run the code with ``run_ranks``.
-        at: a short name (``forward``, ``backward``, ``gather``, ``reduce``, ``step_sync``, ``optimizer``, ``write``,
-            ``write_data``, ``fsync``, ``rename``), or the import path of any function or method, as the tested code looks it
-            up: ``from x import f`` copies ``f``, so the path is then ``"importing_module.f"``. A path through an imported
-            module (``"dtrain.storage.local.os.fsync"``) changes only the view of *that* module.
+        at: a short name (``forward``, ``backward``, ``gather``, ``reduce``, ``reduce_bucket``, ``step_sync``, ``optimizer``,
+            ``write``, ``write_data``, ``fsync``, ``rename``), or the import path of any function or method, as the tested code
+            looks it up: ``from x import f`` copies ``f``, so the path is then ``"importing_module.f"``. A path through an
+            imported module (``"dtrain.storage.local.os.fsync"``) changes only the view of *that* module.
         rank: rank that fails; None means every rank. The other ranks run without a fault.
         call: number of the call that fires, from 1 on each rank; None means every call.
         when: ``"before"`` the call, or ``"after"`` its return.
