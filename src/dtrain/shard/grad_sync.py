@@ -218,11 +218,6 @@ class GradSync:
         if self._skipped is not None:
             self._skipped.end_step()
 
-    def check_no_local_grads(self, caller: str) -> None:
-        """Raise ``StepError`` if gradients of a backward outside of a step were not reduced."""
-        if self.reducer is not None:
-            self.reducer.check_no_local_grads(caller)
-
     def reshard(self) -> None:
         """Free unsharded parameters before parameters change. Mutates: FSDP2's units."""
         reshard_groups(self._groups)

@@ -105,7 +105,9 @@ def apply_gradients(
         grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
         if not grads:
             raise StepError("apply_gradients: no parameter has a gradient. Call microbatch_step (or backward) before.")
-        grad_sync_of(state.model).check_no_local_grads("apply_gradients")
+        grad_sync = grad_sync_of(state.model)
+        if grad_sync.reducer is not None:
+            grad_sync.reducer.check_no_local_grads("apply_gradients")
         if nonfinite != "allow":
             check_choice("apply_gradients", "nonfinite", nonfinite, ("allow", "raise", "skip"))
         if isinstance(state.optimizer, torch.optim.LBFGS):
@@ -124,7 +126,7 @@ def apply_gradients(
             _count_skipped_update(state, broken=broken)
         # A forward outside of the step left parameters unsharded; free them so stale copies are not reused.
         if state.spec.mesh is not None:
-            grad_sync_of(state.model).reshard()
+            grad_sync.reshard()
         with DelayedInterrupt() as interrupt:
             interrupt.begin()
             if not broken:
