@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from dtrain import storage
@@ -72,6 +73,11 @@ def train(state: TrainState, steps: int) -> TrainState:
         x = torch.randn(4, 5) * random.random() + float(np.random.rand())
         state.optimizer.zero_grad()
         state.model(x).square().sum().backward()
+        if state.spec.plain_params:
+            # FSDP2 sums gradients in any backward, but those of plain parameters are summed in a step of dtrain only.
+            for p in state.params.values():
+                if p.grad is not None:
+                    dist.all_reduce(p.grad)
         state.optimizer.step()
         ema = state.transform_states["ema"]
         with torch.no_grad():

@@ -13,7 +13,7 @@ from torch import nn
 import dtrain as dt
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seed_all
-from dtrain.dtensor import full_tensor
+from dtrain.dtensor import full_tensor, to_local
 
 TOTAL, FIRST = 20, 7
 
@@ -60,7 +60,7 @@ def everything(state, trace) -> list:
     """Return the trace, all tensors of this rank, and the next draw of every generator, which must be equal at the end."""
     local = [*state.params.values(), *state.transform_states["ema"]["params"].values()]
     local += [s["momentum_buffer"] for s in state.optimizer.state.values()]
-    values = [t.to_local().flatten().tolist() for t in local]
+    values = [to_local(t).flatten().tolist() for t in local]
     draws = [random.random(), float(np.random.rand()), torch.rand(()).item()]
     return [trace, values, draws, state.clock.step, state.clock.epoch, state.clock.samples]
 
