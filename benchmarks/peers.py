@@ -268,7 +268,7 @@ def line(what: str, found: Mapping[str, Any]) -> str:
     lines = []
     for clock, seen in found["clocks"].items():
         shown = ", ".join(
-            f"{name} {each['value'][0]:.4g}{unit or ' s'} ({each['ratio'][0]:.3f})" for name, each in seen["candidates"].items()
+            f"{name} {each['value'][0]:.4g}{unit or ' s'} ({each['ratio'][0]:.3g})" for name, each in seen["candidates"].items()
         )
         missing = f"; missing: {', '.join(seen['missing'])}" if seen["missing"] else ""
         low, high = seen["band"]
