@@ -5,6 +5,7 @@ import hashlib
 import json
 import os
 import random
+import warnings
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -78,7 +79,9 @@ def train(state: TrainState, steps: int) -> TrainState:
             for p in state.params.values():
                 if p.grad is not None:
                     dist.all_reduce(p.grad)
-        state.optimizer.step()
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "optimizer.step: the gradients are those of a backward outside of a step")
+            state.optimizer.step()
         ema = state.transform_states["ema"]
         with torch.no_grad():
             for name, p in state.params.items():

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import warnings
 import weakref
 from functools import partial
 from unittest.mock import patch
@@ -383,6 +384,39 @@ def by_hand() -> list[str]:
 
 def test_backward_outside_of_a_step_is_local_and_not_applied(ranks):
     assert ranks(2).run(by_hand) == [["0", "apply_gradients: gradients must come from a step"] * 2] * 2
+
+
+def updated_by_hand() -> list[list[str]]:
+    """Warnings of an update after a backward outside of a step, after a step, and of another model's optimizer."""
+    net, other = replicated(), nn.Linear(1, 1)
+    state, seen = state_of(net), []
+
+    def backward_outside() -> None:
+        net(mine(whole_batch())).sum().backward()
+
+    def step() -> None:
+        microbatch_step(state, mine(whole_batch()), loss_fn=squares)
+
+    for prepare, optimizer in ((backward_outside, state.optimizer), (step, state.optimizer)):
+        prepare()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            optimizer.step()
+        seen.append([str(warning.message) for warning in caught])
+    backward_outside()
+    other(torch.ones(1, 1)).sum().backward()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.optim.SGD(other.parameters()).step()
+    return [*seen, [str(warning.message) for warning in caught]]
+
+
+def test_update_by_hand_with_gradients_of_one_rank_warns(ranks):
+    for by_hand, of_step, of_other in ranks(2).run(updated_by_hand):
+        assert len(by_hand) == 1
+        assert by_hand[0].startswith("optimizer.step: the gradients are those of a backward outside of a step")
+        assert of_step == of_other == []
+    assert ranks(1).run(updated_by_hand) == [[[], [], []]]
 
 
 def on_meta() -> list:

@@ -10,6 +10,7 @@ gradient is complete after as many times as in any earlier step. The first step 
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from operator import is_
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from dtrain.errors import StepError
@@ -92,6 +94,7 @@ class BucketReducer:
             backward; while set, each block is a bucket.
         allocate: function that allocates a flat tensor.
         has_low_precision: True if some gradients have fewer bits than float32, so that sums of microbatches are stashed.
+        entries: trainable parameters in the order of reduction.
         missing: parameters without a gradient from this rank's microbatches in this step, by id. After ``finish``, their
             gradients are the sums of the other ranks.
     """
@@ -113,7 +116,7 @@ class BucketReducer:
         self._buckets: list[_Bucket] = []
         self._by_unit = False
         # By parameter, in the order of reduction: its bucket, and numbers of additions to its gradient in one backward.
-        self._entries: list[_Entry] = []
+        self.entries: list[_Entry] = []
         self._bucket_of: list[int] = []
         self._expected: list[int] = []
         self._added: list[int] = []
@@ -147,20 +150,20 @@ class BucketReducer:
             for name, param in trainable.items()
         ]
         self._buckets = [_Bucket(bucket) for bucket in _divide(entries, self._by_unit)]
-        self._entries = [entry for bucket in self._buckets for entry in bucket.entries]
+        self.entries = [entry for bucket in self._buckets for entry in bucket.entries]
         self._bucket_of = [number for number, bucket in enumerate(self._buckets) for _ in bucket.entries]
-        self._expected = [0] * len(self._entries)
+        self._expected = [0] * len(self.entries)
         # Python cannot free a cycle through the hook of a tensor, so the hook has a weak reference.
         call = partial(_call_reducer, weakref.ref(self))
         self._hooks = [
-            entry.param.register_post_accumulate_grad_hook(partial(call, index)) for index, entry in enumerate(self._entries)
+            entry.param.register_post_accumulate_grad_hook(partial(call, index)) for index, entry in enumerate(self.entries)
         ]
 
     def begin_last_backward(self) -> None:
         """Reduce the buckets in the next backward. No effect outside of a step."""
         if not (self._in_step and (self._communicates or self.on_reduced is not None)):
             return
-        self._added = [0] * len(self._entries)
+        self._added = [0] * len(self.entries)
         for bucket in self._buckets:
             bucket.incomplete = len(bucket.entries)
         self._active = True
@@ -170,13 +173,18 @@ class BucketReducer:
         """Return True if the last backward of this step has reached a parameter."""
         return any(self._added)
 
+    @property
+    def has_local_grads(self) -> bool:
+        """Return True if a backward since the last step has added to gradients, and there are other ranks."""
+        return self._has_local_grads and self._group.size() > 1
+
     def check_no_local_grads(self, caller: str) -> None:
         """Raise if a backward since the last step has added to gradients.
 
         Raises:
             StepError: gradients differ between ranks.
         """
-        if self._has_local_grads and self._group.size() > 1:
+        if self.has_local_grads:
             raise StepError(
                 f"{caller}: gradients must come from a step, got those of a backward outside of a step, which strategy="
                 "'replicate' does not sum over ranks. Call dt.microbatch_step."
@@ -210,7 +218,7 @@ class BucketReducer:
         number = self._bucket_of[index]
         if number < self._num_begun:
             raise StepError(
-                f"microbatch_step: backward added to the gradient of {self._entries[index].name!r} more often than in earlier "
+                f"microbatch_step: backward added to the gradient of {self.entries[index].name!r} more often than in earlier "
                 "steps, after its reduction had begun. Use checkpointing with use_reentrant=False."
             )
         if self._added[index] != self._expected[index]:
@@ -266,6 +274,19 @@ def _call_reducer(reference: weakref.ref[BucketReducer], index: int, param: Tens
         reducer._has_local_grads = True
 
 
+def _warn_of_local_grads(reference: weakref.ref[BucketReducer], optimizer: torch.optim.Optimizer, *_: object) -> None:
+    reducer = reference()
+    if reducer is None or not reducer.has_local_grads:
+        return
+    reduced = {id(entry.param) for entry in reducer.entries}
+    if any(id(param) in reduced and param.grad is not None for group in optimizer.param_groups for param in group["params"]):
+        warnings.warn(
+            "optimizer.step: the gradients are those of a backward outside of a step, which strategy='replicate' does not sum "
+            "over ranks. Call dt.microbatch_step, or sum the gradients before the update.",
+            stacklevel=3,
+        )
+
+
 def _wait_for(work: dist.Work) -> None:
     try:
         work.wait()
@@ -306,4 +327,6 @@ def make_bucket_reducer(model: nn.Module, group: dist.ProcessGroup, wrap_plan: W
     # Install the hooks now, so that a backward before the first step is noticed.
     reducer.begin_step(params, communicate=False)
     reducer.reset()
+    hook = register_optimizer_step_pre_hook(partial(_warn_of_local_grads, weakref.ref(reducer)))
+    weakref.finalize(reducer, hook.remove)
     return reducer
