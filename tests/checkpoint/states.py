@@ -5,8 +5,8 @@ import hashlib
 import json
 import os
 import random
-import warnings
 import threading
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
