@@ -28,6 +28,20 @@ print(json.dumps({
 """
 
 
+STEP_IMPORT = """
+import json, sys
+import torch
+before = set(sys.modules)
+from dtrain import compose_step
+print(json.dumps(sorted(set(sys.modules) - before)))
+"""
+# Packages that take as long to import as half of torch, and that a step of a plain model does not need.
+HEAVY_FOR_A_STEP = (
+    "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo", "torch.onnx",
+    "sympy", "dtrain.checkpoint", "tensordict", "einops",
+)  # fmt: skip
+
+
 def test_every_public_name_is_defined_in_its_module():
     for name, module in public.all_names().items():
         assert public.value(name) is getattr(sys.modules[module], name.rpartition(".")[2]), name
@@ -79,3 +93,11 @@ def test_import_has_no_side_effects():
         "hook": True,
         "lazy": ["DtrainError", "ConfigError", False],
     }
+
+
+def test_import_of_compose_step_loads_no_sharding_checkpoints_or_compiler():
+    out = subprocess.run([sys.executable, "-c", STEP_IMPORT], capture_output=True, text=True, check=True).stdout
+    loaded = json.loads(out)
+    assert "dtrain.step.compose" in loaded
+    assert [name for name in loaded if any(name == heavy or name.startswith(heavy + ".") for heavy in HEAVY_FOR_A_STEP)] == []
+    assert len([name for name in loaded if not name.startswith("dtrain")]) < 100

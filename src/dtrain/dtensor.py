@@ -9,47 +9,52 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
-from torch.distributed.tensor.placement_types import _StridedShard
 
 from dtrain.errors import ConfigError
 from dtrain.typing import index_tensor
 
+# At run time, code that has a DTensor or a placement finds the loaded module at ``torch.distributed.tensor``.
+if TYPE_CHECKING:
+    import torch.distributed.tensor
+    from torch.distributed.tensor import DTensor
 
-def is_dtensor(tensor: Tensor) -> bool:
+
+def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Return True if ``tensor`` is on a mesh, sharded or replicated."""
-    return isinstance(tensor, DTensor)
+    # An import of the class takes more than half as long as the import of torch, and many programs have no DTensor.
+    return hasattr(tensor, "device_mesh")
 
 
 def to_local(tensor: Tensor) -> Tensor:
     """Return this rank's shard (sharing storage); for a plain tensor, the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return cast("DTensor", tensor).to_local() if hasattr(tensor, "device_mesh") else tensor
 
 
 def from_local_like(like: Tensor, shard: Tensor) -> Tensor:
     """Make a tensor placed like ``like`` with local shard ``shard``, of any dtype. For a plain ``like``, return ``shard``."""
-    if not isinstance(like, DTensor):
+    if not is_dtensor(like):
         return shard
     spec = like._spec
     if shard.dtype != like.dtype:
-        meta = TensorMeta(shape=like.shape, stride=like.stride(), dtype=shard.dtype)
-        spec = DTensorSpec(mesh=spec.mesh, placements=spec.placements, tensor_meta=meta)
+        specs = torch.distributed.tensor._dtensor_spec
+        meta = specs.TensorMeta(shape=like.shape, stride=like.stride(), dtype=shard.dtype)
+        spec = specs.DTensorSpec(mesh=spec.mesh, placements=spec.placements, tensor_meta=meta)
     # Ten times as fast as from_local, which supports autograd.
-    return DTensor(shard, spec, requires_grad=False)
+    return torch.distributed.tensor.DTensor(shard, spec, requires_grad=False)
 
 
 def replicate_like(like: Tensor, whole: Tensor) -> Tensor:
     """Place ``whole``, which all ranks hold, on the mesh of ``like``. For a plain ``like``, return ``whole``."""
-    if not isinstance(like, DTensor):
+    if not is_dtensor(like):
         return whole
-    return DTensor.from_local(whole, like.device_mesh, [Replicate()] * like.device_mesh.ndim, run_check=False)
+    placements = [torch.distributed.tensor.Replicate()] * like.device_mesh.ndim
+    return torch.distributed.tensor.DTensor.from_local(whole, like.device_mesh, placements, run_check=False)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
@@ -57,20 +62,20 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
     Collective: one all-gather per mesh axis that the tensor is sharded on.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor
     # Gather the axis that was sharded last first. With FSDP2 over tensor parallelism this is not the order of the axes, and
     # torch warns if it has to find the order by itself.
     placements = list(tensor.placements)
     for axis, _ in reversed(_sharding_order(tuple(tensor.shape), tuple(tensor.device_mesh.shape), tensor.placements)[1:]):
-        placements[axis] = Replicate()
+        placements[axis] = torch.distributed.tensor.Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.full_tensor()
 
 
 def describe_placement(tensor: Tensor) -> str:
     """Describe the placement of a tensor for messages: ``"whole"``, or by mesh axis, as ``"cut on dim 0 over dp_shard=2"``."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return "whole"
     mesh = tensor.device_mesh
     names = mesh.mesh_dim_names or [f"axis {axis}" for axis in range(mesh.ndim)]
@@ -98,7 +103,7 @@ def full_box(shape: tuple[int, ...], replica: int = 0, num_replicas: int = 1) ->
 
 def shard_box(tensor: Tensor) -> ShardBox:
     """Return the box of this rank's shard in the global tensor. A plain tensor is its own only replica."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return full_box(tuple(tensor.shape))
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
@@ -143,7 +148,7 @@ def compute_shard_box(
     offset, size = [0] * len(shape), list(shape)
     copy, copies = 0, 1
     for places, index, placement in zip(mesh_shape, coordinate, placements, strict=True):
-        if isinstance(placement, Replicate):
+        if isinstance(placement, torch.distributed.tensor.Replicate):
             copy, copies = copy * places + index, copies * places
     for axis, dim in _sharding_order(shape, mesh_shape, placements):
         rows = -(-size[dim] // mesh_shape[axis])
@@ -161,10 +166,10 @@ def _sharding_order(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placeme
     order: list[tuple[int, int]] = []
     for axis in reversed(range(len(placements))):
         placement = placements[axis]
-        if isinstance(placement, Replicate):
+        if isinstance(placement, torch.distributed.tensor.Replicate):
             continue
         dim, at, pieces = _sharded_dim(placement), 0, 1
-        split = placement.split_factor if isinstance(placement, _StridedShard) else 1
+        split = placement.split_factor if isinstance(placement, torch.distributed.tensor.placement_types._StridedShard) else 1
         while pieces < split and at < len(order):
             pieces, at = pieces * (mesh_shape[order[at][0]] if order[at][1] == dim else 1), at + 1
         if dim is None or pieces != split:
@@ -175,7 +180,7 @@ def _sharding_order(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placeme
 
 def tensor_mesh(tensor: Tensor) -> DeviceMesh | None:
     """Return the mesh of ``tensor``, None for a plain tensor."""
-    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+    return tensor.device_mesh if is_dtensor(tensor) else None
 
 
 def local_slice(like: Tensor, whole: Tensor) -> Tensor:
@@ -186,7 +191,7 @@ def local_slice(like: Tensor, whole: Tensor) -> Tensor:
 
 def row_sharding(tensor: Tensor) -> tuple[dist.ProcessGroup, tuple[int, ...]] | None:
     """Return the group of ranks that the rows are sharded over, and the rows of each; None if whole or sharded otherwise."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return None
     mesh = tensor.device_mesh
     cuts = [(axis, _sharded_dim(place)) for axis, place in enumerate(tensor.placements) if mesh.size(axis) > 1]
@@ -202,7 +207,7 @@ def row_sharding(tensor: Tensor) -> tuple[dist.ProcessGroup, tuple[int, ...]] | 
 def chunks_per_dim(tensor: Tensor) -> dict[int, int]:
     """Return the number of pieces per dim, without unsharded dims."""
     chunks: dict[int, int] = {}
-    if isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
             dim = _sharded_dim(placement)
             if dim is not None:
@@ -212,7 +217,8 @@ def chunks_per_dim(tensor: Tensor) -> dict[int, int]:
 
 def _sharded_dim(placement: Any) -> int | None:
     """Return the dim that a placement shards, None for other placements."""
-    return placement.dim if isinstance(placement, Shard | _StridedShard) else None
+    kinds = torch.distributed.tensor.placement_types
+    return placement.dim if isinstance(placement, kinds.Shard | kinds._StridedShard) else None
 
 
 def local_last_dim(tensor: Tensor, *, caller: str) -> tuple[Tensor, int, dist.ProcessGroup | None]:
@@ -225,13 +231,13 @@ def local_last_dim(tensor: Tensor, *, caller: str) -> tuple[Tensor, int, dist.Pr
     Raises:
         ConfigError: a DTensor on several axes, a DTensor that is sharded along another dim or unevenly, or partial sums.
     """
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return tensor, 0, None
     mesh, (place, *others) = tensor.device_mesh, tensor.placements
-    if not others and isinstance(place, Replicate):
+    if not others and isinstance(place, torch.distributed.tensor.Replicate):
         return tensor.to_local(), 0, None
     rows, rest = divmod(tensor.shape[-1], mesh.size())
-    if others or rest or not isinstance(place, Shard) or place.dim not in (-1, tensor.ndim - 1):
+    if others or rest or not isinstance(place, torch.distributed.tensor.Shard) or place.dim not in (-1, tensor.ndim - 1):
         raise ConfigError(
             f"{caller}: takes a DTensor whose last dim is sharded evenly over one axis, got shape {tuple(tensor.shape)} placed "
             f"{tensor.placements} on {mesh.size()} ranks. Give the layer output_layouts=Shard(-1)."
@@ -262,22 +268,6 @@ def scale_(tensors: Sequence[Tensor], factor: Tensor | float) -> None:
         torch._foreach_mul_(same, scalar)
 
 
-def add_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: Tensor) -> None:
-    """Compute ``tensor += factor * other`` for each pair, on the local shards, with a scalar ``factor`` ``[]``.
-
-    The product is computed in the wider dtype, because the factor may exceed the range of float16.
-
-    Mutates: ``tensors``. Host sync: one for CPU (offloaded) tensors if the factor is on another device.
-    """
-    for tensor, other in zip(tensors, others, strict=True):
-        shard, addend, scale = to_local(tensor), to_local(other), factor.to(tensor.device)
-        wide = torch.promote_types(addend.dtype, scale.dtype)
-        if wide == shard.dtype:
-            shard.addcmul_(addend, scale.to(wide))
-        else:
-            shard.add_((addend.to(wide) * scale.to(wide)).to(shard.dtype))
-
-
 def all_reduce_partial_(parts: Sequence[Tensor], of: Sequence[Tensor], dims: Sequence[Sequence[int]]) -> None:
     """All-reduce sums over some dims of a shard to sums over these dims of the whole tensor.
 
@@ -292,7 +282,7 @@ def all_reduce_partial_(parts: Sequence[Tensor], of: Sequence[Tensor], dims: Seq
     """
     groups: dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
     for part, tensor, summed in zip(parts, of, dims, strict=True):
-        if isinstance(tensor, DTensor):
+        if is_dtensor(tensor):
             mesh, places = tensor.device_mesh, enumerate(tensor.placements)
             axes = tuple(axis for axis, place in places if _sharded_dim(place) in summed and mesh.size(axis) > 1)
             if axes:
@@ -332,7 +322,7 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
         tensor(5.)
     """
     items = list(tensors)
-    if items and not any([isinstance(tensor, DTensor) for tensor in items]):  # noqa: C419  # a list is faster for a few
+    if items and not any([hasattr(tensor, "device_mesh") for tensor in items]):  # noqa: C419  # a list is faster for a few
         norm: Tensor = torch.linalg.vector_norm(torch.stack(_foreach_norms(items)))
         return norm
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = defaultdict(list)
@@ -344,7 +334,7 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 def _sharded_axes(tensor: Tensor) -> tuple[DeviceMesh, tuple[int, ...]] | None:
     """Return the mesh and the axes that ``tensor`` is sharded along, None if each rank holds the whole tensor."""
-    if not isinstance(tensor, DTensor):
+    if not is_dtensor(tensor):
         return None
     axes = [axis for axis, placement in enumerate(tensor.placements) if _sharded_dim(placement) is not None]
     return (tensor.device_mesh, tuple(axes)) if axes else None

@@ -16,12 +16,12 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
 from dtrain.shard.activation_offload import ActivationOffloader
+from dtrain.shard.fsdp2_private import is_unit
 from dtrain.shard.wrapping import Blocks, select_blocks
 
 KeepFn: TypeAlias = "Callable[..., CheckpointPolicy | bool]"
@@ -258,7 +258,7 @@ def _has_buffers(module: nn.Module) -> bool:
 
 def _early_stop_option(module: nn.Module, settings: _BlockSettings) -> dict[str, Any]:
     """Return the ``early_stop`` option. A recomputation must not stop in the middle of the forward of an inner unit."""
-    if not any(isinstance(submodule, FSDPModule) for submodule in module.modules() if submodule is not module):
+    if not any(is_unit(submodule) for submodule in module.modules() if submodule is not module):
         return {}
     # The policy would see the operators of the all-gather, which differ in the recomputation.
     if settings.policy is not None:

@@ -1,36 +1,38 @@
 """Use private names of FSDP2. No other module of dtrain uses private names of torch.
 
-Each function does something for which torch has no public call, and has a test that guards it: parameters without a gradient
-(``tests/shard/test_grad_sync.py``), gradients that stay within one replica
-(``tests/transforms/weights/test_local_sgd.py``), recovery after an exception (``tests/step/test_failures.py``),
-state left by a forward without a backward (``tests/shard/test_gathered.py``), and purposes of memory (``tests/planning/``).
+Each function does something for which torch has no public call, and has a test: parameters without a gradient
+(``tests/shard/test_grad_sync.py``), sums within a replica (``tests/transforms/weights/test_local_sgd.py``), resets after an
+exception (``tests/step/test_failures.py``) or a lone forward (``tests/shard/test_gathered.py``), memory (``tests/planning/``).
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from functools import partial
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo
-from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.utils.hooks import RemovableHandle
 
 from dtrain.errors import ConfigError
 from dtrain.shard.precision import accumulation_dtype
 
-# True before torch 2.15, which accumulates microbatches in a tensor beside the gradient.
-_SEPARATE_GRAD_SUMS = not hasattr(FSDPParam, "unsharded_accumulated_grad")
+if TYPE_CHECKING:
+    import torch.distributed.fsdp
 
 
-def units_of(model: nn.Module) -> Iterator[FSDPModule]:
+def is_unit(module: nn.Module) -> TypeGuard[Any]:
+    """Return True if ``module`` is an FSDP2 unit, without the import of FSDP2, which takes half as long as that of torch."""
+    return isinstance(module, getattr(sys.modules.get("torch.distributed.fsdp"), "FSDPModule", ()))
+
+
+def units_of(model: nn.Module) -> Iterator[torch.distributed.fsdp.FSDPModule]:
     """Return the modules of all FSDP2 units of ``model``, outermost first; none for a plain model."""
-    return (module for module in model.modules() if isinstance(module, FSDPModule))
+    return (module for module in model.modules() if is_unit(module))
 
 
 def fsdp_param_groups(model: nn.Module) -> list[Any]:
@@ -43,11 +45,11 @@ def init_root(model: nn.Module) -> None:
 
     No effect while parameters are on the meta device. Mutates: FSDP2's units.
     """
-    if isinstance(model, FSDPModule) and not any(p.is_meta for p in model.parameters()):
+    if is_unit(model) and not any(p.is_meta for p in model.parameters()):
         model._get_fsdp_state()._lazy_init()
 
 
-def is_in_forward(unit: FSDPModule) -> bool:
+def is_in_forward(unit: torch.distributed.fsdp.FSDPModule) -> bool:
     """Return True while a forward of ``unit`` runs."""
     return str(unit._get_fsdp_state()._training_state).endswith(".FORWARD")
 
@@ -59,9 +61,9 @@ def intercept_reduction(group: Any, call: Callable[[Callable[[bool], None]], Non
     Gradients that wait for a later microbatch are stored in at least float32, even if ``group`` reduces in a narrower dtype.
     """
     post_backward_of_torch = group.post_backward
-    if _SEPARATE_GRAD_SUMS:
-        # FSDP2 would round a wider gradient to the dtype of reductions.
-        for param in group.fsdp_params:
+    for param in group.fsdp_params:
+        # Before torch 2.15, FSDP2 accumulates beside the gradient, and rounds a wider gradient to the dtype of reductions.
+        if not hasattr(type(param), "unsharded_accumulated_grad"):
             param.to_accumulated_grad_if_needed = partial(_upcast_accumulated_grad, param)
 
     def post_backward(*args: Any) -> None:
@@ -142,7 +144,7 @@ def _upcast_accumulated_grad(param: Any) -> None:
 
     FSDP2 accumulates in the dtype of reductions. In bfloat16, 1,024 gradients of 1 sum to 256. Mutates: unsharded gradients.
     """
-    if not _SEPARATE_GRAD_SUMS:
+    if hasattr(type(param), "unsharded_accumulated_grad"):
         param.to_accumulated_grad_if_needed()
         return
     # The attribute does not exist before the first gather.
@@ -177,13 +179,13 @@ def _without_all_reduce(group: Any) -> Iterator[None]:
     FSDP2's ``set_requires_all_reduce(False)`` would store the reduced gradients for a later backward instead of in ``.grad``.
     Mutates: ``group``, while the context lasts.
     """
-    mesh_info = group.mesh_info
-    if not isinstance(mesh_info, HSDPMeshInfo):
+    mesh_info, kinds = group.mesh_info, torch.distributed.fsdp._fully_shard._fsdp_common
+    if not isinstance(mesh_info, kinds.HSDPMeshInfo):
         yield
         return
     group.mesh_info = copy(mesh_info)
     # FSDP2 uses only the axes of the base class.
-    group.mesh_info.__class__ = FSDPMeshInfo
+    group.mesh_info.__class__ = kinds.FSDPMeshInfo
     try:
         yield
     finally:
@@ -269,7 +271,7 @@ def reshard_groups(groups: Sequence[Any]) -> None:
 
 def is_idle(model: nn.Module, groups: Sequence[Any]) -> bool:
     """Return True if no unsharded parameters, no record and no interrupted forward are left."""
-    assert isinstance(model, FSDPModule)
+    assert is_unit(model)
     running = model._get_fsdp_state()._state_ctx.iter_forward_root
     return running is None and all(group.is_sharded and not group._post_forward_indices for group in groups)
 
@@ -280,14 +282,14 @@ def reset_iteration(model: nn.Module) -> None:
     FSDP2 stores unreduced gradients beside the parameters, out of reach of ``zero_grad``, so the next step would count the
     gradients twice. No public call of torch clears them. Mutates: FSDP2's units. Collective: none.
     """
-    if not isinstance(model, FSDPModule) or model._get_fsdp_state()._is_root is None:
+    if not is_unit(model) or model._get_fsdp_state()._is_root is None:
         return
     if hasattr(model, "reset_iter_state"):
         model.reset_iter_state()
     else:
         _reset_iteration_before_torch_2_13(model)
     for param in (param for group in fsdp_param_groups(model) for param in group.fsdp_params):
-        if _SEPARATE_GRAD_SUMS:
+        if not hasattr(type(param), "unsharded_accumulated_grad"):
             param.unsharded_accumulated_grad = None
         if hasattr(param, "_unsharded_param"):
             param._unsharded_param.grad = None

@@ -10,7 +10,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 
 from dtrain.dist.init import get_dist_info
@@ -27,6 +26,7 @@ from dtrain.shard.fsdp2_private import (
     has_unreduced_grads,
     intercept_reduction,
     is_idle,
+    is_unit,
     reset_iteration,
     reshard_groups,
     sharded_params,
@@ -59,7 +59,7 @@ class GradSync:
         self._spec = spec
         self.reducer = reducer
         _INSTANCES.add(self)
-        self._sharded = isinstance(model, FSDPModule)
+        self._sharded = is_unit(model)
         self._groups = fsdp_param_groups(model)
         self._order: list[int] = []
         self._present: set[tuple[int, int]] = set()
@@ -156,7 +156,7 @@ class GradSync:
         if not self._sharded:
             return
         model, spec = self._model, self._spec
-        assert isinstance(model, FSDPModule)
+        assert is_unit(model)
         model.set_requires_gradient_sync(last or spec.accumulate == "sharded")
         model.set_requires_all_reduce(last)
         model.set_is_last_backward(last)

@@ -7,17 +7,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from dtrain.arguments import check_choice
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffer_slots, compile_patterns, modules_by_fqn
 from dtrain.optional_dependencies import missing_extra_error
 from dtrain.state import get_spec
+
+# A step without sharding takes functions of this module, and an import of FSDP2 takes more than half of that of torch. So the
+# policies of FSDP2 are imported where they are made.
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 DType = Literal["fp32", "bf16", "fp16"]
 Preset = Literal["DEFAULT", "PURE", "FULL"]
@@ -97,11 +101,15 @@ class Precision:
 
     def policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
         """Return the FSDP2 policy of a unit with trainable parameters of dtype ``stored``. The policy ignores buffers."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         param, output = (_DTYPES[v] if v else None for v in (self.param, self.output))
         return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=self._reduce_dtype(param or stored), output_dtype=output)
 
     def stored_dtype_policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
         """Return the FSDP2 policy of a unit that computes in the stored dtype and does not cast inputs."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy
+
         return MixedPrecisionPolicy(reduce_dtype=self._reduce_dtype(stored), cast_forward_inputs=False)
 
     def _reduce_dtype(self, computed: torch.dtype) -> torch.dtype:

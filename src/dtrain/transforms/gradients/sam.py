@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from dtrain.arguments import check_number
-from dtrain.dtensor import add_scaled_, from_local_like, global_norm, to_local
+from dtrain.dtensor import from_local_like, global_norm, to_local
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import hyperparameter
@@ -76,7 +76,7 @@ def perturb_params_(params: Params, rho: float, *, adaptive: bool = False, eta: 
             scaled = [from_local_like(grad, size * to_local(grad)) for size, grad in zip(sizes, grads, strict=True)]
             norm = global_norm(scaled)
             direction = [from_local_like(grad, size * to_local(grad)) for size, grad in zip(sizes, scaled, strict=True)]
-        add_scaled_(list(moved.values()), direction, rho / (norm + _NORM_EPS))
+        _add_scaled_(list(moved.values()), direction, rho / (norm + _NORM_EPS))
     return saved
 
 
@@ -169,3 +169,19 @@ def _perturb_params(state: TrainState, rho: float, *, adaptive: bool, eta: float
         # A forward outside of the step leaves unsharded copies of the moved parameters. Free the copies.
         grad_sync_of(state.model).reshard()
         restore_params_(state.params, saved)
+
+
+def _add_scaled_(tensors: Sequence[Tensor], others: Sequence[Tensor], factor: Tensor) -> None:
+    """Compute ``tensor += factor * other`` for each pair, on the local shards, with a scalar ``factor`` ``[]``.
+
+    The product is computed in the wider dtype, because the factor may exceed the range of float16.
+
+    Mutates: ``tensors``. Host sync: one for CPU (offloaded) tensors if the factor is on another device.
+    """
+    for tensor, other in zip(tensors, others, strict=True):
+        shard, addend, scale = to_local(tensor), to_local(other), factor.to(tensor.device)
+        wide = torch.promote_types(addend.dtype, scale.dtype)
+        if wide == shard.dtype:
+            shard.addcmul_(addend, scale.to(wide))
+        else:
+            shard.add_((addend.to(wide) * scale.to(wide)).to(shard.dtype))
