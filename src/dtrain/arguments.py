@@ -75,15 +75,15 @@ def check_number(
         number = float(value) if isinstance(value, Real) and not isinstance(value, bool) else math.nan
     except OverflowError:
         number = math.inf
-    limits = [(minimum, "at least", operator.ge), (above, "above", operator.gt)]
-    limits += [(maximum, "at most", operator.le), (below, "below", operator.lt)]
-    given = [(limit, word, compare) for limit, word, compare in limits if limit is not None]
-    if not math.isfinite(number) or not all(compare(number, limit) for limit, _, compare in given):
-        needed = " and ".join(f"{word} {limit:g}" for limit, word, _ in given)
-        raise ConfigError(
-            f"{caller}: {name} must be a finite number{needed and ' '}{needed}, got {value!r}.{advice and ' '}{advice}"
-        )
-    return number
+    # Methods of batches call this function in every step, so a valid number is returned at once.
+    is_valid = math.isfinite(number) and (minimum is None or number >= minimum) and (above is None or number > above)
+    if is_valid and (maximum is None or number <= maximum) and (below is None or number < below):
+        return number
+    limits = ((minimum, "at least"), (above, "above"), (maximum, "at most"), (below, "below"))
+    needed = " and ".join(f"{word} {limit:g}" for limit, word in limits if limit is not None)
+    raise ConfigError(
+        f"{caller}: {name} must be a finite number{needed and ' '}{needed}, got {value!r}.{advice and ' '}{advice}"
+    )
 
 
 def check_choice(caller: str, name: str, value: object, choices: Iterable[Choice]) -> Choice:

@@ -15,6 +15,7 @@ probabilities. So mixup, label smoothing and soft cross entropy compose.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
@@ -209,9 +210,23 @@ def sample_beta(alpha: float, count: int, generator: torch.Generator, device: to
     return torch._sample_dirichlet(concentration, generator=generator)[:, 0].to(device, non_blocking=True)
 
 
+def sample_host_beta(alpha: float, rng: random.Random) -> float:
+    """Return a sample of Beta(alpha, alpha) on the host; 1 for ``alpha=0``, the limit without mixing.
+
+    A Beta sample is the fraction of a Gamma sample of the sum of two. The logarithms of the Gamma samples stay finite for a
+    small ``alpha``, whose samples are below the smallest float.
+    """
+    if alpha == 0:
+        return 1.0
+    logs = [math.log(rng.gammavariate(alpha + 1.0, 1.0)) + math.log(1.0 - rng.random()) / alpha for _ in range(2)]
+    return 1.0 / (1.0 + math.exp(min(logs[1] - logs[0], 700.0)))
+
+
 def sample_permutation(count: int, generator: torch.Generator, device: torch.device) -> Tensor:
-    """Return a random permutation ``[count]`` on ``device``."""
-    return torch.randperm(count, generator=generator, device=generator.device).to(device, non_blocking=True)
+    """Return a random permutation ``[count]`` on ``device``, without a host sync."""
+    order = torch.randperm(count, generator=generator, device=generator.device)
+    # A copy from pageable memory would sync.
+    return (order.pin_memory() if device.type == "cuda" != order.device.type else order).to(device, non_blocking=True)
 
 
 def batch_transform(
@@ -289,9 +304,23 @@ def as_probabilities(
 
 
 def to_probabilities(
-    targets: Tensor, num_classes: int | None, *, ignore_index: int, dtype: torch.dtype = torch.float32, caller: str
+    targets: Tensor,
+    num_classes: int | None,
+    *,
+    ignore_index: int,
+    smoothing: float = 0.0,
+    dtype: torch.dtype = torch.float32,
+    caller: str,
 ) -> Tensor:
     """Convert as ``as_probabilities`` does, with the name of the calling function in errors.
+
+    Args:
+        targets: class indices or probabilities.
+        num_classes: number of classes.
+        ignore_index: index of ignored targets.
+        smoothing: fraction of each target to spread evenly over all classes.
+        dtype: dtype of the result for indices.
+        caller: calling function.
 
     Raises:
         ConfigError: as ``as_probabilities``.
@@ -300,13 +329,16 @@ def to_probabilities(
     if targets.is_floating_point():
         if num_classes is not None and (targets.ndim == 0 or targets.shape[-1] != num_classes):
             raise ConfigError(f"{caller}: targets must be [*, {num_classes}], got shape {tuple(targets.shape)}.")
-        return targets
+        return torch.lerp(targets, targets.mean(dim=-1, keepdim=True), smoothing) if smoothing else targets
     check_class_indices(targets, caller)
     if num_classes is None:
         raise ConfigError(f"{caller}: num_classes must be given for class indices, got None. Give num_classes=.")
+    targets = targets.unsqueeze(-1)
     valid = targets != ignore_index
-    probabilities = torch.zeros((*targets.shape, num_classes), dtype=dtype, device=targets.device)
-    return probabilities.scatter_(-1, torch.where(valid, targets, 0).unsqueeze(-1), valid.to(dtype).unsqueeze(-1))
+    mass, even = valid.to(dtype), smoothing / num_classes
+    # One pass over the classes, the largest axis.
+    spread = mass.expand(*targets.shape[:-1], num_classes) * even
+    return spread.scatter_(-1, targets * valid, mass * (1.0 - smoothing + even))
 
 
 def check_class_indices(targets: Tensor, caller: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from functools import partial
 from typing import get_args
 
@@ -18,14 +20,23 @@ from dtrain.transforms.batches.batch_transform import (
     check_num_classes,
     get_image_batch,
     get_targets,
+    host_random,
     mix_rows,
     replace_tensors,
-    require_generator,
     sample_beta,
+    sample_host_beta,
     sample_permutation,
     to_probabilities,
 )
-from dtrain.transforms.batches.image_ops import Box, BoxPlacement, box_area_fraction, box_mask, sample_boxes, to_box_tensor
+from dtrain.transforms.batches.image_ops import (
+    Box,
+    BoxPlacement,
+    box_area_fraction,
+    box_mask,
+    box_starts,
+    sample_boxes,
+    to_box_tensor,
+)
 from dtrain.typing import Batch, Schedule
 
 
@@ -40,7 +51,7 @@ def cutmix_batch(
     input_key: BatchKey | None = None,
     target_key: BatchKey | None = None,
     ignore_index: int = -100,
-    generator: torch.Generator | None = None,
+    generator: torch.Generator | random.Random | None = None,
     box: Box | None = None,
     order: Tensor | None = None,
 ) -> Batch:
@@ -65,14 +76,15 @@ def cutmix_batch(
         input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
         target_key: key of the targets; None takes ``"y"``, ``"labels"``, or the second entry of a tuple.
         ignore_index: class index of ignored targets; a mixture with another target keeps that target's fraction.
-        generator: generator for ``box`` and ``order`` if not given.
+        generator: CPU generator for ``box`` and ``order`` if not given. A box for the whole batch is a slice, so the host must
+            know the box.
         box: ``(top, left, bottom, right)``, or int64 ``[batch, 4]``.
         order: int64 ``[batch]``, index of the source image of each box.
 
     Returns:
         A new batch. Class indices become probabilities ``[batch, num_classes]``.
 
-    Host sync: none; boxes stay on the device.
+    Host sync: none.
 
     Example:
         >>> import dtrain as dt
@@ -82,7 +94,7 @@ def cutmix_batch(
         ([[[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 1.0]]], [0.75, 0.25])
 
     Raises:
-        ConfigError: ``generator`` is required but missing, the inputs are not images, a sample has several targets, class
+        ConfigError: a CPU ``generator`` is required but missing, the inputs are not images, a sample has several targets, class
             indices lack ``num_classes``, or ``length`` is outside of ``[0, 1]``.
 
     Source: Yun et al. 2019, arXiv:1905.04899, section 3.
@@ -91,19 +103,38 @@ def cutmix_batch(
     _check_box_options(length, placement)
     (input_key, x), (target_key, y) = get_image_batch(batch, input_key, "cutmix"), get_targets(batch, target_key, "cutmix")
     size = (x.shape[-2], x.shape[-1])
-    boxes = None if box is None else to_box_tensor(box, x.device, "cutmix")
-    if boxes is None or order is None:
-        generator = require_generator(generator, "cutmix", "box= and order=")
-        if boxes is None:
-            boxes = _sample_boxes(len(x) if per_sample else 1, size, alpha, length, placement, generator).to(x.device)
+    if box is None or order is None:
+        rng = host_random(generator, "cutmix", "box= and order=")
+        tensor_rng = generator if isinstance(generator, torch.Generator) else torch.Generator().manual_seed(rng.getrandbits(63))
+        if box is None:
+            placement = placement or ("center" if length is None else "inside")
+            # The host knows a box for the whole batch without a sync, so the box is a slice.
+            box = (
+                _sample_boxes(len(x), size, alpha, length, placement, tensor_rng)
+                if per_sample
+                else _sample_box(size, alpha, length, placement, rng)
+            )
         if order is None:
-            order = sample_permutation(len(x), generator, x.device)
+            order = sample_permutation(len(x), tensor_rng, x.device)
     y = to_probabilities(y, num_classes, ignore_index=ignore_index, caller="cutmix")
     if y.ndim > 2:
         raise ConfigError(f"cutmix: targets must be [batch] or [batch, classes], got shape {tuple(y.shape)}.")
-    images = torch.where(box_mask(boxes, size), x.index_select(0, order), x)
-    targets = mix_rows(y, order, 1.0 - box_area_fraction(boxes, size, y.dtype))
-    return replace_tensors(batch, {input_key: images, target_key: targets})
+    images, share = _cut(x, order, box, y.dtype)
+    return replace_tensors(batch, {input_key: images, target_key: mix_rows(y, order, 1.0 - share)})
+
+
+def _cut(images: Tensor, order: Tensor, box: Box, dtype: torch.dtype) -> tuple[Tensor, Tensor | float]:
+    """Return images with the box of the images at ``order``, and the fraction of an image that each box covers."""
+    height, width = size = (images.shape[-2], images.shape[-1])
+    if isinstance(box, Tensor) or [type(edge) for edge in box] != [int] * 4:
+        boxes = to_box_tensor(box, images.device, "cutmix")
+        mixed = torch.where(box_mask(boxes, size), images.index_select(0, order), images)
+        return mixed, box_area_fraction(boxes, size, dtype)
+    top, left, bottom, right = (min(max(edge, 0), size[axis % 2]) for axis, edge in enumerate(box))
+    inside = (..., slice(top, bottom), slice(left, right))
+    mixed = images.clone()
+    mixed[inside] = images[inside].index_select(0, order)
+    return mixed, max(bottom - top, 0) * max(right - left, 0) / (height * width)
 
 
 def cutmix(
@@ -158,27 +189,39 @@ def cutmix(
         target_key=target_key,
         ignore_index=ignore_index,
     )
-    return batch_transform(cut, name="cutmix", at_clock={"alpha": alpha_at})
+    return batch_transform(cut, name="cutmix", at_clock={"alpha": alpha_at}, host_generator=True)
+
+
+def _sample_box(
+    size: tuple[int, int], alpha: float, length: float | None, placement: BoxPlacement, rng: random.Random
+) -> tuple[int, int, int, int]:
+    """Sample one box on the host."""
+    fraction = math.sqrt(1.0 - sample_host_beta(alpha, rng)) if length is None else 0.0
+    sides = [int(fraction * extent) if length is None else round(length * extent) for extent in size]
+    starts = []
+    for side, extent in zip(sides, size, strict=True):
+        low, positions = box_starts(side, extent, placement)
+        starts.append(low + rng.randrange(max(positions, 1)))
+    return starts[0], starts[1], starts[0] + sides[0], starts[1] + sides[1]
 
 
 def _sample_boxes(
-    count: int,
-    size: tuple[int, int],
-    alpha: float,
-    length: float | None,
-    placement: BoxPlacement | None,
-    generator: torch.Generator,
+    count: int, size: tuple[int, int], alpha: float, length: float | None, placement: BoxPlacement, generator: torch.Generator
 ) -> Tensor:
+    """Sample a box per sample, int64 ``[count, 4]``."""
     device = generator.device
     if length is not None:
         sides = [torch.full((count,), round(length * extent), device=device) for extent in size]
     else:
         fraction = (1.0 - sample_beta(alpha, count, generator, device, torch.float32)).sqrt()
         sides = [(fraction * extent).long() for extent in size]
-    return sample_boxes((sides[0], sides[1]), size, placement or ("center" if length is None else "inside"), generator)
+    return sample_boxes((sides[0], sides[1]), size, placement, generator)
+
+
+_PLACEMENTS = (None, *get_args(BoxPlacement))
 
 
 def _check_box_options(length: float | None, placement: BoxPlacement | None) -> None:
     if length is not None:
         check_number("cutmix", "length", length, minimum=0, maximum=1)
-    check_choice("cutmix", "placement", placement, (None, *get_args(BoxPlacement)))
+    check_choice("cutmix", "placement", placement, _PLACEMENTS)

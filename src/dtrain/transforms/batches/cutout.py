@@ -6,7 +6,6 @@ from functools import partial
 from typing import get_args
 
 import torch
-from einops import reduce
 from torch import Tensor
 
 from dtrain.arguments import check_choice, check_int
@@ -20,7 +19,7 @@ from dtrain.transforms.batches.batch_transform import (
     map_images,
     require_generator,
 )
-from dtrain.transforms.batches.image_ops import Box, BoxPlacement, box_mask, sample_boxes, to_box_tensor
+from dtrain.transforms.batches.image_ops import Box, BoxPlacement, box_mask, box_starts, to_box_tensor
 from dtrain.typing import Batch, Schedule
 
 
@@ -71,13 +70,15 @@ def cutout_batch(
     def cut(images: Tensor) -> Tensor:
         size = (images.shape[-2], images.shape[-1])
         if boxes is not None:
-            return images.masked_fill(box_mask(to_box_tensor(boxes, images.device, "cutout"), size), fill)
-        rng = require_generator(generator, "cutout", "boxes=")
-        side = min(length if isinstance(length, int) else round(length * min(size)), *size)
-        sides = torch.full((len(images) * holes,), side, device=rng.device)
-        squares = sample_boxes((sides, sides), size, placement, rng).to(images.device, non_blocking=True)
-        hidden = reduce(box_mask(squares, size), "(n holes) 1 h w -> n 1 h w", "any", n=len(images), holes=holes)
-        return images.masked_fill(hidden, fill)
+            outside = ~box_mask(to_box_tensor(boxes, images.device, "cutout"), size)
+        else:
+            rng = require_generator(generator, "cutout", "boxes=")
+            side = min(length if isinstance(length, int) else round(length * min(size)), *size)
+            outside = _sample_outside(images, holes, side, placement, rng)
+        if fill == 0 and boxes is None:
+            # On a CPU a product takes a quarter of the time of a selection.
+            return images * outside
+        return torch.where(outside > 0, images, images.new_full((), fill))
 
     return map_images(batch, input_key, "cutout", cut)
 
@@ -122,6 +123,20 @@ def cutout(
     )
 
 
+def _sample_outside(images: Tensor, holes: int, side: int, placement: BoxPlacement, generator: torch.Generator) -> Tensor:
+    """Sample squares; return 0 for the pixels inside and 1 for all others, ``[batch, 1, height, width]`` like ``images``."""
+    (height, width), count, device = images.shape[-2:], len(images) * holes, generator.device
+    starts = []
+    for extent in (height, width):
+        low, positions = box_starts(side, extent, placement)
+        starts.append(torch.randint(low, low + max(positions, 1), (count, 1, 1, 1), generator=generator, device=device))
+    # Twice the distance of each pixel from the middle of the square, since the middle may lie between two pixels.
+    doubled = torch.arange(1 - side, 1 - side + 2 * max(height, width), 2, device=device)
+    outside = (torch.sub(doubled, torch.cat(starts), alpha=2).abs_() >= side).to(images.device, images.dtype, non_blocking=True)
+    outside = torch.maximum(outside[:count, ..., :height].transpose(-1, -2), outside[count:, ..., :width])
+    return outside if holes == 1 else outside.unflatten(0, (-1, holes)).amin(1)
+
+
 def _is_valid_length(length: float) -> bool:
     return is_number(length) and length >= 0 and not (isinstance(length, float) and not length <= 1)
 
@@ -129,8 +144,11 @@ def _is_valid_length(length: float) -> bool:
 _LENGTH_CONSTRAINT = Constraint("pixels (int >= 0) or a fraction of the side (float in [0, 1])", _is_valid_length)
 
 
+_PLACEMENTS = get_args(BoxPlacement)
+
+
 def _check(length: int | float, holes: int, placement: BoxPlacement) -> None:
     if not _is_valid_length(length):
         raise ConfigError(f"cutout: length must be {_LENGTH_CONSTRAINT.text}, got {length!r}.")
     check_int("cutout", "holes", holes)
-    check_choice("cutout", "placement", placement, get_args(BoxPlacement))
+    check_choice("cutout", "placement", placement, _PLACEMENTS)

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -321,30 +321,33 @@ def to_box_tensor(box: Box, device: torch.device, caller: str) -> Tensor:
 def sample_boxes(
     sides: tuple[Tensor, Tensor], size: tuple[int, int], placement: BoxPlacement, generator: torch.Generator
 ) -> Tensor:
-    """Sample boxes at random positions, int64 ``[boxes, 4]`` on the generator's device, clipped at the border.
+    """Sample boxes at random positions, int64 ``[boxes, 4]`` on the generator's device. Parts may lie outside of the image.
 
     Args:
-        sides: heights and widths before clipping, int64 ``[boxes]``, on the generator's device.
+        sides: heights and widths, int64 ``[boxes]``, on the generator's device.
         size: height and width of the images.
         placement: distribution of the positions.
         generator: generator on any device.
 
     Host sync: none.
     """
-    starts, ends = [], []
+    starts = []
     for side, extent in zip(sides, size, strict=True):
-        if placement == "center":
-            low, count = -(side // 2), torch.full_like(side, extent)
-        elif placement == "even":
-            low, count = 1 - side, extent + side - 1
-        else:
-            low, count = torch.zeros_like(side), extent - side + 1
-        offset = torch.rand(side.shape, generator=generator, device=side.device) * count
+        low, count = box_starts(side, extent, placement)
+        offset = (torch.rand(side.shape, generator=generator, device=side.device) * count).long()
         # The product may round up to `count`.
-        start = low + torch.minimum(offset.long(), count - 1)
-        starts.append(start.clamp(0, extent))
-        ends.append((start + side).clamp(0, extent))
-    return torch.stack([*starts, *ends], dim=1)
+        starts.append(low + torch.clamp(offset, max=count - 1))
+    return torch.stack([*starts, *(start + side for start, side in zip(starts, sides, strict=True))], dim=1)
+
+
+Side = TypeVar("Side", int, Tensor)
+
+
+def box_starts(side: Side, extent: int, placement: BoxPlacement) -> tuple[Side | int, Side | int]:
+    """Return the first position of a box's start along an axis of ``extent`` pixels, and the number of positions."""
+    if placement == "center":
+        return -(side // 2), extent
+    return (1 - side, extent + side - 1) if placement == "even" else (0, extent - side + 1)
 
 
 def box_mask(boxes: Tensor, size: tuple[int, int]) -> Tensor:

@@ -48,8 +48,7 @@ def smooth_labels(
     Source: Szegedy et al. 2016, arXiv:1512.00567, section 7.
     """
     check_number("label_smoothing", "smoothing", smoothing, minimum=0, maximum=1)
-    rows = to_probabilities(targets, num_classes, ignore_index=ignore_index, caller="label_smoothing")
-    return torch.lerp(rows, rows.mean(dim=-1, keepdim=True).expand_as(rows), smoothing)
+    return to_probabilities(targets, num_classes, ignore_index=ignore_index, smoothing=smoothing, caller="label_smoothing")
 
 
 def label_smoothing(
