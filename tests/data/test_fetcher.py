@@ -6,8 +6,11 @@ import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
+from torch.utils.data import TensorDataset
 
 import dtrain as dt
+from dtrain.batch import list_tensors
+from dtrain.data.dataset import ColumnDataset
 from dtrain.data.fetcher import collate
 from samples import Numbers, Troubled, fail
 
@@ -66,6 +69,70 @@ def test_tensors_and_tensordicts_are_indexed_by_a_tensor(data, workers):
     assert [type(batch) for batch in batches] == [type(data)] * 3
     found = torch.cat([batch if isinstance(batch, torch.Tensor) else batch["x"] for batch in batches])
     assert found.tolist() == list(range(10))
+
+
+X, Y = torch.randn(10, 3), torch.arange(10)
+COLUMNS = {
+    "TensorDataset": TensorDataset(X, Y),
+    "tuple": (X, Y),
+    "tuple with an array": (X.numpy(), Y),
+    "array": X.numpy(),
+    "array of scalars": Y.to(torch.int16).numpy(),
+    "read-only array": np.broadcast_to(np.float32(1.5), (10, 2)),
+    "reversed array": X.numpy()[::-1],
+    "dict": {"x": X, "y": Y},
+    "dict with an array": {"x": X.numpy(), "y": Y},
+}
+
+
+def by_sample(samples):
+    """Collate; torch would warn of read-only arrays."""
+    return collate([sample.copy() if isinstance(sample, np.ndarray) else sample for sample in samples])
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("name", COLUMNS)
+def test_batches_of_columns_equal_collated_samples(name, rank):
+    read, collated = (
+        list(build(COLUMNS[name], rank=rank, ranks=3, shuffle=True, collate=given).until("2ep")) for given in (None, by_sample)
+    )
+    for batch, expected in zip(read, collated, strict=True):
+        assert type(batch) is type(expected)
+        leaves, others = list_tensors(batch), list_tensors(expected)
+        assert [(leaf.dtype, leaf.tolist()) for leaf in leaves] == [(leaf.dtype, leaf.tolist()) for leaf in others]
+    assert not any(leaf.data_ptr() in (X.data_ptr(), Y.data_ptr()) for batch in read for leaf in list_tensors(batch))
+
+
+def test_batches_of_columns_read_no_single_sample(monkeypatch):
+    monkeypatch.setattr(ColumnDataset, "__getitem__", fail)
+    assert sorted(torch.cat([y for _, y in build(TensorDataset(X, Y)).until("1ep")]).tolist()) == list(range(10))
+
+
+def test_subclass_of_tensordataset_is_read_by_its_own_method():
+    class Doubled(TensorDataset):
+        def __getitem__(self, index):
+            return tuple(2 * tensor for tensor in super().__getitem__(index))
+
+    assert torch.cat([y for _, y in build(Doubled(X, Y)).until("1ep")]).tolist() == list(range(0, 20, 2))
+
+
+@pytest.mark.parametrize("data", [np.array(["a", "b", "c", "d"]), np.array([{}, {}, {}, {}])], ids=["text", "objects"])
+def test_arrays_that_are_no_numbers_are_read_by_sample(data):
+    assert [len(batch) for batch in build(data, collate=list).until("1ep")] == [4]
+
+
+def test_transform_receives_rows_of_an_array_as_arrays():
+    kinds = set()
+    list(build(X.numpy(), transform=lambda sample, _: kinds.add(type(sample)) or sample).until("1ep"))
+    assert kinds == {np.ndarray}
+
+
+def test_unreadable_sample_does_not_change_the_random_numbers_of_the_others():
+    whole, damaged = (
+        torch.cat(list(build(data, transform=noisy, on_error="skip").until("2ep"))).tolist()
+        for data in (Numbers(10), Troubled(10, 5, fail))
+    )
+    assert damaged == [value for value in whole if int(value) != 5]
 
 
 def test_custom_collate_receives_single_samples_of_a_tensor():

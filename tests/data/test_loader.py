@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 
+import numpy as np
 import pytest
 import torch
 
@@ -341,9 +342,15 @@ def test_a_dict_of_tensors_is_a_dataset_of_rows():
         ({"x": torch.zeros(3), "y": torch.zeros(2)}, r"\{'x': \[3\], 'y': \[2\]\}"),
         ({"x": torch.zeros(3), "names": ["a", "b", "c"]}, r"\{'x': \[3\], 'names': 'list'\}"),
         ({"x": torch.tensor(1.0)}, r"\{'x': \[\]\}"),
+        ({"x": np.zeros(3), "y": np.zeros(2)}, r"\{'x': \[3\], 'y': \[2\]\}"),
         ({}, r"\{\}"),
     ],
 )
 def test_dict_without_equal_rows_is_refused(data, shown):
     with pytest.raises(ConfigError, match=rf"build_loader: a dict is a dataset of rows, .*got {shown}\. Give tensors"):
         build_loader(data, global_batch_size=2, seed=0)
+
+
+def test_tuple_of_tensors_without_equal_rows_is_refused():
+    with pytest.raises(ConfigError, match=r"a tuple is a dataset of rows, .*got \{0: \[3\], 1: \[2\]\}"):
+        build_loader((torch.zeros(3), torch.zeros(2)), global_batch_size=2, seed=0)

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,12 +12,14 @@ import time
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import dtrain as dt
 import samples
 from dtrain.data.workers import _SigchldHandler, workers_for_rank
+from dtrain.dist.rng import seed_all
 from samples import Drawing, Numbers, Reporting, Troubled, die, die_when, die_with_lock, fail, hang, leave, lock
 
 
@@ -189,3 +192,35 @@ def workers_of_each_rank() -> int:
 
 def test_worker_division_uses_the_rank_count_of_the_node(ranks):
     assert ranks(2).run(workers_of_each_rank) == [2, 1]
+
+
+class DrawingLate(Drawing):
+    """Draws from the 400th sample on, one number of each pair that ``gauss`` and ``randn`` make."""
+
+    def __getitem__(self, index):
+        drawn = [random.gauss(0, 1), np.random.randn(), torch.randn(()).item()] if index >= 400 else [0.0] * 3
+        return torch.tensor([index, *drawn], dtype=torch.float64)
+
+
+def test_dataset_that_draws_late_draws_the_same_numbers_without_a_change_of_the_loop():
+    def drawn(disturb, **options):
+        found = []
+        for batch in build(DrawingLate(420), **{"num_workers": 0, **options}).until("1ep"):
+            found.append(batch)
+            disturb()
+        return torch.cat(found)
+
+    def draw():
+        return random.gauss(0, 1), np.random.randn(), torch.randn(()).item()
+
+    expected = drawn(lambda: None)
+    assert expected[:400, 1:].eq(0).all()
+    assert len(expected[400:, 1].unique()) == len(expected[400:, 2].unique()) == 20
+    assert drawn(draw).equal(expected)
+    assert drawn(lambda: None, num_workers=2).equal(expected)
+    seed_all(1)
+    alone = [draw() for _ in range(105)]
+    seed_all(1)
+    beside = []
+    drawn(lambda: beside.append(draw()))
+    assert beside == alone

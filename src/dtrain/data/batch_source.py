@@ -131,7 +131,8 @@ class MapBatchSource:
         batches = replace(self.epoch_batches(), last_batch="short") if evaluation else self.epoch_batches()
         template = EmptyBatchTemplate(self.options.batch_spec)
         planned: deque[tuple[Position, bool]] = deque()
-        requests = _RequestSampler(self._prefetch(self._requests(batches, begin, goal, planned)))
+        plan = self._requests(batches, begin, goal, planned)
+        requests = _RequestSampler(self._prefetch(plan) if hasattr(self.fetcher.dataset, "prefetch") else plan)
         for worker_batch in load_batches(self.fetcher, requests, self.options.workers):
             payload = unpack_or_raise(worker_batch)
             at, has_samples = planned.popleft()
@@ -157,18 +158,17 @@ class MapBatchSource:
             # The sample is repeated, since BatchNorm fails on a single value.
             positions = rank_positions(start, stop, options.rank, options.ranks, self.order.streams)
             to_read = positions or range(start, start + 1)
-            indices = batch_indices(order, at.epoch, to_read.start, to_read.stop)[:: to_read.step]
+            indices = batch_indices(order, at.epoch, to_read.start, to_read.stop)
+            if to_read.step != 1:
+                indices = indices[:: to_read.step]
             request = BatchRequest(at.epoch, to_read.start, indices, 1 if positions else 2)
-            at = batches.advance(at)
+            at = batches.after(at, start, stop)
             planned.append((at, bool(positions)))
             yield request
 
     def _prefetch(self, requests: Iterator[BatchRequest]) -> Iterator[BatchRequest]:
-        """Yield ``requests``, and announce later requests to a dataset with ``prefetch``."""
-        prefetch = getattr(self.fetcher.dataset, "prefetch", None)
-        if prefetch is None:
-            yield from requests
-            return
+        """Yield ``requests``, and announce later requests to the dataset."""
+        prefetch = self.fetcher.dataset.prefetch
         announced: deque[BatchRequest] = deque()
         for request in requests:
             try:

@@ -1,19 +1,25 @@
-"""``MapDataset``: the protocol of an indexed dataset; fingerprints of a dataset; ``memory_map`` for a TensorDict on disk."""
+"""``MapDataset``: the protocol of an indexed dataset; ``ColumnDataset`` for tensors and arrays; fingerprints of a dataset;
+``memory_map`` for a TensorDict on disk.
+"""
 
 from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, TypeAlias, cast
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from dtrain import storage
 from dtrain.dist.collectives import local_rank_zero_first
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError
-from dtrain.typing import Plain, is_tensordict
+from dtrain.typing import Batch, Plain, is_tensordict
 
 
 class MapDataset(Protocol):
@@ -35,28 +41,100 @@ class MapDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
+Column: TypeAlias = "Tensor | np.ndarray[Any, Any]"
+"""Values of all samples: the first axis counts samples."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColumnDataset:
+    """Dataset whose samples are the rows of tensors and arrays. A batch takes one index operation per column.
+
+    Args:
+        columns: a column, a tuple of columns or a dict of columns, of equal first size; samples have the same structure.
+    """
+
+    columns: Column | tuple[Column, ...] | dict[Any, Column]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.named_columns().values())))
+
+    def __getitem__(self, index: int) -> Any:
+        if isinstance(self.columns, dict):
+            return {name: column[index] for name, column in self.columns.items()}
+        return tuple(column[index] for column in self.columns) if isinstance(self.columns, tuple) else self.columns[index]
+
+    def named_columns(self) -> dict[Any, Column]:
+        """Return the columns by name, or by position in a tuple."""
+        if isinstance(self.columns, dict):
+            return self.columns
+        return dict(enumerate(self.columns if isinstance(self.columns, tuple) else (self.columns,)))
+
+    def read(self, indices: Tensor) -> Batch:
+        """Return the batch of the samples at ``indices`` ``[n]``, as ``collate`` would make it of the samples."""
+        if isinstance(self.columns, tuple):
+            return [_read_rows(column, indices) for column in self.columns]
+        if not isinstance(self.columns, dict):
+            return _read_rows(self.columns, indices)
+        # The import takes a second or two.
+        from tensordict import TensorDict
+
+        return TensorDict(
+            {name: _read_rows(column, indices) for name, column in self.columns.items()}, batch_size=[len(indices)]
+        )
+
+
+def _read_rows(column: Column, indices: Tensor) -> Tensor:
+    if not isinstance(column, Tensor):
+        return torch.from_numpy(column[indices.numpy()])
+    # On a CPU, index_select copies whole rows, which is faster.
+    return column.index_select(0, indices) if type(column) is Tensor and column.device.type == "cpu" else column[indices]
+
+
 def as_row_dataset(dataset: Any) -> Any:
-    """Convert a dict of tensors to a dataset of rows (a ``TensorDict``); return any other dataset unchanged.
+    """Convert tensors and arrays, and dicts and tuples of them, to a dataset of rows; return any other dataset unchanged.
 
     Raises:
-        ConfigError: a value is not a tensor, or the tensors have different numbers of rows.
+        ConfigError: a value of a dict is not a tensor or array, or the values have different numbers of rows.
     """
+    # A subclass may read its samples in another way.
+    if type(dataset) is TensorDataset:
+        return ColumnDataset(dataset.tensors)
+    if _is_column(dataset):
+        return ColumnDataset(dataset)
+    if type(dataset) is tuple and dataset and all(isinstance(value, Tensor | np.ndarray) for value in dataset):
+        _check_columns(dict(enumerate(dataset)), "tuple")
+        return ColumnDataset(dataset)
     if not isinstance(dataset, Mapping) or is_tensordict(dataset):
         return dataset
     # The mapping holds samples by number.
     if dataset and all(number in dataset for number in range(len(dataset))):
         return dataset
-    sizes = {name: len(value) if isinstance(value, Tensor) and value.ndim else None for name, value in dataset.items()}
-    if None in sizes.values() or len(set(sizes.values())) != 1:
-        shapes = {name: list(v.shape) if isinstance(v, Tensor) else type(v).__name__ for name, v in dataset.items()}
-        raise ConfigError(
-            "build_loader: a dict is a dataset of rows, so its values must be tensors with the same first size, got "
-            f"{shapes}. Give tensors of equal length, or a list of samples"
-        )
-    # The import takes 0.3 s, and most datasets are not a TensorDict.
-    from tensordict import TensorDict
+    _check_columns(dataset, "dict")
+    return ColumnDataset(dict(dataset))
 
-    return TensorDict(dict(dataset), batch_size=[len(next(iter(dataset.values())))])
+
+def _check_columns(columns: Mapping[Any, Any], kind: str) -> None:
+    sizes = {len(value) if _is_column(value) else None for value in columns.values()}
+    if None in sizes or len(sizes) != 1:
+        shapes = {
+            name: list(value.shape) if isinstance(value, Tensor | np.ndarray) else type(value).__name__
+            for name, value in columns.items()
+        }
+        raise ConfigError(
+            f"build_loader: a {kind} is a dataset of rows, so its values must be tensors or arrays of numbers with the same "
+            f"first size, got {shapes}. Give tensors of equal length, or a list of samples"
+        )
+
+
+def _is_column(value: Any) -> bool:
+    """Return True for a tensor, and for an array of a dtype that torch has, with at least one axis."""
+    if not isinstance(value, np.ndarray):
+        return isinstance(value, Tensor) and value.ndim > 0
+    try:
+        torch.from_numpy(np.empty(0, value.dtype))
+    except (TypeError, ValueError):
+        return False
+    return value.ndim > 0
 
 
 def read_samples(dataset: Any, indices: list[int]) -> list[Any]:
@@ -70,8 +148,9 @@ def fingerprint_dataset(dataset: Any) -> dict[str, Plain]:
     if hasattr(dataset, "fingerprint"):
         return cast("dict[str, Plain]", dataset.fingerprint())
     facts: dict[str, Plain] = {"count": len(dataset)} if hasattr(dataset, "__len__") else {}
-    if isinstance(dataset, Tensor):
-        return {**facts, "dtype": str(dataset.dtype), "shape": list(dataset.shape)}
+    if isinstance(dataset, ColumnDataset):
+        columns = dataset.named_columns().items()
+        return {**facts, "columns": {str(name): [str(column.dtype), *column.shape] for name, column in columns}}
     if is_tensordict(dataset):
         tensors = dataset.items(include_nested=True, leaves_only=True)
         return {**facts, "tensors": {str(name): [str(leaf.dtype), *leaf.shape] for name, leaf in sorted(tensors, key=str)}}

@@ -10,7 +10,8 @@ from __future__ import annotations
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import methodcaller
 from typing import Any, Literal, TypeAlias
 
 import numpy as np
@@ -18,9 +19,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
-from dtrain.data.dataset import read_samples
+from dtrain.data.dataset import ColumnDataset, read_samples
 from dtrain.data.worker_batch import INLINE_TENSOR_BYTES, Payload, WorkerBatch
-from dtrain.dist.rng import derive_seed, fork_rng, generator, reseed
+from dtrain.dist.generator_state import fork_rng, reseed
+from dtrain.dist.rng import derive_seed, generator
 from dtrain.errors import ConfigError, DataError, ShardError
 from dtrain.typing import Batch, is_tensordict
 
@@ -65,7 +67,7 @@ def _collate_mappings(samples: Sequence[Any], path: str) -> Batch:
         columns = {key: [sample[key] for sample in samples] for key in keys}
     except KeyError:
         columns = {}
-    if len(columns) < len(keys) or len({len(sample.keys()) for sample in samples}) > 1:
+    if len(columns) < len(keys) or len(set(map(len, map(methodcaller("keys"), samples)))) > 1:
         odd = next(sample for sample in samples if sample.keys() != keys)
         differ = sorted(str(key) for key in odd.keys() ^ keys)
         raise DataError(f"collate: only some samples of a batch have {path}{differ[0]!r}. Give all samples the same keys")
@@ -207,9 +209,10 @@ class Fetcher:
     Args:
         dataset: an indexed or iterable dataset.
         seed: seed of the random numbers that are drawn while samples are read.
-        collate: function from samples to a batch; None uses ``collate``, or no function if a tensor indexes the dataset.
+        collate: function from samples to a batch; None uses ``collate``, or no function if ``reads_rows``.
         transform: transform of each sample, with a generator per sample.
         on_error: treatment of a sample that cannot be read.
+        reads_rows: True if a batch is read from tensors and arrays at once, without collate and transform.
     """
 
     dataset: Any
@@ -217,12 +220,17 @@ class Fetcher:
     collate: Callable[[list[Any]], Batch] | None = None
     transform: SampleTransform | None = None
     on_error: OnError = "raise"
+    reads_rows: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        has_rows = isinstance(self.dataset, ColumnDataset) or is_tensordict(self.dataset)
+        object.__setattr__(self, "reads_rows", has_rows and self.collate is None and self.transform is None)
 
     def __getitem__(self, request: BatchRequest) -> WorkerBatch:
         try:
-            if self.is_indexed_by_tensor:
-                # Indexing a tensor runs no user code that could draw random numbers.
-                payload = Payload(batch=self.dataset[request.indices.repeat(request.repeats)])
+            if self.reads_rows:
+                # No code of the user runs that could draw random numbers.
+                payload = Payload(batch=self._read_rows(request))
             else:
                 with self.seed_rng(request.epoch, request.start):
                     payload = self._fetch(request)
@@ -231,11 +239,9 @@ class Fetcher:
             payload = failed_payload(error)
         return WorkerBatch.pack(payload)
 
-    @property
-    def is_indexed_by_tensor(self) -> bool:
-        """True if a batch is ``dataset[indices]``, without collate and transform."""
-        is_tensor = isinstance(self.dataset, Tensor) or is_tensordict(self.dataset)
-        return is_tensor and self.collate is None and self.transform is None
+    def _read_rows(self, request: BatchRequest) -> Batch:
+        indices = request.indices if request.repeats == 1 else request.indices.repeat(request.repeats)
+        return self.dataset.read(indices) if isinstance(self.dataset, ColumnDataset) else self.dataset[indices]
 
     def seed_rng(self, *position: int) -> AbstractContextManager[None]:
         """Seed the global generators for ``position``; in the rank itself, restore their states after the context."""
@@ -253,7 +259,7 @@ class Fetcher:
             samples = read_samples(self.dataset, indices)
             if self.transform is not None:
                 samples = [
-                    self._transform(sample, request.epoch, index) for index, sample in zip(indices, samples, strict=True)
+                    self._transform(sample, index, request.epoch) for index, sample in zip(indices, samples, strict=True)
                 ]
         except ShardError:
             raise

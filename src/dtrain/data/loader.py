@@ -210,7 +210,7 @@ class Loader:
                 # The batch source may wait for the agreement.
                 item.status.epoch_ended = issued.status.epoch_ended
                 stepped, self._issued = issued.is_stepped, None
-                if any(condition.stopped for condition in stops):
+                if stops and any(condition.stopped for condition in stops):
                     return
                 # The loop restarts before the next batch is read: the samples to skip may be unreadable. It also restarts if
                 # one_epoch() has moved the dataset.

@@ -63,7 +63,8 @@ def read_position(state: Mapping[str, Plain]) -> Position:
 
 def is_reached(goal: Duration, at: Position) -> bool:
     """Return True if a run at ``at`` has reached ``goal``, in epochs, batches or samples."""
-    return {"ep": at.epoch, "ba": at.batches, "sp": at.total}[goal.unit] >= goal.value
+    unit = goal.unit
+    return (at.epoch if unit == "ep" else at.batches if unit == "ba" else at.total) >= goal.value
 
 
 def parse_length(length: Duration | int | str) -> Duration:
@@ -181,9 +182,11 @@ class EpochBatches:
 
     def advance(self, at: Position) -> Position:
         """Return the position of the next batch."""
-        start, stop = self.bounds(at)
-        position = Position(epoch=at.epoch, samples=stop, batches=at.batches + 1, total=at.total + stop - start)
-        return self.normalize(position)
+        return self.after(at, *self.bounds(at))
+
+    def after(self, at: Position, start: int, stop: int) -> Position:
+        """Return the position after the batch at ``at``, whose bounds are ``start`` and ``stop``."""
+        return self.normalize(Position(epoch=at.epoch, samples=stop, batches=at.batches + 1, total=at.total + stop - start))
 
     def skip(self, at: Position, samples: int) -> Position:
         """Move ``at`` forward by ``samples``, over the ends of epochs."""
