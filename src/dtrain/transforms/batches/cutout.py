@@ -45,7 +45,7 @@ def cutout_batch(
         length: side in pixels (int), or as a fraction of the shorter side (float in ``[0, 1]``); the paper uses 16 of 32 pixels
             for CIFAR-10.
         holes: squares per image, at least 1.
-        fill: value of the filled pixels; 0 is the mean of normalized images.
+        fill: value of the filled pixels; 0 is the mean of normalized images. With 0, a pixel that is not finite stays so.
         placement: ``"center"`` as in the paper; ``"even"`` hides every pixel equally often, ``"inside"`` is never clipped.
         input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
         generator: generator for ``boxes`` if not given.
