@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.dist.mesh import build_mesh
+from dtrain.dtensor import to_local
 from dtrain.shard.activation_checkpoint import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state
@@ -13,7 +14,7 @@ from dtrain.step.microbatch_step import microbatch_step
 from dtrain.testing.memory_budgets import UNLIMITED, memory_budget
 from dtrain.typing import LossSum
 
-DIM, BLOCKS, SAMPLES = 32, 8, 64
+DIM, BLOCKS, SAMPLES = 32, 8, 256
 
 
 class Block(nn.Module):
@@ -44,7 +45,7 @@ def peak(strategy: str, **options) -> tuple[int, float]:
     with memory_budget(UNLIMITED, existing=net.parameters()) as budget:
         before = budget.live
         microbatch_step(state, batch, loss_fn=loss_fn)
-        norm = sum(p.grad.to_local().square().sum().item() for p in net.parameters())
+        norm = sum(to_local(p.grad).square().sum().item() for p in net.parameters())
         return budget.peak - before, norm
 
 

@@ -169,7 +169,7 @@ def check(ranks, architecture: str, strategy: str, size: int, every: int) -> int
         ("with a root", "full_shard", 3, 12),
         ("tied", "full_shard", 6, 7),
         ("unequal", "shard_grad_op", 4, 7),
-        ("unequal", "replicate", 4, 7),
+        ("unequal", "replicate", 4, 5),
     ],
 )
 def test_step_after_oom_equals_step_with_the_reduced_size(ranks, architecture, strategy, size, every):

@@ -116,7 +116,7 @@ def test_interrupted_load_makes_newest_refuse_the_state(tmp_path):
     dt.save_sharded(tmp_path, state)
     saved = state.params
     step, state = begun(dt.transforms.ema(0.5))
-    interrupt = patch_calls("dtrain.checkpoint.load.clear_optimizer_", before=lambda: signal.raise_signal(signal.SIGINT))
+    interrupt = patch_calls("dtrain.checkpoint.load.set_optimizer_", before=lambda: signal.raise_signal(signal.SIGINT))
     with interrupt, pytest.raises(KeyboardInterrupt) as error:
         dt.load_sharded(tmp_path, state)
     assert all(torch.equal(param, saved[name]) for name, param in state.params.items())
