@@ -30,8 +30,11 @@ NO_TESTS = 5
 
 
 def main(options: Sequence[str]) -> int:
-    """Run all groups and return the exit code of a group that failed. Each group's output is printed at its end."""
-    queue, codes, lock = deque(GROUPS), [], Lock()
+    """Run all groups and return the exit code of a group that failed.
+
+    A group's output is printed when the group ends. The output of groups that failed comes last, where readers look first.
+    """
+    queue, failed, lock = deque(GROUPS), [], Lock()
 
     def work() -> None:
         while True:
@@ -44,15 +47,24 @@ def main(options: Sequence[str]) -> int:
                 [*priority, *_pytest(group), *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
             )
             with lock:
-                codes.append(done.returncode)
-                sys.stdout.buffer.write(b"\n" + done.stdout)
-                sys.stdout.flush()
+                if done.returncode in (0, NO_TESTS):
+                    _print(done.stdout)
+                else:
+                    failed.append(done)
 
     with ThreadPoolExecutor(WORKERS) as threads:
         workers = [threads.submit(work) for _ in range(WORKERS)]
     for worker in workers:
         worker.result()
-    return next((code for code in codes if code not in (0, NO_TESTS)), 0)
+    for done in failed:
+        _print(done.stdout)
+    return failed[0].returncode if failed else 0
+
+
+def _print(output: bytes) -> None:
+    """Print a group's output whole, as its bytes."""
+    sys.stdout.buffer.write(b"\n" + output)
+    sys.stdout.flush()
 
 
 def _pytest(group: Sequence[str]) -> list[str]:
