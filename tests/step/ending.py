@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing.util
 import os
 import signal
 import time
@@ -31,6 +32,8 @@ def endings(
     A body may call ``say`` before it ends otherwise; None stands for a rank that has said nothing. ``meanwhile`` gets the pids.
     """
     pids = []
+    # Ranks end without finalizers, so their sockets go into this process's folder, which is removed at its end.
+    multiprocessing.util.get_temp_dir()
     try:
         with reserve_port() as held:
             pids += [_start(body, rank, world_size, held.getsockname()[1], folder, env) for rank in range(world_size)]
