@@ -15,6 +15,7 @@ from dtrain.checkpoint import data_file, layout
 from dtrain.checkpoint import data_file as digest_module
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.rank_index import parse_index
 from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
 from dtrain.errors import CheckpointError, CorruptCheckpointError
@@ -219,12 +220,11 @@ def test_load_verifies_only_needed_chunks(root, monkeypatch):
     small = root.parent / "small"
     step = save_sharded(small, state, extra={"table": torch.arange(4096)}).path
     data = step / FILES[2]
-    assert len(layout.parse_index((step / FILES[1]).read_bytes(), 0, [data.stat().st_size]).chunks[0]) > 20
+    assert len(parse_index((step / FILES[1]).read_bytes(), 0, [data.stat().st_size]).chunks[0]) > 20
     content = data.read_bytes()
-    boxes = layout.parse_index((step / FILES[1]).read_bytes(), 0, [len(content)]).shards
-    entry = next(box for box in boxes if box.key == "extra/table")
+    shard = parse_index((step / FILES[1]).read_bytes(), 0, [len(content)]).shards["extra/table"]
     altered = bytearray(content)
-    altered[(entry.begin + entry.end) // 2] ^= 1
+    altered[(shard.begin + shard.end) // 2] ^= 1
     data.write_bytes(altered)
     assert load_sharded(small, plain_state(), ignore=["extra/table"]).step == 0, "nobody asked for the damaged chunk"
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000.safetensors: bytes from \d+ on do not match"):
@@ -238,16 +238,16 @@ def test_load_verifies_all_needed_chunks_before_changing_state(tmp_path, monkeyp
         monkeypatch.setattr(module, "CHUNK_BYTES", 512)
     data = save_sharded(tmp_path, train(plain_state(), 1)).path / FILES[2]
     content = data.read_bytes()
-    index = layout.parse_index((data.parent / FILES[1]).read_bytes(), 0, [len(content)])
-    for entry in (*index.shards, *index.per_rank):
+    index = parse_index((data.parent / FILES[1]).read_bytes(), 0, [len(content)])
+    for key, shard in {**index.shards, **index.per_rank}.items():
         altered = bytearray(content)
-        altered[(entry.begin + entry.end) // 2] ^= 1
+        altered[(shard.begin + shard.end) // 2] ^= 1
         data.write_bytes(altered)
         state = plain_state(3)
         before = digest(state)
         with pytest.raises(CorruptCheckpointError, match=FILES[2]):
             load_sharded(tmp_path, state)
-        assert digest(state) == before, entry.key
+        assert digest(state) == before, key
         state._check_not_stale("here")
 
 

@@ -7,6 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from dtrain.checkpoint import layout, strict_json
+from dtrain.checkpoint.rank_index import RankIndex, StoredShard, encode_index, parse_index, shard_kind
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
 RUN = "0123456789abcdef" * 2
@@ -26,8 +27,8 @@ MANIFEST = layout.Manifest(
     states=(),
     ranks=(FILES,),
 )
-ENTRY = layout.TensorShardEntry(key="params/w", dtype="F32", shape=(4, 3), offset=(2, 0), size=(2, 3), begin=16, end=40)
-INDEX = layout.RankIndex(rank=0, shards=(ENTRY,), per_rank=(), chunks=(("b" * 32,),), values={"x": 1}, shared={"seed": 0})
+SHARD = StoredShard(file=0, begin=16, kind=shard_kind("F32", (4, 3), (2, 0), (2, 3)))
+INDEX = RankIndex(rank=0, shards={"params/w": SHARD}, per_rank={}, chunks=(("b" * 32,),), values={"x": 1}, shared={"seed": 0})
 
 
 def signed(body: dict) -> bytes:
@@ -67,7 +68,7 @@ def test_manifest_round_trips(manifest):
 
 
 def test_index_round_trips():
-    assert layout.parse_index(layout.encode_index(INDEX), 0, [64]) == INDEX
+    assert parse_index(encode_index(INDEX), 0, [64]) == INDEX
 
 
 def test_any_changed_bit_of_manifest_is_detected():
@@ -130,17 +131,16 @@ def test_later_manifest_version_is_not_reported_as_corruption():
 
 
 def index_with(**changes) -> bytes:
-    return json.dumps({**json.loads(layout.encode_index(INDEX)), **changes}).encode()
+    return json.dumps({**json.loads(encode_index(INDEX)), **changes}).encode()
 
 
 def kind_with(**changes) -> bytes:
-    kind = json.loads(layout.encode_index(INDEX))["kinds"][0]
+    kind = json.loads(encode_index(INDEX))["kinds"][0]
     return index_with(kinds=[{**kind, **changes}])
 
 
-def row_with(at: int, value) -> bytes:
-    row = json.loads(layout.encode_index(INDEX))["shards"][0]
-    return index_with(shards=[[*row[:at], value, *row[at + 1 :]]])
+def columns_with(**changes) -> bytes:
+    return index_with(shards={**json.loads(encode_index(INDEX))["shards"], **changes})
 
 
 BAD_INDEXES = {
@@ -160,33 +160,38 @@ BAD_INDEXES = {
     "box outside": kind_with(offset=[3, 0]),
     "dims": kind_with(offset=[0]),
     "negative": kind_with(offset=[-1, 0]),
-    "bytes before": row_with(2, -8),
-    "bytes outside": row_with(2, 48),
-    "a byte that is true": row_with(2, True),
-    "no such kind": row_with(1, 9),
-    "a kind before the first": row_with(1, -1),
-    "key": row_with(0, 3),
-    "more in a row": index_with(shards=[["params/w", 0, 0, 0]]),
-    "a row of no list": index_with(shards=[{}]),
-    "shards of no list": index_with(shards={}),
+    "more bytes than the file": kind_with(shape=[2**70, 3], offset=[0, 0], size=[2**70, 3]),
+    "bytes before": columns_with(begins=[-8]),
+    "bytes outside": columns_with(begins=[48]),
+    "bytes far outside": columns_with(begins=[2**70]),
+    "a byte that is true": columns_with(begins=[True]),
+    "no such kind": columns_with(kinds=[9]),
+    "a kind before the first": columns_with(kinds=[-1]),
+    "key": columns_with(keys=[3]),
+    "a key twice": columns_with(keys=["params/w"] * 2, kinds=[0, 0], begins=[0, 24]),
+    "a column that is longer": columns_with(begins=[16, 40]),
+    "a column of no list": columns_with(keys="params/w"),
+    "another column": columns_with(more=[0]),
+    "bytes of two shards": columns_with(keys=["params/w", "params/v"], kinds=[0, 0], begins=[16, 39]),
+    "shards of no object": index_with(shards=[]),
 }
 
 
 @pytest.mark.parametrize("data", BAD_INDEXES.values(), ids=BAD_INDEXES)
 def test_invalid_index_is_refused(data):
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json: "):
-        layout.parse_index(data, 0, [64])
+        parse_index(data, 0, [64])
 
 
 def test_later_index_version_is_refused():
     with pytest.raises(CheckpointError, match="format version must be 1, got 7"):
-        layout.parse_index(index_with(version=7), 0, [64])
+        parse_index(index_with(version=7), 0, [64])
 
 
 def test_oversized_index_is_not_written(monkeypatch):
     monkeypatch.setattr(strict_json, "MAX_JSON_BYTES", 10)
     with pytest.raises(CheckpointError, match=r"must be at most 10 bytes, got .*. Store large plain data as tensors"):
-        layout.encode_index(INDEX)
+        encode_index(INDEX)
 
 
 @pytest.mark.parametrize("step", [0, 1, 99_999_999, 100_000_000, 10**12])

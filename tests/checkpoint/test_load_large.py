@@ -11,6 +11,7 @@ from checkpoint.states import Counter, WatchedOs, digest, plain_state, train, wa
 from dtrain import storage
 from dtrain.checkpoint import data_file, layout, load, read_checkpoint
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.rank_index import parse_index
 from dtrain.checkpoint.save import save_sharded
 from dtrain.errors import CheckpointError, CorruptCheckpointError, StaleStateError
 
@@ -136,8 +137,8 @@ def test_failing_read_changes_nothing_or_is_reported(tmp_path, action, first_pas
 
 def test_file_that_changes_between_the_passes_is_named_with_the_loaded_tensors(tmp_path, monkeypatch):
     path = save_sharded(tmp_path, train(plain_state(), 2)).path / DATA
-    index = layout.parse_index((path.parent / "rank-00000.json").read_bytes(), 0, [path.stat().st_size])
-    last = max(entry.begin for entry in index.shards)
+    index = parse_index((path.parent / "rank-00000.json").read_bytes(), 0, [path.stat().st_size])
+    last = max(shard.begin for shard in index.shards.values())
     original = load._apply
 
     def damage_then_apply(*args):

@@ -15,7 +15,8 @@ from dtrain import storage
 from dtrain.checkpoint import data_file as digest_module
 from dtrain.checkpoint import layout, read_tensors, reshard
 from dtrain.checkpoint.data_file import digest_of
-from dtrain.checkpoint.layout import DTYPES, TensorShardEntry
+from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.rank_index import StoredShard, shard_kind
 from dtrain.checkpoint.reshard import Region, index_shards, plan_reads
 from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CorruptCheckpointError
@@ -74,7 +75,7 @@ def test_read_tensors_fills_any_region_from_any_shards(tmp_path_factory, small, 
         draw(st.sampled_from([10, 100, 2**20])), draw(st.sampled_from([2, 1000])),
     )  # fmt: skip
     contents = [bytearray(draw(st.binary(max_size=20))) for _ in range(2)]
-    tensors, entries = {}, [[], []]
+    tensors, parts = {}, []
     for number in range(draw(st.integers(1, 6))):
         dtype = draw(st.sampled_from(["F32", "I64", "U8", "BF16", "BOOL"]))
         shape = tuple(draw(st.lists(st.integers(0, 6), max_size=3)))
@@ -92,7 +93,7 @@ def test_read_tensors_fills_any_region_from_any_shards(tmp_path_factory, small, 
                 content += box.reshape(-1).view(torch.uint8).numpy().tobytes()
                 offset = tuple(low for low, _ in spans)
                 size = tuple(box.shape)
-                entries[file].append(TensorShardEntry(f"t{number}", dtype, shape, offset, size, begin, len(content)))
+                parts.append({f"t{number}": StoredShard(file, begin, shard_kind(dtype, shape, offset, size))})
     refs = {
         key: TensorRef(dtype=layout.DTYPE_NAMES[t.dtype], shape=tuple(t.shape), distributed=False) for key, t in tensors.items()
     }
@@ -103,7 +104,7 @@ def test_read_tensors_fills_any_region_from_any_shards(tmp_path_factory, small, 
         targets[key] = Region(offset=tuple(low), size=tuple(size))
     files = Files(tmp_path_factory.mktemp("files"), list(map(bytes, contents)), digests=draw(st.booleans()))
     landed = read_tensors.read_tensors(
-        {k: r.size for k, r in targets.items()}, plan_reads(index_shards(entries), targets), refs, files.open
+        {k: r.size for k, r in targets.items()}, plan_reads(index_shards(parts), targets), refs, files.open
     )
     for key, region in targets.items():
         wanted = tensors[key][tuple(slice(at, at + n) for at, n in zip(region.offset, region.size, strict=True))]
@@ -119,12 +120,12 @@ def two_tensors(tmp_path, *, digests: bool = True) -> tuple[Files, dict, dict]:
     """A small tensor and one of several chunks, behind a header; their boxes and descriptions."""
     tensors = {"small": torch.arange(10), "large": torch.arange(300)}
     data = bytes(24) + b"".join(t.numpy().tobytes() for t in tensors.values())
-    entries = [
-        TensorShardEntry("small", "I64", (10,), (0,), (10,), 24, 104),
-        TensorShardEntry("large", "I64", (300,), (0,), (300,), 104, 2504),
-    ]
+    shards = {
+        "small": StoredShard(file=0, begin=24, kind=shard_kind("I64", (10,), (0,), (10,))),
+        "large": StoredShard(file=0, begin=104, kind=shard_kind("I64", (300,), (0,), (300,))),
+    }
     refs = {key: TensorRef(dtype="I64", shape=tuple(t.shape), distributed=False) for key, t in tensors.items()}
-    return Files(tmp_path, [data], digests=digests), index_shards([entries]), refs
+    return Files(tmp_path, [data], digests=digests), index_shards([shards]), refs
 
 
 def landed(files: Files, boxes: dict, refs: dict, **targets: Region) -> dict[str, torch.Tensor]:
@@ -180,7 +181,7 @@ def test_truncated_file_is_reported(tmp_path, small, digests, size):
 def test_keys_sharing_bytes_are_both_filled(tmp_path, small):
     small(512, 8, 2**20, 1000)
     files, boxes, refs = two_tensors(tmp_path)
-    boxes["tied"] = [box._replace(entry=box.entry._replace(key="tied")) for box in boxes["large"]]
+    boxes["tied"] = boxes["large"]
     refs["tied"] = refs["large"]
     everything = {key: Region(offset=(0,), size=ref.shape) for key, ref in refs.items()}
     found = landed(files, boxes, refs, **everything)

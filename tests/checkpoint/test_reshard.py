@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.checkpoint import reshard
-from dtrain.checkpoint.layout import TensorShardEntry
+from dtrain.checkpoint.rank_index import StoredShard, shard_kind
 from dtrain.checkpoint.reshard import Region, assign_writers, index_shards, plan_reads
 from dtrain.errors import CorruptCheckpointError
 
@@ -23,19 +23,16 @@ def cuts(size: int, draw) -> list[tuple[int, int]]:
     return list(itertools.pairwise([0, *marks, size]))
 
 
-def write(full: torch.Tensor, grid: list[tuple[tuple[int, int], ...]]) -> tuple[list[list[TensorShardEntry]], list[bytes]]:
+def write(full: torch.Tensor, grid: list[tuple[tuple[int, int], ...]]) -> tuple[list[dict[str, StoredShard]], list[bytes]]:
     """One file per box of the grid."""
-    entries, files = [], []
-    for spans in grid:
+    shards, files = [], []
+    for file, spans in enumerate(grid):
         box = full[tuple(slice(*span) for span in spans)].contiguous()
         data = box.reshape(-1).view(torch.uint8).numpy().tobytes() if box.numel() else b""
-        entry = TensorShardEntry(
-            key="w", dtype="I32", shape=tuple(full.shape), offset=tuple(a for a, _ in spans), size=tuple(box.shape),
-            begin=HEADER, end=HEADER + len(data),
-        )  # fmt: skip
-        entries.append([entry])
+        kind = shard_kind("I32", tuple(full.shape), tuple(a for a, _ in spans), tuple(box.shape))
+        shards.append({"w": StoredShard(file=file, begin=HEADER, kind=kind)})
         files.append(bytes(HEADER) + data)
-    return entries, files
+    return shards, files
 
 
 @given(st.data())
@@ -43,7 +40,7 @@ def test_plan_reads_fills_any_region_from_any_grid(data):
     shape = tuple(data.draw(st.lists(st.integers(0, 6), max_size=3)))
     full = torch.arange(prod(shape), dtype=torch.int32).reshape(shape)
     grid = list(itertools.product(*(cuts(n, data.draw) for n in shape)))
-    entries, files = write(full, data.draw(st.permutations(grid)))
+    shards, files = write(full, data.draw(st.permutations(grid)))
     low = [data.draw(st.integers(0, n)) for n in shape]
     size = [data.draw(st.integers(0, n - at)) for n, at in zip(shape, low, strict=True)]
     region = Region(offset=tuple(low), size=tuple(size))
@@ -51,7 +48,7 @@ def test_plan_reads_fills_any_region_from_any_grid(data):
     plan_bytes = reshard.MAX_STRIDED_READ_BYTES
     reshard.MAX_STRIDED_READ_BYTES = data.draw(st.sampled_from([1, 20, plan_bytes]))
     try:
-        reads = plan_reads(index_shards(entries), {"w": region})
+        reads = plan_reads(index_shards(shards), {"w": region})
     finally:
         reshard.MAX_STRIDED_READ_BYTES = plan_bytes
     written = torch.zeros(size, dtype=torch.int32)
@@ -158,14 +155,11 @@ def lines_run(call) -> int:
     return count
 
 
-def grid(rows: int, columns: int) -> dict[str, list[reshard.StoredShard]]:
+def grid(rows: int, columns: int) -> dict[str, list[StoredShard]]:
     """A tensor of ``rows * columns`` boxes, each in a file of its own."""
-    entries = [
-        [TensorShardEntry(key="w", dtype="U8", shape=(rows, columns), offset=(row, column), size=(1, 1), begin=0, end=1)]
-        for row in range(rows)
-        for column in range(columns)
-    ]
-    return index_shards(entries)
+    offsets = [(row, column) for row in range(rows) for column in range(columns)]
+    kinds = [shard_kind("U8", (rows, columns), offset, (1, 1)) for offset in offsets]
+    return index_shards({"w": StoredShard(file=file, begin=0, kind=kind)} for file, kind in enumerate(kinds))
 
 
 @pytest.mark.parametrize(
@@ -194,13 +188,8 @@ def test_plan_reads_skips_untouched_shards_cheaply(shape):
 
 def test_plan_reads_reuses_plan_of_equal_tensors():
     def work(count: int) -> int:
-        entries = [
-            TensorShardEntry(
-                key=f"t{at}", dtype="F32", shape=(8, 8), offset=(0, 0), size=(8, 8), begin=256 * at, end=256 * at + 256
-            )
-            for at in range(count)
-        ]
-        index = index_shards([entries])
+        kind = shard_kind("F32", (8, 8), (0, 0), (8, 8))
+        index = index_shards([{f"t{at}": StoredShard(file=0, begin=256 * at, kind=kind) for at in range(count)}])
         targets = {f"t{at}": Region(offset=(4, 0), size=(4, 8)) for at in range(count)}
         return lines_run(lambda: plan_reads(index, targets))
 
@@ -208,7 +197,7 @@ def test_plan_reads_reuses_plan_of_equal_tensors():
     assert (work(2000) - work(1000)) / 1000 < for_the_first / 4
 
 
-def grid_of_rows(*spans: tuple[int, int]) -> dict[str, list[reshard.StoredShard]]:
+def grid_of_rows(*spans: tuple[int, int]) -> dict[str, list[StoredShard]]:
     full = torch.arange(30, dtype=torch.int32).reshape(10, 3)
     return index_shards(write(full, [(span, (0, 3)) for span in spans])[0])
 
@@ -234,9 +223,9 @@ def test_gaps_and_overlaps_of_shards_are_refused(spans, message):
 
 
 def test_duplicate_scalar_shards_are_refused():
-    entry = TensorShardEntry(key="w", dtype="F32", shape=(), offset=(), size=(), begin=0, end=4)
+    shard = StoredShard(file=0, begin=0, kind=shard_kind("F32", (), (), ()))
     with pytest.raises(CorruptCheckpointError, match="two stored shards overlap"):
-        plan_reads(index_shards([[entry], [entry]]), {"w": Region(offset=(), size=())})
+        plan_reads(index_shards([{"w": shard}, {"w": shard}]), {"w": Region(offset=(), size=())})
 
 
 def test_empty_region_needs_no_shards():

@@ -12,8 +12,9 @@ from torch import nn
 
 from checkpoint.states import Counter, digest, names, plain_state, train, write_of_another_version
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
-from dtrain.checkpoint.layout import DTYPES, parse_index
+from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.load import load_sharded
+from dtrain.checkpoint.rank_index import parse_index
 from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
 from dtrain.clock import Clock
@@ -155,8 +156,8 @@ def test_every_dtype_and_shape_round_trips(tmp_path):
     content = everything_in_one_slice()
     path = save_sharded(tmp_path, replace(plain_state(), transform_states={"t": content})).path
     data_bytes = (path / "rank-00000.safetensors").stat().st_size
-    for entry in parse_index((path / "rank-00000.json").read_bytes(), 0, [data_bytes]).shards:
-        assert entry.begin % DTYPES[entry.dtype].itemsize == 0, "every box is aligned"
+    for shard in parse_index((path / "rank-00000.json").read_bytes(), 0, [data_bytes]).shards.values():
+        assert shard.begin % DTYPES[shard.kind.dtype].itemsize == 0, "every shard is aligned"
     state = load_sharded(tmp_path, replace(plain_state(1), transform_states={"t": with_tensors_cleared(content)})).state
     back = state.transform_states["t"]
     assert list(back) == list(content)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dtrain.checkpoint import strict_json, tree_json
 from dtrain.errors import ConfigError, CorruptCheckpointError
 
-leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5)
+leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.text("$a", max_size=3)
 trees = st.recursive(
     leaves,
     lambda inner: (
@@ -103,10 +103,20 @@ DAMAGED = {
     "pair with a list as key": {"$": "dict", "items": [[[], 2]]},
     "float": {"$": "float", "value": "0.5"},
     "float of no text": {"$": "float", "value": ["nan"]},
-    "dtype": {"$": "tensor", "dtype": "C64", "shape": [], "distributed": False},
-    "dtype of no text": {"$": "tensor", "dtype": {}, "shape": [], "distributed": False},
-    "shape": {"$": "tensor", "dtype": "F32", "shape": [-1], "distributed": False},
-    "flag": {"$": "tensor", "dtype": "F32", "shape": [1], "distributed": 0},
+    "text without a kind": "$",
+    "unknown kind of text": "$pickle",
+    "dtype": "$tensor C64 []",
+    "no dtype": "$tensor [1]",
+    "no shape": "$tensor F32",
+    "shape": "$tensor F32 [-1]",
+    "shape of no whole number": "$tensor F32 [1.0]",
+    "shape with a zero too many": "$tensor F32 [01]",
+    "shape with other digits": "$tensor F32 [\u0661]",
+    "shape of any length of a number": f"$tensor F32 [{'9' * 5000}]",
+    "flag": "$dd tensor F32 [1]",
+    "more": "$tensor F32 [1] ",
+    "an escaped text without need": {"$": "str", "value": "a"},
+    "an escaped text of no text": {"$": "str", "value": 1},
 }
 
 

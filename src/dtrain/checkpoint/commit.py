@@ -24,6 +24,7 @@ from dtrain.checkpoint.checkpoint_info import scan_root
 from dtrain.checkpoint.checkpointer import Checkpointer, SaveOptions
 from dtrain.checkpoint.data_file import chunk_digests, write_data_file
 from dtrain.checkpoint.layout import Manifest, MeshLayout, RankFiles, SaveScope
+from dtrain.checkpoint.rank_index import encode_index
 from dtrain.checkpoint.retention import (
     apply_retention,
     check_free_space,
@@ -191,7 +192,7 @@ def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveRe
         ):
             digests = write_data_file(staging / name, serialized, threads=WRITE_THREADS, on_part=task.advance)
         chunks.append(digests)
-    index = layout.encode_index(build_rank_index(plan, chunks))
+    index = encode_index(build_rank_index(plan, chunks))
     storage.write_file(staging / layout.index_name(plan.rank), index)
     storage.sync_folder(staging)
     return RankFiles(

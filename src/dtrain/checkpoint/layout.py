@@ -18,10 +18,8 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
 from math import prod
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import msgspec
 import torch
@@ -110,7 +108,7 @@ class DataFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Data file: name in the step's folder, and size in bytes."""
 
     name: str
-    bytes: Count
+    bytes: Annotated[int, Meta(ge=0, le=2**63 - 1)]
 
 
 class RankFiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -234,166 +232,3 @@ def check_format(body: Any, location: str, name: str) -> None:
         raise CheckpointError(
             f"{location}: format version must be {VERSION}, got {body['version']}. Use the dtrain version that wrote the file."
         )
-
-
-INDEX_FORMAT = "dtrain-checkpoint-rank"
-
-
-class TensorShardEntry(NamedTuple):
-    """Stored shard: the region ``[offset, offset + size)`` of the tensor ``key`` of ``shape``.
-
-    The data are the bytes ``[begin, end)`` of data file number ``file`` of the rank. A tuple is cheap to create in masses.
-    """
-
-    key: str
-    dtype: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    begin: int
-    end: int
-    file: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankIndex:
-    """Index of the files of one rank.
-
-    Args:
-        rank: the rank that wrote the files.
-        shards: shards of the tensors of the run.
-        per_rank: tensors that only this rank has.
-        chunks: digests of each ``CHUNK_BYTES`` per data file; the last chunk is shorter.
-        values: encoded plain values of the rank.
-        shared: encoded plain values of the run, by section; None on all ranks but rank 0.
-    """
-
-    rank: int
-    shards: tuple[TensorShardEntry, ...]
-    per_rank: tuple[TensorShardEntry, ...]
-    chunks: tuple[tuple[str, ...], ...]
-    values: Any
-    shared: dict[str, Any] | None
-
-
-def encode_index(index: RankIndex) -> bytes:
-    """Encode ``rank-<rank>.json``. Shards are rows ``[key, kind, begin]``; ``kinds`` lists their common fields once.
-
-    A model may have many shards, which every rank parses when loading, and has few kinds of them.
-
-    Raises:
-        CheckpointError: more JSON than the reader accepts.
-    """
-    kinds: dict[tuple[Any, ...], int] = {}
-
-    def rows(entries: Sequence[TensorShardEntry]) -> list[tuple[str, int, int]]:
-        return [(e.key, kinds.setdefault((e.dtype, e.shape, e.offset, e.size, e.file), len(kinds)), e.begin) for e in entries]
-
-    body = {
-        "format": INDEX_FORMAT,
-        "version": VERSION,
-        "chunk_bytes": CHUNK_BYTES,
-        "digest": DIGEST,
-        "rank": index.rank,
-        "shards": rows(index.shards),
-        "per_rank": rows(index.per_rank),
-        "kinds": [dict(zip(("dtype", "shape", "offset", "size", "file"), kind, strict=True)) for kind in kinds],
-        "chunks": index.chunks,
-        "values": index.values,
-        "shared": index.shared,
-    }
-    data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-    if len(data) > strict_json.MAX_JSON_BYTES:
-        raise CheckpointError(
-            f"{index_name(index.rank)}: plain values and index must be at most {strict_json.MAX_JSON_BYTES} bytes, "
-            f"got {len(data)}. Store large plain data as tensors."
-        )
-    return data
-
-
-def parse_index(data: bytes, rank: int, sizes: Sequence[int]) -> RankIndex:
-    """Parse the index of ``rank``, whose data files have ``sizes`` bytes.
-
-    Raises:
-        CorruptCheckpointError: bytes that ``encode_index`` does not write, or a shard outside of its tensor or file.
-        CheckpointError: a valid index of another format version.
-    """
-    location = index_name(rank)
-    body = strict_json.parse_json(data, location)
-    check_format(body, location, INDEX_FORMAT)
-    raw = strict_json.convert(body, _IndexFile, location)
-    found, expected = (raw.rank, raw.chunk_bytes, raw.digest), (rank, CHUNK_BYTES, DIGEST)
-    if found != expected:
-        raise CorruptCheckpointError(f"{location}: rank, chunk_bytes and digest must be {expected}, got {found}")
-    counts = [len(of_file) for of_file in raw.chunks]
-    if counts != [-(-size // CHUNK_BYTES) for size in sizes]:
-        raise CorruptCheckpointError(f"{location}: files of {list(sizes)} bytes do not have {counts} chunk digests")
-    if (raw.shared is None) != (rank != 0):
-        raise CorruptCheckpointError(f"{location}: shared: must be an object on rank 0 and null on all other ranks")
-    for at, kind in enumerate(raw.kinds):
-        kind.check(f"{location}: kinds[{at}]", len(sizes))
-    return RankIndex(
-        rank=rank,
-        shards=_build_entries(raw.shards, f"{location}: shards", raw.kinds, sizes),
-        per_rank=_build_entries(raw.per_rank, f"{location}: per_rank", raw.kinds, sizes),
-        chunks=raw.chunks,
-        values=raw.values,
-        shared=raw.shared,
-    )
-
-
-class _ShardKind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Common fields of several shards."""
-
-    dtype: str
-    shape: tuple[Count, ...]
-    offset: tuple[Count, ...]
-    size: tuple[Count, ...]
-    file: Count
-
-    def check(self, location: str, files: int) -> None:
-        if self.dtype not in DTYPES:
-            raise CorruptCheckpointError(f"{location}: unknown dtype {self.dtype!r}")
-        dims = zip(self.offset, self.size, self.shape, strict=False)
-        if not len(self.shape) == len(self.offset) == len(self.size) or any(a + n > full for a, n, full in dims):
-            raise CorruptCheckpointError(f"{location}: region {self.offset}+{self.size} is outside of shape {self.shape}")
-        if self.file >= files:
-            raise CorruptCheckpointError(f"{location}: data file number must be below {files}, got {self.file}")
-
-
-@strict_json.compile_schema
-class _IndexFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of ``rank-<rank>.json``; a shard is a row ``[key, kind, begin]``."""
-
-    format: str
-    version: int
-    rank: Count
-    chunk_bytes: Count
-    digest: str
-    chunks: tuple[tuple[Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")], ...], ...]
-    kinds: tuple[_ShardKind, ...]
-    shards: list[tuple[str, Count, Count]]
-    per_rank: list[tuple[str, Count, Count]]
-    values: Any
-    shared: dict[str, Any] | None
-
-
-def _build_entries(
-    rows: Sequence[tuple[str, int, int]], location: str, kinds: Sequence[_ShardKind], sizes: Sequence[int]
-) -> tuple[TensorShardEntry, ...]:
-    common = [
-        (kind.dtype, kind.shape, kind.offset, kind.size, prod(kind.size) * DTYPES[kind.dtype].itemsize, kind.file)
-        for kind in kinds
-    ]
-    count, entries = len(kinds), []
-    for key, number, begin in rows:
-        if number >= count:
-            raise CorruptCheckpointError(f"{location}: {key}: kind must be below {count}, got {number}")
-        dtype, shape, offset, size, nbytes, file = common[number]
-        end = begin + nbytes
-        if end > sizes[file]:
-            raise CorruptCheckpointError(
-                f"{location}: {key}: bytes {begin} to {end} are outside of a file of {sizes[file]} bytes"
-            )
-        entries.append(TensorShardEntry(key, dtype, shape, offset, size, begin, end, file))
-    return tuple(entries)

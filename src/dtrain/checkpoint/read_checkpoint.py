@@ -19,9 +19,10 @@ from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.data_file import VerifiedReader
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, TRANSFORMS, IgnorePatterns, LoadOptions, LoadPlan, plan_load
 from dtrain.checkpoint.mismatch_report import mismatch_error, missing_row, unexpected_row
+from dtrain.checkpoint.rank_index import StoredShard
 from dtrain.checkpoint.read_tensors import FileOpener, read_tensors
 from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_buffers_of
-from dtrain.checkpoint.reshard import ReadItem, Region, StoredShard, full_region, plan_reads
+from dtrain.checkpoint.reshard import ReadItem, Region, full_region, plan_reads
 from dtrain.checkpoint.tree_json import decode_structure, fill_tensors, list_placeholders
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import check_rng_state

@@ -9,8 +9,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from operator import attrgetter
-from typing import Any
+from typing import Any, TypeVar
 
 from dtrain import heartbeats, storage
 from dtrain.checkpoint import layout, strict_json, tree_json
@@ -23,11 +22,14 @@ from dtrain.checkpoint.checkpoint_info import (
     scan_root,
 )
 from dtrain.checkpoint.data_file import VerifiedReader, chunk_range
-from dtrain.checkpoint.layout import Manifest, RankIndex, TensorShardEntry
-from dtrain.checkpoint.reshard import StoredShard, full_region, index_shards, plan_reads
+from dtrain.checkpoint.layout import Manifest
+from dtrain.checkpoint.rank_index import RankIndex, StoredShard, parse_index
+from dtrain.checkpoint.reshard import full_region, index_shards, plan_reads
 from dtrain.checkpoint.tree_json import strip_prefix
 from dtrain.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from dtrain.storage import AnyPath
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,22 +95,11 @@ class CheckpointReader:
         extra = {layout.EXTRA: self.shared[layout.EXTRA]} if layout.EXTRA in self.shared else {}
         return replace(
             self,
-            shards={
-                key.removeprefix(prefix): _strip_key_prefix(shards, prefix)
-                for key, shards in self.shards.items()
-                if _belongs_to(key, prefix)
-            },
-            refs={key.removeprefix(prefix): ref for key, ref in self.refs.items() if _belongs_to(key, prefix)},
+            shards=_select(self.shards, prefix),
+            refs=_select(self.refs, prefix),
             shared={**self.shared[layout.STATES][name], **extra},
             structures={section: strip_prefix(tree, prefix) for section, tree in self.structures[layout.STATES][name].items()},
-            per_rank=tuple(
-                {
-                    key.removeprefix(prefix): _strip_key_prefix([shard], prefix)[0]
-                    for key, shard in shards.items()
-                    if _belongs_to(key, prefix)
-                }
-                for shards in self.per_rank
-            ),
+            per_rank=tuple(_select(shards, prefix) for shards in self.per_rank),
             values=tuple(_state_values(values, name, layout.index_name(rank)) for rank, values in enumerate(self.values)),
         )
 
@@ -122,13 +113,13 @@ def _state_values(values: Any, name: str, location: str) -> dict[str, Any]:
     return {"rng": values["rng"], **strict_json.read_object(states[name], f"{location}: values: {name}", ("buffers",))}
 
 
-def _belongs_to(key: str, prefix: str) -> bool:
-    """Return True if a tensor belongs to the state with this prefix, or to no state."""
-    return key.startswith(prefix) or not key.startswith(f"{layout.STATES}/")
-
-
-def _strip_key_prefix(shards: Sequence[StoredShard], prefix: str) -> list[StoredShard]:
-    return [shard._replace(entry=shard.entry._replace(key=shard.entry.key.removeprefix(prefix))) for shard in shards]
+def _select(by_key: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """Select what belongs to the state with this prefix, which is removed from the keys, and what belongs to no state."""
+    return {
+        key.removeprefix(prefix): value
+        for key, value in by_key.items()
+        if key.startswith(prefix) or not key.startswith(f"{layout.STATES}/")
+    }
 
 
 def open_checkpoint(folder: AnyPath) -> CheckpointReader:
@@ -142,17 +133,14 @@ def open_checkpoint(folder: AnyPath) -> CheckpointReader:
     if step is not None and manifest.step != step:
         raise CorruptCheckpointError(f"{layout.MANIFEST}: step must be {step} as in the folder's name, got {manifest.step}")
     _check_files(folder, manifest)
-    indexes = tuple(_read_index(folder, manifest, rank) for rank in range(len(manifest.ranks)))
+    indexes = tuple(_read_indexes(folder, manifest))
     files = tuple(
         DigestedFile(rank=rank, name=file.name, bytes=file.bytes, chunks=chunks)
         for rank, index in enumerate(indexes)
         for file, chunks in zip(manifest.ranks[rank].data, index.chunks, strict=True)
     )
     shared = _check_shared(indexes[0], manifest)
-    entries_by_file = _group_by_file([(*index.shards, *index.per_rank) for index in indexes], manifest)
-    for file, entries in zip(files, entries_by_file, strict=True):
-        _check_disjoint(entries, f"{layout.index_name(file.rank)}: {file.name}")
-    shards = index_shards(_group_by_file([index.shards for index in indexes], manifest))
+    shards = index_shards(index.shards for index in indexes)
     refs: dict[str, tree_json.TensorRef] = {}
 
     def placeholder(key: str, ref: tree_json.TensorRef) -> tree_json.TensorPlaceholder:
@@ -160,9 +148,9 @@ def open_checkpoint(folder: AnyPath) -> CheckpointReader:
         return tree_json.TensorPlaceholder(key, ref)
 
     structures = {section: tree_json.decode(values, section, placeholder) for section, values in shared.items()}
-    _check_shards(shards, refs, files)
-    first_numbers = _first_file_numbers(manifest)
-    per_rank = tuple(_check_per_rank(index, first) for index, first in zip(indexes, first_numbers, strict=True))
+    for index in indexes:
+        _check_shards(index, refs)
+        _check_per_rank(index)
     return CheckpointReader(
         folder=folder,
         manifest=manifest,
@@ -171,7 +159,7 @@ def open_checkpoint(folder: AnyPath) -> CheckpointReader:
         refs=refs,
         shared=shared,
         structures=structures,
-        per_rank=per_rank,
+        per_rank=tuple(index.per_rank for index in indexes),
         values=tuple(index.values for index in indexes),
     )
 
@@ -191,38 +179,16 @@ def _check_files(folder: AnyPath, manifest: Manifest) -> None:
             raise CorruptCheckpointError(f"{name}: size must be {size} bytes as in the manifest, got {actual}")
 
 
-def _read_index(folder: AnyPath, manifest: Manifest, rank: int) -> RankIndex:
-    heartbeats.heartbeat("load")
-    files = manifest.ranks[rank]
-    data = storage.read_file(folder / files.index, limit=strict_json.MAX_JSON_BYTES)
-    if hashlib.sha256(data).hexdigest() != files.index_sha256:
-        raise CorruptCheckpointError(f"{files.index}: sha256 does not match the manifest")
-    return layout.parse_index(data, rank, [file.bytes for file in files.data])
-
-
-def _first_file_numbers(manifest: Manifest) -> list[int]:
-    """Return the number of each rank's first data file among all data files."""
-    counts = [len(files.data) for files in manifest.ranks]
-    return [sum(counts[:rank]) for rank in range(len(counts))]
-
-
-def _group_by_file(entries: Sequence[Sequence[TensorShardEntry]], manifest: Manifest) -> list[list[TensorShardEntry]]:
-    """Group the entries of all ranks by the number of their data file among all data files."""
-    found: list[list[TensorShardEntry]] = [[] for files in manifest.ranks for _ in files.data]
-    for first, of_rank in zip(_first_file_numbers(manifest), entries, strict=True):
-        for entry in of_rank:
-            found[first + entry.file].append(entry)
-    return found
-
-
-def _check_disjoint(entries: Sequence[TensorShardEntry], location: str) -> None:
-    """Raise if two shards share a byte of a file, which a reader would have to fetch for each of them."""
-    reach = 0
-    for key, _, _, _, _, begin, end, _ in sorted(entries, key=attrgetter("begin")):
-        if begin < reach and end > begin:
-            raise CorruptCheckpointError(f"{location}: {key}: begins at byte {begin}, inside of another shard")
-        if end > reach:
-            reach = end
+def _read_indexes(folder: AnyPath, manifest: Manifest) -> Iterator[RankIndex]:
+    """Read the indexes of all ranks. Their shards refer to a file by its number among the data files of all ranks."""
+    first_file = 0
+    for rank, files in enumerate(manifest.ranks):
+        heartbeats.heartbeat("load")
+        data = storage.read_file(folder / files.index, limit=strict_json.MAX_JSON_BYTES)
+        if hashlib.sha256(data).hexdigest() != files.index_sha256:
+            raise CorruptCheckpointError(f"{files.index}: sha256 does not match the manifest")
+        yield parse_index(data, rank, [file.bytes for file in files.data], first_file=first_file)
+        first_file += len(files.data)
 
 
 def _check_shared(index: RankIndex, manifest: Manifest) -> dict[str, Any]:
@@ -237,30 +203,30 @@ def _check_shared(index: RankIndex, manifest: Manifest) -> dict[str, Any]:
     return shared
 
 
-def _check_shards(
-    shards: Mapping[str, Sequence[StoredShard]], refs: Mapping[str, tree_json.TensorRef], files: Sequence[DigestedFile]
-) -> None:
-    """Check that each stored shard agrees with the tensor that the shared values name."""
-    for key, tensor_shards in shards.items():
+def _check_shards(index: RankIndex, refs: Mapping[str, tree_json.TensorRef]) -> None:
+    """Check that each shard of a rank agrees with the tensor that the shared values name."""
+    agreeing: set[tuple[int, int]] = set()
+    for key, (_, _, kind) in index.shards.items():
         ref = refs.get(key)
-        for file, entry in tensor_shards:
-            if ref is None or entry.dtype != ref.dtype or entry.shape != ref.shape:
-                name = layout.index_name(files[file].rank)
-                found = f"{entry.dtype} {entry.shape}"
-                raise CorruptCheckpointError(f"{name}: {key}: must be {ref} as in {layout.index_name(0)}, got {found}")
+        # There are many shards and few kinds of them.
+        if (id(ref), id(kind)) in agreeing:
+            continue
+        if ref is None or kind.dtype != ref.dtype or kind.shape != ref.shape:
+            name, found = layout.index_name(index.rank), f"{kind.dtype} {kind.shape}"
+            raise CorruptCheckpointError(f"{name}: {key}: must be {ref} as in {layout.index_name(0)}, got {found}")
+        agreeing.add((id(ref), id(kind)))
 
 
-def _check_per_rank(index: RankIndex, first: int) -> dict[str, StoredShard]:
-    """Return the tensors that only this rank has, and check them against its values: the same keys, each tensor whole."""
+def _check_per_rank(index: RankIndex) -> None:
+    """Check the tensors that only this rank has against its values: the same keys, each tensor whole."""
     name = layout.index_name(index.rank)
-    entries = {entry.key: entry for entry in index.per_rank}
     refs = tree_json.tensor_refs(index.values, "")
-    if len(entries) != len(index.per_rank) or entries.keys() != refs.keys():
+    if index.per_rank.keys() != refs.keys():
         raise CorruptCheckpointError(f"{name}: per_rank: must list exactly the tensors of its values")
     for key, ref in refs.items():
-        if (entries[key].dtype, entries[key].shape, entries[key].size) != (ref.dtype, ref.shape, ref.shape):
+        kind = index.per_rank[key].kind
+        if (kind.dtype, kind.shape, kind.size) != (ref.dtype, ref.shape, ref.shape):
             raise CorruptCheckpointError(f"{name}: per_rank: {key}: must be {ref}")
-    return {key: StoredShard(file=first + entry.file, entry=entry) for key, entry in entries.items()}
 
 
 def with_buffers_of(reader: CheckpointReader, rank: int) -> CheckpointReader:

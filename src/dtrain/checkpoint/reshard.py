@@ -13,7 +13,8 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
-from dtrain.checkpoint.layout import DTYPES, TensorShardEntry
+from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.rank_index import ShardKind, StoredShard
 from dtrain.errors import CorruptCheckpointError
 
 # Limit of one read that is not contiguous, unless a single row is larger: such a read needs a buffer of its own.
@@ -52,13 +53,6 @@ class ReadItem(NamedTuple):
     contiguous: bool
 
 
-class StoredShard(NamedTuple):
-    """Entry of an index, and the number of its file: in a checkpoint, the rank that wrote the file."""
-
-    file: int
-    entry: TensorShardEntry
-
-
 def assign_writers(tensors: Iterable[tuple[str, int, int]]) -> dict[str, int]:
     """Choose the replica of each tensor that writes it: the replica with the fewest bytes so far, in the order given.
 
@@ -77,20 +71,21 @@ def assign_writers(tensors: Iterable[tuple[str, int, int]]) -> dict[str, int]:
     return chosen
 
 
-def index_shards(by_file: Sequence[Sequence[TensorShardEntry]]) -> dict[str, list[StoredShard]]:
-    """Index all entries by key. The entries of one tensor are in the order of their offset."""
+def index_shards(parts: Iterable[Mapping[str, StoredShard]]) -> dict[str, list[StoredShard]]:
+    """Index the shards of several ranks or files by key. The shards of one tensor are in the order of their offset."""
     found: dict[str, list[StoredShard]] = {}
-    several: set[str] = set()
-    for file, entries in enumerate(by_file):
-        for entry in entries:
-            shards = found.get(entry.key)
+    unordered: set[str] = set()
+    for part in parts:
+        for key, shard in part.items():
+            shards = found.get(key)
             if shards is None:
-                found[entry.key] = [StoredShard(file, entry)]
+                found[key] = [shard]
             else:
-                shards.append(StoredShard(file, entry))
-                several.add(entry.key)
-    for key in several:
-        found[key].sort(key=lambda shard: shard.entry.offset)
+                if shard.kind.offset < shards[-1].kind.offset:
+                    unordered.add(key)
+                shards.append(shard)
+    for key in unordered:
+        found[key].sort(key=lambda shard: shard.kind.offset)
     return found
 
 
@@ -112,13 +107,13 @@ def plan_reads(index: Mapping[str, Sequence[StoredShard]], targets: Mapping[str,
     for key, target in targets.items():
         shards = index.get(key, ())
         # Most tensors are stored and sharded like many others, and their reads relative to the shards are the same.
-        layout_key = (target, *[(entry.dtype, entry.offset, entry.size) for _, entry in shards])
+        layout_key = (target, *[id(kind) for _, _, kind in shards])
         plan = plans.get(layout_key)
         if plan is None:
             plan = plans[layout_key] = _plan_tensor(key, shards, target)
         for at, begin, end, block, source, into, contiguous in plan:
-            file, entry = shards[at]
-            reads.append(ReadItem(file, entry.begin + begin, entry.begin + end, key, block, source, into, contiguous))
+            file, start, _ = shards[at]
+            reads.append(ReadItem(file, start + begin, start + end, key, block, source, into, contiguous))
     reads.sort(key=itemgetter(0, 1))
     return reads
 
@@ -134,7 +129,7 @@ def _plan_tensor(key: str, shards: Sequence[StoredShard], target: Region) -> lis
         return []
     parts = _intersections(shards, target)
     _check_cover(key, parts, needed)
-    return [read for part in parts for read in _byte_ranges(shards[part.at].entry, part, target)]
+    return [read for part in parts for read in _byte_ranges(shards[part.at].kind, part, target)]
 
 
 class _Intersection(NamedTuple):
@@ -149,9 +144,9 @@ def _intersections(shards: Sequence[StoredShard], target: Region) -> list[_Inter
     begins, ends = target.offset, tuple(at + n for at, n in zip(target.offset, target.size, strict=True))
     found = []
     for at in _candidates(shards, begins, ends):
-        entry = shards[at].entry
-        low = tuple(map(max, entry.offset, begins))
-        high = tuple(min(at + n, end) for at, n, end in zip(entry.offset, entry.size, ends, strict=True))
+        kind = shards[at].kind
+        low = tuple(map(max, kind.offset, begins))
+        high = tuple(min(at + n, end) for at, n, end in zip(kind.offset, kind.size, ends, strict=True))
         if all(map(int.__lt__, low, high)):
             found.append(_Intersection(at, low, high))
     return found
@@ -164,13 +159,13 @@ def _candidates(shards: Sequence[StoredShard], begins: tuple[int, ...], ends: tu
     """
     if len(shards) <= _LINEAR_SEARCH_MAX:
         return range(len(shards))
-    differing = (dim for dim, (a, b) in enumerate(zip(shards[0].entry.offset, shards[-1].entry.offset, strict=True)) if a != b)
+    differing = (dim for dim, (a, b) in enumerate(zip(shards[0].kind.offset, shards[-1].kind.offset, strict=True)) if a != b)
     dim = next(differing, None)
     if dim is None:
         return range(len(shards))
-    stop = bisect_left(shards, ends[dim], key=lambda shard: shard.entry.offset[dim])
+    stop = bisect_left(shards, ends[dim], key=lambda shard: shard.kind.offset[dim])
     # If shards lie inside others, their ends are not in order. The running maximum of the ends is.
-    reach = list(accumulate((shard.entry.offset[dim] + shard.entry.size[dim] for shard in shards[:stop]), max))
+    reach = list(accumulate((shard.kind.offset[dim] + shard.kind.size[dim] for shard in shards[:stop]), max))
     return range(bisect_right(reach, begins[dim]), stop)
 
 
@@ -215,19 +210,19 @@ def _split_disjoint(parts: Sequence[_Intersection], dim: int) -> list[list[_Inte
     return groups
 
 
-def _byte_ranges(entry: TensorShardEntry, part: _Intersection, target: Region) -> Iterator[_RelativeRead]:
+def _byte_ranges(kind: ShardKind, part: _Intersection, target: Region) -> Iterator[_RelativeRead]:
     """Split the rows that ``part`` touches into reads of whole rows: one if contiguous, else of ``MAX_STRIDED_READ_BYTES``."""
     at, low, high = part
-    if not entry.size:
-        yield at, 0, entry.end - entry.begin, (), (), (), True
+    if not kind.size:
+        yield at, 0, kind.nbytes, (), (), (), True
         return
-    row_bytes = prod(entry.size[1:]) * DTYPES[entry.dtype].itemsize
-    inner = tuple((a - base, b - base) for a, b, base in zip(low[1:], high[1:], entry.offset[1:], strict=True))
+    row_bytes = prod(kind.size[1:]) * DTYPES[kind.dtype].itemsize
+    inner = tuple((a - base, b - base) for a, b, base in zip(low[1:], high[1:], kind.offset[1:], strict=True))
     outer = tuple((a - base, b - base) for a, b, base in zip(low[1:], high[1:], target.offset[1:], strict=True))
-    contiguous = entry.size[1:] == target.size[1:] and entry.offset[1:] == target.offset[1:]
+    contiguous = kind.size[1:] == target.size[1:] and kind.offset[1:] == target.offset[1:]
     run = high[0] - low[0] if contiguous else max(1, MAX_STRIDED_READ_BYTES // row_bytes)
     for row in range(low[0], high[0], run):
         rows = min(run, high[0] - row)
-        begin, into = (row - entry.offset[0]) * row_bytes, row - target.offset[0]
+        begin, into = (row - kind.offset[0]) * row_bytes, row - target.offset[0]
         source, to = ((0, rows), *inner), ((into, into + rows), *outer)
-        yield at, begin, begin + rows * row_bytes, (rows, *entry.size[1:]), source, to, contiguous
+        yield at, begin, begin + rows * row_bytes, (rows, *kind.size[1:]), source, to, contiguous

@@ -17,7 +17,6 @@ import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +25,10 @@ from msgspec import Struct
 from dtrain import storage
 from dtrain.checkpoint import strict_json, tree_json
 from dtrain.checkpoint.checkpoint_info import read_manifest_bytes
-from dtrain.checkpoint.layout import DTYPES, TensorShardEntry
+from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.rank_index import StoredShard, shard_kind
 from dtrain.checkpoint.read_tensors import FileOpener
 from dtrain.checkpoint.reader import open_checkpoint, with_buffers_of
-from dtrain.checkpoint.reshard import StoredShard, index_shards
 from dtrain.checkpoint.strict_json import Count
 from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CheckpointError, CorruptCheckpointError
@@ -74,13 +73,9 @@ def open_step(folder: AnyPath, rank: int, *, state: str | None = None) -> Tensor
     return TensorFiles(
         content_hash=hashlib.sha256(read_manifest_bytes(folder)).hexdigest(),
         refs={name: reader.refs[key] for name, key in keys.items()},
-        shards={name: [_rename_shard(shard, name) for shard in reader.shards.get(key, ())] for name, key in keys.items()},
+        shards={name: reader.shards.get(key, ()) for name, key in keys.items()},
         open_file=reader.open_data,
     )
-
-
-def _rename_shard(shard: StoredShard, name: str) -> StoredShard:
-    return shard._replace(entry=shard.entry._replace(key=name))
 
 
 SUFFIX = ".safetensors"
@@ -101,9 +96,9 @@ class _HeaderEntry(Struct, frozen=True, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Header:
-    """Header of a file: its tensors, and a digest of the header and the file size."""
+    """Header of a file: its tensors by name, and a digest of the header and the file size."""
 
-    entries: tuple[TensorShardEntry, ...]
+    tensors: Mapping[str, StoredShard]
     digest: str
 
 
@@ -135,7 +130,7 @@ def open_safetensors_file(path: AnyPath) -> TensorFiles:
         CorruptCheckpointError: an invalid file.
         OSError: an unreadable file.
     """
-    return _tensor_files(path.parent, [path.name], [_read_header(path)])
+    return _tensor_files(path.parent, [path.name], [_read_header(path, 0)])
 
 
 def is_model_folder(path: AnyPath) -> bool:
@@ -157,9 +152,9 @@ def open_safetensors_folder(folder: AnyPath) -> TensorFiles:
     absent = next((name for name in names if storage.file_size(folder / name) is None), None)
     if absent is not None:
         raise CorruptCheckpointError(f"{absent}: file of {INDEX_FILE} is missing")
-    headers = [_read_header(folder / name) for name in names]
+    headers = [_read_header(folder / name, number) for number, name in enumerate(names)]
     for name, header in zip(names, headers, strict=True):
-        stored = {entry.key for entry in header.entries}
+        stored = header.tensors.keys()
         wrong = sorted(stored ^ {key for key, file in file_of.items() if file == name})
         if wrong:
             difference = "has" if wrong[0] in stored else "lacks"
@@ -175,11 +170,11 @@ def _tensor_files(folder: AnyPath, names: Sequence[str], headers: Sequence[_Head
         with storage.FileReader(folder / names[number]) as file:
             yield _UndigestedFile(file=file, name=names[number])
 
-    entries = [entry for header in headers for entry in header.entries]
+    tensors = {name: shard for header in headers for name, shard in header.tensors.items()}
     return TensorFiles(
         content_hash=hashlib.sha256("".join(header.digest for header in headers).encode()).hexdigest(),
-        refs={e.key: TensorRef(dtype=e.dtype, shape=e.shape, distributed=False) for e in entries},
-        shards=index_shards([header.entries for header in headers]),
+        refs={name: TensorRef(dtype=kind.dtype, shape=kind.shape, distributed=False) for name, (_, _, kind) in tensors.items()},
+        shards={name: [shard] for name, shard in tensors.items()},
         open_file=open_file,
     )
 
@@ -201,8 +196,8 @@ def _read_weight_map(folder: AnyPath) -> dict[str, str]:
     return file_of
 
 
-def _read_header(path: AnyPath) -> _Header:
-    """Read the header of a file, and check that its tensors cover the file."""
+def _read_header(path: AnyPath, number: int) -> _Header:
+    """Read the header of the file of this number, and check that its tensors cover the file."""
     with storage.FileReader(path) as file:
         reader = _UndigestedFile(file=file, name=path.name)
         if file.size < 8:
@@ -214,45 +209,46 @@ def _read_header(path: AnyPath) -> _Header:
                 "The file is truncated or not a safetensors file."
             )
         text = reader.read(8, 8 + length)
-        entries = _parse_entries(strict_json.parse_json(text, path.name), path.name, 8 + length)
-        _check_cover(entries, path.name, 8 + length, file.size)
+        tensors = _parse_entries(strict_json.parse_json(text, path.name), path.name, number, 8 + length)
+        _check_cover(tensors, path.name, 8 + length, file.size)
         digest = hashlib.sha256(text + str(file.size).encode()).hexdigest()
-    return _Header(entries=entries, digest=digest)
+    return _Header(tensors=tensors, digest=digest)
 
 
-def _parse_entries(header: Any, location: str, data_begin: int) -> tuple[TensorShardEntry, ...]:
+def _parse_entries(header: Any, location: str, number: int, data_begin: int) -> dict[str, StoredShard]:
     if type(header) is not dict:
         raise CorruptCheckpointError(f"{location}: header: must be an object, got {strict_json.describe_value(header)}")
-    return tuple(
-        _parse_entry(key, value, f"{location}: {key}", data_begin) for key, value in header.items() if key != "__metadata__"
-    )
+    return {
+        key: _parse_entry(value, f"{location}: {key}", number, data_begin)
+        for key, value in header.items()
+        if key != "__metadata__"
+    }
 
 
-def _parse_entry(key: str, value: Any, location: str, data_begin: int) -> TensorShardEntry:
+def _parse_entry(value: Any, location: str, number: int, data_begin: int) -> StoredShard:
     raw = strict_json.convert(value, _HeaderEntry, location)
     dtype, shape, offsets = raw.dtype, raw.shape, raw.data_offsets
     if dtype in _UNSUPPORTED_DTYPES:
         raise CheckpointError(f"{location}: dtrain does not support dtype {dtype}. Convert the tensor to another dtype.")
     if dtype not in DTYPES:
         raise CorruptCheckpointError(f"{location}: dtype must be one of {', '.join(DTYPES)}, got {dtype!r}")
-    needed = prod(shape) * DTYPES[dtype].itemsize
-    if offsets[1] - offsets[0] != needed:
+    kind = shard_kind(dtype, shape, (0,) * len(shape), shape)
+    if offsets[1] - offsets[0] != kind.nbytes:
         raise CorruptCheckpointError(
-            f"{location}: data_offsets must span {needed} bytes of {dtype} {list(shape)}, got {list(offsets)}"
+            f"{location}: data_offsets must span {kind.nbytes} bytes of {dtype} {list(shape)}, got {list(offsets)}"
         )
-    begin, end = (data_begin + offset for offset in offsets)
-    return TensorShardEntry(key=key, dtype=dtype, shape=shape, offset=(0,) * len(shape), size=shape, begin=begin, end=end)
+    return StoredShard(file=number, begin=data_begin + offsets[0], kind=kind)
 
 
-def _check_cover(entries: Sequence[TensorShardEntry], location: str, data_begin: int, size: int) -> None:
+def _check_cover(tensors: Mapping[str, StoredShard], location: str, data_begin: int, size: int) -> None:
     """Check that tensors are adjacent and end with the file, as the format demands. This detects a truncated file."""
     at = data_begin
-    for entry in sorted(entries, key=lambda entry: (entry.begin, entry.end)):
-        if entry.begin != at:
+    for name, shard in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        if shard.begin != at:
             raise CorruptCheckpointError(
-                f"{location}: {entry.key}: must begin at byte {at}, the end of the tensor before, got {entry.begin}"
+                f"{location}: {name}: must begin at byte {at}, the end of the tensor before, got {shard.begin}"
             )
-        at = entry.end
+        at = shard.end
     if at != size:
         raise CorruptCheckpointError(
             f"{location}: header must describe {size} bytes, got {at}. The file is truncated or was changed."

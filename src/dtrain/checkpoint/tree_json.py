@@ -1,12 +1,13 @@
 """Encode trees of plain data and tensors as JSON, and decode them exactly.
 
-``None``, ``bool``, ``int``, ``float``, ``str``, lists, and dicts with string keys are written as JSON writes them. Every
-other value becomes an object whose first field is ``"$"``::
+``None``, ``bool``, ``int``, ``float``, ``str``, lists, and dicts with string keys are written as JSON writes them. A tensor
+becomes a text that begins with ``$``, because there are many, and every other value an object whose first field is ``"$"``::
 
+    a tensor            "$tensor F32 [2, 3]"                        "$dtensor F32 [2, 3]" if the tensor was a DTensor
+    "$1"                {"$": "str", "value": "$1"}                 also for any other string that begins with "$"
     (1, 2)              {"$": "tuple", "items": [1, 2]}
     {1: "a"}            {"$": "dict", "items": [[1, "a"]]}          also for a dict with a key "$"
     float("nan")        {"$": "float", "value": "nan"}              also "inf", "-inf"
-    a tensor            {"$": "tensor", "dtype": "F32", "shape": [2, 3], "distributed": false}
 
 The data of a tensor are stored elsewhere under a key: the path of the tensor, joined by ``/`` as in a JSON pointer
 (RFC 6901: ``~`` and ``/`` inside a name are written ``~0`` and ``~1``).
@@ -17,6 +18,7 @@ The data of a tensor are stored elsewhere under a key: the path of the tensor, j
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
@@ -32,7 +34,8 @@ from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError, CorruptCheckpointError
 
 TAG = "$"
-_TENSOR_FIELDS = frozenset({TAG, "dtype", "shape", "distributed"})
+_DIM = "(?:0|[1-9][0-9]{0,17})"
+_TENSOR_TEXT = re.compile(rf"\$(d?)tensor (\w+) \[((?:{_DIM}(?:, {_DIM})*)?)\]", re.ASCII)
 MAX_DEPTH = 64
 _MAX_DIM_SIZE = 2**48
 # Python refuses to print integers of more than 4,300 digits.
@@ -91,8 +94,10 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any
         raise ConfigError(
             f"{path[:200]}...: state must be nested at most {MAX_DEPTH} deep and without cycles. Flatten it in state_dict()."
         )
-    if tree is None or type(tree) in (bool, str):
+    if tree is None or type(tree) is bool:
         return tree
+    if type(tree) is str:
+        return {TAG: "str", "value": tree} if tree.startswith(TAG) else tree
     if type(tree) is int:
         if tree.bit_length() > MAX_INT_BITS:
             raise ConfigError(f"{path}: an integer must have at most {MAX_INT_BITS} bits, got {tree.bit_length()}")
@@ -131,13 +136,13 @@ def _encode_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Any
             f"got dtype {tensor.dtype}, layout {tensor.layout}, device {tensor.device}"
         )
     tensors[path] = tensor
-    return _tensor_json(ref_of(tensor))
+    return _tensor_text(tensor.dtype, tuple(tensor.shape), is_dtensor(tensor))
 
 
+# There are many tensors and few kinds of them.
 @lru_cache(maxsize=4096)
-def _tensor_json(ref: TensorRef) -> dict[str, Any]:
-    # Tensors of the same kind share one object, which is never changed: there are many tensors and few kinds.
-    return {TAG: "tensor", "dtype": ref.dtype, "shape": list(ref.shape), "distributed": ref.distributed}
+def _tensor_text(dtype: torch.dtype, shape: tuple[int, ...], distributed: bool) -> str:
+    return f"{TAG}{'d' * distributed}tensor {DTYPE_NAMES[dtype]} {list(shape)}"
 
 
 def decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any]) -> Any:
@@ -152,6 +157,8 @@ def decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any]) -
 def _decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise CorruptCheckpointError(f"values: {path[:200]}: must be nested at most {MAX_DEPTH} deep")
+    if type(values) is str:
+        return tensor_of(path, _read_ref(values, path)) if values.startswith(TAG) else values
     if type(values) is list:
         return [_decode(item, join_key(path, at), tensor_of, depth + 1) for at, item in enumerate(values)]
     if type(values) is not dict:
@@ -162,10 +169,12 @@ def _decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any], 
 
 
 def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, TensorRef], Any], depth: int) -> Any:
-    tag = values[TAG]
-    if tag == "tensor":
-        return tensor_of(path, _read_tensor_ref(values, path))
-    location = f"values: {path}"
+    tag, location = values[TAG], f"values: {path}"
+    if tag == "str":
+        value = strict_json.read_object(values, location, (TAG, "value"))["value"]
+        if type(value) is not str or not value.startswith(TAG):
+            raise CorruptCheckpointError(f"{location}: must be a text with {TAG}, got {strict_json.describe_value(value)}")
+        return value
     if tag == "float":
         value = strict_json.read_object(values, location, (TAG, "value"))["value"]
         if value not in ("nan", "inf", "-inf"):
@@ -182,33 +191,23 @@ def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, 
     raise CorruptCheckpointError(f"{location}: must be an encoded value, got {strict_json.describe_value(values)}")
 
 
-def _read_tensor_ref(values: dict[str, Any], path: str) -> TensorRef:
-    """Read the description of an encoded tensor. There are many tensors and few kinds, so valid kinds are cached."""
-    shape: Any = values.get("shape")
+def _read_ref(text: str, path: str) -> TensorRef:
+    """Read the description of an encoded tensor."""
     try:
-        # The cache tells True from 1.
-        return _cached_ref(len(values), type(shape) is list, values["dtype"], values["distributed"], *shape)
-    except (KeyError, TypeError, CorruptCheckpointError):
-        return _check_tensor_ref(values, f"values: {path}")
+        return _parse_ref(text)
+    except ValueError:
+        raise CorruptCheckpointError(
+            f"values: {path}: must be an encoded tensor, got {strict_json.describe_value(text)}"
+        ) from None
 
 
-@lru_cache(maxsize=4096, typed=True)
-def _cached_ref(fields: int, is_list: bool, dtype: Any, distributed: Any, *shape: Any) -> TensorRef:
-    values = {TAG: "tensor", "dtype": dtype, "shape": list(shape), "distributed": distributed}
-    if fields != len(values) or not is_list:
-        raise TypeError("not the fields of a tensor")
-    return _check_tensor_ref(values, "")
-
-
-def _check_tensor_ref(values: dict[str, Any], location: str) -> TensorRef:
-    if values.keys() != _TENSOR_FIELDS:
-        strict_json.read_object(values, location, tuple(_TENSOR_FIELDS))
-    dtype, shape, distributed = values["dtype"], values["shape"], values["distributed"]
-    if type(dtype) is not str or type(distributed) is not bool or dtype not in DTYPES:
-        raise CorruptCheckpointError(f"{location}: must be an encoded tensor, got {strict_json.describe_value(values)}")
-    if type(shape) is not list or not {int}.issuperset(map(type, shape)) or min(shape, default=0) < 0:
-        strict_json.read_ints(shape, location)
-    return _make_ref(dtype, tuple(shape), distributed)
+# There are many tensors and few kinds of them.
+@lru_cache(maxsize=4096)
+def _parse_ref(text: str) -> TensorRef:
+    match = _TENSOR_TEXT.fullmatch(text)
+    if match is None or match[2] not in DTYPES:
+        raise ValueError("not the text of a tensor")
+    return _make_ref(match[2], tuple(map(int, match[3].split(", "))) if match[3] else (), bool(match[1]))
 
 
 @lru_cache(maxsize=4096)

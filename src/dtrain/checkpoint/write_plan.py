@@ -13,7 +13,7 @@ from dtrain import storage
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import read_manifest
 from dtrain.checkpoint.data_file import FileLayout, TensorSlot, VerifiedReader, plan_file_layout
-from dtrain.checkpoint.layout import RankIndex, TensorShardEntry
+from dtrain.checkpoint.rank_index import RankIndex, StoredShard, parse_index, shard_kind
 from dtrain.checkpoint.reshard import assign_writers
 from dtrain.checkpoint.state_dict import CheckpointContents
 from dtrain.dtensor import ShardBox, full_box, is_dtensor, shard_box, to_local
@@ -95,19 +95,19 @@ def _select_shards(tensors: Mapping[str, Tensor], rank: int, world_size: int) ->
 def build_rank_index(write_plan: RankWritePlan, chunks: Sequence[tuple[str, ...]]) -> RankIndex:
     """Build the index of a write plan from the chunk digests of its files, in the order of the files."""
     files = enumerate(write_plan.files.values())
-    ranges = {key: (number, *span) for number, file in files for key, span in file.ranges.items()}
+    begins = {key: (number, begin) for number, file in files for key, (begin, _) in file.ranges.items()}
     dtypes = {slot.key: slot.dtype for file in write_plan.files.values() for slot in file.slots}
 
-    def entries(boxes: Mapping[str, ShardBox]) -> tuple[TensorShardEntry, ...]:
-        return tuple(
-            TensorShardEntry(key, dtypes[key], e.shape, e.offset, e.size, ranges[key][1], ranges[key][2], ranges[key][0])
-            for key, e in boxes.items()
-        )
+    def shards(boxes: Mapping[str, ShardBox]) -> dict[str, StoredShard]:
+        return {
+            key: StoredShard(*begins[key], shard_kind(dtypes[key], box.shape, box.offset, box.size))
+            for key, box in boxes.items()
+        }
 
     return RankIndex(
         rank=write_plan.rank,
-        shards=entries(write_plan.shards),
-        per_rank=entries(write_plan.per_rank),
+        shards=shards(write_plan.shards),
+        per_rank=shards(write_plan.per_rank),
         chunks=tuple(chunks),
         values=write_plan.values,
         shared=write_plan.shared,
@@ -126,7 +126,7 @@ def link_equal_file(previous: AnyPath, staging: AnyPath, name: str, size: int, d
         names = [] if files is None else [file.name for file in files.data]
         if files is None or name not in names or sizes[names.index(name)] != size:
             return False
-        index = layout.parse_index(storage.read_file(previous / files.index, limit=files.index_bytes), rank, sizes)
+        index = parse_index(storage.read_file(previous / files.index, limit=files.index_bytes), rank, sizes)
         if index.chunks[names.index(name)] != digests:
             return False
         # A linked file is read once, so that a corrupt file is not linked from step to step.

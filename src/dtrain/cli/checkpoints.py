@@ -165,12 +165,12 @@ def _checkpoint_facts(reader: CheckpointReader) -> dict[str, Any]:
     }
 
 
-def _tensor_facts(key: str, ref: Any, chunks: Any, reader: CheckpointReader) -> dict[str, Any]:
+def _tensor_facts(key: str, ref: Any, shards: Any, reader: CheckpointReader) -> dict[str, Any]:
     from dtrain.checkpoint.conversion.weight_stream import nbytes
 
     parts = [
-        {"file": reader.files[chunk.file].name, "offset": list(chunk.entry.offset), "size": list(chunk.entry.size)}
-        for chunk in chunks
+        {"file": reader.files[shard.file].name, "offset": list(shard.kind.offset), "size": list(shard.kind.size)}
+        for shard in shards
     ]
     return {"key": key, "dtype": ref.dtype, "shape": list(ref.shape), "bytes": nbytes(ref), "parts": parts}
 

@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 
 from dtrain.checkpoint.conversion.weight_stream import batch_regions, group_by_size, nbytes, read_batch
 from dtrain.checkpoint.layout import DTYPES
-from dtrain.checkpoint.reshard import StoredShard
+from dtrain.checkpoint.rank_index import shard_kind
 from dtrain.checkpoint.tensor_files import TensorFiles, open_safetensors_file
 from dtrain.checkpoint.tree_json import TensorRef
 
@@ -96,8 +96,8 @@ def test_read_batch_joins_columns_of_several_files(tmp_path, limit):
         halves.append(open_safetensors_file(tmp_path / f"{at}.safetensors"))
     boxes = []
     for file, half in enumerate(halves):
-        entry = half.shards["x"][0].entry
-        boxes.append(StoredShard(file=file, entry=entry._replace(shape=(7, 6), offset=(0, 4 * file))))
+        (shard,) = half.shards["x"]
+        boxes.append(shard._replace(file=file, kind=shard_kind("F32", (7, 6), (0, 4 * file), shard.kind.size)))
     ref = TensorRef(dtype="F32", shape=(7, 6), distributed=True)
     stored = TensorFiles(
         content_hash="", refs={"x": ref}, shards={"x": boxes}, open_file=lambda number: halves[number].open_file(0)

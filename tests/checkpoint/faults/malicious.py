@@ -335,12 +335,12 @@ def _tags() -> Iterator[Case]:
     for what, value in {
         "an unknown tag": {"$": "object", "class": "os.system"},
         "a tag that is no text": {"$": ["tensor"]},
-        "a tensor without fields": {"$": "tensor"},
-        "a tensor of an unknown dtype": {"$": "tensor", "dtype": "O", "shape": [1], "distributed": False},
-        "a tensor of 2**60 bytes": {"$": "tensor", "dtype": "U8", "shape": [2**60], "distributed": False},
-        "a tensor of 2**36 bytes": {"$": "tensor", "dtype": "U8", "shape": [2**36], "distributed": False},
-        "a tensor that is nowhere": {"$": "tensor", "dtype": "U8", "shape": [3], "distributed": False},
-        "a tensor of -1 rows": {"$": "tensor", "dtype": "U8", "shape": [-1], "distributed": False},
+        "a tensor without fields": "$tensor",
+        "a tensor of an unknown dtype": "$tensor O [1]",
+        "a tensor of 2**60 bytes": f"$tensor U8 [{2**60}]",
+        "a tensor of 2**36 bytes": f"$tensor U8 [{2**36}]",
+        "a tensor that is nowhere": "$tensor U8 [3]",
+        "a tensor of -1 rows": "$tensor U8 [-1]",
     }.items():
         for section in ("params", "optimizer", "transforms", "extra"):
             attack = _with_index(lambda body, section=section, value=value: body["shared"][section].update({"x": value}))

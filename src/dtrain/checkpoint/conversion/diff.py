@@ -51,8 +51,7 @@ def tensors_and_values(reader: CheckpointReader) -> tuple[TensorFiles, dict[str,
         prefix = f"rank-{rank:05d}"
         for key, ref in tree_json.tensor_refs(rank_values, "").items():
             refs[f"{prefix}/{key}"] = ref
-            shard = per_rank[key]
-            shards[f"{prefix}/{key}"] = [shard._replace(entry=shard.entry._replace(key=f"{prefix}/{key}"))]
+            shards[f"{prefix}/{key}"] = [per_rank[key]]
         values |= {f"{prefix}/{key}": value for key, value in _plain_values(rank_values)}
     return _tensor_files(reader, refs, shards), values
 

@@ -183,14 +183,10 @@ def cpu_bytes(tensor: Tensor) -> memoryview:
 
 def rename_tensors(files: TensorFiles, names: Mapping[str, str]) -> TensorFiles:
     """Return ``files`` with new names: new name -> stored name. Stored names without new name are left out."""
-
-    def shards(new: str, old: str) -> list[Any]:
-        return [shard._replace(entry=shard.entry._replace(key=new)) for shard in files.shards.get(old, ())]
-
     return replace(
         files,
         refs={new: files.refs[old] for new, old in names.items()},
-        shards={new: shards(new, old) for new, old in names.items()},
+        shards={new: files.shards.get(old, ()) for new, old in names.items()},
     )
 
 

@@ -31,7 +31,8 @@ from dtrain.checkpoint.conversion.weight_stream import (
     write_safetensors,
 )
 from dtrain.checkpoint.data_file import plan_file_layout
-from dtrain.checkpoint.layout import CHUNK_BYTES, DTYPES, DataFile, Manifest, MeshLayout, RankFiles, RankIndex, TensorShardEntry
+from dtrain.checkpoint.layout import CHUNK_BYTES, DTYPES, DataFile, Manifest, MeshLayout, RankFiles
+from dtrain.checkpoint.rank_index import RankIndex, StoredShard, encode_index, shard_kind
 from dtrain.checkpoint.tensor_files import INDEX_FILE, MODEL_FILE
 from dtrain.clock import Clock
 from dtrain.errors import CheckpointError
@@ -110,7 +111,7 @@ def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Itera
     name = layout.data_name(0)
     size = write_safetensors(folder / name, by_key, by_key.dtypes, chunks.update)
     chunks.end_chunk()
-    data = layout.encode_index(_build_index(by_key, _shared_values(weights, keys, step), tuple(chunks.digests)))
+    data = encode_index(_build_index(by_key, _shared_values(weights, keys, step), tuple(chunks.digests)))
     storage.write_file(folder / layout.index_name(0), data)
     files = RankFiles(
         index=layout.index_name(0),
@@ -155,14 +156,17 @@ def _shared_values(weights: WeightStream, keys: Mapping[str, str], step: int) ->
 
 def _build_index(weights: WeightStream, shared: dict[str, Any], chunks: tuple[str, ...]) -> RankIndex:
     file_layout = plan_file_layout(weights.slots)
-    entries = [
-        TensorShardEntry(key=b.key, dtype=b.dtype, shape=b.size, offset=(0,) * len(b.size), size=b.size, begin=begin, end=end)
-        for b in file_layout.slots
-        if b.nbytes
-        for begin, end in [file_layout.ranges[b.key]]
-    ]
+    shards = {
+        slot.key: StoredShard(
+            file=0,
+            begin=file_layout.ranges[slot.key][0],
+            kind=shard_kind(slot.dtype, slot.size, (0,) * len(slot.size), slot.size),
+        )
+        for slot in file_layout.slots
+        if slot.nbytes
+    }
     values = {section: tree_json.encode({}, section)[0] for section in ("buffers", "rng")}
-    return RankIndex(rank=0, shards=tuple(entries), per_rank=(), chunks=(chunks,), values=values, shared=shared)
+    return RankIndex(rank=0, shards=shards, per_rank={}, chunks=(chunks,), values=values, shared=shared)
 
 
 class _StreamingSavePlanner(DefaultSavePlanner):  # type: ignore[misc,unused-ignore]
