@@ -1,9 +1,10 @@
-"""Write the tables of docs/figures.md that benchmarks leave as JSON.
+"""Write the tables of docs/figures.md and docs/gpu.md that benchmarks leave as JSON.
 
-    python benchmarks/figures.py            # writes the page
-    python benchmarks/figures.py --check    # changes nothing; exits with 1 if the page is not what the files say
+    python benchmarks/figures.py            # writes the pages
+    python benchmarks/figures.py --check    # changes nothing; exits with 1 if a page is not what the files say
 
-A table stands between ``<!-- benchmarks/results/NAME.json -->`` and ``<!-- end of NAME.json -->``.
+A table stands between ``<!-- benchmarks/results/NAME.json -->`` and ``<!-- end of NAME.json -->``. The tables of a GPU may have
+no file yet; the list of its runs stands between ``<!-- runs on a GPU -->`` and ``<!-- end of runs on a GPU -->``.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import gpu_results
 from peers import ROWS
 from recipes import RECIPES, Run, table
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "figures.md"
-_TABLE = re.compile(r"(<!-- benchmarks/results/(\w+)\.json -->\n)(.*?)(?=<!-- end of \2\.json -->)", re.S)
+GPU_PAGE = ROOT / "docs" / "gpu.md"
+_TABLE = re.compile(r"(<!-- benchmarks/results/([\w-]+)\.json -->\n)(.*?)(?=<!-- end of \2\.json -->)", re.S)
+_GPU_RUNS = re.compile(r"(<!-- runs on a GPU -->\n)(.*?)(?=<!-- end of runs on a GPU -->)", re.S)
 
 
 def peers(content: Mapping[str, Any]) -> str:
@@ -81,16 +85,30 @@ def with_tables(page: str) -> str:
     return _TABLE.sub(written, page)
 
 
+def with_gpu_tables(page: str, folder: Path = gpu_results.RESULTS) -> str:
+    """The page of a GPU with the tables as the files in ``folder`` have them.
+
+    Raises:
+        ValueError: a file does not name its device, or is a dry run.
+    """
+    contents = gpu_results.read_results(folder)
+    page = _GPU_RUNS.sub(lambda match: f"{match[1]}\n{gpu_results.page_summary(contents)}\n", page)
+    sections = {f"gpu-{name}": gpu_results.page_section(contents.get(name)) for name in gpu_results.BENCHMARKS}
+    return _TABLE.sub(lambda match: f"{match[1]}\n{sections[match[2]]}\n", page)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if the page would change")
+    parser.add_argument("--check", action="store_true", help="change nothing; exit with 1 if a page would change")
     check = parser.parse_args().check
-    text = PAGE.read_text()
-    if text == with_tables(text):
-        return
-    if check:
-        raise SystemExit("docs/figures.md is not what benchmarks/results says: run python benchmarks/figures.py")
-    PAGE.write_text(with_tables(text))
+    for page, tables in ((PAGE, with_tables), (GPU_PAGE, with_gpu_tables)):
+        text = page.read_text()
+        written = tables(text)
+        if text == written:
+            continue
+        if check:
+            raise SystemExit(f"docs/{page.name} is not what benchmarks/results says: run python benchmarks/figures.py")
+        page.write_text(written)
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from typing import Literal
 
 Clock = Callable[[], float]
 Run = Callable[[], object]
+Timer = Callable[[Run], Mapping[str, float]]
 Rounds = Sequence[tuple[float, float]]
 """Seconds of one candidate: its two runs of each round."""
 Verdict = Literal["met", "not met", "not resolved"]
@@ -95,22 +96,33 @@ def interleaved(
     candidates: Mapping[str, Run], *, rounds: int, warmup: int = 1, clocks: Mapping[str, Clock], seed: int = 0
 ) -> dict[str, dict[str, list[tuple[float, float]]]]:
     """Seconds by clock and candidate. Each round calls every candidate twice, in an order drawn anew."""
+
+    def timer(run: Run) -> dict[str, float]:
+        before = {clock: read() for clock, read in clocks.items()}
+        run()
+        return {clock: read() - before[clock] for clock, read in clocks.items()}
+
+    return timed_rounds(candidates, timer, rounds=rounds, warmup=warmup, seed=seed)
+
+
+def timed_rounds(
+    candidates: Mapping[str, Run], timer: Timer, *, rounds: int, warmup: int = 1, seed: int = 0
+) -> dict[str, dict[str, list[tuple[float, float]]]]:
+    """Do the same with a ``timer``, which calls a candidate and returns its seconds by clock."""
     for _ in range(warmup):
         for run in candidates.values():
             run()
     order = random.Random(seed)
-    found: dict[str, dict[str, list[tuple[float, float]]]] = {clock: {name: [] for name in candidates} for clock in clocks}
+    found: dict[str, dict[str, list[tuple[float, float]]]] = {}
     for _ in range(rounds):
         calls = [name for name in candidates for _ in range(2)]
         order.shuffle(calls)
-        seen: dict[str, list[dict[str, float]]] = {name: [] for name in candidates}
+        seen: dict[str, list[Mapping[str, float]]] = {name: [] for name in candidates}
         for name in calls:
-            before = {clock: read() for clock, read in clocks.items()}
-            candidates[name]()
-            seen[name].append({clock: read() - before[clock] for clock, read in clocks.items()})
-        for clock in clocks:
-            for name, (first, second) in seen.items():
-                found[clock][name].append((first[clock], second[clock]))
+            seen[name].append(timer(candidates[name]))
+        for name, (first, second) in seen.items():
+            for clock in first:
+                found.setdefault(clock, {each: [] for each in candidates})[name].append((first[clock], second[clock]))
     return found
 
 

@@ -51,20 +51,21 @@ class Work:
     microbatch_size: int
     at_most: float
     blocks: tuple[type[nn.Module], ...] = ()
+    device: str = "cpu"
 
     def model(self, dtype: torch.dtype) -> nn.Module:
         """The model with the same weights each time."""
         torch.manual_seed(0)
-        return self.build().to(dtype)
+        return self.build().to(self.device, dtype)
 
     def batches(self, rank: int = 0) -> list[dict[str, Tensor]]:
-        """This rank's batches, each with 4 microbatches of unequal weight."""
+        """This rank's batches on the device, each with 4 microbatches of unequal weight."""
         generator = torch.Generator().manual_seed(rank)
         batches = [self.draw(generator) for _ in range(8)]
         for batch in batches:
             masked = torch.rand(batch["labels"].shape, generator=generator) < 0.2
             batch["labels"].masked_fill_(masked, IGNORED)
-        return batches
+        return [{name: each.to(self.device) for name, each in batch.items()} for batch in batches]
 
 
 def mlp() -> nn.Module:
@@ -110,7 +111,7 @@ class Hand:
     """
 
     def __init__(self, work: Work, dtype: torch.dtype) -> None:
-        self.size, self.dtype = work.microbatch_size, dtype
+        self.size, self.dtype, self.device = work.microbatch_size, dtype, work.device
         self.model = work.model(dtype)
         self.optimizer: Any = adamw(self.model)
         self.params = list(self.model.parameters())
@@ -118,7 +119,7 @@ class Hand:
 
     def gradients(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Leave the summed loss's gradient in ``.grad``; the loss and its weight."""
-        total, weight = torch.zeros((), dtype=self.dtype), torch.zeros((), dtype=self.dtype)
+        total, weight = (torch.zeros((), dtype=self.dtype, device=self.device) for _ in range(2))
         for x, y in zip(batch["inputs"].split(self.size), batch["labels"].split(self.size), strict=True):
             loss, count = summed_loss(self.model(x), y), (y != IGNORED).sum()
             loss.backward()
@@ -144,7 +145,7 @@ class HandOnce(Hand):
 
     def gradients(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         labels = batch["labels"]
-        weight, total = (labels != IGNORED).sum(dtype=self.dtype), torch.zeros((), dtype=self.dtype)
+        weight, total = (labels != IGNORED).sum(dtype=self.dtype), torch.zeros((), dtype=self.dtype, device=self.device)
         for x, y in zip(batch["inputs"].split(self.size), labels.split(self.size), strict=True):
             loss = summed_loss(self.model(x), y)
             loss.backward()
@@ -241,15 +242,22 @@ def check_same(a: Any, b: Any, tolerance: float) -> None:
         raise SystemExit(f"{type(a).__name__} and {type(b).__name__} differ by {apart:.1e} (relative), {tolerance=:.0e}")
 
 
-def check_arithmetic(work: Work, make: Sequence[Callable[[Work, torch.dtype], Any]], rank: int = 0) -> None:
+def check_arithmetic(
+    work: Work,
+    make: Sequence[Callable[[Work, torch.dtype], Any]],
+    rank: int = 0,
+    *,
+    steps: int = CHECKED_STEPS,
+    tolerance: float = SAME_FLOAT64,
+) -> None:
     """Run a few float64 steps of every side and compare them with the last one's."""
     sides = [build(work, torch.float64) for build in make]
-    for batch in (work.batches(rank) * CHECKED_STEPS)[:CHECKED_STEPS]:
+    for batch in (work.batches(rank) * steps)[:steps]:
         wide = {name: t.double() if t.is_floating_point() else t for name, t in batch.items()}
         for side in sides:
             side.step(wide)
     for side in sides[:-1]:
-        check_same(side, sides[-1], SAME_FLOAT64)
+        check_same(side, sides[-1], tolerance)
 
 
 def one_process(work: Work, pairs: int) -> None:

@@ -1,0 +1,138 @@
+"""Time and memory of a device, with one form for CUDA and for the dry runs on a CPU.
+
+Times come from CUDA events around calls that are not captured in CUDA graphs. Memory is that of torch's allocator; on a CPU
+``memory_budget`` counts and limits the bytes of tensors.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+import dtrain as dt
+from measure import Rounds, Run, timed_rounds
+
+MIB, GIB = 2**20, 2**30
+WARMUP, MOST_ROUNDS, LEAST_ROUNDS = 3, 100, 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Device and size of a benchmark.
+
+    Args:
+        device: device of all tensors.
+        toy: if True, small models and few rounds: a dry run.
+    """
+
+    device: torch.device
+    toy: bool
+
+    @property
+    def backend(self) -> str:
+        """Backend of ``torch.compile``. A dry run traces, but does not wait for a compiler."""
+        return "eager" if self.toy else "inductor"
+
+    def open_dist(self) -> dt.DistInfo:
+        """Open process groups of one rank on this device."""
+        return dt.init_dist(device=self.device.type)
+
+    def release(self) -> None:
+        """Free everything that no variable holds, and the compiled code of earlier models."""
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def timer(self, run: Run) -> dict[str, float]:
+        """Call ``run`` once: seconds until Python goes on (host), and from the first to the last work (device)."""
+        if self.device.type != "cuda":
+            begun = time.perf_counter()
+            run()
+            took = time.perf_counter() - begun
+            return {"host": took, "device": took}
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(self.device)
+        start.record()
+        begun = time.perf_counter()
+        run()
+        host = time.perf_counter() - begun
+        end.record()
+        end.synchronize()
+        return {"host": host, "device": start.elapsed_time(end) / 1e3}
+
+    def timed(self, candidates: Mapping[str, Run], *, seconds: float) -> dict[str, dict[str, Rounds]]:
+        """Time candidates in interleaved rounds, as many as fit into about ``seconds``: rounds by clock and candidate."""
+        if self.toy:
+            return timed_rounds(candidates, self.timer, rounds=2, warmup=1)
+        timed_rounds(candidates, self.timer, rounds=1, warmup=WARMUP)
+        begun = time.perf_counter()
+        timed_rounds(candidates, self.timer, rounds=1, warmup=0)
+        fitting = int(seconds / (time.perf_counter() - begun))
+        return timed_rounds(candidates, self.timer, rounds=min(max(fitting, LEAST_ROUNDS), MOST_ROUNDS), warmup=0)
+
+    def memory(self) -> AbstractContextManager[Memory]:
+        """Return a context that counts and limits the memory of tensors."""
+        return _cuda_memory(self.device) if self.device.type == "cuda" else dt.testing.memory_budget(sys.maxsize)
+
+
+class Memory(Protocol):
+    """Memory of the tensors of this process, in bytes. ``dt.testing.memory_budget`` has the same names."""
+
+    limit: int
+
+    @property
+    def live(self) -> int: ...
+
+    @property
+    def peak(self) -> int: ...
+
+    def reset(self) -> None:
+        """Start the peak again."""
+
+
+class CudaMemory:
+    """Memory of torch's allocator on one device, whose limit raises ``torch.OutOfMemoryError`` for real."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._total = torch.cuda.get_device_properties(device).total_memory
+        self._limit = self._total
+
+    @property
+    def limit(self) -> int:
+        return self._limit
+
+    @limit.setter
+    def limit(self, limit: int) -> None:
+        self._limit = min(limit, self._total)
+        torch.cuda.set_per_process_memory_fraction(self._limit / self._total, self._device)
+
+    @property
+    def live(self) -> int:
+        return torch.cuda.memory_allocated(self._device)
+
+    @property
+    def peak(self) -> int:
+        return torch.cuda.max_memory_allocated(self._device)
+
+    def reset(self) -> None:
+        torch.cuda.synchronize(self._device)
+        torch.cuda.reset_peak_memory_stats(self._device)
+
+
+@contextmanager
+def _cuda_memory(device: torch.device) -> Iterator[Any]:
+    memory = CudaMemory(device)
+    try:
+        yield memory
+    finally:
+        memory.limit = sys.maxsize

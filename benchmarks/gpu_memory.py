@@ -1,0 +1,215 @@
+"""Peak memory on a GPU: against the plan, and with each option that makes a model fit, beside its cost in time."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import dtrain as dt
+from gpu_device import GIB, Memory, Setting
+from gpu_results import Cell, Table
+from measure import compare
+
+sys.path.append(str(Path(__file__).parents[1] / "examples"))
+from gpt import GPT, Block, GPTConfig
+
+TOLERANCE = 0.05  # of the measured peak
+WARM_STEPS = 2  # the second step has the optimizer's state
+
+Optimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    config: GPTConfig
+    samples: int
+
+
+FULL = Sizes(config=GPTConfig(n_layer=24, n_head=16, dim=1024, max_seq=1024, vocab=32_768), samples=8)
+TOY = Sizes(config=GPTConfig(n_layer=2, n_head=2, dim=64, max_seq=64), samples=4)
+
+
+def _fused_adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, lr=1e-4, fused=True)
+
+
+def _sgd(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(params, lr=1e-4, momentum=0.9)
+
+
+def _decoupled_adamw(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return dt.optim.DecoupledAdamW(params, lr=1e-4, weight_decay=1e-5)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """One row of the comparison with the plan."""
+
+    name: str
+    strategy: str = "replicate"
+    precision: dt.Precision | None = None
+    checkpoint: Literal["nothing", "matmuls"] | None = None
+    optimizer: Optimizer = _fused_adamw
+
+
+BF16 = dt.Precision.preset("DEFAULT", "bf16")
+LAYOUTS = (
+    Layout(name="`replicate`, float32, fused AdamW"),
+    Layout(name="`replicate`, SGD with momentum", optimizer=_sgd),
+    Layout(name="`replicate`, DecoupledAdamW", optimizer=_decoupled_adamw),
+    Layout(name="`full_shard`, float32", strategy="full_shard"),
+    Layout(name="`full_shard`, bf16", strategy="full_shard", precision=BF16),
+    Layout(name="`full_shard`, bf16, blocks checkpointed", strategy="full_shard", precision=BF16, checkpoint="nothing"),
+    Layout(name="`full_shard`, bf16, matmuls kept", strategy="full_shard", precision=BF16, checkpoint="matmuls"),
+)
+
+Change = Callable[[nn.Module], object]
+CHECKPOINTED = partial(dt.memory.checkpoint_activations, blocks=(Block,))
+OFFLOADED = partial(dt.memory.offload_activations, blocks=(Block,))
+
+
+def _checkpointed_and_offloaded(model: nn.Module) -> None:
+    OFFLOADED(CHECKPOINTED(model))
+
+
+OPTIONS: dict[str, Change] = {
+    "matmuls kept": partial(CHECKPOINTED, keep="matmuls"),
+    "every second block computed again": partial(CHECKPOINTED, every=2),
+    "every block computed again": CHECKPOINTED,
+    "activations offloaded": OFFLOADED,
+    "every second block offloaded": partial(OFFLOADED, every=2),
+    "inputs of blocks offloaded, blocks computed again": _checkpointed_and_offloaded,
+}
+
+
+def loss_fn(model: nn.Module, batch: Tensor) -> dt.LossSum:
+    return dt.token_cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+
+
+def memory(setting: Setting) -> Iterator[Table]:
+    """Peak memory of a step against ``dtrain plan``, and of options against none."""
+    sizes = TOY if setting.toy else FULL
+    layouts = (LAYOUTS[0], LAYOUTS[5]) if setting.toy else LAYOUTS
+    # Plans need a process without process groups.
+    planned = [_planned(setting, sizes, layout) for layout in layouts]
+    with setting.open_dist(), setting.memory() as counter:
+        rows = [_plan_row(setting, sizes, layout, plan, counter) for layout, plan in zip(layouts, planned, strict=True)]
+        yield Table(
+            title=f"Peak memory of a step against the plan, {_described(sizes)}",
+            columns=("layout", "planned, GiB", "measured, GiB", "planned over measured", "verdict"),
+            rows=rows,
+            note=f"Target: within {TOLERANCE:.0%} of the measured peak of torch's allocator.",
+        )
+        names = list(OPTIONS)[2:4] if setting.toy else list(OPTIONS)
+        yield Table(
+            title=f"Activation memory: peak and time of a step with each option against none, {_described(sizes)}, bf16",
+            columns=("option", "peak, GiB", "peak over none", "step, ms", "time over none", "A/A band"),
+            rows=[_option_row(setting, sizes, name, counter) for name in names],
+            note="`transforms.autocast` on plain parameters; offload copies to pinned memory. On a CPU offload does nothing.",
+        )
+
+
+def _described(sizes: Sizes) -> str:
+    config = sizes.config
+    return f"GPT of {config.n_layer} layers, dim {config.dim}, {sizes.samples} sequences of {config.max_seq} tokens"
+
+
+def _tokens(sizes: Sizes, samples: int) -> Tensor:
+    return torch.randint(sizes.config.vocab, (samples, sizes.config.max_seq + 1), generator=torch.Generator().manual_seed(0))
+
+
+def _planned(setting: Setting, sizes: Sizes, layout: Layout) -> int:
+    """Return the planned peak in bytes."""
+    workload = dt.planning.Workload(
+        model=partial(GPT, sizes.config),
+        loss_fn=loss_fn,
+        batch=partial(_tokens, sizes),
+        blocks=(Block,),
+        optimizer=layout.optimizer,
+        transforms=[dt.transforms.clip_by_norm(1.0)],
+    )
+    estimate = dt.planning.estimate_memory(
+        workload,
+        world_size=1,
+        strategy=layout.strategy,
+        microbatch_size=sizes.samples,
+        precision=layout.precision,
+        checkpoint=layout.checkpoint,
+        device="cuda" if setting.device.type == "cuda" else "cpu",
+    )
+    return estimate.peak
+
+
+def _plan_row(setting: Setting, sizes: Sizes, layout: Layout, planned: int, counter: Memory) -> list[Cell]:
+    change: Change = partial(CHECKPOINTED, keep=layout.checkpoint) if layout.checkpoint else _unchanged
+    shard_args = {"strategy": layout.strategy, "precision": layout.precision}
+    setting.release()
+    before = counter.live
+    step = _stepping(setting, sizes, change, layout.optimizer, shard_args, [dt.transforms.clip_by_norm(1.0)])
+    measured = _peak(step, counter) - before
+    del step
+    ratio = planned / measured
+    verdict = "met" if abs(ratio - 1) <= TOLERANCE else "not met"
+    return [layout.name, planned / GIB, measured / GIB, ratio, verdict]
+
+
+def _unchanged(model: nn.Module) -> None:
+    return None
+
+
+def _stepping(
+    setting: Setting, sizes: Sizes, change: Change, optimizer: Optimizer, shard_args: dict[str, Any], transforms: list[Any]
+) -> Callable[[], None]:
+    """Return a function that trains one step."""
+    torch.manual_seed(0)
+    model: nn.Module = GPT(sizes.config).to(setting.device)
+    change(model)
+    model = dt.shard_model(model, dt.build_mesh(), blocks=(Block,), **shard_args)
+    composed = dt.compose_step(loss_fn, transforms)
+    state = composed.init(model, optimizer(model.parameters()))
+    batch = _tokens(sizes, sizes.samples).to(setting.device)
+
+    def run() -> None:
+        nonlocal state
+        state, _ = composed(state, batch)
+
+    return run
+
+
+def _peak(step: Callable[[], None], counter: Memory) -> int:
+    """Return the peak of a step that finds the optimizer's state."""
+    for _ in range(WARM_STEPS):
+        step()
+    counter.reset()
+    step()
+    return counter.peak
+
+
+def _option_row(setting: Setting, sizes: Sizes, name: str, counter: Memory) -> list[Cell]:
+    """Measure peaks one after the other, then the times of both sides interleaved."""
+    make = partial(
+        _stepping,
+        setting,
+        sizes,
+        optimizer=_fused_adamw,
+        shard_args={"strategy": "replicate"},
+        transforms=[dt.transforms.autocast("bf16")],
+    )
+    changes = {"none": _unchanged, name: OPTIONS[name]}
+    steps, peaks = {}, {}
+    for each, change in changes.items():
+        setting.release()
+        before = counter.live
+        steps[each] = make(change)
+        peaks[each] = _peak(steps[each], counter) - before
+    timings = setting.timed(steps, seconds=20)["device"]
+    ratio = compare(timings[name], timings["none"])
+    low, high = ratio.band
+    return [name, peaks[name] / GIB, peaks[name] / peaks["none"], ratio.a_s * 1e3, ratio.ratio, f"{low:.3f} to {high:.3f}"]

@@ -1,0 +1,195 @@
+"""Results of the benchmarks for a GPU: the facts of the device, tables of figures, and one JSON file per benchmark.
+
+A file in ``benchmarks/results`` comes from a GPU and names it. A dry run at toy size is marked, and is refused there.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from measure import Figure, machine
+
+RESULTS = Path(__file__).parent / "results"
+
+BENCHMARKS: Mapping[str, str] = {
+    "train": "gpu_step",
+    "overhead": "gpu_step",
+    "auto_microbatch": "gpu_microbatch",
+    "async_save": "gpu_save",
+    "memory": "gpu_memory",
+    "kernels": "gpu_kernels",
+    "tests": "gpu_tests",
+}
+"""Benchmarks, and the module with the function of each name."""
+
+FACTS = ("device", "device_memory_gib", "capability", "driver", "torch", "cuda", "python", "machine", "date", "command")
+"""Facts that a file must have to be a result."""
+
+Cell = str | int | float | Figure | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Table:
+    """One table of a benchmark.
+
+    Args:
+        title: sentence above the table.
+        columns: headings with units, one per cell.
+        rows: cells; a ``Figure`` is shown with its band, None as an empty cell.
+        note: sentences below the table.
+    """
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[Cell]]
+    note: str = ""
+
+
+@dataclass(slots=True, kw_only=True)
+class ResultFile:
+    """The file of one benchmark, written anew after each table, so that an interrupted run leaves its finished tables."""
+
+    folder: Path
+    name: str
+    facts: Mapping[str, Any]
+    dry_run: bool
+    tables: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def path(self) -> Path:
+        return self.folder / f"gpu-{self.name}.json"
+
+    def add(self, table: Table) -> None:
+        """Add a table and write the file."""
+        rows = [[_as_json(cell) for cell in row] for row in table.rows]
+        self.tables.append({"title": table.title, "columns": list(table.columns), "rows": rows, "note": table.note})
+        self.write(complete=False)
+
+    def write(self, *, complete: bool) -> None:
+        """Write the file. Refuses a dry run, or a file without facts, in ``benchmarks/results``."""
+        content = {"name": self.name, "dry_run": self.dry_run, "complete": complete, **self.facts, "tables": self.tables}
+        if self.folder.resolve() == RESULTS.resolve():
+            check_content(content)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _as_json(cell: Cell) -> Any:
+    if isinstance(cell, Figure):
+        return [float(f"{number:.5g}") for number in (cell.value, cell.low, cell.high)]
+    return float(f"{cell:.5g}") if isinstance(cell, float) else cell
+
+
+def collect_facts(device: torch.device, command: str) -> dict[str, Any]:
+    """Return the facts of a run; those of a device are empty on a CPU."""
+    facts: dict[str, Any] = {"device": "", "device_memory_gib": 0.0, "capability": "", "driver": ""}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        facts = {
+            "device": properties.name,
+            "device_memory_gib": round(properties.total_memory / 2**30, 1),
+            "capability": f"{properties.major}.{properties.minor}",
+            "driver": _driver_version(),
+        }
+    described = machine().removeprefix("machine: ").splitlines()
+    versions = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "python": platform.python_version()}
+    return {**facts, **versions, "machine": described[0], "date": str(date.today()), "command": command}
+
+
+def _driver_version() -> str:
+    """Return the version of the driver, by ``nvidia-smi`` or the kernel's file; empty if unknown."""
+    if shutil.which("nvidia-smi") is not None:
+        command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+        if answer.returncode == 0 and answer.stdout.strip():
+            return answer.stdout.split()[0]
+    known = Path("/proc/driver/nvidia/version")
+    return next(iter(known.read_text().splitlines()), "") if known.exists() else ""
+
+
+def check_content(content: Mapping[str, Any]) -> None:
+    """Refuse a file that does not say where its figures come from.
+
+    Raises:
+        ValueError: a dry run, or a fact that is missing or empty.
+    """
+    name = f"gpu-{content.get('name', '?')}.json"
+    if content.get("dry_run") is not False:
+        raise ValueError(f"{name}: a dry run at toy size is no result. Write it to another folder with --out.")
+    missing = [fact for fact in FACTS if not content.get(fact)]
+    if missing:
+        raise ValueError(f"{name}: facts must not be empty, got no {', '.join(missing)}. Run the benchmark on a GPU again.")
+
+
+def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
+    """Return the contents of all result files by benchmark.
+
+    Raises:
+        ValueError: a file that is no result, or of an unknown benchmark.
+    """
+    found = {}
+    for path in sorted(folder.glob("gpu-*.json")):
+        content = json.loads(path.read_text())
+        check_content(content)
+        if content["name"] not in BENCHMARKS or path.stem != f"gpu-{content['name']}":
+            raise ValueError(f"{path.name}: the name must be that of a benchmark, got {content['name']!r}. Rename the file.")
+        found[content["name"]] = content
+    return found
+
+
+def shown(cell: Any) -> str:
+    """Return a cell of a file as text."""
+    if isinstance(cell, list):
+        value, low, high = (_number(number) for number in cell)
+        return f"{value} ({low} to {high})"
+    if isinstance(cell, bool) or cell is None:
+        return "" if cell is None else str(cell)
+    return _number(cell) if isinstance(cell, int | float) else str(cell)
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int) or abs(value) >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}"
+
+
+def markdown(table: Mapping[str, Any]) -> str:
+    """Return a table of a file as Markdown."""
+    lines = [f"{table['title']}:", "", f"| {' | '.join(table['columns'])} |", "|" + "---|" * len(table["columns"])]
+    lines += [f"| {' | '.join(shown(cell) for cell in row)} |" for row in table["rows"]]
+    return "\n".join([*lines, *(["", table["note"]] if table["note"] else [])])
+
+
+def page_section(content: Mapping[str, Any] | None) -> str:
+    """Return the part of the page of one benchmark; content None was not run."""
+    if content is None:
+        return "Not run on a GPU yet.\n"
+    ended = "" if content["complete"] else " The run was cut off; the tables are those that were finished."
+    ran = f"`{content['command']}`, {content['date']}, {content['device']}, torch {content['torch']}.{ended}"
+    return "\n\n".join([ran, *(markdown(table) for table in content["tables"])]) + "\n"
+
+
+def page_summary(contents: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the list of runs: what was run, when, and on what."""
+    if not contents:
+        return "**Nothing here was run on a GPU.** The commands below are ready; no figure of a GPU exists yet.\n"
+    lines = ["| benchmark | date | device | driver | CUDA | torch | Python |", "|" + "---|" * 7]
+    for name in BENCHMARKS:
+        each = contents.get(name)
+        if each is None:
+            lines.append(f"| `{name}` | not run | | | | | |")
+            continue
+        device = f"{each['device']}, {each['device_memory_gib']:g} GiB"
+        cells = (f"`{name}`", each["date"], device, each["driver"], each["cuda"], each["torch"], each["python"])
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) + "\n"
