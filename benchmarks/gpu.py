@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/gpu.py train                  # into benchmarks/results/gpu-train.json
     PYTHONPATH=src python benchmarks/gpu.py train overhead         # several, each ends within 8 minutes
-    PYTHONPATH=src python benchmarks/gpu.py train --toy --out /tmp # a dry run at toy size, on a CPU too
+    PYTHONPATH=src python benchmarks/gpu.py train --toy --out build/dry # a dry run at toy size, on a CPU too
 
 ``python benchmarks/figures.py`` then writes the tables of docs/gpu.md.
 """
