@@ -115,12 +115,23 @@ def pythons(session: nox.Session) -> None:
     session.run("pytest", *(session.posargs or CORE), env=ONE_THREAD)
 
 
+def test_core(session: nox.Session, torch: str) -> None:
+    """Run the core on another torch than the one of constraints.txt, with the other packages as they are tested."""
+    others = Path(session.create_tmp()) / "constraints.txt"
+    pinned = Path("constraints.txt").read_text().splitlines()
+    others.write_text("\n".join(line for line in pinned if not line.startswith("torch==")))
+    session.install("--upgrade", "-c", str(others), torch, "-e", ".[test]")
+    session.install("-c", str(others), "--no-deps", "mosaicml-streaming")
+    session.run("pytest", *(session.posargs or CORE), env=ONE_THREAD)
+
+
+@nox.session
+def oldest(session: nox.Session) -> None:
+    """The core on the oldest torch that is supported, with the other packages as they are tested. Takes gigabytes."""
+    test_core(session, "torch==2.11.0")
+
+
 @nox.session
 def newest(session: nox.Session) -> None:
     """The core on the newest torch that there is, with the other packages as they are tested. Takes gigabytes."""
-    free = Path(session.create_tmp()) / "constraints.txt"
-    pinned = Path("constraints.txt").read_text().splitlines()
-    free.write_text("\n".join(line for line in pinned if not line.startswith("torch==")))
-    session.install("--upgrade", "-c", str(free), "torch", "-e", ".[test]")
-    session.install("-c", str(free), "--no-deps", "mosaicml-streaming")
-    session.run("pytest", *(session.posargs or CORE), env=ONE_THREAD)
+    test_core(session, "torch")

@@ -98,8 +98,8 @@ def hooks(net: nn.Module) -> int:
 
 def after_failures(strategy: str, accumulate: str, wider: bool, by_hand: bool) -> dict[str, list]:
     """By kind of failure: what was left behind, and whether the next gradient is bit for bit that of before."""
-    if by_hand:  # as torch does it that has no reset_iter_state of its own
-        reset_of_torch = FSDPModule.reset_iter_state
+    reset_of_torch = vars(FSDPModule).get("reset_iter_state")
+    if by_hand and reset_of_torch:  # as torch does it that has no reset_iter_state of its own
         del FSDPModule.reset_iter_state
     try:
         precision = Precision(param="bf16", reduce="fp32") if wider else None
@@ -120,7 +120,7 @@ def after_failures(strategy: str, accumulate: str, wider: bool, by_hand: bool) -
                 found[f"{where} in microbatch {nth}"] = [left, same]
         return found
     finally:
-        if by_hand:
+        if by_hand and reset_of_torch:
             FSDPModule.reset_iter_state = reset_of_torch
 
 

@@ -25,7 +25,7 @@ from dtrain.dist.mesh import axis_size, data_rank, data_shape, get_mesh, tp_rank
 from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import attach_buffer_sync, broadcast_params_and_buffers, check_same_model
-from dtrain.shard.fsdp2_private import init_root, is_in_forward, units_of
+from dtrain.shard.fsdp2_private import init_root, is_in_forward, run_modules_separately, units_of
 from dtrain.shard.grad_sync import attach_grad_sync
 from dtrain.shard.meta_writes import record_write_counts
 from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, separate_units
@@ -251,12 +251,11 @@ def _fsdp_mesh(mesh: DeviceMesh, strategy: Strategy) -> DeviceMesh:
     tensor = axis_size(mesh, "tp")
     if strategy == "hybrid_shard" and len(mesh.shape) == 2:
         return mesh
+    degrees = {"dp_all": mesh.size() // tensor}
     if strategy == "hybrid_shard":
         degrees = {"dp_replicate": mesh.size(0), "dp_shard": mesh.size() // mesh.size(0) // tensor}
     elif strategy == "replicate":
-        degrees = {"dp_all": mesh.size() // tensor, "dp_one": 1}
-    else:
-        degrees = {"dp_all": mesh.size() // tensor}
+        degrees["dp_one"] = 1
     return get_mesh({**degrees, "tp": tensor} if tensor > 1 else degrees)
 
 
@@ -295,6 +294,7 @@ def _apply_fully_shard(
             # Blocks return tensors of their compute dtype.
             policy = replace(policy, output_dtype=None)
         shard(list(modules), mp_policy=policy, reshard_after_forward=reshard)
+        run_modules_separately(modules[0])
         assigned.update(id(param) for module in modules for param in module.parameters())
     for unit in units_of(model):
         # The step divides the summed gradients once by the global weight. gloo has no premultiplied sum, so force plain sums.
@@ -356,13 +356,13 @@ def check_comm_config(comm_config: object, device_type: str) -> CommConfig:
         )
     if comm_config.symmetric_memory and device_type != "cuda":
         raise ConfigError(f"shard_model: symmetric_memory needs CUDA, got a {device_type} mesh. Leave symmetric_memory out.")
-    for used, method, name in (
-        (comm_config.reduce_group == "own", "set_separate_reduce_scatter_group", "reduce_group='own'"),
-        (comm_config.reduce_buffers > 1, "set_reduce_scatter_max_input_buffers", "reduce_buffers"),
-        (comm_config.symmetric_memory, "set_symm_mem_for_comm", "symmetric_memory"),
+    for used, method, name, version in (
+        (comm_config.reduce_group == "own", "set_separate_reduce_scatter_group", "reduce_group='own'", "2.13"),
+        (comm_config.reduce_buffers > 1, "set_reduce_scatter_max_input_buffers", "reduce_buffers", "2.13"),
+        (comm_config.symmetric_memory, "set_symm_mem_for_comm", "symmetric_memory", "2.12"),
     ):
         if used and not hasattr(FSDPModule, method):
-            raise ConfigError(f"shard_model: torch {torch.__version__} has no {name}. Use a newer torch, or leave {name} out.")
+            raise ConfigError(f"shard_model: {name} needs torch {version}, got {torch.__version__}. Leave {name} out.")
     return comm_config
 
 

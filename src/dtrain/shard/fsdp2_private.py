@@ -49,6 +49,19 @@ def init_root(model: nn.Module) -> None:
         model._get_fsdp_state()._lazy_init()
 
 
+def run_modules_separately(module: nn.Module) -> None:
+    """Make each module of the unit of ``module`` gather and reshard the unit in its forward. Mutates: hooks of the modules.
+
+    Before torch 2.13, FSDP2 expects that each forward runs all modules of a unit, and keeps the gathered unit otherwise.
+    """
+    state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    if len(state._modules) > 1 and not hasattr(state, "_force_complete_incomplete_states"):
+        state._pre_forward_hook_handle.remove()
+        for each in state._modules:
+            each.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
+            each.register_forward_hook(state._post_forward)
+
+
 def is_in_forward(unit: torch.distributed.fsdp.FSDPModule) -> bool:
     """Return True while a forward of ``unit`` runs."""
     return str(unit._get_fsdp_state()._training_state).endswith(".FORWARD")
@@ -247,9 +260,8 @@ def sharded_params(group: Any) -> list[nn.Parameter]:
 
 
 def compute_dtypes(group: Any) -> tuple[torch.dtype, torch.dtype]:
-    """Return the dtypes in which ``group`` computes and reduces gradients."""
+    """Return the dtypes in which ``group`` computes and reduces gradients. Since torch 2.15 parameters have own policies."""
     first = group.fsdp_params[0]
-    # Since torch 2.15 each parameter has a separate policy.
     policy = getattr(group, "mp_policy", None) or first.mp_policy
     computed = policy.param_dtype or first.sharded_param.dtype
     return computed, policy.reduce_dtype or computed
@@ -260,7 +272,6 @@ def reshard_groups(groups: Sequence[Any]) -> None:
 
     Such a forward leaves parameters unsharded, and FSDP2 reuses the stale copies even if shards changed. FSDP2 also records the
     order of units. The next backward would prefetch by this record, on one rank alone.
-
     Mutates: FSDP2's groups. Collective: none.
     """
     for group in groups:
@@ -284,10 +295,7 @@ def reset_iteration(model: nn.Module) -> None:
     """
     if not is_unit(model) or model._get_fsdp_state()._is_root is None:
         return
-    if hasattr(model, "reset_iter_state"):
-        model.reset_iter_state()
-    else:
-        _reset_iteration_before_torch_2_13(model)
+    getattr(model, "reset_iter_state", partial(_reset_iteration_before_torch_2_13, model))()
     for param in (param for group in fsdp_param_groups(model) for param in group.fsdp_params):
         if not hasattr(type(param), "unsharded_accumulated_grad"):
             param.unsharded_accumulated_grad = None
@@ -303,9 +311,8 @@ def _reset_iteration_before_torch_2_13(model: nn.Module) -> None:
         torch.cuda.current_stream().synchronize()
     root._comm_ctx.all_gather_state = None
     root._comm_ctx.post_forward_order.clear()
-    for name, empty in (("reduce_scatter_states", []), ("reduce_scatter_state", None)):
-        if hasattr(root._comm_ctx, name):
-            setattr(root._comm_ctx, name, empty)
+    # The list is new in torch 2.12.
+    root._comm_ctx.reduce_scatter_states, root._comm_ctx.reduce_scatter_state = [], None
     idle = type(root._training_state).IDLE
     for state in root._state_ctx.all_states:
         state._training_state = idle
@@ -321,10 +328,7 @@ def _reset_iteration_before_torch_2_13(model: nn.Module) -> None:
 
 
 def wrap_collectives(group: Any, during: Callable[[str], AbstractContextManager[None]]) -> None:
-    """Run the allocations of ``group`` inside ``during(purpose)``. Mutates: ``group``.
-
-    ``purpose`` is ``"gathered"`` for unsharded parameters and ``"communication"`` for send and receive buffers.
-    """
+    """Run the allocations of ``group`` inside ``during("gathered")`` or ``during("communication")``. Mutates: ``group``."""
 
     def wrap(method: Callable[..., Any], purpose: str) -> Callable[..., Any]:
         def call(*args: Any) -> Any:
@@ -351,11 +355,7 @@ def iter_grads(group: Any) -> Iterator[Tensor]:
 
 
 class UnitForward:
-    """Hooks into the forward of one FSDP2 unit, and forwards without computation.
-
-    Args:
-        module: first module of the unit.
-    """
+    """Hooks into the forward of one FSDP2 unit, given by its first module, and forwards without computation."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
