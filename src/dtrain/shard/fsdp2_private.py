@@ -46,15 +46,16 @@ def init_root(model: nn.Module) -> None:
     No effect while parameters are on the meta device. Mutates: FSDP2's units.
     """
     if is_unit(model) and not any(p.is_meta for p in model.parameters()):
-        model._get_fsdp_state()._lazy_init()
+        state = model._get_fsdp_state()
+        state._lazy_init()
+        # Before torch 2.13, FSDP2 lists a unit of several modules several times, and would reduce the unit as often.
+        state._state_ctx.all_states[:] = dict.fromkeys(state._state_ctx.all_states)
 
 
 def run_modules_separately(module: nn.Module) -> None:
-    """Make each module of the unit of ``module`` gather and reshard the unit in its forward. Mutates: hooks of the modules.
-
-    Before torch 2.13, FSDP2 expects that each forward runs all modules of a unit, and keeps the gathered unit otherwise.
-    """
+    """Make each module of the unit of ``module`` gather and reshard the unit in its forward. Mutates: hooks of the modules."""
     state: Any = module._get_fsdp_state()  # type: ignore[operator]
+    # Before torch 2.13, FSDP2 expects that each forward runs all modules of a unit, and leaves the unit gathered otherwise.
     if len(state._modules) > 1 and not hasattr(state, "_force_complete_incomplete_states"):
         state._pre_forward_hook_handle.remove()
         for each in state._modules:
@@ -102,8 +103,8 @@ def intercept_reduction(group: Any, call: Callable[[Callable[[bool], None]], Non
 
 def add_end_of_backward_hook(model: nn.Module, call: Callable[[], None]) -> None:
     """Run ``call`` at the end of a backward, before FSDP2 reduces unreached units. Mutates: FSDP2's units."""
-    states: dict[int, Any] = {id(state): state for state in (unit._get_fsdp_state() for unit in units_of(model))}
-    for state in states.values():
+    states: Iterator[Any] = iter(dict.fromkeys(unit._get_fsdp_state() for unit in units_of(model)))
+    for state in states:
 
         def finish(reduce: Callable[[], None] = state._root_post_backward_final_callback) -> None:
             call()
@@ -311,7 +312,6 @@ def _reset_iteration_before_torch_2_13(model: nn.Module) -> None:
         torch.cuda.current_stream().synchronize()
     root._comm_ctx.all_gather_state = None
     root._comm_ctx.post_forward_order.clear()
-    # The list is new in torch 2.12.
     root._comm_ctx.reduce_scatter_states, root._comm_ctx.reduce_scatter_state = [], None
     idle = type(root._training_state).IDLE
     for state in root._state_ctx.all_states:
