@@ -1,7 +1,7 @@
 """Run a benchmark for a GPU and write its figures with the facts of the device. Needs no installation.
 
-    PYTHONPATH=src python benchmarks/gpu.py train                  # into benchmarks/results/gpu-train.json
-    PYTHONPATH=src python benchmarks/gpu.py train overhead         # several, each ends within 8 minutes
+    PYTHONPATH=src python benchmarks/gpu.py train                       # into benchmarks/results/gpu-train.json
+    PYTHONPATH=src python benchmarks/gpu.py train overhead              # several, each ends within 8 minutes
     PYTHONPATH=src python benchmarks/gpu.py train --toy --out build/dry # a dry run at toy size, on a CPU too
 
 ``python benchmarks/figures.py`` then writes the tables of docs/gpu.md.

@@ -106,22 +106,24 @@ def _by_hand(model: nn.Module, batch: Tensor, size: int) -> None:
     """Forward and backward of two microbatches in plain PyTorch."""
     try:
         for part in batch[: 2 * size].split(size):
-            _backward_by_hand(model, part)
+            _loss_by_hand(model, part).backward()
     finally:
         model.zero_grad()
 
 
-def _backward_by_hand(model: nn.Module, part: Tensor) -> None:
-    # A function of its own, so that no variable holds the logits of the last microbatch.
+def _loss_by_hand(model: nn.Module, part: Tensor) -> Tensor:
+    # A function of its own, so that no variable holds the logits during backward and the next microbatch.
     part = part.to(next(model.parameters()).device)
     logits = model(part[:, :-1]).float()
-    nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum").backward()
+    return nn.functional.cross_entropy(logits.flatten(0, 1), part[:, 1:].flatten(), reduction="sum")
 
 
 def _fits(setting: Setting, model: nn.Module, batch: Tensor, size: int) -> bool:
     try:
         _by_hand(model, batch, size)
-    except torch.OutOfMemoryError:
+    except RuntimeError as error:
+        if not dt.memory.is_out_of_memory(error):
+            raise
         return False
     finally:
         # Without this, fragments of the last try decide about the next one.

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import figures
 import gpu
@@ -41,7 +42,7 @@ def dry_run(tmp_path_factory: pytest.TempPathFactory) -> DryRun:
     def run(name: str) -> dict[str, Any]:
         path = folder / f"gpu-{name}.json"
         if not path.exists():
-            gpu.run(name, Setting(device=gpu.default_device(), toy=True), folder)
+            gpu.run(name, Setting(device=torch.device("cpu"), toy=True), folder)
         return json.loads(path.read_text())
 
     return run
