@@ -27,7 +27,7 @@ PARTS: tuple[tuple[str, ...], ...] = (
 
 def command(folders: Sequence[str]) -> list[str]:
     """Return the command of one part, which needs no installation beyond ``PYTHONPATH=src``."""
-    return ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q", *folders]
+    return ["-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", "-q", "--continue-on-collection-errors", *folders]
 
 
 def tests(setting: Setting) -> Iterator[Table]:
@@ -49,7 +49,7 @@ def _part_row(folders: Sequence[str]) -> list[Cell]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         try:
-            run = [sys.executable, *command(folders), "--continue-on-collection-errors", f"--junitxml={report}"]
+            run = [sys.executable, *command(folders), f"--junitxml={report}"]
             subprocess.run(run, cwd=ROOT, timeout=PART_TIMEOUT_S, stdout=sys.stderr)
         except subprocess.TimeoutExpired:
             return [part, None, None, None, PART_TIMEOUT_S, "timeout"]
