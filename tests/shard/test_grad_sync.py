@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dtensor import full_tensor
@@ -55,7 +56,9 @@ def traffic(strategy: str, accumulate: str, microbatches: int) -> dict[str, list
     net = shard_model(Row().double(), mesh, strategy=strategy, accumulate=accumulate, blocks=(Block,))
     state = state_of(net)
     whole = batch("called twice", WEIGHTS)
+    exchange = current_context().record_exchange
     for _ in range(2):
+        before = exchange.count
         with count_collectives() as seen:
             state, metrics = microbatch_step(state, whole, loss_fn=squared, microbatch_size=SAMPLES // microbatches)
             state, metrics = optimizer_step(state, metrics)
@@ -71,6 +74,7 @@ def traffic(strategy: str, accumulate: str, microbatches: int) -> dict[str, list
         },
         "other": len([r for r in grads if r.op not in ("all_gather", "reduce_scatter", "all_reduce")]),
         "control": [len([r for r in rows if r.group == "control"]), len(weights)],
+        "records": exchange.count - before,
         "logging": logged.count(),
     }
 
@@ -105,7 +109,8 @@ def expected(strategy: str, accumulate: str, microbatches: int) -> dict[str, lis
         "reduce_scatter": [UNITS * reductions, whole * reductions] if shards > 1 else [0, 0],
         "all_reduce": [all_reduces, whole // shards] if shards < 4 else [0, 0],
         "other": 0,
-        "control": [2, 0],
+        "control": [0, 0],
+        "records": 2,
         "logging": 1,
     }
 

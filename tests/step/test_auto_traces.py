@@ -115,7 +115,7 @@ def reordered_on_all() -> list:
         state.model.order = order
         with count_collectives() as seen:
             state, _ = step(state, batch)
-        exchanged.append(seen.count(group="control") > 2)
+        exchanged.append(seen.count(group="control") > 0)
     return [exchanged, same(state, orders), traces_of(state).always_check]
 
 
@@ -166,7 +166,7 @@ def forgetful() -> list:
             traces_of(state).clear()
         with count_collectives() as seen:
             state, _ = step(state, batch)
-        exchanged.append(seen.count(group="control") > 2)
+        exchanged.append(seen.count(group="control") > 0)
     return [exchanged, same(state, [[0, 1, 2]] * 4)]
 
 

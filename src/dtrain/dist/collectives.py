@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain import spans
+from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import CheckpointError, ConfigError, DistError, PeerError
@@ -134,6 +135,25 @@ def all_gather_numbers(
     with spans.outermost_span("collective"), report_missing_ranks(caller, group=group):
         all_gather_single(received, sent, group=_group_by_name(info, group))
     return rows.tolist()  # type: ignore[no-any-return]
+
+
+def all_gather_record(record: Sequence[float]) -> list[tuple[float, ...]]:
+    """Gather every rank's record of a step, and return each field by rank. Early ranks wait here for the last rank.
+
+    Collective: one message per round of ``RecordExchange`` on one node, one all-gather on the control group on several nodes.
+    Host sync: none. The numbers are never on a device.
+    """
+    exchange = current_context().record_exchange
+    if exchange is None and get_dist_info().world_size == 1:
+        return [(value,) for value in record]
+    spans.begin("agree")
+    try:
+        if exchange is None:
+            return list(zip(*all_gather_numbers(record, caller="step"), strict=True))
+        with report_missing_ranks("step", group="control"):
+            return list(zip(*exchange.all_gather(record), strict=True))
+    finally:
+        spans.end("agree")
 
 
 def all_gather_with_timeout(number: int, *, timeout_s: float) -> list[int] | None:

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from dtrain import heartbeats, launch_protocol, spans
 from dtrain.arguments import check_choice, check_number
 from dtrain.dist.context import current_context
+from dtrain.dist.record_exchange import open_record_exchange
 from dtrain.dist.rendezvous import (
     RendezvousConfig,
     connect_store,
@@ -195,6 +196,7 @@ def init_dist(
             if opened_group:
                 _open_default_group(rank_info, store, backend, rank_device, timeout_s)
             context.info = info = _open_gloo_groups(rank_info, backend, rank_device, timeout_s, opened_group)
+            context.record_exchange = open_record_exchange(info)
     except BaseException:
         _reset(destroy=opened_group and dist.is_initialized())
         raise
@@ -203,7 +205,7 @@ def init_dist(
     # The launcher's bootstrap connects Python scripts. Other programs that start a rank are connected here.
     heartbeats.connect_from_env(os.environ, info.rank)
     heartbeats.report(heartbeats.ProgressKind.OPENED, os.getpid())
-    context.flight_recorder.start(os.environ, info)
+    context.flight_recorder.start(os.environ, info, context.record_exchange)
     return info
 
 
@@ -358,6 +360,9 @@ def _reset(*, destroy: bool) -> None:
     context = current_context()
     context.info = context.missing_rank_reporter = None
     context.meshes.clear()
+    if context.record_exchange is not None:
+        context.record_exchange.close()
+        context.record_exchange = None
     if context.set_gloo_interface:
         os.environ.pop(launch_protocol.GLOO_INTERFACE, None)
         context.set_gloo_interface = False

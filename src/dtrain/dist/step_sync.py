@@ -1,4 +1,4 @@
-"""Synchronize a step between ranks: exchange one record on the control group before forward, and one after backward.
+"""Synchronize a step between ranks: exchange one record before forward, and one after backward.
 
 The first record adds up the counts, which come from the batch in host memory. So the clock is exact for ragged batches without
 a GPU sync. All ranks also learn the number of microbatches before the first collective of the step. The second record detects
@@ -10,18 +10,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntFlag
-from typing import NamedTuple, cast
+from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
 
-from dtrain import heartbeats, spans
+from dtrain import heartbeats
 from dtrain.clock import EpochPosition
 from dtrain.dist.batch_info import BATCH_INDEX_BITS, BatchInfo
-from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.collectives import all_gather_json, all_gather_record
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed, hash_rng_state
 from dtrain.errors import NonFiniteError, PeerError, StepError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,21 +53,21 @@ class StepCounts:
     same_plan: bool = True
 
 
-class _ForwardRecord(NamedTuple):
-    """Record that a rank sends before forward, as float64. ``rng_hash`` is sent only if ranks share a batch."""
+class _ForwardRecord(NamedTuple, Generic[T]):
+    """Record that a rank sends before forward, as float64; or the records of all ranks, each field by rank."""
 
-    samples: float
-    tokens: float
-    microbatches: float
-    batch_code: float
-    late_failure: float
-    elapsed_s: float
-    has_error: float
-    loss_terms_hash: float
-    stop_signal: float
-    batch_hash: float
-    plan_digest: float
-    rng_hash: float = 0.0
+    samples: T
+    tokens: T
+    microbatches: T
+    batch_code: T
+    late_failure: T
+    elapsed_s: T
+    has_error: T
+    loss_terms_hash: T
+    stop_signal: T
+    batch_hash: T
+    plan_digest: T
+    rng_hash: T
 
 
 def sync_before_forward(
@@ -109,7 +111,7 @@ def sync_before_forward(
         elapsed_s: time since the last step of this run began, in seconds.
 
     Mutates: the preemption state of this process (see ``preemption``); the status of ``batch_info``.
-    Collective: one all-gather of eleven numbers on the control group, of twelve if ranks share a batch.
+    Collective: one record of twelve numbers.
 
     Raises:
         PeerError: another rank passed an ``error``.
@@ -126,7 +128,7 @@ def sync_before_forward(
         preemption.record(stop, run_key=run_key, step=step)
         position = None if batch_info is None else _sync_position([batch_info.encode()], batch_info)
         return StepCounts(samples=samples, tokens=tokens, microbatches=microbatches, position=position, seconds=elapsed_s)
-    mine = _ForwardRecord(
+    mine = _ForwardRecord[float](
         samples=samples,
         tokens=tokens,
         microbatches=microbatches,
@@ -140,8 +142,8 @@ def sync_before_forward(
         plan_digest=plan_digest,
         rng_hash=rng_hash,
     )
-    records = [_ForwardRecord(*row) for row in _all_gather_record(mine if ranks_per_batch > 1 else mine[:-1])]
-    preemption.record(int(max(record.stop_signal for record in records)), run_key=run_key, step=step)
+    records = _ForwardRecord[Sequence[float]](*all_gather_record(mine))
+    preemption.record(int(max(records.stop_signal)), run_key=run_key, step=step)
     if error is not None:
         raise error
     _raise_reported_errors(records, nonfinite_limit)
@@ -149,46 +151,47 @@ def sync_before_forward(
 
 
 def _combine_records(
-    records: Sequence[_ForwardRecord], batch_info: BatchInfo | None, *, ranks_per_batch: int, rng_hash: int
+    records: _ForwardRecord[Sequence[float]], batch_info: BatchInfo | None, *, ranks_per_batch: int, rng_hash: int
 ) -> StepCounts:
     """Return the counts of all ranks. Mutates: the status of ``batch_info``."""
-    position = _sync_position([int(record.batch_code) for record in records], batch_info)
-    if not any(record.samples for record in records):
+    position = _sync_position(records.batch_code, batch_info)
+    if not any(records.samples):
         raise StepError(
             "step: no rank has a sample in this batch. Skip the step if a batch may be empty on all ranks, or end the loop."
         )
     rng_mismatch = _check_shared_batches(records, ranks_per_batch)
     # One record for each batch.
-    batches = records[::ranks_per_batch]
     return StepCounts(
-        samples=int(sum(record.samples for record in batches)),
-        tokens=int(sum(record.tokens for record in batches)),
-        microbatches=int(max(record.microbatches for record in records)),
+        samples=int(sum(records.samples[::ranks_per_batch])),
+        tokens=int(sum(records.tokens[::ranks_per_batch])),
+        microbatches=int(max(records.microbatches)),
         position=position,
-        seconds=records[0].elapsed_s,
+        seconds=records.elapsed_s[0],
         rng_hash=rng_hash,
         rng_mismatch=rng_mismatch,
-        equal_batches=_all_equal([record.batch_hash for record in batches]),
-        same_plan=len({record.plan_digest for record in records}) == 1,
+        equal_batches=_all_equal(records.batch_hash[::ranks_per_batch]),
+        same_plan=len(set(records.plan_digest)) == 1,
     )
 
 
-def _raise_reported_errors(records: Sequence[_ForwardRecord], nonfinite_limit: int) -> None:
+def _raise_reported_errors(records: _ForwardRecord[Sequence[float]], nonfinite_limit: int) -> None:
     """Raise the errors that some rank has reported for its batch or for an earlier step, on all ranks."""
-    failed = [rank for rank, record in enumerate(records) if record.has_error]
-    if failed:
+    if any(records.has_error):
+        failed = [rank for rank, has_error in enumerate(records.has_error) if has_error]
         raise PeerError(
-            f"step: rank {failed[0]} could not use its batch ({len(failed)} of {len(records)} ranks). "
+            f"step: rank {failed[0]} could not use its batch ({len(failed)} of {len(records.has_error)} ranks). "
             "See the error of that rank."
         )
-    different = [rank for rank, record in enumerate(records) if record.loss_terms_hash != records[0].loss_terms_hash]
+    different = _different_ranks(records.loss_terms_hash)
     if different:
         raise StepError(
             f"step: the weight_fn of rank {different[0]} gives weights of other terms than the weight_fn of rank 0. Return the "
             "same names on all ranks."
         )
-    late = [record.late_failure for record in records if record.late_failure]
-    if late and max(late) > 0:
+    if not any(records.late_failure):
+        return
+    late = [code for code in records.late_failure if code]
+    if max(late) > 0:
         first = int(min(code for code in late if code > 0)) - 1
         restart = f"load a checkpoint of step {first - 1} or before" if first else "start again"
         raise NonFiniteError(
@@ -196,11 +199,15 @@ def _raise_reported_errors(records: Sequence[_ForwardRecord], nonfinite_limit: i
             f"spoiled the parameters, so {restart}, then lower the learning rate, clip, or look at the batches. "
             "dt.transforms.nonfinite skips such updates, and changes the number of steps that stops the run."
         )
-    if late:
-        raise StepError(
-            "step: an earlier step had weight 0 on all ranks together, or a weight that differs from weight_fn, so its mean "
-            "loss is undefined. Look for masked batches."
-        )
+    raise StepError(
+        "step: an earlier step had weight 0 on all ranks together, or a weight that differs from weight_fn, so its mean "
+        "loss is undefined. Look for masked batches."
+    )
+
+
+def _different_ranks(values: Sequence[float]) -> list[int]:
+    """Return the ranks whose value differs from the value of rank 0."""
+    return [rank for rank, value in enumerate(values) if value != values[0]] if len(set(values)) > 1 else []
 
 
 def _all_equal(hashes: Sequence[float]) -> bool | None:
@@ -208,13 +215,16 @@ def _all_equal(hashes: Sequence[float]) -> bool | None:
     return len(set(hashes)) == 1 if len(hashes) > 1 and all(hashes) else None
 
 
-def _sync_position(codes: Sequence[int], batch_info: BatchInfo | None) -> EpochPosition | None:
+def _sync_position(batch_codes: Sequence[float], batch_info: BatchInfo | None) -> EpochPosition | None:
     """Return the position of all ranks after this step from the codes of their batches. Refuse ranks at different positions.
 
     A code of 0 means that the batch was made of new tensors. If some rank has such a batch, the position is None on all ranks.
 
     Mutates: the status of ``batch_info``, which its loader reads.
     """
+    if not any(batch_codes):
+        return None
+    codes = list(map(int, batch_codes))
     known = [rank for rank, code in enumerate(codes) if code]
     modes, ends = {codes[rank] & 2 for rank in known}, [rank for rank in known if codes[rank] & 1]
     if modes == {2} and len(known) < len(codes):
@@ -240,18 +250,17 @@ def _sync_position(codes: Sequence[int], batch_info: BatchInfo | None) -> EpochP
     return batch_info.end if len(known) == len(codes) else None
 
 
-def _check_shared_batches(records: Sequence[_ForwardRecord], ranks_per_batch: int) -> tuple[int, int] | None:
+def _check_shared_batches(records: _ForwardRecord[Sequence[float]], ranks_per_batch: int) -> tuple[int, int] | None:
     """Refuse ranks that share a batch but have different sizes. Return two ranks with different RNG states, or None."""
-    mismatch = None
-    for rank, record in enumerate(records) if ranks_per_batch > 1 else ():
+    mismatch, samples, tokens = None, records.samples, records.tokens
+    for rank in range(len(samples)) if ranks_per_batch > 1 else ():
         at = rank - rank % ranks_per_batch
-        first = records[at]
-        if (record.samples, record.tokens) != (first.samples, first.tokens):
+        if (samples[rank], tokens[rank]) != (samples[at], tokens[at]):
             raise StepError(
-                f"step: ranks {at} and {rank} work on one batch together (cp, tp), but have {first.samples:g} and "
-                f"{record.samples:g} samples, {first.tokens:g} and {record.tokens:g} tokens. Build the loader with mesh=."
+                f"step: ranks {at} and {rank} work on one batch together (cp, tp), but have {samples[at]:g} and "
+                f"{samples[rank]:g} samples, {tokens[at]:g} and {tokens[rank]:g} tokens. Build the loader with mesh=."
             )
-        if record.rng_hash != first.rng_hash:
+        if records.rng_hash[rank] != records.rng_hash[at]:
             mismatch = mismatch or (at, rank)
     return mismatch
 
@@ -309,17 +318,17 @@ class BackwardSync:
     collective_indices: Sequence[int] = ()
 
 
-class _BackwardRecord(NamedTuple):
-    """Record that a rank sends after backward, as float64."""
+class _BackwardRecord(NamedTuple, Generic[T]):
+    """Record that a rank sends after backward, as float64; or the records of all ranks, each field by rank."""
 
-    unit_order: float
-    params_without_grad: float
-    changed_buffers: float
-    weights_mismatch: float
-    status: float
-    collective_index: float
-    has_weight: float
-    weight: float
+    unit_order: T
+    params_without_grad: T
+    changed_buffers: T
+    weights_mismatch: T
+    status: T
+    collective_index: T
+    has_weight: T
+    weight: T
 
 
 def sync_after_backward(
@@ -343,12 +352,12 @@ def sync_after_backward(
         collective_index: number of collectives before this rank's failure.
         weight: this rank's loss weight; None if the host would wait for a device.
 
-    Collective: one all-gather of eight numbers on the control group. If ranks differ, also one exchange of JSON.
+    Collective: one record of eight numbers. If ranks differ, also one exchange of JSON.
 
     Raises:
         StepError: ranks reduced different units, or a rank has a ``weights_mismatch``; on all ranks.
     """
-    mine = _BackwardRecord(
+    mine = _BackwardRecord[float](
         unit_order=_hash_values(unit_order),
         params_without_grad=_hash_values(params_without_grad),
         changed_buffers=_hash_values(changed_buffers),
@@ -358,41 +367,29 @@ def sync_after_backward(
         has_weight=weight is not None,
         weight=weight or 0.0,
     )
-    records = [_BackwardRecord(*row) for row in _all_gather_record(mine)]
-    statuses = [RankStatus(int(record.status)) for record in records]
-    if any(status.failed for status in statuses):
-        return BackwardSync(statuses=statuses, collective_indices=[int(record.collective_index) for record in records])
-    mismatched = [rank for rank, record in enumerate(records) if record.weights_mismatch]
-    if mismatched:
+    records = _BackwardRecord[Sequence[float]](*all_gather_record(mine))
+    statuses = [RankStatus(int(value)) for value in records.status]
+    if any(records.status) and any(status.failed for status in statuses):
+        return BackwardSync(statuses=statuses, collective_indices=list(map(int, records.collective_index)))
+    if any(records.weights_mismatch):
         raise StepError(
-            f"step: on rank {mismatched[0]} the weights of the losses do not add up to what weight_fn said of the batch. Let "
-            "the loss and weight_fn count the same things."
+            f"step: on rank {records.weights_mismatch.index(True)} the weights of the losses do not add up to what weight_fn "
+            "said of the batch. Let the loss and weight_fn count the same things."
         )
-    different = [rank for rank, record in enumerate(records) if record.unit_order != records[0].unit_order]
+    different = _different_ranks(records.unit_order)
     if different:
         raise StepError(
             f"step: rank {different[0]} ran other units of the model than rank 0, or in another order, so their gradients do "
             "not belong together. Run the same blocks on all ranks in every microbatch."
         )
-    unused_params, hashes = params_without_grad, {(record.params_without_grad, record.changed_buffers) for record in records}
-    if len(hashes) > 1:
+    unused_params = params_without_grad
+    if _different_ranks(records.params_without_grad) or _different_ranks(records.changed_buffers):
         names = cast("list[list[list[str]]]", all_gather_json([list(params_without_grad), list(changed_buffers)]))
         without_grad = [set(params) for params, _ in names]
         unused_params = [name for name in names[0][0] if all(name in params for params in without_grad)]
         changed_buffers = list({name: None for _, buffers in names for name in buffers})
-    weights = [record.weight for record in records] if all(record.has_weight for record in records) else None
+    weights = records.weight if all(records.has_weight) else None
     return BackwardSync(unused_params=unused_params, changed_buffers=changed_buffers, weights=weights, statuses=statuses)
-
-
-def _all_gather_record(record: Sequence[float]) -> list[list[float]]:
-    """Gather every rank's record. Early ranks wait here for the last rank."""
-    if get_dist_info().world_size == 1:
-        return all_gather_numbers(record, caller="step")
-    spans.begin("agree")
-    try:
-        return all_gather_numbers(record, caller="step")
-    finally:
-        spans.end("agree")
 
 
 def _hash_values(values: Sequence[int] | Sequence[str]) -> int:

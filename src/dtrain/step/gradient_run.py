@@ -146,7 +146,7 @@ class GradientRun:
             prepare: function that counts and splits this rank's batch, and returns its declared weights. Its errors reach all
                 ranks.
 
-        Collective: one record on the control group.
+        Collective: one record.
         """
         error: Exception | None = None
         try:
@@ -243,7 +243,7 @@ class GradientRun:
     def finish(self) -> tuple[TrainState, Metrics]:
         """Synchronize after backward, reduce and normalize the gradients; return the state with its counts, and the metrics.
 
-        Collective: one record on the control group, for a sharded model on several ranks or a guarded step; the reductions of
+        Collective: one record, for a sharded model on several ranks or a guarded step; the reductions of
         gradients that FSDP2 does not reduce, of buffers, and of weights.
 
         Raises:

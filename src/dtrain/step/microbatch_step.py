@@ -56,7 +56,7 @@ def microbatch_step(
 
     Mutates: ``.grad`` of the parameters; earlier gradients are dropped. Buffers that the model's forward changes, which are
     then synchronized across ranks as ``shard_model(buffers=...)`` says.
-    Collective: one record on the control group before forward, and for a sharded model on several ranks one after backward;
+    Collective: one record before forward, and for a sharded model on several ranks one after backward;
     the model's own gathers; in the first step of a sharded model one record per unit, which compares the order of units; one
     reduction of gradients per unit (in the last microbatch's backward; with ``accumulate="sharded"`` in each backward), or
     per bucket under ``replicate``; one all-reduce of the weight (float64), if the weight is a tensor on a GPU or ``weight_fn``
