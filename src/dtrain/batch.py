@@ -195,15 +195,18 @@ def split_batch(batch: Batch, microbatch_size: int, *, batch_spec: BatchSpec | N
         ConfigError: ``microbatch_size`` below 1, or a batch whose samples cannot be counted.
     """
     check_microbatch_size(microbatch_size)
-    samples, _ = count_samples_and_tokens(batch, batch_spec)
-    parts, infos = split_into_microbatches(batch, microbatch_size, samples, batch_spec), get_batch_infos(batch)
+    flat = split_flat(batch, microbatch_size) if batch_spec is None else None
+    if flat is None:
+        samples, _ = count_samples_and_tokens(batch, batch_spec)
+        parts = split_into_microbatches(batch, microbatch_size, samples, batch_spec)
+    else:
+        parts = flat[1]
+    infos = get_batch_infos(batch)
     return [attach_batch_info(part, infos[0]) for part in parts] if len(infos) == 1 else parts
 
 
 def split_into_microbatches(batch: Batch, microbatch_size: int, samples: int, batch_spec: BatchSpec | None) -> list[Batch]:
-    """Split a batch of ``samples`` samples; see ``split_batch``."""
-    if batch_spec is None and samples and (microbatches := _split_flat(batch, microbatch_size)):
-        return microbatches
+    """Split a batch of ``samples`` samples of any structure; see ``split_batch``."""
     sizes = [(start, min(microbatch_size, samples - start)) for start in range(0, samples, microbatch_size)]
     if batch_spec is not None:
         return [batch_spec.narrow(batch, start, length) for start, length in sizes]
@@ -211,21 +214,34 @@ def split_into_microbatches(batch: Batch, microbatch_size: int, samples: int, ba
     return [_narrow(batch, start, length, samples) for start, length in sizes]
 
 
-def _split_flat(batch: Batch, microbatch_size: int) -> list[Batch]:
-    """Split a tensor, or a flat dict, tuple or list of tensors of one length, with one call each. Others give no parts."""
+def split_flat(batch: Batch, microbatch_size: int) -> tuple[int, list[Batch]] | None:
+    """Count and split a tensor, or a flat dict, tuple or list of tensors of one length, with one call for each tensor.
+
+    Returns:
+        Number of samples, and the microbatches; None for a batch of another structure, or without samples.
+    """
     kind = type(batch)
-    if isinstance(batch, Tensor):
-        return list(batch.split(microbatch_size)) if batch.ndim else []
-    if kind is not dict and kind is not tuple and kind is not list:
-        return []
-    leaves = list(batch.values()) if kind is dict else batch
-    # Lists are faster than generators for a few tensors.
-    if not all([isinstance(leaf, Tensor) and leaf.ndim for leaf in leaves]):  # noqa: C419
-        return []
-    if len({leaf.size(0) for leaf in leaves}) != 1:
-        return []
-    rows = zip(*[leaf.split(microbatch_size) for leaf in leaves], strict=True)
-    return [dict(zip(batch, row, strict=True)) for row in rows] if kind is dict else [kind(row) for row in rows]
+    if kind is tuple or kind is list:
+        leaves = batch
+    elif kind is dict:
+        leaves = batch.values()
+    elif isinstance(batch, Tensor):
+        leaves = (batch,)
+    else:
+        return None
+    samples = 0
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or not leaf.ndim or not leaf.size(0) or samples not in (0, leaf.size(0)):
+            return None
+        samples = leaf.size(0)
+    if not samples:
+        return None
+    columns = [leaf.split(microbatch_size) for leaf in leaves]
+    if kind is dict:
+        return samples, [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]
+    if kind is tuple or kind is list:
+        return samples, [kind(row) for row in zip(*columns, strict=True)]
+    return samples, list(columns[0])
 
 
 def check_microbatch_size(microbatch_size: int) -> None:

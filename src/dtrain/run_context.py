@@ -192,7 +192,7 @@ class RunContext:
     """
 
     generation: int = 0
-    newest_fields: tuple[Any, ...] = ()
+    newest_fields: dict[str, Any] = field(default_factory=dict)
     interrupted_write: str | None = None
     swapped_average: str | None = None
     monitor: StepMonitor = field(default_factory=StepMonitor)

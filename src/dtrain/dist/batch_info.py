@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from dtrain.clock import Clock, EpochPosition
 from dtrain.typing import Batch
@@ -87,9 +87,8 @@ class TrackedLoader(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepBatch:
-    """Batch of the step in progress.
+class StepBatch(NamedTuple):
+    """Batch of the step in progress. A tuple, because each step makes one.
 
     Args:
         info: facts about the batch, None if no loader returned the batch.

@@ -144,7 +144,7 @@ class GradSync:
 
         Mutates: flags of FSDP2's units, if the flags change; ``.grad`` of ``params``.
         """
-        if self.reducer is None or self.reducer.has_low_precision:
+        if params and (self.reducer is None or self.reducer.has_low_precision):
             self._stash_low_precision_grads(params)
         if self._skipped is not None:
             self._skipped.begin_microbatch()
@@ -168,7 +168,8 @@ class GradSync:
         """Return True if a backward of this step reached any of ``params``, which are all parameters of the model."""
         if self._present or any(map(has_unreduced_grads, self._groups)) or (self.reducer and self.reducer.has_grads):
             return True
-        return any(param.grad is not None for param in params) and not self._missing
+        # A list is faster than a generator for a few parameters.
+        return any([param.grad is not None for param in params]) and not self._missing  # noqa: C419
 
     def _stash_low_precision_grads(self, params: Iterable[Tensor]) -> None:
         low_precision = [
@@ -366,13 +367,14 @@ def attach_grad_sync(model: nn.Module, spec: ShardSpec, reducer: BucketReducer |
 def grad_sync_of(model: nn.Module) -> GradSync:
     """Return the ``GradSync`` of a model; for a plain model, an instance without effect."""
     # nn.Module.__getattr__ is slow for missing attributes.
-    attached = unwrap_module(model).__dict__.get(_GRAD_SYNC_ATTRIBUTE)
+    inner = unwrap_module(model)
+    attached = inner.__dict__.get(_GRAD_SYNC_ATTRIBUTE)
     if isinstance(attached, GradSync):
         return attached
-    plain = _OF_PLAIN_MODELS.get(unwrap_module(model))
+    plain = _OF_PLAIN_MODELS.get(inner)
     # Every plain model needs its own sums, because a loss function may run a step of another model.
     if plain is None:
-        plain = _OF_PLAIN_MODELS[unwrap_module(model)] = GradSync(nn.Identity(), ShardSpec())
+        plain = _OF_PLAIN_MODELS[inner] = GradSync(nn.Identity(), ShardSpec())
     return plain
 
 

@@ -16,6 +16,7 @@ from dtrain.batch import (
     count_samples_and_tokens,
     list_tensors,
     make_zero_samples,
+    split_flat,
     split_into_microbatches,
 )
 from dtrain.errors import ConfigError
@@ -92,6 +93,11 @@ def split_microbatches(
     """
     if isinstance(batch, FailedBatch):
         raise batch.error
+    if microbatch_size is not None and batch_spec is None and split is None and count is None:
+        check_microbatch_size(microbatch_size)
+        flat = split_flat(batch, microbatch_size)
+        if flat is not None:
+            return Microbatches(batch=batch, batches=flat[1], samples=flat[0])
     samples, tokens = count_batch(batch, batch_spec=batch_spec, count=count)
     if samples == 0:
         return Microbatches(batch=batch, tokens=tokens)
