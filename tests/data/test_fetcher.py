@@ -1,12 +1,13 @@
 """Samples to batches: what default batches are, what is said of samples that do not fit, transforms, samples left out."""
 
+from collections import OrderedDict
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from tensordict import TensorDict
-from torch.utils.data import TensorDataset
+from torch.utils.data import TensorDataset, default_collate
 
 import dtrain as dt
 from dtrain.batch import list_tensors
@@ -38,11 +39,46 @@ def test_mappings_with_strings_stay_mappings():
     assert batch["x"].shape == (2, 2)
 
 
+VALUES = {
+    "float32": lambda at: torch.full((2, 3), float(at)),
+    "float16": lambda at: torch.tensor(at, dtype=torch.float16),
+    "scalars": lambda at: torch.tensor(at),
+    "bool tensors": lambda at: torch.tensor([at > 1]),
+    "complex": lambda at: torch.tensor([complex(at, 1)]),
+    "views": lambda at: torch.arange(12).view(3, 4).t()[at],
+    "int": lambda at: at,
+    "float": lambda at: at / 2,
+    "bool": lambda at: at > 1,
+    "array": lambda at: np.full(2, at, np.float32),
+    "NumPy scalar": np.int16,
+}
+
+
+@pytest.mark.parametrize("kind", [dict, OrderedDict])
+@pytest.mark.parametrize("name", VALUES)
+def test_values_of_mappings_are_stacked_as_by_torch(name, kind):
+    samples = [kind(x=VALUES[name](at), more=kind(y=VALUES[name](2 - at))) for at in range(3)]
+    batch, expected = collate(samples), default_collate(samples)
+    assert isinstance(batch, TensorDict)
+    for found, wanted in ((batch["x"], expected["x"]), (batch["more", "y"], expected["more"]["y"])):
+        assert (found.dtype, found.shape, found.tolist()) == (wanted.dtype, wanted.shape, wanted.tolist())
+        assert found.is_contiguous()
+
+
+def test_gradients_pass_through_stacked_values():
+    weight = torch.ones((), requires_grad=True)
+    assert collate([{"x": weight * at} for at in range(3)])["x"].sum().backward() is None
+    assert weight.grad.item() == 3
+
+
 @pytest.mark.parametrize(
     ("samples", "message"),
     [
         ([torch.zeros(1), {"x": 1}], "samples must have one type, got Tensor and dict in one batch"),
         ([{"x": 1}, {"x": 1, "y": 2}], "only some samples of a batch have 'y'. Give all samples the same keys"),
+        ([{"x": 1, "y": 2}, {"x": 1}], "only some samples of a batch have 'y'. Give all samples the same keys"),
+        ([{"a": {"x": 1}}, {"a": {"x": 1, "z": 1}}], "only some samples of a batch have 'a'.'z'"),
+        ([{"x": torch.zeros(2)}, {"x": 1}], r"'x' is \(2,\) and int in one batch"),
         ([{"a": {"x": 1}}, {"a": {"z": 1}}], "only some samples of a batch have 'a'.'x'"),
         ([{"x": torch.zeros(2)}, {"x": torch.zeros(3)}], r"'x' is \(2,\) and \(3,\) in one batch. Pad or cut to one shape"),
         (

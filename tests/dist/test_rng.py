@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 
 import numpy as np
@@ -12,6 +13,7 @@ from dtrain.dist.rng import (
     Determinism,
     RNGSnapshot,
     Tf32,
+    _find_python_memory,
     derive_seed,
     fork_rng,
     generator,
@@ -93,11 +95,17 @@ def test_snapshot_restores_generators_after_any_draws(before, inside):
     assert draws() == first
 
 
-@pytest.mark.parametrize("before", [0, 1, 3], ids="after {} numpy normals".format)
-def test_fork_rng_restores_the_generators(before):
+@pytest.mark.parametrize("before", [0, 1, 3], ids="after {} normals".format)
+@pytest.mark.parametrize("known", [True, False], ids=["in memory", "by getstate"])
+def test_fork_rng_restores_the_generators(before, known, monkeypatch):
+    if not known:
+        monkeypatch.setattr("dtrain.dist.rng._find_python_memory", lambda: None)
+
     def begin() -> None:
         seed_all(1)
         np.random.randn(before)
+        for _ in range(before):
+            random.gauss(0, 1)
 
     begin()
     plain = draws() + draws()
@@ -108,6 +116,69 @@ def test_fork_rng_restores_the_generators(before):
     with fork_rng(7):
         assert draws() == first
     assert found + draws() == plain
+
+
+def test_contexts_of_fork_rng_nest():
+    seed_all(1)
+    plain = draws() + draws()
+    with fork_rng(7):
+        inner = draws() + draws()
+    with fork_rng(8):
+        other = draws()
+    seed_all(1)
+    found = draws()
+    with fork_rng(7):
+        first = draws()
+        with fork_rng(8):
+            assert draws() == other
+        assert first + draws() == inner
+    assert found + draws() == plain
+
+
+def test_fork_rng_restores_half_of_a_pair_that_a_program_has_set():
+    random.seed(1)
+    random.gauss(0, 1)
+    with_half = random.getstate()
+    random.gauss(0, 1)
+    with fork_rng(7):
+        pass
+    random.setstate(with_half)
+    with fork_rng(7):
+        pass
+    assert random.getstate() == with_half
+
+
+def test_fork_rng_restores_another_kind_of_numpy_generator():
+    usual = np.random.get_bit_generator()
+    with fork_rng(7):
+        expected = draws()
+    np.random.set_bit_generator(np.random.PCG64(3))
+    try:
+        np.random.randn()
+        before = np.random.get_state(legacy=False)
+        with fork_rng(7):
+            assert draws() == expected
+        assert np.random.get_state(legacy=False) == before
+    finally:
+        np.random.set_bit_generator(usual)
+
+
+def test_fork_rng_restores_the_generators_after_an_error():
+    def draw_and_fail() -> None:
+        with fork_rng(7):
+            draws()
+            raise ValueError("inside")
+
+    seed_all(1)
+    plain = draws()
+    seed_all(1)
+    with pytest.raises(ValueError, match="inside"):
+        draw_and_fail()
+    assert draws() == plain
+
+
+def test_state_of_pythons_generator_is_where_cpython_stores_it():
+    assert (_find_python_memory() is not None) == (sys.implementation.name == "cpython")
 
 
 @pytest.fixture(autouse=True)

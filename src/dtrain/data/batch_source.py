@@ -23,7 +23,8 @@ from dtrain.typing import Batch, Plain, Schedule
 _PREFETCH_BATCHES = 8
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen, because a frozen record takes twice as long to make, and each batch makes a record.
+@dataclass(slots=True, kw_only=True)
 class LoaderItem:
     """A batch, and the loader's position after the batch.
 

@@ -216,8 +216,9 @@ class SkippedSamples:
 
     def add(self, skipped: list[tuple[int, str]]) -> None:
         """Append samples. Mutates: this list."""
-        self.count += len(skipped)
-        self.samples += skipped[: _MAX_LISTED - len(self.samples)]
+        if skipped:
+            self.count += len(skipped)
+            self.samples += skipped[: _MAX_LISTED - len(self.samples)]
 
     def remove(self, added: list[tuple[int, str]]) -> None:
         """Remove samples that ``add`` appended, since the loader reads them again. Mutates: this list."""
@@ -225,7 +226,8 @@ class SkippedSamples:
         self.samples = [sample for sample in self.samples if not any(sample is removed for removed in added)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+# Not frozen, because a frozen record takes twice as long to make, and each batch makes a record.
+@dataclass(slots=True, kw_only=True)
 class IssuedBatch:
     """The batch that a loader issued last.
 

@@ -25,7 +25,8 @@ class BatchStatus:
     consumed: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+# Not frozen, because a frozen record takes twice as long to make, and each batch makes a record.
+@dataclass(slots=True, kw_only=True, eq=False)
 class BatchInfo:
     """Facts about one batch that its loader knows. They travel with the batch; see ``dtrain.batch.attach_batch_info``.
 

@@ -165,11 +165,8 @@ _MAX_GAP = 1 << 13
 class _CachedRange:
     epoch: int
     start: int
+    stop: int
     indices: Tensor
-
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.indices)
 
 
 @dataclass(slots=True)
@@ -194,7 +191,8 @@ class CachedOrder:
         cached = self._cached
         if cached is None or epoch != cached.epoch or not cached.start <= start <= stop <= cached.stop:
             end = min(start + self._next_length(cached, epoch, start, stop), self.order.size)
-            cached = self._cached = _CachedRange(epoch, start, self.order.indices(epoch, start, max(end, stop)))
+            end = max(end, stop)
+            cached = self._cached = _CachedRange(epoch, start, end, self.order.indices(epoch, start, end))
         return cached.indices[start - cached.start : stop - cached.start]
 
     def _next_length(self, cached: _CachedRange | None, epoch: int, start: int, stop: int) -> int:
