@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 
+from dtrain.dist.generator_state import _find_python_memory, fork_rng
 from dtrain.dist.rng import (
     Determinism,
     RNGSnapshot,
     Tf32,
-    _find_python_memory,
     derive_seed,
-    fork_rng,
     generator,
     hash_rng_state,
     rng_state,
@@ -99,7 +98,7 @@ def test_snapshot_restores_generators_after_any_draws(before, inside):
 @pytest.mark.parametrize("known", [True, False], ids=["in memory", "by getstate"])
 def test_fork_rng_restores_the_generators(before, known, monkeypatch):
     if not known:
-        monkeypatch.setattr("dtrain.dist.rng._find_python_memory", lambda: None)
+        monkeypatch.setattr("dtrain.dist.generator_state._find_python_memory", lambda: None)
 
     def begin() -> None:
         seed_all(1)
@@ -146,6 +145,20 @@ def test_fork_rng_restores_half_of_a_pair_that_a_program_has_set():
     with fork_rng(7):
         pass
     assert random.getstate() == with_half
+
+
+@pytest.mark.parametrize("save", [rng_state, RNGSnapshot])
+def test_fork_rng_restores_half_of_a_numpy_pair_that_was_restored(save):
+    np.random.seed(1)
+    np.random.randn()
+    state = save()
+    half = np.random.randn()
+    with fork_rng(7):
+        pass
+    state.restore() if isinstance(state, RNGSnapshot) else set_rng_state(state)
+    with fork_rng(7):
+        pass
+    assert np.random.randn() == half
 
 
 def test_fork_rng_restores_another_kind_of_numpy_generator():

@@ -22,7 +22,8 @@ from torch.utils.data import default_collate, get_worker_info
 
 from dtrain.data.dataset import ColumnDataset, read_samples
 from dtrain.data.worker_batch import INLINE_TENSOR_BYTES, Payload, WorkerBatch
-from dtrain.dist.rng import derive_seed, fork_rng, generator, reseed
+from dtrain.dist.generator_state import fork_rng, reseed
+from dtrain.dist.rng import derive_seed, generator
 from dtrain.errors import ConfigError, DataError, ShardError
 from dtrain.typing import Batch, is_tensordict
 

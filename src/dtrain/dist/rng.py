@@ -1,24 +1,21 @@
 """Control random numbers and bits: seeds, generators, deterministic algorithms and TensorFloat-32.
 
-Seeds derive from names. The state of the global generators can be saved, restored and forked. ``use_deterministic`` and
-``use_tf32`` set torch's switches, and return the previous settings.
+Seeds derive from names. The state of the global generators can be saved and restored. ``use_deterministic`` and ``use_tf32``
+set torch's switches, and return the previous settings.
 """
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import os
 import random
-import struct
-import sys
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
 
+from dtrain.dist.generator_state import read_numpy_state, read_python_state, write_numpy_state
 from dtrain.errors import ConfigError
 
 
@@ -121,7 +118,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["internal"].tolist()), python["gauss"]))
     keys = numpy["keys"].numpy().astype(np.uint32)
-    np.random.set_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
+    write_numpy_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
@@ -168,134 +165,17 @@ class RNGSnapshot:
     __slots__ = ("_cuda", "_numpy", "_python", "_torch")
 
     def __init__(self) -> None:
-        self._python, self._numpy, self._torch = _read_python_state(), _read_numpy_state(), torch.get_rng_state()
+        self._python, self._numpy, self._torch = read_python_state(), read_numpy_state(), torch.get_rng_state()
         generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
         self._cuda = [(generator, generator.get_state()) for generator in generators]
 
     def restore(self) -> None:
         """Restore the generators. Mutates: the global generators of Python, NumPy, torch and every CUDA device."""
         random.setstate(self._python)
-        np.random.set_state(self._numpy)
+        write_numpy_state(self._numpy)
         torch.set_rng_state(self._torch)
         for generator, state in self._cuda:
             generator.set_state(state)
-
-
-# 624 words of state and the position in the state.
-_MT19937_BYTES = 624 * 4 + 4
-
-
-@dataclass(slots=True)
-class _StateCache:
-    """Last state that was read from a global generator, with the memory of the generator at that time."""
-
-    # One tuple, so that two threads never combine the memory of one read with the state of another read.
-    last: tuple[Any, Any] = (None, None)
-
-
-# fork_rng runs once per batch. A read of a state makes hundreds of integers or an array, a comparison of memory does not.
-_PYTHON_CACHE, _NUMPY_CACHE = _StateCache(), _StateCache()
-
-
-def _read_python_state() -> Any:
-    """Return Python's state, from the cache if no number was drawn since the last read."""
-    found = _find_python_memory()
-    if found is None:
-        return random.getstate()
-    generator, address = found
-    # gauss() makes numbers in pairs. The second number is an attribute.
-    key = ctypes.string_at(address, _MT19937_BYTES), generator.gauss_next
-    cached_key, state = _PYTHON_CACHE.last
-    if key != cached_key:
-        state = random.getstate()
-        _PYTHON_CACHE.last = key, state
-    return state
-
-
-@cache
-def _find_python_memory() -> tuple[Any, int] | None:
-    """Return Python's global generator and the address of its state; None if CPython's layout is not as expected.
-
-    The memory is compared and never written.
-    """
-    # The functions of ``random`` are methods of the generator.
-    generator: Any = getattr(random.random, "__self__", None)
-    head = object.__basicsize__
-    is_known = sys.implementation.name == "cpython" and isinstance(generator, random.Random)
-    if not is_known or type(generator).__basicsize__ < head + _MT19937_BYTES:
-        return None
-    # CPython stores the position before the words.
-    position, *words = struct.unpack("=i624I", ctypes.string_at(id(generator) + head, _MT19937_BYTES))
-    return (generator, id(generator) + head) if (*words, position) == generator.getstate()[1] else None
-
-
-def _read_numpy_state() -> Any:
-    """Return NumPy's state, from the cache if no number was drawn since the last read.
-
-    NumPy stores the second number of a pair of normal numbers outside of the compared memory. So a state with such a number is
-    never taken from the cache.
-    """
-    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
-    if not isinstance(generator, np.random.MT19937):
-        return np.random.get_state(legacy=False)
-    memory = ctypes.string_at(generator.ctypes.state_address, _MT19937_BYTES)
-    cached_memory, state = _NUMPY_CACHE.last
-    if memory != cached_memory or state["has_gauss"]:
-        state = np.random.get_state(legacy=False)
-        _NUMPY_CACHE.last = memory, state
-    return state
-
-
-class fork_rng:
-    """Context manager that seeds Python, NumPy and torch (CPU), and restores their states at exit.
-
-    Takes about 15 microseconds if Python's and NumPy's generators are used only inside of such contexts.
-
-    Args:
-        seed: seed of the generators inside of the context.
-
-    Mutates: the global generators of Python, NumPy and torch (CPU), inside of the context.
-    """
-
-    # A class with a verb as name, because a generator function would double the time per batch.
-    __slots__ = ("_bit_generators", "_numpy", "_python", "_seed", "_torch")
-
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-
-    def __enter__(self) -> None:
-        self._python, self._numpy, self._torch = _read_python_state(), _read_numpy_state(), torch.default_generator.get_state()
-        # NumPy draws from another generator in the context. A write of the state would take longer.
-        inner = _SPARE_BIT_GENERATORS.pop() if _SPARE_BIT_GENERATORS else np.random.MT19937(0)
-        self._bit_generators = np.random.get_bit_generator(), inner  # type: ignore[attr-defined]
-        np.random.set_bit_generator(inner)  # type: ignore[attr-defined]
-        reseed(self._seed)
-
-    def __exit__(self, *failure: object) -> None:
-        random.setstate(self._python)
-        outer, inner = self._bit_generators
-        np.random.set_bit_generator(outer)  # type: ignore[attr-defined]
-        # A change of generators discards the second number of a pair of normal numbers.
-        if self._numpy["has_gauss"]:
-            np.random.set_state(self._numpy)
-        _SPARE_BIT_GENERATORS.append(inner)
-        torch.default_generator.set_state(self._torch)
-
-
-# One generator for each open context.
-_SPARE_BIT_GENERATORS: list[np.random.MT19937] = []
-
-
-def reseed(seed: int) -> None:
-    """Seed the global generators of Python, NumPy and torch on the CPU with ``seed``.
-
-    Faster than ``seed_all``, which uses different seeds and also seeds devices. Called once per batch.
-
-    Mutates: the global generators of Python, NumPy and torch (CPU).
-    """
-    random.seed(seed)
-    np.random.seed(seed % 2**32)
-    torch.default_generator.manual_seed(seed)
 
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
