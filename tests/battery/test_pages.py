@@ -3,6 +3,7 @@
 import pytest
 
 from battery import pages
+from old_torch import torch_before
 
 NAMES = {name: value for members in pages.exported().values() for name, value in members}
 ALGORITHMS = [name for name, value in NAMES.items() if pages.is_algorithm(value)]
@@ -71,5 +72,6 @@ def test_docstring_section_ends_before_the_next_paragraph():
     assert pages.section(described, "Example") == ">>> 1\n1"
 
 
+@pytest.mark.skipif(torch_before("2.13"), reason="the page shows signatures of torch's norms: an older GroupNorm has no bias=")
 def test_generated_page_is_up_to_date():
     assert pages.PAGE.read_text() == pages.page(), "run python tests/written.py"

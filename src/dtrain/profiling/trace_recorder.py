@@ -106,6 +106,8 @@ class TraceRecorder:
             profile_memory=self.options.memory,
             with_stack=self.options.stacks,
             with_flops=self.options.flops,
+            # There is one cycle. torch 2.11 warns otherwise that the events of earlier cycles are lost.
+            acc_events=True,
         )
         self._profiler.prepare_trace()
 
