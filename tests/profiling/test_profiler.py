@@ -218,7 +218,7 @@ def test_two_profilers_at_once_are_refused(tmp_path):
             pass
         with pytest.raises(ConfigError, match=other):
             take(step, state)
-    with torch.profiler.profile(), pytest.raises(ConfigError, match=r"got a profiler of torch's own"):
+    with torch.profiler.profile(acc_events=True), pytest.raises(ConfigError, match=r"got a profiler of torch's own"):
         profile(tmp_path / "d", schedule=SOON).__enter__()
     assert names(tmp_path) == []
 
@@ -419,7 +419,7 @@ def test_only_selected_ranks_write_traces(ranks, tmp_path):
 
 def profiled_elsewhere(folder: str, transform: bool) -> str:
     rank = get_dist_info().rank
-    with torch.profiler.profile() if rank == 0 else contextlib.nullcontext():
+    with torch.profiler.profile(acc_events=True) if rank == 0 else contextlib.nullcontext():
         try:
             if transform:
                 late(folder, 0.0)
