@@ -57,6 +57,13 @@ def replicate_like(like: Tensor, whole: Tensor) -> Tensor:
     return torch.distributed.tensor.DTensor.from_local(whole, like.device_mesh, placements, run_check=False)
 
 
+def is_placed_like(tensor: Tensor, like: Tensor) -> bool:
+    """Return True if both are plain, or both are on one mesh with equal placements."""
+    if not is_dtensor(like):
+        return not is_dtensor(tensor)
+    return is_dtensor(tensor) and tensor.placements == like.placements and tensor.device_mesh == like.device_mesh
+
+
 def full_tensor(tensor: Tensor) -> Tensor:
     """Gather a distributed tensor to a plain tensor; a plain tensor is returned unchanged.
 

@@ -85,6 +85,25 @@ def test_tensors_filled_in_place_count_as_changed(tmp_path):
     assert all(param._version > before[name] for name, param in state.params.items())
 
 
+@pytest.mark.parametrize("steps", [0, 2], ids=["new", "stepped"])
+def test_tensors_that_the_state_lacks_are_read_once(tmp_path, monkeypatch, steps):
+    save_sharded(tmp_path, train(plain_state(), 3))
+    seen, original = [], load._apply
+
+    def noted(loaded, *args):
+        seen.append((set(loaded.held[""]), set(loaded.reads[""].sizes)))
+        return original(loaded, *args)
+
+    monkeypatch.setattr(load, "_apply", noted)
+    state = train(plain_state(5), steps)
+    load_sharded(tmp_path, state)
+    ((held, read_again),) = seen
+    optimizer = {key for key in held | read_again if key.startswith("optimizer/")}
+    assert {f"optimizer/state/{name}/exp_avg" for name in state.params} < optimizer
+    assert held == (set() if steps else optimizer)
+    assert held.isdisjoint(read_again)
+
+
 def test_damage_is_refused_before_anything_changes(tmp_path):
     path = save_sharded(tmp_path, train(plain_state(), 2), extra={"counter": Counter()}).path / DATA
     state = train(plain_state(5), 1)

@@ -134,6 +134,24 @@ def landed(files: Files, boxes: dict, refs: dict, **targets: Region) -> dict[str
     )
 
 
+@pytest.mark.parametrize("share", ["most", "few"])
+def test_shareable_tensors_are_views_unless_most_of_a_chunk_would_be_kept_for_nothing(tmp_path, small, share):
+    small(2504, 2**16, 2**20, 1000)
+    files, boxes, refs = two_tensors(tmp_path)
+    regions = {key: Region(offset=(0,), size=(count,)) for key, count in (("small", 10), ("large", 300))}
+    found = read_tensors.read_tensors(
+        {key: region.size for key, region in regions.items()},
+        plan_reads(boxes, regions),
+        refs,
+        files.open,
+        shareable={"most": ["large"], "few": ["small"]}[share],
+    )
+    assert torch.equal(found["small"], torch.arange(10))
+    assert torch.equal(found["large"], torch.arange(300))
+    own = {key for key, tensor in found.items() if tensor.untyped_storage().nbytes() == tensor.nbytes}
+    assert own == ({"small"} if share == "most" else {"small", "large"})
+
+
 @pytest.mark.parametrize("large", [8, 2**16], ids=["direct", "buffered"])
 def test_read_tensors_fetches_each_needed_chunk_once(tmp_path, small, large):
     small(512, large, 2**20, 1000)

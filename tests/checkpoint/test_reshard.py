@@ -234,13 +234,21 @@ def test_empty_region_needs_no_shards():
 
 @given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 4)), max_size=30))
 def test_assign_writers_balances_bytes(tensors):
-    rows = [(f"t{at}", nbytes, copies) for at, (nbytes, copies) in enumerate(tensors)]
-    chosen = assign_writers(rows)
-    assert chosen == assign_writers(rows)
-    for copies in {c for _, _, c in rows}:
-        loads = [0] * copies
-        for key, nbytes, c in rows:
+    named = {f"t{at}": tensor for at, tensor in enumerate(tensors)}
+    chosen = assign_writers(named)
+    assert chosen == assign_writers(named)
+    for copies in {c for _, c in tensors}:
+        loads, scalars = [0] * copies, 0
+        for key, (nbytes, c) in named.items():
             if c == copies:
                 assert 0 <= chosen[key] < copies
                 loads[chosen[key]] += nbytes
-        assert max(loads) - min(loads) <= max((n for _, n, c in rows if c == copies), default=0)
+                scalars += nbytes if nbytes <= 64 else 0
+        assert max(loads) - min(loads) <= max(scalars, *(n for n, c in tensors if c == copies))
+
+
+def test_assign_writers_gives_scalars_to_one_replica():
+    tensors = {**{f"step{at}": (4, 8) for at in range(100)}, **{f"bias{at}": (128, 8) for at in range(8)}}
+    chosen = assign_writers(tensors)
+    assert {chosen[f"step{at}"] for at in range(100)} == {0}
+    assert {chosen[f"bias{at}"] for at in range(8)} > {1, 2, 3, 4, 5, 6}

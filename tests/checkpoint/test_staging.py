@@ -81,3 +81,17 @@ def test_pool_replaces_small_buffer_by_larger():
 def test_staging_memory_is_page_aligned():
     pool = StagingPool()
     assert all(pool.acquire(size, pinned=False).memory.data_ptr() % save_thread.PAGE_BYTES == 0 for size in (1, 4097, 10**6))
+
+
+def test_small_tensors_lie_behind_large_ones_of_their_item_size():
+    """The 4-byte steps of AdamW would else lie between its moments, and cost a reader a chunk each."""
+    kinds = {
+        "exp_avg": ("F32", (2**20,)),
+        "step": ("F32", ()),
+        "weight": ("BF16", (2**20,)),
+        "bias": ("F32", (100,)),
+        "norm": ("BF16", (100,)),
+    }
+    slots = [TensorSlot.of(f"{name}/{key}", *kind) for name in ("a", "b") for key, kind in kinds.items()]
+    order = ["exp_avg", "bias", "step", "weight", "norm"]
+    assert [slot.key for slot in plan_file_layout(slots).slots] == [f"{name}/{key}" for key in order for name in ("a", "b")]

@@ -1,7 +1,8 @@
 """Lay out a rank's tensors as a safetensors file, write the file with chunk digests, and verify every read.
 
 The format: 8 bytes with the length of the header, the header (JSON: name -> dtype, shape, byte range), the data without
-gaps. Tensors are in the order of falling item size, so that each is aligned.
+gaps. Tensors are in the order of falling item size, so that each is aligned. Of one item size, small tensors come last, in the
+order of falling size: scalars between large tensors would cost a reader a chunk each.
 
 Source: the format section of the safetensors README (huggingface/safetensors).
 """
@@ -11,10 +12,11 @@ from __future__ import annotations
 import json
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 import xxhash
@@ -37,6 +39,26 @@ def digest_of(buffers: Iterable[Buffer]) -> str:
 def chunk_range(begin: int, end: int) -> range:
     """Return the numbers of the chunks that contain the bytes ``[begin, end)``."""
     return range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)) if end > begin else range(0)
+
+
+class ReadableFile(Protocol):
+    """Protocol of an open data file; ``chunks`` is None for a file without digests."""
+
+    @property
+    def file(self) -> FileReader:
+        """Open file."""
+
+    @property
+    def name(self) -> str:
+        """Name of the file for messages."""
+
+    @property
+    def chunks(self) -> tuple[str, ...] | None:
+        """Digests of the chunks."""
+
+
+FileOpener: TypeAlias = Callable[[int], AbstractContextManager[ReadableFile]]
+"""Function that opens the file of a number."""
 
 
 class VerifiedReader:
@@ -84,7 +106,7 @@ class VerifiedReader:
 
 
 # Smaller tensors are gathered into one buffer, which saves a call for each of them.
-_GATHER_BELOW_BYTES = 64 * 2**10
+SMALL_BYTES = 64 * 2**10
 # A gathered group is a copy, so its size is limited.
 _MAX_GROUP_BYTES = 32 * 2**20
 
@@ -115,7 +137,7 @@ class FileLayout:
 
 def plan_file_layout(slots: Iterable[TensorSlot]) -> FileLayout:
     """Lay out a file that holds ``slots``."""
-    ordered = tuple(sorted(slots, key=lambda slot: (-DTYPES[slot.dtype].itemsize, slot.key)))
+    ordered = tuple(sorted(slots, key=_file_order))
     head: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, at = {}, 0
     for slot in ordered:
@@ -131,6 +153,11 @@ def plan_file_layout(slots: Iterable[TensorSlot]) -> FileLayout:
         ranges={key: (len(header) + begin, len(header) + end) for key, (begin, end) in offsets.items()},
         size=len(header) + at,
     )
+
+
+def _file_order(slot: TensorSlot) -> tuple[int, int, str]:
+    key, dtype, _, nbytes = slot
+    return -DTYPES[dtype].itemsize, -min(nbytes, SMALL_BYTES + 1), key
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -208,7 +235,7 @@ def group_slots(layout: FileLayout, tensors: Mapping[str, Tensor]) -> Iterator[t
     group_bytes, group_kind = 0, None
     for slot in layout.slots:
         kind = (slot.dtype, tensors[slot.key].device)
-        large = slot.nbytes > _GATHER_BELOW_BYTES
+        large = slot.nbytes > SMALL_BYTES
         if group and (large or kind != group_kind or group_bytes >= _MAX_GROUP_BYTES):
             yield tuple(group)
             group, group_bytes = [], 0

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,6 +109,7 @@ class LoadPlan:
         regions: region of each stored tensor that this rank needs, by key.
         targets: tensors that the state has already, by key.
         builders: functions that build all other tensors of the state from the tensor that was read, by key.
+        adopted: keys of tensors that the state lacks and keeps as they are read.
         optimizer: the optimizer's tree; None if the optimizer does not change (``model_only`` or ignored).
         transforms: states of the transforms without ignored ones; None with ``model_only``, like clock and seed.
         skipped: names in the model that do not change.
@@ -119,6 +120,7 @@ class LoadPlan:
     regions: Mapping[str, Region]
     targets: Mapping[str, Tensor]
     builders: Mapping[str, TensorBuilder]
+    adopted: Set[str]
     optimizer: dict[str, Any] | None
     transforms: dict[str, Any] | None
     clock: Clock | None
@@ -173,6 +175,7 @@ def plan_load(
         regions=comparison.regions,
         targets=comparison.targets,
         builders=comparison.builders,
+        adopted=comparison.adopted,
         optimizer=optimizer,
         transforms=transforms,
         clock=clock,
@@ -196,6 +199,7 @@ class _StateComparison:
     regions: dict[str, Region] = field(default_factory=dict)
     targets: dict[str, Tensor] = field(default_factory=dict)
     builders: dict[str, TensorBuilder] = field(default_factory=dict)
+    adopted: set[str] = field(default_factory=set)
     _regions_by_layout: dict[Any, Region] = field(default_factory=dict)
 
     def region_of(self, tensor: Tensor) -> Region:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from dtrain.checkpoint.mismatch_report import MismatchRow, other_row, unexpected
 from dtrain.checkpoint.reshard import Region, full_region
 from dtrain.checkpoint.state_dict import optimizer_groups
 from dtrain.checkpoint.tree_json import TensorPlaceholder, TensorRef, list_placeholders
-from dtrain.dtensor import from_local_like, replicate_like, to_local
+from dtrain.dtensor import from_local_like, is_placed_like, replicate_like, to_local
 from dtrain.errors import CorruptCheckpointError
 from dtrain.state import TrainState
 
@@ -28,11 +27,19 @@ _ADDED_BY_SCHEDULES = frozenset({"initial_lr"})
 
 
 class PlanBuilder(Protocol):
-    """Protocol of an object that collects the regions, targets and builders of a load."""
+    """Protocol of an object that collects the regions, targets and builders of a load.
+
+    Args:
+        regions: region of each tensor to read, by key.
+        targets: tensors of the state that are filled, by key.
+        builders: functions that build all other tensors, by key.
+        adopted: keys of tensors that the state lacks and keeps as they are read, so that reading them takes no more memory.
+    """
 
     regions: dict[str, Region]
     targets: dict[str, Tensor]
     builders: dict[str, TensorBuilder]
+    adopted: set[str]
 
 
 def find_unknown_state(
@@ -101,24 +108,26 @@ def plan_optimizer(
     for name, content in optimizer["state"].items():
         param = state.params[name]
         local = shards[name]
+        key = tree_json.join_key("params", name)
         placement = _ParamPlacement(
             param=param,
             local=local,
             shape=tuple(param.shape),
-            region=plan.regions[tree_json.join_key("params", name)],
-            saved_ref=refs[tree_json.join_key("params", name)],
+            region=plan.regions[key],
+            saved_ref=refs[key],
             adopts_read=local.is_cpu and local.is_contiguous(),
             step_device=param.device if id(param) in on_device else torch.device("cpu"),
             cast=cast,
         )
         current = state.optimizer.state.get(param, {})
         for leaf in list_placeholders(content):
-            plan.regions[leaf.key], builder = placement.plan(leaf)
             existing = placement.find_reusable(leaf, current, used) if current else None
             if existing is None:
-                plan.builders[leaf.key] = builder
+                plan.regions[leaf.key], plan.builders[leaf.key] = placement.plan(leaf)
+                if not current and placement.adopts(leaf):
+                    plan.adopted.add(leaf.key)
             else:
-                plan.targets[leaf.key] = existing
+                plan.regions[leaf.key], plan.targets[leaf.key] = placement.region, existing
     for group, content in zip(state.optimizer.param_groups, optimizer["groups"], strict=True):
         for name, value in content.items():
             current = group.get(name)
@@ -127,13 +136,14 @@ def plan_optimizer(
                 plan.regions[leaf.key], plan.builders[leaf.key] = full_region(leaf.ref.shape), partial(_move_to, device)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class _ParamPlacement:
+class _ParamPlacement(NamedTuple):
     """Placement of the optimizer's tensors of a parameter, as the optimizer itself would place them.
 
     A tensor of the parameter's shape has the parameter's layout. ``step`` is an exception even for a scalar parameter, and is
     on the CPU unless the optimizer counts on the device: both are conventions of torch. A tensor of another shape (a factored
     second moment, the codes of an 8-bit optimizer) is replicated on every rank, as a DTensor if the parameter is a DTensor.
+
+    A tuple, because every parameter has one.
     """
 
     param: Tensor
@@ -149,23 +159,33 @@ class _ParamPlacement:
         """Return the region of a stored tensor that this rank needs, and its builder."""
         ref = leaf.ref
         if self._is_like_param(leaf):
-            return self.region, self._like_param(ref)
+            if self.adopts(leaf):
+                return self.region, partial(from_local_like, self.param)
+            return self.region, partial(_copy_with_layout, self.param, self._built_dtype(ref))
         if _is_step(leaf):
             return full_region(ref.shape), partial(_move_to, self.step_device)
         if ref.distributed or (ref.shape and not self.saved_ref.distributed):
             return full_region(ref.shape), self._replicate_like_param
         return full_region(ref.shape), partial(_move_to, self.param.device)
 
+    def adopts(self, leaf: TensorPlaceholder) -> bool:
+        """Return True if the state keeps the tensor that is read, without a copy."""
+        if self._is_like_param(leaf):
+            return self.adopts_read and not (self.cast and leaf.ref.dtype == self.saved_ref.dtype)
+        return _is_step(leaf) and self.step_device.type == "cpu"
+
     def find_reusable(self, leaf: TensorPlaceholder, current: Mapping[str, Any], used: set[int]) -> Tensor | None:
         """Return the optimizer's current tensor if it equals the tensor to build in all but the values.
 
         Mutates: ``used``, the storages in use. A tensor that shares a storage is not reused.
         """
+        if not self._is_like_param(leaf):
+            return None
         tensor = current.get(tree_json.unescape_key(leaf.key.rpartition("/")[2]))
-        if not isinstance(tensor, Tensor) or not self._is_like_param(leaf) or tensor.dtype != self._built_dtype(leaf.ref):
+        if not isinstance(tensor, Tensor) or tensor.dtype != self._built_dtype(leaf.ref):
             return None
         local = to_local(tensor)
-        if type(local) is not Tensor or not _is_placed_like(tensor, self.param):
+        if type(local) is not Tensor or tensor.shape != self.param.shape or not is_placed_like(tensor, self.param):
             return None
         storage = local.untyped_storage().data_ptr()
         if local.device != self.local.device or local.stride() != self.local.stride() or storage in used:
@@ -180,20 +200,8 @@ class _ParamPlacement:
         follows = self.cast and ref.dtype == self.saved_ref.dtype and DTYPES[ref.dtype].is_floating_point
         return self.param.dtype if follows else DTYPES[ref.dtype]
 
-    def _like_param(self, ref: TensorRef) -> TensorBuilder:
-        if self.adopts_read and not (self.cast and ref.dtype == self.saved_ref.dtype):
-            return partial(from_local_like, self.param)
-        return partial(_copy_with_layout, self.param, self._built_dtype(ref))
-
     def _replicate_like_param(self, tensor: Tensor) -> Tensor:
         return replicate_like(self.param, tensor.to(self.param.device))
-
-
-def _is_placed_like(tensor: Tensor, like: Tensor) -> bool:
-    # A plain tensor has neither a mesh nor placements.
-    return tensor.shape == like.shape and all(
-        getattr(tensor, name, None) == getattr(like, name, None) for name in ("placements", "device_mesh")
-    )
 
 
 def _is_step(leaf: TensorPlaceholder) -> bool:

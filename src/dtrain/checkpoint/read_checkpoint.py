@@ -1,12 +1,13 @@
 """Read and verify the parts of a checkpoint that a load needs.
 
-The tensors of a small state are read once, into new memory. Those of a large state are verified first, and read and verified
-again when the load is applied, so that a load needs no memory for a second copy of the state.
+The tensors of a small state are read once, into new memory, and so are tensors that the state lacks and keeps as they are read.
+All other tensors of a large state are verified first, and read and verified again when the load is applied, so that a load
+needs no memory for a second copy of the state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
 from operator import itemgetter
@@ -16,11 +17,11 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import layout, strict_json, tree_json
-from dtrain.checkpoint.data_file import VerifiedReader
+from dtrain.checkpoint.data_file import FileOpener, VerifiedReader
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, TRANSFORMS, IgnorePatterns, LoadOptions, LoadPlan, plan_load
 from dtrain.checkpoint.mismatch_report import mismatch_error, missing_row, unexpected_row
 from dtrain.checkpoint.rank_index import StoredShard
-from dtrain.checkpoint.read_tensors import FileOpener, read_tensors
+from dtrain.checkpoint.read_tensors import read_tensors
 from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_buffers_of
 from dtrain.checkpoint.reshard import ReadItem, Region, full_region, plan_reads
 from dtrain.checkpoint.tree_json import decode_structure, fill_tensors, list_placeholders
@@ -45,9 +46,9 @@ class LoadedCheckpoint:
     Args:
         reader: the open checkpoint.
         plans: plans by the names of the states.
-        reads: reads of the tensors of each state, by the names of the states.
+        held: tensors of each state that have been read, on the CPU, by the names of the states and the keys in the state.
+        reads: reads of all other tensors of each state, which have been verified, by the names of the states.
         open_file: function that opens the data file of a number.
-        held: tensors by their key in the checkpoint, on the CPU; None if the states are large.
         extra: requested values of ``extra``, without ignored names.
         rng: random state of this rank; None if the checkpoint has another number of ranks, if ignored, or with
             ``what="weights"``.
@@ -56,9 +57,9 @@ class LoadedCheckpoint:
 
     reader: CheckpointReader
     plans: Mapping[str, LoadPlan]
+    held: Mapping[str, Mapping[str, Tensor]]
     reads: Mapping[str, TensorReads]
     open_file: FileOpener
-    held: Mapping[str, Tensor] | None
     extra: Mapping[str, Any]
     rng: dict[str, Any] | None
     skipped_states: tuple[str, ...]
@@ -75,11 +76,9 @@ class LoadedCheckpoint:
         Raises:
             CorruptCheckpointError: a file has changed since it was verified.
         """
-        prefix, reads = key_prefix(state), self.reads[state]
-        if self.held is not None:
-            yield {key.removeprefix(prefix): self.held[key] for key in reads.sizes}
-            return
-        done: list[str] = []
+        prefix, reads, held = key_prefix(state), self.reads[state], self.held[state]
+        yield dict(held)
+        done, total = list(held), len(held) + len(reads.sizes)
         for batch in reads.split(_BATCH_BYTES):
             in_place = {key: targets[name] for key in batch.sizes if (name := key.removeprefix(prefix)) in targets}
             try:
@@ -88,7 +87,7 @@ class LoadedCheckpoint:
                 written = f"{', '.join(done[:10])}{', ...' if len(done) > 10 else ''}" or "none"
                 raise CorruptCheckpointError(
                     f"{_CALLER}: {self.reader.folder}: {error}. The file has changed since it was verified. Loaded before: "
-                    f"{len(done)} of {len(reads.sizes)} tensors ({written}), and parts of the next {len(batch.sizes)}. "
+                    f"{len(done)} of {total} tensors ({written}), and parts of the next {len(batch.sizes)}. "
                     "Build the state again and load again."
                 ) from None
             done += batch.sizes
@@ -128,18 +127,25 @@ def read_checkpoint(
     if random is not None:
         read_now.add_full({key: [shard] for key, shard in reader.per_rank[get_dist_info().rank].items()}, random)
     # A second transfer from a server would take longer than the memory is worth.
-    held = isinstance(folder, RemotePath) or sum(of_state.nbytes for of_state in reads.values()) <= _HELD_BYTES
-    if held:
-        for of_state in reads.values():
-            read_now.extend(of_state)
-    open_file = reader.open_data if held else _keep_open(reader, files)
-    tensors = read_now.run(open_file, verify=() if held else [read for of_state in reads.values() for read in of_state.reads])
+    small = isinstance(folder, RemotePath) or sum(of_state.nbytes for of_state in reads.values()) <= _HELD_BYTES
+    held: dict[str, Set[str]] = {name: plan.regions.keys() if small else plan.adopted for name, plan in plans.items()}
+    for name, of_state in reads.items():
+        read_now.extend(of_state if small else of_state.pop({key_prefix(name) + key for key in held[name]}))
+    if small:
+        reads = {name: TensorReads() for name in reads}
+    open_file = reader.open_data if small else _keep_open(reader, files)
+    # Tensors that are copied into the state need no memory of their own.
+    copied = {key_prefix(name) + key for name, plan in plans.items() for key in plan.targets}
+    tensors = read_now.run(open_file, shareable=copied, verify=[read for of_state in reads.values() for read in of_state.reads])
     return LoadedCheckpoint(
         reader=reader,
         plans=plans,
+        held={
+            name: {key: tensors[key_prefix(name) + key] for key in plan.regions if key in held[name]}
+            for name, plan in plans.items()
+        },
         reads=reads,
         open_file=open_file,
-        held=tensors if held else None,
         extra={name: fill_tensors(tree, lambda key, ref: tensors[key]) for name, tree in structures.items()},
         rng=None if random is None else _check_rng(fill_tensors(random, lambda key, ref: tensors[key])),
         skipped_states=skipped_states,
@@ -257,6 +263,18 @@ class TensorReads:
         self.sizes.update(other.sizes)
         self.refs.update(other.refs)
 
+    def pop(self, keys: Set[str]) -> TensorReads:
+        """Return the reads of these tensors, which are removed."""
+        popped = TensorReads(
+            reads=[read for read in self.reads if read.key in keys],
+            sizes={key: size for key, size in self.sizes.items() if key in keys},
+            refs={key: ref for key, ref in self.refs.items() if key in keys},
+        )
+        self.reads = [read for read in self.reads if read.key not in keys]
+        self.sizes = {key: size for key, size in self.sizes.items() if key not in keys}
+        self.refs = {key: ref for key, ref in self.refs.items() if key not in keys}
+        return popped
+
     def split(self, limit: int) -> Iterator[TensorReads]:
         """Split into reads of whole tensors, of at most ``limit`` bytes unless a single tensor is larger.
 
@@ -280,12 +298,17 @@ class TensorReads:
             yield part
 
     def run(
-        self, open_file: FileOpener, *, targets: Mapping[str, Tensor] | None = None, verify: Sequence[ReadItem] = ()
+        self,
+        open_file: FileOpener,
+        *,
+        targets: Mapping[str, Tensor] | None = None,
+        shareable: Container[str] = (),
+        verify: Sequence[ReadItem] = (),
     ) -> dict[str, Tensor]:
         """Read and verify the tensors. See ``read_tensors``."""
         # In the order of the files.
         self.reads.sort(key=itemgetter(0, 1))
-        return read_tensors(self.sizes, self.reads, self.refs, open_file, targets=targets, verify=verify)
+        return read_tensors(self.sizes, self.reads, self.refs, open_file, targets=targets, shareable=shareable, verify=verify)
 
 
 def _extra_structure(reader: CheckpointReader, extra: Mapping[str, Any], ignore: IgnorePatterns) -> dict[str, Any]:

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from itertools import groupby
 from math import prod
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.data_file import chunk_range, digest_of
+from dtrain.checkpoint.data_file import FileOpener, ReadableFile, chunk_range, digest_of
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.reshard import ReadItem
 from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CorruptCheckpointError
-from dtrain.storage import FileReader
 from dtrain.storage.parallel_parts import for_each_part
 
 # One thread fetches while the other digests.
@@ -37,26 +36,6 @@ _MIN_THREADED_CHUNKS = 4
 _PIECE_BYTES = 256 * 2**10
 # Smaller segments are copied out of a buffer, which saves a system call for each of them.
 _DIRECT_MIN_BYTES = 64 * 2**10
-
-
-class ReadableFile(Protocol):
-    """Protocol of an open data file; ``chunks`` is None for a file without digests."""
-
-    @property
-    def file(self) -> FileReader:
-        """Open file."""
-
-    @property
-    def name(self) -> str:
-        """Name of the file for messages."""
-
-    @property
-    def chunks(self) -> tuple[str, ...] | None:
-        """Digests of the chunks."""
-
-
-FileOpener: TypeAlias = Callable[[int], AbstractContextManager[ReadableFile]]
-"""Function that opens the file of a number."""
 
 
 class _BufferPool:
@@ -127,6 +106,7 @@ def read_tensors(
     open_file: FileOpener,
     *,
     targets: Mapping[str, Tensor] | None = None,
+    shareable: Container[str] = (),
     verify: Iterable[ReadItem] = (),
 ) -> dict[str, Tensor]:
     """Read tensors on the CPU with the stored dtypes.
@@ -137,6 +117,7 @@ def read_tensors(
         refs: stored dtypes, by key.
         open_file: function that opens the file of a number.
         targets: tensors by key, filled in place if plain, contiguous, on the CPU and of the stored dtype. Others are new.
+        shareable: keys of tensors that may share memory with others, because the caller copies them. Saves a copy.
         verify: reads whose chunks are verified only.
 
     Mutates: ``targets``.
@@ -148,7 +129,7 @@ def read_tensors(
     layers = list(_split_repeated_reads(list(reads))) or [[]]
     to_verify = {(read.file, chunk) for read in verify for chunk in chunk_range(read.begin, read.end)}
     with torch.no_grad(), ExitStack() as stack:
-        host_tensors = _HostTensors(sizes, refs, targets or {})
+        host_tensors = _HostTensors(sizes, refs, targets or {}, shareable)
         for layer in layers:
             work: dict[tuple[int, int], list[_Segment]] = defaultdict(list, {place: [] for place in sorted(to_verify)})
             to_verify.clear()
@@ -201,9 +182,13 @@ class _HostTensors:
     """Tensors to fill, and the memory of large tensors. Fitting targets are filled in place."""
 
     def __init__(
-        self, sizes: Mapping[str, tuple[int, ...]], refs: Mapping[str, TensorRef], targets: Mapping[str, Tensor]
+        self,
+        sizes: Mapping[str, tuple[int, ...]],
+        refs: Mapping[str, TensorRef],
+        targets: Mapping[str, Tensor],
+        shareable: Container[str],
     ) -> None:
-        self._sizes, self._refs = sizes, refs
+        self._sizes, self._refs, self._shareable = sizes, refs, shareable
         self._targets = {key: target for key, target in targets.items() if self._fits(key, target)}
         # The size of a row and of the whole in bytes, by shape and dtype.
         self._bytes: dict[tuple[tuple[int, ...], str], tuple[int, int]] = {}
@@ -247,8 +232,12 @@ class _HostTensors:
             memory = None if block is not None else self._views[key][at + low - begin : at + high - begin]
             work[number, chunk].append(_Segment(low, high, key, memory, block))
 
-    def split_buffer(self, buffer: Tensor, start: int, segments: Sequence[_Segment]) -> None:
-        """Create tensors from small segments in ``buffer``, whose first byte is byte ``start`` of the file."""
+    def split_buffer(self, buffer: Tensor, start: int, segments: Sequence[_Segment]) -> bool:
+        """Create tensors from small segments in ``buffer``, whose first byte is byte ``start`` of the file.
+
+        Returns:
+            True if tensors share the memory of the buffer. They do not if most of the buffer would be kept for nothing.
+        """
         parts: list[tuple[str, Tensor]] = []
         for name, of_dtype in groupby(segments, key=lambda segment: self._refs[segment.key].dtype):
             dtype = DTYPES[name]
@@ -263,7 +252,12 @@ class _HostTensors:
         in_place = [(self._targets[key], part) for key, part in parts if key in self._targets]
         if in_place:
             torch._foreach_copy_([target for target, _ in in_place], [part for _, part in in_place])
-        self.tensors.update((key, self._targets[key] if key in self._targets else part.clone()) for key, part in parts)
+            self.tensors.update((key, self._targets[key]) for key, _ in parts if key in self._targets)
+            parts = [(key, part) for key, part in parts if key not in self._targets]
+        shareable_bytes = sum(end - begin for begin, end, key, _, _ in segments if key in self._shareable)
+        share = 2 * shareable_bytes >= len(buffer)
+        self.tensors.update((key, part if share and key in self._shareable else part.clone()) for key, part in parts)
+        return share
 
     def _split_run(self, buffer: Tensor, start: int, run: Sequence[_Segment], dtype: torch.dtype) -> list[tuple[str, Tensor]]:
         """Return the view of each segment of a run."""
@@ -308,8 +302,8 @@ def _read_chunk(
         deque(pieces, maxlen=0)
     elif digest_of(pieces) != file.chunks[chunk]:
         raise CorruptCheckpointError(f"{file.name}: bytes from {start} on do not match their digest")
-    _distribute(file, segments, tensors, buffer, buffer_view, start)
-    if buffer is not None:
+    is_shared = _distribute(file, segments, tensors, buffer, buffer_view, start)
+    if buffer is not None and not is_shared:
         buffers.release(buffer)
 
 
@@ -373,8 +367,8 @@ def _distribute(
     buffer: Tensor | None,
     buffer_view: memoryview,
     start: int,
-) -> None:
-    """Copy the segments in the buffer to their tensors."""
+) -> bool:
+    """Copy the segments in the buffer to their tensors. Return True if tensors share the memory of the buffer."""
     small = []
     for segment in segments:
         begin, end = segment.begin - start, segment.end - start
@@ -385,9 +379,10 @@ def _distribute(
             small.append(segment)
         elif not _is_direct(file, segment):
             segment.memory[:] = buffer_view[begin:end]
-    if small:
-        assert buffer is not None, "small segments are read into the buffer"
-        tensors.split_buffer(buffer, start, small)
+    if not small:
+        return False
+    assert buffer is not None, "small segments are read into the buffer"
+    return tensors.split_buffer(buffer, start, small)
 
 
 def _view_as(data: Tensor, dtype: torch.dtype) -> Tensor:

@@ -21,6 +21,8 @@ from dtrain.errors import CorruptCheckpointError
 MAX_STRIDED_READ_BYTES = 2**20
 Span = tuple[int, int]
 _LINEAR_SEARCH_MAX = 8
+# Scalars, as the steps of an optimizer. The first replica writes them, which is not much even for many layers.
+_SCALAR_BYTES = 64
 
 
 class Region(NamedTuple):
@@ -53,20 +55,23 @@ class ReadItem(NamedTuple):
     contiguous: bool
 
 
-def assign_writers(tensors: Iterable[tuple[str, int, int]]) -> dict[str, int]:
-    """Choose the replica of each tensor that writes it: the replica with the fewest bytes so far, in the order given.
+def assign_writers(tensors: Mapping[str, tuple[int, int]]) -> dict[str, int]:
+    """Choose the replica of each tensor that writes it.
+
+    The first replica writes all scalars, so that a reader finds those of many layers (the steps of an optimizer) in one file.
+    Each other tensor goes to the replica with the fewest bytes so far, the largest first.
 
     Args:
-        tensors: ``(key, bytes, replicas)``, equal on all ranks.
+        tensors: bytes and number of replicas by key, equal on all ranks.
 
     Returns:
-        The number of the replica, below ``replicas``, by key.
+        The number of the replica, below the number of replicas, by key.
     """
     loads: dict[int, list[int]] = {}
     chosen = {}
-    for key, nbytes, copies in tensors:
+    for key, (nbytes, copies) in sorted(tensors.items(), key=lambda item: (item[1][0] > _SCALAR_BYTES, -item[1][0])):
         load = loads.setdefault(copies, [0] * copies)
-        chosen[key] = load.index(min(load))
+        chosen[key] = 0 if nbytes <= _SCALAR_BYTES else load.index(min(load))
         load[chosen[key]] += nbytes
     return chosen
 

@@ -25,9 +25,9 @@ from msgspec import Struct
 from dtrain import storage
 from dtrain.checkpoint import strict_json, tree_json
 from dtrain.checkpoint.checkpoint_info import read_manifest_bytes
+from dtrain.checkpoint.data_file import FileOpener
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.rank_index import StoredShard, shard_kind
-from dtrain.checkpoint.read_tensors import FileOpener
 from dtrain.checkpoint.reader import open_checkpoint, with_buffers_of
 from dtrain.checkpoint.strict_json import Count
 from dtrain.checkpoint.tree_json import TensorRef

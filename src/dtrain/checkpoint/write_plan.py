@@ -86,9 +86,7 @@ def _select_shards(tensors: Mapping[str, Tensor], rank: int, world_size: int) ->
     }
     replicated = {key: box for key, box in boxes.items() if box.num_replicas > 1}
     sizes = {key: prod(box.shape) * tensors[key].itemsize for key, box in replicated.items()}
-    # Large tensors come first, so that the small tensors even out the load.
-    order = sorted(replicated, key=lambda key: -sizes[key])
-    writers = assign_writers((key, sizes[key], replicated[key].num_replicas) for key in order)
+    writers = assign_writers({key: (sizes[key], box.num_replicas) for key, box in replicated.items()})
     return {key: box for key, box in boxes.items() if writers.get(key, box.replica) == box.replica and 0 not in box.size}
 
 
