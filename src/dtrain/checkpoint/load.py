@@ -1,8 +1,9 @@
 """Load a checkpoint into a state: verify all tensors, agree on all ranks, then apply them.
 
-A refused checkpoint changes nothing on any rank. Every chunk of a file that this rank needs is verified before any tensor
-changes. A small state is applied from the verified memory; a large state is read again, and verified again. New tensors of the
-optimizer become part of the state, and all other tensors are filled in place, so memory grows by a few buffers only.
+A refused checkpoint changes nothing on any rank: every chunk that this rank needs is verified before any tensor changes. A
+small state, and tensors that a state lacks, are applied from the verified memory. The other tensors of a large state are read
+again, and each chunk is verified again: if a file has changed in between, the load raises, and the state is spent. Tensors
+that the state has are filled in place, so memory grows by what the state lacks and a few buffers.
 """
 
 from __future__ import annotations
