@@ -8,7 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-LONG_S = 90  # no promise of the launcher's: how long a busy test machine may take
+LONG_S = 300  # no promise of the launcher's: how long a busy test machine may take
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.init import init_dist
 from dtrain.errors import CheckpointError, ConfigError
 
-LONG_S = 90
+LONG_S = 300
 
 
 @pytest.fixture(autouse=True)

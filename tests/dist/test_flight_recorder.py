@@ -31,7 +31,7 @@ from dtrain.launch.hang.explain import find_stalled
 from dtrain.launch.hang.rank_records import find_user_frame, parse_main_thread, parse_rank_record
 from dtrain.testing import run_ranks
 
-LONG_S = 60
+LONG_S = 300
 
 
 @pytest.fixture(autouse=True)

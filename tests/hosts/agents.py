@@ -15,7 +15,7 @@ from dtrain.launch.nodes.agent import Agent, start_agent
 from dtrain.launch.nodes.messages import Message
 from dtrain.launch.spawn_function import reserve_port
 
-LONG_S = 90  # no promise: how long a busy test machine may take
+LONG_S = 300  # no promise: how long a busy test machine may take
 
 
 @dataclass(kw_only=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-LONG_S = 90
+LONG_S = 300
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "srun", "sinfo")
 _CONFIGURATION = """
 ClusterName=test

@@ -29,7 +29,7 @@ MOMENTS = int(os.environ.get("TEST_MOMENTS", "12"))
 LAUNCHES = MOMENTS // 6
 Leg = Callable[[list[str], Callable[[Callable[[], bool]], None]], list[int]]  # runs the loop, and stops it; exit codes
 PHASES = {"compile": 0.3, "data": 0.03, "step": 0.005, "evaluate": 0.06, "save": 0.01}  # each at least so long, in seconds
-LONG_S = 90
+LONG_S = 300
 
 LOOP = """
     import sys, time

@@ -21,7 +21,7 @@ import dtrain as dt
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.launch import spawn_function
 
-LONG_S = 90
+LONG_S = 300
 NEVER_S = 600
 
 

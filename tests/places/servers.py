@@ -28,7 +28,7 @@ import pytest
 
 from places.proxy import Proxy, Request
 
-LONG_S = 90
+LONG_S = 300
 _ACCOUNT = "devstoreaccount1"  # azurite's, with its key, which its documentation gives
 _KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 _NO_GRPC = {"GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT": "false"}  # which gcsfs tries for a minute, and no emulator has

@@ -7,7 +7,7 @@ import pytest
 from dtrain.data.stream.open_shards import OpenShardCache, ShardPrefetcher
 from dtrain.errors import DataError
 
-LONG_S = 90
+LONG_S = 300
 
 
 class Rows:

@@ -19,7 +19,7 @@ from places.proxy import Fault
 from places.shards import Watch, samples, written
 from places.web import web
 
-LONG_S = 90
+LONG_S = 300
 
 
 def ids(found):

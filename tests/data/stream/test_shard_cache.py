@@ -17,7 +17,7 @@ from dtrain.data.stream.shard_cache import ShardCache
 from dtrain.errors import DataError
 from dtrain.testing import inject_fault
 
-LONG_S = 90
+LONG_S = 300
 A, B, C, D = (digit * 32 for digit in "abcd")
 
 

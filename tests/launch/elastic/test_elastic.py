@@ -18,7 +18,7 @@ from dtrain.launch.elastic.agent_request import ElasticRequest, build_agent_comm
 from dtrain.launch.launch_plan import Target
 from dtrain.launch.topology import ElasticConfig
 
-LONG_S = 90
+LONG_S = 300
 
 
 @dataclass(kw_only=True)

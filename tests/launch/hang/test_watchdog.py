@@ -19,7 +19,7 @@ from dtrain.launch.hang.rank_records import RankProgress
 from dtrain.launch.hang.watchdog import PATIENCE_S, DumpTargets, RankDump, remove_empty_dumps
 from dtrain.testing.fault_injection import patch_calls
 
-LONG_S = 60
+LONG_S = 300
 START = """
 import os, re, signal, sys, time
 from pathlib import Path
