@@ -1,7 +1,10 @@
 """Run all tests on two cores: three workers take groups of folders from a queue.
 
 Tests of processes and their timing come first, at the usual priority. They mostly wait. All other groups run at the lowest
-priority and use what these leave of the cores. Run as ``python tests/side_by_side.py [pytest's options]``.
+priority and use what these leave of the cores. A test of processes that failed beside the other groups runs once more when
+the machine is idle. If it passes then, the run passes and names the test at its end. Tests of the other groups have one try.
+
+Run as ``python tests/side_by_side.py [pytest's options]``.
 """
 
 import subprocess
@@ -26,7 +29,7 @@ GROUPS = (
     ("pages",),
     ("data", "surgery", "memory", "planning"),
 )
-NO_TESTS = 5
+TESTS_FAILED, NO_TESTS = 1, 5
 
 
 def main(options: Sequence[str]) -> int:
@@ -34,7 +37,7 @@ def main(options: Sequence[str]) -> int:
 
     A group's output is printed when the group ends. The output of groups that failed comes last, where readers look first.
     """
-    queue, failed, lock = deque(GROUPS), [], Lock()
+    queue, failed, lock = deque(GROUPS), {}, Lock()
 
     def work() -> None:
         while True:
@@ -50,15 +53,28 @@ def main(options: Sequence[str]) -> int:
                 if done.returncode in (0, NO_TESTS):
                     _print(done.stdout)
                 else:
-                    failed.append(done)
+                    failed[group] = done
 
     with ThreadPoolExecutor(WORKERS) as threads:
         workers = [threads.submit(work) for _ in range(WORKERS)]
     for worker in workers:
         worker.result()
-    for done in failed:
+    for done in failed.values():
         _print(done.stdout)
-    return failed[0].returncode if failed else 0
+    codes = (_code_after_repeat(group, done.returncode, options) for group, done in failed.items())
+    return next((code for code in codes if code != 0), 0)
+
+
+def _code_after_repeat(group: Sequence[str], code: int, options: Sequence[str]) -> int:
+    """Run the failed tests of a group of processes once more, alone. Return the exit code that counts.
+
+    A run that leaves something behind has a code of its own, and is not repeated.
+    """
+    if group not in TIMED or code != TESTS_FAILED:
+        return code
+    only_failed = ["-v", "--last-failed", "--last-failed-no-failures", "none"]
+    print(f"\nThe failed tests of {', '.join(group)}, once more and alone:", flush=True)
+    return subprocess.run([*_pytest(group), *options, *only_failed], check=False).returncode
 
 
 def _print(output: bytes) -> None:

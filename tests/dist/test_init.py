@@ -1,5 +1,6 @@
 """init_dist: environment, rendezvous, missing ranks, closing, and meshes."""
 
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -21,6 +22,9 @@ from dtrain.dist.mesh import _fill_degrees, build_mesh
 from dtrain.dist.reduce import reduce_sum
 from dtrain.dist.rendezvous import select_device
 from dtrain.errors import ConfigError, DistError
+
+LONG_S = 300  # how long a busy test machine may take
+fork = multiprocessing.get_context("fork")
 
 
 @pytest.fixture
@@ -315,17 +319,19 @@ def test_nccl_groups_of_a_failed_run_are_not_reused(alone):
 
 def test_late_rank_joins_a_later_attempt(forked):
     """Rank 0 gives up once, and tries again; rank 1 comes between, finds the first try failed, and waits in the second."""
+    gave_up = fork.Event()
 
     def body(rank: int) -> list:
         texts = []
         if rank == 1:
-            time.sleep(1.5)
+            assert gave_up.wait(LONG_S)
         for _ in range(20):
             try:
                 with init_dist(device="cpu", init_timeout_s=1 if rank == 0 else 60) as info:
                     return [texts[:1], len(all_gather_numbers([info.rank]))]
             except DistError as error:
                 texts.append(str(error))
+                gave_up.set()
         return texts
 
     missing = "init_dist: 1 of 2 ranks did not arrive within 1 s: missing [1]. Look at their output, or raise init_timeout_s."
@@ -337,28 +343,31 @@ def test_waiting_rank_detects_a_failed_attempt(forked):
 
     def body(rank: int) -> str:
         try:
-            with init_dist(device="cpu", init_timeout_s=0.5 if rank == 0 else 2):
+            with init_dist(device="cpu", init_timeout_s=0.5 if rank == 0 else 5):
                 return "opened"
         except DistError as error:
             if rank == 0:
-                time.sleep(10)  # its store is still there
+                time.sleep(LONG_S)  # its store is still there
             return str(error)
 
-    (text,) = forked.run(lambda rank: body(rank) if rank < 2 else time.sleep(60), 3, results_of=[1]).values()
+    (text,) = forked.run(lambda rank: body(rank) if rank < 2 else time.sleep(LONG_S), 3, results_of=[1]).values()
     assert text == (
-        "init_dist: 2 of 3 ranks did not arrive within 2 s: missing [0, 2]. Look at their output, or raise init_timeout_s."
+        "init_dist: 2 of 3 ranks did not arrive within 5 s: missing [0, 2]. Look at their output, or raise init_timeout_s."
     )
 
 
 def test_interrupted_rank_does_not_count_as_arrived(forked):
+    interrupted = fork.Event()
+
     def body(rank: int) -> list:
         if rank == 1:
-            time.sleep(2)
+            assert interrupted.wait(LONG_S)
         else:
             threading.Timer(0.5, os.kill, [os.getpid(), signal.SIGINT]).start()
             with pytest.raises(KeyboardInterrupt):
                 init_dist(device="cpu")
-            time.sleep(2.5)  # rank 1 has come by now, and waits
+            interrupted.set()
+            time.sleep(1)  # rank 1 has come by now, and waits
         with init_dist(device="cpu") as info:
             return all_gather_numbers([info.rank])
 
@@ -383,16 +392,24 @@ def test_two_processes_of_one_rank_are_refused(forked):
 def test_loss_of_store_server_rank_0_is_reported(forked, monkeypatch, number, text):
     monkeypatch.setattr(rendezvous, "_STORE_MARGIN_S", 0.5)
     monkeypatch.setattr(rendezvous, "_TORCH_RETRY_S", 0.0)
+    connect, served, connected = rendezvous.connect_store, fork.Event(), fork.Event()
+
+    def serve_and_die(*args, **options):
+        store = connect(*args, **options)
+        served.set()
+        assert connected.wait(LONG_S)
+        os.kill(os.getpid(), number)
+        return store
+
+    def connect_and_tell(*args, **options):
+        assert served.wait(LONG_S)
+        store = connect(*args, **options)
+        connected.set()
+        return store
 
     def body(rank: int) -> str:
-        if rank == 0:
-            connect = rendezvous.connect_store
-            monkeypatch.setattr(
-                init,
-                "connect_store",
-                lambda *args, **options: [connect(*args, **options), time.sleep(1), os.kill(os.getpid(), number)],
-            )
-        with init_dist(device="cpu", init_timeout_s=2):
+        monkeypatch.setattr(init, "connect_store", [serve_and_die, connect_and_tell][rank])
+        with init_dist(device="cpu", init_timeout_s=5):
             return "opened"
 
     (answer,) = forked.run(body, 2, results_of=[1]).values()
