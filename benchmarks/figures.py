@@ -28,16 +28,16 @@ _GPU_RUNS = re.compile(r"(<!-- runs on a GPU -->\n)(.*?)(?=<!-- end of runs on a
 
 
 def peers(content: Mapping[str, Any]) -> str:
-    """A line for each row and clock, also for rows that were not measured yet."""
-    lines = ["| what | clock | floor | peers | dtrain | A/A band | target | verdict |", "|" + "---|" * 8]
+    """A line for each row and clock, also for rows that were not measured yet; each row with its own time and load."""
+    lines = ["| what | clock | floor | peers | dtrain | A/A band | target | verdict | measured |", "|" + "---|" * 9]
     for what in (row.what for row in ROWS):
         row = content["rows"].get(what)
         if row is None:
-            lines.append(f"| {what} | | | | | | | not measured |")
+            lines.append(f"| {what} | | | | | | | not measured | |")
             continue
         lines += [f"| {' | '.join(_cells(what, row, clock, seen))} |" for clock, seen in row["clocks"].items()]
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
-    return "\n".join(lines) + f"\n\nMeasured on {content['date']}: {content['machine']}; {versions}.\n"
+    return "\n".join(lines) + f"\n\nMeasured on {content['machine']}; {versions}.\n"
 
 
 def _cells(what: str, row: Mapping[str, Any], clock: str, seen: Mapping[str, Any]) -> list[str]:
@@ -50,7 +50,7 @@ def _cells(what: str, row: Mapping[str, Any], clock: str, seen: Mapping[str, Any
     target = f"{row['at_most']:g} {row['unit']}".strip()
     verdict = "**not met**" if seen["verdict"] == "not met" else seen["verdict"]
     cells = (what, clock, floor, peers, "<br>".join(filter(None, (shown["dtrain"], ours))), f"{low:.3f} to {high:.3f}")
-    return [*cells, target, verdict]
+    return [*cells, target, verdict, f"{row['measured']['at']}, load {row['measured']['load']:g}"]
 
 
 def _is_peer(name: str, floor: str) -> bool:

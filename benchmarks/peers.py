@@ -2,7 +2,7 @@
 
     nox -s peers                                              # installs the peers; everything takes about 20 minutes
     nox -s peers -- --quick                                   # few pairs and small sizes, written nowhere: do all rows run?
-    python benchmarks/peers.py --only "bare step" --pairs 100 # with the peers that are installed
+    python benchmarks/peers.py --only "bare step" --pairs 100 # with the peers that are installed; the other rows stay
 
 A row has candidates: the loop by hand or another floor where there is one, peers, dtrain. All of them run interleaved in one
 process, or one set of processes. What they are compared with is the row's ``reference``; ``measure`` has the arithmetic. A
@@ -14,10 +14,12 @@ from __future__ import annotations
 import argparse
 import json
 import logging
+import os
+import re
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from datetime import date
+from datetime import datetime
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -296,10 +298,12 @@ def main() -> None:
     logging.getLogger("streaming").setLevel(logging.ERROR)
     print(machine(), flush=True)
     for row in rows:
+        # The load before the row begins, since the row itself is a load.
+        begun = {"at": f"{datetime.now():%Y-%m-%d %H:%M}", "load": round(os.getloadavg()[0], 1)}
         found = measured(row, amount)
         print(f"{row.what}: {row.reference} is not installed" if found is None else line(row.what, found), flush=True)
         if found is not None and not args.quick:
-            write(args.out, {row.what: {"date": str(date.today()), **found}})  # after each: an interrupted run leaves these
+            write(args.out, {row.what: {"measured": begun, **found}})  # after each: an interrupted run leaves these
 
 
 def write(path: Path, found: Mapping[str, Any]) -> None:
@@ -307,8 +311,7 @@ def write(path: Path, found: Mapping[str, Any]) -> None:
     rows = {**(json.loads(path.read_text())["rows"] if path.exists() else {}), **found}
     seen_on = machine().removeprefix("machine: ").splitlines()
     content = {
-        "machine": seen_on[0],
-        "date": str(date.today()),
+        "machine": re.sub(r", load [\d.]+", "", seen_on[0]),  # a load belongs to a row
         "versions": {**dict(each.split(" ", 1) for each in seen_on[-1].removeprefix("versions: ").split(", ")), **versions()},
         "rows": {row.what: rows[row.what] for row in ROWS if row.what in rows},
     }

@@ -78,21 +78,24 @@ def test_measured_row_joins_the_rows_of_the_file(monkeypatch, tmp_path, capsys):
     found = json.loads(out.read_text())
     assert list(found["rows"]) == [first, second]
     assert found["rows"][second] == {"kept": True}
+    assert found["rows"][first]["measured"].keys() == {"at", "load"}
+    assert "load" not in found["machine"]
     assert found["versions"].keys() >= {"python", "torch", "torchdata"}
     assert first in capsys.readouterr().out
 
 
 def test_lost_row_and_missing_peer_are_shown():
     clock = {"candidates": {"by hand": EMPTY, "dtrain": EMPTY}, "missing": ["Fabric"], "band": [0.9, 1.1], "verdict": "not met"}
-    row = {"floor": "by hand", "reference": "by hand", "at_most": 1.1, "unit": "", "clocks": {"processor time": clock}}
-    content = {"machine": "m", "date": "d", "versions": {"torch": "2"}, "rows": {ROWS[0].what: row}}
+    row = {"measured": {"at": "2026-01-02 03:04", "load": 1.5}, "floor": "by hand", "reference": "by hand", "at_most": 1.1}
+    row |= {"unit": "", "clocks": {"processor time": clock}}
+    content = {"machine": "m", "versions": {"torch": "2"}, "rows": {ROWS[0].what: row}}
     lines = figures.peers(content).splitlines()[2:]
-    assert lines[1] == f"| {ROWS[1].what} | | | | | | | not measured |"
+    assert lines[1] == f"| {ROWS[1].what} | | | | | | | not measured | |"
     assert [lines[0], *lines[len(ROWS) :]] == [
         f"| {ROWS[0].what} | processor time | by hand 1 (1 s) | Fabric not installed | 1 (1 s) | 0.900 to 1.100 | 1.1 "
-        "| **not met** |",
+        "| **not met** | 2026-01-02 03:04, load 1.5 |",
         "",
-        "Measured on d: m; torch 2.",
+        "Measured on m; torch 2.",
     ]
 
 
