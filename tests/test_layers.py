@@ -10,7 +10,7 @@ SOURCE = Path(dtrain.__file__).parent
 
 # One row per line of the table in docs/architecture.md, top to bottom; a later row may import from an earlier one.
 LAYERS = [
-    ["errors", "typing", "lazy_imports", "arguments"],
+    ["errors", "device", "typing", "lazy_imports", "arguments"],
     ["launch_protocol", "heartbeats", "spans", "run_layout", "versions", "optional_dependencies"],
     ["storage"],
     ["durations", "clock", "schedules"],

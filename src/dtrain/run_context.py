@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dtrain.device import is_accelerator
+
 
 class AsyncScalar:
     """Device scalar that is copied to the host asynchronously.
@@ -21,10 +23,10 @@ class AsyncScalar:
     __slots__ = ("_buffer", "_event", "_pending", "_view")
 
     def __init__(self, device: torch.device) -> None:
-        cuda = device.type == "cuda"
-        self._buffer = torch.zeros((), dtype=torch.float64, pin_memory=cuda)
+        pinned = is_accelerator(device)
+        self._buffer = torch.zeros((), dtype=torch.float64, pin_memory=pinned)
         self._view = self._buffer.numpy()
-        self._event = torch.cuda.Event() if cuda else None
+        self._event = torch.Event(device) if pinned else None
         self._pending = False
 
     def copy_from(self, value: Tensor) -> None:

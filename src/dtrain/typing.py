@@ -9,6 +9,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from dtrain.device import is_accelerator
+
 Batch: TypeAlias = Any
 """Argument of the loss function: a tensor, a mapping or sequence of tensors, a TensorDict."""
 
@@ -79,6 +81,6 @@ WeightFn: TypeAlias = "Callable[[Batch], Tensor | float | Mapping[str, Tensor | 
 
 def index_tensor(indices: Sequence[int], device: torch.device) -> Tensor:
     """Make an int64 tensor ``[n]`` on ``device``. Host sync: none, because the copy to a GPU is asynchronous."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         return torch.tensor(indices, device=device)
     return torch.tensor(indices, pin_memory=True).to(device, non_blocking=True)

@@ -147,13 +147,14 @@ def test_bad_options_are_refused(alone, options, message):
 
 
 def test_missing_gpus_are_refused(alone, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 0)
     with pytest.raises(ConfigError, match="device='cuda' needs one GPU per rank, got 0 GPUs for 1 ranks on this node"):
         init_dist(device="cuda")
 
 
 def test_more_ranks_than_gpus_run_on_the_cpu_with_one_notice(alone, monkeypatch):
-    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr("torch.accelerator.device_count", lambda: 1)
     with pytest.warns(UserWarning, match="2 ranks but 1 GPUs on this node: running on the CPU"):
         assert select_device(None, {"local_rank": 0, "local_world_size": 2}).type == "cpu"
     assert select_device(None, {"local_rank": 1, "local_world_size": 2}).type == "cpu"  # without a second notice

@@ -419,6 +419,7 @@ def test_open_process_group_is_refused(monkeypatch):
 
 
 def test_initialized_cuda_is_refused(monkeypatch):
+    monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     with pytest.raises(dt.errors.ConfigError, match="spawn: CUDA has started in this process, and a fork cannot use it"):
         dt.spawn(print, nproc=1)

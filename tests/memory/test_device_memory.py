@@ -86,8 +86,9 @@ STATS = {
 @pytest.mark.parametrize(("share", "capacity"), [(1.0, 68), (0.5, 50)], ids=["all_that_is_free", "a_share"])
 def test_cuda_capacity_is_free_plus_allocator_memory(monkeypatch, share, capacity):
     """Of 100 bytes 60 are free and 8 in the allocator: 32 belong to others."""
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: STATS)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (60, 100))
+    monkeypatch.setattr("dtrain.memory.device_memory.counts_memory", lambda device_type: True)
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: STATS)
+    monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device: (60, 100))
     monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda device: share)
     reading = get_device_memory(torch.device("cuda", 0)).read()
     assert reading == MemoryStats(live=3, peak=5, capacity=capacity, used_by_others=32, alloc_retries=2)

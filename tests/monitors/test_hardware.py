@@ -102,7 +102,7 @@ def test_real_machine_gives_readings():
 
 @pytest.fixture
 def gpus(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 8)
     for name, scale in (("utilization", 10), ("temperature", 1), ("power_draw", 1000)):
         monkeypatch.setattr(torch.cuda, name, lambda index, scale=scale: scale * (index + 60), raising=False)
 
@@ -202,9 +202,15 @@ def test_memory_budget_reports_its_counters():
     assert (found["memory/allocated_bytes"], found["memory/peak_bytes"]) == (400.0, 1200.0)
 
 
+def count_with(monkeypatch: pytest.MonkeyPatch, stats: dict[str, int]) -> None:
+    """Let the allocator of CUDA count ``stats``."""
+    monkeypatch.setattr(torch.accelerator, "memory_stats", lambda device: stats)
+    monkeypatch.setattr("dtrain.monitors.hardware.counts_memory", lambda device_type: True)
+
+
 @pytest.mark.parametrize("stats", [STATS, {}], ids=["used", "unused"])
 def test_gpu_reports_allocator_counters(monkeypatch, stats):
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
+    count_with(monkeypatch, stats)
     found = local_memory_stats(SimpleNamespace(device=torch.device("cuda", 0)))
     assert {name: value for name, value in found.items() if name not in HOST} == {
         "memory/allocated_bytes": stats.get("allocated_bytes.all.current", 0),
@@ -255,12 +261,9 @@ def test_reduction_uses_one_collective_and_at_most_one_sync(ranks):
 
 def missing_on_rank_1() -> dict[str, float]:
     gpu = SimpleNamespace(device=torch.device("cuda", 0))
-    original = torch.cuda.memory_stats
-    torch.cuda.memory_stats = lambda device: STATS
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        count_with(patch, STATS)
         return memory_stats(gpu if get_dist_info().rank == 0 else CPU)
-    finally:
-        torch.cuda.memory_stats = original
 
 
 def test_ranks_with_different_counters_agree_on_names(ranks):

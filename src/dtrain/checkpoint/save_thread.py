@@ -23,6 +23,7 @@ from dtrain.checkpoint.data_file import FileLayout, SerializedFile, TensorSlot, 
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.process_instance import process_instance
 from dtrain.checkpoint.write_plan import RankWritePlan
+from dtrain.device import is_accelerator
 from dtrain.errors import CheckpointError
 
 T = TypeVar("T")
@@ -278,7 +279,7 @@ class StagedFiles:
     """
 
     files: Mapping[str, SerializedFile]
-    copy_events: Sequence[torch.cuda.Event]
+    copy_events: Sequence[torch.Event]
     buffers: Sequence[StagingBuffer]
     pool: StagingPool
 
@@ -295,17 +296,15 @@ class StagedFiles:
 
 def stage_files(write_plan: RankWritePlan, pool: StagingPool, *, copy: bool) -> StagedFiles:
     """Serialize a rank's files. Tensors are copied if ``copy`` is True, or if they are not on the CPU."""
-    cuda = any(tensor.is_cuda for tensor in write_plan.tensors.values())
-    if not copy and not cuda:
+    accelerators = {
+        tensor.device for tensor in write_plan.tensors.values() if not tensor.is_cpu and is_accelerator(tensor.device)
+    }
+    if not copy and not accelerators:
         files = {name: serialize_in_place(file, write_plan.tensors) for name, file in write_plan.files.items()}
         return StagedFiles(files=files, copy_events=(), buffers=(), pool=pool)
-    buffers = [pool.acquire(file.size, pinned=cuda) for file in write_plan.files.values()]
+    buffers = [pool.acquire(file.size, pinned=bool(accelerators)) for file in write_plan.files.values()]
     pairs = zip(buffers, write_plan.files.items(), strict=True)
     files = {name: buffer.fill(file, write_plan.tensors) for buffer, (name, file) in pairs}
-    copy_events = []
-    for device in {tensor.device for tensor in write_plan.tensors.values() if tensor.is_cuda}:
-        # The copies are in the order of this device's current stream.
-        with torch.cuda.device(device):
-            copy_events.append(torch.cuda.Event())
-            copy_events[-1].record()
+    # The copies are in the order of each device's current stream.
+    copy_events = [torch.accelerator.current_stream(device).record_event() for device in accelerators]
     return StagedFiles(files=files, copy_events=copy_events, buffers=buffers, pool=pool)

@@ -21,6 +21,7 @@ from dtrain.data.position import LAST_BATCH_MODES, LastBatch
 from dtrain.data.sampling.block_shuffle import BlockShuffle
 from dtrain.data.sampling.sample_order import dataset_order
 from dtrain.data.workers import WorkerConfig, workers_for_rank
+from dtrain.device import is_accelerator
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import data_rank
 from dtrain.errors import ConfigError
@@ -115,7 +116,7 @@ def build_loader(
             timeout_s=timeout_s,
             prefetch_factor=prefetch_factor,
             start_method=start_method,
-            pin_memory=target is not None and target.type == "cuda",
+            pin_memory=target is not None and is_accelerator(target),
         ),
         batch_spec=batch_spec,
     )

@@ -12,6 +12,7 @@ import torch
 from dtrain.arguments import check_int
 from dtrain.batch import copy_batch_info, list_tensors, pin_memory, to_device
 from dtrain.data.batch_source import LoaderItem
+from dtrain.device import is_accelerator
 from dtrain.typing import Batch
 
 Item = TypeVar("Item")
@@ -20,7 +21,7 @@ Item = TypeVar("Item")
 def prefetch_to_device(batches: Iterable[Batch], device: torch.device | str, *, prefetch_factor: int = 2) -> Iterator[Batch]:
     """Yield ``batches`` on ``device``, and copy the next ``prefetch_factor`` batches while the loop uses the current batch.
 
-    On a CUDA device, tensors are copied from page-locked memory on a separate stream. The current stream waits for the copy,
+    On an accelerator, tensors are copied from page-locked memory on a separate stream. The current stream waits for the copy,
     but the host does not wait. On another device, each batch is moved when the loop requests the batch, without prefetch.
 
     For a dtrain loader use ``build_loader(device=...)`` instead, which keeps the position at the batch that was issued. Around
@@ -70,14 +71,14 @@ def prefetch_items(
     is_last: Callable[[Item], bool] = lambda _: False,
 ) -> Iterator[Item]:
     """Prefetch items that hold a batch, as ``prefetch_to_device`` does. ``is_last`` stops read-ahead."""
-    if device.type != "cuda":
+    if not is_accelerator(device):
         for item in items:
             yield set_batch(item, to_device(get_batch(item), device))
         return
-    stream = torch.cuda.Stream(device)
+    stream = torch.Stream(device)
     copies: deque[tuple[Item, Any]] = deque()
     for item in items:
-        with torch.cuda.stream(stream):
+        with stream:
             moved = set_batch(item, to_device(pin_memory(get_batch(item)), device))
             copies.append((moved, stream.record_event()))
         while len(copies) > (0 if is_last(item) else prefetch_factor):
@@ -88,7 +89,7 @@ def prefetch_items(
 
 def _wait_for_copy(item: Item, copied: Any, device: torch.device, get_batch: Callable[[Item], Batch]) -> Item:
     """Make the current stream wait for the copy, and keep the tensors' memory allocated until the stream has used them."""
-    current = torch.cuda.current_stream(device)
+    current = torch.accelerator.current_stream(device)
     current.wait_event(copied)
     for tensor in list_tensors(get_batch(item)):
         tensor.record_stream(current)

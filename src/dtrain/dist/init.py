@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from dtrain import heartbeats, launch_protocol, spans
 from dtrain.arguments import check_choice, check_number
+from dtrain.device import collective_backend, find_accelerator, is_accelerator
 from dtrain.dist.context import current_context
 from dtrain.dist.record_exchange import open_record_exchange
 from dtrain.dist.rendezvous import (
@@ -103,10 +104,6 @@ class DistInfo:
             raise SystemExit(launch_protocol.PREEMPTED_EXIT_CODE)
 
 
-# Backend of a rank with a GPU. gloo carries CPU tensors.
-_GLOO_AND_NCCL = "cpu:gloo,cuda:nccl"
-
-
 def get_dist_info() -> DistInfo:
     """Return the open ``DistInfo``; without ``init_dist``, the info of a single rank without groups.
 
@@ -151,8 +148,10 @@ def init_dist(
     """Open the process groups and describe this rank.
 
     Args:
-        backend: ``"gloo"`` or ``"nccl"`` for the training group; None selects the backend of the device.
-        device: ``"cpu"`` or ``"cuda"``; None selects CUDA if the node has a GPU for each of its ranks.
+        backend: backend of the training group, ``"gloo"`` or the accelerator's, such as ``"nccl"``; None selects the backend of
+            the device.
+        device: ``"cpu"`` or the type of the accelerator, such as ``"cuda"``; None selects the accelerator if the node has a
+            device for each of its ranks.
         init_method: torch rendezvous address (``"tcp://host:port"``, ``"file:///path"``); None uses the launcher's address.
         timeout_s: time that a collective waits for a rank before raising, in seconds.
         init_timeout_s: time that ``init_dist`` waits for all ranks, in seconds.
@@ -183,9 +182,11 @@ def init_dist(
         raise DistError("init_dist: NCCL groups of a failed run are still open in this process. Start a new process.")
     rank_info, stop_signals = read_rank_from_env(), read_stop_signals()
     rank_device = select_device(device, rank_info)
-    if backend == "nccl" and rank_device.type != "cuda":
-        raise ConfigError("init_dist: backend='nccl' needs GPUs, but this rank runs on the CPU. Use backend='gloo' or None.")
-    backend = backend or (_GLOO_AND_NCCL if rank_device.type == "cuda" else "gloo")
+    if backend not in ("gloo", None) and not is_accelerator(rank_device):
+        raise ConfigError(
+            f"init_dist: backend={backend!r} needs GPUs, but this rank runs on the CPU. Use backend='gloo' or None."
+        )
+    backend = backend or _default_backend(rank_device)
     opened_group = not dist.is_initialized()
     if opened_group:
         store = _join_rendezvous(rank_info, init_method, timeout_s, init_timeout_s)
@@ -232,13 +233,21 @@ def fake_dist_info(info: DistInfo) -> Iterator[None]:
 def _check_options(backend: str | None, device: str | None, timeout_s: float, init_timeout_s: float) -> None:
     check_number("init_dist", "timeout_s", timeout_s, above=0)
     check_number("init_dist", "init_timeout_s", init_timeout_s, above=0)
-    check_choice("init_dist", "device", device, ("cpu", "cuda", None))
-    check_choice("init_dist", "backend", backend, ("gloo", "nccl", None))
+    accelerator = find_accelerator() or torch.device("cuda")
+    check_choice("init_dist", "device", device, ("cpu", accelerator.type, None))
+    if backend not in ("gloo", None):
+        check_choice("init_dist", "backend", backend, ("gloo", collective_backend(accelerator), None))
+
+
+def _default_backend(device: torch.device) -> str:
+    """Return the backend of the training group for ranks on ``device``. Beside an accelerator, gloo carries CPU tensors."""
+    return f"cpu:gloo,{device.type}:{collective_backend(device)}" if is_accelerator(device) else "gloo"
 
 
 def _check_matches_open_groups(info: DistInfo, backend: str | None, device: str | None) -> None:
     """Refuse arguments that differ from the open groups."""
-    training = "nccl" if info.backend == _GLOO_AND_NCCL else info.backend
+    # "cpu:gloo,cuda:nccl" is nccl.
+    training = info.backend.rpartition(":")[2]
     for name, value, current in (("device", device, info.device.type), ("backend", backend, training)):
         if value not in (None, current):
             raise ConfigError(
@@ -309,7 +318,7 @@ def _open_default_group(
         rank=rank_info["rank"],
         world_size=rank_info["world_size"],
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" and "nccl" in backend else None,
+        device_id=device if is_accelerator(device) and backend != "gloo" else None,
     )
 
 
@@ -345,7 +354,7 @@ def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None
         raise
     finally:
         # After a failure NCCL's teardown may wait forever for other ranks. The process is about to end anyway.
-        stuck = error is not None and info.device.type == "cuda" and info.world_size > 1
+        stuck = error is not None and is_accelerator(info.device) and info.world_size > 1
         if not info.opened_group and dist.is_initialized():
             for group in (info.control, info.background):
                 dist.destroy_process_group(group)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain import launch_protocol
+from dtrain.device import find_accelerator
 from dtrain.dist.timeout_report import call_with_timeout, clone_store
 from dtrain.errors import ConfigError, DistError
 
@@ -87,23 +88,26 @@ def read_stop_signals() -> list[int]:
 
 
 def select_device(device: str | None, rank_info: dict[str, int]) -> torch.device:
-    """Select the device of this rank: ``device`` if given, else CUDA if the node has a GPU for each of its ranks.
+    """Select the device of this rank: ``device`` if given, else the accelerator if the node has one for each of its ranks.
 
     Raises:
-        ConfigError: ``device`` is CUDA, and the node has fewer GPUs than ranks.
+        ConfigError: ``device`` is the accelerator, and the node has fewer of its devices than ranks.
     """
-    # device_count() asks NVML. torch.cuda.is_available() would start CUDA, and a process with CUDA must not fork.
-    ranks, gpus = rank_info["local_world_size"], torch.cuda.device_count()
-    if device == "cuda" and gpus < ranks:
-        raise ConfigError(f"init_dist: device='cuda' needs one GPU per rank, got {gpus} GPUs for {ranks} ranks on this node")
-    if device == "cpu" or gpus == 0:
+    accelerator = find_accelerator()
+    # On CUDA device_count() asks NVML. is_available() would start CUDA, and a process with CUDA must not fork.
+    ranks, gpus = rank_info["local_world_size"], 0 if accelerator is None else torch.accelerator.device_count()
+    if device not in ("cpu", None) and gpus < ranks:
+        raise ConfigError(
+            f"init_dist: device={device!r} needs one GPU per rank, got {gpus} GPUs for {ranks} ranks on this node"
+        )
+    if device == "cpu" or accelerator is None or gpus == 0:
         return torch.device("cpu")
     if gpus < ranks:
         if rank_info["local_rank"] == 0:
             warnings.warn(f"init_dist: {ranks} ranks but {gpus} GPUs on this node: running on the CPU with gloo", stacklevel=3)
         return torch.device("cpu")
-    chosen = torch.device("cuda", rank_info["local_rank"])
-    torch.cuda.set_device(chosen)
+    chosen = torch.device(accelerator.type, rank_info["local_rank"])
+    torch.accelerator.set_device_index(chosen)
     return chosen
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dtrain.device import default_generators, find_accelerator, is_accelerator
 from dtrain.dist.generator_state import read_numpy_state, read_python_state, write_numpy_state
 from dtrain.errors import ConfigError
 
@@ -57,7 +58,7 @@ def generator(device: torch.device | str, *parts: int | str) -> torch.Generator:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of the global generators of Python, NumPy, torch and the current CUDA device as plain data and tensors.
+    """Return the state of the global generators of Python, NumPy, torch and the current accelerator as plain data and tensors.
 
     Example:
         >>> import dtrain as dt
@@ -81,8 +82,9 @@ def rng_state() -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
     }
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
+    accelerator = find_accelerator()
+    if accelerator is not None and torch.accelerator.is_available():
+        state[accelerator.type] = torch.get_device_module(accelerator).get_rng_state()
     return state
 
 
@@ -108,7 +110,7 @@ def set_rng_state(state: dict[str, Any]) -> None:
     Args:
         state: result of ``rng_state``.
 
-    Mutates: the global generators of Python, NumPy, torch and the current CUDA device.
+    Mutates: the global generators of Python, NumPy, torch and the current accelerator.
 
     Example:
         state = dt.dist.rng_state()
@@ -120,8 +122,9 @@ def set_rng_state(state: dict[str, Any]) -> None:
     keys = numpy["keys"].numpy().astype(np.uint32)
     write_numpy_state((numpy["name"], keys, numpy["position"], numpy["has_gauss"], numpy["cached"]))
     torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
+    accelerator = find_accelerator()
+    if accelerator is not None and accelerator.type in state and torch.accelerator.is_available():
+        torch.get_device_module(accelerator).set_rng_state(state[accelerator.type])
 
 
 def hash_rng_state(device: torch.device) -> int:
@@ -130,8 +133,8 @@ def hash_rng_state(device: torch.device) -> int:
     Host sync: none. The state of a device's generator is in host memory.
     """
     states = [torch.get_rng_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.get_rng_state(device))
+    if is_accelerator(device):
+        states.append(torch.get_device_module(device).get_rng_state(device))
     digest = hashlib.blake2b(digest_size=8)
     for state in states:
         digest.update(state.numpy().tobytes())
@@ -139,7 +142,7 @@ def hash_rng_state(device: torch.device) -> int:
 
 
 def seed_all(*parts: int | str) -> None:
-    """Seed the global generators of Python, NumPy, torch and CUDA from ``parts``, each with its own seed.
+    """Seed the global generators of Python, NumPy, torch and the accelerator from ``parts``, each with its own seed.
 
     Pass the rank for dropout and augmentation that differ between ranks. On a mesh with ``tp`` or ``cp``, pass
     ``dt.dist.data_rank(mesh)[0]`` instead, because ranks that share a batch must draw equal numbers. Checkpoints include the
@@ -148,7 +151,7 @@ def seed_all(*parts: int | str) -> None:
     Args:
         parts: as in ``derive_seed``.
 
-    Mutates: the global generators of Python, NumPy, torch and CUDA.
+    Mutates: the global generators of Python, NumPy, torch and the accelerator.
 
     Example:
         with dt.init_dist() as info:
@@ -160,21 +163,20 @@ def seed_all(*parts: int | str) -> None:
 
 
 class RNGSnapshot:
-    """Snapshot of the global generators of Python, NumPy, torch and every CUDA device."""
+    """Snapshot of the global generators of Python, NumPy, torch and every accelerator."""
 
-    __slots__ = ("_cuda", "_numpy", "_python", "_torch")
+    __slots__ = ("_accelerator", "_numpy", "_python", "_torch")
 
     def __init__(self) -> None:
         self._python, self._numpy, self._torch = read_python_state(), read_numpy_state(), torch.get_rng_state()
-        generators = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
-        self._cuda = [(generator, generator.get_state()) for generator in generators]
+        self._accelerator = [(generator, generator.get_state()) for generator in default_generators()]
 
     def restore(self) -> None:
-        """Restore the generators. Mutates: the global generators of Python, NumPy, torch and every CUDA device."""
+        """Restore the generators. Mutates: the global generators of Python, NumPy, torch and every accelerator."""
         random.setstate(self._python)
         write_numpy_state(self._numpy)
         torch.set_rng_state(self._torch)
-        for generator, state in self._cuda:
+        for generator, state in self._accelerator:
             generator.set_state(state)
 
 

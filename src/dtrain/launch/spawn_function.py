@@ -276,8 +276,12 @@ def _check_arguments(nproc: int, timeout_s: float | None) -> None:
         return
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         raise ConfigError("spawn: a process group is open in this process. Call spawn before init_dist, or after its block.")
-    if torch.cuda.is_initialized():
-        raise ConfigError("spawn: CUDA has started in this process, and a fork cannot use it. Call spawn before GPU use.")
+    from dtrain.device import started_accelerator
+
+    accelerator = started_accelerator()
+    if accelerator is not None:
+        name = accelerator.upper()
+        raise ConfigError(f"spawn: {name} has started in this process, and a fork cannot use it. Call spawn before GPU use.")
 
 
 def _start_rank(task: SpawnTask, rank: int) -> ForkedRank:

@@ -1,7 +1,7 @@
 """Measure the memory of a device, recognize errors that mean out of memory, and write the tensors in memory to a file.
 
-On CUDA the numbers come from the caching allocator. On a CPU nothing counts the bytes of tensors, so memory is measured only
-inside ``testing.memory_budget``, which installs its own ``DeviceMemory``.
+On an accelerator the numbers come from the caching allocator. On a CPU nothing counts the bytes of tensors, so memory is
+measured only inside ``testing.memory_budget``, which installs its own ``DeviceMemory``.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain import storage
+from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.memory.live_tensors import LiveStorage
@@ -31,8 +32,8 @@ class MemoryStats:
     Args:
         live: bytes held by this process's tensors.
         peak: most bytes held since the last ``reset``.
-        capacity: bytes that this process's tensors may hold. On CUDA: the free memory of the device and the memory of this
-            process's allocator, within the share set by ``torch.cuda.set_per_process_memory_fraction``.
+        capacity: bytes that this process's tensors may hold. On an accelerator: the free memory of the device and the memory
+            of this process's allocator, within the share that ``set_per_process_memory_fraction`` allows.
         used_by_others: bytes of the device outside of this process's allocator: other processes, and the context and libraries
             of this process, which the driver does not report separately. 0 without a device.
         alloc_retries: number of times in this process that the allocator freed its cache and tried an allocation again.
@@ -64,23 +65,25 @@ class DeviceMemory(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _CudaMemory:
-    """Memory of the caching allocator of one CUDA device.
+class _AllocatorMemory:
+    """Memory of the caching allocator of one accelerator.
 
-    Its counters are on the host, so a read waits for no work of the device. ``mem_get_info`` asks the driver, which takes some
-    tens of microseconds: read at the edges of a step, not in every operation.
+    Its counters are on the host, so a read waits for no work of the device. ``get_memory_info`` asks the driver, which takes
+    some tens of microseconds: read at the edges of a step, not in every operation.
     """
 
     device: torch.device
 
     def reset(self) -> None:
-        torch.cuda.reset_peak_memory_stats(self.device)
+        torch.accelerator.reset_peak_memory_stats(self.device)
 
     def read(self) -> MemoryStats:
-        stats = torch.cuda.memory_stats(self.device)
-        free, total = torch.cuda.mem_get_info(self.device)
+        stats = torch.accelerator.memory_stats(self.device)
+        free, total = torch.accelerator.get_memory_info(self.device)
         reserved = stats.get("reserved_bytes.all.current", 0)
-        allowed = int(total * torch.cuda.get_per_process_memory_fraction(self.device))
+        # Not each backend can limit a process.
+        get_fraction = backend_function(self.device, "get_per_process_memory_fraction")
+        allowed = total if get_fraction is None else int(total * get_fraction(self.device))
         return MemoryStats(
             live=stats.get("allocated_bytes.all.current", 0),
             peak=stats.get("allocated_bytes.all.peak", 0),
@@ -91,8 +94,8 @@ class _CudaMemory:
 
     def release(self) -> None:
         # empty_cache takes no device and creates a context on the current device.
-        with torch.cuda.device(self.device):
-            torch.cuda.empty_cache()
+        with torch.accelerator.device_index(self.device.index):
+            torch.accelerator.empty_cache()
 
 
 # A stack of the process, innermost last. It is not per thread: autograd's threads read the memory of the thread that called
@@ -102,11 +105,11 @@ _lock = threading.Lock()
 
 
 def get_device_memory(device: torch.device) -> DeviceMemory | None:
-    """Return the installed ``DeviceMemory``, else the one of CUDA; None if the memory of ``device`` cannot be measured."""
+    """Return the installed ``DeviceMemory``, else the allocator's; None if the memory of ``device`` cannot be measured."""
     with _lock:
         if _overrides:
             return _overrides[-1]
-    return _CudaMemory(device=device) if device.type == "cuda" else None
+    return _AllocatorMemory(device=device) if is_accelerator(device) and counts_memory(device.type) else None
 
 
 def release_cached_memory(device: torch.device) -> None:

@@ -119,7 +119,7 @@ def peak_flops(name: str, dtype: ComputeDtype | torch.dtype) -> float | None:
     MI250 and MI250X are for one half. GPU slices and variants such as laptop GPUs are unknown.
 
     Args:
-        name: device name from ``torch.cuda.get_device_name()``, such as ``"NVIDIA H100 80GB HBM3"``.
+        name: device name from torch, such as ``"NVIDIA H100 80GB HBM3"``.
         dtype: ``"fp32"``, ``"tf32"``, ``"fp16"``, ``"bf16"``, ``"fp8"``, or a torch dtype; ``torch.float32`` is ``"fp32"``.
 
     Source: the vendors' datasheets: NVIDIA GB200, B200 (HGX), GH200, H200, H100, A100, A40, A10, L40S, L4, V100, T4; NVIDIA

@@ -9,12 +9,15 @@ from __future__ import annotations
 import math
 import time
 import warnings
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from statistics import fmean
 from typing import Any, NamedTuple
 
 import torch
 
+from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.memory.device_memory import get_device_memory
@@ -196,8 +199,8 @@ def local_memory_stats(state: TrainState) -> dict[str, float]:
 
 
 def _allocator_stats(device: torch.device) -> dict[str, float]:
-    if device.type == "cuda":
-        raw: dict[str, Any] = torch.cuda.memory_stats(device)
+    if is_accelerator(device) and counts_memory(device.type):
+        raw: dict[str, Any] = torch.accelerator.memory_stats(device)
         stats = {name: float(raw.get(key, 0)) for name, key in _ALLOCATOR_STATS.items()}
         reserved = stats["memory/reserved_bytes"]
         stats["memory/fragmentation"] = 1.0 - stats["memory/allocated_bytes"] / reserved if reserved else 0.0
@@ -215,8 +218,13 @@ _HOST_RATES = {
     "system/disk_read_bytes_per_s": "read",
     "system/disk_write_bytes_per_s": "written",
 }
-_GPU_NAMES = ("system/gpu_percent", "system/gpu_temperature_c", "system/gpu_power_w")
-_SYSTEM_NAMES = ("system/cpu_percent", "system/memory_bytes", "system/memory_percent", *_HOST_RATES, *_GPU_NAMES)
+# the function of the backend for one device, and the number of all devices; power_draw is in milliwatts
+_GPU_READERS: dict[str, tuple[str, Callable[[list[float]], float]]] = {
+    "system/gpu_percent": ("utilization", fmean),
+    "system/gpu_temperature_c": ("temperature", max),
+    "system/gpu_power_w": ("power_draw", lambda milliwatts: sum(milliwatts) / 1000.0),
+}
+_SYSTEM_NAMES = ("system/cpu_percent", "system/memory_bytes", "system/memory_percent", *_HOST_RATES, *_GPU_READERS)
 
 
 def system_metrics(*, all_hosts: bool = False) -> Meter:
@@ -275,16 +283,20 @@ class _HostReader:
         memory = host_memory()
         if memory is not None:
             metrics |= {"system/memory_bytes": float(memory[0]), "system/memory_percent": 100.0 * memory[0] / memory[1]}
-        if device.type == "cuda" and self._reads_gpus:
-            metrics |= self._read_gpus()
+        if is_accelerator(device) and self._reads_gpus:
+            metrics |= self._read_gpus(device)
         return metrics
 
-    def _read_gpus(self) -> dict[str, float]:
-        devices = range(min(torch.cuda.device_count(), get_dist_info().local_world_size))
+    def _read_gpus(self, device: torch.device) -> dict[str, float]:
+        devices = range(min(torch.accelerator.device_count(), get_dist_info().local_world_size))
+        # A number that the backend cannot read is left out.
+        readers = {name: (backend_function(device, function), total) for name, (function, total) in _GPU_READERS.items()}
         try:
-            busy = [float(torch.cuda.utilization(index)) for index in devices]
-            celsius = [float(torch.cuda.temperature(index)) for index in devices]
-            watts = [torch.cuda.power_draw(index) / 1000.0 for index in devices]
+            return {
+                name: total([float(read(index)) for index in devices])
+                for name, (read, total) in readers.items()
+                if read is not None and devices
+            }
         except Exception as error:  # noqa: BLE001 - NVML raises errors of any kind, and training continues
             self._reads_gpus = False
             reason = " ".join(str(error).split())[:200]
@@ -294,7 +306,6 @@ class _HostReader:
                 stacklevel=4,
             )
             return {}
-        return dict(zip(_GPU_NAMES, (sum(busy) / len(busy), max(celsius), sum(watts)), strict=True)) if busy else {}
 
 
 def _host_rates(before: HostCounters, now: HostCounters, seconds: float) -> dict[str, float]:

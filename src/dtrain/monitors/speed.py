@@ -11,6 +11,7 @@ import torch
 from dtrain import spans
 from dtrain.arguments import check_int, check_number
 from dtrain.clock import Clock
+from dtrain.device import device_name
 from dtrain.dist.init import get_dist_info
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
@@ -271,7 +272,7 @@ class _DevicePeak:
     def lookup(self, device: torch.device) -> float | None:
         if not self._known:
             self._known = True
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+            name = device_name(device)
             self._peak = peak_flops(name, self._dtype)
             if self._peak is None and get_dist_info().rank == 0:
                 warnings.warn(

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch.profiler import ProfilerActivity, record_function
+from torch.profiler import ProfilerActivity, record_function, supported_activities
 
 from dtrain import spans, storage
+from dtrain.device import is_accelerator
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.memory.device_memory import snapshot_suffix, write_snapshot
@@ -99,9 +100,9 @@ class TraceRecorder:
     _records_history: bool = False
 
     def __post_init__(self) -> None:
-        on_device = get_dist_info().device.type == "cuda"
+        on_device = is_accelerator(get_dist_info().device)
         self._profiler = torch.profiler.profile(
-            activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])],
+            activities=supported_activities() if on_device else [ProfilerActivity.CPU],
             record_shapes=self.options.record_shapes,
             profile_memory=self.options.memory,
             with_stack=self.options.stacks,

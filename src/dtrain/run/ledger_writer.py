@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from dtrain import spans
+from dtrain.device import counts_memory, started_accelerator
 from dtrain.durations import Duration
 from dtrain.run.metadata import to_plain_data
 from dtrain.typing import Plain
@@ -196,6 +197,8 @@ def _read_gauges() -> dict[str, int]:
     # /proc exists only on Linux.
     with suppress(OSError, ValueError, IndexError), open(_STATM, "rb") as file:
         gauges["rss_bytes"] = int(file.read().split()[1]) * os.sysconf("SC_PAGESIZE")
-    if torch.cuda.is_initialized():
-        gauges["device_bytes"], gauges["device_peak_bytes"] = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+    accelerator = started_accelerator()
+    if accelerator is not None and counts_memory(accelerator):
+        gauges["device_bytes"] = torch.accelerator.memory_allocated()
+        gauges["device_peak_bytes"] = torch.accelerator.max_memory_allocated()
     return gauges

@@ -113,11 +113,6 @@ def attempt_metadata(
     }
 
 
-def device_name(info: DistInfo) -> str:
-    """Return the kind of this rank's device."""
-    return torch.cuda.get_device_name(info.device) if info.device.type == "cuda" else info.device.type
-
-
 def _ranks_by(key: str, all_ranks: Sequence[Mapping[str, Any]]) -> Plain:
     ranks_by_value: dict[str, Plain] = {}
     for rank, facts in enumerate(all_ranks):

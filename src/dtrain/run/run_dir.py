@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from dtrain import __version__, launch_protocol, run_layout, spans, storage
+from dtrain.device import device_name
 from dtrain.dist.collectives import all_gather_json, format_error_line
 from dtrain.dist.context import current_context, exit_exception, register_shutdown_hook
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.run.ledger_writer import LedgerWriter
-from dtrain.run.metadata import attempt_metadata, device_name, settings_to_plain
+from dtrain.run.metadata import attempt_metadata, settings_to_plain
 from dtrain.run.redact import Redactor, make_redactor
 from dtrain.run.upload import upload_run
 from dtrain.storage import RemotePath
@@ -114,7 +115,7 @@ def open_run(
     if _OPEN_RUN.run is not None:
         return _reuse_open_run(_OPEN_RUN.run, path)
     info, started_at = get_dist_info(), time.time()
-    local: dict[str, Any] = {"error": None, "kind": "", "host": os.uname().nodename, "device": device_name(info)}
+    local: dict[str, Any] = {"error": None, "kind": "", "host": os.uname().nodename, "device": device_name(info.device)}
     redactor, setup = Redactor(), None
     try:
         redactor = make_redactor(_check_redact_patterns(redact), os.environ)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dtrain.device import started_accelerator, use_on_current_stream
 from dtrain.errors import ConfigError
 from dtrain.shard.precision import accumulation_dtype
 
@@ -227,8 +228,7 @@ def free_reduce_buffer(group: Any) -> None:
     """
     state = getattr(group, "_all_reduce_state", None)
     if state is not None:
-        if state.all_reduce_input.is_cuda:
-            state.all_reduce_input.record_stream(torch.cuda.current_stream(state.all_reduce_input.device))
+        use_on_current_stream(state.all_reduce_input)
         group._all_reduce_state = None
 
 
@@ -307,9 +307,9 @@ def reset_iteration(model: nn.Module) -> None:
 def _reset_iteration_before_torch_2_13(model: nn.Module) -> None:
     """Reset as ``reset_iter_state`` of torch 2.13 does, for older versions."""
     root: Any = next(units_of(model))._get_fsdp_state()
-    if torch.cuda.is_available():
+    if started_accelerator() is not None:
         # Collectives in flight must end before their buffers are freed.
-        torch.cuda.current_stream().synchronize()
+        torch.accelerator.current_stream().synchronize()
     root._comm_ctx.all_gather_state = None
     root._comm_ctx.post_forward_order.clear()
     root._comm_ctx.reduce_scatter_states, root._comm_ctx.reduce_scatter_state = [], None

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from dtrain.device import use_on_current_stream
 from dtrain.dist.init import get_dist_info
 from dtrain.dtensor import from_local_like, to_local
 from dtrain.fqn import unwrap_module
@@ -183,8 +184,7 @@ class GradSync:
             grad, stashed = to_local(param.grad), self._stashed_grads.get(id(param))
             self._stashed_grads[id(param)] = grad.to(accumulation_dtype(grad.dtype)) if stashed is None else stashed.add_(grad)
             # FSDP2 allocated the gradient in another stream, which must not reuse its memory too early.
-            if grad.is_cuda:
-                grad.record_stream(torch.cuda.current_stream(grad.device))
+            use_on_current_stream(grad)
             param.grad = None
 
     def finish_backwards(self, params: Iterable[Tensor]) -> None:

@@ -9,11 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from dtrain import spans
 from dtrain.arguments import check_int, check_number
+from dtrain.device import device_name
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.durations import Duration
@@ -176,7 +176,7 @@ def _first_size(search: _Search, kept: _Kept, saved_size: int | None) -> int | N
     state, prober = search.state, search.prober
     kept.reserved = reserve_optimizer_state(f"{_NAME}: step {state.step}:", state)
     saved = state.transform_states[_NAME]
-    device = torch.cuda.get_device_name(state.device) if state.device.type == "cuda" else state.device.type
+    device = device_name(state.device)
     own: list[Plain] = [device, prober.device_memory is not None, saved["size"], saved["whole"], saved["found_on"]]
     rows = cast("list[list[Plain]]", all_gather_json(own, caller=_NAME))
     devices = " and ".join(sorted({str(row[0]) for row in rows}))

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from dtrain import spans
 from dtrain.batch import count_samples, list_tensors
+from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.init import get_dist_info
@@ -181,10 +182,11 @@ class MicrobatchProber:
 
     def allocator_retried(self) -> bool:
         """Return True if this rank's allocator flushed its cache since the last call."""
-        if self.device.type != "cuda":
+        if not (is_accelerator(self.device) and counts_memory(self.device.type)):
             return False
-        # DeviceMemory.read() would take longer, because it reads all statistics.
-        retries = int(torch.cuda.memory_stats_as_nested_dict(self.device).get("num_alloc_retries", 0))
+        # DeviceMemory.read() and torch.accelerator.memory_stats() take longer, because they make a flat dict of all statistics.
+        read_stats = backend_function(self.device, "memory_stats_as_nested_dict") or torch.accelerator.memory_stats
+        retries = int(read_stats(self.device).get("num_alloc_retries", 0))
         retried, self.allocator_retries = retries > self.allocator_retries, retries
         return retried
 

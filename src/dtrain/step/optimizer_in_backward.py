@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dtrain.batch import BatchSpec
+from dtrain.device import use_on_current_stream
 from dtrain.dtensor import is_dtensor, to_local
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.grad_sync import grad_sync_of
@@ -147,8 +148,7 @@ def _apply(state: TrainState, done: set[int], params: Sequence[Tensor]) -> None:
             state.optimizer.step()
     for param, grad in zip(params, grads, strict=True):
         # FSDP2 may have allocated the gradient in another stream, which would reuse the memory too early.
-        if grad.is_cuda:
-            grad.record_stream(torch.cuda.current_stream(grad.device))
+        use_on_current_stream(grad)
         param.grad = None
 
 

@@ -75,8 +75,12 @@ def _find_unsafe_state() -> str | None:
     threads = len(os.listdir("/proc/self/task")) - 1
     if threads:
         return f"{threads} thread{'s' * (threads > 1)}"
-    torch = sys.modules.get("torch")
-    return "CUDA" if torch is not None and torch.cuda.is_initialized() else None
+    if "torch" not in sys.modules:
+        return None
+    from dtrain.device import started_accelerator
+
+    accelerator = started_accelerator()
+    return accelerator and accelerator.upper()
 
 
 def _find_shadowing(kind: str, target: str) -> str | None:

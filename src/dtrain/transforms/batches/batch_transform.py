@@ -26,6 +26,7 @@ from torch import Tensor
 from dtrain.arguments import check_int, join_or
 from dtrain.clock import Clock
 from dtrain.combinators import on_batch
+from dtrain.device import is_accelerator
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import Hyperparameter
@@ -226,7 +227,7 @@ def sample_permutation(count: int, generator: torch.Generator, device: torch.dev
     """Return a random permutation ``[count]`` on ``device``, without a host sync."""
     order = torch.randperm(count, generator=generator, device=generator.device)
     # A copy from pageable memory would sync.
-    return (order.pin_memory() if device.type == "cuda" != order.device.type else order).to(device, non_blocking=True)
+    return (order.pin_memory() if is_accelerator(device) and order.is_cpu else order).to(device, non_blocking=True)
 
 
 def batch_transform(

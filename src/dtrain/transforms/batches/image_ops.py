@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor
 
+from dtrain.device import is_accelerator
 from dtrain.errors import ConfigError
 
 
@@ -43,7 +44,7 @@ def from_unit_range(images: Tensor, dtype: torch.dtype) -> Tensor:
 def to_device_async(values: Sequence[float] | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copy host numbers to ``device`` as a tensor ``[n]`` without a host sync. A copy from pageable memory would sync."""
     tensor = torch.tensor(values, dtype=dtype)
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else tensor.to(device)
 
 
 def _per_image(amount: Tensor) -> Tensor:

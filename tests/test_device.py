@@ -1,0 +1,219 @@
+"""The code asks ``dtrain.device`` and ``torch.accelerator``, so any accelerator works; uses of ``torch.cuda`` have a reason."""
+
+import ast
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import dtrain
+from dtrain import device as device_module
+from dtrain.checkpoint.save_thread import StagedFiles
+from dtrain.device import (
+    backend_function,
+    collective_backend,
+    default_generators,
+    device_name,
+    is_accelerator,
+    started_accelerator,
+)
+from dtrain.dist.init import init_dist
+from dtrain.dist.rendezvous import select_device
+from dtrain.dist.rng import RNGSnapshot, hash_rng_state, rng_state, set_rng_state
+from dtrain.errors import ConfigError
+from dtrain.memory.device_memory import MemoryStats, get_device_memory, release_cached_memory
+from dtrain.monitors.hardware import local_memory_stats, system_metrics
+from dtrain.run_context import AsyncScalar
+from dtrain.step.microbatch_probe import MicrobatchProber
+from dtrain.transforms.precision.autocast import _check_device
+
+SOURCE = Path(dtrain.__file__).parent
+XPU = torch.device("xpu", 0)
+
+# Uses of ``torch.cuda`` in code, by module, with the reason for each.
+USES_OF_CUDA = {
+    "cli/torch_probe.py": (4, "`dtrain env` compares torch's build for CUDA, and its NCCL, with NVIDIA's driver"),
+    "dist/rng.py": (2, "a variable of cuBLAS"),
+    "memory/device_memory.py": (1, "the snapshot of allocations is a format of the CUDA allocator"),
+    "profiling/trace_recorder.py": (2, "the history of allocations exists on CUDA"),
+    "shard/precision.py": (2, "compute capability is a number of NVIDIA's GPUs"),
+}
+# Comparisons with the device type "cuda" and reads of ``is_cuda``.
+COMPARISONS_WITH_CUDA = {
+    "memory/device_memory.py": (2, "the snapshot of allocations is a format of the CUDA allocator"),
+    "planning/simulate.py": (2, "the plan simulates CUDA or a CPU"),
+    "profiling/trace_recorder.py": (1, "the history of allocations exists on CUDA"),
+    "shard/fsdp.py": (1, "symmetric memory exists on CUDA"),
+    "surgery/normalization/fused_norm.py": (1, "torch's fused norms exist on CUDA"),
+}
+
+
+def uses_of_cuda(source: str) -> tuple[int, int]:
+    """Count the uses of ``torch.cuda``, and the comparisons of a device with CUDA, outside of text."""
+    nodes = list(ast.walk(ast.parse(source)))
+    uses = sum(isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.cuda" for node in nodes)
+    compared = sum(
+        (isinstance(node, ast.Compare) and "'cuda'" in map(ast.unparse, [node.left, *node.comparators]))
+        or (isinstance(node, ast.Attribute) and node.attr == "is_cuda")
+        for node in nodes
+    )
+    return uses, compared
+
+
+def test_each_use_of_cuda_has_a_reason():
+    found, compared = Counter(), Counter()
+    for path in SOURCE.rglob("*.py"):
+        # The field ``cuda`` of the facts of `dtrain env` is not torch's module.
+        if path.relative_to(SOURCE).as_posix() != "cli/env.py":
+            name = path.relative_to(SOURCE).as_posix()
+            found[name], compared[name] = uses_of_cuda(path.read_text())
+    assert +found == {name: count for name, (count, _) in USES_OF_CUDA.items()}
+    assert +compared == {name: count for name, (count, _) in COMPARISONS_WITH_CUDA.items()}
+
+
+def test_new_uses_of_cuda_are_found():
+    assert uses_of_cuda('if x.device.type == "cuda" or y.is_cuda:\n    torch.cuda.synchronize()\n"""torch.cuda"""') == (1, 2)
+
+
+class Stream:
+    """A stream of the simulated accelerator, which notes what it is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def record_event(self) -> SimpleNamespace:
+        self.calls.append("record_event")
+        return SimpleNamespace(synchronize=lambda: self.calls.append("synchronize"))
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """An XPU of which this process has started two, whose module has what torch.xpu has. No call reaches ``torch.cuda``."""
+    generators = (torch.Generator(), torch.Generator())
+    module = SimpleNamespace(
+        chosen=[],
+        is_initialized=lambda: True,
+        get_device_name=lambda device: "Data Center GPU Max 1550",
+        default_generators=generators,
+        get_rng_state=lambda device=XPU: generators[0].get_state(),
+        set_rng_state=lambda state: generators[0].set_state(state),
+        is_bf16_supported=lambda: False,
+        retries=0,
+    )
+    for name, function in {
+        "current_accelerator": lambda check_available=False: torch.device("xpu"),
+        "is_available": lambda: True,
+        "device_count": lambda: 2,
+        "set_device_index": module.chosen.append,
+        "memory_stats": lambda device=None: {"allocated_bytes.all.current": 3, "num_alloc_retries": module.retries},
+        "get_memory_info": lambda device=None: (60, 100),
+    }.items():
+        monkeypatch.setattr(torch.accelerator, name, function)
+    monkeypatch.setattr(torch, "get_device_module", lambda device=None: module)
+    for name in ("is_available", "device_count", "set_device", "memory_stats", "get_rng_state", "get_device_name", "Event"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_, name=name: pytest.fail(f"torch.cuda.{name} was called"))
+    device_module.counts_memory.cache_clear()
+    yield module
+    device_module.counts_memory.cache_clear()
+
+
+def test_ranks_use_the_accelerator_of_the_machine(backend):
+    assert select_device(None, {"local_rank": 1, "local_world_size": 2}) == torch.device("xpu", 1)
+    assert backend.chosen == [torch.device("xpu", 1)]
+    assert select_device("cpu", {"local_rank": 1, "local_world_size": 2}).type == "cpu"
+    with pytest.raises(ConfigError, match="init_dist: device='xpu' needs one GPU per rank, got 2 GPUs for 3 ranks"):
+        select_device("xpu", {"local_rank": 1, "local_world_size": 3})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"device": "cuda"}, "init_dist: device must be 'cpu', 'xpu' or None, got 'cuda'"),
+        ({"backend": "nccl"}, "init_dist: backend must be 'gloo', 'xccl' or None, got 'nccl'"),
+    ],
+)
+def test_names_of_another_accelerator_are_refused(backend, options, message):
+    with pytest.raises(ConfigError, match=message):
+        init_dist(**options)
+
+
+def test_backend_of_collectives_is_the_devices():
+    assert [collective_backend(torch.device(kind)) for kind in ("cuda", "xpu")] == ["nccl", "xccl"]
+    with pytest.raises(ConfigError, match=r"init_dist: device must have a backend for collectives, got"):
+        collective_backend(torch.device("privateuseone"))
+
+
+def test_random_numbers_of_the_accelerator_are_saved_and_restored(backend):
+    state, snapshot, before = rng_state(), RNGSnapshot(), hash_rng_state(XPU)
+    backend.default_generators[0].manual_seed(5)
+    assert hash_rng_state(XPU) != before
+    set_rng_state(state)
+    assert hash_rng_state(XPU) == before
+    assert "cuda" not in state
+    backend.default_generators[1].manual_seed(6)
+    snapshot.restore()
+    assert [generator.initial_seed() for generator in backend.default_generators] == [torch.Generator().initial_seed()] * 2
+
+
+def test_memory_is_that_of_the_allocator(backend, monkeypatch):
+    reading = MemoryStats(live=3, peak=0, capacity=60, used_by_others=40, alloc_retries=0)
+    assert get_device_memory(XPU).read() == reading
+    backend.get_per_process_memory_fraction = lambda device: 0.5
+    assert get_device_memory(XPU).read().capacity == 50
+    assert local_memory_stats(SimpleNamespace(device=XPU))["memory/allocated_bytes"] == 3.0
+
+
+def test_memory_of_a_backend_without_counters_is_left_out(backend, monkeypatch):
+    def refuse(device=None):
+        raise RuntimeError("Allocator for xpu is not a DeviceAllocator.")
+
+    monkeypatch.setattr(torch.accelerator, "memory_stats", refuse)
+    assert get_device_memory(XPU) is None
+    release_cached_memory(XPU)
+    assert not [name for name in local_memory_stats(SimpleNamespace(device=XPU)) if "rss" not in name]
+
+
+def test_retries_of_the_allocator_are_counted(backend):
+    prober = SimpleNamespace(device=XPU, allocator_retries=0)
+    backend.retries = 1
+    assert MicrobatchProber.allocator_retried(prober)
+    assert not MicrobatchProber.allocator_retried(prober)
+
+
+def test_figures_that_the_backend_lacks_are_left_out(backend):
+    backend.utilization, backend.temperature = (lambda index: 50 + 10 * index), (lambda index: 70 + index)
+    found = system_metrics()(SimpleNamespace(device=XPU))
+    assert {name: value for name, value in found.items() if "gpu" in name} == {
+        "system/gpu_percent": 50.0,
+        "system/gpu_temperature_c": 70.0,
+    }
+
+
+def test_name_and_support_are_those_of_the_backend(backend):
+    assert device_name(XPU) == "Data Center GPU Max 1550"
+    assert device_name(torch.device("cpu")) == "cpu"
+    assert started_accelerator() == "xpu"
+    assert tuple(default_generators()) == backend.default_generators
+    assert backend_function(XPU, "power_draw") is None
+    with pytest.raises(ConfigError, match="autocast: dtype must be supported on the device, got bf16 on xpu"):
+        _check_device(XPU, "bf16")
+    backend.is_initialized = lambda: False
+    assert started_accelerator() is None
+    assert default_generators() == ()
+
+
+def test_copies_wait_for_events_of_the_accelerator(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "Event", lambda device: asked.append(device))
+    monkeypatch.setattr(torch, "zeros", lambda *_, dtype, pin_memory, zeros=torch.zeros: zeros((), dtype=dtype))
+    AsyncScalar(XPU)
+    assert asked == [XPU]
+    stream = Stream()
+    StagedFiles(files={}, copy_events=[stream.record_event()], buffers=(), pool=None).wait()
+    assert stream.calls == ["record_event", "synchronize"]
+
+
+def test_cpu_meta_and_mps_have_no_streams():
+    assert [kind for kind in ("cpu", "meta", "mps", "cuda", "xpu") if is_accelerator(torch.device(kind))] == ["cuda", "xpu"]
