@@ -194,15 +194,19 @@ def split_batch(batch: Batch, microbatch_size: int, *, batch_spec: BatchSpec | N
     Raises:
         ConfigError: ``microbatch_size`` below 1, or a batch whose samples cannot be counted.
     """
-    check_microbatch_size(microbatch_size)
-    flat = split_flat(batch, microbatch_size) if batch_spec is None else None
-    if flat is None:
-        samples, _ = count_samples_and_tokens(batch, batch_spec)
-        parts = split_into_microbatches(batch, microbatch_size, samples, batch_spec)
-    else:
-        parts = flat[1]
+    _, _, parts = count_and_split(batch, microbatch_size, batch_spec)
     infos = get_batch_infos(batch)
     return [attach_batch_info(part, infos[0]) for part in parts] if len(infos) == 1 else parts
+
+
+def count_and_split(batch: Batch, microbatch_size: int, batch_spec: BatchSpec | None) -> tuple[int, int, list[Batch]]:
+    """Return the samples, the tokens and the microbatches of a batch; see ``split_batch``."""
+    check_microbatch_size(microbatch_size)
+    flat = _count_and_split_flat(batch, microbatch_size) if batch_spec is None else None
+    if flat is not None:
+        return flat[0], 0, flat[1]
+    samples, tokens = count_samples_and_tokens(batch, batch_spec)
+    return samples, tokens, split_into_microbatches(batch, microbatch_size, samples, batch_spec)
 
 
 def split_into_microbatches(batch: Batch, microbatch_size: int, samples: int, batch_spec: BatchSpec | None) -> list[Batch]:
@@ -214,7 +218,7 @@ def split_into_microbatches(batch: Batch, microbatch_size: int, samples: int, ba
     return [_narrow(batch, start, length, samples) for start, length in sizes]
 
 
-def split_flat(batch: Batch, microbatch_size: int) -> tuple[int, list[Batch]] | None:
+def _count_and_split_flat(batch: Batch, microbatch_size: int) -> tuple[int, list[Batch]] | None:
     """Count and split a tensor, or a flat dict, tuple or list of tensors of one length, with one call for each tensor.
 
     Returns:

@@ -8,7 +8,6 @@ ranks that reduced different gradients, which would otherwise give wrong results
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from enum import IntFlag
 from typing import Generic, NamedTuple, TypeVar, cast
 
@@ -26,8 +25,7 @@ from dtrain.errors import NonFiniteError, PeerError, StepError
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepCounts:
+class StepCounts(NamedTuple):
     """Record of a step, agreed by all ranks. Counts are sums over ranks, ``microbatches`` is the maximum.
 
     Args:
@@ -299,8 +297,7 @@ class RankStatus(IntFlag):
         return bool(self & (RankStatus.OUT_OF_MEMORY | RankStatus.ERROR | RankStatus.COLLECTIVES_CHANGED))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BackwardSync:
+class BackwardSync(NamedTuple):
     """Record of a step's backward, agreed by all ranks.
 
     Args:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import cast
 
 import torch
@@ -98,7 +97,7 @@ def shard_sequences(
             if state.step_counts is None:
                 return state, metrics
             # Each rank along cp counted its own part of the tokens.
-            step_counts = replace(state.step_counts, tokens=state.step_counts.tokens * ranks)
+            step_counts = state.step_counts._replace(tokens=state.step_counts.tokens * ranks)
             return state._replace(step_counts=step_counts), metrics
 
         return grad_fn

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -198,7 +197,7 @@ class GradientRun:
         if guard is not None and not counts.same_plan:
             guard.traces.clear()
         # A second call for one step (a retry, a method with two gradients) adds its time to the time of the first call.
-        return replace(counts, seconds=counts.seconds + state.step_counts.seconds) if state.step_counts else counts
+        return counts._replace(seconds=counts.seconds + state.step_counts.seconds) if state.step_counts else counts
 
     def guarded(self) -> AbstractContextManager[object]:
         """Return the context of all forwards and backwards, which ends at an out-of-memory error of a guarded step."""

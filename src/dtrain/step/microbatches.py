@@ -13,10 +13,10 @@ from dtrain.batch import (
     BatchSpec,
     FailedBatch,
     check_microbatch_size,
+    count_and_split,
     count_samples_and_tokens,
     list_tensors,
     make_zero_samples,
-    split_flat,
     split_into_microbatches,
 )
 from dtrain.errors import ConfigError
@@ -93,11 +93,9 @@ def split_microbatches(
     """
     if isinstance(batch, FailedBatch):
         raise batch.error
-    if microbatch_size is not None and batch_spec is None and split is None and count is None:
-        check_microbatch_size(microbatch_size)
-        flat = split_flat(batch, microbatch_size)
-        if flat is not None:
-            return Microbatches(batch=batch, batches=flat[1], samples=flat[0])
+    if microbatch_size is not None and split is None and count is None:
+        samples, tokens, microbatches = count_and_split(batch, microbatch_size, batch_spec)
+        return Microbatches(batch=batch, batches=microbatches, samples=samples, tokens=tokens)
     samples, tokens = count_batch(batch, batch_spec=batch_spec, count=count)
     if samples == 0:
         return Microbatches(batch=batch, tokens=tokens)
@@ -105,7 +103,7 @@ def split_microbatches(
         return Microbatches(batch=batch, batches=[batch], samples=samples, tokens=tokens)
     check_microbatch_size(microbatch_size)
     if split is None:
-        microbatches: Sequence[Batch] = split_into_microbatches(batch, microbatch_size, samples, batch_spec)
+        microbatches = split_into_microbatches(batch, microbatch_size, samples, batch_spec)
     else:
         result = split(batch, microbatch_size)
         if not isinstance(result, Iterable) or isinstance(result, str | Mapping | torch.Tensor):
