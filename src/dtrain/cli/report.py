@@ -18,6 +18,7 @@ from dtrain.arguments import format_bytes, format_count, format_duration
 from dtrain.cli.parameters import OTHER_HEADING, number, option
 from dtrain.errors import ConfigError, escape_unprintable
 from dtrain.optional_dependencies import install_command
+from dtrain.report.results import describe_command, describe_devices, format_speed, list_results
 
 if TYPE_CHECKING:
     from dtrain.report.live import LiveRun, RankSnapshot, RunSnapshot
@@ -95,7 +96,7 @@ def _write_page(path: str, text: str) -> None:
         raise OSError(f"report: {path}: {error.strerror}. Choose another path with --output.") from error
 
 
-_MAX_CAUSES, _MAX_METRICS, _MAX_NAME_LENGTH, _MAX_LINES = 6, 3, 40, 10
+_MAX_CAUSES, _MAX_METRICS, _MAX_NAME_LENGTH, _MAX_LINES = 6, 4, 40, 10
 
 
 def summarize(report: Report) -> list[str]:
@@ -116,6 +117,10 @@ def summarize(report: Report) -> list[str]:
 
 def _run_lines(run: RunReport) -> list[str]:
     lines = [f"{_shorten(run.name)}: {_run_state(run)}"]
+    if text := _last_metrics(run):
+        lines.append(f"result: {text}")
+    if run_facts := [fact for fact in (format_speed(run), describe_devices(run), describe_command(run)) if fact]:
+        lines.append(f"run: {', '.join(run_facts)[:200]}")
     goodput = run.goodput
     if goodput is not None:
         productive, total = format_duration(goodput.productive_s), format_duration(goodput.total_s)
@@ -137,8 +142,6 @@ def _run_lines(run: RunReport) -> list[str]:
         lines.append(f"checkpoints: {run.checkpoint_count}{stall}")
     if run.slowest:
         lines.append(f"slow: {run.slowest[0].text[:200]}")
-    if text := _last_metrics(run):
-        lines.append(f"metrics: {text}")
     return lines
 
 
@@ -161,9 +164,7 @@ def _loss_text(run: RunReport) -> str:
 
 
 def _last_metrics(run: RunReport) -> str:
-    names = sorted(run.series, key=lambda name: ("loss" not in name, "/" in name, name))[:_MAX_METRICS]
-    values = [(name, run.series[name].last) for name in names]
-    return ", ".join(f"{_shorten(name)} {'not finite' if value is None else format(value, '.4g')}" for name, value in values)
+    return ", ".join(f"{_shorten(name)} {result}" for name, result in list_results(run)[:_MAX_METRICS])
 
 
 def _shorten(name: str) -> str:

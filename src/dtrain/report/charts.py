@@ -18,6 +18,7 @@ import numpy as np
 
 from dtrain.report.metric_table import downsample
 from dtrain.report.model import AttemptReport, Column, MetricSeries, Report, RunReport
+from dtrain.report.results import metric_label
 
 Chart = dict[str, Any]
 Trace = dict[str, Any]
@@ -36,6 +37,8 @@ MAX_METRIC_CHARTS = 60
 # ranks with a bar
 MAX_BARS = 32
 _MAX_ROWS = 400
+# points of a line with markers
+_MAX_MARKERS = 40
 # symbol, name and height of the mark of a non-finite value
 _NON_FINITE_MARKS = (
     ("x", "NaN", 0.03, np.isnan),
@@ -194,7 +197,7 @@ def _time_chart(report: Report, run: RunReport) -> Chart:
         for cause in [cause for cause in CAUSE_PATTERNS if cause in slices.by_cause]:
             shares = np.divide(slices.by_cause[cause], slices.seconds, out=np.zeros(len(slices.at)), where=slices.seconds > 0)
             trace = _line(report, cause, {"time": edges}, 100 * np.append(shares, shares[-1]), 0)
-            trace |= {"line": {"shape": "hv", "width": 0}, "stackgroup": "causes", "fillcolor": cause}
+            trace |= {"mode": "lines", "line": {"shape": "hv", "width": 0}, "stackgroup": "causes", "fillcolor": cause}
             traces.append(trace | {"fillpattern": _pattern(cause), "hovertemplate": "%{y:.1f}%"})
     chart = _chart(
         report,
@@ -232,7 +235,8 @@ def _bar_chart(title: str, rows: Mapping[str, Mapping[str, float]]) -> Chart:
     ]
     layout = {
         "barmode": "stack",
-        "height": 170 + 24 * len(rows),
+        "bargap": 0.2,
+        "height": 190 + 36 * len(rows),
         "xaxis": {"title": {"text": unit}},
         "yaxis": {"autorange": "reversed", "type": "category", "ticksuffix": " "},
     }
@@ -261,6 +265,7 @@ def _line_chart(
     scale, unit = _scale(unit, (series.values for _, series in lines))
     traces: list[Trace] = []
     marks: list[Trace] = []
+    title = metric_label(title)
     for index, (name, series) in enumerate(lines):
         values = _drawable(series.values)
         chosen = thin_points(values, points)
@@ -295,8 +300,15 @@ def _line(report: Report, name: str, over: Mapping[str, Column], values: Column,
     drawn = {axis: [_round(x / time_s if axis == "time" else x, 9) for x in xs.tolist()] for axis, xs in over.items()}
     y = [_round(value) for value in _drawable(values).tolist()]
     style = {"color": f"line{index % MAX_LINES}", "dash": _DASHES[index % len(_DASHES)], "width": 1.7}
-    return {"type": "scatter", "mode": "lines" if len(y) > 1 else "markers", "name": escape(name, quote=False), "over": drawn,
+    return {"type": "scatter", "mode": _line_mode(len(y)), "name": escape(name, quote=False), "over": drawn,
             "y": y, "line": style, "marker": {"color": style["color"]}}  # fmt: skip
+
+
+def _line_mode(points: int) -> str:
+    """Return plotly's mode: the points of a short line are visible."""
+    if points == 1:
+        return "markers"
+    return "lines+markers" if points <= _MAX_MARKERS else "lines"
 
 
 def _chart(

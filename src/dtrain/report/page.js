@@ -34,11 +34,12 @@ function traces(chart, axis, color) {
 function draw(figure, chart) {
   const color = palette(), lines = chart.axes !== undefined;
   const axis = lines ? (chart.axes.includes(asked.axis) ? asked.axis : chart.axes[0]) : null;
-  const line = { gridcolor: color("grid"), zerolinecolor: color("grid"), linecolor: color("quiet"), automargin: true };
+  const line = { gridcolor: color("grid"), zerolinecolor: color("grid"), linecolor: color("quiet"), automargin: true,
+    exponentformat: "power", minexponent: 7, separatethousands: true };
   const layout = {
     height: 320, margin: { l: 56, r: 16, t: 32, b: 48 }, hovermode: lines ? "x unified" : "closest", uirevision: axis + asked.log,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: color("ink"), family: "system-ui, sans-serif" },
-    hoverlabel: { bgcolor: color("paper"), font: { color: color("ink") } }, legend: { orientation: "h", y: -0.25 },
+    hoverlabel: { bgcolor: color("paper"), font: { color: color("ink") } }, legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom" },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: color("quiet"), activecolor: color("accent") },
     ...chart.layout,
   };

@@ -17,9 +17,12 @@ from dtrain.arguments import format_bytes, format_duration
 from dtrain.optional_dependencies import missing_extra_error
 from dtrain.report.charts import Chart, metric_charts, metric_names, metric_unit, run_charts, run_label, speed_charts
 from dtrain.report.model import Report, RunReport
+from dtrain.report.results import describe_command, describe_devices, format_speed, list_results
 
 # characters of a setting, and rows of a table
 _MAX_TEXT, _MAX_ROWS = 300, 400
+# metrics at the top of the page
+_MAX_RESULTS = 6
 
 
 def render_page(report: Report) -> str:
@@ -153,8 +156,9 @@ def _summary(run: RunReport) -> str:
     outcome = run.attempts[-1].outcome if run.attempts else "unknown"
     steps = [attempt.last_step for attempt in run.attempts] or [series.last_step for series in run.series.values()]
     facts = {"steps": f"{max(steps):,}" if steps else "none", "duration": format_duration(run.duration_s)}
+    facts |= {"speed (median)": speed} if (speed := format_speed(run)) else {}
     if run.attempts:
-        facts["ranks"] = str(run.attempts[-1].world_size)
+        facts["ranks"] = describe_devices(run) or str(run.attempts[-1].world_size)
         facts["restarts"] = str(len(run.attempts) - 1)
         facts["steps done again"] = str(sum(attempt.lost_steps for attempt in run.attempts))
     if goodput:
@@ -173,11 +177,18 @@ def _summary(run: RunReport) -> str:
         for attempt in run.attempts
         if attempt.error
     )
-    listed = "".join(f"<div><dt>{name}</dt><dd>{text}</dd></div>" for name, text in facts.items())
+    listed = _list_facts(facts)
+    results = _list_facts(dict(list_results(run)[:_MAX_RESULTS]))
+    command = f"<p><code>{escape(command)}</code></p>" if (command := describe_command(run)) else ""
     return (
         f'<h2>{escape(run.name)} <span class="{outcome}">{outcome}</span></h2>'
-        f'<p class="goodput"><b>{share}</b> goodput</p>{_note(note)}<dl>{listed}</dl>{errors}'
+        f'{errors}<dl class="results">{results}</dl>{command}'
+        f'<p class="goodput"><b>{share}</b> goodput</p>{_note(note)}<dl>{listed}</dl>'
     )
+
+
+def _list_facts(facts: Mapping[str, str]) -> str:
+    return "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
 
 
 def _comparison(report: Report) -> str:
@@ -272,7 +283,10 @@ def _environment(run: RunReport) -> str:
         [name, *(_format_setting(values.get(number, "")) for number in numbers)] for name, values in run.differences.items()
     ]
     changed = _table("What changed between attempts", ["", *(f"attempt {number}" for number in numbers)], rows)
-    facts = [[name, text] for name, text in flatten_mapping(run.about[newest]).items()]
+    about = dict(run.about[newest])
+    if isinstance(started_at := about.get("started_at"), int | float):
+        about["started_at"] = f"{_format_time(started_at)} UTC"
+    facts = [[name, text] for name, text in flatten_mapping(about).items()]
     return changed + _table(f"All of attempt {newest}", ["", f"attempt {newest}"], facts)
 
 
