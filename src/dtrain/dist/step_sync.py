@@ -126,7 +126,7 @@ def sync_before_forward(
         preemption.record(stop, run_key=run_key, step=step)
         position = None if batch_info is None else _sync_position([batch_info.encode()], batch_info)
         return StepCounts(samples=samples, tokens=tokens, microbatches=microbatches, position=position, seconds=elapsed_s)
-    mine = _ForwardRecord[float](
+    mine: _ForwardRecord[float] = _ForwardRecord(
         samples=samples,
         tokens=tokens,
         microbatches=microbatches,
@@ -140,7 +140,7 @@ def sync_before_forward(
         plan_digest=plan_digest,
         rng_hash=rng_hash,
     )
-    records = _ForwardRecord[Sequence[float]](*all_gather_record(mine))
+    records: _ForwardRecord[Sequence[float]] = _ForwardRecord(*all_gather_record(mine))
     preemption.record(int(max(records.stop_signal)), run_key=run_key, step=step)
     if error is not None:
         raise error
@@ -354,7 +354,7 @@ def sync_after_backward(
     Raises:
         StepError: ranks reduced different units, or a rank has a ``weights_mismatch``; on all ranks.
     """
-    mine = _BackwardRecord[float](
+    mine: _BackwardRecord[float] = _BackwardRecord(
         unit_order=_hash_values(unit_order),
         params_without_grad=_hash_values(params_without_grad),
         changed_buffers=_hash_values(changed_buffers),
@@ -364,7 +364,7 @@ def sync_after_backward(
         has_weight=weight is not None,
         weight=weight or 0.0,
     )
-    records = _BackwardRecord[Sequence[float]](*all_gather_record(mine))
+    records: _BackwardRecord[Sequence[float]] = _BackwardRecord(*all_gather_record(mine))
     statuses = [RankStatus(int(value)) for value in records.status]
     if any(records.status) and any(status.failed for status in statuses):
         return BackwardSync(statuses=statuses, collective_indices=list(map(int, records.collective_index)))

@@ -95,6 +95,8 @@ class _BufferVersions:
 
     def changed_modules(self) -> list[str]:
         """Return the names of modules with a changed buffer, in the order of the model."""
+        if not self.slots:
+            return []
         pairs = zip(self.slots, self._versions, self._current(), strict=True)
         return list({_owner_name(slot): None for slot, was, now in pairs if was[0] is not now[0] or was[1] != now[1]})
 
@@ -146,6 +148,8 @@ class BufferSync:
         Mutates: buffers. Collective: one broadcast, or one all-reduce per floating-point dtype (and a broadcast for other
         dtypes).
         """
+        if not owners:
+            return
         slots = (slot for slot in self._versions.slots if _owner_name(slot) in owners)
         buffers = [buffer for _, module, key in slots if (buffer := module._buffers[key]) is not None]
         averages = self._spec.buffers == "mean"

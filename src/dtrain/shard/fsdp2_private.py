@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dtrain.device import started_accelerator, use_on_current_stream
 from dtrain.errors import ConfigError
-from dtrain.shard.precision import accumulation_dtype
+from dtrain.shard.precision import LOW_PRECISION_DTYPES, accumulation_dtype
 
 if TYPE_CHECKING:
     import torch.distributed.fsdp
@@ -82,17 +82,13 @@ def intercept_reduction(group: Any, call: Callable[[Callable[[bool], None]], Non
             param.to_accumulated_grad_if_needed = partial(_upcast_accumulated_grad, param)
 
     def post_backward(*args: Any) -> None:
-        # FSDP2 uses None for the compute dtype, and would reduce in the dtype of the accumulated sums.
-        group._reduce_dtype = compute_dtypes(group)[1]
         if group.reduce_grads:
+            # FSDP2 uses None for the compute dtype, and would reduce in the dtype of the accumulated sums.
+            group._reduce_dtype = compute_dtypes(group)[1]
             call(reduce)
-            return
-        if not _was_unsharded(group):
-            # FSDP2 does not expect a unit here that no sample has reached.
-            return
-        post_backward_of_torch(*args)
-        for param in group.fsdp_params:
-            _upcast_accumulated_grad(param)
+        # FSDP2 does not expect a unit here that no sample has reached.
+        elif _was_unsharded(group):
+            post_backward_of_torch(*args)
 
     def reduce(within_replica: bool) -> None:
         with _without_all_reduce(group) if within_replica else nullcontext():
@@ -122,7 +118,17 @@ def ensure_unsharded_once(group: Any) -> None:
 
 
 def _was_unsharded(group: Any) -> bool:
-    return all(hasattr(param, "_unsharded_param") for param in group.fsdp_params)
+    # A gather sets the attribute of each parameter in order.
+    return hasattr(group.fsdp_params[-1], "_unsharded_param")
+
+
+def set_last_backward(model: nn.Module, groups: Sequence[Any], last: bool, *, reduce: bool, reshard: bool | None) -> None:
+    """Set if the next backward is the last, reduces, and reshards (None: unchanged). Mutates: the units of ``model``."""
+    # Each setter of torch visits all modules of the model.
+    model._get_fsdp_state()._state_ctx.is_last_backward = last  # type: ignore[operator]
+    for group in groups:
+        group.reduce_grads, group.all_reduce_grads = reduce, last
+        group.reshard_after_backward = group.reshard_after_backward if reshard is None else reshard
 
 
 def forbid_double_backward(group: Any) -> None:
@@ -144,14 +150,14 @@ def forbid_double_backward(group: Any) -> None:
 
 def has_unreduced_grads(group: Any) -> bool:
     """Return True if ``group`` stores gradients that a later microbatch reduces."""
-    return any(True for param in group.fsdp_params for _ in _unreduced_grads(param))
+    return any(map(_unreduced_grads, group.fsdp_params))
 
 
-def _unreduced_grads(param: Any) -> Iterator[Tensor]:
+def _unreduced_grads(param: Any) -> list[Tensor]:
     """Return the full gradients of ``param`` that wait for their reduction."""
     full = getattr(param, "_unsharded_param", None)
     grads = (param.unsharded_accumulated_grad, None if full is None else full.grad)
-    return (grad for grad in grads if grad is not None)
+    return [grad for grad in grads if grad is not None]
 
 
 def _upcast_accumulated_grad(param: Any) -> None:
@@ -159,14 +165,10 @@ def _upcast_accumulated_grad(param: Any) -> None:
 
     FSDP2 accumulates in the dtype of reductions. In bfloat16, 1,024 gradients of 1 sum to 256. Mutates: unsharded gradients.
     """
-    if hasattr(type(param), "unsharded_accumulated_grad"):
-        param.to_accumulated_grad_if_needed()
-        return
-    # The attribute does not exist before the first gather.
-    full = getattr(param, "_unsharded_param", None)
-    if full is not None and full.grad is not None and accumulation_dtype(full.grad.dtype) != full.grad.dtype:
-        param.unsharded_accumulated_grad = full.grad.to(accumulation_dtype(full.grad.dtype))
-        full.grad = None
+    grad = param._unsharded_param.grad
+    if grad is not None and grad.dtype in LOW_PRECISION_DTYPES:
+        param.unsharded_accumulated_grad = grad.to(accumulation_dtype(grad.dtype))
+        param._unsharded_param.grad = None
 
 
 def _upcast_partial_reduce(group: Any) -> None:
@@ -242,16 +244,14 @@ def zero_fill_missing_grads(group: Any) -> tuple[list[int], list[int]]:
     """
     trainable = [(at, param) for at, param in enumerate(group.fsdp_params) if param.sharded_param.requires_grad]
     accumulated = any(param.unsharded_accumulated_grad is not None for _, param in trainable)
-    present: list[int] = []
-    missing: list[int] = []
+    present, missing = list[int](), list[int]()
     for at, param in trainable:
-        full = getattr(param, "_unsharded_param", None)
-        has_no_grad = next(_unreduced_grads(param), None) is None
-        (missing if has_no_grad else present).append(at)
-        if has_no_grad and full is not None:
+        full, has_grad = getattr(param, "_unsharded_param", None), bool(_unreduced_grads(param))
+        (present if has_grad else missing).append(at)
+        if full is not None and not has_grad:
             full.grad = torch.zeros_like(full)
-        if accumulated and full is not None and param.unsharded_accumulated_grad is None:
-            _upcast_accumulated_grad(param)
+        if full is not None and accumulated and param.unsharded_accumulated_grad is None:
+            param.to_accumulated_grad_if_needed()
     return present, missing
 
 
@@ -283,8 +283,7 @@ def reshard_groups(groups: Sequence[Any]) -> None:
 
 def is_idle(model: nn.Module, groups: Sequence[Any]) -> bool:
     """Return True if no unsharded parameters, no record and no interrupted forward are left."""
-    assert is_unit(model)
-    running = model._get_fsdp_state()._state_ctx.iter_forward_root
+    running = model._get_fsdp_state()._state_ctx.iter_forward_root  # type: ignore[operator]
     return running is None and all(group.is_sharded and not group._post_forward_indices for group in groups)
 
 
@@ -369,10 +368,11 @@ class UnitForward:
         """
         group = _groups_in_state(self._state)[0]
         before, after = group.pre_forward, group.post_forward
+        in_forward = type(group._training_state).FORWARD
 
         def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
             # Further modules of the unit run inside its forward.
-            if not str(group._training_state).endswith(".FORWARD"):
+            if group._training_state is not in_forward:
                 args, kwargs = enter((args, kwargs))
             return before(module, args, kwargs)
 

@@ -30,6 +30,7 @@ from dtrain.shard.fsdp2_private import (
     is_unit,
     reset_iteration,
     reshard_groups,
+    set_last_backward,
     sharded_params,
     unsharded_params,
     wait_for_reduction,
@@ -156,14 +157,10 @@ class GradSync:
         self._last = last
         if not self._sharded:
             return
-        model, spec = self._model, self._spec
-        assert is_unit(model)
-        model.set_requires_gradient_sync(last or spec.accumulate == "sharded")
-        model.set_requires_all_reduce(last)
-        model.set_is_last_backward(last)
-        if spec.strategy in ("shard_grad_op", "replicate"):
-            # Parameters are gathered once a step, not once a microbatch.
-            model.set_reshard_after_backward(last)
+        # With these strategies parameters are gathered once a step, not once a microbatch.
+        gathered_once = self._spec.strategy in ("shard_grad_op", "replicate")
+        reduce, reshard = last or self._spec.accumulate == "sharded", last if gathered_once else None
+        set_last_backward(self._model, self._groups, last, reduce=reduce, reshard=reshard)
 
     def has_grads(self, params: Iterable[Tensor]) -> bool:
         """Return True if a backward of this step reached any of ``params``, which are all parameters of the model."""
@@ -350,8 +347,8 @@ class GradSync:
             # Replicated parameters are all-reduced in the last microbatch only.
             if self._last or not self._fixed_order:
                 self._order.append(index)
-            self._present.update((index, at) for at in present)
-            self._missing.update((index, at) for at in missing)
+            self._present.update([(index, at) for at in present])
+            self._missing.update([(index, at) for at in missing])
         reduce(self._within_replica)
 
 

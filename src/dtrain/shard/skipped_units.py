@@ -11,7 +11,7 @@ backward, at the same place as on other ranks.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,13 +72,21 @@ class _OpenForward:
     calls: list[_UnitCall]
     position: int = 0
     recorded_call: _UnitCall | None = None
-    inner_outputs: list[Tensor] = field(default_factory=list)
+    inner_outputs: Sequence[Tensor] = ()
     unchecked: bool = False
-    called_empty: set[int] = field(default_factory=set)
+    called_empty: frozenset[int] = frozenset()
 
     def is_repeated(self, number: int, grad: bool) -> bool:
         """Return True for a repeated forward without a graph (generation), whose count may differ between steps."""
         return not grad and any(call.unit == number and not call.grad_enabled for call in self.calls)
+
+    def find_call(self, number: int, grad: bool) -> int | None:
+        """Return the index of the next call of a unit."""
+        for index in range(self.position, len(self.calls)):
+            call = self.calls[index]
+            if call.unit == number and call.grad_enabled == grad:
+                return index
+        return None
 
 
 class SkippedUnits:
@@ -176,15 +184,7 @@ class SkippedUnits:
             parent.calls.append(call)
             self._frames.append(_OpenForward(number, call.nested, recorded_call=call))
             return inputs
-        remaining = range(parent.position, len(parent.calls))
-        index = next(
-            (
-                index_of_call
-                for index_of_call in remaining
-                if parent.calls[index_of_call].unit == number and parent.calls[index_of_call].grad_enabled == grad
-            ),
-            None,
-        )
+        index = parent.find_call(number, grad)
         if index is None:
             self._check_reordered(number, parent)
             self._frames.append(_OpenForward(number, [], unchecked=True))
@@ -199,7 +199,7 @@ class SkippedUnits:
         return _attach_grad(inputs) if needs_grad else inputs
 
     def _after_forward(self, number: int, output: Any) -> Any:
-        while any(frame.unit == number for frame in self._frames):
+        while number in [frame.unit for frame in self._frames]:
             frame = self._frames.pop()
             if frame.recorded_call is not None:
                 self._record_outputs(frame, output)
