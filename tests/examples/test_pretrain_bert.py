@@ -14,7 +14,6 @@ from masked_text import IGNORED, Corpus, MaskedOnce, Masking, packed, padded, re
 from pretrain_bert import METHODS, SEQ, build_bert, loss_fn
 
 SCRIPT = "pretrain_bert.py"
-SHORT = "120ba"
 
 # Attention masks some of the scores with the least number there is, whose exp() is 0: what is left is the order of sums.
 TOLERANCE = 1e-5
@@ -141,12 +140,17 @@ def test_tokens_attend_only_within_their_document(without):
 # ---- runs --------------------------------------------------------------------------------------------------------------------
 
 
-def test_training_on_two_ranks_with_growing_sequences_lowers_the_loss(tmp_path):
-    found = ended(launched(SCRIPT, "--until", SHORT, out=tmp_path / "out"))
-    assert found.value < found.baseline - 0.2, "it begins at the baseline, and the whole run goes 1.2 nats below"
+@pytest.mark.parametrize(
+    ("steps", "below_baseline"), [(50, -0.2), pytest.param(120, 0.2, marks=pytest.mark.slow)], ids=["short", "longer"]
+)
+def test_training_on_two_ranks_with_growing_sequences_lowers_the_loss(tmp_path, steps, below_baseline):
+    """A new model is 0.7 nats above the baseline, and the whole run goes 1.2 nats below it."""
+    found = ended(launched(SCRIPT, "--until", f"{steps}ba", out=tmp_path / "out"))
+    assert found.value < found.baseline - below_baseline
     lengths = list(lengths_of(tmp_path / "out").values())
-    assert lengths[:36] == sorted(lengths[:36])
-    assert (lengths[0], set(lengths[36:]), len(set(lengths)) > 8) == (32, {128}, True)
+    grown = int(0.3 * steps)
+    assert lengths[:grown] == sorted(lengths[:grown])
+    assert (lengths[0], set(lengths[grown:]), len(set(lengths)) > 8) == (32, {128}, True)
 
 
 @pytest.mark.slow

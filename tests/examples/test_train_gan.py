@@ -17,6 +17,13 @@ def run(out: Path, *, steps: int, save_every: int = 100, how=launched) -> tuple[
     return records, ended(printed)
 
 
+def test_training_on_two_ranks_moves_towards_the_ring(tmp_path):
+    records, _ = run(tmp_path / "run", steps=100)
+    assert list(records) == [1, 100]
+    assert records[100]["energy_distance"] < 0.5 * records[1]["energy_distance"]
+
+
+@pytest.mark.slow
 def test_training_on_two_ranks_learns_the_ring(tmp_path):
     records, end = run(tmp_path / "run", steps=400)
     assert list(records) == [1, 100, 200, 300, 400]
