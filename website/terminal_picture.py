@@ -81,8 +81,10 @@ def drawing(shown: list[str], scheme: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img">',
         "<title>A run on two processes is killed with kill -9 and resumed on three</title>",
         f"<style>text {{ font: 13px ui-monospace, Menlo, Consolas, monospace; fill: {colours['text']}; white-space: pre; }}",
-        f".prompt {{ fill: {colours['prompt']}; font-weight: 600; }} .kill {{ fill: {colours['kill']}; font-weight: 600; }}</style>",
-        f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8" fill="{colours["ground"]}" stroke="{colours["frame"]}"/>',
+        f".prompt {{ fill: {colours['prompt']}; font-weight: 600; }}",
+        f".kill {{ fill: {colours['kill']}; font-weight: 600; }}</style>",
+        f'<rect x=".5" y=".5" width="{width - 1}" height="{height - 1}" rx="8"',
+        f'    fill="{colours["ground"]}" stroke="{colours["frame"]}"/>',
     ]
     for number, line in enumerate(shown):
         kind = ' class="kill"' if "kill -9" in line else ' class="prompt"' if line.startswith("$") else ""

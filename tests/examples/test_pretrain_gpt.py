@@ -224,12 +224,14 @@ def test_finished_run_reports_completion(straight):
     assert losses(straight) == before
 
 
-def test_readme_commands_work_on_a_run(straight, tmp_path, monkeypatch):
+def test_commands_of_the_first_page_work_on_a_run(straight, tmp_path, monkeypatch):
     """Its commands behind the run, in a folder where the run is at the example's default place."""
     (tmp_path / "ckpt").mkdir()
     shutil.copytree(straight, tmp_path / "ckpt" / "pretrain_gpt")
     monkeypatch.chdir(tmp_path)
-    (block,) = (text for text in re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.S) if "convert" in text)
+    (block,) = (
+        text for text in re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "index.md").read_text(), re.S) if "convert" in text
+    )
     lines = block.splitlines()
     assert len(lines) == 3
     for line in lines:

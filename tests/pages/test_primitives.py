@@ -8,6 +8,7 @@ import re
 import pytest
 
 import dtrain as dt
+import public
 from pages import primitives
 from pages.fences import DOCS
 
@@ -76,3 +77,19 @@ def test_contract_is_parsed_from_docstring_headings():
 def test_table_entries_match_docstrings():
     assert primitives.raised(dt.build_mesh) == ["ConfigError", "DistError"]
     assert "one all-reduce" in primitives.contract(dt.reduce_metrics)["Collective"]
+
+
+STRATEGIES = {"full_shard", "shard_grad_op", "hybrid_shard", "replicate"}
+
+
+def test_every_name_in_the_table_exists_in_its_namespace():
+    table = (DOCS / "names.md").read_text()
+    door, wrong, count = "dt", [], 0
+    for row in table.split("\n|")[3:]:
+        head, cell = row.split("|")[:2]
+        door = next(iter(re.findall(r"`(dt[.\w]*)`", head)), door)
+        names = set(re.findall(r"`([A-Za-z_]+)`", cell)) - STRATEGIES
+        count += len(names)
+        wrong += [f"{door}.{name}" for name in names if not public.is_public(f"{door}.{name}")]
+    assert wrong == []
+    assert count > 100

@@ -1,0 +1,67 @@
+"""README.md: short, its badges and figures true, its picture recorded from commands that exist."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from xml.etree import ElementTree
+
+import pytest
+
+from pages.fences import DOCS, ROOT
+from pages.test_code_blocks import refusal
+
+README = (ROOT / "README.md").read_text()
+PROJECT = (ROOT / "pyproject.toml").read_text()
+
+
+def test_readme_has_at_most_700_words() -> None:
+    assert len(README.split()) <= 700
+
+
+def test_badges_match_the_project() -> None:
+    python, torch = re.findall(r"badge/(?:python|torch)-([\d.]+)%2B", README)
+    assert f'requires-python = ">={python}"' in PROJECT
+    assert f'"torch>={torch}"' in PROJECT
+    assert 'license = "Apache-2.0"' in PROJECT
+    assert "badge/licence-Apache--2.0" in README
+
+
+def test_compared_figures_are_the_measured_ones() -> None:
+    rows = json.loads((ROOT / "benchmarks/results/peers.json").read_text())["rows"]
+    (name,) = (name for name in rows if name.startswith("bare step of a tiny MLP, 4 microbatches, one process"))
+    found = rows[name]["clocks"]["processor time"]["candidates"]
+    shown = dict(re.findall(r"^\| (\w+) \|.*\| ([\d.]+) \|$", README, re.M))
+    assert shown == {each: f"{found[each]['ratio'][0]:.2f}" for each in ("Accelerate", "Fabric", "dtrain")}
+
+
+def lines(name: str) -> list[str]:
+    root = ElementTree.parse(DOCS / "images" / f"terminal-{name}.svg").getroot()
+    return [each.text or "" for each in root.iter("{http://www.w3.org/2000/svg}text")]
+
+
+def test_picture_is_the_same_in_both_schemes_and_on_the_page() -> None:
+    assert lines("light") == lines("dark")
+    pictures = re.findall(r"(?:srcset|src)=\"(docs/images/[\w.-]+)\"", README)
+    assert pictures == ["docs/images/terminal-dark.svg", "docs/images/terminal-light.svg"]
+
+
+@pytest.mark.parametrize("name", ["light", "dark"])
+def test_recorded_commands_exist_and_the_run_resumes(name: str) -> None:
+    shown = lines(name)
+    started = [shlex.split(line[2:].removesuffix(" &")) for line in shown if line.startswith("$ dtrain")]
+    assert [words[:4] for words in started] == [["dtrain", "launch", "-n", "2"], ["dtrain", "launch", "-n", "3"]]
+    assert [refusal(words[1:]) for words in started] == [None, None]
+    killed = next(number for number, line in enumerate(shown) if "kill -9" in line)
+    assert any("resuming after step 80" in line for line in shown[killed:])
+    assert any("held-out loss" in line for line in shown[killed:])
+
+
+@pytest.mark.parametrize("name", ["concept_strategies", "concept_mesh", "concept_resume"])
+def test_concept_picture_is_up_to_date(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "website"))
+    concept_pictures = pytest.importorskip("concept_pictures")
+    kept = (DOCS / "images" / f"{name}.svg").read_text()
+    assert kept == concept_pictures.PICTURES[name](), "run python website/concept_pictures.py"
+    assert f"images/{name}.svg)" in (DOCS / "concepts.md").read_text()
