@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import IntFlag
+from functools import lru_cache
 from typing import Generic, NamedTuple, TypeVar, cast
 
 import torch
@@ -134,7 +135,7 @@ def sync_before_forward(
         late_failure=late,
         elapsed_s=elapsed_s,
         has_error=error is not None,
-        loss_terms_hash=_hash_values(loss_terms),
+        loss_terms_hash=_hash_values(*loss_terms),
         stop_signal=stop,
         batch_hash=batch_hash,
         plan_digest=plan_digest,
@@ -355,9 +356,9 @@ def sync_after_backward(
         StepError: ranks reduced different units, or a rank has a ``weights_mismatch``; on all ranks.
     """
     mine: _BackwardRecord[float] = _BackwardRecord(
-        unit_order=_hash_values(unit_order),
-        params_without_grad=_hash_values(params_without_grad),
-        changed_buffers=_hash_values(changed_buffers),
+        unit_order=_hash_values(*unit_order),
+        params_without_grad=_hash_values(*params_without_grad),
+        changed_buffers=_hash_values(*changed_buffers),
         weights_mismatch=weights_mismatch,
         status=status,
         collective_index=collective_index,
@@ -389,6 +390,8 @@ def sync_after_backward(
     return BackwardSync(unused_params=unused_params, changed_buffers=changed_buffers, weights=weights, statuses=statuses)
 
 
-def _hash_values(values: Sequence[int] | Sequence[str]) -> int:
+# Most steps reduce the same units and have the same parameters without gradients.
+@lru_cache(maxsize=16)
+def _hash_values(*values: int | str) -> int:
     """Hash to a number that float64 holds exactly; 0 without values."""
     return derive_seed(*values) % 2**52 if values else 0

@@ -203,7 +203,8 @@ class SkippedUnits:
             frame = self._frames.pop()
             if frame.recorded_call is not None:
                 self._record_outputs(frame, output)
-            output = self._call_remaining(frame, output)
+            elif frame.position < len(frame.calls):
+                output = self._call_remaining(frame, output)
         return output
 
     def _record_outputs(self, frame: _OpenForward, output: Any) -> None:
