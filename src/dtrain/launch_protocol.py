@@ -38,6 +38,8 @@ NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"
 HEARTBEAT_FD = "DTRAIN_HEARTBEAT_FD"
 # Pipe that becomes readable when the launcher requests a dump of all ranks. Nobody reads its bytes.
 DUMP_REQUEST_FD = "DTRAIN_DUMP_REQUEST_FD"
+# "1" if the launcher draws the newest progress of rank 0 as the last line of its terminal; see ``live_line``.
+LIVE_LINE = "DTRAIN_LIVE_LINE"
 # Number of collectives that torch's flight recorder stores. torch warns about the older name of the variable.
 FLIGHT_RECORDER = ("TORCH_FR_BUFFER_SIZE",)
 # Exit code of a rank that was asked to stop and has saved.
@@ -51,6 +53,16 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 FORWARDED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 # A rank writes its stacks on this signal.
 STACKS_SIGNAL = signal.SIGRTMIN + 6 if sys.platform == "linux" else signal.SIGURG
+
+# A live line on the standard error of rank 0: an application program command, which terminals ignore.
+LIVE_LINE_BEGIN, LIVE_LINE_END = "\x1b_dtrain;", "\x1b\\"
+
+
+def live_line(text: str) -> str:
+    """Return ``text`` as a live line, which replaces the previous one. An empty text removes it."""
+    plain = text.replace("\x1b", " ").replace("\n", " ")
+    return f"{LIVE_LINE_BEGIN}{plain[:400]}{LIVE_LINE_END}"
+
 
 OWNED_PREFIXES = ("DTRAIN_", "TORCHELASTIC_")
 """Prefixes of variables that describe one launch. The variables of an outer launch are wrong for ranks of an inner launch."""

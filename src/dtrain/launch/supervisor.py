@@ -80,6 +80,8 @@ def supervise(plan: LaunchPlan, *, launcher_alive: int) -> int:
             join_nodes(job, plan.rendezvous, lambda condition: _run_loop(job, condition))
         if not job.worker_group.stopping:
             job.starter.common_environment = build_common_environment(job.plan, os.environ)
+            if job.output.has_live_line:
+                job.starter.common_environment = {**job.starter.common_environment, launch_protocol.LIVE_LINE: "1"}
             job.starter.log_path = job.plan.run_dir / "logs" / "launcher.log"
             job.starter.preload(plan.preload)
             watch_starter(job)

@@ -12,14 +12,17 @@ from pathlib import Path
 from time import gmtime, strftime
 from typing import Any, TextIO
 
-from dtrain import storage
-from dtrain.arguments import check_int, check_number
+import torch
+
+from dtrain import launch_protocol, spans, storage
+from dtrain.arguments import check_int, check_number, format_bytes
 from dtrain.clock import Clock
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.loggers.logger import FaultTolerantLogger, Logger, null_logger
 from dtrain.loggers.logger_options import MetricFilter, Ranks, import_optional, is_writer, rank_path
 from dtrain.loggers.sanitize import to_plain_value
+from dtrain.monitors.hardware import process_memory
 from dtrain.monitors.reduce_metrics import tokens_per_second
 from dtrain.state import TrainState
 
@@ -141,9 +144,9 @@ def progress_bar(
 ) -> Logger:
     """Show a progress bar on rank 0: ``120/600 ━━━━━  loss 2.1034  lr 0.003  12 steps/s  0:40 left``.
 
-    The bar is drawn when a record is logged and costs nothing in between. Other printed text appears above the bar. If
-    standard error is not a terminal, as under ``dtrain launch``, plain lines are printed instead, by default one line in 10
-    seconds.
+    The bar is drawn when a record is logged and costs nothing in between. Other printed text appears above the bar. Under
+    ``dtrain launch`` on a terminal, the launcher draws one live line. If standard error is not a terminal, plain lines are
+    printed instead, by default one line in 10 seconds.
 
     Args:
         total: length of the run in steps, ``600`` or ``"600ba"``; None if unknown.
@@ -171,6 +174,8 @@ def progress_bar(
         return null_logger
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         return FaultTolerantLogger(_RichProgressBar(text), "progress_bar")
+    if os.environ.get(launch_protocol.LIVE_LINE) == "1":
+        return FaultTolerantLogger(_LaunchedProgress(text), "progress_bar")
     if line_interval_s is None:
         return null_logger
     return FaultTolerantLogger(_PlainProgress(text, line_interval_s), "progress_bar")
@@ -181,18 +186,22 @@ class _ProgressText:
 
     def __init__(self, total: int | None, is_selected: Callable[[str], bool]) -> None:
         self.total, self._is_selected = total, is_selected
-        self._samples: deque[tuple[int, float]] = deque(maxlen=_SPEED_WINDOW)
+        # step, tokens and time of each record
+        self._samples: deque[tuple[int, int, float]] = deque(maxlen=_SPEED_WINDOW)
 
     def position(self, step: int) -> str:
         return str(step) if self.total is None else f"{step}/{self.total}"
 
     def text(self, step: int, numbers: Mapping[str, Any]) -> str:
-        self._samples.append((step, time.monotonic()))
-        first_step, first_time = self._samples[0]
-        steps, seconds = step - first_step, self._samples[-1][1] - first_time
+        _, _, tokens = spans.position()
+        self._samples.append((step, tokens, now := time.monotonic()))
+        first_step, first_tokens, first_time = self._samples[0]
+        steps, seconds = step - first_step, now - first_time
         parts = [format_metrics(numbers, self._is_selected)]
         if steps > 0 and seconds > 0:
             parts.append(f"{steps / seconds:.3g} steps/s")
+            if tokens > first_tokens:
+                parts.append(f"{(tokens - first_tokens) / seconds:,.0f} tok/s")
             if self.total is not None:
                 remaining = max(0, round((self.total - step) * seconds / steps))
                 minutes, hours = remaining // 60 % 60, remaining // 3600
@@ -211,6 +220,36 @@ class _PlainProgress:
         if self._next is None or now >= self._next or step == self._text.total:
             self._next = now + self._interval_s
             print(f"step {self._text.position(step)}  {words}".rstrip(), file=sys.stderr, flush=True)
+
+
+# The launcher draws at most so many live lines.
+_LIVE_INTERVAL_S = 0.1
+
+
+class _LaunchedProgress:
+    """Live line of the launcher's terminal. The last state stays there as a plain line."""
+
+    def __init__(self, text: _ProgressText) -> None:
+        self._text = text
+        self._next = 0.0
+
+    def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
+        words, now = self._text.text(step, numbers), time.monotonic()
+        line = f"step {self._text.position(step)}  {words}".rstrip()
+        if step == self._text.total:
+            # The last state is a line of the log, too.
+            print(f"{launch_protocol.live_line('')}{line}", file=sys.stderr, flush=True)
+        elif now >= self._next:
+            self._next = now + _LIVE_INTERVAL_S
+            print(launch_protocol.live_line(line + _format_memory()), end="", file=sys.stderr, flush=True)
+
+
+def _format_memory() -> str:
+    """Format the memory of the tensors on this process's GPU, or of the process without a GPU."""
+    if torch.cuda.is_initialized():
+        return f"  {format_bytes(torch.cuda.memory_allocated())} GPU memory"
+    sizes = process_memory()
+    return "" if sizes is None else f"  {format_bytes(sizes[0])} memory"
 
 
 class _RichProgressBar:

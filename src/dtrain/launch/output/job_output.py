@@ -9,6 +9,7 @@ from itertools import count
 from pathlib import Path
 
 from dtrain.launch.launch_plan import NodeLayout, OutputPlan
+from dtrain.launch.output.live_line import LiveLineParser, LiveTerminal, has_live_line
 from dtrain.launch.output.log_files import LogFiles, LogStream, fill_template, log_paths
 from dtrain.launch.output.non_blocking_writer import NonBlockingWriter, flush_writers, open_standard_writers
 from dtrain.launch.output.terminal_lines import LinePrefixer, PlainStream, TailBuffer, escape_controls, merge_tails
@@ -18,7 +19,10 @@ _CHUNK = 1 << 16
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class _RankStream:
-    """Output stream of one rank and its destinations; ``formatter`` is None if the terminal does not show the stream."""
+    """Output stream of one rank and its destinations.
+
+    ``formatter`` is None if the terminal does not show the stream, ``parser`` is None if the stream has no live lines.
+    """
 
     rank: int
     fd: int
@@ -26,6 +30,7 @@ class _RankStream:
     file: LogStream
     tail: TailBuffer
     formatter: LinePrefixer | PlainStream | None
+    parser: LiveLineParser | None
 
 
 class JobOutput:
@@ -44,6 +49,8 @@ class JobOutput:
         self._tails: dict[int, tuple[TailBuffer, TailBuffer]] = {}
         self._shown = frozenset({0}) if plan.shown is None else plan.shown
         self._clock = count()
+        self.has_live_line = 0 in self._shown and has_live_line(os.environ)
+        self._terminal = LiveTerminal(self._stderr)
 
     @property
     def writers(self) -> tuple[NonBlockingWriter, ...]:
@@ -70,7 +77,10 @@ class JobOutput:
             os.set_blocking(fd, False)
             formatter = self._make_formatter(rank) if rank in self._shown else None
             file = self._files.stream(path, (rank, index))
-            self._streams[fd] = _RankStream(rank=rank, fd=fd, writer=writer, file=file, tail=tail, formatter=formatter)
+            parser = LiveLineParser() if self.has_live_line and (rank, index) == (0, 1) else None
+            self._streams[fd] = _RankStream(
+                rank=rank, fd=fd, writer=writer, file=file, tail=tail, formatter=formatter, parser=parser
+            )
 
     def relay(self, fd: int) -> bool:
         """Read and relay one chunk. Return True if more may follow; at the end of the stream the descriptor is closed."""
@@ -85,7 +95,7 @@ class JobOutput:
         if not chunk:
             self._close(stream)
             return False
-        _forward_chunk(stream, chunk)
+        self._forward_chunk(stream, chunk)
         return True
 
     def append_to_log(self, rank: int, text: str) -> None:
@@ -106,7 +116,7 @@ class JobOutput:
 
     def write_line(self, line: str) -> None:
         """Write a line of the launcher, with control characters escaped."""
-        self._stderr.write(escape_controls(line.encode(errors="backslashreplace")) + b"\n")
+        self._write(self._stderr, escape_controls(line.encode(errors="backslashreplace")) + b"\n")
 
     def drain(self) -> None:
         """Read the available output without waiting, and close all streams of the ranks.
@@ -115,7 +125,7 @@ class JobOutput:
         """
         for stream in list(self._streams.values()):
             for chunk in _read_remaining(stream.fd):
-                _forward_chunk(stream, chunk)
+                self._forward_chunk(stream, chunk)
             self._close(stream)
 
     def finish(self, final_lines: Iterable[str], *, timeout_s: float, give_up: Callable[[], bool] = lambda: False) -> None:
@@ -125,6 +135,7 @@ class JobOutput:
         lines are queued before the wait. Then the launcher's own streams are closed.
         """
         self.drain()
+        self._terminal.finish()
         self._files.close()
         for line in [*(f"dtrain: launch: {lost}" for lost in self._files.describe_lost()), *final_lines]:
             self.write_line(line)
@@ -144,16 +155,33 @@ class JobOutput:
     def _close(self, stream: _RankStream) -> None:
         del self._streams[stream.fd]
         os.close(stream.fd)
+        if stream.parser is not None:
+            self._forward(stream, stream.parser.close())
         if stream.formatter is not None:
-            stream.writer.write(stream.formatter.close())
+            self._write(stream.writer, stream.formatter.close())
         stream.file.close()
 
+    def _forward_chunk(self, stream: _RankStream, chunk: bytes) -> None:
+        if stream.parser is None:
+            self._forward(stream, chunk)
+            return
+        before = stream.parser.text
+        self._forward(stream, stream.parser.feed(chunk))
+        if stream.parser.text != before:
+            self._terminal.show(stream.parser.text)
 
-def _forward_chunk(stream: _RankStream, chunk: bytes) -> None:
-    stream.file.write(chunk)
-    stream.tail.feed(chunk)
-    if stream.formatter is not None:
-        stream.writer.write(stream.formatter.feed(chunk))
+    def _forward(self, stream: _RankStream, chunk: bytes) -> None:
+        if chunk:
+            stream.file.write(chunk)
+            stream.tail.feed(chunk)
+            if stream.formatter is not None:
+                self._write(stream.writer, stream.formatter.feed(chunk))
+
+    def _write(self, writer: NonBlockingWriter, data: bytes) -> None:
+        if self.has_live_line and writer is self._stderr:
+            self._terminal.write(data)
+        else:
+            writer.write(data)
 
 
 def _read_remaining(fd: int) -> Iterable[bytes]:
