@@ -39,14 +39,17 @@ def on_config(config: Any) -> Any:
         "COMMANDS": "reference/commands.md",
         "EXAMPLES": ["examples/index.md", *(f"examples/{path.stem}.md" for path in examples())],
     }
-    for section in config["nav"]:
-        for entries in section.values():
-            for entry in entries:
-                if isinstance(entry, dict):
-                    entry.update(
-                        {title: made.get(target, target) for title, target in entry.items() if isinstance(target, str)}
-                    )
+    config["nav"] = _with_pages(config["nav"], made)
     return config
+
+
+def _with_pages(nav: Any, made: dict[str, Any]) -> Any:
+    """Return a navigation with the generated pages in place of their names."""
+    if isinstance(nav, list):
+        return [_with_pages(entry, made) for entry in nav]
+    if isinstance(nav, dict):
+        return {title: _with_pages(entry, made) for title, entry in nav.items()}
+    return made.get(nav, nav)
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -107,8 +110,17 @@ def _link(match: re.Match[str], origin: str, uri: str, files: Files) -> str:
         return match["text"]
     if files.get_file_from_path(there) is None:
         return match[0]  # of which MkDocs says that it leads nowhere
+    text = _words(match["text"], ROOT / "docs" / there)
     relative = os.path.relpath(there, os.path.dirname(uri) or ".")
-    return f"{match['picture']}[{match['text']}]({relative}{'#' + anchor if anchor else ''})"
+    return f"{match['picture']}[{text}]({relative}{'#' + anchor if anchor else ''})"
+
+
+def _words(text: str, target: Path) -> str:
+    """Return the title of the page in place of a link text that is the name of its file."""
+    if text != target.name or not target.exists():
+        return text
+    title = re.match(r"# (.+)", target.read_text())
+    return title[1] if title else text
 
 
 def _in_site(path: str) -> str | None:
