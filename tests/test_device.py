@@ -2,6 +2,7 @@
 
 import ast
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 import dtrain
+import dtrain as dt
 from dtrain import device as device_module
 from dtrain.checkpoint.save_thread import StagedFiles
 from dtrain.device import (
@@ -19,7 +21,9 @@ from dtrain.device import (
     is_accelerator,
     started_accelerator,
 )
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import init_dist
+from dtrain.dist.reduce import reduce_sum
 from dtrain.dist.rendezvous import select_device
 from dtrain.dist.rng import RNGSnapshot, hash_rng_state, rng_state, set_rng_state
 from dtrain.errors import ConfigError
@@ -27,7 +31,9 @@ from dtrain.memory.device_memory import MemoryStats, get_device_memory, release_
 from dtrain.monitors.hardware import local_memory_stats, system_metrics
 from dtrain.run_context import AsyncScalar
 from dtrain.step.microbatch_probe import MicrobatchProber
+from dtrain.transforms.batches.image_ops import to_device_async
 from dtrain.transforms.precision.autocast import _check_device
+from dtrain.typing import index_tensor
 
 SOURCE = Path(dtrain.__file__).parent
 XPU = torch.device("xpu", 0)
@@ -207,7 +213,7 @@ def test_name_and_support_are_those_of_the_backend(backend):
 def test_copies_wait_for_events_of_the_accelerator(monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "Event", lambda device: asked.append(device))
-    monkeypatch.setattr(torch, "zeros", lambda *_, dtype, pin_memory, zeros=torch.zeros: zeros((), dtype=dtype))
+    monkeypatch.setattr(torch, "zeros", lambda *_, pin_memory, zeros=torch.zeros, **kept: zeros((), **kept))
     AsyncScalar(XPU)
     assert asked == [XPU]
     stream = Stream()
@@ -217,3 +223,50 @@ def test_copies_wait_for_events_of_the_accelerator(monkeypatch):
 
 def test_cpu_meta_and_mps_have_no_streams():
     assert [kind for kind in ("cpu", "meta", "mps", "cuda", "xpu") if is_accelerator(torch.device(kind))] == ["cuda", "xpu"]
+
+
+@pytest.fixture
+def other_default():
+    """A default device whose numbers cannot be read: a tensor for the host that is made there fails."""
+    with torch.device("meta"):
+        yield
+
+
+def sum_loss(model: torch.nn.Module, batch: torch.Tensor) -> dt.LossSum:
+    return dt.LossSum(total=model(batch).square().sum(), weight=len(batch))
+
+
+def new_state(step: dt.Step) -> dt.TrainState:
+    model = torch.nn.Linear(2, 1, device="cpu")
+    # The steps of Adam would be on the default device, because torch makes them there.
+    return step.init(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+
+
+def test_training_keeps_its_own_tensors_on_the_host(other_default, tmp_path):
+    """A user who calls ``torch.set_default_device`` moves no tensor that dtrain needs on the host."""
+    transforms = [dt.transforms.clip_by_norm(1.0), dt.transforms.ema(0.9)]
+    step = dt.compose_step(sum_loss, transforms, grad=partial(dt.microbatch_step, microbatch_size=2))
+    loader = dt.build_loader(torch.ones(12, 2, device="cpu"), global_batch_size=4, seed=0, transform=lambda row, seed: row)
+    state = new_state(step)
+    for batch in loader.until("4ba"):
+        state, metrics = step(state, batch)
+    assert dt.reduce_metrics(metrics)["loss"] > 0
+    dt.save_sharded(tmp_path, state, extra={"loader": loader})
+    loaded = dt.load_sharded(tmp_path, new_state(step), extra={"loader": loader}).state
+    assert loaded.step == 4
+    assert all(map(torch.equal, loaded.model.parameters(), state.model.parameters()))
+
+
+def test_small_helpers_keep_their_tensors_on_the_host(other_default):
+    assert dt.dist.generator("cpu", 1).device.type == "cpu"
+    scalar = AsyncScalar(torch.device("cpu"))
+    scalar.copy_from(torch.ones((), device="cpu"))
+    assert scalar.try_read() == 1.0
+    assert index_tensor([1, 2], torch.device("cpu")).tolist() == [1, 2]
+    assert to_device_async([1.0], torch.float32, torch.device("cpu")).tolist() == [1.0]
+    set_rng_state(rng_state())
+    with init_dist(device="cpu") as info:
+        assert all_gather_json(1, caller="test") == [1]
+        assert all_gather_numbers([1.0], caller="test") == [[1.0]]
+        assert reduce_sum(torch.ones((), device="cpu")).item() == 1.0
+        assert info.world_size == 1

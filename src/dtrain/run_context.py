@@ -24,7 +24,7 @@ class AsyncScalar:
 
     def __init__(self, device: torch.device) -> None:
         pinned = is_accelerator(device)
-        self._buffer = torch.zeros((), dtype=torch.float64, pin_memory=pinned)
+        self._buffer = torch.zeros((), dtype=torch.float64, device="cpu", pin_memory=pinned)
         self._view = self._buffer.numpy()
         self._event = torch.Event(device) if pinned else None
         self._pending = False

@@ -83,4 +83,4 @@ def index_tensor(indices: Sequence[int], device: torch.device) -> Tensor:
     """Make an int64 tensor ``[n]`` on ``device``. Host sync: none, because the copy to a GPU is asynchronous."""
     if not is_accelerator(device):
         return torch.tensor(indices, device=device)
-    return torch.tensor(indices, pin_memory=True).to(device, non_blocking=True)
+    return torch.tensor(indices, device="cpu", pin_memory=True).to(device, non_blocking=True)

@@ -49,8 +49,8 @@ class _BufferPool:
         try:
             buffer = self._free.pop()
         except IndexError:
-            buffer = torch.empty(size, dtype=torch.uint8)
-        return buffer if len(buffer) >= size else torch.empty(size, dtype=torch.uint8)
+            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
+        return buffer if len(buffer) >= size else torch.empty(size, dtype=torch.uint8, device="cpu")
 
     def release(self, buffer: Tensor) -> None:
         """Return a buffer to the pool."""
@@ -204,7 +204,7 @@ class _HostTensors:
     def _new(self, key: str) -> Tensor:
         target = self._targets.get(key)
         if target is None:
-            return torch.empty(self._sizes[key], dtype=DTYPES[self._refs[key].dtype])
+            return torch.empty(self._sizes[key], dtype=DTYPES[self._refs[key].dtype], device="cpu")
         # Writes to the memory do not count as changes of the tensor, but an operation on a part of no elements does.
         target.view(-1)[:0].zero_()
         return target

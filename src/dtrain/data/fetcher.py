@@ -184,7 +184,7 @@ class _SeededTransform:
     fn: Callable[[Any], Any]
 
     def __call__(self, sample: Any, generator: torch.Generator) -> Any:
-        with fork_rng(int(torch.randint(2**62, (), generator=generator))):
+        with fork_rng(int(torch.randint(2**62, (), generator=generator, device="cpu"))):
             return self.fn(sample)
 
 

@@ -164,8 +164,8 @@ def all_gather_with_timeout(number: int, *, timeout_s: float) -> list[int] | Non
     Collective: one all-gather on the control group.
     """
     info = get_dist_info()
-    sent = torch.tensor([number], dtype=torch.int64)
-    received = torch.zeros(info.world_size, dtype=torch.int64)
+    sent = torch.tensor([number], dtype=torch.int64, device="cpu")
+    received = torch.zeros(info.world_size, dtype=torch.int64, device="cpu")
     work = all_gather_single(received, sent, group=_group_by_name(info, "control"), async_op=True)
     assert work is not None
     try:

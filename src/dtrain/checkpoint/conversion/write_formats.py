@@ -150,7 +150,7 @@ def _shared_values(weights: WeightStream, keys: Mapping[str, str], step: int) ->
     for slot in weights.slots:
         section = keys[slot.key].partition("/")[0]
         # An expanded scalar has any shape without memory.
-        tree[section][slot.key] = torch.empty((), dtype=DTYPES[slot.dtype]).expand(slot.size)
+        tree[section][slot.key] = torch.empty((), dtype=DTYPES[slot.dtype], device="cpu").expand(slot.size)
     return {section: tree_json.encode(part, section)[0] for section, part in tree.items()}
 
 

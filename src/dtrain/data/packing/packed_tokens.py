@@ -219,7 +219,7 @@ class PackedTokens:
         """Pass the documents of the blocks to the method ``prefetch`` of the dataset, if the dataset has one."""
         if hasattr(self.dataset, "prefetch"):
             numbers = dict.fromkeys(number for index in indices.tolist() for number in self._documents_of(index))
-            self.dataset.prefetch(torch.tensor(list(numbers), dtype=torch.int64))
+            self.dataset.prefetch(torch.tensor(list(numbers), dtype=torch.int64, device="cpu"))
 
     def fingerprint(self) -> dict[str, Plain]:
         """Return the documents' fingerprint, a hash of the lengths, and the options of the blocks."""

@@ -26,7 +26,7 @@ def subnetwork_masks(count: int, features: int, p: float, *, seed: int, name: st
         >>> bool((first == second).all())
         True
     """
-    return torch.rand(count, features, generator=generator("cpu", "gyro_dropout", seed, name)) >= p
+    return torch.rand(count, features, generator=generator("cpu", "gyro_dropout", seed, name), device="cpu") >= p
 
 
 def drop_by_masks(x: Tensor, masks: Tensor, p: float, *, axis: int = -1) -> Tensor:

@@ -43,7 +43,7 @@ def from_unit_range(images: Tensor, dtype: torch.dtype) -> Tensor:
 
 def to_device_async(values: Sequence[float] | Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Copy host numbers to ``device`` as a tensor ``[n]`` without a host sync. A copy from pageable memory would sync."""
-    tensor = torch.tensor(values, dtype=dtype)
+    tensor = torch.tensor(values, dtype=dtype, device="cpu")
     return tensor.pin_memory().to(device, non_blocking=True) if is_accelerator(device) else tensor.to(device)
 
 
@@ -313,7 +313,7 @@ def to_box_tensor(box: Box, device: torch.device, caller: str) -> Tensor:
     Raises:
         ConfigError: ``box`` has another shape or is not integral.
     """
-    boxes = box if isinstance(box, Tensor) else torch.tensor(box)
+    boxes = box if isinstance(box, Tensor) else torch.tensor(box, device="cpu")
     if boxes.is_floating_point() or boxes.ndim not in (1, 2) or boxes.shape[-1] != 4:
         raise ConfigError(f"{caller}: box must be integers (top, left, bottom, right), [4] or [batch, 4], got {box!r}.")
     return boxes.reshape(-1, 4).to(device, torch.int64, non_blocking=True)
