@@ -24,6 +24,15 @@ PARTS: tuple[tuple[str, ...], ...] = (
 )
 """Folders of each part. Every test with the marker is in one of them."""
 
+DEVICE_PARTS: tuple[tuple[str, ...], ...] = (
+    ("tests/step", "tests/optim"),
+    ("tests/shard", "tests/memory", "tests/surgery"),
+    ("tests/checkpoint", "tests/data"),
+    ("tests/battery",),
+    ("tests/transforms", "tests/monitors", "tests/profiling"),
+)
+"""Folders of each part of the core's tests with their tensors on the device, by ``DTRAIN_TEST_DEVICE=cuda``."""
+
 
 def command(folders: Sequence[str]) -> list[str]:
     """Return the command of one part, which needs no installation beyond ``PYTHONPATH=src``."""

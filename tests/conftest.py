@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import leftovers
+import on_device
 from dtrain.launch.spawn_function import reserve_port
 from dtrain.testing import Ranks
 
@@ -58,10 +59,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    on_device.skip_tests_of_the_host(items)
     if not config.getoption("--slow"):
         for item in items:
             if item.get_closest_marker("slow") is not None:  # a folder of this name is a keyword of every test in it
                 item.add_marker(pytest.mark.skip(reason="needs --slow"))
+
+
+if on_device.DEVICE:
+
+    @pytest.fixture(autouse=True)
+    def tensors_on_device() -> Iterator[None]:
+        """Tensors of a test are on the device, unless the test names another."""
+        with torch.device(str(on_device.DEVICE)):
+            yield
 
 
 @pytest.fixture

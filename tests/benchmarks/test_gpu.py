@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
@@ -17,6 +18,7 @@ import figures
 import gpu
 import gpu_results
 import gpu_tests
+import on_device
 from gpu_device import Setting
 from gpu_results import BENCHMARKS, RESULTS, ResultFile, Table
 from measure import Figure
@@ -145,6 +147,25 @@ def test_parts_of_the_gpu_tests_are_complete_and_on_the_page():
     assert [path for path in marked if not any(folder in path.parents for folder in folders)] == []
     text = figures.GPU_PAGE.read_text()
     assert [part for part in gpu_tests.PARTS if f"python {' '.join(gpu_tests.command(part))}\n" not in text] == []
+
+
+def test_parts_of_the_tests_on_a_device_are_complete_and_on_the_page():
+    assert sorted(folder for part in gpu_tests.DEVICE_PARTS for folder in part) == [f"tests/{room}" for room in on_device.ROOMS]
+    text = figures.GPU_PAGE.read_text()
+    run = "timeout 480 python -m pytest -p no:cacheprovider -q --continue-on-collection-errors"
+    assert [part for part in gpu_tests.DEVICE_PARTS if f"{run} {' '.join(part)}\n" not in text] == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_tests_on_a_device_are_collected_and_skipped_without_one():
+    files = ["tests/step/test_means.py", "tests/memory/test_device_memory.py", "tests/schedules"]
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-q", "-rs", *files]
+    env = {**os.environ, "DTRAIN_TEST_DEVICE": "cuda"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=True)
+    summary = done.stdout.splitlines()[-1]
+    assert "skipped" in summary
+    assert "passed" not in summary
+    assert "no CUDA device" in done.stdout
 
 
 def test_counts_of_a_report():
