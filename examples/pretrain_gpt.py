@@ -78,13 +78,13 @@ def main() -> None:
             say(f"finished: {checkpoints} has all {state.step} steps; a larger --steps goes on, another --out starts anew")
         elif restored.step is not None:
             say(f"resuming after step {state.step}, from {restored.path}")
-        log, shown, speed = dt.loggers.jsonl(run / "metrics.jsonl"), state.clock, dt.monitors.throughput(20)
+        records, speed = dt.loggers.jsonl(run / "metrics.jsonl"), dt.monitors.throughput(20)
+        log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps))
         for batch in loader.until(args.steps):
             state, metrics = step(state, batch)
             numbers = dt.reduce_metrics(metrics)
             if state.crossed(20):
-                say(dt.loggers.progress_line(state, numbers, total_steps=args.steps, since=shown))
-                numbers, shown = dt.monitors.collect(state, numbers, speed, dt.monitors.memory_stats), state.clock
+                numbers = dt.monitors.collect(state, numbers, speed, dt.monitors.memory_stats)
             log(state.step, numbers)
             stop = dt.should_stop(state)
             if stop or state.crossed(args.save_every) or state.step == args.steps:
@@ -94,9 +94,12 @@ def main() -> None:
                 return
 
         quiz = build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
-        loss, entropy = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"], unigram_entropy(held_out)
+        loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
+        records(state.step, {"held_out/loss": loss})
+        with dt.span("baseline", "evaluation"):
+            entropy = unigram_entropy(held_out)
         say(f"held-out loss {loss:.4f} nats/byte, baseline {entropy:.4f} (unigram entropy)")
-        with dt.eval_mode(model):
+        with dt.eval_mode(model), dt.span("generate", "evaluation"):
             text = generate(model, b"def ", max_new=160, temperature=0.7, seed=args.seed, device=dist.device)
         say("sample:\ndef " + text.decode(errors="replace"))
 
