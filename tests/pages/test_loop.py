@@ -105,3 +105,11 @@ def test_reordered_setup_lines_raise_or_give_equal_results():
         ends["left out", line] = run(others, head, tail)
     assert {name: end for name, end in ends.items() if not isinstance(end, str) and end != right} == {}
     assert sum(isinstance(end, str) for end in ends.values()) >= 20
+
+
+def test_step_by_hand_trains():
+    *_, by_hand = (each.text for each in fences(PAGE) if each.language == "python")
+    scope = namespace()
+    with dt.init_dist():
+        exec(by_hand, scope)
+    assert scope["state"].step == 1
