@@ -17,6 +17,7 @@ import torch
 from dtrain import launch_protocol, spans, storage
 from dtrain.arguments import check_int, check_number, format_bytes
 from dtrain.clock import Clock
+from dtrain.device import counts_memory, started_accelerator
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.loggers.logger import FaultTolerantLogger, Logger, null_logger
@@ -246,8 +247,9 @@ class _LaunchedProgress:
 
 def _format_memory() -> str:
     """Format the memory of the tensors on this process's GPU, or of the process without a GPU."""
-    if torch.cuda.is_initialized():
-        return f"  {format_bytes(torch.cuda.memory_allocated())} GPU memory"
+    accelerator = started_accelerator()
+    if accelerator is not None and counts_memory(accelerator):
+        return f"  {format_bytes(torch.accelerator.memory_allocated())} GPU memory"
     sizes = process_memory()
     return "" if sizes is None else f"  {format_bytes(sizes[0])} memory"
 
