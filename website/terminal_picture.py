@@ -55,16 +55,11 @@ def record() -> list[str]:
         command = f"dtrain launch -n 2 {OPTIONS}"
         shown = [f"$ {command} &"]
         process = start(command, folder)
-        for line in lines(process, folder):
-            shown.append(line)
-            if f"step {KILLED_AFTER}/" in line:
-                break
         checkpoint = folder / "ckpt" / "pretrain_gpt" / "checkpoints" / f"step-{KILLED_AFTER:08}"
         while not checkpoint.exists():
             time.sleep(0.01)
         process.send_signal(signal.SIGKILL)
-        process.communicate()
-        shown += ["$ kill -9 $!", ""]
+        shown += [*lines(process, folder), "$ kill -9 $!", ""]
         command = f"dtrain launch -n 3 {OPTIONS}"
         process = start(command, folder)
         shown += [f"$ {command}", *lines(process, folder)]
