@@ -134,7 +134,7 @@ def test_rank_exiting_0_during_run_is_named(run, leave):
         import os, sys, time
         import torch
         import dtrain as dt
-        with dt.init_dist(device="cpu", timeout_s=5) as info:
+        with dt.init_dist(device="cpu", timeout_s=20) as info:
             torch.distributed.all_reduce(torch.ones(1))
             if info.rank == 1:
                 {leave}
