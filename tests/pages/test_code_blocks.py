@@ -19,6 +19,7 @@ import dtrain as dt
 import public
 from dtrain.cli.main import app
 from dtrain.testing import Ranks
+from pages.assumptions import assumed, sentence
 from pages.fences import DOCS, LANGUAGES, PAGES, ROOT, called, commands, fences, ours, prose
 from pages.given import GIVEN, RANKS, RUN_BY, SHOWN_BY, WITHOUT_GROUPS
 from stand_ins import namespace
@@ -77,6 +78,25 @@ def test_page_python_blocks_run(page: Path, tmp_path: Path, ranks: Callable[[int
         ranks(RANKS[called(page)]).run(run, str(page), str(tmp_path))
     else:
         run(str(page), str(tmp_path))
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if assumed(page)], ids=called)
+def test_page_says_what_its_code_assumes(page: Path) -> None:
+    """Code of a page runs in an empty interpreter, or a line behind the first block names what has to be there."""
+    assert sentence(assumed(page)) in prose(page).splitlines()
+
+
+def test_assumed_names_are_those_read_before_they_are_bound(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text(
+        "```python\nimport a.b\nwith a as f:\n    x = [y for y in f if g(lambda z: z + q)]\n```\n"
+        "```python\ndef h(i):\n    return i + late + never\nlate = x\nm = m + 1\n```\n"
+        "<!-- anew -->\n```python\nprint(x)\n```\n"
+    )
+    assert assumed(page) == {"g", "q", "never", "m", "x"}
+    assert sentence({"torch", "dt", "state", "mine"}) == (
+        "*Assumed here and below: `import torch, dtrain as dt`; `state` of [a loop](loop.md); your own `mine`.*"
+    )
 
 
 def test_page_exceptions_name_existing_pages_and_blocks() -> None:
