@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT / "website"), str(ROOT / "src")]
 
 import commands  # noqa: E402
+import notebooks  # noqa: E402
 import reference  # noqa: E402
 
 OUTSIDE = {
@@ -63,6 +64,7 @@ def made() -> Iterator[tuple[str, str]]:
     """Yield the path in the site and the Markdown of each generated page."""
     yield from reference.pages()
     yield "reference/commands.md", commands.page()
+    yield from notebooks.pages()
     yield "examples/index.md", index_of_examples()
     for path in examples():
         yield f"examples/{path.stem}.md", f"# {path.name}\n\n{summary(path)}\n\n```python\n{path.read_text()}```\n"
@@ -128,7 +130,8 @@ def _in_site(path: str) -> str | None:
     if path in OUTSIDE:
         return OUTSIDE[path]
     if path.startswith("docs/"):
-        return path.removeprefix("docs/")
+        path = path.removeprefix("docs/")
+        return f"{path.removesuffix('.ipynb')}.md" if path.endswith(".ipynb") else path
     if re.fullmatch(r"examples/\w+\.py", path):
         return path.removesuffix(".py") + ".md"
     return "examples/index.md" if path == "examples" else None

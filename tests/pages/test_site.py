@@ -108,7 +108,18 @@ def test_command_reference_has_every_command() -> None:
 # What a browser shows.
 
 SCREENS = {"wide": {"width": 1280}, "dark": {"width": 1280, "dark": True}, "phone": {"width": 390, "height": 844}}
-LOOKED_AT = ("index", "loop", "recipes", "from_composer", "reference/index", "reference/loop", "reference/commands")
+LOOKED_AT = (
+    "index",
+    "quickstart",
+    "concepts",
+    "loop",
+    "evidence",
+    "recipes",
+    "from_composer",
+    "reference/index",
+    "reference/loop",
+    "reference/commands",
+)
 
 
 class _Address:
@@ -161,6 +172,33 @@ def test_search_finds_a_function_and_opens_its_page(chromium: tuple[Browser, str
     found = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
     until(shown, f"{found}.some(href => href.includes('dtrain.clip_grad_norm_'))")
     assert shown.errors == []
+
+
+SEARCHES = {
+    "gradient accumulation": {"microbatch"},
+    "mixed precision": {"precision"},
+    "DDP": {"from_ddp"},
+    "resume": {"quickstart", "checkpoints"},
+    "out of memory": {"memory", "errors"},
+    "LoRA": {"finetuning"},
+    "multi-node": {"nodes"},
+}
+"""Words that people search for, and the pages of which one has to be among the first three results."""
+
+
+@in_a_browser
+@pytest.mark.parametrize("words", SEARCHES)
+def test_search_finds_a_guide_for_common_words(chromium: tuple[Browser, str], words: str) -> None:
+    shown, address = chromium
+    shown.open(_Address(f"{address}index.html"))  # type: ignore[arg-type]
+    shown.ask("document.querySelector('.md-search__input').focus()")
+    shown.call("Input.insertText", text=words)
+    items = "[...document.querySelectorAll('.md-search-result__item')].slice(0, 3)"
+    first = f"{items}.map(item => item.querySelector('a').pathname.split('/').pop())"
+    until(shown, f"{first}.length > 0")
+    time.sleep(0.5)  # results of the whole phrase replace those of its beginning
+    found = shown.ask(first)
+    assert {name.removesuffix(".html") for name in found} & SEARCHES[words], found
 
 
 @in_a_browser
