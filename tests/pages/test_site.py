@@ -114,6 +114,7 @@ LOOKED_AT = (
     "concepts",
     "loop",
     "evidence",
+    "notebooks/quick_start",
     "recipes",
     "from_composer",
     "reference/index",
