@@ -91,6 +91,6 @@ def ranks() -> Iterator[Callable[[int], Ranks]]:
     multiprocessing.forkserver.set_forkserver_preload(PRELOADED)
     multiprocessing.forkserver.ensure_running()
     pools: dict[int, Ranks] = {}
-    yield lambda world_size: pools.setdefault(world_size, Ranks(world_size))
+    yield lambda world_size: pools.setdefault(world_size, Ranks(world_size, device=on_device.DEVICE))
     for pool in pools.values():
         pool.close()

@@ -1,10 +1,13 @@
 """Tests on a device: with ``DTRAIN_TEST_DEVICE=cuda`` the tensors that the core's tests make are on the GPU.
 
 The device is torch's default device during a test, so models, batches and references of a test are all there, and dtrain
-follows the tensors. Tests that need the host, or a GPU for each of several ranks, are skipped with the reason.
+follows the tensors. Several ranks share the GPU, and gloo carries their tensors. Tests that need the host, or a collective that
+gloo lacks for tensors of a GPU, are skipped with the reason.
 """
 
+import inspect
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,6 @@ ROOMS = (
     "battery", "checkpoint", "data", "memory", "monitors", "optim", "profiling", "shard", "step", "surgery", "transforms",
 )  # fmt: skip
 
-SEVERAL_RANKS = "several ranks need a GPU each"
 # Names that a test uses if it is about the host.
 OF_THE_HOST = {
     "memory_budget": "is about a budget of the host's memory",
@@ -27,6 +29,11 @@ OF_THE_HOST = {
     "spawn": "is about processes: one that has started CUDA cannot fork",
     "from_numpy": "shares the memory of NumPy",
 }
+# Names that the ranks of a test use if gloo cannot carry their tensors from a GPU.
+NOT_OF_GLOO = dict.fromkeys(
+    ("send", "recv", "isend", "irecv", "batch_isend_irecv", "all_gather_coalesced"),
+    "gloo lacks this for tensors of a GPU",
+)
 
 
 def reason_to_skip(item: pytest.Item) -> str | None:
@@ -37,11 +44,22 @@ def reason_to_skip(item: pytest.Item) -> str | None:
         return "has no part of the core on a device"
     if not torch.get_device_module(DEVICE).is_available():
         return f"no {str(DEVICE).upper()} device"
-    if "ranks" in item.fixturenames:
-        return SEVERAL_RANKS
     assert isinstance(item, pytest.Function)
-    names = set(item.function.__code__.co_names)
-    return next((reason for name, reason in OF_THE_HOST.items() if name in names), None)
+    reasons = OF_THE_HOST | NOT_OF_GLOO if "ranks" in item.fixturenames else OF_THE_HOST
+    names = names_used(item.function)
+    return next((reason for name, reason in reasons.items() if name in names), None)
+
+
+def names_used(function: Callable[..., object]) -> set[str]:
+    """Return the names that ``function`` uses, and those that the functions of its file use that it names."""
+    found: set[str] = set()
+    waiting = [function]
+    while waiting:
+        names = set(waiting.pop().__code__.co_names) - found
+        found |= names
+        known = (function.__globals__.get(name) for name in names)
+        waiting += [each for each in known if inspect.isfunction(each) and each.__module__ == function.__module__]
+    return found
 
 
 def skip_tests_of_the_host(items: list[pytest.Item]) -> None:

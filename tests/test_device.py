@@ -18,6 +18,7 @@ from dtrain.device import (
     collective_backend,
     default_generators,
     device_name,
+    find_accelerator,
     is_accelerator,
     started_accelerator,
 )
@@ -26,7 +27,7 @@ from dtrain.dist.init import init_dist
 from dtrain.dist.reduce import reduce_sum
 from dtrain.dist.rendezvous import select_device
 from dtrain.dist.rng import RNGSnapshot, hash_rng_state, rng_state, set_rng_state
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, RankError
 from dtrain.memory.device_memory import MemoryStats, get_device_memory, release_cached_memory
 from dtrain.monitors.hardware import local_memory_stats, system_metrics
 from dtrain.run_context import AsyncScalar
@@ -34,6 +35,7 @@ from dtrain.step.microbatch_probe import MicrobatchProber
 from dtrain.transforms.batches.image_ops import to_device_async
 from dtrain.transforms.precision.autocast import _check_device
 from dtrain.typing import index_tensor
+from on_device import names_used
 
 SOURCE = Path(dtrain.__file__).parent
 XPU = torch.device("xpu", 0)
@@ -131,6 +133,52 @@ def test_ranks_use_the_accelerator_of_the_machine(backend):
     assert select_device("cpu", {"local_rank": 1, "local_world_size": 2}).type == "cpu"
     with pytest.raises(ConfigError, match="init_dist: device='xpu' needs one GPU per rank, got 2 GPUs for 3 ranks"):
         select_device("xpu", {"local_rank": 1, "local_world_size": 3})
+
+
+def test_ranks_over_gloo_share_an_accelerator_only_when_asked(backend):
+    devices = [select_device("xpu", {"local_rank": rank, "local_world_size": 5}, share=True).index for rank in range(5)]
+    assert devices == [0, 1, 0, 1, 0]
+    with pytest.warns(UserWarning, match="running on the CPU with gloo"):
+        assert select_device(None, {"local_rank": 0, "local_world_size": 5}, share=True).type == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "advice"),
+    [(2, r"Start at most 2 ranks, or pass backend='gloo' so that ranks share"), (0, r"Pass device='cpu' or None\.")],
+)
+def test_too_few_gpus_are_refused_with_advice(backend, monkeypatch, gpus, advice):
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: gpus)
+    with pytest.raises(ConfigError, match=rf"needs one GPU per rank, got {gpus} GPUs for 3 ranks on this node\. {advice}"):
+        select_device("xpu", {"local_rank": 1, "local_world_size": 3}, share=gpus == 0)
+
+
+def test_init_dist_over_gloo_opens_groups_on_the_accelerator(backend):
+    with init_dist(device="xpu", backend="gloo") as info:
+        assert (info.device, info.backend) == (torch.device("xpu", 0), "gloo")
+
+
+def default_device_of_a_rank() -> list[str]:
+    with torch.device("meta"):
+        moved = torch.empty(1).device.type
+    return [str(torch.get_default_device()), torch.empty(1).device.type, moved, torch.distributed.get_backend()]
+
+
+def test_tensors_of_ranks_are_on_their_device():
+    """On a machine without GPU the device is the CPU. A device that the ranks cannot use fails and is not left out."""
+    with dt.testing.Ranks(2, device="cpu") as ranks:
+        assert ranks.run(default_device_of_a_rank) == [["cpu", "cpu", "meta", "gloo"]] * 2
+    if find_accelerator() is None:
+        with pytest.raises(RankError, match="before it was ready"), dt.testing.Ranks(2, device="cuda") as ranks:
+            ranks.run(default_device_of_a_rank)
+
+
+def sends_to_a_rank() -> None:
+    torch.distributed.send(torch.ones(1), 1)
+
+
+def test_names_of_functions_that_ranks_run_are_found():
+    assert {"sends_to_a_rank", "send"} <= names_used(lambda ranks: ranks(2).run(sends_to_a_rank))
+    assert "send" not in names_used(default_device_of_a_rank)
 
 
 @pytest.mark.parametrize(

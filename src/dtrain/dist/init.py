@@ -151,7 +151,7 @@ def init_dist(
         backend: backend of the training group, ``"gloo"`` or the accelerator's, such as ``"nccl"``; None selects the backend of
             the device.
         device: ``"cpu"`` or the type of the accelerator, such as ``"cuda"``; None selects the accelerator if the node has a
-            device for each of its ranks.
+            device for each of its ranks. With ``backend="gloo"`` the ranks may share a named accelerator, as in tests.
         init_method: torch rendezvous address (``"tcp://host:port"``, ``"file:///path"``); None uses the launcher's address.
         timeout_s: time that a collective waits for a rank before raising, in seconds.
         init_timeout_s: time that ``init_dist`` waits for all ranks, in seconds.
@@ -181,7 +181,8 @@ def init_dist(
     if dist.is_initialized() and context.abandoned_group is not None and context.abandoned_group() is dist.group.WORLD:
         raise DistError("init_dist: NCCL groups of a failed run are still open in this process. Start a new process.")
     rank_info, stop_signals = read_rank_from_env(), read_stop_signals()
-    rank_device = select_device(device, rank_info)
+    # NCCL refuses two ranks on one GPU. gloo copies through the host.
+    rank_device = select_device(device, rank_info, share=backend == "gloo")
     if backend not in ("gloo", None) and not is_accelerator(rank_device):
         raise ConfigError(
             f"init_dist: backend={backend!r} needs GPUs, but this rank runs on the CPU. Use backend='gloo' or None."

@@ -87,26 +87,36 @@ def read_stop_signals() -> list[int]:
     return [signal.SIGTERM, number]
 
 
-def select_device(device: str | None, rank_info: dict[str, int]) -> torch.device:
+def select_device(device: str | None, rank_info: dict[str, int], *, share: bool = False) -> torch.device:
     """Select the device of this rank: ``device`` if given, else the accelerator if the node has one for each of its ranks.
 
+    Args:
+        device: ``"cpu"``, the type of the accelerator, or None.
+        rank_info: local rank and number of ranks on this node.
+        share: if True, several ranks may use one device of the accelerator that ``device`` names.
+
     Raises:
-        ConfigError: ``device`` is the accelerator, and the node has fewer of its devices than ranks.
+        ConfigError: ``device`` is the accelerator, and the node has too few of its devices.
     """
     accelerator = find_accelerator()
     # On CUDA device_count() asks NVML. is_available() would start CUDA, and a process with CUDA must not fork.
     ranks, gpus = rank_info["local_world_size"], 0 if accelerator is None else torch.accelerator.device_count()
-    if device not in ("cpu", None) and gpus < ranks:
+    shared = share and device not in ("cpu", None) and 0 < gpus < ranks
+    if device not in ("cpu", None) and gpus < ranks and not shared:
         raise ConfigError(
-            f"init_dist: device={device!r} needs one GPU per rank, got {gpus} GPUs for {ranks} ranks on this node"
+            f"init_dist: device={device!r} needs one GPU per rank, got {gpus} GPUs for {ranks} ranks on this node. "
+            f"Start at most {gpus} ranks, or pass backend='gloo' so that ranks share a GPU in a test."
+            if gpus
+            else f"init_dist: device={device!r} needs one GPU per rank, got {gpus} GPUs for {ranks} ranks on this node. "
+            "Pass device='cpu' or None."
         )
     if device == "cpu" or accelerator is None or gpus == 0:
         return torch.device("cpu")
-    if gpus < ranks:
+    if gpus < ranks and not shared:
         if rank_info["local_rank"] == 0:
             warnings.warn(f"init_dist: {ranks} ranks but {gpus} GPUs on this node: running on the CPU with gloo", stacklevel=3)
         return torch.device("cpu")
-    chosen = torch.device(accelerator.type, rank_info["local_rank"])
+    chosen = torch.device(accelerator.type, rank_info["local_rank"] % gpus)
     torch.accelerator.set_device_index(chosen)
     return chosen
 

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
@@ -27,14 +28,21 @@ READY = b"ready"
 STACK_SIGNAL = getattr(signal, "SIGRTMAX", signal.SIGUSR2)
 
 
-def run_worker(pipe: Connection[Any, Any], env: dict[str, str], stack_file: str) -> None:
-    """Run a rank: open the process group, then run tasks until the pipe closes. ``STACK_SIGNAL`` writes the call stacks."""
+def run_worker(pipe: Connection[Any, Any], env: dict[str, str], stack_file: str, device: str | None) -> None:
+    """Run a rank: open the process group, then run tasks until the pipe closes. ``STACK_SIGNAL`` writes the call stacks.
+
+    If ``device`` is not None, tensors that a task makes are on the rank's device.
+    """
     os.environ.clear()
     os.environ.update(env)
     os.environ.pop(launch_protocol.AGENT_STORE, None)
     # torch reads OMP_NUM_THREADS when it is imported, which was before the fork.
     torch.set_num_threads(1)
-    with init_dist(device="cpu", init_timeout_s=120), open(stack_file, "w") as stacks:
+    with (
+        init_dist(device=device or "cpu", backend="gloo", init_timeout_s=120) as info,
+        open(stack_file, "w") as stacks,
+        nullcontext() if device is None else info.device,
+    ):
         # Stacks are written on a signal. faulthandler's timer would read running threads, which has crashed slow ranks.
         faulthandler.register(STACK_SIGNAL, file=stacks)
         pipe.send_bytes(READY)

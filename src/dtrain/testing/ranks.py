@@ -88,14 +88,17 @@ class Ranks:
             assert two_ranks.run(world_size) == [2, 2]
 
     Args:
-        world_size: number of CPU ranks, joined by gloo on loopback.
+        world_size: number of ranks, joined by gloo on loopback.
+        device: type of the device of all ranks, such as ``"cuda"``, on which the functions make their tensors. The ranks share
+            the devices of this machine. None uses the CPU.
 
     Raises:
         ConfigError: ``world_size`` < 1.
     """
 
-    def __init__(self, world_size: int) -> None:
+    def __init__(self, world_size: int, *, device: str | None = None) -> None:
         self.world_size = check_int("Ranks", "world_size", world_size)
+        self.device = device
         self._pool: RankProcesses | None = None
         self._end: weakref.finalize[..., Ranks] | None = None
 
@@ -124,7 +127,7 @@ class Ranks:
 
     def _open(self) -> RankProcesses:
         if self._pool is None:
-            self._pool = RankProcesses.start(self.world_size)
+            self._pool = RankProcesses.start(self.world_size, self.device)
             # Ranks that are not closed would keep the interpreter from exiting.
             self._end = weakref.finalize(self, self._pool.end, kill=True)
         return self._pool
@@ -245,7 +248,7 @@ class RankProcesses:
     reaper: tuple[Any, Connection[Any, Any]] | None = None
 
     @classmethod
-    def start(cls, world_size: int) -> RankProcesses:
+    def start(cls, world_size: int, device: str | None) -> RankProcesses:
         """Start ``world_size`` ranks and wait until they are ready.
 
         Raises:
@@ -253,13 +256,13 @@ class RankProcesses:
         """
         pool = cls(tempfile.TemporaryDirectory(prefix="dtrain-ranks-"))
         try:
-            pool._start(world_size)
+            pool._start(world_size, device)
         except BaseException:
             pool.end(kill=True)
             raise
         return pool
 
-    def _start(self, world_size: int) -> None:
+    def _start(self, world_size: int, device: str | None) -> None:
         context = _forkserver_context()
         with socket.socket() as reserved:
             # The socket is bound but does not listen: no other process gets the port, and rank 0 can still listen on it.
@@ -267,7 +270,7 @@ class RankProcesses:
             reserved.bind(("127.0.0.1", 0))
             for rank in range(world_size):
                 env = _rank_environment(rank, world_size, reserved.getsockname()[1])
-                process, pipe = _start_process(context, run_worker, env, str(self._stack_file(rank)))
+                process, pipe = _start_process(context, run_worker, env, str(self._stack_file(rank)), device)
                 self.processes.append(process)
                 self.pipes.append(pipe)
             self.reaper = _start_process(
