@@ -11,7 +11,7 @@ SOURCE = Path(dtrain.__file__).parent
 # One row per line of the table in docs/architecture.md, top to bottom; a later row may import from an earlier one.
 LAYERS = [
     ["errors", "device", "typing", "lazy_imports", "arguments"],
-    ["launch_protocol", "heartbeats", "spans", "run_layout", "versions", "optional_dependencies"],
+    ["launch_protocol", "heartbeats", "spans", "run_layout", "versions", "optional_dependencies", "open_files"],
     ["storage"],
     ["durations", "clock", "schedules"],
     ["dist", "dtensor", "memory"],
@@ -39,6 +39,7 @@ TORCH_FREE = {
     "run_layout",
     "versions",
     "optional_dependencies",
+    "open_files",
     "storage",
     "report",
     "launch",

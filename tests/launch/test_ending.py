@@ -310,8 +310,8 @@ def test_too_many_ranks_for_open_file_limit_are_refused(run):
     result = run(SLEEPING, n=16, preexec_fn=few_files(64))
     assert result.code == 2
     assert (
-        result.err
-        == "dtrain: launch: -n 16 needs 88 open files, but at most 64 are allowed. Run `ulimit -n 88`, or use -n 10.\n"
+        result.err == "dtrain: launch: the hard limit of open files must be at least 104 for 16 ranks, got 64. "
+        "Run `ulimit -n 104` as root before the start, or use at most 6 ranks.\n"
     )
 
 
@@ -319,6 +319,24 @@ def test_soft_limit_of_open_files_is_raised_to_hard_limit(run):
     soft = lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (40, 4096))  # noqa: E731
     result = run("print('here')", n=8, preexec_fn=soft)
     assert (result.code, len(result.out.splitlines())) == (0, 8), result.err
+
+
+WITH_A_LOW_LIMIT = """
+import os, resource, torch, dtrain as dt
+resource.setrlimit(resource.RLIMIT_NOFILE, (24, 4096))
+with dt.init_dist() as info:
+    model = dt.shard_model(torch.nn.Linear(4, 4), dt.build_mesh(), strategy="full_shard")
+    model(torch.ones(1, 4))
+    print("open", len(os.listdir("/proc/self/fd")), flush=True)
+"""
+
+
+@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+def test_ranks_raise_their_limit_of_open_files_and_stay_below_the_number_asked_for(run, ranks):
+    result = run(WITH_A_LOW_LIMIT, n=ranks)
+    opened = [int(line.split()[-1]) for line in result.out.splitlines()]
+    assert (result.code, len(opened)) == (0, ranks), result.err
+    assert max(opened) <= 40 + 4 * ranks
 
 
 # The fork of the third rank fails, wherever it is made: by the supervisor, which is a fork itself, or by the preloaded process.

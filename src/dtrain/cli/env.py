@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from dtrain import launch_protocol
+from dtrain.open_files import max_ranks
 
 if TYPE_CHECKING:
     from dtrain.cli.machine import MachineFacts
@@ -80,12 +81,16 @@ def _hardware_rows(facts: MachineFacts) -> list[tuple[str, str]]:
             + (f", control group allows {_format_gib(memory.limit_bytes)}" if memory.limit_bytes else ""),
         ),
         ("/dev/shm", "not there" if hardware.shm_bytes is None else _format_gib(hardware.shm_bytes)),
-        ("open files", f"at most {soft or 'any number'}, can be raised to {hard or 'any number'}"),
+        ("open files", f"at most {soft or 'any number'}, can be raised to {_format_file_limit(hard)}"),
     ]
     listed = [f"{gpu.name}, {_format_gib(gpu.memory_bytes)}, driver {gpu.driver}" for gpu in gpus.listed]
     usable = f"{len(facts.torch.devices) if facts.torch else 0} usable by torch"
     rows.append(("gpus", f"{gpus.count}, {usable}" if gpus.count else "none"))
     return [*rows, *(("", f"{number}: {text}") for number, text in enumerate(listed))]
+
+
+def _format_file_limit(hard: int | None) -> str:
+    return "any number" if hard is None else f"{hard}, enough for a job of {max_ranks(hard)} ranks"
 
 
 def _network_rows(facts: MachineFacts) -> list[tuple[str, str]]:

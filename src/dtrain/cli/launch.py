@@ -20,7 +20,6 @@ from dtrain.cli.launch_options import list_ranks, parse_log_ranks, parse_modules
 from dtrain.errors import ConfigError
 from dtrain.launch.elastic.agent_request import make_elastic_plan
 from dtrain.launch.entrypoint import check_command, check_module, check_script
-from dtrain.launch.host_resources import raise_open_file_limit
 from dtrain.launch.launch_dir import claim_run_dir, create_run_dir, default_run_dir, write_launch_record
 from dtrain.launch.launch_plan import (
     DEFAULT_PREFIX,
@@ -39,6 +38,7 @@ from dtrain.launch.output.terminal_lines import escape_controls
 from dtrain.launch.schedulers import read_scheduler
 from dtrain.launch.topology import LaunchArgs, Topology, infer_topology
 from dtrain.launch_protocol import OMP_THREADS
+from dtrain.open_files import raise_open_file_limit
 
 TORCHRUN_ADVICE = {
     "--log-dir": "Use --run-dir FOLDER, which keeps logs and failure records.",
@@ -194,7 +194,7 @@ def _launch(
     if log_ranks is not None:
         output = replace(output, shown=parse_log_ranks(log_ranks, layout.world_size))
     check_output_plan(output, layout)
-    raise_open_file_limit(layout.nproc)
+    raise_open_file_limit("launch", layout.world_size)
     # This check is last, so that a wrong option creates no folder.
     folder = _prepare_run_dir(run_dir, layout)
     if rendezvous is not None:

@@ -35,6 +35,7 @@ from dtrain.dist.rendezvous import (
 )
 from dtrain.dist.timeout_report import MissingRankReporter, leave_error_note, report_missing_ranks
 from dtrain.errors import ConfigError, DistError
+from dtrain.open_files import raise_open_file_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -169,8 +170,8 @@ def init_dist(
             train(model)
 
     Raises:
-        ConfigError: a contradictory environment, an unavailable device, or a device or backend that differs from the open
-            groups.
+        ConfigError: a contradictory environment, an unavailable device, a device or backend that differs from the open groups,
+            or too few open files allowed for the number of ranks.
         DistError: ranks that did not arrive in time, by number.
     """
     _check_options(backend, device, timeout_s, init_timeout_s)
@@ -181,6 +182,7 @@ def init_dist(
     if dist.is_initialized() and context.abandoned_group is not None and context.abandoned_group() is dist.group.WORLD:
         raise DistError("init_dist: NCCL groups of a failed run are still open in this process. Start a new process.")
     rank_info, stop_signals = read_rank_from_env(), read_stop_signals()
+    raise_open_file_limit("init_dist", rank_info["world_size"])
     # NCCL refuses two ranks on one GPU. gloo copies through the host.
     rank_device = select_device(device, rank_info, share=backend == "gloo")
     if backend not in ("gloo", None) and not is_accelerator(rank_device):

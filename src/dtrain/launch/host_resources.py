@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-import resource
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import TypeVar
-
-from dtrain.errors import ConfigError
 
 _CGROUP_MOUNT = Path("sys/fs/cgroup")
 
@@ -191,30 +188,3 @@ def _parse_cpu_list(text: str) -> Iterator[int]:
         first, _, last = part.partition("-")
         if first:
             yield from range(int(first), int(last or first) + 1)
-
-
-# streams, pipes and sockets of the launcher, with a margin
-_LAUNCHER_OPEN_FILES = 24
-# two pipes, and two log files or the other ends of the pipes
-_OPEN_FILES_PER_RANK = 4
-
-
-def raise_open_file_limit(nproc: int) -> None:
-    """Raise the soft limit of open files if ``nproc`` ranks need a higher limit.
-
-    Mutates: this process's limit of open files, which its children inherit.
-
-    Raises:
-        ConfigError: the hard limit is too low.
-    """
-    needed = _LAUNCHER_OPEN_FILES + _OPEN_FILES_PER_RANK * nproc
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
-        return
-    if hard != resource.RLIM_INFINITY and hard < needed:
-        fewer = max(1, (hard - _LAUNCHER_OPEN_FILES) // _OPEN_FILES_PER_RANK)
-        raise ConfigError(
-            f"launch: -n {nproc} needs {needed} open files, but at most {hard} are allowed. "
-            f"Run `ulimit -n {needed}`, or use -n {fewer}."
-        )
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
