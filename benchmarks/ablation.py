@@ -24,8 +24,8 @@ import dtrain as dt
 from measure import machine
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from pictures import read_digits, shifted
-from resnet import ARCHS, ResNet
+from helpers.pictures import read_digits, shifted
+from helpers.resnet import ARCHS, ResNet
 from train_resnet import judge, loss_fn
 
 CLASSES, BATCH = 10, 64

@@ -27,7 +27,7 @@ from measure import compare
 from optimizers import CLAIMS, MODELS, Side
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT
+from helpers.gpt import GPT
 
 Run = Callable[[], object]
 

@@ -18,7 +18,7 @@ from gpu_results import Cell, Table
 from measure import compare
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, Block, GPTConfig
+from helpers.gpt import GPT, Block, GPTConfig
 
 TOLERANCE = 0.05  # of the measured peak
 WARM_STEPS = 2  # the second step has the optimizer's state

@@ -24,7 +24,7 @@ from gpu_results import Cell, Table
 from measure import compare, verdict
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, GPTConfig
+from helpers.gpt import GPT, GPTConfig
 
 SHARES = (0.15, 0.3)  # of the device's memory
 HEADROOMS = (0.0, 0.05)

@@ -24,7 +24,7 @@ from gpu_results import Cell, Table
 from measure import Figure, typical
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, GPTConfig
+from helpers.gpt import GPT, GPTConfig
 
 FULL = GPTConfig(n_layer=24, n_head=16, dim=1024, max_seq=1024, vocab=32_768)
 TOY = GPTConfig(n_layer=1, n_head=1, dim=16, max_seq=16)

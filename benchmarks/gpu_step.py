@@ -26,7 +26,7 @@ from measure import Comparison, Rounds, compare, typical, verdict
 from step_overhead import WORKS, Composed, Hand, Work, check_arithmetic, looped
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, Block, GPTConfig
+from helpers.gpt import GPT, Block, GPTConfig
 
 LARGE = GPTConfig(n_layer=20, n_head=16, dim=2048, max_seq=2048, vocab=32_768)
 SMALL = GPTConfig(n_layer=2, n_head=2, dim=32, max_seq=32)

@@ -27,7 +27,7 @@ from dtrain.testing import Ranks, memory_budget
 from measure import CPU, WALL, compare, interleaved, machine, verdict_line
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, Block, GPTConfig
+from helpers.gpt import GPT, Block, GPTConfig
 
 MIB = 2**20
 SIZE = 4

@@ -30,7 +30,7 @@ from dtrain.testing.memory_budgets import UNLIMITED, memory_budget
 from measure import CPU, WALL, machine, paired
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, Block, GPTConfig
+from helpers.gpt import GPT, Block, GPTConfig
 
 CONFIG = GPTConfig(n_layer=6, n_head=4, dim=128, max_seq=256)
 SAMPLES, SEQ, MICROBATCH = 8, 256, 4  # of each rank: two microbatches

@@ -25,7 +25,7 @@ from dtrain.optim.muon import Muon
 from measure import CPU, WALL, Comparison, compare, interleaved, machine, verdict_line
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, GPTConfig
+from helpers.gpt import GPT, GPTConfig
 
 LR, DECAY = 1e-3, 1e-5
 AT_MOST = 1 / 0.98

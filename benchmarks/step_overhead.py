@@ -32,7 +32,7 @@ from dtrain.testing import Ranks, count_collectives
 from measure import CPU, WALL, Rounds, compare, interleaved, machine, verdict_line
 
 sys.path.append(str(Path(__file__).parents[1] / "examples"))
-from gpt import GPT, Block, GPTConfig
+from helpers.gpt import GPT, Block, GPTConfig
 
 IGNORED = -100  # a label that counts neither in the loss nor in the weight
 MAX_NORM, DECAY = 0.7, 0.999  # both models clip some of the checked steps and leave others

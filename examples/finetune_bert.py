@@ -15,9 +15,9 @@ from pathlib import Path
 from torch import nn
 
 import dtrain as dt
-from classifier import Layer, export, folder_of, load_into_, on_meta, tokenizer_and_config
-from docstrings import read_docstrings
-from labelled_text import Tokenized, read_table
+from helpers.classifier import Layer, export, folder_of, load_into_, on_meta, tokenizer_and_config
+from helpers.docstrings import read_docstrings
+from helpers.labelled_text import Tokenized, read_table
 
 BATCH = dt.batch_spec({"input_ids": "batch seq", "attention_mask": "batch seq", "labels": "batch"})
 SHOWN = ["loss", "accuracy", "lr", "eval/*", "speed/*_per_s", "memory/peak*_bytes"]  # to people; metrics.jsonl has all

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from gpt import GPT, Block, GPTConfig
+from helpers.gpt import GPT, Block, GPTConfig
 
 
 def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:

@@ -18,7 +18,7 @@ from transformers import BertConfig, BertForMaskedLM
 from transformers.models.bert.modeling_bert import BertLayer, BertLMPredictionHead
 
 import dtrain as dt
-from masked_text import Corpus, MaskedOnce, Masking, packed, padded, read_corpus
+from helpers.masked_text import Corpus, MaskedOnce, Masking, packed, padded, read_corpus
 
 SEQ = 128
 METHODS = ("alibi", "glu", "low_precision_norm", "length_warmup", "packing")

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from gpt import GPT, Block, GPTConfig, generate
-from text import next_byte_batch, read_text, train_and_held_out, unigram_entropy
+from helpers.gpt import GPT, Block, GPTConfig, generate
+from helpers.text import next_byte_batch, read_text, train_and_held_out, unigram_entropy
 
 SEQ = 128
 GLOBAL_BATCH_SIZE = 16  # windows of SEQ bytes per step, over all ranks

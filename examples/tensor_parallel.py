@@ -23,8 +23,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import dtrain as dt
-from gpt import GPT, Block, GPTConfig
-from text import read_text, train_and_held_out, unigram_entropy
+from helpers.gpt import GPT, Block, GPTConfig
+from helpers.text import read_text, train_and_held_out, unigram_entropy
 
 SEQ = 64  # bytes; a multiple of tp, as are the heads, the channels and the vocabulary
 WINDOWS = dt.batch_spec({"input_ids": "batch seq", "labels": "batch seq"})

@@ -17,10 +17,10 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from diffusion import Block, UNet, noised, sample
-from drawn import likeness, write_grid
-from latents import Codec, Pixels, at_size, decoded, encoded, frozen_codec
-from pictures import read_digits, read_folder
+from helpers.diffusion import Block, UNet, noised, sample
+from helpers.drawn import likeness, write_grid
+from helpers.latents import Codec, Pixels, at_size, decoded, encoded, frozen_codec
+from helpers.pictures import read_digits, read_folder
 
 METHODS = ["latents", "low_precision_norm", "guidance", "ema"]
 EACH = 20  # pictures that are drawn of each class

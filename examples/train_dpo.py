@@ -17,9 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import dtrain as dt
-from gpt import GPT, Block, GPTConfig, generate
-from preferences import log_probability, read_pairs
-from text import ByteWindows, cut_windows
+from helpers.gpt import GPT, Block, GPTConfig, generate
+from helpers.preferences import log_probability, read_pairs
+from helpers.text import ByteWindows, cut_windows
 
 PROMPT, LENGTH = 64, 128  # bytes that the two texts of a pair share, and of each in all
 METHODS = ("reference", "warmup", "clip")

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtrain as dt
-from pairs import read_pairs, token_pairs, word_overlap
+from helpers.pairs import read_pairs, token_pairs, word_overlap
 
 METHODS = ("gather", "cache")
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from torch import nn
 
 import dtrain as dt
-from pictures import read_digits, read_folder, shifted
-from resnet import ARCHS, Block, ResNet
+from helpers.pictures import read_digits, read_folder, shifted
+from helpers.resnet import ARCHS, Block, ResNet
 
 METHODS = ("blur_pool", "channels_last", "progressive_resizing", "mixup", "label_smoothing", "ema")
 

@@ -21,7 +21,7 @@ from transformers import (
 )
 
 import dtrain as dt
-from classifier import Layer, export, folder_of, load_into_, on_meta, tokenizer_and_config
+from helpers.classifier import Layer, export, folder_of, load_into_, on_meta, tokenizer_and_config
 
 TEXTS = ["some words to begin with", "and some more"]
 NAMES = ["ham", "spam", "eggs"]

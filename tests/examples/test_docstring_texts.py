@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from docstrings import PACKAGES, SHORTEST, build_tokenizer, read_docstrings
-from labelled_text import Labelled
+from helpers.docstrings import PACKAGES, SHORTEST, build_tokenizer, read_docstrings
+from helpers.labelled_text import Labelled
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 VOCABULARY = """
-import json, docstrings
+import json
+from helpers import docstrings
 print(json.dumps(docstrings.build_tokenizer(docstrings.read_docstrings().texts).get_vocab()))
 """
 

@@ -22,10 +22,10 @@ from transformers import (
 from transformers.models.bert.modeling_bert import BertLayer
 
 import dtrain as dt
-from classifier import tokenizer_and_config
-from docstrings import read_docstrings
 from example_runs import EXAMPLES, PATIENCE_S, ended, here, last_tensors, launched
 from finetune_bert import main
+from helpers.classifier import tokenizer_and_config
+from helpers.docstrings import read_docstrings
 
 SCRIPT = EXAMPLES / "finetune_bert.py"
 ROUNDED = 6e-3  # two of 388 texts: logits of a padded batch are others in the last bits, and four digits are printed

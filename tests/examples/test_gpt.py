@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from gpt import GPT, Block, GPTConfig, Linear, Rotary, generate
+from helpers.gpt import GPT, Block, GPTConfig, Linear, Rotary, generate
 
 SMALL = GPTConfig(n_layer=2, n_head=2, dim=16, max_seq=12)
 

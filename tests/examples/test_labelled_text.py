@@ -8,8 +8,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from docstrings import build_tokenizer
-from labelled_text import HELD_OUT_EVERY, Labelled, Tokenized, read_table
+from helpers.docstrings import build_tokenizer
+from helpers.labelled_text import HELD_OUT_EVERY, Labelled, Tokenized, read_table
 
 ROWS = [("ham", "see you, at noon"), ("spam", 'win a "car"\nnow'), ("ham", "thanks"), ("spam", "free"), ("ham", "on my way")]
 

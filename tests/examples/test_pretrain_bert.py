@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 import dtrain as dt
 from example_runs import ended, launched
-from masked_text import IGNORED, Corpus, MaskedOnce, Masking, packed, padded, read_corpus, read_documents
+from helpers.masked_text import IGNORED, Corpus, MaskedOnce, Masking, packed, padded, read_corpus, read_documents
 from pretrain_bert import METHODS, SEQ, build_bert, loss_fn
 
 SCRIPT = "pretrain_bert.py"

@@ -28,8 +28,8 @@ from dtrain.loggers.records import read_jsonl
 from dtrain.report.read_run import read_run
 from dtrain.storage.connections import disconnect
 from example_runs import ended, here, last_tensors, launched
+from helpers.text import read_text, train_and_held_out
 from places import servers
-from text import read_text, train_and_held_out
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "examples" / "pretrain_gpt.py"

@@ -54,7 +54,7 @@ def test_example_loop_stays_within_the_line_limit(path):
     assert len(path.read_text().splitlines()) <= most
 
 
-@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.stem)
 def test_example_uses_public_names_only(path):
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "dtrain":
@@ -66,7 +66,7 @@ def test_example_uses_public_names_only(path):
 
 def test_no_two_examples_share_a_block():
     """The rule holds for loops and for the modules beside them."""
-    lines = {path.name: code_lines(path) for path in sorted(EXAMPLES.glob("*.py"))}
+    lines = {path.name: code_lines(path) for path in sorted(EXAMPLES.rglob("*.py"))}
     shared = {(a, b): longest_shared(lines[a], lines[b]) for a, b in combinations(lines, 2)}
     assert {pair: block for pair, block in shared.items() if len(block) >= SHARED_LINES} == {}
 

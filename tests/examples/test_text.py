@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import dtrain as dt
-import text
 from dtrain.cli.main import run
 from dtrain.data.stream.sharded_dataset import ShardedDataset
-from text import ByteWindows, cut_windows, next_byte_batch, read_text, stdlib_files, train_and_held_out, unigram_entropy
+from helpers import text
+from helpers.text import ByteWindows, cut_windows, next_byte_batch, read_text, stdlib_files, train_and_held_out, unigram_entropy
 
 FLOAT64_ROUNDING = 1e-12
 

@@ -7,11 +7,11 @@ import torch
 from tensordict import TensorDict
 
 import dtrain as dt
-from diffusion import UNet, noised, rotation, sample
-from drawn import likeness, write_grid
 from example_runs import ended, here, last_files, launched
-from latents import Codec, Pixels, at_size, decoded, encoded
-from pictures import read_digits
+from helpers.diffusion import UNet, noised, rotation, sample
+from helpers.drawn import likeness, write_grid
+from helpers.latents import Codec, Pixels, at_size, decoded, encoded
+from helpers.pictures import read_digits
 
 SCRIPT = "train_diffusion.py"
 

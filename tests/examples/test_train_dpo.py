@@ -9,7 +9,7 @@ from torch import nn
 
 import dtrain as dt
 from example_runs import ended, launched
-from preferences import HELD_OUT_EVERY, log_probability, pairs_in, read_pairs
+from helpers.preferences import HELD_OUT_EVERY, log_probability, pairs_in, read_pairs
 from train_dpo import LENGTH, PROMPT, preferring
 
 SOURCE = b'''import os

@@ -7,9 +7,9 @@ import shutil
 import pytest
 import torch
 
-import pairs
 from dtrain.loggers.records import read_jsonl
 from example_runs import Ending, ended, launched
+from helpers import pairs
 
 
 @pytest.mark.parametrize(

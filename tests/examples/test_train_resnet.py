@@ -8,8 +8,8 @@ import torch
 
 import dtrain as dt
 from example_runs import ended, here, last_files, launched
-from pictures import read_digits, read_folder, shifted
-from resnet import ARCHS, ResNet
+from helpers.pictures import read_digits, read_folder, shifted
+from helpers.resnet import ARCHS, ResNet
 
 SCRIPT = "train_resnet.py"
 

@@ -18,7 +18,7 @@ from dtrain.shard.precision import Precision
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.testing.memory_budgets import UNLIMITED, memory_budget
-from gpt import GPT, Block, GPTConfig
+from helpers.gpt import GPT, Block, GPTConfig
 
 SEQ = 32
 CLASSES = 10

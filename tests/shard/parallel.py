@@ -11,7 +11,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dtensor import full_tensor
 from dtrain.losses import token_cross_entropy
 from dtrain.typing import LossSum
-from gpt import GPT, GPTConfig
+from helpers.gpt import GPT, GPTConfig
 
 SAMPLES, SEQ, VOCAB = 5, 8, 12
 

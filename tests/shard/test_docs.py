@@ -8,7 +8,7 @@ import torch
 import dtrain as dt
 import public
 from dtrain.dist.init import get_dist_info
-from gpt import GPT, Block, GPTConfig
+from helpers.gpt import GPT, Block, GPTConfig
 
 PAGE = Path(__file__).parents[2] / "docs" / "parallelism.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)

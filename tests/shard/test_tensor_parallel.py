@@ -28,7 +28,7 @@ from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import optimizer_step
 from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
 from dtrain.transforms.weights.ema import ema
-from gpt import GPT, Block, GPTConfig
+from helpers.gpt import GPT, Block, GPTConfig
 from shard.parallel import PLANS, SAMPLES, VOCAB, Tied, batch, degrees, difference, layers, loss_fn, make, reference, share
 
 TOLERANCE = 1e-12  # norm of the difference over norm of the gradient, in float64; rounding gives about 1e-15

@@ -14,7 +14,7 @@ from dtrain.step.microbatch_step import microbatch_step
 from dtrain.transforms.gradients.adaptive_clip import clip_grad_adaptive_
 from dtrain.transforms.gradients.centralize import centralize_gradients_
 from dtrain.transforms.gradients.sam import perturb_params_, restore_params_
-from gpt import Block
+from helpers.gpt import Block
 from shard.parallel import PLANS, degrees, loss_fn, make, share
 
 ROUNDING = 1e-14  # of float64 numbers up to ten

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 import dtrain as dt
-from docstrings import build_tokenizer
-from text import stdlib_files
+from helpers.docstrings import build_tokenizer
+from helpers.text import stdlib_files
 
 Sample = dict[str, Tensor]
 

@@ -9,7 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor, nn
 
 import dtrain as dt
-from pictures import Folder, Pictures
+from helpers.pictures import Folder, Pictures
 
 CHUNK = 256  # pictures that are encoded or decoded at a time
 

@@ -17,7 +17,7 @@ from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 from tokenizers.processors import TemplateProcessing
 
-from labelled_text import Labelled
+from helpers.labelled_text import Labelled
 
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
 SHORTEST = 20  # characters; what is shorter says too little ("Return the value.")

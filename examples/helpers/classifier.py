@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTok
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import dtrain as dt
-from docstrings import build_tokenizer
+from helpers.docstrings import build_tokenizer
 
 Layer = GradientCheckpointingLayer  # the base of every layer of an encoder in transformers
 SIZES = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 2}  # of a new one

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from text import stdlib_files
+from helpers.text import stdlib_files
 
 HELD_OUT_EVERY = 10  # the tenth of every ten files is held out
 

@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
-from docstrings import build_tokenizer
+from helpers.docstrings import build_tokenizer
 
 Sample = dict[str, Tensor]
 
