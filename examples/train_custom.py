@@ -1,4 +1,4 @@
-"""The smallest useful loop: which byte of Python's source follows 16 others? `dtrain launch -n 2` it; again, and it goes on."""
+"""The smallest useful loop: the next byte of Python's source. `dtrain launch -n 2`: 1.78 nats (unigrams 3.15), 107 s of a core."""
 
 import argparse
 from pathlib import Path

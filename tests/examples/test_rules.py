@@ -1,6 +1,7 @@
 """Rules for every example: short, public names only, explained by --help, no copy of another example."""
 
 import ast
+import re
 import runpy
 import sys
 from itertools import combinations
@@ -89,3 +90,12 @@ def test_example_help_shows_the_launch_command(path, tmp_path, monkeypatch, caps
     assert "dtrain launch -n" in printed
     assert "--out" in printed
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in LOOPS if path.stem not in ("train_gan", "tensor_parallel")], ids=lambda path: path.stem
+)
+def test_example_says_how_long_it_takes_and_to_which_figure(path):
+    text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
+    assert re.search(r"\b\d+ s\b", text), "how long"
+    assert len(re.findall(r"\b\d+\.\d+\b", text)) >= 2, "its figure, and that of a baseline"
