@@ -8,10 +8,11 @@ import subprocess
 import sys
 
 import pytest
+import typer
 
 import dtrain
 from dtrain import launch_protocol
-from dtrain.cli.main import _invoke, run
+from dtrain.cli.main import _invoke, app, run
 
 
 def dtrain_command(*args, cwd=None, code="from dtrain.cli.main import run; run()"):
@@ -273,3 +274,34 @@ def test_refused_hang_command_prints_one_line_and_exits_2(tmp_path, capsys, belo
     assert _invoke(["hang", str(tmp_path / below)]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(says.format(folder=tmp_path))
+
+
+def help_of_commands(command=None, names=()):
+    """The help of every command that is no group, by name."""
+    command = command or typer.main.get_command(app)  # of the whole command line
+    below = getattr(command, "commands", None)
+    if below is None:
+        context = command.make_context(" ".join(["dtrain", *names]), [], resilient_parsing=True)
+        return {" ".join(names): command.get_help(context)}
+    return {key: text for name, each in below.items() for key, text in help_of_commands(each, (*names, name)).items()}
+
+
+HELP = help_of_commands()
+
+
+@pytest.mark.parametrize("name", HELP)
+def test_help_has_one_form(name):
+    text = HELP[name]
+    lines = text.splitlines()
+    examples = lines[lines.index("Examples:") + 1 :]
+    assert examples, "examples are last"
+    assert all(line.startswith(("  dtrain ", "  srun ")) and f"dtrain {name}" in line for line in examples)
+    assert re.findall(r"<[a-z]+>\s", text.replace("<date and time>", "")) == [], "types are no placeholders"
+    assert re.findall(r"[Bb]y default|; default|\(default\)", text) == [], "a default is written as [default: ...]"
+    assert "Exit codes: " in text
+
+
+def test_help_of_launch_names_the_options_of_torchrun():
+    assert {"--nproc-per-node", "--no-python", "--nnodes", "--node-rank", "--rdzv-endpoint", "--standalone"} <= set(
+        re.findall(r"--[a-z-]+", HELP["launch"])
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,7 +22,7 @@ from dtrain.cli.checkpoints_convert import (
     no_checkpoints_error,
 )
 from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table, single_line
-from dtrain.cli.parameters import AsJson
+from dtrain.cli.parameters import OTHER_HEADING, AsJson, GroupedCommand, integer, option
 from dtrain.errors import CheckpointError, ConfigError, CorruptCheckpointError, escape_unprintable
 from dtrain.storage import AnyPath
 
@@ -271,14 +272,17 @@ def _select_steps(path: str, *, every: bool) -> list[AnyPath]:
     return [step.path for step in sorted(steps, key=lambda step: step.step)] if every else [newest]
 
 
+_prune_option = partial(option, "checkpoints: prune", OTHER_HEADING)
+
+
 def prune(
     root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder that save_sharded writes to.", show_default=False)],
-    keep_last: Annotated[int, typer.Option("--keep-last", metavar="N", help="Number of newest steps to keep.")],
+    keep_last: Annotated[int, _prune_option("--keep-last N", "Number of newest steps to keep.", integer(0))],
     keep_every: Annotated[
-        int | None, typer.Option("--keep-every", metavar="N", help="Also keep the steps that are multiples of N.")
+        int | None, _prune_option("--keep-every N", "Also keep the steps that are multiples of N.", integer(1))
     ] = None,
     keep_step: Annotated[
-        list[int] | None, typer.Option("--keep-step", metavar="STEP", help="Keep this step; may be repeated.")
+        list[int] | None, _prune_option("--keep-step STEP", "Keep this step; may be repeated.", integer(0))
     ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the steps to remove.")] = False,
     as_json: AsJson = False,
@@ -308,6 +312,32 @@ def prune(
     return 0
 
 
+LIST_EXAMPLES = """
+dtrain checkpoints list ckpt
+dtrain checkpoints list s3://bucket/ckpt --json | jq .steps
+"""
+VERIFY_EXAMPLES = """
+dtrain checkpoints verify ckpt                  the newest step, without its tensors
+dtrain checkpoints verify ckpt --all --deep     every byte of every step
+"""
+SHOW_EXAMPLES = """
+dtrain checkpoints show ckpt --only params/encoder
+dtrain checkpoints show ckpt/step-00000100
+"""
+DIFF_EXAMPLES = """
+dtrain checkpoints diff ckpt/step-00000100 ckpt/step-00000200
+dtrain checkpoints diff ckpt exported --weights     a checkpoint and its export
+"""
+PRUNE_EXAMPLES = """
+dtrain checkpoints prune ckpt --keep-last 3 --dry-run
+dtrain checkpoints prune ckpt --keep-last 3 --keep-every 1000
+"""
+CONVERT_EXAMPLES = """
+dtrain checkpoints convert ckpt exported --to hf --cast bf16
+dtrain checkpoints convert ckpt model.safetensors --to safetensors
+dtrain checkpoints convert old.pt ckpt --to dtrain --trust
+"""
+
 app = typer.Typer()
 
 
@@ -319,9 +349,9 @@ def checkpoints(context: typer.Context) -> int:
     return 0
 
 
-app.command("list")(list_steps)
-app.command("verify")(verify)
-app.command("show")(show)
-app.command("diff")(diff)
-app.command("prune")(prune)
-app.command("convert")(convert)
+app.command("list", cls=GroupedCommand, epilog=LIST_EXAMPLES)(list_steps)
+app.command("verify", cls=GroupedCommand, epilog=VERIFY_EXAMPLES)(verify)
+app.command("show", cls=GroupedCommand, epilog=SHOW_EXAMPLES)(show)
+app.command("diff", cls=GroupedCommand, epilog=DIFF_EXAMPLES)(diff)
+app.command("prune", cls=GroupedCommand, epilog=PRUNE_EXAMPLES)(prune)
+app.command("convert", cls=GroupedCommand, epilog=CONVERT_EXAMPLES)(convert)

@@ -11,7 +11,7 @@ import typer
 from dtrain import storage
 from dtrain.arguments import format_bytes, parse_bytes
 from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table
-from dtrain.cli.parameters import AsJson
+from dtrain.cli.parameters import OTHER_HEADING, AsJson, integer, option
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.storage import AnyPath
 
@@ -94,7 +94,7 @@ def convert(
     out: Annotated[str, typer.Argument(metavar="DST", help="The new folder, or .safetensors file.")],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, dtrain, dcp or safetensors.")],
     source_format: Annotated[
-        str | None, typer.Option("--from", metavar="FORMAT", help="dtrain, hf, dcp or pt; inferred from the files by default.")
+        str | None, typer.Option("--from", metavar="FORMAT", help="dtrain, hf, dcp or pt.  [default: inferred from the files]")
     ] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Read dcp and pt files, which can run code.")] = False,
     cast: Annotated[str | None, typer.Option("--cast", metavar="DTYPE", help="fp32, bf16 or fp16.")] = None,
@@ -107,7 +107,12 @@ def convert(
     ] = None,
     state: Annotated[str | None, typer.Option("--state", metavar="NAME", help="State in a step with several states.")] = None,
     key: Annotated[str | None, typer.Option("--key", metavar="KEY", help="Key of the weights' dict in dcp or pt.")] = None,
-    step: Annotated[int, typer.Option("--step", metavar="N", help="Number of the new step, for dtrain.")] = 0,
+    step: Annotated[
+        int,
+        option(
+            "checkpoints: convert", OTHER_HEADING, "--step N", "Number of the new step, for dtrain.  [default: 0]", integer(0)
+        ),
+    ] = 0,
     buffers: Annotated[
         list[str] | None, typer.Option("--buffers", metavar="PATTERN", help="Names of buffers, for dtrain; may be repeated.")
     ] = None,

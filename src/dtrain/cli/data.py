@@ -38,7 +38,7 @@ _option = partial(option, "data: write")
 
 Kind = Annotated[
     str | None,
-    _option(_INPUT, "--from KIND", f"{', '.join(INPUT_KINDS)}; inferred from the names by default.", choice(*INPUT_KINDS)),
+    _option(_INPUT, "--from KIND", f"{', '.join(INPUT_KINDS)}.  [default: inferred from the names]", choice(*INPUT_KINDS)),
 ]
 Columns = Annotated[
     list[str] | None,
@@ -51,16 +51,20 @@ WindowSize = Annotated[
     int | None, _option(_TOKENS, "--concat N", "Tokens per window: documents are joined and split every N tokens.", integer(2))
 ]
 EndToken = Annotated[
-    str | None, _option(_TOKENS, "--end TOKEN", "Token after each document; by default the tokenizer's own, none for bytes.")
+    str | None, _option(_TOKENS, "--end TOKEN", "Token after each document.  [default: the tokenizer's own, none for bytes]")
 ]
-TextColumn = Annotated[str, _option(_TOKENS, "--text COLUMN", "Column with the text of documents; default text.")]
-Form = Annotated[str, _option(_OUTPUT, "--format FORMAT", "mds (default), parquet, jsonl, text or tar.", choice(*FORMATS))]
+TextColumn = Annotated[str, _option(_TOKENS, "--text COLUMN", "Column with the text of documents.  [default: text]")]
+Form = Annotated[
+    str, _option(_OUTPUT, "--format FORMAT", "mds, parquet, jsonl, text or tar.  [default: mds]", choice(*FORMATS))
+]
 Compression = Annotated[
     str | None, _option(_OUTPUT, "--compression NAME", f"{', '.join(_COMPRESSIONS)}, with a level as in zstd:7.")
 ]
-Hashes = Annotated[str, _option(_OUTPUT, "--hash NAMES", "Digests of each shard: xxh64 (default), sha256, ..., or none.")]
+Hashes = Annotated[
+    str, _option(_OUTPUT, "--hash NAMES", "Digests of each shard: xxh64, sha256, ..., or none.  [default: xxh64]")
+]
 SizeLimit = Annotated[
-    int, _option(_OUTPUT, "--size-limit SIZE", "Size limit of a shard before compression; default 64MiB.", size)
+    int, _option(_OUTPUT, "--size-limit SIZE", "Size limit of a shard before compression.  [default: 64MiB]", size)
 ]
 
 

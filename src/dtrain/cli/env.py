@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 
 _ERROR_EXIT_CODE = 1
 
+EXAMPLES = """
+dtrain env
+dtrain env --json | jq .findings
+"""
+
 
 def env(
     as_json: Annotated[bool, typer.Option("--json", help="Print the same as one JSON object.")] = False,

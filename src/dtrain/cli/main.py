@@ -11,6 +11,7 @@ import typer
 from dtrain import __version__
 from dtrain.cli.checkpoints import app as checkpoints
 from dtrain.cli.data import app as data
+from dtrain.cli.env import EXAMPLES as ENV_EXAMPLES
 from dtrain.cli.env import env
 from dtrain.cli.launch import launch, torchrun_advice
 from dtrain.cli.launch_options import EXAMPLES
@@ -31,6 +32,11 @@ _SHELLS = ("bash", "zsh", "fish", "powershell", "pwsh")
 
 # The class of the parser's errors belongs to click or to typer, depending on the release of typer.
 _UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
+
+
+_HANG_EXAMPLES = """
+dtrain hang runs/gpt     the run folder that `dtrain launch` has printed
+"""
 
 
 def hang(
@@ -67,8 +73,8 @@ app.command(
     context_settings={"allow_interspersed_args": False},
 )(launch)
 app.command(cls=GroupedCommand, epilog=NEW_EXAMPLES)(new)
-app.command()(env)
-app.command()(hang)
+app.command(cls=GroupedCommand, epilog=ENV_EXAMPLES)(env)
+app.command(cls=GroupedCommand, epilog=_HANG_EXAMPLES)(hang)
 app.command(cls=GroupedCommand, epilog=PLAN_EXAMPLES)(plan)
 app.command(cls=GroupedCommand, epilog=REPORT_EXAMPLES)(report)
 app.command(cls=GroupedCommand, epilog=TOP_EXAMPLES)(top)

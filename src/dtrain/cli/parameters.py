@@ -98,7 +98,7 @@ class PlainGroup(TyperGroup):
 
 
 class GroupedCommand(TyperCommand):
-    """Command that lists its options under the heading in ``rich_help_panel``, with one spelling per option.
+    """Command that lists its options under the heading in ``rich_help_panel``, with dtrain's spelling and torchrun's.
 
     Examples in the epilog are printed unchanged.
     """
@@ -126,8 +126,8 @@ class GroupedCommand(TyperCommand):
                 formatter.write(" " * formatter.current_indent + line.strip() + "\n")
 
 
-# Other launchers spell options with underscores. These spellings work, but would lengthen the help.
-_OTHER_SPELLING = re.compile(r", (?:--\w+_\w+|--nproc-per-node|--no-python|-np)\b")
+# Other launchers spell options with underscores. These spellings work, but would lengthen the help. torchrun's names are shown.
+_OTHER_SPELLING = re.compile(r", (?:--\w+_\w+|-np)\b")
 # The type of an argument in the help.
 _ARGUMENT_TYPE = re.compile(r" <.*>$")
 
@@ -141,7 +141,9 @@ class _OptionType:
     def coerce(self, value: Any, *, param: Any, **_: Any) -> Any:
         if value is None:
             return () if param.multiple or param.nargs == -1 else None
-        return value if self._parser is None else self._parser(value)
+        if self._parser is None:
+            return value
+        return tuple(map(self._parser, value)) if param.multiple and not isinstance(value, str) else self._parser(value)
 
 
 def _use_own_types(params: Any) -> Any:

@@ -177,13 +177,13 @@ _option = partial(option, "plan")
 
 World = Annotated[int, _option(_LAYOUT_HEADING, "--world N", "Ranks, from 1 to 4096.", integer(1))]
 Replicate = Annotated[
-    int, _option(_LAYOUT_HEADING, "--replicate N", "dp_replicate of the mesh, for hybrid_shard; default 1.", integer(1))
+    int, _option(_LAYOUT_HEADING, "--replicate N", "dp_replicate of the mesh, for hybrid_shard.  [default: 1]", integer(1))
 ]
 Strategy = Annotated[
     str | None, _option(_LAYOUT_HEADING, "--strategy NAME", "Strategy to show in detail, instead of a comparison.")
 ]
 PrecisionName = Annotated[
-    str, _option(_LAYOUT_HEADING, "--precision NAME", f"{', '.join(PRECISIONS)}; default fp32.", choice(*PRECISIONS))
+    str, _option(_LAYOUT_HEADING, "--precision NAME", f"{', '.join(PRECISIONS)}.  [default: fp32]", choice(*PRECISIONS))
 ]
 Checkpoint = Annotated[
     str | None,
@@ -195,11 +195,13 @@ Checkpoint = Annotated[
     ),
 ]
 Accumulation = Annotated[
-    str, _option(_LAYOUT_HEADING, "--accumulate HOW", "Gradients between microbatches: local (default), sharded.")
+    str, _option(_LAYOUT_HEADING, "--accumulate HOW", "Gradients between microbatches: local or sharded.  [default: local]")
 ]
-Device = Annotated[str, _option(_LAYOUT_HEADING, "--device TYPE", "cuda (default) or cpu.")]
-Microbatch = Annotated[int, _option(_SIZES_HEADING, "--microbatch N", "Samples per forward of a rank; default 1.", integer(1))]
-Microbatches = Annotated[int, _option(_SIZES_HEADING, "--microbatches N", "Microbatches per step; default 1.", integer(1))]
+Device = Annotated[str, _option(_LAYOUT_HEADING, "--device TYPE", "cuda or cpu.  [default: cuda]")]
+Microbatch = Annotated[
+    int, _option(_SIZES_HEADING, "--microbatch N", "Samples per forward of a rank.  [default: 1]", integer(1))
+]
+Microbatches = Annotated[int, _option(_SIZES_HEADING, "--microbatches N", "Microbatches per step.  [default: 1]", integer(1))]
 SequenceLength = Annotated[str | None, _option(_SIZES_HEADING, "--seq N", "The same as --arg seq=N.")]
 FactoryArguments = Annotated[
     list[str] | None, _option(_SIZES_HEADING, "--arg NAME=VALUE", "Argument of the factory; may be repeated.")
@@ -213,7 +215,7 @@ Headroom = Annotated[
     _option(
         _QUERY_HEADING,
         "--headroom SHARE",
-        "Share of the memory to leave free; default 0.05.",
+        "Share of the memory to leave free.  [default: 0.05]",
         number(minimum=0, below=1, advice="Use 0.05, for example."),
     ),
 ]

@@ -43,7 +43,7 @@ def report(
         typer.Option(
             "--output",
             metavar="FILE",
-            help="File of the page; by default RUN_DIR/report.html, for several runs ./report.html, and no page with --json.",
+            help="File of the page.  [default: RUN_DIR/report.html, for several runs ./report.html; none with --json]",
             show_default=False,
         ),
     ] = None,
@@ -190,7 +190,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print the state once, as plain text, and exit.")] = False,
     every: Annotated[
         float,
-        option("top", OTHER_HEADING, "--every SECONDS", "Refresh interval. By default 2 seconds.", _INTERVAL),
+        option("top", OTHER_HEADING, "--every SECONDS", "Refresh interval.  [default: 2]", _INTERVAL),
     ] = 2.0,
 ) -> int:
     """Show the live state of a run.
