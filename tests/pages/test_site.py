@@ -147,6 +147,21 @@ def until(shown: Browser, expression: str, seconds: float = 60.0) -> None:
         time.sleep(0.05)
 
 
+def search_results(shown: Browser, address: str, words: str) -> list[str]:
+    """Return the addresses that the search of the site shows for some words, best first."""
+    shown.open(_Address(f"{address}index.html"))  # type: ignore[arg-type]
+    until(shown, "document.readyState === 'complete'")
+    shown.ask("document.querySelector('.md-search__input').focus()")
+    shown.call("Input.insertText", text=words)
+    # The site reads the field when a key is released, and text inserted by the browser releases none.
+    released = "document.querySelector('.md-search__input').dispatchEvent(new KeyboardEvent('keyup', {bubbles: true}))"
+    links = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+    until(shown, f"{released} && {links}.length > 0")
+    time.sleep(0.5)  # results of the whole phrase replace those of its beginning
+    found: list[str] = shown.ask(links)
+    return found
+
+
 @in_a_browser
 @pytest.mark.parametrize("screen", SCREENS)
 @pytest.mark.parametrize("name", LOOKED_AT)
@@ -167,11 +182,8 @@ def test_page_renders_without_browser_errors(chromium: tuple[Browser, str], name
 @in_a_browser
 def test_search_finds_a_function_and_opens_its_page(chromium: tuple[Browser, str]) -> None:
     shown, address = chromium
-    shown.open(_Address(f"{address}index.html"))  # type: ignore[arg-type]
-    shown.ask("document.querySelector('.md-search__input').focus()")
-    shown.call("Input.insertText", text="clip_grad_norm_")
-    found = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
-    until(shown, f"{found}.some(href => href.includes('dtrain.clip_grad_norm_'))")
+    found = search_results(shown, address, "clip_grad_norm_")
+    assert any("dtrain.clip_grad_norm_" in link for link in found), found
     assert shown.errors == []
 
 
@@ -191,15 +203,10 @@ SEARCHES = {
 @pytest.mark.parametrize("words", SEARCHES)
 def test_search_finds_a_guide_for_common_words(chromium: tuple[Browser, str], words: str) -> None:
     shown, address = chromium
-    shown.open(_Address(f"{address}index.html"))  # type: ignore[arg-type]
-    shown.ask("document.querySelector('.md-search__input').focus()")
-    shown.call("Input.insertText", text=words)
     items = "[...document.querySelectorAll('.md-search-result__item')].slice(0, 3)"
-    first = f"{items}.map(item => item.querySelector('a').pathname.split('/').pop())"
-    until(shown, f"{first}.length > 0")
-    time.sleep(0.5)  # results of the whole phrase replace those of its beginning
-    found = shown.ask(first)
-    assert {name.removesuffix(".html") for name in found} & SEARCHES[words], found
+    search_results(shown, address, words)
+    first = shown.ask(f"{items}.map(item => item.querySelector('a').pathname.split('/').pop())")
+    assert {name.removesuffix(".html") for name in first} & SEARCHES[words], first
 
 
 @in_a_browser
