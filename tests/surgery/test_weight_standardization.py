@@ -29,6 +29,8 @@ def test_gradient_flows_through_the_statistics():
 
 @pytest.mark.parametrize("conv", [nn.Conv1d(2, 3, 2), nn.Conv2d(2, 3, 2), nn.Conv3d(2, 3, 2)], ids=["1d", "2d", "3d"])
 def test_output_is_invariant_to_filter_scale_and_shift(conv):
+    torch.manual_seed(0)  # filters whose variance is near 0 are not invariant: eps is added to it
+    torch.nn.init.normal_(conv.weight)
     net = weight_standardization(conv).eval()
     x = torch.randn(1, 2, *[4] * (conv.weight.ndim - 2))
     before = net(x)

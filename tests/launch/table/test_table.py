@@ -112,7 +112,8 @@ dtrain: launch: rank 1 of 2 failed"""
 
 def test_wrong_launcher_fails_every_column(tmp_path):
     def bad(row, n):
-        return ["bash", "-c", "setsid sleep 600 & echo a >&2; echo b >&2; touch $TMPDIR/file; exit 3", "bash"]
+        left = "setsid sh -c 'touch $TMPDIR/file; exec sleep 600' &"  # the file is there once the group of the rank is left
+        return ["bash", "-c", f"{left} until [ -e $TMPDIR/file ]; do sleep 0.01; done; echo a >&2; echo b >&2; exit 3", "bash"]
 
     row = Row(name="all wrong", code=2, lines=(1, 1), says="why", finished=("done",))
     job = start(row, bad, tmp_path / "job", n=1, culprit=0, variables={})
