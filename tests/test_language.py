@@ -48,3 +48,53 @@ def test_language_statistics_match_a_known_text():
     assert texts == ["What it is.", "Return it."]
     assert share_of_questions(texts) == 0.5
     assert per_1000_words("it", texts) == 400.0
+
+
+# ---- pages -------------------------------------------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[1] / "docs"
+LEAST_EXAMPLES = {"first pages": 2.5, "user pages": 2.0}
+FIRST_PAGES = [
+    "index",
+    "quickstart",
+    "loop",
+    "concepts",
+    "sharding",
+    "checkpoints",
+    "microbatch",
+    "memory",
+    "precision",
+    "data",
+    "launch",
+    "observing",
+]
+GENERATED = {"recipes.md", "primitives.md"}
+EXAMPLE = re.compile(r"\b(for example|for instance|such as|e\.g\.)", re.I)
+
+
+def prose(page: str) -> str:
+    """Return the text of a page outside of fenced code and comments."""
+    return re.sub(r"^ *```.*?^ *```|<!--.*?-->", "", page, flags=re.S | re.M)
+
+
+def examples_per_1000_words(pages: list[str]) -> float:
+    text = " ".join(map(prose, pages))
+    return 1000 * len(EXAMPLE.findall(text)) / len(re.findall(r"[A-Za-z']+", text))
+
+
+def user_pages() -> list[str]:
+    """Return the pages before the section of evidence that are written by hand."""
+    nav = (DOCS.parent / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("  - Evidence:\n")[0]
+    named = [name for name in re.findall(r"([\w-]+\.md)$", nav, re.M) if (DOCS / name).exists()]
+    return [(DOCS / name).read_text() for name in named if name not in GENERATED]
+
+
+def test_pages_give_enough_examples():
+    pages = {"first pages": [(DOCS / f"{name}.md").read_text() for name in FIRST_PAGES], "user pages": user_pages()}
+    found = {name: round(examples_per_1000_words(texts), 2) for name, texts in pages.items()}
+    assert {name: n for name, n in found.items() if n < LEAST_EXAMPLES[name]} == {}
+
+
+def test_example_count_leaves_out_code_and_comments():
+    page = "For example, two words.\n```text\nsuch as this\n```\n<!-- e.g. that -->\n"
+    assert examples_per_1000_words([page]) == 250.0
