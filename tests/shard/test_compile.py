@@ -38,8 +38,14 @@ ROUTES = {  # what is done before sharding, and after it
 
 @pytest.fixture(autouse=True)
 def forget():
-    """Reset the compiler, because code compiled in other tests counts towards dynamo's limits."""
+    """Reset the compiler, because code compiled in other tests counts towards dynamo's limits.
+
+    A default device doubles the variants of a block. Past dynamo's limit of 8, the forward of a block is compiled and its
+    recomputation is not, which torch refuses.
+    """
     torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):
+        yield
 
 
 def compiled(net: nn.Module, **options) -> nn.Module:
