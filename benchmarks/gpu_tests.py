@@ -26,8 +26,9 @@ PARTS: tuple[tuple[str, ...], ...] = (
 
 DEVICE_PARTS: tuple[tuple[str, ...], ...] = (
     ("tests/step", "tests/optim"),
-    ("tests/shard", "tests/memory", "tests/surgery"),
-    ("tests/checkpoint", "tests/data"),
+    ("tests/shard",),
+    ("tests/checkpoint",),
+    ("tests/data", "tests/memory", "tests/surgery"),
     ("tests/battery",),
     ("tests/transforms", "tests/monitors", "tests/profiling"),
 )

@@ -152,7 +152,7 @@ def test_parts_of_the_gpu_tests_are_complete_and_on_the_page():
 def test_parts_of_the_tests_on_a_device_are_complete_and_on_the_page():
     assert sorted(folder for part in gpu_tests.DEVICE_PARTS for folder in part) == [f"tests/{room}" for room in on_device.ROOMS]
     text = figures.GPU_PAGE.with_name("evidence.md").read_text()
-    run = "timeout 480 python -m pytest -p no:cacheprovider -q --continue-on-collection-errors"
+    run = "timeout -s INT 480 python -m pytest -p no:cacheprovider -q --continue-on-collection-errors"
     assert [part for part in gpu_tests.DEVICE_PARTS if f"{run} {' '.join(part)}\n" not in text] == []
 
 
