@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from measure import WALL, Comparison, Rounds, child_cpu, compare, interleaved, machine, typical, verdict_line
+from measure import WALL, Comparison, Rounds, child_cpu, compare, compile_bytecode, interleaved, machine, typical, verdict_line
 
 COMMAND_S, IMPORT_S, STEP_S = 0.3, 0.1, 0.18
 HELP, MISTAKE, IMPORT, BARE = "dtrain --help", "dtrain launch nope.py", "import dtrain", "python -c pass"
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5, help="of two processes per command (default: 5)")
     rounds = parser.parse_args().rounds
     print(machine())
+    compile_bytecode()
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: partial(run, command, expected, folder) for name, (command, expected) in commands().items()}
         report(interleaved(runs, rounds=rounds, warmup=1, clocks={"wall": WALL, "cpu": child_cpu}))

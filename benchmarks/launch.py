@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
-from measure import WALL, Run, compare, interleaved, machine, typical, verdict_line
+from measure import WALL, Run, compare, compile_bytecode, interleaved, machine, typical, verdict_line
 
 MEET = """
 import torch, torch.distributed as dist
@@ -206,6 +206,7 @@ def main() -> None:
     parser.add_argument("--only", choices=PARTS, help="one part")
     given = parser.parse_args()
     print(machine())
+    compile_bytecode()
     with tempfile.TemporaryDirectory() as folder:
         write_scripts(folder)
         for name, part in PARTS.items():

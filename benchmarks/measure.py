@@ -7,6 +7,7 @@ A/A band. A claim that lies within the band of its target is "not resolved", nev
 
 from __future__ import annotations
 
+import compileall
 import os
 import platform
 import random
@@ -17,6 +18,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -39,6 +41,13 @@ def child_cpu() -> float:
     """CPU seconds of the child processes that have ended: the clock for measuring commands."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
+
+
+def compile_bytecode() -> None:
+    """Write dtrain's bytecode, as an installation does; from a checkout the first import of each process may compile instead."""
+    package = find_spec("dtrain")
+    assert package is not None and package.origin is not None
+    compileall.compile_dir(Path(package.origin).parent, quiet=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from data_position import M, our_resume, their_resume
 from data_streaming import CASES
 from dtrain.testing import Ranks, run_ranks
 from import_time import commands, run
-from measure import WALL, Rounds, Run, child_cpu, interleaved
+from measure import WALL, Rounds, Run, child_cpu, compile_bytecode, interleaved
 
 Measured = Mapping[str, Mapping[str, Rounds]]
 """Rounds by clock and candidate."""
@@ -93,6 +93,7 @@ def load_memory(rounds: int, scale: float) -> Measured:
 
 def import_time(rounds: int) -> Measured:
     """Processes that import one thing and end."""
+    compile_bytecode()
     lines = {
         "torch": "import torch",
         "Accelerate": "from accelerate import Accelerator",
@@ -105,6 +106,7 @@ def import_time(rounds: int) -> Measured:
 
 def help_time(rounds: int) -> Measured:
     """Command lines that print their help."""
+    compile_bytecode()
     names = {"Python alone": "python -c pass", "torchrun": "torchrun --help", "dtrain": "dtrain --help"}
     with tempfile.TemporaryDirectory() as folder:
         known = commands()
@@ -114,6 +116,7 @@ def help_time(rounds: int) -> Measured:
 
 def no_op(rounds: int) -> Measured:
     """Launches of two ranks whose script does nothing; the floor is two processes of Python at the same time."""
+    compile_bytecode()
     with tempfile.TemporaryDirectory() as folder:
         launch.write_scripts(folder)
         ways = launch.ways(folder, "nothing", WORLD, ("--no-preload",))

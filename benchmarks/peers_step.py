@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from importlib.util import find_spec
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -27,10 +28,10 @@ from torch.nn.parallel import DistributedDataParallel
 import dtrain as dt
 from dtrain.testing import Ranks
 from measure import CPU, WALL, Rounds, interleaved
-from step_overhead import CHECKED_STEPS, SAME_FLOAT64, added, looped, mlp, relative_distance
+from step_overhead import CHECKED_STEPS, SAME_FLOAT64, added, mlp, relative_distance
 
 Batch = tuple[Tensor, Tensor]
-SIZE, MICROBATCHES = 8, 4
+SIZE, MICROBATCHES, STEPS = 8, 4, 10
 WORLD = 2
 
 
@@ -126,7 +127,7 @@ class Parts(Composed):
 
 def _loss_sum(model: nn.Module, batch: Any) -> dt.LossSum:
     x, y = batch
-    return dt.LossSum(total=F.cross_entropy(model(x), y, reduction="sum"), weight=len(y))
+    return dt.LossSum(total=F.cross_entropy(model(x), y, reduction="sum"), weight=y.numel())
 
 
 def adamw(model: nn.Module, *, fused: bool = False) -> torch.optim.Optimizer:
@@ -224,8 +225,26 @@ def _timed(builds: Mapping[str, Build], pairs: int, clocks: Mapping[str, Any], r
             unlike = abs((losses[name] or 0.0) - (losses["by hand"] or 0.0))
             if not max(apart, unlike) <= SAME_FLOAT64:
                 raise SystemExit(f"peers: {name} and the step by hand differ by {apart:.1e} (relative), losses by {unlike:.1e}")
-        runs = {name: looped(build(torch.float32), batches(torch.float32, rank)) for name, build in builds.items()}
-        return interleaved(runs, rounds=max(1, pairs // 2), warmup=10, clocks=clocks)
+        runs = {name: _steps(build(torch.float32), batches(torch.float32, rank)) for name, build in builds.items()}
+        return _of_one_step(interleaved(runs, rounds=max(1, pairs // 2), warmup=3, clocks=clocks))
+
+
+def _steps(side: Any, batches: list[Batch]) -> Callable[[], None]:
+    """Return a function that runs ``STEPS`` steps in a row, as a loop does: a lone step finds the caches of the other sides."""
+    endless = cycle(batches)
+
+    def run() -> None:
+        for _ in range(STEPS):
+            side.step(next(endless))
+
+    return run
+
+
+def _of_one_step(timings: dict[str, dict[str, list[tuple[float, float]]]]) -> dict[str, dict[str, Rounds]]:
+    return {
+        clock: {name: [(first / STEPS, second / STEPS) for first, second in rounds] for name, rounds in sides.items()}
+        for clock, sides in timings.items()
+    }
 
 
 def _sharded_by_hand(dtype: torch.dtype) -> Guided:

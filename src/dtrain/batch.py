@@ -240,7 +240,10 @@ def _count_and_split_flat(batch: Batch, microbatch_size: int) -> tuple[int, list
         samples = leaf.size(0)
     if not samples:
         return None
-    columns = [leaf.split(microbatch_size) for leaf in leaves]
+    full, rest = divmod(samples, microbatch_size)
+    sizes = [microbatch_size] * full + [rest] * (rest > 0)
+    # Faster than ``split``, a function of Python.
+    columns = [leaf.split_with_sizes(sizes) for leaf in leaves]
     if kind is dict:
         return samples, [dict(zip(batch, row, strict=True)) for row in zip(*columns, strict=True)]
     if kind is tuple or kind is list:

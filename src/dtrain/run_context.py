@@ -81,20 +81,18 @@ class NonfiniteLossCounter:
     _sent_step: int | None = None
     _host: AsyncScalar | None = None
 
-    def record(self, step: int, total: Tensor) -> None:
-        """Count the loss ``total`` ``[]`` of ``step``; a second loss of one step replaces the first. Host sync: none."""
+    def record(self, step: int, total: Tensor | float) -> None:
+        """Count the loss ``total``, a number or ``[]``, of ``step``; a second loss of one step replaces it. Host sync: none."""
         if self.limit is None:
             return
         if step != self._step:
             self._previous = self._count if step == self._step + 1 else 0
             self._step = step
-        host = self._host = self._host or AsyncScalar(total.device)
-        if total.is_cpu:
-            host.copy_from(total)
-            value = host.try_read()
-            self._count = 0 if value is not None and math.isfinite(value) else self._previous + 1
+        if not isinstance(total, Tensor):
+            self._count = 0 if math.isfinite(total) else self._previous + 1
             self._sent_step = step
             return
+        host = self._host = self._host or AsyncScalar(total.device)
         broken = torch.nan_to_num(total - total, nan=1.0)  # 0 if finite, 1 if infinite or NaN
         self._count = broken if isinstance(self._previous, int) else torch.addcmul(broken, broken, self._previous)
         if self._sent_step is None:
@@ -103,9 +101,9 @@ class NonfiniteLossCounter:
 
     def first_failed_step(self) -> int | None:
         """Return the first of too many nonfinite steps; None if there are fewer or the count is unknown. Host sync: none."""
-        if self._sent_step is None or self._host is None or self.limit is None:
+        if self._sent_step is None or self.limit is None:
             return None
-        count = self._count if isinstance(self._count, int) else self._host.try_read()
+        count = self._count if isinstance(self._count, int) or self._host is None else self._host.try_read()
         if count is None:
             return None
         sent, self._sent_step = self._sent_step, None

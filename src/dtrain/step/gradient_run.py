@@ -74,7 +74,7 @@ class GradientRun:
         "_buffers",
         "_caller",
         "_counts",
-        "_loss_weight",
+        "_loss",
         "_metrics",
         "_normalizer",
         "_report",
@@ -93,7 +93,7 @@ class GradientRun:
         self.num_microbatches = 0
         self._metrics: Metrics = {}
         self._weights: Mapping[str, Tensor | float] = {}
-        self._loss_weight: Tensor | float = 0
+        self._loss: tuple[Tensor | float, Tensor | float] = (0, 0)
         self._normalizer = SUM_NORMALIZER
         self._synchronized = False
 
@@ -235,7 +235,7 @@ class GradientRun:
         Collective: the reductions of plain parameters (``replicate``) that the last backward has not begun.
         """
         self.grad_sync.finish_backwards(self.state.params.values())
-        self._metrics, self._loss_weight = sums.metrics(), sums.loss_weight()
+        self._metrics, self._loss = sums.metrics(), sums.loss()
         if self.guard is not None:
             _check_reduction_memory(self.state, self._buffers.num_bytes)
 
@@ -257,7 +257,7 @@ class GradientRun:
             if state.spec.ranks_per_batch > 1:
                 check_rng_in_sync(self._counts, state.device)
             self._reduce_and_normalize(outcome)
-            state.run_context.monitor.nonfinite_losses.record(state.step, metrics["loss"].total)
+            state.run_context.monitor.nonfinite_losses.record(state.step, self._loss[0])
         self.grad_sync.end_step()
         return with_agreed_position(state._replace(step_counts=self._counts)), metrics
 
@@ -273,7 +273,7 @@ class GradientRun:
         # A probe has not run all microbatches that the weights belong to.
         complete = guard is None or (guard.max_microbatches is None and not guard.failed)
         mismatch = complete and self._normalizer.weights_mismatch(state, self._metrics)
-        weight = host_weight(state, self._loss_weight) if complete and self._normalizer.global_weight is None else None
+        weight = host_weight(state, self._loss[1]) if complete and self._normalizer.global_weight is None else None
         if state.spec.mesh is None and not mismatch:
             outcome = BackwardSync(weights=None if weight is None else [weight], statuses=[status])
         else:

@@ -13,6 +13,7 @@ from numbers import Real
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from dtrain.dist.init import get_dist_info
 from dtrain.dtensor import scale_
@@ -234,14 +235,18 @@ def _all_reduce_weights(local: Tensor, spec: ShardSpec) -> tuple[Tensor, Tensor]
 
 
 class MetricAccumulator:
-    """Sums of totals and weights by name, in float64, exact for many tokens. Sums of numbers stay numbers. Host sync: none."""
+    """Sums of totals and weights by name, in float64, exact for many tokens. Host sync: none.
 
-    __slots__ = ("_device", "_sums", "_wide")
+    Sums of numbers stay numbers. A CPU tensor is read, because its value is there: a float of Python adds as float64 does, in a
+    fifth of the time of tensors. A dispatch mode that counts or simulates operations sees the operations of a GPU instead.
+    """
+
+    __slots__ = ("_device", "_reads_cpu", "_sums", "_wide")
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        # A copy to float64 and an addition take half the time of an addition that converts.
-        self._wide = torch.empty((), dtype=torch.float64, device=device)
+        self._reads_cpu = device.type == "cpu" and _get_current_dispatch_mode() is None
+        self._wide: Tensor | None = None
         self._sums: dict[str, tuple[Tensor | float, Tensor | float]] = {"loss": (0, 0)}
 
     def add(self, loss: LossSum) -> None:
@@ -262,10 +267,15 @@ class MetricAccumulator:
         """Return the sum. Mutates: ``current``, if it is a tensor."""
         if not isinstance(value, Tensor):
             return current + value
+        if self._reads_cpu and type(value) is Tensor and value.is_cpu:
+            return current + value.item()
         value = value.detach()
         if value.ndim:
             value = value.reshape(())
         if isinstance(current, Tensor):
+            if self._wide is None:
+                self._wide = torch.empty_like(current)
+            # A copy to float64 and an addition take half the time of an addition that converts.
             return current.add_(self._wide.copy_(value))
         # A copy, because the loss function may keep adding to its own tensor.
         first = value.to(self._device, torch.float64, copy=True)
@@ -293,9 +303,9 @@ class MetricAccumulator:
             constants[value] = torch.full((), value, dtype=torch.float64, device=self._device)
         return constants[value]
 
-    def loss_weight(self) -> Tensor | float:
-        """Return the weight of the loss so far: a number if the loss function gave numbers."""
-        return self._sums["loss"][1]
+    def loss(self) -> tuple[Tensor | float, Tensor | float]:
+        """Return total and weight of the loss so far: numbers where the host knows them."""
+        return self._sums["loss"]
 
 
 def check_loss(loss: object, *, caller: str) -> LossSum:
