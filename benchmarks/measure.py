@@ -44,9 +44,10 @@ def child_cpu() -> float:
 
 
 def compile_bytecode() -> None:
-    """Write dtrain's bytecode, as an installation does; from a checkout the first import of each process may compile instead."""
+    """Write dtrain's bytecode, as an installation does; processes that run from a checkout may compile it each time."""
     package = find_spec("dtrain")
-    assert package is not None and package.origin is not None
+    assert package is not None
+    assert package.origin is not None
     compileall.compile_dir(Path(package.origin).parent, quiet=1)
 
 

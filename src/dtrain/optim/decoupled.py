@@ -148,6 +148,7 @@ class DecoupledAdamW(_DecoupledDecay, torch.optim.AdamW):  # type: ignore[misc]
         defaults are those of MosaicML's Composer.
     """
 
+    updates_elementwise = True
     _unwrapped_step = staticmethod(unwrap_step(torch.optim.AdamW.step))
 
     def __init__(
@@ -213,6 +214,7 @@ class DecoupledSGDW(_DecoupledDecay, torch.optim.SGD):  # type: ignore[misc]
         the learning rate multiplies the momentum buffer, not the gradient that enters the buffer.
     """
 
+    updates_elementwise = True
     _unwrapped_step = staticmethod(unwrap_step(torch.optim.SGD.step))
 
     def __init__(

@@ -28,6 +28,7 @@ from dtrain.errors import ConfigError, NonFiniteError, StepError
 from dtrain.metrics import make_metric
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState, check_state, mark_interrupted_write
+from dtrain.step.shard_update import step_optimizer
 from dtrain.step.step_clock import next_clock
 from dtrain.transform import UpdateFn
 from dtrain.typing import Metrics, Params, TransformState
@@ -131,7 +132,7 @@ def apply_gradients(
             interrupt.begin()
             if not broken:
                 with mark_interrupted_write(state, "the update"):
-                    state.optimizer.step()
+                    step_optimizer(state.optimizer)
             state.drop_gradients()
             if nonfinite == "skip":
                 metrics = {**metrics, "skipped": make_metric(float(broken), 1.0, state.device)}

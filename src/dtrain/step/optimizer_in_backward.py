@@ -23,6 +23,7 @@ from dtrain.step.compose import Step, check_step_parts, wrap_grad, wrap_update
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.microbatches import CountFn, SplitFn
 from dtrain.step.optimizer import apply_gradients
+from dtrain.step.shard_update import step_optimizer
 from dtrain.transform import Transform
 from dtrain.typing import Batch, LossFn, Metrics, WeightFn
 
@@ -145,7 +146,7 @@ def _apply(state: TrainState, done: set[int], params: Sequence[Tensor]) -> None:
     grads = [to_local(param.grad) for param in params if param.grad is not None]
     with _restrict_optimizer_to(state.optimizer, {id(param) for param in params}) as nonempty:
         if nonempty:
-            state.optimizer.step()
+            step_optimizer(state.optimizer)
     for param, grad in zip(params, grads, strict=True):
         # FSDP2 may have allocated the gradient in another stream, which would reuse the memory too early.
         use_on_current_stream(grad)
