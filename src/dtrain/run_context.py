@@ -7,6 +7,7 @@ import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -24,8 +25,13 @@ class AsyncScalar:
 
     def __init__(self, device: torch.device) -> None:
         pinned = is_accelerator(device)
-        self._buffer = torch.zeros((), dtype=torch.float64, device="cpu", pin_memory=pinned)
-        self._view = self._buffer.numpy()
+        if pinned:
+            self._buffer = torch.zeros((), dtype=torch.float64, device="cpu", pin_memory=True)
+            self._view = self._buffer.numpy()
+        else:
+            # Tools that count waits for a device count ``numpy()`` of a tensor.
+            self._view = np.zeros(())
+            self._buffer = torch.from_numpy(self._view)
         self._event = torch.Event(device) if pinned else None
         self._pending = False
 

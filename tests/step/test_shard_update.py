@@ -199,3 +199,16 @@ def state_after_a_failure():
 
 def test_an_error_puts_the_parameters_back(ranks):
     assert ranks(2).run(state_after_a_failure) == [[0, {}, None]] * 2
+
+
+def seen_beside_a_replicated_model():
+    replicated = shard_model(nn.Linear(3, 5), build_mesh(), strategy="replicate")
+    model = sharded()
+    set_gradients(model, 1)
+    optimizer = Elementwise([*groups(model), {"params": list(replicated.parameters())}], lr=0.1)
+    step_optimizer(optimizer)
+    return optimizer.seen
+
+
+def test_a_replicated_model_in_the_process_changes_nothing(ranks):
+    assert ranks(2).run(seen_beside_a_replicated_model) == [[0, 0, 0]] * 2

@@ -330,3 +330,8 @@ def make_bucket_reducer(model: nn.Module, group: dist.ProcessGroup, wrap_plan: W
     hook = register_optimizer_step_pre_hook(partial(_warn_of_local_grads, weakref.ref(reducer)))
     weakref.finalize(reducer, hook.remove)
     return reducer
+
+
+def is_reducer_hook(hook: object) -> bool:
+    """Return True for the hook of ``Optimizer.step`` that a reducer has registered, which looks at plain parameters only."""
+    return isinstance(hook, partial) and hook.func is _warn_of_local_grads

@@ -132,7 +132,10 @@ def apply_gradients(
             interrupt.begin()
             if not broken:
                 with mark_interrupted_write(state, "the update"):
-                    step_optimizer(state.optimizer)
+                    if state.spec.mesh is None:
+                        state.optimizer.step()
+                    else:
+                        step_optimizer(state.optimizer)
             state.drop_gradients()
             if nonfinite == "skip":
                 metrics = {**metrics, "skipped": make_metric(float(broken), 1.0, state.device)}

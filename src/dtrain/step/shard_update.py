@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from dtrain.dtensor import from_local_like, is_dtensor, is_placed_like, to_local
+from dtrain.shard.replicate import is_reducer_hook
 
 _NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
 _ELEMENTWISE = frozenset(getattr(torch.optim, name) for name in _NAMES)
@@ -49,7 +50,7 @@ def _can_use_shards(optimizer: torch.optim.Optimizer) -> bool:
     if replaced is not None and not hasattr(replaced, "_wrapped_by_lr_sched"):
         return False
     own_hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
-    if own_hooks or _global_optimizer_pre_hooks or _global_optimizer_post_hooks:
+    if own_hooks or _global_optimizer_post_hooks or not all(map(is_reducer_hook, _global_optimizer_pre_hooks.values())):
         return False
     if any(group.get("differentiable") for group in optimizer.param_groups):
         return False
@@ -112,7 +113,9 @@ def _shard_of(value: Any) -> Any:
 
 
 def _view_with_grad(param: Tensor) -> Tensor:
-    """Return a view of the parameter's shard, whose gradient is the shard of the gradient."""
+    """Return a view of the parameter's shard, whose gradient is the shard of the gradient; a plain parameter is its own."""
+    if not is_dtensor(param):
+        return param
     # A view, so that the shard itself never has a gradient.
     view = to_local(param).detach()
     if param.grad is not None:
