@@ -256,7 +256,8 @@ def _bind_loss(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep)
         loss = loss_fn
         for name, wrap in wrappers:
             loss = wrap(loss, make_step_context(state, name))
-        sized = {} if microbatch_size is None else {"microbatch_size": microbatch_size}
-        return grad(state, batch, loss_fn=loss, **sized)
+        if microbatch_size is None:
+            return grad(state, batch, loss_fn=loss)
+        return grad(state, batch, loss_fn=loss, microbatch_size=microbatch_size)
 
     return compute

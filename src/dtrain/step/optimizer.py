@@ -106,7 +106,9 @@ def apply_gradients(
         grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
         if not grads:
             raise StepError("apply_gradients: no parameter has a gradient. Call microbatch_step (or backward) before.")
-        grad_sync = grad_sync_of(state.model)
+        # A gradient of dtrain has looked it up before.
+        syncs = state.run_context.model_syncs
+        grad_sync = grad_sync_of(state.model) if syncs is None else syncs[0]
         if grad_sync.reducer is not None:
             grad_sync.reducer.check_no_local_grads("apply_gradients")
         if nonfinite != "allow":
