@@ -6,14 +6,8 @@ from torch import nn
 from torch.nn import functional
 
 from dtrain.errors import ConfigError
-from dtrain.surgery.attention.alibi import (
-    AlibiMultiheadAttention,
-    ZeroPositionEmbedding,
-    add_alibi_bias,
-    alibi,
-    alibi_bias,
-    alibi_slopes,
-)
+from dtrain.surgery.attention.alibi import AlibiMultiheadAttention, ZeroPositionEmbedding, alibi
+from dtrain.surgery.attention.alibi_bias import add_alibi_bias, alibi_bias, alibi_slopes
 
 LEAST = torch.finfo(torch.float32).min
 

@@ -146,6 +146,13 @@ class DecoupledAdamW(_DecoupledDecay, torch.optim.AdamW):  # type: ignore[misc]
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 2, with schedule multiplier ``lr / initial_lr``; the
         defaults are those of MosaicML's Composer.
+
+    Suggested values:
+        MosaicBERT-Base: ``lr=5e-4``, ``betas=(0.9, 0.98)``, ``eps=1e-6``, ``weight_decay=1e-5`` (Portes et al. 2023, the
+            authors' configuration)
+        MPT-125M: ``lr=6e-4``, ``betas=(0.9, 0.95)``, ``eps=1e-8``, ``weight_decay=0`` (LLM Foundry's configuration)
+    When not to use: values come from torch's ``AdamW``: its ``weight_decay`` is multiplied by the rate. Divide by the peak
+        rate, or use ``torch.optim.AdamW``.
     """
 
     updates_elementwise = True
@@ -212,6 +219,12 @@ class DecoupledSGDW(_DecoupledDecay, torch.optim.SGD):  # type: ignore[misc]
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, algorithm 1, with schedule multiplier ``lr / initial_lr``; as in
     torch,
         the learning rate multiplies the momentum buffer, not the gradient that enters the buffer.
+
+    Suggested values:
+        ImageNet, ResNet-50, batch 2048: ``lr=2.0``, ``momentum=0.875``, ``weight_decay=5e-4`` (MosaicML's ResNet benchmark, its
+            configuration)
+        digits, ResNet-8, batch 64: ``lr=0.1``, ``momentum=0.9``, ``nesterov=True`` (dtrain, ``examples/train_resnet.py``)
+    When not to use: values come from torch's ``SGD``: its ``weight_decay`` is added to the gradient and multiplied by the rate.
     """
 
     updates_elementwise = True

@@ -107,6 +107,11 @@ def param_groups(
 
     Source: Loshchilov and Hutter 2019, arXiv:1711.05101, for the decay; no decay of norms and biases: He et al. 2019,
         arXiv:1812.01187, section 3.1.
+
+    Suggested values:
+        GPT-3: ``weight_decay=0.1`` (Brown et al. 2020, arXiv:2005.14165, appendix B)
+        ImageNet, ResNet-50: no decay of biases and norms (He et al. 2019, section 3.1)
+    When not to use: all parameters have the same options and no decay: ``model.parameters()`` is enough.
     """
     check_number(_CALLER, "weight_decay", weight_decay, minimum=0)
     params, names = named_trainable_params(model)

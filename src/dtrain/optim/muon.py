@@ -116,6 +116,12 @@ class Muon(torch.optim.Optimizer):
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks" (learning rates, momentum, iteration);
         Liu et al. 2025, arXiv:2502.16982, section 2.2 (decay, ``match_rms_adamw``). ``torch.optim.Muon`` is equal in one
         process.
+
+    Suggested values:
+        NanoGPT speedrun, hidden matrices: ``lr=0.02``, ``momentum=0.95`` (Jordan et al. 2024)
+        Moonlight, with AdamW's rate: ``adjust_lr_fn="match_rms_adamw"``, ``weight_decay=0.1`` (Liu et al. 2025, section 2.2)
+    When not to use: the model is fine-tuned from a checkpoint of AdamW: Liu et al. 2025 find no advantage then. Embeddings,
+        heads and vectors need AdamW; ``muon_groups`` selects them.
     """
 
     def __init__(

@@ -74,6 +74,12 @@ def constant(value: float) -> Schedule:
         ConfigError: ``value`` is not a finite number.
 
     Source: as ``torch.optim.lr_scheduler.ConstantLR`` before its end.
+
+    Suggested values:
+        T5 fine-tuning: ``constant(1.0)`` of a rate of 1e-3 (Raffel et al. 2020, arXiv:1910.10683, section 3.1.3)
+        QLoRA fine-tuning: ``constant(1.0)`` of a rate of 2e-4 for 7B and 13B (Dettmers et al. 2023, arXiv:2305.14314, appendix
+            B)
+    When not to use: the run is long: a rate that falls at the end gives a lower loss. Add a decay with ``warmup_stable_decay``.
     """
     check_number("constant", "value", value)
     return lambda t: value
@@ -96,6 +102,12 @@ def linear(start: float, end: float, steps: float) -> Schedule:
         ConfigError: ``steps`` is not positive, or a value is not a finite number.
 
     Source: as ``torch.optim.lr_scheduler.LinearLR``.
+
+    Suggested values:
+        BERT pre-training: ``warmup(linear(1.0, 0.0, 1_000_000), 10_000)`` (Devlin et al. 2019, arXiv:1810.04805, appendix A.2)
+        MosaicBERT: ``warmup(linear(1.0, 0.02, steps), 0.06 * steps)`` (Portes et al. 2023, the authors' configuration)
+    When not to use: the length of the run is not known: the end of the line is part of the schedule. ``warmup_stable_decay``
+        can decay at any time.
     """
     check_number("linear", "steps", steps, above=0, advice=_STEPS_ADVICE)
     line = curve("linear", "linear", start, end, ("linear",))
@@ -118,6 +130,14 @@ def cosine(start: float, end: float, steps: float) -> Schedule:
 
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5 without restarts. Unlike
     ``torch.optim.lr_scheduler.CosineAnnealingLR`` the value does not rise again after the end.
+
+    Suggested values:
+        LLaMA pre-training: ``cosine(1.0, 0.1, steps)`` after 2000 steps of warm-up (Touvron et al. 2023, arXiv:2302.13971,
+            section 2.3)
+        ImageNet, ResNet-50, 120 epochs: ``cosine(1.0, 0.0, steps)`` after 5 epochs of warm-up (He et al. 2019,
+            arXiv:1812.01187, section 5.1)
+    When not to use: the length of the run is not known: a run that ends early or is extended has the wrong rate.
+        ``warmup_stable_decay`` can decay at any time.
     """
     check_number("cosine", "steps", steps, above=0, advice=_STEPS_ADVICE)
     half = curve("cosine", "cosine", start, end, ("cosine",))
@@ -139,6 +159,12 @@ def polynomial(start: float, end: float, steps: float, *, power: float) -> Sched
         ConfigError: ``steps`` or ``power`` is not positive, or a value is not a finite number.
 
     Source: as ``torch.optim.lr_scheduler.PolynomialLR``.
+
+    Suggested values:
+        DeepLab, segmentation: ``polynomial(1.0, 0.0, steps, power=0.9)`` (Chen et al. 2017, arXiv:1606.00915, section 4.1)
+        ImageNet, large batches with LARS: ``polynomial(1.0, 0.0, steps, power=2)`` (You et al. 2017, arXiv:1708.03888, section
+            5)
+    When not to use: ``power`` is 1: ``linear`` is the same. The length of the run must be known, too.
     """
     check_number("polynomial", "start", start)
     check_number("polynomial", "end", end)
@@ -173,6 +199,13 @@ def exponential(start: float, gamma: float, period: float = 1, *, end: float | N
         ConfigError: an argument is not positive, a growth has no end, or ``gamma`` leads away from ``end``.
 
     Source: as ``torch.optim.lr_scheduler.ExponentialLR``, also at fractions.
+
+    Suggested values:
+        NeRF, 5e-4 to 5e-5 over the run: ``exponential(1.0, 0.1, steps)`` (Mildenhall et al. 2020, arXiv:2003.08934, section
+            5.3)
+        Tacotron 2, 1e-3 to 1e-5 from step 50,000 on: ``exponential(1.0, gamma, end=0.01)`` after ``constant`` (Shen et al.
+            2018, arXiv:1712.05884, section 3.1)
+    When not to use: the run is much longer than planned: without ``end`` the rate becomes so small that nothing is learned.
     """
     check_number("exponential", "period", period, above=0, advice="Give the time in which the value changes by gamma.")
     after = geometric("exponential", start, gamma, end)
@@ -198,6 +231,11 @@ def inverse_sqrt(start: float, hold: float) -> Schedule:
 
     Source: Raffel et al. 2020, arXiv:1910.10683, section 3.1.2; with the warm-up, Vaswani et al. 2017, arXiv:1706.03762,
     section 5.3.
+
+    Suggested values:
+        T5 pre-training: ``inverse_sqrt(1.0, 10_000)`` of a rate of 0.01 (Raffel et al. 2020, section 3.1.2)
+        WMT 2014, Transformer: ``warmup(inverse_sqrt(1.0, 4000), 4000)`` (Vaswani et al. 2017, section 5.3)
+    When not to use: the length of the run is known and the final loss counts: the rate is still large at the end.
     """
     check_number("inverse_sqrt", "start", start)
     check_number("inverse_sqrt", "hold", hold, above=0, advice="Give the time at which the decay begins.")
@@ -249,6 +287,11 @@ def step_decay(start: float, gamma: float, period: float, *, end: float | None =
         ConfigError: an argument is not positive, a growth has no end, or ``gamma`` leads away from ``end``.
 
     Source: as ``torch.optim.lr_scheduler.StepLR``.
+
+    Suggested values:
+        ImageNet, ResNet-50: ``step_decay(1.0, 0.1, 30)`` by epochs (PyTorch's ``examples/imagenet``)
+        ImageNet, EfficientNet: ``step_decay(1.0, 0.97, 2.4)`` by epochs (Tan and Le 2019, arXiv:1905.11946, section 5.2)
+    When not to use: jumps of the rate disturb the loss late in a run: ``exponential`` falls by the same factor without jumps.
     """
     check_number("step_decay", "period", period, above=0, advice="Give the time between two jumps.")
     after = geometric("step_decay", start, gamma, end)
@@ -275,6 +318,12 @@ def multi_step(start: float, gamma: float, milestones: Sequence[float]) -> Sched
         ConfigError: a value is not a finite number, or ``milestones`` is empty or does not increase.
 
     Source: as ``torch.optim.lr_scheduler.MultiStepLR``.
+
+    Suggested values:
+        ImageNet, ResNet-50, 90 epochs: ``multi_step(1.0, 0.1, [30, 60, 80])`` by epochs (Goyal et al. 2017, arXiv:1706.02677,
+            section 5.1)
+        CIFAR-10, ResNet, 64k steps: ``multi_step(1.0, 0.1, [32_000, 48_000])`` (He et al. 2016, arXiv:1512.03385, section 4.2)
+    When not to use: nobody has searched milestones for this length of run: ``cosine`` needs none.
     """
     check_number("multi_step", "start", start)
     check_number("multi_step", "gamma", gamma)

@@ -52,6 +52,12 @@ def warmup(
             not a function.
 
     Source: Goyal et al. 2017, arXiv:1706.02677, section 2.2 (gradual warm-up).
+
+    Suggested values:
+        ImageNet, batches up to 8192: 5 epochs, ``start`` as 256 over the batch size (Goyal et al. 2017, section 2.2)
+        GPT-3: 375M tokens of 300B (Brown et al. 2020, arXiv:2005.14165, appendix B)
+    When not to use: a run resumes with the optimizer's state: the schedule continues at its step, and a second warm-up loses
+        time.
     """
     unit = common_unit("warmup", schedule)
     check_number("warmup", "steps", steps, minimum=0)
@@ -106,6 +112,11 @@ def warmup_stable_decay(
             is unknown, an exponential ends at 0, or a value is not finite.
 
     Source: Hu et al. 2024, arXiv:2404.06395, section 4; shapes: Hägele et al. 2024, arXiv:2405.18392, section 3.
+
+    Suggested values:
+        MiniCPM: ``decay`` of the last 10 %, exponential (Hu et al. 2024, section 4)
+        decoders of 33M to 360M: ``decay`` of the last 20 %, ``shape="1-sqrt"`` (Hägele et al. 2024, section 3)
+    When not to use: models are compared in the stable phase: their losses are high until the decay. Compare after a decay.
     """
     caller, shapes = "warmup_stable_decay", ("linear", "cosine", "1-sqrt", "exponential")
     check_number(caller, "warmup", warmup, minimum=0)
@@ -141,6 +152,11 @@ def cosine_restarts(start: float, end: float, period: float, *, multiplier: floa
         ConfigError: ``period`` is not positive, ``multiplier`` is below 1, or a value is not a finite number.
 
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5.
+
+    Suggested values:
+        CIFAR, WRN-28-10, 200 epochs: ``period`` of 10 epochs, ``multiplier=2`` (Loshchilov and Hutter 2017, section 4)
+        the same, faster first results: ``period`` of 1 epoch, ``multiplier=2`` (Loshchilov and Hutter 2017, section 4)
+    When not to use: only the last weights count: a run that stops in the middle of a cycle has a large rate and a worse model.
     """
     check_number("cosine_restarts", "period", period, above=0, advice="Give the length of the first cycle.")
     check_number("cosine_restarts", "multiplier", multiplier, minimum=1)
@@ -203,6 +219,12 @@ def one_cycle(
 
     Source: Smith and Topin 2018, arXiv:1708.07120, section 3 (three phases, linear). ``torch.optim.lr_scheduler.OneCycleLR``
     with ``total_steps = n`` and ``pct_start = p`` is ``steps = n - 1`` and ``rise = (p * n - 1) / (n - 1)``.
+
+    Suggested values:
+        CIFAR-10, ResNet-56, SGD: ``start`` 0.1, ``peak`` 3.0 (Smith and Topin 2018, section 5)
+        fast.ai and torch: ``one_cycle(1 / 25, 1.0, 4e-6, steps, rise=0.3)`` (``torch.optim.lr_scheduler.OneCycleLR``'s
+            defaults)
+    When not to use: the largest stable rate is not known: ``peak`` is near that limit. Search the limit with a short run first.
     """
     check_number("one_cycle", "steps", steps, above=0, advice="Give the length of the whole cycle.")
     check_number("one_cycle", "rise", rise, above=0, below=0.5 if three_phase else 1, advice="Give a fraction of steps.")

@@ -15,10 +15,10 @@ from dtrain.lazy_imports import attach
 if TYPE_CHECKING:
     from dtrain.shard.precision import convert_to_fp8 as convert_to_fp8
     from dtrain.surgery.attention.alibi import AlibiMultiheadAttention as AlibiMultiheadAttention
-    from dtrain.surgery.attention.alibi import add_alibi_bias as add_alibi_bias
     from dtrain.surgery.attention.alibi import alibi as alibi
-    from dtrain.surgery.attention.alibi import alibi_bias as alibi_bias
-    from dtrain.surgery.attention.alibi import alibi_slopes as alibi_slopes
+    from dtrain.surgery.attention.alibi_bias import add_alibi_bias as add_alibi_bias
+    from dtrain.surgery.attention.alibi_bias import alibi_bias as alibi_bias
+    from dtrain.surgery.attention.alibi_bias import alibi_slopes as alibi_slopes
     from dtrain.surgery.dropout.gyro_dropout import GyroDropout as GyroDropout
     from dtrain.surgery.dropout.gyro_dropout import drop_by_masks as drop_by_masks
     from dtrain.surgery.dropout.gyro_dropout import gyro_dropout as gyro_dropout

@@ -154,6 +154,11 @@ def gyro_dropout(
         ConfigError: no ``nn.Dropout``, an invalid ``p``, ``sigma`` or ``tau``, or a sharded model.
 
     Source: Lee et al. 2022, "Gyro Dropout: Maximizing Ensemble Effect in Neural Network Training", MLSys; see ``GyroDropout``.
+
+    Suggested values:
+        AlexNet, LeNet: ``sigma=256``, ``tau=16`` (MosaicML Composer, method card of gyro dropout, by authors of the paper)
+        ResNet-18, BERT: ``sigma=1024``, ``tau=8`` (MosaicML Composer, method card of gyro dropout, by authors of the paper)
+    When not to use: a step has fewer samples than ``tau``, or the model has no ``nn.Dropout``, as most decoders today.
     """
 
     def policy(module: nn.Module, name: str) -> nn.Module:

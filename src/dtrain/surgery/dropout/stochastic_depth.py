@@ -190,6 +190,12 @@ def stochastic_depth(
             returns no tensor, or a tensor of another shape.
 
     Source: Huang et al. 2016, arXiv:1603.09382, section 3.
+
+    Suggested values:
+        CIFAR, ResNet-110; ImageNet, ResNet-152: ``drop_rate=0.5``, linear (Huang et al. 2016, section 4)
+        ImageNet, ResNet-50: ``drop_rate=0.2``, linear (MosaicML Composer, method card of stochastic depth)
+        ImageNet, ConvNeXt-T: ``drop_rate=0.1``, ``method="sample"`` (Liu et al. 2022, arXiv:2201.03545, appendix A)
+    When not to use: the model has few blocks: each dropped block is a large part of its capacity.
     """
     caller = "stochastic_depth"
     check_choice(caller, "distribution", distribution, get_args(RateDistribution))

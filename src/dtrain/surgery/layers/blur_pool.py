@@ -130,6 +130,12 @@ def blur_pool(
         ConfigError: nothing to change, an invalid argument, or a sharded model.
 
     Source: Zhang 2019, arXiv:1904.11486, sections 3.2 and 4.
+
+    Suggested values:
+        ImageNet, ResNet-50: ``size=3`` (Zhang 2019, section 4 (Tri-3))
+        ImageNet, best consistency under shifts: ``size=5`` (Zhang 2019, section 4 (Bin-5))
+    When not to use: the model has few strided layers, or time counts more than accuracy: the blur of a whole feature map is
+        memory traffic. Vision transformers have no layer to edit.
     """
     caller = "blur_pool"
     check_int(caller, "size", size, minimum=2, maximum=15)

@@ -45,6 +45,12 @@ def channels_last(model: nn.Module) -> nn.Module:
         ConfigError: no 2-d convolution, or a sharded model.
 
     Source: PyTorch's channels-last memory format; MosaicML Composer's ``apply_channels_last``.
+
+    Suggested values:
+        NVIDIA GPU with tensor cores, ResNet-50: with ``autocast``, for the whole model (PyTorch's tutorial on channels-last)
+        CPU, ResNet: as is; see the measured cost below (dtrain, ``benchmarks/algorithms.py``)
+    When not to use: the model has no 2-d convolutions, or reshapes by ``view`` between them: operations without a channels-last
+        kernel copy the tensor.
     """
 
     def policy(module: nn.Module, name: str) -> nn.Module | None:

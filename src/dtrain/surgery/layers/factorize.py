@@ -174,6 +174,14 @@ def factorize(
 
     Source: Denton et al. 2014, arXiv:1404.0736; convolutions as in Zhang et al. 2015, arXiv:1505.06798. Default sizes are
         MosaicML Composer's.
+
+    Suggested values:
+        layers of 512 features and more: ``min_features=512``, ``latent_features=0.25`` (MosaicML Composer, method card of
+            factorize)
+        convolutions of 512 channels and more: ``min_channels=512``, ``latent_channels=0.25`` (MosaicML Composer, method card of
+            factorize)
+    When not to use: accuracy counts: Composer's card reports a loss of over 1 % and under 5 % more throughput for ResNet-50.
+        Small layers become slower.
     """
     caller = "factorize"
     check_int(caller, "min_channels", min_channels, minimum=0)

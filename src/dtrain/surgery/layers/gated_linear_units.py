@@ -108,6 +108,13 @@ def gated_linear_units(
             model.
 
     Source: Shazeer 2020, arXiv:2002.05202, section 2 (no biases, as there).
+
+    Suggested values:
+        T5-Base, GELU, hidden size 2048 instead of 3072: ``activation="gelu"``, no biases (Shazeer 2020, section 3)
+        BERT: ``activation="gelu"``, ``bias=False``, ``linear_bias=False`` (MosaicML Composer, method card of gated linear
+            units)
+    When not to use: the model is pretrained: the new weights are random. Each network grows by half unless the hidden size is
+        set to two thirds.
     """
     check_plain_model(model, _CALLER)
     shared_activation = _resolve_activation(activation)

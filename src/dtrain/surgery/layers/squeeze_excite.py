@@ -108,6 +108,13 @@ def squeeze_excite(
         ConfigError: nothing to change, an invalid argument, or a sharded model.
 
     Source: Hu et al. 2018, arXiv:1709.01507.
+
+    Suggested values:
+        ImageNet, SE-ResNet-50: ``latent_channels=0.0625`` (reduction 16) (Hu et al. 2018, section 6.1)
+        ImageNet, ResNet-50, best speed for its accuracy: ``latent_channels=64``, ``min_channels=128`` (MosaicML Composer,
+            method card of squeeze-and-excitation)
+    When not to use: time counts more than accuracy: Composer's card reports about 25 % less throughput for 0.5 to 1.5 %
+        accuracy. A pretrained model changes its outputs at once.
     """
     caller = "squeeze_excite"
     check_size_or_fraction(latent_channels, caller, "latent_channels")

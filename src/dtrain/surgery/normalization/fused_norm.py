@@ -55,6 +55,10 @@ def fused_layer_norm(model: nn.Module) -> nn.Module:
         rank has no GPU, where torch's norms are not fused; the results are the same.
 
     Source: Ba et al. 2016, arXiv:1607.06450; Zhang and Sennrich 2019, arXiv:1910.07467.
+
+    Suggested values:
+        Llama and T5 of transformers, GPU: no values to choose (dtrain, ``examples/helpers/classifier.py``)
+    When not to use: the model has torch's norms already, or runs on a CPU: the results are the same, and nothing is saved.
     """
     report = apply_policies(model, {_could_be_norm: _equivalent_torch_norm}, caller="fused_layer_norm", missing_ok=True)
     if not report.replaced:

@@ -72,6 +72,12 @@ def ghost_batch_norm(model: nn.Module, *, ghost_batch_size: int = 32) -> nn.Modu
         ConfigError: no batch norm in the model, an invalid ``ghost_batch_size``, or a sharded model.
 
     Source: Hoffer et al. 2017, arXiv:1705.08741, algorithm 1; Dimitriou and Arandjelovic 2020, arXiv:2007.08554.
+
+    Suggested values:
+        CIFAR and ImageNet, batches of 4096: ``ghost_batch_size=128`` (Hoffer et al. 2017, section 6)
+        ImageNet, ResNet-50: ``ghost_batch_size`` of 16, 32 or 64 (MosaicML Composer, method card of ghost batch norm)
+    When not to use: a rank has no more samples than ``ghost_batch_size``: plain batch norm then computes the same. Small groups
+        also run more kernels.
     """
     check_int("ghost_batch_norm", "ghost_batch_size", ghost_batch_size, minimum=2)
 

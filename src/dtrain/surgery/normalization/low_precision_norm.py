@@ -133,6 +133,12 @@ def low_precision_layer_norm(model: nn.Module) -> nn.Module:
         ConfigError: the model has no such norm, or is sharded.
 
     Source: Ba et al. 2016, arXiv:1607.06450; low precision as in MosaicML Composer.
+
+    Suggested values:
+        MosaicBERT, bf16: no values to choose (Portes et al. 2023, arXiv:2312.17482, section 2)
+        BERT on the CPU, bf16: no values to choose (dtrain, ``examples/pretrain_bert.py``)
+    When not to use: the run does not use autocast: nothing changes. Keep float32 norms if a residual stream of fp16 grows
+        large.
     """
     policies: dict[ModuleSelector, ReplacementPolicy] = {
         nn.LayerNorm: lambda norm, name: swap_class(norm, LowPrecisionLayerNorm),
@@ -162,6 +168,12 @@ def low_precision_group_norm(model: nn.Module) -> nn.Module:
         ConfigError: the model has no group norm, or is sharded.
 
     Source: Wu and He 2018, arXiv:1803.08494; low precision as in MosaicML Composer.
+
+    Suggested values:
+        diffusion U-Net with autocast: bf16 or fp16, no values to choose (dtrain, ``examples/train_diffusion.py``)
+        diffusion U-Net, fp16: no values to choose (MosaicML Composer, method card of low precision group norm)
+    When not to use: the run does not use autocast: nothing changes. Large activations of fp16 may overflow in the norm; bf16
+        does not.
     """
     policies: dict[ModuleSelector, ReplacementPolicy] = {
         nn.GroupNorm: lambda norm, name: swap_class(norm, LowPrecisionGroupNorm)

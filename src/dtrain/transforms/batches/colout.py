@@ -117,14 +117,27 @@ def colout(
 
     Example:
         >>> import dtrain as dt
-        >>> transform = dt.transforms.colout(0.1, 0.1)
-        >>> transform.name
-        'colout'
+        >>> sizes = []
+        >>> def loss_fn(model, batch):
+        ...     sizes.append(list(batch["x"].shape))
+        ...     return dt.soft_cross_entropy(model(batch["x"]).mean((2, 3)), batch["y"])
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.colout(0.1, 0.1)])
+        >>> model = torch.nn.Conv2d(3, 10, 3)
+        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> state, _ = step(state, {"x": torch.rand(8, 3, 32, 32), "y": torch.arange(8)})
+        >>> sizes
+        [[8, 3, 28, 28]]
 
     Raises:
         ConfigError: a fraction is outside of ``[0, 1)`` (a schedule is checked in each step).
 
     Source: the algorithm of this name in MosaicML's Composer, with Composer's defaults.
+
+    Suggested values:
+        ImageNet, ResNet-50; CIFAR-10, ResNet-56: ``p_row=0.15``, ``p_col=0.15`` (MosaicML Composer, method card of ColOut)
+        images of a few pixels: ``p_row=0.1``, ``p_col=0.1`` (dtrain; below the default, since small images lose details first)
+    When not to use: the model needs one input size, as with fixed position embeddings. Composer's card reports 0.2 % less
+        accuracy on ImageNet, and 1 % less on CIFAR-10.
     """
     return batch_transform(
         partial(colout_batch, input_key=input_key, extra_keys=extra_keys),

@@ -166,15 +166,29 @@ def cutmix(
 
     Example:
         >>> import dtrain as dt
-        >>> transform = dt.transforms.cutmix(num_classes=10, length=0.5)
-        >>> transform.name
-        'cutmix'
+        >>> targets = []
+        >>> def loss_fn(model, batch):
+        ...     targets.append(batch["y"])
+        ...     return dt.soft_cross_entropy(model(batch["x"]).mean((2, 3)), batch["y"])
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.cutmix(num_classes=10)])
+        >>> model = torch.nn.Conv2d(3, 10, 3)
+        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> state, _ = step(state, {"x": torch.rand(8, 3, 32, 32), "y": torch.arange(8)})
+        >>> targets[0].shape  # probabilities instead of class indices
+        torch.Size([8, 10])
 
     Raises:
         ConfigError: ``alpha`` is negative (a schedule is checked in each step), ``length`` is outside of ``[0, 1]``, or
             ``placement`` is unknown. In a step: the batch cannot be mixed.
 
     Source: Yun et al. 2019, arXiv:1905.04899, section 3.
+
+    Suggested values:
+        CIFAR-10 and CIFAR-100, every second batch on average: ``alpha=1.0``, applied with probability 0.5 (Yun et al. 2019, the
+            authors' repository)
+        ImageNet, ResNet-50: ``alpha=1.0``, applied to every batch (Yun et al. 2019, the authors' repository)
+    When not to use: an object may lie anywhere but fills a small part of the image: a box then changes the target without the
+        object. Segmentation targets are not images of the batch either.
     """
     alpha_at = hyperparameter(alpha, "cutmix: alpha", "[0, inf)")
     check_num_classes(num_classes, "cutmix")

@@ -104,14 +104,29 @@ def cutout(
 
     Example:
         >>> import dtrain as dt
-        >>> transform = dt.transforms.cutout(16)
-        >>> transform.name
-        'cutout'
+        >>> seen = []
+        >>> def loss_fn(model, batch):
+        ...     seen.append(batch["x"])
+        ...     return dt.soft_cross_entropy(model(batch["x"]).mean((2, 3)), batch["y"])
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.cutout(16)])
+        >>> model = torch.nn.Conv2d(3, 10, 3)
+        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> images = torch.rand(8, 3, 32, 32)
+        >>> state, _ = step(state, {"x": images, "y": torch.arange(8)})
+        >>> seen[0].shape == images.shape, bool((seen[0] == images).all())
+        (True, False)
 
     Raises:
         ConfigError: ``length`` (a schedule is checked in each step), ``holes`` or ``placement`` is out of its range.
 
     Source: DeVries and Taylor 2017, arXiv:1708.04552, section 3.2.
+
+    Suggested values:
+        CIFAR-10, 32 pixels: ``length=16`` (DeVries and Taylor 2017, section 4)
+        CIFAR-100, 32 pixels: ``length=8`` (DeVries and Taylor 2017, section 4)
+        SVHN, 32 pixels: ``length=20`` (DeVries and Taylor 2017, section 4)
+    When not to use: objects are small: a square may hide the whole object, and the target stays. ``cutmix`` mixes the target,
+        too.
     """
     length_at = hyperparameter(length, "cutout: length", _LENGTH_CONSTRAINT)
     _check(0, holes, placement)

@@ -118,14 +118,27 @@ def mixup(
 
     Example:
         >>> import dtrain as dt
-        >>> mixup = dt.transforms.mixup(0.2, num_classes=10)
-        >>> dt.transforms.every(2, mixup).name
-        'mixup'
+        >>> targets = []
+        >>> def loss_fn(model, batch):
+        ...     targets.append(batch["y"])
+        ...     return dt.soft_cross_entropy(model(batch["x"]).mean((2, 3)), batch["y"])
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.mixup(0.2, num_classes=10)])
+        >>> model = torch.nn.Conv2d(3, 10, 3)
+        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> state, _ = step(state, {"x": torch.rand(8, 3, 32, 32), "y": torch.arange(8)})
+        >>> targets[0].shape  # probabilities instead of class indices
+        torch.Size([8, 10])
 
     Raises:
         ConfigError: ``alpha`` is negative (a schedule is checked in each step). In a step: the batch cannot be mixed.
 
     Source: Zhang et al. 2018, arXiv:1710.09412, section 2.
+
+    Suggested values:
+        ImageNet, ResNet-50: ``alpha=0.2`` (Zhang et al. 2018, section 3.1)
+        CIFAR-10 and CIFAR-100: ``alpha=1.0`` (Zhang et al. 2018, section 3.2)
+    When not to use: the run is short, or the model underfits: mixtures are harder samples. Inputs must be floats, so token ids
+        cannot be mixed.
     """
     alpha_at = hyperparameter(alpha, "mixup: alpha", "[0, inf)")
     check_num_classes(num_classes, "mixup")

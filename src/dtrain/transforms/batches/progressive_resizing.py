@@ -116,15 +116,31 @@ def progressive_resizing(
 
     Example:
         >>> import dtrain as dt
-        >>> transform = dt.transforms.progressive_resizing(initial_scale=0.5, delay="2ep", full="4ep")
-        >>> transform.name
-        'progressive_resizing'
+        >>> sizes = []
+        >>> def loss_fn(model, batch):
+        ...     sizes.append(list(batch["x"].shape))
+        ...     return dt.soft_cross_entropy(model(batch["x"]).mean((2, 3)), batch["y"])
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.progressive_resizing(delay=2, full=4)])
+        >>> model = torch.nn.Conv2d(3, 10, 3)
+        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> for _ in range(5):
+        ...     state, _ = step(state, {"x": torch.rand(8, 3, 32, 32), "y": torch.arange(8)})
+        >>> [size[-1] for size in sizes]
+        [16, 16, 16, 24, 32]
 
     Raises:
         ConfigError: an option is out of its range (a schedule is checked in each step), or ``full`` is before ``delay`` or in
             another unit. From ``Step.init`` on: a duration is a fraction of a run of unknown length.
 
     Source: the algorithm of this name in MosaicML's Composer, with Composer's defaults, after J. Howard's for fast.ai.
+
+    Suggested values:
+        ImageNet, ResNet-50: ``initial_scale=0.5``, ``full="0.8dur"``, ``mode="resize"`` (MosaicML Composer, method card of
+            progressive resizing)
+        CIFAR-10, ResNet-56: ``initial_scale=0.5``, ``full="0.8dur"``, ``mode="crop"`` (MosaicML Composer, method card of
+            progressive resizing)
+    When not to use: the model needs one input size, or the data loader is the limit: smaller images then save no time. A
+        compiled model compiles anew for each size.
     """
     if scale is not None and not callable(scale):
         raise ConfigError(

@@ -113,15 +113,29 @@ def rand_augment(
 
     Example:
         >>> import dtrain as dt
-        >>> transform = dt.transforms.rand_augment(9, depth=2)
-        >>> transform.name
-        'rand_augment'
+        >>> seen = []
+        >>> def loss_fn(model, batch):
+        ...     seen.append(batch["x"])
+        ...     return dt.soft_cross_entropy(model(batch["x"]).mean((2, 3)), batch["y"])
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.rand_augment(9, depth=2)])
+        >>> model = torch.nn.Conv2d(3, 10, 3)
+        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        >>> images = torch.rand(8, 3, 32, 32)
+        >>> state, _ = step(state, {"x": images, "y": torch.arange(8)})
+        >>> seen[0].shape == images.shape, bool((seen[0] == images).all())
+        (True, False)
 
     Raises:
         ConfigError: an operation is unknown, or ``magnitude`` (a schedule is checked in each step) or ``depth`` is out of its
             range.
 
     Source: Cubuk et al. 2020, arXiv:1909.13719, section 3.
+
+    Suggested values:
+        ImageNet, ResNet-50: ``magnitude=9``, ``depth=2`` (Cubuk et al. 2020, section 4)
+        CIFAR-10, Wide-ResNet: ``magnitude`` of 4 to 9, ``depth=3`` (Cubuk et al. 2020, appendix A)
+    When not to use: the model underfits, or color and orientation decide the class, as with digits. Leave out such operations
+        with ``operations=``.
     """
     magnitude_at = hyperparameter(magnitude, "rand_augment: magnitude", "[0, 10]")
     _check(depth, operations)

@@ -67,6 +67,12 @@ def centralize_gradients() -> Transform:
         [[1.0, -1.0]]
 
     Source: Yong et al. 2020, arXiv:2004.01461, section 3.
+
+    Suggested values:
+        CIFAR-100 and ImageNet, ResNet-50, SGD with momentum: convolutions and linear layers (Yong et al. 2020, section 4)
+        Fine-grained images, pretrained ResNet-50: convolutions and linear layers (Yong et al. 2020, section 4)
+    When not to use: rows of a weight must change by a common value, as in embedding tables. Select the other weights with
+        ``masked``.
     """
     return grad_transform(centralize_gradients_, name="centralize_gradients")
 

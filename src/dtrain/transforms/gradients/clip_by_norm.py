@@ -40,6 +40,13 @@ def clip_by_norm(max_norm: float | Schedule, *, eps: float = 1e-6) -> Transform:
         ConfigError: ``max_norm`` is not positive (a schedule is checked in each step), or ``eps`` is not a finite number >= 0.
 
     Source: Pascanu et al. 2013, arXiv:1211.5063, section 3.2.
+
+    Suggested values:
+        GPT-3 and other decoders: ``max_norm=1.0`` (Brown et al. 2020, arXiv:2005.14165, appendix B)
+        BERT pre-training and fine-tuning: ``max_norm=1.0`` (Devlin et al. 2019, the authors' ``optimization.py``)
+        LSTM language model, 650 and 1500 units: ``max_norm=5`` and ``10`` (Zaremba et al. 2014, arXiv:1409.2329, section 4.1)
+    When not to use: the reported ``grad_norm`` exceeds ``max_norm`` in most steps. Then the limit acts as a second learning
+        rate: lower the rate, or raise the limit.
     """
     limit = hyperparameter(max_norm, "clip_by_norm: max_norm", "(0, inf]")
     check_number("clip_by_norm", "eps", eps, minimum=0)

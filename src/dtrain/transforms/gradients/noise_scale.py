@@ -118,6 +118,12 @@ def noise_scale(
         StepError: in a measured step, every second sample has no weight, so the half has no mean loss.
 
     Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1.
+
+    Suggested values:
+        any run: ``decay=0.9``, ``interval=10`` (dtrain's defaults; the paper names no values)
+        choice of the batch size: a batch size near the reported value (McCandlish et al. 2018, section 2)
+    When not to use: memory for a second gradient is missing, or a global batch has one sample: the estimate needs two batch
+        sizes.
     """
     decay_at, each = hyperparameter(decay, "noise_scale: decay", "[0, 1)"), Duration.parse(interval)
 

@@ -63,6 +63,12 @@ def nonfinite(action: Literal["skip", "raise", "allow"] = "skip", *, in_a_row: i
         NonFiniteError: on all ranks, a gradient is not finite (``"raise"``), or ``in_a_row`` consecutive steps are not finite.
 
     Source: the behavior of ``torch.amp.GradScaler``, Micikevicius et al. 2018, arXiv:1710.03740, section 3.2, without a scale.
+
+    Suggested values:
+        bf16 or float32: ``action="skip"``, ``in_a_row=10`` (dtrain's defaults)
+        search for the cause of a NaN: ``action="raise"`` (dtrain, ``docs/errors.md``)
+    When not to use: gradients are fp16: ``loss_scale`` skips such updates itself. Skipped steps also hide a diverging run, so
+        watch the metric ``skipped``.
     """
     if action not in ("skip", "raise", "allow"):
         raise ConfigError(f"nonfinite: action must be 'skip', 'raise' or 'allow', got {action!r}.")

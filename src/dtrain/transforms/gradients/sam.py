@@ -141,6 +141,13 @@ def sam(
 
     Source: Foret et al. 2021, arXiv:2010.01412, algorithm 1; adaptive, Kwon et al. 2021, arXiv:2102.11600. Composer's closure
     treats a loss of 0 as no loss; here a step at loss 0 is made.
+
+    Suggested values:
+        ImageNet and CIFAR-10: ``rho=0.05`` (Foret et al. 2021, section 3.1)
+        CIFAR-100, Wide-ResNet: ``rho=0.1`` (Foret et al. 2021, appendix C)
+        ImageNet, ResNet-50, little extra time: ``rho=0.5``, ``interval=10`` (MosaicML Composer, method card of SAM)
+    When not to use: a run has no spare time: a step costs two gradients, unless ``interval`` is larger than 1. Other
+        regularization, such as ``mixup``, reduces the gain.
     """
     rho_at, each = hyperparameter(rho, "sam: rho", "(0, inf]"), Duration.parse(interval)
     check_number("sam", "eta", eta, minimum=0)

@@ -34,11 +34,15 @@ def scale_lr(schedule: ByGroup) -> Transform:
 
     Example:
         >>> import dtrain as dt
-        >>> schedule = dt.schedules.linear(1.0, 0.0, 4)
-        >>> [0.5 * schedule(step) for step in range(4)]  # the rates of a group with lr=0.5
-        [0.5, 0.375, 0.25, 0.125]
-        >>> dt.transforms.scale_lr({"head": schedule, "rest": 1.0}).name
-        'scale_lr'
+        >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, 4))])
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.5))
+        >>> for _ in range(4):  # the gradient is 1
+        ...     state, _ = step(state, torch.ones(1, 1))
+        >>> model.weight.item()  # rates 0.5, 0.375, 0.25, 0.125
+        -1.25
 
     Mutates: ``lr`` of the optimizer's groups, during the update.
 
@@ -53,6 +57,13 @@ def scale_lr(schedule: ByGroup) -> Transform:
         step: all rates are 0, because the schedule has ended before the run.
 
     Source: ``torch.optim.lr_scheduler.LambdaLR``, without its counter.
+
+    Suggested values:
+        GPT-3, warm-up, cosine to a tenth: 375M tokens of warm-up, then 260B tokens of cosine (Brown et al. 2020,
+            arXiv:2005.14165, appendix B)
+        ImageNet, ResNet-50, 90 epochs: ``multi_step(1.0, 0.1, [30, 60, 80])`` by epochs (Goyal et al. 2017, arXiv:1706.02677,
+            section 5.1)
+    When not to use: a torch scheduler already changes the rate: both would multiply it. Use one of the two.
     """
     factors = parse_group_values(schedule, "scale_lr", "factor")
     transform = during_update("scale_lr", "lr", factors, mul, always_report_first=True)

@@ -36,11 +36,15 @@ def scale_option(option: str, schedule: ByGroup) -> Transform:
 
     Example:
         >>> import dtrain as dt
-        >>> transform = dt.transforms.scale_option("weight_decay", lambda step: 1.0 / (1 + step))
-        >>> transform.name
-        'scale_weight_decay'
-        >>> [0.1 * 1.0 / (1 + step) for step in range(3)]  # the decays of a group with weight_decay=0.1
-        [0.1, 0.05, 0.03333333333333333]
+        >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.scale_option("weight_decay", lambda step: 1.0 / (1 + step))])
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.ones_(model.weight)
+        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1))
+        >>> for _ in range(2):  # the gradient is 0
+        ...     state, _ = step(state, torch.zeros(1, 1))
+        >>> round(model.weight.item(), 6)  # decays of 0.1, then 0.05
+        0.855
 
     Mutates: the option of the optimizer's groups, during the update.
 
@@ -51,6 +55,13 @@ def scale_option(option: str, schedule: ByGroup) -> Transform:
 
     Source: a schedule of the weight decay, Loshchilov and Hutter 2019, arXiv:1711.05101, section 4; of momentum, Smith 2018,
         arXiv:1803.09820, section 4.3.
+
+    Suggested values:
+        DINO, weight decay from 0.04 to 0.4: ``scale_option("weight_decay", cosine(1.0, 10.0, steps))`` (Caron et al. 2021,
+            arXiv:2104.14294, section 3.2)
+        weight decay that falls with the rate: the schedule of ``scale_lr`` (Loshchilov and Hutter 2019, algorithm 2)
+    When not to use: the optimizer is ``DecoupledAdamW`` or ``DecoupledSGDW``, whose decay already follows the rate: a second
+        schedule would act twice.
     """
     name = _transform_name("scale", option, "scale_option")
     if option == "lr":
@@ -72,11 +83,15 @@ def set_option(option: str, schedule: ByGroup) -> Transform:
 
     Example:
         >>> import dtrain as dt
-        >>> schedule = dt.schedules.linear(0.95, 0.85, 10)
-        >>> dt.transforms.set_option("betas.0", schedule).name
-        'set_betas_0'
-        >>> [round(schedule(step), 2) for step in (0, 5, 10)]
-        [0.95, 0.9, 0.85]
+        >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.set_option("momentum", dt.schedules.linear(0.0, 0.5, 1))])
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> _ = torch.nn.init.zeros_(model.weight)
+        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
+        >>> for _ in range(2):  # the gradient is 1
+        ...     state, _ = step(state, torch.ones(1, 1))
+        >>> model.weight.item()  # 1 with momentum 0, then 0.5 * 1 + 1
+        -2.5
 
     Mutates: the option of the optimizer's groups, during the update.
 
@@ -84,6 +99,11 @@ def set_option(option: str, schedule: ByGroup) -> Transform:
         ConfigError: as ``scale_option``.
 
     Source: Smith 2018, arXiv:1803.09820, section 4.3, whose momentum falls while the rate rises.
+
+    Suggested values:
+        one cycle, momentum falls while the rate rises: ``momentum`` from 0.95 to 0.85 and back (Smith 2018, section 4.3)
+        the same with Adam: ``betas.0`` from 0.95 to 0.85 and back (``torch.optim.lr_scheduler.OneCycleLR``'s defaults)
+    When not to use: groups have different base values that a schedule should keep: ``scale_option`` multiplies them.
     """
     name = _transform_name("set", option, "set_option")
     values = parse_group_values(schedule, name, "value", below_one=must_be_below_one(option))

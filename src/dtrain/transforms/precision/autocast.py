@@ -50,6 +50,12 @@ def autocast(dtype: Literal["bf16", "fp16"] = "bf16", *, cache: bool = True) -> 
         ConfigError: ``dtype`` is unknown, or, from ``Step.init`` on, not supported by autocast on the model's device.
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740.
+
+    Suggested values:
+        GPUs with bf16 (Ampere and newer), CPUs: ``dtype="bf16"``, no loss scale (Kalamkar et al. 2019, arXiv:1905.12322)
+        older GPUs: ``dtype="fp16"`` with ``loss_scale`` (Micikevicius et al. 2018, section 3)
+    When not to use: ``shard_model`` already casts parameters by ``Precision``: then a module computes in that dtype without
+        autocast. See docs/precision.md.
     """
     check_choice("autocast", "dtype", dtype, _DTYPES)
     check_choice("autocast", "cache", cache, (True, False))

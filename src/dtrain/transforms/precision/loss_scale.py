@@ -76,6 +76,13 @@ def loss_scale(
         NonFiniteError: on all ranks, if a step's gradients are not finite at the smallest scale.
 
     Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
+
+    Suggested values:
+        fp16, any model: ``initial=2**16``, ``growth=2``, ``backoff=0.5``, ``interval=2000`` (``torch.amp.GradScaler``'s
+            defaults)
+        fp16, Megatron-LM: ``initial=2**32``, ``interval=1000``, ``minimum=1`` (Megatron-LM's ``arguments.py``)
+    When not to use: gradients are bf16 or float32: their exponents have the range of float32, and ``nonfinite`` skips bad
+        updates without a scale.
     """
     rule = LossScaleRule(growth=growth, backoff=backoff, interval=interval, minimum=minimum)
     if not is_number(initial) or not minimum <= _round_to_float32(initial) < math.inf:

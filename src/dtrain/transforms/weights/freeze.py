@@ -55,6 +55,13 @@ def freeze(where: ParamFilter, *, start: Duration | int | str = 0) -> Transform:
         StepError: in a step, all parameters are frozen.
 
     Source: Brock et al. 2017, arXiv:1706.04983, section 2: a frozen layer is excluded from the backward.
+
+    Suggested values:
+        image and text towers, contrastive tuning: freeze the pretrained image tower from step 0 (Zhai et al. 2022,
+            arXiv:2111.07991)
+        BERT and RoBERTa fine-tuning: freeze all but the last fourth of the layers (Lee et al. 2019, arXiv:1911.03090)
+    When not to use: the data differ much from the data of pre-training. Frozen batch norms also still update their running
+        statistics in train mode.
     """
     begins = Duration.parse(start, allow_zero=True)
     return masked(_freeze_transform("freeze", lambda state: list(state.params) if state.clock.reached(begins) else []), where)
@@ -99,6 +106,13 @@ def freeze_layers(
 
     Source: Brock et al. 2017, arXiv:1706.04983 (FreezeOut), which anneals a layer's rate to 0 before the layer is frozen. Here,
     as in MosaicML Composer's layer freezing, layers train at the full rate until they are frozen, at evenly spaced times.
+
+    Suggested values:
+        CIFAR-100, ResNet-56; ImageNet, ResNet-50: ``start`` of at least ``"0.1dur"``, for example ``"0.5dur"`` (MosaicML
+            Composer, method card of layer freezing)
+        all layers but the last, evenly: ``start="0.5dur"``, ``level=1.0`` (MosaicML Composer's defaults)
+    When not to use: accuracy counts more than time: Composer's card reports 0.5 to 1 % less accuracy for 5 % more throughput
+        with ResNet-50 on ImageNet.
     """
     first, last = parse_window("freeze_layers", start, end)
     check_number("freeze_layers", "level", level, minimum=0, maximum=1)

@@ -86,6 +86,13 @@ def local_sgd(interval: Duration | int | str, *, optimizer_state: Literal["avera
             parameters is selected (``masked``), or the strategy shards over the mesh's ``dp_replicate``.
 
     Source: Stich 2019, arXiv:1805.09767, algorithm 1; averaging momentum, Yu et al. 2019, arXiv:1905.03817, algorithm 1.
+
+    Suggested values:
+        CIFAR-10, ResNet-20, 16 replicas: ``interval=16``, from the first decay of the rate on (Lin et al. 2020,
+            arXiv:1808.07217, post-local SGD)
+        ImageNet at scale: a short ``interval``; longer intervals lose accuracy (Ortiz et al. 2021, arXiv:2110.08133)
+    When not to use: the network is fast, or replicas have very different data. For language models prefer ``diloco``, whose
+        outer momentum needs fewer averages.
     """
     each = Duration.parse(interval)
     check_choice(_NAME, "optimizer_state", optimizer_state, ("average", "keep"))

@@ -111,6 +111,14 @@ def swa(
 
     Source: Izmailov et al. 2018, arXiv:1803.05407, algorithm 1, whose average includes the weights of its start; times and
     annealing as MosaicML Composer's SWA, which however continues to train from the average.
+
+    Suggested values:
+        CIFAR, PreResNet-164 and WRN-28-10, 300 epochs: ``start="161ep"``, ``lr=0.05`` (Izmailov et al. 2018, the authors'
+            repository)
+        CIFAR, VGG-16, 300 epochs: ``start="161ep"``, ``lr=0.01`` (Izmailov et al. 2018, the authors' repository)
+        ImageNet, ResNet-50: ``start="0.7dur"``, ``end="0.97dur"`` (MosaicML Composer's defaults)
+    When not to use: the rate falls to 0 before ``start``: the averaged weights are then nearly equal. A model with batch norm
+        also needs ``update_batch_norm_`` afterwards.
     """
     (first, last), each = parse_window("swa", start, end), Duration.parse(interval)
     lr_at = _annealed_lr_fn(lr, anneal, each, first, strategy)
