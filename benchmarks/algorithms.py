@@ -2,7 +2,7 @@
 
     python benchmarks/algorithms.py                             # everything: about ten minutes on two free cores
     python benchmarks/algorithms.py --only ema mixup            # some
-    python benchmarks/algorithms.py --out results/algorithms.json   # for the table in docs/recipes.md
+    python benchmarks/algorithms.py --out results/algorithms.json   # for docs/recipes/*.md
 
 A transform is listed in a composed step, and a loop in plain PyTorch does the same (benchmarks/algorithms_by_hand.py); the
 ratio is of whole steps of a small convolutional network (for sequences: of a small block of a transformer) in processor time.

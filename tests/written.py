@@ -9,16 +9,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import test_signatures
-from battery import pages as recipes
-from pages import primitives, seams, shown
+from battery import cards, curves, pictures
+from pages import seams, shown
 from pages.fences import DOCS, ROOT
 
 
 def files() -> Iterator[tuple[Path, str]]:
     """Each with what is to stand in it."""
     yield test_signatures.GOLDEN, "\n".join(test_signatures.surface()) + "\n"
-    yield recipes.PAGE, recipes.page()
-    yield primitives.PAGE, primitives.page()
+    yield from cards.files()
+    yield from curves.files()
     for name, draw in seams.PICTURES.items():
         yield seams.IMAGES / f"{name}.svg", seams.svg(draw())
     for page in sorted(DOCS.glob("*.md")):
@@ -29,4 +29,8 @@ if __name__ == "__main__":
     for path, text in files():
         if not path.exists() or path.read_text() != text:
             path.write_text(text)
+            print(path.relative_to(ROOT))
+    for path, pixels in pictures.pictures():
+        if not path.exists() or not pictures.alike(pixels, pictures.decode(path.read_bytes())):
+            path.write_bytes(pictures.encode(pixels))
             print(path.relative_to(ROOT))

@@ -1,7 +1,7 @@
-"""The house's own sections of a docstring, made Markdown that the parser of Google's sections leaves as it is.
+"""Sections of docstrings that Google's style does not have, as Markdown that the parser of Google's sections leaves unchanged.
 
-``Mutates:``, ``Collective:``, ``Host sync:``, ``Formula:`` and ``Source:`` are a line or a few each, most often one below the
-other: they become a list, each begun by its name.
+``Mutates:``, ``Collective:``, ``Host sync:``, ``Formula:``, ``Source:``, ``Suggested values:`` and ``When not to use:`` become
+items of a list. Each item begins with its name, and each suggested value is an item below.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import griffe
 
-OWN = ("Mutates", "Collective", "Host sync", "Formula", "Source", "Exit codes")
+OWN = ("Mutates", "Collective", "Host sync", "Formula", "Source", "Suggested values", "When not to use", "Exit codes")
 _OWN = re.compile(rf"^({'|'.join(OWN)}):[ \t]*(.*)$")
 _HEAD = re.compile(r"^[A-Z][A-Za-z ]+:(\s|$)")
 
@@ -44,13 +44,27 @@ def as_markdown(text: str) -> str:
         while end < len(lines) and lines[end].strip() and not _HEAD.match(lines[end]):
             end += 1
         body = [match[2], *textwrap.dedent("\n".join(lines[at + 1 : end])).splitlines()]
-        if out and out[-1].strip() and not out[-1].startswith("- **"):
+        if out and out[-1].strip() and not out[-1].lstrip().startswith("- "):
             out.append("")
-        out.append(f"- **{match[1]}.** {' '.join(line.strip() for line in body if line.strip())}")
+        if match[1] == "Suggested values":
+            out += [f"- **{match[1]}.**", *(f"    - {item}" for item in _items(body))]
+        else:
+            out.append(f"- **{match[1]}.** {' '.join(line.strip() for line in body if line.strip())}")
         at = end
         if at < len(lines) and lines[at].strip() and not _OWN.match(lines[at]):
             out.append("")
     return "\n".join(out)
+
+
+def _items(body: list[str]) -> list[str]:
+    """Return the items of a section, each with its continuation lines, which are indented further."""
+    items: list[str] = []
+    for line in filter(str.strip, body):
+        if line.startswith(" ") and items:
+            items[-1] += f" {line.strip()}"
+        else:
+            items.append(line.strip())
+    return items
 
 
 class OwnSections(griffe.Extension):

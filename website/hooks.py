@@ -38,10 +38,20 @@ def on_config(config: Any) -> Any:
     made = {
         "REFERENCE": ["reference/index.md", *listed],
         "COMMANDS": "reference/commands.md",
+        "RECIPES": ["recipes/index.md", *recipes()],
         "EXAMPLES": ["examples/index.md", *(f"examples/{path.stem}.md" for path in examples())],
     }
     config["nav"] = _with_pages(config["nav"], made)
     return config
+
+
+def recipes() -> list[dict[str, list[str]]]:
+    """Return the recipe cards in the groups of their index."""
+    parts = re.split(r"^## (.+)\n", (ROOT / "docs" / "recipes" / "index.md").read_text(), flags=re.M)[1:]
+    groups = zip(parts[::2], parts[1::2], strict=True)
+    return [
+        {title: [f"recipes/{name}" for name in re.findall(r"^\| \[.*?\]\((\w+\.md)\)", text, re.M)]} for title, text in groups
+    ]
 
 
 def _with_pages(nav: Any, made: dict[str, Any]) -> Any:
@@ -99,6 +109,8 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     origin = next((path for path, there in OUTSIDE.items() if there == uri and uri != "index.md"), f"docs/{uri}")
     if uri.startswith(("reference/", "examples/")):
         return markdown
+    if uri == "names.md":
+        markdown = _linked_names(markdown, uri)
     return _FENCE_LINK_OR_CODE.sub(lambda match: _link(match, origin, uri, files), markdown.replace("<!-- anew -->\n", ""))
 
 
@@ -107,7 +119,10 @@ def _link(match: re.Match[str], origin: str, uri: str, files: Files) -> str:
     path, _, anchor = (match["target"] or "").partition("#")
     if not path or re.match(r"[a-z]+:", path):
         return match[0]
-    there = _in_site(os.path.normpath(os.path.join(os.path.dirname(origin), path)))
+    path = os.path.normpath(os.path.join(os.path.dirname(origin), path))
+    if path.startswith("src/dtrain"):
+        return _reference_link(match["text"], uri)
+    there = _in_site(path)
     if there is None:
         return match["text"]
     if files.get_file_from_path(there) is None:
@@ -115,6 +130,28 @@ def _link(match: re.Match[str], origin: str, uri: str, files: Files) -> str:
     text = _words(match["text"], ROOT / "docs" / there)
     relative = os.path.relpath(there, os.path.dirname(uri) or ".")
     return f"{match['picture']}[{text}]({relative}{'#' + anchor if anchor else ''})"
+
+
+def _reference_link(text: str, uri: str) -> str:
+    """Return a link to source code as a link to the reference of the public name in its text, or to the index."""
+    name = re.fullmatch(r"`dt\.([\w.]+)`", text)
+    there = "reference/index.md" if name is None else reference.places()[f"dtrain.{name[1]}"]
+    return f"[{text}]({os.path.relpath(there, os.path.dirname(uri) or '.')})"
+
+
+def _linked_names(markdown: str, uri: str) -> str:
+    """Return the table of all names with a link from each name to its entry in the reference."""
+    door, rows = "dt", []
+    for row in markdown.split("\n"):
+        head, _, cell = row.removeprefix("| ").partition(" |")
+        door = next(iter(re.findall(r"^`(dt[.\w]*)`", head)), door)
+
+        def link(match: re.Match[str], door: str = door) -> str:
+            there = reference.places().get(f"{door.replace('dt', 'dtrain', 1)}.{match[1]}")
+            return f"[{match[0]}]({os.path.relpath(there, os.path.dirname(uri) or '.')})" if there else match[0]
+
+        rows.append(f"| {head} |{re.sub(r'`([A-Za-z_]+)`', link, cell)}" if row.startswith("| ") else row)
+    return "\n".join(rows)
 
 
 def _words(text: str, target: Path) -> str:

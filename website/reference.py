@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from dtrain.lazy_imports import public_names
@@ -31,8 +32,8 @@ ROOMS = (
     Room("dtrain.schedules", "Schedules", "Values as functions of the step. See [schedules](../schedules.md)."),
     Room("dtrain.schedules.composer", "Composer's schedules", "`dt.schedules.composer`. See [schedules](../schedules.md)."),
     Room("dtrain.transforms", "Transforms",
-         "Changes of a step, composed by `compose_step`. [All recipes](../recipes.md) lists their costs."),
-    Room("dtrain.surgery", "Model surgery", "Edits before sharding. [All recipes](../recipes.md) lists their costs."),
+         "Changes of a step, composed by `compose_step`. [Recipes](../recipes/index.md) has a page for each."),
+    Room("dtrain.surgery", "Model surgery", "Edits before sharding. [Recipes](../recipes/index.md) has a page for each."),
     Room("dtrain.optim", "Optimizers", "Optimizers and parameter groups. See [optimizers](../optimizers.md)."),
     Room("dtrain.data", "Data", "Datasets, orders, packing, streaming. See [data](../data.md) and [packing](../packing.md)."),
     Room("dtrain.checkpoint", "Checkpoints", "List, verify, prune, convert. See [checkpoints](../checkpoints.md)."),
@@ -70,6 +71,22 @@ def _defined(path: Path) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
+HEAD = """# Python reference
+
+Every public name of `import dtrain as dt`, one page per sub-package. [Stability](../stability.md) says what may change.
+
+An entry states the contract of a function:
+
+- *Mutates*: what is not the same afterwards. Without this line, nothing that existed before changes.
+- *Collective*: what the function sends. Every rank must call it then, alike. Without this line, nothing.
+- *Host sync*: where the host waits for the device. Without this line, nowhere.
+- *Raises*: errors of its own. `ConfigError` is a mistake in the call, the same on every rank.
+
+A name that ends in `_` writes into tensors that it is given. For a function that makes a transform, the contract is that of the
+step with the transform.
+"""
+
+
 def names(room: Room) -> list[str]:
     """Return the names of a page, with their package, in the order of their modules."""
     return [f"{room.package}.{name}" for name, _ in sorted(exported(room.package).items(), key=lambda item: item[::-1])]
@@ -83,10 +100,15 @@ def pages() -> Iterator[tuple[str, str]]:
         yield f"reference/{room.file}.md", f"# {room.title}\n\n{room.about}\n\n{entries}\n"
 
 
+@cache
+def places() -> dict[str, str]:
+    """Map each public name to its place in the site."""
+    return {name: f"reference/{room.file}.md#{name}" for room in ROOMS for name in names(room)}
+
+
 def index() -> str:
     """Return the page that lists all names by page."""
-    parts = ["# Python reference\n\nEvery public name of `import dtrain as dt`. [Stability](../stability.md) says what may "
-             "change.\n"]  # fmt: skip
+    parts = [HEAD]
     for room in ROOMS:
         listed = ", ".join(f"[`{name.rpartition('.')[2]}`]({room.file}.md#{name})" for name in names(room))
         parts.append(f"## [{room.title}]({room.file}.md)\n\n{listed}\n")

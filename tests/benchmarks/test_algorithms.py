@@ -1,4 +1,4 @@
-"""The script that measures what methods cost: that it writes what docs/recipes.md reads, and refuses before it measures."""
+"""The script that measures what methods cost: that it writes what the recipe cards read, and refuses before it measures."""
 
 import json
 import sys

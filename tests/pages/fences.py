@@ -13,6 +13,7 @@ DOCS = ROOT / "docs"
 PAGES = (
     *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "benchmarks/README.md")),
     *sorted(DOCS.glob("*.md")),
+    *sorted((DOCS / "recipes").glob("*.md")),
 )
 PAGES = tuple(page for page in PAGES if page.exists())
 ANEW = "<!-- anew -->"  # in the line above a block: it begins with a namespace of its own

@@ -5,7 +5,6 @@ RUN_BY = {
     "docs/collectives.md": "tests/dist/test_docs.py",
     "docs/observing.md": "tests/pages/test_observing.py",
     "docs/parallelism.md": "tests/shard/test_docs.py",
-    "docs/recipes.md": "tests/test_docstrings.py",
     "docs/schedules.md": "tests/schedules/test_pages.py",
     "docs/testing.md": "tests/testing/test_docs.py",
 }

@@ -115,10 +115,13 @@ LOOKED_AT = (
     "loop",
     "evidence",
     "notebooks/quick_start",
-    "recipes",
+    "recipes/index",
+    "recipes/mixup",
+    "recipes/cosine",
     "from_composer",
     "reference/index",
     "reference/loop",
+    "reference/transforms",
     "reference/commands",
 )
 

@@ -84,13 +84,13 @@ def set_option(option: str, schedule: ByGroup) -> Transform:
     Example:
         >>> import dtrain as dt
         >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
-        >>> step = dt.compose_step(loss_fn, [dt.transforms.set_option("momentum", dt.schedules.linear(0.0, 0.5, 1))])
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.set_option("momentum", dt.schedules.linear(0.1, 0.5, 1))])
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.zeros_(model.weight)
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))
         >>> for _ in range(2):  # the gradient is 1
         ...     state, _ = step(state, torch.ones(1, 1))
-        >>> model.weight.item()  # 1 with momentum 0, then 0.5 * 1 + 1
+        >>> model.weight.item()  # 1, then 0.5 * 1 + 1
         -2.5
 
     Mutates: the option of the optimizer's groups, during the update.

@@ -1,0 +1,100 @@
+"""Docstrings state the contract of each public function: what it returns, mutates, sends, waits for and raises."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import re
+from typing import Any
+
+import pytest
+
+import dtrain as dt
+import public
+from pages.fences import DOCS
+
+_HEADS = "Args|Returns|Yields|Raises|Mutates|Collective|Host sync|Formula|Source|Example|Examples|Note|Warns"
+_HEAD = re.compile(rf"(?:^|(?<=[.;] ))({_HEADS}):\s+", re.M)
+
+
+def contract(value: Any) -> dict[str, str]:
+    """Return the sections of a docstring by heading, each as one line; the part before the first heading is under ``""``."""
+    parts = _HEAD.split(inspect.getdoc(value) or "")
+    found = {"": parts[0]}
+    for head, body in zip(parts[1::2], parts[2::2], strict=True):
+        found.setdefault(head, re.split(r"\n\n(?=\S)", body)[0])
+    return {head: " ".join(body.split()).replace("``", "`") for head, body in found.items()}
+
+
+def raised(value: Any) -> list[str]:
+    """Return the errors that a docstring lists."""
+    body = re.search(r"^Raises:\n((?:[ ]+.*\n?|\n(?=[ ]))*)", inspect.getdoc(value) or "", re.M)
+    return re.findall(r"^    (\w+):", body[1], re.M) if body else []
+
+
+FUNCTIONS = {name: value for name in public.all_names() if inspect.isfunction(value := public.value(name))}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_function_has_a_summary_before_its_sections(name: str) -> None:
+    assert contract(FUNCTIONS[name])[""], "a docstring begins with a summary"
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.endswith("_")])
+def test_function_that_writes_into_its_arguments_says_what_it_mutates(name: str) -> None:
+    assert not re.match(r"(none|nothing)?\.?$", contract(FUNCTIONS[name]).get("Mutates", ""))
+
+
+@pytest.mark.parametrize("name", [name for name in FUNCTIONS if name.startswith("dtrain.dist.") and "gather" in name])
+def test_function_of_all_ranks_says_what_it_sends(name: str) -> None:
+    assert contract(FUNCTIONS[name]).get("Collective")
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_listed_errors_exist(name: str) -> None:
+    unknown = [error for error in raised(FUNCTIONS[name]) if not hasattr(dt.errors, error) and not hasattr(builtins, error)]
+    assert unknown == []
+
+
+def test_contract_is_parsed_from_docstring_headings() -> None:
+    def writes_(x: int) -> None:
+        """Return the result for ``x``.
+
+        Args:
+            x: a number.
+
+        Mutates: ``x``, in
+            place. Collective: none. Host sync: one.
+
+        Raises:
+            ConfigError: ``x`` is
+                wrong.
+            StepError: another.
+        """
+
+    said = contract(writes_)
+    assert (said["Mutates"], said["Collective"], said["Host sync"]) == ("`x`, in place.", "none.", "one.")
+    assert raised(writes_) == ["ConfigError", "StepError"]
+    assert said[""] == "Return the result for `x`."
+
+
+def test_contracts_are_those_of_the_docstrings() -> None:
+    assert raised(dt.build_mesh) == ["ConfigError", "DistError"]
+    assert "one all-reduce" in contract(dt.reduce_metrics)["Collective"]
+    assert len(FUNCTIONS) > 200
+
+
+STRATEGIES = {"full_shard", "shard_grad_op", "hybrid_shard", "replicate"}
+
+
+def test_every_name_in_the_table_exists_in_its_namespace() -> None:
+    table = (DOCS / "names.md").read_text()
+    door, wrong, count = "dt", [], 0
+    for row in table.split("\n|")[3:]:
+        head, cell = row.split("|")[:2]
+        door = next(iter(re.findall(r"`(dt[.\w]*)`", head)), door)
+        names = set(re.findall(r"`([A-Za-z_]+)`", cell)) - STRATEGIES
+        count += len(names)
+        wrong += [f"{door}.{name}" for name in names if not public.is_public(f"{door}.{name}")]
+    assert wrong == []
+    assert count > 100
