@@ -1,7 +1,7 @@
 """Sections of docstrings that Google's style does not have, as Markdown that the parser of Google's sections leaves unchanged.
 
-``Mutates:``, ``Collective:``, ``Host sync:``, ``Formula:``, ``Source:``, ``Suggested values:`` and ``When not to use:`` become
-items of a list. Each item begins with its name, and each suggested value is an item below.
+``Returns:``, ``Mutates:``, ``Collective:``, ``Host sync:``, ``Formula:``, ``Source:``, ``Suggested values:`` and
+``When not to use:`` become items of a list. Each item begins with its name, and each suggested value is an item below.
 """
 
 from __future__ import annotations
@@ -12,14 +12,26 @@ from typing import Any
 
 import griffe
 
-OWN = ("Mutates", "Collective", "Host sync", "Formula", "Source", "Suggested values", "When not to use", "Exit codes")
+OWN = (
+    "Returns",
+    "Yields",
+    "Mutates",
+    "Collective",
+    "Host sync",
+    "Formula",
+    "Source",
+    "Suggested values",
+    "When not to use",
+    "Exit codes",
+)
 _OWN = re.compile(rf"^({'|'.join(OWN)}):[ \t]*(.*)$")
 _HEAD = re.compile(r"^[A-Z][A-Za-z ]+:(\s|$)")
 
 
 def as_markdown(text: str) -> str:
     """A docstring whose own sections are a list."""
-    lines = ["Examples:" if line == "Example:" else line for line in text.splitlines()]  # the parser knows the plural
+    # The parser knows the plural, and Markdown has no second colon before code.
+    lines = ["Examples:" if line == "Example:" else re.sub(r"::$", ":", line) for line in text.splitlines()]
     out: list[str] = []
     at = 0
     while at < len(lines):

@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -143,15 +144,17 @@ def _linked_names(markdown: str, uri: str) -> str:
     """Return the table of all names with a link from each name to its entry in the reference."""
     door, rows = "dt", []
     for row in markdown.split("\n"):
-        head, _, cell = row.removeprefix("| ").partition(" |")
-        door = next(iter(re.findall(r"^`(dt[.\w]*)`", head)), door)
-
-        def link(match: re.Match[str], door: str = door) -> str:
-            there = reference.places().get(f"{door.replace('dt', 'dtrain', 1)}.{match[1]}")
-            return f"[{match[0]}]({os.path.relpath(there, os.path.dirname(uri) or '.')})" if there else match[0]
-
-        rows.append(f"| {head} |{re.sub(r'`([A-Za-z_]+)`', link, cell)}" if row.startswith("| ") else row)
+        head, _, cell = row.removeprefix("|").partition("|")
+        door = next(iter(re.findall(r"^ `(dt[.\w]*)`", head)), door)
+        linked = re.sub(r"`([A-Za-z]\w*)`", partial(_name_link, door.replace("dt", "dtrain", 1), uri), cell)
+        rows.append(f"|{head}|{linked}" if row.startswith("| ") else row)
     return "\n".join(rows)
+
+
+def _name_link(package: str, uri: str, match: re.Match[str]) -> str:
+    """Return the name of a package as a link to its entry; other words unchanged."""
+    there = reference.places().get(f"{package}.{match[1]}")
+    return f"[{match[0]}]({os.path.relpath(there, os.path.dirname(uri) or '.')})" if there else match[0]
 
 
 def _words(text: str, target: Path) -> str:

@@ -97,7 +97,8 @@ def pages() -> Iterator[tuple[str, str]]:
     yield "reference/index.md", index()
     for room in ROOMS:
         entries = "\n\n".join(f"::: {name}" for name in names(room))
-        yield f"reference/{room.file}.md", f"# {room.title}\n\n{room.about}\n\n{entries}\n"
+        listed = ", ".join(f"[`{name.rpartition('.')[2]}`](#{name})" for name in names(room))
+        yield f"reference/{room.file}.md", f"# {room.title}\n\n{room.about}\n\n{listed}\n\n{entries}\n"
 
 
 @cache

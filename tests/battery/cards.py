@@ -281,7 +281,7 @@ def cost_and_effect(card: Card) -> Iterator[str]:
         )
     if card.kind == "optim":
         table = re.findall(rf"^\| ([^|]*`(?:optim\.)?{card.name}`[^|]*) \| ([^|]*) \|", FIGURES.read_text(), re.M)
-        lines += [f"- {what}: {ratio} times its time." for what, ratio in table]
+        lines += [f"- Time of {what}: {ratio}." for what, ratio in table]
     if card.name in alone():
         (accuracy, time), (base, _) = alone()[card.name], alone()["off"]
         lines.append(f"- Digits, ResNet-8, 6 epochs: accuracy {accuracy} with it alone, {base} without; {time}x of the time.")
@@ -348,36 +348,36 @@ the tests, in a module that imports `torch`. Composer's names are in [a table](.
 *Tests* compare each method with values worked out by hand, a run on two ranks with FSDP2 with a run on one rank (relative
 {tolerance:.0e} in float64), and a resumed run with an uninterrupted run.
 
-*Overhead* is the processor time of a step with a transform, against the same method in a loop written by hand. The overhead
-includes that of the composed step, which is {nothing:.2f}x without any transform. For a surgery, *cost* is the time of a step
-against the model without the surgery. `python benchmarks/algorithms.py` measures both. For a transform, *cost* is the time of a
-run on digits against the run without the method (`python benchmarks/ablation.py`; empty: not measured). Measured on {machine}.
+*Cost* is the processor time with a recipe against the time without. For a surgery, the cost is that of a step
+(`python benchmarks/algorithms.py`). For a transform, the cost is that of a run on digits (`python benchmarks/ablation.py`;
+empty: not measured), and the card also has the time of a step against the same method in a loop written by hand. For example,
+`sam` takes {run} times the time of a run, and {more:.0f} % more time than a loop with SAM written by hand.
 """
 
 
 def index() -> str:
     """Return the page that lists all cards."""
-    measured = costs()
-    parts = [
-        INTRO.format(
-            tolerance=1e-12,
-            nothing=measured["costs"]["nothing"]["ratio"],
-            machine=measured["machine"].split(" / ")[0] + ", " + measured["machine"].rpartition(", ")[2],
-        )
-    ]
+    steps, run = costs()["costs"]["sam"]["ratio"], alone()["sam"][1]
+    parts = [INTRO.format(tolerance=1e-12, run=run, more=100 * (steps - 1))]
     for room, title in ROOMS.items():
         members = [card for card in cards().values() if card.room == room]
         if not members:
             continue
-        heads = ["recipe", "effect", *{"transforms": ["overhead", "cost"], "surgery": ["cost"]}.get(members[0].kind, [])]
+        heads = ["recipe", "effect", *(["cost"] if any(price(card) for card in members) else [])]
         head = f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|"
         rows = []
         for card in members:
-            time = alone().get(card.name, ("", ""))[1]
-            cells = [f"[{card.name}]({card.name}.md)", short(summary(card)), cost(card), f"{time}x" if time else ""]
+            cells = [f"[{card.name}]({card.name}.md)", short(summary(card)), price(card)]
             rows.append(f"| {' | '.join(cells[: len(heads)])} |")
         parts.append("\n".join([f"## {title}\n", head, *rows, ""]))
     return "\n".join(parts)
+
+
+def price(card: Card) -> str:
+    """Return the time with a method against the time without, as a cell of a table; empty if no run measured the method."""
+    if card.kind == "transforms":
+        return f"{alone()[card.name][1]}x" if card.name in alone() else ""
+    return cost(card)
 
 
 def short(text: str) -> str:

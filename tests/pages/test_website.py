@@ -51,7 +51,8 @@ def test_every_command_and_option_is_on_the_page(website: None) -> None:
 def test_custom_docstring_sections_become_a_list(website: None) -> None:
     docstrings = pytest.importorskip("docstrings", reason="needs griffe")
     given = "First.\nMutates: ``p.grad``.\nCollective: one\n    all-reduce.\n\nArgs:\n    x: it.\n\n"
-    given += "Example:\n    >>> 1\n    1\n\n>>> 2\n[2]\n"
+    given += "Example:\n    >>> 1\n    1\n\n>>> 2\n[2]\n\nReturns:\n    A number: the sum.\n\n"
+    given += "Suggested values:\n    A: 1 (B)\n    C: 2\n        (D)\nWhen not to use: never."
     assert docstrings.as_markdown(given).splitlines() == [
         "First.",
         "",
@@ -68,6 +69,13 @@ def test_custom_docstring_sections_become_a_list(website: None) -> None:
         "Examples:",
         "    >>> 2",
         "    [2]",
+        "",
+        "- **Returns.** A number: the sum.",
+        "",
+        "- **Suggested values.**",
+        "    - A: 1 (B)",
+        "    - C: 2 (D)",
+        "- **When not to use.** never.",
     ]
 
 
@@ -86,3 +94,29 @@ def test_lists_are_separated_from_preceding_text() -> None:
             if re.match(r"([-*]|1\.) ", line) and above.strip() and not re.match(r" *([-*]|\d+\.) |  |#|<!--", above):
                 wrong.append(f"{path.name}:{at}")
     assert wrong == []
+
+
+@pytest.fixture
+def hooks(website: None) -> ModuleType:
+    pytest.importorskip("mkdocs", reason="needs mkdocs")
+    import hooks
+
+    return hooks
+
+
+def test_recipe_cards_are_in_the_navigation_by_group(hooks: ModuleType) -> None:
+    cards = {f"recipes/{path.name}" for path in (DOCS / "recipes").glob("*.md")} - {"recipes/index.md"}
+    groups = {title: pages for group in hooks.recipes() for title, pages in group.items()}
+    assert "recipes/mixup.md" in groups["Batches and targets"]
+    assert sorted(itertools.chain(*groups.values())) == sorted(cards)
+
+
+def test_link_to_source_of_a_name_leads_to_its_reference_entry(hooks: ModuleType) -> None:
+    link = "[`dt.transforms.mixup`](../../src/dtrain/transforms/batches/mixup.py)"
+    match = hooks._FENCE_LINK_OR_CODE.fullmatch(link)
+    assert hooks._link(match, "docs/recipes/mixup.md", "recipes/mixup.md", None) == (
+        "[`dt.transforms.mixup`](../reference/transforms.md#dtrain.transforms.mixup)"
+    )
+    assert hooks._linked_names("| `dt.dist` | `use_tf32` |\n| | `none_such` |", "names.md") == (
+        "| `dt.dist` | [`use_tf32`](reference/dist.md#dtrain.dist.use_tf32) |\n| | `none_such` |"
+    )
