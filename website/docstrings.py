@@ -61,7 +61,8 @@ def as_markdown(text: str) -> str:
         if match[1] == "Suggested values":
             out += [f"- **{match[1]}.**", *(f"    - {item}" for item in _items(body))]
         else:
-            out.append(f"- **{match[1]}.** {' '.join(line.strip() for line in body if line.strip())}")
+            label = "Avoid if" if match[1] == "When not to use" else f"{match[1]}."
+            out.append(f"- **{label}** {' '.join(line.strip() for line in body if line.strip())}")
         at = end
         if at < len(lines) and lines[at].strip() and not _OWN.match(lines[at]):
             out.append("")

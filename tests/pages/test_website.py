@@ -52,7 +52,7 @@ def test_custom_docstring_sections_become_a_list(website: None) -> None:
     docstrings = pytest.importorskip("docstrings", reason="needs griffe")
     given = "First.\nMutates: ``p.grad``.\nCollective: one\n    all-reduce.\n\nArgs:\n    x: it.\n\n"
     given += "Example:\n    >>> 1\n    1\n\n>>> 2\n[2]\n\nReturns:\n    A number: the sum.\n\n"
-    given += "Suggested values:\n    A: 1 (B)\n    C: 2\n        (D)\nWhen not to use: never."
+    given += "Suggested values:\n    A: 1 (B)\n    C: 2\n        (D)\nWhen not to use: the run is short."
     assert docstrings.as_markdown(given).splitlines() == [
         "First.",
         "",
@@ -75,7 +75,7 @@ def test_custom_docstring_sections_become_a_list(website: None) -> None:
         "- **Suggested values.**",
         "    - A: 1 (B)",
         "    - C: 2 (D)",
-        "- **When not to use.** never.",
+        "- **Avoid if** the run is short.",
     ]
 
 
