@@ -162,8 +162,7 @@ def polynomial(start: float, end: float, steps: float, *, power: float) -> Sched
 
     Suggested values:
         DeepLab, segmentation: ``polynomial(1.0, 0.0, steps, power=0.9)`` (Chen et al. 2017, arXiv:1606.00915, section 4.1)
-        ImageNet, large batches with LARS: ``polynomial(1.0, 0.0, steps, power=2)`` (You et al. 2017, arXiv:1708.03888, section
-            5)
+        ImageNet, large batches with LARS: ``polynomial(1.0, 0.0, steps, power=2)`` (You et al. 2017, arXiv:1708.03888)
     When not to use: ``power`` is 1: ``linear`` is the same. The length of the run must be known, too.
     """
     check_number("polynomial", "start", start)

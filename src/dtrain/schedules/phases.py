@@ -221,7 +221,7 @@ def one_cycle(
     with ``total_steps = n`` and ``pct_start = p`` is ``steps = n - 1`` and ``rise = (p * n - 1) / (n - 1)``.
 
     Suggested values:
-        CIFAR-10, ResNet-56, SGD: ``start`` 0.1, ``peak`` 3.0 (Smith and Topin 2018, section 5)
+        CIFAR-10, ResNet-56, SGD: ``start`` 0.1, ``peak`` 3.0 (Smith and Topin 2018, experiments)
         fast.ai and torch: ``one_cycle(1 / 25, 1.0, 4e-6, steps, rise=0.3)`` (``torch.optim.lr_scheduler.OneCycleLR``'s
             defaults)
     When not to use: the largest stable rate is not known: ``peak`` is near that limit. Search the limit with a short run first.

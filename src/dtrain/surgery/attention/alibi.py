@@ -89,8 +89,7 @@ def alibi(
 
     Suggested values:
         decoder of 1.3B, evaluated on longer texts: train on 512 or 1024 tokens, evaluate on 2048 (Press et al. 2022, section 4)
-        MosaicBERT-Base, trained on 128 tokens: symmetric biases, no position embeddings (Portes et al. 2023, arXiv:2312.17482,
-            section 2)
+        MosaicBERT-Base, trained on 128 tokens: symmetric biases, no position embeddings (Portes et al. 2023, arXiv:2312.17482)
     When not to use: the model is pretrained with other positions, such as rotary ones. Flash kernels do not accept the float
         mask.
     """

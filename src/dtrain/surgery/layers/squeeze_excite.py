@@ -110,7 +110,7 @@ def squeeze_excite(
     Source: Hu et al. 2018, arXiv:1709.01507.
 
     Suggested values:
-        ImageNet, SE-ResNet-50: ``latent_channels=0.0625`` (reduction 16) (Hu et al. 2018, section 6.1)
+        ImageNet, SE-ResNet-50: ``latent_channels=0.0625`` (reduction 16) (Hu et al. 2018)
         ImageNet, ResNet-50, best speed for its accuracy: ``latent_channels=64``, ``min_channels=128`` (MosaicML Composer,
             method card of squeeze-and-excitation)
     When not to use: time counts more than accuracy: Composer's card reports about 25 % less throughput for 0.5 to 1.5 %

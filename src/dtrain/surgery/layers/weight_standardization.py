@@ -74,8 +74,8 @@ def weight_standardization(model: nn.Module, *, n_last_layers_to_ignore: int = 0
     Source: Qiao et al. 2019, arXiv:1903.10520, section 3.
 
     Suggested values:
-        COCO and ImageNet, ResNet-50 with group norm: all convolutions (Qiao et al. 2019, section 4)
-        BiT, ResNet-50x1 to 152x4 with group norm: all convolutions (Kolesnikov et al. 2020, arXiv:1912.11370, section 3)
+        COCO and ImageNet, ResNet-50 with group norm: all convolutions (Qiao et al. 2019, experiments)
+        BiT, ResNet-50x1 to 152x4 with group norm: all convolutions (Kolesnikov et al. 2020, arXiv:1912.11370)
     When not to use: the batch per rank is large and the model has batch norm: the paper's gain is for small batches with group
         norm. A pretrained model computes something else afterwards.
     """

@@ -74,7 +74,7 @@ def ghost_batch_norm(model: nn.Module, *, ghost_batch_size: int = 32) -> nn.Modu
     Source: Hoffer et al. 2017, arXiv:1705.08741, algorithm 1; Dimitriou and Arandjelovic 2020, arXiv:2007.08554.
 
     Suggested values:
-        CIFAR and ImageNet, batches of 4096: ``ghost_batch_size=128`` (Hoffer et al. 2017, section 6)
+        CIFAR and ImageNet, batches of 4096: ``ghost_batch_size=128`` (Hoffer et al. 2017, experiments)
         ImageNet, ResNet-50: ``ghost_batch_size`` of 16, 32 or 64 (MosaicML Composer, method card of ghost batch norm)
     When not to use: a rank has no more samples than ``ghost_batch_size``: plain batch norm then computes the same. Small groups
         also run more kernels.

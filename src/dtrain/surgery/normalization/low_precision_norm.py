@@ -135,7 +135,7 @@ def low_precision_layer_norm(model: nn.Module) -> nn.Module:
     Source: Ba et al. 2016, arXiv:1607.06450; low precision as in MosaicML Composer.
 
     Suggested values:
-        MosaicBERT, bf16: no values to choose (Portes et al. 2023, arXiv:2312.17482, section 2)
+        MosaicBERT, bf16: no values to choose (Portes et al. 2023, arXiv:2312.17482)
         BERT on the CPU, bf16: no values to choose (dtrain, ``examples/pretrain_bert.py``)
     When not to use: the run does not use autocast: nothing changes. Keep float32 norms if a residual stream of fp16 grows
         large.
@@ -171,7 +171,6 @@ def low_precision_group_norm(model: nn.Module) -> nn.Module:
 
     Suggested values:
         diffusion U-Net with autocast: bf16 or fp16, no values to choose (dtrain, ``examples/train_diffusion.py``)
-        diffusion U-Net, fp16: no values to choose (MosaicML Composer, method card of low precision group norm)
     When not to use: the run does not use autocast: nothing changes. Large activations of fp16 may overflow in the norm; bf16
         does not.
     """

@@ -135,7 +135,6 @@ def colout(
 
     Suggested values:
         ImageNet, ResNet-50; CIFAR-10, ResNet-56: ``p_row=0.15``, ``p_col=0.15`` (MosaicML Composer, method card of ColOut)
-        images of a few pixels: ``p_row=0.1``, ``p_col=0.1`` (dtrain; below the default, since small images lose details first)
     When not to use: the model needs one input size, as with fixed position embeddings. Composer's card reports 0.2 % less
         accuracy on ImageNet, and 1 % less on CIFAR-10.
     """

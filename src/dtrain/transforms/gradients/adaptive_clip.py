@@ -92,9 +92,9 @@ def adaptive_clip(clipping: float | Schedule = 0.01, *, eps: float = 1e-3) -> Tr
     Source: Brock et al. 2021, arXiv:2102.06171, section 4.
 
     Suggested values:
-        ImageNet, NFNet-F0 to F6, batch 4096: ``clipping=0.01``, ``eps=1e-3`` (Brock et al. 2021, section 4.1)
+        ImageNet, NFNet-F0 to F6, batch 4096: ``clipping=0.01``, ``eps=1e-3`` (Brock et al. 2021)
         ImageNet, NF-ResNet-50, smaller batches: ``clipping`` up to 0.16; larger batches need smaller values (Brock et al. 2021,
-            figure 2)
+            comparison of batch sizes)
     When not to use: the model has batch norm, which already bounds the size of updates. The paper also leaves out the last
         linear layer: select the other parameters with ``masked``.
     """

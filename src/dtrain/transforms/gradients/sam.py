@@ -143,8 +143,8 @@ def sam(
     treats a loss of 0 as no loss; here a step at loss 0 is made.
 
     Suggested values:
-        ImageNet and CIFAR-10: ``rho=0.05`` (Foret et al. 2021, section 3.1)
-        CIFAR-100, Wide-ResNet: ``rho=0.1`` (Foret et al. 2021, appendix C)
+        ImageNet and CIFAR-10: ``rho=0.05`` (Foret et al. 2021, section 3)
+        CIFAR-100, Wide-ResNet: ``rho=0.1`` (Foret et al. 2021, appendix)
         ImageNet, ResNet-50, little extra time: ``rho=0.5``, ``interval=10`` (MosaicML Composer, method card of SAM)
     When not to use: a run has no spare time: a step costs two gradients, unless ``interval`` is larger than 1. Other
         regularization, such as ``mixup``, reduces the gain.

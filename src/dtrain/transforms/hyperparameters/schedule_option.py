@@ -58,7 +58,7 @@ def scale_option(option: str, schedule: ByGroup) -> Transform:
 
     Suggested values:
         DINO, weight decay from 0.04 to 0.4: ``scale_option("weight_decay", cosine(1.0, 10.0, steps))`` (Caron et al. 2021,
-            arXiv:2104.14294, section 3.2)
+            arXiv:2104.14294)
         weight decay that falls with the rate: the schedule of ``scale_lr`` (Loshchilov and Hutter 2019, algorithm 2)
     When not to use: the optimizer is ``DecoupledAdamW`` or ``DecoupledSGDW``, whose decay already follows the rate: a second
         schedule would act twice.

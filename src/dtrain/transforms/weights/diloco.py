@@ -120,8 +120,7 @@ def diloco(
 
     Suggested values:
         C4, decoder of 150M, 8 replicas: ``interval=500``, ``lr=0.7``, ``momentum=0.9`` (Douillard et al. 2023, section 3)
-        C4, decoder of 1.1B, 4 replicas: ``interval=125``, ``lr=0.7``, ``momentum=0.9`` (Jaghouar et al. 2024, arXiv:2407.07852,
-            section 4)
+        C4, decoder of 1.1B, 4 replicas: ``interval=125``, ``lr=0.7``, ``momentum=0.9`` (Jaghouar et al. 2024, arXiv:2407.07852)
     When not to use: the network between all ranks is fast: a gradient reduction in every step then costs little, and its result
         does not depend on the number of replicas.
     """

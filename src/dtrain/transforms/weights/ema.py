@@ -89,7 +89,7 @@ def ema(
 
     Suggested values:
         CIFAR-10 diffusion, U-Net: ``decay=0.9999`` (Ho et al. 2020, arXiv:2006.11239, appendix B)
-        SVHN and CIFAR-10, mean teacher: ``decay=0.99`` first, then ``0.999`` (Tarvainen and Valpola 2017, appendix B)
+        SVHN and CIFAR-10, mean teacher: ``decay=0.99`` first, then ``0.999`` (Tarvainen and Valpola 2017)
         any run with epochs: ``half_life="1ep"``, or ``"50ba"`` for shorter memory (MosaicML Composer, method card of EMA)
     When not to use: memory for one more copy of the parameters is missing, or a run has fewer steps than a few half lives. Then
         the average still contains the start.
