@@ -62,7 +62,7 @@ def docs(session: nox.Session) -> None:
     install(session, *needs, "typer", "ruff", "pytest")
     session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
     env = {"DTRAIN_SITE": "build/site", "PYTHONPATH": "src"}
-    session.run("pytest", "--noconftest", "tests/pages/test_site.py", *session.posargs, env=env)
+    session.run("pytest", "--noconftest", "tests/pages/test_website.py", "tests/pages/test_site.py", *session.posargs, env=env)
 
 
 @nox.session(reuse_venv=False)

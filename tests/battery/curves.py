@@ -185,7 +185,7 @@ def singular_values() -> Plot:
     points = [(float(value), mapped(value)) for value in values]
     return Plot(
         x="singular value before",
-        y="after",
+        y="singular value after",
         lines={"": points},
         about="`orthogonalize` maps the singular values of a matrix of norm 1 near 1.",
     )
