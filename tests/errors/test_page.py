@@ -38,7 +38,7 @@ def test_every_section_has_a_test() -> None:
 
 def test_every_section_links_to_another_page() -> None:
     parts = re.split(r"^## (.*)\n", PAGE.read_text(), flags=re.M)[1:]
-    assert [name for name, body in zip(parts[::2], parts[1::2], strict=True) if not re.search(r"\]\(\w+\.md", body)] == []
+    assert [name for name, body in zip(parts[::2], parts[1::2], strict=True) if not re.search(r"\]\([\w/]+\.md", body)] == []
 
 
 def test_page_has_at_least_eight_python_blocks() -> None:
