@@ -109,7 +109,9 @@ def compile_patterns(patterns: Iterable[str], *, caller: str) -> Callable[[str],
     parts = []
     for pattern in patterns:
         if not isinstance(pattern, str):
-            raise ConfigError(f"{caller}: patterns of names must be text, got {pattern!r}")
+            raise ConfigError(
+                f"{caller}: patterns of names must be text, got {pattern!r}. Pass a pattern such as 'blocks.*.weight'."
+            )
         pieces = re.split(r"(\*\*|\*)", pattern)
         parts.append("".join({"**": ".*", "*": "[^.]*"}.get(piece, re.escape(piece)) for piece in pieces))
     regex = re.compile("|".join(f"(?:{part})" for part in parts) if parts else r"(?!)")

@@ -59,7 +59,7 @@ def check_params(params: Params, *, sharded: Sequence[str]) -> None:
         ConfigError: no parameters, parameters on the meta device, or gathered copies instead of shards.
     """
     if not params:
-        raise ConfigError("init: the model has no parameters")
+        raise ConfigError("init: the model has no parameters. Build its layers before step.init.")
     meta = [name for name, p in params.items() if p.is_meta]
     if meta:
         raise ConfigError(

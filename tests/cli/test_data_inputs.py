@@ -125,7 +125,7 @@ def test_documents_kind_reads_each_file_as_one_sample(here):
     (here / "b.py").write_bytes(b"\xff")
     assert read("a.txt", kind="documents") == [{"text": "eins\nzwei\n"}]
     assert read("b.py", kind="documents", as_bytes=True) == [{"text": b"\xff"}]
-    with pytest.raises(DataError, match=r"^b.py: is not UTF-8: invalid start byte at byte 0$"):
+    with pytest.raises(DataError, match=r"^b.py: is not UTF-8: invalid start byte at byte 0. Convert"):
         read("b.py", kind="documents")
 
 

@@ -120,7 +120,8 @@ SAID = {
             "tuple, dict), got builtins.function. Convert it in state_dict().",
             "ConfigError: loader: dataset.decode cannot be sent to a worker (AttributeError: Can't ... local object "
             "'...<locals>.<lambda>'). Open it where it is used",
-            "ConfigError: all_gather_json: takes plain data only: Object of type function is not JSON serializable",
+            "ConfigError: all_gather_json: takes plain data only: Object of type function is not JSON serializable. "
+            "Pass numbers, texts, booleans, None, lists and dicts.",
         ),
     ),
     "A batch that grew with the number of ranks": Said(),

@@ -127,7 +127,11 @@ def list_steps(root: Path | str) -> list[CheckpointInfo]:
     except OSError as error:
         raise CheckpointError(f"list_steps: {error}") from error
     for bad in corrupt:
-        warnings.warn(f"list_steps: {bad.path} is corrupt and skipped: {bad.reason}", stacklevel=2)
+        warnings.warn(
+            f"list_steps: {bad.path} is corrupt and skipped: {bad.reason}. "
+            "Run `dtrain checkpoints verify` on its folder, then restore or remove this step.",
+            stacklevel=2,
+        )
     return committed
 
 

@@ -136,7 +136,10 @@ def _check_groups_open(save: SaveRequest) -> None:
     Without process groups this process would appear to be the only rank.
     """
     if get_dist_info() is not save.info:
-        raise CheckpointError(f"{save.caller}: the process groups were closed during the save of step {save.step}")
+        raise CheckpointError(
+            f"{save.caller}: the process groups were closed during the save of step {save.step}. "
+            "Call save_sharded inside of `with dt.init_dist()`."
+        )
 
 
 def _decide_on_rank_0(save: SaveRequest) -> SaveDecision:
@@ -250,7 +253,9 @@ def _clean_up(root: AnyPath, run_id: str, save: SaveRequest) -> None:
         )  # fmt: skip
     except (OSError, CheckpointError) as error:
         warnings.warn(
-            f"{save.caller}: step {save.step} is committed, but older steps could not be removed: {error}", stacklevel=2
+            f"{save.caller}: step {save.step} is committed, but older steps could not be removed: {error}. "
+            "Check the permissions of the folder.",
+            stacklevel=2,
         )
 
 

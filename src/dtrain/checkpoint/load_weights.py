@@ -100,7 +100,8 @@ def match_by_name(
         raise mismatch_report.mismatch_error(caller, rows, source="file", advice=_ADVICE)
     if not stored_as:
         raise CheckpointMismatchError(
-            f"{caller}: at least one of the {len(refs)} tensors must match the model, but rename= leaves out all of them"
+            f"{caller}: at least one of the {len(refs)} tensors must match the model, but rename= leaves out all of them. "
+            "Return at least one name of the model from rename=."
         )
     return NameMatch(
         targets={name: here[first] for first, name in stored_as.items()},
@@ -139,12 +140,16 @@ def _missing_matcher(missing: Sequence[str], names: Iterable[str], caller: str) 
     if isinstance(missing, str):
         raise ConfigError(f"{caller}: missing must be a list of patterns, got the string {missing!r}. Write [{missing!r}].")
     if not isinstance(missing, Iterable):
-        raise ConfigError(f"{caller}: missing must be a list of patterns such as ['head.*'], got {missing!r}")
+        raise ConfigError(
+            f"{caller}: missing must be a list of patterns such as ['head.*'], got {missing!r}. "
+            "Put a single pattern into a list."
+        )
     names = list(names)
     for pattern in missing:
         if not any(map(compile_patterns([pattern], caller=f"{caller}: missing"), names)):
             raise ConfigError(
-                f"{caller}: missing must match names of the model, got {pattern!r} (* matches text without a dot, ** any text)"
+                f"{caller}: missing must match names of the model, got {pattern!r}. * matches text without a dot, ** any text. "
+                "Print [name for name, _ in model.named_parameters()] to see the names."
             )
     return compile_patterns(missing, caller=f"{caller}: missing")
 
@@ -155,15 +160,24 @@ def _apply_rename(refs: Mapping[str, TensorRef], rename: Rename | None, caller: 
     if isinstance(mapping, Mapping):
         unknown = [name for name in mapping if name not in refs]
         if unknown:
-            raise ConfigError(f"{caller}: rename must have stored names, got {unknown[0]!r} ({len(unknown)} such names)")
+            raise ConfigError(
+                f"{caller}: rename must have stored names, got {unknown[0]!r} ({len(unknown)} such names). "
+                "Remove these entries from rename=, or use the names that the file stores."
+            )
         results = {name: mapping.get(name, name) for name in refs}
     elif not callable(mapping):
-        raise ConfigError(f"{caller}: rename must be a function of the stored name, or a mapping, got {mapping!r}")
+        raise ConfigError(
+            f"{caller}: rename must be a function of the stored name, or a mapping, got {mapping!r}. "
+            f"Pass rename={{'old.weight': 'new.weight'}}, for example."
+        )
     else:
         results = {name: mapping(name) for name in refs}
     bad = next((name for name, result in results.items() if not isinstance(result, str | None)), None)
     if bad is not None:
-        raise ConfigError(f"{caller}: rename must return a name in the model or None for {bad!r}, got {results[bad]!r}")
+        raise ConfigError(
+            f"{caller}: rename must return a name in the model or None for {bad!r}, got {results[bad]!r}. "
+            "Return None to leave a tensor out."
+        )
     return {name: result for name, result in results.items() if result is not None}
 
 

@@ -145,9 +145,17 @@ def _keep_newest_sound(run: Sequence[CheckpointInfo], to_remove: set[int]) -> li
         return removable
     newest = next((step for step in reversed(removable) if _is_sound(step)), None)
     if newest is None:
-        warnings.warn(f"{_CALLER}: no step of run {run[0].run_id} passes verification, so no step is removed", stacklevel=4)
+        warnings.warn(
+            f"{_CALLER}: no step of run {run[0].run_id} passes verification, so no step is removed. "
+            "Run `dtrain checkpoints verify`, and keep at least one step that passes.",
+            stacklevel=4,
+        )
         return []
-    warnings.warn(f"{_CALLER}: {newest.path} is kept, because no step to keep passes verification", stacklevel=4)
+    warnings.warn(
+        f"{_CALLER}: {newest.path} is kept, because no step to keep passes verification. "
+        "Run `dtrain checkpoints verify` on the newer steps.",
+        stacklevel=4,
+    )
     return [step for step in removable if step is not newest]
 
 
@@ -220,7 +228,11 @@ def remove_leftovers(root: AnyPath, *, caller: str = "save_sharded") -> None:
             try:
                 storage.remove_folder(root / name, first=layout.MANIFEST)
             except OSError as error:
-                warnings.warn(f"{caller}: could not remove {root / name}: {error}", stacklevel=3)
+                warnings.warn(
+                    f"{caller}: could not remove {root / name}: {error}. "
+                    "Remove the folder yourself, or change its permissions.",
+                    stacklevel=3,
+                )
 
 
 def _is_leftover(root: AnyPath, name: str) -> bool:
@@ -267,7 +279,11 @@ def move_aside(folder: AnyPath, caller: str) -> None:
     elif storage.exists(folder):
         aside = folder.with_name(f"{folder.name}.aside-{secrets.token_hex(4)}")
         storage.rename(folder, aside)
-        warnings.warn(f"{caller}: {folder} is not a valid checkpoint and was renamed to {aside.name}", stacklevel=2)
+        warnings.warn(
+            f"{caller}: {folder} is not a valid checkpoint and was renamed to {aside.name}. "
+            "Remove the renamed folder when nothing in it is needed.",
+            stacklevel=2,
+        )
 
 
 def remove_or_warn(folder: AnyPath, caller: str) -> None:
@@ -276,4 +292,7 @@ def remove_or_warn(folder: AnyPath, caller: str) -> None:
         if storage.exists(folder):
             storage.remove_folder(folder, first=layout.MANIFEST)
     except OSError as error:
-        warnings.warn(f"{caller}: could not remove {folder}: {error}", stacklevel=2)
+        warnings.warn(
+            f"{caller}: could not remove {folder}: {error}. Remove the folder yourself, or change its permissions.",
+            stacklevel=2,
+        )

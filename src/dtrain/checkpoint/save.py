@@ -229,9 +229,15 @@ def _as_states(state: TrainState | Mapping[str, TrainState]) -> dict[str, TrainS
         raise ConfigError(f"{_CALLER}: state must be a TrainState, or several by name, got {state!r}"[:300])
     for name, named_state in state.items():
         if type(name) is not str or name in ("", tree_json.TAG):
-            raise ConfigError(f"{_CALLER}: names of states must be strings, neither empty nor {tree_json.TAG!r}, got {name!r}")
+            raise ConfigError(
+                f"{_CALLER}: names of states must be strings, neither empty nor {tree_json.TAG!r}, got {name!r}. "
+                f"Name the states as in {{'generator': g, 'discriminator': d}}."
+            )
         if not isinstance(named_state, TrainState):
-            raise ConfigError(f"{_CALLER}: {name} must be a TrainState, got {type(named_state).__name__}")
+            raise ConfigError(
+                f"{_CALLER}: {name} must be a TrainState, got {type(named_state).__name__}. "
+                "Pass the state that the step returned."
+            )
     return dict(state)
 
 

@@ -61,7 +61,7 @@ class SaveTask(Generic[T]):
     def raise_if_cancelled(self) -> None:
         """Raise if the task was cancelled."""
         if self.cancelled:
-            raise CheckpointError(f"{self.name} was interrupted")
+            raise CheckpointError(f"{self.name} was interrupted. Call save_sharded again to save the state.")
 
     @property
     def has_unreported_failure(self) -> bool:

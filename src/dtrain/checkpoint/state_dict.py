@@ -98,7 +98,10 @@ def collect_contents(
     """
     bad = next((name for name in extra if type(name) is not str), None)
     if bad is not None:
-        raise ConfigError(f"save_sharded: extra must have string names, got {type(bad).__name__} {bad!r}")
+        raise ConfigError(
+            f"save_sharded: extra must have string names, got {type(bad).__name__} {bad!r}. "
+            f"Use texts as keys, such as extra={{'loader': loader}}."
+        )
     shared: dict[str, Any] = {}
     values: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
@@ -171,7 +174,10 @@ def _optimizer_state(state: TrainState) -> dict[str, Any]:
     for param, content in state.optimizer.state.items():
         if id(param) not in names:
             shown = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
-            raise ConfigError(f"save_sharded: optimizer state must belong to parameters of the model, got state for {shown}")
+            raise ConfigError(
+                f"save_sharded: optimizer state must belong to parameters of the model, got state for {shown}. "
+                "Build the optimizer from model.parameters() after shard_model."
+            )
         by_name[names[id(param)]] = content
     return {name: dict(by_name[name]) for name in state.params if name in by_name}
 

@@ -100,7 +100,9 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any
         return {TAG: "str", "value": tree} if tree.startswith(TAG) else tree
     if type(tree) is int:
         if tree.bit_length() > MAX_INT_BITS:
-            raise ConfigError(f"{path}: an integer must have at most {MAX_INT_BITS} bits, got {tree.bit_length()}")
+            raise ConfigError(
+                f"{path}: an integer must have at most {MAX_INT_BITS} bits, got {tree.bit_length()}. Save the integer as text."
+            )
         return tree
     if isinstance(tree, float):
         return float(tree) if math.isfinite(tree) else {TAG: "float", "value": str(float(tree))}
@@ -120,7 +122,10 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any
 def _encode_dict(tree: dict[Any, Any], path: str, tensors: dict[str, Tensor], depth: int) -> Any:
     bad = next((key for key in tree if type(key) not in (str, int)), None)
     if bad is not None:
-        raise ConfigError(f"{path}: keys must be strings or integers, got {type(bad).__name__} {bad!r}")
+        raise ConfigError(
+            f"{path}: keys must be strings or integers, got {type(bad).__name__} {bad!r}. "
+            "Convert the keys with str() before the save."
+        )
     if len({str(key) for key in tree}) != len(tree):
         raise ConfigError(f"{path}: two keys have the same text, one as string and one as integer. Rename one of them.")
     values = {key: _encode(item, join_key(path, key), tensors, depth + 1) for key, item in tree.items()}
@@ -133,7 +138,8 @@ def _encode_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Any
     if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_meta:
         raise ConfigError(
             f"{path}: a tensor must be dense, real and have data, "
-            f"got dtype {tensor.dtype}, layout {tensor.layout}, device {tensor.device}"
+            f"got dtype {tensor.dtype}, layout {tensor.layout}, device {tensor.device}. "
+            "Save tensor.to_dense() or torch.view_as_real(tensor), after materialize."
         )
     tensors[path] = tensor
     return _tensor_text(tensor.dtype, tuple(tensor.shape), is_dtensor(tensor))

@@ -267,7 +267,10 @@ def _read_value(sample: Mapping[str, Any], name: str, read: Callable[[str], Any]
     try:
         return read(value)
     except ValueError:
-        raise DataError(f"sample {number}: column {name!r} holds {value!r}, which is not {read.__name__}") from None
+        raise DataError(
+            f"sample {number}: column {name!r} holds {value!r}, which is not {read.__name__}. "
+            "Choose another column, or convert its values before the import."
+        ) from None
 
 
 def iter_texts(samples: Iterable[Mapping[str, Any]], column: str) -> Iterator[str | bytes]:

@@ -261,9 +261,14 @@ def _read_jsonl(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSa
             sample = json.loads(line)
         except (ValueError, RecursionError) as error:
             reason = " ".join(str(error).split())
-            raise DataError(f"{data_input.name}, line {number}: is not JSON: {reason}") from error
+            raise DataError(
+                f"{data_input.name}, line {number}: is not JSON: {reason}. Correct this line; each line is one JSON object."
+            ) from error
         if not isinstance(sample, dict):
-            raise DataError(f"{data_input.name}, line {number}: is a JSON {type(sample).__name__}, not an object with columns")
+            raise DataError(
+                f"{data_input.name}, line {number}: is a JSON {type(sample).__name__}, not an object with columns. "
+                f'Write one JSON object per line, such as {{"text": "..."}}.'
+            )
         yield sample
 
 
@@ -286,7 +291,10 @@ def _decode_text(content: bytes, location: str) -> str:
     try:
         return content.decode()
     except UnicodeDecodeError as error:
-        raise DataError(f"{location}: is not UTF-8: {error.reason} at byte {error.start}") from error
+        raise DataError(
+            f"{location}: is not UTF-8: {error.reason} at byte {error.start}. "
+            "Convert the file to UTF-8, with iconv for example."
+        ) from error
 
 
 def _read_file(data_input: DataInput, advance: ReportBytes) -> Iterator[InputSample]:
@@ -309,10 +317,16 @@ def _read_csv_rows(data_input: DataInput, advance: ReportBytes) -> Iterator[Inpu
         rows = csv.reader(text, dialect="excel-tab" if data_input.kind == "tsv" else "excel", strict=True)
         columns = next(rows, None)
         if not columns or "" in columns or len(set(columns)) < len(columns):
-            raise DataError(f"{data_input.name}: the first line must name each column once, got {columns}")
+            raise DataError(
+                f"{data_input.name}: the first line must name each column once, got {columns}. "
+                "Write a header line with different names."
+            )
         for row in rows:
             if row and len(row) != len(columns):
-                raise DataError(f"{data_input.name}, line {rows.line_num}: has {len(row)} values for {len(columns)} columns")
+                raise DataError(
+                    f"{data_input.name}, line {rows.line_num}: has {len(row)} values for {len(columns)} columns. "
+                    "Quote values that contain commas or line ends."
+                )
             if row:
                 yield dict(zip(columns, row, strict=True))
 
@@ -344,7 +358,10 @@ def _read_hugging_face(data_input: DataInput, advance: ReportBytes) -> Iterator[
         state = json.loads(storage.read_file(data_input.place / "state.json", limit=_MAX_STATE_BYTES))
         names = [str(file["filename"]) for file in state["_data_files"]]
     except (KeyError, TypeError, ValueError, OSError) as error:
-        raise ConfigError(f"{data_input.name!r} is not a folder that Dataset.save_to_disk wrote: {error!r}") from error
+        raise ConfigError(
+            f"{data_input.name!r} is not a folder that Dataset.save_to_disk wrote: {error!r}. "
+            "Pass the folder that save_to_disk wrote, or a .jsonl, .csv or .parquet file."
+        ) from error
     for name in names:
         with open_binary(data_input.place / name, advance) as file:
             try:

@@ -180,7 +180,10 @@ def _decode_samples(raw: memoryview, entry: ShardEntry, options: Mapping[str, An
                 shard[row]
             # The class of the error depends on the bytes.
             except Exception as error:
-                raise DataError(f"sample {row} cannot be decoded: {type(error).__name__}: {single_line(error)}") from error
+                raise DataError(
+                    f"sample {row} cannot be decoded: {type(error).__name__}: {single_line(error)}. "
+                    "Write the shard again, or leave the sample out."
+                ) from error
     finally:
         shard.close()
 

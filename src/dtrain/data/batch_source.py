@@ -239,7 +239,10 @@ class EmptyBatchTemplate:
             return (payload.batch, None) if has_samples else (self.empty_batch(), payload.batch)
         if self._last is None:
             first = "".join(f": sample {index}: {error}" for index, error in payload.skipped[:1])
-            raise DataError(f"loader: none of the {len(payload.skipped)} samples of the first batch could be read{first}")
+            raise DataError(
+                f"loader: none of the {len(payload.skipped)} samples of the first batch could be read{first}. "
+                "Correct the dataset, or pass on_error='raise' to see the first error."
+            )
         return self.empty_batch(), self._last
 
     def empty_batch(self) -> Batch:

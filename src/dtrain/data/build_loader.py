@@ -135,9 +135,15 @@ def _check_batch_size(size: int | Schedule, dataset: Any, last_batch: LastBatch)
     if not callable(size):
         return check_int("build_loader", "global_batch_size", size)
     if isinstance(size, UnitSchedule) and size.unit != "ba":
-        raise ConfigError(f"build_loader: global_batch_size must be a schedule of steps, got {size.unit!r}")
+        raise ConfigError(
+            f"build_loader: global_batch_size must be a schedule of steps, got {size.unit!r}. "
+            "Write it as a function of batches (ba)."
+        )
     if last_batch != "short" or not is_indexed(dataset):
-        raise ConfigError("build_loader: a schedule of global_batch_size needs an indexed dataset and last_batch='short'")
+        raise ConfigError(
+            "build_loader: a schedule of global_batch_size needs an indexed dataset and last_batch='short'. "
+            "Pass last_batch='short', and a dataset with len() and []."
+        )
     return size
 
 
@@ -149,7 +155,7 @@ def _map_batch_source(
     dataset, batch = fetcher.dataset, options.global_batch_size
     size = len(dataset)
     if size < 1:
-        raise ConfigError("build_loader: the dataset has no samples")
+        raise ConfigError("build_loader: the dataset has no samples. Check the path or the filter that the dataset reads with.")
     if isinstance(shuffle, BlockShuffle) and not hasattr(dataset, "order"):
         raise ConfigError(
             f"build_loader: a {type(dataset).__name__} has no shards to shuffle within. Use shuffle=True, or a ShardedDataset"
@@ -169,7 +175,10 @@ def _iterable_batch_source(
 ) -> IterableBatchSource:
     dataset, ranks = fetcher.dataset, options.ranks
     if not hasattr(dataset, "__iter__"):
-        raise ConfigError(f"build_loader: dataset must have len and [], or be iterable, got a {type(dataset).__name__}")
+        raise ConfigError(
+            f"build_loader: dataset must have len and [], or be iterable, got a {type(dataset).__name__}. "
+            "Define __len__ and __getitem__, or __iter__."
+        )
     if shuffle is not False and not is_mosaic(dataset):
         raise ConfigError("build_loader: an iterable dataset has its own order. Use shuffle=False, and shuffle in the dataset")
     if options.last_batch == "pad":
@@ -178,7 +187,8 @@ def _iterable_batch_source(
     adapter = adapt_mosaic(dataset, global_batch_size=batch, ranks=ranks) if is_mosaic(dataset) else None
     if pre_sharded and batch % ranks:
         raise ConfigError(
-            f"build_loader: pre_sharded needs a global_batch_size that is divisible by {ranks} ranks, got {batch}"
+            f"build_loader: pre_sharded needs a global_batch_size that is divisible by {ranks} ranks, got {batch}. "
+            f"Pass a multiple of {ranks} as global_batch_size."
         )
     return IterableBatchSource(
         fetcher=replace(fetcher, dataset=as_iterable(dataset)),

@@ -205,7 +205,10 @@ def memory_map(path: str | Path, make: Callable[[], Any]) -> Any:
         if first and not storage.exists(folder):
             tensors = make()
             if not isinstance(tensors, TensorDictBase) or not tensors.batch_dims:
-                raise ConfigError(f"memory_map: make must return a TensorDict with a batch size, got {type(tensors).__name__}")
+                raise ConfigError(
+                    f"memory_map: make must return a TensorDict with a batch size, got {type(tensors).__name__}. "
+                    "Return tensordict.TensorDict(tensors, batch_size=[count])."
+                )
             # The folder is renamed only when it is complete, so that a folder with the final name can always be read.
             partial = folder.with_name(f"{folder.name}.tmp-{secrets.token_hex(4)}")
             storage.make_folders(partial.parent)

@@ -47,7 +47,8 @@ def collate(samples: Sequence[Any]) -> Batch:
     if len(kinds) > 1:
         odd = next(sample for sample in samples if type(sample) is not type(first))
         raise DataError(
-            f"collate: samples must have one type, got {type(first).__name__} and {type(odd).__name__} in one batch"
+            f"collate: samples must have one type, got {type(first).__name__} and {type(odd).__name__} in one batch. "
+            "Return one type from the dataset's __getitem__, or pass collate=."
         )
     try:
         if isinstance(first, Tensor):
@@ -173,7 +174,9 @@ def seed_per_sample(fn: Callable[[Any], Any]) -> SampleTransform:
         ConfigError: ``fn`` is not callable.
     """
     if not callable(fn):
-        raise ConfigError(f"seed_per_sample: fn must be a function of a sample, got {fn!r}")
+        raise ConfigError(
+            f"seed_per_sample: fn must be a function of a sample, got {fn!r}. Pass the function itself, not its result."
+        )
     return _SeededTransform(fn)
 
 

@@ -57,7 +57,10 @@ def read_position(state: Mapping[str, Plain]) -> Position:
     values = {name: state.get(name) for name in ("epoch", "samples", "batches", "total")}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int):
-            raise CheckpointMismatchError(f"loader: {name!r} of the saved position must be an integer, got {value!r}")
+            raise CheckpointMismatchError(
+                f"loader: {name!r} of the saved position must be an integer, got {value!r}. "
+                "Load a checkpoint with another step, or leave the loader out of extra=."
+            )
     return Position(**cast("dict[str, int]", values))
 
 
@@ -138,7 +141,8 @@ class EpochBatches:
         size = self.global_batch_size(at.batches)
         if not 1 <= size < math.inf:
             raise ConfigError(
-                f"loader: a schedule of global_batch_size must give 1 or more, got {size!r} at batch {at.batches}"
+                f"loader: a schedule of global_batch_size must give 1 or more, got {size!r} at batch {at.batches}. "
+                "Correct the schedule so that no batch is empty."
             )
         return int(size)
 

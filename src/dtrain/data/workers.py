@@ -192,7 +192,10 @@ def _start_workers(source: Any, options: dict[str, Any]) -> Any:
         where = find_unpicklable(source, "")
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if where is None:
-            raise ConfigError(f"loader: workers could not be started ({reason})") from error
+            raise ConfigError(
+                f"loader: workers could not be started ({reason}). "
+                "Pass num_workers=0, or raise the limit that the reason names."
+            ) from error
         raise ConfigError(f"loader: {where} cannot be sent to a worker ({reason}). Open it where it is used") from error
 
 

@@ -252,7 +252,10 @@ def check_rank(caller: str, name: str, rank: int) -> DistInfo:
     """
     info = get_dist_info()
     if not 0 <= rank < info.world_size:
-        raise ConfigError(f"{caller}: {name} must be from 0 to {info.world_size - 1} (the ranks), got {rank}")
+        raise ConfigError(
+            f"{caller}: {name} must be from 0 to {info.world_size - 1} (the ranks), got {rank}. "
+            "Pass a rank of this run; 0 is usual."
+        )
     return info
 
 
@@ -277,7 +280,9 @@ def _encode_json(obj: Plain, caller: str) -> tuple[bytes, ConfigError | None]:
     try:
         text = json.dumps(obj, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as problem:
-        error = ConfigError(f"{caller}: takes plain data only: {problem}")
+        error = ConfigError(
+            f"{caller}: takes plain data only: {problem}. Pass numbers, texts, booleans, None, lists and dicts."
+        )
     else:
         if len(text) <= MAX_JSON_BYTES:
             return text, None

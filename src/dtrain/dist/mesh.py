@@ -100,7 +100,10 @@ def _fill_degrees(degrees: dict[str, int], world_size: int) -> dict[str, int]:
     text = " * ".join(f"{name}={value}" for name, value in degrees.items())
     free = [name for name, value in degrees.items() if value == -1]
     if len(free) > 1 or any(value < 1 and value != -1 for value in degrees.values()):
-        raise ConfigError(f"build_mesh: degrees must be at least 1, and at most one degree may be -1, got {text}")
+        raise ConfigError(
+            f"build_mesh: degrees must be at least 1, and at most one degree may be -1, got {text}. "
+            "Give one degree as -1 to use the remaining ranks."
+        )
     known = math.prod(value for value in degrees.values() if value != -1)
     if free:
         if world_size % known:

@@ -202,7 +202,10 @@ def _make_report(
 ) -> dict[str, Plain]:
     """Describe this rank's rows for the other ranks, and append the tensors to ``leaves``."""
     if order is not None and (order.ndim != 1 or order.is_floating_point() or order.is_complex()):
-        raise ConfigError(f"order must be [n] whole numbers, got {order.dtype} of shape {tuple(order.shape)}")
+        raise ConfigError(
+            f"order must be [n] whole numbers, got {order.dtype} of shape {tuple(order.shape)}. "
+            "Pass the int64 indices of the samples of these rows."
+        )
     both = {"rows": rows} if order is None else {"rows": rows, "order": order}
     return {
         "tree": None if rows is None else _describe_structure(both, leaves),
@@ -227,12 +230,15 @@ def _describe_structure(rows: Rows, leaves: list[Tensor]) -> Plain:
         # Iterating over a TensorDict gives rows, not keys.
         keys = list(rows.keys())
         if invalid := [key for key in keys if not isinstance(key, str)]:
-            raise ConfigError(f"keys must be text, got {invalid[0]!r}")
+            raise ConfigError(f"keys must be text, got {invalid[0]!r}. Convert the keys with str().")
         kind = "tensordict" if is_tensordict(rows) else "mapping"
         return {kind: {key: _describe_structure(rows[key], leaves) for key in sorted(keys)}}
     if isinstance(rows, list | tuple):
         return {type(rows).__name__ if type(rows) is list else "tuple": [_describe_structure(each, leaves) for each in rows]}
-    raise ConfigError(f"takes tensors, and mappings, lists, tuples and TensorDicts of them, got {type(rows).__name__}")
+    raise ConfigError(
+        f"takes tensors, and mappings, lists, tuples and TensorDicts of them, got {type(rows).__name__}. "
+        "Convert the rows with torch.as_tensor first."
+    )
 
 
 def _columns(tree: Any) -> list[_Column]:
@@ -247,7 +253,10 @@ def _columns(tree: Any) -> list[_Column]:
 def _row_count(leaves: list[Tensor]) -> int:
     counts = {len(leaf) for leaf in leaves}
     if len(counts) > 1:
-        raise ConfigError(f"all tensors must have the same number of rows, got shapes {[tuple(leaf.shape) for leaf in leaves]}")
+        raise ConfigError(
+            f"all tensors must have the same number of rows, got shapes {[tuple(leaf.shape) for leaf in leaves]}. "
+            "Give each tensor one row per sample."
+        )
     return counts.pop() if counts else 0
 
 

@@ -121,7 +121,10 @@ def _reduce(
     heartbeats.heartbeat(caller)
     if not isinstance(x, Tensor):
         if isinstance(x, bool) or not isinstance(x, int | float):
-            raise ConfigError(f"{caller}: x must be a tensor or a number, got {type(x).__name__}")
+            raise ConfigError(
+                f"{caller}: x must be a tensor or a number, got {type(x).__name__}. "
+                "Convert the value with torch.as_tensor first."
+            )
         result = numbers(row[0] for row in all_gather_numbers([x], caller=caller))
         return result if wanted else None
     _check_tensor(caller, x)

@@ -300,7 +300,10 @@ def use_tf32(settings: bool | Tf32 = True) -> Tf32:
     if isinstance(settings, bool):
         settings = Tf32(matmul=settings, cudnn=settings)
     if not isinstance(settings, Tf32):
-        raise ConfigError(f"use_tf32: settings must be True, False or the result of an earlier call, got {settings!r}")
+        raise ConfigError(
+            f"use_tf32: settings must be True, False or the result of an earlier call, got {settings!r}. "
+            "Pass use_tf32(True), for example."
+        )
     before = _read_tf32()
     # These switches also set torch's newer ones (fp32_precision). After setting the newer ones, torch refuses to read these.
     if settings.matmul != before.matmul:

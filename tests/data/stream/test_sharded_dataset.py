@@ -290,12 +290,12 @@ def test_invalid_index_is_named(folder, opened):
 
 BAD = [
     ("", {}, r"path must not be empty. Pass the folder"),
-    ("nothing", {}, r"nothing: the folder does not exist$"),
+    ("nothing", {}, r"nothing: the folder does not exist. Correct the path"),
     ("empty", {}, r"empty: has no index.json and no file of a known format. Check the URL$"),
     ("data", {"format": "mdz"}, r"format 'mdz' is unknown; known: mds"),
     ("data", {"format": "tar"}, r"data: the index has shards of format mds, not tar. Leave out format$"),
     ("data", {"colums": ["id"]}, r"format mds has no option 'colums'; its options are columns"),
-    ("data", {"cache": "memory://cache"}, r"cache must be a folder of this machine, got memory://cache$"),
+    ("data", {"cache": "memory://cache"}, r"cache must be a folder of this machine, got memory://cache. Pass a local path"),
     ("data", {"cache_bytes": 0}, r"cache_bytes must be an integer of at least 1, got 0\.$"),
     ("data", {"prefetch_shards": -1}, r"prefetch_shards must be an integer of at least 0, got -1\.$"),
     ("data", {"max_open_shards": 1.5}, r"max_open_shards must be an integer of at least 1, got 1.5\.$"),
@@ -455,7 +455,7 @@ def test_full_disk_is_named(tmp_path, opened):
     error = OSError(28, "No space left on device")
     with (
         inject_fault("raise", at="dtrain.storage.file_lock.os.write", error=error),
-        pytest.raises(DataError, match=rf"^{tmp_path}/cache: cannot store shard.00000.mds.gz: No space left on device$"),
+        pytest.raises(DataError, match=rf"^{tmp_path}/cache: cannot store shard.00000.mds.gz: No space left on device. Free space"),
     ):
         dataset[0]
     assert dataset[0]["id"] == 0

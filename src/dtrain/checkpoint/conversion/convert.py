@@ -132,7 +132,7 @@ def open_weights(path: AnyPath, kind: SourceFormat, *, scratch: Path | None, key
 def _open_newest_step(path: AnyPath, state: str | None) -> TensorFiles:
     step = choose_step(path, _CALLER)
     if step is None:
-        raise CheckpointError(f"{_CALLER}: no checkpoint found in {path}")
+        raise CheckpointError(f"{_CALLER}: no checkpoint found in {path}. Pass a folder that `dtrain checkpoints list` shows.")
     states = read_manifest(step).states
     if states and state is None:
         raise ConfigError(f"{_CALLER}: {step} holds the states {', '.join(map(repr, states))}. Name one with state (--state).")
@@ -238,7 +238,10 @@ def convert(
         files = apply_ties(files, tie or {}, once=to == "dtrain")
         weights = stream_weights(files, cast=cast, on_bytes_written=on_bytes_written)
         if not weights.dtypes:
-            raise CheckpointError(f"{_CALLER}: source must hold weights, got {path}")
+            raise CheckpointError(
+                f"{_CALLER}: source must hold weights, got {path}. "
+                "Save it with save_sharded first, or pass a .safetensors file."
+            )
         on_start(weights.bytes)
         if to == "safetensors":
             write_safetensors(result / MODEL_FILE, weights, weights.dtypes)
@@ -277,7 +280,7 @@ def _check_arguments(folder: Path, kind: str, to: str, max_shard_bytes: int, ste
     if max_shard_bytes < 1:
         raise ConfigError(f"{_CALLER}: max_shard_bytes must be at least 1, got {max_shard_bytes}. 5 GB is usual.")
     if step < 0:
-        raise ConfigError(f"{_CALLER}: step must be at least 0, got {step}")
+        raise ConfigError(f"{_CALLER}: step must be at least 0, got {step}. Omit step to convert the newest step.")
     if to == "dtrain" and layout.step_of(folder.name) is not None and storage.is_folder(folder.parent):
         existing = next((name for name in storage.list_names(folder.parent) if layout.step_of(name) is not None), None)
         if existing is not None:

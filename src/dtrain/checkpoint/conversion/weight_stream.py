@@ -201,7 +201,10 @@ def apply_ties(files: TensorFiles, tie: Mapping[str, str], *, once: bool) -> Ten
     for alias, first in tie.items():
         stored = next((name for name in (first, alias) if name in files.refs), None)
         if stored is None or alias == first:
-            raise ConfigError(f"{_CALLER}: tie must map a name to another, one of which is stored, got {alias!r}: {first!r}")
+            raise ConfigError(
+                f"{_CALLER}: tie must map a name to another, one of which is stored, got {alias!r}: {first!r}. "
+                f"Pass tie={{'lm_head.weight': 'embed.weight'}}, for example, with names of the source."
+            )
         if alias in files.refs and first in files.refs and not _are_equal(files, alias, first):
             raise CheckpointMismatchError(
                 f"{_CALLER}: tie must map equal tensors, but {alias!r} and {first!r} are both stored and differ. Leave out tie."

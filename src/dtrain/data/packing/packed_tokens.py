@@ -47,7 +47,10 @@ def as_document(sample: Any, number: int) -> TokenDocument:
     if hasattr(sample, "keys"):
         # A TensorDict has no ``in`` of its own.
         if "input_ids" not in sample.keys():  # noqa: SIM118
-            raise DataError(f"packing: document {number} must have 'input_ids', got {sorted(map(str, sample.keys()))[:8]}")
+            raise DataError(
+                f"packing: document {number} must have 'input_ids', got {sorted(map(str, sample.keys()))[:8]}. "
+                f"Return {{'input_ids': tokens}} from the dataset."
+            )
         tokens = sample["input_ids"]
         targets = sample["labels"] if "labels" in sample.keys() else tokens  # noqa: SIM118
     else:
@@ -275,9 +278,15 @@ def _document_ends(documents: int, lengths: DocumentLengths) -> np.ndarray[Any, 
     else:
         sizes = lengths.numpy() if isinstance(lengths, Tensor) else np.asarray(lengths)
     if sizes.shape != (documents,):
-        raise ConfigError(f"{_PREFIX}: lengths must have one number per document ({documents}), got shape {sizes.shape}")
+        raise ConfigError(
+            f"{_PREFIX}: lengths must have one number per document ({documents}), got shape {sizes.shape}. "
+            "Pass lengths=[len(document) for document in dataset], or omit it."
+        )
     if documents and (sizes.dtype.kind not in "iu" or sizes.min() < 0):
-        raise ConfigError(f"{_PREFIX}: lengths must be integers of at least 0, got {sizes.dtype}, least {sizes.min()}")
+        raise ConfigError(
+            f"{_PREFIX}: lengths must be integers of at least 0, got {sizes.dtype}, least {sizes.min()}. "
+            "Pass the number of tokens per document as int64."
+        )
     return np.cumsum(sizes, dtype=np.int64)
 
 
@@ -346,4 +355,7 @@ def document_bounds(documents: Tensor) -> DocumentBounds:
 
 def _check_documents(documents: Tensor, caller: str) -> None:
     if documents.ndim != 2:
-        raise ConfigError(f"{caller}: documents must be [batch, seq], got shape {tuple(documents.shape)}")
+        raise ConfigError(
+            f"{caller}: documents must be [batch, seq], got shape {tuple(documents.shape)}. "
+            "Pass the 'documents' tensor of a packed batch."
+        )

@@ -183,5 +183,8 @@ def _as_node(documents: Any) -> Any:
     if not stateful and hasattr(documents, "__getitem__") and hasattr(documents, "__len__"):
         return _SequenceNode(documents)
     if not hasattr(documents, "__iter__"):
-        raise ConfigError(f"{_PREFIX}: documents must be an iterable of tokens, got a {type(documents).__name__}")
+        raise ConfigError(
+            f"{_PREFIX}: documents must be an iterable of tokens, got a {type(documents).__name__}. "
+            "Pass a dataset or an iterable of lists of token numbers."
+        )
     return IterableWrapper(documents)

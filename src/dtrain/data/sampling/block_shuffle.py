@@ -76,7 +76,10 @@ def shard_order(sizes: Sequence[int] | Tensor, *, seed: int, shuffle: bool | Blo
     """
     counts = np.asarray(sizes, dtype=np.int64).reshape(-1)
     if counts.size == 0 or int(counts.sum()) < 1 or int(counts.min()) < 0:
-        raise ConfigError(f"shard_order: sizes must be >= 0 with one sample at least, got {counts[:4].tolist()}...")
+        raise ConfigError(
+            f"shard_order: sizes must be >= 0 with one sample at least, got {counts[:4].tolist()}... "
+            "Pass the number of samples of each shard."
+        )
     if shuffle is False:
         return ElasticSampler(size=int(counts.sum()), seed=seed, shuffle=False)
     return BlockOrder(sizes=counts, seed=seed, options=BlockShuffle() if shuffle is True else shuffle)
@@ -262,7 +265,8 @@ def shuffle_quality(order: SampleOrder, sizes: Sequence[int], *, batch_size: int
     total = sum(sizes)
     if total != order.size or total < 2 * batch_size:
         raise ConfigError(
-            f"shuffle_quality: sizes must have the order's {order.size} samples and two batches, got {total=}, {batch_size=}"
+            f"shuffle_quality: sizes must have the order's {order.size} samples and two batches, got {total=}, {batch_size=}. "
+            "Pass the sizes that the order was built from, and a batch_size of at most half their sum."
         )
     samples = order.indices(epoch, 0, order.size).numpy()
     batches = samples[: total // batch_size * batch_size].reshape(-1, batch_size)

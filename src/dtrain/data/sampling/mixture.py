@@ -359,12 +359,21 @@ def mix(
             negative or not finite, all weights are 0, or ``epoch_samples`` is below 1.
     """
     if not sources or set(sources) != set(weights):
-        raise ConfigError(f"mix: sources and weights must have the same names, got {sorted(sources)} and {sorted(weights)}")
+        raise ConfigError(
+            f"mix: sources and weights must have the same names, got {sorted(sources)} and {sorted(weights)}. "
+            "Give each source one weight under its own name."
+        )
     for name, dataset in sources.items():
         if not isinstance(name, str) or not name or "." in name:
-            raise ConfigError(f"mix: the name of a source must be a string without a dot, got {name!r}")
+            raise ConfigError(
+                f"mix: the name of a source must be a string without a dot, got {name!r}. "
+                "Rename the source, to 'web' for example."
+            )
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__") or len(dataset) < 1:
-            raise ConfigError(f"mix: source {name!r} must be an indexed dataset with a length and at least one sample")
+            raise ConfigError(
+                f"mix: source {name!r} must be an indexed dataset with a length and at least one sample. "
+                "Pass a dataset that defines __len__ and __getitem__."
+            )
     shares = {name: _exact_weight(name, weights[name]) for name in sources}
     if not any(shares.values()):
         raise ConfigError("mix: all weights are 0. Give one source a positive weight")
@@ -377,5 +386,7 @@ def _exact_weight(name: str, weight: Any) -> Fraction:
     """Convert ``weight`` in its decimal form: 0.7 becomes 7/10, not the nearest binary fraction."""
     number = isinstance(weight, int | float | Fraction) and not isinstance(weight, bool)
     if not number or not math.isfinite(weight) or weight < 0:
-        raise ConfigError(f"mix: the weight of {name!r} must be a positive number, got {weight!r}")
+        raise ConfigError(
+            f"mix: the weight of {name!r} must be a positive number, got {weight!r}. Remove the source to leave it out."
+        )
     return Fraction(repr(float(weight))) if isinstance(weight, float) else Fraction(weight)

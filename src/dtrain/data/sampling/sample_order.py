@@ -80,7 +80,10 @@ def rank_positions(start: int, stop: int, index: int, count: int, streams: int) 
 def check_range(name: str, size: int, start: int, stop: int) -> None:
     """Raise ConfigError for positions outside of an epoch of ``size`` samples."""
     if not 0 <= start <= stop <= size:
-        raise ConfigError(f"{name}: start and stop must fulfil 0 <= start <= stop <= {size}, got {start=} {stop=}")
+        raise ConfigError(
+            f"{name}: start and stop must fulfil 0 <= start <= stop <= {size}, got {start=} {stop=}. "
+            "Pass positions within one epoch."
+        )
 
 
 def check_same_state(saved: Mapping[str, int], expected: Mapping[str, int]) -> None:

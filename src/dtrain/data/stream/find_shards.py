@@ -154,7 +154,9 @@ def _list_files(root: AnyPath, only: str | None) -> Iterable[tuple[str, int]]:
         size = storage.file_size(root / only)
         return [] if size is None else [(only, size)]
     if not isinstance(root, RemotePath) and not storage.is_folder(root):
-        raise ConfigError(f"{root}: the folder does not exist")
+        raise ConfigError(
+            f"{root}: the folder does not exist. Correct the path, or write the dataset there with `dtrain data write`."
+        )
     try:
         with wrap_os_errors(root):
             return list(storage.walk_files(root))

@@ -152,7 +152,10 @@ class ShardStore:
             view = self._open_cached(file)
         except OSError as error:
             # The disk of the cache failed.
-            raise DataError(f"{self.cache.folder}: cannot store {file.name}: {error.strerror or error}") from error
+            raise DataError(
+                f"{self.cache.folder}: cannot store {file.name}: {error.strerror or error}. "
+                "Free space in the cache's folder, or pass another cache=."
+            ) from error
         if view is None:
             self._warn_cache_full(file)
             return OpenedBytes(source=MemorySource(self._read_into_memory(file)))

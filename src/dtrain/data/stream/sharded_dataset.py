@@ -371,5 +371,8 @@ def _cache_folder(cache: str | Path | None, root: AnyPath) -> Path:
         return default_cache_folder(root)
     folder = storage.resolve_path(cache)
     if isinstance(folder, RemotePath):
-        raise ConfigError(f"ShardedDataset: cache must be a folder of this machine, got {folder}")
+        raise ConfigError(
+            f"ShardedDataset: cache must be a folder of this machine, got {folder}. "
+            "Pass a local path, such as cache='shard_cache'."
+        )
     return folder

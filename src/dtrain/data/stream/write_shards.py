@@ -132,7 +132,7 @@ def write_shards(
     remaining = iter(samples)
     first = next(remaining, None)
     if first is None:
-        raise ConfigError(f"{folder}: samples must not be empty")
+        raise ConfigError(f"{folder}: samples must not be empty. Check the input; it gave no sample.")
     writer = make_writer(format, first, columns, compression, hashes, size_limit)
     dataset_writer = _DatasetWriter(folder, format, writer, compression, hashes)
     try:
@@ -173,7 +173,9 @@ def _wrap_write_errors(folder: AnyPath) -> Any:
     try:
         yield
     except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error}") from error
+        raise DataError(
+            f"{folder}: cannot be written: {error}. Check the permissions and the free space of the folder."
+        ) from error
 
 
 class _DatasetWriter:

@@ -201,7 +201,9 @@ def _encode_json_line(sample: Sample, number: int) -> bytes:
         text = json.dumps(dict(sample), ensure_ascii=False, allow_nan=False)
         return text.encode() if _is_unicode(text) else json.dumps(dict(sample)).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise ConfigError(f"sample {number}: JSON cannot store it: {error}") from error
+        raise ConfigError(
+            f"sample {number}: JSON cannot store it: {error}. Pass text, numbers, booleans, None, lists and dicts only."
+        ) from error
 
 
 def _is_unicode(text: str) -> bool:

@@ -140,7 +140,9 @@ class MdsFormat(ShardFormat):
         columns = _parse_columns(entry)
         if selected is not None and (missing := [name for name in selected if name not in {name for name, _, _ in columns}]):
             names = ", ".join(name for name, _, _ in columns)
-            raise ConfigError(f"{entry.file.name}: no column {missing[0]!r}; the columns are {names}")
+            raise ConfigError(
+                f"{entry.file.name}: no column {missing[0]!r}; the columns are {names}. Pass columns= with names of this list."
+            )
         for name, _, encoding in columns:
             if selected is not None and name not in selected:
                 continue

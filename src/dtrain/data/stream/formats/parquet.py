@@ -80,7 +80,10 @@ class ParquetShard:
         if len(set(names)) != len(names):
             raise DataError(f"{entry.file.name}: column names must be unique, got {', '.join(names)}")
         if expected is not None and (missing := [name for name in expected if name not in names]):
-            raise ConfigError(f"{entry.file.name}: no column {missing[0]!r}; the columns are {', '.join(names)}")
+            raise ConfigError(
+                f"{entry.file.name}: no column {missing[0]!r}; the columns are {', '.join(names)}. "
+                "Pass columns= with names of this list."
+            )
         self._names = names if expected is None else [name for name in names if name in expected]
         self._value_of = {name: _value_decoder(self._file.schema_arrow.field(name).type) for name in self._names}
         meta = self._file.metadata

@@ -344,7 +344,10 @@ def check_sample(sample: Any, number: int) -> None:
     """
     if not isinstance(sample, Mapping) or not sample or not all(isinstance(name, str) for name in sample):
         actual = f"{type(sample).__name__}: {str(sample)[:60]!r}"
-        raise ConfigError(f"sample {number}: must be a mapping of names to values, got {actual}")
+        raise ConfigError(
+            f"sample {number}: must be a mapping of names to values, got {actual}. "
+            f"Write each sample as {{'text': ...}}, for example."
+        )
 
 
 def check_columns(sample: Any, number: int, names: Sequence[str]) -> None:
@@ -355,7 +358,10 @@ def check_columns(sample: Any, number: int, names: Sequence[str]) -> None:
     """
     check_sample(sample, number)
     if sample.keys() != set(names):
-        raise ConfigError(f"sample {number}: columns must be {', '.join(names)}, got {', '.join(sorted(sample))}")
+        raise ConfigError(
+            f"sample {number}: columns must be {', '.join(names)}, got {', '.join(sorted(sample))}. "
+            "Give every sample the columns of the first sample."
+        )
 
 
 def to_numpy(value: Any) -> Any:

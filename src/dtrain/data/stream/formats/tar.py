@@ -220,13 +220,18 @@ class TarWriter:
         check_sample(sample, number)
         key = sample.get(KEY_COLUMN, f"{number:09}")
         if not isinstance(key, str) or not _is_valid_key(key):
-            raise ConfigError(f"sample {number}: {KEY_COLUMN} must be a file name without a dot in its last part, got {key!r}")
+            raise ConfigError(
+                f"sample {number}: {KEY_COLUMN} must be a file name without a dot in its last part, got {key!r}. "
+                "Write the key as '000042' or 'folder/000042', for example."
+            )
         if key == self._last_key:
             raise ConfigError(f"sample {number}: {KEY_COLUMN}={key!r} must differ from the previous sample. Use unique keys")
         self._last_key = key
         columns = [name for name in sample if name != KEY_COLUMN]
         if not columns:
-            raise ConfigError(f"sample {number}: must have a column besides {KEY_COLUMN}")
+            raise ConfigError(
+                f"sample {number}: must have a column besides {KEY_COLUMN}. Add a column such as 'txt' to each sample."
+            )
         return b"".join(_encode_member(f"{key}.{name}", _encode_value(name, sample[name], number)) for name in columns)
 
     def size(self, encoded: bytes, /) -> int:
@@ -257,7 +262,10 @@ def _encode_member(name: str, data: bytes) -> bytes:
 
 def _encode_value(name: str, value: Any, number: int) -> bytes:
     if not name or name != name.lower() or "/" in name or "\0" in name:
-        raise ConfigError(f"sample {number}, column {name!r}: must be a file suffix in lower case without /")
+        raise ConfigError(
+            f"sample {number}, column {name!r}: must be a file suffix in lower case without /. "
+            "Name the column 'txt', 'jpg' or 'json', for example."
+        )
     kind, value = member_kind(name), to_numpy(value)
     if kind in PICKLE_SUFFIXES:
         raise ConfigError(
