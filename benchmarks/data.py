@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from data_loading import loading
+from data_loading import layers, loading
 from data_peers import versions
 from data_position import agreement, permutation, quality, resume
 from data_streaming import streaming
@@ -70,6 +70,7 @@ PARTS: Mapping[str, Part] = {
     "agreement": lambda amount, folder: agreement(amount.votes),
     "quality": lambda amount, folder: quality(*amount.shards),
     "loading": lambda amount, folder: loading(folder, *amount.passes),
+    "layers": lambda amount, folder: layers(*amount.passes),
     "streaming": lambda amount, folder: streaming(folder, *amount.streams),
 }
 

@@ -7,6 +7,7 @@ every sample once, in batches of the same size, is checked before anything is ti
 from __future__ import annotations
 
 import zlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,11 +17,12 @@ from typing import Any
 import torch
 from tensordict import TensorDict
 from torch import Tensor
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import dtrain as dt
-from measure import WALL, Run, child_cpu, compare, interleaved, verdict_line
+from dtrain.data.position import Position, parse_length
+from measure import WALL, Run, child_cpu, compare, interleaved, typical, verdict_line
 
 AT_MOST = 1 / 0.98  # seconds of a pass: at least 0.98 of the peer's samples a second
 PEERS: Mapping[str, Any] = {"StatefulDataLoader": StatefulDataLoader, "DataLoader": DataLoader}
@@ -207,3 +209,40 @@ def _report(what: str, size: int, seen: Mapping[str, Mapping[str, Any]], judged:
     for name in PEERS:
         ratio = compare(seen[judged]["dtrain"], seen[judged][name]).ratio
         print(verdict_line(f"{what}, {judged} time against {name}'s", ratio, at_most=AT_MOST), flush=True)
+
+
+def layers(rounds: int, scale: float) -> None:
+    """Print the time of a batch of small mappings as the parts of dtrain's loader are added one by one, beside torch's."""
+    torch.set_num_threads(1)
+    work = next(work for work in WORKS if work.name == "small mappings")
+    size = max(2 * work.batch_size, int(work.size * scale) // work.batch_size * work.batch_size)
+    dataset, batches = work.build(size, Path()), size // work.batch_size
+    loader = dt.build_loader(dataset, global_batch_size=work.batch_size, seed=0)
+    source, goal = loader.source, parse_length(f"{batches}ba")
+
+    def requests() -> Iterator[Any]:
+        return source._requests(source.epoch_batches(), Position(), goal, deque())
+
+    def shuffled() -> list[list[int]]:
+        return [indices.tolist() for indices in torch.randperm(size).split(work.batch_size)]
+
+    def read(indices: list[int]) -> list[Any]:
+        return [dataset[index] for index in indices]
+
+    def whole() -> Iterator[Any]:
+        loader.position = Position()
+        return loader.until(goal)
+
+    parts = {
+        "torch's collate in a loop": lambda: map(default_collate, map(read, shuffled())),
+        "dtrain's collate in a loop": lambda: map(dt.data.collate, map(read, shuffled())),
+        "+ order": lambda: (dt.data.collate(read(request.indices.tolist())) for request in requests()),
+        "+ errors": lambda: map(source.fetcher._fetch, requests()),
+        "+ random numbers": lambda: map(source.fetcher.__getitem__, requests()),
+        "+ items": lambda: source.items(Position(), goal),
+        "+ position: the whole loader": whole,
+        "DataLoader": theirs(DataLoader, work, dataset, 0),
+    }
+    seen = interleaved({name: drained(part) for name, part in parts.items()}, rounds=2 * rounds, clocks={"CPU": all_cpu})
+    for name, timings in seen["CPU"].items():
+        print(f"small mappings, a batch of {work.batch_size}, {name}: {typical(timings).value / batches * 1e6:.0f} us")

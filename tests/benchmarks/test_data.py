@@ -22,6 +22,7 @@ CLAIMS = {
     "agreement": 1,
     "quality": 0,
     "loading": 2 * len(WORKS) * len(PEERS),
+    "layers": 0,
     "streaming": len(CASES),
 }
 SLOW = ("loading", "streaming")  # they start workers and servers

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain.dist.generator_state import _find_python_memory, fork_rng
+from dtrain.dist.generator_state import SeedOnDraw, _find_python_memory, fork_rng
 from dtrain.dist.rng import (
     Determinism,
     RNGSnapshot,
@@ -187,6 +187,59 @@ def test_fork_rng_restores_the_generators_after_an_error():
     seed_all(1)
     with pytest.raises(ValueError, match="inside"):
         draw_and_fail()
+    assert draws() == plain
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [random.random, lambda: random.gauss(0, 1), np.random.rand, np.random.randn, lambda: torch.rand(()).item(), draws],
+    ids=["random", "gauss", "rand", "randn", "torch", "all"],
+)
+@pytest.mark.parametrize("before", [0, 1], ids="after {} normals".format)
+def test_a_function_that_draws_is_seeded_and_leaves_no_trace(draw, before):
+    def begin() -> None:
+        seed_all(1)
+        for _ in range(before):
+            random.gauss(0, 1), np.random.randn(), torch.randn(())
+
+    begin()
+    plain = draws()
+    with fork_rng(7):
+        expected = draw()
+    begin()
+    seeding = SeedOnDraw()
+    assert seeding.run(lambda: "drew nothing", lambda: 7) == "drew nothing"
+    assert seeding.run(draw, lambda: 7) == expected
+    assert seeding.run(draw, lambda: 7) == expected
+    assert seeding.draws
+    assert draws() == plain
+
+
+def test_functions_that_draw_nothing_run_once_and_are_not_seeded():
+    seed_all(1)
+    draws()  # without half of a pair, which counts as drawn
+    np.random.seed(1)
+    calls, seeds, seeding = [], [], SeedOnDraw()
+    for index in range(3):
+        seeding.run(lambda index=index: calls.append(index), lambda: seeds.append(7) or 7)
+    assert (calls, seeds, seeding.draws) == ([0, 1, 2], [], False)
+    assert seeding.run(lambda: calls.append(random.random()), lambda: seeds.append(7) or 7) is None
+    assert (len(calls), seeds, seeding.draws) == (5, [7], True)
+    seeding.run(lambda: calls.append(random.random()), lambda: seeds.append(8) or 8)
+    assert (len(calls), seeds) == (6, [7, 8])
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_generators_are_restored_if_a_function_draws_and_fails(error):
+    def draw_and_fail() -> None:
+        draws()
+        raise error
+
+    seed_all(1)
+    plain = draws()
+    seed_all(1)
+    with pytest.raises(error):
+        SeedOnDraw().run(draw_and_fail, lambda: 7)
     assert draws() == plain
 
 

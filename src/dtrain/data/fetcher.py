@@ -22,7 +22,7 @@ from torch.utils.data import default_collate, get_worker_info
 
 from dtrain.data.dataset import ColumnDataset, read_samples
 from dtrain.data.worker_batch import INLINE_TENSOR_BYTES, Payload, WorkerBatch
-from dtrain.dist.generator_state import fork_rng, reseed
+from dtrain.dist.generator_state import SeedOnDraw, fork_rng, reseed
 from dtrain.dist.rng import derive_seed, generator
 from dtrain.errors import ConfigError, DataError, ShardError
 from dtrain.typing import Batch, is_tensordict
@@ -231,6 +231,7 @@ class Fetcher:
         transform: transform of each sample, with a generator per sample.
         on_error: treatment of a sample that cannot be read.
         reads_rows: True if a batch is read from tensors and arrays at once, without collate and transform.
+        seeding: seeds the global generators for a batch of an indexed dataset, once a sample has drawn from them.
     """
 
     dataset: Any
@@ -239,6 +240,7 @@ class Fetcher:
     transform: SampleTransform | None = None
     on_error: OnError = "raise"
     reads_rows: bool = field(init=False)
+    seeding: SeedOnDraw = field(default_factory=SeedOnDraw, init=False, compare=False)
 
     def __post_init__(self) -> None:
         has_rows = isinstance(self.dataset, ColumnDataset) or is_tensordict(self.dataset)
@@ -249,6 +251,8 @@ class Fetcher:
             if self.reads_rows:
                 # No code of the user runs that could draw random numbers.
                 payload = Payload(batch=self._read_rows(request))
+            elif get_worker_info() is None:
+                payload = self.seeding.run(lambda: self._fetch(request), lambda: self._batch_seed(request.epoch, request.start))
             else:
                 with self.seed_rng(request.epoch, request.start):
                     payload = self._fetch(request)
@@ -263,12 +267,15 @@ class Fetcher:
 
     def seed_rng(self, *position: int) -> AbstractContextManager[None]:
         """Seed the global generators for ``position``; in the rank itself, restore their states after the context."""
-        seed = derive_seed(self.seed, "batch", *position)
+        seed = self._batch_seed(*position)
         if get_worker_info() is None:
             return fork_rng(seed)
         # No other code draws random numbers in a worker, so no state needs to be restored.
         reseed(seed)
         return nullcontext()
+
+    def _batch_seed(self, *position: int) -> int:
+        return derive_seed(self.seed, "batch", *position)
 
     def _fetch(self, request: BatchRequest) -> Payload:
         indices: list[int] = request.indices.tolist()

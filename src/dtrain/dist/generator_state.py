@@ -1,6 +1,7 @@
 """``fork_rng``: seed the global generators of Python, NumPy and torch for a block, in a few microseconds, and restore them.
 
-A loader forks the generators once per batch. A state that did not change since the last read is not read again.
+``SeedOnDraw`` seeds them only for functions that draw. A loader reads the states once per batch, so a state that did not change
+since the last read is not read again.
 """
 
 from __future__ import annotations
@@ -9,12 +10,16 @@ import ctypes
 import random
 import struct
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
+
+T = TypeVar("T")
 
 # 624 words of state and the position in the state.
 _MT19937_BYTES = 624 * 4 + 4
@@ -29,7 +34,7 @@ class _StateCache:
 
 
 # fork_rng runs once per batch. A read of a state makes hundreds of integers or an array, a comparison of memory does not.
-_PYTHON_CACHE, _NUMPY_CACHE = _StateCache(), _StateCache()
+_PYTHON_CACHE, _NUMPY_CACHE, _TORCH_CACHE = _StateCache(), _StateCache(), _StateCache()
 
 
 def read_python_state() -> Any:
@@ -79,6 +84,19 @@ def read_numpy_state() -> Any:
         state = np.random.get_state(legacy=False)
         _NUMPY_CACHE.last = memory, state
     return state
+
+
+def read_torch_state() -> Tensor:
+    """Return torch's state on the CPU, the same tensor as at the last read if no number was drawn since."""
+    state = torch.default_generator.get_state()
+    # A comparison of bytes takes a third of the time of ``torch.equal``.
+    memory = state.numpy().tobytes()
+    cached_memory, cached_state = _TORCH_CACHE.last
+    if memory != cached_memory:
+        cached_state = state
+        _TORCH_CACHE.last = memory, state
+    unchanged: Tensor = cached_state
+    return unchanged
 
 
 def write_numpy_state(state: Any) -> None:
@@ -140,3 +158,61 @@ def reseed(seed: int) -> None:
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed)
+
+
+@dataclass(slots=True)
+class SeedOnDraw:
+    """Run functions with seeded global generators, and skip the seeding while no function draws a random number.
+
+    Seeding and restoring three generators takes 30 microseconds in a loader, a comparison of their states 5. The first function
+    that draws runs twice: its first result is dropped, the generators are restored, and it runs again with its seed. From then
+    on each function is seeded before it runs.
+
+    Args:
+        draws: True if some function has drawn.
+    """
+
+    draws: bool = False
+
+    def run(self, function: Callable[[], T], seed: Callable[[], int]) -> T:
+        """Return the result of ``function``, as if it ran within ``fork_rng(seed())``.
+
+        Mutates: ``draws``.
+        """
+        if not self.draws:
+            before = _GlobalStates()
+            try:
+                result = function()
+            except BaseException as error:
+                if before.are_current() or not isinstance(error, Exception):
+                    before.restore()
+                    raise
+            else:
+                if before.are_current():
+                    return result
+            before.restore()
+            self.draws = True
+        with fork_rng(seed()):
+            return function()
+
+
+class _GlobalStates:
+    """States of the global generators of Python, NumPy and torch (CPU) at the time of construction."""
+
+    __slots__ = ("_bit_generator", "_numpy", "_python", "_torch")
+
+    def __init__(self) -> None:
+        self._bit_generator = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        self._python, self._numpy, self._torch = read_python_state(), read_numpy_state(), read_torch_state()
+
+    def are_current(self) -> bool:
+        """Return True if no generator has been used since. A state that cannot be cached counts as used."""
+        # The caches return the same object if the memory of the generator is the same.
+        return read_python_state() is self._python and read_numpy_state() is self._numpy and read_torch_state() is self._torch
+
+    def restore(self) -> None:
+        """Write the states back. Mutates: the global generators."""
+        random.setstate(self._python)
+        np.random.set_bit_generator(self._bit_generator)  # type: ignore[attr-defined]
+        write_numpy_state(self._numpy)
+        torch.default_generator.set_state(self._torch)
