@@ -108,6 +108,14 @@ def peers(session: nox.Session) -> None:
     session.run("python", "benchmarks/figures.py")
 
 
+@nox.session
+def ray(session: nox.Session) -> None:
+    """Loops on a Ray cluster of two local nodes. Ray needs an environment of its own size, so the tests do without it."""
+    install_to_test(session)
+    install(session, "ray[default,train]==2.60.0")
+    session.run("pytest", "tests/launch/test_ray.py", *session.posargs, env=ONE_THREAD)
+
+
 @nox.session(python=["3.11", "3.12", "3.13"])
 def pythons(session: nox.Session) -> None:
     """The core on each Python that is supported. Takes gigabytes where torch has no small build for it."""
