@@ -119,7 +119,7 @@ def parse_bytes(name: str, text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,15}(?:\.[0-9]{1,6})?) ?([KMGT]?I?B)?", text.strip().upper())
     size = int(float(match[1]) * _BYTE_UNITS.get(match[2] or "", 0)) if match else 0
     if size < 1:
-        raise ConfigError(f"{name} must be a size such as 512MiB or 5GB, got {text!r}.")
+        raise ConfigError(f"{name} must be a size such as 512MiB or 5GB, got {text!r}. Write a number and a unit.")
     return size
 
 

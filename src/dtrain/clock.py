@@ -151,7 +151,7 @@ class Clock:
         if unit == "ep":
             self._check_epochs("ep")
         if unit not in _UNIT_FIELDS:
-            raise ConfigError(f"clock: unit must be one of {', '.join(_UNIT_FIELDS)} or dur, got {unit!r}")
+            raise ConfigError(f"clock: unit must be one of {', '.join(_UNIT_FIELDS)} or dur, got {unit!r}. Choose one of them.")
         count: int | float = getattr(self, _UNIT_FIELDS[unit])
         return count
 

@@ -154,7 +154,10 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
         Exception: in a step, any exception of ``fn``; on the other ranks ``PeerError``.
     """
     if not callable(fn):
-        raise ConfigError(f"on_batch: fn must be a function (batch, generator) -> batch, got {fn!r}")
+        raise ConfigError(
+            f"on_batch: fn must be a function (batch, generator) -> batch, got {fn!r}. "
+            "Pass a function of the batch and a torch.Generator."
+        )
 
     def apply(state: TrainState, batch: Batch) -> Batch:
         if isinstance(batch, FailedBatch):
@@ -254,7 +257,9 @@ def _make_selector(where: ParamFilter) -> Callable[[TrainState], dict[str, Tenso
     patterns = [where] if isinstance(where, str) else where
     if not isinstance(patterns, Sequence):
         raise ConfigError(
-            f"masked: where must be a pattern of names, a list of patterns, or a function (name, param) -> bool, got {where!r}"
+            "masked: where must be a pattern of names, a list of patterns, or a function (name, param) -> bool, "
+            f"got {where!r}. "
+            "Pass where='*.bias', for example."
         )
     matchers = {pattern: compile_patterns([pattern], caller="masked") for pattern in patterns}
 
@@ -272,7 +277,10 @@ def _make_selector(where: ParamFilter) -> Callable[[TrainState], dict[str, Tenso
 
 def _check_nonempty(selected: dict[str, Tensor], params: Params, selector: str) -> dict[str, Tensor]:
     if not selected:
-        raise ConfigError(f"masked: {selector} fits none of {len(params)} parameters (first: {next(iter(params))!r})")
+        raise ConfigError(
+            f"masked: {selector} fits none of {len(params)} parameters (first: {next(iter(params))!r}). "
+            "Print the names with model.named_parameters()."
+        )
     return selected
 
 

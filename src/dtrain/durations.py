@@ -46,10 +46,11 @@ class Duration:
         whole = self.unit != "dur"
         if type(self.value) is not int and (whole or type(self.value) is not float or not math.isfinite(self.value)):
             kind = "a whole number" if whole else "a finite number"
-            hint = ". Write a time as in '1h20m40s'." if self.unit == "sec" else ""
-            raise ConfigError(f"duration: needs {kind} of {self.unit}, got {self.value!r} {self.unit}{hint}")
+            raise ConfigError(
+                f"duration: needs {kind} of {self.unit}, got {self.value!r} {self.unit}. {_whole_number_hint(self.unit)}"
+            )
         if self.value < 0:
-            raise ConfigError(f"duration: needs at least 0, got {self.value!r} {self.unit}")
+            raise ConfigError(f"duration: needs at least 0, got {self.value!r} {self.unit}. Remove the sign.")
 
     @classmethod
     def parse(cls, text: Duration | int | str, *, allow_zero: bool = False) -> Duration:
@@ -73,7 +74,9 @@ class Duration:
         duration = cls._parse(text)
         if duration.value == 0 and not allow_zero:
             raise ConfigError(
-                f"duration: needs at least 1 {duration.unit}, got {text!r}" if duration.unit != "dur" else _ZERO_FRACTION_ERROR
+                f"duration: needs at least 1 {duration.unit}, got {text!r}. Raise the number."
+                if duration.unit != "dur"
+                else _ZERO_FRACTION_ERROR
             )
         return duration
 
@@ -186,7 +189,10 @@ class RunLength:
         put = object.__setattr__
         put(self, "total", None if total is None else Duration.parse(total))
         if self.total is not None and self.total.unit == "dur":
-            raise ConfigError(f"RunLength: total must be in another unit than 'dur', a share of the total, got {str(total)!r}")
+            raise ConfigError(
+                f"RunLength: total must be in another unit than 'dur', a share of the total, got {str(total)!r}. "
+                "Give it in epochs, steps, samples, tokens or seconds."
+            )
         if steps_per_epoch is not None:
             check_int("RunLength", "steps_per_epoch", steps_per_epoch)
         put(self, "steps_per_epoch", steps_per_epoch)
@@ -204,7 +210,7 @@ class RunLength:
         return Duration(1, "dur").steps(self)
 
 
-_ZERO_FRACTION_ERROR = "duration: needs more than 0 of the run, as in '0.1dur'"
+_ZERO_FRACTION_ERROR = "duration: needs more than 0 of the run. Write '0.1dur' for a tenth."
 
 
 def _run_length_advice(field: str) -> str:
@@ -217,9 +223,12 @@ def _parse_number(digits: str, unit: str, text: str) -> int | float:
     if unit == "dur":
         return float(exact)
     if exact.denominator != 1:
-        hint = ". Write a time as in '1h20m40s'." if unit == "sec" else ""
-        raise ConfigError(f"duration: needs a whole number of {unit}, got {text!r}{hint}")
+        raise ConfigError(f"duration: needs a whole number of {unit}, got {text!r}. {_whole_number_hint(unit)}")
     return int(exact)
+
+
+def _whole_number_hint(unit: str) -> str:
+    return "Write a time as in '1h20m40s'." if unit == "sec" else "Round the number."
 
 
 def parse_window(caller: str, start: Duration | int | str, end: Duration | int | str) -> tuple[Duration, Duration]:
@@ -230,5 +239,5 @@ def parse_window(caller: str, start: Duration | int | str, end: Duration | int |
     """
     first, last = Duration.parse(start, allow_zero=True), Duration.parse(end)
     if first.unit == last.unit and first.value >= last.value:
-        raise ConfigError(f"{caller}: start must be before end, got start={str(first)!r}, end={str(last)!r}.")
+        raise ConfigError(f"{caller}: start must be before end, got start={str(first)!r}, end={str(last)!r}. Swap them.")
     return first, last

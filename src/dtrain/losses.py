@@ -41,7 +41,8 @@ def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -10
     if logits.shape[:-1] != targets.shape:
         raise ConfigError(
             f"token_cross_entropy: needs logits [batch, seq, vocab] and targets [batch, seq], "
-            f"got {tuple(logits.shape)} and {tuple(targets.shape)}"
+            f"got {tuple(logits.shape)} and {tuple(targets.shape)}. "
+            "Give one target per position."
         )
     local, vocab_start, group = local_last_dim(logits, caller="token_cross_entropy")
     flat_logits, flat_targets = local.flatten(0, -2), targets.flatten()
@@ -98,7 +99,8 @@ def soft_cross_entropy(
     if class_weights is not None and class_weights.shape != logits.shape[-1:]:
         raise ConfigError(
             f"soft_cross_entropy: class_weights must have {logits.shape[-1]} elements, one per class, got shape "
-            f"{tuple(class_weights.shape)}"
+            f"{tuple(class_weights.shape)}. "
+            "Give a weight per class."
         )
     local, _, group = local_last_dim(logits, caller="soft_cross_entropy")
     if group is not None:
@@ -128,12 +130,13 @@ def soft_cross_entropy(
 def _check_soft_targets(logits: Tensor, targets: Tensor, smoothing: float) -> None:
     if targets.dtype != torch.int64 and not targets.is_floating_point():
         raise ConfigError(
-            f"soft_cross_entropy: targets must be class indices (int64) or probabilities (float), got {targets.dtype}"
+            f"soft_cross_entropy: targets must be class indices (int64) or probabilities (float), got {targets.dtype}. "
+            "Convert the targets with .long() or .float()."
         )
     if logits.ndim < 2 or targets.shape != (logits.shape if targets.is_floating_point() else logits.shape[:-1]):
         raise ConfigError(
             f"soft_cross_entropy: needs logits [*, classes], and targets [*] of indices or [*, classes] of probabilities, got "
-            f"{tuple(logits.shape)} and {tuple(targets.shape)} {targets.dtype}"
+            f"{tuple(logits.shape)} and {tuple(targets.shape)} {targets.dtype}. Give one target per row of logits."
         )
     check_number("soft_cross_entropy", "smoothing", smoothing, minimum=0, maximum=1)
 
@@ -164,7 +167,10 @@ def jensen_shannon(logits: Sequence[Tensor]) -> LossSum:
     """
     shapes = [tuple(view.shape) for view in logits]
     if len(shapes) < 2 or len(set(shapes)) > 1 or len(shapes[0]) < 2:
-        raise ConfigError(f"jensen_shannon: needs logits [*, classes] of two or more views of one shape, got {shapes}")
+        raise ConfigError(
+            f"jensen_shannon: needs logits [*, classes] of two or more views of one shape, got {shapes}. "
+            "Pass the logits of several views of the same samples."
+        )
     logs = torch.stack([(view if view.dtype.itemsize >= 4 else view.float()).log_softmax(dim=-1) for view in logits])
     middle = logs.logsumexp(dim=0) - math.log(len(shapes))
     rows = logs[0, ..., 0].numel()

@@ -109,10 +109,14 @@ def token_accuracy(
     """
     if logits.ndim < 1 or logits.shape[:-1] != targets.shape:
         raise ConfigError(
-            f"token_accuracy: needs logits [*, classes] and targets [*], got {tuple(logits.shape)} and {tuple(targets.shape)}"
+            f"token_accuracy: needs logits [*, classes] and targets [*], got {tuple(logits.shape)} and {tuple(targets.shape)}. "
+            "Give one target per prediction."
         )
     if mask is not None and mask.shape != targets.shape:
-        raise ConfigError(f"token_accuracy: mask must be {tuple(targets.shape)} like targets, got {tuple(mask.shape)}")
+        raise ConfigError(
+            f"token_accuracy: mask must be {tuple(targets.shape)} like targets, got {tuple(mask.shape)}. "
+            "Compute the mask from the targets."
+        )
     counts = targets != ignore_index
     if mask is not None:
         counts = counts & (mask != 0)

@@ -171,7 +171,7 @@ class outermost_span:
 
 def _declare_span(name: str, category: TimeCategory | None) -> None:
     if not isinstance(name, str) or not name or len(name) > 60 or not name.isprintable():
-        raise ConfigError(f"span: name must be a text of 1 to 60 printable characters, got {name!r}")
+        raise ConfigError(f"span: name must be a text of 1 to 60 printable characters, got {name!r}. Shorten the name.")
     if category is not None:
         check_choice("span", "category", category, TIME_CATEGORIES)
     known = _RECORDER.categories.get(name)

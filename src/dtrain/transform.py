@@ -100,7 +100,9 @@ class Transform:
 
     def __post_init__(self) -> None:
         if not self.name or not self.name.replace("_", "").isalnum():
-            raise ConfigError(f"Transform: name must be letters, digits and underscores, got {self.name!r}")
+            raise ConfigError(
+                f"Transform: name must be letters, digits and underscores, got {self.name!r}. Write it as a Python name."
+            )
 
 
 def make_step_context(state: TrainState, name: str) -> StepContext:

@@ -119,7 +119,7 @@ SAID = {
             "ConfigError: extra/schedule/warmup: state must be tensors and plain data (None, bool, int, float, str, list, "
             "tuple, dict), got builtins.function. Convert it in state_dict().",
             "ConfigError: loader: dataset.decode cannot be sent to a worker (AttributeError: Can't ... local object "
-            "'...<locals>.<lambda>'). Open it where it is used",
+            "'...<locals>.<lambda>'). Open it where it is used.",
             "ConfigError: all_gather_json: takes plain data only: Object of type function is not JSON serializable. "
             "Pass numbers, texts, booleans, None, lists and dicts.",
         ),

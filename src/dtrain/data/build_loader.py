@@ -102,7 +102,7 @@ def build_loader(
     check_choice("build_loader", "on_error", on_error, ON_ERROR_MODES)
     info = get_dist_info()
     if mesh is None and info.world_size > 1:
-        raise ConfigError(f"build_loader: {info.world_size} ranks need a mesh. Pass mesh=, so that the ranks share each batch")
+        raise ConfigError(f"build_loader: {info.world_size} ranks need a mesh. Pass mesh=, so that the ranks share each batch.")
     rank, ranks = (0, 1) if mesh is None else data_rank(mesh)
     target = None if device is None else torch.device(device)
     fetcher = Fetcher(dataset=dataset, seed=seed, collate=collate, transform=transform, on_error=on_error)
@@ -151,21 +151,21 @@ def _map_batch_source(
     fetcher: Fetcher, options: BatchOptions, shuffle: bool | BlockShuffle, pre_sharded: bool
 ) -> MapBatchSource:
     if pre_sharded:
-        raise ConfigError("build_loader: pre_sharded needs an iterable dataset, but this dataset is indexed. Leave it out")
+        raise ConfigError("build_loader: pre_sharded needs an iterable dataset, but this dataset is indexed. Leave it out.")
     dataset, batch = fetcher.dataset, options.global_batch_size
     size = len(dataset)
     if size < 1:
         raise ConfigError("build_loader: the dataset has no samples. Check the path or the filter that the dataset reads with.")
     if isinstance(shuffle, BlockShuffle) and not hasattr(dataset, "order"):
         raise ConfigError(
-            f"build_loader: a {type(dataset).__name__} has no shards to shuffle within. Use shuffle=True, or a ShardedDataset"
+            f"build_loader: a {type(dataset).__name__} has no shards to shuffle within. Use shuffle=True, or a ShardedDataset."
         )
     if is_hugging_face(dataset) and fetcher.collate is None and dataset.format["type"] is None:
         fetcher = replace(fetcher, dataset=dataset.with_format("torch"))
     order = dataset_order(dataset, size, fetcher.seed, shuffle)
     if options.last_batch == "drop" and not callable(batch) and order.size < batch:
         raise ConfigError(
-            f"build_loader: {order.size} samples are less than one global batch of {batch}. Use last_batch='short'"
+            f"build_loader: {order.size} samples are less than one global batch of {batch}. Use last_batch='short'."
         )
     return MapBatchSource(fetcher=fetcher, order=order, options=_divide_workers(options))
 
@@ -180,9 +180,9 @@ def _iterable_batch_source(
             "Define __len__ and __getitem__, or __iter__."
         )
     if shuffle is not False and not is_mosaic(dataset):
-        raise ConfigError("build_loader: an iterable dataset has its own order. Use shuffle=False, and shuffle in the dataset")
+        raise ConfigError("build_loader: an iterable dataset has its own order. Use shuffle=False, and shuffle in the dataset.")
     if options.last_batch == "pad":
-        raise ConfigError("build_loader: last_batch='pad' needs an indexed dataset. Use last_batch='short' or 'drop'")
+        raise ConfigError("build_loader: last_batch='pad' needs an indexed dataset. Use last_batch='short' or 'drop'.")
     batch = cast("int", options.global_batch_size)
     adapter = adapt_mosaic(dataset, global_batch_size=batch, ranks=ranks) if is_mosaic(dataset) else None
     if pre_sharded and batch % ranks:

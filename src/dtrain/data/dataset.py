@@ -122,7 +122,7 @@ def _check_columns(columns: Mapping[Any, Any], kind: str) -> None:
         }
         raise ConfigError(
             f"build_loader: a {kind} is a dataset of rows, so its values must be tensors or arrays of numbers with the same "
-            f"first size, got {shapes}. Give tensors of equal length, or a list of samples"
+            f"first size, got {shapes}. Give tensors of equal length, or a list of samples."
         )
 
 

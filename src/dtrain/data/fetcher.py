@@ -60,7 +60,7 @@ def collate(samples: Sequence[Any]) -> Batch:
         raise
     except (RuntimeError, TypeError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split())
-        raise DataError(f"collate: cannot stack samples of type {type(first).__name__} ({reason}). Pass collate=") from error
+        raise DataError(f"collate: cannot stack samples of type {type(first).__name__} ({reason}). Pass collate=.") from error
 
 
 def _collate_mappings(samples: Sequence[Any], kinds: set[type], path: str) -> Batch:
@@ -74,7 +74,7 @@ def _collate_mappings(samples: Sequence[Any], kinds: set[type], path: str) -> Ba
     if len(columns) < len(keys) or len(set(key_counts)) > 1:
         odd = next(sample for sample in samples if sample.keys() != keys)
         differ = sorted(str(key) for key in odd.keys() ^ keys)
-        raise DataError(f"collate: only some samples of a batch have {path}{differ[0]!r}. Give all samples the same keys")
+        raise DataError(f"collate: only some samples of a batch have {path}{differ[0]!r}. Give all samples the same keys.")
     stacked = {key: _collate_column(values, key, path) for key, values in columns.items()}
     if not all([isinstance(column, Tensor) or is_tensordict(column) for column in stacked.values()]):  # noqa: C419
         return stacked
@@ -107,7 +107,7 @@ def _collate_column(values: list[Any], key: Any, path: str) -> Any:
                 raise
             differing = " and ".join(map(str, sorted(shapes, key=str)[:2]))
             raise DataError(
-                f"collate: {path}{key!r} is {differing} in one batch. Pad or cut to one shape, or pass collate="
+                f"collate: {path}{key!r} is {differing} in one batch. Pad or cut to one shape, or pass collate=."
             ) from None
     if isinstance(first, Mapping):
         return _collate_mappings(values, set(map(type, values)), f"{path}{key!r}.")
@@ -150,7 +150,7 @@ def apply_transform(fn: SampleTransform, sample: Any, *, seed: int, epoch: int, 
     """
     transformed = fn(sample, generator("cpu", seed, "transform", epoch, index))
     if transformed is None:
-        raise ConfigError(f"transform: the transform returned None for sample {index}. Return the sample")
+        raise ConfigError(f"transform: the transform returned None for sample {index}. Return the sample.")
     return transformed
 
 
@@ -326,7 +326,7 @@ class Fetcher:
         """
         batch = (self.collate or collate)(samples)
         if batch is None:
-            raise DataError("collate returned None. Return the batch")
+            raise DataError("collate: the function returned None. Return the batch.")
         return batch
 
 

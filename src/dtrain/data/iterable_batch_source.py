@@ -205,7 +205,7 @@ class IterableBatchSource:
             # The state holds for the first epoch only.
             state = None
             if at is before and at.samples == 0:
-                raise ConfigError("loader: the dataset returned no sample in a whole epoch. Check the dataset")
+                raise ConfigError("loader: the dataset returned no sample in a whole epoch. Check the dataset.")
             # The dataset has no length, so the end of the epoch is known only now.
             if at.epoch == epoch:
                 at = replace(at, epoch=epoch + 1, samples=0)
@@ -316,7 +316,8 @@ def adapt_mosaic(dataset: Any, *, global_batch_size: int, ranks: int) -> MosaicA
     if dataset.batch_size is None or dataset.batch_size * ranks != global_batch_size:
         raise ConfigError(
             f"build_loader: the StreamingDataset must have batch_size={global_batch_size // ranks}, so that {ranks} ranks make "
-            f"global_batch_size={global_batch_size}, got batch_size={dataset.batch_size}"
+            f"global_batch_size={global_batch_size}, got batch_size={dataset.batch_size}. "
+            "Make the StreamingDataset with this batch_size."
         )
     return MosaicAdapter(dataset)
 

@@ -137,8 +137,9 @@ class Loader:
             ConfigError: always; the message names the two loops to write.
         """
         raise ConfigError(
-            "loader: write `for batch in loader.until('3ep')` to train for 3 epochs of the whole run, over any resume; or "
-            "`for batch in loader.one_epoch()` to see each sample once without moving the position"
+            "loader: a plain loop would not know the length of the run. To train for 3 epochs, over any resume, write "
+            "`for batch in loader.until('3ep')`. To see each sample once, without moving the position, write "
+            "`for batch in loader.one_epoch()`."
         )
 
     def __len__(self) -> int:
@@ -217,7 +218,7 @@ class Loader:
                 if self._skip_target is self.position or (self._evaluations != evaluations and self.source.single_reader):
                     break
                 if self.position is not at:
-                    raise ConfigError("loader: another loop moved the position during until(). Run one loop at a time")
+                    raise ConfigError("loader: another loop moved the position during until(). Run one loop at a time.")
 
     def one_epoch(self) -> Iterator[Batch]:
         """Iterate over each sample of an epoch once, without moving the position: for evaluation.
@@ -257,7 +258,7 @@ class Loader:
         """
         check_int("loader.skip", "samples", samples, minimum=0)
         if not self.source.can_skip:
-            raise ConfigError("loader.skip: the dataset is split over ranks, so the loader cannot skip. Skip in the dataset")
+            raise ConfigError("loader.skip: the dataset is split over ranks, so the loader cannot skip. Skip in the dataset.")
         at, batches = self.position, self.source.epoch_batches()
         self.position = replace(at, samples=at.samples + samples) if batches is None else batches.skip(at, samples)
         # The dataset's state is older than the new position.
@@ -288,7 +289,7 @@ class Loader:
             raise CheckpointMismatchError(
                 f"loader: the dataset differs from the dataset of the checkpoint, which had {state.get('size')} samples; this "
                 f"one has {self.fingerprint.get('count')} (names, sizes or shards differ). Resume with the same data, or pass "
-                "build_loader(allow_data_change=True)"
+                "build_loader(allow_data_change=True)."
             )
         try:
             self.source.resume({name: value for name, value in state.items() if isinstance(value, int)}, at)
@@ -373,7 +374,7 @@ class Loader:
     def _epoch_batches(self, caller: str) -> EpochBatches:
         epoch_batches = self.source.epoch_batches()
         if epoch_batches is None:
-            raise ConfigError(f"loader.{caller}: the dataset has no length. Count in batches, as in until('1000ba')")
+            raise ConfigError(f"loader.{caller}: the dataset has no length. Count in batches, as in until('1000ba').")
         return epoch_batches
 
     def _items(self, at: Position, goal: Duration, *, evaluation: bool = False) -> Iterator[LoaderItem]:

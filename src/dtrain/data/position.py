@@ -52,7 +52,7 @@ def read_position(state: Mapping[str, Plain]) -> Position:
     if state.get("version") != _STATE_VERSION:
         raise CheckpointMismatchError(
             f"loader: the saved position has format version {state.get('version')}, this release reads {_STATE_VERSION}. "
-            "Leave the loader out of extra to start over"
+            "Leave the loader out of extra to start over."
         )
     values = {name: state.get(name) for name in ("epoch", "samples", "batches", "total")}
     for name, value in values.items():
@@ -79,7 +79,7 @@ def parse_length(length: Duration | int | str) -> Duration:
     goal = Duration.parse(length)
     if goal.unit in ("ep", "ba", "sp"):
         return goal
-    raise ConfigError(f"loader: cannot count steps in {goal.unit!r} ({goal}); give epochs (ep), batches (ba) or samples (sp)")
+    raise ConfigError(f"loader: cannot count steps in {goal.unit!r} ({goal}). Give epochs (ep), batches (ba) or samples (sp).")
 
 
 LastBatch = Literal["short", "drop", "pad"]
@@ -161,7 +161,8 @@ class EpochBatches:
         batch = self.global_batch_size
         if callable(batch):
             raise ConfigError(
-                "loader: steps_per_epoch differs between epochs: global_batch_size is a schedule; ask for total_steps"
+                "loader: steps_per_epoch differs between epochs, because global_batch_size is a schedule. "
+                "Call total_steps instead."
             )
         return self.size // batch if self.last_batch == "drop" else -(-self.size // batch)
 

@@ -196,7 +196,7 @@ def _start_workers(source: Any, options: dict[str, Any]) -> Any:
                 f"loader: workers could not be started ({reason}). "
                 "Pass num_workers=0, or raise the limit that the reason names."
             ) from error
-        raise ConfigError(f"loader: {where} cannot be sent to a worker ({reason}). Open it where it is used") from error
+        raise ConfigError(f"loader: {where} cannot be sent to a worker ({reason}). Open it where it is used.") from error
 
 
 def _stop_workers(batches: Any, children: list[Any]) -> None:

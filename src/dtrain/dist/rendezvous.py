@@ -59,7 +59,10 @@ def read_rank_from_env() -> dict[str, int]:
             f"init_dist: rank variables must be whole numbers ({error}). Unset the variable or use `dtrain launch`."
         ) from None
     if not 0 <= rank < world:
-        raise ConfigError(f"init_dist: RANK must be from 0 to WORLD_SIZE - 1, got RANK={rank} WORLD_SIZE={world}")
+        raise ConfigError(
+            f"init_dist: RANK must be from 0 to WORLD_SIZE - 1, got RANK={rank} WORLD_SIZE={world}. "
+            "Start the ranks with dtrain launch or torchrun, which set both."
+        )
     return {
         "rank": rank,
         "world_size": world,
@@ -281,7 +284,10 @@ def _try_rendezvous(store: dist.Store, rendezvous: RendezvousConfig, *, remainin
     if store.check(["outcome"]):
         return _OVER
     if store.add(f"here/{rank}", 1) > 1:
-        raise ConfigError(f"init_dist: each process must have its own RANK, but two processes have RANK={rank} of {world}")
+        raise ConfigError(
+            f"init_dist: each process must have its own RANK, but two processes have RANK={rank} of {world}. "
+            "Start the ranks with dtrain launch or torchrun, which number them."
+        )
     if store.add("arrived", 1) == world:
         store.compare_set("outcome", "", _OPEN.decode())
     start, timed_out = time.monotonic(), False

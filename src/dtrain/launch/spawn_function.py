@@ -338,7 +338,10 @@ def _collect_results(job: _SpawnedJob) -> list[Any]:
     for forked in job.ranks:
         if "result" not in reports[forked.rank] and forked.exit is not None:
             subject = f"rank {forked.rank} of {job.nproc}"
-            raise RankError(f"spawn: {job.name}: {subject} exited with code {forked.exit.code} before it returned")
+            raise RankError(
+                f"spawn: {job.name}: {subject} exited with code {forked.exit.code} before it returned. "
+                "Return from the function instead of calling os._exit."
+            )
     return [reports[rank.rank]["result"] for rank in job.ranks]
 
 

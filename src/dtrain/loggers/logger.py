@@ -84,7 +84,9 @@ def close(logger: Logger) -> None:
         ConfigError: ``logger`` is not callable.
     """
     if not callable(logger):
-        raise ConfigError(f"close: logger must be a function of (step, numbers), got {logger!r}.")
+        raise ConfigError(
+            f"close: logger must be a function of (step, numbers), got {logger!r}. Pass a logger, such as dt.loggers.console()."
+        )
     close_method = getattr(logger, "close", None)
     if close_method is not None:
         close_method()
@@ -145,7 +147,10 @@ def fault_tolerant(logger: Logger, *, name: str | None = None, timeout_s: float 
         ConfigError: ``logger`` is not callable, or ``timeout_s`` is not a number above 0.
     """
     if not callable(logger):
-        raise ConfigError(f"fault_tolerant: logger must be a function of (step, numbers), got {logger!r}.")
+        raise ConfigError(
+            f"fault_tolerant: logger must be a function of (step, numbers), got {logger!r}. "
+            "Pass a logger, such as dt.loggers.console()."
+        )
     name = name or str(getattr(logger, "__name__", type(logger).__name__))
     if timeout_s is not None:
         # background.py imports this module.

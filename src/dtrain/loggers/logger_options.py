@@ -30,7 +30,7 @@ def is_writer(ranks: Ranks, caller: str) -> bool:
         ConfigError: ``ranks`` is neither 0 nor "all".
     """
     if ranks not in (0, "all") or isinstance(ranks, bool):
-        raise ConfigError(f"{caller}: ranks must be 0 or 'all', got {ranks!r}")
+        raise ConfigError(f"{caller}: ranks must be 0 or 'all', got {ranks!r}. Pass ranks=0 to log on rank 0 alone.")
     return ranks == "all" or get_dist_info().rank == 0
 
 
@@ -49,7 +49,10 @@ def rank_path(path: str | Path, ranks: Ranks, caller: str) -> Path | None:
         )
     unknown = sorted(set(re.findall(r"\{(\w+)\}", text)) - {"rank", "time"})
     if unknown:
-        raise ConfigError(f"{caller}: path may have only {{rank}} and {{time}} as fields, got {{{unknown[0]}}} in {text!r}.")
+        raise ConfigError(
+            f"{caller}: path may have only {{rank}} and {{time}} as fields, got {{{unknown[0]}}} in {text!r}. "
+            "Remove the other fields."
+        )
     if ranks == "all" and "{rank}" not in text:
         raise ConfigError(f"{caller}: path must contain {{rank}} if ranks='all', got {text!r}. Each rank needs its own file.")
     if not is_writer(ranks, caller) and "{rank}" not in text:

@@ -68,7 +68,9 @@ def mlflow(
     """
     require_package("mlflow")
     if not isinstance(experiment, str) or not experiment:
-        raise ConfigError(f"mlflow: experiment must be the name of an experiment, got {experiment!r}.")
+        raise ConfigError(
+            f"mlflow: experiment must be the name of an experiment, got {experiment!r}. Pass experiment='gpt', for example."
+        )
     check_number("mlflow", "timeout_s", timeout_s, above=0)
     params, folder = redact_settings(settings, "mlflow"), rank_path(path, ranks, "mlflow")
     if folder is None:

@@ -69,9 +69,9 @@ def wandb(
     """
     require_package("wandb")
     if not isinstance(project, str) or not project:
-        raise ConfigError(f"wandb: project must be the name of a project, got {project!r}.")
+        raise ConfigError(f"wandb: project must be the name of a project, got {project!r}. Pass project='gpt', for example.")
     if mode not in ("online", "offline"):
-        raise ConfigError(f"wandb: mode must be 'online' or 'offline', got {mode!r}.")
+        raise ConfigError(f"wandb: mode must be 'online' or 'offline', got {mode!r}. Pass 'offline' without a network.")
     check_number("wandb", "timeout_s", timeout_s, above=0)
     config, folder = redact_settings(settings, "wandb"), rank_path(path, ranks, "wandb")
     if folder is None:

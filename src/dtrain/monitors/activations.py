@@ -125,7 +125,9 @@ def activation_stats(
 def _check_stats(stats: Sequence[ActivationStat]) -> tuple[ActivationStat, ...]:
     known = get_args(ActivationStat)
     if isinstance(stats, str) or not stats or any(stat not in known for stat in stats):
-        raise ConfigError(f"activation_stats: stats must be a list of names from {', '.join(known)}, got {stats!r}.")
+        raise ConfigError(
+            f"activation_stats: stats must be a list of names from {', '.join(known)}, got {stats!r}. Choose from these names."
+        )
     return tuple(stats)
 
 
@@ -138,7 +140,8 @@ def _compile_pattern(pattern: ModulePattern) -> Callable[[str, nn.Module], bool]
     # The pattern "" selects the whole model.
     if not isinstance(pattern, Sequence) or (not pattern and not isinstance(pattern, str)):
         raise ConfigError(
-            f"activation_stats: pattern must be a text, several texts, a regular expression or a function, got {pattern!r}."
+            f"activation_stats: pattern must be a text, several texts, a regular expression or a function, got {pattern!r}. "
+            "Pass pattern='blocks.*', for example."
         )
     patterns = [pattern] if isinstance(pattern, str) else pattern
     matches = compile_patterns(patterns, caller=_NAME)
@@ -152,7 +155,8 @@ def _select_modules(model: nn.Module, is_selected: Callable[[str, nn.Module], bo
     if not selected:
         some = ", ".join(repr(name) for name in list(modules)[1:4])
         raise ConfigError(
-            f"activation_stats: pattern must match a module, got no match in {len(modules)} modules (such as {some})."
+            f"activation_stats: pattern must match a module, got no match in {len(modules)} modules (such as {some}). "
+            "Print the names with model.named_modules()."
         )
     return selected
 

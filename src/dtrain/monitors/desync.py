@@ -135,7 +135,7 @@ def desync_guard(
 def _check_parts(caller: str, of: Sequence[DesyncPart]) -> tuple[DesyncPart, ...]:
     known = get_args(DesyncPart)
     if isinstance(of, str) or not of or any(part not in known for part in of):
-        raise ConfigError(f"{caller}: of must be a list of names from {', '.join(known)}, got {of!r}.")
+        raise ConfigError(f"{caller}: of must be a list of names from {', '.join(known)}, got {of!r}. Choose from these names.")
     return tuple(of)
 
 
@@ -216,7 +216,8 @@ def _plain_content(key: str, value: Any) -> Plain:
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"check_desync: extra[{key!r}] must be plain data or have a state_dict() of plain data, got {type(value).__name__} "
-            f"({error})."
+            f"({error}). "
+            "Pass the result of its state_dict()."
         ) from None
     return content
 

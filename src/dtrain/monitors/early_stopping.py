@@ -275,12 +275,17 @@ def _value_of_rank_0(caller: str, metric: str, numbers: Mapping[str, float]) -> 
     """Return the value of rank 0 on every rank. Values that were not reduced differ, but all ranks must decide alike."""
     value, error = math.nan, None
     if metric not in numbers:
-        error = ConfigError(f"{caller}: metric must be one of {', '.join(sorted(numbers)) or 'none'}, got {metric!r}.")
+        error = ConfigError(
+            f"{caller}: metric must be one of {', '.join(sorted(numbers)) or 'none'}, got {metric!r}. "
+            "Choose one of the logged metrics, or log this one."
+        )
     else:
         try:
             value = float(numbers[metric])
         except (TypeError, ValueError):
-            error = ConfigError(f"{caller}: metric {metric!r} must be a number, got {numbers[metric]!r}.")
+            error = ConfigError(
+                f"{caller}: metric {metric!r} must be a number, got {numbers[metric]!r}. Log a number under this name."
+            )
     rows = all_gather_numbers([value, error is not None], caller=caller)
     if error is not None:
         raise error

@@ -136,7 +136,10 @@ def peak_flops(name: str, dtype: ComputeDtype | torch.dtype) -> float | None:
     """
     kind = _DTYPES.get(dtype) if isinstance(dtype, torch.dtype) else dtype
     if kind is None or kind not in get_args(ComputeDtype):
-        raise ConfigError(f"peak_flops: dtype must be one of {', '.join(get_args(ComputeDtype))}, got {dtype!r}.")
+        raise ConfigError(
+            f"peak_flops: dtype must be one of {', '.join(get_args(ComputeDtype))}, got {dtype!r}. "
+            "Choose one of them, or pass peak= to mfu."
+        )
     words = set(name.replace("-", " ").replace("_", " ").split())
     if words & set(_EXCLUDED_WORDS):
         return None

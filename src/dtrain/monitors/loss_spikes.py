@@ -116,7 +116,10 @@ def watch_loss(
                     now = {**now, "usual": {str(index): each for index, each in enumerate(history)}}
             state, metrics = inner(state, metrics)
             if metric not in metrics:
-                raise ConfigError(f"watch_loss: metric must be one of {', '.join(sorted(metrics))}, got {metric!r}.")
+                raise ConfigError(
+                    f"watch_loss: metric must be one of {', '.join(sorted(metrics))}, got {metric!r}. "
+                    "Choose one of the metrics of the step."
+                )
             loss = _global_mean(metrics[metric])
             pending.send(step, loss)
             after = {**now, "waiting": min(now["waiting"] + 1, _DELAY_STEPS), "newest": loss, "older": now["newest"]}

@@ -94,7 +94,8 @@ def learning_rates(state: TrainState, *, extra_options: Sequence[str] = ()) -> d
         if not labeled:
             known = ", ".join(sorted({name for group in groups for name in group} - {"params", "name"}))
             raise ConfigError(
-                f"learning_rates: extra_options must be options of {type(state.optimizer).__name__} ({known}), got {option!r}."
+                f"learning_rates: extra_options must be options of {type(state.optimizer).__name__} ({known}), got {option!r}. "
+                "Choose from these options."
             )
         for label, value in labeled:
             values = {f"{option}{index}": each for index, each in enumerate(value)} if isinstance(value, tuple | list) else {}

@@ -42,7 +42,7 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
         StepError: a metric has weight zero over all ranks, or names differ between ranks.
     """
     if not metrics:
-        raise ConfigError("reduce_metrics: metrics must have at least 1 metric, got none.")
+        raise ConfigError("reduce_metrics: metrics must have at least 1 metric, got none. Pass the metrics of a step.")
     names, ranks = sorted(metrics), get_dist_info().world_size
     scalars = [scalar for name in names for scalar in metrics[name]]
     heartbeats.heartbeat("reduce_metrics")
@@ -61,7 +61,8 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
     totals, weights = values[::2], values[1::2]
     if 0 in weights:
         raise StepError(
-            f"reduce_metrics: metric {names[weights.index(0)]!r} must have a positive weight, got 0 over all ranks."
+            f"reduce_metrics: metric {names[weights.index(0)]!r} must have a positive weight, got 0 over all ranks. "
+            "Check that the loss counts some sample on some rank."
         )
     return {name: total / weight for name, total, weight in zip(names, totals, weights, strict=True)}
 
@@ -76,7 +77,10 @@ def _all_reduce(scalars: Sequence[Tensor], names: Sequence[str], ranks: int) -> 
     dist.all_reduce(row)
     *values, labels = row.tolist()
     if labels != ranks * label:
-        raise StepError(f"reduce_metrics: metrics must have equal names on all ranks, got {names} on this rank.")
+        raise StepError(
+            f"reduce_metrics: metrics must have equal names on all ranks, got {names} on this rank. "
+            "Return the same metrics from loss_fn on every rank."
+        )
     return values[:count]
 
 

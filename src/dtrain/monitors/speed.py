@@ -66,7 +66,8 @@ class MovingWindow:
         self._length = Duration.parse(length)
         if self._length.unit == "dur":
             raise ConfigError(
-                f"{caller}: window must be a length such as '100ba' or '60sec', got {length!r}, a part of the run."
+                f"{caller}: window must be a length such as '100ba' or '60sec', got {length!r}, a part of the run. "
+                "Give it in steps, samples, tokens or seconds."
             )
         self._samples: deque[_WindowSample] = deque()
         self._run: tuple[int, str | None] | None = None

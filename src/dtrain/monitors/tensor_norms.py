@@ -75,7 +75,10 @@ def norms(
     """
     length, kinds = Duration.parse(interval), _check_kinds(of)
     if not callable(by) and by not in ("all", "group", "layer"):
-        raise ConfigError(f"norms: by must be 'all', 'group', 'layer' or a function of a parameter's name, got {by!r}.")
+        raise ConfigError(
+            f"norms: by must be 'all', 'group', 'layer' or a function of a parameter's name, got {by!r}. "
+            "Pass by='layer', for example."
+        )
 
     def init(state: TrainState) -> dict[str, object]:
         # Raise for a fraction of a run of unknown length.
@@ -100,7 +103,7 @@ def norms(
 def _check_kinds(of: Sequence[NormKind]) -> frozenset[NormKind]:
     known = get_args(NormKind)
     if isinstance(of, str) or not of or any(kind not in known for kind in of):
-        raise ConfigError(f"norms: of must be a list of names from {', '.join(known)}, got {of!r}.")
+        raise ConfigError(f"norms: of must be a list of names from {', '.join(known)}, got {of!r}. Choose from these names.")
     return frozenset(of)
 
 
@@ -164,7 +167,9 @@ def _label_function(state: TrainState, by: NormLabel) -> Callable[[str], str | N
     def label_fn(name: str) -> str | None:
         label = label_of(name)
         if label is not None and (not isinstance(label, str) or not label):
-            raise ConfigError(f"norms: by({name!r}) must return a text or None, got {label!r}.")
+            raise ConfigError(
+                f"norms: by({name!r}) must return a text or None, got {label!r}. Return None to leave a parameter out."
+            )
         return label
 
     return label_fn

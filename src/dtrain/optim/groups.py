@@ -138,7 +138,9 @@ def named_trainable_params(model: nn.Module) -> tuple[dict[str, Tensor], dict[st
         ConfigError: ``model`` is no module, or has no trainable parameter.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{_CALLER}: model must be a torch.nn.Module, got {type(model).__name__}.")
+        raise ConfigError(
+            f"{_CALLER}: model must be a torch.nn.Module, got {type(model).__name__}. Pass the model, not its parameters."
+        )
     params, aliases = parameters_by_fqn(model)
     params = {name: param for name, param in params.items() if param.requires_grad}
     if not params:
@@ -203,7 +205,10 @@ def compile_where(where: ParamFilter, names: Mapping[str, Sequence[str]], caller
     if callable(where):
         return where
     if not isinstance(where, str | Sequence):
-        raise ConfigError(f"{caller}: where must be name patterns or a function (name, param) -> bool, got {where!r}.")
+        raise ConfigError(
+            f"{caller}: where must be name patterns or a function (name, param) -> bool, got {where!r}. "
+            "Pass where='*.bias', for example."
+        )
     is_match = compile_patterns([where] if isinstance(where, str) else where, caller=caller)
     return lambda name, param: any(is_match(alias) for alias in names.get(name, [name]))
 

@@ -159,7 +159,8 @@ class Muon(torch.optim.Optimizer):
         if unknown:
             valid = ", ".join(defaults)
             raise ConfigError(
-                f"Muon: options of a group with method={method!r} must be among {valid}, got {sorted(unknown)[0]!r}."
+                f"Muon: options of a group with method={method!r} must be among {valid}, got {sorted(unknown)[0]!r}. "
+                "Remove the other options from the group."
             )
         for key, value in defaults.items():
             param_group.setdefault(key, value)

@@ -76,9 +76,14 @@ class Workload:
             ("optimizer", "(parameters) -> Optimizer"),
         ):
             if not callable(getattr(self, name)):
-                raise ConfigError(f"Workload: {name} must be a function {shape}, got {getattr(self, name)!r}.")
+                raise ConfigError(
+                    f"Workload: {name} must be a function {shape}, got {getattr(self, name)!r}. "
+                    "Pass a function that builds the value, such as a lambda."
+                )
         if any(getattr(transform, "name", None) == "auto_microbatch" for transform in self.transforms):
-            raise ConfigError("Workload: transforms must not contain auto_microbatch, because a plan tries sizes itself.")
+            raise ConfigError(
+                "Workload: transforms must not contain auto_microbatch, because a plan tries sizes itself. Remove it."
+            )
 
 
 def build_on_meta(workload: Workload, context: AbstractContextManager[Any]) -> nn.Module:
@@ -95,7 +100,9 @@ def build_on_meta(workload: Workload, context: AbstractContextManager[Any]) -> n
     with context:
         model: object = workload.model if isinstance(workload.model, nn.Module) else workload.model()
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"Workload: model must return a torch.nn.Module, got {type(model).__name__}.")
+        raise ConfigError(
+            f"Workload: model must return a torch.nn.Module, got {type(model).__name__}. Return the model from the function."
+        )
     tensors = {id(t): t for module in model.modules() for t in (*module._parameters.values(), *module._buffers.values())}
     on_meta = {key: _to_meta(tensor) for key, tensor in tensors.items() if tensor is not None}
     if is_model:

@@ -113,7 +113,9 @@ class ProfilerContext:
             ConfigError: the call is outside of the block.
         """
         if self._driver.step is None:
-            raise ConfigError("profile: step() must be called inside the with block, got a call outside.")
+            raise ConfigError(
+                "profile: step() must be called inside the with block, got a call outside. Move the call into the block."
+            )
         self._count += 1
         now = spans.position()[0]
         self._driver.advance(now if now > self._start_step else self._count)
@@ -205,5 +207,8 @@ def _make_driver(path: str | Path, schedule: PhaseSchedule, ranks: RankSelection
     if ranks != "all" and (
         isinstance(ranks, str) or not ranks or any(type(rank) is not int or not 0 <= rank < world for rank in ranks)
     ):
-        raise ConfigError(f"profile: ranks must be 'all' or a list of ranks from 0 to {world - 1}, got {ranks!r}.")
+        raise ConfigError(
+            f"profile: ranks must be 'all' or a list of ranks from 0 to {world - 1}, got {ranks!r}. "
+            "Pass ranks=[0], for example."
+        )
     return ProfilerDriver(ProfileOptions(folder=folder, **options), schedule, None if ranks == "all" else frozenset(ranks))

@@ -144,7 +144,9 @@ def _check_is_run(path: Path, name: str) -> None:
         is_folder = path.is_dir()
     # The name may be too long or contain a null character.
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{prefix} cannot be read: {error}") from error
+        raise ConfigError(
+            f"{prefix} cannot be read: {str(error).rstrip('.')}. Pass the folder given to dt.open_run."
+        ) from error
     if not is_folder:
         kind = "is a file" if path.exists() else "is not there"
         raise ConfigError(f"{prefix} {kind}. Pass the folder given to dt.open_run.")

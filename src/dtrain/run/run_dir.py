@@ -246,7 +246,8 @@ def _check_ranks_agree(all_ranks: list[dict[str, Any]]) -> None:
         if facts["folder"] != all_ranks[0]["folder"]:
             raise ConfigError(
                 f"{_CALLER}: path must be equal on all ranks, got {facts['folder']} on rank {rank} and "
-                f"{all_ranks[0]['folder']} on rank 0."
+                f"{all_ranks[0]['folder']} on rank 0. "
+                "Compute the path from settings that all ranks share, without a time or a rank."
             )
 
 

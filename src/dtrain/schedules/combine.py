@@ -55,7 +55,8 @@ def sequential(schedules: Sequence[Schedule], boundaries: Sequence[float], *, sh
     parts, times = tuple(schedules), tuple(boundaries)
     if not parts or len(times) != len(parts) - 1:
         raise ConfigError(
-            f"sequential: boundaries must be one fewer than schedules, got {len(times)} boundaries and {len(parts)} schedules."
+            f"sequential: boundaries must be one fewer than schedules, got {len(times)} boundaries and {len(parts)} schedules. "
+            "Give a step for each change of schedule."
         )
     check_increasing("sequential", "boundaries", times)
     unit = common_unit("sequential", *parts)
@@ -174,7 +175,10 @@ def to_lambda_lr(schedule: Schedule | Sequence[Schedule], optimizer: Optimizer) 
     groups = len(optimizer.param_groups)
     schedules = [schedule] * groups if callable(schedule) else list(schedule)
     if len(schedules) != groups:
-        raise ConfigError(f"to_lambda_lr: schedule must have one entry per parameter group, got {len(schedules)} for {groups}.")
+        raise ConfigError(
+            f"to_lambda_lr: schedule must have one entry per parameter group, got {len(schedules)} for {groups}. "
+            "Pass one schedule for all groups, or a list with an entry per group."
+        )
     if (unit := common_unit("to_lambda_lr", *schedules)) != STEP_UNIT:
         raise ConfigError(
             f"to_lambda_lr: schedule must be a function of steps, got a schedule of {unit}. Use dt.transforms.scale_lr instead."

@@ -29,7 +29,9 @@ def curve(caller: str, shape: str, start: float, end: float, shapes: Sequence[st
     check_number(caller, "end", end)
     check_choice(caller, "shape", shape, shapes)
     if shape == "exponential" and not (start > 0 and end > 0):
-        raise ConfigError(f"{caller}: the values of an exponential must be above 0, got {start=} and {end=}.")
+        raise ConfigError(
+            f"{caller}: the values of an exponential must be above 0, got {start=} and {end=}. Use linear or cosine to reach 0."
+        )
     inner = {"linear": _linear, "cosine": _cosine, "1-sqrt": _one_minus_sqrt, "exponential": _exponential}[shape]
 
     def value(progress: float) -> float:

@@ -58,7 +58,10 @@ def with_unit(unit: str, schedule: Schedule) -> UnitSchedule:
     """
     check_choice("with_unit", "unit", unit, UNITS)
     if not callable(schedule):
-        raise ConfigError(f"with_unit: schedule must be a function of a number, got {schedule!r}.")
+        raise ConfigError(
+            f"with_unit: schedule must be a function of a number, got {schedule!r}. "
+            "Pass a schedule, such as dt.schedules.cosine(1.0, 0.0, 1.0)."
+        )
     if isinstance(schedule, UnitSchedule) and schedule.unit != unit:
         raise ConfigError(
             f"with_unit: the schedule must not have another unit, got {schedule.unit!r} and {unit=}. Give one unit."
@@ -146,9 +149,12 @@ def hyperparameter(value: float | Schedule, label: str, allowed: str | Constrain
     condition = parse_interval(allowed) if isinstance(allowed, str) else allowed
     if not callable(value):
         if not is_number(value) or not math.isfinite(value):
-            raise ConfigError(f"{label} must be a finite number or a schedule (a function of the step), got {value!r}.")
+            raise ConfigError(
+                f"{label} must be a finite number or a schedule (a function of the step), got {value!r}. "
+                "Pass a number, or a schedule such as dt.schedules.linear(1.0, 0.0, 600)."
+            )
         if condition is not None and not condition.is_satisfied(value):
-            raise ConfigError(f"{label} must be {condition.text}, got {value!r}.")
+            raise ConfigError(f"{label} must be {condition.text}, got {value!r}. Change the value.")
     return Hyperparameter(label, value, condition)
 
 
@@ -204,7 +210,10 @@ def check_increasing(caller: str, name: str, times: tuple[float, ...]) -> None:
         ConfigError: ``times`` are not such numbers.
     """
     if not all(is_number(time) and 0 <= time < math.inf for time in times) or sorted(set(times)) != list(times):
-        raise ConfigError(f"{caller}: {name} must be increasing numbers of at least 0, got {list(times)!r}.")
+        raise ConfigError(
+            f"{caller}: {name} must be increasing numbers of at least 0, got {list(times)!r}. "
+            "Sort the numbers, and remove repetitions."
+        )
 
 
 _HORIZONS = {"ba": 10**6, "ep": 10**3, "sp": 10**9, "tok": 10**12, "sec": 10**7, "dur": 1}
@@ -238,7 +247,8 @@ def check_over_run(hyper: Hyperparameter, run: RunLength | None) -> str | None:
             # A schedule may raise after the end of the run.
             return None
         raise ConfigError(
-            f"{hyper.label}: the schedule raises at {error.count} {hyper.unit} of the run: {error.__cause__!r}"
+            f"{hyper.label}: the schedule raises at {error.count} {hyper.unit} of the run: {error.__cause__!r}. "
+            "Call the schedule at this point to see its error."
         ) from error
     if violation is None:
         return None

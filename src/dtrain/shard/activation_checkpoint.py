@@ -64,7 +64,10 @@ def checkpoint_activations(model: nn.Module, *, blocks: Blocks, every: int = 1, 
     """
     caller = "checkpoint_activations"
     if keep not in ("nothing", "matmuls") and not callable(keep):
-        raise ConfigError(f"{caller}: keep must be 'nothing', 'matmuls' or a function of (context, op, *args), got {keep!r}.")
+        raise ConfigError(
+            f"{caller}: keep must be 'nothing', 'matmuls' or a function of (context, op, *args), got {keep!r}. "
+            "Pass keep='matmuls', for example."
+        )
     selected = _select_every_nth(model, blocks, every, caller)
     _check_not_compiled(selected, caller)
     repeated = [type(module).__name__ for module in selected if _settings_of(module).checkpointed]

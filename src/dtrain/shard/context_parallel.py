@@ -121,11 +121,16 @@ def _torch_context_parallel(
 def _clone_batch(batch: Batch, dims: Mapping[str, int], device: torch.device, ranks: int) -> dict[str, Tensor]:
     """Return the batch on ``device``, with clones of the tensors to shard."""
     if not isinstance(batch, Mapping):
-        raise ConfigError(f"context_parallel: batch must be a mapping of tensors, got {type(batch).__name__}.")
+        raise ConfigError(
+            f"context_parallel: batch must be a mapping of tensors, got {type(batch).__name__}. "
+            "Return a dict from the collate function."
+        )
     moved = dict(cast("Mapping[str, Tensor]", to_device(batch, device)))
     for key, dim in dims.items():
         if key not in moved:
-            raise ConfigError(f"context_parallel: the batch has no {key!r}, only {sorted(moved)}.")
+            raise ConfigError(
+                f"context_parallel: the batch has no {key!r}, only {sorted(moved)}. Name keys of the batch in batch_seq_dims."
+            )
         length = moved[key].shape[dim]
         if length % (2 * ranks):
             raise ConfigError(
@@ -143,6 +148,9 @@ def _match_buffers(model: nn.Module, dims: Mapping[str, int]) -> list[tuple[Tens
         is_match = compile_patterns([pattern], caller="context_parallel: buffer_seq_dims")
         matches = [(buffer, dim) for name, buffer in buffers.items() if is_match(name)]
         if not matches:
-            raise ConfigError(f"context_parallel: buffer_seq_dims names {pattern!r}, but the model has no such buffer.")
+            raise ConfigError(
+                f"context_parallel: buffer_seq_dims names {pattern!r}, but the model has no such buffer. "
+                "Print the names with model.named_buffers()."
+            )
         buffer_dims += matches
     return buffer_dims

@@ -190,7 +190,9 @@ def convert_to_fp8(
     Source: Micikevicius et al. 2022, arXiv:2209.05433; torchao's ``torchao.float8``.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"convert_to_fp8: model must be a torch.nn.Module, got {type(model).__name__}.")
+        raise ConfigError(
+            f"convert_to_fp8: model must be a torch.nn.Module, got {type(model).__name__}. Pass the model, not its parameters."
+        )
     check_choice("convert_to_fp8", "recipe", recipe, get_args(Fp8Recipe))
     if get_spec(model).mesh is not None:
         raise ConfigError("convert_to_fp8: the model is sharded already. Convert the model before shard_model.")
@@ -207,7 +209,10 @@ def _select_linear_layers(model: nn.Module, skip: Sequence[str]) -> set[int]:
     linear = {name: module for name, module in modules_by_fqn(model) if type(module) is nn.Linear}
     for pattern in skip:
         if not any(map(compile_patterns([pattern], caller="convert_to_fp8: skip"), linear)):
-            raise ConfigError(f"convert_to_fp8: skip names {pattern!r}, but no linear layer matches.")
+            raise ConfigError(
+                f"convert_to_fp8: skip names {pattern!r}, but no linear layer matches. "
+                "Print the names with model.named_modules()."
+            )
     skipped = compile_patterns(skip, caller="convert_to_fp8: skip")
     selected = {
         id(module)

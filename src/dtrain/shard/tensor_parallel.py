@@ -44,7 +44,10 @@ def resolve_tp_plan(model: nn.Module, plan: TensorParallelPlan | None, mesh: Dev
             )
         return []
     if not isinstance(plan, Mapping):
-        raise ConfigError(f"shard_model: tp_plan must be a mapping of module names to styles, got {type(plan).__name__}.")
+        raise ConfigError(
+            f"shard_model: tp_plan must be a mapping of module names to styles, got {type(plan).__name__}. "
+            "Pass {'mlp.up': ColwiseParallel()}, for example."
+        )
     if ranks == 1:
         raise ConfigError(
             f"shard_model: tp_plan needs a mesh with a tp axis, got axes {list(mesh.mesh_dim_names or ())} of sizes "
@@ -62,7 +65,10 @@ def resolve_tp_plan(model: nn.Module, plan: TensorParallelPlan | None, mesh: Dev
             id(module): (name, module) for name, module in modules_by_fqn(model, include_duplicates=True) if is_match(name)
         }
         if not matches:
-            raise ConfigError(f"shard_model: tp_plan names {pattern!r}, but the model has no such module.")
+            raise ConfigError(
+                f"shard_model: tp_plan names {pattern!r}, but the model has no such module. "
+                "Print the names with model.named_modules()."
+            )
         planned_modules += [PlannedModule(name=name, module=module, style=style) for name, module in matches.values()]
     return planned_modules
 
@@ -109,7 +115,10 @@ def apply_tp_plan(
             parallelize_module(entry.module, axis, entry.style, src_data_rank=None)
         except (NotImplementedError, RuntimeError, TypeError, ValueError, AssertionError) as problem:
             kind, style = type(entry.module).__name__, type(entry.style).__name__
-            raise ConfigError(f"shard_model: tp_plan: {style} does not fit {entry.name!r}, a {kind}: {problem}") from problem
+            raise ConfigError(
+                f"shard_model: tp_plan: {style} does not fit {entry.name!r}, a {kind}: {str(problem).rstrip('.')}. "
+                "Choose a style for this kind of module."
+            ) from problem
         for key, buffer in entry.module.named_buffers():
             if is_dtensor(buffer):
                 raise ConfigError(

@@ -75,12 +75,16 @@ def _select_ignored_params(model: nn.Module, ignored_params: IgnoredParams) -> d
     else:
         if not isinstance(ignored_params, Iterable):
             raise ConfigError(
-                f"shard_model: ignored_params must be names or a function of (name, parameter), got {ignored_params!r}."
+                f"shard_model: ignored_params must be names or a function of (name, parameter), got {ignored_params!r}. "
+                "Pass ignored_params='*.bias', for example."
             )
         patterns = [ignored_params] if isinstance(ignored_params, str) else list(ignored_params)
         for pattern in patterns:
             if not any(map(compile_patterns([pattern], caller="shard_model: ignored_params"), params)):
-                raise ConfigError(f"shard_model: ignored_params names {pattern!r}, but no parameter matches.")
+                raise ConfigError(
+                    f"shard_model: ignored_params names {pattern!r}, but no parameter matches. "
+                    "Print the names with model.named_parameters()."
+                )
         matches = compile_patterns(patterns, caller="shard_model: ignored_params")
         selected = {name: p for name, p in params.items() if matches(name)}
     return selected | {name: p for name, p in params.items() if p.ndim == 0 or p.numel() == 0}
@@ -103,7 +107,10 @@ def select_blocks(model: nn.Module, blocks: Blocks, *, caller: str = "shard_mode
             is_match = _block_matcher(entry, caller)
             matches = [(name, module) for name, module in submodules if is_match(name, module)]
             if not matches and not is_match("", model):
-                raise ConfigError(f"{caller}: blocks names {_format_entry(entry)}, but the model has no such module.")
+                raise ConfigError(
+                    f"{caller}: blocks names {_format_entry(entry)}, but the model has no such module. "
+                    "Print the names with model.named_modules()."
+                )
             selected += matches
     for name, module in selected:
         if isinstance(module, _CONTAINER_CLASSES) and not _has_forward(module):

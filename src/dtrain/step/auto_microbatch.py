@@ -286,9 +286,15 @@ class _Config:
                 check_int(caller, name, value, minimum=least)
         check_number(caller, "headroom", self.headroom, minimum=0, below=1)
         if initial is not None and initial < self.minimum:
-            raise ConfigError(f"{caller}: initial must be at least minimum, got {initial=} and minimum={self.minimum}.")
+            raise ConfigError(
+                f"{caller}: initial must be at least minimum, got {initial=} and minimum={self.minimum}. "
+                "Raise initial, or lower minimum."
+            )
         if initial is not None and initial % divisor:
-            raise ConfigError(f"{caller}: initial must be a multiple of divisor, got {initial=} and {divisor=}.")
+            raise ConfigError(
+                f"{caller}: initial must be a multiple of divisor, got {initial=} and {divisor=}. "
+                "Round initial to a multiple of divisor."
+            )
         object.__setattr__(self, "minimum", -(-self.minimum // divisor) * divisor)
 
 

@@ -246,7 +246,10 @@ def check_step_parts(caller: str, loss_fn: LossFn, transforms: Sequence[Transfor
     names = [t.name for t in transforms]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
-        raise ConfigError(f"{caller}: transform names must differ (they key transform states), got {repeated[0]!r} twice.")
+        raise ConfigError(
+            f"{caller}: transform names must differ (they key transform states), got {repeated[0]!r} twice. "
+            "Pass name= to one of them."
+        )
 
 
 def _bind_loss(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:

@@ -88,7 +88,7 @@ def evaluate(
                     else:
                         sums.add_names(loss)
         if not any_batch:
-            raise StepError("evaluate: the loader returned no batch on any rank.")
+            raise StepError("evaluate: the loader returned no batch on any rank. Check the length of the dataset.")
     spans.record_event("evaluated", step=spans.position()[0], seconds=time.monotonic() - started)
     return sums.metrics()
 
@@ -299,7 +299,8 @@ class _RemainingSamples:
             counts = [count_batch(part, batch_spec=self.batch_spec, count=self.count)[0] for part in parts]
             if sum(counts) != samples or not 0 < max(counts) <= size:
                 raise ConfigError(
-                    f"{_AUTO_BATCH_EVAL}: split must return parts of at most {size} samples, {samples} in all, got {counts}."
+                    f"{_AUTO_BATCH_EVAL}: split must return parts of at most {size} samples, {samples} in all, got {counts}. "
+                    "Return parts that cover the batch in order."
                 )
             self._parts[:1] = [(part, n) for part, n in zip(parts, counts, strict=True) if n]
         part, self._part_size = self._parts[0]

@@ -68,7 +68,10 @@ def count_batch(batch: Batch, *, batch_spec: BatchSpec | None, count: CountFn | 
     counted = count(batch)
     numbers = [_to_int(number) for number in (counted if isinstance(counted, tuple | list) else (counted, 0))]
     if len(numbers) != 2 or min(numbers) < 0:
-        raise ConfigError(f"batch: count must return samples, or (samples, tokens), as whole numbers, got {counted!r}.")
+        raise ConfigError(
+            f"batch: count must return samples, or (samples, tokens), as whole numbers, got {counted!r}. "
+            "Return len(batch['x']), for example."
+        )
     return numbers[0], numbers[1]
 
 
@@ -107,8 +110,14 @@ def split_microbatches(
     else:
         result = split(batch, microbatch_size)
         if not isinstance(result, Iterable) or isinstance(result, str | Mapping | torch.Tensor):
-            raise ConfigError(f"microbatch_step: split must return a list of microbatches, got {type(result).__name__}.")
+            raise ConfigError(
+                f"microbatch_step: split must return a list of microbatches, got {type(result).__name__}. "
+                "Return a list from split."
+            )
         microbatches = list(result)
         if not microbatches:
-            raise ConfigError(f"microbatch_step: split must return at least one microbatch for {samples} samples, got none.")
+            raise ConfigError(
+                f"microbatch_step: split must return at least one microbatch for {samples} samples, got none. "
+                "Return the batch itself in a list if it cannot be split."
+            )
     return Microbatches(batch=batch, batches=microbatches, samples=samples, tokens=tokens)

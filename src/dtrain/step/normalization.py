@@ -63,7 +63,8 @@ class LossNormalizer:
         sums = {"loss": total, **{name: total for name, (total, _) in loss.terms.items()}}
         if sums.keys() != self.factors.keys():
             raise ConfigError(
-                f"microbatch_step: weight_fn must return a weight per loss term, got {sorted(self.factors)} for {sorted(sums)}."
+                f"microbatch_step: weight_fn must return a weight per loss term, got {sorted(self.factors)} for "
+                f"{sorted(sums)}. Return a weight for each term of the loss."
             )
         scaled = [term.reshape(()) * self.factors[name].to(term.dtype) for name, term in sums.items()]
         return _require_graph(torch.stack(scaled).sum() if len(scaled) > 1 else scaled[0])
@@ -112,7 +113,10 @@ def declared_weights(weight_fn: WeightFn | None, batch: Batch) -> dict[str, Tens
                 f"microbatch_step: weight_fn must return one number for {name!r}, got {describe_value(weight)}. Sum the weight."
             )
     if "loss" not in weights:
-        raise ConfigError(f"microbatch_step: weight_fn must return a weight for 'loss', the main term, got {sorted(weights)}.")
+        raise ConfigError(
+            f"microbatch_step: weight_fn must return a weight for 'loss', the main term, got {sorted(weights)}. "
+            "Return {'loss': weight}."
+        )
     return {name: weights[name] for name in sorted(weights)}
 
 
@@ -315,7 +319,10 @@ def check_loss(loss: object, *, caller: str) -> LossSum:
         ConfigError: ``loss`` is another value.
     """
     if not isinstance(loss, LossSum):
-        raise ConfigError(f"{caller}: loss_fn must return a LossSum, got {_describe_return_value(loss)}.")
+        raise ConfigError(
+            f"{caller}: loss_fn must return a LossSum, got {_describe_return_value(loss)}. "
+            "Return dt.LossSum(total=loss, weight=count)."
+        )
     if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
         raise ConfigError(
             f"{caller}: LossSum.total must be one number (a tensor []), got {describe_value(loss.total)}. Sum it."
@@ -360,7 +367,10 @@ def _check_terms_and_aux(loss: LossSum, caller: str) -> None:
             if name == "loss":
                 raise ConfigError(f"{caller}: LossSum.{kind}: the name 'loss' belongs to the main loss. Choose another name.")
             if not isinstance(pair, tuple | list) or len(pair) != 2:
-                raise ConfigError(f"{caller}: LossSum.{kind}[{name!r}] must be (total, weight), got {describe_value(pair)}.")
+                raise ConfigError(
+                    f"{caller}: LossSum.{kind}[{name!r}] must be (total, weight), got {describe_value(pair)}. "
+                    "Give the sum and the count, not their quotient."
+                )
             invalid = [part for part in pair if not is_number(part)]
             if invalid:
                 raise ConfigError(

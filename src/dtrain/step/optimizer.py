@@ -60,7 +60,7 @@ def clip_grad_norm_(params: Params, max_norm: float, *, eps: float = 1e-6) -> Te
     Source: Pascanu et al. 2013, arXiv:1211.5063, section 3.2.
     """
     if not max_norm > 0:
-        raise ConfigError(f"clip_grad_norm_: max_norm must be positive, got {max_norm}.")
+        raise ConfigError(f"clip_grad_norm_: max_norm must be positive, got {max_norm}. Pass 1.0, for example.")
     grads = [grad for param in params.values() if (grad := param.grad) is not None]
     norm = global_norm(grads)
     scale_(grads, (max_norm / (norm + eps)).clamp(max=1.0))

@@ -44,7 +44,9 @@ class RemotePath:
 
     def __post_init__(self) -> None:
         if invalid := next((part for part in self.parts if part in ("", ".", "..") or "/" in part or "\0" in part), None):
-            raise ConfigError(f"{self}: parts must be names of files or folders, got {invalid!r}")
+            raise ConfigError(
+                f"{self}: parts must be names of files or folders, got {invalid!r}. Remove empty parts, '.', '..' and slashes."
+            )
 
     def __truediv__(self, name: str) -> RemotePath:
         return replace(self, parts=(*self.parts, *_split_names(name)))
@@ -114,7 +116,7 @@ def _parse_remote(protocol: str, authority: str, rest: str) -> RemotePath:
         )
     if not authority:
         kind = "host" if protocol in ("sftp", *_READ_ONLY_PROTOCOLS) else "bucket"
-        raise ConfigError(f"{protocol}://{rest}: URL must name a {kind}")
+        raise ConfigError(f"{protocol}://{rest}: URL must name a {kind}. Add the name to the URL.")
     if protocol == "sftp" and ":" in authority.rpartition("@")[0]:
         raise ConfigError(
             f"sftp://...@{authority.rpartition('@')[2]}{rest}: URL must not have a password, which would appear in logs. Use a "

@@ -113,7 +113,8 @@ def apply_policies(
     check_plain_model(model, caller)
     if not isinstance(policies, Mapping) or not policies:
         raise ConfigError(
-            f"{caller}: policies must be a mapping of module classes to functions of (module, name), got {policies!r}."
+            f"{caller}: policies must be a mapping of module classes to functions of (module, name), got {policies!r}. "
+            "Pass {nn.Linear: function}, for example."
         )
     surgery = _ModuleReplacer(model, [(_build_matcher(key, caller), policy) for key, policy in policies.items()], caller)
     new_model = surgery.visit(model)
@@ -133,7 +134,9 @@ def check_plain_model(model: object, caller: str) -> None:
         ConfigError: ``model`` is no module, is wrapped or sharded, or has a sharded or lazy submodule.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}.")
+        raise ConfigError(
+            f"{caller}: model must be a torch.nn.Module, got {type(model).__name__}. Pass the model, not its parameters."
+        )
     if unwrap_module(model) is not model:
         raise ConfigError(f"{caller}: model must not be wrapped in {type(model).__name__}. Edit the model before wrapping.")
     is_sharded = any(get_spec(module).mesh is not None for module in model.modules())
@@ -186,7 +189,10 @@ class _ModuleReplacer:
         if new is None or new is module:
             return new
         if not isinstance(new, nn.Module):
-            raise ConfigError(f"{self._caller}: a policy must return a module or None, got {new!r} for {name or 'the root'!r}.")
+            raise ConfigError(
+                f"{self._caller}: a policy must return a module or None, got {new!r} for {name or 'the root'!r}. "
+                "Return None to keep the module."
+            )
         if module._compiled_call_impl is not None:
             raise ConfigError(f"{self._caller}: {name or 'the root'!r} {_ALREADY_COMPILED}")
         reused = {id(inner) for inner in new.modules()}
@@ -284,7 +290,9 @@ def check_size_or_fraction(value: object, caller: str, name: str) -> None:
     """
     is_size = type(value) is int and value >= 1
     if not is_size and not (isinstance(value, float) and 0 < value < 1):
-        raise ConfigError(f"{caller}: {name} must be an integer >= 1 or a fraction between 0 and 1, got {value!r}.")
+        raise ConfigError(
+            f"{caller}: {name} must be an integer >= 1 or a fraction between 0 and 1, got {value!r}. Pass 0.25, for example."
+        )
 
 
 def resolve_size(value: int | float, of: int) -> int:

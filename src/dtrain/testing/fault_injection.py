@@ -219,7 +219,8 @@ def _import_prefix(path: str) -> tuple[Any, list[str]]:
     parts = path.split(".") if isinstance(path, str) else []
     if not parts or not all(parts):
         raise ConfigError(
-            f"inject_fault: at must be a short name or an import path such as 'my_loop.load_batch', got {path!r}."
+            f"inject_fault: at must be a short name or an import path such as 'my_loop.load_batch', got {path!r}. "
+            "Name a function of an importable module."
         )
     for cut in range(len(parts) - 1, 0, -1):
         name = ".".join(parts[:cut])

@@ -56,7 +56,7 @@ def check_loss_fn(
     """
     whole = split_microbatches(batch, None, batch_spec=batch_spec, split=split, count=None)
     if whole.samples < 2:
-        raise ConfigError(f"{_NAME}: batch must have at least 2 samples, got {whole.samples}.")
+        raise ConfigError(f"{_NAME}: batch must have at least 2 samples, got {whole.samples}. Pass a larger batch.")
     halves = split_microbatches(batch, (whole.samples + 1) // 2, batch_spec=batch_spec, split=split, count=None).batches
     batch_sums, *half_sums = [_loss_sums(loss_fn, model, part) for part in (batch, *halves)]
     for name, (total, weight) in batch_sums.items():

@@ -97,7 +97,10 @@ def _encode_result(result: Any, name: str) -> bytes:
     try:
         return json.dumps({"result": result}).encode()
     except (TypeError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"run_ranks: {name}: a result must be plain data (numbers, text, lists, dicts): {problem}.") from None
+        raise ConfigError(
+            f"run_ranks: {name}: a result must be plain data (numbers, text, lists, dicts): {problem}. "
+            "Return numbers instead of tensors."
+        ) from None
 
 
 def _is_peer_failure(error: BaseException) -> bool:

@@ -229,7 +229,10 @@ def _encode_task(task: dict[str, Any], name: str) -> bytes:
     try:
         return json.dumps(task).encode()
     except (TypeError, ValueError, RecursionError) as problem:
-        raise ConfigError(f"run_ranks: {name}: args must be plain data (numbers, text, lists, dicts): {problem}.") from None
+        raise ConfigError(
+            f"run_ranks: {name}: args must be plain data (numbers, text, lists, dicts): {problem}. "
+            "Build tensors and modules inside the function."
+        ) from None
 
 
 START_TIMEOUT_S = 120.0
@@ -285,7 +288,8 @@ class RankProcesses:
             ready = wait(list(waiting.values()), timeout=max(0.0, deadline - time.monotonic()))
             if not ready:
                 raise RankError(
-                    f"run_ranks: ranks {sorted(waiting)} of {len(self.pipes)} did not start within {START_TIMEOUT_S:g} s."
+                    f"run_ranks: ranks {sorted(waiting)} of {len(self.pipes)} did not start within {START_TIMEOUT_S:g} s. "
+                    "Run fewer ranks on a busy machine."
                 )
             for rank in [r for r, pipe in waiting.items() if pipe in ready]:
                 try:

@@ -97,5 +97,5 @@ def test_smallest_dtype_that_holds_the_vocabulary_is_chosen():
 @pytest.mark.parametrize("name", ["bytes", "tokenizer.json"])
 def test_non_text_document_error_names_the_document(name, folder):
     tokenizer = load_tokenizer("bytes" if name == "bytes" else str(folder))
-    with pytest.raises(DataError, match=r"^document 2: text must be valid UTF-8$"):
+    with pytest.raises(DataError, match=r"^document 2: text must be valid UTF-8\. Convert"):
         list(TokenWindows(["ab", "c", "\ud800"], tokenizer, 2))

@@ -94,7 +94,7 @@ def test_wrong_raw_bytes_are_refused(tmp_path):
 
 def test_missing_file_is_not_retried(tmp_path):
     out = Out()
-    with pytest.raises(DataError, match=rf"^{tmp_path}/file: is missing, but the index has it$"):
+    with pytest.raises(DataError, match=rf"^{tmp_path}/file: is missing, but the index has it\. Restore"):
         fetch(tmp_path / "file", file_of(), out)
     assert out.cleared == 0
 

@@ -84,7 +84,7 @@ def test_full_cache_releases_open_shards(tmp_path):
 
 
 def test_shard_larger_than_the_cache_is_refused(cache):
-    with pytest.raises(DataError, match=r"^a shard needs 101 bytes, but the cache .* has cache_bytes=100. Raise it$"):
+    with pytest.raises(DataError, match=r"^a shard needs 101 bytes, but the cache .* has cache_bytes=100. Raise it\.$"):
         made(cache, A, 101)
     assert os.listdir(cache.folder) == [] if cache.folder.exists() else True
 
@@ -107,7 +107,7 @@ def test_reservation_grows_with_the_written_bytes(cache, monkeypatch):
 
 
 def test_reservation_above_the_limit_is_refused(cache):
-    with pytest.raises(DataError, match=r"^a shard needs at least 120 bytes, but the cache .* has cache_bytes=100. Raise it$"):
+    with pytest.raises(DataError, match=r"^a shard needs at least 120 bytes, but the cache .* has cache_bytes=100. Raise it\.$"):
         cache.get(A, 15, lambda part: part.write(b"y" * 120))
     assert os.listdir(cache.folder) == [".lock"]
 

@@ -68,7 +68,7 @@ def test_equal_details_are_stored_once() -> None:
         (b'{"shards": []}', "version must be 2, got None"),
         (text_of(shard(version=1)), "shard 0: version must be 2, got 1"),
         (text_of(shard(), 7), "shard 1: must be an object, got int"),
-        (text_of(shard(format="csv")), "shard 0: format 'csv' is unknown; known: mds, parquet, jsonl, text, tar"),
+        (text_of(shard(format="csv")), "shard 0: format 'csv' is unknown. Use one of mds, parquet, jsonl, text, tar"),
         (text_of(shard(format=["mds"])), "format .* is unknown"),
         (text_of(shard(samples=-1)), "shard 0: samples must be a count, got -1"),
         (text_of(shard(samples=True)), "samples must be a count, got True"),
@@ -119,7 +119,7 @@ def test_format_is_guessed_from_the_name(name: str, expected: tuple[str, str | N
 
 
 def test_unknown_format_is_refused() -> None:
-    with pytest.raises(ConfigError, match="format 'csv' is unknown; known: mds, parquet, jsonl, text, tar"):
+    with pytest.raises(ConfigError, match="format 'csv' is unknown. Use one of mds, parquet, jsonl, text, tar"):
         get_format("csv")
     assert [get_format(name).name for name in FORMATS] == list(FORMATS)
 
@@ -133,5 +133,5 @@ def test_digests_equal_reference_values() -> None:
 
 
 def test_unknown_hash_is_refused() -> None:
-    with pytest.raises(ConfigError, match="hash 'crc32' is unknown; known: xxh32, xxh64"):
+    with pytest.raises(ConfigError, match="hash 'crc32' is unknown. Use one of xxh32, xxh64"):
         new_hash("crc32")

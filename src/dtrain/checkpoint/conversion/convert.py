@@ -272,13 +272,16 @@ def _write_root_or_step(result: Path, folder: Path, weights: WeightStream, step:
 
 def _check_arguments(folder: Path, kind: str, to: str, max_shard_bytes: int, step: int) -> None:
     if to not in TARGET_FORMATS:
-        raise ConfigError(f"{_CALLER}: to must be one of {', '.join(TARGET_FORMATS)}, got {to!r}")
+        raise ConfigError(f"{_CALLER}: to must be one of {', '.join(TARGET_FORMATS)}, got {to!r}. Choose one of them.")
     if kind not in SOURCE_FORMATS:
-        raise ConfigError(f"{_CALLER}: source_format must be one of {', '.join(SOURCE_FORMATS)}, got {kind!r}")
+        raise ConfigError(
+            f"{_CALLER}: source_format must be one of {', '.join(SOURCE_FORMATS)}, got {kind!r}. "
+            "Choose one of them, or leave it out to detect the format."
+        )
     if storage.exists(folder):
         raise ConfigError(f"{_CALLER}: destination must not exist, got {folder}. Name a new folder.")
     if max_shard_bytes < 1:
-        raise ConfigError(f"{_CALLER}: max_shard_bytes must be at least 1, got {max_shard_bytes}. 5 GB is usual.")
+        raise ConfigError(f"{_CALLER}: max_shard_bytes must be at least 1, got {max_shard_bytes}. Pass 5 * 10**9, for example.")
     if step < 0:
         raise ConfigError(f"{_CALLER}: step must be at least 0, got {step}. Omit step to convert the newest step.")
     if to == "dtrain" and layout.step_of(folder.name) is not None and storage.is_folder(folder.parent):

@@ -58,11 +58,11 @@ def as_document(sample: Any, number: int) -> TokenDocument:
     for values in (tokens, targets):
         if isinstance(values, str | bytes) or not hasattr(values, "__len__") or getattr(values, "ndim", 1) != 1:
             raise DataError(
-                f"packing: document {number} must be tokens, [length] integers, got {_describe(values)}. Tokenize the document"
+                f"packing: document {number} must be tokens, [length] integers, got {_describe(values)}. Tokenize the document."
             )
     if len(targets) != len(tokens):
         raise DataError(
-            f"packing: document {number} has {len(tokens)} tokens and {len(targets)} labels. Give a label per token"
+            f"packing: document {number} has {len(tokens)} tokens and {len(targets)} labels. Give a label per token."
         )
     return TokenDocument(tokens, targets)
 
@@ -115,7 +115,7 @@ def _token_slice(values: Any, begin: int, end: int, number: int) -> Any:
     if array.dtype.kind not in "iu" or array.ndim != 1:
         description = f"{array.dtype} of shape {array.shape}"
         raise DataError(
-            f"packing: document {number} must be tokens, [length] integers, got {description}. Tokenize the document"
+            f"packing: document {number} must be tokens, [length] integers, got {description}. Tokenize the document."
         )
     return array
 
@@ -183,8 +183,8 @@ class PackedTokens:
         self.tokens = int(self._ends[-1]) if len(self._ends) else 0
         if len(self) == 0:
             raise ConfigError(
-                f"{_PREFIX}: {self.tokens} tokens in {len(dataset)} documents make no block of {seq}"
-                + (". Use last_block='pad'" if self.tokens else "")
+                f"{_PREFIX}: {self.tokens} tokens in {len(dataset)} documents make no block of {seq}. "
+                + ("Use last_block='pad'." if self.tokens else "Give more documents.")
             )
 
     def __len__(self) -> int:
@@ -215,7 +215,7 @@ class PackedTokens:
             first = np.minimum(-(-tokens // self.seq), len(self))
             return shard_order(np.diff(first), seed=seed, shuffle=shuffle)
         if isinstance(shuffle, BlockShuffle):
-            raise ConfigError(f"{_PREFIX}: the documents have no shards to shuffle within. Use shuffle=True")
+            raise ConfigError(f"{_PREFIX}: the documents have no shards to shuffle within. Use shuffle=True.")
         return ElasticSampler(size=len(self), seed=seed, shuffle=shuffle)
 
     def prefetch(self, indices: Tensor) -> None:
@@ -254,7 +254,7 @@ class PackedTokens:
             if len(document) != expected:
                 raise DataError(
                     f"{_PREFIX}: document {number} has {len(document)} tokens, but lengths has {expected}. "
-                    "Compute lengths from these documents"
+                    "Compute lengths from these documents."
                 )
         return documents
 

@@ -82,7 +82,7 @@ class TokenStream(BaseNode):  # type: ignore[misc]  # torchdata has no types
         state = initial_state or {"seq": self._seq, **_INITIAL_STATE}
         if state.keys() != {"seq", *_INITIAL_STATE} or state["seq"] != self._seq:
             raise CheckpointMismatchError(
-                f"{_PREFIX}: the saved position must have seq={self._seq}, got {state}. Resume with the same seq"
+                f"{_PREFIX}: the saved position must have seq={self._seq}, got {state}. Resume with the same seq."
             )
         # State at the start of the next block.
         self._block_state = state
@@ -145,7 +145,7 @@ class TokenStream(BaseNode):  # type: ignore[misc]  # torchdata has no types
             if self._offset > length:
                 raise CheckpointMismatchError(
                     f"{_PREFIX}: the position is after token {self._offset} of document {self._number}, which has {length}. "
-                    "Resume with the same documents"
+                    "Resume with the same documents."
                 )
         return self._document
 

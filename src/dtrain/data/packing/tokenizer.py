@@ -44,7 +44,10 @@ class ByteTokenizer:
         self.dtype = np.dtype(np.uint8)
         content = b"" if eos_token in (None, "none") else str(eos_token).encode()
         if len(content) > 1:
-            raise ConfigError(f"eos_token must be one byte, got {eos_token!r}, which has {len(content)}")
+            raise ConfigError(
+                f"tokenizer: eos_token must be one byte, got {eos_token!r}, which has {len(content)}. "
+                "Name a character of ASCII, or 'none'."
+            )
         self.eos_token_id = content[0] if content else None
 
     def encode(self, documents: Sequence[RawDocument]) -> list[TokenArray]:
@@ -99,7 +102,10 @@ def load_tokenizer(name: str, *, eos_token: str | None = None) -> Tokenizer:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:
         # The package raises exceptions of its own classes.
-        raise ConfigError(f"{str(file)!r} is not a tokenizer.json: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"tokenizer: {str(file)!r} is not a tokenizer.json: {' '.join(str(error).split()).rstrip('.')}. "
+            "Save the tokenizer again with save_pretrained."
+        ) from error
     return _FastTokenizer(
         name,
         tokenizer,
@@ -112,10 +118,13 @@ def _load_from_transformers(name: str, eos_token: str | None) -> Tokenizer:
     try:
         loaded = transformers.AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"tokenizer {name!r} does not exist as a file or folder: {' '.join(str(error).split())}") from error
+        raise ConfigError(
+            f"tokenizer: {name!r} does not exist as a file or folder: {' '.join(str(error).split()).rstrip('.')}. "
+            "Name a folder, a tokenizer.json, or a name on the hub."
+        ) from error
     tokenizer = getattr(loaded, "backend_tokenizer", None)
     if tokenizer is None:
-        raise ConfigError(f"the tokenizer {name!r} has no tokenizer.json. Save it with save_pretrained and pass the folder")
+        raise ConfigError(f"tokenizer: {name!r} has no tokenizer.json. Save it with save_pretrained and pass the folder.")
     return _FastTokenizer(name, tokenizer, eos_token_id=_eos_token_id(tokenizer, name, eos_token or loaded.eos_token))
 
 
@@ -143,11 +152,9 @@ def _eos_token_id(tokenizer: Any, name: str, eos_token: str | None) -> int | Non
     if eos_token == "none":
         return None
     if eos_token is None:
-        raise ConfigError(f"the tokenizer {name!r} has no end-of-text token in its configuration. Name that token, or none")
+        raise ConfigError(f"tokenizer: {name!r} has no end-of-text token in its configuration. Name that token, or none.")
     if (token := tokenizer.token_to_id(eos_token)) is None:
-        raise ConfigError(
-            f"the tokenizer {name!r} has no token {eos_token!r} to end documents with. Name another token, or none"
-        )
+        raise ConfigError(f"tokenizer: {name!r} has no token {eos_token!r} to end documents with. Name another token, or none.")
     return int(token)
 
 
@@ -181,7 +188,7 @@ class TokenWindows:
         except (UnicodeError, TypeError) as error:
             for number, document in enumerate(batch, self.documents):
                 if not _is_text(document):
-                    raise DataError(f"document {number}: text must be valid UTF-8") from error
+                    raise DataError(f"document {number}: text must be valid UTF-8. Convert the file to UTF-8.") from error
             raise
 
     def _encode_all(self) -> Iterator[TokenArray]:

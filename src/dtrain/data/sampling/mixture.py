@@ -220,7 +220,7 @@ def _resume_source(source: MixtureSource, state: Mapping[str, int], key: str) ->
     if "drawn" not in own_state or "drawn_at_origin" not in own_state:
         raise CheckpointMismatchError(
             f"loader: the saved position was in a mixture without a source {source.name!r}. Mix the same sources; "
-            "a weight of 0 excludes a source"
+            "a weight of 0 excludes a source."
         )
     try:
         order = source.order.at_state(own_state, *divmod(own_state["drawn"], source.order.size))
@@ -376,7 +376,7 @@ def mix(
             )
     shares = {name: _exact_weight(name, weights[name]) for name in sources}
     if not any(shares.values()):
-        raise ConfigError("mix: all weights are 0. Give one source a positive weight")
+        raise ConfigError("mix: all weights are 0. Give one source a positive weight.")
     if epoch_samples is None:
         epoch_samples = sum(len(dataset) for dataset in sources.values())
     return Mixture(sources=dict(sources), weights=shares, epoch_samples=check_int("mix", "epoch_samples", epoch_samples))

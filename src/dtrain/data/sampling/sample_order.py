@@ -96,7 +96,7 @@ def check_same_state(saved: Mapping[str, int], expected: Mapping[str, int]) -> N
         if saved.get(key) != value:
             raise CheckpointMismatchError(
                 f"loader: the saved position was in a dataset with {key}={saved.get(key)}, this one has {key}={value}. "
-                "Resume with the same data, or leave the loader out of extra to start over"
+                "Resume with the same data, or leave the loader out of extra to start over."
             )
 
 

@@ -102,9 +102,9 @@ def wrap_os_errors(path: AnyPath) -> Iterator[None]:
     try:
         yield
     except FileNotFoundError as error:
-        raise DataError(f"{path}: is missing, but the index has it") from error
+        raise DataError(f"{path}: is missing, but the index has it. Restore the file, or write the dataset again.") from error
     except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror or error}") from error
+        raise DataError(f"{path}: cannot be read: {error.strerror or error}. Check the permissions and the disk.") from error
 
 
 class ByteVerifier:

@@ -47,11 +47,11 @@ def find_shards(store: ShardStore, *, format: str | None, only: str | None = Non
     text = None if only is not None else _read_index_file(store)
     entries = tuple(_list_shards(store, format, only)) if text is None else _parse_index(root, text, format)
     if not sum(entry.samples for entry in entries):
-        raise ConfigError(f"{root}: has no samples in {len(entries)} shards. Check the path")
+        raise ConfigError(f"{root}: has no samples in {len(entries)} shards. Check the path.")
     for entry in entries:
         for algorithm in (*entry.file.digests, *entry.file.raw_digests):
             if algorithm not in HASHES:
-                raise ConfigError(f"{root / entry.file.name}: hash {algorithm!r} is unknown; known: {', '.join(HASHES)}")
+                raise ConfigError(f"{root / entry.file.name}: hash {algorithm!r} is unknown. Use one of {', '.join(HASHES)}.")
     return entries
 
 
@@ -62,7 +62,9 @@ def _read_index_file(store: ShardStore) -> bytes | None:
     except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
-        raise DataError(f"{root / INDEX_NAME}: cannot be read: {error.strerror or error}") from error
+        raise DataError(
+            f"{root / INDEX_NAME}: cannot be read: {error.strerror or error}. Check the permissions and the disk."
+        ) from error
 
 
 def _parse_index(root: AnyPath, text: bytes, format: str | None) -> tuple[ShardEntry, ...]:
@@ -73,7 +75,7 @@ def _parse_index(root: AnyPath, text: bytes, format: str | None) -> tuple[ShardE
         raise type(error)(one_line(f"{root}/{error}")) from error.__cause__
     others = sorted({entry.format for entry in entries} - {format or entry.format for entry in entries})
     if others:
-        raise ConfigError(f"{root}: the index has shards of format {others[0]}, not {format}. Leave out format")
+        raise ConfigError(f"{root}: the index has shards of format {others[0]}, not {format}. Leave out format.")
     return entries
 
 
@@ -132,7 +134,7 @@ def _find_files(root: AnyPath, format: str | None, only: str | None) -> list[_Fo
     files = []
     for name, size in _list_files(root, only):
         if name == UNFINISHED_NAME:
-            raise ConfigError(f"{root}: is incomplete. If its writer was killed, remove the folder and write it again")
+            raise ConfigError(f"{root}: is incomplete. If its writer was killed, remove the folder and write it again.")
         if any(part.startswith(_HIDDEN_PREFIXES) for part in name.split("/")):
             continue
         guess = guess_format(name)
@@ -143,9 +145,9 @@ def _find_files(root: AnyPath, format: str | None, only: str | None) -> list[_Fo
             files.append(_FoundFile(name=name, size=size, format=format, compression=guess[1] if guess else None))
     if not files:
         missing = f"file of format {format}" if format else "file of a known format"
-        raise ConfigError(f"{root}: has no {INDEX_NAME} and no {missing}. Check the URL")
+        raise ConfigError(f"{root}: has no {INDEX_NAME} and no {missing}. Check the URL.")
     if len(formats := sorted({file.format for file in files})) > 1:
-        raise ConfigError(f"{root}: has files of several formats ({', '.join(formats)}). Choose one with format=")
+        raise ConfigError(f"{root}: has files of several formats ({', '.join(formats)}). Choose one with format=.")
     return files
 
 
@@ -164,7 +166,7 @@ def _list_files(root: AnyPath, only: str | None) -> Iterable[tuple[str, int]]:
         if not isinstance(error.__cause__, FileNotFoundError):
             raise
         hint = ". A server that cannot list folders needs an index" if _is_http(root) else ""
-        raise ConfigError(f"{root}: has no {INDEX_NAME}, and no files are listed{hint}. Check the URL") from error
+        raise ConfigError(f"{root}: has no {INDEX_NAME}, and no files are listed{hint}. Check the URL.") from error
 
 
 def _is_http(root: AnyPath) -> bool:

@@ -202,7 +202,7 @@ class ShardCache:
     def _reserve(self, name: str, size: int) -> PartialFile | _CacheState:
         """Reserve room for a shard, and return the partial file or the reason of a failure."""
         if size > self.limit:
-            raise DataError(f"a shard needs {size} bytes, but the cache {self.folder} has cache_bytes={self.limit}. Raise it")
+            raise DataError(f"a shard needs {size} bytes, but the cache {self.folder} has cache_bytes={self.limit}. Raise it.")
         with self.index_lock():
             # Another process has completed the shard in the meantime, so the caller tries again.
             if self.contains(name):
@@ -312,7 +312,7 @@ class ShardCache:
         """Raise the reservation of a partial file, which renames the file."""
         if size > self.limit:
             raise DataError(
-                f"a shard needs at least {size} bytes, but the cache {self.folder} has cache_bytes={self.limit}. Raise it"
+                f"a shard needs at least {size} bytes, but the cache {self.folder} has cache_bytes={self.limit}. Raise it."
             )
         with self.index_lock():
             if not self._make_space(self._scan(), size - part.reserved):

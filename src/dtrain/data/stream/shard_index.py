@@ -31,7 +31,7 @@ def new_hash(algorithm: str) -> Any:
         ConfigError: the algorithm is unknown.
     """
     if algorithm not in HASHES:
-        raise ConfigError(f"hash {algorithm!r} is unknown; known: {', '.join(HASHES)}")
+        raise ConfigError(f"hash {algorithm!r} is unknown. Use one of {', '.join(HASHES)}.")
     return getattr(xxhash, algorithm)() if algorithm in _XXHASH_NAMES else hashlib.new(algorithm, usedforsecurity=False)
 
 
@@ -77,7 +77,7 @@ def read_index(text: bytes) -> list[ShardEntry]:
     except (ValueError, RecursionError) as error:
         raise DataError(f"{INDEX_NAME}: is not JSON: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("shards"), list):
-        raise DataError(f"{INDEX_NAME}: has no list of shards, so it is not an index of a dataset")
+        raise DataError(f"{INDEX_NAME}: has no list of shards, so it is not an index of a dataset.")
     _check_version(content, INDEX_NAME)
     entries: list[ShardEntry] = []
     for number, shard in enumerate(content["shards"]):
@@ -88,7 +88,7 @@ def read_index(text: bytes) -> list[ShardEntry]:
         entries.append(entry)
     _check_names(entries)
     if (total := sum(entry.samples for entry in entries)) > _MAX_COUNT:
-        raise DataError(f"{INDEX_NAME}: the shards have an impossible total of {total:.3g} samples")
+        raise DataError(f"{INDEX_NAME}: the shards have an impossible total of {total:.3g} samples.")
     return entries
 
 
@@ -115,7 +115,8 @@ def guess_format(name: str) -> tuple[str, str | None] | None:
 def _check_version(content: Mapping[str, Any], context: str) -> None:
     if content.get("version") != _INDEX_VERSION:
         raise DataError(
-            f"{context}: version must be {_INDEX_VERSION}, got {_format_value(content.get('version'))}. Write the dataset again"
+            f"{context}: version must be {_INDEX_VERSION}, got {_format_value(content.get('version'))}. "
+            "Write the dataset again."
         )
 
 
@@ -123,7 +124,7 @@ def _check_names(entries: Sequence[ShardEntry]) -> None:
     seen: set[str] = set()
     for number, entry in enumerate(entries):
         if entry.file.name in seen:
-            raise DataError(f"{INDEX_NAME}: shard {number}: file {entry.file.name!r} occurs twice")
+            raise DataError(f"{INDEX_NAME}: shard {number}: file {entry.file.name!r} occurs twice.")
         seen.add(entry.file.name)
 
 
@@ -134,7 +135,7 @@ def _parse_entry(shard: Any, context: str) -> ShardEntry:
     name = shard.get("format")
     kind: Any = _FORMAT_ALIASES.get(name, name) if isinstance(name, str) else None
     if not isinstance(kind, str) or kind not in FORMATS:
-        raise DataError(f"{context}: format {_format_value(name)} is unknown; known: {', '.join(FORMATS)}")
+        raise DataError(f"{context}: format {_format_value(name)} is unknown. Use one of {', '.join(FORMATS)}.")
     details = {key: value for key, value in shard.items() if key not in _ENTRY_KEYS}
     return ShardEntry(
         file=_parse_file(shard, context), samples=_parse_count(shard, "samples", context), format=kind, details=details
@@ -170,7 +171,7 @@ def _parse_file_info(shard: Mapping[str, Any], key: str, context: str) -> tuple[
         raise DataError(f"{context}: {key} must have a file's name, bytes and hashes, got {_format_value(info)}")
     name, digests = info.get("basename"), info.get("hashes") or {}
     if not isinstance(name, str) or not _is_inside_folder(name):
-        raise DataError(f"{context}: file {_format_value(name)} is not in the dataset's folder")
+        raise DataError(f"{context}: file {_format_value(name)} is not in the dataset's folder.")
     if not isinstance(digests, dict) or not all(map(_is_digest, digests.values())):
         raise DataError(
             f"{context}: hashes of {_format_value(name)} must be digests by algorithm, got {_format_value(digests)}"

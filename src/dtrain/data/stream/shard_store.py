@@ -45,9 +45,11 @@ class RangeSource:
             self._reader = FileReader(path, quiet=True)
         self.size = self._reader.size
         if self.size != file.size:
-            raise DataError(f"{path}: has {self.size} bytes, the index has {file.size}")
+            raise DataError(
+                f"{path}: has {self.size} bytes, the index has {file.size}. Restore the file, or write the dataset again."
+            )
         if not self._reader.ranges:
-            raise DataError(f"{path}: the server has no range requests. Use download='whole'")
+            raise DataError(f"{path}: the server has no range requests. Use download='whole'.")
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes from ``begin`` to ``end``; fewer at the end of the file."""
@@ -123,7 +125,7 @@ class ShardStore:
         real = storage.real_path(self._real_root / name)
         if not self.follow_links and not real.is_relative_to(self._real_root):
             raise DataError(
-                f"{self.root / name}: is a link to {real}, out of the dataset's folder. Pass follow_links=True to trust it"
+                f"{self.root / name}: is a link to {real}, out of the dataset's folder. Pass follow_links=True to trust it."
             )
         return real
 

@@ -118,7 +118,7 @@ class ShardedDataset:
         self._max_sample_bytes = check_int("ShardedDataset", "max_sample_bytes", max_sample_bytes)
         self._max_shard_bytes = check_int("ShardedDataset", "max_shard_bytes", max_shard_bytes)
         if not (text := str(path)):
-            raise ConfigError("ShardedDataset: path must not be empty. Pass the folder of the shards")
+            raise ConfigError("ShardedDataset: path must not be empty. Pass the folder of the shards.")
         self.path = text
         self.root, only = _split_file(storage.resolve_path(path))
         # The user has named the file, so a link is trusted.
@@ -198,16 +198,18 @@ class ShardedDataset:
                 description = (
                     f"compressed ({entry.file.compression})" if entry.file.compression else f"of format {entry.format}"
                 )
-                raise ConfigError(f"{self.root / entry.file.name}: is {description}, without range reads. Use download='whole'")
+                raise ConfigError(
+                    f"{self.root / entry.file.name}: is {description}, without range reads. Use download='whole'."
+                )
             size = bytes_to_reserve(entry.file)
             if entry.file.compression is not None and size > self._max_shard_bytes:
                 raise ConfigError(
                     f"{self.root / entry.file.name}: has {size} bytes after decompression, more than max_shard_bytes="
-                    f"{self._max_shard_bytes}. Raise it to trust the data"
+                    f"{self._max_shard_bytes}. Raise it to trust the data."
                 )
             if size > self._limit and self._store.uses_cache(entry.file):
                 raise ConfigError(
-                    f"{self.root / entry.file.name}: has {size} bytes, more than cache_bytes={self._limit}. Raise cache_bytes"
+                    f"{self.root / entry.file.name}: has {size} bytes, more than cache_bytes={self._limit}. Raise cache_bytes."
                 )
 
     def __getstate__(self) -> dict[str, Any]:

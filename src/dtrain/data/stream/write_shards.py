@@ -45,9 +45,9 @@ def make_writer(
     """
     get_format(form)
     if columns is not None and not columns:
-        raise ConfigError("columns={} leaves nothing to write. Leave out columns to use the first sample's columns")
+        raise ConfigError("columns={} leaves nothing to write. Leave out columns to use the first sample's columns.")
     if form in ("jsonl", "text", "tar") and columns is not None:
-        raise ConfigError(f"format {form} has no typed columns, got columns={dict(columns)}. Leave out columns")
+        raise ConfigError(f"format {form} has no typed columns, got columns={dict(columns)}. Leave out columns.")
     settings: dict[str, Plain] = {"compression": compression, "hashes": [*hashes], "size_limit": limit}
     if form == "mds":
         return MdsWriter(first, columns, settings)
@@ -127,7 +127,7 @@ def write_shards(
         new_hash(algorithm)
     check_compression(compression)
     if size_limit is not None and not 1 <= size_limit < 2**32:
-        raise ConfigError(f"{size_limit=} must be at least 1 and below 4 GiB. Pass None to write one shard")
+        raise ConfigError(f"{size_limit=} must be at least 1 and below 4 GiB. Pass None to write one shard.")
     folder = resolve_path(path)
     remaining = iter(samples)
     first = next(remaining, None)
@@ -193,7 +193,7 @@ class _DatasetWriter:
             reason = "has a dataset already" if INDEX_NAME in names else f"is not empty (there is {names[0]!r})"
             if UNFINISHED_NAME in names and INDEX_NAME not in names:
                 reason = "has a dataset that is incomplete, because its writer still runs or was killed"
-            raise ConfigError(f"{self._folder}: {reason}. Name a new folder, or remove this folder first")
+            raise ConfigError(f"{self._folder}: {reason}. Name a new folder, or remove this folder first.")
         make_folders(self._folder)
         # The marker keeps readers from using shards without an index as a complete dataset.
         self._create_file(UNFINISHED_NAME, b"")

@@ -48,7 +48,10 @@ def merge_traces(traces: str | Path | Sequence[str | Path], path: str | Path) ->
     else:
         files = [Path(each) for each in traces]
         if not files:
-            raise ConfigError("merge_traces: traces must be a folder or a list of files, got an empty list.")
+            raise ConfigError(
+                "merge_traces: traces must be a folder or a list of files, got an empty list. "
+                "Pass the folder given to dt.profiling.profile."
+            )
     sources = [_read_source(number, file) for number, file in enumerate(files)]
     begin = min((source.begin_ns for source in sources if source.begin_ns is not None), default=0)
     merged: list[dict[str, Any]] = []

@@ -108,7 +108,9 @@ def read_trace_json(path: Path) -> dict[str, Any]:
     """Read the JSON of a trace and check its form."""
     size = storage.file_size(path)
     if size is None:
-        raise ConfigError(f"read_trace: path must be an existing file, got {path}.")
+        raise ConfigError(
+            f"read_trace: path must be an existing file, got {path}. Name a file that torch.profiler has written."
+        )
     try:
         data = storage.read_file(path, limit=size)
         content = json.loads(gzip.decompress(data) if path.name.endswith(".gz") else data, strict=False)
@@ -117,7 +119,10 @@ def read_trace_json(path: Path) -> dict[str, Any]:
         if not all(isinstance(event, dict) for event in content["traceEvents"]):
             raise TypeError("every event must be an object")
     except (OSError, EOFError, ValueError, KeyError, TypeError, zlib.error) as error:
-        raise DataError(f"trace: {path} cannot be read as a trace of torch's profiler: {error}") from None
+        raise DataError(
+            f"trace: {path} cannot be read as a trace of torch's profiler: {error}. "
+            "Name a file that torch.profiler has written."
+        ) from None
     return content
 
 
@@ -135,7 +140,10 @@ def parse_trace(content: Mapping[str, Any], source: str) -> ProfilerTrace:
         events.sort(key=lambda event: (event.start, -event.end))
         steps, thread = _parse_steps(events, about.get("steps", ()))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DataError(f"trace: {source} has an event or metadata of another form: {type(error).__name__}: {error}") from None
+        raise DataError(
+            f"trace: {source} has an event or metadata of another form: {type(error).__name__}: {error}. "
+            "Record the trace again."
+        ) from None
     return ProfilerTrace(
         source=source,
         rank=trace_rank(content, source),

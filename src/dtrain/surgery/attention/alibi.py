@@ -132,7 +132,10 @@ def _check_implementation(model: nn.Module) -> None:
     names = (getattr(getattr(module, "config", None), "_attn_implementation", None) for module in model.modules())
     unsupported = sorted({name for name in names if name not in (None, "sdpa", "eager")})
     if unsupported:
-        raise ConfigError(f"{_CALLER}: attn_implementation must be 'sdpa' or 'eager', got {unsupported[0]!r}.")
+        raise ConfigError(
+            f"{_CALLER}: attn_implementation must be 'sdpa' or 'eager', got {unsupported[0]!r}. "
+            "Build the model with attn_implementation='sdpa'."
+        )
 
 
 def _make_policy(attribute: str, cross_attention: Container[int]) -> ReplacementPolicy:
@@ -142,7 +145,10 @@ def _make_policy(attribute: str, cross_attention: Container[int]) -> Replacement
             return None
         heads = getattr(module, attribute, None)
         if type(heads) is not int:
-            raise ConfigError(f"{_CALLER}: {type(module).__name__}.{attribute} must be the number of heads, got {heads!r}.")
+            raise ConfigError(
+                f"{_CALLER}: {type(module).__name__}.{attribute} must be the number of heads, got {heads!r}. "
+                "Name the attribute that counts the heads."
+            )
         if type(module) is nn.MultiheadAttention:
             # A no-op hook disables torch's inference kernels, which support no bias.
             swap_class(module, AlibiMultiheadAttention).register_forward_pre_hook(_no_op_hook)

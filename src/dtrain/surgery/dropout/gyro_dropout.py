@@ -107,7 +107,8 @@ class GyroDropout(nn.Dropout):
             return input
         if input.ndim < 2:
             raise ConfigError(
-                f"gyro_dropout: input must be [batch, ..., features], got shape {tuple(input.shape)} in {self.name!r}."
+                f"gyro_dropout: input must be [batch, ..., features], got shape {tuple(input.shape)} in {self.name!r}. "
+                "Give the input a batch axis."
             )
         selected = torch.rand(self.sigma, device=input.device).argsort()[: self.tau]
         return drop_by_masks(input, self._get_masks(input.shape[self.axis], input.device)[selected], self.p, axis=self.axis)

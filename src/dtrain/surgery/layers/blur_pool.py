@@ -141,7 +141,9 @@ def blur_pool(
     check_int(caller, "size", size, minimum=2, maximum=15)
     check_choice(caller, "edge", edge, get_args(EdgeMode))
     if not replace_convs and not replace_maxpools:
-        raise ConfigError(f"{caller}: replace_convs or replace_maxpools must be True, got False for both.")
+        raise ConfigError(
+            f"{caller}: replace_convs or replace_maxpools must be True, got False for both. Set one of them to True."
+        )
     check_int(caller, "min_channels", min_channels, minimum=0)
     check_plain_model(model, caller)
 

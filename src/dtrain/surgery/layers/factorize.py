@@ -189,7 +189,9 @@ def factorize(
     check_size_or_fraction(latent_channels, caller, "latent_channels")
     check_size_or_fraction(latent_features, caller, "latent_features")
     if not factorize_convs and not factorize_linears:
-        raise ConfigError(f"{caller}: factorize_convs or factorize_linears must be True, got False for both.")
+        raise ConfigError(
+            f"{caller}: factorize_convs or factorize_linears must be True, got False for both. Set one of them to True."
+        )
     check_plain_model(model, caller)
     modules = set(model.modules())
     factors = {id(part) for module in modules if isinstance(module, _FactorizedLayer) for part in module.modules()}

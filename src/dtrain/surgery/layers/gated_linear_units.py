@@ -148,7 +148,10 @@ def _resolve_activation(activation: Any) -> Activation | None:
     if activation is None or (callable(activation) and not isinstance(activation, type)):
         return activation
     if not isinstance(activation, str) or activation not in _ACTIVATIONS:
-        raise ConfigError(f"{_CALLER}: activation must be a function or one of {', '.join(_ACTIVATIONS)}, got {activation!r}.")
+        raise ConfigError(
+            f"{_CALLER}: activation must be a function or one of {', '.join(_ACTIVATIONS)}, got {activation!r}. "
+            "Choose one of them, or pass a function."
+        )
     return _ACTIVATIONS[activation]
 
 
@@ -163,7 +166,8 @@ def _resolve_networks(networks: Any) -> Mapping[type[nn.Module], tuple[str, str]
         return {bert: ("dense", "intermediate_act_fn")}
     if not isinstance(networks, Mapping) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in networks.values()):
         raise ConfigError(
-            f'{_CALLER}: networks must map classes to pairs of names, as {{MLP: ("fc", "act")}}, got {networks!r}.'
+            f'{_CALLER}: networks must map classes to pairs of names, as {{MLP: ("fc", "act")}}, got {networks!r}. '
+            "Name the two attributes of each class."
         )
     return networks
 
@@ -171,14 +175,20 @@ def _resolve_networks(networks: Any) -> Mapping[type[nn.Module], tuple[str, str]
 def _get_linear(parent: nn.Module, name: str) -> nn.Linear:
     layer = getattr(parent, name, None)
     if type(layer) is not nn.Linear:
-        raise ConfigError(f"{_CALLER}: {type(parent).__name__}.{name} must be an nn.Linear, got {layer!r}.")
+        raise ConfigError(
+            f"{_CALLER}: {type(parent).__name__}.{name} must be an nn.Linear, got {layer!r}. "
+            "Name the first linear layer of the network."
+        )
     return layer
 
 
 def _get_activation(parent: nn.Module, name: str) -> Activation:
     value = getattr(parent, name, None)
     if not callable(value):
-        raise ConfigError(f"{_CALLER}: {type(parent).__name__}.{name} must be a function or a module, got {value!r}.")
+        raise ConfigError(
+            f"{_CALLER}: {type(parent).__name__}.{name} must be a function or a module, got {value!r}. "
+            "Name the attribute of the activation."
+        )
     activation: Activation = value
     return activation
 

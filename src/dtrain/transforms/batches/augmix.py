@@ -127,7 +127,8 @@ def augmix_batch(
         if len(drawn_chains) != len(chain_weights) or len(own_weights) != len(images):
             raise ConfigError(
                 f"augmix: there must be as many weights as chains and {len(images)} image_weights, got "
-                f"{len(chain_weights)}, {len(drawn_chains)} and {len(own_weights)}."
+                f"{len(chain_weights)}, {len(drawn_chains)} and {len(own_weights)}. "
+                "Give one weight per chain and image."
             )
         unit = to_unit_range(images, "augmix")
         mixed = torch.zeros_like(unit)

@@ -74,7 +74,8 @@ def _find_key(batch: Batch, names: tuple[str, ...], index: int, argument: str) -
     if len(found) != 1:
         raise ConfigError(
             f"{argument} must be given for a batch without exactly one of {join_or(map(repr, names))}, "
-            f"got a batch with {sorted(map(str, keys))}."
+            f"got a batch with {sorted(map(str, keys))}. "
+            "Name the keys of inputs and targets."
         )
     return found[0]
 
@@ -107,7 +108,8 @@ def get_images(batch: Batch, key: BatchKey | None, caller: str) -> tuple[BatchKe
     if images.ndim not in (3, 4) or 0 in images.shape[-3:]:
         raise ConfigError(
             f"{caller}: images must be [batch, channels, height, width] or [channels, height, width], "
-            f"got shape {tuple(images.shape)} at {key!r}."
+            f"got shape {tuple(images.shape)} at {key!r}. "
+            "Add a channel axis with unsqueeze."
         )
     return key, images
 
@@ -121,7 +123,8 @@ def get_image_batch(batch: Batch, key: BatchKey | None, caller: str) -> tuple[Ba
     key, images = get_inputs(batch, key, caller)
     if images.ndim != 4 or 0 in images.shape[-2:]:
         raise ConfigError(
-            f"{caller}: images must be [batch, channels, height, width], got shape {tuple(images.shape)} at {key!r}."
+            f"{caller}: images must be [batch, channels, height, width], got shape {tuple(images.shape)} at {key!r}. "
+            "Add a channel axis with unsqueeze(1)."
         )
     return key, images
 
@@ -329,7 +332,10 @@ def to_probabilities(
     check_num_classes(num_classes, caller)
     if targets.is_floating_point():
         if num_classes is not None and (targets.ndim == 0 or targets.shape[-1] != num_classes):
-            raise ConfigError(f"{caller}: targets must be [*, {num_classes}], got shape {tuple(targets.shape)}.")
+            raise ConfigError(
+                f"{caller}: targets must be [*, {num_classes}], got shape {tuple(targets.shape)}. "
+                "Set num_classes to the number of classes of the targets."
+            )
         return torch.lerp(targets, targets.mean(dim=-1, keepdim=True), smoothing) if smoothing else targets
     check_class_indices(targets, caller)
     if num_classes is None:
@@ -345,7 +351,10 @@ def to_probabilities(
 def check_class_indices(targets: Tensor, caller: str) -> None:
     """Raise ``ConfigError`` unless non-float targets are int64."""
     if targets.dtype != torch.int64:
-        raise ConfigError(f"{caller}: targets must be class indices (int64) or probabilities (float), got {targets.dtype}.")
+        raise ConfigError(
+            f"{caller}: targets must be class indices (int64) or probabilities (float), got {targets.dtype}. "
+            "Convert the targets with .long() or .float()."
+        )
 
 
 def check_num_classes(num_classes: int | None, caller: str) -> None:

@@ -91,7 +91,10 @@ def colout_batch(
     for key in extra_keys:
         other = get_tensor(batch, key, "colout")
         if tuple(other.shape[-2:]) != size:
-            raise ConfigError(f"colout: {key!r} must end in the images' height and width {size}, got {tuple(other.shape)}.")
+            raise ConfigError(
+                f"colout: {key!r} must end in the images' height and width {size}, got {tuple(other.shape)}. "
+                "Resize them together with the images."
+            )
         output = replace_tensors(output, {key: cut(other)})
     return output
 

@@ -118,7 +118,10 @@ def cutmix_batch(
             order = sample_permutation(len(x), tensor_rng, x.device)
     y = to_probabilities(y, num_classes, ignore_index=ignore_index, caller="cutmix")
     if y.ndim > 2:
-        raise ConfigError(f"cutmix: targets must be [batch] or [batch, classes], got shape {tuple(y.shape)}.")
+        raise ConfigError(
+            f"cutmix: targets must be [batch] or [batch, classes], got shape {tuple(y.shape)}. "
+            "Pass class indices or probabilities."
+        )
     images, share = _cut(x, order, box, y.dtype)
     return replace_tensors(batch, {input_key: images, target_key: mix_rows(y, order, 1.0 - share)})
 

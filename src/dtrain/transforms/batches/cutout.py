@@ -164,6 +164,6 @@ _PLACEMENTS = get_args(BoxPlacement)
 
 def _check(length: int | float, holes: int, placement: BoxPlacement) -> None:
     if not _is_valid_length(length):
-        raise ConfigError(f"cutout: length must be {_LENGTH_CONSTRAINT.text}, got {length!r}.")
+        raise ConfigError(f"cutout: length must be {_LENGTH_CONSTRAINT.text}, got {length!r}. Pass 0.5, for example.")
     check_int("cutout", "holes", holes)
     check_choice("cutout", "placement", placement, _PLACEMENTS)

@@ -32,7 +32,9 @@ def to_unit_range(images: Tensor, caller: str) -> Tensor:
     if images.dtype == torch.uint8:
         return images.float() / 255.0
     if not images.is_floating_point():
-        raise ConfigError(f"{caller}: images must be uint8, or floats from 0 to 1, got {images.dtype}.")
+        raise ConfigError(
+            f"{caller}: images must be uint8, or floats from 0 to 1, got {images.dtype}. Divide images of 0 to 255 by 255."
+        )
     return images.to(torch.promote_types(images.dtype, torch.float32))
 
 
@@ -265,7 +267,10 @@ def apply_chains(images: Tensor, chains: Sequence[Chain], fill: float, *, caller
         ConfigError: not one chain per image, or an unknown operation.
     """
     if len(chains) != len(images):
-        raise ConfigError(f"{caller}: chains must have one chain per image, got {len(chains)} for {len(images)} images.")
+        raise ConfigError(
+            f"{caller}: chains must have one chain per image, got {len(chains)} for {len(images)} images. "
+            "Draw a chain for each image."
+        )
     for position in range(max(map(len, chains), default=0)):
         groups: dict[str, list[tuple[int, float]]] = {}
         for index, chain in enumerate(chains):
@@ -293,7 +298,8 @@ def check_operations(names: Sequence[str], caller: str) -> None:
     unknown = [name for name in names if name not in IMAGE_OPERATIONS]
     if unknown or isinstance(names, str) or not names:
         raise ConfigError(
-            f"{caller}: operations must be some of {', '.join(IMAGE_OPERATIONS)}, got {unknown[0] if unknown else names!r}."
+            f"{caller}: operations must be some of {', '.join(IMAGE_OPERATIONS)}, got {unknown[0] if unknown else names!r}. "
+            "Choose from these names."
         )
 
 
@@ -315,7 +321,10 @@ def to_box_tensor(box: Box, device: torch.device, caller: str) -> Tensor:
     """
     boxes = box if isinstance(box, Tensor) else torch.tensor(box, device="cpu")
     if boxes.is_floating_point() or boxes.ndim not in (1, 2) or boxes.shape[-1] != 4:
-        raise ConfigError(f"{caller}: box must be integers (top, left, bottom, right), [4] or [batch, 4], got {box!r}.")
+        raise ConfigError(
+            f"{caller}: box must be integers (top, left, bottom, right), [4] or [batch, 4], got {box!r}. "
+            "Give the corners in pixels."
+        )
     return boxes.reshape(-1, 4).to(device, torch.int64, non_blocking=True)
 
 

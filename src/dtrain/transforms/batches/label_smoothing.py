@@ -103,7 +103,8 @@ def label_smoothing(
         if targets.is_floating_point() and targets.ndim < 2:
             raise ConfigError(
                 "label_smoothing: targets must be class indices (int64) or probabilities [batch, classes], "
-                f"got {targets.dtype} of shape {tuple(targets.shape)} at {key!r}."
+                f"got {targets.dtype} of shape {tuple(targets.shape)} at {key!r}. "
+                "Pass class indices or probabilities."
             )
         smoothed = smooth_labels(targets, smoothing, num_classes=num_classes, ignore_index=ignore_index)
         return replace_tensors(batch, {key: smoothed})

@@ -75,7 +75,9 @@ def resize_batch(
             limits = (height - size[0], width - size[1])
             top, left = offset if offset is not None else _draw_offset(generator, limits)
             if not (0 <= top <= limits[0] and 0 <= left <= limits[1]):
-                raise ConfigError(f"progressive_resizing: offset must be at least 0 and at most {limits}, got {offset=}.")
+                raise ConfigError(
+                    f"progressive_resizing: offset must be at least 0 and at most {limits}, got {offset=}. Lower offset."
+                )
             return images[..., top : top + size[0], left : left + size[1]]
         if not len(images):
             return images.new_empty((*images.shape[:2], *size))
@@ -149,7 +151,8 @@ def progressive_resizing(
     first, last = Duration.parse(delay, allow_zero=True), Duration.parse(full, allow_zero=True)
     if first.unit != last.unit or first.value > last.value:
         raise ConfigError(
-            f"progressive_resizing: delay must be at most full in the same unit, got delay={str(first)!r}, full={str(last)!r}."
+            f"progressive_resizing: delay must be at most full in the same unit, got delay={str(first)!r}, full={str(last)!r}. "
+            "Raise full, or lower delay."
         )
     _check(initial_scale, size_increment, mode)
     scale_at: Callable[[Clock], float] = linear_growth(initial_scale, first, last)

@@ -70,15 +70,21 @@ def select_by_loss(
     """
     check_number("select_by_loss", "keep", keep, above=0, maximum=1)
     if losses.ndim != 1:
-        raise ConfigError(f"select_by_loss: losses must be [n], one per sample, got shape {tuple(losses.shape)}.")
+        raise ConfigError(
+            f"select_by_loss: losses must be [n], one per sample, got shape {tuple(losses.shape)}. "
+            "Return the losses without their mean."
+        )
     if (generator is None) == (uniforms is None):
         got = "neither" if generator is None else "both"
-        raise ConfigError(f"select_by_loss: exactly one of generator and uniforms must be given, got {got}.")
+        raise ConfigError(f"select_by_loss: exactly one of generator and uniforms must be given, got {got}. Pass one of them.")
     count = len(losses)
     if uniforms is None:
         uniforms = torch.rand(count, generator=generator, dtype=torch.float64, device=losses.device)
     elif uniforms.shape != losses.shape:
-        raise ConfigError(f"select_by_loss: uniforms must be [{count}], one per loss, got shape {tuple(uniforms.shape)}.")
+        raise ConfigError(
+            f"select_by_loss: uniforms must be [{count}], one per loss, got shape {tuple(uniforms.shape)}. "
+            "Draw one number per sample."
+        )
     ordered = losses.detach().double().nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
     percentiles = (torch.searchsorted(ordered.sort().values, ordered) + 0.5).double() / count
     # Compare the logarithm of the key -log(uniform) / chance, because a chance may underflow in float64.
@@ -152,7 +158,8 @@ def selective_backprop(
     """
     if not callable(sample_losses):
         raise ConfigError(
-            f"selective_backprop: sample_losses must be a function (model, batch) -> losses, got {sample_losses!r}."
+            f"selective_backprop: sample_losses must be a function (model, batch) -> losses, got {sample_losses!r}. "
+            "Pass a function that returns a loss per sample."
         )
     # A schedule is evaluated only in the active window, so Step.init does not check it.
     keep_at = hyperparameter(keep, "selective_backprop: keep", "(0, 1]")

@@ -77,7 +77,10 @@ def shorten_batch(
     check_int(_NAME, "length", length)
     _check_keep_end(keep_end, truncate=truncate)
     if not isinstance(batch, Mapping) and not is_tensordict(batch):
-        raise ConfigError(f"{_NAME}: batch must be a mapping of tensors, got a {type(batch).__name__}.")
+        raise ConfigError(
+            f"{_NAME}: batch must be a mapping of tensors, got a {type(batch).__name__}. "
+            "Return a dict from the collate function."
+        )
     key, inputs = get_inputs(batch, input_key, _NAME)
     along = _sequence_axes(batch, str(key), inputs, axes or {})
     full = inputs.shape[along[str(key)][0]]
@@ -218,7 +221,9 @@ def _sequence_axes(batch: Any, input_key: str, inputs: Tensor, axes: Mapping[str
     keys = list(batch.keys())
     unknown = [key for key in axes if key not in keys]
     if unknown:
-        raise ConfigError(f"{_NAME}: keys of axes must be in the batch {sorted(map(str, keys))}, got {unknown[0]!r}.")
+        raise ConfigError(
+            f"{_NAME}: keys of axes must be in the batch {sorted(map(str, keys))}, got {unknown[0]!r}. Name keys of the batch."
+        )
     own = axes.get(input_key, (1,))
     full = inputs.shape[own[0]] if own and _is_valid_axes(own, inputs) else None
     for key, along in {input_key: own, **axes}.items():

@@ -48,7 +48,7 @@ def clip_grad_adaptive_(params: Params, clipping: float = 0.01, *, eps: float = 
     Source: Brock et al. 2021, arXiv:2102.06171, section 4; vectors as one unit as in the paper's own code.
     """
     if not clipping > 0:
-        raise ConfigError(f"clip_grad_adaptive_: clipping must be positive, got {clipping=}.")
+        raise ConfigError(f"clip_grad_adaptive_: clipping must be positive, got {clipping=}. Pass 0.01, for example.")
     check_number("clip_grad_adaptive_", "eps", eps, above=0)
     with_grad = [param for param in params.values() if param.grad is not None]
     grads = [param.grad for param in with_grad if param.grad is not None]

@@ -37,7 +37,7 @@ def clip_grad_value_(params: Params, limit: float) -> None:
     Source: the element-wise clipping of Pascanu et al. 2013, arXiv:1211.5063, section 3.2 (from Mikolov's thesis, 2012).
     """
     if not limit > 0:
-        raise ConfigError(f"clip_grad_value_: limit must be positive, got {limit=}.")
+        raise ConfigError(f"clip_grad_value_: limit must be positive, got {limit=}. Pass 1.0, for example.")
     shards = [to_local(param.grad) for param in params.values() if param.grad is not None]
     if shards:
         torch._foreach_clamp_max_(shards, limit)

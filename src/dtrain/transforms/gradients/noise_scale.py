@@ -64,7 +64,8 @@ def estimate_noise_and_signal(
     if not 0 < part_samples < whole_samples:
         raise ConfigError(
             "estimate_noise_and_signal: part_samples must be above 0 and below whole_samples, "
-            f"got {part_samples=}, {whole_samples=}."
+            f"got {part_samples=}, {whole_samples=}. "
+            "Give the samples of one part and of all parts."
         )
     differences = [_subtract(part.get(name), whole.get(name)) for name in {**whole, **part}]
     noise = global_norm(differences).double().square() / (1.0 / part_samples - 1.0 / whole_samples)

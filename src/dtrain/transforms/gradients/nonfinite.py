@@ -71,12 +71,15 @@ def nonfinite(action: Literal["skip", "raise", "allow"] = "skip", *, in_a_row: i
         watch the metric ``skipped``.
     """
     if action not in ("skip", "raise", "allow"):
-        raise ConfigError(f"nonfinite: action must be 'skip', 'raise' or 'allow', got {action!r}.")
+        raise ConfigError(
+            f"nonfinite: action must be 'skip', 'raise' or 'allow', got {action!r}. Pass 'skip' to leave out such updates."
+        )
     if in_a_row is not None and (
         type(in_a_row) is not int or in_a_row < 1 or (action == "raise" and in_a_row != MAX_NONFINITE_STEPS)
     ):
         raise ConfigError(
-            f"nonfinite: in_a_row must be an integer of at least 1, and omitted with 'raise', got {in_a_row=}, {action=}."
+            f"nonfinite: in_a_row must be an integer of at least 1, and omitted with 'raise', got {in_a_row=}, {action=}. "
+            "Remove in_a_row, or pass action='skip'."
         )
     if action == "allow":
         return Transform(name=_NAME, init=lambda state: _init_loss_watch(state, in_a_row), read_only=True, uses_grad=False)

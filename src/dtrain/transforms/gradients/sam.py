@@ -63,7 +63,7 @@ def perturb_params_(params: Params, rho: float, *, adaptive: bool = False, eta: 
     Source: Foret et al. 2021, arXiv:2010.01412, equation 2; adaptive, Kwon et al. 2021, arXiv:2102.11600, section 3.
     """
     if not rho > 0:
-        raise ConfigError(f"perturb_params_: rho must be positive, got {rho=}.")
+        raise ConfigError(f"perturb_params_: rho must be positive, got {rho=}. Pass 0.05, for example.")
     check_number("perturb_params_", "eta", eta, minimum=0)
     moved = {name: param for name, param in params.items() if param.grad is not None}
     grads = [param.grad for param in moved.values() if param.grad is not None]

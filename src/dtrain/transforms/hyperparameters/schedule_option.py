@@ -113,7 +113,10 @@ def set_option(option: str, schedule: ByGroup) -> Transform:
 def _transform_name(prefix: str, option: object, caller: str) -> str:
     """Return a transform name per option, so that one step may list several options."""
     if not isinstance(option, str) or not option.replace("_", "").replace(".", "").isalnum():
-        raise ConfigError(f"{caller}: option must be a name such as 'weight_decay' or 'betas.0', got {option!r}.")
+        raise ConfigError(
+            f"{caller}: option must be a name such as 'weight_decay' or 'betas.0', got {option!r}. "
+            "Name an entry of optimizer.param_groups."
+        )
     return f"{prefix}_{option.replace('.', '_')}"
 
 
@@ -198,7 +201,9 @@ def parse_group_values(values: ByGroup, caller: str, kind: str, *, below_one: bo
         raise ConfigError(f"{caller}: the mapping must not be empty, got {{}}. Give names of groups, as in {{'head': 0.1}}.")
     for key in by_name:
         if not (isinstance(key, str) or (key is None and by_name is not values)):
-            raise ConfigError(f"{caller}: names of groups must be text, got {key!r}.")
+            raise ConfigError(
+                f"{caller}: names of groups must be text, got {key!r}. Name the groups with 'name' in param_groups."
+            )
     allowed = "[0, 1)" if below_one else "[0, inf)"
     labels = {key: f"{caller}: {kind}" if key is None else f"{caller}: {kind} of {key!r}" for key in by_name}
     return GroupValues(caller, tuple((key, hyperparameter(value, labels[key], allowed)) for key, value in by_name.items()))
@@ -300,4 +305,4 @@ def _write_option(group: dict[str, Any], option: str, value: float) -> None:
 
 def _check_value(value: float | None, option: str, caller: str) -> None:
     if value is not None and must_be_below_one(option) and not value < 1.0:
-        raise ConfigError(f"{caller}: {option} must be below 1, got {value!r}.")
+        raise ConfigError(f"{caller}: {option} must be below 1, got {value!r}. Lower the largest value of the schedule.")

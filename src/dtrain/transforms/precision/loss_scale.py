@@ -86,7 +86,10 @@ def loss_scale(
     """
     rule = LossScaleRule(growth=growth, backoff=backoff, interval=interval, minimum=minimum)
     if not is_number(initial) or not minimum <= _round_to_float32(initial) < math.inf:
-        raise ConfigError(f"loss_scale: initial must be finite and at least minimum, got {initial=}, {minimum=}.")
+        raise ConfigError(
+            f"loss_scale: initial must be finite and at least minimum, got {initial=}, {minimum=}. "
+            "Raise initial, or lower minimum."
+        )
     return Transform(
         name=_NAME,
         init=lambda state: _init_scale(state, initial),

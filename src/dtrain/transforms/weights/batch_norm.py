@@ -95,7 +95,9 @@ def update_batch_norm_(
             forward(model, to_device(batch, device))
             num_batches += 1
         if not num_batches:
-            raise StepError(f"{_NAME}: batches must not be empty on all ranks, got no batch.")
+            raise StepError(
+                f"{_NAME}: batches must not be empty on all ranks, got no batch. Pass a loader with at least one batch."
+            )
         for norm, mean in zip(norms, means, strict=True):
             mean.write_(norm)
     return num_batches

@@ -135,7 +135,9 @@ def _decay_fn(
     decay: float | Schedule | None, half_life: Duration | int | str | None, each: Duration
 ) -> Callable[[Clock], float]:
     if (decay is None) == (half_life is None):
-        raise ConfigError(f"ema: give either decay=0.999 or half_life='1000ba', got {decay=}, {half_life=}.")
+        raise ConfigError(
+            f"ema: give either decay=0.999 or half_life='1000ba', got {decay=}, {half_life=}. Remove one of them."
+        )
     if decay is not None:
         return hyperparameter(decay, "ema: decay", "[0, 1)")
     life = Duration.parse(half_life if half_life is not None else 0)

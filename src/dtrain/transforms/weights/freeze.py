@@ -126,7 +126,10 @@ def _elapsed_between(state: TrainState, start: Duration, end: Duration) -> Fract
     if start.unit != end.unit:
         start, end = (Duration(point.steps(clock.run), "ba") for point in (start, end))
         if start.value >= end.value:
-            raise ConfigError(f"freeze_layers: start must be before end, got steps {start.value} and {end.value} of this run.")
+            raise ConfigError(
+                f"freeze_layers: start must be before end, got steps {start.value} and {end.value} of this run. "
+                "Raise end, or lower start."
+            )
     value = end.fraction - start.fraction
     return elapsed_fraction(clock, start, Duration(float(value) if start.unit == "dur" else int(value), start.unit))
 

@@ -283,13 +283,15 @@ def _find_replicas(spec: ShardSpec) -> ReplicaInfo | None:
         if axis_size(mesh, "dp_replicate") > 1:
             raise ConfigError(
                 f"split_replicas: strategy must be 'hybrid_shard' with dp_replicate={axis_size(mesh, 'dp_replicate')}, got "
-                f"{spec.strategy!r}, which shards over dp_replicate too, so there is one replica."
+                f"{spec.strategy!r}, which shards over dp_replicate too, so there is one replica. "
+                "Use strategy='hybrid_shard'."
             )
         return None
     if axis_size(mesh, "cp") > 1:
         raise ConfigError(
             f"split_replicas: strategy must be 'hybrid_shard' with cp={axis_size(mesh, 'cp')}, got 'replicate', whose replicas "
-            "have parts of samples only."
+            "have parts of samples only. "
+            "Use strategy='hybrid_shard', or cp=1."
         )
     if spec.data_ranks == 1:
         return None

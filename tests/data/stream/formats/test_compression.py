@@ -111,7 +111,7 @@ def test_large_file_is_decompressed_in_bounded_memory(name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("lz4", "compression 'lz4' is unknown; known: br, bz2, gz, snappy, zstd"),
+        ("lz4", "compression 'lz4' is unknown. Use one of br, bz2, gz, snappy, zstd"),
         ("zstd:23", "the level of zstd must be 1 to 22"),
         ("zstd:", "the level of zstd must be 1 to 22"),
         ("gz:-1", "the level of gz must be 0 to 9"),

@@ -38,13 +38,13 @@ def parse_compression(text: str) -> tuple[str, int]:
     """
     name, colon, level = text.partition(":")
     if name not in _LEVELS:
-        raise ConfigError(f"compression {text!r} is unknown; known: {', '.join(COMPRESSIONS)}")
+        raise ConfigError(f"compression {text!r} is unknown. Use one of {', '.join(COMPRESSIONS)}.")
     if not colon:
         return name, _DEFAULT_LEVELS[name]
     levels = _LEVELS[name]
     if not (level.isascii() and level.isdecimal()) or int(level) not in levels:
         known = f"the level of {name} must be {levels[0]} to {levels[-1]}" if levels else f"{name} has no levels"
-        raise ConfigError(f"compression {text!r}: {known}")
+        raise ConfigError(f"compression {text!r}: {known}. Pass {name!r} for the default.")
     return name, int(level)
 
 
@@ -88,7 +88,7 @@ def decompress(name: str, chunks: ByteChunks, *, limit: int | None = None) -> It
         DataError: the bytes are not of that compression, are truncated, or decompress to more than ``limit`` bytes.
     """
     if name not in _DECOMPRESSORS:
-        raise ConfigError(f"compression {name!r} is unknown; known: {', '.join(COMPRESSIONS)}")
+        raise ConfigError(f"compression {name!r} is unknown. Use one of {', '.join(COMPRESSIONS)}.")
     byte_count = 0
     for raw in _DECOMPRESSORS[name](chunks, limit):
         byte_count += len(raw)
@@ -99,7 +99,7 @@ def decompress(name: str, chunks: ByteChunks, *, limit: int | None = None) -> It
 
 
 def _corrupt_error(name: str, error: Exception) -> DataError:
-    return DataError(f"{name}: cannot be decompressed: {error}. The file is damaged, or has another format")
+    return DataError(f"{name}: cannot be decompressed: {error}. The file is damaged, or has another format.")
 
 
 def _too_large_error(name: str, limit: int) -> DataError:
@@ -108,7 +108,7 @@ def _too_large_error(name: str, limit: int) -> DataError:
 
 
 def _truncated_error(name: str) -> DataError:
-    return DataError(f"{name}: ends too early. The file is truncated")
+    return DataError(f"{name}: ends too early. The file is truncated.")
 
 
 def _decompress_gz(chunks: ByteChunks, limit: int | None) -> Iterator[bytes]:
@@ -183,7 +183,7 @@ def _decompress_br(chunks: ByteChunks, limit: int | None) -> Iterator[bytes]:
         remaining, raw = bytes(chunk or b""), b"more"
         while remaining or not stream.can_accept_more_data() or (chunk is None and raw and not stream.is_finished()):
             if stream.is_finished():
-                raise DataError("br: has bytes after its end. The file is damaged, or has another format")
+                raise DataError("br: has bytes after its end. The file is damaged, or has another format.")
             try:
                 raw = stream.process(remaining, output_buffer_limit=_OUTPUT_CHUNK_BYTES)
             except library.error as error:

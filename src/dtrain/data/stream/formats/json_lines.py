@@ -71,7 +71,7 @@ def _find_lines(source: ByteSource, *, skip_blank: bool) -> tuple[OffsetArray, O
         starts.append(line_starts.astype(dtype))
         stops.append(line_ends.astype(dtype))
         if (line_count := line_count + line_starts.size) > _MAX_LINES:
-            raise DataError(f"file: has more than {_MAX_LINES} lines. Split it into several files")
+            raise DataError(f"file: has more than {_MAX_LINES} lines. Split it into several files.")
         start, is_blank = begin + int(ends[-1]) + 1, _is_all_blank(data[ends[-1] + 1 :])
     if start < source.size and not (skip_blank and is_blank):
         starts.append(np.array([start], dtype))
@@ -150,7 +150,9 @@ class LineFormat(ShardFormat):
         """Check the options and the line ends; see ``ShardFormat.check``."""
         super().check(entry, options)
         if entry.details.get("newline", "\n") not in ("\n", "\r\n"):
-            raise DataError(f"{entry.file.name}: newline must be \\n or \\r\\n, got {entry.details['newline']!r}")
+            raise DataError(
+                f"{entry.file.name}: newline must be \\n or \\r\\n, got {entry.details['newline']!r}. Write the dataset again."
+            )
 
     def open_unchecked(
         self, source: ByteSource, entry: ShardEntry, options: Mapping[str, Any], max_sample_bytes: int, decoded: ByteLRU | None
@@ -218,8 +220,8 @@ def _is_unicode(text: str) -> bool:
 def _encode_text_line(sample: Sample, number: int) -> bytes:
     text = sample.get("text")
     if not isinstance(text, str) or len(sample) != 1:
-        raise ConfigError(f"sample {number}: text must have one column 'text' of type str, got {', '.join(sample)}. Use jsonl")
+        raise ConfigError(f"sample {number}: text must have one column 'text' of type str, got {', '.join(sample)}. Use jsonl.")
     if "\n" in text or text.endswith("\r"):
-        raise ConfigError(f"sample {number}: the text contains a line end. Use jsonl")
+        raise ConfigError(f"sample {number}: the text contains a line end. Use jsonl.")
     with ColumnErrors("text", number):
         return text.encode()

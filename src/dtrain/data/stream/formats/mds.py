@@ -84,7 +84,7 @@ def _parse_columns(entry: ShardEntry) -> list[tuple[str, int | None, MdsEncoding
     lists = [entry.details.get(f"column_{field}") for field in ("names", "sizes", "encodings")]
     names, sizes, encodings = (values if isinstance(values, list) else [] for values in lists)
     if not names or not len(names) == len(sizes) == len(encodings) or not all(isinstance(name, str) for name in names):
-        raise DataError(f"{entry.file.name}: the index must have column names, sizes and encodings, lists of one length")
+        raise DataError(f"{entry.file.name}: the index must have column names, sizes and encodings, lists of one length.")
     columns: list[tuple[str, int | None, MdsEncoding]] = []
     for name, size, text in zip(names, sizes, encodings, strict=True):
         try:
@@ -115,10 +115,10 @@ def _read_offsets(source: ByteSource, name: str) -> tuple[memoryview, int]:
     end = 4 * (samples + 2)
     table = source.read(4, end) if 8 <= end <= source.size else b""
     if len(table) != end - 4:
-        raise DataError(f"{name}: is not an MDS shard, or truncated: {source.size} bytes, {samples} samples")
+        raise DataError(f"{name}: is not an MDS shard, or truncated: {source.size} bytes, {samples} samples.")
     bounds = np.frombuffer(table, "<u4").astype(np.uint32)
     if bounds[0] < end or bounds[-1] != source.size or (bounds[1:] < bounds[:-1]).any():
-        raise DataError(f"{name}: is damaged: samples end at byte {bounds[-1]} of {source.size}, or are out of order")
+        raise DataError(f"{name}: is damaged: samples end at byte {bounds[-1]} of {source.size}, or are out of order.")
     return bounds.data, end
 
 
@@ -149,7 +149,7 @@ class MdsFormat(ShardFormat):
             if encoding.unsafe and options.get("allow_pickle") is not True:
                 raise ConfigError(
                     f"{entry.file.name}: column {name!r} is pickled, and unpickling runs code from the file. "
-                    "Leave it out with columns, or trust the data with allow_pickle=True"
+                    "Leave it out with columns, or trust the data with allow_pickle=True."
                 )
         texts = [str(text) for text in entry.details["column_encodings"]]  # type: ignore[union-attr]
         if any(kind in text for text in texts for kind in _IMAGE_ENCODINGS):
@@ -220,7 +220,7 @@ class MdsWriter:
         bounds = np.cumsum([begin, *map(len, encoded)])
         if bounds[-1] >= 2**32:
             raise ConfigError(
-                f"a shard of {bounds[-1]} bytes is too large for MDS, which has 4-byte offsets. Use smaller samples"
+                f"a shard of {bounds[-1]} bytes is too large for MDS, which has 4-byte offsets. Use smaller samples."
             )
         return b"".join([np.uint32(len(encoded)).tobytes(), bounds.astype("<u4").tobytes(), self._config, *encoded])
 

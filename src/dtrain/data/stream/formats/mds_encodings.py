@@ -66,13 +66,16 @@ def parse_encoding(text: str) -> MdsEncoding:
         return ENCODINGS[text]
     name, _, config = text.partition(":")
     if name != "ndarray":
-        raise ConfigError(f"encoding {text!r} is unknown; known: {', '.join(ENCODINGS)}")
+        raise ConfigError(f"encoding {text!r} is unknown. Use one of {', '.join(ENCODINGS)}.")
     dtype, colon, shape = config.partition(":")
     if dtype and dtype not in _NUMBER_OF:
-        raise ConfigError(f"encoding {text!r}: dtype {dtype!r} is unknown; known: {', '.join(_NUMBER_OF)}")
+        raise ConfigError(f"encoding {text!r}: dtype {dtype!r} is unknown. Use one of {', '.join(_NUMBER_OF)}.")
     sizes = shape.split(",") if colon else []
     if (colon and not dtype) or not all(size.isdecimal() and int(size) >= 1 for size in sizes):
-        raise ConfigError(f"encoding {text!r}: must be 'ndarray', 'ndarray:dtype' or 'ndarray:dtype:size,size,...'")
+        raise ConfigError(
+            f"encoding {text!r}: must be 'ndarray', 'ndarray:dtype' or 'ndarray:dtype:size,size,...'. "
+            "Write 'ndarray:float32:3,32', for example."
+        )
     return _array_encoding(dtype or None, tuple(map(int, sizes)) or None)
 
 
@@ -91,7 +94,7 @@ def infer_encoding(value: Any) -> str:
             (name for kind, name in _ENCODING_OF_TYPE.items() if type(value) is kind), ""
         ) or images.infer_image_encoding(value)
     if name.partition(":")[2] not in ("", *_NUMBER_OF) or (name not in ENCODINGS and not name.startswith("ndarray")):
-        raise ConfigError(f"a value of type {type(value).__name__} has no default encoding. Pass columns={{name: encoding}}")
+        raise ConfigError(f"a value of type {type(value).__name__} has no default encoding. Pass columns={{name: encoding}}.")
     return name
 
 

@@ -316,6 +316,6 @@ def _codec_options(compression: Any) -> dict[str, Any]:
         return {"compression": "none"}
     name, level = parse_compression(compression)
     if name == "bz2":
-        raise ConfigError("Parquet does not support bz2. Use zstd, gz, br or snappy")
+        raise ConfigError("Parquet does not support bz2. Use zstd, gz, br or snappy.")
     kind = {"gz": "gzip", "br": "brotli"}.get(name, name)
     return {"compression": kind} if name == "snappy" else {"compression": kind, "compression_level": level}

@@ -113,8 +113,8 @@ class ShardFormat:
             DataError: the details are invalid.
         """
         if unknown := sorted(set(options) - set(self.options)):
-            known = f"its options are {', '.join(self.options)}" if self.options else "it has no options"
-            raise ConfigError(f"format {self.name} has no option {unknown[0]!r}; {known}")
+            known = f"Use one of {', '.join(self.options)}" if self.options else "Remove all options"
+            raise ConfigError(f"format {self.name} has no option {unknown[0]!r}. {known}.")
 
     def open(
         self,
@@ -142,7 +142,7 @@ class ShardFormat:
         shard = self.open_unchecked(source, entry, options, max_sample_bytes, decoded)
         if len(shard) != entry.samples:
             actual = f"{len(shard)} {self.noun}"
-            raise DataError(f"{entry.file.name}: has {actual}, but the index has {entry.samples}. It is truncated or changed")
+            raise DataError(f"{entry.file.name}: has {actual}, but the index has {entry.samples}. It is truncated or changed.")
         return shard
 
     def open_unchecked(
@@ -190,7 +190,7 @@ def get_format(name: str) -> ShardFormat:
         ConfigError: the name is unknown.
     """
     if name not in FORMATS:
-        raise ConfigError(f"format {name!r} is unknown; known: {', '.join(FORMATS)}")
+        raise ConfigError(f"format {name!r} is unknown. Use one of {', '.join(FORMATS)}.")
     return FORMATS[name]
 
 
@@ -216,7 +216,10 @@ def wrap_shard_errors(file_name: str) -> Iterator[None]:
     except DtrainError:
         raise
     except Exception as error:
-        raise ShardError(f"{one_line(file_name)}: is damaged or missing: {type(error).__name__}: {one_line(error)}") from error
+        raise ShardError(
+            f"{one_line(file_name)}: is damaged or missing: {type(error).__name__}: {one_line(error).rstrip('.')}. "
+            "Restore the file, or write the dataset again."
+        ) from error
 
 
 # Limit of a message in characters.

@@ -61,25 +61,25 @@ def _index_samples(source: ByteSource, name: str) -> list[tuple[str, TarMembers]
         raise DataError(f"{name}: is not a tar archive, or truncated: {error}") from error
     rest = bytes(source.read(end, min(source.size, end + _BLOCK)))
     if rest.strip(b"\0"):
-        raise DataError(f"{name}: is damaged at byte {end}, which must be the header of a member")
+        raise DataError(f"{name}: is damaged at byte {end}, which must be the header of a member.")
     return samples
 
 
 def _add_member(samples: list[tuple[str, TarMembers]], member: tarfile.TarInfo, size: int, name: str) -> None:
     # A negative size would move tarfile backwards, into an endless loop.
     if member.size < 0:
-        raise DataError(f"{name}: member {member.name!r} has an impossible size of {member.size} bytes")
+        raise DataError(f"{name}: member {member.name!r} has an impossible size of {member.size} bytes.")
     match = _MEMBER_NAME.fullmatch(member.name)
     if not member.isreg() or match is None or member.name.startswith("__"):
         return
     if member.issparse() or member.offset_data + member.size > size:
-        raise DataError(f"{name}: member {member.name!r} is sparse, or ends after the archive")
+        raise DataError(f"{name}: member {member.name!r} is sparse, or ends after the archive.")
     key, column = match[1], match[2].lower()
     if not samples or samples[-1][0] != key:
         samples.append((key, []))
     members = samples[-1][1]
     if any(column == existing for existing, _, _ in members):
-        raise DataError(f"{name}: member {member.name!r} occurs twice in its sample")
+        raise DataError(f"{name}: member {member.name!r} occurs twice in its sample.")
     members.append((column, member.offset_data, member.offset_data + member.size))
 
 
@@ -124,7 +124,7 @@ class TarShard:
                     if member_kind(column) in PICKLE_SUFFIXES and self._wants(column):
                         raise ConfigError(
                             f"{entry.file.name}: member {key}.{column} is pickled, and unpickling runs code from the file. "
-                            "Leave it out with columns, or trust the data with allow_pickle=True"
+                            "Leave it out with columns, or trust the data with allow_pickle=True."
                         )
 
     def _wants(self, column: str) -> bool:
@@ -225,7 +225,7 @@ class TarWriter:
                 "Write the key as '000042' or 'folder/000042', for example."
             )
         if key == self._last_key:
-            raise ConfigError(f"sample {number}: {KEY_COLUMN}={key!r} must differ from the previous sample. Use unique keys")
+            raise ConfigError(f"sample {number}: {KEY_COLUMN}={key!r} must differ from the previous sample. Use unique keys.")
         self._last_key = key
         columns = [name for name in sample if name != KEY_COLUMN]
         if not columns:
@@ -269,7 +269,7 @@ def _encode_value(name: str, value: Any, number: int) -> bytes:
     kind, value = member_kind(name), to_numpy(value)
     if kind in PICKLE_SUFFIXES:
         raise ConfigError(
-            f"sample {number}, column {name!r}: a reader would unpickle it, which runs code. Name it .json or .npy"
+            f"sample {number}, column {name!r}: a reader would unpickle it, which runs code. Name it .json or .npy."
         )
     if kind in _ENCODERS:
         with ColumnErrors(name, number):
