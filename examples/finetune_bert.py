@@ -21,7 +21,7 @@ from helpers.docstrings import read_docstrings
 from helpers.labelled_text import Tokenized, read_table
 
 BATCH = dt.batch_spec({"input_ids": "batch seq", "attention_mask": "batch seq", "labels": "batch"})
-SHOWN = ["loss", "accuracy", "lr", "eval/*", "speed/*_per_s", "memory/peak*_bytes"]  # to people; metrics.jsonl has all
+SHOWN = ["loss", "accuracy", "lr", "held_out/*", "speed/*_per_s", "memory/peak*_bytes"]  # to people; metrics.jsonl has all
 
 
 def arguments() -> argparse.Namespace:
@@ -53,7 +53,7 @@ def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
 
 
 def scores_of(model: nn.Module, quiz: dt.Loader) -> dict[str, float]:
-    return {f"eval/{name}": value for name, value in dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn)).items()}
+    return {f"held_out/{name}": value for name, value in dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn)).items()}
 
 
 def main() -> None:
@@ -84,7 +84,7 @@ def main() -> None:
         recipe += [] if fixed else [dt.auto_microbatch()]
         step = dt.compose_step(loss_fn, recipe, grad=partial(dt.microbatch_step, batch_spec=BATCH, **fixed))
 
-        stop = dt.monitors.early_stop("eval/loss", patience=args.patience)
+        stop = dt.monitors.early_stop("held_out/loss", patience=args.patience)
         checkpoint = partial(dt.save_sharded, run / "checkpoints", extra={"loader": loader, "stop": stop}, keep_last=2)
         state, scores = step.init(model, optimizer, seed=args.seed, run_length=length), None
         state = dt.load_sharded(run / "checkpoints", state, extra={"loader": loader, "stop": stop}, missing_ok=True).state
@@ -114,9 +114,10 @@ def main() -> None:
         scores = scores or scores_of(model, quiz)
         dt.save_sharded(run / "weights", state, what="weights", keep_last=1)
         if dist.rank == 0:
-            export(run / "weights", run / "export", config, tokenizer)
+            with dt.span("export", "checkpoint"):
+                export(run / "weights", run / "export", config, tokenizer)
             print(f"{run / 'export'}: weights, config and tokenizer for from_pretrained, after step {state.step}")
-            right, most = scores["eval/accuracy"], parts[1].majority(parts[0])
+            right, most = scores["held_out/accuracy"], parts[1].majority(parts[0])
             print(f"held-out accuracy {right:.4f}, baseline {most:.4f} (majority class)")
 
 

@@ -86,34 +86,35 @@ def main() -> None:
     masking = Masking(corpus)
     blocks = (packed if "packing" in methods else padded)(corpus.train, SEQ)
     with dt.init_dist() as dist:
-        mesh = dt.build_mesh()
+        run, mesh = dt.open_run(args.out, settings=vars(args)), dt.build_mesh()
         model = fill(build_bert(corpus.words, methods), mesh, corpus)
         optimizer = dt.optim.DecoupledAdamW(dt.optim.param_groups(model, weight_decay=1e-5), lr=2e-3, betas=(0.9, 0.98))
         loader = dt.build_loader(blocks, mesh=mesh, global_batch_size=16, seed=0, transform=masking)
-        run = loader.run_length(args.until)
-        rate = dt.schedules.warmup(dt.schedules.linear(1.0, 0.02, run.steps()), run.steps() * 6 // 100)
+        length = loader.run_length(args.until)
+        rate = dt.schedules.warmup(dt.schedules.linear(1.0, 0.02, length.steps()), length.steps() * 6 // 100)
         recipe = [dt.transforms.scale_lr(rate), dt.transforms.clip_by_norm(1.0), dt.transforms.autocast("bf16")]
         if "length_warmup" in methods:
             recipe.append(dt.transforms.sequence_length_warmup(duration="0.3dur", min_length=32, max_length=SEQ))
         step = dt.compose_step(loss_fn, recipe)
-        checkpoints, log, extra = args.out / "checkpoints", dt.loggers.jsonl(args.out / "metrics.jsonl"), {"loader": loader}
-        state = dt.load_sharded(checkpoints, step.init(model, optimizer, run_length=run), extra=extra, missing_ok=True).state
+        checkpoints, extra = run / "checkpoints", {"loader": loader}
+        state = step.init(model, optimizer, run_length=length)
+        state = dt.load_sharded(checkpoints, state, extra=extra, missing_ok=True).state
+        records = dt.loggers.jsonl(run / "metrics.jsonl")
+        log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps(), names=["loss", "right", "length", "lr"]))
         for batch in loader.until(args.until):
             state, metrics = step(state, batch)
-            log(state.step, now := dt.reduce_metrics(metrics))
-            if state.crossed("50ba") and dist.rank == 0:
-                print(
-                    f"{state.step}/{run.steps()}: loss {now['loss']:.3f}, {now['right']:.0%} right, length {now['length']:.0f}"
-                )
+            log(state.step, dt.reduce_metrics(metrics))
             stop = dt.should_stop(state)
             if stop or state.crossed("0.25dur"):
                 dt.save_sharded(checkpoints, state, extra=extra, mode="async", keep_last=2)
             if stop:
                 return
 
-        gaps = MaskedOnce(packed(corpus.held_out, SEQ), masking)
+        with dt.span("gaps", "evaluation"):
+            gaps = MaskedOnce(packed(corpus.held_out, SEQ), masking)
         quiz = dt.build_loader(gaps, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
         found = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))
+        records(state.step, {"held_out/loss": found["loss"], "held_out/right": found["right"]})
         if dist.rank == 0:
             counts = gaps.counts()
             commonest = f"the commonest token would fill {counts.max() / counts.sum():.1%}"

@@ -35,7 +35,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--tp", type=int, default=2, help="processes that share each layer (%(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="length of the run (%(default)s)")
     parser.add_argument("--text", metavar="GLOB", help="files to train on (default: the standard library's source code)")
-    parser.add_argument("--out", type=Path, default=Path("ckpt/tensor_parallel"), help="losses and checkpoints (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("ckpt/tensor_parallel"), help="metrics and checkpoints (%(default)s)")
     return parser.parse_args()
 
 
@@ -60,6 +60,7 @@ def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
 
 
 def train(args: argparse.Namespace, rank: int) -> None:
+    run = dt.open_run(args.out, settings=vars(args))
     windows, held_out = train_and_held_out(read_text(args.text), SEQ, held_out_windows=64)
     mesh = dt.build_mesh(tp=args.tp)
     with torch.device("meta"):
@@ -69,23 +70,22 @@ def train(args: argparse.Namespace, rank: int) -> None:
     loader = dt.build_loader(windows, mesh=mesh, global_batch_size=16, seed=0, batch_spec=WINDOWS)
     step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0)])
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
-    state = dt.load_sharded(args.out, state, extra={"loader": loader}, missing_ok=True).state
+    checkpoints, records = run / "checkpoints", dt.loggers.jsonl(run / "metrics.jsonl")
+    state = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True).state
 
-    log = dt.loggers.jsonl(args.out / "losses.jsonl")
+    log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps, names=["loss", "grad_norm"]))
     for batch in loader.until(args.steps):
         state, metrics = step(state, batch)
-        numbers = dt.reduce_metrics(metrics)
-        log(state.step, numbers)
-        if rank == 0 and (state.crossed(10) or state.step == args.steps):
-            print(f"step {state.step}: loss {numbers['loss']:.4f}, gradient norm {numbers['grad_norm']:.3f}")
+        log(state.step, dt.reduce_metrics(metrics))
         stop = dt.should_stop(state)
         if stop or state.crossed(20) or state.step == args.steps:
-            dt.save_sharded(args.out, state, extra={"loader": loader}, mode="async", keep_last=2)
+            dt.save_sharded(checkpoints, state, extra={"loader": loader}, mode="async", keep_last=2)
         if stop:
             return
 
     quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False, batch_spec=WINDOWS)
     loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
+    records(state.step, {"held_out/loss": loss})
     if rank == 0:
         print(f"held-out loss {loss:.4f} nats/byte, baseline {unigram_entropy(held_out):.4f} (unigram entropy)")
 

@@ -84,15 +84,12 @@ def main() -> None:
         kept = {"loader": loader}
         state = dt.load_sharded(run / "checkpoints", state, extra=kept, missing_ok=True).state
 
-        log, shown = dt.loggers.jsonl(run / "metrics.jsonl"), state.clock
+        records = dt.loggers.jsonl(run / "metrics.jsonl")
+        log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps()))
         for batch in loader.until(args.until):
             state, metrics = step(state, batch)
-            if state.crossed("0.05dur"):
-                numbers = dt.reduce_metrics(metrics)
-                log(state.step, numbers)
-                if dist.rank == 0:
-                    print(dt.loggers.progress_line(state, numbers, total_steps=length.steps(), since=shown), flush=True)
-                shown = state.clock
+            if state.crossed("0.01dur"):
+                log(state.step, dt.reduce_metrics(metrics))
             stop = dt.should_stop(state)
             if stop or state.crossed("0.2dur"):
                 dt.save_sharded(run / "checkpoints", state, extra=kept, mode="async", keep_last=2)
@@ -106,14 +103,16 @@ def main() -> None:
         mine = torch.arange(here, len(label), places)  # each rank draws some
         with dt.transforms.use_average(state, "ema") if on["ema"] else nullcontext():
             found = dt.reduce_metrics(dt.evaluate(model, quiz(transform=partial(seen, forget=0.0)), loss_fn))
-            with dt.eval_mode(model):
+            records(state.step, {"held_out/loss": found["loss"]})
+            with dt.eval_mode(model), dt.span("draw", "evaluation"):
                 asked = noise[mine].to(dist.device), label[mine].to(dist.device)
                 z = sample(model, *asked, nobody=pictures.classes, guidance=2.0 if on["guidance"] else 1.0, steps=20)
-        drawn = dt.dist.gather_ragged(decoded(codec, z), order=mine, mesh=mesh)
+                drawn = dt.dist.gather_ragged(decoded(codec, z), order=mine, mesh=mesh)
         if drawn is not None:
-            known, real = (at_size(part, args.size) for part in (pictures.train, pictures.held_out))
-            write_grid(run / "samples.png", drawn[: 8 * pictures.classes], columns=pictures.classes, like=known["x"])
-            (right, far), (best, near) = likeness(drawn, label, known), likeness(real["x"], real["y"], known)
+            with dt.span("likeness", "evaluation"):
+                known, real = (at_size(part, args.size) for part in (pictures.train, pictures.held_out))
+                write_grid(run / "samples.png", drawn[: 8 * pictures.classes], columns=pictures.classes, like=known["x"])
+                (right, far), (best, near) = likeness(drawn, label, known), likeness(real["x"], real["y"], known)
             print(f"held-out loss {found['loss']:.4f}, baseline {found['constant']:.4f} (the best constant guess)")
             print(f"nearest training picture: {far:.3f} away; of held-out pictures {near:.3f}, and {best:.3f} have its class")
             print(f"drawn pictures of the class asked for {right:.3f}, baseline {1 / pictures.classes:.3f} (chance)")

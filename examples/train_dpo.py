@@ -6,16 +6,18 @@
 
 First a GPT reads source code of the standard library: the reference. The policy begins as its copy, and learns which of two
 continuations of a function's first line is preferred: the one with a docstring. On two CPU cores: 71 s, the policy prefers the
-right one of 0.945 of the held-out pairs (the reference 0.305). The same command resumes. Checkpoints of the policy leave the
-reference out: it never changes, and is loaded from where it came from. Rafailov et al. 2023, arXiv:2305.18290.
+right one of 0.945 of the held-out pairs (the reference 0.305). The same command resumes. These are two runs: OUT/reference and
+OUT/policy. Checkpoints of the policy leave the reference out, which never changes. Rafailov et al. 2023, arXiv:2305.18290.
 """
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import dtrain as dt
 from helpers.gpt import GPT, Block, GPTConfig, generate
@@ -60,47 +62,57 @@ def preferring(reference: nn.Module | None, beta: float) -> dt.typing.LossFn:
     return loss_fn
 
 
+def build_gpt(mesh: DeviceMesh) -> nn.Module:
+    with torch.device("meta"):
+        model = GPT(GPTConfig(n_layer=4, n_head=3, dim=96, max_seq=LENGTH))
+    return dt.materialize(dt.shard_model(model, mesh, blocks=(Block,)), seed=0)
+
+
 def train(
-    args: argparse.Namespace, part: str, model: nn.Module, loader: dt.Loader, loss_fn: dt.typing.LossFn, lr: float
-) -> bool:
-    """Go on after the last checkpoint of this part; whether the end was reached."""
-    folder, until = args.out / part, args.read if part == "reference" else args.until
+    run: dt.Run, args: argparse.Namespace, model: nn.Module, data: Any, loss_fn: dt.typing.LossFn, lr: float
+) -> int | None:
+    """Go on after the last checkpoint of the run. Return the last step, or None if the run was stopped before."""
+    until = args.read if run.path.name == "reference" else args.until
+    loader = dt.build_loader(data, mesh=dt.build_mesh(), global_batch_size=16, seed=0)
     steps = loader.total_steps(until)
     rate = dt.schedules.cosine(1.0, 0.1, steps)
     recipe = [dt.transforms.scale_lr(rate if "warmup" in args.without else dt.schedules.warmup(rate, steps // 10))]
     step = dt.compose_step(loss_fn, recipe if "clip" in args.without else [*recipe, dt.transforms.clip_by_norm(1.0)])
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1))
-    state = dt.load_sharded(folder, state, extra={"loader": loader}, missing_ok=True).state
-    log = dt.loggers.multi(dt.loggers.jsonl(folder.with_suffix(".jsonl")), dt.loggers.console())
+    state = dt.load_sharded(run / "checkpoints", state, extra={"loader": loader}, missing_ok=True).state
+    log = dt.loggers.multi(
+        dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.progress_bar(steps, names=["loss", "right", "lr"])
+    )
     for batch in loader.until(until):
         state, metrics = step(state, batch)
-        if state.crossed("20ba") or state.step == steps:
+        if state.crossed("5ba") or state.step == steps:
             log(state.step, dt.reduce_metrics(metrics))
-        if (stop := dt.should_stop(state)) or state.crossed("50ba") or state.step == steps:
-            dt.save_sharded(folder, state, extra={"loader": loader}, keep_last=2)
+        stop = dt.should_stop(state)
+        if stop or state.crossed("50ba") or state.step == steps:
+            dt.save_sharded(run / "checkpoints", state, extra={"loader": loader}, keep_last=2)
         if stop:
-            return False
-    return True
+            return None
+    return state.step
 
 
 def main() -> None:
     args = arguments()
     pairs = read_pairs(PROMPT, LENGTH)
-    with dt.init_dist() as dist:
-        dt.seed_all(0, dist.rank)
-        mesh = dt.build_mesh()
-        with torch.device("meta"):
-            models = [GPT(GPTConfig(n_layer=4, n_head=3, dim=96, max_seq=LENGTH)) for _ in range(2)]
-        reference, policy = (dt.materialize(dt.shard_model(model, mesh, blocks=(Block,)), seed=0) for model in models)
-        if args.init is None:
-            loader = dt.build_loader(ByteWindows(cut_windows(pairs.text, LENGTH)), mesh=mesh, global_batch_size=16, seed=0)
-            if not train(args, "reference", reference, loader, reading, 5e-3):
+    if args.init is None:
+        with dt.init_dist() as dist:
+            run = dt.open_run(args.out / "reference", settings=vars(args))
+            dt.seed_all(0, dist.rank)
+            model, windows = build_gpt(dt.build_mesh()), ByteWindows(cut_windows(pairs.text, LENGTH))
+            if train(run, args, model, windows, reading, 5e-3) is None:
                 return
+    with dt.init_dist() as dist:
+        run, mesh = dt.open_run(args.out / "policy", settings=vars(args)), dt.build_mesh()
+        reference, policy = build_gpt(mesh), build_gpt(mesh)
         for model in (reference, policy):
-            dt.load_weights_(model, args.init or args.out / "reference")
-        loader = dt.build_loader(pairs.train, mesh=mesh, global_batch_size=16, seed=0)
+            dt.load_weights_(model, args.init or args.out / "reference" / "checkpoints")
         loss_fn = preferring(None if "reference" in args.without else reference, args.beta)
-        if not train(args, "policy", policy, loader, loss_fn, args.lr):
+        last_step = train(run, args, policy, pairs.train, loss_fn, args.lr)
+        if last_step is None:
             return
 
         quiz = dt.build_loader(pairs.held_out[:256], mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
@@ -108,9 +120,11 @@ def main() -> None:
         found, documented = [], []
         for model in (reference, policy):
             found.append(dt.reduce_metrics(dt.evaluate(model, quiz, preferring(reference, args.beta))))
-            with dt.eval_mode(model):
+            with dt.eval_mode(model), dt.span("generate", "evaluation"):
                 texts = [generate(model, p, max_new=12, temperature=0, seed=0, device=dist.device) for p in prompts]
             documented.append(sum(b'"""' in text for text in texts))
+        records = dt.loggers.jsonl(run / "metrics.jsonl")
+        records(last_step, {f"held_out/{name}": value for name, value in found[1].items()})
         if dist.rank == 0:
             (before, after), (few, many) = found, documented
             print(f"of {len(prompts)} held-out functions the reference writes {few} with a docstring, the policy {many}")

@@ -69,8 +69,8 @@ def main() -> None:
     args = arguments()
     training, held_out, vocab = token_pairs(read_pairs())
     with dt.init_dist() as dist:
+        run, mesh = dt.open_run(args.out, settings=vars(args)), dt.build_mesh()
         dt.seed_all(0, dist.rank)
-        mesh = dt.build_mesh()
         model = dt.shard_model(Encoder(vocab), mesh, strategy="replicate", blocks=(nn.TransformerEncoderLayer,))
         optimizer = torch.optim.AdamW(dt.optim.param_groups(model, weight_decay=0.01), lr=4e-3)
         pairs = dt.build_loader(training, mesh=mesh, global_batch_size=args.batch, seed=0, last_batch="drop")
@@ -86,22 +86,23 @@ def main() -> None:
             grad=partial(grad, microbatch_size=args.microbatch),
         )
         state = step.init(model, optimizer, run_length=length)
-        saved = dt.load_sharded(args.out / "checkpoints", state, extra={"loader": pairs}, missing_ok=True)
-        state, log = saved.state, dt.loggers.jsonl(args.out / "metrics.jsonl")
+        checkpoints, records = run / "checkpoints", dt.loggers.jsonl(run / "metrics.jsonl")
+        state = dt.load_sharded(checkpoints, state, extra={"loader": pairs}, missing_ok=True).state
+        log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps(), names=["loss", "found", "lr"]))
         for batch in pairs.until(args.until):
             state, metrics = step(state, batch)
-            if state.crossed("1ep"):
-                log(state.step, numbers := dt.reduce_metrics(metrics))
-                if dist.rank == 0:
-                    print(f"{state.step} of {length.steps()} steps: loss {numbers['loss']:.3f}, {numbers['found']:.3f} found")
-            if dt.should_stop(state) or state.crossed("0.25dur"):
-                dt.save_sharded(args.out / "checkpoints", state, extra={"loader": pairs}, mode="async", keep_last=2)
-            if dt.should_stop(state):
+            if state.crossed("0.01dur"):
+                log(state.step, dt.reduce_metrics(metrics))
+            stop = dt.should_stop(state)
+            if stop or state.crossed("0.25dur"):
+                dt.save_sharded(checkpoints, state, extra={"loader": pairs}, mode="async", keep_last=2)
+            if stop:
                 return
 
         # One batch of all that is held out: so each of its descriptions is compared with each of its codes.
         quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=len(held_out), seed=0, shuffle=False)
         found = dt.reduce_metrics(dt.evaluate(model, quiz, contrast))["found"]
+        records(state.step, {"held_out/found": found})
         if dist.rank == 0:
             by_words = word_overlap(training, held_out, vocab)
             print(f"right code first {found:.4f}, baseline {by_words:.4f} (the words they share, of {len(held_out)} codes)")

@@ -62,8 +62,8 @@ def energy_distance(a: Tensor, b: Tensor) -> float:
 def main() -> None:
     args = arguments()
     with dt.init_dist() as dist:
+        run, mesh = dt.open_run(args.out, settings=vars(args)), dt.build_mesh()
         dt.seed_all(0, dist.rank)
-        mesh = dt.build_mesh()
         with torch.device("meta"):
             made_of, judged_by = (NOISE, 64, 64, 2), (2, 64, 64, 1)
             models = [network(*made_of), network(*judged_by)]
@@ -82,35 +82,35 @@ def main() -> None:
             "discriminator": tell.init(judge, torch.optim.AdamW(judge.parameters(), lr=2e-3, betas=(0.5, 0.99))),
         }
         loader = dt.build_loader(ring(8192, seed=1), mesh=mesh, global_batch_size=256, seed=0)
-        checkpoints, log = args.out / "checkpoints", dt.loggers.jsonl(args.out / "metrics.jsonl")
+        checkpoints, records = run / "checkpoints", dt.loggers.jsonl(run / "metrics.jsonl")
+        log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps, names=["generator", "discriminator"]))
         states = dt.load_sharded(checkpoints, states, extra={"loader": loader}, missing_ok=True).state
         g, d = states["generator"], states["discriminator"]
         unseen, noise = ring(1024, seed=2), torch.randn(1024, NOISE, generator=torch.Generator().manual_seed(3))
 
         def distance() -> float:
-            average = dict(dt.full_params(g.transform_states["ema"]["params"]))
-            with torch.no_grad():
+            with dt.span("distance", "evaluation"), torch.no_grad():
+                average = dict(dt.full_params(g.transform_states["ema"]["params"]))
                 return energy_distance(functional_call(plain_maker, average, (noise.to(dist.device),)).cpu(), unseen)
 
         for real in loader.until(args.steps):
             noises = torch.randn(len(real), NOISE, device=dist.device)
-            with torch.no_grad():
+            with dt.span("generate", "compute"), torch.no_grad():
                 made = functional_call(plain_maker, dict(dt.full_params(g)), (noises,))
             d, told = tell(d, {"real": real, "made": made})
             frozen.update(dt.full_params(d))
             g, fooled = make(g, {"noise": noises})
+            if g.crossed(10) or g.step in (1, args.steps):
+                log(g.step, {"generator": dt.reduce_metrics(fooled)["loss"], "discriminator": dt.reduce_metrics(told)["loss"]})
             if g.crossed(100) or g.step == 1:
-                numbers = {"generator": dt.reduce_metrics(fooled)["loss"], "discriminator": dt.reduce_metrics(told)["loss"]}
-                numbers["energy_distance"] = distance()
-                log(g.step, numbers)
-                if dist.rank == 0:
-                    print(f"step {g.step}: " + ", ".join(f"{name} {value:.4f}" for name, value in numbers.items()), flush=True)
+                records(g.step, {"held_out/energy_distance": distance()})
             stop = dt.should_stop(g)
             if stop or g.crossed(args.save_every) or g.step == args.steps:
                 dt.save_sharded(checkpoints, {"generator": g, "discriminator": d}, extra={"loader": loader}, keep_last=2)
             if stop:
                 return
         end, guess = distance(), energy_distance(gaussian(unseen), unseen)
+        records(g.step, {"held_out/energy_distance": end})
         if dist.rank == 0:
             print(f"energy distance {end:.4f}, baseline {guess:.4f} (a Gaussian)")
 

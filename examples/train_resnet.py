@@ -50,8 +50,8 @@ def main() -> None:
     args = arguments()
     pictures = read_digits() if args.data is None else read_folder(args.data, args.size)
     with dt.init_dist() as dist:
+        run, mesh = dt.open_run(args.out, settings=vars(args)), dt.build_mesh()
         dt.seed_all(0, dist.rank)
-        mesh = dt.build_mesh()
         model = ResNet(ARCHS[args.arch], channels=pictures.channels, classes=pictures.classes)
         for surgery in (dt.surgery.blur_pool, dt.surgery.channels_last):
             model = model if surgery.__name__ in args.without else surgery(model)
@@ -60,8 +60,8 @@ def main() -> None:
         groups = dt.optim.param_groups(model, weight_decay=5e-4)
         optimizer = dt.optim.DecoupledSGDW(groups, lr=0.1 * args.batch / 64, momentum=0.9, nesterov=True)
         loader = dt.build_loader(pictures.train, mesh=mesh, global_batch_size=args.batch, seed=0, transform=shifted)
-        run = loader.run_length(args.until)
-        rate = dt.schedules.warmup(dt.schedules.cosine(1.0, 0.0, run.steps()), run.steps() // 10)
+        length = loader.run_length(args.until)
+        rate = dt.schedules.warmup(dt.schedules.cosine(1.0, 0.0, length.steps()), length.steps() // 10)
         recipe = [
             dt.transforms.scale_lr(rate),
             dt.transforms.progressive_resizing(delay="0.1dur", full="0.5dur", size_increment=2),
@@ -70,16 +70,14 @@ def main() -> None:
             dt.transforms.ema(half_life="0.05dur"),
         ]
         step = dt.compose_step(loss_fn, [method for method in recipe if method.name not in args.without])
-        state = step.init(model, optimizer, run_length=run)
-        checkpoints, log = args.out / "checkpoints", dt.loggers.jsonl(args.out / "metrics.jsonl")
+        state = step.init(model, optimizer, run_length=length)
+        checkpoints, records = run / "checkpoints", dt.loggers.jsonl(run / "metrics.jsonl")
         state = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True).state
+        log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps()))
         for batch in loader.until(args.until):
             state, metrics = step(state, batch)
-            if state.crossed("20ba"):
-                numbers = dt.reduce_metrics(metrics)
-                log(state.step, numbers)
-                if dist.rank == 0:
-                    print(f"step {state.step} of {run.steps()}: loss {numbers['loss']:.3f}, rate {numbers['lr']:.4f}")
+            if state.crossed("0.01dur"):
+                log(state.step, dt.reduce_metrics(metrics))
             stop = dt.should_stop(state)
             if stop or state.crossed("0.25dur"):
                 dt.save_sharded(checkpoints, state, extra={"loader": loader}, mode="async", keep_last=2)
@@ -89,6 +87,7 @@ def main() -> None:
         quiz = dt.build_loader(pictures.held_out, mesh=mesh, global_batch_size=256, seed=0, shuffle=False)
         with nullcontext() if "ema" in args.without else dt.transforms.use_average(state, "ema"):
             numbers = dt.reduce_metrics(dt.evaluate(model, quiz, judge))
+        records(state.step, {f"held_out/{name}": value for name, value in numbers.items()})
         if dist.rank == 0:
             print(f"held-out loss {numbers['loss']:.4f} on {len(pictures.held_out)} pictures")
             print(f"held-out accuracy {numbers['accuracy']:.3f}, baseline {pictures.most_frequent:.3f} (most frequent class)")

@@ -236,7 +236,9 @@ def test_masked_transform_may_skip_the_update():
     ],
 )
 def test_mask_without_matches_is_refused_at_init(where, what):
-    with pytest.raises(ConfigError, match=rf"^masked: {what} fits none of 4 parameters \(first: '0\.weight'\)\. Print the names with"):
+    with pytest.raises(
+        ConfigError, match=rf"^masked: {what} fits none of 4 parameters \(first: '0\.weight'\)\. Print the names with"
+    ):
         begin(dt.compose_step(LOSS, [masked(dt.transforms.ema(0.5), where)]))
 
 

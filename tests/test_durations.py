@@ -42,7 +42,7 @@ def test_duration_text_round_trips(text, expected):
         ("1.5ep", "needs a whole number of ep, got '1.5ep'"),
         ("1.5sec", "needs a whole number of sec, got '1.5sec'. .* as in '1h20m40s'"),
         ("0ba", "needs at least 1 ba, got '0ba'"),
-        ("0dur", "needs more than 0 of the run, as in '0.1dur'"),
+        ("0dur", "needs more than 0 of the run. Write '0.1dur'"),
         (0, "needs at least 1 ba, got 0"),
         (-3, "needs at least 0, got -3 ba"),
         (True, "needs a whole number of ba, got True ba"),

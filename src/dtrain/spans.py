@@ -1,7 +1,8 @@
 """Measure the wall time of this process in named spans of its main thread. Imports no torch.
 
-At any moment the main thread is in one span: the innermost open span, or ``other``. So the times of all spans add up to the
-time since the recorder started. The time of a span excludes the spans inside.
+At any moment the main thread is in one span: the innermost open span, or else ``other``. Before the first step of a run,
+``setup`` takes the place of ``other``. So the times of all spans add up to the time since the recorder started. The time of a
+span excludes the spans inside.
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from dtrain.arguments import check_choice
 from dtrain.errors import ConfigError
 
 TimeCategory = Literal[
-    "compute", "data", "communication", "checkpoint", "evaluation", "compile", "restart", "stall", "setup", "other"
+    "compute", "data", "communication", "checkpoint", "evaluation", "logging", "compile", "restart", "stall", "setup", "other"
 ]
-"""Category of a span. Only ``compute`` is productive. ``stall`` is waiting for other ranks, or a repeated step."""
+"""Category of a span. Only ``compute`` is productive. ``stall`` is waiting for other ranks, or a repeated step. ``setup`` lasts
+until the first step of a run."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -44,6 +46,7 @@ _LIBRARY_SPANS: dict[str, TimeCategory] = {
     "save": "checkpoint",
     "load": "checkpoint",
     "evaluate": "evaluation",
+    "log": "logging",
     "compile": "compile",
 }
 # Further names count as ``other``, because names that contain a step number would never end.
@@ -76,12 +79,13 @@ class _SpanRecorder:
     """Recorder of the spans of this process.
 
     ``top`` is the count and nanoseconds of the innermost span, complete up to ``mark``. ``stack`` contains the enclosing spans,
-    the outermost first. The lists in ``totals`` are never replaced, so their identity identifies a span.
+    the outermost first, behind the time outside of all spans. The lists in ``totals`` are never replaced, so their identity
+    identifies a span. ``in_setup`` is True from the start of a run to its first step.
     """
 
     # fmt: off
-    __slots__ = ("categories", "due_ns", "due_step", "events", "listener", "mark", "samples", "stack", "step", "steps",
-                 "thread", "tokens", "top", "totals")
+    __slots__ = ("categories", "due_ns", "due_step", "events", "in_setup", "listener", "mark", "samples", "stack", "step",
+                 "steps", "thread", "tokens", "top", "totals")
     # fmt: on
 
     def __init__(self) -> None:
@@ -93,6 +97,7 @@ class _SpanRecorder:
         self.categories: dict[str, TimeCategory] = dict(_LIBRARY_SPANS)
         self.step, self.samples, self.tokens = 0, 0, 0
         self.due_step, self.due_ns = 0, 0
+        self.in_setup = False
         self.listener: SpanListener | None = None
         self.events: deque[Mapping[str, object]] = deque(maxlen=_MAX_EVENTS)
 
@@ -275,6 +280,8 @@ def record_step(step: int, *, samples: int, tokens: int) -> None:
     recorder = _RECORDER
     recorder.step, recorder.samples, recorder.tokens = step, samples, tokens
     recorder.steps[0] += 1
+    if recorder.in_setup:
+        _count_outside_as(OTHER)
     if recorder.listener is not None and (step >= recorder.due_step or recorder.mark >= recorder.due_ns):
         recorder.listener.on_step()
 
@@ -331,15 +338,32 @@ def position() -> tuple[int, int, int]:
 
 
 def set_listener(listener: SpanListener | None) -> list[Mapping[str, object]]:
-    """Set the listener, None for no listener. Return the stored events, which are then discarded."""
+    """Set the listener, None for no listener. Return the stored events, which are then discarded.
+
+    With a listener, the time outside of all spans counts as setup until the first step.
+    """
     unheard = list(_RECORDER.events) if listener is not None else []
     # A fork made by another thread has another main thread.
     _RECORDER.thread = threading.main_thread().ident
     _RECORDER.listener = listener
     _RECORDER.due_step, _RECORDER.due_ns = 0, 0
+    _count_outside_as(OTHER if listener is None else "setup")
     if listener is not None:
         _RECORDER.events.clear()
     return unheard
+
+
+def _count_outside_as(name: str) -> None:
+    """Count the time outside of all spans under ``name`` from now on. No effect outside of the main thread."""
+    recorder = _RECORDER
+    if get_ident() != recorder.thread:
+        return
+    recorder.in_setup = name != OTHER
+    entry = recorder.totals.setdefault(name, [0, 0])
+    if recorder.stack:
+        recorder.stack[0] = entry
+    else:
+        _switch_to(recorder, entry)
 
 
 def schedule_next_check(*, step: int, in_s: float) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from dtrain import spans
 from dtrain.clock import Clock
 from dtrain.dist.batch_info import LoaderHistory, StepBatch, TrackedLoader
 from dtrain.dist.context import current_context
@@ -323,6 +324,8 @@ def init_state(
     runs = attribute if isinstance(attribute, ModelRuns) else ModelRuns()
     setattr(unwrap_module(model), _RUNS_ATTRIBUTE, runs)
     runs.add(state.run_context)
+    trainable = sum(param.numel() for param in params.values() if param.requires_grad)
+    spans.record_event("model", parameters=sum(param.numel() for param in params.values()), trainable=trainable)
     return state._replace()
 
 

@@ -37,7 +37,7 @@ def test_report_writes_page_and_prints_summary(report, tmp_path):
     lines = out.splitlines()
     assert len(lines) <= 10
     assert lines[0] == "gpt: done at step 1,000, after 10 m 20 s on 2 ranks"
-    assert lines[1] == "result: loss 3.273 (best 3.26 at step 993), eval/loss 3.389"
+    assert lines[1] == "result: loss 3.273 (best 3.26 at step 993), evaluation loss 3.389"
     assert lines[2].startswith("run: ")
     assert " tokens/s, 2 ranks on " in lines[2]
     assert lines[3] == "goodput: 53.3%, 5 m 31 s of 10 m 20 s in steps that count"

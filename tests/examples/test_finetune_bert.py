@@ -175,7 +175,7 @@ def run_twice(folder: str) -> dict[str, bool]:
     seen = []
     for _ in range(2):
         printed = run_here(Path(folder), *how)
-        seen.append((printed, last_tensors(out), logged(out, "loss"), logged(out, "eval/loss")))
+        seen.append((printed, last_tensors(out), logged(out, "loss"), logged(out, "held_out/loss")))
         kept = steps_of(out)
         if len(dt.dist.all_gather_json(kept)) and dist.get_rank() == 0:
             shutil.rmtree(out / "checkpoints" / kept[-1])
@@ -218,13 +218,13 @@ def test_run_without_improvement_stops_early_and_stays_stopped(tmp_path):
         "clip",
     ]
     first = run_here(tmp_path, *how)
-    losses = logged(out, "eval/loss")
+    losses = logged(out, "held_out/loss")
     assert list(losses) == [12, 24, 36], "two epochs after the first, which is the best"
     assert len(set(losses.values())) == 1
     assert run_here(tmp_path, *how) == first
-    assert logged(out, "eval/loss") == losses
+    assert logged(out, "held_out/loss") == losses
     run_here(tmp_path, *how, "--patience", "5ep")
-    assert list(logged(out, "eval/loss")) == [12, 24, 36, 48, 60]
+    assert list(logged(out, "held_out/loss")) == [12, 24, 36, 48, 60]
 
 
 def held_out_accuracy(folder: Path) -> float:
@@ -252,7 +252,7 @@ def test_trained_model_and_its_export_exceed_the_majority_baseline(tmp_path, unt
     assert held_out_accuracy(out / "export") == pytest.approx(end.value, abs=ROUNDED)
     for name in ("speed/samples_per_s", "speed/tokens_per_s", "speed/flops_per_s", "lr", "memory/rss_bytes"):
         assert logged(out, name), f"{name} is in no record"
-    assert "eval/accuracy" in (out / "run.log").read_text()
+    assert "held_out/accuracy" in (out / "run.log").read_text()
     assert len(steps_of(out)) == 2
 
 

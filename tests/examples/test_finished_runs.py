@@ -1,12 +1,15 @@
-"""A finished run that is started again trains no step: it evaluates and reports, as the first time.
+"""A run of each example: its report explains the time and has the result, its progress is shown, and it ends once.
 
-``test_train_custom.py`` has this test for the shortest example.
+A finished run that is started again trains no step: it evaluates and reports, as the first time.
 """
 
 import contextlib
 import io
+import re
 import runpy
 import sys
+import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -14,9 +17,13 @@ import torch
 
 from dtrain.cli.new import TASKS
 from dtrain.cli.new import new as write_loop
+from dtrain.report.model import RunReport
+from dtrain.report.read_run import read_run
+from dtrain.report.results import describe_command, describe_parameters
 from example_runs import here
 
 SHORT = {
+    "train_custom.py": ["--until", "20ba"],
     "train_resnet.py": ["--until", "4ba"],
     "train_gan.py": ["--steps", "4", "--save-every", "2"],
     "train_dpo.py": ["--until", "4ba"],
@@ -27,7 +34,9 @@ SHORT = {
     "tensor_parallel.py": ["--steps", "4", "--tp", "1"],
     "finetune_bert.py": ["--until", "4ba"],
 }
-QUICK = ("blank",)
+QUICK = ("blank", "train_custom.py")
+# Largest part of the wall time that no span explains.
+MOST_OTHER = 0.1
 
 
 @pytest.fixture
@@ -45,10 +54,30 @@ def last_line(printed: str) -> str:
     return printed.strip().splitlines()[-1]
 
 
+def runs_in(out: Path) -> list[RunReport]:
+    """Return the runs that an example has recorded."""
+    folders = [out] if (out / "ledger").exists() else sorted(path for path in out.iterdir() if (path / "ledger").exists())
+    return [read_run(folder, now=time.time()) for folder in folders]
+
+
+def unexplained(run: RunReport) -> float:
+    """Return the share of the time that no span explains, from ``open_run`` on: this process has begun long before."""
+    setup_s = sum(attempt.setup_s for attempt in run.attempts)
+    return run.goodput.by_cause.get("other", 0.0) / (run.goodput.total_s - setup_s)
+
+
 @pytest.mark.filterwarnings("ignore:mfu. peak must be given for an unknown device, got 'cpu' in bf16")
 @pytest.mark.parametrize("script", quick_or_slow(SHORT))
-def test_finished_example_does_not_train_again(script, tmp_path, steps):
+def test_example_explains_its_time_and_does_not_train_again(script, tmp_path, steps, capsys):
     first = here(script, *SHORT[script], out=tmp_path / "out")
+    assert re.search(r"^step \d+/\d+  (loss|generator) ", capsys.readouterr().err, re.M), "the progress bar, as lines"
+    runs = runs_in(tmp_path / "out")
+    assert runs
+    for run in runs:
+        assert unexplained(run) < MOST_OTHER, run.ranks[0].by_span
+        assert describe_parameters(run)
+        assert describe_command(run)
+    assert any(name.startswith("held_out/") for run in runs for name in run.series)
     taken = len(steps())
     assert taken > 0
     again = here(script, *SHORT[script], out=tmp_path / "out")

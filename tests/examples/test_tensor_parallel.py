@@ -20,7 +20,7 @@ TOLERANCE = 1e-4
 def losses(out: Path, tp: int, *, processes: int, steps: int = STEPS) -> dict[int, float]:
     run = here if processes == 1 else partial(launched, n=processes)
     run("tensor_parallel.py", "--tp", str(tp), "--steps", str(steps), "--text", TEXT, out=out)
-    return {step: record["loss"] for step, record in read_jsonl(out / "losses.jsonl").items()}
+    return {step: record["loss"] for step, record in read_jsonl(out / "metrics.jsonl").items()}
 
 
 @pytest.fixture(scope="module")

@@ -113,9 +113,9 @@ def test_short_run_learns_the_preference(tmp_path):
     found = ended(printed)
     assert found.what.endswith("held-out preference accuracy")
     assert found.value > max(found.baseline + 0.2, 0.6), printed
-    moved = dt.loggers.read_jsonl(tmp_path / "run" / "policy.jsonl")
+    moved = dt.loggers.read_jsonl(tmp_path / "run" / "policy" / "metrics.jsonl")
     assert moved[20]["loss"] < math.log(2) / 2, "log 2 is where nothing has moved"
-    assert [each.step for each in dt.checkpoint.list_steps(tmp_path / "run" / "reference")] == [30]
+    assert [each.step for each in dt.checkpoint.list_steps(tmp_path / "run" / "reference" / "checkpoints")] == [30]
 
 
 @pytest.mark.slow
@@ -128,10 +128,10 @@ def test_complete_run_writes_docstrings_and_resumed_run_matches_it(tmp_path):
     # Killed after the save of step 50 in either part: the newer checkpoint and the lines after it are not there yet.
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     for part, left in (("policy", "step-00000100"), ("reference", "step-00000300")):
-        shutil.rmtree(tmp_path / "parts" / part / left)
+        shutil.rmtree(tmp_path / "parts" / part / "checkpoints" / left)
     again = launched("train_dpo.py", out=tmp_path / "parts")
     assert again.splitlines()[-4:] == printed.splitlines()[-4:]
-    records = [dt.loggers.read_jsonl(tmp_path / run / "policy.jsonl") for run in ("whole", "parts")]
+    records = [dt.loggers.read_jsonl(tmp_path / run / "policy" / "metrics.jsonl") for run in ("whole", "parts")]
     for record in records:
         for numbers in record.values():
             numbers.pop("time")

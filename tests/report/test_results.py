@@ -4,10 +4,21 @@ import numpy as np
 import pytest
 
 from dtrain.report.model import MetricSeries, RunReport
-from dtrain.report.results import describe_command, describe_devices, format_speed, list_results, metric_label
+from dtrain.report.results import (
+    describe_command,
+    describe_devices,
+    describe_parameters,
+    format_speed,
+    list_results,
+    metric_label,
+)
 
 LABELS = {"loss": "loss", "lr": "learning rate", "held_out/loss": "held-out loss", "grad_norm": "gradient norm",
-          "held_out/top_5": "held-out top 5", "eval/loss": "eval/loss"}  # fmt: skip
+          "held_out/top_5": "held-out top 5", "eval/loss": "evaluation loss", "val/top_5": "validation top 5",
+          "layers/3/loss": "layers/3/loss",
+          "speed/samples_per_s": "samples/s", "speed/flops_per_s_per_device": "flops/s per device",
+          "memory/rss_bytes": "process memory", "memory/fragmentation": "memory fragmentation",
+          "norm/grad": "gradient norm", "norm/exp_avg/blocks.0": "first moment norm of blocks.0"}  # fmt: skip
 
 
 def series(*values):
@@ -31,7 +42,17 @@ def test_held_out_metrics_follow_the_loss_and_earlier_best_values_have_their_ste
 
 def test_run_without_facts_has_no_words():
     run = RunReport(name="gpt", folder="gpt")
-    assert (format_speed(run), describe_devices(run), describe_command(run), list_results(run)) == ("", "", "", [])
+    words = [format_speed(run), describe_parameters(run), describe_devices(run), describe_command(run)]
+    assert (words, list_results(run)) == ([""] * 4, [])
+
+
+def test_parameters_are_those_of_each_model_in_the_last_attempt():
+    def event(attempt, **fields):
+        return {"name": "model", "attempt": attempt, "at": 1.0, "rank": 0, "step": None, "fields": fields}
+
+    events = [event(1, parameters=7), event(2, parameters=4352, trainable=4352), event(2, parameters=12)]
+    run = RunReport(name="gan", folder="gan", events=events)
+    assert describe_parameters(run) == "4,352 and 12"
 
 
 def test_devices_and_command_are_those_of_the_last_attempt():

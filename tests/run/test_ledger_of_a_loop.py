@@ -64,7 +64,7 @@ def loop(folder, steps=4):
     counts = Counter()
     for line in lines:
         counts.update({name: count for name, (count, _) in line.get("spans", {}).items()})
-    events = [(line["name"], line["step"]) for line in lines if line["kind"] == "event"]
+    events = [(line["name"], line.get("step")) for line in lines if line["kind"] == "event"]
     return left, dict(counts), events, [line["step"] for line in lines if line["kind"] == "sum"]
 
 
@@ -74,7 +74,7 @@ def test_single_process_loop_counts_spans_by_part(ranks, tmp_path):
     assert counts == {
         "other": 0, "setup": 1, "load": 1, "data": 5, "step": 4, "reduce": 1, "evaluate": 1, "save": 2,
     }  # fmt: skip
-    assert {tuple(event) for event in events} == {("evaluated", 4), ("save", 4), ("committed", 4)}
+    assert {tuple(event) for event in events} == {("model", None), ("evaluated", 4), ("save", 4), ("committed", 4)}
     assert sums[:4] == [1, 2, 3, 4]
 
 
@@ -86,7 +86,7 @@ def test_two_rank_loop_counts_waiting_between_ranks(ranks, tmp_path):
         assert counts["collective"] >= 1
         assert [name for name, _ in events if name == "committed"] == ["committed"] * (rank == 0)
     resumed = ranks(2).run(loop, str(tmp_path))
-    assert [events[0] for _, _, events, _ in resumed] == [["resumed", 4]] * 2
+    assert [events[:2] for _, _, events, _ in resumed] == [[["model", None], ["resumed", 4]]] * 2
     assert [sums[:4] for _, _, _, sums in resumed] == [[4, 5, 6, 7]] * 2  # the first one tells of the load
 
 
@@ -135,7 +135,8 @@ def test_out_of_memory_retries_count_as_search_time():
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     state, _ = step(state, DATA)
     events = spans.set_listener(None) or list(spans._RECORDER.events)
-    assert [(event["name"], event["size"]) for event in events][:1] == [("out_of_memory", 16)]
+    assert events[0]["name"] == "model"
+    assert (events[1]["name"], events[1]["size"]) == ("out_of_memory", 16)
     assert spans.totals()["search"].count >= 2
     assert spans.totals()["step"].count == 1
     assert spans._RECORDER.stack == []

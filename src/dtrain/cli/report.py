@@ -18,7 +18,7 @@ from dtrain.arguments import format_bytes, format_count, format_duration
 from dtrain.cli.parameters import OTHER_HEADING, number, option
 from dtrain.errors import ConfigError, escape_unprintable
 from dtrain.optional_dependencies import install_command
-from dtrain.report.results import describe_command, describe_devices, format_speed, list_results
+from dtrain.report.results import describe_command, describe_devices, describe_parameters, format_speed, list_results
 
 if TYPE_CHECKING:
     from dtrain.report.live import LiveRun, RankSnapshot, RunSnapshot
@@ -119,7 +119,8 @@ def _run_lines(run: RunReport) -> list[str]:
     lines = [f"{_shorten(run.name)}: {_run_state(run)}"]
     if text := _last_metrics(run):
         lines.append(f"result: {text}")
-    if run_facts := [fact for fact in (format_speed(run), describe_devices(run), describe_command(run)) if fact]:
+    parameters = f"{count} parameters" if (count := describe_parameters(run)) else ""
+    if run_facts := [fact for fact in (format_speed(run), parameters, describe_devices(run), describe_command(run)) if fact]:
         lines.append(f"run: {', '.join(run_facts)[:200]}")
     goodput = run.goodput
     if goodput is not None:

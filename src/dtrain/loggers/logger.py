@@ -175,6 +175,7 @@ class FaultTolerantLogger:
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
         if self._logger is None:
             return
+        spans.begin("log")
         try:
             self._logger(step, numbers)
         except Exception as error:  # noqa: BLE001 - training continues after any error
@@ -184,6 +185,8 @@ class FaultTolerantLogger:
             with suppress(Exception):
                 getattr(logger, "close", _noop)()
             report_failure(self._name, step, error)
+        finally:
+            spans.end("log")
 
     def close(self) -> None:
         """Close the logger. Later records are ignored."""

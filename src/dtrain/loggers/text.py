@@ -31,16 +31,16 @@ from dtrain.state import TrainState
 _MAX_VALUE_WIDTH = 60
 
 
-def format_metrics(numbers: Mapping[str, Any], is_selected: Callable[[str], bool]) -> str:
-    """Format the selected metrics on one line with five digits, ``loss 2.1034  lr 0.003``."""
+def format_metrics(numbers: Mapping[str, Any], is_selected: Callable[[str], bool], *, digits: int = 5) -> str:
+    """Format the selected metrics on one line, with five digits ``loss 2.1034  lr 0.003``."""
     return "  ".join(
-        f"{name} {_format_value(to_plain_value(value))}" for name, value in numbers.items() if is_selected(str(name))
+        f"{name} {_format_value(to_plain_value(value), digits)}" for name, value in numbers.items() if is_selected(str(name))
     )
 
 
-def _format_value(value: Any) -> str:
+def _format_value(value: Any, digits: int) -> str:
     if isinstance(value, float):
-        return f"{value:.5g}"
+        return f"{value:.{digits}g}"
     if isinstance(value, dict) and set(value) == {"unloggable"}:
         return f"<{value['unloggable']}>"
     text = json.dumps(value, ensure_ascii=False)
@@ -143,7 +143,9 @@ def progress_bar(
     names: Sequence[str] | None = ("loss", "lr"),
     line_interval_s: float | None = 10.0,
 ) -> Logger:
-    """Show a progress bar on rank 0: ``120/600 ━━━━━  loss 2.1034  lr 0.003  12 steps/s  0:40 left``.
+    """Show a progress bar on rank 0: ``120/600 ━━━━━  loss 2.103  lr 0.003  51,200 tok/s  0:40 left``.
+
+    The speed is in tokens if the batches count tokens, else in samples.
 
     The bar is drawn when a record is logged and costs nothing in between. Other printed text appears above the bar. Under
     ``dtrain launch`` on a terminal, the launcher draws one live line. If standard error is not a terminal, plain lines are
@@ -187,22 +189,25 @@ class _ProgressText:
 
     def __init__(self, total: int | None, is_selected: Callable[[str], bool]) -> None:
         self.total, self._is_selected = total, is_selected
-        # step, tokens and time of each record
-        self._samples: deque[tuple[int, int, float]] = deque(maxlen=_SPEED_WINDOW)
+        # step, samples, tokens and time of each record
+        self._window: deque[tuple[int, int, int, float]] = deque(maxlen=_SPEED_WINDOW)
 
     def position(self, step: int) -> str:
         return str(step) if self.total is None else f"{step}/{self.total}"
 
     def text(self, step: int, numbers: Mapping[str, Any]) -> str:
-        _, _, tokens = spans.position()
-        self._samples.append((step, tokens, now := time.monotonic()))
-        first_step, first_tokens, first_time = self._samples[0]
+        _, samples, tokens = spans.position()
+        self._window.append((step, samples, tokens, now := time.monotonic()))
+        first_step, first_samples, first_tokens, first_time = self._window[0]
         steps, seconds = step - first_step, now - first_time
-        parts = [format_metrics(numbers, self._is_selected)]
+        parts = [format_metrics(numbers, self._is_selected, digits=4)]
         if steps > 0 and seconds > 0:
-            parts.append(f"{steps / seconds:.3g} steps/s")
             if tokens > first_tokens:
                 parts.append(f"{(tokens - first_tokens) / seconds:,.0f} tok/s")
+            elif samples > first_samples:
+                parts.append(f"{(samples - first_samples) / seconds:,.3g} samples/s")
+            else:
+                parts.append(f"{steps / seconds:.3g} steps/s")
             if self.total is not None:
                 remaining = max(0, round((self.total - step) * seconds / steps))
                 minutes, hours = remaining // 60 % 60, remaining // 3600

@@ -210,6 +210,8 @@ def step_moments(merged: Sequence[MergedAttempt], steps: Column) -> tuple[Column
 MAX_CHECKPOINTS, MAX_EVENTS = 1000, 1000
 # events that every rank records
 ALL_RANK_EVENTS = {"save", "committed", "resumed", "evaluated", "stop", "desync", "early_stop"}
+# events that every rank records, several at one step
+_MODEL = "model"
 _STANDARD_KEYS = {"kind", "attempt", "at", "name", "step"}
 _MAX_TEXT, _MAX_FIELDS, _MAX_DEPTH = 500, 20, 3
 
@@ -239,6 +241,8 @@ def run_events(merged: Sequence[MergedAttempt], *, started_at: float) -> tuple[l
     by_name: dict[str, list[Row]] = {}
     for each, rank, event in _iter_events(merged):
         name, step = event["name"][:_MAX_TEXT], _event_step(event)
+        if name == _MODEL and rank != min(each.ranks):
+            continue
         if name in ALL_RANK_EVENTS:
             if (each.number, name, step) in reported:
                 continue

@@ -25,8 +25,8 @@ Trace = dict[str, Any]
 
 # Patterns of the time categories, which differ without colors, too.
 CAUSE_PATTERNS: dict[str, str] = {
-    "compute": "", "communication": ".", "data": "/", "stall": "\\", "checkpoint": "|", "evaluation": "-", "compile": "+",
-    "restart": "x", "setup": "..", "other": "",
+    "compute": "", "communication": ".", "data": "/", "stall": "\\", "checkpoint": "|", "evaluation": "-", "logging": "//",
+    "compile": "+", "restart": "x", "setup": "..", "other": "",
 }  # fmt: skip
 # Each metric has its own chart up to this number. Beyond, metrics of a group share charts.
 MAX_SINGLE_CHARTS = 24

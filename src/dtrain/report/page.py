@@ -17,7 +17,14 @@ from dtrain.arguments import format_bytes, format_duration
 from dtrain.optional_dependencies import missing_extra_error
 from dtrain.report.charts import Chart, metric_charts, metric_names, metric_unit, run_charts, run_label, speed_charts
 from dtrain.report.model import Report, RunReport
-from dtrain.report.results import describe_command, describe_devices, format_speed, list_results
+from dtrain.report.results import (
+    describe_command,
+    describe_devices,
+    describe_parameters,
+    format_speed,
+    list_results,
+    metric_label,
+)
 
 # characters of a setting, and rows of a table
 _MAX_TEXT, _MAX_ROWS = 300, 400
@@ -157,6 +164,7 @@ def _summary(run: RunReport) -> str:
     steps = [attempt.last_step for attempt in run.attempts] or [series.last_step for series in run.series.values()]
     facts = {"steps": f"{max(steps):,}" if steps else "none", "duration": format_duration(run.duration_s)}
     facts |= {"speed (median)": speed} if (speed := format_speed(run)) else {}
+    facts |= {"parameters": count} if (count := describe_parameters(run)) else {}
     if run.attempts:
         facts["ranks"] = describe_devices(run) or str(run.attempts[-1].world_size)
         facts["restarts"] = str(len(run.attempts) - 1)
@@ -200,7 +208,7 @@ def _comparison(report: Report) -> str:
     ]
     for name in metric_names(report):
         values = [run.series[name].last if name in run.series else None for run in report.runs]
-        rows.append([name, *(_format_value(value, name) for value in values)])
+        rows.append([metric_label(name), *(_format_value(value, name) for value in values)])
     settings = [flatten_mapping(run.about[max(run.about)].get("settings", {})) if run.about else {} for run in report.runs]
     names = sorted({name for each in settings for name in each})
     differ = [[name, *(each.get(name, "") for each in settings)] for name in names

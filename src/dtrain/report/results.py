@@ -3,24 +3,56 @@
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from dtrain.report.model import MetricSeries, RunReport
 
 # Words for names that the library and the examples log.
-_WORDS = {"lr": "learning rate", "grad_norm": "gradient norm", "held_out": "held-out", "s": "seconds"}
-_LOWER_IS_BETTER, _HIGHER_IS_BETTER = ("loss", "perplexity", "error"), ("accuracy", "right", "found")
-_HELD_OUT = ("held_out/", "eval/", "val/")
+_WORDS = {
+    "lr": "learning rate",
+    "base_lr": "base learning rate",
+    "grad_norm": "gradient norm",
+    "memory/out_of_memory": "out-of-memory errors",
+    "memory/retries": "allocator retries",
+    "speed/mfu": "model FLOPs utilization",
+    "speed/mfu/compute": "model FLOPs utilization, compute alone",
+    "speed/productive": "share of compute",
+}
+_NORMS = {"grad": "gradient", "param": "parameter", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
+_GROUPS = {"held_out": "held-out", "eval": "evaluation", "val": "validation"}
+_LOWER_IS_BETTER, _HIGHER_IS_BETTER = ("loss", "perplexity", "error", "distance"), ("accuracy", "right", "found")
 # Measurements of the machine and settings of the step are no results.
 _NO_RESULTS = ("speed/", "throughput/", "memory/", "mem/", "mfu", "lr", "base_lr", "norm/")
 
 
 def metric_label(name: str) -> str:
-    """Return the name of a metric in words: ``"held_out/grad_norm"`` becomes ``"held-out gradient norm"``."""
-    if name.startswith("held_out/"):
-        return f"{_WORDS['held_out']} {metric_label(name.removeprefix('held_out/'))}"
-    return _WORDS.get(name, name.replace("_", " ") if "/" not in name else name)
+    """Return the name of a metric in words and units.
+
+    >>> metric_label("held_out/grad_norm"), metric_label("speed/tokens_per_s_per_device"), metric_label("memory/peak_rss_bytes")
+    ('held-out gradient norm', 'tokens/s per device', 'peak process memory')
+    """
+    if name in _WORDS:
+        return _WORDS[name]
+    group, _, rest = name.partition("/")
+    if group in _GROUPS and rest:
+        return f"{_GROUPS[group]} {metric_label(rest)}"
+    if group == "speed" and rest:
+        return _replace(rest, (("_per_s", "/s"), ("_per_device", " per device"), ("/compute", ", compute alone")))
+    if group == "memory" and rest:
+        words = _replace(rest.removesuffix("_bytes"), (("rss", "process"),))
+        return f"{words} memory" if rest.endswith("_bytes") else f"memory {words}"
+    if group == "norm" and rest:
+        kind, _, part = rest.partition("/")
+        return f"{_NORMS.get(kind, kind)} norm{f' of {part}' if part else ''}"
+    return name if rest else _replace(name, ())
+
+
+def _replace(name: str, pairs: Iterable[tuple[str, str]]) -> str:
+    for old, new in pairs:
+        name = name.replace(old, new)
+    return name.replace("_", " ")
 
 
 def list_results(run: RunReport) -> list[tuple[str, str]]:
@@ -29,7 +61,7 @@ def list_results(run: RunReport) -> list[tuple[str, str]]:
     A loss or an accuracy that was better at an earlier step has its best value, too.
     """
     names = [name for name in run.series if not name.startswith(_NO_RESULTS)]
-    names.sort(key=lambda name: (name != "loss", not name.startswith(_HELD_OUT), "loss" not in name, "/" in name, name))
+    names.sort(key=lambda name: (name != "loss", name.partition("/")[0] not in _GROUPS, "loss" not in name, "/" in name, name))
     return [(metric_label(name), _format_result(name, run.series[name])) for name in names]
 
 
@@ -63,6 +95,14 @@ def format_speed(run: RunReport) -> str:
             rate = rates[len(rates) // 2]
             return f"{rate:,.0f} {unit}/s" if rate >= 10 else f"{rate:.2g} {unit}/s"
     return ""
+
+
+def describe_parameters(run: RunReport) -> str:
+    """Return the number of parameters of each model in the last attempt, ``"472,352"``; empty if unknown."""
+    models = [event for event in run.events if event["name"] == "model"]
+    last = [event["fields"] for event in models if event["attempt"] == models[-1]["attempt"]]
+    counts = [f"{fields['parameters']:,}" for fields in last if isinstance(fields.get("parameters"), int)]
+    return " and ".join(counts)
 
 
 def describe_devices(run: RunReport) -> str:

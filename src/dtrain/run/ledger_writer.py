@@ -98,7 +98,7 @@ class LedgerWriter:
                 self._last_totals = now
 
     def close(self, reason: str, error: str | None = None) -> None:
-        """Write the last line. Mutates: the listener of ``spans``."""
+        """Write the last line. Mutates: the listener and the position of ``spans``."""
         if self._pid != os.getpid() or self._closed:
             return
         spans.set_listener(None)
@@ -106,6 +106,8 @@ class LedgerWriter:
         with self._lock:
             self._write(self._line("close", reason=reason, **({} if error is None else {"error": error})))
             self._closed = True
+        # Another run of this process begins at step 0.
+        spans.set_position(0, samples=0, tokens=0)
 
     def _schedule_next_line(self) -> None:
         step = spans.position()[0]

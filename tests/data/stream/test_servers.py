@@ -129,7 +129,10 @@ def test_failing_server_is_named(served, data, opened):
     fault = Fault(kind=503, matches=lambda r: "shard." in r.path, times=99)
     with (
         place.proxy.doing(fault),
-        pytest.raises(DataError, match=rf"^{place.url}/shard.*: cannot be read: .*\(tried 7 times\)\. Check the permissions and the disk\.$"),
+        pytest.raises(
+            DataError,
+            match=rf"^{place.url}/shard.*: cannot be read: .*\(tried 7 times\)\. Check the permissions and the disk\.$",
+        ),
     ):
         dataset[0]
     assert dataset[0]["id"] == 0

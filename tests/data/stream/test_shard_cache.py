@@ -107,7 +107,9 @@ def test_reservation_grows_with_the_written_bytes(cache, monkeypatch):
 
 
 def test_reservation_above_the_limit_is_refused(cache):
-    with pytest.raises(DataError, match=r"^a shard needs at least 120 bytes, but the cache .* has cache_bytes=100. Raise it\.$"):
+    with pytest.raises(
+        DataError, match=r"^a shard needs at least 120 bytes, but the cache .* has cache_bytes=100. Raise it\.$"
+    ):
         cache.get(A, 15, lambda part: part.write(b"y" * 120))
     assert os.listdir(cache.folder) == [".lock"]
 

@@ -119,7 +119,7 @@ def test_format_is_guessed_from_the_name(name: str, expected: tuple[str, str | N
 
 
 def test_unknown_format_is_refused() -> None:
-    with pytest.raises(ConfigError, match="format 'csv' is unknown. Use one of mds, parquet, jsonl, text, tar"):
+    with pytest.raises(ConfigError, match=r"format 'csv' is unknown\. Use one of mds, parquet, jsonl, text, tar"):
         get_format("csv")
     assert [get_format(name).name for name in FORMATS] == list(FORMATS)
 
@@ -133,5 +133,5 @@ def test_digests_equal_reference_values() -> None:
 
 
 def test_unknown_hash_is_refused() -> None:
-    with pytest.raises(ConfigError, match="hash 'crc32' is unknown. Use one of xxh32, xxh64"):
+    with pytest.raises(ConfigError, match=r"hash 'crc32' is unknown\. Use one of xxh32, xxh64"):
         new_hash("crc32")

@@ -81,7 +81,7 @@ def test_launch_on_terminal_shows_one_live_line(command, tmp_path):
     assert "\r\x1b[K" in text
     shown = [line.rsplit("\r\x1b[K", 1)[-1].rstrip("\r") for line in text.split("\n")]
     assert [line for line in shown if "step" in line] == [
-        line for line in shown if line.startswith("[rank 0] step 3/3  loss 0.33333")
+        line for line in shown if line.startswith("[rank 0] step 3/3  loss 0.3333")
     ]
     assert [line for line in shown if "printed" in line] == [f"[rank 0] printed {step}" for step in (1, 2, 3)]
     log = next((tmp_path / "run" / "logs").glob("*00000.stderr")).read_text()

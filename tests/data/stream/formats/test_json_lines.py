@@ -120,7 +120,7 @@ def test_line_count_that_differs_from_the_index_is_refused(form: str) -> None:
 
 
 def test_unsupported_options_and_line_ends_are_refused() -> None:
-    with pytest.raises(ConfigError, match="format text has no option 'columns'. Remove all options"):
+    with pytest.raises(ConfigError, match=r"format text has no option 'columns'\. Remove all options"):
         opened(b"x", "text", columns=["text"])
     entry = ShardEntry(file=ShardFile(name="s", size=0), samples=0, format="jsonl", details={"newline": ";"})
     with pytest.raises(DataError, match=r"newline must be .*, got ';'"):

@@ -203,7 +203,7 @@ def test_excluded_columns_are_omitted_and_unknown_columns_refused(tmp_path: Path
     assert [opened(data, "mds", columns=("text",))[row] for row in range(3)] == [{"text": row["text"]} for row in ROWS[:3]]
     with pytest.raises(ConfigError, match="no column 'txt'; the columns are n, text"):
         opened(data, "mds", columns=("txt",))
-    with pytest.raises(ConfigError, match="mds has no option 'column'. Use one of columns, allow_pickle"):
+    with pytest.raises(ConfigError, match=r"mds has no option 'column'\. Use one of columns, allow_pickle"):
         opened(data, "mds", column="n")
 
 
