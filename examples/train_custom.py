@@ -3,8 +3,8 @@
     dtrain launch -n 2 examples/train_custom.py      # two processes; a GPU each where there are enough
     python examples/train_custom.py                  # one process, no launcher
 
-On two CPU cores the first command takes 120 s of processor time, to a held-out loss of 1.78 nats per byte (unigram entropy 3.15).
-The same command resumes. `dtrain report OUT` makes a page of the run.
+On two CPU cores the first command takes 120 s of processor time, to a held-out loss of 1.78 nats per byte (unigram entropy
+3.15). The same command resumes. `dtrain report OUT` makes a page of the run.
 """
 
 import argparse

@@ -18,7 +18,8 @@ LABELS = {"loss": "loss", "lr": "learning rate", "held_out/loss": "held-out loss
           "layers/3/loss": "layers/3/loss",
           "speed/samples_per_s": "samples/s", "speed/flops_per_s_per_device": "flops/s per device",
           "memory/rss_bytes": "process memory", "memory/fragmentation": "memory fragmentation",
-          "norm/grad": "gradient norm", "norm/exp_avg/blocks.0": "first moment norm of blocks.0"}  # fmt: skip
+          "memory/rss_bytes/rank": "rank with the largest process memory",
+          "norm/grad": "norm of gradients", "norm/exp_avg/blocks.0": "norm of first moments of blocks.0"}  # fmt: skip
 
 
 def series(*values):

@@ -147,6 +147,10 @@ def test_variables_are_redacted_by_name_and_content():
 
 def test_pwd_variable_is_not_a_secret():
     assert make_redactor((), {"PWD": "/home/me/gpt-2"}).redact_text("/home/me/gpt-2/runs") == "/home/me/gpt-2/runs"
+    assert (
+        make_redactor((), {"PWD": "/home/me/gpt-2", "OLDPWD": "/home/me/gpt-2"}).redact_text("/home/me/gpt-2")
+        == "/home/me/gpt-2"
+    )
     assert make_redactor((), {"DB_PWD": "hunter-2-hunter"}).redact_text("hunter-2-hunter") == "[redacted]"
 
 

@@ -158,10 +158,10 @@ def _memory_chart(report: Report) -> Chart:
     for run in report.runs:
         for name, series in run.series.items():
             if name.startswith(("memory/", "mem/")) and metric_unit(name) == "B":
-                lines.append((run_label(report, run, name), _coordinates(series), series.values))
+                lines.append((run_label(report, run, metric_label(name)), _coordinates(series), series.values))
         for name, gauge in sorted(run.gauges.items()):
             if metric_unit(name) == "B":
-                label = f"{name.removesuffix('_bytes')}, largest of all ranks (now rank {gauge.ranks[-1]})"
+                label = f"{metric_label(f'memory/{name}')}, largest of all ranks (now rank {gauge.ranks[-1]})"
                 lines.append((run_label(report, run, label), {"time": gauge.times}, gauge.values))
     scale, unit = _scale("B", (values for _, _, values in lines))
     traces = [_line(report, name, over, values / scale, index) for index, (name, over, values) in enumerate(lines)]

@@ -31,6 +31,12 @@ function traces(chart, axis, color) {
   });
 }
 
+// Steps and tokens are whole numbers, so a short axis has a tick at each.
+function wholeTicks(chart, axis) {
+  const values = chart.data.flatMap((trace) => (trace.over && trace.over[axis]) || []);
+  return axis !== "time" && Math.max(...values) - Math.min(...values) < 5 ? { dtick: 1 } : {};
+}
+
 function draw(figure, chart) {
   const color = palette(), lines = chart.axes !== undefined;
   const axis = lines ? (chart.axes.includes(asked.axis) ? asked.axis : chart.axes[0]) : null;
@@ -39,11 +45,14 @@ function draw(figure, chart) {
   const layout = {
     height: 320, margin: { l: 56, r: 16, t: 32, b: 48 }, hovermode: lines ? "x unified" : "closest", uirevision: axis + asked.log,
     paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", font: { color: color("ink"), family: "system-ui, sans-serif" },
-    hoverlabel: { bgcolor: color("paper"), font: { color: color("ink") } }, legend: { orientation: "h", yref: "container", y: 0, yanchor: "bottom" },
+    hoverlabel: { bgcolor: color("paper"), font: { color: color("ink") } }, legend: { orientation: "h", traceorder: "normal", yref: "container", y: 0, yanchor: "bottom", maxheight: 24 * chart.data.length + 8 },
     modebar: { bgcolor: "rgba(0,0,0,0)", color: color("quiet"), activecolor: color("accent") },
     ...chart.layout,
   };
-  layout.xaxis = { ...line, ...(lines ? { title: { text: axis === "time" ? chart.timeTitle : axis } } : {}), ...layout.xaxis };
+  // On a phone, the legend has one entry a row.
+  if (figure.clientWidth < 400 && chart.data.length > 4) layout.height += 18 * chart.data.length;
+  const title = lines ? { title: { text: axis === "time" ? chart.timeTitle : axis }, ...wholeTicks(chart, axis) } : {};
+  layout.xaxis = { ...line, ...title, ...layout.xaxis };
   layout.yaxis = { ...line, ...layout.yaxis };
   const positive = chart.data.every((trace) => trace.yaxis || trace.y.every((value) => value === null || value > 0));
   if (lines && asked.log && positive && !chart.data.some((trace) => trace.stackgroup)) layout.yaxis.type = "log";

@@ -30,6 +30,7 @@ from dtrain.report.results import (
 _MAX_TEXT, _MAX_ROWS = 300, 400
 # metrics at the top of the page
 _MAX_RESULTS = 6
+_EVENT_WORDS = {"seconds": "took", "bytes": "size", "blocked_s": "blocked training for"}
 
 
 def render_page(report: Report) -> str:
@@ -128,6 +129,8 @@ def _format_value(value: Any, name: str) -> str:
     unit = metric_unit(name)
     if name == "seconds" or unit == "s":
         return format_duration(value)
+    if isinstance(value, int) and not unit:
+        return f"{value:,}"
     return format_bytes(value) if unit == "B" else f"{value:.1%}" if unit == "%" else f"{value:.5g}"
 
 
@@ -162,18 +165,20 @@ def _summary(run: RunReport) -> str:
     goodput = run.goodput
     outcome = run.attempts[-1].outcome if run.attempts else "unknown"
     steps = [attempt.last_step for attempt in run.attempts] or [series.last_step for series in run.series.values()]
-    facts = {"steps": f"{max(steps):,}" if steps else "none", "duration": format_duration(run.duration_s)}
+    facts = {"steps": f"{max(steps):,}" if steps else "none"}
     facts |= {"speed (median)": speed} if (speed := format_speed(run)) else {}
     facts |= {"parameters": count} if (count := describe_parameters(run)) else {}
     if run.attempts:
         facts["ranks"] = describe_devices(run) or str(run.attempts[-1].world_size)
-        facts["restarts"] = str(len(run.attempts) - 1)
-        facts["steps done again"] = str(sum(attempt.lost_steps for attempt in run.attempts))
+    facts |= {"duration": format_duration(run.duration_s), "began (UTC)": _format_time(run.started_at)}
+    losses = {}
+    if run.attempts:
+        losses["restarts"] = str(len(run.attempts) - 1)
+        losses["steps done again"] = str(sum(attempt.lost_steps for attempt in run.attempts))
     if goodput:
-        facts["lost to restarts"] = format_duration(goodput.by_cause.get("restart", 0.0))
+        losses["lost to restarts"] = format_duration(goodput.by_cause.get("restart", 0.0))
     if run.checkpoint_count:
-        facts["checkpoints"] = str(run.checkpoint_count)
-    facts["began (UTC)"] = _format_time(run.started_at)
+        losses["checkpoints"] = str(run.checkpoint_count)
     share = f"{goodput.share:.1%}" if goodput else "?"
     note = (
         f"{format_duration(goodput.productive_s)} of {format_duration(goodput.total_s)} were compute that counts"
@@ -185,18 +190,22 @@ def _summary(run: RunReport) -> str:
         for attempt in run.attempts
         if attempt.error
     )
-    listed = _list_facts(facts)
     results = _list_facts(dict(list_results(run)[:_MAX_RESULTS]))
     command = f"<p><code>{escape(command)}</code></p>" if (command := describe_command(run)) else ""
     return (
         f'<h2>{escape(run.name)} <span class="{outcome}">{outcome}</span></h2>'
-        f'{errors}<dl class="results">{results}</dl>{command}'
-        f'<p class="goodput"><b>{share}</b> goodput</p>{_note(note)}<dl>{listed}</dl>'
+        f'{errors}<dl class="results">{results}</dl><dl>{_list_facts(facts)}</dl>{command}'
+        f'<p class="goodput"><b>{share}</b> goodput</p>{_note(note)}<dl>{_list_facts(losses)}</dl>'
     )
 
 
 def _list_facts(facts: Mapping[str, str]) -> str:
-    return "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts.items())
+    """Render facts. The part of a text in brackets is small."""
+    rows = {name: text.partition(" (") for name, text in facts.items()}
+    return "".join(
+        f"<div><dt>{escape(name)}</dt><dd>{escape(text)}{f' <small>({escape(more)}</small>' if more else ''}</dd></div>"
+        for name, (text, _, more) in rows.items()
+    )
 
 
 def _comparison(report: Report) -> str:
@@ -275,7 +284,10 @@ def _event_table(run: RunReport) -> str:
         return _note("no event was recorded")
     rows = []
     for event in run.events[:_MAX_ROWS]:
-        more = [f"{name.removesuffix('_s')} {_format_value(item, name)}" for name, item in event["fields"].items()]
+        more = [
+            f"{_EVENT_WORDS.get(name, name.removesuffix('_s'))} {_format_value(item, name)}"
+            for name, item in event["fields"].items()
+        ]
         numbers = ["" if event[key] is None else str(event[key]) for key in ("attempt", "rank", "step")]
         rows.append([format_duration(event["at"]), event["name"], *numbers, ", ".join(more)[:_MAX_TEXT]])
     counts = ", ".join(f"{name} {many}" for name, many in sorted(run.event_counts.items()))

@@ -19,8 +19,16 @@ _WORDS = {
     "speed/mfu": "model FLOPs utilization",
     "speed/mfu/compute": "model FLOPs utilization, compute alone",
     "speed/productive": "share of compute",
+    "norm/update_ratio": "norm of updates over norm of parameters",
 }
-_NORMS = {"grad": "gradient", "param": "parameter", "exp_avg": "first moment", "exp_avg_sq": "second moment"}
+_NORMS = {
+    "grad": "gradients",
+    "param": "parameters",
+    "update": "updates",
+    "exp_avg": "first moments",
+    "exp_avg_sq": "second moments",
+    "momentum_buffer": "momentum",
+}
 _GROUPS = {"held_out": "held-out", "eval": "evaluation", "val": "validation"}
 _LOWER_IS_BETTER, _HIGHER_IS_BETTER = ("loss", "perplexity", "error", "distance"), ("accuracy", "right", "found")
 # Measurements of the machine and settings of the step are no results.
@@ -41,11 +49,14 @@ def metric_label(name: str) -> str:
     if group == "speed" and rest:
         return _replace(rest, (("_per_s", "/s"), ("_per_device", " per device"), ("/compute", ", compute alone")))
     if group == "memory" and rest:
+        # A metric that is a maximum over ranks has the rank beside it.
+        if rest.endswith("/rank"):
+            return f"rank with the largest {metric_label(name.removesuffix('/rank'))}"
         words = _replace(rest.removesuffix("_bytes"), (("rss", "process"),))
         return f"{words} memory" if rest.endswith("_bytes") else f"memory {words}"
     if group == "norm" and rest:
         kind, _, part = rest.partition("/")
-        return f"{_NORMS.get(kind, kind)} norm{f' of {part}' if part else ''}"
+        return f"norm of {_NORMS.get(kind, kind)}{f' of {part}' if part else ''}"
     return name if rest else _replace(name, ())
 
 

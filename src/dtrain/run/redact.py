@@ -125,12 +125,11 @@ def make_redactor(names: Iterable[str], environment: Mapping[str, str]) -> Redac
     """Create the redactor of a process from its environment and the user's patterns ``names``."""
     only_names = Redactor(names=tuple(names))
     # PWD is the current folder, which many paths start with.
-    candidates = {
+    values = {
         value
         for name, value in environment.items()
-        if name != "PWD" and len(value) >= _MIN_SECRET_LENGTH and not value.isalpha()
+        if name != "PWD" and len(value) >= _MIN_SECRET_LENGTH and not value.isalpha() and only_names.is_secret(name, value)
     }
-    values = {value for name, value in environment.items() if value in candidates and only_names.is_secret(name, value)}
     return Redactor(names=only_names.names, values=tuple(sorted(values, key=len, reverse=True)))
 
 
