@@ -15,6 +15,7 @@ from unittest import mock
 import pytest
 import torch
 
+from dtrain import spans
 from dtrain.cli.new import TASKS
 from dtrain.cli.new import new as write_loop
 from dtrain.report.model import RunReport
@@ -26,7 +27,7 @@ SHORT = {
     "train_custom.py": ["--until", "20ba"],
     "train_resnet.py": ["--until", "4ba"],
     "train_gan.py": ["--steps", "4", "--save-every", "2"],
-    "train_dpo.py": ["--until", "4ba"],
+    "train_dpo.py": ["--read", "4ba", "--until", "4ba"],
     "train_diffusion.py": ["--until", "5ba"],
     "train_embeddings.py": ["--until", "4ba"],
     "pretrain_bert.py": ["--until", "4ba"],
@@ -42,7 +43,7 @@ MOST_OTHER = 0.1
 @pytest.fixture
 def steps():
     """The numbers of the steps that are trained while the test runs."""
-    with mock.patch("dtrain.spans.record_step") as stepped:
+    with mock.patch("dtrain.spans.record_step", wraps=spans.record_step) as stepped:
         yield lambda: [call.args[0] for call in stepped.call_args_list]
 
 
