@@ -65,6 +65,18 @@ def docs(session: nox.Session) -> None:
     session.run("pytest", "--noconftest", "tests/pages/test_website.py", "tests/pages/test_site.py", *session.posargs, env=env)
 
 
+@nox.session
+def accessibility(session: nox.Session) -> None:
+    """The rules of WCAG AA, on the main pages in both colour schemes. Needs Chromium, and npm, which fetches axe-core."""
+    folder = Path(session.create_tmp()).resolve()
+    needs = nox.project.load_toml("pyproject.toml")["project"]["optional-dependencies"]["docs"]
+    install(session, *needs, "typer", "ruff", "pytest")
+    session.run("mkdocs", "build", "--strict", env={"NO_MKDOCS_2_WARNING": "1"})
+    session.run("npm", "install", "--no-audit", "--no-fund", "--prefix", str(folder), "axe-core@4.10.3", external=True)
+    env = {"DTRAIN_SITE": "build/site", "DTRAIN_AXE": str(folder / "node_modules/axe-core/axe.min.js"), "PYTHONPATH": "src"}
+    session.run("pytest", "--noconftest", "tests/pages/test_accessibility.py", *session.posargs, env=env)
+
+
 @nox.session(reuse_venv=False)
 def package(session: nox.Session) -> None:
     """Wheel and sdist, installed where nothing else is: the README's example, what extras promise, and tests of the sdist."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import tomllib
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -34,7 +35,10 @@ _FENCE_LINK_OR_CODE = re.compile(
 
 
 def on_config(config: Any) -> Any:
-    """Put the pages that are made into the navigation."""
+    """Put the pages that are made into the navigation, and the version into the foot of each page."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    config["extra"]["release"] = version
+    config["copyright"] = f"dtrain {version}, Apache-2.0"
     listed = [{room.title: f"reference/{room.file}.md"} for room in reference.ROOMS]
     made = {
         "REFERENCE": ["reference/index.md", *listed],
@@ -113,6 +117,11 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     if uri == "names.md":
         markdown = _linked_names(markdown, uri)
     return _FENCE_LINK_OR_CODE.sub(lambda match: _link(match, origin, uri, files), markdown.replace("<!-- anew -->\n", ""))
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Let the keyboard reach code that is wider than the screen, to scroll it."""
+    return re.sub(r"(<pre[^>]*>(?:<span></span>)?<code)(?! tabindex)", r'\1 tabindex="0"', html)
 
 
 def _link(match: re.Match[str], origin: str, uri: str, files: Files) -> str:

@@ -87,6 +87,12 @@ step with the transform.
 """
 
 
+ASSUMED = (
+    "*Assumed in the examples: `import torch, dtrain as dt` and `from torch import nn`; `mesh`, `state`, `batch` and the like "
+    "of [a loop](../loop.md).*"
+)
+
+
 def names(room: Room) -> list[str]:
     """Return the names of a page, with their package, in the order of their modules."""
     return [f"{room.package}.{name}" for name, _ in sorted(exported(room.package).items(), key=lambda item: item[::-1])]
@@ -98,7 +104,7 @@ def pages() -> Iterator[tuple[str, str]]:
     for room in ROOMS:
         entries = "\n\n".join(f"::: {name}" for name in names(room))
         listed = ", ".join(f"[`{name.rpartition('.')[2]}`](#{name})" for name in names(room))
-        yield f"reference/{room.file}.md", f"# {room.title}\n\n{room.about}\n\n{listed}\n\n{entries}\n"
+        yield f"reference/{room.file}.md", f"# {room.title}\n\n{room.about}\n\n{listed}\n\n{ASSUMED}\n\n{entries}\n"
 
 
 @cache

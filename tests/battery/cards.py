@@ -181,7 +181,12 @@ def public_name(last: str, module: str) -> str:
 
 
 def example(value: Any) -> str:
-    return f"```pycon\n{section(value, 'Example')}\n```\n"
+    """Return the example of a docstring, with the imports that an empty interpreter needs."""
+    text = section(value, "Example")
+    needs = {"warnings": r"(?<![\w.])warnings\.", "torch": r"(?<![\w.])torch\.", "nn": r"(?<![\w.])nn\."}
+    imports = {name: f">>> import {name}" for name in needs} | {"nn": ">>> from torch import nn"}
+    lines = [imports[name] for name, used in needs.items() if re.search(used, text) and imports[name] not in text]
+    return "\n".join(["```pycon", *lines, text, "```", ""])
 
 
 def usage(card: Card) -> Iterator[str]:
@@ -342,8 +347,8 @@ state, metrics = step(state, torch.randn(8, 4))
 ```
 
 Each recipe has one page: a picture or a curve, usage, suggested values with their source, when not to use the recipe, cost and
-effect. For example, [mixup](mixup.md) shows mixed images and names `alpha` for ImageNet and for CIFAR-10. The examples run with
-the tests, in a module that imports `torch`. Composer's names are in [a table](../composer.md).
+effect. For example, [mixup](mixup.md) shows mixed images and names `alpha` for ImageNet and for CIFAR-10. Each example
+runs as it stands in an empty interpreter. Composer's names are in [a table](../composer.md).
 
 *Tests* compare each method with values worked out by hand, a run on two ranks with FSDP2 with a run on one rank (relative
 {tolerance:.0e} in float64), and a resumed run with an uninterrupted run.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import doctest
 import os
 import re
 import signal
@@ -78,6 +79,20 @@ def test_page_python_blocks_run(page: Path, tmp_path: Path, ranks: Callable[[int
         ranks(RANKS[called(page)]).run(run, str(page), str(tmp_path))
     else:
         run(str(page), str(tmp_path))
+
+
+SESSIONS = [page for page in PAGES if any(fence.language == "pycon" for fence in fences(page))]
+
+
+@pytest.mark.parametrize("page", SESSIONS, ids=called)
+@pytest.mark.usefixtures("as_before")
+def test_page_sessions_run_in_an_empty_interpreter(page: Path) -> None:
+    """The sessions of a page, in order, print the lines below them."""
+    text = "\n".join(block.text for block in fences(page) if block.language == "pycon")
+    session = doctest.DocTestParser().get_doctest(text, {}, called(page), str(page), 0)
+    printed: list[str] = []
+    doctest.DocTestRunner(verbose=False, optionflags=doctest.ELLIPSIS).run(session, out=printed.append)
+    assert printed == []
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if assumed(page)], ids=called)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import struct
+import tomllib
 from xml.etree import ElementTree
 
 import pytest
@@ -56,6 +58,29 @@ def test_recorded_commands_exist_and_the_run_resumes(name: str) -> None:
     killed = next(number for number, line in enumerate(shown) if "kill -9" in line)
     assert any("resuming after step 80" in line for line in shown[killed:])
     assert any("held-out loss" in line for line in shown[killed:])
+
+
+def test_install_page_names_every_extra() -> None:
+    extras = tomllib.loads(PROJECT)["project"]["optional-dependencies"]
+    rows = re.findall(r"^\| (`.*`) \| ", (DOCS / "install.md").read_text(), re.M)
+    assert {name for row in rows for name in re.findall(r"`([\w-]+)`", row)} == set(extras)
+
+
+@pytest.mark.parametrize("name", ["logo.svg", "icon.svg"])
+def test_logo_is_up_to_date(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "website"))
+    brand = pytest.importorskip("brand")
+    assert (DOCS / "images" / name).read_text() == brand.DRAWINGS[name](), "run python website/brand.py"
+    assert f"images/{name}" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_social_card_has_the_size_that_its_page_says() -> None:
+    header = (DOCS / "images" / "social-card.png").read_bytes()[:24]
+    size = struct.unpack(">II", header[16:])
+    template = (ROOT / "website/overrides/main.html").read_text()
+    assert (
+        tuple(re.findall(r'og:image:(?:width|height)" content="(\d+)"', template)) == tuple(map(str, size)) == ("1200", "630")
+    )
 
 
 @pytest.mark.parametrize("name", ["concept_strategies", "concept_mesh", "concept_resume"])

@@ -104,6 +104,25 @@ def hooks(website: None) -> ModuleType:
     return hooks
 
 
+@pytest.mark.parametrize("given", [{}, {"SITE_URL": "https://a.test/d/", "REPO_URL": "https://b.test/d"}], ids=["none", "both"])
+def test_addresses_of_the_site_come_from_the_environment(given: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = pytest.importorskip("mkdocs.config", reason="needs mkdocs")
+    for name in ("SITE_URL", "REPO_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    found = config.load_config(str(ROOT / "mkdocs.yml"))
+    assert (found["site_url"], found["repo_url"]) == (given.get("SITE_URL", ""), given.get("REPO_URL", ""))
+
+
+def test_every_page_shows_the_version_of_the_project(hooks: ModuleType) -> None:
+    import dtrain
+
+    config = {"nav": [], "extra": {}}
+    hooks.on_config(config)
+    assert config["copyright"].startswith(f"dtrain {dtrain.__version__}, ")
+
+
 def test_recipe_cards_are_in_the_navigation_by_group(hooks: ModuleType) -> None:
     cards = {f"recipes/{path.name}" for path in (DOCS / "recipes").glob("*.md")} - {"recipes/index.md"}
     groups = {title: pages for group in hooks.recipes() for title, pages in group.items()}

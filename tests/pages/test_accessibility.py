@@ -1,0 +1,57 @@
+"""The built site keeps the rules of WCAG 2.1 AA that a program can check, in light and in dark colours.
+
+``nox -s accessibility`` builds the site and runs this. ``DTRAIN_AXE`` is the file of axe-core.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from browser import Browser
+from pages.test_site import LOOKED_AT, SITE, _Address, chromium, in_a_browser, until
+
+__all__ = ["chromium"]  # a fixture
+
+AXE = os.environ.get("DTRAIN_AXE", "")
+pytestmark = pytest.mark.skipif(not AXE or "DTRAIN_SITE" not in os.environ, reason="needs axe-core: nox -s accessibility")
+TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
+RUN = """
+window.found = null;
+axe.run(document, {runOnly: %s, resultTypes: ["violations"]}).then(
+    result => { window.found = result.violations.map(each => ({
+        rule: each.id, impact: each.impact, nodes: each.nodes.map(node => node.target.join(" ") + ": " + node.failureSummary)
+    })); },
+    error => { window.found = [{rule: "error", impact: "serious", nodes: [String(error)]}]; });
+"""
+
+
+def violations(shown: Browser) -> list[str]:
+    """Return the serious and critical findings of the page that is shown."""
+    shown.ask(Path(AXE).read_text() + ";0")
+    shown.ask(RUN % json.dumps(TAGS) + ";0")
+    until(shown, "window.found !== null")
+    found = shown.ask("window.found")
+    return [f"{each['rule']}: {node}" for each in found if each["impact"] in ("serious", "critical") for node in each["nodes"]]
+
+
+@in_a_browser
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("name", [*LOOKED_AT, "install", "faq", "cli", "reference/dist"])
+def test_page_has_no_serious_accessibility_violation(chromium: tuple[Browser, str], name: str, dark: bool) -> None:
+    shown, address = chromium
+    shown.open(_Address(f"{address}{name}.html"), width=1280, dark=dark)  # type: ignore[arg-type]
+    until(shown, "document.readyState === 'complete' && document.querySelector('h1') !== null")
+    assert violations(shown) == []
+
+
+@in_a_browser
+def test_a_text_without_contrast_is_a_violation(chromium: tuple[Browser, str]) -> None:
+    shown, address = chromium
+    shown.open(_Address(f"{address}index.html"))  # type: ignore[arg-type]
+    until(shown, "document.readyState === 'complete'")
+    shown.ask("document.querySelector('h1 ~ p').style.color = '#eee'")
+    assert any("color-contrast" in each for each in violations(shown)), SITE
