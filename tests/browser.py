@@ -117,8 +117,8 @@ class Browser:
 
 
 @contextmanager
-def browser(folder: Path) -> Iterator[Browser]:
-    """A browser that keeps its files below ``folder``, which is empty, and is gone afterwards."""
+def browser(folder: Path, *options: str) -> Iterator[Browser]:
+    """A browser that keeps its files below ``folder``, which is empty, and is gone afterwards; ``options`` are its own."""
     assert PROGRAM is not None
     # It reads commands at descriptor 3 and answers at 4.
     its_in, our_out = os.pipe()
@@ -126,7 +126,7 @@ def browser(folder: Path) -> Iterator[Browser]:
     high = [os.dup(each) for each in (its_in, its_out)]  # of two that may be 3 and 4 themselves, none is overwritten too early
     command = f'exec "$@" 3<&{high[0]} 4>&{high[1]}'
     process = subprocess.Popen(
-        ["/bin/bash", "-c", command, "browser", PROGRAM, *QUIET, f"--user-data-dir={folder / 'profile'}"],
+        ["/bin/bash", "-c", command, "browser", PROGRAM, *QUIET, *options, f"--user-data-dir={folder / 'profile'}"],
         pass_fds=high, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         env={**os.environ, "HOME": str(folder), "XDG_CONFIG_HOME": str(folder), "XDG_CACHE_HOME": str(folder)},
         start_new_session=True,

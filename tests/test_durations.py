@@ -1,6 +1,3 @@
-import doctest
-from pathlib import Path
-
 import pytest
 
 from dtrain.durations import Duration, RunLength
@@ -118,9 +115,3 @@ def test_invalid_run_length_is_refused(given, message):
 
 def test_run_length_converts_to_steps():
     assert (RUN.steps(), RunLength(total="1000sp", samples_per_step=256).steps()) == (300, 4)
-
-
-def test_time_page_doctests_pass():
-    page = Path(__file__).parents[1] / "docs" / "time.md"
-    found = doctest.testfile(str(page), module_relative=False)
-    assert (found.failed, found.attempted >= 8) == (0, True)

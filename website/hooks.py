@@ -119,11 +119,6 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     return _FENCE_LINK_OR_CODE.sub(lambda match: _link(match, origin, uri, files), markdown.replace("<!-- anew -->\n", ""))
 
 
-def on_page_content(html: str, **_: Any) -> str:
-    """Let the keyboard reach code that is wider than the screen, to scroll it."""
-    return re.sub(r"(<pre[^>]*>(?:<span></span>)?<code)(?! tabindex)", r'\1 tabindex="0"', html)
-
-
 def _link(match: re.Match[str], origin: str, uri: str, files: Files) -> str:
     """A link to a file of the repository, as one to its page; as plain text where the site has no page of it."""
     path, _, anchor = (match["target"] or "").partition("#")
