@@ -29,6 +29,12 @@ BENCHMARKS: Mapping[str, str] = {
     "memory": "gpu_memory",
     "kernels": "gpu_kernels",
     "tests": "gpu_tests",
+    "tests_step": "gpu_tests",
+    "tests_shard": "gpu_tests",
+    "tests_checkpoint": "gpu_tests",
+    "tests_data": "gpu_tests",
+    "tests_battery": "gpu_tests",
+    "tests_transforms": "gpu_tests",
 }
 """Benchmarks, and the module with the function of each name."""
 

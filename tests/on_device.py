@@ -2,12 +2,16 @@
 
 The device is torch's default device during a test, so models, batches and references of a test are all there, and dtrain
 follows the tensors. Several ranks share the GPU, and gloo carries their tensors. Tests that need the host, or a collective that
-gloo lacks for tensors of a GPU, are skipped with the reason.
+gloo lacks for tensors of a GPU, are skipped with the reason. ``python tests/on_device.py`` counts the tests of each room.
 """
 
 import inspect
 import os
+import sys
+from collections import Counter
 from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -36,14 +40,23 @@ NOT_OF_GLOO = dict.fromkeys(
 )
 
 
-def reason_to_skip(item: pytest.Item) -> str | None:
-    """Return the reason why ``item`` cannot run on the device; None if it can."""
+TOPICS = {
+    **{room: (room,) for room in ROOMS},
+    "optimizers": ("optim", "battery/test_optimizers.py", "step/test_torch_optimizers.py"),
+    "precision": ("shard/test_precision.py", "shard/test_fp8.py", "transforms/precision"),
+    "observe": ("monitors", "profiling"),
+}
+"""Folders and files of the rows of ``count_table``: each room, and topics that lie in several rooms."""
+
+
+def reason_to_skip(item: pytest.Item, device: str) -> str | None:
+    """Return the reason why ``item`` cannot run on ``device``; None if it can."""
     if item.get_closest_marker("gpu") is not None:
         return None
     if item.path.relative_to(TESTS).parts[0] not in ROOMS:
         return "has no part of the core on a device"
-    if not torch.get_device_module(DEVICE).is_available():
-        return f"no {str(DEVICE).upper()} device"
+    if not torch.get_device_module(device).is_available():
+        return f"no {device.upper()} device"
     assert isinstance(item, pytest.Function)
     reasons = OF_THE_HOST | NOT_OF_GLOO if "ranks" in item.fixturenames else OF_THE_HOST
     names = names_used(item.function)
@@ -64,6 +77,55 @@ def names_used(function: Callable[..., object]) -> set[str]:
 
 def skip_tests_of_the_host(items: list[pytest.Item]) -> None:
     """Mark the tests that cannot run on the device, if there is one."""
-    for item in items if DEVICE else []:
-        if (reason := reason_to_skip(item)) is not None:
+    if not DEVICE:
+        return
+    for item in items:
+        if (reason := reason_to_skip(item, DEVICE)) is not None:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+class Counts:
+    """Tests of each topic by what happens to them on a device. A plugin of pytest that sees the collected tests."""
+
+    def __init__(self) -> None:
+        self.by_topic = {topic: Counter[str]() for topic in TOPICS}
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Count the tests that a run without ``--slow`` has. The device is the CPU, which is always there."""
+        for item in session.items:
+            path = item.path.relative_to(TESTS)
+            topics = [topic for topic, places in TOPICS.items() if any(path.is_relative_to(place) for place in places)]
+            kind = kind_of(item)
+            for topic in topics if kind is not None else ():
+                self.by_topic[topic][kind] += 1
+
+
+def kind_of(item: pytest.Item) -> str | None:
+    """Return the column of ``item`` in ``count_table``; None if the test is slow."""
+    if item.get_closest_marker("slow") is not None:
+        return None
+    if item.get_closest_marker("gpu") is not None:
+        return "marked"
+    if reason_to_skip(item, "cpu") is not None:
+        return "host"
+    return "ranks" if "ranks" in getattr(item, "fixturenames", ()) else "alone"
+
+
+def count_table() -> str:
+    """Collect the tests of all rooms, and return their numbers as a table in Markdown."""
+    counts = Counts()
+    folders = [str(TESTS / room) for room in ROOMS]
+    said = StringIO()
+    with redirect_stdout(said):
+        code = pytest.main(["--collect-only", "-qq", "-p", "no:cacheprovider", *folders], plugins=[counts])
+    if code != pytest.ExitCode.OK:
+        raise SystemExit(said.getvalue())
+    head = ("room", "one process", "several ranks", "skipped, about the host", "marker `gpu`")
+    kinds = ("alone", "ranks", "host", "marked")
+    rows = [f"| {topic} | {' | '.join(f'{counted[kind]:,}' for kind in kinds)} |" for topic, counted in counts.by_topic.items()]
+    return "\n".join([f"| {' | '.join(head)} |", "|" + "---|" * len(head), *rows])
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(TESTS))
+    print(count_table())

@@ -24,8 +24,35 @@ from gpu_results import BENCHMARKS, RESULTS, ResultFile, Table
 from measure import Figure
 
 ROOT = Path(__file__).parents[2]
-TABLES = {"train": 2, "overhead": 1, "auto_microbatch": 3, "async_save": 2, "memory": 2, "kernels": 5, "tests": 1}
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name == "tests" else ()) for name in BENCHMARKS]
+PARTS_OF_TESTS = ("tests", *gpu_tests.DEVICE_PARTS)
+TABLES = dict.fromkeys(PARTS_OF_TESTS, 1) | {
+    "train": 2, "overhead": 1, "auto_microbatch": 3, "async_save": 2, "memory": 2, "kernels": 5
+}  # fmt: skip
+# All parts of the tests on a device have the same dry run.
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in PARTS_OF_TESTS[2:] else ()) for name in BENCHMARKS]
+
+# Figures, and where they are: the benchmark, the number of its table, the column, and text of the rows that must be there.
+FIGURES = {
+    "tokens per second": ("train", 0, "tokens/s", ["dtrain, `replicate`", "by hand, autocast"]),
+    "MFU": ("train", 0, "MFU, %", ["dtrain, `replicate`", "by hand, autocast"]),
+    "the settings of torchtitan": ("train", 1, "time over by hand", ["dtrain, `full_shard`", "as torchtitan"]),
+    "MFU with the settings of torchtitan": ("train", 1, "MFU, %", ["dtrain, `full_shard`", "as torchtitan"]),
+    "overhead of a step": ("overhead", 0, "dtrain over by hand", ["MLP"]),
+    "size over the largest by hand": ("auto_microbatch", 0, "found over by hand", []),
+    "cost of a later step": ("auto_microbatch", 1, "auto over fixed", ["host", "device"]),
+    "induced failures": ("auto_microbatch", 2, "ran out of memory", []),
+    "bits after induced failures": ("auto_microbatch", 2, "equal bit for bit", []),
+    "stall of an asynchronous save": ("async_save", 0, "until the call returns, ms", ["mode='async'", "mode='sync'"]),
+    "pinned staging": ("async_save", 0, "GiB/s of the copy", ["pinned memory", "pageable memory", "mode='async'"]),
+    "dip of tokens per second": ("async_save", 1, "of before", ["before", "from the call to the commit", "after"]),
+    "peak memory against the plan": ("memory", 0, "planned over measured", ["`replicate`", "`full_shard`", "checkpointed"]),
+    "activation offload": ("memory", 1, "peak over none", ["activations offloaded"]),
+    "time of activation offload": ("memory", 1, "time over none", ["activations offloaded"]),
+    "linear cross-entropy": ("kernels", 1, "peak, MiB", ["`linear_cross_entropy`", "8 chunks", "token_cross_entropy"]),
+    "attention variants": ("kernels", 2, "ms", ["flash", "cudnn", "efficient", "math", "packed", "alibi"]),
+    "optimizers against torch's fused": ("kernels", 3, "dtrain over torch", ["both fused", "Muon"]),
+    "fp8": ("kernels", 4, "over the first row", ["bf16", "fp8"]),
+}
 FACTS = {**dict.fromkeys(gpu_results.FACTS, "x"), "device_memory_gib": 80.0}
 TABLE = Table(title="Title", columns=("a", "b"), rows=[["x", Figure(value=1.0, low=0.5, high=1500.0)], [3, None]], note="Note.")
 
@@ -58,6 +85,15 @@ def test_dry_run_of_each_benchmark_fills_all_tables(dry_run, name):
     for table in content["tables"]:
         assert table["rows"]
         assert {len(row) for row in table["rows"]} == {len(table["columns"])}
+
+
+@pytest.mark.parametrize("figure", FIGURES)
+def test_each_figure_has_a_column_and_its_rows(dry_run, figure):
+    name, number, column, expected = FIGURES[figure]
+    table = dry_run(name)["tables"][number]
+    assert column in table["columns"]
+    names = [str(row[0]) + str(row[1]) for row in table["rows"]]
+    assert [text for text in expected if not any(text in name for name in names)] == []
 
 
 def test_both_sides_of_train_reach_the_same_loss(dry_run):
@@ -134,8 +170,19 @@ def test_page_of_a_gpu_is_what_the_files_say():
     text = figures.GPU_PAGE.read_text()
     assert figures.with_gpu_tables(text) == text
     assert [name for name in BENCHMARKS if f"<!-- benchmarks/results/gpu-{name}.json -->" not in text] == []
-    assert [name for name in BENCHMARKS if f"`python benchmarks/gpu.py {name}`" not in text] == []
+    assert [name for name in BENCHMARKS if f"python benchmarks/gpu.py {name}`" not in text] == []
     assert ("Nothing here was run on a GPU" in text) == (not list(RESULTS.glob("gpu-*.json")))
+
+
+def test_order_of_45_minutes_adds_up():
+    section = figures.GPU_PAGE.read_text().split("## 45 minutes")[1].split("\n\n")[2]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in section.splitlines()[2:]]
+    starts, minutes = ([int(row[column]) for row in rows] for column in (0, 2))
+    assert starts == [sum(minutes[:place]) for place in range(len(rows))]
+    assert sum(minutes) <= 45
+    assert max(minutes) < 10
+    limits = [int(command.split()[3]) for _, command, *_ in rows if command.startswith("`timeout")]
+    assert limits == [60 * each for each in minutes[1:]]
 
 
 def test_parts_of_the_gpu_tests_are_complete_and_on_the_page():
@@ -146,14 +193,38 @@ def test_parts_of_the_gpu_tests_are_complete_and_on_the_page():
     assert marked
     assert [path for path in marked if not any(folder in path.parents for folder in folders)] == []
     text = figures.GPU_PAGE.with_name("evidence.md").read_text()
-    assert [part for part in gpu_tests.PARTS if f"python {' '.join(gpu_tests.command(part))}\n" not in text] == []
+    assert [part for part in gpu_tests.PARTS if f"python {' '.join(gpu_tests.command(part, marked=True))}\n" not in text] == []
 
 
 def test_parts_of_the_tests_on_a_device_are_complete_and_on_the_page():
-    assert sorted(folder for part in gpu_tests.DEVICE_PARTS for folder in part) == [f"tests/{room}" for room in on_device.ROOMS]
+    assert sorted(sum(gpu_tests.DEVICE_PARTS.values(), ())) == [f"tests/{room}" for room in on_device.ROOMS]
     text = figures.GPU_PAGE.with_name("evidence.md").read_text()
-    run = "timeout -s INT 480 python -m pytest -p no:cacheprovider -q --continue-on-collection-errors"
-    assert [part for part in gpu_tests.DEVICE_PARTS if f"{run} {' '.join(part)}\n" not in text] == []
+    commands = {name: " ".join(gpu_tests.command(part, marked=False)) for name, part in gpu_tests.DEVICE_PARTS.items()}
+    assert [each for each in commands.values() if f"timeout -s INT 480 python {each}\n" not in text] == []
+
+
+def test_each_room_is_on_the_page_with_tests_that_run_on_a_device():
+    """The numbers of the page are of one day. Each room is there, with more than none."""
+    page = figures.GPU_PAGE.with_name("evidence.md").read_text()
+    rows = {topic: page.split(f"\n| {topic} | ")[1].splitlines()[0].split(" | ") for topic in on_device.TOPICS}
+    assert [topic for topic, (alone, *_) in rows.items() if int(alone.replace(",", "")) == 0] == []
+
+
+@pytest.mark.slow
+def test_each_room_has_tests_that_run_on_a_device():
+    head, _, *rows = on_device.count_table().splitlines()
+    assert f"\n{head}\n" in figures.GPU_PAGE.with_name("evidence.md").read_text()
+    assert [row for row in rows if int(row.split("|")[2].replace(",", "")) == 0] == []
+
+
+def test_part_that_takes_too_long_is_interrupted_and_its_failures_are_named(tmp_path):
+    (tmp_path / "test_long.py").write_text(
+        "import time\n\ndef test_fails():\n    assert False\n\ndef test_waits():\n    time.sleep(600)\n"
+    )
+    (tmp_path / "pytest.ini").touch()
+    row = gpu_tests._part_row([str(tmp_path)], marked=False, timeout=20.0, env=os.environ)
+    assert row[1:4] == [0, 1, 0]  # the test that waited is none of these
+    assert row[5] == "interrupted, test_fails"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -174,6 +245,9 @@ def test_counts_of_a_report():
         "</testcase><testcase name='d'><error/></testcase></testsuite></testsuites>"
     )
     assert gpu_tests.counted(report) == (1, 2, 1)
+    assert gpu_tests.counted(report, ended=False) == (1, 2, 1)
+    ET.SubElement(report[0], "testcase", name="e")
+    assert gpu_tests.counted(report, ended=False) == (1, 2, 1)
     assert gpu_tests.failures(report) == ["b", "d"]
 
 

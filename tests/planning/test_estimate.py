@@ -101,6 +101,28 @@ def test_optimizer_temporaries_are_larger_on_cuda_than_cpu():
     assert cuda.max_by_part.optimizer > cpu.max_by_part.optimizer
 
 
+class NewOperation(torch.optim.SGD):
+    """An optimizer whose second step, which is measured, has an operation that DTensor has not seen in this process."""
+
+    def __init__(self, params, operations) -> None:
+        super().__init__(params, lr=0.1)
+        self.operations = iter(operations)
+
+    def step(self, closure=None):
+        operation = next(self.operations)
+        with torch.no_grad():
+            for group in self.param_groups:
+                for param in group["params"]:
+                    operation(param)
+
+
+def test_whole_shapes_that_dtensor_computes_are_not_counted():
+    """DTensor runs a new operation on fake tensors as large as the whole parameter, 64 times the shard."""
+    new = linears(optimizer=lambda params: NewOperation(params, [torch.Tensor.neg_, torch.Tensor.lgamma_]))
+    plan = estimate_memory(new, world_size=WIDTH)
+    assert plan.max_by_part.optimizer == 0
+
+
 class Noisy(nn.Module):
     """One operation of each kind that CUDA runs in one kernel, and the CPU in several."""
 

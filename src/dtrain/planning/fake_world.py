@@ -18,7 +18,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from dtrain.arguments import check_int
 from dtrain.dist.dispatch import is_collective
@@ -133,6 +133,30 @@ def _data_dependent_error(func: Any) -> ConfigError:
         f"plan: the shape of the result of {func} depends on values, which a plan does not have. Let the model compute it with "
         "shapes that do not depend on the data."
     )
+
+
+@contextmanager
+def uncounted_dtensor_shapes() -> Iterator[None]:
+    """Let DTensor compute the shapes of its results outside of all dispatch modes, inside the context.
+
+    DTensor runs an operation that is new to it on fake tensors of the whole shapes. In a step they hold no memory, but inside
+    the simulation they would be counted like the tensors of the step.
+
+    Mutates: one method of torch, inside the context.
+    """
+    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+
+    original: Any = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def propagate(self: ShardingPropagator, op_schema: Any) -> Any:
+        with _disable_current_modes():  # type: ignore[no-untyped-call]
+            return original(self, op_schema)
+
+    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
 
 
 class UnreadScalar(AsyncScalar):
