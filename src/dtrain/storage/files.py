@@ -278,6 +278,10 @@ class FileReader:
         """
         return self._file.read_into(begin, out)
 
+    def version(self) -> str | None:
+        """Return a text that changes with every write of the file; None if the server has no such text (no ETag)."""
+        return self._file.version()
+
     def __enter__(self) -> FileReader:
         return self
 

@@ -260,6 +260,11 @@ class LocalFileReader:
                 done += count
         return done
 
+    def version(self) -> str:
+        """Return the version: size, times of the last write and of the last change of the file's status, and number."""
+        status = os.fstat(self._handle)
+        return f"{status.st_size} {status.st_mtime_ns} {status.st_ctime_ns} {status.st_dev} {status.st_ino}"
+
     def close(self) -> None:
         """Close the file."""
         os.close(self._handle)

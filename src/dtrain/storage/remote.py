@@ -189,6 +189,7 @@ class RemoteFileReader:
             raise OSError(f"not a regular file: {path}")
         self.size: int = status.size
         self._ranges = status.ranges
+        self._version = status.version
         self._progress = TransferProgress(f"reading {path.name}", None, show_after_s=math.inf if quiet else SHOW_AFTER_S)
 
     def read_into(self, begin: int, out: memoryview) -> int:
@@ -211,6 +212,10 @@ class RemoteFileReader:
     def ranges(self) -> bool:
         """True if ranges of the file can be read."""
         return self._ranges
+
+    def version(self) -> str | None:
+        """Return the version at the time of opening."""
+        return self._version
 
     def close(self) -> None:
         """End the progress bar."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import secrets
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from dtrain.storage.retry import TruncatedError
@@ -13,10 +13,14 @@ from dtrain.storage.retry import TruncatedError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileStat:
-    """Status of a name: a file with its size, or a folder (``size`` is None). ``ranges`` is True if ranges can be read."""
+    """Status of a name: a file with its size, or a folder (``size`` is None). ``ranges`` is True if ranges can be read.
+
+    ``version`` is a text that changes with every write of the file; None if the server has no such text.
+    """
 
     size: int | None
     ranges: bool = True
+    version: str | None = field(default=None, compare=False)
 
 
 class Store:
@@ -47,7 +51,8 @@ class Store:
             info = self.fs.info(key)
         except FileNotFoundError:
             return None
-        return FileStat(size=None if info["type"] == "directory" else int(info["size"]))
+        version = info.get("ETag") or info.get("etag")
+        return FileStat(size=None if info["type"] == "directory" else int(info["size"]), version=version)
 
     def list_names(self, key: str) -> list[str]:
         """Return the names in a folder."""

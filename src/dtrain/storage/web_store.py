@@ -39,11 +39,12 @@ class HttpStore(Store):
             if answer.status in (404, 410):
                 return None
             if answer.status in (206, 416):
-                return FileStat(size=_total_size(key, answer.headers.get("Content-Range", "")))
+                size = _total_size(key, answer.headers.get("Content-Range", ""))
+                return FileStat(size=size, version=answer.headers.get("ETag"))
             answer.raise_for_status()
             if (length := answer.headers.get("Content-Length")) is None:
                 raise OSError(errno.ENOTSUP, "the server does not send the size of the file", key)
-            return FileStat(size=int(length), ranges=False)
+            return FileStat(size=int(length), ranges=False, version=answer.headers.get("ETag"))
 
     async def _get(self, key: str, headers: dict[str, str]) -> Any:
         import yarl

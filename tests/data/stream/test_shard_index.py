@@ -1,6 +1,7 @@
 """Reading and writing of ``index.json``."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +10,16 @@ from hypothesis import strategies as st
 
 from dtrain.data.stream.formats.compression import COMPRESSIONS
 from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile, get_format
-from dtrain.data.stream.shard_index import HASHES, compute_digests, guess_format, new_hash, read_index, write_index
+from dtrain.data.stream.shard_index import (
+    HASHES,
+    compute_digests,
+    guess_format,
+    new_hash,
+    read_index,
+    read_index_chunks,
+    write_index,
+)
+from dtrain.data.stream.shard_table import ShardTable
 from dtrain.errors import ConfigError, DataError
 
 
@@ -47,7 +57,7 @@ def entries(draw: st.DrawFn) -> ShardEntry:
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(entries(), max_size=4, unique_by=lambda entry: entry.file.name))
 def test_written_index_is_read_back(shards: list[ShardEntry]) -> None:
-    assert read_index(write_index(shards)) == shards
+    assert list(read_index(write_index(shards))) == shards
 
 
 def test_equal_details_are_stored_once() -> None:
@@ -135,3 +145,122 @@ def test_digests_equal_reference_values() -> None:
 def test_unknown_hash_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"hash 'crc32' is unknown\. Use one of xxh32, xxh64"):
         new_hash("crc32")
+
+
+# Changes of a text that a scan must not overlook: (old, new).
+DAMAGES = {
+    "name twice": ("shard.00007.x", "shard.00008.x"),
+    "name outside": ("mds/shard.00007.x", "../shard.00007.x"),
+    "hidden path": ("mds/shard.00007.x", "mds/../.x"),
+    "no version": ('"version": 2, "shards"', '"version": 3, "shards"'),
+    "version of an entry": ('"version": 2, "format": "mds", "samples": 5', '"version": 1, "format": "mds", "samples": 5'),
+    "second version": ("}]}", '}], "version": 1}'),
+    "second list": ("}]}", '}], "shards": []}'),
+    "comma at the end": ("}]}", "},]}"),
+    "two commas": ("}, {", "},, {"),
+    "no comma": ("}, {", "} {"),
+    "other brackets": ("}]}", "}}}"),
+    "cut": ("}]}", "}"),
+    "text after the end": ("}]}", "}]}]"),
+    "negative": ('"samples": 5', '"samples": -5'),
+    "real": ('"samples": 5', '"samples": 5.0'),
+    "leading zero": ('"samples": 5', '"samples": 05'),
+    "too large": ('"samples": 5', '"samples": 99999999999999999999'),
+    "two in one": ('"samples": 5', '"samples": 5, "samples": 6'),
+    "key in the details": ('"samples": 5', '"samples": 5, "more": {"bytes": 3}'),
+    "space that JSON has not": ("}, {", "},\u00a0{"),
+    "control character": ("shard.00007.x", "shard\t.x"),
+    "escaped": ("shard.00007.x", "shard.0000\\u0037.x"),
+    "another digest": ('"sha1": "', '"sha1": "g'),
+    "unknown format": ('"format": "mds", "samples": 5', '"format": "csv", "samples": 5'),
+    "other details": ('"samples": 5', '"size_limit": 8, "samples": 5'),
+}
+
+
+@pytest.mark.parametrize("size", [7, 2**20])
+@pytest.mark.parametrize("nth", [0, 1, -1])
+@pytest.mark.parametrize(("old", "new"), DAMAGES.values(), ids=DAMAGES)
+def test_damage_is_seen_by_a_read_in_pieces(old: str, new: str, nth: int, size: int) -> None:
+    parts = text_of(*runs("mds", 12)).decode().split(old)
+    assert len(parts) > 1, "the damage does not apply"
+    at = range(1, len(parts))[nth % (len(parts) - 1)]
+    text = (old.join(parts[:at]) + new + old.join(parts[at:])).encode()
+    table = read_index_chunks(chunks_of(text, size))
+    try:
+        whole = read_index(text)
+    except DataError:
+        assert table is None
+    else:
+        assert table is None or same_tables(table, whole)
+
+
+def test_table_in_a_file_is_the_same_and_damage_is_seen() -> None:
+    out = bytearray()
+    whole = read_index(text_of(*runs("mds", 20), *compressed(runs("tar", 20))))
+    whole.write(lambda data: out.extend(memoryview(data).cast("B")))
+    mapped = ShardTable.from_memory(memoryview(bytes(out)))
+    assert mapped is not None
+    assert same_tables(mapped, whole)
+    for end in range(0, len(out), 97):
+        table = ShardTable.from_memory(memoryview(bytes(out[:end])))
+        assert table is None or (end > len(out) - 64 and same_tables(table, whole))  # only padding is missing
+    for at in range(16, len(out), 61):
+        damaged = bytes(out[:at]) + bytes([out[at] ^ 4]) + bytes(out[at + 1 :])
+        assert (table := ShardTable.from_memory(memoryview(damaged))) is None or same_tables(table, whole)
+
+
+def chunks_of(text: bytes, size: int) -> Iterator[bytes]:
+    return (text[begin : begin + size] for begin in range(0, len(text), size))
+
+
+def same_tables(one: ShardTable, other: ShardTable) -> bool:
+    return list(one) == list(other) and (one.fingerprint, one.bytes_total) == (other.fingerprint, other.bytes_total)
+
+
+def runs(form: str, count: int, **changes: Any) -> list[dict[str, Any]]:
+    """Entries as writers make them: only names, numbers and digests differ."""
+    shards = []
+    for number in range(count):
+        digests = compute_digests(b"%d" % number, ["sha1", "xxh64"])
+        info = {"basename": f"{form}/shard.{number:05}.x", "bytes": 10 + 7 * number, "hashes": digests}
+        shards.append(shard(format=form, raw_data=info, samples=3 + number % 5, hashes=["sha1", "xxh64"], **changes))
+    return shards
+
+
+def compressed(shards: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    made = []
+    for each in shards:
+        raw = each["raw_data"]
+        packed = {"basename": raw["basename"] + ".zstd", "bytes": raw["bytes"] // 2, "hashes": compute_digests(b"z", ["md5"])}
+        made.append(each | {"compression": "zstd:3", "zip_data": packed})
+    return made
+
+
+def mosaic_json(count: int) -> list[dict[str, Any]]:
+    meta = [{"basename": f"shard.{n:05}.json.meta", "bytes": n, "hashes": {}} for n in range(count)]
+    return [each | {"raw_meta": info, "zip_meta": None} for each, info in zip(runs("json", count), meta, strict=True)]
+
+
+LARGE_INDEXES = {
+    **{form: text_of(*runs(form, 40)) for form in FORMATS},
+    "compressed": text_of(*compressed(runs("mds", 40))),
+    "mosaic json": text_of(*mosaic_json(40)),
+    "one at a time": text_of(*(pair for both in zip(runs("mds", 20), runs("tar", 20), strict=True) for pair in both)),
+    "many kinds": text_of(*(shard(raw_data=file_info(f"s{n}"), part=[n // 2]) for n in range(80))),
+    "indented": json.dumps({"version": 2, "shards": runs("mds", 20)}, indent=2).encode(),
+    "version last": json.dumps({"shards": runs("mds", 20), "version": 2}).encode(),
+    "names of all kinds": text_of(*(shard(raw_data=file_info(name)) for name in ("a", "ä", "a b", "x/y", ".hidden", "a'b"))),
+    "no digest": text_of(*(shard(raw_data=file_info(f"s{n}")) for n in range(20))),
+    "upper case": text_of(*(shard(raw_data=file_info(f"s{n}") | {"hashes": {"sha1": f"AB{n}"}}) for n in range(20))),
+    "large numbers": text_of(*(shard(raw_data=file_info(f"s{n}", 10**n)) for n in range(18))),
+    "empty": text_of(),
+}
+
+
+@pytest.mark.parametrize("name", LARGE_INDEXES)
+@pytest.mark.parametrize("size", [1, 7, 1000, 2**20])
+def test_index_read_in_pieces_equals_the_whole(name: str, size: int) -> None:
+    text = LARGE_INDEXES[name]
+    table = read_index_chunks(chunks_of(text, size))
+    assert table is not None
+    assert same_tables(table, read_index(text))

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
 from typing import Any, cast
 
 import xxhash
 
 from dtrain.data.stream.formats.compression import COMPRESSION_SUFFIXES, parse_compression
 from dtrain.data.stream.formats.shard_format import FORMATS, ShardEntry, ShardFile
+from dtrain.data.stream.scan_index import scan_index
+from dtrain.data.stream.shard_table import MAX_COUNT, ShardTable, ShardTableBuilder
 from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
 
@@ -53,19 +54,17 @@ INDEX_NAME = "index.json"
 # A file that exists from the first shard until the index is written.
 UNFINISHED_NAME = "_unfinished"
 _INDEX_VERSION = 2
-# Limit of samples and bytes, which int64 can count.
-_MAX_COUNT = 2**62
 # mosaicml-streaming's name of JSON lines with a file of line offsets.
 _FORMAT_ALIASES = {"json": "jsonl"}
 # Limit of a file's name in common file systems.
 _MAX_NAME_BYTES = 255
 # Limit of a value in an error.
 _MAX_SHOWN_CHARS = 200
-# Keys of an entry; all other keys are details of the format.
-_ENTRY_KEYS = {"version", "format", "samples", "raw_data", "zip_data"}
+# Keys of an entry; all other keys are details of the format. The files of mosaicml-streaming's "meta" keys are not read.
+_ENTRY_KEYS = {"version", "format", "samples", "raw_data", "zip_data", "raw_meta", "zip_meta"}
 
 
-def read_index(text: bytes) -> list[ShardEntry]:
+def read_index(text: bytes) -> ShardTable:
     """Read the entries of an index, in order.
 
     Raises:
@@ -79,17 +78,28 @@ def read_index(text: bytes) -> list[ShardEntry]:
     if not isinstance(content, dict) or not isinstance(content.get("shards"), list):
         raise DataError(f"{INDEX_NAME}: has no list of shards, so it is not an index of a dataset.")
     _check_version(content, INDEX_NAME)
-    entries: list[ShardEntry] = []
+    builder = ShardTableBuilder()
     for number, shard in enumerate(content["shards"]):
-        entry = _parse_entry(shard, f"{INDEX_NAME}: shard {number}")
-        if entries and entry.details == entries[-1].details:
-            # Equal details are stored once, which saves memory if there are many shards.
-            entry = replace(entry, details=entries[-1].details)
-        entries.append(entry)
-    _check_names(entries)
-    if (total := sum(entry.samples for entry in entries)) > _MAX_COUNT:
-        raise DataError(f"{INDEX_NAME}: the shards have an impossible total of {total:.3g} samples.")
-    return entries
+        builder.add(_parse_entry(shard, f"{INDEX_NAME}: shard {number}"))
+    if (duplicate := builder.find_duplicate()) is not None:
+        name = _parse_entry(content["shards"][duplicate], INDEX_NAME).file.name
+        raise DataError(f"{INDEX_NAME}: shard {duplicate}: file {name!r} occurs twice.")
+    try:
+        return builder.finish()
+    except DataError as error:
+        raise DataError(f"{INDEX_NAME}: {error}") from None
+
+
+def read_index_chunks(chunks: Iterable[bytes]) -> ShardTable | None:
+    """Read a large index in pieces, in a tenth of the time and memory of ``read_index``.
+
+    Returns:
+        The same table as ``read_index``. None if ``read_index`` is needed: the index is invalid, or has an unusual layout.
+    """
+    found = scan_index(chunks, _parse_entry, frozenset(HASHES))
+    if found is None or found[1].get("version") != _INDEX_VERSION:
+        return None
+    return found[0]
 
 
 def write_index(entries: Iterable[ShardEntry]) -> bytes:
@@ -118,14 +128,6 @@ def _check_version(content: Mapping[str, Any], context: str) -> None:
             f"{context}: version must be {_INDEX_VERSION}, got {_format_value(content.get('version'))}. "
             "Write the dataset again."
         )
-
-
-def _check_names(entries: Sequence[ShardEntry]) -> None:
-    seen: set[str] = set()
-    for number, entry in enumerate(entries):
-        if entry.file.name in seen:
-            raise DataError(f"{INDEX_NAME}: shard {number}: file {entry.file.name!r} occurs twice.")
-        seen.add(entry.file.name)
 
 
 def _parse_entry(shard: Any, context: str) -> ShardEntry:
@@ -208,7 +210,7 @@ def _format_value(value: object) -> str:
 
 def _parse_count(content: Mapping[str, Any], key: str, context: str) -> int:
     value = content.get(key)
-    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= _MAX_COUNT:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= MAX_COUNT:
         raise DataError(f"{context}: {key} must be a count, got {_format_value(value)}")
     return value
 

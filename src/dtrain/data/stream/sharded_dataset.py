@@ -7,12 +7,10 @@ import time
 import weakref
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
-import xxhash
 
 from dtrain import storage
 from dtrain.arguments import check_choice, check_int
@@ -37,6 +35,7 @@ from dtrain.data.stream.shard_store import (
     default_cache_bytes,
     default_cache_folder,
 )
+from dtrain.data.stream.shard_table import ShardTable
 from dtrain.errors import ConfigError, DataError, DtrainError
 from dtrain.storage import AnyPath, RemotePath
 from dtrain.storage.parallel_parts import for_each_part
@@ -54,8 +53,11 @@ DownloadMode = Literal["whole", "ranged"]
 _MAX_REQUESTS = 16
 # Time in which a shard is not requested again.
 _REQUEST_AGAIN_S = 2.0
+_MAX_REQUEST_TIMES = 4096
 # A process uses at most 1 / _CACHE_FRACTION of the cache, so that other processes have room.
 _CACHE_FRACTION = 8
+# A pickled dataset has the table of up to this many shards, which is about a megabyte.
+_MAX_PICKLED_SHARDS = 10_000
 
 
 class ShardedDataset:
@@ -127,21 +129,23 @@ class ShardedDataset:
         self._folder = _cache_folder(cache, self.root)
         self._limit = default_cache_bytes(self._folder) if cache_bytes is None else cache_bytes
         self._open_store()
-        entries = find_shards(self._store, format=format, only=only)
+        self._found_by = {"format": format, "only": only}
+        entries = find_shards(self._store, **self._found_by)
         with wrap_shard_errors(str(self.root)):
             self._set_entries(entries)
             self._check_entries()
         self._start_process_state()
         FORK_REGISTRY.register(self)
 
-    def _set_entries(self, entries: tuple[ShardEntry, ...]) -> None:
+    def _set_entries(self, entries: ShardTable) -> None:
         self.entries = entries
-        """Shards in the order of the index."""
-        self.shard_sizes = [entry.samples for entry in entries]
+        """Shards in the order of the index. An entry is made when it is asked for."""
+        self.shard_sizes: Sequence[int] = entries.samples.data
         """Samples of each shard."""
-        self._bounds = list(accumulate(self.shard_sizes, initial=0))
+        # A memoryview gives Python integers without a copy of the column.
+        self._bounds: Sequence[int] = entries.bounds.data
         self._size = self._bounds[-1]
-        self._begins, self._ends = np.array(self._bounds[:-1]), np.array(self._bounds[1:])
+        self._begins, self._ends = entries.bounds[:-1], entries.bounds[1:]
 
     def _open_store(self) -> None:
         # A weak reference, so that the cache does not keep the dataset alive.
@@ -188,12 +192,10 @@ class ShardedDataset:
             self._opened.close()
 
     def _check_entries(self) -> None:
-        seen: set[int] = set()
-        for entry in self.entries:
+        for number in self._numbers_to_check():
+            entry = self.entries[number]
             shard_format = get_format(entry.format)
-            if id(entry.details) not in seen:
-                seen.add(id(entry.details))
-                _check_entry(shard_format, entry, self._options)
+            _check_entry(shard_format, entry, self._options)
             if self._ranged and (entry.file.compression is not None or not shard_format.supports_ranges):
                 description = (
                     f"compressed ({entry.file.compression})" if entry.file.compression else f"of format {entry.format}"
@@ -212,15 +214,36 @@ class ShardedDataset:
                     f"{self.root / entry.file.name}: has {size} bytes, more than cache_bytes={self._limit}. Raise cache_bytes."
                 )
 
+    def _numbers_to_check(self) -> list[int]:
+        """Return the shards that a check may refuse: the first shard of each group, and shards that are too large."""
+        table = self.entries
+        first = {group.first for group in table.groups}
+        if table.largest_file <= min(self._limit, self._max_shard_bytes):
+            return sorted(first)
+        compressed = [number for number, group in enumerate(table.groups) if group.compression is not None]
+        # Uncompressed local files do not use the cache.
+        cached = range(len(table.groups)) if isinstance(self.root, RemotePath) else compressed
+        sizes = table.unpacked_sizes()
+        too_large = (sizes > self._max_shard_bytes) & table.shards_of(compressed)
+        too_large |= (sizes > self._limit) & table.shards_of(cached)
+        return sorted({*first, *np.flatnonzero(too_large).tolist()})
+
     def __getstate__(self) -> dict[str, Any]:
-        stored = ["path", "root", "entries", "_options", "_verify", "_ranged", "_prefetch_shards", "_max_open_shards"]
+        stored = ["path", "root", "_found_by", "_options", "_verify", "_ranged", "_prefetch_shards", "_max_open_shards"]
         stored += ["_folder", "_limit", "_follow_links", "_max_sample_bytes", "_max_shard_bytes"]
-        return {name: self.__dict__[name] for name in stored}
+        # The other process maps the table of a large index. A small table travels.
+        table = self.entries if len(self.entries) <= _MAX_PICKLED_SHARDS else None
+        return {"table": table, "fingerprint": self.entries.fingerprint, **{name: self.__dict__[name] for name in stored}}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        table, fingerprint = state.pop("table"), state.pop("fingerprint")
         self.__dict__.update(state)
         self._open_store()
-        self._set_entries(self.entries)
+        if table is None:
+            table = find_shards(self._store, **self._found_by)
+            if table.fingerprint != fingerprint:
+                raise DataError(f"{self.root}: the shards have changed since the dataset was opened. Start the job again")
+        self._set_entries(table)
         self._start_process_state()
         FORK_REGISTRY.register(self)
 
@@ -305,6 +328,9 @@ class ShardedDataset:
                 if now - self._requested_at.get(n, -_REQUEST_AGAIN_S) >= _REQUEST_AGAIN_S
             ]
             requested = [n for n in requested if n < len(self.entries) and self._store.uses_cache(self.entries[n].file)]
+            # Old requests have no effect, and a long run would collect one of each shard.
+            if len(self._requested_at) > _MAX_REQUEST_TIMES:
+                self._requested_at = {n: at for n, at in self._requested_at.items() if now - at < _REQUEST_AGAIN_S}
             self._requested_at.update(dict.fromkeys(requested, now))
         if requested:
             self._prefetcher.request(requested)
@@ -317,17 +343,12 @@ class ShardedDataset:
 
     def fingerprint(self) -> dict[str, Plain]:
         """Return properties of the data from the index. A copy of the data has an equal fingerprint."""
-        digest = xxhash.xxh3_128()
-        for entry in self.entries:
-            file = entry.file
-            digests = sorted({**file.digests, **file.raw_digests}.items())
-            digest.update(repr((file.name, file.size, file.raw_size, entry.samples, entry.format, digests)).encode())
         return {
-            "format": ",".join(sorted({entry.format for entry in self.entries})),
+            "format": ",".join(sorted({group.format for group in self.entries.groups})),
             "shards": len(self.entries),
             "samples": self._size,
-            "bytes": sum(entry.file.size for entry in self.entries),
-            "digest": digest.hexdigest(),
+            "bytes": self.entries.bytes_total,
+            "digest": self.entries.fingerprint,
         }
 
     def close(self) -> None:
