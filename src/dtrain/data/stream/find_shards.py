@@ -26,14 +26,17 @@ from dtrain.data.stream.shard_index import (
     read_index_chunks,
 )
 from dtrain.data.stream.shard_store import RangeSource, ShardStore
-from dtrain.data.stream.shard_table import ShardTable, ShardTableBuilder
+from dtrain.data.stream.shard_table import ShardTable
+from dtrain.data.stream.shard_table_builder import ShardTableBuilder
 from dtrain.errors import ConfigError, DataError, DtrainError
 from dtrain.storage import AnyPath, FileReader, LockableFile, RemotePath, TransferProgress
 from dtrain.storage.parallel_parts import for_each_part
 
 # Limit of an index file.
 _MAX_INDEX_BYTES = 2**31
-# From this size on, an index is read in pieces, and the processes of a node share its table.
+# From this size on, an index is read in pieces, without an object per value.
+_SCANNED_INDEX_BYTES = 2**16
+# From this size on, the processes of a node share the table of an index.
 _SHARED_INDEX_BYTES = 4 * 2**20
 # Bytes in memory at a time, which are one request to a disk and four requests to a server.
 _LOCAL_CHUNK_BYTES, _REMOTE_CHUNK_BYTES = 2**18, 32 * 2**20
@@ -109,7 +112,7 @@ def _has_version(path: AnyPath, version: str) -> bool:
 
 def _parse_index(root: AnyPath, path: AnyPath, file: FileReader) -> ShardTable:
     try:
-        if file.size >= _SHARED_INDEX_BYTES and (table := read_index_chunks(_read_chunks(file))) is not None:
+        if file.size >= _SCANNED_INDEX_BYTES and (table := read_index_chunks(_read_chunks(file))) is not None:
             return table
         text = storage.read_file(path, limit=_MAX_INDEX_BYTES)
     except OSError as error:

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain.data.stream.formats.shard_format import ShardEntry
-from dtrain.data.stream.shard_table import ShardTable, ShardTableBuilder
+from dtrain.data.stream.shard_table import ShardTable
+from dtrain.data.stream.shard_table_builder import ShardTableBuilder
 from dtrain.errors import DtrainError
 
 # White space of JSON, which is less than that of re.

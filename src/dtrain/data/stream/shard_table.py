@@ -8,9 +8,8 @@ stored once. The processes of a node map the same file, so the table is in memor
 from __future__ import annotations
 
 import json
-from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, TypeAlias, overload
 
 import numpy as np
@@ -18,12 +17,8 @@ import xxhash
 from numpy.typing import NDArray
 
 from dtrain.data.stream.formats.shard_format import ShardEntry, ShardFile
-from dtrain.errors import DataError
 from dtrain.storage import Buffer
 from dtrain.typing import Plain
-
-# Limit of samples and bytes, which int64 can count.
-MAX_COUNT = 2**62
 
 # A file has the magic bytes, a digest, the length of the header, the header as JSON, and the columns.
 _MAGIC = b"dtrain shards 1\n"
@@ -32,10 +27,10 @@ _HEADER_BEGIN = len(_MAGIC) + _DIGEST_BYTES + 8
 # Sections of the file begin at multiples of this number, so that NumPy reads aligned numbers.
 _ALIGNMENT = 64
 # A file of this machine may have a name that is not UTF-8, which Python shows with lone surrogates.
-_NAME_ERRORS = "surrogatepass"
+NAME_ERRORS = "surrogatepass"
 _COLUMN_NAMES = ("groups", "sizes", "raw_sizes", "samples", "bounds", "ends", "text")
 
-_Origin: TypeAlias = Literal["none", "same", "own"]
+Origin: TypeAlias = Literal["none", "same", "own"]
 """A value of the raw file: unknown, equal to the value of the stored file, or a value of its own."""
 
 
@@ -72,45 +67,14 @@ class ShardGroup:
     details: Mapping[str, Plain]
     digests: tuple[DigestField, ...]
     raw_digests: tuple[DigestField, ...] | None
-    raw_name: _Origin
-    raw_size: _Origin
+    raw_name: Origin
+    raw_size: Origin
     first: int = 0
 
     @property
     def fields(self) -> tuple[DigestField, ...]:
         """All digests of a record."""
         return self.digests + (self.raw_digests or ())
-
-
-def _group_of(entry: ShardEntry) -> ShardGroup:
-    file, is_raw = entry.file, entry.file.compression is None
-
-    def origin(raw: object, stored: object) -> _Origin:
-        return "none" if raw is None else "same" if is_raw and raw == stored else "own"
-
-    same_digests = is_raw and file.raw_digests == file.digests
-    return ShardGroup(
-        format=entry.format,
-        compression=file.compression,
-        details=entry.details,
-        digests=_digest_fields(file.digests),
-        raw_digests=None if same_digests else _digest_fields(file.raw_digests),
-        raw_name=origin(file.raw_name, file.name),
-        raw_size=origin(file.raw_size, file.size),
-    )
-
-
-def _digest_fields(digests: Mapping[str, str]) -> tuple[DigestField, ...]:
-    fields = []
-    for algorithm, text in digests.items():
-        packed = is_packable(text)
-        fields.append(DigestField(algorithm=algorithm, width=len(text) // 2 if packed else len(text), packed=packed))
-    return tuple(fields)
-
-
-def is_packable(digest: str) -> bool:
-    """Return True for lowercase hexadecimal digits of whole bytes, which ``bytes.hex`` restores."""
-    return len(digest) % 2 == 0 and not digest.strip("0123456789abcdef")
 
 
 class ShardTable(Sequence[ShardEntry]):
@@ -188,12 +152,12 @@ class ShardTable(Sequence[ShardEntry]):
             begin, end = begin + 4, begin + 4 + int.from_bytes(record[begin : begin + 4], "little")
         else:
             end = len(record)
-        name, size = record[begin:end].decode(errors=_NAME_ERRORS), int(columns["sizes"][number])
+        name, size = record[begin:end].decode(errors=NAME_ERRORS), int(columns["sizes"][number])
         file = ShardFile(
             name=name,
             size=size,
             raw_size=_raw_value(group.raw_size, size, lambda: int(columns["raw_sizes"][number])),
-            raw_name=_raw_value(group.raw_name, name, lambda: record[end:].decode(errors=_NAME_ERRORS)),
+            raw_name=_raw_value(group.raw_name, name, lambda: record[end:].decode(errors=NAME_ERRORS)),
             compression=group.compression,
             digests=digests,
             raw_digests=raw_digests,
@@ -273,178 +237,5 @@ def _read_digests(record: bytes, fields: Sequence[DigestField], begin: int) -> t
     return digests, begin
 
 
-def _raw_value(origin: _Origin, stored: Any, own: Callable[[], Any]) -> Any:
+def _raw_value(origin: Origin, stored: Any, own: Callable[[], Any]) -> Any:
     return own() if origin == "own" else stored if origin == "same" else None
-
-
-class ShardTableBuilder:
-    """Builder of a ``ShardTable``: add entries one by one, or columns of many entries of one group."""
-
-    def __init__(self) -> None:
-        self._groups: list[ShardGroup] = []
-        self._number_of: dict[str, int] = {}
-        self._last: ShardEntry | None = None
-        self._last_group = 0
-        self._group_column, self._lengths = array("I"), array("I")
-        self._sizes, self._raw_sizes, self._samples, self._name_hashes = array("q"), array("q"), array("q"), array("q")
-        self._has_raw_sizes = False
-        self._text = bytearray()
-        self._fingerprint = xxhash.xxh3_128()
-        self._bytes_total = self._samples_total = 0
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def add(self, entry: ShardEntry) -> int:
-        """Add an entry, and return the number of its group."""
-        file, number = entry.file, self._find_group(entry)
-        group = self._groups[number]
-        texts = [*file.digests.values(), *(() if group.raw_digests is None else file.raw_digests.values())]
-        record = b"".join(
-            bytes.fromhex(text) if field.packed else text.encode("ascii")
-            for field, text in zip(group.fields, texts, strict=True)
-        )
-        name = file.name.encode(errors=_NAME_ERRORS)
-        record += _encode_names(name, (file.raw_name or "").encode(errors=_NAME_ERRORS)) if group.raw_name == "own" else name
-        digests = sorted({**file.digests, **file.raw_digests}.items())
-        self._fingerprint.update(repr((file.name, file.size, file.raw_size, entry.samples, entry.format, digests)).encode())
-        self._append(number, [record], [file.name], [file.size], [entry.samples])
-        self._append_raw_sizes(group, [file.raw_size or 0])
-        return number
-
-    def add_columns(
-        self,
-        number: int,
-        *,
-        names: Sequence[str],
-        raw_names: Sequence[str],
-        sizes: Sequence[int],
-        raw_sizes: Sequence[int],
-        samples: Sequence[int],
-        digests: Sequence[Sequence[str]],
-    ) -> None:
-        """Add many entries of group ``number``, all of whose digests are packed.
-
-        Args:
-            number: number of a group that ``add`` has returned.
-            names: names of the files, ASCII without quotes and backslashes.
-            raw_names: names of the raw files, if the group has names of its own.
-            sizes: stored bytes.
-            raw_sizes: raw bytes, if the group has sizes of its own.
-            samples: samples.
-            digests: a column for each digest of the group.
-        """
-        group = self._groups[number]
-        encoded = [name.encode("ascii") for name in names]
-        if group.raw_name == "own":
-            encoded = [_encode_names(name, raw.encode("ascii")) for name, raw in zip(encoded, raw_names, strict=True)]
-        if digests:
-            hexadecimal = digests[0] if len(digests) == 1 else map("".join, zip(*digests, strict=True))
-            packed, width = bytes.fromhex("".join(hexadecimal)), sum(field.width for field in group.fields)
-            encoded = [packed[i * width : i * width + width] + name for i, name in enumerate(encoded)]
-        self._hash_columns(group, names, sizes, raw_sizes, samples, digests)
-        self._append(number, encoded, names, sizes, samples)
-        self._append_raw_sizes(group, raw_sizes or [0] * len(names))
-
-    def _hash_columns(
-        self,
-        group: ShardGroup,
-        names: Sequence[str],
-        sizes: Sequence[int],
-        raw_sizes: Sequence[int],
-        samples: Sequence[int],
-        digests: Sequence[Sequence[str]],
-    ) -> None:
-        """Update the fingerprint as ``add`` does, with one format string for all entries."""
-        by_algorithm = {field.algorithm: column for field, column in zip(group.fields, digests, strict=True)}
-        listed = ", ".join(f"('{algorithm}', '%s')" for algorithm in sorted(by_algorithm))
-        raw = "None" if group.raw_size == "none" else "%d"
-        raw_column = [] if group.raw_size == "none" else [raw_sizes if group.raw_size == "own" else sizes]
-        line = f"('%s', %d, {raw}, %d, {group.format!r}, [{listed}])"
-        columns = [names, sizes, *raw_column, samples, *(by_algorithm[algorithm] for algorithm in sorted(by_algorithm))]
-        self._fingerprint.update("".join(map(line.__mod__, zip(*columns, strict=True))).encode())
-
-    def _append(
-        self, number: int, records: Sequence[bytes], names: Sequence[str], sizes: Sequence[int], samples: Sequence[int]
-    ) -> None:
-        self._group_column.extend([number] * len(names))
-        self._lengths.extend(map(len, records))
-        self._text += b"".join(records)
-        self._name_hashes.extend(map(hash, names))
-        self._sizes.extend(sizes)
-        self._samples.extend(samples)
-        self._bytes_total += sum(sizes)
-        self._samples_total += sum(samples)
-
-    def _append_raw_sizes(self, group: ShardGroup, raw_sizes: Sequence[int]) -> None:
-        if group.raw_size == "own" and not self._has_raw_sizes:
-            self._has_raw_sizes = True
-            self._raw_sizes.extend([0] * (len(self) - len(raw_sizes)))
-        if self._has_raw_sizes:
-            self._raw_sizes.extend(raw_sizes)
-
-    def _find_group(self, entry: ShardEntry) -> int:
-        group = _group_of(entry)
-        if self._groups and group == replace(self._groups[self._last_group], first=0):
-            return self._last_group
-        key = repr(group)
-        if key not in self._number_of:
-            self._number_of[key] = len(self._groups)
-            self._groups.append(replace(group, first=len(self)))
-        self._last_group = self._number_of[key]
-        return self._last_group
-
-    def group(self, number: int) -> ShardGroup:
-        """Return a group by its number."""
-        return self._groups[number]
-
-    def find_duplicate(self) -> int | None:
-        """Return the number of the first shard whose name an earlier shard has; None if all names differ."""
-        hashes = np.frombuffer(self._name_hashes, dtype=np.int64) if len(self) else np.empty(0, np.int64)
-        ordered = np.sort(hashes)
-        repeated = ordered[1:][ordered[1:] == ordered[:-1]]
-        if not repeated.size:
-            return None
-        # Different names may have equal hashes.
-        table, seen = self._build(), set()
-        for number in np.flatnonzero(np.isin(hashes, repeated)).tolist():
-            if (name := table.name(number)) in seen:
-                return int(number)
-            seen.add(name)
-        return None
-
-    def finish(self) -> ShardTable:
-        """Return the table.
-
-        Raises:
-            DataError: there are more samples than int64 can count.
-        """
-        if self._samples_total > MAX_COUNT:
-            raise DataError(f"the shards have an impossible total of {self._samples_total:.3g} samples")
-        return self._build()
-
-    def _build(self) -> ShardTable:
-        samples = _as_array(self._samples, np.int64)
-        columns = {
-            "groups": _smallest(_as_array(self._group_column, np.uint32)),
-            "sizes": _smallest(_as_array(self._sizes, np.int64)),
-            "raw_sizes": _smallest(_as_array(self._raw_sizes, np.int64)),
-            "samples": samples,
-            "bounds": np.concatenate([np.zeros(1, np.int64), np.cumsum(samples)]),
-            "ends": _smallest(np.cumsum(_as_array(self._lengths, np.uint32), dtype=np.int64)),
-            "text": _as_array(self._text, np.uint8),
-        }
-        return ShardTable(self._groups, columns, fingerprint=self._fingerprint.hexdigest(), bytes_total=self._bytes_total)
-
-
-def _encode_names(name: bytes, raw_name: bytes) -> bytes:
-    return len(name).to_bytes(4, "little") + name + raw_name
-
-
-def _as_array(values: array[int] | bytearray, dtype: type[np.generic]) -> NDArray[Any]:
-    return np.frombuffer(values, dtype=dtype) if len(values) else np.empty(0, dtype)
-
-
-def _smallest(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the numbers, which are not negative, in the smallest dtype that can hold them."""
-    return values.astype(np.min_scalar_type(int(values.max()))) if len(values) else values.astype(np.uint8)
