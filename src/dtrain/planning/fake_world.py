@@ -149,7 +149,7 @@ def uncounted_dtensor_shapes() -> Iterator[None]:
     original: Any = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def propagate(self: ShardingPropagator, op_schema: Any) -> Any:
-        with _disable_current_modes():  # type: ignore[no-untyped-call]
+        with _disable_current_modes():
             return original(self, op_schema)
 
     ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
