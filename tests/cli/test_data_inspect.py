@@ -109,7 +109,7 @@ DAMAGE = {
         r"(xxh64|sha1) is [0-9a-f]+, the index has [0-9a-f]+|zstd: cannot be unpacked: .*",
     ),
     "cut short": (lambda path: path.write_bytes(path.read_bytes()[:-1]), r"has \d+ bytes, the index has \d+"),
-    "gone": (lambda path: path.unlink(), r"is missing, but the index has it"),
+    "gone": (lambda path: path.unlink(), r"is missing, but the index has it\. .*"),
 }
 
 
@@ -169,7 +169,10 @@ def test_remote_dataset_is_inspected_and_verified(data):
         assert (code, out.splitlines()[-1]) == (0, "ok: every digest compared, every sample decoded")
         storage.remove_file(storage.resolve_path(root) / "shard.00001.mds")
         code, out, _ = data("inspect", root, "--verify")
-        assert (code, out.splitlines()[-2]) == (1, "shard.00001.mds: is missing, but the index has it")
+        assert (code, out.splitlines()[-2]) == (
+            1,
+            "shard.00001.mds: is missing, but the index has it. Restore the file, or write the dataset again.",
+        )
     finally:
         storage.remove_folder(storage.resolve_path(root))
 

@@ -52,8 +52,9 @@ def report(
 ) -> int:
     """Summarize the time, speed and metrics of a run.
 
-    Write the report as one HTML page that needs no network. The page shows metrics, goodput, speed, memory, restarts and
-    checkpoints. Its charts need the extra report; without the extra, the command prints the summary alone.
+    Write the report as one HTML page that needs no network. The page begins with the result: losses and metrics, speed,
+    parameters, devices and command. Goodput, curves, memory, restarts and checkpoints follow. The charts need the extra report;
+    without the extra, the command prints the summary alone.
 
     A run may still run, or may have been killed or damaged: the page shows the available data, and lists missing data.
 

@@ -79,7 +79,7 @@ def test_transient_fault_is_retried(kind, download, served, data, opened):
 
 
 WRONG = [
-    ("missing", r"{url}/{name}: is missing, but the index has it$"),
+    ("missing", r"{url}/{name}: is missing, but the index has it\. Restore"),
     ("truncated", r"{url}/{name}: has \d+ bytes, the index has \d+$"),
     ("changed", r"{url}/{name}: xxh64 is [0-9a-f]{{16}}, the index has [0-9a-f]{{16}}$"),
 ]

@@ -189,7 +189,7 @@ def broken(folder, what):
 
 
 WRONG = [
-    ("missing", r"{path}: is missing, but the index has it$"),
+    ("missing", r"{path}: is missing, but the index has it\. Restore"),
     ("truncated", r"{path}: has \d+ bytes, the index has \d+$"),
     ("changed", r"{path}: xxh64 is [0-9a-f]{{16}}, the index has [0-9a-f]{{16}}$"),
 ]
@@ -291,18 +291,18 @@ def test_invalid_index_is_named(folder, opened):
 BAD = [
     ("", {}, r"path must not be empty. Pass the folder"),
     ("nothing", {}, r"nothing: the folder does not exist. Correct the path"),
-    ("empty", {}, r"empty: has no index.json and no file of a known format. Check the URL$"),
+    ("empty", {}, r"empty: has no index.json and no file of a known format. Check the URL\.$"),
     ("data", {"format": "mdz"}, r"format 'mdz' is unknown. Use one of mds"),
-    ("data", {"format": "tar"}, r"data: the index has shards of format mds, not tar. Leave out format$"),
+    ("data", {"format": "tar"}, r"data: the index has shards of format mds, not tar. Leave out format\.$"),
     ("data", {"colums": ["id"]}, r"format mds has no option 'colums'. Use one of columns"),
     ("data", {"cache": "memory://cache"}, r"cache must be a folder of this machine, got memory://cache. Pass a local path"),
     ("data", {"cache_bytes": 0}, r"cache_bytes must be an integer of at least 1, got 0\.$"),
     ("data", {"prefetch_shards": -1}, r"prefetch_shards must be an integer of at least 0, got -1\.$"),
     ("data", {"max_open_shards": 1.5}, r"max_open_shards must be an integer of at least 1, got 1.5\.$"),
     ("data", {"download": "half"}, r"download must be 'whole' or 'ranged', got 'half'\.$"),
-    ("packed", {"download": "ranged"}, r"is compressed \(gz\), without range reads. Use download='whole'$"),
-    ("packed", {"cache_bytes": 99}, r"has \d+ bytes, more than cache_bytes=99. Raise cache_bytes$"),
-    ("blank", {}, r"blank: has no samples in 1 shards. Check the path$"),
+    ("packed", {"download": "ranged"}, r"is compressed \(gz\), without range reads. Use download='whole'\.$"),
+    ("packed", {"cache_bytes": 99}, r"has \d+ bytes, more than cache_bytes=99. Raise cache_bytes\.$"),
+    ("blank", {}, r"blank: has no samples in 1 shards. Check the path\.$"),
 ]
 
 

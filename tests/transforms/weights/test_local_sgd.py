@@ -508,9 +508,9 @@ def refusals() -> list[str]:
 def test_models_and_masks_without_replicas_are_refused(ranks):
     assert ranks(2).run(refusals)[0] == [
         "split_replicas: strategy must be 'hybrid_shard' with dp_replicate=2, got 'full_shard', which shards over dp_replicate "
-        "too, so there is one replica.",
+        "too, so there is one replica. Use strategy='hybrid_shard'.",
         "split_replicas: strategy must be 'hybrid_shard' with cp=2, got 'replicate', whose replicas have parts of samples "
-        "only.",
+        "only. Use strategy='hybrid_shard', or cp=1.",
         "local_sgd: the parameters must be all parameters of the model, got a part. List local_sgd without masked.",
     ]
 

@@ -45,9 +45,7 @@ class RangeSource:
             self._reader = FileReader(path, quiet=True)
         self.size = self._reader.size
         if self.size != file.size:
-            raise DataError(
-                f"{path}: has {self.size} bytes, the index has {file.size}. Restore the file, or write the dataset again."
-            )
+            raise DataError(f"{path}: has {self.size} bytes, the index has {file.size}")
         if not self._reader.ranges:
             raise DataError(f"{path}: the server has no range requests. Use download='whole'.")
 
