@@ -104,7 +104,8 @@ def main() -> None:
         found = dt.reduce_metrics(dt.evaluate(model, quiz, contrast))["found"]
         records(state.step, {"held_out/found": found})
         if dist.rank == 0:
-            by_words = word_overlap(training, held_out, vocab)
+            with dt.span("baseline", "evaluation"):
+                by_words = word_overlap(training, held_out, vocab)
             print(f"right code first {found:.4f}, baseline {by_words:.4f} (the words they share, of {len(held_out)} codes)")
 
 

@@ -42,22 +42,16 @@ class BatchSpec:
         sizes: dict[str, tuple[int, str]] = {}
         for key, axes in self.axes.items():
             if not _has_key(batch, key):
-                raise ConfigError(
-                    f"batch_spec: the batch has no {key!r}, only {sorted(str(k) for k in _batch_keys(batch))}. "
-                    "Describe the keys that the batch has."
-                )
+                keys = sorted(map(str, _batch_keys(batch)))
+                raise ConfigError(f"batch_spec: the batch has no {key!r}, only {keys}. Describe these keys.")
             shape = tuple(batch[key].shape)
             if len(shape) != len(axes):
-                raise ConfigError(
-                    f"batch_spec: {key!r} must be [{', '.join(axes)}], got shape {shape}. "
-                    "Describe the axes that the tensor has."
-                )
+                raise ConfigError(f"batch_spec: {key!r} must be [{', '.join(axes)}], got shape {shape}. Correct its axes.")
             for axis, size in zip(axes, shape, strict=True):
                 known, first_key = sizes.setdefault(axis, (size, key))
                 if known != size:
                     raise ConfigError(
-                        f"batch_spec: axis {axis!r} is {known} in {first_key!r} but {size} in {key!r} (shape {shape}). "
-                        "Pad or cut the tensors to one size."
+                        f"batch_spec: axis {axis!r} is {known} in {first_key!r} but {size} in {key!r} (shape {shape}). Pad it."
                     )
         return {axis: size for axis, (size, _) in sizes.items()}
 
@@ -108,15 +102,10 @@ def batch_spec(axes: Mapping[str, str]) -> BatchSpec:
     parsed = {key: tuple(pattern.split()) for key, pattern in axes.items()}
     for key, names in parsed.items():
         if len(set(names)) != len(names) or not all(name.isidentifier() for name in names):
-            raise ConfigError(
-                f"batch_spec: {key!r}: axes must be different names separated by spaces, got {axes[key]!r}. "
-                "Write 'batch seq', for example."
-            )
+            problem = f"axes must be different names separated by spaces, got {axes[key]!r}"
+            raise ConfigError(f"batch_spec: {key!r}: {problem}. Write 'batch seq', for example.")
     if not any("batch" in names for names in parsed.values()):
-        raise ConfigError(
-            f"batch_spec: no tensor has an axis called 'batch', got {dict(axes)}. "
-            "Name the batch axis in one entry, as in {'x': 'batch seq'}."
-        )
+        raise ConfigError(f"batch_spec: no tensor has an axis called 'batch', got {dict(axes)}. Write {{'x': 'batch seq'}}.")
     return BatchSpec(axes=parsed)
 
 
@@ -404,7 +393,5 @@ def _has_key(batch: Batch, key: str) -> bool:
 
 def _batch_keys(batch: Batch) -> list[Any]:
     if not (isinstance(batch, Mapping) or is_tensordict(batch)):
-        raise ConfigError(
-            f"batch_spec: needs a mapping of tensors, got a {type(batch).__name__}. Return a dict from the collate function."
-        )
+        raise ConfigError(f"batch_spec: needs a mapping of tensors, got a {type(batch).__name__}. Let collate return a dict.")
     return list(batch.keys())

@@ -114,10 +114,7 @@ def shard_box(tensor: Tensor) -> ShardBox:
         return full_box(tuple(tensor.shape))
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
-        raise ConfigError(
-            f"tensor of shape {tuple(tensor.shape)} lives on a mesh that this rank is not part of. "
-            "Pass tensors of this rank's mesh."
-        )
+        raise ConfigError(f"tensor of shape {tuple(tensor.shape)} lives on a mesh without this rank. Pass tensors of its mesh.")
     box = compute_shard_box(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements)
     index, count = _submesh_position(mesh)
     return box if count == 1 else replace(box, replica=box.replica * count + index, num_replicas=box.num_replicas * count)
@@ -139,10 +136,8 @@ def _submesh_position(mesh: DeviceMesh) -> tuple[int, int]:
     for axis in fixed:
         index, count = index * root.size(axis) + int(inside[0, axis]), count * root.size(axis)
     if count * mesh.size() != root.size():
-        raise ConfigError(
-            f"tensors: a mesh of {mesh.size()} ranks is no part of the mesh {tuple(root.shape)} along its axes. "
-            "Build both meshes with one dt.build_mesh."
-        )
+        parts = f"a mesh of {mesh.size()} ranks is no part of the mesh {tuple(root.shape)} along its axes"
+        raise ConfigError(f"tensors: {parts}. Build both meshes with one dt.build_mesh.")
     return index, count
 
 

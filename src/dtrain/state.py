@@ -362,10 +362,7 @@ def _live_runs(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> lis
         ConfigError: not a model; or several runs, and the newest does not train all parameters of the other runs.
     """
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"TrainState.newest: model must be an nn.Module, got {type(model).__name__}. "
-            "Pass the model that Step.init was given."
-        )
+        raise ConfigError(f"TrainState.newest: model must be an nn.Module, got {type(model).__name__}. Pass the trained model.")
     attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
     alive = attribute.live() if isinstance(attribute, ModelRuns) else []
     optimizers: list[torch.optim.Optimizer] = [run.newest_fields["optimizer"] for run in alive]
@@ -390,12 +387,8 @@ def check_state(state: object, caller: str, example: str) -> None:
     if isinstance(state, TrainState):
         return
     if isinstance(state, nn.Module):
-        advice = (
-            f"the module {type(state).__name__}. Make a state first: `state = step.init(model, optimizer)`, then `{example}`."
-        )
+        got = f"the module {type(state).__name__}"
+        advice = f"Make a state first: `state = step.init(model, optimizer)`, then `{example}`."
     else:
-        advice = f"{type(state).__name__}. Use `{example}`."
-    raise ConfigError(
-        f"{caller}: the first argument must be a TrainState, got {advice}. "
-        "Pass the state that step.init or the last step returned."
-    )
+        got, advice = type(state).__name__, f"Use `{example}`."
+    raise ConfigError(f"{caller}: the first argument must be a TrainState, got {got}. {advice}")

@@ -185,9 +185,7 @@ def _check_arguments(states: Any, extra: Mapping[str, Any], what: str, on_corrup
     invalid = [value for name, value in items if type(name) is not str or not isinstance(value, TrainState)]
     if invalid or not items:
         kind = type(invalid[0] if invalid else states).__name__
-        raise ConfigError(
-            f"{_CALLER}: state must be a TrainState, or a dict of states by name, got {kind}. Pass the result of step.init."
-        )
+        raise ConfigError(f"{_CALLER}: state must be a TrainState, or a dict of states by name, got {kind}. Call step.init.")
     for state in states.values():
         state._check_not_stale(_CALLER)
         state._check_replicas_joined(_CALLER)

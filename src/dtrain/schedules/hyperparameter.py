@@ -58,10 +58,7 @@ def with_unit(unit: str, schedule: Schedule) -> UnitSchedule:
     """
     check_choice("with_unit", "unit", unit, UNITS)
     if not callable(schedule):
-        raise ConfigError(
-            f"with_unit: schedule must be a function of a number, got {schedule!r}. "
-            "Pass a schedule, such as dt.schedules.cosine(1.0, 0.0, 1.0)."
-        )
+        raise ConfigError(f"with_unit: schedule must be a function of a number, got {schedule!r}. Pass a schedule.")
     if isinstance(schedule, UnitSchedule) and schedule.unit != unit:
         raise ConfigError(
             f"with_unit: the schedule must not have another unit, got {schedule.unit!r} and {unit=}. Give one unit."

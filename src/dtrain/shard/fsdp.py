@@ -201,9 +201,7 @@ def shard_model(
 
 def _check_types(model: object, mesh: object, precision: object) -> None:
     if not isinstance(model, nn.Module):
-        raise ConfigError(
-            f"shard_model: model must be a torch.nn.Module, got {type(model).__name__}. Pass the model, not its parameters."
-        )
+        raise ConfigError(f"shard_model: model must be a torch.nn.Module, got {type(model).__name__}. Pass the whole model.")
     if isinstance(model, DataParallel | DistributedDataParallel):
         raise ConfigError(
             f"shard_model: model must not be wrapped in {type(model).__name__}, which also reduces gradients. "
