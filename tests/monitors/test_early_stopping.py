@@ -140,7 +140,8 @@ class Listener:
         spans.schedule_next_check(step=10**12, in_s=1e6)
 
     def on_event(self, event):
-        self.heard.append({key: value for key, value in event.items() if key != "at"})
+        if event["name"] != "model":
+            self.heard.append({key: value for key, value in event.items() if key != "at"})
 
 
 def test_stop_is_recorded_in_ledger():

@@ -50,7 +50,8 @@ def events():
             spans.schedule_next_check(step=10**12, in_s=1e6)
 
         def on_event(self, event):
-            heard.append({key: value for key, value in event.items() if key != "at"})
+            if event["name"] != "model":
+                heard.append({key: value for key, value in event.items() if key != "at"})
 
     spans.set_listener(Listener())
     yield heard

@@ -153,7 +153,7 @@ def progress_bar(
 
     Args:
         total: length of the run in steps, ``600`` or ``"600ba"``; None if unknown.
-        names: metrics to show, by name or pattern; None shows all.
+        names: metrics to show in this order, by name or pattern; None shows all.
         line_interval_s: seconds between two plain lines without a terminal; None prints no lines.
 
     Example:
@@ -172,7 +172,7 @@ def progress_bar(
         raise ConfigError(f"progress_bar: total must be a number of steps, got {total!r}. Pass 600 or '600ba'.")
     if line_interval_s is not None:
         check_number("progress_bar", "line_interval_s", line_interval_s, minimum=0, advice="Pass None for no lines.")
-    text = _ProgressText(None if length is None else int(length.value), MetricFilter(names, "progress_bar"))
+    text = _ProgressText(None if length is None else int(length.value), MetricFilter(names, "progress_bar"), names or ())
     if not is_writer(0, "progress_bar"):
         return null_logger
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
@@ -187,8 +187,9 @@ def progress_bar(
 class _ProgressText:
     """Text of the progress line, computed from every record."""
 
-    def __init__(self, total: int | None, is_selected: Callable[[str], bool]) -> None:
+    def __init__(self, total: int | None, is_selected: Callable[[str], bool], order: Sequence[str]) -> None:
         self.total, self._is_selected = total, is_selected
+        self._order = {name: index for index, name in enumerate(order)}
         # step, samples, tokens and time of each record
         self._window: deque[tuple[int, int, int, float]] = deque(maxlen=_SPEED_WINDOW)
 
@@ -200,7 +201,8 @@ class _ProgressText:
         self._window.append((step, samples, tokens, now := time.monotonic()))
         first_step, first_samples, first_tokens, first_time = self._window[0]
         steps, seconds = step - first_step, now - first_time
-        parts = [format_metrics(numbers, self._is_selected, digits=4)]
+        ordered = dict(sorted(numbers.items(), key=lambda item: self._order.get(item[0], len(self._order))))
+        parts = [format_metrics(ordered, self._is_selected, digits=4)]
         if steps > 0 and seconds > 0:
             if tokens > first_tokens:
                 parts.append(f"{(tokens - first_tokens) / seconds:,.0f} tok/s")
