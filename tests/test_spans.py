@@ -278,6 +278,23 @@ def test_listener_is_called_at_due_steps(pause):
     assert listener.steps == 3
 
 
+def test_time_outside_of_spans_is_setup_until_the_first_step_of_a_run(pause):
+    pause(1)
+    spans.set_listener(Listener())
+    pause(2)
+    with spans.span("load"):
+        pause(4)
+    pause(8)
+    with spans.span("step"):
+        pause(16)
+        spans.record_step(1, samples=0, tokens=0)
+    pause(32)
+    assert seconds() == {"other": 33, "setup": 10, "load": 4, "step": 16}
+    spans.set_listener(None)
+    pause(64)
+    assert seconds()["other"] == 97
+
+
 def test_events_are_buffered_until_a_listener_is_added():
     for step in range(300):
         spans.record_event("saved", step=step)

@@ -227,6 +227,12 @@ def test_output_without_terminal_uses_plain_lines(monkeypatch, capsys, term):
     assert capsys.readouterr() == ("", "step 1/10  loss 1\n")
 
 
+def test_metrics_follow_the_order_of_their_names(capsys):
+    bar = progress_bar(10, names=["loss", "*acc*", "lr"])
+    bar(1, {"accuracy": 0.5, "loss": 1.0, "lr": 0.1})
+    assert capsys.readouterr().err == "step 1/10  loss 1  lr 0.1  accuracy 0.5\n"
+
+
 def test_plain_lines_can_be_turned_off(capsys):
     bar = progress_bar(10, line_interval_s=None)
     bar(1, {"loss": 1.0})
