@@ -119,6 +119,16 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
     return _FENCE_LINK_OR_CODE.sub(lambda match: _link(match, origin, uri, files), markdown.replace("<!-- anew -->\n", ""))
 
 
+def on_page_content(html: str, **_: Any) -> str:
+    """Keep the words of inline code, such as `--node-rank`, on one line: a browser would break them behind a hyphen."""
+    return re.sub(r"(?<!</span>)<code>([^<]*-[^<]*)</code>", _whole_words, html)
+
+
+def _whole_words(match: re.Match[str]) -> str:
+    words = [f'<span class="word">{word}</span>' if "-" in word and len(word) <= 32 else word for word in match[1].split(" ")]
+    return f"<code>{' '.join(words)}</code>"
+
+
 def _link(match: re.Match[str], origin: str, uri: str, files: Files) -> str:
     """A link to a file of the repository, as one to its page; as plain text where the site has no page of it."""
     path, _, anchor = (match["target"] or "").partition("#")

@@ -123,6 +123,12 @@ def test_every_page_shows_the_version_of_the_project(hooks: ModuleType) -> None:
     assert config["copyright"].startswith(f"dtrain {dtrain.__version__}, ")
 
 
+def test_options_in_text_are_not_broken_behind_a_hyphen(hooks: ModuleType) -> None:
+    given = "<p><code>a -n 8</code> <code>ab</code></p><pre><span></span><code>--x</code></pre>"
+    kept = '<p><code>a <span class="word">-n</span> 8</code> <code>ab</code></p><pre><span></span><code>--x</code></pre>'
+    assert hooks.on_page_content(given) == kept
+
+
 def test_recipe_cards_are_in_the_navigation_by_group(hooks: ModuleType) -> None:
     cards = {f"recipes/{path.name}" for path in (DOCS / "recipes").glob("*.md")} - {"recipes/index.md"}
     groups = {title: pages for group in hooks.recipes() for title, pages in group.items()}
