@@ -165,7 +165,7 @@ def _dtrain_async(run: Run, folder: Path) -> Moments:
 
 
 def _dtrain_without_digests(run: Run, folder: Path) -> Moments:
-    with patch.object(data_file, "digest_of", lambda buffers: "0" * 32):
+    with patch.object(data_file, "digest_of", lambda buffers: bytes(16)):
         return _dtrain(run, folder)
 
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from checkpoint.states import Net
+from dtrain.checkpoint import reshard
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.init import get_dist_info
@@ -125,7 +127,10 @@ def check_filled(state: TrainState) -> None:
 def save_filled(root: str, strategy: str) -> list:
     state = sharded_state(strategy, filled=True)
     seed_all("stream", get_dist_info().rank)
-    handle = save_sharded(root, state, extra={"history": [1, 2]})
+    # So that replicas share even the writing of so little.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reshard, "MIN_WRITER_BYTES", 1)
+        handle = save_sharded(root, state, extra={"history": [1, 2]})
     return [str(handle.path), handle.result().bytes, rng_digest()]
 
 

@@ -11,16 +11,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from checkpoint.states import digest, plain_state, train
+from checkpoint.stored import json_of, shards_of
 from dtrain.checkpoint import data_file, layout
 from dtrain.checkpoint import data_file as digest_module
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
 from dtrain.checkpoint.load import load_sharded
-from dtrain.checkpoint.rank_index import parse_index
 from dtrain.checkpoint.reader import verify
 from dtrain.checkpoint.save import save_sharded
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
-FILES = ["manifest.json", "rank-00000.json", "rank-00000.safetensors"]
+FILES = ["manifest.json", "rank-00000.json", "rank-00000.safetensors", "index.json"]
 Damage = Callable[[Path, Path, Path], None]
 
 
@@ -78,7 +78,7 @@ DAMAGE: dict[str, tuple[Damage, str]] = {
     "zeroed page": (zero_page, FILES[2]),
     "index of another run": (of_other_run(FILES[1]), FILES[1]),
     "data of another run": (of_other_run(FILES[2]), FILES[2]),
-    "manifest of another run": (of_other_run(FILES[0]), FILES[1]),
+    "manifest of another run": (of_other_run(FILES[0]), FILES[3]),
     "unexpected file": (lambda step, older, foreign: (step / "rank-00001.json").write_text("{}"), "rank-00001.json"),
     "foreign hidden file": (lambda step, older, foreign: (step / ".x").touch(), ".x"),
     "foreign folder": (lambda step, older, foreign: (step / "more").mkdir(), "more"),
@@ -137,7 +137,7 @@ def test_on_corrupt_previous_loads_previous_step(root, damage, name):
 @pytest.mark.parametrize("damage", [append, lambda name: truncate(name, 0.5)], ids=["longer", "shorter"])
 def test_wrong_file_size_is_reported(root, name, damage):
     apply(damage(name), root)
-    with pytest.raises(CorruptCheckpointError, match=rf"{name}: size must be \d+ bytes as in the manifest, got \d+"):
+    with pytest.raises(CorruptCheckpointError, match=rf"{name}: size must be \d+ bytes as in the index of the step, got \d+"):
         load_sharded(root, plain_state())
 
 
@@ -186,8 +186,8 @@ def test_resumed_run_replaces_later_corrupt_step(root):
 def test_later_format_version_is_refused_with_on_corrupt_previous(root):
     step = root / "step-00000002"
     manifest = layout.parse_manifest((step / "manifest.json").read_bytes())
-    (step / "manifest.json").write_bytes(layout._sign({"format": layout.FORMAT, "version": 2, "step": manifest.step}))
-    with pytest.raises(CheckpointError, match="format version must be 1, got 2"):
+    (step / "manifest.json").write_bytes(layout._sign({"format": layout.FORMAT, "version": 3, "step": manifest.step}))
+    with pytest.raises(CheckpointError, match="format version must be 2, got 3"):
         load_sharded(root, plain_state(), on_corrupt="previous")
 
 
@@ -220,9 +220,9 @@ def test_load_verifies_only_needed_chunks(root, monkeypatch):
     small = root.parent / "small"
     step = save_sharded(small, state, extra={"table": torch.arange(4096)}).path
     data = step / FILES[2]
-    assert len(parse_index((step / FILES[1]).read_bytes(), 0, [data.stat().st_size]).chunks[0]) > 20
+    assert len(json_of(step, FILES[1])["blocks"][0]["ends"]) > 20
     content = data.read_bytes()
-    shard = parse_index((step / FILES[1]).read_bytes(), 0, [len(content)]).shards["extra/table"]
+    shard = shards_of(step)["extra/table"]
     altered = bytearray(content)
     altered[(shard.begin + shard.end) // 2] ^= 1
     data.write_bytes(altered)
@@ -238,8 +238,7 @@ def test_load_verifies_all_needed_chunks_before_changing_state(tmp_path, monkeyp
         monkeypatch.setattr(module, "CHUNK_BYTES", 512)
     data = save_sharded(tmp_path, train(plain_state(), 1)).path / FILES[2]
     content = data.read_bytes()
-    index = parse_index((data.parent / FILES[1]).read_bytes(), 0, [len(content)])
-    for key, shard in {**index.shards, **index.per_rank}.items():
+    for key, shard in shards_of(data.parent).items():
         altered = bytearray(content)
         altered[(shard.begin + shard.end) // 2] ^= 1
         data.write_bytes(altered)

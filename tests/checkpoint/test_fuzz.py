@@ -1,6 +1,5 @@
 """Mutated manifests, indexes and headers, with digests that are right again: each is read as it is, or refused in one line."""
 
-import hashlib
 import json
 import shutil
 import struct
@@ -14,6 +13,7 @@ from safetensors.torch import save_file
 
 import dtrain as dt
 from checkpoint.states import Net, plain_state, train
+from checkpoint.stored import sign
 from dtrain.checkpoint import layout
 from dtrain.errors import CheckpointError, CheckpointMismatchError
 from mutations import Mutation, mutate_bytes, mutate_json
@@ -29,14 +29,6 @@ TENSORS = {
 Mutate = Callable[[bytes, int], Mutation]
 
 
-def manifest_with(step: Path, change: Callable[[dict], object]) -> bytes:
-    """The manifest of a step with another content, and the digest of that."""
-    body = json.loads((step / "manifest.json").read_bytes())
-    del body["sha256"]
-    change(body)
-    return layout._sign(body)
-
-
 def signed_manifest(step: Path, mutate: Mutate, seed: int) -> str:
     """Mutate what the manifest says; sign the result where it is JSON."""
     body = json.loads((step / "manifest.json").read_bytes())
@@ -50,18 +42,23 @@ def signed_manifest(step: Path, mutate: Mutate, seed: int) -> str:
     return kind
 
 
-def signed_index(step: Path, mutate: Mutate, seed: int) -> str:
-    """Mutate the index of rank 0, and sign it in the manifest."""
+def signed_rank_index(step: Path, mutate: Mutate, seed: int) -> str:
+    """Mutate the index of rank 0, and sign it."""
     kind, data = mutate((step / "rank-00000.json").read_bytes(), seed)
-    (step / "rank-00000.json").write_bytes(data)
-    digest = {"index_bytes": len(data), "index_sha256": hashlib.sha256(data).hexdigest()}
-    (step / "manifest.json").write_bytes(manifest_with(step, lambda body: body["ranks"][0].update(digest)))
+    sign(step, ranks={0: data})
+    return kind
+
+
+def signed_index(step: Path, mutate: Mutate, seed: int) -> str:
+    """Mutate the index of the run, and sign it in the manifest."""
+    kind, data = mutate((step / "index.json").read_bytes(), seed)
+    sign(step, index=data)
     return kind
 
 
 def any_file(step: Path, mutate: Mutate, seed: int) -> str:
     """Mutate one of the JSON files, and sign nothing."""
-    path = step / ("manifest.json", "rank-00000.json")[seed % 2]
+    path = step / ("manifest.json", "rank-00000.json", "index.json")[seed % 3]
     kind, data = mutate(path.read_bytes(), seed)
     path.write_bytes(data)
     return kind
@@ -93,7 +90,7 @@ def weight_map(folder: Path, mutate: Mutate, seed: int) -> str:
     return kind
 
 
-ON_STEPS = {"manifest": signed_manifest, "index": signed_index, "unsigned": any_file}
+ON_STEPS = {"manifest": signed_manifest, "rank index": signed_rank_index, "index": signed_index, "unsigned": any_file}
 ON_WEIGHTS = {"header": header, "safetensors": whole_file, "weight map": weight_map}
 
 

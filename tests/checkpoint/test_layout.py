@@ -4,19 +4,22 @@ import hashlib
 import json
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from dtrain.checkpoint import layout, strict_json
-from dtrain.checkpoint.rank_index import RankIndex, StoredShard, encode_index, parse_index, shard_kind
+from dtrain.checkpoint.data_file import Blocks
+from dtrain.checkpoint.rank_index import RankIndex, encode_rank_index, parse_rank_index, place_shards
+from dtrain.checkpoint.run_index import PartRun, RankParts, RunIndex, TensorKind, encode_run_index, merge_parts, parse_run_index
+from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
 RUN = "0123456789abcdef" * 2
-FILES = layout.RankFiles(
-    index="rank-00000.json",
-    index_bytes=5,
-    index_sha256="a" * 64,
-    data=(layout.DataFile(name="rank-00000.safetensors", bytes=64),),
-)
+FILES = layout.RankFiles(5, "a" * 64, (64,))
+KIND = TensorKind(dtype="F32", shape=(4, 3), file=0, runs=(PartRun(0, 0, 1, (2, 0), (0, 0), (2, 3)),))
+RUN_INDEX = RunIndex(files=(FILES,), kinds=(KIND,), tensors=(1,), inline=b"", local_buffers=False, shared={"seed": 0})
+RUN_DATA = encode_run_index(RUN_INDEX)
 MANIFEST = layout.Manifest(
     run_id=RUN,
     step=100,
@@ -25,10 +28,12 @@ MANIFEST = layout.Manifest(
     layout=layout.MeshLayout(strategy="full_shard", axes=("dp_replicate", "dp_shard"), shape=(1, 1)),
     what="all",
     states=(),
-    ranks=(FILES,),
+    world_size=1,
+    bytes=len(RUN_DATA) + 5 + 64,
+    index_bytes=len(RUN_DATA),
+    index_sha256=hashlib.sha256(RUN_DATA).hexdigest(),
 )
-SHARD = StoredShard(file=0, begin=16, kind=shard_kind("F32", (4, 3), (2, 0), (2, 3)))
-INDEX = RankIndex(rank=0, shards={"params/w": SHARD}, per_rank={}, chunks=(("b" * 32,),), values={"x": 1}, shared={"seed": 0})
+INDEX = RankIndex(rank=0, begins=[16], per_rank=[], blocks=(Blocks([40, 64], b"b" * 32),), values={"x": 1})
 
 
 def signed(body: dict) -> bytes:
@@ -42,33 +47,26 @@ def changed(**changes) -> dict:
     return {**json.loads(layout.encode_manifest(MANIFEST)), **changes}
 
 
-def rank_files(**changes) -> list:
-    return [{**changed()["ranks"][0], **changes}]
-
-
-def data_file(**changes) -> list:
-    return [{**changed()["ranks"][0]["data"][0], **changes}]
-
-
-FROZEN = layout.DataFile(name="rank-00000-frozen.safetensors", bytes=0)
-
-
 @pytest.mark.parametrize(
     "manifest",
     [
         MANIFEST,
         replace(MANIFEST, parent_step=3, step=10**9),
         replace(MANIFEST, what="weights", states=("generator", "critic")),
-        replace(MANIFEST, what="trainable", ranks=(replace(FILES, data=(*FILES.data, FROZEN)),)),
+        replace(MANIFEST, what="trainable", world_size=2**20, index_bytes=0),
     ],
-    ids=["whole", "with a parent", "model of two states", "two files"],
+    ids=["whole", "with a parent", "model of two states", "many ranks"],
 )
 def test_manifest_round_trips(manifest):
     assert layout.parse_manifest(layout.encode_manifest(manifest)) == manifest
 
 
-def test_index_round_trips():
-    assert parse_index(encode_index(INDEX), 0, [64]) == INDEX
+def test_indexes_round_trip():
+    found = parse_run_index(RUN_DATA, MANIFEST)
+    assert encode_run_index(found) == RUN_DATA
+    of_rank = parse_rank_index(encode_rank_index(INDEX), 0, FILES)
+    assert encode_rank_index(of_rank) == encode_rank_index(INDEX)
+    assert place_shards(of_rank, found).begins_of([0]) == [16]
 
 
 def test_any_changed_bit_of_manifest_is_detected():
@@ -97,20 +95,13 @@ BAD_MANIFESTS = {
     "parent": changed(parent_step="3"),
     "layout": changed(layout={"strategy": "full_shard"}),
     "axes": changed(layout={"strategy": "x", "axes": [1], "shape": []}),
-    "no ranks": changed(ranks=[]),
-    "ranks of no list": changed(ranks={}),
-    "path upwards": changed(ranks=rank_files(data=data_file(name="../rank-00000.safetensors"))),
-    "absolute path": changed(ranks=rank_files(index="/etc/passwd")),
-    "file of another rank": changed(ranks=rank_files(data=data_file(name="rank-00001.safetensors"))),
-    "digest": changed(ranks=rank_files(index_sha256="A" * 64)),
-    "size": changed(ranks=rank_files(data=data_file(bytes=-1))),
-    "file field": changed(ranks=rank_files(more=1)),
-    "data file field": changed(ranks=rank_files(data=data_file(more=1))),
-    "no data file": changed(ranks=rank_files(data=[])),
-    "a data file twice": changed(ranks=rank_files(data=data_file() * 2)),
-    "a third data file": changed(
-        ranks=rank_files(data=[*data_file(), *data_file(name="rank-00000-frozen.safetensors"), *data_file()])
-    ),
+    "no ranks": changed(world_size=0),
+    "too many ranks": changed(world_size=2**40),
+    "ranks of no number": changed(world_size=[1]),
+    "digest": changed(index_sha256="A" * 64),
+    "size": changed(index_bytes=-1),
+    "size of a disk": changed(index_bytes=2**40),
+    "bytes": changed(bytes=-1),
     "what": changed(what="optimizer"),
     "what of no text": changed(what=["weights"]),
     "states of no text": changed(states=[1]),
@@ -125,73 +116,170 @@ def test_invalid_manifest_is_refused(body):
 
 
 def test_later_manifest_version_is_not_reported_as_corruption():
-    with pytest.raises(CheckpointError, match="format version must be 1, got 2") as caught:
-        layout.parse_manifest(signed(changed(version=2, unheard_of=[])))
+    with pytest.raises(CheckpointError, match="format version must be 2, got 3") as caught:
+        layout.parse_manifest(signed(changed(version=3, unheard_of=[])))
     assert not isinstance(caught.value, CorruptCheckpointError)
 
 
 def index_with(**changes) -> bytes:
-    return json.dumps({**json.loads(encode_index(INDEX)), **changes}).encode()
+    return json.dumps({**json.loads(encode_rank_index(INDEX)), **changes}).encode()
 
 
-def kind_with(**changes) -> bytes:
-    kind = json.loads(encode_index(INDEX))["kinds"][0]
-    return index_with(kinds=[{**kind, **changes}])
-
-
-def columns_with(**changes) -> bytes:
-    return index_with(shards={**json.loads(encode_index(INDEX))["shards"], **changes})
+def blocks_with(**changes) -> bytes:
+    return index_with(blocks=[{**json.loads(encode_rank_index(INDEX))["blocks"][0], **changes}])
 
 
 BAD_INDEXES = {
     "unknown field": index_with(more=1),
     "rank": index_with(rank=1),
-    "chunk size": index_with(chunk_bytes=1),
-    "number of chunks": index_with(chunks=[]),
-    "chunk digest": index_with(chunks=[["b" * 31]]),
-    "digests of no file": index_with(chunks=[["b" * 32], []]),
+    "no blocks": index_with(blocks=[]),
+    "digest of no hex": blocks_with(digests="x" * 64),
+    "digest": blocks_with(digests="b" * 63),
+    "digests of no file": index_with(blocks=json.loads(encode_rank_index(INDEX))["blocks"] * 2),
+    "blocks beyond the file": blocks_with(ends=[40, 65]),
+    "blocks far beyond": blocks_with(ends=[2**70, 64]),
+    "blocks backwards": blocks_with(ends=[50, 40, 64], digests="b" * 96),
+    "an empty block": blocks_with(ends=[40, 40, 64], digests="b" * 96),
+    "no block": blocks_with(ends=[], digests=""),
+    "block field": blocks_with(more=1),
     "kind of digest": index_with(digest="crc32"),
-    "file of a kind": kind_with(file=1),
-    "no shared": index_with(shared=None),
-    "shared of no dict": index_with(shared=[]),
     "format": index_with(format=layout.FORMAT),
-    "kind field": kind_with(more=1),
-    "dtype": kind_with(dtype="C64"),
-    "box outside": kind_with(offset=[3, 0]),
-    "dims": kind_with(offset=[0]),
-    "negative": kind_with(offset=[-1, 0]),
-    "more bytes than the file": kind_with(shape=[2**70, 3], offset=[0, 0], size=[2**70, 3]),
-    "bytes before": columns_with(begins=[-8]),
-    "bytes outside": columns_with(begins=[48]),
-    "bytes far outside": columns_with(begins=[2**70]),
-    "a byte that is true": columns_with(begins=[True]),
-    "no such kind": columns_with(kinds=[9]),
-    "a kind before the first": columns_with(kinds=[-1]),
-    "key": columns_with(keys=[3]),
-    "a key twice": columns_with(keys=["params/w"] * 2, kinds=[0, 0], begins=[0, 24]),
-    "a column that is longer": columns_with(begins=[16, 40]),
-    "a column of no list": columns_with(keys="params/w"),
-    "another column": columns_with(more=[0]),
-    "bytes of two shards": columns_with(keys=["params/w", "params/v"], kinds=[0, 0], begins=[16, 39]),
-    "shards of no object": index_with(shards=[]),
+    "bytes before": index_with(begins=[-8]),
+    "bytes outside": index_with(begins=[48]),
+    "bytes far outside": index_with(begins=[2**70]),
+    "a byte that is true": index_with(begins=[True]),
+    "no begin": index_with(begins=[]),
+    "a begin that is longer": index_with(begins=[16, 40]),
+    "begins of no list": index_with(begins=16),
+    "a tensor of no value": index_with(per_rank=[0]),
+    "a value without a tensor": index_with(values={"x": "$tensor U8 [3]"}),
+    "bytes of two shards": index_with(values={"x": "$tensor U8 [3]"}, per_rank=[39]),
+    "a tensor of 2**60 bytes": index_with(values={"x": f"$tensor U8 [{2**40}, {2**40}]"}, per_rank=[0]),
 }
 
 
 @pytest.mark.parametrize("data", BAD_INDEXES.values(), ids=BAD_INDEXES)
-def test_invalid_index_is_refused(data):
-    with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json: "):
-        parse_index(data, 0, [64])
+def test_invalid_index_of_a_rank_is_refused(data):
+    with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json: |values: x"):
+        place_shards(parse_rank_index(data, 0, FILES), RUN_INDEX)
+
+
+def test_block_larger_than_a_chunk_is_refused(monkeypatch):
+    monkeypatch.setattr(layout, "CHUNK_BYTES", 32)
+    with pytest.raises(CorruptCheckpointError, match="a block must have 1 to 32 bytes, got 24 to 40"):
+        parse_rank_index(encode_rank_index(INDEX), 0, FILES)
+
+
+def run_with(**changes) -> bytes:
+    return json.dumps({**json.loads(RUN_DATA), **changes}).encode()
+
+
+def kind_with(**changes) -> bytes:
+    return run_with(kinds=[{**json.loads(RUN_DATA)["kinds"][0], **changes}])
+
+
+def parts_with(*runs: list) -> bytes:
+    return kind_with(runs=runs)
+
+
+BAD_RUN_INDEXES = {
+    "unknown field": run_with(more=1),
+    "format": run_with(format=layout.FORMAT),
+    "no shared": run_with(shared=None),
+    "shared of no dict": run_with(shared=[]),
+    "no files": run_with(files=[]),
+    "files of no list": run_with(files={}),
+    "another rank": run_with(files=[[5, "a" * 64, [64]]] * 2),
+    "file field": run_with(files=[[5, "a" * 64, [64], 1]]),
+    "index digest": run_with(files=[[5, "A" * 64, [64]]]),
+    "no data file": run_with(files=[[5, "a" * 64, []]]),
+    "three data files": run_with(files=[[5, "a" * 64, [64, 0, 0]]]),
+    "size": run_with(files=[[5, "a" * 64, [-1]]]),
+    "size of a disk": run_with(files=[[5, "a" * 64, [2**63]]]),
+    "sum of sizes": run_with(files=[[5, "a" * 64, [65]]]),
+    "dtype": kind_with(dtype="C64"),
+    "kind field": kind_with(more=1),
+    "file of a kind": kind_with(file=1),
+    "third file of a kind": kind_with(file=2),
+    "dims": kind_with(shape=[4]),
+    "part outside": parts_with([0, 0, 1, [3, 0], [0, 0], [2, 3]]),
+    "part before": parts_with([0, 0, 1, [-1, 0], [0, 0], [2, 3]]),
+    "empty part": parts_with([0, 0, 1, [2, 0], [0, 0], [0, 3]]),
+    "parts that leave": parts_with([0, 1, 2, [2, 0], [1, 0], [2, 3]]),
+    "parts that go back": parts_with([0, 1, 2, [0, 0], [-1, 0], [2, 3]]),
+    "a rank outside": parts_with([1, 0, 1, [2, 0], [0, 0], [2, 3]]),
+    "the same rank twice": parts_with(*[[0, 0, 1, [2, 0], [0, 0], [2, 3]]] * 2),
+    "one rank many times": parts_with([0, 0, 2, [0, 0], [2, 0], [2, 3]]),
+    "very many parts": parts_with([0, 1, 2**19, [0, 0], [0, 0], [2, 3]]),
+    "a field of a run": parts_with([0, 0, 1, [2, 0], [0, 0], [2, 3], 1]),
+    "no such kind": run_with(tensors=[2]),
+    "a kind before the first": run_with(tensors=[-1]),
+    "a kind that is true": run_with(tensors=[True]),
+    "no base64": run_with(inline="!"),
+    "base64 of no ASCII": run_with(inline="é"),
+    "a flag of no truth": run_with(local_buffers=1),
+}
+
+
+@pytest.mark.parametrize("data", BAD_RUN_INDEXES.values(), ids=BAD_RUN_INDEXES)
+def test_invalid_index_of_the_run_is_refused(data):
+    total = len(data) + 5 + 64
+    with pytest.raises(CorruptCheckpointError, match=r"index.json: "):
+        parse_run_index(data, replace(MANIFEST, bytes=total, index_bytes=len(data)))
+
+
+def test_rank_with_two_parts_of_a_tensor_is_refused():
+    two = TensorKind(dtype="F32", shape=(4, 3), file=0, runs=(*KIND.runs, PartRun(0, 0, 1, (0, 0), (0, 0), (2, 3))))
+    with pytest.raises(CorruptCheckpointError, match="a rank must have at most one part of a tensor"):
+        two.parts_in((0, 0), (4, 3))
 
 
 def test_later_index_version_is_refused():
-    with pytest.raises(CheckpointError, match="format version must be 1, got 7"):
-        parse_index(index_with(version=7), 0, [64])
+    with pytest.raises(CheckpointError, match="format version must be 2, got 7"):
+        parse_rank_index(index_with(version=7), 0, FILES)
+    with pytest.raises(CheckpointError, match="format version must be 2, got 7"):
+        parse_run_index(run_with(version=7), MANIFEST)
 
 
 def test_oversized_index_is_not_written(monkeypatch):
     monkeypatch.setattr(strict_json, "MAX_JSON_BYTES", 10)
-    with pytest.raises(CheckpointError, match=r"must be at most 10 bytes, got .*. Store large plain data as tensors"):
-        encode_index(INDEX)
+    for encode in (lambda: encode_rank_index(INDEX), lambda: encode_run_index(RUN_INDEX)):
+        with pytest.raises(CheckpointError, match=r"must be at most 10 bytes, got .*. Store large plain data as tensors"):
+            encode()
+
+
+@given(st.data())
+def test_merged_parts_are_those_that_the_ranks_have_written(data):
+    """Any boxes of any ranks: the index says of each rank and tensor what the rank has said."""
+    draw = data.draw
+    world, count = draw(st.integers(1, 9)), draw(st.integers(1, 5))
+    keys = [f"t{at}" for at in range(count)]
+    refs = {key: TensorRef(dtype="F32", shape=(draw(st.sampled_from([8, 64])), 4), distributed=True) for key in keys}
+    box = st.tuples(st.just(0), st.tuples(st.integers(0, 6), st.just(0)), st.tuples(st.integers(1, 2), st.just(4)))
+    rows = st.integers(0, 3).map(lambda rank_rows: (0, (rank_rows, 0), (1, 4)))
+    written = [
+        {key: draw(st.one_of(box, rows)) for key in keys if draw(st.booleans())} if draw(st.booleans()) else
+        {key: (0, (min(rank, 7), 0), (1, 4)) for key in keys}
+        for rank in range(world)
+    ]  # fmt: skip
+    reports = [RankParts.decode(json.loads(json.dumps(RankParts.of(keys, parts).encode()))) for parts in written]
+    kinds, tensors = merge_parts(refs, (), reports)
+    for key, number in zip(keys, tensors, strict=True):
+        kind = kinds[number - 1]
+        assert (kind.dtype, kind.shape) == ("F32", refs[key].shape)
+        found = {rank: part for rank in range(world) if (part := kind.part_of(rank)) is not None}
+        assert {rank: (0, part.offset, part.size) for rank, part in found.items()} == {
+            rank: parts[key] for rank, parts in enumerate(written) if key in parts
+        }
+        assert sorted(kind.parts_in((0, 0), kind.shape)) == sorted(found.items())
+
+
+def test_parts_of_many_ranks_are_few_runs():
+    refs = {"w": TensorRef(dtype="F32", shape=(11008, 4096), distributed=True)}
+    parts = [RankParts.of(["w"], {"w": (0, (22 * rank, 0), (22, 4096))} if rank < 500 else {}) for rank in range(512)]
+    kinds, tensors = merge_parts(refs, (), parts)
+    assert tensors == (1,)
+    assert len(kinds[0].runs) == 1
 
 
 @pytest.mark.parametrize("step", [0, 1, 99_999_999, 100_000_000, 10**12])

@@ -1,20 +1,17 @@
 """Options of a load: weights alone, names that only one side has, other dtypes, several states; and its messages."""
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 from torch import nn
 
 import dtrain as dt
 from checkpoint.states import Counter, Net, digest, plain_state, train, watching
-from dtrain.checkpoint import layout
+from checkpoint.stored import compact, json_of, shards_of, sign
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint
 from dtrain.checkpoint.load import load_sharded
-from dtrain.checkpoint.rank_index import encode_index, parse_index
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.rng import rng_state
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
@@ -460,21 +457,16 @@ def test_load_reads_all_tensors_in_one_request(tmp_path):
     with watching(kind="preadv") as watched:
         load_sharded(path, state)
     assert size < 2**20
-    assert len(watched.calls) == 3, "the manifest, the index, and all tensors at once"
+    assert len(watched.calls) == 4, "the manifest, both indexes, and all tensors at once"
 
 
 def test_index_with_overlapping_byte_ranges_is_refused(tmp_path):
     """All digests match; the same bytes would be read once for each shard."""
     path = save_sharded(tmp_path, plain_state()).path
-    manifest = layout.parse_manifest((path / "manifest.json").read_bytes())
-    files = manifest.ranks[0]
-    index = parse_index((path / files.index).read_bytes(), 0, [file.bytes for file in files.data])
-    first, second = "params/last.bias", "transforms/ema/shadow/last.bias"
-    moved = index.shards[second]._replace(begin=index.shards[first].begin)
-    data = encode_index(replace(index, shards={**index.shards, second: moved}))
-    (path / files.index).write_bytes(data)
-    files = msgspec.structs.replace(files, index_bytes=len(data), index_sha256=hashlib.sha256(data).hexdigest())
-    (path / "manifest.json").write_bytes(layout.encode_manifest(msgspec.structs.replace(manifest, ranks=(files,))))
+    body, shards = json_of(path, "rank-00000.json"), shards_of(path)
+    first, second = (shards[key].begin for key in ("params/last.bias", "transforms/ema/shadow/last.bias"))
+    body["begins"][body["begins"].index(second)] = first
+    sign(path, ranks={0: compact(body)})
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json: rank-00000.safetensors: .*inside of another shard"):
         load_sharded(path, plain_state())
 

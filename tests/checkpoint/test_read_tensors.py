@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from dtrain import storage
 from dtrain.checkpoint import data_file as digest_module
 from dtrain.checkpoint import layout, read_tensors, reshard
-from dtrain.checkpoint.data_file import digest_of
+from dtrain.checkpoint.data_file import Blocks, digest_of
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.rank_index import StoredShard, shard_kind
 from dtrain.checkpoint.reshard import Region, index_shards, plan_reads
@@ -26,17 +26,19 @@ from dtrain.errors import CorruptCheckpointError
 class Opened:
     file: storage.FileReader
     name: str
-    chunks: tuple[str, ...] | None
+    blocks: Blocks | None
 
 
 class Files:
     """Data files in a folder, with digests or without, and which byte ranges of them were fetched."""
 
-    def __init__(self, folder: Path, contents: list[bytes], *, digests: bool) -> None:
+    def __init__(self, folder: Path, contents: list[bytes], *, digests: bool, block: int = 512) -> None:
         self.folder, self.digests, self.fetched = folder, digests, []
-        size = layout.CHUNK_BYTES
-        self.chunks = [tuple(digest_of([data[at : at + size]]) for at in range(0, len(data), size)) for data in contents]
+        self.blocks = []
         for number, data in enumerate(contents):
+            ends = [*range(block, len(data), block), len(data)] if data else []
+            digests = b"".join(digest_of([data[max(0, end - 1) // block * block : end]]) for end in ends)
+            self.blocks.append(Blocks(ends, digests))
             (folder / str(number)).write_bytes(data)
 
     @contextmanager
@@ -49,7 +51,7 @@ class Files:
                 return super().read_into(begin, out)
 
         with Watched(self.folder / str(number)) as file:
-            yield Opened(file=file, name=f"file {number}", chunks=self.chunks[number] if self.digests else None)
+            yield Opened(file=file, name=f"file {number}", blocks=self.blocks[number] if self.digests else None)
 
 
 @pytest.fixture
@@ -60,7 +62,7 @@ def small(monkeypatch):
         for module in (layout, digest_module):
             monkeypatch.setattr(module, "CHUNK_BYTES", chunk)
         monkeypatch.setattr(read_tensors, "_DIRECT_MIN_BYTES", large)
-        monkeypatch.setattr(read_tensors, "_MIN_THREADED_CHUNKS", threaded)
+        monkeypatch.setattr(read_tensors, "_MIN_THREADED_FETCHES", threaded)
         monkeypatch.setattr(reshard, "MAX_STRIDED_READ_BYTES", read)
 
     return set_sizes
@@ -70,8 +72,9 @@ def small(monkeypatch):
 @given(st.data())
 def test_read_tensors_fills_any_region_from_any_shards(tmp_path_factory, small, data):
     draw = data.draw
+    chunk = draw(st.sampled_from([16, 64, 1000, 2**20]))
     small(
-        draw(st.sampled_from([16, 64, 1000, 2**20])), draw(st.sampled_from([8, 100, 2**16])),
+        chunk, draw(st.sampled_from([8, 100, 2**16])),
         draw(st.sampled_from([10, 100, 2**20])), draw(st.sampled_from([2, 1000])),
     )  # fmt: skip
     contents = [bytearray(draw(st.binary(max_size=20))) for _ in range(2)]
@@ -102,7 +105,8 @@ def test_read_tensors_fills_any_region_from_any_shards(tmp_path_factory, small, 
         low = [draw(st.integers(0, n)) for n in tensor.shape]
         size = [draw(st.integers(0, n - at)) for n, at in zip(tensor.shape, low, strict=True)]
         targets[key] = Region(offset=tuple(low), size=tuple(size))
-    files = Files(tmp_path_factory.mktemp("files"), list(map(bytes, contents)), digests=draw(st.booleans()))
+    block = min(chunk, draw(st.sampled_from([8, 40, 512])))
+    files = Files(tmp_path_factory.mktemp("files"), list(map(bytes, contents)), digests=draw(st.booleans()), block=block)
     landed = read_tensors.read_tensors(
         {k: r.size for k, r in targets.items()}, plan_reads(index_shards(parts), targets), refs, files.open
     )

@@ -232,23 +232,34 @@ def test_empty_region_needs_no_shards():
     assert plan_reads({}, {"w": Region(offset=(10, 0), size=(0, 3))}) == []
 
 
-@given(st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 4)), max_size=30))
+@given(st.lists(st.tuples(st.integers(0, 1000), st.sampled_from([1, 2, 3, 4, 64])), max_size=30))
 def test_assign_writers_balances_bytes(tensors):
     named = {f"t{at}": tensor for at, tensor in enumerate(tensors)}
-    chosen = assign_writers(named)
-    assert chosen == assign_writers(named)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reshard, "MIN_WRITER_BYTES", 1)
+        chosen = assign_writers(named)
+        assert chosen == assign_writers(named)
     for copies in {c for _, c in tensors}:
-        loads, scalars = [0] * copies, 0
+        loads = dict.fromkeys(range(copies), 0)
         for key, (nbytes, c) in named.items():
             if c == copies:
-                assert 0 <= chosen[key] < copies
                 loads[chosen[key]] += nbytes
-                scalars += nbytes if nbytes <= 64 else 0
-        assert max(loads) - min(loads) <= max(scalars, *(n for n, c in tensors if c == copies))
+        assert set(loads) == set(range(copies)), "no number beyond the replicas"
+        writers = {at for at in loads if at % (copies // min(copies, reshard.MAX_WRITERS)) == 0}
+        assert all(load == 0 for at, load in loads.items() if at not in writers)
+        if sum(loads.values()) >= reshard.MAX_WRITERS:
+            used = [loads[at] for at in writers]
+            assert max(used) - min(used) <= 2 * max(n for n, c in tensors if c == copies)
 
 
-def test_assign_writers_gives_scalars_to_one_replica():
-    tensors = {**{f"step{at}": (4, 8) for at in range(100)}, **{f"bias{at}": (128, 8) for at in range(8)}}
+def test_assign_writers_gives_small_tensors_to_few_replicas():
+    tensors = {f"norm{at}": (256, 64) for at in range(100)} | {f"weight{at}": (2**22, 64) for at in range(64)}
     chosen = assign_writers(tensors)
-    assert {chosen[f"step{at}"] for at in range(100)} == {0}
-    assert {chosen[f"bias{at}"] for at in range(8)} > {1, 2, 3, 4, 5, 6}
+    assert {chosen[f"norm{at}"] for at in range(100)} == {0}
+    loads = [sum(tensors[key][0] for key in tensors if chosen[key] == replica) for replica in range(64)]
+    assert [at for at, load in enumerate(loads) if load] == list(range(0, 64, 8)), "eight of 64, far apart"
+    assert max(loads) - min(load for load in loads if load) <= 2**23
+
+
+def test_assign_writers_leaves_a_small_state_to_one_replica():
+    assert set(assign_writers({f"norm{at}": (1024, 512) for at in range(100)}).values()) == {0}

@@ -68,9 +68,12 @@ def read_manifest_bytes(folder: AnyPath) -> bytes:
         CorruptCheckpointError: a missing file.
     """
     path = folder / layout.MANIFEST
-    if storage.file_size(path) is None:
-        raise CorruptCheckpointError(f"{layout.MANIFEST}: must be a file")
-    return storage.read_file(path, limit=layout.MAX_MANIFEST_BYTES)
+    try:
+        return storage.read_file(path, limit=layout.MAX_MANIFEST_BYTES)
+    except OSError:
+        if storage.file_size(path) is None:
+            raise CorruptCheckpointError(f"{layout.MANIFEST}: must be a file") from None
+        raise
 
 
 def scan_root(root: AnyPath) -> tuple[list[CheckpointInfo], list[CorruptStep]]:
@@ -81,13 +84,20 @@ def scan_root(root: AnyPath) -> tuple[list[CheckpointInfo], list[CorruptStep]]:
         OSError: an unreadable root. A missing root has no steps.
     """
     committed, corrupt = [], []
-    for name in storage.list_names(root) if storage.exists(root) else []:
+    try:
+        names = storage.list_names(root)
+    except FileNotFoundError:
+        names = []
+    for name in names:
         step = layout.step_of(name)
-        if step is None or not has_manifest(root / name):
+        if step is None:
             continue
         try:
             committed.append(read_info(root / name, step))
         except CorruptCheckpointError as error:
+            # A folder without a manifest is an incomplete save.
+            if not has_manifest(root / name):
+                continue
             corrupt.append(CorruptStep(step=step, path=root / name, reason=str(error)))
         except CheckpointError as error:
             raise CheckpointError(f"{root / name}: {error}") from None
@@ -105,7 +115,7 @@ def read_info(folder: AnyPath, step: int | None = None) -> CheckpointInfo:
         run_id=manifest.run_id,
         parent_step=manifest.parent_step,
         serial=manifest.serial,
-        world_size=len(manifest.ranks),
+        world_size=manifest.world_size,
         bytes=manifest.bytes,
         what=manifest.what,
     )
@@ -179,12 +189,14 @@ def as_step_folder(path: AnyPath, caller: str) -> AnyPath | None:
 def skipped_steps(root: AnyPath, folder: AnyPath) -> dict[str, str]:
     """Return the reasons why folders that look newer than ``folder`` are not loaded, by folder name."""
     step = layout.step_of(folder.name)
-    committed, corrupt = scan_root(root)
-    reasons = {c.path.name: "committed earlier, before the run went back" for c in committed if c.path != folder}
-    reasons |= {d.path.name: f"corrupt: {d.reason}" for d in corrupt}
-    skipped = {}
+    newer = []
     for name in storage.list_names(root):
         other_step = layout.step_of(name.partition(".tmp-")[0])
         if other_step is not None and name != folder.name and (step is None or other_step > step):
-            skipped[name] = reasons.get(name, "its save was not completed")
-    return skipped
+            newer.append(name)
+    if not newer:
+        return {}
+    committed, corrupt = scan_root(root)
+    reasons = {c.path.name: "committed earlier, before the run went back" for c in committed if c.path != folder}
+    reasons |= {d.path.name: f"corrupt: {d.reason}" for d in corrupt}
+    return {name: reasons.get(name, "its save was not completed") for name in newer}

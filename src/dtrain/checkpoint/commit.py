@@ -22,9 +22,9 @@ from dtrain import heartbeats, spans, storage
 from dtrain.checkpoint import layout, strict_json
 from dtrain.checkpoint.checkpoint_info import scan_root
 from dtrain.checkpoint.checkpointer import Checkpointer, SaveOptions
-from dtrain.checkpoint.data_file import chunk_digests, write_data_file
+from dtrain.checkpoint.data_file import digest_blocks, plan_blocks, write_data_file
 from dtrain.checkpoint.layout import Manifest, MeshLayout, RankFiles, SaveScope
-from dtrain.checkpoint.rank_index import encode_index
+from dtrain.checkpoint.rank_index import encode_rank_index
 from dtrain.checkpoint.retention import (
     apply_retention,
     check_free_space,
@@ -33,9 +33,10 @@ from dtrain.checkpoint.retention import (
     remove_or_warn,
     remove_step,
 )
+from dtrain.checkpoint.run_index import RankParts, encode_run_index
 from dtrain.checkpoint.save_thread import SaveTask, StagedFiles
-from dtrain.checkpoint.write_plan import RankWritePlan, build_rank_index, link_equal_file
-from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
+from dtrain.checkpoint.write_plan import INLINE, RankWritePlan, build_rank_index, build_run_index, link_equal_file, rank_parts
+from dtrain.dist.collectives import broadcast_decision, broadcast_json, gather_json, raise_on_all_ranks
 from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.errors import CheckpointError
@@ -109,8 +110,8 @@ def _run(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
         current_context().preemption.record_save(after_agreement=_is_resumable(save))
         return SaveResult(step=save.step, path=final, bytes=0, written=False)
     try:
-        files = _write_on_all_ranks(decision, save, task)
-        manifest = _commit_on_all_ranks(decision, save, files, task)
+        reports = _write_on_all_ranks(decision, save, task)
+        total_bytes = _commit_on_all_ranks(decision, save, reports, task)
     except Exception:
         if save.info.rank == 0:
             remove_or_warn(root / decision.staging_folder, save.caller)
@@ -120,9 +121,9 @@ def _run(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
     current_context().preemption.record_save(after_agreement=_is_resumable(save))
     if save.info.rank == 0:
         heartbeats.report(heartbeats.ProgressKind.COMMITTED, save.step)
-        spans.record_event("committed", step=save.step, seconds=time.monotonic() - save.started_at, bytes=manifest.bytes)
+        spans.record_event("committed", step=save.step, seconds=time.monotonic() - save.started_at, bytes=total_bytes)
         _clean_up(root, decision.run_id, save)
-    return SaveResult(step=save.step, path=final, bytes=manifest.bytes, written=True)
+    return SaveResult(step=save.step, path=final, bytes=total_bytes, written=True)
 
 
 def _is_resumable(save: SaveRequest) -> bool:
@@ -154,17 +155,18 @@ def _decide_on_rank_0(save: SaveRequest) -> SaveDecision:
     return SaveDecision(**cast(dict[str, Any], values))
 
 
-def _write_on_all_ranks(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> list[RankFiles]:
-    """Write every rank's files into the staging folder, durably, and return the files by rank."""
+def _write_on_all_ranks(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> list[Any]:
+    """Write every rank's files into the staging folder, durably. Return the files and parts by rank, on rank 0."""
     files: RankFiles | None = None
     with (
         raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE),
         _explain_removal(decision, save),
     ):
         files = _write_rank(decision, save, task)
-    files_by_rank = all_gather_json(msgspec.to_builtins(files), group="background")
+    report: Any = [msgspec.to_builtins(files), rank_parts(save.write_plan).encode()]
+    reports = gather_json(report, group="background", caller=save.caller)
     _check_groups_open(save)
-    return [strict_json.convert(files, RankFiles, "rank files") for files in files_by_rank]
+    return [] if reports is None else reports
 
 
 @contextmanager
@@ -187,23 +189,19 @@ def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveRe
     save.staged.wait()
     root = storage.resolve_path(decision.root)
     staging, plan = root / decision.staging_folder, save.write_plan
-    chunks = []
-    for name, serialized in save.staged.files.items():
-        digests = chunk_digests(serialized) if _can_link(name, decision, save) else None
-        if digests is None or not link_equal_file(
-            root / cast(str, decision.previous), staging, name, serialized.size, digests, plan.rank
-        ):
-            digests = write_data_file(staging / name, serialized, threads=WRITE_THREADS, on_part=task.advance)
-        chunks.append(digests)
-    index = encode_index(build_rank_index(plan, chunks))
+    blocks = []
+    data_files = {name: serialized for name, serialized in save.staged.files.items() if name != INLINE}
+    for name, serialized in data_files.items():
+        ends = plan_blocks(plan.files[name])
+        found = digest_blocks(serialized, ends) if _can_link(name, decision, save) else None
+        if found is None or not link_equal_file(root / cast(str, decision.previous), staging, name, found, plan.rank):
+            found = write_data_file(staging / name, serialized, ends, threads=WRITE_THREADS, on_part=task.advance)
+        blocks.append(found)
+    index = encode_rank_index(build_rank_index(plan, blocks))
     storage.write_file(staging / layout.index_name(plan.rank), index)
     storage.sync_folder(staging)
-    return RankFiles(
-        index=layout.index_name(plan.rank),
-        index_bytes=len(index),
-        index_sha256=hashlib.sha256(index).hexdigest(),
-        data=tuple(layout.DataFile(name=name, bytes=serialized.size) for name, serialized in save.staged.files.items()),
-    )
+    sizes = tuple(serialized.size for serialized in data_files.values())
+    return RankFiles(len(index), hashlib.sha256(index).hexdigest(), sizes)
 
 
 def _can_link(name: str, decision: SaveDecision, save: SaveRequest) -> bool:
@@ -214,11 +212,30 @@ def _can_link(name: str, decision: SaveDecision, save: SaveRequest) -> bool:
     )
 
 
-def _commit_on_all_ranks(
-    decision: SaveDecision, save: SaveRequest, files: list[RankFiles], task: SaveTask[SaveResult]
-) -> Manifest:
-    """Commit the step on rank 0, and return on every rank when the step is durable."""
-    manifest = Manifest(
+def _commit_on_all_ranks(decision: SaveDecision, save: SaveRequest, reports: Sequence[Any], task: SaveTask[SaveResult]) -> int:
+    """Commit the step on rank 0, and return the bytes of all files, on every rank, when the step is durable."""
+    total_bytes = 0
+    with (
+        raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE),
+        _explain_removal(decision, save),
+    ):
+        task.raise_if_cancelled()
+        if save.info.rank == 0:
+            manifest = _write_run_index(decision, save, reports)
+            commit(decision, save.checkpointer, save.lineages[0], manifest, save.caller)
+            total_bytes = manifest.bytes
+    return cast(int, broadcast_json(total_bytes, group="background", caller=save.caller))
+
+
+def _write_run_index(decision: SaveDecision, save: SaveRequest, reports: Sequence[Any]) -> Manifest:
+    """Write the index of the run from the reports of all ranks, and return the manifest of the step."""
+    files = [strict_json.convert(of_rank, RankFiles, "rank files") for of_rank, _ in reports]
+    staged = save.staged.files.get(INLINE)
+    inline = b"" if staged is None else b"".join(staged.views(0, staged.size))
+    parts = [RankParts.decode(of_rank) for _, of_rank in reports]
+    data = encode_run_index(build_run_index(save.write_plan, inline, files, parts))
+    storage.write_file(storage.resolve_path(decision.root) / decision.staging_folder / layout.INDEX, data)
+    return Manifest(
         run_id=decision.run_id,
         step=save.step,
         parent_step=_parent_step(decision, save),
@@ -226,16 +243,11 @@ def _commit_on_all_ranks(
         layout=save.layout,
         what=save.what,
         states=save.state_names,
-        ranks=tuple(files),
+        world_size=save.info.world_size,
+        bytes=len(data) + sum(of_rank.index_bytes + sum(of_rank.data_bytes) for of_rank in files),
+        index_bytes=len(data),
+        index_sha256=hashlib.sha256(data).hexdigest(),
     )
-    with (
-        raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE),
-        _explain_removal(decision, save),
-    ):
-        task.raise_if_cancelled()
-        if save.info.rank == 0:
-            commit(decision, save.checkpointer, save.lineages[0], manifest, save.caller)
-    return manifest
 
 
 def _parent_step(decision: SaveDecision, save: SaveRequest) -> int | None:

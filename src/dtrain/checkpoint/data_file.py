@@ -1,8 +1,11 @@
-"""Lay out a rank's tensors as a safetensors file, write the file with chunk digests, and verify every read.
+"""Lay out a rank's tensors as a safetensors file, write the file with block digests, and verify every read.
 
 The format: 8 bytes with the length of the header, the header (JSON: name -> dtype, shape, byte range), the data without
 gaps. Tensors are in the order of falling item size, so that each is aligned. Of one item size, small tensors come last, in the
-order of falling size: scalars between large tensors would cost a reader a chunk each.
+order of falling size.
+
+Each block of a file has a digest, and is read as a whole. A large tensor has blocks of its own, of whole rows, so that a rank
+that needs some of its rows reads few others.
 
 Source: the format section of the safetensors README (huggingface/safetensors).
 """
@@ -10,7 +13,7 @@ Source: the format section of the safetensors README (huggingface/safetensors).
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -25,27 +28,52 @@ from torch import Tensor
 from dtrain import storage
 from dtrain.checkpoint.layout import CHUNK_BYTES, DTYPES
 from dtrain.errors import CorruptCheckpointError
-from dtrain.storage import AnyPath, Buffer, FileReader
+from dtrain.storage import AnyPath, Buffer
 
 
-def digest_of(buffers: Iterable[Buffer]) -> str:
-    """Return the digest of a chunk, whose bytes are the concatenated ``buffers``."""
+def digest_of(buffers: Iterable[Buffer]) -> bytes:
+    """Return the digest of a block, whose bytes are the concatenated ``buffers``."""
     state = xxhash.xxh3_128()
     for buffer in buffers:
         state.update(buffer)
-    return state.hexdigest()
+    return state.digest()
 
 
-def chunk_range(begin: int, end: int) -> range:
-    """Return the numbers of the chunks that contain the bytes ``[begin, end)``."""
-    return range(begin // CHUNK_BYTES, -(-end // CHUNK_BYTES)) if end > begin else range(0)
+class Blocks(NamedTuple):
+    """Blocks of a file: the byte after each block, and the digests of all blocks, 16 bytes each."""
+
+    ends: Sequence[int]
+    digests: bytes
+
+    def numbers_of(self, begin: int, end: int) -> range:
+        """Return the numbers of the blocks that contain the bytes ``[begin, end)``."""
+        return range(bisect_right(self.ends, begin), bisect_left(self.ends, end) + 1) if end > begin else range(0)
+
+    def begin_of(self, number: int) -> int:
+        """Return the first byte of a block."""
+        return self.ends[number - 1] if number else 0
+
+
+class RangeReader(Protocol):
+    """Protocol of a file that is read by ranges."""
+
+    @property
+    def size(self) -> int:
+        """Size in bytes."""
+
+    @property
+    def is_remote(self) -> bool:
+        """True if each read is a request to a server."""
+
+    def read_into(self, begin: int, out: memoryview) -> int:
+        """Read into ``out`` from byte ``begin`` on. Return the number of bytes."""
 
 
 class ReadableFile(Protocol):
-    """Protocol of an open data file; ``chunks`` is None for a file without digests."""
+    """Protocol of an open data file; ``blocks`` is None for a file without digests."""
 
     @property
-    def file(self) -> FileReader:
+    def file(self) -> RangeReader:
         """Open file."""
 
     @property
@@ -53,56 +81,93 @@ class ReadableFile(Protocol):
         """Name of the file for messages."""
 
     @property
-    def chunks(self) -> tuple[str, ...] | None:
-        """Digests of the chunks."""
+    def blocks(self) -> Blocks | None:
+        """Blocks and their digests."""
 
 
 FileOpener: TypeAlias = Callable[[int], AbstractContextManager[ReadableFile]]
 """Function that opens the file of a number."""
 
 
-class VerifiedReader:
-    """Reader of a data file that checks each chunk against its digest after every fetch.
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class OpenedFile:
+    """Open data file; ``blocks`` is None for a file without digests."""
 
-    The last chunk is cached, so reads in the order of the file fetch each chunk once.
+    file: RangeReader
+    name: str
+    blocks: Blocks | None
+
+
+class InMemoryFile:
+    """File whose content is in memory."""
+
+    is_remote = False
+
+    def __init__(self, content: bytes) -> None:
+        self._content, self.size = content, len(content)
+
+    def read_into(self, begin: int, out: memoryview) -> int:
+        """Read into ``out`` from byte ``begin`` on. Return the number of bytes."""
+        part = self._content[begin : begin + len(out)]
+        out[: len(part)] = part
+        return len(part)
+
+
+def split_blocks(blocks: Blocks, numbers: range) -> Iterator[range]:
+    """Split adjacent blocks into ranges of at most ``CHUNK_BYTES``."""
+    first = numbers.start
+    while first < numbers.stop:
+        stop = min(max(bisect_right(blocks.ends, blocks.begin_of(first) + CHUNK_BYTES), first + 1), numbers.stop)
+        yield range(first, stop)
+        first = stop
+
+
+def verify_pieces(name: str, blocks: Blocks, numbers: range, pieces: Iterable[memoryview]) -> None:
+    """Compare adjacent blocks with their digests, while their bytes come in pieces of any size.
+
+    Raises:
+        CorruptCheckpointError: a block that does not match its digest.
     """
+    number, state = numbers.start, None
+    begin = blocks.begin_of(number)
+    missing = blocks.ends[number] - begin if numbers else 0
+    for piece in pieces:
+        at = 0
+        while at < len(piece):
+            part = piece[at : at + missing]
+            at, missing = at + len(part), missing - len(part)
+            if missing or state is not None:
+                state = xxhash.xxh3_128() if state is None else state
+                state.update(part)
+            if not missing:
+                digest = xxhash.xxh3_128_digest(part) if state is None else state.digest()
+                if digest != blocks.digests[16 * number : 16 * number + 16]:
+                    raise CorruptCheckpointError(f"{name}: bytes from {begin} on do not match their digest")
+                begin, state, number = blocks.ends[number], None, number + 1
+                missing = blocks.ends[number] - begin if number < numbers.stop else 0
 
-    def __init__(self, file: FileReader, name: str, chunks: tuple[str, ...]) -> None:
-        self.file, self.name, self.chunks = file, name, chunks
-        self._buffer = bytearray()
-        self._cached_chunk: int | None = None
 
-    def verify(self, chunks: Iterable[int]) -> None:
-        """Check the digests of these chunks."""
-        for chunk in chunks:
-            self._fetch(chunk)
+def verify_file(opened: ReadableFile, on_bytes: Callable[[int], object] = lambda _: None) -> None:
+    """Verify every block of a file. Memory is limited to one chunk.
 
-    def read(self, begin: int, end: int) -> bytearray:
-        """Return the bytes ``[begin, end)``.
+    Args:
+        opened: file with digests.
+        on_bytes: called with the number of bytes after each chunk.
 
-        Raises:
-            CorruptCheckpointError: a chunk that is missing or does not match its digest.
-        """
-        out = bytearray(end - begin)
-        for chunk in chunk_range(begin, end):
-            start = chunk * CHUNK_BYTES
-            low, high = max(begin, start), min(end, start + CHUNK_BYTES)
-            out[low - begin : high - begin] = self._fetch(chunk)[low - start : high - start]
-        return out
-
-    def _fetch(self, chunk: int) -> memoryview:
-        start = chunk * CHUNK_BYTES
-        if not self._buffer:
-            self._buffer = bytearray(min(CHUNK_BYTES, self.file.size))
-        view = memoryview(self._buffer)[: min(CHUNK_BYTES, self.file.size - start)]
-        if self._cached_chunk == chunk:
-            return view
-        self._cached_chunk = None
-        count = self.file.read_into(start, view)
-        if count != len(view) or digest_of([view]) != self.chunks[chunk]:
-            raise CorruptCheckpointError(f"{self.name}: bytes from {start} on do not match their digest")
-        self._cached_chunk = chunk
-        return view
+    Raises:
+        CorruptCheckpointError: a block that does not match its digest.
+    """
+    blocks = opened.blocks
+    assert blocks is not None, "only files with digests can be verified"
+    buffer = memoryview(bytearray(min(CHUNK_BYTES, opened.file.size)))
+    for numbers in split_blocks(blocks, range(len(blocks.ends))):
+        begin, end = blocks.begin_of(numbers.start), blocks.ends[numbers.stop - 1]
+        view = buffer[: end - begin]
+        count = opened.file.read_into(begin, view)
+        if count != len(view):
+            raise CorruptCheckpointError(f"{opened.name}: must have at least {end} bytes, ends at byte {begin + count}")
+        verify_pieces(opened.name, blocks, numbers, [view])
+        on_bytes(end - begin)
 
 
 # Smaller tensors are gathered into one buffer, which saves a call for each of them.
@@ -135,8 +200,8 @@ class FileLayout:
     size: int
 
 
-def plan_file_layout(slots: Iterable[TensorSlot]) -> FileLayout:
-    """Lay out a file that holds ``slots``."""
+def plan_file_layout(slots: Iterable[TensorSlot], *, with_header: bool = True) -> FileLayout:
+    """Lay out a file that holds ``slots``; without header, only their data."""
     ordered = tuple(sorted(slots, key=_file_order))
     head: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, at = {}, 0
@@ -146,13 +211,58 @@ def plan_file_layout(slots: Iterable[TensorSlot]) -> FileLayout:
         at += slot.nbytes
     text = json.dumps(head, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
-    header = len(text).to_bytes(8, "little") + text
+    header = len(text).to_bytes(8, "little") + text if with_header else b""
     return FileLayout(
         header=header,
         slots=ordered,
         ranges={key: (len(header) + begin, len(header) + end) for key, (begin, end) in offsets.items()},
         size=len(header) + at,
     )
+
+
+# A tensor of more bytes is divided into blocks of its own.
+_SHARED_BLOCK_BYTES = 16 * 2**10
+# A rank that needs a part of a tensor reads at most about this share of it too much, at each end.
+_BLOCKS_PER_TENSOR = 16
+# The digests of smaller blocks would be too many.
+_MIN_BLOCK_BYTES = 8 * 2**10
+
+
+def plan_blocks(layout: FileLayout) -> list[int]:
+    """Return the byte after each block of a file.
+
+    The header belongs to the first block, as long as a block has room for both. Small tensors share blocks.
+    """
+    ends: list[int] = []
+    begin = 0
+    for slot in layout.slots:
+        low, high = layout.ranges[slot.key]
+        if slot.nbytes <= _SHARED_BLOCK_BYTES:
+            if begin < low and high - begin > (len(layout.header) if not ends else 0) + _SHARED_BLOCK_BYTES:
+                _end_block(ends, begin, low)
+                begin = low
+            continue
+        if begin < low and low > len(layout.header):
+            _end_block(ends, begin, low)
+        size = _block_bytes(slot)
+        for end in (*range(low + size, high, size), high):
+            _end_block(ends, ends[-1] if ends else 0, end)
+        begin = high
+    if begin < layout.size:
+        _end_block(ends, begin, layout.size)
+    return ends
+
+
+def _block_bytes(slot: TensorSlot) -> int:
+    """Return the size of the blocks of a large tensor: whole rows, unless a row is longer than a block may be."""
+    row = slot.nbytes // slot.size[0]
+    wanted = max(_MIN_BLOCK_BYTES, slot.nbytes // _BLOCKS_PER_TENSOR)
+    return min(max(1, wanted // row) * row, CHUNK_BYTES)
+
+
+def _end_block(ends: list[int], begin: int, end: int) -> None:
+    """Add a block, or several if it is too large."""
+    ends += [*range(begin + CHUNK_BYTES, end, CHUNK_BYTES), end]
 
 
 def _file_order(slot: TensorSlot) -> tuple[int, int, str]:
@@ -191,36 +301,46 @@ def _no_op() -> None:
 
 
 def write_data_file(
-    path: AnyPath, serialized: SerializedFile, *, threads: int = 1, on_part: Callable[[], None] = _no_op
-) -> tuple[str, ...]:
+    path: AnyPath,
+    serialized: SerializedFile,
+    ends: Sequence[int],
+    *,
+    threads: int = 1,
+    on_part: Callable[[], None] = _no_op,
+) -> Blocks:
     """Write a new file in chunks. The data are on the disk when the function returns.
 
     Args:
         path: a name that does not exist.
         serialized: content of the file.
+        ends: the byte after each block; see ``plan_blocks``.
         threads: number of threads that write and digest.
         on_part: called for every chunk, by the thread that writes the chunk.
 
     Returns:
-        The digest of each chunk.
+        The blocks with their digests.
     """
     chunks = chunk_sizes(serialized.size)
-    digests = [""] * len(chunks)
+    digests = [b""] * len(chunks)
 
     def part_of(number: int) -> list[memoryview]:
         on_part()
-        part = serialized.views(number * CHUNK_BYTES, number * CHUNK_BYTES + chunks[number])
-        digests[number] = digest_of(part)
-        return part
+        begin, end = number * CHUNK_BYTES, number * CHUNK_BYTES + chunks[number]
+        # The thread that writes a chunk digests the blocks that end in it.
+        digests[number] = _digest_blocks(serialized, ends, range(bisect_right(ends, begin), bisect_right(ends, end)))
+        return serialized.views(begin, end)
 
     storage.write_parts(path, chunks, part_of, threads=threads)
-    return tuple(digests)
+    return Blocks(ends, b"".join(digests))
 
 
-def chunk_digests(serialized: SerializedFile) -> tuple[str, ...]:
-    """Return the digests that ``write_data_file`` would return, without writing."""
-    chunks = chunk_sizes(serialized.size)
-    return tuple(digest_of(serialized.views(at * CHUNK_BYTES, at * CHUNK_BYTES + size)) for at, size in enumerate(chunks))
+def digest_blocks(serialized: SerializedFile, ends: Sequence[int]) -> Blocks:
+    """Return the blocks that ``write_data_file`` would return, without writing."""
+    return Blocks(ends, _digest_blocks(serialized, ends, range(len(ends))))
+
+
+def _digest_blocks(serialized: SerializedFile, ends: Sequence[int], numbers: range) -> bytes:
+    return b"".join(digest_of(serialized.views(ends[at - 1] if at else 0, ends[at])) for at in numbers)
 
 
 def chunk_sizes(size: int) -> list[int]:

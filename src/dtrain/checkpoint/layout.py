@@ -3,11 +3,15 @@
 ::
 
     root/step-00000100/
-        manifest.json            run, step, mesh, the files with sizes and digests; written last, digested by itself
-        rank-00000.json          index of the data files, their digests, plain values; digested by the manifest
-        rank-00000.safetensors   tensor shards of rank 0, an ordinary safetensors file; digested chunk by chunk
+        manifest.json            run, step, mesh; written last, digested by itself
+        index.json               all files, the ranks that hold each tensor, plain values; digested by the manifest
+        rank-00000.json          places and digests of the data of rank 0; digested by the index
+        rank-00000.safetensors   tensor shards of rank 0, an ordinary safetensors file; digested block by block
         rank-00000-frozen.safetensors   of incremental saves: shards of parameters that are not trained
         rank-00001.json ...
+
+A load reads the manifest, the index, and the files of the ranks that hold what it needs. Only the index grows with the number
+of ranks, by about 90 bytes each.
 
 During a save the folder is named ``step-00000100.tmp-<run>-<random>``, and during a removal
 ``step-00000100.old-<run>-<random>``. Folders with such names are never read.
@@ -30,13 +34,16 @@ from dtrain.checkpoint.strict_json import Count
 from dtrain.dist.mesh import MODEL_AXES
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
-FORMAT, VERSION = "dtrain-checkpoint", 1
-MANIFEST = "manifest.json"
-# Large enough for tens of thousands of ranks.
+FORMAT, VERSION = "dtrain-checkpoint", 2
+MANIFEST, INDEX = "manifest.json", "index.json"
+# A manifest does not grow with the model or the number of ranks.
 MAX_MANIFEST_BYTES = 16 * 2**20
 DIGEST = "xxh3-128"
 """Digest of data, far faster than sha256, against accidental changes. JSON files are small and digested by sha256."""
 CHUNK_BYTES = 4 * 2**20
+"""Limit of a block, and the size of the parts in which files are written and read."""
+
+MAX_RANKS = 2**20
 
 SaveScope = Literal["all", "weights", "trainable"]
 SECTIONS: dict[SaveScope, tuple[str, ...]] = {
@@ -104,25 +111,17 @@ def index_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
-class DataFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Data file: name in the step's folder, and size in bytes."""
+class RankFiles(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Files of a rank: size and digest of its index, and sizes of its data files, the second of frozen parameters."""
 
-    name: str
-    bytes: Annotated[int, Meta(ge=0, le=2**63 - 1)]
-
-
-class RankFiles(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Files of a rank, as the manifest lists them. The digest of the index covers the digests of the data."""
-
-    index: str
     index_bytes: Count
     index_sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
-    data: tuple[DataFile, ...]
+    data_bytes: tuple[Annotated[int, Meta(ge=0, le=2**63 - 1)], ...]
 
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes in bytes by file name."""
-        return {self.index: self.index_bytes, **{file.name: file.bytes for file in self.data}}
+    def sizes(self, rank: int) -> dict[str, int]:
+        """Return the sizes in bytes by file name."""
+        data = {data_name(rank, frozen=bool(number)): size for number, size in enumerate(self.data_bytes)}
+        return {index_name(rank): self.index_bytes, **data}
 
 
 class MeshLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -151,7 +150,10 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         layout: mesh and strategy.
         what: scope of the save.
         states: names of the states; () for an unnamed state.
-        ranks: files by rank.
+        world_size: number of ranks that wrote the checkpoint.
+        bytes: total size of all files but the manifest in bytes.
+        index_bytes: size of ``index.json``.
+        index_sha256: digest of ``index.json``, which covers the digests of all other files.
     """
 
     run_id: Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")]
@@ -161,17 +163,10 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     layout: MeshLayout
     what: SaveScope
     states: tuple[str, ...]
-    ranks: tuple[RankFiles, ...]
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        """Sizes in bytes of all files of the folder except the manifest, by name."""
-        return {name: size for files in self.ranks for name, size in files.sizes.items()}
-
-    @property
-    def bytes(self) -> int:
-        """Total size of all ranks' files in bytes."""
-        return sum(self.sizes.values())
+    world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    bytes: Count
+    index_bytes: Annotated[int, Meta(ge=0, le=strict_json.MAX_JSON_BYTES)]
+    index_sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
     @property
     def sections(self) -> tuple[str, ...]:
@@ -207,14 +202,6 @@ def parse_manifest(data: bytes) -> Manifest:
         raise CorruptCheckpointError(f"{MANIFEST}: the text was changed, the values were not")
     fields = {name: value for name, value in body.items() if name not in ("format", "version")}
     manifest = strict_json.convert(fields, Manifest, MANIFEST)
-    for rank, files in enumerate(manifest.ranks):
-        names, known = [file.name for file in files.data], [data_name(rank), data_name(rank, frozen=True)]
-        if files.index != index_name(rank) or not names or names != known[: len(names)]:
-            raise CorruptCheckpointError(
-                f"{MANIFEST}: ranks[{rank}]: unexpected file names {strict_json.describe_value([files.index, *names])}"
-            )
-    if not manifest.ranks:
-        raise CorruptCheckpointError(f"{MANIFEST}: ranks: must list at least one rank")
     if len(set(manifest.states)) != len(manifest.states) or "" in manifest.states:
         raise CorruptCheckpointError(f"{MANIFEST}: states: names must be unique and not empty, got {manifest.states}"[:300])
     return manifest

@@ -155,7 +155,7 @@ def plan_load(
         comparison.compare_transforms(_section_refs(reader, TRANSFORMS), transforms, state)
         if not options.ignore.part(OPTIMIZER):
             optimizer = strict_json.read_object(
-                _section_dict(reader, OPTIMIZER), f"{layout.index_name(0)}: {OPTIMIZER}", ("state", "groups")
+                _section_dict(reader, OPTIMIZER), f"{layout.INDEX}: {OPTIMIZER}", ("state", "groups")
             )
             comparison.rows.extend(find_unknown_state(optimizer, state, comparison.skipped, strict=options.strict))
             comparison.rows.extend(compare_groups(optimizer, state, comparison.skipped))
@@ -319,14 +319,12 @@ def _section_dict(reader: CheckpointReader, section: str) -> dict[str, Any]:
     """Return a section, a dict with string keys, with a ``TensorPlaceholder`` in place of each tensor."""
     values = reader.structures[section]
     if type(values) is not dict or not all(type(key) is str for key in values):
-        raise CorruptCheckpointError(
-            f"{layout.index_name(0)}: {section}: must be a dict, got {strict_json.describe_value(values)}"
-        )
+        raise CorruptCheckpointError(f"{layout.INDEX}: {section}: must be a dict, got {strict_json.describe_value(values)}")
     return values
 
 
 def _read_clock(reader: CheckpointReader, *, check_step: bool) -> Clock:
-    location = f"{layout.index_name(0)}: clock"
+    location = f"{layout.INDEX}: clock"
     # Both fields are optional in the file.
     raw = {"previous": None, "step_start": None, **_section_dict(reader, "clock")}
     previous, start = raw.pop("previous"), raw.pop("step_start")
@@ -366,7 +364,5 @@ def _read_counts(raw: dict[str, Any], location: str) -> dict[str, Any]:
 def _read_seed(reader: CheckpointReader) -> int:
     seed = reader.shared["seed"]
     if type(seed) is not int:
-        raise CorruptCheckpointError(
-            f"{layout.index_name(0)}: seed: must be an integer, got {strict_json.describe_value(seed)}"
-        )
+        raise CorruptCheckpointError(f"{layout.INDEX}: seed: must be an integer, got {strict_json.describe_value(seed)}")
     return seed

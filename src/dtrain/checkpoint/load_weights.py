@@ -317,7 +317,8 @@ def _pickle_hint(names: Iterable[str]) -> str:
 def _open_source(path: AnyPath, model: nn.Module) -> TensorFiles:
     if has_manifest(path):
         # Ranks without buffers of their own must have equal buffers, so all load the buffers of rank 0.
-        return open_step(path, get_dist_info().rank if get_spec(model).buffers == "local" else 0)
+        rank = get_dist_info().rank
+        return open_step(path, rank if get_spec(model).buffers == "local" else 0, check_files=rank == 0)
     return tensor_files.open_safetensors_folder(path) if storage.is_folder(path) else tensor_files.open_safetensors_file(path)
 
 
@@ -339,7 +340,7 @@ def _check_duplicates(files: TensorFiles, path: AnyPath, match: NameMatch) -> No
 
 def _read_regions(files: TensorFiles, regions: Mapping[str, Region]) -> dict[str, Tensor]:
     sizes = {name: region.size for name, region in regions.items()}
-    return read_tensors(sizes, plan_reads(files.shards, regions), files.refs, files.open_file)
+    return read_tensors(sizes, plan_reads(files.find_shards(regions), regions), files.refs, files.open_file)
 
 
 def _region_bytes(files: TensorFiles, name: str, region: Region) -> bytes:

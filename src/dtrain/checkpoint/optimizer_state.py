@@ -87,9 +87,7 @@ def _dict(value: Any, location: str) -> dict[str, Any]:
         CorruptCheckpointError: a value of another type.
     """
     if type(value) is not dict:
-        raise CorruptCheckpointError(
-            f"{layout.index_name(0)}: {location}: must be a dict, got {strict_json.describe_value(value)}"
-        )
+        raise CorruptCheckpointError(f"{layout.INDEX}: {location}: must be a dict, got {strict_json.describe_value(value)}")
     return value
 
 

@@ -1,27 +1,32 @@
-"""Index of one rank: the place of each tensor shard in the rank's data files, the digests of the files, and plain values.
+"""Index of one rank, ``rank-<rank>.json``: where its parts of the tensors begin, digests of its data files, plain values.
 
-A model may have many shards, which every rank parses when loading, and has few kinds of them. Shards are therefore stored as
-columns, and refer to their common fields by number.
+The index of the run says which tensors a rank holds, in which order, and what part of each. So the index of a rank lists
+numbers only, and a load parses the indexes of those ranks that it reads from.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import numpy as np
 from msgspec import Meta, Struct
 
-from dtrain.checkpoint import layout, strict_json
-from dtrain.checkpoint.layout import DIGEST, DTYPES, VERSION, check_format, data_name, index_name
+from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint.data_file import Blocks
+from dtrain.checkpoint.layout import DIGEST, DTYPES, VERSION, RankFiles, check_format, data_name, index_name
 from dtrain.checkpoint.strict_json import Count
-from dtrain.errors import CheckpointError, CorruptCheckpointError
+from dtrain.errors import CorruptCheckpointError
 
-INDEX_FORMAT = "dtrain-checkpoint-rank"
+if TYPE_CHECKING:
+    from dtrain.checkpoint.run_index import RunIndex
+
+RANK_INDEX_FORMAT = "dtrain-checkpoint-rank"
+# No file is as large, and the number fits into 64 bits.
+_MAX_BYTES = 2**62
 
 
 class ShardKind(NamedTuple):
@@ -53,195 +58,184 @@ class StoredShard(NamedTuple):
         return self.begin + self.kind.nbytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class RankIndex:
     """Index of the files of one rank.
 
     Args:
         rank: the rank that wrote the files.
-        shards: shards of the tensors of the run, by key.
-        per_rank: tensors that only this rank has, by key.
-        chunks: digests of each ``CHUNK_BYTES`` per data file; the last chunk is shorter.
+        begins: first byte of the rank's part of each tensor of the run that the rank holds, in the order of the run's index.
+        per_rank: first byte of each tensor that only this rank has, in the order of ``values``.
+        blocks: blocks of each data file.
         values: encoded plain values of the rank.
-        shared: encoded plain values of the run, by section; None on all ranks but rank 0.
     """
 
     rank: int
-    shards: Mapping[str, StoredShard]
-    per_rank: Mapping[str, StoredShard]
-    chunks: tuple[tuple[str, ...], ...]
+    begins: Sequence[int]
+    per_rank: Sequence[int]
+    blocks: tuple[Blocks, ...]
     values: Any
-    shared: dict[str, Any] | None
 
 
-def encode_index(index: RankIndex) -> bytes:
-    """Encode ``rank-<rank>.json``. Shards refer to a file by its number among the files of the rank.
+def encode_rank_index(index: RankIndex) -> bytes:
+    """Encode ``rank-<rank>.json``.
 
     Raises:
         CheckpointError: more JSON than the reader accepts.
     """
-    kinds: dict[tuple[ShardKind, int], int] = {}
-
-    def columns(shards: Mapping[str, StoredShard]) -> dict[str, list[Any]]:
-        numbers = [kinds.setdefault((shard.kind, shard.file), len(kinds)) for shard in shards.values()]
-        return {"keys": list(shards), "kinds": numbers, "begins": [shard.begin for shard in shards.values()]}
-
     body = {
-        "format": INDEX_FORMAT,
+        "format": RANK_INDEX_FORMAT,
         "version": VERSION,
-        "chunk_bytes": layout.CHUNK_BYTES,
         "digest": DIGEST,
         "rank": index.rank,
-        "shards": columns(index.shards),
-        "per_rank": columns(index.per_rank),
-        "kinds": [
-            {"dtype": kind.dtype, "shape": kind.shape, "offset": kind.offset, "size": kind.size, "file": file}
-            for kind, file in kinds
-        ],
-        "chunks": index.chunks,
+        "begins": index.begins,
+        "per_rank": index.per_rank,
+        "blocks": [{"ends": blocks.ends, "digests": blocks.digests.hex()} for blocks in index.blocks],
         "values": index.values,
-        "shared": index.shared,
     }
-    data = json.dumps(body, separators=(",", ":"), allow_nan=False).encode()
-    if len(data) > strict_json.MAX_JSON_BYTES:
-        raise CheckpointError(
-            f"{index_name(index.rank)}: plain values and index must be at most {strict_json.MAX_JSON_BYTES} bytes, "
-            f"got {len(data)}. Store large plain data as tensors."
-        )
-    return data
+    return strict_json.encode_limited(body, index_name(index.rank))
 
 
-def parse_index(data: bytes, rank: int, sizes: Sequence[int], *, first_file: int = 0) -> RankIndex:
-    """Parse the index of ``rank``, whose data files have ``sizes`` bytes.
+class _FileBlocks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Blocks of a data file: the byte after each, and all digests in order."""
 
-    Args:
-        data: content of the file.
-        rank: the rank that wrote the file.
-        sizes: sizes of the data files of the rank.
-        first_file: number of the rank's first data file, from which the shards' files are counted.
-
-    Raises:
-        CorruptCheckpointError: bytes that ``encode_index`` does not write, a shard outside of its tensor or file, or shards
-            that share bytes.
-        CheckpointError: a valid index of another format version.
-    """
-    location = index_name(rank)
-    body = strict_json.parse_json(data, location)
-    check_format(body, location, INDEX_FORMAT)
-    raw = strict_json.convert(body, _IndexFile, location)
-    found, expected = (raw.rank, raw.chunk_bytes, raw.digest), (rank, layout.CHUNK_BYTES, DIGEST)
-    if found != expected:
-        raise CorruptCheckpointError(f"{location}: rank, chunk_bytes and digest must be {expected}, got {found}")
-    counts = [len(of_file) for of_file in raw.chunks]
-    if counts != [-(-size // layout.CHUNK_BYTES) for size in sizes]:
-        raise CorruptCheckpointError(f"{location}: files of {list(sizes)} bytes do not have {counts} chunk digests")
-    if (raw.shared is None) != (rank != 0):
-        raise CorruptCheckpointError(f"{location}: shared: must be an object on rank 0 and null on all other ranks")
-    for at, kind in enumerate(raw.kinds):
-        kind.check(f"{location}: kinds[{at}]", sizes)
-    kinds = [kind.kind for kind in raw.kinds]
-    files = [kind.file for kind in raw.kinds]
-    for name, columns in (("shards", raw.shards), ("per_rank", raw.per_rank)):
-        columns.check(f"{location}: {name}", kinds, files, sizes)
-    _check_disjoint(raw, kinds, files)
-    return RankIndex(
-        rank=rank,
-        shards=raw.shards.build(kinds, files, first_file),
-        per_rank=raw.per_rank.build(kinds, files, first_file),
-        chunks=raw.chunks,
-        values=raw.values,
-        shared=raw.shared,
-    )
-
-
-class _KindEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a ``ShardKind`` in the file, and the number of the data file of its shards."""
-
-    dtype: str
-    shape: tuple[Count, ...]
-    offset: tuple[Count, ...]
-    size: tuple[Count, ...]
-    file: Count
-
-    def check(self, location: str, sizes: Sequence[int]) -> None:
-        if self.dtype not in DTYPES:
-            raise CorruptCheckpointError(f"{location}: unknown dtype {self.dtype!r}")
-        dims = zip(self.offset, self.size, self.shape, strict=False)
-        if not len(self.shape) == len(self.offset) == len(self.size) or any(a + n > full for a, n, full in dims):
-            raise CorruptCheckpointError(f"{location}: region {self.offset}+{self.size} is outside of shape {self.shape}")
-        if self.file >= len(sizes):
-            raise CorruptCheckpointError(f"{location}: data file number must be below {len(sizes)}, got {self.file}")
-        nbytes, size = self.kind.nbytes, sizes[self.file]
-        if nbytes > size:
-            raise CorruptCheckpointError(f"{location}: shards of {nbytes} bytes do not fit into a file of {size} bytes")
-
-    @property
-    def kind(self) -> ShardKind:
-        """Kind with its size in bytes."""
-        return shard_kind(self.dtype, self.shape, self.offset, self.size)
-
-
-class _Columns(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Columns of shards: key, number of the kind, and first byte in the file."""
-
-    keys: list[str]
-    kinds: list[Count]
-    begins: list[Count]
-
-    def check(self, location: str, kinds: Sequence[ShardKind], files: Sequence[int], sizes: Sequence[int]) -> None:
-        """Check that the columns are of one length, and that each shard is in its file."""
-        if not len(self.keys) == len(self.kinds) == len(self.begins):
-            lengths = len(self.keys), len(self.kinds), len(self.begins)
-            raise CorruptCheckpointError(f"{location}: keys, kinds and begins must have one length, got {lengths}")
-        if max(self.kinds, default=-1) >= len(kinds):
-            raise CorruptCheckpointError(f"{location}: kinds must be below {len(kinds)}, got {max(self.kinds)}")
-        if len(set(self.keys)) != len(self.keys):
-            raise CorruptCheckpointError(f"{location}: keys must be unique")
-        last_begins = [sizes[file] - kind.nbytes for kind, file in zip(kinds, files, strict=True)]
-        for key, number, begin in zip(self.keys, self.kinds, self.begins, strict=True):
-            if begin > last_begins[number]:
-                end, size = begin + kinds[number].nbytes, sizes[files[number]]
-                raise CorruptCheckpointError(f"{location}: {key}: bytes {begin} to {end} are outside of a file of {size} bytes")
-
-    def build(self, kinds: Sequence[ShardKind], files: Sequence[int], first_file: int) -> dict[str, StoredShard]:
-        common = [(first_file + file, kind) for file, kind in zip(files, kinds, strict=True)]
-        shards = [StoredShard(common[n][0], begin, common[n][1]) for n, begin in zip(self.kinds, self.begins, strict=True)]
-        return dict(zip(self.keys, shards, strict=True))
+    ends: list[Count]
+    digests: Annotated[str, Meta(pattern=r"\A[0-9a-f]*\Z")]
 
 
 @strict_json.compile_schema
-class _IndexFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class _RankIndexFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields of ``rank-<rank>.json``."""
 
     format: str
     version: int
-    rank: Count
-    chunk_bytes: Count
     digest: str
-    chunks: tuple[tuple[Annotated[str, Meta(pattern=r"\A[0-9a-f]{32}\Z")], ...], ...]
-    kinds: tuple[_KindEntry, ...]
-    shards: _Columns
-    per_rank: _Columns
+    rank: Count
+    begins: list[Count]
+    per_rank: list[Count]
+    blocks: tuple[_FileBlocks, ...]
     values: Any
-    shared: dict[str, Any] | None
 
 
-def _check_disjoint(raw: _IndexFile, kinds: Sequence[ShardKind], files: Sequence[int]) -> None:
-    """Raise if two shards share a byte of a file, which a reader would have to fetch for each of them."""
-    numbers = np.array(raw.shards.kinds + raw.per_rank.kinds, dtype=np.int64)
-    if not len(numbers):
+def parse_rank_index(data: bytes, rank: int, files: RankFiles) -> RankIndex:
+    """Parse the index of ``rank``. ``place_shards`` compares it with the index of the run.
+
+    Raises:
+        CorruptCheckpointError: bytes that ``encode_rank_index`` does not write, or blocks that do not cover the data files.
+        CheckpointError: a valid index of another format version.
+    """
+    location = index_name(rank)
+    body = strict_json.parse_json(data, location)
+    check_format(body, location, RANK_INDEX_FORMAT)
+    raw = strict_json.convert(body, _RankIndexFile, location)
+    if (raw.rank, raw.digest) != (rank, DIGEST):
+        raise CorruptCheckpointError(f"{location}: rank and digest must be {(rank, DIGEST)}, got {(raw.rank, raw.digest)}")
+    if len(raw.blocks) != len(files.data_bytes):
+        raise CorruptCheckpointError(f"{location}: blocks: must list {len(files.data_bytes)} files, got {len(raw.blocks)}")
+    blocks = tuple(
+        _parse_blocks(of_file, size, f"{location}: blocks[{number}]")
+        for number, (of_file, size) in enumerate(zip(raw.blocks, files.data_bytes, strict=True))
+    )
+    return RankIndex(rank=rank, begins=raw.begins, per_rank=raw.per_rank, blocks=blocks, values=raw.values)
+
+
+def _parse_blocks(raw: _FileBlocks, size: int, location: str) -> Blocks:
+    last = raw.ends[-1] if raw.ends else 0
+    if last != size or max(raw.ends, default=0) != last:
+        raise CorruptCheckpointError(f"{location}: must end with the file of {size} bytes, got {last}")
+    if len(raw.digests) != 32 * len(raw.ends):
+        raise CorruptCheckpointError(f"{location}: {len(raw.ends)} blocks do not have {len(raw.digests) / 32:g} digests")
+    lengths = np.diff(np.array(raw.ends, dtype=np.int64), prepend=0)
+    if len(lengths) and not 0 < lengths.min() <= lengths.max() <= layout.CHUNK_BYTES:
+        raise CorruptCheckpointError(
+            f"{location}: a block must have 1 to {layout.CHUNK_BYTES} bytes, got {lengths.min()} to {lengths.max()}"
+        )
+    return Blocks(raw.ends, bytes.fromhex(raw.digests))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class PlacedShards:
+    """Places of the shards of one rank, checked.
+
+    Args:
+        numbers: numbers of the tensors of the run that the rank holds in part, ascending.
+        begins: first byte of each part.
+        per_rank: shards of the tensors that only this rank has, by key. Files are counted within the rank.
+        blocks: blocks of each data file.
+        values: encoded plain values of the rank.
+    """
+
+    numbers: Any
+    begins: Any
+    per_rank: Mapping[str, StoredShard]
+    blocks: tuple[Blocks, ...]
+    values: Any
+
+    def begins_of(self, numbers: Sequence[int]) -> list[int]:
+        """Return the first bytes of the parts of these tensors, which the rank holds."""
+        found: list[int] = self.begins[np.searchsorted(self.numbers, np.array(numbers, dtype=np.int64))].tolist()
+        return found
+
+
+def place_shards(index: RankIndex, run: RunIndex) -> PlacedShards:
+    """Return the places of the shards of a rank, after a check against the index of the run.
+
+    Raises:
+        CorruptCheckpointError: another number of shards, a shard outside of its file, or shards that share bytes.
+    """
+    name, sizes = index_name(index.rank), run.files[index.rank].data_bytes
+    numbers, parts = run.parts_of(index.rank)
+    refs = tree_json.tensor_refs(index.values, "")
+    for column, found, expected in (("begins", index.begins, len(numbers)), ("per_rank", index.per_rank, len(refs))):
+        if len(found) != expected:
+            raise CorruptCheckpointError(f"{name}: {column}: must have {expected} numbers, got {len(found)}")
+    own = [shard_kind(ref.dtype, ref.shape, (0,) * len(ref.shape), ref.shape) for ref in refs.values()]
+    kinds = np.array(run.tensors, dtype=np.int64)[numbers] - 1
+    # There are many tensors and few kinds, so lengths and files are looked up by kind. The last one is for no kind at all.
+    lengths = np.array([*(0 if part is None else min(part.nbytes, _MAX_BYTES) for part in parts), 0], dtype=np.int64)
+    files = np.array([*(kind.file for kind in run.kinds), 0], dtype=np.int64)
+    own_lengths = np.array([min(kind.nbytes, _MAX_BYTES) for kind in own], dtype=np.int64)
+    _check_places(
+        index.rank,
+        [*index.begins, *index.per_rank],
+        np.concatenate([lengths[kinds], own_lengths]),
+        np.concatenate([files[kinds], np.zeros(len(own), dtype=np.int64)]),
+        sizes,
+    )
+    per_rank = {key: StoredShard(0, begin, kind) for key, begin, kind in zip(refs, index.per_rank, own, strict=True)}
+    return PlacedShards(
+        numbers=numbers,
+        begins=np.array(index.begins, dtype=np.int64),
+        per_rank=per_rank,
+        blocks=index.blocks,
+        values=index.values,
+    )
+
+
+def _check_places(rank: int, begins: list[int], lengths: Any, files: Any, sizes: Sequence[int]) -> None:
+    """Raise if a shard is outside of its file, or if two share a byte, which a reader would fetch for each of them."""
+    if not begins:
         return
-    begins = np.array(raw.shards.begins + raw.per_rank.begins, dtype=np.int64)
-    of_file, nbytes = (np.array(column, dtype=np.int64)[numbers] for column in (files, [kind.nbytes for kind in kinds]))
-    order = np.lexsort((begins, of_file))
-    order = order[nbytes[order] > 0]
-    of_file, begins, ends = of_file[order], begins[order], (begins + nbytes)[order]
+    name = index_name(rank)
+    if max(begins) > max(sizes):
+        raise CorruptCheckpointError(f"{name}: byte {max(begins)} is outside of a file of {max(sizes)} bytes")
+    first = np.array(begins, dtype=np.int64)
+    last = np.array(sizes, dtype=np.int64)[files] - lengths
+    outside = np.flatnonzero(first > last)
+    if len(outside):
+        at = int(outside[0])
+        size = sizes[int(files[at])]
+        raise CorruptCheckpointError(
+            f"{name}: shard {at}: bytes {begins[at]} to {begins[at] + int(lengths[at])} are outside of a file of {size} bytes"
+        )
+    order = np.lexsort((first, files))
+    order = order[lengths[order] > 0]
+    of_file, first, ends = files[order], first[order], (first + lengths)[order]
     # The first pair of neighbours that overlap exists if any pair of shards overlaps.
-    overlaps = np.flatnonzero((begins[1:] < ends[:-1]) & (of_file[1:] == of_file[:-1]))
+    overlaps = np.flatnonzero((first[1:] < ends[:-1]) & (of_file[1:] == of_file[:-1]))
     if len(overlaps):
         at = int(overlaps[0]) + 1
-        key = (raw.shards.keys + raw.per_rank.keys)[int(order[at])]
-        name = data_name(raw.rank, frozen=bool(of_file[at]))
+        file = data_name(rank, frozen=bool(of_file[at]))
         raise CorruptCheckpointError(
-            f"{index_name(raw.rank)}: {name}: {key}: begins at byte {int(begins[at])}, inside of another shard"
+            f"{name}: {file}: shard {int(order[at])}: begins at byte {int(first[at])}, inside of another shard"
         )

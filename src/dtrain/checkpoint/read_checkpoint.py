@@ -17,13 +17,12 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import layout, strict_json, tree_json
-from dtrain.checkpoint.data_file import FileOpener, VerifiedReader
+from dtrain.checkpoint.data_file import FileOpener, ReadableFile
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, TRANSFORMS, IgnorePatterns, LoadOptions, LoadPlan, plan_load
 from dtrain.checkpoint.mismatch_report import mismatch_error, missing_row, unexpected_row
-from dtrain.checkpoint.rank_index import StoredShard
 from dtrain.checkpoint.read_tensors import read_tensors
 from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_buffers_of
-from dtrain.checkpoint.reshard import ReadItem, Region, full_region, plan_reads
+from dtrain.checkpoint.reshard import ReadItem, Region, ShardFinder, full_region, plan_reads
 from dtrain.checkpoint.tree_json import decode_structure, fill_tensors, list_placeholders
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import check_rng_state
@@ -105,7 +104,8 @@ def read_checkpoint(
 
     Mutates: ``files``, which closes the data files.
     """
-    reader = open_checkpoint(folder)
+    # Rank 0 looks for missing and foreign files. Every rank verifies what it reads.
+    reader = open_checkpoint(folder, check_files=get_dist_info().rank == 0)
     if options.ignore.patterns:
         options.ignore.check_used(*_known_names(reader, states, extra), caller=f"{_CALLER}: ignore")
     skipped_states = _check_states(reader, states, options)
@@ -122,10 +122,11 @@ def read_checkpoint(
         reads[name].add(part, plans[name].regions, prefix=key_prefix(name))
     structures = {} if options.model_only else _extra_structure(reader, extra, options.ignore)
     for tree in structures.values():
-        read_now.add_full(reader.shards, tree)
+        read_now.add_full(reader.find_shards, tree)
     random = None if options.model_only or options.ignore.part(RNG) else _rng_structure(reader, states)
     if random is not None:
-        read_now.add_full({key: [shard] for key, shard in reader.per_rank[get_dist_info().rank].items()}, random)
+        own = {key: [shard] for key, shard in reader.shards_of_rank(get_dist_info().rank).items()}
+        read_now.add_full(lambda regions: own, random)
     # A second transfer from a server would take longer than the memory is worth.
     small = isinstance(folder, RemotePath) or sum(of_state.nbytes for of_state in reads.values()) <= _HELD_BYTES
     held: dict[str, Set[str]] = {name: plan.regions.keys() if small else plan.adopted for name, plan in plans.items()}
@@ -154,9 +155,9 @@ def read_checkpoint(
 
 def _keep_open(reader: CheckpointReader, files: ExitStack) -> FileOpener:
     """Return a function that opens data files until ``files`` is closed. A file that is removed meanwhile stays readable."""
-    opened: dict[int, VerifiedReader] = {}
+    opened: dict[int, ReadableFile] = {}
 
-    def open_file(number: int) -> AbstractContextManager[VerifiedReader]:
+    def open_file(number: int) -> AbstractContextManager[ReadableFile]:
         if number not in opened:
             context = reader.open_data(number)
             opened[number] = context.__enter__()
@@ -166,7 +167,7 @@ def _keep_open(reader: CheckpointReader, files: ExitStack) -> FileOpener:
     return open_file
 
 
-def _close(context: AbstractContextManager[VerifiedReader]) -> None:
+def _close(context: AbstractContextManager[ReadableFile]) -> None:
     # Every read was verified, so a failing close loses nothing.
     with suppress(OSError):
         context.__exit__(None, None, None)
@@ -245,15 +246,16 @@ class TensorReads:
 
     def add(self, part: CheckpointReader, regions: Mapping[str, Region], *, prefix: str) -> None:
         """Add the regions of one state's tensors."""
-        reads = plan_reads(part.shards, regions)
+        reads = plan_reads(part.find_shards(regions), regions)
         self.reads += [read._replace(key=prefix + read.key) for read in reads] if prefix else reads
         self.sizes.update({prefix + key: region.size for key, region in regions.items()})
         self.refs.update({prefix + key: part.refs[key] for key in regions})
 
-    def add_full(self, shards: Mapping[str, Sequence[StoredShard]], tree: Any) -> None:
+    def add_full(self, find_shards: ShardFinder, tree: Any) -> None:
         """Add all tensors of a tree, each completely."""
         refs = dict(list_placeholders(tree))
-        self.reads += plan_reads(shards, {key: full_region(ref.shape) for key, ref in refs.items()})
+        regions = {key: full_region(ref.shape) for key, ref in refs.items()}
+        self.reads += plan_reads(find_shards(regions), regions)
         self.sizes.update((key, ref.shape) for key, ref in refs.items())
         self.refs.update(refs)
 
@@ -319,7 +321,7 @@ def _extra_structure(reader: CheckpointReader, extra: Mapping[str, Any], ignore:
     """
     stored = reader.structures[layout.EXTRA]
     if type(stored) is not dict:
-        raise CorruptCheckpointError(f"{layout.index_name(0)}: extra: must be a dict, got {strict_json.describe_value(stored)}")
+        raise CorruptCheckpointError(f"{layout.INDEX}: extra: must be a dict, got {strict_json.describe_value(stored)}")
     keys = {name: tree_json.join_key(layout.EXTRA, str(name)) for name in (*extra, *stored)}
     requested = {name: key for name, key in keys.items() if not ignore.part(key)}
     missing = [key for name, key in requested.items() if name not in stored]
@@ -354,7 +356,7 @@ def _rng_structure(reader: CheckpointReader, states: Mapping[str, TrainState]) -
     ranks_per_batch = next(iter(states.values())).spec.ranks_per_batch
     if (reader.world_size, reader.manifest.layout.ranks_per_batch) != (info.world_size, ranks_per_batch):
         return None
-    values = reader.values[info.rank]
+    values = reader.values_of(info.rank)
     structure = decode_structure(values.get("rng") if type(values) is dict else None, "rng")
     if type(structure) is not dict:
         raise CorruptCheckpointError(f"{layout.index_name(info.rank)}: values: no rng")

@@ -1,8 +1,9 @@
-"""Read byte ranges of files into host tensors in parallel, and verify the digest of each chunk before use.
+"""Read byte ranges of files into host tensors in parallel, and verify the digest of each block before use.
 
-Large segments of a chunk are read directly into their tensor, and all others into a buffer. The digest is computed from memory,
-piece by piece, and then the small segments are copied out of the buffer. The verified bytes are therefore the bytes in use, and
-the additional memory is one buffer per thread. Each chunk is fetched once.
+Adjacent blocks are fetched together, in fetches of at most ``CHUNK_BYTES``. Large segments of a fetch are read directly into
+their tensor, and all others into a buffer. The digests are computed from memory, piece by piece, and then the small segments
+are copied out of the buffer. The verified bytes are therefore the bytes in use, and the additional memory is one buffer per
+thread. Each block is fetched once.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import threading
 from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -19,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.data_file import FileOpener, ReadableFile, chunk_range, digest_of
+from dtrain.checkpoint.data_file import Blocks, FileOpener, ReadableFile, split_blocks, verify_pieces
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.reshard import ReadItem
 from dtrain.checkpoint.tree_json import TensorRef
@@ -30,8 +32,10 @@ from dtrain.storage.parallel_parts import for_each_part
 READ_THREADS = 2
 # Concurrent requests to a server.
 REMOTE_REQUESTS = 8
-# Fewer chunks are not worth the threads.
-_MIN_THREADED_CHUNKS = 4
+# A server sends so many bytes in the time of a request, so smaller gaps between needed blocks are read as well.
+_MAX_REMOTE_GAP_BYTES = 2**20
+# Fewer fetches are not worth the threads.
+_MIN_THREADED_FETCHES = 4
 # Size of a read whose digest is computed from the second-level cache of common processors.
 _PIECE_BYTES = 256 * 2**10
 # Smaller segments are copied out of a buffer, which saves a system call for each of them.
@@ -71,7 +75,7 @@ class _GatherBuffer:
         if len(data) == self._read.end - self._read.begin:
             self._copy(data)
             return
-        # The remaining rows are in another chunk, which another thread may read.
+        # The remaining rows are in another fetch, which another thread may make.
         with self._lock:
             if self._buffer is None:
                 self._buffer = self._pool.acquire(self._read.end - self._read.begin)
@@ -90,13 +94,61 @@ class _GatherBuffer:
 
 
 class _Segment(NamedTuple):
-    """Bytes ``[begin, end)`` of a file inside of one chunk, and their target: memory, a gather buffer, or a new tensor."""
+    """Bytes ``[begin, end)`` of a file inside of one fetch, and their target: memory, a gather buffer, or a new tensor."""
 
     begin: int
     end: int
     key: str
     memory: memoryview | None
     gather_buffer: _GatherBuffer | None
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class Fetch:
+    """Bytes ``[begin, end)`` of a file that are read together, the numbers of their blocks, and the segments inside."""
+
+    begin: int
+    end: int
+    blocks: range
+    segments: list[_Segment]
+
+
+def plan_fetches(blocks: Blocks | None, spans: Iterable[tuple[int, int]], *, size: int, is_remote: bool) -> list[Fetch]:
+    """Plan the fetches of a file, in order.
+
+    Args:
+        blocks: blocks of the file; None for a file without digests, of which chunks are fetched in part.
+        spans: needed byte ranges in the order of their begin.
+        size: size of the file.
+        is_remote: if True, a gap between blocks is read rather than a further request made.
+    """
+    if blocks is None:
+        return _plan_undigested(spans, size)
+    needed: list[range] = []
+    reach = -1
+    gap = _MAX_REMOTE_GAP_BYTES if is_remote else 0
+    for begin, end in spans:
+        # Most spans are small, and in the block of the span before.
+        if end <= reach or begin == end:
+            continue
+        numbers = blocks.numbers_of(begin, end)
+        if needed and blocks.begin_of(numbers.start) - reach <= gap:
+            needed[-1] = range(needed[-1].start, max(numbers.stop, needed[-1].stop))
+        else:
+            needed.append(numbers)
+        reach = blocks.ends[needed[-1].stop - 1]
+    return [
+        Fetch(blocks.begin_of(part.start), blocks.ends[part.stop - 1], part, [])
+        for numbers in needed
+        for part in split_blocks(blocks, numbers)
+    ]
+
+
+def _plan_undigested(spans: Iterable[tuple[int, int]], size: int) -> list[Fetch]:
+    chunk_bytes = layout.CHUNK_BYTES
+    numbers = sorted({at for begin, end in spans if begin < end for at in range(begin // chunk_bytes, -(-end // chunk_bytes))})
+    # The file may be shorter than its header says.
+    return [Fetch(at * chunk_bytes, max(at * chunk_bytes, min((at + 1) * chunk_bytes, size)), range(0), []) for at in numbers]
 
 
 def read_tensors(
@@ -118,7 +170,7 @@ def read_tensors(
         open_file: function that opens the file of a number.
         targets: tensors by key, filled in place if plain, contiguous, on the CPU and of the stored dtype. Others are new.
         shareable: keys of tensors that may share memory with others, because the caller copies them. Saves a copy.
-        verify: reads whose chunks are verified only.
+        verify: reads whose blocks are verified only.
 
     Mutates: ``targets``.
 
@@ -127,27 +179,35 @@ def read_tensors(
         OSError: an unreadable file.
     """
     layers = list(_split_repeated_reads(list(reads))) or [[]]
-    to_verify = {(read.file, chunk) for read in verify for chunk in chunk_range(read.begin, read.end)}
+    to_verify = list(verify)
     with torch.no_grad(), ExitStack() as stack:
         host_tensors = _HostTensors(sizes, refs, targets or {}, shareable)
         for layer in layers:
-            work: dict[tuple[int, int], list[_Segment]] = defaultdict(list, {place: [] for place in sorted(to_verify)})
-            to_verify.clear()
+            by_file: dict[int, tuple[list[ReadItem], list[tuple[int, int]]]] = defaultdict(lambda: ([], []))
             for read in layer:
-                host_tensors.add_read(read, work)
-            files = {number: stack.enter_context(open_file(number)) for number in {number for number, _ in work}}
-            chunks = [(files[number], chunk, segments) for (number, chunk), segments in work.items()]
+                by_file[read.file][0].append(read)
+            for read in to_verify:
+                by_file[read.file][1].append((read.begin, read.end))
+            to_verify.clear()
+            work: list[tuple[ReadableFile, Fetch]] = []
+            for number, (of_file, spans) in sorted(by_file.items()):
+                file = stack.enter_context(open_file(number))
+                spans += [(read.begin, read.end) for read in of_file]
+                spans.sort()
+                fetches = plan_fetches(file.blocks, spans, size=file.file.size, is_remote=file.file.is_remote)
+                host_tensors.add_reads(of_file, fetches)
+                work += [(file, fetch) for fetch in fetches]
             buffers = _BufferPool()
 
             def fetch(at: int) -> None:
-                file, chunk, segments = chunks[at]  # noqa: B023  # called before the next iteration
+                file, item = work[at]  # noqa: B023  # called before the next iteration
                 # The autograd mode belongs to a thread.
                 with torch.no_grad():
-                    _read_chunk(file, chunk, segments, host_tensors, buffers)  # noqa: B023
+                    _read_fetch(file, item, host_tensors, buffers)  # noqa: B023
 
-            remote = any(file.file.is_remote for file in files.values())
-            threads = REMOTE_REQUESTS if remote else READ_THREADS if len(chunks) >= _MIN_THREADED_CHUNKS else 1
-            for_each_part(len(chunks), fetch, threads=threads, name="dtrain-read", activity="load")
+            remote = any(file.file.is_remote for file, _ in work)
+            threads = REMOTE_REQUESTS if remote else READ_THREADS if len(work) >= _MIN_THREADED_FETCHES else 1
+            for_each_part(len(work), fetch, threads=threads, name="dtrain-read", activity="load")
     return host_tensors.tensors
 
 
@@ -209,28 +269,43 @@ class _HostTensors:
         target.view(-1)[:0].zero_()
         return target
 
-    def add_read(self, read: ReadItem, work: dict[tuple[int, int], list[_Segment]]) -> None:
-        """Add the segments of a read to the work of the chunks that contain them."""
-        number, begin, end, key, _, _, target, contiguous = read
+    def add_reads(self, reads: Sequence[ReadItem], fetches: Sequence[Fetch]) -> None:
+        """Add the segments of the reads of a file, which are in order and do not overlap, to the fetches that contain them.
+
+        Mutates: ``fetches``.
+        """
+        at = 0
+        for read in reads:
+            while fetches[at].end <= read.begin and at < len(fetches) - 1:
+                at += 1
+            self._add_read(read, fetches, at)
+
+    def _add_read(self, read: ReadItem, fetches: Sequence[Fetch], at: int) -> None:
+        _, begin, end, key, _, _, target, contiguous = read
         size, stored = self._sizes[key], self._refs[key].dtype
         if (size, stored) not in self._bytes:
             dtype = DTYPES[stored]
             self._bytes[size, stored] = prod(size[1:]) * dtype.itemsize, prod(size) * dtype.itemsize
         row, whole = self._bytes[size, stored]
-        first = begin // layout.CHUNK_BYTES
-        if contiguous and end - begin == whole < _DIRECT_MIN_BYTES and end <= (first + 1) * layout.CHUNK_BYTES:
-            work[number, first].append(_Segment(begin, end, key, None, None))
+        if contiguous and end - begin == whole < _DIRECT_MIN_BYTES and end <= fetches[at].end:
+            fetches[at].segments.append(_Segment(begin, end, key, None, None))
             return
         if key not in self.tensors:
             self.tensors[key] = self._new(key)
         block = None if contiguous else _GatherBuffer(read, DTYPES[stored], self.tensors[key], self._pool)
         if contiguous and key not in self._views:
             self._views[key] = _bytes_of(self.tensors[key])
-        at = target[0][0] * row if target else 0
-        for chunk in chunk_range(begin, end):
-            low, high = max(begin, chunk * layout.CHUNK_BYTES), min(end, (chunk + 1) * layout.CHUNK_BYTES)
-            memory = None if block is not None else self._views[key][at + low - begin : at + high - begin]
-            work[number, chunk].append(_Segment(low, high, key, memory, block))
+        begin_in_target = target[0][0] * row if target else 0
+        low = begin
+        while low < end:
+            # A file that is too short has no fetch for its missing bytes, which the last fetch reports.
+            high = min(end, fetches[at].end) if at < len(fetches) - 1 else end
+            memory = None
+            if block is None:
+                memory = self._views[key][begin_in_target + low - begin : begin_in_target + high - begin]
+            if high > low:
+                fetches[at].segments.append(_Segment(low, high, key, memory, block))
+            low, at = high, at + 1
 
     def split_buffer(self, buffer: Tensor, start: int, segments: Sequence[_Segment]) -> bool:
         """Create tensors from small segments in ``buffer``, whose first byte is byte ``start`` of the file.
@@ -283,26 +358,24 @@ class _HostTensors:
         return [(key, part.view(self._sizes[key])) for key, part in flat if key is not None]
 
 
-def _read_chunk(
-    file: ReadableFile, chunk: int, segments: Sequence[_Segment], tensors: _HostTensors, buffers: _BufferPool
-) -> None:
-    """Read a chunk, verify its digest, and copy its segments to their tensors."""
-    start = chunk * layout.CHUNK_BYTES
-    # The file may have become shorter.
-    size = max(0, min(layout.CHUNK_BYTES, file.file.size - start))
-    parts = list(_plan_chunk(file, segments, start, start + size))
-    buffer = buffers.acquire(size) if any(memory is None for _, _, memory in parts) else None
+def _read_fetch(file: ReadableFile, fetch: Fetch, tensors: _HostTensors, buffers: _BufferPool) -> None:
+    """Make a fetch, verify the digests of its blocks, and copy its segments to their tensors."""
+    begin, segments, blocks = fetch.begin, fetch.segments, file.blocks
+    # A file without digests may be shorter than its header says, which the read of the last segment reports.
+    end = max(fetch.end, *(segment.end for segment in segments[-1:]), 0)
+    parts = list(_plan_fetch(file, segments, begin, end))
+    buffer = buffers.acquire(end - begin) if any(memory is None for _, _, memory in parts) else None
     buffer_view = memoryview(b"") if buffer is None else _bytes_of(buffer)
-    places = [(at, buffer_view[at - start : end - start] if memory is None else memory) for at, end, memory in parts]
+    places = [(at, buffer_view[at - begin : stop - begin] if memory is None else memory) for at, stop, memory in parts]
     if buffer is not None and not segments and not file.file.is_remote:
         # Bytes that are only verified need no memory of their own.
-        places = [(at, buffer_view[: min(_PIECE_BYTES, start + size - at)]) for at in range(start, start + size, _PIECE_BYTES)]
+        places = [(at, buffer_view[: min(_PIECE_BYTES, end - at)]) for at in range(begin, end, _PIECE_BYTES)]
     pieces = _read_pieces(file, places)
-    if file.chunks is None:
+    if blocks is None:
         deque(pieces, maxlen=0)
-    elif digest_of(pieces) != file.chunks[chunk]:
-        raise CorruptCheckpointError(f"{file.name}: bytes from {start} on do not match their digest")
-    is_shared = _distribute(file, segments, tensors, buffer, buffer_view, start)
+    else:
+        verify_pieces(file.name, blocks, fetch.blocks, pieces)
+    is_shared = _distribute(file, segments, tensors, buffer, buffer_view, begin)
     if buffer is not None and not is_shared:
         buffers.release(buffer)
 
@@ -310,7 +383,7 @@ def _read_chunk(
 def _read_pieces(file: ReadableFile, places: Sequence[tuple[int, memoryview]]) -> Iterator[memoryview]:
     """Read from the file into memory, in order. Each piece is still in the processor's cache when it is digested."""
     for begin, memory in places:
-        # Requests to a server should be whole chunks.
+        # Requests to a server should be large.
         step = len(memory) if file.file.is_remote else _PIECE_BYTES
         for at in range(0, len(memory), step):
             piece = memory[at : at + step]
@@ -321,12 +394,12 @@ def _read_pieces(file: ReadableFile, places: Sequence[tuple[int, memoryview]]) -
             yield piece
 
 
-def _plan_chunk(
+def _plan_fetch(
     file: ReadableFile, segments: Sequence[_Segment], start: int, stop: int
 ) -> Iterator[tuple[int, int, memoryview | None]]:
     """Plan the reads of ``[start, stop)`` in order, each into its memory, or into the buffer if None.
 
-    If the chunk has a digest, all bytes are read. Otherwise only segments are read, and adjacent segments for the buffer are
+    If the file has digests, all bytes are read. Otherwise only segments are read, and adjacent segments for the buffer are
     read together.
     """
     at = start
@@ -334,7 +407,7 @@ def _plan_chunk(
     low = None
     for segment in segments:
         # Bytes between segments are only needed for a digest.
-        if segment.begin > at and file.chunks is None:
+        if segment.begin > at and file.blocks is None:
             if low is not None:
                 yield low, at, None
             low, at = None, segment.begin
@@ -347,14 +420,14 @@ def _plan_chunk(
             low = None
             yield segment.begin, segment.end, segment.memory
         at = segment.end
-    if file.chunks is not None and at < stop:
+    if file.blocks is not None and at < stop:
         low, at = at if low is None else low, stop
     if low is not None:
         yield low, at, None
 
 
 def _is_direct(file: ReadableFile, segment: _Segment) -> bool:
-    """Return True if a segment is read directly into its tensor. Requests to a server should be whole chunks."""
+    """Return True if a segment is read directly into its tensor. Requests to a server should be large."""
     if segment.memory is None:
         return False
     return segment.end - segment.begin >= (layout.CHUNK_BYTES if file.file.is_remote else _DIRECT_MIN_BYTES)

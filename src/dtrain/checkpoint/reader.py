@@ -1,4 +1,4 @@
-"""Open a checkpoint and verify all of its files except the tensor data; ``verify`` checks the tensor data as well.
+"""Open a checkpoint: its manifest and index, and the indexes of the ranks whose files a caller needs. ``verify`` reads all.
 
 ``choose_step`` returns the step that a path names: a step's folder, or the newest step of a root.
 """
@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, TypeVar
 
 from dtrain import heartbeats, storage
@@ -18,67 +20,207 @@ from dtrain.checkpoint.checkpoint_info import (
     CorruptStep,
     as_step_folder,
     read_info,
-    read_manifest_bytes,
+    read_manifest,
     scan_root,
 )
-from dtrain.checkpoint.data_file import VerifiedReader, chunk_range
+from dtrain.checkpoint.data_file import InMemoryFile, OpenedFile, verify_file
 from dtrain.checkpoint.layout import Manifest
-from dtrain.checkpoint.rank_index import RankIndex, StoredShard, parse_index
-from dtrain.checkpoint.reshard import full_region, index_shards, plan_reads
+from dtrain.checkpoint.rank_index import (
+    PlacedShards,
+    RankIndex,
+    ShardKind,
+    StoredShard,
+    parse_rank_index,
+    place_shards,
+    shard_kind,
+)
+from dtrain.checkpoint.reshard import Region, check_cover
+from dtrain.checkpoint.run_index import RunIndex, inline_order, parse_run_index
 from dtrain.checkpoint.tree_json import strip_prefix
 from dtrain.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
 from dtrain.storage import AnyPath
+from dtrain.storage.parallel_parts import for_each_part
 
 T = TypeVar("T")
+# Concurrent requests for the indexes of ranks.
+_REMOTE_REQUESTS = 8
+# Number of the file that holds inline tensors. A data file has the number 1 + 2 * rank, or 2 + 2 * rank if frozen.
+_INLINE_FILE = 0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DigestedFile:
-    """Data file: the rank that wrote the file, name, size in bytes, and digests of the chunks."""
+def read_run_index(folder: AnyPath, manifest: Manifest) -> RunIndex:
+    """Read and verify ``index.json``."""
+    return parse_run_index(_read_json(folder, layout.INDEX, manifest.index_bytes, manifest.index_sha256), manifest)
 
-    rank: int
-    name: str
-    bytes: int
-    chunks: tuple[str, ...]
+
+def read_rank_index(folder: AnyPath, index: RunIndex, rank: int) -> RankIndex:
+    """Read and verify the index of a rank."""
+    files = index.files[rank]
+    data = _read_json(folder, layout.index_name(rank), files.index_bytes, files.index_sha256)
+    return parse_rank_index(data, rank, files)
+
+
+def _read_json(folder: AnyPath, name: str, size: int, sha256: str) -> bytes:
+    heartbeats.heartbeat("load")
+    if size > strict_json.MAX_JSON_BYTES:
+        raise CorruptCheckpointError(f"{name}: JSON must be at most {strict_json.MAX_JSON_BYTES} bytes, got {size}")
+    with _open_file(folder, name, size) as file:
+        data = bytearray(size)
+        count = file.read_into(0, memoryview(data))
+    if count != size or hashlib.sha256(data).hexdigest() != sha256:
+        raise CorruptCheckpointError(f"{name}: sha256 does not match the index of the step")
+    return bytes(data)
+
+
+@contextmanager
+def _open_file(folder: AnyPath, name: str, size: int) -> Iterator[storage.FileReader]:
+    """Open a file that has ``size`` bytes as far as the index knows. A server is not asked for the size."""
+    try:
+        with storage.FileReader(folder / name, size=size) as file:
+            _check_size(name, file.size, size)
+            yield file
+    except OSError:
+        found = storage.file_size(folder / name)
+        if found is None:
+            is_there = storage.exists(folder / name)
+            raise CorruptCheckpointError(f"{name}: {'must be a file' if is_there else 'file is missing'}") from None
+        _check_size(name, found, size)
+        raise
+
+
+def _check_size(name: str, found: int, size: int) -> None:
+    if found != size:
+        raise CorruptCheckpointError(f"{name}: size must be {size} bytes as in the index of the step, got {found}")
+
+
+class RankFilesReader:
+    """Reader of the files of the ranks of a step. The index of a rank is read once, when it is needed."""
+
+    def __init__(self, folder: AnyPath, index: RunIndex) -> None:
+        self._folder, self._index = folder, index
+        self._placed: dict[int, PlacedShards] = {}
+
+    def placed(self, rank: int) -> PlacedShards:
+        """Return the places of the shards of a rank."""
+        if rank not in self._placed:
+            self._placed[rank] = place_shards(read_rank_index(self._folder, self._index, rank), self._index)
+        return self._placed[rank]
+
+    def prepare(self, ranks: Iterable[int]) -> None:
+        """Read the indexes of these ranks, in parallel from a server."""
+        missing = sorted({rank for rank in ranks if rank not in self._placed})
+        threads = _REMOTE_REQUESTS if isinstance(self._folder, storage.RemotePath) else 1
+
+        def read(at: int) -> None:
+            self.placed(missing[at])
+
+        for_each_part(len(missing), read, threads=threads, name="dtrain-index")
+
+    def file_name(self, number: int) -> str:
+        """Return the name of the data file of a number."""
+        rank, frozen = divmod(number - 1, 2)
+        return layout.INDEX if number == _INLINE_FILE else layout.data_name(rank, frozen=bool(frozen))
+
+    @contextmanager
+    def open_data(self, number: int) -> Iterator[OpenedFile]:
+        """Open the data file of a number."""
+        name = self.file_name(number)
+        if number == _INLINE_FILE:
+            yield OpenedFile(file=InMemoryFile(self._index.inline), name=name, blocks=None)
+            return
+        rank, frozen = divmod(number - 1, 2)
+        blocks, size = self.placed(rank).blocks[frozen], self._index.files[rank].data_bytes[frozen]
+        with _open_file(self._folder, name, size) as file:
+            yield OpenedFile(file=file, name=name, blocks=blocks)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class CheckpointReader:
-    """Checkpoint with verified manifest, file list, sizes and indexes. Tensor data are verified when they are read.
+    """Checkpoint with verified manifest and index. The files of ranks are verified when they are read.
 
     Args:
         folder: folder of the step.
         manifest: manifest of the step.
-        files: all data files in the order of ranks; shards refer to a file by its number in this tuple.
-        shards: stored shards of the tensors of the run, by key.
+        index: index of the run.
         refs: dtype and shape of the tensors of the run, by key.
         shared: encoded values of the run by section. Several states are below their names (``select_state``).
         structures: decoded ``shared``, with a ``TensorPlaceholder`` in place of each tensor.
-        per_rank: stored shards of the tensors that only one rank has: by rank, then by key.
-        values: encoded values of each rank.
+        ranks: reader of the files of the ranks.
+        numbers: number of each tensor in the index of the run, by key.
+        inline: shards of the tensors in the index of the run, by number.
+        own: shards of tensors that only one rank has and that are used as tensors of the run, by key.
+        state: name of the selected state; None without one.
     """
 
     folder: AnyPath
     manifest: Manifest
-    files: tuple[DigestedFile, ...]
-    shards: Mapping[str, Sequence[StoredShard]]
+    index: RunIndex
     refs: Mapping[str, tree_json.TensorRef]
     shared: Mapping[str, Any]
     structures: Mapping[str, Any]
-    per_rank: tuple[Mapping[str, StoredShard], ...]
-    values: tuple[Any, ...]
+    ranks: RankFilesReader
+    numbers: Mapping[str, int]
+    inline: Mapping[int, StoredShard]
+    own: Mapping[str, StoredShard]
+    state: str | None = None
 
     @property
     def world_size(self) -> int:
         """Number of ranks that wrote the checkpoint."""
-        return len(self.values)
+        return self.manifest.world_size
+
+    def find_shards(self, regions: Mapping[str, Region]) -> dict[str, list[StoredShard]]:
+        """Return the stored shards that overlap the region of each tensor, in the order of their offset.
+
+        Reads the indexes of the ranks that hold the shards.
+        """
+        found: dict[str, list[StoredShard]] = {}
+        parts_of: dict[tuple[int, Region], list[tuple[int, ShardKind]]] = {}
+        wanted: dict[int, tuple[list[int], list[tuple[list[StoredShard], int]]]] = defaultdict(lambda: ([], []))
+        kinds, tensors = self.index.kinds, self.index.tensors
+        blank = StoredShard(-1, 0, shard_kind("U8", (), (), ()))
+        for key, region in regions.items():
+            if key in self.own:
+                found[key] = [self.own[key]]
+                continue
+            number = self.numbers[key]
+            kind = tensors[number]
+            if not kind:
+                found[key] = [self.inline[number]]
+                continue
+            parts = parts_of.get((kind, region))
+            if parts is None:
+                parts = parts_of[kind, region] = kinds[kind - 1].parts_in(region.offset, region.size)
+            shards = found[key] = [blank] * len(parts)
+            for at, (rank, part) in enumerate(parts):
+                numbers, places = wanted[rank]
+                numbers.append(number)
+                # The byte is not known before the index of the rank has been read.
+                shards[at] = StoredShard(1 + 2 * rank + kinds[kind - 1].file, 0, part)
+                places.append((shards, at))
+        self.ranks.prepare(wanted)
+        for rank, (numbers, places) in wanted.items():
+            for begin, (shards, at) in zip(self.ranks.placed(rank).begins_of(numbers), places, strict=True):
+                file, _, part = shards[at]
+                shards[at] = StoredShard(file, begin, part)
+        return found
+
+    def values_of(self, rank: int) -> Any:
+        """Return the encoded values of a rank."""
+        values = self.ranks.placed(rank).values
+        return values if self.state is None else _state_values(values, self.state, layout.index_name(rank))
+
+    def shards_of_rank(self, rank: int) -> dict[str, StoredShard]:
+        """Return the shards of the tensors that only this rank has, by key."""
+        placed = self.ranks.placed(rank)
+        shards = {key: shard._replace(file=1 + 2 * rank) for key, shard in placed.per_rank.items()}
+        return shards if self.state is None else _select(shards, _state_prefix(self.state))
 
     @contextmanager
-    def open_data(self, number: int) -> Iterator[VerifiedReader]:
+    def open_data(self, number: int) -> Iterator[OpenedFile]:
         """Open a data file."""
-        info = self.files[number]
-        with storage.FileReader(self.folder / info.name) as file:
-            yield VerifiedReader(file, info.name, info.chunks)
+        with self.ranks.open_data(number) as opened:
+            yield opened
 
     def select_state(self, name: str) -> CheckpointReader:
         """Return the checkpoint of one of several states, as if the state had been saved alone.
@@ -91,17 +233,20 @@ class CheckpointReader:
             raise CheckpointMismatchError(
                 f"{self.folder}: state must be one that was saved ({stored}), got {name!r}. Load a saved state."
             )
-        prefix = tree_json.join_key(layout.STATES, name) + "/"
+        prefix = _state_prefix(name)
         extra = {layout.EXTRA: self.shared[layout.EXTRA]} if layout.EXTRA in self.shared else {}
         return replace(
             self,
-            shards=_select(self.shards, prefix),
             refs=_select(self.refs, prefix),
+            numbers=_select(self.numbers, prefix),
             shared={**self.shared[layout.STATES][name], **extra},
             structures={section: strip_prefix(tree, prefix) for section, tree in self.structures[layout.STATES][name].items()},
-            per_rank=tuple(_select(shards, prefix) for shards in self.per_rank),
-            values=tuple(_state_values(values, name, layout.index_name(rank)) for rank, values in enumerate(self.values)),
+            state=name,
         )
+
+
+def _state_prefix(name: str) -> str:
+    return tree_json.join_key(layout.STATES, name) + "/"
 
 
 def _state_values(values: Any, name: str, location: str) -> dict[str, Any]:
@@ -122,25 +267,28 @@ def _select(by_key: Mapping[str, T], prefix: str) -> dict[str, T]:
     }
 
 
-def open_checkpoint(folder: AnyPath) -> CheckpointReader:
-    """Open a step, and verify all of its files except the tensor data.
+def open_checkpoint(folder: AnyPath, *, check_files: bool = True) -> CheckpointReader:
+    """Open a step, and verify its manifest and its index.
+
+    Args:
+        folder: folder of the step.
+        check_files: if True, compare the names and sizes of all files with the index. One rank of several does so.
 
     Raises:
         CorruptCheckpointError: a file is missing, unexpected, of the wrong size, changed or invalid.
     """
-    manifest = layout.parse_manifest(read_manifest_bytes(folder))
+    manifest = read_manifest(folder)
     step = layout.step_of(folder.name)
     if step is not None and manifest.step != step:
         raise CorruptCheckpointError(f"{layout.MANIFEST}: step must be {step} as in the folder's name, got {manifest.step}")
-    _check_files(folder, manifest)
-    indexes = tuple(_read_indexes(folder, manifest))
-    files = tuple(
-        DigestedFile(rank=rank, name=file.name, bytes=file.bytes, chunks=chunks)
-        for rank, index in enumerate(indexes)
-        for file, chunks in zip(manifest.ranks[rank].data, index.chunks, strict=True)
-    )
-    shared = _check_shared(indexes[0], manifest)
-    shards = index_shards(index.shards for index in indexes)
+    sizes = dict(storage.list_sizes(folder)) if check_files else {}
+    if check_files:
+        # Without its index, the names of all other files are unknown.
+        _check_sizes(sizes, {layout.INDEX: manifest.index_bytes})
+    index = read_run_index(folder, manifest)
+    if check_files:
+        _check_files(sizes, {layout.INDEX: manifest.index_bytes, **index.sizes})
+    shared = _check_shared(index.shared, manifest)
     refs: dict[str, tree_json.TensorRef] = {}
 
     def placeholder(key: str, ref: tree_json.TensorRef) -> tree_json.TensorPlaceholder:
@@ -148,98 +296,93 @@ def open_checkpoint(folder: AnyPath) -> CheckpointReader:
         return tree_json.TensorPlaceholder(key, ref)
 
     structures = {section: tree_json.decode(values, section, placeholder) for section, values in shared.items()}
-    for index in indexes:
-        _check_shards(index, refs)
-        _check_per_rank(index)
+    _check_kinds(index, refs)
     return CheckpointReader(
         folder=folder,
         manifest=manifest,
-        files=files,
-        shards=shards,
+        index=index,
         refs=refs,
         shared=shared,
         structures=structures,
-        per_rank=tuple(index.per_rank for index in indexes),
-        values=tuple(index.values for index in indexes),
+        ranks=RankFilesReader(folder, index),
+        numbers=dict(zip(refs, range(len(refs)), strict=True)),
+        inline=_place_inline(index, refs),
+        own={},
     )
 
 
-def _check_files(folder: AnyPath, manifest: Manifest) -> None:
-    found, expected = set(storage.list_names(folder)), {layout.MANIFEST, *manifest.sizes}
-    if found != expected:
-        missing, foreign = sorted(expected - found), sorted(found - expected)
+def _check_files(found: Mapping[str, int | None], expected: Mapping[str, int]) -> None:
+    names = {layout.MANIFEST, *expected}
+    if found.keys() != names:
+        missing, foreign = sorted(names - found.keys()), sorted(found.keys() - names)
         name = (missing or foreign)[0]
         raise CorruptCheckpointError(f"{name}: file is missing" if missing else f"{name}: file is not part of the checkpoint")
-    for name, size in manifest.sizes.items():
-        heartbeats.heartbeat("load")
-        actual = storage.file_size(folder / name)
+    _check_sizes(found, expected)
+
+
+def _check_sizes(found: Mapping[str, int | None], expected: Mapping[str, int]) -> None:
+    for name, size in expected.items():
+        if name not in found:
+            raise CorruptCheckpointError(f"{name}: file is missing")
+        actual = found[name]
         if actual is None:
             raise CorruptCheckpointError(f"{name}: must be a file")
-        if actual != size:
-            raise CorruptCheckpointError(f"{name}: size must be {size} bytes as in the manifest, got {actual}")
+        _check_size(name, actual, size)
 
 
-def _read_indexes(folder: AnyPath, manifest: Manifest) -> Iterator[RankIndex]:
-    """Read the indexes of all ranks. Their shards refer to a file by its number among the data files of all ranks."""
-    first_file = 0
-    for rank, files in enumerate(manifest.ranks):
-        heartbeats.heartbeat("load")
-        data = storage.read_file(folder / files.index, limit=strict_json.MAX_JSON_BYTES)
-        if hashlib.sha256(data).hexdigest() != files.index_sha256:
-            raise CorruptCheckpointError(f"{files.index}: sha256 does not match the manifest")
-        yield parse_index(data, rank, [file.bytes for file in files.data], first_file=first_file)
-        first_file += len(files.data)
-
-
-def _check_shared(index: RankIndex, manifest: Manifest) -> dict[str, Any]:
+def _check_shared(shared: Any, manifest: Manifest) -> dict[str, Any]:
     """Return the values of the run, and check their sections against the manifest."""
-    location = f"{layout.index_name(0)}: shared"
+    location = f"{layout.INDEX}: shared"
     extra = (layout.EXTRA,) if manifest.what == "all" else ()
     if not manifest.states:
-        return strict_json.read_object(index.shared, location, (*manifest.sections, *extra))
-    shared = strict_json.read_object(index.shared, location, (layout.STATES, *extra))
-    for name, sections in strict_json.read_object(shared[layout.STATES], f"{location}: states", manifest.states).items():
-        strict_json.read_object(sections, f"{location}: states: {name}", manifest.sections)
-    return shared
+        return strict_json.read_object(shared, location, (*manifest.sections, *extra))
+    sections = strict_json.read_object(shared, location, (layout.STATES, *extra))
+    for name, values in strict_json.read_object(sections[layout.STATES], f"{location}: states", manifest.states).items():
+        strict_json.read_object(values, f"{location}: states: {name}", manifest.sections)
+    return sections
 
 
-def _check_shards(index: RankIndex, refs: Mapping[str, tree_json.TensorRef]) -> None:
-    """Check that each shard of a rank agrees with the tensor that the shared values name."""
+def _check_kinds(index: RunIndex, refs: Mapping[str, tree_json.TensorRef]) -> None:
+    """Check that the kind of each tensor agrees with the tensor that the shared values name."""
+    if len(index.tensors) != len(refs):
+        raise CorruptCheckpointError(f"{layout.INDEX}: tensors: must have {len(refs)} numbers, got {len(index.tensors)}")
     agreeing: set[tuple[int, int]] = set()
-    for key, (_, _, kind) in index.shards.items():
-        ref = refs.get(key)
-        # There are many shards and few kinds of them.
-        if (id(ref), id(kind)) in agreeing:
+    for (key, ref), number in zip(refs.items(), index.tensors, strict=True):
+        # There are many tensors and few kinds of them.
+        if (id(ref), number) in agreeing:
             continue
-        if ref is None or kind.dtype != ref.dtype or kind.shape != ref.shape:
-            name, found = layout.index_name(index.rank), f"{kind.dtype} {kind.shape}"
-            raise CorruptCheckpointError(f"{name}: {key}: must be {ref} as in {layout.index_name(0)}, got {found}")
-        agreeing.add((id(ref), id(kind)))
+        if number:
+            kind = index.kinds[number - 1]
+            if kind.dtype != ref.dtype or kind.shape != ref.shape:
+                raise CorruptCheckpointError(f"{layout.INDEX}: {key}: must be {ref}, got {kind.dtype} {list(kind.shape)}")
+        elif prod(ref.shape) != 1:
+            raise CorruptCheckpointError(f"{layout.INDEX}: {key}: a tensor in the index must have one element, got {ref}")
+        agreeing.add((id(ref), number))
 
 
-def _check_per_rank(index: RankIndex) -> None:
-    """Check the tensors that only this rank has against its values: the same keys, each tensor whole."""
-    name = layout.index_name(index.rank)
-    refs = tree_json.tensor_refs(index.values, "")
-    if index.per_rank.keys() != refs.keys():
-        raise CorruptCheckpointError(f"{name}: per_rank: must list exactly the tensors of its values")
-    for key, ref in refs.items():
-        kind = index.per_rank[key].kind
-        if (kind.dtype, kind.shape, kind.size) != (ref.dtype, ref.shape, ref.shape):
-            raise CorruptCheckpointError(f"{name}: per_rank: {key}: must be {ref}")
+def _place_inline(index: RunIndex, refs: Mapping[str, tree_json.TensorRef]) -> dict[int, StoredShard]:
+    """Return the shards of the tensors in the index of the run, by number."""
+    dtypes = {key: ref.dtype for (key, ref), number in zip(refs.items(), index.tensors, strict=True) if not number}
+    begins, at = {}, 0
+    for key in inline_order(dtypes):
+        begins[key] = at
+        at += layout.DTYPES[dtypes[key]].itemsize
+    if at != len(index.inline):
+        raise CorruptCheckpointError(f"{layout.INDEX}: inline: must have {at} bytes, got {len(index.inline)}")
+    return {
+        number: StoredShard(_INLINE_FILE, begins[key], shard_kind(ref.dtype, ref.shape, (0,) * len(ref.shape), ref.shape))
+        for number, (key, ref) in enumerate(refs.items())
+        if key in begins
+    }
 
 
 def with_buffers_of(reader: CheckpointReader, rank: int) -> CheckpointReader:
     """Return ``reader`` with the buffers that only ``rank`` has as buffers of the run. The rank may have none."""
-    buffers = {key: shard for key, shard in reader.per_rank[rank].items() if key.startswith("buffers/")}
-    if not buffers:
+    if not reader.index.local_buffers:
         return reader
-    refs = tree_json.tensor_refs(reader.values[rank], "")
-    return replace(
-        reader,
-        shards={**reader.shards, **{key: [shard] for key, shard in buffers.items()}},
-        refs={**reader.refs, **{key: refs[key] for key in buffers}},
-    )
+    buffers = {key: shard for key, shard in reader.shards_of_rank(rank).items() if key.startswith("buffers/")}
+    refs = tree_json.tensor_refs(reader.values_of(rank), "")
+    return replace(reader, own=buffers, refs={**reader.refs, **{key: refs[key] for key in buffers}})
 
 
 def verify_step(folder: AnyPath) -> CheckpointReader:
@@ -253,24 +396,56 @@ def verify_step(folder: AnyPath) -> CheckpointReader:
     return reader
 
 
-def verify_data(reader: CheckpointReader, on_bytes: Callable[[int], object] = lambda _: None) -> None:
-    """Verify the tensor data of an open checkpoint: every byte, and that each tensor is stored completely and once.
-
-    Args:
-        reader: the checkpoint.
-        on_bytes: called with the number of bytes after each chunk.
+def verify_indexes(reader: CheckpointReader) -> None:
+    """Verify the indexes of all ranks, one after the other, and that each tensor is stored completely and once.
 
     Raises:
         CorruptCheckpointError: names the file and the reason.
     """
-    for number, file in enumerate(reader.files):
-        with reader.open_data(number) as data:
-            for chunk in chunk_range(0, file.bytes):
-                data.verify([chunk])
-                # One rank may verify older steps while the other ranks wait.
-                heartbeats.heartbeat("verify")
-                on_bytes(min(layout.CHUNK_BYTES, file.bytes - chunk * layout.CHUNK_BYTES))
-    plan_reads(reader.shards, {key: full_region(ref.shape) for key, ref in reader.refs.items()})
+    for _ in _iter_ranks(reader):
+        pass
+
+
+def _iter_ranks(reader: CheckpointReader) -> Iterator[RankFilesReader]:
+    """Iterate over readers of one rank each, whose indexes are not kept. Checks first that all tensors are complete."""
+    keys = dict(zip(reader.index.tensors, reader.refs, strict=True))
+    for number, kind in enumerate(reader.index.kinds, 1):
+        parts = kind.parts_in((0,) * len(kind.shape), kind.shape)
+        check_cover(keys.get(number, f"kinds[{number - 1}]"), [StoredShard(rank, 0, part) for rank, part in parts], kind.shape)
+    for rank in range(reader.world_size):
+        ranks = RankFilesReader(reader.folder, reader.index)
+        _check_values(ranks.placed(rank).values, reader.manifest, layout.index_name(rank))
+        yield ranks
+
+
+def _check_values(values: Any, manifest: Manifest, location: str) -> None:
+    """Check the sections of the values of a rank."""
+    if not manifest.states:
+        strict_json.read_object(values, f"{location}: values", ("buffers", "rng"))
+    for name in manifest.states:
+        _state_values(values, name, location)
+
+
+def verify_data(reader: CheckpointReader, on_bytes: Callable[[int], object] = lambda _: None) -> None:
+    """Verify all data and indexes of an open checkpoint. Memory does not grow with the checkpoint.
+
+    Args:
+        reader: the checkpoint.
+        on_bytes: called with the number of bytes after each part of the tensor data.
+
+    Raises:
+        CorruptCheckpointError: names the file and the reason.
+    """
+
+    def report(nbytes: int) -> None:
+        # One rank may verify older steps while the other ranks wait.
+        heartbeats.heartbeat("verify")
+        on_bytes(nbytes)
+
+    for rank, ranks in enumerate(_iter_ranks(reader)):
+        for frozen in range(len(reader.index.files[rank].data_bytes)):
+            with ranks.open_data(1 + 2 * rank + frozen) as opened:
+                verify_file(opened, report)
 
 
 def verify(path: AnyPath | str) -> CheckpointInfo:

@@ -6,7 +6,7 @@ All functions are pure functions of regions and shards.
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate
 from math import prod
@@ -21,8 +21,10 @@ from dtrain.errors import CorruptCheckpointError
 MAX_STRIDED_READ_BYTES = 2**20
 Span = tuple[int, int]
 _LINEAR_SEARCH_MAX = 8
-# Scalars, as the steps of an optimizer. The first replica writes them, which is not much even for many layers.
-_SCALAR_BYTES = 64
+# More replicas write no faster, and a reader opens the files of all of them.
+MAX_WRITERS = 8
+# Replicas with less to write each are not worth the files that a reader opens.
+MIN_WRITER_BYTES = 2**20
 
 
 class Region(NamedTuple):
@@ -36,6 +38,10 @@ class Region(NamedTuple):
 def full_region(shape: tuple[int, ...]) -> Region:
     """Return the region of a whole tensor."""
     return Region(offset=(0,) * len(shape), size=shape)
+
+
+ShardFinder: TypeAlias = Callable[[Mapping[str, Region]], Mapping[str, Sequence[StoredShard]]]
+"""Function that returns the stored shards that overlap the region of each tensor, by key, in the order of their offset."""
 
 
 class ReadItem(NamedTuple):
@@ -58,8 +64,8 @@ class ReadItem(NamedTuple):
 def assign_writers(tensors: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     """Choose the replica of each tensor that writes it.
 
-    The first replica writes all scalars, so that a reader finds those of many layers (the steps of an optimizer) in one file.
-    Each other tensor goes to the replica with the fewest bytes so far, the largest first.
+    At most ``MAX_WRITERS`` replicas write, about as many bytes each, and at least ``MIN_WRITER_BYTES`` if there are several.
+    The first of them gets the smallest tensors, the last the largest, so a reader finds small tensors in few files.
 
     Args:
         tensors: bytes and number of replicas by key, equal on all ranks.
@@ -67,12 +73,18 @@ def assign_writers(tensors: Mapping[str, tuple[int, int]]) -> dict[str, int]:
     Returns:
         The number of the replica, below the number of replicas, by key.
     """
-    loads: dict[int, list[int]] = {}
+    totals: dict[int, int] = {}
+    for nbytes, copies in tensors.values():
+        totals[copies] = totals.get(copies, 0) + nbytes
+    done = dict.fromkeys(totals, 0)
     chosen = {}
-    for key, (nbytes, copies) in sorted(tensors.items(), key=lambda item: (item[1][0] > _SCALAR_BYTES, -item[1][0])):
-        load = loads.setdefault(copies, [0] * copies)
-        chosen[key] = 0 if nbytes <= _SCALAR_BYTES else load.index(min(load))
-        load[chosen[key]] += nbytes
+    for key, (nbytes, copies) in sorted(tensors.items(), key=lambda item: item[1][0]):
+        writers = max(1, min(copies, MAX_WRITERS, totals[copies] // MIN_WRITER_BYTES))
+        # A tensor goes to the writer in whose share of the bytes its middle lies.
+        middle = 2 * done[copies] + nbytes
+        writer = min(middle * writers // max(1, 2 * totals[copies]), writers - 1)
+        chosen[key] = writer * copies // writers
+        done[copies] += nbytes
     return chosen
 
 
@@ -121,6 +133,15 @@ def plan_reads(index: Mapping[str, Sequence[StoredShard]], targets: Mapping[str,
             reads.append(ReadItem(file, start + begin, start + end, key, block, source, into, contiguous))
     reads.sort(key=itemgetter(0, 1))
     return reads
+
+
+def check_cover(key: str, shards: Sequence[StoredShard], shape: tuple[int, ...]) -> None:
+    """Raise if the shards, in the order of their offset, do not cover a tensor of this shape exactly once.
+
+    Raises:
+        CorruptCheckpointError: two shards that overlap, or elements that no shard holds.
+    """
+    _plan_tensor(key, shards, full_region(shape))
 
 
 _RelativeRead: TypeAlias = tuple[int, int, int, tuple[int, ...], tuple[Span, ...], tuple[Span, ...], bool]

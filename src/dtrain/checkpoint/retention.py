@@ -17,7 +17,7 @@ from dtrain.arguments import check_int, format_bytes
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import CheckpointInfo, has_manifest, read_manifest, scan_root
 from dtrain.checkpoint.lock import Lock, lock_root, protected_steps
-from dtrain.checkpoint.reader import verify_step
+from dtrain.checkpoint.reader import read_run_index, verify_step
 from dtrain.checkpoint.save_thread import save_thread
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 from dtrain.storage import AnyPath
@@ -205,9 +205,9 @@ def apply_retention(
     if not to_remove:
         return []
     # The bytes were digested and synced by the save. Reading them again would double its cost; comparing sizes is cheap.
-    missing = [
-        name for name, size in read_manifest(run[-1].path).sizes.items() if storage.file_size(run[-1].path / name) != size
-    ]
+    found = storage.list_sizes(run[-1].path)
+    expected = read_run_index(run[-1].path, read_manifest(run[-1].path)).sizes
+    missing = [name for name, size in expected.items() if found.get(name) != size]
     if missing:
         raise CheckpointError(f"{run[-1].path / missing[0]} must have the size that the save wrote. Verify the step.")
     for step in run:

@@ -214,8 +214,10 @@ class StagingBuffer:
 
         Mutates: the memory.
         """
-        if self.header != layout.header:
+        # Without a header, two layouts cannot be told apart.
+        if self.header != layout.header or not layout.header:
             self.header, self.views = layout.header, {}
+        if layout.header and not self.views:
             self.memory[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
         for group in group_slots(layout, tensors):
             _copy_flat([tensors[slot.key] for slot in group], self._view(layout, group))

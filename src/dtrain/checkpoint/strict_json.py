@@ -13,7 +13,7 @@ from typing import Annotated, Any, NoReturn, TypeVar
 
 import msgspec
 
-from dtrain.errors import CorruptCheckpointError
+from dtrain.errors import CheckpointError, CorruptCheckpointError
 
 T = TypeVar("T")
 # The limit is per file, and the writer refuses larger files, too.
@@ -24,6 +24,21 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 def canonical_json(value: Any) -> bytes:
     """Return the canonical JSON text of a value: keys sorted, no spaces, ASCII, no NaN."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def encode_limited(value: Any, location: str) -> bytes:
+    """Encode a value as compact JSON.
+
+    Raises:
+        CheckpointError: more JSON than ``parse_json`` accepts.
+    """
+    data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    if len(data) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{location}: plain values and index must be at most {MAX_JSON_BYTES} bytes, got {len(data)}. "
+            "Store large plain data as tensors."
+        )
+    return data
 
 
 def parse_json(data: bytes, location: str) -> Any:

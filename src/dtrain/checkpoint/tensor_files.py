@@ -29,6 +29,7 @@ from dtrain.checkpoint.data_file import FileOpener
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.rank_index import StoredShard, shard_kind
 from dtrain.checkpoint.reader import open_checkpoint, with_buffers_of
+from dtrain.checkpoint.reshard import Region, ShardFinder
 from dtrain.checkpoint.strict_json import Count
 from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CheckpointError, CorruptCheckpointError
@@ -44,38 +45,56 @@ class TensorFiles:
     Args:
         content_hash: hash that is equal for equal files, for comparison between ranks.
         refs: dtype and shape by name.
-        shards: stored shards of each tensor by name; an empty tensor has none.
+        find_shards: function that returns the stored shards of regions by name; an empty tensor has none.
         open_file: function that opens the file of a number.
     """
 
     content_hash: str
     refs: Mapping[str, TensorRef]
-    shards: Mapping[str, Sequence[StoredShard]]
+    find_shards: ShardFinder
     open_file: FileOpener
 
 
-def open_step(folder: AnyPath, rank: int, *, state: str | None = None) -> TensorFiles:
+def open_step(folder: AnyPath, rank: int, *, state: str | None = None, check_files: bool = True) -> TensorFiles:
     """Open the parameters and buffers of a step, by their names in the model.
 
     Args:
         folder: folder of the step.
         rank: rank whose buffers are read if each rank saved its own: ``rank % saved world size``.
         state: name of the state if the step holds several.
+        check_files: if True, compare the names and sizes of all files with the index.
 
     Raises:
         CheckpointMismatchError: the step has no state of this name.
         CorruptCheckpointError: the step fails verification.
     """
-    reader = open_checkpoint(folder)
+    reader = open_checkpoint(folder, check_files=check_files)
     reader = reader if state is None else reader.select_state(state)
     reader = with_buffers_of(reader, rank % reader.world_size)
     keys = {tree_json.unescape_key(key.split("/")[1]): key for key in reader.refs if key.split("/")[0] in _SECTIONS}
     return TensorFiles(
         content_hash=hashlib.sha256(read_manifest_bytes(folder)).hexdigest(),
         refs={name: reader.refs[key] for name, key in keys.items()},
-        shards={name: reader.shards.get(key, ()) for name, key in keys.items()},
+        find_shards=rename_shards(reader.find_shards, keys),
         open_file=reader.open_data,
     )
+
+
+def rename_shards(find_shards: ShardFinder, names: Mapping[str, str]) -> ShardFinder:
+    """Return ``find_shards`` for new names: new name -> stored name. A stored name may have several new names."""
+
+    def find(regions: Mapping[str, Region]) -> dict[str, Sequence[StoredShard]]:
+        found: dict[str, Sequence[StoredShard]] = {}
+        left = dict(regions)
+        while left:
+            # Two new names of one tensor are looked up one after the other.
+            once = {names[name]: name for name in reversed(left)}
+            shards = find_shards({stored: left[name] for stored, name in once.items()})
+            found.update((name, shards.get(stored, ())) for stored, name in once.items())
+            left = {name: region for name, region in left.items() if name not in found}
+        return found
+
+    return find
 
 
 SUFFIX = ".safetensors"
@@ -108,7 +127,7 @@ class _UndigestedFile:
 
     file: storage.FileReader
     name: str
-    chunks: None = None
+    blocks: None = None
 
     def read(self, begin: int, end: int) -> bytes:
         """Return the bytes ``[begin, end)``.
@@ -174,7 +193,7 @@ def _tensor_files(folder: AnyPath, names: Sequence[str], headers: Sequence[_Head
     return TensorFiles(
         content_hash=hashlib.sha256("".join(header.digest for header in headers).encode()).hexdigest(),
         refs={name: TensorRef(dtype=kind.dtype, shape=kind.shape, distributed=False) for name, (_, _, kind) in tensors.items()},
-        shards={name: [shard] for name, shard in tensors.items()},
+        find_shards=lambda regions: {name: [tensors[name]] for name in regions},
         open_file=open_file,
     )
 

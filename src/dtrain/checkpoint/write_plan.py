@@ -10,15 +10,21 @@ from typing import Any
 from torch import Tensor
 
 from dtrain import storage
-from dtrain.checkpoint import layout
+from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpoint_info import read_manifest
-from dtrain.checkpoint.data_file import FileLayout, TensorSlot, VerifiedReader, plan_file_layout
-from dtrain.checkpoint.rank_index import RankIndex, StoredShard, parse_index, shard_kind
+from dtrain.checkpoint.data_file import Blocks, FileLayout, OpenedFile, TensorSlot, plan_file_layout, verify_file
+from dtrain.checkpoint.layout import RankFiles
+from dtrain.checkpoint.rank_index import RankIndex
+from dtrain.checkpoint.reader import read_rank_index, read_run_index
 from dtrain.checkpoint.reshard import assign_writers
+from dtrain.checkpoint.run_index import RankParts, RunIndex, merge_parts
 from dtrain.checkpoint.state_dict import CheckpointContents
 from dtrain.dtensor import ShardBox, full_box, is_dtensor, shard_box, to_local
 from dtrain.errors import CheckpointError
 from dtrain.storage import AnyPath
+
+INLINE = "inline"
+"""Name, among the files of rank 0, of the small tensors that are written into the index of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -27,7 +33,9 @@ class RankWritePlan:
 
     Args:
         rank: the rank that writes.
-        files: layout of each data file by name; the first file always exists.
+        files: layout of each data file by name; the first file always exists. On rank 0 also ``INLINE``, if there is any.
+        keys: all tensors of the run, in the order that is equal on all ranks.
+        inline: tensors of the run that are in the index of the run.
         shards: box of each tensor of the run that this rank writes, by key.
         per_rank: box of each tensor that only this rank has, by key.
         tensors: data by key, on any device: the memory of the state, not a copy.
@@ -37,6 +45,8 @@ class RankWritePlan:
 
     rank: int
     files: Mapping[str, FileLayout]
+    keys: tuple[str, ...]
+    inline: frozenset[str]
     shards: Mapping[str, ShardBox]
     per_rank: Mapping[str, ShardBox]
     tensors: Mapping[str, Tensor]
@@ -58,80 +68,136 @@ def plan_rank_write(contents: CheckpointContents, rank: int, world_size: int, *,
         world_size: number of ranks.
         separate_frozen: if True, parameters that are not trained get a file of their own, which never changes.
     """
-    shards = _select_shards(contents.tensors, rank, world_size)
+    boxes = {
+        # Every rank holds the whole of a plain tensor.
+        key: shard_box(tensor) if is_dtensor(tensor) else full_box(tuple(tensor.shape), rank, world_size)
+        for key, tensor in contents.tensors.items()
+    }
+    inline = _select_inline(contents.tensors, boxes, world_size)
+    shards = _select_shards(contents.tensors, boxes, inline)
     per_rank = {key: shard_box(tensor) for key, tensor in contents.per_rank.items()}
     tensors = {**{key: to_local(contents.tensors[key]) for key in shards}, **contents.per_rank}
-    boxes = {**shards, **per_rank}
+    written = {**shards, **per_rank}
     separate = contents.frozen if separate_frozen else frozenset[str]()
     files = {
         layout.data_name(rank, frozen=frozen): plan_file_layout(
-            TensorSlot.of(key, layout.DTYPE_NAMES[tensors[key].dtype], boxes[key].size)
-            for key in boxes
+            TensorSlot.of(key, layout.DTYPE_NAMES[tensors[key].dtype], written[key].size)
+            for key in written
             if (key in separate) is frozen
         )
         for frozen in ((False, True) if separate else (False,))
     }
-    shared = contents.shared if rank == 0 else None
+    if rank == 0 and inline:
+        tensors |= {key: to_local(contents.tensors[key]) for key in inline}
+        files[INLINE] = plan_file_layout(
+            (TensorSlot.of(key, layout.DTYPE_NAMES[tensors[key].dtype], boxes[key].size) for key in inline), with_header=False
+        )
     return RankWritePlan(
-        rank=rank, files=files, shards=shards, per_rank=per_rank, tensors=tensors, values=contents.values, shared=shared
+        rank=rank,
+        files=files,
+        keys=tuple(contents.tensors),
+        inline=inline,
+        shards=shards,
+        per_rank=per_rank,
+        tensors=tensors,
+        values=contents.values,
+        shared=contents.shared if rank == 0 else None,
     )
 
 
-def _select_shards(tensors: Mapping[str, Tensor], rank: int, world_size: int) -> dict[str, ShardBox]:
+def _select_inline(tensors: Mapping[str, Tensor], boxes: Mapping[str, ShardBox], world_size: int) -> frozenset[str]:
+    """Return the tensors of one element that all ranks hold. Parameters and buffers stay in files that others can read."""
+    return frozenset(
+        key
+        for key, box in boxes.items()
+        if prod(box.shape) == 1 and box.num_replicas == world_size and tensors[key].numel() == 1 and not _is_weight(key)
+    )
+
+
+def _is_weight(key: str) -> bool:
+    parts = key.split("/")
+    return parts[2 if parts[0] == layout.STATES else 0] in ("params", "buffers")
+
+
+def _select_shards(tensors: Mapping[str, Tensor], boxes: Mapping[str, ShardBox], inline: frozenset[str]) -> dict[str, ShardBox]:
     """Return the boxes that this rank stores. Empty boxes are not stored."""
-    boxes = {
-        # Every rank holds the whole of a plain tensor.
-        key: shard_box(tensor) if is_dtensor(tensor) else full_box(tuple(tensor.shape), rank, world_size)
-        for key, tensor in tensors.items()
-    }
-    replicated = {key: box for key, box in boxes.items() if box.num_replicas > 1}
+    replicated = {key: box for key, box in boxes.items() if box.num_replicas > 1 and key not in inline}
     sizes = {key: prod(box.shape) * tensors[key].itemsize for key, box in replicated.items()}
     writers = assign_writers({key: (sizes[key], box.num_replicas) for key, box in replicated.items()})
-    return {key: box for key, box in boxes.items() if writers.get(key, box.replica) == box.replica and 0 not in box.size}
+    return {
+        key: box
+        for key, box in boxes.items()
+        if writers.get(key, box.replica) == box.replica and 0 not in box.size and key not in inline
+    }
 
 
-def build_rank_index(write_plan: RankWritePlan, chunks: Sequence[tuple[str, ...]]) -> RankIndex:
-    """Build the index of a write plan from the chunk digests of its files, in the order of the files."""
-    files = enumerate(write_plan.files.values())
-    begins = {key: (number, begin) for number, file in files for key, (begin, _) in file.ranges.items()}
-    dtypes = {slot.key: slot.dtype for file in write_plan.files.values() for slot in file.slots}
-
-    def shards(boxes: Mapping[str, ShardBox]) -> dict[str, StoredShard]:
-        return {
-            key: StoredShard(*begins[key], shard_kind(dtypes[key], box.shape, box.offset, box.size))
-            for key, box in boxes.items()
-        }
-
+def build_rank_index(write_plan: RankWritePlan, blocks: Sequence[Blocks]) -> RankIndex:
+    """Build the index of a rank from the blocks of its files, in the order of the files."""
+    begins = {key: begin for file in write_plan.files.values() for key, (begin, _) in file.ranges.items()}
     return RankIndex(
         rank=write_plan.rank,
-        shards=shards(write_plan.shards),
-        per_rank=shards(write_plan.per_rank),
-        chunks=tuple(chunks),
+        begins=[begins[key] for key in write_plan.keys if key in write_plan.shards],
+        per_rank=[begins[key] for key in write_plan.per_rank],
+        blocks=tuple(blocks),
         values=write_plan.values,
+    )
+
+
+def rank_parts(write_plan: RankWritePlan) -> RankParts:
+    """Return the parts of the tensors of the run that a rank writes, for the index of the run."""
+    numbers = {key: number for number, file in enumerate(write_plan.files.values()) for key in file.ranges}
+    parts = {key: (numbers[key], box.offset, box.size) for key, box in write_plan.shards.items()}
+    return RankParts.of(write_plan.keys, parts)
+
+
+def build_run_index(
+    write_plan: RankWritePlan, inline: bytes, files: Sequence[RankFiles], parts: Sequence[RankParts]
+) -> RunIndex:
+    """Build the index of the run on rank 0.
+
+    Args:
+        write_plan: write plan of rank 0.
+        inline: content of ``INLINE``.
+        files: files by rank.
+        parts: parts by rank.
+    """
+    assert write_plan.shared is not None, "only rank 0 has the values of the run"
+    refs: dict[str, tree_json.TensorRef] = {}
+    for section, values in write_plan.shared.items():
+        refs |= tree_json.tensor_refs(values, section)
+    assert tuple(refs) == write_plan.keys, "values name the tensors in the order in which they were collected"
+    kinds, tensors = merge_parts(refs, write_plan.inline, parts)
+    return RunIndex(
+        files=tuple(files),
+        kinds=kinds,
+        tensors=tensors,
+        inline=inline,
+        local_buffers=any(not key.startswith("rng/") for key in write_plan.per_rank),
         shared=write_plan.shared,
     )
 
 
-def link_equal_file(previous: AnyPath, staging: AnyPath, name: str, size: int, digests: tuple[str, ...], rank: int) -> bool:
+def link_equal_file(previous: AnyPath, staging: AnyPath, name: str, blocks: Blocks, rank: int) -> bool:
     """Link a file of an earlier step into the staging folder if its content is equal. Return True if linked.
 
     If the earlier step is being removed, or the file system has no links, the file is written instead.
     """
     try:
         manifest = read_manifest(previous)
-        files = manifest.ranks[rank] if rank < len(manifest.ranks) else None
-        sizes = [] if files is None else [file.bytes for file in files.data]
-        names = [] if files is None else [file.name for file in files.data]
-        if files is None or name not in names or sizes[names.index(name)] != size:
+        if rank >= manifest.world_size:
             return False
-        index = parse_index(storage.read_file(previous / files.index, limit=files.index_bytes), rank, sizes)
-        if index.chunks[names.index(name)] != digests:
+        run = read_run_index(previous, manifest)
+        names = [file for file in run.files[rank].sizes(rank) if file != layout.index_name(rank)]
+        if name not in names:
+            return False
+        found = read_rank_index(previous, run, rank).blocks[names.index(name)]
+        if (list(found.ends), found.digests) != (list(blocks.ends), blocks.digests):
             return False
         # A linked file is read once, so that a corrupt file is not linked from step to step.
         with storage.FileReader(previous / name) as file:
-            if file.size != size:
+            if file.size != (blocks.ends[-1] if blocks.ends else 0):
                 return False
-            VerifiedReader(file, name, digests).verify(range(len(digests)))
+            verify_file(OpenedFile(file=file, name=name, blocks=blocks))
         storage.link_file(previous / name, staging / name)
     except (OSError, CheckpointError):
         return False

@@ -144,10 +144,13 @@ def show(
 def _checkpoint_facts(reader: CheckpointReader) -> dict[str, Any]:
     import msgspec
 
+    from dtrain.checkpoint import layout
     from dtrain.checkpoint.conversion.diff import tensors_and_values
+    from dtrain.checkpoint.reshard import full_region
 
     manifest = reader.manifest
     stored, values = tensors_and_values(reader)
+    shards = stored.find_shards({key: full_region(ref.shape) for key, ref in stored.refs.items()})
     return {
         "step": manifest.step,
         "path": str(reader.folder),
@@ -160,9 +163,14 @@ def _checkpoint_facts(reader: CheckpointReader) -> dict[str, Any]:
         "holds": list(manifest.sections),
         "states": list(manifest.states),
         "bytes": manifest.bytes,
-        "files": [{"rank": file.rank, "name": file.name, "bytes": file.bytes} for file in reader.files],
+        "files": [
+            {"rank": rank, "name": name, "bytes": size}
+            for rank, files in enumerate(reader.index.files)
+            for name, size in files.sizes(rank).items()
+            if name != layout.index_name(rank)
+        ],
         "values": len(values),
-        "tensors": [_tensor_facts(key, ref, stored.shards.get(key, ()), reader) for key, ref in stored.refs.items()],
+        "tensors": [_tensor_facts(key, ref, shards[key], reader) for key, ref in stored.refs.items()],
     }
 
 
@@ -170,7 +178,7 @@ def _tensor_facts(key: str, ref: Any, shards: Any, reader: CheckpointReader) -> 
     from dtrain.checkpoint.conversion.weight_stream import nbytes
 
     parts = [
-        {"file": reader.files[shard.file].name, "offset": list(shard.kind.offset), "size": list(shard.kind.size)}
+        {"file": reader.ranks.file_name(shard.file), "offset": list(shard.kind.offset), "size": list(shard.kind.size)}
         for shard in shards
     ]
     return {"key": key, "dtype": ref.dtype, "shape": list(ref.shape), "bytes": nbytes(ref), "parts": parts}
@@ -226,13 +234,13 @@ def verify(
 def _verify_step(folder: AnyPath, deep: bool) -> dict[str, Any]:
     """Return the facts of a verified step, or its problem."""
     from dtrain.checkpoint.checkpoint_info import read_info
-    from dtrain.checkpoint.reader import open_checkpoint
+    from dtrain.checkpoint.reader import open_checkpoint, verify_indexes
 
     try:
         if deep:
             _verify_deeply(folder)
         else:
-            open_checkpoint(folder)
+            verify_indexes(open_checkpoint(folder))
         step = read_info(folder)
     except (CheckpointError, OSError) as error:
         # Steps are renamed before they are removed.
@@ -247,7 +255,7 @@ def _verify_deeply(folder: AnyPath) -> None:
     from dtrain.checkpoint.reader import open_checkpoint, verify_data
 
     reader = open_checkpoint(folder)
-    with ByteProgressBar(folder.name, sum(file.bytes for file in reader.files)) as bar:
+    with ByteProgressBar(folder.name, sum(sum(files.data_bytes) for files in reader.index.files)) as bar:
         verify_data(reader, bar.advance)
 
 

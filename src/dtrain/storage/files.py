@@ -49,6 +49,16 @@ def list_names(path: AnyPath) -> list[str]:
     return sorted(request(path, lambda store: store.list_names(path.key)))
 
 
+def list_sizes(path: AnyPath) -> dict[str, int | None]:
+    """Return the names in a folder with their sizes in bytes, None for what is no regular file, by name.
+
+    A server is asked for all of them at once. Raise ``FileNotFoundError`` if there is no such folder.
+    """
+    if isinstance(path, RemotePath):
+        return dict(sorted(request(path, lambda store: store.list_sizes(path.key)).items()))
+    return {name: local.file_size(path / name) for name in local.list_names(path)}
+
+
 def walk_files(path: AnyPath) -> Iterator[tuple[str, int]]:
     """Iterate over all files below a folder: relative name with ``/``, and size. Web servers list one folder only."""
     return _walk_remote(path) if isinstance(path, RemotePath) else file_lock.walk_files(path)
@@ -256,6 +266,7 @@ class FileReader:
     Args:
         path: path of the file.
         quiet: if True, no progress is shown, for reads in the background.
+        size: size of the file in bytes if the caller knows it, so that a server is not asked; None asks.
 
     Raises:
         OSError: there is no regular file. A pipe is refused without waiting.
@@ -263,8 +274,12 @@ class FileReader:
 
     __slots__ = ("_file", "is_remote", "ranges", "size")
 
-    def __init__(self, path: AnyPath, *, quiet: bool = False) -> None:
-        self._file = remote.RemoteFileReader(path, quiet=quiet) if isinstance(path, RemotePath) else local.LocalFileReader(path)
+    def __init__(self, path: AnyPath, *, quiet: bool = False, size: int | None = None) -> None:
+        self._file = (
+            remote.RemoteFileReader(path, quiet=quiet, size=size)
+            if isinstance(path, RemotePath)
+            else local.LocalFileReader(path)
+        )
         # A request costs more than the bytes of many small reads.
         self.is_remote = isinstance(path, RemotePath)
         self.size = self._file.size

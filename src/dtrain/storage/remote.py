@@ -180,9 +180,11 @@ class RemoteFileWriter:
 class RemoteFileReader:
     """File, read by ranges, with parallel requests for large ranges."""
 
-    def __init__(self, path: RemotePath, *, quiet: bool = False) -> None:
+    def __init__(self, path: RemotePath, *, quiet: bool = False, size: int | None = None) -> None:
         self._path = path
-        status = stat(path)
+        # A web server may not support ranges, which only it can tell.
+        known = size is not None and request(path, lambda store: store.has_ranges)
+        status = FileStat(size=size) if known else stat(path)
         if status is None:
             raise FileNotFoundError(2, "no such file", str(path))
         if status.size is None:

@@ -97,6 +97,15 @@ class SftpStore(Store):
         with self._connected() as ftp:
             return [str(name) for name in ftp.listdir(key)]
 
+    def list_sizes(self, key: str) -> dict[str, int | None]:
+        with self._connected() as ftp:
+            entries = {str(entry.filename): entry for entry in ftp.listdir_attr(key)}
+        sizes = {name: None if stat.S_ISDIR(entry.st_mode) else int(entry.st_size) for name, entry in entries.items()}
+        # A listing describes a link, a status its target.
+        links = [name for name, entry in entries.items() if stat.S_ISLNK(entry.st_mode)]
+        targets = {name: self.stat(f"{key.rstrip('/')}/{name}") for name in links}
+        return {**sizes, **{name: None if target is None else target.size for name, target in targets.items()}}
+
     def list_recursive(self, key: str) -> list[str]:
         """Return all entries that are not folders. Links are included and not followed."""
         found: list[str] = []

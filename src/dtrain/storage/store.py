@@ -39,6 +39,8 @@ class Store:
     supports_rename = False
     # Minimum size of the parts of an upload in bytes, except for the last part.
     part_bytes = 8 * 2**20
+    # True if ranges of all files can be read.
+    has_ranges = True
     # Number of parallel requests, because a single request mostly waits for the network.
     max_requests = 8
 
@@ -56,12 +58,20 @@ class Store:
 
     def list_names(self, key: str) -> list[str]:
         """Return the names in a folder."""
+        return list(self.list_sizes(key))
+
+    def list_sizes(self, key: str) -> dict[str, int | None]:
+        """Return the names in a folder with their sizes, None for a folder."""
         entries = self.fs.ls(key, detail=True)
         if not entries:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), key)
-        names = (entry["name"].strip("/") for entry in entries)
-        # A folder may have an object of its own name.
-        return [name.rsplit("/", 1)[-1] for name in names if name != key.strip("/")]
+        found = {}
+        for entry in entries:
+            name = entry["name"].strip("/")
+            # A folder may have an object of its own name.
+            if name != key.strip("/"):
+                found[name.rsplit("/", 1)[-1]] = None if entry["type"] == "directory" else int(entry["size"])
+        return found
 
     def list_recursive(self, key: str) -> list[str]:
         """Return the keys of all files below a folder."""

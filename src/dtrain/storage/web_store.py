@@ -19,6 +19,9 @@ _RANGE = re.compile(r"bytes (?:(\d+)-(\d+)|\*)/(\d+)")
 class HttpStore(Store):
     """Store of a web server. Keys are whole URLs with unquoted names."""
 
+    # A server may send whole files only, which its answers tell.
+    has_ranges = False
+
     options: ClassVar[dict[str, Any]] = {"simple_links": False, "client_kwargs": {"auto_decompress": False}}
 
     def __init__(self, fs: Any) -> None:
@@ -80,6 +83,10 @@ class HttpStore(Store):
         if not names:
             raise FileNotFoundError(errno.ENOENT, "the server has no such folder, or does not list it", key)
         return sorted(names)
+
+    def list_sizes(self, key: str) -> dict[str, int | None]:
+        found = {name: self.stat(f"{key.rstrip('/')}/{name}") for name in self.list_names(key)}
+        return {name: None if status is None else status.size for name, status in found.items()}
 
     def list_recursive(self, key: str) -> list[str]:
         """Return the files of a folder. A web server does not distinguish folders, so files are the names with a dot."""

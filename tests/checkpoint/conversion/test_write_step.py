@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from checkpoint.conversion.models import MODELS, TIED, logits, state_of
+from checkpoint.stored import json_of
 from dtrain.checkpoint.conversion.convert import convert
 from dtrain.checkpoint.layout import CHUNK_BYTES
 from dtrain.checkpoint.load import load_sharded
@@ -74,11 +75,10 @@ def test_names_with_slashes_and_dollars_are_kept(tmp_path):
     assert all(torch.equal(found[name], tensors[name]) for name in tensors)
 
 
-def test_large_file_has_one_digest_per_chunk(tmp_path):
+def test_large_tensor_has_blocks_of_its_own(tmp_path):
     save_file({"a": torch.randn(CHUNK_BYTES // 16, 5), "b": torch.randn(7)}, tmp_path / "x.safetensors")
     done = convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain")
-    (file,) = open_checkpoint(done.path).files
-    assert len(file.chunks) == -(-file.bytes // CHUNK_BYTES) > 1
+    assert len(json_of(done.path, "rank-00000.json")["blocks"][0]["ends"]) == 16 + 1
     verify(done.path)
 
 

@@ -74,11 +74,14 @@ def _of_the_older_step(step: Path, name: str) -> str:
 def _of_another_run(step: Path, name: str) -> str:
     shutil.copy(step.parent / "other" / step.name / name, step / name)
     # Its manifest is sound in itself: what it says of the other files is what does not hold.
-    return name if name != "manifest.json" else "rank-00000"
+    return name if name != "manifest.json" else "index.json"
 
 
 def _duplicated(step: Path, name: str) -> str:
-    copy = name.replace("rank-00000", "rank-00007").replace("manifest", "manifest (1)").replace("rank-00001", "rank-00008")
+    renamed = {"manifest": "manifest (1)", "index": "index (1)", "rank-00000": "rank-00007", "rank-00001": "rank-00008"}
+    copy = name
+    for old, new in renamed.items():
+        copy = copy.replace(old, new)
     shutil.copy(step / name, step / copy)
     return copy
 

@@ -6,7 +6,6 @@ outside the root opened, and it is refused within a second and 100 MB.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import sys
@@ -23,6 +22,7 @@ from checkpoint.faults.nursery import apart
 from checkpoint.faults.outcome import Outcome, plain
 from checkpoint.faults.payloads import payloads
 from checkpoint.faults.samples import EXTRA, sample, states_of, write
+from checkpoint.stored import compact, json_of, sign
 
 KIND = "1 rank"
 BATCH = 50  # cases that share a process
@@ -43,6 +43,7 @@ class Case:
         attack: changes a sound step.
         believed: whether it may be loaded: numbers that the attacker has chosen and signed are numbers.
         unread: whether only deep verification has to refuse it: a load leaves alone what nobody has asked for.
+        named: whether only a load has to refuse it: the names of tensors are whatever the writer has said.
         weights: whether it is a folder of plain safetensors files, which ``load_weights_`` reads.
     """
 
@@ -51,50 +52,43 @@ class Case:
     attack: Attack
     believed: bool = False
     unread: bool = False
+    named: bool = False
     weights: bool = False
 
 
 # --- attacks -------------------------------------------------------------------------------------------------------
 
 
-def sign(step: Path, *, index: bytes | None = None, change: Callable[[dict[str, Any]], object] | None = None) -> None:
-    """Give a step another index, or another manifest, with digests and sizes that are right: the attacker knows how."""
-    from dtrain.checkpoint import layout
-
-    body = json.loads((step / "manifest.json").read_text())
-    del body["sha256"]
-    rank = body["ranks"][0]
-    if index is not None:
-        (step / rank["index"]).write_bytes(index)
-        rank["index_bytes"], rank["index_sha256"] = len(index), hashlib.sha256(index).hexdigest()
-    rank["data"][0]["bytes"] = (step / "rank-00000.safetensors").stat().st_size
-    if change is not None:
-        change(body)
-    (step / "manifest.json").write_bytes(layout._sign(body))
-
-
-def _index_of(step: Path) -> dict[str, Any]:
-    return json.loads((step / "rank-00000.json").read_text())
-
-
-def _with_index(change: Callable[[dict[str, Any]], object]) -> Attack:
-    """An index that is changed and signed."""
+def _with_rank_index(change: Callable[[dict[str, Any]], object]) -> Attack:
+    """An index of a rank that is changed and signed."""
 
     def attack(step: Path) -> None:
-        body = _index_of(step)
+        body = json_of(step, "rank-00000.json")
         change(body)
-        sign(step, index=json.dumps(body, separators=(",", ":")).encode())
+        sign(step, ranks={0: compact(body)})
 
     return attack
 
 
-def _with_text(old: str, new: Callable[[], str]) -> Attack:
+def _with_index(change: Callable[[dict[str, Any]], object]) -> Attack:
+    """An index of the run that is changed and signed."""
+
+    def attack(step: Path) -> None:
+        body = json_of(step, "index.json")
+        change(body)
+        sign(step, index=compact(body))
+
+    return attack
+
+
+def _with_text(name: str, old: str, new: Callable[[], str]) -> Attack:
     """An index whose text is changed, where no value would come out as that text, and signed."""
 
     def attack(step: Path) -> None:
-        text = (step / "rank-00000.json").read_text()
-        assert old in text, f"the index has no {old}"
-        sign(step, index=text.replace(old, new(), 1).encode("utf-8", "surrogatepass"))
+        text = (step / name).read_text()
+        assert old in text, f"{name} has no {old}"
+        data = text.replace(old, new(), 1).encode("utf-8", "surrogatepass")
+        sign(step, index=data) if name == "index.json" else sign(step, ranks={0: data})
 
     return attack
 
@@ -113,9 +107,9 @@ def _with_data(content: bytes) -> Attack:
         size = path.stat().st_size
         data = content[:size].ljust(size, b"\0")
         path.write_bytes(data)
-        body = _index_of(step)
-        body["chunks"] = [[digest_of([memoryview(data)])]]
-        sign(step, index=json.dumps(body, separators=(",", ":")).encode())
+        body = json_of(step, "rank-00000.json")
+        body["blocks"] = [{"ends": [size], "digests": digest_of([memoryview(data)]).hex()}]
+        sign(step, ranks={0: compact(body)})
 
     return attack
 
@@ -131,8 +125,12 @@ def _sparse(name: str, begin: bytes, size: int, *, signed: bool = False) -> Atta
         with open(step / name, "wb") as file:
             file.write(begin)
             file.truncate(size)
-        if signed:
-            sign(step, change=lambda body: body["ranks"][0].update(index_bytes=size))
+        if signed and name == "index.json":
+            sign(step, change=lambda body: body.update(index_bytes=size))
+        elif signed:
+            body = json_of(step, "index.json")
+            body["files"][0][0] = size
+            sign(step, index=compact(body))
 
     return attack
 
@@ -162,7 +160,7 @@ def _weights(header: bytes, *, length: int | None = None, size: int | None = Non
 
 # --- the cases -----------------------------------------------------------------------------------------------------
 
-_NAMES = ("manifest.json", "rank-00000.json", "rank-00000.safetensors", "../run.lock", "../latest")
+_NAMES = ("manifest.json", "index.json", "rank-00000.json", "rank-00000.safetensors", "../run.lock", "../latest")
 
 
 @cache
@@ -178,8 +176,14 @@ def _programs() -> Iterator[Case]:
             fault = f"a program as {name.removeprefix('../')}"
             yield Case(fault=fault, name=what, attack=_with_file(name, content), believed=beside)
         yield Case(fault="a program as an index, signed", name=what, attack=lambda step, index=content: sign(step, index=index))
+        attack = _as_rank_index(content)
+        yield Case(fault="a program as an index, signed", name=f"{what} of a rank", attack=attack)
         yield Case(fault="a program as data, signed", name=what, attack=_with_data(content), believed=True)
         yield Case(fault="a program as model.safetensors", name=what, attack=_program_as_weights(content), weights=True)
+
+
+def _as_rank_index(content: bytes) -> Attack:
+    return lambda step: sign(step, ranks={0: content})
 
 
 def _program_as_weights(content: bytes) -> Attack:
@@ -207,26 +211,27 @@ TRAVERSALS = [
 
 def _names() -> Iterator[Case]:
     for name in TRAVERSALS:
-        for field, path in {
-            "an index's": ("ranks", 0, "index"),
-            "a data file's": ("ranks", 0, "data", 0, "name"),
-            "a run's": ("run_id",),
-        }.items():
+        for field, path in {"a digest's": ("index_sha256",), "a run's": ("run_id",)}.items():
             yield Case(
                 fault=f"{field} name that leaves the folder", name=repr(name), attack=_with_manifest(_set(*path, to=name))
             )
         attack = _with_manifest(_set("states", to=[name]))
         yield Case(fault="a state's name that leaves the folder", name=repr(name), attack=attack)
-    leaves = _leaves(str)
-    for number, name in enumerate(TRAVERSALS * 2):
-        path = leaves[number % len(leaves)]
-        attack = _with_index(_set(*path, to=name))
-        yield Case(fault="a text of an index that leaves the folder", name=f"{_shown(path)} = {name!r}", attack=attack)
+    for file, change in _INDEXES.items():
+        leaves = _leaves(str, file)
+        for number, name in enumerate(TRAVERSALS * 2):
+            path = leaves[number % len(leaves)]
+            attack = change(_set(*path, to=name))
+            # An inline text without letters is base64 of nothing, and then lacks bytes.
+            yield Case(fault="a text of an index that leaves the folder", name=f"{_shown(path)} = {name!r}", attack=attack)
 
 
-def _leaves(kind: type) -> list[tuple[Any, ...]]:
-    """Return the paths to values of a type in the index of a sample, outside its plain data; of each list the first item."""
-    body = json.loads(sample(KIND)["step-00000002/rank-00000.json"])
+_INDEXES = {"index.json": _with_index, "rank-00000.json": _with_rank_index}
+
+
+def _leaves(kind: type, file: str) -> list[tuple[Any, ...]]:
+    """Return the paths to values of a type in an index of a sample, outside its plain data; of each list the first item."""
+    body = json.loads(sample(KIND)[f"step-00000002/{file}"])
     found = []
     left: list[tuple[tuple[Any, ...], Any]] = [((key,), body[key]) for key in body if key not in ("values", "shared")]
     while left:
@@ -251,8 +256,8 @@ _NOT_WHOLE = {"true": True, "1.0": 1.0, "null": None, "text": "1", "a list": [1]
 
 def _numbers() -> Iterator[Case]:
     manifest = {
-        "version": ("version",), "step": ("step",), "serial": ("serial",), "index_bytes": ("ranks", 0, "index_bytes"),
-        "bytes": ("ranks", 0, "data", 0, "bytes"), "layout.shape": ("layout", "shape"),
+        "version": ("version",), "step": ("step",), "serial": ("serial",), "index_bytes": ("index_bytes",),
+        "bytes": ("bytes",), "world_size": ("world_size",), "layout.shape": ("layout", "shape"),
     }  # fmt: skip
     for shown, value in {**_HUGE, **_NOT_WHOLE}.items():
         for field, path in manifest.items():
@@ -262,12 +267,15 @@ def _numbers() -> Iterator[Case]:
             )
             attack = _with_manifest(_set(*path, to=value))
             yield Case(fault="a number in the manifest", name=f"{field} = {shown}", attack=attack, believed=believed)
-        for path in _leaves(int):
-            attack = _with_index(_set(*path, to=value))
-            yield Case(fault="a number in an index", name=f"{_shown(path)} = {shown}", attack=attack)
-    for path in sorted({path[:-1] for path in (*_leaves(int), *_leaves(str)) if type(path[-1]) is int}, key=_shown):
-        attack = _with_index(_set(*path, to=[1] * 100_000))
-        yield Case(fault="a list of 100,000", name=_shown(path), attack=attack)
+        for file, with_index in _INDEXES.items():
+            for path in _leaves(int, file):
+                attack = with_index(_set(*path, to=value))
+                yield Case(fault="a number in an index", name=f"{_shown(path)} = {shown}", attack=attack)
+    for file, with_index in _INDEXES.items():
+        leaves = (*_leaves(int, file), *_leaves(str, file))
+        for path in sorted({path[:-1] for path in leaves if type(path[-1]) is int}, key=_shown):
+            attack = with_index(_set(*path, to=[1] * 100_000))
+            yield Case(fault="a list of 100,000", name=_shown(path), attack=attack)
 
 
 def _texts() -> Iterator[Case]:
@@ -280,22 +288,23 @@ def _texts() -> Iterator[Case]:
     for what, content in whole.items():
         yield Case(fault="text that is no manifest", name=what, attack=_with_file("manifest.json", content))
         yield Case(fault="text that is no index", name=what, attack=lambda step, index=content: sign(step, index=index))
+        yield Case(fault="text that is no index", name=f"{what} of a rank", attack=_as_rank_index(content))
     tokens = ["NaN", "Infinity", "-Infinity", "nan", "1e999", "-1e999", "0x10", "01", "1_000", "1.", ".5", "+1", "9" * 5000]
     for token in tokens:
-        text = _with_text('"seed":0', lambda token=token: f'"seed":{token}')
+        text = _with_text("index.json", '"seed":0', lambda token=token: f'"seed":{token}')
         yield Case(fault="a token that is no JSON number", name=token[:20], attack=text)
-    fields = list(json.loads(sample(KIND)["step-00000002/rank-00000.json"]))
-    for field in fields:
-        text = _with_text(f'"{field}":', lambda field=field: f'"{field}":0,"{field}":')
-        yield Case(fault="a key given twice", name=field, attack=text)
-        attack = _twice_in_manifest(field)
-        yield Case(fault="a key given twice", name=f"{field} in the manifest", attack=attack)
+    for file, with_index in _INDEXES.items():
+        for field in json.loads(sample(KIND)[f"step-00000002/{file}"]):
+            text = _with_text(file, f'"{field}":', lambda field=field: f'"{field}":0,"{field}":')
+            yield Case(fault="a key given twice", name=f"{field} in {file}", attack=text)
+            attack = _twice_in_manifest(field)
+            yield Case(fault="a key given twice", name=f"{field} in the manifest", attack=attack)
+            attack = with_index(lambda body, field=field: body.pop(field))
+            yield Case(fault="a field too few", name=f"{field} in {file}", attack=attack)
+        yield Case(fault="a field too many", name=file, attack=with_index(_set("more", to=1)))
     for what, text in {"a lone surrogate": "\\ud800", "a NUL": "\\u0000", "a raw surrogate": "\ud800"}.items():
-        attack = _with_text('"params/first.weight"', lambda text=text: f'"params/{text}"')
-        yield Case(fault="a name that is no text", name=what, attack=attack)
-    for field in fields:
-        yield Case(fault="a field too few", name=field, attack=_with_index(lambda body, field=field: body.pop(field)))
-    yield Case(fault="a field too many", name="an index", attack=_with_index(_set("more", to=1)))
+        attack = _with_text("index.json", '"first.weight"', lambda text=text: f'"{text}"')
+        yield Case(fault="a name that is no text", name=what, attack=attack, named=True)
     yield Case(fault="a field too many", name="a manifest", attack=_with_manifest(_set("more", to=1)))
 
 
@@ -316,19 +325,20 @@ def _large() -> Iterator[Case]:
             yield Case(
                 fault="nested deeply", name=f"{name} as the manifest", attack=_with_file("manifest.json", nested.encode())
             )
-            for where in ('"values":', '"shared":', '"shards":'):
-                attack = _with_text(where, lambda where=where, nested=nested: f'{where}{nested},"_":')
+            places = {'"values":': "rank-00000.json", '"blocks":': "rank-00000.json", '"shared":': "index.json"}
+            for where, file in {**places, '"kinds":': "index.json"}.items():
+                attack = _with_text(file, where, lambda where=where, nested=nested: f'{where}{nested},"_":')
                 yield Case(fault="nested deeply", name=f"{name} in {where}", attack=attack)
-            attack = _with_text('"seed":0', lambda nested=nested: f'"seed":{nested}')
+            attack = _with_text("index.json", '"seed":0', lambda nested=nested: f'"seed":{nested}')
             # Plain data that is nested like this is odd, not harmful, as long as it is not too deep to be read.
             yield Case(fault="nested deeply", name=f"{name} as a value", attack=attack)
     for size in (2**30, 2**40):
         begin = b'{"format": "'
         yield Case(fault=f"a string of {size:,} bytes", name="manifest", attack=_sparse("manifest.json", begin, size))
-        attack = _sparse("rank-00000.json", begin, size)
-        yield Case(fault=f"a string of {size:,} bytes", name="index", attack=attack)
-        attack = _sparse("rank-00000.json", begin, size, signed=True)
-        yield Case(fault=f"a string of {size:,} bytes", name="index, signed", attack=attack)
+        for file in _INDEXES:
+            for signed in (False, True):
+                attack = _sparse(file, begin, size, signed=signed)
+                yield Case(fault=f"a string of {size:,} bytes", name=f"{file}{', signed' * signed}", attack=attack)
 
 
 def _tags() -> Iterator[Case]:
@@ -346,7 +356,8 @@ def _tags() -> Iterator[Case]:
             attack = _with_index(lambda body, section=section, value=value: body["shared"][section].update({"x": value}))
             unread = section == "extra" and what.startswith("a tensor") and "fields" not in what and "unknown" not in what
             yield Case(fault="a value made up", name=f"{what} in {section}", attack=attack, unread=unread)
-        yield Case(fault="a value made up", name=f"{what} among a rank's", attack=_with_index(_set("values", "x", to=value)))
+        attack = _with_rank_index(_set("values", "x", to=value))
+        yield Case(fault="a value made up", name=f"{what} among a rank's", attack=attack)
 
 
 def _foreign() -> Iterator[Case]:
@@ -446,7 +457,8 @@ def _try_all(folder: str, k: int) -> list[dict[str, Any]]:
 def _try(case: Case, step: Path, hook: Hook) -> Outcome:
     case.attack(step)
     believers, problems, seconds, nbytes = _look_at(step, hook, weights=case.weights)
-    refused = case.believed or not believers - ({"load_sharded", "load_sharded of the root"} if case.unread else set())
+    loads = {"load_sharded", "load_sharded of the root"}
+    refused = case.believed or not believers - (loads if case.unread else {"verify"} if case.named else set())
     came = "read as plain numbers, nothing run" if case.believed else "refused"
     if not refused:
         problems.insert(0, f"was believed by {', '.join(sorted(believers))}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -45,19 +45,15 @@ class CheckpointDifference:
 
 def tensors_and_values(reader: CheckpointReader) -> tuple[TensorFiles, dict[str, Any]]:
     """Return all tensors of a step by key, and all plain values by path. Those of one rank are below ``rank-00000``."""
-    refs, shards = dict(reader.refs), dict(reader.shards)
+    refs, own = dict(reader.refs), dict(reader.own)
     values = dict(_plain_values(reader.shared))
-    for rank, (per_rank, rank_values) in enumerate(zip(reader.per_rank, reader.values, strict=True)):
-        prefix = f"rank-{rank:05d}"
-        for key, ref in tree_json.tensor_refs(rank_values, "").items():
-            refs[f"{prefix}/{key}"] = ref
-            shards[f"{prefix}/{key}"] = [per_rank[key]]
+    for rank in range(reader.world_size):
+        prefix, rank_values = f"rank-{rank:05d}", reader.values_of(rank)
+        refs |= {f"{prefix}/{key}": ref for key, ref in tree_json.tensor_refs(rank_values, "").items()}
+        own |= {f"{prefix}/{key}": shard for key, shard in reader.shards_of_rank(rank).items()}
         values |= {f"{prefix}/{key}": value for key, value in _plain_values(rank_values)}
-    return _tensor_files(reader, refs, shards), values
-
-
-def _tensor_files(reader: CheckpointReader, refs: Mapping[str, TensorRef], shards: Mapping[str, Any]) -> TensorFiles:
-    return TensorFiles(content_hash="", refs=refs, shards=shards, open_file=reader.open_data)
+    reader = replace(reader, refs=refs, own=own)
+    return TensorFiles(content_hash="", refs=refs, find_shards=reader.find_shards, open_file=reader.open_data), values
 
 
 def _plain_values(tree: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

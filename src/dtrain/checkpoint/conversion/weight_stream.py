@@ -18,7 +18,7 @@ from dtrain.checkpoint.data_file import TensorSlot, plan_file_layout
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.read_tensors import read_tensors
 from dtrain.checkpoint.reshard import Region, plan_reads
-from dtrain.checkpoint.tensor_files import TensorFiles
+from dtrain.checkpoint.tensor_files import TensorFiles, rename_shards
 from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CheckpointMismatchError, ConfigError
 from dtrain.storage import Buffer, FileWriter
@@ -83,7 +83,7 @@ def read_batch(files: TensorFiles, batch: Mapping[str, Region], dtypes: Mapping[
         CorruptCheckpointError: bytes that were changed, as far as the files can tell.
     """
     sizes = {name: region.size for name, region in batch.items()}
-    tensors = read_tensors(sizes, plan_reads(files.shards, batch), files.refs, files.open_file)
+    tensors = read_tensors(sizes, plan_reads(files.find_shards(batch), batch), files.refs, files.open_file)
     return {name: tensors[name].to(DTYPES[(dtypes or {}).get(name, files.refs[name].dtype)]) for name in batch}
 
 
@@ -186,7 +186,7 @@ def rename_tensors(files: TensorFiles, names: Mapping[str, str]) -> TensorFiles:
     return replace(
         files,
         refs={new: files.refs[old] for new, old in names.items()},
-        shards={new: files.shards.get(old, ()) for new, old in names.items()},
+        find_shards=rename_shards(files.find_shards, names),
     )
 
 

@@ -6,7 +6,7 @@ import hashlib
 import json
 import secrets
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,9 +30,10 @@ from dtrain.checkpoint.conversion.weight_stream import (
     tensor_region,
     write_safetensors,
 )
-from dtrain.checkpoint.data_file import plan_file_layout
-from dtrain.checkpoint.layout import CHUNK_BYTES, DTYPES, DataFile, Manifest, MeshLayout, RankFiles
-from dtrain.checkpoint.rank_index import RankIndex, StoredShard, encode_index, shard_kind
+from dtrain.checkpoint.data_file import Blocks, FileLayout, plan_blocks, plan_file_layout
+from dtrain.checkpoint.layout import DTYPES, Manifest, MeshLayout, RankFiles
+from dtrain.checkpoint.rank_index import RankIndex, encode_rank_index
+from dtrain.checkpoint.run_index import RankParts, RunIndex, encode_run_index, merge_parts
 from dtrain.checkpoint.tensor_files import INDEX_FILE, MODEL_FILE
 from dtrain.clock import Clock
 from dtrain.errors import CheckpointError
@@ -68,28 +69,28 @@ def write_hugging_face(folder: Path, weights: WeightStream, *, max_shard_bytes: 
 KNOWN_BUFFER_PATTERNS = ("**.running_mean", "**.running_var", "running_mean", "running_var")
 
 
-class _ChunkDigester:
-    """Digester of the bytes of a file, with one digest per ``CHUNK_BYTES``."""
+class _BlockDigester:
+    """Digester of the bytes of a file, with one digest per block.
 
-    def __init__(self) -> None:
-        self.digests: list[str] = []
-        self._current, self._remaining = xxhash.xxh3_128(), CHUNK_BYTES
+    Args:
+        ends: the byte after each block.
+    """
+
+    def __init__(self, ends: Sequence[int]) -> None:
+        self.ends, self.digests = ends, b""
+        self._current, self._at, self._number = xxhash.xxh3_128(), 0, 0
 
     def update(self, data: Buffer) -> None:
         """Add the next bytes."""
         rest = memoryview(data).cast("B")
         while rest:
-            part, rest = rest[: self._remaining], rest[self._remaining :]
+            missing = self.ends[self._number] - self._at
+            part, rest = rest[:missing], rest[missing:]
             self._current.update(part)
-            self._remaining -= len(part)
-            if self._remaining == 0:
-                self.end_chunk()
-
-    def end_chunk(self) -> None:
-        """End the current chunk unless empty."""
-        if self._remaining < CHUNK_BYTES:
-            self.digests.append(self._current.hexdigest())
-            self._current, self._remaining = xxhash.xxh3_128(), CHUNK_BYTES
+            self._at += len(part)
+            if self._at == self.ends[self._number]:
+                self.digests += self._current.digest()
+                self._current, self._number = xxhash.xxh3_128(), self._number + 1
 
 
 def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Iterable[str]) -> None:
@@ -107,18 +108,16 @@ def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Itera
         files=rename_tensors(weights.files, {key: name for name, key in keys.items()}),
         dtypes={key: weights.dtypes[name] for name, key in keys.items()},
     )
-    chunks = _ChunkDigester()
-    name = layout.data_name(0)
-    size = write_safetensors(folder / name, by_key, by_key.dtypes, chunks.update)
-    chunks.end_chunk()
-    data = encode_index(_build_index(by_key, _shared_values(weights, keys, step), tuple(chunks.digests)))
-    storage.write_file(folder / layout.index_name(0), data)
-    files = RankFiles(
-        index=layout.index_name(0),
-        index_bytes=len(data),
-        index_sha256=hashlib.sha256(data).hexdigest(),
-        data=(DataFile(name=name, bytes=size),),
-    )
+    file_layout = plan_file_layout(by_key.slots)
+    digester = _BlockDigester(plan_blocks(file_layout))
+    size = write_safetensors(folder / layout.data_name(0), by_key, by_key.dtypes, digester.update)
+    shared = _shared_values(weights, keys, step)
+    rank_index, run_index = _build_indexes(file_layout, shared, Blocks(digester.ends, digester.digests))
+    of_rank = encode_rank_index(rank_index)
+    storage.write_file(folder / layout.index_name(0), of_rank)
+    files = RankFiles(len(of_rank), hashlib.sha256(of_rank).hexdigest(), (size,))
+    data = encode_run_index(replace(run_index, files=(files,)))
+    storage.write_file(folder / layout.INDEX, data)
     manifest = Manifest(
         run_id=secrets.token_hex(16),
         step=step,
@@ -127,7 +126,10 @@ def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Itera
         layout=MeshLayout(strategy="none", axes=(), shape=()),
         what="weights",
         states=(),
-        ranks=(files,),
+        world_size=1,
+        bytes=len(data) + len(of_rank) + size,
+        index_bytes=len(data),
+        index_sha256=hashlib.sha256(data).hexdigest(),
     )
     storage.write_file(folder / layout.MANIFEST, layout.encode_manifest(manifest))
     storage.sync_folder(folder)
@@ -154,19 +156,17 @@ def _shared_values(weights: WeightStream, keys: Mapping[str, str], step: int) ->
     return {section: tree_json.encode(part, section)[0] for section, part in tree.items()}
 
 
-def _build_index(weights: WeightStream, shared: dict[str, Any], chunks: tuple[str, ...]) -> RankIndex:
-    file_layout = plan_file_layout(weights.slots)
-    shards = {
-        slot.key: StoredShard(
-            file=0,
-            begin=file_layout.ranges[slot.key][0],
-            kind=shard_kind(slot.dtype, slot.size, (0,) * len(slot.size), slot.size),
-        )
-        for slot in file_layout.slots
-        if slot.nbytes
-    }
+def _build_indexes(file_layout: FileLayout, shared: dict[str, Any], blocks: Blocks) -> tuple[RankIndex, RunIndex]:
+    """Build the indexes of a step of one rank, without the list of files."""
+    refs: dict[str, tree_json.TensorRef] = {}
+    for section, values in shared.items():
+        refs |= tree_json.tensor_refs(values, section)
+    stored = {slot.key: (0, (0,) * len(slot.size), slot.size) for slot in file_layout.slots if slot.nbytes}
+    kinds, tensors = merge_parts(refs, (), [RankParts.of(list(refs), stored)])
+    begins = [file_layout.ranges[key][0] for key in refs if key in stored]
     values = {section: tree_json.encode({}, section)[0] for section in ("buffers", "rng")}
-    return RankIndex(rank=0, shards=shards, per_rank={}, chunks=(chunks,), values=values, shared=shared)
+    rank_index = RankIndex(rank=0, begins=begins, per_rank=[], blocks=(blocks,), values=values)
+    return rank_index, RunIndex(files=(), kinds=kinds, tensors=tensors, inline=b"", local_buffers=False, shared=shared)
 
 
 class _StreamingSavePlanner(DefaultSavePlanner):  # type: ignore[misc,unused-ignore]

@@ -1,0 +1,355 @@
+"""Index of the run, ``index.json``: the files of all ranks, the ranks that hold each tensor of the run, and plain values.
+
+A load reads it to find the ranks whose files it needs. Tensors that are equal in dtype, shape and sharding are of one kind, and
+there are few kinds. The parts of a kind are stored as arithmetic progressions: the rows of a tensor that all ranks shard are
+one or two of them at any number of ranks.
+
+Tensors of one element that all ranks hold, such as the steps of an optimizer, are in the index itself (``inline``).
+"""
+
+from __future__ import annotations
+
+import base64
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any, NamedTuple
+
+import msgspec
+import numpy as np
+from msgspec import Meta, Struct
+
+from dtrain.checkpoint import layout, strict_json
+from dtrain.checkpoint.layout import DTYPES, INDEX, VERSION, Manifest, RankFiles, check_format
+from dtrain.checkpoint.rank_index import ShardKind, shard_kind
+from dtrain.checkpoint.strict_json import Count
+from dtrain.checkpoint.tree_json import TensorRef
+from dtrain.errors import CorruptCheckpointError
+
+INDEX_FORMAT = "dtrain-checkpoint-index"
+# Dims of stored tensors are at most 2**48, so sums of two numbers fit into 64 bits.
+_MAX_OFFSET = 2**48
+_Offset = Annotated[int, Meta(ge=0, le=_MAX_OFFSET)]
+_Rank = Annotated[int, Meta(ge=0, le=layout.MAX_RANKS)]
+
+
+class PartRun(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Parts of a tensor in arithmetic progression: part ``i`` is ``[offset + i * step, offset + i * step + size)``.
+
+    Rank ``rank + i * rank_step`` holds part ``i``, for ``i`` from 0 to ``count`` - 1.
+    """
+
+    rank: _Rank
+    rank_step: _Rank
+    count: Annotated[int, Meta(ge=1, le=layout.MAX_RANKS)]
+    offset: tuple[_Offset, ...]
+    step: tuple[Annotated[int, Meta(ge=-_MAX_OFFSET, le=_MAX_OFFSET)], ...]
+    size: tuple[_Offset, ...]
+
+    def index_of(self, rank: int) -> int | None:
+        """Return the number of the part that a rank holds; None if the rank holds none."""
+        if self.count == 1:
+            return 0 if rank == self.rank else None
+        index, rest = divmod(rank - self.rank, self.rank_step)
+        return index if rest == 0 and 0 <= index < self.count else None
+
+    def offset_of(self, index: int) -> tuple[int, ...]:
+        """Return the offset of a part."""
+        return tuple(at + index * step for at, step in zip(self.offset, self.step, strict=True))
+
+
+class _KindEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of a ``TensorKind`` in the file; ``file`` is 1 for frozen parameters in a file of their own."""
+
+    dtype: str
+    shape: tuple[_Offset, ...]
+    file: Annotated[int, Meta(ge=0, le=1)]
+    runs: tuple[PartRun, ...]
+
+
+@strict_json.compile_schema
+class _IndexFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Fields of ``index.json``."""
+
+    format: str
+    version: int
+    files: tuple[RankFiles, ...]
+    kinds: tuple[_KindEntry, ...]
+    tensors: list[Count]
+    inline: str
+    local_buffers: bool
+    shared: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TensorKind:
+    """Dtype, shape and parts of tensors of the run.
+
+    Args:
+        dtype: name of the dtype.
+        shape: shape of the whole tensor.
+        file: number of the data file, of each rank, that holds the part.
+        runs: the parts; empty for a tensor without elements.
+    """
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: int
+    runs: tuple[PartRun, ...]
+
+    def part_of(self, rank: int) -> ShardKind | None:
+        """Return the part that a rank holds; None if the rank holds none."""
+        for run in self.runs:
+            index = run.index_of(rank)
+            if index is not None:
+                return shard_kind(self.dtype, self.shape, run.offset_of(index), run.size)
+        return None
+
+    def parts_in(self, offset: Sequence[int], size: Sequence[int]) -> list[tuple[int, ShardKind]]:
+        """Return rank and part of each part that overlaps ``[offset, offset + size)``, in the order of their offset."""
+        ranks, offsets, sizes = self._columns
+        low, high = np.array(offset, dtype=np.int64), np.array(offset, dtype=np.int64) + np.array(size, dtype=np.int64)
+        found = np.flatnonzero(((offsets < high) & (offsets + sizes > low)).all(axis=1))
+        parts = [
+            (int(ranks[at]), shard_kind(self.dtype, self.shape, tuple(offsets[at].tolist()), tuple(sizes[at].tolist())))
+            for at in found
+        ]
+        return sorted(parts, key=lambda part: part[1].offset)
+
+    @cached_property
+    def _columns(self) -> tuple[Any, Any, Any]:
+        """Ranks, offsets and sizes of all parts."""
+        dims = len(self.shape)
+        ranks, offsets, sizes = [], [], []
+        for run in self.runs:
+            steps = np.arange(run.count, dtype=np.int64)
+            ranks.append(run.rank + steps * run.rank_step)
+            offsets.append(np.array(run.offset, dtype=np.int64) + steps[:, None] * np.array(run.step, dtype=np.int64))
+            sizes.append(np.broadcast_to(np.array(run.size, dtype=np.int64), (run.count, dims)))
+        if not ranks:
+            return np.zeros(0, dtype=np.int64), np.zeros((0, dims), dtype=np.int64), np.zeros((0, dims), dtype=np.int64)
+        all_ranks = np.concatenate(ranks)
+        if len(np.unique(all_ranks)) != len(all_ranks):
+            raise CorruptCheckpointError(f"{INDEX}: {self.dtype} {self.shape}: a rank must have at most one part of a tensor")
+        return all_ranks, np.concatenate(offsets), np.concatenate(sizes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class RunIndex:
+    """Index of the run.
+
+    Args:
+        files: files by rank.
+        kinds: kinds of the tensors.
+        tensors: kind of each tensor, in the order in which ``shared`` names them: its number in ``kinds`` plus 1, or 0 for a
+            tensor that is in ``inline``.
+        inline: data of small tensors, in the order of ``inline_order``.
+        local_buffers: True if each rank has saved its own buffers.
+        shared: encoded plain values of the run, by section.
+    """
+
+    files: tuple[RankFiles, ...]
+    kinds: tuple[TensorKind, ...]
+    tensors: tuple[int, ...]
+    inline: bytes
+    local_buffers: bool
+    shared: dict[str, Any]
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Sizes in bytes of all files of the ranks, by name."""
+        return {name: size for rank, files in enumerate(self.files) for name, size in files.sizes(rank).items()}
+
+    def parts_of(self, rank: int) -> tuple[Any, list[ShardKind | None]]:
+        """Return the numbers of the tensors that a rank holds in part, in order, and the rank's part of each kind."""
+        parts = [kind.part_of(rank) for kind in self.kinds]
+        held = np.array([False, *(part is not None for part in parts)])
+        return np.flatnonzero(held[np.array(self.tensors, dtype=np.int64)]), parts
+
+
+def inline_order(tensors: Mapping[str, str]) -> list[str]:
+    """Return the keys of inline tensors in the order of their data: by falling item size, then by key.
+
+    Args:
+        tensors: dtype names by key.
+    """
+    return sorted(tensors, key=lambda key: (-DTYPES[tensors[key]].itemsize, key))
+
+
+def encode_run_index(index: RunIndex) -> bytes:
+    """Encode ``index.json``.
+
+    Raises:
+        CheckpointError: more JSON than the reader accepts.
+    """
+    body = {
+        "format": INDEX_FORMAT,
+        "version": VERSION,
+        "files": msgspec.to_builtins(index.files),
+        "kinds": [
+            {"dtype": kind.dtype, "shape": kind.shape, "file": kind.file, "runs": msgspec.to_builtins(kind.runs)}
+            for kind in index.kinds
+        ],
+        "tensors": index.tensors,
+        "inline": base64.b64encode(index.inline).decode(),
+        "local_buffers": index.local_buffers,
+        "shared": index.shared,
+    }
+    return strict_json.encode_limited(body, INDEX)
+
+
+def parse_run_index(data: bytes, manifest: Manifest) -> RunIndex:
+    """Parse ``index.json`` of the step with this manifest.
+
+    Raises:
+        CorruptCheckpointError: bytes that ``encode_run_index`` does not write, or a part outside of its tensor.
+        CheckpointError: a valid index of another format version.
+    """
+    body = strict_json.parse_json(data, INDEX)
+    check_format(body, INDEX, INDEX_FORMAT)
+    raw = strict_json.convert(body, _IndexFile, INDEX)
+    if len(raw.files) != manifest.world_size:
+        raise CorruptCheckpointError(f"{INDEX}: files: must list {manifest.world_size} ranks, got {len(raw.files)}")
+    for rank, files in enumerate(raw.files):
+        if len(files.data_bytes) not in (1, 2):
+            raise CorruptCheckpointError(f"{INDEX}: files[{rank}]: must have 1 or 2 data files, got {len(files.data_bytes)}")
+    for at, kind in enumerate(raw.kinds):
+        _check_kind(kind, raw.files, f"{INDEX}: kinds[{at}]")
+    if max(raw.tensors, default=0) > len(raw.kinds):
+        raise CorruptCheckpointError(f"{INDEX}: tensors: must be at most {len(raw.kinds)}, got {max(raw.tensors)}")
+    try:
+        inline = base64.b64decode(raw.inline, validate=True)
+    # binascii.Error and the error of a text that is not ASCII are ValueErrors.
+    except ValueError:
+        raise CorruptCheckpointError(f"{INDEX}: inline: must be base64") from None
+    index = RunIndex(
+        files=raw.files,
+        kinds=tuple(TensorKind(dtype=k.dtype, shape=k.shape, file=k.file, runs=k.runs) for k in raw.kinds),
+        tensors=tuple(raw.tensors),
+        inline=inline,
+        local_buffers=raw.local_buffers,
+        shared=raw.shared,
+    )
+    total = len(data) + sum(files.index_bytes + sum(files.data_bytes) for files in index.files)
+    if total != manifest.bytes:
+        raise CorruptCheckpointError(f"{INDEX}: files must have {manifest.bytes} bytes in all as in the manifest, got {total}")
+    return index
+
+
+def _check_kind(kind: _KindEntry, files: Sequence[RankFiles], location: str) -> None:
+    if kind.dtype not in DTYPES:
+        raise CorruptCheckpointError(f"{location}: unknown dtype {kind.dtype!r}")
+    for at, run in enumerate(kind.runs):
+        where = f"{location}: runs[{at}]"
+        if not len(run.offset) == len(run.step) == len(run.size) == len(kind.shape):
+            raise CorruptCheckpointError(f"{where}: offset, step and size must have {len(kind.shape)} dims")
+        last = run.offset_of(run.count - 1)
+        dims = zip(run.offset, last, run.size, kind.shape, strict=True)
+        if any(min(first, end) < 0 or max(first, end) + size > whole for first, end, size, whole in dims):
+            raise CorruptCheckpointError(
+                f"{where}: parts of {run.size} from {run.offset} to {last} are outside of {kind.shape}"
+            )
+        if 0 in run.size:
+            raise CorruptCheckpointError(f"{where}: a part must not be empty, got {run.size}")
+        last_rank = run.rank + (run.count - 1) * run.rank_step
+        if last_rank >= len(files) or (run.count > 1) != (run.rank_step > 0):
+            raise CorruptCheckpointError(f"{where}: ranks must differ and be below {len(files)}, got {run.rank} to {last_rank}")
+    if kind.file >= min(len(of_rank.data_bytes) for of_rank in files):
+        raise CorruptCheckpointError(f"{location}: file: a rank has no file of frozen parameters")
+    if sum(run.count for run in kind.runs) > len(files):
+        raise CorruptCheckpointError(f"{location}: runs: must have at most one part per rank")
+
+
+class RankParts(NamedTuple):
+    """Parts that one rank has written.
+
+    Args:
+        numbers: for each tensor of the run, the number of the rank's box plus 1, or 0 for a tensor that the rank has not
+            written.
+        boxes: file, offset and size of each distinct part.
+    """
+
+    numbers: Any
+    boxes: list[tuple[int, tuple[int, ...], tuple[int, ...]]]
+
+    @classmethod
+    def of(cls, keys: Sequence[str], parts: Mapping[str, tuple[int, tuple[int, ...], tuple[int, ...]]]) -> RankParts:
+        """Number the parts by their file, offset and size.
+
+        Args:
+            keys: all tensors of the run, in the order that is equal on all ranks.
+            parts: file, offset and size by key.
+        """
+        known: dict[Any, int] = {}
+        numbers = [known.setdefault(parts[key], len(known)) + 1 if key in parts else 0 for key in keys]
+        return cls(np.array(numbers, dtype=np.int32), list(known))
+
+    def encode(self) -> list[Any]:
+        """Encode as JSON. The numbers of most ranks are alike and repeat themselves, so they are compressed."""
+        return [base64.b64encode(zlib.compress(self.numbers.tobytes())).decode(), self.boxes]
+
+    @classmethod
+    def decode(cls, value: Any) -> RankParts:
+        """Decode the value of ``encode``."""
+        numbers = np.frombuffer(zlib.decompress(base64.b64decode(value[0])), dtype=np.int32)
+        return cls(numbers, [(file, tuple(offset), tuple(size)) for file, offset, size in value[1]])
+
+
+def merge_parts(
+    refs: Mapping[str, TensorRef], inline: Collection[str], by_rank: Sequence[RankParts]
+) -> tuple[tuple[TensorKind, ...], tuple[int, ...]]:
+    """Merge the parts of all ranks. Return the kinds, and the kind of each tensor as in ``RunIndex.tensors``.
+
+    Two tensors are of one kind if dtype and shape are equal, and each rank has written the same box of both.
+    """
+    patterns: dict[bytes, int] = {}
+    pattern_of = [patterns.setdefault(parts.numbers.tobytes(), len(patterns)) for parts in by_rank]
+    rows = np.stack([np.frombuffer(pattern, dtype=np.int32) for pattern in patterns])
+    ranks_of: list[list[int]] = [[] for _ in patterns]
+    for rank, pattern in enumerate(pattern_of):
+        ranks_of[pattern].append(rank)
+    kinds: list[TensorKind] = []
+    known: dict[Any, int] = {}
+    tensors = []
+    for (key, ref), column in zip(refs.items(), np.ascontiguousarray(rows.T), strict=True):
+        if key in inline:
+            tensors.append(0)
+            continue
+        identity = (ref.dtype, ref.shape, column.tobytes())
+        if identity not in known:
+            known[identity] = len(known) + 1
+            parts = sorted(
+                (rank, *by_rank[rank].boxes[number - 1])
+                for ranks, number in zip(ranks_of, column.tolist(), strict=True)
+                if number
+                for rank in ranks
+            )
+            file = parts[0][1] if parts else 0
+            runs = tuple(_find_runs([(rank, offset, size) for rank, _, offset, size in parts]))
+            kinds.append(TensorKind(dtype=ref.dtype, shape=ref.shape, file=file, runs=runs))
+        tensors.append(known[identity])
+    return tuple(kinds), tuple(tensors)
+
+
+_Part = tuple[int, tuple[int, ...], tuple[int, ...]]
+
+
+def _find_runs(parts: Sequence[_Part]) -> Iterator[PartRun]:
+    """Split parts in the order of ranks into arithmetic progressions, each as long as possible."""
+    at = 0
+    while at < len(parts):
+        rank, offset, size = parts[at]
+        end, rank_step, step = at + 1, 0, (0,) * len(offset)
+        if end < len(parts) and parts[end][2] == size:
+            rank_step, step = parts[end][0] - rank, _minus(parts[end][1], offset)
+            while end < len(parts) and parts[end][2] == size and (
+                parts[end][0] - parts[end - 1][0], _minus(parts[end][1], parts[end - 1][1])
+            ) == (rank_step, step):  # fmt: skip
+                end += 1
+        yield PartRun(rank, rank_step, end - at, offset, step, size)
+        at = end
+
+
+def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(x - y for x, y in zip(a, b, strict=True))
