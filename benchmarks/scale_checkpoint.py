@@ -300,13 +300,12 @@ class Planned:
     def reader(self) -> CheckpointReader:
         """Return a reader, which has read nothing yet."""
         inline = {number: None for number, key in enumerate(self.refs) if key in self.steps}
-        options: dict[str, Any] = {
+        nothing: dict[str, Any] = {
             "folder": None,
             "manifest": None,
             "shared": {},
             "structures": {},
             "own": {},
-            "inline": inline,
         }
         numbers = {key: number for number, key in enumerate(self.refs)}
         return CheckpointReader(
