@@ -76,10 +76,10 @@ def steady(pairs: int, sharded: bool) -> dict[str, Any]:
 
         run()
         run()
-        exchange = current_context().record_exchange
-        before = exchange.count if exchange else 0
+        plane = current_context().control_plane
+        before = plane["control"].num_records if plane else 0
         run()
-        messages[name] = exchange.count - before if exchange else 0
+        messages[name] = plane["control"].num_records - before if plane else 0
         sides[name] = run
     rounds = interleaved(sides, rounds=pairs // 2, warmup=3, clocks={"cpu": CPU, "wall": WALL})
     return {"rounds": rounds, "messages": messages}

@@ -21,7 +21,6 @@ from dtrain.dist.context import current_context
 from dtrain.dist.flight_recorder import (
     COLLECTIVES_PER_GROUP,
     FlightRecorder,
-    read_flight_recorder,
     write_flight_record,
     write_stacks,
 )
@@ -72,8 +71,9 @@ def prepare(folder: Path) -> Path:
 
 
 def tell_when_waiting(path: Path) -> None:
-    """Make ``path`` when a collective of this rank waits for others."""
-    wait_for(lambda: any(not entry["retired"] for entry in read_flight_recorder()))
+    """Make ``path`` when an exchange of this rank waits for others."""
+    plane = current_context().control_plane
+    wait_for(lambda: plane["control"].waits)
     path.touch()
 
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from dtrain.dist import timeout_report
+from dtrain.dist.arrival_marks import ArrivalReport
 from dtrain.dist.collectives import (
     all_gather_json,
     all_gather_numbers,
@@ -141,17 +142,17 @@ def test_missing_rank_in_a_user_group_is_named(forked):
 
 
 def test_rank_death_during_group_setup_is_named(forked, monkeypatch):
-    real = dist.new_group
+    real = dist.init_process_group
 
     def body(rank: int) -> str:
         if rank == 1:
-            monkeypatch.setattr(dist, "new_group", lambda **_: os.kill(os.getpid(), signal.SIGKILL))
+            monkeypatch.setattr(dist, "init_process_group", lambda **_: os.kill(os.getpid(), signal.SIGKILL))
         with init_dist(device="cpu", timeout_s=TIMEOUT_S):
             return "opened"
 
     (text,) = forked.run(body, 2, results_of=[0]).values()
     assert text.startswith("DistError: init_dist: ranks [1] of 2 did not arrive"), text
-    assert dist.new_group is real
+    assert dist.init_process_group is real
 
 
 def errors_of_rank_1() -> list:
@@ -210,30 +211,36 @@ def test_collective_errors_are_recognized_by_class_and_module():
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        ({"waits_s": {0: 9.5, 2: 0.1}}, "w: ranks [1, 3] of 4 did not arrive within 9.5 s. Look at their output, or raise"),
         (
-            {"waits_s": {0: 0.2}, "notes": {3: "E: x"}},
+            {"waited_s": 9.5, "arrivals": ArrivalReport(missing=[1, 3], timed_out=True)},
+            "w: ranks [1, 3] of 4 did not arrive within 9.5 s. Look at their output, or raise",
+        ),
+        (
+            {"waited_s": 0.2, "arrivals": ArrivalReport(missing=[1, 2, 3], notes={3: "E: x"})},
             "w: ranks [1, 2, 3] of 4 did not arrive, connection lost after 0.2 s. Rank 3 left",
         ),
-        ({"waits_s": {0: 10, 1: 9, 2: 10, 3: 0.0}}, "w: ranks [3] of 4 came too late. The first rank gave up after 10 s. Look"),
-        ({"waits_s": dict.fromkeys(range(4), 10.0)}, "w: all 4 ranks arrived, but no data passed between them for 10 s. Check"),
         (
-            {"waits_s": dict.fromkeys(range(4), 10.0), "callers": {0: "w", 1: "leaving init_dist", 2: "x"}},
+            {"waited_s": 0.0, "arrivals": ArrivalReport(late=[3], timed_out=True)},
+            "w: ranks [3] of 4 came too late. The first rank gave up after 10 s. Look",
+        ),
+        (
+            {"waited_s": 10.0, "arrivals": ArrivalReport(timed_out=True)},
+            "w: all 4 ranks arrived, but no data passed between them for 10 s. Check",
+        ),
+        (
+            {"waited_s": 10.0, "arrivals": ArrivalReport(timed_out=True, callers={0: "w", 1: "leaving init_dist"})},
             "w: rank 1 was at 'leaving init_dist' instead, and the ranks waited for each other for 10 s. Let all ranks take",
         ),
+        ({"waited_s": 10.0, "arrivals": None}, "w: ranks [0] of 4 did not arrive within 10 s (this rank serves the store"),
         (
-            {"waits_s": {1: 10}, "store_answered": False},
-            "w: ranks [0] of 4 did not arrive within 10 s (this rank serves the store",
-        ),
-        (
-            {"waits_s": {1: 10}, "store_answered": False, "server_rank": None},
+            {"waited_s": 10.0, "arrivals": None, "server_rank": None},
             "w: some ranks did not arrive within 10 s. The rendezvous store",
         ),
-        ({"waits_s": dict.fromkeys(range(4), 0.1)}, None),
+        ({"waited_s": 0.1, "arrivals": ArrivalReport()}, None),
     ],
 )
 def test_missing_rank_message_depends_on_store_contents(given, text):
-    line = format_missing_ranks("w", world_size=4, timeout_s=10, **{"notes": {}, **given})
+    line = format_missing_ranks("w", world_size=4, timeout_s=10, **given)
     assert line is None if text is None else line.startswith(text)
 
 

@@ -56,9 +56,9 @@ def traffic(strategy: str, accumulate: str, microbatches: int) -> dict[str, list
     net = shard_model(Row().double(), mesh, strategy=strategy, accumulate=accumulate, blocks=(Block,))
     state = state_of(net)
     whole = batch("called twice", WEIGHTS)
-    exchange = current_context().record_exchange
+    exchange = current_context().control_plane["control"]
     for _ in range(2):
-        before = exchange.count
+        before = exchange.num_records
         with count_collectives() as seen:
             state, metrics = microbatch_step(state, whole, loss_fn=squared, microbatch_size=SAMPLES // microbatches)
             state, metrics = optimizer_step(state, metrics)
@@ -74,7 +74,7 @@ def traffic(strategy: str, accumulate: str, microbatches: int) -> dict[str, list
         },
         "other": len([r for r in grads if r.op not in ("all_gather", "reduce_scatter", "all_reduce")]),
         "control": [len([r for r in rows if r.group == "control"]), len(weights)],
-        "records": exchange.count - before,
+        "records": exchange.num_records - before,
         "logging": logged.count(),
     }
 

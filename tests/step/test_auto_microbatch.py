@@ -235,11 +235,11 @@ def steady(strategy: str) -> dict:
         step, state = wide(strategy, *transforms, grad=grad, optimizer=torch.optim.SGD)
         for _ in range(2):
             state, _ = step(state, torch.randn(8, WIDTH))
-        exchange = current_context().record_exchange
-        before = exchange.count
+        exchange = current_context().control_plane["control"]
+        before = exchange.num_records
         with count_collectives() as collectives, count_host_syncs() as syncs:
             step(state, torch.randn(8, WIDTH))
-        records = exchange.count - before
+        records = exchange.num_records - before
         seen[name] = [collectives.counts(), syncs.count, [record.bytes for record in collectives.records], records]
     return seen
 

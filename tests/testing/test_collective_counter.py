@@ -137,7 +137,7 @@ def test_groups_are_distinguished_and_dtensor_collectives_are_counted(ranks):
     for records, norm, inside in ranks(2).run(groups_and_dtensors):
         assert records == {
             "control": {"all_gather": 1},
-            "background": {"all_gather": 2},
+            "background": {"all_gather": 1},
             "other": {"all_reduce": 1},
             "dp_shard": {"all_reduce": 1},
         }
@@ -157,14 +157,14 @@ def test_collectives_of_a_user_thread_are_not_counted(ranks):
 
 
 def test_single_rank_records_and_filtered_counts():
-    with init_dist(device="cpu") as info, count_collectives() as seen:
+    with init_dist(device="cpu"), count_collectives() as seen:
         dist.all_reduce(torch.ones(3))
-        dist.all_reduce(torch.ones(2), group=info.control)
+        dist.all_reduce(torch.ones(2), group=dist.new_group([0], backend="gloo"))
         dist.broadcast(torch.ones(1), src=0)
     dist_record = CollectiveCall(op="all_reduce", group="training", group_size=1, bytes=12, dtype="float32")
     assert seen.records[0] == dist_record
-    assert seen.counts() == {"training": {"all_reduce": 1, "broadcast": 1}, "control": {"all_reduce": 1}}
-    assert (seen.count(), seen.count(op="all_reduce"), seen.count(group="control", op="broadcast")) == (3, 2, 0)
+    assert seen.counts() == {"training": {"all_reduce": 1, "broadcast": 1}, "other": {"all_reduce": 1}}
+    assert (seen.count(), seen.count(op="all_reduce"), seen.count(group="other", op="broadcast")) == (3, 2, 0)
     assert (seen.bytes(), seen.bytes(group="training"), seen.bytes(op="broadcast")) == (24, 16, 4)
     assert seen.select(op="all_reduce", group="training") == [dist_record]
 
@@ -180,11 +180,12 @@ def test_collectives_after_an_error_in_the_context_are_not_counted():
 
 def without_init_dist() -> dict:
     context = current_context()
+    other = dist.new_group(backend="gloo")
     opened, context.info = context.info, None
     try:
         with count_collectives() as seen:
             dist.all_reduce(torch.ones(1))
-            dist.all_reduce(torch.ones(1), group=opened.control)
+            dist.all_reduce(torch.ones(1), group=other)
     finally:
         context.info = opened
     return seen.counts()

@@ -3,7 +3,7 @@
 A rank that leaves its step early must not leave its peers waiting. Its peers must not pair with one of its later collectives.
 A guarded run prevents both. The guard intercepts every collective of the process, in one of two modes:
 
-*Checked*. Before each collective the ranks exchange a record on the control group: a failure of this rank, or the collective
+*Checked*. Before each collective the ranks exchange a record on the control channel: a failure of this rank, or the collective
 that this rank is about to issue. If a rank has failed, all ranks leave before the collective is issued. If the collectives do
 not match, all ranks raise. If the run succeeds on all ranks, the guard stores its sequence of collectives: the *trace* of the
 plan.
@@ -133,15 +133,12 @@ class CollectiveGuard(ABC):
 
     @contextmanager
     def intercept(self) -> Iterator[None]:
-        """Route every collective through this guard, except collectives of the background group."""
-        background = get_dist_info().background
+        """Route every collective of the process groups through this guard."""
 
         def listener(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], issue: IssueFn) -> Any:
             if self._exchanging or self._issuing is not None:
                 return issue()
             group = group_from_call(operation, args, kwargs)
-            if group is background:
-                return issue()
             if self.exit_reason is not None:
                 raise self.exit_reason
             call = self._admit_collective(operation, args, kwargs, group)

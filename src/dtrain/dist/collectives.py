@@ -1,31 +1,28 @@
-"""Exchange JSON and numbers between ranks on a gloo group, without pickle, and order the ranks of a node.
+"""Exchange JSON and numbers between ranks over the control plane, without pickle, and order the ranks of a node.
 
-Each function is a collective: every rank must call it, in the same order. ``group`` names one of the two gloo groups of
-``DistInfo``. Without ``init_dist`` there is one rank, and each function returns at once. If a rank does not call a function in
-time, the other ranks raise a ``DistError`` that names the missing rank.
+Each function is a collective: every rank must call it, in the same order. ``group`` names a channel of the control plane:
+``"control"`` for the main thread, ``"background"`` for checkpoints. Without ``init_dist`` there is one rank, and each function
+returns at once. If a rank does not call a function in time, the other ranks raise a ``DistError`` that names the missing rank.
 """
 
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
-from functools import lru_cache
-from typing import Any, Literal, TypeAlias
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from dtrain import spans
 from dtrain.dist.context import current_context
+from dtrain.dist.control_plane import Channel, ChannelName
+from dtrain.dist.control_protocol import RowSpec, RowSummary
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import CheckpointError, ConfigError, DistError, PeerError
 from dtrain.typing import Plain
 
-GroupName: TypeAlias = Literal["control", "background"]
 # Limit for the JSON of one rank. Larger data belongs into a file.
 MAX_JSON_BYTES = 64 * 2**20
 
@@ -33,15 +30,15 @@ MAX_JSON_BYTES = 64 * 2**20
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
-def all_gather_json(obj: Plain, *, group: GroupName = "control", caller: str = "all_gather_json") -> list[Plain]:
+def all_gather_json(obj: Plain, *, group: ChannelName = "control", caller: str = "all_gather_json") -> list[Plain]:
     """Gather every rank's ``obj`` on all ranks, in the order of ranks.
 
     Args:
         obj: plain data.
-        group: gloo group that carries the data.
+        group: channel that carries the data.
         caller: prefix of error messages.
 
-    Collective: two all-gathers (lengths, then padded bytes).
+    Collective: one exchange.
 
     Example:
         >>> import dtrain as dt
@@ -52,20 +49,20 @@ def all_gather_json(obj: Plain, *, group: GroupName = "control", caller: str = "
         ConfigError: ``obj`` is not plain data, or its JSON is larger than 64 MiB.
         PeerError: the same on another rank.
     """
-    text, lengths = _exchange_lengths(obj, group, caller)
-    return _parse_json(_all_gather_bytes(text, lengths, group, caller))
+    text, error = _encode_json(obj, caller)
+    return [json.loads(found) for found in _all_gather_texts(text, error, group, caller)]
 
 
-def gather_json(obj: Plain, *, dst: int = 0, group: GroupName = "control", caller: str = "gather_json") -> list[Plain] | None:
+def gather_json(obj: Plain, *, dst: int = 0, group: ChannelName = "control", caller: str = "gather_json") -> list[Plain] | None:
     """Gather every rank's ``obj`` on rank ``dst``, in the order of ranks; return None on the other ranks.
 
     Args:
         obj: plain data.
         dst: rank that receives the data.
-        group: gloo group that carries the data.
+        group: channel that carries the data.
         caller: prefix of error messages.
 
-    Collective: an all-gather of lengths, then one gather of padded bytes. Rank ``dst`` holds the largest text once per rank.
+    Collective: one small exchange, then one gather. Only rank ``dst`` holds all texts.
 
     Example:
         >>> import dtrain as dt
@@ -79,26 +76,26 @@ def gather_json(obj: Plain, *, dst: int = 0, group: GroupName = "control", calle
         PeerError: the same on another rank.
     """
     info = check_rank(caller, "dst", dst)
-    text, lengths = _exchange_lengths(obj, group, caller)
+    text, error = _encode_json(obj, caller)
+    # A failed rank sends its error, and the other ranks send nothing.
+    _all_gather_texts(b"" if error is None else text, error, group, caller)
     if info.world_size == 1:
-        return _parse_json([text])
-    padded = _pad_bytes(text, max(lengths))
-    texts = [torch.empty_like(padded) for _ in lengths] if info.rank == dst else None
+        return [json.loads(text)]
     with spans.outermost_span("collective"), report_missing_ranks(caller, group=group):
-        dist.gather(padded, texts, dst=dst, group=_group_by_name(info, group))
-    return None if texts is None else _parse_json(_trim_padding(texts, lengths))
+        texts = _channel(group).gather(text, dst, caller=caller)
+    return None if texts is None else [json.loads(found) for found in texts]
 
 
-def broadcast_json(obj: Plain, *, src: int = 0, group: GroupName = "control", caller: str = "broadcast_json") -> Plain:
+def broadcast_json(obj: Plain, *, src: int = 0, group: ChannelName = "control", caller: str = "broadcast_json") -> Plain:
     """Broadcast the ``obj`` of rank ``src`` to all ranks. The values of the other ranks are ignored.
 
     Args:
         obj: plain data.
         src: rank that sends the data.
-        group: gloo group that carries the data.
+        group: channel that carries the data.
         caller: prefix of error messages.
 
-    Collective: an all-gather of lengths, then one broadcast.
+    Collective: one exchange.
 
     Example:
         >>> import dtrain as dt
@@ -110,48 +107,49 @@ def broadcast_json(obj: Plain, *, src: int = 0, group: GroupName = "control", ca
         PeerError: the same on rank ``src``, raised on the other ranks.
     """
     info = check_rank(caller, "src", src)
-    text, lengths = _exchange_lengths(obj if info.rank == src else None, group, caller)
-    if info.world_size == 1:
-        return _parse_json([text])[0]
-    padded = _pad_bytes(text, lengths[src]) if info.rank == src else torch.empty(lengths[src], dtype=torch.uint8, device="cpu")
-    with spans.outermost_span("collective"), report_missing_ranks(caller, group=group):
-        dist.broadcast(padded, src=src, group=_group_by_name(info, group))
-    return _parse_json([padded.numpy().tobytes()])[0]
+    text, error = _encode_json(obj, caller) if info.rank == src else (b"", None)
+    return json.loads(_all_gather_texts(text, error, group, caller)[src])  # type: ignore[no-any-return]
 
 
 def all_gather_numbers(
-    numbers: Sequence[float], *, group: GroupName = "control", caller: str = "all_gather_numbers"
+    numbers: Sequence[float], *, group: ChannelName = "control", caller: str = "all_gather_numbers"
 ) -> list[list[float]]:
     """Gather every rank's row of numbers on all ranks, in the order of ranks. Fast path for float64 records of fixed length.
 
-    Collective: one all-gather. Every rank must pass the same number of numbers.
+    Collective: one exchange. Every rank must pass the same number of numbers.
     Host sync: none. The numbers are never on a device.
+
+    Raises:
+        DistError: a rank passed another number of numbers.
     """
-    info = get_dist_info()
-    if info.world_size == 1:
-        return [[float(number) for number in numbers]]
-    mine, rows, sent, received = _number_buffers(group, info.world_size, len(numbers))
-    mine[:] = numbers
+    row = struct.pack(f"={len(numbers)}d", *numbers)
+    if get_dist_info().world_size == 1:
+        return [list(map(float, numbers))]
     with spans.outermost_span("collective"), report_missing_ranks(caller, group=group):
-        all_gather_single(received, sent, group=_group_by_name(info, group))
-    return rows.tolist()  # type: ignore[no-any-return]
+        rows = _channel(group).all_gather(row, caller=caller)
+    if any(len(found) != len(row) for found in rows):
+        lengths = [len(found) // 8 for found in rows]
+        rank = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
+        raise DistError(
+            f"{caller}: ranks must pass the same number of numbers, got {lengths[0]} on rank 0 and {lengths[rank]} on rank "
+            f"{rank}. Make the rows equally long."
+        )
+    return [list(struct.unpack(f"={len(numbers)}d", found)) for found in rows]
 
 
-def all_gather_record(record: Sequence[float]) -> list[tuple[float, ...]]:
-    """Gather every rank's record of a step, and return each field by rank. Early ranks wait here for the last rank.
+def reduce_record(record: Sequence[float], spec: RowSpec) -> tuple[RowSummary, list[tuple[float, ...]] | None]:
+    """Return the summary of the records of all ranks; on one node also all records. Early ranks wait here for the last rank.
 
-    Collective: one message per round of ``RecordExchange`` on one node, one all-gather on the control group on several nodes.
+    Collective: one exchange, of a size that does not depend on the number of ranks.
     Host sync: none. The numbers are never on a device.
     """
-    exchange = current_context().record_exchange
-    if exchange is None and get_dist_info().world_size == 1:
-        return [(value,) for value in record]
+    if get_dist_info().world_size == 1:
+        rows = [tuple(record)]
+        return spec.summarize(rows), rows
     spans.begin("agree")
     try:
-        if exchange is None:
-            return list(zip(*all_gather_numbers(record, caller="step"), strict=True))
         with report_missing_ranks("step", group="control"):
-            return list(zip(*exchange.all_gather(record), strict=True))
+            return _channel("control").reduce_rows(record, spec, caller="step")
     finally:
         spans.end("agree")
 
@@ -159,36 +157,22 @@ def all_gather_record(record: Sequence[float]) -> list[tuple[float, ...]]:
 def all_gather_with_timeout(number: int, *, timeout_s: float) -> list[int] | None:
     """Gather every rank's ``number``, in the order of ranks; return None if some rank does not call this in time.
 
-    After a timeout no rank may use the control group.
+    After a timeout the control channel is closed.
 
-    Collective: one all-gather on the control group.
+    Collective: one exchange on the control channel.
     """
-    info = get_dist_info()
-    sent = torch.tensor([number], dtype=torch.int64, device="cpu")
-    received = torch.zeros(info.world_size, dtype=torch.int64, device="cpu")
-    work = all_gather_single(received, sent, group=_group_by_name(info, "control"), async_op=True)
-    assert work is not None
+    if get_dist_info().world_size == 1:
+        return [number]
     try:
-        work.wait(timedelta(seconds=timeout_s))
-    # gloo raises RuntimeError on a timeout and if a rank is gone.
-    except RuntimeError:
+        rows = _channel("control").all_gather(struct.pack("=q", number), caller="compare units", timeout_s=timeout_s)
+    # A rank is late or gone, or it is in another exchange.
+    except (dist.DistNetworkError, DistError):
         return None
-    return [int(value) for value in received]
-
-
-@lru_cache(maxsize=32)
-def _number_buffers(group: GroupName, world_size: int, n: int) -> tuple[Any, Any, Tensor, Tensor]:
-    """Return NumPy views of the row to send and of the received rows, and their tensors.
-
-    The buffers are cached because every training step exchanges a record. Reuse is safe: a group belongs to one thread, and a
-    call has read its rows before the call returns.
-    """
-    sent, received = (torch.zeros(size, dtype=torch.float64, device="cpu") for size in (n, world_size * n))
-    return sent.numpy(), received.numpy().reshape(world_size, n), sent, received
+    return [struct.unpack("=q", row)[0] for row in rows]
 
 
 @contextmanager
-def raise_on_all_ranks(caller: str, *, group: GroupName = "control", advice: str = "") -> Iterator[None]:
+def raise_on_all_ranks(caller: str, *, group: ChannelName = "control", advice: str = "") -> Iterator[None]:
     """Run a block after which all ranks continue, or all ranks raise.
 
     Failed ranks raise their own error, an ``OSError`` as a ``CheckpointError`` with ``advice``. The other ranks raise a
@@ -196,7 +180,7 @@ def raise_on_all_ranks(caller: str, *, group: GroupName = "control", advice: str
 
     Args:
         caller: prefix of error messages.
-        group: gloo group that carries the exchange.
+        group: channel that carries the exchange.
         advice: text after the message of an ``OSError``.
 
     Collective: one exchange of JSON on exit, except after exceptions like KeyboardInterrupt.
@@ -211,7 +195,7 @@ def raise_on_all_ranks(caller: str, *, group: GroupName = "control", advice: str
     raise_if_any_failed(failure, caller=caller, group=group)
 
 
-def raise_if_any_failed(error: Exception | None, *, caller: str, group: GroupName = "control") -> None:
+def raise_if_any_failed(error: Exception | None, *, caller: str, group: ChannelName = "control") -> None:
     """Raise on every rank if any rank passes an ``error``.
 
     Failed ranks raise their own error. The other ranks raise a ``PeerError`` that names the first failed rank.
@@ -227,7 +211,7 @@ def raise_if_any_failed(error: Exception | None, *, caller: str, group: GroupNam
         raise PeerError(f"{caller}: rank {rank} failed ({len(failed)} of {len(reports)} ranks did): {report}")
 
 
-def broadcast_decision(caller: str, decide: Callable[[], Plain], *, group: GroupName = "control", advice: str = "") -> Plain:
+def broadcast_decision(caller: str, decide: Callable[[], Plain], *, group: ChannelName = "control", advice: str = "") -> Plain:
     """Call ``decide`` on rank 0, and return its result on every rank. If ``decide`` raises, all ranks raise.
 
     Collective: two exchanges of JSON.
@@ -259,19 +243,20 @@ def check_rank(caller: str, name: str, rank: int) -> DistInfo:
     return info
 
 
-def _exchange_lengths(obj: Plain, group: GroupName, caller: str) -> tuple[bytes, list[int]]:
-    """Return this rank's text and the lengths of all texts. Raise on all ranks if a rank has no text."""
-    text, error = _encode_json(obj, caller)
-    lengths = [
-        int(row[0]) for row in all_gather_numbers([len(text) if error is None else -len(text)], group=group, caller=caller)
-    ]
-    if all(length > 0 for length in lengths):
-        return text, lengths
-    reports = _all_gather_bytes(text if error is not None else b"", [max(0, -length) for length in lengths], group, caller)
+def _all_gather_texts(text: bytes, error: ConfigError | None, group: ChannelName, caller: str) -> list[bytes]:
+    """Return the texts of all ranks. If a rank has an ``error``, whose text it sends, raise on all ranks."""
+    if get_dist_info().world_size == 1:
+        texts = [text]
+    else:
+        with spans.outermost_span("collective"), report_missing_ranks(caller, group=group):
+            found = _channel(group).all_gather((b"-" if error else b"+") + text, caller=caller)
+        texts = [text[1:] for text in found]
+        failed = next((rank for rank, text in enumerate(found) if text[:1] == b"-"), None)
+        if error is None and failed is not None:
+            raise PeerError(f"{caller}: rank {failed} failed: {texts[failed].decode()}")
     if error is not None:
         raise error
-    rank, report = next((rank, report) for rank, report in enumerate(reports) if report)
-    raise PeerError(f"{caller}: rank {rank} failed: {report.decode()}")
+    return texts
 
 
 def _encode_json(obj: Plain, caller: str) -> tuple[bytes, ConfigError | None]:
@@ -292,33 +277,11 @@ def _encode_json(obj: Plain, caller: str) -> tuple[bytes, ConfigError | None]:
     return format_error_line(error).encode(), error
 
 
-def _all_gather_bytes(text: bytes, lengths: list[int], group: GroupName, caller: str) -> list[bytes]:
-    info = get_dist_info()
-    if info.world_size == 1:
-        return [text]
-    padded = _pad_bytes(text, max(lengths))
-    received = padded.new_empty(len(lengths) * len(padded))
-    with spans.outermost_span("collective"), report_missing_ranks(caller, group=group):
-        all_gather_single(received, padded, group=_group_by_name(info, group))
-    return _trim_padding(received.view(len(lengths), -1).unbind(), lengths)
-
-
-def _pad_bytes(text: bytes, length: int) -> Tensor:
-    return torch.frombuffer(bytearray(text.ljust(length)), dtype=torch.uint8)
-
-
-def _trim_padding(texts: Sequence[Tensor], lengths: list[int]) -> list[bytes]:
-    return [text[:length].numpy().tobytes() for text, length in zip(texts, lengths, strict=True)]
-
-
-def _parse_json(texts: list[bytes]) -> list[Plain]:
-    return [json.loads(text) for text in texts]
-
-
-def _group_by_name(info: DistInfo, name: GroupName) -> dist.ProcessGroup:
-    group = info.control if name == "control" else info.background
-    assert group is not None, "several ranks without groups: init_dist makes both"
-    return group
+def _channel(name: ChannelName) -> Channel:
+    plane = current_context().control_plane
+    if plane is None:
+        raise DistError("dist: the control plane is closed in this process. Exchange values in the process of the rank only.")
+    return plane[name]
 
 
 @contextmanager
@@ -332,7 +295,7 @@ def local_rank_zero_first(caller: str = "local_rank_zero_first") -> Iterator[boo
     Args:
         caller: prefix of error messages.
 
-    Collective: one exchange of JSON on the control group, at the end of the block for the ranks that run first, and at its
+    Collective: one exchange of JSON on the control channel, at the end of the block for the ranks that run first, and at its
         beginning for the other ranks.
 
     Example:

@@ -15,8 +15,8 @@ from dtrain.dist.flight_recorder import FlightRecorder
 from dtrain.dist.preemption import Preemption
 
 if TYPE_CHECKING:
+    from dtrain.dist.control_plane import ControlPlane
     from dtrain.dist.init import DistInfo
-    from dtrain.dist.record_exchange import RecordExchange
     from dtrain.dist.rendezvous import RendezvousConfig
     from dtrain.dist.timeout_report import MissingRankReporter
 
@@ -35,7 +35,9 @@ class DistContext:
         info: this rank and its groups; None while no groups are open.
         meshes: meshes on the open groups, by axes and degrees.
         missing_rank_reporter: names missing ranks; None while no groups are open, and in a world of one.
-        record_exchange: sockets for the records of a step; None without groups, or if the control group carries the records.
+        control_plane: connections for records and JSON; None while no groups are open.
+        group_store: store of the training group, if dtrain made it.
+        cpu_group: gloo group for CPU tensors, made on first use; None if the training group carries them.
         set_gloo_interface: if True, ``init_dist`` has set gloo's interface variable, which closing removes.
         preemption: stop signals, and the agreement of the ranks to stop.
         flight_recorder: thread that answers the launcher's requests.
@@ -53,7 +55,9 @@ class DistContext:
     info: DistInfo | None = None
     meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
     missing_rank_reporter: MissingRankReporter | None = None
-    record_exchange: RecordExchange | None = None
+    control_plane: ControlPlane | None = None
+    cpu_group: dist.ProcessGroup | None = None
+    group_store: dist.Store | None = None
     set_gloo_interface: bool = False
     preemption: Preemption = field(default_factory=Preemption)
     flight_recorder: FlightRecorder = field(default_factory=FlightRecorder)

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from dtrain import heartbeats, launch_protocol
 
 if TYPE_CHECKING:
+    from dtrain.dist.control_plane import ControlPlane
     from dtrain.dist.init import DistInfo
-    from dtrain.dist.record_exchange import RecordExchange
 
 COLLECTIVES_PER_GROUP = 20
 """Number of collectives that are written per group, in addition to pending collectives."""
@@ -72,14 +72,14 @@ class FlightRecorder:
     ignore_before_ns: int = 0
     dump_thread: _DumpThread | None = None
 
-    def start(self, environment: MutableMapping[str, str], info: DistInfo, exchange: RecordExchange | None = None) -> None:
+    def start(self, environment: MutableMapping[str, str], info: DistInfo, plane: ControlPlane | None = None) -> None:
         """Start the thread. Do nothing without a launcher that may ask.
 
         Args:
             environment: environment of this rank. The pipe's variable is removed, because processes started by this rank would
                 inherit the variable but not the pipe.
             info: this rank and its open groups.
-            exchange: sockets for the records of a step, if there are any.
+            plane: open control plane, if there is one.
 
         Mutates: ``environment``, and the pipe, which processes started by this process no longer inherit; starts a thread.
         """
@@ -90,7 +90,7 @@ class FlightRecorder:
         if self.request_fd is None or self.dump_thread is not None or run_dir is None:
             return
         stop_read, stop_write = os.pipe()
-        args = (self.request_fd, stop_read, Path(run_dir), info, exchange)
+        args = (self.request_fd, stop_read, Path(run_dir), info, plane)
         thread = threading.Thread(target=self._serve_requests, args=args, daemon=True, name="dtrain-flight-recorder")
         thread.start()
         self.dump_thread = _DumpThread(thread=thread, stop_fd=stop_write, pid=os.getpid())
@@ -103,9 +103,7 @@ class FlightRecorder:
             dump_thread.thread.join(_JOIN_TIMEOUT_S)
             self.ignore_before_ns = time.time_ns()
 
-    def _serve_requests(
-        self, request_fd: int, stop_fd: int, run_dir: Path, info: DistInfo, exchange: RecordExchange | None
-    ) -> None:
+    def _serve_requests(self, request_fd: int, stop_fd: int, run_dir: Path, info: DistInfo, plane: ControlPlane | None) -> None:
         """Serve the launcher's requests until this rank leaves ``init_dist``'s block, or until the launcher dies."""
         poll = select.poll()
         poll.register(request_fd, select.POLLIN if self.requests_served == 0 else 0)
@@ -119,7 +117,7 @@ class FlightRecorder:
                     write_stacks(launch_protocol.stacks_file(run_dir, info.rank))
                     # The launcher takes this file as the sign that all files are complete, so it is written last.
                     path = launch_protocol.flight_record_file(run_dir, info.rank)
-                    write_flight_record(path, info, exchange, ignore_before_ns=self.ignore_before_ns)
+                    write_flight_record(path, info, plane, ignore_before_ns=self.ignore_before_ns)
                     # The pipe stays readable from now on, so the loop polls for further requests.
                     poll.modify(request_fd, 0)
                 if events.get(stop_fd) or events.get(request_fd, 0) & (select.POLLHUP | select.POLLERR | select.POLLNVAL):
@@ -164,29 +162,27 @@ def _format_frames(frame: FrameType | None) -> Iterator[str]:
         frame = frame.f_back
 
 
-def write_flight_record(
-    path: Path, info: DistInfo, exchange: RecordExchange | None = None, *, ignore_before_ns: int = 0
-) -> None:
+def write_flight_record(path: Path, info: DistInfo, plane: ControlPlane | None = None, *, ignore_before_ns: int = 0) -> None:
     """Write progress and collectives of this rank to ``path``, atomically, so that no reader sees half of the file.
 
     Args:
         path: file to write.
         info: this rank and its open groups.
-        exchange: sockets for the records of a step, if there are any.
+        plane: open control plane, if there is one.
         ignore_before_ns: creation time of the oldest collective to write, in nanoseconds.
 
     Raises:
         OSError: the folder is gone, or the disk is full.
     """
     count, activity = heartbeats.last_progress()
-    groups = [*_describe_groups(info, ignore_before_ns), *_describe_exchange(info, exchange)]
+    groups = [*_describe_groups(ignore_before_ns), *_describe_channels(plane)]
     record = {"rank": info.rank, "passed": count, "doing": activity, "groups": groups}
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(record), encoding="utf-8")
     os.replace(partial, path)
 
 
-def _describe_groups(info: DistInfo, ignore_before_ns: int) -> Iterator[dict[str, Any]]:
+def _describe_groups(ignore_before_ns: int) -> Iterator[dict[str, Any]]:
     """Describe each group of this rank that has run a collective, once for each backend."""
     entries: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for entry in read_flight_recorder():
@@ -201,7 +197,7 @@ def _describe_groups(info: DistInfo, ignore_before_ns: int) -> Iterator[dict[str
             yield {
                 "id": name,
                 "backend": backend,
-                "name": _group_name(open_groups[name], info),
+                "name": _group_name(open_groups[name]),
                 "ranks": dist.get_process_group_ranks(open_groups[name]),
                 "last": max(entry["collective_seq_id"] for entry in group_entries),
                 "collectives": [
@@ -212,27 +208,27 @@ def _describe_groups(info: DistInfo, ignore_before_ns: int) -> Iterator[dict[str
             }
 
 
-def _describe_exchange(info: DistInfo, exchange: RecordExchange | None) -> Iterator[dict[str, Any]]:
-    """Describe the last record of a step as the collective of a group, if the ranks exchange records over sockets."""
-    if exchange is not None and exchange.count:
-        last = {"number": exchange.count, "op": "all_gather", "sizes": [[exchange.row_length]], "waits": exchange.waits}
-        ranks = list(range(info.world_size))
-        yield {
-            "id": "records",
-            "backend": "socket",
-            "name": "records",
-            "ranks": ranks,
-            "last": exchange.count,
-            "collectives": [last],
-        }
+def _describe_channels(plane: ControlPlane | None) -> Iterator[dict[str, Any]]:
+    """Describe the last exchange of each channel as the collective of a group."""
+    if plane is None or plane.layout.world_size == 1:
+        return
+    for channel in plane.channels.values():
+        if channel.count:
+            last = {"number": channel.count, "op": channel.op, "sizes": [[channel.size]], "waits": channel.waits}
+            yield {
+                "id": channel.name,
+                "backend": "socket",
+                "name": channel.name,
+                "ranks": list(range(plane.layout.world_size)),
+                "last": channel.count,
+                "collectives": [last],
+            }
 
 
-def _group_name(group: dist.ProcessGroup, info: DistInfo) -> str:
+def _group_name(group: dist.ProcessGroup) -> str:
     """Return the documented name of a group. For a group of a mesh, the axis, which torch writes into the description."""
     if group == dist.group.WORLD:
         return "training"
-    if group in (info.control, info.background):
-        return "control" if group == info.control else "background"
     description = group.group_desc
     return group.group_name if description in ("", "undefined") else description.removeprefix("mesh_")
 

@@ -23,7 +23,8 @@ from dtrain import heartbeats, launch_protocol, spans
 from dtrain.arguments import check_choice, check_number
 from dtrain.device import collective_backend, find_accelerator, is_accelerator
 from dtrain.dist.context import current_context
-from dtrain.dist.record_exchange import open_record_exchange
+from dtrain.dist.control_sockets import open_control_plane
+from dtrain.dist.group_store import group_store
 from dtrain.dist.rendezvous import (
     RendezvousConfig,
     connect_store,
@@ -43,7 +44,7 @@ class DistInfo:
     """This rank and its process groups. A context manager that closes the groups opened by ``init_dist``.
 
     The default group carries the training, and no group is used from two threads. A process that never called ``init_dist`` is
-    a world of one rank, and its groups are None.
+    a world of one rank.
 
     Args:
         rank: index of this rank.
@@ -55,8 +56,6 @@ class DistInfo:
         backend: backend of the training group.
         run_dir: the launcher's folder of this launch, None without a launcher.
         timeout_s: time that a collective waits for a rank, in seconds.
-        control: gloo group for exchanges of the main thread.
-        background: gloo group for checkpoints.
         owner: if True, leaving the context closes the groups.
         opened_group: if True, ``init_dist`` has opened the default group.
 
@@ -74,8 +73,6 @@ class DistInfo:
     backend: str = "none"
     run_dir: Path | None = None
     timeout_s: float = field(default=600.0, repr=False)
-    control: dist.ProcessGroup | None = field(default=None, repr=False)
-    background: dist.ProcessGroup | None = field(default=None, repr=False)
     owner: bool = field(default=False, repr=False)
     opened_group: bool = field(default=False, repr=False)
 
@@ -197,10 +194,11 @@ def init_dist(
         _reuse_default_group(rank_info, timeout_s)
     try:
         with report_missing_ranks("init_dist"):
+            info = _make_info(rank_info, backend, rank_device, timeout_s, opened_group)
+            context.control_plane = open_control_plane(info)
             if opened_group:
-                _open_default_group(rank_info, store, backend, rank_device, timeout_s)
-            context.info = info = _open_gloo_groups(rank_info, backend, rank_device, timeout_s, opened_group)
-            context.record_exchange = open_record_exchange(info)
+                _open_default_group(info, store)
+            context.info = info
     except BaseException:
         _reset(destroy=opened_group and dist.is_initialized())
         raise
@@ -209,7 +207,7 @@ def init_dist(
     # The launcher's bootstrap connects Python scripts. Other programs that start a rank are connected here.
     heartbeats.connect_from_env(os.environ, info.rank)
     heartbeats.report(heartbeats.ProgressKind.OPENED, os.getpid())
-    context.flight_recorder.start(os.environ, info, context.record_exchange)
+    context.flight_recorder.start(os.environ, info, context.control_plane)
     return info
 
 
@@ -308,38 +306,33 @@ def _set_missing_rank_reporter(
         )
 
 
-def _open_default_group(
-    rank_info: dict[str, int], store: dist.Store, backend: str, device: torch.device, timeout_s: float
-) -> None:
-    if rank_info["world_size"] == 1 and launch_protocol.GLOO_INTERFACE not in os.environ:
-        # A single process has no peers. Listen on loopback only, so that an unresolvable host name does no harm.
-        os.environ[launch_protocol.GLOO_INTERFACE] = "lo0" if sys.platform == "darwin" else "lo"
-        current_context().set_gloo_interface = True
-    dist.init_process_group(
-        backend=backend,
-        store=store,
-        rank=rank_info["rank"],
-        world_size=rank_info["world_size"],
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if is_accelerator(device) and backend != "gloo" else None,
-    )
-
-
-def _open_gloo_groups(
-    rank_info: dict[str, int], backend: str, device: torch.device, timeout_s: float, opened_group: bool
-) -> DistInfo:
-    limit, run_dir = timedelta(seconds=timeout_s), os.environ.get(launch_protocol.RUN_DIR)
+def _make_info(rank_info: dict[str, int], backend: str, device: torch.device, timeout_s: float, opened_group: bool) -> DistInfo:
+    run_dir = os.environ.get(launch_protocol.RUN_DIR)
     return DistInfo(
         **rank_info,
         device=device,
         backend=backend,
         run_dir=Path(run_dir) if run_dir else None,
-        control=dist.new_group(backend="gloo", timeout=limit),
-        background=dist.new_group(backend="gloo", timeout=limit),
         timeout_s=timeout_s,
         owner=True,
         opened_group=opened_group,
     )
+
+
+def _open_default_group(info: DistInfo, store: dist.Store) -> None:
+    if info.world_size == 1 and launch_protocol.GLOO_INTERFACE not in os.environ:
+        # A single process has no peers. Listen on loopback only, so that an unresolvable host name does no harm.
+        os.environ[launch_protocol.GLOO_INTERFACE] = "lo0" if sys.platform == "darwin" else "lo"
+        current_context().set_gloo_interface = True
+    with group_store(info, store) as keys:
+        dist.init_process_group(
+            backend=info.backend,
+            store=keys,
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timedelta(seconds=info.timeout_s),
+            device_id=info.device if is_accelerator(info.device) and info.backend != "gloo" else None,
+        )
 
 
 def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None:
@@ -350,21 +343,27 @@ def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None
         elif dist.is_initialized():
             heartbeats.report(heartbeats.ProgressKind.LEAVING)
             # The last collective of a peer may still be in flight. The barrier keeps its connections open until all are done.
-            with report_missing_ranks("leaving init_dist", group="control"):
-                dist.barrier(group=info.control)
+            _wait_for_all_ranks("leaving init_dist")
     except BaseException as failure:
         error = failure
         raise
     finally:
         # After a failure NCCL's teardown may wait forever for other ranks. The process is about to end anyway.
         stuck = error is not None and is_accelerator(info.device) and info.world_size > 1
-        if not info.opened_group and dist.is_initialized():
-            for group in (info.control, info.background):
-                dist.destroy_process_group(group)
+        if not info.opened_group and dist.is_initialized() and (group := current_context().cpu_group) is not None:
+            dist.destroy_process_group(group)
         left_open = stuck and info.opened_group and dist.is_initialized()
         current_context().abandoned_group = weakref.ref(dist.distributed_c10d._get_default_group()) if left_open else None
         _reset(destroy=info.opened_group and dist.is_initialized() and not stuck)
         heartbeats.report(heartbeats.ProgressKind.CLOSED, os.getpid())
+
+
+def _wait_for_all_ranks(caller: str) -> None:
+    """Wait until every rank calls this. Collective: one exchange on the control channel."""
+    plane = current_context().control_plane
+    if plane is not None and plane.layout.world_size > 1:
+        with report_missing_ranks(caller, group="control"):
+            plane["control"].all_gather(b"", caller=caller)
 
 
 def _reset(*, destroy: bool) -> None:
@@ -372,12 +371,14 @@ def _reset(*, destroy: bool) -> None:
     context = current_context()
     context.info = context.missing_rank_reporter = None
     context.meshes.clear()
-    if context.record_exchange is not None:
-        context.record_exchange.close()
-        context.record_exchange = None
+    context.cpu_group = None
+    if context.control_plane is not None:
+        context.control_plane.close()
+        context.control_plane = None
     if context.set_gloo_interface:
         os.environ.pop(launch_protocol.GLOO_INTERFACE, None)
         context.set_gloo_interface = False
     if destroy:
         dist.destroy_process_group()
+        context.group_store = None
     context.flight_recorder.stop()

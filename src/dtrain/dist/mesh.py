@@ -88,6 +88,20 @@ def get_mesh(degrees: Mapping[str, int]) -> DeviceMesh:
     return mesh
 
 
+def cpu_group() -> dist.ProcessGroup | None:
+    """Return the group of all ranks for CPU tensors; None if the training group carries them.
+
+    Collective: makes a gloo group the first time, if the user's own training group has no backend for CPU tensors.
+    """
+    info, context = get_dist_info(), current_context()
+    backends = dist.get_backend_config(dist.group.WORLD)
+    if info.world_size == 1 or "gloo" in backends or "cpu:" in backends:
+        return None
+    if context.cpu_group is None:
+        context.cpu_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=info.timeout_s))
+    return context.cpu_group
+
+
 def _set_group_timeouts(mesh: DeviceMesh, info: DistInfo) -> None:
     """Give the groups of ``mesh`` the timeout of the other groups. torch's default is 30 minutes for each group."""
     for group in mesh.get_all_groups():

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain import spans
 from dtrain.dist.collectives import all_gather_json, all_gather_single, check_rank
 from dtrain.dist.init import DistInfo, get_dist_info
-from dtrain.dist.mesh import MODEL_AXES, data_rank
+from dtrain.dist.mesh import MODEL_AXES, cpu_group, data_rank
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, PeerError
 from dtrain.typing import Plain, is_tensordict
@@ -44,8 +44,8 @@ def all_gather_ragged(rows: Rows | None, *, order: Tensor | None = None, mesh: D
     Returns:
         New tensors without gradient, in the structure of ``rows``, on the same kind of device.
 
-    Collective: one exchange of JSON, and one all-gather of ``world_size * max(n)`` rows; on the control group for CPU tensors,
-        else on the training group.
+    Collective: one exchange of JSON, and one all-gather of ``world_size * max(n)`` rows; on the training group, or for CPU
+        tensors that it does not carry on a gloo group of their own.
     Host sync: none.
 
     Example:
@@ -182,8 +182,7 @@ def _exchange_bytes(caller: str, sent: Tensor, counts: list[int], info: DistInfo
     """Return the bytes of every rank, None on a rank that receives no rows."""
     if info.world_size == 1:
         return [sent]
-    name = "control" if sent.device.type == "cpu" else "training"
-    group = info.control if name == "control" else None
+    name, group = ("cpu", cpu_group()) if sent.device.type == "cpu" else ("training", None)
     padded = sent.new_zeros(max(counts), sent.shape[1])
     padded[: len(sent)] = sent
     wanted = dst is None or dst == info.rank

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
 import socket
@@ -17,7 +18,8 @@ import torch.distributed as dist
 
 from dtrain import launch_protocol
 from dtrain.device import find_accelerator
-from dtrain.dist.timeout_report import call_with_timeout, clone_store
+from dtrain.dist.arrival_marks import Read, add_mark, format_ranks, mark_of, read_marks
+from dtrain.dist.timeout_report import ask_store, call_with_timeout, clone_store
 from dtrain.errors import ConfigError, DistError
 
 _OPEN, _FAILED, _OVER = b"open", b"failed", b"over"
@@ -283,13 +285,13 @@ def _try_rendezvous(store: dist.Store, rendezvous: RendezvousConfig, *, remainin
     rank, world = rendezvous.rank, rendezvous.world_size
     if store.check(["outcome"]):
         return _OVER
-    if store.add(f"here/{rank}", 1) > 1:
+    if mark_of(int(ask_store(store, add_mark("here", rank)) or 0), rank) > 1:
         raise ConfigError(
             f"init_dist: each process must have its own RANK, but two processes have RANK={rank} of {world}. "
             "Start the ranks with dtrain launch or torchrun, which number them."
         )
-    if store.add("arrived", 1) == world:
-        store.compare_set("outcome", "", _OPEN.decode())
+    if store.add("arrived", 1) == world and store.compare_set("outcome", "", _OPEN.decode()) == _OPEN:
+        return _OPEN
     start, timed_out = time.monotonic(), False
     try:
         store.wait(["outcome"], timedelta(seconds=remaining_s))
@@ -299,12 +301,28 @@ def _try_rendezvous(store: dist.Store, rendezvous: RendezvousConfig, *, remainin
     remaining_s -= time.monotonic() - start
     # Ranks that started together time out together. The second rank to time out has no time for another attempt.
     if outcome == _FAILED and (timed_out or remaining_s < _MIN_RETRY_FRACTION * timeout_s):
-        missing = [peer for peer in range(world) if not store.check([f"here/{peer}"])]
+        missing = _read_missing_ranks(store, world)
         raise DistError(
             f"init_dist: {len(missing)} of {world} ranks did not arrive within {timeout_s:g} s: "
-            f"missing {missing}. Look at their output, or raise init_timeout_s."
+            f"missing {format_ranks(missing)}. Look at their output, or raise init_timeout_s."
         )
     return outcome
+
+
+def _read_missing_ranks(store: dist.Store, world: int) -> list[int]:
+    """Return the ranks that have not arrived. One rank reads the marks, and the other ranks its result."""
+    if store.add("readers", 1) > 1 and (text := ask_store(store, Read("missing", _STORE_MARGIN_S / 2))) is not None:
+        return [int(rank) for rank in json.loads(str(text))]
+    protocol = read_marks("here", world)
+    try:
+        request = next(protocol)
+        while True:
+            request = protocol.send(ask_store(store, request))
+    except StopIteration as stop:
+        marks: list[int] = stop.value
+    missing = [rank for rank, mark in enumerate(marks) if not mark]
+    store.set("missing", json.dumps(missing))
+    return missing
 
 
 def _withdraw(store: dist.Store, prefix: str) -> None:

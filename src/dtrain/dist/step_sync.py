@@ -3,6 +3,9 @@
 The first record adds up the counts, which come from the batch in host memory. So the clock is exact for ragged batches without
 a GPU sync. All ranks also learn the number of microbatches before the first collective of the step. The second record detects
 ranks that reduced different gradients, which would otherwise give wrong results silently. No exchange waits for a device.
+
+A record is reduced to sums, minima and maxima on its way, so that its size does not depend on the number of ranks. If the sums
+show a fault, or a difference that needs the values of each rank, the ranks gather their records.
 """
 
 from __future__ import annotations
@@ -17,8 +20,9 @@ import torch
 from dtrain import heartbeats
 from dtrain.clock import EpochPosition
 from dtrain.dist.batch_info import BATCH_INDEX_BITS, BatchInfo
-from dtrain.dist.collectives import all_gather_json, all_gather_record
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers, reduce_record
 from dtrain.dist.context import current_context
+from dtrain.dist.control_protocol import RowSpec, RowSummary
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed, hash_rng_state
 from dtrain.errors import NonFiniteError, PeerError, StepError
@@ -53,7 +57,7 @@ class StepCounts(NamedTuple):
 
 
 class _ForwardRecord(NamedTuple, Generic[T]):
-    """Record that a rank sends before forward, as float64; or the records of all ranks, each field by rank."""
+    """Record that a rank sends before forward, as float64; the sums, minima or maxima of the records; or each field by rank."""
 
     samples: T
     tokens: T
@@ -110,7 +114,7 @@ def sync_before_forward(
         elapsed_s: time since the last step of this run began, in seconds.
 
     Mutates: the preemption state of this process (see ``preemption``); the status of ``batch_info``.
-    Collective: one record of twelve numbers.
+    Collective: one record of twelve numbers; on several nodes one exchange more if the ranks differ.
 
     Raises:
         PeerError: another rank passed an ``error``.
@@ -141,35 +145,60 @@ def sync_before_forward(
         plan_digest=plan_digest,
         rng_hash=rng_hash,
     )
-    records: _ForwardRecord[Sequence[float]] = _ForwardRecord(*all_gather_record(mine))
-    preemption.record(int(max(records.stop_signal)), run_key=run_key, step=step)
+    summary, rows = reduce_record(mine, _forward_spec(ranks_per_batch))
+    low, high = _ForwardRecord(*summary.minima), _ForwardRecord(*summary.maxima)
+    preemption.record(int(high.stop_signal), run_key=run_key, step=step)
     if error is not None:
         raise error
-    _raise_reported_errors(records, nonfinite_limit)
-    return _combine_records(records, batch_info, ranks_per_batch=ranks_per_batch, rng_hash=rng_hash)
+    if _is_regular(low, high, summary):
+        position = _sync_position([low.batch_code], batch_info)
+    else:
+        records: _ForwardRecord[Sequence[float]] = _ForwardRecord(*_gather_columns(mine, rows))
+        _raise_reported_errors(records, nonfinite_limit)
+        position = _sync_position(records.batch_code, batch_info)
+        if not high.samples:
+            raise StepError(
+                "step: no rank has a sample in this batch. Skip the step if a batch may be empty on all ranks, or end the loop."
+            )
+        _check_shared_batches(records, ranks_per_batch)
+    return _combine_records(summary, position, ranks_per_batch, rng_hash)
 
 
-def _combine_records(
-    records: _ForwardRecord[Sequence[float]], batch_info: BatchInfo | None, *, ranks_per_batch: int, rng_hash: int
-) -> StepCounts:
-    """Return the counts of all ranks. Mutates: the status of ``batch_info``."""
-    position = _sync_position(records.batch_code, batch_info)
-    if not any(records.samples):
-        raise StepError(
-            "step: no rank has a sample in this batch. Skip the step if a batch may be empty on all ranks, or end the loop."
-        )
-    rng_mismatch = _check_shared_batches(records, ranks_per_batch)
-    # One record for each batch.
+@lru_cache(maxsize=16)
+def _forward_spec(ranks_per_batch: int) -> RowSpec:
+    """Return the form of the record. Ranks that share a batch must have equal sizes, and should have equal RNG states."""
+    names = _ForwardRecord._fields
+    sizes = names.index("samples"), names.index("tokens")
+    return RowSpec(len(names), compared=(sizes, (names.index("rng_hash"),)), block=ranks_per_batch)
+
+
+def _is_regular(low: _ForwardRecord[float], high: _ForwardRecord[float], summary: RowSummary) -> bool:
+    """Return True if all ranks can take the step at one position. Otherwise the value of each rank is needed."""
+    faults = high.has_error or low.late_failure or high.late_failure or not high.samples or summary.changes[0] >= 0
+    return not faults and low.loss_terms_hash == high.loss_terms_hash and low.batch_code == high.batch_code
+
+
+def _gather_columns(mine: Sequence[float], rows: list[tuple[float, ...]] | None) -> list[tuple[float, ...]]:
+    """Return each field of the records by rank. Collective: one exchange, unless the ranks hold the ``rows`` already."""
+    return list(zip(*(all_gather_numbers(mine, caller="step") if rows is None else rows), strict=True))
+
+
+def _combine_records(summary: RowSummary, position: EpochPosition | None, ranks_per_batch: int, rng_hash: int) -> StepCounts:
+    """Return the counts of all ranks."""
+    low, high, total = (_ForwardRecord(*row) for row in (summary.minima, summary.maxima, summary.sums))
+    different = int(summary.changes[1])
+    several_hashes = summary.ranks > ranks_per_batch and low.batch_hash
     return StepCounts(
-        samples=int(sum(records.samples[::ranks_per_batch])),
-        tokens=int(sum(records.tokens[::ranks_per_batch])),
-        microbatches=int(max(records.microbatches)),
+        # The ranks of a batch have counted the same samples.
+        samples=int(total.samples) // ranks_per_batch,
+        tokens=int(total.tokens) // ranks_per_batch,
+        microbatches=int(high.microbatches),
         position=position,
-        seconds=records.elapsed_s[0],
+        seconds=_ForwardRecord(*summary.first).elapsed_s,
         rng_hash=rng_hash,
-        rng_mismatch=rng_mismatch,
-        equal_batches=_all_equal(records.batch_hash[::ranks_per_batch]),
-        same_plan=len(set(records.plan_digest)) == 1,
+        rng_mismatch=None if different < 0 else (different - different % ranks_per_batch, different),
+        equal_batches=low.batch_hash == high.batch_hash if several_hashes else None,
+        same_plan=low.plan_digest == high.plan_digest,
     )
 
 
@@ -209,11 +238,6 @@ def _different_ranks(values: Sequence[float]) -> list[int]:
     return [rank for rank, value in enumerate(values) if value != values[0]] if len(set(values)) > 1 else []
 
 
-def _all_equal(hashes: Sequence[float]) -> bool | None:
-    """Return True if the ranks have one hash, and None if fewer than two hashes can be compared."""
-    return len(set(hashes)) == 1 if len(hashes) > 1 and all(hashes) else None
-
-
 def _sync_position(batch_codes: Sequence[float], batch_info: BatchInfo | None) -> EpochPosition | None:
     """Return the position of all ranks after this step from the codes of their batches. Refuse ranks at different positions.
 
@@ -249,9 +273,9 @@ def _sync_position(batch_codes: Sequence[float], batch_info: BatchInfo | None) -
     return batch_info.end if len(known) == len(codes) else None
 
 
-def _check_shared_batches(records: _ForwardRecord[Sequence[float]], ranks_per_batch: int) -> tuple[int, int] | None:
-    """Refuse ranks that share a batch but have different sizes. Return two ranks with different RNG states, or None."""
-    mismatch, samples, tokens = None, records.samples, records.tokens
+def _check_shared_batches(records: _ForwardRecord[Sequence[float]], ranks_per_batch: int) -> None:
+    """Refuse ranks that share a batch but have different sizes."""
+    samples, tokens = records.samples, records.tokens
     for rank in range(len(samples)) if ranks_per_batch > 1 else ():
         at = rank - rank % ranks_per_batch
         if (samples[rank], tokens[rank]) != (samples[at], tokens[at]):
@@ -259,9 +283,6 @@ def _check_shared_batches(records: _ForwardRecord[Sequence[float]], ranks_per_ba
                 f"step: ranks {at} and {rank} work on one batch together (cp, tp), but have {samples[at]:g} and "
                 f"{samples[rank]:g} samples, {tokens[at]:g} and {tokens[rank]:g} tokens. Build the loader with mesh=."
             )
-        if records.rng_hash[rank] != records.rng_hash[at]:
-            mismatch = mismatch or (at, rank)
-    return mismatch
 
 
 def check_rng_in_sync(counts: StepCounts, device: torch.device) -> None:
@@ -304,20 +325,21 @@ class BackwardSync(NamedTuple):
     Args:
         unused_params: parameters without a gradient on any rank.
         changed_buffers: modules whose buffers changed on some rank.
-        weights: loss weight of each rank; None if some rank does not know its weight on the host.
-        statuses: status of each rank. If a rank failed, only ``statuses`` and ``collective_indices`` are set.
+        weight: loss weight of all ranks; None if some rank does not know its weight on the host.
+        statuses: status of each rank; empty if all ranks are OK. If a rank failed, only ``statuses`` and
+            ``collective_indices`` are set.
         collective_indices: number of collectives of each rank before a failure.
     """
 
     unused_params: Sequence[str] = ()
     changed_buffers: Sequence[str] = ()
-    weights: Sequence[float] | None = None
+    weight: float | None = None
     statuses: Sequence[RankStatus] = ()
     collective_indices: Sequence[int] = ()
 
 
 class _BackwardRecord(NamedTuple, Generic[T]):
-    """Record that a rank sends after backward, as float64; or the records of all ranks, each field by rank."""
+    """Record that a rank sends after backward, as float64; the sums, minima or maxima of the records; or each field by rank."""
 
     unit_order: T
     params_without_grad: T
@@ -350,7 +372,7 @@ def sync_after_backward(
         collective_index: number of collectives before this rank's failure.
         weight: this rank's loss weight; None if the host would wait for a device.
 
-    Collective: one record of eight numbers. If ranks differ, also one exchange of JSON.
+    Collective: one record of eight numbers. If ranks differ, also one exchange of JSON, or on several nodes of the records.
 
     Raises:
         StepError: ranks reduced different units, or a rank has a ``weights_mismatch``; on all ranks.
@@ -365,10 +387,30 @@ def sync_after_backward(
         has_weight=weight is not None,
         weight=weight or 0.0,
     )
-    records: _BackwardRecord[Sequence[float]] = _BackwardRecord(*all_gather_record(mine))
-    statuses = [RankStatus(int(value)) for value in records.status]
-    if any(records.status) and any(status.failed for status in statuses):
-        return BackwardSync(statuses=statuses, collective_indices=list(map(int, records.collective_index)))
+    summary, rows = reduce_record(mine, _BACKWARD_SPEC)
+    low, high, total = (_BackwardRecord(*row) for row in (summary.minima, summary.maxima, summary.sums))
+    statuses: list[RankStatus] = []
+    if high.status or high.weights_mismatch or low.unit_order != high.unit_order:
+        records: _BackwardRecord[Sequence[float]] = _BackwardRecord(*_gather_columns(mine, rows))
+        statuses = [RankStatus(int(value)) for value in records.status]
+        if any(status.failed for status in statuses):
+            return BackwardSync(statuses=statuses, collective_indices=list(map(int, records.collective_index)))
+        _raise_backward_errors(records)
+    unused_params = params_without_grad
+    if low.params_without_grad != high.params_without_grad or low.changed_buffers != high.changed_buffers:
+        names = cast("list[list[list[str]]]", all_gather_json([list(params_without_grad), list(changed_buffers)]))
+        without_grad = [set(params) for params, _ in names]
+        unused_params = [name for name in names[0][0] if all(name in params for params in without_grad)]
+        changed_buffers = list({name: None for _, buffers in names for name in buffers})
+    total_weight = total.weight if low.has_weight else None
+    return BackwardSync(unused_params=unused_params, changed_buffers=changed_buffers, weight=total_weight, statuses=statuses)
+
+
+_BACKWARD_SPEC = RowSpec(len(_BackwardRecord._fields))
+
+
+def _raise_backward_errors(records: _BackwardRecord[Sequence[float]]) -> None:
+    """Raise the faults of a backward that some rank has reported, on all ranks."""
     if any(records.weights_mismatch):
         raise StepError(
             f"step: on rank {records.weights_mismatch.index(True)} the weights of the losses do not add up to what weight_fn "
@@ -380,14 +422,6 @@ def sync_after_backward(
             f"step: rank {different[0]} ran other units of the model than rank 0, or in another order, so their gradients do "
             "not belong together. Run the same blocks on all ranks in every microbatch."
         )
-    unused_params = params_without_grad
-    if _different_ranks(records.params_without_grad) or _different_ranks(records.changed_buffers):
-        names = cast("list[list[list[str]]]", all_gather_json([list(params_without_grad), list(changed_buffers)]))
-        without_grad = [set(params) for params, _ in names]
-        unused_params = [name for name in names[0][0] if all(name in params for params in without_grad)]
-        changed_buffers = list({name: None for _, buffers in names for name in buffers})
-    weights = records.weight if all(records.has_weight) else None
-    return BackwardSync(unused_params=unused_params, changed_buffers=changed_buffers, weights=weights, statuses=statuses)
 
 
 # Most steps reduce the same units and have the same parameters without gradients.

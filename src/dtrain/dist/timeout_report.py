@@ -1,15 +1,15 @@
 """Name the missing ranks in one error line when a collective times out or loses a peer.
 
-torch reports that a collective failed, but not which ranks are missing. So a rank whose collective failed writes a mark to the
-rendezvous store. The rank waits a few seconds for the marks of the other ranks, and names the ranks without a mark. As long as
-collectives succeed nothing is sent, and a call only increments a count.
+torch reports that a collective failed, but not which ranks are missing. So a rank whose collective failed leaves a mark in the
+rendezvous store, waits a few seconds for the marks of the other ranks (``arrival_marks``), and names the ranks without a mark.
+As long as collectives succeed nothing is sent, and a call only increments a count.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
@@ -17,13 +17,25 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
+from dtrain.dist.arrival_marks import (
+    Add,
+    ArrivalReport,
+    Set,
+    SetOnce,
+    Sleep,
+    StoreAnswer,
+    StoreRequest,
+    format_ranks,
+    report_arrival,
+)
 from dtrain.dist.context import current_context
 from dtrain.errors import DistError
 
 GRACE_S = 5.0
 """Time that a rank whose collective failed waits for the marks of the other ranks, in seconds."""
 
-_POLL_S = 0.1
+# Longest time that a rank waits for the report of another rank, and then for its own. Times ``GRACE_S``.
+_MAX_REPORT_GRACES = 8
 # A failed rank gives up writing its error note after this time.
 _NOTE_TIMEOUT_S = 1.0
 # Fraction of the timeout. A shorter wait means that the failure of another rank ended the collective.
@@ -128,50 +140,75 @@ def leave_error_note(error: BaseException | None) -> None:
 
 @dataclass(slots=True)
 class _StoreReport:
-    """Contents of the store, filled by the reading thread: by rank the seconds waited, the caller, and the error note."""
+    """Answers of the store, written by the thread that asks the store."""
 
     store_answered: bool = False
-    waits_s: dict[int, float] = field(default_factory=dict)
-    callers: dict[int, str] = field(default_factory=dict)
-    notes: dict[int, str] = field(default_factory=dict)
+    arrivals: ArrivalReport | None = None
 
 
 def _explain_failure(reporter: MissingRankReporter, caller: str, call: str, waited_s: float) -> str | None:
-    report = _StoreReport(waits_s={reporter.rank: waited_s})
-    # A call to a stopped server never returns, despite its timeout. So a separate thread reads the store.
-    _start_thread(lambda: _collect_marks(reporter, caller, call, waited_s, report)).join(GRACE_S + 1)
+    report = _StoreReport()
+    # A call to a stopped server never returns, despite its timeout. So a separate thread asks the store.
+    thread = _start_thread(lambda: _report_arrival(reporter, caller, call, waited_s, report))
+    thread.join(GRACE_S + 1)
+    if report.store_answered:
+        thread.join(_MAX_REPORT_GRACES * GRACE_S + 1)
     return format_missing_ranks(
         caller,
         world_size=reporter.world_size,
         timeout_s=reporter.timeout_s,
-        waits_s=dict(report.waits_s),
-        notes=dict(report.notes),
-        callers=dict(report.callers),
-        store_answered=report.store_answered,
+        waited_s=waited_s,
+        arrivals=report.arrivals,
         server_rank=reporter.server_rank,
     )
 
 
-def _collect_marks(reporter: MissingRankReporter, caller: str, call: str, waited_s: float, report: _StoreReport) -> None:
-    """Write this rank's mark, and read the marks of the other ranks until all are present or the time is over."""
+def _report_arrival(reporter: MissingRankReporter, caller: str, call: str, waited_s: float, report: _StoreReport) -> None:
+    """Mark this rank in the store, and write the arrivals of all ranks into ``report``."""
     store = dist.PrefixStore(reporter.prefix, clone_store(reporter.store))
-    store.set(f"mark/{call}/{reporter.rank}", f"{waited_s:.3f} {caller}")
-    count, seen, deadline = store.add(f"mark/{call}/count", 1), 1, time.monotonic() + GRACE_S
-    report.store_answered = True
-    while time.monotonic() < deadline and len(report.waits_s) < reporter.world_size:
-        if count > seen:
-            seen = count
-            for rank in range(reporter.world_size):
-                if rank not in report.waits_s and store.check([key := f"mark/{call}/{rank}"]):
-                    waited, _, peer_caller = store.get(key).decode(errors="replace").partition(" ")
-                    report.waits_s[rank], report.callers[rank] = float(waited), peer_caller
-        time.sleep(_POLL_S)
-        count = store.add(f"mark/{call}/count", 0)
-    for rank in range(reporter.world_size):
-        if rank not in report.waits_s and store.check([key := f"left/{rank}"]):
-            report.notes[rank] = store.get(key).decode(errors="replace")
-    # This rank may serve the store, and the other ranks have not read its mark yet.
-    time.sleep(2 * _POLL_S)
+    protocol = report_arrival(
+        call,
+        reporter.rank,
+        reporter.world_size,
+        caller=caller,
+        waited_s=waited_s,
+        timeout_s=reporter.timeout_s,
+        grace_s=GRACE_S,
+    )
+    answer: StoreAnswer = None
+    try:
+        request = next(protocol)
+        while True:
+            # The report is complete before the last pause.
+            if isinstance(request, Set):
+                report.arrivals = ArrivalReport.decode(request.text)
+            answer = ask_store(store, request)
+            report.store_answered = True
+            request = protocol.send(answer)
+    except StopIteration as stop:
+        report.arrivals = stop.value
+
+
+def ask_store(store: dist.Store, request: StoreRequest) -> StoreAnswer:
+    """Make one request of ``arrival_marks`` to the store, and return its answer."""
+    if isinstance(request, Add):
+        return store.add(request.key, request.value)
+    if isinstance(request, SetOnce):
+        return store.compare_set(request.key, "", request.text).decode(errors="replace")
+    if isinstance(request, Set):
+        store.set(request.key, request.text)
+        return None
+    if isinstance(request, Sleep):
+        time.sleep(request.seconds)
+        return time.monotonic()
+    try:
+        if request.timeout_s > 0:
+            store.wait([request.key], timedelta(seconds=request.timeout_s))
+        elif not store.check([request.key]):
+            return None
+    except dist.DistStoreError:
+        return None
+    return store.get(request.key).decode(errors="replace")
 
 
 def format_missing_ranks(
@@ -179,10 +216,8 @@ def format_missing_ranks(
     *,
     world_size: int,
     timeout_s: float,
-    waits_s: Mapping[int, float],
-    notes: Mapping[int, str],
-    callers: Mapping[int, str] | None = None,
-    store_answered: bool = True,
+    waited_s: float,
+    arrivals: ArrivalReport | None,
     server_rank: int | None = 0,
 ) -> str | None:
     """Format the message, or return None if all ranks arrived and failed at once, because then the call is wrong. Pure.
@@ -191,33 +226,32 @@ def format_missing_ranks(
         caller: prefix of the message.
         world_size: number of ranks.
         timeout_s: time that a collective waits, in seconds.
-        waits_s: by rank that arrived, the seconds waited until its collective failed.
-        notes: by rank that left, its error.
-        callers: by other rank, the ``caller`` of the same call.
-        store_answered: if True, the store answered.
+        waited_s: time until this rank's collective failed, in seconds.
+        arrivals: ranks that arrived, None if the store did not answer.
         server_rank: rank that serves the store, None if another process serves the store.
     """
-    longest = max(waits_s.values())
-    timed_out = longest >= _TIMEOUT_FRACTION * timeout_s
-    missing = [rank for rank in range(world_size) if rank not in waits_s]
-    late = [rank for rank, waited in sorted(waits_s.items()) if waited < longest / 2]
+    # Another rank may have timed out first, which ended the collective of this rank.
+    timed_out = waited_s >= _TIMEOUT_FRACTION * timeout_s or (arrivals is not None and arrivals.timed_out)
+    longest = max(waited_s, timeout_s) if timed_out and waited_s < _TIMEOUT_FRACTION * timeout_s else waited_s
     outcome = (
         f"did not arrive within {longest:.3g} s" if timed_out else f"did not arrive, connection lost after {longest:.3g} s"
     )
     advice = "Look at their output" + (", or raise timeout_s of init_dist if they are only slow." if timed_out else ".")
-    if not store_answered and server_rank is None:
+    if arrivals is None and server_rank is None:
         return f"{caller}: some ranks {outcome}. The rendezvous store, which knows these ranks, does not answer. {advice}"
-    if not store_answered:
+    if arrivals is None:
         unknown = "this rank serves the store, so other ranks may be missing, too"
         return f"{caller}: ranks [{server_rank}] of {world_size} {outcome} ({unknown}). {advice}"
-    if missing:
-        errors = "".join(f" Rank {rank} left with {note.rstrip('.')}." for rank, note in sorted(notes.items()))
-        return f"{caller}: ranks {missing} of {world_size} {outcome}.{errors} {advice}"
+    if arrivals.missing:
+        notes = sorted(arrivals.notes.items())
+        errors = "".join(f" Rank {rank} left with {note.rstrip('.')}." for rank, note in notes)
+        return f"{caller}: ranks {format_ranks(arrivals.missing)} of {world_size} {outcome}.{errors} {advice}"
     if not timed_out:
         return None
-    if late:
+    if arrivals.late:
+        late = format_ranks(arrivals.late)
         return f"{caller}: ranks {late} of {world_size} came too late. The first rank gave up after {longest:.3g} s. {advice}"
-    elsewhere = {rank: place for rank, place in sorted((callers or {}).items()) if place != caller}
+    elsewhere = {rank: place for rank, place in sorted(arrivals.callers.items()) if place != caller}
     if elsewhere:
         rank, place = next(iter(elsewhere.items()))
         return (

@@ -37,7 +37,7 @@ MAX_WORLD_SIZE = 4096
 def fake_world(world_size: int, *, dp_replicate: int = 1) -> Iterator[DeviceMesh]:
     """Yield the mesh of ``world_size`` ranks, of which this process is the first, inside the context.
 
-    Collectives of the control group run on this rank alone, because all ranks would contribute equal values. Collectives of the
+    Exchanges of the control plane run on this rank alone, because all ranks would contribute equal values. Collectives of the
     mesh send and receive nothing.
 
     Mutates: the process groups of this process, which has none before and after. The global RNG is restored.
@@ -60,10 +60,9 @@ def fake_world(world_size: int, *, dp_replicate: int = 1) -> Iterator[DeviceMesh
         with warnings.catch_warnings():
             # The warnings are about results and timeouts, and the real run will give them, too.
             warnings.simplefilter("ignore")
-            groups = {"control": dist.group.WORLD, "background": dist.group.WORLD, "backend": "fake"}
-            with fake_dist_info(DistInfo(world_size=world_size, **groups)):  # type: ignore[arg-type]
+            with fake_dist_info(DistInfo(world_size=world_size, backend="fake")):
                 mesh = build_mesh(dp_replicate=dp_replicate, dp_shard=-1)
-            with fake_dist_info(DistInfo(**groups)):  # type: ignore[arg-type]
+            with fake_dist_info(DistInfo(backend="fake")):
                 yield mesh
     finally:
         dist.destroy_process_group()

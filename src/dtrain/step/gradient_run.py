@@ -275,7 +275,7 @@ class GradientRun:
         mismatch = complete and self._normalizer.weights_mismatch(state, self._metrics)
         weight = host_weight(state, self._loss[1]) if complete and self._normalizer.global_weight is None else None
         if state.spec.mesh is None and not mismatch:
-            outcome = BackwardSync(weights=None if weight is None else [weight], statuses=[status])
+            outcome = BackwardSync(weight=weight, statuses=[status])
         else:
             outcome = sync_after_backward(
                 unit_order=self.grad_sync.reduction_order,
@@ -301,7 +301,7 @@ class GradientRun:
         grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
         if not grads and not self.grad_sync.grads_taken:
             raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")
-        normalize_grads_(grads, state, self._normalizer, self._metrics, rank_weights=outcome.weights)
+        normalize_grads_(grads, state, self._normalizer, self._metrics, global_weight=outcome.weight)
 
 
 def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:

@@ -141,7 +141,7 @@ def normalize_grads_(
     normalizer: LossNormalizer,
     metrics: Metrics,
     *,
-    rank_weights: Sequence[float] | None = None,
+    global_weight: float | None = None,
 ) -> None:
     """Divide the gradients of the summed loss by the global weight, unless ``weight_fn`` scaled the losses before backward.
 
@@ -150,9 +150,9 @@ def normalize_grads_(
         state: state of the step.
         normalizer: weights that ``weight_fn`` declared, if any.
         metrics: local sums of the step.
-        rank_weights: weight of each rank, as ``host_weight`` says; None if some host does not know its weight.
+        global_weight: sum of the ``host_weight`` of all ranks; None if some host does not know its weight.
 
-    Mutates: ``grads``. Collective: none with ``rank_weights`` or declared weights, else one all-reduce of float64 ``[]``.
+    Mutates: ``grads``. Collective: none with ``global_weight`` or declared weights, else one all-reduce of float64 ``[]``.
     Host sync: none. On a GPU the weight reaches the host late: the gradient is zero now, and the next step raises.
 
     Raises:
@@ -160,10 +160,9 @@ def normalize_grads_(
     """
     if normalizer.global_weight is not None:
         _check_weight(state, _read_if_on_cpu(state, normalizer.global_weight))
-    elif rank_weights is not None:
-        total = sum(rank_weights)
-        _check_weight(state, total)
-        scale_(grads, 1.0 / total)
+    elif global_weight is not None:
+        _check_weight(state, global_weight)
+        scale_(grads, 1.0 / global_weight)
     else:
         replica_weight, weight = _all_reduce_weights(metrics["loss"].weight, state.spec)
         _check_weight(state, _send_to_host(state, weight))

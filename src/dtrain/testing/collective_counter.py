@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,9 +11,9 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain.dist.context import current_context
+from dtrain.dist.control_plane import ChannelExchange, observe_exchanges
 from dtrain.dist.dispatch import OpObserver, group_from_arguments, is_collective, named_arguments
-from dtrain.dist.init import get_dist_info
-from dtrain.errors import DistError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +90,17 @@ def count_collectives() -> Iterator[CollectiveRecords]:
         if is_collective(func):
             records.records.extend(describe_collective(func, args, kwargs))
 
-    with OpObserver(record):
+    thread = threading.get_ident()
+
+    def record_exchange(exchange: ChannelExchange) -> None:
+        plane = current_context().control_plane
+        if threading.get_ident() == thread and plane is not None:
+            size = plane.layout.world_size
+            records.records.append(
+                CollectiveCall(op=exchange.op, group=exchange.channel, group_size=size, bytes=exchange.bytes, dtype="uint8")
+            )
+
+    with OpObserver(record), observe_exchanges(record_exchange):
         yield records
 
 
@@ -169,12 +180,7 @@ def describe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _group_name(group: dist.ProcessGroup) -> str:
     if group == dist.group.WORLD:
         return "training"
-    try:
-        info = get_dist_info()
-    # torch.distributed without init_dist has no control or background group.
-    except DistError:
-        return _mesh_axis(group)
-    return "control" if group == info.control else "background" if group == info.background else _mesh_axis(group)
+    return _mesh_axis(group)
 
 
 def _mesh_axis(group: dist.ProcessGroup) -> str:

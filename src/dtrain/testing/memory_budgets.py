@@ -6,13 +6,11 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from types import FrameType
 
 import torch
 from torch import Tensor
 
 from dtrain.arguments import check_int, format_bytes
-from dtrain.dist import collectives
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import MemoryStats, use_device_memory
@@ -89,7 +87,7 @@ class MemoryBudget:
         if live + size > self._limit and self._shared:
             time.sleep(BACKEND_RELEASE_S)
             live = self.live
-        if live + size <= self._limit or _is_control_allocation():
+        if live + size <= self._limit:
             return None
         self.refused += 1
         limit, free = format_bytes(self._limit), format_bytes(max(0, self._limit - live))
@@ -112,8 +110,7 @@ def memory_budget(
     Storages count, each once: activations, gradients, optimizer state, buffers of a collective, unsharded parameters, copies
     and tensors of backward. A tensor from before the context counts from its first use, or at once if listed in ``existing``.
     An operation whose result exceeds the limit raises ``torch.OutOfMemoryError``; its result is dropped, and a storage that
-    should grow keeps its size. A collective is refused before it begins. Allocations of dtrain's own control messages count,
-    but are never refused, because on a GPU they would be on the host.
+    should grow keeps its size. A collective is refused before it begins.
 
     Not counted are temporary memory inside one operation (a convolution's workspace), and memory outside of tensors. Inside the
     context ``torch.compile`` runs its functions uncompiled. The context is meant for tests: an operation takes about ten
@@ -169,11 +166,3 @@ def _limit_of(max_bytes: int | Sequence[int] | Mapping[int, int], only: int | No
             "limit some ranks."
         )
     return by_rank.get(rank, UNLIMITED)
-
-
-def _is_control_allocation() -> bool:
-    """Return True if dtrain's own control messages allocate the memory, which would not be on a GPU."""
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code.co_filename != collectives.__file__:
-        frame = frame.f_back
-    return frame is not None

@@ -33,7 +33,8 @@ SCRIPT = """
         elif kind == "one-collective-too-many":
             all_gather_numbers([0.0])
         elif kind == "another-collective":
-            dist.all_reduce(torch.ones(1, dtype=torch.float64), group=info.control)
+            all_gather_numbers([0.0])
+            dist.barrier()
         elif kind == "works-alone":
             for _ in range(60):
                 heartbeats.heartbeat("work")
@@ -44,6 +45,7 @@ SCRIPT = """
             heartbeats.heartbeat("step")
             if step == 3 and info.rank == min(1, info.world_size - 1):
                 if kind == "returns-early":
+                    all_gather_numbers([0.0])
                     return
                 misbehave(kind, info)
             all_gather_numbers([float(step)])
@@ -94,7 +96,7 @@ CASES = {
     ),
     "another-collective": Case(
         says="rank 1 of 2 ran another collective than the others, no progress for 4 s",
-        lines=("as collective #4 of group control rank 0 runs all_gather [[1]], but rank 1 all_reduce [[1]]",),
+        lines=("as collective #4 of group training rank 0 runs all_reduce [[3]], but rank 1 barrier []",),
     ),
     # The launcher's question is the death of it; the other one, if there is one, then fails for want of its peer.
     "dies-when-asked": Case(
@@ -109,7 +111,7 @@ CASES = {
     ),
     "returns-early": Case(
         says="rank 1 of 2 returned early, to the end of init_dist's block, no progress for 4 s",
-        lines=("as collective #4 of group control rank 0 runs all_gather [[1]], but rank 1 barrier []",),
+        lines=("rank 1 has not entered all_reduce #4 of group training, where rank 0 waits",),
     ),
     "stays": Case(
         says="rank 1 of 2 did not end after init_dist's block, no progress for 4 s",

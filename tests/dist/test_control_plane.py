@@ -1,4 +1,4 @@
-"""Records of a step over the sockets of one node: order, faults, interrupts, forks, and the collectives that replace them."""
+"""Exchanges of the control plane over real sockets: order, faults, interrupts, forks, several nodes."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ import signal
 import socket
 import threading
 import time
-from dataclasses import replace
 
 import pytest
 
-from dtrain.dist import record_exchange
-from dtrain.dist.collectives import all_gather_numbers
+from dtrain.dist import control_sockets
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers, broadcast_json, gather_json
 from dtrain.dist.context import current_context
+from dtrain.dist.control_plane import Channel
 from dtrain.dist.flight_recorder import write_flight_record
 from dtrain.dist.init import get_dist_info, init_dist
-from dtrain.dist.record_exchange import RecordExchange, open_record_exchange
 from dtrain.dist.step_sync import sync_after_backward, sync_before_forward
 from dtrain.launch.hang.explain import find_stalled
 from dtrain.launch.hang.rank_records import parse_rank_record
@@ -27,10 +26,10 @@ TIMEOUT_S = 2.0
 NEVER_S = 600
 
 
-def exchange() -> RecordExchange:
-    opened = current_context().record_exchange
-    assert opened is not None
-    return opened
+def channel() -> Channel:
+    plane = current_context().control_plane
+    assert plane is not None
+    return plane["control"]
 
 
 def begin(samples: int = 2) -> list:
@@ -43,66 +42,137 @@ def end() -> None:
     sync_after_backward(unit_order=[], params_without_grad=[], changed_buffers=[], weights_mismatch=False)
 
 
-def several_rows() -> list:
+def several_payloads() -> list:
     rank, found = get_dist_info().rank, []
-    for length in (1, 3, 11):
-        found.append(exchange().all_gather([rank + column / 3 for column in range(length)]))
-    return found
+    for length in (0, 1, 3, 100_000):
+        found.append([text.decode() for text in channel().all_gather(str(rank).encode() * length, caller="test")])
+    return [[len(text), set(text) == {str(rank)} or not text] for texts in found for rank, text in enumerate(texts)]
 
 
 @pytest.mark.parametrize("world", [2, 3, 5])
-def test_rows_arrive_exactly_and_in_the_order_of_ranks(ranks, world):
-    expected = [[[rank + column / 3 for column in range(length)] for rank in range(world)] for length in (1, 3, 11)]
-    assert ranks(world).run(several_rows) == [expected] * world
+def test_payloads_arrive_in_the_order_of_ranks(ranks, world):
+    expected = [[length, True] for length in (0, 1, 3, 100_000) for _ in range(world)]
+    assert ranks(world).run(several_payloads) == [expected] * world
+
+
+def large_payloads() -> int:
+    """Payloads that no buffer of a socket holds, which all ranks send at once."""
+    return sum(map(len, channel().all_gather(bytes(20_000_000), caller="test")))
+
+
+def test_large_payloads_do_not_block(ranks):
+    assert ranks(3).run(large_payloads) == [60_000_000] * 3
 
 
 def traffic() -> list:
-    before = exchange().count
+    before = channel().count
     with count_collectives() as seen:
         agreed = begin(get_dist_info().rank)
         end()
-    return [agreed, exchange().count - before, seen.counts()]
+    return [agreed, channel().count - before, seen.counts()]
 
 
 def test_a_step_has_two_records_and_no_collective(ranks):
     assert ranks(3).run(traffic) == [[[3, 2], 2, {}]] * 3
 
 
-def on_two_nodes() -> list:
-    context = current_context()
-    opened, sockets = context.info, context.record_exchange
-    context.info = replace(opened, local_world_size=1)
-    try:
-        context.record_exchange = open_record_exchange(context.info)
-        with count_collectives() as seen:
-            agreed = begin()
-            end()
-        return [context.record_exchange is None, agreed, seen.counts()]
-    finally:
-        context.info, context.record_exchange = opened, sockets
+def pretend_nodes(rank: int, node_size: int) -> None:
+    """Set the environment of a launcher that has started ``node_size`` ranks on each node."""
+    os.environ.update(LOCAL_RANK=str(rank % node_size), LOCAL_WORLD_SIZE=str(node_size), GROUP_RANK=str(rank // node_size))
 
 
-def test_records_are_collectives_between_nodes(ranks):
-    assert ranks(2).run(on_two_nodes) == [[True, [4, 2], {"control": {"all_gather": 2}}]] * 2
+def several_exchanges() -> list:
+    info = get_dist_info()
+    found = [begin(info.rank), all_gather_json({"rank": info.rank}), gather_json(info.rank, dst=info.world_size - 1)]
+    end()
+    return [*found, broadcast_json(["from", info.rank], src=1), all_gather_numbers([info.rank, 0.5])]
+
+
+@pytest.mark.parametrize(("world", "node_size"), [(4, 2), (6, 2), (3, 1), (6, 3)])
+def test_ranks_of_several_nodes_exchange_over_tcp(forked, world, node_size):
+    def body(rank: int) -> list:
+        pretend_nodes(rank, node_size)
+        with init_dist(device="cpu"):
+            plane = current_context().control_plane
+            tcp = sum(connection.family != socket.AF_UNIX for connection in channel()._connections.values())
+            return [plane.layout.num_nodes, tcp > 0, several_exchanges()]
+
+    answers = forked.run(body, world, results_of=range(world))
+    for rank, (num_nodes, over_tcp, found) in answers.items():
+        assert (num_nodes, over_tcp) == (world // node_size, rank % node_size == 0)
+        everyone = [{"rank": peer} for peer in range(world)]
+        gathered = list(range(world)) if rank == world - 1 else None
+        record = [world * (world - 1) // 2, world - 1]
+        assert found == [record, everyone, gathered, ["from", 1], [[peer, 0.5] for peer in range(world)]]
+
+
+def test_nodes_of_different_sizes_connect_every_rank_over_tcp(forked):
+    def body(rank: int) -> list:
+        first, size = (0, 2) if rank < 2 else (2, 1)
+        os.environ.update(LOCAL_RANK=str(rank - first), LOCAL_WORLD_SIZE=str(size), GROUP_RANK=str(rank // 2))
+        with init_dist(device="cpu"):
+            return [current_context().control_plane.layout.node_size, begin()]
+
+    assert forked.run(body, 3, results_of=range(3)) == {rank: [1, [6, 2]] for rank in range(3)}
 
 
 @pytest.mark.parametrize("broken", ["folder", "long name", "bind", "connect"])
-def test_records_are_collectives_if_a_rank_cannot_connect(forked, monkeypatch, broken):
+def test_ranks_that_cannot_use_unix_sockets_connect_over_tcp(forked, monkeypatch, broken):
     def refuse(*_: object, **__: object) -> None:
         raise OSError("not here")
 
     def body(rank: int) -> list:
         if broken == "folder":
-            monkeypatch.setattr(record_exchange.tempfile, "mkdtemp", refuse)
+            monkeypatch.setattr(control_sockets.tempfile, "mkdtemp", refuse)
         elif broken == "long name":
-            real = record_exchange.tempfile.mkdtemp
-            monkeypatch.setattr(record_exchange.tempfile, "mkdtemp", lambda prefix: real(prefix=prefix + "x" * 100))
+            real = control_sockets.tempfile.mkdtemp
+            monkeypatch.setattr(control_sockets.tempfile, "mkdtemp", lambda prefix: real(prefix=prefix + "x" * 100))
         elif rank == 1:
-            monkeypatch.setattr(socket.socket, broken, refuse)
-        with init_dist(device="cpu", timeout_s=TIMEOUT_S):
-            return [current_context().record_exchange is None, begin()]
+            original = getattr(socket.socket, broken)
 
-    assert forked.run(body, 3, results_of=[0, 1, 2]) == {rank: [True, [6, 2]] for rank in range(3)}
+            def only_tcp(self: socket.socket, target: object) -> None:
+                refuse() if self.family == socket.AF_UNIX else original(self, target)
+
+            monkeypatch.setattr(socket.socket, broken, only_tcp)
+        with init_dist(device="cpu", timeout_s=TIMEOUT_S):
+            return [current_context().control_plane.layout.node_size, begin()]
+
+    assert forked.run(body, 3, results_of=[0, 1, 2]) == {rank: [1, [6, 2]] for rank in range(3)}
+
+
+def test_rank_that_cannot_connect_at_all_raises_on_all_ranks(forked, monkeypatch):
+    def refuse(*_: object) -> None:
+        raise OSError("not here")
+
+    def body(rank: int) -> list:
+        if rank == 1:
+            monkeypatch.setattr(socket.socket, "connect", refuse)
+        with init_dist(device="cpu", timeout_s=TIMEOUT_S):
+            return ["opened"]
+
+    for text in forked.run(body, 2, results_of=[0, 1]).values():
+        assert text.startswith("DistError: init_dist: rank 1 cannot connect to rank 0 ("), text
+        assert text.endswith("). Set GLOO_SOCKET_IFNAME to the network interface that reaches the other nodes."), text
+
+
+def test_stranger_on_the_port_of_a_leader_is_turned_away(forked, monkeypatch):
+    real = control_sockets._report_outcome
+
+    def body(rank: int) -> list:
+        pretend_nodes(rank, 1)
+        if rank == 0:
+
+            def with_stranger(store, layout, problem):
+                port = json.loads(store.get("address/0"))["tcp"][0][1]
+                stranger = socket.create_connection(("127.0.0.1", port))
+                stranger.sendall(bytes(24))
+                return real(store, layout, problem)
+
+            monkeypatch.setattr(control_sockets, "_report_outcome", with_stranger)
+        with init_dist(device="cpu", timeout_s=TIMEOUT_S):
+            return begin()
+
+    assert forked.run(body, 2, results_of=[0, 1]) == {0: [4, 2], 1: [4, 2]}
 
 
 def meet(rank: int, victim: int, fate) -> list:
@@ -153,7 +223,7 @@ def test_different_records_raise_at_once(forked):
         return "no error"
 
     for text in forked.run(body, 2, results_of=[0, 1]).values():
-        assert text.startswith("StepError: step: ranks must exchange the same record, got another record"), text
+        assert text.startswith("StepError: step: ranks must run the same exchange, got another record from rank"), text
 
 
 def test_interrupt_waits_for_the_end_of_the_record(forked):
@@ -208,25 +278,25 @@ def test_fork_has_no_exchange(forked):
         with init_dist(device="cpu", timeout_s=TIMEOUT_S):
             pid = os.fork()
             if pid == 0:
-                os._exit(0 if current_context().record_exchange is None else 1)
+                os._exit(0 if current_context().control_plane is None else 1)
             return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), begin()]
 
     assert forked.run(body, 2, results_of=[0, 1]) == {rank: [0, [4, 2]] for rank in range(2)}
 
 
 def test_closing_leaves_no_socket_and_no_file(forked, tmp_path, monkeypatch):
-    monkeypatch.setattr(record_exchange.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(control_sockets.tempfile, "tempdir", str(tmp_path))
 
     def body(rank: int) -> list:
         found = []
         with init_dist(device="cpu"):
-            opened = exchange()
+            opened = channel()
             found.append(os.listdir(tmp_path))
-        found.append([connection.fileno() for pair in opened._rounds for connection in pair])
-        return [*found, current_context().record_exchange is None]
+        found.append([connection.fileno() for connection in opened._connections.values()])
+        return [*found, current_context().control_plane is None]
 
     answers = forked.run(body, 2, results_of=[0, 1])
-    assert [answer[1:] for answer in answers.values()] == [[[-1, -1], True]] * 2
+    assert [answer[1:] for answer in answers.values()] == [[[-1], True]] * 2
     assert os.listdir(tmp_path) == []
 
 
@@ -237,10 +307,10 @@ def test_hang_report_shows_the_missing_record(forked, tmp_path):
             all_gather_numbers([1.0])
             if rank == 0:
                 threading.Thread(target=begin, daemon=True).start()
-                while not exchange().waits:
+                while not channel().waits:
                     time.sleep(0.01)
-            write_flight_record(tmp_path / f"{rank}.json", info, exchange())
-            all_gather_numbers([1.0])
+            write_flight_record(tmp_path / f"{rank}.json", info, current_context().control_plane)
+            all_gather_numbers([1.0], group="background")
             if rank == 1:
                 begin()
             time.sleep(0.2)
@@ -248,5 +318,5 @@ def test_hang_report_shows_the_missing_record(forked, tmp_path):
 
     forked.run(body, 2, results_of=[0, 1])
     records = {rank: parse_rank_record((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1)}
-    (stop,) = [stop for stop in find_stalled(records) if stop.group.name == "records"]
-    assert (stop.waiting, stop.missing, str(stop.collective)) == ([0], [1], "all_gather #2")
+    (stop,) = [stop for stop in find_stalled(records) if stop.group.name == "control"]
+    assert (stop.waiting, stop.missing, str(stop.collective)) == ([0], [1], "record #3")

@@ -1,0 +1,275 @@
+"""Exchange small data between all ranks over the ranks' own sockets: ``ControlPlane``.
+
+Records of a step, JSON, agreements of a checkpoint and the stop signal all travel here. gloo passes a message of a hundred
+bytes through several threads of each rank, which takes twenty times the processor time of a socket that the calling thread
+itself writes and reads. Its groups also connect every rank with every rank. ``control_protocol`` says which rank sends what to
+whom, and ``control_sockets`` opens the connections.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal, TypeAlias, TypeVar
+
+import torch.distributed as dist
+
+from dtrain.dist.context import current_context
+from dtrain.dist.control_protocol import Layout, Protocol, RowSpec, RowSummary, all_gather, gather, reduce_rows
+from dtrain.errors import DistError, StepError
+
+T = TypeVar("T")
+ChannelName: TypeAlias = Literal["control", "background"]
+CHANNELS: tuple[ChannelName, ...] = ("control", "background")
+
+# Number of the exchange, length of the data, and the name of the exchange. Ranks whose numbers or names differ raise.
+_NAME_BYTES = 40
+_HEADER = struct.Struct(f"=qq{_NAME_BYTES}s")
+# Most messages fit into one read.
+_READ_BYTES = 1 << 16
+_MAX_READ_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelExchange:
+    """One exchange of a channel, for observers.
+
+    Args:
+        channel: name of the channel.
+        op: ``"all_gather"`` or ``"gather"``.
+        bytes: bytes of all ranks that the exchange brings together.
+    """
+
+    channel: ChannelName
+    op: str
+    bytes: int
+
+
+class Channel:
+    """Connections of this rank for the exchanges of one thread. All ranks run the same exchanges in the same order.
+
+    An exception that leaves an exchange closes the connections, so that the other ranks do not wait for this rank.
+
+    Args:
+        name: name of the channel.
+        layout: place of this rank.
+        connections: socket to each rank that this rank exchanges messages with.
+        timeout_s: time to wait for a message, in seconds.
+
+    Attributes:
+        count: number of exchanges that this rank has begun.
+        num_records: number of records of a step among them.
+        op: name of the last exchange.
+        size: numbers or bytes of this rank in the last exchange.
+        waits: if True, the last exchange has not ended.
+    """
+
+    def __init__(
+        self, name: ChannelName, layout: Layout, connections: Mapping[int, socket.socket], *, timeout_s: float
+    ) -> None:
+        self.name, self.layout, self.timeout_s = name, layout, timeout_s
+        self._connections = dict(connections)
+        self._buffers = {peer: bytearray() for peer in connections}
+        self._readable: dict[int, select.poll] = {}
+        for peer, connection in connections.items():
+            connection.setblocking(False)
+            self._readable[peer] = poll = select.poll()
+            poll.register(connection, select.POLLIN)
+        self.count, self.num_records, self.op, self.size, self.waits = 0, 0, "", 0, False
+        self._interruption: BaseException | None = None
+
+    def all_gather(self, payload: bytes, *, caller: str, timeout_s: float | None = None) -> list[bytes]:
+        """Return the payloads of all ranks, by rank.
+
+        Raises:
+            DistNetworkError: a rank has closed its connections, or did not send in time.
+            DistError: a rank is in another exchange.
+        """
+        protocol = all_gather(self.layout, payload)
+        found = self._run(protocol, "all_gather", caller, len(payload), self.timeout_s if timeout_s is None else timeout_s)
+        _notify(self.name, "all_gather", sum(map(len, found)))
+        return found
+
+    def gather(self, payload: bytes, dst: int, *, caller: str) -> list[bytes] | None:
+        """Return the payloads of all ranks on rank ``dst``, by rank; None on the other ranks. Raises like ``all_gather``."""
+        found = self._run(gather(self.layout, payload, dst), "gather", caller, len(payload), self.timeout_s)
+        _notify(self.name, "gather", 0 if found is None else sum(map(len, found)))
+        return found
+
+    def reduce_rows(
+        self, row: Sequence[float], spec: RowSpec, *, caller: str
+    ) -> tuple[RowSummary, list[tuple[float, ...]] | None]:
+        """Return the summary of the rows of all ranks; on one node also the rows. Raises like ``all_gather``."""
+        self.num_records += 1
+        return self._run(reduce_rows(self.layout, row, spec), "record", caller, len(row), self.timeout_s)
+
+    def _run(self, protocol: Protocol[T], op: str, caller: str, size: int, timeout_s: float) -> T:
+        """Run one exchange. An interrupt of a signal handler is raised after it, because the other ranks need this rank."""
+        self.count, self.op, self.size, self.waits = self.count + 1, op, size, True
+        self._interruption = None
+        # The length of a record is part of its name.
+        name = f"{op} {size} {caller}" if op == "record" else f"{op} {caller}"
+        tag = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
+        wait_ms = max(1, int(timeout_s * 1000))
+        received = b""
+        try:
+            transfer = next(protocol)
+            while True:
+                to, data, source = transfer
+                if to is not None:
+                    self._send(to, _HEADER.pack(self.count, len(data), tag) + data, wait_ms)
+                if source is not None:
+                    received = self._receive(source, tag, caller, wait_ms)
+                transfer = protocol.send(received)
+        except StopIteration as stop:
+            result: T = stop.value
+        except OSError as error:
+            self.close()
+            raise dist.DistNetworkError(f"{type(error).__name__}: {error}") from error
+        except BaseException:
+            self.close()
+            raise
+        self.waits = False
+        if self._interruption is not None:
+            raise self._interruption
+        return result
+
+    def _send(self, to: int, message: bytes, wait_ms: int) -> None:
+        connection = self._connections[to]
+        rest = memoryview(message)
+        while True:
+            try:
+                rest = rest[connection.send(rest) :]
+            except BlockingIOError:
+                self._read_while_sending(to, wait_ms)
+            if not rest:
+                return
+
+    def _read_while_sending(self, to: int, wait_ms: int) -> None:
+        """Wait until rank ``to`` takes more bytes. Read meanwhile, because that rank may be waiting for this rank to read."""
+        poll, peers = select.poll(), {connection.fileno(): peer for peer, connection in self._connections.items()}
+        deadline = time.monotonic() + wait_ms / 1000
+        for peer, connection in self._connections.items():
+            poll.register(connection, select.POLLIN | (select.POLLOUT if peer == to else 0))
+        while time.monotonic() < deadline:
+            for number, events in poll.poll(wait_ms):
+                if events & (select.POLLIN | select.POLLHUP | select.POLLERR):
+                    part = self._connections[peers[number]].recv(_MAX_READ_BYTES)
+                    self._buffers[peers[number]] += part
+                    if not part:
+                        # The exchange itself finds a lost peer when it needs the peer.
+                        poll.unregister(number)
+                if peers[number] == to and events & (select.POLLOUT | select.POLLHUP | select.POLLERR):
+                    return
+        raise TimeoutError("timed out")
+
+    def _receive(self, source: int, tag: bytes, caller: str, wait_ms: int) -> bytes:
+        connection, buffer = self._connections[source], self._buffers[source]
+        end = 0
+        while True:
+            if not end and len(buffer) >= _HEADER.size:
+                number, length, name = _HEADER.unpack_from(buffer)
+                if number != self.count or name != tag:
+                    raise _mismatch(caller, tag, source, name)
+                end = _HEADER.size + length
+            if end and len(buffer) >= end:
+                message = bytes(memoryview(buffer)[_HEADER.size : end])
+                del buffer[:end]
+                return message
+            missing = end - len(buffer)
+            try:
+                part = connection.recv(_READ_BYTES if missing < _READ_BYTES else min(missing, _MAX_READ_BYTES))
+            except BlockingIOError:
+                self._wait_to_read(source, wait_ms)
+                continue
+            if not part:
+                raise ConnectionError("connection closed by peer")
+            buffer += part
+
+    def _wait_to_read(self, source: int, wait_ms: int) -> None:
+        try:
+            ready = self._readable[source].poll(wait_ms)
+        except OSError:
+            raise
+        # The other ranks need this exchange, too, as with a collective of torch, which no signal interrupts.
+        except BaseException as error:
+            if self._interruption is not None:
+                raise
+            self._interruption = error
+            return
+        if not ready:
+            raise TimeoutError("timed out")
+
+    def close(self) -> None:
+        """Close the connections."""
+        for connection in self._connections.values():
+            connection.close()
+
+
+def _mismatch(caller: str, own: bytes, peer: int, other: bytes) -> DistError | StepError:
+    """Return the error of ranks that are in different exchanges."""
+    here, there = (tag.rstrip(b"\0").decode(errors="replace") for tag in (own, other))
+    place = "another record" if here == there or {here.split()[0], there.split()[0]} == {"record"} else repr(there)
+    kind = StepError if here.startswith("record") else DistError
+    return kind(
+        f"{caller}: ranks must run the same exchange, got {place} from rank {peer}. Take the same steps on all ranks, as "
+        "loader.until does, and run collectives in one order."
+    )
+
+
+@dataclass(slots=True, eq=False)
+class ControlPlane:
+    """Channels of this rank, by name. No channel is used from two threads.
+
+    Args:
+        layout: place of this rank.
+        channels: channels by name.
+        observers: functions that are called after each gather of this thread.
+    """
+
+    layout: Layout
+    channels: dict[ChannelName, Channel] = field(default_factory=dict)
+
+    def __getitem__(self, name: ChannelName) -> Channel:
+        return self.channels[name]
+
+    def close(self) -> None:
+        """Close the connections of all channels."""
+        for channel in self.channels.values():
+            channel.close()
+
+
+Observer: TypeAlias = Callable[[ChannelExchange], None]
+_OBSERVERS: list[Observer] = []
+
+
+@contextmanager
+def observe_exchanges(observer: Observer) -> Iterator[None]:
+    """Call ``observer`` after each gather of this process inside of the context, except after records of a step."""
+    _OBSERVERS.append(observer)
+    try:
+        yield
+    finally:
+        _OBSERVERS.remove(observer)
+
+
+def _notify(channel: ChannelName, op: str, size: int) -> None:
+    for observer in _OBSERVERS:
+        observer(ChannelExchange(channel, op, size))
+
+
+def _close_in_fork() -> None:
+    """Close the sockets in a fork of a rank, which would keep the connections open after the rank has died."""
+    context = current_context()
+    if context.control_plane is not None:
+        context.control_plane.close()
+        context.control_plane = None
+
+
+os.register_at_fork(after_in_child=_close_in_fork)

@@ -1,0 +1,140 @@
+"""Exchanges of the control plane on a virtual network, up to 4,096 ranks: results, costs, and the names of missing ranks."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import pytest
+
+from dtrain.dist.arrival_marks import ArrivalReport, format_ranks, report_arrival
+from dtrain.dist.control_protocol import Layout, RowSpec, all_gather, gather, peers_of, reduce_rows
+from virtual_network import Network, run_exchange, run_reports
+
+LAYOUTS = [
+    (world, size) for world in (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 24, 30) for size in range(1, world + 1) if world % size == 0
+]
+RECORD = RowSpec(12)
+
+
+@pytest.mark.parametrize(("world", "node_size"), LAYOUTS)
+def test_all_gather_returns_all_payloads_by_rank(world, node_size):
+    payloads = [str(rank).encode() * (rank % 4) for rank in range(world)]
+    found = run_exchange(lambda layout: all_gather(layout, payloads[layout.rank]), world, node_size)
+    assert world == 1 or found.results == dict.fromkeys(range(world), payloads)
+
+
+@pytest.mark.parametrize(("world", "node_size"), [layout for layout in LAYOUTS if layout[0] > 1])
+def test_gather_returns_all_payloads_on_one_rank(world, node_size):
+    payloads = [f"rank {rank}".encode() for rank in range(world)]
+    for dst in range(world):
+        found = run_exchange(lambda layout, dst=dst: gather(layout, payloads[layout.rank], dst), world, node_size)
+        assert found.results == {rank: payloads if rank == dst else None for rank in range(world)}
+
+
+@pytest.mark.parametrize(("world", "node_size"), [layout for layout in LAYOUTS if layout[0] > 1])
+@pytest.mark.parametrize("block", [1, 2, 3])
+def test_summary_of_several_nodes_equals_the_summary_of_all_rows(world, node_size, block):
+    spec = RowSpec(3, compared=((0, 1), (2,)), block=block)
+    for odd in (None, 0, world // 2, world - 1):
+        rows = [(float(rank // block), 2.0, float(rank == odd)) for rank in range(world)]
+        found = run_exchange(lambda layout, rows=rows: reduce_rows(layout, rows[layout.rank], spec), world, node_size)
+        assert {summary for summary, _ in found.results.values()} == {spec.summarize(rows)}
+
+
+def test_summary_finds_the_first_rank_that_differs_from_its_block():
+    spec = RowSpec(2, compared=((0,), (1,)), block=4)
+    rows = [(float(rank // 4 * 10), 0.0) for rank in range(16)]
+    rows[6], rows[11] = (99.0, 0.0), (10.0, 7.0)
+    for node_size in (1, 2, 4, 8, 16):
+        found = run_exchange(lambda layout: reduce_rows(layout, rows[layout.rank], spec), 16, node_size)
+        assert {summary.changes for summary, _ in found.results.values()} == {(6.0, 11.0)}
+
+
+@pytest.mark.parametrize(("world", "node_size"), [*LAYOUTS, (512, 8), (512, 1), (1000, 8), (520, 4)])
+def test_ranks_are_connected_to_a_logarithmic_number_of_ranks(world, node_size):
+    used = run_exchange(lambda layout: reduce_rows(layout, [1.0] * 12, RECORD), world, node_size).peers
+    gathered = run_exchange(lambda layout: gather(layout, b"x", world - 1), world, node_size).peers
+    for rank in range(0, world, max(1, world // 64)):
+        layout = Layout(rank, world, node_size)
+        peers = peers_of(layout)
+        assert used[rank] | gathered[rank] <= peers
+        assert all(rank in peers_of(Layout(peer, world, node_size)) for peer in peers)
+        assert len(peers) <= 2 * math.ceil(math.log2(node_size)) + math.ceil(math.log2(layout.num_nodes)) + 1
+
+
+# Bars of a record, in simulated seconds; a message takes a rank 15 microseconds to send or to receive.
+@pytest.mark.parametrize(
+    ("world", "latency_s", "at_most_s"), [(512, 25e-6, 1e-3), (4096, 25e-6, 2e-3), (512, 100e-6, 2e-3), (4096, 100e-6, 3e-3)]
+)
+def test_record_takes_few_messages_in_sequence(world, latency_s, at_most_s):
+    network = Network(latency_s=latency_s)
+    found = run_exchange(lambda layout: reduce_rows(layout, [1.0] * 12, RECORD), world, 8, network=network)
+    assert {summary.sums for summary, _ in found.results.values()} == {(float(world),) * 12}
+    assert max(found.seconds.values()) <= at_most_s
+    assert max(found.bytes.values()) <= 8000
+
+
+def report(world: int, rank: int, *, waited_s: float = 600.0) -> object:
+    return report_arrival("control/7", rank, world, caller="step", waited_s=waited_s, timeout_s=600.0, grace_s=5.0)
+
+
+@pytest.mark.parametrize("world", [2, 25, 512, 4096])
+def test_missing_ranks_are_named_without_a_mistake(world):
+    missing = sorted({rank for rank in (3, 17, *range(40, 48), 1000, 4095) if rank < world} or {1})
+    stuck = run_exchange(
+        lambda layout: reduce_rows(layout, [1.0] * 12, RECORD), world, min(world, 8) if world != 25 else 5, missing=missing
+    )
+    assert len(stuck.results) == 0
+    survivors = [rank for rank in range(world) if rank not in missing]
+    # A rank that loses a peer fails a little after the first one that timed out.
+    failed_at = {rank: 600.0 + (rank * 7919 % 1000) / 1000 for rank in survivors}
+    reports, requests, last = run_reports(partial(report, world), failed_at, notes={missing[0]: "ValueError: disk full"})
+    assert reports.keys() == set(survivors)
+    expected = ArrivalReport(
+        missing=missing,
+        late=[],
+        timed_out=True,
+        notes={missing[0]: "ValueError: disk full"},
+        callers=reports[survivors[0]].callers,
+    )
+    assert all(found == expected for found in reports.values())
+    assert requests <= 6 * world + 200
+    assert last < 620
+
+
+def test_late_rank_is_told_from_a_missing_rank():
+    failed_at = {**dict.fromkeys(range(49), 600.0), 49: 602.0}
+    reports, _, _ = run_reports(lambda rank: report(50, rank, waited_s=0.1 if rank == 49 else 600.0), failed_at)
+    assert all((found.missing, found.late) == ([], [49]) for found in reports.values())
+
+
+def test_rank_that_comes_after_the_report_is_late():
+    failed_at = {**dict.fromkeys(range(4), 600.0), 4: 640.0}
+    reports, _, _ = run_reports(lambda rank: report(5, rank, waited_s=0.1 if rank == 4 else 600.0), failed_at)
+    assert [(found.missing, found.late) for _, found in sorted(reports.items())] == [([4], [])] * 4 + [([], [4])]
+
+
+def test_places_of_ranks_are_reported():
+    def start(rank: int) -> object:
+        caller = "leaving init_dist" if rank == 2 else "step"
+        return report_arrival("control/7", rank, 4, caller=caller, waited_s=600, timeout_s=600, grace_s=5)
+
+    reports, _, _ = run_reports(start, dict.fromkeys(range(4), 600.0))
+    assert all(sorted(found.callers.values()) == ["leaving init_dist", "step"] for found in reports.values())
+    assert all(found.callers[2] == "leaving init_dist" for found in reports.values())
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([], "[]"),
+        ([3], "[3]"),
+        ([1, 2, 3], "[1, 2, 3]"),
+        ([17, 3, *range(40, 48)], "[3, 17, 40-47]"),
+        (range(0, 4096, 2), "[0, 2, 4, 6, 8, 10, 12, 14, 16, 18 and 2038 more]"),
+        (range(4096), "[0-4095]"),
+    ],
+)
+def test_list_of_ranks_fits_a_line(ranks, text):
+    assert format_ranks(ranks) == text
