@@ -21,9 +21,9 @@ def limits(monkeypatch):
     ("world_size", "before", "after"),
     [
         (2, (1024, 4096), (1024, 4096)),
-        (512, (1024, 4096), (2600, 4096)),
-        (512, (1024, 2200), (2200, 2200)),
-        (4096, (1024, resource.RLIM_INFINITY), (16936, resource.RLIM_INFINITY)),
+        (512, (1024, 4096), (2120, 4096)),
+        (512, (1024, 2000), (2000, 2000)),
+        (4096, (1024, resource.RLIM_INFINITY), (12884, resource.RLIM_INFINITY)),
         (4096, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), (resource.RLIM_INFINITY, resource.RLIM_INFINITY)),
     ],
 )
@@ -38,11 +38,11 @@ def test_too_low_hard_limit_is_refused_with_numbers(limits):
     with pytest.raises(ConfigError) as error:
         raise_open_file_limit("init_dist", 512)
     assert str(error.value) == (
-        "init_dist: the hard limit of open files must be at least 2088 for 512 ranks, got 1024. "
-        "Run `ulimit -n 2088` as root before the start, or use at most 246 ranks."
+        "init_dist: the hard limit of open files must be at least 1608 for 512 ranks, got 1024. "
+        "Run `ulimit -n 1608` as root before the start, or use at most 317 ranks."
     )
-    raise_open_file_limit("init_dist", 246)
+    raise_open_file_limit("init_dist", 317)
 
 
 def test_max_ranks_is_at_least_one():
-    assert (max_ranks(1024), max_ranks(10)) == (246, 1)
+    assert (max_ranks(1024), max_ranks(10)) == (317, 1)

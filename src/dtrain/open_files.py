@@ -6,12 +6,20 @@ import resource
 
 from dtrain.errors import ConfigError
 
-# A rank holds 22 files and 3 sockets per rank for gloo's groups, and a few for records. The rendezvous store and the launcher
-# hold fewer.
-_OPEN_FILES = 40
-_OPEN_FILES_PER_RANK = 4
+# A rank holds N + 4 files for gloo's training group, the connections of the control plane, and a few of Python's. The process
+# that serves the rendezvous store holds a connection of each rank, and a second one while the ranks report a failure.
+_OPEN_FILES = 36
+_OPEN_FILES_PER_RANK = 3
+# Two channels of the control plane, each with two connections for each bit of the number of ranks.
+_OPEN_FILES_PER_BIT = 4
 # Shards, checkpoints, loader workers, NCCL.
 _SPARE_OPEN_FILES = 512
+
+
+def open_files_needed(world_size: int) -> int:
+    """Return the most files that a process of a job of ``world_size`` ranks opens, besides data and checkpoints."""
+    bits = (world_size - 1).bit_length()
+    return _OPEN_FILES + _OPEN_FILES_PER_RANK * world_size + _OPEN_FILES_PER_BIT * bits
 
 
 def raise_open_file_limit(caller: str, world_size: int) -> None:
@@ -22,7 +30,7 @@ def raise_open_file_limit(caller: str, world_size: int) -> None:
     Raises:
         ConfigError: the hard limit is too low.
     """
-    needed = _OPEN_FILES + _OPEN_FILES_PER_RANK * world_size
+    needed = open_files_needed(world_size)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     limited = hard != resource.RLIM_INFINITY
     if limited and hard < needed:
@@ -37,4 +45,7 @@ def raise_open_file_limit(caller: str, world_size: int) -> None:
 
 def max_ranks(hard_limit: int) -> int:
     """Return the number of ranks of the largest job that ``hard_limit`` open files allow, at least 1."""
-    return max(1, (hard_limit - _OPEN_FILES) // _OPEN_FILES_PER_RANK)
+    ranks = max(1, (hard_limit - _OPEN_FILES) // _OPEN_FILES_PER_RANK)
+    while ranks > 1 and open_files_needed(ranks) > hard_limit:
+        ranks -= 1
+    return ranks

@@ -16,6 +16,7 @@ from dtrain.dist.context import current_context
 from dtrain.dist.control_plane import Channel
 from dtrain.dist.init import init_dist
 from dtrain.dist.step_sync import sync_after_backward, sync_before_forward
+from dtrain.open_files import open_files_needed
 
 # Requests of a rank in init_dist: to find the other ranks, to agree on the nodes, and to connect.
 MAX_REQUESTS = 20
@@ -112,6 +113,7 @@ def test_costs_of_a_rank_follow_their_laws(forked, monkeypatch, world, node_size
                 sent[name] = [len(messages), sum(messages)]
             tensors = files[1] - files[0]
             peers = len(context.control_plane["control"]._connections)
+            assert open_files() + world <= open_files_needed(world)  # a report of a failure connects each rank once more
             return [requests, context.store.count - requests, open_files() - before - tensors, peers, sent]
 
     monkeypatch.setattr(rendezvous, "_open_store", lambda *args: CountingStore(real_store(*args)))

@@ -310,8 +310,8 @@ def test_too_many_ranks_for_open_file_limit_are_refused(run):
     result = run(SLEEPING, n=16, preexec_fn=few_files(64))
     assert result.code == 2
     assert (
-        result.err == "dtrain: launch: the hard limit of open files must be at least 104 for 16 ranks, got 64. "
-        "Run `ulimit -n 104` as root before the start, or use at most 6 ranks.\n"
+        result.err == "dtrain: launch: the hard limit of open files must be at least 100 for 16 ranks, got 64. "
+        "Run `ulimit -n 100` as root before the start, or use at most 5 ranks.\n"
     )
 
 
