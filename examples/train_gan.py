@@ -3,9 +3,9 @@
     dtrain launch -n 2 examples/train_gan.py      # two processes; a GPU each where there are enough
     python examples/train_gan.py                  # one process, no launcher
 
-The same command goes on after the last checkpoint, which holds both states. The figure to watch is the energy distance between
-generated points and real ones that were not trained on: 0 for equal distributions, 0.6 before training, 0.02 after it. Its
-baseline is that of a Gaussian with the mean and the spread of the real points.
+The figure to watch is the energy distance between generated points and real ones that were not trained on: 0 for equal
+distributions. On two CPU cores the first command takes 22 s of processor time to a distance of 0.019. The baseline is 0.043, for
+a Gaussian with the mean and the spread of the real points. The same command resumes from a checkpoint of both states.
 """
 
 import argparse
@@ -94,8 +94,8 @@ def main() -> None:
                 return energy_distance(functional_call(plain_maker, average, (noise.to(dist.device),)).cpu(), unseen)
 
         for real in loader.until(args.steps):
-            noises = torch.randn(len(real), NOISE, device=dist.device)
             with dt.span("generate", "compute"), torch.no_grad():
+                noises = torch.randn(len(real), NOISE, device=dist.device)
                 made = functional_call(plain_maker, dict(dt.full_params(g)), (noises,))
             d, told = tell(d, {"real": real, "made": made})
             frozen.update(dt.full_params(d))

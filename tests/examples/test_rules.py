@@ -100,11 +100,7 @@ def test_example_records_its_run_and_shows_its_progress(path):
     assert 'print(f"step' not in source, "the progress bar shows steps"
 
 
-# How long these take was not measured alone.
-UNTIMED = {"train_gan", "tensor_parallel"}
-
-
-@pytest.mark.parametrize("path", [path for path in LOOPS if path.stem not in UNTIMED], ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", LOOPS, ids=lambda path: path.stem)
 def test_example_says_how_long_it_takes_and_to_which_figure(path):
     text = " ".join((ast.get_docstring(ast.parse(path.read_text())) or "").split())
     assert re.search(r"\b\d+ s\b", text), "how long"

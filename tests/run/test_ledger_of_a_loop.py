@@ -19,6 +19,7 @@ from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.run.run_dir import open_run
 from dtrain.shard.compile import compile_blocks
 from dtrain.shard.fsdp import shard_model
+from dtrain.shard.unshard import full_params
 from dtrain.state import init_state
 from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.compose import compose_step
@@ -55,6 +56,7 @@ def loop(folder, steps=4):
         state, metrics = step(state, batch)
     reduce_metrics(metrics)
     evaluate(model, loader, LOSS)
+    dict(full_params(state))
     save_sharded(f"{folder}/ckpt", state, extra={"loader": loader}, mode="async")
     all_gather_json(1)
     current_context().run_shutdown_hooks(None)
@@ -72,7 +74,7 @@ def test_single_process_loop_counts_spans_by_part(ranks, tmp_path):
     ((left, counts, events, sums),) = ranks(1).run(loop, str(tmp_path))
     assert left == 0
     assert counts == {
-        "other": 0, "setup": 1, "load": 1, "data": 5, "step": 4, "reduce": 1, "evaluate": 1, "save": 2,
+        "other": 0, "setup": 1, "load": 1, "data": 5, "step": 4, "reduce": 1, "evaluate": 1, "collective": 4, "save": 2,
     }  # fmt: skip
     assert {tuple(event) for event in events} == {("model", None), ("evaluated", 4), ("save", 4), ("committed", 4)}
     assert sums[:4] == [1, 2, 3, 4]

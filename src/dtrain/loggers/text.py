@@ -207,7 +207,7 @@ class _ProgressText:
             if tokens > first_tokens:
                 parts.append(f"{(tokens - first_tokens) / seconds:,.0f} tok/s")
             elif samples > first_samples:
-                parts.append(f"{(samples - first_samples) / seconds:,.3g} samples/s")
+                parts.append(f"{_format_rate((samples - first_samples) / seconds)} samples/s")
             else:
                 parts.append(f"{steps / seconds:.3g} steps/s")
             if self.total is not None:
@@ -334,5 +334,8 @@ def progress_line(state: TrainState, numbers: Mapping[str, float], *, total_step
 def _format_speed(since: Clock, now: Clock, seconds: float) -> str:
     if now.tokens > since.tokens:
         return f"{tokens_per_second(since, now):,.0f} tok/s"
-    rate = (now.samples - since.samples) / seconds
-    return f"{rate:,.0f} samples/s" if rate >= 10 else f"{rate:.2g} samples/s"
+    return f"{_format_rate((now.samples - since.samples) / seconds)} samples/s"
+
+
+def _format_rate(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 10 else f"{rate:.2g}"

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from dtrain import spans
 from dtrain.dtensor import full_tensor
 from dtrain.fqn import unwrap_module
 from dtrain.shard.fsdp2_private import fsdp_param_groups, reshard_groups, units_of
@@ -123,4 +124,6 @@ def full_params(source: TrainState | Mapping[str, Tensor]) -> Iterator[tuple[str
     """
     tensors = source.params if isinstance(source, TrainState) else source
     for name, tensor in tensors.items():
-        yield name, full_tensor(tensor.detach())
+        with spans.outermost_span("collective"):
+            full = full_tensor(tensor.detach())
+        yield name, full
