@@ -5,7 +5,7 @@
     python examples/tensor_parallel.py --tp 1                     # one process: the same losses, step by step
 
 Between the layers each process of a group has a part of the sequence, and the vocabulary is cut, too, so that no process ever
-holds all logits. On two CPU cores the first command takes 28 s of processor time, to a held-out loss of 2.42 nats per byte (unigram
+holds all logits. On two cores the first command takes 28 s of processor time, to a held-out loss of 2.42 nats per byte (unigram
 entropy 3.24). The same command resumes, also with another --tp or number of processes.
 """
 

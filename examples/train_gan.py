@@ -4,7 +4,7 @@
     python examples/train_gan.py                  # one process, no launcher
 
 The figure to watch is the energy distance between generated points and real ones that were not trained on: 0 for equal
-distributions. On two CPU cores the first command takes 22 s of processor time to a distance of 0.019. The baseline is 0.043, for
+distributions. On two cores the first command takes 22 s of processor time to a distance of 0.019. The baseline is 0.043, of
 a Gaussian with the mean and the spread of the real points. The same command resumes from a checkpoint of both states.
 """
 
