@@ -85,7 +85,7 @@ def test_nonlocal_tokenizer_name_is_loaded_by_transformers(monkeypatch):
 
     package = SimpleNamespace(AutoTokenizer=SimpleNamespace(from_pretrained=refuse))  # the real one takes 10 s to import
     monkeypatch.setitem(sys.modules, "transformers", package)
-    with pytest.raises(ConfigError, match=r"^tokenizer: 'nobody/nothing' does not exist as a file or folder: nobody/nothing is"):
+    with pytest.raises(ConfigError, match=r"^tokenizer: 'nobody/nothing' does not exist as a file or folder: nobody/nothing"):
         load_tokenizer("nobody/nothing")
 
 
