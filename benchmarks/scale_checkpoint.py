@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import hashlib
+import json
 import os
 import subprocess
 import sys
@@ -278,15 +279,16 @@ class Planned:
         values = {"buffers": {}, "rng": {"words": list(range(2**31, 2**31 + 625))}}
         return RankIndex(rank=rank, begins=begins, per_rank=[], blocks=(Blocks(ends, digests),), values=values)
 
+    def parts(self, rank: int) -> RankParts:
+        """Return what a rank reports to rank 0 at the commit."""
+        regions = self.regions(rank)
+        held = {key: (0, *regions[key]) for key in self.keys if 0 not in regions[key].size}
+        return RankParts.of(list(self.refs), held)
+
     @cached_property
     def index(self) -> RunIndex:
         """Index of the run."""
-        parts = []
-        for rank in range(self.ranks):
-            regions = self.regions(rank)
-            held = {key: (0, *regions[key]) for key in self.keys if 0 not in regions[key].size}
-            parts.append(RankParts.of(list(self.refs), held))
-        kinds, tensors = merge_parts(self.refs, self.steps, parts)
+        kinds, tensors = merge_parts(self.refs, self.steps, [self.parts(rank) for rank in range(self.ranks)])
         size = self.file(0).size
         files = tuple(layout.RankFiles(200_000, "0" * 64, (size,)) for _ in range(self.ranks))
         inline = bytes(4 * len(self.steps))
@@ -445,11 +447,14 @@ def print_plan() -> None:
         mean = sum(each["read"] for each in found) / sum(each["own"] for each in found)
         target = 1.05 if ranks == other else 1.15
         files = max(each["files"] for each in found)
-        cells = (name, f"{ranks} to {other}", f"{worst['own'] / 1e6:.1f} MB", f"{worst['indexes'] / 1e6:.2f} MB", files)
+        report = len(json.dumps(planned.parts(0).encode()))
+        sizes = (f"{worst['own'] / 1e6:.1f} MB", f"{worst['indexes'] / 1e6:.2f} MB", files, report)
+        cells = (name, f"{ranks} to {other}", *sizes)
         verdict = met(worst["ratio"] <= target)
         rows.append(f"| {' | '.join(map(str, cells))} | {mean:.3f} | {worst['ratio']:.3f} | {target} | {verdict} |")
     print("### Bytes that a resume reads, planned (the worst of up to nine ranks)\n")
-    table("model | ranks | own shards | indexes | data files | mean read / own | worst | at most | verdict", rows)
+    head = "model | ranks | own shards | indexes | data files | bytes to rank 0 at a commit"
+    table(f"{head} | mean read / own | worst | at most | verdict", rows)
 
 
 def print_open(root: Path) -> None:

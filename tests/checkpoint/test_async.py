@@ -102,7 +102,7 @@ def test_consecutive_async_saves_reuse_staging_memory(tmp_path, monkeypatch):
             save_sharded(tmp_path, state, mode="async").wait()
         expected = digest(state, rng=False)
         assert digest(load_sharded(tmp_path, plain_state(1)).state, rng=False) == expected
-    assert len(made) <= 1
+    assert len(made) <= 2, "one for the file, one for the scalars in the index"
 
 
 def test_third_concurrent_save_blocks(tmp_path, held):

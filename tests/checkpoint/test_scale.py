@@ -4,11 +4,21 @@ The figures themselves are printed by ``benchmarks/scale_checkpoint.py``.
 """
 
 import contextlib
+import tracemalloc
+from dataclasses import replace
 
 import fsspec.config
+import msgspec
 import pytest
+import torch
 
 import scale_checkpoint as scale
+from checkpoint.states import plain_state, watching
+from dtrain.checkpoint import layout, reader
+from dtrain.checkpoint.checkpoint_info import list_steps
+from dtrain.checkpoint.rank_index import PlacedShards
+from dtrain.checkpoint.reader import verify
+from dtrain.checkpoint.save import save_sharded
 from places import servers
 
 MANY = pytest.param(8, marks=pytest.mark.slow)
@@ -73,6 +83,40 @@ def test_index_grows_with_ranks_by_their_files_only():
     shapes = {f"layers.{at}.weight": (4096, 64) for at in range(20)}
     sizes = [scale.Planned(shapes=shapes, ranks=ranks).index_bytes for ranks in (64, 128, 256)]
     assert sizes[2] - sizes[1] <= 2 * (sizes[1] - sizes[0]) + 200 <= 2 * 64 * 100 + 200
+
+
+def test_list_reads_manifests_only_which_do_not_grow(tmp_path, monkeypatch):
+    for step in range(2):
+        save_sharded(tmp_path, replace(plain_state(), clock=replace(plain_state().clock, step=step)))
+    sizes = [path.stat().st_size for path in tmp_path.glob("*/manifest.json")]
+    with watching(kind="preadv") as watched:
+        assert len(list_steps(tmp_path)) == 2
+    assert len(watched.calls) == 2
+    manifest = layout.parse_manifest((tmp_path / "step-00000000" / layout.MANIFEST).read_bytes())
+    wide = msgspec.structs.replace(manifest, world_size=4096, bytes=2**50, index_bytes=2**20)
+    assert len(layout.encode_manifest(wide)) < sizes[0] + 50
+
+
+def test_verify_holds_one_chunk_and_the_index_of_one_rank(tmp_path, monkeypatch):
+    """Memory does not grow with the data, nor with the ranks."""
+    path = save_sharded(tmp_path, plain_state(), extra={"table": torch.zeros(12 * 2**20)}).path
+    kept = []
+    original = reader.RankFilesReader.placed
+
+    def placed(self: reader.RankFilesReader, rank: int) -> PlacedShards:
+        kept.append(len(self._placed))
+        return original(self, rank)
+
+    monkeypatch.setattr(reader.RankFilesReader, "placed", placed)
+    tracemalloc.start()
+    try:
+        verify(path)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert (path / "rank-00000.safetensors").stat().st_size > 48 * 2**20
+    assert peak < layout.CHUNK_BYTES + 2 * 2**20
+    assert max(kept) <= 1
 
 
 @pytest.mark.slow

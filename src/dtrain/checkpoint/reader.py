@@ -176,9 +176,9 @@ class CheckpointReader:
         """
         found: dict[str, list[StoredShard]] = {}
         parts_of: dict[tuple[int, Region], list[tuple[int, ShardKind]]] = {}
-        wanted: dict[int, tuple[list[int], list[tuple[list[StoredShard], int]]]] = defaultdict(lambda: ([], []))
+        # Numbers of tensors by rank, and where their shards belong: the byte is not known before the rank's index is read.
+        wanted: dict[int, tuple[list[int], list[tuple[list[Any], int, int, ShardKind]]]] = defaultdict(lambda: ([], []))
         kinds, tensors = self.index.kinds, self.index.tensors
-        blank = StoredShard(-1, 0, shard_kind("U8", (), (), ()))
         for key, region in regions.items():
             if key in self.own:
                 found[key] = [self.own[key]]
@@ -191,17 +191,16 @@ class CheckpointReader:
             parts = parts_of.get((kind, region))
             if parts is None:
                 parts = parts_of[kind, region] = kinds[kind - 1].parts_in(region.offset, region.size)
-            shards = found[key] = [blank] * len(parts)
+            shards: list[Any] = [None] * len(parts)
+            found[key] = shards
             for at, (rank, part) in enumerate(parts):
                 numbers, places = wanted[rank]
                 numbers.append(number)
-                # The byte is not known before the index of the rank has been read.
-                shards[at] = StoredShard(1 + 2 * rank + kinds[kind - 1].file, 0, part)
-                places.append((shards, at))
+                places.append((shards, at, 1 + 2 * rank + kinds[kind - 1].file, part))
         self.ranks.prepare(wanted)
         for rank, (numbers, places) in wanted.items():
-            for begin, (shards, at) in zip(self.ranks.placed(rank).begins_of(numbers), places, strict=True):
-                file, _, part = shards[at]
+            begins = self.ranks.placed(rank).begins_of(numbers)
+            for begin, (shards, at, file, part) in zip(begins, places, strict=True):
                 shards[at] = StoredShard(file, begin, part)
         return found
 
