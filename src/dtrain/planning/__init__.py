@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from dtrain.planning.estimate import compare_strategies as compare_strategies
     from dtrain.planning.estimate import estimate_memory as estimate_memory
     from dtrain.planning.estimate import largest_microbatch as largest_microbatch
+    from dtrain.planning.network import NETWORKS as NETWORKS
+    from dtrain.planning.network import Network as Network
+    from dtrain.planning.network import communication_seconds as communication_seconds
+    from dtrain.planning.network import control_seconds as control_seconds
     from dtrain.planning.simulate import CollectiveTraffic as CollectiveTraffic
     from dtrain.planning.simulate import MemoryBreakdown as MemoryBreakdown
     from dtrain.planning.simulate import ParallelismConfig as ParallelismConfig

@@ -26,6 +26,7 @@ class EstimateOptions(TypedDict, total=False):
     """Arguments of ``ParallelismConfig`` that have a default."""
 
     dp_replicate: int
+    tp: int
     precision: Precision | None
     accumulate: Accumulate
     checkpoint: KeepPolicy | None
@@ -88,9 +89,9 @@ def estimate_memory(
         strategy: strategy of ``shard_model``.
         microbatch_size: samples per forward and backward of a rank.
         microbatches: microbatches per step of a rank.
-        options: ``dp_replicate``, ``precision`` and ``accumulate`` as in ``build_mesh`` and ``shard_model``; ``checkpoint``:
-            None, or the tensors kept by checkpointed blocks (``"nothing"``, ``"matmuls"``); ``device``: ``"cuda"`` (the
-            default) or ``"cpu"``, where optimizers need different memory.
+        options: ``dp_replicate``, ``tp``, ``precision`` and ``accumulate`` as in ``build_mesh`` and ``shard_model``;
+            ``checkpoint``: None, or the tensors kept by checkpointed blocks (``"nothing"``, ``"matmuls"``); ``device``:
+            ``"cuda"`` (the default) or ``"cpu"``, where optimizers need different memory.
 
     Mutates: nothing that lasts. The call creates fake process groups and destroys them; no process group may exist.
 

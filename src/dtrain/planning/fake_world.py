@@ -25,6 +25,7 @@ from dtrain.dist.dispatch import is_collective
 from dtrain.dist.init import DistInfo, fake_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import rng_state, set_rng_state
+from dtrain.dtensor import clear_sharding_cache
 from dtrain.errors import ConfigError
 from dtrain.run_context import AsyncScalar
 from dtrain.testing.collective_counter import CollectiveCall, describe_collective
@@ -34,7 +35,7 @@ MAX_WORLD_SIZE = 4096
 
 
 @contextmanager
-def fake_world(world_size: int, *, dp_replicate: int = 1) -> Iterator[DeviceMesh]:
+def fake_world(world_size: int, *, dp_replicate: int = 1, tp: int = 1) -> Iterator[DeviceMesh]:
     """Yield the mesh of ``world_size`` ranks, of which this process is the first, inside the context.
 
     Exchanges of the control plane run on this rank alone, because all ranks would contribute equal values. Collectives of the
@@ -61,11 +62,12 @@ def fake_world(world_size: int, *, dp_replicate: int = 1) -> Iterator[DeviceMesh
             # The warnings are about results and timeouts, and the real run will give them, too.
             warnings.simplefilter("ignore")
             with fake_dist_info(DistInfo(world_size=world_size, backend="fake")):
-                mesh = build_mesh(dp_replicate=dp_replicate, dp_shard=-1)
+                mesh = build_mesh(dp_replicate=dp_replicate, dp_shard=-1, tp=tp)
             with fake_dist_info(DistInfo(backend="fake")):
                 yield mesh
     finally:
         dist.destroy_process_group()
+        clear_sharding_cache()
         set_rng_state(random)
 
 

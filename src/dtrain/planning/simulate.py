@@ -5,7 +5,7 @@ The simulation tracks memory by its purpose, and sums the collectives by kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -156,6 +156,7 @@ class CollectiveTraffic:
         ranks: number of ranks in each.
         count: number of collectives.
         bytes: logical size: of the whole gathered parameters, of the whole reduced gradients.
+        stride: distance between the global ranks of neighbours in the group; 1 for neighbours on a node.
         bytes_sent: bytes sent by this rank in a ring: (n - 1) / n of the bytes, twice that for an all-reduce.
     """
 
@@ -163,6 +164,7 @@ class CollectiveTraffic:
     ranks: int
     count: int
     bytes: int
+    stride: int = 1
 
     @property
     def bytes_sent(self) -> int:
@@ -187,14 +189,20 @@ class StepUsage:
     traffic: tuple[CollectiveTraffic, ...]
 
 
-def sum_traffic(calls: Sequence[CollectiveCall]) -> tuple[CollectiveTraffic, ...]:
-    """Return the collectives by kind, sorted by the bytes sent; collectives of one rank are left out."""
-    rows: dict[tuple[str, int], tuple[int, int]] = {}
+def sum_traffic(calls: Sequence[CollectiveCall], strides: Mapping[str, int]) -> tuple[CollectiveTraffic, ...]:
+    """Return the collectives by kind, sorted by the bytes sent; collectives of one rank are left out.
+
+    ``strides`` has the stride of each mesh axis; other groups have stride 1."""
+    rows: dict[tuple[str, int, int], tuple[int, int]] = {}
     for call in calls:
-        count, size = rows.get((call.op, call.group_size), (0, 0))
+        key = call.op, call.group_size, strides.get(call.group, 1)
+        count, size = rows.get(key, (0, 0))
         if call.group_size > 1:
-            rows[call.op, call.group_size] = count + 1, size + call.bytes
-    traffic = [CollectiveTraffic(op=op, ranks=ranks, count=count, bytes=size) for (op, ranks), (count, size) in rows.items()]
+            rows[key] = count + 1, size + call.bytes
+    traffic = [
+        CollectiveTraffic(op=op, ranks=ranks, count=count, bytes=size, stride=stride)
+        for (op, ranks, stride), (count, size) in rows.items()
+    ]
     return tuple(sorted(traffic, key=lambda t: -t.bytes_sent))
 
 
@@ -202,10 +210,10 @@ def extrapolate_traffic(
     two: Sequence[CollectiveTraffic], three: Sequence[CollectiveTraffic], microbatches: int
 ) -> tuple[CollectiveTraffic, ...]:
     """Extrapolate the traffic of ``microbatches`` microbatches from that of two and of three."""
-    by_kind = {(t.op, t.ranks): t for t in two}
+    by_kind = {(t.op, t.ranks, t.stride): t for t in two}
     traffic = []
     for t in three:
-        base = by_kind.get((t.op, t.ranks))
+        base = by_kind.get((t.op, t.ranks, t.stride))
         more = microbatches - 3
         count = t.count + more * (t.count - (base.count if base else 0))
         size = t.bytes + more * (t.bytes - (base.bytes if base else 0))
@@ -229,6 +237,7 @@ class ParallelismConfig:
 
     world_size: int
     dp_replicate: int = 1
+    tp: int = 1
     strategy: str = "full_shard"
     precision: Precision | None = None
     accumulate: Accumulate = "local"
@@ -246,8 +255,15 @@ class SimulatedRun:
     ``simulate`` creates it. The first step is not measured, because it creates optimizer state and torch infers shapes.
     """
 
-    def __init__(self, workload: Workload, model: nn.Module, device: DeviceType, fake_values: FakeValueMode) -> None:
-        self._workload, self._model, self._fake_values = workload, model, fake_values
+    def __init__(
+        self,
+        workload: Workload,
+        model: nn.Module,
+        device: DeviceType,
+        fake_values: FakeValueMode,
+        strides: Mapping[str, int],
+    ) -> None:
+        self._workload, self._model, self._fake_values, self._strides = workload, model, fake_values, strides
         self._tracker = MemoryTracker()
         optimizer = workload.optimizer(model.parameters())
         if device == "cuda":
@@ -299,7 +315,7 @@ class SimulatedRun:
             tracker.assign("transforms", _iter_tensors(state.transform_states))
             tracker.reset()
             self._run(microbatch_size, microbatches)
-        return tracker.usage(sum_traffic(self._fake_values.collectives))
+        return tracker.usage(sum_traffic(self._fake_values.collectives, self._strides))
 
     def _run(self, microbatch_size: int, microbatches: int) -> None:
         batch = self._workload.batch(microbatch_size * microbatches)
@@ -364,7 +380,7 @@ def simulate(workload: Workload, config: ParallelismConfig) -> Iterator[Simulate
     Raises:
         ConfigError: a layout that ``build_mesh`` or ``shard_model`` refuses, or existing process groups.
     """
-    with fake_world(config.world_size, dp_replicate=config.dp_replicate) as mesh:
+    with fake_world(config.world_size, dp_replicate=config.dp_replicate, tp=config.tp) as mesh:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # The model is sharded on meta, because fake tensors take 4 ms for each parameter that is sharded over 1,000 ranks.
         model = _shard(workload, config, mesh, build_on_meta(workload, fake))
@@ -372,7 +388,12 @@ def simulate(workload: Workload, config: ParallelismConfig) -> Iterator[Simulate
         with fake, FakeValueMode() as fake_values, kernels, uncounted_dtensor_shapes():
             allocate_meta_tensors(model, torch.device("cpu"))
             init_root(model)
-            yield SimulatedRun(workload, model, config.device, fake_values)
+            yield SimulatedRun(workload, model, config.device, fake_values, _strides(config))
+
+
+def _strides(config: ParallelismConfig) -> dict[str, int]:
+    """Return the distance between neighbours along each axis that ``shard_model`` and ``build_mesh`` use."""
+    return {"dp_shard": config.tp, "dp_all": config.tp, "dp_replicate": config.world_size // config.dp_replicate}
 
 
 def _shard(workload: Workload, config: ParallelismConfig, mesh: DeviceMesh, model: nn.Module) -> nn.Module:
@@ -385,6 +406,9 @@ def _shard(workload: Workload, config: ParallelismConfig, mesh: DeviceMesh, mode
         "blocks": workload.blocks,
         **workload.shard_args,
     }
+    if config.tp == 1:
+        # A workload may have a plan for every layout.
+        options.pop("tp_plan", None)
     return shard_model(model, mesh, **options)
 
 

@@ -1,0 +1,162 @@
+"""Estimate the seconds of a step's collectives and control messages on a given network.
+
+    network = dt.planning.Network.preset("h100-ndr400")
+    seconds = dt.planning.communication_seconds(estimate.traffic, network)
+
+The models assume idle links at the given bandwidth and nothing that overlaps, so with the bandwidth of a datasheet the seconds
+are a lower bound of the time on the links. ``benchmarks/scale_plan.py`` measures latency and bandwidth, and compares.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+from dtrain.arguments import check_int, check_number
+from dtrain.errors import ConfigError
+from dtrain.planning.simulate import CollectiveTraffic
+
+GB = 10**9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Network:
+    """Links between the ranks of a job.
+
+    Args:
+        node_ranks: ranks per node, which are neighbours in the order of ranks.
+        within: bytes per second that a rank sends within its node, in one direction.
+        between: bytes per second that a rank sends to other nodes, in one direction.
+        within_latency_s: seconds of one small message within a node.
+        between_latency_s: seconds of one small message between nodes.
+        control_latency_s: seconds of one small message of the control group, which uses TCP.
+
+    Example:
+        >>> import dtrain as dt
+        >>> network = dt.planning.Network(node_ranks=8, within=450e9, between=50e9)
+        >>> round(network.seconds("all_gather", 2**30, ranks=8) * 1e3, 1)
+        2.1
+
+    Raises:
+        ConfigError: a number that is not positive.
+    """
+
+    node_ranks: int
+    within: float
+    between: float
+    within_latency_s: float = 3e-6
+    between_latency_s: float = 10e-6
+    control_latency_s: float = 50e-6
+
+    def __post_init__(self) -> None:
+        check_int("Network", "node_ranks", self.node_ranks)
+        for field in fields(self)[1:]:
+            check_number("Network", field.name, getattr(self, field.name), above=0, advice="Bandwidth is in bytes per second.")
+
+    @staticmethod
+    def preset(name: str) -> Network:
+        """Return the network of a well-known machine, with the bandwidths of its datasheet; the latencies are assumptions.
+
+        Source: the datasheets of NVIDIA DGX A100 (NVLink 3, 600 GB/s a GPU in both directions; 200 Gb/s InfiniBand a GPU),
+        DGX H100 and HGX H200 (NVLink 4, 900 GB/s; 400 Gb/s), DGX B200 (NVLink 5, 1,800 GB/s; 400 Gb/s). ``pcie4-100gbe``: eight
+        GPUs on PCIe 4.0 x16 (32 GB/s) that share one port of 100 Gb/s.
+
+        Raises:
+            ConfigError: the name is unknown.
+        """
+        if name not in NETWORKS:
+            raise ConfigError(
+                f"Network.preset: name must be one of {', '.join(NETWORKS)}, got {name!r}. "
+                "Or build dt.planning.Network(node_ranks=8, within=450e9, between=50e9)."
+            )
+        return NETWORKS[name]
+
+    def replace(self, **changes: float) -> Self:
+        """Return a copy with other values."""
+        return replace(self, **changes)  # type: ignore[arg-type]
+
+    def seconds(self, op: str, size: int, *, ranks: int, stride: int = 1) -> float:
+        """Return the seconds of one collective.
+
+        A group within a node, or with one rank per node, uses one kind of link, with latency ``a`` and ``b`` bytes per second.
+        For ``n`` ranks and ``S`` bytes:
+
+        - all-gather, reduce-scatter, all-to-all: a ring, ``(n - 1) a + (n - 1) / n S / b``;
+        - all-reduce: the faster of a ring, ``2 (n - 1) a + 2 (n - 1) / n S / b``, and a tree, ``2 log2(n) a + 2 S / b``;
+        - broadcast, reduce, gather, scatter: a pipelined tree, ``log2(n) a + S / b``;
+        - others, such as send: ``a + S / b``.
+
+        A group with ``m`` ranks on each of ``k`` nodes works in two levels: within nodes on ``S`` bytes, and between nodes on
+        ``S / m`` bytes, as each of the ``m`` ranks has its own ring over the nodes. An all-reduce is a reduce-scatter within
+        nodes, an all-reduce between nodes, and an all-gather within nodes.
+
+        Args:
+            op: operation, as in ``CollectiveTraffic``.
+            size: logical bytes, as in ``CollectiveTraffic``.
+            ranks: ranks of the group.
+            stride: distance between the global ranks of neighbours in the group.
+
+        Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH" (rings and
+        recursive doubling); Sanders, Speck and Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and
+        scan" (trees); ``PERFORMANCE.md`` of NVIDIA's nccl-tests (bus bandwidth).
+        """
+        inner = min(ranks, max(1, self.node_ranks // stride))
+        nodes = math.ceil(ranks / inner)
+        if op == "all_reduce" and inner > 1 and nodes > 1:
+            within = 2 * self._level("all_gather", size, inner, inside=True)
+            return within + self._level(op, size / inner, nodes, inside=False)
+        return self._level(op, size, inner, inside=True) + self._level(op, size / inner, nodes, inside=False)
+
+    def _level(self, op: str, size: float, ranks: int, *, inside: bool) -> float:
+        latency, bandwidth = (self.within_latency_s, self.within) if inside else (self.between_latency_s, self.between)
+        if ranks == 1:
+            return 0.0
+        hops, part, depth = ranks - 1, (ranks - 1) / ranks, math.ceil(math.log2(ranks))
+        if op in ("all_gather", "reduce_scatter", "all_to_all"):
+            return hops * latency + part * size / bandwidth
+        if op == "all_reduce":
+            return 2 * min(hops * latency + part * size / bandwidth, depth * latency + size / bandwidth)
+        if op in ("broadcast", "reduce", "gather", "scatter", "barrier"):
+            return depth * latency + size / bandwidth
+        return latency + size / bandwidth
+
+
+NETWORKS = {
+    "a100-hdr200": Network(node_ranks=8, within=300 * GB, between=25 * GB),
+    "h100-ndr400": Network(node_ranks=8, within=450 * GB, between=50 * GB),
+    "b200-ndr400": Network(node_ranks=8, within=900 * GB, between=50 * GB),
+    "pcie4-100gbe": Network(node_ranks=8, within=32 * GB, between=12.5 * GB / 8),
+}
+"""Networks by name; see ``Network.preset``."""
+
+
+def communication_seconds(traffic: Sequence[CollectiveTraffic], network: Network) -> float:
+    """Return the seconds of a step's collectives, one after another, if nothing overlaps with them.
+
+    Example:
+        estimate = dt.planning.estimate_memory(workload, world_size=64)
+        dt.planning.communication_seconds(estimate.traffic, dt.planning.Network.preset("h100-ndr400"))
+    """
+    total = 0.0
+    for each in traffic:
+        # Collectives of a kind differ in size, and their seconds are linear in it: count them at their mean size.
+        seconds = network.seconds(each.op, round(each.bytes / max(1, each.count)), ranks=each.ranks, stride=each.stride)
+        total += each.count * seconds
+    return total
+
+
+# Records per step of the control group: one before the first forward, and one after the last backward.
+_RECORDS_PER_STEP = 2
+
+
+def control_seconds(world_size: int, network: Network) -> float:
+    """Return the seconds of a step's control records, which pass ``world_size - 1`` ranks one after another (a ring).
+
+    Example:
+        >>> import dtrain as dt
+        >>> dt.planning.control_seconds(512, dt.planning.Network.preset("h100-ndr400"))
+        0.0511
+    """
+    return _RECORDS_PER_STEP * (world_size - 1) * network.control_latency_s

@@ -1,0 +1,185 @@
+"""Seconds of collectives: against formulas by hand, and the axes that a plan puts on each kind of link."""
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+import dtrain as dt
+from dtrain.dist.mesh import build_mesh
+from dtrain.errors import ConfigError
+from dtrain.planning.estimate import estimate_memory
+from dtrain.planning.network import NETWORKS, Network, communication_seconds, control_seconds
+from dtrain.planning.simulate import CollectiveTraffic
+from dtrain.planning.workload import Workload
+from dtrain.shard.fsdp import shard_model
+from dtrain.shard.materialize import materialize
+from dtrain.step.compose import compose_step
+from dtrain.step.microbatch_step import microbatch_step
+
+A, B, C, D = 1e-6, 100.0, 1e-5, 10.0  # latency and bandwidth within a node, and between nodes
+NETWORK = Network(node_ranks=4, within=B, between=D, within_latency_s=A, between_latency_s=C, control_latency_s=1e-4)
+S = 1000
+
+BY_HAND = {
+    "ring on a node": (("all_gather", 4, 1), 3 * A + 3 / 4 * S / B),
+    "part of a node": (("reduce_scatter", 2, 1), A + S / 2 / B),
+    "ring between nodes": (("all_gather", 3, 4), 2 * C + 2 / 3 * S / D),
+    "two levels": (("reduce_scatter", 12, 1), 3 * A + 3 / 4 * S / B + 2 * C + 2 / 3 * S / 4 / D),
+    "every second rank": (("all_gather", 6, 2), A + S / 2 / B + 2 * C + 2 / 3 * S / 2 / D),
+    "all-reduce by a ring": (("all_reduce", 4, 1), 2 * (3 * A + 3 / 4 * S / B)),
+    "all-reduce of two levels": (("all_reduce", 8, 1), 2 * (3 * A + 3 / 4 * S / B) + 2 * (C + S / 4 / 2 / D)),
+    "broadcast": (("broadcast", 4, 1), 2 * A + S / B),
+    "send": (("send", 2, 4), C + S / D),
+    "one rank": (("all_reduce", 1, 1), 0.0),
+}
+
+
+@pytest.mark.parametrize(("call", "expected"), BY_HAND.values(), ids=BY_HAND)
+def test_seconds_follow_the_stated_model(call, expected):
+    op, ranks, stride = call
+    assert NETWORK.seconds(op, S, ranks=ranks, stride=stride) == pytest.approx(expected)
+
+
+def test_small_all_reduce_uses_a_tree():
+    assert NETWORK.seconds("all_reduce", 0, ranks=1024, stride=4) == pytest.approx(2 * 10 * C)
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+@pytest.mark.parametrize("op", ["all_gather", "reduce_scatter", "all_reduce"])
+def test_larger_messages_and_slower_links_take_longer(name, op):
+    network = Network.preset(name)
+    slow = network.replace(between=network.between / 2, within=network.within / 2)
+    for ranks in (2, 8, 64, 4096):
+        assert 0 < network.seconds(op, 10**6, ranks=ranks) < network.seconds(op, 10**7, ranks=ranks)
+        assert network.seconds(op, 10**6, ranks=ranks) < slow.seconds(op, 10**6, ranks=ranks)
+
+
+def test_seconds_of_a_step_are_the_sum_over_its_collectives():
+    traffic = [
+        CollectiveTraffic(op="all_gather", ranks=4, count=3, bytes=3 * S),
+        CollectiveTraffic(op="all_reduce", ranks=2, count=1, bytes=S, stride=4),
+    ]
+    expected = 3 * NETWORK.seconds("all_gather", S, ranks=4) + NETWORK.seconds("all_reduce", S, ranks=2, stride=4)
+    assert communication_seconds(traffic, NETWORK) == pytest.approx(expected)
+    assert control_seconds(5, NETWORK) == pytest.approx(8e-4)
+
+
+REFUSED = {
+    "unknown": (lambda: Network.preset("h200"), r"name must be one of a100-hdr200, .*, got 'h200'\. Or build"),
+    "no bandwidth": (lambda: Network(node_ranks=8, within=0, between=1), "within must be a finite number above 0, got 0"),
+    "no ranks": (lambda: Network(node_ranks=0, within=1, between=1), "node_ranks must be an integer of at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize(("call", "expected"), REFUSED.values(), ids=REFUSED)
+def test_invalid_networks_are_refused(call, expected):
+    with pytest.raises(ConfigError, match=expected):
+        call()
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 64, bias=False), nn.Linear(64, 16, bias=False)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
+def squares(model, batch):
+    return dt.LossSum(total=model(batch).square().sum(), weight=len(batch))
+
+
+def mlps():
+    return nn.Sequential(*(MLP() for _ in range(3)), nn.Linear(16, 16))
+
+
+TENSOR_PARALLEL = Workload(
+    model=mlps,
+    loss_fn=squares,
+    batch=lambda n: torch.zeros(n, 16),
+    blocks=(MLP,),
+    shard_args={"tp_plan": {"*.up": ColwiseParallel(), "*.down": RowwiseParallel()}},
+)
+
+
+def test_each_axis_has_its_own_distance_between_ranks():
+    estimate = estimate_memory(TENSOR_PARALLEL, world_size=64, strategy="hybrid_shard", dp_replicate=4, tp=2)
+    axes = {(each.op, each.ranks, each.stride) for each in estimate.traffic}
+    assert axes == {("all_gather", 8, 2), ("reduce_scatter", 8, 2), ("all_reduce", 4, 16), ("all_reduce", 2, 1)}
+    full = estimate_memory(TENSOR_PARALLEL, world_size=64, tp=2)
+    assert {(each.op, each.ranks, each.stride) for each in full.traffic} == {
+        ("all_gather", 32, 2),
+        ("reduce_scatter", 32, 2),
+        ("all_reduce", 2, 1),
+    }
+
+
+def test_tensor_parallel_plan_divides_the_planned_parameters():
+    one, two = (estimate_memory(TENSOR_PARALLEL, world_size=tp, tp=tp).max_by_part.parameters for tp in (1, 2))
+    planned, whole = 3 * 2 * 16 * 64 * 4, 17 * 16 * 4
+    assert (one, two) == (planned + whole, planned // 2 + whole)
+
+
+def collectives_of_a_step(strategy, dp_replicate, tp, microbatches):
+    """Count the collectives of a real step, without those of the control group."""
+    torch.manual_seed(0)
+    options = TENSOR_PARALLEL.shard_args if tp > 1 else {}
+    model = shard_model(mlps(), build_mesh(dp_replicate=dp_replicate, tp=tp), strategy=strategy, blocks=(MLP,), **options)
+    model = materialize(model, seed=0)
+    step = compose_step(squares, grad=partial(microbatch_step, microbatch_size=2))
+    state = step.init(model, torch.optim.AdamW(model.parameters()), allow_equal_batches=True)
+    batch = torch.zeros(2 * microbatches, 16)
+    state, _ = step(state, batch)
+    with dt.testing.count_collectives() as records:
+        step(state, batch)
+    table = {}
+    for call in records.records:
+        if call.group_size > 1 and call.group not in ("control", "background"):
+            count, size = table.get((call.op, call.group_size), (0, 0))
+            table[call.op, call.group_size] = count + 1, size + call.bytes
+    return sorted((*key, *value) for key, value in table.items())
+
+
+LAYOUTS = {
+    "full_shard": (2, "full_shard", 1, 1),
+    "shard_grad_op": (2, "shard_grad_op", 1, 1),
+    "replicate": (2, "replicate", 1, 1),
+    "tp": (2, "full_shard", 1, 2),
+    "hybrid_shard of 4": (4, "hybrid_shard", 2, 1),
+    **{
+        f"{name} of {ranks}": (ranks, strategy, replicas, tp)
+        for ranks in (4, 8)
+        for name, strategy, replicas, tp in (
+            ("full_shard", "full_shard", 1, 1),
+            ("replicate", "replicate", 1, 1),
+            ("full_shard, tp 2", "full_shard", 1, 2),
+        )
+    },
+    "hybrid_shard of 8": (8, "hybrid_shard", 2, 1),
+    "hybrid_shard of 8, tp 2": (8, "hybrid_shard", 2, 2),
+}
+
+
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=pytest.mark.slow), 5])
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(each, id=name, marks=pytest.mark.slow if each[0] > 2 else ()) for name, each in LAYOUTS.items()],
+)
+def test_planned_collectives_equal_counted_ones(layout, microbatches):
+    ranks, strategy, dp_replicate, tp = layout
+    found = dt.testing.run_ranks(collectives_of_a_step, ranks, strategy, dp_replicate, tp, microbatches, timeout_s=600)
+    plan = estimate_memory(
+        TENSOR_PARALLEL,
+        world_size=ranks,
+        strategy=strategy,
+        dp_replicate=dp_replicate,
+        tp=tp,
+        microbatch_size=2,
+        microbatches=microbatches,
+        device="cpu",
+    )
+    assert sorted((each.op, each.ranks, each.count, each.bytes) for each in plan.traffic) == [tuple(row) for row in found[0]]
