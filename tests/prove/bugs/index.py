@@ -37,7 +37,7 @@ CAUSES = {
     "same_dropout_on_ranks": "all ranks drop the same units, because their generators have one seed",
     "augmentation_by_worker": "an augmentation draws from the generator of its loader worker, not from one of its sample",
     "accumulation_not_scaled": "gradients of microbatches are added up and not divided",
-    "accumulation_tail_dropped": "the microbatches after the last full accumulation are left out, or leak into the next step",
+    "accumulation_tail_dropped": "the gradient of microbatches after the last full accumulation leaks into the next epoch",
     "clip_before_unscale": "the gradient is clipped while it is multiplied by the loss scale",
     "clip_local_norm": "the gradient is clipped by the norm of the rank's own shard",
     "schedule_per_microbatch": "the schedule advances once a microbatch, not once a step",
@@ -124,7 +124,7 @@ ROWS = (
         file="padding_in_mean.py",
         bug="The loss is a mean over all positions of a batch that was padded to its longest sample.",
         cause="padding_in_loss",
-        runs=("microbatch", "ranks"),
+        runs=("ranks",),
         thread="IBM/pytorch-seq2seq#125",
         style="dtrain",
         also=("loss_weighting",),
@@ -147,9 +147,9 @@ ROWS = (
     ),
     SeededBug(
         file="accumulation_tail.py",
-        bug="The optimizer steps after every fourth microbatch only, so the last ones of an epoch leak into the next epoch.",
+        bug="Gradients of an epoch's incomplete last accumulation stay, and leak into the first step of the next epoch.",
         cause="accumulation_tail_dropped",
-        runs=("ranks", "resume"),
+        runs=("resume", "single"),
         thread="timoschick/pet#36",
         style="plain",
     ),
@@ -191,7 +191,7 @@ ROWS = (
         cause="gather_without_gradient",
         runs=("ranks",),
         thread="huggingface/accelerate#1154",
-        style="dtrain",
+        style="plain",
     ),
     # ---- data ----------------------------------------------------------------------------------------------------------------
     SeededBug(
@@ -397,7 +397,7 @@ ROWS = (
         cause="evaluation_drops_tail",
         runs=("evaluate", "ranks"),
         thread="verl-project/verl#78",
-        style="plain",
+        style="dtrain",
     ),
     SeededBug(
         file="eval_counts_twice.py",
@@ -405,7 +405,7 @@ ROWS = (
         cause="evaluation_counts_twice",
         runs=("evaluate", "ranks"),
         thread="pytorch/pytorch#25162",
-        style="plain",
+        style="dtrain",
     ),
     SeededBug(
         file="metric_of_rank_0.py",

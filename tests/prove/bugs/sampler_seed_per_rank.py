@@ -1,0 +1,34 @@
+"""DDP whose sampler has the rank in its seed, so the ranks' shares overlap; ``--fixed`` gives all ranks one seed."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import dtrain as dt
+
+FIXED = "--fixed" in sys.argv
+BATCH, SEED = 12, 0
+
+with dt.init_dist() as info:
+    torch.manual_seed(SEED)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    if info.world_size > 1:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x[:, :4].argmax(1))
+    seed = SEED if FIXED else SEED + info.rank
+    sampler = DistributedSampler(data, info.world_size, info.rank, seed=seed)
+    loader = DataLoader(data, batch_size=BATCH // info.world_size, sampler=sampler)
+    for number, (inputs, labels) in enumerate(loader, start=1):
+        loss = F.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        shown = dt.dist.reduce_mean(loss.detach())
+        if info.rank == 0:
+            print(f"step {number} loss {shown:.6f}")

@@ -1,0 +1,36 @@
+"""DDP that steps the scheduler once for each rank, though it counts global batches; ``--fixed`` steps it once a step."""
+
+import sys
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import dtrain as dt
+
+FIXED = "--fixed" in sys.argv
+BATCH, STEPS = 12, 4
+
+with dt.init_dist() as info:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    if info.world_size > 1:
+        model = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3 * STEPS)
+    x = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x[:, :4].argmax(1))
+    sampler = DistributedSampler(data, info.world_size, info.rank, seed=0)
+    loader = DataLoader(data, batch_size=BATCH // info.world_size, sampler=sampler)
+    for number, (inputs, labels) in enumerate(loader, start=1):
+        loss = F.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        for _ in range(1 if FIXED else info.world_size):
+            scheduler.step()
+        shown = dt.dist.reduce_mean(loss.detach())
+        if info.rank == 0:
+            print(f"step {number} loss {shown:.6f} lr {scheduler.get_last_lr()[0]:.4f}")

@@ -1,0 +1,35 @@
+"""A loop that averages gradients of models which begin differently on each rank; ``--fixed`` seeds them alike."""
+
+import sys
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import dtrain as dt
+
+FIXED = "--fixed" in sys.argv
+BATCH = 12
+
+with dt.init_dist() as info:
+    torch.manual_seed(0 if FIXED else info.rank)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    x = torch.randn(48, 8, generator=torch.Generator().manual_seed(1))
+    data = TensorDataset(x, x[:, :4].argmax(1))
+    sampler = DistributedSampler(data, info.world_size, info.rank, seed=0)
+    loader = DataLoader(data, batch_size=BATCH // info.world_size, sampler=sampler)
+    for number, (inputs, labels) in enumerate(loader, start=1):
+        loss = F.cross_entropy(model(inputs), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        if info.world_size > 1:
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= info.world_size
+        optimizer.step()
+        shown = dt.dist.reduce_mean(loss.detach())
+        if info.rank == 0:
+            print(f"step {number} loss {shown:.6f}")
