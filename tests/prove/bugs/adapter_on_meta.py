@@ -19,7 +19,8 @@ class LoRALinear(nn.Module):
         super().__init__()
         self.base = nn.Linear(inputs, outputs).requires_grad_(False)
         self.lora_a, self.lora_b = nn.Parameter(torch.empty(RANK, inputs)), nn.Parameter(torch.empty(outputs, RANK))
-        self.reset_parameters()
+        if not self.lora_a.is_meta:
+            self.reset_parameters()
 
     def reset_parameters(self):
         normal_(self.lora_a)

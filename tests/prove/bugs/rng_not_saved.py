@@ -28,14 +28,14 @@ class Levels:
 
 
 def loss_fn(model, batch):
-    x, noise, level = batch["x"], batch["noise"], batch["level"]
+    x, noise, level = batch
     guess = model((1 - level) * x + level * noise)
     return dt.LossSum(total=(guess - noise).square().sum(), weight=guess.numel())
 
 
 def dataset():
     x, noise = torch.randn(2, 48, 8, generator=torch.Generator().manual_seed(1))
-    return [{"x": a, "noise": b} for a, b in zip(x, noise, strict=True)]
+    return torch.utils.data.TensorDataset(x, noise)
 
 
 with dt.init_dist():
@@ -51,7 +51,7 @@ with dt.init_dist():
     state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
     log = dt.loggers.jsonl("metrics.jsonl")
     for batch in loader.until(STEPS):
-        level = levels.draw().expand(len(batch["x"]), 1)
-        state, metrics = step(state, batch | {"level": level})
+        x, noise = batch
+        state, metrics = step(state, (x, noise, levels.draw().expand(len(x), 1)))
         log(state.step, dt.reduce_metrics(metrics))
         dt.save_sharded("ckpt", state, extra=extra)
