@@ -26,6 +26,7 @@ LAYERS = [
     ["planning"],
     ["report"],
     ["launch"],
+    ["prove"],
     ["cli"],
 ]
 ORDER = {room: index for index, room in enumerate(room for row in LAYERS for room in row)}

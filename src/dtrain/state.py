@@ -196,7 +196,8 @@ class TrainState:
         Raises:
             ConfigError: not a duration, a share of a run of unknown length, or epochs of batches without a loader.
         """
-        return self.clock.crossed(interval)
+        recorder = current_context().recorder
+        return self.clock.crossed(interval) if recorder is None else recorder.crosses(self.step)
 
     def reached(self, point: Duration | int | str) -> bool:
         """Return True if training has come to ``point`` or beyond, in any unit. Ends a loop over tokens or hours."""
@@ -301,6 +302,8 @@ def init_state(
     """
     check_init_dist_called("init")
     check_model_and_optimizer(model, optimizer)
+    if (recorder := current_context().recorder) is not None:
+        recorder.run_starts(model, optimizer)
     spec = get_spec(model)
     params, aliases = parameters_by_fqn(model)
     has_units = spec.mesh is not None and not spec.plain_params

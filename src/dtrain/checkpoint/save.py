@@ -141,6 +141,8 @@ def save_sharded(
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
+    if (recorder := current_context().recorder) is not None:
+        recorder.saved(max(each.step for each in _as_states(state).values()), str(root))
     options = SaveOptions(mode=mode, incremental=incremental, keep_last=keep_last, keep_every=keep_every, keep_steps=keep_steps)
     return start_save(root, state, extra or {}, what, cast, options)
 

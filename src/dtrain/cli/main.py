@@ -21,6 +21,8 @@ from dtrain.cli.parameters import GroupedCommand, PlainGroup
 from dtrain.cli.plan import EXAMPLES as PLAN_EXAMPLES
 from dtrain.cli.plan import plan
 from dtrain.cli.plot import app as plot
+from dtrain.cli.prove import EXAMPLES as PROVE_EXAMPLES
+from dtrain.cli.prove import prove
 from dtrain.cli.report import REPORT_EXAMPLES, TOP_EXAMPLES, report, top
 from dtrain.errors import ConfigError, DistError, DtrainError
 from dtrain.launch.output.non_blocking_writer import occupy_standard_streams
@@ -76,6 +78,12 @@ app.command(cls=GroupedCommand, epilog=NEW_EXAMPLES)(new)
 app.command(cls=GroupedCommand, epilog=ENV_EXAMPLES)(env)
 app.command(cls=GroupedCommand, epilog=_HANG_EXAMPLES)(hang)
 app.command(cls=GroupedCommand, epilog=PLAN_EXAMPLES)(plan)
+app.command(
+    cls=GroupedCommand,
+    epilog=PROVE_EXAMPLES,
+    # Options after the script belong to the script.
+    context_settings={"allow_interspersed_args": False},
+)(prove)
 app.command(cls=GroupedCommand, epilog=REPORT_EXAMPLES)(report)
 app.command(cls=GroupedCommand, epilog=TOP_EXAMPLES)(top)
 app.add_typer(checkpoints, name="checkpoints")

@@ -30,6 +30,7 @@ from dtrain.data.position import (
     write_position,
 )
 from dtrain.dist.batch_info import BatchInfo
+from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed
 from dtrain.durations import Duration, RunLength
@@ -180,6 +181,8 @@ class Loader:
             DataError: samples could not be read. On several ranks the step raises the error, and all ranks stop together.
         """
         goal, stops = parse_length(length), tuple(stop) if isinstance(stop, Sequence) else (stop,)
+        if (recorder := current_context().recorder) is not None:
+            goal = recorder.run_goal(self, goal)
         ended = next((condition for condition in stops if condition.stopped), None)
         if ended is not None and get_dist_info().rank == 0:
             print(f"dtrain: until: the run has ended by {ended!r}. Nothing is left to train", file=sys.stderr)
@@ -383,8 +386,9 @@ class Loader:
         Raises:
             DataError: the dataset or the device raised an error.
         """
-        state = None if evaluation else self._dataset_state
-        items = self.source.items(at, goal, state=state, evaluation=evaluation)
+        items = self.source.items(at, goal, state=None if evaluation else self._dataset_state, evaluation=evaluation)
+        if (recorder := current_context().recorder) is not None:
+            items = recorder.loader_items(items)
         try:
             yield from items_on_device(items, self._device, self._prefetch_factor)
         except DtrainError:

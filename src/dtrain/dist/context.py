@@ -17,6 +17,7 @@ from dtrain.dist.preemption import Preemption
 if TYPE_CHECKING:
     from dtrain.dist.control_plane import ControlPlane
     from dtrain.dist.init import DistInfo
+    from dtrain.dist.recorder import Recorder
     from dtrain.dist.rendezvous import RendezvousConfig
     from dtrain.dist.timeout_report import MissingRankReporter
 
@@ -50,6 +51,7 @@ class DistContext:
             process that destroys the groups would wait for threads that exist only in this process.
         untracked_steps: number of steps of this process on batches without a ``BatchInfo``. A loader compares the number,
             because a copy of a batch has no reference to its loader.
+        recorder: observer of the primitives in a run that ``dtrain prove`` has started; None in every other run.
     """
 
     info: DistInfo | None = None
@@ -68,6 +70,7 @@ class DistContext:
     num_reused_groups: int = 0
     abandoned_group: weakref.ref[dist.ProcessGroup] | None = None
     untracked_steps: int = 0
+    recorder: Recorder | None = None
 
     def run_shutdown_hooks(self, error: BaseException | None) -> None:
         """Run all hooks, also after one has raised. Later hooks are called with the first exception."""

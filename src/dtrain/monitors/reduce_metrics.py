@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain import heartbeats, spans
 from dtrain.clock import Clock
+from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.ragged import all_gather_by_rank
 from dtrain.dist.rng import derive_seed
@@ -64,7 +65,10 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
             f"reduce_metrics: metric {names[weights.index(0)]!r} must have a positive weight, got 0 over all ranks. "
             "Check that the loss counts some sample on some rank."
         )
-    return {name: total / weight for name, total, weight in zip(names, totals, weights, strict=True)}
+    means = {name: total / weight for name, total, weight in zip(names, totals, weights, strict=True)}
+    if (recorder := current_context().recorder) is not None:
+        recorder.metrics("reduce_metrics", None, means)
+    return means
 
 
 def _all_reduce(scalars: Sequence[Tensor], names: Sequence[str], ranks: int) -> list[float]:

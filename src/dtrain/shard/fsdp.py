@@ -5,32 +5,33 @@ Methods other than ``forward`` that compute with parameters (``forward_methods``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MethodType
-from typing import Any, Literal, NoReturn, cast, get_args
+from typing import Literal, NoReturn, cast, get_args
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain import spans
 from dtrain.arguments import check_choice, check_int
 from dtrain.dist.collectives import raise_if_any_failed
+from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import axis_size, data_rank, data_shape, get_mesh, tp_rank
 from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import attach_buffer_sync, broadcast_params_and_buffers, check_same_model
-from dtrain.shard.fsdp2_private import init_root, is_in_forward, run_modules_separately, units_of
+from dtrain.shard.fsdp2_private import init_root, run_modules_separately, units_of
 from dtrain.shard.grad_sync import attach_grad_sync
 from dtrain.shard.meta_writes import record_write_counts
 from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, separate_units
 from dtrain.shard.replicate import make_bucket_reducer
 from dtrain.shard.tensor_parallel import TensorParallelPlan, apply_tp_plan, format_tp_plan, resolve_tp_plan
+from dtrain.shard.unshard import register_forward_methods
 from dtrain.shard.wrapping import Blocks, IgnoredParams, WrapPlan, plan_wrapping
 from dtrain.state import Accumulate, Buffers, ShardSpec, Strategy, attach_spec, get_spec
 
@@ -151,6 +152,8 @@ def shard_model(
         PeerError: another rank raised.
     """
     error: Exception | None = None
+    if (recorder := current_context().recorder) is not None:
+        strategy, precision = recorder.sharding(model, strategy, precision, buffers)  # type: ignore[assignment]
     try:
         _check_types(model, mesh, precision)
         resolved = _check_options(model, mesh, strategy, accumulate, buffers)
@@ -175,7 +178,7 @@ def shard_model(
     if not plain:
         _apply_fully_shard(model, fsdp_mesh, wrap_plan, precision, resolved, offload)
         _apply_comm_config(model, wrap_plan, resolved_comm)
-        _register_forward_methods(wrap_plan.forward_methods)
+        register_forward_methods(wrap_plan.forward_methods)
         _forbid_deepcopy(model)
     index, count = data_rank(mesh)
     spec = ShardSpec(
@@ -318,27 +321,6 @@ def _raise_on_deepcopy(module: nn.Module, memo: object) -> NoReturn:
         f"deepcopy: the {type(module).__name__.removeprefix('FSDP')} is sharded, and sharded units cannot be copied. Build and "
         "shard a second model, and call second.load_state_dict(first.state_dict()), or copy before shard_model."
     )
-
-
-def _register_forward_methods(forward_methods: Iterable[tuple[nn.Module, str]]) -> None:
-    """Unshard parameters around these methods. Mutates: the owning modules (one attribute each)."""
-    for owner, name in forward_methods:
-        assert isinstance(owner, FSDPModule)
-        method = getattr(owner, name)
-        register_fsdp_forward_method(owner, name)
-        setattr(owner, name, MethodType(_use_plain_inside_forward(method, getattr(owner, name)), owner))
-
-
-def _use_plain_inside_forward(plain_method: Any, unsharding_method: Any) -> Any:
-    """Return ``unsharding_method``, or ``plain_method`` within a forward of the module.
-
-    A nested unsharding call would reshard the parameters in the middle of the forward.
-    """
-
-    def method(owner: FSDPModule, *args: Any, **kwargs: Any) -> Any:
-        return (plain_method if is_in_forward(owner) else unsharding_method)(*args, **kwargs)
-
-    return method
 
 
 def check_comm_config(comm_config: object, device_type: str) -> CommConfig:

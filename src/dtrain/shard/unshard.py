@@ -1,4 +1,4 @@
-"""Run or read a sharded model outside of a step: ``eval_mode``, ``unshard_params`` and ``full_params``.
+"""Run or read a sharded model outside of a step: ``eval_mode``, ``unshard_params`` and ``full_params``; forward methods.
 
 - ``eval_mode`` runs the model on all ranks. Parameters stay sharded.
 - ``unshard_params`` holds the whole model on every rank, in the compute dtype, so that one rank may run the model alone.
@@ -10,8 +10,10 @@ No function replaces another: the first needs the memory of a step, the second o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from types import MethodType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 from dtrain import spans
 from dtrain.dtensor import full_tensor
 from dtrain.fqn import unwrap_module
-from dtrain.shard.fsdp2_private import fsdp_param_groups, reshard_groups, units_of
+from dtrain.shard.fsdp2_private import fsdp_param_groups, is_in_forward, reshard_groups, units_of
 from dtrain.state import TrainState, get_spec
 
 # A model has this attribute during ``unshard_params``.
@@ -127,3 +129,27 @@ def full_params(source: TrainState | Mapping[str, Tensor]) -> Iterator[tuple[str
         with spans.outermost_span("collective"):
             full = full_tensor(tensor.detach())
         yield name, full
+
+
+def register_forward_methods(forward_methods: Iterable[tuple[nn.Module, str]]) -> None:
+    """Unshard parameters around these methods of units. Mutates: the owning modules (one attribute each)."""
+    # An evaluation without sharding imports this module, and an import of FSDP2 takes more than half of that of torch.
+    from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+    for owner, name in forward_methods:
+        assert isinstance(owner, FSDPModule)
+        method = getattr(owner, name)
+        register_fsdp_forward_method(owner, name)
+        setattr(owner, name, MethodType(_use_plain_inside_forward(method, getattr(owner, name)), owner))
+
+
+def _use_plain_inside_forward(plain_method: Any, unsharding_method: Any) -> Any:
+    """Return ``unsharding_method``, or ``plain_method`` within a forward of the module.
+
+    A nested unsharding call would reshard the parameters in the middle of the forward.
+    """
+
+    def method(owner: Any, *args: Any, **kwargs: Any) -> Any:
+        return (plain_method if is_in_forward(owner) else unsharding_method)(*args, **kwargs)
+
+    return method

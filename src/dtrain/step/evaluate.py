@@ -18,6 +18,7 @@ from dtrain.arguments import check_int
 from dtrain.batch import BatchSpec, make_zero_samples, narrow_batch, to_device
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_numbers
+from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import BackwardSync, RankStatus, StepCounts
@@ -70,7 +71,7 @@ def evaluate(
         StepError: no rank has a batch, or one rank has no batch to repeat.
         Exception: any error of the loader (the other ranks raise a ``StepError``).
     """
-    started = time.monotonic()
+    started, recorder = time.monotonic(), current_context().recorder
     with spans.span("evaluate"):
         device = get_device(model)
         sums, any_batch = MetricAccumulator(device), False
@@ -80,6 +81,8 @@ def evaluate(
             run_parts = auto_batch_eval(loss_fn, initial=first, batch_spec=batch_spec, count=count, split=split)
         with report_missing_ranks("evaluate"), eval_mode(model):
             for batch, real in pad_to_longest_rank(loader, partial(count_batch, batch_spec=batch_spec, count=count)):
+                if recorder is not None:
+                    recorder.evaluation_batch(batch if real else None)
                 for result in run_parts(model, batch) if run_parts else [loss_fn(model, to_device(batch, device))]:
                     loss = check_loss(result, caller="evaluate")
                     any_batch = True

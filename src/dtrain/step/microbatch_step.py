@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dtrain.batch import BatchSpec, to_device
+from dtrain.dist.context import current_context
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.precision import LOW_PRECISION_DTYPES
@@ -82,6 +83,8 @@ def microbatch_step(
             terms, or the global weight is zero. On a GPU the weight reaches the host late: the gradient of such a step is zero,
             and the next step raises.
     """
+    if (recorder := current_context().recorder) is not None:
+        microbatch_size = recorder.microbatch_size(microbatch_size)
     with GradientRun(state, batch, "microbatch_step") as run:
         run.synchronize(
             lambda: (
@@ -96,7 +99,7 @@ def microbatch_step(
 
 def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     """Run forward and backward for every microbatch. Padding microbatches contribute zero loss."""
-    state, grad_sync, guard = run.state, run.grad_sync, run.guard
+    state, grad_sync, guard, recorder = run.state, run.grad_sync, run.guard, current_context().recorder
     normalizer, last = run.begin_forwards(), run.num_microbatches - 1
     own, device = run.microbatches.batches, state.device
     needs_copy = not run.microbatches.is_on(device)
@@ -109,7 +112,10 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
         if guard is not None and index == 0:
             guard.begin_first_forward()
         if index < len(own):
-            loss = loss_fn(state.model, to_device(own[index], device) if needs_copy else own[index])
+            microbatch = to_device(own[index], device) if needs_copy else own[index]
+            if recorder is not None:
+                recorder.forward_begins(microbatch)
+            loss = loss_fn(state.model, microbatch)
             # The first loss is checked; later losses come from the same function.
             if index == 0:
                 check_loss(loss, caller="microbatch_step")
@@ -120,16 +126,22 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
             objective = normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total))
             if guard is not None and index == 0:
                 guard.end_first_forward()
+            if recorder is not None:
+                recorder.loss(loss)
             objective.backward()
             sums.add(loss)
         else:
             # Padding must not change the statistics of BatchNorm.
             with restore_buffers(state.model):
                 padding = to_device(run.microbatches.padding_microbatch(state.padding_sample), device)
+                if recorder is not None:
+                    recorder.forward_begins(padding)
                 loss = check_loss(loss_fn(state.model, padding), caller="microbatch_step")
                 objective = normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total)) * 0.0
                 if guard is not None and index == 0:
                     guard.end_first_forward()
+                if recorder is not None:
+                    recorder.loss(loss, padding=True)
                 objective.backward()
             sums.add_names(loss)
     run.end_backwards(sums)

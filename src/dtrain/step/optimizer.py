@@ -130,6 +130,9 @@ def apply_gradients(
         # A forward outside of the step left parameters unsharded; free them so stale copies are not reused.
         if state.spec.mesh is not None:
             grad_sync.reshard()
+        recorder = current_context().recorder
+        if recorder is not None:
+            recorder.update_begins(state)
         with DelayedInterrupt() as interrupt:
             interrupt.begin()
             if not broken:
@@ -138,6 +141,8 @@ def apply_gradients(
                         state.optimizer.step()
                     else:
                         step_optimizer(state.optimizer)
+            if recorder is not None:
+                recorder.update_ends()
             state.drop_gradients()
             if nonfinite == "skip":
                 metrics = {**metrics, "skipped": make_metric(float(broken), 1.0, state.device)}
@@ -232,7 +237,10 @@ def tick(state: TrainState) -> TrainState:
     for status in statuses:
         status.consumed = True
     current_context().untracked_steps += not statuses
-    return state._next(clock=clock, step_counts=None, step_batch=None)
+    state = state._next(clock=clock, step_counts=None, step_batch=None)
+    if (recorder := current_context().recorder) is not None:
+        recorder.step_ends(state)
+    return state
 
 
 def optimizer_step(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:

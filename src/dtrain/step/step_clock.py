@@ -7,6 +7,7 @@ from dataclasses import replace
 from dtrain.batch import FailedBatch, get_batch_infos
 from dtrain.clock import Clock, EpochPosition
 from dtrain.dist.batch_info import BatchInfo, BatchStatus, LoaderHistory, StepBatch
+from dtrain.dist.context import current_context
 from dtrain.durations import Duration
 from dtrain.errors import StepError
 from dtrain.state import TrainState
@@ -25,6 +26,8 @@ def begin_step(state: TrainState, batch: Batch) -> TrainState:
     Transforms see this clock. Its epoch is the epoch of the batch, also in a second step on the last batch of an epoch.
     Collective: none. Mutates: the statuses of the batch.
     """
+    if (recorder := current_context().recorder) is not None:
+        recorder.step_begins(state, batch)
     infos = get_batch_infos(batch)
     origin, reason = _find_origin(state, infos)
     statuses = _mark_begun(infos if origin is None else [*infos, origin])

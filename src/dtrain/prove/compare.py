@@ -1,0 +1,319 @@
+"""Compare the records of two runs, and list their differences in program order (``compare_records``). Pure, without torch."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from dtrain.prove.records import KINDS, TENSORS, Fact, LossFact, RunRecord, TensorFact
+
+Verdict = Literal["bitwise", "tolerance", "differs"]
+
+TOLERANCE = 1e-6
+"""Relative difference in float64 that is rounding. Another order of sums changes 1e-15, and a few steps enlarge that."""
+
+# A tensor of noise, such as the gradient of a bias that cancels, is compared with the largest tensors of its kind.
+_NOISE_FLOOR = 1e-6
+# Numbers about the machine and the layout differ with both.
+_OF_LAYOUT = re.compile(
+    r"mem|throughput|per_?s|/s\b|speed|second|\btime|hour|minute|\beta\b|mfu|flops|rank|world|worker|microbatch|cpu|gpu|rss|GB|GiB|MB",
+    re.IGNORECASE,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """A fact that differs between two runs, or that contradicts a run itself.
+
+    Args:
+        step: step, from 0.
+        kind: kind of the fact, as in ``records.KINDS``, or of a check.
+        name: parameter, buffer, metric or variable.
+        text: what differs, by how much.
+        relative: relative difference; None if there is no number.
+        ranks: ranks with the difference; empty for all.
+        reference: fact of the reference run.
+        other: fact of the compared run.
+        code: key of the cause, if the check knows it.
+        certain: if False, the difference is reported only if a later fact of the step differs, too.
+    """
+
+    step: int
+    kind: str
+    name: str
+    text: str
+    relative: float | None = None
+    ranks: tuple[int, ...] = ()
+    reference: Fact | None = field(default=None, repr=False)
+    other: Fact | None = field(default=None, repr=False)
+    code: str | None = None
+    certain: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Result of comparing two runs: the verdict, the differences in program order, and the largest relative difference."""
+
+    verdict: Verdict
+    differences: tuple[Difference, ...]
+    largest: float
+    compared: int
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference, or None."""
+        return self.differences[0] if self.differences else None
+
+
+def compare_records(
+    reference: RunRecord,
+    other: RunRecord,
+    *,
+    same_layout: bool,
+    kinds: Collection[str] = KINDS,
+    ignored: Collection[tuple[int, int, str, str]] = (),
+    first_step: int = 0,
+    tolerance: float = TOLERANCE,
+) -> Comparison:
+    """Compare ``other`` with ``reference``.
+
+    Args:
+        reference: record to compare with.
+        other: record that may differ.
+        same_layout: if True, both runs have the same ranks and microbatches, so that also random state, variables of the script
+            and the order of samples must agree.
+        kinds: kinds of facts to compare.
+        ignored: keys of facts that differ between two equal runs, such as timings.
+        first_step: step from which on facts are compared.
+        tolerance: relative difference that is rounding.
+    """
+    differences: list[Difference] = []
+    bitwise, largest, compared = True, 0.0, 0
+    scales, constants = _scales(reference), _constant_numbers(reference)
+    for fact in reference.facts.values():
+        if fact.kind not in kinds or fact.key in ignored or fact.step < first_step:
+            continue
+        if fact.kind in ("variable", "rng", "optimizer_state") and not same_layout:
+            continue
+        # Without draws, the state of a generator changes nothing.
+        if fact.kind == "rng" and not any(row["draws"] for row in reference.step_rows(fact.step, fact.part)):
+            continue
+        partner = other.facts.get(fact.key)
+        if partner is None or (fact.kind == "variable" and fact.name in constants):
+            continue
+        compared += 1
+        if fact.kind in TENSORS:
+            floor = scales.get((fact.kind, fact.step), 0.0)
+            equal, relative, difference = _compare_tensors(fact, partner, floor, tolerance)
+        elif fact.kind == "loss":
+            equal, relative, difference = _compare_losses(fact, partner, tolerance)
+        elif fact.kind in ("samples", "evaluation"):
+            equal, relative, difference = _compare_samples(fact, partner, same_layout)
+        elif fact.kind in ("metric", "optimizer_state", "lr"):
+            equal, relative, difference = _compare_numbers(fact, partner, tolerance, same_layout)
+        else:
+            equal = _plain(fact) == _plain(partner)
+            relative, difference = 0.0, None if equal else _changed(fact, partner)
+        bitwise &= equal
+        largest = max(largest, relative)
+        if difference is not None:
+            differences.append(difference)
+    differences += _missing_steps(reference, other, first_step)
+    differences = _without_uncertain(differences)
+    verdict: Verdict = "differs" if differences else "bitwise" if bitwise else "tolerance"
+    return Comparison(verdict=verdict, differences=tuple(differences), largest=largest, compared=compared)
+
+
+def unstable_keys(first: RunRecord, second: RunRecord) -> set[tuple[int, int, str, str]]:
+    """Return the keys of metrics and variables that differ between two equal runs: timings, paths, addresses."""
+    keys = set()
+    for key, fact in first.facts.items():
+        partner = second.facts.get(key)
+        if fact.kind in ("metric", "variable") and (partner is None or _plain(partner) != _plain(fact)):
+            keys.add(key)
+    return keys
+
+
+def _constant_numbers(record: RunRecord) -> set[str]:
+    """Return the variables with one number in all steps: options of the script, not states of its loop."""
+    values: dict[str, set[str]] = {}
+    for fact in record.of_kind("variable"):
+        if fact.value["type"] == "number":
+            values.setdefault(fact.name, set()).add(fact.value["digest"])
+    return {name for name, digests in values.items() if len(digests) == 1}
+
+
+def _scales(record: RunRecord) -> dict[tuple[str, int], float]:
+    """Return the largest root mean square of the tensors of each kind and step."""
+    scales: dict[tuple[str, int], float] = {}
+    for fact in record.facts.values():
+        if fact.kind in TENSORS and not fact.value.is_buffer and math.isfinite(fact.value.norm):
+            size = math.prod(fact.value.shape) or 1
+            key = (fact.kind, fact.step)
+            scales[key] = max(scales.get(key, 0.0), fact.value.norm / math.sqrt(size))
+    return scales
+
+
+def _compare_tensors(fact: Fact, partner: Fact, scale: float, tolerance: float) -> tuple[bool, float, Difference | None]:
+    a: TensorFact = fact.value
+    b: TensorFact = partner.value
+    if a.digest == b.digest and a.shape == b.shape:
+        return True, 0.0, None
+    if a.shape != b.shape:
+        text = f"has the shape {list(b.shape)} instead of {list(a.shape)}"
+        return False, 1.0, _difference(fact, partner, text, 1.0)
+    size = math.prod(a.shape) or 1
+    delta = float(np.linalg.norm(np.asarray(a.sketch) - np.asarray(b.sketch)))
+    reach = max(a.norm, b.norm, 0.0 if a.is_buffer else _NOISE_FLOOR * scale * math.sqrt(size))
+    if not math.isfinite(a.norm) or not math.isfinite(b.norm):
+        equal = math.isnan(a.norm) and math.isnan(b.norm)
+        return False, 0.0, None if equal else _difference(fact, partner, f"has the norm {b.norm:g} instead of {a.norm:g}", None)
+    relative = delta / reach if reach else 0.0
+    if relative <= tolerance:
+        return False, relative, None
+    return False, relative, _difference(fact, partner, f"differs by {relative:.2g} of its norm", relative)
+
+
+def _compare_losses(fact: Fact, partner: Fact, tolerance: float) -> tuple[bool, float, Difference | None]:
+    a: LossFact = fact.value
+    b: LossFact = partner.value
+    relative = relative_difference(a.mean, b.mean)
+    if a.weight is None or b.weight is None:
+        # Without weights, a loop may sum or average over microbatches and ranks.
+        relative = min(relative, relative_difference(a.total, b.total))
+    weight = None if a.weight is None or b.weight is None else relative_difference(a.weight, b.weight)
+    if relative <= tolerance and (weight is None or weight <= tolerance):
+        return relative == 0.0, relative, None
+    if weight is not None and weight > tolerance:
+        text = f"has the weight {b.weight:g} over all ranks instead of {a.weight:g}"
+        return False, max(relative, weight), _difference(fact, partner, text, max(relative, weight))
+    text = f"is {b.mean:.6g} instead of {a.mean:.6g}"
+    return False, relative, _difference(fact, partner, text, relative, certain=weight is not None)
+
+
+def relative_difference(a: float, b: float) -> float:
+    """Return the difference of two numbers relative to the larger; 0 if both are equal or NaN."""
+    if a == b or (math.isnan(a) and math.isnan(b)):
+        return 0.0
+    if not math.isfinite(a) or not math.isfinite(b):
+        return 1.0
+    return abs(a - b) / max(abs(a), abs(b))
+
+
+def _compare_samples(fact: Fact, partner: Fact, same_layout: bool) -> tuple[bool, float, Difference | None]:
+    a: Counter[str] = fact.value
+    b: Counter[str] = partner.value
+    if a == b and (not same_layout or fact.by_rank == partner.by_rank):
+        return True, 0.0, None
+    if a == b:
+        return False, 1.0, _difference(fact, partner, "come in another order", None)
+    missing, extra = sum((a - b).values()), sum((b - a).values())
+    text = f"are {sum(b.values())} instead of {sum(a.values())}; {missing} are missing and {extra} are not in the other run"
+    return False, 1.0, _difference(fact, partner, text, None)
+
+
+def _compare_numbers(fact: Fact, partner: Fact, tolerance: float, same_layout: bool) -> tuple[bool, float, Difference | None]:
+    if fact.kind == "metric" and not same_layout and _OF_LAYOUT.search(fact.name):
+        return True, 0.0, None
+    if fact.kind in ("lr", "optimizer_state"):
+        a, b = tuple(fact.value), tuple(partner.value)
+        relative = 1.0 if len(a) != len(b) else max((relative_difference(x, y) for x, y in zip(a, b, strict=True)), default=0.0)
+        shown = (
+            f"is {', '.join(f'{x:.6g}' for x in b[:3])} instead of {', '.join(f'{x:.6g}' for x in a[:3])}"
+            if fact.kind == "lr"
+            else f"has {b[0]} tensors with the norm {b[1]:.6g} instead of {a[0]} with {a[1]:.6g}"
+        )
+        return a == b, relative, None if relative <= tolerance else _difference(fact, partner, shown, relative)
+    first, second = float(fact.value), float(partner.value)
+    relative = relative_difference(first, second)
+    # The last printed digit may differ by rounding.
+    slack = 1.5 * 10.0 ** -_decimals(fact.value) if isinstance(fact.value, str) else 0.0
+    if relative <= tolerance or abs(first - second) <= slack:
+        return relative == 0.0, relative, None
+    return False, relative, _difference(fact, partner, f"is {second:.6g} instead of {first:.6g}", relative)
+
+
+def _decimals(text: str) -> int:
+    mantissa, _, exponent = text.lower().partition("e")
+    return len(mantissa.partition(".")[2]) - int(exponent or 0)
+
+
+def _plain(fact: Fact) -> Any:
+    return fact.value["digest"] if fact.kind == "variable" else fact.value
+
+
+def _changed(fact: Fact, partner: Fact) -> Difference:
+    if fact.kind == "rng":
+        text = "has another state before the step"
+    elif fact.kind == "variable":
+        a, b = fact.value["value"], partner.value["value"]
+        number = fact.value["type"] == "number"
+        text = f"is {b:.6g} instead of {a:.6g}" if number else "has other values"
+    else:
+        text = f"are {list(partner.value) or 'none'} instead of {list(fact.value) or 'none'}"
+    return _difference(fact, partner, text, None)
+
+
+def _difference(fact: Fact, partner: Fact, text: str, relative: float | None, *, certain: bool = True) -> Difference:
+    ranks: tuple[int, ...] = ()
+    if partner.kind in TENSORS and len(set(partner.by_rank) - {None}) > 1:
+        ranks = tuple(rank for rank, value in enumerate(partner.by_rank) if value is not None and value != fact.value.digest)
+    return Difference(
+        step=fact.step,
+        kind=fact.kind,
+        name=fact.name,
+        text=text,
+        relative=relative,
+        ranks=ranks,
+        reference=fact,
+        other=partner,
+        certain=certain,
+    )
+
+
+def _missing_steps(reference: RunRecord, other: RunRecord, first_step: int) -> Iterator[Difference]:
+    expected = [step for step in reference.steps if step >= first_step]
+    found = [step for step in other.steps if step >= first_step]
+    if expected != found and expected:
+        last_a, last_b = expected[-1], found[-1] if found else None
+        yield Difference(
+            step=min(last_a, last_b if last_b is not None else last_a),
+            kind="steps",
+            name="",
+            text=f"end after {len(found)} updates instead of {len(expected)}",
+        )
+
+
+def _without_uncertain(differences: list[Difference]) -> list[Difference]:
+    """Drop a loss that may be weighted in another way, unless the gradients of its step differ, too."""
+    gradients = {difference.step for difference in differences if difference.kind == "gradient"}
+    return [each for each in differences if each.certain or each.step in gradients]
+
+
+def label(difference: Difference) -> str:
+    """Return the subject of a difference: ``"gradient of head.weight"``."""
+    kind: Mapping[str, str] = {
+        "initial": "initial value of",
+        "variable": "variable",
+        "ties": "tied parameters",
+        "samples": "samples",
+        "rng": "random state",
+        "loss": "loss",
+        "optimizer_state": "state of the optimizer",
+        "gradient": "gradient of",
+        "lr": "learning rate",
+        "parameter": "parameter",
+        "buffer": "buffer",
+        "transform": "state of the transform",
+        "metric": "metric",
+        "evaluation": "samples of",
+        "exported": "exported",
+        "steps": "steps",
+    }
+    return f"{kind.get(difference.kind, difference.kind)} {difference.name}".strip()

@@ -1,0 +1,290 @@
+"""Change a script from outside: one dtype for everything (``OneDtype``), equal random numbers for all samples (``EvenRandom``).
+
+Both act on torch, because a script may create tensors, cast them and draw random numbers wherever it likes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch.utils.checkpoint
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from dtrain.batch import _map_leaves
+from dtrain.dist.rng import derive_seed
+from dtrain.prove.run_config import Dtype
+
+_DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+_CASTS = {Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.double}
+# These functions read the bits of a tensor or of foreign memory in another dtype.
+_REINTERPRETS = {Tensor.view, torch.frombuffer}
+# These modules store and send tensors in the dtype that they name.
+_UNCHANGED = (
+    "dtrain.checkpoint",
+    "dtrain.storage",
+    "dtrain.dist",
+    "dtrain.prove",
+    "dtrain.metrics",
+    "safetensors",
+    "torch.distributed",
+    "torch.amp",
+)
+
+
+class OneDtype(TorchFunctionMode):
+    """Replace every floating-point dtype that a script names by one dtype. Events of lower precision are counted.
+
+    Args:
+        dtype: dtype of the run.
+        on_low: called with the name of a function of torch that was to use fewer bits than float32.
+    """
+
+    def __init__(self, dtype: torch.dtype, on_low: Callable[[torch.dtype], None]) -> None:
+        super().__init__()
+        self._dtype, self._on_low = dtype, on_low
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _CASTS:
+            if not _called_from_unchanged():
+                if func in (Tensor.half, Tensor.bfloat16):
+                    self._on_low(torch.float16 if func is Tensor.half else torch.bfloat16)
+                return args[0].to(self._dtype)
+        elif func not in _REINTERPRETS and self._names_dtype(args, kwargs) and not _called_from_unchanged():
+            args = tuple(self._replace(value) for value in args)
+            kwargs = {name: self._replace(value) for name, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+    def _names_dtype(self, args: Any, kwargs: Any) -> bool:
+        return any(type(value) is torch.dtype and value in _FLOATS for value in (*args, *kwargs.values()))
+
+    def _replace(self, value: Any) -> Any:
+        if type(value) is not torch.dtype or value not in _FLOATS:
+            return value
+        if value.itemsize < 4:
+            self._on_low(value)
+        return self._dtype
+
+
+def _called_from_unchanged() -> bool:
+    frame = sys._getframe(2)
+    return str(frame.f_globals.get("__name__", "")).startswith(_UNCHANGED)
+
+
+def cast_floats(batch: Any, dtype: torch.dtype) -> Any:
+    """Return ``batch`` with floating-point tensors in ``dtype``; a batch without them is returned unchanged."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dtype != dtype else leaf
+
+    return _map_leaves(batch, cast, lambda tensors: tensors.apply(cast))
+
+
+def use_one_dtype(name: Dtype, on_low: Callable[[torch.dtype], None]) -> torch.dtype | None:
+    """Compute everything in one dtype from now on, and return the dtype; None if the script keeps its dtypes.
+
+    Mutates: torch's default dtype, autocast, FSDP2's policy, and torch's functions in this thread.
+    """
+    if name == "as written":
+        return None
+    dtype = _DTYPES[name]
+    torch.set_default_dtype(dtype)
+    set_default = torch.set_default_dtype
+    torch.set_default_dtype = lambda value: set_default(dtype if value in _FLOATS else value)
+
+    enter = torch.autocast.__init__
+
+    @functools.wraps(enter)
+    def disabled(self: Any, *args: Any, **kwargs: Any) -> None:
+        if kwargs.get("enabled", True):
+            on_low(kwargs.get("dtype") or torch.bfloat16)
+        enter(self, *args, **{**kwargs, "enabled": False})
+
+    torch.autocast.__init__ = disabled  # type: ignore[method-assign]
+    _replace_mixed_precision(dtype, on_low)
+    OneDtype(dtype, on_low).__enter__()  # type: ignore[no-untyped-call]
+    return dtype
+
+
+def _replace_mixed_precision(dtype: torch.dtype, on_low: Callable[[torch.dtype], None]) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    init = MixedPrecisionPolicy.__init__
+
+    def with_one_dtype(self: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, *args, **kwargs)
+        if self.param_dtype is not None and self.param_dtype.itemsize < 4:
+            on_low(self.param_dtype)
+        for field in ("param_dtype", "reduce_dtype", "output_dtype"):
+            if getattr(self, field) is not None:
+                object.__setattr__(self, field, dtype)
+
+    MixedPrecisionPolicy.__init__ = with_one_dtype  # type: ignore[method-assign]
+
+
+class EvenRandom:
+    """Random numbers of a forward that are equal for all its samples, so that they do not depend on the layout.
+
+    Each draw of a tensor with one row per sample draws one row, and repeats the row. All forwards of a step begin with one
+    seed. Draws of other shapes, and draws with a generator of the script, do not change.
+
+    Args:
+        on_draw: called at each draw from the global generator in a forward.
+        active: if False, draws are only observed.
+    """
+
+    def __init__(self, on_draw: Callable[[], None], *, active: bool) -> None:
+        self._on_draw, self._active = on_draw, active
+        self._samples: int | None = None
+        self._saved: Tensor | None = None
+        for name in ("rand", "randn", "randint"):
+            setattr(torch, name, self._sized(getattr(torch, name), skip=2 if name == "randint" else 0))
+        for name in ("rand_like", "randn_like", "randint_like", "bernoulli"):
+            setattr(torch, name, self._like(getattr(torch, name)))
+        for name in ("bernoulli_", "uniform_", "normal_", "random_", "exponential_"):
+            setattr(Tensor, name, self._in_place(getattr(Tensor, name)))
+        for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
+            setattr(F, name, self._dropout(getattr(F, name)))
+
+    def begin(self, step: int, samples: int) -> None:
+        """Begin a forward over ``samples``. Mutates: torch's global generator, until ``end``, if active."""
+        self._samples = samples
+        if self._active and self._saved is None:
+            self._saved = torch.get_rng_state()
+            torch.manual_seed(derive_seed("prove", step))
+
+    def end(self) -> None:
+        """End the forward, and restore torch's global generator."""
+        self._samples = None
+        if self._saved is not None:
+            torch.set_rng_state(self._saved)
+            self._saved = None
+
+    def _has_rows(self, shape: Any, kwargs: Any) -> bool:
+        """Return True if a draw of ``shape`` has rows for samples. Observes the draw."""
+        if self._samples is None or kwargs.get("generator") is not None:
+            return False
+        self._on_draw()
+        return bool(self._active and len(shape) and self._samples and shape[0] % self._samples == 0 and shape[0])
+
+    @contextmanager
+    def _row_generator(self) -> Iterator[None]:
+        """Draw from a generator whose seed is one draw of the global generator, which advances by one draw of any shape."""
+        samples, self._samples = self._samples, None
+        seed = int(_randint(0, 2**62, (1,)).item())
+        state = torch.get_rng_state()
+        torch.manual_seed(seed)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+            self._samples = samples
+
+    def _sized(self, draw: Any, skip: int) -> Any:
+        @functools.wraps(draw)
+        def sized(*args: Any, **kwargs: Any) -> Any:
+            bounds = [value for value in args[:skip] if isinstance(value, int)]
+            rest = args[len(bounds) :]
+            shape = kwargs.get("size", rest[0] if len(rest) == 1 and not isinstance(rest[0], int) else rest)
+            if not self._has_rows(shape, kwargs):
+                return draw(*args, **kwargs)
+            with self._row_generator():
+                options = {name: value for name, value in kwargs.items() if name != "size"}
+                row = draw(*bounds, (1, *shape[1:]), **options)
+            return row.repeat(shape[0], *[1] * (len(shape) - 1))
+
+        return sized
+
+    def _like(self, draw: Any) -> Any:
+        @functools.wraps(draw)
+        def like(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._has_rows(tensor.shape, kwargs):
+                return draw(tensor, *args, **kwargs)
+            with self._row_generator():
+                row = draw(tensor[:1], *args, **kwargs)
+            return row.repeat(tensor.shape[0], *[1] * (tensor.ndim - 1))
+
+        return like
+
+    def _in_place(self, draw: Any) -> Any:
+        @functools.wraps(draw)
+        def in_place(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if not self._has_rows(tensor.shape, kwargs):
+                return draw(tensor, *args, **kwargs)
+            with self._row_generator():
+                row = draw(tensor[:1].clone(), *args, **kwargs)
+            return tensor.copy_(row.expand_as(tensor))
+
+        return in_place
+
+    def _dropout(self, drop: Any) -> Any:
+        @functools.wraps(drop)
+        def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
+            if not training or not p or not self._has_rows(input.shape, {}):
+                return drop(input, p, training, inplace)
+            with self._row_generator():
+                mask = drop(torch.ones_like(input[:1]), p, True)
+            return input * mask
+
+        return dropout
+
+
+_randint = torch.randint
+
+
+def observe_recompute(on_checkpoint: Callable[[], None], *, active: bool) -> None:
+    """Call ``on_checkpoint`` at each checkpointed function; if not ``active``, run functions once and keep their activations.
+
+    Mutates: ``torch.utils.checkpoint``.
+    """
+    import dtrain.shard.activation_checkpoint as activation_checkpoint
+
+    options = ("use_reentrant", "context_fn", "determinism_check", "debug", "early_stop", "preserve_rng_state")
+    checkpoint = torch.utils.checkpoint.checkpoint
+
+    @functools.wraps(checkpoint)
+    def observed(function: Any, *args: Any, **kwargs: Any) -> Any:
+        on_checkpoint()
+        if active:
+            return checkpoint(function, *args, **kwargs)
+        return function(*args, **{name: value for name, value in kwargs.items() if name not in options})
+
+    torch.utils.checkpoint.checkpoint = observed
+    activation_checkpoint.checkpoint = observed  # type: ignore[attr-defined]
+    with contextlib.suppress(ImportError):
+        from torch.distributed.algorithms._checkpoint import checkpoint_wrapper
+
+        checkpoint_wrapper.torch_utils_checkpoint = observed
+
+
+class FrozenStatistics:
+    """Batch norm that normalizes with its initial statistics, and still updates its running statistics.
+
+    The statistics of a batch depend on the layout. A script that averages them over ranks (``buffers="mean"``) says that it
+    knows.
+    """
+
+    def __init__(self) -> None:
+        norm = nn.modules.batchnorm._BatchNorm
+        forward = norm.forward
+        initial: dict[int, tuple[Tensor, Tensor]] = {}
+
+        def frozen(module: Any, input: Tensor) -> Tensor:
+            if module.running_mean is None:
+                return forward(module, input)
+            mean, var = initial.setdefault(id(module), (module.running_mean.clone(), module.running_var.clone()))
+            if module.training:
+                with torch.no_grad():
+                    forward(module, input.detach())
+            return F.batch_norm(input, mean.clone(), var.clone(), module.weight, module.bias, False, 0.0, module.eps)
+
+        norm.forward = frozen  # type: ignore[method-assign, assignment]

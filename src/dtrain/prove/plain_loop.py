@@ -1,0 +1,73 @@
+"""Record a loop that does not use dtrain's step, through hooks of all optimizers (``PlainLoop``)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from dtrain.prove.recording import Recorder, UpdateObserver
+from dtrain.prove.run_log import sample_hashes
+
+
+class PlainLoop(UpdateObserver):
+    """Steps of a loop by hand: a step is everything between two updates of an optimizer.
+
+    Args:
+        recorder: recorder of this rank.
+
+    Mutates: torch's hooks of all optimizers.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._loaded: tuple[int, int] | None = None
+        self._training_loaders: set[int] = set()
+        register_optimizer_step_pre_hook(self._update_begins)
+        register_optimizer_step_post_hook(self._update_ends)
+
+    def forward(self, inputs: list[Tensor]) -> None:
+        """Observe a forward with gradient of a whole model."""
+        recorder = self._recorder
+        if not recorder.facts.forwards:
+            recorder.stop_if_done(0)
+            recorder.flush_evaluation()
+            recorder.facts.rng = recorder.rng_digest()
+        facts = recorder.facts
+        facts.forwards += 1
+        facts.samples += sample_hashes(inputs)
+        facts.shapes += [list(tensor.shape[1:]) for tensor in inputs[:1]]
+        if self._loaded is not None:
+            facts.epochs.append(self._loaded[1])
+
+    def backward(self, loss: Tensor) -> None:
+        """Observe a backward."""
+        facts = self._recorder.facts
+        facts.backwards += 1
+        if loss.numel() == 1:
+            facts.losses.append((float(loss.detach()), None))
+
+    def batch_loaded(self, loader: Any, number: int) -> None:
+        """Observe a batch of a loader of torch, in its pass ``number``."""
+        self._loaded = id(loader), number
+
+    def is_over(self, loader: Any) -> bool:
+        """Return True if a loader of training batches must end, because the run has all its steps."""
+        return id(loader) in self._training_loaders and self._recorder.updates_done() >= self._recorder.config.steps
+
+    def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        recorder = self._recorder
+        part = recorder.part_of(optimizer)
+        recorder.step = recorder.updates.setdefault(part, recorder.config.first_step)
+        if self._loaded is not None:
+            self._training_loaders.add(self._loaded[0])
+        recorder.write_initial(optimizer, part)
+        recorder.write_step(optimizer)
+
+    def _update_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        recorder = self._recorder
+        part = recorder.part_of(optimizer)
+        recorder.write_parameters(part)
+        recorder.updates[part] += 1
+        recorder.step = recorder.updates[part]

@@ -1,0 +1,398 @@
+"""Record one rank of a run for ``dtrain prove``: the ``Recorder`` that the primitives report to.
+
+Facts have the step before whose update they belong, counted from 0, and the number of the optimizer (``part``), because a
+script may train several models. Scripts that do not use dtrain's step are observed through torch (``torch_hooks``).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+
+from dtrain.batch import list_tensors
+from dtrain.dtensor import full_tensor, is_dtensor
+from dtrain.durations import Duration
+from dtrain.fqn import parameters_by_fqn
+from dtrain.prove.models import ScriptModels
+from dtrain.prove.overrides import EvenRandom, FrozenStatistics, cast_floats, use_one_dtype
+from dtrain.prove.run_config import SAVE_INTERVAL, RunConfig
+from dtrain.prove.run_log import RunLog, digest, flatten, sample_hashes
+from dtrain.prove.script_variables import model_values, script_frames, script_variables
+
+# A loop that cannot be shortened runs to its own end, or to this many times the number of steps.
+_HARD_LIMIT = 10
+
+
+class EndOfProof(SystemExit):
+    """Ends a script whose loop cannot be shortened. Exit handlers run as after ``sys.exit()``."""
+
+
+@dataclass(slots=True)
+class StepFacts:
+    """Observations of the step in progress, which are written when its update begins."""
+
+    samples: list[str] = field(default_factory=list)
+    ids: list[int] = field(default_factory=list)
+    losses: list[tuple[float, float | None]] = field(default_factory=list)
+    forwards: int = 0
+    backwards: int = 0
+    modules: list[str] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    rng: str | None = None
+    draws: int = 0
+    epochs: list[int] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+
+
+class UpdateObserver:
+    """Base of an object whose methods are hooks of optimizers, which dtrain's own update removes while it runs."""
+
+
+class Recorder:
+    """Records the facts of one rank; see ``dist.recorder.Recorder`` for the methods that primitives call.
+
+    Args:
+        config: the run.
+        rank: this rank.
+    """
+
+    def __init__(self, config: RunConfig, rank: int) -> None:
+        self.config = config
+        self.log = RunLog(Path(config.folder), rank)
+        self.step = config.first_step
+        self.facts = StepFacts()
+        self.in_step = False
+        self.steps_of_dtrain = False
+        self._parts: dict[int, int] = {}
+        self.updates: dict[int, int] = {}
+        self._initial: set[int] = set()
+        self._evaluated: list[str] = []
+        self._notes: set[str] = set()
+        self._update_hooks: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
+        self.dtype = use_one_dtype(config.dtype, self._on_low)
+        self.models = ScriptModels(self.dtype)
+        self.random = EvenRandom(self._on_draw, active=config.even_random)
+        self.frozen_statistics: FrozenStatistics | None = None
+
+    # ---- what the script cannot keep ----
+
+    def note(self, code: str, **content: Any) -> None:
+        """Write a fact about the whole run, once."""
+        key = f"{code}{sorted(content.items())}"
+        if key not in self._notes:
+            self._notes.add(key)
+            self.log.write("note", code=code, **content)
+
+    def _on_low(self, dtype: torch.dtype) -> None:
+        self.note("low_precision", dtype=str(dtype).removeprefix("torch."))
+
+    def _on_draw(self) -> None:
+        self.facts.draws += 1
+
+    def sharding(self, model: Any, strategy: str, precision: Any, buffers: str) -> tuple[str, Any]:
+        """See ``dist.recorder.Recorder``."""
+        self.note("sharding", strategy=strategy, precision=repr(precision), buffers=buffers)
+        self.models.add(model)
+        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()) and buffers == "mean":
+            self.note("frozen_statistics")
+            self.frozen_statistics = self.frozen_statistics or FrozenStatistics()
+        if self.dtype is not None:
+            if precision is not None and precision.param not in (None, "fp32"):
+                self._on_low(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision.param]))
+            precision = None
+        return self.config.strategy or strategy, precision
+
+    def run_starts(self, model: Any, optimizer: Any) -> None:
+        """See ``dist.recorder.Recorder``."""
+        self.models.add(model)
+        self.part_of(optimizer)
+        self.steps_of_dtrain = True
+
+    def run_goal(self, loader: Any, goal: Any) -> Any:
+        """See ``dist.recorder.Recorder``."""
+        steps = self.config.steps
+        if goal.unit == "ba":
+            return Duration(min(int(goal.value), steps), "ba")
+        has_length = loader.source.epoch_batches() is not None
+        return Duration(min(loader.total_steps(goal), steps) if has_length else steps, "ba")
+
+    def crosses(self, step: int) -> bool:
+        """See ``dist.recorder.Recorder``."""
+        return step > 0 and (step % SAVE_INTERVAL == 0 or step == self.config.steps)
+
+    def microbatch_size(self, size: int | None) -> int | None:
+        """See ``dist.recorder.Recorder``."""
+        self.note("microbatches", size=size)
+        return self.config.microbatch_size or size
+
+    def loader_items(self, items: Any) -> Any:
+        """See ``dist.recorder.Recorder``."""
+        for item in items:
+            if self.dtype is not None and not item.position_only:
+                item.batch = cast_floats(item.batch, self.dtype)
+                if item.padding_sample is not None:
+                    item.padding_sample = cast_floats(item.padding_sample, self.dtype)
+            yield item
+
+    def sample_ids(self, epoch: int, indices: Sequence[int]) -> None:
+        """See ``dist.recorder.Recorder``."""
+        # The loader plans batches ahead, and evaluations plan batches, too; the ids name an order, not a step.
+        self.log.write("planned", epoch=epoch, ids=list(indices))
+
+    # ---- optimizers ----
+
+    def part_of(self, optimizer: Any) -> int:
+        """Return the number of an optimizer, in the order of the first use."""
+        return self._parts.setdefault(id(optimizer), len(self._parts))
+
+    # ---- a step ----
+
+    def step_begins(self, state: Any, batch: Any) -> None:
+        """See ``dist.recorder.Recorder``."""
+        self.steps_of_dtrain = True
+        part = self.part_of(state.optimizer)
+        self.step = state.step
+        self.stop_if_done(part)
+        self.facts = StepFacts()
+        self.in_step = True
+        self.write_initial(state.optimizer, part)
+        self.log.write(
+            "layout",
+            step=self.step,
+            data_rank=state.spec.data_rank,
+            data_ranks=state.spec.data_ranks,
+            counts=state.spec.counts_in_loss,
+        )
+        self.facts.samples = sample_hashes(batch)
+        self.facts.rng = self.rng_digest()
+
+    def stop_if_done(self, part: int) -> None:
+        """End the process at the step of the kill, or a loop that goes on beyond the limit."""
+        if self.config.kill_after is not None and self.step == self.config.kill_after and part == 0:
+            if dist.is_initialized():
+                dist.barrier()
+            self.log.write("killed", step=self.step)
+            os.kill(os.getpid(), signal.SIGKILL)
+        if self.step >= self.config.steps * _HARD_LIMIT:
+            self.note("loop_cut")
+            raise EndOfProof(0)
+
+    def write_initial(self, optimizer: Any, part: int) -> None:
+        """Write the variables of the script, and before the first step of an optimizer the initial parameters."""
+        self.flush_evaluation()
+        if part == 0:
+            for variable in model_values(self.models.modules):
+                self.log.write("variable", step=self.step, **variable)
+            for variable in script_variables(script_frames(sys._getframe(1), self.config.script), self.models.modules):
+                self.log.write("variable", step=self.step, **variable)
+        if part in self._initial:
+            return
+        self._initial.add(part)
+        named = self.models.parameters()
+        names = {id(param): name for name, param in named.items()}
+        own = [id(param) for group in optimizer.param_groups for param in group["params"]]
+        self.log.write(
+            "optimizer",
+            step=self.step,
+            part=part,
+            optimizer=type(optimizer).__name__,
+            params=len(own),
+            unknown=[index for index, param in enumerate(own) if param not in names],
+            names=[names[param] for param in own if param in names],
+            model_params=len(named),
+        )
+        if part == 0:
+            for name, param in named.items():
+                if not param.is_meta:
+                    self.log.write_tensor("initial", name, param, step=self.step, part=part, trains=param.requires_grad)
+            self._write_buffers("initial", part)
+        if own and not any(param in names for param in own):
+            for number, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+                self.log.write_tensor("initial", f"optimizer.{number}", param, step=self.step, part=part, trains=True)
+
+    def rng_digest(self) -> str:
+        """Return a digest of the state of torch's global generator."""
+        return digest(flatten(torch.get_rng_state()))
+
+    def forward_begins(self, batch: Any) -> None:
+        """See ``dist.recorder.Recorder``."""
+        self.facts.forwards += 1
+        self.facts.shapes += [list(tensor.shape[1:]) for tensor in list_tensors(batch)[:1]]
+        self.random.begin(self.step, _count(batch))
+
+    def loss(self, loss: Any, *, padding: bool = False) -> None:
+        """See ``dist.recorder.Recorder``."""
+        self.random.end()
+        if not padding:
+            self.facts.losses.append((_number(loss.total), _number(loss.weight)))
+            self.facts.backwards += 1
+
+    def update_begins(self, state: Any) -> None:
+        """See ``dist.recorder.Recorder``."""
+        self.write_step(state.optimizer)
+        # The hooks of other optimizers would keep dtrain from updating shards directly.
+        pre, post = _global_step_hooks()
+        self._update_hooks = {**pre}, {**post}
+        for hooks in (pre, post):
+            for key, hook in list(hooks.items()):
+                if isinstance(getattr(hook, "__self__", None), UpdateObserver):
+                    del hooks[key]
+
+    def update_ends(self) -> None:
+        """See ``dist.recorder.Recorder``."""
+        for hooks, saved in zip(_global_step_hooks(), self._update_hooks, strict=True):
+            hooks.update(
+                {key: hook for key, hook in saved.items() if isinstance(getattr(hook, "__self__", None), UpdateObserver)}
+            )
+
+    def write_step(self, optimizer: Any) -> None:
+        """Write the facts of the step, the gradients and the optimizer, right before its update."""
+        facts, step, part = self.facts, self.step, self.part_of(optimizer)
+        self.log.write(
+            "step",
+            step=step,
+            part=part,
+            samples=facts.samples,
+            losses=facts.losses,
+            forwards=facts.forwards,
+            backwards=facts.backwards,
+            modules=hashlib.blake2b("\n".join(facts.modules).encode(), digest_size=8).hexdigest(),
+            events=facts.events,
+            rng=facts.rng,
+            draws=facts.draws,
+            epochs=facts.epochs,
+            shapes=facts.shapes,
+            ties=self.models.ties(),
+            lr=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
+        )
+        self._write_optimizer_state(optimizer, part)
+        names = {id(param): name for name, param in self.models.parameters().items()}
+        for number, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
+            if param.grad is not None:
+                name = names.get(id(param), f"optimizer.{number}")
+                self.log.write_tensor("gradient", name, param.grad, step=step, part=part, order=number)
+        self.facts = StepFacts()
+
+    def _write_optimizer_state(self, optimizer: Any, part: int) -> None:
+        """Write one digest of the optimizer's state on this rank, and its norm."""
+        tensors = [
+            value
+            for state in optimizer.state.values()
+            if isinstance(state, Mapping)
+            for value in state.values()
+            if isinstance(value, Tensor) and value.numel() > 1
+        ]
+        flat = [flatten(value._local_tensor if is_dtensor(value) else value) for value in tensors]
+        norm = sum(float(each.square().sum()) for each in flat) ** 0.5
+        self.log.write("optimizer_state", step=self.step, part=part, tensors=len(flat), norm=repr(norm))
+
+    def step_ends(self, state: Any) -> None:
+        """See ``dist.recorder.Recorder``."""
+        part = self.part_of(state.optimizer)
+        self.in_step = False
+        self.write_parameters(part)
+        for name, tensor in _tensors(state.transform_states, ""):
+            if not name.startswith("auto_microbatch"):
+                self.log.write_tensor("transform", name, tensor, step=self.step, part=part)
+        self.updates[part] = state.step
+        self.step = state.step
+
+    def write_parameters(self, part: int) -> None:
+        """Write all parameters and buffers after an update."""
+        for name, param in self.models.parameters().items():
+            if not param.is_meta:
+                self.log.write_tensor("parameter", name, param, step=self.step, part=part, trains=param.requires_grad)
+        self._write_buffers("buffer", part)
+
+    def _write_buffers(self, kind: str, part: int) -> None:
+        for name, buffer in self.models.buffers().items():
+            if not buffer.is_meta:
+                self.log.write_tensor(kind, name, buffer, step=self.step, part=part, buffer=True)
+
+    # ---- evaluations, metrics, saves ----
+
+    def evaluation_batch(self, batch: Any) -> None:
+        """See ``dist.recorder.Recorder``."""
+        if batch is not None:
+            self.add_evaluated(batch)
+
+    def add_evaluated(self, batch: Any) -> None:
+        """Add the samples of a forward without gradient to the evaluation in progress."""
+        if not self._evaluated:
+            self.facts.events.append("evaluation")
+        self._evaluated += sample_hashes(batch)
+
+    def write_evaluated_weights(self, model: nn.Module) -> None:
+        """Write the weights of an evaluation that begins."""
+        if not self._evaluated:
+            for name, param in parameters_by_fqn(model)[0].items():
+                self.log.write_tensor("evaluated_weight", name, param, step=self.step)
+
+    def flush_evaluation(self) -> None:
+        """End the evaluation in progress."""
+        if self._evaluated:
+            self.log.write("evaluation", step=self.step, samples=self._evaluated)
+            self._evaluated = []
+
+    def metrics(self, source: str, step: int | None, numbers: Mapping[str, Any]) -> None:
+        """See ``dist.recorder.Recorder``."""
+        self.flush_evaluation()
+        plain = {name: _number(value) for name, value in numbers.items() if _is_number(value)}
+        self.log.write("metrics", step=self.step, source=source, at=step, numbers=plain, events=list(self.facts.events))
+        if source == "log":
+            self.facts.events = []
+
+    def updates_done(self) -> int:
+        """Return the number of complete updates of the first optimizer, since the start of the run."""
+        return self.updates.get(0, self.config.first_step)
+
+    def printed(self, text: str) -> None:
+        """Observe a printed line."""
+        self.flush_evaluation()
+        self.log.write("printed", step=self.step, text=text[:2000], events=list(self.facts.events))
+
+    def saved(self, step: int, path: str) -> None:
+        """See ``dist.recorder.Recorder``."""
+        self.log.write("saved", step=step, path=path)
+
+    def exported(self, path: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Write the tensors of a file that other programs will read."""
+        for name, tensor in tensors:
+            self.log.write_tensor("exported", name, tensor, step=self.step, path=path)
+
+
+def _count(batch: Any) -> int:
+    return next((tensor.shape[0] for tensor in list_tensors(batch) if tensor.ndim), 0)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def _number(value: Any) -> float:
+    return float(full_tensor(value.detach())) if isinstance(value, Tensor) else float(value)
+
+
+def _tensors(tree: Any, path: str) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _tensors(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, int | float):
+        yield path, torch.tensor(float(tree), dtype=torch.float64)
+
+
+def _global_step_hooks() -> tuple[dict[Any, Any], dict[Any, Any]]:
+    return _global_optimizer_pre_hooks, _global_optimizer_post_hooks

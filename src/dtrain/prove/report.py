@@ -1,0 +1,166 @@
+"""Show the result of a proof: the table of runs, the first difference of each, its cause, and the verdict (``ProveReport``)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from dtrain.prove.cause_texts import Cause
+from dtrain.prove.compare import Difference, label
+
+RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "ran"]
+
+_WORDS: Mapping[str, str] = {
+    "bitwise": "equal bit for bit",
+    "tolerance": "equal within rounding",
+    "differs": "DIFFERS",
+    "failed": "FAILED",
+    "ran": "no contradiction",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRow:
+    """A run of the table.
+
+    Args:
+        name: name of the run.
+        against: name of the run that it was compared with.
+        verdict: result of the comparison.
+        largest: largest relative difference.
+        findings: numbers of the findings, from 0.
+        text: error of a run that failed.
+    """
+
+    name: str
+    against: str
+    verdict: RowVerdict
+    largest: float | None = None
+    findings: tuple[int, ...] = ()
+    text: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The first difference of a run, with its likely cause."""
+
+    run: str
+    against: str
+    difference: Difference
+    cause: Cause
+
+    @property
+    def subject(self) -> str:
+        """What differs, as in ``"step 0, gradient of head.weight"``."""
+        return f"step {self.difference.step}, {label(self.difference)}"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the finding as plain data."""
+        difference = self.difference
+        return {
+            "run": self.run,
+            "against": self.against,
+            "step": difference.step,
+            "kind": difference.kind,
+            "name": difference.name,
+            "text": difference.text,
+            "relative": difference.relative,
+            "ranks": list(difference.ranks),
+            "cause": self.cause.code,
+            "sentence": self.cause.sentence,
+            "page": f"docs/{self.cause.page}",
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProveReport:
+    """Result of ``prove``.
+
+    Args:
+        script: path of the script.
+        steps: number of steps of each run.
+        rows: runs, in the order of the table.
+        findings: differences with their causes.
+        notes: what the script does that was changed or could not be seen.
+        plain: if True, the loop does not use dtrain's step.
+        seconds: duration of the proof.
+    """
+
+    script: str
+    steps: int
+    rows: tuple[RunRow, ...]
+    findings: tuple[Finding, ...]
+    notes: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
+    plain: bool = False
+    seconds: float = 0.0
+
+    @property
+    def passed(self) -> bool:
+        """True if no run differs or failed."""
+        return bool(self.rows) and not self.findings and not any(row.verdict in ("differs", "failed") for row in self.rows)
+
+    def remarks(self) -> list[str]:
+        """Return what was changed, and what was not seen, in sentences."""
+        codes = {note["code"] for note in self.notes}
+        remarks = []
+        if self.plain:
+            remarks.append(
+                "The loop does not use dtrain's step: weights of losses and microbatch sizes were not seen or changed."
+            )
+        elif "sharding" not in codes:
+            remarks.append("The model is not sharded by shard_model, so no other strategy was run.")
+        if "frozen_statistics" in codes:
+            remarks.append("Batch norm ran with its initial statistics, because those of a batch depend on the layout.")
+        if "loop_cut" in codes:
+            remarks.append("The loop could not be shortened and was ended, so the code after it did not run.")
+        if not any("killed" in row.name for row in self.rows):
+            remarks.append("No checkpoint was saved before the last step, so no resume was checked.")
+        return remarks
+
+    def text(self) -> str:
+        """Return the answer as text."""
+        width = max([len(row.name) for row in self.rows] + [3])
+        lines = [f"{'run':{width}}  result"]
+        for row in self.rows:
+            numbers = f" ({', '.join(str(number + 1) for number in row.findings)})" if row.findings else ""
+            size = f", {row.largest:.0e} of the norm" if row.verdict == "tolerance" and row.largest else ""
+            lines.append(f"{row.name:{width}}  {_WORDS[row.verdict]}{size}{numbers}{': ' + row.text if row.text else ''}")
+        for number, finding in enumerate(self.findings, start=1):
+            difference = finding.difference
+            ranks = f" (ranks {', '.join(map(str, difference.ranks))})" if difference.ranks else ""
+            against = f" against {finding.against}" if finding.against else ""
+            lines += [
+                "",
+                f"{number}. {finding.run}{against}: {finding.subject} {difference.text}{ranks}",
+                f"   {finding.cause.sentence}",
+                f"   See docs/{finding.cause.page} ({finding.cause.code}).",
+            ]
+        if remarks := self.remarks():
+            lines += ["", *remarks]
+        failed = sum(row.verdict == "failed" for row in self.rows)
+        verdict = "all runs agree" if self.passed else f"{len(self.findings)} differences, {failed} failed runs"
+        lines += ["", f"prove: {verdict} ({len(self.rows)} runs of {self.steps} steps, {self.seconds:.0f} s)"]
+        return "\n".join(lines)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the report as plain data."""
+        return {
+            "script": self.script,
+            "steps": self.steps,
+            "passed": self.passed,
+            "seconds": round(self.seconds, 1),
+            "runs": [
+                {
+                    "name": row.name,
+                    "against": row.against,
+                    "verdict": row.verdict,
+                    "largest": row.largest,
+                    "findings": list(row.findings),
+                    "error": row.text,
+                }
+                for row in self.rows
+            ],
+            "findings": [finding.as_dict() for finding in self.findings],
+            "remarks": self.remarks(),
+        }

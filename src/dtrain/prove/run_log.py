@@ -1,0 +1,146 @@
+"""Write the facts of one rank to files: one JSON object per fact, and float64 numbers beside them (``RunLog``).
+
+A tensor is recorded as a digest, which shows equality bit for bit, and as a *sketch* of at most 2,048 numbers. A small tensor
+is its own sketch. The elements of a large tensor get random signs, which depend on the position alone, and are summed in 2,048
+buckets. The sketch is linear, and the norm of the difference of two sketches estimates the norm of the difference of the
+tensors, so a comparison needs no full tensors.
+
+Source of the sketch: Charikar, Chen and Farach-Colton 2002, Finding frequent items in data streams.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dtrain.batch import list_tensors
+from dtrain.dtensor import full_tensor
+from dtrain.prove.run_config import SKETCH_SIZE
+
+_DIGEST_BYTES = 8
+# Padding of the usual collate functions. A sample has other numbers of them in another layout.
+_PADDING = (0, -100, -1)
+
+
+class RunLog:
+    """Files of one rank: ``rank-0.jsonl`` with the facts in program order, ``rank-0.f64`` with the numbers of sketches.
+
+    Args:
+        folder: folder of the run.
+        rank: rank whose facts are written.
+    """
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._facts: IO[str] = open(folder / f"rank-{rank}.jsonl", "w", buffering=1, encoding="utf-8")  # noqa: SIM115 - closed by the process
+        self._numbers: IO[bytes] = open(folder / f"rank-{rank}.f64", "wb")  # noqa: SIM115
+        self._at = 0
+        self.rank = rank
+
+    def write(self, kind: str, **content: Any) -> None:
+        """Write a fact."""
+        self._facts.write(json.dumps({"kind": kind, **content}, default=str) + "\n")
+
+    def write_tensor(self, kind: str, name: str, tensor: Tensor, **content: Any) -> None:
+        """Write a tensor: shape, dtype, norm, digest and sketch. Only rank 0 writes sketches.
+
+        Collective: for a DTensor, the gather of the full tensor.
+        """
+        detached = tensor.detach()
+        full = full_tensor(detached)
+        if self.rank and full is not detached:
+            return
+        flat = flatten(full)
+        at = None
+        if not self.rank:
+            numbers = sketch(flat)
+            self._numbers.write(numbers.tobytes())
+            self._numbers.flush()
+            at, self._at = [self._at, len(numbers)], self._at + len(numbers)
+        norm = float(torch.linalg.vector_norm(flat)) if len(flat) else 0.0
+        self.write(
+            kind,
+            name=name,
+            shape=list(full.shape),
+            dtype=str(tensor.dtype).removeprefix("torch."),
+            norm=repr(norm),
+            digest=digest(flat),
+            sketch=at,
+            **content,
+        )
+
+
+def flatten(tensor: Tensor) -> Tensor:
+    """Return the elements of a plain tensor as float64 ``[n]`` on the CPU."""
+    values = tensor.detach().cpu()
+    if values.is_complex():
+        values = torch.view_as_real(values.resolve_conj())
+    return values.reshape(-1).to(torch.float64)
+
+
+def digest(flat: Tensor) -> str:
+    """Return a digest of all bits of float64 elements."""
+    return hashlib.blake2b(flat.numpy().tobytes(), digest_size=_DIGEST_BYTES).hexdigest()
+
+
+def sketch(flat: Tensor) -> Any:
+    """Return at most ``SKETCH_SIZE`` numbers that represent float64 elements ``[n]``."""
+    values = flat.numpy()
+    if len(values) <= SKETCH_SIZE:
+        return values.copy()
+    signs = _signs(-(-len(values) // SKETCH_SIZE))
+    padded = np.zeros(signs.size)
+    padded[: len(values)] = values
+    return (padded.reshape(signs.shape) * signs).sum(0)
+
+
+_SIGNS: dict[int, Any] = {}
+
+
+def _signs(rows: int) -> Any:
+    if rows not in _SIGNS:
+        _SIGNS[rows] = np.random.Generator(np.random.PCG64(rows)).integers(0, 2, (rows, SKETCH_SIZE)).astype(np.float64) * 2 - 1
+    return _SIGNS[rows]
+
+
+def sample_hashes(batch: Any) -> list[str]:
+    """Hash each sample of a batch: ``"<integers>/<floats>"`` by the first axis of all its tensors. Padding does not count.
+
+    The two parts are separate, because an augmentation changes pixels and not labels. A batch without a common first axis is
+    one sample.
+    """
+    tensors = [tensor.detach() for tensor in list_tensors(batch) if tensor.numel() or tensor.ndim]
+    sizes = {tensor.shape[0] for tensor in tensors if tensor.ndim}
+    if not tensors:
+        return []
+    if len(sizes) != 1:
+        return ["/".join(_hash_rows(tensors, 1, whole=True)[0])]
+    count = sizes.pop()
+    return ["/".join(parts) for parts in _hash_rows([tensor for tensor in tensors if tensor.ndim], count, whole=False)]
+
+
+def _hash_rows(tensors: Sequence[Tensor], count: int, *, whole: bool) -> list[tuple[str, str]]:
+    hashes = [(hashlib.blake2b(digest_size=_DIGEST_BYTES), hashlib.blake2b(digest_size=_DIGEST_BYTES)) for _ in range(count)]
+    for tensor in tensors:
+        plain = full_tensor(tensor).cpu()
+        floating = plain.is_floating_point() or plain.is_complex()
+        array = (flatten(plain).reshape(plain.shape) if floating and not plain.is_complex() else plain.to(torch.int64)).numpy()
+        rows = [array.reshape(-1)] if whole else [array[index] for index in range(count)]
+        for row, pair in zip(rows, hashes, strict=True):
+            pair[floating].update(_without_padding(row).tobytes())
+            pair[floating].update(b"|")
+    return [(integers.hexdigest(), floats.hexdigest()) for integers, floats in hashes]
+
+
+def _without_padding(row: Any) -> Any:
+    """Return the elements of a sequence without those at its end and begin that a collate function may have added."""
+    if row.ndim == 0 or row.size == 0:
+        return row
+    others = np.flatnonzero(~np.isin(row.reshape(len(row), -1), _PADDING).all(axis=1))
+    return row[others[0] : others[-1] + 1] if len(others) else row[:0]

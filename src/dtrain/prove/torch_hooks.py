@@ -1,0 +1,259 @@
+"""Observe torch: forwards of whole models, backwards, optimizers, loaders, collectives and saved files (``observe_torch``).
+
+A loop that does not use dtrain's step is recorded by these hooks alone. They are installed in the processes of a proof, before
+the script runs, and stay until the process ends.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import sys
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from dtrain.batch import list_tensors
+from dtrain.dist import reduce
+from dtrain.prove.overrides import cast_floats, observe_recompute
+from dtrain.prove.plain_loop import PlainLoop
+from dtrain.prove.recording import Recorder
+from dtrain.prove.script_variables import script_frames
+
+_COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce", "broadcast", "gather")
+
+
+def observe_torch(recorder: Recorder) -> None:
+    """Install all hooks. Mutates: classes and functions of torch, in this process."""
+    loop = PlainLoop(recorder)
+    _Forwards(recorder, loop)
+    _observe_updates(recorder, loop)
+    _Loaders(recorder, loop)
+    _observe_events(recorder)
+    _observe_files(recorder)
+    _observe_print(recorder)
+    observe_recompute(partial(recorder.note, "recompute"), active=recorder.config.recompute)
+
+
+class _Forwards:
+    """Calls of modules: the samples of each call of a whole model, and the names of the modules that ran.
+
+    A *root* is a module with parameters that no other module calls.
+    """
+
+    def __init__(self, recorder: Recorder, loop: PlainLoop) -> None:
+        self._recorder, self._loop = recorder, loop
+        self._depth = 0
+        self._names: dict[int, str | None] = {}
+        self._outputs_left = recorder.config.activations
+        call = nn.Module.__call__
+
+        def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self._depth == 0:
+                return self._root(call, module, args, kwargs)
+            self._depth += 1
+            try:
+                output = call(module, *args, **kwargs)
+            finally:
+                self._depth -= 1
+            self._after(module, args, output)
+            return output
+
+        nn.Module.__call__ = observed  # type: ignore[method-assign]
+
+    def _root(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        recorder = self._recorder
+        if next(module.parameters(), None) is None:
+            return call(module, *args, **kwargs)
+        if recorder.dtype is not None:
+            args, kwargs = cast_floats(args, recorder.dtype), cast_floats(kwargs, recorder.dtype)
+        recorder.models.add(module)
+        inputs = [tensor for tensor in list_tensors([list(args), kwargs]) if isinstance(tensor, Tensor)]
+        alone = not recorder.in_step
+        if alone:
+            self._observe(module, inputs)
+        self._depth += 1
+        try:
+            output = call(module, *args, **kwargs)
+        finally:
+            self._depth -= 1
+            if alone:
+                recorder.random.end()
+        self._after(module, args, output)
+        return output
+
+    def _observe(self, module: nn.Module, inputs: list[Tensor]) -> None:
+        recorder = self._recorder
+        is_data = bool(inputs) and not any(tensor.requires_grad for tensor in inputs)
+        if torch.is_grad_enabled():
+            if not recorder.steps_of_dtrain:
+                self._loop.forward(inputs if is_data else [])
+        elif is_data and not recorder.in_step:
+            evaluation = called_from("dtrain.step.evaluate")
+            recorder.write_evaluated_weights(module)
+            if not evaluation:
+                recorder.add_evaluated(inputs)
+        if recorder.config.even_random and inputs and inputs[0].ndim:
+            recorder.random.begin(recorder.step, inputs[0].shape[0])
+
+    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+        recorder = self._recorder
+        if not torch.is_grad_enabled():
+            return
+        if id(module) not in self._names:
+            self._names[id(module)] = recorder.models.name_of(module)
+        name = self._names[id(module)]
+        if name is None:
+            return
+        recorder.facts.modules.append(name)
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and not recorder.frozen_statistics:
+            recorder.note("batch_norm")
+        if self._outputs_left and recorder.step == recorder.config.first_step and recorder.facts.forwards <= 1:
+            for tensor in list_tensors([output])[:1]:
+                if tensor.is_floating_point():
+                    recorder.log.write_tensor(
+                        "activation", name, tensor, step=recorder.step, kind_of=type(module).__name__.removeprefix("FSDP"),
+                        own=next(module.parameters(recurse=False), None) is not None, leaf=not module._modules,
+                    )  # fmt: skip
+
+
+def called_from(module: str, *, depth: int = 12) -> bool:
+    """Return True if a frame of ``module`` is among the next ``depth`` callers."""
+    frame, left = sys._getframe(1), depth
+    while frame is not None and left:
+        if frame.f_globals.get("__name__") == module:
+            return True
+        frame, left = frame.f_back, left - 1  # type: ignore[assignment]
+    return False
+
+
+def _observe_updates(recorder: Recorder, loop: PlainLoop) -> None:
+    """Observe backwards that dtrain does not run, and steps of schedulers."""
+    backward, step = Tensor.backward, torch.optim.lr_scheduler.LRScheduler.step
+
+    def observed(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not recorder.in_step:
+            loop.backward(tensor)
+        return backward(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+
+    def scheduled(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder.facts.events.append("schedule")
+        return step(scheduler, *args, **kwargs)
+
+    Tensor.backward = observed  # type: ignore[method-assign, assignment]
+    torch.optim.lr_scheduler.LRScheduler.step = scheduled  # type: ignore[method-assign, assignment]
+
+
+class _Loaders:
+    """Loaders of torch: batches in the dtype of the run, the end of the training loop, and the epochs of their samplers."""
+
+    def __init__(self, recorder: Recorder, loop: PlainLoop) -> None:
+        self._recorder, self._loop = recorder, loop
+        self._passes: dict[int, int] = {}
+        iterate = DataLoader.__iter__
+
+        @functools.wraps(iterate)
+        def observed(loader: Any) -> Any:
+            if sys._getframe(1).f_globals.get("__name__", "").startswith(("dtrain.", "torch.")):
+                return iterate(loader)
+            return self._batches(loader, iterate(loader))
+
+        DataLoader.__iter__ = observed  # type: ignore[method-assign]
+
+    def _batches(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        recorder, sampler = self._recorder, loader.sampler
+        number = self._passes[id(loader)] = self._passes.get(id(loader), -1) + 1
+        recorder.log.write(
+            "pass",
+            loader=list(self._passes).index(id(loader)),
+            number=number,
+            step=recorder.step,
+            sampler=type(sampler).__name__,
+            epoch=getattr(sampler, "epoch", None),
+            seed=getattr(sampler, "seed", None),
+            shuffle=bool(getattr(sampler, "shuffle", False)),
+            samples=len(loader.dataset) if hasattr(loader.dataset, "__len__") else None,
+        )
+        for batch in batches:
+            if self._loop.is_over(loader):
+                return
+            self._loop.batch_loaded(loader, number)
+            yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
+
+
+def _observe_events(recorder: Recorder) -> None:
+    """Observe calls whose order within a step matters: collectives of the script, clipping, loss scaling."""
+
+    def wrap(owner: Any, name: str, event: str, *, of_script: bool = False) -> None:
+        function = getattr(owner, name)
+
+        @functools.wraps(function)
+        def observed(*args: Any, **kwargs: Any) -> Any:
+            if not of_script or script_frames(sys._getframe(1), recorder.config.script)[:1] == [sys._getframe(1)]:
+                wanted = any(isinstance(value, Tensor) and value.requires_grad for value in args)
+                recorder.facts.events.append(f"{event}:grad" if wanted else event)
+            return function(*args, **kwargs)
+
+        setattr(owner, name, observed)
+
+    for name in _COLLECTIVES:
+        wrap(dist, name, name, of_script=True)
+    for name in ("reduce_sum", "reduce_mean"):
+        wrap(reduce, name, name)
+    wrap(torch.nn.utils, "clip_grad_norm_", "clip")
+    for name, event in (("scale", "scale"), ("unscale_", "unscale")):
+        wrap(torch.amp.GradScaler, name, event)
+
+
+def _observe_print(recorder: Recorder) -> None:
+    """Observe lines that the script prints, which are metrics of many loops."""
+    write = builtins.print
+
+    @functools.wraps(write)
+    def printed(*values: Any, **options: Any) -> None:
+        if options.get("file") in (None, sys.stdout):
+            recorder.printed(" ".join(str(value) for value in values))
+        write(*values, **options)
+
+    builtins.print = printed
+
+
+def _observe_files(recorder: Recorder) -> None:
+    """Observe files of weights: checkpoints of ``torch.save``, and exports in safetensors or as a state dict."""
+    save = torch.save
+
+    @functools.wraps(save)
+    def saved(obj: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+        tensors = _state_dict(obj)
+        if tensors:
+            recorder.exported(str(file), tensors.items())
+        elif not called_from("dtrain.checkpoint"):
+            recorder.saved(recorder.updates_done(), str(file))
+        return save(obj, file, *args, **kwargs)
+
+    torch.save = saved  # type: ignore[assignment]
+    try:
+        import safetensors.torch as safetensors
+    except ImportError:
+        return
+    save_file = safetensors.save_file
+
+    @functools.wraps(save_file)
+    def written(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
+        recorder.exported(str(filename), tensors.items())
+        return save_file(tensors, filename, *args, **kwargs)
+
+    safetensors.save_file = written
+
+
+def _state_dict(value: Any) -> dict[str, Tensor]:
+    """Return ``value`` if it is a state dict of a model: names with tensors and nothing else."""
+    if not isinstance(value, Mapping) or not value:
+        return {}
+    tensors = {name: item for name, item in value.items() if isinstance(item, Tensor)}
+    return tensors if len(tensors) == len(value) else {}
