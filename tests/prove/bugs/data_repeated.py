@@ -20,20 +20,25 @@ def dataset():
     return torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
 
 
-with dt.init_dist():
-    mesh = dt.build_mesh()
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-    model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
-    loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=12, seed=0)
-    step = dt.compose_step(loss_fn)
-    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    extra = {"loader": loader} if FIXED else {}
-    state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
-    log = dt.loggers.jsonl("metrics.jsonl")
-    for batch in loader.until("2ep"):
-        if state.step == STEPS:
-            break
-        state, metrics = step(state, batch)
-        log(state.step, dt.reduce_metrics(metrics))
-        dt.save_sharded("ckpt", state, extra=extra)
+def main():
+    with dt.init_dist():
+        mesh = dt.build_mesh()
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
+        loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=12, seed=0)
+        step = dt.compose_step(loss_fn)
+        state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        extra = {"loader": loader} if FIXED else {}
+        state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
+        log = dt.loggers.jsonl("metrics.jsonl")
+        for batch in loader.until("2ep"):
+            if state.step == STEPS:
+                break
+            state, metrics = step(state, batch)
+            log(state.step, dt.reduce_metrics(metrics))
+            dt.save_sharded("ckpt", state, extra=extra)
+
+
+if __name__ == "__main__":
+    main()

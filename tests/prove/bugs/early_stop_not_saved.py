@@ -8,7 +8,7 @@ from torch import nn
 import dtrain as dt
 
 FIXED = "--fixed" in sys.argv
-STEPS, PATIENCE = 4, 2
+STEPS, PATIENCE = 6, 2
 
 
 class EarlyStop:
@@ -37,24 +37,29 @@ def dataset(samples, seed):
     return torch.utils.data.TensorDataset(x, labels)
 
 
-with dt.init_dist():
-    mesh = dt.build_mesh()
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
-    model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
-    loader = dt.build_loader(dataset(48, 1), mesh=mesh, global_batch_size=12, seed=0)
-    held_out = dt.build_loader(dataset(32, 2), mesh=mesh, global_batch_size=16, seed=0, shuffle=False)
-    step = dt.compose_step(loss_fn)
-    state = step.init(model, torch.optim.SGD(model.parameters(), lr=3.0))
-    stop = EarlyStop()
-    extra = {"loader": loader, "stop": stop} if FIXED else {"loader": loader}
-    state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
-    log = dt.loggers.jsonl("metrics.jsonl")
-    for batch in loader.until(STEPS):
-        state, metrics = step(state, batch)
-        loss = dt.reduce_metrics(dt.evaluate(model, held_out, loss_fn))["loss"]
-        stop.update(loss)
-        log(state.step, dt.reduce_metrics(metrics) | {"held_out_loss": loss, "bad": stop.bad})
-        dt.save_sharded("ckpt", state, extra=extra)
-        if stop.bad >= PATIENCE:
-            break
+def main():
+    with dt.init_dist():
+        mesh = dt.build_mesh()
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+        model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
+        loader = dt.build_loader(dataset(48, 1), mesh=mesh, global_batch_size=12, seed=0)
+        held_out = dt.build_loader(dataset(32, 2), mesh=mesh, global_batch_size=16, seed=0, shuffle=False)
+        step = dt.compose_step(loss_fn)
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=3.0))
+        stop = EarlyStop()
+        extra = {"loader": loader, "stop": stop} if FIXED else {"loader": loader}
+        state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
+        log = dt.loggers.jsonl("metrics.jsonl")
+        for batch in loader.until(STEPS):
+            state, metrics = step(state, batch)
+            loss = dt.reduce_metrics(dt.evaluate(model, held_out, loss_fn))["loss"]
+            stop.update(loss)
+            log(state.step, dt.reduce_metrics(metrics) | {"held_out_loss": loss, "bad": stop.bad})
+            dt.save_sharded("ckpt", state, extra=extra)
+            if stop.bad >= PATIENCE:
+                break
+
+
+if __name__ == "__main__":
+    main()

@@ -23,24 +23,29 @@ def dataset():
     return TensorDataset(text[:, :-1], labels)
 
 
-with dt.init_dist() as info:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Embedding(VOCAB, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, VOCAB))
-    if info.world_size > 1:
-        model = DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    sampler = DistributedSampler(data := dataset(), info.world_size, info.rank, seed=0)
-    loader = DataLoader(data, batch_size=BATCH // info.world_size, sampler=sampler)
-    for number, (tokens, labels) in enumerate(loader, start=1):
-        total = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
-        count = (labels != -100).sum()
-        if FIXED and info.world_size > 1:
-            dist.all_reduce(count)
-            count = count / info.world_size  # DDP takes the mean over ranks
-        loss = total / count
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        shown = dt.dist.reduce_mean(loss.detach())
-        if info.rank == 0:
-            print(f"step {number} loss {shown:.6f}")
+def main():
+    with dt.init_dist() as info:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(VOCAB, 16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, VOCAB))
+        if info.world_size > 1:
+            model = DistributedDataParallel(model)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        sampler = DistributedSampler(data := dataset(), info.world_size, info.rank, seed=0)
+        loader = DataLoader(data, batch_size=BATCH // info.world_size, sampler=sampler)
+        for number, (tokens, labels) in enumerate(loader, start=1):
+            total = F.cross_entropy(model(tokens).flatten(0, 1), labels.flatten(), reduction="sum")
+            count = (labels != -100).sum()
+            if FIXED and info.world_size > 1:
+                dist.all_reduce(count)
+                count = count / info.world_size  # DDP takes the mean over ranks
+            loss = total / count
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            shown = dt.dist.reduce_mean(loss.detach())
+            if info.rank == 0:
+                print(f"step {number} loss {shown:.6f}")
+
+
+if __name__ == "__main__":
+    main()

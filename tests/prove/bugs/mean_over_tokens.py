@@ -38,15 +38,20 @@ def dataset():
     return torch.utils.data.TensorDataset(text[:, :-1], labels)
 
 
-with dt.init_dist():
-    mesh = dt.build_mesh()
-    with torch.device("meta"):
-        model = LanguageModel()
-    model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
-    loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=12, seed=0)
-    step = dt.compose_step(loss_fn, grad=partial(dt.microbatch_step, microbatch_size=4))
-    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    log = dt.loggers.jsonl("metrics.jsonl")
-    for batch in loader.until(STEPS):
-        state, metrics = step(state, batch)
-        log(state.step, dt.reduce_metrics(metrics))
+def main():
+    with dt.init_dist():
+        mesh = dt.build_mesh()
+        with torch.device("meta"):
+            model = LanguageModel()
+        model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
+        loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=12, seed=0)
+        step = dt.compose_step(loss_fn, grad=partial(dt.microbatch_step, microbatch_size=4))
+        state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        log = dt.loggers.jsonl("metrics.jsonl")
+        for batch in loader.until(STEPS):
+            state, metrics = step(state, batch)
+            log(state.step, dt.reduce_metrics(metrics))
+
+
+if __name__ == "__main__":
+    main()

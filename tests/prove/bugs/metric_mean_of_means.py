@@ -20,27 +20,32 @@ def dataset(samples, seed):
     return torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
 
 
-with dt.init_dist():
-    mesh = dt.build_mesh()
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
-    model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
-    loader = dt.build_loader(dataset(48, 1), mesh=mesh, global_batch_size=12, seed=0)
-    quiz = dt.build_loader(dataset(29, 2), mesh=mesh, global_batch_size=12, seed=0, shuffle=False)
-    step = dt.compose_step(loss_fn)
-    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    log = dt.loggers.jsonl("metrics.jsonl")
-    for batch in loader.until(STEPS):
-        state, metrics = step(state, batch)
-        correct, counts = [], []
-        with dt.eval_mode(model):
-            for x, labels in quiz.one_epoch():
-                correct.append((model(x).argmax(1) == labels).sum().item())
-                counts.append(len(labels))
-        if FIXED:
-            accuracy = dt.dist.reduce_sum(sum(correct)) / dt.dist.reduce_sum(sum(counts))
-        else:
-            accuracy = dt.dist.reduce_mean(
-                sum(right / count for right, count in zip(correct, counts, strict=True)) / len(counts)
-            )
-        log(state.step, dt.reduce_metrics(metrics) | {"held_out_accuracy": accuracy})
+def main():
+    with dt.init_dist():
+        mesh = dt.build_mesh()
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
+        loader = dt.build_loader(dataset(48, 1), mesh=mesh, global_batch_size=12, seed=0)
+        quiz = dt.build_loader(dataset(29, 2), mesh=mesh, global_batch_size=12, seed=0, shuffle=False)
+        step = dt.compose_step(loss_fn)
+        state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        log = dt.loggers.jsonl("metrics.jsonl")
+        for batch in loader.until(STEPS):
+            state, metrics = step(state, batch)
+            correct, counts = [], []
+            with dt.eval_mode(model):
+                for x, labels in quiz.one_epoch():
+                    correct.append((model(x).argmax(1) == labels).sum().item())
+                    counts.append(len(labels))
+            if FIXED:
+                accuracy = dt.dist.reduce_sum(sum(correct)) / dt.dist.reduce_sum(sum(counts))
+            else:
+                accuracy = dt.dist.reduce_mean(
+                    sum(right / count for right, count in zip(correct, counts, strict=True)) / len(counts)
+                )
+            log(state.step, dt.reduce_metrics(metrics) | {"held_out_accuracy": accuracy})
+
+
+if __name__ == "__main__":
+    main()

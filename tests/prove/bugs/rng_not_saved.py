@@ -38,20 +38,25 @@ def dataset():
     return torch.utils.data.TensorDataset(x, noise)
 
 
-with dt.init_dist():
-    mesh = dt.build_mesh()
-    with torch.device("meta"):
-        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-    model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
-    loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=12, seed=0)
-    levels = Levels(seed=7)
-    step = dt.compose_step(loss_fn)
-    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    extra = {"loader": loader, "levels": levels} if FIXED else {"loader": loader}
-    state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
-    log = dt.loggers.jsonl("metrics.jsonl")
-    for batch in loader.until(STEPS):
-        x, noise = batch
-        state, metrics = step(state, (x, noise, levels.draw().expand(len(x), 1)))
-        log(state.step, dt.reduce_metrics(metrics))
-        dt.save_sharded("ckpt", state, extra=extra)
+def main():
+    with dt.init_dist():
+        mesh = dt.build_mesh()
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+        model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
+        loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=12, seed=0)
+        levels = Levels(seed=7)
+        step = dt.compose_step(loss_fn)
+        state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+        extra = {"loader": loader, "levels": levels} if FIXED else {"loader": loader}
+        state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
+        log = dt.loggers.jsonl("metrics.jsonl")
+        for batch in loader.until(STEPS):
+            x, noise = batch
+            state, metrics = step(state, (x, noise, levels.draw().expand(len(x), 1)))
+            log(state.step, dt.reduce_metrics(metrics))
+            dt.save_sharded("ckpt", state, extra=extra)
+
+
+if __name__ == "__main__":
+    main()
