@@ -9,7 +9,7 @@ import dtrain
 
 SOURCE = Path(dtrain.__file__).parent
 TRUSTED = {"checkpoint/conversion/unpickle_subprocess.py"}  # a program of its own, run only when the user says --trust
-RUNS_THE_SCRIPT = {"launch/spawn/rank_main.py": ["exec"], "prove/rank_main.py": ["exec"]}  # the user's own, as Python itself would
+RUNS_THE_SCRIPT = {file: ["exec"] for file in ("launch/spawn/rank_main.py", "prove/rank_main.py")}  # as Python itself would
 PICKLED_DATA = {"data/stream/formats/unsafe_pickle.py": ["import pickle"]}  # of others, read only with allow_pickle=True
 FROM_ITS_OWN_CHILDREN = {"data/worker_batch.py": ["import pickle"]}  # what its loader workers send a rank
 

@@ -63,7 +63,7 @@ def explain(
     later = [each for each in comparison.differences if each.step == difference.step]
     if config.name.endswith("again"):
         return cause("not_deterministic")
-    if resumed and config.ranks == 1:
+    if resumed:
         return cause(_of_resume(difference, record, reference))
     if not config.recompute:
         return cause("counter_doubled_by_recompute")
@@ -75,8 +75,6 @@ def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) 
     kind, fact = difference.kind, difference.reference
     if kind == "variable" and fact is not None:
         row = fact.value
-        if row["type"] == "generator":
-            return "rng_not_saved"
         if row["weights"]:
             return "ema_not_saved"
         return "early_stop_not_saved" if _is_best_value(record, reference) else "state_not_saved"
@@ -85,6 +83,7 @@ def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) 
     codes = {
         "ties": "tied_weights_untied",
         "rng": "rng_not_saved",
+        "generator": "rng_not_saved",
         "optimizer_state": "optimizer_not_saved",
         "lr": "schedule_not_saved",
         "transform": "ema_not_saved",

@@ -18,6 +18,7 @@ Verdict = Literal["bitwise", "tolerance", "differs"]
 TOLERANCE = 1e-6
 """Relative difference in float64 that is rounding. Another order of sums changes 1e-15, and a few steps enlarge that."""
 
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 # A tensor of noise, such as the gradient of a bias that cancels, is compared with the largest tensors of its kind.
 _NOISE_FLOOR = 1e-6
 # Numbers about the machine and the layout differ with both.
@@ -99,13 +100,15 @@ def compare_records(
     for fact in reference.facts.values():
         if fact.kind not in kinds or fact.key in ignored or fact.step < first_step:
             continue
-        if fact.kind in ("variable", "rng", "optimizer_state") and not same_layout:
+        if fact.kind in ("variable", "generator", "rng", "optimizer_state") and not same_layout:
             continue
         # Without draws, the state of a generator changes nothing.
         if fact.kind == "rng" and not any(row["draws"] for row in reference.step_rows(fact.step, fact.part)):
             continue
         partner = other.facts.get(fact.key)
         if partner is None or (fact.kind == "variable" and fact.name in constants):
+            continue
+        if not same_layout and _is_local_buffer(partner, other):
             continue
         compared += 1
         if fact.kind in TENSORS:
@@ -130,12 +133,21 @@ def compare_records(
     return Comparison(verdict=verdict, differences=tuple(differences), largest=largest, compared=compared)
 
 
+def _is_local_buffer(fact: Fact, record: RunRecord) -> bool:
+    """Return True for a buffer that the script keeps per rank, and for statistics that were not compared (``overrides``)."""
+    if fact.kind not in ("initial", "buffer") or not fact.value.is_buffer:
+        return False
+    sharding = record.note("sharding")
+    local = sharding is not None and sharding["buffers"] == "local" and len(set(fact.by_rank) - {None}) > 1
+    return local or (record.note("frozen_statistics") is not None and fact.name.endswith(_STATISTICS))
+
+
 def unstable_keys(first: RunRecord, second: RunRecord) -> set[tuple[int, int, str, str]]:
     """Return the keys of metrics and variables that differ between two equal runs: timings, paths, addresses."""
     keys = set()
     for key, fact in first.facts.items():
         partner = second.facts.get(key)
-        if fact.kind in ("metric", "variable") and (partner is None or _plain(partner) != _plain(fact)):
+        if fact.kind in ("metric", "variable", "generator") and (partner is None or _plain(partner) != _plain(fact)):
             keys.add(key)
     return keys
 
@@ -245,11 +257,11 @@ def _decimals(text: str) -> int:
 
 
 def _plain(fact: Fact) -> Any:
-    return fact.value["digest"] if fact.kind == "variable" else fact.value
+    return fact.value["digest"] if fact.kind in ("variable", "generator") else fact.value
 
 
 def _changed(fact: Fact, partner: Fact) -> Difference:
-    if fact.kind == "rng":
+    if fact.kind in ("rng", "generator"):
         text = "has another state before the step"
     elif fact.kind == "variable":
         a, b = fact.value["value"], partner.value["value"]
@@ -300,6 +312,7 @@ def label(difference: Difference) -> str:
     """Return the subject of a difference: ``"gradient of head.weight"``."""
     kind: Mapping[str, str] = {
         "initial": "initial value of",
+        "generator": "generator",
         "variable": "variable",
         "ties": "tied parameters",
         "samples": "samples",

@@ -56,12 +56,14 @@ class PlannedRun:
         against: name of the other run; empty for a run that only serves others.
         same_layout: if True, also random state and variables must agree.
         after: name of the killed run whose folder this run continues; None otherwise.
+        optional: if True, the script may not support what the run changes, so a failure shows nothing.
     """
 
     config: RunConfig
     against: str = ""
     same_layout: bool = False
     after: str | None = None
+    optional: bool = False
 
 
 def first_runs(options: ProveOptions, folder: Path) -> list[PlannedRun]:
@@ -109,14 +111,14 @@ def next_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunR
                         strategy=strategy,
                         even_random=draws,
                     )
-                    runs.append(PlannedRun(config=config, against=reference))
+                    runs.append(PlannedRun(config=config, against=reference, optional=True))
     size = other_microbatch_size(record)
     if size is not None:
         config = _variant(base, folder, "microbatch", name=f"microbatches of {size}", microbatch_size=size, even_random=draws)
-        runs.append(PlannedRun(config=config, against=reference))
+        runs.append(PlannedRun(config=config, against=reference, optional=True))
     if record.note("recompute") is not None:
         config = _variant(base, folder, "recompute", name="activation checkpointing off", recompute=False)
-        runs.append(PlannedRun(config=config, against=BASE, same_layout=True))
+        runs.append(PlannedRun(config=config, against=BASE, same_layout=True, optional=True))
     if not options.keep_precision and (record.note("low_precision") is not None or record.rows("exported")):
         # Random numbers in float64 are others, so the reference is a run in float32.
         runs.append(PlannedRun(config=_variant(base, folder, "float32", name=FLOAT32, dtype="fp32")))

@@ -11,8 +11,8 @@ from dtrain.prove.compare import Difference
 from dtrain.prove.records import RunRecord
 
 _BITS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}
-# A module may lose this many times the rounding of its dtype.
-_ALLOWED_ROUNDINGS = 30.0
+# A module may lose this many times the rounding of its dtype, or of what ran before it. Sums over parameters lose more.
+_ALLOWED_ROUNDINGS, _ALLOWED_ROUNDINGS_OF_PARAMETERS = 8.0, 30.0
 
 
 def compare_precision(exact: RunRecord, written: RunRecord) -> list[Difference]:
@@ -73,7 +73,8 @@ def _modules(exact: RunRecord, written: RunRecord) -> Iterator[Difference]:
     before = 0.0
     for name, error, row in _errors(exact, written):
         rounding = 2.0 ** -_BITS.get(row["dtype"], 53)
-        if error > _ALLOWED_ROUNDINGS * max(rounding, before) and row["leaf"]:
+        allowed = _ALLOWED_ROUNDINGS_OF_PARAMETERS if row["own"] else _ALLOWED_ROUNDINGS
+        if error > allowed * max(rounding, before) and row["leaf"]:
             code = "low_precision_error" if row["own"] else "rotary_rounded"
             yield Difference(
                 step=row["step"],

@@ -142,6 +142,10 @@ class _Proof:
     def _add_row(self, run: PlannedRun) -> None:
         name = run.config.name
         outcome, record = self._outcomes[name], self._records[name]
+        if outcome.failed and run.optional and not self._failed(f"{run.config.ranks} ranks"):
+            text = f"the script does not run this way: {outcome.error}"
+            self._rows.append(RunRow(name=name, against=run.against, verdict="not run", text=text))
+            return
         if outcome.failed:
             problem = (
                 "did not end in time" if outcome.timed_out else outcome.error or f"ended with the exit codes {outcome.codes}"
@@ -160,11 +164,19 @@ class _Proof:
                 ignored=self._unstable,
                 first_step=min(record.steps, default=0) if run.after else 0,
             )
+        whole = next((row for row in self._rows if run.after and row.name == f"{run.config.ranks} ranks"), None)
+        if whole is not None and whole.verdict in ("differs", "failed"):
+            # The run differs on these ranks without a resume.
+            self._rows.append(RunRow(name=name, against=run.against, verdict="differs", findings=whole.findings))
+            return
         found = self._explain(run, differences, comparison)
         verdict = "differs" if found else comparison.verdict if comparison else "ran"
         largest = comparison.largest if comparison else None
         if run.config.kill_after is None and name not in (EVEN, FLOAT32):
             self._rows.append(RunRow(name=name, against=run.against, verdict=verdict, largest=largest, findings=tuple(found)))
+
+    def _failed(self, name: str) -> bool:
+        return name in self._outcomes and self._outcomes[name].failed
 
     def _explain(self, run: PlannedRun, checks: Sequence[Difference], comparison: Comparison | None) -> list[int]:
         """Add the findings of a run, and return their numbers. A cause that was found already is not reported twice."""

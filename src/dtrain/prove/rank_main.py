@@ -87,6 +87,7 @@ def _run(config: RunConfig, rank: int) -> int:
         code = FAILED_EXIT_CODE
     recorder.flush_evaluation()
     recorder.log.write("end", step=recorder.step, code=code)
+    recorder.log.close()
     return code
 
 

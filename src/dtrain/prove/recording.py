@@ -77,7 +77,7 @@ class Recorder:
         self._parts: dict[int, int] = {}
         self.updates: dict[int, int] = {}
         self._initial: set[int] = set()
-        self._evaluated: list[str] = []
+        self._evaluated, self._weights_written = list[str](), False
         self._notes: set[str] = set()
         self._update_hooks: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
         self.dtype = use_one_dtype(config.dtype, self._on_low)
@@ -335,7 +335,8 @@ class Recorder:
 
     def write_evaluated_weights(self, model: nn.Module) -> None:
         """Write the weights of an evaluation that begins."""
-        if not self._evaluated:
+        if not self._weights_written:
+            self._weights_written = True
             for name, param in parameters_by_fqn(model)[0].items():
                 self.log.write_tensor("evaluated_weight", name, param, step=self.step)
 
@@ -344,6 +345,7 @@ class Recorder:
         if self._evaluated:
             self.log.write("evaluation", step=self.step, samples=self._evaluated)
             self._evaluated = []
+        self._weights_written = False
 
     def metrics(self, source: str, step: int | None, numbers: Mapping[str, Any]) -> None:
         """See ``dist.recorder.Recorder``."""

@@ -18,7 +18,7 @@ import numpy as np
 
 KINDS = (
     "initial",
-    "variable",
+    "generator",
     "ties",
     "samples",
     "rng",
@@ -29,11 +29,12 @@ KINDS = (
     "parameter",
     "buffer",
     "transform",
+    "variable",
     "evaluation",
     "metric",
     "exported",
 )
-"""Kinds of facts in the order of a step."""
+"""Kinds of facts in the order of a step. Variables come late, because most of them follow from data and parameters."""
 
 TENSORS = ("initial", "gradient", "parameter", "buffer", "transform", "exported")
 """Kinds of facts that are tensors."""
@@ -257,7 +258,8 @@ def _step_facts(ranks: list[list[Row]]) -> Iterator[Fact]:
 def _variable_facts(rows: Sequence[Row]) -> Iterator[Fact]:
     for place, row in enumerate(rows):
         if row["kind"] == "variable":
-            yield Fact(step=row["step"], part=0, kind="variable", name=row["name"], value=row, order=place)
+            kind = "generator" if row["type"] == "generator" else "variable"
+            yield Fact(step=row["step"], part=0, kind=kind, name=row["name"], value=row, order=place)
 
 
 def _metric_facts(rows: Sequence[Row]) -> Iterator[Fact]:

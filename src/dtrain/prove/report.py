@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dtrain.prove.cause_texts import Cause
 from dtrain.prove.compare import Difference, label
 
-RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "ran"]
+RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "ran", "not run"]
 
 _WORDS: Mapping[str, str] = {
     "bitwise": "equal bit for bit",
@@ -17,6 +17,7 @@ _WORDS: Mapping[str, str] = {
     "differs": "DIFFERS",
     "failed": "FAILED",
     "ran": "no contradiction",
+    "not run": "not compared",
 }
 
 

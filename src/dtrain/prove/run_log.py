@@ -43,6 +43,11 @@ class RunLog:
         self._at = 0
         self.rank = rank
 
+    def close(self) -> None:
+        """Close the files."""
+        self._facts.close()
+        self._numbers.close()
+
     def write(self, kind: str, **content: Any) -> None:
         """Write a fact."""
         self._facts.write(json.dumps({"kind": kind, **content}, default=str) + "\n")
@@ -77,11 +82,14 @@ class RunLog:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Return the elements of a plain tensor as float64 ``[n]`` on the CPU."""
+    """Return the elements of a plain tensor as float64 ``[n]`` on the CPU.
+
+    A copy, because FSDP2 frees the storage of parameters, and a storage that NumPy shares cannot be freed.
+    """
     values = tensor.detach().cpu()
     if values.is_complex():
         values = torch.view_as_real(values.resolve_conj())
-    return values.reshape(-1).to(torch.float64)
+    return values.reshape(-1).to(torch.float64, copy=True)
 
 
 def digest(flat: Tensor) -> str:
@@ -130,7 +138,10 @@ def _hash_rows(tensors: Sequence[Tensor], count: int, *, whole: bool) -> list[tu
     for tensor in tensors:
         plain = full_tensor(tensor).cpu()
         floating = plain.is_floating_point() or plain.is_complex()
-        array = (flatten(plain).reshape(plain.shape) if floating and not plain.is_complex() else plain.to(torch.int64)).numpy()
+        # A forward on several ranks may compute inputs of a later model with another rounding.
+        array = plain.to(
+            torch.complex64 if plain.is_complex() else torch.float32 if floating else torch.int64, copy=True
+        ).numpy()
         rows = [array.reshape(-1)] if whole else [array[index] for index in range(count)]
         for row, pair in zip(rows, hashes, strict=True):
             pair[floating].update(_without_padding(row).tobytes())

@@ -20,6 +20,7 @@ from dtrain.prove.run_log import digest, flatten
 
 _DEPTH = 3
 _MAX_VALUES = 400
+_MAX_ELEMENTS = 1 << 16
 _LIBRARIES = (
     "torch",
     "dtrain",
@@ -104,7 +105,9 @@ def _values(
         return
     seen.add(id(value))
     if isinstance(value, Tensor):
-        if not value.is_meta and not isinstance(value, nn.Parameter):
+        # A larger tensor that is not a parameter is data of the script.
+        small = value.numel() <= _MAX_ELEMENTS or tuple(value.shape) in {tuple(p.shape) for m in models for p in m.parameters()}
+        if small and not value.is_meta and not isinstance(value, nn.Parameter):
             yield path, "tensor", digest(flatten(to_local(value))), "x".join(map(str, value.shape))
     elif isinstance(value, torch.Generator):
         yield path, "generator", digest(flatten(value.get_state())), None

@@ -11,14 +11,17 @@ import functools
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from dtrain.batch import list_tensors
+from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.dist import reduce
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.plain_loop import PlainLoop
@@ -237,18 +240,24 @@ def _observe_files(recorder: Recorder) -> None:
         return save(obj, file, *args, **kwargs)
 
     torch.save = saved  # type: ignore[assignment]
-    try:
-        import safetensors.torch as safetensors
-    except ImportError:
-        return
-    save_file = safetensors.save_file
+    save_file, convert = safetensors.torch.save_file, conversion.convert
 
     @functools.wraps(save_file)
     def written(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
         recorder.exported(str(filename), tensors.items())
         return save_file(tensors, filename, *args, **kwargs)
 
-    safetensors.save_file = written
+    @functools.wraps(convert)
+    def converted(source: Any, destination: Any, **kwargs: Any) -> Any:
+        result = convert(source, destination, **kwargs)
+        path = Path(destination)
+        for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+            if file.suffix == ".safetensors":
+                recorder.exported(str(file), safetensors.torch.load_file(file).items())
+        return result
+
+    safetensors.torch.save_file = written
+    conversion.convert = converted
 
 
 def _state_dict(value: Any) -> dict[str, Tensor]:

@@ -1,0 +1,45 @@
+"""A small correct loop, with dropout, an average of the weights, an evaluation, checkpoints and an export."""
+
+import sys
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import dtrain as dt
+
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 4
+
+
+def loss_fn(model, batch):
+    return dt.soft_cross_entropy(model(batch[0]), batch[1])
+
+
+def dataset(samples, seed):
+    x = torch.randn(samples, 8, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+
+
+with dt.init_dist() as info:
+    dt.seed_all(0, info.rank)
+    mesh = dt.build_mesh()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 4))
+    model = dt.materialize(dt.shard_model(model, mesh), seed=0)
+    loader = dt.build_loader(dataset(60, 1), mesh=mesh, global_batch_size=11, seed=0)
+    quiz = dt.build_loader(dataset(37, 2), mesh=mesh, global_batch_size=8, seed=0, shuffle=False)
+    step = dt.compose_step(loss_fn, [dt.transforms.ema(0.9), dt.transforms.clip_by_norm(1.0), dt.auto_microbatch()])
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    state = dt.load_sharded("ckpt", state, extra={"loader": loader}, missing_ok=True).state
+    log = dt.loggers.jsonl("metrics.jsonl")
+    for batch in loader.until(STEPS):
+        state, metrics = step(state, batch)
+        log(state.step, dt.reduce_metrics(metrics))
+        if state.crossed(100):
+            dt.save_sharded("ckpt", state, extra={"loader": loader})
+    with dt.transforms.use_average(state, "ema"):
+        loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
+        weights = {name: whole.clone() for name, whole in dt.full_params(state)}
+    if info.rank == 0:
+        print(f"held-out loss {loss:.6f}")
+        save_file(weights, "model.safetensors")

@@ -1,0 +1,207 @@
+"""Two records are compared in program order, and the first difference gets its cause from the evidence in the records."""
+
+import numpy as np
+import pytest
+
+from dtrain.prove.causes import explain
+from dtrain.prove.checks import check_record
+from dtrain.prove.compare import compare_records, unstable_keys
+from dtrain.prove.records import RunRecord, read_record
+from dtrain.prove.run_config import RunConfig
+from dtrain.prove.run_log import RunLog, digest, flatten, sample_hashes, sketch
+
+torch = pytest.importorskip("torch")
+
+STEP = {
+    "kind": "step",
+    "step": 0,
+    "part": 0,
+    "samples": [],
+    "losses": [],
+    "forwards": 1,
+    "backwards": 1,
+    "modules": "",
+    "ties": [],
+}
+STEP |= {"events": [], "rng": "r", "draws": 0, "epochs": [], "shapes": [], "lr": [0.1]}
+
+
+def write_run(folder, ranks, *, gradient=None, tensors=(), rows=()):
+    """Write a run of one step: ``ranks`` are the changes of each rank's step row, ``tensors`` are (kind, name, values)."""
+    folder.mkdir()
+    for rank, changes in enumerate(ranks):
+        log = RunLog(folder, rank)
+        for row in rows:
+            log.write(**row)
+        row = STEP | changes
+        log.write(row.pop("kind"), **row)
+        if gradient is not None:
+            values = gradient[rank] if isinstance(gradient[0], list) else gradient
+            log.write_tensor("gradient", "weight", torch.tensor(values, dtype=torch.float64), step=0, part=0, order=0)
+        for kind, name, values in tensors:
+            log.write_tensor(kind, name, torch.tensor(values, dtype=torch.float64), step=0, part=0)
+        log.close()
+    return read_record(folder.name, folder)
+
+
+def first_cause(reference, record, ranks=2, *, resumed=False, same_layout=False):
+    comparison = compare_records(reference, record, same_layout=same_layout)
+    config = RunConfig(name="run", folder="", work_folder="", script="", ranks=ranks)
+    return explain(comparison.first, record, reference, comparison, config, resumed).code
+
+
+def test_equal_records_are_equal_bit_for_bit(tmp_path):
+    runs = [write_run(tmp_path / name, [{"losses": [[6.0, 3.0]]}], gradient=[1.0, 2.0]) for name in "ab"]
+    assert compare_records(*runs, same_layout=True).verdict == "bitwise"
+
+
+def test_rounding_is_within_the_tolerance(tmp_path):
+    a = write_run(tmp_path / "a", [{}], gradient=[1.0, 2.0])
+    b = write_run(tmp_path / "b", [{}], gradient=[1.0, 2.0 + 1e-12])
+    comparison = compare_records(a, b, same_layout=False)
+    assert comparison.verdict == "tolerance"
+    assert 0 < comparison.largest < 1e-11
+
+
+def test_the_first_difference_is_the_first_in_program_order(tmp_path):
+    a = write_run(tmp_path / "a", [{"losses": [[6.0, 3.0]], "lr": [0.1]}], gradient=[1.0])
+    b = write_run(tmp_path / "b", [{"losses": [[6.0, 3.0]], "lr": [0.2]}], gradient=[3.0])
+    comparison = compare_records(a, b, same_layout=False)
+    assert [difference.kind for difference in comparison.differences] == ["gradient", "lr"]
+
+
+def test_samples_are_compared_over_all_ranks_in_any_order(tmp_path):
+    a = write_run(tmp_path / "a", [{"samples": ["1/x", "2/y", "3/z"]}])
+    b = write_run(tmp_path / "b", [{"samples": ["3/z"]}, {"samples": ["2/y", "1/x"]}])
+    assert compare_records(a, b, same_layout=False).verdict == "bitwise"
+
+
+def test_losses_of_ranks_are_added_before_they_are_divided(tmp_path):
+    a = write_run(tmp_path / "a", [{"losses": [[6.0, 3.0]]}])
+    b = write_run(tmp_path / "b", [{"losses": [[1.0, 2.0]]}, {"losses": [[5.0, 1.0]]}])
+    assert compare_records(a, b, same_layout=False).verdict != "differs"
+
+
+def test_a_tensor_of_rounding_noise_is_equal(tmp_path):
+    """The bias of a key in attention has a gradient that cancels to noise."""
+    a, b = (
+        write_run(tmp_path / name, [{}], tensors=[("parameter", "large", [1.0]), ("parameter", "bias", [noise])])
+        for name, noise in (("a", 1e-17), ("b", -3e-17))
+    )
+    assert compare_records(a, b, same_layout=False).verdict == "tolerance"
+
+
+def test_numbers_that_differ_between_equal_runs_are_unstable(tmp_path):
+    rows = [
+        {"kind": "metrics", "step": 0, "source": "log", "at": 1, "numbers": {"loss": 2.0, "x": x}, "events": []}
+        for x in (1.0, 2.0)
+    ]
+    a, b = (write_run(tmp_path / name, [{}], rows=[row]) for name, row in zip("ab", rows, strict=True))
+    assert {key[3] for key in unstable_keys(a, b)} == {"x"}
+
+
+CAUSES = {
+    "batch_grows_with_ranks": ([{"samples": ["1/a"]}], [{"samples": ["1/a"]}, {"samples": ["2/b"]}]),
+    "sampler_without_rank": ([{"samples": ["1/a", "2/b"]}], [{"samples": ["1/a"]}, {"samples": ["1/a"]}]),
+    "augmentation_by_worker": ([{"samples": ["1/a", "2/b"]}], [{"samples": ["1/c"]}, {"samples": ["2/d"]}]),
+    "loss_weighting": ([{"losses": [[2.0, 1]]}], [{"losses": [[2.0, 1]]}, {"losses": [[3.0, 1]]}]),
+    "padding_in_loss": (
+        [{"losses": [[2.0, 20]], "shapes": [[5]]}],
+        [{"losses": [[1.0, 10]], "shapes": [[5]]}, {"losses": [[1.0, 8]], "shapes": [[4]]}],
+    ),
+    "schedule_by_world_size": (
+        [{"events": ["schedule"], "lr": [0.1]}],
+        [{"events": ["schedule", "schedule"], "lr": [0.2]}, {"events": ["schedule", "schedule"], "lr": [0.2]}],
+    ),
+    "schedule_per_microbatch": (
+        [{"events": ["schedule"] * 4, "backwards": 4, "lr": [0.1]}],
+        [{"events": ["schedule"] * 2, "backwards": 2, "lr": [0.2]}] * 2,
+    ),
+}
+
+
+@pytest.mark.parametrize("code", CAUSES)
+def test_cause_follows_from_the_evidence(tmp_path, code):
+    one, two = CAUSES[code]
+    assert first_cause(write_run(tmp_path / "a", one), write_run(tmp_path / "b", two)) == code
+
+
+def test_gradients_that_differ_by_the_number_of_microbatches_are_not_scaled(tmp_path):
+    a = write_run(tmp_path / "a", [{"backwards": 4}], gradient=[4.0, 8.0])
+    b = write_run(tmp_path / "b", [{"backwards": 2}] * 2, gradient=[2.0, 4.0])
+    assert first_cause(a, b) == "accumulation_not_scaled"
+
+
+def test_gradients_with_one_factor_per_rank_are_clipped_by_a_local_norm(tmp_path):
+    values = [float(number) for number in range(1, 9)]
+    a = write_run(tmp_path / "a", [{}], gradient=values)
+    b = write_run(tmp_path / "b", [{}] * 2, gradient=[value * (0.5 if value < 5 else 0.25) for value in values])
+    assert first_cause(a, b) == "clip_local_norm"
+
+
+@pytest.mark.parametrize(
+    ("changes", "code"),
+    [
+        ({"ties": []}, "tied_weights_untied"),
+        ({"lr": [0.3]}, "schedule_not_saved"),
+        ({"rng": "other", "draws": 2}, "rng_not_saved"),
+    ],
+)
+def test_causes_of_a_resume(tmp_path, changes, code):
+    a = write_run(tmp_path / "a", [{"ties": ["head = embed"], "draws": 2}])
+    b = write_run(tmp_path / "b", [{"ties": ["head = embed"], "draws": 2} | changes])
+    assert first_cause(a, b, 1, resumed=True, same_layout=True) == code
+
+
+def codes_of_checks(record):
+    return [difference.code for difference in check_record(record)]
+
+
+def test_ranks_that_apply_other_gradients_are_found_without_another_run(tmp_path):
+    record = write_run(tmp_path / "a", [{}, {}], gradient=[[1.0], [2.0]])
+    assert codes_of_checks(record) == ["gradient_not_reduced"]
+    assert check_record(record)[0].ranks == (1,)
+
+
+def test_equal_random_numbers_on_ranks_with_other_samples_are_found(tmp_path):
+    rows = [{"samples": ["1/a"], "draws": 1}, {"samples": ["2/b"], "draws": 1}]
+    assert codes_of_checks(write_run(tmp_path / "a", rows)) == ["same_dropout_on_ranks"]
+    assert codes_of_checks(write_run(tmp_path / "b", [rows[0], rows[1] | {"rng": "s"}])) == []
+
+
+def test_clipping_before_unscaling_is_found(tmp_path):
+    assert codes_of_checks(write_run(tmp_path / "a", [{"events": ["scale", "clip"]}])) == ["clip_before_unscale"]
+    assert codes_of_checks(write_run(tmp_path / "b", [{"events": ["scale", "unscale", "clip"]}])) == []
+
+
+def test_export_of_other_weights_than_the_evaluated_is_found(tmp_path):
+    def run(name, exported):
+        tensors = [("evaluated_weight", "w", [1.0]), ("parameter", "w", [2.0]), ("exported", "model.w", exported)]
+        return codes_of_checks(write_run(tmp_path / name, [{}], tensors=tensors))
+
+    assert run("bug", [2.0]) == ["export_without_ema"]
+    assert run("fixed", [1.0]) == []
+
+
+def test_sketch_is_linear_and_keeps_the_size_of_a_difference():
+    x = torch.randn(100_000, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    y = x.clone()
+    y[5] += 3.0
+    assert np.linalg.norm(sketch(flatten(x)) - sketch(flatten(y))) == pytest.approx(3.0)
+    np.testing.assert_allclose(sketch(flatten(2 * x)), 2 * sketch(flatten(x)))
+    assert digest(flatten(x)) != digest(flatten(y))
+
+
+def test_sample_hashes_do_not_depend_on_the_batch_or_on_padding():
+    short = {"ids": torch.tensor([[3, 4]]), "mask": torch.tensor([[1, 1]])}
+    padded = {"ids": torch.tensor([[3, 4, 0], [5, 6, 7]]), "mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+    assert sample_hashes(short)[0] == sample_hashes(padded)[0]
+    assert len(set(sample_hashes(padded))) == 2
+
+
+def test_a_killed_rank_leaves_a_readable_record(tmp_path):
+    record = write_run(tmp_path / "a", [{}])
+    with open(tmp_path / "a" / "rank-0.jsonl", "a") as file:
+        file.write('{"kind": "st')
+    assert isinstance(record, RunRecord)
+    assert read_record("a", tmp_path / "a").steps == [0]

@@ -1,0 +1,82 @@
+"""``dt.testing.prove`` runs a script on real ranks; a correct loop passes, and a normal step calls no function of the proof."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dtrain as dt
+
+LOOP = Path(__file__).with_name("loop.py")
+BUGS = Path(__file__).parent / "bugs"
+
+
+def test_correct_loop_agrees_in_all_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = dt.testing.prove(LOOP, ranks=(2,), timeout_s=600.0)
+    assert report.passed, report.text()
+    verdicts = {row.name: row.verdict for row in report.rows}
+    assert verdicts["1 rank, again"] == "bitwise"
+    assert verdicts["2 ranks"] == verdicts["2 ranks, replicate"] == "tolerance"
+    assert any(name.endswith("resumed") and verdict == "bitwise" for name, verdict in verdicts.items())
+    assert "1 rank, as written" in verdicts
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_report_of_a_bug_names_step_cause_and_page(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = dt.testing.prove(BUGS / "mean_over_tokens.py", ranks=(2,), timeout_s=600.0)
+    assert not report.passed
+    finding = report.as_dict()["findings"][0]
+    assert (finding["step"], finding["kind"], finding["cause"]) == (0, "loss", "loss_weighting")
+    assert Path(__file__).parents[2].joinpath(finding["page"]).is_file()
+    assert "DIFFERS (1)" in report.text()
+
+
+def test_script_that_raises_is_a_failed_run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    script = tmp_path / "broken.py"
+    script.write_text("raise RuntimeError('no data')\n")
+    report = dt.testing.prove(script, ranks=(2,), timeout_s=600.0)
+    assert not report.passed
+    assert [row.verdict for row in report.rows] == ["failed"]
+    assert "RuntimeError: no data (rank 0, broken.py:1)" in report.text()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"script": "missing.py"}, r"prove: script must be a Python file, got '.*missing.py'"),
+        ({"steps": 1}, "prove: steps must be an integer of at least 2, got 1"),
+        ({"ranks": (1,)}, "prove: ranks must be an integer of at least 2, got 1"),
+    ],
+)
+def test_options_are_checked(tmp_path, options, message):
+    arguments = {"script": LOOP} | options
+    with pytest.raises(dt.errors.ConfigError, match=message):
+        dt.testing.prove(arguments.pop("script"), **arguments)
+
+
+NORMAL_STEP = """
+import sys
+import runpy
+calls = []
+def profile(frame, event, argument):
+    if event == "call" and ("dtrain/prove" in frame.f_code.co_filename or "dist/recorder" in frame.f_code.co_filename):
+        calls.append(frame.f_code.co_name)
+sys.setprofile(profile)
+runpy.run_path(sys.argv[1], run_name="__main__")
+sys.setprofile(None)
+assert calls == [], calls
+loaded = [name for name in sys.modules if name.startswith(("dtrain.prove", "dtrain.dist.recorder"))]
+assert loaded == [], loaded
+"""
+
+
+def test_normal_run_calls_and_imports_nothing_of_the_proof(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-c", NORMAL_STEP, str(LOOP)], cwd=tmp_path, capture_output=True, text=True, timeout=600, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "held-out loss" in done.stdout
