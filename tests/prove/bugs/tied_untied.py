@@ -42,7 +42,7 @@ with dt.init_dist() as info:
     else:
         model = LanguageModel()
     ddp = DistributedDataParallel(model) if info.world_size > 1 else model
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)  # has no state to save
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)  # has no state to save
     text = torch.randint(VOCAB, (48, 7), generator=torch.Generator().manual_seed(1))
     data = TensorDataset(text[:, :-1], text[:, 1:])
     sampler = DistributedSampler(data, info.world_size, info.rank, seed=0)
