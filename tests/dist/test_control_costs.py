@@ -96,9 +96,9 @@ def test_costs_of_a_rank_follow_their_laws(forked, monkeypatch, world, node_size
         real_group(info, store)
         files.append(open_files())
 
-    def send(self, to, message, wait_ms):
+    def send(self, to, message, timeout_s):
         messages.append(len(message))
-        real_send(self, to, message, wait_ms)
+        real_send(self, to, message, timeout_s)
 
     def body(rank: int) -> list:
         if node_size is not None:

@@ -8,7 +8,8 @@ from functools import partial
 import pytest
 
 from dtrain.dist.arrival_marks import ArrivalReport, format_ranks, report_arrival
-from dtrain.dist.control_protocol import Layout, RowSpec, all_gather, gather, peers_of, reduce_rows
+from dtrain.dist.control_protocol import Layout, all_gather, gather, peers_of, reduce_rows
+from dtrain.dist.row_summary import RowSpec
 from virtual_network import Network, run_exchange, run_reports
 
 LAYOUTS = [

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from dtrain import spans
 from dtrain.dist.context import current_context
 from dtrain.dist.control_plane import Channel, ChannelName
-from dtrain.dist.control_protocol import RowSpec, RowSummary
 from dtrain.dist.init import DistInfo, get_dist_info
+from dtrain.dist.row_summary import RowSpec, RowSummary
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import CheckpointError, ConfigError, DistError, PeerError
 from dtrain.typing import Plain

@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Literal, TypeAlias, TypeVar
 
 import torch.distributed as dist
 
 from dtrain.dist.context import current_context
-from dtrain.dist.control_protocol import Layout, Protocol, RowSpec, RowSummary, all_gather, gather, reduce_rows
+from dtrain.dist.control_protocol import Layout, Protocol, all_gather, gather, reduce_rows
+from dtrain.dist.row_summary import RowSpec, RowSummary
 from dtrain.errors import DistError, StepError
 
 T = TypeVar("T")
@@ -34,6 +36,8 @@ _HEADER = struct.Struct(f"=qq{_NAME_BYTES}s")
 # Most messages fit into one read.
 _READ_BYTES = 1 << 16
 _MAX_READ_BYTES = 1 << 20
+# Sockets hold messages of this size, so a rank can send one before it reads.
+_SMALL_BYTES = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,11 +80,8 @@ class Channel:
         self.name, self.layout, self.timeout_s = name, layout, timeout_s
         self._connections = dict(connections)
         self._buffers = {peer: bytearray() for peer in connections}
-        self._readable: dict[int, select.poll] = {}
-        for peer, connection in connections.items():
-            connection.setblocking(False)
-            self._readable[peer] = poll = select.poll()
-            poll.register(connection, select.POLLIN)
+        for connection in connections.values():
+            connection.settimeout(timeout_s)
         self.count, self.num_records, self.op, self.size, self.waits = 0, 0, "", 0, False
         self._interruption: BaseException | None = None
 
@@ -113,19 +114,18 @@ class Channel:
         """Run one exchange. An interrupt of a signal handler is raised after it, because the other ranks need this rank."""
         self.count, self.op, self.size, self.waits = self.count + 1, op, size, True
         self._interruption = None
-        # The length of a record is part of its name.
-        name = f"{op} {size} {caller}" if op == "record" else f"{op} {caller}"
-        tag = name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
-        wait_ms = max(1, int(timeout_s * 1000))
+        tag = _tag(op, size if op == "record" else 0, caller)
         received = b""
         try:
+            if timeout_s != self.timeout_s:
+                self._set_timeouts(timeout_s)
             transfer = next(protocol)
             while True:
                 to, data, source = transfer
                 if to is not None:
-                    self._send(to, _HEADER.pack(self.count, len(data), tag) + data, wait_ms)
+                    self._send(to, _HEADER.pack(self.count, len(data), tag) + data, timeout_s)
                 if source is not None:
-                    received = self._receive(source, tag, caller, wait_ms)
+                    received = self._receive(source, tag, caller)
                 transfer = protocol.send(received)
         except StopIteration as stop:
             result: T = stop.value
@@ -136,29 +136,39 @@ class Channel:
             self.close()
             raise
         self.waits = False
+        if timeout_s != self.timeout_s:
+            self._set_timeouts(self.timeout_s)
         if self._interruption is not None:
             raise self._interruption
         return result
 
-    def _send(self, to: int, message: bytes, wait_ms: int) -> None:
-        connection = self._connections[to]
-        rest = memoryview(message)
-        while True:
-            try:
-                rest = rest[connection.send(rest) :]
-            except BlockingIOError:
-                self._read_while_sending(to, wait_ms)
-            if not rest:
-                return
+    def _set_timeouts(self, timeout_s: float) -> None:
+        for connection in self._connections.values():
+            connection.settimeout(timeout_s)
 
-    def _read_while_sending(self, to: int, wait_ms: int) -> None:
+    def _send(self, to: int, message: bytes, timeout_s: float) -> None:
+        if len(message) <= _SMALL_BYTES:
+            self._connections[to].sendall(message)
+            return
+        self._set_timeouts(0)
+        try:
+            rest = memoryview(message)
+            while rest:
+                try:
+                    rest = rest[self._connections[to].send(rest) :]
+                except BlockingIOError:
+                    self._read_while_sending(to, timeout_s)
+        finally:
+            self._set_timeouts(timeout_s)
+
+    def _read_while_sending(self, to: int, timeout_s: float) -> None:
         """Wait until rank ``to`` takes more bytes. Read meanwhile, because that rank may be waiting for this rank to read."""
         poll, peers = select.poll(), {connection.fileno(): peer for peer, connection in self._connections.items()}
-        deadline = time.monotonic() + wait_ms / 1000
+        deadline = time.monotonic() + timeout_s
         for peer, connection in self._connections.items():
             poll.register(connection, select.POLLIN | (select.POLLOUT if peer == to else 0))
-        while time.monotonic() < deadline:
-            for number, events in poll.poll(wait_ms):
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            for number, events in poll.poll(remaining_s * 1000):
                 if events & (select.POLLIN | select.POLLHUP | select.POLLERR):
                     part = self._connections[peers[number]].recv(_MAX_READ_BYTES)
                     self._buffers[peers[number]] += part
@@ -169,47 +179,53 @@ class Channel:
                     return
         raise TimeoutError("timed out")
 
-    def _receive(self, source: int, tag: bytes, caller: str, wait_ms: int) -> bytes:
+    def _receive(self, source: int, tag: bytes, caller: str) -> bytes:
         connection, buffer = self._connections[source], self._buffers[source]
         end = 0
         while True:
-            if not end and len(buffer) >= _HEADER.size:
-                number, length, name = _HEADER.unpack_from(buffer)
-                if number != self.count or name != tag:
-                    raise _mismatch(caller, tag, source, name)
-                end = _HEADER.size + length
-            if end and len(buffer) >= end:
-                message = bytes(memoryview(buffer)[_HEADER.size : end])
-                del buffer[:end]
-                return message
+            if buffer:
+                if not end and len(buffer) >= _HEADER.size:
+                    end = self._end_of_message(buffer, tag, caller, source)
+                if end and len(buffer) >= end:
+                    message = bytes(memoryview(buffer)[_HEADER.size : end])
+                    del buffer[:end]
+                    return message
             missing = end - len(buffer)
             try:
                 part = connection.recv(_READ_BYTES if missing < _READ_BYTES else min(missing, _MAX_READ_BYTES))
-            except BlockingIOError:
-                self._wait_to_read(source, wait_ms)
+            except OSError:
+                raise
+            # The other ranks need this exchange, too, as with a collective of torch, which no signal interrupts.
+            except BaseException as error:
+                if self._interruption is not None:
+                    raise
+                self._interruption = error
                 continue
             if not part:
                 raise ConnectionError("connection closed by peer")
+            # A message of a record arrives at once and alone.
+            if not buffer and len(part) >= _HEADER.size and len(part) == self._end_of_message(part, tag, caller, source):
+                return part[_HEADER.size :]
             buffer += part
 
-    def _wait_to_read(self, source: int, wait_ms: int) -> None:
-        try:
-            ready = self._readable[source].poll(wait_ms)
-        except OSError:
-            raise
-        # The other ranks need this exchange, too, as with a collective of torch, which no signal interrupts.
-        except BaseException as error:
-            if self._interruption is not None:
-                raise
-            self._interruption = error
-            return
-        if not ready:
-            raise TimeoutError("timed out")
+    def _end_of_message(self, data: bytes | bytearray, tag: bytes, caller: str, source: int) -> int:
+        """Return the length of the message that begins with ``data``. Raise if it belongs to another exchange."""
+        number, length, name = _HEADER.unpack_from(data)
+        if number != self.count or name != tag:
+            raise _mismatch(caller, tag, source, name)
+        return _HEADER.size + int(length)
 
     def close(self) -> None:
         """Close the connections."""
         for connection in self._connections.values():
             connection.close()
+
+
+@lru_cache(maxsize=256)
+def _tag(op: str, size: int, caller: str) -> bytes:
+    """Return the name of an exchange in its messages. The length of a record is part of its name."""
+    name = f"{op} {size} {caller}" if op == "record" else f"{op} {caller}"
+    return name.encode()[:_NAME_BYTES].ljust(_NAME_BYTES, b"\0")
 
 
 def _mismatch(caller: str, own: bytes, peer: int, other: bytes) -> DistError | StepError:

@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
-from itertools import pairwise
 from operator import add
 from typing import NamedTuple, TypeAlias, TypeVar
+
+from dtrain.dist.row_summary import RowSpec, RowSummary, number_struct
 
 T = TypeVar("T")
 
@@ -43,31 +44,34 @@ Protocol: TypeAlias = Generator[Transfer, bytes, T]
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Place of a rank among nodes of ``node_size`` consecutive ranks. A ``node_size`` of 1 makes every rank a leader."""
+    """Place of a rank among nodes of ``node_size`` consecutive ranks. A ``node_size`` of 1 makes every rank a leader.
+
+    Args:
+        rank: index of the rank.
+        world_size: number of ranks.
+        node_size: number of ranks of each node.
+
+    Attributes:
+        num_nodes: number of nodes.
+        node: index of the node.
+        local: index of the rank on its node, 0 for the leader.
+        leader: rank of the node's leader.
+    """
 
     rank: int
     world_size: int
     node_size: int
+    num_nodes: int = field(init=False)
+    node: int = field(init=False)
+    local: int = field(init=False)
+    leader: int = field(init=False)
 
-    @property
-    def num_nodes(self) -> int:
-        """Number of nodes."""
-        return self.world_size // self.node_size
-
-    @property
-    def node(self) -> int:
-        """Index of the node."""
-        return self.rank // self.node_size
-
-    @property
-    def local(self) -> int:
-        """Index of the rank on its node, 0 for the leader."""
-        return self.rank % self.node_size
-
-    @property
-    def leader(self) -> int:
-        """Rank of the node's leader."""
-        return self.rank - self.local
+    def __post_init__(self) -> None:
+        # Each exchange reads these numbers.
+        object.__setattr__(self, "num_nodes", self.world_size // self.node_size)
+        object.__setattr__(self, "node", self.rank // self.node_size)
+        object.__setattr__(self, "local", self.rank % self.node_size)
+        object.__setattr__(self, "leader", self.rank - self.local)
 
     def local_peers(self) -> set[int]:
         """Return the ranks of this node that this rank exchanges messages with."""
@@ -267,104 +271,11 @@ def _pass_down(layout: Layout, blocks: bytes, dst: int) -> Protocol[bytes]:
     return blocks
 
 
-class RowSummary(NamedTuple):
-    """Summary of the rows of numbers of consecutive ranks. Its size does not depend on the number of ranks.
-
-    Args:
-        first_rank: first of the ranks.
-        ranks: number of ranks.
-        changes: for each comparison of the ``RowSpec``, the first rank that differs from the rank before; -1 without one.
-        first: row of the first rank.
-        last: row of the last rank.
-        sums: sum of each column.
-        minima: minimum of each column.
-        maxima: maximum of each column.
-    """
-
-    first_rank: float
-    ranks: float
-    changes: tuple[float, ...]
-    first: tuple[float, ...]
-    last: tuple[float, ...]
-    sums: tuple[float, ...]
-    minima: tuple[float, ...]
-    maxima: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class RowSpec:
-    """Form of the rows of a reduction, equal on all ranks.
-
-    Args:
-        columns: numbers in a row.
-        compared: columns that must be equal on the ranks of a block; each tuple is one comparison.
-        block: number of consecutive ranks in a block.
-    """
-
-    columns: int
-    compared: tuple[tuple[int, ...], ...] = ()
-    block: int = 1
-
-    def summarize(self, rows: Sequence[tuple[float, ...]], first_rank: int = 0) -> RowSummary:
-        """Return the summary of the rows of consecutive ranks."""
-        changes = tuple(self._first_change(rows, first_rank, compared) for compared in self.compared)
-        columns = list(zip(*rows, strict=True))
-        return RowSummary(
-            first_rank,
-            len(rows),
-            changes,
-            rows[0],
-            rows[-1],
-            tuple(map(sum, columns)),
-            tuple(map(min, columns)),
-            tuple(map(max, columns)),
-        )
-
-    def _first_change(self, rows: Sequence[tuple[float, ...]], first_rank: int, compared: tuple[int, ...]) -> float:
-        if self.block > 1:
-            for rank, (before, row) in enumerate(pairwise(rows), first_rank + 1):
-                if rank % self.block and any(row[column] != before[column] for column in compared):
-                    return rank
-        return -1
-
-    def combine(self, low: RowSummary, high: RowSummary) -> RowSummary:
-        """Return the summary of the ranks of both; the ranks of ``high`` follow those of ``low``."""
-        changes = [found if found >= 0 else later for found, later in zip(low.changes, high.changes, strict=True)]
-        if self.block > 1 and high.first_rank % self.block:
-            for index, compared in enumerate(self.compared):
-                if low.changes[index] < 0 and any(high.first[column] != low.last[column] for column in compared):
-                    changes[index] = high.first_rank
-        return RowSummary(
-            low.first_rank,
-            low.ranks + high.ranks,
-            tuple(changes),
-            low.first,
-            high.last,
-            tuple(map(add, low.sums, high.sums)),
-            tuple(map(min, low.minima, high.minima)),
-            tuple(map(max, low.maxima, high.maxima)),
-        )
-
-    def encode(self, summary: RowSummary) -> bytes:
-        """Return the bytes of ``summary``."""
-        numbers = [summary.first_rank, summary.ranks, *summary.changes]
-        for row in summary[3:]:
-            numbers += row
-        return _numbers(len(numbers)).pack(*numbers)
-
-    def decode(self, data: bytes) -> RowSummary:
-        """Return the summary of ``encode``."""
-        changes, size = len(self.compared), self.columns
-        numbers = _numbers(2 + changes + 5 * size).unpack(data)
-        rows = [numbers[at : at + size] for at in range(2 + changes, len(numbers), size)] if size else [()] * 5
-        return RowSummary(numbers[0], numbers[1], numbers[2 : 2 + changes], *rows)
-
-
 def reduce_rows(
     layout: Layout, row: Sequence[float], spec: RowSpec
 ) -> Protocol[tuple[RowSummary, list[tuple[float, ...]] | None]]:
     """Return the summary of all rows on every rank; on one node also the rows, by rank."""
-    pack, size = _numbers(spec.columns), layout.node_size
+    pack, size = number_struct(spec.columns), layout.node_size
     data = pack.pack(*row)
     if layout.num_nodes == 1:
         data = yield from _disseminate(layout, data, lambda joined, number: joined[: number * pack.size])
@@ -380,11 +291,6 @@ def reduce_rows(
             layout, spec.encode(node), lambda low, high: spec.encode(spec.combine(spec.decode(low), spec.decode(high)))
         )
     return spec.decode((yield from _spread(layout, data))), None
-
-
-@lru_cache(maxsize=16)
-def _numbers(count: int) -> struct.Struct:
-    return struct.Struct(f"={count}d")
 
 
 @lru_cache(maxsize=16)

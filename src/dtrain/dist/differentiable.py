@@ -33,7 +33,7 @@ def all_gather_with_grad(x: Tensor) -> Tensor:
             other dimensions, the dtype and ``requires_grad`` must be equal on all ranks. A rank without rows must also call
             this function and run backward.
 
-    Collective: a record of three numbers on the control group, and one all-gather of ``world_size * max(n)`` rows on the
+    Collective: a record of three numbers on the control channel, and one all-gather of ``world_size * max(n)`` rows on the
         training group. In backward one reduce-scatter of the same size. Every rank must run backward through the result.
     Host sync: none.
 

@@ -35,7 +35,7 @@ def reduce_sum(x: Tensor | float, dst: int | None = None) -> Tensor | float | No
         ranks other than ``dst``.
 
     Collective: for a tensor one all-reduce, with ``dst`` one reduce, on the training group. For a number one all-gather of one
-        float64 on the control group.
+        float64 on the control channel.
     Host sync: none.
 
     Example:

@@ -13,21 +13,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntFlag
 from functools import lru_cache
-from typing import Generic, NamedTuple, TypeVar, cast
+from typing import NamedTuple, cast
 
 import torch
 
 from dtrain import heartbeats
 from dtrain.clock import EpochPosition
-from dtrain.dist.batch_info import BATCH_INDEX_BITS, BatchInfo
+from dtrain.dist.batch_info import BatchInfo
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, reduce_record
 from dtrain.dist.context import current_context
-from dtrain.dist.control_protocol import RowSpec, RowSummary
 from dtrain.dist.init import get_dist_info
+from dtrain.dist.record_faults import (
+    BackwardRecord,
+    ForwardRecord,
+    check_shared_batches,
+    raise_backward_errors,
+    raise_reported_errors,
+    sync_position,
+)
 from dtrain.dist.rng import derive_seed, hash_rng_state
-from dtrain.errors import NonFiniteError, PeerError, StepError
-
-T = TypeVar("T")
+from dtrain.dist.row_summary import RowSpec, RowSummary
+from dtrain.errors import StepError
 
 
 class StepCounts(NamedTuple):
@@ -54,23 +60,6 @@ class StepCounts(NamedTuple):
     rng_mismatch: tuple[int, int] | None = None
     equal_batches: bool | None = None
     same_plan: bool = True
-
-
-class _ForwardRecord(NamedTuple, Generic[T]):
-    """Record that a rank sends before forward, as float64; the sums, minima or maxima of the records; or each field by rank."""
-
-    samples: T
-    tokens: T
-    microbatches: T
-    batch_code: T
-    late_failure: T
-    elapsed_s: T
-    has_error: T
-    loss_terms_hash: T
-    stop_signal: T
-    batch_hash: T
-    plan_digest: T
-    rng_hash: T
 
 
 def sync_before_forward(
@@ -129,9 +118,9 @@ def sync_before_forward(
     late = -1 if zero_weight_seen else diverged_at
     if error is None and samples and not late and get_dist_info().world_size == 1:
         preemption.record(stop, run_key=run_key, step=step)
-        position = None if batch_info is None else _sync_position([batch_info.encode()], batch_info)
+        position = None if batch_info is None else sync_position([batch_info.encode()], batch_info)
         return StepCounts(samples=samples, tokens=tokens, microbatches=microbatches, position=position, seconds=elapsed_s)
-    mine: _ForwardRecord[float] = _ForwardRecord(
+    mine: ForwardRecord[float] = ForwardRecord(
         samples=samples,
         tokens=tokens,
         microbatches=microbatches,
@@ -146,33 +135,34 @@ def sync_before_forward(
         rng_hash=rng_hash,
     )
     summary, rows = reduce_record(mine, _forward_spec(ranks_per_batch))
-    low, high = _ForwardRecord(*summary.minima), _ForwardRecord(*summary.maxima)
+    low: ForwardRecord[float] = ForwardRecord._make(summary.minima)
+    high: ForwardRecord[float] = ForwardRecord._make(summary.maxima)
     preemption.record(int(high.stop_signal), run_key=run_key, step=step)
     if error is not None:
         raise error
     if _is_regular(low, high, summary):
-        position = _sync_position([low.batch_code], batch_info)
+        position = sync_position([low.batch_code], batch_info)
     else:
-        records: _ForwardRecord[Sequence[float]] = _ForwardRecord(*_gather_columns(mine, rows))
-        _raise_reported_errors(records, nonfinite_limit)
-        position = _sync_position(records.batch_code, batch_info)
+        records: ForwardRecord[Sequence[float]] = ForwardRecord(*_gather_columns(mine, rows))
+        raise_reported_errors(records, nonfinite_limit)
+        position = sync_position(records.batch_code, batch_info)
         if not high.samples:
             raise StepError(
                 "step: no rank has a sample in this batch. Skip the step if a batch may be empty on all ranks, or end the loop."
             )
-        _check_shared_batches(records, ranks_per_batch)
-    return _combine_records(summary, position, ranks_per_batch, rng_hash)
+        check_shared_batches(records, ranks_per_batch)
+    return _combine_records(summary, low, high, position, ranks_per_batch, rng_hash)
 
 
 @lru_cache(maxsize=16)
 def _forward_spec(ranks_per_batch: int) -> RowSpec:
     """Return the form of the record. Ranks that share a batch must have equal sizes, and should have equal RNG states."""
-    names = _ForwardRecord._fields
+    names = ForwardRecord._fields
     sizes = names.index("samples"), names.index("tokens")
     return RowSpec(len(names), compared=(sizes, (names.index("rng_hash"),)), block=ranks_per_batch)
 
 
-def _is_regular(low: _ForwardRecord[float], high: _ForwardRecord[float], summary: RowSummary) -> bool:
+def _is_regular(low: ForwardRecord[float], high: ForwardRecord[float], summary: RowSummary) -> bool:
     """Return True if all ranks can take the step at one position. Otherwise the value of each rank is needed."""
     faults = high.has_error or low.late_failure or high.late_failure or not high.samples or summary.changes[0] >= 0
     return not faults and low.loss_terms_hash == high.loss_terms_hash and low.batch_code == high.batch_code
@@ -183,106 +173,34 @@ def _gather_columns(mine: Sequence[float], rows: list[tuple[float, ...]] | None)
     return list(zip(*(all_gather_numbers(mine, caller="step") if rows is None else rows), strict=True))
 
 
-def _combine_records(summary: RowSummary, position: EpochPosition | None, ranks_per_batch: int, rng_hash: int) -> StepCounts:
+def _combine_records(
+    summary: RowSummary,
+    low: ForwardRecord[float],
+    high: ForwardRecord[float],
+    position: EpochPosition | None,
+    ranks_per_batch: int,
+    rng_hash: int,
+) -> StepCounts:
     """Return the counts of all ranks."""
-    low, high, total = (_ForwardRecord(*row) for row in (summary.minima, summary.maxima, summary.sums))
+    total: ForwardRecord[float] = ForwardRecord._make(summary.sums)
     different = int(summary.changes[1])
-    several_hashes = summary.ranks > ranks_per_batch and low.batch_hash
+    several_hashes = low.batch_hash and summary.ranks > ranks_per_batch
+    # By position, because a step makes this record.
     return StepCounts(
         # The ranks of a batch have counted the same samples.
-        samples=int(total.samples) // ranks_per_batch,
-        tokens=int(total.tokens) // ranks_per_batch,
-        microbatches=int(high.microbatches),
-        position=position,
-        seconds=_ForwardRecord(*summary.first).elapsed_s,
-        rng_hash=rng_hash,
-        rng_mismatch=None if different < 0 else (different - different % ranks_per_batch, different),
-        equal_batches=low.batch_hash == high.batch_hash if several_hashes else None,
-        same_plan=low.plan_digest == high.plan_digest,
+        int(total.samples) // ranks_per_batch,
+        int(total.tokens) // ranks_per_batch,
+        int(high.microbatches),
+        position,
+        summary.first[_ELAPSED],
+        rng_hash,
+        None if different < 0 else (different - different % ranks_per_batch, different),
+        low.batch_hash == high.batch_hash if several_hashes else None,
+        low.plan_digest == high.plan_digest,
     )
 
 
-def _raise_reported_errors(records: _ForwardRecord[Sequence[float]], nonfinite_limit: int) -> None:
-    """Raise the errors that some rank has reported for its batch or for an earlier step, on all ranks."""
-    if any(records.has_error):
-        failed = [rank for rank, has_error in enumerate(records.has_error) if has_error]
-        raise PeerError(
-            f"step: rank {failed[0]} could not use its batch ({len(failed)} of {len(records.has_error)} ranks). "
-            "See the error of that rank."
-        )
-    different = _different_ranks(records.loss_terms_hash)
-    if different:
-        raise StepError(
-            f"step: the weight_fn of rank {different[0]} gives weights of other terms than the weight_fn of rank 0. Return the "
-            "same names on all ranks."
-        )
-    if not any(records.late_failure):
-        return
-    late = [code for code in records.late_failure if code]
-    if max(late) > 0:
-        first = int(min(code for code in late if code > 0)) - 1
-        restart = f"load a checkpoint of step {first - 1} or before" if first else "start again"
-        raise NonFiniteError(
-            f"step: the loss was infinite or NaN in {nonfinite_limit} steps in a row, from step {first} on. The updates have "
-            f"spoiled the parameters, so {restart}, then lower the learning rate, clip, or look at the batches. "
-            "dt.transforms.nonfinite skips such updates, and changes the number of steps that stops the run."
-        )
-    raise StepError(
-        "step: an earlier step had weight 0 on all ranks together, or a weight that differs from weight_fn, so its mean "
-        "loss is undefined. Look for masked batches."
-    )
-
-
-def _different_ranks(values: Sequence[float]) -> list[int]:
-    """Return the ranks whose value differs from the value of rank 0."""
-    return [rank for rank, value in enumerate(values) if value != values[0]] if len(set(values)) > 1 else []
-
-
-def _sync_position(batch_codes: Sequence[float], batch_info: BatchInfo | None) -> EpochPosition | None:
-    """Return the position of all ranks after this step from the codes of their batches. Refuse ranks at different positions.
-
-    A code of 0 means that the batch was made of new tensors. If some rank has such a batch, the position is None on all ranks.
-
-    Mutates: the status of ``batch_info``, which its loader reads.
-    """
-    if not any(batch_codes):
-        return None
-    codes = list(map(int, batch_codes))
-    known = [rank for rank, code in enumerate(codes) if code]
-    modes, ends = {codes[rank] & 2 for rank in known}, [rank for rank in known if codes[rank] & 1]
-    if modes == {2} and len(known) < len(codes):
-        raise StepError(
-            f"step: the batch of rank {codes.index(0)} was made of new tensors (slices, copies), so the step cannot tell if "
-            "the rank has samples left. Name the loader: step.init(model, optimizer, loader=loader)."
-        )
-    if modes == {2} and batch_info is not None:
-        epoch, batch = divmod(min(code >> 2 for code in codes), 1 << BATCH_INDEX_BITS)
-        batch_info.status.epoch_ended = epoch > batch_info.begin.epoch
-        return EpochPosition(epoch, batch)
-    if ends and len(ends) < len(known):
-        raise StepError(f"step: only ranks {ends} are at the end of their epoch. Give all ranks one dataset and one seed.")
-    different = [rank for rank in known if codes[rank] != codes[known[0]]]
-    if different:
-        raise StepError(
-            f"step: rank {different[0]} is at another place in its data than rank {known[0]}, or in other data. Give all ranks "
-            "one dataset, one seed and one global_batch_size, and load the same checkpoint."
-        )
-    if batch_info is None:
-        return None
-    batch_info.status.epoch_ended = batch_info.ends_epoch
-    return batch_info.end if len(known) == len(codes) else None
-
-
-def _check_shared_batches(records: _ForwardRecord[Sequence[float]], ranks_per_batch: int) -> None:
-    """Refuse ranks that share a batch but have different sizes."""
-    samples, tokens = records.samples, records.tokens
-    for rank in range(len(samples)) if ranks_per_batch > 1 else ():
-        at = rank - rank % ranks_per_batch
-        if (samples[rank], tokens[rank]) != (samples[at], tokens[at]):
-            raise StepError(
-                f"step: ranks {at} and {rank} work on one batch together (cp, tp), but have {samples[at]:g} and "
-                f"{samples[rank]:g} samples, {tokens[at]:g} and {tokens[rank]:g} tokens. Build the loader with mesh=."
-            )
+_ELAPSED = ForwardRecord._fields.index("elapsed_s")
 
 
 def check_rng_in_sync(counts: StepCounts, device: torch.device) -> None:
@@ -338,19 +256,6 @@ class BackwardSync(NamedTuple):
     collective_indices: Sequence[int] = ()
 
 
-class _BackwardRecord(NamedTuple, Generic[T]):
-    """Record that a rank sends after backward, as float64; the sums, minima or maxima of the records; or each field by rank."""
-
-    unit_order: T
-    params_without_grad: T
-    changed_buffers: T
-    weights_mismatch: T
-    status: T
-    collective_index: T
-    has_weight: T
-    weight: T
-
-
 def sync_after_backward(
     *,
     unit_order: Sequence[int],
@@ -377,7 +282,7 @@ def sync_after_backward(
     Raises:
         StepError: ranks reduced different units, or a rank has a ``weights_mismatch``; on all ranks.
     """
-    mine: _BackwardRecord[float] = _BackwardRecord(
+    mine: BackwardRecord[float] = BackwardRecord(
         unit_order=_hash_values(*unit_order),
         params_without_grad=_hash_values(*params_without_grad),
         changed_buffers=_hash_values(*changed_buffers),
@@ -388,40 +293,26 @@ def sync_after_backward(
         weight=weight or 0.0,
     )
     summary, rows = reduce_record(mine, _BACKWARD_SPEC)
-    low, high, total = (_BackwardRecord(*row) for row in (summary.minima, summary.maxima, summary.sums))
+    low: BackwardRecord[float] = BackwardRecord._make(summary.minima)
+    high: BackwardRecord[float] = BackwardRecord._make(summary.maxima)
     statuses: list[RankStatus] = []
     if high.status or high.weights_mismatch or low.unit_order != high.unit_order:
-        records: _BackwardRecord[Sequence[float]] = _BackwardRecord(*_gather_columns(mine, rows))
+        records: BackwardRecord[Sequence[float]] = BackwardRecord(*_gather_columns(mine, rows))
         statuses = [RankStatus(int(value)) for value in records.status]
         if any(status.failed for status in statuses):
             return BackwardSync(statuses=statuses, collective_indices=list(map(int, records.collective_index)))
-        _raise_backward_errors(records)
+        raise_backward_errors(records)
     unused_params = params_without_grad
     if low.params_without_grad != high.params_without_grad or low.changed_buffers != high.changed_buffers:
         names = cast("list[list[list[str]]]", all_gather_json([list(params_without_grad), list(changed_buffers)]))
         without_grad = [set(params) for params, _ in names]
         unused_params = [name for name in names[0][0] if all(name in params for params in without_grad)]
         changed_buffers = list({name: None for _, buffers in names for name in buffers})
-    total_weight = total.weight if low.has_weight else None
+    total_weight = BackwardRecord._make(summary.sums).weight if low.has_weight else None
     return BackwardSync(unused_params=unused_params, changed_buffers=changed_buffers, weight=total_weight, statuses=statuses)
 
 
-_BACKWARD_SPEC = RowSpec(len(_BackwardRecord._fields))
-
-
-def _raise_backward_errors(records: _BackwardRecord[Sequence[float]]) -> None:
-    """Raise the faults of a backward that some rank has reported, on all ranks."""
-    if any(records.weights_mismatch):
-        raise StepError(
-            f"step: on rank {records.weights_mismatch.index(True)} the weights of the losses do not add up to what weight_fn "
-            "said of the batch. Let the loss and weight_fn count the same things."
-        )
-    different = _different_ranks(records.unit_order)
-    if different:
-        raise StepError(
-            f"step: rank {different[0]} ran other units of the model than rank 0, or in another order, so their gradients do "
-            "not belong together. Run the same blocks on all ranks in every microbatch."
-        )
+_BACKWARD_SPEC = RowSpec(len(BackwardRecord._fields))
 
 
 # Most steps reduce the same units and have the same parameters without gradients.

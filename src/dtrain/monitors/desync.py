@@ -62,7 +62,7 @@ def check_desync(
         extra: further parts by name: plain data, or objects with a ``state_dict()`` of plain data, such as ``{"loader":
             loader}``.
 
-    Collective: one all-gather of three numbers on the control group; if a part differs, two of JSON.
+    Collective: one all-gather of three numbers on the control channel; if a part differs, two of JSON.
     Host sync: one, to read the hashes.
 
     Example:

@@ -145,7 +145,7 @@ class EarlyStop(_StopDecision):
             numbers: metrics by name, as returned by ``reduce_metrics``.
 
         Mutates: the best value and its time, the decision.
-        Collective: one all-gather of two numbers on the control group; every rank must call it.
+        Collective: one all-gather of two numbers on the control channel; every rank must call it.
         Host sync: none.
 
         Raises:
@@ -243,7 +243,7 @@ class ThresholdStop(_StopDecision):
         """Judge the current value of the metric. Return True if the run must stop, on every rank, by the value of rank 0.
 
         Mutates: the decision.
-        Collective: one all-gather of two numbers on the control group; every rank must call it.
+        Collective: one all-gather of two numbers on the control channel; every rank must call it.
         Host sync: none.
 
         Raises:

@@ -159,7 +159,7 @@ def memory_stats(state: TrainState) -> dict[str, float]:
     Returns:
         The same numbers and names on every rank.
 
-    Collective: one all-gather of nine numbers on the control group; every rank must call it. Host sync: none.
+    Collective: one all-gather of nine numbers on the control channel; every rank must call it. Host sync: none.
 
     Example:
         import dtrain as dt
@@ -241,7 +241,7 @@ def system_metrics(*, all_hosts: bool = False) -> Meter:
     Args:
         all_hosts: if True, every rank returns the numbers of every host, as ``system/cpu_percent/host0`` by node rank.
 
-    Collective: none; with ``all_hosts`` one all-gather of twelve numbers on the control group, and every rank must call it.
+    Collective: none; with ``all_hosts`` one all-gather of twelve numbers on the control channel, and every rank must call it.
     Host sync: none.
 
     Example:

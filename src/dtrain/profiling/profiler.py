@@ -57,7 +57,7 @@ def profile(
     Returns:
         A ``ProfilerContext``.
 
-    Collective: at the start of the block and of each recording, an exchange on the control group, and per recording ten small
+    Collective: at the start of the block and of each recording, an exchange on the control channel, and per recording ten small
         all-gathers to compare clocks; so every rank enters the block, recording or not. None if one rank records.
     Host sync: at the end of each recording, on the recording ranks; none else.
 

@@ -39,7 +39,7 @@ def measure_clock_offset() -> ClockOffset:
     rank 0 before the gather, and vice versa: each round gives a lower and an upper bound, and the tightest bounds of all
     rounds are used. The bounds hold on any network, unless a clock is set in the meantime.
 
-    Collective: ten all-gathers of two numbers on the control group, about a millisecond.
+    Collective: ten all-gathers of two numbers on the control channel, about a millisecond.
     """
     info = get_dist_info()
     if info.world_size == 1:

@@ -102,7 +102,7 @@ def open_run(
         The run. A second call for the same folder returns the open run, with any arguments.
 
     Mutates: files; what ``spans`` tells of, in this process.
-    Collective: one exchange of JSON on the control group; every rank must call it.
+    Collective: one exchange of JSON on the control channel; every rank must call it.
     Host sync: none; a step costs nothing, and a line of totals some hundred microseconds.
 
     Raises:

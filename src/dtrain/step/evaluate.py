@@ -59,7 +59,7 @@ def evaluate(
         microbatch_size: samples per forward; ``"auto"`` halves a size that does not fit, see ``auto_batch_eval``. None runs
             each batch whole.
 
-    Collective: one small record per batch on the control group, and the model's own gathers.
+    Collective: one small record per batch on the control channel, and the model's own gathers.
 
     Example:
         metrics = dt.evaluate(model, valid_loader, loss_fn, microbatch_size="auto")
@@ -102,7 +102,7 @@ def pad_to_longest_rank(loader: Any, count_fn: Callable[[Batch], tuple[int, int]
     Yields:
         A batch, and True if it counts.
 
-    Collective: one small record per batch on the control group.
+    Collective: one small record per batch on the control channel.
     """
     batches = iter(loader.one_epoch() if hasattr(loader, "one_epoch") else loader)
     padding: Batch | None = None

@@ -137,7 +137,7 @@ class MicrobatchProber:
         """Measure the memory of a step with ``size``, and if it fits; the returned state includes the time of the probe.
 
         Mutates: the device's peak memory statistics start again.
-        Collective: as a step, and one record on the control group.
+        Collective: as a step, and one record on the control channel.
         """
         reassign, before = spans.reassign_later("step"), 0
         if (memory := self.device_memory) is not None:
@@ -157,7 +157,7 @@ class MicrobatchProber:
     def gather_memory(self, before: int, forward_bytes: int = 0) -> tuple[RankMemory, ...]:
         """Return the measurements of every rank since the last reset; empty if one rank cannot measure.
 
-        Collective: one record on the control group. Mutates: ``largest_batch``.
+        Collective: one record on the control channel. Mutates: ``largest_batch``.
         """
         stats = memory.read() if (memory := self.device_memory) is not None else None
         row = [
@@ -177,7 +177,7 @@ class MicrobatchProber:
         )
 
     def gather_largest_batch(self) -> None:
-        """Update ``largest_batch``. Collective: one record on the control group. Mutates: ``largest_batch``."""
+        """Update ``largest_batch``. Collective: one record on the control channel. Mutates: ``largest_batch``."""
         self.largest_batch = int(max(row[0] for row in all_gather_numbers([self.samples], caller="auto_microbatch")))
 
     def allocator_retried(self) -> bool:

@@ -73,7 +73,8 @@ def count_collectives() -> Iterator[CollectiveRecords]:
     Recorded are calls through torch's dispatcher, on every backend: the ``torch.distributed`` functions and the functional
     collectives. Collectives of a backward are recorded, too: on a CPU backward runs in the calling thread, and autograd's
     device threads inherit the context. Not recorded are collectives of other threads, such as a background save, of a graph
-    that ``torch.compile`` compiled before, and of symmetric memory.
+    that ``torch.compile`` compiled before, of symmetric memory, and the records of a step. An exchange of the control plane is
+    recorded as ``all_gather`` or ``gather`` of group ``"control"`` or ``"background"``.
 
     Collective: none of its own.
 

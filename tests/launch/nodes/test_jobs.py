@@ -105,6 +105,27 @@ dist.destroy_process_group()
         assert {line.split("] ")[1] for line in out.splitlines()} == {"4.0 eth0 eth0"}
 
 
+def test_leaders_of_two_hosts_exchange_over_the_network(job):
+    source = """
+import dtrain as dt
+from dtrain.dist.context import current_context
+with dt.init_dist(device="cpu") as info:
+    plane = current_context().control_plane
+    ends = {connection.getpeername()[0] for connection in plane["control"]._connections.values() if connection.family != 1}
+    ranks = dt.dist.all_gather_json(info.rank)
+    print(plane.layout.node_size, sorted(ends), ranks, dt.dist.reduce_sum(float(info.rank)))
+"""
+    for place in range(2):
+        job.start(place, nodes=2, source=source, options=("--log-ranks", "all"))
+    found = set()
+    for launcher in job.launchers:
+        out, err = launcher.communicate(timeout=LONG_S)
+        assert launcher.returncode == 0, err
+        found |= {line.partition("] ")[2] for line in out.splitlines()}
+    rest = "[0, 1, 2, 3] 6.0"
+    assert found == {f"2 [] {rest}", f"2 ['{ADDRS[1]}'] {rest}", f"2 ['{ADDRS[0]}'] {rest}"}
+
+
 @pytest.fixture(scope="module")
 def slurm() -> Iterator[Cluster]:
     with cluster() as started:

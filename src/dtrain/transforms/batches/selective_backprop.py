@@ -125,7 +125,7 @@ def selective_backprop(
         batch_spec: the batch axis, as for ``microbatch_step``; None uses the first axis.
 
     Mutates: as any step.
-    Collective: one record on the control group, and the gathers of the additional forwards. All ranks run as many forwards as
+    Collective: one record on the control channel, and the gathers of the additional forwards. All ranks run as many forwards as
     the rank with the most samples.
     Host sync: none; one for each sequence in a batch that has an entry per sample (file names).
 

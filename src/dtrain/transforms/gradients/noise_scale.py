@@ -99,7 +99,7 @@ def noise_scale(
         batch_spec: the batch axis, as for ``microbatch_step``; None uses the first axis.
 
     Mutates: nothing that lasts. A measured step needs the memory of a second gradient.
-    Collective: in a measured step one record on the control group, the collectives of a second gradient, and those of
+    Collective: in a measured step one record on the control channel, the collectives of a second gradient, and those of
     ``estimate_noise_and_signal``.
     Host sync: none; in a measured step one for each sequence in a batch that has an entry per sample (file names).
 

@@ -55,7 +55,7 @@ def update_batch_norm_(
         The number of global batches; 0, without a pass, for a model without running statistics.
 
     Mutates: ``running_mean``, ``running_var`` and ``num_batches_tracked``; nothing if it raises.
-    Collective: per batch one small record on the control group and one all-reduce (float64) for each batch normalization, and
+    Collective: per batch one small record on the control channel and one all-reduce (float64) for each batch normalization, and
     the model's own gathers; every rank must call it.
     Host sync: none besides those records.
 
