@@ -37,8 +37,8 @@ from checkpoint_claims import table
 from checkpoint_peers import build
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.data_file import Blocks, FileLayout, TensorSlot, plan_blocks, plan_file_layout
+from dtrain.checkpoint.fetch_plan import plan_fetches
 from dtrain.checkpoint.rank_index import PlacedShards, RankIndex, encode_rank_index, place_shards
-from dtrain.checkpoint.read_tensors import plan_fetches
 from dtrain.checkpoint.reader import CheckpointReader, RankFilesReader, open_checkpoint
 from dtrain.checkpoint.reshard import ReadItem, Region, plan_reads
 from dtrain.checkpoint.run_index import RankParts, RunIndex, encode_run_index, merge_parts

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from dtrain.checkpoint.conversion.convert import convert as convert
     from dtrain.checkpoint.load import LoadResult as LoadResult
     from dtrain.checkpoint.load_weights import LoadWeightsResult as LoadWeightsResult
-    from dtrain.checkpoint.reader import verify as verify
     from dtrain.checkpoint.retention import prune as prune
     from dtrain.checkpoint.state_dict import Stateful as Stateful
+    from dtrain.checkpoint.verify_step import verify as verify
 
 __getattr__, __dir__ = attach(__name__, __file__)

@@ -186,6 +186,24 @@ def as_step_folder(path: AnyPath, caller: str) -> AnyPath | None:
     return None
 
 
+def choose_step(path: AnyPath, caller: str) -> AnyPath | None:
+    """Return the step that a path names: the folder of a step, or the newest step of a root; None for an empty root.
+
+    A step with a corrupt manifest may be the newest and is then returned, so that verification refuses the step.
+
+    Raises:
+        CheckpointError: a step's folder without a manifest.
+    """
+    step = as_step_folder(path, caller)
+    if step is not None:
+        return step
+    committed, corrupt = scan_root(path)
+    newest: CheckpointInfo | CorruptStep | None = committed[-1] if committed else None
+    if corrupt and (newest is None or corrupt[-1].step > newest.step):
+        newest = corrupt[-1]
+    return newest.path if newest else None
+
+
 def skipped_steps(root: AnyPath, folder: AnyPath) -> dict[str, str]:
     """Return the reasons why folders that look newer than ``folder`` are not loaded, by folder name."""
     step = layout.step_of(folder.name)

@@ -19,7 +19,7 @@ from typing import Any, Literal, cast
 import msgspec
 
 from dtrain import heartbeats, spans, storage
-from dtrain.checkpoint import layout, strict_json
+from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import scan_root
 from dtrain.checkpoint.checkpointer import Checkpointer, SaveOptions
 from dtrain.checkpoint.data_file import digest_blocks, plan_blocks, write_data_file
@@ -33,7 +33,7 @@ from dtrain.checkpoint.retention import (
     remove_or_warn,
     remove_step,
 )
-from dtrain.checkpoint.run_index import RankParts, encode_run_index
+from dtrain.checkpoint.run_index import encode_run_index
 from dtrain.checkpoint.save_thread import SaveTask, StagedFiles
 from dtrain.checkpoint.write_plan import INLINE, RankWritePlan, build_rank_index, build_run_index, link_equal_file, rank_parts
 from dtrain.dist.collectives import broadcast_decision, broadcast_json, gather_json, raise_on_all_ranks
@@ -189,27 +189,19 @@ def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveRe
     save.staged.wait()
     root = storage.resolve_path(decision.root)
     staging, plan = root / decision.staging_folder, save.write_plan
-    blocks = []
+    blocks, frozen_name = [], layout.data_name(plan.rank, frozen=True)
     data_files = {name: serialized for name, serialized in save.staged.files.items() if name != INLINE}
     for name, serialized in data_files.items():
         ends = plan_blocks(plan.files[name])
-        found = digest_blocks(serialized, ends) if _can_link(name, decision, save) else None
-        if found is None or not link_equal_file(root / cast(str, decision.previous), staging, name, found, plan.rank):
+        previous = decision.previous if save.options.incremental and name == frozen_name else None
+        found = None if previous is None else digest_blocks(serialized, ends)
+        if previous is None or found is None or not link_equal_file(root / previous, staging, name, found, plan.rank):
             found = write_data_file(staging / name, serialized, ends, threads=WRITE_THREADS, on_part=task.advance)
         blocks.append(found)
     index = encode_rank_index(build_rank_index(plan, blocks))
     storage.write_file(staging / layout.index_name(plan.rank), index)
     storage.sync_folder(staging)
-    sizes = tuple(serialized.size for serialized in data_files.values())
-    return RankFiles(len(index), hashlib.sha256(index).hexdigest(), sizes)
-
-
-def _can_link(name: str, decision: SaveDecision, save: SaveRequest) -> bool:
-    return (
-        save.options.incremental
-        and decision.previous is not None
-        and name == layout.data_name(save.write_plan.rank, frozen=True)
-    )
+    return RankFiles(len(index), hashlib.sha256(index).hexdigest(), tuple(each.size for each in data_files.values()))
 
 
 def _commit_on_all_ranks(decision: SaveDecision, save: SaveRequest, reports: Sequence[Any], task: SaveTask[SaveResult]) -> int:
@@ -229,11 +221,8 @@ def _commit_on_all_ranks(decision: SaveDecision, save: SaveRequest, reports: Seq
 
 def _write_run_index(decision: SaveDecision, save: SaveRequest, reports: Sequence[Any]) -> Manifest:
     """Write the index of the run from the reports of all ranks, and return the manifest of the step."""
-    files = [strict_json.convert(of_rank, RankFiles, "rank files") for of_rank, _ in reports]
-    staged = save.staged.files.get(INLINE)
-    inline = b"" if staged is None else b"".join(staged.views(0, staged.size))
-    parts = [RankParts.decode(of_rank) for _, of_rank in reports]
-    data = encode_run_index(build_run_index(save.write_plan, inline, files, parts))
+    index = build_run_index(save.write_plan, save.staged.files.get(INLINE), reports)
+    data = encode_run_index(index)
     storage.write_file(storage.resolve_path(decision.root) / decision.staging_folder / layout.INDEX, data)
     return Manifest(
         run_id=decision.run_id,
@@ -244,7 +233,7 @@ def _write_run_index(decision: SaveDecision, save: SaveRequest, reports: Sequenc
         what=save.what,
         states=save.state_names,
         world_size=save.info.world_size,
-        bytes=len(data) + sum(of_rank.index_bytes + sum(of_rank.data_bytes) for of_rank in files),
+        bytes=len(data) + sum(index.sizes.values()),
         index_bytes=len(data),
         index_sha256=hashlib.sha256(data).hexdigest(),
     )

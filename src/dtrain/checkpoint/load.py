@@ -22,16 +22,16 @@ from torch import Tensor
 from dtrain import spans, storage
 from dtrain.arguments import check_choice
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.checkpoint_info import skipped_steps
+from dtrain.checkpoint.checkpoint_info import choose_step, skipped_steps
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, LoadOptions, LoadPlan, parse_ignore
 from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
 from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint, read_checkpoint
 from dtrain.checkpoint.read_tensors import copy_into_
-from dtrain.checkpoint.reader import choose_step, iter_sound_steps_before
 from dtrain.checkpoint.retention import check_free_space
 from dtrain.checkpoint.save_thread import save_thread
 from dtrain.checkpoint.state_dict import content_key, gc_paused, stateful_extra
 from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped
+from dtrain.checkpoint.verify_step import iter_sound_steps_before
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import rng_state, seed_all, set_rng_state

@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from dtrain import storage
 from dtrain.checkpoint import layout, mismatch_report, strict_json, tensor_files, tree_json
-from dtrain.checkpoint.checkpoint_info import has_manifest
+from dtrain.checkpoint.checkpoint_info import choose_step, has_manifest
 from dtrain.checkpoint.data_file import as_bytes
 from dtrain.checkpoint.mismatch_report import MismatchRow
 from dtrain.checkpoint.read_tensors import copy_into_, read_tensors
-from dtrain.checkpoint.reader import choose_step
 from dtrain.checkpoint.reshard import Region, plan_reads
 from dtrain.checkpoint.tensor_files import TensorFiles, open_step
 from dtrain.checkpoint.tree_json import TensorRef

@@ -8,11 +8,9 @@ thread. Each block is fetched once.
 
 from __future__ import annotations
 
-import threading
 from collections import defaultdict, deque
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from typing import NamedTuple
@@ -21,7 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.data_file import Blocks, FileOpener, ReadableFile, split_blocks, verify_pieces
+from dtrain.checkpoint.data_file import FileOpener, ReadableFile, verify_pieces
+from dtrain.checkpoint.fetch_plan import Fetch, plan_fetches
+from dtrain.checkpoint.host_buffers import BufferPool, GatherBuffer, view_as
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.reshard import ReadItem
 from dtrain.checkpoint.tree_json import TensorRef
@@ -32,65 +32,12 @@ from dtrain.storage.parallel_parts import for_each_part
 READ_THREADS = 2
 # Concurrent requests to a server.
 REMOTE_REQUESTS = 8
-# A server sends so many bytes in the time of a request, so smaller gaps between needed blocks are read as well.
-_MAX_REMOTE_GAP_BYTES = 2**20
 # Fewer fetches are not worth the threads.
 _MIN_THREADED_FETCHES = 4
 # Size of a read whose digest is computed from the second-level cache of common processors.
 _PIECE_BYTES = 256 * 2**10
 # Smaller segments are copied out of a buffer, which saves a system call for each of them.
 _DIRECT_MIN_BYTES = 64 * 2**10
-
-
-class _BufferPool:
-    """Pool of reusable buffers, because memory that threads free often does not return to the system."""
-
-    def __init__(self) -> None:
-        self._free: list[Tensor] = []
-
-    def acquire(self, size: int) -> Tensor:
-        """Return an unused buffer of at least ``size`` bytes."""
-        try:
-            buffer = self._free.pop()
-        except IndexError:
-            buffer = torch.empty(size, dtype=torch.uint8, device="cpu")
-        return buffer if len(buffer) >= size else torch.empty(size, dtype=torch.uint8, device="cpu")
-
-    def release(self, buffer: Tensor) -> None:
-        """Return a buffer to the pool."""
-        self._free.append(buffer)
-
-
-class _GatherBuffer:
-    """Rows of a stored shard that are not contiguous in their tensor; they are copied when all rows have been read."""
-
-    def __init__(self, read: ReadItem, dtype: torch.dtype, target: Tensor, pool: _BufferPool) -> None:
-        self._read, self._dtype, self._target, self._pool = read, dtype, target, pool
-        self._lock = threading.Lock()
-        self._buffer: Tensor | None = None
-        self._missing = read.end - read.begin
-
-    def add(self, begin: int, data: Tensor) -> None:
-        """Add verified bytes of the file from ``begin`` on."""
-        if len(data) == self._read.end - self._read.begin:
-            self._copy(data)
-            return
-        # The remaining rows are in another fetch, which another thread may make.
-        with self._lock:
-            if self._buffer is None:
-                self._buffer = self._pool.acquire(self._read.end - self._read.begin)
-            at = begin - self._read.begin
-            self._buffer[at : at + len(data)].copy_(data)
-            self._missing -= len(data)
-            if self._missing == 0:
-                self._copy(self._buffer[: self._read.end - self._read.begin])
-                self._pool.release(self._buffer)
-                self._buffer = None
-
-    def _copy(self, data: Tensor) -> None:
-        block = _view_as(data, self._dtype).view(self._read.block)
-        source, target = (tuple(slice(*span) for span in spans) for spans in (self._read.source, self._read.target))
-        self._target[target].copy_(block[source])
 
 
 class _Segment(NamedTuple):
@@ -100,55 +47,7 @@ class _Segment(NamedTuple):
     end: int
     key: str
     memory: memoryview | None
-    gather_buffer: _GatherBuffer | None
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class Fetch:
-    """Bytes ``[begin, end)`` of a file that are read together, the numbers of their blocks, and the segments inside."""
-
-    begin: int
-    end: int
-    blocks: range
-    segments: list[_Segment]
-
-
-def plan_fetches(blocks: Blocks | None, spans: Iterable[tuple[int, int]], *, size: int, is_remote: bool) -> list[Fetch]:
-    """Plan the fetches of a file, in order.
-
-    Args:
-        blocks: blocks of the file; None for a file without digests, of which chunks are fetched in part.
-        spans: needed byte ranges in the order of their begin.
-        size: size of the file.
-        is_remote: if True, a gap between blocks is read rather than a further request made.
-    """
-    if blocks is None:
-        return _plan_undigested(spans, size)
-    needed: list[range] = []
-    reach = -1
-    gap = _MAX_REMOTE_GAP_BYTES if is_remote else 0
-    for begin, end in spans:
-        # Most spans are small, and in the block of the span before.
-        if end <= reach or begin == end:
-            continue
-        numbers = blocks.numbers_of(begin, end)
-        if needed and blocks.begin_of(numbers.start) - reach <= gap:
-            needed[-1] = range(needed[-1].start, max(numbers.stop, needed[-1].stop))
-        else:
-            needed.append(numbers)
-        reach = blocks.ends[needed[-1].stop - 1]
-    return [
-        Fetch(blocks.begin_of(part.start), blocks.ends[part.stop - 1], part, [])
-        for numbers in needed
-        for part in split_blocks(blocks, numbers)
-    ]
-
-
-def _plan_undigested(spans: Iterable[tuple[int, int]], size: int) -> list[Fetch]:
-    chunk_bytes = layout.CHUNK_BYTES
-    numbers = sorted({at for begin, end in spans if begin < end for at in range(begin // chunk_bytes, -(-end // chunk_bytes))})
-    # The file may be shorter than its header says.
-    return [Fetch(at * chunk_bytes, max(at * chunk_bytes, min((at + 1) * chunk_bytes, size)), range(0), []) for at in numbers]
+    gather_buffer: GatherBuffer | None
 
 
 def read_tensors(
@@ -189,23 +88,22 @@ def read_tensors(
             for read in to_verify:
                 by_file[read.file][1].append((read.begin, read.end))
             to_verify.clear()
-            work: list[tuple[ReadableFile, Fetch]] = []
+            work: list[tuple[ReadableFile, Fetch, list[_Segment]]] = []
             for number, (of_file, spans) in sorted(by_file.items()):
                 file = stack.enter_context(open_file(number))
                 spans += [(read.begin, read.end) for read in of_file]
                 spans.sort()
                 fetches = plan_fetches(file.blocks, spans, size=file.file.size, is_remote=file.file.is_remote)
-                host_tensors.add_reads(of_file, fetches)
-                work += [(file, fetch) for fetch in fetches]
-            buffers = _BufferPool()
+                segments = host_tensors.split_reads(of_file, fetches)
+                work += [(file, *item) for item in zip(fetches, segments, strict=True)]
+            buffers = BufferPool()
 
             def fetch(at: int) -> None:
-                file, item = work[at]  # noqa: B023  # called before the next iteration
-                # The autograd mode belongs to a thread.
+                # The autograd mode belongs to a thread. The function is called before the next iteration.
                 with torch.no_grad():
-                    _read_fetch(file, item, host_tensors, buffers)  # noqa: B023
+                    _read_fetch(*work[at], host_tensors, buffers)  # noqa: B023
 
-            remote = any(file.file.is_remote for file, _ in work)
+            remote = any(file.file.is_remote for file, _, _ in work)
             threads = REMOTE_REQUESTS if remote else READ_THREADS if len(work) >= _MIN_THREADED_FETCHES else 1
             for_each_part(len(work), fetch, threads=threads, name="dtrain-read", activity="load")
     return host_tensors.tensors
@@ -253,7 +151,7 @@ class _HostTensors:
         # The size of a row and of the whole in bytes, by shape and dtype.
         self._bytes: dict[tuple[tuple[int, ...], str], tuple[int, int]] = {}
         self._views: dict[str, memoryview] = {}
-        self._pool = _BufferPool()
+        self._pool = BufferPool()
         self.tensors: dict[str, Tensor] = {key: self._new(key) for key, size in sizes.items() if 0 in size}
 
     def _fits(self, key: str, target: Tensor) -> bool:
@@ -269,18 +167,17 @@ class _HostTensors:
         target.view(-1)[:0].zero_()
         return target
 
-    def add_reads(self, reads: Sequence[ReadItem], fetches: Sequence[Fetch]) -> None:
-        """Add the segments of the reads of a file, which are in order and do not overlap, to the fetches that contain them.
-
-        Mutates: ``fetches``.
-        """
+    def split_reads(self, reads: Sequence[ReadItem], fetches: Sequence[Fetch]) -> list[list[_Segment]]:
+        """Split the reads of a file, which are in order and do not overlap, into the segments of each fetch."""
+        segments: list[list[_Segment]] = [[] for _ in fetches]
         at = 0
         for read in reads:
             while fetches[at].end <= read.begin and at < len(fetches) - 1:
                 at += 1
-            self._add_read(read, fetches, at)
+            self._split_read(read, fetches, at, segments)
+        return segments
 
-    def _add_read(self, read: ReadItem, fetches: Sequence[Fetch], at: int) -> None:
+    def _split_read(self, read: ReadItem, fetches: Sequence[Fetch], at: int, segments: list[list[_Segment]]) -> None:
         _, begin, end, key, _, _, target, contiguous = read
         size, stored = self._sizes[key], self._refs[key].dtype
         if (size, stored) not in self._bytes:
@@ -288,11 +185,11 @@ class _HostTensors:
             self._bytes[size, stored] = prod(size[1:]) * dtype.itemsize, prod(size) * dtype.itemsize
         row, whole = self._bytes[size, stored]
         if contiguous and end - begin == whole < _DIRECT_MIN_BYTES and end <= fetches[at].end:
-            fetches[at].segments.append(_Segment(begin, end, key, None, None))
+            segments[at].append(_Segment(begin, end, key, None, None))
             return
         if key not in self.tensors:
             self.tensors[key] = self._new(key)
-        block = None if contiguous else _GatherBuffer(read, DTYPES[stored], self.tensors[key], self._pool)
+        block = None if contiguous else GatherBuffer(read, DTYPES[stored], self.tensors[key], self._pool)
         if contiguous and key not in self._views:
             self._views[key] = _bytes_of(self.tensors[key])
         begin_in_target = target[0][0] * row if target else 0
@@ -304,7 +201,7 @@ class _HostTensors:
             if block is None:
                 memory = self._views[key][begin_in_target + low - begin : begin_in_target + high - begin]
             if high > low:
-                fetches[at].segments.append(_Segment(low, high, key, memory, block))
+                segments[at].append(_Segment(low, high, key, memory, block))
             low, at = high, at + 1
 
     def split_buffer(self, buffer: Tensor, start: int, segments: Sequence[_Segment]) -> bool:
@@ -337,7 +234,7 @@ class _HostTensors:
     def _split_run(self, buffer: Tensor, start: int, run: Sequence[_Segment], dtype: torch.dtype) -> list[tuple[str, Tensor]]:
         """Return the view of each segment of a run."""
         low, high = run[0].begin - start, run[-1].end - start
-        typed = _view_as(buffer[low:high], dtype)
+        typed = view_as(buffer[low:high], dtype)
         sizes = {self._sizes[segment.key] for segment in run}
         # If all segments have one shape and are adjacent, one view splits them.
         if len(sizes) == 1 and len(typed) == len(run) * prod(size := sizes.pop()):
@@ -358,9 +255,11 @@ class _HostTensors:
         return [(key, part.view(self._sizes[key])) for key, part in flat if key is not None]
 
 
-def _read_fetch(file: ReadableFile, fetch: Fetch, tensors: _HostTensors, buffers: _BufferPool) -> None:
+def _read_fetch(
+    file: ReadableFile, fetch: Fetch, segments: Sequence[_Segment], tensors: _HostTensors, buffers: BufferPool
+) -> None:
     """Make a fetch, verify the digests of its blocks, and copy its segments to their tensors."""
-    begin, segments, blocks = fetch.begin, fetch.segments, file.blocks
+    begin, blocks = fetch.begin, file.blocks
     # A file without digests may be shorter than its header says, which the read of the last segment reports.
     end = max(fetch.end, *(segment.end for segment in segments[-1:]), 0)
     parts = list(_plan_fetch(file, segments, begin, end))
@@ -456,11 +355,6 @@ def _distribute(
         return False
     assert buffer is not None, "small segments are read into the buffer"
     return tensors.split_buffer(buffer, start, small)
-
-
-def _view_as(data: Tensor, dtype: torch.dtype) -> Tensor:
-    """View bytes as values; unaligned bytes are copied."""
-    return (data if data.storage_offset() % dtype.itemsize == 0 else data.clone()).view(dtype)
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:

@@ -1,13 +1,10 @@
-"""Open a checkpoint: its manifest and index, and the indexes of the ranks whose files a caller needs. ``verify`` reads all.
-
-``choose_step`` returns the step that a path names: a step's folder, or the newest step of a root.
-"""
+"""Open a checkpoint: its manifest and index, and the indexes of the ranks whose files a caller needs."""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -15,15 +12,8 @@ from typing import Any, TypeVar
 
 from dtrain import heartbeats, storage
 from dtrain.checkpoint import layout, strict_json, tree_json
-from dtrain.checkpoint.checkpoint_info import (
-    CheckpointInfo,
-    CorruptStep,
-    as_step_folder,
-    read_info,
-    read_manifest,
-    scan_root,
-)
-from dtrain.checkpoint.data_file import InMemoryFile, OpenedFile, verify_file
+from dtrain.checkpoint.checkpoint_info import read_manifest
+from dtrain.checkpoint.data_file import InMemoryFile, OpenedFile
 from dtrain.checkpoint.layout import Manifest
 from dtrain.checkpoint.rank_index import (
     PlacedShards,
@@ -34,10 +24,10 @@ from dtrain.checkpoint.rank_index import (
     place_shards,
     shard_kind,
 )
-from dtrain.checkpoint.reshard import Region, check_cover
+from dtrain.checkpoint.reshard import Region
 from dtrain.checkpoint.run_index import RunIndex, inline_order, parse_run_index
 from dtrain.checkpoint.tree_json import strip_prefix
-from dtrain.errors import CheckpointError, CheckpointMismatchError, CorruptCheckpointError
+from dtrain.errors import CheckpointMismatchError, CorruptCheckpointError
 from dtrain.storage import AnyPath
 from dtrain.storage.parallel_parts import for_each_part
 
@@ -207,7 +197,7 @@ class CheckpointReader:
     def values_of(self, rank: int) -> Any:
         """Return the encoded values of a rank."""
         values = self.ranks.placed(rank).values
-        return values if self.state is None else _state_values(values, self.state, layout.index_name(rank))
+        return values if self.state is None else state_values(values, self.state, layout.index_name(rank))
 
     def shards_of_rank(self, rank: int) -> dict[str, StoredShard]:
         """Return the shards of the tensors that only this rank has, by key."""
@@ -248,7 +238,7 @@ def _state_prefix(name: str) -> str:
     return tree_json.join_key(layout.STATES, name) + "/"
 
 
-def _state_values(values: Any, name: str, location: str) -> dict[str, Any]:
+def state_values(values: Any, name: str, location: str) -> dict[str, Any]:
     """Return a rank's values as if the rank had saved one state alone."""
     values = strict_json.read_object(values, f"{location}: values", (layout.STATES, "rng"))
     states = values[layout.STATES]
@@ -382,130 +372,3 @@ def with_buffers_of(reader: CheckpointReader, rank: int) -> CheckpointReader:
     buffers = {key: shard for key, shard in reader.shards_of_rank(rank).items() if key.startswith("buffers/")}
     refs = tree_json.tensor_refs(reader.values_of(rank), "")
     return replace(reader, own=buffers, refs={**reader.refs, **{key: refs[key] for key in buffers}})
-
-
-def verify_step(folder: AnyPath) -> CheckpointReader:
-    """Verify every byte of a step, and that each tensor is stored completely and once.
-
-    Raises:
-        CorruptCheckpointError: names the file and the reason.
-    """
-    reader = open_checkpoint(folder)
-    verify_data(reader)
-    return reader
-
-
-def verify_indexes(reader: CheckpointReader) -> None:
-    """Verify the indexes of all ranks, one after the other, and that each tensor is stored completely and once.
-
-    Raises:
-        CorruptCheckpointError: names the file and the reason.
-    """
-    for _ in _iter_ranks(reader):
-        pass
-
-
-def _iter_ranks(reader: CheckpointReader) -> Iterator[RankFilesReader]:
-    """Iterate over readers of one rank each, whose indexes are not kept. Checks first that all tensors are complete."""
-    keys = dict(zip(reader.index.tensors, reader.refs, strict=True))
-    for number, kind in enumerate(reader.index.kinds, 1):
-        parts = kind.parts_in((0,) * len(kind.shape), kind.shape)
-        check_cover(keys.get(number, f"kinds[{number - 1}]"), [StoredShard(rank, 0, part) for rank, part in parts], kind.shape)
-    for rank in range(reader.world_size):
-        ranks = RankFilesReader(reader.folder, reader.index)
-        _check_values(ranks.placed(rank).values, reader.manifest, layout.index_name(rank))
-        yield ranks
-
-
-def _check_values(values: Any, manifest: Manifest, location: str) -> None:
-    """Check the sections of the values of a rank."""
-    if not manifest.states:
-        strict_json.read_object(values, f"{location}: values", ("buffers", "rng"))
-    for name in manifest.states:
-        _state_values(values, name, location)
-
-
-def verify_data(reader: CheckpointReader, on_bytes: Callable[[int], object] = lambda _: None) -> None:
-    """Verify all data and indexes of an open checkpoint. Memory does not grow with the checkpoint.
-
-    Args:
-        reader: the checkpoint.
-        on_bytes: called with the number of bytes after each part of the tensor data.
-
-    Raises:
-        CorruptCheckpointError: names the file and the reason.
-    """
-
-    def report(nbytes: int) -> None:
-        # One rank may verify older steps while the other ranks wait.
-        heartbeats.heartbeat("verify")
-        on_bytes(nbytes)
-
-    for rank, ranks in enumerate(_iter_ranks(reader)):
-        for frozen in range(len(reader.index.files[rank].data_bytes)):
-            with ranks.open_data(1 + 2 * rank + frozen) as opened:
-                verify_file(opened, report)
-
-
-def verify(path: AnyPath | str) -> CheckpointInfo:
-    """Read a whole checkpoint, and return its description if every byte matches its digest.
-
-        info = dt.checkpoint.verify("runs/gpt/ckpt")
-        print(f"step {info.step}: {info.bytes} bytes verified")
-
-    Args:
-        path: folder of a step, or a root, whose newest step is verified.
-
-    Raises:
-        CorruptCheckpointError: names the file and the reason.
-        CheckpointError: there is no checkpoint, or the checkpoint cannot be read.
-    """
-    try:
-        folder = choose_step(storage.resolve_path(path), "verify")
-        if folder is None:
-            raise CheckpointError(f"verify: no checkpoint found in {path}. Save one with save_sharded, or correct the path.")
-        return _verify_and_describe(folder)
-    except OSError as error:
-        raise CheckpointError(f"verify: {error}") from error
-
-
-def _verify_and_describe(folder: AnyPath) -> CheckpointInfo:
-    try:
-        verify_step(folder)
-        return read_info(folder)
-    except CheckpointError as error:
-        raise type(error)(f"verify: {folder}: {error}") from None
-
-
-def choose_step(path: AnyPath, caller: str) -> AnyPath | None:
-    """Return the step that a path names: the folder of a step, or the newest step of a root; None for an empty root.
-
-    A step with a corrupt manifest may be the newest and is then returned, so that verification refuses the step.
-
-    Raises:
-        CheckpointError: a step's folder without a manifest.
-    """
-    step = as_step_folder(path, caller)
-    if step is not None:
-        return step
-    committed, corrupt = scan_root(path)
-    newest: CheckpointInfo | CorruptStep | None = committed[-1] if committed else None
-    if corrupt and (newest is None or corrupt[-1].step > newest.step):
-        newest = corrupt[-1]
-    return newest.path if newest else None
-
-
-def iter_sound_steps_before(folder: AnyPath) -> Iterable[CheckpointInfo]:
-    """Iterate over the steps of the root that were committed before ``folder`` and pass verification, newest first."""
-    committed, _ = scan_root(folder.parent)
-    serials = [c.serial for c in committed if c.path == folder]
-    step = layout.step_of(folder.name)
-    for candidate in reversed(committed):
-        # The serial of a step with a corrupt manifest is unknown, so its step number is compared instead.
-        older = candidate.serial < serials[0] if serials else step is None or candidate.step < step
-        if older and candidate.path != folder:
-            try:
-                verify_step(candidate.path)
-            except CorruptCheckpointError:
-                continue
-            yield candidate

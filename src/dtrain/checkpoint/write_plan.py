@@ -10,9 +10,17 @@ from typing import Any
 from torch import Tensor
 
 from dtrain import storage
-from dtrain.checkpoint import layout, tree_json
+from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.checkpoint_info import read_manifest
-from dtrain.checkpoint.data_file import Blocks, FileLayout, OpenedFile, TensorSlot, plan_file_layout, verify_file
+from dtrain.checkpoint.data_file import (
+    Blocks,
+    FileLayout,
+    OpenedFile,
+    SerializedFile,
+    TensorSlot,
+    plan_file_layout,
+    verify_file,
+)
 from dtrain.checkpoint.layout import RankFiles
 from dtrain.checkpoint.rank_index import RankIndex
 from dtrain.checkpoint.reader import read_rank_index, read_run_index
@@ -150,17 +158,16 @@ def rank_parts(write_plan: RankWritePlan) -> RankParts:
     return RankParts.of(write_plan.keys, parts)
 
 
-def build_run_index(
-    write_plan: RankWritePlan, inline: bytes, files: Sequence[RankFiles], parts: Sequence[RankParts]
-) -> RunIndex:
+def build_run_index(write_plan: RankWritePlan, inline: SerializedFile | None, reports: Sequence[Any]) -> RunIndex:
     """Build the index of the run on rank 0.
 
     Args:
         write_plan: write plan of rank 0.
-        inline: content of ``INLINE``.
-        files: files by rank.
-        parts: parts by rank.
+        inline: content of ``INLINE``; None without any.
+        reports: ``RankFiles`` and encoded ``RankParts`` of each rank.
     """
+    files = tuple(strict_json.convert(of_rank, RankFiles, "rank files") for of_rank, _ in reports)
+    parts = [RankParts.decode(of_rank) for _, of_rank in reports]
     assert write_plan.shared is not None, "only rank 0 has the values of the run"
     refs: dict[str, tree_json.TensorRef] = {}
     for section, values in write_plan.shared.items():
@@ -168,10 +175,10 @@ def build_run_index(
     assert tuple(refs) == write_plan.keys, "values name the tensors in the order in which they were collected"
     kinds, tensors = merge_parts(refs, write_plan.inline, parts)
     return RunIndex(
-        files=tuple(files),
+        files=files,
         kinds=kinds,
         tensors=tensors,
-        inline=inline,
+        inline=b"" if inline is None else b"".join(inline.views(0, inline.size)),
         local_buffers=any(not key.startswith("rng/") for key in write_plan.per_rank),
         shared=write_plan.shared,
     )

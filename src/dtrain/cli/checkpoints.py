@@ -234,7 +234,8 @@ def verify(
 def _verify_step(folder: AnyPath, deep: bool) -> dict[str, Any]:
     """Return the facts of a verified step, or its problem."""
     from dtrain.checkpoint.checkpoint_info import read_info
-    from dtrain.checkpoint.reader import open_checkpoint, verify_indexes
+    from dtrain.checkpoint.reader import open_checkpoint
+    from dtrain.checkpoint.verify_step import verify_indexes
 
     try:
         if deep:
@@ -252,7 +253,8 @@ def _verify_step(folder: AnyPath, deep: bool) -> dict[str, Any]:
 
 
 def _verify_deeply(folder: AnyPath) -> None:
-    from dtrain.checkpoint.reader import open_checkpoint, verify_data
+    from dtrain.checkpoint.reader import open_checkpoint
+    from dtrain.checkpoint.verify_step import verify_data
 
     reader = open_checkpoint(folder)
     with ByteProgressBar(folder.name, sum(sum(files.data_bytes) for files in reader.index.files)) as bar:

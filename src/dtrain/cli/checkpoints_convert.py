@@ -61,8 +61,7 @@ def list_root_steps(folder: AnyPath, command: str) -> tuple[list[CheckpointInfo 
     Raises:
         CheckpointError: the root cannot be read.
     """
-    from dtrain.checkpoint.checkpoint_info import scan_root
-    from dtrain.checkpoint.reader import choose_step
+    from dtrain.checkpoint.checkpoint_info import choose_step, scan_root
 
     try:
         committed, corrupt = scan_root(folder)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from dtrain.checkpoint.conversion.weight_stream import batch_regions, group_by_size, nbytes, read_batch
+from dtrain.checkpoint.conversion.weight_stream import batch_regions, group_by_size, nbytes, read_batch, tensor_region
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.rank_index import shard_kind
 from dtrain.checkpoint.tensor_files import TensorFiles, open_safetensors_file
@@ -96,11 +96,14 @@ def test_read_batch_joins_columns_of_several_files(tmp_path, limit):
         halves.append(open_safetensors_file(tmp_path / f"{at}.safetensors"))
     boxes = []
     for file, half in enumerate(halves):
-        (shard,) = half.shards["x"]
+        (shard,) = half.find_shards({"x": tensor_region(half.refs["x"])})["x"]
         boxes.append(shard._replace(file=file, kind=shard_kind("F32", (7, 6), (0, 4 * file), shard.kind.size)))
     ref = TensorRef(dtype="F32", shape=(7, 6), distributed=True)
     stored = TensorFiles(
-        content_hash="", refs={"x": ref}, shards={"x": boxes}, open_file=lambda number: halves[number].open_file(0)
+        content_hash="",
+        refs={"x": ref},
+        find_shards=lambda regions: {"x": boxes},
+        open_file=lambda number: halves[number].open_file(0),
     )
     pieces = [read_batch(stored, batch)["x"] for batch in batch_regions(stored.refs, ["x"], limit=limit)]
     assert len(pieces) == {1: 7, 60: 4, 10_000: 1}[limit]

@@ -23,14 +23,13 @@ from typing import Literal, get_args
 
 from dtrain import storage
 from dtrain.checkpoint import layout, tensor_files
-from dtrain.checkpoint.checkpoint_info import has_manifest, read_manifest
+from dtrain.checkpoint.checkpoint_info import choose_step, has_manifest, read_manifest
 from dtrain.checkpoint.conversion.weight_stream import (
     WeightStream,
     apply_ties,
     stream_weights,
     write_safetensors,
 )
-from dtrain.checkpoint.reader import choose_step
 from dtrain.checkpoint.tensor_files import MODEL_FILE, SUFFIX, TensorFiles, open_step
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.storage import AnyPath
