@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from dtrain.cli.plan import parse_factory_arguments, parse_memory
+from dtrain.cli.plan import format_seconds, parse_factory_arguments, parse_memory, parse_network
 from dtrain.errors import ConfigError
+from dtrain.planning.network import NETWORKS
 
 MODEL = """
 import torch
@@ -32,7 +33,8 @@ def plan(command_line, monkeypatch, tmp_path):
 
 def test_comparison_prints_one_line_per_strategy(plan):
     code, out, err = plan("cli_model.py:workload", "--world", "8", "--memory", "64KiB", "--checkpoint", "none")
-    assert (code, err) == (0, "")
+    assert code == 0
+    assert [line.split(" layouts in ")[0] for line in err.splitlines()] == ["plan: 1 of 3", "plan: 2 of 3", "plan: 3 of 3"]
     lines = out.splitlines()
     assert lines[0].startswith("cli_model.py:workload: 144 parameters on 8 ranks (dp_replicate 1 x dp_shard 8), 64 KiB each")
     assert lines[2].split()[:5] == ["strategy", "checkpoint", "fits", "peak", "in"]
@@ -141,3 +143,48 @@ def test_factory_arguments_are_parsed_as_literals_or_strings():
         "e": None,
         "f": "",
     }
+
+
+def test_network_adds_seconds(plan):
+    arguments = ("cli_model.py:workload", "--world", "16", "--network", "h100-ndr400", "--json", "--processes", "1")
+    code, out, _ = plan(*arguments)
+    rows = json.loads(out)["plans"]
+    assert code == 0
+    assert all(row["seconds"]["links"] > 0 for row in rows)
+    assert {row["seconds"]["control"] for row in rows} == {2 * 15 * 50e-6}
+    for strategy, expected in (((), "on the links: collectives"), (("--strategy", "full_shard"), "A step spends ")):
+        code, out, _ = plan(*arguments[:-3], *strategy)
+        assert code == 0
+        assert expected in out
+        assert "on the links" in out.splitlines()[2] or strategy
+
+
+def test_processes_do_not_change_the_plan(plan):
+    one, two = (plan("cli_model.py:workload", "--world", "4", "--json", "--processes", n) for n in ("1", "2"))
+    assert one[:2] == two[:2]
+
+
+def test_network_is_parsed_by_name_and_by_hand():
+    assert parse_network("plan", "--network", "a100-hdr200") is NETWORKS["a100-hdr200"]
+    found = parse_network("plan", "--network", "node=4,within=32GB/s,between=100Gb/s,latency=5us,control=0.1ms")
+    assert (found.node_ranks, found.within, found.between) == (4, 32e9, 12.5e9)
+    latencies = (found.within_latency_s, found.between_latency_s, found.control_latency_s)
+    assert latencies == pytest.approx((5e-6, 5e-6, 1e-4))
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("nvlink", "--network must be one of a100-hdr200, .* or a list of values, got 'nvlink'"),
+        ("node=8,within=450", "must be one of .*got 'node=8,within=450'"),
+        ("node=8,within=450GB/s", "--network must have between=, got"),
+    ],
+)
+def test_unknown_network_is_refused(text, expected):
+    with pytest.raises(ConfigError, match=expected):
+        parse_network("plan", "--network", text)
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(2, "2 s"), (0.0511, "51.1 ms"), (3e-6, "3 us"), (0, "0 us")])
+def test_seconds_have_three_digits(seconds, text):
+    assert format_seconds(seconds) == text

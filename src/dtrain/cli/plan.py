@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import os
 import re
+import sys
+import time
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -17,6 +21,7 @@ from dtrain.errors import ConfigError, escape_unprintable
 
 if TYPE_CHECKING:
     from dtrain.planning.estimate import LargestMicrobatch, StrategyEstimate
+    from dtrain.planning.network import Network
     from dtrain.shard.precision import Precision
 
 
@@ -64,6 +69,42 @@ def parse_precision(name: str) -> Precision | None:
     return None if name == "fp32" else Precision.preset(preset, low)  # type: ignore[arg-type]
 
 
+_RATE = re.compile(r"([0-9.]+)\s*(?:(GB|MB|Gb|Mb)/s)")
+_RATE_UNITS = {"GB": 1e9, "MB": 1e6, "Gb": 1e9 / 8, "Mb": 1e6 / 8}
+_NETWORK_EXAMPLE = "Pass h100-ndr400, or node=8,within=450GB/s,between=400Gb/s,latency=10us."
+
+
+def parse_network(command: str, name: str, text: str) -> Network:
+    """Parse the name of a preset, or ``node=8,within=450GB/s,between=400Gb/s``. A type of ``option``.
+
+    Raises:
+        ConfigError: the name is unknown, or a value cannot be parsed.
+    """
+    from dtrain.planning.network import NETWORKS, Network
+
+    if text in NETWORKS:
+        return NETWORKS[text]
+    values: dict[str, float] = {}
+    for pair in text.split(","):
+        key, _, value = pair.partition("=")
+        rate, seconds = _RATE.fullmatch(value.strip()), re.fullmatch(r"([0-9.]+)(us|ms)", value.strip())
+        if key in ("within", "between") and rate:
+            values[key] = float(rate[1]) * _RATE_UNITS[rate[2]]
+        elif key in ("latency", "control") and seconds:
+            values[key] = float(seconds[1]) * (1e-6 if seconds[2] == "us" else 1e-3)
+        elif key == "node" and value.isdecimal():
+            values[key] = int(value)
+        else:
+            known = ", ".join(NETWORKS)
+            raise ConfigError(f"{command}: {name} must be one of {known} or a list of values, got {text!r}. {_NETWORK_EXAMPLE}")
+    if missing := sorted({"node", "within", "between"} - set(values)):
+        raise ConfigError(f"{command}: {name} must have {missing[0]}=, got {text!r}. {_NETWORK_EXAMPLE}")
+    latency = values.get("latency")
+    latencies = {} if latency is None else {"within_latency_s": latency, "between_latency_s": latency}
+    latencies |= {"control_latency_s": values["control"]} if "control" in values else {}
+    return Network(node_ranks=int(values["node"]), within=values["within"], between=values["between"], **latencies)
+
+
 _MEMORY_PARTS = ("parameters", "gradients", "optimizer", "transforms", "gathered", "communication", "activations")
 
 
@@ -71,7 +112,8 @@ def headline(target: str, row: StrategyEstimate, precision: str) -> str:
     """Describe the plan in one line."""
     estimate = row.estimate
     config, largest = estimate.config, row.largest
-    mesh = f"dp_replicate {config.dp_replicate} x dp_shard {config.world_size // config.dp_replicate}"
+    mesh = f"dp_replicate {config.dp_replicate} x dp_shard {config.world_size // config.dp_replicate // config.tp}"
+    mesh += f" x tp {config.tp}" if config.tp > 1 else ""
     ranks = f"{format_count(config.world_size, 'rank')} ({mesh})"
     sizes = f"microbatches of {estimate.microbatch_size}, {estimate.microbatches} to a step"
     room = f", {_format_size(largest.memory)} each" if largest else ""
@@ -85,12 +127,13 @@ def _format_parameter_count(number: int) -> str:
     return str(number)
 
 
-def print_comparison(rows: Sequence[StrategyEstimate]) -> None:
+def print_comparison(rows: Sequence[StrategyEstimate], network: Network | None) -> None:
     """Print a line for each strategy. The columns of bytes are at the peak, and add up to the peak."""
     # Most workloads have no transform with a state.
     parts = [part for part in _MEMORY_PARTS if part != "transforms" or any(row.estimate.at_peak.transforms for row in rows)]
     with_memory = rows[0].largest is not None
     head = ["strategy", "checkpoint", *(["fits"] if with_memory else []), "peak", "in", *parts, "sent per step"]
+    head += ["on the links", "control"] if network else []
     lines = [
         [
             row.estimate.config.strategy,
@@ -100,6 +143,7 @@ def print_comparison(rows: Sequence[StrategyEstimate]) -> None:
             row.estimate.peak_phase,
             *(_format_size(getattr(row.estimate.at_peak, part)) for part in parts),
             _format_size(row.estimate.bytes_sent),
+            *([] if network is None else map(format_seconds, _seconds(row, network))),
         ]
         for row in rows
     ]
@@ -107,10 +151,30 @@ def print_comparison(rows: Sequence[StrategyEstimate]) -> None:
     print_table(head, lines, right=[index for index, name in enumerate(head) if name not in left_aligned])
     if with_memory:
         typer.echo("\nfits: the largest microbatch; other columns are for the requested microbatch")
+    if network:
+        typer.echo("on the links: collectives of a step, one after another; control: records of a step. Nothing overlaps")
 
 
-def print_detail(row: StrategyEstimate) -> None:
+def _seconds(row: StrategyEstimate, network: Network) -> tuple[float, float]:
+    """Return the seconds of a step's collectives, and of its control records."""
+    from dtrain.planning.network import communication_seconds, control_seconds
+
+    estimate = row.estimate
+    return communication_seconds(estimate.traffic, network), control_seconds(estimate.config.world_size, network)
+
+
+def format_seconds(seconds: float) -> str:
+    """Format seconds with three digits and a unit that people read."""
+    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
+        if seconds >= scale:
+            return f"{seconds / scale:.3g} {unit}"
+    return f"{seconds / 1e-6:.3g} us"
+
+
+def print_detail(row: StrategyEstimate, network: Network | None) -> None:
     """Print the memory and the traffic of one rank."""
+    from dtrain.planning.network import communication_seconds
+
     estimate, largest = row.estimate, row.largest
     lines = [
         [part, _format_size(getattr(estimate.at_peak, part)), _format_size(getattr(estimate.max_by_part, part))]
@@ -119,11 +183,22 @@ def print_detail(row: StrategyEstimate) -> None:
     print_table(("part", "at the peak", "at most"), [*lines, ["together", _format_size(estimate.peak), ""]], right=(1, 2))
     phases = ", ".join(f"{phase} {_format_size(peak)}" for phase, peak in estimate.peaks.items())
     typer.echo(f"\nThe peak is in {estimate.peak_phase}: {phases}.\n")
-    traffic = [[t.op, str(t.ranks), str(t.count), _format_size(t.bytes), _format_size(t.bytes_sent)] for t in estimate.traffic]
+    head = ["collective", "ranks", "apart", "per step", "bytes", "sent by a rank", *(["on the links"] if network else [])]
+    traffic = [
+        [
+            *(t.op, str(t.ranks), str(t.stride), str(t.count), _format_size(t.bytes), _format_size(t.bytes_sent)),
+            *([format_seconds(communication_seconds([t], network))] if network else []),
+        ]
+        for t in estimate.traffic
+    ]
     if traffic:
-        print_table(("collective", "ranks", "per step", "bytes", "sent by a rank"), traffic, right=(1, 2, 3, 4))
+        print_table(head, traffic, right=range(1, len(head)))
     else:
         typer.echo("Nothing is sent.")
+    if network:
+        links, control = map(format_seconds, _seconds(row, network))
+        typer.echo(f"\nA step spends {links} on the links and {control} in control records, if nothing overlaps.")
+    typer.echo(f"\nAn asynchronous save stages {_format_size(_staged_bytes(row))} in the host's memory.")
     if largest:
         typer.echo(f"\n{_describe_largest(largest)}")
 
@@ -140,8 +215,14 @@ def _format_size(size: int) -> str:
     return f"{size / 2**30:.4g} GiB" if size >= 2**30 else format_bytes(size) if size else "-"
 
 
-def plan_facts(row: StrategyEstimate) -> dict[str, Any]:
-    """Return a plan as plain data; sizes are in bytes."""
+def _staged_bytes(row: StrategyEstimate) -> int:
+    """Return the bytes that an asynchronous save copies: parameters and states of this rank."""
+    held = row.estimate.at_rest
+    return held.parameters + held.optimizer + held.transforms
+
+
+def plan_facts(row: StrategyEstimate, network: Network | None) -> dict[str, Any]:
+    """Return a plan as plain data; sizes are in bytes, times in seconds."""
     from dataclasses import asdict
 
     estimate, largest = row.estimate, row.largest
@@ -157,6 +238,8 @@ def plan_facts(row: StrategyEstimate) -> dict[str, Any]:
         "most": asdict(estimate.max_by_part),
         "traffic": [{**asdict(each), "sent": each.bytes_sent} for each in estimate.traffic],
         "sent": estimate.bytes_sent,
+        "staged": _staged_bytes(row),
+        "seconds": None if network is None else dict(zip(("links", "control"), _seconds(row, network), strict=True)),
         "largest": None
         if largest is None
         else {"microbatch_size": largest.microbatch_size, "peak": largest.estimate.peak, "tries": largest.sizes_tried},
@@ -178,6 +261,21 @@ _option = partial(option, "plan")
 World = Annotated[int, _option(_LAYOUT_HEADING, "--world N", "Ranks, from 1 to 4096.", integer(1))]
 Replicate = Annotated[
     int, _option(_LAYOUT_HEADING, "--replicate N", "dp_replicate of the mesh, for hybrid_shard.  [default: 1]", integer(1))
+]
+TensorParallel = Annotated[
+    int, _option(_LAYOUT_HEADING, "--tp N", "tp of the mesh; the workload must have a tp_plan.  [default: 1]", integer(1))
+]
+NetworkOption = Annotated[
+    Any,
+    _option(
+        _QUERY_HEADING,
+        "--network NAME",
+        "Network, for seconds: a100-hdr200, h100-ndr400, b200-ndr400, pcie4-100gbe, or node=8,within=450GB/s,between=400Gb/s.",
+        parse_network,
+    ),
+]
+Processes = Annotated[
+    int | None, _option(_QUERY_HEADING, "--processes N", "Layouts to estimate at a time.  [default: CPU cores]", integer(1))
 ]
 Strategy = Annotated[
     str | None, _option(_LAYOUT_HEADING, "--strategy NAME", "Strategy to show in detail, instead of a comparison.")
@@ -228,6 +326,7 @@ def plan(
     ],
     world: World,
     replicate: Replicate = 1,
+    tp: TensorParallel = 1,
     strategy: Strategy = None,
     precision: PrecisionName = "fp32",
     checkpoint: Checkpoint = None,
@@ -239,6 +338,8 @@ def plan(
     arg: FactoryArguments = None,
     memory: Memory = None,
     headroom: Headroom = 0.05,
+    network: NetworkOption = None,
+    processes: Processes = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the same as one JSON object.")] = False,
 ) -> int:
     """Estimate the memory and network traffic of a run.
@@ -251,6 +352,7 @@ def plan(
         "memory": memory,
         "world_size": world,
         "dp_replicate": replicate,
+        "tp": tp,
         "accumulate": accumulate,
         "device": device,
         "microbatch_size": microbatch,
@@ -258,13 +360,13 @@ def plan(
         "headroom": headroom,
     }
     arguments = parse_factory_arguments([*(arg or ()), *([] if seq is None else [f"seq={seq}"])])
-    rows = _run_plans(target, arguments, strategy, checkpoint, precision, settings)
+    rows = _run_plans(target, arguments, strategy, checkpoint, precision, settings, processes)
     if as_json:
-        plans = [plan_facts(row) for row in rows]
+        plans = [plan_facts(row, network) for row in rows]
         print_json({"target": target, "memory": memory, "headroom": headroom, "plans": plans})
     else:
         typer.echo(f"{escape_unprintable(headline(target, rows[0], precision))}\n")
-        print_comparison(rows) if strategy is None else print_detail(rows[0])
+        print_comparison(rows, network) if strategy is None else print_detail(rows[0], network)
     nothing_fits = all(row.largest is not None and not row.largest.microbatch_size for row in rows)
     return _NOTHING_FITS_EXIT_CODE if nothing_fits else 0
 
@@ -276,6 +378,7 @@ def _run_plans(
     checkpoint: str | None,
     precision: str,
     settings: dict[str, Any],
+    processes: int | None,
 ) -> list[StrategyEstimate]:
     from dtrain.planning.estimate import compare_strategies, estimate_strategy
     from dtrain.planning.workload import load_workload
@@ -287,4 +390,28 @@ def _run_plans(
             return [estimate_strategy(workload, strategy=strategy, checkpoint=mode, **settings)]
         if checkpoint is not None:
             settings["checkpoints"] = (mode,)
-        return compare_strategies(workload, **settings)
+        settings["processes"] = processes or len(os.sched_getaffinity(0))
+        with contextlib.closing(_Progress()) as progress:
+            return compare_strategies(workload, on_estimate=progress.show, **settings)
+
+
+class _Progress:
+    """Progress of a comparison on standard error: one line on a terminal, else a line for each layout."""
+
+    def __init__(self) -> None:
+        self._start = time.monotonic()
+        self._has_line = False
+
+    def show(self, row: StrategyEstimate, done: int, total: int) -> None:
+        """Show that the estimate of a layout is there."""
+        config = row.estimate.config
+        layout = f"{config.strategy}, {'no checkpointing' if config.checkpoint is None else f'checkpoint {config.checkpoint}'}"
+        text = f"plan: {done} of {total} layouts in {time.monotonic() - self._start:.0f} s: {layout}"
+        on_terminal = sys.stderr.isatty()
+        typer.echo(f"\r\x1b[K{text}" if on_terminal else text, err=True, nl=not on_terminal)
+        self._has_line = on_terminal
+
+    def close(self) -> None:
+        """Remove the line from the terminal."""
+        if self._has_line:
+            typer.echo("\r\x1b[K", err=True, nl=False)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 from dtrain.arguments import check_int, check_number
+from dtrain.planning.fork_map import fork_map
 from dtrain.planning.simulate import (
     CollectiveTraffic,
     DeviceType,
@@ -45,6 +46,7 @@ class MemoryEstimate:
         peak: most bytes held at once.
         peak_phase: phase of the peak: ``"forward"``, ``"backward"`` or ``"update"``.
         peaks: most bytes held at once in each phase.
+        at_rest: bytes of each part between steps. An asynchronous save copies parameters, optimizer and transforms to the host.
         at_peak: bytes of each part at the peak; they add up to the peak.
         max_by_part: most bytes of each part, at any time.
         traffic: collectives by kind, sorted by the bytes sent.
@@ -57,6 +59,7 @@ class MemoryEstimate:
     peak: int
     peak_phase: StepPhase
     peaks: Mapping[StepPhase, int]
+    at_rest: MemoryBreakdown
     at_peak: MemoryBreakdown
     max_by_part: MemoryBreakdown
     traffic: tuple[CollectiveTraffic, ...]
@@ -192,6 +195,8 @@ def compare_strategies(
     microbatch_size: int = 1,
     microbatches: int = 1,
     headroom: float = DEFAULT_HEADROOM,
+    processes: int = 1,
+    on_estimate: Callable[[StrategyEstimate, int, int], object] = lambda estimate, done, total: None,
     **options: Unpack[EstimateOptions],
 ) -> list[StrategyEstimate]:
     """Estimate one workload for several strategies, each with and without activation checkpointing.
@@ -202,6 +207,8 @@ def compare_strategies(
         strategies: names as in ``shard_model``; None uses all, and ``hybrid_shard`` only if ``dp_replicate`` > 1.
         checkpoints: tensors kept by checkpointed blocks, None for no checkpointing. By default without checkpointing, and with
             ``"nothing"`` if the workload has blocks.
+        processes: forked processes that estimate layouts in parallel; 1 estimates in this process.
+        on_estimate: function of an estimate, the number of estimates so far, and their total; called for each layout.
 
     Example:
         for row in dt.planning.compare_strategies(workload, world_size=64, memory=80 * 2**30):
@@ -215,23 +222,27 @@ def compare_strategies(
     if checkpoints is None:
         defaults: tuple[KeepPolicy | None, ...] = (None, "nothing") if workload.blocks else (None,)
         checkpoints = (options["checkpoint"],) if options.get("checkpoint") else defaults
-    rows = []
-    for strategy in strategies:
-        for checkpoint in checkpoints:
-            row_options: EstimateOptions = {**options, "checkpoint": checkpoint}
-            rows.append(
-                estimate_strategy(
-                    workload,
-                    world_size=world_size,
-                    memory=memory,
-                    strategy=strategy,
-                    microbatch_size=microbatch_size,
-                    microbatches=microbatches,
-                    headroom=headroom,
-                    **row_options,
-                )
-            )
-    return rows
+    check_int("plan", "processes", processes)
+
+    def estimate(layout: tuple[str, KeepPolicy | None]) -> StrategyEstimate:
+        row_options: EstimateOptions = {**options, "checkpoint": layout[1]}
+        return estimate_strategy(
+            workload,
+            world_size=world_size,
+            memory=memory,
+            strategy=layout[0],
+            microbatch_size=microbatch_size,
+            microbatches=microbatches,
+            headroom=headroom,
+            **row_options,
+        )
+
+    layouts = [(strategy, checkpoint) for strategy in strategies for checkpoint in checkpoints]
+    rows: dict[int, StrategyEstimate] = {}
+    for number, row in fork_map(estimate, layouts, processes=processes):
+        rows[number] = row
+        on_estimate(row, len(rows), len(layouts))
+    return [rows[number] for number in range(len(layouts))]
 
 
 def estimate_strategy(
@@ -280,6 +291,7 @@ class _Estimates:
                 peak=usage.peaks[peak_phase],
                 peak_phase=peak_phase,
                 peaks=usage.peaks,
+                at_rest=usage.at_rest,
                 at_peak=usage.at_peak,
                 max_by_part=usage.max_by_part,
                 traffic=usage.traffic,

@@ -29,7 +29,14 @@ from dtrain.planning.fake_world import (
 from dtrain.planning.workload import Workload, build_on_meta
 from dtrain.shard.activation_checkpoint import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.fsdp2_private import fsdp_param_groups, init_root, iter_grads, unsharded_params, wrap_collectives
+from dtrain.shard.fsdp2_private import (
+    fsdp_param_groups,
+    init_root,
+    iter_grads,
+    share_empty_chunks,
+    unsharded_params,
+    wrap_collectives,
+)
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.materialize import allocate_meta_tensors
 from dtrain.shard.precision import Precision
@@ -92,6 +99,7 @@ class MemoryTracker:
     def reset(self) -> None:
         """Start the measurements of a new step."""
         self._max_by_part = dict(self._current)
+        self._at_rest = dict(self._current)
         self._peaks: dict[StepPhase, int] = {}
         self._at_peak = dict(self._current)
         self._peak_total = 0
@@ -100,6 +108,7 @@ class MemoryTracker:
         """Return the measurements since ``reset``, with the step's collectives."""
         return StepUsage(
             peaks=dict(self._peaks),
+            at_rest=MemoryBreakdown(**self._at_rest),
             at_peak=MemoryBreakdown(**self._at_peak),
             max_by_part=MemoryBreakdown(**self._max_by_part),
             traffic=tuple(traffic),
@@ -178,12 +187,14 @@ class StepUsage:
 
     Args:
         peaks: most bytes held at once in each phase.
+        at_rest: parts before the step.
         at_peak: parts at the time of the peak.
         max_by_part: most bytes of each part, at any time.
         traffic: collectives by kind.
     """
 
     peaks: dict[StepPhase, int]
+    at_rest: MemoryBreakdown
     at_peak: MemoryBreakdown
     max_by_part: MemoryBreakdown
     traffic: tuple[CollectiveTraffic, ...]
@@ -409,7 +420,8 @@ def _shard(workload: Workload, config: ParallelismConfig, mesh: DeviceMesh, mode
     if config.tp == 1:
         # A workload may have a plan for every layout.
         options.pop("tp_plan", None)
-    return shard_model(model, mesh, **options)
+    with share_empty_chunks():
+        return shard_model(model, mesh, **options)
 
 
 def _use_foreach(optimizer: torch.optim.Optimizer) -> None:
