@@ -183,11 +183,11 @@ def print_detail(row: StrategyEstimate, network: Network | None) -> None:
     print_table(("part", "at the peak", "at most"), [*lines, ["together", _format_size(estimate.peak), ""]], right=(1, 2))
     phases = ", ".join(f"{phase} {_format_size(peak)}" for phase, peak in estimate.peaks.items())
     typer.echo(f"\nThe peak is in {estimate.peak_phase}: {phases}.\n")
-    head = ["collective", "ranks", "apart", "per step", "bytes", "sent by a rank", *(["on the links"] if network else [])]
+    head = ["collective", "ranks", "per step", "bytes", "sent by a rank", *(["apart", "on the links"] if network else [])]
     traffic = [
         [
-            *(t.op, str(t.ranks), str(t.stride), str(t.count), _format_size(t.bytes), _format_size(t.bytes_sent)),
-            *([format_seconds(communication_seconds([t], network))] if network else []),
+            *(t.op, str(t.ranks), str(t.count), _format_size(t.bytes), _format_size(t.bytes_sent)),
+            *([str(t.stride), format_seconds(communication_seconds([t], network))] if network else []),
         ]
         for t in estimate.traffic
     ]
