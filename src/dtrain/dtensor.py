@@ -217,8 +217,7 @@ def chunks_per_dim(tensor: Tensor) -> dict[int, int]:
     chunks: dict[int, int] = {}
     if is_dtensor(tensor):
         for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
-            dim = _sharded_dim(placement)
-            if dim is not None:
+            if (dim := _sharded_dim(placement)) is not None:
                 chunks[dim] = chunks.get(dim, 1) * size
     return chunks
 
@@ -254,10 +253,7 @@ def local_last_dim(tensor: Tensor, *, caller: str) -> tuple[Tensor, int, dist.Pr
 
 
 def lerp_(targets: Sequence[Tensor], sources: Sequence[Tensor], weight: float) -> None:
-    """Compute ``target += weight * (source - target)`` for each pair, on the local shards.
-
-    Mutates: ``targets``.
-    """
+    """Compute ``target += weight * (source - target)`` for each pair, on the local shards. Mutates: ``targets``."""
     if targets:
         torch._foreach_lerp_([to_local(t) for t in targets], [to_local(s) for s in sources], weight)
 
@@ -354,8 +350,7 @@ def _foreach_norms(tensors: list[Tensor]) -> list[Tensor]:
     """Compute the norms of the tensors in one dtype, at least float32."""
     dtypes = {tensor.dtype for tensor in tensors}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
-    norms = torch._foreach_norm(tensors) if dtypes == {wide} else torch._foreach_norm(tensors, 2.0, dtype=wide)
-    return list(norms)
+    return list(torch._foreach_norm(tensors) if dtypes == {wide} else torch._foreach_norm(tensors, 2.0, dtype=wide))
 
 
 def _all_reduce_square(shards: list[Tensor], where: tuple[DeviceMesh, tuple[int, ...]] | None) -> Tensor:
@@ -408,3 +403,10 @@ def clear_sharding_cache() -> None:
     from torch.distributed.tensor import debug
 
     debug._clear_sharding_prop_cache()
+
+
+def sharding_propagator() -> Any:
+    """Return torch's object that computes the placement and the shape of each result for DTensor."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor._op_dispatcher.sharding_propagator

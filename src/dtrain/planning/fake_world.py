@@ -25,7 +25,7 @@ from dtrain.dist.dispatch import is_collective
 from dtrain.dist.init import DistInfo, fake_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import rng_state, set_rng_state
-from dtrain.dtensor import clear_sharding_cache
+from dtrain.dtensor import clear_sharding_cache, sharding_propagator
 from dtrain.errors import ConfigError
 from dtrain.run_context import AsyncScalar
 from dtrain.testing.collective_counter import CollectiveCall, describe_collective
@@ -39,7 +39,7 @@ def fake_world(world_size: int, *, dp_replicate: int = 1, tp: int = 1) -> Iterat
     """Yield the mesh of ``world_size`` ranks, of which this process is the first, inside the context.
 
     Exchanges of the control plane run on this rank alone, because all ranks would contribute equal values. Collectives of the
-    mesh send and receive nothing.
+    mesh send and receive nothing. Dispatch modes do not see how DTensor computes shapes.
 
     Mutates: the process groups of this process, which has none before and after. The global RNG is restored.
 
@@ -63,7 +63,7 @@ def fake_world(world_size: int, *, dp_replicate: int = 1, tp: int = 1) -> Iterat
             warnings.simplefilter("ignore")
             with fake_dist_info(DistInfo(world_size=world_size, backend="fake")):
                 mesh = build_mesh(dp_replicate=dp_replicate, dp_shard=-1, tp=tp)
-            with fake_dist_info(DistInfo(backend="fake")):
+            with fake_dist_info(DistInfo(backend="fake")), uncounted_dtensor_shapes():
                 yield mesh
     finally:
         dist.destroy_process_group()
@@ -143,21 +143,20 @@ def uncounted_dtensor_shapes() -> Iterator[None]:
     DTensor runs an operation that is new to it on fake tensors of the whole shapes. In a step they hold no memory, but inside
     the simulation they would be counted like the tensors of the step.
 
-    Mutates: one method of torch, inside the context.
+    Mutates: a method of torch's sharding propagator, inside the context.
     """
-    from torch.distributed.tensor._sharding_prop import ShardingPropagator
+    propagator = sharding_propagator()
+    original = propagator._propagate_tensor_meta_non_cached
 
-    original: Any = ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def propagate(self: ShardingPropagator, op_schema: Any) -> Any:
+    def propagate(op_schema: Any) -> Any:
         with _disable_current_modes():
-            return original(self, op_schema)
+            return original(op_schema)
 
-    ShardingPropagator._propagate_tensor_meta_non_cached = propagate  # type: ignore[method-assign]
+    propagator._propagate_tensor_meta_non_cached = propagate
     try:
         yield
     finally:
-        ShardingPropagator._propagate_tensor_meta_non_cached = original  # type: ignore[method-assign]
+        del propagator._propagate_tensor_meta_non_cached
 
 
 class UnreadScalar(AsyncScalar):

@@ -19,13 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from dtrain.arguments import check_choice, check_int
 from dtrain.dtensor import to_local
 from dtrain.memory.live_tensors import LiveBytes
-from dtrain.planning.fake_world import (
-    FakeValueMode,
-    UnreadScalar,
-    emulate_cuda_kernels,
-    fake_world,
-    uncounted_dtensor_shapes,
-)
+from dtrain.planning.fake_world import FakeValueMode, UnreadScalar, emulate_cuda_kernels, fake_world
 from dtrain.planning.workload import Workload, build_on_meta
 from dtrain.shard.activation_checkpoint import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
@@ -395,8 +389,7 @@ def simulate(workload: Workload, config: ParallelismConfig) -> Iterator[Simulate
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # The model is sharded on meta, because fake tensors take 4 ms for each parameter that is sharded over 1,000 ranks.
         model = _shard(workload, config, mesh, build_on_meta(workload, fake))
-        kernels = emulate_cuda_kernels() if config.device == "cuda" else nullcontext()
-        with fake, FakeValueMode() as fake_values, kernels, uncounted_dtensor_shapes():
+        with fake, FakeValueMode() as fake_values, emulate_cuda_kernels() if config.device == "cuda" else nullcontext():
             allocate_meta_tensors(model, torch.device("cpu"))
             init_root(model)
             yield SimulatedRun(workload, model, config.device, fake_values, _strides(config))
