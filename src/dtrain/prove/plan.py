@@ -86,7 +86,7 @@ def first_runs(options: ProveOptions, folder: Path) -> list[PlannedRun]:
 
 def next_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunRecord) -> list[PlannedRun]:
     """Return the runs that the first run of the script makes possible."""
-    draws = any(row["draws"] for row in record.rows("step"))
+    draws = record.note("draws") is not None
     reference = EVEN if draws else BASE
     runs = []
     if draws:

@@ -10,7 +10,7 @@ import hashlib
 import os
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,7 @@ from dtrain.fqn import parameters_by_fqn
 from dtrain.prove.models import ScriptModels
 from dtrain.prove.overrides import EvenRandom, FrozenStatistics, cast_floats, use_one_dtype
 from dtrain.prove.run_config import SAVE_INTERVAL, RunConfig
-from dtrain.prove.run_log import RunLog, digest, flatten, sample_hashes
+from dtrain.prove.run_log import RunLog, count_samples, digest, flatten, named_tensors, sample_hashes
 from dtrain.prove.script_variables import model_values, script_frames, script_variables
 
 # A loop that cannot be shortened runs to its own end, or to this many times the number of steps.
@@ -98,7 +98,9 @@ class Recorder:
         self.note("low_precision", dtype=str(dtype).removeprefix("torch."))
 
     def _on_draw(self) -> None:
-        self.facts.draws += 1
+        self.note("draws")
+        # Evaluations run without gradients.
+        self.facts.draws += torch.is_grad_enabled()
 
     def sharding(self, model: Any, strategy: str, precision: Any, buffers: str) -> tuple[str, Any]:
         """See ``dist.recorder.Recorder``."""
@@ -229,7 +231,7 @@ class Recorder:
         """See ``dist.recorder.Recorder``."""
         self.facts.forwards += 1
         self.facts.shapes += [list(tensor.shape[1:]) for tensor in list_tensors(batch)[:1]]
-        self.random.begin(self.step, _count(batch))
+        self.random.begin(self.step, count_samples(batch))
 
     def loss(self, loss: Any, *, padding: bool = False) -> None:
         """See ``dist.recorder.Recorder``."""
@@ -302,7 +304,7 @@ class Recorder:
         part = self.part_of(state.optimizer)
         self.in_step = False
         self.write_parameters(part)
-        for name, tensor in _tensors(state.transform_states, ""):
+        for name, tensor in named_tensors(state.transform_states):
             if not name.startswith("auto_microbatch"):
                 self.log.write_tensor("transform", name, tensor, step=self.step, part=part)
         self.updates[part] = state.step
@@ -324,8 +326,10 @@ class Recorder:
 
     def evaluation_batch(self, batch: Any) -> None:
         """See ``dist.recorder.Recorder``."""
+        self.random.end()
         if batch is not None:
             self.add_evaluated(batch)
+            self.random.begin(self.step, count_samples(batch))
 
     def add_evaluated(self, batch: Any) -> None:
         """Add the samples of a forward without gradient to the evaluation in progress."""
@@ -342,6 +346,7 @@ class Recorder:
 
     def flush_evaluation(self) -> None:
         """End the evaluation in progress."""
+        self.random.end()
         if self._evaluated:
             self.log.write("evaluation", step=self.step, samples=self._evaluated)
             self._evaluated = []
@@ -374,26 +379,12 @@ class Recorder:
             self.log.write_tensor("exported", name, tensor, step=self.step, path=path)
 
 
-def _count(batch: Any) -> int:
-    return next((tensor.shape[0] for tensor in list_tensors(batch) if tensor.ndim), 0)
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
 
 
 def _number(value: Any) -> float:
     return float(full_tensor(value.detach())) if isinstance(value, Tensor) else float(value)
-
-
-def _tensors(tree: Any, path: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from _tensors(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(tree, int | float):
-        yield path, torch.tensor(float(tree), dtype=torch.float64)
 
 
 def _global_step_hooks() -> tuple[dict[Any, Any], dict[Any, Any]]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -155,3 +155,19 @@ def _without_padding(row: Any) -> Any:
         return row
     others = np.flatnonzero(~np.isin(row.reshape(len(row), -1), _PADDING).all(axis=1))
     return row[others[0] : others[-1] + 1] if len(others) else row[:0]
+
+
+def count_samples(batch: Any) -> int:
+    """Return the length of the first axis of the first tensor that has one; 0 without such a tensor."""
+    return next((tensor.shape[0] for tensor in list_tensors(batch) if tensor.ndim), 0)
+
+
+def named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors and numbers of nested mappings by path, numbers as float64 tensors ``[]``."""
+    if isinstance(tree, Tensor):
+        yield path, tree
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from named_tensors(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, int | float):
+        yield path, torch.tensor(float(tree), dtype=torch.float64)

@@ -85,7 +85,7 @@ class _Forwards:
             output = call(module, *args, **kwargs)
         finally:
             self._depth -= 1
-            if alone:
+            if alone and not called_from("dtrain.step.evaluate"):
                 recorder.random.end()
         self._after(module, args, output)
         return output
@@ -97,11 +97,10 @@ class _Forwards:
             if not recorder.steps_of_dtrain:
                 self._loop.forward(inputs if is_data else [])
         elif is_data and not recorder.in_step:
-            evaluation = called_from("dtrain.step.evaluate")
             recorder.write_evaluated_weights(module)
-            if not evaluation:
+            if not called_from("dtrain.step.evaluate"):
                 recorder.add_evaluated(inputs)
-        if recorder.config.even_random and inputs and inputs[0].ndim:
+        if inputs and inputs[0].ndim and not called_from("dtrain.step.evaluate"):
             recorder.random.begin(recorder.step, inputs[0].shape[0])
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
