@@ -166,14 +166,13 @@ def f():
 
 
 def test_only_the_dtensor_module_imports_torch_dtensor():
-    """A simulation also keeps DTensor's own shape computations from being counted. It looks into no DTensor."""
     applied = ("torch.distributed.tensor.parallel", "torch.distributed.tensor.experimental")  # what torch does with modules
     rows = [
         name
         for name, path in modules().items()
         if any(each.startswith("torch.distributed.tensor") and not each.startswith(applied) for each in imports(path))
     ]
-    assert rows == ["dtensor", "planning.fake_world"]
+    assert rows == ["dtensor"]
 
 
 def test_architecture_page_names_every_package():

@@ -95,7 +95,7 @@ def verify(path: AnyPath | str) -> CheckpointInfo:
     try:
         folder = choose_step(storage.resolve_path(path), "verify")
         if folder is None:
-            raise CheckpointError(f"verify: no checkpoint found in {path}")
+            raise CheckpointError(f"verify: no checkpoint found in {path}. Save one with save_sharded, or correct the path.")
         return _verify_and_describe(folder)
     except OSError as error:
         raise CheckpointError(f"verify: {error}") from error
