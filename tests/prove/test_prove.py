@@ -65,8 +65,9 @@ calls = []
 def profile(frame, event, argument):
     if event == "call" and ("dtrain/prove" in frame.f_code.co_filename or "dist/recorder" in frame.f_code.co_filename):
         calls.append(frame.f_code.co_name)
+sys.argv = sys.argv[1:]
 sys.setprofile(profile)
-runpy.run_path(sys.argv[1], run_name="__main__")
+runpy.run_path(sys.argv[0], run_name="__main__")
 sys.setprofile(None)
 assert calls == [], calls
 loaded = [name for name in sys.modules if name.startswith(("dtrain.prove", "dtrain.dist.recorder"))]

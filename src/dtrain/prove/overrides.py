@@ -134,8 +134,9 @@ def _replace_mixed_precision(dtype: torch.dtype, on_low: Callable[[torch.dtype],
 class EvenRandom:
     """Random numbers of a forward that are equal for all its samples, so that they do not depend on the layout.
 
-    Each draw of a tensor with one row per sample draws one row, and repeats the row. All forwards of a step begin with one
-    seed. Draws of other shapes, and draws with a generator of the script, do not change.
+    Dropout is off, because the shape of its mask depends on the padding of a microbatch. Each draw of a tensor with one row per
+    sample draws one row, and repeats the row. All forwards of a step begin with one seed. Draws of other shapes, and draws with
+    a generator of the script, do not change.
 
     Args:
         on_draw: called at each draw from the global generator in a forward.
@@ -154,6 +155,7 @@ class EvenRandom:
             setattr(Tensor, name, self._in_place(getattr(Tensor, name)))
         for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
             setattr(F, name, self._dropout(getattr(F, name)))
+        F.scaled_dot_product_attention = self._attention(F.scaled_dot_product_attention)
 
     def begin(self, step: int, samples: int) -> None:
         """Begin a forward over ``samples``. Mutates: torch's global generator, until ``end``, if active."""
@@ -229,13 +231,22 @@ class EvenRandom:
     def _dropout(self, drop: Any) -> Any:
         @functools.wraps(drop)
         def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-            if not training or not p or not self._has_rows(input.shape, {}):
+            if not training or not p or self._samples is None:
                 return drop(input, p, training, inplace)
-            with self._row_generator():
-                mask = drop(torch.ones_like(input[:1]), p, True)
-            return input * mask
+            self._on_draw()
+            return input if self._active else drop(input, p, training, inplace)
 
         return dropout
+
+    def _attention(self, attend: Any) -> Any:
+        @functools.wraps(attend)
+        def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **kwargs: Any) -> Any:
+            if dropout_p and self._samples is not None:
+                self._on_draw()
+                dropout_p = 0.0 if self._active else dropout_p
+            return attend(query, key, value, attn_mask, dropout_p, **kwargs)
+
+        return attention
 
 
 _randint = torch.randint

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dtrain.prove.recording import Recorder, UpdateObserver
+from dtrain.prove.recording import Recorder, StepFacts, UpdateObserver
 from dtrain.prove.run_log import sample_hashes
 
 
@@ -62,12 +62,15 @@ class PlainLoop(UpdateObserver):
         recorder.step = recorder.updates.setdefault(part, recorder.config.first_step)
         if self._loaded is not None:
             self._training_loaders.add(self._loaded[0])
-        recorder.write_initial(optimizer, part)
-        recorder.write_step(optimizer)
+        if recorder.records_updates(part):
+            recorder.write_initial(optimizer, part)
+            recorder.write_step(optimizer)
+        recorder.facts = StepFacts()
 
     def _update_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
         part = recorder.part_of(optimizer)
-        recorder.write_parameters(part)
+        if recorder.records_updates(part):
+            recorder.write_parameters(part)
         recorder.updates[part] += 1
         recorder.step = recorder.updates[part]

@@ -86,7 +86,7 @@ def first_runs(options: ProveOptions, folder: Path) -> list[PlannedRun]:
 
 def next_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunRecord) -> list[PlannedRun]:
     """Return the runs that the first run of the script makes possible."""
-    draws = record.note("draws") is not None
+    draws = record.note("draws") is not None or record.note("frozen_statistics") is not None
     reference = EVEN if draws else BASE
     runs = []
     if draws:
@@ -123,6 +123,7 @@ def next_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunR
         # Random numbers in float64 are others, so the reference is a run in float32.
         runs.append(PlannedRun(config=_variant(base, folder, "float32", name=FLOAT32, dtype="fp32")))
         runs.append(PlannedRun(config=_variant(base, folder, "written", name=WRITTEN, dtype="as written"), against=FLOAT32))
+    base = replace(base, has_dtrain_loop=bool(record.rows("layout")))
     kill_after = choose_kill(record, options.seed)
     if kill_after is not None:
         killed = f"killed after step {kill_after}"

@@ -25,9 +25,12 @@ from dtrain.prove.plan import (
     resumed_config,
 )
 from dtrain.prove.precision import compare_precision
-from dtrain.prove.records import RunRecord, read_record
+from dtrain.prove.records import KINDS, RunRecord, read_record
 from dtrain.prove.report import Finding, ProveReport, RunRow
 from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
+
+# Facts that do not depend on the random numbers of a step.
+_DATA_KINDS = ("initial", "ties", "samples", "lr", "evaluation")
 
 
 def prove(
@@ -161,6 +164,7 @@ class _Proof:
                 self._records[run.against],
                 record,
                 same_layout=run.same_layout,
+                kinds=KINDS if run.config.ranks == 1 or not self._draws_per_rank() else _DATA_KINDS,
                 ignored=self._unstable,
                 first_step=min(record.steps, default=0) if run.after else 0,
             )
@@ -174,6 +178,10 @@ class _Proof:
         largest = comparison.largest if comparison else None
         if run.config.kill_after is None and name not in (EVEN, FLOAT32):
             self._rows.append(RunRow(name=name, against=run.against, verdict=verdict, largest=largest, findings=tuple(found)))
+
+    def _draws_per_rank(self) -> bool:
+        """Return True if a transform of the script draws per rank, so that losses depend on the ranks by design."""
+        return self._records[BASE].note("transform_draws") is not None
 
     def _failed(self, name: str) -> bool:
         return name in self._outcomes and self._outcomes[name].failed

@@ -30,8 +30,10 @@ from dtrain.prove.run_config import SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import RunLog, count_samples, digest, flatten, named_tensors, sample_hashes
 from dtrain.prove.script_variables import model_values, script_frames, script_variables
 
-# A loop that cannot be shortened runs to its own end, or to this many times the number of steps.
-_HARD_LIMIT = 10
+# A loop that cannot be shortened runs to its own end, or to this many updates. It may only prepare the training.
+_HARD_LIMIT = 2000
+# Updates of such a loop that are recorded, as a multiple of the steps of the run.
+_RECORDED = 10
 
 
 class EndOfProof(SystemExit):
@@ -83,7 +85,7 @@ class Recorder:
         self.dtype = use_one_dtype(config.dtype, self._on_low)
         self.models = ScriptModels(self.dtype)
         self.random = EvenRandom(self._on_draw, active=config.even_random)
-        self.frozen_statistics: FrozenStatistics | None = None
+        self.averages_statistics = False
 
     # ---- what the script cannot keep ----
 
@@ -108,7 +110,9 @@ class Recorder:
         self.models.add(model)
         if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()) and buffers == "mean":
             self.note("frozen_statistics")
-            self.frozen_statistics = self.frozen_statistics or FrozenStatistics()
+            self.averages_statistics = True
+            if self.config.even_random:
+                FrozenStatistics()
         if self.dtype is not None:
             if precision is not None and precision.param not in (None, "fp32"):
                 self._on_low(getattr(torch, {"bf16": "bfloat16", "fp16": "float16"}[precision.param]))
@@ -165,9 +169,9 @@ class Recorder:
         self.steps_of_dtrain = True
         part = self.part_of(state.optimizer)
         self.step = state.step
-        self.stop_if_done(part)
         self.facts = StepFacts()
         self.in_step = True
+        self.stop_if_done(part)
         self.write_initial(state.optimizer, part)
         self.log.write(
             "layout",
@@ -181,12 +185,13 @@ class Recorder:
 
     def stop_if_done(self, part: int) -> None:
         """End the process at the step of the kill, or a loop that goes on beyond the limit."""
-        if self.config.kill_after is not None and self.step == self.config.kill_after and part == 0:
+        in_loop = self.in_step if self.config.has_dtrain_loop else part == 0
+        if in_loop and self.step == self.config.kill_after:
             if dist.is_initialized():
                 dist.barrier()
             self.log.write("killed", step=self.step)
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.step >= self.config.steps * _HARD_LIMIT:
+        if self.step >= _HARD_LIMIT:
             self.note("loop_cut")
             raise EndOfProof(0)
 
@@ -243,6 +248,7 @@ class Recorder:
     def update_begins(self, state: Any) -> None:
         """See ``dist.recorder.Recorder``."""
         self.write_step(state.optimizer)
+        self.facts = StepFacts()
         # The hooks of other optimizers would keep dtrain from updating shards directly.
         pre, post = _global_step_hooks()
         self._update_hooks = {**pre}, {**post}
@@ -284,7 +290,6 @@ class Recorder:
             if param.grad is not None:
                 name = names.get(id(param), f"optimizer.{number}")
                 self.log.write_tensor("gradient", name, param.grad, step=step, part=part, order=number)
-        self.facts = StepFacts()
 
     def _write_optimizer_state(self, optimizer: Any, part: int) -> None:
         """Write one digest of the optimizer's state on this rank, and its norm."""
@@ -359,6 +364,10 @@ class Recorder:
         self.log.write("metrics", step=self.step, source=source, at=step, numbers=plain, events=list(self.facts.events))
         if source == "log":
             self.facts.events = []
+
+    def records_updates(self, part: int) -> bool:
+        """Return True if the next update of a loop by hand is recorded."""
+        return self.updates.get(part, 0) < self.config.steps * _RECORDED
 
     def updates_done(self) -> int:
         """Return the number of complete updates of the first optimizer, since the start of the run."""

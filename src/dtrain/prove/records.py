@@ -142,8 +142,9 @@ class RunRecord:
 
     @property
     def steps(self) -> list[int]:
-        """Steps with an update, in order."""
-        return sorted({row["step"] for row in self.rows("step")})
+        """Steps with an update, in order. A loop by hand before dtrain's step prepares the training, and does not count."""
+        layout = {row["step"] for row in self.rows("layout")}
+        return sorted({row["step"] for row in self.rows("step") if not layout or row["step"] in layout})
 
 
 def read_record(name: str, folder: Path) -> RunRecord:

@@ -113,6 +113,8 @@ class ProveReport:
             remarks.append("The model is not sharded by shard_model, so no other strategy was run.")
         if "frozen_statistics" in codes:
             remarks.append("Batch norm ran with its initial statistics, because those of a batch depend on the layout.")
+        if names := sorted({note["name"] for note in self.notes if note["code"] == "transform_draws"}):
+            remarks.append(f"{', '.join(names)} draws numbers per rank, so losses were not compared between numbers of ranks.")
         if "loop_cut" in codes:
             remarks.append("The loop could not be shortened and was ended, so the code after it did not run.")
         if not any("killed" in row.name for row in self.rows):

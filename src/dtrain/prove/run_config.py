@@ -33,6 +33,7 @@ class RunConfig:
         even_random: if True, random numbers are equal for all samples, so that they do not depend on the layout.
         recompute: if False, activation checkpointing is off.
         kill_after: step after which all ranks are killed; None runs to the end.
+        has_dtrain_loop: if True, the script runs dtrain's step, so the steps of a loop by hand prepare the training.
         first_step: number of the first step in a script that does not use dtrain's step, in a resumed run.
         activations: if True, record the outputs of all modules in the first forward.
     """
@@ -50,6 +51,7 @@ class RunConfig:
     even_random: bool = False
     recompute: bool = True
     kill_after: int | None = None
+    has_dtrain_loop: bool = False
     first_step: int = 0
     activations: bool = False
 

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from dtrain import combinators
 from dtrain.batch import list_tensors
 from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.dist import reduce
@@ -27,6 +28,7 @@ from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.plain_loop import PlainLoop
 from dtrain.prove.recording import Recorder
 from dtrain.prove.script_variables import script_frames
+from dtrain.step import compose
 
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce", "broadcast", "gather")
 
@@ -40,6 +42,7 @@ def observe_torch(recorder: Recorder) -> None:
     _observe_events(recorder)
     _observe_files(recorder)
     _observe_print(recorder)
+    _observe_transforms(recorder)
     observe_recompute(partial(recorder.note, "recompute"), active=recorder.config.recompute)
 
 
@@ -113,7 +116,7 @@ class _Forwards:
         if name is None:
             return
         recorder.facts.modules.append(name)
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and not recorder.frozen_statistics:
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and not recorder.averages_statistics:
             recorder.note("batch_norm")
         if self._outputs_left and recorder.step == recorder.config.first_step and recorder.facts.forwards <= 1:
             for tensor in list_tensors([output])[:1]:
@@ -210,6 +213,25 @@ def _observe_events(recorder: Recorder) -> None:
     wrap(torch.nn.utils, "clip_grad_norm_", "clip")
     for name, event in (("scale", "scale"), ("unscale_", "unscale")):
         wrap(torch.amp.GradScaler, name, event)
+
+
+def _observe_transforms(recorder: Recorder) -> None:
+    """Observe transforms that draw per rank, such as mixup, whose result depends on the layout by design."""
+    make: Any = getattr(compose, "make_step_context")  # noqa: B009 - the module imports the name for itself
+    made: list[tuple[str, torch.Generator, Tensor]] = []
+
+    def observed(state: Any, name: str) -> Any:
+        for other, generator, before in made:
+            if not torch.equal(generator.get_state(), before):
+                recorder.note("transform_draws", name=other)
+        # A transform has one generator in a step.
+        made[:] = [each for each in made if each[0] != name]
+        context = make(state, name)
+        made.append((name, context.generator, context.generator.get_state()))
+        return context
+
+    for module in (compose, combinators):
+        setattr(module, "make_step_context", observed)  # noqa: B010
 
 
 def _observe_print(recorder: Recorder) -> None:
