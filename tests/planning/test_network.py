@@ -64,7 +64,7 @@ def test_seconds_of_a_step_are_the_sum_over_its_collectives():
     ]
     expected = 3 * NETWORK.seconds("all_gather", S, ranks=4) + NETWORK.seconds("all_reduce", S, ranks=2, stride=4)
     assert communication_seconds(traffic, NETWORK) == pytest.approx(expected)
-    assert control_seconds(5, NETWORK) == pytest.approx(8e-4)
+    assert control_seconds(5, NETWORK) == pytest.approx(1e-3)
 
 
 REFUSED = {

@@ -152,11 +152,16 @@ _RECORDS_PER_STEP = 2
 
 
 def control_seconds(world_size: int, network: Network) -> float:
-    """Return the seconds of a step's control records, which pass ``world_size - 1`` ranks one after another (a ring).
+    """Return the seconds of a step's control records: the messages in sequence of the control plane, times their latency.
 
     Example:
         >>> import dtrain as dt
         >>> dt.planning.control_seconds(512, dt.planning.Network.preset("h100-ndr400"))
-        0.0511
+        0.0012
     """
-    return _RECORDS_PER_STEP * (world_size - 1) * network.control_latency_s
+    local = min(world_size, network.node_ranks)
+    nodes, rounds = -(-world_size // local), (local - 1).bit_length()
+    if nodes > 1:
+        # Up the tree of a node, between the leaders, and down again. Leaders beyond a power of two join a neighbour.
+        rounds = 2 * rounds + nodes.bit_length() - 1 + 2 * (nodes.bit_count() > 1)
+    return _RECORDS_PER_STEP * rounds * network.control_latency_s
