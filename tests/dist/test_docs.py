@@ -5,6 +5,7 @@ from pathlib import Path
 
 import dtrain as dt
 import public
+from dtrain.dist.arrival_marks import ArrivalReport
 from dtrain.dist.timeout_report import format_missing_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()
@@ -18,13 +19,10 @@ def test_docs_example_runs():
 
 
 def test_shown_error_lines_equal_the_raised_lines():
-    slow = format_missing_ranks(
-        "save", world_size=8, timeout_s=600, waits_s={rank: 600.0 for rank in range(8) if rank != 3}, notes={}
-    )
-    note = {1: "ValueError: disk full"}
-    gone = format_missing_ranks(
-        "save", world_size=8, timeout_s=600, waits_s={rank: 0.2 for rank in range(8) if rank != 1}, notes=note
-    )
+    late = ArrivalReport(missing=[3], timed_out=True)
+    slow = format_missing_ranks("save", world_size=8, timeout_s=600, waited_s=600.0, arrivals=late)
+    left = ArrivalReport(missing=[1], notes={1: "ValueError: disk full"})
+    gone = format_missing_ranks("save", world_size=8, timeout_s=600, waited_s=0.2, arrivals=left)
     assert f"```text\n{slow}\n{gone}\n```" in PAGE
 
 
