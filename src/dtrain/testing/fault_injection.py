@@ -32,7 +32,7 @@ FAULT_POINTS = {
     "gather": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_all_gather",
     "reduce": "torch.distributed.fsdp._fully_shard._fsdp_param_group.foreach_reduce",
     "reduce_bucket": "dtrain.shard.replicate.dist.all_reduce",
-    "step_sync": "dtrain.dist.step_sync.all_gather_record",
+    "step_sync": "dtrain.dist.step_sync.reduce_record",
     "write": "dtrain.storage.local.os.write",
     "write_data": "dtrain.storage.local.os.pwritev",
     "fsync": "dtrain.storage.local.os.fsync",
