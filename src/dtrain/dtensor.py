@@ -394,17 +394,6 @@ def all_reduce_partial_scalars_(sums: Tensor, of: Sequence[Tensor]) -> None:
             sums[selection] = part
 
 
-def clear_sharding_cache() -> None:
-    """Forget how operations on DTensors are sharded. Call it after process groups are destroyed.
-
-    torch caches results by mesh, and a mesh of new process groups equals an old mesh with the same ranks. A cached result has
-    the names of groups that do not exist any more.
-    """
-    from torch.distributed.tensor import debug
-
-    debug._clear_sharding_prop_cache()
-
-
 def sharding_propagator() -> Any:
     """Return torch's object that computes the placement and the shape of each result for DTensor."""
     from torch.distributed.tensor import DTensor

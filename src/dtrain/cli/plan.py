@@ -69,40 +69,11 @@ def parse_precision(name: str) -> Precision | None:
     return None if name == "fp32" else Precision.preset(preset, low)  # type: ignore[arg-type]
 
 
-_RATE = re.compile(r"([0-9.]+)\s*(?:(GB|MB|Gb|Mb)/s)")
-_RATE_UNITS = {"GB": 1e9, "MB": 1e6, "Gb": 1e9 / 8, "Mb": 1e6 / 8}
-_NETWORK_EXAMPLE = "Pass h100-ndr400, or node=8,within=450GB/s,between=400Gb/s,latency=10us."
-
-
 def parse_network(command: str, name: str, text: str) -> Network:
-    """Parse the name of a preset, or ``node=8,within=450GB/s,between=400Gb/s``. A type of ``option``.
+    """Parse the name of a preset, or values such as ``node=8,within=450GB/s,between=400Gb/s``. A type of ``option``."""
+    from dtrain.planning import network
 
-    Raises:
-        ConfigError: the name is unknown, or a value cannot be parsed.
-    """
-    from dtrain.planning.network import NETWORKS, Network
-
-    if text in NETWORKS:
-        return NETWORKS[text]
-    values: dict[str, float] = {}
-    for pair in text.split(","):
-        key, _, value = pair.partition("=")
-        rate, seconds = _RATE.fullmatch(value.strip()), re.fullmatch(r"([0-9.]+)(us|ms)", value.strip())
-        if key in ("within", "between") and rate:
-            values[key] = float(rate[1]) * _RATE_UNITS[rate[2]]
-        elif key in ("latency", "control") and seconds:
-            values[key] = float(seconds[1]) * (1e-6 if seconds[2] == "us" else 1e-3)
-        elif key == "node" and value.isdecimal():
-            values[key] = int(value)
-        else:
-            known = ", ".join(NETWORKS)
-            raise ConfigError(f"{command}: {name} must be one of {known} or a list of values, got {text!r}. {_NETWORK_EXAMPLE}")
-    if missing := sorted({"node", "within", "between"} - set(values)):
-        raise ConfigError(f"{command}: {name} must have {missing[0]}=, got {text!r}. {_NETWORK_EXAMPLE}")
-    latency = values.get("latency")
-    latencies = {} if latency is None else {"within_latency_s": latency, "between_latency_s": latency}
-    latencies |= {"control_latency_s": values["control"]} if "control" in values else {}
-    return Network(node_ranks=int(values["node"]), within=values["within"], between=values["between"], **latencies)
+    return network.parse_network(command, name, text)
 
 
 _MEMORY_PARTS = ("parameters", "gradients", "optimizer", "transforms", "gathered", "communication", "activations")

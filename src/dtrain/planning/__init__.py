@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from dtrain.planning.network import Network as Network
     from dtrain.planning.network import communication_seconds as communication_seconds
     from dtrain.planning.network import control_seconds as control_seconds
-    from dtrain.planning.simulate import CollectiveTraffic as CollectiveTraffic
     from dtrain.planning.simulate import MemoryBreakdown as MemoryBreakdown
     from dtrain.planning.simulate import ParallelismConfig as ParallelismConfig
+    from dtrain.planning.traffic import CollectiveTraffic as CollectiveTraffic
     from dtrain.planning.workload import Workload as Workload
 
 __getattr__, __dir__ = attach(__name__, __file__)

@@ -9,7 +9,6 @@ from typing import TypedDict, Unpack
 from dtrain.arguments import check_int, check_number
 from dtrain.planning.fork_map import fork_map
 from dtrain.planning.simulate import (
-    CollectiveTraffic,
     DeviceType,
     KeepPolicy,
     MemoryBreakdown,
@@ -18,6 +17,7 @@ from dtrain.planning.simulate import (
     StepPhase,
     simulate,
 )
+from dtrain.planning.traffic import CollectiveTraffic
 from dtrain.planning.workload import Workload
 from dtrain.shard.precision import Precision
 from dtrain.state import Accumulate
@@ -196,7 +196,7 @@ def compare_strategies(
     microbatches: int = 1,
     headroom: float = DEFAULT_HEADROOM,
     processes: int = 1,
-    on_estimate: Callable[[StrategyEstimate, int, int], object] = lambda estimate, done, total: None,
+    on_estimate: Callable[[StrategyEstimate, int, int], object] | None = None,
     **options: Unpack[EstimateOptions],
 ) -> list[StrategyEstimate]:
     """Estimate one workload for several strategies, each with and without activation checkpointing.
@@ -241,7 +241,8 @@ def compare_strategies(
     rows: dict[int, StrategyEstimate] = {}
     for number, row in fork_map(estimate, layouts, processes=processes):
         rows[number] = row
-        on_estimate(row, len(rows), len(layouts))
+        if on_estimate is not None:
+            on_estimate(row, len(rows), len(layouts))
     return [rows[number] for number in range(len(layouts))]
 
 

@@ -6,6 +6,7 @@ Kernels keep the tensors for backward that they would keep on CUDA.
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,7 +26,7 @@ from dtrain.dist.dispatch import is_collective
 from dtrain.dist.init import DistInfo, fake_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import rng_state, set_rng_state
-from dtrain.dtensor import clear_sharding_cache, sharding_propagator
+from dtrain.dtensor import sharding_propagator
 from dtrain.errors import ConfigError
 from dtrain.run_context import AsyncScalar
 from dtrain.testing.collective_counter import CollectiveCall, describe_collective
@@ -67,8 +68,18 @@ def fake_world(world_size: int, *, dp_replicate: int = 1, tp: int = 1) -> Iterat
                 yield mesh
     finally:
         dist.destroy_process_group()
-        clear_sharding_cache()
+        # torch caches results by mesh, with the names of groups, and a later mesh of the same ranks is an equal mesh.
+        _clear_sharding_cache()
         set_rng_state(random)
+
+
+def _clear_sharding_cache() -> None:
+    """Clear torch's cache of sharded operations, if a DTensor was made."""
+    if "torch.distributed.tensor" in sys.modules:
+        propagator: Any = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
+        propagator.propagate_op_sharding.cache_clear()
+        if clear_fast_path := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):
+            clear_fast_path()
 
 
 _aten = torch.ops.aten

@@ -10,13 +10,14 @@ are a lower bound of the time on the links. ``benchmarks/scale_plan.py`` measure
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from dtrain.arguments import check_int, check_number
 from dtrain.errors import ConfigError
-from dtrain.planning.simulate import CollectiveTraffic
+from dtrain.planning.traffic import CollectiveTraffic
 
 GB = 10**9
 
@@ -165,3 +166,37 @@ def control_seconds(world_size: int, network: Network) -> float:
         # Up the tree of a node, between the leaders, and down again. Leaders beyond a power of two join a neighbour.
         rounds = 2 * rounds + nodes.bit_length() - 1 + 2 * (nodes.bit_count() > 1)
     return _RECORDS_PER_STEP * rounds * network.control_latency_s
+
+
+_RATE = re.compile(r"([0-9.]+)\s*(?:(GB|MB|Gb|Mb)/s)")
+_RATE_UNITS = {"GB": 1e9, "MB": 1e6, "Gb": 1e9 / 8, "Mb": 1e6 / 8}
+_NETWORK_EXAMPLE = "Pass h100-ndr400, or node=8,within=450GB/s,between=400Gb/s,latency=10us."
+
+
+def parse_network(command: str, name: str, text: str) -> Network:
+    """Parse the name of a preset, or ``node=8,within=450GB/s,between=400Gb/s``. ``command`` and ``name`` begin the errors.
+
+    Raises:
+        ConfigError: the name is unknown, or a value cannot be parsed.
+    """
+    if text in NETWORKS:
+        return NETWORKS[text]
+    values: dict[str, float] = {}
+    for pair in text.split(","):
+        key, _, value = pair.partition("=")
+        rate, seconds = _RATE.fullmatch(value.strip()), re.fullmatch(r"([0-9.]+)(us|ms)", value.strip())
+        if key in ("within", "between") and rate:
+            values[key] = float(rate[1]) * _RATE_UNITS[rate[2]]
+        elif key in ("latency", "control") and seconds:
+            values[key] = float(seconds[1]) * (1e-6 if seconds[2] == "us" else 1e-3)
+        elif key == "node" and value.isdecimal():
+            values[key] = int(value)
+        else:
+            known = ", ".join(NETWORKS)
+            raise ConfigError(f"{command}: {name} must be one of {known} or a list of values, got {text!r}. {_NETWORK_EXAMPLE}")
+    if missing := sorted({"node", "within", "between"} - set(values)):
+        raise ConfigError(f"{command}: {name} must have {missing[0]}=, got {text!r}. {_NETWORK_EXAMPLE}")
+    latency = values.get("latency")
+    latencies = {} if latency is None else {"within_latency_s": latency, "between_latency_s": latency}
+    latencies |= {"control_latency_s": values["control"]} if "control" in values else {}
+    return Network(node_ranks=int(values["node"]), within=values["within"], between=values["between"], **latencies)

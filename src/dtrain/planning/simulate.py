@@ -20,6 +20,7 @@ from dtrain.arguments import check_choice, check_int
 from dtrain.dtensor import to_local
 from dtrain.memory.live_tensors import LiveBytes
 from dtrain.planning.fake_world import FakeValueMode, UnreadScalar, emulate_cuda_kernels, fake_world
+from dtrain.planning.traffic import CollectiveTraffic, extrapolate_traffic, sum_traffic
 from dtrain.planning.workload import Workload, build_on_meta
 from dtrain.shard.activation_checkpoint import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
@@ -27,7 +28,6 @@ from dtrain.shard.fsdp2_private import (
     fsdp_param_groups,
     init_root,
     iter_grads,
-    share_empty_chunks,
     unsharded_params,
     wrap_collectives,
 )
@@ -38,7 +38,6 @@ from dtrain.state import Accumulate, TrainState
 from dtrain.step.compose import Step, compose_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
-from dtrain.testing.collective_counter import CollectiveCall
 from dtrain.typing import Batch, LossSum, Metrics
 
 MemoryPart: TypeAlias = Literal[
@@ -151,31 +150,6 @@ class MemoryTracker:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class CollectiveTraffic:
-    """Collectives of one kind in a step of one rank.
-
-    Args:
-        op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` and so on, as in ``count_collectives``.
-        ranks: number of ranks in each.
-        count: number of collectives.
-        bytes: logical size: of the whole gathered parameters, of the whole reduced gradients.
-        stride: distance between the global ranks of neighbours in the group; 1 for neighbours on a node.
-        bytes_sent: bytes sent by this rank in a ring: (n - 1) / n of the bytes, twice that for an all-reduce.
-    """
-
-    op: str
-    ranks: int
-    count: int
-    bytes: int
-    stride: int = 1
-
-    @property
-    def bytes_sent(self) -> int:
-        passes = 2 if self.op == "all_reduce" else 1
-        return round(passes * self.bytes * (self.ranks - 1) / self.ranks)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class StepUsage:
     """Memory and collectives of one step.
 
@@ -192,38 +166,6 @@ class StepUsage:
     at_peak: MemoryBreakdown
     max_by_part: MemoryBreakdown
     traffic: tuple[CollectiveTraffic, ...]
-
-
-def sum_traffic(calls: Sequence[CollectiveCall], strides: Mapping[str, int]) -> tuple[CollectiveTraffic, ...]:
-    """Return the collectives by kind, sorted by the bytes sent; collectives of one rank are left out.
-
-    ``strides`` has the stride of each mesh axis; other groups have stride 1."""
-    rows: dict[tuple[str, int, int], tuple[int, int]] = {}
-    for call in calls:
-        key = call.op, call.group_size, strides.get(call.group, 1)
-        count, size = rows.get(key, (0, 0))
-        if call.group_size > 1:
-            rows[key] = count + 1, size + call.bytes
-    traffic = [
-        CollectiveTraffic(op=op, ranks=ranks, count=count, bytes=size, stride=stride)
-        for (op, ranks, stride), (count, size) in rows.items()
-    ]
-    return tuple(sorted(traffic, key=lambda t: -t.bytes_sent))
-
-
-def extrapolate_traffic(
-    two: Sequence[CollectiveTraffic], three: Sequence[CollectiveTraffic], microbatches: int
-) -> tuple[CollectiveTraffic, ...]:
-    """Extrapolate the traffic of ``microbatches`` microbatches from that of two and of three."""
-    by_kind = {(t.op, t.ranks, t.stride): t for t in two}
-    traffic = []
-    for t in three:
-        base = by_kind.get((t.op, t.ranks, t.stride))
-        more = microbatches - 3
-        count = t.count + more * (t.count - (base.count if base else 0))
-        size = t.bytes + more * (t.bytes - (base.bytes if base else 0))
-        traffic.append(replace(t, count=count, bytes=size))
-    return tuple(traffic)
 
 
 DeviceType: TypeAlias = Literal["cuda", "cpu"]
@@ -413,8 +355,7 @@ def _shard(workload: Workload, config: ParallelismConfig, mesh: DeviceMesh, mode
     if config.tp == 1:
         # A workload may have a plan for every layout.
         options.pop("tp_plan", None)
-    with share_empty_chunks():
-        return shard_model(model, mesh, **options)
+    return shard_model(model, mesh, **options)
 
 
 def _use_foreach(optimizer: torch.optim.Optimizer) -> None:

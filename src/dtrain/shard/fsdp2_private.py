@@ -190,30 +190,6 @@ def wait_for_reduction(group: Any) -> None:
 
 
 @contextmanager
-def share_empty_chunks() -> Iterator[None]:
-    """Let FSDP2 represent all empty shards of a parameter by one tensor, inside the context.
-
-    FSDP2 makes an empty tensor for each rank without a part of a parameter, and keeps the chunk of this rank only. With
-    thousands of simulated ranks, these tensors take most of the time of ``fully_shard``.
-
-    Mutates: a function of FSDP2, inside the context.
-    """
-    from torch.distributed.fsdp._fully_shard import _fsdp_param
-
-    original = _fsdp_param._chunk_with_empty
-
-    def chunk(tensor: Tensor, num_chunks: int, dim: int) -> list[Tensor]:
-        chunks = list(torch.chunk(tensor, num_chunks, dim=dim))
-        return chunks + [chunks[0].new_empty(0)] * (num_chunks - len(chunks))
-
-    _fsdp_param._chunk_with_empty = chunk
-    try:
-        yield
-    finally:
-        _fsdp_param._chunk_with_empty = original
-
-
-@contextmanager
 def _without_all_reduce(group: Any) -> Iterator[None]:
     """Hide the replicated axis of the mesh from ``group`` in a context.
 
