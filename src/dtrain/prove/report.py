@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from dtrain.arguments import format_count
 from dtrain.prove.cause_texts import Cause
 from dtrain.prove.compare import Difference, label
 
@@ -142,7 +143,8 @@ class ProveReport:
         if remarks := self.remarks():
             lines += ["", *remarks]
         failed = sum(row.verdict == "failed" for row in self.rows)
-        verdict = "all runs agree" if self.passed else f"{len(self.findings)} differences, {failed} failed runs"
+        differs = f"{format_count(len(self.findings), 'difference')}, {format_count(failed, 'failed run')}"
+        verdict = "all runs agree" if self.passed else differs
         lines += ["", f"prove: {verdict} ({len(self.rows)} runs of {self.steps} steps, {self.seconds:.0f} s)"]
         return "\n".join(lines)
 
