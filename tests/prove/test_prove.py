@@ -81,3 +81,12 @@ def test_normal_run_calls_and_imports_nothing_of_the_proof(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "held-out loss" in done.stdout
+
+
+def test_command_refuses_ranks_that_are_no_numbers():
+    done = subprocess.run(
+        [sys.executable, "-m", "dtrain", "prove", "--ranks", "two", str(LOOP)],
+        capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stderr == "dtrain: prove: --ranks must be numbers of at least 2, got 'two'. Pass 2,3, for example.\n"

@@ -24,7 +24,7 @@ _option = partial(option, "prove")
 
 
 def parse_ranks(command: str, name: str, text: str) -> tuple[int, ...]:
-    """Parse numbers of ranks such as ``2,3``. A type of ``option``.
+    """Parse numbers of ranks such as ``2,3``.
 
     Raises:
         ConfigError: another text, or a number below 2.
@@ -40,9 +40,8 @@ def prove(
     args: Annotated[list[str] | None, typer.Argument(metavar="[ARGS]...", help="Arguments of the script.")] = None,
     steps: Annotated[int, _option(_RUNS_HEADING, "--steps N", "Steps of each run.  [default: 4]", integer(2))] = 4,
     ranks: Annotated[
-        tuple[int, ...] | None,
-        _option(_RUNS_HEADING, "--ranks LIST", "Numbers of ranks to compare with one rank.  [default: 2,3]", parse_ranks),
-    ] = None,
+        str, _option(_RUNS_HEADING, "--ranks LIST", "Numbers of ranks to compare with one rank.  [default: 2,3]")
+    ] = "2,3",
     keep_precision: Annotated[
         bool,
         typer.Option(
@@ -68,7 +67,7 @@ def prove(
         script,
         args or (),
         steps=steps,
-        ranks=ranks or (2, 3),
+        ranks=parse_ranks("prove", "--ranks", ranks),
         keep_precision=keep_precision,
         seed=seed,
         timeout_s=timeout,
