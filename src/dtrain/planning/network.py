@@ -157,7 +157,7 @@ def control_seconds(world_size: int, network: Network) -> float:
 
     Example:
         >>> import dtrain as dt
-        >>> dt.planning.control_seconds(512, dt.planning.Network.preset("h100-ndr400"))
+        >>> round(dt.planning.control_seconds(512, dt.planning.Network.preset("h100-ndr400")), 6)
         0.0012
     """
     local = min(world_size, network.node_ranks)
