@@ -45,7 +45,9 @@ def prove(
     keep_precision: Annotated[
         bool,
         typer.Option(
-            "--keep-precision", help="Compute in the script's own dtypes, with wider tolerances.", rich_help_panel=_RUNS_HEADING
+            "--keep-precision",
+            help="Compute in the script's own dtypes, so that rounding counts as a difference.",
+            rich_help_panel=_RUNS_HEADING,
         ),
     ] = False,
     seed: Annotated[int, _option(_RUNS_HEADING, "--seed N", "Selects the step of the kill.  [default: 0]", integer(0))] = 0,
@@ -54,7 +56,7 @@ def prove(
     ] = 300.0,
     as_json: AsJson = False,
 ) -> int:
-    """Run a script in several ways, and show whether all runs agree.
+    """Run a script in several ways, and compare the runs.
 
     The script runs for a few steps in float64: twice on one rank, on several ranks with each strategy, with other microbatches,
     and killed and resumed. The answer names the first difference, and its likely cause.

@@ -37,9 +37,14 @@ def _weights(record: RunRecord) -> Iterator[Difference]:
 
 
 def _optimizer(record: RunRecord) -> Iterator[Difference]:
-    """The optimizer must have parameters of the model."""
-    for row in record.rows("optimizer"):
-        if row["params"] and len(row["unknown"]) == row["params"]:
+    """The optimizer must have parameters of the model.
+
+    A script with several optimizers may train a model that was not seen. So nothing is reported if one of them has parameters
+    of the model.
+    """
+    rows = [row for row in record.rows("optimizer") if row["params"]]
+    if all(len(row["unknown"]) == row["params"] for row in rows):
+        for row in rows:
             yield Difference(
                 step=row["step"],
                 kind="optimizer",
