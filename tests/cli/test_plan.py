@@ -1,6 +1,7 @@
 """``dtrain plan``: what it prints, and one line for each mistake."""
 
 import json
+import subprocess
 import sys
 
 import pytest
@@ -146,22 +147,25 @@ def test_factory_arguments_are_parsed_as_literals_or_strings():
 
 
 def test_network_adds_seconds(plan):
-    arguments = ("cli_model.py:workload", "--world", "16", "--network", "h100-ndr400", "--json", "--processes", "1")
+    arguments = ("cli_model.py:workload", "--world", "16", "--network", "h100-ndr400", "--json")
     code, out, _ = plan(*arguments)
     rows = json.loads(out)["plans"]
     assert code == 0
     assert all(row["seconds"]["links"] > 0 for row in rows)
-    assert {row["seconds"]["control"] for row in rows} == {2 * 15 * 50e-6}
+    assert {row["seconds"]["control"] for row in rows} == {2 * 7 * 50e-6}
     for strategy, expected in (((), "on the links: collectives"), (("--strategy", "full_shard"), "A step spends ")):
-        code, out, _ = plan(*arguments[:-3], *strategy)
+        code, out, _ = plan(*arguments[:-1], *strategy)
         assert code == 0
         assert expected in out
         assert "on the links" in out.splitlines()[2] or strategy
 
 
-def test_processes_do_not_change_the_plan(plan):
-    one, two = (plan("cli_model.py:workload", "--world", "4", "--json", "--processes", n) for n in ("1", "2"))
-    assert one[:2] == two[:2]
+@pytest.mark.usefixtures("plan")
+def test_processes_do_not_change_the_plan():
+    """In a process of its own: a fork of the tests' process could inherit a lock."""
+    command = (sys.executable, "-m", "dtrain", "plan", "cli_model.py:workload", "--world", "4", "--json", "--processes")
+    one, two = (subprocess.run([*command, n], capture_output=True, timeout=300, check=True).stdout for n in ("1", "2"))
+    assert one == two
 
 
 def test_network_is_parsed_by_name_and_by_hand():

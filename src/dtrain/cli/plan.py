@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import os
 import re
 import sys
 import time
@@ -246,7 +245,7 @@ NetworkOption = Annotated[
     ),
 ]
 Processes = Annotated[
-    int | None, _option(_QUERY_HEADING, "--processes N", "Layouts to estimate at a time.  [default: CPU cores]", integer(1))
+    int, _option(_QUERY_HEADING, "--processes N", "Layouts to estimate at a time, each in a fork.  [default: 1]", integer(1))
 ]
 Strategy = Annotated[
     str | None, _option(_LAYOUT_HEADING, "--strategy NAME", "Strategy to show in detail, instead of a comparison.")
@@ -310,7 +309,7 @@ def plan(
     memory: Memory = None,
     headroom: Headroom = 0.05,
     network: NetworkOption = None,
-    processes: Processes = None,
+    processes: Processes = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the same as one JSON object.")] = False,
 ) -> int:
     """Estimate the memory and network traffic of a run.
@@ -349,7 +348,7 @@ def _run_plans(
     checkpoint: str | None,
     precision: str,
     settings: dict[str, Any],
-    processes: int | None,
+    processes: int,
 ) -> list[StrategyEstimate]:
     from dtrain.planning.estimate import compare_strategies, estimate_strategy
     from dtrain.planning.workload import load_workload
@@ -361,7 +360,7 @@ def _run_plans(
             return [estimate_strategy(workload, strategy=strategy, checkpoint=mode, **settings)]
         if checkpoint is not None:
             settings["checkpoints"] = (mode,)
-        settings["processes"] = processes or len(os.sched_getaffinity(0))
+        settings["processes"] = processes
         with contextlib.closing(_Progress()) as progress:
             return compare_strategies(workload, on_estimate=progress.show, **settings)
 
