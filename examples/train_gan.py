@@ -94,7 +94,7 @@ def main() -> None:
                 return energy_distance(functional_call(plain_maker, average, (noise.to(dist.device),)).cpu(), unseen)
 
         for real in loader.until(args.steps):
-            with dt.span("generate", "compute"), torch.no_grad():
+            with dt.span("make points", "compute"), torch.no_grad():
                 noises = torch.randn(len(real), NOISE, device=dist.device)
                 made = functional_call(plain_maker, dict(dt.full_params(g)), (noises,))
             d, told = tell(d, {"real": real, "made": made})
