@@ -79,5 +79,8 @@ def evaluated(sizes: list, size: int | None):
 def test_an_evaluation_over_empty_batches_is_refused_in_one_line(ranks, size):
     for found in ([evaluated([0], size)], ranks(2).run(evaluated, [0, 0], size)):
         assert len(set(found)) == 1
-        assert found[0] == ("StepError: reduce_metrics: metric 'loss' must have a positive weight, got 0 over all ranks.")
+        assert found[0] == (
+            "StepError: reduce_metrics: metric 'loss' must have a positive weight, got 0 over all ranks. "
+            "Check that the loss counts some sample on some rank."
+        )
     assert ranks(2).run(evaluated, [0, 3], size) == [4.5, 4.5]
