@@ -43,7 +43,7 @@ from dtrain.checkpoint.reader import CheckpointReader, RankFilesReader, open_che
 from dtrain.checkpoint.reshard import ReadItem, Region, plan_reads
 from dtrain.checkpoint.run_index import RankParts, RunIndex, encode_run_index, merge_parts
 from dtrain.checkpoint.tree_json import TensorRef
-from dtrain.dist import collectives
+from dtrain.dist.control_plane import Channel
 from dtrain.dtensor import compute_shard_box
 from dtrain.storage.local import LocalFileReader
 from dtrain.testing import run_ranks
@@ -136,27 +136,33 @@ def counted_requests() -> Iterator[list[str]]:
 
 
 def messages(root: str, size: int = SIZE) -> dict[str, list[list[Any]]]:
-    """Save and load once, and note each exchange of JSON: name, bytes that this rank sends, bytes that it receives."""
+    """Save and load once, and note each exchange: its kind, its caller, bytes of this rank and of all ranks."""
     run = build("large", size, Path(root))
-    found: list[list[Any]] = []
-    with patch.object(collectives, "_exchange_lengths", noted(collectives._exchange_lengths, found)):
+    with noted_exchanges() as found:
         dt.save_sharded(root, run.state).wait()
         saved, found[:] = list(found), []
         dt.load_sharded(root, run.state)
     return {"save": saved, "load": found}
 
 
-def noted(exchange: Callable[..., tuple[bytes, list[int]]], found: list[list[Any]]) -> Callable[..., Any]:
-    """Return ``exchange``, which also notes caller, bytes of this rank and of all ranks."""
+@contextlib.contextmanager
+def noted_exchanges() -> Iterator[list[list[Any]]]:
+    """Note the exchanges of this rank on every channel of the control plane."""
+    found: list[list[Any]] = []
+    all_gather, gather = Channel.all_gather, Channel.gather
 
-    def exchange_lengths(obj: Any, group: Any, caller: str) -> tuple[bytes, list[int]]:
-        text, lengths = exchange(obj, group, caller)
-        # The JSON of a collective is padded to the longest.
-        function = sys._getframe(1).f_code.co_name
-        found.append([function, caller, len(text), max(lengths) * len(lengths)])
-        return text, lengths
+    def noted_all_gather(channel: Channel, payload: bytes, **options: Any) -> list[bytes]:
+        result = all_gather(channel, payload, **options)
+        found.append(["all_gather", options["caller"], len(payload), sum(map(len, result))])
+        return result
 
-    return exchange_lengths
+    def noted_gather(channel: Channel, payload: bytes, dst: int, **options: Any) -> list[bytes] | None:
+        result = gather(channel, payload, dst, **options)
+        found.append(["gather", options["caller"], len(payload), sum(map(len, result or ()))])
+        return result
+
+    with patch.object(Channel, "all_gather", noted_all_gather), patch.object(Channel, "gather", noted_gather):
+        yield found
 
 
 # Planned
@@ -490,8 +496,8 @@ def print_messages(ranks: Sequence[int], root: Path) -> None:
                 count[:] = count[0] + 1, count[1] + sent, count[2] + received
             for function, (count, sent, received) in sorted(by_function.items()):
                 rows.append(f"| {what} | {world} | {function} | {count} | {sent} | {received} |")
-    print("### Exchanges of JSON between ranks, as rank 0 sees them\n")
-    table("of | ranks | collective | calls | bytes sent by rank 0 | bytes of all ranks, padded", rows)
+    print("### Exchanges between ranks, as rank 0 sees them\n")
+    table("of | ranks | exchange | calls | bytes sent by rank 0 | bytes of all ranks", rows)
 
 
 def met(is_met: bool) -> str:

@@ -32,6 +32,7 @@ EXCEPTIONS = {
     ("ConfigError", "arguments.py"): "the condition names the values that are allowed; the caller may add advice",
     # Reasons: the last value of the message is its advice.
     ("ConfigError", "shard/wrapping.py"): "the last value is the problem and its remedy",
+    ("ConfigError", "step/normalization.py"): "the last value is the problem and its remedy",
     ("StepError", "step/evaluate.py"): "the last value is the problem and its remedy",
     ("ConfigError", "surgery/replace.py"): "the last value is the problem and its remedy",
     ("RankError", "launch/spawn_function.py"): "quotes the error or the exit of a rank, which the user's function caused",

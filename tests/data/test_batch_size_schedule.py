@@ -76,7 +76,7 @@ def test_total_steps_counts_scheduled_batch_sizes(length):
         ),
         (lambda: loader(dt.schedules.with_unit("tok", growing)), "global_batch_size must be a schedule of steps, got 'tok'"),
         (lambda: batches(loader(lambda step: 2.0 - step)), "must give 1 or more, got 0.0 at batch 2"),
-        (lambda: loader().steps_per_epoch(), "steps_per_epoch differs between epochs: global_batch_size is a schedule"),
+        (lambda: loader().steps_per_epoch(), "steps_per_epoch differs between epochs, because global_batch_size is a schedule"),
     ],
 )
 def test_invalid_arguments_are_refused(make, message):

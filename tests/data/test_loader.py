@@ -306,7 +306,9 @@ def test_loader_error_joins_exception_notes_into_one_line():
 def test_iterating_a_loader_directly_suggests_until():
     source = loader()
     for use in (iter, list):
-        with pytest.raises(ConfigError, match=r"loader: .* write `for batch in loader.until\('3ep'\)` .*loader.one_epoch\(\)"):
+        with pytest.raises(
+            ConfigError, match=r"loader: .* write `for batch in loader.until\('3ep'\)`\. .*loader.one_epoch\(\)"
+        ):
             use(source)
     with pytest.raises(ConfigError, match="write `for batch in loader"):
         for _ in source:

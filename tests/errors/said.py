@@ -97,8 +97,8 @@ SAID = {
     "Training hangs after the first epoch": Said(
         by_hand=("RuntimeError: [...] Timed out waiting 1000ms for recv operation to complete",),
         here=(
-            "DistError: step: rank 1 was at 'leaving init_dist' instead, and the ranks waited for each other for ... s. Let "
-            "all ranks take the same steps, as loader.until does, and run collectives in one order.",
+            "StepError: step: ranks must run the same exchange, got 'all_gather leaving init_dist' from rank 1. Take the same "
+            "steps on all ranks, as loader.until does, and run collectives in one order.",
         ),
     ),
     "A corrupt sample": Said(

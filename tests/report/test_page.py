@@ -214,7 +214,7 @@ def test_many_metrics_are_limited_in_charts_and_points(made):
     found, left_out = charts.metric_charts(made.report(run))
     assert (len(found), left_out) == (50, 0)
     first = next(iter(found.values()))
-    assert first["title"] == "norm/gradient/\u2026 (1 to 8 of 200)"
+    assert first["title"] == "norm of gradient of \u2026 (1 to 8 of 200)"
     assert len(first["data"][0]["y"]) <= 75
     assert max(first["data"][0]["y"]) == 96.0
     assert len(json.dumps(found)) < 2e6

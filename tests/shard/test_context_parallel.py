@@ -145,10 +145,13 @@ REFUSED = [
         "Pass for example dt.build_mesh(cp=2).",
     ),
     ("nothing", "batch_seq_dims must not be empty. Pass for example batch_seq_dims={'input_ids': 1}."),
-    ("key", "the batch has no 'tokens', only ['inputs', 'targets']."),
-    ("buffer", "buffer_seq_dims names 'rope', but the model has no such buffer."),
+    ("key", "the batch has no 'tokens', only ['inputs', 'targets']. Name keys of the batch in batch_seq_dims."),
+    (
+        "buffer",
+        "buffer_seq_dims names 'rope', but the model has no such buffer. Print the names with model.named_buffers().",
+    ),
     ("length", "the length of dim 1 of 'inputs' must be a multiple of 2 * cp = 4, got 6. Pad the sequences."),
-    ("names", "batch must be a mapping of tensors, got list."),
+    ("names", "batch must be a mapping of tensors, got list. Return a dict from the collate function."),
 ]
 
 

@@ -12,10 +12,8 @@ import json
 import os
 import secrets
 import selectors
-import shutil
 import socket
 import struct
-import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -159,10 +157,9 @@ def _listen(layout: Layout) -> Iterator[tuple[list[socket.socket], dict[str, Any
         listeners: list[socket.socket] = []
         try:
             if layout.node_size > 1:
-                folder = tempfile.mkdtemp(prefix="dtrain-")
-                stack.callback(shutil.rmtree, folder, ignore_errors=True)
                 listeners.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
-                address["path"] = f"{folder}/control"
+                # An abstract name, so that a rank that is killed leaves no file.
+                address["path"] = f"\0dtrain-{secrets.token_hex(_TOKEN_BYTES)}"
                 listeners[-1].bind(address["path"])
                 listeners[-1].listen(_BACKLOG)
             if layout.remote_peers():

@@ -318,10 +318,7 @@ def check_loss(loss: object, *, caller: str) -> LossSum:
         ConfigError: ``loss`` is another value.
     """
     if not isinstance(loss, LossSum):
-        raise ConfigError(
-            f"{caller}: loss_fn must return a LossSum, got {_describe_return_value(loss)}. "
-            "Return dt.LossSum(total=loss, weight=count)."
-        )
+        raise ConfigError(f"{caller}: loss_fn must return a LossSum, got {_describe_return_value(loss)}.")
     if not isinstance(loss.total, Tensor) or loss.total.numel() != 1:
         raise ConfigError(
             f"{caller}: LossSum.total must be one number (a tensor []), got {describe_value(loss.total)}. Sum it."
