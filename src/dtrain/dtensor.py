@@ -290,8 +290,7 @@ def all_reduce_partial_(parts: Sequence[Tensor], of: Sequence[Tensor], dims: Seq
     for part, tensor, summed in zip(parts, of, dims, strict=True):
         if is_dtensor(tensor):
             mesh, places = tensor.device_mesh, enumerate(tensor.placements)
-            axes = tuple(axis for axis, place in places if _sharded_dim(place) in summed and mesh.size(axis) > 1)
-            if axes:
+            if axes := tuple(axis for axis, place in places if _sharded_dim(place) in summed and mesh.size(axis) > 1):
                 groups[mesh, axes, part.dtype].append(part)
     for (mesh, axes, _), sums in groups.items():
         # The groups of the mesh take tensors on the mesh's device. Offloaded tensors are on the CPU.

@@ -1,4 +1,4 @@
-"""What a load reads and sends as ranks are added: counted on real ranks, planned at 512, opened at 4,096.
+"""Bytes and requests of a load as ranks are added: counted on real ranks, planned at 512, opened at 4,096.
 
 The figures themselves are printed by ``benchmarks/scale_checkpoint.py``.
 """

@@ -397,5 +397,4 @@ class Loader:
             raise DataError(f"loader: {describe_error(error)}") from error
 
     def __repr__(self) -> str:
-        at = self.position
-        return f"Loader(data={self.fingerprint}, epoch={at.epoch}, samples={at.samples})"
+        return f"Loader(data={self.fingerprint}, epoch={self.position.epoch}, samples={self.position.samples})"

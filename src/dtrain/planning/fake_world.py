@@ -76,8 +76,7 @@ def fake_world(world_size: int, *, dp_replicate: int = 1, tp: int = 1) -> Iterat
 def _clear_sharding_cache() -> None:
     """Clear torch's cache of sharded operations, if a DTensor was made."""
     if "torch.distributed.tensor" in sys.modules:
-        propagator: Any = torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator
-        propagator.propagate_op_sharding.cache_clear()
+        sharding_propagator().propagate_op_sharding.cache_clear()
         if clear_fast_path := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):
             clear_fast_path()
 

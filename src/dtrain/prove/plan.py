@@ -19,7 +19,7 @@ _STRATEGIES = ("full_shard", "shard_grad_op", "replicate")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProveOptions:
-    """What ``prove`` runs.
+    """Script of ``prove``, and the runs to make of it.
 
     Args:
         script: path of the script.

@@ -54,7 +54,7 @@ class Finding:
 
     @property
     def subject(self) -> str:
-        """What differs, as in ``"step 0, gradient of head.weight"``."""
+        """Step and name of the fact that differs, as in ``"step 0, gradient of head.weight"``."""
         return f"step {self.difference.step}, {label(self.difference)}"
 
     def as_dict(self) -> dict[str, Any]:

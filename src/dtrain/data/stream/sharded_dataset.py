@@ -197,9 +197,7 @@ class ShardedDataset:
             shard_format = get_format(entry.format)
             _check_entry(shard_format, entry, self._options)
             if self._ranged and (entry.file.compression is not None or not shard_format.supports_ranges):
-                description = (
-                    f"compressed ({entry.file.compression})" if entry.file.compression else f"of format {entry.format}"
-                )
+                description = f"compressed ({kind})" if (kind := entry.file.compression) else f"of format {entry.format}"
                 raise ConfigError(
                     f"{self.root / entry.file.name}: is {description}, without range reads. Use download='whole'."
                 )
