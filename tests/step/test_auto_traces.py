@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 from unittest.mock import patch
 
@@ -21,6 +22,10 @@ from dtrain.step.oom_guard import StepGuard
 from dtrain.testing.collective_counter import count_collectives
 from dtrain.testing.fault_injection import inject_fault
 from dtrain.typing import LossSum
+from helpers.gpt import Block
+from shard.parallel import PLANS, make
+from shard.parallel import batch as whole_batch
+from shard.parallel import loss_fn as token_loss
 from step.test_auto_sweep import OUT_OF_MEMORY, Unit, bits, loss_fn
 
 CAP_S = 120.0  # a rank that waits for another one would wait for many minutes
@@ -221,3 +226,49 @@ def catches_everything(at: str, steps: int) -> list:
 @pytest.mark.parametrize(("at", "steps"), [("forward", 0), ("gather", 0), ("gather", 2)])
 def test_oom_retry_works_when_the_loss_catches_exceptions(ranks, at, steps):
     assert ranks(2).run(catches_everything, at, steps, timeout_s=CAP_S) == [[True, steps + 1]] * 2
+
+
+def start_tensor_parallel(*transforms, **options) -> tuple[Step, TrainState]:
+    net = shard_model(make(), build_mesh(tp=2), blocks=(Block,), tp_plan=PLANS["sequence"]())
+    step = compose_step(token_loss, transforms, **options)
+    return step, step.init(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+def tensor_parallel(sequences: list[list[int]], fails_at: int) -> list:
+    """Steps on batches of ``sequences[step][data_rank]`` tokens a sample; rank 1 runs out of memory in step ``fails_at``."""
+    step, state = start_tensor_parallel(auto_microbatch(initial=2, minimum=1, grow_interval=None))
+    _, expected = start_tensor_parallel()
+    exchanged = []
+    for index, lengths in enumerate(sequences):
+        mine = {key: value[:4, : lengths[state.spec.data_rank]] for key, value in whole_batch().items()}
+        fault = inject_fault("raise", at="forward", call=2, rank=1, error=OUT_OF_MEMORY)
+        with count_collectives() as seen, fault if index == fails_at else nullcontext():
+            state, _ = step(state, mine)
+        exchanged.append(seen.count(group="control") > 0)
+        size = 1 if index >= fails_at else 2
+        by_hand = compose_step(token_loss, grad=partial(microbatch_step, microbatch_size=size))
+        expected, _ = by_hand(expected, mine)
+    same = all(torch.equal(mine, theirs) for mine, theirs in zip(bits(state), bits(expected), strict=True))
+    return [exchanged, same, traces_of(state).always_check]
+
+
+NEVER = 100
+
+
+def test_tensor_parallel_steps_exchange_records_only_until_the_shapes_are_known(ranks):
+    sequences = [[8], [8], [4], [8], [4]]
+    expected = [[True, False, True, False, False], True, False]
+    assert ranks(2).run(tensor_parallel, sequences, NEVER, timeout_s=CAP_S) == [expected] * 2
+
+
+def test_tensor_parallel_groups_whose_batches_differ_in_shape_have_traces(ranks):
+    sequences = [[8, 4], [8, 4], [4, 8], [8, 8], [8, 4], [8, 8]]
+    expected = [[True, False, True, True, False, False], True, False]
+    assert ranks(4).run(tensor_parallel, sequences, NEVER, timeout_s=CAP_S) == [expected] * 4
+
+
+@pytest.mark.parametrize("fails_at", [0, 1])
+def test_tensor_parallel_step_that_runs_out_of_memory_is_repeated_on_all_ranks(ranks, fails_at):
+    for _, same_as_by_hand, always_checked in ranks(4).run(tensor_parallel, [[8, 4]] * 3, fails_at, timeout_s=CAP_S):
+        assert same_as_by_hand
+        assert not always_checked

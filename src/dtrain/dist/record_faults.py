@@ -30,6 +30,7 @@ class ForwardRecord(NamedTuple, Generic[T]):
     batch_hash: T
     plan_digest: T
     rng_hash: T
+    shapes_hash: T
 
 
 class BackwardRecord(NamedTuple, Generic[T]):

@@ -49,6 +49,7 @@ class StepCounts(NamedTuple):
         rng_mismatch: two ranks that share a batch and have different RNG states; see ``check_rng_in_sync``.
         equal_batches: True if the batches of all data-parallel ranks have one hash, None if no hashes were compared.
         same_plan: if True, all ranks have the same plan.
+        shapes_hash: sum of the ``shapes_hash`` of all ranks.
     """
 
     samples: int
@@ -60,6 +61,7 @@ class StepCounts(NamedTuple):
     rng_mismatch: tuple[int, int] | None = None
     equal_batches: bool | None = None
     same_plan: bool = True
+    shapes_hash: int = 0
 
 
 def sync_before_forward(
@@ -78,6 +80,7 @@ def sync_before_forward(
     rng_hash: int = 0,
     batch_hash: int = 0,
     plan_digest: int = 0,
+    shapes_hash: int = 0,
     batch_info: BatchInfo | None = None,
     elapsed_s: float = 0.0,
 ) -> StepCounts:
@@ -99,11 +102,13 @@ def sync_before_forward(
         rng_hash: hash of the RNG state; 0 unless ranks share a batch (tp, cp).
         batch_hash: hash of the batch, below 2**53; 0 if the batch is not compared between ranks.
         plan_digest: digest of the traces of ``auto_microbatch`` and of their conditions; 0 without ``auto_microbatch``.
+        shapes_hash: hash of the rank and of the shapes of its microbatches, below 2**40, so that float64 holds the sum over
+            4,096 ranks exactly; 0 if the collectives of the model do not depend on the shapes.
         batch_info: info of this rank's batch, None if no loader returned the batch.
         elapsed_s: time since the last step of this run began, in seconds.
 
     Mutates: the preemption state of this process (see ``preemption``); the status of ``batch_info``.
-    Collective: one record of twelve numbers; on several nodes one exchange more if the ranks differ.
+    Collective: one record of thirteen numbers; on several nodes one exchange more if the ranks differ.
 
     Raises:
         PeerError: another rank passed an ``error``.
@@ -133,6 +138,7 @@ def sync_before_forward(
         batch_hash=batch_hash,
         plan_digest=plan_digest,
         rng_hash=rng_hash,
+        shapes_hash=shapes_hash,
     )
     summary, rows = reduce_record(mine, _forward_spec(ranks_per_batch))
     low: ForwardRecord[float] = ForwardRecord._make(summary.minima)
@@ -197,6 +203,7 @@ def _combine_records(
         None if different < 0 else (different - different % ranks_per_batch, different),
         low.batch_hash == high.batch_hash if several_hashes else None,
         low.plan_digest == high.plan_digest,
+        int(total.shapes_hash),
     )
 
 

@@ -67,8 +67,8 @@ def auto_microbatch(
     Mutates: nothing by a failed step: gradients, buffers, the global random generators and allocated memory are restored.
     Changes by the loss function to other objects cannot be undone. A search resets the device's peak memory statistics.
     Collective: as ``microbatch_step``, whose second record has the status of each rank; a search adds one small record per
-    probe. In the first step of each number of microbatches, and if a model's collectives depend on the batch, one record before
-    each collective.
+    probe. In the first step of each number of microbatches (under tp and cp: and of their shapes), and if a model's collectives
+    depend on the batch's values, one record before each collective.
     Host sync: none.
 
     Example:

@@ -189,6 +189,7 @@ class GradientRun:
             rng_hash=hash_rng_state(state.device) if spec.ranks_per_batch > 1 else 0,
             batch_hash=batch_hash,
             plan_digest=0 if guard is None else guard.traces.digest(*self.replay_conditions(), guard.max_microbatches or 0),
+            shapes_hash=0 if guard is None or spec.ranks_per_batch == 1 else microbatches.hash_shapes(spec.data_rank),
             batch_info=state.step_batch.info if state.step_batch is not None else None,
             elapsed_s=elapsed_s,
         )
@@ -206,7 +207,8 @@ class GradientRun:
             return nullcontext()
         guard.samples = self.microbatches.samples
         # The plan holds only facts that ranks agree on: ranks with different plans would run in different modes.
-        return guard.attempt((min(required, guard.max_microbatches or required), *self.replay_conditions()))
+        run = min(required, guard.max_microbatches or required)
+        return guard.attempt((run, self._counts.shapes_hash, *self.replay_conditions()))
 
     @property
     def required_microbatches(self) -> int:

@@ -209,9 +209,7 @@ class GuardedStepResult:
 
 def make_prober(state: TrainState) -> MicrobatchProber:
     """Return the prober of a new run."""
-    # Inside a tp or cp group, ranks exchange tensors as large as the batch, so every collective is checked.
-    traces = TraceCache(always_check=state.spec.ranks_per_batch > 1)
-    prober = MicrobatchProber(traces=traces, buffers=BufferSnapshot(state.model), device=state.device)
+    prober = MicrobatchProber(traces=TraceCache(), buffers=BufferSnapshot(state.model), device=state.device)
     # Earlier retries of the allocator do not count.
     prober.allocator_retried()
     return prober

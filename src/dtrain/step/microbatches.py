@@ -19,6 +19,7 @@ from dtrain.batch import (
     make_zero_samples,
     split_into_microbatches,
 )
+from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError
 from dtrain.typing import Batch
 
@@ -44,6 +45,11 @@ class Microbatches:
     def is_on(self, device: torch.device) -> bool:
         """Return True if every tensor of the batch is on ``device``."""
         return all([leaf.device == device for leaf in list_tensors(self.batch)])  # noqa: C419  # a list is faster for a few
+
+    def hash_shapes(self, data_rank: int) -> int:
+        """Return a hash below 2**40 of the shapes and dtypes of all microbatches, another one on each data rank."""
+        shapes = [[(tuple(leaf.shape), leaf.dtype) for leaf in list_tensors(batch)] for batch in self.batches]
+        return derive_seed(data_rank, str(shapes)) % 2**40
 
     def padding_microbatch(self, padding_sample: Batch | None) -> Batch:
         """Return a microbatch to run at weight zero.
