@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import pytest
@@ -14,6 +15,8 @@ from dtrain.errors import ConfigError
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.evaluate import auto_batch_eval, evaluate
+from dtrain.testing.collective_counter import count_collectives
+from dtrain.testing.fault_injection import inject_fault
 from dtrain.typing import LossSum
 
 OUT_OF_MEMORY = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
@@ -112,3 +115,83 @@ def test_custom_batch_type_without_split_is_refused():
 def test_split_that_drops_samples_or_does_not_split_is_refused(bad, message):
     with pytest.raises(ConfigError, match=message):
         evaluate(model(), [made(0)], loss, count=count, split=bad, microbatch_size=2)
+
+
+class Switched(nn.Module):
+    """Two sharded layers, which run in the order that is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(2, 5), nn.Linear(5, 2)]).double()
+        self.order = [0, 1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index in self.order:
+            x = self.layers[index](x)
+        return x
+
+
+def evaluations(changes_at: int, fails_at: int, message: str) -> list:
+    """Exchanges of five calls, and whether the results are right. A call has another order of layers, one fails on rank 1."""
+    net = shard_model(Switched(), build_mesh(), blocks=(nn.Linear,))
+    run = auto_batch_eval(lambda model, part: model(part), initial=4)
+    rows = torch.arange(8.0, dtype=torch.float64).view(4, 2) + get_dist_info().rank
+    exchanged, right, raised = [], [], ""
+    for call in range(5):
+        net.order = [0, 1, 0, 1] if call >= changes_at else [0, 1]
+        error = ValueError(message) if message else OUT_OF_MEMORY
+        fault = inject_fault("raise", at="forward", call=1, rank=1, error=error)
+        with count_collectives() as seen, fault if call == fails_at else nullcontext():
+            try:
+                parts = run(net, rows)
+            except Exception as problem:  # noqa: BLE001
+                raised, parts = type(problem).__name__, []
+        exchanged.append(seen.count(group="control"))
+        whole = Switched()
+        whole.order = net.order
+        right.append(bool(parts) and torch.allclose(torch.cat(parts), whole(rows), rtol=1e-12))
+    return [exchanged, right, raised]
+
+
+def test_parts_exchange_three_records_once_their_collectives_are_known(ranks):
+    # The count of a batch, the size of the next part twice, and the status of a part that compares with a trace.
+    for exchanged, right, _ in ranks(2).run(evaluations, 3, 100, ""):
+        first, second, third, changed, known = exchanged
+        assert second == third == known == 4
+        assert first == 3 + 3
+        assert changed > known
+        assert right == [True] * 5
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_part_that_runs_out_of_memory_on_one_rank_is_halved_on_all(ranks, fails_at):
+    for _, right, raised in ranks(2).run(evaluations, 100, fails_at, ""):
+        assert right == [True] * 5
+        assert raised == ""
+
+
+@pytest.mark.parametrize("fails_at", [0, 2])
+def test_error_of_one_rank_is_raised_on_all_ranks(ranks, fails_at):
+    mine = [result[1:] for result in ranks(2).run(evaluations, 100, fails_at, "of rank 1")]
+    right = [call != fails_at for call in range(5)]
+    assert mine == [[right, "PeerError"], [right, "ValueError"]]
+
+
+def plain_model() -> str:
+    """Only rank 1 evaluates a model that is on no mesh, and its function fails."""
+
+    def fails(net: nn.Module, part: Tensor) -> Tensor:
+        raise ValueError("of rank 1")
+
+    if get_dist_info().rank == 0:
+        return "ValueError"
+    try:
+        auto_batch_eval(fails)(Switched(), torch.ones(2, 2, dtype=torch.float64))
+    except Exception as problem:  # noqa: BLE001
+        return type(problem).__name__
+    return "nothing"
+
+
+def test_error_of_a_model_on_one_rank_alone_is_its_own(ranks):
+    assert ranks(2).run(plain_model) == ["ValueError"] * 2

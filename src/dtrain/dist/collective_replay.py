@@ -104,9 +104,13 @@ class TraceCache:
         while len(self._traces) > _MAX_TRACES:
             self._traces.popitem(last=False)
 
+    def forget(self, plan: object) -> None:
+        """Drop the trace of ``plan``, which other ranks do not hold."""
+        self._traces.pop(plan, None)
+
     def drop(self, plan: object) -> None:
         """Drop the trace of ``plan``, which was wrong on some rank. Every rank must call, or no rank."""
-        self._traces.pop(plan, None)
+        self.forget(plan)
         self._wrong_traces_left -= 1
         self.always_check |= self._wrong_traces_left <= 0
 

@@ -15,7 +15,7 @@ from torch import nn
 
 from dtrain import heartbeats, spans
 from dtrain.arguments import check_int
-from dtrain.batch import BatchSpec, make_zero_samples, narrow_batch, to_device
+from dtrain.batch import BatchSpec, list_tensors, make_zero_samples, narrow_batch, to_device
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.context import current_context
@@ -168,8 +168,9 @@ def auto_batch_eval(
         ``(model, batch) -> results``. Parts are moved to the model's device. Ranks may have batches of different sizes, or
         without samples; a rank with fewer samples repeats a part that does not count.
 
-    Collective: for a sharded model on several ranks, which must all call the function: one small record per batch, one per
-    part, and one before each of the model's own collectives.
+    Collective: for a sharded model on several ranks, which must all call the function: one small record per batch, and two per
+    part. In the first part, and in parts whose collectives differ from those of the last, one before each of the model's
+    own collectives; under tp and cp also in the first part of each shape.
 
     Example:
         >>> import dtrain as dt
@@ -197,6 +198,7 @@ class _AutoBatchEval(Generic[T]):
     batch_spec: BatchSpec | None
     count: CountFn | None
     split: SplitFn | None
+    _traces: TraceCache = field(default_factory=TraceCache)
 
     def __call__(self, model: nn.Module, batch: Batch) -> list[T]:
         multi_rank = get_spec(model).mesh is not None and get_dist_info().world_size > 1
@@ -205,12 +207,14 @@ class _AutoBatchEval(Generic[T]):
         results: list[T] = []
         with spans.outermost_span("evaluate"), report_missing_ranks(_AUTO_BATCH_EVAL), eval_mode(model):
             while True:
-                remaining = _max_remaining(rest.remaining, multi_rank)
+                plan = _make_plan(model, rest, self.size)
+                remaining = self._agree_on_part(rest.remaining, plan) if multi_rank else rest.remaining
                 if remaining == 0:
                     return results
                 size = min(remaining, self.size or remaining)
                 next_part = partial(rest.next_part, size) if rest.remaining else rest.padding_part
-                result = self._try_size(model, next_part, size, multi_rank)
+                guard = StepGuard(traces=self._traces, multi_rank=multi_rank)
+                result = self._try_part(model, next_part, size, guard, plan)
                 if result and rest.remaining:
                     results += result
                     rest.advance()
@@ -230,22 +234,39 @@ class _AutoBatchEval(Generic[T]):
             raise PeerError(f"{_AUTO_BATCH_EVAL}: rank {failed[0]} cannot count its batch. See its own error.")
         return samples
 
-    def _try_size(self, model: nn.Module, next_part: Callable[[], Batch], size: int, multi_rank: bool) -> list[T]:
-        """Return the result of one part in a list; return [] and halve the size if the part does not fit on some rank."""
-        rng_snapshot = RNGSnapshot()
-        guard, results = StepGuard(traces=TraceCache(always_check=True), multi_rank=multi_rank), list[T]()
-        with guard.attempt("evaluation"):
+    def _agree_on_part(self, remaining: int, plan: object) -> int:
+        """Return the largest number of remaining samples on any rank. Drop the trace of ``plan`` unless all ranks hold it.
+
+        Ranks name a plan differently, so they compare the traces. Collective: one record.
+        """
+        trace = self._traces.find(plan)
+        rows = all_gather_numbers([remaining, 0 if trace is None else trace.digest], caller=_AUTO_BATCH_EVAL)
+        if len({digest for _, digest in rows}) > 1:
+            self._traces.forget(plan)
+        return int(max(samples for samples, _ in rows))
+
+    def _try_part(self, model: nn.Module, next_part: Callable[[], Batch], size: int, guard: StepGuard, plan: object) -> list[T]:
+        """Return the result of one part in a list; return [] if the part must run again, smaller if it does not fit.
+
+        Collective: those of the part. In traced mode, and after a failure, also one record.
+        """
+        rng_snapshot, results = RNGSnapshot(), list[T]()
+        known = guard.multi_rank and guard.traces.find(plan) is not None
+        with guard.attempt(plan):
             results = [self.fn(model, to_device(next_part(), get_device(model)))]
-        if not guard.failed:
-            return results
-        guard.roll_back(partial(_abort_forward, model))
-        rng_snapshot.restore()
-        statuses = all_gather_numbers([guard.status], caller=_AUTO_BATCH_EVAL) if multi_rank else [[guard.status]]
+        if guard.failed:
+            guard.roll_back(partial(_abort_forward, model))
         try:
-            guard.raise_if_failed(BackwardSync(statuses=[RankStatus(int(row[0])) for row in statuses]), _NO_COUNTS)
-        except StepAborted:
-            self._shrink(model, size, guard.oom_message)
-        return []
+            guard.raise_if_failed(_gather_statuses(guard, exchange=known or (guard.failed and guard.multi_rank)), _NO_COUNTS)
+        except Exception as problem:
+            _abort_forward(model)
+            rng_snapshot.restore()
+            if not isinstance(problem, StepAborted):
+                raise
+            if not guard.retry:
+                self._shrink(model, size, guard.oom_message)
+            return []
+        return results
 
     def _shrink(self, model: nn.Module, size: int, oom_message: str) -> None:
         if size <= self.minimum:
@@ -324,9 +345,21 @@ class _RemainingSamples:
         return self.batch if self.count is not None else narrow_batch(self.batch, 0, 1, self.batch_spec)
 
 
-def _max_remaining(remaining: int, multi_rank: bool) -> int:
-    """Return the largest number of remaining samples on any rank."""
-    return int(max(row[0] for row in all_gather_numbers([remaining], caller=_AUTO_BATCH_EVAL))) if multi_rank else remaining
+def _make_plan(model: nn.Module, rest: _RemainingSamples, size: int | None) -> object:
+    """Return the facts that decide the collectives of the next part on this rank: the model, and under tp and cp the shapes."""
+    if get_spec(model).ranks_per_batch == 1:
+        return id(model)
+    shapes = [(tuple(leaf.shape), leaf.dtype) for leaf in list_tensors(rest.batch)]
+    return id(model), str(shapes), rest.consumed, size
+
+
+def _gather_statuses(guard: StepGuard, *, exchange: bool) -> BackwardSync:
+    """Return the status of each rank. Collective: one record if ``exchange``; otherwise this rank knows that all are OK."""
+    if not exchange:
+        return BackwardSync(statuses=[guard.status] if guard.failed else [])
+    rows = all_gather_numbers([guard.status, guard.collectives_issued], caller=_AUTO_BATCH_EVAL)
+    statuses = [RankStatus(int(status)) for status, _ in rows]
+    return BackwardSync(statuses=statuses, collective_indices=[int(issued) for _, issued in rows])
 
 
 def _abort_forward(model: nn.Module) -> None:

@@ -183,7 +183,7 @@ class StepGuard:
         first = [rank for rank in failed if indices[rank] == min(indices[rank] for rank in failed)]
         broken = [rank for rank in first if RankStatus.ERROR in self.statuses[rank]]
         error, self.error = self.error, None
-        if error is not None and get_dist_info().rank in broken:
+        if error is not None and (not self.multi_rank or get_dist_info().rank in broken):
             raise error
         if error is not None:
             _free_frames(error)
