@@ -168,8 +168,8 @@ class Cost:
         return gathered * world + records * RECORD_BYTES * math.ceil(math.log2(world / NODE_SIZE))
 
     def _round_up(self, values: Iterable[float]) -> int:
-        """Round the largest value up to two digits."""
-        most = math.ceil(max(values))
+        """Round the largest value up to two digits. Texts, such as a path or a host name, may be a fifth longer."""
+        most = math.ceil(max(values) * 1.2)
         unit = 10 ** max(len(str(most)) - 2, 0)
         return math.ceil(most / unit) * unit
 
