@@ -7,11 +7,15 @@ the machine is idle. If it passes then, the run passes and names the test at its
 Run as ``python tests/side_by_side.py [pytest's options]``.
 """
 
+import os
 import subprocess
 import sys
+import tempfile
+import time
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from threading import Lock
 
@@ -32,12 +36,27 @@ GROUPS = (
 TESTS_FAILED, NO_TESTS = 1, 5
 
 
+@dataclass(frozen=True)
+class Done:
+    """A group that ended: its exit code, what it printed, its seconds, and the seconds of the processor that it used."""
+
+    group: Sequence[str]
+    returncode: int
+    output: bytes
+    seconds: float
+    processor_seconds: float
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.group) or 'other'}: {self.seconds:.0f} s, {self.processor_seconds:.0f} s of the processor"
+
+
 def main(options: Sequence[str]) -> int:
     """Run all groups and return the exit code of a group that failed.
 
-    A group's output is printed when the group ends. The output of groups that failed comes last, where readers look first.
+    A group's output is printed when the group ends. The output of groups that failed comes last, where readers look first. The
+    last lines say what each group took.
     """
-    queue, failed, lock = deque(GROUPS), {}, Lock()
+    queue, ended, lock = deque(GROUPS), list[Done](), Lock()
 
     def work() -> None:
         while True:
@@ -45,24 +64,35 @@ def main(options: Sequence[str]) -> int:
                 if not queue:
                     return
                 group = queue.popleft()
-            priority = [] if group in TIMED else ["nice", "-n", "19"]
-            done = subprocess.run(
-                [*priority, *_pytest(group), *options], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False
-            )
+            done = _run(group, options)
             with lock:
+                ended.append(done)
                 if done.returncode in (0, NO_TESTS):
-                    _print(done.stdout)
-                else:
-                    failed[group] = done
+                    _print(done.output)
 
     with ThreadPoolExecutor(WORKERS) as threads:
         workers = [threads.submit(work) for _ in range(WORKERS)]
     for worker in workers:
         worker.result()
-    for done in failed.values():
-        _print(done.stdout)
-    codes = (_code_after_repeat(group, done.returncode, options) for group, done in failed.items())
+    failed = [done for done in ended if done.returncode not in (0, NO_TESTS)]
+    for done in failed:
+        _print(done.output)
+    print("", *ended, sep="\n", flush=True)
+    codes = [_code_after_repeat(done.group, done.returncode, options) for done in failed]
     return next((code for code in codes if code != 0), 0)
+
+
+def _run(group: Sequence[str], options: Sequence[str]) -> Done:
+    """Run a group to its end, and measure it."""
+    priority = [] if group in TIMED else ["nice", "-n", "19"]
+    begun = time.monotonic()
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen([*priority, *_pytest(group), *options], stdout=output, stderr=subprocess.STDOUT)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)  # the process is gone, and Popen must not wait for it
+        output.seek(0)
+        used = usage.ru_utime + usage.ru_stime
+        return Done(group, process.returncode, output.read(), time.monotonic() - begun, used)
 
 
 def _code_after_repeat(group: Sequence[str], code: int, options: Sequence[str]) -> int:
