@@ -35,7 +35,11 @@ SHORT = {
     "tensor_parallel.py": ["--steps", "4", "--tp", "1"],
     "finetune_bert.py": ["--until", "4ba"],
 }
-QUICK = ("blank", "train_custom.py")
+# Those that no other test in the quick set runs, and the template.
+QUICK = (
+    "blank", "train_custom.py", "train_embeddings.py", "train_dpo.py", "train_diffusion.py", "pretrain_bert.py",
+    "finetune_bert.py",
+)  # fmt: skip
 # Largest part of the wall time that no span explains.
 MOST_OTHER = 0.1
 

@@ -140,9 +140,8 @@ def test_tokens_attend_only_within_their_document(without):
 # ---- runs --------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("steps", "below_baseline"), [(50, -0.2), pytest.param(120, 0.2, marks=pytest.mark.slow)], ids=["short", "longer"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("steps", "below_baseline"), [(50, -0.2), (120, 0.2)], ids=["short", "longer"])
 def test_training_on_two_ranks_with_growing_sequences_lowers_the_loss(tmp_path, steps, below_baseline):
     """A new model is 0.7 nats above the baseline, and the whole run goes 1.2 nats below it."""
     found = ended(launched(SCRIPT, "--until", f"{steps}ba", out=tmp_path / "out"))

@@ -45,6 +45,7 @@ def test_tensor_parallelism_alone_matches_one_process_losses(alone, tmp_path):
     assert [two[step] for step in alone] == pytest.approx(list(alone.values()), rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_training_on_the_default_text_ends_below_the_baseline(tmp_path):
     """Two processes run instead of four, because a machine may not have the cores for four."""
     end = ended(launched("tensor_parallel.py", "--steps", "20", out=tmp_path / "run"))

@@ -20,6 +20,7 @@ def figures(printed: str) -> list[str]:
     return printed.splitlines()[-3:]
 
 
+@pytest.mark.slow
 def test_training_on_two_ranks_generates_the_requested_class(tmp_path):
     printed = launched(SCRIPT, "--until", "60ba", out=tmp_path / "out")
     end = ended(printed)

@@ -108,6 +108,7 @@ def test_loss_matches_the_paper():
     assert alone.total.item() == pytest.approx(3 * math.log1p(math.exp(-0.1 * n * math.log(0.6 / 0.4))), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_short_run_learns_the_preference(tmp_path):
     printed = launched("train_dpo.py", "--read", "30ba", "--until", "20ba", out=tmp_path / "run")
     found = ended(printed)

@@ -12,9 +12,8 @@ from example_runs import Ending, ended, launched
 from helpers import pairs
 
 
-@pytest.mark.parametrize(
-    ("until", "above"), [("48ba", 0.0), pytest.param("4ep", 0.05, marks=pytest.mark.slow)], ids=["short", "longer"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("until", "above"), [("48ba", 0.0), ("4ep", 0.05)], ids=["short", "longer"])
 def test_training_on_two_processes_exceeds_the_word_overlap_baseline(tmp_path, until, above):
     ending = ended(launched("train_embeddings.py", "--until", until, "--microbatch", "32", out=tmp_path / "run"))
     assert ending.what == "right code first"
