@@ -6,6 +6,9 @@ from checkpoint.faults import operations
 from checkpoint.faults.operations import EVERY_WAY
 from checkpoint.faults.watched import ACTIONS, ERRORS
 
+OTHER_WAYS = range(1, len(EVERY_WAY))
+SOME_WAYS = (2, 5, 7)  # two ranks, four threads in the background, and both
+
 
 @pytest.mark.parametrize(
     ("count", "draw"),
@@ -28,13 +31,18 @@ def test_simplest_save_survives_fault_in_every_operation(nursery, collect, count
 
 
 @pytest.mark.parametrize(
-    ("draw", "least"), [(operations.draw_small, 50), pytest.param(operations.draw, 100, marks=pytest.mark.slow)]
+    ("draw", "ways", "least"),
+    [
+        (operations.draw_small, SOME_WAYS, 20),
+        pytest.param(operations.draw_small, OTHER_WAYS, 50, marks=pytest.mark.slow),
+        pytest.param(operations.draw, OTHER_WAYS, 100, marks=pytest.mark.slow),
+    ],
 )
-def test_other_save_modes_survive_operation_faults(collect, draw, least):
-    """Seven draws, one for each of the other ways to save."""
+def test_other_save_modes_survive_operation_faults(collect, draw, ways, least):
+    """A draw for each of the other ways to save."""
     kinds: set[str] = set()
     count = 0
-    for k in range(1, len(EVERY_WAY)):
+    for k in ways:
         found = collect(draw, count=1, first=k)
         assert found.wrong == []
         assert all(str(EVERY_WAY[k]) in fault for fault in found.kinds)
