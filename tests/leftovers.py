@@ -45,14 +45,20 @@ def left_since(before: Before) -> list[str]:
     while (alive := _marked(before.mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
     files = [path.name for path in before.temporary.iterdir() if not path.name.startswith(_CACHES)]
-    new = {inode: name for inode, name in _shared().items() if inode not in before.shared}
-    used = _mapped() if new else set()
-    shared = [name for inode, name in _shared().items() if inode in new and inode not in used]
+    while (shared := _left_in_shared_memory(before)) and time.monotonic() < deadline:
+        time.sleep(0.1)  # of another program that is just ending
     return [
         *(f"process {pid} is alive: {command}" for pid, command in alive.items()),
         *(f"temporary file {name}" for name in files),
         *(f"{SHARED}/{name}" for name in shared),
     ]
+
+
+def _left_in_shared_memory(before: Before) -> list[str]:
+    """Names of the new files in shared memory that no process has mapped."""
+    new = {inode: name for inode, name in _shared().items() if inode not in before.shared}
+    used = _mapped() if new else set()
+    return [name for inode, name in _shared().items() if inode in new and inode not in used]
 
 
 def _marked(mark: str) -> dict[int, str]:
