@@ -22,18 +22,19 @@ from dtrain.dist.arrival_marks import report_arrival
 from dtrain.dist.collectives import all_gather_json, all_gather_single, reduce_record
 from dtrain.dist.context import current_context
 from dtrain.dist.control_protocol import all_gather, peers_of, reduce_rows
+from dtrain.dist.record_faults import ForwardRecord
 from dtrain.dist.row_summary import RowSpec
 from virtual_network import Network, run_exchange, run_reports
 
 NODE_SIZE = 8
-RECORD = RowSpec(12)
+RECORD = RowSpec(len(ForwardRecord._fields))
 MISSING = (3, 17, *range(40, 48))
 
 
 def simulate(world: int, latency_s: float) -> dict[str, Any]:
     """Return virtual seconds of an exchange, its largest costs for a rank, and the report of ten missing ranks."""
     network, size = Network(latency_s=latency_s), min(world, NODE_SIZE)
-    record = run_exchange(lambda layout: reduce_rows(layout, [1.0] * 12, RECORD), world, size, network=network)
+    record = run_exchange(lambda layout: reduce_rows(layout, [1.0] * RECORD.columns, RECORD), world, size, network=network)
     text = run_exchange(lambda layout: all_gather(layout, bytes(200)), world, size, network=network)
     found = {
         "record_s": max(record.seconds.values()),
@@ -83,7 +84,7 @@ def measure(count: int, node_size: int) -> dict[str, Any]:
         group = dist.new_group(backend="gloo")
         sent, received = torch.zeros(12, dtype=torch.float64), torch.zeros(12 * info.world_size, dtype=torch.float64)
         sides = {
-            "record": lambda: reduce_record([1.0] * 12, RECORD),
+            "record": lambda: reduce_record([1.0] * RECORD.columns, RECORD),
             "gloo all-gather": lambda: all_gather_single(received, sent, group=group),
             "JSON": lambda: all_gather_json({"rank": info.rank, "text": "x" * 150}),
         }
