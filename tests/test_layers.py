@@ -51,6 +51,7 @@ WITH_NUMPY = {"report"}
 PROGRAMS_WITH_TORCH = {
     "cli.torch_probe",
     "launch.elastic.agent_main",
+    "launch.nodes.agent_main",
     "launch.spawn.forkserver_main",
     "launch.spawn.store_main",
 }  # run in a process of their own, imported by nobody but each other

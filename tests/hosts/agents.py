@@ -6,12 +6,13 @@ import contextlib
 import os
 import selectors
 import signal
+import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from dtrain.launch.launch_plan import NodeRendezvous
-from dtrain.launch.nodes.agent import Agent, start_agent
+from dtrain.launch.nodes.agent import Agent, detach_from_supervisor, start_agent
 from dtrain.launch.nodes.messages import Message
 from dtrain.launch.spawn_function import reserve_port
 
@@ -34,10 +35,13 @@ class Nodes:
     port: int
     started: list[Node] = field(default_factory=list)
 
-    def start(self, node_rank: int, nodes: int | None = 2, *, nproc: int = 1, **settings: object) -> Node:
+    def start(
+        self, node_rank: int, nodes: int | None = 2, *, nproc: int = 1, program: bool = False, **settings: object
+    ) -> Node:
+        """Start an agent: its own ``program``, or a fork of this process, which has imported torch already."""
         given = {"addr": "127.0.0.1", "port": self.port, "timeout_s": LONG_S, "run_name": "run" if node_rank == 0 else ""}
         meeting = NodeRendezvous(node_rank=node_rank, nodes=nodes, nproc=nproc, **{**given, **settings})
-        self.started.append(Node(agent=start_agent(meeting)))
+        self.started.append(Node(agent=start_agent(meeting, run=None if program else _run_here)))
         return self.started[-1]
 
     def wait(self, done: Callable[[], object], *, within_s: float = LONG_S) -> None:
@@ -66,6 +70,18 @@ class Nodes:
             node.agent.close()
         for node in self.started:
             _reap(node.agent.pid)
+
+
+def _run_here(sock: socket.socket, parent: int) -> int:
+    from dtrain.launch.nodes import agent_main
+
+    detach_from_supervisor(parent)
+    for fd in map(int, os.listdir("/dev/fd")):
+        if fd > 2 and fd != sock.fileno():
+            with contextlib.suppress(OSError):  # the listing itself
+                os.close(fd)
+    agent_main.main(sock)
+    return 0
 
 
 def _reap(pid: int) -> None:

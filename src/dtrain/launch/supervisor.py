@@ -32,7 +32,7 @@ from dtrain.launch.job import (
     wait_for_all_nodes,
     watch_starter,
 )
-from dtrain.launch.launch_plan import LaunchPlan, build_common_environment, find_stale_variables
+from dtrain.launch.launch_plan import DEFAULT_SILENCE_S, LaunchPlan, build_common_environment, find_stale_variables
 from dtrain.launch.output.job_output import JobOutput
 from dtrain.launch.result import JobResult, describe_failures, summarize
 from dtrain.launch.spawn.starter import ProcessStarter
@@ -43,8 +43,8 @@ _OUTPUT_TIMEOUT_S = 10.0
 # seconds to wait for killed processes
 _REAP_S = 10.0
 _CHUNK = 1 << 16
-# seconds for the last messages to other nodes
-_AGENT_EXIT_S = 3.0
+# seconds for the last messages to other nodes, which read them at once or are lost
+_AGENT_EXIT_S = DEFAULT_SILENCE_S + 3.0
 
 
 def supervise(plan: LaunchPlan, *, launcher_alive: int) -> int:

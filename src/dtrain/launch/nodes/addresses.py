@@ -121,6 +121,18 @@ def find_interface(address: str) -> str:
     return ""
 
 
+def outgoing_interface(addr: str, port: int, *, fallback: str = "") -> str:
+    """Return the interface by which the kernel would reach ``addr``; "" if unknown."""
+    try:
+        family, target = resolve_address(addr, port, fallback=fallback)[0]
+        # Connecting a datagram socket sends nothing.
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)
+            return find_interface(str(probe.getsockname()[0]))
+    except OSError:
+        return ""
+
+
 def _local_address(addr: str, fallback: str) -> tuple[socket.AddressFamily, *tuple[str, ...]]:
     """Return the family of ``addr`` and the address to bind; without an address, bind all interfaces."""
     family, (address, _) = resolve_address(addr, 0, fallback=fallback)[0]

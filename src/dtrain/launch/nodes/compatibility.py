@@ -47,8 +47,6 @@ def _describe_size(path: str) -> str:
 
 # items of a list in a message
 _MAX_NAMED = 8
-# nodes or ranks
-_MAX_COUNT = 10**6
 _MAX_VALUE = 80  # characters
 
 
@@ -75,13 +73,6 @@ def describe_progress(hellos: Mapping[int, Hello], hosts: Sequence[str], seconds
         members = _join_limited(f"node {rank}" for rank in sorted(hellos))
         return f"{joined} of {world_size} ranks joined in {seconds:.0f} s, with {members}"
     return f"{len(hellos)} of {nodes} nodes joined in {seconds:.0f} s; missing: {describe_missing(hellos, hosts)}"
-
-
-def is_plausible(hello: Hello) -> bool:
-    """Return True if the numbers of ``hello`` are in range, so that computed values stay small."""
-    counts = (hello.nodes or 1, hello.nproc, hello.world_size or 1)
-    ranks = (hello.node_rank, hello.base_rank or 0)
-    return all(1 <= count <= _MAX_COUNT for count in counts) and all(0 <= rank < _MAX_COUNT for rank in ranks)
 
 
 def find_rank_conflict(hellos: Mapping[int, Hello], new: Hello) -> str | None:

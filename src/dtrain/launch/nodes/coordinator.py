@@ -1,0 +1,258 @@
+"""Coordinate the rendezvous on node 0: answer arriving nodes, check that they agree, and find silent nodes."""
+
+from __future__ import annotations
+
+import hmac
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from dtrain.launch.launch_plan import NodeRendezvous
+from dtrain.launch.nodes import compatibility
+from dtrain.launch.nodes.addresses import outgoing_interface
+from dtrain.launch.nodes.messages import (
+    PROTOCOL,
+    Hello,
+    InvalidMessageError,
+    JobFinished,
+    JoinAccepted,
+    JoinRefused,
+    NodeFailed,
+    RanksExited,
+    Welcome,
+)
+from dtrain.launch.nodes.node_store import NodeStore
+
+HEARTBEAT_S = 1.0
+# heartbeat of a node that has left
+LEFT = -1
+# With so many seconds between two steps, this process was suspended.
+SUSPENDED_S = 2.0
+# exit code of a launcher for a failure without an exit code
+LOST_NODE_EXIT_CODE = 1
+INTERFACE_HINT = "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME choose the interface of the ranks"
+_WAITING_NOTICE_S = 10.0
+# Nodes of other jobs may arrive as long as the job runs.
+_MAX_REJECTION_NOTICES = 16
+
+
+@dataclass(slots=True, eq=False)
+class _Arrival:
+    """Node that has posted its ``Hello``, under the number of its arrival."""
+
+    number: int
+    hello: Hello
+    heartbeat: int
+    changed_at: float
+
+    @property
+    def display_name(self) -> str:
+        return self.hello.display_name
+
+
+class Coordinator:
+    """Node 0's part of the rendezvous. Call ``poll`` a few times per second.
+
+    Args:
+        config: entry of node 0 to the rendezvous.
+        own: record of node 0, which arrives like the other nodes.
+        store: the nodes' store, which this process serves.
+        notify: function that receives lines for node 0's terminal.
+    """
+
+    def __init__(self, config: NodeRendezvous, own: Hello, store: NodeStore, *, notify: Callable[[str], None]) -> None:
+        self._config, self._own_hello, self._store, self._notify = config, own, store, notify
+        self._addr = f"{config.addr}:{config.port}"
+        self._arrivals = 0
+        # Numbers whose record is not posted yet.
+        self._unread: set[int] = set()
+        self._watched: dict[int, _Arrival] = {}
+        self._members: dict[int, _Arrival] = {}
+        # Nodes whose rank is taken wait until the owner shows a heartbeat or is lost.
+        self._challengers: list[_Arrival] = []
+        self._phase: Literal["joining", "running", "over"] = "joining"
+        self._started_at = self._polled_at = self._heartbeats_read_at = time.monotonic()
+        self._waiting_noted = False
+        # Reasons for the message about missing nodes.
+        self._rejections: list[str] = []
+        # Nodes that will read the end of the job from the store.
+        self.readers = 0
+        store.post("welcome", Welcome(host=own.host))
+
+    @property
+    def is_joining(self) -> bool:
+        return self._phase == "joining"
+
+    def poll(self, now: float) -> None:
+        """Take the steps that are due: answer arrivals, give up nodes that are silent or do not join, and report the end."""
+        if now - self._polled_at > SUSPENDED_S:
+            # Other nodes could not reach the store of a suspended process, so their silence has no meaning.
+            for arrival in self._watched.values():
+                arrival.changed_at = now
+        self._polled_at = now
+        self._read_arrivals(now)
+        if now - self._heartbeats_read_at >= HEARTBEAT_S:
+            self._heartbeats_read_at = now
+            self._read_heartbeats(now)
+        # While a challenger waits, the owner of its rank may be lost.
+        if self._phase == "joining" and not self._challengers and compatibility.all_joined(self._hellos()):
+            self._start_ranks()
+        if self._phase == "joining":
+            self._check_join_timeout(now)
+        elif self._phase == "running" and self._store.add("exited", 0) == len(self._members):
+            self._finish()
+
+    def _check_join_timeout(self, now: float) -> None:
+        waited = now - self._started_at
+        if waited > self._config.timeout_s:
+            for challenger in self._challengers:
+                self._turn_away(challenger)
+            self._challengers.clear()
+            self._refuse_all(self._describe_missing_nodes())
+        elif waited > _WAITING_NOTICE_S and not self._waiting_noted:
+            self._waiting_noted = True
+            progress = compatibility.describe_progress(self._hellos(), self._config.hosts, waited)
+            self._notify(f"launch: {progress}; waits up to {self._config.timeout_s:.0f} s")
+
+    def _hellos(self) -> dict[int, Hello]:
+        return {rank: member.hello for rank, member in self._members.items()}
+
+    def _read_arrivals(self, now: float) -> None:
+        count = self._store.add("arrivals", 0)
+        self._unread |= set(range(self._arrivals + 1, count + 1))
+        self._arrivals = count
+        for number in sorted(self._unread):
+            try:
+                hello = self._store.find(f"hello/{number}")
+            except InvalidMessageError:
+                self._unread.discard(number)
+                self._reject(number, f"arrival {number} sent no record of this version. Install the same dtrain on all nodes.")
+                continue
+            if isinstance(hello, Hello):
+                self._unread.discard(number)
+                self.readers += 1
+                self._handle_hello(_Arrival(number, hello, heartbeat=0, changed_at=now), now)
+
+    def _handle_hello(self, arrival: _Arrival, now: float) -> None:
+        if objection := self._find_objection(arrival.hello):
+            self._reject(arrival.number, objection)
+            return
+        if self._phase == "joining" and arrival.hello.node_rank in self._members:
+            # Only a later heartbeat of the owner shows that it lives.
+            self._read_heartbeats(now)
+        rank = arrival.hello.node_rank
+        if self._phase == "joining" and rank not in self._members:
+            self._admit(arrival)
+        elif self._phase == "joining" and rank != 0:
+            self._challengers.append(arrival)
+        else:
+            self._turn_away(arrival)
+
+    def _turn_away(self, arrival: _Arrival) -> None:
+        """Reject a node of this job whose rank is taken, or that arrives after the start."""
+        theirs, owner = f"{arrival.display_name}, pid {arrival.hello.pid}", self._members.get(arrival.hello.node_rank)
+        if owner is not None:
+            place = f"where {owner.display_name}, pid {owner.hello.pid}, is already. Give each node its own --node-rank."
+        else:
+            place = "which has begun without it. Choose another --master-port."
+        self._reject(arrival.number, f"{theirs} came to {self._describe_own_job()}, {place}")
+
+    def _admit(self, arrival: _Arrival) -> None:
+        conflict = compatibility.find_rank_conflict(self._hellos(), arrival.hello)
+        self._members[arrival.hello.node_rank] = self._watched[arrival.number] = arrival
+        if conflict is not None:
+            self._refuse_all(conflict)
+
+    def _describe_own_job(self) -> str:
+        own = self._own_hello
+        return f"{self._addr} ({own.host}, pid {own.pid}" + (f", run {own.run_name})" if own.run_name else ")")
+
+    def _find_objection(self, hello: Hello) -> str:
+        """Return the reason that a node is none of this job, "" if it is. The text names both nodes, because both show it."""
+        theirs = f"{hello.display_name}, pid {hello.pid}"
+        if hello.protocol != PROTOCOL:
+            return f"{theirs} uses another version of this protocol. Install the same dtrain on all nodes."
+        if not hmac.compare_digest(hello.token.encode(), self._own_hello.token.encode()):
+            return f"{theirs} belongs to another job than the one at {self._describe_own_job()}: their run tokens differ"
+        return ""
+
+    def _reject(self, number: int, reason: str) -> None:
+        self._store.post(f"answer/{number}", JoinRefused(line=f"launch: {reason}"))
+        if reason not in self._rejections and len(self._rejections) < _MAX_REJECTION_NOTICES:
+            self._rejections.append(reason)
+            self._notify(f"launch: turned away: {reason}")
+
+    def _start_ranks(self) -> None:
+        hellos = self._hellos()
+        if reason := compatibility.find_mismatch(hellos):
+            self._refuse_all(reason)
+            return
+        self._phase = "running"
+        peer = next((hello.own_addr for hello in hellos.values() if hello.own_addr), "")
+        interface = self._store.interface or outgoing_interface(peer, self._config.port)
+        for rank, layout in compatibility.assign_layouts(hellos, self._store.server_addr).items():
+            joined = JoinAccepted(
+                layout=layout,
+                store_port=self._own_hello.store_port,
+                run_name=self._own_hello.run_name,
+                interface=interface if rank == 0 else "",
+            )
+            self._store.post(f"answer/{self._members[rank].number}", joined)
+
+    def _describe_missing_nodes(self) -> str:
+        progress = compatibility.describe_progress(self._hellos(), self._config.hosts, self._config.timeout_s)
+        interface = f"interface {self._store.interface}" if self._store.interface else "all interfaces"
+        line = f"{progress}; node 0 waited at {self._addr} ({interface}). "
+        line += f"Check that they run, and their --master-addr and --master-port. {INTERFACE_HINT}."
+        return line + (f" Turned away: {self._rejections[-1]}" if self._rejections else "")
+
+    def _refuse_all(self, reason: str) -> None:
+        self._phase = "over"
+        for member in self._members.values():
+            self._store.post(f"answer/{member.number}", JoinRefused(line=f"launch: {reason}"))
+
+    def _finish(self) -> None:
+        """Post the exit codes of the ranks of all nodes."""
+        self._phase = "over"
+        codes: dict[int, int] = {}
+        for rank in self._members:
+            exits = self._store.find(f"exits/{rank}")
+            assert isinstance(exits, RanksExited)
+            codes.update(exits.exit_codes)
+        self._store.post("finished", JobFinished(exit_codes=codes))
+
+    def _read_heartbeats(self, now: float) -> None:
+        watched = list(self._watched.values())
+        values = self._store.read_counters([f"heartbeat/{arrival.number}" for arrival in watched]) if watched else []
+        for arrival, value in zip(watched, values, strict=True):
+            if value == LEFT:
+                self._remove(arrival, "has left")
+            elif value != arrival.heartbeat:
+                arrival.heartbeat, arrival.changed_at = value, now
+            elif now - arrival.changed_at > self._config.silence_s:
+                self.readers -= 1
+                self._remove(arrival, f"was silent for {self._config.silence_s:.0f} s")
+        self._decide_challengers()
+
+    def _remove(self, arrival: _Arrival, reason: str) -> None:
+        del self._watched[arrival.number]
+        rank = arrival.hello.node_rank
+        if self._phase == "joining":
+            del self._members[rank]
+            self._rejections.append(f"{arrival.display_name} came, and then {reason}")
+        elif self._phase == "running" and not self._store.exists(f"exits/{rank}"):
+            line = f"{arrival.display_name} {reason}"
+            self._store.post_first("failure", NodeFailed(line=line, code=LOST_NODE_EXIT_CODE, node_rank=rank))
+
+    def _decide_challengers(self) -> None:
+        """Admit a node whose rank became free, and turn away a node if the owner of its rank lives."""
+        challengers, self._challengers = self._challengers, []
+        for challenger in challengers:
+            owner = self._members.get(challenger.hello.node_rank)
+            if self._phase == "joining" and owner is None:
+                self._admit(challenger)
+            elif self._phase != "joining" or (owner is not None and owner.changed_at > challenger.changed_at):
+                self._turn_away(challenger)
+            else:
+                self._challengers.append(challenger)
