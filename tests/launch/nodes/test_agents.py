@@ -251,6 +251,40 @@ def test_finished_node_can_close_before_others(nodes):
     assert not started[0].only(NodeFailed)
 
 
+def test_node_whose_launcher_ends_without_a_word_is_lost_at_once(nodes):
+    started = joined(nodes, 3)
+    started[1].agent.close()
+    ends = nodes.wait_for(NodeFailed, started[0], started[2])
+    assert {end.line for end in ends} == {f"node 1 ({socket.gethostname()}) is lost: its launcher has ended"}
+
+
+def test_node_that_leaves_before_start_can_rejoin(nodes):
+    first, second = nodes.start(0, 3), nodes.start(1, 3)
+    nodes.wait(lambda: arrivals(nodes.port) == 2)
+    second.agent.close()
+    nodes.wait_for(JoinAccepted, first, nodes.start(1, 3), nodes.start(2, 3))
+
+
+def test_node_0_serves_until_others_have_read_the_end(nodes):
+    started = joined(nodes, 3)
+    for node in started[1:]:
+        os.kill(node.agent.pid, signal.SIGSTOP)
+    for rank, node in enumerate(started):
+        node.agent.send(RanksExited(exit_codes={rank: 0}))
+    started[0].agent.close()
+    for node in started[1:]:
+        os.kill(node.agent.pid, signal.SIGCONT)
+    nodes.wait_for(JobFinished, *started[1:])
+    assert not any(node.only(NodeFailed) for node in started)
+
+
+def test_suspended_node_0_is_named_on_other_nodes(nodes):
+    started = joined(nodes, 3, silence_s=2)
+    os.kill(started[0].agent.pid, signal.SIGSTOP)
+    ends = nodes.wait_for(NodeFailed, *started[1:])
+    assert {end.line for end in ends} == {f"node 0 ({socket.gethostname()}) was silent for 2 s"}
+
+
 @pytest.mark.slow
 def test_silent_node_is_lost_but_short_pause_is_tolerated(nodes):
     started = joined(nodes, 3, silence_s=4)

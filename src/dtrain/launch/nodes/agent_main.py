@@ -42,7 +42,7 @@ from dtrain.launch.nodes.messages import (
     encode,
 )
 from dtrain.launch.nodes.node_session import POLL_S, NodeSession, NotALaunchError, SessionEnded
-from dtrain.launch.nodes.node_store import CONNECT_TIMEOUT_S, NodeStore
+from dtrain.launch.nodes.node_store import NodeStore
 
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
 # An earlier job may be about to release the port.
@@ -83,7 +83,7 @@ class AgentLoop:
         self, config: NodeRendezvous, sock: socket.socket, lines: IO[bytes], make_store: Callable[[], NodeStore]
     ) -> None:
         self._config, self._socket, self._lines, self._make_store = config, sock, lines, make_store
-        self._hello = _make_hello(config)
+        self._hello = make_hello(config)
         # Events with their session; the sender is None for messages of the supervisor, whose last event is None.
         self._events: queue.SimpleQueue[tuple[NodeSession | None, Message | SessionEnded | None]] = queue.SimpleQueue()
         self._session: NodeSession | None = None
@@ -117,21 +117,22 @@ class AgentLoop:
             # This process was suspended, so the time of a request has no meaning.
             self._resumed_at = now
         self._checked_at = now
+        deadline = self._started_at + self._config.timeout_s
         if self._decided:
             return
         if self._listen_problem and now > self._query_ends_at:
             self._report_listen_problem()
         elif self._session is None:
-            if self._config.node_rank != 0 and now > self._started_at + self._config.timeout_s:
+            if self._config.node_rank != 0 and now > deadline:
                 self._refuse(self._describe_unreachable())
             elif now >= self._next_attempt_at:
                 self._start_session(serves=self._config.node_rank == 0 and not self._listen_problem)
-        elif (waiting_since := self._session.waiting_since) is not None:
-            limit_s = self._config.silence_s if self._session.was_welcome else CONNECT_TIMEOUT_S
-            if now - max(waiting_since, self._resumed_at) > limit_s:
-                self._lose_session(f"was silent for {limit_s:.0f} s")
-        elif not self._session.was_welcome and now > self._started_at + self._config.timeout_s and self._config.node_rank:
+        elif self._config.node_rank != 0 and not self._session.was_welcome and now > deadline:
             self._lose_session("was silent")
+        elif (waiting_since := self._session.waiting_since) is not None:
+            silence_s = self._config.silence_s
+            if now - max(waiting_since, self._resumed_at) > silence_s:
+                self._lose_session(f"was silent for {silence_s:.0f} s")
 
     def _start_session(self, *, serves: bool) -> None:
         self._session = NodeSession(
@@ -263,7 +264,8 @@ class AgentLoop:
                     return
 
 
-def _make_hello(config: NodeRendezvous) -> Hello:
+def make_hello(config: NodeRendezvous) -> Hello:
+    """Build the record of this node, for the coordinator."""
     return Hello(
         node_rank=config.node_rank,
         nodes=config.nodes,

@@ -26,9 +26,11 @@ from dtrain.launch.nodes.messages import (
     RanksFailed,
     Welcome,
 )
-from dtrain.launch.nodes.node_store import CONNECT_TIMEOUT_S, NodeStore
+from dtrain.launch.nodes.node_store import NodeStore
 
 POLL_S = 0.2
+# Node 0 marks its store at once.
+_WELCOME_TIMEOUT_S = 3.0
 
 
 class NotALaunchError(Exception):
@@ -116,7 +118,7 @@ class NodeSession:
             )
         else:
             self._store.connect(self._config)
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
+        deadline = time.monotonic() + _WELCOME_TIMEOUT_S
         while not isinstance(welcome := self._store.find("welcome"), Welcome):
             if time.monotonic() > deadline:
                 raise NotALaunchError("serves a store without a launch")
@@ -201,3 +203,4 @@ class NodeSession:
             return
         while self._store.add("readers_done", 0) < self._coordinator.readers:
             time.sleep(POLL_S / 4)
+            self._coordinator.poll(time.monotonic())

@@ -19,7 +19,9 @@ from dtrain.launch.nodes.addresses import find_interface, listen_for_nodes, reso
 from dtrain.launch.nodes.messages import Message, decode, encode
 
 # An address that drops packets must not use up the time of the next address.
-CONNECT_TIMEOUT_S = 3.0
+_PROBE_TIMEOUT_S = 3.0
+# A server that accepts hundreds of nodes at once answers late.
+_CONNECT_TIMEOUT_S = 10.0
 _PREFIX = "dtrain/nodes/"
 _WILDCARD_ADDRESSES = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
@@ -71,7 +73,7 @@ class NodeStore:
         self._open(config, is_master=False)
 
     def _open(self, config: NodeRendezvous, **options: Any) -> None:
-        timeout = timedelta(seconds=CONNECT_TIMEOUT_S)
+        timeout = timedelta(seconds=_CONNECT_TIMEOUT_S)
         self._store = self._ask(
             lambda: self._tcp_store(
                 self.server_addr, config.port, world_size=None, timeout=timeout, wait_for_workers=False, **options
@@ -127,7 +129,7 @@ def _probe(config: NodeRendezvous) -> tuple[str, str]:
     problem = "no address"
     for family, target in resolve_address(config.addr, config.port, fallback=config.fallback_addr):
         with socket.socket(family, socket.SOCK_STREAM) as sock:
-            sock.settimeout(CONNECT_TIMEOUT_S)
+            sock.settimeout(_PROBE_TIMEOUT_S)
             try:
                 sock.connect(target)
                 # Without a listener, the kernel may connect the socket to itself.
@@ -135,7 +137,7 @@ def _probe(config: NodeRendezvous) -> tuple[str, str]:
                     return str(sock.getpeername()[0]), str(sock.getsockname()[0])
                 problem = os.strerror(errno.ECONNREFUSED)
             except TimeoutError:
-                problem = f"no answer in {CONNECT_TIMEOUT_S:.0f} s"
+                problem = f"no answer in {_PROBE_TIMEOUT_S:.0f} s"
             except OSError as error:
                 problem = error.strerror or str(error)
     raise OSError(errno.ECONNREFUSED, problem)
