@@ -243,11 +243,15 @@ def test_commands_of_the_first_page_work_on_a_run(straight, tmp_path, monkeypatc
     assert Path("ckpt/pretrain_gpt/report.html").exists()
 
 
+# Nodes that come and go are torchrun's own: the first one starts alone, a second after the smallest number has joined.
+ELASTIC = ["--nnodes", "1:4", "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-conf", "last_call_timeout=1"]
+
+
 @pytest.mark.parametrize(
     "launcher",
     [
         pytest.param([], id="python", marks=pytest.mark.slow),
-        pytest.param(["-m", "torch.distributed.run", "--nproc-per-node", "3"], id="torchrun"),
+        pytest.param(["-m", "torch.distributed.run", "--nproc-per-node", "3", *ELASTIC], id="torchrun"),
     ],
 )
 def test_run_resumes_without_dtrain_launch_on_different_ranks(straight, tmp_path, monkeypatch, launcher):

@@ -41,7 +41,7 @@ class Nodes:
         """Start an agent: its own ``program``, or a fork of this process, which has imported torch already."""
         given = {"addr": "127.0.0.1", "port": self.port, "timeout_s": LONG_S, "run_name": "run" if node_rank == 0 else ""}
         meeting = NodeRendezvous(node_rank=node_rank, nodes=nodes, nproc=nproc, **{**given, **settings})
-        self.started.append(Node(agent=start_agent(meeting, run=None if program else _run_here)))
+        self.started.append(Node(agent=start_agent(meeting, run=None if program else run_here)))
         return self.started[-1]
 
     def wait(self, done: Callable[[], object], *, within_s: float = LONG_S) -> None:
@@ -72,7 +72,8 @@ class Nodes:
             _reap(node.agent.pid)
 
 
-def _run_here(sock: socket.socket, parent: int) -> int:
+def run_here(sock: socket.socket, parent: int) -> int:
+    """Run the agent in this fork of the test process, which has imported torch already."""
     from dtrain.launch.nodes import agent_main
 
     detach_from_supervisor(parent)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import socket
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -12,6 +14,7 @@ import pytest
 
 ADDRS = tuple(f"10.77.0.{place + 1}" for place in range(3))
 ADDRS6 = tuple(f"fd77::{place + 1}" for place in range(3))
+_CLONE_NEWNET, _CLONE_NEWUTS = 0x40000000, 0x04000000  # linux/sched.h
 _NAMED = 'echo "$0" > /proc/sys/kernel/hostname; exec "$@"'
 
 
@@ -25,6 +28,15 @@ class Network:
         """The command line that runs ``command`` on a host, as the same process: a signal reaches it."""
         where = ["ip", "netns", "exec", f"{self.mark}-{place}", "unshare", "--uts", "sh", "-c", _NAMED, f"host{place}"]
         return [*where, *map(str, command)]
+
+    def enter(self, place: int) -> None:
+        """Move this process, which has one thread, to a host."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        with open(f"/var/run/netns/{self.mark}-{place}") as namespace:
+            moved = libc.setns(namespace.fileno(), _CLONE_NEWNET) == 0 and libc.unshare(_CLONE_NEWUTS) == 0
+        if not moved:
+            raise OSError(ctypes.get_errno(), "cannot enter the namespace")
+        socket.sethostname(f"host{place}")
 
     def plug(self, place: int, state: str) -> None:
         """Turn the switch's end of a cable ``up`` or ``down``; the host itself does not notice."""

@@ -1,31 +1,29 @@
-"""A program: an agent whose supervisor writes what it hears to stdout, and sends what comes on stdin. Usage: MEETING."""
+"""A supervisor with its agent, in a fork on another host: writes what it hears to stdout, and sends what comes on stdin."""
 
-import json
 import os
 import select
-import sys
+from collections.abc import Mapping
+from typing import Any
 
 from dtrain.launch.launch_plan import NodeRendezvous
 from dtrain.launch.nodes.agent import start_agent
 from dtrain.launch.nodes.messages import decode, encode
+from hosts.agents import run_here
 
 
-def main() -> None:
-    agent = start_agent(NodeRendezvous(**json.loads(sys.argv[1])))
+def speak(meeting: Mapping[str, Any], stdin: int, stdout: int) -> None:
+    """Run until the end of ``stdin``."""
+    agent = start_agent(NodeRendezvous(**meeting), run=run_here)
     while True:
-        ready = select.select([0] if agent.has_exited else [0, agent.fileno()], [], [])[0]
-        if 0 not in ready:
+        ready = select.select([stdin] if agent.has_exited else [stdin, agent.fileno()], [], [])[0]
+        if stdin not in ready:
             for message in agent.read():
-                os.write(1, encode(message))
+                os.write(stdout, encode(message))
             continue
-        lines = os.read(0, 65536).splitlines()
+        lines = os.read(stdin, 65536).splitlines()
         for line in lines:
             agent.send(decode(line))  # type: ignore[arg-type]
         if not lines:
             agent.close()
             os.waitpid(agent.pid, 0)
             return
-
-
-if __name__ == "__main__":
-    main()

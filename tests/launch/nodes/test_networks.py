@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -25,39 +23,39 @@ from dtrain.launch.nodes.messages import (
     decode,
     encode,
 )
-from hosts import speaker
+from dtrain.launch.processes import fork_process
 from hosts.agents import LONG_S
 from hosts.network import ADDRS, ADDRS6, Network, network
+from hosts.speaker import speak
 
 PORT = 29400
 
 
 @dataclass(kw_only=True)
 class Host:
-    """A supervisor with its agent, in a namespace of its own."""
+    """A supervisor with its agent, in a namespace of its own: a fork of this process, with the pipes to and from it."""
 
-    process: subprocess.Popen[bytes]
+    pid: int
+    stdin: int
+    stdout: int
     said: list[Message] = field(default_factory=list)
     rest: bytes = b""
 
     def wait_for(self, kind: type[Message]) -> Message:
         """The first message of this kind, reading until it has come."""
-        assert self.process.stdout is not None
         deadline = time.monotonic() + LONG_S
         while not (found := [message for message in self.said if isinstance(message, kind)]):
             assert time.monotonic() < deadline, self.said
-            if not select.select([self.process.stdout], [], [], 1)[0]:
+            if not select.select([self.stdout], [], [], 1)[0]:
                 continue
-            data = os.read(self.process.stdout.fileno(), 65536)
-            assert data, f"ended with {self.process.wait()}, after {self.said}"
+            data = os.read(self.stdout, 65536)
+            assert data, f"ended after {self.said}"
             *lines, self.rest = (self.rest + data).split(b"\n")
             self.said += map(decode, lines)
         return found[0]
 
     def send(self, message: Message) -> None:
-        assert self.process.stdin is not None
-        self.process.stdin.write(encode(message))
-        self.process.stdin.flush()
+        os.write(self.stdin, encode(message))
 
 
 @dataclass(kw_only=True)
@@ -68,10 +66,20 @@ class Hosts:
     def start(self, place: int, node_rank: int, nodes: int, **settings: object) -> Host:
         """An agent on host ``place``."""
         given = {"node_rank": node_rank, "nodes": nodes, "nproc": 2, "addr": ADDRS[0], "port": PORT, "timeout_s": LONG_S}
-        command = self.network.on(place, sys.executable, speaker.__file__, json.dumps({**given, **settings}))
-        process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
-        self.started.append(Host(process=process))
+        (stdin, to_host), (from_host, stdout) = os.pipe(), os.pipe()
+        others = [end for host in self.started for end in (host.stdin, host.stdout)]
+        pid = fork_process(lambda: self._run(place, {**given, **settings}, (stdin, stdout), (to_host, from_host, *others)))
+        os.close(stdin)
+        os.close(stdout)
+        self.started.append(Host(pid=pid, stdin=to_host, stdout=from_host))
         return self.started[-1]
+
+    def _run(self, place: int, meeting: dict[str, object], own: tuple[int, int], others: tuple[int, ...]) -> int:
+        for fd in others:
+            os.close(fd)
+        self.network.enter(place)
+        speak(meeting, *own)
+        return 0
 
 
 @pytest.fixture(scope="module")
@@ -88,11 +96,11 @@ def hosts(built: Network) -> Iterator[Hosts]:
     hosts = Hosts(network=built)
     yield hosts
     for host in hosts.started:
-        assert host.process.stdin is not None
-        assert host.process.stdout is not None
-        host.process.stdin.close()
-        host.process.wait(timeout=LONG_S)
-        host.process.stdout.close()
+        os.close(host.stdin)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(host.pid, 0)[1]) for host in hosts.started]
+    for host in hosts.started:
+        os.close(host.stdout)
+    assert set(codes) <= {0}
 
 
 def start_all(hosts: Network, **settings: object) -> list[Host]:
@@ -136,7 +144,7 @@ def test_host_with_late_network_still_joins(hosts):
     hosts.network.plug(2, "down")
     nodes = [hosts.start(rank, rank, 3) for rank in range(3)]
     time.sleep(1)
-    assert nodes[2].process.poll() is None
+    assert os.waitpid(nodes[2].pid, os.WNOHANG) == (0, 0)
     hosts.network.plug(2, "up")
     assert {node.wait_for(JoinAccepted).layout.nodes for node in nodes} == {3}
 
