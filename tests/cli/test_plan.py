@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
-from dtrain.cli.plan import format_seconds, parse_factory_arguments, parse_memory, parse_network
+from dtrain.cli.plan import _Progress, format_seconds, parse_factory_arguments, parse_memory, parse_network
 from dtrain.errors import ConfigError
+from dtrain.planning.estimate import PlanProgress
 from dtrain.planning.network import NETWORKS
+from dtrain.planning.simulate import ParallelismConfig
 
 MODEL = """
 import torch
@@ -35,11 +37,35 @@ def plan(command_line, monkeypatch, tmp_path):
 def test_comparison_prints_one_line_per_strategy(plan):
     code, out, err = plan("cli_model.py:workload", "--world", "8", "--memory", "64KiB", "--checkpoint", "none")
     assert code == 0
-    assert [line.split(" layouts in ")[0] for line in err.splitlines()] == ["plan: 1 of 3", "plan: 2 of 3", "plan: 3 of 3"]
+    assert err.splitlines()[-1].split(" in ")[0] == "plan: 3 of 3 layouts"
     lines = out.splitlines()
     assert lines[0].startswith("cli_model.py:workload: 144 parameters on 8 ranks (dp_replicate 1 x dp_shard 8), 64 KiB each")
     assert lines[2].split()[:5] == ["strategy", "checkpoint", "fits", "peak", "in"]
     assert [line.split()[0] for line in lines[3:6]] == ["replicate", "shard_grad_op", "full_shard"]
+
+
+def test_progress_has_a_line_every_few_seconds(capsys):
+    times = iter([0, 1, 5, 6, 7])
+    progress = _Progress(lambda: next(times))
+    config = ParallelismConfig(world_size=8, strategy="full_shard", checkpoint="nothing")
+    for size, done in ((1, 0), (4, 0), (None, 1), (None, 2)):
+        progress.show(PlanProgress(config=config, microbatch_size=size, done=done, total=2))
+    progress.close()
+    assert capsys.readouterr().err.splitlines() == [
+        "plan: 0 of 2 layouts in 5 s: full_shard, checkpoint nothing, microbatches of 4",
+        "plan: 2 of 2 layouts in 7 s",
+    ]
+
+
+def test_progress_is_one_live_line_in_a_terminal(capsys, monkeypatch):
+    progress = _Progress(lambda: 0)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    for size in (1, 4):
+        config = ParallelismConfig(world_size=8)
+        progress.show(PlanProgress(config=config, microbatch_size=size, done=0, total=1))
+    progress.close()
+    live, last = "\r\x1b[Kplan: 0 of 1 layout in 0 s: full_shard, no checkpointing, microbatches of ", "\r\x1b[K"
+    assert capsys.readouterr().err == f"{live}1{live}4{last}"
 
 
 def test_single_strategy_is_printed_in_detail(plan):
@@ -152,7 +178,7 @@ def test_network_adds_seconds(plan):
     rows = json.loads(out)["plans"]
     assert code == 0
     assert all(row["seconds"]["links"] > 0 for row in rows)
-    assert {row["seconds"]["control"] for row in rows} == {2 * 7 * 50e-6}
+    assert {row["seconds"]["control"] for row in rows} == {pytest.approx(2 * (6 * 40e-6 + 55e-6))}
     for strategy, expected in (((), "on the links: collectives"), (("--strategy", "full_shard"), "A step spends ")):
         code, out, _ = plan(*arguments[:-1], *strategy)
         assert code == 0

@@ -14,7 +14,14 @@ import dtrain as dt
 from dtrain.dist.init import init_dist
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
-from dtrain.planning.estimate import _find_largest, compare_strategies, estimate_memory, largest_microbatch
+from dtrain.planning.estimate import (
+    compare_strategies,
+    estimate_memory,
+    largest_microbatch,
+)
+from dtrain.planning.simulate import ParallelismConfig, simulate
+from dtrain.planning.size_search import search_largest
+from dtrain.planning.workload import Workload
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
 from dtrain.step.compose import compose_step
@@ -324,14 +331,15 @@ class Lines:
 
     def __init__(self, lines: list[tuple[int, int]]) -> None:
         self.lines = lines
-        self.by_size: dict[int, SimpleNamespace] = {}
+        self.sizes: set[int] = set()
 
     def peak(self, size: int) -> int:
         return max(fixed + slope * size for fixed, slope in self.lines)
 
     def of(self, size: int) -> SimpleNamespace:
         assert size >= 1
-        return self.by_size.setdefault(size, SimpleNamespace(peak=self.peak(size)))
+        self.sizes.add(size)
+        return SimpleNamespace(peak=self.peak(size))
 
 
 @given(
@@ -344,10 +352,69 @@ class Lines:
 @example(lines=[(26, 2), (88, 1), (94, 0)], limit=102, at_most=AT_MOST)
 @settings(max_examples=300, deadline=None)
 def test_largest_microbatch_matches_exhaustive_search(lines, limit, at_most):
-    found = _find_largest(Lines(lines), memory=limit, limit=limit, max_size=at_most)
-    fitting = [size for size in range(1, at_most + 1) if Lines(lines).peak(size) <= limit]
-    assert found.microbatch_size == max(fitting, default=0)
-    assert found.sizes_tried <= 2 + 2 * len(lines)
+    estimates = Lines(lines)
+    found = search_largest(estimates, limit=limit, max_size=at_most)
+    fitting = [size for size in range(1, at_most + 1) if estimates.peak(size) <= limit]
+    assert found == max(fitting, default=0)
+    assert len(estimates.sizes) <= 2 + 2 * len(lines)
+
+
+def exhaustive(workload: Workload, memory: int, config: dict) -> tuple[int, dict[str, int]]:
+    """Return the largest microbatch and its peaks, with a simulated step of each size."""
+    best, peaks = 0, {}
+    with simulate(workload, ParallelismConfig(**config)) as run:
+        for size in range(1, 30):
+            step = run.step(size, 1).trace.memory()
+            if max(step.peaks.values()) > memory:
+                return best, peaks
+            best, peaks = size, step.peaks
+    raise AssertionError("the memory is too large for this test")
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
+@pytest.mark.parametrize("checkpoint", [None, "nothing"])
+def test_search_finds_what_steps_of_all_sizes_find(strategy, checkpoint):
+    """The search simulates three sizes, and computes the others from the first two."""
+    workload, config = linears(transforms=[dt.transforms.clip_by_norm(1.0)]), {"world_size": 4, "strategy": strategy}
+    memory = estimate_memory(workload, microbatch_size=9, checkpoint=checkpoint, **config).peak + 100
+    found = compare_strategies(
+        workload, world_size=4, strategies=[strategy], checkpoints=[checkpoint], memory=memory, headroom=0
+    )[0].largest
+    assert (found.microbatch_size, found.estimate.peaks) == exhaustive(workload, memory, {**config, "checkpoint": checkpoint})
+    assert (found.microbatch_size, found.sizes_tried) == (9, 3)
+
+
+class Chunked(nn.Module):
+    """Other operations for more than six samples, as a kernel that works in chunks has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.linear(x)
+        return torch.cat([x] * 8).exp().sin() if len(x) > 6 else x
+
+
+def test_search_simulates_each_size_if_a_step_differs_from_the_prediction():
+    workload, config = linears(model=Chunked, blocks=()), {"world_size": 1}
+    memory = estimate_memory(workload, microbatch_size=20, **config).peak
+    found = largest_microbatch(workload, memory, headroom=0, **config)
+    assert (found.microbatch_size, found.estimate.peaks) == exhaustive(workload, memory, config)
+    assert found.sizes_tried > 3
+
+
+def test_progress_is_reported_before_each_step_and_after_each_layout():
+    seen = []
+    compare_strategies(
+        linears(), world_size=2, strategies=["full_shard", "replicate"], checkpoints=[None], on_progress=seen.append
+    )
+    assert [(each.config.strategy, each.microbatch_size, each.done, each.total) for each in seen] == [
+        ("full_shard", 1, 0, 2),
+        ("full_shard", None, 1, 2),
+        ("replicate", 1, 1, 2),
+        ("replicate", None, 2, 2),
+    ]
 
 
 def test_largest_microbatch_fits_and_the_next_size_does_not():

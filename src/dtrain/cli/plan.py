@@ -7,7 +7,7 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,8 +19,9 @@ from dtrain.cli.parameters import choice, integer, number, option, size
 from dtrain.errors import ConfigError, escape_unprintable
 
 if TYPE_CHECKING:
-    from dtrain.planning.estimate import LargestMicrobatch, StrategyEstimate
+    from dtrain.planning.estimate import PlanProgress, StrategyEstimate
     from dtrain.planning.network import Network
+    from dtrain.planning.size_search import LargestMicrobatch
     from dtrain.shard.precision import Precision
 
 
@@ -355,29 +356,36 @@ def _run_plans(
 
     settings["precision"] = parse_precision(precision)
     mode: Any = None if checkpoint in (None, "none") else checkpoint
-    with load_workload(target, arguments) as workload:
+    with load_workload(target, arguments) as workload, contextlib.closing(_Progress()) as progress:
+        settings["on_progress"] = progress.show
         if strategy is not None:
             return [estimate_strategy(workload, strategy=strategy, checkpoint=mode, **settings)]
         if checkpoint is not None:
             settings["checkpoints"] = (mode,)
-        settings["processes"] = processes
-        with contextlib.closing(_Progress()) as progress:
-            return compare_strategies(workload, on_estimate=progress.show, **settings)
+        return compare_strategies(workload, processes=processes, **settings)
 
 
 class _Progress:
-    """Progress of a comparison on standard error: one line on a terminal, else a line for each layout."""
+    """Progress of a search on standard error: one live line on a terminal, else a line every few seconds and at the end."""
 
-    def __init__(self) -> None:
-        self._start = time.monotonic()
+    def __init__(self, clock: Callable[[], float] = time.monotonic, interval_s: float = 5) -> None:
+        self._clock, self._interval_s = clock, interval_s
+        self._start = self._last = clock()
         self._has_line = False
 
-    def show(self, row: StrategyEstimate, done: int, total: int) -> None:
-        """Show that the estimate of a layout is there."""
-        config = row.estimate.config
-        layout = f"{config.strategy}, {'no checkpointing' if config.checkpoint is None else f'checkpoint {config.checkpoint}'}"
-        text = f"plan: {done} of {total} layouts in {time.monotonic() - self._start:.0f} s: {layout}"
-        on_terminal = sys.stderr.isatty()
+    def show(self, progress: PlanProgress) -> None:
+        """Show the layouts that are done, and the step that runs."""
+        on_terminal, now = sys.stderr.isatty(), self._clock()
+        is_last = progress.done == progress.total
+        if not on_terminal and not is_last and now - self._last < self._interval_s:
+            return
+        self._last = now
+        text = f"plan: {progress.done} of {format_count(progress.total, 'layout')} in {now - self._start:.0f} s"
+        if not is_last:
+            config = progress.config
+            layout = f"{config.strategy}, {f'checkpoint {config.checkpoint}' if config.checkpoint else 'no checkpointing'}"
+            text += f": {layout}"
+            text += "" if progress.microbatch_size is None else f", microbatches of {progress.microbatch_size}"
         typer.echo(f"\r\x1b[K{text}" if on_terminal else text, err=True, nl=not on_terminal)
         self._has_line = on_terminal
 

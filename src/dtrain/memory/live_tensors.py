@@ -219,10 +219,11 @@ class LiveBytes(TorchDispatchMode):
 
     def _storages(self, tensor: Tensor) -> list[UntypedStorage]:
         """Return the counted kind of storages of ``tensor``."""
-        # is_meta would run an operation on a fake tensor.
-        if isinstance(tensor, FakeTensor) is not self._fake or tensor.device.type == "meta":
+        if isinstance(tensor, FakeTensor) is not self._fake:
             return []
-        if self._device_type is not None and tensor.device.type != self._device_type:
+        # device and is_meta would run an operation on a fake tensor.
+        kind = (tensor.fake_device if isinstance(tensor, FakeTensor) else tensor.device).type
+        if kind == "meta" or (self._device_type is not None and kind != self._device_type):
             return []
         if tensor.layout is torch.strided:
             return [tensor.untyped_storage()]

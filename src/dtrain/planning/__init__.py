@@ -12,18 +12,19 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
-    from dtrain.planning.estimate import LargestMicrobatch as LargestMicrobatch
-    from dtrain.planning.estimate import MemoryEstimate as MemoryEstimate
+    from dtrain.planning.estimate import PlanProgress as PlanProgress
     from dtrain.planning.estimate import StrategyEstimate as StrategyEstimate
     from dtrain.planning.estimate import compare_strategies as compare_strategies
     from dtrain.planning.estimate import estimate_memory as estimate_memory
     from dtrain.planning.estimate import largest_microbatch as largest_microbatch
+    from dtrain.planning.memory_trace import MemoryBreakdown as MemoryBreakdown
     from dtrain.planning.network import NETWORKS as NETWORKS
     from dtrain.planning.network import Network as Network
     from dtrain.planning.network import communication_seconds as communication_seconds
     from dtrain.planning.network import control_seconds as control_seconds
-    from dtrain.planning.simulate import MemoryBreakdown as MemoryBreakdown
     from dtrain.planning.simulate import ParallelismConfig as ParallelismConfig
+    from dtrain.planning.size_search import LargestMicrobatch as LargestMicrobatch
+    from dtrain.planning.size_search import MemoryEstimate as MemoryEstimate
     from dtrain.planning.traffic import CollectiveTraffic as CollectiveTraffic
     from dtrain.planning.workload import Workload as Workload
 

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypedDict, Unpack
 
 from dtrain.arguments import check_int, check_number
 from dtrain.planning.fork_map import fork_map
-from dtrain.planning.simulate import (
-    DeviceType,
-    KeepPolicy,
-    MemoryBreakdown,
-    ParallelismConfig,
-    SimulatedRun,
-    StepPhase,
-    simulate,
-)
-from dtrain.planning.traffic import CollectiveTraffic
+from dtrain.planning.simulate import DeviceType, KeepPolicy, ParallelismConfig, simulate
+from dtrain.planning.size_search import LargestMicrobatch, MemoryEstimate, SizeEstimates, find_largest
 from dtrain.planning.workload import Workload
 from dtrain.shard.precision import Precision
 from dtrain.state import Accumulate
@@ -32,42 +25,6 @@ class EstimateOptions(TypedDict, total=False):
     accumulate: Accumulate
     checkpoint: KeepPolicy | None
     device: DeviceType
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryEstimate:
-    """Memory and communication of the rank with the largest shards in one step. Sizes are in bytes.
-
-    Args:
-        config: layout of the model.
-        microbatch_size: samples per forward and backward of a rank.
-        microbatches: microbatches per step of a rank.
-        parameter_count: elements of all parameters, over all ranks.
-        peak: most bytes held at once.
-        peak_phase: phase of the peak: ``"forward"``, ``"backward"`` or ``"update"``.
-        peaks: most bytes held at once in each phase.
-        at_rest: bytes of each part between steps. An asynchronous save copies parameters, optimizer and transforms to the host.
-        at_peak: bytes of each part at the peak; they add up to the peak.
-        max_by_part: most bytes of each part, at any time.
-        traffic: collectives by kind, sorted by the bytes sent.
-    """
-
-    config: ParallelismConfig
-    microbatch_size: int
-    microbatches: int
-    parameter_count: int
-    peak: int
-    peak_phase: StepPhase
-    peaks: Mapping[StepPhase, int]
-    at_rest: MemoryBreakdown
-    at_peak: MemoryBreakdown
-    max_by_part: MemoryBreakdown
-    traffic: tuple[CollectiveTraffic, ...]
-
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that a rank sends in a step, over all collectives."""
-        return sum(each.bytes_sent for each in self.traffic)
 
 
 def estimate_memory(
@@ -109,7 +66,7 @@ def estimate_memory(
     """
     config = ParallelismConfig(world_size=world_size, strategy=strategy, **options)
     with simulate(workload, config) as run:
-        return _Estimates(run, config, microbatches).of(microbatch_size)
+        return SizeEstimates(run, config, microbatches).of(microbatch_size)
 
 
 DEFAULT_HEADROOM = 0.05
@@ -120,20 +77,20 @@ MAX_MICROBATCH_SIZE = 4096
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LargestMicrobatch:
-    """Result of ``largest_microbatch``.
+class PlanProgress:
+    """Progress of a search over layouts.
 
     Args:
-        microbatch_size: samples; 0 if one sample does not fit.
-        estimate: estimate for this size, or for one sample.
-        memory: memory of the device, in bytes.
-        sizes_tried: number of simulated sizes.
+        config: layout whose step runs, or the layout that is done.
+        microbatch_size: samples of the step that runs; None if the layout is done.
+        done: layouts that are done.
+        total: layouts of the search.
     """
 
-    microbatch_size: int
-    estimate: MemoryEstimate
-    memory: int
-    sizes_tried: int
+    config: ParallelismConfig
+    microbatch_size: int | None
+    done: int
+    total: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +139,7 @@ def largest_microbatch(
     check_int("plan", "max_size", max_size)
     config = ParallelismConfig(world_size=world_size, strategy=strategy, **options)
     with simulate(workload, config) as run:
-        return _find_largest(_Estimates(run, config, microbatches), memory, limit, max_size)
+        return find_largest(SizeEstimates(run, config, microbatches), memory, limit, max_size)
 
 
 def compare_strategies(
@@ -196,7 +153,7 @@ def compare_strategies(
     microbatches: int = 1,
     headroom: float = DEFAULT_HEADROOM,
     processes: int = 1,
-    on_estimate: Callable[[StrategyEstimate, int, int], object] | None = None,
+    on_progress: Callable[[PlanProgress], object] | None = None,
     **options: Unpack[EstimateOptions],
 ) -> list[StrategyEstimate]:
     """Estimate one workload for several strategies, each with and without activation checkpointing.
@@ -208,7 +165,8 @@ def compare_strategies(
         checkpoints: tensors kept by checkpointed blocks, None for no checkpointing. By default without checkpointing, and with
             ``"nothing"`` if the workload has blocks.
         processes: forked processes that estimate layouts in parallel; 1 estimates in this process.
-        on_estimate: function of an estimate, the number of estimates so far, and their total; called for each layout.
+        on_progress: function called before each simulated step, and after each layout; with several ``processes`` only after
+            each layout.
 
     Example:
         for row in dt.planning.compare_strategies(workload, world_size=64, memory=80 * 2**30):
@@ -224,25 +182,31 @@ def compare_strategies(
         checkpoints = (options["checkpoint"],) if options.get("checkpoint") else defaults
     check_int("plan", "processes", processes)
 
-    def estimate(layout: tuple[str, KeepPolicy | None]) -> StrategyEstimate:
-        row_options: EstimateOptions = {**options, "checkpoint": layout[1]}
-        return estimate_strategy(
+    layouts: list[ParallelismConfig] = []
+    for strategy in strategies:
+        for checkpoint in checkpoints:
+            row: EstimateOptions = {**options, "checkpoint": checkpoint}
+            layouts.append(ParallelismConfig(world_size=world_size, strategy=strategy, **row))
+    rows: dict[int, StrategyEstimate] = {}
+
+    def report(config: ParallelismConfig, size: int | None) -> None:
+        if on_progress is not None:
+            on_progress(PlanProgress(config=config, microbatch_size=size, done=len(rows), total=len(layouts)))
+
+    def estimate(config: ParallelismConfig) -> StrategyEstimate:
+        return _estimate_layout(
             workload,
-            world_size=world_size,
+            config,
             memory=memory,
-            strategy=layout[0],
             microbatch_size=microbatch_size,
             microbatches=microbatches,
             headroom=headroom,
-            **row_options,
+            on_step=partial(report, config) if processes == 1 else None,
         )
 
-    layouts = [(strategy, checkpoint) for strategy in strategies for checkpoint in checkpoints]
-    rows: dict[int, StrategyEstimate] = {}
-    for number, row in fork_map(estimate, layouts, processes=processes):
-        rows[number] = row
-        if on_estimate is not None:
-            on_estimate(row, len(rows), len(layouts))
+    for number, found in fork_map(estimate, layouts, processes=processes):
+        rows[number] = found
+        report(layouts[number], None)
     return [rows[number] for number in range(len(layouts))]
 
 
@@ -255,15 +219,35 @@ def estimate_strategy(
     microbatch_size: int = 1,
     microbatches: int = 1,
     headroom: float = DEFAULT_HEADROOM,
+    on_progress: Callable[[PlanProgress], object] | None = None,
     **options: Unpack[EstimateOptions],
 ) -> StrategyEstimate:
     """Return the estimate of one strategy, as in ``compare_strategies``."""
-    limit = None if memory is None else _usable_memory(memory, headroom)
     config = ParallelismConfig(world_size=world_size, strategy=strategy, **options)
+
+    def report(size: int) -> None:
+        if on_progress is not None:
+            on_progress(PlanProgress(config=config, microbatch_size=size, done=0, total=1))
+
+    sizes = {"microbatch_size": microbatch_size, "microbatches": microbatches}
+    return _estimate_layout(workload, config, memory=memory, headroom=headroom, on_step=report, **sizes)
+
+
+def _estimate_layout(
+    workload: Workload,
+    config: ParallelismConfig,
+    *,
+    memory: int | None,
+    microbatch_size: int,
+    microbatches: int,
+    headroom: float,
+    on_step: Callable[[int], None] | None,
+) -> StrategyEstimate:
+    limit = None if memory is None else _usable_memory(memory, headroom)
     with simulate(workload, config) as run:
-        estimates = _Estimates(run, config, microbatches)
+        estimates = SizeEstimates(run, config, microbatches, on_step)
         estimate = estimates.of(microbatch_size)
-        largest = None if memory is None or limit is None else _find_largest(estimates, memory, limit, MAX_MICROBATCH_SIZE)
+        largest = None if memory is None or limit is None else find_largest(estimates, memory, limit, MAX_MICROBATCH_SIZE)
         return StrategyEstimate(estimate=estimate, largest=largest)
 
 
@@ -271,64 +255,3 @@ def _usable_memory(memory: int, headroom: float) -> int:
     check_number("plan", "memory", memory, above=0, advice="80 GiB is 80 * 2**30.")
     check_number("plan", "headroom", headroom, minimum=0, below=1, advice="0.05 is usual.")
     return int(memory * (1 - headroom))
-
-
-class _Estimates:
-    """Estimates of one layout by microbatch size, each computed once."""
-
-    def __init__(self, run: SimulatedRun, config: ParallelismConfig, microbatches: int) -> None:
-        self._run, self._config, self._microbatches = run, config, microbatches
-        self.by_size: dict[int, MemoryEstimate] = {}
-
-    def of(self, size: int) -> MemoryEstimate:
-        if size not in self.by_size:
-            usage = self._run.step(size, self._microbatches)
-            peak_phase = max(usage.peaks, key=lambda phase: usage.peaks[phase])
-            self.by_size[size] = MemoryEstimate(
-                config=self._config,
-                microbatch_size=size,
-                microbatches=self._microbatches,
-                parameter_count=self._run.parameter_count,
-                peak=usage.peaks[peak_phase],
-                peak_phase=peak_phase,
-                peaks=usage.peaks,
-                at_rest=usage.at_rest,
-                at_peak=usage.at_peak,
-                max_by_part=usage.max_by_part,
-                traffic=usage.traffic,
-            )
-        return self.by_size[size]
-
-
-def _find_largest(estimates: _Estimates, memory: int, limit: int, max_size: int) -> LargestMicrobatch:
-    """Return the largest size from 1 to ``max_size`` whose peak is within ``limit``.
-
-    At each time of a step the live bytes are a linear function of the size, so their peak is a maximum of linear functions and
-    convex. A line through two sizes that both fit, or that both do not fit, is below the peak outside of the two sizes. So a
-    size that is too large for the line is too large. Each iteration tries the largest remaining size (Newton's method on a
-    convex function), which meets each of the linear functions at most twice.
-    """
-    best, too_large, guess = 0, max_size + 1, 1
-    # The last size that fits, and the last one that does not.
-    last: dict[bool, int] = {}
-    while best + 1 < too_large:
-        fits = estimates.of(guess).peak <= limit
-        if fits:
-            best = guess
-        else:
-            too_large = guess
-        if fits in last:
-            low, high = sorted((last[fits], guess))
-            low_peak = estimates.of(low).peak
-            rise = estimates.of(high).peak - low_peak
-            if rise > 0:
-                first = low + (limit - low_peak) * (high - low) // rise + 1
-                too_large = max(best + 1, min(too_large, first))
-        last[fits] = guess
-        guess = min(_SECOND_GUESS, too_large - 1) if guess == 1 else too_large - 1
-    estimate = estimates.of(max(best, 1))
-    return LargestMicrobatch(microbatch_size=best, estimate=estimate, memory=memory, sizes_tried=len(estimates.by_size))
-
-
-# The size after 1. With 2, memory that does not depend on the size would hide more of the slope.
-_SECOND_GUESS = 4

@@ -5,9 +5,9 @@ The simulation tracks memory by its purpose, and sums the collectives by kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, TypeAlias
 
@@ -17,20 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.arguments import check_choice, check_int
-from dtrain.dtensor import to_local
-from dtrain.memory.live_tensors import LiveBytes
 from dtrain.planning.fake_world import FakeValueMode, UnreadScalar, emulate_cuda_kernels, fake_world
+from dtrain.planning.memory_trace import MemoryTrace, MemoryTracker
 from dtrain.planning.traffic import CollectiveTraffic, extrapolate_traffic, sum_traffic
 from dtrain.planning.workload import Workload, build_on_meta
 from dtrain.shard.activation_checkpoint import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
-from dtrain.shard.fsdp2_private import (
-    fsdp_param_groups,
-    init_root,
-    iter_grads,
-    unsharded_params,
-    wrap_collectives,
-)
+from dtrain.shard.fsdp2_private import fsdp_param_groups, init_root, unsharded_params
+from dtrain.shard.fsdp2_simulation import iter_grads, only_first_shards, wrap_collectives
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.materialize import allocate_meta_tensors
 from dtrain.shard.precision import Precision
@@ -40,131 +34,17 @@ from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
 from dtrain.typing import Batch, LossSum, Metrics
 
-MemoryPart: TypeAlias = Literal[
-    "parameters", "gradients", "optimizer", "transforms", "gathered", "communication", "activations"
-]
-StepPhase: TypeAlias = Literal["forward", "backward", "update"]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MemoryBreakdown:
-    """Bytes of one rank by purpose.
-
-    Args:
-        parameters: shards of this rank, unsharded parameters, and buffers.
-        gradients: full gradients before their reduction, and gradients of the shards.
-        optimizer: optimizer state, and temporary tensors of its step.
-        transforms: transform states, such as an average of the weights.
-        gathered: parameters gathered for the current units.
-        communication: buffers of collectives.
-        activations: all other tensors: activations kept for backward, temporary tensors, and the batch.
-    """
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    transforms: int = 0
-    gathered: int = 0
-    communication: int = 0
-    activations: int = 0
-
-    @property
-    def total(self) -> int:
-        """Sum of all parts."""
-        return sum(getattr(self, f.name) for f in fields(self))
-
-
-class MemoryTracker:
-    """Tracker of the storages of fake tensors by purpose.
-
-    A storage belongs to the part of the context (``attribute_to``) of its allocation, until ``assign`` moves it. The runner of
-    the step sets ``phase``.
-    """
-
-    def __init__(self) -> None:
-        self.live = LiveBytes(fake=True, on_change=self._on_change)
-        self.phase: StepPhase = "forward"
-        self._part: MemoryPart = "activations"
-        self._storages: dict[int, tuple[MemoryPart, int]] = {}
-        self._current: dict[MemoryPart, int] = {f.name: 0 for f in fields(MemoryBreakdown)}  # type: ignore[misc]
-        self.reset()
-
-    def reset(self) -> None:
-        """Start the measurements of a new step."""
-        self._max_by_part = dict(self._current)
-        self._at_rest = dict(self._current)
-        self._peaks: dict[StepPhase, int] = {}
-        self._at_peak = dict(self._current)
-        self._peak_total = 0
-
-    def usage(self, traffic: Sequence[CollectiveTraffic]) -> StepUsage:
-        """Return the measurements since ``reset``, with the step's collectives."""
-        return StepUsage(
-            peaks=dict(self._peaks),
-            at_rest=MemoryBreakdown(**self._at_rest),
-            at_peak=MemoryBreakdown(**self._at_peak),
-            max_by_part=MemoryBreakdown(**self._max_by_part),
-            traffic=tuple(traffic),
-        )
-
-    @contextmanager
-    def attribute_to(self, part: MemoryPart) -> Iterator[None]:
-        """Attribute allocations inside the context to ``part``."""
-        previous, self._part = self._part, part
-        try:
-            yield
-        finally:
-            self._part = previous
-
-    def assign(self, part: MemoryPart, tensors: Iterable[Tensor]) -> None:
-        """Attribute the storages of ``tensors`` to ``part``, whether counted before or not."""
-        with self.attribute_to(part):
-            for tensor in map(to_local, tensors):
-                self.live.count([tensor])
-                key = id(tensor.untyped_storage())
-                previous, size = self._storages.get(key, (part, 0))
-                if previous != part:
-                    self._storages[key] = part, size
-                    self._current[previous] -= size
-                    self._grow(part, size)
-
-    def _on_change(self, key: int, change: int) -> None:
-        part, size = self._storages.get(key, (self._part, 0))
-        if size + change:
-            self._storages[key] = part, size + change
-        else:
-            self._storages.pop(key, None)
-        if change < 0:
-            self._current[part] += change
-            return
-        self._grow(part, change)
-        total = sum(self._current.values())
-        if total > self._peaks.get(self.phase, -1):
-            self._peaks[self.phase] = total
-        if total > self._peak_total:
-            self._peak_total, self._at_peak = total, dict(self._current)
-
-    def _grow(self, part: MemoryPart, size: int) -> None:
-        self._current[part] += size
-        self._max_by_part[part] = max(self._max_by_part[part], self._current[part])
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepUsage:
     """Memory and collectives of one step.
 
     Args:
-        peaks: most bytes held at once in each phase.
-        at_rest: parts before the step.
-        at_peak: parts at the time of the peak.
-        max_by_part: most bytes of each part, at any time.
+        trace: changes of memory.
         traffic: collectives by kind.
     """
 
-    peaks: dict[StepPhase, int]
-    at_rest: MemoryBreakdown
-    at_peak: MemoryBreakdown
-    max_by_part: MemoryBreakdown
+    trace: MemoryTrace
     traffic: tuple[CollectiveTraffic, ...]
 
 
@@ -262,7 +142,8 @@ class SimulatedRun:
             tracker.assign("transforms", _iter_tensors(state.transform_states))
             tracker.reset()
             self._run(microbatch_size, microbatches)
-        return tracker.usage(sum_traffic(self._fake_values.collectives, self._strides))
+        traffic = sum_traffic(self._fake_values.collectives, self._strides)
+        return StepUsage(trace=tracker.trace(), traffic=traffic)
 
     def _run(self, microbatch_size: int, microbatches: int) -> None:
         batch = self._workload.batch(microbatch_size * microbatches)
@@ -330,7 +211,8 @@ def simulate(workload: Workload, config: ParallelismConfig) -> Iterator[Simulate
     with fake_world(config.world_size, dp_replicate=config.dp_replicate, tp=config.tp) as mesh:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # The model is sharded on meta, because fake tensors take 4 ms for each parameter that is sharded over 1,000 ranks.
-        model = _shard(workload, config, mesh, build_on_meta(workload, fake))
+        with only_first_shards():
+            model = _shard(workload, config, mesh, build_on_meta(workload, fake))
         with fake, FakeValueMode() as fake_values, emulate_cuda_kernels() if config.device == "cuda" else nullcontext():
             allocate_meta_tensors(model, torch.device("cpu"))
             init_root(model)

@@ -1,15 +1,15 @@
-"""Use private names of FSDP2. No other module of dtrain uses private names of torch.
+"""Use private names of FSDP2. Of dtrain's modules only this one and ``fsdp2_simulation`` do.
 
 Each function does something for which torch has no public call, and has a test: parameters without a gradient
 (``tests/shard/test_grad_sync.py``), sums within a replica (``tests/transforms/weights/test_local_sgd.py``), resets after an
-exception (``tests/step/test_failures.py``) or a lone forward (``tests/shard/test_gathered.py``), memory (``tests/planning/``).
+exception (``tests/step/test_failures.py``) or a lone forward (``tests/shard/test_gathered.py``).
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeGuard, cast
@@ -150,10 +150,10 @@ def forbid_double_backward(group: Any) -> None:
 
 def has_unreduced_grads(group: Any) -> bool:
     """Return True if ``group`` stores gradients that a later microbatch reduces."""
-    return any(map(_unreduced_grads, group.fsdp_params))
+    return any(map(unreduced_grads, group.fsdp_params))
 
 
-def _unreduced_grads(param: Any) -> list[Tensor]:
+def unreduced_grads(param: Any) -> list[Tensor]:
     """Return the full gradients of ``param`` that wait for their reduction."""
     full = getattr(param, "_unsharded_param", None)
     grads = (param.unsharded_accumulated_grad, None if full is None else full.grad)
@@ -246,7 +246,7 @@ def zero_fill_missing_grads(group: Any) -> tuple[list[int], list[int]]:
     accumulated = any(param.unsharded_accumulated_grad is not None for _, param in trainable)
     present, missing = list[int](), list[int]()
     for at, param in trainable:
-        full, has_grad = getattr(param, "_unsharded_param", None), bool(_unreduced_grads(param))
+        full, has_grad = getattr(param, "_unsharded_param", None), bool(unreduced_grads(param))
         (present if has_grad else missing).append(at)
         if full is not None and not has_grad:
             full.grad = torch.zeros_like(full)
@@ -326,31 +326,9 @@ def _reset_iteration_before_torch_2_13(model: nn.Module) -> None:
     root._state_ctx.post_backward_final_callback_queued = False
 
 
-def wrap_collectives(group: Any, during: Callable[[str], AbstractContextManager[None]]) -> None:
-    """Run the allocations of ``group`` inside ``during("gathered")`` or ``during("communication")``. Mutates: ``group``."""
-
-    def wrap(method: Callable[..., Any], purpose: str) -> Callable[..., Any]:
-        def call(*args: Any) -> Any:
-            with during(purpose):
-                return method(*args)
-
-        return call
-
-    for name, purpose in (("unshard", "communication"), ("wait_for_unshard", "gathered"), ("post_backward", "communication")):
-        setattr(group, name, wrap(getattr(group, name), purpose))
-
-
 def unsharded_params(group: Any) -> list[nn.Parameter]:
     """Return the unsharded parameters of ``group`` that were gathered at least once, with or without storage."""
     return [param._unsharded_param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
-
-
-def iter_grads(group: Any) -> Iterator[Tensor]:
-    """Yield the gradients that ``group`` stores now: unreduced full gradients, and gradients of shards."""
-    for param in group.fsdp_params:
-        yield from _unreduced_grads(param)
-        if param.sharded_param.grad is not None:
-            yield param.sharded_param.grad
 
 
 class UnitForward:
