@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 
 from dtrain.dist.arrival_marks import ArrivalReport, format_ranks, report_arrival
-from dtrain.dist.control_protocol import Layout, all_gather, gather, peers_of, reduce_rows
+from dtrain.dist.control_protocol import Layout, all_gather, count_rounds, gather, peers_of, reduce_rows
 from dtrain.dist.row_summary import RowSpec
 from virtual_network import Network, run_exchange, run_reports
 
@@ -23,6 +23,16 @@ def test_all_gather_returns_all_payloads_by_rank(world, node_size):
     payloads = [str(rank).encode() * (rank % 4) for rank in range(world)]
     found = run_exchange(lambda layout: all_gather(layout, payloads[layout.rank]), world, node_size)
     assert world == 1 or found.results == dict.fromkeys(range(world), payloads)
+
+
+@pytest.mark.parametrize(("world", "node_size"), LAYOUTS)
+def test_rounds_are_the_messages_in_sequence(world, node_size):
+    network = Network(local_latency_s=1, latency_s=1000, cpu_s=0, bytes_per_s=math.inf)
+    found = run_exchange(lambda layout: reduce_rows(layout, [1.0] * 12, RECORD), world, node_size, network=network)
+    last, rounds = max(found.seconds.values(), default=0), count_rounds(world, node_size)
+    law = rounds.local + 1000 * rounds.remote
+    powers_of_two = node_size.bit_count() == 1 == (world // node_size).bit_count()
+    assert last == law if powers_of_two else law / 2 < last <= law
 
 
 @pytest.mark.parametrize(("world", "node_size"), [layout for layout in LAYOUTS if layout[0] > 1])

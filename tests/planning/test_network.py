@@ -64,7 +64,19 @@ def test_seconds_of_a_step_are_the_sum_over_its_collectives():
     ]
     expected = 3 * NETWORK.seconds("all_gather", S, ranks=4) + NETWORK.seconds("all_reduce", S, ranks=2, stride=4)
     assert communication_seconds(traffic, NETWORK) == pytest.approx(expected)
-    assert control_seconds(5, NETWORK) == pytest.approx(1e-3)
+
+
+CONTROL = {
+    "one node": (4, 2 * 2 * 4e-5),
+    "nodes": (16, 2 * (4 * 4e-5 + 2 * 1e-4)),
+    "nodes beyond a power of two": (12, 2 * (4 * 4e-5 + 3 * 1e-4)),
+    "nodes of different sizes": (5, 2 * 4 * 1e-4),
+}
+
+
+@pytest.mark.parametrize(("ranks", "seconds"), CONTROL.values(), ids=CONTROL)
+def test_control_records_take_the_messages_of_the_control_plane(ranks, seconds):
+    assert control_seconds(ranks, NETWORK) == pytest.approx(seconds)
 
 
 REFUSED = {

@@ -89,6 +89,30 @@ class Layout:
         return {node * self.node_size for node in nodes}
 
 
+class MessageRounds(NamedTuple):
+    """Messages in sequence until every rank has the result of an exchange.
+
+    Args:
+        local: messages over sockets of a node.
+        remote: messages between nodes.
+    """
+
+    local: int
+    remote: int
+
+
+def count_rounds(world_size: int, node_size: int) -> MessageRounds:
+    """Return the messages in sequence of ``all_gather`` and ``reduce_rows``.
+
+    The number is exact if a node's ranks and the nodes are powers of two. Otherwise it is an upper bound.
+    """
+    levels, nodes = (node_size - 1).bit_length(), world_size // node_size
+    if nodes == 1:
+        return MessageRounds(levels, 0)
+    # Nodes beyond a power of two join a neighbour before, and get the result after.
+    return MessageRounds(2 * levels, nodes.bit_length() - 1 + 2 * (nodes.bit_count() > 1))
+
+
 class _Place(NamedTuple):
     """Place of a node in the exchange between leaders.
 

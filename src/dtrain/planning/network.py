@@ -16,6 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Self
 
 from dtrain.arguments import check_int, check_number
+from dtrain.dist.control_protocol import count_rounds
 from dtrain.errors import ConfigError
 from dtrain.planning.traffic import CollectiveTraffic
 
@@ -32,7 +33,8 @@ class Network:
         between: bytes per second that a rank sends to other nodes, in one direction.
         within_latency_s: seconds of one small message within a node.
         between_latency_s: seconds of one small message between nodes.
-        control_latency_s: seconds of one small message of the control group, which uses TCP.
+        control_latency_s: seconds of one message of the control plane between nodes, with the work of both ranks.
+        control_within_latency_s: the same between two ranks of a node.
 
     Example:
         >>> import dtrain as dt
@@ -49,7 +51,8 @@ class Network:
     between: float
     within_latency_s: float = 3e-6
     between_latency_s: float = 10e-6
-    control_latency_s: float = 50e-6
+    control_latency_s: float = 55e-6
+    control_within_latency_s: float = 40e-6
 
     def __post_init__(self) -> None:
         check_int("Network", "node_ranks", self.node_ranks)
@@ -148,24 +151,26 @@ def communication_seconds(traffic: Sequence[CollectiveTraffic], network: Network
     return total
 
 
-# Records per step of the control group: one before the first forward, and one after the last backward.
+# Records per step of the control plane: one before the first forward, and one after the last backward.
 _RECORDS_PER_STEP = 2
 
 
 def control_seconds(world_size: int, network: Network) -> float:
     """Return the seconds of a step's control records: the messages in sequence of the control plane, times their latency.
 
+    The default latencies are those of the simulation in ``benchmarks/control_plane.py``: 15 us of each of the two ranks, and
+    10 us within a node or 25 us between nodes.
+
     Example:
         >>> import dtrain as dt
         >>> round(dt.planning.control_seconds(512, dt.planning.Network.preset("h100-ndr400")), 6)
-        0.0012
+        0.00114
     """
     local = min(world_size, network.node_ranks)
-    nodes, rounds = -(-world_size // local), (local - 1).bit_length()
-    if nodes > 1:
-        # Up the tree of a node, between the leaders, and down again. Leaders beyond a power of two join a neighbour.
-        rounds = 2 * rounds + nodes.bit_length() - 1 + 2 * (nodes.bit_count() > 1)
-    return _RECORDS_PER_STEP * rounds * network.control_latency_s
+    # Nodes with different numbers of ranks exchange without a leader.
+    rounds = count_rounds(world_size, local if world_size % local == 0 else 1)
+    record = rounds.local * network.control_within_latency_s + rounds.remote * network.control_latency_s
+    return _RECORDS_PER_STEP * record
 
 
 _RATE = re.compile(r"([0-9.]+)\s*(?:(GB|MB|Gb|Mb)/s)")
