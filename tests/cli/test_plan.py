@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from dtrain.cli.plan import _Progress, format_seconds, parse_factory_arguments, parse_memory, parse_network
+from dtrain.cli.plan import _Progress, parse_factory_arguments, parse_memory, parse_network
+from dtrain.cli.plan_tables import format_seconds
 from dtrain.errors import ConfigError
 from dtrain.planning.estimate import PlanProgress
 from dtrain.planning.network import NETWORKS
@@ -135,6 +136,14 @@ MISTAKES = {
         ["cli_model.py:workload", "--world", "2", "--accumulate", "never"],
         "accumulate must be 'local' or 'sharded', got 'never'",
     ),
+    "device": (
+        ["m.py:f", "--world", "8", "--device", "tpu"],
+        "--device must be cuda, cpu, a100, h100, h200, b200, l40s, mi300x or rates, got 'tpu'",
+    ),
+    "efficiency without a device": (
+        ["cli_model.py:workload", "--world", "2", "--strategy", "full_shard", "--efficiency", "0.5"],
+        "--efficiency must come with rates of a device, got 0.5. Add --device h100.",
+    ),
     "no file": (["nope.py:workload", "--world", "2"], "no such file: 'nope.py'"),
 }
 
@@ -178,12 +187,38 @@ def test_network_adds_seconds(plan):
     rows = json.loads(out)["plans"]
     assert code == 0
     assert all(row["seconds"]["links"] > 0 for row in rows)
-    assert {row["seconds"]["control"] for row in rows} == {pytest.approx(2 * (6 * 40e-6 + 55e-6))}
+    assert [row["seconds"]["control"] for row in rows] == pytest.approx([2 * (6 * 40e-6 + 55e-6)] * len(rows))
     for strategy, expected in (((), "on the links: collectives"), (("--strategy", "full_shard"), "A step spends ")):
         code, out, _ = plan(*arguments[:-1], *strategy)
         assert code == 0
         assert expected in out
         assert "on the links" in out.splitlines()[2] or strategy
+
+
+def test_device_adds_estimated_seconds_and_sorts_by_them(plan):
+    arguments = (
+        "cli_model.py:workload",
+        "--world",
+        "16",
+        "--network",
+        "h100-ndr400",
+        "--device",
+        "h100",
+        "--checkpoint",
+        "none",
+    )
+    code, out, _ = plan(*arguments, "--workers", "2", "--json")
+    rows = json.loads(out)["plans"]
+    speeds = [row["step_seconds"]["samples_per_second"] for row in rows]
+    assert code == 0
+    assert speeds == sorted(speeds, reverse=True)
+    assert all(row["work"]["flops"] == {"float32": 3 * 2 * 4 * 2 * 8 * 8 - 2 * 4 * 8 * 8} for row in rows)
+    assert all(row["library"]["host_staging"] == row["staged"] for row in rows)
+    assert all(row["library"]["host_batches"] == 2 * 3 * 4 * 8 * 4 for row in rows)
+    code, out, _ = plan(*arguments, "--strategy", "full_shard", "--efficiency", "0.5")
+    assert code == 0
+    assert "an estimate, not measured, which assumes 50% of the peak operations" in out
+    assert [line.split("  ")[0] for line in out.splitlines() if "library" in line] == ["device: library", "host: library"]
 
 
 @pytest.mark.usefixtures("plan")

@@ -13,16 +13,25 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain.arguments import format_bytes, format_count
-from dtrain.cli.output import print_json, print_table
+from dtrain.arguments import format_count
+from dtrain.cli.output import print_json
 from dtrain.cli.parameters import choice, integer, number, option, size
+from dtrain.cli.plan_tables import Machine, headline, plan_facts, print_comparison, print_detail, sort_by_speed
 from dtrain.errors import ConfigError, escape_unprintable
 
 if TYPE_CHECKING:
     from dtrain.planning.estimate import PlanProgress, StrategyEstimate
     from dtrain.planning.network import Network
-    from dtrain.planning.size_search import LargestMicrobatch
     from dtrain.shard.precision import Precision
+
+
+def parse_device(command: str, name: str, text: str) -> tuple[str, Any]:
+    """Parse the type of a device, and its rates: ``cuda``, ``cpu``, ``h100`` or ``flops=400TFLOP/s,bandwidth=2TB/s``."""
+    if text in ("cuda", "cpu"):
+        return text, None
+    from dtrain.planning.step_time import parse_accelerator
+
+    return "cuda", parse_accelerator(command, name, text)
 
 
 PRECISIONS = ("fp32", "bf16", "fp16", "pure-bf16", "pure-fp16")
@@ -76,147 +85,6 @@ def parse_network(command: str, name: str, text: str) -> Network:
     return network.parse_network(command, name, text)
 
 
-_MEMORY_PARTS = ("parameters", "gradients", "optimizer", "transforms", "gathered", "communication", "activations")
-
-
-def headline(target: str, row: StrategyEstimate, precision: str) -> str:
-    """Describe the plan in one line."""
-    estimate = row.estimate
-    config, largest = estimate.config, row.largest
-    mesh = f"dp_replicate {config.dp_replicate} x dp_shard {config.world_size // config.dp_replicate // config.tp}"
-    mesh += f" x tp {config.tp}" if config.tp > 1 else ""
-    ranks = f"{format_count(config.world_size, 'rank')} ({mesh})"
-    sizes = f"microbatches of {estimate.microbatch_size}, {estimate.microbatches} to a step"
-    room = f", {_format_size(largest.memory)} each" if largest else ""
-    return f"{target}: {_format_parameter_count(estimate.parameter_count)} parameters on {ranks}{room}, {precision}, {sizes}"
-
-
-def _format_parameter_count(number: int) -> str:
-    for unit, letter in ((10**9, " G"), (10**6, " M"), (10**3, " k")):
-        if number >= unit:
-            return f"{number / unit:.4g}{letter}"
-    return str(number)
-
-
-def print_comparison(rows: Sequence[StrategyEstimate], network: Network | None) -> None:
-    """Print a line for each strategy. The columns of bytes are at the peak, and add up to the peak."""
-    # Most workloads have no transform with a state.
-    parts = [part for part in _MEMORY_PARTS if part != "transforms" or any(row.estimate.at_peak.transforms for row in rows)]
-    with_memory = rows[0].largest is not None
-    head = ["strategy", "checkpoint", *(["fits"] if with_memory else []), "peak", "in", *parts, "sent per step"]
-    head += ["on the links", "control"] if network else []
-    lines = [
-        [
-            row.estimate.config.strategy,
-            row.estimate.config.checkpoint or "-",
-            *([] if row.largest is None else [str(row.largest.microbatch_size or "no")]),
-            _format_size(row.estimate.peak),
-            row.estimate.peak_phase,
-            *(_format_size(getattr(row.estimate.at_peak, part)) for part in parts),
-            _format_size(row.estimate.bytes_sent),
-            *([] if network is None else map(format_seconds, _seconds(row, network))),
-        ]
-        for row in rows
-    ]
-    left_aligned = {"strategy", "checkpoint", "in"}
-    print_table(head, lines, right=[index for index, name in enumerate(head) if name not in left_aligned])
-    if with_memory:
-        typer.echo("\nfits: the largest microbatch; other columns are for the requested microbatch")
-    if network:
-        typer.echo("on the links: collectives of a step, one after another; control: records of a step. Nothing overlaps")
-
-
-def _seconds(row: StrategyEstimate, network: Network) -> tuple[float, float]:
-    """Return the seconds of a step's collectives, and of its control records."""
-    from dtrain.planning.network import communication_seconds, control_seconds
-
-    estimate = row.estimate
-    return communication_seconds(estimate.traffic, network), control_seconds(estimate.config.world_size, network)
-
-
-def format_seconds(seconds: float) -> str:
-    """Format seconds with three digits and a unit that people read."""
-    for unit, scale in (("s", 1.0), ("ms", 1e-3)):
-        if seconds >= scale:
-            return f"{seconds / scale:.3g} {unit}"
-    return f"{seconds / 1e-6:.3g} us"
-
-
-def print_detail(row: StrategyEstimate, network: Network | None) -> None:
-    """Print the memory and the traffic of one rank."""
-    from dtrain.planning.network import communication_seconds
-
-    estimate, largest = row.estimate, row.largest
-    lines = [
-        [part, _format_size(getattr(estimate.at_peak, part)), _format_size(getattr(estimate.max_by_part, part))]
-        for part in _MEMORY_PARTS
-    ]
-    print_table(("part", "at the peak", "at most"), [*lines, ["together", _format_size(estimate.peak), ""]], right=(1, 2))
-    phases = ", ".join(f"{phase} {_format_size(peak)}" for phase, peak in estimate.peaks.items())
-    typer.echo(f"\nThe peak is in {estimate.peak_phase}: {phases}.\n")
-    head = ["collective", "ranks", "per step", "bytes", "sent by a rank", *(["apart", "on the links"] if network else [])]
-    traffic = [
-        [
-            *(t.op, str(t.ranks), str(t.count), _format_size(t.bytes), _format_size(t.bytes_sent)),
-            *([str(t.stride), format_seconds(communication_seconds([t], network))] if network else []),
-        ]
-        for t in estimate.traffic
-    ]
-    if traffic:
-        print_table(head, traffic, right=range(1, len(head)))
-    else:
-        typer.echo("Nothing is sent.")
-    if network:
-        links, control = map(format_seconds, _seconds(row, network))
-        typer.echo(f"\nA step spends {links} on the links and {control} in control records, if nothing overlaps.")
-    typer.echo(f"\nAn asynchronous save stages {_format_size(_staged_bytes(row))} in the host's memory.")
-    if largest:
-        typer.echo(f"\n{_describe_largest(largest)}")
-
-
-def _describe_largest(largest: LargestMicrobatch) -> str:
-    peak, memory = _format_size(largest.estimate.peak), _format_size(largest.memory)
-    if not largest.microbatch_size:
-        return f"Not one sample fits: it takes {peak} of {memory}."
-    return f"The largest microbatch is {largest.microbatch_size}: it takes {peak} of {memory}."
-
-
-def _format_size(size: int) -> str:
-    # Rows are compared with each other, so large sizes have four digits.
-    return f"{size / 2**30:.4g} GiB" if size >= 2**30 else format_bytes(size) if size else "-"
-
-
-def _staged_bytes(row: StrategyEstimate) -> int:
-    """Return the bytes that an asynchronous save copies: parameters and states of this rank."""
-    held = row.estimate.at_rest
-    return held.parameters + held.optimizer + held.transforms
-
-
-def plan_facts(row: StrategyEstimate, network: Network | None) -> dict[str, Any]:
-    """Return a plan as plain data; sizes are in bytes, times in seconds."""
-    from dataclasses import asdict
-
-    estimate, largest = row.estimate, row.largest
-    return {
-        **asdict(estimate.config),
-        "microbatch_size": estimate.microbatch_size,
-        "microbatches": estimate.microbatches,
-        "parameters": estimate.parameter_count,
-        "peak": estimate.peak,
-        "peak_in": estimate.peak_phase,
-        "peaks": dict(estimate.peaks),
-        "at_peak": asdict(estimate.at_peak),
-        "most": asdict(estimate.max_by_part),
-        "traffic": [{**asdict(each), "sent": each.bytes_sent} for each in estimate.traffic],
-        "sent": estimate.bytes_sent,
-        "staged": _staged_bytes(row),
-        "seconds": None if network is None else dict(zip(("links", "control"), _seconds(row, network), strict=True)),
-        "largest": None
-        if largest is None
-        else {"microbatch_size": largest.microbatch_size, "peak": largest.estimate.peak, "tries": largest.sizes_tried},
-    }
-
-
 EXAMPLES = """
 dtrain plan model.py:workload --world 512 --memory 80GiB          compare strategies
 dtrain plan model.py:workload --world 512 --strategy full_shard   what one rank holds and sends
@@ -266,7 +134,27 @@ Checkpoint = Annotated[
 Accumulation = Annotated[
     str, _option(_LAYOUT_HEADING, "--accumulate HOW", "Gradients between microbatches: local or sharded.  [default: local]")
 ]
-Device = Annotated[str, _option(_LAYOUT_HEADING, "--device TYPE", "cuda or cpu.  [default: cuda]")]
+Device = Annotated[
+    Any,
+    _option(
+        _LAYOUT_HEADING,
+        "--device NAME",
+        "cuda or cpu; for seconds a100, h100, h200, b200, l40s, mi300x, or flops=400TFLOP/s,bandwidth=2TB/s.  [default: cuda]",
+        parse_device,
+    ),
+]
+Efficiency = Annotated[
+    float | None,
+    _option(
+        _QUERY_HEADING,
+        "--efficiency SHARE",
+        "Share of the device's peak operations that a step is assumed to reach.  [default: 0.4]",
+        number(above=0, maximum=1, advice="Use 0.4, for example."),
+    ),
+]
+Workers = Annotated[
+    int, _option(_QUERY_HEADING, "--workers N", "Loader processes of a rank, for the host's memory.  [default: 0]", integer(0))
+]
 Microbatch = Annotated[
     int, _option(_SIZES_HEADING, "--microbatch N", "Samples per forward of a rank.  [default: 1]", integer(1))
 ]
@@ -302,7 +190,7 @@ def plan(
     precision: PrecisionName = "fp32",
     checkpoint: Checkpoint = None,
     accumulate: Accumulation = "local",
-    device: Device = "cuda",
+    device: Device = ("cuda", None),
     microbatch: Microbatch = 1,
     microbatches: Microbatches = 1,
     seq: SequenceLength = None,
@@ -310,6 +198,8 @@ def plan(
     memory: Memory = None,
     headroom: Headroom = 0.05,
     network: NetworkOption = None,
+    efficiency: Efficiency = None,
+    workers: Workers = 0,
     processes: Processes = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the same as one JSON object.")] = False,
 ) -> int:
@@ -325,21 +215,32 @@ def plan(
         "dp_replicate": replicate,
         "tp": tp,
         "accumulate": accumulate,
-        "device": device,
+        "device": device[0],
         "microbatch_size": microbatch,
         "microbatches": microbatches,
         "headroom": headroom,
     }
     arguments = parse_factory_arguments([*(arg or ()), *([] if seq is None else [f"seq={seq}"])])
     rows = _run_plans(target, arguments, strategy, checkpoint, precision, settings, processes)
+    machine = _machine(network, device[1], efficiency, workers)
+    if machine.accelerator is not None:
+        rows = sort_by_speed(rows, machine)
     if as_json:
-        plans = [plan_facts(row, network) for row in rows]
+        plans = [plan_facts(row, machine) for row in rows]
         print_json({"target": target, "memory": memory, "headroom": headroom, "plans": plans})
     else:
         typer.echo(f"{escape_unprintable(headline(target, rows[0], precision))}\n")
-        print_comparison(rows, network) if strategy is None else print_detail(rows[0], network)
+        print_comparison(rows, machine) if strategy is None else print_detail(rows[0], machine)
     nothing_fits = all(row.largest is not None and not row.largest.microbatch_size for row in rows)
     return _NOTHING_FITS_EXIT_CODE if nothing_fits else 0
+
+
+def _machine(network: Any, accelerator: Any, efficiency: float | None, workers: int) -> Machine:
+    if efficiency is not None:
+        if accelerator is None:
+            raise ConfigError(f"plan: --efficiency must come with rates of a device, got {efficiency}. Add --device h100.")
+        accelerator = accelerator.replace(efficiency=efficiency)
+    return Machine(network=network, accelerator=accelerator, workers=workers)
 
 
 def _run_plans(

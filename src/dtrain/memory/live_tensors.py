@@ -148,6 +148,9 @@ class LiveBytes(TorchDispatchMode):
         remove_resize_observer(self)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # C++ asks a fake tensor for its device about once per operation. The other modes need not see that.
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device
         kwargs = kwargs or {}
         for kind in types:
             if kind is FakeTensor:
@@ -276,6 +279,8 @@ class LiveBytes(TorchDispatchMode):
 
 _Growth = tuple[UntypedStorage, Tensor | None, int]
 _PREEXISTING = "before"
+
+_DEVICE = torch.ops.prim.device.default
 
 # lift_fresh wraps memory that was allocated outside of the dispatcher, so its argument counts as new.
 _LIFT_FRESH = torch.ops.aten.lift_fresh.default

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dtrain.arguments import check_int
 from dtrain.batch import BatchSpec, count_samples_and_tokens, to_device
@@ -216,6 +216,17 @@ _CPU_FORMULAS = {
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
 }
+
+
+def operation_flops(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return the floating-point operations of one call of an ATen operation; 0 for an operation without a formula."""
+    packet = getattr(func, "overloadpacket", None)
+    if packet in _CPU_FORMULAS:
+        shapes = [value.shape if isinstance(value, torch.Tensor) else value for value in args]
+        cpu_formula: Any = _CPU_FORMULAS[packet]
+        return int(cpu_formula(*shapes))
+    formula = flop_registry.get(packet)
+    return 0 if formula is None else int(formula(*args, **kwargs, out_val=out))
 
 
 class _FlopCounter(FlopCounterMode):

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from dtrain.planning.estimate import compare_strategies as compare_strategies
     from dtrain.planning.estimate import estimate_memory as estimate_memory
     from dtrain.planning.estimate import largest_microbatch as largest_microbatch
+    from dtrain.planning.library_memory import LibraryMemory as LibraryMemory
+    from dtrain.planning.library_memory import library_memory as library_memory
     from dtrain.planning.memory_trace import MemoryBreakdown as MemoryBreakdown
     from dtrain.planning.network import NETWORKS as NETWORKS
     from dtrain.planning.network import Network as Network
@@ -25,6 +27,10 @@ if TYPE_CHECKING:
     from dtrain.planning.simulate import ParallelismConfig as ParallelismConfig
     from dtrain.planning.size_search import LargestMicrobatch as LargestMicrobatch
     from dtrain.planning.size_search import MemoryEstimate as MemoryEstimate
+    from dtrain.planning.step_time import Accelerator as Accelerator
+    from dtrain.planning.step_time import StepSeconds as StepSeconds
+    from dtrain.planning.step_time import step_seconds as step_seconds
+    from dtrain.planning.step_work import StepWork as StepWork
     from dtrain.planning.traffic import CollectiveTraffic as CollectiveTraffic
     from dtrain.planning.workload import Workload as Workload
 

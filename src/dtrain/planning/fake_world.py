@@ -28,6 +28,7 @@ from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import rng_state, set_rng_state
 from dtrain.dtensor import sharding_propagator
 from dtrain.errors import ConfigError
+from dtrain.planning.step_work import WorkCounter
 from dtrain.run_context import AsyncScalar
 from dtrain.testing.collective_counter import CollectiveCall, describe_collective
 
@@ -82,6 +83,7 @@ def _clear_sharding_cache() -> None:
 
 
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
 
 
 class FakeValueMode(TorchDispatchMode):
@@ -94,18 +96,24 @@ class FakeValueMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.collectives: list[CollectiveCall] = []
+        self.work = WorkCounter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if any(kind is not Tensor and kind is not FakeTensor for kind in types):
             return NotImplemented
+        if func is _DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device
+        # An exception of the fake mode for each number of an optimizer's state would be slow.
+        if func is _aten._local_scalar_dense.default and isinstance(args[0], FakeTensor) and args[0].constant is None:
+            return _fake_scalar(args[0].dtype)
         if is_collective(func):
             self.collectives.extend(describe_collective(func, args, kwargs))
         try:
-            return func(*args, **kwargs)
+            out = func(*args, **kwargs)
+            self.work.count(func, args, kwargs, out)
+            return out
         except DataDependentOutputException:
-            if func is _aten._local_scalar_dense.default:
-                return _fake_scalar(args[0].dtype)
             raise _data_dependent_error(func) from None
         except DynamicOutputShapeException:
             result = _unmasked_result(func, args)

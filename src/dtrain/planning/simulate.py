@@ -17,8 +17,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.arguments import check_choice, check_int
+from dtrain.batch import list_tensors
 from dtrain.planning.fake_world import FakeValueMode, UnreadScalar, emulate_cuda_kernels, fake_world
 from dtrain.planning.memory_trace import MemoryTrace, MemoryTracker
+from dtrain.planning.step_work import StepWork
 from dtrain.planning.traffic import CollectiveTraffic, extrapolate_traffic, sum_traffic
 from dtrain.planning.workload import Workload, build_on_meta
 from dtrain.shard.activation_checkpoint import checkpoint_activations
@@ -42,10 +44,14 @@ class StepUsage:
     Args:
         trace: changes of memory.
         traffic: collectives by kind.
+        batch_bytes: bytes of the rank's batch.
+        work: floating-point operations, and memory traffic of the optimizer.
     """
 
     trace: MemoryTrace
     traffic: tuple[CollectiveTraffic, ...]
+    batch_bytes: int
+    work: StepWork
 
 
 DeviceType: TypeAlias = Literal["cuda", "cpu"]
@@ -130,24 +136,29 @@ class SimulatedRun:
         # The traffic belongs to parameters and gradients, so it is equal for every size.
         if self._traffic_of_two is None:
             self._traffic_of_two = self._measure(microbatch_size, 2).traffic
-        return replace(three, traffic=extrapolate_traffic(self._traffic_of_two, three.traffic, microbatches))
+        traffic = extrapolate_traffic(self._traffic_of_two, three.traffic, microbatches)
+        work, batch_bytes = three.work.of_microbatches(3, microbatches), three.batch_bytes * microbatches // 3
+        return replace(three, traffic=traffic, batch_bytes=batch_bytes, work=work)
 
     def _measure(self, microbatch_size: int, microbatches: int) -> StepUsage:
         tracker, state = self._tracker, self._state
         self._fake_values.collectives.clear()
+        self._fake_values.work.reset()
         with tracker.live:
             tracker.assign("parameters", state.params.values())
             tracker.assign("parameters", self._model.buffers())
             tracker.assign("optimizer", _iter_tensors(state.optimizer.state))
             tracker.assign("transforms", _iter_tensors(state.transform_states))
             tracker.reset()
-            self._run(microbatch_size, microbatches)
+            batch_bytes = self._run(microbatch_size, microbatches)
         traffic = sum_traffic(self._fake_values.collectives, self._strides)
-        return StepUsage(trace=tracker.trace(), traffic=traffic)
+        return StepUsage(trace=tracker.trace(), traffic=traffic, batch_bytes=batch_bytes, work=self._fake_values.work.work())
 
-    def _run(self, microbatch_size: int, microbatches: int) -> None:
+    def _run(self, microbatch_size: int, microbatches: int) -> int:
+        """Run a step, and return the bytes of its batch."""
         batch = self._workload.batch(microbatch_size * microbatches)
         self._state, _ = self._compose(microbatch_size)(self._state, batch)
+        return sum(tensor.nbytes for tensor in list_tensors(batch))
 
     def _compose(self, microbatch_size: int) -> Step:
         tracker, loss_fn = self._tracker, self._workload.loss_fn
@@ -161,7 +172,7 @@ class SimulatedRun:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
             tracker.phase = "update"
             tracker.assign("gradients", [param.grad for param in state.params.values() if param.grad is not None])
-            with tracker.attribute_to("optimizer"):
+            with tracker.attribute_to("optimizer"), self._fake_values.work.update():
                 return apply_gradients(state, metrics)
 
         grad = partial(microbatch_step, microbatch_size=microbatch_size, **self._workload.step_args)

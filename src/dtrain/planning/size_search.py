@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from dtrain.planning.memory_trace import LinearTrace, MemoryBreakdown, MemoryTrace, StepPhase
-from dtrain.planning.simulate import ParallelismConfig, SimulatedRun
+from dtrain.planning.memory_trace import LinearTrace, MemoryBreakdown, StepPhase
+from dtrain.planning.simulate import ParallelismConfig, SimulatedRun, StepUsage
+from dtrain.planning.step_work import StepWork
 from dtrain.planning.traffic import CollectiveTraffic
 
 
@@ -26,6 +27,8 @@ class MemoryEstimate:
         at_peak: bytes of each part at the peak; they add up to the peak.
         max_by_part: most bytes of each part, at any time.
         traffic: collectives by kind, sorted by the bytes sent.
+        batch_bytes: bytes of the rank's batch of one step.
+        work: floating-point operations of a step, and memory traffic of the optimizer.
     """
 
     config: ParallelismConfig
@@ -39,6 +42,8 @@ class MemoryEstimate:
     at_peak: MemoryBreakdown
     max_by_part: MemoryBreakdown
     traffic: tuple[CollectiveTraffic, ...]
+    batch_bytes: int
+    work: StepWork
 
     @property
     def bytes_sent(self) -> int:
@@ -77,43 +82,45 @@ class SizeEstimates:
         on_step: Callable[[int], None] | None = None,
     ) -> None:
         self._run, self._config, self._microbatches, self._on_step = run, config, microbatches, on_step
-        self._traces: dict[int, MemoryTrace] = {}
+        self._steps: dict[int, StepUsage] = {}
         self._linear: LinearTrace | None = None
-        self._traffic: tuple[CollectiveTraffic, ...] = ()
         self._by_size: dict[int, MemoryEstimate] = {}
 
     @property
     def sizes_tried(self) -> int:
         """Number of simulated sizes."""
-        return len(self._traces)
+        return len(self._steps)
 
     def of(self, size: int) -> MemoryEstimate:
         """Return the estimate of ``size``, simulated or from the line through two simulated sizes."""
         if size not in self._by_size:
-            if self._linear is None or size < max(self._traces):
-                return self.simulated(size)
-            self._by_size[size] = self._estimate(size, self._linear.at(size))
+            if self._linear is None or size < max(self._steps):
+                self.simulate(size)
+            else:
+                last = self._steps[max(self._steps)]
+                self._by_size[size] = self._estimate(size, replace(last, trace=self._linear.at(size)))
         return self._by_size[size]
 
-    def simulated(self, size: int) -> MemoryEstimate:
-        """Return the estimate of a simulated step with ``size``. If it differs from the line, forget the line."""
-        if size not in self._traces:
-            predicted = self._by_size.get(size)
-            if self._on_step is not None:
-                self._on_step(size)
-            usage = self._run.step(size, self._microbatches)
-            self._traces[size], self._traffic = usage.trace, usage.traffic
-            estimate = self._estimate(size, usage.trace)
-            if predicted is not None and predicted != estimate:
-                self._linear = None
-                self._by_size = {size: self._estimate(size, trace) for size, trace in self._traces.items()}
-            self._by_size[size] = estimate
-            if len(self._traces) == 2:
-                self._linear = LinearTrace.between(self._traces)
-        return self._by_size[size]
+    def simulate(self, size: int) -> bool:
+        """Simulate a step with ``size``. Return False, and forget the line, if the memory differs from the prediction."""
+        if size in self._steps:
+            return True
+        predicted = self._by_size.get(size)
+        if self._on_step is not None:
+            self._on_step(size)
+        self._steps[size] = self._run.step(size, self._microbatches)
+        estimate = self._estimate(size, self._steps[size])
+        is_right = predicted is None or _has_same_memory(predicted, estimate)
+        if not is_right:
+            self._linear = None
+            self._by_size = {known: self._estimate(known, step) for known, step in self._steps.items()}
+        self._by_size[size] = estimate
+        if len(self._steps) == 2:
+            self._linear = LinearTrace.between({known: step.trace for known, step in self._steps.items()})
+        return is_right
 
-    def _estimate(self, size: int, trace: MemoryTrace) -> MemoryEstimate:
-        memory = trace.memory()
+    def _estimate(self, size: int, step: StepUsage) -> MemoryEstimate:
+        memory = step.trace.memory()
         peak_phase = max(memory.peaks, key=lambda phase: memory.peaks[phase])
         return MemoryEstimate(
             config=self._config,
@@ -126,8 +133,14 @@ class SizeEstimates:
             at_rest=memory.at_rest,
             at_peak=memory.at_peak,
             max_by_part=memory.max_by_part,
-            traffic=self._traffic,
+            traffic=step.traffic,
+            batch_bytes=step.batch_bytes,
+            work=step.work,
         )
+
+
+def _has_same_memory(one: MemoryEstimate, two: MemoryEstimate) -> bool:
+    return (one.peaks, one.at_peak, one.max_by_part) == (two.peaks, two.at_peak, two.max_by_part)
 
 
 def find_largest(estimates: SizeEstimates, memory: int, limit: int, max_size: int) -> LargestMicrobatch:
@@ -135,12 +148,11 @@ def find_largest(estimates: SizeEstimates, memory: int, limit: int, max_size: in
 
     If the step differs from the prediction, the search begins again without predictions.
     """
-    while True:
+    best = search_largest(estimates, limit, max_size)
+    while not estimates.simulate(max(best, 1)):
         best = search_largest(estimates, limit, max_size)
-        predicted = estimates.of(max(best, 1))
-        estimate = estimates.simulated(max(best, 1))
-        if predicted == estimate:
-            return LargestMicrobatch(microbatch_size=best, estimate=estimate, memory=memory, sizes_tried=estimates.sizes_tried)
+    estimate = estimates.of(max(best, 1))
+    return LargestMicrobatch(microbatch_size=best, estimate=estimate, memory=memory, sizes_tried=estimates.sizes_tried)
 
 
 def search_largest(estimates: SizeEstimates, limit: int, max_size: int) -> int:

@@ -1,0 +1,87 @@
+"""Count the work of a step: floating-point operations by dtype, and the memory traffic of the optimizer."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import Tensor
+
+from dtrain.monitors.flops import operation_flops
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepWork:
+    """Work of one rank in one step.
+
+    Args:
+        flops: floating-point operations of forward and backward by dtype (``"bfloat16"``), with recomputed operations. A
+            multiply-add is two. Operations without a formula (norms, activation functions) are not counted.
+        update_flops: the same of the optimizer.
+        update_bytes: bytes that the operations of the optimizer read and write.
+    """
+
+    flops: Mapping[str, int]
+    update_flops: Mapping[str, int]
+    update_bytes: int
+
+    def of_microbatches(self, measured: int, microbatches: int) -> StepWork:
+        """Return the work of a step of ``microbatches``, from that of ``measured`` microbatches."""
+        return replace(self, flops={name: count * microbatches // measured for name, count in self.flops.items()})
+
+
+class WorkCounter:
+    """Counter of the work of dispatched operations."""
+
+    def __init__(self) -> None:
+        self._in_update = False
+        self.reset()
+
+    def reset(self) -> None:
+        """Start a new step."""
+        self._flops: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
+        self._update_bytes = 0
+
+    def work(self) -> StepWork:
+        """Return the work since ``reset``."""
+        return StepWork(flops=dict(self._flops[False]), update_flops=dict(self._flops[True]), update_bytes=self._update_bytes)
+
+    @contextmanager
+    def update(self) -> Iterator[None]:
+        """Count the operations inside the context as those of the optimizer."""
+        self._in_update = True
+        try:
+            yield
+        finally:
+            self._in_update = False
+
+    def count(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> None:
+        """Count one operation that ran."""
+        flops = operation_flops(func, args, kwargs, out)
+        if flops:
+            dtype = next(_tensors(args)).dtype
+            self._flops[self._in_update][str(dtype).removeprefix("torch.")] += flops
+        if self._in_update and not getattr(func, "is_view", False):
+            self._update_bytes += _bytes_moved(func, args, kwargs, out)
+
+
+def _bytes_moved(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> int:
+    """Return the bytes of all inputs, of inputs that are written in place, and of new results."""
+    inputs = list(_tensors((*args, *kwargs.values())))
+    written = {id(tensor) for tensor in inputs}
+    moved = sum(tensor.nbytes for tensor in inputs) + sum(t.nbytes for t in _tensors([out]) if id(t) not in written)
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            moved += sum(tensor.nbytes for tensor in _tensors([value]))
+    return moved
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors(value)
