@@ -135,8 +135,9 @@ class EvenRandom:
     """Random numbers of a forward that are equal for all its samples, so that they do not depend on the layout.
 
     Dropout is off, because the shape of its mask depends on the padding of a microbatch. Each draw of a tensor with one row per
-    sample draws one row, and repeats the row. All forwards of a step begin with one seed. Draws of other shapes, and draws with
-    a generator of the script, do not change.
+    sample draws one row, and repeats the row. All forwards of a step begin with one seed. The same holds for noise that the
+    loop draws for a batch between the loader and the step. Draws of other shapes, and draws with a generator of the script, do
+    not change.
 
     Args:
         on_draw: called at each draw from the global generator in a forward.
@@ -147,6 +148,7 @@ class EvenRandom:
         self._on_draw, self._active = on_draw, active
         self._samples: int | None = None
         self._saved: Tensor | None = None
+        self._batch, self._step, self._number = 0, 0, 0
         for name in ("rand", "randn", "randint"):
             setattr(torch, name, self._sized(getattr(torch, name), skip=2 if name == "randint" else 0))
         for name in ("rand_like", "randn_like", "randint_like", "bernoulli"):
@@ -156,6 +158,10 @@ class EvenRandom:
         for name in ("dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_alpha_dropout"):
             setattr(F, name, self._dropout(getattr(F, name)))
         F.scaled_dot_product_attention = self._attention(F.scaled_dot_product_attention)
+
+    def batch_loaded(self, step: int, samples: int) -> None:
+        """Begin the part of the loop that has a batch of ``samples``."""
+        self._batch, self._step, self._number = samples, step, 0
 
     def begin(self, step: int, samples: int) -> None:
         """Begin a forward over ``samples``. Mutates: torch's global generator, until ``end``, if active."""
@@ -173,23 +179,38 @@ class EvenRandom:
 
     def _has_rows(self, shape: Any, kwargs: Any) -> bool:
         """Return True if a draw of ``shape`` has rows for samples. Observes the draw."""
-        if self._samples is None or kwargs.get("generator") is not None:
+        if kwargs.get("generator") is not None:
             return False
+        if self._samples is None:
+            # Between two forwards only a draw for the whole batch is noise of samples.
+            of_batch = bool(self._batch and len(shape) and shape[0] == self._batch)
+            if of_batch:
+                self._on_draw()
+            return of_batch and self._active
         self._on_draw()
         return bool(self._active and len(shape) and self._samples and shape[0] % self._samples == 0 and shape[0])
 
     @contextmanager
     def _row_generator(self) -> Iterator[None]:
-        """Draw from a generator whose seed is one draw of the global generator, which advances by one draw of any shape."""
-        samples, self._samples = self._samples, None
-        seed = int(_randint(0, 2**62, (1,)).item())
+        """Draw from a generator of the row.
+
+        In a forward its seed is one draw of the global generator, which advances by one draw of any shape. Between forwards the
+        global generators of the ranks differ, and the seed is that of the step and the number of the draw.
+        """
+        samples, batch = self._samples, self._batch
+        self._samples, self._batch = None, 0
+        if samples is None:
+            self._number += 1
+            seed = derive_seed("prove batch", self._step, self._number)
+        else:
+            seed = int(_randint(0, 2**62, (1,)).item())
         state = torch.get_rng_state()
         torch.manual_seed(seed)
         try:
             yield
         finally:
             torch.set_rng_state(state)
-            self._samples = samples
+            self._samples, self._batch = samples, batch
 
     def _sized(self, draw: Any, skip: int) -> Any:
         @functools.wraps(draw)

@@ -79,7 +79,7 @@ class Recorder:
         self._parts: dict[int, int] = {}
         self.updates: dict[int, int] = {}
         self._initial: set[int] = set()
-        self._evaluated, self._weights_written = list[str](), False
+        self._evaluated, self._weights_written = list[list[str]](), False
         self._notes: set[str] = set()
         self._update_hooks: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
         self.dtype = use_one_dtype(config.dtype, self._on_low)
@@ -149,6 +149,8 @@ class Recorder:
                 item.batch = cast_floats(item.batch, self.dtype)
                 if item.padding_sample is not None:
                     item.padding_sample = cast_floats(item.padding_sample, self.dtype)
+            if not item.position_only:
+                self.random.batch_loaded(self.step, count_samples(item.batch))
             yield item
 
     def sample_ids(self, epoch: int, indices: Sequence[int]) -> None:
@@ -337,29 +339,32 @@ class Recorder:
             self.random.begin(self.step, count_samples(batch))
 
     def add_evaluated(self, batch: Any) -> None:
-        """Add the samples of a forward without gradient to the evaluation in progress."""
-        if not self._evaluated:
-            self.facts.events.append("evaluation")
-        self._evaluated += sample_hashes(batch)
+        """Add the samples of a forward without gradient to the evaluations since the last step."""
+        self._evaluated.append(sample_hashes(batch))
 
     def write_evaluated_weights(self, model: nn.Module) -> None:
-        """Write the weights of an evaluation that begins."""
-        if not self._weights_written:
+        """Write the weights of an evaluation that begins. On several ranks the gather would need the same forward on all."""
+        if not self._weights_written and self.config.ranks == 1:
             self._weights_written = True
             for name, param in parameters_by_fqn(model)[0].items():
                 self.log.write_tensor("evaluated_weight", name, param, step=self.step)
 
     def flush_evaluation(self) -> None:
-        """End the evaluation in progress."""
+        """End the evaluations since the last step. All ranks call this at the same place."""
         self.random.end()
         if self._evaluated:
-            self.log.write("evaluation", step=self.step, samples=self._evaluated)
+            self.log.write("evaluation", step=self.step, batches=self._evaluated)
             self._evaluated = []
+        self._weights_written = False
+
+    def _number_shown(self) -> None:
+        """Observe that the script shows numbers, on some of its ranks."""
+        self.random.end()
         self._weights_written = False
 
     def metrics(self, source: str, step: int | None, numbers: Mapping[str, Any]) -> None:
         """See ``dist.recorder.Recorder``."""
-        self.flush_evaluation()
+        self._number_shown()
         plain = {name: _number(value) for name, value in numbers.items() if _is_number(value)}
         self.log.write("metrics", step=self.step, source=source, at=step, numbers=plain, events=list(self.facts.events))
         if source == "log":
@@ -375,7 +380,7 @@ class Recorder:
 
     def printed(self, text: str) -> None:
         """Observe a printed line."""
-        self.flush_evaluation()
+        self._number_shown()
         self.log.write("printed", step=self.step, text=text[:2000], events=list(self.facts.events))
 
     def saved(self, step: int, path: str) -> None:

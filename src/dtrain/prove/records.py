@@ -287,10 +287,15 @@ def _evaluation_facts(ranks: list[list[Row]]) -> Iterator[Fact]:
     per_rank = [[row for row in rows if row["kind"] == "evaluation"] for rows in ranks]
     seen: Counter[int] = Counter()
     for index, row in enumerate(per_rank[0]):
-        lists = [tuple(rows[index]["samples"]) for rows in per_rank if index < len(rows)]
-        # Ranks that all run the same samples repeat the evaluation, for example to generate text.
-        repeated = len(lists) > 1 and all(samples == lists[0] for samples in lists)
-        value = Counter(sample for samples in (lists[:1] if repeated else lists) for sample in samples)
+        by_rank = [[tuple(samples) for samples in rows[index]["batches"]] for rows in per_rank if index < len(rows)]
+        # Ranks that all run the same batch repeat it, for example to generate text.
+        repeated = Counter(by_rank[0]) if len(by_rank) > 1 else Counter()
+        for batches in by_rank[1:]:
+            repeated &= Counter(batches)
+        everything = Counter(sample for batches in by_rank for samples in batches for sample in samples)
+        extra = Counter({batch: count * (len(by_rank) - 1) for batch, count in repeated.items()})
+        value = everything - Counter(sample for batch in extra.elements() for sample in batch)
         seen[row["step"]] += 1
+        lists = tuple(tuple(sample for samples in batches for sample in samples) for batches in by_rank)
         name = f"evaluation {seen[row['step']]}"
-        yield Fact(step=row["step"], part=0, kind="evaluation", name=name, value=value, by_rank=tuple(lists), order=index)
+        yield Fact(step=row["step"], part=0, kind="evaluation", name=name, value=value, by_rank=lists, order=index)

@@ -27,6 +27,7 @@ from dtrain.dist import reduce
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.plain_loop import PlainLoop
 from dtrain.prove.recording import Recorder
+from dtrain.prove.run_log import count_samples
 from dtrain.prove.script_variables import script_frames
 from dtrain.step import compose
 
@@ -188,6 +189,7 @@ class _Loaders:
             if self._loop.is_over(loader):
                 return
             self._loop.batch_loaded(loader, number)
+            recorder.random.batch_loaded(recorder.step, count_samples(batch))
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
 
 
