@@ -5,7 +5,7 @@
     python benchmarks/prove_clean.py --list                # the names of the rows, without a run
 
 Each row is one ``dtrain prove`` with arguments that make the script small, in a folder of its own. A line has the row, the
-verdict, the number of runs, and the wall seconds. All rows share one process whose forks are the ranks, so torch is imported once.
+verdict, the number of runs, and the wall seconds. The ranks of all rows are forks of one process, so torch is imported once.
 """
 
 import argparse
@@ -93,7 +93,7 @@ def run(row: Row) -> bool:
         began, cpu = time.monotonic(), used()
         try:
             report = prove(script_of(row, Path(folder)), row.args, timeout_s=900.0, **dict(row.options))
-        except Exception:
+        except Exception:  # noqa: BLE001 - the other rows go on
             traceback.print_exc()
             return False
         finally:

@@ -52,8 +52,8 @@ class Recorder(Protocol):
         """Observe the ``LossSum`` of a microbatch, at the end of its forward. ``padding`` microbatches do not count."""
         ...
 
-    def update_begins(self, state: Any) -> None:
-        """Observe the gradients, right before the optimizer runs."""
+    def update_begins(self, state: Any, params: Sequence[Any] | None = None) -> None:
+        """Observe the gradients, right before the optimizer runs: of ``params`` if it runs on a part of the model."""
         ...
 
     def update_ends(self) -> None:

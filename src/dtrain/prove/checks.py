@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from dtrain.prove.compare import Difference
-from dtrain.prove.records import RunRecord
+from dtrain.prove.compare import TOLERANCE, Difference
+from dtrain.prove.records import Row, RunRecord, matching_name
 
 
 def check_record(record: RunRecord) -> list[Difference]:
@@ -152,18 +152,17 @@ def _clipping(record: RunRecord) -> Iterator[Difference]:
 
 def _exports(record: RunRecord) -> Iterator[Difference]:
     """Exported weights must be those that were evaluated last, or those of the model if it was not evaluated."""
-    evaluated: dict[str, str] = {}
+    evaluated: dict[str, tuple[str, bool]] = {}
     current: dict[str, str] = {}
     for row in record.ranks[0]:
         if row["kind"] == "evaluated_weight":
-            evaluated[row["name"]] = row["digest"]
+            # An average differs from the trained weights of its step.
+            evaluated[row["name"]] = row["digest"], row["digest"] != current.get(row["name"])
         elif row["kind"] == "parameter":
             current[row["name"]] = row["digest"]
         elif row["kind"] == "exported":
-            name = _matching(row["name"], evaluated)
-            if name is None:
-                continue
-            if row["digest"] != evaluated[name] and row["digest"] == current.get(name) and evaluated[name] != current.get(name):
+            name = matching_name(row["name"], evaluated)
+            if name is not None and evaluated[name][1] and row["digest"] == current.get(name) != evaluated[name][0]:
                 yield Difference(
                     step=row["step"],
                     kind="exported",
@@ -171,10 +170,24 @@ def _exports(record: RunRecord) -> Iterator[Difference]:
                     text="is the trained weight; the last evaluation ran other weights",
                     code="export_without_ema",
                 )
+                return
+    yield from _reloaded(record)
 
 
-def _matching(name: str, known: dict[str, str]) -> str | None:
-    """Return the name in ``known`` of an exported tensor, whose name may have another prefix."""
-    if name in known:
-        return name
-    return next((other for other in known if name.endswith(f".{other}") or other.endswith(f".{name}")), None)
+def _reloaded(record: RunRecord) -> Iterator[Difference]:
+    """A model with the exported weights must give the outputs of the evaluated model, for one of the files of a step."""
+    by_step: dict[int, list[Row]] = {}
+    for row in record.rows("export_check"):
+        by_step.setdefault(row["step"], []).append(row)
+    for step, rows in by_step.items():
+        best = min(rows, key=lambda row: float(row["error"]))
+        if best["error"] <= TOLERANCE:
+            continue
+        missing = best["missing"]
+        facts = list(best["shapes"][:1])
+        if missing:
+            facts.append(f"the file lacks {missing[0]}{f' and {len(missing) - 1} more' if len(missing) > 1 else ''}")
+        text = f"loaded again gives outputs that differ by {best['error']:.2g} of their norm{''.join(f'; {f}' for f in facts)}"
+        yield Difference(
+            step=step, kind="exported", name=best["path"], text=text, relative=best["error"], code="export_differs"
+        )

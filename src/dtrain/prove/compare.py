@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -59,12 +60,12 @@ class Difference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """Result of comparing two runs: the verdict, the differences in program order, and the largest relative difference."""
+    """Result of comparing two runs: the verdict, the differences in program order, and the relative difference of each fact."""
 
     verdict: Verdict
     differences: tuple[Difference, ...]
     largest: float
-    compared: int
+    relative: tuple[tuple[Fact, float], ...] = field(default=(), repr=False)
 
     @property
     def first(self) -> Difference | None:
@@ -80,7 +81,7 @@ def compare_records(
     kinds: Collection[str] = KINDS,
     ignored: Collection[tuple[int, int, str, str]] = (),
     first_step: int = 0,
-    tolerance: float = TOLERANCE,
+    rounding: Mapping[tuple[str, int], float] = MappingProxyType({}),
 ) -> Comparison:
     """Compare ``other`` with ``reference``.
 
@@ -92,10 +93,10 @@ def compare_records(
         kinds: kinds of facts to compare.
         ignored: keys of facts that differ between two equal runs, such as timings.
         first_step: step from which on facts are compared.
-        tolerance: relative difference that is rounding.
+        rounding: relative difference that is rounding, by kind and step, if it is more than ``TOLERANCE``.
     """
     differences: list[Difference] = []
-    bitwise, largest, compared = True, 0.0, 0
+    bitwise, sizes = True, list[tuple[Fact, float]]()
     scales, constants = _scales(reference), _constant_numbers(reference)
     for fact in reference.facts.values():
         if fact.kind not in kinds or fact.key in ignored or fact.step < first_step:
@@ -113,7 +114,7 @@ def compare_records(
             continue
         if not same_layout and _is_local_buffer(partner, other):
             continue
-        compared += 1
+        tolerance = max(TOLERANCE, rounding.get((fact.kind, fact.step), 0.0))
         if fact.kind in TENSORS:
             floor = scales.get((fact.kind, fact.step), 0.0)
             equal, relative, difference = _compare_tensors(fact, partner, floor, tolerance)
@@ -127,22 +128,26 @@ def compare_records(
             equal = _plain(fact) == _plain(partner)
             relative, difference = 0.0, None if equal else _changed(fact, partner)
         bitwise &= equal
-        largest = max(largest, relative)
+        sizes.append((fact, relative))
         if difference is not None:
             differences.append(difference)
     differences += _missing_steps(reference, other, first_step)
     differences = _without_uncertain(differences)
     verdict: Verdict = "differs" if differences else "bitwise" if bitwise else "tolerance"
-    return Comparison(verdict=verdict, differences=tuple(differences), largest=largest, compared=compared)
+    largest = max((relative for _, relative in sizes), default=0.0)
+    return Comparison(verdict=verdict, differences=tuple(differences), largest=largest, relative=tuple(sizes))
 
 
 def _is_local_buffer(fact: Fact, record: RunRecord) -> bool:
     """Return True for a buffer that the script keeps per rank, and for statistics that were not compared (``overrides``)."""
+    frozen = record.note("frozen_statistics") is not None and fact.name.endswith(_STATISTICS)
+    if fact.kind == "exported":
+        return frozen
     if fact.kind not in ("initial", "buffer") or not fact.value.is_buffer:
         return False
     sharding = record.note("sharding")
     local = sharding is not None and sharding["buffers"] == "local" and len(set(fact.by_rank) - {None}) > 1
-    return local or (record.note("frozen_statistics") is not None and fact.name.endswith(_STATISTICS))
+    return local or frozen
 
 
 def unstable_keys(first: RunRecord, second: RunRecord) -> set[tuple[int, int, str, str]]:

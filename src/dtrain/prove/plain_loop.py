@@ -65,6 +65,7 @@ class PlainLoop(UpdateObserver):
         if recorder.records_updates(part):
             recorder.write_initial(optimizer, part)
             recorder.write_step(optimizer)
+            recorder.write_gradients(optimizer)
         recorder.facts = StepFacts()
 
     def _update_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:

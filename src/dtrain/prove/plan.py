@@ -9,11 +9,14 @@ from pathlib import Path
 
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
-from dtrain.prove.records import RunRecord
+from dtrain.prove.records import BITS, RunRecord
 from dtrain.prove.run_config import RunConfig
 
 BASE, AGAIN, EVEN = "1 rank", "1 rank, again", "1 rank, even random numbers"
 FLOAT32, WRITTEN = "1 rank, float32", "1 rank, as written"
+ROUNDED, ROUNDED_AGAIN = "1 rank, other rounding", "1 rank, other rounding, again"
+SERVING = (EVEN, FLOAT32, ROUNDED, ROUNDED_AGAIN)
+"""Runs that are not rows of the answer."""
 _STRATEGIES = ("full_shard", "shard_grad_op", "replicate")
 
 
@@ -76,7 +79,8 @@ def first_runs(options: ProveOptions, folder: Path) -> list[PlannedRun]:
         args=options.args,
         steps=options.steps,
         dtype="as written" if options.keep_precision else "fp64",
-        activations=True,
+        activations=options.keep_precision,
+        check_exports=True,
     )
     return [
         PlannedRun(config=base),
@@ -119,10 +123,7 @@ def next_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunR
     if record.note("recompute") is not None:
         config = _variant(base, folder, "recompute", name="activation checkpointing off", recompute=False)
         runs.append(PlannedRun(config=config, against=BASE, same_layout=True, optional=True))
-    if not options.keep_precision and (record.note("low_precision") is not None or record.rows("exported")):
-        # Random numbers in float64 are others, so the reference is a run in float32.
-        runs.append(PlannedRun(config=_variant(base, folder, "float32", name=FLOAT32, dtype="fp32")))
-        runs.append(PlannedRun(config=_variant(base, folder, "written", name=WRITTEN, dtype="as written"), against=FLOAT32))
+    runs += _precision_runs(options, folder, base, record)
     base = replace(base, has_dtrain_loop=bool(record.rows("layout")))
     kill_after = choose_kill(record, options.seed)
     if kill_after is not None:
@@ -144,6 +145,26 @@ def next_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunR
             if not draws:
                 runs.append(PlannedRun(config=config, against=BASE, after=killed))
     return runs
+
+
+def _precision_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunRecord) -> list[PlannedRun]:
+    """Return the runs that measure the rounding of the script's own dtypes.
+
+    Random numbers in float64 are others, so the reference of low precision is a run in float32.
+    """
+    low = record.note("low_precision") is not None or any(
+        BITS.get(row["dtype"], 64) < BITS["float32"] for row in record.rows("activation")
+    )
+    exact = _variant(base, folder, "float32", name=FLOAT32, dtype="fp32", activations=True)
+    written = _variant(base, folder, "written", name=WRITTEN, dtype="as written", activations=True)
+    rounded = _variant(base, folder, "rounded", name=ROUNDED, dtype="as written", activations=True, perturb=True)
+    if options.keep_precision:
+        # The change of one number, such as a loss, may be small by chance.
+        again = _variant(base, folder, "rounded-2", name=ROUNDED_AGAIN, dtype="as written", perturb=True, perturb_seed=1)
+        return [PlannedRun(config=rounded), PlannedRun(config=again), *([PlannedRun(config=exact)] if low else [])]
+    if low:
+        return [PlannedRun(config=exact), PlannedRun(config=rounded), PlannedRun(config=written, against=FLOAT32)]
+    return [PlannedRun(config=written)] if record.rows("exported") else []
 
 
 def other_microbatch_size(record: RunRecord) -> int | None:
@@ -173,4 +194,6 @@ def resumed_config(config: RunConfig, saves: Sequence[int]) -> RunConfig:
 
 
 def _variant(base: RunConfig, folder: Path, place: str, **changes: object) -> RunConfig:
-    return replace(base, folder=str(folder / place), work_folder=str(folder / place / "work"), **changes)  # type: ignore[arg-type]
+    only_base = {"activations": False, "check_exports": False}
+    changes = {**only_base, "folder": str(folder / place), "work_folder": str(folder / place / "work"), **changes}
+    return replace(base, **changes)  # type: ignore[arg-type]

@@ -1,42 +1,137 @@
-"""Compare a run in the script's own dtypes with the same run in float32: buffers, modules, exports (``compare_precision``)."""
+"""Compare a run in the script's own dtypes with the same run in float32: buffers, modules, exports (``compare_precision``).
+
+The size of an error that rounding explains is measured by a third run, whose modules round in another way.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from dtrain.prove.compare import Difference
-from dtrain.prove.records import RunRecord
+from dtrain.prove.compare import Difference, compare_records
+from dtrain.prove.records import BITS, TENSORS, RunRecord
 
-_BITS = {"float64": 53, "float32": 24, "bfloat16": 8, "float16": 11}
-# A module may lose this many times the rounding of its dtype, or of what ran before it. Sums over parameters lose more.
-_ALLOWED_ROUNDINGS, _ALLOWED_ROUNDINGS_OF_PARAMETERS = 8.0, 30.0
+FAR = 8.0
+"""An error of this many times the measured effect of rounding is not rounding. Weights are rounded, too."""
 
 
-def compare_precision(exact: RunRecord, written: RunRecord) -> list[Difference]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModuleError:
+    """Errors of a module's output in the first step, all relative to the norm in float32.
+
+    Args:
+        name: module.
+        kind: class of the module.
+        order: place in the order in which the modules ran.
+        dtype: dtype of the output.
+        output: difference of the output from float32.
+        gradient: difference of the output's gradient from float32; None if there is none.
+        rounding: difference of the output if the modules round in another way, and at least one rounding of ``dtype``.
+        own: True for a module with parameters of its own.
+        leaf: True for a module without submodules.
+        step: the step.
+    """
+
+    name: str
+    kind: str
+    order: int
+    dtype: str
+    output: float
+    gradient: float | None
+    rounding: float
+    own: bool
+    leaf: bool
+    step: int
+
+    @property
+    def ratio(self) -> float:
+        """Number of measured roundings in the error of the output."""
+        return self.output / self.rounding
+
+    @property
+    def is_far(self) -> bool:
+        """True if rounding does not explain the error."""
+        return self.ratio > FAR
+
+
+def compare_precision(exact: RunRecord | None, written: RunRecord, rounded: RunRecord | None) -> list[Difference]:
     """Return what the script's dtypes change more than rounding explains, at most one of each kind.
 
     Args:
-        exact: record of the run in float32.
+        exact: record of the run in float32; None if the script computes in nothing smaller.
         written: record of the run in the script's own dtypes.
+        rounded: record of the run in these dtypes whose modules round in another way.
     """
     found: dict[str, Difference] = {}
-    for difference in (*_buffers(exact, written), *_modules(exact, written), *_exports(written)):
+    differences = [*_exports(written)]
+    if exact is not None and rounded is not None:
+        differences = [*_buffers(exact, written), *_modules(module_errors(exact, written, rounded)), *differences]
+    for difference in differences:
         found.setdefault(str(difference.code), difference)
     return list(found.values())
 
 
-def module_errors(exact: RunRecord, written: RunRecord) -> dict[str, float]:
-    """Return the relative error of the output of each module in the first forward."""
-    return {name: error for name, error, _ in _errors(exact, written)}
+def module_errors(exact: RunRecord, written: RunRecord, rounded: RunRecord) -> list[ModuleError]:
+    """Return the errors of all modules in the first forward and backward, in the order of the program."""
+    gradients = dict(_relative(exact, written, "activation_gradient"))
+    measured = dict(_relative(written, rounded, "activation"))
+    rows = {row["name"]: row for row in reversed(written.rows("activation"))}
+    errors = []
+    for order, (name, error) in enumerate(_relative(exact, written, "activation")):
+        row = rows[name]
+        unit = 2.0 ** -BITS.get(row["dtype"], 53)
+        errors.append(
+            ModuleError(
+                name=name,
+                kind=row["kind_of"],
+                order=order,
+                dtype=row["dtype"],
+                output=error,
+                gradient=gradients.get(name),
+                rounding=max(unit, measured.get(name, 0.0)),
+                own=row["own"],
+                leaf=row["leaf"],
+                step=row["step"],
+            )
+        )
+    return errors
+
+
+def rounding_of(reference: RunRecord, rounded: Sequence[RunRecord]) -> Mapping[tuple[str, int], float]:
+    """Return the difference that is rounding for each kind of fact and step: the largest effect of other rounding, enlarged."""
+    largest: dict[tuple[str, int], float] = {}
+    steps = {fact.step for fact in reference.facts.values()}
+    for record in rounded:
+        for fact, relative in compare_records(reference, record, same_layout=False).relative:
+            # A single number has too few changes in one step to measure their size.
+            for step in (fact.step,) if fact.kind in TENSORS else steps:
+                largest[fact.kind, step] = max(largest.get((fact.kind, step), 0.0), relative)
+    return {key: FAR * relative for key, relative in largest.items()}
+
+
+def _relative(a: RunRecord, b: RunRecord, kind: str) -> Iterator[tuple[str, float]]:
+    """Yield the relative difference of the first output of each module, in the order of ``a``."""
+    partners: dict[str, Any] = {}
+    for row in b.rows(kind):
+        partners.setdefault(row["name"], row)
+    seen = set()
+    for row in a.rows(kind):
+        partner = partners.get(row["name"])
+        if row["name"] in seen or partner is None or not row["sketch"] or row["shape"] != partner["shape"]:
+            continue
+        seen.add(row["name"])
+        ours, theirs = a.sketch(row), b.sketch(partner)
+        norm = float(np.linalg.norm(ours))
+        yield row["name"], float(np.linalg.norm(ours - theirs)) / norm if norm else 0.0
 
 
 def _buffers(exact: RunRecord, written: RunRecord) -> Iterator[Difference]:
     for fact in written.of_kind("initial"):
         partner = exact.facts.get(fact.key)
-        if partner is None or not fact.value.is_buffer or _BITS.get(fact.value.dtype, 64) >= 24:
+        if partner is None or not fact.value.is_buffer or BITS.get(fact.value.dtype, 64) >= BITS["float32"]:
             continue
         a, b = np.asarray(partner.value.sketch), np.asarray(fact.value.sketch)
         if a.shape == b.shape and not np.array_equal(a, b):
@@ -51,40 +146,18 @@ def _buffers(exact: RunRecord, written: RunRecord) -> Iterator[Difference]:
             )
 
 
-def _errors(exact: RunRecord, written: RunRecord) -> Iterator[tuple[str, float, Any]]:
-    seen: dict[str, int] = {}
-    exact_rows: dict[tuple[str, int], Any] = {}
-    for row in exact.rows("activation"):
-        number = seen[row["name"]] = seen.get(row["name"], -1) + 1
-        exact_rows[row["name"], number] = row
-    seen.clear()
-    for row in written.rows("activation"):
-        number = seen[row["name"]] = seen.get(row["name"], -1) + 1
-        partner = exact_rows.get((row["name"], number))
-        if partner is None or not row["sketch"] or not partner["sketch"] or row["shape"] != partner["shape"]:
-            continue
-        a, b = exact.sketch(partner), written.sketch(row)
-        norm = float(np.linalg.norm(a))
-        yield row["name"], float(np.linalg.norm(a - b)) / norm if norm else 0.0, row
-
-
-def _modules(exact: RunRecord, written: RunRecord) -> Iterator[Difference]:
-    """A module without parameters of its own that enlarges the error of what ran before it loses digits by itself."""
-    before = 0.0
-    for name, error, row in _errors(exact, written):
-        rounding = 2.0 ** -_BITS.get(row["dtype"], 53)
-        allowed = _ALLOWED_ROUNDINGS_OF_PARAMETERS if row["own"] else _ALLOWED_ROUNDINGS
-        if error > allowed * max(rounding, before) and row["leaf"]:
-            code = "low_precision_error" if row["own"] else "rotary_rounded"
-            yield Difference(
-                step=row["step"],
-                kind="output of",
-                name=name,
-                text=f"differs by {error:.2g} of its norm from float32; the modules before it differ by {before:.2g}",
-                relative=error,
-                code=code,
-            )
-        before = max(before, error)
+def _modules(errors: list[ModuleError]) -> Iterator[Difference]:
+    """The first module whose error rounding does not explain loses digits by itself. The later modules follow from it."""
+    first = next((error for error in errors if error.leaf and error.is_far), None)
+    if first is not None:
+        yield Difference(
+            step=first.step,
+            kind="output of",
+            name=first.name,
+            text=f"differs by {first.output:.2g} of its norm from float32, and other rounding changes {first.rounding:.2g}",
+            relative=first.output,
+            code="low_precision_error" if first.own else "rotary_rounded",
+        )
 
 
 def _exports(written: RunRecord) -> Iterator[Difference]:
@@ -93,8 +166,8 @@ def _exports(written: RunRecord) -> Iterator[Difference]:
     computed = {row["dtype"] for row in written.notes if row["code"] == "low_precision"}
     computed |= {row["dtype"] for row in written.rows("activation")}
     for row in written.rows("exported"):
-        bits = _BITS.get(row["dtype"], 64)
-        if dtypes and row["dtype"] not in dtypes | computed and bits < min(_BITS.get(dtype, 64) for dtype in dtypes):
+        bits = BITS.get(row["dtype"], 64)
+        if dtypes and row["dtype"] not in dtypes | computed and bits < min(BITS.get(dtype, 64) for dtype in dtypes):
             yield Difference(
                 step=row["step"],
                 kind="exported",

@@ -6,7 +6,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from dtrain.prove.causes import explain
@@ -15,8 +15,10 @@ from dtrain.prove.compare import Comparison, Difference, compare_records, unstab
 from dtrain.prove.plan import (
     AGAIN,
     BASE,
-    EVEN,
     FLOAT32,
+    ROUNDED,
+    ROUNDED_AGAIN,
+    SERVING,
     WRITTEN,
     PlannedRun,
     ProveOptions,
@@ -24,7 +26,7 @@ from dtrain.prove.plan import (
     next_runs,
     resumed_config,
 )
-from dtrain.prove.precision import compare_precision
+from dtrain.prove.precision import ModuleError, compare_precision, module_errors, rounding_of
 from dtrain.prove.records import KINDS, RunRecord, read_record
 from dtrain.prove.report import Finding, ProveReport, RunRow
 from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
@@ -104,6 +106,7 @@ class _Proof:
         self._rows: list[RunRow] = []
         self._findings: list[Finding] = []
         self._unstable: set[tuple[int, int, str, str]] = set()
+        self._rounding: Mapping[tuple[str, int], float] = {}
 
     def run(self) -> None:
         """Run and compare everything."""
@@ -117,6 +120,9 @@ class _Proof:
         later = next_runs(self._options, self._folder, base, self._records[BASE])
         self._execute([run for run in later if run.after is None])
         self._execute([self._resumed(run) for run in later if run.after is not None])
+        if self._options.keep_precision:
+            rounded = [record for record in map(self._complete, (ROUNDED, ROUNDED_AGAIN)) if record is not None]
+            self._rounding = rounding_of(self._records[BASE], rounded)
         for run in (*first, *later):
             self._add_row(run)
 
@@ -157,8 +163,8 @@ class _Proof:
             return
         differences = check_record(record)
         comparison: Comparison | None = None
-        if name == WRITTEN:
-            differences += compare_precision(self._records[FLOAT32], record)
+        if name == (BASE if self._options.keep_precision else WRITTEN):
+            differences += compare_precision(self._complete(FLOAT32), record, self._complete(ROUNDED))
         elif run.against:
             comparison = compare_records(
                 self._records[run.against],
@@ -167,6 +173,7 @@ class _Proof:
                 kinds=KINDS if run.config.ranks == 1 or not self._draws_per_rank() else _DATA_KINDS,
                 ignored=self._unstable,
                 first_step=min(record.steps, default=0) if run.after else 0,
+                rounding={} if run.same_layout else self._rounding,
             )
         whole = next((row for row in self._rows if run.after and row.name == f"{run.config.ranks} ranks"), None)
         if whole is not None and whole.verdict in ("differs", "failed"):
@@ -176,12 +183,21 @@ class _Proof:
         found = self._explain(run, differences, comparison)
         verdict = "differs" if found else comparison.verdict if comparison else "ran"
         largest = comparison.largest if comparison else None
-        if run.config.kill_after is None and name not in (EVEN, FLOAT32):
+        if run.config.kill_after is None and name not in SERVING:
             self._rows.append(RunRow(name=name, against=run.against, verdict=verdict, largest=largest, findings=tuple(found)))
 
     def _draws_per_rank(self) -> bool:
         """Return True if a transform of the script draws per rank, so that losses depend on the ranks by design."""
         return self._records[BASE].note("transform_draws") is not None
+
+    def _complete(self, name: str) -> RunRecord | None:
+        """Return the record of a run that has not failed; None if there is none."""
+        return None if self._failed(name) else self._records.get(name)
+
+    def _modules(self) -> list[ModuleError]:
+        written = self._complete(BASE if self._options.keep_precision else WRITTEN)
+        exact, rounded = self._complete(FLOAT32), self._complete(ROUNDED)
+        return [] if written is None or exact is None or rounded is None else module_errors(exact, written, rounded)
 
     def _failed(self, name: str) -> bool:
         return name in self._outcomes and self._outcomes[name].failed
@@ -214,5 +230,8 @@ class _Proof:
             findings=tuple(self._findings),
             notes=tuple(dict(note) for note in notes),
             plain=BASE in self._records and not self._records[BASE].rows("layout"),
+            modules=tuple(self._modules()),
+            rounding=max(self._rounding.values(), default=None),
+            keep_precision=self._options.keep_precision,
             seconds=seconds,
         )

@@ -10,7 +10,7 @@ import hashlib
 import os
 import signal
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,15 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 from dtrain.batch import list_tensors
 from dtrain.dtensor import full_tensor, is_dtensor
 from dtrain.durations import Duration
-from dtrain.fqn import parameters_by_fqn
+from dtrain.prove.evaluations import Evaluations
 from dtrain.prove.models import ScriptModels
+from dtrain.prove.module_outputs import ModuleOutputs
 from dtrain.prove.overrides import EvenRandom, FrozenStatistics, cast_floats, use_one_dtype
 from dtrain.prove.run_config import SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import RunLog, count_samples, digest, flatten, named_tensors, sample_hashes
 from dtrain.prove.script_variables import model_values, script_frames, script_variables
 
-# A loop that cannot be shortened runs to its own end, or to this many updates. It may only prepare the training.
+# A loop that cannot be shortened runs to its own end, or to this many updates.
 _HARD_LIMIT = 2000
 # Updates of such a loop that are recorded, as a multiple of the steps of the run.
 _RECORDED = 10
@@ -74,18 +75,20 @@ class Recorder:
         self.log = RunLog(Path(config.folder), rank)
         self.step = config.first_step
         self.facts = StepFacts()
-        self.in_step = False
+        self.in_step = self._in_update = False
         self.steps_of_dtrain = False
         self._parts: dict[int, int] = {}
         self.updates: dict[int, int] = {}
         self._initial: set[int] = set()
-        self._evaluated, self._weights_written = list[list[str]](), False
+        self._names: dict[int, str] = {}
         self._notes: set[str] = set()
         self._update_hooks: tuple[dict[Any, Any], dict[Any, Any]] = ({}, {})
         self.dtype = use_one_dtype(config.dtype, self._on_low)
         self.models = ScriptModels(self.dtype)
         self.random = EvenRandom(self._on_draw, active=config.even_random)
         self.averages_statistics = False
+        self.outputs = ModuleOutputs(config, self.log)
+        self.evaluations = Evaluations(config, self.log, self.note)
 
     # ---- what the script cannot keep ----
 
@@ -209,7 +212,7 @@ class Recorder:
             return
         self._initial.add(part)
         named = self.models.parameters()
-        names = {id(param): name for name, param in named.items()}
+        names = self._names = {id(param): name for name, param in named.items()}
         own = [id(param) for group in optimizer.param_groups for param in group["params"]]
         self.log.write(
             "optimizer",
@@ -247,10 +250,14 @@ class Recorder:
             self.facts.losses.append((_number(loss.total), _number(loss.weight)))
             self.facts.backwards += 1
 
-    def update_begins(self, state: Any) -> None:
+    def update_begins(self, state: Any, params: Sequence[Tensor] | None = None) -> None:
         """See ``dist.recorder.Recorder``."""
-        self.write_step(state.optimizer)
-        self.facts = StepFacts()
+        if not self._in_update:
+            self.write_step(state.optimizer)
+            self.facts = StepFacts()
+        # An update in backward comes in several parts.
+        self._in_update = params is not None
+        self.write_gradients(state.optimizer, params)
         # The hooks of other optimizers would keep dtrain from updating shards directly.
         pre, post = _global_step_hooks()
         self._update_hooks = {**pre}, {**post}
@@ -267,7 +274,7 @@ class Recorder:
             )
 
     def write_step(self, optimizer: Any) -> None:
-        """Write the facts of the step, the gradients and the optimizer, right before its update."""
+        """Write the facts of the step and the state of the optimizer, right before its update."""
         facts, step, part = self.facts, self.step, self.part_of(optimizer)
         self.log.write(
             "step",
@@ -287,9 +294,15 @@ class Recorder:
             lr=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
         )
         self._write_optimizer_state(optimizer, part)
-        names = {id(param): name for name, param in self.models.parameters().items()}
+
+    def write_gradients(self, optimizer: Any, params: Sequence[Tensor] | None = None) -> None:
+        """Write the gradients of ``params``, or of all parameters of the optimizer."""
+        step, part = self.step, self.part_of(optimizer)
+        # In backward, some units of a model have unsharded parameters, which are other objects.
+        names = self._names | {id(param): name for name, param in self.models.parameters().items()}
+        chosen = None if params is None else {id(param) for param in params}
         for number, param in enumerate(param for group in optimizer.param_groups for param in group["params"]):
-            if param.grad is not None:
+            if param.grad is not None and (chosen is None or id(param) in chosen):
                 name = names.get(id(param), f"optimizer.{number}")
                 self.log.write_tensor("gradient", name, param.grad, step=step, part=part, order=number)
 
@@ -309,7 +322,7 @@ class Recorder:
     def step_ends(self, state: Any) -> None:
         """See ``dist.recorder.Recorder``."""
         part = self.part_of(state.optimizer)
-        self.in_step = False
+        self.in_step = self._in_update = False
         self.write_parameters(part)
         for name, tensor in named_tensors(state.transform_states):
             if not name.startswith("auto_microbatch"):
@@ -339,32 +352,19 @@ class Recorder:
             self.random.begin(self.step, count_samples(batch))
 
     def add_evaluated(self, batch: Any) -> None:
-        """Add the samples of a forward without gradient to the evaluations since the last step."""
-        self._evaluated.append(sample_hashes(batch))
-
-    def write_evaluated_weights(self, model: nn.Module) -> None:
-        """Write the weights of an evaluation that begins. On several ranks the gather would need the same forward on all."""
-        if not self._weights_written and self.config.ranks == 1:
-            self._weights_written = True
-            for name, param in parameters_by_fqn(model)[0].items():
-                self.log.write_tensor("evaluated_weight", name, param, step=self.step)
+        """Add the samples of a forward without gradient."""
+        if self.evaluations.add(batch):
+            self.facts.events.append("evaluation")
 
     def flush_evaluation(self) -> None:
-        """End the evaluations since the last step. All ranks call this at the same place."""
+        """End the evaluations since the last step."""
         self.random.end()
-        if self._evaluated:
-            self.log.write("evaluation", step=self.step, batches=self._evaluated)
-            self._evaluated = []
-        self._weights_written = False
-
-    def _number_shown(self) -> None:
-        """Observe that the script shows numbers, on some of its ranks."""
-        self.random.end()
-        self._weights_written = False
+        self.evaluations.flush(self.step)
 
     def metrics(self, source: str, step: int | None, numbers: Mapping[str, Any]) -> None:
         """See ``dist.recorder.Recorder``."""
-        self._number_shown()
+        self.random.end()
+        self.evaluations.number_shown()
         plain = {name: _number(value) for name, value in numbers.items() if _is_number(value)}
         self.log.write("metrics", step=self.step, source=source, at=step, numbers=plain, events=list(self.facts.events))
         if source == "log":
@@ -380,17 +380,13 @@ class Recorder:
 
     def printed(self, text: str) -> None:
         """Observe a printed line."""
-        self._number_shown()
+        self.random.end()
+        self.evaluations.number_shown()
         self.log.write("printed", step=self.step, text=text[:2000], events=list(self.facts.events))
 
     def saved(self, step: int, path: str) -> None:
         """See ``dist.recorder.Recorder``."""
         self.log.write("saved", step=step, path=path)
-
-    def exported(self, path: str, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Write the tensors of a file that other programs will read."""
-        for name, tensor in tensors:
-            self.log.write_tensor("exported", name, tensor, step=self.step, path=path)
 
 
 def _is_number(value: Any) -> bool:

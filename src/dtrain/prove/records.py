@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,6 +38,9 @@ KINDS = (
 
 TENSORS = ("initial", "gradient", "parameter", "buffer", "transform", "exported")
 """Kinds of facts that are tensors."""
+
+BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
+"""Bits of the significand of each dtype; ``2.0 ** -bits`` is the largest relative error of one rounding."""
 
 Row = Mapping[str, Any]
 _DECIMALS = re.compile(r"[-+]?\d+\.\d+(?:[eE][-+]?\d+)?|[-+]?\d+[eE][-+]?\d+|\bnan\b|\binf\b")
@@ -299,3 +302,10 @@ def _evaluation_facts(ranks: list[list[Row]]) -> Iterator[Fact]:
         lists = tuple(tuple(sample for samples in batches for sample in samples) for batches in by_rank)
         name = f"evaluation {seen[row['step']]}"
         yield Fact(step=row["step"], part=0, kind="evaluation", name=name, value=value, by_rank=lists, order=index)
+
+
+def matching_name(name: str, known: Collection[str]) -> str | None:
+    """Return the name in ``known`` of an exported tensor, whose name may have another prefix."""
+    if name in known:
+        return name
+    return next((other for other in known if name.endswith(f".{other}") or other.endswith(f".{name}")), None)

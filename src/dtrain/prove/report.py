@@ -9,6 +9,9 @@ from typing import Any, Literal
 from dtrain.arguments import format_count
 from dtrain.prove.cause_texts import Cause
 from dtrain.prove.compare import Difference, label
+from dtrain.prove.precision import FAR, ModuleError
+
+_MAX_MODULES = 20
 
 RowVerdict = Literal["bitwise", "tolerance", "differs", "failed", "ran", "not run"]
 
@@ -86,6 +89,9 @@ class ProveReport:
         findings: differences with their causes.
         notes: what the script does that was changed or could not be seen.
         plain: if True, the loop does not use dtrain's step.
+        modules: errors of the script's dtypes, in the order of the program.
+        rounding: largest difference that counts as rounding, as measured; None for the tolerance of float64.
+        keep_precision: if True, the runs computed in the script's own dtypes.
         seconds: duration of the proof.
     """
 
@@ -95,6 +101,9 @@ class ProveReport:
     findings: tuple[Finding, ...]
     notes: tuple[Mapping[str, Any], ...] = field(default=(), repr=False)
     plain: bool = False
+    modules: tuple[ModuleError, ...] = field(default=(), repr=False)
+    rounding: float | None = None
+    keep_precision: bool = False
     seconds: float = 0.0
 
     @property
@@ -116,6 +125,15 @@ class ProveReport:
             remarks.append("Batch norm ran with its initial statistics, because those of a batch depend on the layout.")
         if names := sorted({note["name"] for note in self.notes if note["code"] == "transform_draws"}):
             remarks.append(f"{', '.join(names)} draws numbers per rank, so losses were not compared between numbers of ranks.")
+        for note in self.notes:
+            if note["code"] == "export_not_run":
+                why = note["error"] or "no model of the script has the names of its tensors"
+                remarks.append(f"{note['path']} was not loaded again: {why}.")
+        if self.rounding is not None:
+            remarks.append(
+                f"Differences within a measured tolerance count as rounding, of at most {self.rounding:.1g}: "
+                f"{FAR:.0f} times the effect of one more rounding of each module's output."
+            )
         if "loop_cut" in codes:
             remarks.append("The loop could not be shortened and was ended, so the code after it did not run.")
         if not any("killed" in row.name for row in self.rows):
@@ -142,11 +160,33 @@ class ProveReport:
             ]
         if remarks := self.remarks():
             lines += ["", *remarks]
+        if self.keep_precision:
+            lines += self._module_lines()
         failed = sum(row.verdict == "failed" for row in self.rows)
         differs = f"{format_count(len(self.findings), 'difference')}, {format_count(failed, 'failed run')}"
         verdict = "all runs agree" if self.passed else differs
         lines += ["", f"prove: {verdict} ({len(self.rows)} runs of {self.steps} steps, {self.seconds:.0f} s)"]
         return "\n".join(lines)
+
+    def _module_lines(self) -> list[str]:
+        """Return the table of modules, the largest error first, and the first module that rounding does not explain."""
+        if not self.modules:
+            return ["", "No module computes in fewer bits than float32."]
+        shown = sorted(self.modules, key=lambda module: -module.output)[:_MAX_MODULES]
+        width = max(len(module.name or "model") for module in shown)
+        lines = ["", f"{'module':{width}}  dtype     output   gradient  rounding  (first step, relative to float32)"]
+        for module in shown:
+            gradient = "-" if module.gradient is None else f"{module.gradient:.1e}"
+            lines.append(
+                f"{module.name or 'model':{width}}  {module.dtype:8}  {module.output:.1e}  {gradient:8}  {module.rounding:.1e}"
+                f"{'  FAR' if module.is_far else ''}"
+            )
+        first = next((module for module in self.modules if module.is_far and module.leaf), None)
+        if len(self.modules) > len(shown):
+            lines.append(f"and {len(self.modules) - len(shown)} more modules, with smaller errors")
+        if first is not None:
+            lines.append(f"The first module in the program whose error rounding does not explain: {first.name} ({first.kind}).")
+        return lines
 
     def as_dict(self) -> dict[str, Any]:
         """Return the report as plain data."""
@@ -167,5 +207,18 @@ class ProveReport:
                 for row in self.rows
             ],
             "findings": [finding.as_dict() for finding in self.findings],
+            "modules": [
+                {
+                    "name": module.name,
+                    "class": module.kind,
+                    "dtype": module.dtype,
+                    "output": module.output,
+                    "gradient": module.gradient,
+                    "rounding": module.rounding,
+                    "far": module.is_far,
+                }
+                for module in self.modules
+            ],
+            "rounding": self.rounding,
             "remarks": self.remarks(),
         }

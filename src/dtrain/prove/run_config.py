@@ -35,7 +35,10 @@ class RunConfig:
         kill_after: step after which all ranks are killed; None runs to the end.
         has_dtrain_loop: if True, the script runs dtrain's step, so the steps of a loop by hand prepare the training.
         first_step: number of the first step in a script that does not use dtrain's step, in a resumed run.
-        activations: if True, record the outputs of all modules in the first forward.
+        activations: if True, record the outputs of all modules in the first forward, and their gradients.
+        perturb: if True, change the last bit of the outputs of modules, to measure the effect of rounding.
+        perturb_seed: seed of these changes.
+        check_exports: if True, load exported files again, and compare outputs.
     """
 
     name: str
@@ -54,6 +57,9 @@ class RunConfig:
     has_dtrain_loop: bool = False
     first_step: int = 0
     activations: bool = False
+    perturb: bool = False
+    perturb_seed: int = 0
+    check_exports: bool = False
 
     def write(self) -> Path:
         """Write the config into its folder, which is created, and return the path."""

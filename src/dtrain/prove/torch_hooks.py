@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import functools
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -57,7 +58,7 @@ class _Forwards:
         self._recorder, self._loop = recorder, loop
         self._depth = 0
         self._names: dict[int, str | None] = {}
-        self._outputs_left = recorder.config.activations
+        self._exports = recorder.evaluations.exports
         call = nn.Module.__call__
 
         def observed(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -68,19 +69,20 @@ class _Forwards:
                 output = call(module, *args, **kwargs)
             finally:
                 self._depth -= 1
-            self._after(module, args, output)
-            return output
+            return self._after(module, output)
 
         nn.Module.__call__ = observed  # type: ignore[method-assign]
 
     def _root(self, call: Any, module: nn.Module, args: Any, kwargs: Any) -> Any:
         recorder = self._recorder
-        if next(module.parameters(), None) is None:
+        if next(module.parameters(), None) is None or (self._exports is not None and self._exports.running):
             return call(module, *args, **kwargs)
         if recorder.dtype is not None:
             args, kwargs = cast_floats(args, recorder.dtype), cast_floats(kwargs, recorder.dtype)
         recorder.models.add(module)
         inputs = [tensor for tensor in list_tensors([list(args), kwargs]) if isinstance(tensor, Tensor)]
+        if self._exports is not None:
+            self._exports.hold(module, args, kwargs)
         alone = not recorder.in_step
         if alone:
             self._observe(module, inputs)
@@ -91,8 +93,7 @@ class _Forwards:
             self._depth -= 1
             if alone and not called_from("dtrain.step.evaluate"):
                 recorder.random.end()
-        self._after(module, args, output)
-        return output
+        return self._after(module, output)
 
     def _observe(self, module: nn.Module, inputs: list[Tensor]) -> None:
         recorder = self._recorder
@@ -101,31 +102,25 @@ class _Forwards:
             if not recorder.steps_of_dtrain:
                 self._loop.forward(inputs if is_data else [])
         elif is_data and not recorder.in_step:
-            recorder.write_evaluated_weights(module)
+            recorder.evaluations.write_weights(module, recorder.step)
             if not called_from("dtrain.step.evaluate"):
                 recorder.add_evaluated(inputs)
         if inputs and inputs[0].ndim and not called_from("dtrain.step.evaluate"):
             recorder.random.begin(recorder.step, inputs[0].shape[0])
 
-    def _after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _after(self, module: nn.Module, output: Any) -> Any:
         recorder = self._recorder
         if not torch.is_grad_enabled():
-            return
+            return output
         if id(module) not in self._names:
             self._names[id(module)] = recorder.models.name_of(module)
         name = self._names[id(module)]
         if name is None:
-            return
+            return output
         recorder.facts.modules.append(name)
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training and not recorder.averages_statistics:
             recorder.note("batch_norm")
-        if self._outputs_left and recorder.step == recorder.config.first_step and recorder.facts.forwards <= 1:
-            for tensor in list_tensors([output])[:1]:
-                if tensor.is_floating_point():
-                    recorder.log.write_tensor(
-                        "activation", name, tensor, step=recorder.step, kind_of=type(module).__name__.removeprefix("FSDP"),
-                        own=next(module.parameters(recurse=False), None) is not None, leaf=not module._modules,
-                    )  # fmt: skip
+        return recorder.outputs.after(module, name, output, step=recorder.step, forwards=recorder.facts.forwards)
 
 
 def called_from(module: str, *, depth: int = 12) -> bool:
@@ -255,20 +250,22 @@ def _observe_files(recorder: Recorder) -> None:
 
     @functools.wraps(save)
     def saved(obj: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+        result = save(obj, file, *args, **kwargs)
         tensors = _state_dict(obj)
-        if tensors:
-            recorder.exported(str(file), tensors.items())
+        if tensors and isinstance(file, str | os.PathLike):
+            recorder.evaluations.exported(str(file), tensors.items(), recorder.step)
         elif not called_from("dtrain.checkpoint"):
             recorder.saved(recorder.updates_done(), str(file))
-        return save(obj, file, *args, **kwargs)
+        return result
 
     torch.save = saved  # type: ignore[assignment]
     save_file, convert = safetensors.torch.save_file, conversion.convert
 
     @functools.wraps(save_file)
     def written(tensors: Any, filename: Any, *args: Any, **kwargs: Any) -> Any:
-        recorder.exported(str(filename), tensors.items())
-        return save_file(tensors, filename, *args, **kwargs)
+        result = save_file(tensors, filename, *args, **kwargs)
+        recorder.evaluations.exported(str(filename), tensors.items(), recorder.step)
+        return result
 
     @functools.wraps(convert)
     def converted(source: Any, destination: Any, **kwargs: Any) -> Any:
@@ -276,7 +273,7 @@ def _observe_files(recorder: Recorder) -> None:
         path = Path(destination)
         for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
             if file.suffix == ".safetensors":
-                recorder.exported(str(file), safetensors.torch.load_file(file).items())
+                recorder.evaluations.exported(str(file), safetensors.torch.load_file(file).items(), recorder.step)
         return result
 
     safetensors.torch.save_file = written

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from dtrain.batch import BatchSpec
 from dtrain.device import use_on_current_stream
+from dtrain.dist.context import current_context
 from dtrain.dtensor import is_dtensor, to_local
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.grad_sync import grad_sync_of
@@ -143,10 +144,14 @@ def _apply(state: TrainState, done: set[int], params: Sequence[Tensor]) -> None:
     if not params:
         return
     done.update(map(id, params))
+    if (recorder := current_context().recorder) is not None:
+        recorder.update_begins(state, params)
     grads = [to_local(param.grad) for param in params if param.grad is not None]
     with _restrict_optimizer_to(state.optimizer, {id(param) for param in params}) as nonempty:
         if nonempty:
             step_optimizer(state.optimizer)
+    if recorder is not None:
+        recorder.update_ends()
     for param, grad in zip(params, grads, strict=True):
         # FSDP2 may have allocated the gradient in another stream, which would reuse the memory too early.
         use_on_current_stream(grad)

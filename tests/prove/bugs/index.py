@@ -63,6 +63,7 @@ CAUSES = {
     "metric_mean_of_means": "a metric is a mean over ranks or batches of different sizes",
     "export_without_ema": "the exported weights are not the averaged weights that were evaluated",
     "export_dtype": "the exported weights have another dtype than the model",
+    "export_differs": "a model with the exported tensors gives other outputs than the evaluated model",
     "counter_doubled_by_recompute": "a forward that activation checkpointing repeats counts twice",
     "adapter_init": "the adapter's initial values are lost on the meta device",
 }
@@ -437,6 +438,14 @@ ROWS = (
         cause="export_dtype",
         runs=("export",),
         thread="hiyouga/LlamaFactory#2847",
+        style="dtrain",
+    ),
+    SeededBug(
+        file="export_drops_buffer.py",
+        bug="The export has the parameters and not the running statistics of batch norm.",
+        cause="export_differs",
+        runs=("export",),
+        thread="TengdaHan/DPC#10",
         style="dtrain",
     ),
 )

@@ -1,0 +1,43 @@
+"""An export of the parameters alone, without the statistics of batch norm; ``--fixed`` exports the buffers, too."""
+
+import sys
+
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+import dtrain as dt
+
+FIXED = "--fixed" in sys.argv
+STEPS = 4
+
+
+def loss_fn(model, batch):
+    return dt.soft_cross_entropy(model(batch[0]), batch[1])
+
+
+def dataset(samples, seed):
+    x = 2 + 3 * torch.randn(samples, 8, generator=torch.Generator().manual_seed(seed))
+    return torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
+
+
+with dt.init_dist() as info:
+    mesh = dt.build_mesh()
+    with torch.device("meta"):
+        model = nn.Sequential(nn.BatchNorm1d(8), nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+    model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard", buffers="mean"), seed=0)
+    loader = dt.build_loader(dataset(48, 1), mesh=mesh, global_batch_size=12, seed=0)
+    quiz = dt.build_loader(dataset(36, 2), mesh=mesh, global_batch_size=12, seed=0, shuffle=False)
+    step = dt.compose_step(loss_fn)
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    log = dt.loggers.jsonl("metrics.jsonl")
+    for batch in loader.until(STEPS):
+        state, metrics = step(state, batch)
+        log(state.step, dt.reduce_metrics(metrics))
+    loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
+    log(state.step + 1, {"held_out_loss": loss})
+    weights = {name: whole.clone() for name, whole in dt.full_params(state)}
+    if FIXED:
+        weights |= {name: buffer.clone() for name, buffer in model.named_buffers()}
+    if info.rank == 0:
+        save_file(weights, "model.safetensors")
