@@ -4,19 +4,18 @@
     python benchmarks/prove_clean.py --only 'gan|dpo'      # the rows whose name matches a regular expression
     python benchmarks/prove_clean.py --list                # the names of the rows, without a run
 
-Each row is one ``dtrain prove`` with arguments that make the script small, in a folder of its own. A line has the row, the
-verdict, the number of runs, and the wall seconds. The ranks of all rows are forks of one process, so torch is imported once.
+Each row is one ``dtrain prove`` with arguments that make the script small, in a folder of its own. A line has the verdict, the
+number of runs, the wall seconds, the processor seconds of all ranks, and the row. The ranks of all rows are forks of one
+process, so torch is imported once.
 """
 
 import argparse
 import os
 import re
-import resource
 import shlex
 import sys
 import sysconfig
 import tempfile
-import time
 import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -90,7 +89,6 @@ def run(row: Row) -> bool:
     """Run a row, print its line, and the whole answer if it has a difference. Returns True if there is none."""
     with tempfile.TemporaryDirectory(prefix="prove-clean-") as folder:
         os.chdir(folder)
-        began, cpu = time.monotonic(), used()
         try:
             report = prove(script_of(row, Path(folder)), row.args, timeout_s=900.0, **dict(row.options))
         except Exception:  # noqa: BLE001 - the other rows go on
@@ -98,16 +96,11 @@ def run(row: Row) -> bool:
             return False
         finally:
             os.chdir(ROOT)
-    seconds = f"{time.monotonic() - began:4.0f} s, {used() - cpu:4.0f} s of processor time"
-    print(f"{'agrees' if report.passed else 'DIFFERS':8} {len(report.rows):2} runs {seconds}  {row.name}", flush=True)
+    verdict, seconds = "agrees" if report.passed else "DIFFERS", f"{report.seconds:4.0f} s, {report.cpu_seconds:4.0f} s cpu"
+    print(f"{verdict:8} {len(report.rows):2} runs {seconds}  {row.name}", flush=True)
     if not report.passed:
         print(report.text(), flush=True)
     return report.passed
-
-
-def used() -> float:
-    """Processor seconds of this process and of its children that have ended."""
-    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def main() -> int:

@@ -234,4 +234,7 @@ class _Proof:
             rounding=max(self._rounding.values(), default=None),
             keep_precision=self._options.keep_precision,
             seconds=seconds,
+            cpu_seconds=sum(
+                row["cpu_s"] for each in self._records.values() for rows in each.ranks for row in rows if row["kind"] == "end"
+            ),
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import json
 import os
+import resource
 import sys
 import traceback
 from collections.abc import Mapping
@@ -86,9 +87,14 @@ def _run(config: RunConfig, rank: int) -> int:
         _write_failure(config, rank, error)
         code = FAILED_EXIT_CODE
     recorder.flush_evaluation()
-    recorder.log.write("end", step=recorder.step, code=code)
+    recorder.log.write("end", step=recorder.step, code=code, cpu_s=cpu_seconds())
     recorder.log.close()
     return code
+
+
+def cpu_seconds() -> float:
+    """Return the processor seconds of this process, and of its children that have ended."""
+    return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
 def _write_failure(config: RunConfig, rank: int, error: BaseException) -> None:

@@ -93,6 +93,7 @@ class ProveReport:
         rounding: largest difference that counts as rounding, as measured; None for the tolerance of float64.
         keep_precision: if True, the runs computed in the script's own dtypes.
         seconds: duration of the proof.
+        cpu_seconds: processor time of all ranks that were not killed.
     """
 
     script: str
@@ -105,6 +106,7 @@ class ProveReport:
     rounding: float | None = None
     keep_precision: bool = False
     seconds: float = 0.0
+    cpu_seconds: float = 0.0
 
     @property
     def passed(self) -> bool:
@@ -195,6 +197,7 @@ class ProveReport:
             "steps": self.steps,
             "passed": self.passed,
             "seconds": round(self.seconds, 1),
+            "cpu_seconds": round(self.cpu_seconds, 1),
             "runs": [
                 {
                     "name": row.name,

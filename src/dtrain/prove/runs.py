@@ -14,11 +14,16 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
+from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from multiprocessing.forkserver import ForkServer
+from multiprocessing.util import Finalize
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from dtrain import launch_protocol
@@ -197,7 +202,6 @@ def _last_error_line(folder: Path) -> str | None:
 def _start(config: RunConfig, timeout_s: float) -> _Running:
     path = config.write()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["dtrain.prove.preload"])
     reserved = socket.socket()
     # The socket is bound but does not listen: no other process gets the port, and rank 0 can still listen on it.
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -208,10 +212,37 @@ def _start(config: RunConfig, timeout_s: float) -> _Running:
         process = context.Process(
             target=run_rank, args=(str(path), _environment(rank, config.ranks, reserved.getsockname()[1])), daemon=False
         )
-        process.start()
+        with _own_fork_server():
+            process.start()
         processes.append(process)
     now = time.monotonic()
     return _Running(config=config, processes=processes, reserved=reserved, started=now, deadline=now + timeout_s)
+
+
+@cache
+def _fork_server() -> ForkServer:
+    """Return the server of this process whose forks are the ranks of all proofs."""
+    server = ForkServer()
+    server.set_forkserver_preload(["dtrain.prove.preload"])
+    Finalize(None, server._stop, exitpriority=10)  # type: ignore[attr-defined]
+    return server
+
+
+@contextmanager
+def _own_fork_server() -> Iterator[None]:
+    """Start processes as forks of the proofs' own server. Mutates: ``multiprocessing``, and the main module, in the context.
+
+    The server of ``multiprocessing`` may run already, with other modules. A fork would import the main module, which has
+    nothing to do with the script.
+    """
+    connect, main = forkserver.connect_to_new_process, sys.modules["__main__"]
+    forkserver.connect_to_new_process = _fork_server().connect_to_new_process
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+        forkserver.connect_to_new_process = connect
 
 
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
