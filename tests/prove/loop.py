@@ -1,4 +1,4 @@
-"""A small correct loop, with dropout, an average of the weights, an evaluation, checkpoints and an export."""
+"""A small correct loop, with noise, dropout, an average of the weights, an evaluation, checkpoints and an export."""
 
 import sys
 
@@ -33,7 +33,8 @@ with dt.init_dist() as info:
     state = dt.load_sharded("ckpt", state, extra={"loader": loader}, missing_ok=True).state
     log = dt.loggers.jsonl("metrics.jsonl")
     for batch in loader.until(STEPS):
-        state, metrics = step(state, batch)
+        noise = 0.1 * torch.randn(len(batch[0]), 8)
+        state, metrics = step(state, (batch[0] + noise, batch[1]))
         log(state.step, dt.reduce_metrics(metrics))
         if state.crossed(100):
             dt.save_sharded("ckpt", state, extra={"loader": loader})

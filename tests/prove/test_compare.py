@@ -2,10 +2,13 @@
 
 import numpy as np
 import pytest
+import safetensors.torch
 
 from dtrain.prove.causes import explain
 from dtrain.prove.checks import check_record
 from dtrain.prove.compare import compare_records, unstable_keys
+from dtrain.prove.export_check import ExportCheck
+from dtrain.prove.precision import FAR, rounding_of
 from dtrain.prove.records import RunRecord, read_record
 from dtrain.prove.run_config import RunConfig
 from dtrain.prove.run_log import RunLog, digest, flatten, sample_hashes, sketch
@@ -100,6 +103,61 @@ def test_numbers_that_differ_between_equal_runs_are_unstable(tmp_path):
     assert {key[3] for key in unstable_keys(a, b)} == {"x"}
 
 
+def evaluation(*by_rank):
+    """Return the changes of an evaluation's rows: for each rank the batches that it ran, as lists of samples."""
+    return [{"kind": "evaluation", "step": 0, "batches": batches} for batches in by_rank]
+
+
+def write_evaluations(folder, rows):
+    folder.mkdir()
+    for rank, row in enumerate(rows):
+        log = RunLog(folder, rank)
+        log.write("step", **{key: value for key, value in STEP.items() if key != "kind"})
+        log.write(**row)
+        log.close()
+    return read_record(folder.name, folder)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "equal"),
+    [
+        ([[["a", "b"]], [["c"]]], True),  # shares
+        ([[["a", "b"], ["c"]], [["a", "b"], ["c"]]], True),  # all ranks run everything, as to generate text
+        ([[["a", "b"]], [["c", "a"]]], False),  # a sample twice
+        ([[["a", "b"]], [["a", "b"]]], False),  # a sample is missing
+    ],
+)
+def test_samples_of_evaluations_are_counted_once(tmp_path, ranks, equal):
+    one = write_evaluations(tmp_path / "a", evaluation([["a", "b", "c"]]))
+    several = write_evaluations(tmp_path / "b", evaluation(*ranks))
+    assert (compare_records(one, several, same_layout=False).verdict != "differs") is equal
+
+
+def test_equal_samples_on_all_ranks_are_no_repetition_if_their_number_agrees(tmp_path):
+    """Even random numbers make all generated samples of a step equal."""
+    one = write_evaluations(tmp_path / "a", evaluation([["a", "a"]]))
+    two = write_evaluations(tmp_path / "b", evaluation([["a"]], [["a"]]))
+    assert compare_records(one, two, same_layout=False).verdict != "differs"
+
+
+def test_evaluation_before_the_first_step_of_a_resume_is_not_compared(tmp_path):
+    a, b = (
+        write_evaluations(tmp_path / name, [row | {"step": 2}])
+        for name, row in zip("ab", evaluation([["a"]], [["b"]]), strict=True)
+    )
+    assert compare_records(a, b, same_layout=True, first_step=1).verdict == "differs"
+    assert compare_records(a, b, same_layout=True, first_step=2).verdict != "differs"
+
+
+def test_rounding_is_measured_by_kind_and_step(tmp_path):
+    a, b, c = (write_run(tmp_path / name, [{}], gradient=[1.0, x]) for name, x in (("a", 2.0), ("b", 2.001), ("c", 2.01)))
+    rounding = rounding_of(a, [b])
+    assert rounding["gradient", 0] == pytest.approx(FAR * 0.001 / 5**0.5, rel=1e-2)
+    assert compare_records(a, c, same_layout=False).verdict == "differs"
+    assert compare_records(a, c, same_layout=False, rounding=rounding).verdict == "differs"
+    assert compare_records(a, b, same_layout=False, rounding=rounding).verdict == "tolerance"
+
+
 CAUSES = {
     "batch_grows_with_ranks": ([{"samples": ["1/a"]}], [{"samples": ["1/a"]}, {"samples": ["2/b"]}]),
     "sampler_without_rank": ([{"samples": ["1/a", "2/b"]}], [{"samples": ["1/a"]}, {"samples": ["1/a"]}]),
@@ -181,6 +239,71 @@ def test_export_of_other_weights_than_the_evaluated_is_found(tmp_path):
 
     assert run("bug", [2.0]) == ["export_without_ema"]
     assert run("fixed", [1.0]) == []
+
+
+def export_check(error, missing=()):
+    return {"kind": "export_check", "step": 1, "path": "m.safetensors", "error": error, "missing": list(missing), "shapes": []}
+
+
+def test_exported_model_with_other_outputs_is_found(tmp_path):
+    assert codes_of_checks(write_run(tmp_path / "a", [{}], rows=[export_check(0.0, ["constant"])])) == []
+    # A file of raw weights beside one of averages is right.
+    assert codes_of_checks(write_run(tmp_path / "b", [{}], rows=[export_check(0.3), export_check(0.0)])) == []
+    (difference,) = check_record(write_run(tmp_path / "c", [{}], rows=[export_check(0.3, ["mean", "var"])]))
+    assert difference.code == "export_differs"
+    assert difference.text == "loaded again gives outputs that differ by 0.3 of their norm; the file lacks mean and 1 more"
+
+
+@pytest.fixture
+def trained():
+    """A model with a buffer, after a step, and the check that has seen its forwards."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2)).double()
+    x, check = torch.randn(8, 4, dtype=torch.float64), ExportCheck()
+    check.hold(model, (x,), {})
+    model(x).sum().backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return model, check
+
+
+@pytest.mark.parametrize(
+    ("change", "missing", "equal"),
+    [
+        (lambda weights: weights, [], True),
+        (lambda weights: weights | {"1.weight": weights["1.weight"].T.contiguous()}, [], False),
+        (
+            lambda weights: {name: w for name, w in weights.items() if "running" not in name},
+            ["0.running_mean", "0.running_var"],
+            False,
+        ),
+        (lambda weights: {f"model.{name}": weight for name, weight in weights.items()}, [], True),
+        (lambda weights: {name: w.bfloat16() if w.is_floating_point() else w for name, w in weights.items()}, [], True),
+    ],
+    ids=["all", "transposed", "no statistics", "prefix", "bfloat16"],
+)
+def test_export_is_loaded_again(tmp_path, trained, change, missing, equal):
+    model, check = trained
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    safetensors.torch.save_file(change(dict(model.state_dict())), tmp_path / "model.safetensors")
+    result = check.check(str(tmp_path / "model.safetensors"), 1)
+    assert result["missing"] == missing
+    assert (result["error"] < 1e-9) is equal
+    assert model.training
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_export_is_compared_with_the_evaluated_weights(tmp_path, trained):
+    model, check = trained
+    path = tmp_path / "model.safetensors"
+    check.evaluation_begins(model, 1)
+    safetensors.torch.save_file(model.state_dict(), path)
+    with torch.no_grad():
+        model[1].weight.mul_(2)
+    assert check.check(str(path), 1)["error"] == 0.0
+    safetensors.torch.save_file(model.state_dict(), path)
+    assert check.check(str(path), 1)["error"] > 0.1
+    # A later step, with other weights that were not evaluated.
+    assert check.check(str(path), 2)["error"] == 0.0
 
 
 def test_sketch_is_linear_and_keeps_the_size_of_a_difference():

@@ -9,6 +9,7 @@ import pytest
 import dtrain as dt
 
 LOOP = Path(__file__).with_name("loop.py")
+IN_BACKWARD = Path(__file__).with_name("in_backward.py")
 BUGS = Path(__file__).parent / "bugs"
 
 
@@ -32,6 +33,36 @@ def test_report_of_a_bug_names_step_cause_and_page(tmp_path, monkeypatch):
     assert (finding["step"], finding["kind"], finding["cause"]) == (0, "loss", "loss_weighting")
     assert Path(__file__).parents[2].joinpath(finding["page"]).is_file()
     assert "DIFFERS (1)" in report.text()
+
+
+def test_gradients_of_an_update_in_backward_are_compared(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = dt.testing.prove(IN_BACKWARD, ["--bug"], ranks=(2,), steps=2, timeout_s=600.0)
+    finding = report.as_dict()["findings"][0]
+    assert (finding["step"], finding["kind"], finding["relative"]) == (0, "gradient", pytest.approx(0.5))
+    assert [row.verdict for row in report.rows if row.name == "1 rank, again"] == ["bitwise"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", [LOOP, IN_BACKWARD, BUGS / "rotary_rounded.py"], ids=lambda path: path.stem)
+def test_correct_loop_agrees_in_its_own_precision(tmp_path, monkeypatch, script):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--fixed"] if script.parent == BUGS else []
+    report = dt.testing.prove(script, arguments, keep_precision=True, timeout_s=600.0)
+    assert report.passed, report.text()
+    assert report.rounding is not None
+    assert all(not module.is_far for module in report.modules)
+
+
+def test_rounded_frequencies_are_the_first_module_that_rounding_does_not_explain(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = dt.testing.prove(BUGS / "rotary_rounded.py", ranks=(), steps=2, keep_precision=True, timeout_s=600.0)
+    assert [finding.cause.code for finding in report.findings] == ["rotary_rounded"]
+    worst = max(report.modules, key=lambda module: module.ratio)
+    assert (worst.name, worst.dtype, worst.is_far) == ("rotary", "bfloat16", True)
+    assert worst.gradient is not None
+    assert not any(module.is_far for module in report.modules if module.order < worst.order)
+    assert "The first module in the program whose error rounding does not explain: rotary" in report.text()
 
 
 def test_script_that_raises_is_a_failed_run(tmp_path, monkeypatch):

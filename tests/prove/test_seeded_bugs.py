@@ -1,33 +1,37 @@
 """``dtrain prove`` finds the seeded bugs of ``tests/prove/bugs``, names causes, and does not object to repaired scripts."""
 
-import json
-import os
 import re
-import subprocess
-import sys
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 
+import dtrain as dt
 from prove.bugs.index import CAUSES, ROWS, SeededBug
 
-QUICK = ("mean_over_tokens.py", "sampler_without_rank.py", "optimizer_not_saved.py", "eval_counts_twice.py")
-"""Rows that run at every change: a loss, a sampler, a resume and an evaluation; two loops of dtrain and two of torch."""
+QUICK = (
+    "shuffle_without_epoch.py",
+    "sampler_without_rank.py",
+    "optimizer_not_saved.py",
+    "eval_counts_twice.py",
+    "export_drops_buffer.py",
+    "router_counts_twice.py",
+)
+"""Rows that run at every change, one for each comparison: one run, ranks, a resume, an evaluation, an export, recomputation.
+
+``test_prove.py`` has a bug of microbatches, and one of precision.
+"""
 
 # Of 30 bugs, 28 are to be found, and 26 to be named.
 FOUND_SHARE, NAMED_SHARE = 28 / 30, 26 / 30
 
 
-def prove(row: SeededBug, folder: Path, *, fixed: bool) -> dict:
-    """Run ``dtrain prove --json`` in ``folder``, and return the answer."""
+def prove(row: SeededBug, folder: Path, *, fixed: bool, ranks: tuple[int, ...] = (2, 3)) -> dict:
+    """Prove a script in ``folder``, and return the answer."""
     folder.mkdir(parents=True)
-    command = [sys.executable, "-m", "dtrain", "prove", "--json", str(row.path), *row.arguments, *["--fixed"] * fixed]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=1200, check=False)
-    assert done.returncode in (0, 1), done.stdout + done.stderr
-    answer = json.loads(done.stdout)
-    assert answer["passed"] is (done.returncode == 0)
-    return answer
+    with chdir(folder):
+        report = dt.testing.prove(row.path, [*row.arguments, *["--fixed"] * fixed], ranks=ranks, timeout_s=600.0)
+    return report.as_dict() | {"text": report.text()}
 
 
 def causes(answer: dict) -> list[str]:
@@ -59,15 +63,9 @@ def test_script_names_a_thread_and_has_one_switch(row):
 
 @pytest.mark.parametrize("row", by_file(*QUICK))
 def test_bug_is_found_and_named(row, tmp_path):
-    answer = prove(row, tmp_path / "bug", fixed=False)
+    answer = prove(row, tmp_path / "bug", fixed=False, ranks=(2,))
     assert not answer["passed"]
     assert causes(answer)[0] in {row.cause, *row.also}
-
-
-@pytest.mark.parametrize("row", by_file(*QUICK[-1:]))
-def test_repaired_script_agrees_with_itself(row, tmp_path):
-    answer = prove(row, tmp_path / "fixed", fixed=True)
-    assert answer["passed"], answer
 
 
 @pytest.mark.slow
@@ -87,4 +85,4 @@ def test_enough_bugs_are_found_and_named(tmp_path, capsys):
 @pytest.mark.parametrize("row", by_file())
 def test_each_repaired_script_agrees_with_itself(row, tmp_path):
     answer = prove(row, tmp_path / "fixed", fixed=True)
-    assert answer["passed"], answer
+    assert answer["passed"], answer["text"]
