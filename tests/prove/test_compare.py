@@ -145,8 +145,8 @@ def test_evaluation_before_the_first_step_of_a_resume_is_not_compared(tmp_path):
         write_evaluations(tmp_path / name, [row | {"step": 2}])
         for name, row in zip("ab", evaluation([["a"]], [["b"]]), strict=True)
     )
-    assert compare_records(a, b, same_layout=True, first_step=1).verdict == "differs"
-    assert compare_records(a, b, same_layout=True, first_step=2).verdict != "differs"
+    assert compare_records(a, b, same_layout=True, first_steps={0: 1}).verdict == "differs"
+    assert compare_records(a, b, same_layout=True, first_steps={0: 2}).verdict != "differs"
 
 
 def test_rounding_is_measured_by_kind_and_step(tmp_path):

@@ -80,7 +80,7 @@ def compare_records(
     same_layout: bool,
     kinds: Collection[str] = KINDS,
     ignored: Collection[tuple[int, int, str, str]] = (),
-    first_step: int = 0,
+    first_steps: Mapping[int, int] = MappingProxyType({}),
     rounding: Mapping[tuple[str, int], float] = MappingProxyType({}),
 ) -> Comparison:
     """Compare ``other`` with ``reference``.
@@ -92,14 +92,14 @@ def compare_records(
             and the order of samples must agree.
         kinds: kinds of facts to compare.
         ignored: keys of facts that differ between two equal runs, such as timings.
-        first_step: step from which on facts are compared.
+        first_steps: step of each optimizer from which on facts are compared, for a resumed run.
         rounding: relative difference that is rounding, by kind and step, if it is more than ``TOLERANCE``.
     """
     differences: list[Difference] = []
     bitwise, sizes = True, list[tuple[Fact, float]]()
     scales, constants = _scales(reference), _constant_numbers(reference)
     for fact in reference.facts.values():
-        if fact.kind not in kinds or fact.key in ignored or fact.step < first_step:
+        if fact.kind not in kinds or fact.key in ignored or fact.step < first_steps.get(fact.part, 0):
             continue
         if fact.kind in ("variable", "generator", "rng", "optimizer_state") and not same_layout:
             continue
@@ -107,7 +107,7 @@ def compare_records(
         if fact.kind == "rng" and not any(row["draws"] for row in reference.step_rows(fact.step, fact.part)):
             continue
         # A resumed run begins after the evaluations and the log of its first step.
-        if first_step and fact.step == first_step and fact.kind in ("evaluation", "metric"):
+        if fact.step and fact.step == first_steps.get(fact.part) and fact.kind in ("evaluation", "metric"):
             continue
         partner = other.facts.get(fact.key)
         if partner is None or (fact.kind == "variable" and fact.name in constants):
@@ -128,10 +128,10 @@ def compare_records(
             equal = _plain(fact) == _plain(partner)
             relative, difference = 0.0, None if equal else _changed(fact, partner)
         bitwise &= equal
-        sizes.append((fact, relative))
+        sizes.append((fact, relative if difference is None or difference.certain else 0.0))
         if difference is not None:
             differences.append(difference)
-    differences += _missing_steps(reference, other, first_step)
+    differences += _missing_steps(reference, other, min(first_steps.values(), default=0))
     differences = _without_uncertain(differences)
     verdict: Verdict = "differs" if differences else "bitwise" if bitwise else "tolerance"
     largest = max((relative for _, relative in sizes), default=0.0)

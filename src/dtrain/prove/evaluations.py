@@ -48,10 +48,10 @@ class Evaluations:
         """Observe that the script shows numbers, on some of its ranks: the next evaluation may run other weights."""
         self._weights_written = False
 
-    def flush(self, step: int) -> None:
+    def flush(self, step: int, part: int) -> None:
         """Write the evaluations since the last step. All ranks call this at the same place."""
         if self._batches:
-            self._log.write("evaluation", step=step, batches=self._batches)
+            self._log.write("evaluation", step=step, part=part, batches=self._batches)
             self._batches = []
         self._weights_written = False
 

@@ -19,11 +19,14 @@ class ScriptModels:
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         self.modules: list[nn.Module] = []
+        # The process ends without freeing them: DDP may wait for a thread of gloo, which waits for Python's lock.
+        self._wrappers: dict[int, nn.Module] = {}
         self._dtype = dtype
 
     def add(self, model: nn.Module) -> None:
         """Remember a model, unless its parameters are those of a known model. Mutates: the dtype of its parameters."""
         inner = unwrap_module(model)
+        self._wrappers.setdefault(id(model), model)
         if any(inner is known for known in self.modules):
             return
         known = {id(param) for other in self.modules for param in other.parameters()}

@@ -58,7 +58,7 @@ class PlainLoop(UpdateObserver):
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
-        part = recorder.part_of(optimizer)
+        part = recorder.part = recorder.part_of(optimizer)
         recorder.step = recorder.updates.setdefault(part, recorder.config.first_step)
         if self._loaded is not None:
             self._training_loaders.add(self._loaded[0])

@@ -68,7 +68,9 @@ def compare_precision(exact: RunRecord | None, written: RunRecord, rounded: RunR
     found: dict[str, Difference] = {}
     differences = [*_exports(written)]
     if exact is not None and rounded is not None:
-        differences = [*_buffers(exact, written), *_modules(module_errors(exact, written, rounded)), *differences]
+        # A rounded buffer explains the errors of modules.
+        rounded_values = list(_buffers(exact, written)) or list(_modules(module_errors(exact, written, rounded)))
+        differences = [*rounded_values, *differences]
     for difference in differences:
         found.setdefault(str(difference.code), difference)
     return list(found.values())

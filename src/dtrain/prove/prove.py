@@ -172,7 +172,7 @@ class _Proof:
                 same_layout=run.same_layout,
                 kinds=KINDS if run.config.ranks == 1 or not self._draws_per_rank() else _DATA_KINDS,
                 ignored=self._unstable,
-                first_step=min(record.steps, default=0) if run.after else 0,
+                first_steps=record.first_steps if run.after else {},
                 rounding={} if run.same_layout else self._rounding,
             )
         whole = next((row for row in self._rows if run.after and row.name == f"{run.config.ranks} ranks"), None)

@@ -35,6 +35,7 @@ from dtrain.prove.script_variables import model_values, script_frames, script_va
 _HARD_LIMIT = 2000
 # Updates of such a loop that are recorded, as a multiple of the steps of the run.
 _RECORDED = 10
+_STEP_HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
 class EndOfProof(SystemExit):
@@ -78,6 +79,7 @@ class Recorder:
         self.in_step = self._in_update = False
         self.steps_of_dtrain = False
         self._parts: dict[int, int] = {}
+        self.part = 0
         self.updates: dict[int, int] = {}
         self._initial: set[int] = set()
         self._names: dict[int, str] = {}
@@ -172,7 +174,7 @@ class Recorder:
     def step_begins(self, state: Any, batch: Any) -> None:
         """See ``dist.recorder.Recorder``."""
         self.steps_of_dtrain = True
-        part = self.part_of(state.optimizer)
+        part = self.part = self.part_of(state.optimizer)
         self.step = state.step
         self.facts = StepFacts()
         self.in_step = True
@@ -259,7 +261,7 @@ class Recorder:
         self._in_update = params is not None
         self.write_gradients(state.optimizer, params)
         # The hooks of other optimizers would keep dtrain from updating shards directly.
-        pre, post = _global_step_hooks()
+        pre, post = _STEP_HOOKS
         self._update_hooks = {**pre}, {**post}
         for hooks in (pre, post):
             for key, hook in list(hooks.items()):
@@ -268,7 +270,7 @@ class Recorder:
 
     def update_ends(self) -> None:
         """See ``dist.recorder.Recorder``."""
-        for hooks, saved in zip(_global_step_hooks(), self._update_hooks, strict=True):
+        for hooks, saved in zip(_STEP_HOOKS, self._update_hooks, strict=True):
             hooks.update(
                 {key: hook for key, hook in saved.items() if isinstance(getattr(hook, "__self__", None), UpdateObserver)}
             )
@@ -359,14 +361,16 @@ class Recorder:
     def flush_evaluation(self) -> None:
         """End the evaluations since the last step."""
         self.random.end()
-        self.evaluations.flush(self.step)
+        self.evaluations.flush(self.step, self.part)
 
     def metrics(self, source: str, step: int | None, numbers: Mapping[str, Any]) -> None:
         """See ``dist.recorder.Recorder``."""
         self.random.end()
         self.evaluations.number_shown()
         plain = {name: _number(value) for name, value in numbers.items() if _is_number(value)}
-        self.log.write("metrics", step=self.step, source=source, at=step, numbers=plain, events=list(self.facts.events))
+        self.log.write(
+            "metrics", step=self.step, part=self.part, source=source, at=step, numbers=plain, events=list(self.facts.events)
+        )
         if source == "log":
             self.facts.events = []
 
@@ -382,7 +386,7 @@ class Recorder:
         """Observe a printed line."""
         self.random.end()
         self.evaluations.number_shown()
-        self.log.write("printed", step=self.step, text=text[:2000], events=list(self.facts.events))
+        self.log.write("printed", step=self.step, part=self.part, text=text[:2000], events=list(self.facts.events))
 
     def saved(self, step: int, path: str) -> None:
         """See ``dist.recorder.Recorder``."""
@@ -395,7 +399,3 @@ def _is_number(value: Any) -> bool:
 
 def _number(value: Any) -> float:
     return float(full_tensor(value.detach())) if isinstance(value, Tensor) else float(value)
-
-
-def _global_step_hooks() -> tuple[dict[Any, Any], dict[Any, Any]]:
-    return _global_optimizer_pre_hooks, _global_optimizer_post_hooks

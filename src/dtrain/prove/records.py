@@ -144,6 +144,14 @@ class RunRecord:
         ]
 
     @property
+    def first_steps(self) -> Mapping[int, int]:
+        """First step with an update of each optimizer."""
+        first: dict[int, int] = {}
+        for row in self.rows("step"):
+            first[row["part"]] = min(row["step"], first.get(row["part"], row["step"]))
+        return first
+
+    @property
     def steps(self) -> list[int]:
         """Steps with an update, in order. A loop by hand before dtrain's step prepares the training, and does not count."""
         layout = {row["step"] for row in self.rows("layout")}
@@ -267,7 +275,7 @@ def _variable_facts(rows: Sequence[Row]) -> Iterator[Fact]:
 
 
 def _metric_facts(rows: Sequence[Row]) -> Iterator[Fact]:
-    seen: Counter[tuple[int, str]] = Counter()
+    seen: Counter[tuple[int, int, str]] = Counter()
     for place, row in enumerate(rows):
         if row["kind"] == "metrics":
             values = {
@@ -280,15 +288,16 @@ def _metric_facts(rows: Sequence[Row]) -> Iterator[Fact]:
         else:
             continue
         for name, value in values.items():
-            seen[row["step"], name] += 1
-            number = seen[row["step"], name]
+            step, part = row["step"], row.get("part", 0)
+            seen[step, part, name] += 1
+            number = seen[step, part, name]
             label = name if number == 1 else f"{name}, {number}"
-            yield Fact(step=row["step"], part=0, kind="metric", name=label, value=value, by_rank=(row,), order=place)
+            yield Fact(step=step, part=part, kind="metric", name=label, value=value, by_rank=(row,), order=place)
 
 
 def _evaluation_facts(ranks: list[list[Row]]) -> Iterator[Fact]:
     per_rank = [[row for row in rows if row["kind"] == "evaluation"] for rows in ranks]
-    seen: Counter[int] = Counter()
+    seen: Counter[tuple[int, int]] = Counter()
     for index, row in enumerate(per_rank[0]):
         by_rank = [[tuple(samples) for samples in rows[index]["batches"]] for rows in per_rank if index < len(rows)]
         # Ranks that all run the same batch repeat it, for example to generate text.
@@ -298,10 +307,11 @@ def _evaluation_facts(ranks: list[list[Row]]) -> Iterator[Fact]:
         everything = Counter(sample for batches in by_rank for samples in batches for sample in samples)
         extra = Counter({batch: count * (len(by_rank) - 1) for batch, count in repeated.items()})
         value = everything - Counter(sample for batch in extra.elements() for sample in batch)
-        seen[row["step"]] += 1
+        step, part = row["step"], row.get("part", 0)
+        seen[step, part] += 1
         lists = tuple(tuple(sample for samples in batches for sample in samples) for batches in by_rank)
-        name = f"evaluation {seen[row['step']]}"
-        yield Fact(step=row["step"], part=0, kind="evaluation", name=name, value=value, by_rank=lists, order=index)
+        name = f"evaluation {seen[step, part]}"
+        yield Fact(step=step, part=part, kind="evaluation", name=name, value=value, by_rank=lists, order=index)
 
 
 def matching_name(name: str, known: Collection[str]) -> str | None:
