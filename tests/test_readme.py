@@ -4,6 +4,7 @@ import math
 import re
 from pathlib import Path
 
+import pytest
 import torch
 
 import dtrain as dt
@@ -28,3 +29,16 @@ def test_readme_loop_trains_and_resumes(tmp_path, monkeypatch, capsys):
 
 def test_readme_loop_has_about_fourteen_lines():
     assert len(LOOP.split("with dt.init_dist():\n")[1].splitlines()) + 1 <= 15
+
+
+@pytest.mark.slow
+def test_readme_loop_agrees_in_all_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.py").write_text(LOOP)
+    report = dt.testing.prove("loop.py", timeout_s=600.0)
+    assert report.passed, report.text()
+    # The README shows some of its lines.
+    shown = re.search(r"```console\n(.*?)```", README, re.S)
+    assert shown is not None
+    names = [re.split(r"  +", line)[0] for line in shown[1].splitlines()[1:]]
+    assert set(names) <= {row.name for row in report.rows}
