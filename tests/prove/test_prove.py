@@ -96,6 +96,10 @@ calls = []
 def profile(frame, event, argument):
     if event == "call" and ("dtrain/prove" in frame.f_code.co_filename or "dist/recorder" in frame.f_code.co_filename):
         calls.append(frame.f_code.co_name)
+# The profiler would slow down these imports.
+import torch._dynamo
+import torch.distributed.fsdp
+import dtrain
 sys.argv = sys.argv[1:]
 sys.setprofile(profile)
 runpy.run_path(sys.argv[0], run_name="__main__")

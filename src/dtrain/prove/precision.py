@@ -18,6 +18,10 @@ FAR = 8.0
 """An error of this many times the measured effect of rounding is not rounding. Weights are rounded, too."""
 
 
+_SUMS = 256 * 2.0 ** -BITS["float32"]
+"""A sum over samples in float32 is rounded at each of its terms. Outputs of modules do not show this."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleError:
     """Errors of a module's output in the first step, all relative to the norm in float32.
@@ -111,7 +115,7 @@ def rounding_of(reference: RunRecord, rounded: Sequence[RunRecord]) -> Mapping[t
             # A single number has too few changes in one step to measure their size.
             for step in (fact.step,) if fact.kind in TENSORS else steps:
                 largest[fact.kind, step] = max(largest.get((fact.kind, step), 0.0), relative)
-    return {key: FAR * relative for key, relative in largest.items()}
+    return {key: max(_SUMS, FAR * relative) for key, relative in largest.items()}
 
 
 def _relative(a: RunRecord, b: RunRecord, kind: str) -> Iterator[tuple[str, float]]:

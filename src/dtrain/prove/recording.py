@@ -35,7 +35,7 @@ from dtrain.prove.script_variables import model_values, script_frames, script_va
 _HARD_LIMIT = 2000
 # Updates of such a loop that are recorded, as a multiple of the steps of the run.
 _RECORDED = 10
-_STEP_HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+_STEP_HOOKS: tuple[dict[Any, Any], dict[Any, Any]] = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 
 
 class EndOfProof(SystemExit):
