@@ -9,7 +9,7 @@ import torch
 import dtrain as dt
 from dtrain.errors import ConfigError
 from dtrain.planning.estimate import estimate_memory
-from dtrain.planning.library_memory import library_memory
+from dtrain.planning.library import library_memory
 from dtrain.planning.network import Network, communication_seconds, control_seconds
 from dtrain.planning.step_time import Accelerator, parse_accelerator, step_seconds
 from planning.workloads import WIDTH, linears
@@ -24,7 +24,7 @@ def test_work_of_a_step_is_that_of_its_products():
     plain = estimate_memory(linears(), world_size=1, microbatch_size=SAMPLES)
     again = estimate_memory(linears(), world_size=1, microbatch_size=SAMPLES, checkpoint="nothing")
     many = estimate_memory(linears(), world_size=1, microbatch_size=SAMPLES, microbatches=5)
-    # The first layer needs no gradient of its input. Recomputation of a Linear stops before the product, which no gradient needs.
+    # The first layer needs no gradient of its input. Recomputation stops before the product of a Linear.
     assert plain.work.flops == {"float32": 3 * forward - forward // UNITS}
     assert again.work.flops == plain.work.flops
     assert many.work.flops == {"float32": 5 * plain.work.flops["float32"]}

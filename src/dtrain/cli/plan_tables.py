@@ -13,7 +13,7 @@ from dtrain.cli.output import print_table
 
 if TYPE_CHECKING:
     from dtrain.planning.estimate import StrategyEstimate
-    from dtrain.planning.library_memory import LibraryMemory
+    from dtrain.planning.library import LibraryMemory
     from dtrain.planning.network import Network
     from dtrain.planning.size_search import LargestMicrobatch, MemoryEstimate
     from dtrain.planning.step_time import Accelerator, StepSeconds
@@ -35,7 +35,7 @@ class Machine:
 
     def library(self, estimate: MemoryEstimate) -> LibraryMemory:
         """Return the memory that dtrain and its backends hold beside the tensors of a step."""
-        from dtrain.planning.library_memory import library_memory
+        from dtrain.planning.library import library_memory
 
         return library_memory(estimate, workers=self.workers, node_ranks=self.network.node_ranks if self.network else 8)
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from dtrain.planning.estimate import compare_strategies as compare_strategies
     from dtrain.planning.estimate import estimate_memory as estimate_memory
     from dtrain.planning.estimate import largest_microbatch as largest_microbatch
-    from dtrain.planning.library_memory import LibraryMemory as LibraryMemory
-    from dtrain.planning.library_memory import library_memory as library_memory
+    from dtrain.planning.library import LibraryMemory as LibraryMemory
+    from dtrain.planning.library import library_memory as library_memory
     from dtrain.planning.memory_trace import MemoryBreakdown as MemoryBreakdown
     from dtrain.planning.network import NETWORKS as NETWORKS
     from dtrain.planning.network import Network as Network
