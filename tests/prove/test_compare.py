@@ -8,7 +8,7 @@ from dtrain.prove.causes import explain
 from dtrain.prove.checks import check_record
 from dtrain.prove.compare import compare_records, unstable_keys
 from dtrain.prove.export_check import ExportCheck
-from dtrain.prove.precision import FAR, rounding_of
+from dtrain.prove.precision import FAR, computed_samples, rounding_of
 from dtrain.prove.records import RunRecord, read_record
 from dtrain.prove.run_config import RunConfig
 from dtrain.prove.run_log import RunLog, digest, flatten, sample_hashes, sketch
@@ -158,6 +158,12 @@ def test_rounding_is_measured_by_kind_and_step(tmp_path):
     assert compare_records(a, b, same_layout=False, rounding=rounding).verdict == "tolerance"
     # Sums in float32 have other roundings than the outputs of modules.
     assert rounding_of(a, [a])["gradient", 0] == pytest.approx(256 * 2.0**-24)
+
+
+def test_samples_that_a_model_computes_change_with_the_rounding(tmp_path):
+    a, b = (write_run(tmp_path / name, [{"samples": [sample, "2/x"]}]) for name, sample in (("a", "1/x"), ("b", "1/y")))
+    assert computed_samples(a, [a]) == set()
+    assert computed_samples(a, [a, b]) == {(0, 0, "samples", "")}
 
 
 CAUSES = {

@@ -118,6 +118,16 @@ def rounding_of(reference: RunRecord, rounded: Sequence[RunRecord]) -> Mapping[t
     return {key: max(_SUMS, FAR * relative) for key, relative in largest.items()}
 
 
+def computed_samples(reference: RunRecord, rounded: Sequence[RunRecord]) -> set[tuple[int, int, str, str]]:
+    """Return the keys of samples that change with the rounding, because a model computes them, such as generated pictures."""
+    return {
+        fact.key
+        for record in rounded
+        for fact in (*reference.of_kind("samples"), *reference.of_kind("evaluation"))
+        if fact.key in record.facts and record.facts[fact.key].value != fact.value
+    }
+
+
 def _relative(a: RunRecord, b: RunRecord, kind: str) -> Iterator[tuple[str, float]]:
     """Yield the relative difference of the first output of each module, in the order of ``a``."""
     partners: dict[str, Any] = {}

@@ -26,7 +26,7 @@ from dtrain.prove.plan import (
     next_runs,
     resumed_config,
 )
-from dtrain.prove.precision import ModuleError, compare_precision, module_errors, rounding_of
+from dtrain.prove.precision import ModuleError, compare_precision, computed_samples, module_errors, rounding_of
 from dtrain.prove.records import KINDS, RunRecord, read_record
 from dtrain.prove.report import Finding, ProveReport, RunRow
 from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
@@ -123,6 +123,7 @@ class _Proof:
         if self._options.keep_precision:
             rounded = [record for record in map(self._complete, (ROUNDED, ROUNDED_AGAIN)) if record is not None]
             self._rounding = rounding_of(self._records[BASE], rounded)
+            self._unstable |= computed_samples(self._records[BASE], rounded)
         for run in (*first, *later):
             self._add_row(run)
 

@@ -253,11 +253,10 @@ class Recorder:
             self.facts.backwards += 1
 
     def update_begins(self, state: Any, params: Sequence[Tensor] | None = None) -> None:
-        """See ``dist.recorder.Recorder``."""
+        """See ``dist.recorder.Recorder``. An update in backward has several parts."""
         if not self._in_update:
             self.write_step(state.optimizer)
             self.facts = StepFacts()
-        # An update in backward comes in several parts.
         self._in_update = params is not None
         self.write_gradients(state.optimizer, params)
         # The hooks of other optimizers would keep dtrain from updating shards directly.
