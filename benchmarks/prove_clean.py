@@ -24,7 +24,7 @@ from typing import Any
 
 from dtrain.cli.new import TASKS
 from dtrain.cli.new import new as write_loop
-from dtrain.prove.prove import prove
+from dtrain.prove.proof import prove
 from measure import machine
 
 ROOT = Path(__file__).parents[1]

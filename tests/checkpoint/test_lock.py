@@ -17,6 +17,7 @@ from msgspec.structs import replace
 from checkpoint.states import watching
 from dtrain import storage
 from dtrain.checkpoint import lock as locks
+from dtrain.checkpoint import lock_file
 from dtrain.checkpoint import lock_owner as holders
 from dtrain.checkpoint.lock import LOCK_FILE, lock_root
 from dtrain.errors import CheckpointError
@@ -32,7 +33,7 @@ def _quiet(monkeypatch):
     """No heartbeat of this process unless a test wants one, and no waiting for what is torn."""
     monkeypatch.setattr(holders, "HEARTBEAT_INTERVAL_S", 3600.0)
     monkeypatch.setattr(holders, "TORN_AFTER_S", 0.05)
-    monkeypatch.setattr(locks, "_POLL_S", 0.01)
+    monkeypatch.setattr(lock_file, "_POLL_S", 0.01)
 
 
 def is_held_here(root: Path) -> bool:
@@ -402,7 +403,7 @@ def test_release_keeps_lock_of_new_owner(tmp_path):
 def test_check_recreates_deleted_lock_file(tmp_path):
     with lock_root(tmp_path, RUN) as held:
         (tmp_path / LOCK_FILE).unlink()
-        locks._renew_heartbeat(held._registry, held._held)
+        locks._renew_heartbeat(held._held)
         assert names(tmp_path) == [], "it may have gone with its folder: a save sees to it"
         held.check()
         assert on_disk(tmp_path).pid == os.getpid()
@@ -420,7 +421,7 @@ def test_check_refuses_missing_lock_after_expired_heartbeat(tmp_path):
 def test_check_recreates_removed_root_with_warning(tmp_path, silent_s):
     with lock_root(tmp_path / "root", RUN) as held:
         shutil.rmtree(tmp_path / "root")
-        locks._renew_heartbeat(held._registry, held._held)
+        locks._renew_heartbeat(held._held)
         assert names(tmp_path) == [], "the heartbeat creates no folder"
         held._held.owner = replace(held._held.owner, heartbeat_at=time.time() - silent_s)
         with pytest.warns(UserWarning, match=r"root was removed while this run was using it, and its steps with it"):
@@ -443,7 +444,7 @@ def test_removal_of_root_between_two_heartbeats_keeps_the_lock(tmp_path):
     with lock_root(tmp_path / "root", RUN) as held:
         shutil.rmtree(tmp_path / "root")
         held._held.owner = replace(held._held.owner, heartbeat_at=time.time() - 61)
-        locks._renew_heartbeat(held._registry, held._held)
+        locks._renew_heartbeat(held._held)
         (tmp_path / "root").mkdir()
         held.check()
         assert names(tmp_path / "root") == [LOCK_FILE]
@@ -472,10 +473,10 @@ def test_failed_heartbeat_is_retried(tmp_path):
     with lock_root(tmp_path, RUN) as held:
         before = on_disk(tmp_path)
         with watching(at=0, kind="write") as watched:
-            locks._renew_heartbeat(held._registry, held._held)
+            locks._renew_heartbeat(held._held)
         assert watched.fired
         assert on_disk(tmp_path) == before
-        locks._renew_heartbeat(held._registry, held._held)
+        locks._renew_heartbeat(held._held)
         assert on_disk(tmp_path).heartbeat_at > before.heartbeat_at
         held.check()
 
@@ -497,7 +498,7 @@ def test_release_during_heartbeat_leaves_no_lock_file(tmp_path, monkeypatch):
         real(path, data)
 
     monkeypatch.setattr(storage, "replace_file", replace_after_release)
-    locks._renew_heartbeat(held._registry, held._held)
+    locks._renew_heartbeat(held._held)
     assert names(tmp_path) == []
 
 
@@ -507,7 +508,7 @@ def test_lock_works_on_object_store(tmp_path):
     assert not storage.supports_rename(root)
     with lock_root(root, RUN) as held:
         assert storage.list_names(root) == [LOCK_FILE]
-        locks._renew_heartbeat(held._registry, held._held)
+        locks._renew_heartbeat(held._held)
         held.check()
     assert not storage.exists(root)
     storage.create_file(root / LOCK_FILE, replace(holders.current_owner(OTHER, now=time.time()), **ENDED).encode())
@@ -632,7 +633,7 @@ class Interleaved:
 
 def attempt(path: Path, who: holders.LockOwner) -> holders.LockOwner | None:
     try:
-        return locks._acquire_file(path, who)
+        return lock_file.acquire_file(path, who)
     except CheckpointError:
         return None
 
@@ -713,3 +714,30 @@ def test_concurrent_takeovers_of_dead_lock_have_one_winner(tmp_path):
             racer.kill()
             racer.communicate(timeout=PATIENCE_S)
     assert [names(tmp_path / str(number)) for number in range(rounds)] == [[]] * rounds
+
+
+def test_server_that_does_not_answer_delays_no_other_root(tmp_path, monkeypatch):
+    """The heartbeat thread waits for the server of a released lock. Saves to another root go on, and end."""
+    from fsspec.implementations.memory import MemoryFileSystem
+
+    asked, answers = threading.Event(), threading.Event()
+
+    def silent(self, path, **options):
+        asked.set()
+        answers.wait(PATIENCE_S)
+        return MemoryFileSystem.ls(self, path, detail=True)[0]
+
+    far = lock_root(storage.resolve_path("memory://bucket/run"), RUN)
+    with lock_root(tmp_path, RUN) as near:
+        monkeypatch.setattr(MemoryFileSystem, "info", silent)
+        releasing = threading.Thread(target=far.release)
+        releasing.start()
+        assert asked.wait(PATIENCE_S)
+        checking = threading.Thread(target=near.check)
+        checking.start()
+        checking.join(PATIENCE_S)
+        assert not answers.is_set()
+        assert not checking.is_alive(), "it waits for the server of another root"
+        answers.set()
+        releasing.join(PATIENCE_S)
+    assert not is_held_here(tmp_path)

@@ -12,8 +12,6 @@ this owner finds another token in the file and raises.
 from __future__ import annotations
 
 import atexit
-import errno
-import hashlib
 import os
 import queue
 import re
@@ -26,30 +24,33 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from msgspec.structs import replace
-
 from dtrain import storage
 from dtrain.checkpoint import lock_owner
+from dtrain.checkpoint.lock_file import LOCK_FILE, acquire_file, create_file, read_file, remove_if_owned_by
 from dtrain.checkpoint.lock_owner import LockOwner
 from dtrain.checkpoint.process_instance import process_instance
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.storage import AnyPath
 
-LOCK_FILE = "run.lock"
 HEARTBEAT_THREAD = "dtrain-heartbeat"
 # Claims, and leftovers of a killed replacement.
 _STALE_CLAIM = re.compile(r"run\.lock\.([0-9a-f]{16}|[0-9a-f]{8}\.tmp)")
-_POLL_S = 0.2
+_RELEASE_POLL_S = 0.01
 # Time to release locks on servers at exit. After that, other processes detect the dead owner.
 _EXIT_TIMEOUT_S = 10.0
 
 
 @dataclass(slots=True, eq=False)
 class _HeldLock:
-    """Lock file of this process; ``handles`` counts its ``Lock`` objects."""
+    """Lock file of this process; ``handles`` counts its ``Lock`` objects. The file is used under ``file_lock``.
+
+    A lock on a server has a ``file_lock`` of its own, so that a server that does not answer delays no other root. A local lock
+    has the registry's, because the garbage collector may release a local lock anywhere.
+    """
 
     root: AnyPath
     owner: LockOwner
+    file_lock: threading.RLock
     handles: int = 0
     protected: set[int] = field(default_factory=set)
     lost_to: str | None = None
@@ -113,7 +114,7 @@ class Lock:
         """
         if self._registry.pid != os.getpid():
             raise CheckpointError(f"{self.root}: the lock belongs to the parent process of this fork. Save from the parent.")
-        with self._registry.lock:
+        with self._held.file_lock:
             if not self._finish.alive:
                 raise CheckpointError(f"{self.root}: the lock was released. Lock the root again before saving.")
             if not _still_ours(self._held) and self._held.lost_to is None:
@@ -160,12 +161,13 @@ def lock_root(root: AnyPath, run_id: str, *, protected: Collection[int] = ()) ->
     registry = process_instance(_LockRegistry)
     # Two threads of this process must not take each other for different processes.
     with registry.acquisition_lock:
-        hold = _share_held_lock(registry, root)
+        while (hold := _share_held_lock(registry, root)) is None and _is_being_released(registry, root):
+            time.sleep(_RELEASE_POLL_S)
         if hold is None:
             storage.make_folders(root)
-            held = _HeldLock(
-                root=root, owner=_acquire_file(root / LOCK_FILE, lock_owner.current_owner(run_id, now=time.time()))
-            )
+            owner = acquire_file(root / LOCK_FILE, lock_owner.current_owner(run_id, now=time.time()))
+            file_lock = registry.lock if isinstance(root, Path) else threading.RLock()
+            held = _HeldLock(root=root, owner=owner, file_lock=file_lock)
             with registry.lock:
                 registry.locks[str(root)] = held
                 hold = Lock(registry, held)
@@ -179,97 +181,20 @@ def _share_held_lock(registry: _LockRegistry, root: AnyPath) -> Lock | None:
     """Return another hold on a lock of this process, or None if the process has none or has lost the lock."""
     with registry.lock:
         held = registry.locks.get(str(root))
-        return Lock(registry, held) if held is not None and held.lost_to is None else None
+        shareable = held is not None and held.lost_to is None and not held.released
+        return Lock(registry, held) if held is not None and shareable else None
+
+
+def _is_being_released(registry: _LockRegistry, root: AnyPath) -> bool:
+    """Return True while another thread removes the lock file of a root that this process held."""
+    held = registry.locks.get(str(root))
+    return held is not None and held.released
 
 
 def protected_steps(root: AnyPath) -> frozenset[int]:
     """Return the steps of the root that the holds in this process protect."""
     held = process_instance(_LockRegistry).locks.get(str(root))
     return frozenset() if held is None else frozenset(held.protected)
-
-
-def _acquire_file(path: AnyPath, our_owner: LockOwner) -> LockOwner:
-    """Create ``path`` with this process as owner, once no live owner is named there."""
-    watched, since = b"", time.monotonic()
-    while True:
-        now = time.time()
-        our_owner = replace(our_owner, acquired_at=now, heartbeat_at=now)
-        if _create(path, our_owner):
-            return our_owner
-        found = _read(path)
-        if found is None:
-            # The owner released the lock after the attempt to create the file.
-            continue
-        owner = lock_owner.parse_owner(found)
-        if found != watched:
-            before = lock_owner.parse_owner(watched)
-            if owner is not None and before is not None and owner.token == before.token:
-                # The owner has renewed its heartbeat.
-                raise _in_use_error(path, owner)
-            watched, since = found, time.monotonic()
-        status = lock_owner.owner_status(owner, our_owner, now=now, unchanged_s=time.monotonic() - since)
-        if owner is not None and lock_owner.is_same_process(owner, our_owner):
-            # This process has no lock on the root, so its last attempt failed half way.
-            status = "dead"
-        if status == "live":
-            assert owner is not None, "a file without owner is never live"
-            raise _in_use_error(path, owner)
-        if status == "dead" and _take_over(path, found, our_owner):
-            return our_owner
-        time.sleep(_POLL_S)
-
-
-def _take_over(path: AnyPath, found: bytes, our_owner: LockOwner) -> bool:
-    """Replace a dead owner by ``our_owner`` if the file is unchanged. The claim for the takeover is a lock file itself."""
-    dead = lock_owner.parse_owner(found)
-    token = hashlib.sha256(found).hexdigest()[:16] if dead is None else dead.token
-    claim = path.with_name(f"{LOCK_FILE}.{token}")
-    claimed = _acquire_file(claim, replace(our_owner, token=lock_owner.new_token()))
-    try:
-        if _read(path) != found:
-            # Another process was faster, or the owner is alive.
-            return False
-        storage.replace_file(path, our_owner.encode())
-        return True
-    finally:
-        _remove_if_owned_by(claim, claimed)
-
-
-def _in_use_error(path: AnyPath, owner: LockOwner) -> CheckpointError:
-    return CheckpointError(
-        f"{path.parent}: another live job uses this root ({owner.describe()}). Save into another root, or end that job first."
-    )
-
-
-def _create(path: AnyPath, our_owner: LockOwner) -> bool:
-    """Create the lock file. Return False if the file exists."""
-    data = our_owner.encode()
-    try:
-        storage.create_file(path, data)
-    except FileExistsError:
-        return False
-    except OSError:
-        # A partly written file of this process must not block the next attempt. Files of other processes differ in the token.
-        with suppress(OSError):
-            found = _read(path)
-            if found is not None and data.startswith(found):
-                storage.remove_file(path)
-        raise
-    return True
-
-
-def _read(path: AnyPath) -> bytes | None:
-    """Return the content of a lock file; None if there is none, and b"" if the content cannot be a lock file."""
-    try:
-        size = storage.file_size(path)
-        if size is None:
-            return b"" if storage.exists(path) else None
-        return b"" if size > lock_owner.MAX_BYTES else storage.read_file(path, limit=lock_owner.MAX_BYTES)
-    except OSError as error:
-        if error.errno in (errno.ENOENT, errno.ESTALE):
-            # The file was removed or replaced while being read.
-            return None
-        raise
 
 
 def _create_again(held: _HeldLock) -> None:
@@ -281,12 +206,12 @@ def _create_again(held: _HeldLock) -> None:
         )
         storage.make_folders(held.root)
     held.owner = lock_owner.with_heartbeat(held.owner, now=time.time())
-    _create(held.path, held.owner)
+    create_file(held.path, held.owner)
 
 
 def _still_ours(held: _HeldLock) -> bool:
     """Return True if the lock file is ours. The lock is lost if another owner may have had the file. Mutates: ``held``."""
-    found = _read(held.path)
+    found = read_file(held.path)
     if found is None:
         # The file was removed by hand, or by another owner that came and ended while this process sent no heartbeat. A removed
         # root has no steps that another owner could have written.
@@ -299,14 +224,6 @@ def _still_ours(held: _HeldLock) -> bool:
         return held.lost_to is None
     held.lost_to = "a process whose lock file is unreadable" if owner is None else owner.describe()
     return False
-
-
-def _remove_if_owned_by(path: AnyPath, our_owner: LockOwner) -> None:
-    """Remove a lock file if this process owns it. If the removal fails, a file with a dead owner remains."""
-    with suppress(OSError, ConfigError):
-        found = lock_owner.parse_owner(_read(path) or b"")
-        if found is not None and found.token == our_owner.token:
-            storage.remove_file(path)
 
 
 def _remove_stale_claims(held: _HeldLock) -> None:
@@ -349,7 +266,9 @@ def _release(registry: _LockRegistry, held: _HeldLock) -> None:
         if held.handles > 0:
             return
         held.released = True
-        _remove_if_owned_by(held.path, held.owner)
+    with held.file_lock:
+        remove_if_owned_by(held.path, held.owner)
+    with registry.lock:
         if registry.locks.get(str(held.root)) is held:
             del registry.locks[str(held.root)]
         if not registry.locks and registry.stop is not None:
@@ -373,16 +292,16 @@ def _heartbeat_loop(registry: _LockRegistry, stop: threading.Event) -> None:
             dropped = registry.to_release.get(timeout=lock_owner.HEARTBEAT_INTERVAL_S)
         except queue.Empty:
             for held in list(registry.locks.values()):
-                _renew_heartbeat(registry, held)
+                _renew_heartbeat(held)
         else:
             if dropped is not None:
                 _release(registry, dropped)
 
 
-def _renew_heartbeat(registry: _LockRegistry, held: _HeldLock) -> None:
+def _renew_heartbeat(held: _HeldLock) -> None:
     """Renew one heartbeat. A failure does not end the thread, because the disk may be full for a while."""
     # A server that needs other credentials by now raises ConfigError.
-    with registry.lock, suppress(OSError, ConfigError):
+    with held.file_lock, suppress(OSError, ConfigError):
         if held.released:
             return
         renewed = lock_owner.with_heartbeat(held.owner, now=time.time())
@@ -391,7 +310,7 @@ def _renew_heartbeat(registry: _LockRegistry, held: _HeldLock) -> None:
             held.owner = renewed
             # The garbage collector may have released the hold in this thread during the replacement.
             if held.released:
-                _remove_if_owned_by(held.path, renewed)
+                remove_if_owned_by(held.path, renewed)
         elif held.lost_to is None:
             # The file was removed, and the next save creates the file again: the heartbeat might disturb a removal of the root.
             held.owner = renewed

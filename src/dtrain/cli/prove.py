@@ -63,7 +63,7 @@ def prove(
 
     Exit codes: 0 all runs agree; 1 a run differs or fails; 2 bad usage.
     """
-    from dtrain.prove.prove import prove as run_proof
+    from dtrain.prove.proof import prove as run_proof
 
     report = run_proof(
         script,

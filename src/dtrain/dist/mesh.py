@@ -104,9 +104,11 @@ def cpu_group() -> dist.ProcessGroup | None:
 
 def _set_group_timeouts(mesh: DeviceMesh, info: DistInfo) -> None:
     """Give the groups of ``mesh`` the timeout of the other groups. torch's default is 30 minutes for each group."""
+    # Public since torch 2.14, which warns of the private name.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     for group in mesh.get_all_groups():
         if group is not dist.group.WORLD:
-            dist.distributed_c10d._set_pg_timeout(timedelta(seconds=info.timeout_s), group)
+            set_timeout(timedelta(seconds=info.timeout_s), group)
 
 
 def _fill_degrees(degrees: dict[str, int], world_size: int) -> dict[str, int]:

@@ -11,8 +11,8 @@ import numpy as np
 
 from dtrain.prove.cause_texts import Cause, cause
 from dtrain.prove.compare import Comparison, Difference, relative_difference
-from dtrain.prove.records import Fact, RunRecord
 from dtrain.prove.run_config import SKETCH_SIZE, RunConfig
+from dtrain.prove.run_records import Fact, RunRecord
 
 _NEARLY_EQUAL = 1e-6
 # Calls of the script that combine the numbers of ranks.

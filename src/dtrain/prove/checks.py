@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from dtrain.prove.compare import TOLERANCE, Difference
-from dtrain.prove.records import Row, RunRecord, matching_name
+from dtrain.prove.run_records import Row, RunRecord, matching_name
 
 
 def check_record(record: RunRecord) -> list[Difference]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from dtrain.prove.records import KINDS, TENSORS, Fact, LossFact, RunRecord, TensorFact
+from dtrain.prove.run_records import KINDS, TENSORS, Fact, LossFact, RunRecord, TensorFact
 
 Verdict = Literal["bitwise", "tolerance", "differs"]
 

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from dtrain.batch import list_tensors
 from dtrain.dtensor import to_local
 from dtrain.fqn import buffers_by_fqn, parameters_by_fqn, unwrap_module
-from dtrain.prove.records import matching_name
+from dtrain.prove.run_records import matching_name
 
 _SHARD = re.compile(r"-(\d+)-of-(\d+)\.safetensors$")
 # Evaluated weights that are kept, the last ones.

@@ -7,7 +7,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from dtrain.prove.recording import Recorder, StepFacts, UpdateObserver
+from dtrain.prove.recording import RankRecorder, StepFacts, UpdateObserver
 from dtrain.prove.run_log import sample_hashes
 
 
@@ -20,7 +20,7 @@ class PlainLoop(UpdateObserver):
     Mutates: torch's hooks of all optimizers.
     """
 
-    def __init__(self, recorder: Recorder) -> None:
+    def __init__(self, recorder: RankRecorder) -> None:
         self._recorder = recorder
         self._loaded: tuple[int, int] | None = None
         self._training_loaders: set[int] = set()

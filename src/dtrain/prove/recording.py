@@ -1,4 +1,4 @@
-"""Record one rank of a run for ``dtrain prove``: the ``Recorder`` that the primitives report to.
+"""Record one rank of a run for ``dtrain prove``: the ``RankRecorder`` that the primitives report to.
 
 Facts have the step before whose update they belong, counted from 0, and the number of the optimizer (``part``), because a
 script may train several models. Scripts that do not use dtrain's step are observed through torch (``torch_hooks``).
@@ -63,7 +63,7 @@ class UpdateObserver:
     """Base of an object whose methods are hooks of optimizers, which dtrain's own update removes while it runs."""
 
 
-class Recorder:
+class RankRecorder:
     """Records the facts of one rank; see ``dist.recorder.Recorder`` for the methods that primitives call.
 
     Args:

@@ -27,7 +27,7 @@ from types import ModuleType
 from typing import Any
 
 from dtrain import launch_protocol
-from dtrain.prove.rank_main import run_rank
+from dtrain.prove.proof_rank import run_rank
 from dtrain.prove.run_config import RunConfig
 
 # Time for the other ranks to end after one has failed, so that the first error is recorded. Seconds.

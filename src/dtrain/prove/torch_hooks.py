@@ -27,7 +27,7 @@ from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.dist import reduce
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.plain_loop import PlainLoop
-from dtrain.prove.recording import Recorder
+from dtrain.prove.recording import RankRecorder
 from dtrain.prove.run_log import count_samples
 from dtrain.prove.script_variables import script_frames
 from dtrain.step import compose
@@ -35,7 +35,7 @@ from dtrain.step import compose
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce", "broadcast", "gather")
 
 
-def observe_torch(recorder: Recorder) -> None:
+def observe_torch(recorder: RankRecorder) -> None:
     """Install all hooks. Mutates: classes and functions of torch, in this process."""
     loop = PlainLoop(recorder)
     _Forwards(recorder, loop)
@@ -54,7 +54,7 @@ class _Forwards:
     A *root* is a module with parameters that no other module calls.
     """
 
-    def __init__(self, recorder: Recorder, loop: PlainLoop) -> None:
+    def __init__(self, recorder: RankRecorder, loop: PlainLoop) -> None:
         self._recorder, self._loop = recorder, loop
         self._depth = 0
         self._names: dict[int, str | None] = {}
@@ -133,7 +133,7 @@ def called_from(module: str, *, depth: int = 12) -> bool:
     return False
 
 
-def _observe_updates(recorder: Recorder, loop: PlainLoop) -> None:
+def _observe_updates(recorder: RankRecorder, loop: PlainLoop) -> None:
     """Observe backwards that dtrain does not run, and steps of schedulers."""
     backward, step = Tensor.backward, torch.optim.lr_scheduler.LRScheduler.step
 
@@ -153,7 +153,7 @@ def _observe_updates(recorder: Recorder, loop: PlainLoop) -> None:
 class _Loaders:
     """Loaders of torch: batches in the dtype of the run, the end of the training loop, and the epochs of their samplers."""
 
-    def __init__(self, recorder: Recorder, loop: PlainLoop) -> None:
+    def __init__(self, recorder: RankRecorder, loop: PlainLoop) -> None:
         self._recorder, self._loop = recorder, loop
         self._passes: dict[int, int] = {}
         iterate = DataLoader.__iter__
@@ -188,7 +188,7 @@ class _Loaders:
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
 
 
-def _observe_events(recorder: Recorder) -> None:
+def _observe_events(recorder: RankRecorder) -> None:
     """Observe calls whose order within a step matters: collectives of the script, clipping, loss scaling."""
 
     def wrap(owner: Any, name: str, event: str, *, of_script: bool = False) -> None:
@@ -212,7 +212,7 @@ def _observe_events(recorder: Recorder) -> None:
         wrap(torch.amp.GradScaler, name, event)
 
 
-def _observe_transforms(recorder: Recorder) -> None:
+def _observe_transforms(recorder: RankRecorder) -> None:
     """Observe transforms that draw per rank, such as mixup, whose result depends on the layout by design."""
     make: Any = getattr(compose, "make_step_context")  # noqa: B009 - the module imports the name for itself
     made: list[tuple[str, torch.Generator, Tensor]] = []
@@ -231,7 +231,7 @@ def _observe_transforms(recorder: Recorder) -> None:
         setattr(module, "make_step_context", observed)  # noqa: B010
 
 
-def _observe_print(recorder: Recorder) -> None:
+def _observe_print(recorder: RankRecorder) -> None:
     """Observe lines that the script prints, which are metrics of many loops."""
     write = builtins.print
 
@@ -244,7 +244,7 @@ def _observe_print(recorder: Recorder) -> None:
     builtins.print = printed
 
 
-def _observe_files(recorder: Recorder) -> None:
+def _observe_files(recorder: RankRecorder) -> None:
     """Observe files of weights: checkpoints of ``torch.save``, and exports in safetensors or as a state dict."""
     save = torch.save
 

@@ -59,14 +59,14 @@ def _run(config: RunConfig, rank: int) -> int:
     import torch
 
     from dtrain.dist.context import current_context
-    from dtrain.prove.recording import Recorder
+    from dtrain.prove.recording import RankRecorder
     from dtrain.prove.torch_hooks import observe_torch
 
     torch.set_num_threads(1)
     # All ranks are forks of one process, whose generators would be equal. A script without a seed must show as one.
     torch.default_generator.seed()
     np.random.seed()
-    recorder = Recorder(config, rank)
+    recorder = RankRecorder(config, rank)
     current_context().recorder = recorder
     observe_torch(recorder)
     path = os.path.abspath(config.script)

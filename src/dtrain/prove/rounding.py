@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dtrain.prove.compare import Difference, compare_records
-from dtrain.prove.records import BITS, TENSORS, RunRecord
+from dtrain.prove.run_records import BITS, TENSORS, RunRecord
 
 FAR = 8.0
 """An error of this many times the measured effect of rounding is not rounding. Weights are rounded, too."""

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from dtrain.arguments import check_int
 from dtrain.errors import ConfigError
-from dtrain.prove.records import BITS, RunRecord
 from dtrain.prove.run_config import RunConfig
+from dtrain.prove.run_records import BITS, RunRecord
 
 BASE, AGAIN, EVEN = "1 rank", "1 rank, again", "1 rank, even random numbers"
 FLOAT32, WRITTEN = "1 rank, float32", "1 rank, as written"

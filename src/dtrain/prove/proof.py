@@ -12,7 +12,9 @@ from pathlib import Path
 from dtrain.prove.causes import explain
 from dtrain.prove.checks import check_record
 from dtrain.prove.compare import Comparison, Difference, compare_records, unstable_keys
-from dtrain.prove.plan import (
+from dtrain.prove.proof_report import Finding, ProveReport, RunRow
+from dtrain.prove.rounding import ModuleError, compare_precision, computed_samples, module_errors, rounding_of
+from dtrain.prove.run_plan import (
     AGAIN,
     BASE,
     FLOAT32,
@@ -26,9 +28,7 @@ from dtrain.prove.plan import (
     next_runs,
     resumed_config,
 )
-from dtrain.prove.precision import ModuleError, compare_precision, computed_samples, module_errors, rounding_of
-from dtrain.prove.records import KINDS, RunRecord, read_record
-from dtrain.prove.report import Finding, ProveReport, RunRow
+from dtrain.prove.run_records import KINDS, RunRecord, read_record
 from dtrain.prove.runs import RunOutcome, copy_work_folder, run_all
 
 # Facts that do not depend on the random numbers of a step.

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from dtrain.arguments import format_count
 from dtrain.prove.cause_texts import Cause
 from dtrain.prove.compare import Difference, label
-from dtrain.prove.precision import FAR, ModuleError
+from dtrain.prove.rounding import FAR, ModuleError
 
 _MAX_MODULES = 20
 
