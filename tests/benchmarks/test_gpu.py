@@ -29,7 +29,7 @@ TABLES = dict.fromkeys(PARTS_OF_TESTS, 1) | {
     "train": 2, "overhead": 1, "auto_microbatch": 3, "async_save": 2, "memory": 2, "kernels": 5
 }  # fmt: skip
 # All parts of the tests on a device have the same dry run.
-NAMES = [pytest.param(name, marks=pytest.mark.slow if name in PARTS_OF_TESTS[2:] else ()) for name in BENCHMARKS]
+NAMES = [pytest.param(name, marks=pytest.mark.slow if name in PARTS_OF_TESTS[1:] else ()) for name in BENCHMARKS]
 
 # Figures, and where they are: the benchmark, the number of its table, the column, and text of the rows that must be there.
 FIGURES = {

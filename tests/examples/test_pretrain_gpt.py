@@ -141,6 +141,7 @@ def straight(tmp_path_factory) -> Path:
     return cwd / "out"
 
 
+@pytest.mark.slow
 def test_training_on_the_default_text_ends_below_the_baseline(tmp_path):
     end = ended(launched("pretrain_gpt.py", "--steps", "60", out=tmp_path / "out"))
     assert end.value < 0.9 * end.baseline

@@ -23,6 +23,7 @@ def distances(records: dict[int, dict]) -> dict[int, float]:
     return {step: record[DISTANCE] for step, record in records.items() if DISTANCE in record}
 
 
+@pytest.mark.slow
 def test_training_on_two_ranks_moves_towards_the_ring(tmp_path):
     records, _ = run(tmp_path / "run", steps=100)
     assert list(records) == [1, *range(10, 101, 10)]

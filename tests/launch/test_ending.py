@@ -331,7 +331,7 @@ with dt.init_dist() as info:
 """
 
 
-@pytest.mark.parametrize("ranks", [2, 4, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("ranks", [2, *(pytest.param(more, marks=pytest.mark.slow) for more in (4, 8))])
 def test_ranks_raise_their_limit_of_open_files_and_stay_below_the_number_asked_for(run, ranks):
     result = run(WITH_A_LOW_LIMIT, n=ranks)
     opened = [int(line.split()[-1]) for line in result.out.splitlines()]

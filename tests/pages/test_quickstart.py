@@ -120,7 +120,7 @@ def test_output_comparison_detects_order_and_ignores_numbers():
     assert has_in_order("[rank 0] step 250 loss 2.0\nstep 3\n", "[rank 0] step 99 loss 1.5\n")
     assert not has_in_order("b 1\na 2\n", "a 1\nb 2\n")
     assert shape("goodput: 54.4%, 1 m 28 s of 2 s in /tmp/x/run/y") == "goodput: #%, TIME of TIME in run/y"
-    assert len(list(commands())) == 6
+    assert len(list(commands())) == 7
     assert set(SHORT) <= {line for lines, _ in commands() for line in lines}
 
 
