@@ -30,9 +30,8 @@ def test_training_on_two_ranks_generates_the_requested_class(tmp_path):
     assert (tmp_path / "out" / "samples.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize(
-    ("how", "length"), [(here, 10), pytest.param(launched, 60, marks=pytest.mark.slow)], ids=["one rank", "two ranks"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("how", "length"), [(here, 10), (launched, 60)], ids=["one rank", "two ranks"])
 def test_training_resumes_bit_for_bit(tmp_path, how, length):
     """The average has begun when the run goes on; the latents are those that it began with."""
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
@@ -155,6 +154,7 @@ def fitted(digits: TensorDict, *, drawn_before: int = 0) -> Codec:
     return codec.requires_grad_(False)
 
 
+@pytest.mark.slow
 def test_codec_reconstructs_its_input_deterministically(digits):
     codec = fitted(digits)
     z = encoded(codec, digits, 16)["z"]

@@ -14,6 +14,7 @@ from helpers.resnet import ARCHS, ResNet
 SCRIPT = "train_resnet.py"
 
 
+@pytest.mark.slow
 def test_training_on_two_ranks_learns_digits(tmp_path):
     found = ended(launched(SCRIPT, "--until", "40ba", out=tmp_path / "out"))
     assert found.baseline < 0.15, "ten classes"
