@@ -15,7 +15,7 @@ from torch import nn
 
 from dtrain import heartbeats, spans
 from dtrain.arguments import check_int
-from dtrain.batch import BatchSpec, list_tensors, make_zero_samples, narrow_batch, to_device
+from dtrain.batch import BatchSpec, make_zero_samples, narrow_batch, to_device
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.context import current_context
@@ -28,7 +28,7 @@ from dtrain.memory.device_memory import release_cached_memory
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.unshard import eval_mode
 from dtrain.state import get_device, get_spec
-from dtrain.step.microbatches import CountFn, SplitFn, count_batch, split_microbatches
+from dtrain.step.microbatches import CountFn, SplitFn, count_batch, split_microbatches, tensor_shapes
 from dtrain.step.normalization import MetricAccumulator, check_loss
 from dtrain.step.oom_guard import StepAborted, StepGuard, raise_does_not_fit
 from dtrain.typing import Batch, LossFn, Metrics
@@ -349,8 +349,7 @@ def _make_plan(model: nn.Module, rest: _RemainingSamples, size: int | None) -> o
     """Return the facts that decide the collectives of the next part on this rank: the model, and under tp and cp the shapes."""
     if get_spec(model).ranks_per_batch == 1:
         return id(model)
-    shapes = [(tuple(leaf.shape), leaf.dtype) for leaf in list_tensors(rest.batch)]
-    return id(model), str(shapes), rest.consumed, size
+    return id(model), str(tensor_shapes(rest.batch)), rest.consumed, size
 
 
 def _gather_statuses(guard: StepGuard, *, exchange: bool) -> BackwardSync:

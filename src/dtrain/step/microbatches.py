@@ -48,8 +48,7 @@ class Microbatches:
 
     def hash_shapes(self, data_rank: int) -> int:
         """Return a hash below 2**40 of the shapes and dtypes of all microbatches, another one on each data rank."""
-        shapes = [[(tuple(leaf.shape), leaf.dtype) for leaf in list_tensors(batch)] for batch in self.batches]
-        return derive_seed(data_rank, str(shapes)) % 2**40
+        return derive_seed(data_rank, str([tensor_shapes(batch) for batch in self.batches])) % 2**40
 
     def padding_microbatch(self, padding_sample: Batch | None) -> Batch:
         """Return a microbatch to run at weight zero.
@@ -61,6 +60,11 @@ class Microbatches:
         if self.batches:
             return self.batches[0]
         return make_zero_samples(self.batch) if padding_sample is None else padding_sample
+
+
+def tensor_shapes(batch: Batch) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape and the dtype of each tensor of ``batch``."""
+    return [(tuple(leaf.shape), leaf.dtype) for leaf in list_tensors(batch)]
 
 
 def count_batch(batch: Batch, *, batch_spec: BatchSpec | None, count: CountFn | None) -> tuple[int, int]:
