@@ -1,20 +1,29 @@
 """Compare planned seconds of communication with measured ones, on gloo ranks of this machine.
 
-    python benchmarks/scale_plan.py                       # 2, 4, 8 and 16 ranks: about two minutes on a quiet machine
-    python benchmarks/scale_plan.py --ranks 2 4
+    python benchmarks/scale_plan.py                        # 2, 4, 8 and 16 ranks: half a minute on a quiet machine
+    python benchmarks/scale_plan.py --link 200             # each rank behind a link of 200 Mbit/s: some minutes, as root
 
-Latency and bandwidth are fitted to all-gathers on 2 ranks, small and large. Then ``Network`` predicts every other row: other
-operations, sizes and numbers of ranks. All ranks share the cores and the memory of one machine, which a network does not: with
-more ranks than cores, messages take longer than links alone explain, and the error grows.
+Without ``--link``, latency and bandwidth are fitted to all-gathers on 2 ranks, small and large, and ``Network`` predicts every
+other row. All ranks share the cores and the memory of one machine, which a network does not: with more ranks than cores,
+messages take longer than links alone explain, and the error grows.
+
+With ``--link`` each rank has a network namespace of its own. Its interface sends at most so many megabits a second (a token
+bucket of the kernel), so links decide and not cores. Nothing is fitted: the plan gets the bandwidth of the link.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
+import multiprocessing
+import os
 import statistics
+import subprocess
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +32,7 @@ import dtrain as dt
 from measure import machine
 
 SIZES = (2**10, 2**20, 2**24)
+LINK_SIZES = (2**20, 2**22, 2**24)
 OPS = ("all_gather", "reduce_scatter", "all_reduce")
 
 
@@ -67,17 +77,98 @@ def fit(rows: Sequence[Sequence[object]], ranks: int) -> dt.planning.Network:
     )
 
 
-def main(counts: Sequence[int], repeats: int) -> None:
+# Links
+
+
+@contextlib.contextmanager
+def links(count: int, megabits: int) -> Iterator[list[str]]:
+    """Make network namespaces, joined by a bridge, that send at most this fast. Yields their names."""
+    mark = f"plan{os.getpid()}"
+    switch, names = f"{mark}-sw", [f"{mark}-{place}" for place in range(count)]
+    try:
+        _ip(f"netns add {switch}", f"-n {switch} link add br0 type bridge", f"-n {switch} link set br0 up")
+        for place, name in enumerate(names):
+            _ip(
+                f"netns add {name}",
+                f"-n {switch} link add port{place} type veth peer name eth0 netns {name}",
+                f"-n {switch} link set port{place} master br0 up",
+                f"-n {name} addr add {_address(place)}/24 dev eth0",
+                f"-n {name} link set lo up",
+                f"-n {name} link set eth0 up",
+            )
+            bucket = f"tc -n {name} qdisc add dev eth0 root tbf rate {megabits}mbit burst 64kb limit 4mb"
+            subprocess.run(bucket.split(), check=True)
+        yield names
+    finally:
+        for name in (*names, switch):
+            subprocess.run(["ip", "netns", "del", name], check=False, stderr=subprocess.DEVNULL)
+
+
+def _ip(*commands: str) -> None:
+    for command in commands:
+        subprocess.run(["ip", *command.split()], check=True)
+
+
+def _address(place: int) -> str:
+    return f"10.78.0.{place + 1}"
+
+
+def _run_behind_link(namespace: str, rank: int, ranks: int, repeats: int, results: Any) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{namespace}") as file:
+        if libc.setns(file.fileno(), 0) != 0:
+            raise OSError(ctypes.get_errno(), f"cannot enter the namespace {namespace}")
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"tcp://{_address(0)}:29500", rank=rank, world_size=ranks)
+    rows = measure_ops(LINK_SIZES, repeats)
+    if rank == 0:
+        results.put(rows)
+    dist.barrier()
+
+
+def measure_behind_links(ranks: int, megabits: int, repeats: int) -> list[list[object]]:
+    """Measure the collectives on ranks that are behind links."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    with links(ranks, megabits) as names:
+        processes = [
+            context.Process(target=_run_behind_link, args=(name, rank, ranks, repeats, results))
+            for rank, name in enumerate(names)
+        ]
+        for process in processes:
+            process.start()
+        rows = results.get(timeout=900)
+        for process in processes:
+            process.join(60)
+    return rows
+
+
+# Tables
+
+
+def main(counts: Sequence[int], repeats: int, megabits: int | None) -> None:
     print(machine())
-    network = fit(dt.testing.run_ranks(measure_ops, 2, [SIZES[0], SIZES[-1]], repeats, timeout_s=500)[0], 2)
-    print(f"fitted on 2 ranks: {network.within_latency_s * 1e6:.0f} us, {network.within / 1e9:.2f} GB/s\n")
+    if megabits is None:
+        network = fit(dt.testing.run_ranks(measure_ops, 2, [SIZES[0], SIZES[-1]], repeats, timeout_s=500)[0], 2)
+        print(f"fitted on 2 ranks: {network.within_latency_s * 1e6:.0f} us, {network.within / 1e9:.2f} GB/s\n")
+    else:
+        network = dt.planning.Network(node_ranks=1, within=megabits * 125e3, between=megabits * 125e3, between_latency_s=1e-4)
+        print(f"links of {megabits} Mbit/s, latency of 0.1 ms assumed\n")
     print("| ranks | collective | bytes | measured | planned | planned / measured |\n|---|---|---|---|---|---|")
     ratios: dict[int, list[float]] = {}
     for ranks in counts:
-        for op, size, seconds in dt.testing.run_ranks(measure_ops, ranks, list(SIZES), repeats, timeout_s=500)[0]:
+        if megabits is None:
+            rows = dt.testing.run_ranks(measure_ops, ranks, list(SIZES), repeats, timeout_s=500)[0]
+        else:
+            rows = measure_behind_links(ranks, megabits, repeats)
+        for op, size, seconds in rows:
             planned = network.seconds(op, size, ranks=ranks)
             ratios.setdefault(ranks, []).append(planned / seconds)
-            print(f"| {ranks} | {op} | {size:,} | {seconds * 1e3:.3f} ms | {planned * 1e3:.3f} ms | {planned / seconds:.2f} |")
+            print(
+                f"| {ranks} | {op} | {size:,} | {seconds * 1e3:.3f} ms | {planned * 1e3:.3f} ms | {planned / seconds:.2f} |",
+                flush=True,
+            )
     print()
     for ranks, each in ratios.items():
         print(f"{ranks} ranks: planned / measured, median {statistics.median(each):.2f}, {min(each):.2f} to {max(each):.2f}")
@@ -87,5 +178,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8, 16])
     parser.add_argument("--repeats", type=int, default=20)
+    parser.add_argument("--link", type=int, metavar="MBIT", help="put each rank behind a link of so many megabits a second")
     chosen = parser.parse_args()
-    main(chosen.ranks, chosen.repeats)
+    main(chosen.ranks, chosen.repeats, chosen.link)

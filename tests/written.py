@@ -10,7 +10,7 @@ from pathlib import Path
 
 import test_signatures
 from battery import cards, curves, pictures
-from pages import seams, shown
+from pages import scale_plots, seams, shown
 from pages.fences import DOCS, ROOT
 
 
@@ -19,6 +19,7 @@ def files() -> Iterator[tuple[Path, str]]:
     yield test_signatures.GOLDEN, "\n".join(test_signatures.surface()) + "\n"
     yield from cards.files()
     yield from curves.files()
+    yield from scale_plots.files()
     for name, draw in seams.PICTURES.items():
         yield seams.IMAGES / f"{name}.svg", seams.svg(draw())
     for page in sorted(DOCS.glob("*.md")):

@@ -1,4 +1,4 @@
-"""Sequences cut over ``cp``: counts, gradients and what is whole again afterwards, for a model without attention on the CPU."""
+"""Sequences sharded over ``cp``: attention, counts, gradients, and what is whole again afterwards."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
 from dtrain.losses import token_cross_entropy
 from dtrain.monitors.reduce_metrics import reduce_metrics
-from dtrain.shard.context_parallel import context_parallel, shard_sequences
+from dtrain.shard.context_parallel import context_parallel
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
@@ -28,15 +28,23 @@ TOLERANCE = 1e-12  # norm of the difference over norm of the gradient, in float6
 
 
 class Net(nn.Module):
-    """Each position by itself, but for a table of positions that must be cut like the sequence."""
+    """A table of positions, which must be sharded like the sequence, and causal attention with two heads of queries.
 
-    def __init__(self) -> None:
+    ``attention`` are further arguments of ``scaled_dot_product_attention``.
+    """
+
+    def __init__(self, attention: dict | None = None) -> None:
         super().__init__()
-        self.embed, self.out = nn.Embedding(VOCAB, 6), nn.Linear(6, VOCAB)
+        self.attention = {"is_causal": True} if attention is None else attention
+        self.embed, self.queries, self.out = nn.Embedding(VOCAB, 6), nn.Linear(6, 12), nn.Linear(12, VOCAB)
         self.register_buffer("positions", torch.linspace(-1, 1, SEQ)[:, None] * torch.ones(6))
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.out(torch.tanh(self.embed(ids) + self.positions))
+        x = torch.tanh(self.embed(ids) + self.positions)
+        q = self.queries(x).unflatten(-1, (2, 6)).transpose(1, 2)
+        key = x[:, None].expand(-1, 2, -1, -1)
+        attended = nn.functional.scaled_dot_product_attention(q, key, key.sin(), **self.attention)
+        return self.out(attended.transpose(1, 2).flatten(2))
 
 
 def make() -> nn.Module:
@@ -60,7 +68,7 @@ def stepped(degrees: dict, strategy: str, global_batch_size: int) -> list:
     mesh = build_mesh(**degrees)
     head = ColwiseParallel(output_layouts=Shard(-1), use_local_output=False)
     net = shard_model(make(), mesh, strategy=strategy, tp_plan={"out": head} if "tp" in degrees else None)
-    cut = shard_sequences(mesh, batch_seq_dims={"inputs": 1, "targets": 1}, buffer_seq_dims={"pos*": 0})
+    cut = context_parallel(mesh, batch_seq_dims={"inputs": 1, "targets": 1}, buffer_seq_dims={"pos*": 0})
     # A batch larger than the data, and ranks of which some have no sample.
     loader = build_loader(Samples(), mesh=mesh, global_batch_size=global_batch_size, seed=0, shuffle=False, batch_spec=SPEC)
     grad = partial(microbatch_step, microbatch_size=1, batch_spec=SPEC)
@@ -114,18 +122,16 @@ def refused(case: str) -> str:
     mesh = build_mesh(cp=2)
     dims, buffers = {"inputs": 1}, {}
     try:
-        if case == "cpu":
-            context_parallel(mesh, batch_seq_dims=dims)
         if case == "no axis":
-            shard_sequences(build_mesh(), batch_seq_dims=dims)
+            context_parallel(build_mesh(), batch_seq_dims=dims)
         if case == "nothing":
-            shard_sequences(mesh, batch_seq_dims={})
+            context_parallel(mesh, batch_seq_dims={})
         if case == "key":
             dims = {"tokens": 1}
         if case == "buffer":
             buffers = {"rope": 0}
         net = shard_model(make(), mesh)
-        step = compose_step(loss_fn, [shard_sequences(mesh, batch_seq_dims=dims, buffer_seq_dims=buffers)])
+        step = compose_step(loss_fn, [context_parallel(mesh, batch_seq_dims=dims, buffer_seq_dims=buffers)])
         given = batch()
         if case == "length":
             given = {key: value[:, :6] for key, value in given.items()}
@@ -138,7 +144,6 @@ def refused(case: str) -> str:
 
 
 REFUSED = [
-    ("cpu", "ring attention runs on GPUs only, got a CPU mesh. Build the mesh without cp."),
     (
         "no axis",
         "mesh must have a cp axis, got axes ['dp_replicate', 'dp_shard'] of sizes [1, 2]. "
@@ -158,3 +163,31 @@ REFUSED = [
 @pytest.mark.parametrize(("case", "message"), REFUSED, ids=[case for case, _ in REFUSED])
 def test_invalid_arguments_are_refused(ranks, case, message):
     assert ranks(2).run(refused, case) == [f"context_parallel: {message}"] * 2
+
+
+def step_with(attention: dict) -> str:
+    """Return the error of a step whose attention has these arguments; the kernels of a step after it are the usual ones."""
+    mesh = build_mesh(cp=2)
+    torch.manual_seed(0)
+    net = shard_model(Net(attention).double(), mesh)
+    step = compose_step(
+        loss_fn, [context_parallel(mesh, batch_seq_dims={"inputs": 1, "targets": 1}, buffer_seq_dims={"pos*": 0})]
+    )
+    state = step.init(net, torch.optim.SGD(net.parameters(), lr=1.0))
+    try:
+        step(state, batch())
+    except RuntimeError as error:
+        q = torch.ones(1, 2, SEQ, 6)
+        assert nn.functional.scaled_dot_product_attention(q, q, q, dropout_p=0.5).shape == q.shape
+        return "\n".join([str(error), *error.__notes__])
+    return "taken"
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [({"is_causal": False}, "is_causal=True"), ({"is_causal": True, "dropout_p": 0.5}, "No available kernel")],
+    ids=["not causal", "dropout"],
+)
+def test_attention_that_the_ring_cannot_compute_is_refused(ranks, attention, message):
+    found = ranks(2).run(step_with, attention)
+    assert all(message in each and "set dropout_p to 0 there" in each for each in found), found

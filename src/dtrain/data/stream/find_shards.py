@@ -39,7 +39,7 @@ _SCANNED_INDEX_BYTES = 2**16
 # From this size on, the processes of a node share the table of an index.
 _SHARED_INDEX_BYTES = 4 * 2**20
 # Bytes in memory at a time, which are one request to a disk and four requests to a server.
-_LOCAL_CHUNK_BYTES, _REMOTE_CHUNK_BYTES = 2**18, 32 * 2**20
+_LOCAL_CHUNK_BYTES, _REMOTE_CHUNK_BYTES = 2**20, 32 * 2**20
 # Limit of a shard.
 _MAX_SAMPLES = 2**56
 _THREADS = 8

@@ -165,6 +165,9 @@ class _Scanner:
                 self._has_ended = True
                 break
             at = self._read_run(at)
+            # The error for an incomplete entry counts the lines of the whole text, so the end of the text is parsed alone.
+            if len(self._text) - at < _MAX_HEAD_CHARS:
+                self._text, at = self._text[at:], 0
             end = self._read_entry(at)
             if end is None:
                 break

@@ -84,7 +84,7 @@ class ShardTable(Sequence[ShardEntry]):
         groups: groups of shards.
         columns: arrays by name. ``groups``: number of the group; ``sizes``, ``raw_sizes``: bytes; ``samples``: samples;
             ``bounds``: samples before each shard, and in total; ``text``, ``ends``: records, and the end of each record.
-        fingerprint: hex digest of names, sizes, samples, formats and digests of all shards.
+        fingerprint: hex digest of all groups and columns.
         bytes_total: bytes of all files.
     """
 

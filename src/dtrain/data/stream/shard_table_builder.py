@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -31,7 +32,6 @@ class ShardTableBuilder:
         self._sizes, self._raw_sizes, self._samples, self._name_hashes = array("q"), array("q"), array("q"), array("q")
         self._has_raw_sizes = False
         self._text = bytearray()
-        self._fingerprint = xxhash.xxh3_128()
         self._bytes_total = self._samples_total = 0
 
     def __len__(self) -> int:
@@ -48,9 +48,7 @@ class ShardTableBuilder:
         )
         name = file.name.encode(errors=NAME_ERRORS)
         record += _encode_names(name, (file.raw_name or "").encode(errors=NAME_ERRORS)) if group.raw_name == "own" else name
-        digests = sorted({**file.digests, **file.raw_digests}.items())
-        self._fingerprint.update(repr((file.name, file.size, file.raw_size, entry.samples, entry.format, digests)).encode())
-        self._append(number, [record], [file.name], [file.size], [entry.samples])
+        self._append(number, record, [len(record)], [file.name], [file.size], [entry.samples])
         self._append_raw_sizes(group, [file.raw_size or 0])
         return number
 
@@ -80,38 +78,32 @@ class ShardTableBuilder:
         encoded = [name.encode("ascii") for name in names]
         if group.raw_name == "own":
             encoded = [_encode_names(name, raw.encode("ascii")) for name, raw in zip(encoded, raw_names, strict=True)]
+        lengths = [*map(len, encoded)]
+        text = b"".join(encoded)
         if digests:
-            hexadecimal = digests[0] if len(digests) == 1 else map("".join, zip(*digests, strict=True))
-            packed, width = bytes.fromhex("".join(hexadecimal)), sum(field.width for field in group.fields)
-            encoded = [packed[i * width : i * width + width] + name for i, name in enumerate(encoded)]
-        self._hash_columns(group, names, sizes, raw_sizes, samples, digests)
-        self._append(number, encoded, names, sizes, samples)
+            packed = np.hstack([_as_rows(bytes.fromhex("".join(column)), len(names)) for column in digests])
+            width = packed.shape[1]
+            if lengths.count(lengths[0]) == len(lengths):
+                text = np.hstack([packed, _as_rows(text, len(names))]).tobytes()
+                lengths = [width + lengths[0]] * len(lengths)
+            else:
+                text = b"".join(row.tobytes() + name for row, name in zip(packed, encoded, strict=True))
+                lengths = [width + length for length in lengths]
+        self._append(number, text, lengths, names, sizes, samples)
         self._append_raw_sizes(group, raw_sizes or [0] * len(names))
 
-    def _hash_columns(
+    def _append(
         self,
-        group: ShardGroup,
+        number: int,
+        text: bytes,
+        lengths: Sequence[int],
         names: Sequence[str],
         sizes: Sequence[int],
-        raw_sizes: Sequence[int],
         samples: Sequence[int],
-        digests: Sequence[Sequence[str]],
-    ) -> None:
-        """Update the fingerprint as ``add`` does, with one format string for all entries."""
-        by_algorithm = {field.algorithm: column for field, column in zip(group.fields, digests, strict=True)}
-        listed = ", ".join(f"('{algorithm}', '%s')" for algorithm in sorted(by_algorithm))
-        raw = "None" if group.raw_size == "none" else "%d"
-        raw_column = [] if group.raw_size == "none" else [raw_sizes if group.raw_size == "own" else sizes]
-        line = f"('%s', %d, {raw}, %d, {group.format!r}, [{listed}])"
-        columns = [names, sizes, *raw_column, samples, *(by_algorithm[algorithm] for algorithm in sorted(by_algorithm))]
-        self._fingerprint.update("".join(map(line.__mod__, zip(*columns, strict=True))).encode())
-
-    def _append(
-        self, number: int, records: Sequence[bytes], names: Sequence[str], sizes: Sequence[int], samples: Sequence[int]
     ) -> None:
         self._group_column.extend([number] * len(names))
-        self._lengths.extend(map(len, records))
-        self._text += b"".join(records)
+        self._lengths.extend(lengths)
+        self._text += text
         self._name_hashes.extend(map(hash, names))
         self._sizes.extend(sizes)
         self._samples.extend(samples)
@@ -176,7 +168,19 @@ class ShardTableBuilder:
             "ends": _smallest(np.cumsum(_as_array(self._lengths, np.uint32), dtype=np.int64)),
             "text": _as_array(self._text, np.uint8),
         }
-        return ShardTable(self._groups, columns, fingerprint=self._fingerprint.hexdigest(), bytes_total=self._bytes_total)
+        fingerprint = _hash_shards(self._groups, columns)
+        return ShardTable(self._groups, columns, fingerprint=fingerprint, bytes_total=self._bytes_total)
+
+
+def _hash_shards(groups: Sequence[ShardGroup], columns: Mapping[str, NDArray[Any]]) -> str:
+    state = xxhash.xxh3_128(json.dumps([asdict(group) for group in groups], sort_keys=True).encode())
+    for name in ("groups", "sizes", "raw_sizes", "samples", "ends", "text"):
+        state.update(columns[name].data)
+    return state.hexdigest()
+
+
+def _as_rows(data: bytes, count: int) -> NDArray[np.uint8]:
+    return np.frombuffer(data, np.uint8).reshape(count, -1)
 
 
 def _encode_names(name: bytes, raw_name: bytes) -> bytes:
