@@ -4,9 +4,9 @@
     python benchmarks/against.py /path/to/src            # against the folder src of another checkout
     python benchmarks/against.py /path/to/src --ranks 1 --rounds 20 --steps 2000
 
-Every run is a new process that imports dtrain from one of the two folders and forks its ranks. Times are the mean over the ranks;
-processor time is that of all threads of a rank. The model is tiny, the worst case: all of the time is overhead. With more ranks
-than cores a rank waits for a core, and what a waiting thread spins counts as processor time.
+Every run is a new process that imports dtrain from one of the two folders and forks its ranks. Times are the mean over the
+ranks; processor time is that of all threads of a rank. The model is tiny, the worst case: all of the time is overhead. With
+more ranks than cores a rank waits for a core, and what a waiting thread spins counts as processor time.
 """
 
 from __future__ import annotations

@@ -32,4 +32,6 @@ def workload(
         blocks=(Block,),
         optimizer=lambda params: torch.optim.AdamW(params, lr=3e-4),
         transforms=[dt.transforms.clip_by_norm(1.0)],
+        batch_seq_dims={"input_ids": 1, "labels": 1},
+        buffer_seq_dims={"**.cos": 0, "**.sin": 0},
     )

@@ -133,6 +133,19 @@ def plots(page: str) -> Iterator[tuple[str, Plot]]:
             is_log=True,
         ),
     )
+    yield "links", _links(tables)
+
+
+def _links(tables: Tables) -> Plot:
+    """Plot the planned seconds of collectives as lines, and the measured ones as points."""
+    ops = ("all-gather", "all-reduce")
+    return Plot(
+        x="ranks, each behind a link of 200 Mbit/s",
+        y="milliseconds of a collective of 16 MiB",
+        lines={f"{op}: planned, and measured points": tables.points("ranks", f"{op}, planned") for op in ops},
+        points={f"{op}: planned, and measured points": tables.points("ranks", f"measured {op}") for op in ops},
+        about="",
+    )
 
 
 def _bytes(tables: Tables) -> Plot:

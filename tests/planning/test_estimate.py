@@ -199,6 +199,7 @@ REFUSED = {
     "no ranks": ({"world_size": 0}, "world_size must be an integer from 1 to 4096, got 0"),
     "too many ranks": ({"world_size": 5000}, "world_size must be an integer from 1 to 4096, got 5000"),
     "ranks that do not divide": ({"world_size": 8, "dp_replicate": 3}, "must be a multiple of 3"),
+    "sequences without dims": ({"world_size": 2, "cp": 2}, "the workload has no batch_seq_dims. Pass for example"),
     "strategy": ({"world_size": 2, "strategy": "zero3"}, "strategy must be 'full_shard', "),
     "hybrid without replicas": ({"world_size": 2, "strategy": "hybrid_shard"}, "hybrid_shard needs a mesh of two axes"),
     "checkpoint": ({"world_size": 2, "checkpoint": "all"}, "checkpoint must be None, 'nothing' or 'matmuls', got 'all'"),
@@ -254,6 +255,7 @@ QUICK = [
     pytest.param("gpt", 2, 4, 1, {"strategy": "full_shard", "checkpoint": "nothing"}, id="gpt-checkpoint"),
     pytest.param("gpt", 2, 4, 2, {"strategy": "full_shard", "precision": "bf16", "accumulate": "sharded"}, id="gpt-bf16"),
     pytest.param("tied", 2, 3, 2, {"strategy": "full_shard"}, id="tied"),
+    pytest.param("gpt", 2, 4, 2, {"strategy": "full_shard", "cp": 2}, id="gpt-cp"),
 ]
 STRATEGIES = ("full_shard", "shard_grad_op", "replicate", "hybrid_shard")
 SLOW = [
@@ -269,6 +271,10 @@ SLOW = [
             (2, 3, {"precision": "bf16", "checkpoint": "nothing" if name == "convs" else "matmuls"}),
         )
     )
+]
+SLOW += [
+    pytest.param("gpt", 4, 2, 2, {"strategy": strategy, "cp": cp}, id=f"gpt-{strategy}-cp{cp}")
+    for strategy, cp in (("full_shard", 2), ("full_shard", 4), ("replicate", 2), ("hybrid_shard", 2))
 ]
 
 

@@ -136,15 +136,38 @@ def test_tensor_parallel_plan_divides_the_planned_parameters():
     assert (one, two) == (planned + whole, planned // 2 + whole)
 
 
-def collectives_of_a_step(strategy, dp_replicate, tp, microbatches):
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(16, 48)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (2, 8)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + attended.transpose(1, 2).flatten(2)
+
+
+CONTEXT_PARALLEL = Workload(
+    model=lambda: nn.Sequential(*(Attention() for _ in range(3))),
+    loss_fn=lambda model, batch: squares(model, batch["x"]),
+    batch=lambda n: {"x": torch.zeros(n, 16, 16)},
+    blocks=(Attention,),
+    batch_seq_dims={"x": 1},
+)
+
+
+def collectives_of_a_step(strategy, dp_replicate, cp, tp, microbatches):
     """Count the collectives of a real step, without those of the control group."""
     torch.manual_seed(0)
-    options = TENSOR_PARALLEL.shard_args if tp > 1 else {}
-    model = shard_model(mlps(), build_mesh(dp_replicate=dp_replicate, tp=tp), strategy=strategy, blocks=(MLP,), **options)
+    workload = CONTEXT_PARALLEL if cp > 1 else TENSOR_PARALLEL
+    mesh = build_mesh(dp_replicate=dp_replicate, cp=cp, tp=tp)
+    transforms = [dt.transforms.context_parallel(mesh, batch_seq_dims=workload.batch_seq_dims)] if cp > 1 else []
+    options = workload.shard_args if tp > 1 else {}
+    model = shard_model(workload.model(), mesh, strategy=strategy, blocks=workload.blocks, **options)
     model = materialize(model, seed=0)
-    step = compose_step(squares, grad=partial(microbatch_step, microbatch_size=2))
+    step = compose_step(workload.loss_fn, transforms, grad=partial(microbatch_step, microbatch_size=2))
     state = step.init(model, torch.optim.AdamW(model.parameters()), allow_equal_batches=True)
-    batch = torch.zeros(2 * microbatches, 16)
+    batch = workload.batch(2 * microbatches)
     state, _ = step(state, batch)
     with dt.testing.count_collectives() as records:
         step(state, batch)
@@ -156,23 +179,28 @@ def collectives_of_a_step(strategy, dp_replicate, tp, microbatches):
     return sorted((*key, *value) for key, value in table.items())
 
 
+# Ranks, strategy, dp_replicate, cp and tp.
 LAYOUTS = {
-    "full_shard": (2, "full_shard", 1, 1),
-    "shard_grad_op": (2, "shard_grad_op", 1, 1),
-    "replicate": (2, "replicate", 1, 1),
-    "tp": (2, "full_shard", 1, 2),
-    "hybrid_shard of 4": (4, "hybrid_shard", 2, 1),
+    "full_shard": (2, "full_shard", 1, 1, 1),
+    "shard_grad_op": (2, "shard_grad_op", 1, 1, 1),
+    "replicate": (2, "replicate", 1, 1, 1),
+    "tp": (2, "full_shard", 1, 1, 2),
+    "cp": (2, "full_shard", 1, 2, 1),
+    "hybrid_shard of 4": (4, "hybrid_shard", 2, 1, 1),
     **{
-        f"{name} of {ranks}": (ranks, strategy, replicas, tp)
+        f"{name} of {ranks}": (ranks, strategy, replicas, cp, tp)
         for ranks in (4, 8)
-        for name, strategy, replicas, tp in (
-            ("full_shard", "full_shard", 1, 1),
-            ("replicate", "replicate", 1, 1),
-            ("full_shard, tp 2", "full_shard", 1, 2),
+        for name, strategy, replicas, cp, tp in (
+            ("full_shard", "full_shard", 1, 1, 1),
+            ("replicate", "replicate", 1, 1, 1),
+            ("full_shard, tp 2", "full_shard", 1, 1, 2),
+            ("full_shard, cp 2", "full_shard", 1, 2, 1),
+            ("replicate, cp 4", "replicate", 1, 4, 1),
+            ("hybrid_shard, cp 2", "hybrid_shard", 2, 2, 1),
         )
     },
-    "hybrid_shard of 8": (8, "hybrid_shard", 2, 1),
-    "hybrid_shard of 8, tp 2": (8, "hybrid_shard", 2, 2),
+    "hybrid_shard of 8": (8, "hybrid_shard", 2, 1, 1),
+    "hybrid_shard of 8, tp 2": (8, "hybrid_shard", 2, 1, 2),
 }
 
 
@@ -182,13 +210,14 @@ LAYOUTS = {
     [pytest.param(each, id=name, marks=pytest.mark.slow if each[0] > 2 else ()) for name, each in LAYOUTS.items()],
 )
 def test_planned_collectives_equal_counted_ones(layout, microbatches):
-    ranks, strategy, dp_replicate, tp = layout
-    found = dt.testing.run_ranks(collectives_of_a_step, ranks, strategy, dp_replicate, tp, microbatches, timeout_s=600)
+    ranks, strategy, dp_replicate, cp, tp = layout
+    found = dt.testing.run_ranks(collectives_of_a_step, ranks, strategy, dp_replicate, cp, tp, microbatches, timeout_s=600)
     plan = estimate_memory(
-        TENSOR_PARALLEL,
+        CONTEXT_PARALLEL if cp > 1 else TENSOR_PARALLEL,
         world_size=ranks,
         strategy=strategy,
         dp_replicate=dp_replicate,
+        cp=cp,
         tp=tp,
         microbatch_size=2,
         microbatches=microbatches,

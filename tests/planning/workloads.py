@@ -130,6 +130,8 @@ WORKLOADS = {
         blocks=(Block,),
         optimizer=lambda params: torch.optim.AdamW(params, lr=1e-3),
         transforms=[dt.transforms.clip_by_norm(1.0), dt.transforms.ema(0.99)],
+        batch_seq_dims={"input_ids": 1, "labels": 1},
+        buffer_seq_dims={"**.cos": 0, "**.sin": 0},
     ),
     "convs": Workload(
         model=Convs,
@@ -164,9 +166,13 @@ def measured(name: str, size: int, count: int, setting: dict) -> int:
     if setting.get("checkpoint"):
         checkpoint_activations(model, blocks=workload.blocks, keep=setting["checkpoint"])
     low = setting.get("precision")
+    mesh, transforms = build_mesh(dp_replicate=setting.get("dp_replicate", 1), cp=setting.get("cp", 1)), [*workload.transforms]
+    if "cp" in setting:
+        dims, buffer_dims = workload.batch_seq_dims, workload.buffer_seq_dims
+        transforms.append(dt.transforms.context_parallel(mesh, batch_seq_dims=dims, buffer_seq_dims=buffer_dims))
     model = shard_model(
         model,
-        build_mesh(dp_replicate=setting.get("dp_replicate", 1)),
+        mesh,
         strategy=setting.get("strategy", "full_shard"),
         accumulate=setting.get("accumulate", "local"),
         precision=Precision.preset("DEFAULT", low) if low else None,
@@ -175,7 +181,7 @@ def measured(name: str, size: int, count: int, setting: dict) -> int:
     )
     model = materialize(model, seed=0)
     optimizer = workload.optimizer(model.parameters())
-    step = compose_step(workload.loss_fn, workload.transforms, grad=partial(microbatch_step, microbatch_size=size))
+    step = compose_step(workload.loss_fn, transforms, grad=partial(microbatch_step, microbatch_size=size))
     state = step.init(model, optimizer)
     state, _ = step(state, workload.batch(size * count))
     held = tensors_of([list(model.parameters()), list(model.buffers()), optimizer.state, state.transform_states])

@@ -1,9 +1,13 @@
-"""A small correct loop, with noise, dropout, an average of the weights, an evaluation, checkpoints and an export."""
+"""A small correct loop, with noise, dropout, an average of the weights, an evaluation, checkpoints and an export.
+
+Rank 0 trains an encoder by hand before, once for all ranks and attempts.
+"""
 
 import sys
+from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import dtrain as dt
@@ -20,9 +24,28 @@ def dataset(samples, seed):
     return torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
 
 
+def fit(encoder, file):
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(3))
+    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (encoder(x) - x).square().mean().backward()
+        optimizer.step()
+    with torch.no_grad():
+        print(f"encoder: {(encoder(x) - x).square().mean():.3f}")
+    save_file(encoder.state_dict(), f"{file}.tmp")
+    Path(f"{file}.tmp").rename(file)
+
+
 with dt.init_dist() as info:
     dt.seed_all(0, info.rank)
     mesh = dt.build_mesh()
+    encoder, file = nn.Linear(8, 8), Path("encoder.safetensors")
+    if info.rank == 0 and not file.exists():
+        fit(encoder, file)
+    dt.dist.all_gather_json(None, caller="encoder")
+    encoder.load_state_dict(load_file(file))
+    encoder.requires_grad_(False)
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 4))
     model = dt.materialize(dt.shard_model(model, mesh), seed=0)
@@ -34,7 +57,7 @@ with dt.init_dist() as info:
     log = dt.loggers.jsonl("metrics.jsonl")
     for batch in loader.until(STEPS):
         noise = 0.1 * torch.randn(len(batch[0]), 8)
-        state, metrics = step(state, (batch[0] + noise, batch[1]))
+        state, metrics = step(state, (encoder(batch[0]) + noise, batch[1]))
         log(state.step, dt.reduce_metrics(metrics))
         if state.crossed(100):
             dt.save_sharded("ckpt", state, extra={"loader": loader})

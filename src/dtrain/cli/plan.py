@@ -101,6 +101,10 @@ World = Annotated[int, _option(_LAYOUT_HEADING, "--world N", "Ranks, from 1 to 4
 Replicate = Annotated[
     int, _option(_LAYOUT_HEADING, "--replicate N", "dp_replicate of the mesh, for hybrid_shard.  [default: 1]", integer(1))
 ]
+ContextParallel = Annotated[
+    int,
+    _option(_LAYOUT_HEADING, "--cp N", "cp of the mesh; the workload must have batch_seq_dims.  [default: 1]", integer(1)),
+]
 TensorParallel = Annotated[
     int, _option(_LAYOUT_HEADING, "--tp N", "tp of the mesh; the workload must have a tp_plan.  [default: 1]", integer(1))
 ]
@@ -185,6 +189,7 @@ def plan(
     ],
     world: World,
     replicate: Replicate = 1,
+    cp: ContextParallel = 1,
     tp: TensorParallel = 1,
     strategy: Strategy = None,
     precision: PrecisionName = "fp32",
@@ -213,6 +218,7 @@ def plan(
         "memory": memory,
         "world_size": world,
         "dp_replicate": replicate,
+        "cp": cp,
         "tp": tp,
         "accumulate": accumulate,
         "device": device[0],

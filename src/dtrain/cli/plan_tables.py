@@ -53,8 +53,10 @@ def headline(target: str, row: StrategyEstimate, precision: str) -> str:
     """Describe the plan in one line."""
     estimate = row.estimate
     config, largest = estimate.config, row.largest
-    mesh = f"dp_replicate {config.dp_replicate} x dp_shard {config.world_size // config.dp_replicate // config.tp}"
-    mesh += f" x tp {config.tp}" if config.tp > 1 else ""
+    sharded = config.world_size // (config.dp_replicate * config.cp * config.tp)
+    axes = [f"dp_replicate {config.dp_replicate}", f"dp_shard {sharded}"]
+    axes += [f"{name} {size}" for name, size in (("cp", config.cp), ("tp", config.tp)) if size > 1]
+    mesh = " x ".join(axes)
     ranks = f"{format_count(config.world_size, 'rank')} ({mesh})"
     sizes = f"microbatches of {estimate.microbatch_size}, {estimate.microbatches} to a step"
     room = f", {_format_size(largest.memory)} each" if largest else ""

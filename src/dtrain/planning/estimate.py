@@ -20,6 +20,7 @@ class EstimateOptions(TypedDict, total=False):
     """Arguments of ``ParallelismConfig`` that have a default."""
 
     dp_replicate: int
+    cp: int
     tp: int
     precision: Precision | None
     accumulate: Accumulate
@@ -49,7 +50,7 @@ def estimate_memory(
         strategy: strategy of ``shard_model``.
         microbatch_size: samples per forward and backward of a rank.
         microbatches: microbatches per step of a rank.
-        options: ``dp_replicate``, ``tp``, ``precision`` and ``accumulate`` as in ``build_mesh`` and ``shard_model``;
+        options: ``dp_replicate``, ``cp``, ``tp``, ``precision`` and ``accumulate`` as in ``build_mesh`` and ``shard_model``;
             ``checkpoint``: None, or the tensors kept by checkpointed blocks (``"nothing"``, ``"matmuls"``); ``device``:
             ``"cuda"`` (the default) or ``"cpu"``, where optimizers need different memory.
 

@@ -37,7 +37,7 @@ MAX_WORLD_SIZE = 4096
 
 
 @contextmanager
-def fake_world(world_size: int, *, dp_replicate: int = 1, tp: int = 1) -> Iterator[DeviceMesh]:
+def fake_world(world_size: int, *, dp_replicate: int = 1, cp: int = 1, tp: int = 1) -> Iterator[DeviceMesh]:
     """Yield the mesh of ``world_size`` ranks, of which this process is the first, inside the context.
 
     Exchanges of the control plane run on this rank alone, because all ranks would contribute equal values. Collectives of the
@@ -64,7 +64,7 @@ def fake_world(world_size: int, *, dp_replicate: int = 1, tp: int = 1) -> Iterat
             # The warnings are about results and timeouts, and the real run will give them, too.
             warnings.simplefilter("ignore")
             with fake_dist_info(DistInfo(world_size=world_size, backend="fake")):
-                mesh = build_mesh(dp_replicate=dp_replicate, dp_shard=-1, tp=tp)
+                mesh = build_mesh(dp_replicate=dp_replicate, dp_shard=-1, cp=cp, tp=tp)
             with fake_dist_info(DistInfo(backend="fake")), uncounted_dtensor_shapes():
                 yield mesh
     finally:

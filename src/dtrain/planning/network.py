@@ -90,7 +90,7 @@ class Network:
         - all-gather, reduce-scatter, all-to-all: a ring, ``(n - 1) a + (n - 1) / n S / b``;
         - all-reduce: the faster of a ring, ``2 (n - 1) a + 2 (n - 1) / n S / b``, and a tree, ``2 log2(n) a + 2 S / b``;
         - broadcast, reduce, gather, scatter: a pipelined tree, ``log2(n) a + S / b``;
-        - others, such as send: ``a + S / b``.
+        - others, such as permute and send: ``a + S / b``.
 
         A group with ``m`` ranks on each of ``k`` nodes works in two levels: within nodes on ``S`` bytes, and between nodes on
         ``S / m`` bytes, as each of the ``m`` ranks has its own ring over the nodes. An all-reduce is a reduce-scatter within

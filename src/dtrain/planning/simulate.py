@@ -5,7 +5,7 @@ The simulation tracks memory by its purpose, and sums the collectives by kind.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,12 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.arguments import check_choice, check_int
 from dtrain.batch import list_tensors
+from dtrain.errors import ConfigError
 from dtrain.planning.fake_world import FakeValueMode, UnreadScalar, emulate_cuda_kernels, fake_world
 from dtrain.planning.memory_trace import MemoryTrace, MemoryTracker
 from dtrain.planning.step_work import StepWork
 from dtrain.planning.traffic import CollectiveTraffic, extrapolate_traffic, sum_traffic
 from dtrain.planning.workload import Workload, build_on_meta
 from dtrain.shard.activation_checkpoint import checkpoint_activations
+from dtrain.shard.context_parallel import context_parallel
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.fsdp2_private import fsdp_param_groups, init_root, unsharded_params
 from dtrain.shard.fsdp2_simulation import iter_grads, only_first_shards, wrap_collectives
@@ -34,6 +36,7 @@ from dtrain.state import Accumulate, TrainState
 from dtrain.step.compose import Step, compose_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
+from dtrain.transform import Transform
 from dtrain.typing import Batch, LossSum, Metrics
 
 
@@ -70,6 +73,7 @@ class ParallelismConfig:
 
     world_size: int
     dp_replicate: int = 1
+    cp: int = 1
     tp: int = 1
     strategy: str = "full_shard"
     precision: Precision | None = None
@@ -92,11 +96,13 @@ class SimulatedRun:
         self,
         workload: Workload,
         model: nn.Module,
+        transforms: Sequence[Transform],
         device: DeviceType,
         fake_values: FakeValueMode,
         strides: Mapping[str, int],
     ) -> None:
         self._workload, self._model, self._fake_values, self._strides = workload, model, fake_values, strides
+        self._transforms = transforms
         self._tracker = MemoryTracker()
         optimizer = workload.optimizer(model.parameters())
         if device == "cuda":
@@ -176,7 +182,7 @@ class SimulatedRun:
                 return apply_gradients(state, metrics)
 
         grad = partial(microbatch_step, microbatch_size=microbatch_size, **self._workload.step_args)
-        return compose_step(traced_loss_fn, self._workload.transforms, grad=grad, update=update_fn)
+        return compose_step(traced_loss_fn, self._transforms, grad=grad, update=update_fn)
 
     def _install_hooks(self) -> None:
         """Attribute FSDP2's memory and the gradients. Mutates: hooks of parameters, of FSDP2's units and of the reducer."""
@@ -219,7 +225,7 @@ def simulate(workload: Workload, config: ParallelismConfig) -> Iterator[Simulate
     Raises:
         ConfigError: a layout that ``build_mesh`` or ``shard_model`` refuses, or existing process groups.
     """
-    with fake_world(config.world_size, dp_replicate=config.dp_replicate, tp=config.tp) as mesh:
+    with fake_world(config.world_size, dp_replicate=config.dp_replicate, cp=config.cp, tp=config.tp) as mesh:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         # The model is sharded on meta, because fake tensors take 4 ms for each parameter that is sharded over 1,000 ranks.
         with only_first_shards():
@@ -227,12 +233,27 @@ def simulate(workload: Workload, config: ParallelismConfig) -> Iterator[Simulate
         with fake, FakeValueMode() as fake_values, emulate_cuda_kernels() if config.device == "cuda" else nullcontext():
             allocate_meta_tensors(model, torch.device("cpu"))
             init_root(model)
-            yield SimulatedRun(workload, model, config.device, fake_values, _strides(config))
+            transforms = _transforms(workload, config, mesh)
+            yield SimulatedRun(workload, model, transforms, config.device, fake_values, _strides(config))
+
+
+def _transforms(workload: Workload, config: ParallelismConfig, mesh: DeviceMesh) -> list[Transform]:
+    """Return the transforms of a step on ``mesh``."""
+    if config.cp == 1:
+        return [*workload.transforms]
+    if not workload.batch_seq_dims:
+        raise ConfigError(
+            f"plan: cp={config.cp} shards sequences, but the workload has no batch_seq_dims. Pass for example "
+            "Workload(batch_seq_dims={'input_ids': 1, 'labels': 1})."
+        )
+    dims, buffer_dims = workload.batch_seq_dims, workload.buffer_seq_dims
+    return [*workload.transforms, context_parallel(mesh, batch_seq_dims=dims, buffer_seq_dims=buffer_dims)]
 
 
 def _strides(config: ParallelismConfig) -> dict[str, int]:
     """Return the distance between neighbours along each axis that ``shard_model`` and ``build_mesh`` use."""
-    return {"dp_shard": config.tp, "dp_all": config.tp, "dp_replicate": config.world_size // config.dp_replicate}
+    shared = dict.fromkeys(("dp_shard", "dp_all", "cp"), config.tp)
+    return {**shared, "dp_replicate": config.world_size // config.dp_replicate}
 
 
 def _shard(workload: Workload, config: ParallelismConfig, mesh: DeviceMesh, model: nn.Module) -> nn.Module:

@@ -148,7 +148,7 @@ def step_seconds(estimate: MemoryEstimate, accelerator: Accelerator, network: Ne
         links, control = communication_seconds(estimate.traffic, network), control_seconds(config.world_size, network)
         exposed = _exposed_seconds(estimate, network, links, compute)
     total = compute + update + exposed + control
-    samples = config.world_size // config.tp * estimate.microbatch_size * estimate.microbatches
+    samples = config.world_size // (config.cp * config.tp) * estimate.microbatch_size * estimate.microbatches
     return StepSeconds(
         compute=compute,
         update=update,

@@ -15,12 +15,13 @@ class CollectiveTraffic:
     """Collectives of one kind in a step of one rank.
 
     Args:
-        op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``broadcast`` and so on, as in ``count_collectives``.
+        op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``permute`` and so on, as in ``count_collectives``.
         ranks: number of ranks in each.
         count: number of collectives.
         bytes: logical size: of the whole gathered parameters, of the whole reduced gradients.
         stride: distance between the global ranks of neighbours in the group; 1 for neighbours on a node.
-        bytes_sent: bytes sent by this rank in a ring: (n - 1) / n of the bytes, twice that for an all-reduce.
+        bytes_sent: bytes sent by this rank in a ring: (n - 1) / n of the bytes, twice that for an all-reduce, and all of them
+            for a permute.
     """
 
     op: str
@@ -31,6 +32,8 @@ class CollectiveTraffic:
 
     @property
     def bytes_sent(self) -> int:
+        if self.op == "permute":
+            return self.bytes
         passes = 2 if self.op == "all_reduce" else 1
         return round(passes * self.bytes * (self.ranks - 1) / self.ranks)
 

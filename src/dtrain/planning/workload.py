@@ -46,6 +46,8 @@ class Workload:
         transforms: transforms of ``compose_step``, without ``auto_microbatch``.
         shard_args: further arguments of ``shard_model`` (``ignored_params``, ``forward_methods``, ``buffers``).
         step_args: further arguments of ``microbatch_step`` (``batch_spec``, ``weight_fn``).
+        batch_seq_dims: as in ``transforms.context_parallel``, for plans with ``cp``.
+        buffer_seq_dims: likewise.
 
     Example:
         >>> import dtrain as dt
@@ -67,6 +69,8 @@ class Workload:
     transforms: Sequence[Transform] = ()
     shard_args: Mapping[str, Any] = field(default_factory=dict)
     step_args: Mapping[str, Any] = field(default_factory=dict)
+    batch_seq_dims: Mapping[str, int] = field(default_factory=dict)
+    buffer_seq_dims: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name, shape in (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -92,7 +93,8 @@ class ExportCheck:
 
     def _read(self, path: Path) -> Values:
         part = _SHARD.search(path.name)
-        if path.suffix != ".safetensors":
+        # torch.save writes zip files, whatever their name.
+        if zipfile.is_zipfile(path):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
             return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
         tensors = safetensors.torch.load_file(path)
@@ -103,14 +105,17 @@ class ExportCheck:
         return whole if part[1] == part[2] else {}
 
     def _model_of(self, exported: Values) -> tuple[nn.Module | None, Any, Any]:
-        """Return the model that has the most names of a file, with inputs."""
-        best: tuple[int, tuple[nn.Module | None, Any, Any]] = (0, (None, None, None))
+        """Return the model that has the most tensors of a file by name and shape, else by name alone, with inputs."""
+        best: tuple[tuple[int, int], tuple[nn.Module | None, Any, Any]] = ((0, 0), (None, None, None))
         for module, args, kwargs in self._held.values():
             inner = unwrap_module(module)
-            own = _tensors(inner)
-            names = [*own, *parameters_by_fqn(inner)[1]]
-            count = sum(matching_name(name, names) is not None for name in exported)
-            if count > best[0] and not any(tensor.is_meta for tensor in own.values()):
+            own, aliases = _tensors(inner), parameters_by_fqn(inner)[1]
+            if any(tensor.is_meta for tensor in own.values()):
+                continue
+            known = {name: matching_name(name, [*own, *aliases]) for name in exported}
+            shapes = {name: own[aliases.get(other, other)].shape for name, other in known.items() if other is not None}
+            count = sum(exported[name].shape == shape for name, shape in shapes.items()), len(shapes)
+            if count > best[0]:
                 best = count, (module, args, kwargs)
         return best[1]
 

@@ -58,6 +58,8 @@ class PlainLoop(UpdateObserver):
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
+        if recorder.ignores_updates:
+            return
         part = recorder.part = recorder.part_of(optimizer)
         recorder.step = recorder.updates.setdefault(part, recorder.config.first_step)
         if self._loaded is not None:
@@ -70,6 +72,8 @@ class PlainLoop(UpdateObserver):
 
     def _update_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
+        if recorder.ignores_updates:
+            return
         part = recorder.part_of(optimizer)
         if recorder.records_updates(part):
             recorder.write_parameters(part)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from dtrain.batch import list_tensors
-from dtrain.dtensor import full_tensor, is_dtensor
+from dtrain.dtensor import full_tensor
 from dtrain.durations import Duration
 from dtrain.prove.evaluations import Evaluations
 from dtrain.prove.models import ScriptModels
@@ -126,9 +126,9 @@ class RankRecorder:
 
     def run_starts(self, model: Any, optimizer: Any) -> None:
         """See ``dist.recorder.Recorder``."""
+        self._start_dtrain_loop()
         self.models.add(model)
         self.part_of(optimizer)
-        self.steps_of_dtrain = True
 
     def run_goal(self, loader: Any, goal: Any) -> Any:
         """See ``dist.recorder.Recorder``."""
@@ -169,11 +169,19 @@ class RankRecorder:
         """Return the number of an optimizer, in the order of the first use."""
         return self._parts.setdefault(id(optimizer), len(self._parts))
 
+    def _start_dtrain_loop(self) -> None:
+        """Forget a loop by hand that prepares the training, such as that of a codec on rank 0: other ranks may not run it."""
+        if not self.steps_of_dtrain:
+            self.steps_of_dtrain, self.part, self.step = True, 0, self.config.first_step
+            for seen in (self._parts, self.updates, self._initial):
+                seen.clear()
+            self.log.write("loop_starts")
+
     # ---- a step ----
 
     def step_begins(self, state: Any, batch: Any) -> None:
         """See ``dist.recorder.Recorder``."""
-        self.steps_of_dtrain = True
+        self._start_dtrain_loop()
         part = self.part = self.part_of(state.optimizer)
         self.step = state.step
         self.facts = StepFacts()
@@ -294,7 +302,7 @@ class RankRecorder:
             ties=self.models.ties(),
             lr=[float(group["lr"]) for group in optimizer.param_groups if "lr" in group],
         )
-        self._write_optimizer_state(optimizer, part)
+        self.log.write_optimizer_state(optimizer, step=step, part=part)
 
     def write_gradients(self, optimizer: Any, params: Sequence[Tensor] | None = None) -> None:
         """Write the gradients of ``params``, or of all parameters of the optimizer."""
@@ -306,19 +314,6 @@ class RankRecorder:
             if param.grad is not None and (chosen is None or id(param) in chosen):
                 name = names.get(id(param), f"optimizer.{number}")
                 self.log.write_tensor("gradient", name, param.grad, step=step, part=part, order=number)
-
-    def _write_optimizer_state(self, optimizer: Any, part: int) -> None:
-        """Write one digest of the optimizer's state on this rank, and its norm."""
-        tensors = [
-            value
-            for state in optimizer.state.values()
-            if isinstance(state, Mapping)
-            for value in state.values()
-            if isinstance(value, Tensor) and value.numel() > 1
-        ]
-        flat = [flatten(value._local_tensor if is_dtensor(value) else value) for value in tensors]
-        norm = sum(float(each.square().sum()) for each in flat) ** 0.5
-        self.log.write("optimizer_state", step=self.step, part=part, tensors=len(flat), norm=repr(norm))
 
     def step_ends(self, state: Any) -> None:
         """See ``dist.recorder.Recorder``."""
@@ -372,6 +367,11 @@ class RankRecorder:
         )
         if source == "log":
             self.facts.events = []
+
+    @property
+    def ignores_updates(self) -> bool:
+        """Whether updates by hand only prepare the training, which runs dtrain's step."""
+        return self.steps_of_dtrain or self.config.has_dtrain_loop
 
     def records_updates(self, part: int) -> bool:
         """Return True if the next update of a loop by hand is recorded."""

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dtrain.batch import list_tensors
-from dtrain.dtensor import full_tensor
+from dtrain.dtensor import full_tensor, to_local
 from dtrain.prove.run_config import SKETCH_SIZE
 
 _DIGEST_BYTES = 8
@@ -79,6 +79,19 @@ class RunLog:
             sketch=at,
             **content,
         )
+
+    def write_optimizer_state(self, optimizer: Any, *, step: int, part: int) -> None:
+        """Write the number of tensors in the optimizer's state on this rank, and their norm."""
+        tensors = [
+            value
+            for state in optimizer.state.values()
+            if isinstance(state, Mapping)
+            for value in state.values()
+            if isinstance(value, Tensor) and value.numel() > 1
+        ]
+        flat = [flatten(to_local(value)) for value in tensors]
+        norm = sum(float(each.square().sum()) for each in flat) ** 0.5
+        self.write("optimizer_state", step=step, part=part, tensors=len(flat), norm=repr(norm))
 
 
 def flatten(tensor: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ KINDS = (
 TENSORS = ("initial", "gradient", "parameter", "buffer", "transform", "exported")
 """Kinds of facts that are tensors."""
 
+_OF_UPDATES = ("initial", "gradient", "parameter", "buffer", "optimizer", "optimizer_state", "step")
+
 BITS = {"float64": 53, "float32": 24, "float16": 11, "bfloat16": 8, "float8_e4m3fn": 4, "float8_e5m2": 3}
 """Bits of the significand of each dtype; ``2.0 ** -bits`` is the largest relative error of one rounding."""
 
@@ -162,7 +164,7 @@ def read_record(name: str, folder: Path) -> RunRecord:
     """Read the record of a run from its folder. A killed rank may have left half a line, which is skipped."""
     ranks: list[list[Row]] = []
     while (path := folder / f"rank-{len(ranks)}.jsonl").exists():
-        ranks.append(list(_read_rows(path)))
+        ranks.append(_without_preparation(list(_read_rows(path))))
     numbers_path = folder / "rank-0.f64"
     whole = numbers_path.stat().st_size // 8 if numbers_path.exists() else 0
     numbers = np.fromfile(numbers_path, count=whole) if whole else np.empty(0)
@@ -177,6 +179,12 @@ def _read_rows(path: Path) -> Iterator[Row]:
             yield json.loads(line)
         except ValueError:
             continue
+
+
+def _without_preparation(rows: list[Row]) -> list[Row]:
+    """Drop the updates of a loop by hand before the start of dtrain's loop. Only the first run records them."""
+    start = next((place for place, row in enumerate(rows) if row["kind"] == "loop_starts"), 0)
+    return [row for place, row in enumerate(rows) if place >= start or row["kind"] not in _OF_UPDATES]
 
 
 def _facts(ranks: list[list[Row]], numbers: Any) -> Iterator[Fact]:
@@ -296,10 +304,11 @@ def _metric_facts(rows: Sequence[Row]) -> Iterator[Fact]:
 
 
 def _evaluation_facts(ranks: list[list[Row]]) -> Iterator[Fact]:
-    per_rank = [[row for row in rows if row["kind"] == "evaluation"] for rows in ranks]
-    seen: Counter[tuple[int, int]] = Counter()
-    for index, row in enumerate(per_rank[0]):
-        by_rank = [[tuple(samples) for samples in rows[index]["batches"]] for rows in per_rank if index < len(rows)]
+    # An evaluation that only some ranks run, such as that of a codec which rank 0 trains, must not shift the others.
+    per_rank = [_evaluations_by_place(rows) for rows in ranks]
+    for index, (step, part, number) in enumerate(per_rank[0]):
+        rows = [found for evaluations in per_rank if (found := evaluations.get((step, part, number))) is not None]
+        by_rank = [[tuple(samples) for samples in each["batches"]] for each in rows]
         # Ranks that all run the same batch repeat it, for example to generate text.
         repeated = Counter(by_rank[0]) if len(by_rank) > 1 else Counter()
         for batches in by_rank[1:]:
@@ -307,11 +316,21 @@ def _evaluation_facts(ranks: list[list[Row]]) -> Iterator[Fact]:
         everything = Counter(sample for batches in by_rank for samples in batches for sample in samples)
         extra = Counter({batch: count * (len(by_rank) - 1) for batch, count in repeated.items()})
         value = everything - Counter(sample for batch in extra.elements() for sample in batch)
-        step, part = row["step"], row.get("part", 0)
-        seen[step, part] += 1
         lists = tuple(tuple(sample for samples in batches for sample in samples) for batches in by_rank)
-        name = f"evaluation {seen[step, part]}"
+        name = f"evaluation {number}"
         yield Fact(step=step, part=part, kind="evaluation", name=name, value=value, by_rank=lists, order=index)
+
+
+def _evaluations_by_place(rows: Sequence[Row]) -> dict[tuple[int, int, int], Row]:
+    """Return the evaluations of a rank by step, part, and number among those of the step."""
+    seen: Counter[tuple[int, int]] = Counter()
+    found = {}
+    for row in rows:
+        if row["kind"] == "evaluation":
+            place = row["step"], row.get("part", 0)
+            seen[place] += 1
+            found[*place, seen[place]] = row
+    return found
 
 
 def matching_name(name: str, known: Collection[str]) -> str | None:

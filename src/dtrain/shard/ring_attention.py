@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from dtrain.dtensor import to_local
+
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 # Dim of positions in the tensors of ``scaled_dot_product_attention``.
@@ -84,23 +86,24 @@ def _cpu_kernels() -> Iterator[None]:
 def _attend(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...]:
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    axis, (query, key, value, *rest), options = _local(args, options)
-    names = ("dropout_p", "is_causal")
-    options |= dict(zip(names, rest, strict=False))
+    query, key, value, *rest = (_local(value) for value in args)
+    options = dict(zip(("dropout_p", "is_causal"), rest, strict=False)) | {name: _local(each) for name, each in options.items()}
     with _sums_in_dtype_of(query):
-        parts = _attention._templated_ring_attention(axis.get_group(), _SEQ_DIM, kernel, query, key, value, **options)
-    return _as_dtensors(parts, axis)
+        parts = _attention._templated_ring_attention(
+            args[0].device_mesh.get_group(), _SEQ_DIM, kernel, query, key, value, **options
+        )
+    return _as_shards(parts, args[0])
 
 
 def _attend_backward(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, ...]:
     from torch.distributed.tensor.experimental._context_parallel import _attention
 
-    axis, (grad, query, key, value, out, logsumexp, dropout_p, is_causal), options = _local(args, options)
+    grad, query, key, value, out, logsumexp, dropout_p, is_causal = (_local(value) for value in args)
     ring = _attention._templated_ring_attention_backward
     tensors = {"query": query, "key": key, "value": value, "out": out, "logsumexp": logsumexp}
     with _sums_in_dtype_of(query):
         parts = ring(
-            axis.get_group(),
+            args[0].device_mesh.get_group(),
             _SEQ_DIM,
             kernel,
             grad_out=grad,
@@ -108,26 +111,18 @@ def _attend_backward(kernel: Any, args: tuple[Any, ...], options: Mapping[str, A
             is_causal=is_causal,
             dropout_p=dropout_p,
             **tensors,
-            **options,
+            **{name: _local(each) for name, each in options.items()},
         )
-    return _as_dtensors(parts, axis)
+    return _as_shards(parts, args[0])
 
 
-def _local(args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[DeviceMesh, list[Any], dict[str, Any]]:
-    """Return the mesh of the arguments, and the arguments with this rank's tensors."""
-    from torch.distributed.tensor import DTensor
-
-    def local(value: Any) -> Any:
-        return value.to_local() if isinstance(value, DTensor) else value
-
-    axis = next(value.device_mesh for value in args if isinstance(value, DTensor))
-    return axis, [local(value) for value in args], {name: local(value) for name, value in options.items()}
+def _local(value: Any) -> Any:
+    return to_local(value) if isinstance(value, Tensor) else value
 
 
-def _as_dtensors(parts: Sequence[Tensor], axis: DeviceMesh) -> tuple[Any, ...]:
-    from torch.distributed.tensor import DTensor, Shard
-
-    return tuple(DTensor.from_local(part, axis, [Shard(_SEQ_DIM)], run_check=False) for part in parts)
+def _as_shards(parts: Sequence[Tensor], like: Any) -> tuple[Any, ...]:
+    """Return DTensors with these shards, sharded over the same ranks and the same dim as ``like``."""
+    return tuple(type(like).from_local(part, like.device_mesh, like.placements, run_check=False) for part in parts)
 
 
 @contextmanager

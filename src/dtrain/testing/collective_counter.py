@@ -22,13 +22,14 @@ class CollectiveCall:
 
     Args:
         op: ``all_reduce``, ``reduce_scatter``, ``all_gather``, ``broadcast``, ``reduce``, ``gather``, ``scatter``,
-            ``all_to_all``, ``send``, ``recv``, ``barrier``; torch's own name for any other collective.
+            ``all_to_all``, ``permute`` (an ``all_to_all`` in which each rank sends all of its data to one rank), ``send``,
+            ``recv``, ``barrier``; torch's own name for any other collective.
         group: ``"training"`` (the default group), ``"control"``, ``"background"``, the axis of a mesh (``"dp_shard"``), or
             ``"other"``. torch creates no new group for an axis over all ranks, so its group is ``"training"``.
         group_size: number of ranks in the group, this rank included.
-        bytes: *logical* size of the whole buffer, regardless of the backend: of the input for ``reduce_scatter`` and
-            ``all_to_all``, of the output for ``all_gather``, of the buffers of all ranks for ``gather`` and ``scatter``, of the
-            tensor for ``all_reduce``, ``broadcast``, ``reduce``, ``send`` and ``recv``, 0 for ``barrier``.
+        bytes: *logical* size of the whole buffer, regardless of the backend: of the input for ``reduce_scatter``,
+            ``all_to_all`` and ``permute``, of the output for ``all_gather``, of the buffers of all ranks for ``gather`` and
+            ``scatter``, of the tensor for ``all_reduce``, ``broadcast``, ``reduce``, ``send`` and ``recv``, 0 for ``barrier``.
         dtype: dtype of the elements, such as ``"float32"``.
     """
 
@@ -169,13 +170,19 @@ def describe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     kind = _OP_ARGUMENTS.get(func.name().removesuffix(".default"), _OpArguments(func.name()))
     tensors = list(_iter_tensors(list(arguments.values())[kind.tensor_argument]))
     size = sum(t.numel() * t.element_size() for t in tensors) * (group.size() if kind.per_rank else 1)
+    is_permute = kind.op == "all_to_all" and _sends_to_one_rank(arguments)
     yield CollectiveCall(
-        op=kind.op,
+        op="permute" if is_permute else kind.op,
         group=_group_name(group),
         group_size=group.size(),
         bytes=0 if kind.op == "barrier" else size,
         dtype=str(tensors[0].dtype).removeprefix("torch.") if tensors else "none",
     )
+
+
+def _sends_to_one_rank(arguments: dict[str, Any]) -> bool:
+    sizes = arguments.get("input_split_sizes")
+    return isinstance(sizes, (list, tuple)) and sum(bool(size) for size in sizes) == 1
 
 
 def _group_name(group: dist.ProcessGroup) -> str:
