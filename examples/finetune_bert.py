@@ -31,7 +31,7 @@ def arguments() -> argparse.Namespace:
     option("--data", type=Path, metavar="FILE", help="a .csv, .jsonl or .parquet (default: the standard library's docstrings)")
     option("--out", type=Path, default=Path("ckpt/finetune_bert"), help="all of the run (%(default)s)")
     option("--until", default="3ep", help="length of the run, as 3ep or 400ba (%(default)s)")
-    option("--batch", type=int, default=32, help="samples of a step on each rank (%(default)s)")
+    option("--batch", type=int, default=64, help="samples of a step, over all ranks (%(default)s)")
     option("--microbatch", type=int, default=8, help="samples at a time; 0: as many as fit (%(default)s)")
     option("--seq", type=int, default=128, help="tokens that a text is cut and padded to (%(default)s)")
     option("--lr", type=float, help="peak rate (2e-5; 2e-3 without --model: random weights have further to go)")
@@ -71,8 +71,8 @@ def main() -> None:
         model = dt.materialize(model, seed=args.seed, init=model._init_weights)
         load_into_(model, folder, config)
         load = partial(dt.build_loader, mesh=mesh, seed=args.seed, num_workers=args.workers)
-        size = args.batch * dist.world_size
-        loader, quiz = load(train, global_batch_size=size), load(held_out, global_batch_size=4 * size, shuffle=False)
+        loader = load(train, global_batch_size=args.batch)
+        quiz = load(held_out, global_batch_size=4 * args.batch, shuffle=False)
         length = loader.run_length(args.until)
         groups = dt.optim.param_groups(
             model, weight_decay=args.weight_decay, no_decay=lambda _, p: args.spare_norms and p.ndim < 2

@@ -171,7 +171,7 @@ def steps_of(out: Path) -> list[str]:
 def run_twice(folder: str) -> dict[str, bool]:
     """Compare the end of a run with the end of the same run after its last epoch was lost."""
     out = Path(folder) / "run"
-    how = ["--lr", "1e-3", "--precision", "bf16", "--microbatch", "2", "--spare-norms"]
+    how = ["--lr", "1e-3", "--precision", "bf16", "--batch", "8", "--microbatch", "2", "--spare-norms"]
     seen = []
     for _ in range(2):
         printed = run_here(Path(folder), *how)

@@ -73,6 +73,14 @@ def test_the_first_difference_is_the_first_in_program_order(tmp_path):
     assert [difference.kind for difference in comparison.differences] == ["gradient", "lr"]
 
 
+@pytest.mark.parametrize(("rates", "kinds"), [([0.1, 0.2, 0.2], []), ([0.1, 0.2, 0.3], ["lr"])], ids=["split", "another rate"])
+def test_groups_that_a_strategy_splits_have_the_rates_of_the_whole(tmp_path, rates, kinds):
+    a = write_run(tmp_path / "a", [{"losses": [[6.0, 3.0]], "lr": [0.1, 0.2]}], gradient=[1.0])
+    b = write_run(tmp_path / "b", [{"losses": [[6.0, 3.0]], "lr": rates}], gradient=[1.0])
+    comparison = compare_records(a, b, same_layout=False)
+    assert [difference.kind for difference in comparison.differences] == kinds
+
+
 def test_samples_are_compared_over_all_ranks_in_any_order(tmp_path):
     a = write_run(tmp_path / "a", [{"samples": ["1/x", "2/y", "3/z"]}])
     b = write_run(tmp_path / "b", [{"samples": ["3/z"]}, {"samples": ["2/y", "1/x"]}])

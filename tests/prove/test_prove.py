@@ -10,6 +10,7 @@ import dtrain as dt
 
 LOOP = Path(__file__).with_name("loop.py")
 IN_BACKWARD = Path(__file__).with_name("in_backward.py")
+CONTRAST = Path(__file__).with_name("contrast.py")
 BUGS = Path(__file__).parent / "bugs"
 
 
@@ -23,6 +24,13 @@ def test_correct_loop_agrees_in_all_runs(tmp_path, monkeypatch):
     assert any(name.endswith("resumed") and verdict == "bitwise" for name, verdict in verdicts.items())
     assert "1 rank, as written" in verdicts
     assert list(tmp_path.iterdir()) == []
+
+
+def test_forwards_of_a_gradient_cache_and_of_recomputation_draw_alike_in_all_runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    report = dt.testing.prove(CONTRAST, ranks=(2,), steps=2, timeout_s=600.0)
+    assert report.passed, report.text()
+    assert {"2 ranks", "activation checkpointing off"} <= {row.name for row in report.rows}
 
 
 def test_report_of_a_bug_names_step_cause_and_page(tmp_path, monkeypatch):

@@ -48,6 +48,10 @@ class Recorder(Protocol):
         """Observe the start of a forward of the step, or of ``evaluate``."""
         ...
 
+    def forward_ends(self) -> None:
+        """Observe the end of a forward that has no loss of its own."""
+        ...
+
     def loss(self, loss: Any, *, padding: bool = False) -> None:
         """Observe the ``LossSum`` of a microbatch, at the end of its forward. ``padding`` microbatches do not count."""
         ...

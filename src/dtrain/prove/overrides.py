@@ -147,6 +147,7 @@ class EvenRandom:
     def __init__(self, on_draw: Callable[[], None], *, active: bool) -> None:
         self._on_draw, self._active = on_draw, active
         self._samples: int | None = None
+        self._last: int | None = None
         self._saved: Tensor | None = None
         self._batch, self._step, self._number = 0, 0, 0
         for name in ("rand", "randn", "randint"):
@@ -165,7 +166,7 @@ class EvenRandom:
 
     def begin(self, step: int, samples: int) -> None:
         """Begin a forward over ``samples``. Mutates: torch's global generator, until ``end``, if active."""
-        self._samples = samples
+        self._samples = self._last = samples
         if self._active and self._saved is None:
             self._saved = torch.get_rng_state()
             torch.manual_seed(derive_seed("prove", step))
@@ -177,18 +178,24 @@ class EvenRandom:
             torch.set_rng_state(self._saved)
             self._saved = None
 
+    def _samples_of_forward(self) -> int | None:
+        """Return the samples of the running forward, also while backward computes a part of it again; None outside of both."""
+        is_backward = torch._C._current_graph_task_id() != -1
+        return self._last if self._samples is None and is_backward else self._samples
+
     def _has_rows(self, shape: Any, kwargs: Any) -> bool:
         """Return True if a draw of ``shape`` has rows for samples. Observes the draw."""
         if kwargs.get("generator") is not None:
             return False
-        if self._samples is None:
+        samples = self._samples_of_forward()
+        if samples is None:
             # Between two forwards only a draw for the whole batch is noise of samples.
             of_batch = bool(self._batch and len(shape) and shape[0] == self._batch)
             if of_batch:
                 self._on_draw()
             return of_batch and self._active
         self._on_draw()
-        return bool(self._active and len(shape) and self._samples and shape[0] % self._samples == 0 and shape[0])
+        return bool(self._active and len(shape) and samples and shape[0] % samples == 0 and shape[0])
 
     @contextmanager
     def _row_generator(self) -> Iterator[None]:
@@ -197,8 +204,8 @@ class EvenRandom:
         In a forward its seed is one draw of the global generator, which advances by one draw of any shape. Between forwards the
         global generators of the ranks differ, and the seed is that of the step and the number of the draw.
         """
-        samples, batch = self._samples, self._batch
-        self._samples, self._batch = None, 0
+        saved, samples = (self._samples, self._last, self._batch), self._samples_of_forward()
+        self._samples, self._last, self._batch = None, None, 0
         if samples is None:
             self._number += 1
             seed = derive_seed("prove batch", self._step, self._number)
@@ -210,7 +217,7 @@ class EvenRandom:
             yield
         finally:
             torch.set_rng_state(state)
-            self._samples, self._batch = samples, batch
+            self._samples, self._last, self._batch = saved
 
     def _sized(self, draw: Any, skip: int) -> Any:
         @functools.wraps(draw)
@@ -252,7 +259,7 @@ class EvenRandom:
     def _dropout(self, drop: Any) -> Any:
         @functools.wraps(drop)
         def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-            if not training or not p or self._samples is None:
+            if not training or not p or self._samples_of_forward() is None:
                 return drop(input, p, training, inplace)
             self._on_draw()
             return input if self._active else drop(input, p, training, inplace)
@@ -261,11 +268,13 @@ class EvenRandom:
 
     def _attention(self, attend: Any) -> Any:
         @functools.wraps(attend)
-        def attention(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, **kwargs: Any) -> Any:
-            if dropout_p and self._samples is not None:
+        def attention(
+            query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any
+        ) -> Any:
+            if dropout_p and self._samples_of_forward() is not None:
                 self._on_draw()
                 dropout_p = 0.0 if self._active else dropout_p
-            return attend(query, key, value, attn_mask, dropout_p, **kwargs)
+            return attend(query, key, value, attn_mask, dropout_p, *args, **kwargs)
 
         return attention
 

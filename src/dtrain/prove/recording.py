@@ -21,14 +21,13 @@ from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from dtrain.batch import list_tensors
-from dtrain.dtensor import full_tensor
 from dtrain.durations import Duration
 from dtrain.prove.evaluations import Evaluations
 from dtrain.prove.models import ScriptModels
 from dtrain.prove.module_outputs import ModuleOutputs
 from dtrain.prove.overrides import EvenRandom, FrozenStatistics, cast_floats, use_one_dtype
 from dtrain.prove.run_config import SAVE_INTERVAL, RunConfig
-from dtrain.prove.run_log import RunLog, count_samples, digest, flatten, named_tensors, sample_hashes
+from dtrain.prove.run_log import RunLog, count_samples, digest, flatten, is_number, named_tensors, sample_hashes, to_number
 from dtrain.prove.script_variables import model_values, script_frames, script_variables
 
 # A loop that cannot be shortened runs to its own end, or to this many updates.
@@ -253,11 +252,15 @@ class RankRecorder:
         self.facts.shapes += [list(tensor.shape[1:]) for tensor in list_tensors(batch)[:1]]
         self.random.begin(self.step, count_samples(batch))
 
+    def forward_ends(self) -> None:
+        """See ``dist.recorder.Recorder``."""
+        self.random.end()
+
     def loss(self, loss: Any, *, padding: bool = False) -> None:
         """See ``dist.recorder.Recorder``."""
         self.random.end()
         if not padding:
-            self.facts.losses.append((_number(loss.total), _number(loss.weight)))
+            self.facts.losses.append((to_number(loss.total), to_number(loss.weight)))
             self.facts.backwards += 1
 
     def update_begins(self, state: Any, params: Sequence[Tensor] | None = None) -> None:
@@ -361,7 +364,7 @@ class RankRecorder:
         """See ``dist.recorder.Recorder``."""
         self.random.end()
         self.evaluations.number_shown()
-        plain = {name: _number(value) for name, value in numbers.items() if _is_number(value)}
+        plain = {name: to_number(value) for name, value in numbers.items() if is_number(value)}
         self.log.write(
             "metrics", step=self.step, part=self.part, source=source, at=step, numbers=plain, events=list(self.facts.events)
         )
@@ -390,11 +393,3 @@ class RankRecorder:
     def saved(self, step: int, path: str) -> None:
         """See ``dist.recorder.Recorder``."""
         self.log.write("saved", step=step, path=path)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
-
-
-def _number(value: Any) -> float:
-    return float(full_tensor(value.detach())) if isinstance(value, Tensor) else float(value)

@@ -184,3 +184,13 @@ def named_tensors(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from named_tensors(value, f"{path}.{key}" if path else str(key))
     elif isinstance(tree, int | float):
         yield path, torch.tensor(float(tree), dtype=torch.float64)
+
+
+def is_number(value: Any) -> bool:
+    """Return True for a number, or a tensor of one element."""
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def to_number(value: Any) -> float:
+    """Return a number, or the element of a tensor. Collective: for a DTensor, as in ``full_tensor``."""
+    return float(full_tensor(value.detach())) if isinstance(value, Tensor) else float(value)

@@ -25,6 +25,7 @@ from dtrain.batch import (
     narrow_batch,
     to_device,
 )
+from dtrain.dist.context import current_context
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import restore_buffers
@@ -133,6 +134,8 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     check_loss(loss, caller=_NAME)
     if state.step == 0:
         warn_if_mean(loss, _NAME)
+    if (recorder := current_context().recorder) is not None:
+        recorder.loss(loss)
     param_grads = _compute_output_grads(state, cache, normalizer.scaled_loss(loss, loss.total))
     # Forwards without a backward left parameters unsharded.
     if cache.recomputes:
@@ -336,8 +339,13 @@ class ModelProxy:
 
 def _forward(model: nn.Module, call: _CachedForward, index: int) -> tuple[list[Any], TreeSpec]:
     args, kwargs = call.microbatch_inputs(index)
+    recorder = current_context().recorder
+    if recorder is not None:
+        recorder.forward_begins([args, kwargs])
     with call.autocast():
         flat, tree = tree_flatten(model(*args, **kwargs))
+    if recorder is not None:
+        recorder.forward_ends()
     rows = count_samples([args, kwargs])
     for leaf in flat:
         if not isinstance(leaf, (Tensor, *_PLAIN_TYPES)) or (isinstance(leaf, Tensor) and leaf.shape[:1] != (rows,)):
