@@ -270,4 +270,4 @@ def test_help_shows_the_run_command(monkeypatch, capsys):
     assert end.value.code == 0
     printed = capsys.readouterr().out
     assert "dtrain launch -n 2 examples/finetune_bert.py" in printed
-    assert all(default in printed for default in ("(3ep)", "(32)", "(8)", "(128)", "(0.01)", "(2ep)", "(4)", "(42)", "2e-5"))
+    assert all(default in printed for default in ("(3ep)", "(64)", "(8)", "(128)", "(0.01)", "(2ep)", "(4)", "(42)", "2e-5"))
