@@ -6,7 +6,7 @@
 
 Every run is a new process that imports dtrain from one of the two folders and forks its ranks. Times are the mean over the
 ranks; processor time is that of all threads of a rank. The model is tiny, the worst case: all of the time is overhead. With
-more ranks than cores a rank waits for a core, and what a waiting thread spins counts as processor time.
+more ranks than cores a rank waits for a core, and a thread that polls while it waits takes processor time.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def run_ranks_here(ranks: int, steps: int) -> Seconds:
     results = context.Queue()
     with tempfile.TemporaryDirectory() as root:
         processes = [
-            context.Process(target=_run_rank, args=(rank, environment, Path(root), steps, results)) for rank in range(ranks)
+            context.Process(target=_run_rank, args=(rank, environment, Path(root), steps, results), daemon=True)
+            for rank in range(ranks)
         ]
         for process in processes:
             process.start()
@@ -117,7 +118,7 @@ def run_ranks_here(ranks: int, steps: int) -> Seconds:
 def seconds_of(source: Path, ranks: int, steps: int) -> Seconds:
     """Return the seconds of the parts in a new process that imports dtrain from ``source``."""
     environment = os.environ | {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, __file__, "--as-child", str(ranks), "--steps", str(steps)]
+    command = [sys.executable, __file__, str(source), "--as-child", str(ranks), "--steps", str(steps)]
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True, timeout=2 * TIMEOUT_S)
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -147,6 +148,8 @@ def main() -> None:
     parser.add_argument("--as-child", type=int, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.as_child:
+        if own != args.against.resolve():
+            parser.error(f"against: {args.against} has no package dtrain. Name the folder src of a checkout.")
         print(json.dumps(run_ranks_here(args.as_child, args.steps)))
         return
     print(machine(), flush=True)

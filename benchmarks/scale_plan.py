@@ -133,7 +133,7 @@ def measure_behind_links(ranks: int, megabits: int, repeats: int) -> list[list[o
     results = context.Queue()
     with links(ranks, megabits) as names:
         processes = [
-            context.Process(target=_run_behind_link, args=(name, rank, ranks, repeats, results))
+            context.Process(target=_run_behind_link, args=(name, rank, ranks, repeats, results), daemon=True)
             for rank, name in enumerate(names)
         ]
         for process in processes:

@@ -374,10 +374,11 @@ def test_heartbeat_renews_lock_and_detects_takeover(tmp_path, monkeypatch):
             time.sleep(0.01)
         held.check()
         assert replace(on_disk(tmp_path), heartbeat_at=before.heartbeat_at) == before
-        storage.replace_file(tmp_path / LOCK_FILE, somebody().encode())
         while held._held.lost_to is None:
+            # A renewal that has just read its own lock replaces this one.
+            storage.replace_file(tmp_path / LOCK_FILE, somebody().encode())
             assert time.monotonic() < deadline
-            time.sleep(0.01)
+            time.sleep(0.05)
         (tmp_path / LOCK_FILE).unlink()  # the other has ended, but what it did to the root is not known here
         with pytest.raises(
             CheckpointError, match=r"another process has taken over the lock of this run \(host elsewhere, pid 17"

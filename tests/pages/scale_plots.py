@@ -1,7 +1,4 @@
-"""The plots of docs/scale.md: laws as lines, and the points of the page's own tables. ``python tests/written.py`` draws them.
-
-So a plot cannot differ from the figures beside it.
-"""
+"""The plots of docs/scale.md: points of the page's own tables, and laws as lines. ``python tests/written.py`` draws them."""
 
 from __future__ import annotations
 

@@ -33,6 +33,8 @@ BY_HAND = {
     "all-reduce of two levels": (("all_reduce", 8, 1), 2 * (3 * A + 3 / 4 * S / B) + 2 * (C + S / 4 / 2 / D)),
     "broadcast": (("broadcast", 4, 1), 2 * A + S / B),
     "send": (("send", 2, 4), C + S / D),
+    "permute on a node": (("permute", 4, 1), A + S / B),
+    "permute between nodes": (("permute", 8, 1), C + S / D),
     "one rank": (("all_reduce", 1, 1), 0.0),
 }
 

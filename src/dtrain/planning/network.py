@@ -90,7 +90,7 @@ class Network:
         - all-gather, reduce-scatter, all-to-all: a ring, ``(n - 1) a + (n - 1) / n S / b``;
         - all-reduce: the faster of a ring, ``2 (n - 1) a + 2 (n - 1) / n S / b``, and a tree, ``2 log2(n) a + 2 S / b``;
         - broadcast, reduce, gather, scatter: a pipelined tree, ``log2(n) a + S / b``;
-        - others, such as permute and send: ``a + S / b``.
+        - others, such as permute and send: ``a + S / b``, between nodes if the group is on several.
 
         A group with ``m`` ranks on each of ``k`` nodes works in two levels: within nodes on ``S`` bytes, and between nodes on
         ``S / m`` bytes, as each of the ``m`` ranks has its own ring over the nodes. An all-reduce is a reduce-scatter within
@@ -108,6 +108,8 @@ class Network:
         """
         inner = min(ranks, max(1, self.node_ranks // stride))
         nodes = math.ceil(ranks / inner)
+        if op in ("permute", "send", "recv"):
+            return self._level(op, size, ranks, inside=nodes == 1)
         if op == "all_reduce" and inner > 1 and nodes > 1:
             within = 2 * self._level("all_gather", size, inner, inside=True)
             return within + self._level(op, size / inner, nodes, inside=False)

@@ -248,7 +248,7 @@ def _compare_numbers(fact: Fact, partner: Fact, tolerance: float, same_layout: b
         return True, 0.0, None
     if fact.kind in ("lr", "optimizer_state"):
         a, b = tuple(fact.value), tuple(partner.value)
-        if fact.kind == "lr" and len(a) != len(b):
+        if fact.kind == "lr" and len(a) != len(b) and not same_layout:
             # A strategy may split a group of parameters, whose parts have one rate.
             a, b = tuple(sorted({*a})), tuple(sorted({*b}))
         relative = 1.0 if len(a) != len(b) else max((relative_difference(x, y) for x, y in zip(a, b, strict=True)), default=0.0)

@@ -93,8 +93,8 @@ class ExportCheck:
 
     def _read(self, path: Path) -> Values:
         part = _SHARD.search(path.name)
-        # torch.save writes zip files, whatever their name.
-        if zipfile.is_zipfile(path):
+        # torch.save writes zip files, whatever their name, and wrote other files before.
+        if zipfile.is_zipfile(path) or path.suffix in (".pt", ".pth", ".bin"):
             loaded = torch.load(path, map_location="cpu", weights_only=True)
             return {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
         tensors = safetensors.torch.load_file(path)

@@ -54,11 +54,13 @@ class PlainLoop(UpdateObserver):
 
     def is_over(self, loader: Any) -> bool:
         """Return True if a loader of training batches must end, because the run has all its steps."""
+        if self._recorder.steps_of_dtrain:
+            return False
         return id(loader) in self._training_loaders and self._recorder.updates_done() >= self._recorder.config.steps
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
-        if recorder.ignores_updates:
+        if recorder.steps_of_dtrain:
             return
         part = recorder.part = recorder.part_of(optimizer)
         recorder.step = recorder.updates.setdefault(part, recorder.config.first_step)
@@ -72,7 +74,7 @@ class PlainLoop(UpdateObserver):
 
     def _update_ends(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
-        if recorder.ignores_updates:
+        if recorder.steps_of_dtrain:
             return
         part = recorder.part_of(optimizer)
         if recorder.records_updates(part):

@@ -371,14 +371,9 @@ class RankRecorder:
         if source == "log":
             self.facts.events = []
 
-    @property
-    def ignores_updates(self) -> bool:
-        """Whether updates by hand only prepare the training, which runs dtrain's step."""
-        return self.steps_of_dtrain or self.config.has_dtrain_loop
-
     def records_updates(self, part: int) -> bool:
-        """Return True if the next update of a loop by hand is recorded."""
-        return self.updates.get(part, 0) < self.config.steps * _RECORDED
+        """Return True if the next update by hand is recorded. All runs count the updates, so that all cut a loop alike."""
+        return not self.config.has_dtrain_loop and self.updates.get(part, 0) < self.config.steps * _RECORDED
 
     def updates_done(self) -> int:
         """Return the number of complete updates of the first optimizer, since the start of the run."""

@@ -90,6 +90,7 @@ def first_runs(options: ProveOptions, folder: Path) -> list[PlannedRun]:
 
 def next_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunRecord) -> list[PlannedRun]:
     """Return the runs that the first run of the script makes possible."""
+    base = replace(base, has_dtrain_loop=bool(record.rows("layout")))
     draws = record.note("draws") is not None or record.note("frozen_statistics") is not None
     reference = EVEN if draws else BASE
     runs = []
@@ -124,7 +125,6 @@ def next_runs(options: ProveOptions, folder: Path, base: RunConfig, record: RunR
         config = _variant(base, folder, "recompute", name="activation checkpointing off", recompute=False)
         runs.append(PlannedRun(config=config, against=BASE, same_layout=True, optional=True))
     runs += _precision_runs(options, folder, base, record)
-    base = replace(base, has_dtrain_loop=bool(record.rows("layout")))
     kill_after = choose_kill(record, options.seed)
     if kill_after is not None:
         killed = f"killed after step {kill_after}"

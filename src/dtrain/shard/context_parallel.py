@@ -36,7 +36,7 @@ def context_parallel(
             afterwards.
 
     Attention must be causal (``is_causal=True``), without a mask, and have a fused kernel. On the CPU that means no dropout. In
-    float64 the gradient is that of one process to about 1e-15, so tests need no GPU.
+    float64 the gradient is that of one process to 1e-12, so tests need no GPU.
 
     Collective: torch's exchange of keys and values around the ``cp`` axis, in each attention, forward and backward.
 

@@ -7,7 +7,7 @@ one process.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -48,7 +48,11 @@ def ring_attention(
         axis, buffers=tensors, buffer_seq_dims=dims, no_restore_buffers={tensor for tensor, _ in sequences}
     )
     try:
-        with _cpu_kernels() if axis.device_type == "cpu" else nullcontext(), sharded, sdpa_kernel(_fused_backends()):
+        with (
+            _cpu_kernels() if axis.device_type == "cpu" else nullcontext(),
+            _always_restored(sharded),
+            sdpa_kernel(_fused_backends()),
+        ):
             yield
     except RuntimeError as error:
         if any(text in str(error) for text in _REFUSALS):
@@ -57,6 +61,16 @@ def ring_attention(
                 "the CPU, dropout has none: set dropout_p to 0 there."
             )
         raise
+
+
+@contextmanager
+def _always_restored(context: AbstractContextManager[Any]) -> Iterator[None]:
+    """Enter torch's context, which restores nothing after an exception, and leave it as if there were none."""
+    context.__enter__()
+    try:
+        yield
+    finally:
+        context.__exit__(None, None, None)
 
 
 def _fused_backends() -> list[SDPBackend]:
@@ -88,6 +102,8 @@ def _attend(kernel: Any, args: tuple[Any, ...], options: Mapping[str, Any]) -> t
 
     query, key, value, *rest = (_local(value) for value in args)
     options = dict(zip(("dropout_p", "is_causal"), rest, strict=False)) | {name: _local(each) for name, each in options.items()}
+    if options.pop("attn_mask", None) is not None:
+        raise RuntimeError("attn_bias is not supported")
     with _sums_in_dtype_of(query):
         parts = _attention._templated_ring_attention(
             args[0].device_mesh.get_group(), _SEQ_DIM, kernel, query, key, value, **options

@@ -342,10 +342,12 @@ def _forward(model: nn.Module, call: _CachedForward, index: int) -> tuple[list[A
     recorder = current_context().recorder
     if recorder is not None:
         recorder.forward_begins([args, kwargs])
-    with call.autocast():
-        flat, tree = tree_flatten(model(*args, **kwargs))
-    if recorder is not None:
-        recorder.forward_ends()
+    try:
+        with call.autocast():
+            flat, tree = tree_flatten(model(*args, **kwargs))
+    finally:
+        if recorder is not None:
+            recorder.forward_ends()
     rows = count_samples([args, kwargs])
     for leaf in flat:
         if not isinstance(leaf, (Tensor, *_PLAIN_TYPES)) or (isinstance(leaf, Tensor) and leaf.shape[:1] != (rows,)):

@@ -170,7 +170,7 @@ def describe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     kind = _OP_ARGUMENTS.get(func.name().removesuffix(".default"), _OpArguments(func.name()))
     tensors = list(_iter_tensors(list(arguments.values())[kind.tensor_argument]))
     size = sum(t.numel() * t.element_size() for t in tensors) * (group.size() if kind.per_rank else 1)
-    is_permute = kind.op == "all_to_all" and _sends_to_one_rank(arguments)
+    is_permute = func.name().startswith("_c10d_functional::all_to_all_single") and _is_permute(arguments)
     yield CollectiveCall(
         op="permute" if is_permute else kind.op,
         group=_group_name(group),
@@ -180,9 +180,10 @@ def describe_collective(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     )
 
 
-def _sends_to_one_rank(arguments: dict[str, Any]) -> bool:
-    sizes = arguments.get("input_split_sizes")
-    return isinstance(sizes, (list, tuple)) and sum(bool(size) for size in sizes) == 1
+def _is_permute(arguments: dict[str, Any]) -> bool:
+    """Return True if this rank sends all of its data to one rank, and receives from one rank."""
+    sizes = [arguments.get(name) for name in ("input_split_sizes", "output_split_sizes")]
+    return all(isinstance(each, (list, tuple)) and sum(bool(size) for size in each) == 1 for each in sizes)
 
 
 def _group_name(group: dist.ProcessGroup) -> str:

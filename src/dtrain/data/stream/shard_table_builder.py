@@ -175,6 +175,7 @@ class ShardTableBuilder:
 def _hash_shards(groups: Sequence[ShardGroup], columns: Mapping[str, NDArray[Any]]) -> str:
     state = xxhash.xxh3_128(json.dumps([asdict(group) for group in groups], sort_keys=True).encode())
     for name in ("groups", "sizes", "raw_sizes", "samples", "ends", "text"):
+        state.update(f"{name} {columns[name].dtype.str} {len(columns[name])}".encode())
         state.update(columns[name].data)
     return state.hexdigest()
 
