@@ -14,13 +14,14 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import operator
 import os
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import fmean
@@ -129,8 +130,7 @@ def measure(own: Path, other: Path, *, ranks: int, rounds: int, steps: int) -> N
         "own": lambda: seconds_of(own, ranks, steps),
         "other": lambda: seconds_of(other, ranks, steps),
     }
-    timer: Callable[[Run], Any] = lambda candidate: candidate()  # noqa: E731
-    for name, found in timed_rounds(candidates, timer, rounds=rounds).items():
+    for name, found in timed_rounds(candidates, operator.call, rounds=rounds).items():
         compared = compare(found["own"], found["other"])
         what = f"{ranks} ranks, {name}: {compared.a_s * 1e3:.3f} ms, the other {compared.b_s * 1e3:.3f} ms"
         print(verdict_line(what, compared.ratio, at_most=AT_MOST), flush=True)

@@ -22,7 +22,7 @@ class Plot:
     x: str
     y: str
     lines: Mapping[str, Sequence[tuple[float, float]]]
-    about: str
+    about: str = ""
     points: Mapping[str, Sequence[tuple[float, float]]] = field(default_factory=dict)
     is_log: bool = False
 

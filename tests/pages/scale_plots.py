@@ -62,7 +62,6 @@ def plots(page: str) -> Iterator[tuple[str, Plot]]:
                 "simulated, 100 us between nodes": tables.points("ranks", "record, 100 us"),
                 "simulated, 25 us between nodes": tables.points("ranks", "record, 25 us"),
             },
-            about="",
             is_log=True,
         ),
     )
@@ -75,7 +74,6 @@ def plots(page: str) -> Iterator[tuple[str, Plot]]:
             y="measured microseconds of processor time of a rank",
             lines=dict(zip(names, (gloo, record), strict=True)),
             points=dict(zip(names, (gloo, record), strict=True)),
-            about="",
             is_log=True,
         ),
     )
@@ -93,7 +91,6 @@ def plots(page: str) -> Iterator[tuple[str, Plot]]:
                 "now: counted on 2, 4 and 8 ranks; 1 + 2 for each simulated connection": [*counted, *connected],
             },
             points={"now: counted on 2, 4 and 8 ranks; 1 + 2 for each simulated connection": counted},
-            about="",
             is_log=True,
         ),
     )
@@ -115,7 +112,6 @@ def plots(page: str) -> Iterator[tuple[str, Plot]]:
                     (number(each.split(" at ")[1]), number(each)) for each in requests.split(",")
                 ]
             },
-            about="",
             is_log=True,
         ),
     )
@@ -126,7 +122,6 @@ def plots(page: str) -> Iterator[tuple[str, Plot]]:
             y="milliseconds of processor time of node 0's agent in a second without events",
             lines={"measured": (seconds := tables.points("nodes", "a second without events"))},
             points={"measured": seconds},
-            about="",
             is_log=True,
         ),
     )
@@ -141,7 +136,6 @@ def _links(tables: Tables) -> Plot:
         y="milliseconds of a collective of 16 MiB",
         lines={f"{op}: planned, and measured points": tables.points("ranks", f"{op}, planned") for op in ops},
         points={f"{op}: planned, and measured points": tables.points("ranks", f"measured {op}") for op in ops},
-        about="",
     )
 
 
@@ -155,9 +149,7 @@ def _bytes(tables: Tables) -> Plot:
         shown = name.replace("`", "")
         lines[shown] = [*small, (512.0, number(rows[name][1])), (4096.0, number(rows[name][2]))]
         points[shown] = small
-    return Plot(
-        x="ranks", y="kilobytes that a rank sends over the control plane", lines=lines, points=points, about="", is_log=True
-    )
+    return Plot(x="ranks", y="kilobytes that a rank sends over the control plane", lines=lines, points=points, is_log=True)
 
 
 def files() -> Iterator[tuple[Path, str]]:
