@@ -252,6 +252,8 @@ LARGE_INDEXES = {
     "names of all kinds": text_of(*(shard(raw_data=file_info(name)) for name in ("a", "ä", "a b", "x/y", ".hidden", "a'b"))),
     "no digest": text_of(*(shard(raw_data=file_info(f"s{n}")) for n in range(20))),
     "upper case": text_of(*(shard(raw_data=file_info(f"s{n}") | {"hashes": {"sha1": f"AB{n}"}}) for n in range(20))),
+    "compressed and not": text_of(*compressed(runs("mds", 20)), *runs("mds", 40)[20:]),
+    "a sum beyond int64": text_of(*(shard(raw_data=file_info(f"s{n}", 10**18 - 1 - n)) for n in range(20))),
     "large numbers": text_of(*(shard(raw_data=file_info(f"s{n}", 10**n)) for n in range(18))),
     "empty": text_of(),
 }

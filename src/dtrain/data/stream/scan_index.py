@@ -11,9 +11,12 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dtrain.data.stream.formats.shard_format import ShardEntry
 from dtrain.data.stream.shard_table import ShardTable
@@ -100,25 +103,36 @@ class _Pattern:
     is_compressed: bool
     digest_columns: tuple[str, ...]
 
-    def match(self, text: str, begin: int, end: int) -> tuple[list[tuple[str, ...]], int]:
-        """Return the values of adjacent entries from ``begin`` on, and the end of the last of them."""
-        rows = self.entries.findall(text, begin, end)
-        rest = rows.pop()[-1] if rows and rows[-1][-1] else ""
-        return rows, end - len(rest)
+    def match(self, text: str, begin: int, end: int) -> tuple[list[list[str]], int]:
+        """Return the columns of adjacent entries from ``begin`` on, and the end of the last of them.
 
-    def add_to(self, builder: ShardTableBuilder, rows: list[tuple[str, ...]]) -> None:
-        """Add the entries with these values."""
-        values = dict(zip(self.columns, zip(*rows, strict=True), strict=False))
+        The text must not be empty.
+        """
+        # Before each match, split returns an empty text; then the groups, of which the last is the text that does not match.
+        values = self.entries.split(text[begin:end])
+        stride = self.entries.groups + 1
+        rest = values[-2] or ""
+        stop = len(values) - (1 + stride if rest else 1)
+        return [values[first:stop:stride] for first in range(1, stride - 1)], end - len(rest)
+
+    def add_to(self, builder: ShardTableBuilder, columns: list[list[str]]) -> None:
+        """Add the entries with these columns."""
+        values = dict(zip(self.columns, columns, strict=True))
         stored = "zip_data" if self.is_compressed else "raw_data"
+        sizes = _as_numbers(values[f"{stored} bytes"])
         builder.add_columns(
             self.group,
             names=values[f"{stored} basename"],
             raw_names=values["raw_data basename"] if self.is_compressed else (),
-            sizes=[*map(int, values[f"{stored} bytes"])],
-            raw_sizes=[*map(int, values["raw_data bytes"])] if self.is_compressed else (),
-            samples=[*map(int, values["samples"])],
+            sizes=sizes,
+            raw_sizes=_as_numbers(values["raw_data bytes"]) if self.is_compressed else sizes,
+            samples=_as_numbers(values["samples"]),
             digests=[values[column] for column in self.digest_columns],
         )
+
+
+def _as_numbers(texts: Sequence[str]) -> NDArray[np.int64]:
+    return np.fromstring(" ".join(texts), np.int64, sep=" ")
 
 
 class _Scanner:
@@ -185,11 +199,11 @@ class _Scanner:
         """Read the entries that match a known pattern, and return their end."""
         while (found := self._find_pattern(at)) is not None:
             pattern, span = found
-            while True:
-                rows, end = pattern.match(self._text, at, min(len(self._text), at + span))
-                if not rows:
+            while at < len(self._text):
+                columns, end = pattern.match(self._text, at, min(len(self._text), at + span))
+                if end == at:
                     break
-                pattern.add_to(self.builder, rows)
+                pattern.add_to(self.builder, columns)
                 at, span = end, min(_MAX_SPAN, span * 4)
             self._after_comma = True
         return at

@@ -32,7 +32,6 @@ class ShardTableBuilder:
         self._sizes, self._raw_sizes, self._samples, self._name_hashes = array("q"), array("q"), array("q"), array("q")
         self._has_raw_sizes = False
         self._text = bytearray()
-        self._bytes_total = self._samples_total = 0
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -48,8 +47,8 @@ class ShardTableBuilder:
         )
         name = file.name.encode(errors=NAME_ERRORS)
         record += _encode_names(name, (file.raw_name or "").encode(errors=NAME_ERRORS)) if group.raw_name == "own" else name
-        self._append(number, record, [len(record)], [file.name], [file.size], [entry.samples])
-        self._append_raw_sizes(group, [file.raw_size or 0])
+        counts = np.array([[file.size], [file.raw_size or 0], [entry.samples]], np.int64)
+        self._append(number, record, np.array([len(record)], np.uint32), [file.name], *counts)
         return number
 
     def add_columns(
@@ -58,9 +57,9 @@ class ShardTableBuilder:
         *,
         names: Sequence[str],
         raw_names: Sequence[str],
-        sizes: Sequence[int],
-        raw_sizes: Sequence[int],
-        samples: Sequence[int],
+        sizes: NDArray[np.int64],
+        raw_sizes: NDArray[np.int64],
+        samples: NDArray[np.int64],
         digests: Sequence[Sequence[str]],
     ) -> None:
         """Add many entries of group ``number``, all of whose digests are packed.
@@ -70,52 +69,44 @@ class ShardTableBuilder:
             names: names of the files, ASCII without quotes and backslashes.
             raw_names: names of the raw files, if the group has names of its own.
             sizes: stored bytes.
-            raw_sizes: raw bytes, if the group has sizes of its own.
+            raw_sizes: raw bytes; the stored ones if the files are not compressed.
             samples: samples.
             digests: a column for each digest of the group.
         """
-        group = self._groups[number]
-        encoded = [name.encode("ascii") for name in names]
+        group, count = self._groups[number], len(names)
         if group.raw_name == "own":
-            encoded = [_encode_names(name, raw.encode("ascii")) for name, raw in zip(encoded, raw_names, strict=True)]
-        lengths = [*map(len, encoded)]
-        text = b"".join(encoded)
+            encoded = [
+                _encode_names(name.encode("ascii"), raw.encode("ascii")) for name, raw in zip(names, raw_names, strict=True)
+            ]
+            text, lengths = b"".join(encoded), np.fromiter(map(len, encoded), np.uint32, count)
+        else:
+            text, lengths = "".join(names).encode("ascii"), np.fromiter(map(len, names), np.uint32, count)
         if digests:
-            packed = np.hstack([_as_rows(bytes.fromhex("".join(column)), len(names)) for column in digests])
-            width = packed.shape[1]
-            if lengths.count(lengths[0]) == len(lengths):
-                text = np.hstack([packed, _as_rows(text, len(names))]).tobytes()
-                lengths = [width + lengths[0]] * len(lengths)
-            else:
-                text = b"".join(row.tobytes() + name for row, name in zip(packed, encoded, strict=True))
-                lengths = [width + length for length in lengths]
-        self._append(number, text, lengths, names, sizes, samples)
-        self._append_raw_sizes(group, raw_sizes or [0] * len(names))
+            packed = np.hstack([_as_rows(bytes.fromhex("".join(column)), count) for column in digests])
+            text, lengths = _prefix_rows(packed, text, lengths), lengths + np.uint32(packed.shape[1])
+        self._append(number, text, lengths, names, sizes, raw_sizes, samples)
 
     def _append(
         self,
         number: int,
         text: bytes,
-        lengths: Sequence[int],
+        lengths: NDArray[np.uint32],
         names: Sequence[str],
-        sizes: Sequence[int],
-        samples: Sequence[int],
+        sizes: NDArray[np.int64],
+        raw_sizes: NDArray[np.int64],
+        samples: NDArray[np.int64],
     ) -> None:
-        self._group_column.extend([number] * len(names))
-        self._lengths.extend(lengths)
         self._text += text
-        self._name_hashes.extend(map(hash, names))
-        self._sizes.extend(sizes)
-        self._samples.extend(samples)
-        self._bytes_total += sum(sizes)
-        self._samples_total += sum(samples)
-
-    def _append_raw_sizes(self, group: ShardGroup, raw_sizes: Sequence[int]) -> None:
-        if group.raw_size == "own" and not self._has_raw_sizes:
+        self._group_column.extend(array("I", [number]) * len(names))
+        self._lengths.frombytes(lengths.tobytes())
+        self._name_hashes.frombytes(np.fromiter(map(hash, names), np.int64, len(names)).tobytes())
+        if self._groups[number].raw_size == "own" and not self._has_raw_sizes:
             self._has_raw_sizes = True
-            self._raw_sizes.extend([0] * (len(self) - len(raw_sizes)))
+            self._raw_sizes.extend(array("q", [0]) * len(self))
         if self._has_raw_sizes:
-            self._raw_sizes.extend(raw_sizes)
+            self._raw_sizes.frombytes(raw_sizes.tobytes())
+        self._sizes.frombytes(sizes.tobytes())
+        self._samples.frombytes(samples.tobytes())
 
     def _find_group(self, entry: ShardEntry) -> int:
         group = _group_of(entry)
@@ -153,15 +144,16 @@ class ShardTableBuilder:
         Raises:
             DataError: there are more samples than int64 can count.
         """
-        if self._samples_total > MAX_COUNT:
-            raise DataError(f"the shards have an impossible total of {self._samples_total:.3g} samples")
+        total = _exact_sum(_as_array(self._samples, np.int64))
+        if total > MAX_COUNT:
+            raise DataError(f"the shards have an impossible total of {total:.3g} samples")
         return self._build()
 
     def _build(self) -> ShardTable:
-        samples = _as_array(self._samples, np.int64)
+        sizes, samples = _as_array(self._sizes, np.int64), _as_array(self._samples, np.int64)
         columns = {
             "groups": _smallest(_as_array(self._group_column, np.uint32)),
-            "sizes": _smallest(_as_array(self._sizes, np.int64)),
+            "sizes": _smallest(sizes),
             "raw_sizes": _smallest(_as_array(self._raw_sizes, np.int64)),
             "samples": samples,
             "bounds": np.concatenate([np.zeros(1, np.int64), np.cumsum(samples)]),
@@ -169,7 +161,7 @@ class ShardTableBuilder:
             "text": _as_array(self._text, np.uint8),
         }
         fingerprint = _hash_shards(self._groups, columns)
-        return ShardTable(self._groups, columns, fingerprint=fingerprint, bytes_total=self._bytes_total)
+        return ShardTable(self._groups, columns, fingerprint=fingerprint, bytes_total=_exact_sum(sizes))
 
 
 def _hash_shards(groups: Sequence[ShardGroup], columns: Mapping[str, NDArray[Any]]) -> str:
@@ -184,12 +176,25 @@ def _as_rows(data: bytes, count: int) -> NDArray[np.uint8]:
     return np.frombuffer(data, np.uint8).reshape(count, -1)
 
 
+def _prefix_rows(rows: NDArray[np.uint8], text: bytes, lengths: NDArray[np.uint32]) -> bytes:
+    """Return the text with a row before each of its pieces."""
+    if (lengths == lengths[0]).all():
+        return np.hstack([rows, _as_rows(text, len(rows))]).tobytes()
+    ends = np.cumsum(lengths, dtype=np.int64).tolist()
+    return b"".join(row.tobytes() + text[begin:end] for row, begin, end in zip(rows, [0, *ends], ends, strict=False))
+
+
 def _encode_names(name: bytes, raw_name: bytes) -> bytes:
     return len(name).to_bytes(4, "little") + name + raw_name
 
 
 def _as_array(values: array[int] | bytearray, dtype: type[np.generic]) -> NDArray[Any]:
     return np.frombuffer(values, dtype=dtype) if len(values) else np.empty(0, dtype)
+
+
+def _exact_sum(values: NDArray[np.int64]) -> int:
+    """Return the sum, which may be too large for int64."""
+    return (int((values >> 32).sum()) << 32) + int((values & 0xFFFFFFFF).sum())
 
 
 def _smallest(values: NDArray[Any]) -> NDArray[Any]:
