@@ -178,7 +178,7 @@ def _generation_0(request: Request) -> int | None:
         name = found[2]
     else:
         found = re.search(r"/b/([^/?]+)/o\?", request.path)
-        named = re.search(rb"^\{.*\}$", request.body, re.MULTILINE)
+        named = re.search(rb"^\{.*\}\r$", request.body, re.MULTILINE)
         assert found is not None, request.path
         assert named is not None, request.path
         name = urllib.parse.quote(json.loads(named[0])["name"], safe="")

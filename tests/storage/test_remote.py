@@ -76,6 +76,15 @@ def test_empty_file_exists(root):
     assert storage.read_file(root / "file", limit=0) == b"" == storage.read_file(root / "parts", limit=0)
 
 
+@pytest.mark.parametrize("end", [b"\r", b"\n", b"\r\n", b"\n--==0==--", b"\r\n--"], ids=repr)
+def test_content_that_ends_like_a_mime_part_is_stored_whole(root, end):
+    content = end + b"content" + end
+    storage.create_file(root / "file", content)
+    storage.write_parts(root / "parts", [len(content)] * 2, lambda part: [content], threads=1)
+    assert storage.read_file(root / "file", limit=100) == content
+    assert storage.read_file(root / "parts", limit=100) == content * 2
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_file_of_parts_is_read_back(root, threads):
     asked, before = [], set(threading.enumerate())  # other tests of this process may have threads that are ending
