@@ -136,11 +136,22 @@ def test_ranks_that_cannot_use_unix_sockets_connect_over_tcp(forked, monkeypatch
     assert forked.run(body, 3, results_of=[0, 1, 2]) == {rank: [1, [6, 2]] for rank in range(3)}
 
 
-def test_rank_that_cannot_connect_at_all_raises_on_all_ranks(forked, monkeypatch):
+@pytest.mark.parametrize("late", [0, 1])
+def test_rank_that_cannot_connect_at_all_raises_on_all_ranks(forked, monkeypatch, late):
+    """Rank 0 serves the store, and ends with its error."""
+    connect_all = control_sockets._connect_all
+
     def refuse(*_: object) -> None:
         raise OSError("not here")
 
+    def connect_late(*args: object) -> object:
+        outcome = connect_all(*args)
+        time.sleep(0.3)
+        return outcome
+
     def body(rank: int) -> list:
+        if rank == late:
+            monkeypatch.setattr(control_sockets, "_connect_all", connect_late)
         if rank == 1:
             monkeypatch.setattr(socket.socket, "connect", refuse)
         with init_dist(device="cpu", timeout_s=TIMEOUT_S):

@@ -67,10 +67,10 @@ def open_control_plane(info: DistInfo) -> ControlPlane:
         connections, problem = _connect_all(dist.PrefixStore(str(node_size), store), layout)
         if not problem:
             return _plane(layout, connections, info.timeout_s)
-    # This rank may serve the store, and the other ranks have not read the problem yet.
-    deadline = time.monotonic() + _SETTLE_S
     seen = store.add("seen", 1)
-    while seen < info.world_size and time.monotonic() < deadline:
+    deadline = time.monotonic() + _SETTLE_S
+    # The store ends with the rank that serves it, so this rank raises last.
+    while reporter.server_rank == info.rank and seen < info.world_size and time.monotonic() < deadline:
         time.sleep(0.05)
         seen = store.add("seen", 0)
     raise DistError(
