@@ -1,6 +1,6 @@
 """A small correct loop, with noise, dropout, an average of the weights, an evaluation, checkpoints and an export.
 
-Rank 0 trains an encoder by hand before, once for all ranks and attempts.
+Rank 0 trains an encoder by hand before, once for all ranks and attempts. Each rank trains a probe by hand after.
 """
 
 import sys
@@ -27,17 +27,14 @@ def dataset(samples, seed):
     return torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
 
 
-def fit(encoder, file):
+def fit(encoder, optimizer):
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(3))
-    optimizer = torch.optim.SGD(encoder.parameters(), lr=0.1)
     for _ in range(3):
         optimizer.zero_grad()
         (encoder(x) - x).square().mean().backward()
         optimizer.step()
     with torch.no_grad():
-        print(f"encoder: {(encoder(x) - x).square().mean():.3f}")
-    save_file(encoder.state_dict(), f"{file}.tmp")
-    Path(f"{file}.tmp").rename(file)
+        print(f"{type(optimizer).__name__}: {(encoder(x) - x).square().mean():.3f}")
 
 
 with dt.init_dist() as info:
@@ -45,7 +42,9 @@ with dt.init_dist() as info:
     mesh = dt.build_mesh()
     encoder, file = nn.Linear(8, 8), Path("encoder.safetensors")
     if info.rank == 0 and not file.exists():
-        fit(encoder, file)
+        fit(encoder, torch.optim.SGD(encoder.parameters(), lr=0.1))
+        save_file(encoder.state_dict(), f"{file}.tmp")
+        Path(f"{file}.tmp").rename(file)
     dt.dist.all_gather_json(None, caller="encoder")
     encoder.load_state_dict(load_file(file))
     encoder.requires_grad_(False)
@@ -70,3 +69,5 @@ with dt.init_dist() as info:
     if info.rank == 0:
         print(f"held-out loss {loss:.6f}")
         save_file(weights, "model.safetensors")
+    probe = nn.Linear(8, 8)
+    fit(probe, torch.optim.RMSprop(probe.parameters()))

@@ -23,6 +23,7 @@ def test_correct_loop_agrees_in_all_runs(tmp_path, monkeypatch):
     assert verdicts["2 ranks"] == verdicts["2 ranks, replicate"] == "tolerance"
     assert any(name.endswith("resumed") and verdict == "bitwise" for name, verdict in verdicts.items())
     assert "1 rank, as written" in verdicts
+    assert "Updates of RMSprop and SGD outside of dtrain's step were not compared." in report.remarks()
     assert list(tmp_path.iterdir()) == []
 
 
@@ -30,6 +31,7 @@ def test_forwards_of_a_gradient_cache_and_of_recomputation_draw_alike_in_all_run
     monkeypatch.chdir(tmp_path)
     report = dt.testing.prove(CONTRAST, ranks=(2,), steps=2, timeout_s=600.0)
     assert report.passed, report.text()
+    assert "Updates of" not in report.text()
     assert {"2 ranks", "activation checkpointing off"} <= {row.name for row in report.rows}
 
 

@@ -60,6 +60,7 @@ class PlainLoop(UpdateObserver):
 
     def _update_begins(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         recorder = self._recorder
+        recorder.note("update_by_hand", optimizer=type(optimizer).__name__)
         if recorder.steps_of_dtrain:
             return
         part = recorder.part = recorder.part_of(optimizer)

@@ -121,8 +121,11 @@ class ProveReport:
             remarks.append(
                 "The loop does not use dtrain's step: weights of losses and microbatch sizes were not seen or changed."
             )
-        elif "sharding" not in codes:
-            remarks.append("The model is not sharded by shard_model, so no other strategy was run.")
+        else:
+            if "sharding" not in codes:
+                remarks.append("The model is not sharded by shard_model, so no other strategy was run.")
+            if by_hand := sorted({note["optimizer"] for note in self.notes if note["code"] == "update_by_hand"}):
+                remarks.append(f"Updates of {' and '.join(by_hand)} outside of dtrain's step were not compared.")
         if "frozen_statistics" in codes:
             remarks.append("Batch norm ran with its initial statistics, because those of a batch depend on the layout.")
         if names := sorted({note["name"] for note in self.notes if note["code"] == "transform_draws"}):
