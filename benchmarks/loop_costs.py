@@ -36,7 +36,7 @@ WIDTH, SAMPLES = 16, 4
 
 @dataclass(slots=True)
 class Sent:
-    """What one rank has sent over all channels."""
+    """Messages and bytes that one rank has sent over all channels."""
 
     exchanges: int = 0
     messages: int = 0
@@ -146,7 +146,7 @@ def run_parts(root: str) -> list[list[Any]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """What one part of the loop costs on some numbers of ranks.
+    """Costs of one part of the loop on some numbers of ranks.
 
     Args:
         name: name of the part.

@@ -67,7 +67,7 @@ def small_load(rounds: int, scale: float) -> Measured:
 
 
 def async_stall(rounds: int, scale: float) -> Measured:
-    """How long an async save holds the training thread, and copying the same bytes within memory."""
+    """Time for which an async save holds the training thread, and for which the same bytes are copied within memory."""
     ways = {"memcpy": "memcpy", "DCP, stager reused": "DCP async, stager reused", "dtrain": "dtrain async"}
     with tempfile.TemporaryDirectory() as folder:
         size = int(100 * M * scale)

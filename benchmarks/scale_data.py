@@ -93,7 +93,7 @@ def main(counts: Sequence[int], ranks: int) -> None:
             peak = max(row["peak"] for row in figures)
             if count >= 10**6:
                 verdict = "met" if worst <= TARGET_S and peak <= TARGET_MIB else "not met"
-                print(f"\ntarget: {TARGET_MIB} MiB a rank, opened in {TARGET_S:g} s; here {peak:.0f} MiB and {worst:.2f} s: {verdict}")
+                print(f"\ntarget: {TARGET_MIB} MiB a rank, in {TARGET_S:g} s; here {peak:.0f} MiB, {worst:.2f} s: {verdict}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What a rank sends in each part of a loop grows no faster than the table in docs/scale.md says."""
+"""The messages and bytes of a rank grow no faster in each part of a loop than the table in docs/scale.md says."""
 
 from __future__ import annotations
 
