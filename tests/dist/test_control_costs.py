@@ -8,6 +8,7 @@ import sys
 from datetime import timedelta
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from dtrain.dist import init, rendezvous
@@ -15,6 +16,7 @@ from dtrain.dist.collectives import all_gather_json, all_gather_numbers, gather_
 from dtrain.dist.context import current_context
 from dtrain.dist.control_plane import Channel
 from dtrain.dist.init import init_dist
+from dtrain.dist.mesh import build_mesh
 from dtrain.dist.step_sync import sync_after_backward, sync_before_forward
 from dtrain.open_files import open_files_needed
 
@@ -141,3 +143,33 @@ def test_costs_of_a_rank_follow_their_laws(forked, monkeypatch, world, node_size
                 else 600 * (remote + local + 1)
             )
             assert size <= limit + 60 * number, name
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize("world", WORLDS)
+def test_gloo_beside_an_accelerator_connects_when_it_is_used(forked, monkeypatch, world):
+    """``cpu:gloo`` takes the way of ``cpu:gloo,cuda:nccl``, without a GPU."""
+    real_store = rendezvous._open_store
+
+    def body(rank: int) -> list:
+        with init_dist(device="cpu"):
+            store = current_context().store
+            requests, files = store.count, open_files()
+            mesh = build_mesh(dp_replicate=2, dp_shard=world // 2)
+            files_of_mesh = open_files() - files
+            x = torch.tensor([float(rank)])
+            sums = []
+            for group in (None, *mesh.get_all_groups()):
+                dist.all_reduce(y := x.clone(), group=group)
+                sums.append(y.item())
+            return [requests, files_of_mesh, sums, os.environ.get("TORCH_GLOO_LAZY_INIT")]
+
+    monkeypatch.setattr(rendezvous, "_open_store", lambda *args: CountingStore(real_store(*args)))
+    monkeypatch.setattr(init, "_default_backend", lambda device: "cpu:gloo")
+    half = world // 2
+    for rank, (requests, files_of_mesh, sums, lazy) in forked.run(body, world, results_of=range(world)).items():
+        assert requests <= MAX_REQUESTS
+        assert files_of_mesh <= 16  # two groups, without connections
+        first = rank // half * half
+        assert sums == [sum(range(world)), rank % half * 2 + half, sum(range(first, first + half))]
+        assert lazy is None

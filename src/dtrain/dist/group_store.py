@@ -1,13 +1,15 @@
-"""Let gloo find its peers through the control plane: ``group_store``.
+"""Let gloo find its peers with few requests to the rendezvous store: ``group_store`` and ``connect_on_demand``.
 
-gloo connects all ranks of a group. For that each rank reads a key of each other rank, so the requests to the rendezvous store
-grow with the square of the number of ranks. Here the ranks gather these keys in two exchanges of the control plane instead.
+gloo connects all ranks of a group. For that each rank reads a key of each other rank, so the requests to the store grow with
+the square of the number of ranks. If gloo carries the training, the ranks gather these keys in two exchanges of the control
+plane instead. Beside an accelerator gloo carries few tensors, so a rank connects to another one when a collective needs it.
 """
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -22,6 +24,26 @@ if TYPE_CHECKING:
     from dtrain.dist.init import DistInfo
 
 _CALLER = "init_dist"
+_LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
+
+
+@contextmanager
+def connect_on_demand(info: DistInfo) -> Iterator[None]:
+    """Open groups in the context whose gloo halves connect two ranks when a collective first needs it.
+
+    Groups of gloo alone connect at once, because a rank that waits in their first collective for another rank may not time out
+    otherwise (pytorch/gloo issue 520).
+
+    Mutates: an environment variable of torch, in the context.
+    """
+    if info.backend == "gloo" or _LAZY_GLOO in os.environ:
+        yield
+        return
+    os.environ[_LAZY_GLOO] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY_GLOO]
 
 
 @contextmanager
@@ -34,7 +56,8 @@ def group_store(info: DistInfo, store: dist.Store) -> Iterator[dist.Store]:
     """
     plane = current_context().control_plane
     if info.backend != "gloo" or info.world_size == 1 or plane is None:
-        yield store
+        with connect_on_demand(info):
+            yield store
         return
     gathered = _GatheredStore(store, plane["background"])
     # torch holds the C++ half of the object only.

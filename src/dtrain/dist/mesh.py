@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtrain.dist.context import current_context
+from dtrain.dist.group_store import connect_on_demand
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.errors import ConfigError, DistError
 
@@ -80,7 +81,8 @@ def get_mesh(degrees: Mapping[str, int]) -> DeviceMesh:
     info, context, key = get_dist_info(), current_context(), tuple(degrees.items())
     mesh = context.meshes.get(key)
     if mesh is None:
-        mesh = init_device_mesh(info.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
+        with connect_on_demand(info):
+            mesh = init_device_mesh(info.device.type, tuple(degrees.values()), mesh_dim_names=tuple(degrees))
         _set_group_timeouts(mesh, info)
         # Without init_dist nothing reports when the user closes a group.
         if context.info is not None:
