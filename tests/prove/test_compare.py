@@ -30,7 +30,7 @@ STEP |= {"events": [], "rng": "r", "draws": 0, "epochs": [], "shapes": [], "lr":
 
 
 def write_run(folder, ranks, *, gradient=None, tensors=(), rows=()):
-    """Write a run of one step: ``ranks`` are the changes of each rank's step row, ``tensors`` are (kind, name, values)."""
+    """Write a run of one step: ``ranks`` are the changes of each rank's row, ``tensors`` (kind, name, values and step)."""
     folder.mkdir()
     for rank, changes in enumerate(ranks):
         log = RunLog(folder, rank)
@@ -41,8 +41,8 @@ def write_run(folder, ranks, *, gradient=None, tensors=(), rows=()):
         if gradient is not None:
             values = gradient[rank] if isinstance(gradient[0], list) else gradient
             log.write_tensor("gradient", "weight", torch.tensor(values, dtype=torch.float64), step=0, part=0, order=0)
-        for kind, name, values in tensors:
-            log.write_tensor(kind, name, torch.tensor(values, dtype=torch.float64), step=0, part=0)
+        for kind, name, values, *step in tensors:
+            log.write_tensor(kind, name, torch.tensor(values, dtype=torch.float64), step=step[0] if step else 0, part=0)
         log.close()
     return read_record(folder.name, folder)
 
@@ -187,6 +187,7 @@ CAUSES = {
         [{"events": ["schedule"], "lr": [0.1]}],
         [{"events": ["schedule", "schedule"], "lr": [0.2]}, {"events": ["schedule", "schedule"], "lr": [0.2]}],
     ),
+    "rate_by_world_size": ([{"lr": [0.1]}], [{"lr": [0.2]}, {"lr": [0.2]}]),
     "schedule_per_microbatch": (
         [{"events": ["schedule"] * 4, "backwards": 4, "lr": [0.1]}],
         [{"events": ["schedule"] * 2, "backwards": 2, "lr": [0.2]}] * 2,
@@ -204,6 +205,12 @@ def test_gradients_that_differ_by_the_number_of_microbatches_are_not_scaled(tmp_
     a = write_run(tmp_path / "a", [{"backwards": 4}], gradient=[4.0, 8.0])
     b = write_run(tmp_path / "b", [{"backwards": 2}] * 2, gradient=[2.0, 4.0])
     assert first_cause(a, b) == "accumulation_not_scaled"
+
+
+def test_gradients_that_differ_by_the_number_of_ranks_are_averaged_twice(tmp_path):
+    a = write_run(tmp_path / "a", [{}], gradient=[4.0, 8.0])
+    b = write_run(tmp_path / "b", [{}] * 2, gradient=[2.0, 4.0])
+    assert first_cause(a, b) == "gradient_scaled_by_ranks"
 
 
 def test_gradients_with_one_factor_per_rank_are_clipped_by_a_local_norm(tmp_path):
@@ -225,6 +232,19 @@ def test_causes_of_a_resume(tmp_path, changes, code):
     a = write_run(tmp_path / "a", [{"ties": ["head = embed"], "draws": 2}])
     b = write_run(tmp_path / "b", [{"ties": ["head = embed"], "draws": 2} | changes])
     assert first_cause(a, b, 1, resumed=True, same_layout=True) == code
+
+
+def test_resume_with_other_parameters_than_the_run_had_is_named(tmp_path):
+    a = write_run(tmp_path / "a", [{"step": 1, "losses": [[2.0, 1.0]]}], tensors=[("parameter", "head.weight", [1.0], 0)])
+    b = write_run(tmp_path / "b", [{"step": 1, "losses": [[3.0, 1.0]]}], tensors=[("initial", "head.weight", [2.0], 1)])
+    assert first_cause(a, b, 1, resumed=True, same_layout=True) == "parameters_not_saved"
+
+
+def test_state_that_begins_again_after_a_resume_is_named(tmp_path):
+    a, b = (
+        write_run(tmp_path / name, [{}], tensors=[("initial", "weight", [value])]) for name, value in (("a", 1.0), ("b", 2.0))
+    )
+    assert first_cause(a, b, 1, resumed=True, same_layout=True) == "state_begins_again"
 
 
 def codes_of_checks(record):

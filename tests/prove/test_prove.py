@@ -5,11 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dtrain as dt
 
 LOOP = Path(__file__).with_name("loop.py")
 IN_BACKWARD = Path(__file__).with_name("in_backward.py")
+AVERAGE = Path(__file__).with_name("average.py")
 CONTRAST = Path(__file__).with_name("contrast.py")
 BUGS = Path(__file__).parent / "bugs"
 
@@ -33,6 +35,27 @@ def test_forwards_of_a_gradient_cache_and_of_recomputation_draw_alike_in_all_run
     assert report.passed, report.text()
     assert "Updates of" not in report.text()
     assert {"2 ranks", "activation checkpointing off"} <= {row.name for row in report.rows}
+
+
+def test_loop_of_steps_by_hand_that_exports_an_average_agrees(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    torch.save(torch.nn.Linear(8, 4).state_dict(), "pretrained.pt")
+    torch.save({}, "average.pt")
+    report = dt.testing.prove(AVERAGE, ranks=(2,), timeout_s=600.0)
+    assert report.passed, report.text()
+    assert {"killed after step 3, resumed", "killed after step 3, resumed on 2 ranks"} <= {row.name for row in report.rows}
+    text = report.text()
+    assert "The loop could not be shortened and was ended" in text
+    assert "The script writes average.pt, which the current folder has already." in text
+    assert "was not loaded again" not in text
+
+
+def test_script_without_an_update_does_not_pass(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("nothing.py").write_text("print('hello')")
+    report = dt.testing.prove("nothing.py", timeout_s=600.0)
+    assert not report.passed
+    assert "no update of an optimizer was seen; give the arguments with which the script trains" in report.text()
 
 
 def test_report_of_a_bug_names_step_cause_and_page(tmp_path, monkeypatch):

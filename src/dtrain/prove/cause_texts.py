@@ -35,7 +35,8 @@ _SENTENCES: Mapping[str, tuple[str, str]] = {
         "microbatch.md",
     ),
     "padding_in_loss": (
-        "Padding counts in the loss, and microbatches are padded to different lengths. Leave padding out of sum and weight.",
+        "Padding changes the loss, and microbatches are padded to different lengths. Leave it out of sum and weight, and of "
+        "means in the model.",
         "microbatch.md",
     ),
     "local_batch_norm": (
@@ -77,6 +78,10 @@ _SENTENCES: Mapping[str, tuple[str, str]] = {
         "The last microbatches of an epoch do not fill a step, and their gradient goes into a step of the next epoch.",
         "microbatch.md",
     ),
+    "gradient_scaled_by_ranks": (
+        "The gradient is divided or multiplied by the number of ranks once too often. DDP and FSDP2 average over ranks.",
+        "from_ddp.md",
+    ),
     "clip_before_unscale": (
         "The gradient is clipped while it has the loss scale. Call scaler.unscale_(optimizer) before.",
         "precision.md",
@@ -93,6 +98,14 @@ _SENTENCES: Mapping[str, tuple[str, str]] = {
         "The schedule advances once for each rank. Call scheduler.step() once after each update.",
         "schedules.md",
     ),
+    "rate_by_world_size": (
+        "The learning rate depends on the number of ranks. Compute it from the global batch and from the samples of all ranks.",
+        "schedules.md",
+    ),
+    "state_begins_again": (
+        "After the resume the state begins at step 0, so schedules and intervals begin again. Load it with dt.load_sharded.",
+        "checkpoints.md",
+    ),
     "schedule_not_saved": (
         "A resume begins the schedule of the learning rate again. Save the scheduler with the checkpoint.",
         "checkpoints.md",
@@ -103,6 +116,10 @@ _SENTENCES: Mapping[str, tuple[str, str]] = {
     ),
     "rng_not_saved": ("A resume begins a random generator again. Save its state with the checkpoint.", "checkpoints.md"),
     "optimizer_not_saved": ("A resume begins the state of the optimizer again. Save it with the checkpoint.", "checkpoints.md"),
+    "parameters_not_saved": (
+        "A resume begins with other parameters or buffers than the run had. Save all that train, and all buffers.",
+        "checkpoints.md",
+    ),
     "early_stop_not_saved": (
         "A resume forgets the best value or the patience of early stopping. Save it with the checkpoint, as extra=.",
         "checkpoints.md",
@@ -176,6 +193,10 @@ _SENTENCES: Mapping[str, tuple[str, str]] = {
     "export_differs": ("The exported weights are not the weights of the model.", "checkpoints.md"),
     "counter_doubled_by_recompute": (
         "A forward that activation checkpointing repeats changes a value twice. Change it outside of the checkpointed block.",
+        "memory.md",
+    ),
+    "recompute_draws_again": (
+        "A block that activation checkpointing repeats draws other random numbers. Keep preserve_rng_state=True.",
         "memory.md",
     ),
     "adapter_init": (

@@ -66,19 +66,27 @@ def explain(
     if resumed:
         return cause(_of_resume(difference, record, reference))
     if not config.recompute:
-        return cause("counter_doubled_by_recompute")
+        draws = difference.kind == "gradient" and any(row["draws"] for row in reference.step_rows(difference.step))
+        return cause("recompute_draws_again" if draws else "counter_doubled_by_recompute")
     evidence = _Evidence(difference=difference, record=record, reference=reference, later=later, config=config)
     return cause(_BY_KIND.get(difference.kind, _unknown)(evidence))
 
 
 def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) -> str:
     kind, fact = difference.kind, difference.reference
+    if kind == "initial" and difference.step == 0:
+        return "state_begins_again"
     if kind == "variable" and fact is not None:
         row = fact.value
         if row["weights"]:
             return "ema_not_saved"
         return "early_stop_not_saved" if _is_best_value(record, reference) else "state_not_saved"
     if kind == "samples" and fact is not None and difference.other is not None:
+        # A random input of a model is a sample, too.
+        common = sum((fact.value & difference.other.value).values())
+        rng = [each.of_kind("rng", difference.step) for each in (record, reference)]
+        if 4 * common >= sum(fact.value.values()) and [each.value for each in rng[0]] != [each.value for each in rng[1]]:
+            return "rng_not_saved"
         return _of_samples_after_resume(fact, difference.other, reference)
     codes = {
         "ties": "tied_weights_untied",
@@ -94,7 +102,14 @@ def _of_resume(difference: Difference, record: RunRecord, reference: RunRecord) 
         return codes[kind]
     if kind in ("loss", "gradient") and any(row["draws"] for row in reference.step_rows(difference.step)):
         return "rng_not_saved"
-    return "unknown"
+    return "parameters_not_saved" if _begins_with_others(record, reference, difference.step) else "unknown"
+
+
+def _begins_with_others(record: RunRecord, reference: RunRecord, step: int) -> bool:
+    """Return True if a resume that begins with ``step`` has other parameters than the run had after the step before."""
+    saved = {fact.name: fact.value for kind in ("parameter", "buffer") for fact in reference.of_kind(kind, step - 1)}
+    loaded = record.of_kind("initial", step)
+    return any(fact.name in saved and fact.value.digest != saved[fact.name].digest for fact in loaded)
 
 
 def _is_best_value(record: RunRecord, reference: RunRecord) -> bool:
@@ -199,7 +214,10 @@ def _of_gradient(at: _Evidence) -> str:
     if factor is not None:
         ours, theirs = at.record.step_rows(step)[0]["backwards"], at.reference.step_rows(step)[0]["backwards"]
         of_microbatches = ours != theirs and relative_difference(factor, ours / theirs) < _NEARLY_EQUAL
-        return "accumulation_not_scaled" if of_microbatches else "clip_local_norm"
+        if of_microbatches:
+            return "accumulation_not_scaled"
+        of_ranks = any(relative_difference(factor, scale) < _NEARLY_EQUAL for scale in (at.config.ranks, 1 / at.config.ranks))
+        return "gradient_scaled_by_ranks" if of_ranks else "clip_local_norm"
     if at.config.ranks > 1 and _few_factors(at):
         return "clip_local_norm"
     if _differ_between_ranks(at.record, step):
@@ -215,7 +233,7 @@ def _of_lr(at: _Evidence) -> str:
     calls = [sum(row["events"].count("schedule") for row in rows[:steps]) for rows in (ours, theirs)]
     backwards = [sum(row["backwards"] for row in rows[:steps]) for rows in (ours, theirs)]
     if calls[0] == calls[1]:
-        return "unknown"
+        return "rate_by_world_size" if at.config.ranks > 1 else "unknown"
     if backwards[0] != backwards[1] and calls[0] * backwards[1] == calls[1] * backwards[0]:
         return "schedule_per_microbatch"
     return "schedule_by_world_size" if calls[0] > calls[1] else "schedule_per_microbatch"

@@ -240,6 +240,8 @@ def _compare_samples(fact: Fact, partner: Fact, same_layout: bool) -> tuple[bool
             return True, 0.0, None
     missing, extra = sum((a - b).values()), sum((b - a).values())
     text = f"are {sum(b.values())} instead of {sum(a.values())}; {missing} are missing and {extra} are not in the other run"
+    if missing == extra:
+        text = f"are others: {extra} of {sum(b.values())} are not in the other run"
     return False, 1.0, _difference(fact, partner, text, None)
 
 

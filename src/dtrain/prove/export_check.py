@@ -56,12 +56,18 @@ class ExportCheck:
     def check(self, path: str, step: int) -> dict[str, Any] | None:
         """Load the file at ``path``, and return the difference of the outputs; None if the file is a part, or of no model.
 
-        Mutates: the model's parameters and buffers, which get their values back.
+        A script may have several models with these names, such as an average beside the trained model. The file is that of the
+        nearest one.
+
+        Mutates: the parameters and buffers of these models, which get their values back.
         """
         exported = self._read(Path(path))
-        module, args, kwargs = self._model_of(exported)
-        if module is None:
+        results = [self._compare(exported, step, *model) for model in self._models_of(exported)]
+        if not results:
             return None
+        return {"path": Path(path).name} | min(results, key=lambda result: result["error"])
+
+    def _compare(self, exported: Values, step: int, module: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:
         inner = unwrap_module(module)
         own = _tensors(inner)
         aliases = parameters_by_fqn(inner)[1]
@@ -89,7 +95,7 @@ class ExportCheck:
                 errors.append(_relative(_run(module, args, kwargs), outputs))
         needed = {*parameters_by_fqn(inner)[0], *buffers_by_fqn(inner, persistent_only=True)}
         missing = sorted(needed - set(found))
-        return {"path": Path(path).name, "error": min(errors), "missing": missing, "shapes": shapes}
+        return {"error": min(errors), "missing": missing, "shapes": shapes}
 
     def _read(self, path: Path) -> Values:
         part = _SHARD.search(path.name)
@@ -104,9 +110,10 @@ class ExportCheck:
         whole.update(tensors)
         return whole if part[1] == part[2] else {}
 
-    def _model_of(self, exported: Values) -> tuple[nn.Module | None, Any, Any]:
-        """Return the model that has the most tensors of a file by name and shape, else by name alone, with inputs."""
-        best: tuple[tuple[int, int], tuple[nn.Module | None, Any, Any]] = ((0, 0), (None, None, None))
+    def _models_of(self, exported: Values) -> list[tuple[nn.Module, Any, Any]]:
+        """Return the models that have the most tensors of a file by name and shape, else by name alone, with inputs."""
+        most = (0, 0)
+        models: list[tuple[nn.Module, Any, Any]] = []
         for module, args, kwargs in self._held.values():
             inner = unwrap_module(module)
             own, aliases = _tensors(inner), parameters_by_fqn(inner)[1]
@@ -115,9 +122,11 @@ class ExportCheck:
             known = {name: matching_name(name, [*own, *aliases]) for name in exported}
             shapes = {name: own[aliases.get(other, other)].shape for name, other in known.items() if other is not None}
             count = sum(exported[name].shape == shape for name, shape in shapes.items()), len(shapes)
-            if count > best[0]:
-                best = count, (module, args, kwargs)
-        return best[1]
+            if count > most:
+                most, models = count, []
+            if count == most > (0, 0):
+                models.append((module, args, kwargs))
+        return models
 
     @contextmanager
     def _borrowed(self, model: nn.Module, own: Values) -> Iterator[None]:

@@ -35,8 +35,11 @@ _UNCHANGED = (
     "dtrain.prove",
     "dtrain.metrics",
     "safetensors",
-    "torch.distributed",
+    "torch._utils",
+    "torch._weights_only_unpickler",
     "torch.amp",
+    "torch.distributed",
+    "torch.serialization",
 )
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from dtrain.prove.recording import RankRecorder, StepFacts, UpdateObserver
-from dtrain.prove.run_log import sample_hashes
+from dtrain.prove.run_log import count_samples, sample_hashes
 
 
 class PlainLoop(UpdateObserver):
@@ -23,6 +23,7 @@ class PlainLoop(UpdateObserver):
     def __init__(self, recorder: RankRecorder) -> None:
         self._recorder = recorder
         self._loaded: tuple[int, int] | None = None
+        self._batch: Any = None
         self._training_loaders: set[int] = set()
         register_optimizer_step_pre_hook(self._update_begins)
         register_optimizer_step_post_hook(self._update_ends)
@@ -36,7 +37,9 @@ class PlainLoop(UpdateObserver):
             recorder.facts.rng = recorder.rng_digest()
         facts = recorder.facts
         facts.forwards += 1
-        facts.samples += sample_hashes(inputs)
+        # A model may get a part of each sample that depends on the padding, such as all tokens but the last.
+        is_whole = bool(inputs) and count_samples(self._batch) == count_samples(inputs)
+        facts.samples += sample_hashes(self._batch if is_whole else inputs)
         facts.shapes += [list(tensor.shape[1:]) for tensor in inputs[:1]]
         if self._loaded is not None:
             facts.epochs.append(self._loaded[1])
@@ -48,9 +51,9 @@ class PlainLoop(UpdateObserver):
         if loss.numel() == 1:
             facts.losses.append((float(loss.detach()), None))
 
-    def batch_loaded(self, loader: Any, number: int) -> None:
+    def batch_loaded(self, loader: Any, number: int, batch: Any) -> None:
         """Observe a batch of a loader of torch, in its pass ``number``."""
-        self._loaded = id(loader), number
+        self._loaded, self._batch = (id(loader), number), batch
 
     def is_over(self, loader: Any) -> bool:
         """Return True if a loader of training batches must end, because the run has all its steps."""

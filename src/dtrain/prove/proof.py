@@ -157,10 +157,13 @@ class _Proof:
             self._rows.append(RunRow(name=name, against=run.against, verdict="not run", text=text))
             return
         if outcome.failed:
-            problem = (
-                "did not end in time" if outcome.timed_out else outcome.error or f"ended with the exit codes {outcome.codes}"
-            )
+            late = f"did not end in {self._options.timeout_s:g} s; raise --timeout, or give arguments of a shorter run"
+            problem = late if outcome.timed_out else outcome.error or f"ended with the exit codes {outcome.codes}"
             self._rows.append(RunRow(name=name, against=run.against, verdict="failed", text=problem))
+            return
+        if name == BASE and not record.steps:
+            text = "no update of an optimizer was seen; give the arguments with which the script trains"
+            self._rows.append(RunRow(name=name, against=run.against, verdict="failed", text=text))
             return
         differences = check_record(record)
         comparison: Comparison | None = None

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import builtins
 import json
+import multiprocessing.util
 import os
 import resource
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
@@ -35,9 +37,13 @@ def run_rank(config_path: str, environment: Mapping[str, str]) -> None:
     rank, config = int(os.environ["RANK"]), RunConfig.read(Path(config_path))
     _redirect_output(Path(config.folder), rank)
     os.chdir(config.work_folder)
+    # A killed rank removes none of its temporary files; the proof removes this folder.
+    tempfile.tempdir = os.environ["TMPDIR"] = tempfile.mkdtemp(prefix="tmp-", dir=config.folder)
     code = _run(config, rank)
     sys.stdout.flush()
     sys.stderr.flush()
+    # Semaphores of loader workers.
+    multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]
     # Exit handlers have run in ``multiprocessing``'s place; threads of the script must not keep the process.
     os._exit(code)
 

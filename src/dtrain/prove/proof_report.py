@@ -126,6 +126,11 @@ class ProveReport:
                 remarks.append("The model is not sharded by shard_model, so no other strategy was run.")
             if by_hand := sorted({note["optimizer"] for note in self.notes if note["code"] == "update_by_hand"}):
                 remarks.append(f"Updates of {' and '.join(by_hand)} outside of dtrain's step were not compared.")
+        if files := sorted({note["path"] for note in self.notes if note["code"] == "overwrite"}):
+            remarks.append(
+                f"The script writes {' and '.join(files)}, which the current folder has already. If it reads them, the runs "
+                "did not begin at the first step. Run it in a folder without its results."
+            )
         if "frozen_statistics" in codes:
             remarks.append("Batch norm ran with its initial statistics, because those of a batch depend on the layout.")
         if names := sorted({note["name"] for note in self.notes if note["code"] == "transform_draws"}):

@@ -5,9 +5,12 @@ A checkpoint that lacks such a value is found, because the value differs after a
 
 from __future__ import annotations
 
+import ast
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -47,13 +50,16 @@ def script_frames(frame: FrameType | None, script: str) -> list[FrameType]:
 
 
 def script_variables(frames: Sequence[FrameType], models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
-    """Yield the values of the frames' variables: name, type, digest, and the number if it is one."""
+    """Yield the values of the frames' variables: name, type, digest, and the number if it is one.
+
+    Variables that only ``for`` assigns are left out: after a resume a loop may count from another number.
+    """
     seen: set[int] = set()
     shapes = {tuple(param.shape) for model in models for param in model.parameters()}
     count = 0
     for frame in frames:
         for name, value in list(frame.f_locals.items()):
-            if name.startswith("__"):
+            if name.startswith("__") or name in _counters(frame.f_code.co_filename):
                 continue
             for path, type_name, content, number in _values(name, value, 0, seen, models):
                 count += 1
@@ -66,6 +72,20 @@ def script_variables(frames: Sequence[FrameType], models: Sequence[nn.Module]) -
                     "value": number,
                     "weights": type_name == "tensor" and number is not None and tuple(value_shape(number)) in shapes,
                 }
+
+
+@lru_cache(maxsize=64)
+def _counters(file: str) -> frozenset[str]:
+    """Return the names that ``for`` loops of a file assign, and nothing else does."""
+    try:
+        tree = ast.parse(Path(file).read_text(encoding="utf-8"))
+    except (OSError, ValueError, SyntaxError):
+        return frozenset()
+    loops = [node.target for node in ast.walk(tree) if isinstance(node, ast.For | ast.AsyncFor)]
+    of_loops = [name for target in loops for name in ast.walk(target) if isinstance(name, ast.Name)]
+    assigned = [node for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)]
+    others = {node.id for node in assigned if not any(node is name for name in of_loops)}
+    return frozenset(name.id for name in of_loops) - others
 
 
 def model_values(models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
@@ -107,7 +127,7 @@ def _values(
     if isinstance(value, Tensor):
         # A larger tensor that is not a parameter is data of the script.
         small = value.numel() <= _MAX_ELEMENTS or tuple(value.shape) in {tuple(p.shape) for m in models for p in m.parameters()}
-        if small and not value.is_meta and not isinstance(value, nn.Parameter):
+        if small and not value.is_meta and not isinstance(value, nn.Parameter) and not _is_view(value, models):
             yield path, "tensor", digest(flatten(to_local(value))), "x".join(map(str, value.shape))
     elif isinstance(value, torch.Generator):
         yield path, "generator", digest(flatten(value.get_state())), None
@@ -133,6 +153,14 @@ def _values(
     elif _is_early_stop(value):
         for key, item in value.state_dict().items():
             yield from _values(f"{path}.{key}", item, depth + 1, seen, models)
+
+
+def _is_view(value: Tensor, models: Sequence[nn.Module]) -> bool:
+    """Return True for a tensor of a state dict, which is the memory of a parameter or buffer."""
+    place = to_local(value.detach()).data_ptr()
+    return any(
+        place == to_local(own.detach()).data_ptr() for model in models for own in (*model.parameters(), *model.buffers())
+    )
 
 
 def _is_of_script(value: Any) -> bool:

@@ -27,11 +27,13 @@ from dtrain.checkpoint.conversion import convert as conversion
 from dtrain.dist import reduce
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.plain_loop import PlainLoop
-from dtrain.prove.recording import RankRecorder
+from dtrain.prove.recording import EndOfProof, RankRecorder
 from dtrain.prove.run_log import count_samples
 from dtrain.prove.script_variables import script_frames
 from dtrain.step import compose
 
+# Passes of a training loader without a batch, after which the script waits for steps that never come.
+_MAX_EMPTY_PASSES = 1000
 _COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "reduce", "broadcast", "gather")
 
 
@@ -156,15 +158,25 @@ class _Loaders:
     def __init__(self, recorder: RankRecorder, loop: PlainLoop) -> None:
         self._recorder, self._loop = recorder, loop
         self._passes: dict[int, int] = {}
+        self._empty_passes = 0
         iterate = DataLoader.__iter__
 
         @functools.wraps(iterate)
         def observed(loader: Any) -> Any:
             if sys._getframe(1).f_globals.get("__name__", "").startswith(("dtrain.", "torch.")):
                 return iterate(loader)
+            if loop.is_over(loader):
+                return self._empty_pass()
             return self._batches(loader, iterate(loader))
 
         DataLoader.__iter__ = observed  # type: ignore[method-assign]
+
+    def _empty_pass(self) -> Iterator[Any]:
+        self._empty_passes += 1
+        if self._empty_passes > _MAX_EMPTY_PASSES:
+            self._recorder.note("loop_cut")
+            raise EndOfProof(0)
+        return iter(())
 
     def _batches(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         recorder, sampler = self._recorder, loader.sampler
@@ -183,7 +195,7 @@ class _Loaders:
         for batch in batches:
             if self._loop.is_over(loader):
                 return
-            self._loop.batch_loaded(loader, number)
+            self._loop.batch_loaded(loader, number, batch)
             recorder.random.batch_loaded(recorder.step, count_samples(batch))
             yield cast_floats(batch, recorder.dtype) if recorder.dtype is not None else batch
 
@@ -247,9 +259,18 @@ def _observe_print(recorder: RankRecorder) -> None:
 def _observe_files(recorder: RankRecorder) -> None:
     """Observe files of weights: checkpoints of ``torch.save``, and exports in safetensors or as a state dict."""
     save = torch.save
+    own: set[str] = set()
+
+    def note_overwrite(file: Any) -> None:
+        if isinstance(file, str | os.PathLike):
+            path = os.path.realpath(file)
+            if path not in own and os.path.exists(path):
+                recorder.note("overwrite", path=os.path.basename(path))
+            own.add(path)
 
     @functools.wraps(save)
     def saved(obj: Any, file: Any, *args: Any, **kwargs: Any) -> Any:
+        note_overwrite(file)
         result = save(obj, file, *args, **kwargs)
         tensors = _state_dict(obj)
         if tensors and isinstance(file, str | os.PathLike):
