@@ -128,7 +128,8 @@ def start(
     words = [word.replace("{folder}", str(folder)) for word in words]
     known = {"LAUNCHER": "dtrain" if command is dtrain else "another"}
     env = {
-        **os.environ,
+        # Jobs start in threads, while pytest changes the environment.
+        **{name: os.environ.get(name) for name in list(os.environ)},
         **row.env,
         **known,
         "JOB_MARK": mark,

@@ -56,7 +56,7 @@ def make(tmp_path, capfd):
     yield make_job
     for job in jobs:
         job.end()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before  # an earlier test's pipe may have closed since
 
 
 def test_terminal_shows_rank_0_and_files_hold_all_ranks(make, capfd):
