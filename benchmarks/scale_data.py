@@ -89,7 +89,8 @@ def main(counts: Sequence[int], ranks: int) -> None:
                     *(f"{row[key]:.0f}" for key in ("own", "mapped", "peak")),
                 ]
                 print(f"| {count:,} | {name} | {' | '.join(cells)} |", flush=True)
-            worst = max(row["open_s"] for row in figures)
+            # The first process opens the dataset for the node.
+            worst = max(figures[0]["open_s"], *(row["open_s"] + row["order_s"] for row in figures[1:]))
             peak = max(row["peak"] for row in figures)
             if count >= 10**6:
                 verdict = "met" if worst <= TARGET_S and peak <= TARGET_MIB else "not met"

@@ -156,14 +156,8 @@ class _Proof:
             text = f"the script does not run this way: {outcome.error}"
             self._rows.append(RunRow(name=name, against=run.against, verdict="not run", text=text))
             return
-        if outcome.failed:
-            late = f"did not end in {self._options.timeout_s:g} s; raise --timeout, or give arguments of a shorter run"
-            problem = late if outcome.timed_out else outcome.error or f"ended with the exit codes {outcome.codes}"
+        if problem := self._problem(name):
             self._rows.append(RunRow(name=name, against=run.against, verdict="failed", text=problem))
-            return
-        if name == BASE and not record.steps:
-            text = "no update of an optimizer was seen; give the arguments with which the script trains"
-            self._rows.append(RunRow(name=name, against=run.against, verdict="failed", text=text))
             return
         differences = check_record(record)
         comparison: Comparison | None = None
@@ -189,6 +183,16 @@ class _Proof:
         largest = comparison.largest if comparison else None
         if run.config.kill_after is None and name not in SERVING:
             self._rows.append(RunRow(name=name, against=run.against, verdict=verdict, largest=largest, findings=tuple(found)))
+
+    def _problem(self, name: str) -> str:
+        """Return why a run cannot be compared; "" if it can."""
+        outcome = self._outcomes[name]
+        if outcome.timed_out:
+            return f"did not end in {self._options.timeout_s:g} s; raise --timeout, or give arguments of a shorter run"
+        if outcome.failed:
+            return outcome.error or f"ended with the exit codes {outcome.codes}"
+        trains = name != BASE or self._records[name].steps
+        return "" if trains else "no update of an optimizer was seen; give the arguments with which the script trains"
 
     def _draws_per_rank(self) -> bool:
         """Return True if a transform of the script draws per rank, so that losses depend on the ranks by design."""

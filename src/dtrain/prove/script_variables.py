@@ -9,6 +9,7 @@ import ast
 import os
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import FrameType
@@ -55,13 +56,13 @@ def script_variables(frames: Sequence[FrameType], models: Sequence[nn.Module]) -
     Variables that only ``for`` assigns are left out: after a resume a loop may count from another number.
     """
     seen: set[int] = set()
-    shapes = {tuple(param.shape) for model in models for param in model.parameters()}
+    known = _know(models)
     count = 0
     for frame in frames:
         for name, value in list(frame.f_locals.items()):
             if name.startswith("__") or name in _counters(frame.f_code.co_filename):
                 continue
-            for path, type_name, content, number in _values(name, value, 0, seen, models):
+            for path, type_name, content, number in _values(name, value, 0, seen, known):
                 count += 1
                 if count > _MAX_VALUES:
                     return
@@ -70,7 +71,7 @@ def script_variables(frames: Sequence[FrameType], models: Sequence[nn.Module]) -
                     "type": type_name,
                     "digest": content,
                     "value": number,
-                    "weights": type_name == "tensor" and number is not None and tuple(value_shape(number)) in shapes,
+                    "weights": type_name == "tensor" and number is not None and value_shape(number) in known.shapes,
                 }
 
 
@@ -90,6 +91,7 @@ def _counters(file: str) -> frozenset[str]:
 
 def model_values(models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
     """Yield numbers that modules of the script keep as plain attributes, such as the layers to drop in a step."""
+    known = _know(models)
     for number, model in enumerate(models):
         for name, module in model.named_modules():
             if type(module).__module__.split(".")[0] in _LIBRARIES:
@@ -99,7 +101,7 @@ def model_values(models: Sequence[nn.Module]) -> Iterator[dict[str, Any]]:
                     continue
                 path = f"model{number or ''}.{name + '.' if name else ''}{key}"
                 if type(value) in (list, tuple) or isinstance(value, bool | int | float):
-                    for each, type_name, content, numeric in _values(path, value, _DEPTH, set(), models):
+                    for each, type_name, content, numeric in _values(path, value, _DEPTH, set(), known):
                         yield {
                             "name": each,
                             "type": type_name,
@@ -115,9 +117,32 @@ def value_shape(text: str) -> tuple[int, ...]:
     return tuple(int(size) for size in text.split("x")) if text else ()
 
 
-def _values(
-    path: str, value: Any, depth: int, seen: set[int], models: Sequence[nn.Module]
-) -> Iterator[tuple[str, str, str, Any]]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Known:
+    """What belongs to the models of a script: objects by ``id``, shapes of parameters, and addresses of tensors."""
+
+    modules: frozenset[int]
+    parameters: frozenset[int]
+    shapes: frozenset[tuple[int, ...]]
+    addresses: frozenset[int]
+
+
+def _know(models: Sequence[nn.Module]) -> _Known:
+    parameters = [param for model in models for param in model.parameters()]
+    buffers = [buffer for model in models for buffer in model.buffers()]
+    return _Known(
+        modules=frozenset(id(module) for model in models for module in model.modules()),
+        parameters=frozenset(map(id, parameters)),
+        shapes=frozenset(tuple(param.shape) for param in parameters),
+        addresses=frozenset(map(_address, (*parameters, *buffers))),
+    )
+
+
+def _address(tensor: Tensor) -> int:
+    return to_local(tensor.detach()).data_ptr()
+
+
+def _values(path: str, value: Any, depth: int, seen: set[int], known: _Known) -> Iterator[tuple[str, str, str, Any]]:
     if isinstance(value, bool | int | float):
         yield path, "number", repr(value), float(value)
         return
@@ -126,8 +151,9 @@ def _values(
     seen.add(id(value))
     if isinstance(value, Tensor):
         # A larger tensor that is not a parameter is data of the script.
-        small = value.numel() <= _MAX_ELEMENTS or tuple(value.shape) in {tuple(p.shape) for m in models for p in m.parameters()}
-        if small and not value.is_meta and not isinstance(value, nn.Parameter) and not _is_view(value, models):
+        small = value.numel() <= _MAX_ELEMENTS or tuple(value.shape) in known.shapes
+        # A tensor of a state dict is the memory of a parameter or buffer.
+        if small and not value.is_meta and not isinstance(value, nn.Parameter) and _address(value) not in known.addresses:
             yield path, "tensor", digest(flatten(to_local(value))), "x".join(map(str, value.shape))
     elif isinstance(value, torch.Generator):
         yield path, "generator", digest(flatten(value.get_state())), None
@@ -136,31 +162,23 @@ def _values(
     elif isinstance(value, np.random.Generator):
         yield path, "generator", str(value.bit_generator.state), None
     elif isinstance(value, nn.Module):
-        if not any(value is model or any(value is module for module in model.modules()) for model in models):
+        if id(value) not in known.modules:
             for name, tensor in (*value.named_parameters(), *value.named_buffers()):
-                if not tensor.is_meta and not any(tensor is param for model in models for param in model.parameters()):
+                if not tensor.is_meta and id(tensor) not in known.parameters:
                     yield f"{path}.{name}", "tensor", digest(flatten(to_local(tensor))), "x".join(map(str, tensor.shape))
     elif isinstance(value, Mapping):
         for key, item in list(value.items())[:_MAX_VALUES]:
             if isinstance(key, str | int):
-                yield from _values(f"{path}[{key!r}]", item, depth + 1, seen, models)
+                yield from _values(f"{path}[{key!r}]", item, depth + 1, seen, known)
     elif type(value) in (list, tuple) and len(value) <= _MAX_VALUES:
         for index, item in enumerate(value):
-            yield from _values(f"{path}[{index}]", item, depth + 1, seen, models)
+            yield from _values(f"{path}[{index}]", item, depth + 1, seen, known)
     elif _is_of_script(value):
         for key, item in vars(value).items():
-            yield from _values(f"{path}.{key}", item, depth + 1, seen, models)
+            yield from _values(f"{path}.{key}", item, depth + 1, seen, known)
     elif _is_early_stop(value):
         for key, item in value.state_dict().items():
-            yield from _values(f"{path}.{key}", item, depth + 1, seen, models)
-
-
-def _is_view(value: Tensor, models: Sequence[nn.Module]) -> bool:
-    """Return True for a tensor of a state dict, which is the memory of a parameter or buffer."""
-    place = to_local(value.detach()).data_ptr()
-    return any(
-        place == to_local(own.detach()).data_ptr() for model in models for own in (*model.parameters(), *model.buffers())
-    )
+            yield from _values(f"{path}.{key}", item, depth + 1, seen, known)
 
 
 def _is_of_script(value: Any) -> bool:

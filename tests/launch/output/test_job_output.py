@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -41,10 +42,19 @@ class Job:
         return {path.name: path.read_bytes() for path in sorted((self.run_dir / "logs").glob("*"))}
 
 
+def open_files() -> set[tuple[str, str]]:
+    """Return the number and the target of each open file; a target names one pipe, one socket or one file."""
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing
+            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+    return found
+
+
 @pytest.fixture
 def make(tmp_path, capfd):
     """Start ranks on pipes; afterwards nothing may be open that was not before. ``capfd`` is the launcher's terminal."""
-    before = len(os.listdir("/proc/self/fd"))
+    before = open_files()
     jobs = []
 
     def make_job(n: int = 2, **plan: object) -> Job:
@@ -56,7 +66,7 @@ def make(tmp_path, capfd):
     yield make_job
     for job in jobs:
         job.end()
-    assert len(os.listdir("/proc/self/fd")) <= before  # an earlier test's pipe may have closed since
+    assert open_files() - before == set()  # an earlier test's pipe may have closed since
 
 
 def test_terminal_shows_rank_0_and_files_hold_all_ranks(make, capfd):
