@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -161,6 +162,31 @@ class StepMonitor:
     last_step_started_at: float | None = None
 
 
+class Commit(NamedTuple):
+    """Identity of a commit in a checkpoint root: its number there, the step, and the run."""
+
+    serial: int
+    step: int
+    run_id: str
+
+
+@dataclass(slots=True, eq=False)
+class RootHistory:
+    """Facts that a run knows about one checkpoint root. Only rank 0 knows ``newest`` and ``unknown_steps``.
+
+    Args:
+        steps: the steps that the run committed or loaded, in that order, and their contents.
+        newest: newest commit that the run has seen, or made, in the root; None without a commit.
+        looked: if True, ``newest`` is known.
+        unknown_steps: steps of this run id that an earlier process committed after the step from which this process resumed.
+    """
+
+    steps: dict[int, object] = field(default_factory=dict)
+    newest: Commit | None = None
+    looked: bool = False
+    unknown_steps: frozenset[int] = frozenset()
+
+
 @dataclass(slots=True, eq=False)
 class Lineage:
     """Identity of a run in its checkpoints, and the steps that belong to the run.
@@ -168,13 +194,13 @@ class Lineage:
     Args:
         run_id: id of the run; None before the first save.
         resumed_from: folder of the checkpoint that this process resumed from.
-        steps: by checkpoint root, the steps that the run committed or loaded, in that order, and their contents.
+        roots: facts about each checkpoint root, by the root.
         extra_saved_steps: by id of an object in ``extra``, the step of the last save of its state.
     """
 
     run_id: str | None = None
     resumed_from: str | None = None
-    steps: dict[str, dict[int, object]] = field(default_factory=dict)
+    roots: defaultdict[str, RootHistory] = field(default_factory=lambda: defaultdict(RootHistory))
     extra_saved_steps: dict[int, int] = field(default_factory=dict)
 
 

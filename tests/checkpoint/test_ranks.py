@@ -287,7 +287,7 @@ def retention_on_ranks(root: str) -> list:
         handles.append(save_sharded(root, state, keep_last=1).result().written)
         state = state._next(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
     reshard(state.model)
-    return [handles, state.run_context.lineage.run_id, list(state.run_context.lineage.steps[root])]
+    return [handles, state.run_context.lineage.run_id, list(state.run_context.lineage.roots[root].steps)]
 
 
 def test_keep_last_and_lineage_agree_across_ranks(tmp_path, ranks):

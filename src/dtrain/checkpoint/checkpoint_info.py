@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from dtrain import storage
 from dtrain.checkpoint import layout
 from dtrain.errors import CheckpointError, CorruptCheckpointError
+from dtrain.run_context import Commit
 from dtrain.storage import AnyPath
 
 
@@ -46,9 +50,31 @@ class CorruptStep:
     reason: str
 
 
+class StepRemovedError(CheckpointError):
+    """A step vanished while it was read, because another process removed it. The step was not corrupt."""
+
+
 def has_manifest(folder: AnyPath) -> bool:
     """Return True if the folder has a manifest."""
     return storage.exists(folder / layout.MANIFEST)
+
+
+@contextmanager
+def notice_removal(folder: AnyPath) -> Iterator[None]:
+    """Raise ``StepRemovedError`` instead of an error about a step that another process has removed meanwhile.
+
+    A removal takes the manifest before all other files. The error of a read that uses the files of a step that has gone would
+    call the step corrupt.
+    """
+    try:
+        yield
+    except (CheckpointError, OSError):
+        if has_manifest(folder):
+            raise
+        raise StepRemovedError(
+            f"{folder} was removed by another process while it was read. Load another step, or let the job that saves there "
+            "keep more steps (keep_last)."
+        ) from None
 
 
 def read_manifest(folder: AnyPath) -> layout.Manifest:
@@ -76,14 +102,52 @@ def read_manifest_bytes(folder: AnyPath) -> bytes:
         raise
 
 
-def scan_root(root: AnyPath) -> tuple[list[CheckpointInfo], list[CorruptStep]]:
-    """Return all steps with a valid manifest, in the order of their commits, and all steps with a corrupt manifest, by step.
+class RootScan(NamedTuple):
+    """Steps of a root, as one listing has found them.
+
+    Args:
+        committed: steps with a valid manifest, in the order of their commits.
+        corrupt: steps with a corrupt manifest, by step.
+        incomplete: names of folders of saves that were not completed.
+    """
+
+    committed: list[CheckpointInfo]
+    corrupt: list[CorruptStep]
+    incomplete: list[str]
+
+    @property
+    def newest(self) -> CheckpointInfo | CorruptStep | None:
+        """Step that was committed last. A step with a corrupt manifest may be the newest, and verification refuses it then."""
+        newest = self.committed[-1] if self.committed else None
+        if self.corrupt and (newest is None or self.corrupt[-1].step > newest.step):
+            return self.corrupt[-1]
+        return newest
+
+
+# Times that a listing is repeated because a step vanished in the middle of it.
+_MAX_SCANS = 20
+
+
+def scan_root(root: AnyPath) -> RootScan:
+    """List all steps of a root. A missing root has no steps.
+
+    A job removes a step after the commit of a newer one. So if a listed step vanishes before its manifest is read, the root is
+    listed again, and the newer step is found.
 
     Raises:
         CheckpointError: a step of another format version.
-        OSError: an unreadable root. A missing root has no steps.
+        OSError: an unreadable root.
     """
-    committed, corrupt = [], []
+    for _ in range(_MAX_SCANS):
+        scan, vanished = _scan_once(root)
+        if not vanished:
+            break
+    return scan
+
+
+def _scan_once(root: AnyPath) -> tuple[RootScan, bool]:
+    """Return the steps of a root, and True if a listed step has vanished meanwhile."""
+    committed, corrupt, incomplete, vanished = [], [], [], False
     try:
         names = storage.list_names(root)
     except FileNotFoundError:
@@ -91,17 +155,27 @@ def scan_root(root: AnyPath) -> tuple[list[CheckpointInfo], list[CorruptStep]]:
     for name in names:
         step = layout.step_of(name)
         if step is None:
+            incomplete += [name] if layout.step_of(name.partition(".tmp-")[0]) is not None else []
             continue
         try:
             committed.append(read_info(root / name, step))
         except CorruptCheckpointError as error:
+            if has_manifest(root / name):
+                corrupt.append(CorruptStep(step=step, path=root / name, reason=str(error)))
             # A folder without a manifest is an incomplete save.
-            if not has_manifest(root / name):
-                continue
-            corrupt.append(CorruptStep(step=step, path=root / name, reason=str(error)))
+            elif storage.exists(root / name):
+                incomplete.append(name)
+            else:
+                vanished = True
         except CheckpointError as error:
             raise CheckpointError(f"{root / name}: {error}") from None
-    return sorted(committed, key=lambda c: (c.serial, c.step)), sorted(corrupt, key=lambda d: d.step)
+    committed.sort(key=lambda info: (info.serial, info.step))
+    return RootScan(committed, sorted(corrupt, key=lambda info: info.step), incomplete), vanished
+
+
+def newest_commit(committed: Sequence[CheckpointInfo]) -> Commit | None:
+    """Return the newest of the commits of a root; None without a commit."""
+    return Commit(committed[-1].serial, committed[-1].step, committed[-1].run_id) if committed else None
 
 
 def read_info(folder: AnyPath, step: int | None = None) -> CheckpointInfo:
@@ -133,16 +207,16 @@ def list_steps(root: Path | str) -> list[CheckpointInfo]:
         CheckpointError: a root that cannot be read, or a step of another format version.
     """
     try:
-        committed, corrupt = scan_root(storage.resolve_path(root))
+        scan = scan_root(storage.resolve_path(root))
     except OSError as error:
         raise CheckpointError(f"list_steps: {error}") from error
-    for bad in corrupt:
+    for bad in scan.corrupt:
         warnings.warn(
             f"list_steps: {bad.path} is corrupt and skipped: {bad.reason}. "
             "Run `dtrain checkpoints verify` on its folder, then restore or remove this step.",
             stacklevel=2,
         )
-    return committed
+    return scan.committed
 
 
 def latest_checkpoint(root: Path | str) -> AnyPath | None:
@@ -189,32 +263,25 @@ def as_step_folder(path: AnyPath, caller: str) -> AnyPath | None:
 def choose_step(path: AnyPath, caller: str) -> AnyPath | None:
     """Return the step that a path names: the folder of a step, or the newest step of a root; None for an empty root.
 
-    A step with a corrupt manifest may be the newest and is then returned, so that verification refuses the step.
-
     Raises:
         CheckpointError: a step's folder without a manifest.
     """
     step = as_step_folder(path, caller)
     if step is not None:
         return step
-    committed, corrupt = scan_root(path)
-    newest: CheckpointInfo | CorruptStep | None = committed[-1] if committed else None
-    if corrupt and (newest is None or corrupt[-1].step > newest.step):
-        newest = corrupt[-1]
+    newest = scan_root(path).newest
     return newest.path if newest else None
 
 
-def skipped_steps(root: AnyPath, folder: AnyPath) -> dict[str, str]:
+def skipped_steps(scan: RootScan, folder: AnyPath) -> dict[str, str]:
     """Return the reasons why folders that look newer than ``folder`` are not loaded, by folder name."""
+    reasons = {c.path.name: "committed earlier, before the run went back" for c in scan.committed}
+    reasons |= {d.path.name: f"corrupt: {d.reason}" for d in scan.corrupt}
+    reasons |= dict.fromkeys(scan.incomplete, "its save was not completed")
     step = layout.step_of(folder.name)
-    newer = []
-    for name in storage.list_names(root):
+
+    def is_newer(name: str) -> bool:
         other_step = layout.step_of(name.partition(".tmp-")[0])
-        if other_step is not None and name != folder.name and (step is None or other_step > step):
-            newer.append(name)
-    if not newer:
-        return {}
-    committed, corrupt = scan_root(root)
-    reasons = {c.path.name: "committed earlier, before the run went back" for c in committed if c.path != folder}
-    reasons |= {d.path.name: f"corrupt: {d.reason}" for d in corrupt}
-    return {name: reasons.get(name, "its save was not completed") for name in newer}
+        return name != folder.name and other_step is not None and (step is None or other_step > step)
+
+    return {name: reason for name, reason in reasons.items() if is_newer(name)}

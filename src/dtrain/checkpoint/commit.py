@@ -28,10 +28,12 @@ from dtrain.checkpoint.rank_index import encode_rank_index
 from dtrain.checkpoint.retention import (
     apply_retention,
     check_free_space,
+    check_no_other_job,
     move_aside,
     remove_leftovers,
     remove_or_warn,
     remove_step,
+    resumed_steps,
 )
 from dtrain.checkpoint.run_index import encode_run_index
 from dtrain.checkpoint.save_thread import SaveTask, StagedFiles
@@ -40,7 +42,7 @@ from dtrain.dist.collectives import broadcast_decision, broadcast_json, gather_j
 from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.errors import CheckpointError
-from dtrain.run_context import Lineage
+from dtrain.run_context import Commit, Lineage
 from dtrain.storage import AnyPath
 
 # Threads per rank. They wait for the disk most of the time, so more threads gain nothing.
@@ -117,7 +119,7 @@ def _run(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
             remove_or_warn(root / decision.staging_folder, save.caller)
         raise
     for lineage in save.lineages:
-        lineage.steps.setdefault(decision.root, {})[save.step] = save.content_key
+        lineage.roots[decision.root].steps[save.step] = save.content_key
     current_context().preemption.record_save(after_agreement=_is_resumable(save))
     if save.info.rank == 0:
         heartbeats.report(heartbeats.ProgressKind.COMMITTED, save.step)
@@ -214,6 +216,9 @@ def _commit_on_all_ranks(decision: SaveDecision, save: SaveRequest, reports: Seq
         task.raise_if_cancelled()
         if save.info.rank == 0:
             manifest = _write_run_index(decision, save, reports)
+            for lineage in save.lineages:
+                # Before the commit, whose reply may be lost.
+                lineage.roots[decision.root].newest = Commit(decision.serial, save.step, decision.run_id)
             commit(decision, save.checkpointer, save.lineages[0], manifest, save.caller)
             total_bytes = manifest.bytes
     return cast(int, broadcast_json(total_bytes, group="background", caller=save.caller))
@@ -241,16 +246,18 @@ def _write_run_index(decision: SaveDecision, save: SaveRequest, reports: Sequenc
 
 def _parent_step(decision: SaveDecision, save: SaveRequest) -> int | None:
     """Return the step of this root that the run committed or loaded last."""
-    return next((step for step in reversed(save.lineages[0].steps.get(decision.root, {})) if step != save.step), None)
+    return next((step for step in reversed(save.lineages[0].roots[decision.root].steps) if step != save.step), None)
 
 
 def _clean_up(root: AnyPath, run_id: str, save: SaveRequest) -> None:
     """Remove steps that the commit made superfluous. The step is durable, so a failure is a warning."""
-    keep = save.options
-    protected = {save.step, *resumed_steps(root, save.lineages[0])}
+    keep, lineage = save.options, save.lineages[0]
+    known = lineage.roots[str(root)]
+    protected = {save.step, *resumed_steps(root, lineage), *known.unknown_steps}
     try:
         apply_retention(
-            root, run_id, keep_last=keep.keep_last, keep_every=keep.keep_every, keep_steps=keep.keep_steps, protected=protected
+            root, run_id, keep_last=keep.keep_last, keep_every=keep.keep_every, keep_steps=keep.keep_steps, protected=protected,
+            newest=known.newest,
         )  # fmt: skip
     except (OSError, CheckpointError) as error:
         warnings.warn(
@@ -322,19 +329,11 @@ def prepare_save(
     return decision
 
 
-def resumed_steps(root: AnyPath, lineage: Lineage) -> set[int]:
-    """Return the step of this root that the process has loaded, as a set of at most one."""
-    if lineage.resumed_from is None:
-        return set()
-    folder = storage.resolve_path(lineage.resumed_from)
-    step = layout.step_of(folder.name) if folder.parent == root else None
-    return set() if step is None else {step}
-
-
 def _decide(
     root: AnyPath, lineage: Lineage, run_id: str, step: int, what: SaveScope, content_key: object, caller: str
 ) -> SaveDecision:
-    committed, _ = scan_root(root)
+    committed = scan_root(root).committed
+    check_no_other_job(root, committed, lineage, run_id, caller)
     other = next((c for c in committed if c.what != what), None)
     if other is not None:
         raise CheckpointError(
@@ -362,7 +361,7 @@ def _decide(
             f"{caller}: {existing.path} must belong to this run {run_id}, got run {existing.run_id}. Save into another root, "
             "load that checkpoint to continue its run, or remove the folder."
         )
-    is_same = lineage.steps.get(str(root), {}).get(step) == content_key
+    is_same = lineage.roots[str(root)].steps.get(step) == content_key
     return replace(decision, action="skip" if is_same else "write", replaces=not is_same)
 
 

@@ -8,41 +8,36 @@ that the state has are filled in place, so memory grows by what the state lacks 
 
 from __future__ import annotations
 
-import hashlib
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar, cast, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from dtrain import spans, storage
 from dtrain.arguments import check_choice
-from dtrain.checkpoint import layout
-from dtrain.checkpoint.checkpoint_info import choose_step, skipped_steps
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, LoadOptions, LoadPlan, parse_ignore
 from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
-from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint, read_checkpoint
+from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint
 from dtrain.checkpoint.read_tensors import copy_into_
 from dtrain.checkpoint.retention import check_free_space
 from dtrain.checkpoint.save_thread import save_thread
 from dtrain.checkpoint.state_dict import content_key, gc_paused, stateful_extra
+from dtrain.checkpoint.step_choice import OnCorrupt, StepChoice, choose_on_all_ranks, log, read_on_all_ranks
 from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped
-from dtrain.checkpoint.verify_step import iter_sound_steps_before
-from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
+from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import rng_state, seed_all, set_rng_state
 from dtrain.dtensor import to_local
-from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
+from dtrain.errors import CheckpointError, ConfigError
 from dtrain.run_context import Lineage
 from dtrain.shard.unshard import reshard
 from dtrain.state import TrainState, mark_interrupted_write
 from dtrain.storage import AnyPath
 
-OnCorrupt = Literal["raise", "previous"]
 OneOrSeveral = TypeVar("OneOrSeveral", TrainState, Mapping[str, TrainState])
 _CALLER = "load_sharded"
 
@@ -140,16 +135,18 @@ def load_sharded(
     with spans.span("load"):
         save_thread().wait_for_slot(1)
         root = storage.resolve_path(path)
-        folder = _agree_on_folder(root)
-        if folder is None:
+        choice = choose_on_all_ranks(root)
+        if choice is None:
             if not missing_ok:
                 raise CheckpointError(f"{_CALLER}: no checkpoint found in {path}. Pass missing_ok=True to start without one.")
-            _log(f"no checkpoint found in {root}; starting from scratch")
+            log(f"no checkpoint found in {root}; starting from scratch")
+            for each in [state] if isinstance(state, TrainState) else state.values():
+                each.run_context.lineage.roots[str(root)].looked = True
             _warn_if_low_space(root, _min_save_bytes(state))
             plain_values = {name: value for name, value in objects.items() if name not in stateful_extra(objects)}
             return LoadResult(state=state, extra=plain_values, step=None, path=None)
         with gc_paused():
-            result = _read_and_apply(folder, root, state, objects, options, on_corrupt)
+            result = _read_and_apply(choice, root, state, objects, options, on_corrupt)
     if not options.model_only:
         loaded: Any = result.state
         clock = (loaded if isinstance(loaded, TrainState) else next(iter(loaded.values()))).clock
@@ -159,16 +156,21 @@ def load_sharded(
 
 
 def _read_and_apply(
-    folder: AnyPath, root: AnyPath, state: OneOrSeveral, extra: Mapping[str, Any], options: LoadOptions, on_corrupt: OnCorrupt
+    choice: StepChoice,
+    path: AnyPath,
+    state: OneOrSeveral,
+    extra: Mapping[str, Any],
+    options: LoadOptions,
+    on_corrupt: OnCorrupt,
 ) -> LoadResult[OneOrSeveral]:
     """Read on all ranks, agree, and apply."""
     states = {"": state} if isinstance(state, TrainState) else dict(state)
     with ExitStack() as files:
-        loaded: LoadedCheckpoint = _read_on_all_ranks(folder, root, states, extra, options, on_corrupt, files)
-        if folder != root and not options.model_only:
-            _warn_if_low_space(root, loaded.reader.manifest.bytes)
+        loaded, choice = read_on_all_ranks(choice, path, states, extra, options, on_corrupt, files)
+        if not choice.named and not options.model_only:
+            _warn_if_low_space(path, loaded.reader.manifest.bytes)
         _load_extra(loaded, extra)
-        new_states: Any = _apply(loaded, states, options)
+        new_states: Any = _apply(loaded, choice, states, options)
     return LoadResult(
         state=new_states[""] if isinstance(state, TrainState) else new_states,
         extra={name: loaded.extra.get(name, value) for name, value in extra.items() if name not in stateful_extra(extra)},
@@ -215,103 +217,6 @@ def _warn_if_low_space(root: AnyPath, needed_bytes: int) -> None:
             warnings.warn(f"the next save will fail: {error}", stacklevel=3)
 
 
-def _log(line: str) -> None:
-    """Print a line on rank 0."""
-    if get_dist_info().rank == 0:
-        print(f"dtrain: {_CALLER}: {line}", file=sys.stderr, flush=True)
-
-
-def _agree_on_folder(root: AnyPath) -> AnyPath | None:
-    """Choose the folder on rank 0, and broadcast the choice."""
-    chosen = broadcast_decision(_CALLER, lambda: _str_or_none(choose_step(root, _CALLER)))
-    return storage.resolve_path(cast(str, chosen)) if chosen is not None else None
-
-
-def _str_or_none(path: AnyPath | None) -> str | None:
-    return None if path is None else str(path)
-
-
-def _read_on_all_ranks(
-    folder: AnyPath,
-    root: AnyPath,
-    states: Mapping[str, TrainState],
-    extra: Mapping[str, Any],
-    options: LoadOptions,
-    on_corrupt: OnCorrupt,
-    files: ExitStack,
-) -> LoadedCheckpoint:
-    """Read a checkpoint on all ranks and agree on its content. Try older steps if corrupt steps may be skipped."""
-    refused: dict[str, str] = {}
-    while True:
-        loaded, corruption, digest = None, None, ""
-        with raise_on_all_ranks(_CALLER):
-            try:
-                loaded = read_checkpoint(folder, states, extra, options, files)
-                digest = hashlib.sha256(layout.encode_manifest(loaded.reader.manifest)).hexdigest()
-            except CorruptCheckpointError as error:
-                corruption = str(error)
-            except CheckpointMismatchError:  # The message names the folder already.
-                raise
-            except CheckpointError as error:
-                raise CheckpointError(f"{_CALLER}: {folder}: {error}") from None
-        reports = cast(list[list[Any]], all_gather_json([corruption, digest, options.summary(extra)]))
-        bad = next((f"rank {rank}: {report}" for rank, (report, _, _) in enumerate(reports) if report is not None), None)
-        if bad is None:
-            _check_options_equal([summary for _, _, summary in reports])
-            if any(report[1] != digest for report in reports):
-                raise CheckpointError(
-                    f"{_CALLER}: ranks see different files in {folder}. All nodes must share its file system."
-                )
-            assert loaded is not None, "no rank has reported corruption"
-            if folder != root:
-                _log_choice(root, folder, refused)
-            return loaded
-        # The memory must be free before the next step is read.
-        del loaded
-        files.close()
-        refused[folder.name] = f"corrupt: {bad}"
-        folder = _previous_sound_step(folder, bad, on_corrupt)
-
-
-def _check_options_equal(summaries: Sequence[str]) -> None:
-    """Raise if ranks pass different options, because they would continue from different states."""
-    for rank, summary in enumerate(summaries):
-        if summary != summaries[0]:
-            raise ConfigError(
-                f"{_CALLER}: options must be equal on all ranks, got {summary} on rank {rank} and {summaries[0]} on rank 0. "
-                "Pass the same options on all ranks."
-            )
-
-
-def _log_choice(root: AnyPath, folder: AnyPath, refused: Mapping[str, str]) -> None:
-    """Print the loaded step, and the reasons why newer steps were skipped."""
-    if get_dist_info().rank != 0:
-        return
-    try:
-        skipped = {**skipped_steps(root, folder), **refused}
-    # Another process may change the root meanwhile, which is no reason to fail on this rank alone.
-    except (OSError, CheckpointError):
-        skipped = dict(refused)
-    reasons = "; ".join(f"skipped {name} ({reason})" for name, reason in sorted(skipped.items()))
-    _log(f"loading {folder}{f'; {reasons}' if reasons else ''}")
-
-
-def _previous_sound_step(folder: AnyPath, reason: str, on_corrupt: OnCorrupt) -> AnyPath:
-    """Return the step to try instead of a corrupt step, chosen by rank 0, or raise the error that names this step."""
-    older = (candidate.path for candidate in iter_sound_steps_before(folder))
-    path = cast(str | None, broadcast_decision(_CALLER, lambda: _str_or_none(next(older, None))))
-    if path is None:
-        raise CorruptCheckpointError(f"{_CALLER}: {folder} is corrupt: {reason}. The root has no older valid step.")
-    if on_corrupt == "raise":
-        raise CorruptCheckpointError(
-            f"{_CALLER}: {folder} is corrupt: {reason}. The newest older valid step is {path}. Load that folder, or pass "
-            "on_corrupt='previous'."
-        )
-    if get_dist_info().rank == 0:
-        warnings.warn(f"{_CALLER}: {folder} is corrupt: {reason}. Loading {path} instead.", stacklevel=4)
-    return storage.resolve_path(path)
-
-
 def _load_extra(loaded: LoadedCheckpoint, extra: Mapping[str, Any]) -> None:
     """Load the states of the objects in ``extra``. Restore the random generators if an object refuses its state."""
     random = rng_state()
@@ -325,7 +230,9 @@ def _load_extra(loaded: LoadedCheckpoint, extra: Mapping[str, Any]) -> None:
         raise
 
 
-def _apply(loaded: LoadedCheckpoint, states: Mapping[str, TrainState], options: LoadOptions) -> dict[str, TrainState]:
+def _apply(
+    loaded: LoadedCheckpoint, choice: StepChoice, states: Mapping[str, TrainState], options: LoadOptions
+) -> dict[str, TrainState]:
     """Apply the loaded tensors to the states, which are then spent: an error leaves tensors of two steps in them."""
     new_states = {}
     advice = ". Parameters may be half loaded. Build the state again and load again."
@@ -341,8 +248,8 @@ def _apply(loaded: LoadedCheckpoint, states: Mapping[str, TrainState], options: 
     if options.model_only:
         return new_states
     manifest, folder = loaded.reader.manifest, loaded.reader.folder
-    steps = {str(folder.parent): {manifest.step: content_key(new_states, "all", None)}}
-    lineage = Lineage(run_id=manifest.run_id, resumed_from=str(folder), steps=steps)
+    lineage = Lineage(run_id=manifest.run_id, resumed_from=str(folder))
+    lineage.roots[str(folder.parent)] = choice.history({manifest.step: content_key(new_states, "all", None)})
     for state in states.values():
         # Earlier commits of this process belong to the abandoned lineage.
         state.run_context.lineage = lineage

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import cast
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dtrain import storage
 from dtrain.checkpoint import layout, mismatch_report, strict_json, tensor_files, tree_json
-from dtrain.checkpoint.checkpoint_info import choose_step, has_manifest
+from dtrain.checkpoint.checkpoint_info import StepRemovedError, choose_step, has_manifest, notice_removal
 from dtrain.checkpoint.data_file import as_bytes
 from dtrain.checkpoint.mismatch_report import MismatchRow
 from dtrain.checkpoint.read_tensors import copy_into_, read_tensors
@@ -267,8 +267,9 @@ def load_weights_(
 def _add_path_to_errors(path: AnyPath) -> Iterator[None]:
     """Add the path to errors about its files."""
     try:
-        yield
-    except CheckpointMismatchError:  # The message names the path already.
+        with notice_removal(path) if has_manifest(path) else nullcontext():
+            yield
+    except (CheckpointMismatchError, StepRemovedError):  # The message names the path already.
         raise
     except CheckpointError as error:
         raise type(error)(f"{_CALLER}: {path}: {error}") from None

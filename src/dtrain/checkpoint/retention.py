@@ -15,12 +15,13 @@ from pathlib import Path
 from dtrain import storage
 from dtrain.arguments import check_int, format_bytes
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.checkpoint_info import CheckpointInfo, has_manifest, read_manifest, scan_root
+from dtrain.checkpoint.checkpoint_info import CheckpointInfo, has_manifest, newest_commit, read_manifest, scan_root
 from dtrain.checkpoint.lock import Lock, lock_root, protected_steps
 from dtrain.checkpoint.reader import read_run_index
 from dtrain.checkpoint.save_thread import save_thread
 from dtrain.checkpoint.verify_step import verify_step
 from dtrain.errors import CheckpointError, CorruptCheckpointError
+from dtrain.run_context import Commit, Lineage
 from dtrain.storage import AnyPath
 
 _CALLER = "prune"
@@ -126,7 +127,7 @@ def _steps_to_remove(
     root: AnyPath, keep_last: int | None, keep_every: int | None, keep_steps: Collection[int]
 ) -> list[CheckpointInfo]:
     """Return the steps to remove in the order of their commits. Each run is planned separately."""
-    committed, _ = scan_root(root)
+    committed = scan_root(root).committed
     protected = protected_steps(root)
     found = []
     for run_id in dict.fromkeys(step.run_id for step in committed):
@@ -176,6 +177,7 @@ def apply_retention(
     keep_every: int | None = None,
     keep_steps: Collection[int] = (),
     protected: Collection[int] = (),
+    newest: Commit | None = None,
 ) -> list[int]:
     """Remove older steps of the run after a commit, and leftovers of killed saves.
 
@@ -185,7 +187,8 @@ def apply_retention(
         keep_last: as for ``plan_retention``.
         keep_every: as for ``plan_retention``.
         keep_steps: as for ``plan_retention``.
-        protected: the step just committed, and the step that this process resumed from.
+        protected: the step just committed, the step that this process resumed from, and steps that the run does not know.
+        newest: the commit just made. If the root has a newer commit, another job saves into it, and nothing is removed.
 
     Returns:
         The removed steps.
@@ -193,13 +196,16 @@ def apply_retention(
     Mutates: files.
 
     Raises:
-        CheckpointError: files of the run's last step are missing; nothing is removed.
+        CheckpointError: files of the run's last step are missing, or the root has a newer commit; nothing is removed.
         OSError: a failed file operation; each step is complete or removed.
     """
     remove_leftovers(root)
     if keep_last is None:
         return []
-    run = [step for step in scan_root(root)[0] if step.run_id == run_id]
+    committed = scan_root(root).committed
+    if newest is not None:
+        check_newest(root, newest, newest_commit(committed), "save_sharded")
+    run = [step for step in committed if step.run_id == run_id]
     to_remove = plan_retention(
         [step.step for step in run], keep_last, keep_every=keep_every, keep_steps=keep_steps, protected=protected
     )
@@ -215,6 +221,51 @@ def apply_retention(
         if step.step in to_remove:
             remove_step(step.path, step.step, run_id)
     return to_remove
+
+
+def resumed_steps(root: AnyPath, lineage: Lineage) -> set[int]:
+    """Return the step of this root that the process has loaded, as a set of at most one."""
+    if lineage.resumed_from is None:
+        return set()
+    folder = storage.resolve_path(lineage.resumed_from)
+    step = layout.step_of(folder.name) if folder.parent == root else None
+    return set() if step is None else {step}
+
+
+def check_no_other_job(root: AnyPath, committed: Sequence[CheckpointInfo], lineage: Lineage, run_id: str, caller: str) -> None:
+    """Raise if another job has saved into the root since the run looked at it. The first look at a root learns its steps.
+
+    Mutates: ``lineage``.
+
+    Raises:
+        CheckpointError: as ``check_newest``.
+    """
+    history, newest = lineage.roots[str(root)], newest_commit(committed)
+    if history.looked:
+        check_newest(root, history.newest, newest, caller)
+        return
+    history.looked, history.newest = True, newest
+    # The run saves into several roots, and has resumed from another one.
+    resumed = None if lineage.resumed_from is None else layout.step_of(storage.resolve_path(lineage.resumed_from).name)
+    history.unknown_steps = frozenset(c.step for c in committed if c.run_id == run_id and c.step > (resumed or 0))
+
+
+def check_newest(root: AnyPath, expected: Commit | None, found: Commit | None, caller: str) -> None:
+    """Raise if a root has a newer commit than the newest one that a run has seen or made there.
+
+    A second job of the run, started twice or left open, would train on from a step that the root has left behind, and remove
+    the steps of the first job as older commits.
+
+    Raises:
+        CheckpointError: names both commits.
+    """
+    if found is None or found == expected or (expected is not None and found.serial < expected.serial):
+        return
+    before = "be empty" if expected is None else f"end with step {expected.step} of run {expected.run_id}"
+    raise CheckpointError(
+        f"{caller}: {root} must still {before}, got step {found.step} of run {found.run_id}. Another job has saved there since "
+        "this job loaded or saved. Load the newest step to go on from it, or save into another root."
+    )
 
 
 def remove_leftovers(root: AnyPath, *, caller: str = "save_sharded") -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from dtrain import heartbeats, storage
 from dtrain.checkpoint import layout, strict_json
-from dtrain.checkpoint.checkpoint_info import CheckpointInfo, choose_step, read_info, scan_root
+from dtrain.checkpoint.checkpoint_info import CheckpointInfo, choose_step, notice_removal, read_info, scan_root
 from dtrain.checkpoint.data_file import verify_file
 from dtrain.checkpoint.layout import Manifest
 from dtrain.checkpoint.rank_index import StoredShard
@@ -90,7 +90,7 @@ def verify(path: AnyPath | str) -> CheckpointInfo:
 
     Raises:
         CorruptCheckpointError: names the file and the reason.
-        CheckpointError: there is no checkpoint, or the checkpoint cannot be read.
+        CheckpointError: there is no checkpoint, the checkpoint cannot be read, or another process removed it meanwhile.
     """
     try:
         folder = choose_step(storage.resolve_path(path), "verify")
@@ -103,15 +103,16 @@ def verify(path: AnyPath | str) -> CheckpointInfo:
 
 def _verify_and_describe(folder: AnyPath) -> CheckpointInfo:
     try:
-        verify_step(folder)
-        return read_info(folder)
+        with notice_removal(folder):
+            verify_step(folder)
+            return read_info(folder)
     except CheckpointError as error:
         raise type(error)(f"verify: {folder}: {error}") from None
 
 
 def iter_sound_steps_before(folder: AnyPath) -> Iterable[CheckpointInfo]:
     """Iterate over the steps of the root that were committed before ``folder`` and pass verification, newest first."""
-    committed, _ = scan_root(folder.parent)
+    committed = scan_root(folder.parent).committed
     serials = [c.serial for c in committed if c.path == folder]
     step = layout.step_of(folder.name)
     for candidate in reversed(committed):

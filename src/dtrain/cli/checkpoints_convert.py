@@ -61,11 +61,13 @@ def list_root_steps(folder: AnyPath, command: str) -> tuple[list[CheckpointInfo 
     Raises:
         CheckpointError: the root cannot be read.
     """
-    from dtrain.checkpoint.checkpoint_info import choose_step, scan_root
+    from dtrain.checkpoint.checkpoint_info import as_step_folder, scan_root
 
     try:
-        committed, corrupt = scan_root(folder)
-        return [*committed, *corrupt], choose_step(folder, f"checkpoints: {command}")
+        scan = scan_root(folder)
+        step = as_step_folder(folder, f"checkpoints: {command}")
+        newest = step or (scan.newest.path if scan.newest else None)
+        return [*scan.committed, *scan.corrupt], newest
     except OSError as error:
         raise CheckpointError(f"checkpoints: {command}: {error}") from error
 

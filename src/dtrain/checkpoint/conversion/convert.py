@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 from dtrain import storage
 from dtrain.checkpoint import layout, tensor_files
-from dtrain.checkpoint.checkpoint_info import choose_step, has_manifest, read_manifest
+from dtrain.checkpoint.checkpoint_info import choose_step, has_manifest, notice_removal, read_manifest
 from dtrain.checkpoint.conversion.weight_stream import (
     WeightStream,
     apply_ties,
@@ -132,10 +132,12 @@ def _open_newest_step(path: AnyPath, state: str | None) -> TensorFiles:
     step = choose_step(path, _CALLER)
     if step is None:
         raise CheckpointError(f"{_CALLER}: no checkpoint found in {path}. Pass a folder that `dtrain checkpoints list` shows.")
-    states = read_manifest(step).states
-    if states and state is None:
-        raise ConfigError(f"{_CALLER}: {step} holds the states {', '.join(map(repr, states))}. Name one with state (--state).")
-    return open_step(step, 0, state=state)
+    with notice_removal(step):
+        states = read_manifest(step).states
+        if states and state is None:
+            named = ", ".join(map(repr, states))
+            raise ConfigError(f"{_CALLER}: {step} holds the states {named}. Name one with state (--state).")
+        return open_step(step, 0, state=state)
 
 
 TargetFormat = Literal["hf", "dtrain", "dcp", "safetensors"]

@@ -1,0 +1,221 @@
+"""Agree on the step to load, and read it on all ranks: the newest step of a root, or an older step if the newest is corrupt.
+
+Rank 0 lists the root once and chooses. If another process removes or replaces the step while it is read, rank 0 looks again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+import warnings
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from dtrain import storage
+from dtrain.checkpoint import layout
+from dtrain.checkpoint.checkpoint_info import (
+    RootScan,
+    StepRemovedError,
+    as_step_folder,
+    has_manifest,
+    newest_commit,
+    notice_removal,
+    read_info,
+    scan_root,
+    skipped_steps,
+)
+from dtrain.checkpoint.load_plan import LoadOptions
+from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint, read_checkpoint
+from dtrain.checkpoint.verify_step import iter_sound_steps_before
+from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
+from dtrain.dist.init import get_dist_info
+from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError
+from dtrain.run_context import RootHistory
+from dtrain.state import TrainState
+from dtrain.storage import AnyPath
+
+OnCorrupt = Literal["raise", "previous"]
+_CALLER = "load_sharded"
+# Times that a step may vanish while it is read, before the load gives up.
+_MAX_LOOKS = 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepChoice:
+    """Step to load, as rank 0 has chosen it.
+
+    Args:
+        folder: folder of the step.
+        named: if True, the caller named the folder of the step instead of a root.
+        scan: listing of the root, on rank 0; None on other ranks, or if the root of a named step cannot be listed.
+    """
+
+    folder: AnyPath
+    named: bool
+    scan: RootScan | None = None
+
+    def history(self, steps: dict[int, object]) -> RootHistory:
+        """Return the facts about the root for the run that continues from the step."""
+        if self.scan is None:
+            return RootHistory(steps=steps)
+        return RootHistory(steps=steps, looked=True, newest=newest_commit(self.scan.committed))
+
+
+def choose_on_all_ranks(path: AnyPath) -> StepChoice | None:
+    """Choose the step that a path names on rank 0: the folder of a step, or the newest step of a root; None for an empty root.
+
+    Collective: one broadcast of JSON on the control group.
+    """
+    scan: RootScan | None = None
+
+    def choose() -> list[Any]:
+        nonlocal scan
+        named = as_step_folder(path, _CALLER)
+        if named is not None:
+            scan = _scan_or_none(named.parent)
+            return [str(named), True]
+        scan = scan_root(path)
+        return [str(scan.newest.path) if scan.newest else None, False]
+
+    folder, named = cast(list[Any], broadcast_decision(_CALLER, choose))
+    return None if folder is None else StepChoice(folder=storage.resolve_path(folder), named=named, scan=scan)
+
+
+def _scan_or_none(root: AnyPath) -> RootScan | None:
+    """List the root of a named step, which may be a copy in a folder that is no root."""
+    try:
+        return scan_root(root)
+    except (OSError, CheckpointError):
+        return None
+
+
+def read_on_all_ranks(
+    choice: StepChoice,
+    path: AnyPath,
+    states: Mapping[str, TrainState],
+    extra: Mapping[str, Any],
+    options: LoadOptions,
+    on_corrupt: OnCorrupt,
+    files: ExitStack,
+) -> tuple[LoadedCheckpoint, StepChoice]:
+    """Read a checkpoint on all ranks and agree on its content. Try older steps if corrupt steps may be skipped.
+
+    Returns:
+        The checkpoint, and the choice it was read from.
+
+    Collective: exchanges of JSON on the control group.
+    """
+    refused: dict[str, str] = {}
+    folder, looks = choice.folder, 1
+    while True:
+        loaded, corruption, removed, digest = None, None, False, ""
+        with raise_on_all_ranks(_CALLER):
+            try:
+                with notice_removal(folder):
+                    loaded = read_checkpoint(folder, states, extra, options, files)
+                digest = hashlib.sha256(layout.encode_manifest(loaded.reader.manifest)).hexdigest()
+            except StepRemovedError:
+                removed = True
+            except CorruptCheckpointError as error:
+                corruption = str(error)
+            except CheckpointMismatchError:  # The message names the folder already.
+                raise
+            except CheckpointError as error:
+                raise CheckpointError(f"{_CALLER}: {folder}: {error}") from None
+        reports = cast(list[list[Any]], all_gather_json([corruption, digest, options.summary(extra), removed]))
+        gone = any(report[3] for report in reports)
+        bad = next((f"rank {rank}: {report[0]}" for rank, report in enumerate(reports) if report[0] is not None), None)
+        if not gone and bad is None and len({report[1] for report in reports}) == 1:
+            _check_options_equal([report[2] for report in reports])
+            assert loaded is not None, "no rank has reported corruption"
+            if not choice.named:
+                _log_choice(choice, folder, refused)
+            return loaded, choice
+        # The memory must be free before the next step is read.
+        del loaded
+        files.close()
+        if gone or (not choice.named and _was_replaced(choice, folder)):
+            choice, looks = _look_again(choice, path, folder, looks), looks + 1
+            folder, refused = choice.folder, {}
+        elif bad is not None:
+            refused[folder.name] = f"corrupt: {bad}"
+            folder = _previous_sound_step(folder, bad, on_corrupt)
+        else:
+            raise CheckpointError(f"{_CALLER}: ranks see different files in {folder}. All nodes must share its file system.")
+
+
+def _was_replaced(choice: StepChoice, folder: AnyPath) -> bool:
+    """Return True if another step of this number has been committed since rank 0 listed the root.
+
+    Collective: one broadcast of JSON on the control group.
+    """
+
+    def replaced() -> bool:
+        listed = next((info for info in choice.scan.committed if info.path == folder), None) if choice.scan else None
+        if listed is None:
+            return False
+        try:
+            return read_info(folder) != listed
+        except CorruptCheckpointError:
+            return not has_manifest(folder)
+
+    return bool(broadcast_decision(_CALLER, replaced))
+
+
+def _look_again(choice: StepChoice, path: AnyPath, folder: AnyPath, looks: int) -> StepChoice:
+    """Choose again after the step ``folder`` was removed or replaced during the read."""
+    if choice.named or looks >= _MAX_LOOKS:
+        raise CheckpointError(
+            f"{_CALLER}: {folder} was removed by another process while it was read. Load another step, or let the job that "
+            "saves there keep more steps (keep_last)."
+        )
+    again = choose_on_all_ranks(path)
+    if again is None:
+        raise CheckpointError(f"{_CALLER}: all steps of {path} were removed by another process during the load. Save again.")
+    return again
+
+
+def _check_options_equal(summaries: Sequence[str]) -> None:
+    """Raise if ranks pass different options, because they would continue from different states."""
+    for rank, summary in enumerate(summaries):
+        if summary != summaries[0]:
+            raise ConfigError(
+                f"{_CALLER}: options must be equal on all ranks, got {summary} on rank {rank} and {summaries[0]} on rank 0. "
+                "Pass the same options on all ranks."
+            )
+
+
+def _log_choice(choice: StepChoice, folder: AnyPath, refused: Mapping[str, str]) -> None:
+    """Print the loaded step, and the reasons why newer steps were skipped."""
+    skipped = {**({} if choice.scan is None else skipped_steps(choice.scan, folder)), **refused}
+    reasons = "; ".join(f"skipped {name} ({reason})" for name, reason in sorted(skipped.items()))
+    log(f"loading {folder}{f'; {reasons}' if reasons else ''}")
+
+
+def log(line: str) -> None:
+    """Print a line on rank 0."""
+    if get_dist_info().rank == 0:
+        print(f"dtrain: {_CALLER}: {line}", file=sys.stderr, flush=True)
+
+
+def _previous_sound_step(folder: AnyPath, reason: str, on_corrupt: OnCorrupt) -> AnyPath:
+    """Return the step to try instead of a corrupt step, chosen by rank 0, or raise the error that names this step."""
+    older = (candidate.path for candidate in iter_sound_steps_before(folder))
+
+    def choose() -> str | None:
+        found = next(older, None)
+        return None if found is None else str(found)
+
+    path = cast(str | None, broadcast_decision(_CALLER, choose))
+    if path is None:
+        raise CorruptCheckpointError(f"{_CALLER}: {folder} is corrupt: {reason}. The root has no older valid step.")
+    if on_corrupt == "raise":
+        raise CorruptCheckpointError(
+            f"{_CALLER}: {folder} is corrupt: {reason}. The newest older valid step is {path}. Load that folder, or pass "
+            "on_corrupt='previous'."
+        )
+    if get_dist_info().rank == 0:
+        warnings.warn(f"{_CALLER}: {folder} is corrupt: {reason}. Loading {path} instead.", stacklevel=5)
+    return storage.resolve_path(path)
