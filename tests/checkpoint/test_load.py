@@ -457,7 +457,9 @@ def test_load_reads_all_tensors_in_one_request(tmp_path):
     with watching(kind="preadv") as watched:
         load_sharded(path, state)
     assert size < 2**20
-    assert len(watched.calls) == 4, "the manifest, both indexes, and all tensors at once"
+    assert len(watched.calls) == 5, (
+        "the manifest, for the list of steps and for the load, both indexes, and all tensors at once"
+    )
 
 
 def test_index_with_overlapping_byte_ranges_is_refused(tmp_path):

@@ -742,3 +742,57 @@ def test_server_that_does_not_answer_delays_no_other_root(tmp_path, monkeypatch)
         answers.set()
         releasing.join(PATIENCE_S)
     assert not is_held_here(tmp_path)
+
+
+GARBAGE = {"text": b"mine!\n", "empty": b"", "half": somebody().encode()[:50], "large": b"x" * 10_000}
+
+
+@pytest.mark.parametrize("content", GARBAGE.values(), ids=GARBAGE)
+def test_check_recovers_from_lock_file_overwritten_with_garbage(tmp_path, content):
+    with lock_root(tmp_path, RUN) as held:
+        token = on_disk(tmp_path).token
+        (tmp_path / LOCK_FILE).write_bytes(content)
+        held.check()
+        assert (on_disk(tmp_path).token, on_disk(tmp_path).pid) == (token, os.getpid())
+        assert names(tmp_path) == [LOCK_FILE]
+    assert names(tmp_path) == []
+
+
+def test_heartbeat_recovers_from_lock_file_overwritten_with_garbage(tmp_path, monkeypatch):
+    """A job that saves once an hour must not look dead for an hour."""
+    monkeypatch.setattr(holders, "HEARTBEAT_INTERVAL_S", 0.02)
+    with lock_root(tmp_path, RUN) as held:
+        (tmp_path / LOCK_FILE).write_bytes(b"mine!\n")
+        deadline = time.monotonic() + PATIENCE_S
+        while (tmp_path / LOCK_FILE).read_bytes() == b"mine!\n":
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert on_disk(tmp_path).pid == os.getpid()
+        held.check()
+
+
+def test_check_recovers_after_garbage_was_removed(tmp_path):
+    with lock_root(tmp_path, RUN) as held:
+        (tmp_path / LOCK_FILE).write_bytes(b"mine!\n")
+        locks._renew_heartbeat(held._held)
+        (tmp_path / LOCK_FILE).unlink()
+        held.check()
+        assert on_disk(tmp_path).pid == os.getpid()
+
+
+def test_check_recovers_after_a_folder_at_the_lock_path_was_removed(tmp_path):
+    with lock_root(tmp_path, RUN) as held:
+        (tmp_path / LOCK_FILE).unlink()
+        (tmp_path / LOCK_FILE).mkdir()
+        with pytest.raises(OSError, match="directory"):
+            held.check()
+        (tmp_path / LOCK_FILE).rmdir()
+        held.check()
+        assert on_disk(tmp_path).pid == os.getpid()
+
+
+def test_check_names_the_job_that_took_over_a_lock_of_garbage(tmp_path):
+    with lock_root(tmp_path, RUN) as held:
+        (tmp_path / LOCK_FILE).write_bytes(b"mine!\n")
+        with holding(tmp_path), pytest.raises(CheckpointError, match=rf"has taken over the lock .* run {OTHER}"):
+            held.check()

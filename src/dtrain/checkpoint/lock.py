@@ -26,7 +26,7 @@ from pathlib import Path
 
 from dtrain import storage
 from dtrain.checkpoint import lock_owner
-from dtrain.checkpoint.lock_file import LOCK_FILE, acquire_file, create_file, read_file, remove_if_owned_by
+from dtrain.checkpoint.lock_file import LOCK_FILE, acquire_file, read_file, remove_if_owned_by, write_again
 from dtrain.checkpoint.lock_owner import LockOwner
 from dtrain.checkpoint.process_instance import process_instance
 from dtrain.errors import CheckpointError, ConfigError
@@ -104,7 +104,7 @@ class Lock:
         self._held.protected.update(steps)
 
     def check(self) -> None:
-        """Raise unless this process still owns the lock. A removed lock file or root is created again.
+        """Raise unless this process still owns the lock. A lock file or root that was removed or overwritten is written again.
 
         Warns if the root was removed.
 
@@ -118,7 +118,7 @@ class Lock:
             if not self._finish.alive:
                 raise CheckpointError(f"{self.root}: the lock was released. Lock the root again before saving.")
             if not _still_ours(self._held) and self._held.lost_to is None:
-                _create_again(self._held)
+                _write_again(self._held)
                 # Another process may have created the file first.
                 _still_ours(self._held)
             if self._held.lost_to is not None:
@@ -197,8 +197,8 @@ def protected_steps(root: AnyPath) -> frozenset[int]:
     return frozenset() if held is None else frozenset(held.protected)
 
 
-def _create_again(held: _HeldLock) -> None:
-    """Create the lock file and its root again, unless another process does so first. Mutates: ``held``."""
+def _write_again(held: _HeldLock) -> None:
+    """Write the lock file and its root again, unless another process does so first. Mutates: ``held``."""
     if not storage.is_folder(held.root):
         warnings.warn(
             f"{held.root} was removed while this run was using it, and its steps with it. The folder is created again.",
@@ -206,7 +206,7 @@ def _create_again(held: _HeldLock) -> None:
         )
         storage.make_folders(held.root)
     held.owner = lock_owner.with_heartbeat(held.owner, now=time.time())
-    create_file(held.path, held.owner)
+    write_again(held.path, held.owner)
 
 
 def _still_ours(held: _HeldLock) -> bool:
@@ -222,7 +222,9 @@ def _still_ours(held: _HeldLock) -> bool:
     owner = lock_owner.parse_owner(found)
     if owner is not None and owner.token == held.owner.token:
         return held.lost_to is None
-    held.lost_to = "a process whose lock file is unreadable" if owner is None else owner.describe()
+    # No process leaves bytes that name no owner, so nobody has taken the lock over.
+    if owner is not None:
+        held.lost_to = owner.describe()
     return False
 
 
@@ -311,6 +313,10 @@ def _renew_heartbeat(held: _HeldLock) -> None:
             # The garbage collector may have released the hold in this thread during the replacement.
             if held.released:
                 remove_if_owned_by(held.path, renewed)
+        elif held.lost_to is None and storage.exists(held.path):
+            # Overwritten bytes would look like a dead owner, because they do not change.
+            write_again(held.path, renewed)
+            held.owner = renewed
         elif held.lost_to is None:
             # The file was removed, and the next save creates the file again: the heartbeat might disturb a removal of the root.
             held.owner = renewed

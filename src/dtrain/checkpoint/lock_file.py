@@ -50,8 +50,29 @@ def acquire_file(path: AnyPath, our_owner: LockOwner) -> LockOwner:
         time.sleep(_POLL_S)
 
 
+def write_again(path: AnyPath, our_owner: LockOwner) -> None:
+    """Create the lock file of a live owner again, or replace bytes that no process writes. Other owners keep the file.
+
+    Waits: ``lock_owner.TORN_AFTER_S`` seconds for such bytes to change, because another process may be about to complete them.
+    """
+    watched, since = b"", time.monotonic()
+    while not create_file(path, our_owner):
+        found = read_file(path)
+        if found is not None and lock_owner.parse_owner(found) is not None:
+            return
+        if found != watched:
+            watched, since = found or b"", time.monotonic()
+        status = lock_owner.owner_status(None, our_owner, now=time.time(), unchanged_s=time.monotonic() - since)
+        if found is not None and status == "dead" and _take_over(path, found, our_owner):
+            return
+        time.sleep(_POLL_S)
+
+
 def _take_over(path: AnyPath, found: bytes, our_owner: LockOwner) -> bool:
-    """Replace a dead owner by ``our_owner`` if the file is unchanged. The claim for the takeover is a lock file itself."""
+    """Replace a dead owner, or bytes that name no owner, by ``our_owner`` if the file is unchanged.
+
+    The claim for the takeover is a lock file itself.
+    """
     dead = lock_owner.parse_owner(found)
     token = hashlib.sha256(found).hexdigest()[:16] if dead is None else dead.token
     claim = path.with_name(f"{LOCK_FILE}.{token}")

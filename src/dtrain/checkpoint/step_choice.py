@@ -74,7 +74,7 @@ def choose_on_all_ranks(path: AnyPath) -> StepChoice | None:
         nonlocal scan
         named = as_step_folder(path, _CALLER)
         if named is not None:
-            scan = _scan_or_none(named.parent)
+            scan = _scan_root_of(named)
             return [str(named), True]
         scan = scan_root(path)
         return [str(scan.newest.path) if scan.newest else None, False]
@@ -83,12 +83,20 @@ def choose_on_all_ranks(path: AnyPath) -> StepChoice | None:
     return None if folder is None else StepChoice(folder=storage.resolve_path(folder), named=named, scan=scan)
 
 
-def _scan_or_none(root: AnyPath) -> RootScan | None:
-    """List the root of a named step, which may be a copy in a folder that is no root."""
+def _scan_root_of(folder: AnyPath) -> RootScan | None:
+    """List the root of a named step. Return None for a copy of a step beside steps of another format version.
+
+    Raises:
+        CorruptCheckpointError: the manifest of the named step is corrupt.
+    """
     try:
-        return scan_root(root)
-    except (OSError, CheckpointError):
+        scan = scan_root(folder.parent)
+    except CheckpointError:
         return None
+    corrupt = next((step for step in scan.corrupt if step.path == folder), None)
+    if corrupt is not None:
+        raise CorruptCheckpointError(f"{folder} is corrupt: {corrupt.reason}. Load another step.")
+    return scan
 
 
 def read_on_all_ranks(
