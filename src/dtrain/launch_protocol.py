@@ -31,6 +31,8 @@ OMP_THREADS = "OMP_NUM_THREADS"
 RUN_DIR = "DTRAIN_RUN_DIR"
 # "1" if all ranks are on this host, so that servers listen on loopback only.
 LOOPBACK = "DTRAIN_LOOPBACK"
+# Secret of the job, with which its ranks prove to each other over TCP that they belong to it.
+JOB_SECRET = "DTRAIN_JOB_SECRET"
 # File in which a rank records the exception that leaves its script.
 FAILURE_FILE = "DTRAIN_FAILURE_FILE"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"

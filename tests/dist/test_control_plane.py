@@ -9,6 +9,7 @@ import socket
 import tempfile
 import threading
 import time
+from contextlib import contextmanager
 
 import pytest
 
@@ -176,6 +177,131 @@ def test_stranger_on_the_port_of_a_leader_is_turned_away(forked, monkeypatch):
                 return real(store, layout, problem)
 
             monkeypatch.setattr(control_sockets, "_report_outcome", with_stranger)
+        with init_dist(device="cpu", timeout_s=TIMEOUT_S):
+            return begin()
+
+    assert forked.run(body, 2, results_of=[0, 1]) == {0: [4, 2], 1: [4, 2]}
+
+
+def as_first_visitor(visit):
+    """Return ``control_sockets._listen`` that lets ``visit(address)`` come before this rank publishes its address."""
+    real = control_sockets._listen
+
+    @contextmanager
+    def listen(layout):
+        with real(layout) as (listeners, address):
+            visit(address)
+            yield listeners, address
+
+    return listen
+
+
+@pytest.mark.parametrize("over_tcp", [False, True])
+def test_silent_strangers_delay_no_rank(forked, monkeypatch, over_tcp):
+    """Each of them had five seconds, one after the other."""
+    strangers = []
+
+    def visit(address: dict) -> None:
+        for _ in range(40):
+            strangers.append(socket.socket(socket.AF_INET if over_tcp else socket.AF_UNIX))
+            strangers[-1].connect(tuple(address["tcp"][0]) if over_tcp else address["path"])
+            strangers[-1].sendall(b"hello"[: len(strangers) % 3])
+
+    def body(rank: int) -> list:
+        if over_tcp:
+            pretend_nodes(rank, 1)
+        if rank == 0:
+            monkeypatch.setattr(control_sockets, "_listen", as_first_visitor(visit))
+        with init_dist(device="cpu", timeout_s=TIMEOUT_S):
+            return [begin(), len(strangers)]
+
+    assert forked.run(body, 2, results_of=[0, 1]) == {0: [[4, 2], 40], 1: [[4, 2], 0]}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_cannot_take_the_place_of_a_rank(forked, monkeypatch):
+    """All keys of the store are readable on the host, so the visitor knows what a rank knows."""
+    ends = []
+
+    def visit(address: dict) -> None:
+        ready, done = os.pipe(), os.pipe()
+        if os.fork() == 0:
+            os.setgroups([])
+            os.setuid(65534)
+            connections = []
+            for channel in range(2):
+                connections.append(socket.socket(socket.AF_UNIX))
+                connections[-1].connect(address["path"])
+                proof = control_sockets._proof(address["nonce"], 1, channel)
+                connections[-1].sendall(control_sockets._HELLO.pack(proof, 1, channel))
+            os.write(ready[1], b"r")
+            os.close(done[1])
+            os.read(done[0], 1)
+            os._exit(0)
+        os.close(ready[1])
+        os.read(ready[0], 1)
+        ends.append(done[1])
+
+    def body(rank: int) -> list:
+        if rank == 0:
+            monkeypatch.setattr(control_sockets, "_listen", as_first_visitor(visit))
+        with init_dist(device="cpu", timeout_s=TIMEOUT_S):
+            found = begin()
+        for end in ends:
+            os.close(end)
+            os.wait()
+        return found
+
+    assert forked.run(body, 2, results_of=[0, 1]) == {0: [4, 2], 1: [4, 2]}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_rank_refuses_an_address_at_which_another_user_listens(forked, monkeypatch):
+    """A stranger who can write to the store could name its own socket."""
+
+    def body(rank: int) -> list:
+        if rank == 0:
+            ready = os.pipe()
+            path = f"\0dtrain-test-{os.getpid()}"
+            child = os.fork()
+            if child == 0:
+                os.setgroups([])
+                os.setuid(65534)
+                listener = socket.socket(socket.AF_UNIX)
+                listener.bind(path)
+                listener.listen()
+                os.write(ready[1], b"r")
+                signal.pause()
+            os.read(ready[0], 1)
+            monkeypatch.setattr(control_sockets, "_listen", as_first_visitor(lambda address: address.update(path=path)))
+            try:
+                with init_dist(device="cpu", timeout_s=TIMEOUT_S):
+                    return [current_context().control_plane.layout.node_size]
+            finally:
+                os.kill(child, signal.SIGKILL)
+                os.waitpid(child, 0)
+        with init_dist(device="cpu", timeout_s=TIMEOUT_S):
+            return [current_context().control_plane.layout.node_size]
+
+    assert forked.run(body, 2, results_of=[0, 1]) == {0: [1], 1: [1]}, "the ranks connect over TCP instead"
+
+
+def test_secret_of_a_job_keeps_others_out_over_tcp(forked, monkeypatch):
+    def visit(address: dict) -> None:
+        with monkeypatch.context() as patch:
+            patch.delenv("DTRAIN_JOB_SECRET")
+            for channel in range(2):
+                stranger = socket.create_connection(tuple(address["tcp"][0]))
+                stranger.sendall(control_sockets._HELLO.pack(control_sockets._proof(address["nonce"], 1, channel), 1, channel))
+                kept.append(stranger)
+
+    kept: list = []
+
+    def body(rank: int) -> list:
+        monkeypatch.setenv("DTRAIN_JOB_SECRET", "known to the job")
+        pretend_nodes(rank, 1)
+        if rank == 0:
+            monkeypatch.setattr(control_sockets, "_listen", as_first_visitor(visit))
         with init_dist(device="cpu", timeout_s=TIMEOUT_S):
             return begin()
 

@@ -108,11 +108,13 @@ def test_stale_launch_variables_are_removed_and_others_kept():
         "MASTER_PORT": "1",
         "A": "b",
         "RANKS": "8",
+        "DTRAIN_JOB_SECRET": "known on all nodes",
     }
     assert find_stale_variables(given) == ["DTRAIN_RUN_DIR", "MASTER_PORT", "RANK", "TORCHELASTIC_ERROR_FILE"]
     common = build_common_environment(PLAN, given)
     assert "TORCHELASTIC_ERROR_FILE" not in common
     assert (common["DTRAIN_RUN_DIR"], common["A"], common["RANKS"]) == ("/runs/one", "b", "8")
+    assert common["DTRAIN_JOB_SECRET"] == "known on all nodes"
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ store, with a number of requests that does not depend on the number of ranks.
 from __future__ import annotations
 
 import fcntl
+import hmac
 import ipaddress
 import json
 import os
@@ -15,8 +16,8 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Generator, Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -32,12 +33,14 @@ if TYPE_CHECKING:
     from dtrain.dist.init import DistInfo
 
 _BACKLOG = 256
-_TOKEN_BYTES = 16
-# Token of the listener, rank of the sender, and index of the channel.
-_HELLO = struct.Struct(f"={_TOKEN_BYTES}sii")
+_PROOF_BYTES = 16
+# Proof that the sender knows the listener and the secret of the job, rank of the sender, and index of the channel.
+_HELLO = struct.Struct(f"={_PROOF_BYTES}sii")
+# Process id, user id and group id of the other side of a Unix socket.
+_CREDENTIALS = struct.Struct("=iII")
 _CONNECT_TIMEOUT_S = 30.0
-# Time for the first bytes of a connection. A stranger may connect and send nothing.
-_HELLO_TIMEOUT_S = 5.0
+# Connections whose first bytes are awaited at once. A stranger may open connections and send nothing.
+_MAX_PENDING = 512
 # Time for all ranks to read a problem.
 _SETTLE_S = 5.0
 _SIOCGIFADDR = 0x8915  # linux/sockios.h
@@ -128,7 +131,7 @@ def _connect_all(store: dist.Store, layout: Layout) -> tuple[Connections, str]:
                 connection.close()
             return {}, outcome
         # All ranks have connected, so nothing waits here.
-        _accept(listeners, {peer for peer in peers if peer > layout.rank}, address["token"], connections)
+        _accept(listeners, {peer for peer in peers if peer > layout.rank}, address["nonce"], connections)
         return connections, ""
 
 
@@ -148,18 +151,18 @@ def _report_outcome(store: dist.Store, layout: Layout, problem: str) -> str:
 
 @contextmanager
 def _listen(layout: Layout) -> Iterator[tuple[list[socket.socket], dict[str, Any]]]:
-    """Listen for the peers of this rank, and give the listeners and their address, as JSON, with a secret token.
+    """Listen for the peers of this rank, and give the listeners and their address, as JSON. The address is no secret.
 
     An address with a ``problem`` makes all ranks take other connections.
     """
-    address: dict[str, Any] = {"token": secrets.token_hex(_TOKEN_BYTES // 2)}
+    address: dict[str, Any] = {"nonce": secrets.token_hex(16)}
     with ExitStack() as stack:
         listeners: list[socket.socket] = []
         try:
             if layout.node_size > 1:
                 listeners.append(stack.enter_context(socket.socket(socket.AF_UNIX)))
                 # An abstract name, so that a rank that is killed leaves no file.
-                address["path"] = f"\0dtrain-{secrets.token_hex(_TOKEN_BYTES)}"
+                address["path"] = f"\0dtrain-{secrets.token_hex(16)}"
                 listeners[-1].bind(address["path"])
                 listeners[-1].listen(_BACKLOG)
             if layout.remote_peers():
@@ -245,7 +248,9 @@ def _connect(layout: Layout, channel: int, peer: int, address: Mapping[str, Any]
             connection.connect(target)
             if family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            connection.sendall(_HELLO.pack(address["token"].encode(), layout.rank, channel))
+            if not _is_own_user(connection):
+                raise PermissionError("another user listens there")
+            connection.sendall(_HELLO.pack(_proof(address["nonce"], layout.rank, channel), layout.rank, channel))
             return connection
         except OSError as error:
             connection.close()
@@ -253,40 +258,81 @@ def _connect(layout: Layout, channel: int, peer: int, address: Mapping[str, Any]
     raise ConnectionError(f"cannot connect to rank {peer} ({'; '.join(problems)})")
 
 
-def _accept(listeners: list[socket.socket], peers: set[int], token: str, connections: Connections) -> None:
-    """Accept the connections of ``peers`` on every channel. Connections without the token of this listener are closed.
+def _proof(nonce: str, rank: int, channel: int) -> bytes:
+    """Return the proof of a hello. With a secret in the environment of the job, only ranks of the job can compute it."""
+    secret = os.environ.get(launch_protocol.JOB_SECRET, "").encode()
+    return hmac.digest(secret, f"{nonce} {rank} {channel}".encode(), "sha256")[:_PROOF_BYTES]
+
+
+def _is_own_user(connection: socket.socket) -> bool:
+    """Return False if the other side of a Unix socket is a process of another user. Over TCP the user is unknown."""
+    if connection.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
+        return True
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
+
+
+def _accept(listeners: list[socket.socket], peers: set[int], nonce: str, connections: Connections) -> None:
+    """Accept the connections of ``peers`` on every channel. All other connections are closed, and none delays the others.
 
     Mutates: ``connections``.
 
     Raises:
-        OSError: a connection that was open is lost.
+        TimeoutError: a peer has not connected.
     """
     waiting = {(peer, channel) for peer in peers for channel in range(len(CHANNELS))}
-    with selectors.DefaultSelector() as selector:
+    with closing(_greetings(listeners, time.monotonic() + _CONNECT_TIMEOUT_S)) as greetings:
+        while waiting:
+            connection, hello = next(greetings, (None, b""))
+            if connection is None:
+                raise TimeoutError(f"no connection from ranks {sorted({peer for peer, _ in waiting})}")
+            proof, peer, channel = _HELLO.unpack(hello)
+            if (peer, channel) not in waiting or not hmac.compare_digest(proof, _proof(nonce, peer, channel)):
+                connection.close()
+                continue
+            waiting.remove((peer, channel))
+            connection.setblocking(True)
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            connections[CHANNELS[channel]][peer] = connection
+
+
+def _greetings(listeners: list[socket.socket], deadline: float) -> Generator[tuple[socket.socket, bytes], None, None]:
+    """Iterate until ``deadline`` over new connections of this user that have sent a hello. Silent connections are closed."""
+    # First bytes of the connections, the oldest connection first.
+    pending: dict[socket.socket, bytes] = {}
+    with selectors.DefaultSelector() as selector, ExitStack() as stack:
+        stack.callback(lambda: [connection.close() for connection in pending])
         for listener in listeners:
             listener.setblocking(False)
             selector.register(listener, selectors.EVENT_READ)
-        while waiting:
-            ready = selector.select(_CONNECT_TIMEOUT_S)
-            if not ready:
-                raise TimeoutError(f"no connection from ranks {sorted({peer for peer, _ in waiting})}")
-            for key, _ in ready:
-                connection, _ = cast(socket.socket, key.fileobj).accept()
-                hello = _read_hello(connection)
-                if hello is None or hello[0] != token.encode() or hello[1:] not in waiting:
-                    connection.close()
+        while (remaining_s := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(remaining_s):
+                source = cast(socket.socket, key.fileobj)
+                if source in listeners:
+                    connection, _ = source.accept()
+                    if not _is_own_user(connection) or len(pending) >= _MAX_PENDING:
+                        connection.close()
+                        continue
+                    connection.setblocking(False)
+                    pending[connection] = b""
+                    selector.register(connection, selectors.EVENT_READ)
                     continue
-                waiting.remove(hello[1:])
-                if connection.family != socket.AF_UNIX:
-                    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                connections[CHANNELS[hello[2]]][hello[1]] = connection
+                part = _read_some(source, _HELLO.size - len(pending[source]))
+                pending[source] += part
+                if part and len(pending[source]) < _HELLO.size:
+                    continue
+                selector.unregister(source)
+                hello = pending.pop(source)
+                if part:
+                    yield source, hello
+                else:
+                    source.close()
 
 
-def _read_hello(connection: socket.socket) -> tuple[bytes, int, int] | None:
-    """Return the token, rank and channel that the other side sends; None if it sends something else."""
-    connection.settimeout(_HELLO_TIMEOUT_S)
-    data = b""
-    with suppress(OSError):
-        while len(data) < _HELLO.size and (part := connection.recv(_HELLO.size - len(data))):
-            data += part
-    return _HELLO.unpack(data) if len(data) == _HELLO.size else None
+def _read_some(connection: socket.socket, size: int) -> bytes:
+    """Return the next bytes of a readable connection; none if it was closed."""
+    try:
+        return connection.recv(size)
+    except OSError:
+        return b""

@@ -248,7 +248,8 @@ def find_stale_variables(inherited: Mapping[str, str]) -> list[str]:
 
 
 def _is_launch_variable(name: str) -> bool:
-    return name.startswith(launch_protocol.OWNED_PREFIXES)
+    # Whoever starts the launchers of several nodes gives all of them one secret.
+    return name.startswith(launch_protocol.OWNED_PREFIXES) and name != launch_protocol.JOB_SECRET
 
 
 def build_rank_command(target: Target) -> list[str]:

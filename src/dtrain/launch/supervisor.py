@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import select
 import selectors
 import signal
@@ -79,7 +80,9 @@ def supervise(plan: LaunchPlan, *, launcher_alive: int) -> int:
         if plan.rendezvous is not None:
             join_nodes(job, plan.rendezvous, lambda condition: _run_loop(job, condition))
         if not job.worker_group.stopping:
-            job.starter.common_environment = build_common_environment(job.plan, os.environ)
+            # A single node has a secret of its own.
+            secret = {launch_protocol.JOB_SECRET: secrets.token_hex(16)} if job.plan.layout.nodes == 1 else {}
+            job.starter.common_environment = build_common_environment(job.plan, {**os.environ, **secret})
             if job.output.has_live_line:
                 job.starter.common_environment = {**job.starter.common_environment, launch_protocol.LIVE_LINE: "1"}
             job.starter.log_path = job.plan.run_dir / "logs" / "launcher.log"
