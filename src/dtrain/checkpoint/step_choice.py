@@ -56,6 +56,12 @@ class StepChoice:
     named: bool
     scan: RootScan | None = None
 
+    def check_listed(self, folder: AnyPath) -> None:
+        """Raise CorruptCheckpointError if the listing found the manifest of the step corrupt."""
+        for step in () if self.scan is None else self.scan.corrupt:
+            if step.path == folder:
+                raise CorruptCheckpointError(step.reason)
+
     def history(self, steps: dict[int, object]) -> RootHistory:
         """Return the facts about the root for the run that continues from the step."""
         if self.scan is None:
@@ -74,7 +80,7 @@ def choose_on_all_ranks(path: AnyPath) -> StepChoice | None:
         nonlocal scan
         named = as_step_folder(path, _CALLER)
         if named is not None:
-            scan = _scan_root_of(named)
+            scan = _scan_or_none(named.parent)
             return [str(named), True]
         scan = scan_root(path)
         return [str(scan.newest.path) if scan.newest else None, False]
@@ -83,20 +89,12 @@ def choose_on_all_ranks(path: AnyPath) -> StepChoice | None:
     return None if folder is None else StepChoice(folder=storage.resolve_path(folder), named=named, scan=scan)
 
 
-def _scan_root_of(folder: AnyPath) -> RootScan | None:
-    """List the root of a named step. Return None for a copy of a step beside steps of another format version.
-
-    Raises:
-        CorruptCheckpointError: the manifest of the named step is corrupt.
-    """
+def _scan_or_none(root: AnyPath) -> RootScan | None:
+    """List the root of a named step. Return None beside steps of another format version: the step is a copy elsewhere."""
     try:
-        scan = scan_root(folder.parent)
+        return scan_root(root)
     except CheckpointError:
         return None
-    corrupt = next((step for step in scan.corrupt if step.path == folder), None)
-    if corrupt is not None:
-        raise CorruptCheckpointError(f"{folder} is corrupt: {corrupt.reason}. Load another step.")
-    return scan
 
 
 def read_on_all_ranks(
@@ -122,6 +120,7 @@ def read_on_all_ranks(
         with raise_on_all_ranks(_CALLER):
             try:
                 with notice_removal(folder):
+                    choice.check_listed(folder)
                     loaded = read_checkpoint(folder, states, extra, options, files)
                 digest = hashlib.sha256(layout.encode_manifest(loaded.reader.manifest)).hexdigest()
             except StepRemovedError:
