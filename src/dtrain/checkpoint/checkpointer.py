@@ -30,8 +30,9 @@ from dtrain.state import TrainState
 from dtrain.storage import AnyPath
 
 if TYPE_CHECKING:
-    from dtrain.checkpoint.load import LoadResult, OnCorrupt, OneOrSeveral
+    from dtrain.checkpoint.load import LoadResult, OneOrSeveral
     from dtrain.checkpoint.save import SaveHandle
+    from dtrain.checkpoint.step_choice import OnCorrupt
 
 SaveMode = Literal["sync", "async"]
 

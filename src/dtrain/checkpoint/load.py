@@ -166,6 +166,7 @@ def _read_and_apply(
     """Read on all ranks, agree, and apply."""
     states = {"": state} if isinstance(state, TrainState) else dict(state)
     with ExitStack() as files:
+        loaded: LoadedCheckpoint
         loaded, choice = read_on_all_ranks(choice, path, states, extra, options, on_corrupt, files)
         if not choice.named and not options.model_only:
             _warn_if_low_space(path, loaded.reader.manifest.bytes)

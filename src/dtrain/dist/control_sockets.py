@@ -16,7 +16,7 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -302,7 +302,7 @@ def _greetings(listeners: list[socket.socket], deadline: float) -> Generator[tup
     # First bytes of the connections, the oldest connection first.
     pending: dict[socket.socket, bytes] = {}
     with selectors.DefaultSelector() as selector, ExitStack() as stack:
-        stack.callback(lambda: [connection.close() for connection in pending])
+        stack.callback(_close_all, pending)
         for listener in listeners:
             listener.setblocking(False)
             selector.register(listener, selectors.EVENT_READ)
@@ -328,6 +328,11 @@ def _greetings(listeners: list[socket.socket], deadline: float) -> Generator[tup
                     yield source, hello
                 else:
                     source.close()
+
+
+def _close_all(connections: Iterable[socket.socket]) -> None:
+    for connection in connections:
+        connection.close()
 
 
 def _read_some(connection: socket.socket, size: int) -> bytes:
