@@ -126,3 +126,37 @@ class Remembering(Stream):
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.at = state["at"]
+
+
+class Curriculum:
+    """Every sample is the level."""
+
+    def __init__(self, size: int = 8) -> None:
+        self.size, self.level = size, 0
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> int:
+        return self.level
+
+    def set_level(self, level: int) -> None:
+        self.level = level
+
+
+class UnsizedLevels:
+    """Iterable; its samples are the level at the time of reading."""
+
+    def __init__(self, size: int = 8) -> None:
+        self.size, self.level = size, 0
+
+    def __iter__(self) -> Any:
+        return (self.level for _ in range(self.size))
+
+    def set_level(self, level: int) -> None:
+        self.level = level
+
+
+class Levels(UnsizedLevels):
+    def __len__(self) -> int:
+        return self.size

@@ -76,6 +76,7 @@ class BatchOptions:
 class BatchSource(Protocol):
     """Source of the items of a loader."""
 
+    fetcher: Fetcher
     options: BatchOptions
 
     @property

@@ -6,9 +6,8 @@ The loader advances the position; a ``BatchSource`` reads the samples. The posit
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -17,6 +16,7 @@ from dtrain.batch import FailedBatch, attach_batch_info
 from dtrain.clock import EpochPosition
 from dtrain.data.batch_source import BatchSource, LoaderItem, next_item
 from dtrain.data.dataset import hash_fingerprint
+from dtrain.data.dataset_changes import items_with_changes, reads_ahead
 from dtrain.data.device_prefetch import items_on_device
 from dtrain.data.fetcher import describe_error
 from dtrain.data.position import (
@@ -24,6 +24,7 @@ from dtrain.data.position import (
     IssuedBatch,
     Position,
     SkippedSamples,
+    StopCondition,
     is_reached,
     parse_length,
     read_position,
@@ -36,15 +37,6 @@ from dtrain.dist.rng import derive_seed
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError, DtrainError
 from dtrain.typing import Batch, Plain
-
-
-class StopCondition(Protocol):
-    """Condition that ends a run before its length."""
-
-    @property
-    def stopped(self) -> bool:
-        """True if the run has ended."""
-        ...
 
 
 class Loader:
@@ -68,7 +60,7 @@ class Loader:
         self.position = Position()
         self.skipped = SkippedSamples(samples=[])
         self._allow_data_change = allow_data_change
-        self._device, self._prefetch_factor = device, prefetch_factor
+        self._device, self._prefetch_factor, self._reads_ahead = device, prefetch_factor, reads_ahead(source, device)
         self._digest = hash_fingerprint(self.fingerprint)
         self._dataset_state: Plain = None
         self._skip_target: Position | None = None
@@ -386,11 +378,19 @@ class Loader:
         Raises:
             DataError: the dataset or the device raised an error.
         """
-        items = self.source.items(at, goal, state=None if evaluation else self._dataset_state, evaluation=evaluation)
-        if (recorder := current_context().recorder) is not None:
-            items = recorder.loader_items(items)
-        try:
+
+        def read(at: Position, state: Plain) -> Generator[LoaderItem, None, None]:
+            items = self.source.items(at, goal, state=state, evaluation=evaluation)
+            if (recorder := current_context().recorder) is not None:
+                items = recorder.loader_items(items)
             yield from items_on_device(items, self._device, self._prefetch_factor)
+
+        state = None if evaluation else self._dataset_state
+        try:
+            if self._reads_ahead:
+                yield from items_with_changes(read, self.source, at, goal, state, evaluation=evaluation)
+            else:
+                yield from read(at, state)
         except DtrainError:
             raise
         except Exception as error:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -68,6 +68,15 @@ def is_reached(goal: Duration, at: Position) -> bool:
     """Return True if a run at ``at`` has reached ``goal``, in epochs, batches or samples."""
     unit = goal.unit
     return (at.epoch if unit == "ep" else at.batches if unit == "ba" else at.total) >= goal.value
+
+
+class StopCondition(Protocol):
+    """Condition that ends a run before its length."""
+
+    @property
+    def stopped(self) -> bool:
+        """True if the run has ended."""
+        ...
 
 
 def parse_length(length: Duration | int | str) -> Duration:
