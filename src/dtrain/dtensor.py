@@ -393,8 +393,8 @@ def all_reduce_partial_scalars_(sums: Tensor, of: Sequence[Tensor]) -> None:
             sums[selection] = part
 
 
-def sharding_propagator() -> Any:
-    """Return torch's object that computes the placement and the shape of each result for DTensor."""
+def dtensor_dispatcher() -> Any:
+    """Return torch's object that runs every operation on DTensors; it has handlers of operations, and a sharding propagator."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor._op_dispatcher.sharding_propagator
+    return DTensor._op_dispatcher

@@ -95,7 +95,7 @@ def apply_gradients(
         StaleStateError: ``state`` was stepped already.
         StepError: no parameter has a gradient.
         NonFiniteError: a gradient is not finite (``"raise"``), or ten times in a row (``"skip"``); the gradients are dropped.
-        ConfigError: another value of ``nonfinite``, or LBFGS, whose step needs a closure.
+        ConfigError: another value of ``nonfinite``.
     """
     # A step written by hand is counted here and in microbatch_step.
     spans.begin("step", 0)
@@ -113,10 +113,6 @@ def apply_gradients(
             grad_sync.reducer.check_no_local_grads("apply_gradients")
         if nonfinite != "allow":
             check_choice("apply_gradients", "nonfinite", nonfinite, ("allow", "raise", "skip"))
-        if isinstance(state.optimizer, torch.optim.LBFGS):
-            raise ConfigError(
-                "apply_gradients: the optimizer must step without a closure, got LBFGS. Use an optimizer that needs no closure."
-            )
         broken = nonfinite != "allow" and not all_finite(grads, state.device, caller="apply_gradients")
         if broken and nonfinite == "raise":
             names = nonfinite_param_names(state.params)

@@ -52,7 +52,7 @@ def optimizer_in_backward(
     gathered parameters, which are freed as gradients arrive. With several microbatches, gradients that wait for the last
     microbatch use memory as usual (``accumulate="local"``: full gradients; ``"sharded"``: shards).
 
-    The optimizer must update every parameter independently, as torch's optimizers do (except LBFGS). Its ``step`` and the hooks
+    The optimizer must update every parameter independently, as torch's optimizers do. Its ``step`` and the hooks
     of ``step`` run once per unit. Three kinds are updated after backward: parameters that this rank's samples did not
     reach, ignored parameters, and units with a forward but no backward.
 
@@ -75,7 +75,7 @@ def optimizer_in_backward(
 
     Raises:
         ConfigError: no ``weight_fn``, a transform that needs the gradient, or arguments that ``compose_step`` refuses; in a
-            step, a model with tensor or context parallelism, or LBFGS.
+            step, a model with tensor or context parallelism.
         StepError: in a step, a unit whose gradient arrived in several parts.
     """
     check_step_parts("optimizer_in_backward", loss_fn, transforms, microbatch_step, apply_gradients)
@@ -116,8 +116,6 @@ def _compute_and_apply(
 ) -> tuple[TrainState, Metrics]:
     if state.spec.ranks_per_batch > 1:
         raise ConfigError("optimizer_in_backward: tensor and context parallelism are not supported. Use dt.compose_step.")
-    if isinstance(state.optimizer, torch.optim.LBFGS):
-        raise ConfigError("optimizer_in_backward: LBFGS needs all parameters together. Use another optimizer.")
     done: set[int] = set()
     with _invalidate_state_on_error(state, done):
         with grad_sync_of(state.model).on_grad_ready(list(state.params.values()), partial(_apply, state, done)):
