@@ -56,8 +56,8 @@ def _check_needs_no_closure(optimizer: torch.optim.Optimizer) -> None:
     required = [argument.name for argument in arguments if argument.default is empty and argument.kind in kinds]
     if required:
         raise ConfigError(
-            f"init: optimizer must step without arguments, got {type(optimizer).__name__}, whose step needs {required[0]!r}. Use "
-            "an optimizer that needs only the gradients; for sharpness-aware minimization use dt.transforms.sam."
+            f"init: optimizer must step without arguments, got {type(optimizer).__name__}, whose step needs {required[0]!r}. "
+            "Use an optimizer that needs only the gradients; for sharpness-aware minimization use dt.transforms.sam."
         )
 
 
@@ -73,7 +73,7 @@ def _check_holds_own_state(optimizer: torch.optim.Optimizer) -> None:
     if inner is not None:
         raise ConfigError(
             f"init: optimizer must keep its state in its own .state, got {name}, which wraps {type(inner).__name__} with a "
-            f"state of its own. Checkpoints would lack this state. Set inner.state = outer.state, or pass {type(inner).__name__}."
+            "state of its own. Checkpoints would lack this state. Set inner.state = outer.state, or pass the inner optimizer."
         )
 
 

@@ -37,8 +37,8 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     placed as its parameter. A subclass, hooks of ``step``, a replaced ``step`` and ``differentiable`` may look at the
     parameters, so they get the DTensors. The optimizer's state stays made of DTensors.
 
-    A DTensor that the optimizer reads as a Python number (``float(param.norm())``, ``if grad.abs().max() > c``) is reduced to the
-    number of the whole tensor, as in one process. torch would return the number of this rank's part.
+    A DTensor that the optimizer reads as a Python number (``float(param.norm())``, ``if grad.abs().max() > c``) is reduced to
+    the number of the whole tensor, as in one process. torch would return the number of this rank's part.
 
     Mutates: parameters, and the optimizer's state. Collective: those of the optimizer, and one for each number that it reads;
     none on shards.
