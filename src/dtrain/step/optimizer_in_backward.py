@@ -24,6 +24,7 @@ from dtrain.step.compose import Step, check_step_parts, wrap_grad, wrap_update
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.microbatches import CountFn, SplitFn
 from dtrain.step.optimizer import apply_gradients
+from dtrain.step.optimizer_state import check_update
 from dtrain.step.shard_update import step_optimizer
 from dtrain.transform import Transform
 from dtrain.typing import Batch, LossFn, Metrics, WeightFn
@@ -126,6 +127,8 @@ def _compute_and_apply(
         # The foreach form of an optimizer accepts no mix of DTensors and plain tensors.
         for kind in (True, False):
             _apply(state, done, [param for param in remaining if is_dtensor(param) == kind])
+        if not state.run_context.optimizer_checked:
+            check_update(state, lambda: None, caller="optimizer_in_backward")
     return state._next(), {**metrics, **step_metrics}
 
 
