@@ -36,14 +36,17 @@ def to_local(tensor: Tensor) -> Tensor:
     return cast("DTensor", tensor).to_local() if hasattr(tensor, "device_mesh") else tensor
 
 
-def from_local_like(like: Tensor, shard: Tensor) -> Tensor:
-    """Make a tensor placed like ``like`` with local shard ``shard``, of any dtype. For a plain ``like``, return ``shard``."""
+def from_local_like(like: Tensor, shard: Tensor, shape: Sequence[int] | None = None) -> Tensor:
+    """Make a tensor placed like ``like`` with local shard ``shard``, of any dtype and shape; ``shard`` for a plain one."""
     if not is_dtensor(like):
         return shard
     spec = like._spec
-    if shard.dtype != like.dtype:
+    size, stride = like.shape, like.stride()
+    if shape is not None and like.shape != shape:
+        size, stride = torch.Size(shape), torch.empty(shape, device="meta").stride()
+    if shard.dtype != like.dtype or size != like.shape:
         specs = torch.distributed.tensor._dtensor_spec
-        meta = specs.TensorMeta(shape=like.shape, stride=like.stride(), dtype=shard.dtype)
+        meta = specs.TensorMeta(shape=size, stride=stride, dtype=shard.dtype)
         spec = specs.DTensorSpec(mesh=spec.mesh, placements=spec.placements, tensor_meta=meta)
     # Ten times as fast as from_local, which supports autograd.
     return torch.distributed.tensor.DTensor(shard, spec, requires_grad=False)
@@ -108,14 +111,15 @@ def full_box(shape: tuple[int, ...], replica: int = 0, num_replicas: int = 1) ->
     return ShardBox(shape=shape, offset=(0,) * len(shape), size=shape, replica=replica, num_replicas=num_replicas)
 
 
-def shard_box(tensor: Tensor) -> ShardBox:
-    """Return the box of this rank's shard in the global tensor. A plain tensor is its own only replica."""
+def shard_box(tensor: Tensor, shape: tuple[int, ...] | None = None) -> ShardBox:
+    """Return the box of this rank's shard in the global tensor, or in a tensor of ``shape`` with the same placement."""
+    shape = tuple(tensor.shape) if shape is None else shape
     if not is_dtensor(tensor):
-        return full_box(tuple(tensor.shape))
+        return full_box(shape)
     mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
     if coordinate is None:
         raise ConfigError(f"tensor of shape {tuple(tensor.shape)} lives on a mesh without this rank. Pass tensors of its mesh.")
-    box = compute_shard_box(tuple(tensor.shape), tuple(mesh.shape), tuple(coordinate), tensor.placements)
+    box = compute_shard_box(shape, tuple(mesh.shape), tuple(coordinate), tensor.placements)
     index, count = _submesh_position(mesh)
     return box if count == 1 else replace(box, replica=box.replica * count + index, num_replicas=box.num_replicas * count)
 
@@ -192,24 +196,19 @@ def tensor_mesh(tensor: Tensor) -> DeviceMesh | None:
 
 
 def local_slice(like: Tensor, whole: Tensor) -> Tensor:
-    """Return the part of the plain tensor ``whole`` that corresponds to this rank's shard of ``like``, as a view."""
-    box = shard_box(like)
+    """Return the part of the plain tensor ``whole``, of any shape, that a shard placed like ``like`` has, as a view."""
+    box = shard_box(like, tuple(whole.shape))
     return whole[tuple(slice(start, start + size) for start, size in zip(box.offset, box.size, strict=True))]
 
 
-def row_sharding(tensor: Tensor) -> tuple[dist.ProcessGroup, tuple[int, ...]] | None:
-    """Return the group of ranks that the rows are sharded over, and the rows of each; None if whole or sharded otherwise."""
+def row_group(tensor: Tensor) -> dist.ProcessGroup | None:
+    """Return the group of ranks that the rows are sharded over; None if the tensor is whole or sharded otherwise."""
     if not is_dtensor(tensor):
         return None
     mesh = tensor.device_mesh
     cuts = [(axis, _sharded_dim(place)) for axis, place in enumerate(tensor.placements) if mesh.size(axis) > 1]
     cuts = [(axis, dim) for axis, dim in cuts if dim is not None]
-    if len(cuts) != 1 or cuts[0][1] != 0:
-        return None
-    axis, rows = cuts[0][0], tensor.shape[0]
-    most = -(-rows // mesh.size(axis))
-    sizes = tuple(max(0, min(most, rows - place * most)) for place in range(mesh.size(axis)))
-    return mesh.get_group(axis), sizes
+    return mesh.get_group(cuts[0][0]) if len(cuts) == 1 and cuts[0][1] == 0 else None
 
 
 def chunks_per_dim(tensor: Tensor) -> dict[int, int]:
@@ -393,8 +392,8 @@ def all_reduce_partial_scalars_(sums: Tensor, of: Sequence[Tensor]) -> None:
             sums[selection] = part
 
 
-def sharding_propagator() -> Any:
-    """Return torch's object that computes the placement and the shape of each result for DTensor."""
+def dtensor_dispatcher() -> Any:
+    """Return torch's object that runs every operation on DTensors; it has handlers of operations, and a sharding propagator."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor._op_dispatcher.sharding_propagator
+    return DTensor._op_dispatcher

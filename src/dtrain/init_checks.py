@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,8 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
     """Refuse arguments that are not a model and an optimizer, and show the right call.
 
     Raises:
-        ConfigError: another type, or the two swapped.
+        ConfigError: another type, the two swapped, an optimizer whose ``step`` needs an argument, or an optimizer with state
+            outside of its ``state``.
     """
     example = "`state = step.init(model, optimizer)`"
     if isinstance(model, torch.optim.Optimizer) and isinstance(optimizer, nn.Module):
@@ -42,6 +44,43 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
             f"init: optimizer must be a torch.optim.Optimizer, got {_type_name(optimizer)}. Use "
             "step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-4))."
         )
+    _check_needs_no_closure(optimizer)
+    _check_holds_own_state(optimizer)
+
+
+def _check_needs_no_closure(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose ``step`` has a required argument, such as LBFGS and most implementations of SAM."""
+    empty = inspect.Parameter.empty
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    arguments = inspect.signature(optimizer.step).parameters.values()
+    required = [argument.name for argument in arguments if argument.default is empty and argument.kind in kinds]
+    if required:
+        raise ConfigError(
+            f"init: optimizer must step without arguments, got {type(optimizer).__name__}, whose step needs {required[0]!r}. "
+            "Use an optimizer that needs only the gradients; for sharpness-aware minimization use dt.transforms.sam."
+        )
+
+
+def _check_holds_own_state(optimizer: torch.optim.Optimizer) -> None:
+    """Refuse an optimizer whose state is in another optimizer or differs between ranks, because checkpoints would lack it."""
+    name = type(optimizer).__name__
+    if any(kind.__module__.startswith("torch.distributed.optim") for kind in type(optimizer).__mro__):
+        raise ConfigError(
+            f"init: optimizer must keep its whole state on every rank, got {name}, whose state differs between ranks. Use the "
+            "plain optimizer: dt.shard_model(strategy='shard_grad_op') shards its state, dt.transforms.local_sgd averages."
+        )
+    inner = next((inner for inner in _inner_optimizers(optimizer) if inner.state is not optimizer.state), None)
+    if inner is not None:
+        raise ConfigError(
+            f"init: optimizer must keep its state in its own .state, got {name}, which wraps {type(inner).__name__} with a "
+            "state of its own. Checkpoints would lack this state. Set inner.state = outer.state, or pass the inner optimizer."
+        )
+
+
+def _inner_optimizers(optimizer: torch.optim.Optimizer) -> Iterator[torch.optim.Optimizer]:
+    for value in vars(optimizer).values():
+        members = value if isinstance(value, list | tuple) else value.values() if isinstance(value, dict) else [value]
+        yield from (member for member in members if isinstance(member, torch.optim.Optimizer))
 
 
 def _type_name(value: object) -> str:

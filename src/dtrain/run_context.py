@@ -220,6 +220,8 @@ class RunContext:
             They belong to the run, because several runs may use one transform.
         lineage: identity of the run in its checkpoints. A load replaces the whole object.
         checkpointers: by checkpoint root, the ``Checkpointer`` that ``save_sharded`` opened for the run.
+        group_options: names of the options of each parameter group at the beginning of the run.
+        optimizer_checked: True after the first update, which is checked; see ``step.optimizer_state``.
         model_syncs: ``GradSync`` and ``BufferSync`` of the model, looked up in the first step; None before.
     """
 
@@ -231,6 +233,8 @@ class RunContext:
     transform_cache: dict[str, Any] = field(default_factory=dict)
     lineage: Lineage = field(default_factory=Lineage)
     checkpointers: dict[str, Any] = field(default_factory=dict)
+    group_options: tuple[frozenset[str], ...] = ()
+    optimizer_checked: bool = False
     model_syncs: tuple[Any, Any] | None = None
 
 

@@ -323,6 +323,7 @@ def init_state(
         seed=seed,
         loader=loader,
     )
+    state.run_context.group_options = tuple(frozenset(group) for group in optimizer.param_groups)
     attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
     runs = attribute if isinstance(attribute, ModelRuns) else ModelRuns()
     setattr(unwrap_module(model), _RUNS_ATTRIBUTE, runs)

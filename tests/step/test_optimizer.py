@@ -56,16 +56,6 @@ def test_every_torch_optimizer_except_lbfgs_updates_parameters(kind):
     assert not full_tensor(after.params["weight"]).equal(before)
 
 
-def test_optimizer_requiring_a_closure_is_refused_without_state_changes():
-    net = nn.Linear(3, 2)
-    state = init_state(net, torch.optim.LBFGS(net.parameters()))
-    net(torch.ones(1, 3)).sum().backward()
-    with pytest.raises(ConfigError, match=r"apply_gradients: the optimizer must step without a closure, got LBFGS\. "):
-        apply_gradients(state, {})
-    state._check_not_stale("test")
-    assert net.weight.grad is not None
-
-
 def test_tick_needs_a_step_in_progress():
     with pytest.raises(StepError, match="Pass a state of microbatch_step"):
         tick(state_with_gradient())

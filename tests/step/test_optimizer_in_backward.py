@@ -299,14 +299,6 @@ def test_tensor_and_context_parallel_ranks_are_refused():
         step(state._replace(spec=replace(state.spec, ranks_per_batch=2)), torch.ones(2, WIDTH))
 
 
-def test_optimizer_needing_all_parameters_together_is_refused():
-    net = nn.Linear(WIDTH, 1)
-    step = refused_step()
-    state = step.init(net, torch.optim.LBFGS(net.parameters()))
-    with pytest.raises(ConfigError, match="LBFGS needs all parameters together"):
-        step(state, torch.ones(2, WIDTH))
-
-
 def test_ranks_without_samples_join_the_step(ranks):
     assert ranks(2).run(ragged) == [[]] * 2
 

@@ -155,7 +155,7 @@ def plan_load(
         comparison.compare_transforms(_section_refs(reader, TRANSFORMS), transforms, state)
         if not options.ignore.part(OPTIMIZER):
             optimizer = strict_json.read_object(
-                _section_dict(reader, OPTIMIZER), f"{layout.INDEX}: {OPTIMIZER}", ("state", "groups")
+                _section_dict(reader, OPTIMIZER), f"{layout.INDEX}: {OPTIMIZER}", ("state", "global", "groups")
             )
             comparison.rows.extend(find_unknown_state(optimizer, state, comparison.skipped, strict=options.strict))
             comparison.rows.extend(compare_groups(optimizer, state, comparison.skipped))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -13,9 +13,17 @@ from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.mismatch_report import MismatchRow, other_row, unexpected_row
 from dtrain.checkpoint.reshard import Region, full_region
-from dtrain.checkpoint.state_dict import optimizer_groups
+from dtrain.checkpoint.state_dict import ADDED_OPTIONS, optimizer_groups
 from dtrain.checkpoint.tree_json import TensorPlaceholder, TensorRef, list_placeholders
-from dtrain.dtensor import from_local_like, is_placed_like, replicate_like, to_local
+from dtrain.dtensor import (
+    from_local_like,
+    is_dtensor,
+    is_placed_like,
+    replicate_like,
+    row_group,
+    shard_box,
+    to_local,
+)
 from dtrain.errors import CorruptCheckpointError
 from dtrain.state import TrainState
 
@@ -66,8 +74,10 @@ def compare_groups(optimizer: dict[str, Any], state: TrainState, skipped: Collec
         if stored != here:
             first = next((a or b for a, b in _pairs(stored, here) if a != b), "?")
             yield other_row(f"{location}/params", f"{len(stored)} (first difference: {first})", f"{len(here)}")
+        added = saved.get(ADDED_OPTIONS)
+        known = {*group, *_ADDED_BY_SCHEDULES, ADDED_OPTIONS, *(added if type(added) is list else ())}
         for key in saved:
-            if key not in group and key not in _ADDED_BY_SCHEDULES:
+            if key not in known:
                 yield unexpected_row(f"{location}/{key}", "a hyperparameter")
 
 
@@ -116,6 +126,7 @@ def plan_optimizer(
             adopts_read=local.is_cpu and local.is_contiguous(),
             step_device=param.device if id(param) in on_device else torch.device("cpu"),
             cast=cast,
+            by_rows=getattr(state.optimizer, "shards_state_by_rows", False) and row_group(param) is not None,
         )
         current = state.optimizer.state.get(param, {})
         for leaf in list_placeholders(content):
@@ -128,10 +139,31 @@ def plan_optimizer(
                 plan.regions[leaf.key], plan.targets[leaf.key] = placement.region, existing
     for group, content in zip(state.optimizer.param_groups, optimizer["groups"], strict=True):
         for name, value in content.items():
-            current = group.get(name)
-            device = current.device if isinstance(current, Tensor) else torch.device("cpu")
-            for leaf in list_placeholders(value):
-                plan.regions[leaf.key], plan.builders[leaf.key] = full_region(leaf.ref.shape), partial(_move_to, device)
+            _plan_whole(value, group.get(name), group["params"], plan)
+    for name, value in optimizer["global"].items():
+        _plan_whole(value, state.optimizer.state.get(name), list(state.params.values()), plan)
+
+
+def _plan_whole(stored: Any, current: Any, params: Sequence[Tensor], plan: PlanBuilder) -> None:
+    """Add tensors that belong to no parameter. A tensor that was a DTensor is replicated on the mesh of the parameters.
+
+    A plain tensor is placed on the device of the current tensor; without one, a scalar on the CPU, others with the parameters.
+
+    Mutates: ``plan``.
+    """
+    sharded = next((param for param in params if is_dtensor(param)), None)
+    for leaf in list_placeholders(stored):
+        plan.regions[leaf.key] = full_region(leaf.ref.shape)
+        on_cpu = not leaf.ref.shape or not params
+        device = current.device if isinstance(current, Tensor) else torch.device("cpu") if on_cpu else params[0].device
+        if leaf.ref.distributed and sharded is not None:
+            plan.builders[leaf.key] = partial(_replicate, sharded)
+        else:
+            plan.builders[leaf.key] = partial(_move_to, device)
+
+
+def _replicate(like: Tensor, whole: Tensor) -> Tensor:
+    return replicate_like(like, whole.to(like.device))
 
 
 class _ParamPlacement(NamedTuple):
@@ -139,7 +171,9 @@ class _ParamPlacement(NamedTuple):
 
     A tensor of the parameter's shape has the parameter's layout. ``step`` is an exception even for a scalar parameter, and is
     on the CPU unless the optimizer counts on the device: both are conventions of torch. A tensor of another shape (a factored
-    second moment, the codes of an 8-bit optimizer) is replicated on every rank, as a DTensor if the parameter is a DTensor.
+    second moment, the codes of an 8-bit optimizer) is replicated on every rank, as a DTensor if the parameter is a DTensor. A
+    plain tensor of a parameter that was sharded at the save stays plain, of any shape: it was equal on all ranks. An optimizer
+    with ``shards_state_by_rows`` gets the rows of tensors of any shape.
 
     A tuple, because every parameter has one.
     """
@@ -152,6 +186,7 @@ class _ParamPlacement(NamedTuple):
     adopts_read: bool
     step_device: torch.device
     cast: bool
+    by_rows: bool
 
     def plan(self, leaf: TensorPlaceholder) -> tuple[Region, TensorBuilder]:
         """Return the region of a stored tensor that this rank needs, and its builder."""
@@ -160,6 +195,9 @@ class _ParamPlacement(NamedTuple):
             if self.adopts(leaf):
                 return self.region, partial(from_local_like, self.param)
             return self.region, partial(_copy_with_layout, self.param, self._built_dtype(ref))
+        if self.by_rows and ref.shape:
+            box = shard_box(self.param, ref.shape)
+            return Region(offset=box.offset, size=box.size), partial(self._by_rows, ref.shape)
         if _is_step(leaf):
             return full_region(ref.shape), partial(_move_to, self.step_device)
         if ref.distributed or (ref.shape and not self.saved_ref.distributed):
@@ -192,14 +230,18 @@ class _ParamPlacement(NamedTuple):
         return tensor
 
     def _is_like_param(self, leaf: TensorPlaceholder) -> bool:
-        return leaf.ref.shape == self.shape and not _is_step(leaf)
+        stays_plain = not self.by_rows and self.saved_ref.distributed and not leaf.ref.distributed and is_dtensor(self.param)
+        return leaf.ref.shape == self.shape and not _is_step(leaf) and not stays_plain
 
     def _built_dtype(self, ref: TensorRef) -> torch.dtype:
         follows = self.cast and ref.dtype == self.saved_ref.dtype and DTYPES[ref.dtype].is_floating_point
         return self.param.dtype if follows else DTYPES[ref.dtype]
 
+    def _by_rows(self, shape: tuple[int, ...], rows: Tensor) -> Tensor:
+        return from_local_like(self.param, rows.to(self.param.device), shape)
+
     def _replicate_like_param(self, tensor: Tensor) -> Tensor:
-        return replicate_like(self.param, tensor.to(self.param.device))
+        return _replicate(self.param, tensor)
 
 
 def _is_step(leaf: TensorPlaceholder) -> bool:
@@ -240,5 +282,8 @@ def set_optimizer_(state: TrainState, saved: dict[str, Any]) -> None:
     """
     for name, content in saved["state"].items():
         state.optimizer.state[state.params[name]] = content
+    # An optimizer may keep state that belongs to no parameter under a text.
+    by_text: dict[Any, Any] = state.optimizer.state
+    by_text.update(saved["global"])
     for group, values in zip(state.optimizer.param_groups, saved["groups"], strict=True):
-        group.update({key: value for key, value in values.items() if key != "params"})
+        group.update({key: value for key, value in values.items() if key not in ("params", ADDED_OPTIONS)})

@@ -37,6 +37,7 @@ from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, PeerError
 from dtrain.state import TrainState
+from dtrain.step.optimizer_state import check_saved_state
 from dtrain.storage import AnyPath
 
 _CALLER = "save_sharded"
@@ -130,11 +131,12 @@ def save_sharded(
     Collective: exchanges of JSON on the control group, and in the background thread on the background group; every rank must
     call it. Every rank writes its own shards; each replica of a shard writes a part of the tensors.
     Host sync: none for tensors on the CPU. Tensors on a GPU are copied to pinned memory in the order of the current stream;
-    ``"async"`` does not wait for the copy.
+    ``"async"`` does not wait for the copy. Optimizer state that several ranks hold is compared, with one wait.
 
     Raises:
         ConfigError: a value that is neither a tensor nor plain data (by its path), or that differs between ranks. No file has
             been touched.
+        DesyncError: optimizer state that several ranks hold differs. No file has been touched.
         CheckpointError: the step exists and belongs to another run, another live job writes into ``root``, there is no space,
             or a file operation failed; the step is not committed. In ``"async"`` mode the handle raises it, or the next save
             (unless ``should_stop`` asked for this save, which comes first), or the end of ``init_dist``'s block.
@@ -174,6 +176,8 @@ def start_save(
         # The file of frozen parameters may become a link, which needs no space.
         needed = write_plan.data_bytes if not options.incremental else next(iter(write_plan.files.values())).size
         total_bytes = _agree_on_contents(hashes, needed)
+        if what == "all":
+            check_saved_state(list(states.values()), caller=_CALLER)
         save_thread().wait_for_slot(_MAX_IN_FLIGHT)
         with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
             first = next(iter(states.values()))

@@ -5,6 +5,7 @@ Sections, which are also the prefixes of tensor keys::
     params/<name>                       model parameters, each tied parameter once
     buffers/<name>                      persistent buffers that are equal on all ranks
     optimizer/state/<name>/<key>        per parameter name
+    optimizer/global/<key>/...          state that belongs to no parameter: its key in the optimizer's state is a text
     optimizer/groups                    hyperparameters, with "params" as names
     transforms/<transform>/...  clock  seed
     extra/<name>/...                    objects of the caller, equal on all ranks, without sharded tensors
@@ -36,10 +37,7 @@ from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn
 from dtrain.state import TrainState
-
-# These options choose the implementation of a step, not its result. They may differ after a resume on another machine.
-MACHINE_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
-_NOT_STORED = MACHINE_OPTIONS | {"params", "param_names"}
+from dtrain.step.optimizer_state import stored_options
 
 
 @runtime_checkable
@@ -141,7 +139,11 @@ def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> d
     tree: dict[str, Callable[[], Any]] = {
         "params": lambda: {name: _cast(param, cast) for name, param in params.items()},
         "buffers": lambda: {} if state.spec.buffers == "local" else buffers_by_fqn(state.model, persistent_only=True),
-        "optimizer": lambda: {"state": _optimizer_state(state), "groups": optimizer_groups(state)},
+        "optimizer": lambda: {
+            "state": _optimizer_state(state),
+            "global": _global_optimizer_state(state),
+            "groups": optimizer_groups(state),
+        },
         "transforms": lambda: dict(state.transform_states),
         "clock": lambda: state.clock.state_dict(),
         "seed": lambda: state.seed,
@@ -172,6 +174,8 @@ def _optimizer_state(state: TrainState) -> dict[str, Any]:
     names = {id(param): name for name, param in state.params.items()}
     by_name = {}
     for param, content in state.optimizer.state.items():
+        if isinstance(param, str):
+            continue
         if id(param) not in names:
             shown = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
             raise ConfigError(
@@ -182,16 +186,27 @@ def _optimizer_state(state: TrainState) -> dict[str, Any]:
     return {name: dict(by_name[name]) for name in state.params if name in by_name}
 
 
+def _global_optimizer_state(state: TrainState) -> dict[str, Any]:
+    """Return the optimizer's state that belongs to no parameter: its keys are texts."""
+    return {key: content for key, content in state.optimizer.state.items() if isinstance(key, str)}
+
+
+ADDED_OPTIONS = "added_options"
+"""Key, in the stored hyperparameters of a group, of the names that the optimizer has added since the beginning of the run."""
+
+
 def optimizer_groups(state: TrainState) -> list[dict[str, Any]]:
     """Return the optimizer's hyperparameters by group, with the names of the group's parameters under ``params``."""
     names = {id(param): name for name, param in state.params.items()}
-    return [
-        {
-            **{key: value for key, value in group.items() if key not in _NOT_STORED},
-            "params": [names[id(param)] for param in group["params"]],
-        }
-        for group in state.optimizer.param_groups
-    ]
+    at_the_beginning = state.run_context.group_options
+    groups = []
+    for at, group in enumerate(state.optimizer.param_groups):
+        options = stored_options(group)
+        known = at_the_beginning[at] if at < len(at_the_beginning) else options
+        added = sorted(options.keys() - known)
+        options["params"] = [names[id(param)] for param in group["params"]]
+        groups.append({**options, ADDED_OPTIONS: added} if added else options)
+    return groups
 
 
 def content_hashes(contents: CheckpointContents) -> dict[str, str]:

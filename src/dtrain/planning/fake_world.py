@@ -26,7 +26,7 @@ from dtrain.dist.dispatch import is_collective
 from dtrain.dist.init import DistInfo, fake_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import rng_state, set_rng_state
-from dtrain.dtensor import sharding_propagator
+from dtrain.dtensor import dtensor_dispatcher
 from dtrain.errors import ConfigError
 from dtrain.planning.step_work import WorkCounter
 from dtrain.run_context import AsyncScalar
@@ -77,7 +77,7 @@ def fake_world(world_size: int, *, dp_replicate: int = 1, cp: int = 1, tp: int =
 def _clear_sharding_cache() -> None:
     """Clear torch's cache of sharded operations, if a DTensor was made."""
     if "torch.distributed.tensor" in sys.modules:
-        sharding_propagator().propagate_op_sharding.cache_clear()
+        dtensor_dispatcher().sharding_propagator.propagate_op_sharding.cache_clear()
         if clear_fast_path := getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None):
             clear_fast_path()
 
@@ -163,7 +163,7 @@ def uncounted_dtensor_shapes() -> Iterator[None]:
 
     Mutates: a method of torch's sharding propagator, inside the context.
     """
-    propagator = sharding_propagator()
+    propagator = dtensor_dispatcher().sharding_propagator
     original = propagator._propagate_tensor_meta_non_cached
 
     def propagate(op_schema: Any) -> Any:

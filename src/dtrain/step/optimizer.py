@@ -11,6 +11,7 @@ import signal
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Literal
 
@@ -28,6 +29,7 @@ from dtrain.errors import ConfigError, NonFiniteError, StepError
 from dtrain.metrics import make_metric
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState, check_state, mark_interrupted_write
+from dtrain.step.optimizer_state import check_update
 from dtrain.step.shard_update import step_optimizer
 from dtrain.step.step_clock import next_clock
 from dtrain.transform import UpdateFn
@@ -82,8 +84,9 @@ def apply_gradients(
     Mutates: parameters, optimizer state, ``.grad`` (set to None). Spends ``state``, except if an error comes before the
     optimizer runs. An error of the optimizer spends all states of the run, because some parameters may have changed. Ctrl-C
     waits until the optimizer has run.
-    Collective: none; ``"raise"`` and ``"skip"`` one all-reduce of float32 ``[]``, on several ranks.
-    Host sync: none; ``"raise"`` and ``"skip"`` one.
+    Collective: none; ``"raise"`` and ``"skip"`` one all-reduce of float32 ``[]``, on several ranks. In the first update
+    of a run, two exchanges on the control channel.
+    Host sync: none; ``"raise"`` and ``"skip"`` one. In the first update of a run, one on several ranks.
 
     Example:
         update = partial(dt.apply_gradients, nonfinite="skip")
@@ -95,7 +98,10 @@ def apply_gradients(
         StaleStateError: ``state`` was stepped already.
         StepError: no parameter has a gradient.
         NonFiniteError: a gradient is not finite (``"raise"``), or ten times in a row (``"skip"``); the gradients are dropped.
-        ConfigError: another value of ``nonfinite``, or LBFGS, whose step needs a closure.
+        ConfigError: another value of ``nonfinite``. In the first update of a run, an optimizer that fails on sharded
+            parameters, or whose state a checkpoint cannot hold.
+        DesyncError: in the first update of a run, on all ranks, optimizer state or numbers read from tensors that differ
+            between ranks.
     """
     # A step written by hand is counted here and in microbatch_step.
     spans.begin("step", 0)
@@ -113,10 +119,6 @@ def apply_gradients(
             grad_sync.reducer.check_no_local_grads("apply_gradients")
         if nonfinite != "allow":
             check_choice("apply_gradients", "nonfinite", nonfinite, ("allow", "raise", "skip"))
-        if isinstance(state.optimizer, torch.optim.LBFGS):
-            raise ConfigError(
-                "apply_gradients: the optimizer must step without a closure, got LBFGS. Use an optimizer that needs no closure."
-            )
         broken = nonfinite != "allow" and not all_finite(grads, state.device, caller="apply_gradients")
         if broken and nonfinite == "raise":
             names = nonfinite_param_names(state.params)
@@ -137,10 +139,11 @@ def apply_gradients(
             interrupt.begin()
             if not broken:
                 with mark_interrupted_write(state, "the update"):
-                    if state.spec.mesh is None:
-                        state.optimizer.step()
+                    run = state.optimizer.step if state.spec.mesh is None else partial(step_optimizer, state.optimizer)
+                    if not state.run_context.optimizer_checked:
+                        check_update(state, run, caller="apply_gradients")
                     else:
-                        step_optimizer(state.optimizer)
+                        run()
             if recorder is not None:
                 recorder.update_ends()
             state.drop_gradients()

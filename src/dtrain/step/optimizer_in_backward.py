@@ -24,6 +24,7 @@ from dtrain.step.compose import Step, check_step_parts, wrap_grad, wrap_update
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.microbatches import CountFn, SplitFn
 from dtrain.step.optimizer import apply_gradients
+from dtrain.step.optimizer_state import check_update
 from dtrain.step.shard_update import step_optimizer
 from dtrain.transform import Transform
 from dtrain.typing import Batch, LossFn, Metrics, WeightFn
@@ -52,7 +53,7 @@ def optimizer_in_backward(
     gathered parameters, which are freed as gradients arrive. With several microbatches, gradients that wait for the last
     microbatch use memory as usual (``accumulate="local"``: full gradients; ``"sharded"``: shards).
 
-    The optimizer must update every parameter independently, as torch's optimizers do (except LBFGS). Its ``step`` and the hooks
+    The optimizer must update every parameter independently, as torch's optimizers do. Its ``step`` and the hooks
     of ``step`` run once per unit. Three kinds are updated after backward: parameters that this rank's samples did not
     reach, ignored parameters, and units with a forward but no backward.
 
@@ -75,7 +76,7 @@ def optimizer_in_backward(
 
     Raises:
         ConfigError: no ``weight_fn``, a transform that needs the gradient, or arguments that ``compose_step`` refuses; in a
-            step, a model with tensor or context parallelism, or LBFGS.
+            step, a model with tensor or context parallelism.
         StepError: in a step, a unit whose gradient arrived in several parts.
     """
     check_step_parts("optimizer_in_backward", loss_fn, transforms, microbatch_step, apply_gradients)
@@ -116,8 +117,6 @@ def _compute_and_apply(
 ) -> tuple[TrainState, Metrics]:
     if state.spec.ranks_per_batch > 1:
         raise ConfigError("optimizer_in_backward: tensor and context parallelism are not supported. Use dt.compose_step.")
-    if isinstance(state.optimizer, torch.optim.LBFGS):
-        raise ConfigError("optimizer_in_backward: LBFGS needs all parameters together. Use another optimizer.")
     done: set[int] = set()
     with _invalidate_state_on_error(state, done):
         with grad_sync_of(state.model).on_grad_ready(list(state.params.values()), partial(_apply, state, done)):
@@ -128,6 +127,8 @@ def _compute_and_apply(
         # The foreach form of an optimizer accepts no mix of DTensors and plain tensors.
         for kind in (True, False):
             _apply(state, done, [param for param in remaining if is_dtensor(param) == kind])
+        if not state.run_context.optimizer_checked:
+            check_update(state, lambda: None, caller="optimizer_in_backward")
     return state._next(), {**metrics, **step_metrics}
 
 

@@ -7,7 +7,7 @@ takes some 20 us for each operation, and AdamW has ten operations per parameter.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from dtrain.dtensor import from_local_like, is_dtensor, is_placed_like, to_local
+from dtrain.dtensor import (
+    chunks_per_dim,
+    dtensor_dispatcher,
+    from_local_like,
+    is_dtensor,
+    is_placed_like,
+    replicate_like,
+    to_local,
+)
 from dtrain.shard.replicate import is_reducer_hook
 
 _NAMES = ("Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD")
@@ -29,7 +37,11 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
     placed as its parameter. A subclass, hooks of ``step``, a replaced ``step`` and ``differentiable`` may look at the
     parameters, so they get the DTensors. The optimizer's state stays made of DTensors.
 
-    Mutates: parameters, and the optimizer's state. Collective: those of the optimizer; none on shards.
+    A DTensor that the optimizer reads as a Python number (``float(param.norm())``, ``if grad.abs().max() > c``) is reduced to
+    the number of the whole tensor, as in one process. torch would return the number of this rank's part.
+
+    Mutates: parameters, and the optimizer's state. Collective: those of the optimizer, and one for each number that it reads;
+    none on shards.
     """
     if _can_use_shards(optimizer):
         with torch.no_grad():
@@ -38,7 +50,58 @@ def step_optimizer(optimizer: torch.optim.Optimizer) -> None:
             optimizer.step()
         shards.store_new_state()
     else:
-        optimizer.step()
+        _run_with_whole_numbers(optimizer.step)
+
+
+_aten = torch.ops.aten
+_READ_NUMBER = _aten._local_scalar_dense.default
+# The value of an empty shard does not exist, so torch raises on the ranks that have no row of a small parameter.
+_UNDEFINED_IF_EMPTY = (
+    _aten.max.default,
+    _aten.min.default,
+    _aten.amax.default,
+    _aten.amin.default,
+    _aten.linalg_vector_norm.default,
+)
+
+
+def _run_with_whole_numbers(function: Callable[[], object]) -> None:
+    """Call ``function`` while torch reads a DTensor as a Python number of the whole tensor instead of this rank's part.
+
+    ``item``, ``float``, ``int`` and ``bool`` of a tensor all are one operation. A handler costs other operations nothing.
+    """
+    handlers: dict[Any, Any] = dtensor_dispatcher()._custom_op_handlers
+    before = {**handlers}
+    handlers[_READ_NUMBER] = _read_whole_number
+    handlers.update(dict.fromkeys(_UNDEFINED_IF_EMPTY, _reduce_whole))
+    try:
+        function()
+    finally:
+        handlers.clear()
+        handlers.update(before)
+
+
+def _read_whole_number(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with torch.no_grad():
+        return args[0].full_tensor().item()
+
+
+def _reduce_whole(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a reduction on the whole tensor if a rank has an empty shard, which is a small tensor; else as torch does."""
+    tensor, *others = args
+    if tensor.numel() and _has_empty_shard(tensor):
+        return replicate_like(tensor, operation(tensor.full_tensor(), *others, **kwargs))
+    handlers = dtensor_dispatcher()._custom_op_handlers
+    handler = handlers.pop(operation)
+    try:
+        return operation(*args, **kwargs)
+    finally:
+        handlers[operation] = handler
+
+
+def _has_empty_shard(tensor: Tensor) -> bool:
+    rows = {dim: -(-tensor.shape[dim] // pieces) for dim, pieces in chunks_per_dim(tensor).items()}
+    return any(rows[dim] * (pieces - 1) >= tensor.shape[dim] for dim, pieces in chunks_per_dim(tensor).items())
 
 
 def _can_use_shards(optimizer: torch.optim.Optimizer) -> bool:

@@ -1,0 +1,279 @@
+"""Check the state of an optimizer: a checkpoint can hold it, and all ranks that hold a tensor hold equal values.
+
+A checkpoint stores one copy of what is equal on all ranks. Without the check, the state of an optimizer that keeps a part on
+each rank would be saved as the part of rank 0. The check runs in the first update and at each save.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers, format_error_line, raise_if_any_failed
+from dtrain.dist.init import get_dist_info
+from dtrain.dist.rng import derive_seed
+from dtrain.dtensor import is_dtensor, shard_box
+from dtrain.errors import ConfigError, DesyncError, DtrainError
+from dtrain.memory.device_memory import is_out_of_memory
+from dtrain.shard.replica_check import ReplicatedEntry, hash_tensors, replicated_entries
+from dtrain.state import TrainState
+
+# These options choose the implementation of a step, not its result. They may differ after a resume on another machine.
+MACHINE_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_NOT_STORED = MACHINE_OPTIONS | {"params", "param_names"}
+_PLAIN = (bool, int, float, str, type(None))
+_BITS = 2**52 - 1  # a float64 holds these numbers exactly
+
+
+def stored_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a group that checkpoints hold: not the parameters, options of the machine, and pieces of code.
+
+    A dtype, a device, a class or a function is code of the script: a resumed run keeps its own.
+    """
+    return {key: value for key, value in group.items() if key not in _NOT_STORED and not _is_code(value)}
+
+
+def _is_code(value: object) -> bool:
+    return isinstance(value, torch.dtype | torch.device | type) or (
+        callable(value) and not isinstance(value, nn.Module | Tensor)
+    )
+
+
+def state_by_owner(state: TrainState) -> dict[str, dict[str, Any]]:
+    """Return the optimizer's state and options by owner: parameters by name, other keys, and groups, in an order of all ranks.
+
+    Raises:
+        ConfigError: a key that is neither a parameter of the model nor a text, or content that is not a dict.
+    """
+    kind = type(state.optimizer).__name__
+    names = {id(param): name for name, param in state.params.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for key, content in state.optimizer.state.items():
+        name = key if isinstance(key, str) else names.get(id(key))
+        if name is None:
+            shown = f"a tensor of shape {tuple(key.shape)}" if isinstance(key, Tensor) else repr(key)
+            raise ConfigError(
+                f"{kind}: optimizer state must belong to a parameter of the model or to a text, got state for {shown}. Use the "
+                "parameter as its key, and build the optimizer from model.parameters() after shard_model."
+            )
+        if not isinstance(content, Mapping):
+            raise ConfigError(
+                f"{kind}: the state of {name} must be a dict, got {type(content).__name__}. Use a dict of tensors."
+            )
+        found[f"{name} of the optimizer" if isinstance(key, str) else name] = dict(content)
+    groups = {f"group {at}": stored_options(group) for at, group in enumerate(state.optimizer.param_groups)}
+    return {**dict(sorted(found.items())), **groups}
+
+
+def check_storable(state: TrainState) -> None:
+    """Refuse state that a checkpoint cannot hold.
+
+    Raises:
+        ConfigError: the first such value, with the name of the parameter.
+    """
+    for owner, content in state_by_owner(state).items():
+        for key, value in _leaves(content):
+            problem = _problem(key, value)
+            if problem is not None:
+                raise ConfigError(f"{type(state.optimizer).__name__}: state {key!r} of {owner} must {problem}")
+
+
+def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Iterate over the leaves of nested dicts, lists and tuples by path."""
+    if isinstance(tree, dict):
+        for key, value in tree.items():
+            yield from _leaves(value, f"{path}.{key}" if path else str(key))
+    elif isinstance(tree, list | tuple):
+        for at, value in enumerate(tree):
+            yield from _leaves(value, f"{path}.{at}")
+    else:
+        yield path, tree
+
+
+def _problem(key: str, value: Any) -> str | None:
+    """Return the reason why a checkpoint cannot hold a value, with advice; None if it can."""
+    if not isinstance(value, Tensor):
+        if isinstance(value, _PLAIN):
+            return None
+        return f"be a tensor or plain data, got {type(value).__qualname__}. Keep it in an attribute, or store its numbers."
+    if is_dtensor(value):
+        try:
+            shard_box(value)
+        except ConfigError:
+            return f"hold values, not partial sums, got placements {value.placements}. Store value.full_tensor()."
+        return None
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        return f"be a dense tensor with data, got layout {value.layout} and dtype {value.dtype}. Store its parts as tensors."
+    if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return f"be a plain tensor, got {type(value).__name__}, which wraps other tensors. Store a dict of these tensors."
+    return None
+
+
+class _NumberLog(TorchDispatchMode):
+    """Context that records the numbers that Python reads from tensors."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.numbers: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.numbers.append(repr(result))
+        return result
+
+
+def check_update(state: TrainState, update: Callable[[], object], *, caller: str) -> None:
+    """Run the first update. The ranks agree about an error, about the numbers read from tensors, and about the state.
+
+    Collective: on several ranks, two exchanges on the control channel; a third if the state differs.
+    Host sync: one for the state that several ranks hold.
+
+    Raises:
+        ConfigError: state that a checkpoint cannot hold, or an optimizer that fails on sharded parameters.
+        DesyncError: on all ranks, numbers or state that differ between ranks.
+        PeerError: another rank failed.
+    """
+    state.run_context.optimizer_checked = True
+    together = get_dist_info().world_size > 1 and state.spec.mesh is not None and state.spec.replica_info is None
+    log: Any = _NumberLog() if together else nullcontext()
+    error: Exception | None = None
+    try:
+        with log:
+            update()
+        check_storable(state)
+    except Exception as failure:  # noqa: BLE001 - raised below, on all ranks
+        error = _explain(failure, state, caller)
+    if not together:
+        if error is not None:
+            raise error
+        return
+    raise_if_any_failed(error, caller=caller)
+    texts = _describe([state])
+    hashes = [_hash_of(log.numbers), _hash_of([f"{path} {text}" for path, text in texts])]
+    rows = all_gather_numbers([*hashes, *_digest(_entries([state]), state.device)], caller=caller)
+    name = type(state.optimizer).__name__
+    if (rank := _first_other([row[0] for row in rows])) is not None:
+        raise DesyncError(
+            f"{caller}: {name}.step must read equal numbers on all ranks, but rank {rank} has read others than rank 0. The "
+            "norm of a shard is not the norm of the parameter. Compute with the DTensor, not with its to_local()."
+        )
+    _raise_if_different([state], [row[1:] for row in rows], texts, caller)
+
+
+def check_saved_state(states: Sequence[TrainState], *, caller: str) -> None:
+    """Raise on all ranks if optimizer state that several ranks hold differs between these ranks, because one copy is saved.
+
+    Collective: one exchange on the control channel; a second if the state differs.
+    Host sync: one for state on a device that several ranks hold.
+
+    Raises:
+        DesyncError: on all ranks, the first part that differs.
+    """
+    if get_dist_info().world_size == 1:
+        return
+    texts = _describe(states)
+    row = [_hash_of([f"{path} {text}" for path, text in texts]), *_digest(_entries(states), states[0].device)]
+    _raise_if_different(states, all_gather_numbers(row, caller=caller), texts, caller)
+
+
+def _explain(failure: Exception, state: TrainState, caller: str) -> Exception:
+    """Return an error that says that the optimizer does not run on sharded parameters, if that may be the reason."""
+    sharded = any(map(is_dtensor, state.params.values()))
+    if not sharded or isinstance(failure, DtrainError | OSError | torch.distributed.DistError) or is_out_of_memory(failure):
+        return failure
+    error = ConfigError(
+        f"{caller}: the optimizer must run on sharded parameters (DTensors), but {type(state.optimizer).__name__}.step failed: "
+        f"{format_error_line(failure)[:200]}. Build it on dt.optim.MatrixOptimizer if it needs whole matrices, set "
+        "updates_elementwise = True on a class that updates each element by itself, or use strategy='replicate'."
+    )
+    error.__cause__ = failure
+    return error
+
+
+def _rows(states: Sequence[TrainState]) -> Iterator[tuple[str, Any]]:
+    """Iterate over the leaves of all states, with a path for messages."""
+    for at, state in enumerate(states):
+        for owner, content in state_by_owner(state).items():
+            suffix = f"{owner} of state {at}" if len(states) > 1 else owner
+            yield from ((f"{key!r} of {suffix}", value) for key, value in _leaves(content))
+
+
+def _describe(states: Sequence[TrainState]) -> list[tuple[str, str]]:
+    """Return the path and a text of each leaf, equal on all ranks: plain data, and dtype, shape and placement of tensors."""
+    rows = []
+    for path, value in _rows(states):
+        placement = value.placements if isinstance(value, Tensor) and is_dtensor(value) else ""
+        rows.append((path, f"{value.dtype} {tuple(value.shape)} {placement}" if isinstance(value, Tensor) else repr(value)))
+    return rows
+
+
+def _entries(states: Sequence[TrainState]) -> list[ReplicatedEntry]:
+    return list(replicated_entries({path: value for path, value in _rows(states) if isinstance(value, Tensor)}))
+
+
+def _hash_of(texts: Sequence[str]) -> int:
+    return derive_seed(*texts) & _BITS
+
+
+def _digest(entries: Sequence[ReplicatedEntry], device: torch.device) -> tuple[int, int, int]:
+    """Hash what all ranks hold, which shards of replicas this rank holds, and the shards."""
+    hashed = _with_hashes(entries, device)
+    whole, shards = ([entry for entry in hashed if bool(entry.shard_key) is cut] for cut in (False, True))
+    keys = _hash_of([f"{entry.name} {entry.shard_key}" for entry in shards])
+    return _hash_of([f"{e.name} {e.hash}" for e in whole]), keys, _hash_of([f"{e.name} {e.hash}" for e in shards])
+
+
+def _with_hashes(entries: Sequence[ReplicatedEntry], device: torch.device) -> list[ReplicatedEntry]:
+    """Return the entries with hashes instead of tensors. The hash of a device is slow on a CPU."""
+    with torch.no_grad():
+        tensors = [entry.tensor.detach() for entry in entries if entry.tensor is not None]
+        elsewhere = iter(hash_tensors([tensor for tensor in tensors if not tensor.is_cpu], device).tolist())
+        hashes = [_hash_bytes(tensor) if tensor.is_cpu else next(elsewhere) for tensor in tensors]
+    return [replace(entry, tensor=None, hash=value) for entry, value in zip(entries, hashes, strict=True)]
+
+
+def _hash_bytes(tensor: Tensor) -> int:
+    return xxhash.xxh3_64(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).intdigest() if tensor.numel() else 0
+
+
+def _first_other(values: Sequence[object]) -> int | None:
+    """Return the first rank with another value than rank 0, None if all are equal."""
+    return next((rank for rank, value in enumerate(values) if value != values[0]), None)
+
+
+def _raise_if_different(
+    states: Sequence[TrainState], rows: Sequence[Sequence[float]], texts: Sequence[tuple[str, str]], caller: str
+) -> None:
+    """Raise if the rows of texts, whole tensors, keys and shards show a difference, and name the first part that differs.
+
+    Collective: one exchange of JSON if the rows show a difference.
+    """
+    shards = {(row[2], row[3]) for row in rows}
+    if len({(row[0], row[1]) for row in rows}) == 1 and len(shards) == len({keys for keys, _ in shards}):
+        return
+    hashed = _with_hashes(_entries(states), states[0].device)
+    mine = [[path, "", text] for path, text in texts] + [[e.name, e.shard_key, str(e.hash)] for e in hashed]
+    values: dict[tuple[str, str], dict[int, str]] = {}
+    gathered: Any = all_gather_json(mine, caller=caller)
+    for rank, leaves in enumerate(gathered):
+        for path, key, text in leaves:
+            held = values.setdefault((path, key), {})
+            held[rank] = f"{held.get(rank, '')}{text}"
+    for (path, key), by_rank in values.items():
+        others = [rank for rank in range(len(gathered)) if rank in by_rank or not key]
+        other = _first_other([by_rank.get(rank) for rank in others])
+        if other is not None:
+            names = "/".join(dict.fromkeys(type(state.optimizer).__name__ for state in states))
+            raise DesyncError(
+                f"{caller}: optimizer state {path} of {names} must be equal on all ranks or a DTensor, but rank "
+                f"{others[other]} has another value than rank {others[0]}, and a checkpoint holds one. Build the optimizer on "
+                "dt.optim.MatrixOptimizer, which places its state, or use strategy='shard_grad_op', which shards it."
+            )

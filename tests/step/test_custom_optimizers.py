@@ -1,0 +1,503 @@
+"""Optimizers of users: each trains every layout as it trains one process, or is refused in one line that names it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dtrain as dt
+from dtrain.checkpoint.state_dict import collect_contents
+from dtrain.errors import ConfigError, DesyncError, DistError
+from dtrain.step.optimizer_state import check_storable
+
+STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
+# Replicas of shards need two ranks, and are cut on four.
+LAYOUTS = [(strategy, world) for strategy in STRATEGIES for world in (1, 2) if (strategy, world) != ("hybrid_shard", 1)]
+LAYOUTS.append(("hybrid_shard", 4))
+each_layout = pytest.mark.parametrize(("strategy", "world"), LAYOUTS)
+ROUNDING = 1e-10  # float64; quotients of norms and moments magnify it
+BATCH = torch.randn(8, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+LOSS = dt.mean_loss(lambda model, batch: (model(batch) - batch.sum(-1, keepdim=True)).square().mean(), weight=len)
+STEP = dt.compose_step(LOSS)
+
+
+def net() -> nn.Module:
+    """Five rows are not even on two ranks, and one row leaves a rank without any."""
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def laid_out(strategy: str | None) -> nn.Module:
+    """The model in a layout; without a strategy, plain in one process."""
+    if strategy is None:
+        return net()
+    mesh = dt.build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else dt.build_mesh()
+    return dt.shard_model(net(), mesh, strategy=strategy, blocks=(nn.Linear,))
+
+
+def own_batch(strategy: str | None) -> Tensor:
+    return BATCH if strategy is None else BATCH.chunk(dist.get_world_size())[dist.get_rank()]
+
+
+def trained(make: Callable[[Any], torch.optim.Optimizer], strategy: str | None, steps: int = 4) -> list[float]:
+    """All parameters after a few steps."""
+    model = laid_out(strategy)
+    state = STEP.init(model, make(model.parameters()))
+    for _ in range(steps):
+        state, _ = STEP(state, own_batch(strategy))
+    return [value for _, param in dt.full_params(state) for value in param.flatten().tolist()]
+
+
+def distance(found: Sequence[float], expected: Sequence[float]) -> float:
+    here, there = torch.tensor(found, dtype=torch.float64), torch.tensor(expected, dtype=torch.float64)
+    return ((here - there).norm() / there.norm()).item()
+
+
+class Numbers(torch.optim.Optimizer):
+    """SGD whose rate is a number that Python reads from each parameter and gradient."""
+
+    def __init__(self, params: Any, rate: Callable[[Tensor, Tensor], float]) -> None:
+        self.rate = rate
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad * (group["lr"] * self.rate(param, param.grad)))
+
+
+class Adapted(torch.optim.Optimizer):
+    """The distance of D-Adaptation: a number of the group, from sums over all of its parameters."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1.0, "d": 1e-2, "numerator": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            norm = 0.0
+            for param in group["params"]:
+                total = self.state[param].setdefault("s", torch.zeros_like(param))
+                group["numerator"] += group["lr"] * group["d"] * (param.grad * total).sum().item()
+                total.add_(param.grad, alpha=group["lr"] * group["d"])
+                norm += total.abs().sum().item()
+            group["d"] = max(group["d"], group["numerator"] / norm)
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=group["lr"] * group["d"])
+
+
+READS: dict[str, Callable[[Tensor, Tensor], float]] = {
+    "lars": lambda p, g: p.norm().item() / (g.norm().item() + 1e-9),
+    "lamb": lambda p, g: min(10.0, float(p.data.norm()) / float(torch.linalg.vector_norm(g) + 1e-9)),
+    "largest": lambda p, g: 2.0 if p.abs().max() > 0.5 else p.abs().max().item(),
+    "sum": lambda p, g: abs(p.sum().item()),
+    "integer": lambda p, g: int(p.square().sum() * 1000) / 1000,
+    "all": lambda p, g: 2.0 if bool((p < 0.4).all()) else 1.0,
+    "spread": lambda p, g: float(p.square().mean() + p.min()),
+}
+
+
+def found_in(strategy: str) -> dict[str, list[float]]:
+    found = {name: trained(lambda params, rate=rate: Numbers(params, rate), strategy) for name, rate in READS.items()}
+    return {**found, "adapted": trained(Adapted, strategy)}
+
+
+@each_layout
+def test_a_number_read_in_a_step_is_that_of_the_whole_parameter(ranks, strategy, world):
+    expected = {name: trained(lambda params, rate=rate: Numbers(params, rate), None) for name, rate in READS.items()}
+    expected["adapted"] = trained(Adapted, None)
+    for found in ranks(world).run(found_in, strategy):
+        apart = {name: distance(found[name], expected[name]) for name in expected}
+        assert {name: error for name, error in apart.items() if error > ROUNDING} == {}
+
+
+def numbers_after_a_step() -> list[float]:
+    """A number outside of the step is torch's again: a read on one rank alone must not wait for the others."""
+    model = laid_out("full_shard")
+    state = STEP.init(model, Numbers(model.parameters(), READS["lars"]))
+    STEP(state, own_batch("full_shard"))
+    weight = model[0].weight.detach()
+    return [weight.norm().item() if dist.get_rank() == 0 else 0.0, weight.to_local().norm().item()]
+
+
+def test_numbers_outside_of_a_step_need_no_other_rank(ranks):
+    (found, own), _ = ranks(2).run(numbers_after_a_step)
+    assert found == own
+
+
+class Ahead(torch.optim.Optimizer):
+    """Lookahead, as it is usually written: around another optimizer, with its groups."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner = inner
+        super().__init__(inner.param_groups, {})
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+class Ascent(torch.optim.SGD):
+    """A step that cannot be taken without the loss."""
+
+    def step(self, closure: Any) -> None:
+        closure()
+        super().step()
+
+
+def postponed(params: Any) -> torch.optim.Optimizer:
+    from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+    from torch.distributed.optim import PostLocalSGDOptimizer
+
+    averager = PeriodicModelAverager(period=1, process_group=dist.group.WORLD)
+    return PostLocalSGDOptimizer(torch.optim.SGD(params, lr=0.1), averager)
+
+
+def zero(params: Any) -> torch.optim.Optimizer:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    return ZeroRedundancyOptimizer(list(params), torch.optim.AdamW, lr=0.1)
+
+
+REFUSED_AT_INIT: dict[str, tuple[Callable[[Any], torch.optim.Optimizer], str]] = {
+    "lbfgs": (torch.optim.LBFGS, "init: optimizer must step without arguments, got LBFGS, whose step needs 'closure'. Use an"),
+    "ascent": (Ascent, "init: optimizer must step without arguments, got Ascent, whose step needs 'closure'. Use an"),
+    "ahead": (
+        lambda params: Ahead(torch.optim.AdamW(params)),
+        "init: optimizer must keep its state in its own .state, got Ahead, which wraps AdamW with a state of its own.",
+    ),
+    "zero": (zero, "init: optimizer must keep its whole state on every rank, got ZeroRedundancyOptimizer, whose state"),
+    "postponed": (postponed, "init: optimizer must keep its whole state on every rank, got PostLocalSGDOptimizer, whose state"),
+}
+NEEDS_RANKS = {"zero", "postponed"}
+
+
+def refusals_at_init(strategy: str | None) -> dict[str, str]:
+    found = {}
+    for name, (make, _) in REFUSED_AT_INIT.items():
+        if strategy is None and name in NEEDS_RANKS:
+            continue
+        # torch's wrappers for ranks take no DTensors.
+        model = laid_out("replicate" if name in NEEDS_RANKS else strategy)
+        with pytest.raises(ConfigError) as refused:
+            STEP.init(model, make(model.parameters()))
+        found[name] = str(refused.value)
+    return found
+
+
+def refused_as_told(found: dict[str, str], cases: dict[str, tuple[Any, str]]) -> bool:
+    assert {name: line for name, line in found.items() if not line.startswith(cases[name][1]) or "\n" in line} == {}
+    return len(found) > 0
+
+
+@each_layout
+def test_optimizers_with_a_closure_or_a_hidden_state_are_refused_at_init(ranks, strategy, world):
+    assert all(refused_as_told(found, REFUSED_AT_INIT) for found in ranks(world).run(refusals_at_init, strategy))
+
+
+def test_optimizers_with_a_closure_or_a_hidden_state_are_refused_at_init_of_a_plain_model():
+    assert refused_as_told(refusals_at_init(None), REFUSED_AT_INIT)
+
+
+def shares_state() -> float:
+    """An outer optimizer that shares the state of the inner one is taken, and its checkpoints hold the state."""
+    model = net()
+    outer = Ahead(torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    outer.inner.state = outer.state
+    state = STEP.init(model, outer)
+    state, _ = STEP(state, BATCH)
+    return len(state.optimizer.state)
+
+
+def test_an_outer_optimizer_that_shares_the_inner_state_is_taken():
+    assert shares_state() == 4
+
+
+# ---- state of every shape -------------------------------------------------------------------------------------------------
+
+
+class Custom(torch.optim.Optimizer):
+    """An optimizer whose ``step`` is a function of the optimizer, a parameter, its gradient and its state."""
+
+    def __init__(self, params: Any, one: Callable[..., None], **options: Any) -> None:
+        self.one = one
+        super().__init__(params, {"lr": 0.1, **options})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.one(self, group, param, param.grad, self.state[param])
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def nested(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    """Moments below other keys, with numbers, texts, None and tuples beside them."""
+    if not state:
+        state.update(moments={"first": torch.zeros_like(p), "rest": [torch.zeros_like(p), 0]}, mode="warm", parts=(0.9, None))
+    moments = state["moments"]
+    moments["first"].mul_(state["parts"][0]).add_(g)
+    moments["rest"][0].add_(g * g)
+    moments["rest"][1] += 1
+    state["mode"] = "warm" if moments["rest"][1] < 3 else "cold"
+    p.sub_(moments["first"] / (moments["rest"][0].sqrt() + 1), alpha=0.1 if state["mode"] == "warm" else 0.05)
+
+
+def of_group(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    """A number and a tensor of the group, and pieces of code, which are no state."""
+    group.setdefault("seen", torch.zeros(2, dtype=torch.float64))[0] += g.square().sum().item()
+    group["d"] = group.get("d", 0.0) + 0.01
+    p.sub_(g.to(group["dtype"]) / (1 + group["seen"][0].item()), alpha=group["rate"](group["d"]))
+
+
+def of_the_optimizer(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    """State below a text, which belongs to no parameter."""
+    shared = own.state["all"]
+    shared["count"] = shared.get("count", 0) + 1
+    shared["sum"] = shared.get("sum", torch.zeros(3, dtype=torch.float64)) + g.abs().sum().item()
+    p.sub_(g, alpha=1 / (shared["count"] + shared["sum"][1].item()))
+
+
+def factored(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    """Second moments of rows and of columns, as in Adafactor."""
+    if p.ndim < 2:
+        p.sub_(g, alpha=0.1)
+        return
+    rows, columns = (g * g).mean(1, keepdim=True), (g * g).mean(0, keepdim=True)
+    state["rows"] = rows if "rows" not in state else state["rows"] * 0.9 + rows * 0.1
+    # A sum of parts may not stay in the state, and an update in place has the placement of the parameter.
+    columns = placed(columns, [replicated()] * 2)
+    state["columns"] = columns if "columns" not in state else state["columns"] * 0.9 + columns * 0.1
+    scale = (state["rows"] * state["columns"] / state["columns"].mean()).sqrt().add(1e-8)
+    p.sub_(placed(g / scale, getattr(p, "placements", ())), alpha=0.01)
+
+
+def placed(tensor: Tensor, placements: Sequence[Any]) -> Tensor:
+    return tensor.redistribute(placements=placements[: tensor.device_mesh.ndim]) if hasattr(tensor, "placements") else tensor
+
+
+def replicated() -> Any:
+    from torch.distributed.tensor import Replicate
+
+    return Replicate()
+
+
+def quantized(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    """Momentum in 8 bits, with a scale of each row."""
+    momentum = g if not state else state["codes"].double() * state["scale"] * 0.9 + g
+    state["scale"] = momentum.abs().amax(-1, keepdim=True) / 127 + 1e-12 if p.ndim > 1 else momentum.abs() / 127 + 1e-12
+    state["codes"] = (momentum / state["scale"]).round().to(torch.int8)
+    p.sub_(placed(momentum, getattr(p, "placements", ())), alpha=0.1)
+
+
+def anchored(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    """A whole plain copy of the first value on every rank."""
+    if not state:
+        state["start"] = (p.full_tensor() if hasattr(p, "full_tensor") else p).clone()
+    p.sub_(g, alpha=state["start"].norm().item() / 10)
+
+
+KEPT: dict[str, Callable[[Any], Custom]] = {
+    "nested": lambda params: Custom(params, nested),
+    "of group": lambda params: Custom(params, of_group, dtype=torch.float64, rate=lambda d: 0.1 * d),
+    "of the optimizer": lambda params: Custom(params, of_the_optimizer),
+    "factored": lambda params: Custom(params, factored),
+    "quantized": lambda params: Custom(params, quantized),
+    "anchored": lambda params: Custom(params, anchored),
+}
+
+
+def kept(strategy: str | None, root: str, begin: bool) -> dict[str, list[float]]:
+    """Parameters after three steps, which are saved, or after three more of the saved run."""
+    found = {}
+    for name, make in KEPT.items():
+        model = laid_out(strategy)
+        state = STEP.init(model, make(model.parameters()))
+        if not begin:
+            state = dt.load_sharded(f"{root}/{name}", state).state
+        for _ in range(3):
+            state, _ = STEP(state, own_batch(strategy))
+        if begin:
+            dt.save_sharded(f"{root}/{name}", state)
+        found[name] = [value for _, param in dt.full_params(state) for value in param.flatten().tolist()]
+    return found
+
+
+@each_layout
+def test_state_of_any_shape_goes_on_after_a_resume(ranks, tmp_path, strategy, world):
+    """On the same ranks, and on one after two."""
+    expected = {name: trained(make, None, steps=6) for name, make in KEPT.items()}
+    ranks(world).run(kept, strategy, str(tmp_path), True)
+    again = [ranks(world).run(kept, strategy, str(tmp_path), False)]
+    if world > 1:
+        again.append(ranks(1).run(kept, "full_shard", str(tmp_path), False))
+    for found in (each for run in again for each in run):
+        apart = {name: distance(found[name], expected[name]) for name in KEPT}
+        assert {name: error for name, error in apart.items() if error > ROUNDING} == {}
+
+
+# ---- state that no checkpoint can hold ----------------------------------------------------------------------------------
+
+
+def owns_part(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    """Each rank keeps the momentum of its own rows, as nanochat's optimizer does."""
+    momentum = state.setdefault("momentum", torch.zeros_like(local(g)))
+    momentum.mul_(0.9).add_(local(g), alpha=1.0 + dist.get_rank())
+    local(p).sub_(local(g), alpha=0.1)
+
+
+def local_norm(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    state["norm"] = local(p).norm() + dist.get_rank()
+    p.sub_(g, alpha=0.1)
+
+
+def number_of_rank(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    group["rank"] = dist.get_rank()
+    p.sub_(g, alpha=0.1)
+
+
+def on_one_rank(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    if dist.get_rank() == 0:
+        state["momentum"] = torch.zeros(3)
+    p.sub_(g, alpha=0.1)
+
+
+def reads_own_part(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    p.sub_(g, alpha=0.1 * (local(p).norm() + dist.get_rank()).item())
+
+
+def keeps_a_set(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    state["seen"] = {1, 2}
+    p.sub_(g, alpha=0.1)
+
+
+def by_another_key(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    own.state[0]["count"] = 1
+    p.sub_(g, alpha=0.1)
+
+
+def fails_on_one_rank(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    if dist.get_rank() == dist.get_world_size() - 1:
+        raise ConfigError("no rows")
+    p.sub_(g, alpha=0.1)
+
+
+DIFFERS = "must be equal on all ranks or a DTensor, but rank 1 has another value than rank 0, and a checkpoint holds one."
+ON_RANKS = {
+    owns_part: f"DesyncError: apply_gradients: optimizer state 'momentum' of 0.bias of Custom {DIFFERS}",
+    local_norm: f"DesyncError: apply_gradients: optimizer state 'norm' of 0.bias of Custom {DIFFERS}",
+    number_of_rank: f"DesyncError: apply_gradients: optimizer state 'rank' of group 0 of Custom {DIFFERS}",
+    on_one_rank: f"DesyncError: apply_gradients: optimizer state 'momentum' of 0.bias of Custom {DIFFERS}",
+    reads_own_part: "DesyncError: apply_gradients: Custom.step must read equal numbers on all ranks, but rank 1 has read",
+}
+ANYWHERE = {
+    keeps_a_set: "ConfigError: Custom: state 'seen' of 0.bias must be a tensor or plain data, got set.",
+    by_another_key: "ConfigError: Custom: optimizer state must belong to a parameter of the model or to a text, got state for",
+}
+
+
+def first_steps(strategy: str) -> dict[str, str]:
+    """The error of the first step of each optimizer, on this rank."""
+    found = {}
+    for one in (*ON_RANKS, *ANYWHERE, fails_on_one_rank):
+        model = laid_out(strategy)
+        state = STEP.init(model, Custom(model.parameters(), one))
+        try:
+            STEP(state, own_batch(strategy))
+            found[one.__name__] = ""
+        except (ConfigError, DistError) as error:
+            found[one.__name__] = f"{type(error).__name__}: {error}"
+    return found
+
+
+@each_layout
+def test_state_that_differs_between_ranks_is_refused_in_the_first_step(ranks, strategy, world):
+    for rank, found in enumerate(ranks(world).run(first_steps, strategy)):
+        for one, line in {**ON_RANKS, **ANYWHERE}.items():
+            told, expected = found[one.__name__], line if world > 1 or one in ANYWHERE else ""
+            assert told[: len(expected) or None] == expected
+            assert "\n" not in told
+        last = world - 1
+        named = f"PeerError: apply_gradients: rank {last} failed (1 of {world} ranks did): ConfigError: no rows"
+        assert found["fails_on_one_rank"] == ("ConfigError: no rows" if rank == last else named)
+
+
+def partial_sum(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    state["sum"] = g.sum()
+    p.sub_(g, alpha=0.1)
+
+
+def mixes(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    p.sub_(g * torch.ones(p.shape, dtype=p.dtype), alpha=0.1)
+
+
+def on_dtensors() -> list[str]:
+    found = []
+    for one in (partial_sum, mixes):
+        model = laid_out("full_shard")
+        state = STEP.init(model, Custom(model.parameters(), one))
+        with pytest.raises(ConfigError) as refused:
+            STEP(state, own_batch("full_shard"))
+        found.append(str(refused.value))
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_optimizer_that_cannot_run_on_dtensors_is_told_what_to_do(ranks, world):
+    for kept_sum, mixed in ranks(world).run(on_dtensors):
+        assert kept_sum.startswith(
+            "Custom: state 'sum' of 0.bias must hold values, not partial sums, got placements (Partial(sum),)"
+        )
+        assert mixed.startswith(
+            "apply_gradients: the optimizer must run on sharded parameters (DTensors), but Custom.step failed: "
+        )
+        assert "dt.optim.MatrixOptimizer" in mixed
+        assert "\n" not in mixed
+
+
+def late_part(own: Custom, group: dict[str, Any], p: Tensor, g: Tensor, state: dict[str, Any]) -> None:
+    """Equal in the first five steps."""
+    state["count"] = state.get("count", 0) + 1
+    state.setdefault("rows", torch.zeros(2))[1] = float(state["count"] > 5) * dist.get_rank()
+    p.sub_(g, alpha=0.1)
+
+
+def saved_late(strategy: str, root: str) -> list[str]:
+    model = laid_out(strategy)
+    state = STEP.init(model, Custom(model.parameters(), late_part))
+    for _ in range(5):
+        state, _ = STEP(state, own_batch(strategy))
+    dt.save_sharded(root, state)
+    state, _ = STEP(state, own_batch(strategy))
+    with pytest.raises(DesyncError) as refused:
+        dt.save_sharded(root, state, mode="async")
+    return [str(refused.value), *sorted(path.name for path in Path(root).glob("step-*"))]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_state_that_comes_to_differ_later_is_refused_at_the_save(ranks, tmp_path, strategy):
+    for line, *steps in ranks(2).run(saved_late, strategy, str(tmp_path)):
+        assert line.startswith(f"save_sharded: optimizer state 'rows' of 0.bias of Custom {DIFFERS}")
+        assert steps == ["step-00000005"]
+
+
+def test_state_is_checked_at_the_save_and_the_load_alike():
+    """What the first step takes, a save takes, and what it refuses, a save refuses."""
+    for value, storable in ((1, True), ("a", True), ({1: [None, 2.0]}, True), ({1}, False), (1j, False), (b"a", False)):
+        state = STEP.init(model := net(), Custom(model.parameters(), lambda *_: None))
+        state.optimizer.state[model[0].weight]["value"] = value
+        for check in (check_storable, lambda state: collect_contents({"": state}, {})):
+            if storable:
+                check(state)
+            else:
+                with pytest.raises(ConfigError, match="tensor"):
+                    check(state)
