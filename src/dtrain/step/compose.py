@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -264,7 +265,7 @@ def _bind_loss(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep,
         loss = loss_fn
         for name, wrap in wrappers:
             loss = wrap(loss, make_step_context(state, name))
-        size = {} if microbatch_size is None else {"microbatch_size": microbatch_size}
+        size: dict[str, Any] = {} if microbatch_size is None else {"microbatch_size": microbatch_size}
         if is_watched:
             return grad(state, batch, loss_fn=loss, **size)
         return _compute_watched(state, batch, partial(grad, loss_fn=loss, **size))
