@@ -24,6 +24,7 @@ from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.unshard import reshard
 from dtrain.state import get_device
+from dtrain.step.microbatches import BatchWatch
 from dtrain.step.normalization import check_loss
 from dtrain.typing import Batch, LossFn
 
@@ -186,12 +187,13 @@ def count_flops(model: nn.Module, batch: Batch, loss_fn: LossFn, *, batch_spec: 
     Raises:
         ConfigError: a batch without countable samples, a loss other than a ``LossSum`` of scalars, or a loss without trainable
             parameters.
+        StepError: ``loss_fn`` writes into ``batch``, which a training step would then run with other values.
         Exception: any error of ``loss_fn`` or the model.
     """
     samples, _ = count_samples_and_tokens(batch, batch_spec)
     if samples < 1:
         raise ConfigError(f"{_CALLER}: batch must have at least 1 sample, got {samples}. Pass one microbatch.")
-    counter = _FlopCounter()
+    counter, watch = _FlopCounter(), BatchWatch(batch)
     with _restore_model_state(model), _eager_mode(), torch.enable_grad(), counter:
         loss = check_loss(loss_fn(model, to_device(batch, get_device(model))), caller=_CALLER)
         total = sum((term for term, _ in loss.terms.values()), loss.total)
@@ -199,6 +201,8 @@ def count_flops(model: nn.Module, batch: Batch, loss_fn: LossFn, *, batch_spec: 
             raise ConfigError(f"{_CALLER}: loss must depend on a trainable parameter, got none. Unfreeze the model.")
         counter.backward = True
         total.backward()
+    # Training on this batch would use other values.
+    watch.check(_CALLER)
     return counter.get_total_flops() / samples
 
 

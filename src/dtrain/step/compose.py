@@ -5,20 +5,24 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 
 from dtrain import spans
+from dtrain.batch import FailedBatch
 from dtrain.dist.batch_info import TrackedLoader
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.durations import RunLength
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, StepError
 from dtrain.schedules.hyperparameter import check_over_run
 from dtrain.shard.compile import time_compilation
 from dtrain.state import TrainState, check_state, init_state
 from dtrain.step.microbatch_step import microbatch_step
+from dtrain.step.microbatches import BatchWatch, check_first_run
 from dtrain.step.optimizer import DelayedInterrupt, apply_gradients, tick
 from dtrain.step.step_clock import begin_step
 from dtrain.transform import GradFn, GradStep, Transform, UpdateFn, check_transform, make_step_context
@@ -209,9 +213,11 @@ def should_stop(state: TrainState) -> bool:
 
 def wrap_grad(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:
     """Return ``grad`` with its loss, wrapped by the transforms; the first transform is outermost."""
+    # dtrain's functions watch their batch themselves, so that an error reaches all ranks.
+    is_watched = getattr(getattr(grad, "func", grad), "__module__", "").startswith("dtrain.")
     for transform in reversed(transforms):
         grad = transform.grad_step(grad) if transform.grad_step else grad
-    compute = _bind_loss(loss_fn, transforms, grad)
+    compute = _bind_loss(loss_fn, transforms, grad, is_watched=is_watched)
     for transform in reversed(transforms):
         compute = transform.grad(compute) if transform.grad else compute
     return compute
@@ -252,15 +258,29 @@ def check_step_parts(caller: str, loss_fn: LossFn, transforms: Sequence[Transfor
         )
 
 
-def _bind_loss(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep) -> GradFn:
+def _bind_loss(loss_fn: LossFn, transforms: Sequence[Transform], grad: GradStep, *, is_watched: bool) -> GradFn:
     wrappers = [(t.name, t.loss) for t in reversed(transforms) if t.loss]
 
     def compute(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
         loss = loss_fn
         for name, wrap in wrappers:
             loss = wrap(loss, make_step_context(state, name))
-        if microbatch_size is None:
-            return grad(state, batch, loss_fn=loss)
-        return grad(state, batch, loss_fn=loss, microbatch_size=microbatch_size)
+        size: dict[str, Any] = {} if microbatch_size is None else {"microbatch_size": microbatch_size}
+        if is_watched:
+            return grad(state, batch, loss_fn=loss, **size)
+        return _compute_watched(state, batch, partial(grad, loss_fn=loss, **size))
 
     return compute
+
+
+def _compute_watched(state: TrainState, batch: Batch, grad: GradFn) -> tuple[TrainState, Metrics]:
+    """Run the user's own gradient function; refuse a batch that an earlier run of this step wrote into."""
+    try:
+        check_first_run(state, batch)
+    except StepError as error:
+        batch = FailedBatch(error)
+    watch = BatchWatch(batch)
+    try:
+        return grad(state, batch)
+    finally:
+        watch.record(state)

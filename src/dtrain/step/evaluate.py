@@ -28,7 +28,7 @@ from dtrain.memory.device_memory import release_cached_memory
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.unshard import eval_mode
 from dtrain.state import get_device, get_spec
-from dtrain.step.microbatches import CountFn, SplitFn, count_batch, split_microbatches, tensor_shapes
+from dtrain.step.microbatches import BatchWatch, CountFn, SplitFn, count_batch, split_microbatches, tensor_shapes
 from dtrain.step.normalization import MetricAccumulator, check_loss
 from dtrain.step.oom_guard import StepAborted, StepGuard, raise_does_not_fit
 from dtrain.typing import Batch, LossFn, Metrics
@@ -181,7 +181,8 @@ def auto_batch_eval(
     Raises:
         ConfigError: invalid sizes, or a batch that cannot be counted or split.
         OutOfMemoryError: ``minimum`` samples do not fit; on all ranks.
-        PeerError: on another rank the batch cannot be counted, or ``fn`` failed for another reason.
+        StepError: a part does not fit and must run again, but ``fn`` wrote into its batch.
+        PeerError: another rank has one of these errors, or ``fn`` failed there for another reason.
     """
     initial = None if initial is None else check_int(_AUTO_BATCH_EVAL, "initial", initial)
     minimum = check_int(_AUTO_BATCH_EVAL, "minimum", minimum)
@@ -204,17 +205,19 @@ class _AutoBatchEval(Generic[T]):
         multi_rank = get_spec(model).mesh is not None and get_dist_info().world_size > 1
         samples = self._count_samples(batch, multi_rank)
         rest = _RemainingSamples(batch=batch, samples=samples, batch_spec=self.batch_spec, count=self.count, split=self.split)
-        results: list[T] = []
+        results, watch, retries = list[T](), BatchWatch(batch), False
         with spans.outermost_span("evaluate"), report_missing_ranks(_AUTO_BATCH_EVAL), eval_mode(model):
             while True:
                 plan = _make_plan(model, rest, self.size)
-                remaining = self._agree_on_part(rest.remaining, plan) if multi_rank else rest.remaining
+                error = _find_write_error(watch) if retries else None
+                remaining = self._agree_on_part(rest.remaining, plan, error, multi_rank=multi_rank)
                 if remaining == 0:
                     return results
                 size = min(remaining, self.size or remaining)
                 next_part = partial(rest.next_part, size) if rest.remaining else rest.padding_part
                 guard = StepGuard(traces=self._traces, multi_rank=multi_rank)
                 result = self._try_part(model, next_part, size, guard, plan)
+                retries = not result
                 if result and rest.remaining:
                     results += result
                     rest.advance()
@@ -229,21 +232,31 @@ class _AutoBatchEval(Generic[T]):
         rows = all_gather_numbers([error is not None], caller=_AUTO_BATCH_EVAL) if multi_rank else []
         if error is not None:
             raise error
-        failed = [rank for rank, row in enumerate(rows) if row[0]]
-        if failed:
-            raise PeerError(f"{_AUTO_BATCH_EVAL}: rank {failed[0]} cannot count its batch. See its own error.")
+        _raise_if_peer_failed(rows, 0, "cannot count its batch")
         return samples
 
-    def _agree_on_part(self, remaining: int, plan: object) -> int:
+    def _agree_on_part(self, remaining: int, plan: object, error: Exception | None, *, multi_rank: bool) -> int:
         """Return the largest number of remaining samples on any rank. Drop the trace of ``plan`` unless all ranks hold it.
 
-        Ranks name a plan differently, so they compare the traces. Collective: one record.
+        Ranks name a plan differently, so they compare the traces. Collective: one record, with ``multi_rank``.
+
+        Raises:
+            StepError: ``error``, because this rank cannot run its part again.
+            PeerError: another rank has an ``error``.
         """
+        if not multi_rank:
+            if error is not None:
+                raise error
+            return remaining
         trace = self._traces.find(plan)
-        rows = all_gather_numbers([remaining, 0 if trace is None else trace.digest], caller=_AUTO_BATCH_EVAL)
-        if len({digest for _, digest in rows}) > 1:
+        row = [remaining, 0 if trace is None else trace.digest, error is not None]
+        rows = all_gather_numbers(row, caller=_AUTO_BATCH_EVAL)
+        if error is not None:
+            raise error
+        _raise_if_peer_failed(rows, 2, "cannot run its batch again")
+        if len({digest for _, digest, _ in rows}) > 1:
             self._traces.forget(plan)
-        return int(max(samples for samples, _ in rows))
+        return int(max(samples for samples, _, _ in rows))
 
     def _try_part(self, model: nn.Module, next_part: Callable[[], Batch], size: int, guard: StepGuard, plan: object) -> list[T]:
         """Return the result of one part in a list; return [] if the part must run again, smaller if it does not fit.
@@ -343,6 +356,21 @@ class _RemainingSamples:
         if self._parts:
             return self._parts[0][0]
         return self.batch if self.count is not None else narrow_batch(self.batch, 0, 1, self.batch_spec)
+
+
+def _find_write_error(watch: BatchWatch) -> Exception | None:
+    """Return the error for a batch that ``fn`` has changed; None for an unchanged batch."""
+    try:
+        watch.check(_AUTO_BATCH_EVAL, "fn")
+    except StepError as error:
+        return error
+    return None
+
+
+def _raise_if_peer_failed(rows: list[list[float]], column: int, problem: str) -> None:
+    failed = [rank for rank, row in enumerate(rows) if row[column]]
+    if failed:
+        raise PeerError(f"{_AUTO_BATCH_EVAL}: rank {failed[0]} {problem}. See its own error.")
 
 
 def _make_plan(model: nn.Module, rest: _RemainingSamples, size: int | None) -> object:

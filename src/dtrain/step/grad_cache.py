@@ -32,7 +32,7 @@ from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
 from dtrain.step.gradient_run import GradientRun
-from dtrain.step.microbatches import CountFn, Microbatches, count_batch
+from dtrain.step.microbatches import BatchWatch, CountFn, Microbatches, count_batch
 from dtrain.step.normalization import MetricAccumulator, check_loss, declared_weights
 from dtrain.step.sanity_checks import warn_if_mean
 from dtrain.typing import Batch, LossFn, Metrics, WeightFn
@@ -201,6 +201,7 @@ class _CachedForward:
         outputs: outputs of a single microbatch, with their graph.
         leaves: floating-point outputs for the whole batch, by their index among the outputs.
         grads: gradients of ``leaves``, except the unused ones.
+        watch: versions of the inputs before the first forward.
     """
 
     inputs: list[Any]
@@ -210,6 +211,10 @@ class _CachedForward:
     outputs: Sequence[Any] = ()
     leaves: dict[int, Tensor] = field(default_factory=dict)
     grads: dict[int, Tensor] = field(default_factory=dict)
+    watch: BatchWatch = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.watch = BatchWatch(self.inputs)
 
     def row_range(self, index: int) -> tuple[int, int] | None:
         """Return the rows of microbatch ``index``; None for a padding microbatch."""
@@ -294,6 +299,9 @@ class ForwardCache:
         for call in self._calls:
             outputs = call.outputs
             if self.recomputes:
+                # The model writes before its second run, and loss_fn may write after its call of the model.
+                if not index:
+                    call.watch.check(_NAME, "loss_fn or the model")
                 with _replay_rng(call.rng_snapshots[index]):
                     outputs, _ = _forward(self.model, call, index)
             rows = call.row_range(index)

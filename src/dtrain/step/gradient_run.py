@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from dtrain import spans
+from dtrain.batch import list_tensors
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import hash_rng_state
 from dtrain.dist.step_sync import (
@@ -27,7 +28,7 @@ from dtrain.memory.device_memory import release_cached_memory
 from dtrain.shard.buffers import BufferSync, buffer_sync_of
 from dtrain.shard.grad_sync import GradSync, all_reduce_grads_, grad_sync_of
 from dtrain.state import TrainState, check_state
-from dtrain.step.microbatches import Microbatches
+from dtrain.step.microbatches import BatchWatch, Microbatches, check_first_run
 from dtrain.step.normalization import (
     SUM_NORMALIZER,
     LossNormalizer,
@@ -79,6 +80,7 @@ class GradientRun:
         "_normalizer",
         "_report",
         "_synchronized",
+        "_watch",
         "_weights",
         "grad_sync",
         "guard",
@@ -96,6 +98,7 @@ class GradientRun:
         self._loss: tuple[Tensor | float, Tensor | float] = (0, 0)
         self._normalizer = SUM_NORMALIZER
         self._synchronized = False
+        self._watch: BatchWatch | None = None
 
     def __enter__(self) -> GradientRun:
         spans.begin("step", 0)
@@ -111,6 +114,8 @@ class GradientRun:
             if self._synchronized and self._report is not None:
                 self._report.__exit__(kind, error, trace)
         finally:
+            if self._watch is not None:
+                self._watch.record(self.state)
             if self._synchronized and error is not None:
                 self.grad_sync.abort()
                 self.state.drop_gradients()
@@ -150,6 +155,10 @@ class GradientRun:
         error: Exception | None = None
         try:
             self.microbatches, self._weights = prepare()
+            # A batch that only the user can split may have no tensors of its own.
+            tensors = list_tensors(self._batch) or list_tensors(self.microbatches.batches)
+            check_first_run(self.state, tensors)
+            self._watch = BatchWatch(tensors)
         # User functions may raise any exception; it is raised below, on all ranks.
         except Exception as problem:  # noqa: BLE001
             error = problem

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dtrain import spans
-from dtrain.batch import count_samples, list_tensors
+from dtrain.batch import count_samples
 from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_numbers
@@ -23,7 +23,6 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import RankStatus
 from dtrain.dtensor import to_local
-from dtrain.errors import StepError
 from dtrain.memory.device_memory import DeviceMemory, get_device_memory, is_out_of_memory
 from dtrain.shard.buffers import BufferSnapshot
 from dtrain.state import TrainState
@@ -79,10 +78,10 @@ class MicrobatchProber:
         Collective: as ``inner``, and the exchange of statuses.
 
         Raises:
-            StepError: the loss function writes into its batch, so the step cannot be repeated.
+            StepError: the step must run again, and its loss function wrote into the batch; on all ranks.
         """
         multi_rank = state.spec.mesh is not None and get_dist_info().world_size > 1
-        rng_snapshot, versions = RNGSnapshot(), _tensor_versions(batch)
+        rng_snapshot = RNGSnapshot()
         if not multi_rank:
             self.buffers.capture()
         memory = self.device_memory
@@ -120,7 +119,6 @@ class MicrobatchProber:
         self.oom_message, self.samples = guard.oom_message, guard.samples
         if result.output is None:
             self._restore(state, rng_snapshot)
-            _check_batch_unchanged(batch, versions, state.step)
         if guard.retry:
             # The trace was dropped, so the next run has no trace to differ from.
             return self.run_guarded(inner, result.state, batch, size, max_microbatches=max_microbatches)
@@ -213,19 +211,6 @@ def make_prober(state: TrainState) -> MicrobatchProber:
     # Earlier retries of the allocator do not count.
     prober.allocator_retried()
     return prober
-
-
-def _tensor_versions(batch: Batch) -> Sequence[tuple[Tensor, int]]:
-    return [(tensor, tensor._version) for tensor in list_tensors(batch)]
-
-
-def _check_batch_unchanged(batch: Batch, versions: Sequence[tuple[Tensor, int]], step: int) -> None:
-    changed = [tensor for tensor, version in versions if tensor._version != version]
-    if changed:
-        raise StepError(
-            f"auto_microbatch: step {step}: loss_fn wrote into its batch (a tensor of shape {tuple(changed[0].shape)}), so the "
-            "step cannot be repeated with smaller microbatches. Clone tensors before loss_fn changes them."
-        )
 
 
 # The smallest shape that optimizers for matrices accept, too.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
@@ -20,7 +21,8 @@ from dtrain.batch import (
     split_into_microbatches,
 )
 from dtrain.dist.rng import derive_seed
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, StepError
+from dtrain.state import TrainState
 from dtrain.typing import Batch
 
 SplitFn: TypeAlias = Callable[[Batch, int], Sequence[Batch]]
@@ -60,6 +62,62 @@ class Microbatches:
         if self.batches:
             return self.batches[0]
         return make_zero_samples(self.batch) if padding_sample is None else padding_sample
+
+
+class BatchWatch:
+    """Detects code that writes into a batch, so that a second run of the batch can be refused instead of being wrong.
+
+    torch's version counter shows in-place changes, also those through a view. A loss may write into a batch that runs once.
+    Inference tensors have no counter. They are not watched.
+
+    Args:
+        batch: batch that is about to run. Its tensors stay alive as long as this object.
+    """
+
+    __slots__ = ("_versions",)
+
+    def __init__(self, batch: object) -> None:
+        self._versions = [(leaf, leaf._version) for leaf in list_tensors(batch) if not leaf.is_inference()]
+
+    def written(self) -> list[torch.Tensor]:
+        """Return the tensors that changed since this object was made."""
+        return [leaf for leaf, version in self._versions if leaf._version != version]
+
+    def check(self, caller: str, writer: str = "loss_fn") -> None:
+        """Raise before a second run of the batch if the first run wrote into it.
+
+        Raises:
+            StepError: a tensor of the batch changed.
+        """
+        if changed := self.written():
+            raise _make_write_error(caller, writer, changed[0])
+
+    def record(self, state: TrainState) -> None:
+        """Record for ``check_first_run`` that a run of this step wrote into its batch. Mutates: the monitor of the run."""
+        if changed := self.written():
+            state.run_context.monitor.written_batch = state.step, [weakref.ref(leaf) for leaf in changed]
+
+
+def check_first_run(state: TrainState, batch: object) -> None:
+    """Raise if an earlier run of this step wrote into tensors of ``batch``: a retry, or a method with two gradients.
+
+    Raises:
+        StepError: the batch has other values than in its first run.
+    """
+    recorded = state.run_context.monitor.written_batch
+    if recorded is None or recorded[0] != state.step:
+        return
+    storages = {leaf.untyped_storage()._cdata for ref in recorded[1] if (leaf := ref()) is not None}
+    for leaf in list_tensors(batch):
+        if leaf.untyped_storage()._cdata in storages:
+            raise _make_write_error(f"step {state.step}", "loss_fn", leaf)
+
+
+def _make_write_error(caller: str, writer: str, tensor: torch.Tensor) -> StepError:
+    return StepError(
+        f"{caller}: {writer} wrote into its batch (a tensor of shape {tuple(tensor.shape)}), so the batch cannot run a second "
+        f"time. Clone tensors before {writer} changes them."
+    )
 
 
 def tensor_shapes(batch: Batch) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -11,7 +11,7 @@ from dtrain.dist.rng import RNGSnapshot
 from dtrain.errors import ConfigError
 from dtrain.shard.unshard import eval_mode
 from dtrain.state import get_device
-from dtrain.step.microbatches import SplitFn, split_microbatches
+from dtrain.step.microbatches import BatchWatch, SplitFn, split_microbatches
 from dtrain.step.normalization import check_loss
 from dtrain.typing import Batch, LossFn
 
@@ -53,6 +53,7 @@ def check_loss_fn(
 
     Raises:
         ConfigError: totals or weights that do not add up, with the probable reason, or fewer than two samples.
+        StepError: ``loss_fn`` writes into its batch, so a second forward has other values.
     """
     whole = split_microbatches(batch, None, batch_spec=batch_spec, split=split, count=None)
     if whole.samples < 2:
@@ -86,11 +87,13 @@ def check_loss_fn(
 def _loss_sums(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float, float]]:
     """Return total and weight by name, and restore the random generators."""
     rng_snapshot = RNGSnapshot()
+    watch = BatchWatch(batch)
     try:
         with eval_mode(model):
             loss = check_loss(loss_fn(model, to_device(batch, get_device(model))), caller=_NAME)
     finally:
         rng_snapshot.restore()
+    watch.check(_NAME)
     pairs = {"loss": (loss.total, loss.weight), **loss.terms, **loss.aux}
     return {name: (float(total), float(weight)) for name, (total, weight) in pairs.items()}
 

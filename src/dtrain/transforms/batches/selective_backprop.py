@@ -20,7 +20,7 @@ from dtrain.schedules.hyperparameter import hyperparameter
 from dtrain.shard.buffers import BufferSnapshot
 from dtrain.shard.unshard import is_unsharded, reshard
 from dtrain.state import TrainState
-from dtrain.step.microbatches import Microbatches, split_microbatches
+from dtrain.step.microbatches import BatchWatch, Microbatches, split_microbatches
 from dtrain.transform import GradFn, Transform, make_step_context
 from dtrain.typing import Batch, Metrics, Schedule, TransformState
 
@@ -217,7 +217,7 @@ def _select_samples(
     # The step raises any error on all ranks.
     except Exception as problem:  # noqa: BLE001
         error = problem
-    rows = all_gather_numbers([len(parts), error is not None], caller=_NAME)
+    rows, watch = all_gather_numbers([len(parts), error is not None], caller=_NAME), BatchWatch(batch)
     if any(failed for _, failed in rows):
         return batch if error is None else FailedBatch(error)
     with report_missing_ranks(_NAME), _forward_only(state.model):
@@ -226,6 +226,7 @@ def _select_samples(
         microbatches = [parts.batches[i] if i < own else (padding or parts.batches)[0] for i in range(int(max(rows)[0]))]
         outputs = [sample_losses(state.model, microbatch) for microbatch in microbatches]
     try:
+        watch.check(_NAME, "sample_losses")
         losses = [_check_losses(output, part, spec) for output, part in zip(outputs, microbatches, strict=True)][:own]
         if not losses:
             return batch

@@ -138,6 +138,7 @@ def sam(
     Raises:
         ConfigError: ``rho`` is not positive (a schedule is checked in each step), ``eta`` is not a finite number >= 0, or
             ``interval`` is not a duration.
+        StepError: in a step, the loss wrote into its batch, so the second gradient would have other samples.
 
     Source: Foret et al. 2021, arXiv:2010.01412, algorithm 1; adaptive, Kwon et al. 2021, arXiv:2102.11600. Composer's closure
     treats a loss of 0 as no loss; here a step at loss 0 is made.
