@@ -6,6 +6,7 @@ The loader advances the position; a ``BatchSource`` reads the samples. The posit
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Protocol
@@ -74,7 +75,8 @@ class Loader:
         self._skip_target: Position | None = None
         self._evaluations = 0
         # The BatchInfo of each batch holds this object, so that a step recognizes the loader.
-        self.identity = object()
+        # It refers to the loader, so that a save can find the loader of the batches.
+        self.identity = weakref.ref(self)
         self.last_batch_info: BatchInfo | None = None
         self._issued: IssuedBatch | None = None
 
