@@ -201,10 +201,10 @@ def _missing_loaders(states: Mapping[str, TrainState], extra: Mapping[str, Any],
     missing: list[Any] = []
     entries = {id(value.loader if isinstance(value, NotSaved) else _unwrap(value)) for value in extra.values()}
     for state in states.values():
-        identities = dict.fromkeys(state.loader_history.loaders)
-        if state.loader is not None:
-            identities[state.loader.identity] = None
-        last = next(reversed(state.loader_history.loaders), None)
+        identities = list(state.loader_history.loaders)
+        last = identities[-1] if identities else None
+        if state.loader is not None and not any(state.loader.identity is identity for identity in identities):
+            identities.append(state.loader.identity)
         for identity in identities:
             # Other objects than dtrain's loaders have no position that could be saved.
             if not isinstance(identity, weakref.ref):

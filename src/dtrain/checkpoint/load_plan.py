@@ -153,7 +153,7 @@ def plan_load(
     comparison = _StateComparison(options, partial=reader.manifest.what == "trainable")
     for section, tensors in (("params", state.params), ("buffers", buffers_by_fqn(state.model, persistent_only=True))):
         comparison.compare_model(section, _section_refs(reader, section), tensors)
-    modules = comparison.compare_modules(extra_state_names(reader), extra_state_modules(state.model))
+    modules = comparison.compare_modules(extra_state_names(reader.structures), extra_state_modules(state.model))
     optimizer = transforms = clock = seed = None
     if not options.model_only:
         transforms = dict(_section_dict(reader, TRANSFORMS))

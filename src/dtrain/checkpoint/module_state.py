@@ -16,7 +16,6 @@ from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
 from dtrain.checkpoint import layout, strict_json
-from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.errors import ConfigError, CorruptCheckpointError
 from dtrain.fqn import modules_by_fqn
@@ -34,12 +33,12 @@ def extra_state_modules(model: nn.Module) -> dict[str, nn.Module]:
     }
 
 
-def extra_state_names(reader: CheckpointReader) -> list[str]:
-    """Return the names of the stored extra states of modules."""
-    if "modules" not in reader.structures:
+def extra_state_names(structures: Mapping[str, Any]) -> list[str]:
+    """Return the names of the stored extra states of modules from the decoded sections of a state."""
+    if "modules" not in structures:
         return []
     location = f"{layout.INDEX}: modules"
-    names = strict_json.read_object(reader.structures["modules"], location, ("names", "equal"))["names"]
+    names = strict_json.read_object(structures["modules"], location, ("names", "equal"))["names"]
     if type(names) is not list or not all(type(name) is str for name in names):
         raise CorruptCheckpointError(f"{location}: names must be a list of strings, got {strict_json.describe_value(names)}")
     return names

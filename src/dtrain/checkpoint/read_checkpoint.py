@@ -21,7 +21,7 @@ from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.data_file import FileOpener, ReadableFile
 from dtrain.checkpoint.extra import extra_structures
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, TRANSFORMS, LoadOptions, LoadPlan, plan_load
-from dtrain.checkpoint.module_state import extra_state_names
+from dtrain.checkpoint.module_state import extra_state_modules, extra_state_names
 from dtrain.checkpoint.read_tensors import read_tensors
 from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_buffers_of
 from dtrain.checkpoint.reshard import ReadItem, Region, ShardFinder, full_region, plan_reads
@@ -183,12 +183,14 @@ def _known_names(
 ) -> tuple[set[str], set[str]]:
     """Return the names of models, and the parts, that the states and the checkpoint have."""
     names = {name for state in states.values() for name in (*state.params, *buffers_by_fqn(state.model, persistent_only=True))}
+    names.update(name for state in states.values() for name in extra_state_modules(state.model))
     parts = {OPTIMIZER, RNG, *(tree_json.join_key(layout.EXTRA, name) for name in extra)}
     parts |= {tree_json.join_key(TRANSFORMS, name) for state in states.values() for name in state.transform_states}
     saved = [reader.structures] if not reader.manifest.states else list(reader.structures[layout.STATES].values())
     for tree in saved:
         for section in ("params", "buffers"):
             names.update(_dict_keys(tree.get(section)))
+        names.update(extra_state_names(tree))
         parts |= {tree_json.join_key(TRANSFORMS, name) for name in _dict_keys(tree.get(TRANSFORMS))}
     parts |= {tree_json.join_key(layout.EXTRA, name) for name in _dict_keys(reader.structures.get(layout.EXTRA))}
     return names, parts | {tree_json.join_key(layout.STATES, name) for name in (*states, *reader.manifest.states)}
@@ -336,7 +338,7 @@ def _module_structures(reader: CheckpointReader, state: str, names: Sequence[str
         )
     rank = info.rank % reader.world_size
     location = f"{layout.index_name(rank)}: values: modules"
-    values = strict_json.read_object(part.values_of(rank)["modules"], location, tuple(extra_state_names(part)))
+    values = strict_json.read_object(part.values_of(rank)["modules"], location, tuple(extra_state_names(part.structures)))
     path = f"{key_prefix(state)}modules"
     return {name: decode_structure(values[name], tree_json.join_key(path, name)) for name in names}
 
