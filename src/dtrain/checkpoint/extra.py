@@ -1,4 +1,4 @@
-"""Save and load the caller's objects (``extra=``), and check that the loaders of a run are among them.
+"""Save and load the caller's objects (``extra=``).
 
 An entry has ``state_dict`` and ``load_state_dict``, or is a dict, a list or a tensor, which a load fills in place. A number or
 a text is refused, because a load cannot put it back. Entries are equal on all ranks, or marked by ``per_rank``.
@@ -6,8 +6,6 @@ a text is refused, because a load cannot put it back. Entries are equal on all r
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -19,7 +17,7 @@ from torch import Tensor
 from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.mismatch_report import mismatch_error, missing_row, unexpected_row
 from dtrain.checkpoint.module_state import set_extra_states
-from dtrain.checkpoint.targets import write_problem
+from dtrain.checkpoint.targets import ReadOnlyMemory, write_problem
 from dtrain.checkpoint.tree_json import DICT_TYPES, PER_RANK, TensorPlaceholder
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
@@ -109,7 +107,7 @@ def saved_entries(extra: Mapping[str, Any], caller: str) -> dict[str, Any]:
                 f"{caller}: extra must have string names, got {type(name).__name__} {name!r}. "
                 f"Use texts as keys, such as extra={{'loader': loader}}."
             )
-        content = _unwrap(value)
+        content = unwrap(value)
         plain = content is None or isinstance(content, bool | int | float | str | tuple)
         if isinstance(content, PerRank | NotSaved) and content is not value:
             raise ConfigError(f"{caller}: extra: {name} must have one mark, got two. Leave out one of them.")
@@ -123,32 +121,34 @@ def saved_entries(extra: Mapping[str, Any], caller: str) -> dict[str, Any]:
 
 def is_stateful(value: Any) -> bool:
     """Return True if an entry has ``state_dict`` and ``load_state_dict``."""
-    value = _unwrap(value)
+    value = unwrap(value)
     return isinstance(value, Stateful) and not isinstance(value, type)
 
 
 def plain_entries(extra: Mapping[str, Any]) -> dict[str, Any]:
     """Return the entries that are plain data, without marks."""
-    return {name: _unwrap(value) for name, value in extra.items() if not is_stateful(value)}
+    return {name: unwrap(value) for name, value in extra.items() if not is_stateful(value)}
 
 
-def _unwrap(value: Any) -> Any:
+def unwrap(value: Any) -> Any:
+    """Return an entry without the mark ``per_rank``."""
     return value.value if isinstance(value, PerRank) else value
 
 
 def saved_objects(extra: Mapping[str, Any]) -> Iterator[Any]:
     """Iterate over the objects of ``extra`` without marks."""
-    return map(_unwrap, extra.values())
+    return map(unwrap, extra.values())
 
 
-def _state_of(value: Any) -> Any:
+def state_of(value: Any) -> Any:
+    """Return the state of an object, or plain data as they are."""
     return value.state_dict() if is_stateful(value) else value
 
 
 def split_entries(entries: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the states of entries: those of the run, with ``PER_RANK`` for marked entries, and those of this rank."""
-    of_run = {name: PER_RANK if isinstance(value, PerRank) else _state_of(value) for name, value in entries.items()}
-    of_rank = {name: _state_of(value.value) for name, value in entries.items() if isinstance(value, PerRank)}
+    of_run = {name: PER_RANK if isinstance(value, PerRank) else state_of(value) for name, value in entries.items()}
+    of_rank = {name: state_of(value.value) for name, value in entries.items() if isinstance(value, PerRank)}
     return of_run, of_rank
 
 
@@ -161,84 +161,6 @@ def check_plain_tensors(tensors: Mapping[str, Tensor], owner: str) -> None:
     for key, tensor in tensors.items():
         if is_dtensor(tensor):
             raise ConfigError(f"save_sharded: {key} must be a plain tensor, got a DTensor. {owner}")
-
-
-# Check of loaders
-
-
-def check_loaders(
-    states: Mapping[str, TrainState], extra: Mapping[str, Any], *, caller: str, lost_is_error: bool = True
-) -> None:
-    """Raise if a loader whose batches the states have counted has no position in ``extra``.
-
-    Args:
-        states: states by name.
-        extra: entries of the caller, with marks.
-        caller: prefix of messages.
-        lost_is_error: if False, a loader that no longer exists is no error, because a load cannot lose its position.
-
-    Raises:
-        ConfigError: a loader is missing.
-    """
-    missing = _missing_loaders(states, extra, lost_is_error=lost_is_error)
-    if missing:
-        # A loader in a reference cycle is not in use any more.
-        gc.collect()
-        missing = _missing_loaders(states, extra, lost_is_error=lost_is_error)
-    if not missing:
-        return
-    loader = missing[0]
-    position = "the position of the loader" if loader is None else f"the position of {loader!r}"
-    advice = "Keep the loader in a variable, and pass it" if loader is None else "Pass it"
-    raise ConfigError(
-        f"{caller}: extra must hold {position}, or a resume repeats its batches, got {sorted(extra)}. {advice}: "
-        'extra={"loader": loader}. To leave it out on purpose: extra={"loader": dt.checkpoint.not_saved(loader)}.'
-    )
-
-
-def _missing_loaders(states: Mapping[str, TrainState], extra: Mapping[str, Any], *, lost_is_error: bool) -> list[Any]:
-    """Return the loaders of the states that are not in ``extra``. None stands for a loader that no longer exists."""
-    missing: list[Any] = []
-    entries = {id(value.loader if isinstance(value, NotSaved) else _unwrap(value)) for value in extra.values()}
-    for state in states.values():
-        identities = list(state.loader_history.loaders)
-        last = identities[-1] if identities else None
-        if state.loader is not None and not any(state.loader.identity is identity for identity in identities):
-            identities.append(state.loader.identity)
-        for identity in identities:
-            # Other objects than dtrain's loaders have no position that could be saved.
-            if not isinstance(identity, weakref.ref):
-                continue
-            loader = identity()
-            if loader is None:
-                # An earlier loader that no longer exists is used up.
-                missing += [None] if lost_is_error and identity is last else []
-            elif id(loader) not in entries and not _is_part_of(loader.state_dict(), _plain_states(states, extra)):
-                missing.append(loader)
-    return missing
-
-
-def _plain_states(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> list[Any]:
-    """Return the states of all entries and transforms, one of which may hold the state of a loader."""
-    entries = [_state_of(_unwrap(value)) for value in extra.values() if not isinstance(value, NotSaved)]
-    return [*entries, *(state.transform_states for state in states.values())]
-
-
-def _is_part_of(loader_state: Mapping[str, Any], tree: Any) -> bool:
-    """Return True if a dict in ``tree`` is ``loader_state``."""
-    if isinstance(tree, Mapping):
-        if tree.keys() == loader_state.keys() and all(_is_equal(tree[key], loader_state[key]) for key in tree):
-            return True
-        return any(_is_part_of(loader_state, item) for item in tree.values())
-    return isinstance(tree, list | tuple) and any(_is_part_of(loader_state, item) for item in tree)
-
-
-def _is_equal(a: Any, b: Any) -> bool:
-    # The state of a dataset may hold tensors, whose comparison is no bool.
-    return type(a) is type(b) and (type(a) not in (int, str, float, bool) or a == b)
-
-
-# Load
 
 
 def extra_structures(
@@ -305,7 +227,7 @@ def _extra_advice(missing: Sequence[str], unexpected: Mapping[str, str], stored:
 
 def _content_problem(value: Any, stored: Any) -> str | None:
     """Return the reason why ``value`` cannot be filled with a stored value with placeholders; None if it can be filled."""
-    content = _unwrap(value)
+    content = unwrap(value)
     if is_stateful(content):
         return None
     if isinstance(content, Tensor):
@@ -315,7 +237,7 @@ def _content_problem(value: Any, stored: Any) -> str | None:
         if here != (layout.DTYPES[stored.ref.dtype], stored.ref.shape):
             return f"is stored as {stored.ref}, and a tensor {content.dtype} {list(content.shape)} was passed"
         problem = write_problem(content)
-        return None if problem is None else f"cannot be filled: the tensor {problem}"
+        return None if problem is None else f"must {problem}"
     if type(stored) is not (dict if type(content) in DICT_TYPES else type(content)):
         return f"is stored as {_kind(stored)}, and {_kind(content)} was passed"
     return None
@@ -363,35 +285,43 @@ def _restore_entry(value: Any, stored: Any) -> None:
 
     Mutates: ``value``.
     """
-    content = _unwrap(value)
+    content = unwrap(value)
     if is_stateful(content):
         cast(Stateful, content).load_state_dict(stored)
     else:
-        _fill(content, stored, set())
+        _Filling().fill(content, stored)
 
 
-def _fill(target: Any, value: Any, filled: set[int]) -> None:
-    """Fill a tensor, dict or list, also inside, where the loop may hold references. A part that occurs twice is filled once."""
-    filled.add(id(target))
-    if isinstance(target, Tensor):
-        with torch.no_grad():
-            target.copy_(value)
-    elif isinstance(target, list):
-        old = [*target, *[None] * len(value)]
-        target[:] = [_merge(old[at], item, filled) for at, item in enumerate(value)]
-    else:
-        merged = {key: _merge(target.get(key), item, filled) for key, item in value.items()}
-        target.clear()
-        target.update(merged)
+class _Filling:
+    """Filling of one plain entry in place, also inside, where the loop may hold references."""
 
+    def __init__(self) -> None:
+        self._read_only = ReadOnlyMemory()
+        # A part that occurs twice is filled once.
+        self._filled: set[int] = set()
 
-def _merge(old: Any, new: Any, filled: set[int]) -> Any:
-    """Return ``old``, filled with ``new``, if both are of one kind; else ``new``."""
-    if isinstance(old, Tensor):
-        same = isinstance(new, Tensor) and (old.dtype, old.shape) == (new.dtype, new.shape) and write_problem(old) is None
-    else:
-        same = (type(old) in DICT_TYPES and type(new) is dict) or (type(old) is list and type(new) is list)
-    if not same or id(old) in filled:
-        return new
-    _fill(old, new, filled)
-    return old
+    def fill(self, target: Any, value: Any) -> None:
+        """Fill a tensor, dict or list. Mutates: ``target``."""
+        self._filled.add(id(target))
+        if isinstance(target, Tensor):
+            with torch.no_grad():
+                target.copy_(value)
+        elif isinstance(target, list):
+            old = [*target, *[None] * len(value)]
+            target[:] = [self._merge(old[at], item) for at, item in enumerate(value)]
+        else:
+            merged = {key: self._merge(target.get(key), item) for key, item in value.items()}
+            target.clear()
+            target.update(merged)
+
+    def _merge(self, old: Any, new: Any) -> Any:
+        """Return ``old``, filled with ``new``, if both are of one kind; else ``new``."""
+        if isinstance(old, Tensor) and isinstance(new, Tensor):
+            is_equal = (old.dtype, old.shape) == (new.dtype, new.shape)
+            fits = is_equal and write_problem(old, self._read_only) is None
+        else:
+            fits = (type(old) in DICT_TYPES and type(new) is dict) or (type(old) is list and type(new) is list)
+        if not fits or id(old) in self._filled:
+            return new
+        self.fill(old, new)
+        return old

@@ -23,8 +23,9 @@ from dtrain import spans, storage
 from dtrain.arguments import check_choice
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import choose_step, skipped_steps
-from dtrain.checkpoint.extra import check_loaders, plain_entries, restore_objects, saved_entries
+from dtrain.checkpoint.extra import plain_entries, restore_objects, saved_entries
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, LoadOptions, LoadPlan, parse_ignore
+from dtrain.checkpoint.loader_check import check_loaders
 from dtrain.checkpoint.module_state import finish_load
 from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
 from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint, read_checkpoint

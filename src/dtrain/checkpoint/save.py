@@ -21,8 +21,9 @@ from dtrain.arguments import check_choice
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpointer import Checkpointer, SaveMode, SaveOptions, checkpointer_of
 from dtrain.checkpoint.commit import SaveRequest, SaveResult, run_save
-from dtrain.checkpoint.extra import check_loaders, saved_objects
+from dtrain.checkpoint.extra import saved_objects
 from dtrain.checkpoint.layout import MeshLayout, SaveScope
+from dtrain.checkpoint.loader_check import check_loaders
 from dtrain.checkpoint.save_thread import SaveTask, StagedFiles, save_thread, stage_files
 from dtrain.checkpoint.state_dict import (
     States,

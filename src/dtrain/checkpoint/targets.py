@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from bisect import bisect_right
 from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -28,7 +29,7 @@ def check_targets(targets: Mapping[str, Tensor], caller: str) -> None:
     for key, tensor in targets.items():
         problem = write_problem(tensor, read_only)
         if problem is not None:
-            raise ConfigError(f"{caller}: {key} {problem}.")
+            raise ConfigError(f"{caller}: {key} must {problem}. Materialize the model, or replace it by tensor.clone().")
 
 
 def check_own_memory(tensors: Mapping[str, Tensor], caller: str) -> None:
@@ -39,20 +40,19 @@ def check_own_memory(tensors: Mapping[str, Tensor], caller: str) -> None:
     """
     for key, tensor in tensors.items():
         if _shares_elements(tensor):
-            raise ConfigError(f"{caller}: {key} {write_problem(tensor)}.")
+            raise ConfigError(f"{caller}: {key} must {write_problem(tensor)}. Replace it by tensor.clone().")
 
 
 def write_problem(tensor: Tensor, read_only: ReadOnlyMemory | None = None) -> str | None:
-    """Return the reason why a tensor cannot be filled, with advice; None if it can be filled."""
+    """Return what a tensor must do to be filled, and what it is instead; None if it can be filled."""
     if tensor.is_meta:
-        return "must have data, got a tensor on the meta device. Call materialize first"
+        return "have data, got a tensor on the meta device"
     if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return "must be writable, got a tensor that was made in inference mode. Replace it by tensor.clone()"
+        return "be writable, got a tensor that was made in inference mode"
     if _shares_elements(tensor):
-        strides = tuple(tensor.stride())
-        return f"must have memory for each element, got an expanded tensor with strides {strides}. Replace it by tensor.clone()"
+        return f"have memory for each element, got an expanded tensor with strides {tuple(tensor.stride())}"
     if tensor.is_cpu and not is_dtensor(tensor) and tensor.numel() and tensor in (read_only or ReadOnlyMemory()):
-        return "must be writable, got a tensor in read-only memory, as of a mapped file. Replace it by tensor.clone()"
+        return "be writable, got a tensor in read-only memory, as of a mapped file"
     return None
 
 
@@ -71,7 +71,7 @@ class ReadOnlyMemory:
         self._ends: list[int] = []
         if sys.platform != "linux":
             return
-        with open(_MEMORY_MAP, encoding="utf-8", errors="replace") as lines:
+        with suppress(OSError), open(_MEMORY_MAP, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 span, access = line.split(maxsplit=2)[:2]
                 if access[1] != "w":

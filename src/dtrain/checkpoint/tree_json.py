@@ -149,29 +149,29 @@ def _encode_dict(tree: dict[Any, Any], path: str, tensors: dict[str, Tensor], de
 
 def _encode_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Any:
     if (problem := _storage_problem(tensor)) is not None:
-        raise ConfigError(f"{path}: a tensor must {problem}")
+        raise ConfigError(f"{path}: a tensor must {problem[0]}. Save {problem[1]} instead.")
     tensors[path] = tensor
     return _tensor_text(tensor.dtype, tuple(tensor.shape), is_dtensor(tensor))
 
 
-def _storage_problem(tensor: Tensor) -> str | None:
-    """Return the reason why a tensor cannot be stored, with advice; None if it can be stored."""
+def _storage_problem(tensor: Tensor) -> tuple[str, str] | None:
+    """Return the reason why a tensor cannot be stored, and what to save instead; None if it can be stored."""
     if tensor.layout is not torch.strided:
-        advice = "Save tensor.values() and tensor.offsets()" if tensor.is_nested else "Save tensor.to_dense()"
-        return f"be dense, got layout {tensor.layout}. {advice}, or a dict of its parts."
+        parts = "tensor.values() and tensor.offsets()" if tensor.is_nested else "tensor.to_dense()"
+        return f"be dense, got layout {tensor.layout}", parts
     if tensor.is_nested:
-        return "have one shape, got a nested tensor. Save the list tensor.unbind()."
+        return "have one shape, got a nested tensor", "the list tensor.unbind()"
     if tensor.is_meta:
-        return "have data, got device meta. Call materialize first."
+        return "have data, got device meta", "it after materialize"
     if tensor.is_quantized:
-        return f"have a dtype without a scale, got {tensor.dtype}. Save tensor.dequantize(), or its int_repr()."
+        return f"have a dtype without a scale, got {tensor.dtype}", "tensor.dequantize(), or tensor.int_repr() and the scale"
     if tensor.is_complex() and tensor.dtype not in DTYPE_NAMES:
-        return f"have a real dtype, got {tensor.dtype}. Save torch.view_as_real(tensor)."
+        return f"have a real dtype, got {tensor.dtype}", "torch.view_as_real(tensor)"
     if tensor.dtype not in DTYPE_NAMES:
-        return f"have a dtype of a safetensors file, got {tensor.dtype}. Save its bytes, tensor.view(torch.uint8)."
+        return f"have a dtype of a safetensors file, got {tensor.dtype}", "its bytes, tensor.view(torch.uint8)"
     # A subclass with a dispatch of its own may keep its values elsewhere.
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_dtensor(tensor):
-        return f"have memory of its own, got {type(tensor).__name__}, which wraps other tensors. Save a dict of these tensors."
+        return f"have memory of its own, got {type(tensor).__name__}, which wraps other tensors", "a dict of these tensors"
     return None
 
 

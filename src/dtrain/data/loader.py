@@ -9,7 +9,6 @@ import sys
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Protocol
 
 import torch
 
@@ -25,6 +24,7 @@ from dtrain.data.position import (
     IssuedBatch,
     Position,
     SkippedSamples,
+    StopCondition,
     is_reached,
     parse_length,
     read_position,
@@ -37,15 +37,6 @@ from dtrain.dist.rng import derive_seed
 from dtrain.durations import Duration, RunLength
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError, DtrainError
 from dtrain.typing import Batch, Plain
-
-
-class StopCondition(Protocol):
-    """Condition that ends a run before its length."""
-
-    @property
-    def stopped(self) -> bool:
-        """True if the run has ended."""
-        ...
 
 
 class Loader:
@@ -74,11 +65,13 @@ class Loader:
         self._dataset_state: Plain = None
         self._skip_target: Position | None = None
         self._evaluations = 0
-        # The BatchInfo of each batch holds this object, so that a step recognizes the loader.
-        # It refers to the loader, so that a save can find the loader of the batches.
-        self.identity = weakref.ref(self)
         self.last_batch_info: BatchInfo | None = None
         self._issued: IssuedBatch | None = None
+
+    @property
+    def identity(self) -> weakref.ref[Loader]:
+        """Reference by which steps and saves find the loader of a batch: one object while a batch or a state holds it."""
+        return weakref.ref(self)
 
     @property
     def epoch_samples(self) -> int:

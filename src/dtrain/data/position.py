@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Literal, cast
+from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -204,6 +204,14 @@ class EpochBatches:
         size = 1 if self.last_batch == "short" else self.batch_size_at(at)
         ended = batch_bounds(at.samples, self.size, size, self.last_batch) is None
         return replace(at, epoch=at.epoch + 1, samples=0) if ended else at
+
+
+class StopCondition(Protocol):
+    """Condition that ends a run before its length."""
+
+    @property
+    def stopped(self) -> bool:
+        """True if the run has ended."""
 
 
 _MAX_LISTED = 1000
