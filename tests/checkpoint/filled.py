@@ -139,7 +139,7 @@ def rng_digest() -> str:
 
 
 def load_filled(path: str, strategy: str) -> list:
-    restored = load_sharded(path, sharded_state(strategy, filled=False), extra={"history": None})
+    restored = load_sharded(path, sharded_state(strategy, filled=False), extra={"history": []})
     drawn = rng_digest()
     check_filled(restored.state)
     seed_all(11, "resume", 4, get_dist_info().rank)

@@ -23,7 +23,7 @@ def test_checkpointer_saves_with_its_options_and_loads_the_newest_step(tmp_path)
         for _ in range(3):
             state = train(state, 1)
             checkpoints.save(state, extra={"note": [1]})
-        result = checkpoints.load(plain_state(1), extra={"note": None})
+        result = checkpoints.load(plain_state(1), extra={"note": []})
         assert (result.step, result.extra) == (3, {"note": [1]})
         assert digest(result.state) == digest(state)
         checkpoints.close()

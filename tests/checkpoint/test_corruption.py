@@ -186,8 +186,8 @@ def test_resumed_run_replaces_later_corrupt_step(root):
 def test_later_format_version_is_refused_with_on_corrupt_previous(root):
     step = root / "step-00000002"
     manifest = layout.parse_manifest((step / "manifest.json").read_bytes())
-    (step / "manifest.json").write_bytes(layout._sign({"format": layout.FORMAT, "version": 3, "step": manifest.step}))
-    with pytest.raises(CheckpointError, match="format version must be 2, got 3"):
+    (step / "manifest.json").write_bytes(layout._sign({"format": layout.FORMAT, "version": 4, "step": manifest.step}))
+    with pytest.raises(CheckpointError, match="format version must be 3, got 4"):
         load_sharded(root, plain_state(), on_corrupt="previous")
 
 
@@ -228,7 +228,7 @@ def test_load_verifies_only_needed_chunks(root, monkeypatch):
     data.write_bytes(altered)
     assert load_sharded(small, plain_state(), ignore=["extra/table"]).step == 0, "nobody asked for the damaged chunk"
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000.safetensors: bytes from \d+ on do not match"):
-        load_sharded(small, plain_state(), extra={"table": None})
+        load_sharded(small, plain_state(), extra={"table": torch.zeros(4096, dtype=torch.int64)})
     with pytest.raises(CorruptCheckpointError, match=FILES[2]):
         verify(small)
 

@@ -116,8 +116,8 @@ def test_invalid_manifest_is_refused(body):
 
 
 def test_later_manifest_version_is_not_reported_as_corruption():
-    with pytest.raises(CheckpointError, match="format version must be 2, got 3") as caught:
-        layout.parse_manifest(signed(changed(version=3, unheard_of=[])))
+    with pytest.raises(CheckpointError, match="format version must be 3, got 4") as caught:
+        layout.parse_manifest(signed(changed(version=4, unheard_of=[])))
     assert not isinstance(caught.value, CorruptCheckpointError)
 
 
@@ -235,9 +235,9 @@ def test_rank_with_two_parts_of_a_tensor_is_refused():
 
 
 def test_later_index_version_is_refused():
-    with pytest.raises(CheckpointError, match="format version must be 2, got 7"):
+    with pytest.raises(CheckpointError, match="format version must be 3, got 7"):
         parse_rank_index(index_with(version=7), 0, FILES)
-    with pytest.raises(CheckpointError, match="format version must be 2, got 7"):
+    with pytest.raises(CheckpointError, match="format version must be 3, got 7"):
         parse_run_index(run_with(version=7), MANIFEST)
 
 

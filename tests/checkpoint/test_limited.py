@@ -37,7 +37,7 @@ def test_several_states_are_saved_as_one_step(tmp_path):
     with pytest.raises(CheckpointMismatchError, match=r"'critic/1'\), got 'discriminator'"):
         opened.select_state("discriminator")
     fresh = {"generator": plain_state(1), "critic/1": plain_state(2, optimizer="sgd")}
-    back = load_sharded(tmp_path, fresh, extra={"seen": None})
+    back = load_sharded(tmp_path, fresh, extra={"seen": torch.zeros(3, dtype=torch.int64)})
     assert {name: digest(state, rng=False) for name, state in back.state.items()} == {
         name: digest(state, rng=False) for name, state in pair.items()
     }
@@ -70,7 +70,7 @@ def test_weights_checkpoint_excludes_other_sections_and_whole_saves(tmp_path):
     state = train(plain_state(), 2)
     handle = save_sharded(tmp_path, state, what="weights")
     assert sections(handle.path) == {"params", "buffers"}
-    assert open_checkpoint(handle.path).manifest.sections == ("params", "buffers", "clock", "seed")
+    assert open_checkpoint(handle.path).manifest.sections == ("params", "buffers", "modules", "clock", "seed")
     assert [step.what for step in list_steps(tmp_path)] == ["weights"]
     with pytest.raises(CheckpointError, match=r"what must be 'weights' as in step 2 of .*, got 'all'. A run is resumed"):
         save_sharded(tmp_path, state)

@@ -257,7 +257,7 @@ def test_several_states_round_trip_by_name(tmp_path):
     saved = pair(0)
     before = {name: digest(state, rng=False) for name, state in saved.items()}
     save_sharded(tmp_path, saved, extra={"history": [1]})
-    restored = load_sharded(tmp_path, pair(5), extra={"history": None})
+    restored = load_sharded(tmp_path, pair(5), extra={"history": []})
     assert {name: digest(state, rng=False) for name, state in restored.state.items()} == before
     assert restored.extra == {"history": [1]}
     assert (restored.step, restored.state["critic"].step) == (1, 2)

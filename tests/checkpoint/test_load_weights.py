@@ -449,7 +449,7 @@ def test_unsupported_format_version_is_refused(saved, tmp_path):
     path = tmp_path / "step-00000004"
     shutil.copytree(saved[2, "full_shard"][0], path)
     write_of_another_version(path)
-    message = rf"load_weights_: {path}: manifest.json: format version must be 2, got 9. Use the dtrain version that wrote"
+    message = rf"load_weights_: {path}: manifest.json: format version must be 3, got 9. Use the dtrain version that wrote"
     with pytest.raises(CheckpointError, match=message):
         load_weights_(Model(), path)
 

@@ -43,17 +43,17 @@ def without_slice(seed: int) -> dt.TrainState:
 # A part that the load leaves out, the words of the error, and the patterns that ignore the part.
 LEFT = {
     "extra": (plain_state, {}, r"extra/loader: checkpoint a value, here nothing", ["extra/loader"]),
-    "transform": (without_slice, {"loader": None}, r"transforms/spikes: checkpoint a transform, here", ["transforms/spikes"]),
-    "optimizer": (other_optimizer, {"loader": None}, r"optimizer/groups/0/betas: checkpoint a hyperparam", ["optimizer"]),
+    "transform": (without_slice, {"loader": []}, r"transforms/spikes: checkpoint a transform, here", ["transforms/spikes"]),
+    "optimizer": (other_optimizer, {"loader": []}, r"optimizer/groups/0/betas: checkpoint a hyperparam", ["optimizer"]),
     "parameters": (
-        without_a_weight, {"loader": None}, r"params/last.weight: checkpoint F32 \[2, 7\], here nothing", ["last.*"],
+        without_a_weight, {"loader": []}, r"params/last.weight: checkpoint F32 \[2, 7\], here nothing", ["last.*"],
     ),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(("make", "extra", "message", "ignore"), LEFT.values(), ids=LEFT)
 def test_unrequested_part_is_refused_unless_ignored(tmp_path, make, extra, message, ignore):
-    save_sharded(tmp_path, train(plain_state(), 2), extra={"loader": 7})
+    save_sharded(tmp_path, train(plain_state(), 2), extra={"loader": [7]})
     state = make(1)
     before = digest(state)
     with pytest.raises(CheckpointMismatchError, match=message) as caught:
@@ -77,17 +77,17 @@ def test_non_strict_load_still_requires_extras(tmp_path):
 
 
 def test_ignore_patterns_skip_several_extras(tmp_path):
-    save_sharded(tmp_path, plain_state(), extra={"loader": 1, "stop": 2, "history": 3})
-    restored = load_sharded(tmp_path, plain_state(), extra={"history": None}, ignore=["extra/lo*", "extra/stop"])
-    assert restored.extra == {"history": 3}
+    save_sharded(tmp_path, plain_state(), extra={"loader": [1], "stop": [2], "history": [3]})
+    restored = load_sharded(tmp_path, plain_state(), extra={"history": []}, ignore=["extra/lo*", "extra/stop"])
+    assert restored.extra == {"history": [3]}
 
 
 def test_ignored_extra_keeps_its_value(tmp_path):
     save_sharded(tmp_path, plain_state(), extra={"loader": {"position": 9, "weights": torch.ones(2)}})
     loader = Counter()
-    restored = load_sharded(tmp_path, plain_state(), extra={"loader": loader, "new": 3}, ignore=["extra/loader", "extra/new"])
+    restored = load_sharded(tmp_path, plain_state(), extra={"loader": loader, "new": [3]}, ignore=["extra/loader", "extra/new"])
     assert loader.state["position"] == 0
-    assert restored.extra == {"new": 3}
+    assert restored.extra == {"new": [3]}
 
 
 def test_ignored_optimizer_keeps_its_state(tmp_path):
@@ -136,22 +136,22 @@ def test_unrequested_state_is_ignored_or_reported_as_unexpected(tmp_path):
 
 @pytest.mark.parametrize("pattern", ["extra/loder", "transforms/emma", "states/critic", "last*", "heads.**"])
 def test_ignore_pattern_without_match_is_refused(tmp_path, pattern):
-    save_sharded(tmp_path, plain_state(), extra={"loader": 1})
+    save_sharded(tmp_path, plain_state(), extra={"loader": [1]})
     with pytest.raises(ConfigError, match=r"ignore: a pattern must match a name in the model or the checkpoint, got '"):
-        load_sharded(tmp_path, plain_state(), extra={"loader": 1}, ignore=[pattern])
+        load_sharded(tmp_path, plain_state(), extra={"loader": [1]}, ignore=[pattern])
 
 
 def test_model_name_pattern_does_not_ignore_extras(tmp_path):
-    save_sharded(tmp_path, train(plain_state(), 1), extra={"loader": 1})
+    save_sharded(tmp_path, train(plain_state(), 1), extra={"loader": [1]})
     with pytest.raises(CheckpointMismatchError, match="extra/loader"):
         load_sharded(tmp_path, plain_state(), ignore=["**"])
 
 
 def attempt(root: str, how: str) -> list[Any]:
-    save_sharded(root, sharded_state("full_shard", filled=True), extra={"loader": 1})
+    save_sharded(root, sharded_state("full_shard", filled=True), extra={"loader": [1]})
     state = sharded_state("full_shard", filled=False)
     before = digest(state)
-    options: dict[str, Any] = {"extra": {"loader": 0}}
+    options: dict[str, Any] = {"extra": {"loader": [0]}}
     if get_dist_info().rank == 1:
         options = {} if how == "not asked for" else {"ignore": ["extra/loader"]}
     try:

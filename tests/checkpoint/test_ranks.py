@@ -138,7 +138,7 @@ def attempt_load(path: str, strategy: str, flipped_rank: int | None, on_damaged:
     options = {"at": 4, "kind": "preadv", "action": "flip"} if get_dist_info().rank == flipped_rank else {}
     with watching(**options):
         try:
-            load_sharded(path, state, extra={"history": None}, on_corrupt=on_damaged)
+            load_sharded(path, state, extra={"history": []}, on_corrupt=on_damaged)
         except DtrainError as error:
             failed = f"{type(error).__name__}: {error}"
     return [failed, digest(state) == before, state.generation == state.run_context.generation]
@@ -231,10 +231,10 @@ def unequal(what: str, root: str) -> str:
 
 
 UNEQUAL = {
-    "slice": "ConfigError: save_sharded: transforms/local must be equal on all ranks, but differs between rank 0 and rank 1",
-    "shape": "ConfigError: save_sharded: transforms/local must be equal on all ranks, but differs between rank 0 and rank 1",
-    "seed": "ConfigError: save_sharded: seed must be equal on all ranks, but differs between rank 0 and rank 1",
-    "extra": "ConfigError: save_sharded: extra/loader must be equal on all ranks, but differs between rank 0 and rank 1",
+    "slice": "ConfigError: save_sharded: transforms/local must be equal on all ranks, but ranks [1] differ from rank 0",
+    "shape": "ConfigError: save_sharded: transforms/local must be equal on all ranks, but ranks [1] differ from rank 0",
+    "seed": "ConfigError: save_sharded: seed must be equal on all ranks, but ranks [1] differ from rank 0",
+    "extra": "ConfigError: save_sharded: extra/loader must be equal on all ranks, but ranks [1] differ from rank 0",
     "sharded extra": "ConfigError: save_sharded: extra/teacher/w must be a plain tensor, got a DTensor",
 }
 
@@ -265,7 +265,7 @@ def other_folder(path: str, elsewhere: str) -> str:
     state = sharded_state("full_shard", filled=False)
     before = digest(state)
     try:
-        load_sharded(path, state, extra={"history": None})
+        load_sharded(path, state, extra={"history": []})
     except CheckpointError as error:
         assert digest(state) == before
         return str(error)

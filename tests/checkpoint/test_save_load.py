@@ -172,16 +172,18 @@ def test_every_dtype_and_shape_round_trips(tmp_path):
 def test_extra_round_trips_by_name(tmp_path):
     counter = Counter()
     counter.state = {"position": 17, "weights": torch.tensor([1.5, 2.5])}
-    extra = {"loader": counter, "history": [0.1, float("nan")], "table": {"a": torch.arange(3)}, "unused": 1, "$": 3}
+    extra = {"loader": counter, "history": [0.1, float("nan")], "table": {"a": torch.arange(3)}, "unused": [1], "$": [3]}
     save_sharded(tmp_path, plain_state(), extra=extra)
     target = Counter()
-    given = {"loader": target, "history": None, "table": None, "$": 0}
+    history, table = [], {}
+    given = {"loader": target, "history": history, "table": table, "$": [0]}
     restored = load_sharded(tmp_path, plain_state(), extra=given, ignore=["extra/unused"])
     assert target.state["position"] == 17
     assert torch.equal(target.state["weights"], counter.state["weights"])
     assert set(restored.extra) == {"history", "table", "$"}
     assert repr(restored.extra["history"]) == "[0.1, nan]"
     assert torch.equal(restored.extra["table"]["a"], torch.arange(3))
+    assert (restored.extra["history"] is history, restored.extra["table"] is table, restored.extra["$"]) == (True, True, [3])
 
 
 def test_missing_extra_is_refused_by_name(tmp_path):
@@ -406,7 +408,7 @@ def test_unsupported_format_version_is_refused(tmp_path, call):
     write_of_another_version(step)
     with pytest.raises(
         CheckpointError,
-        match=rf"{step}: manifest.json: format version must be 2, got 9. Use the dtrain version that wrote the file.$",
+        match=rf"{step}: manifest.json: format version must be 3, got 9. Use the dtrain version that wrote the file.$",
     ):
         CALLS[call](step)
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 from dtrain.checkpoint import strict_json, tree_json
 from dtrain.errors import ConfigError, CorruptCheckpointError
@@ -81,11 +82,28 @@ REFUSED = {
     "huge integer": ({"i": 1 << 5000}, r"x/i: an integer must have at most 4096 bits, got 5001"),
     "complex tensor": (
         {"t": torch.zeros(1, dtype=torch.complex64)},
-        r"x/t: a tensor must be dense, real and have data, got dtype torch.complex64",
+        r"x/t: a tensor must have a real dtype, got torch.complex64. Save torch.view_as_real\(tensor\)",
     ),
+    "packed floats": (
+        {"t": torch.zeros(2, dtype=torch.uint8).view(torch.float4_e2m1fn_x2)},
+        r"x/t: .* got torch.float4_e2m1fn_x2. Save its bytes, tensor.view\(torch.uint8\)",
+    ),
+    "jagged tensor": (
+        {"t": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)},
+        r"x/t: .* layout torch.jagged. Save tensor.values\(\) and tensor.offsets\(\)",
+    ),
+    "wrapper": ({"t": TwoTensor(torch.ones(2), torch.ones(2))}, r"x/t: .* got TwoTensor, which wraps other tensors"),
+    "None key": ({"k": {None: 0}}, r"x/k: keys must be strings or integers, got NoneType None"),
     "sparse tensor": ({"t": torch.eye(2).to_sparse()}, r"x/t: .* layout torch.sparse_coo"),
     "meta tensor": ({"t": torch.empty(2, device="meta")}, r"x/t: .* device meta"),
 }
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor:UserWarning")
+def test_quantized_tensor_is_refused_by_path():
+    quantized = torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.quint8)
+    with pytest.raises(ConfigError, match=r"x/t: .* without a scale, got torch.quint8. Save tensor.dequantize\(\)"):
+        tree_json.encode({"t": quantized}, "x")
 
 
 @pytest.mark.parametrize(("tree", "message"), REFUSED.values(), ids=REFUSED)

@@ -86,12 +86,13 @@ class Ones:
 def with_workers(rank, *, folder):
     with dt.init_dist():
         step, state = begin()
-        for batch in dt.build_loader(Ones(), global_batch_size=2, seed=0, num_workers=2).until("9ba"):
+        loader = dt.build_loader(Ones(), global_batch_size=2, seed=0, num_workers=2)
+        for batch in loader.until("9ba"):
             if state.step == 1:
                 send()
             state, _ = step(state, batch)
             if dt.should_stop(state):
-                dt.save_sharded(folder / "ckpt", state)
+                dt.save_sharded(folder / "ckpt", state, extra={"loader": loader})
                 return state.step
     return None
 
@@ -218,7 +219,7 @@ def reporting(rank, *, folder):
         said.append(heartbeats.last_progress()[1])
         dt.dist.reduce_max(1.0)
         said.append(heartbeats.last_progress()[1])
-        dt.save_sharded(folder / "ckpt", state)
+        dt.save_sharded(folder / "ckpt", state, extra={"loader": loader})
         dt.evaluate(model, loader, squared)
         assert launch_protocol.HEARTBEAT_FD not in os.environ
         return [info.rank, os.getpid(), said]

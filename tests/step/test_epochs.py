@@ -297,9 +297,10 @@ def test_resumed_run_counts_epochs_as_an_uninterrupted_run(loop, stop_at, tmp_pa
 
 def test_checkpoint_epoch_count_continues_with_a_new_loader(tmp_path):
     step, state = begin()
-    for batch in loader().until("2ep"):
+    first = loader()
+    for batch in first.until("2ep"):
         state, _ = step(state, batch)
-    dt.save_sharded(tmp_path, state)
+    dt.save_sharded(tmp_path, state, extra={"loader": dt.checkpoint.not_saved(first)})
     step, state = begin()
     state = dt.load_sharded(tmp_path, state).state
     for batch in loader().until("1ep"):

@@ -61,11 +61,11 @@ class Checkpointer:
     save takes them again. The identity of the run is in the state: saves of one run under several roots keep one run id.
 
         with dt.checkpoint.Checkpointer("runs/gpt/ckpt", mode="async", keep_last=3) as checkpoints:
-            state = checkpoints.load(state, missing_ok=True).state
+            state = checkpoints.load(state, extra={"loader": loader}, missing_ok=True).state
             for batch in loader.until("1000ba"):
                 state, _ = step(state, batch)
                 if state.step % 100 == 0:
-                    checkpoints.save(state)
+                    checkpoints.save(state, extra={"loader": loader})
 
     Args:
         root: folder on a file system that all ranks share, or a URL.
@@ -127,7 +127,7 @@ class Checkpointer:
     ) -> LoadResult[OneOrSeveral]:
         """Load the newest step of the root into ``state``. See ``load_sharded``.
 
-        state = checkpoints.load(state, missing_ok=True).state
+        state = checkpoints.load(state, extra={"loader": loader}, missing_ok=True).state
         """
         from dtrain.checkpoint.load import load_sharded
 

@@ -34,7 +34,7 @@ from dtrain.checkpoint.strict_json import Count
 from dtrain.dist.mesh import MODEL_AXES
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
-FORMAT, VERSION = "dtrain-checkpoint", 2
+FORMAT, VERSION = "dtrain-checkpoint", 3
 MANIFEST, INDEX = "manifest.json", "index.json"
 # A manifest does not grow with the model or the number of ranks.
 MAX_MANIFEST_BYTES = 16 * 2**20
@@ -47,8 +47,8 @@ MAX_RANKS = 2**20
 
 SaveScope = Literal["all", "weights", "trainable"]
 SECTIONS: dict[SaveScope, tuple[str, ...]] = {
-    "all": ("params", "buffers", "optimizer", "transforms", "clock", "seed"),
-    "weights": ("params", "buffers", "clock", "seed"),
+    "all": ("params", "buffers", "modules", "optimizer", "transforms", "clock", "seed"),
+    "weights": ("params", "buffers", "modules", "clock", "seed"),
     "trainable": ("params", "clock", "seed"),
 }
 """Stored sections of a state by the scope of the save."""
@@ -68,6 +68,9 @@ DTYPES = {
     "I64": torch.int64,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "F32": torch.float32,

@@ -19,18 +19,21 @@ from torch import Tensor
 
 from dtrain import spans, storage
 from dtrain.arguments import check_choice
+from dtrain.checkpoint.extra import plain_entries, restore_objects, saved_entries
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, LoadOptions, LoadPlan, parse_ignore
+from dtrain.checkpoint.loader_check import check_loaders
+from dtrain.checkpoint.module_state import finish_load
 from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
 from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint
 from dtrain.checkpoint.read_tensors import copy_into_
 from dtrain.checkpoint.retention import check_free_space
 from dtrain.checkpoint.save_thread import save_thread
-from dtrain.checkpoint.state_dict import content_key, gc_paused, stateful_extra
+from dtrain.checkpoint.state_dict import content_key, gc_paused
 from dtrain.checkpoint.step_choice import OnCorrupt, StepChoice, choose_on_all_ranks, log, read_on_all_ranks
 from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.rng import rng_state, seed_all, set_rng_state
+from dtrain.dist.rng import seed_all, set_rng_state
 from dtrain.dtensor import to_local
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.run_context import Lineage
@@ -48,7 +51,7 @@ class LoadResult(Generic[OneOrSeveral]):
 
     Args:
         state: loaded state, or states by name; the state passed in if there was no checkpoint.
-        extra: values of ``extra`` without ``load_state_dict``; the values passed in if there was no checkpoint.
+        extra: dicts, lists and tensors of ``extra``, which the load has filled.
         step: step that was read; None if there was no checkpoint.
         path: folder of the step; None if there was no checkpoint.
         missing: with ``strict=False``, names in the model (or of transforms) that were not stored and did not change. With
@@ -86,8 +89,9 @@ def load_sharded(
         path: root passed to ``save_sharded`` (a folder or a URL), whose last committed step is loaded; or the folder of a step.
         state: state from ``Step.init`` or ``init_state``, with model, optimizer and transforms as in the saved run; or several
             states by name, as they were saved.
-        extra: objects with ``load_state_dict``, or default values of plain data, by name. The names must be the stored names,
-            except for names in ``ignore``. Tensors are returned on the CPU.
+        extra: objects with ``load_state_dict``, or dicts, lists and tensors, which are filled in place, by name. The names must
+            be the stored names, except for names in ``ignore``; the marks ``per_rank`` and ``not_saved`` must be those of the
+            save. New tensors are on the CPU.
         what: "all" loads the whole state. "weights" loads parameters and buffers, from whole checkpoints or
             checkpoints of weights, and starts a new run: optimizer, clock and random generators do not change, and transforms
             are initialized again from the loaded parameters if ``Step.init`` made the state.
@@ -114,6 +118,8 @@ def load_sharded(
     buffers were saved once per rank, rank ``r`` loads the buffers of rank ``r % saved world size`` if its model has
     ``buffers="local"`` too, and otherwise the buffers of rank 0. If an error is raised before all ranks have verified and
     agreed, nothing has changed on any rank. If an object in ``extra`` refuses its state, earlier objects may have been loaded.
+    The extra state of modules is set before and again after their tensors, and hooks of
+    ``register_load_state_dict_post_hook`` are called.
     Optimizer options of the machine (``foreach``, ``fused``, ``capturable``, ``differentiable``) do not change. Saves in
     progress in this process are awaited.
     Collective: exchanges of JSON on the control group; every rank must call it. Every rank must see the same files.
@@ -122,16 +128,19 @@ def load_sharded(
         CheckpointError: no checkpoint, or a checkpoint that cannot be read.
         CorruptCheckpointError: a committed step fails verification; names the file, and the newest older valid step.
         CheckpointMismatchError: a valid checkpoint that does not fit this state; lists the first ten differences.
-        ConfigError: an invalid option, or replicas that train separately (``local_sgd``).
+        ConfigError: an invalid option, a loader that is not in ``extra``, a tensor that cannot be written, or replicas that
+            train separately (``local_sgd``).
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
-    objects = dict(extra or {})
     with raise_on_all_ranks(_CALLER):
-        _check_arguments({"": state} if isinstance(state, TrainState) else state, objects, what, on_corrupt)
+        objects = _check_arguments({"": state} if isinstance(state, TrainState) else state, extra or {}, what, on_corrupt)
         options = LoadOptions(
             model_only=what == "weights", strict=strict, ignore=parse_ignore(ignore, caller=f"{_CALLER}: ignore"), cast=cast
         )
+        if what == "all" and not any(pattern.startswith(f"{layout.EXTRA}/") for pattern in ignore):
+            states = {"": state} if isinstance(state, TrainState) else state
+            check_loaders(states, extra or {}, caller=_CALLER, lost_is_error=False)
     with spans.span("load"):
         save_thread().wait_for_slot(1)
         root = storage.resolve_path(path)
@@ -143,8 +152,7 @@ def load_sharded(
             for each in [state] if isinstance(state, TrainState) else state.values():
                 each.run_context.lineage.roots[str(root)].looked = True
             _warn_if_low_space(root, _min_save_bytes(state))
-            plain_values = {name: value for name, value in objects.items() if name not in stateful_extra(objects)}
-            return LoadResult(state=state, extra=plain_values, step=None, path=None)
+            return LoadResult(state=state, extra=plain_entries(objects), step=None, path=None)
         with gc_paused():
             result = _read_and_apply(choice, root, state, objects, options, on_corrupt)
     if not options.model_only:
@@ -170,11 +178,11 @@ def _read_and_apply(
         loaded, choice = read_on_all_ranks(choice, path, states, extra, options, on_corrupt, files)
         if not choice.named and not options.model_only:
             _warn_if_low_space(path, loaded.reader.manifest.bytes)
-        _load_extra(loaded, extra)
+        restore_objects(states, loaded.modules, extra, loaded.extra, caller=_CALLER)
         new_states: Any = _apply(loaded, choice, states, options)
     return LoadResult(
         state=new_states[""] if isinstance(state, TrainState) else new_states,
-        extra={name: loaded.extra.get(name, value) for name, value in extra.items() if name not in stateful_extra(extra)},
+        extra=plain_entries(extra),
         step=loaded.reader.manifest.step,
         path=loaded.reader.folder,
         missing=tuple(_qualified_names(loaded, "missing")),
@@ -182,8 +190,8 @@ def _read_and_apply(
     )
 
 
-def _check_arguments(states: Any, extra: Mapping[str, Any], what: str, on_corrupt: str) -> None:
-    """Check the arguments before any file is read."""
+def _check_arguments(states: Any, extra: Mapping[str, Any], what: str, on_corrupt: str) -> dict[str, Any]:
+    """Check the arguments before any file is read. Return the entries of ``extra`` that a checkpoint holds."""
     items = list(states.items()) if isinstance(states, Mapping) else [("", states)]
     invalid = [value for name, value in items if type(name) is not str or not isinstance(value, TrainState)]
     if invalid or not items:
@@ -196,6 +204,7 @@ def _check_arguments(states: Any, extra: Mapping[str, Any], what: str, on_corrup
     check_choice(_CALLER, "what", what, ("all", "weights"))
     if what == "weights" and extra:
         raise ConfigError(f"{_CALLER}: extra must be empty with what='weights', got {sorted(extra)}. Pass only one of the two.")
+    return saved_entries(extra, _CALLER)
 
 
 def _qualified_names(loaded: LoadedCheckpoint, field: Literal["missing", "unexpected"]) -> Iterator[str]:
@@ -218,19 +227,6 @@ def _warn_if_low_space(root: AnyPath, needed_bytes: int) -> None:
             warnings.warn(f"the next save will fail: {error}", stacklevel=3)
 
 
-def _load_extra(loaded: LoadedCheckpoint, extra: Mapping[str, Any]) -> None:
-    """Load the states of the objects in ``extra``. Restore the random generators if an object refuses its state."""
-    random = rng_state()
-    try:
-        with raise_on_all_ranks(f"{_CALLER}: extra"):
-            for name, target in stateful_extra(extra).items():
-                if name in loaded.extra:
-                    target.load_state_dict(loaded.extra[name])
-    except Exception:
-        set_rng_state(random)
-        raise
-
-
 def _apply(
     loaded: LoadedCheckpoint, choice: StepChoice, states: Mapping[str, TrainState], options: LoadOptions
 ) -> dict[str, TrainState]:
@@ -246,6 +242,7 @@ def _apply(
             with mark_interrupted_write(state, _CALLER):
                 apply = _start_from_weights if options.model_only else _resume
                 new_states[name] = apply(state, plan, targets, loaded.iter_tensors(name, targets))
+                finish_load(state.model, loaded.modules[name])
     if options.model_only:
         return new_states
     manifest, folder = loaded.reader.manifest, loaded.reader.folder

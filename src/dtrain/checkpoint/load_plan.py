@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.mismatch_report import MismatchRow, mismatch_error, missing_row, unequal_row, unexpected_row
+from dtrain.checkpoint.module_state import extra_state_modules, extra_state_names
 from dtrain.checkpoint.optimizer_state import TensorBuilder, compare_groups, find_unknown_state, plan_optimizer
 from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.checkpoint.reshard import Region
+from dtrain.checkpoint.targets import check_targets
 from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.clock import Clock, EpochPosition
 from dtrain.dtensor import shard_box
@@ -112,6 +114,7 @@ class LoadPlan:
         adopted: keys of tensors that the state lacks and keeps as they are read.
         optimizer: the optimizer's tree; None if the optimizer does not change (``model_only`` or ignored).
         transforms: states of the transforms without ignored ones; None with ``model_only``, like clock and seed.
+        modules: names of the extra states of modules to load.
         skipped: names in the model that do not change.
         missing: names that only the state has.
         unexpected: names that only the checkpoint has.
@@ -123,6 +126,7 @@ class LoadPlan:
     adopted: Set[str]
     optimizer: dict[str, Any] | None
     transforms: dict[str, Any] | None
+    modules: tuple[str, ...]
     clock: Clock | None
     seed: int | None
     skipped: frozenset[str]
@@ -149,6 +153,7 @@ def plan_load(
     comparison = _StateComparison(options, partial=reader.manifest.what == "trainable")
     for section, tensors in (("params", state.params), ("buffers", buffers_by_fqn(state.model, persistent_only=True))):
         comparison.compare_model(section, _section_refs(reader, section), tensors)
+    modules = comparison.compare_modules(extra_state_names(reader.structures), extra_state_modules(state.model))
     optimizer = transforms = clock = seed = None
     if not options.model_only:
         transforms = dict(_section_dict(reader, TRANSFORMS))
@@ -159,6 +164,7 @@ def plan_load(
             )
             comparison.rows.extend(find_unknown_state(optimizer, state, comparison.skipped, strict=options.strict))
             comparison.rows.extend(compare_groups(optimizer, state, comparison.skipped))
+    check_targets(comparison.targets, caller)
     if comparison.rows:
         raise mismatch_error(caller, comparison.rows, source="checkpoint", advice=_advice(comparison.rows, options))
     if not options.model_only:
@@ -178,6 +184,7 @@ def plan_load(
         adopted=comparison.adopted,
         optimizer=optimizer,
         transforms=transforms,
+        modules=tuple(modules),
         clock=clock,
         seed=seed,
         skipped=frozenset(comparison.skipped),
@@ -231,6 +238,17 @@ class _StateComparison:
                 self.skipped.add(name)
             elif not self.partial or (section == "params" and here[name].requires_grad):
                 self._missing(name, key, str(tree_json.ref_of(here[name])))
+
+    def compare_modules(self, stored: Sequence[str], here: Collection[str]) -> list[str]:
+        """Compare the extra states of modules by name, and return the names to load."""
+        ignored = self.options.ignore.name
+        for name in dict.fromkeys([*here, *stored]):
+            key = tree_json.join_key("modules", name)
+            if name not in here:
+                self._unexpected(name, key, "an extra state", ignored=ignored(name))
+            elif name not in stored and not (self.partial or ignored(name)):
+                self._missing(name, key, "an extra state")
+        return [name for name in stored if name in here and not ignored(name)]
 
     def compare_transforms(self, stored: Mapping[str, TensorRef], tree: dict[str, Any], state: TrainState) -> None:
         """Compare the transforms by name, and the tensors of transforms that are on both sides.

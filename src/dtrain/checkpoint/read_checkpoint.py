@@ -7,6 +7,7 @@ needs no memory for a second copy of the state.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Container, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -18,8 +19,9 @@ from torch import Tensor
 
 from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.data_file import FileOpener, ReadableFile
-from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, TRANSFORMS, IgnorePatterns, LoadOptions, LoadPlan, plan_load
-from dtrain.checkpoint.mismatch_report import mismatch_error, missing_row, unexpected_row
+from dtrain.checkpoint.extra import extra_structures
+from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, TRANSFORMS, LoadOptions, LoadPlan, plan_load
+from dtrain.checkpoint.module_state import extra_state_modules, extra_state_names
 from dtrain.checkpoint.read_tensors import read_tensors
 from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_buffers_of
 from dtrain.checkpoint.reshard import ReadItem, Region, ShardFinder, full_region, plan_reads
@@ -49,6 +51,7 @@ class LoadedCheckpoint:
         reads: reads of all other tensors of each state, which have been verified, by the names of the states.
         open_file: function that opens the data file of a number.
         extra: requested values of ``extra``, without ignored names.
+        modules: extra states of modules, by the names of the states and the names of the extra states.
         rng: random state of this rank; None if the checkpoint has another number of ranks, if ignored, or with
             ``what="weights"``.
         skipped_states: states of the checkpoint that are not loaded, as ``states/<name>``.
@@ -60,6 +63,7 @@ class LoadedCheckpoint:
     reads: Mapping[str, TensorReads]
     open_file: FileOpener
     extra: Mapping[str, Any]
+    modules: Mapping[str, Mapping[str, Any]]
     rng: dict[str, Any] | None
     skipped_states: tuple[str, ...]
 
@@ -120,13 +124,13 @@ def read_checkpoint(
             plans[name] = plan_load(part, state, options, caller=caller, first=name in ("", *reader.manifest.states[:1]))
         reads[name] = TensorReads()
         reads[name].add(part, plans[name].regions, prefix=key_prefix(name))
-    structures = {} if options.model_only else _extra_structure(reader, extra, options.ignore)
-    for tree in structures.values():
-        read_now.add_full(reader.find_shards, tree)
+    of_run, of_rank = ({}, {}) if options.model_only else extra_structures(reader, extra, options.ignore, caller=_CALLER)
+    read_now.add_full(reader.find_shards, of_run)
     random = None if options.model_only or options.ignore.part(RNG) else _rng_structure(reader, states)
-    if random is not None:
-        own = {key: [shard] for key, shard in reader.shards_of_rank(get_dist_info().rank).items()}
-        read_now.add_full(lambda regions: own, random)
+    modules = {name: _module_structures(reader, name, plan.modules) for name, plan in plans.items()}
+    if list_placeholders(own_trees := [random, of_rank, modules]):
+        own = {key: [shard] for key, shard in reader.shards_of_rank(get_dist_info().rank % reader.world_size).items()}
+        read_now.add_full(lambda regions: own, own_trees)
     # A second transfer from a server would take longer than the memory is worth.
     small = isinstance(folder, RemotePath) or sum(of_state.nbytes for of_state in reads.values()) <= _HELD_BYTES
     held: dict[str, Set[str]] = {name: plan.regions.keys() if small else plan.adopted for name, plan in plans.items()}
@@ -147,7 +151,8 @@ def read_checkpoint(
         },
         reads=reads,
         open_file=open_file,
-        extra={name: fill_tensors(tree, lambda key, ref: tensors[key]) for name, tree in structures.items()},
+        extra=fill_tensors({**of_run, **of_rank}, lambda key, ref: tensors[key]),
+        modules=fill_tensors(modules, lambda key, ref: tensors[key]),
         rng=None if random is None else _check_rng(fill_tensors(random, lambda key, ref: tensors[key])),
         skipped_states=skipped_states,
     )
@@ -178,12 +183,14 @@ def _known_names(
 ) -> tuple[set[str], set[str]]:
     """Return the names of models, and the parts, that the states and the checkpoint have."""
     names = {name for state in states.values() for name in (*state.params, *buffers_by_fqn(state.model, persistent_only=True))}
+    names.update(name for state in states.values() for name in extra_state_modules(state.model))
     parts = {OPTIMIZER, RNG, *(tree_json.join_key(layout.EXTRA, name) for name in extra)}
     parts |= {tree_json.join_key(TRANSFORMS, name) for state in states.values() for name in state.transform_states}
     saved = [reader.structures] if not reader.manifest.states else list(reader.structures[layout.STATES].values())
     for tree in saved:
         for section in ("params", "buffers"):
             names.update(_dict_keys(tree.get(section)))
+        names.update(extra_state_names(tree))
         parts |= {tree_json.join_key(TRANSFORMS, name) for name in _dict_keys(tree.get(TRANSFORMS))}
     parts |= {tree_json.join_key(layout.EXTRA, name) for name in _dict_keys(reader.structures.get(layout.EXTRA))}
     return names, parts | {tree_json.join_key(layout.STATES, name) for name in (*states, *reader.manifest.states)}
@@ -313,38 +320,27 @@ class TensorReads:
         return read_tensors(self.sizes, self.reads, self.refs, open_file, targets=targets, shareable=shareable, verify=verify)
 
 
-def _extra_structure(reader: CheckpointReader, extra: Mapping[str, Any], ignore: IgnorePatterns) -> dict[str, Any]:
-    """Return the stored values of ``extra`` without ignored names, with placeholders for tensors.
+def _module_structures(reader: CheckpointReader, state: str, names: Sequence[str]) -> dict[str, Any]:
+    """Return the extra states of the modules of a state, with placeholders for tensors.
 
     Raises:
-        CheckpointMismatchError: a name that only the caller or only the checkpoint has.
+        CheckpointMismatchError: the extra states differ between ranks, and the checkpoint has another number of ranks.
     """
-    stored = reader.structures[layout.EXTRA]
-    if type(stored) is not dict:
-        raise CorruptCheckpointError(f"{layout.INDEX}: extra: must be a dict, got {strict_json.describe_value(stored)}")
-    keys = {name: tree_json.join_key(layout.EXTRA, str(name)) for name in (*extra, *stored)}
-    requested = {name: key for name, key in keys.items() if not ignore.part(key)}
-    missing = [key for name, key in requested.items() if name not in stored]
-    unexpected = {name: key for name, key in requested.items() if name not in extra}
-    if missing or unexpected:
-        rows = [missing_row(key, "a value") for key in missing]
-        rows += [unexpected_row(key, "a value") for key in unexpected.values()]
-        raise mismatch_error(
-            f"{_CALLER}: {reader.folder}", rows, source="checkpoint", advice=_extra_advice(missing, unexpected, stored)
+    if not names:
+        return {}
+    info = get_dist_info()
+    part = reader.select_state(state) if state else reader
+    if reader.world_size != info.world_size and part.structures["modules"]["equal"] is not True:
+        raise CheckpointMismatchError(
+            f"{_CALLER}: {reader.folder}: the extra state of modules ({', '.join(names[:3])}) differs between the "
+            f"{reader.world_size} ranks that saved it, and this run has {info.world_size}. Load on {reader.world_size} ranks, "
+            f"or ignore={json.dumps(list(names[:3]))} to keep the current extra state."
         )
-    return {name: stored[name] for name in extra if name in requested}
-
-
-def _extra_advice(missing: Sequence[str], unexpected: Mapping[str, str], stored: Mapping[str, Any]) -> str:
-    """Return the advice for a difference in ``extra``."""
-    advice = []
-    if missing:
-        names = ", ".join(map(str, stored)) or "no extra"
-        advice.append(f"The checkpoint holds {names}. Leave out other names, or pass them in ignore=.")
-    if unexpected:
-        objects, patterns = ", ".join(f'"{name}": ...' for name in unexpected), ", ".join(f'"{k}"' for k in unexpected.values())
-        advice.append(f"Pass extra={{{objects}}} to load stored values, or ignore=[{patterns}] to skip them.")
-    return " ".join(advice)
+    rank = info.rank % reader.world_size
+    location = f"{layout.index_name(rank)}: values: modules"
+    values = strict_json.read_object(part.values_of(rank)["modules"], location, tuple(extra_state_names(part.structures)))
+    path = f"{key_prefix(state)}modules"
+    return {name: decode_structure(values[name], tree_json.join_key(path, name)) for name in names}
 
 
 def _rng_structure(reader: CheckpointReader, states: Mapping[str, TrainState]) -> dict[str, Any] | None:

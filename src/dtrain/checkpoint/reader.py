@@ -240,11 +240,12 @@ def _state_prefix(name: str) -> str:
 
 def state_values(values: Any, name: str, location: str) -> dict[str, Any]:
     """Return a rank's values as if the rank had saved one state alone."""
-    values = strict_json.read_object(values, f"{location}: values", (layout.STATES, "rng"))
+    values = strict_json.read_object(values, f"{location}: values", (layout.STATES, "rng", layout.EXTRA))
     states = values[layout.STATES]
     if type(states) is not dict or name not in states:
         raise CorruptCheckpointError(f"{location}: values: no state {name!r}")
-    return {"rng": values["rng"], **strict_json.read_object(states[name], f"{location}: values: {name}", ("buffers",))}
+    of_state = strict_json.read_object(states[name], f"{location}: values: {name}", ("buffers", "modules"))
+    return {**of_state, "rng": values["rng"], layout.EXTRA: values[layout.EXTRA]}
 
 
 def _select(by_key: Mapping[str, T], prefix: str) -> dict[str, T]:

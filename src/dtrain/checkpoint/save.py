@@ -21,7 +21,9 @@ from dtrain.arguments import check_choice
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpointer import Checkpointer, SaveMode, SaveOptions, checkpointer_of
 from dtrain.checkpoint.commit import SaveRequest, SaveResult, run_save
+from dtrain.checkpoint.extra import saved_objects
 from dtrain.checkpoint.layout import MeshLayout, SaveScope
+from dtrain.checkpoint.loader_check import check_loaders
 from dtrain.checkpoint.save_thread import SaveTask, StagedFiles, save_thread, stage_files
 from dtrain.checkpoint.state_dict import (
     States,
@@ -29,7 +31,9 @@ from dtrain.checkpoint.state_dict import (
     collect_contents,
     content_hashes,
     content_key,
+    extra_state_hashes,
     gc_paused,
+    mark_unequal_extra_states,
 )
 from dtrain.checkpoint.write_plan import plan_rank_write
 from dtrain.dist.collectives import all_gather_json, raise_on_all_ranks
@@ -109,7 +113,9 @@ def save_sharded(
         root: folder on a file system that all ranks share, or a URL (``s3://bucket/run``); created if missing.
         state: newest state of the run. Several states by name (a GAN's two) become one step together, with the step number
             of the first.
-        extra: objects with ``state_dict()``, or plain data, by name, equal on all ranks. Tensors inside must not be sharded.
+        extra: objects with ``state_dict`` and ``load_state_dict``, or dicts, lists and tensors, which a load fills in place, by
+            name. They must be equal on all ranks, unless marked by ``dt.checkpoint.per_rank``. Tensors inside must not be
+            sharded. The loaders that the state has trained on must be among them, or marked by ``dt.checkpoint.not_saved``.
         mode: "sync" waits for the commit, "async" does not.
         what: "all" saves the whole state, "weights" parameters and buffers, "trainable" the trained parameters (an adapter).
             The last two take neither ``extra`` nor a root that holds whole states, because a run could not resume from such a
@@ -130,13 +136,15 @@ def save_sharded(
     step) is replaced. A folder at this step that is no valid checkpoint is moved aside with a warning.
     Collective: exchanges of JSON on the control group, and in the background thread on the background group; every rank must
     call it. Every rank writes its own shards; each replica of a shard writes a part of the tensors.
-    Host sync: none for tensors on the CPU. Tensors on a GPU are copied to pinned memory in the order of the current stream;
-    ``"async"`` does not wait for the copy. Optimizer state that several ranks hold is compared, with one wait.
+    Host sync: none for tensors on the CPU. On a GPU one per tensor in ``extra``, and one to compare optimizer state that
+    several ranks hold. Other tensors on a GPU are copied to pinned memory in the order of the current stream; ``"async"`` does
+    not wait for the copy.
 
     Raises:
-        ConfigError: a value that is neither a tensor nor plain data (by its path), or that differs between ranks. No file has
-            been touched.
         DesyncError: optimizer state that several ranks hold differs. No file has been touched.
+        ConfigError: a value that is neither a tensor nor plain data (by its path), or that differs between ranks; an entry of
+            ``extra`` that a load cannot put back; a loader that is not in ``extra``; a module whose state dict holds more than
+            a checkpoint. No file has been touched.
         CheckpointError: the step exists and belongs to another run, another live job writes into ``root``, there is no space,
             or a file operation failed; the step is not committed. In ``"async"`` mode the handle raises it, or the next save
             (unless ``should_stop`` asked for this save, which comes first), or the end of ``init_dist``'s block.
@@ -167,15 +175,17 @@ def start_save(
             _check_arguments(states, what, extra, cast)
             options.check(_CALLER)
             checkpointer = target if isinstance(target, Checkpointer) else checkpointer_of(target, states.values())
+            if what == "all":
+                check_loaders(states, extra, caller=_CALLER)
             contents = collect_contents(states, extra, what=what, cast=cast)
             if what == "all":
                 _record_saved_extra(states, extra)
             info = get_dist_info()
             write_plan = plan_rank_write(contents, info.rank, info.world_size, separate_frozen=options.incremental)
-            hashes = content_hashes(contents)
+            hashes, own_hashes = content_hashes(contents), extra_state_hashes(contents)
         # The file of frozen parameters may become a link, which needs no space.
         needed = write_plan.data_bytes if not options.incremental else next(iter(write_plan.files.values())).size
-        total_bytes = _agree_on_contents(hashes, needed)
+        total_bytes = _agree_on_contents(hashes, own_hashes, needed, contents.shared)
         if what == "all":
             check_saved_state(list(states.values()), caller=_CALLER)
         save_thread().wait_for_slot(_MAX_IN_FLIGHT)
@@ -260,12 +270,13 @@ def _check_arguments(states: States, what: str, extra: Mapping[str, Any], cast: 
         raise ConfigError(f"{_CALLER}: cast must be a floating-point dtype, got {cast}. Pass torch.bfloat16, for example.")
 
 
-def _agree_on_contents(hashes: Mapping[str, str], nbytes: int) -> int:
+def _agree_on_contents(hashes: Mapping[str, str], own_hashes: Mapping[str, str], nbytes: int, shared: dict[str, Any]) -> int:
     """Check that the contents are equal on all ranks and that no earlier save failed. Return the bytes of all ranks' data.
 
+    Mutates: ``shared``, in which the extra states of modules that differ between ranks are marked.
     Collective: one exchange of JSON on the control group.
     """
-    facts: Any = {"hashes": hashes, "bytes": nbytes, "failed": save_thread().has_unreported_failure}
+    facts: Any = {"hashes": hashes, "own": own_hashes, "bytes": nbytes, "failed": save_thread().has_unreported_failure}
     facts_by_rank = cast(list[dict[str, Any]], all_gather_json(facts, caller=_CALLER))
     failed = [rank for rank, facts in enumerate(facts_by_rank) if facts["failed"]]
     # After an agreed stop this save comes first; the end of the init_dist block raises the failure.
@@ -274,13 +285,14 @@ def _agree_on_contents(hashes: Mapping[str, str], nbytes: int) -> int:
         save_thread().wait_all()
         raise PeerError(f"{_CALLER}: an earlier save failed on rank {failed[0]} and was not committed. Save again.")
     check_equal_on_all_ranks([facts["hashes"] for facts in facts_by_rank])
+    mark_unequal_extra_states(shared, [facts["own"] for facts in facts_by_rank])
     return sum(facts["bytes"] for facts in facts_by_rank)
 
 
 def _record_saved_extra(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:
     """Record the objects whose state was saved; ``early_stop`` must not change such objects any more in this step."""
     for state in states.values():
-        state.run_context.lineage.extra_saved_steps = {id(value): state.step for value in extra.values()}
+        state.run_context.lineage.extra_saved_steps = {id(value): state.step for value in saved_objects(extra)}
 
 
 def _mesh_layout(state: TrainState) -> MeshLayout:

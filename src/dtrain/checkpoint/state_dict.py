@@ -4,6 +4,7 @@ Sections, which are also the prefixes of tensor keys::
 
     params/<name>                       model parameters, each tied parameter once
     buffers/<name>                      persistent buffers that are equal on all ranks
+    modules                             names of modules' extra states, and True if all ranks have equal extra states
     optimizer/state/<name>/<key>        per parameter name
     optimizer/global/<key>/...          state that belongs to no parameter: its key in the optimizer's state is a text
     optimizer/groups                    hyperparameters, with "params" as names
@@ -14,6 +15,8 @@ Sections of each rank::
 
     rng/...                             random state
     buffers/<name>                      persistent buffers, if each rank has its own (``buffers="local"``)
+    modules/<name>/...                  extra state of modules (``get_extra_state``)
+    extra/<name>/...                    objects of the caller, marked by ``per_rank``
 
 Several named states are stored below ``states/<name>/``; the keys of ``extra`` and ``rng`` do not change.
 """
@@ -22,33 +25,26 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint.data_file import as_bytes, digest_of
+from dtrain.checkpoint.extra import check_plain_tensors, saved_entries, split_entries
 from dtrain.checkpoint.layout import SaveScope
+from dtrain.checkpoint.module_state import check_state_dicts, extra_state_modules, get_extra_states
+from dtrain.checkpoint.targets import check_own_memory
+from dtrain.dist.arrival_marks import format_ranks
 from dtrain.dist.rng import rng_state
-from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn
 from dtrain.state import TrainState
 from dtrain.step.optimizer_state import stored_options
-
-
-@runtime_checkable
-class Stateful(Protocol):
-    """Protocol of an object that returns its state as plain data and tensors, and loads this state again."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Load a state that ``state_dict`` returned."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -94,12 +90,7 @@ def collect_contents(
         ConfigError: a value that is neither a tensor nor plain data, named by its path; a name in ``extra`` that is not a
             string.
     """
-    bad = next((name for name in extra if type(name) is not str), None)
-    if bad is not None:
-        raise ConfigError(
-            f"save_sharded: extra must have string names, got {type(bad).__name__} {bad!r}. "
-            f"Use texts as keys, such as extra={{'loader': loader}}."
-        )
+    entries = saved_entries(extra, "save_sharded")
     shared: dict[str, Any] = {}
     values: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
@@ -114,31 +105,39 @@ def collect_contents(
         buffers = _per_rank_buffers(state, what)
         rank_values["buffers"], found = tree_json.encode(buffers, f"{path}/buffers".lstrip("/"))
         per_rank.update(found)
-    if what == "all":
-        plain_extra = {name: value.state_dict() if _is_stateful(value) else value for name, value in extra.items()}
-        shared[layout.EXTRA], found = tree_json.encode(plain_extra, layout.EXTRA)
-        sharded = next((key for key, tensor in found.items() if is_dtensor(tensor)), None)
-        if sharded is not None:
-            raise ConfigError(
-                f"save_sharded: {sharded} must be a plain tensor, got a DTensor. Store sharded tensors in a transform's state."
-            )
-        tensors.update(found)
+        extra_states = get_extra_states(state.model) if "modules" in layout.SECTIONS[what] else {}
+        rank_values["modules"], found = tree_json.encode(extra_states, f"{path}/modules".lstrip("/"))
+        check_plain_tensors(found, "Return its local part from get_extra_state.")
+        per_rank.update(found)
     values["rng"], found = tree_json.encode(rng_state() if what == "all" else {}, "rng")
+    per_rank.update(found)
+    of_run, of_rank = split_entries(entries if what == "all" else {})
+    values[layout.EXTRA], found = tree_json.encode(of_rank, layout.EXTRA)
+    check_plain_tensors(found, "Store sharded tensors in a transform's state.")
+    per_rank.update(found)
+    if what == "all":
+        shared[layout.EXTRA], found = tree_json.encode(of_run, layout.EXTRA)
+        check_plain_tensors(found, "Store sharded tensors in a transform's state.")
+        tensors.update(found)
     frozen = frozenset(
         tree_json.join_key(f"{tree_json.join_key(layout.STATES, name)}/params" if name else "params", key)
         for name, state in states.items()
         for key, param in state.params.items()
         if not param.requires_grad
     )
-    return CheckpointContents(shared=shared, tensors=tensors, values=values, per_rank={**per_rank, **found}, frozen=frozen)
+    return CheckpointContents(shared=shared, tensors=tensors, values=values, per_rank=per_rank, frozen=frozen)
 
 
 def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> dict[str, Any]:
     """Return the stored trees of a state that are equal on all ranks, by section."""
     params = {name: param for name, param in state.params.items() if what != "trainable" or param.requires_grad}
+    if "modules" in layout.SECTIONS[what]:
+        check_state_dicts(state.model)
     tree: dict[str, Callable[[], Any]] = {
         "params": lambda: {name: _cast(param, cast) for name, param in params.items()},
-        "buffers": lambda: {} if state.spec.buffers == "local" else buffers_by_fqn(state.model, persistent_only=True),
+        "buffers": lambda: {} if state.spec.buffers == "local" else _buffers(state),
+        # The exchange of digests may find that the ranks differ.
+        "modules": lambda: {"names": [*extra_state_modules(state.model)], "equal": True},
         "optimizer": lambda: {
             "state": _optimizer_state(state),
             "global": _global_optimizer_state(state),
@@ -153,20 +152,18 @@ def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> d
 
 def _per_rank_buffers(state: TrainState, what: SaveScope) -> dict[str, Tensor]:
     local = state.spec.buffers == "local" and "buffers" in layout.SECTIONS[what]
-    return buffers_by_fqn(state.model, persistent_only=True) if local else {}
+    return _buffers(state) if local else {}
+
+
+def _buffers(state: TrainState) -> dict[str, Tensor]:
+    """Return the persistent buffers, each of which a load can fill."""
+    buffers = buffers_by_fqn(state.model, persistent_only=True)
+    check_own_memory({tree_json.join_key("buffers", name): buffer for name, buffer in buffers.items()}, "save_sharded")
+    return buffers
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     return tensor.detach().to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
-
-
-def _is_stateful(value: Any) -> bool:
-    return isinstance(value, Stateful) and not isinstance(value, type)
-
-
-def stateful_extra(extra: Mapping[str, Any]) -> dict[str, Stateful]:
-    """Return the objects in ``extra`` that have ``state_dict`` and ``load_state_dict``."""
-    return {name: cast(Stateful, value) for name, value in extra.items() if _is_stateful(value)}
 
 
 def _optimizer_state(state: TrainState) -> dict[str, Any]:
@@ -210,10 +207,45 @@ def optimizer_groups(state: TrainState) -> list[dict[str, Any]]:
 
 
 def content_hashes(contents: CheckpointContents) -> dict[str, str]:
-    """Hash each part that must be equal on all ranks: values, and the names, shapes and dtypes of tensors, not their data."""
-    return {
-        path: hashlib.sha256(strict_json.canonical_json(values)).hexdigest() for path, values in _iter_parts(contents.shared)
-    }
+    """Hash each part that must be equal on all ranks: values, and the names, shapes and dtypes of tensors.
+
+    The data of tensors in ``extra`` are hashed as well.
+    Host sync: one per tensor of ``extra`` that is not on the CPU.
+    """
+    by_entry: dict[str, list[Tensor]] = {}
+    for key, tensor in contents.tensors.items():
+        if key.startswith(f"{layout.EXTRA}/"):
+            by_entry.setdefault("/".join(key.split("/", 2)[:2]), []).append(tensor)
+    return {path: _hash(values, by_entry.get(path, ())) for path, values in _iter_parts(contents.shared)}
+
+
+def extra_state_hashes(contents: CheckpointContents) -> dict[str, str]:
+    """Hash the extra states of the modules of each state, which may differ between ranks, by the name of the state."""
+    states = contents.values.get(layout.STATES)
+    sections = {"": contents.values["modules"]} if states is None else {name: each["modules"] for name, each in states.items()}
+    hashes = {}
+    for name, values in sections.items():
+        prefix = f"{tree_json.join_key(layout.STATES, name)}/modules/" if name else "modules/"
+        hashes[name] = _hash(values, [tensor for key, tensor in contents.per_rank.items() if key.startswith(prefix)])
+    return hashes
+
+
+def _hash(values: Any, tensors: Iterable[Tensor]) -> str:
+    """Hash encoded values and the data of their tensors."""
+    sha = hashlib.sha256(strict_json.canonical_json(values))
+    for tensor in tensors:
+        sha.update(digest_of([as_bytes(tensor)]))
+    return sha.hexdigest()
+
+
+def mark_unequal_extra_states(shared: dict[str, Any], hashes_by_rank: Sequence[Mapping[str, str]]) -> None:
+    """Record in the values of the run which states have modules whose extra state differs between ranks.
+
+    Mutates: ``shared``.
+    """
+    for name, values in shared.get(layout.STATES, {"": shared}).items():
+        if "modules" in values:
+            values["modules"]["equal"] = len({hashes[name] for hashes in hashes_by_rank}) == 1
 
 
 def check_equal_on_all_ranks(hashes_by_rank: Sequence[Mapping[str, str]]) -> None:
@@ -225,13 +257,18 @@ def check_equal_on_all_ranks(hashes_by_rank: Sequence[Mapping[str, str]]) -> Non
     Raises:
         ConfigError: on all ranks, with the first part that differs.
     """
-    for rank, theirs in enumerate(hashes_by_rank):
-        differing = [path for path in {**hashes_by_rank[0], **theirs} if hashes_by_rank[0].get(path) != theirs.get(path)]
-        if differing:
-            raise ConfigError(
-                f"save_sharded: {differing[0]} must be equal on all ranks, but differs between rank 0 and rank {rank}. "
-                "Make it equal on all ranks, or a DTensor."
-            )
+    first = hashes_by_rank[0]
+    for theirs in hashes_by_rank:
+        differing = next((path for path in {**first, **theirs} if first.get(path) != theirs.get(path)), None)
+        if differing is None:
+            continue
+        ranks = [rank for rank, hashes in enumerate(hashes_by_rank) if hashes.get(differing) != first.get(differing)]
+        kind, _, name = differing.partition("/")
+        mark = f'extra={{"{tree_json.unescape_key(name)}": dt.checkpoint.per_rank(...)}} saves one value per rank'
+        raise ConfigError(
+            f"save_sharded: {differing} must be equal on all ranks, but ranks {format_ranks(ranks)} differ from rank 0. "
+            f"Make it equal on all ranks, or {mark if kind == layout.EXTRA else 'a DTensor'}."
+        )
 
 
 def _iter_parts(shared: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:

@@ -101,7 +101,7 @@ SUFFIX = ".safetensors"
 MODEL_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER_BYTES = 100_000_000
 # Dtypes of the format that torch or this reader does not support.
-_UNSUPPORTED_DTYPES = frozenset({"C64", "F4", "F6_E2M3", "F6_E3M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"})
+_UNSUPPORTED_DTYPES = frozenset({"C64", "F4", "F6_E2M3", "F6_E3M2"})
 
 
 @strict_json.compile_schema

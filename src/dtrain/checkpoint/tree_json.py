@@ -8,6 +8,7 @@ becomes a text that begins with ``$``, because there are many, and every other v
     (1, 2)              {"$": "tuple", "items": [1, 2]}
     {1: "a"}            {"$": "dict", "items": [[1, "a"]]}          also for a dict with a key "$"
     float("nan")        {"$": "float", "value": "nan"}              also "inf", "-inf"
+    PER_RANK            {"$": "per_rank"}                           the value is in the values of each rank
 
 The data of a tensor are stored elsewhere under a key: the path of the tensor, joined by ``/`` as in a JSON pointer
 (RFC 6901: ``~`` and ``/`` inside a name are written ``~0`` and ``~1``).
@@ -22,8 +23,9 @@ import re
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from enum import Enum
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,7 +43,15 @@ _MAX_DIM_SIZE = 2**48
 # Python refuses to print integers of more than 4,300 digits.
 MAX_INT_BITS = 4096
 # All three are decoded as dict, which the load_state_dict of their owners accepts.
-_DICT_TYPES = (dict, OrderedDict, Counter)
+DICT_TYPES = (dict, OrderedDict, Counter)
+
+
+class _Marker(Enum):
+    PER_RANK = "per_rank"
+
+
+PER_RANK: Final = _Marker.PER_RANK
+"""Value of the run that stands for a value of each rank."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +121,10 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any
     if type(tree) in (list, tuple):
         values = [_encode(item, join_key(path, at), tensors, depth + 1) for at, item in enumerate(tree)]
         return values if type(tree) is list else {TAG: "tuple", "items": values}
-    if type(tree) in _DICT_TYPES:
+    if type(tree) in DICT_TYPES:
         return _encode_dict(tree, path, tensors, depth)
+    if tree is PER_RANK:
+        return {TAG: PER_RANK.value}
     raise ConfigError(
         f"{path}: state must be tensors and plain data (None, bool, int, float, str, list, tuple, dict), "
         f"got {type(tree).__module__}.{type(tree).__qualname__}. Convert it in state_dict()."
@@ -120,12 +132,13 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any
 
 
 def _encode_dict(tree: dict[Any, Any], path: str, tensors: dict[str, Tensor], depth: int) -> Any:
-    bad = next((key for key in tree if type(key) not in (str, int)), None)
-    if bad is not None:
-        raise ConfigError(
-            f"{path}: keys must be strings or integers, got {type(bad).__name__} {bad!r}. "
-            "Convert the keys with str() before the save."
-        )
+    for key in tree:
+        # A key may be None.
+        if type(key) not in (str, int):
+            raise ConfigError(
+                f"{path}: keys must be strings or integers, got {type(key).__name__} {key!r}. "
+                "Convert the keys with str() before the save."
+            )
     if len({str(key) for key in tree}) != len(tree):
         raise ConfigError(f"{path}: two keys have the same text, one as string and one as integer. Rename one of them.")
     values = {key: _encode(item, join_key(path, key), tensors, depth + 1) for key, item in tree.items()}
@@ -135,14 +148,31 @@ def _encode_dict(tree: dict[Any, Any], path: str, tensors: dict[str, Tensor], de
 
 
 def _encode_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Any:
-    if tensor.dtype not in DTYPE_NAMES or tensor.layout is not torch.strided or tensor.is_meta:
-        raise ConfigError(
-            f"{path}: a tensor must be dense, real and have data, "
-            f"got dtype {tensor.dtype}, layout {tensor.layout}, device {tensor.device}. "
-            "Save tensor.to_dense() or torch.view_as_real(tensor), after materialize."
-        )
+    if (problem := _storage_problem(tensor)) is not None:
+        raise ConfigError(f"{path}: a tensor must {problem[0]}. Save {problem[1]} instead.")
     tensors[path] = tensor
     return _tensor_text(tensor.dtype, tuple(tensor.shape), is_dtensor(tensor))
+
+
+def _storage_problem(tensor: Tensor) -> tuple[str, str] | None:
+    """Return the reason why a tensor cannot be stored, and what to save instead; None if it can be stored."""
+    if tensor.layout is not torch.strided:
+        parts = "tensor.values() and tensor.offsets()" if tensor.is_nested else "tensor.to_dense()"
+        return f"be dense, got layout {tensor.layout}", parts
+    if tensor.is_nested:
+        return "have one shape, got a nested tensor", "the list tensor.unbind()"
+    if tensor.is_meta:
+        return "have data, got device meta", "it after materialize"
+    if tensor.is_quantized:
+        return f"have a dtype without a scale, got {tensor.dtype}", "tensor.dequantize(), or tensor.int_repr() and the scale"
+    if tensor.is_complex() and tensor.dtype not in DTYPE_NAMES:
+        return f"have a real dtype, got {tensor.dtype}", "torch.view_as_real(tensor)"
+    if tensor.dtype not in DTYPE_NAMES:
+        return f"have a dtype of a safetensors file, got {tensor.dtype}", "its bytes, tensor.view(torch.uint8)"
+    # A subclass with a dispatch of its own may keep its values elsewhere.
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not is_dtensor(tensor):
+        return f"have memory of its own, got {type(tensor).__name__}, which wraps other tensors", "a dict of these tensors"
+    return None
 
 
 # There are many tensors and few kinds of them.
@@ -186,6 +216,9 @@ def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, 
         if value not in ("nan", "inf", "-inf"):
             raise CorruptCheckpointError(f"{location}: must be nan, inf or -inf, got {strict_json.describe_value(value)}")
         return float(value)
+    if tag == PER_RANK.value:
+        strict_json.read_object(values, location, (TAG,))
+        return PER_RANK
     content = strict_json.read_object(values, location, (TAG, "items"))["items"]
     if tag == "tuple" and type(content) is list:
         return tuple(_decode(item, join_key(path, at), tensor_of, depth + 1) for at, item in enumerate(content))

@@ -179,7 +179,7 @@ def build_run_index(write_plan: RankWritePlan, inline: SerializedFile | None, re
         kinds=kinds,
         tensors=tensors,
         inline=b"" if inline is None else b"".join(inline.views(0, inline.size)),
-        local_buffers=any(not key.startswith("rng/") for key in write_plan.per_rank),
+        local_buffers=any(map(_is_weight, write_plan.per_rank)),
         shared=write_plan.shared,
     )
 

@@ -6,6 +6,7 @@ The loader advances the position; a ``BatchSource`` reads the samples. The posit
 from __future__ import annotations
 
 import sys
+import weakref
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -65,10 +66,13 @@ class Loader:
         self._dataset_state: Plain = None
         self._skip_target: Position | None = None
         self._evaluations = 0
-        # The BatchInfo of each batch holds this object, so that a step recognizes the loader.
-        self.identity = object()
         self.last_batch_info: BatchInfo | None = None
         self._issued: IssuedBatch | None = None
+
+    @property
+    def identity(self) -> weakref.ref[Loader]:
+        """Reference by which steps and saves find the loader of a batch: one object while a batch or a state holds it."""
+        return weakref.ref(self)
 
     @property
     def epoch_samples(self) -> int:

@@ -12,7 +12,7 @@ from typing import Any
 from checkpoint.faults.kills import scratch
 from checkpoint.faults.nursery import apart
 from checkpoint.faults.outcome import Outcome, plain
-from checkpoint.faults.samples import EXTRA, KINDS, sample, states_of, write
+from checkpoint.faults.samples import KINDS, sample, states_of, write
 
 Damage = Callable[[Path, str], str]
 """Does it to a file of a step. Returns the name of the file that has to be blamed, "" when there is nothing to do it with."""
@@ -180,8 +180,8 @@ def _not_refused(step: Path, blamed: str, kind: str) -> str:
     before = _digests(given)
     for what, look in {
         "verify of the step": lambda: dt.checkpoint.verify(step),
-        "load_sharded of the step": lambda: dt.load_sharded(step, given, extra=dict.fromkeys(EXTRA)),
-        "load_sharded of the root": lambda: dt.load_sharded(step.parent, given, extra=dict.fromkeys(EXTRA)),
+        "load_sharded of the step": lambda: dt.load_sharded(step, given, extra={"note": {}, "table": []}),
+        "load_sharded of the root": lambda: dt.load_sharded(step.parent, given, extra={"note": {}, "table": []}),
     }.items():
         try:
             look()
@@ -198,7 +198,7 @@ def _not_refused(step: Path, blamed: str, kind: str) -> str:
         return "the state changed"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        taken = dt.load_sharded(step.parent, given, extra=dict.fromkeys(EXTRA), on_corrupt="previous")
+        taken = dt.load_sharded(step.parent, given, extra={"note": {}, "table": []}, on_corrupt="previous")
     return "" if taken.step == 1 else f"took step {taken.step} instead"
 
 
@@ -206,5 +206,5 @@ def _not_passed_over(step: Path, kind: str) -> str:
     """A step without a manifest was never committed."""
     import dtrain as dt
 
-    restored = dt.load_sharded(step.parent, states_of(kind, 7), extra=dict.fromkeys(EXTRA))
+    restored = dt.load_sharded(step.parent, states_of(kind, 7), extra={"note": {}, "table": []})
     return "" if restored.step == 1 else f"took step {restored.step}"

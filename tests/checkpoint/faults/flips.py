@@ -95,7 +95,7 @@ def _not_refused(step: Path, name: str, given: Any) -> str:
 def _load(step: Path, given: Any) -> Any:
     import dtrain as dt
 
-    return dt.load_sharded(step, given, extra={"note": None, "table": None})
+    return dt.load_sharded(step, given, extra={"note": {}, "table": []})
 
 
 def _still_sound(step: Path, given: Any) -> None:

@@ -21,7 +21,7 @@ from checkpoint.faults.kills import scratch
 from checkpoint.faults.nursery import apart
 from checkpoint.faults.outcome import Outcome, plain
 from checkpoint.faults.payloads import payloads
-from checkpoint.faults.samples import EXTRA, sample, states_of, write
+from checkpoint.faults.samples import sample, states_of, write
 from checkpoint.stored import compact, json_of, sign
 
 KIND = "1 rank"
@@ -478,7 +478,7 @@ def _look_at(step: Path, hook: Hook, *, weights: bool) -> tuple[set[str], list[s
 
     def load(path: Path) -> None:
         nonlocal given
-        dt.load_sharded(path, given, extra=dict.fromkeys(EXTRA))
+        dt.load_sharded(path, given, extra={"note": {}, "table": []})
         given = states_of(KIND, 7)
 
     readers: dict[str, Callable[[], object]] = {

@@ -10,7 +10,7 @@ from checkpoint.faults.nursery import LONG_S, fork_ranks
 
 Files = dict[str, bytes]
 """The content of a root by path."""
-EXTRA = {"note": "é", "table": [1, 2.5, None]}
+EXTRA = {"note": {"text": "é"}, "table": [1, 2.5, None]}
 KINDS = ("1 rank", "2 ranks", "two states", "frozen apart")
 
 

@@ -29,7 +29,7 @@ def main():
         loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=12, seed=0)
         step = dt.compose_step(loss_fn)
         state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        extra = {"loader": loader} if FIXED else {}
+        extra = {"loader": loader if FIXED else dt.checkpoint.not_saved(loader)}
         state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
         log = dt.loggers.jsonl("metrics.jsonl")
         for batch in loader.until("2ep"):

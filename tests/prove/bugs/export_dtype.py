@@ -35,6 +35,6 @@ with dt.init_dist() as info:
         log(state.step, dt.reduce_metrics(metrics))
     loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
     log(state.step + 1, {"held_out_loss": loss})
-    dt.save_sharded("final", state)
+    dt.save_sharded("final", state, extra={"loader": loader})
     if info.rank == 0:
         dt.checkpoint.convert("final", "exported", to="hf", cast=None if FIXED else "bf16")

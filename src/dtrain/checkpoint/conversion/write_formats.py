@@ -148,7 +148,8 @@ def _tensor_keys(weights: WeightStream, buffers: Iterable[str]) -> dict[str, str
 
 def _shared_values(weights: WeightStream, keys: Mapping[str, str], step: int) -> dict[str, Any]:
     """Return the encoded values of the run."""
-    tree: dict[str, Any] = {"params": {}, "buffers": {}, "clock": Clock(step=step).state_dict(), "seed": 0}
+    tree: dict[str, Any] = {"params": {}, "buffers": {}, "modules": {"names": [], "equal": True}}
+    tree |= {"clock": Clock(step=step).state_dict(), "seed": 0}
     for slot in weights.slots:
         section = keys[slot.key].partition("/")[0]
         # An expanded scalar has any shape without memory.
@@ -164,7 +165,7 @@ def _build_indexes(file_layout: FileLayout, shared: dict[str, Any], blocks: Bloc
     stored = {slot.key: (0, (0,) * len(slot.size), slot.size) for slot in file_layout.slots if slot.nbytes}
     kinds, tensors = merge_parts(refs, (), [RankParts.of(list(refs), stored)])
     begins = [file_layout.ranges[key][0] for key in refs if key in stored]
-    values = {section: tree_json.encode({}, section)[0] for section in ("buffers", "rng")}
+    values = {section: tree_json.encode({}, section)[0] for section in ("buffers", "modules", "rng", "extra")}
     rank_index = RankIndex(rank=0, begins=begins, per_rank=[], blocks=(blocks,), values=values)
     return rank_index, RunIndex(files=(), kinds=kinds, tensors=tensors, inline=b"", local_buffers=False, shared=shared)
 

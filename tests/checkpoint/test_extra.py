@@ -1,0 +1,381 @@
+"""Objects of the caller in a checkpoint: no value, no position of a loader and no rank's own value is lost without an error."""
+
+import gc
+import re
+from collections import Counter, OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dtrain as dt
+from checkpoint.filled import LAYOUTS, laid_out
+from dtrain.checkpoint import Checkpointer, not_saved, per_rank
+from dtrain.dist.init import get_dist_info
+from dtrain.errors import CheckpointMismatchError, ConfigError, DtrainError
+
+CASES = [(world, *case) for world in (1, 2) for case in zip(LAYOUTS[world], ("sync", "async") * 2, strict=True)]
+# Start of the message about a loader that is missing.
+MISSING = r"{}: extra must hold the position of Loader\(data=.*, or a resume repeats its batches, got \[\]"
+
+
+def loss(model: nn.Module, batch: torch.Tensor) -> dt.LossSum:
+    return dt.LossSum(total=model(batch).square().sum(), weight=len(batch))
+
+
+def begin(strategy: str = "none", *, loader: dt.Loader | None = None) -> tuple[dt.Step, dt.TrainState]:
+    torch.manual_seed(0)
+    model = laid_out(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), strategy)
+    step = dt.compose_step(loss)
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), loader=loader)
+
+
+def build_loader(data: Any = None, **options: Any) -> dt.Loader:
+    rows = [torch.full((2,), float(at)) for at in range(8)] if data is None else data
+    return dt.build_loader(rows, global_batch_size=2, seed=0, **options)
+
+
+def train(step: dt.Step, state: dt.TrainState, loader: dt.Loader, batches: int = 2) -> dt.TrainState:
+    for number, batch in enumerate(loader.until("4ep"), 1):
+        state, _ = step(state, batch)
+        if number == batches:
+            break
+    return state
+
+
+class Holder:
+    """An object of the caller that has the loader inside."""
+
+    def __init__(self, loader: dt.Loader) -> None:
+        self.loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": [self.loader.state_dict()]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state["inner"][0])
+
+
+@pytest.mark.parametrize("how", ["function", "async", "object", "two states"])
+def test_save_without_the_loader_of_the_batches_is_refused(tmp_path, how):
+    step, state = begin()
+    loader = build_loader()
+    state = train(step, state, loader)
+    root = tmp_path / "root"
+    save = {
+        "function": lambda: dt.save_sharded(root, state),
+        "async": lambda: dt.save_sharded(root, state, mode="async"),
+        "object": lambda: Checkpointer(root).save(state),
+        "two states": lambda: dt.save_sharded(root, {"g": state}),
+    }[how]
+    with pytest.raises(ConfigError, match=MISSING.format("save_sharded")) as caught:
+        save()
+    assert 'Pass it: extra={"loader": loader}.' in str(caught.value)
+    assert 'extra={"loader": dt.checkpoint.not_saved(loader)}' in str(caught.value)
+    assert not root.exists()
+
+
+def test_save_without_the_loader_of_init_is_refused_before_the_first_step(tmp_path):
+    loader = build_loader()
+    _, state = begin(loader=loader)
+    with pytest.raises(ConfigError, match=MISSING.format("save_sharded")):
+        dt.save_sharded(tmp_path, state)
+    dt.save_sharded(tmp_path, state, extra={"loader": loader})
+    with pytest.raises(ConfigError, match=MISSING.format("load_sharded")):
+        dt.load_sharded(tmp_path, begin(loader=loader)[1])
+    assert dt.load_sharded(tmp_path, begin(loader=loader)[1], ignore=["extra/loader"]).step == 0
+    assert dt.load_sharded(tmp_path, begin(loader=loader)[1], what="weights").step == 0
+
+
+@pytest.mark.parametrize("how", ["loader", "holder", "state_dict", "transform"])
+def test_save_accepts_every_place_of_the_position(tmp_path, how):
+    step, state = begin()
+    loader = build_loader()
+    state = train(step, state, loader)
+    extra = {
+        "loader": {"loader": loader},
+        "holder": {"all": Holder(loader)},
+        "state_dict": {"plain": {"loader": loader.state_dict()}},
+        "transform": {},
+    }[how]
+    if how == "transform":
+        state = state.with_transform_state("own", {"loader": loader.state_dict()})
+    assert dt.save_sharded(tmp_path, state, extra=extra).result().step == 2
+
+
+def test_position_of_an_earlier_step_or_of_another_loader_is_refused(tmp_path):
+    step, state = begin()
+    loader, other = build_loader(), build_loader()
+    state = train(step, state, loader)
+    old = loader.state_dict()
+    state = train(step, state, loader)
+    for extra in ({"loader": old}, {"loader": other}):
+        with pytest.raises(ConfigError, match="extra must hold the position of"):
+            dt.save_sharded(tmp_path / "root", state, extra=extra)
+
+
+def test_weights_need_no_loader(tmp_path):
+    step, state = begin()
+    loader = build_loader()
+    state = train(step, state, loader)
+    assert dt.save_sharded(tmp_path, state, what="weights").result().step == 2
+
+
+def test_every_loader_that_is_alive_must_be_saved(tmp_path):
+    step, state = begin()
+    first, second = build_loader(), build_loader()
+    state = train(step, train(step, state, first, 1), second, 2)
+    with pytest.raises(ConfigError, match=r"position of Loader\(data=\{'count': 8\}, epoch=0, samples=2\).*got \['second'\]"):
+        dt.save_sharded(tmp_path / "root", state, extra={"second": second})
+    del first
+    gc.collect()
+    dt.save_sharded(tmp_path / "root", state, extra={"second": second})
+
+
+def test_lost_last_loader_is_refused(tmp_path):
+    step, state = begin()
+    state = train(step, state, build_loader())
+    gc.collect()
+    with pytest.raises(ConfigError, match=r"position of the loader, .* Keep the loader in a variable, and pass it"):
+        dt.save_sharded(tmp_path / "root", state)
+
+
+class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+    """Without a state, so that it cannot continue in the middle."""
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        return iter(torch.arange(16.0).reshape(8, 2))
+
+
+def test_loader_left_out_on_purpose_starts_anew(tmp_path):
+    step, state = begin()
+    loader = build_loader(Stream(), shuffle=False)
+    state = train(step, state, loader)
+    dt.save_sharded(tmp_path, state, extra={"loader": not_saved(loader)})
+    step, state = begin(loader=(again := build_loader(Stream(), shuffle=False)))
+    with pytest.raises(ConfigError, match=MISSING.format("load_sharded")):
+        dt.load_sharded(tmp_path, state)
+    state = dt.load_sharded(tmp_path, state, extra={"loader": not_saved(again)}).state
+    assert (state.step, again.position.samples) == (2, 0)
+    with pytest.raises(CheckpointMismatchError, match="extra/loader: checkpoint nothing, here a value"):
+        dt.load_sharded(tmp_path, state, extra={"loader": again})
+
+
+def test_hand_made_batches_need_no_loader(tmp_path):
+    step, state = begin()
+    state, _ = step(state, torch.ones(2, 2))
+    assert dt.save_sharded(tmp_path, state).result().step == 1
+
+
+def test_plain_data_are_filled_in_place(tmp_path):
+    _, state = begin()
+    tensor = torch.arange(3.0)
+    saved = {
+        "best": {"loss": 1.5, "at": {"step": 7}, "rows": [tensor, {"a": 1}], "gone": (1, 2)},
+        "history": [1.0, float("inf")],
+        "table": tensor * 2,
+        "counts": Counter(a=3),
+        "order": OrderedDict(z=1, a=2),
+    }
+    dt.save_sharded(tmp_path, state, extra=saved)
+    inner, held, row = {"step": 0}, torch.zeros(3), {"b": 2}
+    best: dict[str, Any] = {"loss": 9.0, "at": inner, "rows": [held, row], "new": 1}
+    history: list[float] = [0.0, 1.0, 2.0]
+    table, counts, order = torch.zeros(3), Counter(b=1), OrderedDict(a=0)
+    given = {"best": best, "history": history, "table": table, "counts": counts, "order": order}
+    result = dt.load_sharded(tmp_path, begin()[1], extra=given)
+    assert (best["loss"], best["gone"], set(best)) == (1.5, (1, 2), {"loss", "at", "rows", "gone"})
+    assert (best["at"] is inner, best["rows"][0] is held, best["rows"][1] is row) == (True, True, True)
+    assert (inner, held.tolist(), row) == ({"step": 7}, [0.0, 1.0, 2.0], {"a": 1})
+    assert history == [1.0, float("inf")]
+    assert table.tolist() == [0.0, 2.0, 4.0]
+    assert (counts, type(counts), order, list(order)) == (Counter(a=3), Counter, OrderedDict(z=1, a=2), ["z", "a"])
+    assert all(result.extra[name] is value for name, value in given.items())
+
+
+def test_object_that_occurs_twice_is_filled_once(tmp_path):
+    dt.save_sharded(tmp_path, begin()[1], extra={"rows": [[1], [2]]})
+    row: list[int] = []
+    rows = [row, row]
+    dt.load_sharded(tmp_path, begin()[1], extra={"rows": rows})
+    assert rows == [[1], [2]]
+
+
+UNFILLED: dict[str, Any] = {"number": 3, "text": "a", "None": None, "tuple": ([],), "bool": True, "own number": per_rank(2)}
+
+
+@pytest.mark.parametrize("value", UNFILLED.values(), ids=UNFILLED)
+def test_value_that_a_load_cannot_fill_is_refused_by_save_and_load(tmp_path, value):
+    _, state = begin()
+    message = r"extra: note must be filled in place by a load, which .* cannot. Put it into a dict .*\{'note': \{'value'"
+    with pytest.raises(ConfigError, match="save_sharded: " + message):
+        dt.save_sharded(tmp_path / "root", state, extra={"note": value})
+    assert not (tmp_path / "root").exists()
+    dt.save_sharded(tmp_path / "root", state, extra={"note": [1]})
+    with pytest.raises(ConfigError, match="load_sharded: " + message):
+        dt.load_sharded(tmp_path / "root", state, extra={"note": value})
+    state._check_not_stale("test")
+
+
+@pytest.mark.parametrize("name", [None, 3, ("a",)], ids=str)
+def test_name_that_is_no_text_is_refused(tmp_path, name):
+    with pytest.raises(ConfigError, match=f"save_sharded: extra must have string names, got {type(name).__name__}"):
+        dt.save_sharded(tmp_path / "root", begin()[1], extra={name: []})
+    assert not (tmp_path / "root").exists()
+
+
+MISFITS: dict[str, tuple[Any, str]] = {
+    "list for dict": ([], "is stored as a dict, and a list was passed"),
+    "tensor for dict": (torch.zeros(2), "is stored as dict|is stored as a dict, and a tensor was passed"),
+    "marked": (per_rank({}), "was saved as a single value. Pass the object without dt.checkpoint.per_rank"),
+}
+
+
+@pytest.mark.parametrize(("value", "message"), MISFITS.values(), ids=MISFITS)
+def test_value_of_another_kind_is_refused_before_anything_changes(tmp_path, value, message):
+    step, state = begin()
+    dt.save_sharded(tmp_path, step(state, torch.ones(2, 2))[0], extra={"note": {"a": 1}, "other": [1]})
+    _, fresh = begin()
+    before, other = [param.clone() for param in fresh.params.values()], [0]
+    with pytest.raises(CheckpointMismatchError, match=f"extra: note ({message})"):
+        dt.load_sharded(tmp_path, fresh, extra={"note": value, "other": other})
+    assert other == [0]
+    assert all(map(torch.equal, fresh.params.values(), before))
+
+
+def test_tensor_that_cannot_be_filled_is_refused(tmp_path):
+    dt.save_sharded(tmp_path, begin()[1], extra={"table": torch.ones(2)})
+    with torch.inference_mode():
+        inference = torch.zeros(2)
+    targets = {
+        r"is stored as F32 \[2\], and a tensor torch.float32 \[3\]": torch.zeros(3),
+        r"is stored as F32 \[2\], and a tensor torch.int64": torch.zeros(2, dtype=torch.int64),
+        r"got an expanded tensor with strides \(0,\)": torch.zeros(1).expand(2),
+        "inference mode": inference,
+    }
+    for message, target in targets.items():
+        with pytest.raises(CheckpointMismatchError, match=f"extra: table .*{message}"):
+            dt.load_sharded(tmp_path, begin()[1], extra={"table": target})
+
+
+class Hidden:
+    """An object whose tensor belongs to its rank."""
+
+    def __init__(self, value: float) -> None:
+        self.tensor = torch.full((2,), value)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"tensor": self.tensor}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.tensor = state["tensor"]
+
+
+def own_values(rank: float) -> dict[str, Any]:
+    return {"tensor": torch.full((2,), rank), "object": Hidden(rank), "plain": {"rank": rank, "inner": [torch.tensor(rank)]}}
+
+
+def values_of(extra: dict[str, Any]) -> list[Any]:
+    plain = extra["plain"]
+    return [extra["tensor"].tolist(), extra["object"].tensor.tolist(), plain["rank"], float(plain["inner"][0])]
+
+
+def refusal(call: Any) -> str:
+    try:
+        call()
+    except DtrainError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def unequal_saves(root: str, mode: Any) -> dict[str, str]:
+    rank = get_dist_info().rank
+    _, state = begin("full_shard")
+    found = {}
+    for name, value in own_values(float(rank)).items():
+        found[name] = refusal(
+            lambda name=name, value=value: dt.save_sharded(root, state, extra={name: value, "same": [1]}, mode=mode)
+        )
+    marks = {"mine": per_rank([1]) if rank == 0 else [1]}
+    found["mine"] = refusal(lambda: dt.save_sharded(root, state, extra=marks, mode=mode))
+    return found
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_values_that_differ_between_ranks_are_refused(tmp_path, ranks, mode):
+    for found in ranks(2).run(unequal_saves, str(tmp_path / "root"), mode):
+        for name in ("tensor", "object", "plain"):
+            assert found[name] == (
+                f"ConfigError: save_sharded: extra/{name} must be equal on all ranks, but ranks [1] differ from rank 0. "
+                f'Make it equal on all ranks, or extra={{"{name}": dt.checkpoint.per_rank(...)}} saves one value per rank.'
+            )
+        assert "extra/mine must be equal on all ranks" in found["mine"]
+    assert not (tmp_path / "root").exists()
+
+
+def save_own(root: str, strategy: str, mode: Any, several: bool) -> None:
+    extra = {name: per_rank(value) for name, value in own_values(float(get_dist_info().rank)).items()}
+    _, state = begin(strategy)
+    dt.save_sharded(root, {"g": state} if several else state, extra={**extra, "same": [5]}, mode=mode).wait()
+
+
+def load_own(root: str, strategy: str, several: bool) -> list[Any]:
+    _, state = begin(strategy)
+    values, same = own_values(-1.0), [0]
+    extra = {**{name: per_rank(value) for name, value in values.items()}, "same": same}
+    dt.load_sharded(root, {"g": state} if several else state, extra=extra)
+    return [values_of(values), same]
+
+
+def load_unmarked(root: str) -> list[str]:
+    _, state = begin("full_shard")
+    plain = {**own_values(-1.0), "same": [0]}
+    marked = {name: per_rank(value) for name, value in own_values(-1.0).items()} | {"same": [0]}
+    ignore = ["extra/tensor", "extra/object", "extra/plain"]
+    return [
+        refusal(lambda: dt.load_sharded(root, state, extra=plain)),
+        refusal(lambda: dt.load_sharded(root, state, extra=marked)),
+        refusal(lambda: dt.load_sharded(root, state, extra={"same": [0]}, ignore=ignore)),
+    ]
+
+
+@pytest.mark.parametrize(("world", "strategy", "mode"), CASES)
+def test_marked_values_come_back_to_their_rank(tmp_path, ranks, world, strategy, mode):
+    ranks(world).run(save_own, str(tmp_path), strategy, mode, strategy == "replicate")
+    dt.checkpoint.verify(tmp_path)
+    for rank, found in enumerate(ranks(world).run(load_own, str(tmp_path), strategy, strategy == "replicate")):
+        assert found == [[[rank] * 2, [rank] * 2, rank, rank], [5]]
+
+
+def test_marked_values_need_their_mark_and_their_number_of_ranks(tmp_path, ranks):
+    ranks(2).run(save_own, str(tmp_path), "full_shard", "sync", False)
+    for world in (1, 2, 3):
+        for plain, marked, ignored in ranks(world).run(load_unmarked, str(tmp_path)):
+            assert re.search("extra: tensor was saved as a value per rank. Pass the object with dt.checkpoint.per_rank", plain)
+            if world == 2:
+                assert marked == "nothing"
+            else:
+                assert f"extra: tensor has a value for each of 2 ranks, and this run has {world}. Load on 2 ranks" in marked
+            assert ignored == ("nothing" if world != 2 else ignored)
+
+
+def save_without_loader(root: str, strategy: str, mode: Any) -> list[str]:
+    step, state = begin(strategy)
+    loader = build_loader(mesh=state.spec.mesh)
+    state = train(step, state, loader)
+    return [
+        refusal(lambda: dt.save_sharded(root, state, mode=mode)),
+        # One rank has forgotten the loader.
+        refusal(lambda: dt.save_sharded(root, state, extra={"loader": loader} if get_dist_info().rank else {}, mode=mode)),
+        refusal(lambda: dt.save_sharded(root, state, extra={"loader": loader}, mode=mode).wait()),
+    ]
+
+
+@pytest.mark.parametrize(("world", "strategy", "mode"), CASES)
+def test_save_without_the_loader_is_refused_on_all_ranks(tmp_path, ranks, world, strategy, mode):
+    for missing, on_one, given in ranks(world).run(save_without_loader, str(tmp_path / "root"), strategy, mode):
+        assert "save_sharded: extra must hold the position of Loader" in missing
+        assert "save_sharded: extra must hold the position of Loader" in on_one
+        assert given == "nothing"
