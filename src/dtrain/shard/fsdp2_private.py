@@ -64,6 +64,18 @@ def run_modules_separately(module: nn.Module) -> None:
             each.register_forward_hook(state._post_forward)
 
 
+def share_attributes(model: nn.Module) -> None:
+    """Give each unsharded parameter the attributes of its sharded parameter, also later ones. Mutates: FSDP2's parameters."""
+    for param in (param for group in fsdp_param_groups(model) for param in group.fsdp_params):
+
+        def init_unsharded(param: Any = param, init: Callable[[], None] = param.init_unsharded_param) -> None:
+            init()
+            param._unsharded_param.__dict__ = param.sharded_param.__dict__
+            del param.init_unsharded_param
+
+        param.init_unsharded_param = init_unsharded
+
+
 def is_in_forward(unit: torch.distributed.fsdp.FSDPModule) -> bool:
     """Return True while a forward of ``unit`` runs."""
     return str(unit._get_fsdp_state()._training_state).endswith(".FORWARD")

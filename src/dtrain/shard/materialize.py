@@ -45,6 +45,7 @@ from dtrain.shard.meta_writes import (
     substitute_tensors,
     write_counts_of,
 )
+from dtrain.shard.param_objects import ParamObjects
 from dtrain.state import get_spec
 
 InitFn = Callable[[nn.Module], None]
@@ -123,7 +124,7 @@ def allocate_meta_tensors(model: nn.Module, device: torch.device) -> None:
 
     Mutates: ``model``; Parameter objects are replaced.
     """
-    ties = _find_tied_params(model)
+    ties, objects = _find_tied_params(model), ParamObjects(model)
     offloads = get_spec(model).compute_device is not None
 
     def allocate(tensor: Tensor) -> Tensor:
@@ -132,6 +133,7 @@ def allocate_meta_tensors(model: nn.Module, device: torch.device) -> None:
 
     model._apply(allocate)
     _restore_ties(model, ties)
+    objects.carry_over_()
 
 
 def _own_meta_keys(module: nn.Module) -> list[str]:
