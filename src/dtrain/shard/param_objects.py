@@ -76,7 +76,7 @@ def check_param_objects(model: nn.Module, *, whole: bool, ignored_params: Mappin
         if own_class and not whole and name not in ignored_params:
             raise ConfigError(
                 f"shard_model: the parameter {name!r} must be a plain nn.Parameter, got {type(param).__name__}, and FSDP2 "
-                "replaces the class. Mark the parameter by an attribute, name it in ignored_params, or use strategy='replicate'."
+                "replaces the class. Set an attribute, name it in ignored_params, or use strategy='replicate'."
             )
     _check_memory(model)
     if not whole or ranks > 1:
