@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from dtrain.dist.collectives import all_gather_numbers, all_gather_with_timeout
 from dtrain.errors import StepError
 from dtrain.fqn import modules_by_fqn
-from dtrain.shard.fsdp2_private import UnitForward, unit_forwards
+from dtrain.shard.fsdp2_forward import UnitForward, unit_forwards
 
 # The pseudo unit at the end of a microbatch.
 _END_OF_MICROBATCH = -1

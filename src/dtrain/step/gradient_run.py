@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dtrain import spans
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.rng import hash_rng_state
+from dtrain.dist.rng import hash_rng_state, seeded_rng
 from dtrain.dist.step_sync import (
     BackwardSync,
     RankStatus,
@@ -25,7 +25,10 @@ from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, StepError
 from dtrain.memory.device_memory import release_cached_memory
 from dtrain.shard.buffers import BufferSync, buffer_sync_of
-from dtrain.shard.grad_sync import GradSync, all_reduce_grads_, grad_sync_of
+from dtrain.shard.forward_writes import raise_if_written
+from dtrain.shard.grad_sync import GradSync, grad_sync_of
+from dtrain.shard.param_hooks import raise_if_hooks_differ
+from dtrain.shard.replicate import all_reduce_grads_
 from dtrain.state import TrainState, check_state
 from dtrain.step.microbatches import Microbatches
 from dtrain.step.normalization import (
@@ -254,6 +257,8 @@ class GradientRun:
         if guard is not None and guard.failed:
             guard.roll_back(self._free_memory)
         outcome = self._sync_after_backward()
+        raise_if_hooks_differ(outcome.param_facts)
+        raise_if_written(outcome.param_facts, state.spec.strategy)
         self.grad_sync.confirm_order()
         if guard is None or guard.max_microbatches is None:
             if state.spec.ranks_per_batch > 1:
@@ -261,6 +266,9 @@ class GradientRun:
             self._reduce_and_normalize(outcome)
             state.run_context.monitor.nonfinite_losses.record(state.step, self._loss[0])
         self.grad_sync.end_step()
+        if self.grad_sync.hooks.exist and (guard is None or guard.max_microbatches is None):
+            with seeded_rng(state.seed, "param hooks", state.step) if state.spec.mesh else nullcontext():
+                self.grad_sync.hooks.run_(state.params)
         return with_agreed_position(state._replace(step_counts=self._counts)), metrics
 
     def _free_memory(self) -> None:
@@ -284,6 +292,7 @@ class GradientRun:
                 params_without_grad=self.grad_sync.params_without_grad(state),
                 changed_buffers=self._buffers.changed_modules(),
                 weights_mismatch=mismatch,
+                param_facts=self.grad_sync.describe_params(),
                 status=status,
                 collective_index=0 if guard is None else guard.collectives_issued,
                 weight=weight,
