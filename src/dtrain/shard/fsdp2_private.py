@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dtrain.device import started_accelerator, use_on_current_stream
 from dtrain.errors import ConfigError
-from dtrain.shard.param_hooks import StepHook
+from dtrain.shard.param_hooks import StepHook, check_dense
 from dtrain.shard.precision import LOW_PRECISION_DTYPES, accumulation_dtype
 
 if TYPE_CHECKING:
@@ -259,7 +259,10 @@ def zero_fill_missing_grads(group: Any) -> tuple[list[int], list[int]]:
     accumulated = any(param.unsharded_accumulated_grad is not None for _, param in trainable)
     present, missing = list[int](), list[int]()
     for at, param in trainable:
-        full, has_grad = getattr(param, "_unsharded_param", None), bool(unreduced_grads(param))
+        full, grads = getattr(param, "_unsharded_param", None), unreduced_grads(param)
+        has_grad = bool(grads)
+        for grad in grads:
+            check_dense(param._param_fqn, grad)
         (present if has_grad else missing).append(at)
         if full is not None and not has_grad:
             full.grad = torch.zeros_like(full)

@@ -15,6 +15,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dtensor import from_local_like, to_local
 from dtrain.fqn import unwrap_module
 from dtrain.shard.forward_writes import ForwardWrites
+from dtrain.shard.fsdp2_forward import unit_forwards
 from dtrain.shard.fsdp2_private import (
     add_end_of_backward_hook,
     add_reduction_hook,
@@ -84,6 +85,9 @@ class GradSync:
             add_end_of_backward_hook(model, self._reduce_unreached)
         needs_all_ranks = self._sharded and spec.strategy != "replicate" and get_dist_info().world_size > 1
         self._skipped = SkippedUnits(model) if needs_all_ranks else None
+        # After the hooks of SkippedUnits, which compares the outputs of nested units.
+        for unit in unit_forwards(model):
+            unit.prepare_outputs()
         self.hooks = ParamHooks()
         self.writes = ForwardWrites(model, 1 if spec.mesh is None else spec.mesh.size())
 

@@ -168,6 +168,19 @@ def raise_hooks_outside_of_step(model: nn.Module) -> NoReturn:
     )
 
 
+def check_dense(name: str, grad: Tensor) -> None:
+    """Refuse a sparse gradient, which the flat tensors of a reduction cannot hold.
+
+    Raises:
+        StepError: the gradient is sparse.
+    """
+    if grad.layout is not torch.strided:
+        raise StepError(
+            f"step: the gradient of the parameter {name!r} must be dense, got {grad.layout}, because ranks sum dense "
+            "gradients. Pass sparse=False to the embedding, and use a dense optimizer such as torch.optim.AdamW."
+        )
+
+
 def check_no_hooks(params: Mapping[str, Tensor], caller: str, reason: str) -> None:
     """Refuse hooks where no gradient is complete.
 

@@ -26,7 +26,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dtrain.errors import StepError
 from dtrain.fqn import parameters_by_fqn
-from dtrain.shard.param_hooks import StepHook
+from dtrain.shard.param_hooks import StepHook, check_dense
 from dtrain.shard.precision import Precision, accumulation_dtype
 from dtrain.shard.wrapping import WrapPlan
 from dtrain.state import ShardSpec
@@ -242,6 +242,8 @@ class BucketReducer:
             return
         flat = self.allocate(bucket.numel, dtype=bucket.entries[0].dtype, device=grads[0].device)
         bucket.views = [flat.as_strided(*layout) for layout in bucket.layouts]
+        for entry, grad in zip(bucket.entries, grads, strict=True):
+            check_dense(entry.name, grad)
         torch._foreach_copy_(bucket.views, grads)
         bucket.work = dist.all_reduce(flat, group=self._group, async_op=True)
 

@@ -117,6 +117,9 @@ class GradientRun:
             if self._synchronized and error is not None:
                 self.grad_sync.abort()
                 self.state.drop_gradients()
+                if self.state.spec.mesh is not None and type(error) is RuntimeError and "DTensor" in str(error):
+                    # torch has no class for this error. Only the text is replaced here.
+                    raise StepError(f"{self._caller}: {_USED_OUTSIDE}") from error
             spans.end("step")
 
     def _check_state(self) -> None:
@@ -313,6 +316,13 @@ class GradientRun:
         if not grads and not self.grad_sync.grads_taken:
             raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")
         normalize_grads_(grads, state, self._normalizer, self._metrics, global_weight=outcome.weight)
+
+
+_USED_OUTSIDE = (
+    "the loss, or a forward, must not compute with a sharded parameter outside of the forward of its unit, as for a penalty on "
+    "weights or a layer of a block that another module calls. Compute in the forward of the block that owns the parameter, or "
+    "name the parameter in ignored_params."
+)
 
 
 def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:
