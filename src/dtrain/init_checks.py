@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError
@@ -88,17 +89,18 @@ def _type_name(value: object) -> str:
 
 
 def check_params(params: Params, *, sharded: Sequence[str]) -> None:
-    """Refuse a model without parameters, with meta parameters, or with gathered parameters.
+    """Refuse a model without parameters, or with meta, complex or gathered parameters.
 
     Args:
         params: the model's parameters by clean name.
         sharded: names of the parameters that must be sharded.
 
     Raises:
-        ConfigError: no parameters, parameters on the meta device, or gathered copies instead of shards.
+        ConfigError: no parameters, parameters on the meta device, complex parameters, or gathered copies instead of shards.
     """
     if not params:
         raise ConfigError("init: the model has no parameters. Build its layers before step.init.")
+    check_kinds(params, "init")
     meta = [name for name, p in params.items() if p.is_meta]
     if meta:
         raise ConfigError(
@@ -111,6 +113,25 @@ def check_params(params: Params, *, sharded: Sequence[str]) -> None:
             f"init: {len(gathered)} of {len(params)} parameters are gathered copies, left by a forward outside of a step "
             f"(first: {gathered[0]}). Run that forward under dt.eval_mode(model), and build the optimizer afterwards."
         )
+
+
+def check_kinds(params: Params, caller: str) -> None:
+    """Refuse parameters without a shape, and complex parameters, of which torch has no norms in a wider real dtype.
+
+    Raises:
+        ConfigError: a parameter of a lazy module that has not run, or a complex parameter, by name.
+    """
+    for name, param in params.items():
+        if isinstance(param, UninitializedParameter):
+            raise ConfigError(
+                f"{caller}: the parameter {name!r} must have a shape, got a lazy module that has not run. Run the model "
+                "once on a small batch before."
+            )
+        if param.is_complex():
+            raise ConfigError(
+                f"{caller}: the parameter {name!r} must be real, got {str(param.dtype).removeprefix('torch.')}. Store "
+                "nn.Parameter(torch.view_as_real(weight)), and compute with torch.view_as_complex(self.weight)."
+            )
 
 
 def check_optimizer_params(params: Params, optimizer: torch.optim.Optimizer, *, partial: bool) -> None:

@@ -197,6 +197,10 @@ def test_gradients_match_one_process_for_every_size_of_buckets(ranks, world, siz
         assert max(errors) <= 1e-12
 
 
+def note_reductions(early: list, seen, grad: torch.Tensor) -> None:
+    early.append(seen.count(group="training"))
+
+
 def when_reduced(limit: int) -> list[list[int]]:
     """By step, the number of all-reduces of gradients before the first layer's backward, and of all."""
     net = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(5)))
@@ -206,9 +210,8 @@ def when_reduced(limit: int) -> list[list[int]]:
     for _ in range(3):
         early: list[int] = []
         with count_collectives() as seen:
-            handle = net[0].weight.register_hook(
-                lambda grad, seen=seen, early=early: early.append(seen.count(group="training"))
-            )
+            note = partial(note_reductions, early, seen)
+            handle = net[0].register_forward_hook(lambda layer, inputs, output, note=note: output.register_hook(note) and None)
             state, metrics = microbatch_step(state, torch.ones(4, 4), loss_fn=squares, microbatch_size=1)
             handle.remove()
             state, _ = optimizer_step(state, metrics)

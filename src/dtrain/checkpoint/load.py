@@ -19,6 +19,7 @@ from torch import Tensor
 
 from dtrain import spans, storage
 from dtrain.arguments import check_choice
+from dtrain.checkpoint import layout
 from dtrain.checkpoint.extra import plain_entries, restore_objects, saved_entries
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, LoadOptions, LoadPlan, parse_ignore
 from dtrain.checkpoint.loader_check import check_loaders

@@ -215,14 +215,6 @@ class EpochBatches:
         return replace(at, epoch=at.epoch + 1, samples=0) if ended else at
 
 
-class StopCondition(Protocol):
-    """Condition that ends a run before its length."""
-
-    @property
-    def stopped(self) -> bool:
-        """True if the run has ended."""
-
-
 _MAX_LISTED = 1000
 
 

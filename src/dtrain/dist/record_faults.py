@@ -39,6 +39,7 @@ class BackwardRecord(NamedTuple, Generic[T]):
     unit_order: T
     params_without_grad: T
     changed_buffers: T
+    param_facts: T
     weights_mismatch: T
     status: T
     collective_index: T

@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -160,6 +162,17 @@ def seed_all(*parts: int | str) -> None:
     random.seed(derive_seed("python", *parts))
     np.random.seed(derive_seed("numpy", *parts) % 2**32)
     torch.manual_seed(derive_seed("torch", *parts))
+
+
+@contextmanager
+def seeded_rng(*parts: int | str) -> Iterator[None]:
+    """Seed the global generators from ``parts`` in a context; restore their states at exit."""
+    before = rng_state()
+    seed_all(*parts)
+    try:
+        yield
+    finally:
+        set_rng_state(before)
 
 
 class RNGSnapshot:

@@ -250,6 +250,7 @@ class BackwardSync(NamedTuple):
     Args:
         unused_params: parameters without a gradient on any rank.
         changed_buffers: modules whose buffers changed on some rank.
+        param_facts: facts about parameters, by rank, which are equal if there is one entry.
         weight: loss weight of all ranks; None if some rank does not know its weight on the host.
         statuses: status of each rank; empty if all ranks are OK. If a rank failed, only ``statuses`` and
             ``collective_indices`` are set.
@@ -258,6 +259,7 @@ class BackwardSync(NamedTuple):
 
     unused_params: Sequence[str] = ()
     changed_buffers: Sequence[str] = ()
+    param_facts: Sequence[Sequence[str]] = ()
     weight: float | None = None
     statuses: Sequence[RankStatus] = ()
     collective_indices: Sequence[int] = ()
@@ -269,6 +271,7 @@ def sync_after_backward(
     params_without_grad: Sequence[str],
     changed_buffers: Sequence[str],
     weights_mismatch: bool,
+    param_facts: Sequence[str] = (),
     status: RankStatus = RankStatus.OK,
     collective_index: int = 0,
     weight: float | None = None,
@@ -280,11 +283,12 @@ def sync_after_backward(
         params_without_grad: parameters without a gradient from this rank.
         changed_buffers: modules whose buffers changed in this rank's forwards.
         weights_mismatch: if True, the weights of this rank's losses differ from the declared weights.
+        param_facts: gradient hooks of parameters, and writes of forwards.
         status: status of the attempt. If a rank failed, the rest of the record is ignored.
         collective_index: number of collectives before this rank's failure.
         weight: this rank's loss weight; None if the host would wait for a device.
 
-    Collective: one record of eight numbers. If ranks differ, also one exchange of JSON, or on several nodes of the records.
+    Collective: one record of nine numbers. If ranks differ, also one exchange of JSON, or on several nodes of the records.
 
     Raises:
         StepError: ranks reduced different units, or a rank has a ``weights_mismatch``; on all ranks.
@@ -293,6 +297,7 @@ def sync_after_backward(
         unit_order=_hash_values(*unit_order),
         params_without_grad=_hash_values(*params_without_grad),
         changed_buffers=_hash_values(*changed_buffers),
+        param_facts=_hash_values(*param_facts),
         weights_mismatch=weights_mismatch,
         status=status,
         collective_index=collective_index,
@@ -315,8 +320,13 @@ def sync_after_backward(
         without_grad = [set(params) for params, _ in names]
         unused_params = [name for name in names[0][0] if all(name in params for params in without_grad)]
         changed_buffers = list({name: None for _, buffers in names for name in buffers})
+    facts: list[Sequence[str]] = [param_facts]
+    if low.param_facts != high.param_facts:
+        facts = cast("list[Sequence[str]]", all_gather_json(list(param_facts)))
     total_weight = BackwardRecord._make(summary.sums).weight if low.has_weight else None
-    return BackwardSync(unused_params=unused_params, changed_buffers=changed_buffers, weight=total_weight, statuses=statuses)
+    return BackwardSync(
+        unused_params=unused_params, changed_buffers=changed_buffers, param_facts=facts, weight=total_weight, statuses=statuses
+    )
 
 
 _BACKWARD_SPEC = RowSpec(len(BackwardRecord._fields))

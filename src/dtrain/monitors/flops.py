@@ -22,6 +22,7 @@ from dtrain.dist.rng import RNGSnapshot
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
+from dtrain.shard.param_hooks import without_hooks
 from dtrain.shard.unshard import reshard
 from dtrain.state import get_device
 from dtrain.step.microbatches import BatchWatch
@@ -272,7 +273,7 @@ def _restore_model_state(model: nn.Module) -> Iterator[None]:
     try:
         for param, _ in grads:
             param.grad = None
-        with restore_buffers(model):
+        with restore_buffers(model), without_hooks(dict(model.named_parameters())):
             reduction.before_microbatch(last=True)
             yield
     except BaseException:

@@ -31,6 +31,7 @@ from dtrain.shard.fsdp2_private import fsdp_param_groups, init_root, unsharded_p
 from dtrain.shard.fsdp2_simulation import iter_grads, only_first_shards, wrap_collectives
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.materialize import allocate_meta_tensors
+from dtrain.shard.param_hooks import StepHook
 from dtrain.shard.precision import Precision
 from dtrain.state import Accumulate, TrainState
 from dtrain.step.compose import Step, compose_step
@@ -207,7 +208,7 @@ class SimulatedRun:
                 self._tracker.assign("gradients", [owner.grad])
 
         if param.requires_grad:
-            param.register_post_accumulate_grad_hook(mark)
+            param.register_post_accumulate_grad_hook(StepHook(mark))
 
     @contextmanager
     def _attribute_group(self, group: Any, part: Literal["gathered", "communication"]) -> Iterator[None]:

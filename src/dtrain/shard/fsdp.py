@@ -24,10 +24,13 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import axis_size, data_rank, data_shape, get_mesh, tp_rank
 from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError
+from dtrain.fqn import parameters_by_fqn
+from dtrain.init_checks import check_kinds
 from dtrain.shard.buffers import attach_buffer_sync, broadcast_params_and_buffers, check_same_model
-from dtrain.shard.fsdp2_private import init_root, run_modules_separately, units_of
+from dtrain.shard.fsdp2_private import init_root, run_modules_separately, share_attributes, units_of
 from dtrain.shard.grad_sync import attach_grad_sync
 from dtrain.shard.meta_writes import record_write_counts
+from dtrain.shard.param_objects import ParamObjects, check_param_objects
 from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, separate_units
 from dtrain.shard.replicate import make_bucket_reducer
 from dtrain.shard.tensor_parallel import TensorParallelPlan, apply_tp_plan, format_tp_plan, resolve_tp_plan
@@ -147,8 +150,8 @@ def shard_model(
 
     Raises:
         ConfigError: an invalid option, an entry of ``blocks``, ``forward_methods``, ``ignored_params`` or ``tp_plan`` without a
-            match, a model that is sharded already or differs between ranks, or a layer that ``tp_plan`` cannot shard. All ranks
-            raise.
+            match, a model that is sharded already or differs between ranks, a parameter or an embedding that would train
+            otherwise than in one process, or a layer that ``tp_plan`` cannot shard. All ranks raise.
         PeerError: another rank raised.
     """
     error: Exception | None = None
@@ -157,11 +160,16 @@ def shard_model(
     try:
         _check_types(model, mesh, precision)
         resolved = _check_options(model, mesh, strategy, accumulate, buffers)
+        check_kinds(parameters_by_fqn(model)[0], "shard_model")
         separate = separate_units(model, precision)
         wrap_plan = plan_wrapping(model, blocks, ignored_params, separate_units=separate, forward_methods=forward_methods)
         planned_modules = resolve_tp_plan(model, tp_plan, mesh)
         resolved_comm = check_comm_config(comm_config, mesh.device_type)
         check_choice("shard_model", "offload", offload, ("params", None))
+        # Casts in forward, offloading and parallel styles need FSDP2's copies of parameters.
+        casts = precision is not None and (precision.param or precision.output)
+        plain = resolved == "replicate" and not (casts or offload or planned_modules)
+        check_param_objects(model, whole=plain, ignored_params=wrap_plan.ignored_params, ranks=mesh.size())
     # The predicates are user code. raise_if_any_failed reports any exception on all ranks.
     except Exception as problem:  # noqa: BLE001
         error = problem
@@ -169,17 +177,18 @@ def shard_model(
     options = [resolved, accumulate, buffers, sync, list(forward_methods), repr(precision), list(mesh.shape), offload]
     check_same_model(model, wrap_plan, [*options, repr(resolved_comm), *format_tp_plan(planned_modules)])
     record_write_counts(model)
+    objects = ParamObjects(model)
     cast_buffers_(model, precision)
     broadcast_params_and_buffers(model, get_dist_info().device, sync=sync)
     precision = precision or Precision()
     fsdp_mesh = apply_tp_plan(model, planned_modules, _fsdp_mesh(mesh, resolved), wrap_plan.ignored_params)
-    # Casts in forward, offloading and parallel styles need FSDP2's copies of parameters.
-    plain = resolved == "replicate" and not (precision.param or precision.output or offload or planned_modules)
     if not plain:
         _apply_fully_shard(model, fsdp_mesh, wrap_plan, precision, resolved, offload)
         _apply_comm_config(model, wrap_plan, resolved_comm)
         register_forward_methods(wrap_plan.forward_methods)
         _forbid_deepcopy(model)
+        share_attributes(model)
+    objects.carry_over_()
     index, count = data_rank(mesh)
     spec = ShardSpec(
         strategy=resolved,
@@ -279,6 +288,10 @@ def _apply_fully_shard(
 ) -> None:
     """Call ``fully_shard`` for each unit, innermost first."""
     device = get_dist_info().device
+    for param in model.parameters():
+        # FSDP2 takes no transposed weights and no memory format of images. The values stay.
+        if not is_dtensor(param) and not param.is_contiguous():
+            param.data = param.data.contiguous()
     keep_unsharded = strategy in ("shard_grad_op", "replicate")
     offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
     ignored = set(cast("list[nn.Parameter]", list(wrap_plan.ignored_params.values())))

@@ -1,4 +1,4 @@
-"""Use private names of FSDP2. Of dtrain's modules only this one and ``fsdp2_simulation`` do.
+"""Use private names of FSDP2. Of dtrain's modules only this one, ``fsdp2_forward`` and ``fsdp2_simulation`` do.
 
 Each function does something for which torch has no public call, and has a test: parameters without a gradient
 (``tests/shard/test_grad_sync.py``), sums within a replica (``tests/transforms/weights/test_local_sgd.py``), resets after an
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from copy import copy
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from dtrain.device import started_accelerator, use_on_current_stream
 from dtrain.errors import ConfigError
+from dtrain.shard.param_hooks import StepHook, check_dense
 from dtrain.shard.precision import LOW_PRECISION_DTYPES, accumulation_dtype
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def units_of(model: nn.Module) -> Iterator[torch.distributed.fsdp.FSDPModule]:
 
 def fsdp_param_groups(model: nn.Module) -> list[Any]:
     """Return FSDP2's parameter groups without duplicates, outermost unit first. One collective gathers or reduces a group."""
-    return list({id(group): group for unit in units_of(model) for group in _groups_in_state(unit._get_fsdp_state())}.values())
+    return list({id(group): group for unit in units_of(model) for group in groups_in_state(unit._get_fsdp_state())}.values())
 
 
 def init_root(model: nn.Module) -> None:
@@ -62,6 +63,18 @@ def run_modules_separately(module: nn.Module) -> None:
         for each in state._modules:
             each.register_forward_pre_hook(state._pre_forward, prepend=True, with_kwargs=True)
             each.register_forward_hook(state._post_forward)
+
+
+def share_attributes(model: nn.Module) -> None:
+    """Give each unsharded parameter the attributes of its sharded parameter, also later ones. Mutates: FSDP2's parameters."""
+    for param in (param for group in fsdp_param_groups(model) for param in group.fsdp_params):
+
+        def init_unsharded(param: Any = param, init: Callable[[], None] = param.init_unsharded_param) -> None:
+            init()
+            param._unsharded_param.__dict__ = param.sharded_param.__dict__
+            del param.init_unsharded_param
+
+        param.init_unsharded_param = init_unsharded
 
 
 def is_in_forward(unit: torch.distributed.fsdp.FSDPModule) -> bool:
@@ -215,7 +228,7 @@ def add_reduction_hook(group: Any, call: Callable[[], None]) -> RemovableHandle 
     FSDP2 runs the hooks of each shard in order, after storing the reduced gradient.
     """
     trainable = [param for param in sharded_params(group) if param.requires_grad]
-    return trainable[-1].register_post_accumulate_grad_hook(lambda _: call()) if trainable else None
+    return trainable[-1].register_post_accumulate_grad_hook(StepHook(lambda _: call())) if trainable else None
 
 
 def has_pending_backward(group: Any) -> bool:
@@ -246,7 +259,10 @@ def zero_fill_missing_grads(group: Any) -> tuple[list[int], list[int]]:
     accumulated = any(param.unsharded_accumulated_grad is not None for _, param in trainable)
     present, missing = list[int](), list[int]()
     for at, param in trainable:
-        full, has_grad = getattr(param, "_unsharded_param", None), bool(unreduced_grads(param))
+        full, grads = getattr(param, "_unsharded_param", None), unreduced_grads(param)
+        has_grad = bool(grads)
+        for grad in grads:
+            check_dense(param._param_fqn, grad)
         (present if has_grad else missing).append(at)
         if full is not None and not has_grad:
             full.grad = torch.zeros_like(full)
@@ -326,53 +342,16 @@ def _reset_iteration_before_torch_2_13(model: nn.Module) -> None:
     root._state_ctx.post_backward_final_callback_queued = False
 
 
+def sharded_and_unsharded_params(group: Any) -> list[tuple[nn.Parameter, nn.Parameter | None]]:
+    """Return each parameter of ``group`` as stored, and its unsharded copy, None before the first gather."""
+    return [(param.sharded_param, getattr(param, "_unsharded_param", None)) for param in group.fsdp_params]
+
+
 def unsharded_params(group: Any) -> list[nn.Parameter]:
     """Return the unsharded parameters of ``group`` that were gathered at least once, with or without storage."""
     return [param._unsharded_param for param in group.fsdp_params if hasattr(param, "_unsharded_param")]
 
 
-class UnitForward:
-    """Hooks into the forward of one FSDP2 unit, given by its first module, and forwards without computation."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
-        self._state: Any = module._get_fsdp_state()  # type: ignore[operator]
-        self.device: torch.device = self._state._device
-
-    def add_hooks(self, enter: Callable[[Any], Any], leave: Callable[[Any], Any]) -> None:
-        """Pass the inputs of each forward through ``enter`` before its gather, and its outputs through ``leave``.
-
-        Recomputed forwards (activation checkpointing) are ignored. Mutates: the unit's first group.
-        """
-        group = _groups_in_state(self._state)[0]
-        before, after = group.pre_forward, group.post_forward
-        in_forward = type(group._training_state).FORWARD
-
-        def pre_forward(module: nn.Module, args: Any, kwargs: Any) -> Any:
-            # Further modules of the unit run inside its forward.
-            if group._training_state is not in_forward:
-                args, kwargs = enter((args, kwargs))
-            return before(module, args, kwargs)
-
-        def post_forward(module: nn.Module, args: Any, output: Any) -> Any:
-            return after(module, args, leave(output))
-
-        group.pre_forward, group.post_forward = pre_forward, post_forward
-
-    def pre_forward(self, value: Tensor) -> Tensor:
-        """Gather the unit as its forward does. ``value`` replaces the inputs. Collective: one all-gather."""
-        return self._state._pre_forward(self.module, (value,), {})[0][0]  # type: ignore[no-any-return]
-
-    def post_forward(self, value: Tensor) -> Tensor:
-        """Reshard the unit as its forward does. ``value`` and its gradient replace the outputs and their gradient."""
-        return self._state._post_forward(self.module, (), value)  # type: ignore[no-any-return]
-
-
-def unit_forwards(model: nn.Module) -> list[UnitForward]:
-    """Return the units of ``model`` that own parameters, outermost first, without duplicates."""
-    units = {id(unit._get_fsdp_state()): unit for unit in reversed(list(units_of(model)))}
-    return [UnitForward(cast(nn.Module, unit)) for unit in reversed(units.values()) if _groups_in_state(unit._get_fsdp_state())]
-
-
-def _groups_in_state(state: Any) -> list[Any]:
+def groups_in_state(state: Any) -> list[Any]:
+    """Return the parameter groups of FSDP2's ``state`` of a unit."""
     return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))

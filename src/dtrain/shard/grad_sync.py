@@ -7,8 +7,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from functools import partial
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -16,6 +14,8 @@ from dtrain.device import use_on_current_stream
 from dtrain.dist.init import get_dist_info
 from dtrain.dtensor import from_local_like, to_local
 from dtrain.fqn import unwrap_module
+from dtrain.shard.forward_writes import ForwardWrites
+from dtrain.shard.fsdp2_forward import unit_forwards
 from dtrain.shard.fsdp2_private import (
     add_end_of_backward_hook,
     add_reduction_hook,
@@ -36,6 +36,7 @@ from dtrain.shard.fsdp2_private import (
     wait_for_reduction,
     zero_fill_missing_grads,
 )
+from dtrain.shard.param_hooks import ParamHooks, StepHook, raise_hooks_outside_of_step
 from dtrain.shard.precision import accumulation_dtype
 from dtrain.shard.replicate import BucketReducer
 from dtrain.shard.skipped_units import SkippedUnits
@@ -84,6 +85,11 @@ class GradSync:
             add_end_of_backward_hook(model, self._reduce_unreached)
         needs_all_ranks = self._sharded and spec.strategy != "replicate" and get_dist_info().world_size > 1
         self._skipped = SkippedUnits(model) if needs_all_ranks else None
+        # After the hooks of SkippedUnits, which compares the outputs of nested units.
+        for unit in unit_forwards(model):
+            unit.prepare_outputs()
+        self.hooks = ParamHooks()
+        self.writes = ForwardWrites(model, 1 if spec.mesh is None else spec.mesh.size())
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         # A copy of the model is a plain model.
@@ -109,6 +115,9 @@ class GradSync:
             self.reducer.reset()
             if params is not None:
                 self.reducer.begin_step(params, communicate=not within_replica)
+        if params is not None:
+            self.hooks.detach(params)
+            self.writes.begin_step(params)
         if self._skipped is not None:
             self._skipped.end_step()
 
@@ -130,7 +139,12 @@ class GradSync:
         Raises:
             StepError: in the first step of a plan, ranks run different units; on all ranks.
         """
+        self.writes.after_forward()
         return loss if self._skipped is None else self._skipped.complete_forward(loss)
+
+    def describe_params(self) -> list[str]:
+        """Return hooks on parameters and writes of this step's forwards, as text that ranks compare."""
+        return [*self.hooks.described, *self.writes.describe()]
 
     def confirm_order(self) -> None:
         """Rely on the order of units of this step, which succeeded on all ranks. All ranks must call, or none."""
@@ -211,6 +225,7 @@ class GradSync:
         self._in_step = self._within_replica = False
         self.before_microbatch(last=True)
         self._stashed_grads.clear()
+        self.hooks.restore()
         if self.reducer is not None:
             self.reducer.reset()
         if self._skipped is not None:
@@ -280,7 +295,7 @@ class GradSync:
                 add_reduction_hook(group, partial(self._on_reduced, index, call)) for index, group in enumerate(self._groups)
             ]
         else:
-            hook = partial(self._on_accumulated, call)
+            hook = StepHook(self._on_accumulated, call)
             handles = [param.register_post_accumulate_grad_hook(hook) for param in params if param.requires_grad]
         try:
             yield
@@ -349,6 +364,10 @@ class GradSync:
                 self._order.append(index)
             self._present.update([(index, at) for at in present])
             self._missing.update([(index, at) for at in missing])
+        elif any([param._backward_hooks for param in sharded_params(self._groups[index])]):  # noqa: C419
+            # The hooks belong to the sharded parameters, and the model has the unsharded ones now.
+            self.reshard()
+            raise_hooks_outside_of_step(self._model)
         reduce(self._within_replica)
 
 
@@ -376,21 +395,3 @@ def grad_sync_of(model: nn.Module) -> GradSync:
 
 
 _OF_PLAIN_MODELS: weakref.WeakKeyDictionary[nn.Module, GradSync] = weakref.WeakKeyDictionary()
-
-
-def all_reduce_grads_(grads: Sequence[Tensor], spec: ShardSpec) -> None:
-    """Sum plain gradients over all ranks that count in the loss, in at least float32.
-
-    While replicas train separately, sum within this rank's replica.
-
-    Mutates: ``grads``. Collective: one all-reduce per dtype; within a replica, one per axis of its mesh.
-    """
-    for dtype in {grad.dtype: None for grad in grads}:
-        same_dtype = [grad for grad in grads if grad.dtype == dtype]
-        flat = torch.cat([grad.reshape(-1) for grad in same_dtype]).to(accumulation_dtype(dtype))
-        if not spec.counts_in_loss:
-            flat.zero_()
-        for group in [None] if spec.replica_info is None else spec.replica_info.within_groups:
-            dist.all_reduce(flat, group=group)
-        pieces = flat.split([grad.numel() for grad in same_dtype])
-        torch._foreach_copy_(same_dtype, [piece.view_as(grad) for piece, grad in zip(pieces, same_dtype, strict=True)])

@@ -18,8 +18,7 @@ error, too: the meta device did not keep its initial value (see ``meta_writes``)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -30,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 
 from dtrain import spans
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.rng import rng_state, seed_all, set_rng_state
+from dtrain.dist.rng import seeded_rng
 from dtrain.dtensor import is_dtensor, local_slice, to_local
 from dtrain.errors import ConfigError
 from dtrain.fqn import parameters_by_fqn
@@ -45,6 +44,7 @@ from dtrain.shard.meta_writes import (
     substitute_tensors,
     write_counts_of,
 )
+from dtrain.shard.param_objects import ParamObjects
 from dtrain.state import get_spec
 
 InitFn = Callable[[nn.Module], None]
@@ -96,11 +96,11 @@ def materialize(model: nn.Module, *, seed: int, init: InitFn | None = None) -> n
     )
     for name, module in modules:
         resets = reset_functions(module, model)
-        with _module_rng(seed, name):
+        with seeded_rng(seed, "materialize", name):
             below = find_tensors_written_below(module, init, born_meta)
         if not born_meta[id(module)] and not resets and not below:
             continue
-        with _module_rng(seed, name), torch.no_grad():
+        with seeded_rng(seed, "materialize", name), torch.no_grad():
             written = _initialize_module(name, module, born_meta, resets, init, below, pending, repeated, device)
             for target, full in written:
                 _copy_own_shard_(target, full)
@@ -123,7 +123,7 @@ def allocate_meta_tensors(model: nn.Module, device: torch.device) -> None:
 
     Mutates: ``model``; Parameter objects are replaced.
     """
-    ties = _find_tied_params(model)
+    ties, objects = _find_tied_params(model), ParamObjects(model)
     offloads = get_spec(model).compute_device is not None
 
     def allocate(tensor: Tensor) -> Tensor:
@@ -132,6 +132,7 @@ def allocate_meta_tensors(model: nn.Module, device: torch.device) -> None:
 
     model._apply(allocate)
     _restore_ties(model, ties)
+    objects.carry_over_()
 
 
 def _own_meta_keys(module: nn.Module) -> list[str]:
@@ -161,17 +162,6 @@ def _restore_ties(model: nn.Module, ties: list[list[tuple[nn.Module, str]]]) -> 
     for (owner, first), *locations in ties:
         for module, key in locations:
             module.register_parameter(key, owner._parameters[first])
-
-
-@contextmanager
-def _module_rng(seed: int, name: str) -> Iterator[None]:
-    """Seed the random streams from the module name in a context; restore the global streams at exit."""
-    before = rng_state()
-    seed_all(seed, "materialize", name)
-    try:
-        yield
-    finally:
-        set_rng_state(before)
 
 
 def _initialize_module(

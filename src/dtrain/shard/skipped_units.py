@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from dtrain.dist.collectives import all_gather_numbers, all_gather_with_timeout
 from dtrain.errors import StepError
 from dtrain.fqn import modules_by_fqn
-from dtrain.shard.fsdp2_private import UnitForward, unit_forwards
+from dtrain.shard.fsdp2_forward import UnitForward, grad_tensors, unit_forwards
 
 # The pseudo unit at the end of a microbatch.
 _END_OF_MICROBATCH = -1
@@ -210,7 +210,7 @@ class SkippedUnits:
     def _record_outputs(self, frame: _OpenForward, output: Any) -> None:
         assert frame.recorded_call is not None
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        frame.recorded_call.outputs_need_grad = any(tensor.requires_grad for tensor in tensors)
+        frame.recorded_call.outputs_need_grad = bool(grad_tensors(output))
         if frame.calls:
             frame.calls[-1].returns_inner_output = any(
                 output_tensor is inner for output_tensor in tensors for inner in frame.inner_outputs

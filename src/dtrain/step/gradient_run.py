@@ -13,7 +13,7 @@ from torch import Tensor
 from dtrain import spans
 from dtrain.batch import list_tensors
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.rng import hash_rng_state
+from dtrain.dist.rng import hash_rng_state, seeded_rng
 from dtrain.dist.step_sync import (
     BackwardSync,
     RankStatus,
@@ -26,7 +26,10 @@ from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, StepError
 from dtrain.memory.device_memory import release_cached_memory
 from dtrain.shard.buffers import BufferSync, buffer_sync_of
-from dtrain.shard.grad_sync import GradSync, all_reduce_grads_, grad_sync_of
+from dtrain.shard.forward_writes import raise_if_written
+from dtrain.shard.grad_sync import GradSync, grad_sync_of
+from dtrain.shard.param_hooks import raise_if_hooks_differ
+from dtrain.shard.replicate import all_reduce_grads_
 from dtrain.state import TrainState, check_state
 from dtrain.step.microbatches import BatchWatch, Microbatches, check_first_run
 from dtrain.step.normalization import (
@@ -119,6 +122,9 @@ class GradientRun:
             if self._synchronized and error is not None:
                 self.grad_sync.abort()
                 self.state.drop_gradients()
+                if self.state.spec.mesh is not None and type(error) is RuntimeError and "DTensor" in str(error):
+                    # torch has no class for this error. Only the text is replaced here.
+                    raise StepError(f"{self._caller}: {_USED_OUTSIDE}") from error
             spans.end("step")
 
     def _check_state(self) -> None:
@@ -263,6 +269,8 @@ class GradientRun:
         if guard is not None and guard.failed:
             guard.roll_back(self._free_memory)
         outcome = self._sync_after_backward()
+        raise_if_hooks_differ(outcome.param_facts)
+        raise_if_written(outcome.param_facts, state.spec.strategy)
         self.grad_sync.confirm_order()
         if guard is None or guard.max_microbatches is None:
             if state.spec.ranks_per_batch > 1:
@@ -270,6 +278,9 @@ class GradientRun:
             self._reduce_and_normalize(outcome)
             state.run_context.monitor.nonfinite_losses.record(state.step, self._loss[0])
         self.grad_sync.end_step()
+        if self.grad_sync.hooks.exist and (guard is None or guard.max_microbatches is None):
+            with seeded_rng(state.seed, "param hooks", state.step) if state.spec.mesh else nullcontext():
+                self.grad_sync.hooks.run_(state.params)
         return with_agreed_position(state._replace(step_counts=self._counts)), metrics
 
     def _free_memory(self) -> None:
@@ -293,6 +304,7 @@ class GradientRun:
                 params_without_grad=self.grad_sync.params_without_grad(state),
                 changed_buffers=self._buffers.changed_modules(),
                 weights_mismatch=mismatch,
+                param_facts=self.grad_sync.describe_params(),
                 status=status,
                 collective_index=0 if guard is None else guard.collectives_issued,
                 weight=weight,
@@ -313,6 +325,13 @@ class GradientRun:
         if not grads and not self.grad_sync.grads_taken:
             raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")
         normalize_grads_(grads, state, self._normalizer, self._metrics, global_weight=outcome.weight)
+
+
+_USED_OUTSIDE = (
+    "the loss, or a forward, must not compute with a sharded parameter outside of the forward of its unit, as for a penalty on "
+    "weights or a layer of a block that another module calls. Compute in the forward of the block that owns the parameter, or "
+    "name the parameter in ignored_params."
+)
 
 
 def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:

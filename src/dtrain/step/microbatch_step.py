@@ -55,7 +55,8 @@ def microbatch_step(
     Returns:
         ``state`` with the counts that ranks agreed on, and metrics ``loss``, the terms and ``aux``, as local sums.
 
-    Mutates: ``.grad`` of the parameters; earlier gradients are dropped. Buffers that the model's forward changes, which are
+    Mutates: ``.grad`` of the parameters; earlier gradients are dropped. Gradient hooks of parameters run once, on the mean
+    gradient. Buffers that the model's forward changes, which are
     then synchronized across ranks as ``shard_model(buffers=...)`` says.
     Collective: one record before forward, and for a sharded model on several ranks one after backward;
     the model's own gathers; in the first step of a sharded model one record per unit, which compares the order of units; one
@@ -63,7 +64,8 @@ def microbatch_step(
     per bucket under ``replicate``; one all-reduce of the weight (float64), if the weight is a tensor on a GPU or ``weight_fn``
     declares weights; one of the gradients of ignored parameters; one or two of changed buffers.
     Host sync: none, except some values of the first batches on several ranks, if the batches are on a device. These values
-    detect ranks that train on equal batches; see ``Step.init(allow_equal_batches=)``.
+    detect ranks that train on equal batches; see ``Step.init(allow_equal_batches=)``. The first step of a sharded model also
+    reads digests of its parameters, to detect a forward that writes parameters.
 
     Example:
         state, metrics = dt.microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=8)
@@ -79,7 +81,8 @@ def microbatch_step(
         DistError: a collective timed out or lost a peer; the message names the missing ranks.
         NonFiniteError: the losses of ten steps in a row were infinite or NaN on some rank. All ranks raise, in a later step,
             because nothing waits for the device. ``dt.transforms.nonfinite`` changes the number, or stops the check.
-        StepError: no rank has a sample, no parameter got a gradient, ranks ran different units or have weights of different
+        StepError: no rank has a sample, no parameter got a gradient, a forward wrote a parameter and the write would be lost or
+            differ between ranks, gradient hooks differ between ranks, ranks ran different units or have weights of different
             terms, or the global weight is zero. On a GPU the weight reaches the host late: the gradient of such a step is zero,
             and the next step raises.
     """

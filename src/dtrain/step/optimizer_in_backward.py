@@ -19,6 +19,7 @@ from dtrain.dist.context import current_context
 from dtrain.dtensor import is_dtensor, to_local
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.grad_sync import grad_sync_of
+from dtrain.shard.param_hooks import check_no_hooks
 from dtrain.state import TrainState
 from dtrain.step.compose import Step, check_step_parts, wrap_grad, wrap_update
 from dtrain.step.microbatch_step import microbatch_step
@@ -76,7 +77,7 @@ def optimizer_in_backward(
 
     Raises:
         ConfigError: no ``weight_fn``, a transform that needs the gradient, or arguments that ``compose_step`` refuses; in a
-            step, a model with tensor or context parallelism.
+            step, a model with tensor or context parallelism, or a gradient hook of a parameter.
         StepError: in a step, a unit whose gradient arrived in several parts.
     """
     check_step_parts("optimizer_in_backward", loss_fn, transforms, microbatch_step, apply_gradients)
@@ -117,6 +118,9 @@ def _compute_and_apply(
 ) -> tuple[TrainState, Metrics]:
     if state.spec.ranks_per_batch > 1:
         raise ConfigError("optimizer_in_backward: tensor and context parallelism are not supported. Use dt.compose_step.")
+    check_no_hooks(
+        state.params, "optimizer_in_backward", "because the update runs before the gradient is complete. Use dt.compose_step."
+    )
     done: set[int] = set()
     with _invalidate_state_on_error(state, done):
         with grad_sync_of(state.model).on_grad_ready(list(state.params.values()), partial(_apply, state, done)):

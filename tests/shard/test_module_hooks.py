@@ -1,0 +1,225 @@
+"""Modules that ordinary PyTorch takes around FSDP2: hooks, outputs of any kind, strided weights, sparse gradients."""
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dtrain.dist.init import get_dist_info
+from dtrain.dtensor import full_tensor
+from dtrain.errors import StepError
+from dtrain.shard.fsdp import shard_model
+from dtrain.step.compose import compose_step
+from dtrain.step.microbatch_step import microbatch_step
+from dtrain.typing import LossSum
+from shard.test_param_objects import mesh_for, strategies
+
+STEPS = 2
+
+
+class Box:
+    """A plain object around a tensor."""
+
+    def __init__(self, hidden: Any) -> None:
+        self.hidden = hidden
+
+
+class Slotted:
+    """A plain object without a dictionary."""
+
+    __slots__ = ("hidden",)
+
+    def __init__(self, hidden: Any) -> None:
+        self.hidden = hidden
+
+
+class Block(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.inner = kind, nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.inner(torch.tanh(x))
+        results = {"box": Box, "slots": Slotted, "nested": lambda y: Box({"a": [Box(y)]}), "pair": lambda y: (y, x.view(-1))}
+        return results.get(self.kind, lambda y: y.view(-1, 4))(y)
+
+
+def unpack(value: Any) -> torch.Tensor:
+    while not isinstance(value, torch.Tensor):
+        value = getattr(value, "hidden", value)
+        value = value["a"] if isinstance(value, dict) else value[0] if isinstance(value, list | tuple) else value
+    return value
+
+
+class Net(nn.Module):
+    """Two blocks; the rest depends on ``kind``."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.first, self.second, self.head = kind, Block(kind), Block(kind), nn.Linear(4, 4)
+        if kind == "transposed":
+            self.head.weight = nn.Parameter(self.head.weight.detach().t())
+        elif kind == "images":
+            self.conv = nn.Conv2d(2, 2, 2).to(memory_format=torch.channels_last)
+        elif kind == "hooks":
+            self.first.register_forward_pre_hook(lambda module, inputs: (inputs[0] * 2,))
+            self.second.register_forward_hook(lambda module, inputs, output: output * module.inner.weight.sum())
+            self.second.register_full_backward_hook(lambda module, grads, outputs: (grads[0] * 3,))
+            self.second.register_full_backward_pre_hook(lambda module, outputs: (outputs[0] * 0.5,))
+            self.head.register_full_backward_hook(lambda module, inputs, outputs: (inputs[0] * 2,))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "images":
+            x = x + self.conv(x.view(-1, 2, 2, 1).expand(-1, -1, -1, 2)).sum((1, 2, 3))[:, None]
+        x = unpack(self.first(x))
+        if self.kind == "changed view":
+            x += 1
+            x *= 2
+        x = unpack(self.second(x))
+        y = self.head(x).view(-1, 2)
+        if self.kind == "changed view":
+            y -= 1
+        return y
+
+
+KINDS = ("view", "changed view", "box", "slots", "nested", "pair", "transposed", "images", "hooks")
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> LossSum:
+    y = model(x)
+    if model.kind == "changed view":
+        y *= 2
+    return LossSum(total=y.square().sum(), weight=len(x))
+
+
+def make(kind: str) -> nn.Module:
+    torch.manual_seed(0)
+    return Net(kind).double()
+
+
+def whole() -> torch.Tensor:
+    return torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def one_process(kind: str) -> dict:
+    model = make(kind)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    for _ in range(STEPS):
+        loss = squares(model, whole())
+        (loss.total / loss.weight).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def errors() -> dict:
+    info, found = get_dist_info(), {}
+    size = 8 // info.world_size
+    for kind in KINDS:
+        expected = one_process(kind)
+        for strategy in strategies():
+            for microbatch_size in (None, 2):
+                model = shard_model(make(kind), mesh_for(strategy), strategy=strategy, blocks=(Block,))
+                step = compose_step(squares, grad=partial(microbatch_step, microbatch_size=microbatch_size))
+                state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.001))
+                for _ in range(STEPS):
+                    state, _ = step(state, whole()[info.rank * size :][:size])
+                pairs = ((full_tensor(p.detach()), expected[name]) for name, p in state.params.items())
+                found[f"{kind} {strategy} {microbatch_size}"] = max((a - b).abs().max().item() for a, b in pairs)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_unusual_modules_train_as_in_one_process(ranks, world_size):
+    for found in ranks(world_size).run(errors):
+        assert {case: error for case, error in found.items() if not error <= 1e-12} == {}
+
+
+def state_dict_hooks() -> list:
+    found = []
+    for strategy in strategies():
+        model, calls = make("view"), []
+        model.register_state_dict_pre_hook(lambda *_, calls=calls: calls.append("before save"))
+        model.register_state_dict_post_hook(lambda module, state, *_: state.update(extra=torch.ones(1)))
+        model.register_load_state_dict_pre_hook(lambda module, state, *_: state.pop("extra"))
+        model.register_load_state_dict_post_hook(lambda *_, calls=calls: calls.append("after load"))
+        model = shard_model(model, mesh_for(strategy), strategy=strategy, blocks=(Block,))
+        model.load_state_dict(model.state_dict())
+        found.append(calls)
+    return found
+
+
+def test_state_dict_hooks_run_around_units(ranks):
+    for found in ranks(2).run(state_dict_hooks):
+        assert found == [["before save", "after load"]] * len(found)
+
+
+class Sparse(nn.Module):
+    """Asks for sparse gradients without saying so in a module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.ones(6, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(x, self.table, sparse=True)
+
+
+class Outside(nn.Module):
+    """Uses the weight of a block outside of the block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = Block("view")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(self.block(x.float()), self.block.inner.weight)
+
+
+def plain_squares(model: nn.Module, x: torch.Tensor) -> LossSum:
+    return LossSum(total=model(x).square().sum(), weight=len(x))
+
+
+def penalty(model: nn.Module, x: torch.Tensor) -> LossSum:
+    total = sum(p.square().sum() for p in model.parameters())
+    return LossSum(total=model(x.float()).square().sum() + total * len(x), weight=len(x))
+
+
+USED_OUTSIDE = "must not compute with a sharded parameter outside of the forward of its unit"
+REFUSED: dict = {
+    "sparse": (Sparse, plain_squares, "step: the gradient of the parameter 'table' must be dense, got torch.sparse_coo"),
+    "outside": (Outside, plain_squares, USED_OUTSIDE),
+    "penalty": (
+        partial(Block, "view"),
+        penalty,
+        USED_OUTSIDE,
+    ),
+}
+
+
+def refusals() -> dict:
+    found = {}
+    for case, (kind, loss, _) in REFUSED.items():
+        for strategy in strategies():
+            model = shard_model(kind(), mesh_for(strategy), strategy=strategy, blocks=(Block,) if case == "outside" else ())
+            step = compose_step(loss)
+            state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            try:
+                step(state, torch.tensor([[0, 1, 2, 3]]))
+                found[f"{case} {strategy}"] = "no error"
+            except StepError as error:
+                found[f"{case} {strategy}"] = str(error)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_use_of_a_parameter_that_units_cannot_serve_is_one_line(ranks, world_size):
+    for found in ranks(world_size).run(refusals):
+        for case, line in found.items():
+            name, strategy = case.split()
+            # Plain parameters, or parameters that stay gathered from the forward on, can be used anywhere.
+            fine = strategy == "replicate" and not (name == "sparse" and world_size > 1)
+            fine |= name == "outside" and strategy == "shard_grad_op"
+            assert (line == "no error") if fine else (REFUSED[name][2] in line and "\n" not in line), (case, line)
