@@ -194,6 +194,8 @@ class RunContext:
             They belong to the run, because several runs may use one transform.
         lineage: identity of the run in its checkpoints. A load replaces the whole object.
         checkpointers: by checkpoint root, the ``Checkpointer`` that ``save_sharded`` opened for the run.
+        replica_check_interval: number of steps between two comparisons of replicas; see ``Step.init``.
+        replica_check: ``ReplicaCheck`` of the run, made in the first step or save; None before.
         model_syncs: ``GradSync`` and ``BufferSync`` of the model, looked up in the first step; None before.
     """
 
@@ -205,6 +207,8 @@ class RunContext:
     transform_cache: dict[str, Any] = field(default_factory=dict)
     lineage: Lineage = field(default_factory=Lineage)
     checkpointers: dict[str, Any] = field(default_factory=dict)
+    replica_check_interval: int = 100
+    replica_check: Any = None
     model_syncs: tuple[Any, Any] | None = None
 
 

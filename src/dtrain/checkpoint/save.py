@@ -36,6 +36,7 @@ from dtrain.dist.collectives import all_gather_json, raise_on_all_ranks
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, PeerError
+from dtrain.shard.replica_check import raise_if_params_differ, replica_check_of
 from dtrain.state import TrainState
 from dtrain.storage import AnyPath
 
@@ -130,11 +131,13 @@ def save_sharded(
     Collective: exchanges of JSON on the control group, and in the background thread on the background group; every rank must
     call it. Every rank writes its own shards; each replica of a shard writes a part of the tensors.
     Host sync: none for tensors on the CPU. Tensors on a GPU are copied to pinned memory in the order of the current stream;
-    ``"async"`` does not wait for the copy.
+    ``"async"`` does not wait for the copy. If several ranks hold a parameter, one wait for a digest.
 
     Raises:
         ConfigError: a value that is neither a tensor nor plain data (by its path), or that differs between ranks. No file has
             been touched.
+        DesyncError: parameters that several ranks hold differ; see ``Step.init(replica_check_interval=)``. No file has been
+            touched.
         CheckpointError: the step exists and belongs to another run, another live job writes into ``root``, there is no space,
             or a file operation failed; the step is not committed. In ``"async"`` mode the handle raises it, or the next save
             (unless ``should_stop`` asked for this save, which comes first), or the end of ``init_dist``'s block.
@@ -171,9 +174,10 @@ def start_save(
             info = get_dist_info()
             write_plan = plan_rank_write(contents, info.rank, info.world_size, separate_frozen=options.incremental)
             hashes = content_hashes(contents)
+            replica_digest = sum(replica_check_of(each).digest(each) for each in states.values())
         # The file of frozen parameters may become a link, which needs no space.
         needed = write_plan.data_bytes if not options.incremental else next(iter(write_plan.files.values())).size
-        total_bytes = _agree_on_contents(hashes, needed)
+        total_bytes = _agree_on_contents(states, hashes, needed, replica_digest)
         save_thread().wait_for_slot(_MAX_IN_FLIGHT)
         with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
             first = next(iter(states.values()))
@@ -256,12 +260,12 @@ def _check_arguments(states: States, what: str, extra: Mapping[str, Any], cast: 
         raise ConfigError(f"{_CALLER}: cast must be a floating-point dtype, got {cast}. Pass torch.bfloat16, for example.")
 
 
-def _agree_on_contents(hashes: Mapping[str, str], nbytes: int) -> int:
-    """Check that the contents are equal on all ranks and that no earlier save failed. Return the bytes of all ranks' data.
+def _agree_on_contents(states: States, hashes: Mapping[str, str], nbytes: int, replica_digest: float) -> int:
+    """Check that contents and replicas are equal on all ranks and that no earlier save failed. Return the bytes of all ranks.
 
-    Collective: one exchange of JSON on the control group.
+    Collective: one exchange of JSON on the control group, and one more if replicas differ.
     """
-    facts: Any = {"hashes": hashes, "bytes": nbytes, "failed": save_thread().has_unreported_failure}
+    facts: Any = {"hashes": hashes, "bytes": nbytes, "replicas": replica_digest, "failed": save_thread().has_unreported_failure}
     facts_by_rank = cast(list[dict[str, Any]], all_gather_json(facts, caller=_CALLER))
     failed = [rank for rank, facts in enumerate(facts_by_rank) if facts["failed"]]
     # After an agreed stop this save comes first; the end of the init_dist block raises the failure.
@@ -270,6 +274,9 @@ def _agree_on_contents(hashes: Mapping[str, str], nbytes: int) -> int:
         save_thread().wait_all()
         raise PeerError(f"{_CALLER}: an earlier save failed on rank {failed[0]} and was not committed. Save again.")
     check_equal_on_all_ranks([facts["hashes"] for facts in facts_by_rank])
+    if sum(facts["replicas"] for facts in facts_by_rank):
+        for state in states.values():
+            raise_if_params_differ(state, _CALLER)
     return sum(facts["bytes"] for facts in facts_by_rank)
 
 

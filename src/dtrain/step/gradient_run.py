@@ -26,6 +26,7 @@ from dtrain.errors import ConfigError, StepError
 from dtrain.memory.device_memory import release_cached_memory
 from dtrain.shard.buffers import BufferSync, buffer_sync_of
 from dtrain.shard.grad_sync import GradSync, all_reduce_grads_, grad_sync_of
+from dtrain.shard.replica_check import replica_check_of
 from dtrain.state import TrainState, check_state
 from dtrain.step.microbatches import Microbatches
 from dtrain.step.normalization import (
@@ -173,6 +174,7 @@ class GradientRun:
         elapsed_s = 0.0 if monitor.last_step_started_at is None else now - monitor.last_step_started_at
         monitor.last_step_started_at = now
         several = spec.mesh is not None
+        replicas = replica_check_of(state) if several else None
         batch_hash = hash_first_batch(state, microbatches.batch) if several and error is None and microbatches.samples else 0
         counts = sync_before_forward(
             samples=microbatches.samples,
@@ -190,10 +192,12 @@ class GradientRun:
             batch_hash=batch_hash,
             plan_digest=0 if guard is None else guard.traces.digest(*self.replay_conditions(), guard.max_microbatches or 0),
             shapes_hash=0 if guard is None or spec.ranks_per_batch == 1 else microbatches.hash_shapes(spec.data_rank),
+            replica_digest=0.0 if replicas is None else replicas.begin_step(state),
             batch_info=state.step_batch.info if state.step_batch is not None else None,
             elapsed_s=elapsed_s,
         )
-        if several:
+        if replicas is not None:
+            replicas.end_exchange(counts.replica_digest, state)
             warn_if_equal_batches(state, counts, batch_hash)
         if guard is not None and not counts.same_plan:
             guard.traces.clear()
