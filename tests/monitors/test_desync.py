@@ -259,7 +259,7 @@ def buffers(kept):
     return "no error"
 
 
-@pytest.mark.parametrize(("kept", "found"), [("broadcast", True), ("mean", True), ("local", False)])
+@pytest.mark.parametrize(("kept", "found"), [("broadcast", True), ("mean", True), ("own", False)])
 def test_buffers_are_compared_when_they_should_be_equal(ranks, kept, found):
     for message in ranks(2).run(buffers, kept):
         assert (

@@ -12,7 +12,7 @@ Sections, which are also the prefixes of tensor keys::
 Sections of each rank::
 
     rng/...                             random state
-    buffers/<name>                      persistent buffers, if each rank has its own (``buffers="local"``)
+    buffers/<name>                      persistent buffers, if each rank has its own (``buffers="own"``)
 
 Several named states are stored below ``states/<name>/``; the keys of ``extra`` and ``rng`` do not change.
 """
@@ -34,7 +34,7 @@ from dtrain.checkpoint.layout import SaveScope
 from dtrain.dist.rng import rng_state
 from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError
-from dtrain.fqn import buffers_by_fqn
+from dtrain.shard.buffer_sync import persistent_buffers
 from dtrain.state import TrainState
 
 # These options choose the implementation of a step, not its result. They may differ after a resume on another machine.
@@ -140,7 +140,7 @@ def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> d
     params = {name: param for name, param in state.params.items() if what != "trainable" or param.requires_grad}
     tree: dict[str, Callable[[], Any]] = {
         "params": lambda: {name: _cast(param, cast) for name, param in params.items()},
-        "buffers": lambda: {} if state.spec.buffers == "local" else buffers_by_fqn(state.model, persistent_only=True),
+        "buffers": lambda: persistent_buffers(state.model, state.spec, own=False),
         "optimizer": lambda: {"state": _optimizer_state(state), "groups": optimizer_groups(state)},
         "transforms": lambda: dict(state.transform_states),
         "clock": lambda: state.clock.state_dict(),
@@ -150,8 +150,7 @@ def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> d
 
 
 def _per_rank_buffers(state: TrainState, what: SaveScope) -> dict[str, Tensor]:
-    local = state.spec.buffers == "local" and "buffers" in layout.SECTIONS[what]
-    return buffers_by_fqn(state.model, persistent_only=True) if local else {}
+    return persistent_buffers(state.model, state.spec, own=True) if "buffers" in layout.SECTIONS[what] else {}
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -257,6 +257,7 @@ class BackwardSync(NamedTuple):
     Args:
         unused_params: parameters without a gradient on any rank.
         changed_buffers: modules whose buffers changed on some rank.
+        buffers_differ: if True, not all ranks have changed the same buffers.
         weight: loss weight of all ranks; None if some rank does not know its weight on the host.
         statuses: status of each rank; empty if all ranks are OK. If a rank failed, only ``statuses`` and
             ``collective_indices`` are set.
@@ -265,6 +266,7 @@ class BackwardSync(NamedTuple):
 
     unused_params: Sequence[str] = ()
     changed_buffers: Sequence[str] = ()
+    buffers_differ: bool = False
     weight: float | None = None
     statuses: Sequence[RankStatus] = ()
     collective_indices: Sequence[int] = ()
@@ -323,7 +325,8 @@ def sync_after_backward(
         unused_params = [name for name in names[0][0] if all(name in params for params in without_grad)]
         changed_buffers = list({name: None for _, buffers in names for name in buffers})
     total_weight = BackwardRecord._make(summary.sums).weight if low.has_weight else None
-    return BackwardSync(unused_params=unused_params, changed_buffers=changed_buffers, weight=total_weight, statuses=statuses)
+    buffers_differ = low.changed_buffers != high.changed_buffers
+    return BackwardSync(unused_params, changed_buffers, buffers_differ, total_weight, statuses)
 
 
 _BACKWARD_SPEC = RowSpec(len(BackwardRecord._fields))

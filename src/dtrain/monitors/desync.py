@@ -16,7 +16,7 @@ from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed, hash_rng_state, rng_state
 from dtrain.errors import ConfigError
-from dtrain.fqn import buffers_by_fqn
+from dtrain.shard.buffer_sync import persistent_buffers
 from dtrain.shard.replica_check import ReplicatedEntry, hash_entries, raise_first_difference, replicated_entries
 from dtrain.state import TrainState
 from dtrain.typing import Plain
@@ -39,7 +39,7 @@ def check_desync(
 
     Args:
         state: newest state of the run.
-        of: parts to compare: ``params``; persistent ``buffers`` (skipped with ``shard_model(buffers="local")``); state of the
+        of: parts to compare: ``params``; persistent ``buffers`` (except with ``shard_model(buffers="own")``); state of the
             ``optimizer``; ``transform_states``; ``rng``, torch's generators on ranks that share a batch (``tp``, ``cp``);
             ``position``, the counts of the clock.
         same_rng: if True, all ranks were seeded alike, and the generators of Python, NumPy and torch must be equal.
@@ -82,10 +82,9 @@ def _tensor_entries(state: TrainState, parts: Sequence[DesyncPart]) -> Iterator[
     """Yield the tensors to compare, in order of report."""
     if "params" in parts:
         yield from replicated_entries(state.params)
-    if "buffers" in parts and state.spec.buffers != "local":
-        yield from replicated_entries(
-            {f"buffer {name}": b for name, b in buffers_by_fqn(state.model, persistent_only=True).items()}
-        )
+    if "buffers" in parts:
+        buffers = persistent_buffers(state.model, state.spec, own=False)
+        yield from replicated_entries({f"buffer {name}": buffer for name, buffer in buffers.items()})
     if "optimizer" in parts:
         for name, param in state.params.items():
             content = state.optimizer.state.get(param, {})

@@ -24,7 +24,7 @@ from dtrain.dist.step_sync import (
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, StepError
 from dtrain.memory.device_memory import release_cached_memory
-from dtrain.shard.buffers import BufferSync, buffer_sync_of
+from dtrain.shard.buffer_sync import BufferSync, buffer_sync_of
 from dtrain.shard.grad_sync import GradSync, all_reduce_grads_, grad_sync_of
 from dtrain.shard.replica_check import replica_check_of
 from dtrain.state import TrainState, check_state
@@ -303,7 +303,7 @@ class GradientRun:
             state.params[name].grad = None
         if state.spec.mesh is not None:
             _reduce_ignored_params(state, outcome.unused_params)
-            self._buffers.sync_(outcome.changed_buffers)
+            self._buffers.sync_(outcome.changed_buffers, ranks_differ=outcome.buffers_differ)
         grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
         if not grads and not self.grad_sync.grads_taken:
             raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")
