@@ -103,7 +103,6 @@ def observed(folder: Path, interval: int, *, looking: bool = True) -> Callable[[
     inside = [
         dt.profiling.snapshot_on_oom(folder / "memory"),
         dt.profiling.step_profiler(folder / "traces", schedule=dt.profiling.schedule(skip_first=NEVER)),
-        dt.monitors.desync_guard(NEVER),
         dt.monitors.watch_loss(),
         *([dt.monitors.norms(interval, by="layer")] if looking else []),
         dt.transforms.clip_by_norm(1.0),

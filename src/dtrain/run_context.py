@@ -224,6 +224,8 @@ class RunContext:
         checkpointers: by checkpoint root, the ``Checkpointer`` that ``save_sharded`` opened for the run.
         group_options: names of the options of each parameter group at the beginning of the run.
         optimizer_checked: True after the first update, which is checked; see ``step.optimizer_state``.
+        replica_check_interval: number of steps between two comparisons of replicas; see ``Step.init``.
+        replica_check: ``ReplicaCheck`` of the run, made in the first step or save; None before.
         model_syncs: ``GradSync`` and ``BufferSync`` of the model, looked up in the first step; None before.
     """
 
@@ -237,6 +239,8 @@ class RunContext:
     checkpointers: dict[str, Any] = field(default_factory=dict)
     group_options: tuple[frozenset[str], ...] = ()
     optimizer_checked: bool = False
+    replica_check_interval: int = 100
+    replica_check: Any = None
     model_syncs: tuple[Any, Any] | None = None
 
 

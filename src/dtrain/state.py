@@ -27,7 +27,7 @@ from dtrain.typing import Batch, TransformState
 
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate", "none"]
 Accumulate = Literal["local", "sharded"]
-Buffers = Literal["broadcast", "mean", "local"]
+Buffers = Literal["broadcast", "mean", "sum", "own"]
 # Attribute of a module in which shard_model stores the ShardSpec.
 _SPEC_ATTRIBUTE = "_dtrain_spec"
 # Attribute of a model in which Step.init stores the ModelRuns.
@@ -46,7 +46,7 @@ class ShardSpec:
         ranks_per_batch: number of consecutive ranks that share a batch, along ``cp`` and ``tp``.
         counts_in_loss: if True, this rank's sums count. Ranks along ``tp`` compute equal sums, so only the first rank counts.
         accumulate: gradients between microbatches: whole (``"local"``) or as shards (``"sharded"``).
-        buffers: synchronization of persistent buffers that a forward changed.
+        buffers: synchronization of buffers that a forward changed, as passed to ``shard_model``; see ``buffer_choice``.
         ignored_params: names of parameters that FSDP2 ignores, so that they are whole on every rank.
         plain_params: if True, FSDP2 is not used, and all parameters are plain tensors, whole on every rank.
         compute_device: device of forward and backward if the parameters are offloaded, else None.
@@ -61,7 +61,7 @@ class ShardSpec:
     ranks_per_batch: int = 1
     counts_in_loss: bool = True
     accumulate: Accumulate = "local"
-    buffers: Buffers = "broadcast"
+    buffers: Buffers | Mapping[str, Buffers] | None = None
     ignored_params: tuple[str, ...] = ()
     plain_params: bool = False
     compute_device: torch.device | None = None

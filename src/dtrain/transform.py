@@ -6,13 +6,16 @@ some of these functions and owns a state. Skipping, repeating and retrying are z
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
 import torch
+from torch import Tensor
 
-from dtrain.dist.rng import generator
+from dtrain.dist.rng import derive_seed, generator
+from dtrain.dtensor import from_local_like, shard_box, to_local
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import Hyperparameter
 from dtrain.state import TrainState
@@ -108,6 +111,66 @@ class Transform:
 def make_step_context(state: TrainState, name: str) -> StepContext:
     """Make the ``StepContext`` of the transform ``name`` for the next step of ``state``."""
     return StepContext(state=state, generator=generator(state.device, state.seed, name, state.step, state.spec.data_rank))
+
+
+# Elements that are drawn at once. A rank draws the rows of its shard, rounded up to a multiple of such blocks.
+_BLOCK_NUMEL = 2**16
+
+
+def random_like(state: TrainState, tensor: Tensor, *names: int | str, sample: Callable[..., Tensor] = torch.randn) -> Tensor:
+    """Draw a random tensor placed like ``tensor``, for a ``grad`` or ``update`` wrapper.
+
+    The numbers are those of one draw of the whole tensor, of which each rank keeps its shard. So replicas draw equal numbers,
+    and the numbers do not depend on strategy and number of ranks. They depend only on the run's seed, the step and ``names``,
+    so no generator state is saved. A second call with the same arguments returns the same numbers. CPU and GPU draw different
+    numbers.
+
+    Args:
+        state: state of the step.
+        tensor: parameter, gradient or other tensor of any shape, plain or DTensor; its values are not read.
+        names: names of the random stream, at least one; usually the transform's and the parameter's.
+        sample: function that draws, called with (size, generator=, dtype=, device=): ``torch.randn``, ``torch.rand``,
+            ``partial(torch.randint, 0, 2)``.
+
+    Returns:
+        A new tensor of the shape, dtype, device and placement of ``tensor``.
+
+    Collective: none. Host sync: none.
+
+    Example:
+        def update(inner):
+            def noisy(state, metrics):
+                for name, param in state.params.items():
+                    if param.grad is not None:
+                        param.grad.add_(dt.transforms.random_like(state, param.grad, "noise", name), alpha=0.1)
+                return inner(state, metrics)
+            return noisy
+
+        step = dt.compose_step(loss_fn, [dt.Transform(name="noise", update=update)])
+
+    Raises:
+        ConfigError: no ``names``.
+    """
+    if not names:
+        raise ConfigError(
+            "random_like: names must have at least one name, got none. Pass the names of the transform and of the parameter."
+        )
+    local, box = to_local(tensor.detach()), shard_box(tensor)
+    shape, (offset, *other_offsets), (rows, *other_sizes) = box.shape or (1,), box.offset or (0,), box.size or (1,)
+    drawn = torch.empty((rows, *other_sizes), dtype=local.dtype, device=local.device)
+    if drawn.numel() == 0:
+        return from_local_like(tensor, drawn.view(local.shape))
+    rng = torch.Generator(device=local.device)
+    row_numel = math.prod(shape[1:])
+    block = max(1, _BLOCK_NUMEL // row_numel)
+    columns = tuple(slice(start, start + size) for start, size in zip(other_offsets, other_sizes, strict=True))
+    for begin in range(offset - offset % block, offset + rows, block):
+        end = min(begin + block, shape[0])
+        rng.manual_seed(derive_seed(state.seed, *names, state.step, begin))
+        numbers = sample((end - begin, *shape[1:]), generator=rng, dtype=local.dtype, device=local.device)
+        first, last = max(begin, offset), min(end, offset + rows)
+        drawn[first - offset : last - offset] = numbers[(slice(first - begin, last - begin), *columns)]
+    return from_local_like(tensor, drawn.view(local.shape))
 
 
 def check_transform(value: Any, caller: str, example: str) -> None:

@@ -13,9 +13,10 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seed_all
 from dtrain.dtensor import to_local
 from dtrain.errors import ConfigError, DesyncError, StaleStateError
-from dtrain.monitors import desync
-from dtrain.monitors.desync import check_desync, desync_guard, hash_tensors
-from dtrain.testing import count_collectives, count_host_syncs
+from dtrain.monitors.desync import check_desync
+from dtrain.shard import replica_check
+from dtrain.shard.replica_check import hash_tensors
+from dtrain.testing import count_host_syncs
 from dtrain.transforms.weights.ema import ema
 from shard.copies import ADAMW, begin, part
 
@@ -91,8 +92,8 @@ def test_hash_equals_reference_sum():
     """In one go, as a GPU computes it, and with numbers of Python."""
     words = torch.randint(-(2**31), 2**31, (5 * 2**15 + 7,), generator=torch.Generator().manual_seed(0)).int()
     within, of_block = (
-        desync._odd_factors(2**15, desync._STRIDE, CPU),
-        desync._odd_factors(6, desync._PER_BLOCK, CPU),
+        replica_check._odd_factors(2**15, replica_check._STRIDE, CPU),
+        replica_check._odd_factors(6, replica_check._PER_BLOCK, CPU),
     )
     factors = (of_block[:, None] * within).flatten()[: len(words)]
     assert hash_of(words) == (words * factors).sum().item()
@@ -209,37 +210,6 @@ def test_hybrid_sharding_compares_replicas_of_each_shard(ranks, what, rank):
             assert minority == [{0: 2, 3: 3}[rank]]
 
 
-def guarded(what, interval):
-    seed_all(3)
-    step, state = begin([desync_guard(interval)], "replicate", ADAMW)
-    syncs, collectives = [], []
-    try:
-        for at in range(5):
-            with count_host_syncs() as waits, count_collectives() as seen:
-                state, _ = step(state, part(at, [4, 4], get_dist_info().rank, get_dist_info().rank + 1))
-            syncs.append(waits.count)
-            collectives.append(seen.count(group="control"))
-            if at == 2 and get_dist_info().rank == 0:
-                spoil(state, what)
-    except DesyncError as error:
-        return state.step, str(error).partition(" must ")[0], syncs, collectives
-    return "no error"
-
-
-@pytest.mark.parametrize(("interval", "step"), [(1, 3), (2, 3), ("5ba", 4)])
-def test_guard_raises_at_end_of_interval(ranks, interval, step):
-    for found, message, *_ in ranks(2).run(guarded, "last.bias", interval):
-        assert found == step, "the step that raises is not made"
-        assert message == f"check_desync: step {step}: 'last.bias'"
-
-
-def test_guard_synchronizes_only_at_end_of_interval(ranks):
-    rarely, always = (ranks(2).run(guarded, "last.bias", interval) for interval in (4, 1))
-    for (*_, syncs, records), (*_, more_syncs, more_records) in zip(rarely, always, strict=True):
-        assert [more - few for few, more in zip(syncs, more_syncs, strict=True)] == [1] * 3
-        assert [more - few for few, more in zip(records, more_records, strict=True)] == [1] * 3
-
-
 class Loader:
     """Says where it is."""
 
@@ -289,7 +259,7 @@ def buffers(kept):
     return "no error"
 
 
-@pytest.mark.parametrize(("kept", "found"), [("broadcast", True), ("mean", True), ("local", False)])
+@pytest.mark.parametrize(("kept", "found"), [("broadcast", True), ("mean", True), ("own", False)])
 def test_buffers_are_compared_when_they_should_be_equal(ranks, kept, found):
     for message in ranks(2).run(buffers, kept):
         assert (
@@ -298,7 +268,7 @@ def test_buffers_are_compared_when_they_should_be_equal(ranks, kept, found):
 
 
 def apart():
-    step, state = begin([desync_guard(1)], "replicate")
+    step, state = begin([], "replicate")
     state = dt.transforms.split_replicas(state)
     state, _ = step(state, part(0, [4, 4], get_dist_info().rank, get_dist_info().rank + 1))  # they differ now, as they may
     try:
@@ -315,7 +285,7 @@ def test_independently_trained_copies_are_refused(ranks):
 
 def test_single_rank_compares_nothing():
     model = nn.Linear(1, 1)
-    step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len), [desync_guard(1)])
+    step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len))
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with count_host_syncs() as seen:
         after, _ = step(state, torch.ones(1, 1))
@@ -325,17 +295,16 @@ def test_single_rank_compares_nothing():
         check_desync(state)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [lambda: desync_guard(10, of=("weights",)), lambda: desync_guard(10, of=()), lambda: desync_guard(10, of="params")],
-    ids=["unknown", "empty", "text"],
-)
-def test_invalid_arguments_are_refused(make):
+@pytest.mark.parametrize("of", [("weights",), (), "params"], ids=["unknown", "empty", "text"])
+def test_invalid_arguments_are_refused(of):
+    model = nn.Linear(1, 1)
+    step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len))
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     with pytest.raises(
         ConfigError,
-        match="desync_guard: of must be a list of names from params, buffers, optimizer, transform_states, rng, position, got",
+        match="check_desync: of must be a list of names from params, buffers, optimizer, transform_states, rng, position, got",
     ):
-        make()
+        check_desync(state, of=of)
 
 
 @pytest.mark.parametrize(
@@ -349,13 +318,10 @@ def test_invalid_arguments_are_refused(make):
     ],
 )
 def test_minority_ranks_are_named(told, minority):
-    class State:
-        step = 7
-
     entries = [[["other", "", 5], *([["w", "", value]] if value is not None else [])] for value in told]
     with pytest.raises(DesyncError, match="step 7: 'w' must be equal on all ranks, got a different value on") as error:
-        desync._raise_first_difference(State, entries)
-    assert "a different value on " + desync._format_ranks(minority) + " than on" in str(error.value)
+        replica_check.raise_first_difference("check_desync", 7, entries)
+    assert "a different value on " + replica_check.format_ranks(minority) + " than on" in str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -363,4 +329,4 @@ def test_minority_ranks_are_named(told, minority):
     [([3], "rank 3"), ([0, 1, 2, 5], "ranks 0..2, 5"), (list(range(0, 40, 2)), "ranks 0, 2, 4, 6, 8, 10, 12, 14, ...")],
 )
 def test_ranks_are_formatted_compactly(ranks_given, text):
-    assert desync._format_ranks(ranks_given) == text
+    assert replica_check.format_ranks(ranks_given) == text

@@ -35,7 +35,7 @@ def test_every_code_block_is_a_file_with_tests():
     assert None not in names
     assert len(set(names)) == len(names)
     things = [name for name in names if not name.startswith(("test_", "conftest"))]
-    assert len(things) == 4
+    assert len(things) == 5
     assert {f"test_{name}" for name in things} <= set(names)
 
 

@@ -1,12 +1,19 @@
 """Buffers that a forward changes: rank 0's, the mean, or each rank's own."""
 
+import re
+import warnings
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 
+import dtrain as dt
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.errors import ConfigError
+from dtrain.errors import ConfigError, StepError
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state
 from dtrain.step.microbatch_step import microbatch_step
@@ -66,27 +73,27 @@ def test_broadcast_uses_the_buffers_of_rank_0(ranks):
     expected = alone(0)
     for name in ("norm.running_mean", "norm.running_var", "norm.num_batches_tracked", "seen", "table"):
         assert first[name] == second[name] == expected[name], name
-    assert second["scratch"] != first["scratch"], "no state dict holds it, so nothing needs it equal"
+    assert first["scratch"] == second["scratch"] == expected["scratch"], "no state dict holds it, and the rule is the same"
 
 
 def test_mean_averages_floating_point_buffers(ranks):
     first, second = ranks(2).run(trained, "mean", SAMPLES, 4)
     a, b = alone(0), alone(1)
-    for name in ("norm.running_mean", "norm.running_var", "seen"):
+    for name in ("norm.running_mean", "norm.running_var", "seen", "scratch"):
         assert first[name] == second[name]
         torch.testing.assert_close(torch.tensor(first[name]), (torch.tensor(a[name]) + torch.tensor(b[name])) / 2)
     assert first["norm.num_batches_tracked"] == second["norm.num_batches_tracked"] == 1
 
 
 def test_local_mode_keeps_per_rank_buffers(ranks):
-    first, second = ranks(2).run(trained, "local", SAMPLES, 4)
+    first, second = ranks(2).run(trained, "own", SAMPLES, 4)
     assert first["norm.running_mean"] == alone(0)["norm.running_mean"]
     assert second["norm.running_mean"] == alone(1)["norm.running_mean"]
 
 
 @pytest.mark.parametrize("samples", [[4, 2], [4, 0]])
 def test_padding_microbatches_do_not_update_buffers(ranks, samples):
-    second = ranks(2).run(trained, "local", samples, 2)[1]
+    second = ranks(2).run(trained, "own", samples, 2)[1]
     assert second == alone(1, 2, samples[1])
     assert second["norm.num_batches_tracked"] == samples[1] // 2
 
@@ -100,21 +107,21 @@ def traffic(model: str) -> list:
 
 
 def test_only_changed_modules_are_sent_in_one_collective(ranks):
-    # running_mean, running_var: 12 bytes each, num_batches_tracked: 8; seen: 8, table: 12, flags: 3 of the same module
-    assert ranks(2).run(traffic, "odd")[0] == [["broadcast", 12 + 12 + 8 + 8 + 12 + 3]]
+    # running_mean, running_var: 12 bytes each, num_batches_tracked: 8; seen: 8, table: 12, scratch: 4, flags: 3 of one module
+    assert ranks(2).run(traffic, "odd")[0] == [["broadcast", 12 + 12 + 8 + 8 + 12 + 4 + 3]]
     assert ranks(2).run(traffic, "linear")[0] == []
 
 
 class Sometimes(nn.Module):
-    """Changes its buffer on rank 1 only."""
+    """Changes its buffer on some ranks only."""
 
-    def __init__(self) -> None:
+    def __init__(self, dtype: torch.dtype = torch.float32, ranks: tuple[int, ...] = (1,)) -> None:
         super().__init__()
-        self.linear = nn.Linear(3, 3)
-        self.register_buffer("count", torch.zeros(1))
+        self.linear, self.ranks = nn.Linear(3, 3), ranks
+        self.register_buffer("count", torch.zeros(1, dtype=dtype))
 
     def forward(self, x):
-        if get_dist_info().rank == 1:
+        if get_dist_info().rank in self.ranks:
             self.count += 1
         return self.linear(x)
 
@@ -205,3 +212,183 @@ def test_sync_batch_norm_trains_on_a_gpu(ranks):
         state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
         microbatch_step(state, {"x": data(0)}, loss_fn=loss_fn)
         assert int(net.norm.num_batches_tracked) == 1
+
+
+class Router(nn.Module):
+    """Counts what its forwards have seen, in buffers of both kinds, and shifts its choice by a bias that an update writes."""
+
+    def __init__(self, strays: bool = True) -> None:
+        super().__init__()
+        self.gate, self.out = nn.Linear(4, 4, bias=False), nn.Linear(4, 2)
+        self.register_buffer("bias", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("load", torch.zeros(4, dtype=torch.float64))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64), persistent=False)
+        self.register_buffer("low", torch.zeros(4, dtype=torch.bfloat16), persistent=False)
+
+    def forward(self, x):
+        pick = (self.gate(x) + self.bias).argmax(-1)
+        if self.training:
+            self.load += torch.bincount(pick, minlength=4)
+            self.seen += len(x)
+            self.low = self.low + torch.bincount(pick, minlength=4)
+        return self.out(self.gate(x).gather(-1, pick[:, None]) * x)
+
+
+def balance(inner):
+    def balanced(state, metrics):
+        state, metrics = inner(state, metrics)
+        model = state.model
+        with torch.no_grad():
+            model.bias += 0.01 * (model.load.mean() - model.load)
+            model.load.zero_()
+            model.low.zero_()
+        return state, metrics
+
+    return balanced
+
+
+COUNTS = {"load": "sum", "seen": "sum", "low": "sum"}
+X = torch.randn(48, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+
+def routed(strategy: str | None, buffers=COUNTS, *, tp: int = 1, sizes: list | None = None, root: str | None = None) -> dict:
+    torch.manual_seed(0)
+    model = Router().double()
+    model.low = model.low.bfloat16()
+    info = get_dist_info()
+    if strategy is not None:
+        many = strategy == "hybrid_shard" and info.world_size > 1
+        mesh = build_mesh(dp_replicate=2 if many else 1, tp=tp)
+        plan = {"out": ColwiseParallel(output_layouts=Replicate())} if tp > 1 else None
+        strategy = "full_shard" if strategy == "hybrid_shard" and not many else strategy
+        model = shard_model(model, mesh, strategy=strategy, buffers=buffers, tp_plan=plan)
+    loss = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
+    step = dt.compose_step(
+        loss, [dt.Transform(name="balance", update=balance)], grad=partial(microbatch_step, microbatch_size=4)
+    )
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), allow_equal_batches=True)
+    rank, ranks = state.spec.data_rank, state.spec.data_ranks
+    for at in range(3):
+        whole = X[16 * at : 16 * at + 16]
+        begin, end = (
+            (16 * rank // ranks, 16 * (rank + 1) // ranks) if sizes is None else (sum(sizes[:rank]), sum(sizes[: rank + 1]))
+        )
+        state, _ = step(state, whole[begin:end])
+    return {"bias": model.bias.tolist(), "seen": int(model.seen)}
+
+
+def routed_all(tp: bool) -> list:
+    found = [routed(strategy) for strategy in ("replicate", "full_shard", "shard_grad_op", "hybrid_shard")]
+    if get_dist_info().world_size == 2:
+        found.append(routed("full_shard", sizes=[16, 0]))
+    return [*found, routed("full_shard", tp=2)] if tp else found
+
+
+@pytest.mark.parametrize("world", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_summed_counters_are_those_of_one_process(ranks, world):
+    expected = routed(None)
+    assert expected["seen"] == 48
+    for found in ranks(world).run(routed_all, world > 1):
+        for result in found:
+            assert result["seen"] == 48
+            torch.testing.assert_close(result["bias"], expected["bias"], rtol=0, atol=1e-15)
+
+
+class Growing(nn.Module):
+    """A table that grows with the longest batch of this rank."""
+
+    def __init__(self, persistent: bool) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("table", torch.ones(2), persistent=persistent)
+
+    def forward(self, x):
+        if len(x) > len(self.table):
+            self.table = torch.ones(len(x))
+        return self.linear(x) * self.table[: len(x), None]
+
+
+def warned(model: nn.Module, buffers, steps: int, samples: list) -> dict:
+    net = shard_model(model, build_mesh(), buffers=buffers)
+    state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    said, records = "", []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            for _ in range(steps):
+                with count_collectives() as seen:
+                    state, metrics = microbatch_step(
+                        state, {"x": data(get_dist_info().rank)[: samples[get_dist_info().rank]]}, loss_fn=loss_fn
+                    )
+                    state, _ = dt.optimizer_step(state, metrics)
+                records.append(seen.count(group="control"))
+        except StepError as error:
+            said = str(error)
+    texts = [str(each.message) for each in caught if "changed the buffer" in str(each.message)]
+    return {"warnings": texts, "error": said, "buffers": values(net), "records": records}
+
+
+def warnings_of_two() -> dict:
+    return {
+        "counter": warned(Odd(), None, 6, [4, 2]),
+        "chosen": warned(Odd(), "broadcast", 2, [4, 2]),
+        "by name": warned(Odd(), {"seen": "mean", "s*": "own"}, 2, [4, 2]),
+        "half": warned(Odd(), {"seen": "own"}, 2, [4, 2]),
+        "whole mean": warned(Sometimes(torch.int64), "mean", 2, [4, 4]),
+        "batch norm": warned(nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3)), None, 2, [4, 4]),
+        "equal": warned(Sometimes(torch.float32, ranks=(0, 1)), None, 2, [4, 2]),
+        "growing": warned(Growing(False), None, 2, [4, 3]),
+        "growing, saved": warned(Growing(True), None, 2, [4, 3]),
+        "growing, own": warned(Growing(True), {"table": "own"}, 2, [4, 3]),
+        "growing on one rank": warned(Growing(True), None, 2, [4, 2]),
+        "growing alike": warned(Growing(True), None, 2, [4, 4]),
+    }
+
+
+def test_buffers_that_ranks_change_differently_are_named_once_on_rank_0(ranks):
+    first, second = ranks(2).run(warnings_of_two)
+    assert all(found["warnings"] == [] for found in second.values())
+    start = "step: the ranks changed the buffer {!r} differently in forward, and all ranks get the value of rank 0. Choose: "
+    named = {"counter": "seen", "half": "scratch", "whole mean": "count"}
+    for case, found in first.items():
+        assert [text[: len(start) + 9] for text in found["warnings"]] == (
+            [(start.format(named[case]) + "shard_model(buffers=")[: len(start) + 9]] if case in named else []
+        ), case
+    for case in ("growing, saved", "growing on one rank"):
+        for rank, lengths in ((first, "[4] on rank 0 and"), (second, "[4] on rank 0 and")):
+            assert rank[case]["error"].startswith(
+                "step: the buffer 'table' must have one shape on all ranks, got " + lengths
+            ), case
+    assert [len(rank["growing"]["buffers"]["table"]) for rank in (first, second)] == [4, 3]
+    assert [len(rank["growing, own"]["buffers"]["table"]) for rank in (first, second)] == [4, 3]
+    assert first["counter"]["buffers"] == second["counter"]["buffers"], "both kinds of buffers are broadcast"
+    assert first["by name"]["buffers"]["seen"] == second["by name"]["buffers"]["seen"]
+    assert first["by name"]["buffers"]["scratch"] != second["by name"]["buffers"]["scratch"]
+    assert first["counter"]["records"][1] - first["counter"]["records"][2] == 0, "nothing is compared after the warning"
+
+
+@pytest.mark.parametrize(
+    ("buffers", "message"),
+    [
+        ("local", "shard_model: buffers must be 'broadcast', 'mean', 'sum' or 'own', got 'local'"),
+        ({"seen": "max"}, "shard_model: buffers must be 'broadcast', .* or 'own', got 'max'"),
+        ({"nothing": "own"}, "shard_model: buffers must name buffers of the model, got 'nothing'; the model has seen, table, "),
+        ("sum", "shard_model: buffers must not be 'sum' for 'flags', a bool buffer. Choose"),
+        (
+            {"norm.*": "sum"},
+            "shard_model: buffers must not be 'sum' for 'norm.running_mean', a statistic of BatchNorm1d.",
+        ),
+        (3, "shard_model: buffers must be 'broadcast', .* or 'own', got 3"),
+    ],
+)
+def test_invalid_choices_are_refused(ranks, buffers, message):
+    (said,) = ranks(1).run(refused, buffers)
+    assert re.match(message, said), said
+
+
+def refused(buffers) -> str:
+    try:
+        shard_model(Odd(), build_mesh(), buffers=buffers)
+    except ConfigError as error:
+        return str(error)
+    return "nothing"

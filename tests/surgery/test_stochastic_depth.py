@@ -226,7 +226,7 @@ def test_dropped_fsdp_unit_causes_no_view_warning(ranks):
 
 
 @pytest.mark.parametrize("blocks", ["around", "inside"])
-@pytest.mark.parametrize("buffers", ["broadcast", "local"])
+@pytest.mark.parametrize("buffers", ["broadcast", "own"])
 def test_ranks_with_different_forward_counts_do_not_deadlock(ranks, buffers, blocks):
     """Three more microbatches on one rank: the other repeats one, and its count stays."""
     (one, total), (two, other) = ranks(2).run(ragged, 8, buffers, blocks)
@@ -276,7 +276,7 @@ def waits(buffers: str) -> int:
     return counts[1] - counts[0]
 
 
-@pytest.mark.parametrize(("buffers", "more"), [("broadcast", 3), ("local", 0)])
+@pytest.mark.parametrize(("buffers", "more"), [("broadcast", 3), ("own", 0)])
 def test_buffer_broadcast_costs_one_host_sync_per_block(ranks, buffers, more):
     assert ranks(2).run(waits, buffers) == [more, more]
 

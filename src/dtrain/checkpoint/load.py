@@ -117,7 +117,7 @@ def load_sharded(
     random generators. At the world size of the save each rank continues its own random stream; at another world size new
     streams are derived from seed, step and rank. A loader in ``extra`` continues with the next sample at any world size. If
     buffers were saved once per rank, rank ``r`` loads the buffers of rank ``r % saved world size`` if its model has
-    ``buffers="local"`` too, and otherwise the buffers of rank 0. If an error is raised before all ranks have verified and
+    ``buffers="own"`` too, and otherwise the buffers of rank 0. If an error is raised before all ranks have verified and
     agreed, nothing has changed on any rank. If an object in ``extra`` refuses its state, earlier objects may have been loaded.
     The extra state of modules is set before and again after their tensors, and hooks of
     ``register_load_state_dict_post_hook`` are called.

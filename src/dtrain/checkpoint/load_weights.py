@@ -27,6 +27,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dtensor import shard_box, to_local
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
 from dtrain.fqn import buffers_by_fqn, compile_patterns, modules_by_fqn, parameters_by_fqn
+from dtrain.shard.buffer_sync import persistent_buffers
 from dtrain.shard.unshard import reshard
 from dtrain.state import get_spec
 from dtrain.storage import AnyPath
@@ -316,9 +317,8 @@ def _pickle_hint(names: Iterable[str]) -> str:
 
 def _open_source(path: AnyPath, model: nn.Module) -> TensorFiles:
     if has_manifest(path):
-        # Ranks without buffers of their own must have equal buffers, so all load the buffers of rank 0.
-        rank = get_dist_info().rank
-        return open_step(path, rank if get_spec(model).buffers == "local" else 0, check_files=rank == 0)
+        rank, own_buffers = get_dist_info().rank, persistent_buffers(model, get_spec(model), own=True)
+        return open_step(path, rank, own_buffers=own_buffers, check_files=rank == 0)
     return tensor_files.open_safetensors_folder(path) if storage.is_folder(path) else tensor_files.open_safetensors_file(path)
 
 

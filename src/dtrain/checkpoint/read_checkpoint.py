@@ -23,13 +23,14 @@ from dtrain.checkpoint.extra import extra_structures
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, TRANSFORMS, LoadOptions, LoadPlan, plan_load
 from dtrain.checkpoint.module_state import extra_state_modules, extra_state_names
 from dtrain.checkpoint.read_tensors import read_tensors
-from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_buffers_of
+from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_own_buffers
 from dtrain.checkpoint.reshard import ReadItem, Region, ShardFinder, full_region, plan_reads
 from dtrain.checkpoint.tree_json import decode_structure, fill_tensors, list_placeholders
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import check_rng_state
 from dtrain.errors import CheckpointMismatchError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn
+from dtrain.shard.buffer_sync import persistent_buffers
 from dtrain.state import TrainState
 from dtrain.storage import AnyPath, RemotePath
 
@@ -116,8 +117,7 @@ def read_checkpoint(
     plans, reads, read_now = {}, {}, TensorReads()
     for name, state in states.items():
         part = reader.select_state(name) if name else reader
-        # Ranks without buffers of their own must have equal buffers, so all load the buffers of rank 0.
-        part = with_buffers_of(part, get_dist_info().rank % reader.world_size if state.spec.buffers == "local" else 0)
+        part = with_own_buffers(part, get_dist_info().rank, persistent_buffers(state.model, state.spec, own=True))
         caller = f"{_CALLER}: {folder}{f': {name}' if name else ''}"
         # Without autograd, local shards are obtained faster.
         with torch.no_grad():

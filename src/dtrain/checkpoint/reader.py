@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from math import prod
@@ -366,10 +366,22 @@ def _place_inline(index: RunIndex, refs: Mapping[str, tree_json.TensorRef]) -> d
     }
 
 
-def with_buffers_of(reader: CheckpointReader, rank: int) -> CheckpointReader:
-    """Return ``reader`` with the buffers that only ``rank`` has as buffers of the run. The rank may have none."""
+def with_own_buffers(reader: CheckpointReader, rank: int, names: Collection[str]) -> CheckpointReader:
+    """Return ``reader`` with buffers that were saved once per rank as buffers of the run.
+
+    Args:
+        reader: reader of the checkpoint.
+        rank: rank whose buffers ``names`` are taken, modulo the number of saved ranks. Other buffers are those of rank 0,
+            because they must be equal on all ranks.
+        names: names of the buffers that each rank has for itself.
+    """
     if not reader.index.local_buffers:
         return reader
-    buffers = {key: shard for key, shard in reader.shards_of_rank(rank).items() if key.startswith("buffers/")}
-    refs = tree_json.tensor_refs(reader.values_of(rank), "")
-    return replace(reader, own=buffers, refs={**reader.refs, **{key: refs[key] for key in buffers}})
+    own_keys = {tree_json.join_key("buffers", name) for name in names}
+    shards, refs = {}, dict(reader.refs)
+    for source, is_own in ((0, False), (rank % reader.world_size, True)):
+        stored = tree_json.tensor_refs(reader.values_of(source), "")
+        for key, shard in reader.shards_of_rank(source).items():
+            if key.startswith("buffers/") and (key in own_keys) is is_own:
+                shards[key], refs[key] = shard, stored[key]
+    return replace(reader, own=shards, refs=refs)

@@ -40,6 +40,7 @@ from dtrain.dist.collectives import all_gather_json, raise_on_all_ranks
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, PeerError
+from dtrain.shard.replica_check import raise_if_params_differ, replica_check_of
 from dtrain.state import TrainState
 from dtrain.step.optimizer_state import check_saved_state
 from dtrain.storage import AnyPath
@@ -136,12 +137,13 @@ def save_sharded(
     step) is replaced. A folder at this step that is no valid checkpoint is moved aside with a warning.
     Collective: exchanges of JSON on the control group, and in the background thread on the background group; every rank must
     call it. Every rank writes its own shards; each replica of a shard writes a part of the tensors.
-    Host sync: none for tensors on the CPU. On a GPU one per tensor in ``extra``, and one to compare optimizer state that
-    several ranks hold. Other tensors on a GPU are copied to pinned memory in the order of the current stream; ``"async"`` does
-    not wait for the copy.
+    Host sync: none for tensors on the CPU. On a GPU one per tensor in ``extra``, one for the digest of parameters that several
+    ranks hold, and one for such optimizer state. Other tensors on a GPU are copied to pinned memory in the order of the current
+    stream; ``"async"`` does not wait for the copy.
 
     Raises:
-        DesyncError: optimizer state that several ranks hold differs. No file has been touched.
+        DesyncError: parameters or optimizer state that several ranks hold differ; see ``Step.init(replica_check_interval=)``.
+            No file has been touched.
         ConfigError: a value that is neither a tensor nor plain data (by its path), or that differs between ranks; an entry of
             ``extra`` that a load cannot put back; a loader that is not in ``extra``; a module whose state dict holds more than
             a checkpoint. No file has been touched.
@@ -183,9 +185,10 @@ def start_save(
             info = get_dist_info()
             write_plan = plan_rank_write(contents, info.rank, info.world_size, separate_frozen=options.incremental)
             hashes, own_hashes = content_hashes(contents), extra_state_hashes(contents)
+            replica_digest = sum(replica_check_of(each).digest(each) for each in states.values())
         # The file of frozen parameters may become a link, which needs no space.
         needed = write_plan.data_bytes if not options.incremental else next(iter(write_plan.files.values())).size
-        total_bytes = _agree_on_contents(hashes, own_hashes, needed, contents.shared)
+        total_bytes = _agree_on_contents(states, hashes, own_hashes, needed, replica_digest, contents.shared)
         if what == "all":
             check_saved_state(list(states.values()), caller=_CALLER)
         save_thread().wait_for_slot(_MAX_IN_FLIGHT)
@@ -270,13 +273,21 @@ def _check_arguments(states: States, what: str, extra: Mapping[str, Any], cast: 
         raise ConfigError(f"{_CALLER}: cast must be a floating-point dtype, got {cast}. Pass torch.bfloat16, for example.")
 
 
-def _agree_on_contents(hashes: Mapping[str, str], own_hashes: Mapping[str, str], nbytes: int, shared: dict[str, Any]) -> int:
-    """Check that the contents are equal on all ranks and that no earlier save failed. Return the bytes of all ranks' data.
+def _agree_on_contents(
+    states: States,
+    hashes: Mapping[str, str],
+    own_hashes: Mapping[str, str],
+    nbytes: int,
+    replica_digest: float,
+    shared: dict[str, Any],
+) -> int:
+    """Check that contents and replicas are equal on all ranks and that no earlier save failed. Return the bytes of all ranks.
 
     Mutates: ``shared``, in which the extra states of modules that differ between ranks are marked.
-    Collective: one exchange of JSON on the control group.
+    Collective: one exchange of JSON on the control group, and one more if replicas differ.
     """
-    facts: Any = {"hashes": hashes, "own": own_hashes, "bytes": nbytes, "failed": save_thread().has_unreported_failure}
+    facts: Any = {"hashes": hashes, "own": own_hashes, "bytes": nbytes, "replicas": replica_digest}
+    facts["failed"] = save_thread().has_unreported_failure
     facts_by_rank = cast(list[dict[str, Any]], all_gather_json(facts, caller=_CALLER))
     failed = [rank for rank, facts in enumerate(facts_by_rank) if facts["failed"]]
     # After an agreed stop this save comes first; the end of the init_dist block raises the failure.
@@ -286,6 +297,9 @@ def _agree_on_contents(hashes: Mapping[str, str], own_hashes: Mapping[str, str],
         raise PeerError(f"{_CALLER}: an earlier save failed on rank {failed[0]} and was not committed. Save again.")
     check_equal_on_all_ranks([facts["hashes"] for facts in facts_by_rank])
     mark_unequal_extra_states(shared, [facts["own"] for facts in facts_by_rank])
+    if sum(facts["replicas"] for facts in facts_by_rank):
+        for state in states.values():
+            raise_if_params_differ(state, _CALLER)
     return sum(facts["bytes"] for facts in facts_by_rank)
 
 

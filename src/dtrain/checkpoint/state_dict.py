@@ -14,7 +14,7 @@ Sections, which are also the prefixes of tensor keys::
 Sections of each rank::
 
     rng/...                             random state
-    buffers/<name>                      persistent buffers, if each rank has its own (``buffers="local"``)
+    buffers/<name>                      persistent buffers, if each rank has its own (``buffers="own"``)
     modules/<name>/...                  extra state of modules (``get_extra_state``)
     extra/<name>/...                    objects of the caller, marked by ``per_rank``
 
@@ -42,7 +42,7 @@ from dtrain.checkpoint.targets import check_own_memory
 from dtrain.dist.arrival_marks import format_ranks
 from dtrain.dist.rng import rng_state
 from dtrain.errors import ConfigError
-from dtrain.fqn import buffers_by_fqn
+from dtrain.shard.buffer_sync import persistent_buffers
 from dtrain.state import TrainState
 from dtrain.step.optimizer_state import stored_options
 
@@ -135,7 +135,7 @@ def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> d
         check_state_dicts(state.model)
     tree: dict[str, Callable[[], Any]] = {
         "params": lambda: {name: _cast(param, cast) for name, param in params.items()},
-        "buffers": lambda: {} if state.spec.buffers == "local" else _buffers(state),
+        "buffers": lambda: _buffers(state, own=False),
         # The exchange of digests may find that the ranks differ.
         "modules": lambda: {"names": [*extra_state_modules(state.model)], "equal": True},
         "optimizer": lambda: {
@@ -151,13 +151,12 @@ def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> d
 
 
 def _per_rank_buffers(state: TrainState, what: SaveScope) -> dict[str, Tensor]:
-    local = state.spec.buffers == "local" and "buffers" in layout.SECTIONS[what]
-    return _buffers(state) if local else {}
+    return _buffers(state, own=True) if "buffers" in layout.SECTIONS[what] else {}
 
 
-def _buffers(state: TrainState) -> dict[str, Tensor]:
-    """Return the persistent buffers, each of which a load can fill."""
-    buffers = buffers_by_fqn(state.model, persistent_only=True)
+def _buffers(state: TrainState, *, own: bool) -> dict[str, Tensor]:
+    """Return the persistent buffers that each rank has of its own, or those of the run, each of which a load can fill."""
+    buffers = persistent_buffers(state.model, state.spec, own=own)
     check_own_memory({tree_json.join_key("buffers", name): buffer for name, buffer in buffers.items()}, "save_sharded")
     return buffers
 

@@ -14,7 +14,7 @@ Source: the format section of the safetensors README (huggingface/safetensors), 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +28,7 @@ from dtrain.checkpoint.checkpoint_info import read_manifest_bytes
 from dtrain.checkpoint.data_file import FileOpener
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.rank_index import StoredShard, shard_kind
-from dtrain.checkpoint.reader import open_checkpoint, with_buffers_of
+from dtrain.checkpoint.reader import open_checkpoint, with_own_buffers
 from dtrain.checkpoint.reshard import Region, ShardFinder
 from dtrain.checkpoint.strict_json import Count
 from dtrain.checkpoint.tree_json import TensorRef
@@ -55,12 +55,15 @@ class TensorFiles:
     open_file: FileOpener
 
 
-def open_step(folder: AnyPath, rank: int, *, state: str | None = None, check_files: bool = True) -> TensorFiles:
+def open_step(
+    folder: AnyPath, rank: int, *, own_buffers: Collection[str] = (), state: str | None = None, check_files: bool = True
+) -> TensorFiles:
     """Open the parameters and buffers of a step, by their names in the model.
 
     Args:
         folder: folder of the step.
-        rank: rank whose buffers are read if each rank saved its own: ``rank % saved world size``.
+        rank: rank whose ``own_buffers`` are read if each rank saved its own: ``rank % saved world size``.
+        own_buffers: names of these buffers; all others are read from rank 0.
         state: name of the state if the step holds several.
         check_files: if True, compare the names and sizes of all files with the index.
 
@@ -70,7 +73,7 @@ def open_step(folder: AnyPath, rank: int, *, state: str | None = None, check_fil
     """
     reader = open_checkpoint(folder, check_files=check_files)
     reader = reader if state is None else reader.select_state(state)
-    reader = with_buffers_of(reader, rank % reader.world_size)
+    reader = with_own_buffers(reader, rank, own_buffers)
     keys = {tree_json.unescape_key(key.split("/")[1]): key for key in reader.refs if key.split("/")[0] in _SECTIONS}
     return TensorFiles(
         content_hash=hashlib.sha256(read_manifest_bytes(folder)).hexdigest(),

@@ -31,6 +31,7 @@ class ForwardRecord(NamedTuple, Generic[T]):
     plan_digest: T
     rng_hash: T
     shapes_hash: T
+    replica_digest: T
 
 
 class BackwardRecord(NamedTuple, Generic[T]):

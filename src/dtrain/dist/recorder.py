@@ -16,7 +16,7 @@ class Recorder(Protocol):
     States, models and batches are of the rooms below, so they have no type here.
     """
 
-    def sharding(self, model: Any, strategy: str, precision: Any, buffers: str) -> tuple[str, Any]:
+    def sharding(self, model: Any, strategy: str, precision: Any, buffers: Any) -> tuple[str, Any]:
         """Return the strategy and the precision with which ``shard_model`` shards ``model``."""
         ...
 

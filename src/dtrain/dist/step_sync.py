@@ -50,6 +50,7 @@ class StepCounts(NamedTuple):
         equal_batches: True if the batches of all data-parallel ranks have one hash, None if no hashes were compared.
         same_plan: if True, all ranks have the same plan.
         shapes_hash: sum of the ``shapes_hash`` of all ranks.
+        replica_digest: sum of the ``replica_digest`` of all ranks.
     """
 
     samples: int
@@ -62,6 +63,7 @@ class StepCounts(NamedTuple):
     equal_batches: bool | None = None
     same_plan: bool = True
     shapes_hash: int = 0
+    replica_digest: float = 0.0
 
 
 def sync_before_forward(
@@ -81,6 +83,7 @@ def sync_before_forward(
     batch_hash: int = 0,
     plan_digest: int = 0,
     shapes_hash: int = 0,
+    replica_digest: float = 0.0,
     batch_info: BatchInfo | None = None,
     elapsed_s: float = 0.0,
 ) -> StepCounts:
@@ -104,11 +107,13 @@ def sync_before_forward(
         plan_digest: digest of the traces of ``auto_microbatch`` and of their conditions; 0 without ``auto_microbatch``.
         shapes_hash: hash of the rank and of the shapes of its microbatches, below 2**40, so that float64 holds the sum over
             4,096 ranks exactly; 0 if the collectives of the model do not depend on the shapes.
+        replica_digest: digest of the parameters whose sum over all ranks is 0 if replicas are equal; NaN if it is not on the
+            host yet. See ``ReplicaCheck``.
         batch_info: info of this rank's batch, None if no loader returned the batch.
         elapsed_s: time since the last step of this run began, in seconds.
 
     Mutates: the preemption state of this process (see ``preemption``); the status of ``batch_info``.
-    Collective: one record of thirteen numbers; on several nodes one exchange more if the ranks differ.
+    Collective: one record of fourteen numbers; on several nodes one exchange more if the ranks differ.
 
     Raises:
         PeerError: another rank passed an ``error``.
@@ -139,6 +144,7 @@ def sync_before_forward(
         plan_digest=plan_digest,
         rng_hash=rng_hash,
         shapes_hash=shapes_hash,
+        replica_digest=replica_digest,
     )
     summary, rows = reduce_record(mine, _forward_spec(ranks_per_batch))
     low: ForwardRecord[float] = ForwardRecord._make(summary.minima)
@@ -204,6 +210,7 @@ def _combine_records(
         low.batch_hash == high.batch_hash if several_hashes else None,
         low.plan_digest == high.plan_digest,
         int(total.shapes_hash),
+        total.replica_digest,
     )
 
 
@@ -251,6 +258,7 @@ class BackwardSync(NamedTuple):
         unused_params: parameters without a gradient on any rank.
         changed_buffers: modules whose buffers changed on some rank.
         param_facts: facts about parameters, by rank, which are equal if there is one entry.
+        buffers_differ: if True, not all ranks have changed the same buffers.
         weight: loss weight of all ranks; None if some rank does not know its weight on the host.
         statuses: status of each rank; empty if all ranks are OK. If a rank failed, only ``statuses`` and
             ``collective_indices`` are set.
@@ -260,6 +268,7 @@ class BackwardSync(NamedTuple):
     unused_params: Sequence[str] = ()
     changed_buffers: Sequence[str] = ()
     param_facts: Sequence[Sequence[str]] = ()
+    buffers_differ: bool = False
     weight: float | None = None
     statuses: Sequence[RankStatus] = ()
     collective_indices: Sequence[int] = ()
@@ -325,7 +334,12 @@ def sync_after_backward(
         facts = cast("list[Sequence[str]]", all_gather_json(list(param_facts)))
     total_weight = BackwardRecord._make(summary.sums).weight if low.has_weight else None
     return BackwardSync(
-        unused_params=unused_params, changed_buffers=changed_buffers, param_facts=facts, weight=total_weight, statuses=statuses
+        unused_params=unused_params,
+        changed_buffers=changed_buffers,
+        buffers_differ=low.changed_buffers != high.changed_buffers,
+        param_facts=facts,
+        weight=total_weight,
+        statuses=statuses,
     )
 
 

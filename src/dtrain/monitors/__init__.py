@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from dtrain.metrics import token_accuracy as token_accuracy
     from dtrain.monitors.activations import activation_stats as activation_stats
     from dtrain.monitors.desync import check_desync as check_desync
-    from dtrain.monitors.desync import desync_guard as desync_guard
     from dtrain.monitors.early_stopping import EarlyStop as EarlyStop
     from dtrain.monitors.early_stopping import ThresholdStop as ThresholdStop
     from dtrain.monitors.early_stopping import early_stop as early_stop

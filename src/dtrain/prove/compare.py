@@ -146,7 +146,8 @@ def _is_local_buffer(fact: Fact, record: RunRecord) -> bool:
     if fact.kind not in ("initial", "buffer") or not fact.value.is_buffer:
         return False
     sharding = record.note("sharding")
-    local = sharding is not None and sharding["buffers"] == "local" and len(set(fact.by_rank) - {None}) > 1
+    own = () if sharding is None else tuple(sharding["own_buffers"])
+    local = fact.name.endswith(own) and len(set(fact.by_rank) - {None}) > 1
     return local or frozen
 
 

@@ -22,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimize
 
 from dtrain.batch import list_tensors
 from dtrain.durations import Duration
+from dtrain.fqn import buffers_by_fqn, modules_by_fqn
 from dtrain.prove.evaluations import Evaluations
 from dtrain.prove.models import ScriptModels
 from dtrain.prove.module_outputs import ModuleOutputs
@@ -29,6 +30,8 @@ from dtrain.prove.overrides import EvenRandom, FrozenStatistics, cast_floats, us
 from dtrain.prove.run_config import SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import RunLog, count_samples, digest, flatten, is_number, named_tensors, sample_hashes, to_number
 from dtrain.prove.script_variables import model_values, script_frames, script_variables
+from dtrain.shard.buffer_sync import buffer_choice
+from dtrain.state import ShardSpec
 
 # A loop that cannot be shortened runs to its own end, or to this many updates.
 _HARD_LIMIT = 2000
@@ -108,11 +111,14 @@ class RankRecorder:
         # Evaluations run without gradients.
         self.facts.draws += torch.is_grad_enabled()
 
-    def sharding(self, model: Any, strategy: str, precision: Any, buffers: str) -> tuple[str, Any]:
+    def sharding(self, model: Any, strategy: str, precision: Any, buffers: Any) -> tuple[str, Any]:
         """See ``dist.recorder.Recorder``."""
-        self.note("sharding", strategy=strategy, precision=repr(precision), buffers=buffers)
+        choices = {name: buffer_choice(ShardSpec(buffers=buffers), name) for name in buffers_by_fqn(model)}
+        own = [name for name, choice in choices.items() if choice == "own"]
+        self.note("sharding", strategy=strategy, precision=repr(precision), own_buffers=own)
         self.models.add(model)
-        if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()) and buffers == "mean":
+        norms = (name for name, module in modules_by_fqn(model) if isinstance(module, nn.modules.batchnorm._BatchNorm))
+        if any(choices.get(f"{name}.running_mean".removeprefix(".")) == "mean" for name in norms):
             self.note("frozen_statistics")
             self.averages_statistics = True
             if self.config.even_random:

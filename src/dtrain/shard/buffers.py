@@ -1,9 +1,9 @@
-"""Keep buffers and initial parameters equal on all ranks, and snapshot and restore buffers."""
+"""Compare and broadcast a model before it is sharded, and find, snapshot and restore the buffers that change."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import zip_longest
 from typing import TypeAlias, cast
@@ -13,15 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dtrain.dist.collectives import all_gather_json
-from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
-from dtrain.fqn import buffer_slots, buffers_by_fqn, modules_by_fqn, parameters_by_fqn, unwrap_module
+from dtrain.fqn import buffer_slots, buffers_by_fqn, modules_by_fqn, parameters_by_fqn
 from dtrain.shard.wrapping import WrapPlan
-from dtrain.state import ShardSpec
 from dtrain.typing import Plain
-
-# The model attribute that stores its ``BufferSync``.
-_BUFFER_SYNC_ATTRIBUTE = "_dtrain_buffers"
 
 
 def check_same_model(model: nn.Module, wrap_plan: WrapPlan, options: Sequence[object]) -> None:
@@ -78,7 +73,7 @@ _Version: TypeAlias = tuple[Tensor | None, int]
 """A buffer and its version counter. Keeps the tensor alive, because ids of freed tensors are reused."""
 
 
-class _BufferVersions:
+class BufferVersions:
     """Finds the buffers that changed since ``record``.
 
     torch's version counter shows in-place changes, and identity shows new tensors. torch's normalizations update statistics
@@ -91,6 +86,7 @@ class _BufferVersions:
         self._versions: list[_Version] = [(None, -1)] * len(slots)
 
     def record(self) -> None:
+        """Record the current buffers."""
         self._versions = self._current()
 
     def changed_modules(self) -> list[str]:
@@ -98,78 +94,21 @@ class _BufferVersions:
         if not self.slots:
             return []
         pairs = zip(self.slots, self._versions, self._current(), strict=True)
-        return list({_owner_name(slot): None for slot, was, now in pairs if was[0] is not now[0] or was[1] != now[1]})
+        return list({owner_name(slot): None for slot, was, now in pairs if was[0] is not now[0] or was[1] != now[1]})
 
     def changed(self) -> list[tuple[BufferSlot, Tensor | None]]:
         """Return the slots of modules with a changed buffer, and their recorded tensors."""
         modules = set(self.changed_modules())
         pairs = zip(self.slots, self._versions, strict=True)
-        return [(slot, tensor) for slot, (tensor, _) in pairs if _owner_name(slot) in modules]
+        return [(slot, tensor) for slot, (tensor, _) in pairs if owner_name(slot) in modules]
 
     def _current(self) -> list[_Version]:
         buffers = (module._buffers[key] for _, module, key in self.slots)
         return [(buffer, 0 if buffer is None else buffer._version) for buffer in buffers]
 
 
-def _owner_name(slot: BufferSlot) -> str:
+def owner_name(slot: BufferSlot) -> str:
     return slot[0].rpartition(".")[0]
-
-
-class BufferSync:
-    """Finds the persistent buffers that the forwards of a step changed, and synchronizes the buffers."""
-
-    def __init__(self, model: nn.Module, spec: ShardSpec) -> None:
-        is_active = spec.buffers != "local" and spec.data_ranks * spec.ranks_per_batch > 1
-        self._versions = _BufferVersions(list(buffer_slots(model, persistent_only=True)) if is_active else [])
-        self._spec = spec
-
-    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
-        # A copy of the model is a plain model.
-        return type(None), ()
-
-    @property
-    def num_bytes(self) -> int:
-        """Return the size of all synchronized buffers in bytes."""
-        buffers = (module._buffers[key] for _, module, key in self._versions.slots)
-        return sum(buffer.nbytes for buffer in buffers if buffer is not None)
-
-    def begin_step(self) -> None:
-        """Start a step."""
-        if self._versions.slots:
-            self._versions.record()
-
-    def changed_modules(self) -> list[str]:
-        """Return the names of modules whose buffers changed since ``begin_step``, in the order of the model."""
-        return self._versions.changed_modules()
-
-    def sync_(self, owners: Sequence[str]) -> None:
-        """Broadcast rank 0's values, or average, the buffers of the modules ``owners``.
-
-        Mutates: buffers. Collective: one broadcast, or one all-reduce per floating-point dtype (and a broadcast for other
-        dtypes).
-        """
-        if not owners:
-            return
-        slots = (slot for slot in self._versions.slots if _owner_name(slot) in owners)
-        buffers = [buffer for _, module, key in slots if (buffer := module._buffers[key]) is not None]
-        averages = self._spec.buffers == "mean"
-        for dtype in {buffer.dtype: None for buffer in buffers if averages and buffer.is_floating_point()}:
-            _average_([buffer for buffer in buffers if buffer.dtype == dtype])
-        _broadcast_([buffer for buffer in buffers if not (averages and buffer.is_floating_point())])
-
-
-def attach_buffer_sync(model: nn.Module, spec: ShardSpec) -> None:
-    """Give a sharded ``model`` its ``BufferSync``. Mutates: ``model`` (one attribute)."""
-    setattr(unwrap_module(model), _BUFFER_SYNC_ATTRIBUTE, BufferSync(model, spec))
-
-
-def buffer_sync_of(model: nn.Module) -> BufferSync:
-    """Return the ``BufferSync`` of a model; for a plain model, an instance without effect."""
-    attached = unwrap_module(model).__dict__.get(_BUFFER_SYNC_ATTRIBUTE)
-    return attached if isinstance(attached, BufferSync) else _NO_SYNC
-
-
-_NO_SYNC = BufferSync(nn.Identity(), ShardSpec())
 
 
 class BufferSnapshot:
@@ -179,7 +118,7 @@ class BufferSnapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._versions = _BufferVersions(list(buffer_slots(model)))
+        self._versions = BufferVersions(list(buffer_slots(model)))
         self._complete = False
         self._copies: dict[str, Tensor | None] = {}
 
@@ -220,21 +159,3 @@ def restore_buffers(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         snapshot.restore()
-
-
-def _average_(tensors: list[Tensor]) -> None:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
-    wide = flat if flat.dtype.itemsize >= 4 else flat.float()
-    dist.all_reduce(wide)
-    averages = (wide / get_dist_info().world_size).to(flat.dtype)
-    for tensor, piece in zip(tensors, averages.split([tensor.numel() for tensor in tensors]), strict=True):
-        tensor.copy_(piece.view_as(tensor))
-
-
-def _broadcast_(tensors: list[Tensor]) -> None:
-    if tensors:
-        flat = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
-        dist.broadcast(flat, src=0)
-        for tensor, piece in zip(tensors, flat.split([tensor.nbytes for tensor in tensors]), strict=True):
-            # A piece may start at an offset that its dtype does not allow, so clone the piece.
-            tensor.copy_(piece.clone().view(tensor.dtype).view_as(tensor))

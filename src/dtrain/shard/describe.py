@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -11,7 +11,7 @@ from dtrain.dtensor import describe_placement, to_local
 from dtrain.fqn import modules_by_fqn, parameters_by_fqn
 from dtrain.shard.fsdp2_private import compute_dtypes, fsdp_param_groups, sharded_params
 from dtrain.shard.grad_sync import grad_sync_of
-from dtrain.state import get_spec
+from dtrain.state import ShardSpec, get_spec
 
 _HEAD = ("unit", "class", "tensors", "parameters", "bytes", "bytes here", "stored", "computed", "reduced", "placement")
 
@@ -48,16 +48,21 @@ def describe(model: nn.Module) -> str:
     params = [*(p for group in fsdp_param_groups(model) for p in sharded_params(group)), *unsharded]
     buffers = list(model.buffers())
     if buffers:
-        rows.append(_row("buffers", "", buffers, computed="", reduced=spec.buffers if is_sharded else "-"))
+        rows.append(_row("buffers", "", buffers, computed="", reduced=_format_choices(spec) if is_sharded else "-"))
     total = _row("total", "", [*params, *buffers], computed="", reduced="")
     rows.append((*total[:6], "", "", "", ""))
     if spec.mesh is None:
         title = "plain model"
     else:
         shape = ", ".join(f"{name}={size}" for name, size in zip(spec.mesh.mesh_dim_names or (), spec.mesh.shape, strict=False))
-        title = f"{spec.strategy} over {spec.data_ranks} ranks ({shape}), accumulate={spec.accumulate}, buffers={spec.buffers}"
+        title = f"{spec.strategy} over {spec.data_ranks} ranks ({shape}), accumulate={spec.accumulate}"
+        title += f", buffers={_format_choices(spec)}"
         title += ", offload=params" if spec.compute_device else ""
     return "\n".join([title, *_table([_HEAD, *rows])])
+
+
+def _format_choices(spec: ShardSpec) -> str:
+    return ", ".join(dict.fromkeys(spec.buffers.values())) if isinstance(spec.buffers, Mapping) else spec.buffers or "broadcast"
 
 
 def _unit_rows(model: nn.Module) -> Iterable[tuple[str, ...]]:

@@ -5,7 +5,7 @@ Methods other than ``forward`` that compute with parameters (``forward_methods``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, NoReturn, cast, get_args
@@ -26,7 +26,8 @@ from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError
 from dtrain.fqn import parameters_by_fqn
 from dtrain.init_checks import check_kinds
-from dtrain.shard.buffers import attach_buffer_sync, broadcast_params_and_buffers, check_same_model
+from dtrain.shard.buffer_sync import attach_buffer_sync, check_buffer_choices
+from dtrain.shard.buffers import broadcast_params_and_buffers, check_same_model
 from dtrain.shard.fsdp2_private import init_root, run_modules_separately, share_attributes, units_of
 from dtrain.shard.grad_sync import attach_grad_sync
 from dtrain.shard.meta_writes import record_write_counts
@@ -90,7 +91,7 @@ def shard_model(
     blocks: Blocks = (),
     precision: Precision | None = None,
     accumulate: Accumulate = "local",
-    buffers: Buffers = "broadcast",
+    buffers: Buffers | Mapping[str, Buffers] | None = None,
     sync: bool = True,
     forward_methods: Sequence[str] = (),
     ignored_params: IgnoredParams = (),
@@ -116,8 +117,11 @@ def shard_model(
         accumulate: ``"local"`` adds up full-size gradients on each rank, in at least float32, and reduces once a step;
             ``"sharded"`` reduces after every microbatch and stores shards only. ``hybrid_shard`` and ``replicate`` all-reduce
             after the last microbatch in both cases.
-        buffers: synchronization of persistent buffers that a forward changes (BatchNorm statistics), after each backward:
-            ``"broadcast"`` from rank 0, ``"mean"`` over ranks (integers: from rank 0), or ``"local"`` for none.
+        buffers: synchronization of buffers that a forward changes, after each backward: ``"broadcast"`` from rank 0; ``"mean"``
+            over ranks (whole numbers: from rank 0); ``"sum"`` for counters, the value at the start of the step plus what all
+            ranks have added; ``"own"`` for none. A mapping chooses by name, by the first pattern that matches
+            (``{"**.load": "sum", "**": "mean"}``). Without a choice, broadcast, and a warning in the first steps names a buffer
+            that ranks change differently.
         sync: if True, broadcast rank 0's weights and buffers; pass False only if all ranks hold equal values.
         forward_methods: names of further methods that compute with parameters (``"encode"``, ``"decoder.generate"``), of the
             model or of a block. All ranks must call the methods in the same order.
@@ -159,7 +163,8 @@ def shard_model(
         strategy, precision = recorder.sharding(model, strategy, precision, buffers)  # type: ignore[assignment]
     try:
         _check_types(model, mesh, precision)
-        resolved = _check_options(model, mesh, strategy, accumulate, buffers)
+        resolved = _check_options(model, mesh, strategy, accumulate)
+        check_buffer_choices(model, buffers)
         check_kinds(parameters_by_fqn(model)[0], "shard_model")
         separate = separate_units(model, precision)
         wrap_plan = plan_wrapping(model, blocks, ignored_params, separate_units=separate, forward_methods=forward_methods)
@@ -228,11 +233,10 @@ def _check_types(model: object, mesh: object, precision: object) -> None:
         )
 
 
-def _check_options(model: nn.Module, mesh: DeviceMesh, strategy: str, accumulate: str, buffers: str) -> Strategy:
+def _check_options(model: nn.Module, mesh: DeviceMesh, strategy: str, accumulate: str) -> Strategy:
     strategies = [*(name for name in get_args(Strategy) if name != "none"), "no_shard"]
     resolved = "replicate" if check_choice("shard_model", "strategy", strategy, strategies) == "no_shard" else strategy
     check_choice("shard_model", "accumulate", accumulate, get_args(Accumulate))
-    check_choice("shard_model", "buffers", buffers, get_args(Buffers))
     if get_spec(model).mesh is not None:
         raise ConfigError(
             f"shard_model: the {type(model).__name__} is sharded already ({get_spec(model).strategy}). Call shard_model once."

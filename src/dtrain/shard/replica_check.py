@@ -1,15 +1,29 @@
-"""Compare tensors that several ranks hold: the replicas of a shard, and a hash of each."""
+"""Compare the parts of the training state that several ranks hold: hashes, a digest that rides on the record of a step, errors.
+
+A step sends one number for all parameters of a rank (``ReplicaCheck``). The replicas of a shard send numbers whose sum is 0 if
+the replicas are equal, so the sum over all ranks is enough. Only if the sum is not 0, the ranks exchange a hash of each
+parameter, and name the parameter and the ranks (``raise_first_difference``).
+"""
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from dtrain import spans
+from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import get_dist_info
 from dtrain.dtensor import is_dtensor, shard_box, to_local
+from dtrain.errors import DesyncError
+from dtrain.run_context import AsyncScalar
+from dtrain.state import TrainState
 
 # words per block; the factor of a word is the factor of its position in the block times the factor of the block
 _BLOCK = 2**15
@@ -18,6 +32,10 @@ _STRIDE = 0x9E3779B97F4A7C15 - 2**64
 # two arbitrary odd numbers
 _PER_BLOCK = 0xD1B54A32D192ED03 - 2**64
 _MIX = 0xBF58476D1CE4E5B9 - 2**64
+# A float64 holds the sum over 100,000 ranks of numbers below this bound exactly.
+_DIGEST_MASK = 2**36 - 1
+# Ranks differ from the beginning, or after the first update, or after a resume, in most cases.
+_FIRST_STEPS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +59,213 @@ def replicated_entries(named: Mapping[str, Tensor]) -> Iterator[ReplicatedEntry]
             yield ReplicatedEntry(name=name, tensor=to_local(tensor))
         elif box.num_replicas > 1:
             yield ReplicatedEntry(name=name, tensor=to_local(tensor), shard_key=f"{box.offset} {box.size}")
+
+
+def hash_entries(entries: Sequence[ReplicatedEntry], device: torch.device) -> list[ReplicatedEntry]:
+    """Return the entries with hashes instead of tensors. Host sync: one."""
+    tensors = [entry.tensor for entry in entries if entry.tensor is not None]
+    # This read is the only wait for the device.
+    hashes = iter(hash_tensors(tensors, device).tolist())
+    return [entry if entry.tensor is None else replace(entry, tensor=None, hash=next(hashes)) for entry in entries]
+
+
+def raise_first_difference(caller: str, step: int, gathered: Sequence[Any]) -> None:
+    """Raise with the first entry that differs. The result depends only on gathered data, so all ranks raise the same error.
+
+    Args:
+        caller: prefix of the message.
+        step: step of the state.
+        gathered: for each rank, rows of name, shard key and hash.
+
+    Raises:
+        DesyncError: an entry differs between ranks with the same shard key.
+    """
+    by_entry: dict[tuple[str, str], dict[int, int | None]] = {}
+    for rank, entries in enumerate(gathered):
+        for name, shard_key, value in entries:
+            by_entry.setdefault((name, shard_key), {})[rank] = value
+    for (_, shard_key), values in by_entry.items():
+        # A rank without the entry differs from the ranks with the entry.
+        if not shard_key:
+            values.update({rank: None for rank in range(len(gathered)) if rank not in values})
+    differing = {name: values for (name, _), values in by_entry.items() if len(set(values.values())) > 1}
+    if not differing:
+        return
+    name, values = next(iter(differing.items()))
+    (majority, _), *_ = Counter(values[rank] for rank in sorted(values)).most_common()
+    minority_ranks = [rank for rank in sorted(values) if values[rank] != majority]
+    majority_ranks = [rank for rank in sorted(values) if values[rank] == majority]
+    spans.record_event("desync", step=step, tensor=name, ranks=minority_ranks)
+    parts = len({key for key, _ in by_entry})
+    raise DesyncError(
+        f"{caller}: step {step}: {name!r} must be equal on all ranks, got a different value on "
+        f"{format_ranks(minority_ranks)} than on {format_ranks(majority_ranks)}. {len(differing)} of {parts} parts differ. "
+        "Look for code that runs on some ranks only, for random numbers of global generators (dt.transforms.random_like draws "
+        "equal numbers) or for a faulty device, and resume from an earlier checkpoint."
+    )
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks as text: ``rank 3``, ``ranks 0..2, 5``."""
+    starts = [0, *(index + 1 for index, (rank, after) in enumerate(pairwise(ranks)) if after != rank + 1), len(ranks)]
+    runs = [(ranks[start], ranks[stop - 1]) for start, stop in pairwise(starts)]
+    text = ", ".join(str(first) if first == last else f"{first}..{last}" for first, last in runs[:8])
+    return f"rank{'s' if len(ranks) > 1 else ''} {text}{', ...' if len(runs) > 8 else ''}"
+
+
+@dataclass(slots=True, eq=False)
+class ReplicaCheck:
+    """Comparison of the parameters of a run with those of other ranks, in some steps, without a wait for a device.
+
+    The digest of a step is sent with the record of the first later step in which the digests of all ranks are on the host; on
+    a CPU with the record of the same step.
+
+    Args:
+        interval: number of steps between two digests after the first steps; 0 compares nothing.
+    """
+
+    interval: int
+    _steps: int = 0
+    _last_step: int | None = None
+    _host: AsyncScalar | None = None
+    _pending: bool = False
+    _groups: list[_Group] | None = None
+
+    def begin_step(self, state: TrainState) -> float:
+        """Return the number that this rank sends: 0 without a digest, NaN if the digest is not on the host yet.
+
+        All ranks must call this in the same steps. Host sync: none.
+        """
+        step = state.clock.step
+        # A step may compute several gradients, and a method may move the parameters between them.
+        if self.interval and step != self._last_step and state.spec.replica_info is None:
+            self._last_step = step
+            self._steps += 1
+            if (self._steps <= _FIRST_STEPS or step % self.interval == 0) and not self._pending:
+                self._copy_digest(state)
+        if not self._pending or self._host is None:
+            return 0.0
+        value = self._host.try_read()
+        return math.nan if value is None else value
+
+    def end_exchange(self, total: float, state: TrainState) -> None:
+        """Take the sum of the numbers of all ranks.
+
+        Collective: one exchange of JSON if replicas differ.
+
+        Raises:
+            DesyncError: replicas of a parameter differ; on all ranks.
+        """
+        if not self._pending or math.isnan(total):
+            return
+        self._pending = False
+        if total and state.spec.replica_info is None:
+            raise_if_params_differ(state, "step")
+
+    def digest(self, state: TrainState) -> float:
+        """Return the number of this rank for the parameters as they are now. Host sync: one on a device."""
+        if not self.interval or not self._copy_digest(state) or self._host is None:
+            return 0.0
+        self._pending = False
+        value = self._host.wait()
+        assert value is not None, "the wait has completed the copy"
+        return value
+
+    def _copy_digest(self, state: TrainState) -> bool:
+        """Start a copy of the digest to the host. Return False if no other rank holds a parameter of this rank."""
+        if self._groups is None:
+            self._groups = _group_params(state)
+        if not self._groups:
+            self.interval = 0
+            return False
+        self._host = self._host or AsyncScalar(state.device)
+        self._host.copy_from(_digest(self._groups, state.device))
+        self._pending = True
+        return True
+
+
+@dataclass(slots=True, eq=False)
+class _Group:
+    """Parameters that the same ranks hold.
+
+    Args:
+        weight: weight of this rank's digest. The weights of the replicas add up to 0, and those of fewer replicas never do.
+        params: parameters, plain or DTensor.
+    """
+
+    weight: int
+    params: list[Tensor] = field(default_factory=list)
+
+
+def replica_check_of(state: TrainState) -> ReplicaCheck:
+    """Return the ``ReplicaCheck`` of the run. Mutates: ``state.run_context``, in the first call."""
+    context = state.run_context
+    if context.replica_check is None:
+        context.replica_check = ReplicaCheck(context.replica_check_interval)
+    check: ReplicaCheck = context.replica_check
+    return check
+
+
+def _group_params(state: TrainState) -> list[_Group]:
+    groups: dict[object, _Group] = {}
+    info = get_dist_info()
+    for param in state.params.values():
+        if is_dtensor(param):
+            box, key = shard_box(param), (param.device_mesh, param.placements)
+            replica, num_replicas = box.replica, box.num_replicas
+        else:
+            replica, num_replicas, key = info.rank, info.world_size, None
+        if num_replicas > 1:
+            weight = -1 if replica else num_replicas - 1
+            groups.setdefault(key, _Group(weight)).params.append(param)
+    return list(groups.values())
+
+
+def _digest(groups: Sequence[_Group], device: torch.device) -> Tensor:
+    """Return the weighted digest of the parameters of all groups: float64 ``[]``, a whole number. Host sync: none."""
+    terms: list[Tensor] = []
+    with torch.no_grad():
+        for group in groups:
+            hashes = hash_tensors(_merge_small([to_local(param) for param in group.params]), device)
+            total = (hashes * _odd_factors(len(hashes), _STRIDE, device)).sum()
+            # The hashes are linear. Unless they are mixed, equal changes in opposite directions would cancel.
+            mixed = total ^ (total >> 29)
+            mixed = mixed * _MIX
+            terms.append(((mixed ^ (mixed >> 32)) & _DIGEST_MASK) * group.weight)
+        return torch.stack(terms).sum().double()
+
+
+def _merge_small(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Concatenate small tensors of one dtype and device. The hash of a small tensor takes as long as its ten operations."""
+    merged: list[Tensor] = []
+    small: dict[object, list[Tensor]] = {}
+    for tensor in tensors:
+        if tensor.numel() < _BLOCK and tensor.is_floating_point() and tensor.element_size() > 1:
+            small.setdefault((tensor.dtype, tensor.device), []).append(tensor.reshape(-1))
+        else:
+            merged.append(tensor)
+    return [*merged, *(torch.cat(same) for same in small.values())]
+
+
+def raise_if_params_differ(state: TrainState, caller: str) -> None:
+    """Compare each parameter with its replicas. NaN equals NaN, and 0 equals -0.
+
+    Collective: one exchange of JSON. Host sync: one.
+
+    Raises:
+        DesyncError: replicas of a parameter differ; on all ranks.
+    """
+    with torch.no_grad():
+        entries = [replace(entry, tensor=_canonical(entry.tensor)) for entry in replicated_entries(state.params)]
+        entries = hash_entries(entries, state.device)
+    rows = all_gather_json([[entry.name, entry.shard_key, entry.hash] for entry in entries], caller=caller)
+    raise_first_difference(caller, state.step, rows)
+
+
+def _canonical(tensor: Tensor | None) -> Tensor | None:
+    if tensor is None or not tensor.is_floating_point() or tensor.element_size() == 1:
+        return tensor
+    return torch.where(tensor.isnan(), math.nan, tensor) + 0.0
 
 
 def hash_tensors(tensors: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dtrain import spans
+from dtrain.arguments import check_int
 from dtrain.batch import FailedBatch
 from dtrain.dist.batch_info import TrackedLoader
 from dtrain.dist.context import current_context
@@ -56,6 +57,7 @@ class Step:
         run_length: RunLength | None = None,
         partial: bool = False,
         allow_equal_batches: bool = False,
+        replica_check_interval: int = 100,
         loader: TrackedLoader | None = None,
     ) -> TrainState:
         """Return the state at step 0.
@@ -68,6 +70,9 @@ class Step:
             partial: if True, the optimizer may hold only some of the trainable parameters, because another state trains the
                 rest. Freeze parameters that no state trains with ``requires_grad_(False)``.
             allow_equal_batches: if True, data-parallel ranks may train on equal batches; if False, equal batches warn.
+            replica_check_interval: number of steps between two comparisons of the parameters that several ranks hold, by one
+                number in the record of the step. The first steps of a process and every save compare them, too. A difference
+                raises. 0 compares nothing, for a method that lets parameters differ on purpose.
             loader: loader whose epochs the clock counts, needed only if batches cannot carry their position: a step on
                 slices or copies of a batch (minibatches of a rollout), or on batches of two loaders. The position is then the
                 position of the loader's last batch. Checkpoints do not contain the loader.
@@ -84,13 +89,17 @@ class Step:
         Raises:
             ConfigError: an argument that is not a model or an optimizer; parameters on the meta device; an optimizer with
                 parameters of another model, or without some trainable parameters; a rank of a launcher without ``init_dist``;
-                a ``loader`` of another library. With ``run_length``, a schedule whose value is invalid in some step of the run.
+                a ``loader`` of another library; a negative ``replica_check_interval``. With ``run_length``, a schedule whose
+                value is invalid in some step of the run.
 
         Warns: UserWarning, on rank 0, without ``run_length``: a schedule whose value is invalid once a run is long enough.
         """
         time_compilation()
         state = init_state(model, optimizer, seed=seed, run_length=run_length, partial=partial, loader=loader)
         _check_schedules(self.transforms, run_length)
+        state.run_context.replica_check_interval = check_int(
+            "init", "replica_check_interval", replica_check_interval, minimum=0
+        )
         if allow_equal_batches:
             state.run_context.monitor.equal_batches.steps_left = 0
         init_transforms = self._init_transform_states

@@ -25,10 +25,11 @@ from dtrain.dist.step_sync import (
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, StepError
 from dtrain.memory.device_memory import release_cached_memory
-from dtrain.shard.buffers import BufferSync, buffer_sync_of
+from dtrain.shard.buffer_sync import BufferSync, buffer_sync_of
 from dtrain.shard.forward_writes import raise_if_written
 from dtrain.shard.grad_sync import GradSync, grad_sync_of
 from dtrain.shard.param_hooks import raise_if_hooks_differ
+from dtrain.shard.replica_check import replica_check_of
 from dtrain.shard.replicate import all_reduce_grads_
 from dtrain.state import TrainState, check_state
 from dtrain.step.microbatches import BatchWatch, Microbatches, check_first_run
@@ -188,6 +189,7 @@ class GradientRun:
         elapsed_s = 0.0 if monitor.last_step_started_at is None else now - monitor.last_step_started_at
         monitor.last_step_started_at = now
         several = spec.mesh is not None
+        replicas = replica_check_of(state) if several else None
         batch_hash = hash_first_batch(state, microbatches.batch) if several and error is None and microbatches.samples else 0
         counts = sync_before_forward(
             samples=microbatches.samples,
@@ -205,10 +207,12 @@ class GradientRun:
             batch_hash=batch_hash,
             plan_digest=0 if guard is None else guard.traces.digest(*self.replay_conditions(), guard.max_microbatches or 0),
             shapes_hash=0 if guard is None or spec.ranks_per_batch == 1 else microbatches.hash_shapes(spec.data_rank),
+            replica_digest=0.0 if replicas is None else replicas.begin_step(state),
             batch_info=state.step_batch.info if state.step_batch is not None else None,
             elapsed_s=elapsed_s,
         )
-        if several:
+        if replicas is not None:
+            replicas.end_exchange(counts.replica_digest, state)
             warn_if_equal_batches(state, counts, batch_hash)
         if guard is not None and not counts.same_plan:
             guard.traces.clear()
@@ -320,7 +324,7 @@ class GradientRun:
             state.params[name].grad = None
         if state.spec.mesh is not None:
             _reduce_ignored_params(state, outcome.unused_params)
-            self._buffers.sync_(outcome.changed_buffers)
+            self._buffers.sync_(outcome.changed_buffers, ranks_differ=outcome.buffers_differ)
         grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
         if not grads and not self.grad_sync.grads_taken:
             raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from dtrain.transform import GradStep as GradStep
     from dtrain.transform import StepContext as StepContext
     from dtrain.transform import UpdateFn as UpdateFn
+    from dtrain.transform import random_like as random_like
     from dtrain.transforms.batches.augmix import augmix as augmix
     from dtrain.transforms.batches.augmix import augmix_batch as augmix_batch
     from dtrain.transforms.batches.batch_transform import as_probabilities as as_probabilities

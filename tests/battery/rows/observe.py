@@ -12,7 +12,6 @@ import dtrain as dt
 from battery.row import Points, Row
 from battery.rows.gradients import line, value
 from dtrain.monitors.activations import activation_stats
-from dtrain.monitors.desync import desync_guard, hash_tensors
 from dtrain.monitors.loss_spikes import is_spike, watch_loss
 from dtrain.monitors.tensor_norms import norms
 
@@ -72,14 +71,6 @@ def watched() -> Points:
     ]
 
 
-def hashed() -> Points:
-    """The hash of one word is the word times odd numbers: 0 for 0, linear in the word modulo 2**64."""
-    one, three, minus, nothing = hash_tensors(
-        [torch.tensor([number], dtype=torch.int32) for number in (1, 3, -1, 0)], torch.device("cpu")
-    ).tolist()
-    return [(nothing, 0), (one % 2, 1), (float((3 * one - three) % 2**64), 0.0), (float(one + minus), 0.0)]
-
-
 ROWS: dict[str, Row] = {
     "norms": Row(
         make=lambda: norms(1, by="layer", of=("grad", "param", "update", "moment", "cosine")),
@@ -96,10 +87,4 @@ ROWS: dict[str, Row] = {
     ),
     "activation_stats-image": Row(make=lambda: activation_stats("first", 2, stats=("kurtosis",)), task="image", moves=128),
     "watch_loss": Row(make=lambda: watch_loss(factor=1e3, window=10), of=("watch_loss",), points=watched),
-    "desync_guard": Row(
-        make=lambda: desync_guard(2, of=("params", "buffers", "optimizer", "transform_states", "rng", "position")),
-        of=("desync_guard",),
-        points=hashed,
-        syncs=1,
-    ),
 }

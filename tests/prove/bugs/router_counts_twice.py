@@ -46,7 +46,7 @@ with dt.init_dist():
     block = MixtureBlock(16)
     model = nn.Sequential(nn.Linear(8, 16), block, nn.Linear(16, 4))
     model = dt.memory.checkpoint_activations(model, blocks=(MixtureBlock,))
-    model = dt.shard_model(model, mesh, strategy="replicate", buffers="local")
+    model = dt.shard_model(model, mesh, strategy="replicate", buffers="own")
     loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=12, seed=0)
     step = dt.compose_step(loss_fn)
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))

@@ -168,7 +168,7 @@ def stochastic_depth(
         seed: seed of ``method="block"``. Decisions depend on the seed, the block's name and its number of training forwards, so
             all ranks decide alike. Two ranks equal one process if each rank runs one microbatch per step. With several
             microbatches, decisions apply to different samples. (A rank with fewer microbatches repeats one without counting.
-            With ``buffers="local"`` its count then stays behind, which changes only its decisions.) ``"sample"`` uses torch's
+            With ``buffers="own"`` its count then stays behind, which changes only its decisions.) ``"sample"`` uses torch's
             global generator, as dropout does, so ranks differ.
 
     Mutates: ``model``: the classes of the blocks, and for ``"block"`` a saved buffer ``forwards`` in each. (Load earlier

@@ -1,0 +1,306 @@
+"""Synchronize the buffers that the forwards of a step changed: rank 0's values, means, sums of what each rank added, or none.
+
+``shard_model(buffers=)`` chooses for each buffer, persistent or not. Without a choice a buffer is broadcast from rank 0. If the
+ranks change such a buffer differently in the first steps, a warning names the buffer, because rank 0's value is what one
+process would have only by chance. Normalizations of torch are the exception: their statistics are estimates on every rank.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import cast, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from dtrain.arguments import check_choice
+from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.init import get_dist_info
+from dtrain.errors import ConfigError, StepError
+from dtrain.fqn import buffer_slots, buffers_by_fqn, compile_patterns, unwrap_module
+from dtrain.shard.buffers import BufferVersions
+from dtrain.shard.replica_check import hash_tensors
+from dtrain.state import Buffers, ShardSpec
+from dtrain.typing import Plain
+
+# The model attribute that stores its ``BufferSync``.
+_BUFFER_SYNC_ATTRIBUTE = "_dtrain_buffers"
+# Steps with changed buffers in which ranks compare the buffers without a choice.
+_COMPARED_STEPS = 4
+
+
+def check_buffer_choices(model: nn.Module, buffers: Buffers | Mapping[str, Buffers] | None) -> None:
+    """Check the argument ``buffers`` of ``shard_model``.
+
+    Raises:
+        ConfigError: an unknown choice, a pattern without a buffer, or a sum of values that have no sum.
+    """
+    choices = [buffers] if isinstance(buffers, str) else list(buffers.values()) if isinstance(buffers, Mapping) else []
+    if buffers is not None and not isinstance(buffers, str | Mapping):
+        choices = [cast(Buffers, buffers)]
+    for choice in choices:
+        check_choice("shard_model", "buffers", choice, get_args(Buffers))
+    names = list(buffers_by_fqn(model))
+    for pattern in buffers if isinstance(buffers, Mapping) else ():
+        if not any(map(compile_patterns([pattern], caller="shard_model: buffers"), names)):
+            raise ConfigError(
+                f"shard_model: buffers must name buffers of the model, got {pattern!r}; the model has "
+                f"{', '.join(names[:5]) or 'none'}{', ...' if len(names) > 5 else ''}. Print dict(model.named_buffers())."
+            )
+    spec = ShardSpec(buffers=buffers)
+    for name, module, key in buffer_slots(model):
+        buffer = module._buffers[key]
+        if buffer_choice(spec, name) != "sum" or buffer is None:
+            continue
+        if isinstance(module, _NormBase) or buffer.dtype == torch.bool:
+            kind = f"a statistic of {type(module).__name__}" if isinstance(module, _NormBase) else "a bool buffer"
+            raise ConfigError(f"shard_model: buffers must not be 'sum' for {name!r}, {kind}. Choose 'mean' or 'broadcast'.")
+
+
+def buffer_choice(spec: ShardSpec, name: str) -> Buffers | None:
+    """Return the choice for the buffer ``name``, that of the first pattern that matches; None without a choice."""
+    if not isinstance(spec.buffers, Mapping):
+        return spec.buffers
+    for pattern, choice in spec.buffers.items():
+        if compile_patterns([pattern], caller="shard_model: buffers")(name):
+            return choice
+    return None
+
+
+def persistent_buffers(model: nn.Module, spec: ShardSpec, *, own: bool) -> dict[str, Tensor]:
+    """Return the persistent buffers by name that each rank has for itself (``own``), or the other persistent buffers."""
+    buffers = buffers_by_fqn(model, persistent_only=True)
+    return {name: buffer for name, buffer in buffers.items() if (buffer_choice(spec, name) == "own") is own}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Slot:
+    """Buffer that is synchronized.
+
+    Args:
+        name: clean name.
+        module: module that owns the buffer.
+        key: name within the module.
+        choice: synchronization.
+        shape: shape when the model was sharded.
+        chosen: if True, the user chose.
+        may_differ: if True, nobody chose, and the buffer is no statistic of a normalization.
+        persistent: if True, the buffer is in the state dict.
+    """
+
+    name: str
+    module: nn.Module
+    key: str
+    choice: Buffers
+    shape: torch.Size
+    chosen: bool
+    may_differ: bool
+    persistent: bool
+
+    @property
+    def owner(self) -> str:
+        """Name of the module."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def buffer(self) -> Tensor:
+        """Buffer as it is now, empty if it is None."""
+        buffer = self.module._buffers[self.key]
+        return torch.empty(0) if buffer is None else buffer
+
+
+class BufferSync:
+    """Finds the buffers that the forwards of a step changed, and synchronizes the buffers."""
+
+    def __init__(self, model: nn.Module, spec: ShardSpec) -> None:
+        self._slots = list(_synchronized_slots(model, spec)) if spec.data_ranks * spec.ranks_per_batch > 1 else []
+        self._versions = BufferVersions([(slot.name, slot.module, slot.key) for slot in self._slots])
+        self._summed = [slot for slot in self._slots if slot.choice == "sum"]
+        self._starts: dict[str, Tensor] = {}
+        self._counts = spec.counts_in_loss
+        self._compared_steps = 0
+        self._synchronized: set[str] = set()
+
+    def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
+        # A copy of the model is a plain model.
+        return type(None), ()
+
+    @property
+    def num_bytes(self) -> int:
+        """Size in bytes of the buffers that are likely to be synchronized in this step."""
+        modules = {*self._versions.changed_modules(), *self._synchronized}
+        return sum(slot.buffer.nbytes for slot in self._slots if slot.owner in modules)
+
+    def begin_step(self) -> None:
+        """Start a step. Mutates: copies of the buffers that are summed."""
+        if self._slots:
+            self._versions.record()
+        for slot in self._summed:
+            self._starts[slot.name] = slot.buffer.detach().clone()
+
+    def changed_modules(self) -> list[str]:
+        """Return the names of modules whose buffers changed since ``begin_step``, in the order of the model.
+
+        After the name of a module stand the shapes of its buffers whose shapes are not those of the sharded model.
+        """
+        modules = self._versions.changed_modules()
+        resized = [
+            f"{slot.owner}|{slot.key}{list(slot.buffer.shape)}"
+            for slot in (self._slots if modules else ())
+            if slot.owner in modules and slot.buffer.shape != slot.shape
+        ]
+        return [*modules, *resized]
+
+    def sync_(self, owners: Sequence[str], *, ranks_differ: bool = False) -> None:
+        """Synchronize the buffers of the modules ``owners``.
+
+        Args:
+            owners: result of ``changed_modules`` of all ranks together, equal on all ranks.
+            ranks_differ: if True, the result of some rank differs.
+
+        Mutates: buffers.
+        Collective: one broadcast, and one all-reduce per dtype of the buffers with a mean or a sum. In the first steps one
+            exchange of JSON for buffers without a choice.
+
+        Raises:
+            StepError: a buffer has different shapes on the ranks; on all ranks.
+
+        Warns: UserWarning, once, on rank 0: ranks changed a buffer without a choice differently.
+        """
+        if not owners:
+            return
+        self._synchronized.update(owners)
+        slots = [slot for slot in self._slots if slot.owner in owners and slot.module._buffers[slot.key] is not None]
+        if ranks_differ and any("|" in owner for owner in owners):
+            slots = _without_different_shapes(slots)
+        if self._compared_steps < _COMPARED_STEPS and any(slot.may_differ for slot in slots):
+            different = _warn_if_different([slot for slot in slots if slot.may_differ])
+            self._compared_steps = _COMPARED_STEPS if different else self._compared_steps + 1
+        with torch.no_grad():
+            by_kind: dict[tuple[str, torch.dtype | None], list[_Slot]] = {}
+            for slot in slots:
+                how: Buffers = slot.choice if slot.choice != "mean" or slot.buffer.is_floating_point() else "broadcast"
+                by_kind.setdefault((how, None if how == "broadcast" else slot.buffer.dtype), []).append(slot)
+            for (kind, _), same in by_kind.items():
+                buffers = [slot.buffer for slot in same]
+                if kind == "mean":
+                    _average_(buffers)
+                elif kind == "sum":
+                    _add_ranks_([self._starts[slot.name] for slot in same], buffers, counts=self._counts)
+                else:
+                    _broadcast_(buffers)
+
+
+def attach_buffer_sync(model: nn.Module, spec: ShardSpec) -> None:
+    """Give a sharded ``model`` its ``BufferSync``. Mutates: ``model`` (one attribute)."""
+    setattr(unwrap_module(model), _BUFFER_SYNC_ATTRIBUTE, BufferSync(model, spec))
+
+
+def buffer_sync_of(model: nn.Module) -> BufferSync:
+    """Return the ``BufferSync`` of a model; for a plain model, an instance without effect."""
+    attached = unwrap_module(model).__dict__.get(_BUFFER_SYNC_ATTRIBUTE)
+    return attached if isinstance(attached, BufferSync) else _NO_SYNC
+
+
+_NO_SYNC = BufferSync(nn.Identity(), ShardSpec())
+
+
+def _synchronized_slots(model: nn.Module, spec: ShardSpec) -> Iterator[_Slot]:
+    for name, module, key in buffer_slots(model):
+        buffer, choice = module._buffers[key], buffer_choice(spec, name)
+        if buffer is None or choice == "own":
+            continue
+        # A mean of whole numbers is no choice: they are broadcast.
+        chosen = choice is not None and not (choice == "mean" and not buffer.is_floating_point())
+        yield _Slot(
+            name=name,
+            module=module,
+            key=key,
+            choice=choice or "broadcast",
+            shape=buffer.shape,
+            chosen=choice is not None,
+            may_differ=not chosen and not isinstance(module, _NormBase),
+            persistent=key not in module._non_persistent_buffers_set,
+        )
+
+
+def _without_different_shapes(slots: Sequence[_Slot]) -> list[_Slot]:
+    """Return the slots whose buffers have one shape on all ranks. Collective: one exchange of JSON.
+
+    A table that a forward makes longer may have its own length on each rank, and stays there if no checkpoint has it.
+
+    Raises:
+        StepError: a buffer that must be synchronized has different shapes; on all ranks.
+    """
+    shapes = all_gather_json([list(slot.buffer.shape) for slot in slots], caller="step")
+    kept = []
+    for slot, *by_rank in zip(slots, *cast("list[list[list[int]]]", shapes), strict=True):
+        if all(shape == by_rank[0] for shape in by_rank):
+            kept.append(slot)
+        elif slot.persistent or slot.chosen:
+            rank = next(rank for rank, shape in enumerate(by_rank) if shape != by_rank[0])
+            raise StepError(
+                f"step: the buffer {slot.name!r} must have one shape on all ranks, got {by_rank[0]} on rank 0 and "
+                f"{by_rank[rank]} on rank {rank}. Let each rank have its own: shard_model(buffers={{{slot.name!r}: 'own'}})."
+            )
+    return kept
+
+
+def _warn_if_different(slots: Sequence[_Slot]) -> bool:
+    """Compare buffers that nobody chose for, and warn on rank 0 of the first difference. Collective: one exchange of JSON."""
+    hashes = [hash_tensors([slot.buffer], slot.buffer.device).tolist() for slot in slots]
+    rows = all_gather_json(cast(Plain, hashes), caller="step")
+    different = [
+        slot
+        for slot, *by_rank in zip(slots, *cast("list[list[int]]", rows), strict=True)
+        if by_rank != by_rank[:1] * len(by_rank)
+    ]
+    if different and get_dist_info().rank == 0:
+        warnings.warn(
+            f"step: the ranks changed the buffer {different[0].name!r} differently in forward, and all ranks get the value of "
+            f"rank 0. Choose: shard_model(buffers={{{different[0].name!r}: 'sum'}}) for a counter, 'mean' for an average, "
+            "'own' for a value of each rank, 'broadcast' for rank 0's.",
+            stacklevel=2,
+        )
+    return bool(different)
+
+
+def _add_ranks_(starts: Sequence[Tensor], tensors: Sequence[Tensor], *, counts: bool) -> None:
+    """Set tensors of one dtype to their start plus what all ranks have added to it.
+
+    Args:
+        starts: values at the start of the step, equal on all ranks.
+        tensors: values of this rank.
+        counts: if False, another rank has computed with the same samples, and this rank adds nothing.
+
+    Mutates: ``tensors``. Collective: one all-reduce.
+    """
+    old, new = (torch.cat([tensor.reshape(-1) for tensor in some]) for some in (starts, tensors))
+    wide = new.dtype if new.dtype.itemsize >= 4 else torch.float32 if new.is_floating_point() else torch.int64
+    added = new.to(wide) - old.to(wide) if counts else torch.zeros_like(new, dtype=wide)
+    dist.all_reduce(added)
+    totals = (old.to(wide) + added).to(new.dtype)
+    for tensor, piece in zip(tensors, totals.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(piece.view_as(tensor))
+
+
+def _average_(tensors: list[Tensor]) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    wide = flat if flat.dtype.itemsize >= 4 else flat.float()
+    dist.all_reduce(wide)
+    averages = (wide / get_dist_info().world_size).to(flat.dtype)
+    for tensor, piece in zip(tensors, averages.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(piece.view_as(tensor))
+
+
+def _broadcast_(tensors: list[Tensor]) -> None:
+    if tensors:
+        flat = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
+        dist.broadcast(flat, src=0)
+        for tensor, piece in zip(tensors, flat.split([tensor.nbytes for tensor in tensors]), strict=True):
+            # A piece may start at an offset that its dtype does not allow, so clone the piece.
+            tensor.copy_(piece.clone().view(tensor.dtype).view_as(tensor))

@@ -1,0 +1,140 @@
+"""Replicas that differ are found by the step itself, whoever holds them; replicas that may differ are left alone."""
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+import dtrain as dt
+from dtrain.dist.init import get_dist_info
+from dtrain.dtensor import to_local
+from dtrain.errors import ConfigError, DesyncError
+from dtrain.testing import count_collectives, count_host_syncs
+from shard.copies import ADAMW, begin, part
+
+
+def trained(strategy, spoil=None, *, steps=3, transforms=(), interval=100, at=1, tp=1, root=None, dtype=None):
+    """A run of some steps, in which ``spoil`` changes the parameters before the step ``at``, and what the run says."""
+    info = get_dist_info()
+    # The plan cuts one layer, and the other layer is whole along tp.
+    plan = {"tp_plan": {"first": ColwiseParallel(output_layouts=Replicate())}} if tp > 1 else {}
+    step, state = begin(list(transforms), strategy, ADAMW, tp=tp, **plan)
+    state = step.init(state.model, state.optimizer, replica_check_interval=interval)
+    rank = state.spec.data_rank
+    sizes = [8 // state.spec.data_ranks] * state.spec.data_ranks
+    said = "nothing"
+    try:
+        while state.step < steps:
+            if spoil is not None and state.step == at:
+                with torch.no_grad():
+                    spoil(state, info.rank)
+            state, _ = step(state, part(state.step, sizes, rank, rank + 1))
+        if root is not None:
+            dt.save_sharded(root, state)
+    except DesyncError as error:
+        said = str(error)
+    return state.step, said
+
+
+def add_on(ranks, name, value=1e-9):
+    def spoil(state, rank):
+        if rank in ranks:
+            to_local(state.params[name]).view(-1)[:1].add_(value)
+
+    return spoil
+
+
+def cases_of_two(folder):
+    """Each case of two ranks once, so that the processes start once."""
+
+    def nan(state, rank):
+        state.params["temperature"].fill_(float("nan"))
+
+    def other_nan(state, rank):
+        state.params["temperature"].fill_(-float("nan") if rank else float("nan"))
+
+    return {
+        "replicate": trained("replicate", add_on([1], "first.weight")),
+        "full_shard, shard": trained("full_shard", add_on([1], "first.weight")),
+        "full_shard, whole": trained("full_shard", add_on([1], "temperature")),
+        "shard_grad_op, whole": trained("shard_grad_op", add_on([1], "temperature")),
+        "hybrid_shard": trained("hybrid_shard", add_on([0], "last.weight")),
+        "tp": trained("full_shard", add_on([1], "last.bias"), tp=2),
+        "off": trained("replicate", add_on([1], "first.weight"), interval=0),
+        "late": trained("replicate", add_on([1], "first.weight"), steps=9, at=5, interval=7),
+        "save": trained("replicate", add_on([1], "first.weight"), steps=6, at=5, root=folder + "/a"),
+        "save, off": trained("replicate", add_on([1], "first.weight"), steps=6, at=5, interval=0, root=folder + "/b"),
+        "equal": trained("replicate", add_on([0, 1], "first.weight"), steps=6, interval=1, root=folder + "/c"),
+        "nan": trained("replicate", nan, steps=6, interval=1),
+        "nan with two signs": trained("replicate", other_nan, steps=6, interval=1),
+        "local": trained("replicate", transforms=[dt.transforms.local_sgd("2ba")], steps=4, interval=1),
+    }
+
+
+def test_replicas_that_differ_raise_in_the_next_step_or_at_the_save(ranks, tmp_path):
+    for found in ranks(2).run(cases_of_two, str(tmp_path)):
+        text = "{}: step {}: '{}' must be equal on all ranks, got a different value on rank 1 than on rank 0. "
+        for case, caller, step, name in (
+            ("replicate", "step", 1, "first.weight"),
+            ("full_shard, whole", "step", 1, "temperature"),
+            ("shard_grad_op, whole", "step", 1, "temperature"),
+            ("hybrid_shard", "step", 1, "last.weight"),
+            ("tp", "step", 1, "last.bias"),
+            ("late", "step", 7, "first.weight"),
+            ("save", "save_sharded", 6, "first.weight"),
+        ):
+            stopped, message = found[case]
+            assert message.startswith(text.format(caller, step, name)), case
+            assert stopped == step, "the step that raises is not made"
+        for case in ("full_shard, shard", "off", "save, off", "equal", "nan", "nan with two signs", "local"):
+            assert found[case][1] == "nothing", case
+    assert not list((tmp_path / "a").glob("step*")), "a save that raises commits nothing"
+
+
+def cases_of_four():
+    return {
+        **{f"replicate {at}": trained("replicate", add_on(at, "last.bias")) for at in ([3], [2, 3], [1, 2])},
+        "hybrid_shard": trained("hybrid_shard", add_on([3], "first.weight")),
+        "hybrid_shard, whole": trained("hybrid_shard", add_on([1], "temperature")),
+        "tp": trained("full_shard", add_on([3], "last.bias"), tp=2),
+        "equal": trained("hybrid_shard", steps=6, interval=1),
+        "tp, equal": trained("full_shard", steps=6, interval=1, tp=2),
+    }
+
+
+def test_four_ranks_name_the_ranks_that_differ(ranks):
+    for found in ranks(4).run(cases_of_four):
+        for case, where in (
+            ("replicate [3]", "'last.bias' must be equal on all ranks, got a different value on rank 3 than on ranks 0..2"),
+            ("replicate [2, 3]", "got a different value on ranks 2..3 than on ranks 0..1"),
+            ("replicate [1, 2]", "got a different value on ranks 1..2 than on ranks 0, 3"),
+            ("hybrid_shard", "'first.weight' must be equal on all ranks, got a different value on rank 3 than on rank 1"),
+            ("hybrid_shard, whole", "'temperature' must be equal on all ranks, got a different value on rank 1 than on"),
+            ("tp", "'last.bias' must be equal on all ranks, got a different value on rank 3 than on rank 2"),
+        ):
+            assert where in found[case][1], (case, found[case])
+        assert found["equal"] == found["tp, equal"] == [6, "nothing"]
+
+
+def costs():
+    step, state = begin([], "replicate", ADAMW)
+    seen = []
+    for _ in range(6):
+        with count_host_syncs() as waits, count_collectives() as exchanges:
+            state, _ = step(state, part(0, [4, 4], get_dist_info().rank, get_dist_info().rank + 1))
+        seen.append((waits.count, exchanges.count(group="control")))
+    return seen
+
+
+def test_the_comparison_adds_no_wait_and_no_exchange(ranks):
+    """Steps 3 and 4 differ only by the comparison: the first four steps of a run compare."""
+    for seen in ranks(2).run(costs):
+        assert seen[3] == seen[4] == seen[5]
+
+
+def test_a_negative_interval_is_refused():
+    model = nn.Linear(1, 1)
+    step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len))
+    with pytest.raises(ConfigError, match=r"init: replica_check_interval must be .*, got -1"):
+        step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), replica_check_interval=-1)
