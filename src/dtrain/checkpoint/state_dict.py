@@ -46,6 +46,8 @@ from dtrain.state import TrainState
 
 # These options choose the implementation of a step, not its result. They may differ after a resume on another machine.
 MACHINE_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+# Sections whose tensors a load writes into tensors of the state.
+_FILLED_IN_PLACE = ("params", "buffers", "transforms")
 _NOT_STORED = MACHINE_OPTIONS | {"params", "param_names"}
 
 
@@ -102,10 +104,13 @@ def collect_contents(
         section_values = shared.setdefault(layout.STATES, {}).setdefault(name, {}) if name else shared
         for section, tree in _sections(state, what, cast).items():
             section_values[section], found = tree_json.encode(tree, f"{path}/{section}".lstrip("/"))
+            if section in _FILLED_IN_PLACE:
+                check_own_memory(found, "save_sharded")
             tensors.update(found)
         rank_values = values.setdefault(layout.STATES, {}).setdefault(name, {}) if name else values
         buffers = _per_rank_buffers(state, what)
         rank_values["buffers"], found = tree_json.encode(buffers, f"{path}/buffers".lstrip("/"))
+        check_own_memory(found, "save_sharded")
         per_rank.update(found)
         extra_states = get_extra_states(state.model) if "modules" in layout.SECTIONS[what] else {}
         rank_values["modules"], found = tree_json.encode(extra_states, f"{path}/modules".lstrip("/"))
@@ -137,7 +142,7 @@ def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> d
         check_state_dicts(state.model)
     tree: dict[str, Callable[[], Any]] = {
         "params": lambda: {name: _cast(param, cast) for name, param in params.items()},
-        "buffers": lambda: {} if state.spec.buffers == "local" else _buffers(state),
+        "buffers": lambda: {} if state.spec.buffers == "local" else buffers_by_fqn(state.model, persistent_only=True),
         # The exchange of digests may find that the ranks differ.
         "modules": lambda: {"names": [*extra_state_modules(state.model)], "equal": True},
         "optimizer": lambda: {"state": _optimizer_state(state), "groups": optimizer_groups(state)},
@@ -150,14 +155,7 @@ def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> d
 
 def _per_rank_buffers(state: TrainState, what: SaveScope) -> dict[str, Tensor]:
     local = state.spec.buffers == "local" and "buffers" in layout.SECTIONS[what]
-    return _buffers(state) if local else {}
-
-
-def _buffers(state: TrainState) -> dict[str, Tensor]:
-    """Return the persistent buffers, each of which a load can fill."""
-    buffers = buffers_by_fqn(state.model, persistent_only=True)
-    check_own_memory({tree_json.join_key("buffers", name): buffer for name, buffer in buffers.items()}, "save_sharded")
-    return buffers
+    return buffers_by_fqn(state.model, persistent_only=True) if local else {}
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
