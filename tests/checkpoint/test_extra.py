@@ -353,6 +353,21 @@ def load_own(root: str, strategy: str, several: bool) -> list[Any]:
     return [values_of(values), same]
 
 
+def odd_names(root: str) -> list[Any]:
+    rank = get_dist_info().rank
+    _, state = begin("full_shard")
+    dt.save_sharded(root, state, extra={"$": per_rank({"$": rank, 3: torch.tensor(rank)}), "a/b~c": per_rank([rank])})
+    dollar: dict[Any, Any] = {}
+    slash: list[int] = []
+    dt.load_sharded(root, begin("full_shard")[1], extra={"$": per_rank(dollar), "a/b~c": per_rank(slash)})
+    return [dollar["$"], int(dollar[3]), slash]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_marked_values_with_odd_names_come_back(tmp_path, ranks, world):
+    assert ranks(world).run(odd_names, str(tmp_path)) == [[rank, rank, [rank]] for rank in range(world)]
+
+
 def load_unmarked(root: str) -> list[str]:
     _, state = begin("full_shard")
     plain = {**own_values(-1.0), "same": [0]}
