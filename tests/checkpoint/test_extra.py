@@ -163,10 +163,34 @@ def test_loader_left_out_on_purpose_starts_anew(tmp_path):
         dt.load_sharded(tmp_path, state, extra={"loader": again})
 
 
+def test_loader_whose_batches_were_copied_is_needed(tmp_path):
+    step, state = begin()
+    loader = build_loader()
+    for batch in loader.until("2ba"):
+        state, _ = step(state, batch * 2)
+    with pytest.raises(ConfigError, match=MISSING.format("save_sharded")):
+        dt.save_sharded(tmp_path / "root", state)
+    dt.save_sharded(tmp_path / "root", state, extra={"loader": loader})
+
+
+def test_both_of_two_loaders_that_take_turns_are_needed(tmp_path):
+    step, state = begin()
+    first, second = build_loader(), build_loader()
+    for one, other in zip(first.until("2ba"), second.until("2ba"), strict=True):
+        state, _ = step(state, one)
+        state, _ = step(state, other)
+    with pytest.raises(ConfigError, match=r"extra must hold the position of .*got \['first'\]"):
+        dt.save_sharded(tmp_path / "root", state, extra={"first": first})
+    dt.save_sharded(tmp_path / "root", state, extra={"first": first, "second": second})
+
+
 def test_hand_made_batches_need_no_loader(tmp_path):
     step, state = begin()
-    state, _ = step(state, torch.ones(2, 2))
-    assert dt.save_sharded(tmp_path, state).result().step == 1
+    held_out = build_loader()
+    for _ in range(2):
+        dt.evaluate(state.model, held_out, loss)
+        state, _ = step(state, torch.ones(2, 2))
+    assert dt.save_sharded(tmp_path, state).result().step == 2
 
 
 def test_plain_data_are_filled_in_place(tmp_path):
@@ -327,6 +351,21 @@ def load_own(root: str, strategy: str, several: bool) -> list[Any]:
     extra = {**{name: per_rank(value) for name, value in values.items()}, "same": same}
     dt.load_sharded(root, {"g": state} if several else state, extra=extra)
     return [values_of(values), same]
+
+
+def odd_names(root: str) -> list[Any]:
+    rank = get_dist_info().rank
+    _, state = begin("full_shard")
+    dt.save_sharded(root, state, extra={"$": per_rank({"$": rank, 3: torch.tensor(rank)}), "a/b~c": per_rank([rank])})
+    dollar: dict[Any, Any] = {}
+    slash: list[int] = []
+    dt.load_sharded(root, begin("full_shard")[1], extra={"$": per_rank(dollar), "a/b~c": per_rank(slash)})
+    return [dollar["$"], int(dollar[3]), slash]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_marked_values_with_odd_names_come_back(tmp_path, ranks, world):
+    assert ranks(world).run(odd_names, str(tmp_path)) == [[rank, rank, [rank]] for rank in range(world)]
 
 
 def load_unmarked(root: str) -> list[str]:

@@ -18,7 +18,11 @@ from dtrain.checkpoint import layout
 from dtrain.errors import CheckpointError, CheckpointMismatchError
 from mutations import Mutation, mutate_bytes, mutate_json
 
-EXTRA = {"note": {"text": "é"}, "table": [1, 2.5, None, (3, {4: torch.ones(2)})]}
+EXTRA = {
+    "note": {"text": "é"},
+    "table": [1, 2.5, None, (3, {4: torch.ones(2)})],
+    "own": dt.checkpoint.per_rank([torch.ones(2)]),
+}
 TENSORS = {
     "first.weight": torch.ones(7, 5),
     "first.bias": torch.ones(7),
@@ -115,7 +119,9 @@ def readers(folder: Path) -> dict[str, Callable[[], object]]:
     return {
         **found,
         "verify": lambda: dt.checkpoint.verify(folder),
-        "load_sharded": lambda: dt.load_sharded(folder, plain_state(1), extra={"note": {}, "table": []}),
+        "load_sharded": lambda: dt.load_sharded(
+            folder, plain_state(1), extra={"note": {}, "table": [], "own": dt.checkpoint.per_rank([])}
+        ),
         "load_sharded, not strict": lambda: dt.load_sharded(
             folder, plain_state(1), strict=False, cast=True, ignore=["extra/**", "optimizer"]
         ),

@@ -157,6 +157,9 @@ def test_values_derived_from_weights_are_derived_from_the_loaded_weights(tmp_pat
     torchs.load_state_dict(model.state_dict())
     assert torchs.from_hook != 0
     assert (again.from_state, again.from_hook) == (torchs.from_state, torchs.from_hook)
+    by_name = Cached()
+    dt.load_weights_(by_name, tmp_path)
+    assert by_name.from_hook == torchs.from_hook
 
 
 class OneWay(nn.Linear):
@@ -280,6 +283,13 @@ def test_expanded_buffer_is_refused_by_the_save(tmp_path):
     dt.save_sharded(tmp_path / "root", state_of(with_buffer(torch.zeros(1, 4).expand(1, 4))))
 
 
+def test_expanded_tensor_of_a_transform_is_refused_by_the_save(tmp_path):
+    state = state_of(nn.Linear(2, 2)).with_transform_state("own", {"rate": torch.zeros(1).expand(3)})
+    with pytest.raises(ConfigError, match="save_sharded: transforms/own/rate must have memory for each element"):
+        dt.save_sharded(tmp_path / "root", state)
+    assert not (tmp_path / "root").exists()
+
+
 def read_only(tmp_path: Path) -> torch.Tensor:
     np.save(tmp_path / "values.npy", np.zeros(6, dtype=np.float32))
     return torch.from_numpy(np.load(tmp_path / "values.npy", mmap_mode="r"))
@@ -306,6 +316,9 @@ def test_target_that_cannot_be_written_is_refused_before_any_write(tmp_path, mak
     before, state = model.weight.clone(), state_of(model)
     with pytest.raises(ConfigError, match=f"buffers/odd must .*{message}.*"):
         dt.load_sharded(tmp_path / "root", state)
+    if message != "got a tensor on the meta device":
+        with pytest.raises(ConfigError, match=f"odd must .*{message}.*"):
+            dt.load_weights_(model, tmp_path / "root")
     assert torch.equal(model.weight, before)
     state._check_not_stale("test")
 

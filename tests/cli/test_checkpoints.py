@@ -269,7 +269,7 @@ def test_show_prints_step_and_tensor_locations(checkpoints, two_ranks):
     assert (code, err) == (0, "")
     assert first.startswith("step 4 of run ")
     assert second.startswith("written by 2 ranks, full_shard (dp_replicate 1 x dp_shard 2): ")
-    assert third.startswith("holds params, buffers, optimizer, transforms, clock, seed: ")
+    assert third.startswith("holds params, buffers, modules, optimizer, transforms, clock, seed: ")
     lines = {line.split()[0]: line.split()[1:] for line in rows.splitlines()}
     assert lines["params/first.weight"] == ["F32", "[7,", "5]", "140", "B", "rank-00000,", "rank-00001"]
     assert lines["optimizer/state/first.weight/exp_avg_sq"][:3] == ["BF16", "[7,", "5]"]

@@ -207,10 +207,10 @@ def _own_structure(reader: CheckpointReader, name: str, caller: str) -> Any:
             f"{caller}: extra: {name} has a value for each of {reader.world_size} ranks, and this run has {info.world_size}. "
             f"Load on {reader.world_size} ranks, or pass ignore=['{layout.EXTRA}/{name}'] to start anew."
         )
-    values = reader.values_of(info.rank)[layout.EXTRA]
-    if type(values) is not dict or name not in values:
+    structure = reader.rank_structure(info.rank, layout.EXTRA, layout.EXTRA)
+    if name not in structure:
         raise CorruptCheckpointError(f"{layout.index_name(info.rank)}: values: extra: no {name!r}")
-    return tree_json.decode_structure(values[name], tree_json.join_key(layout.EXTRA, name))
+    return structure[name]
 
 
 def _extra_advice(missing: Sequence[str], unexpected: Mapping[str, str], stored: Mapping[str, Any]) -> str:

@@ -18,8 +18,10 @@ from dtrain.checkpoint import layout, mismatch_report, strict_json, tensor_files
 from dtrain.checkpoint.checkpoint_info import StepRemovedError, choose_step, has_manifest, notice_removal
 from dtrain.checkpoint.data_file import as_bytes
 from dtrain.checkpoint.mismatch_report import MismatchRow
+from dtrain.checkpoint.module_state import finish_load
 from dtrain.checkpoint.read_tensors import copy_into_, read_tensors
 from dtrain.checkpoint.reshard import Region, plan_reads
+from dtrain.checkpoint.targets import check_targets
 from dtrain.checkpoint.tensor_files import TensorFiles, open_step
 from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
@@ -235,14 +237,15 @@ def load_weights_(
             and then keep their values, such as a new head.
 
     All parameters and persistent buffers of the model must be stored in the same shape, tied tensors under any of their names.
-    Floating-point dtypes are cast to the dtypes of the model; other dtypes must be equal.
+    Floating-point dtypes are cast to the dtypes of the model; other dtypes must be equal. The extra state of modules does not
+    change. Hooks of ``register_load_state_dict_post_hook`` are called.
 
     Mutates: parameters and persistent buffers of ``model``. An error before all ranks have agreed changes nothing.
     Collective: exchanges of JSON on the control group; every rank must call it, and see the same files.
     Host sync: copies from the host.
 
     Raises:
-        ConfigError: tensors on the meta device, or a pattern or a name in ``rename`` without match.
+        ConfigError: tensors on the meta device or that cannot be written, or a pattern or a name in ``rename`` without match.
         CheckpointError: no weights in ``path``, a pickle, or an unreadable file.
         CorruptCheckpointError: an invalid file; for a step, any byte that does not match its digest.
         CheckpointMismatchError: names, shapes or dtypes that differ; lists the first ten.
@@ -255,11 +258,13 @@ def load_weights_(
         reshard(model)
         files = _open_source(source, model)
         match = match_by_name(files.refs, model, rename, missing, caller=f"{_CALLER}: {source}")
+        check_targets({match.names[key]: tensor for key, tensor in match.targets.items()}, f"{_CALLER}: {source}")
         _check_duplicates(files, source, match)
         tensors = _read_regions(files, {name: _local_region(tensor) for name, tensor in match.targets.items()})
     _check_same_files(files, source, match)
     with torch.no_grad():
         copy_into_({name: to_local(tensor) for name, tensor in match.targets.items()}, tensors)
+        finish_load(model, {})
     loaded = tuple(match.names[name] for name in match.targets)
     return LoadWeightsResult(path=source, loaded=loaded, kept=tuple(match.kept), left_out=tuple(match.left_out))
 

@@ -51,10 +51,9 @@ def _missing_loaders(states: Mapping[str, TrainState], extra: Mapping[str, Any],
     missing: list[Any] = []
     entries = {id(value.loader if isinstance(value, NotSaved) else unwrap(value)) for value in extra.values()}
     for state in states.values():
-        identities = list(state.loader_history.loaders)
-        last = identities[-1] if identities else None
-        if state.loader is not None and not any(state.loader.identity is identity for identity in identities):
-            identities.append(state.loader.identity)
+        history = state.loader_history
+        last = (*history.loaders[-1:], *history.untracked[-1:])
+        identities = [*history.loaders, *history.untracked, *([] if state.loader is None else [state.loader.identity])]
         for identity in identities:
             # Other objects than dtrain's loaders have no position that could be saved.
             if not isinstance(identity, weakref.ref):
@@ -62,7 +61,7 @@ def _missing_loaders(states: Mapping[str, TrainState], extra: Mapping[str, Any],
             loader = identity()
             if loader is None:
                 # An earlier loader that no longer exists is used up.
-                missing += [None] if lost_is_error and identity is last else []
+                missing += [None] if lost_is_error and any(identity is each for each in last) else []
             elif id(loader) not in entries and not _is_part_of(loader.state_dict(), _plain_states(states, extra)):
                 missing.append(loader)
     return missing
@@ -70,7 +69,9 @@ def _missing_loaders(states: Mapping[str, TrainState], extra: Mapping[str, Any],
 
 def _plain_states(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> list[Any]:
     """Return the states of all entries and transforms, one of which may hold the state of a loader."""
-    entries = [state_of(unwrap(value)) for value in extra.values() if not isinstance(value, NotSaved)]
+    # Two loaders of equal data have equal states at the same position, so another loader proves nothing.
+    holders = [unwrap(value) for value in extra.values() if not hasattr(unwrap(value), "last_batch_info")]
+    entries = [state_of(value) for value in holders if not isinstance(value, NotSaved)]
     return [*entries, *(state.transform_states for state in states.values())]
 
 

@@ -25,7 +25,7 @@ from dtrain.checkpoint.module_state import extra_state_modules, extra_state_name
 from dtrain.checkpoint.read_tensors import read_tensors
 from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_own_buffers
 from dtrain.checkpoint.reshard import ReadItem, Region, ShardFinder, full_region, plan_reads
-from dtrain.checkpoint.tree_json import decode_structure, fill_tensors, list_placeholders
+from dtrain.checkpoint.tree_json import fill_tensors, list_placeholders
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import check_rng_state
 from dtrain.errors import CheckpointMismatchError, CorruptCheckpointError
@@ -337,10 +337,10 @@ def _module_structures(reader: CheckpointReader, state: str, names: Sequence[str
             f"or ignore={json.dumps(list(names[:3]))} to keep the current extra state."
         )
     rank = info.rank % reader.world_size
+    structure = part.rank_structure(rank, "modules", f"{key_prefix(state)}modules")
     location = f"{layout.index_name(rank)}: values: modules"
-    values = strict_json.read_object(part.values_of(rank)["modules"], location, tuple(extra_state_names(part.structures)))
-    path = f"{key_prefix(state)}modules"
-    return {name: decode_structure(values[name], tree_json.join_key(path, name)) for name in names}
+    strict_json.read_object(structure, location, tuple(extra_state_names(part.structures)))
+    return {name: structure[name] for name in names}
 
 
 def _rng_structure(reader: CheckpointReader, states: Mapping[str, TrainState]) -> dict[str, Any] | None:
@@ -352,11 +352,7 @@ def _rng_structure(reader: CheckpointReader, states: Mapping[str, TrainState]) -
     ranks_per_batch = next(iter(states.values())).spec.ranks_per_batch
     if (reader.world_size, reader.manifest.layout.ranks_per_batch) != (info.world_size, ranks_per_batch):
         return None
-    values = reader.values_of(info.rank)
-    structure = decode_structure(values.get("rng") if type(values) is dict else None, "rng")
-    if type(structure) is not dict:
-        raise CorruptCheckpointError(f"{layout.index_name(info.rank)}: values: no rng")
-    return structure
+    return reader.rank_structure(info.rank, "rng", "rng")
 
 
 def _check_rng(random: dict[str, Any]) -> dict[str, Any]:

@@ -199,6 +199,14 @@ class CheckpointReader:
         values = self.ranks.placed(rank).values
         return values if self.state is None else state_values(values, self.state, layout.index_name(rank))
 
+    def rank_structure(self, rank: int, section: str, path: str) -> dict[str, Any]:
+        """Return a section of the values of a rank, with a ``TensorPlaceholder`` in place of each tensor, below ``path``."""
+        values = self.values_of(rank)
+        structure = tree_json.decode_structure(values.get(section) if type(values) is dict else None, path)
+        if type(structure) is not dict:
+            raise CorruptCheckpointError(f"{layout.index_name(rank)}: values: no {section}")
+        return structure
+
     def shards_of_rank(self, rank: int) -> dict[str, StoredShard]:
         """Return the shards of the tensors that only this rank has, by key."""
         placed = self.ranks.placed(rank)

@@ -46,6 +46,9 @@ from dtrain.shard.buffer_sync import persistent_buffers
 from dtrain.state import TrainState
 from dtrain.step.optimizer_state import stored_options
 
+# Sections whose tensors a load writes into tensors of the state.
+_FILLED_IN_PLACE = ("params", "buffers", "transforms")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
 class CheckpointContents:
@@ -100,10 +103,13 @@ def collect_contents(
         section_values = shared.setdefault(layout.STATES, {}).setdefault(name, {}) if name else shared
         for section, tree in _sections(state, what, cast).items():
             section_values[section], found = tree_json.encode(tree, f"{path}/{section}".lstrip("/"))
+            if section in _FILLED_IN_PLACE:
+                check_own_memory(found, "save_sharded")
             tensors.update(found)
         rank_values = values.setdefault(layout.STATES, {}).setdefault(name, {}) if name else values
         buffers = _per_rank_buffers(state, what)
         rank_values["buffers"], found = tree_json.encode(buffers, f"{path}/buffers".lstrip("/"))
+        check_own_memory(found, "save_sharded")
         per_rank.update(found)
         extra_states = get_extra_states(state.model) if "modules" in layout.SECTIONS[what] else {}
         rank_values["modules"], found = tree_json.encode(extra_states, f"{path}/modules".lstrip("/"))
@@ -135,7 +141,7 @@ def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> d
         check_state_dicts(state.model)
     tree: dict[str, Callable[[], Any]] = {
         "params": lambda: {name: _cast(param, cast) for name, param in params.items()},
-        "buffers": lambda: _buffers(state, own=False),
+        "buffers": lambda: persistent_buffers(state.model, state.spec, own=False),
         # The exchange of digests may find that the ranks differ.
         "modules": lambda: {"names": [*extra_state_modules(state.model)], "equal": True},
         "optimizer": lambda: {
@@ -151,14 +157,7 @@ def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> d
 
 
 def _per_rank_buffers(state: TrainState, what: SaveScope) -> dict[str, Tensor]:
-    return _buffers(state, own=True) if "buffers" in layout.SECTIONS[what] else {}
-
-
-def _buffers(state: TrainState, *, own: bool) -> dict[str, Tensor]:
-    """Return the persistent buffers that each rank has of its own, or those of the run, each of which a load can fill."""
-    buffers = persistent_buffers(state.model, state.spec, own=own)
-    check_own_memory({tree_json.join_key("buffers", name): buffer for name, buffer in buffers.items()}, "save_sharded")
-    return buffers
+    return persistent_buffers(state.model, state.spec, own=True) if "buffers" in layout.SECTIONS[what] else {}
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

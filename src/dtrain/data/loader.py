@@ -206,6 +206,7 @@ class Loader:
                 pending, self._issued = None, issued
                 self.skipped.add(item.skipped)
                 self.position, self._dataset_state = at, item.dataset_state
+                current_context().issuing_loader = self.identity
                 yield batch
                 # The batch source may wait for the agreement.
                 item.status.epoch_ended = issued.status.epoch_ended

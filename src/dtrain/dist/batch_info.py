@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
 from dtrain.clock import Clock, EpochPosition
@@ -112,8 +112,16 @@ class LoaderHistory:
         loaders: identities of the loaders, in the order of their first batches.
         epoch_offset: epochs completed before the current loader's first epoch.
         last_batch: identity of the batch of the last step.
+        untracked: identities of the loaders that issued a batch before a step on new tensors, which may be a copy of the batch.
     """
 
     loaders: tuple[object, ...] = ()
     epoch_offset: int = 0
     last_batch: object | None = None
+    untracked: tuple[object, ...] = ()
+
+    def after_untracked_step(self, loader: object | None) -> LoaderHistory:
+        """Return the history after a step on new tensors, before which ``loader`` issued a batch."""
+        if loader is None or any(loader is known for known in self.untracked):
+            return self
+        return replace(self, untracked=(*self.untracked, loader))

@@ -51,6 +51,7 @@ class DistContext:
             process that destroys the groups would wait for threads that exist only in this process.
         untracked_steps: number of steps of this process on batches without a ``BatchInfo``. A loader compares the number,
             because a copy of a batch has no reference to its loader.
+        issuing_loader: identity of the loader that has issued a batch since the last step; None without one.
         recorder: observer of the primitives in a run that ``dtrain prove`` has started; None in every other run.
     """
 
@@ -70,6 +71,7 @@ class DistContext:
     num_reused_groups: int = 0
     abandoned_group: weakref.ref[dist.ProcessGroup] | None = None
     untracked_steps: int = 0
+    issuing_loader: object | None = None
     recorder: Recorder | None = None
 
     def run_shutdown_hooks(self, error: BaseException | None) -> None:

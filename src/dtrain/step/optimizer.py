@@ -239,9 +239,13 @@ def tick(state: TrainState) -> TrainState:
     statuses = () if state.step_batch is None else state.step_batch.statuses
     for status in statuses:
         status.consumed = True
-    current_context().untracked_steps += not statuses
-    state = state._next(clock=clock, step_counts=None, step_batch=None)
-    if (recorder := current_context().recorder) is not None:
+    context, history = current_context(), state.loader_history
+    if not statuses:
+        context.untracked_steps += 1
+        history = history.after_untracked_step(context.issuing_loader)
+    context.issuing_loader = None
+    state = state._next(clock=clock, step_counts=None, step_batch=None, loader_history=history)
+    if (recorder := context.recorder) is not None:
         recorder.step_ends(state)
     return state
 
