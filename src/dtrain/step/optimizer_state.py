@@ -80,9 +80,12 @@ def check_storable(state: TrainState) -> None:
     """
     for owner, content in state_by_owner(state).items():
         for key, value in _leaves(content):
-            problem = _problem(key, value)
+            problem = _problem(value)
             if problem is not None:
-                raise ConfigError(f"{type(state.optimizer).__name__}: state {key!r} of {owner} must {problem}")
+                raise ConfigError(
+                    f"{type(state.optimizer).__name__}: state {key!r} of {owner} must {problem}. Store tensors (of partial "
+                    "sums the full_tensor()) and plain data, and keep other objects in attributes of the optimizer."
+                )
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -97,22 +100,20 @@ def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
         yield path, tree
 
 
-def _problem(key: str, value: Any) -> str | None:
-    """Return the reason why a checkpoint cannot hold a value, with advice; None if it can."""
+def _problem(value: Any) -> str | None:
+    """Return the reason why a checkpoint cannot hold a value; None if it can."""
     if not isinstance(value, Tensor):
-        if isinstance(value, _PLAIN):
-            return None
-        return f"be a tensor or plain data, got {type(value).__qualname__}. Keep it in an attribute, or store its numbers."
+        return None if isinstance(value, _PLAIN) else f"be a tensor or plain data, got {type(value).__qualname__}"
     if is_dtensor(value):
         try:
             shard_box(value)
         except ConfigError:
-            return f"hold values, not partial sums, got placements {value.placements}. Store value.full_tensor()."
+            return f"hold values, not partial sums, got placements {value.placements}"
         return None
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        return f"be a dense tensor with data, got layout {value.layout} and dtype {value.dtype}. Store its parts as tensors."
+        return f"be a dense tensor with data, got layout {value.layout} and dtype {value.dtype}"
     if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"be a plain tensor, got {type(value).__name__}, which wraps other tensors. Store a dict of these tensors."
+        return f"be a plain tensor, got {type(value).__name__}, which wraps other tensors"
     return None
 
 
