@@ -204,7 +204,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         Mutates: the optimizer's state.
         """
-        state = self.state[param]
+        state: dict[str, Any] = self.state[param]
         if not state:
             state["step"] = 0
             state.update({name: torch.zeros_like(param) for name in self.shard_state})
