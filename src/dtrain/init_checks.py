@@ -53,7 +53,8 @@ def _check_needs_no_closure(optimizer: torch.optim.Optimizer) -> None:
     """Refuse an optimizer whose ``step`` has a required argument, such as LBFGS and most implementations of SAM."""
     empty = inspect.Parameter.empty
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    arguments = inspect.signature(optimizer.step).parameters.values()
+    # Schedulers of torch replace ``step`` by a plain function.
+    _, *arguments = inspect.signature(type(optimizer).step).parameters.values()
     required = [argument.name for argument in arguments if argument.default is empty and argument.kind in kinds]
     if required:
         raise ConfigError(

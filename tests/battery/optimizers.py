@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import dtrain as dt
+from battery.matrices import EPS, Shampoo
 from battery.row import Points
 from battery.run import FIRST, GRAD, LENGTH, STEPS, TASKS, Run, differences, snapshot, train
 from dtrain.dist.init import get_dist_info
@@ -87,6 +88,14 @@ def _muon_points() -> Points:
     ]
 
 
+def _matrix_points() -> Points:
+    """A diagonal gradient is divided by the fourth root of the statistics of both sides; other parameters get AdamW."""
+    found = stepped(lambda p: Shampoo(p, lr=0.5, weight_decay=0.1), [[2.0, 0.0], [0.0, 2.0]], [[3.0, 0.0], [0.0, 4.0]])
+    upper, lower = 3 / (9 + EPS) ** 0.5, 4 / (16 + EPS) ** 0.5
+    adamw = stepped(lambda p: Shampoo([{"params": p, "method": "adamw", "lr": 0.5, "eps": 0.0}]), [8.0], [1.0])
+    return [(found[0], [[2 * 0.95 - 0.5 * upper, 0.0], [0.0, 2 * 0.95 - 0.5 * lower]]), (adamw, [[7.5]])]
+
+
 def _iteration_points() -> Points:
     """Apply the paper's quintic once to the singular values 0.6 and 0.8, and five times to many values."""
     a, b, c = 3.4445, -4.7750, 2.0315
@@ -125,6 +134,10 @@ def _by_group(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(param_groups(model, head, ParamGroup("rest"), weight_decay=0.1), lr=0.05, fused=True)
 
 
+def _shampoo(model: nn.Module) -> torch.optim.Optimizer:
+    return Shampoo(muon_groups(model, head="head.*", lr=0.05, adamw_lr=0.02, method="matrix"))
+
+
 def _muon(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     return Muon(muon_groups(model, head="head.*", lr=0.05, adamw_lr=0.02, ns_dtype="param", **options))
 
@@ -142,6 +155,7 @@ ROWS: dict[str, Row] = {
         points=_sgdw_points,
     ),
     "groups": Row(make=_by_group, of=("param_groups", "ParamGroup"), points=_group_points),
+    "matrix": Row(make=_shampoo, of=("MatrixOptimizer",), points=_matrix_points),
     "muon": Row(make=_muon, of=("Muon",), points=_muon_points),
     "muon-groups": Row(
         make=lambda model: _muon(model, matrices=["middle.weight"]), of=("muon_groups",), points=_muon_group_points

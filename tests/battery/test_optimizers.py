@@ -21,7 +21,7 @@ def test_every_optimizer_and_group_function_has_a_numeric_row():
     modules = [importlib.import_module(f"dtrain.optim.{m.name}") for m in pkgutil.iter_modules(dtrain.optim.__path__)]
     own = {n: v for m in modules for n, v in vars(m).items() if getattr(v, "__module__", None) == m.__name__}
     classes = {name for name, value in own.items() if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)}
-    assert classes >= {"DecoupledAdamW", "DecoupledSGDW", "Muon"}
+    assert classes >= {"DecoupledAdamW", "DecoupledSGDW", "MatrixOptimizer", "Muon"}
     shown = set(itertools.chain.from_iterable(row.of for row in ROWS.values() if row.points is not None))
     assert shown == classes | {"ParamGroup", "param_groups", "muon_groups", "orthogonalize"}
 

@@ -183,7 +183,8 @@ def _optimizer_state(state: TrainState) -> dict[str, Any]:
 
 def _global_optimizer_state(state: TrainState) -> dict[str, Any]:
     """Return the optimizer's state that belongs to no parameter: its keys are texts."""
-    return {key: content for key, content in state.optimizer.state.items() if isinstance(key, str)}
+    keys: dict[Any, Any] = state.optimizer.state
+    return {key: content for key, content in keys.items() if isinstance(key, str)}
 
 
 ADDED_OPTIONS = "added_options"

@@ -282,7 +282,7 @@ def muon_groups(
         lr: peak learning rate of the matrices.
         adamw_lr: peak learning rate of the other parameters.
         weight_decay: weight decay of both, except norms, biases and embeddings.
-        options: options of ``Muon`` for the matrices.
+        options: options of ``Muon`` for the matrices. ``method="matrix"`` makes groups for another ``MatrixOptimizer``.
 
     Example:
         >>> import dtrain as dt

@@ -26,7 +26,7 @@ _ADAMW_DEFAULTS: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8
 
 
 class MatrixOptimizer(torch.optim.Optimizer):
-    """Base of optimizers that compute updates from whole matrices, under every strategy, with AdamW for other parameters.
+    """Base of optimizers that compute updates from whole matrices, with AdamW for other parameters.
 
     A subclass computes the update of one whole matrix in ``matrix_update``, and makes the state of one whole matrix in
     ``init_matrix_state``. The base gathers gradient and state, applies the shard of the update, and places the state.
@@ -204,7 +204,7 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
         Mutates: the optimizer's state.
         """
-        state = self.state[param]
+        state: dict[str, Any] = self.state[param]
         if not state:
             state["step"] = 0
             state.update({name: torch.zeros_like(param) for name in self.shard_state})
@@ -391,11 +391,10 @@ def _pack(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _unpack(flat: Tensor, layout: Sequence[tuple[tuple[int, ...], torch.dtype, int]]) -> list[Tensor]:
-    """Return the tensors whose bytes ``_pack`` has joined."""
+    """Return the tensors whose bytes ``_pack`` has joined. A tensor must begin at a multiple of its element size."""
     pieces = zip(flat.split([size for _, _, size in layout]), layout, strict=True)
     return [_aligned(part, dtype).view(dtype).view(shape) for part, (shape, dtype, _) in pieces]
 
 
 def _aligned(part: Tensor, dtype: torch.dtype) -> Tensor:
-    # A tensor begins at a multiple of its element size.
     return part.clone() if part.storage_offset() % dtype.itemsize else part

@@ -6,6 +6,7 @@ each rank would be saved as the part of rank 0. The check runs in the first upda
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -28,7 +29,8 @@ from dtrain.state import TrainState
 # These options choose the implementation of a step, not its result. They may differ after a resume on another machine.
 MACHINE_OPTIONS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 _NOT_STORED = MACHINE_OPTIONS | {"params", "param_names"}
-_PLAIN = (bool, int, float, str, type(None))
+_PLAIN = (bool, int, str, type(None))
+_DICTS = (dict, OrderedDict, Counter)
 _BITS = 2**52 - 1  # a float64 holds these numbers exactly
 
 
@@ -80,39 +82,43 @@ def check_storable(state: TrainState) -> None:
     """
     for owner, content in state_by_owner(state).items():
         for key, value in _leaves(content):
-            problem = _problem(key, value)
+            problem = _problem(value)
             if problem is not None:
-                raise ConfigError(f"{type(state.optimizer).__name__}: state {key!r} of {owner} must {problem}")
+                raise ConfigError(
+                    f"{type(state.optimizer).__name__}: state {key!r} of {owner} must {problem}. Store tensors (of partial "
+                    "sums the full_tensor()) and plain data, and keep other objects in attributes of the optimizer."
+                )
 
 
 def _leaves(tree: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Iterate over the leaves of nested dicts, lists and tuples by path."""
-    if isinstance(tree, dict):
+    if type(tree) in _DICTS and all(type(key) in (str, int) for key in tree):
         for key, value in tree.items():
             yield from _leaves(value, f"{path}.{key}" if path else str(key))
-    elif isinstance(tree, list | tuple):
+    elif type(tree) in (list, tuple):
         for at, value in enumerate(tree):
             yield from _leaves(value, f"{path}.{at}")
     else:
         yield path, tree
 
 
-def _problem(key: str, value: Any) -> str | None:
-    """Return the reason why a checkpoint cannot hold a value, with advice; None if it can."""
+def _problem(value: Any) -> str | None:
+    """Return the reason why a checkpoint cannot hold a value; None if it can."""
     if not isinstance(value, Tensor):
-        if isinstance(value, _PLAIN):
+        if type(value) in _PLAIN or isinstance(value, float):
             return None
-        return f"be a tensor or plain data, got {type(value).__qualname__}. Keep it in an attribute, or store its numbers."
+        kind = "with other keys than texts and integers" if type(value) in _DICTS else ""
+        return f"be a tensor or plain data, got {type(value).__qualname__} {kind}".rstrip()
     if is_dtensor(value):
         try:
             shard_box(value)
         except ConfigError:
-            return f"hold values, not partial sums, got placements {value.placements}. Store value.full_tensor()."
+            return f"hold values, not partial sums, got placements {value.placements}"
         return None
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-        return f"be a dense tensor with data, got layout {value.layout} and dtype {value.dtype}. Store its parts as tensors."
+        return f"be a dense tensor with data, got layout {value.layout} and dtype {value.dtype}"
     if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-        return f"be a plain tensor, got {type(value).__name__}, which wraps other tensors. Store a dict of these tensors."
+        return f"be a plain tensor, got {type(value).__name__}, which wraps other tensors"
     return None
 
 
@@ -241,7 +247,7 @@ def _with_hashes(entries: Sequence[ReplicatedEntry], device: torch.device) -> li
 
 
 def _hash_bytes(tensor: Tensor) -> int:
-    return xxhash.xxh3_64(tensor.contiguous().reshape(-1).view(torch.uint8).numpy()).intdigest() if tensor.numel() else 0
+    return xxhash.xxh3_64(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).intdigest() if tensor.numel() else 0
 
 
 def _first_other(values: Sequence[object]) -> int | None:
@@ -260,7 +266,7 @@ def _raise_if_different(
     if len({(row[0], row[1]) for row in rows}) == 1 and len(shards) == len({keys for keys, _ in shards}):
         return
     hashed = _with_hashes(_entries(states), states[0].device)
-    mine = [[path, "", text] for path, text in texts] + [[e.name, e.shard_key, str(e.hash)] for e in hashed]
+    mine: Any = [[path, "", text] for path, text in texts] + [[e.name, e.shard_key, str(e.hash)] for e in hashed]
     values: dict[tuple[str, str], dict[int, str]] = {}
     gathered: Any = all_gather_json(mine, caller=caller)
     for rank, leaves in enumerate(gathered):
