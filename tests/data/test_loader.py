@@ -356,3 +356,63 @@ def test_dict_without_equal_rows_is_refused(data, shown):
 def test_tuple_of_tensors_without_equal_rows_is_refused():
     with pytest.raises(ConfigError, match=r"a tuple is a dataset of rows, .*got \{0: \[3\], 1: \[2\]\}"):
         build_loader((torch.zeros(3), torch.zeros(2)), global_batch_size=2, seed=0)
+
+
+class Wrapper:
+    """A loader that wraps a loader of torch, as other libraries have them."""
+
+    def __init__(self, loader):
+        self.loader = loader
+
+    def __getattr__(self, name):
+        return getattr(self.loader, name)
+
+    def __iter__(self):
+        return iter(self.loader)
+
+
+def batches_of_all_kinds(data):
+    torch_data, nodes = torch.utils.data, pytest.importorskip("torchdata.nodes")
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+    loader = torch_data.DataLoader(data, batch_size=4)
+    node = nodes.Batcher(nodes.IterableWrapper(data), 4)
+    return {
+        "DataLoader": loader,
+        "StatefulDataLoader": stateful.StatefulDataLoader(data, batch_size=4),
+        "iterator of a DataLoader": iter(loader),
+        "iterator of workers": iter(torch_data.DataLoader(data, batch_size=4, num_workers=1)),
+        "loader of another library": Wrapper(loader),
+        "loader of this library": build_loader(data, global_batch_size=4, seed=0),
+        "batching node": node,
+        "loader of a batching node": nodes.Loader(node),
+    }
+
+
+# torchdata reads all names of torch.
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_batches_instead_of_samples_are_refused(shuffle):
+    for name, batches in batches_of_all_kinds(list(range(16))).items():
+        with pytest.raises(
+            ConfigError, match=r"build_loader: dataset must hold samples, got batches of a \w+\. Give the dataset"
+        ):
+            pytest.fail(f"{name}: {build_loader(batches, global_batch_size=4, seed=0, shuffle=shuffle)}")
+
+
+def test_sampler_instead_of_a_dataset_is_refused():
+    order = torch.utils.data.SequentialSampler(range(16))
+    for sampler in (order, torch.utils.data.BatchSampler(order, 4, drop_last=False)):
+        with pytest.raises(ConfigError, match=rf"got the sampler {type(sampler).__name__}\. Give the dataset"):
+            build_loader(sampler, global_batch_size=4, seed=0, shuffle=False)
+
+
+def test_dataset_with_a_collate_function_of_its_own_is_accepted():
+    class Own(torch.utils.data.IterableDataset):
+        batch_size, collate_fn = 4, None
+
+        def __iter__(self):
+            return iter(range(8))
+
+    assert flat(batch.tolist() for batch in build_loader(Own(), global_batch_size=4, seed=0, shuffle=False).until("1ep")) == [
+        *range(8)
+    ]

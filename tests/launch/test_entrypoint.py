@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import zipfile
 
 import pytest
 
@@ -49,6 +50,33 @@ def test_check_script_refuses_missing_or_non_regular_file(here):
     for name in ("fifo", "dangling"):
         with pytest.raises(ConfigError, match="is not a regular file"):
             check_script(name)
+
+
+@pytest.mark.parametrize("name", ["/dev/fd/{fd}", "/proc/self/fd/{fd}", "/proc/thread-self/fd/{fd}", "link", "folder/{fd}"])
+def test_check_script_refuses_open_file_of_launcher(here, name):
+    """Each rank has standard input and descriptors of its own, so such a script would be another file, or empty."""
+    (here / "a.py").write_text("print(1)")
+    (here / "folder").symlink_to("/proc/self/fd")
+    with open(here / "a.py") as file:
+        (here / "link").symlink_to(f"/dev/fd/{file.fileno()}")
+        with pytest.raises(ConfigError, match=r"is an open file of the launcher.*Save the script to a file"):
+            check_script(name.format(fd=file.fileno()))
+
+
+def test_check_script_checks_main_module_of_archive(here):
+    def archive(name, modules):
+        with zipfile.ZipFile(name, "w") as file:
+            for module, source in modules.items():
+                file.writestr(module, source)
+
+    archive("none.pyz", {"other.py": "print(1)"})
+    archive("broken.pyz", {"__main__.py": "def f(:\n"})
+    archive("good.pyz", {"__main__.py": "raise RuntimeError('executed')"})
+    with pytest.raises(ConfigError, match=r"'none\.pyz' is a zip archive without __main__\.py"):
+        check_script("none.pyz")
+    with pytest.raises(ConfigError, match=r"broken\.pyz/__main__\.py:1 is not valid Python"):
+        check_script("broken.pyz")
+    check_script("good.pyz")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")

@@ -62,6 +62,15 @@ CASES = {
     ),
     "os._exit before the peer's exception": ([exited(1, 9, 5.0), exited(0, 1, 5.2)], [recorded(0, 5.001)], (1, 9)),
     "earliest of the silent": ([exited(1, -9, 5.0), exited(0, -6, 5.1)], [], (1, -9)),
+    "a signal before the abort of a peer, seen in one moment": ([exited(0, -6, 5.0), exited(1, -15, 5.0)], [], (1, -15)),
+    "a signal before the abort of a peer, seen later": ([exited(0, -6, 5.0), exited(1, -15, 5.1)], [], (1, -15)),
+    "a signal that a busy launcher sees late": (
+        [exited(0, 1, 5.0), exited(1, -15, 8.0)],
+        [replace(recorded(0, 4.9), maybe_from_peer=True)],
+        (1, -15),
+    ),
+    "a signal long after an error of its own": ([exited(0, 1, 5.0), exited(1, -15, 8.0)], [recorded(0, 4.9)], (0, 1)),
+    "a signal long after an abort": ([exited(0, -6, 5.0), exited(1, -15, 8.0)], [], (0, -6)),
     "a signal before a code, seen in one moment": ([exited(0, 1, 5.0), exited(1, -9, 5.0)], [], (1, -9)),
     "a real failure beside preempted": ([exited(0, 75, 4.0), exited(1, 3, 5.0)], [recorded(0, 3.9, exit_code=75)], (1, 3)),
 }

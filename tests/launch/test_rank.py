@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
+import zipfile
 
 import pytest
 
@@ -257,3 +259,47 @@ def test_two_ranks_reduce_with_plain_torch(run):
     )
     assert result.code == 0, result.err
     assert sorted(result.out.splitlines()) == ["[rank 0] 3.0", "[rank 1] 3.0"]
+
+
+@pytest.mark.parametrize("options", [[], ["--no-preload"]], ids=["preload", "no preload"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_archive_environment_matches_plain_python(run, tmp_path, ranks, options):
+    source = f"{textwrap.dedent(WHO_AM_I)}\nimport helper\nprint(helper.VALUE)\n"
+    with zipfile.ZipFile(tmp_path / "app.pyz", "w") as archive:
+        archive.writestr("__main__.py", source)
+        archive.writestr("helper.py", "VALUE = 5\n")
+    result = run("", "a", n=ranks, target=["app.pyz"], options=["--prefix", "", *options])
+    command = [sys.executable, "app.pyz", "a"]
+    plain = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert result.code == 0, result.err
+    assert sorted(result.out.splitlines()) == sorted(plain.stdout.splitlines() * ranks)
+
+
+def test_script_from_standard_input_is_refused(run, tmp_path):
+    (tmp_path / "seven.py").write_text("raise SystemExit(7)")
+    with open(tmp_path / "seven.py") as file:
+        result = run("", target=["/dev/stdin"], stdin=file)
+    assert result.code == 2
+    assert "'/dev/stdin' is an open file of the launcher" in result.err
+
+
+@pytest.mark.parametrize(
+    ("env", "options", "ranks", "warns"),
+    [
+        ({"OMP_PROC_BIND": "true"}, [], 2, True),
+        ({"OMP_PLACES": "cores"}, [], 2, True),
+        ({"OMP_PROC_BIND": "false", "OMP_PLACES": "cores"}, [], 2, False),
+        ({"OMP_PROC_BIND": "true"}, ["--bind"], 2, False),
+        ({"OMP_PROC_BIND": "true"}, [], 1, False),
+    ],
+)
+def test_binding_of_threads_to_the_same_cores_is_reported(run, env, options, ranks, warns):
+    result = run("pass", n=ranks, env=env, options=options)
+    assert result.code == 0
+    assert ("to the same cores. Unset OMP_P" in result.err) == warns, result.err
+
+
+def test_preload_adds_modules_to_those_of_the_script(run):
+    source = "import sys; print([name in sys.modules for name in ('torch', 'colorsys')]); import torch"
+    result = run(source, n=1, options=["--preload", "colorsys"])
+    assert (result.code, result.out) == (0, "[True, True]\n"), result.err

@@ -30,6 +30,7 @@ from dtrain.launch.launch_plan import (
     Target,
     TargetKind,
     count_gpus,
+    find_binding_variable,
 )
 from dtrain.launch.nodes.compatibility import collect_node_facts
 from dtrain.launch.output.log_files import check_output_plan
@@ -201,7 +202,10 @@ def _launch(
         rendezvous = replace(rendezvous, run_name=folder.name)
     plan = LaunchPlan(target=target, layout=layout, run_dir=folder, rendezvous=rendezvous, output=output, **options)
     _print_notices(
-        *topology.notices, *([_describe_plan(plan)] if verbose else []), *(_write_record(plan) if rendezvous is None else [])
+        *topology.notices,
+        *_describe_binding(plan),
+        *([_describe_plan(plan)] if verbose else []),
+        *(_write_record(plan) if rendezvous is None else []),
     )
     # Imported late, so that wrong options are reported sooner.
     from dtrain.launch.launcher import launch_job
@@ -209,6 +213,15 @@ def _launch(
     if topology.elastic is not None:
         plan = make_elastic_plan(plan, topology.elastic, threads=os.environ.get(OMP_THREADS, ""))
     return launch_job(plan)
+
+
+def _describe_binding(plan: LaunchPlan) -> list[str]:
+    if (name := find_binding_variable(plan, os.environ)) is None:
+        return []
+    return [
+        f"launch: {name}={os.environ[name]} binds the threads of all {plan.layout.nproc} ranks to the same cores. "
+        f"Unset {name}, or pass --bind, which gives each rank cores of its own"
+    ]
 
 
 def _prepare_run_dir(run_dir: str | None, layout: NodeLayout) -> Path:

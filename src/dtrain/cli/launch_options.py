@@ -191,7 +191,7 @@ Preload = Annotated[
     _option(
         RANKS,
         "--preload MODULES",
-        "Import a,b,... once and fork the ranks.  [default: torch and other modules that the script imports]",
+        "Import a,b,... once, too, and fork the ranks.  [always: torch and other modules that the script imports]",
     ),
 ]
 NoPreload = Annotated[bool, _option(RANKS, "--no-preload", "Start each rank as a new interpreter.")]

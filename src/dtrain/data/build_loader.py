@@ -9,6 +9,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from dtrain.arguments import check_choice, check_int, check_number
 from dtrain.batch import BatchSpec
@@ -91,9 +92,10 @@ def build_loader(
         [8, 9]
 
     Raises:
-        ConfigError: the dataset is empty, the batch size is below 1, ``last_batch="drop"`` leaves no batch, ``num_workers`` is
-            negative, several ranks have no mesh, or ``shuffle`` is True for an iterable dataset.
+        ConfigError: the dataset is empty, or it is a loader or sampler, the batch size is below 1, ``last_batch="drop"`` leaves
+            no batch, ``num_workers`` is negative, several ranks have no mesh, or ``shuffle`` is True for an iterable dataset.
     """
+    _refuse_batches(dataset)
     dataset = as_row_dataset(dataset)
     check_int("build_loader", "num_workers", num_workers, minimum=0)
     check_int("build_loader", "prefetch_factor", prefetch_factor)
@@ -129,6 +131,30 @@ def build_loader(
         device=target,
         prefetch_factor=prefetch_factor,
     )
+
+
+def _refuse_batches(dataset: Any) -> None:
+    """Raise ConfigError for an object that makes batches, which the loader would collate once more, and for a sampler."""
+    kind = type(dataset)
+    if isinstance(dataset, Sampler):
+        raise ConfigError(
+            f"build_loader: dataset must hold samples, got the sampler {kind.__name__}. "
+            "Give the dataset, since the loader has an order of its own."
+        )
+    node = getattr(dataset, "root", dataset)
+    if _makes_batches(dataset) or (type(node).__module__, type(node).__name__) == ("torchdata.nodes.batch", "Batcher"):
+        raise ConfigError(
+            f"build_loader: dataset must hold samples, got batches of a {kind.__name__}. "
+            "Give the dataset from which they are made, and their size over all ranks as global_batch_size."
+        )
+
+
+def _makes_batches(dataset: Any) -> bool:
+    """Return True for a loader of torch or a wrapper around one, its iterator, and a loader of this library."""
+    if isinstance(dataset, DataLoader | Loader) or type(dataset).__module__.endswith("data.dataloader"):
+        return True
+    is_dataset = isinstance(dataset, Dataset) or hasattr(dataset, "__getitem__")
+    return not is_dataset and hasattr(dataset, "collate_fn") and hasattr(dataset, "batch_size")
 
 
 def _check_batch_size(size: int | Schedule, dataset: Any, last_batch: LastBatch) -> int | Schedule:

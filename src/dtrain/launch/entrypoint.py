@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import warnings
+import zipfile
+import zipimport
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 
 from dtrain.errors import ConfigError
 from dtrain.launch.launch_plan import Target
 
+_DESCRIPTOR_FOLDER = re.compile(r"/dev/fd|/proc/(self|[0-9]+)/(task/[0-9]+/)?fd")
+_MAX_LINKS = 40
+
 
 def check_script(path: str) -> None:
-    """Check that ``path`` is a file of Python source that compiles.
+    """Check that ``path`` is a file of Python source that compiles, or a zip archive with a ``__main__`` module.
 
     Raises:
-        ConfigError: the file is missing, a folder, unreadable, or not Python.
+        ConfigError: the file is missing, a folder, an open file of the launcher, unreadable, or not Python.
     """
     file = Path(path)
     if file.is_dir():
@@ -27,11 +33,49 @@ def check_script(path: str) -> None:
         raise ConfigError(f"launch: no such script: {path!r} (in {os.getcwd()!r}). Check the path.")
     if not file.is_file():
         raise ConfigError(f"launch: {path!r} is not a regular file. Save the script to a file, because every rank reads it.")
+    if _is_open_file(path):
+        raise ConfigError(
+            f"launch: {path!r} is an open file of the launcher, such as standard input, which ranks do not have. "
+            "Save the script to a file, because every rank reads it."
+        )
+    if zipfile.is_zipfile(path):
+        _check_archive(path)
+        return
     try:
         source = file.read_bytes()
     except OSError as error:
         raise ConfigError(f"launch: cannot read {path!r}: {error.strerror}. Make the file readable.") from None
     _check_source(path, source)
+
+
+def _is_open_file(path: str) -> bool:
+    """Return True for a path of a file descriptor, such as ``/dev/stdin`` and ``/dev/fd/3``, also through links."""
+    current = os.path.abspath(path)
+    for _ in range(_MAX_LINKS):
+        parent = os.path.realpath(os.path.dirname(current))
+        if _DESCRIPTOR_FOLDER.fullmatch(parent):
+            return True
+        current = os.path.join(parent, os.path.basename(current))
+        if not os.path.islink(current):
+            return False
+        current = os.path.join(parent, os.readlink(current))
+    return False
+
+
+def _check_archive(path: str) -> None:
+    """Check that ``python path`` can run a zip archive, as ``zipapp`` makes."""
+    try:
+        code = zipimport.zipimporter(path).get_code("__main__")
+    except SyntaxError as error:
+        raise ConfigError(
+            f"launch: {path}/__main__.py:{error.lineno} is not valid Python: {_one_line(error.msg)}. Fix the error first."
+        ) from None
+    except ImportError:
+        code = None
+    if code is None:
+        raise ConfigError(
+            f"launch: {path!r} is a zip archive without __main__.py. Make it with python -m zipapp -m module:function."
+        )
 
 
 def check_module(name: str) -> None:

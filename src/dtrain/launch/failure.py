@@ -56,8 +56,9 @@ def find_root_cause(exits: Sequence[RankExit], failures: Sequence[RankFailure]) 
 
     A rank without a record (killed, crashed, ``os._exit``) is known only from the detection of its exit. Peers notice a lost
     connection within a millisecond, often before that detection. So a rank without a record is the cause, unless the earliest
-    record is older by more than ``DETECTION_DELAY_S``. Among ranks without records and with the same detection time, a signal
-    precedes an exit code.
+    record is older by more than ``DETECTION_DELAY_S``. A signal other than SIGABRT has no cause in another rank. So a rank that
+    such a signal killed precedes a record that a lost peer explains, however late a busy launcher detects the exit, and exits
+    that are detected within ``DETECTION_DELAY_S`` of it.
 
     Args:
         exits: exits that the launcher did not request.
@@ -75,10 +76,16 @@ def find_root_cause(exits: Sequence[RankExit], failures: Sequence[RankFailure]) 
         for exit_ in exits
         if is_failed_exit(exit_)
         and exit_.rank not in recorded
-        and (earliest is None or exit_.at <= earliest.at + DETECTION_DELAY_S)
+        and (
+            earliest is None
+            or exit_.at <= earliest.at + DETECTION_DELAY_S
+            or (earliest.maybe_from_peer and _is_killed_from_outside(exit_.code))
+        )
     ]
     if silent:
-        first = min(silent, key=lambda exit_: (exit_.at, exit_.code >= 0, exit_.rank))
+        latest = min(exit_.at for exit_ in silent) + DETECTION_DELAY_S
+        killed = [exit_ for exit_ in silent if _is_killed_from_outside(exit_.code) and exit_.at <= latest]
+        first = min(killed or silent, key=lambda exit_: (exit_.at, exit_.code >= 0, exit_.rank))
         return RootCause(rank=first.rank, code=first.code, failure=None)
     if earliest is None:
         return None
@@ -101,8 +108,12 @@ def is_certain_cause(cause: RootCause) -> bool:
     """Return True if no other rank's failure can have caused this failure, so the launcher need not wait for other records."""
     if cause.failure is not None:
         return not cause.failure.maybe_from_peer
+    return _is_killed_from_outside(cause.code)
+
+
+def _is_killed_from_outside(code: int) -> bool:
     # Libraries abort when they lose a peer.
-    return cause.code < 0 and cause.code != -signal.SIGABRT
+    return code < 0 and code != -signal.SIGABRT
 
 
 def shell_exit_code(code: int) -> int:

@@ -104,7 +104,7 @@ class LaunchPlan:
         layout: ranks of this node.
         run_dir: absolute path of the launch folder.
         grace_s: seconds between the request to exit and SIGKILL; None uses the defaults.
-        preload: modules that a fork server imports once; None uses the program's imports, () imports nothing.
+        preload: modules that a fork server imports beside those of the program; None adds none, () disables the server.
         max_restarts: restarts without a new checkpoint.
         hang_timeout_s: seconds without progress that count as a hang; None disables the watchdog.
         stop_signal: signal besides SIGTERM that asks ranks to save and stop.
@@ -235,6 +235,17 @@ def build_rank_environment(
         launch_protocol.FAILURE_FILE: os.fspath(plan.failure_file(rank)),
         launch_protocol.RESTART_COUNT: str(restart_count),
     }
+
+
+def find_binding_variable(plan: LaunchPlan, inherited: Mapping[str, str]) -> str | None:
+    """Return the variable with which OpenMP binds the threads of each rank to the first cores; None if ranks do not collide."""
+    if plan.layout.nproc == 1 or plan.bind:
+        return None
+    binds = inherited.get("OMP_PROC_BIND", "").strip().lower()
+    if binds == "false":
+        return None
+    names = ("OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY")
+    return next((name for name in names if inherited.get(name)), None)
 
 
 def find_stale_variables(inherited: Mapping[str, str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import os
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -54,12 +55,12 @@ _MODULE_SUFFIXES = frozenset(importlib.machinery.all_suffixes())
 def first_import_folder(kind: str, target: str) -> Path | None:
     """Return the folder that a plain interpreter searches first for modules: the script's folder, or with ``-m`` the current.
 
-    None if Python's safe-path mode is on.
+    None if Python's safe-path mode is on, and for a zip archive, in which Python searches first.
 
     Raises:
         OSError: the current folder was removed.
     """
-    if sys.flags.safe_path:
+    if sys.flags.safe_path or (kind == "script" and zipfile.is_zipfile(target)):
         return None
     return Path(os.path.realpath(target)).parent if kind == "script" else Path.cwd()
 

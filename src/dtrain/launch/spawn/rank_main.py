@@ -28,8 +28,10 @@ import os
 import signal
 import sysconfig
 import traceback
+import zipfile
+import zipimport
 from collections.abc import Iterator
-from importlib.machinery import SourceFileLoader
+from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType, TracebackType
 from typing import Any
@@ -113,6 +115,10 @@ def interpreter_command(kind: str, target: str, args: list[str]) -> list[str]:
 def _load_script(path: str) -> tuple[CodeType, ModuleType]:
     """Return the code of a script and an empty ``__main__``. Mutates: ``sys.path``, which begins with the script's folder."""
     full = os.path.abspath(path)
+    if zipfile.is_zipfile(full):
+        # Python searches an archive first, also in safe-path mode.
+        sys.path.insert(0, full)
+        return _load_main_of(zipimport.zipimporter(full).find_spec("__main__"), "__main__")
     if not sys.flags.safe_path:
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     code = compile(Path(full).read_bytes(), full, "exec", dont_inherit=True)
@@ -128,17 +134,25 @@ def _load_module(name: str) -> tuple[CodeType, ModuleType]:
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:
         spec = importlib.util.find_spec(f"{name}.__main__")
-    if spec is None or not isinstance(spec.loader, importlib.abc.InspectLoader):
+    code, module = _load_main_of(spec, name)
+    sys.argv[0] = module.__file__ or name
+    return code, module
+
+
+def _load_main_of(spec: ModuleSpec | None, name: str) -> tuple[CodeType, ModuleType]:
+    """Return the code of the module ``spec`` and an empty ``__main__`` with its names."""
+    # The loader of zip archives is not registered as an InspectLoader.
+    loader: Any = None if spec is None else spec.loader
+    if spec is None or not hasattr(loader, "get_code"):
         raise ModuleNotFoundError(f"no module named {name!r} that can be run", name=name)
-    code = spec.loader.get_code(spec.name)
+    code = loader.get_code(spec.name)
     if code is None:
         raise ImportError(f"module {name!r} has no code to run", name=name)
-    module = _main_module(file=spec.origin, loader=spec.loader)
+    module = _main_module(file=spec.origin, loader=loader)
     # Children of multiprocessing import the main module of their parent by this name.
     module.__spec__ = spec
     module.__package__ = spec.parent
     module.__dict__["__cached__"] = spec.cached
-    sys.argv[0] = spec.origin or name
     return code, module
 
 

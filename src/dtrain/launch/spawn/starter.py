@@ -237,7 +237,7 @@ class ProcessStarter:
         """Start the fork server if there are modules to preload.
 
         Args:
-            requested: modules that the user names; None uses the modules that the program seems to import.
+            requested: modules to import beside those that the program seems to import; None adds none, () imports nothing.
 
         Raises:
             OSError: the limit of processes or files is reached.
@@ -245,7 +245,10 @@ class ProcessStarter:
         # Only on Linux the forks become children of the supervisor.
         if self.target.kind == "command" or sys.platform != "linux":
             return
-        modules = find_preload_modules(self.target) if requested is None else PreloadModules(needed=tuple(requested))
+        if requested == ():
+            return
+        modules = find_preload_modules(self.target)
+        modules = replace(modules, needed=tuple(dict.fromkeys((*modules.needed, *(requested or ())))))
         if not modules.needed:
             return
         fd = self._open_log()
