@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import dtrain as dt
 import public
@@ -26,11 +27,32 @@ def test_documented_tp_plan_shards_the_example_model(ranks):
     assert ranks(4).run(plan_of_the_page) == [[head, True, rank] for rank in range(4)]
 
 
+def llama_of_the_page() -> list[float]:
+    """Return the loss of the page's step in parts, and the loss of stock attention on whole sequences."""
+    config = LlamaConfig(vocab_size=31, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2)
+    names = {"dt": dt, "torch": torch, "mesh": dt.build_mesh(cp=2), "config": config}
+    torch.manual_seed(0)
+    exec(compile(BLOCKS[2], str(PAGE), "exec"), names)  # the page's own text
+    batch = names["collate"]([{"ids": torch.randint(0, 31, (9,))} for _ in range(3)])
+    config = LlamaConfig(**{**config.to_dict(), "attn_implementation": "sdpa"})
+    whole = LlamaForCausalLM(config)
+    whole.load_state_dict(names["model"].state_dict())
+    expected = torch.nn.functional.cross_entropy(whole(batch["input_ids"]).logits.flatten(0, 1), batch["labels"].flatten())
+    model = dt.shard_model(names["model"], names["mesh"])
+    _, metrics = names["step"](names["step"].init(model, torch.optim.SGD(model.parameters(), lr=0.1)), batch)
+    return [dt.reduce_metrics(metrics)["loss"], expected.item()]
+
+
+def test_documented_model_of_transformers_has_the_loss_of_one_process(ranks):
+    for loss, expected in ranks(2).run(llama_of_the_page):
+        assert abs(loss - expected) < 1e-5
+
+
 def test_documented_functions_are_public():
     named = public.named_in(PAGE.read_text())
     assert len(named) >= 10
     assert public.unknown_in(PAGE.read_text()) == set()
-    assert len(BLOCKS) == 2
+    assert len(BLOCKS) == 3
 
 
 def test_documented_files_exist():

@@ -25,7 +25,6 @@ from dtrain.planning.step_work import StepWork
 from dtrain.planning.traffic import CollectiveTraffic, extrapolate_traffic, sum_traffic
 from dtrain.planning.workload import Workload, build_on_meta
 from dtrain.shard.activation_checkpoint import checkpoint_activations
-from dtrain.shard.context_parallel import context_parallel
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.fsdp2_private import fsdp_param_groups, init_root, unsharded_params
 from dtrain.shard.fsdp2_simulation import iter_grads, only_first_shards, wrap_collectives
@@ -35,6 +34,7 @@ from dtrain.shard.param_hooks import StepHook
 from dtrain.shard.precision import Precision
 from dtrain.state import Accumulate, TrainState
 from dtrain.step.compose import Step, compose_step
+from dtrain.step.context_parallel import context_parallel
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
 from dtrain.transform import Transform
@@ -248,7 +248,7 @@ def _transforms(workload: Workload, config: ParallelismConfig, mesh: DeviceMesh)
             "Workload(batch_seq_dims={'input_ids': 1, 'labels': 1})."
         )
     dims, buffer_dims = workload.batch_seq_dims, workload.buffer_seq_dims
-    return [*workload.transforms, context_parallel(mesh, batch_seq_dims=dims, buffer_seq_dims=buffer_dims)]
+    return [*workload.transforms, context_parallel(mesh, batch_seq_dims=dims, buffer_seq_dims=buffer_dims, check=False)]
 
 
 def _strides(config: ParallelismConfig) -> dict[str, int]:

@@ -6,16 +6,18 @@ one process.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from dtrain.dtensor import to_local
+from dtrain.errors import ConfigError
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -31,7 +33,8 @@ def ring_attention(
 ) -> Iterator[None]:
     """Shard tensors over ``axis``, and let ``scaled_dot_product_attention`` use the keys of all ranks, inside the context.
 
-    Attention that the ring cannot compute raises torch's error, with a note on what to change.
+    Arguments of attention that the ring cannot compute raise a ``ConfigError``. Attention without a fused kernel raises torch's
+    error, with a note on what to change.
 
     Args:
         axis: mesh of the ranks that share sequences.
@@ -51,16 +54,83 @@ def ring_attention(
         with (
             _cpu_kernels() if axis.device_type == "cpu" else nullcontext(),
             _always_restored(sharded),
+            _checked_arguments(),
             sdpa_kernel(_fused_backends()),
         ):
             yield
     except RuntimeError as error:
         if any(text in str(error) for text in _REFUSALS):
             error.add_note(
-                "context_parallel: attention must be causal (is_causal=True), without attn_mask, and have a fused kernel. On "
-                "the CPU, dropout has none: set dropout_p to 0 there."
+                "context_parallel: attention must have a fused kernel. Give query, key and value the same batch size and head "
+                "size, and the same number of heads or enable_gqa=True."
             )
         raise
+
+
+@contextmanager
+def count_attention_calls() -> Iterator[list[None]]:
+    """Yield a list that gets an entry for each call of ring attention. Use it inside of ``ring_attention``.
+
+    Mutates: torch's ``scaled_dot_product_attention``, inside the context.
+    """
+    attend, calls = functional.scaled_dot_product_attention, list[None]()
+
+    def counted(*args: Any, **options: Any) -> Tensor:
+        calls.append(None)
+        return attend(*args, **options)
+
+    functional.scaled_dot_product_attention = counted
+    try:
+        yield calls
+    finally:
+        functional.scaled_dot_product_attention = attend
+
+
+@contextmanager
+def _checked_arguments() -> Iterator[None]:
+    """Refuse arguments of attention that the ring cannot compute, before torch computes another result or raises its own error.
+
+    Mutates: torch's ``scaled_dot_product_attention``, inside the context.
+    """
+    ring: Callable[..., Tensor] = functional.scaled_dot_product_attention
+
+    def attend(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        problem = None
+        if attn_mask is not None:
+            problem = f"attn_mask must be None, got a mask of shape {list(attn_mask.shape)}"
+        elif not is_causal:
+            problem = "is_causal must be True, got False"
+        # The ring computes several blocks, and torch's backward repeats the random numbers of the last block only.
+        elif dropout_p:
+            problem = f"dropout_p must be 0, got {dropout_p}"
+        elif query.ndim != 4:
+            problem = f"query must be [batch, heads, seq, dim], got {query.ndim} dims"
+        elif query.shape[2] != key.shape[2]:
+            problem = f"query and key must have the same length, got {query.shape[2]} and {key.shape[2]}"
+        if problem is not None:
+            raise ConfigError(
+                f"context_parallel: scaled_dot_product_attention: {problem}. Use causal self-attention without "
+                "a mask and without dropout; for transformers see docs/parallelism.md."
+            )
+        return ring(query, key, value, None, 0.0, True, scale=scale, enable_gqa=enable_gqa)
+
+    checked: Any = attend
+    functional.scaled_dot_product_attention = checked
+    try:
+        yield
+    finally:
+        # torch restores its own function only.
+        functional.scaled_dot_product_attention = ring
 
 
 @contextmanager

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from dtrain.losses import jensen_shannon as jensen_shannon
     from dtrain.schedules.hyperparameter import Hyperparameter as Hyperparameter
     from dtrain.schedules.hyperparameter import hyperparameter as hyperparameter
-    from dtrain.shard.context_parallel import context_parallel as context_parallel
+    from dtrain.step.context_parallel import context_parallel as context_parallel
     from dtrain.transform import GradFn as GradFn
     from dtrain.transform import GradStep as GradStep
     from dtrain.transform import StepContext as StepContext
