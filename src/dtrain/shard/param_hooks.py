@@ -168,16 +168,16 @@ def raise_hooks_outside_of_step(model: nn.Module) -> NoReturn:
     )
 
 
-def check_dense(name: str, grad: Tensor) -> None:
-    """Refuse a sparse gradient, which the flat tensors of a reduction cannot hold.
+def check_dense(name: str, grad: Tensor, reason: str = "because ranks sum dense gradients") -> None:
+    """Refuse a sparse gradient, of which torch has no norm, and which the flat tensors of a reduction cannot hold.
 
     Raises:
         StepError: the gradient is sparse.
     """
     if grad.layout is not torch.strided:
         raise StepError(
-            f"step: the gradient of the parameter {name!r} must be dense, got {grad.layout}, because ranks sum dense "
-            "gradients. Pass sparse=False to the embedding, and use a dense optimizer such as torch.optim.AdamW."
+            f"step: the gradient of the parameter {name!r} must be dense, got {grad.layout}, {reason}. "
+            "Pass sparse=False to the embedding, and use a dense optimizer such as torch.optim.AdamW."
         )
 
 
