@@ -72,6 +72,7 @@ class ForwardWrites:
 
     def __init__(self, model: nn.Module, ranks: int) -> None:
         self._groups, self._ranks, self._steps = fsdp_param_groups(model), ranks, 0
+        self._num_sharded = sum(len(sharded_and_unsharded_params(group)) for group in self._groups)
         self._names: dict[int, str] = {}
         self._replicas, self._copies = _Snapshot.take({}), _Snapshot.take({})
         self._of_units: dict[int, _Snapshot] = {}
@@ -92,11 +93,14 @@ class ForwardWrites:
         self._written_copies, self._written_replicas = {}, {}
         if self._steps == 1:
             self._names = {id(param): name for name, param in params.items()}
-        if self._groups:
-            self._copies = _Snapshot.take({k: v for group in self._groups for k, v in self._copies_of(group).items()})
+        copies = self._copies.tensors
+        # FSDP2 makes each copy once, in the first forward of its unit.
+        if len(copies) < self._num_sharded:
+            copies = {name: copy for group in self._groups for name, copy in self._copies_of(group).items()}
+        self._copies = _Snapshot.take(copies)
         if self._ranks > 1 and self._steps <= _STEPS_OF_REPLICAS:
             sharded = {id(param) for group in self._groups for param, _ in sharded_and_unsharded_params(group)}
-            whole = {name: param for name, param in params.items() if id(param) not in sharded}
+            whole = {name: param for name, param in params.items() if id(param) not in sharded and not param.is_inference()}
             self._replicas = _Snapshot.take(whole, digests=self._steps == 1)
 
     def after_forward(self) -> None:
