@@ -81,15 +81,17 @@ class ForwardWrites:
         for number, unit in enumerate(unit_forwards(model)):
             unit.watch(partial(self._before_unit, number), partial(self._after_unit, number))
 
-    def begin_step(self, params: Mapping[str, Tensor]) -> None:
+    def begin_step(self, params: Mapping[str, Tensor], *, compare: bool) -> None:
         """Start a step.
 
         Args:
             params: all parameters of the model by name.
+            compare: if True, whole parameters must stay equal on all ranks.
         """
         if not self._groups and self._ranks == 1:
             return
         self._steps += 1
+        self._of_units.clear()
         self._written_copies, self._written_replicas = {}, {}
         if self._steps == 1:
             self._names = {id(param): name for name, param in params.items()}
@@ -98,17 +100,21 @@ class ForwardWrites:
         if len(copies) < self._num_sharded:
             copies = {name: copy for group in self._groups for name, copy in self._copies_of(group).items()}
         self._copies = _Snapshot.take(copies)
-        if self._ranks > 1 and self._steps <= _STEPS_OF_REPLICAS:
+        self._replicas = _Snapshot.take({})
+        if compare and self._ranks > 1 and self._steps <= _STEPS_OF_REPLICAS:
             sharded = {id(param) for group in self._groups for param, _ in sharded_and_unsharded_params(group)}
             whole = {name: param for name, param in params.items() if id(param) not in sharded and not param.is_inference()}
             self._replicas = _Snapshot.take(whole, digests=self._steps == 1)
+
+    def abort(self) -> None:
+        """Discard a failed attempt of a step, so that the next attempt is watched alike."""
+        self._steps = max(0, self._steps - 1)
 
     def after_forward(self) -> None:
         """Look for writes since ``begin_step``. Host sync: one in the first step, if parameters are on a device."""
         if self._steps:
             self._written_copies |= self._copies.changed()
-            if self._steps <= _STEPS_OF_REPLICAS:
-                self._written_replicas |= self._replicas.changed()
+            self._written_replicas |= self._replicas.changed()
 
     def _copies_of(self, group: object) -> dict[str, Tensor]:
         return {

@@ -181,14 +181,17 @@ def check_dense(name: str, grad: Tensor, reason: str = "because ranks sum dense 
         )
 
 
-def check_no_hooks(params: Mapping[str, Tensor], caller: str, reason: str) -> None:
-    """Refuse hooks where no gradient is complete.
+def check_no_hooks(params: Mapping[str, Tensor], caller: str) -> None:
+    """Refuse hooks of a step that never has the complete gradient.
 
     Raises:
         ConfigError: a parameter with a hook, by name.
     """
     if names := names_with_hooks(params):
-        raise ConfigError(f"{caller}: the parameter {names[0]!r} must have no gradient hook, {reason}")
+        raise ConfigError(
+            f"{caller}: the parameter {names[0]!r} must have no gradient hook, because the update runs before the gradient is "
+            "complete. Use dt.compose_step."
+        )
 
 
 @contextmanager

@@ -119,9 +119,7 @@ def _compute_and_apply(
         raise ConfigError("optimizer_in_backward: tensor and context parallelism are not supported. Use dt.compose_step.")
     if isinstance(state.optimizer, torch.optim.LBFGS):
         raise ConfigError("optimizer_in_backward: LBFGS needs all parameters together. Use another optimizer.")
-    check_no_hooks(
-        state.params, "optimizer_in_backward", "because the update runs before the gradient is complete. Use dt.compose_step."
-    )
+    check_no_hooks(state.params, "optimizer_in_backward")
     done: set[int] = set()
     with _invalidate_state_on_error(state, done):
         with grad_sync_of(state.model).on_grad_ready(list(state.params.values()), partial(_apply, state, done)):
