@@ -58,8 +58,17 @@ class _Snapshot:
 def _digest(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the sum of the bits of each tensor as integers: int64 ``[n]``, equal for equal values."""
     with torch.no_grad():
-        shards = [to_local(tensor.detach()) for tensor in tensors.values()]
-        return torch.stack([shard.view(_INTEGERS.get(shard.itemsize, torch.int64)).sum(dtype=torch.int64) for shard in shards])
+        return torch.stack([_sum_of_bits(to_local(tensor.detach())) for tensor in tensors.values()])
+
+
+def _sum_of_bits(shard: Tensor) -> Tensor:
+    integers, per_word = _INTEGERS.get(shard.itemsize, torch.int64), max(1, 8 // shard.itemsize)
+    if not shard.is_contiguous() or shard.storage_offset() % per_word:
+        return shard.view(integers).sum(dtype=torch.int64)
+    # A sum of shorter integers would first copy the whole tensor to int64.
+    flat = shard.view(-1)
+    words = flat[: len(flat) // per_word * per_word]
+    return words.view(torch.int64).sum() + flat[len(words) :].view(integers).sum(dtype=torch.int64)
 
 
 class ForwardWrites:
