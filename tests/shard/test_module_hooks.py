@@ -13,6 +13,7 @@ from dtrain.errors import StepError
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
+from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
 from dtrain.typing import LossSum
 from shard.test_param_objects import mesh_for, strategies
 
@@ -120,7 +121,7 @@ def errors() -> dict:
     for kind in KINDS:
         expected = one_process(kind)
         for strategy in strategies():
-            for microbatch_size in (None, 2):
+            for microbatch_size in (None, 2) if strategy == "full_shard" else (2,):
                 model = shard_model(make(kind), mesh_for(strategy), strategy=strategy, blocks=(Block,))
                 step = compose_step(squares, grad=partial(microbatch_step, microbatch_size=microbatch_size))
                 state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.001))
@@ -212,6 +213,15 @@ def refusals() -> dict:
             except StepError as error:
                 found[f"{case} {strategy}"] = str(error)
     return found
+
+
+def test_clipping_of_a_sparse_gradient_is_refused_by_name_in_one_process():
+    model = Sparse()
+    step = compose_step(plain_squares, [clip_by_norm(1.0)])
+    state = step.init(model, torch.optim.SparseAdam(model.parameters(), lr=0.1))
+    message = "the gradient of the parameter 'table' must be dense, got torch.sparse_coo, because torch has no norm"
+    with pytest.raises(StepError, match=message):
+        step(state, torch.tensor([[0, 1]]))
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

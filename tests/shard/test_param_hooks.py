@@ -118,8 +118,8 @@ def train(strategy: str, when: str, grad: str, **options) -> tuple[float, bool]:
 def all_trainings() -> dict:
     found = {}
     for strategy in [*strategies(), *(["none"] if get_dist_info().world_size == 1 else [])]:
-        for when in ("before", "after"):
-            for grad in GRADS:
+        for grad in GRADS:
+            for when in ("before", "after") if grad == "whole" else ("before",):
                 for accumulate in ("local", "sharded") if strategy != "none" and grad == "microbatches" else (None,):
                     options = {} if accumulate is None else {"accumulate": accumulate, "blocks": (nn.Linear,)}
                     found[f"{strategy} {when} {grad} {accumulate}"] = train(strategy, when, grad, **options)

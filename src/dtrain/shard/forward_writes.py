@@ -58,8 +58,17 @@ class _Snapshot:
 def _digest(tensors: Mapping[str, Tensor]) -> Tensor:
     """Return the sum of the bits of each tensor as integers: int64 ``[n]``, equal for equal values."""
     with torch.no_grad():
-        shards = [to_local(tensor.detach()) for tensor in tensors.values()]
-        return torch.stack([shard.view(_INTEGERS.get(shard.itemsize, torch.int64)).sum(dtype=torch.int64) for shard in shards])
+        return torch.stack([_sum_of_bits(to_local(tensor.detach())) for tensor in tensors.values()])
+
+
+def _sum_of_bits(shard: Tensor) -> Tensor:
+    integers, per_word = _INTEGERS.get(shard.itemsize, torch.int64), max(1, 8 // shard.itemsize)
+    if not shard.is_contiguous() or shard.storage_offset() % per_word:
+        return shard.view(integers).sum(dtype=torch.int64)
+    # A sum of shorter integers would first copy the whole tensor to int64.
+    flat = shard.view(-1)
+    words = flat[: len(flat) // per_word * per_word]
+    return words.view(torch.int64).sum() + flat[len(words) :].view(integers).sum(dtype=torch.int64)
 
 
 class ForwardWrites:
@@ -72,6 +81,7 @@ class ForwardWrites:
 
     def __init__(self, model: nn.Module, ranks: int) -> None:
         self._groups, self._ranks, self._steps = fsdp_param_groups(model), ranks, 0
+        self._num_sharded = sum(len(sharded_and_unsharded_params(group)) for group in self._groups)
         self._names: dict[int, str] = {}
         self._replicas, self._copies = _Snapshot.take({}), _Snapshot.take({})
         self._of_units: dict[int, _Snapshot] = {}
@@ -80,31 +90,40 @@ class ForwardWrites:
         for number, unit in enumerate(unit_forwards(model)):
             unit.watch(partial(self._before_unit, number), partial(self._after_unit, number))
 
-    def begin_step(self, params: Mapping[str, Tensor]) -> None:
+    def begin_step(self, params: Mapping[str, Tensor], *, compare: bool) -> None:
         """Start a step.
 
         Args:
             params: all parameters of the model by name.
+            compare: if True, whole parameters must stay equal on all ranks.
         """
         if not self._groups and self._ranks == 1:
             return
         self._steps += 1
+        self._of_units.clear()
         self._written_copies, self._written_replicas = {}, {}
         if self._steps == 1:
             self._names = {id(param): name for name, param in params.items()}
-        if self._groups:
-            self._copies = _Snapshot.take({k: v for group in self._groups for k, v in self._copies_of(group).items()})
-        if self._ranks > 1 and self._steps <= _STEPS_OF_REPLICAS:
+        copies = self._copies.tensors
+        # FSDP2 makes each copy once, in the first forward of its unit.
+        if len(copies) < self._num_sharded:
+            copies = {name: copy for group in self._groups for name, copy in self._copies_of(group).items()}
+        self._copies = _Snapshot.take(copies)
+        self._replicas = _Snapshot.take({})
+        if compare and self._ranks > 1 and self._steps <= _STEPS_OF_REPLICAS:
             sharded = {id(param) for group in self._groups for param, _ in sharded_and_unsharded_params(group)}
-            whole = {name: param for name, param in params.items() if id(param) not in sharded}
+            whole = {name: param for name, param in params.items() if id(param) not in sharded and not param.is_inference()}
             self._replicas = _Snapshot.take(whole, digests=self._steps == 1)
+
+    def abort(self) -> None:
+        """Discard a failed attempt of a step, so that the next attempt is watched alike."""
+        self._steps = max(0, self._steps - 1)
 
     def after_forward(self) -> None:
         """Look for writes since ``begin_step``. Host sync: one in the first step, if parameters are on a device."""
         if self._steps:
             self._written_copies |= self._copies.changed()
-            if self._steps <= _STEPS_OF_REPLICAS:
-                self._written_replicas |= self._replicas.changed()
+            self._written_replicas |= self._replicas.changed()
 
     def _copies_of(self, group: object) -> dict[str, Tensor]:
         return {

@@ -117,7 +117,7 @@ class GradSync:
                 self.reducer.begin_step(params, communicate=not within_replica)
         if params is not None:
             self.hooks.detach(params)
-            self.writes.begin_step(params)
+            self.writes.begin_step(params, compare=not within_replica)
         if self._skipped is not None:
             self._skipped.end_step()
 
@@ -238,6 +238,7 @@ class GradSync:
     def abort(self) -> None:
         """Reset FSDP2 after an exception in forward or backward. Mutates: FSDP2's units."""
         self.end_step()
+        self.writes.abort()
         reset_iteration(self._model)
 
     def abort_all(self) -> None:

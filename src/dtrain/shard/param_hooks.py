@@ -168,27 +168,30 @@ def raise_hooks_outside_of_step(model: nn.Module) -> NoReturn:
     )
 
 
-def check_dense(name: str, grad: Tensor) -> None:
-    """Refuse a sparse gradient, which the flat tensors of a reduction cannot hold.
+def check_dense(name: str, grad: Tensor, reason: str = "because ranks sum dense gradients") -> None:
+    """Refuse a sparse gradient, of which torch has no norm, and which the flat tensors of a reduction cannot hold.
 
     Raises:
         StepError: the gradient is sparse.
     """
     if grad.layout is not torch.strided:
         raise StepError(
-            f"step: the gradient of the parameter {name!r} must be dense, got {grad.layout}, because ranks sum dense "
-            "gradients. Pass sparse=False to the embedding, and use a dense optimizer such as torch.optim.AdamW."
+            f"step: the gradient of the parameter {name!r} must be dense, got {grad.layout}, {reason}. "
+            "Pass sparse=False to the embedding, and use a dense optimizer such as torch.optim.AdamW."
         )
 
 
-def check_no_hooks(params: Mapping[str, Tensor], caller: str, reason: str) -> None:
-    """Refuse hooks where no gradient is complete.
+def check_no_hooks(params: Mapping[str, Tensor], caller: str) -> None:
+    """Refuse hooks of a step that never has the complete gradient.
 
     Raises:
         ConfigError: a parameter with a hook, by name.
     """
     if names := names_with_hooks(params):
-        raise ConfigError(f"{caller}: the parameter {names[0]!r} must have no gradient hook, {reason}")
+        raise ConfigError(
+            f"{caller}: the parameter {names[0]!r} must have no gradient hook, because the update runs before the gradient is "
+            "complete. Use dt.compose_step."
+        )
 
 
 @contextmanager

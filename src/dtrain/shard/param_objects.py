@@ -104,7 +104,7 @@ def _check_memory(model: nn.Module) -> None:
 def _extent(tensor: Tensor) -> tuple[int, int, int]:
     """Return the storage, first byte and last byte + 1 of a tensor. A tensor on meta has a storage, too."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    start, width = tensor.storage_offset() * tensor.itemsize, tensor.itemsize
+    start, width = int(tensor.storage_offset()) * tensor.itemsize, tensor.itemsize
     return tensor.untyped_storage()._cdata, start, start + (last + 1) * width
 
 

@@ -332,9 +332,9 @@ class GradientRun:
 
 
 _USED_OUTSIDE = (
-    "the loss, or a forward, must not compute with a sharded parameter outside of the forward of its unit, as for a penalty on "
-    "weights or a layer of a block that another module calls. Compute in the forward of the block that owns the parameter, or "
-    "name the parameter in ignored_params."
+    "the loss, or a forward, must not compute with a sharded parameter outside of the forward of its unit. Compute in the "
+    "forward of the block that owns the parameter, or name the parameter in ignored_params. Add the gradient of a weight "
+    "penalty to .grad in the update of a transform."
 )
 
 

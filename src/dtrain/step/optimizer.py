@@ -28,6 +28,7 @@ from dtrain.dtensor import global_norm, scale_, to_local
 from dtrain.errors import ConfigError, NonFiniteError, StepError
 from dtrain.metrics import make_metric
 from dtrain.shard.grad_sync import grad_sync_of
+from dtrain.shard.param_hooks import check_dense
 from dtrain.state import TrainState, check_state, mark_interrupted_write
 from dtrain.step.optimizer_state import check_update
 from dtrain.step.shard_update import step_optimizer
@@ -58,13 +59,20 @@ def clip_grad_norm_(params: Params, max_norm: float, *, eps: float = 1e-6) -> Te
 
     Raises:
         ConfigError: ``max_norm`` is not positive.
+        StepError: a sparse gradient, by the name of its parameter.
 
     Source: Pascanu et al. 2013, arXiv:1211.5063, section 3.2.
     """
     if not max_norm > 0:
         raise ConfigError(f"clip_grad_norm_: max_norm must be positive, got {max_norm}. Pass 1.0, for example.")
     grads = [grad for param in params.values() if (grad := param.grad) is not None]
-    norm = global_norm(grads)
+    try:
+        norm = global_norm(grads)
+    except NotImplementedError:
+        for name, param in params.items():
+            if param.grad is not None:
+                check_dense(name, param.grad, "because torch has no norm of sparse gradients")
+        raise
     scale_(grads, (max_norm / (norm + eps)).clamp(max=1.0))
     return norm
 

@@ -118,9 +118,7 @@ def _compute_and_apply(
 ) -> tuple[TrainState, Metrics]:
     if state.spec.ranks_per_batch > 1:
         raise ConfigError("optimizer_in_backward: tensor and context parallelism are not supported. Use dt.compose_step.")
-    check_no_hooks(
-        state.params, "optimizer_in_backward", "because the update runs before the gradient is complete. Use dt.compose_step."
-    )
+    check_no_hooks(state.params, "optimizer_in_backward")
     done: set[int] = set()
     with _invalidate_state_on_error(state, done):
         with grad_sync_of(state.model).on_grad_ready(list(state.params.values()), partial(_apply, state, done)):
