@@ -85,12 +85,22 @@ def buffers_by_fqn(model: nn.Module, *, persistent_only: bool = False) -> dict[s
     return {name: module._buffers[key] for name, module, key in buffer_slots(model, persistent_only=persistent_only)}  # type: ignore[misc]
 
 
-def buffer_slots(model: nn.Module, *, persistent_only: bool = False) -> Iterator[tuple[str, nn.Module, str]]:
-    """Yield clean name, owner and key of each buffer, each once. The key stays valid if the buffer is replaced."""
+def buffer_slots(
+    model: nn.Module, *, persistent_only: bool = False, include_none: bool = False
+) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield clean name, owner and key of each buffer, each once. The key stays valid if the buffer is replaced.
+
+    Args:
+        model: module.
+        persistent_only: if True, skip buffers that are not in the state dict.
+        include_none: if True, yield buffers that are None, too, which a forward may set.
+    """
     seen: set[int] = set()
     for prefix, module in modules_by_fqn(model):
         for key, buffer in module._buffers.items():
-            if buffer is None or id(buffer) in seen or (persistent_only and key in module._non_persistent_buffers_set):
+            if (buffer is None and not include_none) or (persistent_only and key in module._non_persistent_buffers_set):
+                continue
+            if buffer is not None and id(buffer) in seen:
                 continue
             seen.add(id(buffer))
             yield f"{prefix}.{key}" if prefix else key, module, key

@@ -308,6 +308,19 @@ class Growing(nn.Module):
         return self.linear(x) * self.table[: len(x), None]
 
 
+class Memory(nn.Module):
+    """A buffer that is None until a forward sets it, of the length of the batch or of one length."""
+
+    def __init__(self, persistent: bool, length: int | None = None) -> None:
+        super().__init__()
+        self.linear, self.length = nn.Linear(3, 3), length
+        self.register_buffer("last", None, persistent=persistent)
+
+    def forward(self, x):
+        self.last = x.detach()[: self.length].sum(-1)
+        return self.linear(x)
+
+
 def warned(model: nn.Module, buffers, steps: int, samples: list) -> dict:
     net = shard_model(model, build_mesh(), buffers=buffers)
     state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -341,6 +354,10 @@ def warnings_of_two() -> dict:
         "growing, saved": warned(Growing(True), None, 2, [4, 3]),
         "growing, own": warned(Growing(True), {"table": "own"}, 2, [4, 3]),
         "growing on one rank": warned(Growing(True), None, 2, [4, 2]),
+        "memory of one length": warned(Memory(True, 2), None, 2, [4, 3]),
+        "memory": warned(Memory(False), None, 2, [4, 3]),
+        "memory, saved": warned(Memory(True), None, 2, [4, 3]),
+        "memory, no samples": warned(Memory(False, 2), None, 2, [4, 0]),
         "growing alike": warned(Growing(True), None, 2, [4, 4]),
     }
 
@@ -349,7 +366,7 @@ def test_buffers_that_ranks_change_differently_are_named_once_on_rank_0(ranks):
     first, second = ranks(2).run(warnings_of_two)
     assert all(found["warnings"] == [] for found in second.values())
     start = "step: the ranks changed the buffer {!r} differently in forward, and all ranks get the value of rank 0. Choose: "
-    named = {"counter": "seen", "half": "scratch", "whole mean": "count"}
+    named = {"counter": "seen", "half": "scratch", "whole mean": "count", "memory of one length": "last"}
     for case, found in first.items():
         assert [text[: len(start) + 9] for text in found["warnings"]] == (
             [(start.format(named[case]) + "shard_model(buffers=")[: len(start) + 9]] if case in named else []

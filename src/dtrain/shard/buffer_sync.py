@@ -86,7 +86,7 @@ class _Slot:
         module: module that owns the buffer.
         key: name within the module.
         choice: synchronization.
-        shape: shape when the model was sharded.
+        shape: shape when the model was sharded; None if the buffer was None.
         chosen: if True, the user chose.
         may_differ: if True, nobody chose, and the buffer is no statistic of a normalization.
         persistent: if True, the buffer is in the state dict.
@@ -96,7 +96,7 @@ class _Slot:
     module: nn.Module
     key: str
     choice: Buffers
-    shape: torch.Size
+    shape: torch.Size | None
     chosen: bool
     may_differ: bool
     persistent: bool
@@ -111,6 +111,12 @@ class _Slot:
         """Buffer as it is now, empty if it is None."""
         buffer = self.module._buffers[self.key]
         return torch.empty(0) if buffer is None else buffer
+
+    @property
+    def current_shape(self) -> torch.Size | None:
+        """Shape of the buffer as it is now; None if the buffer is None."""
+        buffer = self.module._buffers[self.key]
+        return None if buffer is None else buffer.shape
 
 
 class BufferSync:
@@ -151,7 +157,7 @@ class BufferSync:
         resized = [
             f"{slot.owner}|{slot.key}{list(slot.buffer.shape)}"
             for slot in (self._slots if modules else ())
-            if slot.owner in modules and slot.buffer.shape != slot.shape
+            if slot.owner in modules and slot.current_shape != slot.shape
         ]
         return [*modules, *resized]
 
@@ -174,9 +180,10 @@ class BufferSync:
         if not owners:
             return
         self._synchronized.update(owners)
-        slots = [slot for slot in self._slots if slot.owner in owners and slot.module._buffers[slot.key] is not None]
+        slots = [slot for slot in self._slots if slot.owner in owners]
         if ranks_differ and any("|" in owner for owner in owners):
             slots = _without_different_shapes(slots)
+        slots = [slot for slot in slots if slot.current_shape is not None]
         if self._compared_steps < _COMPARED_STEPS and any(slot.may_differ for slot in slots):
             different = _warn_if_different([slot for slot in slots if slot.may_differ])
             self._compared_steps = _COMPARED_STEPS if different else self._compared_steps + 1
@@ -190,7 +197,10 @@ class BufferSync:
                 if kind == "mean":
                     _average_(buffers)
                 elif kind == "sum":
-                    _add_ranks_([self._starts[slot.name] for slot in same], buffers, counts=self._counts)
+                    starts = [self._starts[slot.name] for slot in same]
+                    # A buffer that was None has no start.
+                    starts = [old if old.shape == new.shape else new * 0 for old, new in zip(starts, buffers, strict=True)]
+                    _add_ranks_(starts, buffers, counts=self._counts)
                 else:
                     _broadcast_(buffers)
 
@@ -210,20 +220,21 @@ _NO_SYNC = BufferSync(nn.Identity(), ShardSpec())
 
 
 def _synchronized_slots(model: nn.Module, spec: ShardSpec) -> Iterator[_Slot]:
-    for name, module, key in buffer_slots(model):
-        buffer, choice = module._buffers[key], buffer_choice(spec, name)
-        if buffer is None or choice == "own":
+    for name, module, key in buffer_slots(model, include_none=True):
+        buffer, choice, is_norm = module._buffers[key], buffer_choice(spec, name), isinstance(module, _NormBase)
+        # A normalization without statistics keeps None.
+        if choice == "own" or (buffer is None and is_norm):
             continue
         # A mean of whole numbers is no choice: they are broadcast.
-        chosen = choice is not None and not (choice == "mean" and not buffer.is_floating_point())
+        chosen = choice is not None and not (choice == "mean" and buffer is not None and not buffer.is_floating_point())
         yield _Slot(
             name=name,
             module=module,
             key=key,
             choice=choice or "broadcast",
-            shape=buffer.shape,
+            shape=None if buffer is None else buffer.shape,
             chosen=choice is not None,
-            may_differ=not chosen and not isinstance(module, _NormBase),
+            may_differ=not chosen and not is_norm,
             persistent=key not in module._non_persistent_buffers_set,
         )
 
@@ -236,9 +247,11 @@ def _without_different_shapes(slots: Sequence[_Slot]) -> list[_Slot]:
     Raises:
         StepError: a buffer that must be synchronized has different shapes; on all ranks.
     """
-    shapes = all_gather_json([list(slot.buffer.shape) for slot in slots], caller="step")
+    shapes = all_gather_json(
+        cast(Plain, [None if (shape := slot.current_shape) is None else list(shape) for slot in slots]), caller="step"
+    )
     kept = []
-    for slot, *by_rank in zip(slots, *cast("list[list[list[int]]]", shapes), strict=True):
+    for slot, *by_rank in zip(slots, *cast("list[list[list[int] | None]]", shapes), strict=True):
         if all(shape == by_rank[0] for shape in by_rank):
             kept.append(slot)
         elif slot.persistent or slot.chosen:

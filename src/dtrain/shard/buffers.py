@@ -118,7 +118,7 @@ class BufferSnapshot:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._versions = BufferVersions(list(buffer_slots(model)))
+        self._versions = BufferVersions(list(buffer_slots(model, include_none=True)))
         self._complete = False
         self._copies: dict[str, Tensor | None] = {}
 
