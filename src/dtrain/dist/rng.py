@@ -9,6 +9,8 @@ from __future__ import annotations
 import hashlib
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,6 +180,16 @@ class RNGSnapshot:
         torch.set_rng_state(self._torch)
         for generator, state in self._accelerator:
             generator.set_state(state)
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Run a context with the generators at this snapshot. Mutates: the generators, inside the context."""
+        current = RNGSnapshot()
+        self.restore()
+        try:
+            yield
+        finally:
+            current.restore()
 
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"

@@ -50,6 +50,7 @@ class StepCounts(NamedTuple):
         equal_batches: True if the batches of all data-parallel ranks have one hash, None if no hashes were compared.
         same_plan: if True, all ranks have the same plan.
         shapes_hash: sum of the ``shapes_hash`` of all ranks.
+        fewest_microbatches: smallest number of microbatches of a rank.
     """
 
     samples: int
@@ -62,6 +63,7 @@ class StepCounts(NamedTuple):
     equal_batches: bool | None = None
     same_plan: bool = True
     shapes_hash: int = 0
+    fewest_microbatches: int = 0
 
 
 def sync_before_forward(
@@ -124,7 +126,7 @@ def sync_before_forward(
     if error is None and samples and not late and get_dist_info().world_size == 1:
         preemption.record(stop, run_key=run_key, step=step)
         position = None if batch_info is None else sync_position([batch_info.encode()], batch_info)
-        return StepCounts(samples=samples, tokens=tokens, microbatches=microbatches, position=position, seconds=elapsed_s)
+        return StepCounts(samples, tokens, microbatches, position=position, seconds=elapsed_s, fewest_microbatches=microbatches)
     mine: ForwardRecord[float] = ForwardRecord(
         samples=samples,
         tokens=tokens,
@@ -204,6 +206,7 @@ def _combine_records(
         low.batch_hash == high.batch_hash if several_hashes else None,
         low.plan_digest == high.plan_digest,
         int(total.shapes_hash),
+        int(low.microbatches),
     )
 
 

@@ -66,26 +66,15 @@ def context_parallel(
         def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
             if isinstance(batch, FailedBatch):
                 return inner(state, batch, microbatch_size=microbatch_size)
-            padding_sample = state.padding_sample
             try:
                 full_batch = _clone_batch(batch, batch_seq_dims, state.device, ranks)
-                full_padding = (
-                    None if padding_sample is None else _clone_batch(padding_sample, batch_seq_dims, state.device, ranks)
-                )
                 buffer_dims = _match_buffers(state.model, buffer_seq_dims or {})
             except ConfigError as error:
                 # The step raises the error on all ranks.
                 return inner(state, FailedBatch(error), microbatch_size=microbatch_size)
-            sequences = [
-                (tensors[key], dim)
-                for tensors in (full_batch, full_padding)
-                if tensors is not None
-                for key, dim in batch_seq_dims.items()
-            ]
-            step_batch = state.step_batch
+            sequences = [(full_batch[key], dim) for key, dim in batch_seq_dims.items()]
             with ring_attention(mesh["cp"], sequences, buffer_dims):
-                state, metrics = inner(state.with_padding_sample(full_padding), full_batch, microbatch_size=microbatch_size)
-            state = state._replace(step_batch=step_batch)
+                state, metrics = inner(state, full_batch, microbatch_size=microbatch_size)
             if state.step_counts is None:
                 return state, metrics
             # Each rank along cp counted its own part of the tokens.

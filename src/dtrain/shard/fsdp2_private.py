@@ -374,5 +374,11 @@ def unit_forwards(model: nn.Module) -> list[UnitForward]:
     return [UnitForward(cast(nn.Module, unit)) for unit in reversed(units.values()) if _groups_in_state(unit._get_fsdp_state())]
 
 
+def run_empty(model: nn.Module) -> Tensor:
+    """Run one unit without computation. Return a zero whose backward reduces what is left at the end of a backward."""
+    unit = unit_forwards(model)[0]
+    return unit.post_forward(unit.pre_forward(torch.zeros((), device=unit.device, requires_grad=True)))
+
+
 def _groups_in_state(state: Any) -> list[Any]:
     return list(getattr(state, "_fsdp_param_groups", None) or filter(None, [state._fsdp_param_group]))

@@ -7,8 +7,6 @@ from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Seq
 from contextlib import contextmanager
 from functools import partial
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
@@ -30,6 +28,7 @@ from dtrain.shard.fsdp2_private import (
     is_unit,
     reset_iteration,
     reshard_groups,
+    run_empty,
     set_last_backward,
     sharded_params,
     unsharded_params,
@@ -38,7 +37,7 @@ from dtrain.shard.fsdp2_private import (
 )
 from dtrain.shard.precision import accumulation_dtype
 from dtrain.shard.replicate import BucketReducer
-from dtrain.shard.skipped_units import SkippedUnits
+from dtrain.shard.skipped_units import ExchangeFn, SkippedUnits
 from dtrain.shard.unshard import is_unsharded
 from dtrain.state import ShardSpec, TrainState
 
@@ -112,15 +111,27 @@ class GradSync:
         if self._skipped is not None:
             self._skipped.end_step()
 
-    def follow_plan(self, plan: Callable[[], Hashable], *, compare: bool) -> None:
+    @property
+    def needs_all_microbatches(self) -> bool:
+        """True if a rank must take part in the collectives of each microbatch of the other ranks."""
+        return self._skipped is not None
+
+    def knows_order(self, plan: Hashable) -> bool:
+        """Return True if a rank without a microbatch knows the units of ``plan``; equal on all ranks."""
+        return self._skipped is None or self._skipped.knows_order(plan)
+
+    def follow_plan(
+        self, plan: Callable[[], Hashable], *, compare: bool, exchange: ExchangeFn | None = None, uneven: bool = False
+    ) -> None:
         """Have this rank take part in the collectives of skipped units; see ``SkippedUnits``. No effect on replicas.
 
         Args:
             plan: returns the facts that determine the order of units; equal on all ranks.
             compare: if True, ranks compare their order in the first step of a plan.
+            exchange, uneven: as in ``SkippedUnits.begin_step``.
         """
         if self._skipped is not None:
-            self._skipped.begin_step(plan(), compare=compare)
+            self._skipped.begin_step(plan(), compare=compare, exchange=exchange, uneven=uneven)
 
     def complete_forward(self, loss: Tensor) -> Tensor:
         """End the forward of a microbatch. Return ``loss`` with the units that this rank skipped in its graph.
@@ -131,6 +142,17 @@ class GradSync:
             StepError: in the first step of a plan, ranks run different units; on all ranks.
         """
         return loss if self._skipped is None else self._skipped.complete_forward(loss)
+
+    def forward_empty(self) -> Tensor | None:
+        """Take part in a microbatch that this rank does not have. Return a zero ``[]`` for backward, None if nothing waits.
+
+        Collective: as the forward of the other ranks.
+        """
+        if self._skipped is None and not self._fixed_order:
+            return None
+        # Under ``replicate`` the end of any backward reduces all units.
+        empty = run_empty(self._model) if self._skipped is None else self._skipped.forward_empty()
+        return empty if empty.requires_grad else None
 
     def confirm_order(self) -> None:
         """Rely on the order of units of this step, which succeeded on all ranks. All ranks must call, or none."""
@@ -376,21 +398,3 @@ def grad_sync_of(model: nn.Module) -> GradSync:
 
 
 _OF_PLAIN_MODELS: weakref.WeakKeyDictionary[nn.Module, GradSync] = weakref.WeakKeyDictionary()
-
-
-def all_reduce_grads_(grads: Sequence[Tensor], spec: ShardSpec) -> None:
-    """Sum plain gradients over all ranks that count in the loss, in at least float32.
-
-    While replicas train separately, sum within this rank's replica.
-
-    Mutates: ``grads``. Collective: one all-reduce per dtype; within a replica, one per axis of its mesh.
-    """
-    for dtype in {grad.dtype: None for grad in grads}:
-        same_dtype = [grad for grad in grads if grad.dtype == dtype]
-        flat = torch.cat([grad.reshape(-1) for grad in same_dtype]).to(accumulation_dtype(dtype))
-        if not spec.counts_in_loss:
-            flat.zero_()
-        for group in [None] if spec.replica_info is None else spec.replica_info.within_groups:
-            dist.all_reduce(flat, group=group)
-        pieces = flat.split([grad.numel() for grad in same_dtype])
-        torch._foreach_copy_(same_dtype, [piece.view_as(grad) for piece, grad in zip(pieces, same_dtype, strict=True)])

@@ -28,6 +28,7 @@ from dtrain.errors import StepError
 from dtrain.fqn import parameters_by_fqn
 from dtrain.shard.precision import Precision, accumulation_dtype
 from dtrain.shard.wrapping import WrapPlan
+from dtrain.state import ShardSpec
 
 # A small first bucket starts the first reduction early in backward. Larger buckets use the network better.
 _FIRST_BUCKET_BYTES = 2**20
@@ -335,3 +336,21 @@ def make_bucket_reducer(model: nn.Module, group: dist.ProcessGroup, wrap_plan: W
 def is_reducer_hook(hook: object) -> bool:
     """Return True for the hook of ``Optimizer.step`` that a reducer has registered, which looks at plain parameters only."""
     return isinstance(hook, partial) and hook.func is _warn_of_local_grads
+
+
+def all_reduce_grads_(grads: Sequence[Tensor], spec: ShardSpec) -> None:
+    """Sum plain gradients over all ranks that count in the loss, in at least float32.
+
+    While replicas train separately, sum within this rank's replica.
+
+    Mutates: ``grads``. Collective: one all-reduce per dtype; within a replica, one per axis of its mesh.
+    """
+    for dtype in {grad.dtype: None for grad in grads}:
+        same_dtype = [grad for grad in grads if grad.dtype == dtype]
+        flat = torch.cat([grad.reshape(-1) for grad in same_dtype]).to(accumulation_dtype(dtype))
+        if not spec.counts_in_loss:
+            flat.zero_()
+        for group in [None] if spec.replica_info is None else spec.replica_info.within_groups:
+            dist.all_reduce(flat, group=group)
+        pieces = flat.split([grad.numel() for grad in same_dtype])
+        torch._foreach_copy_(same_dtype, [piece.view_as(grad) for piece, grad in zip(pieces, same_dtype, strict=True)])
