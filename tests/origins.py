@@ -1,4 +1,4 @@
-"""Batches that say what a loader's would: their place in its data, and a spare sample."""
+"""Batches that say what a loader's would: their place in its data."""
 
 from collections.abc import Callable
 
@@ -14,16 +14,11 @@ def fresh(batch):
     return {key: value.detach() for key, value in batch.items()} if isinstance(batch, dict) else batch.detach()
 
 
-def placed(batch, begin: EpochPosition, end: EpochPosition, *, spare=None, loader: object = _LOADER):
+def placed(batch, begin: EpochPosition, end: EpochPosition, *, loader: object = _LOADER):
     """``batch`` as a loader hands it out between two places of its data."""
     made = fresh(batch)
     assert list_tensors(made)
-    return attach_batch_info(made, BatchInfo(loader=loader, begin=begin, end=end, padding_sample=spare))
-
-
-def with_spare(batch, spare):
-    """``batch`` as a loader hands it out with a sample for ranks that have none."""
-    return placed(batch, EpochPosition(0, 0), EpochPosition(0, 1), spare=spare)
+    return attach_batch_info(made, BatchInfo(loader=loader, begin=begin, end=end))
 
 
 def places(ends: Callable[[int], bool], steps: int) -> list[tuple[EpochPosition, EpochPosition]]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dtrain.batch import batch_spec, count_samples, make_zero_samples, select_samples, split_batch, to_device
+from dtrain.batch import batch_spec, count_samples, select_samples, split_batch, to_device
 from dtrain.dist.dispatch import OpObserver
 from dtrain.errors import ConfigError
 
@@ -103,13 +103,6 @@ def test_to_device_does_not_copy_tensors_on_the_device():
     moved = to_device(batch, torch.device("cpu"))
     assert moved["x"] is batch["x"]
     assert moved["name"] == "n"
-
-
-def test_make_zero_samples_returns_two_samples_of_equal_structure():
-    filler = make_zero_samples({"x": rows(0).int(), "scale": torch.tensor(2.0)})
-    assert filler["x"].shape == (2, 3)
-    assert filler["x"].dtype == torch.int32
-    assert filler["scale"] == 2.0
 
 
 @pytest.mark.parametrize(

@@ -339,7 +339,7 @@ def idle_rank_with_new_keys(source: str) -> list:
     step = dt.compose_step(loss, [on_batch(lambda batch, source: {"doubled": 2 * batch["x"]}, name="double")])
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.1))
     batches: Iterable = [{"x": torch.ones(1 - state.spec.data_rank, 3)}]
-    if source == "loader":  # which spares a sample of the data for the rank that has none
+    if source == "loader":
         batches = dt.build_loader([{"x": torch.ones(3)}] * 5, mesh=mesh, global_batch_size=4, seed=0).until("1ep")
     losses = []
     for batch in batches:

@@ -327,18 +327,6 @@ def copy_batch_info(source: Batch, target: Batch) -> Batch:
     return attach_batch_info(target, infos[0]) if len(infos) == 1 else target
 
 
-def make_zero_samples(batch: Batch) -> Batch:
-    """Make a batch of two zero samples in the shapes of the (empty) ``batch``. BatchNorm fails on one sample."""
-
-    def fill(leaf: Any) -> Any:
-        return leaf.new_zeros((2, *leaf.shape[1:])) if isinstance(leaf, Tensor) and leaf.ndim else leaf
-
-    def fill_all(tensors: Any) -> Any:
-        return tensors.apply(fill, batch_size=[]).auto_batch_size_(batch_dims=tensors.batch_dims)
-
-    return _map_leaves(batch, fill, fill_all)
-
-
 def _map_leaves(value: Any, fn: Callable[[Any], Any], of_tensordict: Callable[[Any], Any]) -> Any:
     """Apply ``fn`` to tensors and to values without tensors, and ``of_tensordict`` to whole TensorDicts."""
     if isinstance(value, Tensor):

@@ -173,11 +173,7 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
 
     def grad(inner: GradFn) -> GradFn:
         def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
-            # A rank without samples runs the padding sample, so fn must change this sample like the batches of other ranks.
-            padding = state.padding_sample
-            inside = state if padding is None else state.with_padding_sample(apply(state, padding))
-            after, metrics = inner(inside, apply(state, batch), microbatch_size=microbatch_size)
-            return (after if inside is state else after._replace(step_batch=state.step_batch)), metrics
+            return inner(state, apply(state, batch), microbatch_size=microbatch_size)
 
         return grad_fn
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from dtrain.errors import ConfigError, StaleStateError
 from dtrain.fqn import parameters_by_fqn, unwrap_module
 from dtrain.init_checks import check_fused_foreach, check_model_and_optimizer, check_optimizer_params, check_params
 from dtrain.run_context import ModelRuns, RunContext
-from dtrain.typing import Batch, TransformState
+from dtrain.typing import TransformState
 
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate", "none"]
 Accumulate = Literal["local", "sharded"]
@@ -202,18 +202,6 @@ class TrainState:
     def reached(self, point: Duration | int | str) -> bool:
         """Return True if training has come to ``point`` or beyond, in any unit. Ends a loop over tokens or hours."""
         return self.clock.reached(point)
-
-    @property
-    def padding_sample(self) -> Batch | None:
-        """Real sample for a rank without samples in the batch of the step in progress; None if the loader has no sample."""
-        return None if self.step_batch is None or self.step_batch.info is None else self.step_batch.info.padding_sample
-
-    def with_padding_sample(self, sample: Batch | None) -> TrainState:
-        """Return this state with another padding sample, which a batch method made from the loader's padding sample."""
-        batch = self.step_batch
-        if batch is None or batch.info is None:
-            return self
-        return self._replace(step_batch=batch._replace(info=replace(batch.info, padding_sample=sample)))
 
     def drop_gradients(self) -> None:
         """Set every ``.grad`` to None. Mutates: the parameters' gradients."""

@@ -4,9 +4,9 @@ A rank that leaves its step early must not leave its peers waiting. Its peers mu
 A guarded run prevents both. The guard intercepts every collective of the process, in one of two modes:
 
 *Checked*. Before each collective the ranks exchange a record on the control channel: a failure of this rank, or the collective
-that this rank is about to issue. If a rank has failed, all ranks leave before the collective is issued. If the collectives do
-not match, all ranks raise. If the run succeeds on all ranks, the guard stores its sequence of collectives: the *trace* of the
-plan.
+that this rank is about to issue. If a rank has failed, all ranks leave before the collective is issued. A collective is issued
+once all ranks of its group have announced it. The other ranks announce their own again. If no group is complete, all ranks
+raise. If the run succeeds on all ranks, the guard stores its sequence of collectives: the *trace* of the plan.
 
 *Traced*. If all ranks hold the traces of the same checked runs, the next run of that plan exchanges nothing. Each rank compares
 each collective with the trace before issuing the collective. A rank aborts the model's code if the rank fails, or if its next
@@ -44,17 +44,29 @@ from dtrain.dist.dispatch import (
 )
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed
-from dtrain.errors import StepError
+from dtrain.dist.timeout_report import is_collective_error
+from dtrain.errors import PeerError, StepError
 
 # Plans. Ragged batches make one plan for each number of microbatches.
 _MAX_TRACES = 32
 # Wrong traces before every run of a model is checked.
 _MAX_WRONG_TRACES = 5
 _RUNNING, _RUNNING_VARIABLE_SIZE, _FAILED = range(3)
+# Numbers in place of a group's, for records of all ranks that announce no collective.
+_END_OF_RUN, _EVENT = 0, 1
+EQUAL_MICROBATCHES_ADVICE = (
+    "A rank without a further microbatch runs no forward, so it takes part in no collective of the loss or the model's own. "
+    "Give all ranks equal numbers of microbatches, or run the same modules in the same order on all ranks."
+)
+_RUN_EQUALLY = "Run the same modules in the same order on all ranks."
 
 
 class PeerFailed(Exception):  # internal: users never see it
-    """Another rank reported a failure before a collective that this rank was about to issue."""
+    """Another rank, ``rank``, reported a failure before a collective that this rank was about to issue."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__(f"rank {rank} failed")
+        self.rank = rank
 
 
 class CollectivesChanged(Exception):  # internal: users never see it
@@ -204,10 +216,15 @@ class CollectiveGuard(ABC):
 
 
 class CheckedGuard(CollectiveGuard):
-    """Guard that exchanges one record before each collective."""
+    """Guard that exchanges one record before each collective.
 
-    def __init__(self, traces: TraceCache, plan: object) -> None:
+    Args:
+        advice: last sentence of the error for collectives that do not match.
+    """
+
+    def __init__(self, traces: TraceCache, plan: object, advice: str = _RUN_EQUALLY) -> None:
         super().__init__(traces, plan)
+        self._advice = advice
         # True once all ranks know that the run is over.
         self._run_is_over = False
         self._has_variable_sizes = False
@@ -218,9 +235,19 @@ class CheckedGuard(CollectiveGuard):
         self._digest = hashlib.blake2b(digest_size=6)
 
     def finish(self) -> None:
-        if self.exit_reason is not None:
-            raise self.exit_reason
-        self._exchange(None)
+        self._exchange([_RUNNING, _END_OF_RUN, get_dist_info().world_size, 0], "the end of the step")
+
+    def exchange_event(self, code: int, description: str) -> list[int]:
+        """Return the ``code`` of every rank, once all ranks have called. Ranks may issue other collectives before the call.
+
+        Collective: one record, and one more for each collective that other ranks issue before.
+
+        Raises:
+            PeerFailed: another rank failed.
+            StepError: other ranks are about to issue a collective in which a rank is missing; on all ranks.
+        """
+        row = [_RUNNING, _EVENT, get_dist_info().world_size, code]
+        return [int(row[3]) for row in self._exchange(row, description)]
 
     def issue_remaining(self) -> None:
         """Issue the announced collective with zeros, then report the failure.
@@ -246,28 +273,32 @@ class CheckedGuard(CollectiveGuard):
         call = self._call_cache.get(signature) or self._call_cache.setdefault(
             signature, describe_collective(operation, args, kwargs, group, signature)
         )
-        self._exchange(call)
+        status = _RUNNING_VARIABLE_SIZE if call.has_variable_sizes else _RUNNING
+        self._exchange([status, *call.fingerprint()], str(call))
         self._calls.append(call)
         return call
 
-    def _exchange(self, call: CollectiveSpec | None) -> None:
-        """Report ``call``, or the end of the run if ``call`` is None. Raise if all ranks must leave."""
-        status = _RUNNING_VARIABLE_SIZE if call is not None and call.has_variable_sizes else _RUNNING
-        fingerprint = [0, get_dist_info().world_size, 0] if call is None else call.fingerprint()
-        self._exchanging = True
-        try:
-            rows = all_gather_numbers([status, *fingerprint], caller="step")
-            if any(row[0] == _FAILED for row in rows):
-                self._run_is_over = True
-                raise self._abort(PeerFailed())
-            if not _calls_match(rows):
-                self._run_is_over = True
-                raise self._abort(_mismatch_error(call, len(self._calls)))
-        finally:
-            self._exchanging = False
-        self._has_variable_sizes |= any(row[0] == _RUNNING_VARIABLE_SIZE for row in rows)
-        for row in rows:
-            self._digest.update(array("d", row).tobytes())
+    def _exchange(self, mine: Sequence[float], description: str) -> list[list[float]]:
+        """Announce ``mine`` until all ranks of its group have, and return all records. Raise if all ranks must leave."""
+        if self.exit_reason is not None:
+            raise self.exit_reason
+        while True:
+            self._exchanging = True
+            try:
+                rows = all_gather_numbers(mine, caller="step")
+                failed = [rank for rank, row in enumerate(rows) if row[0] == _FAILED]
+                complete = _complete_groups(rows)
+                if failed or not complete:
+                    self._run_is_over = True
+                    error = PeerFailed(failed[0]) if failed else _mismatch_error(description, len(self._calls), self._advice)
+                    raise self._abort(error)
+            finally:
+                self._exchanging = False
+            self._has_variable_sizes |= any(row[0] == _RUNNING_VARIABLE_SIZE for row in rows)
+            for row in rows:
+                self._digest.update(array("d", row).tobytes())
+            if mine[1] in complete:
+                return rows
 
 
 class TracedGuard(CollectiveGuard):
@@ -319,20 +350,49 @@ def open_guard(traces: TraceCache, plan: object) -> CollectiveGuard:
     return CheckedGuard(traces, plan) if trace is None else TracedGuard(traces, plan, trace)
 
 
-def _calls_match(rows: Sequence[Sequence[float]]) -> bool:
-    """Return True if all ranks of each announced group have announced the same collective of that group."""
+@contextmanager
+def check_collectives(caller: str, advice: str) -> Iterator[CheckedGuard]:
+    """Check each collective of the context before all ranks issue it, so that a rank that would be missing is reported.
+
+    Collective: one record before each collective, and one at the end.
+
+    Raises:
+        StepError: ranks are about to issue different collectives; on all ranks, with ``advice``.
+        PeerError: the context raised on another rank. The rank raises its own error.
+    """
+    guard = CheckedGuard(TraceCache(always_check=True), None, advice)
+    try:
+        with guard.intercept():
+            yield guard
+            guard.finish()
+    except Exception as error:
+        if is_collective_error(error):
+            raise
+        # The loss may have replaced the reason by an error of its own.
+        reason = guard.exit_reason or error
+        guard.issue_remaining()
+        if isinstance(reason, PeerFailed):
+            raise PeerError(f"{caller}: rank {reason.rank} failed. See its own error.") from None
+        raise reason from None if reason is guard.exit_reason else reason.__cause__
+
+
+def _complete_groups(rows: Sequence[Sequence[float]]) -> set[float]:
+    """Return the announced groups all of whose ranks have announced the same collective."""
     by_group: dict[float, list[Sequence[float]]] = {}
     for row in rows:
         by_group.setdefault(row[1], []).append(row[2:])
-    return all(len(members) == members[0][0] and members.count(members[0]) == len(members) for members in by_group.values())
+    return {
+        group
+        for group, members in by_group.items()
+        if len(members) == members[0][0] and (group == _EVENT or members.count(members[0]) == len(members))
+    }
 
 
-def _mismatch_error(call: CollectiveSpec | None, number: int) -> StepError:
+def _mismatch_error(description: str, number: int, advice: str) -> StepError:
     """Make the error for ranks whose next collectives do not match, equal on all ranks. Collective: an exchange of JSON."""
-    mine = "the end of the step" if call is None else str(call)
-    announced = cast("list[str]", all_gather_json(mine, caller="step"))
+    announced = cast("list[str]", all_gather_json(description, caller="step"))
     other = next((rank for rank, text in enumerate(announced) if text != announced[0]), len(announced) - 1)
     return StepError(
         f"step: ranks were about to issue different collectives, and none was issued: rank 0 {announced[0]}, rank {other} "
-        f"{announced[other]}, after {number} equal collectives. Run the same modules in the same order on all ranks."
+        f"{announced[other]}, after {number} equal collectives. {advice}"
     )

@@ -52,8 +52,8 @@ class Recorder(Protocol):
         """Observe the end of a forward that has no loss of its own."""
         ...
 
-    def loss(self, loss: Any, *, padding: bool = False) -> None:
-        """Observe the ``LossSum`` of a microbatch, at the end of its forward. ``padding`` microbatches do not count."""
+    def loss(self, loss: Any) -> None:
+        """Observe the ``LossSum`` of a microbatch, at the end of its forward."""
         ...
 
     def update_begins(self, state: Any, params: Sequence[Any] | None = None) -> None:

@@ -192,6 +192,16 @@ class RNGSnapshot:
         for generator, state in self._accelerator:
             generator.set_state(state)
 
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Run a context with the generators at this snapshot. Mutates: the generators, inside the context."""
+        current = RNGSnapshot()
+        self.restore()
+        try:
+            yield
+        finally:
+            current.restore()
+
 
 _CUBLAS_WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")

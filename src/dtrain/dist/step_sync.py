@@ -51,6 +51,7 @@ class StepCounts(NamedTuple):
         same_plan: if True, all ranks have the same plan.
         shapes_hash: sum of the ``shapes_hash`` of all ranks.
         replica_digest: sum of the ``replica_digest`` of all ranks.
+        fewest_microbatches: smallest number of microbatches of a rank.
     """
 
     samples: int
@@ -64,6 +65,7 @@ class StepCounts(NamedTuple):
     same_plan: bool = True
     shapes_hash: int = 0
     replica_digest: float = 0.0
+    fewest_microbatches: int = 0
 
 
 def sync_before_forward(
@@ -129,7 +131,7 @@ def sync_before_forward(
     if error is None and samples and not late and get_dist_info().world_size == 1:
         preemption.record(stop, run_key=run_key, step=step)
         position = None if batch_info is None else sync_position([batch_info.encode()], batch_info)
-        return StepCounts(samples=samples, tokens=tokens, microbatches=microbatches, position=position, seconds=elapsed_s)
+        return StepCounts(samples, tokens, microbatches, position=position, seconds=elapsed_s, fewest_microbatches=microbatches)
     mine: ForwardRecord[float] = ForwardRecord(
         samples=samples,
         tokens=tokens,
@@ -211,6 +213,7 @@ def _combine_records(
         low.plan_digest == high.plan_digest,
         int(total.shapes_hash),
         total.replica_digest,
+        int(low.microbatches),
     )
 
 

@@ -262,12 +262,11 @@ class RankRecorder:
         """See ``dist.recorder.Recorder``."""
         self.random.end()
 
-    def loss(self, loss: Any, *, padding: bool = False) -> None:
+    def loss(self, loss: Any) -> None:
         """See ``dist.recorder.Recorder``."""
         self.random.end()
-        if not padding:
-            self.facts.losses.append((to_number(loss.total), to_number(loss.weight)))
-            self.facts.backwards += 1
+        self.facts.losses.append((to_number(loss.total), to_number(loss.weight)))
+        self.facts.backwards += 1
 
     def update_begins(self, state: Any, params: Sequence[Tensor] | None = None) -> None:
         """See ``dist.recorder.Recorder``. An update in backward has several parts."""

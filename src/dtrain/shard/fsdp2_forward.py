@@ -140,3 +140,9 @@ def unit_forwards(model: nn.Module) -> list[UnitForward]:
     """Return the units of ``model`` that own parameters, outermost first, without duplicates."""
     units = {id(unit._get_fsdp_state()): unit for unit in reversed(list(units_of(model)))}
     return [UnitForward(cast(nn.Module, unit)) for unit in reversed(units.values()) if groups_in_state(unit._get_fsdp_state())]
+
+
+def run_empty(model: nn.Module) -> Tensor:
+    """Run one unit without computation. Return a zero whose backward reduces what is left at the end of a backward."""
+    unit = unit_forwards(model)[0]
+    return unit.post_forward(unit.pre_forward(torch.zeros((), device=unit.device, requires_grad=True)))

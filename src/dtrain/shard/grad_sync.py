@@ -15,7 +15,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dtensor import from_local_like, to_local
 from dtrain.fqn import unwrap_module
 from dtrain.shard.forward_writes import ForwardWrites
-from dtrain.shard.fsdp2_forward import unit_forwards
+from dtrain.shard.fsdp2_forward import run_empty, unit_forwards
 from dtrain.shard.fsdp2_private import (
     add_end_of_backward_hook,
     add_reduction_hook,
@@ -39,7 +39,7 @@ from dtrain.shard.fsdp2_private import (
 from dtrain.shard.param_hooks import ParamHooks, StepHook, raise_hooks_outside_of_step
 from dtrain.shard.precision import accumulation_dtype
 from dtrain.shard.replicate import BucketReducer
-from dtrain.shard.skipped_units import SkippedUnits
+from dtrain.shard.skipped_units import ExchangeFn, SkippedUnits
 from dtrain.shard.unshard import is_unsharded
 from dtrain.state import ShardSpec, TrainState
 
@@ -121,15 +121,27 @@ class GradSync:
         if self._skipped is not None:
             self._skipped.end_step()
 
-    def follow_plan(self, plan: Callable[[], Hashable], *, compare: bool) -> None:
+    @property
+    def needs_all_microbatches(self) -> bool:
+        """True if a rank must take part in the collectives of each microbatch of the other ranks."""
+        return self._skipped is not None
+
+    def knows_order(self, plan: Hashable) -> bool:
+        """Return True if a rank without a microbatch knows the units of ``plan``; equal on all ranks."""
+        return self._skipped is None or self._skipped.knows_order(plan)
+
+    def follow_plan(
+        self, plan: Callable[[], Hashable], *, compare: bool, exchange: ExchangeFn | None = None, uneven: bool = False
+    ) -> None:
         """Have this rank take part in the collectives of skipped units; see ``SkippedUnits``. No effect on replicas.
 
         Args:
             plan: returns the facts that determine the order of units; equal on all ranks.
             compare: if True, ranks compare their order in the first step of a plan.
+            exchange, uneven: as in ``SkippedUnits.begin_step``.
         """
         if self._skipped is not None:
-            self._skipped.begin_step(plan(), compare=compare)
+            self._skipped.begin_step(plan(), compare=compare, exchange=exchange, uneven=uneven)
 
     def complete_forward(self, loss: Tensor) -> Tensor:
         """End the forward of a microbatch. Return ``loss`` with the units that this rank skipped in its graph.
@@ -145,6 +157,17 @@ class GradSync:
     def describe_params(self) -> list[str]:
         """Return hooks on parameters and writes of this step's forwards, as text that ranks compare."""
         return [*self.hooks.described, *self.writes.describe()]
+
+    def forward_empty(self) -> Tensor | None:
+        """Take part in a microbatch that this rank does not have. Return a zero ``[]`` for backward, None if nothing waits.
+
+        Collective: as the forward of the other ranks.
+        """
+        if self._skipped is None and not self._fixed_order:
+            return None
+        # Under ``replicate`` the end of any backward reduces all units.
+        empty = run_empty(self._model) if self._skipped is None else self._skipped.forward_empty()
+        return empty if empty.requires_grad else None
 
     def confirm_order(self) -> None:
         """Rely on the order of units of this step, which succeeded on all ranks. All ranks must call, or none."""

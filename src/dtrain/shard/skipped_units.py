@@ -7,15 +7,17 @@ The first step records the order of units: ranks compare the number of each unit
 later steps each rank follows the recorded order alone. A unit of the order that the rank does not run is *called empty*. An
 empty call gathers and reshards the unit without computation. A node in the autograd graph gathers and reduces the unit in
 backward, at the same place as on other ranks.
+
+A rank without a microbatch calls all units empty (``forward_empty``), and runs no loss. If the order is not known yet, the
+other ranks announce the start and the end of each unit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -25,68 +27,25 @@ from dtrain.dist.collectives import all_gather_numbers, all_gather_with_timeout
 from dtrain.errors import StepError
 from dtrain.fqn import modules_by_fqn
 from dtrain.shard.fsdp2_forward import UnitForward, grad_tensors, unit_forwards
+from dtrain.shard.unit_calls import (
+    END_OF_MICROBATCH,
+    OpenForward,
+    UnitCall,
+    UnitEvent,
+    any_requires_grad,
+    attach_grad,
+    first_float_tensor,
+    join_graphs,
+    leave_empty,
+)
 
-# The pseudo unit at the end of a microbatch.
-_END_OF_MICROBATCH = -1
+# The announcement of a rank that runs no unit of its own.
+_FOLLOWS = -1
 # Ranks that all changed their order reach the same unit within this time.
 _REORDER_TIMEOUT_S = 60.0
 
-
-@dataclass(slots=True)
-class _UnitCall:
-    """One forward of a unit.
-
-    Args:
-        unit: number of the unit.
-        grad_enabled: if True, the forward recorded a graph.
-        inputs_need_grad: if True, an input requires a gradient, so the unit is reduced at its own place in backward.
-        nested: forwards of other units within this forward.
-        outputs_need_grad: if True, an output requires a gradient, so the unit is gathered in backward.
-        returns_inner_output: if True, the enclosing unit returned this output unchanged, so backward gathers both units
-            together.
-    """
-
-    unit: int
-    grad_enabled: bool
-    inputs_need_grad: bool
-    nested: list[_UnitCall] = field(default_factory=list)
-    outputs_need_grad: bool = False
-    returns_inner_output: bool = False
-
-
-@dataclass(slots=True)
-class _OpenForward:
-    """A running forward, or the microbatch as a whole.
-
-    Args:
-        unit: number of the unit.
-        calls: nested forwards, from the recorded order or recorded now.
-        position: index of the next call.
-        recorded_call: the call of this forward during recording.
-        inner_outputs: outputs of the last nested forward during recording.
-        unchecked: if True, nested forwards are not compared.
-        called_empty: units that this rank called empty within this forward, with a graph.
-    """
-
-    unit: int
-    calls: list[_UnitCall]
-    position: int = 0
-    recorded_call: _UnitCall | None = None
-    inner_outputs: Sequence[Tensor] = ()
-    unchecked: bool = False
-    called_empty: frozenset[int] = frozenset()
-
-    def is_repeated(self, number: int, grad: bool) -> bool:
-        """Return True for a repeated forward without a graph (generation), whose count may differ between steps."""
-        return not grad and any(call.unit == number and not call.grad_enabled for call in self.calls)
-
-    def find_call(self, number: int, grad: bool) -> int | None:
-        """Return the index of the next call of a unit."""
-        for index in range(self.position, len(self.calls)):
-            call = self.calls[index]
-            if call.unit == number and call.grad_enabled == grad:
-                return index
-        return None
+ExchangeFn: TypeAlias = Callable[[int, str], list[int]]
+"""Function of a number and its description, which returns the number of each rank."""
 
 
 class SkippedUnits:
@@ -99,31 +58,44 @@ class SkippedUnits:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._units: list[UnitForward] = unit_forwards(model)
-        self._orders: dict[Hashable, list[_UnitCall]] = {}
+        self._orders: dict[Hashable, list[UnitCall]] = {}
         self._plan: Hashable = None
         self._compare = False
-        self._order: list[_UnitCall] | None = None
+        self._exchange: ExchangeFn | None = None
+        self._uneven = False
+        # Plans whose order lacks the repeated forwards without a graph, because their number may differ between steps.
+        self._repeating: set[Hashable] = set()
+        self._has_repeats = False
+        self._order: list[UnitCall] | None = None
         self._recording = False
         self._running = False
         self._order_changed = False
-        self._frames: list[_OpenForward] = []
+        self._frames: list[OpenForward] = []
         # A tensor with empty calls in its graph, on which the loss must depend.
         self._pending_output: Tensor | None = None
         self._has_skipped = False
         for number, unit in enumerate(self._units):
             unit.add_hooks(partial(self._before_forward, number), partial(self._after_forward, number))
 
-    def begin_step(self, plan: Hashable, *, compare: bool) -> None:
+    def knows_order(self, plan: Hashable) -> bool:
+        """Return True if the whole order of ``plan`` is recorded; equal on all ranks."""
+        return plan in self._orders and plan not in self._repeating
+
+    def begin_step(self, plan: Hashable, *, compare: bool, exchange: ExchangeFn | None = None, uneven: bool = False) -> None:
         """Start a step.
 
         Args:
-            plan: the facts that determine the order; equal on all ranks. The order of a new plan is recorded.
+            plan: the facts that determine the order; equal on all ranks. The order of a new plan is recorded. None keeps no
+                order after the step.
             compare: if True, ranks compare a recorded order, with one small exchange per unit.
+            exchange: function that returns a number of each rank; needed on all ranks while the order is not known, if a rank
+                has no microbatch.
+            uneven: if True, some rank has fewer microbatches and calls the units of the others empty.
         """
         self.end_step()
-        self._plan, self._compare = plan, compare
-        self._order = self._orders.get(plan)
-        self._recording = self._order_changed = False
+        self._plan, self._compare, self._exchange, self._uneven = plan, compare, exchange, uneven
+        self._order = self._orders.get(plan) if exchange is None else None
+        self._recording = self._order_changed = self._has_repeats = False
         self._running = True
 
     def begin_microbatch(self) -> None:
@@ -136,7 +108,7 @@ class SkippedUnits:
             self._recording = False
         self._pending_output = None
         self._has_skipped = False
-        self._frames = [_OpenForward(_END_OF_MICROBATCH, self._order)]
+        self._frames = [OpenForward(END_OF_MICROBATCH, self._order)]
 
     def complete_forward(self, loss: Tensor) -> Tensor:
         """End the forward of a microbatch. Call skipped units, and return ``loss`` with these units in its graph.
@@ -149,19 +121,37 @@ class SkippedUnits:
         if not self._frames:
             return loss
         if self._recording:
-            self._compare_unit(_END_OF_MICROBATCH)
+            self._compare_event(UnitEvent(END_OF_MICROBATCH, False), is_recorded=True)
         while self._frames:
             loss = self._call_remaining(self._frames.pop(), loss)
         return (
             loss
             if self._pending_output is None or not self._pending_output.requires_grad
-            else _join_graphs(loss, self._pending_output)
+            else join_graphs(loss, self._pending_output)
         )
+
+    def forward_empty(self) -> Tensor:
+        """Call all units of a microbatch that this rank does not have. Return a zero with the units in its graph.
+
+        Collective: gathers of all units; while the order is not known, also the exchanges of ``begin_step``.
+
+        Raises:
+            StepError: while the order is not known, the other ranks run different units; on all ranks.
+        """
+        zero = torch.zeros((), device=self._units[0].device) if self._units else torch.zeros(())
+        if not self._recording:
+            return self.complete_forward(zero)
+        loss = self._follow(zero)
+        self._frames = []
+        return loss
 
     def confirm_order(self) -> None:
         """Rely on the recorded order, or record again if the order changed. All ranks must call, or none."""
-        if self._running and self._order is not None:
+        # An order with repeated forwards holds for this step alone.
+        if self._running and self._order is not None and self._plan is not None and not (self._exchange and self._has_repeats):
             self._orders[self._plan] = self._order
+            if self._has_repeats:
+                self._repeating.add(self._plan)
         if self._order_changed:
             self._orders.pop(self._plan, None)
 
@@ -175,39 +165,59 @@ class SkippedUnits:
         if not self._frames:
             return inputs
         parent, grad = self._frames[-1], torch.is_grad_enabled()
-        if parent.unchecked or (self._recording and parent.is_repeated(number, grad)):
-            self._frames.append(_OpenForward(number, [], unchecked=True))
-            return inputs
         if self._recording:
-            self._compare_unit(number)
-            call = _UnitCall(number, grad, _any_requires_grad(inputs))
-            parent.calls.append(call)
-            self._frames.append(_OpenForward(number, call.nested, recorded_call=call))
+            event = UnitEvent(number, True, grad, any_requires_grad(inputs))
+            self._compare_event(event, is_recorded=self._open_recorded(event))
+            return inputs
+        if parent.unchecked:
+            self._frames.append(OpenForward(number, [], unchecked=True))
             return inputs
         index = parent.find_call(number, grad)
         if index is None:
+            if self._uneven:
+                raise StepError(
+                    f"step: this rank runs {self._unit_name(number)} more often than before, and a rank without a further "
+                    "microbatch cannot know. Give all ranks equal numbers of microbatches, or run it equally often."
+                )
             self._check_reordered(number, parent)
-            self._frames.append(_OpenForward(number, [], unchecked=True))
+            self._frames.append(OpenForward(number, [], unchecked=True))
             return inputs
         if parent.position < index:
             self._call_skipped(parent, index)
         parent.position = index + 1
         call = parent.calls[index]
-        self._frames.append(_OpenForward(number, call.nested))
+        self._frames.append(OpenForward(number, call.nested))
         # The gradient would have come through a skipped unit.
-        needs_grad = self._has_skipped and call.grad_enabled and call.inputs_need_grad and not _any_requires_grad(inputs)
-        return _attach_grad(inputs) if needs_grad else inputs
+        needs_grad = self._has_skipped and call.grad_enabled and call.inputs_need_grad and not any_requires_grad(inputs)
+        return attach_grad(inputs) if needs_grad else inputs
+
+    def _open_recorded(self, event: UnitEvent) -> bool:
+        """Open a forward, and record it unless it repeats one without a graph. Return True if it is recorded."""
+        parent = self._frames[-1]
+        self._has_repeats |= parent.is_repeated(event.unit, event.grad)
+        within_step = self._exchange is not None or self._plan is None
+        if not within_step and (parent.unchecked or parent.is_repeated(event.unit, event.grad)):
+            self._frames.append(OpenForward(event.unit, [], unchecked=True))
+            return False
+        call = UnitCall(event.unit, event.grad, event.linked)
+        parent.calls.append(call)
+        self._frames.append(OpenForward(event.unit, call.nested, recorded_call=call))
+        return True
 
     def _after_forward(self, number: int, output: Any) -> Any:
         while number in [frame.unit for frame in self._frames]:
             frame = self._frames.pop()
             if frame.recorded_call is not None:
                 self._record_outputs(frame, output)
+            if self._recording:
+                needs_grad = frame.recorded_call is not None and frame.recorded_call.outputs_need_grad
+                returned = bool(frame.calls) and frame.calls[-1].returns_inner_output
+                self._compare_event(UnitEvent(frame.unit, False, needs_grad, returned), is_recorded=False)
             elif frame.position < len(frame.calls):
                 output = self._call_remaining(frame, output)
         return output
 
-    def _record_outputs(self, frame: _OpenForward, output: Any) -> None:
+    def _record_outputs(self, frame: OpenForward, output: Any) -> None:
         assert frame.recorded_call is not None
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         frame.recorded_call.outputs_need_grad = bool(grad_tensors(output))
@@ -217,12 +227,12 @@ class SkippedUnits:
             )
         self._frames[-1].inner_outputs = tensors
 
-    def _call_remaining(self, frame: _OpenForward, output: Any) -> Any:
+    def _call_remaining(self, frame: OpenForward, output: Any) -> Any:
         """Call the remaining units of ``frame``. Return ``output`` with these units in its graph."""
         if self._recording or frame.position == len(frame.calls):
             return output
         leaves, tree = tree_flatten(output)
-        index = _first_float_tensor(leaves)
+        index = first_float_tensor(leaves)
         if index is None:
             self._call_skipped(frame, len(frame.calls))
             return output
@@ -231,7 +241,7 @@ class SkippedUnits:
                 leaves[index] = self._call_empty(call, leaves[index])
         return tree_unflatten(leaves, tree)
 
-    def _call_skipped(self, frame: _OpenForward, end: int) -> None:
+    def _call_skipped(self, frame: OpenForward, end: int) -> None:
         """Call the units of the order before ``end``. The loss will depend on these units."""
         # The current forward may run without a graph.
         with self._pause_checks(), torch.enable_grad():
@@ -250,7 +260,7 @@ class SkippedUnits:
         finally:
             self._frames = before
 
-    def _call_empty(self, call: _UnitCall, output: Tensor) -> Tensor:
+    def _call_empty(self, call: UnitCall, output: Tensor) -> Tensor:
         """Gather and reshard a unit and its nested units. Return ``output`` with the units in its graph."""
         self._has_skipped = True
         unit = self._units[call.unit]
@@ -262,12 +272,55 @@ class SkippedUnits:
                 value = value.detach().requires_grad_()
             for inner in call.nested:
                 value = self._call_empty(inner, value)
-            if call.returns_inner_output:
-                return unit.post_forward(_join_graphs(output, value))
-            value = unit.post_forward(_join_graphs(value))
-        return _join_graphs(output, value) if value.requires_grad else output
+            return leave_empty(unit, output, value, returned=call.returns_inner_output)
 
-    def _check_reordered(self, number: int, frame: _OpenForward) -> None:
+    def _follow(self, zero: Tensor) -> Tensor:
+        """Call the units that other ranks announce, and record their order. Return ``zero`` with the units in its graph."""
+        # For each open forward, the tensor that its nested forwards are joined to, and the grad mode.
+        values = [(zero, True)]
+        # The last ended forward. The next event tells how it ends: with the enclosing forward, or alone.
+        ended: tuple[UnitForward, Tensor, bool] | None = None
+        while True:
+            event = self._announce(None)
+            if ended is not None:
+                unit, value, grad = ended
+                outer, mode = values.pop()
+                with self._pause_checks(), torch.set_grad_enabled(grad):
+                    values.append((leave_empty(unit, outer, value, returned=event.linked and not event.starts), mode))
+                ended = None
+            if event.unit == END_OF_MICROBATCH:
+                return values[0][0]
+            unit = self._units[event.unit]
+            if event.starts:
+                self._open_recorded(event)
+                with self._pause_checks(), torch.set_grad_enabled(event.grad):
+                    value = torch.zeros((), device=unit.device, requires_grad=event.grad and event.linked)
+                    values.append((unit.pre_forward(value), event.grad))
+                continue
+            frame, (value, grad) = self._frames.pop(), values.pop()
+            if event.grad and not value.requires_grad:
+                value = value.detach().requires_grad_()
+            if frame.recorded_call is not None:
+                frame.recorded_call.outputs_need_grad = event.grad
+            if frame.calls:
+                frame.calls[-1].returns_inner_output = event.linked
+            ended = unit, value, grad
+
+    def _announce(self, event: UnitEvent | None) -> UnitEvent:
+        """Announce this rank's next event, None on a rank without a microbatch; return that of the other ranks.
+
+        Collective: one exchange.
+
+        Raises:
+            StepError: ranks have different events; on all ranks.
+        """
+        assert self._exchange is not None
+        codes = self._exchange(_FOLLOWS if event is None else event.encode(), self._describe(event))
+        events = {rank: UnitEvent.decode(code) for rank, code in enumerate(codes) if code != _FOLLOWS}
+        self._check_equal(events)
+        return next(iter(events.values()))
+
+    def _check_reordered(self, number: int, frame: OpenForward) -> None:
         """Raise for a unit that was called empty before, unless all ranks run the unit now, in a new order.
 
         Units outside of the recorded order pass: these units are new on all ranks, or repeated without a graph.
@@ -283,73 +336,42 @@ class SkippedUnits:
         numbers = all_gather_with_timeout(number, timeout_s=_REORDER_TIMEOUT_S)
         if numbers is None or set(numbers) != {number}:
             raise StepError(
-                f"step: this rank runs {self._describe_unit(number)} later than in the first step, and other ranks do not. "
+                f"step: this rank runs {self._unit_name(number)} later than in the first step, and other ranks do not. "
                 "Run units in the same order on all ranks."
             )
 
-    def _compare_unit(self, number: int) -> None:
+    def _compare_event(self, event: UnitEvent, *, is_recorded: bool) -> None:
         """Compare the next unit of all ranks. Collective: one exchange; none of the model's if ranks differ.
+
+        A rank without a microbatch needs to know all events, the others only the starts of recorded forwards.
 
         Raises:
             StepError: ranks differ; on all ranks.
         """
-        if not self._compare:
-            return
-        numbers = [int(row[0]) for row in all_gather_numbers([number], caller="microbatch_step")]
-        if len(set(numbers)) == 1:
-            return
-        differing_rank = next(rank for rank, number_of_rank in enumerate(numbers) if number_of_rank != numbers[0])
-        raise StepError(
-            f"step: ranks must run the same units in the first step, got {self._describe_unit(numbers[0])} on rank 0 and "
-            f"{self._describe_unit(numbers[differing_rank])} on rank {differing_rank}. Run the same units in the same order on "
-            "all ranks in the first step. Later steps may skip units."
-        )
+        if self._exchange is not None:
+            self._announce(event)
+        elif self._compare and is_recorded:
+            rows = all_gather_numbers([event.encode()], caller="microbatch_step")
+            self._check_equal(dict(enumerate(UnitEvent.decode(int(row[0])) for row in rows)))
 
-    def _describe_unit(self, number: int) -> str:
-        return "the end of its microbatch" if number == _END_OF_MICROBATCH else self._unit_name(number)
+    def _check_equal(self, events: Mapping[int, UnitEvent]) -> None:
+        first, *others = events
+        other = next((rank for rank in others if events[rank][:2] != events[first][:2]), None)
+        if other is not None:
+            raise StepError(
+                f"step: ranks must run the same units in the first step, got {self._describe(events[first])} on rank {first} "
+                f"and {self._describe(events[other])} on rank {other}. Run the same units in the same order on all ranks in "
+                "the first step. Later steps may skip units."
+            )
+
+    def _describe(self, event: UnitEvent | None) -> str:
+        if event is None:
+            return "no forward, because it has no microbatch"
+        if event.unit == END_OF_MICROBATCH:
+            return "the end of its microbatch"
+        return self._unit_name(event.unit) if event.starts else f"the end of {self._unit_name(event.unit)}"
 
     def _unit_name(self, number: int) -> str:
         module = self._units[number].module
         name = next(name for name, submodule in modules_by_fqn(self._model) if submodule is module)
         return repr(name) if name else "the model itself"
-
-
-class _JoinGraphs(torch.autograd.Function):
-    """Copy the first tensor. In backward, the other tensors get zero gradients after the gradient of the first tensor.
-
-    Autograd runs ready nodes in reverse order of creation. A loss that depends on an empty call therefore runs the backward of
-    the call after the backward of all later units, and before the backward of all earlier units.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, *others: Tensor) -> Tensor:
-        ctx.others = [(other.shape, other.dtype, other.device) for other in others]
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        return grads[0], *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others)
-
-
-def _join_graphs(value: Tensor, *others: Tensor) -> Tensor:
-    joined: Tensor = _JoinGraphs.apply(value, *others)  # type: ignore[no-untyped-call]
-    return joined
-
-
-def _attach_grad(values: Any) -> Any:
-    """Return ``values`` with the first floating-point tensor in a graph."""
-    leaves, tree = tree_flatten(values)
-    index = _first_float_tensor(leaves)
-    if index is None:
-        return values
-    leaves[index] = _join_graphs(leaves[index], torch.zeros((), device=leaves[index].device, requires_grad=True))
-    return tree_unflatten(leaves, tree)
-
-
-def _first_float_tensor(leaves: list[Any]) -> int | None:
-    """Return the index of the first floating-point tensor."""
-    return next((index for index, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.is_floating_point()), None)
-
-
-def _any_requires_grad(values: Any) -> bool:
-    return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in tree_leaves(values))

@@ -38,7 +38,7 @@ def context_parallel(
     transform wraps torch's experimental ``context_parallel``. Losses and weights are those of the rank's part, and the step
     sums both.
 
-    The first step of a run compares the parts with the whole sequence: it runs ``loss_fn`` on one sample, once in parts and
+    The first step of a run in which all ranks have samples compares the parts with the whole sequence: it runs ``loss_fn`` on one sample, once in parts and
     once whole, in evaluation mode and without gradients. A layer that sees only its part, such as attention by hand, a
     convolution or positions that count from 0, raises an error that names the first module with other values.
 
@@ -83,37 +83,32 @@ def context_parallel(
             "context_parallel: batch_seq_dims must not be empty. Pass for example batch_seq_dims={'input_ids': 1}."
         )
 
-    def clone(state: TrainState, batch: Batch) -> tuple[Batch, Batch | None, _Sharded, _Sharded]:
-        """Return the batch and the padding sample with clones of their sequences, these clones, and the buffers."""
-        padding = state.padding_sample
+    def clone(state: TrainState, batch: Batch) -> tuple[Batch, _Sharded, _Sharded]:
+        """Return the batch with clones of its sequences, these clones, and the buffers."""
         if isinstance(batch, FailedBatch):
-            return batch, padding, [], []
+            return batch, [], []
         try:
             full_batch, sequences = _clone_sequences(batch, batch_seq_dims, state.device, ranks)
-            if padding is not None:
-                padding, padding_sequences = _clone_sequences(padding, batch_seq_dims, state.device, ranks)
-                sequences += padding_sequences
-            return full_batch, padding, sequences, _match_buffers(state.model, buffer_seq_dims or {}, sequences)
+            return full_batch, sequences, _match_buffers(state.model, buffer_seq_dims or {}, sequences)
         except ConfigError as error:
             # The step raises the error on all ranks.
-            return FailedBatch(error), padding, [], []
+            return FailedBatch(error), [], []
 
     def wrap(inner: GradStep) -> GradStep:
         def grad_step(
             state: TrainState, batch: Batch, *, loss_fn: LossFn, microbatch_size: int | None = None
         ) -> tuple[TrainState, Metrics]:
             size = {} if microbatch_size is None else {"microbatch_size": microbatch_size}
-            step_batch, cache = state.step_batch, state.run_context.transform_cache
-            full_batch, full_padding, sequences, buffers = clone(state, batch)
+            cache = state.run_context.transform_cache
+            full_batch, sequences, buffers = clone(state, batch)
             if check and _NAME not in cache:
                 comparison = SequenceCheck(state, loss_fn, axis=mesh["cp"], seq_dims=batch_seq_dims, buffers=buffers)
-                if comparison.run(full_batch, full_padding):
+                if comparison.run(full_batch):
                     cache[_NAME] = True
             if isinstance(full_batch, FailedBatch):
                 return inner(state, full_batch, loss_fn=loss_fn, **size)
             with ring_attention(mesh["cp"], sequences, buffers):
-                state, metrics = inner(state.with_padding_sample(full_padding), full_batch, loss_fn=loss_fn, **size)
-            state = state._replace(step_batch=step_batch)
+                state, metrics = inner(state, full_batch, loss_fn=loss_fn, **size)
             if state.step_counts is None:
                 return state, metrics
             # Each rank along cp counted its own part of the tokens.

@@ -15,7 +15,7 @@ from torch import nn
 
 from dtrain import heartbeats, spans
 from dtrain.arguments import check_int
-from dtrain.batch import BatchSpec, make_zero_samples, narrow_batch, to_device
+from dtrain.batch import BatchSpec, get_batch_infos, narrow_batch, to_device
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.context import current_context
@@ -89,7 +89,7 @@ def evaluate(
                     if real:
                         sums.add(loss)
                     else:
-                        sums.add_names(loss)
+                        sums.add_names((*loss.terms, *loss.aux))
         if not any_batch:
             raise StepError("evaluate: the loader returned no batch on any rank. Check the length of the dataset.")
     spans.record_event("evaluated", step=spans.position()[0], seconds=time.monotonic() - started)
@@ -117,7 +117,7 @@ def pad_to_longest_rank(loader: Any, count_fn: Callable[[Batch], tuple[int, int]
         if real:
             padding = batch
         elif padding is None and batch is not None and error is None:
-            padding = make_zero_samples(batch)
+            padding = _find_padding(batch)
         heartbeats.heartbeat("evaluate")
         rows = all_gather_numbers([batch is not None, padding is None, error is not None])
         if error is not None:
@@ -127,6 +127,12 @@ def pad_to_longest_rank(loader: Any, count_fn: Callable[[Batch], tuple[int, int]
             return
         _raise_if_any_rank(rows, 1, "has no batch to repeat. Use build_loader.")
         yield padding, real
+
+
+def _find_padding(empty: Batch) -> Batch:
+    """Return the batch to run in place of ``empty``: a real sample of its loader, else ``empty`` itself."""
+    samples = [info.padding_sample for info in get_batch_infos(empty) if info.padding_sample is not None]
+    return samples[0] if samples else empty
 
 
 def _raise_if_any_rank(rows: list[list[float]], column: int, problem: str) -> None:
@@ -352,7 +358,7 @@ class _RemainingSamples:
     def padding_part(self) -> Batch:
         """Return a part that does not count, for a rank without further samples."""
         if not self.samples:
-            return make_zero_samples(self.batch)
+            return _find_padding(self.batch)
         if self._parts:
             return self._parts[0][0]
         return self.batch if self.count is not None else narrow_batch(self.batch, 0, 1, self.batch_spec)

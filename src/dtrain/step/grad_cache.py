@@ -5,8 +5,8 @@ The model runs in microbatches without activations, the loss runs once, and each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, cast
@@ -21,13 +21,14 @@ from dtrain.batch import (
     check_microbatch_size,
     count_samples,
     list_tensors,
-    make_zero_samples,
     narrow_batch,
     to_device,
 )
 from dtrain.dist.context import current_context
 from dtrain.dist.rng import RNGSnapshot
+from dtrain.dist.timeout_report import is_collective_error
 from dtrain.errors import ConfigError
+from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
@@ -64,7 +65,7 @@ def grad_cache_step(
     and both accept the same ``loss_fn``.
 
     A rank without samples calls ``loss_fn`` with its empty batch, to take part in the loss's collectives with no rows.
-    Its model runs on zeros, which do not count.
+    Its model runs on no rows, too. A rank that runs out of microbatches repeats none for its gradient.
 
     Args:
         state: the newest state of the run, which stays valid; its parameters do not change.
@@ -127,8 +128,12 @@ def _count_microbatches(
 def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     """Run the three passes. A probe runs the first two completely, because they need the memory of the whole batch."""
     state, grad_sync, guard, microbatches = run.state, run.grad_sync, run.guard, run.microbatches
-    normalizer, last = run.begin_forwards(), run.num_microbatches - 1
-    cache = ForwardCache(state.model, [*microbatches.batches, microbatches.samples], run.required_microbatches)
+    normalizer, own = run.begin_forwards(), len(microbatches.batches)
+    # Replicas take part in no forward of the others.
+    needed = run.required_microbatches if grad_sync.needs_all_microbatches else max(own, 1)
+    records_units = own > 0 and run.is_uneven and grad_sync.needs_all_microbatches
+    count = min(needed, run.num_microbatches)
+    cache = ForwardCache(state.model, [*microbatches.batches, microbatches.samples], needed)
     with restore_buffers(state.model) if cache.recomputes else nullcontext():
         loss = loss_fn(cast(nn.Module, ModelProxy(cache)), to_device(microbatches.batch, state.device))
     check_loss(loss, caller=_NAME)
@@ -140,15 +145,24 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     # Forwards without a backward left parameters unsharded.
     if cache.recomputes:
         grad_sync.begin_step(state.params, within_replica=state.spec.replica_info is not None)
-    for index in range(run.num_microbatches):
-        grad_sync.before_microbatch(last=index == last, params=state.params.values())
-        if guard is not None and index == 0:
-            guard.begin_first_forward()
-        with nullcontext() if cache.is_own(index) else restore_buffers(state.model):
-            outputs = cache.outputs_and_grads(index)
-        if guard is not None and index == 0:
-            guard.end_first_forward()
+    # Units are recorded in the first microbatch, and called empty in those that this rank does not have.
+    if records_units:
+        grad_sync.follow_plan(lambda: None, compare=False, uneven=True)
+    for index in range(count):
+        grad_sync.before_microbatch(last=index == count - 1, params=state.params.values())
+        if index >= own and (own or not grad_sync.needs_all_microbatches):
+            outputs, empty = list[tuple[Tensor, Tensor]](), grad_sync.forward_empty()
+        else:
+            if guard is not None and index == 0:
+                guard.begin_first_forward()
+            with nullcontext() if cache.is_own(index) else restore_buffers(state.model):
+                outputs = cache.outputs_and_grads(index)
+            if guard is not None and index == 0:
+                guard.end_first_forward()
+            empty = grad_sync.complete_forward(torch.zeros((), device=state.device)) if records_units else None
         pairs = outputs if index else [*outputs, *param_grads]
+        if empty is not None and empty.requires_grad:
+            pairs.append((empty, torch.ones_like(empty)))
         if pairs:
             torch.autograd.backward([tensor for tensor, _ in pairs], [grad for _, grad in pairs])
     sums = MetricAccumulator(state.device)
@@ -197,24 +211,21 @@ class _CachedForward:
         inputs: ``[args, kwargs]`` for the whole local batch.
         row_ranges: first row and number of rows of each microbatch; empty on a rank without rows.
         autocast: function that returns a context with the autocast of the call.
+        watch: versions of the inputs before the first forward.
         rng_snapshots: state of the random generators before each forward.
         outputs: outputs of a single microbatch, with their graph.
         leaves: floating-point outputs for the whole batch, by their index among the outputs.
         grads: gradients of ``leaves``, except the unused ones.
-        watch: versions of the inputs before the first forward.
     """
 
     inputs: list[Any]
     row_ranges: Sequence[tuple[int, int]]
     autocast: Callable[[], AbstractContextManager[Any]]
+    watch: BatchWatch
     rng_snapshots: list[RNGSnapshot] = field(default_factory=list)
     outputs: Sequence[Any] = ()
     leaves: dict[int, Tensor] = field(default_factory=dict)
     grads: dict[int, Tensor] = field(default_factory=dict)
-    watch: BatchWatch = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.watch = BatchWatch(self.inputs)
 
     def row_range(self, index: int) -> tuple[int, int] | None:
         """Return the rows of microbatch ``index``; None for a padding microbatch."""
@@ -222,9 +233,9 @@ class _CachedForward:
         return rows if rows[1] else None
 
     def microbatch_inputs(self, index: int) -> list[Any]:
-        """Return the inputs of microbatch ``index``; a padding microbatch repeats the first one, or has zeros."""
-        rows = self.row_range(index) or next((rows for rows in self.row_ranges if rows[1]), None)
-        return list(narrow_batch(self.inputs, *rows) if rows else make_zero_samples(self.inputs))
+        """Return the inputs of microbatch ``index``; a padding microbatch repeats the first one, or has no rows."""
+        rows = self.row_range(index) or next((rows for rows in self.row_ranges if rows[1]), (0, 0))
+        return list(narrow_batch(self.inputs, *rows))
 
 
 class ForwardCache:
@@ -255,7 +266,7 @@ class ForwardCache:
             )
         row_ranges = self._split_rows(inputs)
         autocast = _capture_autocast(list_tensors(inputs)[0].device)
-        call = _CachedForward(inputs=inputs, row_ranges=row_ranges, autocast=autocast)
+        call = _CachedForward(inputs=inputs, row_ranges=row_ranges, autocast=autocast, watch=BatchWatch(inputs))
         own, empty = list[list[Any]](), list[Any]()
         for index in range(self._microbatches):
             if needs_grad and self.recomputes:
@@ -302,7 +313,7 @@ class ForwardCache:
                 # The model writes before its second run, and loss_fn may write after its call of the model.
                 if not index:
                     call.watch.check(_NAME, "loss_fn or the model")
-                with _replay_rng(call.rng_snapshots[index]):
+                with call.rng_snapshots[index].replay():
                     outputs, _ = _forward(self.model, call, index)
             rows = call.row_range(index)
             for at, grad in call.grads.items():
@@ -347,16 +358,23 @@ class ModelProxy:
 
 def _forward(model: nn.Module, call: _CachedForward, index: int) -> tuple[list[Any], TreeSpec]:
     args, kwargs = call.microbatch_inputs(index)
+    rows = count_samples([args, kwargs])
     recorder = current_context().recorder
     if recorder is not None:
         recorder.forward_begins([args, kwargs])
     try:
         with call.autocast():
             flat, tree = tree_flatten(model(*args, **kwargs))
+    except (RuntimeError, ValueError, IndexError) as error:
+        if rows or is_collective_error(error) or is_out_of_memory(error):
+            raise
+        got = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{_NAME}: the model must accept no rows on a rank without samples, got {got}. Give each rank one."
+        ) from error
     finally:
         if recorder is not None:
             recorder.forward_ends()
-    rows = count_samples([args, kwargs])
     for leaf in flat:
         if not isinstance(leaf, (Tensor, *_PLAIN_TYPES)) or (isinstance(leaf, Tensor) and leaf.shape[:1] != (rows,)):
             got = f"shape {list(leaf.shape)}" if isinstance(leaf, Tensor) else f"a {type(leaf).__name__}"
@@ -380,14 +398,3 @@ def _capture_autocast(device: torch.device) -> Callable[[], AbstractContextManag
     kind = device.type
     enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
     return lambda: torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=False)
-
-
-@contextmanager
-def _replay_rng(snapshot: RNGSnapshot) -> Iterator[None]:
-    """Run a context with the random generators at ``snapshot``. Mutates: the generators, inside the context."""
-    current = RNGSnapshot()
-    snapshot.restore()
-    try:
-        yield
-    finally:
-        current.restore()

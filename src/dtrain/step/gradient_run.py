@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from types import TracebackType
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from dtrain import spans
 from dtrain.batch import list_tensors
+from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, CheckedGuard, check_collectives
+from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import hash_rng_state, seeded_rng
 from dtrain.dist.step_sync import (
@@ -31,6 +35,7 @@ from dtrain.shard.grad_sync import GradSync, grad_sync_of
 from dtrain.shard.param_hooks import raise_if_hooks_differ
 from dtrain.shard.replica_check import replica_check_of
 from dtrain.shard.replicate import all_reduce_grads_
+from dtrain.shard.skipped_units import ExchangeFn
 from dtrain.state import TrainState, check_state
 from dtrain.step.microbatches import BatchWatch, Microbatches, check_first_run
 from dtrain.step.normalization import (
@@ -44,7 +49,7 @@ from dtrain.step.normalization import (
 from dtrain.step.oom_guard import StepGuard
 from dtrain.step.sanity_checks import hash_first_batch, warn_if_equal_batches
 from dtrain.step.step_clock import begin_step, with_agreed_position
-from dtrain.typing import Batch, Metrics
+from dtrain.typing import Batch, Metric, Metrics
 
 _NO_MICROBATCHES = Microbatches(batch=None)
 
@@ -65,6 +70,7 @@ class GradientRun:
         state: state whose gradient is computed.
         batch: this rank's samples, with their position in the loader.
         caller: name of the gradient function, for messages.
+        records_units: if True, a rank without a microbatch calls the recorded units of the model empty.
 
     Attributes:
         microbatches: this rank's microbatches, after ``synchronize``.
@@ -78,12 +84,15 @@ class GradientRun:
         "_batch",
         "_buffers",
         "_caller",
+        "_checked",
         "_counts",
         "_loss",
         "_metrics",
         "_normalizer",
+        "_records_units",
         "_report",
         "_synchronized",
+        "_uneven_plan",
         "_watch",
         "_weights",
         "grad_sync",
@@ -93,8 +102,8 @@ class GradientRun:
         "state",
     )
 
-    def __init__(self, state: TrainState, batch: Batch, caller: str) -> None:
-        self.state, self._batch, self._caller = state, batch, caller
+    def __init__(self, state: TrainState, batch: Batch, caller: str, *, records_units: bool = False) -> None:
+        self.state, self._batch, self._caller, self._records_units = state, batch, caller, records_units
         self.microbatches = _NO_MICROBATCHES
         self.num_microbatches = 0
         self._metrics: Metrics = {}
@@ -103,6 +112,8 @@ class GradientRun:
         self._normalizer = SUM_NORMALIZER
         self._synchronized = False
         self._watch: BatchWatch | None = None
+        self._checked: CheckedGuard | None = None
+        self._uneven_plan: tuple[object, ...] | None = None
 
     def __enter__(self) -> GradientRun:
         spans.begin("step", 0)
@@ -222,17 +233,40 @@ class GradientRun:
     def guarded(self) -> AbstractContextManager[object]:
         """Return the context of all forwards and backwards, which ends at an out-of-memory error of a guarded step."""
         guard, required = self.guard, self.required_microbatches
+        if self.is_uneven:
+            conditions = self.replay_conditions()
+            plan = (self._caller, *conditions)
+            is_known = not self._records_units or self.grad_sync.knows_order(conditions)
+            is_checked = is_known and plan in self.state.run_context.monitor.uneven_plans
+            self._uneven_plan = None if is_checked else plan
         if guard is None:
-            return nullcontext()
+            return nullcontext() if self._uneven_plan is None else self._check_collectives()
         guard.samples = self.microbatches.samples
         # The plan holds only facts that ranks agree on: ranks with different plans would run in different modes.
         run = min(required, guard.max_microbatches or required)
-        return guard.attempt((run, self._counts.shapes_hash, *self.replay_conditions()))
+        return guard.attempt((run, self._counts.shapes_hash, self._uneven_plan is None, *self.replay_conditions()))
+
+    @contextmanager
+    def _check_collectives(self) -> Iterator[None]:
+        """Check the first step in which ranks have different numbers of microbatches."""
+        with check_collectives(self._caller, EQUAL_MICROBATCHES_ADVICE) as self._checked:
+            yield
+
+    @property
+    def exchange_events(self) -> ExchangeFn | None:
+        """Function by which ranks with a microbatch lead the others through the units, in the first step of its kind."""
+        guard = self._checked if self.guard is None else self.guard.collective_guard
+        return guard.exchange_event if self._uneven_plan is not None and isinstance(guard, CheckedGuard) else None
 
     @property
     def required_microbatches(self) -> int:
         """Number of microbatches of the rank with the most microbatches."""
         return self._counts.microbatches
+
+    @property
+    def is_uneven(self) -> bool:
+        """True if ranks have different numbers of microbatches."""
+        return self._counts.fewest_microbatches < self._counts.microbatches
 
     def replay_conditions(self) -> tuple[int, ...]:
         """Return the facts that decide the collectives of a step: the mode of the model and the frozen parameters."""
@@ -256,6 +290,7 @@ class GradientRun:
         Collective: the reductions of plain parameters (``replicate``) that the last backward has not begun.
         """
         self.grad_sync.finish_backwards(self.state.params.values())
+        sums.add_names(self._weights)
         self._metrics, self._loss = sums.metrics(), sums.loss()
         if self.guard is not None:
             _check_reduction_memory(self.state, self._buffers.num_bytes)
@@ -276,10 +311,14 @@ class GradientRun:
         raise_if_hooks_differ(outcome.param_facts)
         raise_if_written(outcome.param_facts, state.spec.strategy)
         self.grad_sync.confirm_order()
+        if self._uneven_plan is not None:
+            state.run_context.monitor.uneven_plans.add(self._uneven_plan)
         if guard is None or guard.max_microbatches is None:
             if state.spec.ranks_per_batch > 1:
                 check_rng_in_sync(self._counts, state.device)
             self._reduce_and_normalize(outcome)
+            if not self._counts.fewest_microbatches:
+                metrics = _add_names_of_peers(metrics, state.device)
             state.run_context.monitor.nonfinite_losses.record(state.step, self._loss[0])
         self.grad_sync.end_step()
         if self.grad_sync.hooks.exist and (guard is None or guard.max_microbatches is None):
@@ -336,6 +375,14 @@ _USED_OUTSIDE = (
     "forward of the block that owns the parameter, or name the parameter in ignored_params. Add the gradient of a weight "
     "penalty to .grad in the update of a transform."
 )
+
+
+def _add_names_of_peers(metrics: Metrics, device: torch.device) -> Metrics:
+    """Return ``metrics`` with zeros for the metrics that only ranks with samples have. Collective: one exchange of JSON."""
+    names = cast("list[list[str]]", all_gather_json(list(metrics), caller="step"))
+    missing = [name for name in dict.fromkeys(chain.from_iterable(names)) if name not in metrics]
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return {**metrics, **{name: Metric(zero, zero) for name in missing}}
 
 
 def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:

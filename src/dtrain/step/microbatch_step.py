@@ -5,7 +5,6 @@ from __future__ import annotations
 from dtrain.batch import BatchSpec, to_device
 from dtrain.dist.context import current_context
 from dtrain.errors import ConfigError
-from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.precision import LOW_PRECISION_DTYPES
 from dtrain.state import TrainState
 from dtrain.step.gradient_run import GradientRun
@@ -37,9 +36,9 @@ def microbatch_step(
     rounding, the mean does not depend on the microbatch size, the world size or the split. With ``terms`` the loss is the sum
     of one such mean per term. Between ``split_replicas`` and ``join_replicas`` the mean covers this rank's replica only.
 
-    Ranks may have different numbers of samples, or none. A rank that runs out of microbatches repeats one at weight zero, so
-    that all ranks run the same number of forwards and backwards. A loss that gathers the samples of all ranks would see the
-    repeated samples; use ``grad_cache_step`` for such a loss.
+    Ranks may have different numbers of samples, or none. A rank without a further microbatch runs no loss: under ``replicate``
+    it runs nothing, and otherwise it takes part in the collectives of the model's units. A loss or a model with collectives of
+    its own needs equal numbers of microbatches on all ranks; use ``grad_cache_step`` for a loss that gathers samples.
 
     Args:
         state: the newest state of the run, which stays valid; its parameters do not change.
@@ -88,7 +87,7 @@ def microbatch_step(
     """
     if (recorder := current_context().recorder) is not None:
         microbatch_size = recorder.microbatch_size(microbatch_size)
-    with GradientRun(state, batch, "microbatch_step") as run:
+    with GradientRun(state, batch, "microbatch_step", records_units=True) as run:
         run.synchronize(
             lambda: (
                 split_microbatches(batch, microbatch_size, batch_spec=batch_spec, split=split, count=count),
@@ -101,50 +100,42 @@ def microbatch_step(
 
 
 def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
-    """Run forward and backward for every microbatch. Padding microbatches contribute zero loss."""
+    """Run forward and backward for every microbatch. A rank without a further one takes part in the collectives alone."""
     state, grad_sync, guard, recorder = run.state, run.grad_sync, run.guard, current_context().recorder
-    normalizer, last = run.begin_forwards(), run.num_microbatches - 1
+    normalizer = run.begin_forwards()
     own, device = run.microbatches.batches, state.device
+    count = run.num_microbatches if grad_sync.needs_all_microbatches else min(run.num_microbatches, max(len(own), 1))
     needs_copy = not run.microbatches.is_on(device)
     sums = MetricAccumulator(device)
     params = list(state.params.values())
     low_precision = [param for param in params if param.dtype in LOW_PRECISION_DTYPES]
-    grad_sync.follow_plan(run.replay_conditions, compare=guard is None or not guard.multi_rank)
-    for index in range(run.num_microbatches):
-        grad_sync.before_microbatch(last=index == last, params=low_precision)
+    compare = guard is None or not guard.multi_rank
+    grad_sync.follow_plan(run.replay_conditions, compare=compare, exchange=run.exchange_events, uneven=run.is_uneven)
+    for index in range(count):
+        grad_sync.before_microbatch(last=index == count - 1, params=low_precision)
+        if index >= len(own):
+            objective = grad_sync.forward_empty()
+            if objective is not None:
+                objective.backward()
+            continue
         if guard is not None and index == 0:
             guard.begin_first_forward()
-        if index < len(own):
-            microbatch = to_device(own[index], device) if needs_copy else own[index]
-            if recorder is not None:
-                recorder.forward_begins(microbatch)
-            loss = loss_fn(state.model, microbatch)
-            # The first loss is checked; later losses come from the same function.
-            if index == 0:
-                check_loss(loss, caller="microbatch_step")
-                if grad_sync.has_grads(params):
-                    raise ConfigError(_BACKWARD_CALLED)
-                if state.step == 0:
-                    warn_if_mean(loss, "microbatch_step")
-            objective = normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total))
-            if guard is not None and index == 0:
-                guard.end_first_forward()
-            if recorder is not None:
-                recorder.loss(loss)
-            objective.backward()
-            sums.add(loss)
-        else:
-            # Padding must not change the statistics of BatchNorm.
-            with restore_buffers(state.model):
-                padding = to_device(run.microbatches.padding_microbatch(state.padding_sample), device)
-                if recorder is not None:
-                    recorder.forward_begins(padding)
-                loss = check_loss(loss_fn(state.model, padding), caller="microbatch_step")
-                objective = normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total)) * 0.0
-                if guard is not None and index == 0:
-                    guard.end_first_forward()
-                if recorder is not None:
-                    recorder.loss(loss, padding=True)
-                objective.backward()
-            sums.add_names(loss)
+        microbatch = to_device(own[index], device) if needs_copy else own[index]
+        if recorder is not None:
+            recorder.forward_begins(microbatch)
+        loss = loss_fn(state.model, microbatch)
+        # The first loss is checked; later losses come from the same function.
+        if index == 0:
+            check_loss(loss, caller="microbatch_step")
+            if grad_sync.has_grads(params):
+                raise ConfigError(_BACKWARD_CALLED)
+            if state.step == 0:
+                warn_if_mean(loss, "microbatch_step")
+        objective = normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total))
+        if guard is not None and index == 0:
+            guard.end_first_forward()
+        if recorder is not None:
+            recorder.loss(loss)
+        objective.backward()
+        sums.add(loss)
     run.end_backwards(sums)

@@ -1,4 +1,4 @@
-"""Count a rank's batch and split it into microbatches; supply a padding microbatch for ranks without samples."""
+"""Count a rank's batch, split it into microbatches, and detect code that writes into it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from dtrain.batch import (
     count_and_split,
     count_samples_and_tokens,
     list_tensors,
-    make_zero_samples,
     split_into_microbatches,
 )
 from dtrain.dist.rng import derive_seed
@@ -51,17 +50,6 @@ class Microbatches:
     def hash_shapes(self, data_rank: int) -> int:
         """Return a hash below 2**40 of the shapes and dtypes of all microbatches, another one on each data rank."""
         return derive_seed(data_rank, str([tensor_shapes(batch) for batch in self.batches])) % 2**40
-
-    def padding_microbatch(self, padding_sample: Batch | None) -> Batch:
-        """Return a microbatch to run at weight zero.
-
-        This is the first microbatch of the batch; else ``padding_sample`` (``state.padding_sample``); else zeros. The choice
-        depends on the position in the data alone. Dropout draws from the global generator for padding, too, so a resumed run
-        must make the same choice.
-        """
-        if self.batches:
-            return self.batches[0]
-        return make_zero_samples(self.batch) if padding_sample is None else padding_sample
 
 
 class BatchWatch:

@@ -6,7 +6,7 @@ Also check the return value of a loss function, and add up the metrics of a step
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
 
@@ -284,9 +284,9 @@ class MetricAccumulator:
         first = value.to(self._device, torch.float64, copy=True)
         return first + current if current else first
 
-    def add_names(self, loss: LossSum) -> None:
-        """Add the names of a padding microbatch, so that all ranks have the same metrics."""
-        for name in (*loss.terms, *loss.aux):
+    def add_names(self, names: Iterable[str]) -> None:
+        """Add metrics of weight zero, so that a rank without samples has the same metrics as the others."""
+        for name in names:
             self._sums.setdefault(name, (0, 0))
 
     def metrics(self) -> Metrics:

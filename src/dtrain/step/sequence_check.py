@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.batch import FailedBatch, list_tensors, make_zero_samples, narrow_batch
+from dtrain.batch import FailedBatch, list_tensors, narrow_batch
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot, hash_rng_state
@@ -75,19 +75,19 @@ class SequenceCheck:
     seq_dims: Mapping[str, int]
     buffers: list[tuple[Tensor, int]]
 
-    def run(self, batch: Batch, padding_sample: Batch | None) -> bool:
-        """Compare one sample of ``batch``. Return False if some rank has no valid batch, so that nothing was compared.
+    def run(self, batch: Batch) -> bool:
+        """Compare one sample of ``batch``. Return False if some rank has no valid batch with samples; nothing is compared then.
 
         Collective: three records, and the model's own gathers in two forwards.
 
         Raises:
             ConfigError: on all ranks, if the parts give other values than the whole sequence.
         """
-        valid = not isinstance(batch, FailedBatch)
+        valid = not isinstance(batch, FailedBatch) and all(leaf.numel() for leaf in list_tensors(batch))
         if not all(is_valid for (is_valid,) in all_gather_numbers([valid], caller=_CALLER)):
             return False
         outputs = _Outputs(self.state.model)
-        sample = _first_sample(batch, padding_sample, self.seq_dims)
+        sample = _first_sample(batch, self.seq_dims)
         snapshot, rng_before = RNGSnapshot(), hash_rng_state(self.state.device)
         # A compiled graph would be compiled again for the whole sequence, and would skip the hooks.
         try:
@@ -190,10 +190,8 @@ def _warn(problem: str, advice: str) -> None:
         )
 
 
-def _first_sample(batch: Batch, padding_sample: Batch | None, seq_dims: Mapping[str, int]) -> dict[str, Any]:
-    """Return one sample of the batch; the padding sample, or zeros, for a batch without samples."""
-    if any(leaf.numel() == 0 for leaf in list_tensors(batch)):
-        batch = make_zero_samples(batch) if padding_sample is None else padding_sample
+def _first_sample(batch: Batch, seq_dims: Mapping[str, int]) -> dict[str, Any]:
+    """Return one sample of the batch, or the batch if its samples cannot be counted."""
     if any(dim % batch[key].ndim == 0 for key, dim in seq_dims.items()):
         # The first axis is not the batch axis.
         return dict(batch)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from dtrain.batch import FailedBatch, get_batch_infos
 from dtrain.clock import Clock, EpochPosition
 from dtrain.dist.batch_info import BatchInfo, BatchStatus, LoaderHistory, StepBatch
@@ -84,19 +82,14 @@ def _find_origin(state: TrainState, infos: list[BatchInfo]) -> tuple[BatchInfo |
         infos = [info for info in infos if info.loader is loader.identity]
         if not infos:
             last = loader.last_batch_info
-            return (None, _NO_BATCH_YET) if last is None else (_without_padding_sample(last), "")
+            return (None, _NO_BATCH_YET) if last is None else (last, "")
     if len(infos) == 1:
         return infos[0], ""
     loaders = len({id(info.loader) for info in infos})
     # Several batches of one loader were joined; the last one decides.
     if loaders == 1:
-        return _without_padding_sample(max(infos, key=lambda info: (info.end.epoch, info.end.batch or 0))), ""
+        return max(infos, key=lambda info: (info.end.epoch, info.end.batch or 0)), ""
     return None, _SEVERAL_LOADERS.format(loaders)
-
-
-def _without_padding_sample(origin: BatchInfo) -> BatchInfo:
-    """Return ``origin`` without its padding sample, which may differ in shape from a batch made of the loader's tensors."""
-    return origin if origin.padding_sample is None else replace(origin, padding_sample=None)
 
 
 def _follow_loader(history: LoaderHistory, origin: BatchInfo, clock: Clock) -> LoaderHistory:

@@ -12,7 +12,6 @@ from dtrain.durations import RunLength
 from dtrain.errors import ConfigError, PeerError
 from dtrain.testing import count_collectives
 from dtrain.transforms.batches.selective_backprop import select_by_loss, selective_backprop
-from origins import with_spare
 
 
 def losses_of(model, batch):
@@ -245,7 +244,7 @@ def sharded(strategy, transform):
 
 
 def ragged(strategy: str, counts: list[int]) -> list[float]:
-    """Three steps over batches of which ranks have different shares; forwards, samples that count, and a parameter."""
+    """Three steps over batches of which ranks have different shares; samples scored, samples that count, and a parameter."""
     forwards = []
 
     def looking(model, batch):
@@ -255,18 +254,19 @@ def ragged(strategy: str, counts: list[int]) -> list[float]:
     step, state = sharded(strategy, selective_backprop(looking, 0.5, microbatch_size=2))
     for number in range(3):
         mine = {"x": samples(counts[state.spec.data_rank], number)["x"]}
-        state, metrics = step(state, with_spare(mine, {"x": samples(1)["x"]}))
+        state, metrics = step(state, mine)
     last = [whole for _, whole in dt.full_params(state)][-1]
-    return [len(forwards), state.clock.samples, dt.reduce_metrics(metrics)["loss"], last.item()]
+    return [sum(forwards), state.clock.samples, dt.reduce_metrics(metrics)["loss"], last.item()]
 
 
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
 @pytest.mark.parametrize("counts", [[4, 3], [5, 1], [0, 4]], ids=str)
-def test_ranks_with_ragged_batches_run_equal_forwards(ranks, strategy, counts):
-    one, other = ranks(2).run(ragged, strategy, counts)
+def test_ranks_with_ragged_batches_score_their_own_samples(ranks, strategy, counts):
     kept = sum(math.ceil(count / 2) for count in counts)
-    assert one[:2] == [3 * math.ceil(max(counts) / 2), 3 * kept]
-    assert one == other
+    found = ranks(2).run(ragged, strategy, counts)
+    assert [scored for scored, *_ in found] == [3 * count for count in counts]
+    assert found[0][1:] == found[1][1:]
+    assert found[0][1] == 3 * kept
 
 
 def spoiled() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeAlias
 
@@ -12,12 +12,14 @@ from torch import Tensor, nn
 
 from dtrain.arguments import check_number
 from dtrain.batch import BatchSpec, FailedBatch, check_microbatch_size, count_samples_and_tokens, select_samples, to_device
+from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, check_collectives
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.durations import Duration, parse_window
 from dtrain.errors import ConfigError
 from dtrain.schedules.hyperparameter import hyperparameter
 from dtrain.shard.buffers import BufferSnapshot
+from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.unshard import is_unsharded, reshard
 from dtrain.state import TrainState
 from dtrain.step.microbatches import BatchWatch, Microbatches, split_microbatches
@@ -221,13 +223,10 @@ def _select_samples(
     if any(failed for _, failed in rows):
         return batch if error is None else FailedBatch(error)
     with report_missing_ranks(_NAME), _forward_only(state.model):
-        padding = [] if len(parts) else [to_device(parts.padding_microbatch(state.padding_sample), state.device)]
-        own = len(parts)
-        microbatches = [parts.batches[i] if i < own else (padding or parts.batches)[0] for i in range(int(max(rows)[0]))]
-        outputs = [sample_losses(state.model, microbatch) for microbatch in microbatches]
+        outputs = _score(state.model, parts.batches, sample_losses, [int(count) for count, _ in rows])
     try:
         watch.check(_NAME, "sample_losses")
-        losses = [_check_losses(output, part, spec) for output, part in zip(outputs, microbatches, strict=True)][:own]
+        losses = [_check_losses(output, part, spec) for output, part in zip(outputs, parts.batches, strict=True)]
         if not losses:
             return batch
         generator = make_step_context(state, _NAME).generator
@@ -235,6 +234,30 @@ def _select_samples(
     # The step raises any error on all ranks.
     except Exception as problem:  # noqa: BLE001
         return FailedBatch(problem)
+
+
+def _score(model: nn.Module, microbatches: Sequence[Batch], fn: SampleLossFn, counts: Sequence[int]) -> list[object]:
+    """Return the losses of each microbatch. A rank without a further one takes part in the forwards of the model's units.
+
+    Args:
+        counts: number of microbatches of each rank.
+    """
+    if len(set(counts)) == 1:
+        return [fn(model, microbatch) for microbatch in microbatches]
+    grad_sync, outputs = grad_sync_of(model), list[object]()
+    try:
+        with check_collectives(_NAME, EQUAL_MICROBATCHES_ADVICE) as guard:
+            grad_sync.follow_plan(lambda: None, compare=False, exchange=guard.exchange_event, uneven=True)
+            for index in range(max(counts)):
+                grad_sync.before_microbatch(last=True)
+                if index < len(microbatches):
+                    outputs.append(fn(model, microbatches[index]))
+                    grad_sync.complete_forward(torch.zeros(()))
+                else:
+                    grad_sync.forward_empty()
+    finally:
+        grad_sync.end_step()
+    return outputs
 
 
 def _check_losses(losses: object, part: Batch, spec: BatchSpec | None) -> Tensor:
