@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dtrain.shard.fsdp2_private import UnitForward
+from dtrain.shard.fsdp2_forward import UnitForward
 
 # The pseudo unit at the end of a microbatch.
 END_OF_MICROBATCH = -1

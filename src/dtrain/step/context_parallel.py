@@ -38,9 +38,10 @@ def context_parallel(
     transform wraps torch's experimental ``context_parallel``. Losses and weights are those of the rank's part, and the step
     sums both.
 
-    The first step of a run in which all ranks have samples compares the parts with the whole sequence: it runs ``loss_fn`` on one sample, once in parts and
-    once whole, in evaluation mode and without gradients. A layer that sees only its part, such as attention by hand, a
-    convolution or positions that count from 0, raises an error that names the first module with other values.
+    The first step of a run in which all ranks have samples compares the parts with the whole sequence: it runs ``loss_fn`` on
+    one sample, once in parts and once whole, in evaluation mode and without gradients. A layer that sees only its part, such as
+    attention by hand, a convolution or positions that count from 0, raises an error that names the first module with other
+    values.
 
     Args:
         mesh: mesh of the sharded model, ``build_mesh(cp=...)``.
