@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -34,6 +35,9 @@ def llama_of_the_page() -> list[float]:
     torch.manual_seed(0)
     exec(compile(BLOCKS[2], str(PAGE), "exec"), names)  # the page's own text
     batch = names["collate"]([{"ids": torch.randint(0, 31, (9,))} for _ in range(3)])
+    for refused in (lambda: names["attend"](None, sliding_window=4), lambda: names["make_no_mask"](torch.zeros(1, 4))):
+        with pytest.raises(ValueError, match="causal_sdpa: "):
+            refused()
     config = LlamaConfig(**{**config.to_dict(), "attn_implementation": "sdpa"})
     whole = LlamaForCausalLM(config)
     whole.load_state_dict(names["model"].state_dict())
