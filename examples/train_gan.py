@@ -67,13 +67,12 @@ def main() -> None:
         with torch.device("meta"):
             made_of, judged_by = (NOISE, 64, 64, 2), (2, 64, 64, 1)
             models = [network(*made_of), network(*judged_by)]
-            plain_maker, plain_judge = network(*made_of), network(*judged_by)  # have no values; those of a state are put in
+            plain_maker = network(*made_of)  # has no values; those of the average are put in
         maker, judge = (dt.materialize(dt.shard_model(model, mesh), seed=at) for at, model in enumerate(models))
-        frozen: dict[str, Tensor] = {}  # the discriminator as the generator sees it: its values, without gradients
 
         def fooling(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
             """The generator's loss: the discriminator is to take its points for real ones."""
-            logits = functional_call(plain_judge, frozen, (model(batch["noise"]),))
+            logits = judge(batch["made"])  # its points come with their graph, so the gradient reaches the generator
             return dt.LossSum(total=F.softplus(-logits).sum(), weight=len(logits))
 
         make, tell = dt.compose_step(fooling, [dt.transforms.ema(0.99)]), dt.compose_step(judged)
@@ -94,12 +93,10 @@ def main() -> None:
                 return energy_distance(functional_call(plain_maker, average, (noise.to(dist.device),)).cpu(), unseen)
 
         for real in loader.until(args.steps):
-            with dt.span("make points", "compute"), torch.no_grad():
-                noises = torch.randn(len(real), NOISE, device=dist.device)
-                made = functional_call(plain_maker, dict(dt.full_params(g)), (noises,))
-            d, told = tell(d, {"real": real, "made": made})
-            frozen.update(dt.full_params(d))
-            g, fooled = make(g, {"noise": noises})
+            with dt.span("make points", "compute"):
+                made = maker(torch.randn(len(real), NOISE, device=dist.device))
+            d, told = tell(d, {"real": real, "made": made.detach()})
+            g, fooled = make(g, {"made": made})
             if g.crossed(10) or g.step in (1, args.steps):
                 log(g.step, {"generator": dt.reduce_metrics(fooled)["loss"], "discriminator": dt.reduce_metrics(told)["loss"]})
             if g.crossed(100) or g.step == 1:

@@ -3,7 +3,11 @@
 from pathlib import Path
 
 import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
 
+import dtrain as dt
 from dtrain.loggers.records import read_jsonl
 from example_runs import Ending, ended, here, launched
 
@@ -58,3 +62,74 @@ def test_interrupted_run_ends_with_the_numbers_of_an_uninterrupted_run(tmp_path)
     records, end = run(tmp_path / "parts", steps=500)
     del records[130][DISTANCE]
     assert (records, end) == whole
+
+
+def networks(norm: bool) -> list[nn.Sequential]:
+    torch.manual_seed(0)
+    return [
+        nn.Sequential(
+            nn.Linear(a, 8), nn.BatchNorm1d(8) if norm else nn.Identity(), nn.LeakyReLU(0.2), nn.Linear(8, b)
+        ).double()
+        for a, b in ((3, 2), (2, 1))
+    ]
+
+
+def points(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    draw = torch.Generator().manual_seed(step)
+    return torch.randn(8, 2, generator=draw).double(), torch.randn(8, 3, generator=draw).double()
+
+
+def judged(model, batch):
+    return dt.LossSum(
+        total=(F.softplus(-model(batch["real"])) + F.softplus(model(batch["made"]))).sum(), weight=len(batch["real"])
+    )
+
+
+def trained_by_steps(strategy: str, norm: bool) -> list[dict[str, list[float]]]:
+    """Parameters and buffers of both networks after four steps in the pattern of the example."""
+    mesh, rank, ranks = dt.build_mesh(), torch.distributed.get_rank(), torch.distributed.get_world_size()
+    maker, judge = (dt.shard_model(model, mesh, strategy=strategy) for model in networks(norm))
+
+    def fooling(model, batch):
+        return dt.LossSum(total=F.softplus(-judge(batch["made"])).sum(), weight=len(batch["made"]))
+
+    make, tell = dt.compose_step(fooling), dt.compose_step(judged)
+    g = make.init(maker, torch.optim.AdamW(maker.parameters(), lr=1e-2))
+    d = tell.init(judge, torch.optim.AdamW(judge.parameters(), lr=1e-2))
+    for step in range(4):
+        real, noise = (part.chunk(ranks)[rank] for part in points(step))
+        made = maker(noise)
+        d, _ = tell(d, {"real": real, "made": made.detach()})
+        g, _ = make(g, {"made": made})
+    return [
+        {name: value.flatten().tolist() for name, value in (*dt.full_params(state), *state.model.named_buffers())}
+        for state in (g, d)
+    ]
+
+
+def trained_by_hand(norm: bool) -> list[dict[str, list[float]]]:
+    """The same four steps in plain torch."""
+    maker, judge = networks(norm)
+    one, two = (torch.optim.AdamW(model.parameters(), lr=1e-2) for model in (maker, judge))
+    for step in range(4):
+        real, noise = points(step)
+        made = maker(noise)
+        judge.zero_grad()
+        (F.softplus(-judge(real)) + F.softplus(judge(made.detach()))).mean().backward()
+        two.step()
+        maker.zero_grad()
+        F.softplus(-judge(made)).mean().backward()
+        one.step()
+    return [{name: value.flatten().tolist() for name, value in model.state_dict().items()} for model in (maker, judge)]
+
+
+@pytest.mark.parametrize(("count", "norm"), [(1, True), (2, False)], ids=["batch norm", "two ranks"])
+def test_pattern_of_the_example_equals_plain_torch(ranks, count, norm):
+    """On two ranks each rank normalizes its own half, so batch norm is compared on one rank only."""
+    expected = trained_by_hand(norm)
+    for strategy in ("full_shard", "replicate"):
+        for trained in ranks(count).run(trained_by_steps, strategy, norm):
+            for network, values in zip(trained, expected, strict=True):
+                assert network.keys() == values.keys()
+                for name, value in values.items():
+                    assert network[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
