@@ -58,14 +58,12 @@ class Loader:
         prefetch_factor: int = 2,
     ) -> None:
         self.source, self.seed, self.fingerprint = source, seed, dict(fingerprint)
-        self.position = Position()
-        self.skipped = SkippedSamples(samples=[])
-        self._allow_data_change = allow_data_change
+        self.position, self.skipped = Position(), SkippedSamples(samples=[])
+        self._allow_data_change, self._evaluations = allow_data_change, 0
         self._device, self._prefetch_factor, self._reads_ahead = device, prefetch_factor, reads_ahead(source, device)
         self._digest = hash_fingerprint(self.fingerprint)
         self._dataset_state: Plain = None
         self._skip_target: Position | None = None
-        self._evaluations = 0
         self.last_batch_info: BatchInfo | None = None
         self._issued: IssuedBatch | None = None
 
@@ -385,17 +383,14 @@ class Loader:
         """
 
         def read(at: Position, state: Plain) -> Generator[LoaderItem, None, None]:
-            items = self.source.items(at, goal, state=state, evaluation=evaluation)
-            if (recorder := current_context().recorder) is not None:
-                items = recorder.loader_items(items)
+            items, recorder = self.source.items(at, goal, state=state, evaluation=evaluation), current_context().recorder
+            items = items if recorder is None else recorder.loader_items(items)
             yield from items_on_device(items, self._device, self._prefetch_factor)
 
         state = None if evaluation else self._dataset_state
         try:
-            if self._reads_ahead:
-                yield from items_with_changes(read, self.source, at, goal, state, evaluation=evaluation)
-            else:
-                yield from read(at, state)
+            watched = self._reads_ahead and items_with_changes(read, self.source, at, goal, state, evaluation=evaluation)
+            yield from watched or read(at, state)
         except DtrainError:
             raise
         except Exception as error:
