@@ -1,7 +1,7 @@
 import pytest
 import torch
 from tensordict import TensorDict
-from torch import nn
+from torch import Tensor, nn
 
 from dtrain.batch import batch_spec
 from dtrain.data.build_loader import build_loader
@@ -187,3 +187,44 @@ def test_custom_batches_are_counted_by_the_count_function():
     assert metrics["loss"].weight == 5
     with pytest.raises(ConfigError, match="pass count= and split="):
         evaluate(net, [Pair(2)], loss)
+
+
+def share(values: Tensor, sizes: list[int]) -> Tensor:
+    rank = get_dist_info().rank
+    return values[sum(sizes[:rank]) : sum(sizes[: rank + 1])]
+
+
+def logarithms(net: nn.Module, batch: dict) -> LossSum:
+    """A loss that is not finite for zeros, of a batch with names and with indices that begin at 1."""
+    assert len(batch["names"]) == len(batch["x"])
+    assert not len(batch["x"]) or batch["id"].min() > 0
+    return LossSum(total=net(batch["x"].log()).square().sum(), weight=len(batch["x"]), aux={"id": (batch["id"].sum(), 1)})
+
+
+def columns(net: nn.Module, batch: dict) -> LossSum:
+    return LossSum(total=net(batch["x"].t()).square().sum(), weight=batch["x"].shape[1])
+
+
+def on_rank_without_samples(strategy: str, size: int | str | None) -> list[float]:
+    """The differences of two losses from those of samples that are shared out evenly."""
+    torch.manual_seed(0)
+    net = shard_model(
+        nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double(), build_mesh(), strategy=strategy, blocks=(nn.Linear,)
+    )
+    x, ids = torch.rand(6, 3, generator=torch.Generator().manual_seed(1), dtype=torch.float64) + 0.1, torch.arange(6) + 1
+    found = []
+    for sizes in ([3, 3], [0, 6]):
+        mine = share(x, sizes)
+        batch = {"x": mine, "id": share(ids, sizes), "names": ["a"] * len(mine)}
+        rows = reduce_metrics(evaluate(net, [batch], logarithms, microbatch_size=size))
+        spec = batch_spec({"x": "feature batch"})
+        of_columns = reduce_metrics(evaluate(net, [{"x": mine.t()}], columns, batch_spec=spec, microbatch_size=size))
+        found.append([rows["loss"], of_columns["loss"], float("id" in rows)])
+    return [abs(one - other) for one, other in zip(*found, strict=True)]
+
+
+@pytest.mark.parametrize("size", [None, 2, "auto"])
+@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
+def test_rank_without_samples_evaluates_its_own_empty_batch(ranks, strategy, size):
+    for differences in ranks(2).run(on_rank_without_samples, strategy, size):
+        assert max(differences) <= 1e-12

@@ -256,7 +256,8 @@ def told(call) -> str:
 
 
 def with_collective(strategy: str, where: str, auto: bool) -> list[str]:
-    """What an even step, an uneven step and an even step say of a loss or model that sums over all ranks."""
+    """What an even step, an uneven step and an even step say of a loss or model that sums over all ranks, or gathers."""
+    reference = dt.shard_model(small(), dt.build_mesh(), blocks=(nn.Linear,)) if where == "reference" else None
 
     class Summing(nn.Module):
         def __init__(self) -> None:
@@ -271,6 +272,10 @@ def with_collective(strategy: str, where: str, auto: bool) -> list[str]:
 
     def loss(model: nn.Module, batch: Tensor) -> dt.LossSum:
         z = model(batch)
+        if reference is not None:
+            with dt.eval_mode(reference):
+                known = reference(batch)
+            z = z - known
         if where == "loss":
             dist.all_reduce(z.detach().mean(0))
         if where == "error" and get_dist_info().rank == 0 and len(batch) == 3:
@@ -290,6 +295,14 @@ def with_collective(strategy: str, where: str, auto: bool) -> list[str]:
 
         found.append(told(run))
     return found
+
+
+@pytest.mark.parametrize("strategy", ["shard_grad_op", "replicate"])
+def test_second_sharded_model_is_refused_where_a_rank_would_be_missing(ranks, strategy):
+    first, second = ranks(2).run(with_collective, strategy, "reference", False, timeout_s=CAP_S)
+    assert first == second
+    assert (first[0], first[2]) == ("ran", "ran")
+    assert "rank 0 allgather" in first[1]
 
 
 @pytest.mark.parametrize("auto", [False, True], ids=["fixed", "auto"])

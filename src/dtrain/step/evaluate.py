@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar, cast
 
 from torch import nn
 
@@ -17,7 +17,7 @@ from dtrain import heartbeats, spans
 from dtrain.arguments import check_int
 from dtrain.batch import BatchSpec, get_batch_infos, narrow_batch, to_device
 from dtrain.dist.collective_replay import TraceCache
-from dtrain.dist.collectives import all_gather_numbers
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot
@@ -59,7 +59,7 @@ def evaluate(
         microbatch_size: samples per forward; ``"auto"`` halves a size that does not fit, see ``auto_batch_eval``. None runs
             each batch whole.
 
-    Collective: one small record per batch on the control channel, and the model's own gathers.
+    Collective: one small record per batch and one at the end, on the control channel, and the model's own gathers.
 
     Example:
         metrics = dt.evaluate(model, valid_loader, loss_fn, microbatch_size="auto")
@@ -83,13 +83,14 @@ def evaluate(
             for batch, real in pad_to_longest_rank(loader, partial(count_batch, batch_spec=batch_spec, count=count)):
                 if recorder is not None:
                     recorder.evaluation_batch(batch if real else None)
+                any_batch = True
                 for result in run_parts(model, batch) if run_parts else [loss_fn(model, to_device(batch, device))]:
                     loss = check_loss(result, caller="evaluate")
-                    any_batch = True
                     if real:
                         sums.add(loss)
-                    else:
-                        sums.add_names((*loss.terms, *loss.aux))
+        # A rank without a batch has seen no metric.
+        for names in cast("list[list[str]]", all_gather_json(list(sums.metrics()), caller="evaluate")):
+            sums.add_names(names)
         if not any_batch:
             raise StepError("evaluate: the loader returned no batch on any rank. Check the length of the dataset.")
     spans.record_event("evaluated", step=spans.position()[0], seconds=time.monotonic() - started)
@@ -215,7 +216,7 @@ class _AutoBatchEval(Generic[T]):
         with spans.outermost_span("evaluate"), report_missing_ranks(_AUTO_BATCH_EVAL), eval_mode(model):
             while True:
                 plan = _make_plan(model, rest, self.size)
-                error = _find_write_error(watch) if retries else None
+                error = watch.find_error(_AUTO_BATCH_EVAL, "fn") if retries else None
                 remaining = self._agree_on_part(rest.remaining, plan, error, multi_rank=multi_rank)
                 if remaining == 0:
                     return results
@@ -362,15 +363,6 @@ class _RemainingSamples:
         if self._parts:
             return self._parts[0][0]
         return self.batch if self.count is not None else narrow_batch(self.batch, 0, 1, self.batch_spec)
-
-
-def _find_write_error(watch: BatchWatch) -> Exception | None:
-    """Return the error for a batch that ``fn`` has changed; None for an unchanged batch."""
-    try:
-        watch.check(_AUTO_BATCH_EVAL, "fn")
-    except StepError as error:
-        return error
-    return None
 
 
 def _raise_if_peer_failed(rows: list[list[float]], column: int, problem: str) -> None:

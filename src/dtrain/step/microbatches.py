@@ -77,8 +77,13 @@ class BatchWatch:
         Raises:
             StepError: a tensor of the batch changed.
         """
-        if changed := self.written():
-            raise _make_write_error(caller, writer, changed[0])
+        if (error := self.find_error(caller, writer)) is not None:
+            raise error
+
+    def find_error(self, caller: str, writer: str) -> StepError | None:
+        """Return the error of ``check``; None for an unchanged batch."""
+        changed = self.written()
+        return _make_write_error(caller, writer, changed[0]) if changed else None
 
     def record(self, state: TrainState) -> None:
         """Record for ``check_first_run`` that a run of this step wrote into its batch. Mutates: the monitor of the run."""
