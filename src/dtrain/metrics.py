@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from itertools import chain
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from dtrain.dist.collectives import all_gather_json
 from dtrain.dtensor import local_last_dim
 from dtrain.errors import ConfigError
 from dtrain.typing import Metric, Metrics
@@ -165,3 +168,14 @@ def perplexity(loss: float) -> float:
         return math.exp(loss)
     except OverflowError:
         return math.inf
+
+
+def add_names_of_peers(metrics: Metrics, device: torch.device) -> Metrics:
+    """Return ``metrics`` with zeros for the metrics that only other ranks have.
+
+    Collective: one exchange of JSON on the control group.
+    """
+    names = cast("list[list[str]]", all_gather_json(list(metrics), caller="step"))
+    missing = [name for name in dict.fromkeys(chain.from_iterable(names)) if name not in metrics]
+    zero = torch.zeros((), dtype=torch.float64, device=device)
+    return {**metrics, **{name: Metric(zero, zero) for name in missing}}

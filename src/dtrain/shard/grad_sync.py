@@ -10,9 +10,7 @@ from functools import partial
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dtrain.device import use_on_current_stream
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import from_local_like, to_local
 from dtrain.fqn import unwrap_module
 from dtrain.shard.forward_writes import ForwardWrites
 from dtrain.shard.fsdp2_forward import run_empty, unit_forwards
@@ -37,7 +35,7 @@ from dtrain.shard.fsdp2_private import (
     zero_fill_missing_grads,
 )
 from dtrain.shard.param_hooks import ParamHooks, StepHook, raise_hooks_outside_of_step
-from dtrain.shard.precision import accumulation_dtype
+from dtrain.shard.precision import add_stashed_grads_, has_low_precision_grads, stash_low_precision_grads_
 from dtrain.shard.replicate import BucketReducer
 from dtrain.shard.skipped_units import ExchangeFn, SkippedUnits
 from dtrain.shard.unshard import is_unsharded
@@ -184,7 +182,9 @@ class GradSync:
         Mutates: flags of FSDP2's units, if the flags change; ``.grad`` of ``params``.
         """
         if params and (self.reducer is None or self.reducer.has_low_precision):
-            self._stash_low_precision_grads(params)
+            for group in self._groups if has_low_precision_grads(params) else ():
+                wait_for_reduction(group)
+            stash_low_precision_grads_(params, self._stashed_grads)
         if self._skipped is not None:
             self._skipped.begin_microbatch()
         if self.reducer is not None and last and self._in_step:
@@ -206,21 +206,6 @@ class GradSync:
         # A list is faster than a generator for a few parameters.
         return any([param.grad is not None for param in params]) and not self._missing  # noqa: C419
 
-    def _stash_low_precision_grads(self, params: Iterable[Tensor]) -> None:
-        low_precision = [
-            param for param in params if param.grad is not None and accumulation_dtype(param.grad.dtype) != param.grad.dtype
-        ]
-        if low_precision:
-            for group in self._groups:
-                wait_for_reduction(group)
-        for param in low_precision:
-            assert param.grad is not None
-            grad, stashed = to_local(param.grad), self._stashed_grads.get(id(param))
-            self._stashed_grads[id(param)] = grad.to(accumulation_dtype(grad.dtype)) if stashed is None else stashed.add_(grad)
-            # FSDP2 allocated the gradient in another stream, which must not reuse its memory too early.
-            use_on_current_stream(grad)
-            param.grad = None
-
     def finish_backwards(self, params: Iterable[Tensor]) -> None:
         """Complete the gradients of ``params``, all parameters, after the last backward. Mutates: ``.grad``.
 
@@ -228,20 +213,7 @@ class GradSync:
         """
         if self.reducer is not None:
             self.reducer.finish()
-        self.add_stashed_grads(params)
-
-    def add_stashed_grads(self, params: Iterable[Tensor]) -> None:
-        """Add the stashed gradients to the gradients of the last microbatch. Mutates: ``.grad`` of ``params``."""
-        if not self._stashed_grads:
-            return
-        for param in params:
-            stashed = self._stashed_grads.pop(id(param), None)
-            if stashed is not None:
-                last = param.grad
-                total = stashed if last is None else stashed.add_(to_local(last))
-                param.grad = from_local_like(param, total.to(param.dtype)) if last is None else last
-                if last is not None:
-                    to_local(last).copy_(total)
+        add_stashed_grads_(params, self._stashed_grads)
 
     def end_step(self) -> None:
         """Restore FSDP2's flags after a step."""
@@ -336,7 +308,7 @@ class GradSync:
 
     def _on_accumulated(self, call: Callable[[Sequence[Tensor]], None], param: Tensor) -> None:
         if self._in_step and self._last:
-            self.add_stashed_grads([param])
+            add_stashed_grads_([param], self._stashed_grads)
             self.grads_taken = True
             call([param])
 
@@ -347,7 +319,7 @@ class GradSync:
             missing = self._missing - self._present
             params = enumerate(sharded_params(self._groups[index]))
             final = [param for at, param in params if param.grad is not None and (index, at) not in missing]
-            self.add_stashed_grads(final)
+            add_stashed_grads_(final, self._stashed_grads)
             self.grads_taken |= bool(final)
             call(final)
 

@@ -5,14 +5,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dtrain.arguments import check_choice
+from dtrain.device import use_on_current_stream
+from dtrain.dtensor import from_local_like, to_local
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffer_slots, compile_patterns, modules_by_fqn
 from dtrain.optional_dependencies import missing_extra_error
@@ -244,3 +246,37 @@ def _torchao_converter(recipe: str, emulate: bool) -> tuple[Any, Any]:
     except ImportError as error:
         raise missing_extra_error(f"convert_to_fp8: needs torchao, which cannot be imported ({error})", "fp8") from error
     return convert_to_float8_training, replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate)
+
+
+def has_low_precision_grads(params: Iterable[Tensor]) -> bool:
+    """Return True if a gradient has fewer bits than sums of gradients need."""
+    return any(param.grad is not None and accumulation_dtype(param.grad.dtype) != param.grad.dtype for param in params)
+
+
+def stash_low_precision_grads_(params: Iterable[Tensor], stash: dict[int, Tensor]) -> None:
+    """Move gradients that accumulation in ``.grad`` would round into ``stash``, where they are summed in float32.
+
+    Mutates: ``.grad`` of ``params``; ``stash``, by the ``id`` of the parameter.
+    """
+    for param in params:
+        if param.grad is None or accumulation_dtype(param.grad.dtype) == param.grad.dtype:
+            continue
+        grad, stashed = to_local(param.grad), stash.get(id(param))
+        stash[id(param)] = grad.to(accumulation_dtype(grad.dtype)) if stashed is None else stashed.add_(grad)
+        # FSDP2 allocated the gradient in another stream, which must not reuse its memory too early.
+        use_on_current_stream(grad)
+        param.grad = None
+
+
+def add_stashed_grads_(params: Iterable[Tensor], stash: dict[int, Tensor]) -> None:
+    """Add the stashed gradients to the gradients of the last microbatch. Mutates: ``.grad`` of ``params``; ``stash``."""
+    if not stash:
+        return
+    for param in params:
+        stashed = stash.pop(id(param), None)
+        if stashed is not None:
+            last = param.grad
+            total = stashed if last is None else stashed.add_(to_local(last))
+            param.grad = from_local_like(param, total.to(param.dtype)) if last is None else last
+            if last is not None:
+                to_local(last).copy_(total)

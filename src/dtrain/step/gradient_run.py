@@ -5,9 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
 from types import TracebackType
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,7 +13,6 @@ from torch import Tensor
 from dtrain import spans
 from dtrain.batch import list_tensors
 from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, CheckedGuard, check_collectives
-from dtrain.dist.collectives import all_gather_json
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import hash_rng_state, seeded_rng
 from dtrain.dist.step_sync import (
@@ -29,6 +26,7 @@ from dtrain.dist.step_sync import (
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, StepError
 from dtrain.memory.device_memory import release_cached_memory
+from dtrain.metrics import add_names_of_peers
 from dtrain.shard.buffer_sync import BufferSync, buffer_sync_of
 from dtrain.shard.forward_writes import raise_if_written
 from dtrain.shard.grad_sync import GradSync, grad_sync_of
@@ -49,7 +47,7 @@ from dtrain.step.normalization import (
 from dtrain.step.oom_guard import StepGuard
 from dtrain.step.sanity_checks import hash_first_batch, warn_if_equal_batches
 from dtrain.step.step_clock import begin_step, with_agreed_position
-from dtrain.typing import Batch, Metric, Metrics
+from dtrain.typing import Batch, Metrics
 
 _NO_MICROBATCHES = Microbatches(batch=None)
 
@@ -318,7 +316,7 @@ class GradientRun:
                 check_rng_in_sync(self._counts, state.device)
             self._reduce_and_normalize(outcome)
             if not self._counts.fewest_microbatches:
-                metrics = _add_names_of_peers(metrics, state.device)
+                metrics = add_names_of_peers(metrics, state.device)
             state.run_context.monitor.nonfinite_losses.record(state.step, self._loss[0])
         self.grad_sync.end_step()
         if self.grad_sync.hooks.exist and (guard is None or guard.max_microbatches is None):
@@ -375,14 +373,6 @@ _USED_OUTSIDE = (
     "forward of the block that owns the parameter, or name the parameter in ignored_params. Add the gradient of a weight "
     "penalty to .grad in the update of a transform."
 )
-
-
-def _add_names_of_peers(metrics: Metrics, device: torch.device) -> Metrics:
-    """Return ``metrics`` with zeros for the metrics that only ranks with samples have. Collective: one exchange of JSON."""
-    names = cast("list[list[str]]", all_gather_json(list(metrics), caller="step"))
-    missing = [name for name in dict.fromkeys(chain.from_iterable(names)) if name not in metrics]
-    zero = torch.zeros((), dtype=torch.float64, device=device)
-    return {**metrics, **{name: Metric(zero, zero) for name in missing}}
 
 
 def _check_reduction_memory(state: TrainState, buffer_bytes: int) -> None:
