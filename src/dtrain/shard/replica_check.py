@@ -291,10 +291,11 @@ def hash_tensors(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         (False, True)
     """
     words = [_to_words(tensor.detach()) for tensor in tensors]
-    blocks = 1 + max((len(each) for each in words), default=0) // _BLOCK
+    longest = max((len(each) for each in words), default=0)
+    blocks = 1 + longest // _BLOCK
     factors: dict[torch.device, tuple[Tensor, Tensor]] = {}
     for place in {each.device for each in words}:
-        factors[place] = _odd_factors(_BLOCK, _STRIDE, place), _odd_factors(blocks, _PER_BLOCK, place)
+        factors[place] = _odd_factors(min(_BLOCK, longest), _STRIDE, place), _odd_factors(blocks, _PER_BLOCK, place)
     hashes = [_hash_words(each, *factors[each.device]).to(device) for each in words]
     return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
 
