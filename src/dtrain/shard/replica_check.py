@@ -129,6 +129,7 @@ class ReplicaCheck:
     _last_step: int | None = None
     _host: AsyncScalar | None = None
     _pending: bool = False
+    _lost: bool = False
     _groups: list[_Group] | None = None
 
     def begin_step(self, state: TrainState) -> float:
@@ -141,8 +142,16 @@ class ReplicaCheck:
         if self.interval and step != self._last_step and state.spec.replica_info is None:
             self._last_step = step
             self._steps += 1
-            if (self._steps <= _FIRST_STEPS or step % self.interval == 0) and not self._pending:
-                self._copy_digest(state)
+            due = (self._steps <= _FIRST_STEPS or step % self.interval == 0) and not self._pending
+            if due or self._lost:
+                try:
+                    self._lost = False
+                    self._copy_digest(state)
+                # This rank alone may have too little memory. It sends NaN, and tries again in the next step.
+                except torch.OutOfMemoryError:
+                    self._lost = self._pending = True
+        if self._lost:
+            return math.nan
         if not self._pending or self._host is None:
             return 0.0
         value = self._host.try_read()
@@ -164,6 +173,8 @@ class ReplicaCheck:
 
     def digest(self, state: TrainState) -> float:
         """Return the number of this rank for the parameters as they are now. Host sync: one on a device."""
+        # All ranks drop a digest that waits to be sent, also if this one fails.
+        self._pending = self._lost = False
         if not self.interval or not self._copy_digest(state) or self._host is None:
             return 0.0
         self._pending = False
@@ -291,10 +302,11 @@ def hash_tensors(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         (False, True)
     """
     words = [_to_words(tensor.detach()) for tensor in tensors]
-    blocks = 1 + max((len(each) for each in words), default=0) // _BLOCK
+    longest = max((len(each) for each in words), default=0)
+    blocks = 1 + longest // _BLOCK
     factors: dict[torch.device, tuple[Tensor, Tensor]] = {}
     for place in {each.device for each in words}:
-        factors[place] = _odd_factors(_BLOCK, _STRIDE, place), _odd_factors(blocks, _PER_BLOCK, place)
+        factors[place] = _odd_factors(min(_BLOCK, longest), _STRIDE, place), _odd_factors(blocks, _PER_BLOCK, place)
     hashes = [_hash_words(each, *factors[each.device]).to(device) for each in words]
     return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
 
