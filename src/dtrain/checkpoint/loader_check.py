@@ -52,7 +52,8 @@ def _missing_loaders(states: Mapping[str, TrainState], extra: Mapping[str, Any],
     entries = {id(value.loader if isinstance(value, NotSaved) else unwrap(value)) for value in extra.values()}
     for state in states.values():
         history = state.loader_history
-        last = (*history.loaders[-1:], *history.untracked[-1:])
+        # A loader of copied batches is a guess, so it counts only while it exists.
+        last = history.loaders[-1:]
         identities = [*history.loaders, *history.untracked, *([] if state.loader is None else [state.loader.identity])]
         for identity in identities:
             # Other objects than dtrain's loaders have no position that could be saved.

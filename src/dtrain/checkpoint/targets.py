@@ -64,22 +64,30 @@ def _shares_elements(tensor: Tensor) -> bool:
 
 
 class ReadOnlyMemory:
-    """Memory of this process that a write would end with a signal, read once. Empty except on Linux."""
+    """Memory of this process that a write would end with a signal, read on first use. Empty except on Linux."""
 
     def __init__(self) -> None:
-        self._begins: list[int] = []
-        self._ends: list[int] = []
-        if sys.platform != "linux":
-            return
+        self._spans: list[tuple[int, int]] | None = None
+
+    def __contains__(self, tensor: Tensor) -> bool:
+        # Memory that torch has allocated can be resized, and written.
+        if tensor.untyped_storage().resizable():
+            return False
+        if self._spans is None:
+            self._spans = _read_only_spans()
+        address = tensor.data_ptr()
+        at = bisect_right(self._spans, (address, sys.maxsize)) - 1
+        return at >= 0 and address < self._spans[at][1]
+
+
+def _read_only_spans() -> list[tuple[int, int]]:
+    """Return the first address of each read-only part of the memory, and the address after the part, in order."""
+    spans = []
+    if sys.platform == "linux":
         with suppress(OSError), open(_MEMORY_MAP, encoding="utf-8", errors="replace") as lines:
             for line in lines:
                 span, access = line.split(maxsplit=2)[:2]
                 if access[1] != "w":
                     begin, _, end = span.partition("-")
-                    self._begins.append(int(begin, 16))
-                    self._ends.append(int(end, 16))
-
-    def __contains__(self, tensor: Tensor) -> bool:
-        address = tensor.data_ptr()
-        at = bisect_right(self._begins, address) - 1
-        return at >= 0 and address < self._ends[at]
+                    spans.append((int(begin, 16), int(end, 16)))
+    return spans

@@ -205,7 +205,10 @@ class Loader:
                 self.skipped.add(item.skipped)
                 self.position, self._dataset_state = at, item.dataset_state
                 current_context().issuing_loader = self.identity
-                yield batch
+                try:
+                    yield batch
+                finally:
+                    current_context().issuing_loader = None
                 # The batch source may wait for the agreement.
                 item.status.epoch_ended = issued.status.epoch_ended
                 stepped, self._issued = issued.is_stepped, None
