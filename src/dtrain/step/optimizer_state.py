@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import xxhash
 from torch import Tensor, nn
+from torch._subclasses import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, format_error_line, raise_if_any_failed
@@ -117,7 +118,8 @@ def _problem(value: Any) -> str | None:
         return None
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         return f"be a dense tensor with data, got layout {value.layout} and dtype {value.dtype}"
-    if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    # A simulated step has fake tensors in place of all tensors.
+    if type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__ and not isinstance(value, FakeTensor):
         return f"be a plain tensor, got {type(value).__name__}, which wraps other tensors"
     return None
 
