@@ -292,10 +292,10 @@ def _apply_fully_shard(
 ) -> None:
     """Call ``fully_shard`` for each unit, innermost first."""
     device = get_dist_info().device
-    for param in model.parameters():
+    for weight in model.parameters():
         # FSDP2 takes no transposed weights and no memory format of images. The values stay.
-        if not is_dtensor(param) and not param.is_contiguous():
-            param.data = param.data.contiguous()
+        if not is_dtensor(weight) and not weight.is_contiguous():
+            weight.data = weight.data.contiguous()
     keep_unsharded = strategy in ("shard_grad_op", "replicate")
     offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
     ignored = set(cast("list[nn.Parameter]", list(wrap_plan.ignored_params.values())))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dtrain.device import started_accelerator, use_on_current_stream
+from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError
 from dtrain.shard.param_hooks import StepHook, check_dense
 from dtrain.shard.precision import LOW_PRECISION_DTYPES, accumulation_dtype
@@ -71,10 +72,17 @@ def share_attributes(model: nn.Module) -> None:
 
         def init_unsharded(param: Any = param, init: Callable[[], None] = param.init_unsharded_param) -> None:
             init()
-            param._unsharded_param.__dict__ = param.sharded_param.__dict__
+            if has_own_attributes_only(param._unsharded_param):
+                param._unsharded_param.__dict__ = param.sharded_param.__dict__
             del param.init_unsharded_param
 
         param.init_unsharded_param = init_unsharded
+
+
+def has_own_attributes_only(tensor: Tensor) -> bool:
+    """Return True if all attributes of ``tensor`` are the user's. Other tensor classes store their own data as attributes."""
+    kind = type(tensor)
+    return kind is Tensor or issubclass(kind, nn.Parameter) or is_dtensor(tensor)
 
 
 def is_in_forward(unit: torch.distributed.fsdp.FSDPModule) -> bool:

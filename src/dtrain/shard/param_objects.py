@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn, parameters_by_fqn
+from dtrain.shard.fsdp2_private import has_own_attributes_only
 
 # torch stores these attributes itself: the identity of a parameter in FSDP2, and the mark of a DTensor that is a parameter.
 _ATTRIBUTES_OF_TORCH = frozenset({"_fsdp_orig_uid", "_is_param"})
@@ -29,7 +30,9 @@ class ParamObjects:
         # torch may also keep an object and exchange all that it holds.
         self._kept = {
             name: (
-                {key: value for key, value in tensor.__dict__.items() if key not in _ATTRIBUTES_OF_TORCH},
+                {key: value for key, value in tensor.__dict__.items() if key not in _ATTRIBUTES_OF_TORCH}
+                if has_own_attributes_only(tensor)
+                else {},
                 tensor._backward_hooks,
                 getattr(tensor, "_post_accumulate_grad_hooks", None),
             )
