@@ -321,9 +321,9 @@ def _apply_fully_shard(
         unit.set_gradient_divide_factor(1.0)
         unit.set_force_sum_reduction_for_comms(True)
     with torch.no_grad():
-        for ignored in wrap_plan.ignored_params.values():
-            if not ignored.is_meta and ignored.device != device:
-                ignored.data = ignored.data.to(device)
+        for whole in wrap_plan.ignored_params.values():
+            if not whole.is_meta and ignored.device != device:
+                whole.data = ignored.data.to(device)
 
 
 def _forbid_deepcopy(model: nn.Module) -> None:
