@@ -322,8 +322,8 @@ def _apply_fully_shard(
         unit.set_force_sum_reduction_for_comms(True)
     with torch.no_grad():
         for whole in wrap_plan.ignored_params.values():
-            if not whole.is_meta and ignored.device != device:
-                whole.data = ignored.data.to(device)
+            if not whole.is_meta and whole.device != device:
+                whole.data = whole.data.to(device)
 
 
 def _forbid_deepcopy(model: nn.Module) -> None:
