@@ -59,6 +59,77 @@ def test_worker_failure_raises_a_one_line_error(trouble, options, message):
     assert not workers_here()
 
 
+class Wide(torch.utils.data.Dataset):
+    """Samples whose batches are too large for a pipe, so workers send them through shared memory."""
+
+    def __init__(self, kind) -> None:
+        self.kind = kind
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, at):
+        return self.kind(torch.full((2**16,), float(at)))
+
+
+class WideStream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        yield from (torch.full((2**16,), float(at)) for at in range(8))
+
+
+def as_mapping(sample):
+    return {"x": sample, "name": "a"}
+
+
+def add_all(samples):
+    return [sum(samples)]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "options"),
+    [
+        (Wide(torch.clone), {}),
+        (Wide(as_mapping), {}),
+        (Wide(torch.clone), {"collate": add_all}),
+        (torch.zeros(8, 2**16), {}),
+        (WideStream(), {}),
+    ],
+    ids=["tensors", "mappings", "own collate", "columns", "iterable"],
+)
+@pytest.mark.parametrize(
+    ("reason", "message"),
+    [
+        (
+            "No space left on device (28)",
+            r"shared memory is too small: /dev/shm has \d+ MiB, \d+ MiB free.*prefetch_factor.*--shm-size",
+        ),
+        ("Too many open files (24)", r"a tensor cannot be put into shared memory .*Too many open files.*ulimit -n"),
+    ],
+    ids=["full", "open files"],
+)
+def test_full_shared_memory_is_not_blamed_on_the_batch(monkeypatch, dataset, options, reason, message):
+    def fail(*_, **__):
+        raise RuntimeError(f"unable to allocate shared memory(shm) for file </torch_1_2_0>: {reason}")
+
+    for name in ("_new_using_fd_cpu", "_share_fd_cpu_"):
+        monkeypatch.setattr(torch.UntypedStorage, name, fail)
+    with pytest.raises(dt.errors.DataError, match=rf"^loader: {message}") as caught:
+        list(build(dataset, num_workers=1, start_method="fork", **options).until("1ep"))
+    told = " ".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    assert "collate=" not in told
+    assert "pickled" not in told
+    assert "\n" not in told
+
+
+def test_full_shared_memory_is_not_blamed_on_a_dataset_that_is_sent_to_workers(monkeypatch):
+    def fail(*_, **__):
+        raise RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on device (28)")
+
+    monkeypatch.setattr(torch.UntypedStorage, "_share_fd_cpu_", fail)
+    with pytest.raises(dt.errors.ConfigError, match=r"^loader: shared memory is too small: .*--shm-size"):
+        list(build(torch.zeros(8, 2**16), num_workers=1, start_method="spawn").until("1ep"))
+
+
 def test_sample_traceback_is_attached_as_an_exception_note():
     with pytest.raises(dt.errors.DataError) as caught:
         list(build(Troubled(32, 9, fail)).until("1ep"))

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
 from dtrain.data.dataset import ColumnDataset, read_samples
-from dtrain.data.worker_batch import INLINE_TENSOR_BYTES, Payload, WorkerBatch
+from dtrain.data.worker_batch import INLINE_TENSOR_BYTES, Payload, WorkerBatch, describe_shared_memory_error
 from dtrain.dist.generator_state import SeedOnDraw, fork_rng, reseed
 from dtrain.dist.rng import derive_seed, generator
 from dtrain.errors import ConfigError, DataError, ShardError
@@ -332,6 +332,10 @@ class Fetcher:
 
 def failed_payload(error: Exception) -> Payload:
     """Return the payload of a batch that could not be made."""
+    shortage = describe_shared_memory_error(error)
+    if shortage is not None:
+        # Neither the samples nor the collate function are wrong, so a traceback would mislead.
+        return Payload(failure=shortage)
     return Payload(failure=describe_error(error), trace="".join(traceback.format_exception(error)))
 
 

@@ -5,11 +5,15 @@ torch pickles results in a thread of the worker. If that pickling fails, torch p
 
 from __future__ import annotations
 
+import errno
 import io
+import os
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +24,7 @@ from dtrain.batch import pin_memory
 from dtrain.typing import Batch, Plain
 
 INLINE_TENSOR_BYTES = 2**17
+SHARED_MEMORY = Path("/dev/shm")
 
 
 # Not frozen, because a frozen record takes twice as long to make, and each batch makes a record.
@@ -61,6 +66,9 @@ class WorkerBatch:
             return cls(None, _pickle_payload(payload))
         # Pickling runs the user's classes, so any exception can occur.
         except Exception as error:  # noqa: BLE001
+            shortage = describe_shared_memory_error(error)
+            if shortage is not None:
+                return cls(None, _pickle_payload(Payload(failure=shortage)))
             where = find_unpicklable(payload, "")
             reason = f"{where} cannot be pickled ({type(error).__name__}: {' '.join(str(error).split())}); return it as data"
             return cls(None, _pickle_payload(Payload(failure=reason)))
@@ -102,6 +110,33 @@ def _is_plain_tensor(tensor: Tensor) -> bool:
 
 def _rebuild_tensor(data: bytes, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
     return torch.frombuffer(bytearray(data), dtype=dtype).view(shape)
+
+
+def describe_shared_memory_error(error: BaseException | None) -> str | None:
+    """Describe an error of torch about shared memory in one line, with advice; None for an error of another kind.
+
+    A collate function may have wrapped torch's error, so the causes of the error count as well.
+    """
+    while error is not None and not re.match("unable to .*shared memory", str(error)):
+        error = error.__cause__
+    if error is None:
+        return None
+    if os.strerror(errno.ENOSPC) in str(error):
+        return (
+            f"shared memory is too small: {_measure_shared_memory()}, and each worker keeps its prepared batches in it. Lower "
+            "num_workers, prefetch_factor or the batch size, or enlarge it (docker run --shm-size=8g or --ipc=host)"
+        )
+    hint = ". Raise the limit (ulimit -n), or lower num_workers" if os.strerror(errno.EMFILE) in str(error) else ""
+    return f"a tensor cannot be put into shared memory ({' '.join(str(error).split())}){hint}"
+
+
+def _measure_shared_memory() -> str:
+    try:
+        status = os.statvfs(SHARED_MEMORY)
+    except OSError:
+        return "the system has no more"
+    total, free = (blocks * status.f_frsize // 2**20 for blocks in (status.f_blocks, status.f_bavail))
+    return f"{SHARED_MEMORY} has {total} MiB, {free} MiB free"
 
 
 def find_unpicklable(value: Any, path: str) -> str | None:

@@ -20,7 +20,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection, util
-from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -28,11 +27,14 @@ import torch
 from torch.utils.data import DataLoader
 
 from dtrain import heartbeats, storage
-from dtrain.data.worker_batch import WorkerBatch, find_unpicklable
+from dtrain.data.worker_batch import SHARED_MEMORY, WorkerBatch, describe_shared_memory_error, find_unpicklable
 from dtrain.errors import ConfigError, DataError
 
 _PR_SET_PDEATHSIG = 1
-_SHARED_MEMORY = Path("/dev/shm")
+_SIGNAL_HINTS = {
+    signal.SIGKILL: ". Check the memory: the usual cause is out of memory",
+    signal.SIGBUS: f". Check {SHARED_MEMORY}: the usual cause is that shared memory is full",
+}
 _JOIN_TIMEOUT_S = 5.0
 # Interval in which a waiting rank checks its workers. Some start methods do not notify the rank of a worker's death.
 _POLL_INTERVAL_S = 5.0
@@ -170,7 +172,7 @@ def _failure_message(dead: list[Any], workers: WorkerConfig, error: Exception) -
     if dead:
         code = dead[0].exitcode
         cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-        hint = ". Check the memory: the usual cause is out of memory" if code == -signal.SIGKILL else ""
+        hint = _SIGNAL_HINTS.get(-code, "")
         return f"loader: worker process {dead[0].pid} {cause}{hint}"
     if "timed out" in str(error):
         return (
@@ -189,6 +191,9 @@ def _start_workers(source: Any, options: dict[str, Any]) -> Any:
             warnings.filterwarnings("ignore", "Got pickle error")
             return iter(DataLoader(source, **options))
     except Exception as error:
+        shortage = describe_shared_memory_error(error)
+        if shortage is not None:
+            raise ConfigError(f"loader: {shortage}") from error
         where = find_unpicklable(source, "")
         reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if where is None:
@@ -234,10 +239,10 @@ class _DoneEvent:
 
 def _remove_leaked_shared_memory(killed: set[int]) -> None:
     """Remove shared memory that killed workers had just created, before torch could unlink the names."""
-    if killed and storage.is_folder(_SHARED_MEMORY):
-        for name in storage.list_names(_SHARED_MEMORY):
+    if killed and storage.is_folder(SHARED_MEMORY):
+        for name in storage.list_names(SHARED_MEMORY):
             if name.startswith(tuple(f"torch_{pid}_" for pid in killed)):
-                storage.remove_file(_SHARED_MEMORY / name)
+                storage.remove_file(SHARED_MEMORY / name)
 
 
 def _kill_at_exit(rank: int, children: list[Any]) -> None:
