@@ -18,13 +18,13 @@ import torch
 import torch.distributed as dist
 
 import dtrain as dt
-from dtrain.dist.arrival_marks import report_arrival
+from dtrain.dist.arrival_marks import TIMED_OUT, Sign
 from dtrain.dist.collectives import all_gather_json, all_gather_single, reduce_record
 from dtrain.dist.context import current_context
 from dtrain.dist.control_protocol import all_gather, peers_of, reduce_rows
 from dtrain.dist.record_faults import ForwardRecord
 from dtrain.dist.row_summary import RowSpec
-from virtual_network import Network, run_exchange, run_reports
+from virtual_network import Network, report_incident, run_exchange, run_reports
 
 NODE_SIZE = 8
 RECORD = RowSpec(len(ForwardRecord._fields))
@@ -47,12 +47,12 @@ def simulate(world: int, latency_s: float) -> dict[str, Any]:
     missing = [rank for rank in MISSING if rank < world]
     survivors = [rank for rank in range(world) if rank not in missing]
     if missing and survivors:
-        reports, requests, last = run_reports(
-            lambda rank: report_arrival("c/1", rank, world, caller="step", waited_s=600, timeout_s=600, grace_s=5),
-            dict.fromkeys(survivors, 0.0),
+        sign = Sign(mark=TIMED_OUT, caller="step")
+        seen = run_reports(
+            lambda rank, _: report_incident("control/0", rank, world, sign, grace_s=5), dict.fromkeys(survivors, 0.0)
         )
-        right = sum(list(report.missing) == missing for report in reports.values())
-        found |= {"right": f"{right} of {len(survivors)}", "requests": requests / len(survivors), "report_s": last}
+        right = sum(list(report.missing) == missing for report in seen.reports.values())
+        found |= {"right": f"{right} of {len(survivors)}", "requests": seen.requests / len(survivors), "report_s": seen.last}
     return found
 
 

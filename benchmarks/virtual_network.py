@@ -7,12 +7,27 @@ rendezvous store and the clock are simulated.
 from __future__ import annotations
 
 import heapq
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain.dist.arrival_marks import Add, ArrivalReport, Read, Set, SetOnce, Sleep, StoreProtocol, StoreRequest
+from dtrain.dist.arrival_marks import (
+    FAILED,
+    Add,
+    ArrivalReport,
+    Read,
+    Set,
+    SetOnce,
+    Sign,
+    Sleep,
+    Spread,
+    StoreProtocol,
+    StoreRequest,
+    find_report,
+    give_sign,
+)
 from dtrain.dist.control_protocol import Layout, Protocol
 
 
@@ -107,32 +122,63 @@ def run_exchange(
     return found
 
 
-def run_reports(
-    start: Callable[[int], StoreProtocol[ArrivalReport]],
-    failed_at: Mapping[int, float],
-    *,
-    latency_s: float = 100e-6,
-    service_s: float = 20e-6,
-    notes: Mapping[int, str] | None = None,
-) -> tuple[dict[int, ArrivalReport], int, float]:
-    """Run the reports of the ranks whose collective failed, on one store that serves a request at a time.
+@dataclass(kw_only=True)
+class Reports:
+    """Result of an incident.
 
     Args:
-        start: makes the generator of a rank.
-        failed_at: virtual time at which each rank's collective failed.
-        latency_s: time of a request to the store, and of its answer.
-        service_s: time that the store takes for a request.
-        notes: errors of ranks that have left.
-
-    Returns:
-        Report of each rank, number of requests to the store, and virtual time of the last report.
+        reports: report by rank; ranks that have failed by themselves have none.
+        requests: number of requests to the store.
+        last: virtual time of the last report.
     """
-    keys: dict[str, Any] = {f"left/{rank}": note for rank, note in (notes or {}).items()}
-    protocols = {rank: start(rank) for rank in failed_at}
-    reports: dict[int, ArrivalReport] = {}
+
+    reports: dict[int, ArrivalReport] = field(default_factory=dict)
+    requests: int = 0
+    last: float = 0.0
+
+
+def report_incident(
+    board: str, rank: int, world_size: int, sign: Sign, *, grace_s: float, settle_s: float = 0.0
+) -> StoreProtocol[ArrivalReport | None]:
+    """Give the sign of ``rank``, close its connections, and return the report; None if the rank has failed by itself."""
+    if (yield from give_sign(board, rank, sign)) == FAILED:
+        yield Spread()
+        return None
+    return (yield from find_report(board, rank, world_size, grace_s=grace_s, settle_s=settle_s))
+
+
+def run_reports(
+    start: Callable[[int, int | None], StoreProtocol[ArrivalReport | None]],
+    failed_at: Mapping[int, float],
+    *,
+    peers: Callable[[int], Collection[int]] = lambda rank: (),
+    stopped: Collection[int] = (),
+    dead: Mapping[int, float] | None = None,
+    broken: Mapping[tuple[int, int], float] | None = None,
+    latency_s: float = 100e-6,
+    service_s: float = 20e-6,
+) -> Reports:
+    """Run an incident on one store that serves a request at a time.
+
+    A rank learns of it when its own collective fails, or when a rank closes their connection. The kernel closes the
+    connections of a dead rank.
+
+    Args:
+        start: makes the generator of a rank; the second argument is the rank whose connection was closed, None if the own
+            collective of the rank failed.
+        failed_at: virtual time at which a rank's own collective failed, or at which the rank raised an exception.
+        peers: ranks that a rank is connected to.
+        stopped: ranks that do nothing, and keep their connections open.
+        dead: virtual time at which a rank died.
+        broken: virtual time at which the connection of two living ranks broke.
+        latency_s: time of a message.
+        service_s: time that the store takes for a request.
+    """
+    found, keys, dead = Reports(), dict[str, Any](), dict(dead or {})
+    protocols: dict[int, StoreProtocol[ArrivalReport | None]] = {}
     readers: dict[str, list[int]] = defaultdict(list)
     waits: dict[int, int] = defaultdict(int)
-    free_at, requests, last, number = 0.0, 0, 0.0, 0
+    free_at, number = 0.0, 0
     # Time, order, kind, rank, request or answer.
     events: list[tuple[float, int, str, int, Any]] = []
 
@@ -141,13 +187,24 @@ def run_reports(
         number += 1
         heapq.heappush(events, (at, number, kind, rank, value))
 
+    def close_connections(at: float, rank: int) -> None:
+        for peer in peers(rank):
+            push(at + latency_s, "begin", peer, rank)
+
     for rank, at in failed_at.items():
         push(at, "begin", rank, None)
+    for rank, at in dead.items():
+        close_connections(at, rank)
+    for (rank, peer), at in (broken or {}).items():
+        push(at, "begin", rank, peer)
+        push(at, "begin", peer, rank)
     while events:
         now, _, kind, rank, value = heapq.heappop(events)
+        if rank in stopped or now >= dead.get(rank, math.inf) or (kind == "begin" and rank in protocols):
+            continue
         if kind == "request":
             free_at = max(free_at, now) + service_s
-            requests += 1
+            found.requests += 1
             answer = _serve(keys, value)
             if isinstance(value, Read) and answer is None and value.timeout_s > 0:
                 readers[value.key].append(rank)
@@ -167,15 +224,23 @@ def run_reports(
             readers[value[0]].remove(rank)
             value = None
         try:
-            request: StoreRequest = next(protocols[rank]) if kind == "begin" else protocols[rank].send(value)
+            if kind == "begin":
+                protocols[rank] = start(rank, value)
+                request: StoreRequest = next(protocols[rank])
+            else:
+                request = protocols[rank].send(value)
+            while isinstance(request, Spread):
+                close_connections(now, rank)
+                request = protocols[rank].send(None)
         except StopIteration as stop:
-            reports[rank], last = stop.value, now
+            if stop.value is not None:
+                found.reports[rank], found.last = stop.value, now
             continue
         if isinstance(request, Sleep):
             push(now + request.seconds, "answer", rank, now + request.seconds)
         else:
             push(now + latency_s, "request", rank, request)
-    return reports, requests, last
+    return found
 
 
 def _serve(keys: dict[str, Any], request: StoreRequest) -> Any:

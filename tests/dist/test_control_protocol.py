@@ -7,10 +7,23 @@ from functools import partial
 
 import pytest
 
-from dtrain.dist.arrival_marks import ArrivalReport, format_ranks, report_arrival
+from dtrain.dist.arrival_marks import (
+    BUSY,
+    EARLY,
+    FAILED,
+    LOST,
+    TIMED_OUT,
+    WAITED,
+    ArrivalReport,
+    Sign,
+    format_ranks,
+    judge,
+    mark_wait,
+)
 from dtrain.dist.control_protocol import Layout, all_gather, count_rounds, gather, peers_of, reduce_rows
 from dtrain.dist.row_summary import RowSpec
-from virtual_network import Network, run_exchange, run_reports
+from table.simulated_failures import SIMULATED, simulate
+from virtual_network import Network, report_incident, run_exchange, run_reports
 
 LAYOUTS = [
     (world, size) for world in (1, 2, 3, 4, 5, 6, 7, 8, 12, 13, 24, 30) for size in range(1, world + 1) if world % size == 0
@@ -86,54 +99,111 @@ def test_record_takes_few_messages_in_sequence(world, latency_s, at_most_s):
     assert max(found.bytes.values()) <= 8000
 
 
-def report(world: int, rank: int, *, waited_s: float = 600.0) -> object:
-    return report_arrival("control/7", rank, world, caller="step", waited_s=waited_s, timeout_s=600.0, grace_s=5.0)
+@pytest.mark.parametrize("fault", SIMULATED, ids=lambda fault: fault.name)
+@pytest.mark.parametrize("world", [16, 512, pytest.param(4096, marks=pytest.mark.slow)])
+def test_simulated_fault_names_no_innocent_rank(fault, world):
+    outcome = simulate(fault, world)
+    assert outcome.innocent == outcome.unsaid == set()
+    # A rank that raises later may have waited before.
+    assert len(outcome.found.reports) >= outcome.living
+    assert outcome.found.requests <= 9 * world + 200
+
+
+def test_failures_spread_over_30_s_name_no_innocent_of_4096_ranks():
+    (fault,) = (fault for fault in SIMULATED if fault.name == "a tenth of the ranks raise, spread over 30 s")
+    outcome = simulate(fault, 4096)
+    assert outcome.innocent == outcome.unsaid == set()
+    assert len(outcome.found.reports) >= outcome.living
+
+
+def test_innocent_rank_of_a_report_is_detected():
+    """Without the connections of the control plane a rank that still waits gives no sign."""
+    found = run_reports(partial(report, 8), {0: 600.0, 1: 601.0}, stopped=[7])
+    assert found.reports[0].missing == list(range(2, 8))
+
+
+def report(world: int, rank: int, peer: int | None, *, waited_s: float = 600.0, mark: int | None = None) -> object:
+    mark = mark_wait(waited_s, 600.0) if mark is None else mark
+    sign = Sign(mark=mark, caller="step", error="ValueError: disk full" if mark == FAILED else "", peer=peer)
+    return report_incident("control/7", rank, world, sign, grace_s=5.0)
 
 
 @pytest.mark.parametrize("world", [2, 25, 512, 4096])
 def test_missing_ranks_are_named_without_a_mistake(world):
     missing = sorted({rank for rank in (3, 17, *range(40, 48), 1000, 4095) if rank < world} or {1})
-    stuck = run_exchange(
-        lambda layout: reduce_rows(layout, [1.0] * 12, RECORD), world, min(world, 8) if world != 25 else 5, missing=missing
-    )
+    node_size = min(world, 8) if world != 25 else 5
+    stuck = run_exchange(lambda layout: reduce_rows(layout, [1.0] * 12, RECORD), world, node_size, missing=missing)
     assert len(stuck.results) == 0
     survivors = [rank for rank in range(world) if rank not in missing]
-    # A rank that loses a peer fails a little after the first one that timed out.
-    failed_at = {rank: 600.0 + (rank * 7919 % 1000) / 1000 for rank in survivors}
-    reports, requests, last = run_reports(partial(report, world), failed_at, notes={missing[0]: "ValueError: disk full"})
-    assert reports.keys() == set(survivors)
+    failed_at = {rank: 600.0 + rank * 7919 % 1000 / 1000 for rank in survivors}
+    # The first missing rank says why it left, and the others say nothing. Then all ranks time out.
+    failed_at[missing[0]] = 599.0
+
+    def start(rank: int, peer: int | None) -> object:
+        return report(world, rank, peer, mark=FAILED if rank == missing[0] else None)
+
+    found = run_reports(start, failed_at, stopped=missing[1:])
+    assert found.reports.keys() == set(survivors)
     expected = ArrivalReport(
         missing=missing,
+        silent=missing[1:],
         late=[],
         timed_out=True,
         notes={missing[0]: "ValueError: disk full"},
-        callers=reports[survivors[0]].callers,
+        callers=found.reports[survivors[0]].callers,
+        pairs=[],
     )
-    assert all(found == expected for found in reports.values())
-    assert requests <= 6 * world + 200
-    assert last < 620
+    assert all(seen == expected for seen in found.reports.values())
+    assert found.requests <= 9 * world + 200
+    assert found.last < 620
 
 
 def test_late_rank_is_told_from_a_missing_rank():
     failed_at = {**dict.fromkeys(range(49), 600.0), 49: 602.0}
-    reports, _, _ = run_reports(lambda rank: report(50, rank, waited_s=0.1 if rank == 49 else 600.0), failed_at)
-    assert all((found.missing, found.late) == ([], [49]) for found in reports.values())
+    found = run_reports(lambda rank, peer: report(50, rank, peer, waited_s=0.1 if rank == 49 else 600.0), failed_at)
+    assert all((seen.missing, seen.late) == ([], [49]) for seen in found.reports.values())
 
 
 def test_rank_that_comes_after_the_report_is_late():
     failed_at = {**dict.fromkeys(range(4), 600.0), 4: 640.0}
-    reports, _, _ = run_reports(lambda rank: report(5, rank, waited_s=0.1 if rank == 4 else 600.0), failed_at)
-    assert [(found.missing, found.late) for _, found in sorted(reports.items())] == [([4], [])] * 4 + [([], [4])]
+    found = run_reports(lambda rank, peer: report(5, rank, peer, waited_s=0.1 if rank == 4 else 600.0), failed_at)
+    seen = [(one.missing, one.late) for _, one in sorted(found.reports.items())]
+    assert seen == [([4], [])] * 4 + [([], [4])]
 
 
 def test_places_of_ranks_are_reported():
-    def start(rank: int) -> object:
-        caller = "leaving init_dist" if rank == 2 else "step"
-        return report_arrival("control/7", rank, 4, caller=caller, waited_s=600, timeout_s=600, grace_s=5)
+    def start(rank: int, peer: int | None) -> object:
+        sign = Sign(mark=mark_wait(600, 600), caller="leaving init_dist" if rank == 2 else "step")
+        return report_incident("control/7", rank, 4, sign, grace_s=5)
 
-    reports, _, _ = run_reports(start, dict.fromkeys(range(4), 600.0))
+    reports = run_reports(start, dict.fromkeys(range(4), 600.0)).reports
     assert all(sorted(found.callers.values()) == ["leaving init_dist", "step"] for found in reports.values())
     assert all(found.callers[2] == "leaving init_dist" for found in reports.values())
+
+
+def judged(marks: list[int], **given: object) -> ArrivalReport:
+    return judge(marks, **{"errors": {}, "peers": {}, "broken": {}, "callers": {}, **given})
+
+
+def test_all_failed_ranks_are_named_and_equal_errors_are_listed_once():
+    errors = {rank: f"ValueError: {'disk' if rank % 2 else 'memory'} full" for rank in range(9)}
+    found = judged([FAILED] * 9 + [WAITED], errors=errors)
+    assert (found.missing, found.silent) == (list(range(9)), [])
+    assert found.notes == {0: "ValueError: memory full", 1: "ValueError: disk full"}
+
+
+def test_cause_is_found_from_the_signs_of_all_ranks():
+    # A dead rank, which two others lost.
+    assert judged([LOST, 0, LOST], peers={0: 1, 2: 1}).missing == [1]
+    # A connection between living ranks.
+    found = judged([LOST, WAITED, LOST, BUSY], peers={0: 2, 2: 0})
+    assert (found.missing, found.pairs) == ([], [(0, 2)])
+    # A rank that computes is no cause, except if others have waited for the whole timeout.
+    assert judged([EARLY, WAITED, BUSY]).missing == []
+    assert judged([EARLY, TIMED_OUT, BUSY]).missing == [2]
+    # A collective that failed on one rank, and no other fault.
+    assert judged([LOST, WAITED], broken={0: "RuntimeError: no"}).broken == {0: "RuntimeError: no"}
+    assert judged([LOST, WAITED, 0], broken={0: "RuntimeError: no"}).broken == {}
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from dtrain.dist.differentiable import all_gather_with_grad
 from dtrain.dist.init import get_dist_info, init_dist
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.reduce import reduce_max, reduce_mean, reduce_sum
-from dtrain.dist.timeout_report import call_with_timeout, format_missing_ranks, is_collective_error, report_missing_ranks
+from dtrain.dist.store_calls import call_with_timeout
+from dtrain.dist.timeout_report import format_missing_ranks, is_collective_error, report_missing_ranks
 from dtrain.errors import DistError
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state
@@ -35,6 +36,7 @@ from dtrain.typing import LossSum
 
 TIMEOUT_S = 2.0
 NEVER_S = 600
+NODES = {0: range(2), 1: range(2, 4)}
 
 
 def in_turn() -> None:
@@ -114,11 +116,11 @@ def test_two_stopped_ranks_are_both_named(forked):
     assert text.startswith("DistError: vote: ranks [1, 2] of 3 did not arrive within 2"), text
 
 
-def test_late_rank_is_named_on_all_ranks(forked, monkeypatch):
+def test_late_rank_is_named_on_all_ranks_before_it_comes(forked, monkeypatch):
     monkeypatch.setattr(timeout_report, "GRACE_S", 20.0)
     answers = forked.run(lambda rank: vote(rank, 2, lambda: time.sleep(TIMEOUT_S + 1)), 3, results_of=[0, 1, 2])
     for text in answers.values():
-        assert text.startswith("DistError: vote: ranks [2] of 3 came too late. The first rank gave up after 2"), text
+        assert text.startswith("DistError: vote: ranks [2] of 3 did not arrive within 2"), text
 
 
 def test_error_of_a_departed_rank_is_included_in_peer_errors(forked):
@@ -237,6 +239,26 @@ def test_collective_errors_are_recognized_by_class_and_module():
             "w: some ranks did not arrive within 10 s. The rendezvous store",
         ),
         ({"waited_s": 0.1, "arrivals": ArrivalReport()}, None),
+        (
+            {"waited_s": 0.2, "arrivals": ArrivalReport(missing=[2, 3], silent=[2, 3]), "nodes": NODES},
+            "w: node 1 is gone (ranks 2, 3): its ranks of 4 did not arrive, connection lost after 0.2 s. Look",
+        ),
+        (
+            {"waited_s": 0.2, "arrivals": ArrivalReport(missing=[0, 2, 3], silent=[2, 3], notes={0: "E: x"}), "nodes": NODES},
+            "w: node 1 is gone (ranks 2, 3), and ranks [0] of 4 did not arrive, connection lost after 0.2 s. Rank 0 left",
+        ),
+        (
+            {"waited_s": 0.2, "arrivals": ArrivalReport(missing=[2, 3], silent=[3], notes={2: "E: x"}), "nodes": NODES},
+            "w: ranks [2, 3] of 4 did not arrive, connection lost",
+        ),
+        (
+            {"waited_s": 4.0, "arrivals": ArrivalReport(pairs=[(1, 2)])},
+            "w: the connection between ranks 1 and 2 of 4 was lost after 4 s, and all ranks live. Check the network",
+        ),
+        (
+            {"waited_s": 4.0, "arrivals": ArrivalReport(broken={2: "RuntimeError: no."})},
+            "w: a collective failed on ranks [2] of 4, and all ranks live. Rank 2: RuntimeError: no.",
+        ),
     ],
 )
 def test_missing_rank_message_depends_on_store_contents(given, text):

@@ -111,6 +111,28 @@ def test_killed_launcher_ends_other_nodes_and_is_named(nodes):
     assert "node 1" in result.summary[0]
 
 
+@pytest.mark.slow
+def test_node_that_is_killed_with_all_its_processes_is_named_with_its_ranks(nodes):
+    source = """
+    import os, time, torch, dtrain as dt
+    with dt.init_dist(device="cpu") as info:
+        for step in range(10**6):
+            dt.dist.all_gather_numbers([1.0])
+            dt.dist.reduce_sum(torch.ones(4))
+            if step == 3:
+                with open(f"{os.environ['FOLDER']}/{info.rank}", "w") as file:
+                    file.write(str(os.getpid()))
+    """
+    first, second = nodes(source)
+    first.wait_for("0", "1", "2", "3")
+    for pid in second.processes():
+        os.kill(pid, signal.SIGKILL)
+    result = first.wait()
+    assert result.code == 1
+    (line,) = result.summary
+    assert "is gone (ranks 2-3)" in line
+
+
 def test_missing_node_is_named_on_join_timeout(start, port):
     job = start(WHO, options=[*place(port), "--node-rank", "0", "--join-timeout", "1"])
     result = job.wait()

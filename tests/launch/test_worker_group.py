@@ -5,13 +5,17 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
+from dataclasses import replace
 
 import pytest
 
+from dtrain.dist.store_calls import call_with_timeout
+from dtrain.errors import DistError
 from dtrain.launch.launch_plan import LaunchPlan, NodeLayout, OutputPlan, Target
 from dtrain.launch.processes import descendants
 from dtrain.launch.result import describe_failures, summarize
-from dtrain.launch.worker_group import WorkerGroup
+from dtrain.launch.worker_group import NODE_NEWS_S, WorkerGroup
 from dtrain.launch_protocol import RankFailure
 
 SCRIPT = Target(kind="script", name="a.py")
@@ -57,6 +61,43 @@ def test_collective_error_waits_for_failure_of_peer(attempt, error, at_once):
     attempt.advance(10.6)
     assert attempt.stopping
     assert attempt.root_cause.rank == 1
+
+
+def lost_peer() -> DistError:
+    """Return the error of an exchange that lost a rank."""
+    with pytest.raises(DistError) as caught:
+        call_with_timeout(lambda: time.sleep(60), timeout_s=0.01, message="step: ranks [2] of 6 did not arrive")
+    return caught.value
+
+
+def test_lost_connection_waits_for_the_news_of_another_node(attempt):
+    attempt.plan = replace(attempt.plan, layout=NodeLayout(nproc=3, world_size=6, nodes=2))
+    for rank in range(3):
+        record(attempt, rank, lost_peer())
+        ended(attempt, rank, 1, now=10.0)
+    attempt.advance(19.0)
+    assert (attempt.is_finished, attempt.stopping, attempt.awaits_news) == (True, False, True)
+    attempt.fail(["dtrain: launch: node 1 (n07) is gone (ranks 3-5): it was silent for 10 s"], 20.0)
+    attempt.advance(20.0)
+    assert end_of(attempt).lines == ("dtrain: launch: node 1 (n07) is gone (ranks 3-5): it was silent for 10 s",)
+
+
+def test_lost_connection_is_the_cause_if_no_node_reports_another(attempt):
+    attempt.plan = replace(attempt.plan, layout=NodeLayout(nproc=3, world_size=6, nodes=2))
+    record(attempt, 1, lost_peer())
+    ended(attempt, 1, 1, now=10.0)
+    attempt.advance(10.6)
+    attempt.advance(10.6 + NODE_NEWS_S - 0.1)
+    assert not attempt.stopping
+    attempt.advance(10.6 + NODE_NEWS_S)
+    assert (attempt.stopping, attempt.root_cause.rank) == (True, 1)
+
+
+def test_error_of_the_own_node_does_not_wait_for_news(attempt):
+    attempt.plan = replace(attempt.plan, layout=NodeLayout(nproc=3, world_size=6, nodes=2))
+    record(attempt, 1, ValueError("x"))
+    ended(attempt, 1, 1, now=10.0)
+    assert (attempt.stopping, attempt.root_cause.rank) == (True, 1)
 
 
 def test_killed_rank_is_root_cause_of_lost_connection(attempt):

@@ -1,10 +1,15 @@
-"""Find the ranks that did not arrive, through a few counters of the rendezvous store. Contains no store and no clock.
+"""Find the ranks that failed, through a few keys of the rendezvous store. Contains no store, no socket and no clock.
 
-Each rank whose collective failed sets its bits in a counter that 24 ranks share. The first of them waits for the marks of the
-others, reads all counters and writes the report. The other ranks wait for the report. So a rank makes a few requests, whatever
-the number of ranks.
+As soon as a rank learns of a failure, it gives one sign: that it waits in a collective, that it computes, that it has failed
+itself, or that it lost the connection to a rank that has said nothing. Then it closes its connections to other ranks, which
+wakes their watches (``incident``), so that all ranks learn of the failure within a few messages. Signs are three bits in a
+counter that 21 ranks share. One rank waits for the signs of the others, reads all counters and writes the report. The other
+ranks wait for the report. So a rank makes a few requests, whatever the number of ranks.
 
-Each function is a generator of store requests. ``timeout_report`` runs it on the store, and a simulation on a virtual store.
+A rank gives its sign before it closes a connection. So a rank that lost a connection knows the reason: the other rank has
+given a sign, and is not the cause; or it has not, and is dead, or only their connection is broken.
+
+Each function is a generator of store requests. ``incident`` runs it on the store, and a simulation on a virtual store.
 """
 
 from __future__ import annotations
@@ -17,19 +22,29 @@ from typing import NamedTuple, TypeAlias, TypeVar
 
 T = TypeVar("T")
 
-# Each rank has two bits of a counter. A counter of the store is a signed number of 64 bits.
-_RANKS_PER_COUNTER = 24
-# Marks of a rank by the time that it waited: below half of the timeout, below the timeout, and about the timeout.
+_BITS = 3
+# A counter of the store is a signed number of 64 bits.
+_RANKS_PER_COUNTER = 63 // _BITS
+# Signs of a rank that waits in a collective, by the time that it waited: below half of the timeout, below the timeout, and
+# about the timeout.
 EARLY, WAITED, TIMED_OUT = 1, 2, 3
+# The rank lives, and is in no collective.
+BUSY = 4
+# The rank has failed by itself. Its error is in a key of its own.
+FAILED = 5
+# The rank lost a connection, and the cause has given no sign. The other rank, or the error, is in a key of its own.
+LOST = 6
 # Fractions of the timeout. A wait that is shorter than the last was ended by the failure of another rank.
 _WAITED_FRACTION, _TIMED_OUT_FRACTION = 0.5, 0.9
 _POLL_S = 0.1
 # Pause between requests for each rank, so that the requests of all ranks do not keep the store busy.
 _POLL_S_PER_RANK = 2e-4
-# Longest time to wait for marks, as long as more marks arrive. Times ``grace_s``.
+# Longest time to wait for signs, as long as more signs arrive. Times ``grace_s``.
 _MAX_GRACES = 3
-# Missing ranks whose notes are read.
-_MAX_NOTES = 4
+# Different errors that a report contains. Ranks with the same error share it.
+_MAX_ERRORS = 16
+# Connections between living ranks that a report contains.
+_MAX_PAIRS = 16
 
 
 class Add(NamedTuple):
@@ -66,28 +81,62 @@ class Sleep(NamedTuple):
     seconds: float
 
 
-StoreRequest: TypeAlias = Add | SetOnce | Set | Read | Sleep
+class Spread(NamedTuple):
+    """Close the connections of this rank, so that the watches of other ranks wake. Asks the store nothing."""
+
+
+StoreRequest: TypeAlias = Add | SetOnce | Set | Read | Sleep | Spread
 StoreAnswer: TypeAlias = int | str | float | None
 StoreProtocol: TypeAlias = Generator[StoreRequest, StoreAnswer, T]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ArrivalReport:
-    """Ranks that did not arrive at a call, and the ranks that did.
+class Sign:
+    """First sign of a rank in an incident.
 
     Args:
-        missing: ranks without a mark.
+        mark: ``EARLY``, ``WAITED``, ``TIMED_OUT``, ``BUSY``, ``FAILED`` or ``LOST``.
+        caller: name of the place where the rank waits; "" if unknown.
+        error: error of a rank that has failed, or of a collective that lost an unknown rank.
+        peer: rank whose connection is lost. A peer that has given a sign is not the cause, and then ``mark`` counts;
+            otherwise the sign is ``LOST``.
+    """
+
+    mark: int
+    caller: str = ""
+    error: str = ""
+    peer: int | None = None
+
+
+def mark_wait(waited_s: float, timeout_s: float) -> int:
+    """Return the mark of a rank that has waited ``waited_s`` seconds in a collective."""
+    fraction = waited_s / timeout_s
+    return EARLY if fraction < _WAITED_FRACTION else WAITED if fraction < _TIMED_OUT_FRACTION else TIMED_OUT
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ArrivalReport:
+    """Ranks that caused an incident.
+
+    Args:
+        missing: ranks that failed or gave no sign; after a timeout without such ranks, ranks that were in no collective.
+        silent: those of ``missing`` that gave no sign.
         late: ranks that arrived after others had timed out.
         timed_out: if True, some rank has waited for the whole timeout.
-        callers: up to two ranks that arrived with different callers.
-        notes: errors of missing ranks that have left.
+        callers: up to two ranks that waited at different places.
+        notes: errors of ranks that have failed. If ranks have the same error, only the first of them is listed.
+        pairs: pairs of living ranks whose connection was lost.
+        broken: errors of ranks whose collective failed by itself, although no rank is missing.
     """
 
     missing: Sequence[int] = ()
+    silent: Sequence[int] = ()
     late: Sequence[int] = ()
     timed_out: bool = False
     callers: Mapping[int, str] = field(default_factory=dict)
     notes: Mapping[int, str] = field(default_factory=dict)
+    pairs: Sequence[Sequence[int]] = ()
+    broken: Mapping[int, str] = field(default_factory=dict)
 
     def encode(self) -> str:
         """Return the report as JSON."""
@@ -97,89 +146,182 @@ class ArrivalReport:
     def decode(cls, text: str) -> ArrivalReport:
         """Return the report of ``encode``."""
         values = json.loads(text)
-        for name in ("callers", "notes"):
+        for name in ("callers", "notes", "broken"):
             values[name] = {int(rank): value for rank, value in values[name].items()}
         return cls(**values)
 
 
-def report_arrival(
-    call: str, rank: int, world_size: int, *, caller: str, waited_s: float, timeout_s: float, grace_s: float
-) -> StoreProtocol[ArrivalReport]:
-    """Mark that ``rank`` has arrived at ``call``, and return the report of all ranks.
+def give_sign(board: str, rank: int, sign: Sign) -> StoreProtocol[int]:
+    """Give the sign of ``rank`` once, and return its mark. The rank must not close a connection before.
 
     Args:
-        call: name of the call, equal on all ranks.
+        board: prefix of the keys of the incident, equal on all ranks.
+        rank: index of this rank.
+        sign: the sign.
+    """
+    mark = sign.mark
+    if sign.peer is not None and not mark_of(int((yield Add(_counter_key(board, sign.peer), 0)) or 0), sign.peer):
+        mark = LOST
+        yield Set(f"{board}/lost/{rank}", str(sign.peer))
+    elif mark in (FAILED, LOST):
+        yield Set(f"{board}/lost/{rank}" if mark == LOST else f"{board}/left/{rank}", f" {sign.error}")
+    elif sign.caller:
+        mine = f"{rank} {sign.caller}"
+        first = str((yield SetOnce(f"{board}/caller", mine)))
+        if first.partition(" ")[2] != sign.caller:
+            yield SetOnce(f"{board}/other caller", mine)
+    if mark == FAILED:
+        # This rank reads no report.
+        yield Add(f"{board}/read", 1)
+    yield add_mark(board, rank, mark)
+    yield Add(f"{board}/count", 1)
+    return mark
+
+
+def change_to_failed(board: str, rank: int, mark: int, error: str) -> StoreProtocol[None]:
+    """Change the sign of ``rank`` from ``mark`` to ``FAILED``: the rank has an error of its own."""
+    yield Set(f"{board}/left/{rank}", f" {error}")
+    yield add_mark(board, rank, FAILED - mark)
+
+
+def find_report(
+    board: str, rank: int, world_size: int, *, grace_s: float, settle_s: float = 0.0
+) -> StoreProtocol[ArrivalReport]:
+    """Return the report of all ranks. This rank has given its sign.
+
+    Args:
+        board: prefix of the keys of the incident, equal on all ranks.
         rank: index of this rank.
         world_size: number of ranks.
-        caller: name of the place where this rank made the call.
-        waited_s: time that this rank has waited, in seconds.
-        timeout_s: time after which a rank gives up, in seconds.
-        grace_s: time to wait for the next mark, in seconds.
+        grace_s: time to wait for the next sign, in seconds.
+        settle_s: time to wait for the signs of all ranks before this rank closes its connections, in seconds. If all ranks make
+            one mistake, they stay connected.
     """
-    fraction = waited_s / timeout_s
-    mark = EARLY if fraction < _WAITED_FRACTION else WAITED if fraction < _TIMED_OUT_FRACTION else TIMED_OUT
-    yield add_mark(f"mark/{call}", rank, mark)
-    mine = f"{rank} {caller}"
-    first = str((yield SetOnce(f"mark/{call}/caller", mine)))
-    if first.partition(" ")[2] != caller:
-        yield SetOnce(f"mark/{call}/other caller", mine)
-    if (yield Add(f"mark/{call}/count", 1)) != 1:
-        text = yield Read(f"mark/{call}/report", (_MAX_GRACES + 1) * grace_s)
-        if text is not None and rank not in (report := ArrivalReport.decode(str(text))).missing:
+    if not settle_s or (yield from _count_signs(board, world_size, settle_s, settle_s)) < world_size:
+        yield Spread()
+    if (yield Add(f"{board}/readers", 1)) != 1:
+        text = yield Read(f"{board}/report", (_MAX_GRACES + 1) * grace_s)
+        if text is not None and rank not in (report := ArrivalReport.decode(str(text))).silent:
+            yield Add(f"{board}/read", 1)
             return report
-    # This rank is the first, or it arrived after the report, or the first rank is gone.
-    report = yield from _collect(call, world_size, grace_s)
-    yield Set(f"mark/{call}/report", report.encode())
-    # This rank may serve the store, and the other ranks have not read the report yet.
-    yield Sleep(2 * _poll_s(world_size))
+    # This rank is the first, or it gave its sign after the report, or the first rank is gone.
+    yield from _count_signs(board, world_size, grace_s, _MAX_GRACES * grace_s)
+    report = yield from _read_signs(board, world_size)
+    yield Set(f"{board}/report", report.encode())
+    yield Add(f"{board}/read", 1)
     return report
+
+
+def wait_for_readers(board: str, number: int, world_size: int, limit_s: float) -> StoreProtocol[None]:
+    """Wait until ``number`` ranks have read the report. This rank serves the store, which ends with it."""
+    now = float((yield Sleep(0)) or 0)
+    deadline = now + limit_s
+    while int((yield Add(f"{board}/read", 0)) or 0) < number and now < deadline:
+        now = float((yield Sleep(_poll_s(world_size))) or 0)
 
 
 def _poll_s(world_size: int) -> float:
     return max(_POLL_S, _POLL_S_PER_RANK * world_size)
 
 
-def _collect(call: str, world_size: int, grace_s: float) -> StoreProtocol[ArrivalReport]:
-    """Wait until all marks are there, or until no mark has arrived for ``grace_s``, and read them."""
+def _count_signs(board: str, world_size: int, pause_s: float, limit_s: float) -> StoreProtocol[int]:
+    """Wait until all signs are there, or until no sign has arrived for ``pause_s``, and return their number."""
     start = now = float((yield Sleep(0)) or 0)
-    seen, deadline = 0, start + grace_s
+    seen, deadline = 0, start + pause_s
     while True:
-        count = int((yield Add(f"mark/{call}/count", 0)) or 0)
+        count = int((yield Add(f"{board}/count", 0)) or 0)
         if count > seen:
-            seen, deadline = count, min(now + grace_s, start + _MAX_GRACES * grace_s)
+            seen, deadline = count, min(now + pause_s, start + limit_s)
         if count >= world_size or now >= deadline:
-            break
+            return count
         now = float((yield Sleep(min(_poll_s(world_size), deadline - now))) or 0)
-    marks = yield from read_marks(f"mark/{call}", world_size)
-    missing = [rank for rank, mark in enumerate(marks) if not mark]
-    timed_out = TIMED_OUT in marks
-    notes, callers = {}, {}
-    for rank in missing[:_MAX_NOTES]:
-        if (note := (yield Read(f"left/{rank}", 0))) is not None:
-            notes[rank] = str(note)
+
+
+def _read_signs(board: str, world_size: int) -> StoreProtocol[ArrivalReport]:
+    """Read all signs, and the keys that they announce."""
+    marks = yield from read_marks(board, world_size)
+    errors, peers, broken, callers = {}, {}, {}, {}
+    for rank, mark in enumerate(marks):
+        if mark == FAILED:
+            errors[rank] = str((yield Read(f"{board}/left/{rank}", 0)) or "")[1:]
+        elif mark == LOST:
+            text = str((yield Read(f"{board}/lost/{rank}", 0)) or " ")
+            if text.startswith(" "):
+                broken[rank] = text[1:]
+            else:
+                peers[rank] = int(text)
     for key in ("caller", "other caller"):
-        if (text := (yield Read(f"mark/{call}/{key}", 0))) is not None:
-            number, _, caller = str(text).partition(" ")
+        if (text := str((yield Read(f"{board}/{key}", 0)) or "")) != "":
+            number, _, caller = text.partition(" ")
             callers[int(number)] = caller
-    late = [rank for rank, mark in enumerate(marks) if mark == EARLY] if timed_out else []
-    return ArrivalReport(missing=missing, late=late, timed_out=timed_out, callers=callers, notes=notes)
+    return judge(marks, errors=errors, peers=peers, broken=broken, callers=callers)
+
+
+def judge(
+    marks: Sequence[int],
+    *,
+    errors: Mapping[int, str],
+    peers: Mapping[int, int],
+    broken: Mapping[int, str],
+    callers: Mapping[int, str],
+) -> ArrivalReport:
+    """Return the ranks that caused an incident. Pure.
+
+    Args:
+        marks: sign of each rank, 0 without a sign.
+        errors: errors of ranks that have failed.
+        peers: for ranks that lost a connection, the rank at the other end.
+        broken: for ranks that lost a connection to an unknown rank, their error.
+        callers: up to two ranks that waited at different places.
+    """
+    silent = [rank for rank, mark in enumerate(marks) if not mark]
+    pairs = sorted({(min(pair), max(pair)) for pair in peers.items()})
+    timed_out = TIMED_OUT in marks
+    missing = sorted({*silent, *errors})
+    if missing:
+        # They closed the connections.
+        pairs = []
+    if timed_out and not missing and not pairs:
+        missing = [rank for rank, mark in enumerate(marks) if mark == BUSY]
+    return ArrivalReport(
+        missing=missing,
+        silent=silent,
+        late=[rank for rank, mark in enumerate(marks) if mark == EARLY or rank in broken] if timed_out else [],
+        timed_out=timed_out,
+        callers=callers,
+        notes=_first_of_each(errors),
+        pairs=pairs[:_MAX_PAIRS],
+        broken={} if missing or pairs else dict(list(broken.items())[:_MAX_ERRORS]),
+    )
+
+
+def _first_of_each(errors: Mapping[int, str]) -> dict[int, str]:
+    """Return the first rank of each different error."""
+    first: dict[str, int] = {}
+    for rank, error in sorted(errors.items()):
+        first.setdefault(error, rank)
+    return {rank: error for error, rank in list(first.items())[:_MAX_ERRORS]}
+
+
+def _counter_key(prefix: str, rank: int) -> str:
+    return f"{prefix}/ranks/{rank // _RANKS_PER_COUNTER}"
 
 
 def add_mark(prefix: str, rank: int, mark: int = EARLY) -> Add:
-    """Return the request that marks ``rank``. Each rank adds one mark."""
-    return Add(f"{prefix}/ranks/{rank // _RANKS_PER_COUNTER}", mark << 2 * (rank % _RANKS_PER_COUNTER))
+    """Return the request that adds ``mark`` to the mark of ``rank``. Only the rank itself adds to it."""
+    return Add(_counter_key(prefix, rank), mark * (1 << _BITS * (rank % _RANKS_PER_COUNTER)))
 
 
 def mark_of(counter: int, rank: int) -> int:
     """Return the mark of ``rank`` in the counter of ``add_mark``; 0 without a mark."""
-    return counter >> 2 * (rank % _RANKS_PER_COUNTER) & 3
+    return counter >> _BITS * (rank % _RANKS_PER_COUNTER) & ((1 << _BITS) - 1)
 
 
 def read_marks(prefix: str, world_size: int) -> StoreProtocol[list[int]]:
-    """Return the marks of all ranks. One request for every 24 ranks."""
+    """Return the marks of all ranks. One request for every 21 ranks."""
     marks: list[int] = []
-    for index in range(-(-world_size // _RANKS_PER_COUNTER)):
-        counter = int((yield Add(f"{prefix}/ranks/{index}", 0)) or 0)
+    for first in range(0, world_size, _RANKS_PER_COUNTER):
+        counter = int((yield Add(_counter_key(prefix, first), 0)) or 0)
         marks += [mark_of(counter, rank) for rank in range(_RANKS_PER_COUNTER)]
     return marks[:world_size]
 

@@ -166,7 +166,9 @@ def all_gather_with_timeout(number: int, *, timeout_s: float) -> list[int] | Non
     try:
         rows = _channel("control").all_gather(struct.pack("=q", number), caller="compare units", timeout_s=timeout_s)
     # A rank is late or gone, or it is in another exchange.
-    except (dist.DistNetworkError, DistError):
+    except (dist.DistNetworkError, DistError) as error:
+        if (incidents := current_context().incidents) is not None:
+            incidents.note_channel_failure("control", error)
         return None
     return [struct.unpack("=q", row)[0] for row in rows]
 

@@ -16,10 +16,10 @@ from dtrain.dist.preemption import Preemption
 
 if TYPE_CHECKING:
     from dtrain.dist.control_plane import ControlPlane
+    from dtrain.dist.incident import Incidents
     from dtrain.dist.init import DistInfo
     from dtrain.dist.recorder import Recorder
     from dtrain.dist.rendezvous import RendezvousConfig
-    from dtrain.dist.timeout_report import MissingRankReporter
 
 ShutdownHook = Callable[[BaseException | None], None]
 """Called with the exception that leaves ``init_dist``'s block, or None. An exception of the hook replaces it."""
@@ -35,7 +35,7 @@ class DistContext:
     Args:
         info: this rank and its groups; None while no groups are open.
         meshes: meshes on the open groups, by axes and degrees.
-        missing_rank_reporter: names missing ranks; None while no groups are open, and in a world of one.
+        incidents: failures of ranks, and their watch; None while no groups are open, and in a world of one.
         control_plane: connections for records and JSON; None while no groups are open.
         group_store: store of the training group, if dtrain made it.
         cpu_group: gloo group for CPU tensors, made on first use; None if the training group carries them.
@@ -57,7 +57,7 @@ class DistContext:
 
     info: DistInfo | None = None
     meshes: dict[tuple[tuple[str, int], ...], DeviceMesh] = field(default_factory=dict)
-    missing_rank_reporter: MissingRankReporter | None = None
+    incidents: Incidents | None = None
     control_plane: ControlPlane | None = None
     cpu_group: dist.ProcessGroup | None = None
     group_store: dist.Store | None = None

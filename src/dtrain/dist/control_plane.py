@@ -14,7 +14,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Literal, TypeAlias, TypeVar
@@ -58,7 +58,8 @@ class ChannelExchange:
 class Channel:
     """Connections of this rank for the exchanges of one thread. All ranks run the same exchanges in the same order.
 
-    An exception that leaves an exchange closes the connections, so that the other ranks do not wait for this rank.
+    After an exception the connections must be closed, so that the other ranks do not wait for this rank. The block of
+    ``report_missing_ranks`` around the exchange does so, after it has told them of the failure.
 
     Args:
         name: name of the channel.
@@ -72,6 +73,8 @@ class Channel:
         op: name of the last exchange.
         size: numbers or bytes of this rank in the last exchange.
         waits: if True, the last exchange has not ended.
+        failed: if True, an exception has left an exchange.
+        lost_peer: rank whose connection was closed; None after a timeout.
     """
 
     def __init__(
@@ -83,6 +86,8 @@ class Channel:
         for connection in connections.values():
             connection.settimeout(timeout_s)
         self.count, self.num_records, self.op, self.size, self.waits = 0, 0, "", 0, False
+        self.failed, self._closed = False, False
+        self.lost_peer: int | None = None
         self._interruption: BaseException | None = None
 
     def all_gather(self, payload: bytes, *, caller: str, timeout_s: float | None = None) -> list[bytes]:
@@ -115,7 +120,7 @@ class Channel:
         self.count, self.op, self.size, self.waits = self.count + 1, op, size, True
         self._interruption = None
         tag = _tag(op, size if op == "record" else 0, caller)
-        received = b""
+        received, peer = b"", -1
         try:
             if timeout_s != self.timeout_s:
                 self._set_timeouts(timeout_s)
@@ -123,17 +128,19 @@ class Channel:
             while True:
                 to, data, source = transfer
                 if to is not None:
+                    peer = to
                     self._send(to, _HEADER.pack(self.count, len(data), tag) + data, timeout_s)
                 if source is not None:
+                    peer = source
                     received = self._receive(source, tag, caller)
                 transfer = protocol.send(received)
         except StopIteration as stop:
             result: T = stop.value
         except OSError as error:
-            self.close()
+            self.failed, self.lost_peer = True, None if isinstance(error, TimeoutError) else peer
             raise dist.DistNetworkError(f"{type(error).__name__}: {error}") from error
         except BaseException:
-            self.close()
+            self.failed = True
             raise
         self.waits = False
         if timeout_s != self.timeout_s:
@@ -215,8 +222,30 @@ class Channel:
             raise _mismatch(caller, tag, source, name)
         return _HEADER.size + int(length)
 
-    def close(self) -> None:
-        """Close the connections."""
+    @property
+    def closed_here(self) -> bool:
+        """Return True if this process has closed a connection."""
+        return self._closed or any(connection.fileno() < 0 for connection in self._connections.values())
+
+    def file_numbers(self) -> dict[int, int]:
+        """Return the rank of each connection, by file number."""
+        return {connection.fileno(): peer for peer, connection in self._connections.items()}
+
+    def shut_down(self) -> None:
+        """End the connections for all processes that hold them, and wake the threads that wait for them."""
+        for connection in self._connections.values():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self, *, shut_down: bool = True) -> None:
+        """Close the connections.
+
+        Args:
+            shut_down: if False, other processes may go on using them.
+        """
+        self._closed = True
+        if shut_down:
+            self.shut_down()
         for connection in self._connections.values():
             connection.close()
 
@@ -255,10 +284,10 @@ class ControlPlane:
     def __getitem__(self, name: ChannelName) -> Channel:
         return self.channels[name]
 
-    def close(self) -> None:
+    def close(self, *, shut_down: bool = True) -> None:
         """Close the connections of all channels."""
         for channel in self.channels.values():
-            channel.close()
+            channel.close(shut_down=shut_down)
 
 
 Observer: TypeAlias = Callable[[ChannelExchange], None]
@@ -283,8 +312,10 @@ def _notify(channel: ChannelName, op: str, size: int) -> None:
 def _close_in_fork() -> None:
     """Close the sockets in a fork of a rank, which would keep the connections open after the rank has died."""
     context = current_context()
+    if context.incidents is not None:
+        context.incidents.stop()
     if context.control_plane is not None:
-        context.control_plane.close()
+        context.control_plane.close(shut_down=False)
         context.control_plane = None
 
 

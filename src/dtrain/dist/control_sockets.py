@@ -59,11 +59,11 @@ def open_control_plane(info: DistInfo) -> ControlPlane:
     Raises:
         DistError: some rank cannot connect to another rank; on all ranks.
     """
-    reporter = current_context().missing_rank_reporter
-    if reporter is None:
+    incidents = current_context().incidents
+    if incidents is None:
         layout = Layout(info.rank, info.world_size, info.world_size)
         return _plane(layout, {name: {} for name in CHANNELS}, info.timeout_s)
-    store = dist.PrefixStore(f"{reporter.prefix}/control", reporter.store)
+    store = dist.PrefixStore(f"{incidents.prefix}/control", incidents.store)
     problem = ""
     for node_size in dict.fromkeys([_agree_node_size(store, info), 1]):
         layout = Layout(info.rank, info.world_size, node_size)
@@ -73,7 +73,7 @@ def open_control_plane(info: DistInfo) -> ControlPlane:
     seen = store.add("seen", 1)
     deadline = time.monotonic() + _SETTLE_S
     # The store ends with the rank that serves it, so this rank raises last.
-    while reporter.server_rank == info.rank and seen < info.world_size and time.monotonic() < deadline:
+    while incidents.server_rank == info.rank and seen < info.world_size and time.monotonic() < deadline:
         time.sleep(0.05)
         seen = store.add("seen", 0)
     raise DistError(
@@ -190,8 +190,8 @@ def _own_addresses() -> list[str]:
     if interface:
         return [_interface_address(interface)]
     found: dict[str, None] = {}
-    reporter = current_context().missing_rank_reporter
-    store: Any = None if reporter is None else reporter.store
+    incidents = current_context().incidents
+    store: Any = None if incidents is None else incidents.store
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):

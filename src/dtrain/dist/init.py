@@ -22,9 +22,11 @@ import torch.distributed as dist
 from dtrain import heartbeats, launch_protocol, spans
 from dtrain.arguments import check_choice, check_number
 from dtrain.device import collective_backend, find_accelerator, is_accelerator
+from dtrain.dist import timeout_report
 from dtrain.dist.context import current_context
 from dtrain.dist.control_sockets import open_control_plane
 from dtrain.dist.group_store import group_store
+from dtrain.dist.incident import Incidents
 from dtrain.dist.rendezvous import (
     RendezvousConfig,
     connect_store,
@@ -34,7 +36,7 @@ from dtrain.dist.rendezvous import (
     read_stop_signals,
     select_device,
 )
-from dtrain.dist.timeout_report import MissingRankReporter, leave_error_note, report_missing_ranks
+from dtrain.dist.timeout_report import leave_error_note, report_missing_ranks
 from dtrain.errors import ConfigError, DistError
 from dtrain.open_files import raise_open_file_limit
 
@@ -196,6 +198,8 @@ def init_dist(
         with report_missing_ranks("init_dist"):
             info = _make_info(rank_info, backend, rank_device, timeout_s, opened_group)
             context.control_plane = open_control_plane(info)
+            if context.incidents is not None:
+                context.incidents.watch(context.control_plane)
             if opened_group:
                 _open_default_group(info, store)
             context.info = info
@@ -258,7 +262,7 @@ def _check_matches_open_groups(info: DistInfo, backend: str | None, device: str 
 
 
 def _join_rendezvous(rank_info: dict[str, int], init_method: str | None, timeout_s: float, init_timeout_s: float) -> dist.Store:
-    """Wait for all ranks, and set the reporter of missing ranks; return the store of the new default group."""
+    """Wait for all ranks, and prepare for failures of ranks; return the store of the new default group."""
     context, rank, world = current_context(), rank_info["rank"], rank_info["world_size"]
     config = RendezvousConfig(
         rank=rank, world_size=world, address=read_master_address(rank, world) if init_method is None else init_method
@@ -274,16 +278,16 @@ def _join_rendezvous(rank_info: dict[str, int], init_method: str | None, timeout
         if rank != 0:
             context.store = None
         raise
-    _set_missing_rank_reporter(rank_info, context.store, prefix, timeout_s, server_rank=config.server_rank)
+    _prepare_incidents(rank_info, context.store, prefix, timeout_s, server_rank=config.server_rank)
     return store
 
 
 def _reuse_default_group(rank_info: dict[str, int], timeout_s: float) -> None:
-    """Set the reporter of missing ranks for a default group that the user has opened."""
+    """Prepare for failures of ranks in a default group that the user has opened."""
     context = current_context()
     context.num_reused_groups += 1
     prefix = f"{_store_prefix()}/adopted/{context.num_reused_groups}"
-    _set_missing_rank_reporter(rank_info, dist.distributed_c10d._get_default_store(), prefix, timeout_s, server_rank=None)
+    _prepare_incidents(rank_info, dist.distributed_c10d._get_default_store(), prefix, timeout_s, server_rank=None)
 
 
 def _store_prefix() -> str:
@@ -291,17 +295,18 @@ def _store_prefix() -> str:
     return f"dtrain/{os.environ.get(launch_protocol.RESTART_COUNT, '0')}"
 
 
-def _set_missing_rank_reporter(
+def _prepare_incidents(
     rank_info: dict[str, int], store: dist.Store, prefix: str, timeout_s: float, *, server_rank: int | None
 ) -> None:
     # A single rank has no peer that could be missing.
     if rank_info["world_size"] > 1:
-        current_context().missing_rank_reporter = MissingRankReporter(
+        current_context().incidents = Incidents(
             store=store,
             prefix=f"{prefix}/missing",
             rank=rank_info["rank"],
             world_size=rank_info["world_size"],
             timeout_s=timeout_s,
+            grace_s=timeout_report.GRACE_S,
             server_rank=server_rank,
         )
 
@@ -342,6 +347,8 @@ def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None
             leave_error_note(error)
         elif dist.is_initialized():
             heartbeats.report(heartbeats.ProgressKind.LEAVING)
+            if (incidents := current_context().incidents) is not None:
+                incidents.leaving = True
             # The last collective of a peer may still be in flight. The barrier keeps its connections open until all are done.
             _wait_for_all_ranks("leaving init_dist")
     except BaseException as failure:
@@ -369,7 +376,9 @@ def _wait_for_all_ranks(caller: str) -> None:
 def _reset(*, destroy: bool) -> None:
     """Reset the context to a process without groups. If ``destroy``, destroy torch's groups, too."""
     context = current_context()
-    context.info = context.missing_rank_reporter = None
+    if context.incidents is not None:
+        context.incidents.stop()
+    context.info = context.incidents = None
     context.meshes.clear()
     context.cpu_group = None
     if context.control_plane is not None:

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from dtrain import launch_protocol
 from dtrain.device import find_accelerator
 from dtrain.dist.arrival_marks import Read, add_mark, format_ranks, mark_of, read_marks
-from dtrain.dist.timeout_report import ask_store, call_with_timeout, clone_store
+from dtrain.dist.store_calls import ask_store, call_with_timeout, clone_store
 from dtrain.errors import ConfigError, DistError
 
 _OPEN, _FAILED, _OVER = b"open", b"failed", b"over"

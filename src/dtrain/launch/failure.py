@@ -18,6 +18,7 @@ _OOM_HINT = "; often the kernel, out of memory"
 _CONNECTION_ERRORS = {
     "BrokenPipeError", "ConnectionAbortedError", "ConnectionError", "ConnectionResetError", "EOFError", "TimeoutError",
 }  # fmt: skip
+_LOST_PEER_ERRORS = _CONNECTION_ERRORS | {"DistBackendError", "DistError", "DistNetworkError", "DistStoreError", "RuntimeError"}
 _MAX_MESSAGE_CHARS = 300  # characters
 
 
@@ -114,6 +115,11 @@ def is_certain_cause(cause: RootCause) -> bool:
 def _is_killed_from_outside(code: int) -> bool:
     # Libraries abort when they lose a peer.
     return code < 0 and code != -signal.SIGABRT
+
+
+def may_be_of_another_node(cause: RootCause) -> bool:
+    """Return True if the rank only lost a connection, as after the end of another node."""
+    return cause.failure is not None and cause.failure.in_collective and cause.failure.error_type in _LOST_PEER_ERRORS
 
 
 def shell_exit_code(code: int) -> int:

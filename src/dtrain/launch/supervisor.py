@@ -133,7 +133,7 @@ def _run_attempts(job: Job) -> JobResult:
             if job.agent is None:
                 open_store(job, listen_on_loopback())
             start_ranks(job)
-        _run_loop(job)
+        _run_loop(job, lambda: job.worker_group.awaits_news and not job.worker_group.stopping)
         result = _summarize_group(job)
         _close_worker_group(job)
         wait_for_all_nodes(job, result, lambda condition: _run_loop(job, condition))

@@ -14,7 +14,7 @@ from pathlib import Path
 from dtrain import launch_protocol
 from dtrain.launch import failure, processes
 from dtrain.launch.failure import RankExit, RootCause
-from dtrain.launch.launch_plan import LaunchPlan
+from dtrain.launch.launch_plan import DEFAULT_SILENCE_S, LaunchPlan
 from dtrain.launch_protocol import RankFailure
 
 # `timeout` and a terminal may deliver one request twice. A person takes longer to repeat a request.
@@ -22,6 +22,9 @@ REPEATED_SIGNAL_S = 0.3
 
 # The rank that failed first may still run its exit handlers when a peer fails.
 _FAILURE_COLLECT_S = 0.5
+# The ranks of this node have only lost a connection. The cause may be another node, and a silent node is found after
+# ``DEFAULT_SILENCE_S``, at its next missing heartbeat.
+NODE_NEWS_S = DEFAULT_SILENCE_S + 3.0
 # A process may fork while it is being killed.
 _KILL_RETRY_S = 0.05
 # Processes that survive SIGKILL for so long wait in the kernel, and no signal reaches them.
@@ -48,6 +51,8 @@ class WorkerGroup:
         stopped_ranks: ranks that ran until they were asked to end.
         orphans_signalled: True once processes without ranks got SIGTERM.
         decide_at: time at which the root cause is determined.
+        awaits_news: if True, the root cause is determined at ``decide_at`` even if no rank is left, because another node may
+            report the cause before.
         hung: True while a hang is explained, so exits meanwhile are not failures.
         exit_deadline: time by which a rank that raised an exception must have exited.
         preempted_ranks: ranks whose script ended as preempted, after a save.
@@ -72,6 +77,7 @@ class WorkerGroup:
     stopped_ranks: frozenset[int] = frozenset()
     orphans_signalled: bool = False
     decide_at: float | None = None
+    awaits_news: bool = False
     hung: bool = False
     exit_deadline: float | None = None
     preempted_ranks: set[int] = field(default_factory=set)
@@ -210,17 +216,25 @@ class WorkerGroup:
         if self.decide_at is None and any(map(failure.is_failed_exit, exits)):
             first = self._find_root_cause()
             self.decide_at = now if first is not None and failure.is_certain_cause(first) else now + _FAILURE_COLLECT_S
+        if self.decide_at is not None and (now >= self.decide_at or not alive) and not self.awaits_news:
+            self._await_news(now)
         if self.decide_at is None and self.exit_deadline is not None and now >= self.exit_deadline:
             self.decide_at, self.exit_deadline = now if self._find_root_cause() is not None else None, None
         # Some programs exit as preempted without an announcement.
         if any(exit_.code == launch_protocol.PREEMPTED_EXIT_CODE for exit_ in exits):
             self._start_preemption_grace(now)
-        if self.decide_at is not None and (now >= self.decide_at or not alive):
+        if self.decide_at is not None and (now >= self.decide_at or not (alive or self.awaits_news)):
             self.root_cause = self._find_root_cause()
             self._mark_as_failed()
             self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
         elif self.decide_at is None and self.preemption_deadline is not None and now >= self.preemption_deadline and alive:
             self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
+
+    def _await_news(self, now: float) -> None:
+        """Wait for the news of other nodes if the ranks of this node have only lost a connection."""
+        cause = self._find_root_cause()
+        if self.plan.layout.nodes > 1 and cause is not None and failure.may_be_of_another_node(cause):
+            self.decide_at, self.awaits_news = now + NODE_NEWS_S, True
 
     def _start_preemption_grace(self, now: float) -> None:
         """Set the deadline of a stop for all ranks, from the exit of the first rank that has saved."""

@@ -234,7 +234,7 @@ def test_killed_node_ends_others_and_is_named(nodes, killed):
     ends = nodes.wait_for(NodeFailed, *started)
     host = socket.gethostname()
     assert {end.node_rank for end in ends} == {killed}
-    loss = "is lost: it closed the connection" if killed == 0 else "was silent for 2 s"
+    loss = "is lost: it closed the connection" if killed == 0 else "is gone (rank 1): it was silent for 2 s"
     assert {end.line for rank, end in enumerate(ends) if rank != killed} == {f"node {killed} ({host}) {loss}"}
     assert f"(pid {started[killed].agent.pid}) has ended" in ends[killed].line
 
@@ -295,7 +295,7 @@ def test_silent_node_is_lost_but_short_pause_is_tolerated(nodes):
     assert not any(node.only(NodeFailed) for node in started)
     os.kill(started[1].agent.pid, signal.SIGSTOP)
     ends = nodes.wait_for(NodeFailed, started[0], started[2])
-    assert {end.line for end in ends} == {f"node 1 ({socket.gethostname()}) was silent for 4 s"}
+    assert {end.line for end in ends} == {f"node 1 ({socket.gethostname()}) is gone (rank 1): it was silent for 4 s"}
 
 
 @pytest.mark.parametrize(
