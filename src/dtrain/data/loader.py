@@ -204,11 +204,8 @@ class Loader:
                 pending, self._issued = None, issued
                 self.skipped.add(item.skipped)
                 self.position, self._dataset_state = at, item.dataset_state
-                current_context().issuing_loader = self.identity
-                try:
+                with current_context().issuing(self.identity):
                     yield batch
-                finally:
-                    current_context().issuing_loader = None
                 # The batch source may wait for the agreement.
                 item.status.epoch_ended = issued.status.epoch_ended
                 stepped, self._issued = issued.is_stepped, None

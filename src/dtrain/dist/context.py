@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,15 @@ class DistContext:
     untracked_steps: int = 0
     issuing_loader: object | None = None
     recorder: Recorder | None = None
+
+    @contextmanager
+    def issuing(self, loader: object) -> Iterator[None]:
+        """Name the loader whose batch the loop has. Mutates: ``issuing_loader``, inside the context."""
+        self.issuing_loader = loader
+        try:
+            yield
+        finally:
+            self.issuing_loader = None
 
     def run_shutdown_hooks(self, error: BaseException | None) -> None:
         """Run all hooks, also after one has raised. Later hooks are called with the first exception."""
