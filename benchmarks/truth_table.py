@@ -5,6 +5,11 @@ launcher's end, and the seconds from what the row is about to that end. The rows
 dtrain to. Two ranks; where a row is about one of them, it is rank 1.
 
     python benchmarks/truth_table.py [--cap 60] [--only TEXT] [--composer PROGRAM]
+
+The second part of the page, about the ranks that other ranks name, without a launcher:
+
+    python benchmarks/truth_table.py --named 8 16            # real ranks
+    python benchmarks/truth_table.py --simulated 4096        # virtual ranks
 """
 
 from __future__ import annotations
@@ -16,7 +21,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -24,8 +29,10 @@ from measure import machine
 
 sys.path.insert(0, os.fspath(Path(__file__).parents[1] / "tests"))
 
+from table.failures import FAULTS, Fault, run_fault
 from table.rows import ROWS, Row
 from table.running import Command, Seen, dtrain, start, why_no_mounts
+from table.simulated_failures import SIMULATED, SimulatedFault, simulate
 
 SETTLE_S = 2.0  # what is promised for a launcher that was killed
 RANKS = 2
@@ -82,6 +89,34 @@ def table(launchers: Mapping[str, Command], rows: list[Row], *, cap_s: float) ->
         print(f"| {row.name} | {' | '.join(cells)} |", flush=True)
 
 
+def named(worlds: Sequence[int], faults: Sequence[Fault]) -> None:
+    """Print how many innocent ranks the others name, and the time until the last of them has raised, on real ranks."""
+    print(f"| fault | {' | '.join(f'{world} ranks' for world in worlds)} |")
+    print(f"|---|{'---|' * len(worlds)}")
+    for fault in faults:
+        cells = []
+        for world in worlds:
+            outcome = run_fault(fault, world)
+            said = len(outcome.errors) - len(outcome.unclear & outcome.errors.keys())
+            last = f"{max(outcome.seconds.values(), default=0.0):.1f} s"
+            cells.append(f"{len(outcome.innocent)}, {said} of {len(outcome.errors)}, {last}")
+        print(f"| {fault.name} | {' | '.join(cells)} |", flush=True)
+
+
+def simulated(worlds: Sequence[int], faults: Sequence[SimulatedFault]) -> None:
+    """Print the same for virtual ranks, with the requests of a rank to the store."""
+    print(f"| fault, simulated | {' | '.join(f'{world:,} ranks' for world in worlds)} |")
+    print(f"|---|{'---|' * len(worlds)}")
+    for fault in faults:
+        cells = []
+        for world in worlds:
+            outcome = simulate(fault, world)
+            reports = outcome.found.reports
+            said = f"{len(reports) - len(outcome.unsaid):,} of {len(reports):,}"
+            cells.append(f"{len(outcome.innocent)}, {said}, {outcome.found.requests / world:.1f} requests")
+        print(f"| {fault.name} | {' | '.join(cells)} |", flush=True)
+
+
 def versions(program: str | None) -> list[str]:
     """Composer's own, which need not be installed beside this Python."""
     if program is None:
@@ -96,7 +131,16 @@ def main() -> None:
     parser.add_argument("--cap", type=float, default=60.0, help="seconds after which a launcher is ended")
     parser.add_argument("--only", action="append", help="rows whose name has this text; may be repeated")
     parser.add_argument("--composer", default=shutil.which("composer"), help="path of Composer's launcher")
+    parser.add_argument("--named", nargs="+", type=int, default=[], metavar="RANKS", help="only faults of real ranks")
+    parser.add_argument("--simulated", nargs="+", type=int, default=[], metavar="RANKS", help="only faults of virtual ranks")
     options = parser.parse_args()
+    chosen = options.only or [""]
+    if options.named:
+        named(options.named, [fault for fault in FAULTS if any(text in fault.name for text in chosen)])
+    if options.simulated:
+        simulated(options.simulated, [fault for fault in SIMULATED if any(text in fault.name for text in chosen)])
+    if options.named or options.simulated:
+        return
     os.environ["OMP_NUM_THREADS"] = "1"  # or torchrun says five lines about it each time
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background would have every launcher ignore it
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and one under nohup this

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -117,7 +118,7 @@ def test_node_that_is_killed_with_all_its_processes_is_named_with_its_ranks(node
     import os, time, torch, dtrain as dt
     with dt.init_dist(device="cpu") as info:
         for step in range(10**6):
-            dt.dist.all_gather_numbers([1.0])
+            dt.dist.all_gather_json(step)
             dt.dist.reduce_sum(torch.ones(4))
             if step == 3:
                 with open(f"{os.environ['FOLDER']}/{info.rank}", "w") as file:
@@ -125,9 +126,12 @@ def test_node_that_is_killed_with_all_its_processes_is_named_with_its_ranks(node
     """
     first, second = nodes(source)
     first.wait_for("0", "1", "2", "3")
-    for pid in second.processes():
-        os.kill(pid, signal.SIGKILL)
+    # The agent first, or it would say that its launcher has ended.
+    for pid, _ in sorted(second.processes().items(), key=lambda item: "agent_main" not in item[1]):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
     result = first.wait()
+    second.wait()
     assert result.code == 1
     (line,) = result.summary
     assert "is gone (ranks 2-3)" in line

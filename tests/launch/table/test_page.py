@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
+from itertools import takewhile
 from pathlib import Path
 
+from table.failures import FAULTS
 from table.rows import ROWS, Row
+from table.simulated_failures import SIMULATED
 
 PAGE = Path(__file__).parents[3] / "docs" / "truth-table.md"
 CELL = re.compile(r"(-?\d+), (\d+), (\d+), \d+\.\d s")
 
 
-def printed() -> dict[str, list[str]]:
-    """The cells of each row on the page, by its name."""
+def printed(heading: str = "what happens") -> dict[str, list[str]]:
+    """The cells of each row of a table on the page, by its name."""
     lines = PAGE.read_text(encoding="utf-8").splitlines()
-    begin = next(k for k, line in enumerate(lines) if line.startswith("| what happens |"))
-    table = [line for line in lines[begin + 2 :] if line.startswith("|")]
+    begin = next(k for k, line in enumerate(lines) if line.startswith(f"| {heading} |"))
+    table = list(takewhile(lambda line: line.startswith("|"), lines[begin + 2 :]))
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
     return {name: cells for name, *cells in rows}
 
@@ -44,3 +47,13 @@ def test_differing_cell_is_detected():
     assert agrees(row, "3, 1, 0, 0.5 s")
     wrong = ["1, 1, 0, 0.5 s", "3, 13, 0, 0.5 s", "3, 0, 0, 0.5 s", "3, 1, 2, 0.5 s", "did not end in 45 s"]
     assert [cell for cell in wrong if agrees(row, cell)] == []
+
+
+def test_page_has_the_faults_and_no_innocent_rank():
+    for heading, faults in (("fault", FAULTS), ("fault, simulated", SIMULATED)):
+        cells = printed(heading)
+        assert list(cells) == [fault.name for fault in faults]
+        for texts in cells.values():
+            for innocent, said, _ in (text.split(", ", 2) for text in texts):
+                named, reports = said.split(" of ")
+                assert (innocent, named) == ("0", reports)
