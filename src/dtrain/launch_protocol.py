@@ -33,6 +33,8 @@ RUN_DIR = "DTRAIN_RUN_DIR"
 LOOPBACK = "DTRAIN_LOOPBACK"
 # Secret of the job, with which its ranks prove to each other over TCP that they belong to it.
 JOB_SECRET = "DTRAIN_JOB_SECRET"
+# Beginning of the path of a rank's folder for the sockets of its workers. The launcher removes such folders at the end.
+SOCKET_FOLDER_PREFIX = "DTRAIN_SOCKET_FOLDER_PREFIX"
 # File in which a rank records the exception that leaves its script.
 FAILURE_FILE = "DTRAIN_FAILURE_FILE"
 NCCL_INTERFACE = "NCCL_SOCKET_IFNAME"

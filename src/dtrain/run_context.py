@@ -155,7 +155,8 @@ class StepMonitor:
         equal_batches: progress of the comparison of batches between ranks.
         last_step_started_at: time of this process's monotonic clock at which the last step began, also if the step failed.
         uneven_plans: facts of the steps in which ranks had different numbers of microbatches, and all collectives matched.
-        written_batch: step and tensors of the last batch that its own run wrote into. The step must not run them again.
+        used_up_batch: step and tensors of the last batch that its own run used up: the loss wrote into them, or backward freed
+            their graph. The step must not run them again.
     """
 
     pending_weight: AsyncScalar | None = None
@@ -163,7 +164,7 @@ class StepMonitor:
     equal_batches: EqualBatchCheck = field(default_factory=EqualBatchCheck)
     last_step_started_at: float | None = None
     uneven_plans: set[tuple[object, ...]] = field(default_factory=set)
-    written_batch: tuple[int, list[weakref.ref[Tensor]]] | None = None
+    used_up_batch: tuple[int, list[weakref.ref[Tensor]]] | None = None
 
 
 class Commit(NamedTuple):

@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import re
 import resource
+import shutil
 import signal
+import tempfile
 import textwrap
 import time
 from pathlib import Path
@@ -76,6 +78,37 @@ def test_ranks_die_with_supervisor_while_front_is_stopped(start):
         time.sleep(0.01)
     os.kill(job.pid, signal.SIGCONT)
     assert job.wait().code == 128 + signal.SIGKILL
+
+
+WITH_WORKERS = """
+    import os, time
+    import torch
+    import dtrain as dt
+    loader = dt.build_loader(torch.zeros(64, 2**16), global_batch_size=8, seed=0, num_workers=1, shuffle=False)
+    batches = iter(loader.until("1ep"))
+    next(batches)
+    with open(f"{os.environ['FOLDER']}/{os.environ['RANK']}", "w") as file:
+        file.write(str(os.getpid()))
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("killed", ["launcher", "supervisor", "rank"])
+def test_killed_job_leaves_no_folders_of_loader_workers(start, killed):
+    # The path of a socket may have 107 bytes, so pytest's folder is too deep.
+    short = Path(tempfile.mkdtemp(prefix="t-"))
+    job = start(WITH_WORKERS, env={"TMPDIR": str(short)}, options=["--grace", "1"])
+    try:
+        ranks = [int(text) for text in job.wait_for("0", "1")]
+        folders = list(short.iterdir())
+        assert len(folders) == 2, "a folder of each rank"
+        assert all(len(list(folder.iterdir())) == 1 for folder in folders), "the socket of its worker"
+        os.kill({"launcher": job.pid, "supervisor": job.supervisor(), "rank": ranks[1]}[killed], signal.SIGKILL)
+        job.wait()
+        job.wait_until_gone()
+        assert not list(short.iterdir())
+    finally:
+        shutil.rmtree(short)
 
 
 def test_leftover_child_gets_grace_to_end(start):

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 import threading
 import time
@@ -46,6 +47,27 @@ def fails(fn, *args, nproc=2, timeout_s=LONG_S) -> str:
     with pytest.raises(dt.errors.RankError) as caught:
         spawned(fn, *args, nproc=nproc, timeout_s=timeout_s)
     return str(caught.value)
+
+
+def load_with_worker(*, then_die: bool) -> int:
+    with dt.init_dist():
+        # A batch that is too large for a pipe, so the worker opens a socket to send it.
+        data, mesh = torch.zeros(8, 2**16), dt.build_mesh()
+        loader = dt.build_loader(data, global_batch_size=8, seed=0, num_workers=1, mesh=mesh)
+        count = len(next(iter(loader.until("1ep"))))
+        if then_die:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return count
+
+
+def test_loader_workers_of_ranks_leave_no_folders(monkeypatch):
+    # The path of a socket may have 107 bytes, so pytest's folder is too deep.
+    with tempfile.TemporaryDirectory(prefix="t-") as folder:
+        monkeypatch.setattr(tempfile, "tempdir", folder)
+        assert spawned(lambda: load_with_worker(then_die=False)) == [4, 4]
+        assert os.listdir(folder) == []
+        assert "was killed by SIGKILL" in fails(lambda: load_with_worker(then_die=True))
+        assert os.listdir(folder) == []
 
 
 def wait_until(condition) -> None:

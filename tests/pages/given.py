@@ -59,7 +59,8 @@ with torch.device("meta"):
     "docs/microbatch.md": ("lr = dt.schedules.constant(1.0)",),
     "docs/optimizers.md": (
         """
-real = made = noises = torch.ones(2, 2)
+real = noises = torch.ones(2, 2)
+maker = torch.nn.Identity()
 checkpoints = "gan"
 g, d = (dt.compose_step(loss_fn).init(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (GPT(config), GPT(config)))
 tell = make = lambda state, batch: (state, {})

@@ -239,3 +239,57 @@ def test_trial_runs_refuse_a_loss_that_writes(caller, call):
     model = net()
     assert told(lambda: call(Written(), model, batch_of(0))) == REFUSED.replace("step 0", caller)
     assert told(lambda: call(Written(()), model, batch_of(0))) == "ran"
+
+
+SPLIT = "ConfigError: microbatch_step: batch must be without an autograd graph to be split into 2 microbatches"
+TWICE = "StepError: step 0: batch must be without an autograd graph to run a second time, got a tensor of shape (4, 1)"
+FIXED = nn.Linear(1, 1, dtype=torch.float64).requires_grad_(False)
+
+
+def judge(model: nn.Module, batch: dict[str, Tensor]) -> dt.LossSum:
+    """The loss of a model whose outputs are the batch, with their graph."""
+    return dt.LossSum(total=FIXED(batch["made"]).square().sum(), weight=len(batch["made"]))
+
+
+def judge_inputs(model: nn.Module, batch: dict[str, Tensor]) -> dt.LossSum:
+    return judge(model, {"made": model(batch["made"])})
+
+
+def with_graph(strategy: str) -> list[str]:
+    """What steps say to a batch with a graph: whole, split and run twice, and the difference to an update without one."""
+    models, said = [], []
+    split = partial(dt.microbatch_step, microbatch_size=2)
+    for step in (
+        dt.compose_step(judge_inputs),
+        dt.compose_step(judge),
+        dt.compose_step(judge, grad=split),
+        dt.compose_step(judge, [dt.transforms.sam(0.05)]),
+    ):
+        model = on_mesh(strategy)
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        x = batch_of(0)["x"]
+        made = model(x) if models else x
+        said.append(told(partial(step, state, {"made": made})))
+        models.append([full_tensor(param) for param in model.parameters()] if len(models) < 2 else [])
+    difference = max((one - other).abs().max().item() for one, other in zip(*models[:2], strict=True))
+    return [*said[1:], str(difference)]
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_batch_with_a_graph_runs_once_as_a_whole(ranks, strategy):
+    cases = [with_graph("none"), *ranks(2).run(with_graph, strategy)]
+    for whole, split, twice_run, difference in cases:
+        assert (whole, float(difference)) == ("ran", pytest.approx(0, abs=1e-15))
+        assert split.startswith(SPLIT)
+        assert twice_run.startswith(TWICE)
+
+
+def gradient_of_inputs() -> str:
+    """A batch whose tensors need a gradient, without a graph, as for a penalty on gradients."""
+    state = dt.compose_step(judge_inputs).init(model := net(), torch.optim.SGD(model.parameters(), lr=0.1))
+    batch = {"made": batch_of(0)["x"].requires_grad_()}
+    return told(lambda: dt.microbatch_step(state, batch, loss_fn=judge_inputs, microbatch_size=2))
+
+
+def test_batch_that_needs_a_gradient_but_has_no_graph_is_split():
+    assert gradient_of_inputs() == "ran"

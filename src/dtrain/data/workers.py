@@ -10,13 +10,15 @@ import atexit
 import ctypes
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
+import tempfile
 import threading
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import connection, util
@@ -26,7 +28,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from dtrain import heartbeats, storage
+from dtrain import heartbeats, launch_protocol, storage
 from dtrain.data.worker_batch import SHARED_MEMORY, WorkerBatch, describe_shared_memory_error, find_unpicklable
 from dtrain.errors import ConfigError, DataError
 
@@ -96,8 +98,7 @@ def load_batches(source: Any, requests: Any, workers: WorkerConfig) -> Iterator[
 
 
 def _load_in_workers(source: Any, options: dict[str, Any], workers: WorkerConfig) -> Iterator[WorkerBatch]:
-    # Workers use the temporary folder of this process for their sockets, since a killed worker cannot remove a folder.
-    util.get_temp_dir()
+    _create_socket_folder()
     before, previous_handler = set(multiprocessing.active_children()), signal.getsignal(signal.SIGCHLD)
     batches = _start_workers(source, options)
     done_event = batches._workers_done_event = _DoneEvent(batches._workers_done_event)
@@ -116,6 +117,25 @@ def _load_in_workers(source: Any, options: dict[str, Any], workers: WorkerConfig
         atexit.unregister(at_exit)
         death_handler.remove()
         del batches
+
+
+def _create_socket_folder() -> None:
+    """Create the temporary folder of this process in ``multiprocessing``, where its workers create their sockets.
+
+    A killed process cannot remove its folder. So the folder belongs to the rank, not to a worker, and has a name by which the
+    launcher removes the folder of a killed rank.
+
+    Mutates: the configuration of ``multiprocessing`` in this process.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    prefix = os.environ.get(launch_protocol.SOCKET_FOLDER_PREFIX)
+    if prefix and "tempdir" not in config:
+        # Without access to the launcher's temporary folder, Python's choice remains.
+        with suppress(OSError):
+            folder = tempfile.mkdtemp(prefix=os.path.basename(prefix), dir=os.path.dirname(prefix))
+            util.Finalize(None, partial(shutil.rmtree, ignore_errors=True), args=(folder,), exitpriority=-100)
+            config["tempdir"] = folder
+    util.get_temp_dir()
 
 
 def _identity(worker_batch: Any) -> Any:

@@ -8,7 +8,10 @@ import fcntl
 import json
 import os
 import platform
+import secrets
+import shutil
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -22,6 +25,8 @@ from dtrain.launch.launch_plan import LaunchPlan
 from dtrain.versions import git_commit, package_versions
 
 RUNS_FOLDER = "runs"
+# The path of a socket may have 107 bytes. A rank adds up to 24 characters for its folder, and 18 for the socket.
+_MAX_SOCKET_PARENT_BYTES = 60
 
 
 def create_run_dir(path: str | None, *, now: datetime, name: str | None = None) -> Path:
@@ -120,6 +125,26 @@ def _make_folder(wanted: Path, *, reuse: bool) -> Path:
 
 
 RECORD_NAME = "launch.json"
+
+
+def choose_socket_prefix() -> str:
+    """Choose the beginning of the paths of the ranks' folders for sockets, below the temporary folder. It is not created."""
+    try:
+        parent = tempfile.gettempdir()
+    except OSError:
+        # No temporary folder can be written, so ranks use the folder that Python chooses.
+        parent = "/tmp"
+    if len(os.fsencode(parent)) > _MAX_SOCKET_PARENT_BYTES:
+        parent = "/tmp"
+    return os.path.join(parent, f"pymp-{secrets.token_hex(3)}-")
+
+
+def remove_socket_folders(prefix: str) -> None:
+    """Remove the folders of ranks that were killed. Call this function after the last rank has ended."""
+    parent = Path(prefix).parent
+    with suppress(OSError):
+        for folder in parent.glob(f"{Path(prefix).name}*"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_launch_record(plan: LaunchPlan, *, command: Sequence[str], variables: Iterable[str], now: datetime) -> str | None:

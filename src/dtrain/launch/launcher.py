@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from dtrain import launch_protocol
 from dtrain.launch import failure, processes
+from dtrain.launch.launch_dir import choose_socket_prefix, remove_socket_folders
 from dtrain.launch.launch_plan import LaunchPlan
 from dtrain.launch.output.non_blocking_writer import NonBlockingWriter
 from dtrain.launch.supervisor import supervise
@@ -39,14 +40,16 @@ def launch_job(plan: LaunchPlan) -> int:
         # An ignored signal might never become pending.
         signal.signal(number, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)
+    socket_prefix = choose_socket_prefix()
     launcher_alive, write_end = os.pipe()
     supervisor = os.fork()
     if supervisor == 0:
         os.close(write_end)
-        _run_supervisor(plan, launcher_alive)
+        _run_supervisor(plan, launcher_alive, socket_prefix)
     os.close(launcher_alive)
     code, ending_signal = _wait_for_supervisor(supervisor, watched)
     processes.kill_descendants(timeout_s=_KILL_TIMEOUT_S, exclude_sessions=foreign_sessions)
+    remove_socket_folders(socket_prefix)
     os.close(write_end)
     if code == -signal.SIGKILL and ending_signal is not None:
         _write_stderr(failure.describe_interrupt(ending_signal))
@@ -65,13 +68,13 @@ def _write_stderr(text: str) -> None:
     stderr.close()
 
 
-def _run_supervisor(plan: LaunchPlan, launcher_alive: int) -> NoReturn:
+def _run_supervisor(plan: LaunchPlan, launcher_alive: int, socket_prefix: str) -> NoReturn:
     code = 1
     try:
         # Ctrl-C in a terminal reaches only the launcher, which forwards the signal.
         os.setsid()
         processes.set_process_title([_SUPERVISOR_TITLE], comm=_SUPERVISOR_TITLE)
-        code = supervise(plan, launcher_alive=launcher_alive)
+        code = supervise(plan, launcher_alive=launcher_alive, socket_prefix=socket_prefix)
     except BaseException:  # noqa: BLE001 - a fork must not return into its parent's callers; the launcher ends the ranks
         _write_stderr(traceback.format_exc().rstrip("\n"))
     finally:

@@ -24,6 +24,7 @@ from dtrain import launch_protocol
 from dtrain.arguments import check_int, check_number
 from dtrain.errors import ConfigError, RankError
 from dtrain.launch.failure import RankExit, RootCause, find_root_cause, is_failed_exit, signal_name
+from dtrain.launch.launch_dir import choose_socket_prefix, remove_socket_folders
 from dtrain.launch.launch_plan import LOOPBACK_ADDRESS, LOOPBACK_INTERFACE, MAX_RANKS
 from dtrain.launch.processes import delay_interrupts, die_with_parent, fork_process, reset_signal_handlers, send_signal
 
@@ -42,12 +43,15 @@ def reserve_port() -> socket.socket:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class SpawnTask:
-    """Function of every rank, its arguments, the number of ranks, and the socket that reserves the port of their store."""
+    """Function of every rank, its arguments, the number of ranks, and resources: the socket that reserves the port of their
+    store, and the beginning of the paths of their folders for sockets.
+    """
 
     fn: Callable[..., Any]
     args: Sequence[Any]
     nproc: int
     port_holder: socket.socket
+    socket_prefix: str
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -135,6 +139,7 @@ def _run_rank_process(task: SpawnTask, rank: int, pipe: int, parent: int) -> int
     reset_signal_handlers(ignore=ignored)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _set_rank_environment(rank, task.nproc, task.port_holder)
+    os.environ[launch_protocol.SOCKET_FOLDER_PREFIX] = task.socket_prefix
     code, report = _call_function(task, rank)
     with open(pipe, "wb") as file:
         file.write(json.dumps(report).encode() + b"\n")
@@ -251,20 +256,23 @@ def spawn(fn: Callable[..., Any], *args: Any, nproc: int, timeout_s: float | Non
             All ranks are then ended, as on Ctrl-C and when this process dies.
     """
     _check_arguments(nproc, timeout_s)
-    job = _SpawnedJob(name=getattr(fn, "__qualname__", repr(fn)), nproc=nproc)
+    job, socket_prefix = _SpawnedJob(name=getattr(fn, "__qualname__", repr(fn)), nproc=nproc), choose_socket_prefix()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         # Unreferenced process groups must be freed in the process that has their threads.
         gc.collect()
         with reserve_port() as port_holder:
-            task = SpawnTask(fn=fn, args=args, nproc=nproc, port_holder=port_holder)
+            task = SpawnTask(fn=fn, args=args, nproc=nproc, port_holder=port_holder, socket_prefix=socket_prefix)
             for rank in range(nproc):
                 with delay_interrupts():
                     job.ranks.append(_start_rank(task, rank))
             _wait_for_ranks(job, deadline)
             return _collect_results(job)
     finally:
-        _terminate_ranks(job)
+        try:
+            _terminate_ranks(job)
+        finally:
+            remove_socket_folders(socket_prefix)
 
 
 def _check_arguments(nproc: int, timeout_s: float | None) -> None:

@@ -33,6 +33,7 @@ from dtrain.launch.job import (
     wait_for_all_nodes,
     watch_starter,
 )
+from dtrain.launch.launch_dir import remove_socket_folders
 from dtrain.launch.launch_plan import DEFAULT_SILENCE_S, LaunchPlan, build_common_environment, find_stale_variables
 from dtrain.launch.output.job_output import JobOutput
 from dtrain.launch.result import JobResult, describe_failures, summarize
@@ -48,12 +49,13 @@ _CHUNK = 1 << 16
 _AGENT_EXIT_S = DEFAULT_SILENCE_S + 3.0
 
 
-def supervise(plan: LaunchPlan, *, launcher_alive: int) -> int:
+def supervise(plan: LaunchPlan, *, launcher_alive: int, socket_prefix: str) -> int:
     """Run the job and return the launcher's exit code. No process of the job is left.
 
     Args:
         plan: options of the launch.
         launcher_alive: read end of a pipe that is closed when the launcher exits.
+        socket_prefix: beginning of the paths of the ranks' folders for sockets.
 
     Mutates: this process's signal handlers; the process must be single-threaded and of its own.
     """
@@ -82,14 +84,16 @@ def supervise(plan: LaunchPlan, *, launcher_alive: int) -> int:
         if not job.worker_group.stopping:
             # A single node has a secret of its own.
             secret = {launch_protocol.JOB_SECRET: secrets.token_hex(16)} if job.plan.layout.nodes == 1 else {}
-            job.starter.common_environment = build_common_environment(job.plan, {**os.environ, **secret})
+            extra = {launch_protocol.SOCKET_FOLDER_PREFIX: socket_prefix}
             if job.output.has_live_line:
-                job.starter.common_environment = {**job.starter.common_environment, launch_protocol.LIVE_LINE: "1"}
+                extra[launch_protocol.LIVE_LINE] = "1"
+            job.starter.common_environment = build_common_environment(job.plan, {**os.environ, **secret}) | extra
             job.starter.log_path = job.plan.run_dir / "logs" / "launcher.log"
             job.starter.preload(plan.preload)
             watch_starter(job)
         result = _run_attempts(job)
         _stop_services(job)
+        remove_socket_folders(socket_prefix)
         lines = _final_lines(job, result)
         job.output.finish(lines, timeout_s=_OUTPUT_TIMEOUT_S, give_up=lambda: _should_stop_waiting(job, wake, launcher_alive))
     return result.code

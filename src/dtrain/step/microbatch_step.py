@@ -8,7 +8,7 @@ from dtrain.errors import ConfigError
 from dtrain.shard.precision import LOW_PRECISION_DTYPES
 from dtrain.state import TrainState
 from dtrain.step.gradient_run import GradientRun
-from dtrain.step.microbatches import CountFn, SplitFn, split_microbatches
+from dtrain.step.microbatches import CountFn, SplitFn, check_graph, split_microbatches
 from dtrain.step.normalization import MetricAccumulator, check_loss, declared_weights
 from dtrain.step.sanity_checks import warn_if_mean
 from dtrain.typing import Batch, LossFn, Metrics, WeightFn
@@ -74,8 +74,8 @@ def microbatch_step(
     Raises:
         StaleStateError: ``state`` was stepped already.
         Exception: any error of ``loss_fn`` or the model. The gradients are dropped, so all ranks may run the step again.
-        ConfigError: a batch that cannot be counted or split, a loss that is not a ``LossSum`` of single numbers, or a loss and
-            a ``weight_fn`` with different terms.
+        ConfigError: a batch that cannot be counted or split, as a batch with an autograd graph cannot be split, a loss that is
+            not a ``LossSum`` of single numbers, or a loss and a ``weight_fn`` with different terms.
         PeerError: another rank raised one of these errors.
         DistError: a collective timed out or lost a peer; the message names the missing ranks.
         NonFiniteError: the losses of ten steps in a row were infinite or NaN on some rank. All ranks raise, in a later step,
@@ -90,7 +90,7 @@ def microbatch_step(
     with GradientRun(state, batch, "microbatch_step", records_units=True) as run:
         run.synchronize(
             lambda: (
-                split_microbatches(batch, microbatch_size, batch_spec=batch_spec, split=split, count=count),
+                check_graph(split_microbatches(batch, microbatch_size, batch_spec=batch_spec, split=split, count=count)),
                 declared_weights(weight_fn, batch),
             )
         )

@@ -86,23 +86,31 @@ class BatchWatch:
         return _make_write_error(caller, writer, changed[0]) if changed else None
 
     def record(self, state: TrainState) -> None:
-        """Record for ``check_first_run`` that a run of this step wrote into its batch. Mutates: the monitor of the run."""
-        if changed := self.written():
-            state.run_context.monitor.written_batch = state.step, [weakref.ref(leaf) for leaf in changed]
+        """Record for ``check_first_run`` the tensors that this run of the step used up. Mutates: the monitor of the run.
+
+        The loss wrote into them, or its backward freed their graph.
+        """
+        if used_up := [leaf for leaf, version in self._versions if leaf.grad_fn is not None or leaf._version != version]:
+            state.run_context.monitor.used_up_batch = state.step, [weakref.ref(leaf) for leaf in used_up]
 
 
 def check_first_run(state: TrainState, batch: object) -> None:
-    """Raise if an earlier run of this step wrote into tensors of ``batch``: a retry, or a method with two gradients.
+    """Raise if an earlier run of this step used up tensors of ``batch``: a retry, or a method with two gradients.
 
     Raises:
-        StepError: the batch has other values than in its first run.
+        StepError: the batch has other values than in its first run, or its graph is gone.
     """
-    recorded = state.run_context.monitor.written_batch
+    recorded = state.run_context.monitor.used_up_batch
     if recorded is None or recorded[0] != state.step:
         return
     storages = {leaf.untyped_storage()._cdata for ref in recorded[1] if (leaf := ref()) is not None}
     for leaf in list_tensors(batch):
         if leaf.untyped_storage()._cdata in storages:
+            if leaf.grad_fn is not None:
+                raise StepError(
+                    f"step {state.step}: batch must be without an autograd graph to run a second time, got a tensor of shape "
+                    f"{tuple(leaf.shape)} with a graph, which the first backward freed. Compute the tensor inside loss_fn."
+                )
             raise _make_write_error(f"step {state.step}", "loss_fn", leaf)
 
 
@@ -111,6 +119,25 @@ def _make_write_error(caller: str, writer: str, tensor: torch.Tensor) -> StepErr
         f"{caller}: {writer} wrote into its batch (a tensor of shape {tuple(tensor.shape)}), so the batch cannot run a second "
         f"time. Clone tensors before {writer} changes them."
     )
+
+
+def check_graph(microbatches: Microbatches) -> Microbatches:
+    """Return ``microbatches``, unless they share an autograd graph, which the first backward would free.
+
+    A tensor that only requires a gradient has no such graph.
+
+    Raises:
+        ConfigError: a tensor of a batch that was split has a graph.
+    """
+    if len(microbatches) > 1:
+        for leaf in list_tensors(microbatches.batch):
+            if leaf.grad_fn is not None:
+                raise ConfigError(
+                    f"microbatch_step: batch must be without an autograd graph to be split into {len(microbatches)} "
+                    f"microbatches, got a tensor of shape {tuple(leaf.shape)} with a graph. Use the whole batch "
+                    "(microbatch_size=None), or compute the tensor inside loss_fn."
+                )
+    return microbatches
 
 
 def tensor_shapes(batch: Batch) -> list[tuple[tuple[int, ...], torch.dtype]]:
