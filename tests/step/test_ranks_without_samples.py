@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import pytest
@@ -257,7 +258,8 @@ def told(call) -> str:
 
 def with_collective(strategy: str, where: str, auto: bool) -> list[str]:
     """What an even step, an uneven step and an even step say of a loss or model that sums over all ranks, or gathers."""
-    reference = dt.shard_model(small(), dt.build_mesh(), blocks=(nn.Linear,)) if where == "reference" else None
+    beside = where in ("unshard_params", "error beside")
+    reference = dt.shard_model(tower(1), dt.build_mesh(), blocks=(nn.Linear,)) if beside else None
 
     class Summing(nn.Module):
         def __init__(self) -> None:
@@ -273,8 +275,10 @@ def with_collective(strategy: str, where: str, auto: bool) -> list[str]:
     def loss(model: nn.Module, batch: Tensor) -> dt.LossSum:
         z = model(batch)
         if reference is not None:
-            with dt.eval_mode(reference):
-                known = reference(batch)
+            with torch.no_grad(), dt.memory.unshard_params(reference) if where == "unshard_params" else nullcontext():
+                known = reference(torch.cat([batch, batch[:, :1]], 1))
+                if where == "error beside" and get_dist_info().rank == 0 and len(batch) == 3:
+                    raise ValueError("of this rank's own")
             z = z - known
         if where == "loss":
             dist.all_reduce(z.detach().mean(0))
@@ -297,9 +301,91 @@ def with_collective(strategy: str, where: str, auto: bool) -> list[str]:
     return found
 
 
+# Samples of each rank in steps of microbatches of two samples: [0, 3], [2, 1], [1, 0] and equal numbers of microbatches.
+REFERENCE_SIZES = {
+    1: [[5], [3]],
+    2: [[0, 5], [3, 2], [2, 2], [2, 0], [0, 1], [1, 3], [2, 0], [3, 4]],
+    3: [[0, 5, 0], [3, 2, 0], [2, 1, 2], [2, 0, 0], [0, 1, 4]],
+}
+
+
+def tower(seed: int) -> nn.Module:
+    """A model whose root has parameters of its own."""
+    torch.manual_seed(seed)
+    return nn.Sequential(Leaf(3), Nest(), nn.Linear(DIM, 2)).double()
+
+
+def loss_beside(reference: nn.Module, how: str, model: nn.Module, batch: Tensor) -> dt.LossSum:
+    """A loss that compares with a frozen reference, with the model's own earlier output, or through the reference."""
+    assert len(batch) > 0
+    if how == "through":
+        output = reference(model(batch) @ torch.ones(2, DIM, dtype=torch.float64))
+        return dt.LossSum(total=(output - 1).square().sum(), weight=len(batch))
+    if how == "own":
+        with dt.eval_mode(model):
+            known = 0.5 * model(batch)
+        return dt.LossSum(total=(model(batch) - known).square().sum(), weight=len(batch))
+    output = model(batch) if how == "model first" else None
+    if how == "no_grad":
+        with torch.no_grad():
+            known = reference(batch)
+    else:
+        with dt.eval_mode(reference):
+            known = reference(batch)
+    if how == "twice":
+        with dt.eval_mode(reference):
+            known = known + reference(-batch)
+    output = model(batch) if output is None else output
+    return dt.LossSum(total=(output - known).square().sum(), weight=len(batch))
+
+
+def trained_beside(how: str, strategy: str, reference_strategy: str, auto: bool) -> float:
+    """The largest difference of parameters from one process of plain torch, and the change of the reference."""
+    mesh, rank, world = mesh_of(strategy), get_dist_info().rank, get_dist_info().world_size
+    policy = dt.shard_model(tower(0), mesh, strategy=strategy, blocks=(Leaf, Nest))
+    reference = dt.shard_model(tower(1), strategy=reference_strategy, mesh=dt.build_mesh(), blocks=(Leaf, Nest))
+    alone, known = tower(0), tower(1).requires_grad_(False)
+    reference.requires_grad_(False)
+    plain = torch.optim.AdamW(alone.parameters(), lr=0.05, weight_decay=0.1)
+    transforms = [dt.auto_microbatch(initial=2, grow_interval=None)] if auto else []
+    grad = dt.microbatch_step if auto else partial(dt.microbatch_step, microbatch_size=2)
+    step = dt.compose_step(partial(loss_beside, reference, how), transforms, grad=grad)
+    state = step.init(policy, torch.optim.AdamW(policy.parameters(), lr=0.05, weight_decay=0.1))
+    worst = 0.0
+    for number, sizes in enumerate(REFERENCE_SIZES[world]):
+        whole = torch.randn(sum(sizes), DIM, generator=torch.Generator().manual_seed(number), dtype=torch.float64)
+        state, _ = step(state, whole[sum(sizes[:rank]) : sum(sizes[: rank + 1])])
+        loss = loss_beside(known, how, alone, whole)
+        plain.zero_grad()
+        (loss.total / loss.weight).backward()
+        plain.step()
+        expected = dict(alone.named_parameters())
+        worst = max(
+            [worst, *(float((full_tensor(p.detach()) - expected[name]).abs().max()) for name, p in state.params.items())]
+        )
+    ones = torch.ones(2, DIM, dtype=torch.float64)
+    with dt.eval_mode(reference):
+        changed = (reference(ones) - known(ones)).abs().max()
+    return max(worst, float(changed))
+
+
+@pytest.mark.parametrize("how", ["eval_mode", "model first", "no_grad", "twice", "through", "own"])
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_second_sharded_model_in_the_loss_trains_as_one_process(ranks, strategy, how):
+    reference = "shard_grad_op" if strategy == "shard_grad_op" else "full_shard"
+    for auto in (False, True):
+        assert max(ranks(2).run(trained_beside, how, strategy, reference, auto, timeout_s=CAP_S)) <= AT_MOST
+
+
+@pytest.mark.parametrize("how", ["eval_mode", "no_grad"])
+def test_second_sharded_model_on_three_ranks_and_on_one_trains_as_one_process(ranks, how):
+    assert max(ranks(3).run(trained_beside, how, "full_shard", "shard_grad_op", False, timeout_s=CAP_S)) <= AT_MOST
+    assert max(ranks(1).run(trained_beside, how, "full_shard", "full_shard", False, timeout_s=CAP_S)) <= AT_MOST
+
+
 @pytest.mark.parametrize("strategy", ["shard_grad_op", "replicate"])
-def test_second_sharded_model_is_refused_where_a_rank_would_be_missing(ranks, strategy):
-    first, second = ranks(2).run(with_collective, strategy, "reference", False, timeout_s=CAP_S)
+def test_second_model_that_is_gathered_in_the_loss_by_hand_is_refused(ranks, strategy):
+    first, second = ranks(2).run(with_collective, strategy, "unshard_params", False, timeout_s=CAP_S)
     assert first == second
     assert (first[0], first[2]) == ("ran", "ran")
     assert "rank 0 allgather" in first[1]
@@ -318,8 +404,9 @@ def test_collective_in_which_a_rank_would_be_missing_is_refused_on_all_ranks(ran
     )
 
 
+@pytest.mark.parametrize("where", ["error", "error beside"])
 @pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
-def test_error_of_a_rank_with_samples_reaches_a_rank_without(ranks, strategy):
-    first, second = ranks(2).run(with_collective, strategy, "error", False, timeout_s=CAP_S)
+def test_error_of_a_rank_with_samples_reaches_a_rank_without(ranks, strategy, where):
+    first, second = ranks(2).run(with_collective, strategy, where, False, timeout_s=CAP_S)
     assert first == ["ran", "ValueError: of this rank's own", "ran"]
     assert second == ["ran", "PeerError: microbatch_step: rank 0 failed. See its own error.", "ran"]

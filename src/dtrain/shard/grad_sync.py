@@ -34,17 +34,15 @@ from dtrain.shard.fsdp2_private import (
     wait_for_reduction,
     zero_fill_missing_grads,
 )
+from dtrain.shard.model_units import ExchangeFn, ModelUnits
 from dtrain.shard.param_hooks import ParamHooks, StepHook, raise_hooks_outside_of_step
 from dtrain.shard.precision import add_stashed_grads_, has_low_precision_grads, stash_low_precision_grads_
 from dtrain.shard.replicate import BucketReducer
-from dtrain.shard.skipped_units import ExchangeFn, SkippedUnits
-from dtrain.shard.unshard import is_unsharded
+from dtrain.shard.skipped_units import SkippedUnits
+from dtrain.shard.unshard import GRAD_SYNC_ATTRIBUTE, is_unsharded
 from dtrain.state import ShardSpec, TrainState
 
-# The model attribute that stores its ``GradSync``.
-_GRAD_SYNC_ATTRIBUTE = "_dtrain_grad_sync"
-
-# All instances of this process, for ``abort_all``. An instance lives as long as its model.
+# All instances of this process. An instance lives as long as its model.
 _INSTANCES: weakref.WeakSet[GradSync] = weakref.WeakSet()
 
 
@@ -81,8 +79,13 @@ class GradSync:
         self._num_reduced = 0
         if self._fixed_order:
             add_end_of_backward_hook(model, self._reduce_unreached)
-        needs_all_ranks = self._sharded and spec.strategy != "replicate" and get_dist_info().world_size > 1
-        self._skipped = SkippedUnits(model) if needs_all_ranks else None
+        world_size = get_dist_info().world_size
+        # A rank must take part in the collectives of each microbatch of the other ranks.
+        self.needs_all_microbatches = self._sharded and spec.strategy != "replicate" and world_size > 1
+        self.units: ModelUnits | None = None
+        if spec.mesh is not None and world_size > 1:
+            self.units = ModelUnits(model, gathers=self.needs_all_microbatches, on_all_ranks=spec.mesh.size() == world_size)
+        self._skipped = None if self.units is None else SkippedUnits(self.units)
         # After the hooks of SkippedUnits, which compares the outputs of nested units.
         for unit in unit_forwards(model):
             unit.prepare_outputs()
@@ -120,13 +123,14 @@ class GradSync:
             self._skipped.end_step()
 
     @property
-    def needs_all_microbatches(self) -> bool:
-        """True if a rank must take part in the collectives of each microbatch of the other ranks."""
-        return self._skipped is not None
+    def follows_other_models(self) -> bool:
+        """True if the loss may run other sharded models, whose collectives need all ranks; equal on all ranks."""
+        return self.units is not None and self.units.has_others
 
     def knows_order(self, plan: Hashable) -> bool:
         """Return True if a rank without a microbatch knows the units of ``plan``; equal on all ranks."""
-        return self._skipped is None or self._skipped.knows_order(plan)
+        is_known = self._skipped is None or not self.needs_all_microbatches or self._skipped.knows_order(plan)
+        return is_known and not self.follows_other_models
 
     def follow_plan(
         self, plan: Callable[[], Hashable], *, compare: bool, exchange: ExchangeFn | None = None, uneven: bool = False
@@ -135,19 +139,15 @@ class GradSync:
 
         Args:
             plan: returns the facts that determine the order of units; equal on all ranks.
-            compare: if True, ranks compare their order in the first step of a plan.
-            exchange, uneven: as in ``SkippedUnits.begin_step``.
+            compare, exchange, uneven: as in ``SkippedUnits.begin_step``.
         """
-        if self._skipped is not None:
+        if self._skipped is not None and (self.needs_all_microbatches or (uneven and exchange and self.follows_other_models)):
             self._skipped.begin_step(plan(), compare=compare, exchange=exchange, uneven=uneven)
 
     def complete_forward(self, loss: Tensor) -> Tensor:
         """End the forward of a microbatch. Return ``loss`` with the units that this rank skipped in its graph.
 
-        Collective: gathers of skipped units, and one exchange in the first step of a plan.
-
-        Raises:
-            StepError: in the first step of a plan, ranks run different units; on all ranks.
+        Collective, Raises: as ``SkippedUnits.complete_forward``.
         """
         self.writes.after_forward()
         return loss if self._skipped is None else self._skipped.complete_forward(loss)
@@ -161,11 +161,12 @@ class GradSync:
 
         Collective: as the forward of the other ranks.
         """
-        if self._skipped is None and not self._fixed_order:
-            return None
+        empty = None if self._skipped is None else self._skipped.forward_empty()
         # Under ``replicate`` the end of any backward reduces all units.
-        empty = run_empty(self._model) if self._skipped is None else self._skipped.forward_empty()
-        return empty if empty.requires_grad else None
+        if self._fixed_order and self._last:
+            own = run_empty(self._model)
+            empty = own if empty is None else own + empty
+        return empty if empty is not None and empty.requires_grad else None
 
     def confirm_order(self) -> None:
         """Rely on the order of units of this step, which succeeded on all ranks. All ranks must call, or none."""
@@ -200,7 +201,7 @@ class GradSync:
         set_last_backward(self._model, self._groups, last, reduce=reduce, reshard=reshard)
 
     def has_grads(self, params: Iterable[Tensor]) -> bool:
-        """Return True if a backward of this step reached any of ``params``, which are all parameters of the model."""
+        """Return True if a backward of this step reached any of ``params``, all parameters of the model."""
         if self._present or any(map(has_unreduced_grads, self._groups)) or (self.reducer and self.reducer.has_grads):
             return True
         # A list is faster than a generator for a few parameters.
@@ -232,9 +233,12 @@ class GradSync:
 
     def abort(self) -> None:
         """Reset FSDP2 after an exception in forward or backward. Mutates: FSDP2's units."""
+        others = [] if self._skipped is None else self._skipped.other_models()
         self.end_step()
         self.writes.abort()
         reset_iteration(self._model)
+        for model in others:
+            grad_sync_of(model).reset()
 
     def abort_all(self) -> None:
         """Run ``abort``, also for other models of the process, because a loss may run several models.
@@ -242,10 +246,13 @@ class GradSync:
         Mutates: FSDP2's units of every sharded model of this process, except models in ``unshard_params``.
         """
         self.abort()
-        for instance in list(_INSTANCES):
-            model = instance._model
-            if instance is not self and instance._sharded and not is_unsharded(model) and not is_idle(model, instance._groups):
-                reset_iteration(model)
+        for instance in list(_INSTANCES - {self}):
+            instance.reset()
+
+    def reset(self) -> None:
+        """Discard an interrupted forward of a model in another model's step. Mutates: FSDP2's units."""
+        if self._sharded and not is_unsharded(self._model) and not is_idle(self._model, self._groups):
+            reset_iteration(self._model)
 
     def unsharded_params(self) -> list[nn.Parameter]:
         """Return the unsharded parameters that forwards compute with."""
@@ -373,14 +380,14 @@ def attach_grad_sync(model: nn.Module, spec: ShardSpec, reducer: BucketReducer |
     Args:
         reducer: reducer of plain parameters; None for a model with units of FSDP2.
     """
-    setattr(unwrap_module(model), _GRAD_SYNC_ATTRIBUTE, GradSync(model, spec, reducer))
+    setattr(unwrap_module(model), GRAD_SYNC_ATTRIBUTE, GradSync(model, spec, reducer))
 
 
 def grad_sync_of(model: nn.Module) -> GradSync:
     """Return the ``GradSync`` of a model; for a plain model, an instance without effect."""
     # nn.Module.__getattr__ is slow for missing attributes.
     inner = unwrap_module(model)
-    attached = inner.__dict__.get(_GRAD_SYNC_ATTRIBUTE)
+    attached = inner.__dict__.get(GRAD_SYNC_ATTRIBUTE)
     if isinstance(attached, GradSync):
         return attached
     plain = _OF_PLAIN_MODELS.get(inner)

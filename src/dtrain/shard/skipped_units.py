@@ -10,23 +10,25 @@ backward, at the same place as on other ranks.
 
 A rank without a microbatch calls all units empty (``forward_empty``), and runs no loss. If the order is not known yet, the
 other ranks announce the start and the end of each unit.
+
+A loss may run further sharded models, such as the reference of DPO. If ranks have different numbers of microbatches, their
+units are announced and called empty as those of the model, and ``eval_mode`` reshards a model on all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from dtrain.dist.collectives import all_gather_numbers, all_gather_with_timeout
+from dtrain.dist.collectives import all_gather_with_timeout
 from dtrain.errors import StepError
-from dtrain.fqn import modules_by_fqn
-from dtrain.shard.fsdp2_forward import UnitForward, grad_tensors, unit_forwards
+from dtrain.shard.fsdp2_forward import UnitForward, grad_tensors
+from dtrain.shard.model_units import ExchangeFn, ModelUnits, StepUnits, reshard_unit, resharded_model
 from dtrain.shard.unit_calls import (
     END_OF_MICROBATCH,
     OpenForward,
@@ -39,13 +41,8 @@ from dtrain.shard.unit_calls import (
     leave_empty,
 )
 
-# The announcement of a rank that runs no unit of its own.
-_FOLLOWS = -1
 # Ranks that all changed their order reach the same unit within this time.
 _REORDER_TIMEOUT_S = 60.0
-
-ExchangeFn: TypeAlias = Callable[[int, str], list[int]]
-"""Function of a number and its description, which returns the number of each rank."""
 
 
 class SkippedUnits:
@@ -55,13 +52,11 @@ class SkippedUnits:
     ``confirm_order`` after a step that succeeded on all ranks. Outside of ``begin_step`` and ``end_step`` nothing is compared.
     """
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._units: list[UnitForward] = unit_forwards(model)
+    def __init__(self, own: ModelUnits) -> None:
+        self._own = own
+        self._units = StepUnits({0: own})
         self._orders: dict[Hashable, list[UnitCall]] = {}
         self._plan: Hashable = None
-        self._compare = False
-        self._exchange: ExchangeFn | None = None
         self._uneven = False
         # Plans whose order lacks the repeated forwards without a graph, because their number may differ between steps.
         self._repeating: set[Hashable] = set()
@@ -74,8 +69,6 @@ class SkippedUnits:
         # A tensor with empty calls in its graph, on which the loss must depend.
         self._pending_output: Tensor | None = None
         self._has_skipped = False
-        for number, unit in enumerate(self._units):
-            unit.add_hooks(partial(self._before_forward, number), partial(self._after_forward, number))
 
     def knows_order(self, plan: Hashable) -> bool:
         """Return True if the whole order of ``plan`` is recorded; equal on all ranks."""
@@ -93,7 +86,10 @@ class SkippedUnits:
             uneven: if True, some rank has fewer microbatches and calls the units of the others empty.
         """
         self.end_step()
-        self._plan, self._compare, self._exchange, self._uneven = plan, compare, exchange, uneven
+        others = self._own.others() if uneven and exchange is not None else {}
+        self._units = StepUnits({0: self._own, **others}, compare=compare, exchange=exchange)
+        self._units.listen(self)
+        self._plan, self._uneven = plan, uneven
         self._order = self._orders.get(plan) if exchange is None else None
         self._recording = self._order_changed = self._has_repeats = False
         self._running = True
@@ -121,7 +117,7 @@ class SkippedUnits:
         if not self._frames:
             return loss
         if self._recording:
-            self._compare_event(UnitEvent(END_OF_MICROBATCH, False), is_recorded=True)
+            self._units.compare_event(UnitEvent(END_OF_MICROBATCH, False), is_recorded=True)
         while self._frames:
             loss = self._call_remaining(self._frames.pop(), loss)
         return (
@@ -138,7 +134,7 @@ class SkippedUnits:
         Raises:
             StepError: while the order is not known, the other ranks run different units; on all ranks.
         """
-        zero = torch.zeros((), device=self._units[0].device) if self._units else torch.zeros(())
+        zero = torch.zeros((), device=self._units.device)
         if not self._recording:
             return self.complete_forward(zero)
         loss = self._follow(zero)
@@ -147,8 +143,9 @@ class SkippedUnits:
 
     def confirm_order(self) -> None:
         """Rely on the recorded order, or record again if the order changed. All ranks must call, or none."""
-        # An order with repeated forwards holds for this step alone.
-        if self._running and self._order is not None and self._plan is not None and not (self._exchange and self._has_repeats):
+        # An order with repeated forwards, or of several models, holds for this step alone.
+        lasts = not (self._units.exchange and (self._has_repeats or self._own.has_others))
+        if self._running and self._order is not None and self._plan is not None and lasts:
             self._orders[self._plan] = self._order
             if self._has_repeats:
                 self._repeating.add(self._plan)
@@ -160,14 +157,34 @@ class SkippedUnits:
         self._running = False
         self._frames = []
         self._pending_output = None
+        self._units.release()
 
-    def _before_forward(self, number: int, inputs: Any) -> Any:
+    def other_models(self) -> list[nn.Module]:
+        """Return the further models that the loss of this step may run."""
+        return self._units.other_models
+
+    def after_reshard(self, model: int) -> None:
+        """Record that the loss has resharded a model, or find the call in the order."""
+        if not self._frames or self._frames[-1].unchecked:
+            return
+        parent, number = self._frames[-1], reshard_unit(model)
+        if self._recording:
+            # A second reshard has no effect.
+            if not parent.calls or parent.calls[-1].unit != number:
+                parent.calls.append(UnitCall(number, False, False))
+                if self._units.exchange is not None:
+                    self._units.announce(UnitEvent(number, True))
+        # Skipped calls before the reshard are made before the next unit.
+        elif parent.position < len(parent.calls) and parent.calls[parent.position].unit == number:
+            parent.position += 1
+
+    def before_forward(self, number: int, inputs: Any) -> Any:
         if not self._frames:
             return inputs
         parent, grad = self._frames[-1], torch.is_grad_enabled()
         if self._recording:
             event = UnitEvent(number, True, grad, any_requires_grad(inputs))
-            self._compare_event(event, is_recorded=self._open_recorded(event))
+            self._units.compare_event(event, is_recorded=self._open_recorded(event))
             return inputs
         if parent.unchecked:
             self._frames.append(OpenForward(number, [], unchecked=True))
@@ -176,7 +193,7 @@ class SkippedUnits:
         if index is None:
             if self._uneven:
                 raise StepError(
-                    f"step: this rank runs {self._unit_name(number)} more often than before, and a rank without a further "
+                    f"step: this rank runs {self._units.name(number)} more often than before, and a rank without a further "
                     "microbatch cannot know. Give all ranks equal numbers of microbatches, or run it equally often."
                 )
             self._check_reordered(number, parent)
@@ -195,7 +212,7 @@ class SkippedUnits:
         """Open a forward, and record it unless it repeats one without a graph. Return True if it is recorded."""
         parent = self._frames[-1]
         self._has_repeats |= parent.is_repeated(event.unit, event.grad)
-        within_step = self._exchange is not None or self._plan is None
+        within_step = self._units.exchange is not None or self._plan is None
         if not within_step and (parent.unchecked or parent.is_repeated(event.unit, event.grad)):
             self._frames.append(OpenForward(event.unit, [], unchecked=True))
             return False
@@ -204,7 +221,7 @@ class SkippedUnits:
         self._frames.append(OpenForward(event.unit, call.nested, recorded_call=call))
         return True
 
-    def _after_forward(self, number: int, output: Any) -> Any:
+    def after_forward(self, number: int, output: Any) -> Any:
         while number in [frame.unit for frame in self._frames]:
             frame = self._frames.pop()
             if frame.recorded_call is not None:
@@ -212,7 +229,7 @@ class SkippedUnits:
             if self._recording:
                 needs_grad = frame.recorded_call is not None and frame.recorded_call.outputs_need_grad
                 returned = bool(frame.calls) and frame.calls[-1].returns_inner_output
-                self._compare_event(UnitEvent(frame.unit, False, needs_grad, returned), is_recorded=False)
+                self._units.compare_event(UnitEvent(frame.unit, False, needs_grad, returned), is_recorded=False)
             elif frame.position < len(frame.calls):
                 output = self._call_remaining(frame, output)
         return output
@@ -262,8 +279,12 @@ class SkippedUnits:
 
     def _call_empty(self, call: UnitCall, output: Tensor) -> Tensor:
         """Gather and reshard a unit and its nested units. Return ``output`` with the units in its graph."""
+        model = resharded_model(call.unit)
+        if model is not None:
+            self._units.models[model].reshard()
+            return output
         self._has_skipped = True
-        unit = self._units[call.unit]
+        unit = self._units.unit(call.unit)
         with torch.set_grad_enabled(call.grad_enabled):
             value = unit.pre_forward(
                 torch.zeros((), device=unit.device, requires_grad=call.grad_enabled and call.inputs_need_grad)
@@ -281,7 +302,7 @@ class SkippedUnits:
         # The last ended forward. The next event tells how it ends: with the enclosing forward, or alone.
         ended: tuple[UnitForward, Tensor, bool] | None = None
         while True:
-            event = self._announce(None)
+            event = self._units.announce(None)
             if ended is not None:
                 unit, value, grad = ended
                 outer, mode = values.pop()
@@ -290,7 +311,12 @@ class SkippedUnits:
                 ended = None
             if event.unit == END_OF_MICROBATCH:
                 return values[0][0]
-            unit = self._units[event.unit]
+            model = resharded_model(event.unit)
+            if model is not None:
+                self._frames[-1].calls.append(UnitCall(event.unit, False, False))
+                self._units.models[model].reshard()
+                continue
+            unit = self._units.unit(event.unit)
             if event.starts:
                 self._open_recorded(event)
                 with self._pause_checks(), torch.set_grad_enabled(event.grad):
@@ -306,20 +332,6 @@ class SkippedUnits:
                 frame.calls[-1].returns_inner_output = event.linked
             ended = unit, value, grad
 
-    def _announce(self, event: UnitEvent | None) -> UnitEvent:
-        """Announce this rank's next event, None on a rank without a microbatch; return that of the other ranks.
-
-        Collective: one exchange.
-
-        Raises:
-            StepError: ranks have different events; on all ranks.
-        """
-        assert self._exchange is not None
-        codes = self._exchange(_FOLLOWS if event is None else event.encode(), self._describe(event))
-        events = {rank: UnitEvent.decode(code) for rank, code in enumerate(codes) if code != _FOLLOWS}
-        self._check_equal(events)
-        return next(iter(events.values()))
-
     def _check_reordered(self, number: int, frame: OpenForward) -> None:
         """Raise for a unit that was called empty before, unless all ranks run the unit now, in a new order.
 
@@ -330,48 +342,12 @@ class SkippedUnits:
         Raises:
             StepError: other ranks do not run the unit; on this rank. The other ranks lose this rank.
         """
-        if number not in frame.called_empty or not torch.is_grad_enabled() or not self._compare:
+        if number not in frame.called_empty or not torch.is_grad_enabled() or not self._units.compare:
             return
         self._order_changed = True
         numbers = all_gather_with_timeout(number, timeout_s=_REORDER_TIMEOUT_S)
         if numbers is None or set(numbers) != {number}:
             raise StepError(
-                f"step: this rank runs {self._unit_name(number)} later than in the first step, and other ranks do not. "
+                f"step: this rank runs {self._units.name(number)} later than in the first step, and other ranks do not. "
                 "Run units in the same order on all ranks."
             )
-
-    def _compare_event(self, event: UnitEvent, *, is_recorded: bool) -> None:
-        """Compare the next unit of all ranks. Collective: one exchange; none of the model's if ranks differ.
-
-        A rank without a microbatch needs to know all events, the others only the starts of recorded forwards.
-
-        Raises:
-            StepError: ranks differ; on all ranks.
-        """
-        if self._exchange is not None:
-            self._announce(event)
-        elif self._compare and is_recorded:
-            rows = all_gather_numbers([event.encode()], caller="microbatch_step")
-            self._check_equal(dict(enumerate(UnitEvent.decode(int(row[0])) for row in rows)))
-
-    def _check_equal(self, events: Mapping[int, UnitEvent]) -> None:
-        first, *others = events
-        other = next((rank for rank in others if events[rank][:2] != events[first][:2]), None)
-        if other is not None:
-            raise StepError(
-                f"step: ranks must run the same units in the first step, got {self._describe(events[first])} on rank {first} "
-                f"and {self._describe(events[other])} on rank {other}. Run the same units in the same order on all ranks in "
-                "the first step. Later steps may skip units."
-            )
-
-    def _describe(self, event: UnitEvent | None) -> str:
-        if event is None:
-            return "no forward, because it has no microbatch"
-        if event.unit == END_OF_MICROBATCH:
-            return "the end of its microbatch"
-        return self._unit_name(event.unit) if event.starts else f"the end of {self._unit_name(event.unit)}"
-
-    def _unit_name(self, number: int) -> str:
-        module = self._units[number].module
-        name = next(name for name, submodule in modules_by_fqn(self._model) if submodule is module)
-        return repr(name) if name else "the model itself"

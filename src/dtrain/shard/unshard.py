@@ -24,6 +24,8 @@ from dtrain.fqn import unwrap_module
 from dtrain.shard.fsdp2_private import fsdp_param_groups, is_in_forward, reshard_groups, units_of
 from dtrain.state import TrainState, get_spec
 
+# The model attribute that stores its ``GradSync``.
+GRAD_SYNC_ATTRIBUTE = "_dtrain_grad_sync"
 # A model has this attribute during ``unshard_params``.
 _UNSHARDED_ATTRIBUTE = "_dtrain_unsharded"
 
@@ -34,6 +36,10 @@ def reshard(model: nn.Module) -> None:
     Mutates: the model's parameters (the sharded parameters are registered again).
     """
     reshard_groups(fsdp_param_groups(model))
+    grad_sync = unwrap_module(model).__dict__.get(GRAD_SYNC_ATTRIBUTE)
+    # Ranks without a microbatch follow a loss that reshards a model.
+    if grad_sync is not None and grad_sync.units is not None:
+        grad_sync.units.on_reshard()
 
 
 @contextmanager
@@ -51,13 +57,18 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     if not was_unsharded:
         reshard(model)
     model.eval()
+    failed = True
     try:
         with torch.no_grad():
             yield
+        failed = False
     finally:
         for module, training in modes:
             module.training = training
-        if not was_unsharded:
+        if failed:
+            # A rank that failed announces its error alone.
+            reshard_groups([] if was_unsharded else fsdp_param_groups(model))
+        elif not was_unsharded:
             reshard(model)
 
 

@@ -30,10 +30,10 @@ from dtrain.metrics import add_names_of_peers
 from dtrain.shard.buffer_sync import BufferSync, buffer_sync_of
 from dtrain.shard.forward_writes import raise_if_written
 from dtrain.shard.grad_sync import GradSync, grad_sync_of
+from dtrain.shard.model_units import ExchangeFn
 from dtrain.shard.param_hooks import raise_if_hooks_differ
 from dtrain.shard.replica_check import replica_check_of
 from dtrain.shard.replicate import all_reduce_grads_
-from dtrain.shard.skipped_units import ExchangeFn
 from dtrain.state import TrainState, check_state
 from dtrain.step.microbatches import BatchWatch, Microbatches, check_first_run
 from dtrain.step.normalization import (
@@ -242,7 +242,9 @@ class GradientRun:
         guard.samples = self.microbatches.samples
         # The plan holds only facts that ranks agree on: ranks with different plans would run in different modes.
         run = min(required, guard.max_microbatches or required)
-        return guard.attempt((run, self._counts.shapes_hash, self._uneven_plan is None, *self.replay_conditions()))
+        run_plan = (run, self._counts.shapes_hash, *self.replay_conditions())
+        # A rank without a microbatch is led through the units by records, which a trace lacks.
+        return guard.attempt(run_plan, traced=self._uneven_plan is None)
 
     @contextmanager
     def _check_collectives(self) -> Iterator[None]:

@@ -37,8 +37,9 @@ def microbatch_step(
     of one such mean per term. Between ``split_replicas`` and ``join_replicas`` the mean covers this rank's replica only.
 
     Ranks may have different numbers of samples, or none. A rank without a further microbatch runs no loss: under ``replicate``
-    it runs nothing, and otherwise it takes part in the collectives of the model's units. A loss or a model with collectives of
-    its own needs equal numbers of microbatches on all ranks; use ``grad_cache_step`` for a loss that gathers samples.
+    it runs nothing, and otherwise it takes part in the collectives of the model's units, and of further sharded models in the
+    loss. A loss or a model with collectives of its own needs equal numbers of microbatches on all ranks; use
+    ``grad_cache_step`` for a loss that gathers samples.
 
     Args:
         state: the newest state of the run, which stays valid; its parameters do not change.
@@ -58,7 +59,8 @@ def microbatch_step(
     gradient. Buffers that the model's forward changes, which are
     then synchronized across ranks as ``shard_model(buffers=...)`` says.
     Collective: one record before forward, and for a sharded model on several ranks one after backward;
-    the model's own gathers; in the first step of a sharded model one record per unit, which compares the order of units; one
+    the model's own gathers; in the first step of a sharded model one record per unit, which compares the order of units; with
+    several sharded models, records per unit in each step in which ranks have different numbers of microbatches; one
     reduction of gradients per unit (in the last microbatch's backward; with ``accumulate="sharded"`` in each backward), or
     per bucket under ``replicate``; one all-reduce of the weight (float64), if the weight is a tensor on a GPU or ``weight_fn``
     declares weights; one of the gradients of ignored parameters; one or two of changed buffers.
@@ -104,7 +106,8 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
     state, grad_sync, guard, recorder = run.state, run.grad_sync, run.guard, current_context().recorder
     normalizer = run.begin_forwards()
     own, device = run.microbatches.batches, state.device
-    count = run.num_microbatches if grad_sync.needs_all_microbatches else min(run.num_microbatches, max(len(own), 1))
+    needs_all = grad_sync.needs_all_microbatches or grad_sync.follows_other_models
+    count = run.num_microbatches if needs_all else min(run.num_microbatches, max(len(own), 1))
     needs_copy = not run.microbatches.is_on(device)
     sums = MetricAccumulator(device)
     params = list(state.params.values())

@@ -99,16 +99,18 @@ class StepGuard:
             self.forward_bytes += self.read_live_bytes()
 
     @contextmanager
-    def attempt(self, plan: object) -> Iterator[None]:
+    def attempt(self, plan: object, *, traced: bool = True) -> Iterator[None]:
         """Run the forwards and backwards of the context. An exception ends the context, and is recorded instead of raised.
 
         Args:
             plan: facts that decide the collectives of the context; equal on all ranks.
+            traced: if False, every collective is checked, and no trace is stored.
 
         Raises:
             DistError: a collective failed, so this rank waits for no other rank.
         """
-        guard = self.collective_guard = open_guard(self.traces, plan) if self.multi_rank else None
+        traces = self.traces if traced else TraceCache(always_check=True)
+        guard = self.collective_guard = open_guard(traces, plan) if self.multi_rank else None
         try:
             if guard is None:
                 yield
