@@ -229,6 +229,7 @@ class RunContext:
         optimizer_checked: True after the first update, which is checked; see ``step.optimizer_state``.
         replica_check_interval: number of steps between two comparisons of replicas; see ``Step.init``.
         replica_check: ``ReplicaCheck`` of the run, made in the first step or save; None before.
+        warned_of_loader: True after a save has warned that it may lack the position of a loader.
         model_syncs: ``GradSync`` and ``BufferSync`` of the model, looked up in the first step; None before.
     """
 
@@ -244,6 +245,7 @@ class RunContext:
     optimizer_checked: bool = False
     replica_check_interval: int = 100
     replica_check: Any = None
+    warned_of_loader: bool = False
     model_syncs: tuple[Any, Any] | None = None
 
 

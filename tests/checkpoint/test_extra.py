@@ -2,8 +2,10 @@
 
 import gc
 import re
+import warnings
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +20,10 @@ from dtrain.errors import CheckpointMismatchError, ConfigError, DtrainError
 
 CASES = [(world, *case) for world in (1, 2) for case in zip(LAYOUTS[world], ("sync", "async") * 2, strict=True)]
 # Start of the message about a loader that is missing.
-MISSING = r"{}: extra must hold the position of Loader\(data=.*, or a resume repeats its batches, got \[\]"
+MISSING = (
+    r"{}: extra must hold the position of Loader\(samples=\w+, global_batch_size=\d+, epoch=\d+\), "
+    r"or a resume repeats its batches, got \[\]"
+)
 
 
 def loss(model: nn.Module, batch: torch.Tensor) -> dt.LossSum:
@@ -123,23 +128,81 @@ def test_weights_need_no_loader(tmp_path):
     assert dt.save_sharded(tmp_path, state, what="weights").result().step == 2
 
 
-def test_every_loader_that_is_alive_must_be_saved(tmp_path):
+def test_loader_of_an_earlier_phase_is_not_demanded(tmp_path):
     step, state = begin()
     first, second = build_loader(), build_loader()
     state = train(step, train(step, state, first, 1), second, 2)
-    with pytest.raises(ConfigError, match=r"position of Loader\(data=\{'count': 8\}, epoch=0, samples=2\).*got \['second'\]"):
-        dt.save_sharded(tmp_path / "root", state, extra={"second": second})
-    del first
-    gc.collect()
-    dt.save_sharded(tmp_path / "root", state, extra={"second": second})
+    with pytest.raises(ConfigError, match=r"position of Loader\(samples=8, global_batch_size=2, epoch=0\),.*got \['first'\]"):
+        dt.save_sharded(tmp_path / "root", state, extra={"first": first})
+    assert dt.save_sharded(tmp_path / "root", state, extra={"second": second}).result().step == 3
+    assert first.position.samples == 2
 
 
-def test_lost_last_loader_is_refused(tmp_path):
+def test_message_leaves_out_the_names_of_the_data(tmp_path):
+    step, state = begin()
+    rows = [torch.ones(2)] * 8
+    loader = build_loader(rows)
+    loader.fingerprint["shards"] = [f"shard-{at}" for at in range(1000)]
+    state = train(step, state, loader)
+    with pytest.raises(ConfigError, match=MISSING.format("save_sharded")) as caught:
+        dt.save_sharded(tmp_path / "root", state)
+    assert len(str(caught.value)) < 400
+    assert "\n" not in str(caught.value)
+
+
+def test_vanished_loader_is_refused_and_the_advice_works(tmp_path):
     step, state = begin()
     state = train(step, state, build_loader())
     gc.collect()
-    with pytest.raises(ConfigError, match=r"position of the loader, .* Keep the loader in a variable, and pass it"):
+    with pytest.raises(
+        ConfigError, match=r"position of the last loader, which no longer exists, .*not_saved\(None\)\}"
+    ) as caught:
         dt.save_sharded(tmp_path / "root", state)
+    assert 'extra={"loader": loader}' in str(caught.value)
+    assert dt.save_sharded(tmp_path / "root", state, extra={"loader": not_saved(None)}).result().step == 2
+    assert dt.load_sharded(tmp_path / "root", begin()[1]).step == 2
+    assert dt.save_sharded(tmp_path / "other", state, extra={"loader": not_saved(build_loader())}).result().step == 2
+
+
+def test_mark_of_a_vanished_loader_stands_for_no_loader_that_exists(tmp_path):
+    step, state = begin()
+    loader = build_loader()
+    state = train(step, state, loader)
+    with pytest.raises(ConfigError, match=r"extra must hold the position of Loader\(samples=8"):
+        dt.save_sharded(tmp_path / "root", state, extra={"loader": not_saved(None)})
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_load_into_a_trained_state_takes_a_new_loader(ranks, tmp_path, world):
+    ranks(world).run(load_twice, str(tmp_path))
+
+
+def load_twice(folder):
+    root = Path(folder)
+    step, state = begin("none" if get_dist_info().world_size == 1 else "full_shard")
+    old = build_loader(mesh=state.spec.mesh)
+    state = train(step, state, old)
+    dt.save_sharded(root, state, extra={"loader": old})
+    new = build_loader(mesh=state.spec.mesh)
+    state = dt.load_sharded(root, state, extra={"loader": new}).state
+    dt.save_sharded(root / "again", state, extra={"loader": new})
+    state = train(step, state, new)
+    assert (state.step, state.clock.samples) == (4, 8)
+    assert (state.clock.epoch, new.position.samples, old.position.samples) == (1, 0, 4)
+    with pytest.raises(ConfigError, match="extra must hold the position of"):
+        dt.save_sharded(root, state, extra={"loader": old})
+    dt.save_sharded(root, state, extra={"loader": new})
+
+
+def test_load_of_weights_begins_without_a_loader(tmp_path):
+    step, state = begin()
+    old = build_loader()
+    state = train(step, state, old)
+    dt.save_sharded(tmp_path / "one", state, extra={"loader": old})
+    state = dt.load_sharded(tmp_path / "one", state, what="weights").state
+    new = build_loader()
+    state = train(step, state, new)
+    dt.save_sharded(tmp_path / "two", state, extra={"loader": new})
 
 
 class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
@@ -163,14 +226,59 @@ def test_loader_left_out_on_purpose_starts_anew(tmp_path):
         dt.load_sharded(tmp_path, state, extra={"loader": again})
 
 
-def test_loader_whose_batches_were_copied_is_needed(tmp_path):
+def copies_only(root):
+    step, state = begin("none" if get_dist_info().world_size == 1 else "full_shard")
+    loader = build_loader(mesh=state.spec.mesh)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for batch in loader.until("4ba"):
+            state, _ = step(state, batch * 2)
+            dt.save_sharded(root, state)
+    return [str(each.message) for each in caught if "extra should hold the position of" in str(each.message)]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_loader_whose_batches_were_copied_gets_one_warning_on_rank_0(ranks, tmp_path, world):
+    first, *others = ranks(world).run(copies_only, str(tmp_path))
+    assert len(first) == 1
+    assert first[0].startswith(
+        "save_sharded: extra should hold the position of Loader(samples=8, global_batch_size=2, epoch=0)"
+    )
+    assert others == [[]] * (world - 1)
+
+
+def test_position_of_a_loader_whose_batches_were_copied_gets_no_warning(tmp_path, recwarn):
     step, state = begin()
     loader = build_loader()
     for batch in loader.until("2ba"):
         state, _ = step(state, batch * 2)
-    with pytest.raises(ConfigError, match=MISSING.format("save_sharded")):
-        dt.save_sharded(tmp_path / "root", state)
     dt.save_sharded(tmp_path / "root", state, extra={"loader": loader})
+    assert not [each for each in recwarn if "extra should hold" in str(each.message)]
+
+
+def test_kept_batch_of_another_loader_refuses_no_save(tmp_path):
+    step, state = begin()
+    kept = iter((held_out := build_loader()).until("1ep"))
+    fixed = next(kept)
+    for batch in torch.utils.data.DataLoader([torch.ones(2)] * 4, batch_size=2):
+        state, _ = step(state, batch)
+        dt.evaluate(state.model, [fixed], loss)
+    with pytest.warns(UserWarning, match="save_sharded: extra should hold the position of"):
+        dt.save_sharded(tmp_path, state)
+    assert held_out.position.samples == 2
+
+
+def test_end_of_one_loop_keeps_the_loader_of_another(tmp_path):
+    step, state = begin()
+    first, second = build_loader(), build_loader()
+    one = first.until("2ba")
+    next(one)
+    batch = next(other := second.until("2ba"))
+    one.close()
+    state, _ = step(state, batch * 2)
+    with pytest.warns(UserWarning, match="save_sharded: extra should hold the position of"):
+        dt.save_sharded(tmp_path, state, extra={"first": first})
+    other.close()
 
 
 def test_both_of_two_loaders_that_take_turns_are_needed(tmp_path):

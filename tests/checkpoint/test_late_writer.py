@@ -103,3 +103,33 @@ def test_failed_commit_is_no_other_job(tmp_path, monkeypatch):
             run(tmp_path, state, 4)
     state = run(tmp_path, train(state, 2), 6)
     assert steps_in(tmp_path)[-1] == 6
+
+
+def test_refusal_names_the_step_to_load(tmp_path):
+    run(tmp_path, plain_state(), 8)
+    late = resumed(tmp_path)
+    run(tmp_path, resumed(tmp_path), 12)
+    folder = tmp_path / "step-00000012"
+    with pytest.raises(CheckpointError, match=rf"Another run or job has saved there.* Load {folder} to go on from it"):
+        run(tmp_path, late, 16)
+    run(tmp_path, load_sharded(folder, plain_state()).state, 16)
+    assert steps_in(tmp_path) == [8, 12, 16]
+
+
+def test_states_saved_in_another_order_remove_their_own_steps(tmp_path):
+    states = {"g": plain_state(), "d": plain_state()}
+    for number in range(5):
+        states = {name: train(state, 2) for name, state in states.items()}
+        ordered = states if number < 3 else {"d": states["d"], "g": states["g"]}
+        save_sharded(tmp_path, ordered, keep_last=2)
+    assert steps_in(tmp_path) == [8, 10]
+
+
+def test_states_saved_together_and_alone_are_no_other_job(tmp_path):
+    states = {"g": plain_state(), "d": plain_state()}
+    states = {name: train(state, 2) for name, state in states.items()}
+    save_sharded(tmp_path, states)
+    states["g"] = run(tmp_path, states["g"], 4)
+    states = {"d": train(states["d"], 4), "g": train(states["g"], 2)}
+    save_sharded(tmp_path, states, keep_last=1)
+    assert steps_in(tmp_path) == [6]

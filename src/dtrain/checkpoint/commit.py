@@ -150,8 +150,8 @@ def _decide_on_rank_0(save: SaveRequest) -> SaveDecision:
 
     def decide() -> dict[str, Any]:
         check_free_space(save.checkpointer.root, save.total_bytes, caller=save.caller)
-        lineage, key = save.lineages[0], save.content_key
-        return asdict(prepare_save(save.checkpointer, lineage, save.step, save.what, key, save.caller))
+        lineages, key = save.lineages, save.content_key
+        return asdict(prepare_save(save.checkpointer, lineages, save.step, save.what, key, save.caller))
 
     values = broadcast_decision(save.caller, decide, group="background", advice=_ADVICE)
     return SaveDecision(**cast(dict[str, Any], values))
@@ -294,13 +294,13 @@ class SaveDecision:
 
 
 def prepare_save(
-    checkpointer: Checkpointer, lineage: Lineage, step: int, what: SaveScope, content_key: object, caller: str
+    checkpointer: Checkpointer, lineages: Sequence[Lineage], step: int, what: SaveScope, content_key: object, caller: str
 ) -> SaveDecision:
     """Inspect the root, decide, and create the staging folder.
 
     Args:
         checkpointer: Checkpointer of the root.
-        lineage: lineage of the run.
+        lineages: lineage of each state's run.
         step: step to save.
         what: scope of the save.
         content_key: key of the contents; see ``state_dict.content_key``.
@@ -316,9 +316,9 @@ def prepare_save(
     root = checkpointer.root
     if storage.exists(root) and not storage.is_folder(root):
         raise CheckpointError(f"{caller}: root must be a directory, got {root}. Name the folder for the steps.")
-    run_id = lineage.run_id or secrets.token_hex(16)
-    checkpointer.acquire_lock(run_id, resumed_steps(root, lineage), caller)
-    decision = _decide(root, lineage, run_id, step, what, content_key, caller)
+    run_id = lineages[0].run_id or secrets.token_hex(16)
+    checkpointer.acquire_lock(run_id, resumed_steps(root, lineages[0]), caller)
+    decision = _decide(root, lineages, run_id, step, what, content_key, caller)
     if decision.action == "write":
         storage.make_folders(root)
         remove_leftovers(root)
@@ -330,10 +330,10 @@ def prepare_save(
 
 
 def _decide(
-    root: AnyPath, lineage: Lineage, run_id: str, step: int, what: SaveScope, content_key: object, caller: str
+    root: AnyPath, lineages: Sequence[Lineage], run_id: str, step: int, what: SaveScope, content_key: object, caller: str
 ) -> SaveDecision:
     committed = scan_root(root).committed
-    check_no_other_job(root, committed, lineage, run_id, caller)
+    check_no_other_job(root, committed, lineages, run_id, caller)
     other = next((c for c in committed if c.what != what), None)
     if other is not None:
         raise CheckpointError(
@@ -361,7 +361,7 @@ def _decide(
             f"{caller}: {existing.path} must belong to this run {run_id}, got run {existing.run_id}. Save into another root, "
             "load that checkpoint to continue its run, or remove the folder."
         )
-    is_same = lineage.roots[str(root)].steps.get(step) == content_key
+    is_same = lineages[0].roots[str(root)].steps.get(step) == content_key
     return replace(decision, action="skip" if is_same else "write", replaces=not is_same)
 
 

@@ -83,7 +83,7 @@ def not_saved(loader: Any) -> NotSaved:
     load, for example for a dataset that cannot continue in the middle.
 
     Args:
-        loader: the loader.
+        loader: the loader, or None for the loader of the last batches if it no longer exists.
 
     Example:
         >>> import dtrain as dt

@@ -22,7 +22,7 @@ from dtrain.arguments import check_choice
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.extra import plain_entries, restore_objects, saved_entries
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, LoadOptions, LoadPlan, parse_ignore
-from dtrain.checkpoint.loader_check import check_loaders
+from dtrain.checkpoint.loader_check import check_init_loaders
 from dtrain.checkpoint.module_state import finish_load
 from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
 from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint
@@ -32,6 +32,7 @@ from dtrain.checkpoint.save_thread import save_thread
 from dtrain.checkpoint.state_dict import content_key, gc_paused
 from dtrain.checkpoint.step_choice import OnCorrupt, StepChoice, choose_on_all_ranks, log, read_on_all_ranks
 from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped
+from dtrain.dist.batch_info import LoaderHistory
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seed_all, set_rng_state
@@ -129,8 +130,8 @@ def load_sharded(
         CheckpointError: no checkpoint, or a checkpoint that cannot be read.
         CorruptCheckpointError: a committed step fails verification; names the file, and the newest older valid step.
         CheckpointMismatchError: a valid checkpoint that does not fit this state; lists the first ten differences.
-        ConfigError: an invalid option, a loader that is not in ``extra``, a tensor that cannot be written, or replicas that
-            train separately (``local_sgd``).
+        ConfigError: an invalid option, a loader of ``Step.init`` that is not in ``extra``, a tensor that cannot be written, or
+            replicas that train separately (``local_sgd``).
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
@@ -141,7 +142,7 @@ def load_sharded(
         )
         if what == "all" and not any(pattern.startswith(f"{layout.EXTRA}/") for pattern in ignore):
             states = {"": state} if isinstance(state, TrainState) else state
-            check_loaders(states, extra or {}, caller=_CALLER, lost_is_error=False)
+            check_init_loaders(states, extra or {}, caller=_CALLER)
     with spans.span("load"):
         save_thread().wait_for_slot(1)
         root = storage.resolve_path(path)
@@ -264,7 +265,7 @@ def _start_from_weights(
     state: TrainState, plan: LoadPlan, targets: Mapping[str, Tensor], batches: Iterable[Mapping[str, Tensor]]
 ) -> TrainState:
     """Load weights only, and start a new run."""
-    new_state = state._next()
+    new_state = state._next(loader_history=LoaderHistory())
     _apply_tensors(plan, targets, batches)
     init_transforms = state.init_transform_states
     return new_state if init_transforms is None else new_state._replace(transform_states=init_transforms(new_state))
@@ -276,7 +277,8 @@ def _resume(
     """Load the whole state."""
     # The length of the run is an option of this run, not of the saved run.
     clock = None if plan.clock is None else replace(plan.clock, run=state.clock.run)
-    new_state = state._next(clock=clock, seed=plan.seed)
+    # The loaders of the steps before the load do not belong to the loaded run.
+    new_state = state._next(clock=clock, seed=plan.seed, loader_history=LoaderHistory())
     if plan.optimizer is not None:
         # The old state is freed before new tensors are allocated.
         clear_optimizer_(state, plan.skipped)

@@ -7,64 +7,97 @@ looks for the loader itself, and then for its state.
 from __future__ import annotations
 
 import gc
+import warnings
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from dtrain.checkpoint.extra import NotSaved, state_of, unwrap
+from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.state import TrainState
 
 
-def check_loaders(
-    states: Mapping[str, TrainState], extra: Mapping[str, Any], *, caller: str, lost_is_error: bool = True
-) -> None:
-    """Raise if a loader whose batches the states have counted has no position in ``extra``.
+def check_loaders(states: Mapping[str, TrainState], extra: Mapping[str, Any], *, caller: str) -> None:
+    """Raise if the loader of the last batches has no position in ``extra``; also loaders that take turns with it.
+
+    Warns once on rank 0 if the last batches may be copies of a loader's batches. Such a batch does not name its loader.
 
     Args:
         states: states by name.
         extra: entries of the caller, with marks.
         caller: prefix of messages.
-        lost_is_error: if False, a loader that no longer exists is no error, because a load cannot lose its position.
 
     Raises:
         ConfigError: a loader is missing.
     """
-    missing = _missing_loaders(states, extra, lost_is_error=lost_is_error)
-    if missing:
+    check_init_loaders(states, extra, caller=caller)
+    identities = [identity for state in states.values() for identity in state.loader_history.in_use]
+    if _missing_loaders(identities, states, extra):
         # A loader in a reference cycle is not in use any more.
         gc.collect()
-        missing = _missing_loaders(states, extra, lost_is_error=lost_is_error)
-    if not missing:
+    _raise_if_missing(_missing_loaders(identities, states, extra), extra, caller)
+    newest = [state.loader_history.loaders[-1] for state in states.values() if state.loader_history.loaders]
+    is_lost = any(isinstance(identity, weakref.ref) and identity() is None for identity in newest)
+    if is_lost and not any(isinstance(value, NotSaved) for value in extra.values()):
+        raise ConfigError(
+            f"{caller}: extra must hold the position of the last loader, which no longer exists, or a resume repeats its "
+            f'batches, got {sorted(extra)}. Keep the loader in a variable, and pass it: extra={{"loader": loader}}. To leave '
+            'it out on purpose: extra={"loader": dt.checkpoint.not_saved(None)}.'
+        )
+    _warn_of_guessed_loaders(states, extra, caller)
+
+
+def check_init_loaders(states: Mapping[str, TrainState], extra: Mapping[str, Any], *, caller: str) -> None:
+    """Raise if a loader that ``Step.init`` received has no position in ``extra``. Its epochs are those of the clock.
+
+    Raises:
+        ConfigError: a loader is missing.
+    """
+    identities = [state.loader.identity for state in states.values() if state.loader is not None]
+    _raise_if_missing(_missing_loaders(identities, states, extra), extra, caller)
+
+
+def _raise_if_missing(missing: list[Any], extra: Mapping[str, Any], caller: str) -> None:
+    if missing:
+        raise ConfigError(
+            f"{caller}: extra must hold the position of {missing[0]!r}, or a resume repeats its batches, got {sorted(extra)}. "
+            'Pass it: extra={"loader": loader}. To leave it out on purpose: '
+            'extra={"loader": dt.checkpoint.not_saved(loader)}.'
+        )
+
+
+def _warn_of_guessed_loaders(states: Mapping[str, TrainState], extra: Mapping[str, Any], caller: str) -> None:
+    """Warn once if the state was stepped on new tensors after a loader without a position has issued a batch.
+
+    Mutates: ``warned_of_loader`` of the runs.
+    """
+    runs = [state.run_context for state in states.values()]
+    if get_dist_info().rank != 0 or any(run.warned_of_loader for run in runs):
         return
-    loader = missing[0]
-    position = "the position of the loader" if loader is None else f"the position of {loader!r}"
-    advice = "Keep the loader in a variable, and pass it" if loader is None else "Pass it"
-    raise ConfigError(
-        f"{caller}: extra must hold {position}, or a resume repeats its batches, got {sorted(extra)}. {advice}: "
-        'extra={"loader": loader}. To leave it out on purpose: extra={"loader": dt.checkpoint.not_saved(loader)}.'
-    )
+    missing = _missing_loaders([state.loader_history.guessed for state in states.values()], states, extra)
+    if missing:
+        for run in runs:
+            run.warned_of_loader = True
+        warnings.warn(
+            f"{caller}: extra should hold the position of {missing[0]!r} if the state trains on copies of its batches, or a "
+            f'resume repeats them, got {sorted(extra)}. Pass it: extra={{"loader": loader}}. If the batches do not come from '
+            'it: extra={"loader": dt.checkpoint.not_saved(loader)}.',
+            stacklevel=5,
+        )
 
 
-def _missing_loaders(states: Mapping[str, TrainState], extra: Mapping[str, Any], *, lost_is_error: bool) -> list[Any]:
-    """Return the loaders of the states that are not in ``extra``. None stands for a loader that no longer exists."""
+def _missing_loaders(identities: Iterable[object], states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> list[Any]:
+    """Return the loaders that exist and are not in ``extra``."""
     missing: list[Any] = []
     entries = {id(value.loader if isinstance(value, NotSaved) else unwrap(value)) for value in extra.values()}
-    for state in states.values():
-        history = state.loader_history
-        # A loader of copied batches is a guess, so it counts only while it exists.
-        last = history.loaders[-1:]
-        identities = [*history.loaders, *history.untracked, *([] if state.loader is None else [state.loader.identity])]
-        for identity in identities:
-            # Other objects than dtrain's loaders have no position that could be saved.
-            if not isinstance(identity, weakref.ref):
-                continue
-            loader = identity()
-            if loader is None:
-                # An earlier loader that no longer exists is used up.
-                missing += [None] if lost_is_error and any(identity is each for each in last) else []
-            elif id(loader) not in entries and not _is_part_of(loader.state_dict(), _plain_states(states, extra)):
-                missing.append(loader)
+    for identity in identities:
+        # Other objects than dtrain's loaders have no position that could be saved.
+        loader = identity() if isinstance(identity, weakref.ref) else None
+        if loader is None or id(loader) in entries:
+            continue
+        if not _is_part_of(loader.state_dict(), _plain_states(states, extra)):
+            missing.append(loader)
     return missing
 
 

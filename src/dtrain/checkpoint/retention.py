@@ -188,7 +188,7 @@ def apply_retention(
         keep_every: as for ``plan_retention``.
         keep_steps: as for ``plan_retention``.
         protected: the step just committed, the step that this process resumed from, and steps that the run does not know.
-        newest: the commit just made. If the root has a newer commit, another job saves into it, and nothing is removed.
+        newest: the commit just made. If the root has a newer commit, another run or job saves into it, and nothing is removed.
 
     Returns:
         The removed steps.
@@ -232,22 +232,36 @@ def resumed_steps(root: AnyPath, lineage: Lineage) -> set[int]:
     return set() if step is None else {step}
 
 
-def check_no_other_job(root: AnyPath, committed: Sequence[CheckpointInfo], lineage: Lineage, run_id: str, caller: str) -> None:
-    """Raise if another job has saved into the root since the run looked at it. The first look at a root learns its steps.
+def check_no_other_job(
+    root: AnyPath, committed: Sequence[CheckpointInfo], lineages: Sequence[Lineage], run_id: str, caller: str
+) -> None:
+    """Raise if another run or job has saved into the root since the run looked at it. The first look learns the root's steps.
 
-    Mutates: ``lineage``.
+    Args:
+        root: folder of steps.
+        committed: its steps.
+        lineages: lineage of each state of the save. Some of the states may have been saved without the others.
+        run_id: id of the run.
+        caller: prefix of messages.
+
+    Mutates: ``lineages``.
 
     Raises:
         CheckpointError: as ``check_newest``.
     """
-    history, newest = lineage.roots[str(root)], newest_commit(committed)
-    if history.looked:
-        check_newest(root, history.newest, newest, caller)
-        return
-    history.looked, history.newest = True, newest
-    # The run saves into several roots, and has resumed from another one.
-    resumed = None if lineage.resumed_from is None else layout.step_of(storage.resolve_path(lineage.resumed_from).name)
-    history.unknown_steps = frozenset(c.step for c in committed if c.run_id == run_id and c.step > (resumed or 0))
+    histories, newest = [lineage.roots[str(root)] for lineage in lineages], newest_commit(committed)
+    if any(history.looked for history in histories):
+        known = [history.newest for history in histories if history.newest is not None]
+        check_newest(root, max(known, key=lambda commit: commit.serial, default=None), newest, caller)
+    own_steps = {step for history in histories for step in history.steps}
+    for lineage, history in zip(lineages, histories, strict=True):
+        if history.looked:
+            continue
+        history.looked, history.newest = True, newest
+        # The run saves into several roots, and has resumed from another one.
+        resumed = None if lineage.resumed_from is None else layout.step_of(storage.resolve_path(lineage.resumed_from).name)
+        later = {c.step for c in committed if c.run_id == run_id and c.step > (resumed or 0)}
+        history.unknown_steps = frozenset(later - own_steps)
 
 
 def check_newest(root: AnyPath, expected: Commit | None, found: Commit | None, caller: str) -> None:
@@ -263,8 +277,9 @@ def check_newest(root: AnyPath, expected: Commit | None, found: Commit | None, c
         return
     before = "be empty" if expected is None else f"end with step {expected.step} of run {expected.run_id}"
     raise CheckpointError(
-        f"{caller}: {root} must still {before}, got step {found.step} of run {found.run_id}. Another job has saved there since "
-        "this job loaded or saved. Load the newest step to go on from it, or save into another root."
+        f"{caller}: {root} must still {before}, got step {found.step} of run {found.run_id}. Another run or job has saved "
+        f"there since this one loaded or saved. Load {root / layout.step_name(found.step)} to go on from it, or save into "
+        "another root."
     )
 
 

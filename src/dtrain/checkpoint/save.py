@@ -116,7 +116,7 @@ def save_sharded(
             of the first.
         extra: objects with ``state_dict`` and ``load_state_dict``, or dicts, lists and tensors, which a load fills in place, by
             name. They must be equal on all ranks, unless marked by ``dt.checkpoint.per_rank``. Tensors inside must not be
-            sharded. The loaders that the state has trained on must be among them, or marked by ``dt.checkpoint.not_saved``.
+            sharded. The loader of the last batches must be among them, or marked by ``dt.checkpoint.not_saved``.
         mode: "sync" waits for the commit, "async" does not.
         what: "all" saves the whole state, "weights" parameters and buffers, "trainable" the trained parameters (an adapter).
             The last two take neither ``extra`` nor a root that holds whole states, because a run could not resume from such a

@@ -296,8 +296,7 @@ class Loader:
                 raise
         epoch_batches = self.source.epoch_batches()
         self.position = at if epoch_batches is None else epoch_batches.normalize(at)
-        self._dataset_state = state.get("dataset")
-        self.last_batch_info, self._issued = None, None
+        self._dataset_state, self.last_batch_info, self._issued = state.get("dataset"), None, None
 
     def _resume_point(self) -> tuple[Position, Plain]:
         """Return the position of the next loop, and the state of an iterable dataset at that position."""
@@ -397,4 +396,5 @@ class Loader:
             raise DataError(f"loader: {describe_error(error)}") from error
 
     def __repr__(self) -> str:
-        return f"Loader(data={self.fingerprint}, epoch={self.position.epoch}, samples={self.position.samples})"
+        count, size = self.fingerprint.get("count", "unknown"), self.source.options.global_batch_size
+        return f"Loader(samples={count}, global_batch_size={'varies' if callable(size) else size}, epoch={self.position.epoch})"

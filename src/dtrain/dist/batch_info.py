@@ -112,16 +112,22 @@ class LoaderHistory:
         loaders: identities of the loaders, in the order of their first batches.
         epoch_offset: epochs completed before the current loader's first epoch.
         last_batch: identity of the batch of the last step.
-        untracked: identities of the loaders that issued a batch before a step on new tensors, which may be a copy of the batch.
+        in_use: identities of the newest loader, and of others that returned a batch after its first batch.
+        guessed: identity of the loader that issued a batch before the last step on new tensors, perhaps a copy of the batch.
     """
 
     loaders: tuple[object, ...] = ()
     epoch_offset: int = 0
     last_batch: object | None = None
-    untracked: tuple[object, ...] = ()
+    in_use: tuple[object, ...] = ()
+    guessed: object | None = None
 
     def after_untracked_step(self, loader: object | None) -> LoaderHistory:
         """Return the history after a step on new tensors, before which ``loader`` issued a batch."""
-        if loader is None or any(loader is known for known in self.untracked):
+        return self if loader is None or loader is self.guessed else replace(self, guessed=loader)
+
+    def after_return_to(self, loader: object) -> LoaderHistory:
+        """Return the history after a batch of an earlier loader, which takes turns with the newest loader."""
+        if any(loader is known for known in self.in_use):
             return self
-        return replace(self, untracked=(*self.untracked, loader))
+        return replace(self, in_use=(*self.in_use, loader))

@@ -82,7 +82,9 @@ class DistContext:
         try:
             yield
         finally:
-            self.issuing_loader = None
+            # A step has taken the batch, or the loop of another loader has issued one since.
+            if self.issuing_loader is loader:
+                self.issuing_loader = None
 
     def run_shutdown_hooks(self, error: BaseException | None) -> None:
         """Run all hooks, also after one has raised. Later hooks are called with the first exception."""

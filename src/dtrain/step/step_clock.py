@@ -39,14 +39,15 @@ def begin_step(state: TrainState, batch: Batch) -> TrainState:
         if origin.loader in history.loaders and state.loader is None:
             clock = state.clock.without_epochs(_ALTERNATING_LOADERS)
             step_batch = StepBatch(info=origin, repeated=False, clock_before=state.clock, statuses=statuses)
-            return state._replace(step_batch=step_batch, clock=clock)
+            return state._replace(step_batch=step_batch, clock=clock, loader_history=history.after_return_to(origin.loader))
         history = _follow_loader(history, origin, state.clock)
     if not repeated:
         history = LoaderHistory(
             loaders=history.loaders,
             epoch_offset=history.epoch_offset,
             last_batch=origin.status,
-            untracked=history.untracked,
+            in_use=history.in_use,
+            guessed=history.guessed,
         )
     position = _position_before(origin, state.clock, history.epoch_offset, repeated=repeated)
     step_batch = StepBatch(info=origin, repeated=repeated, clock_before=state.clock, statuses=statuses)
@@ -96,7 +97,7 @@ def _follow_loader(history: LoaderHistory, origin: BatchInfo, clock: Clock) -> L
     """Return the history with a new loader. Its epochs continue those of the clock, except if the loader was resumed."""
     offset = clock.epoch - origin.begin.epoch
     offset = offset if history.loaders else max(0, offset)
-    return LoaderHistory(loaders=(*history.loaders, origin.loader), epoch_offset=offset, untracked=history.untracked)
+    return LoaderHistory(loaders=(*history.loaders, origin.loader), epoch_offset=offset, in_use=(origin.loader,))
 
 
 def _position_before(origin: BatchInfo, clock: Clock, epoch_offset: int, *, repeated: bool) -> EpochPosition:
