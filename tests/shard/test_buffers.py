@@ -107,8 +107,8 @@ def traffic(model: str) -> list:
 
 
 def test_only_changed_modules_are_sent_in_one_collective(ranks):
-    # running_mean, running_var: 12 bytes each, num_batches_tracked: 8; seen: 8, table: 12, scratch: 4, flags: 3 of one module
-    assert ranks(2).run(traffic, "odd")[0] == [["broadcast", 12 + 12 + 8 + 8 + 12 + 4 + 3]]
+    # running_mean, running_var: 12 bytes each, num_batches_tracked: 8; seen: 8, table: 12, flags: 3 of one module
+    assert ranks(2).run(traffic, "odd")[0] == [["broadcast", 12 + 12 + 8 + 8 + 12 + 3]], "scratch stays each rank's own"
     assert ranks(2).run(traffic, "linear")[0] == []
 
 
@@ -321,6 +321,37 @@ class Memory(nn.Module):
         return self.linear(x)
 
 
+class Cached(nn.Module):
+    """A cache that the first and third forward replace and the second writes, beside a counter that is equal on all ranks."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("cache", torch.zeros(2, dtype=dtype), persistent=False)
+        self.register_buffer("steps", torch.zeros(1))
+
+    def forward(self, x):
+        self.steps += 1
+        if self.steps == 2:
+            self.cache.fill_(len(x) + 1)
+        else:
+            self.register_buffer("cache", torch.full_like(self.cache, len(x)), persistent=False)
+        return self.linear(x)
+
+
+class Calls(nn.Module):
+    """A counter outside of the state dict that differs between ranks from the third forward on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
+
+    def forward(self, x):
+        self.calls += 1 if self.calls < 2 or len(x) == 4 else 5
+        return self.linear(x)
+
+
 def warned(model: nn.Module, buffers, steps: int, samples: list) -> dict:
     net = shard_model(model, build_mesh(), buffers=buffers)
     state = init_state(net, torch.optim.SGD(net.parameters(), lr=0.1))
@@ -359,18 +390,30 @@ def warnings_of_two() -> dict:
         "memory, saved": warned(Memory(True), None, 2, [4, 3]),
         "memory, no samples": warned(Memory(False, 2), None, 2, [4, 0]),
         "growing alike": warned(Growing(True), None, 2, [4, 4]),
+        "replaced": warned(Cached(torch.float32), None, 3, [4, 2]),
+        "whole, replaced": warned(Cached(torch.int64), None, 3, [4, 2]),
+        "whole, not saved": warned(Calls(), None, 4, [4, 2]),
     }
 
 
 def test_buffers_that_ranks_change_differently_are_named_once_on_rank_0(ranks):
     first, second = ranks(2).run(warnings_of_two)
     assert all(found["warnings"] == [] for found in second.values())
-    start = "step: the ranks changed the buffer {!r} differently in forward, and all ranks get the value of rank 0. Choose: "
-    named = {"counter": "seen", "half": "scratch", "whole mean": "count", "memory of one length": "last"}
+    start = "step: the ranks changed the buffer {0!r} differently in forward, and {1}. Choose: shard_model(buffers={{{0!r}: {2}"
+    same, own = (
+        ("all ranks get the value of rank 0", "'sum'}) for a counter"),
+        ("each rank keeps its own value", "'own'}) for a cache"),
+    )
+    named = {
+        "counter": ("seen", *same),
+        "half": ("scratch", *own),
+        "whole mean": ("count", *same),
+        "memory of one length": ("last", *same),
+        "whole, not saved": ("calls", *same),
+    }
     for case, found in first.items():
-        assert [text[: len(start) + 9] for text in found["warnings"]] == (
-            [(start.format(named[case]) + "shard_model(buffers=")[: len(start) + 9]] if case in named else []
-        ), case
+        expected = [start.format(*named[case])] if case in named else []
+        assert [text[: len(expected[0]) if expected else None] for text in found["warnings"]] == expected, case
     for case in ("growing, saved", "growing on one rank"):
         for rank, lengths in ((first, "[4] on rank 0 and"), (second, "[4] on rank 0 and")):
             assert rank[case]["error"].startswith(
@@ -378,7 +421,14 @@ def test_buffers_that_ranks_change_differently_are_named_once_on_rank_0(ranks):
             ), case
     assert [len(rank["growing"]["buffers"]["table"]) for rank in (first, second)] == [4, 3]
     assert [len(rank["growing, own"]["buffers"]["table"]) for rank in (first, second)] == [4, 3]
-    assert first["counter"]["buffers"] == second["counter"]["buffers"], "both kinds of buffers are broadcast"
+    for name in ("seen", "flags", "norm.running_mean"):
+        assert first["counter"]["buffers"][name] == second["counter"]["buffers"][name], "the state dict holds them"
+    for case, name in (("counter", "scratch"), ("half", "scratch"), ("replaced", "cache"), ("whole, replaced", "cache")):
+        assert first[case]["buffers"][name] != second[case]["buffers"][name], (case, name)
+    assert first["whole, not saved"]["buffers"] == second["whole, not saved"]["buffers"] == {"calls": 4}
+    assert [rank["replaced"]["buffers"]["cache"][0] for rank in (first, second)] == [4, 2], "what its own last forward set"
+    assert [rank["whole, replaced"]["buffers"]["cache"][0] for rank in (first, second)] == [4, 2]
+    assert first["replaced"]["records"][1:] == [min(first["replaced"]["records"])] * 2, "a cache costs no exchange"
     assert first["by name"]["buffers"]["seen"] == second["by name"]["buffers"]["seen"]
     assert first["by name"]["buffers"]["scratch"] != second["by name"]["buffers"]["scratch"]
     assert first["counter"]["records"][1] - first["counter"]["records"][2] == 0, "nothing is compared after the warning"
@@ -409,3 +459,111 @@ def refused(buffers) -> str:
     except ConfigError as error:
         return str(error)
     return "nothing"
+
+
+# Lengths of the sequences of both ranks in each step. The model was made for 16.
+LENGTHS = [(12, 48), (12, 48), (48, 12), (20, 48)]
+ROPE = {"rope_theta": 1e4, "original_max_position_embeddings": 16}
+ROPES = {
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0, **ROPE},
+    "longrope": {"rope_type": "longrope", "factor": 4.0, "short_factor": [1.0] * 4, "long_factor": [3.0] * 4, **ROPE},
+}
+
+
+def llama(rope: str) -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 16}
+    return LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=16, rope_parameters=dict(ROPES[rope])))
+
+
+def tokens(length: int) -> torch.Tensor:
+    return torch.randint(16, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def rotated(rope: str, strategy: str | None, rank: int | None = None) -> dict:
+    """Losses of this rank's sequences and the frequencies after each step, of weights that do not move."""
+    model, rank = llama(rope), get_dist_info().rank if rank is None else rank
+    if strategy is not None:
+        mesh = build_mesh(dp_replicate=2 if strategy == "hybrid_shard" else 1)
+        model = shard_model(model, mesh, strategy=strategy)
+    state = init_state(model, torch.optim.SGD(model.parameters(), lr=0.0))
+    losses, frequencies = [], []
+
+    def loss_fn(net: nn.Module, batch: dict) -> LossSum:
+        loss = net(input_ids=batch["x"], labels=batch["x"], use_cache=False).loss
+        losses.append(loss.item())
+        return LossSum(total=loss, weight=1)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for lengths in LENGTHS:
+            state, metrics = microbatch_step(state, {"x": tokens(lengths[rank])}, loss_fn=loss_fn)
+            state, _ = dt.optimizer_step(state, metrics)
+            frequencies.append(model.model.rotary_emb.inv_freq.tolist())
+    texts = [str(each.message) for each in caught if "changed the buffer" in str(each.message)]
+    return {"losses": losses, "frequencies": frequencies, "warnings": texts}
+
+
+def rotated_all() -> dict:
+    return {
+        "dynamic": [rotated("dynamic", each) for each in ("replicate", "full_shard", "shard_grad_op", "hybrid_shard")],
+        "longrope": [rotated("longrope", "replicate")],
+    }
+
+
+def test_rotary_frequencies_are_those_of_each_ranks_own_sequences(ranks):
+    both = ranks(2).run(rotated_all)
+    for rope in ROPES:
+        for rank in (0, 1):
+            expected = rotated(rope, None, rank)
+            assert expected["frequencies"][0] != rotated(rope, None, 1 - rank)["frequencies"][0], "the lengths matter"
+            for found in both[rank][rope]:
+                torch.testing.assert_close(found["losses"], expected["losses"], rtol=1e-5, atol=1e-6)
+                assert found["frequencies"] == expected["frequencies"]
+    assert all(found["warnings"] == [] for rank in both for found in rank["dynamic"])
+    # In place, longrope looks like an average: dtrain cannot know that each forward computes it anew.
+    (text,) = both[0]["longrope"][0]["warnings"]
+    assert "shard_model(buffers={'model.rotary_emb.inv_freq': 'own'}) for a cache" in text
+
+
+# Samples of each rank in each step.
+EMPTY = {2: [[0, 4], [4, 0], [0, 4], [4, 4]], 3: [[0, 4, 4], [0, 0, 4], [4, 0, 4], [0, 4, 0]]}
+
+
+def normalized(buffers: str | None) -> list:
+    """Statistics after each step of a BatchNorm whose ranks have samples in some steps only."""
+    info, found = get_dist_info(), []
+    model = shard_model(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 3)).double(), build_mesh(), buffers=buffers)
+    state = init_state(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    for step, sizes in enumerate(EMPTY[info.world_size]):
+        batch = {"x": data(10 * step + info.rank)[: sizes[info.rank]].double()}
+        state, metrics = microbatch_step(state, batch, loss_fn=loss_fn)
+        state, _ = dt.optimizer_step(state, metrics)
+        found.append({name: buffer.double().tolist() for name, buffer in model.named_buffers()})
+    return found
+
+
+def normalized_both() -> dict:
+    return {"broadcast": normalized(None), "mean": normalized("mean")}
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_statistics_are_those_of_the_ranks_with_samples(ranks, world):
+    by_rank = ranks(world).run(normalized_both)
+    for choice in ("broadcast", "mean"):
+        norm = nn.BatchNorm1d(3).double()
+        for step, sizes in enumerate(EMPTY[world]):
+            active = [rank for rank in range(world) if sizes[rank]]
+            used, start = active if choice == "mean" else active[:1], dict(norm.state_dict())
+            parts = []
+            for rank in used:
+                norm.load_state_dict(start := {name: value.clone() for name, value in start.items()})
+                norm(data(10 * step + rank).double())
+                parts.append({name: buffer.clone().double() for name, buffer in norm.named_buffers()})
+            expected = {name: sum(part[name] for part in parts) / len(parts) for name in parts[0]}
+            norm.load_state_dict({**start, **expected})
+            for found in by_rank:
+                for name, value in expected.items():
+                    torch.testing.assert_close(found[choice][step][f"0.{name}"], value.tolist(), rtol=0, atol=1e-12)

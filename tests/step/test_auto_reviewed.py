@@ -248,7 +248,7 @@ def no_memory_for_copies() -> list:
     first, second, third = batches(3)
     state, _ = step(state, first)
     before = fingerprint(state)
-    with inject_fault("raise", at="dtrain.shard.buffers._BufferVersions.changed", rank=1, error=OUT_OF_MEMORY):
+    with inject_fault("raise", at="dtrain.shard.buffers.BufferVersions.changed", rank=1, error=OUT_OF_MEMORY):
         state, _ = step(state, second)
     state, _ = step(state, third)
     return [state.transform_states["auto_microbatch"]["size"], state.step, fingerprint(state) != before]

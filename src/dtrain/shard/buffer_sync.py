@@ -1,8 +1,12 @@
 """Synchronize the buffers that the forwards of a step changed: rank 0's values, means, sums of what each rank added, or none.
 
-``shard_model(buffers=)`` chooses for each buffer, persistent or not. Without a choice a buffer is broadcast from rank 0. If the
-ranks change such a buffer differently in the first steps, a warning names the buffer, because rank 0's value is what one
-process would have only by chance. Normalizations of torch are the exception: their statistics are estimates on every rank.
+``shard_model(buffers=)`` chooses for each buffer, persistent or not. Without a choice persistent buffers and counters in whole
+numbers are broadcast, and other buffers stay each rank's own. A buffer outside of the state dict that a forward replaces is a
+cache of what this rank's forwards need, and stays its own too. If the ranks change another buffer differently in the first
+steps, a warning names the buffer, because no rank has what one process would have. Normalizations of torch are the exception:
+their statistics are estimates on every rank.
+
+A rank without samples runs no forward. Its buffers are not broadcast, and do not count in a mean.
 """
 
 from __future__ import annotations
@@ -18,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from dtrain.arguments import check_choice
-from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
 from dtrain.fqn import buffer_slots, buffers_by_fqn, compile_patterns, unwrap_module
-from dtrain.shard.buffers import BufferVersions
+from dtrain.shard.buffers import BufferVersions, owner_name
 from dtrain.shard.replica_check import hash_tensors
 from dtrain.state import Buffers, ShardSpec
 from dtrain.typing import Plain
@@ -90,6 +94,7 @@ class _Slot:
         chosen: if True, the user chose.
         may_differ: if True, nobody chose, and the buffer is no statistic of a normalization.
         persistent: if True, the buffer is in the state dict.
+        transient: if True, nobody chose, and the buffer is neither persistent nor a statistic of a normalization.
     """
 
     name: str
@@ -100,17 +105,24 @@ class _Slot:
     chosen: bool
     may_differ: bool
     persistent: bool
+    transient: bool
 
     @property
     def owner(self) -> str:
         """Name of the module."""
-        return self.name.rpartition(".")[0]
+        return owner_name(self.name)
 
     @property
     def buffer(self) -> Tensor:
         """Buffer as it is now, empty if it is None."""
         buffer = self.module._buffers[self.key]
         return torch.empty(0) if buffer is None else buffer
+
+    @property
+    def stays_own(self) -> bool:
+        """True if each rank keeps its own value, however a forward changes it."""
+        dtype = self.buffer.dtype
+        return self.transient and (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
 
     @property
     def current_shape(self) -> torch.Size | None:
@@ -130,6 +142,8 @@ class BufferSync:
         self._counts = spec.counts_in_loss
         self._compared_steps = 0
         self._synchronized: set[str] = set()
+        # Names of transient buffers that a forward replaced on some rank, equal on all ranks.
+        self._caches: set[str] = set()
 
     def __reduce__(self) -> tuple[Callable[[], None], tuple[()]]:
         # A copy of the model is a plain model.
@@ -138,8 +152,10 @@ class BufferSync:
     @property
     def num_bytes(self) -> int:
         """Size in bytes of the buffers that are likely to be synchronized in this step."""
-        modules = {*self._versions.changed_modules(), *self._synchronized}
-        return sum(slot.buffer.nbytes for slot in self._slots if slot.owner in modules)
+        changed = self._versions.changed_buffers()
+        modules = {*map(owner_name, changed), *self._synchronized}
+        sent = (slot for slot in self._slots if slot.owner in modules and slot.name not in self._caches)
+        return sum(slot.buffer.nbytes for slot in sent if not slot.stays_own)
 
     def begin_step(self) -> None:
         """Start a step. Mutates: copies of the buffers that are summed."""
@@ -151,26 +167,37 @@ class BufferSync:
     def changed_modules(self) -> list[str]:
         """Return the names of modules whose buffers changed since ``begin_step``, in the order of the model.
 
-        After the name of a module stand the shapes of its buffers whose shapes are not those of the sharded model.
+        Marks of buffers follow: ``module|buffer=`` for a transient buffer that was replaced, ``module|buffer+`` for one that
+        was changed in place, and ``module|buffer[2, 3]`` for a buffer whose shape is not that of the sharded model.
         """
-        modules = self._versions.changed_modules()
-        resized = [
-            f"{slot.owner}|{slot.key}{list(slot.buffer.shape)}"
-            for slot in (self._slots if modules else ())
-            if slot.owner in modules and slot.current_shape != slot.shape
-        ]
-        return [*modules, *resized]
+        changed = self._versions.changed_buffers()
+        if not changed:
+            return []
+        reported = {slot.name: slot for slot in self._slots if slot.name in changed and not self._is_settled(slot)}
+        modules = dict.fromkeys(slot.owner for slot in reported.values())
+        marks = [f"{slot.owner}|{slot.key}{'=' if changed[name] else '+'}" for name, slot in reported.items() if slot.transient]
+        for slot in self._slots:
+            # Caches may have another shape on each rank.
+            is_sent = not slot.transient or (slot.name in reported and not changed[slot.name])
+            if is_sent and slot.owner in modules and slot.current_shape != slot.shape:
+                marks.append(f"{slot.owner}|{slot.key}{list(slot.buffer.shape)}")
+        return [*modules, *marks]
 
-    def sync_(self, owners: Sequence[str], *, ranks_differ: bool = False) -> None:
+    def _is_settled(self, slot: _Slot) -> bool:
+        """Return True if the other ranks need not know that the buffer changed."""
+        return slot.name in self._caches or (slot.stays_own and self._compared_steps >= _COMPARED_STEPS)
+
+    def sync_(self, owners: Sequence[str], *, ranks_differ: bool = False, has_samples: bool | None = None) -> None:
         """Synchronize the buffers of the modules ``owners``.
 
         Args:
             owners: result of ``changed_modules`` of all ranks together, equal on all ranks.
             ranks_differ: if True, the result of some rank differs.
+            has_samples: whether this rank has samples in this step; None if all ranks have.
 
         Mutates: buffers.
         Collective: one broadcast, and one all-reduce per dtype of the buffers with a mean or a sum. In the first steps one
-            exchange of JSON for buffers without a choice.
+            exchange of JSON for buffers without a choice, and one exchange of numbers if some rank has no samples.
 
         Raises:
             StepError: a buffer has different shapes on the ranks; on all ranks.
@@ -179,14 +206,26 @@ class BufferSync:
         """
         if not owners:
             return
-        self._synchronized.update(owners)
-        slots = [slot for slot in self._slots if slot.owner in owners]
-        if ranks_differ and any("|" in owner for owner in owners):
+        marks = set(owners)
+        self._caches.update(slot.name for slot in self._slots if f"{slot.owner}|{slot.key}=" in marks)
+        slots = [
+            slot
+            for slot in self._slots
+            if slot.owner in marks
+            and slot.name not in self._caches
+            and (not slot.transient or f"{slot.owner}|{slot.key}+" in marks)
+        ]
+        if not slots:
+            return
+        self._synchronized.update(slot.owner for slot in slots)
+        active = _ranks_with_samples(has_samples)
+        if ranks_differ and any(owner.endswith("]") and "|" in owner for owner in owners):
             slots = _without_different_shapes(slots)
         slots = [slot for slot in slots if slot.current_shape is not None]
         if self._compared_steps < _COMPARED_STEPS and any(slot.may_differ for slot in slots):
-            different = _warn_if_different([slot for slot in slots if slot.may_differ])
+            different = _warn_if_different([slot for slot in slots if slot.may_differ], active)
             self._compared_steps = _COMPARED_STEPS if different else self._compared_steps + 1
+        slots = [slot for slot in slots if not slot.stays_own]
         with torch.no_grad():
             by_kind: dict[tuple[str, torch.dtype | None], list[_Slot]] = {}
             for slot in slots:
@@ -195,14 +234,14 @@ class BufferSync:
             for (kind, _), same in by_kind.items():
                 buffers = [slot.buffer for slot in same]
                 if kind == "mean":
-                    _average_(buffers)
+                    _average_(buffers, active)
                 elif kind == "sum":
                     starts = [self._starts[slot.name] for slot in same]
                     # A buffer that was None has no start.
                     starts = [old if old.shape == new.shape else new * 0 for old, new in zip(starts, buffers, strict=True)]
                     _add_ranks_(starts, buffers, counts=self._counts)
                 else:
-                    _broadcast_(buffers)
+                    _broadcast_(buffers, src=active[0])
 
 
 def attach_buffer_sync(model: nn.Module, spec: ShardSpec) -> None:
@@ -225,6 +264,7 @@ def _synchronized_slots(model: nn.Module, spec: ShardSpec) -> Iterator[_Slot]:
         # A normalization without statistics keeps None.
         if choice == "own" or (buffer is None and is_norm):
             continue
+        persistent = key not in module._non_persistent_buffers_set
         # A mean of whole numbers is no choice: they are broadcast.
         chosen = choice is not None and not (choice == "mean" and buffer is not None and not buffer.is_floating_point())
         yield _Slot(
@@ -235,7 +275,8 @@ def _synchronized_slots(model: nn.Module, spec: ShardSpec) -> Iterator[_Slot]:
             shape=None if buffer is None else buffer.shape,
             chosen=choice is not None,
             may_differ=not chosen and not is_norm,
-            persistent=key not in module._non_persistent_buffers_set,
+            persistent=persistent,
+            transient=choice is None and not persistent and not is_norm,
         )
 
 
@@ -263,20 +304,37 @@ def _without_different_shapes(slots: Sequence[_Slot]) -> list[_Slot]:
     return kept
 
 
-def _warn_if_different(slots: Sequence[_Slot]) -> bool:
-    """Compare buffers that nobody chose for, and warn on rank 0 of the first difference. Collective: one exchange of JSON."""
-    hashes = [hash_tensors([slot.buffer], slot.buffer.device).tolist() for slot in slots]
-    rows = all_gather_json(cast(Plain, hashes), caller="step")
-    different = [
-        slot
-        for slot, *by_rank in zip(slots, *cast("list[list[int]]", rows), strict=True)
-        if by_rank != by_rank[:1] * len(by_rank)
-    ]
+def _ranks_with_samples(has_samples: bool | None) -> list[int]:
+    """Return the ranks with samples. Collective: one exchange, unless all ranks have samples (None)."""
+    if has_samples is None:
+        return list(range(get_dist_info().world_size))
+    return [rank for rank, (has,) in enumerate(all_gather_numbers([has_samples], caller="step")) if has]
+
+
+def _warn_if_different(slots: Sequence[_Slot], active: Sequence[int]) -> bool:
+    """Compare buffers that nobody chose for on the ranks ``active``, and warn on rank 0 of the first difference.
+
+    Collective: one exchange of JSON. Host sync: one per device of the buffers.
+    """
+    by_device: dict[torch.device, list[int]] = {}
+    for index, slot in enumerate(slots):
+        by_device.setdefault(slot.buffer.device, []).append(index)
+    hashes = [0] * len(slots)
+    for device, indices in by_device.items():
+        found = hash_tensors([slots[index].buffer for index in indices], device).tolist()
+        for index, value in zip(indices, found, strict=True):
+            hashes[index] = value
+    rows = cast("list[list[int]]", all_gather_json(cast(Plain, hashes), caller="step"))
+    by_slot = zip(slots, *(rows[rank] for rank in active), strict=True)
+    different = [slot for slot, *by_rank in by_slot if len(set(by_rank)) > 1]
     if different and get_dist_info().rank == 0:
+        name, own = different[0].name, different[0].stays_own
+        result = "each rank keeps its own value" if own else f"all ranks get the value of rank {active[0]}"
+        choice = f"shard_model(buffers={{{name!r}: {'own' if own else 'sum'!r}}})"
+        choices = [f"{choice} for a cache, 'sum' for a counter"] if own else [f"{choice} for a counter"]
+        choices += ["'mean' for an average", *([] if own else ["'own' for a value of each rank"]), "'broadcast' for rank 0's"]
         warnings.warn(
-            f"step: the ranks changed the buffer {different[0].name!r} differently in forward, and all ranks get the value of "
-            f"rank 0. Choose: shard_model(buffers={{{different[0].name!r}: 'sum'}}) for a counter, 'mean' for an average, "
-            "'own' for a value of each rank, 'broadcast' for rank 0's.",
+            f"step: the ranks changed the buffer {name!r} differently in forward, and {result}. Choose: {', '.join(choices)}.",
             stacklevel=2,
         )
     return bool(different)
@@ -301,19 +359,23 @@ def _add_ranks_(starts: Sequence[Tensor], tensors: Sequence[Tensor], *, counts: 
         tensor.copy_(piece.view_as(tensor))
 
 
-def _average_(tensors: list[Tensor]) -> None:
+def _average_(tensors: list[Tensor], active: Sequence[int]) -> None:
+    """Set tensors of one dtype to their mean over the ranks ``active``. Mutates: ``tensors``. Collective: one all-reduce."""
     flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
     wide = flat if flat.dtype.itemsize >= 4 else flat.float()
+    if get_dist_info().rank not in active:
+        # Not a product: a value that is not finite would reach the sum.
+        wide = torch.zeros_like(wide)
     dist.all_reduce(wide)
-    averages = (wide / get_dist_info().world_size).to(flat.dtype)
+    averages = (wide / len(active)).to(flat.dtype)
     for tensor, piece in zip(tensors, averages.split([tensor.numel() for tensor in tensors]), strict=True):
         tensor.copy_(piece.view_as(tensor))
 
 
-def _broadcast_(tensors: list[Tensor]) -> None:
+def _broadcast_(tensors: list[Tensor], *, src: int) -> None:
     if tensors:
         flat = torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
-        dist.broadcast(flat, src=0)
+        dist.broadcast(flat, src=src)
         for tensor, piece in zip(tensors, flat.split([tensor.nbytes for tensor in tensors]), strict=True):
             # A piece may start at an offset that its dtype does not allow, so clone the piece.
             tensor.copy_(piece.clone().view(tensor.dtype).view_as(tensor))

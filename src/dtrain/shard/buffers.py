@@ -89,26 +89,31 @@ class BufferVersions:
         """Record the current buffers."""
         self._versions = self._current()
 
+    def changed_buffers(self) -> dict[str, bool]:
+        """Return the changed buffers by name, in the order of the model: True if another tensor took the place of the first."""
+        if not self.slots:
+            return {}
+        pairs = zip(self.slots, self._versions, self._current(), strict=True)
+        return {slot[0]: was[0] is not now[0] for slot, was, now in pairs if was[0] is not now[0] or was[1] != now[1]}
+
     def changed_modules(self) -> list[str]:
         """Return the names of modules with a changed buffer, in the order of the model."""
-        if not self.slots:
-            return []
-        pairs = zip(self.slots, self._versions, self._current(), strict=True)
-        return list({owner_name(slot): None for slot, was, now in pairs if was[0] is not now[0] or was[1] != now[1]})
+        return list(dict.fromkeys(map(owner_name, self.changed_buffers())))
 
     def changed(self) -> list[tuple[BufferSlot, Tensor | None]]:
         """Return the slots of modules with a changed buffer, and their recorded tensors."""
         modules = set(self.changed_modules())
         pairs = zip(self.slots, self._versions, strict=True)
-        return [(slot, tensor) for slot, (tensor, _) in pairs if owner_name(slot) in modules]
+        return [(slot, tensor) for slot, (tensor, _) in pairs if owner_name(slot[0]) in modules]
 
     def _current(self) -> list[_Version]:
         buffers = (module._buffers[key] for _, module, key in self.slots)
         return [(buffer, 0 if buffer is None else buffer._version) for buffer in buffers]
 
 
-def owner_name(slot: BufferSlot) -> str:
-    return slot[0].rpartition(".")[0]
+def owner_name(buffer: str) -> str:
+    """Return the name of the module of a buffer."""
+    return buffer.rpartition(".")[0]
 
 
 class BufferSnapshot:

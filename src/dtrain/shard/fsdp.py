@@ -117,11 +117,11 @@ def shard_model(
         accumulate: ``"local"`` adds up full-size gradients on each rank, in at least float32, and reduces once a step;
             ``"sharded"`` reduces after every microbatch and stores shards only. ``hybrid_shard`` and ``replicate`` all-reduce
             after the last microbatch in both cases.
-        buffers: synchronization of buffers that a forward changes, after each backward: ``"broadcast"`` from rank 0; ``"mean"``
-            over ranks (whole numbers: from rank 0); ``"sum"`` for counters, the value at the start of the step plus what all
-            ranks have added; ``"own"`` for none. A mapping chooses by name, by the first pattern that matches
-            (``{"**.load": "sum", "**": "mean"}``). Without a choice, broadcast, and a warning in the first steps names a buffer
-            that ranks change differently.
+        buffers: synchronization of buffers that a forward changes, after each backward: ``"broadcast"`` from the first rank
+            with samples; ``"mean"`` over these ranks (whole numbers: broadcast); ``"sum"`` for counters, the value at the start
+            of the step plus what all ranks have added; ``"own"`` for none. A mapping chooses by name, by the first pattern that
+            matches (``{"**.load": "sum", "**": "mean"}``). Without a choice, persistent buffers and counters are broadcast,
+            and others are each rank's own. A warning in the first steps names a buffer that ranks change differently in place.
         sync: if True, broadcast rank 0's weights and buffers; pass False only if all ranks hold equal values.
         forward_methods: names of further methods that compute with parameters (``"encode"``, ``"decoder.generate"``), of the
             model or of a block. All ranks must call the methods in the same order.

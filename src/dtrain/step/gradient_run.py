@@ -363,7 +363,8 @@ class GradientRun:
             state.params[name].grad = None
         if state.spec.mesh is not None:
             _reduce_ignored_params(state, outcome.unused_params)
-            self._buffers.sync_(outcome.changed_buffers, ranks_differ=outcome.buffers_differ)
+            has_samples = None if self._counts.fewest_microbatches else bool(self.microbatches.batches)
+            self._buffers.sync_(outcome.changed_buffers, ranks_differ=outcome.buffers_differ, has_samples=has_samples)
         grads = [grad for param in state.params.values() if (grad := param.grad) is not None]
         if not grads and not self.grad_sync.grads_taken:
             raise StepError("microbatch_step: no parameter got a gradient. Make the loss depend on a trainable parameter.")
