@@ -39,6 +39,7 @@ class LoaderItem:
         independent_epochs: if True, each rank ends its epochs independently.
         status: agreement of the ranks about the end of the epoch, written by the step on the batch.
         position_only: no batch; only advances the loader position.
+        changed_by_reading: names of watched attributes that a worker changed as it read the batch.
     """
 
     position_after: Position
@@ -50,6 +51,7 @@ class LoaderItem:
     independent_epochs: bool = False
     status: BatchStatus = field(default_factory=BatchStatus)
     position_only: bool = False
+    changed_by_reading: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +148,7 @@ class MapBatchSource:
                 position_after=at,
                 ends_epoch=at.samples == 0,
                 skipped=payload.skipped,
+                changed_by_reading=payload.changed_by_reading,
             )
         if requests.failures:
             raise requests.failures[0]

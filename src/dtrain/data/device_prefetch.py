@@ -11,7 +11,8 @@ import torch
 
 from dtrain.arguments import check_int
 from dtrain.batch import copy_batch_info, list_tensors, pin_memory, to_device
-from dtrain.data.batch_source import LoaderItem
+from dtrain.data.batch_source import BatchSource, LoaderItem
+from dtrain.data.iterable_batch_source import IterableBatchSource
 from dtrain.device import is_accelerator
 from dtrain.typing import Batch
 
@@ -46,18 +47,25 @@ def prefetch_to_device(batches: Iterable[Batch], device: torch.device | str, *, 
     )
 
 
-def items_on_device(items: Iterator[LoaderItem], device: torch.device | None, prefetch_factor: int) -> Iterator[LoaderItem]:
-    """Return ``items`` with their batches on ``device``, prefetched; None leaves the batches on the host."""
+def items_on_device(
+    items: Iterator[LoaderItem], source: BatchSource, device: torch.device | None, prefetch_factor: int
+) -> Iterator[LoaderItem]:
+    """Return the ``items`` of ``source`` with their batches on ``device``, prefetched; None leaves the batches on the host.
+
+    The next epoch of an iterable dataset is not read ahead.
+    """
     if device is None:
         return items
+    is_iterable = isinstance(source, IterableBatchSource)
     return prefetch_items(
         items,
         device,
         prefetch_factor=prefetch_factor,
         get_batch=lambda item: item.batch,
         set_batch=lambda item, batch: replace(item, batch=batch),
-        # The next batch depends on the step on this batch.
-        is_last=lambda item: item.independent_epochs and item.ends_epoch,
+        # The loop may change an iterable dataset at the end of an epoch, and samples in preparation cannot be read again.
+        # If ranks end their epochs independently, the next batch also depends on the step on this batch.
+        is_last=lambda item: is_iterable and item.ends_epoch,
     )
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.utils.data import default_collate, get_worker_info
 
 from dtrain.data.dataset import ColumnDataset, read_samples
+from dtrain.data.watched_attributes import Attributes, read_attributes
 from dtrain.data.worker_batch import INLINE_TENSOR_BYTES, Payload, WorkerBatch, describe_shared_memory_error
 from dtrain.dist.generator_state import SeedOnDraw, fork_rng, reseed
 from dtrain.dist.rng import derive_seed, generator
@@ -254,8 +255,10 @@ class Fetcher:
             elif get_worker_info() is None:
                 payload = self.seeding.run(lambda: self._fetch(request), lambda: self._batch_seed(request.epoch, request.start))
             else:
+                before = self.watched_attributes()
                 with self.seed_rng(request.epoch, request.start):
                     payload = self._fetch(request)
+                payload.changed_by_reading = self.changed_since(before)
         # The dataset, the transform and collate are user code, so any exception can occur.
         except Exception as error:  # noqa: BLE001
             payload = failed_payload(error)
@@ -264,6 +267,14 @@ class Fetcher:
     def _read_rows(self, request: BatchRequest) -> Batch:
         indices = request.indices if request.repeats == 1 else request.indices.repeat(request.repeats)
         return self.dataset.read(indices) if isinstance(self.dataset, ColumnDataset) else self.dataset[indices]
+
+    def watched_attributes(self) -> Attributes:
+        """Return the attributes of the dataset, the transform and collate that the training loop may change."""
+        return read_attributes(self.dataset, self.transform, self.collate)
+
+    def changed_since(self, before: Attributes) -> frozenset[str]:
+        """Return the names of watched attributes that differ from ``before``."""
+        return frozenset() if before.is_current() else before.differing_names(self.watched_attributes())
 
     def seed_rng(self, *position: int) -> AbstractContextManager[None]:
         """Seed the global generators for ``position``; in the rank itself, restore their states after the context."""

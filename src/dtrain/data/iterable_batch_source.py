@@ -70,6 +70,7 @@ class EpochReader(IterableDataset[WorkerBatch]):
         stream, begin = None, self.begin.samples // (self.ranks if self.pre_sharded else 1)
         while True:
             at = begin + number * self.samples_per_step
+            watched = None if worker is None else self.fetcher.watched_attributes()
             try:
                 if stream is None and self.skip:
                     stream = self._skip_consumed(begin)
@@ -82,6 +83,8 @@ class EpochReader(IterableDataset[WorkerBatch]):
             if payload is None:
                 self.initial_state.is_iterating = False
                 return
+            if watched is not None:
+                payload.changed_by_reading = self.fetcher.changed_since(watched)
             yield WorkerBatch.pack(payload)
             number += step
 
@@ -242,6 +245,7 @@ class IterableBatchSource:
                 position_after=at,
                 skipped=payload.skipped,
                 dataset_state=dataset_state,
+                changed_by_reading=payload.changed_by_reading,
                 independent_epochs=self.pre_sharded,
             )
         if delayed is None and begin.samples and self.pre_sharded and self.adapter is None and not evaluation:

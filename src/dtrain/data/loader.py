@@ -384,7 +384,7 @@ class Loader:
         def read(at: Position, state: Plain) -> Generator[LoaderItem, None, None]:
             items, recorder = self.source.items(at, goal, state=state, evaluation=evaluation), current_context().recorder
             items = items if recorder is None else recorder.loader_items(items)
-            yield from items_on_device(items, self._device, self._prefetch_factor)
+            yield from items_on_device(items, self.source, self._device, self._prefetch_factor)
 
         state = None if evaluation else self._dataset_state
         try:

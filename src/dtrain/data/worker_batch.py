@@ -39,6 +39,7 @@ class Payload:
         trace: traceback of the failure.
         dataset_state: state of an iterable dataset after this batch, if the dataset has a state.
         sample_count: samples of the global batch, for iterable datasets, whose length is unknown before reading.
+        changed_by_reading: names of attributes of the dataset, transform or collate that a worker changed as it read the batch.
     """
 
     batch: Batch = None
@@ -47,6 +48,7 @@ class Payload:
     trace: str = ""
     dataset_state: Plain = None
     sample_count: int = 0
+    changed_by_reading: frozenset[str] = frozenset()
 
 
 class WorkerBatch:
