@@ -381,7 +381,7 @@ UNPLAIN = {
     ),
     "stray": (
         lambda s: (s.optimizer.state.update({torch.zeros(3): {}}), (s, {}))[1],
-        r"optimizer state must belong to parameters of the model, got state for shape \(3,\)",
+        r"optimizer state must belong to a parameter of the model or to a text, got state for a tensor of shape \(3,\)",
     ),
 }
 
