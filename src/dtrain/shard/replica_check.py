@@ -15,7 +15,6 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-import xxhash
 from torch import Tensor
 
 from dtrain import spans
@@ -58,7 +57,7 @@ def wraps_tensors(tensor: Tensor) -> bool:
 def replicated_entries(named: Mapping[str, Tensor]) -> Iterator[ReplicatedEntry]:
     """Yield the tensors of which another rank holds a replica. A plain tensor is whole on all ranks.
 
-    A tensor that wraps others is left out: its bits cannot be read.
+    A tensor that wraps others is left out, because its bits cannot be read.
     """
     for name, tensor in named.items():
         if wraps_tensors(tensor):
@@ -251,12 +250,7 @@ def _digest(groups: Sequence[_Group], device: torch.device) -> Tensor:
     terms: list[Tensor] = []
     with torch.no_grad():
         for group in groups:
-            shards = [to_local(param).detach() for param in group.params]
-            # On a CPU, integer arithmetic takes several times as long. A simulated step has fake tensors, without bytes.
-            if device.type == "cpu" and all(type(shard) is Tensor and shard.is_cpu for shard in shards):
-                hashes = torch.tensor([hash_bytes(shard) - 2**63 for shard in shards], device=device)
-            else:
-                hashes = hash_tensors(_merge_small(shards), device)
+            hashes = hash_tensors(_merge_small([to_local(param) for param in group.params]), device)
             total = (hashes * _odd_factors(len(hashes), _STRIDE, device)).sum()
             # The hashes are linear. Unless they are mixed, equal changes in opposite directions would cancel.
             mixed = total ^ (total >> 29)
@@ -328,11 +322,6 @@ def hash_tensors(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
         factors[place] = _odd_factors(min(_BLOCK, longest), _STRIDE, place), _odd_factors(blocks, _PER_BLOCK, place)
     hashes = [_hash_words(each, *factors[each.device]).to(device) for each in words]
     return torch.stack(hashes) if hashes else torch.zeros(0, dtype=torch.int64, device=device)
-
-
-def hash_bytes(tensor: Tensor) -> int:
-    """Hash the bits of a dense tensor in the memory of the host: a number below ``2**64``."""
-    return xxhash.xxh3_64(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).intdigest() if tensor.numel() else 0
 
 
 def _to_words(tensor: Tensor) -> Tensor:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import xxhash
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
 from torch.overrides import TorchFunctionMode
@@ -26,7 +27,7 @@ from dtrain.dist.rng import derive_seed
 from dtrain.dtensor import is_dtensor, shard_box
 from dtrain.errors import ConfigError, DesyncError, DtrainError
 from dtrain.memory.device_memory import is_out_of_memory
-from dtrain.shard.replica_check import ReplicatedEntry, hash_bytes, hash_tensors, replicated_entries, wraps_tensors
+from dtrain.shard.replica_check import ReplicatedEntry, hash_tensors, replicated_entries, wraps_tensors
 from dtrain.state import TrainState
 
 # These options choose the implementation of a step, not its result. They may differ after a resume on another machine.
@@ -308,8 +309,12 @@ def _with_hashes(entries: Sequence[ReplicatedEntry], device: torch.device) -> li
     with torch.no_grad():
         tensors = [entry.tensor.detach() for entry in entries if entry.tensor is not None]
         elsewhere = iter(hash_tensors([tensor for tensor in tensors if not tensor.is_cpu], device).tolist())
-        hashes = [hash_bytes(tensor) if tensor.is_cpu else next(elsewhere) for tensor in tensors]
+        hashes = [_hash_bytes(tensor) if tensor.is_cpu else next(elsewhere) for tensor in tensors]
     return [replace(entry, tensor=None, hash=value) for entry, value in zip(entries, hashes, strict=True)]
+
+
+def _hash_bytes(tensor: Tensor) -> int:
+    return xxhash.xxh3_64(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data).intdigest() if tensor.numel() else 0
 
 
 def _first_other(values: Sequence[object]) -> int | None:
