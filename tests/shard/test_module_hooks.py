@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel
 
 from dtrain.dist.init import get_dist_info
+from dtrain.dist.mesh import build_mesh
 from dtrain.dtensor import full_tensor
 from dtrain.errors import StepError
 from dtrain.shard.fsdp import shard_model
@@ -233,3 +236,24 @@ def test_use_of_a_parameter_that_units_cannot_serve_is_one_line(ranks, world_siz
             fine = strategy == "replicate" and not (name == "sparse" and world_size > 1)
             fine |= name == "outside" and strategy == "shard_grad_op"
             assert (line == "no error") if fine else (REFUSED[name][2] in line and "\n" not in line), (case, line)
+            assert fine or name == "sparse" or " torch says: RuntimeError: " in line, (case, line)
+
+
+def mixes_tensors(model: nn.Module, x: torch.Tensor) -> LossSum:
+    return LossSum(total=(model.inner.weight * torch.ones(model.inner.weight.shape)).sum(), weight=len(x))
+
+
+def error_of_tensor_parallelism() -> str:
+    plan = {"inner": ColwiseParallel(output_layouts=Replicate())}
+    model = shard_model(Block("view"), build_mesh(tp=2), strategy="full_shard", tp_plan=plan)
+    step = compose_step(mixes_tensors)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1, foreach=False))
+    with pytest.raises(RuntimeError) as raised:
+        step(state, torch.tensor([[0, 1, 2, 3]]))
+    return str(raised.value)
+
+
+def test_an_error_of_dtensors_under_tensor_parallelism_is_not_explained_by_sharding(ranks):
+    for line in ranks(2).run(error_of_tensor_parallelism):
+        assert "DTensor" in line
+        assert USED_OUTSIDE not in line

@@ -138,3 +138,69 @@ def test_a_negative_interval_is_refused():
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len))
     with pytest.raises(ConfigError, match=r"init: replica_check_interval must be .*, got -1"):
         step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), replica_check_interval=-1)
+
+
+class Quantized(torch.Tensor):
+    """A weight of 8 bits with a scale, which knows few operations, as the weights of packages for quantization are."""
+
+    @staticmethod
+    def __new__(cls, codes, scale):
+        return torch.Tensor._make_wrapper_subclass(cls, codes.shape, dtype=scale.dtype, device=codes.device)
+
+    def __init__(self, codes, scale):
+        self.codes, self.scale = codes, scale
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        aten, (weight, *others) = torch.ops.aten, args
+        if func in (aten.detach.default, aten.clone.default):
+            return Quantized(func(weight.codes), func(weight.scale))
+        if func is aten.copy_.default and isinstance(others[0], Quantized):
+            weight.codes.copy_(others[0].codes), weight.scale.copy_(others[0].scale)
+            return weight
+        if func is aten.mul.Tensor:
+            return weight.codes * weight.scale * others[0]
+        raise NotImplementedError(f"{func} of Quantized")
+
+
+class WithQuantized(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.scales = nn.Parameter(torch.arange(3.0), requires_grad=False)
+
+    def forward(self, x):
+        return self.inner(x) + self.scales * 2.0
+
+
+def trained_with_wrapped_weights(spoil):
+    model = dt.shard_model(WithQuantized(), dt.build_mesh(), strategy="replicate")
+    codes = torch.arange(3, dtype=torch.int8)
+    model.scales = nn.Parameter(Quantized(codes, torch.tensor(0.5)), requires_grad=False)
+    step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len))
+    trainable = [param for param in model.parameters() if param.requires_grad]
+    state = step.init(model, torch.optim.SGD(trainable, lr=0.1), replica_check_interval=1)
+    said = "nothing"
+    try:
+        for _ in range(3):
+            state, _ = step(state, torch.ones(2, 3))
+            if spoil:
+                with torch.no_grad():
+                    model.inner.bias.add_(get_dist_info().rank)
+    except DesyncError as error:
+        said = str(error)
+    return state.step, said
+
+
+def wrapped_and_spoiled():
+    return [trained_with_wrapped_weights(spoil) for spoil in (False, True)]
+
+
+def test_weights_that_wrap_other_tensors_are_left_out_and_the_others_compared(ranks):
+    for fine, spoiled in ranks(2).run(wrapped_and_spoiled):
+        assert tuple(fine) == (3, "nothing")
+        assert spoiled[0] == 1
+        assert spoiled[1].startswith("step: step 1: 'inner.bias' must be equal on all ranks")

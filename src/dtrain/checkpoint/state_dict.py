@@ -44,7 +44,7 @@ from dtrain.dist.rng import rng_state
 from dtrain.errors import ConfigError
 from dtrain.shard.buffer_sync import persistent_buffers
 from dtrain.state import TrainState
-from dtrain.step.optimizer_state import stored_options
+from dtrain.step.optimizer_state import check_storable, stored_options
 
 # Sections whose tensors a load writes into tensors of the state.
 _FILLED_IN_PLACE = ("params", "buffers", "transforms")
@@ -166,17 +166,12 @@ def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 def _optimizer_state(state: TrainState) -> dict[str, Any]:
     """Return the optimizer's state by parameter name, in the order of the parameters."""
+    check_storable(state)
     names = {id(param): name for name, param in state.params.items()}
     by_name = {}
     for param, content in state.optimizer.state.items():
         if isinstance(param, str):
             continue
-        if id(param) not in names:
-            shown = f"shape {tuple(param.shape)}" if isinstance(param, Tensor) else repr(param)
-            raise ConfigError(
-                f"save_sharded: optimizer state must belong to parameters of the model, got state for {shown}. "
-                "Build the optimizer from model.parameters() after shard_model."
-            )
         by_name[names[id(param)]] = content
     return {name: dict(by_name[name]) for name in state.params if name in by_name}
 

@@ -48,9 +48,20 @@ class ReplicatedEntry:
     hash: int = 0
 
 
+def wraps_tensors(tensor: Tensor) -> bool:
+    """Return True for a subclass that keeps its data in other tensors (quantized weights), and for a DTensor of such shards."""
+    # A view of such a shard may not be defined, so this does not call to_local.
+    return hasattr(tensor._local_tensor if is_dtensor(tensor) else tensor, "__tensor_flatten__")
+
+
 def replicated_entries(named: Mapping[str, Tensor]) -> Iterator[ReplicatedEntry]:
-    """Yield the tensors of which another rank holds a replica. A plain tensor is whole on all ranks."""
+    """Yield the tensors of which another rank holds a replica. A plain tensor is whole on all ranks.
+
+    A tensor that wraps others is left out, because its bits cannot be read.
+    """
     for name, tensor in named.items():
+        if wraps_tensors(tensor):
+            continue
         if not is_dtensor(tensor):
             yield ReplicatedEntry(name=name, tensor=tensor)
             continue
@@ -221,6 +232,8 @@ def _group_params(state: TrainState) -> list[_Group]:
     groups: dict[object, _Group] = {}
     info = get_dist_info()
     for param in state.params.values():
+        if wraps_tensors(param):
+            continue
         if is_dtensor(param):
             box, key = shard_box(param), (param.device_mesh, param.placements)
             replica, num_replicas = box.replica, box.num_replicas

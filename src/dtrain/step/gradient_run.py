@@ -13,7 +13,9 @@ from torch import Tensor
 from dtrain import spans
 from dtrain.batch import list_tensors
 from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, CheckedGuard, check_collectives
+from dtrain.dist.collectives import format_error_line
 from dtrain.dist.init import get_dist_info
+from dtrain.dist.mesh import axis_size
 from dtrain.dist.rng import hash_rng_state, seeded_rng
 from dtrain.dist.step_sync import (
     BackwardSync,
@@ -132,9 +134,10 @@ class GradientRun:
             if self._synchronized and error is not None:
                 self.grad_sync.abort()
                 self.state.drop_gradients()
-                if self.state.spec.mesh is not None and type(error) is RuntimeError and "DTensor" in str(error):
-                    # torch has no class for this error. Only the text is replaced here.
-                    raise StepError(f"{self._caller}: {_USED_OUTSIDE}") from error
+                mesh = self.state.spec.mesh
+                # torch has no class for this error. Under tensor parallelism it may have another cause.
+                if mesh is not None and axis_size(mesh, "tp") == 1 and type(error) is RuntimeError and "DTensor" in str(error):
+                    raise StepError(f"{self._caller}: {_USED_OUTSIDE} torch says: {format_error_line(error)}") from error
             spans.end("step")
 
     def _check_state(self) -> None:

@@ -6,8 +6,9 @@ each rank would be saved as the part of rank 0. The check runs in the first upda
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,7 +17,9 @@ import torch
 import xxhash
 from torch import Tensor, nn
 from torch._subclasses import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, format_error_line, raise_if_any_failed
 from dtrain.dist.init import get_dist_info
@@ -24,7 +27,7 @@ from dtrain.dist.rng import derive_seed
 from dtrain.dtensor import is_dtensor, shard_box
 from dtrain.errors import ConfigError, DesyncError, DtrainError
 from dtrain.memory.device_memory import is_out_of_memory
-from dtrain.shard.replica_check import ReplicatedEntry, hash_tensors, replicated_entries
+from dtrain.shard.replica_check import ReplicatedEntry, hash_tensors, replicated_entries, wraps_tensors
 from dtrain.state import TrainState
 
 # These options choose the implementation of a step, not its result. They may differ after a resume on another machine.
@@ -110,6 +113,9 @@ def _problem(value: Any) -> str | None:
             return None
         kind = "with other keys than texts and integers" if type(value) in _DICTS else ""
         return f"be a tensor or plain data, got {type(value).__qualname__} {kind}".rstrip()
+    if wraps_tensors(value):
+        inner = value._local_tensor if is_dtensor(value) else value
+        return f"be a plain tensor, got {type(inner).__name__}, which wraps other tensors"
     if is_dtensor(value):
         try:
             shard_box(value)
@@ -124,56 +130,114 @@ def _problem(value: Any) -> str | None:
     return None
 
 
-class _NumberLog(TorchDispatchMode):
-    """Context that records the numbers that Python reads from tensors."""
+_READS = frozenset(
+    {
+        *(Tensor.item, Tensor.tolist, Tensor.__float__, Tensor.__int__, Tensor.__bool__, Tensor.__index__, Tensor.__complex__),
+        *(Tensor.equal, Tensor.allclose, Tensor.is_nonzero, torch.equal, torch.allclose, torch.is_nonzero),
+    }
+)
+# The values of these results are new. Each rank may draw its own random numbers, for example to round.
+_NEW_VALUES = ("new_", "rand", "normal", "bernoulli", "multinomial", "poisson")
 
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+
+class _NumberLog(TorchFunctionMode):
+    """Context that records the numbers that Python reads from parameters and gradients, and from what is computed from them.
+
+    Other numbers may differ between ranks, such as random seeds. A mode of dispatch would stop torch.compile for the whole run.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        super().__init__()
         self.numbers: list[str] = []
+        # weak references, so that the update needs no more memory
+        self._computed = WeakTensorKeyDictionary()
+        for param in params:
+            self._add(param)
+            if param.grad is not None:
+                self._add(param.grad)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._local_scalar_dense.default:
-            self.numbers.append(repr(result))
+        if torch.compiler.is_compiling() or not any(map(self._is_computed, tree_leaves((args, kwargs)))):
+            return result
+        name = getattr(func, "__name__", "")
+        if func in _READS:
+            text = repr(result)
+            self.numbers.append(text if len(text) <= 100 else f"{text[:60]}... (hash {derive_seed(text)})")
+        elif not name.startswith(_NEW_VALUES) and not name.endswith("_like"):
+            # An assignment to a part returns nothing.
+            for leaf in tree_leaves((result, args[0] if name == "__setitem__" else None)):
+                if isinstance(leaf, Tensor):
+                    self._add(leaf)
         return result
+
+    def _is_computed(self, value: object) -> bool:
+        return isinstance(value, Tensor) and (is_dtensor(value) or value in self._computed)
+
+    def _add(self, tensor: Tensor) -> None:
+        self._computed[tensor] = True
+        if is_dtensor(tensor):
+            self._computed[tensor._local_tensor] = True
 
 
 def check_update(state: TrainState, update: Callable[[], object], *, caller: str) -> None:
-    """Run the first update. The ranks agree about an error, about the numbers read from tensors, and about the state.
+    """Run the first update. The ranks agree about an error, about the numbers read from parameters, and about the state.
 
-    Collective: on several ranks, two exchanges on the control channel; a third if the state differs.
+    State that no checkpoint can hold is reported by a warning on rank 0, and is not compared.
+    Collective: on several ranks, two exchanges on the control channel; a third if the numbers or the state differ.
     Host sync: one for the state that several ranks hold.
 
     Raises:
-        ConfigError: state that a checkpoint cannot hold, or an optimizer that fails on sharded parameters.
+        ConfigError: an optimizer that fails on sharded parameters.
         DesyncError: on all ranks, numbers or state that differ between ranks.
         PeerError: another rank failed.
     """
     state.run_context.optimizer_checked = True
     together = get_dist_info().world_size > 1 and state.spec.mesh is not None and state.spec.replica_info is None
-    log: Any = _NumberLog() if together else nullcontext()
+    log = _NumberLog(state.params.values()) if together else None
     error: Exception | None = None
     try:
-        with log:
+        with log or nullcontext():
             update()
-        check_storable(state)
     except Exception as failure:  # noqa: BLE001 - raised below, on all ranks
         error = _explain(failure, state, caller)
-    if not together:
-        if error is not None:
-            raise error
+    if log is not None:
+        raise_if_any_failed(error, caller=caller)
+    elif error is not None:
+        raise error
+    storable = _warn_if_not_storable(state)
+    if log is None:
         return
-    raise_if_any_failed(error, caller=caller)
-    texts = _describe([state])
+    texts, entries = (_describe([state]), _entries([state])) if storable else ([], [])
     hashes = [_hash_of(log.numbers), _hash_of([f"{path} {text}" for path, text in texts])]
-    rows = all_gather_numbers([*hashes, *_digest(_entries([state]), state.device)], caller=caller)
-    name = type(state.optimizer).__name__
-    if (rank := _first_other([row[0] for row in rows])) is not None:
-        raise DesyncError(
-            f"{caller}: {name}.step must read equal numbers on all ranks, but rank {rank} has read others than rank 0. The "
-            "norm of a shard is not the norm of the parameter. Compute with the DTensor, not with its to_local()."
-        )
-    _raise_if_different([state], [row[1:] for row in rows], texts, caller)
+    rows = all_gather_numbers([*hashes, *_digest(entries, state.device)], caller=caller)
+    if len({row[0] for row in rows}) > 1:
+        _raise_first_number(log.numbers, type(state.optimizer).__name__, caller)
+    _raise_if_different([state], [row[1:] for row in rows], texts, entries, caller)
+
+
+def _warn_if_not_storable(state: TrainState) -> bool:
+    """Return False, with a warning on rank 0, if a checkpoint cannot hold the state. The run may need no checkpoint."""
+    try:
+        check_storable(state)
+    except ConfigError as problem:
+        if get_dist_info().rank == 0:
+            warnings.warn(f"{problem} The run trains, but save_sharded refuses this state.", stacklevel=4)
+        return False
+    return True
+
+
+def _raise_first_number(mine: Sequence[str], name: str, caller: str) -> None:
+    """Raise with the first number that differs. Collective: one exchange of JSON."""
+    gathered: Any = all_gather_json(list(mine), caller=caller)
+    for at in range(max(map(len, gathered))):
+        read = [numbers[at] if at < len(numbers) else "nothing" for numbers in gathered]
+        if (rank := _first_other(read)) is not None:
+            raise DesyncError(
+                f"{caller}: {name}.step must read equal numbers on all ranks, but rank {rank} has read {read[rank]} and rank 0 "
+                f"{read[0]} (number {at + 1} of the step). The norm of a shard is not the norm of the parameter. Compute with "
+                "the DTensor, not with its to_local()."
+            )
 
 
 def check_saved_state(states: Sequence[TrainState], *, caller: str) -> None:
@@ -188,8 +252,9 @@ def check_saved_state(states: Sequence[TrainState], *, caller: str) -> None:
     if get_dist_info().world_size == 1:
         return
     texts = _describe(states)
-    row = [_hash_of([f"{path} {text}" for path, text in texts]), *_digest(_entries(states), states[0].device)]
-    _raise_if_different(states, all_gather_numbers(row, caller=caller), texts, caller)
+    entries = _entries(states)
+    row = [_hash_of([f"{path} {text}" for path, text in texts]), *_digest(entries, states[0].device)]
+    _raise_if_different(states, all_gather_numbers(row, caller=caller), texts, entries, caller)
 
 
 def _explain(failure: Exception, state: TrainState, caller: str) -> Exception:
@@ -258,7 +323,11 @@ def _first_other(values: Sequence[object]) -> int | None:
 
 
 def _raise_if_different(
-    states: Sequence[TrainState], rows: Sequence[Sequence[float]], texts: Sequence[tuple[str, str]], caller: str
+    states: Sequence[TrainState],
+    rows: Sequence[Sequence[float]],
+    texts: Sequence[tuple[str, str]],
+    entries: Sequence[ReplicatedEntry],
+    caller: str,
 ) -> None:
     """Raise if the rows of texts, whole tensors, keys and shards show a difference, and name the first part that differs.
 
@@ -267,7 +336,7 @@ def _raise_if_different(
     shards = {(row[2], row[3]) for row in rows}
     if len({(row[0], row[1]) for row in rows}) == 1 and len(shards) == len({keys for keys, _ in shards}):
         return
-    hashed = _with_hashes(_entries(states), states[0].device)
+    hashed = _with_hashes(entries, states[0].device)
     mine: Any = [[path, "", text] for path, text in texts] + [[e.name, e.shard_key, str(e.hash)] for e in hashed]
     values: dict[tuple[str, str], dict[int, str]] = {}
     gathered: Any = all_gather_json(mine, caller=caller)
