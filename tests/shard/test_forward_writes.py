@@ -1,5 +1,7 @@
 """A forward that writes its own parameters: right where one process is right, else refused by name on all ranks."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from dtrain.dtensor import full_tensor
 from dtrain.errors import StepError
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
+from dtrain.step.microbatch_step import microbatch_step
 from dtrain.typing import LossSum
 from shard.test_param_objects import mesh_for, strategies
 
@@ -32,6 +35,8 @@ class Writer(nn.Module):
                 self.inner.weight.data.clamp_(-0.1, 0.1)
             elif self.kind == "new data":
                 self.inner.weight.data = self.inner.weight.data.clamp(-0.1, 0.1)
+            elif self.kind == "flip":
+                self.inner.weight.data.copy_(self.inner.weight.data.flip(0))
             elif self.kind == "later" and self.calls == 3:
                 self.inner.weight.clamp_(-0.1, 0.1)
             elif self.kind == "standardize":
@@ -90,7 +95,7 @@ def outcome(kind: str, strategy: str, **options) -> str:
     return "right" if error < 1e-12 else "wrong"
 
 
-SAME_ON_ALL_RANKS = ("clamp", "data", "new data", "later", "standardize")
+SAME_ON_ALL_RANKS = ("clamp", "data", "new data", "flip", "later", "standardize")
 DIFFERENT = ("samples", "samples data", "one rank")
 
 
@@ -120,3 +125,66 @@ def test_write_of_a_forward_is_kept_or_refused_by_name(ranks, world_size):
             expected = APART if strategy == "replicate" else LOST.format(strategy=strategy)
             assert expected in line, (case, line)
             assert "\n" not in line
+
+
+class Momentum(nn.Module):
+    """Moves a frozen copy towards the trained layer in each forward, or clamps it."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.online, self.target = kind, nn.Linear(4, 4), nn.Linear(4, 4)
+        self.target.requires_grad_(requires_grad=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            if self.kind == "momentum":
+                self.target.weight.lerp_(self.online.weight, 0.1)
+            elif self.kind == "clamp":
+                self.target.weight.clamp_(-0.1, 0.1)
+        return self.online(x) - self.target(x)
+
+
+LAST = {"even": (4, 4), "one microbatch short": (4, 2), "no microbatch": (4, 0)}
+
+
+def after_uneven_step(kind: str, sizes: tuple[int, int], options: dict) -> list:
+    torch.manual_seed(0)
+    model = shard_model(Momentum(kind).double(), mesh_for("replicate"), **options)
+    step = compose_step(squares, grad=partial(microbatch_step, microbatch_size=2))
+    state = step.init(model, torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.001))
+    before, rank = None, get_dist_info().rank
+    try:
+        for index in range(5):
+            before = full_tensor(model.online.weight.detach()).clone()
+            state, _ = step(state, whole()[: sizes[rank] if index == 3 else 4])
+    except StepError as error:
+        return [index, str(error), torch.equal(before, full_tensor(model.online.weight.detach()))]
+    return full_tensor(model.target.weight.detach()).flatten().tolist()
+
+
+def uneven_steps() -> dict:
+    layouts = {
+        "replicate": {"strategy": "replicate"},
+        "full_shard": {"strategy": "full_shard", "ignored_params": ("target.*",)},
+    }
+    return {
+        f"{kind}, {last}, {layout}": after_uneven_step(kind, sizes, options)
+        for kind in ("momentum", "clamp", "none")
+        for last, sizes in LAST.items()
+        for layout, options in layouts.items()
+    }
+
+
+def test_step_with_fewer_forwards_on_a_rank_is_refused_where_a_forward_writes(ranks):
+    first, second = ranks(2).run(uneven_steps)
+    assert first == second
+    for case, found in first.items():
+        kind, last, _ = case.split(", ")
+        if last == "even" or kind == "none" or (kind == "clamp" and last == "one microbatch short"):
+            assert len(found) == 16, (case, found)
+            continue
+        index, message, unchanged = found
+        assert (index, unchanged) == (3, True), case
+        assert "step: the forward wrote the parameter 'target.weight' in place, and ranks ran different numbers of" in message
+        assert "Pass last_batch='drop'" in message
+        assert "\n" not in message

@@ -1,5 +1,6 @@
 """Modules that ordinary PyTorch takes around FSDP2: hooks, outputs of any kind, strided weights, sparse gradients."""
 
+import warnings
 from functools import partial
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from dtrain.dist.init import get_dist_info
@@ -39,14 +41,51 @@ class Slotted:
         self.hidden = hidden
 
 
+class Node:
+    """One of several objects that all know each other."""
+
+    def __init__(self, hidden: Any) -> None:
+        self.hidden, self.others = hidden, list[Any]()
+
+
+def linked(y: torch.Tensor) -> Node:
+    nodes = [Node(y if index == 0 else index) for index in range(8)]
+    for node in nodes:
+        node.others = nodes
+        vars(node).update({f"link{index}": other for index, other in enumerate(nodes)})
+    return nodes[0]
+
+
+class Cache:
+    """Travels through the blocks, and collects what each computes."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden, self.past = hidden, list[torch.Tensor]()
+
+    def add(self, hidden: torch.Tensor) -> Any:
+        self.hidden = hidden
+        self.past.append(hidden * 2)
+        return self
+
+
 class Block(nn.Module):
     def __init__(self, kind: str) -> None:
         super().__init__()
         self.kind, self.inner = kind, nn.Linear(4, 4)
 
-    def forward(self, x: torch.Tensor) -> Any:
+    def forward(self, x: torch.Tensor, cache: Cache | None = None) -> Any:
         y = self.inner(torch.tanh(x))
-        results = {"box": Box, "slots": Slotted, "nested": lambda y: Box({"a": [Box(y)]}), "pair": lambda y: (y, x.view(-1))}
+        if cache is not None:
+            return cache.add(y)
+        if self.kind == "siblings":
+            return y[:, :1], y[:, 1:]
+        results = {
+            "linked": linked,
+            "box": Box,
+            "slots": Slotted,
+            "nested": lambda y: Box({"a": [Box(y)]}),
+            "pair": lambda y: (y, x.view(-1)),
+        }
         return results.get(self.kind, lambda y: y.view(-1, 4))(y)
 
 
@@ -77,6 +116,17 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "images":
             x = x + self.conv(x.view(-1, 2, 2, 1).expand(-1, -1, -1, 2)).sum((1, 2, 3))[:, None]
+        if self.kind == "cache":
+            cache = self.first(x, Cache(x))
+            cache = self.second(cache.hidden, cache)
+            return self.head(cache.hidden + sum(cache.past))
+        if self.kind == "siblings":
+            for block in (self.first, self.second):
+                left, right = block(x)
+                left += 1
+                right *= 2
+                x = torch.cat((left, right), -1)
+            return self.head(x)
         x = unpack(self.first(x))
         if self.kind == "changed view":
             x += 1
@@ -88,7 +138,20 @@ class Net(nn.Module):
         return y
 
 
-KINDS = ("view", "changed view", "box", "slots", "nested", "pair", "transposed", "images", "hooks")
+KINDS = (
+    "view",
+    "changed view",
+    "box",
+    "slots",
+    "nested",
+    "pair",
+    "linked",
+    "cache",
+    "siblings",
+    "transposed",
+    "images",
+    "hooks",
+)
 
 
 def squares(model: nn.Module, x: torch.Tensor) -> LossSum:
@@ -139,6 +202,70 @@ def errors() -> dict:
 def test_unusual_modules_train_as_in_one_process(ranks, world_size):
     for found in ranks(world_size).run(errors):
         assert {case: error for case, error in found.items() if not error <= 1e-12} == {}
+
+
+def gathers_with_cache() -> list[int]:
+    """Return the numbers of all-gathers of a forward and a backward, with and without a cache."""
+    found = []
+    for kind in ("cache", "box"):
+        model = shard_model(make(kind), mesh_for("full_shard"), strategy="full_shard", blocks=(Block,))
+        with CommDebugMode() as counts:
+            model(whole()).sum().backward()
+        found.append(sum(n for name, n in counts.get_comm_counts().items() if "gather" in str(name)))
+    return found
+
+
+def test_tensors_of_earlier_units_in_a_cache_gather_no_later_unit_again(ranks):
+    for with_cache, without in ranks(2).run(gathers_with_cache):
+        assert with_cache == without > 0
+
+
+class Halves(nn.Module):
+    """Returns two views of one tensor, as the encoder of a VAE does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 8)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.inner(x).chunk(2, -1)
+
+
+class Root(nn.Module):
+    """Owns no parameters outside of its block, and returns views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = Halves()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mu, log_variance = self.encoder(x)
+        return (mu + log_variance.exp()).view(-1, 2)
+
+
+def warnings_about_views() -> list[str]:
+    model = shard_model(Root(), mesh_for("full_shard"), strategy="full_shard", blocks=(Halves,))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model(whole().float()).sum().backward()
+    return [str(each.message) for each in caught if "view" in str(each.message)]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_views_warn_of_nothing(ranks, world_size):
+    assert ranks(world_size).run(warnings_about_views) == [[]] * world_size
+
+
+def strides_after_sharding() -> list:
+    found = []
+    for ignored in ((), ("head.weight",)):
+        model = shard_model(make("transposed"), mesh_for("full_shard"), strategy="full_shard", ignored_params=ignored)
+        found.append(list(model.head.weight.stride()))
+    return found
+
+
+def test_ignored_parameter_keeps_its_strides(ranks):
+    assert ranks(1).run(strides_after_sharding) == [[[4, 1], [1, 4]]]
 
 
 def state_dict_hooks() -> list:

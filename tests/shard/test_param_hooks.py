@@ -279,3 +279,57 @@ def copied() -> bool:
     model = shard_model(make(), build_mesh(), strategy="replicate")
     model.out.weight.register_hook(lambda grad: grad)
     return not copy.deepcopy(model).out.weight._backward_hooks
+
+
+def removed_within_a_step() -> dict:
+    """Return how often a hook ran whose handle is removed in the forward or the backward of the second of three steps."""
+    found = {}
+    for strategy in [*strategies(), *(["none"] if get_dist_info().world_size == 1 else [])]:
+        for where in ("forward", "backward"):
+            model, calls, forwards = make(), [], []
+            handles = [
+                model.first.weight.register_hook(lambda grad, calls=calls: calls.append("before")),
+                model.first.weight.register_post_accumulate_grad_hook(lambda param, calls=calls: calls.append("after")),
+                model.first.weight.register_hook(lambda grad, calls=calls: calls.append("kept")),
+            ]
+
+            def remove(*_: object, handles: list = handles) -> None:
+                for handle in handles[:2]:
+                    handle.remove()
+
+            def hook(module, args, output, where=where, forwards=forwards, remove=remove) -> None:
+                forwards.append(1)
+                if len(forwards) == 2:
+                    remove() if where == "forward" else output.register_hook(remove)
+
+            model.out.register_forward_hook(hook)
+            if strategy != "none":
+                model = shard_model(model, mesh_for(strategy), strategy=strategy)
+            step = compose_step(squares)
+            state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            for index in range(3):
+                state, _ = step(state, share(batch(index)))
+            found[f"{strategy} {where}"] = sorted(calls)
+    return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_handle_removes_its_hook_during_a_forward_and_a_backward(ranks, world_size):
+    for found in ranks(world_size).run(removed_within_a_step):
+        assert found == {case: ["after", "before", "kept", "kept", "kept"] for case in found}
+
+
+def test_hooks_come_back_if_the_start_of_a_step_fails(monkeypatch):
+    def fail(*_: object) -> None:
+        raise RuntimeError("no memory for the copies of buffers")
+
+    model, calls = make(), []
+    add_hooks(model, calls)
+    step = compose_step(squares)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    with monkeypatch.context() as patch:
+        patch.setattr("dtrain.shard.buffer_sync.BufferSync.begin_step", fail)
+        with pytest.raises(RuntimeError, match="no memory"):
+            step(state, batch(0))
+    model(batch(0)).sum().backward()
+    assert sorted(calls) == ["clip", "freeze", "normalize"]

@@ -292,15 +292,15 @@ def _apply_fully_shard(
 ) -> None:
     """Call ``fully_shard`` for each unit, innermost first."""
     device = get_dist_info().device
-    for weight in model.parameters():
-        # FSDP2 takes no transposed weights and no memory format of images. The values stay.
-        if not is_dtensor(weight) and not weight.is_contiguous():
-            weight.data = weight.data.contiguous()
     keep_unsharded = strategy in ("shard_grad_op", "replicate")
     offload_policy = CPUOffloadPolicy(pin_memory=device.type != "cpu") if offload else OffloadPolicy()
     ignored = set(cast("list[nn.Parameter]", list(wrap_plan.ignored_params.values())))
     shard = partial(fully_shard, mesh=mesh, ignored_params=ignored or None, offload_policy=offload_policy)
     assigned = {id(param) for param in ignored}
+    for weight in model.parameters():
+        # FSDP2 takes no transposed weights and no memory format of images. The values stay.
+        if id(weight) not in assigned and not is_dtensor(weight) and not weight.is_contiguous():
+            weight.data = weight.data.contiguous()
     for modules in wrap_plan.units:
         stored = _stored_dtype(modules, assigned)
         policy = precision.policy(stored)

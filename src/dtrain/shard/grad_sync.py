@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from dtrain.dist.init import get_dist_info
 from dtrain.fqn import unwrap_module
 from dtrain.shard.forward_writes import ForwardWrites
-from dtrain.shard.fsdp2_forward import run_empty, unit_forwards
+from dtrain.shard.fsdp2_forward import replace_views_of_empty_units, run_empty, unit_forwards
 from dtrain.shard.fsdp2_private import (
     add_end_of_backward_hook,
     add_reduction_hook,
@@ -89,6 +89,7 @@ class GradSync:
         # After the hooks of SkippedUnits, which compares the outputs of nested units.
         for unit in unit_forwards(model):
             unit.prepare_outputs()
+        replace_views_of_empty_units(model)
         self.hooks = ParamHooks()
         self.writes = ForwardWrites(model, 1 if spec.mesh is None else spec.mesh.size())
 
@@ -149,18 +150,23 @@ class GradSync:
 
         Collective, Raises: as ``SkippedUnits.complete_forward``.
         """
-        self.writes.after_forward()
+        self.writes.after_forward(last=self._last is not False)
         return loss if self._skipped is None else self._skipped.complete_forward(loss)
 
-    def describe_params(self) -> list[str]:
-        """Return hooks on parameters and writes of this step's forwards, as text that ranks compare."""
-        return [*self.hooks.described, *self.writes.describe()]
+    def describe_params(self, *, uneven: bool) -> list[str]:
+        """Return hooks on parameters and writes of this step's forwards, as text that ranks compare.
+
+        Args:
+            uneven: if True, ranks ran different numbers of forwards.
+        """
+        return [*self.hooks.described, *self.writes.describe(uneven=uneven)]
 
     def forward_empty(self) -> Tensor | None:
         """Take part in a microbatch that this rank does not have. Return a zero ``[]`` for backward, None if nothing waits.
 
         Collective: as the forward of the other ranks.
         """
+        self.writes.after_forward(last=self._last is not False)
         empty = None if self._skipped is None else self._skipped.forward_empty()
         # Under ``replicate`` the end of any backward reduces all units.
         if self._fixed_order and self._last:

@@ -29,46 +29,50 @@ class StepHook(partial[Any]):
     """Hook of dtrain itself on a parameter, which runs during backward."""
 
 
-class ParamHooks:
-    """The user's hooks on the parameters of one model. ``detach`` takes the hooks off, ``restore`` puts them back.
+class _Paused(StepHook):
+    """Stands for a hook of the user during the backwards of a step. A handle removes it as it would remove the hook."""
 
-    Attributes:
-        described: number of hooks of each parameter with hooks, as text that ranks compare.
-    """
+
+def _do_nothing(tensor: Tensor) -> None:
+    pass
+
+
+class ParamHooks:
+    """The user's hooks on the parameters of one model. ``detach`` takes the hooks off, ``restore`` puts them back."""
 
     def __init__(self) -> None:
-        self.described: list[str] = []
-        self._names: list[str] = []
+        # Parameters with hooks, by name.
+        self._params: dict[str, Tensor] = {}
         # Dictionaries of torch, and the hooks that were in them.
         self._detached: list[tuple[dict[int, Any], dict[int, Any]]] = []
 
     def detach(self, params: Mapping[str, Tensor]) -> None:
         """Take the user's hooks off ``params``. Mutates: the parameters' hooks."""
         self.restore()
-        self._names = names_with_hooks(params)
-        self.described = []
-        for name in self._names:
-            before, after = _hooks_of(params[name])
-            self.described.append(f"{_HOOKS} {len(before)} {len(after)} {name}")
-            for hooks in (params[name]._backward_hooks, params[name]._post_accumulate_grad_hooks):
+        self._params = {name: params[name] for name in names_with_hooks(params)}
+        for param in self._params.values():
+            for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks):
                 own = {key: hook for key, hook in (hooks or {}).items() if not isinstance(hook, StepHook)}
                 if hooks and own:
                     self._detached.append((hooks, own))
-                    for key in own:
-                        del hooks[key]
+                    hooks.update({key: _Paused(_do_nothing) for key in own})
 
     def restore(self) -> None:
-        """Put the hooks back, in their order before the hooks that were added since. Mutates: the parameters' hooks."""
+        """Put the hooks back, except those whose handle was removed since. Mutates: the parameters' hooks."""
         for hooks, own in self._detached:
-            added = dict(hooks)
-            hooks.clear()
-            hooks.update(own | added)
+            hooks.update({key: hook for key, hook in own.items() if key in hooks})
         self._detached.clear()
+
+    @property
+    def described(self) -> list[str]:
+        """Number of hooks of each parameter with hooks, as text that ranks compare."""
+        counts = [(*map(len, _hooks_of(param, paused=True)), name) for name, param in self._params.items()]
+        return [f"{_HOOKS} {before} {after} {name}" for before, after, name in counts]
 
     @property
     def exist(self) -> bool:
         """True if a parameter had hooks at ``detach``."""
-        return bool(self._names)
+        return bool(self._params)
 
     @torch.no_grad()
     def run_(self, params: Mapping[str, Tensor]) -> None:
@@ -80,7 +84,7 @@ class ParamHooks:
         Raises:
             StepError: a hook returned something else than None or a tensor of the gradient's shape.
         """
-        for name in reversed(self._names):
+        for name in reversed(self._params):
             param = params[name]
             before, after = _hooks_of(param)
             if before and param.grad is not None:
@@ -121,7 +125,7 @@ def names_with_hooks(params: Mapping[str, Tensor]) -> list[str]:
     return [
         name
         for name, param in params.items()
-        if param._backward_hooks
+        if (param._backward_hooks and _hooks_of(param)[0])
         or (
             (hooks := param._post_accumulate_grad_hooks)
             and not (len(hooks) == 1 and type(next(iter(hooks.values()))) is StepHook)
@@ -130,10 +134,13 @@ def names_with_hooks(params: Mapping[str, Tensor]) -> list[str]:
     ]
 
 
-def _hooks_of(param: Tensor) -> tuple[list[Any], list[Any]]:
-    """Return the user's hooks on the gradient, and the hooks after its accumulation."""
-    before, after = param._backward_hooks or {}, param._post_accumulate_grad_hooks or {}
-    return list(before.values()), [hook for hook in after.values() if not isinstance(hook, StepHook)]
+def _hooks_of(param: Tensor, *, paused: bool = False) -> tuple[list[Any], list[Any]]:
+    """Return the user's hooks on the gradient, and the hooks after its accumulation; with ``paused`` also paused ones."""
+    before, after = (
+        [hook for hook in (hooks or {}).values() if not isinstance(hook, StepHook) or (paused and type(hook) is _Paused)]
+        for hooks in (param._backward_hooks, param._post_accumulate_grad_hooks)
+    )
+    return before, after
 
 
 def raise_if_hooks_differ(facts: Sequence[Sequence[str]]) -> None:

@@ -90,7 +90,7 @@ def _check_memory(model: nn.Module) -> None:
     """Refuse a parameter that overlaps with another tensor, because each tensor gets memory of its own."""
     params, _ = parameters_by_fqn(model)
     extents = sorted(
-        (*_extent(tensor), name, tensor)
+        (*extent(tensor), name, tensor)
         for name, tensor in _tensors_by_name(model).items()
         if tensor.layout == torch.strided and not hasattr(tensor, "device_mesh") and tensor.numel()
     )
@@ -104,7 +104,7 @@ def _check_memory(model: nn.Module) -> None:
             )
 
 
-def _extent(tensor: Tensor) -> tuple[int, int, int]:
+def extent(tensor: Tensor) -> tuple[int, int, int]:
     """Return the storage, first byte and last byte + 1 of a tensor. A tensor on meta has a storage, too."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     start, width = int(tensor.storage_offset()) * tensor.itemsize, tensor.itemsize

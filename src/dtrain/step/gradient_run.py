@@ -183,11 +183,12 @@ class GradientRun:
             error = problem
         self._counts = self._sync_before_forward(error)
         self.state.drop_gradients()
-        self.grad_sync.begin_step(self.state.params, within_replica=self.state.spec.replica_info is not None)
-        self._buffers.begin_step()
         if self._report is not None:
             self._report.__enter__()
+        # From here on an exception must restore what begin_step takes away, such as the gradient hooks.
         self._synchronized = True
+        self.grad_sync.begin_step(self.state.params, within_replica=self.state.spec.replica_info is not None)
+        self._buffers.begin_step()
 
     def _sync_before_forward(self, error: Exception | None) -> StepCounts:
         state, microbatches, guard = self.state, self.microbatches, self.guard
@@ -312,7 +313,7 @@ class GradientRun:
             guard.roll_back(self._free_memory)
         outcome = self._sync_after_backward()
         raise_if_hooks_differ(outcome.param_facts)
-        raise_if_written(outcome.param_facts, state.spec.strategy)
+        raise_if_written(outcome.param_facts, state.spec.strategy, uneven=self.is_uneven)
         self.grad_sync.confirm_order()
         if self._uneven_plan is not None:
             state.run_context.monitor.uneven_plans.add(self._uneven_plan)
@@ -350,7 +351,7 @@ class GradientRun:
                 params_without_grad=self.grad_sync.params_without_grad(state),
                 changed_buffers=self._buffers.changed_modules(),
                 weights_mismatch=mismatch,
-                param_facts=self.grad_sync.describe_params(),
+                param_facts=self.grad_sync.describe_params(uneven=self.is_uneven),
                 status=status,
                 collective_index=0 if guard is None else guard.collectives_issued,
                 weight=weight,
