@@ -194,6 +194,20 @@ def load_twice(folder):
     dt.save_sharded(root, state, extra={"loader": new})
 
 
+def test_load_of_another_loader_than_that_of_init_names_the_remedy(tmp_path):
+    old, new = build_loader(), build_loader()
+    step, state = begin(loader=old)
+    state = train(step, state, old)
+    dt.save_sharded(tmp_path, state, extra={"loader": old})
+    with pytest.raises(
+        ConfigError, match=MISSING.format("load_sharded").replace(r"\[\]", r"\['loader'\]") + ".* pass that one to"
+    ):
+        dt.load_sharded(tmp_path, state, extra={"loader": new})
+    step, state = begin(loader=new)
+    state = train(step, dt.load_sharded(tmp_path, state, extra={"loader": new}).state, new)
+    assert (state.clock.epoch, state.step) == (1, 4)
+
+
 def test_load_of_weights_begins_without_a_loader(tmp_path):
     step, state = begin()
     old = build_loader()

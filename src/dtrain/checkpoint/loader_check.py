@@ -55,15 +55,17 @@ def check_init_loaders(states: Mapping[str, TrainState], extra: Mapping[str, Any
         ConfigError: a loader is missing.
     """
     identities = [state.loader.identity for state in states.values() if state.loader is not None]
-    _raise_if_missing(_missing_loaders(identities, states, extra), extra, caller)
+    # The clock would count no epochs of another loader.
+    advice = " The clock counts the epochs of this loader: to train on another one, pass that one to step.init."
+    _raise_if_missing(_missing_loaders(identities, states, extra), extra, caller, advice)
 
 
-def _raise_if_missing(missing: list[Any], extra: Mapping[str, Any], caller: str) -> None:
+def _raise_if_missing(missing: list[Any], extra: Mapping[str, Any], caller: str, advice: str = "") -> None:
     if missing:
         raise ConfigError(
             f"{caller}: extra must hold the position of {missing[0]!r}, or a resume repeats its batches, got {sorted(extra)}. "
             'Pass it: extra={"loader": loader}. To leave it out on purpose: '
-            'extra={"loader": dt.checkpoint.not_saved(loader)}.'
+            'extra={"loader": dt.checkpoint.not_saved(loader)}.' + advice
         )
 
 
