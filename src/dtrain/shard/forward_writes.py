@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dtrain.dtensor import to_local
 from dtrain.errors import StepError
+from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.fsdp2_forward import unit_forwards
 from dtrain.shard.fsdp2_private import fsdp_param_groups, sharded_and_unsharded_params
 from dtrain.shard.replica_check import hash_tensors
@@ -51,15 +52,24 @@ class _Snapshot:
         pairs = zip(self.tensors, versions, self.versions, strict=True)
         names = {name: None for name, now, before in pairs if now != before}
         if self.hashes is not None:
-            different = (_hashes(self.tensors) != self.hashes).tolist()
-            names |= {name: None for name, flag in zip(self.tensors, different, strict=True) if flag}
+            now_hashes = _hashes(self.tensors)
+            different = [] if now_hashes is None else (now_hashes != self.hashes).tolist()
+            names |= {name: None for name, flag in zip(self.tensors, different, strict=False) if flag}
         return names
 
 
-def _hashes(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return a hash of the bits of each tensor: int64 ``[n]``, equal for equal bits in the same order."""
+def _hashes(tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """Return a hash of the bits of each tensor: int64 ``[n]``, equal for equal bits in the same order.
+
+    Returns None if memory does not suffice: the step needs more than the hash, and its own failure reaches all ranks.
+    """
     shards = [to_local(tensor.detach()) for tensor in tensors.values()]
-    return hash_tensors(shards, shards[0].device)
+    try:
+        return hash_tensors(shards, shards[0].device)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        return None
 
 
 class ForwardWrites:
@@ -119,6 +129,8 @@ class ForwardWrites:
     def abort(self) -> None:
         """Discard a failed attempt of a step, so that the next attempt is watched alike."""
         self._steps = max(0, self._steps - 1)
+        self._replicas = _Snapshot.take({})
+        self._of_units.clear()
 
     def after_forward(self, *, last: bool) -> None:
         """Look for writes since ``begin_step`` after the ``last`` forward, before its backward, which may update parameters.
@@ -154,7 +166,10 @@ class ForwardWrites:
         if self._written_replicas and (self._is_first or uneven):
             self._ever_written |= self._written_replicas
             written = {name: self._replicas.tensors[name] for name in self._written_replicas}
-            lines += [f"{_REPLICA} {value} {name}" for name, value in zip(written, _hashes(written).tolist(), strict=True)]
+            hashes = _hashes(written)
+            # Ranks that have no memory for the hash differ from the others, and the step raises.
+            values = [0] * len(written) if hashes is None else hashes.tolist()
+            lines += [f"{_REPLICA} {value} {name}" for name, value in zip(written, values, strict=True)]
         return lines
 
 
