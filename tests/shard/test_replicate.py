@@ -392,7 +392,9 @@ def test_backward_outside_of_a_step_is_local_and_not_applied(ranks):
 def updated_by_hand() -> list[list[str]]:
     """Warnings of an update after a backward outside of a step, after a step, and of another model's optimizer."""
     net, other = replicated(), nn.Linear(1, 1)
-    state, seen = state_of(net), []
+    # The updates leave other values on each rank.
+    optimizer, seen = torch.optim.SGD(net.parameters(), lr=0.1), []
+    state = compose_step(squares).init(net, optimizer, replica_check_interval=0)
 
     def backward_outside() -> None:
         net(mine(whole_batch())).sum().backward()

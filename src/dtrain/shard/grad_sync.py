@@ -154,18 +154,11 @@ class GradSync:
         return loss if self._skipped is None else self._skipped.complete_forward(loss)
 
     def describe_params(self, *, uneven: bool) -> list[str]:
-        """Return hooks on parameters and writes of this step's forwards, as text that ranks compare.
-
-        Args:
-            uneven: if True, ranks ran different numbers of forwards.
-        """
+        """Return hooks on parameters and writes of forwards as text that ranks compare. ``uneven``: see ``ForwardWrites``."""
         return [*self.hooks.described, *self.writes.describe(uneven=uneven)]
 
     def forward_empty(self) -> Tensor | None:
-        """Take part in a microbatch that this rank does not have. Return a zero ``[]`` for backward, None if nothing waits.
-
-        Collective: as the forward of the other ranks.
-        """
+        """Take part in the collectives of a microbatch of other ranks. Return a zero for backward, None if nothing waits."""
         self.writes.after_forward(last=self._last is not False)
         empty = None if self._skipped is None else self._skipped.forward_empty()
         # Under ``replicate`` the end of any backward reduces all units.

@@ -274,8 +274,7 @@ class GradientRun:
 
     def replay_conditions(self) -> tuple[int, ...]:
         """Return the facts that decide the collectives of a step: the mode of the model and the frozen parameters."""
-        state = self.state
-        frozen = (param.requires_grad for param in state.params.values())
+        state, frozen = self.state, (param.requires_grad for param in self.state.params.values())
         return (state.model.training, state.spec.replica_info is not None, *frozen)
 
     def begin_forwards(self) -> LossNormalizer:
