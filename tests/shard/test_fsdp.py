@@ -111,7 +111,7 @@ def refused(case: str) -> str:
     options: dict = {
         "strategy": {"strategy": "zero3"},
         "accumulate": {"accumulate": "never"},
-        "buffers": {"buffers": "sum"},
+        "buffers": {"buffers": "total"},
         "hybrid": {"strategy": "hybrid_shard"},
         "block": {"blocks": (nn.Conv2d,)},
         "other options": {"blocks": (Block,) if rank == 0 else ()},
@@ -164,7 +164,7 @@ SAME = [
         "'no_shard', got 'zero3'.",
     ),
     ("accumulate", "ConfigError: shard_model: accumulate must be 'local' or 'sharded', got 'never'."),
-    ("buffers", "ConfigError: shard_model: buffers must be 'broadcast', 'mean' or 'local', got 'sum'."),
+    ("buffers", "ConfigError: shard_model: buffers must be 'broadcast', 'mean', 'sum' or 'own', got 'total'."),
     (
         "hybrid",
         "hybrid_shard needs a mesh of two axes with dp_replicate > 1, got shape [1, 2]. "

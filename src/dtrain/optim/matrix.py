@@ -76,6 +76,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
             In ``step``, state whose names, shapes or dtypes ``matrix_update`` has changed.
 
     Source: each rank computes some of the matrices, as in Anil et al. 2021, arXiv:2002.09018, section 5 (Shampoo).
+    Suggested values:
+        Groups of ``method="adamw"`` beside Muon: ``lr=3e-4``, ``betas=(0.9, 0.95)`` (Jordan et al. 2024)
     When not to use: each element is updated by itself. An ordinary optimizer runs on shards then, without communication.
     """
 

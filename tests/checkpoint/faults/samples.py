@@ -35,6 +35,8 @@ def _save(root: str, kind: str, seed: int) -> None:
     reshard.MIN_WRITER_BYTES = 1
     with dt.init_dist(device="cpu"):
         states = states_of(kind, seed)
+        # Ranks without a mesh train equal replicas only with equal draws.
+        dt.seed_all(seed)
         for _ in range(2):
             several = isinstance(states, dict)
             states = {name: train(state, 1) for name, state in states.items()} if several else train(states, 1)

@@ -137,7 +137,7 @@ def test_cut_link_ends_nodes_on_both_sides(hosts):
     nodes = start_all(hosts, silence_s=4)
     hosts.network.plug(2, "down")
     assert [node.wait_for(NodeFailed).line for node in nodes[:2]] == [
-        "node 2 (host2) is gone (rank 2): it was silent for 4 s"
+        "node 2 (host2) is gone (ranks 4-5): it was silent for 4 s"
     ] * 2
     assert nodes[2].wait_for(NodeFailed).line == "node 0 (host0) was silent for 4 s"
 

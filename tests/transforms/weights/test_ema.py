@@ -157,11 +157,6 @@ def test_ema_of_complex_numbers():
     average = {"w": torch.tensor([4.0 + 0j])}
     update_ema_(average, {"w": torch.tensor([0.0 + 4j])}, 0.75)
     assert average["w"].item() == 3.0 + 1j
-    model = nn.Linear(1, 1)
-    model.phase = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
-    step = dt.compose_step(LOSS, [ema(0.75)])
-    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert state.transform_states["ema"]["params"]["phase"].dtype == torch.complex64
 
 
 # ---- sharded ----------------------------------------------------------------------------------------------------------------
