@@ -329,6 +329,8 @@ def on_a_rank(kind: str, at: list[int], place: str) -> list:
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(("kind", "at"), [("map", 3), ("already split", 1), ("already split", 2), ("already split", 4)])
 def test_ranks_interrupted_together_repeat_the_same_batch(ranks, kind, at, place):
+    if (kind, at, place) == ("already split", 4, "in the step"):
+        pytest.skip("rank 0 has no sample left, so its step runs no loss that could be interrupted")
     at += place == "after the step"
     whole = ranks(2).run(on_a_rank, kind, [], place)
     assert ranks(2).run(on_a_rank, kind, [at, at], place) == whole
