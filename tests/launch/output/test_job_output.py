@@ -43,11 +43,17 @@ class Job:
 
 
 def open_files() -> set[tuple[str, str]]:
-    """Return the number and the target of each open file; a target names one pipe, one socket or one file."""
+    """Return the number and the target of each open file; a target names one pipe, one socket or one file.
+
+    Files without a name are those of ``capfd``, which opens new ones for the setup, the call and the teardown of a test. They
+    have the old inode only if no other process has taken it meanwhile.
+    """
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(FileNotFoundError):  # that of the listing
-            found.add((number, os.readlink(f"/proc/self/fd/{number}")))
+            target = os.readlink(f"/proc/self/fd/{number}")
+            if not target.endswith(" (deleted)"):
+                found.add((number, target))
     return found
 
 
