@@ -28,9 +28,8 @@ _ADAMW_DEFAULTS: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8
 class MatrixOptimizer(torch.optim.Optimizer):
     """Base of optimizers that compute updates from whole matrices, with AdamW for other parameters.
 
-    A subclass computes the update of one whole matrix in ``matrix_update``, and makes the state of one whole matrix in
-    ``init_matrix_state``. The base gathers gradient and state, applies the shard of the update, and places the state.
-    Checkpoints hold the state and resume on any number of ranks.
+    A subclass computes the update of a whole matrix in ``matrix_update``, and makes its state in ``init_matrix_state``. The
+    base gathers and places gradient, state and update. Checkpoints resume the state on any number of ranks.
 
     Formula: ``param = param - lr * weight_decay * param - lr * lr_factor(shape) * matrix_update(grad, state)``
 
@@ -46,12 +45,11 @@ class MatrixOptimizer(torch.optim.Optimizer):
 
     Attributes:
         method: name of the method of matrix groups.
-        shard_state: names of state tensors with the shape of the parameter that ``shard_inputs`` uses. They start as zeros and
-            are never gathered.
+        shard_state: names of state tensors of the parameter's shape for ``shard_inputs``; zeros at first, never gathered.
 
     Mutates: in ``step``, parameters and the optimizer's state.
-    Collective: in ``step``, two all-to-alls for each ``n`` matrices of a group whose rows are sharded over ``n`` ranks. They
-        carry the gradient and the matrix state to the computing rank, and the update and the matrix state back.
+    Collective: in ``step``, two all-to-alls for each ``n`` matrices of a group whose rows are sharded over ``n`` ranks: gradient
+        and matrix state to the computing rank, update and matrix state back.
     Host sync: none, except for those of ``matrix_update``.
 
     Example:
