@@ -48,8 +48,8 @@ class MatrixOptimizer(torch.optim.Optimizer):
         shard_state: names of state tensors of the parameter's shape for ``shard_inputs``; zeros at first, never gathered.
 
     Mutates: in ``step``, parameters and the optimizer's state.
-    Collective: in ``step``, two all-to-alls for each ``n`` matrices of a group whose rows are sharded over ``n`` ranks: gradient
-        and matrix state to the computing rank, update and matrix state back.
+    Collective: in ``step``, two all-to-alls for each ``n`` matrices of a group whose rows are sharded over ``n`` ranks: the
+        gradient and the matrix state to the computing rank, the update and the matrix state back.
     Host sync: none, except for those of ``matrix_update``.
 
     Example:
