@@ -217,6 +217,7 @@ def test_load_of_weights_begins_without_a_loader(tmp_path):
     new = build_loader()
     state = train(step, state, new)
     dt.save_sharded(tmp_path / "two", state, extra={"loader": new})
+    assert [info.step for info in dt.checkpoint.list_steps(tmp_path / "two")] == [state.step]
 
 
 class Stream(torch.utils.data.IterableDataset[torch.Tensor]):

@@ -1,4 +1,4 @@
-"""What modules keep beyond parameters and buffers in a checkpoint: extra state, hooks, own state dicts; and odd buffers."""
+"""State of modules beyond parameters and buffers: extra state, hooks, own state dicts; and odd buffers in a checkpoint."""
 
 import io
 import re

@@ -1,4 +1,4 @@
-"""What belongs to the Parameter objects of a model: attributes and classes, after ``shard_model`` and ``materialize``."""
+"""Facts that belong to the Parameter objects of a model: attributes and classes, after ``shard_model`` and ``materialize``."""
 
 import pytest
 import torch

@@ -643,7 +643,7 @@ class Size(IntEnum):
 
 
 def test_state_is_checked_at_the_save_and_the_load_alike():
-    """What the first step takes, a save takes, and what it warns about, a save refuses."""
+    """Check that a save takes the state that the first step takes, and refuses the state that it warns about."""
     kept = (1, "a", None, math.inf, {1: [None, 2.0]}, OrderedDict(a=(True,)))
     refused = ({1}, 1j, b"a", defaultdict(int), {(1, 2): 1}, Size(1), np.int64(1))
     for value, storable in (*((value, True) for value in kept), *((value, False) for value in refused)):

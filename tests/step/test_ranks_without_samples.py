@@ -257,7 +257,7 @@ def told(call) -> str:
 
 
 def with_collective(strategy: str, where: str, auto: bool) -> list[str]:
-    """What an even step, an uneven step and an even step say of a loss or model that sums over all ranks, or gathers."""
+    """Return the outcomes of an even, an uneven and an even step of a loss or model that sums over all ranks, or gathers."""
     beside = where in ("unshard_params", "error beside")
     reference = dt.shard_model(tower(1), dt.build_mesh(), blocks=(nn.Linear,)) if beside else None
 

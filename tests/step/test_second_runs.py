@@ -91,7 +91,7 @@ METHODS = {
 
 
 def refused(method: str, strategy: str, ranks: tuple[int, ...]) -> list[str]:
-    """What a step says, and then a step with a loss that writes nothing."""
+    """Return the outcomes of a step, and then of a step with a loss that writes nothing."""
     transforms, grad = METHODS[method]
     model, loss = on_mesh(strategy), Written(ranks)
     step = dt.compose_step(loss, transforms, grad=grad)
@@ -256,7 +256,7 @@ def judge_inputs(model: nn.Module, batch: dict[str, Tensor]) -> dt.LossSum:
 
 
 def with_graph(strategy: str) -> list[str]:
-    """What steps say to a batch with a graph: whole, split and run twice, and the difference to an update without one."""
+    """Run steps on a batch with a graph: whole, split and run twice, and the difference to an update without one."""
     models, said = [], []
     split = partial(dt.microbatch_step, microbatch_size=2)
     for step in (

@@ -71,10 +71,15 @@ def notice_removal(folder: AnyPath) -> Iterator[None]:
     except (CheckpointError, OSError):
         if has_manifest(folder):
             raise
-        raise StepRemovedError(
-            f"{folder} was removed by another process while it was read. Load another step, or let the job that saves there "
-            "keep more steps (keep_last)."
-        ) from None
+        raise StepRemovedError(describe_removal(folder)) from None
+
+
+def describe_removal(folder: AnyPath) -> str:
+    """Describe a step that another process removed during a read, and the remedy."""
+    return (
+        f"{folder} was removed by another process while it was read. Load another step, or let the job that saves there "
+        "keep more steps (keep_last)."
+    )
 
 
 def read_manifest(folder: AnyPath) -> layout.Manifest:

@@ -19,6 +19,7 @@ from dtrain.checkpoint.checkpoint_info import (
     RootScan,
     StepRemovedError,
     as_step_folder,
+    describe_removal,
     has_manifest,
     newest_commit,
     notice_removal,
@@ -174,10 +175,7 @@ def _was_replaced(choice: StepChoice, folder: AnyPath) -> bool:
 def _look_again(choice: StepChoice, path: AnyPath, folder: AnyPath, looks: int) -> StepChoice:
     """Choose again after the step ``folder`` was removed or replaced during the read."""
     if choice.named or looks >= _MAX_LOOKS:
-        raise CheckpointError(
-            f"{_CALLER}: {folder} was removed by another process while it was read. Load another step, or let the job that "
-            "saves there keep more steps (keep_last)."
-        )
+        raise CheckpointError(f"{_CALLER}: {describe_removal(folder)}")
     again = choose_on_all_ranks(path)
     if again is None:
         raise CheckpointError(f"{_CALLER}: all steps of {path} were removed by another process during the load. Save again.")
