@@ -54,7 +54,7 @@ class LossSum:
         weight: number of items in the sum (tokens, samples), scalar ``[]`` or a number, without gradient.
         aux: further sums by name, each ``(total, weight)``, for metrics only.
         terms: further losses by name, each a summed ``(total, weight)`` with its own denominator. The step trains on the sum of
-            all means. Terms need ``microbatch_step(weight_fn=...)``.
+            all means. Terms need ``batch_spec(weight=...)``.
 
     Example:
         def loss_fn(model, batch):
@@ -74,6 +74,12 @@ class LossSum:
 
 LossFn: TypeAlias = Callable[[nn.Module, Batch], LossSum]
 """Loss function of one microbatch: ``(model, batch) -> LossSum``."""
+
+CountFn: TypeAlias = "Callable[[Batch], int | tuple[int, int]]"
+"""``batch -> samples``, or ``batch -> (samples, tokens)``."""
+
+SplitFn: TypeAlias = Callable[[Batch, int], Sequence[Batch]]
+"""``(batch, microbatch_size) -> microbatches`` of at most that many samples, in order."""
 
 WeightFn: TypeAlias = "Callable[[Batch], Tensor | float | Mapping[str, Tensor | float]]"
 """Weight of a whole local batch, or weights of the terms of a loss by name, with the main loss as ``"loss"``."""

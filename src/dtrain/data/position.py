@@ -153,10 +153,10 @@ def convert_run_length(goal: Duration, global_batch_size: int | Schedule, epoch_
         return RunLength(total=goal, samples_per_step=size)
     # With a schedule, the epochs may have different numbers of steps.
     if size is None:
-        return RunLength(total=epoch_batches.total_steps(goal))
+        return RunLength(total=Duration(epoch_batches.total_steps(goal), "ba"))
     run = RunLength(total=goal, steps_per_epoch=epoch_batches.steps_per_epoch(), samples_per_step=size)
     uneven = goal.unit == "sp" and run.steps() != epoch_batches.total_steps(goal)
-    return replace(run, total=epoch_batches.total_steps(goal)) if uneven else run
+    return replace(run, total=Duration(epoch_batches.total_steps(goal), "ba")) if uneven else run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
