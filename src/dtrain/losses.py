@@ -17,18 +17,19 @@ from dtrain.typing import Batch, LossFn, LossSum
 
 
 def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> LossSum:
-    """Compute the summed cross entropy of next-token logits, weighted by the number of targets that count.
+    """Compute the summed cross entropy of class indices, weighted by the number of targets that count.
 
     Args:
-        logits: ``[batch, seq, vocab]``, any float dtype; the softmax is computed in at least float32. A DTensor that is sharded
-            along ``vocab`` (from a head with ``ColwiseParallel(use_local_output=False)``) is not gathered.
-        targets: ``[batch, seq]`` int64; positions equal to ``ignore_index`` count neither in the sum nor in the weight.
+        logits: ``[*, classes]``, such as ``[batch, classes]`` or ``[batch, seq, vocab]``, any float dtype; the softmax is
+            computed in at least float32. A DTensor that is sharded along ``classes`` (from a head with
+            ``ColwiseParallel(use_local_output=False)``) is not gathered.
+        targets: ``[*]`` int64; positions equal to ``ignore_index`` count neither in the sum nor in the weight.
         ignore_index: target that does not count.
 
     Returns:
-        ``LossSum`` in nats, whose weight is the number of tokens. Both are plain tensors, equal on the ranks of the DTensor.
+        ``LossSum`` in nats, whose weight is the number of targets. Both are plain tensors, equal on the ranks of the DTensor.
 
-    Collective: for a DTensor two all-reduces of a few numbers per token, instead of an all-gather of the logits.
+    Collective: for a DTensor two all-reduces of a few numbers per target, instead of an all-gather of the logits.
 
     Example:
         def loss_fn(model, batch):
@@ -36,16 +37,11 @@ def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -10
             return dt.token_cross_entropy(logits, batch["input_ids"][:, 1:])
 
     Raises:
-        ConfigError: shapes that do not match, or a DTensor that is sharded along another axis.
+        ConfigError: shapes that do not match, targets that are no indices, or a DTensor that is sharded along another axis.
     """
-    if logits.shape[:-1] != targets.shape:
-        raise ConfigError(
-            f"token_cross_entropy: needs logits [batch, seq, vocab] and targets [batch, seq], "
-            f"got {tuple(logits.shape)} and {tuple(targets.shape)}. "
-            "Give one target per position."
-        )
+    _check_indices(logits, targets)
     local, vocab_start, group = local_last_dim(logits, caller="token_cross_entropy")
-    flat_logits, flat_targets = local.flatten(0, -2), targets.flatten()
+    flat_logits, flat_targets = local.reshape(-1, local.shape[-1]), targets.flatten()
     flat_logits = flat_logits if flat_logits.dtype.itemsize >= 4 else flat_logits.float()
     if group is None:
         total = F.cross_entropy(flat_logits, flat_targets, ignore_index=ignore_index, reduction="sum")
@@ -54,6 +50,25 @@ def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -10
             flat_logits, flat_targets, vocab_start=vocab_start, group=group, ignore_index=ignore_index
         )
     return LossSum(total=total, weight=(targets != ignore_index).sum())
+
+
+def _check_indices(logits: Tensor, targets: Tensor) -> None:
+    if targets.is_floating_point() and targets.shape == logits.shape:
+        raise ConfigError(
+            f"token_cross_entropy: targets must be class indices (int64), got probabilities {list(targets.shape)}, as mixup, "
+            "cutmix and label_smoothing make them. Use dt.soft_cross_entropy."
+        )
+    if targets.dtype != torch.int64:
+        raise ConfigError(
+            f"token_cross_entropy: targets must be class indices (int64), got {targets.dtype}. Convert them with .long()."
+        )
+    if logits.shape[:-1] != targets.shape or not logits.ndim:
+        classes_second = logits.ndim > 2 and targets.shape == (logits.shape[0], *logits.shape[2:])
+        raise ConfigError(
+            f"token_cross_entropy: needs logits [*, classes] and targets [*], got {tuple(logits.shape)} and "
+            f"{tuple(targets.shape)}. "
+            f"{'Move the classes last: logits.movedim(1, -1).' if classes_second else 'Give one target per row of logits.'}"
+        )
 
 
 def soft_cross_entropy(

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dtrain import spans
-from dtrain.arguments import check_int
+from dtrain.arguments import check_int, explain_arguments
 from dtrain.batch import FailedBatch
 from dtrain.dist.batch_info import TrackedLoader
 from dtrain.dist.context import current_context
@@ -48,6 +48,7 @@ class Step:
     update: UpdateFn
     updates_in_backward: bool = False
 
+    @explain_arguments
     def init(
         self,
         model: nn.Module,
@@ -147,9 +148,10 @@ def _check_schedules(transforms: Sequence[Transform], run_length: RunLength | No
     for hyper in (hyper for transform in transforms for hyper in transform.hyperparameters):
         warning = check_over_run(hyper, run_length)
         if warning is not None and get_dist_info().rank == 0:
-            warnings.warn(warning, stacklevel=3)
+            warnings.warn(warning, stacklevel=4)
 
 
+@explain_arguments
 def compose_step(
     loss_fn: LossFn,
     transforms: Sequence[Transform] = (),
