@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 
@@ -218,7 +219,7 @@ def mean_loss(fn: Callable[[nn.Module, Batch], Tensor], *, weight: Callable[[Bat
         mean, count = fn(model, batch), weight(batch)
         if not isinstance(mean, Tensor):
             advice = (
-                "Return its loss, as in model(**batch).loss." if hasattr(mean, "loss") else "Return the mean loss, a tensor []."
+                "Return its loss, or use dt.transformers_loss." if hasattr(mean, "loss") else "Return the mean loss, a tensor []."
             )
             raise ConfigError(f"mean_loss: the function must return one tensor, got {type(mean).__name__}. {advice}")
         if mean.ndim != 0:
@@ -228,3 +229,92 @@ def mean_loss(fn: Callable[[nn.Module, Batch], Tensor], *, weight: Callable[[Bat
         return LossSum(total=mean * count, weight=count)
 
     return loss_fn
+
+
+def sum_loss(values: Tensor, mask: Tensor | None = None, **metrics: Tensor) -> LossSum:
+    """Sum a loss that is known per item (sample or token), count the items, and sum further values of the items for metrics.
+
+    Args:
+        values: ``[*]`` loss of each item, any float dtype; the sum is computed in at least float32.
+        mask: ``[*]`` True for the items that count, or the weight of each item; None counts all. A masked value may be NaN.
+        metrics: ``[*]`` further values per item, such as the parts of the loss. ``dt.reduce_metrics`` returns the mean of each.
+
+    Returns:
+        ``LossSum`` whose weight is the number of items that count, or the sum of their weights.
+
+    Example:
+        def loss_fn(model, batch):
+            log_probs, values, entropy = model(batch["observations"], batch["actions"])
+            policy = -batch["advantages"] * (log_probs - batch["log_probs"]).exp()
+            value = (values - batch["returns"]).square()
+            return dt.sum_loss(policy + 0.5 * value - 0.01 * entropy, policy=policy, value=value, entropy=entropy)
+
+    Raises:
+        ConfigError: ``mask`` or one of ``metrics`` has another shape than ``values``.
+    """
+    shape = tuple(values.shape)
+    for name, given in {"mask": mask, **metrics}.items():
+        if given is not None and tuple(given.shape) != shape:
+            raise ConfigError(
+                f"sum_loss: {name} must have the shape of values {shape}, got {tuple(given.shape)}. "
+                "Give one number per item, before any mean."
+            )
+
+    def add_up(items: Tensor) -> Tensor:
+        wide = items if items.dtype.itemsize >= 4 else items.float()
+        return wide.sum() if mask is None else (wide.masked_fill(mask == 0, 0.0) * mask).sum()
+
+    weight = values.numel() if mask is None else mask.sum()
+    return LossSum(
+        total=add_up(values), weight=weight, aux={name: (add_up(items.detach()), weight) for name, items in metrics.items()}
+    )
+
+
+def transformers_loss(model: nn.Module, batch: Batch) -> LossSum:
+    """Compute the loss of a model of transformers, called with ``labels``, as a sum over the labels that count.
+
+    Such a model returns a mean over the labels of its call, so gradient accumulation over microbatches and ranks would weigh
+    tokens of short samples more. The sum is exact for cross entropies of one label per position or sample. A causal language
+    model predicts the next label, so the first label of each sample does not count, and neither do labels of -100.
+
+    Args:
+        model: model of transformers, also sharded or with adapters of peft. Its own loss is used.
+        batch: keyword arguments of the model, with ``labels`` ``[batch, seq]`` or ``[batch]`` int64.
+
+    Returns:
+        ``LossSum`` whose weight is the number of labels that count.
+
+    Example:
+        step = dt.compose_step(dt.transformers_loss, [dt.transforms.clip_by_norm(1.0), dt.auto_microbatch()])
+
+    Raises:
+        ConfigError: ``batch`` is no mapping with integer ``labels``, or the model returns no loss.
+    """
+    labels = batch["labels"] if hasattr(batch, "keys") and "labels" in list(batch.keys()) else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        got = type(batch).__name__ if labels is None else f"labels of {getattr(labels, 'dtype', type(labels).__name__)}"
+        raise ConfigError(
+            f"transformers_loss: batch must be a mapping with integer labels, got {got}. "
+            "Use dt.mean_loss for another loss, and give its weight."
+        )
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    counted = (labels[:, 1:] if labels.ndim > 1 and _predicts_next(base) else labels) != -100
+    count = counted.sum()
+    # The mean of no label would be NaN. Most models divide a sum by this number instead of computing a mean.
+    items = count.clamp(min=1)
+    takes_items = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(base.forward).parameters.values())
+    loss = getattr(model(**batch, **({"num_items_in_batch": items} if takes_items else {})), "loss", None)
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise ConfigError(
+            f"transformers_loss: the model must return one loss, got {type(loss).__name__}. Pass a model with a head, such as "
+            "AutoModelForCausalLM, and return_dict=True."
+        )
+    return LossSum(total=loss * items, weight=count)
+
+
+def _predicts_next(model: nn.Module) -> bool:
+    """Return True if the loss of a model of transformers shifts the labels by one position."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    # A model without a type of loss uses that of causal language models.
+    return getattr(model, "loss_type", None) in (None, "ForCausalLM", "ForConditionalGeneration")

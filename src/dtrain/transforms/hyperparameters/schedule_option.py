@@ -173,9 +173,10 @@ class GroupValues:
         for key, selected in patterns:
             if not any(selected):
                 existing = ", ".join(name or f"{index} (no name)" for index, name in enumerate(names))
+                wanted = f"named {key!r}" if isinstance(key, str) else f"at position {key}"
                 raise ConfigError(
-                    f"{self.caller}: a group {f'named {key!r}' if isinstance(key, str) else f'at position {key}'} must exist, got "
-                    f"the groups {existing}. Build named groups with dt.optim.param_groups, or give their positions."
+                    f"{self.caller}: a group {wanted} must exist, got the groups {existing}. "
+                    "Build named groups with dt.optim.param_groups, or give their positions."
                 )
         by_group = [[index for index, (_, selected) in enumerate(patterns) if selected[group]] for group in range(len(names))]
         for name, indices in zip(names, by_group, strict=True):
@@ -210,7 +211,8 @@ def parse_group_values(values: ByGroup, caller: str, kind: str, *, below_one: bo
     for key in by_name:
         if not (isinstance(key, str) or type(key) is int or (key is None and by_name is not values)):
             raise ConfigError(
-                f"{caller}: names of groups must be text or positions, got {key!r}. Name the groups with 'name' in param_groups."
+                f"{caller}: names of groups must be text or positions, got {key!r}. "
+                "Name the groups with 'name' in param_groups."
             )
     allowed = "[0, 1)" if below_one else "[0, inf)"
     labels = {key: f"{caller}: {kind}" if key is None else f"{caller}: {kind} of {key!r}" for key in by_name}
