@@ -271,9 +271,11 @@ class WithoutLoss(torch.nn.Module):
 
 def test_transformers_loss_refuses_batches_and_models_without_labels():
     model, _ = tiny_transformer("Llama")
-    with pytest.raises(ConfigError, match="batch must be a mapping with integer labels, got dict. Use dt.mean_loss"):
+    with pytest.raises(ConfigError, match=r"batch must be a mapping with integer labels, got dict. Use dt.mean_loss"):
         transformers_loss(model, {"input_ids": torch.ones(1, 2, dtype=torch.int64)})
     with pytest.raises(ConfigError, match=r"got labels of torch.float32"):
         transformers_loss(model, {"labels": torch.ones(1)})
-    with pytest.raises(ConfigError, match="transformers_loss: the model must return one loss, got NoneType. Pass a model with"):
+    with pytest.raises(
+        ConfigError, match=r"transformers_loss: the model must return one loss, got NoneType. Pass a model with"
+    ):
         transformers_loss(WithoutLoss(), {"labels": torch.ones(1, dtype=torch.int64)})

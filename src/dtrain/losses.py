@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -218,9 +219,8 @@ def mean_loss(fn: Callable[[nn.Module, Batch], Tensor], *, weight: Callable[[Bat
     def loss_fn(model: nn.Module, batch: Batch) -> LossSum:
         mean, count = fn(model, batch), weight(batch)
         if not isinstance(mean, Tensor):
-            advice = (
-                "Return its loss, or use dt.transformers_loss." if hasattr(mean, "loss") else "Return the mean loss, a tensor []."
-            )
+            has_loss = hasattr(mean, "loss")
+            advice = "Return its loss, or use dt.transformers_loss." if has_loss else "Return the mean loss, a tensor []."
             raise ConfigError(f"mean_loss: the function must return one tensor, got {type(mean).__name__}. {advice}")
         if mean.ndim != 0:
             raise ConfigError(
@@ -297,7 +297,9 @@ def transformers_loss(model: nn.Module, batch: Batch) -> LossSum:
             f"transformers_loss: batch must be a mapping with integer labels, got {got}. "
             "Use dt.mean_loss for another loss, and give its weight."
         )
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = model
+    if hasattr(model, "get_base_model"):
+        base = base.get_base_model()
     counted = (labels[:, 1:] if labels.ndim > 1 and _predicts_next(base) else labels) != -100
     count = counted.sum()
     # The mean of no label would be NaN. Most models divide a sum by this number instead of computing a mean.
