@@ -45,8 +45,9 @@ def check_not_mean(loss: LossSum, caller: str, *, state: TrainState, batch: Batc
     The check reads the operations of the graph. Found are the means of torch's own losses and of ``mean``, and a sum divided by
     the weight's tensor, unless they are multiplied again. The check does not read compiled code.
 
-    For a plain model the two halves of ``batch`` decide: their sums add up, and their means do not. For a model on a mesh a
-    further forward would be a collective, so the sizes in the graph decide: the mean must be over a multiple of the samples.
+    For a model with plain parameters the two halves of ``batch`` decide: their sums add up, and their means do not. For a
+    sharded model a further forward would be a collective, so the sizes in the graph decide: the mean must be over a multiple of
+    the samples.
 
     Args:
         loss: loss of ``batch``, with its graph.
@@ -68,7 +69,7 @@ def check_not_mean(loss: LossSum, caller: str, *, state: TrainState, batch: Batc
         if not (has_value and isinstance(total, Tensor) and _is_mean(total.grad_fn, weight) and float(weight) > 1):
             continue
         proven = None
-        if loss_fn is not None and state.spec.mesh is None:
+        if loss_fn is not None and (state.spec.mesh is None or state.spec.plain_params):
             proven = _halves_show_mean(loss_fn, state.model, batch, "loss" if name == "total" else name)
         if proven is None:
             samples = _count_samples(batch)
