@@ -156,7 +156,7 @@ def test_soft_cross_entropy_refuses_invalid_targets_and_options(targets, options
 def cut_logits() -> str:
     mesh = init_device_mesh("cpu", (2,))
     logits = distribute_tensor(torch.zeros(2, 4), mesh, [Shard(-1)])
-    with pytest.raises(ConfigError, match=r"logits must not be sharded along the classes. Use token_cross_entropy") as info:
+    with pytest.raises(ConfigError, match=r"logits must not be sharded along the classes. Use dt.token_cross_entropy") as info:
         soft_cross_entropy(logits, torch.zeros(2, dtype=torch.int64))
     return type(info.value).__name__
 

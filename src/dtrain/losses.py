@@ -121,7 +121,7 @@ def soft_cross_entropy(
         )
     local, _, group = local_last_dim(logits, caller="soft_cross_entropy")
     if group is not None:
-        raise ConfigError("soft_cross_entropy: logits must not be sharded along the classes. Use token_cross_entropy.")
+        raise ConfigError("soft_cross_entropy: logits must not be sharded along the classes. Use dt.token_cross_entropy.")
     wide = local if local.dtype.itemsize >= 4 else local.float()
     weights = None if class_weights is None else class_weights.to(wide.dtype)
     if not targets.is_floating_point():
