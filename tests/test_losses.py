@@ -10,37 +10,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtrain.errors import ConfigError
-from dtrain.losses import jensen_shannon, mean_loss, soft_cross_entropy, sum_loss, token_cross_entropy, transformers_loss
+from dtrain.losses import cross_entropy, jensen_shannon, mean_loss, soft_cross_entropy, sum_loss, transformers_loss
 
 
-def test_token_cross_entropy_is_the_mean_when_divided():
+def test_cross_entropy_is_the_mean_when_divided():
     logits, targets = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
     targets[0, :3] = -100
-    loss = token_cross_entropy(logits, targets)
+    loss = cross_entropy(logits, targets)
     assert loss.weight == 7
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
     torch.testing.assert_close(loss.total / loss.weight, expected)
 
 
-def test_token_cross_entropy_accepts_a_custom_ignore_index():
-    loss = token_cross_entropy(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 0]]), ignore_index=0)
+def test_cross_entropy_accepts_a_custom_ignore_index():
+    loss = cross_entropy(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 0]]), ignore_index=0)
     assert loss.weight == 1
     assert loss.total == pytest.approx(torch.tensor(4.0).log().item())
 
 
-def test_token_cross_entropy_sums_low_precision_logits_in_float32():
-    loss = token_cross_entropy(torch.zeros(1, 3, 4, dtype=torch.bfloat16), torch.zeros(1, 3, dtype=torch.int64))
+def test_cross_entropy_sums_low_precision_logits_in_float32():
+    loss = cross_entropy(torch.zeros(1, 3, 4, dtype=torch.bfloat16), torch.zeros(1, 3, dtype=torch.int64))
     assert loss.total.dtype == torch.float32
 
 
-def test_token_cross_entropy_of_only_ignored_targets_is_zero():
-    loss = token_cross_entropy(torch.zeros(1, 3, 4), torch.full((1, 3), -100))
+def test_cross_entropy_of_only_ignored_targets_is_zero():
+    loss = cross_entropy(torch.zeros(1, 3, 4), torch.full((1, 3), -100))
     assert (loss.total, loss.weight) == (0.0, 0)
 
 
-def test_token_cross_entropy_refuses_mismatched_shapes():
+def test_cross_entropy_refuses_mismatched_shapes():
     with pytest.raises(ConfigError, match=r"got \(2, 5, 7\) and \(2, 4\)"):
-        token_cross_entropy(torch.zeros(2, 5, 7), torch.zeros(2, 4, dtype=torch.int64))
+        cross_entropy(torch.zeros(2, 5, 7), torch.zeros(2, 4, dtype=torch.int64))
 
 
 def test_mean_loss_is_mean_times_weight():
@@ -156,7 +156,7 @@ def test_soft_cross_entropy_refuses_invalid_targets_and_options(targets, options
 def cut_logits() -> str:
     mesh = init_device_mesh("cpu", (2,))
     logits = distribute_tensor(torch.zeros(2, 4), mesh, [Shard(-1)])
-    with pytest.raises(ConfigError, match=r"logits must not be sharded along the classes. Use dt.token_cross_entropy") as info:
+    with pytest.raises(ConfigError, match=r"logits must not be sharded along the classes. Use dt.cross_entropy") as info:
         soft_cross_entropy(logits, torch.zeros(2, dtype=torch.int64))
     return type(info.value).__name__
 
@@ -247,7 +247,7 @@ def test_transformers_loss_is_the_exact_sum_of_the_labels_that_count(kind):
     batch = {"input_ids": tokens, "labels": labels}
     loss = transformers_loss(model, batch)
     logits = model(**batch).logits
-    expected = token_cross_entropy(logits[:, :-1], labels[:, 1:]) if shift else token_cross_entropy(logits, labels)
+    expected = cross_entropy(logits[:, :-1], labels[:, 1:]) if shift else cross_entropy(logits, labels)
     assert loss.weight == expected.weight
     torch.testing.assert_close(loss.total.double(), expected.total, rtol=1e-6, atol=1e-6)
     parts = [transformers_loss(model, {name: value[part] for name, value in batch.items()}) for part in (slice(1), slice(1, 3))]

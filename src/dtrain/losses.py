@@ -18,7 +18,7 @@ from dtrain.errors import ConfigError
 from dtrain.typing import Batch, LossFn, LossSum
 
 
-def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> LossSum:
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> LossSum:
     """Compute the summed cross entropy of class indices, weighted by the number of targets that count.
 
     Args:
@@ -36,13 +36,13 @@ def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -10
     Example:
         def loss_fn(model, batch):
             logits = model(batch["input_ids"][:, :-1])
-            return dt.token_cross_entropy(logits, batch["input_ids"][:, 1:])
+            return dt.cross_entropy(logits, batch["input_ids"][:, 1:])
 
     Raises:
         ConfigError: shapes that do not match, targets that are no indices, or a DTensor that is sharded along another axis.
     """
     _check_indices(logits, targets)
-    local, vocab_start, group = local_last_dim(logits, caller="token_cross_entropy")
+    local, vocab_start, group = local_last_dim(logits, caller="cross_entropy")
     flat_logits, flat_targets = local.reshape(-1, local.shape[-1]), targets.flatten()
     flat_logits = flat_logits if flat_logits.dtype.itemsize >= 4 else flat_logits.float()
     if group is None:
@@ -57,17 +57,17 @@ def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -10
 def _check_indices(logits: Tensor, targets: Tensor) -> None:
     if targets.is_floating_point() and targets.shape == logits.shape:
         raise ConfigError(
-            f"token_cross_entropy: targets must be class indices (int64), got probabilities {list(targets.shape)}, as mixup, "
+            f"cross_entropy: targets must be class indices (int64), got probabilities {list(targets.shape)}, as mixup, "
             "cutmix and label_smoothing make them. Use dt.soft_cross_entropy."
         )
     if targets.dtype != torch.int64:
         raise ConfigError(
-            f"token_cross_entropy: targets must be class indices (int64), got {targets.dtype}. Convert them with .long()."
+            f"cross_entropy: targets must be class indices (int64), got {targets.dtype}. Convert them with .long()."
         )
     if logits.shape[:-1] != targets.shape or not logits.ndim:
         classes_second = logits.ndim > 2 and targets.shape == (logits.shape[0], *logits.shape[2:])
         raise ConfigError(
-            f"token_cross_entropy: needs logits [*, classes] and targets [*], got {tuple(logits.shape)} and "
+            f"cross_entropy: needs logits [*, classes] and targets [*], got {tuple(logits.shape)} and "
             f"{tuple(targets.shape)}. "
             f"{'Move the classes last: logits.movedim(1, -1).' if classes_second else 'Give one target per row of logits.'}"
         )
@@ -121,7 +121,7 @@ def soft_cross_entropy(
         )
     local, _, group = local_last_dim(logits, caller="soft_cross_entropy")
     if group is not None:
-        raise ConfigError("soft_cross_entropy: logits must not be sharded along the classes. Use dt.token_cross_entropy.")
+        raise ConfigError("soft_cross_entropy: logits must not be sharded along the classes. Use dt.cross_entropy.")
     wide = local if local.dtype.itemsize >= 4 else local.float()
     weights = None if class_weights is None else class_weights.to(wide.dtype)
     if not targets.is_floating_point():

@@ -34,7 +34,7 @@ def classify(*transforms: dt.Transform) -> Callable[[], object]:
 
     def call() -> object:
         model = nn.Linear(4, 3)
-        step = dt.compose_step(lambda model, batch: dt.token_cross_entropy(model(batch["x"]), batch["y"]), list(transforms))
+        step = dt.compose_step(lambda model, batch: dt.cross_entropy(model(batch["x"]), batch["y"]), list(transforms))
         state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
         return step(state, {"x": torch.randn(6, 4), "y": torch.tensor([0, 1, 2, 0, 1, 2])})
 
@@ -43,7 +43,7 @@ def classify(*transforms: dt.Transform) -> Callable[[], object]:
 
 STRATEGIES = "shard_model: strategy must be 'full_shard', 'shard_grad_op', 'hybrid_shard', 'replicate' or 'no_shard', got "
 SAMPLES = "Use global_batch_size, the samples of a step over all ranks."
-PROBABILITIES = "token_cross_entropy: targets must be class indices (int64), got probabilities [6, 3], as mixup, cutmix and "
+PROBABILITIES = "cross_entropy: targets must be class indices (int64), got probabilities [6, 3], as mixup, cutmix and "
 
 LINES: dict[str, tuple[Callable[[], object], str]] = {
     "build_loader(ds, batch_size=32)": (
@@ -168,7 +168,7 @@ LINES: dict[str, tuple[Callable[[], object], str]] = {
         PROBABILITIES + "label_smoothing make them. Use dt.soft_cross_entropy.",
     ),
     "logits with the classes second": (
-        lambda: dt.token_cross_entropy(torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64)),
+        lambda: dt.cross_entropy(torch.zeros(2, 3, 4, 4), torch.zeros(2, 4, 4, dtype=torch.int64)),
         "got (2, 3, 4, 4) and (2, 4, 4). Move the classes last: logits.movedim(1, -1).",
     ),
 }

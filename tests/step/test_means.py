@@ -166,7 +166,7 @@ def test_mean_loss_and_dtrain_losses_do_not_warn():
     for loss in (
         dt.mean_loss(lambda m, x: m(x).square().mean(), weight=len),
         lambda m, x: dt.soft_cross_entropy(m(x), Y, smoothing=0.1),
-        lambda m, x: dt.token_cross_entropy(m(x)[None], Y[None]),
+        lambda m, x: dt.cross_entropy(m(x)[None], Y[None]),
         lambda m, x: dt.transforms.jensen_shannon([m(x), m(-x)]),
     ):
         step = dt.compose_step(loss)
