@@ -75,8 +75,18 @@ def public_doors() -> dict[str, list[str]]:
     packages = ["dtrain"]
     for package in packages:
         file = os.path.join(root, *package.split(".")[1:], "__init__.py")
-        # A door that is one module, such as dtrain.errors, has no list of names.
-        names = public_names(file) if os.path.exists(file) else {}
+        names = public_names(file) if os.path.exists(file) else _defined_names(f"{os.path.dirname(file)}.py")
         doors[package] = [f"{package.replace('dtrain', 'dt', 1)}.{name}" for name in names]
         packages += [f"{package}.{name}" for name, module in names.items() if module == package]
     return doors
+
+
+def _defined_names(file: str) -> dict[str, str]:
+    """Map the public classes, functions and aliases of a door that is one module, such as ``dtrain.errors``, to the file."""
+    import ast
+
+    with open(file, encoding="utf-8") as source:
+        body = ast.parse(source.read()).body
+    names = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    names += [node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    return {name: file for name in names if not name.startswith("_")}

@@ -138,6 +138,8 @@ LINES: dict[str, tuple[Callable[[], object], str]] = {
     "dt.DataLoader(ds)": (lambda: dt.DataLoader, "Use dt.build_loader(dataset, global_batch_size=32, seed=0, mesh=mesh)."),
     "dt.clip_by_norm(1.0)": (lambda: dt.clip_by_norm, "Use dt.transforms.clip_by_norm."),
     "dt.ema(0.999)": (lambda: dt.ema, "Use dt.transforms.ema."),
+    "dt.ConfigError": (lambda: dt.ConfigError, "Use dt.errors.ConfigError."),
+    "dt.Batch": (lambda: dt.Batch, "Use dt.typing.Batch."),
     "dt.cosine(1.0)": (lambda: dt.cosine, "has no attribute 'cosine'. Use dt.schedules.cosine."),
     "dt.AdamW(params)": (lambda: dt.AdamW, "such as torch.optim.AdamW(model.parameters())."),
     "dt.seed_everything(0)": (lambda: dt.seed_everything, "Use dt.seed_all(seed)."),
