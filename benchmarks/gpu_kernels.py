@@ -126,7 +126,7 @@ def _losses(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
         return torch.stack([checkpoint(part, rows, weight, labels, use_reentrant=False) for rows, labels in pieces]).sum()
 
     def ours(hidden: Tensor, weight: Tensor) -> Tensor:
-        return dt.token_cross_entropy(F.linear(hidden, weight)[None], targets[None]).total
+        return dt.cross_entropy(F.linear(hidden, weight)[None], targets[None]).total
 
     def of_torch(hidden: Tensor, weight: Tensor, *, chunked: bool) -> Tensor:
         if not hasattr(F, "linear_cross_entropy"):
@@ -140,8 +140,8 @@ def _losses(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
     runs = {
         "linear, cross entropy in float32": both_ways(partial(by_hand, chunks=1)),
         "the same in 8 chunks, computed again in backward": both_ways(partial(by_hand, chunks=8)),
-        "`dt.token_cross_entropy`": both_ways(ours),
-        "`dt.token_cross_entropy`, compiled": both_ways(torch.compile(ours, backend=setting.backend)),
+        "`dt.cross_entropy`": both_ways(ours),
+        "`dt.cross_entropy`, compiled": both_ways(torch.compile(ours, backend=setting.backend)),
         "torch's `linear_cross_entropy`": both_ways(partial(of_torch, chunked=False)),
         "torch's `linear_cross_entropy`, chunked": both_ways(partial(of_torch, chunked=True)),
     }

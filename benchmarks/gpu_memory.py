@@ -90,7 +90,7 @@ OPTIONS: dict[str, Change] = {
 
 
 def loss_fn(model: nn.Module, batch: Tensor) -> dt.LossSum:
-    return dt.token_cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+    return dt.cross_entropy(model(batch[:, :-1]), batch[:, 1:])
 
 
 def memory(setting: Setting) -> Iterator[Table]:

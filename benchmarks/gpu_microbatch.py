@@ -49,7 +49,7 @@ TOY = Sizes(config=GPTConfig(n_layer=2, n_head=2, dim=16, max_seq=16), samples=1
 
 
 def gpt_loss(model: nn.Module, batch: Tensor) -> dt.LossSum:
-    return dt.token_cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+    return dt.cross_entropy(model(batch[:, :-1]), batch[:, 1:])
 
 
 def square_loss(model: nn.Module, batch: Tensor) -> dt.LossSum:

@@ -63,7 +63,7 @@ class Training:
 
 
 def loss_fn(model: nn.Module, batch: Tensor) -> dt.LossSum:
-    return dt.token_cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+    return dt.cross_entropy(model(batch[:, :-1]), batch[:, 1:])
 
 
 def async_save(setting: Setting) -> Iterator[Table]:

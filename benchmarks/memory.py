@@ -37,7 +37,7 @@ BATCHES = (7, 64, 250, 1000)
 
 def loss_fn(model: nn.Module, batch: Tensor) -> dt.LossSum:
     """The summed cross entropy of the next byte."""
-    return dt.token_cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+    return dt.cross_entropy(model(batch[:, :-1]), batch[:, 1:])
 
 
 def square(model: nn.Module, batch: Tensor) -> dt.LossSum:

@@ -72,7 +72,7 @@ OPTIONS = {
 
 
 def loss_fn(model: nn.Module, batch: dict[str, Tensor]) -> dt.LossSum:
-    return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
+    return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
 def _batch() -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from helpers.gpt import GPT, Block, GPTConfig
 
 
 def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
-    return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
+    return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
 def workload(

@@ -75,7 +75,7 @@ def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     tokens, labels = batch["input_ids"], batch["labels"]
     within = dt.data.document_mask(batch["documents"], causal=False)
     logits = model(input_ids=tokens, attention_mask=within, position_ids=batch["positions"]).logits
-    loss = dt.token_cross_entropy(logits, labels)
+    loss = dt.cross_entropy(logits, labels)
     right, length = (logits.argmax(-1) == labels).sum(), (tokens.numel(), len(tokens))
     return dt.LossSum(total=loss.total, weight=loss.weight, aux={"right": (right, loss.weight), "length": length})
 

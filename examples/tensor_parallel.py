@@ -57,7 +57,7 @@ def tensor_plan() -> dict[str, ParallelStyle]:
 
 
 def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
-    return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])  # of logits that are cut as they are
+    return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])  # of logits that are cut as they are
 
 
 def train(args: argparse.Namespace, rank: int) -> None:

@@ -41,7 +41,7 @@ def arguments() -> argparse.Namespace:
 
 
 def reading(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
-    return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
+    return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
 def preferring(reference: nn.Module | None, beta: float) -> dt.typing.LossFn:

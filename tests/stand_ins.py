@@ -52,7 +52,7 @@ def documents(rows: int, *, seed: int = 0) -> TensorDict:
 
 def loss_fn(model: nn.Module, batch: TensorDict) -> dt.LossSum:
     """Cross entropy of the next token."""
-    return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
+    return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
 class Namespace(dict[str, Any]):

@@ -10,37 +10,37 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtrain.errors import ConfigError
-from dtrain.losses import jensen_shannon, mean_loss, soft_cross_entropy, token_cross_entropy
+from dtrain.losses import cross_entropy, jensen_shannon, mean_loss, soft_cross_entropy, sum_loss, transformers_loss
 
 
-def test_token_cross_entropy_is_the_mean_when_divided():
+def test_cross_entropy_is_the_mean_when_divided():
     logits, targets = torch.randn(2, 5, 7), torch.randint(7, (2, 5))
     targets[0, :3] = -100
-    loss = token_cross_entropy(logits, targets)
+    loss = cross_entropy(logits, targets)
     assert loss.weight == 7
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-100)
     torch.testing.assert_close(loss.total / loss.weight, expected)
 
 
-def test_token_cross_entropy_accepts_a_custom_ignore_index():
-    loss = token_cross_entropy(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 0]]), ignore_index=0)
+def test_cross_entropy_accepts_a_custom_ignore_index():
+    loss = cross_entropy(torch.zeros(1, 3, 4), torch.tensor([[0, 1, 0]]), ignore_index=0)
     assert loss.weight == 1
     assert loss.total == pytest.approx(torch.tensor(4.0).log().item())
 
 
-def test_token_cross_entropy_sums_low_precision_logits_in_float32():
-    loss = token_cross_entropy(torch.zeros(1, 3, 4, dtype=torch.bfloat16), torch.zeros(1, 3, dtype=torch.int64))
+def test_cross_entropy_sums_low_precision_logits_in_float32():
+    loss = cross_entropy(torch.zeros(1, 3, 4, dtype=torch.bfloat16), torch.zeros(1, 3, dtype=torch.int64))
     assert loss.total.dtype == torch.float32
 
 
-def test_token_cross_entropy_of_only_ignored_targets_is_zero():
-    loss = token_cross_entropy(torch.zeros(1, 3, 4), torch.full((1, 3), -100))
+def test_cross_entropy_of_only_ignored_targets_is_zero():
+    loss = cross_entropy(torch.zeros(1, 3, 4), torch.full((1, 3), -100))
     assert (loss.total, loss.weight) == (0.0, 0)
 
 
-def test_token_cross_entropy_refuses_mismatched_shapes():
+def test_cross_entropy_refuses_mismatched_shapes():
     with pytest.raises(ConfigError, match=r"got \(2, 5, 7\) and \(2, 4\)"):
-        token_cross_entropy(torch.zeros(2, 5, 7), torch.zeros(2, 4, dtype=torch.int64))
+        cross_entropy(torch.zeros(2, 5, 7), torch.zeros(2, 4, dtype=torch.int64))
 
 
 def test_mean_loss_is_mean_times_weight():
@@ -156,7 +156,7 @@ def test_soft_cross_entropy_refuses_invalid_targets_and_options(targets, options
 def cut_logits() -> str:
     mesh = init_device_mesh("cpu", (2,))
     logits = distribute_tensor(torch.zeros(2, 4), mesh, [Shard(-1)])
-    with pytest.raises(ConfigError, match=r"logits must not be sharded along the classes. Use token_cross_entropy") as info:
+    with pytest.raises(ConfigError, match=r"logits must not be sharded along the classes. Use dt.cross_entropy") as info:
         soft_cross_entropy(logits, torch.zeros(2, dtype=torch.int64))
     return type(info.value).__name__
 
@@ -180,3 +180,102 @@ def test_jensen_shannon_is_the_mean_divergence_from_the_mixture():
 def test_jensen_shannon_refuses_views_of_invalid_shapes(views):
     with pytest.raises(ConfigError, match=r"needs logits \[\*, classes\] of two or more views of one shape, got \["):
         jensen_shannon(views)
+
+
+def test_sum_loss_counts_the_items_and_sums_metrics():
+    policy, value = torch.randn(3, 5, requires_grad=True), torch.rand(3, 5)
+    mask = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 0, 0, 0], [1, 1, 1, 1, 1]])
+    loss = sum_loss(policy + 0.5 * value, mask, policy=policy, value=value)
+    assert loss.weight == 9
+    torch.testing.assert_close(loss.total, (policy + 0.5 * value)[mask.bool()].sum())
+    assert loss.aux.keys() == {"policy", "value"}
+    torch.testing.assert_close(loss.aux["value"][0] / loss.aux["value"][1], value[mask.bool()].mean())
+    assert not loss.aux["policy"][0].requires_grad
+    assert sum_loss(policy).weight == 15
+    weights = torch.rand(3, 5)
+    weighted = sum_loss(policy, weights)
+    torch.testing.assert_close(weighted.total / weighted.weight, (policy * weights).sum() / weights.sum())
+
+
+def test_sum_loss_ignores_masked_values_that_are_not_finite():
+    values = torch.tensor([1.0, 0.0, 4.0], requires_grad=True)
+    loss = sum_loss(values.log(), torch.tensor([True, False, True]))
+    (slope,) = torch.autograd.grad(loss.total, values)
+    assert loss.total.item() == pytest.approx(math.log(4.0))
+    assert slope[[0, 2]].tolist() == [1.0, 0.25]
+
+
+def test_sum_loss_sums_low_precision_in_float32():
+    assert sum_loss(torch.ones(1000, dtype=torch.bfloat16)).total == 1000.0
+
+
+def test_sum_loss_refuses_another_shape():
+    with pytest.raises(
+        ConfigError, match=r"sum_loss: kl must have the shape of values \(3,\), got \(\). Give one number per item"
+    ):
+        sum_loss(torch.zeros(3), kl=torch.zeros(()))
+    with pytest.raises(ConfigError, match=r"sum_loss: mask must have the shape of values \(3, 2\), got \(3,\)"):
+        sum_loss(torch.zeros(3, 2), torch.ones(3))
+
+
+def tiny_transformer(kind):
+    """A small model of transformers, and the shift of its labels."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 11}
+    torch.manual_seed(0)
+    if kind == "Llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)), 1
+    if kind == "GPT2":
+        return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=11)), 1
+    if kind == "T5":
+        config = transformers.T5Config(
+            d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, vocab_size=11, decoder_start_token_id=0
+        )
+        return transformers.T5ForConditionalGeneration(config), 0
+    config = transformers.BertConfig(**sizes, num_labels=11)
+    return getattr(transformers, f"BertFor{kind}")(config), 0
+
+
+@pytest.mark.parametrize("kind", ["Llama", "GPT2", "T5", "MaskedLM", "TokenClassification", "SequenceClassification"])
+def test_transformers_loss_is_the_exact_sum_of_the_labels_that_count(kind):
+    model, shift = tiny_transformer(kind)
+    model.double().eval()
+    tokens = torch.randint(11, (3, 6), generator=torch.Generator().manual_seed(0))
+    labels = tokens.clone() if kind != "SequenceClassification" else tokens[:, 0].clone()
+    if labels.ndim > 1:
+        labels[0, 2:], labels[1, 4:], labels[2, 0] = -100, -100, -100
+    batch = {"input_ids": tokens, "labels": labels}
+    loss = transformers_loss(model, batch)
+    logits = model(**batch).logits
+    expected = cross_entropy(logits[:, :-1], labels[:, 1:]) if shift else cross_entropy(logits, labels)
+    assert loss.weight == expected.weight
+    torch.testing.assert_close(loss.total.double(), expected.total, rtol=1e-6, atol=1e-6)
+    parts = [transformers_loss(model, {name: value[part] for name, value in batch.items()}) for part in (slice(1), slice(1, 3))]
+    torch.testing.assert_close(parts[0].total + parts[1].total, loss.total, rtol=1e-6, atol=1e-6)
+    assert parts[0].weight + parts[1].weight == loss.weight
+
+
+def test_transformers_loss_of_no_label_is_zero_with_a_zero_gradient():
+    model, _ = tiny_transformer("Llama")
+    tokens = torch.ones(2, 4, dtype=torch.int64)
+    loss = transformers_loss(model, {"input_ids": tokens, "labels": torch.full_like(tokens, -100)})
+    loss.total.backward()
+    assert (loss.total, loss.weight) == (0.0, 0)
+    assert all(param.grad is None or not param.grad.any() for param in model.parameters())
+
+
+class WithoutLoss(torch.nn.Module):
+    def forward(self, labels):
+        return labels
+
+
+def test_transformers_loss_refuses_batches_and_models_without_labels():
+    model, _ = tiny_transformer("Llama")
+    with pytest.raises(ConfigError, match=r"batch must be a mapping with integer labels, got dict. Use dt.mean_loss"):
+        transformers_loss(model, {"input_ids": torch.ones(1, 2, dtype=torch.int64)})
+    with pytest.raises(ConfigError, match=r"got labels of torch.float32"):
+        transformers_loss(model, {"labels": torch.ones(1)})
+    with pytest.raises(
+        ConfigError, match=r"transformers_loss: the model must return one loss, got NoneType. Pass a model with"
+    ):
+        transformers_loss(WithoutLoss(), {"labels": torch.ones(1, dtype=torch.int64)})

@@ -28,8 +28,6 @@ EXCEPTIONS = {
     # Reasons: the bytes of a file are wrong, so the remedy is the same everywhere and is told once.
     ("CorruptCheckpointError", "checkpoint/*"): "names file and damage; load_sharded adds the newest older step that is intact",
     ("DataError", "data/stream/*"): "names file and damage; docs/data.md tells how to verify and restore shards",
-    # Reasons: the condition is the advice.
-    ("ConfigError", "arguments.py"): "the condition names the values that are allowed; the caller may add advice",
     # Reasons: the last value of the message is its advice.
     ("ConfigError", "shard/wrapping.py"): "the last value is the problem and its remedy",
     ("ConfigError", "step/normalization.py"): "the last value is the problem and its remedy",

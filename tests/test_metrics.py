@@ -11,7 +11,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import dtrain as dt
 from dtrain.errors import ConfigError
-from dtrain.losses import token_cross_entropy
+from dtrain.losses import cross_entropy
 from dtrain.metrics import perplexity, token_accuracy
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.testing import count_host_syncs
@@ -94,7 +94,7 @@ def test_accuracy_needs_no_host_sync():
 
 def loss_fn(model, batch):
     logits = model(batch["x"])
-    loss = token_cross_entropy(logits, batch["y"])
+    loss = cross_entropy(logits, batch["y"])
     return dt.LossSum(total=loss.total, weight=loss.weight, aux={"accuracy": token_accuracy(logits, batch["y"])})
 
 

@@ -55,9 +55,11 @@ if TYPE_CHECKING:
     from dtrain.errors import DtrainError as DtrainError
     from dtrain.heartbeats import heartbeat as heartbeat
     from dtrain.launch.spawn_function import spawn as spawn
+    from dtrain.losses import cross_entropy as cross_entropy
     from dtrain.losses import mean_loss as mean_loss
     from dtrain.losses import soft_cross_entropy as soft_cross_entropy
-    from dtrain.losses import token_cross_entropy as token_cross_entropy
+    from dtrain.losses import sum_loss as sum_loss
+    from dtrain.losses import transformers_loss as transformers_loss
     from dtrain.monitors.reduce_metrics import reduce_metrics as reduce_metrics
     from dtrain.run.run_dir import Run as Run
     from dtrain.run.run_dir import open_run as open_run

@@ -18,6 +18,19 @@ UNITS = {
     "sec": "seconds",
     "dur": "share of the whole run",
 }
+# Words that people write for units, without a plural s.
+_WORDS = {
+    **dict.fromkeys(("ep", "epoch"), "ep"),
+    **dict.fromkeys(("ba", "batch", "batche", "step", "it", "iter", "iteration", "update"), "ba"),
+    **dict.fromkeys(("sp", "sample", "example", "sequence"), "sp"),
+    **dict.fromkeys(("tok", "token"), "tok"),
+    **dict.fromkeys(("sec", "second"), "sec"),
+    **dict.fromkeys(("min", "minute"), "m"),
+    **dict.fromkeys(("hr", "hour"), "h"),
+    "day": "d",
+    **dict.fromkeys(("run", "total"), "dur"),
+}
+_WORD_PATTERN = re.compile(r"\s*([0-9][0-9_.]*)?\s*([a-z]+?)s?\s*")
 _PATTERN = re.compile(r"\s*([0-9][0-9_]*(?:\.[0-9]*)?(?:e[+-]?[0-9]{1,2})?)\s*([a-z]+)\s*")
 _TIME_PATTERN = re.compile(r"\s*(?:([0-9]+)d)?\s*(?:([0-9]+)h)?\s*(?:([0-9]+)m)?\s*(?:([0-9]+)s)?\s*")
 _UNIT_SECONDS = (86400, 3600, 60, 1)
@@ -87,7 +100,10 @@ class Duration:
         if isinstance(text, int):
             return cls(text, "ba")
         if isinstance(text, str):
-            if match := _PATTERN.fullmatch(text):
+            match = _PATTERN.fullmatch(text)
+            if not (match and match[2] in UNITS):
+                _refuse_word(text)
+            if match:
                 if match[2] in UNITS:
                     return cls(_parse_number(match[1], match[2], text), match[2])
                 if match[2] not in "dhms":
@@ -229,6 +245,15 @@ def _parse_number(digits: str, unit: str, text: str) -> int | float:
 
 def _whole_number_hint(unit: str) -> str:
     return "Write a time as in '1h20m40s'." if unit == "sec" else "Round the number."
+
+
+def _refuse_word(text: str) -> None:
+    """Raise for a unit that is written as a word, such as ``"3 epochs"``, and show the unit."""
+    match = _WORD_PATTERN.fullmatch(text.lower())
+    # One letter is a time, such as "1h".
+    if match and len(match[2]) > 1 and (unit := _WORDS.get(match[2])):
+        number = match[1] if match[1] and "." not in match[1] else "1"
+        raise ConfigError(f"duration: the unit must be one of {', '.join(UNITS)}, got {text!r}. Write '{number}{unit}'.")
 
 
 def parse_window(caller: str, start: Duration | int | str, end: Duration | int | str) -> tuple[Duration, Duration]:

@@ -12,6 +12,7 @@ So importing the package imports nothing else:
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -32,12 +33,23 @@ def attach(package: str, file: str) -> tuple[Callable[[str], Any], Callable[[], 
             return sorted(public_names(file))
         module = None if name.startswith("_") else public_names(file).get(name)
         if module is None:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise AttributeError(f"module {package!r} has no attribute {name!r}{_advise(package, name)}", name=name)
         value = import_module(f"{module}.{name}") if module == package else getattr(import_module(module), name)
         setattr(sys.modules[package], name, value)
         return value
 
     return load_attribute, lambda: sorted(public_names(file))
+
+
+def _advise(package: str, name: str) -> str:
+    """Return the advice on a name that does not exist, as the end of a message. Protocols probe names with underscores."""
+    if name.startswith("_"):
+        return ""
+    # Only an error needs the tables, and the names of all doors.
+    from dtrain.name_advice import advise_on_name
+
+    line = advise_on_name(public_doors(), package, name)
+    return f". {line}" if line else ""
 
 
 @cache
@@ -54,3 +66,27 @@ def public_names(file: str) -> dict[str, str]:
     blocks = [node.body for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
     imports = [node for block in blocks for node in block if isinstance(node, ast.ImportFrom)]
     return {alias.asname: str(node.module) for node in imports for alias in node.names if alias.asname}
+
+
+@cache
+def public_doors() -> dict[str, list[str]]:
+    """Map each door of dtrain to the paths of its public names, such as ``dt.schedules.cosine``."""
+    root, doors = os.path.dirname(__file__), dict[str, list[str]]()
+    packages = ["dtrain"]
+    for package in packages:
+        file = os.path.join(root, *package.split(".")[1:], "__init__.py")
+        names = public_names(file) if os.path.exists(file) else _defined_names(f"{os.path.dirname(file)}.py")
+        doors[package] = [f"{package.replace('dtrain', 'dt', 1)}.{name}" for name in names]
+        packages += [f"{package}.{name}" for name, module in names.items() if module == package]
+    return doors
+
+
+def _defined_names(file: str) -> dict[str, str]:
+    """Map the public classes, functions and aliases of a door that is one module, such as ``dtrain.errors``, to the file."""
+    import ast
+
+    with open(file, encoding="utf-8") as source:
+        body = ast.parse(source.read()).body
+    names = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
+    names += [node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+    return {name: file for name in names if not name.startswith("_")}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,36 +18,32 @@ from dtrain.errors import ConfigError
 from dtrain.typing import Batch, LossFn, LossSum
 
 
-def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> LossSum:
-    """Compute the summed cross entropy of next-token logits, weighted by the number of targets that count.
+def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> LossSum:
+    """Compute the summed cross entropy of class indices, weighted by the number of targets that count.
 
     Args:
-        logits: ``[batch, seq, vocab]``, any float dtype; the softmax is computed in at least float32. A DTensor that is sharded
-            along ``vocab`` (from a head with ``ColwiseParallel(use_local_output=False)``) is not gathered.
-        targets: ``[batch, seq]`` int64; positions equal to ``ignore_index`` count neither in the sum nor in the weight.
+        logits: ``[*, classes]``, such as ``[batch, classes]`` or ``[batch, seq, vocab]``, any float dtype; the softmax is
+            computed in at least float32. A DTensor that is sharded along ``classes`` (from a head with
+            ``ColwiseParallel(use_local_output=False)``) is not gathered.
+        targets: ``[*]`` int64; positions equal to ``ignore_index`` count neither in the sum nor in the weight.
         ignore_index: target that does not count.
 
     Returns:
-        ``LossSum`` in nats, whose weight is the number of tokens. Both are plain tensors, equal on the ranks of the DTensor.
+        ``LossSum`` in nats, whose weight is the number of targets. Both are plain tensors, equal on the ranks of the DTensor.
 
-    Collective: for a DTensor two all-reduces of a few numbers per token, instead of an all-gather of the logits.
+    Collective: for a DTensor two all-reduces of a few numbers per target, instead of an all-gather of the logits.
 
     Example:
         def loss_fn(model, batch):
             logits = model(batch["input_ids"][:, :-1])
-            return dt.token_cross_entropy(logits, batch["input_ids"][:, 1:])
+            return dt.cross_entropy(logits, batch["input_ids"][:, 1:])
 
     Raises:
-        ConfigError: shapes that do not match, or a DTensor that is sharded along another axis.
+        ConfigError: shapes that do not match, targets that are no indices, or a DTensor that is sharded along another axis.
     """
-    if logits.shape[:-1] != targets.shape:
-        raise ConfigError(
-            f"token_cross_entropy: needs logits [batch, seq, vocab] and targets [batch, seq], "
-            f"got {tuple(logits.shape)} and {tuple(targets.shape)}. "
-            "Give one target per position."
-        )
-    local, vocab_start, group = local_last_dim(logits, caller="token_cross_entropy")
-    flat_logits, flat_targets = local.flatten(0, -2), targets.flatten()
+    _check_indices(logits, targets)
+    local, vocab_start, group = local_last_dim(logits, caller="cross_entropy")
+    flat_logits, flat_targets = local.reshape(-1, local.shape[-1]), targets.flatten()
     flat_logits = flat_logits if flat_logits.dtype.itemsize >= 4 else flat_logits.float()
     if group is None:
         total = F.cross_entropy(flat_logits, flat_targets, ignore_index=ignore_index, reduction="sum")
@@ -54,6 +52,25 @@ def token_cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -10
             flat_logits, flat_targets, vocab_start=vocab_start, group=group, ignore_index=ignore_index
         )
     return LossSum(total=total, weight=(targets != ignore_index).sum())
+
+
+def _check_indices(logits: Tensor, targets: Tensor) -> None:
+    if targets.is_floating_point() and targets.shape == logits.shape:
+        raise ConfigError(
+            f"cross_entropy: targets must be class indices (int64), got probabilities {list(targets.shape)}, as mixup, "
+            "cutmix and label_smoothing make them. Use dt.soft_cross_entropy."
+        )
+    if targets.dtype != torch.int64:
+        raise ConfigError(
+            f"cross_entropy: targets must be class indices (int64), got {targets.dtype}. Convert them with .long()."
+        )
+    if logits.shape[:-1] != targets.shape or not logits.ndim:
+        classes_second = logits.ndim > 2 and targets.shape == (logits.shape[0], *logits.shape[2:])
+        raise ConfigError(
+            f"cross_entropy: needs logits [*, classes] and targets [*], got {tuple(logits.shape)} and "
+            f"{tuple(targets.shape)}. "
+            f"{'Move the classes last: logits.movedim(1, -1).' if classes_second else 'Give one target per row of logits.'}"
+        )
 
 
 def soft_cross_entropy(
@@ -104,7 +121,7 @@ def soft_cross_entropy(
         )
     local, _, group = local_last_dim(logits, caller="soft_cross_entropy")
     if group is not None:
-        raise ConfigError("soft_cross_entropy: logits must not be sharded along the classes. Use token_cross_entropy.")
+        raise ConfigError("soft_cross_entropy: logits must not be sharded along the classes. Use dt.cross_entropy.")
     wide = local if local.dtype.itemsize >= 4 else local.float()
     weights = None if class_weights is None else class_weights.to(wide.dtype)
     if not targets.is_floating_point():
@@ -202,9 +219,8 @@ def mean_loss(fn: Callable[[nn.Module, Batch], Tensor], *, weight: Callable[[Bat
     def loss_fn(model: nn.Module, batch: Batch) -> LossSum:
         mean, count = fn(model, batch), weight(batch)
         if not isinstance(mean, Tensor):
-            advice = (
-                "Return its loss, as in model(**batch).loss." if hasattr(mean, "loss") else "Return the mean loss, a tensor []."
-            )
+            has_loss = hasattr(mean, "loss")
+            advice = "Return its loss, or use dt.transformers_loss." if has_loss else "Return the mean loss, a tensor []."
             raise ConfigError(f"mean_loss: the function must return one tensor, got {type(mean).__name__}. {advice}")
         if mean.ndim != 0:
             raise ConfigError(
@@ -213,3 +229,94 @@ def mean_loss(fn: Callable[[nn.Module, Batch], Tensor], *, weight: Callable[[Bat
         return LossSum(total=mean * count, weight=count)
 
     return loss_fn
+
+
+def sum_loss(values: Tensor, mask: Tensor | None = None, **metrics: Tensor) -> LossSum:
+    """Sum a loss that is known per item (sample or token), count the items, and sum further values of the items for metrics.
+
+    Args:
+        values: ``[*]`` loss of each item, any float dtype; the sum is computed in at least float32.
+        mask: ``[*]`` True for the items that count, or the weight of each item; None counts all. A masked value may be NaN.
+        metrics: ``[*]`` further values per item, such as the parts of the loss. ``dt.reduce_metrics`` returns the mean of each.
+
+    Returns:
+        ``LossSum`` whose weight is the number of items that count, or the sum of their weights.
+
+    Example:
+        def loss_fn(model, batch):
+            log_probs, values, entropy = model(batch["observations"], batch["actions"])
+            policy = -batch["advantages"] * (log_probs - batch["log_probs"]).exp()
+            value = (values - batch["returns"]).square()
+            return dt.sum_loss(policy + 0.5 * value - 0.01 * entropy, policy=policy, value=value, entropy=entropy)
+
+    Raises:
+        ConfigError: ``mask`` or one of ``metrics`` has another shape than ``values``.
+    """
+    shape = tuple(values.shape)
+    for name, given in {"mask": mask, **metrics}.items():
+        if given is not None and tuple(given.shape) != shape:
+            raise ConfigError(
+                f"sum_loss: {name} must have the shape of values {shape}, got {tuple(given.shape)}. "
+                "Give one number per item, before any mean."
+            )
+
+    def add_up(items: Tensor) -> Tensor:
+        wide = items if items.dtype.itemsize >= 4 else items.float()
+        return wide.sum() if mask is None else (wide.masked_fill(mask == 0, 0.0) * mask).sum()
+
+    weight = values.numel() if mask is None else mask.sum()
+    return LossSum(
+        total=add_up(values), weight=weight, aux={name: (add_up(items.detach()), weight) for name, items in metrics.items()}
+    )
+
+
+def transformers_loss(model: nn.Module, batch: Batch) -> LossSum:
+    """Compute the loss of a model of transformers, called with ``labels``, as a sum over the labels that count.
+
+    Such a model returns a mean over the labels of its call, so gradient accumulation over microbatches and ranks would weigh
+    tokens of short samples more. The sum is exact for cross entropies of one label per position or sample. A causal language
+    model predicts the next label, so the first label of each sample does not count, and neither do labels of -100.
+
+    Args:
+        model: model of transformers, also sharded or with adapters of peft. Its own loss is used.
+        batch: keyword arguments of the model, with ``labels`` ``[batch, seq]`` or ``[batch]`` int64.
+
+    Returns:
+        ``LossSum`` whose weight is the number of labels that count.
+
+    Example:
+        step = dt.compose_step(dt.transformers_loss, [dt.transforms.clip_by_norm(1.0), dt.auto_microbatch()])
+
+    Raises:
+        ConfigError: ``batch`` is no mapping with integer ``labels``, or the model returns no loss.
+    """
+    labels = batch["labels"] if hasattr(batch, "keys") and "labels" in list(batch.keys()) else None
+    if not isinstance(labels, Tensor) or labels.is_floating_point():
+        got = type(batch).__name__ if labels is None else f"labels of {getattr(labels, 'dtype', type(labels).__name__)}"
+        raise ConfigError(
+            f"transformers_loss: batch must be a mapping with integer labels, got {got}. "
+            "Use dt.mean_loss for another loss, and give its weight."
+        )
+    base: Any = model
+    if hasattr(model, "get_base_model"):
+        base = base.get_base_model()
+    counted = (labels[:, 1:] if labels.ndim > 1 and _predicts_next(base) else labels) != -100
+    count = counted.sum()
+    # The mean of no label would be NaN. Most models divide a sum by this number instead of computing a mean.
+    items = count.clamp(min=1)
+    takes_items = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(base.forward).parameters.values())
+    loss = getattr(model(**batch, **({"num_items_in_batch": items} if takes_items else {})), "loss", None)
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise ConfigError(
+            f"transformers_loss: the model must return one loss, got {type(loss).__name__}. Pass a model with a head, such as "
+            "AutoModelForCausalLM, and return_dict=True."
+        )
+    return LossSum(total=loss * items, weight=count)
+
+
+def _predicts_next(model: nn.Module) -> bool:
+    """Return True if the loss of a model of transformers shifts the labels by one position."""
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return False
+    # A model without a type of loss uses that of causal language models.
+    return getattr(model, "loss_type", None) in (None, "ForCausalLM", "ForConditionalGeneration")

@@ -88,7 +88,7 @@ def token_accuracy(
     Args:
         logits: ``[*, classes]``, any float dtype. A DTensor that is sharded along the classes is not gathered.
         targets: ``[*]`` int64.
-        ignore_index: target that does not count, as in ``token_cross_entropy``.
+        ignore_index: target that does not count, as in ``cross_entropy``.
         mask: ``[*]`` bool, or numbers of which 0 does not count; None counts all. For a part of the tokens, such as answers.
 
     Returns:

@@ -17,6 +17,7 @@ from torch import Tensor
 from dtrain.dist.rng import derive_seed, generator
 from dtrain.dtensor import from_local_like, shard_box, to_local
 from dtrain.errors import ConfigError
+from dtrain.lazy_imports import public_doors
 from dtrain.schedules.hyperparameter import Hyperparameter
 from dtrain.state import TrainState
 from dtrain.typing import Batch, LossFn, Metrics, TransformState
@@ -183,7 +184,21 @@ def check_transform(value: Any, caller: str, example: str) -> None:
         return
     if callable(value) and not isinstance(value, type):
         name = getattr(value, "__name__", type(value).__name__)
-        door = "dt.monitors" if getattr(value, "__module__", "").startswith("dtrain.monitors") else "dt.transforms"
-        call = example.format(f"{door}.{name}(...)")
-        raise ConfigError(f"{caller}: got the function {name} instead of its result. Use {call}.")
+        if "Transform" in str(getattr(value, "__annotations__", {}).get("return")):
+            paths = [path for paths in public_doors().values() for path in paths if path.endswith(f".{name}")]
+            call = example.format(f"{paths[-1] if paths else name}(...)")
+            raise ConfigError(f"{caller}: got the function {name} instead of its result. Use {call}.")
+        if name in _CLIPPING:
+            raise ConfigError(f"{caller}: needs a Transform, got the function {name}. Use {example.format(_CLIPPING[name])}.")
+        raise ConfigError(
+            f"{caller}: needs a Transform, got the function {name}. Make one with dt.Transform(name={name!r}, update=...), or "
+            f"take one of dt.transforms: {example.format('dt.transforms.ema(0.999)')}."
+        )
     raise ConfigError(f"{caller}: needs a Transform, got {value!r}. Use {example.format('dt.transforms.ema(0.999)')}.")
+
+
+_CLIPPING = {
+    "clip_grad_norm_": "dt.transforms.clip_by_norm(1.0)",
+    "clip_grad_value_": "dt.transforms.clip_by_value(1.0)",
+    "clip_grad_adaptive_": "dt.transforms.adaptive_clip(0.01)",
+}

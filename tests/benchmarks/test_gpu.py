@@ -48,7 +48,7 @@ FIGURES = {
     "peak memory against the plan": ("memory", 0, "planned over measured", ["`replicate`", "`full_shard`", "checkpointed"]),
     "activation offload": ("memory", 1, "peak over none", ["activations offloaded"]),
     "time of activation offload": ("memory", 1, "time over none", ["activations offloaded"]),
-    "linear cross-entropy": ("kernels", 1, "peak, MiB", ["`linear_cross_entropy`", "8 chunks", "token_cross_entropy"]),
+    "linear cross-entropy": ("kernels", 1, "peak, MiB", ["`linear_cross_entropy`", "8 chunks", "cross_entropy"]),
     "attention variants": ("kernels", 2, "ms", ["flash", "cudnn", "efficient", "math", "packed", "alibi"]),
     "optimizers against torch's fused": ("kernels", 3, "dtrain over torch", ["both fused", "Muon"]),
     "fp8": ("kernels", 4, "over the first row", ["bf16", "fp8"]),

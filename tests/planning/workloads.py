@@ -25,7 +25,7 @@ CLASSES = 10
 
 
 def tokens_loss(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
-    return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
+    return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
 def tokens(n: int) -> dict[str, Tensor]:

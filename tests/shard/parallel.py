@@ -9,7 +9,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 from dtrain.dist.init import get_dist_info
 from dtrain.dtensor import full_tensor
-from dtrain.losses import token_cross_entropy
+from dtrain.losses import cross_entropy
 from dtrain.typing import LossSum
 from helpers.gpt import GPT, GPTConfig
 
@@ -80,7 +80,7 @@ def share(data_rank: int, data_ranks: int) -> dict[str, Tensor]:
 
 
 def loss_fn(net: nn.Module, part: dict) -> LossSum:
-    return token_cross_entropy(net(part["inputs"]), part["targets"])
+    return cross_entropy(net(part["inputs"]), part["targets"])
 
 
 def reference(kind: type[GPT] = GPT) -> dict[str, Tensor | None]:

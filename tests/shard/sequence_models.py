@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.functional import scaled_dot_product_attention as imported_by_name
 
-from dtrain.losses import token_cross_entropy
+from dtrain.losses import cross_entropy
 from dtrain.typing import LossSum
 
 SEQ, VOCAB, WIDTH, BATCH = 16, 11, 12, 3
@@ -157,14 +157,14 @@ def loss_fn(net: nn.Module, batch: dict) -> LossSum:
     if kind == "classifier":
         return LossSum(total=functional.cross_entropy(logits, labels[:, 0].clamp(min=0), reduction="sum"), weight=len(labels))
     if kind == "labels shifted inside":
-        return token_cross_entropy(logits[:, :-1], labels[:, 1:])
+        return cross_entropy(logits[:, :-1], labels[:, 1:])
     if kind == "mean of each sequence":
         losses = functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
         counts = (labels != -100).sum(1).clamp(min=1)
         return LossSum(total=(losses.sum(1) / counts).sum(), weight=len(labels))
     if kind == "last position":
         return LossSum(total=functional.cross_entropy(logits[:, -1], batch["ids"][:, -1], reduction="sum"), weight=len(labels))
-    return token_cross_entropy(logits, labels)
+    return cross_entropy(logits, labels)
 
 
 def make(kind: str) -> nn.Module:

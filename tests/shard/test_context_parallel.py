@@ -14,7 +14,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
-from dtrain.losses import token_cross_entropy
+from dtrain.losses import cross_entropy
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
@@ -55,7 +55,7 @@ def make() -> nn.Module:
 
 
 def loss_fn(net: nn.Module, part: dict) -> LossSum:
-    return token_cross_entropy(net(part["inputs"]), part["targets"])
+    return cross_entropy(net(part["inputs"]), part["targets"])
 
 
 class Samples:

@@ -46,7 +46,7 @@ def batch(step: int, samples: slice = slice(None)) -> dict[str, torch.Tensor]:
 
 
 def loss_fn(net: nn.Module, given: dict[str, torch.Tensor]) -> dt.LossSum:
-    return dt.token_cross_entropy(net(given["input_ids"], position_ids=given.get("position_ids")).logits, given["labels"])
+    return dt.cross_entropy(net(given["input_ids"], position_ids=given.get("position_ids")).logits, given["labels"])
 
 
 def summed_by_the_model(net: nn.Module, given: dict[str, torch.Tensor]) -> dt.LossSum:

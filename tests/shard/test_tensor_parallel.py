@@ -15,7 +15,7 @@ from dtrain.dist.mesh import build_mesh, data_rank
 from dtrain.dist.rng import seed_all
 from dtrain.dtensor import full_tensor, shard_box, to_local
 from dtrain.errors import ConfigError, StepError
-from dtrain.losses import token_cross_entropy
+from dtrain.losses import cross_entropy
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.describe import describe
 from dtrain.shard.fsdp import shard_model
@@ -371,15 +371,15 @@ def cross_entropies() -> list:
     logits = torch.randn(2, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 50
     targets = torch.tensor([[0, 5, 2], [-100, 3, 1]])
     plain = logits.clone().requires_grad_()
-    expected = token_cross_entropy(plain, targets)
+    expected = cross_entropy(plain, targets)
     expected.total.backward()
     placed = distribute_tensor(logits, mesh, [Shard(2)]).requires_grad_()
-    found = token_cross_entropy(placed, targets)
+    found = cross_entropy(placed, targets)
     (found.total * 1.0).backward()
-    copied = token_cross_entropy(distribute_tensor(logits, mesh, [Replicate()]), targets)
-    stray = token_cross_entropy(distribute_tensor(logits, mesh, [Shard(2)]), torch.full((2, 3), 6))
+    copied = cross_entropy(distribute_tensor(logits, mesh, [Replicate()]), targets)
+    stray = cross_entropy(distribute_tensor(logits, mesh, [Shard(2)]), torch.full((2, 3), 6))
     try:
-        token_cross_entropy(distribute_tensor(logits, mesh, [Shard(0)]), targets)
+        cross_entropy(distribute_tensor(logits, mesh, [Shard(0)]), targets)
         said = ""
     except ConfigError as error:
         said = str(error)
@@ -393,6 +393,4 @@ def test_cross_entropy_with_sharded_vocabulary_equals_unsharded(ranks):
         assert max(total, gradients) < 1e-12
         assert weight == 5
         assert stray, "a target that no rank has shows"
-        assert said.startswith(
-            "token_cross_entropy: takes a DTensor whose last dim is sharded evenly over one axis, got shape (2,"
-        )
+        assert said.startswith("cross_entropy: takes a DTensor whose last dim is sharded evenly over one axis, got shape (2,")

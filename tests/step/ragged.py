@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from dtrain.losses import token_cross_entropy
+from dtrain.losses import cross_entropy
 from dtrain.typing import LossSum
 
 SAMPLES, SEQ, VOCAB = 11, 6, 13
@@ -19,4 +19,4 @@ def ragged_batch() -> dict:
 
 
 def loss_fn(net: nn.Module, batch: dict) -> LossSum:
-    return token_cross_entropy(net(batch["inputs"]), batch["targets"])
+    return cross_entropy(net(batch["inputs"]), batch["targets"])

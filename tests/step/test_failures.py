@@ -8,7 +8,7 @@ from torch.distributed.fsdp import FSDPModule
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dtensor import full_tensor, to_local
-from dtrain.losses import token_cross_entropy
+from dtrain.losses import cross_entropy
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
 from dtrain.state import TrainState, init_state
@@ -35,7 +35,7 @@ def batch() -> dict:
 
 
 def loss_fn(net: nn.Module, part: dict) -> LossSum:
-    return token_cross_entropy(net(part["inputs"]), part["targets"])
+    return cross_entropy(net(part["inputs"]), part["targets"])
 
 
 class Explode(torch.autograd.Function):

@@ -145,7 +145,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "output of transformers": (
         lost(lambda mean: ModelOutput(loss=mean, logits=mean)),
-        "got ModelOutput. Take the mean loss from it: dt.mean_loss(lambda model, batch: model(**batch).loss, weight=count)",
+        "got ModelOutput. Use dt.transformers_loss as loss_fn, which counts the labels of model(**batch)",
     ),
     "dictionary of losses": (
         lost(lambda mean: {"loss": mean}),
@@ -153,7 +153,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "output of transformers in mean_loss": (
         lost(lambda mean: ModelOutput(loss=mean), over_mean),
-        "mean_loss: the function must return one tensor, got ModelOutput. Return its loss, as in model(**batch).loss.",
+        "mean_loss: the function must return one tensor, got ModelOutput. Return its loss, or use dt.transformers_loss.",
     ),
     "float in mean_loss": (
         lost(lambda mean: mean.item(), over_mean),

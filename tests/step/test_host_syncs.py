@@ -6,7 +6,7 @@ from torch import nn
 
 from dtrain.batch_axes import batch_spec
 from dtrain.dist.mesh import build_mesh
-from dtrain.losses import token_cross_entropy
+from dtrain.losses import cross_entropy
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.schedules.curves import linear
 from dtrain.shard.fsdp import shard_model
@@ -32,7 +32,7 @@ def batch() -> dict:
 
 
 def loss_fn(net: nn.Module, part: dict) -> LossSum:
-    loss = token_cross_entropy(net(part["inputs"]), part["targets"])
+    loss = cross_entropy(net(part["inputs"]), part["targets"])
     return LossSum(
         total=loss.total, weight=loss.weight, terms={"small": (loss.total * 0.1, loss.weight)}, aux={"one": (1.0, 1.0)}
     )
@@ -89,9 +89,7 @@ def test_host_sync_counter_detects_syncs_on_cpu():
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpu_step_raises_no_cuda_sync_warning():
     net = model().cuda()
-    step = compose_step(
-        lambda net, part: token_cross_entropy(net(part["inputs"]), part["targets"]), [clip_by_norm(1.0), ema(0.9)]
-    )
+    step = compose_step(lambda net, part: cross_entropy(net(part["inputs"]), part["targets"]), [clip_by_norm(1.0), ema(0.9)])
     state = step.init(net, torch.optim.AdamW(net.parameters(), lr=0.01, fused=True))
     on_device = {key: value.cuda() for key, value in batch().items()}
     state, _ = step(state, on_device)

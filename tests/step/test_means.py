@@ -1,6 +1,7 @@
-"""A mean in a LossSum is noticed in the first step, and a sum never is."""
+"""A mean in a LossSum is refused in the first step, and a sum never is."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -8,87 +9,164 @@ import torch.nn.functional as F
 from torch import nn
 
 import dtrain as dt
+from dtrain.errors import ConfigError
 
 X, Y = torch.randn(6, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 0, 1, 2])
-MASK = torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0])
-COUNT = MASK.sum()
+BATCH = {"x": X, "y": Y, "mask": torch.tensor([1.0, 1.0, 0.0, 1.0, 0.0, 1.0])}
 
 
-def cross_entropy(model, **options):
-    return F.cross_entropy(model(X), Y, **options)
+def cross_entropy(m, b, **options):
+    return F.cross_entropy(m(b["x"]), b["y"], **options)
 
 
-def squares(model):
-    return model(X).square()
+def squares(m, b):
+    return m(b["x"]).square()
+
+
+def zeros(b):
+    return torch.zeros(len(b["x"]), 3)
+
+
+def divided(m, b):
+    count = b["mask"].sum()
+    return -(squares(m, b).sum(1) * b["mask"]).sum() / count, count
+
+
+def multiplied_before(m, b):
+    count = b["mask"].sum()
+    return (squares(m, b) * count).sum() / count, count
 
 
 MEANS = {
-    "cross entropy": lambda m: (cross_entropy(m), 6),
-    "of the model": lambda m: (cross_entropy(m).to(torch.float64), torch.tensor(6)),
-    "smoothed weights": lambda m: (cross_entropy(m, weight=torch.ones(3)), 6.0),
-    "mse": lambda m: (F.mse_loss(m(X), torch.zeros(6, 3)), 6),
-    "binary": lambda m: (F.binary_cross_entropy_with_logits(m(X), torch.zeros(6, 3)), 18),
-    "huber": lambda m: (F.huber_loss(m(X), torch.zeros(6, 3)), 6),
-    "l1": lambda m: (F.l1_loss(m(X), torch.zeros(6, 3)), 6),
-    "mean": lambda m: (squares(m).mean(), 6),
-    "over both axes": lambda m: (squares(m).mean((0, 1)), 6),
-    "per sample": lambda m: (squares(m).sum(1).mul(MASK).mean(), 6),
-    "negative": lambda m: (-m(X).log_softmax(-1)[torch.arange(6), Y].mean(), 6),
-    "two means": lambda m: (cross_entropy(m) + squares(m).mean(), 6),
-    "divided by the count": lambda m: (-(squares(m).sum(1) * MASK).sum() / COUNT, COUNT),
+    "cross entropy": lambda m, b: (cross_entropy(m, b), len(b["x"])),
+    "of the model": lambda m, b: (cross_entropy(m, b).to(torch.float64), torch.tensor(len(b["x"]))),
+    "smoothed weights": lambda m, b: (cross_entropy(m, b, weight=torch.ones(3)), float(len(b["x"]))),
+    "mse": lambda m, b: (F.mse_loss(m(b["x"]), zeros(b)), len(b["x"])),
+    "binary": lambda m, b: (F.binary_cross_entropy_with_logits(m(b["x"]), zeros(b)), 3 * len(b["x"])),
+    "huber": lambda m, b: (F.huber_loss(m(b["x"]), zeros(b)), len(b["x"])),
+    "l1": lambda m, b: (F.l1_loss(m(b["x"]), zeros(b)), len(b["x"])),
+    "mean": lambda m, b: (squares(m, b).mean(), len(b["x"])),
+    "over both axes": lambda m, b: (squares(m, b).mean((0, 1)), len(b["x"])),
+    "per sample": lambda m, b: (squares(m, b).sum(1).mul(b["mask"]).mean(), len(b["x"])),
+    "negative": lambda m, b: (-m(b["x"]).log_softmax(-1)[torch.arange(len(b["y"])), b["y"]].mean(), len(b["x"])),
+    "two means": lambda m, b: (cross_entropy(m, b) + squares(m, b).mean(), len(b["x"])),
+    "divided by the count": divided,
 }
 SUMS = {
-    "cross entropy": lambda m: (cross_entropy(m, reduction="sum"), 6),
-    "sum": lambda m: (squares(m).sum(), 6),
-    "times the count": lambda m: (cross_entropy(m) * 6, 6),
-    "times a tensor": lambda m: (cross_entropy(m) * MASK.sum(), MASK.sum()),
-    "means of features": lambda m: (squares(m).mean(1).sum(), 6),
-    "features of sums": lambda m: (squares(m).sum(0).mean(), 6),
-    "weight of one": lambda m: (cross_entropy(m), 1),
-    "a temperature": lambda m: (squares(m).sum() / 2.0, 6),
-    "with a mean beside": lambda m: (cross_entropy(m, reduction="sum") + 0.01 * squares(m).mean(), 6),
-    "per sample": lambda m: (F.cross_entropy(m(X), Y, reduction="none").mul(MASK).sum(), MASK.sum()),
+    "cross entropy": lambda m, b: (cross_entropy(m, b, reduction="sum"), len(b["x"])),
+    "sum": lambda m, b: (squares(m, b).sum(), len(b["x"])),
+    "times the count": lambda m, b: (cross_entropy(m, b) * len(b["x"]), len(b["x"])),
+    "times a tensor": lambda m, b: (cross_entropy(m, b) * b["mask"].sum(), b["mask"].sum()),
+    "means of features": lambda m, b: (squares(m, b).mean(1).sum(), len(b["x"])),
+    "features of sums": lambda m, b: (squares(m, b).sum(0).mean(), len(b["x"])),
+    "mean of two heads": lambda m, b: (torch.stack([squares(m, b).sum(), m(b["x"]).abs().sum()]).mean(), len(b["x"])),
+    "weight of one": lambda m, b: (cross_entropy(m, b), 1),
+    "a temperature": lambda m, b: (squares(m, b).sum() / 2.0, len(b["x"])),
+    "with a mean beside": lambda m, b: (cross_entropy(m, b, reduction="sum") + 0.01 * squares(m, b).mean(), len(b["x"])),
+    "per sample": lambda m, b: (
+        F.cross_entropy(m(b["x"]), b["y"], reduction="none").mul(b["mask"]).sum(),
+        b["mask"].sum(),
+    ),
+}
+# The graph ends in a mean, but the halves of the batch add up.
+SUMS_BY_HALVES = {
+    "mean of sums by a product": lambda m, b: ((torch.ones(1, len(b["x"])) @ squares(m, b)).mean(), len(b["x"])),
+    "multiplied before": multiplied_before,
 }
 
 
-def step_with(loss):
+def step_with(loss, batch=BATCH):
     def loss_fn(model, batch):
-        total, weight = loss(model)
+        total, weight = loss(model, batch)
         return dt.LossSum(total=total, weight=weight)
 
     step = dt.compose_step(loss_fn)
     model = nn.Linear(4, 3)
-    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return step(state, X)
+    return step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), batch)
+
+
+MESSAGE = r"microbatch_step: LossSum.total must be a sum, got a mean with the weight [46]|18\. .* times too small\. Return"
 
 
 @pytest.mark.parametrize("name", MEANS)
-def test_mean_total_in_a_loss_sum_warns(name):
-    with pytest.warns(UserWarning, match="microbatch_step: total of the LossSum must be a sum, got a mean with the weight"):
+def test_mean_total_in_a_loss_sum_raises_in_the_first_step(name):
+    with pytest.raises(ConfigError, match=MESSAGE):
         step_with(MEANS[name])
 
 
-@pytest.mark.parametrize("name", SUMS)
+@pytest.mark.parametrize("name", SUMS | SUMS_BY_HALVES)
 def test_sum_total_in_a_loss_sum_does_not_warn(name):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        step_with(SUMS[name])
+        step_with((SUMS | SUMS_BY_HALVES)[name])
 
 
-def test_mean_loss_warning_appears_only_in_the_first_step():
-    with pytest.warns(UserWarning, match="must be a sum, got a mean"):
-        state, _ = step_with(MEANS["mean"])
-    step = dt.compose_step(lambda model, batch: dt.LossSum(total=squares(model).mean(), weight=6))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        step(state, X)
+def test_mean_of_one_sample_warns_because_no_half_decides():
+    one = {name: value[:1] for name, value in BATCH.items()}
+    with pytest.warns(UserWarning, match="LossSum.total must be a sum, got a mean with the weight 3"):
+        step_with(lambda m, b: (squares(m, b).mean(), 3), one)
+
+
+def test_mean_in_a_term_names_the_term():
+    def loss_fn(model, batch):
+        terms = {"size": (model(batch["x"]).square().mean(), 6)}
+        return dt.LossSum(total=cross_entropy(model, batch, reduction="sum"), weight=6, terms=terms)
+
+    model = nn.Linear(4, 3)
+    step = dt.compose_step(loss_fn, grad=partial(dt.microbatch_step, weight_fn=lambda b: {"loss": 6, "size": 6}))
+    with pytest.raises(ConfigError, match=r"LossSum\.terms\['size'\] must be a sum"):
+        step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), BATCH)
+
+
+def test_halves_leave_the_batch_and_the_generators_as_they_are():
+    sizes = []
+
+    def loss(m, b):
+        sizes.append(len(b["x"]))
+        b["mask"].add_(torch.rand(()) + 1.0)
+        return (torch.ones(1, len(b["x"])) @ squares(m, b)).mean(), len(b["x"])
+
+    batch = {name: value.clone() for name, value in BATCH.items()}
+    torch.manual_seed(1)
+    nn.Linear(4, 3)  # step_with draws the same numbers
+    added, following = torch.rand(()) + 1.0, torch.rand(())
+    torch.manual_seed(1)
+    step_with(loss, batch)
+    assert sizes == [6, 6, 3, 3]
+    assert torch.rand(()) == following
+    torch.testing.assert_close(batch["mask"], BATCH["mask"] + added)
+
+
+def refusals(strategy):
+    """Return the names of the losses that this rank refuses, and of those that it runs."""
+    torch.manual_seed(0)
+    mesh = dt.build_mesh()
+    refused, ran = [], []
+    sums = SUMS if strategy == "full_shard" else SUMS | SUMS_BY_HALVES
+    for name, loss in (*MEANS.items(), *sums.items()):
+        model = dt.shard_model(nn.Linear(4, 3), mesh, strategy=strategy)
+        step = dt.compose_step(lambda m, b, loss=loss: dt.LossSum(**dict(zip(("total", "weight"), loss(m, b), strict=True))))
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), allow_equal_batches=True)
+        try:
+            step(state, BATCH)
+            ran.append([name, loss in sums.values()])
+        except ConfigError as error:
+            refused.append([name, "must be a sum, got a mean" in str(error)])
+    return refused, ran
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
+def test_mean_total_raises_on_every_rank(ranks, strategy):
+    for refused, ran in ranks(2).run(refusals, strategy):
+        assert refused == [[name, True] for name in MEANS]
+        assert ran == [[name, True] for name in (SUMS if strategy == "full_shard" else SUMS | SUMS_BY_HALVES)]
 
 
 def test_mean_loss_and_dtrain_losses_do_not_warn():
     for loss in (
         dt.mean_loss(lambda m, x: m(x).square().mean(), weight=len),
         lambda m, x: dt.soft_cross_entropy(m(x), Y, smoothing=0.1),
-        lambda m, x: dt.token_cross_entropy(m(x)[None], Y[None]),
+        lambda m, x: dt.cross_entropy(m(x)[None], Y[None]),
         lambda m, x: dt.transforms.jensen_shannon([m(x), m(-x)]),
     ):
         step = dt.compose_step(loss)

@@ -17,7 +17,7 @@ from typing import Any, cast, get_args
 import torch
 
 from dtrain import spans
-from dtrain.arguments import check_choice
+from dtrain.arguments import check_choice, explain_arguments
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpointer import Checkpointer, SaveMode, SaveOptions, checkpointer_of
 from dtrain.checkpoint.commit import SaveRequest, SaveResult, run_save
@@ -87,6 +87,7 @@ class SaveHandle:
         return self._task.result(timeout_s)
 
 
+@explain_arguments
 def save_sharded(
     root: AnyPath | str,
     state: TrainState | Mapping[str, TrainState],

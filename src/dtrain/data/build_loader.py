@@ -11,7 +11,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from dtrain.arguments import check_choice, check_int, check_number
+from dtrain.arguments import check_choice, check_int, check_number, explain_arguments
 from dtrain.batch_axes import BatchSpec
 from dtrain.data.batch_source import BatchOptions, MapBatchSource
 from dtrain.data.dataset import MapDataset, as_row_dataset, fingerprint_dataset, is_hugging_face
@@ -30,6 +30,7 @@ from dtrain.schedules.hyperparameter import UnitSchedule
 from dtrain.typing import Batch, Schedule
 
 
+@explain_arguments
 def build_loader(
     dataset: MapDataset | Iterable[Any],
     *,

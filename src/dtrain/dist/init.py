@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from dtrain import heartbeats, launch_protocol, spans
-from dtrain.arguments import check_choice, check_number
+from dtrain.arguments import check_choice, check_number, explain_arguments
 from dtrain.device import collective_backend, find_accelerator, is_accelerator
 from dtrain.dist import timeout_report
 from dtrain.dist.context import current_context
@@ -152,6 +152,7 @@ def check_init_dist_called(caller: str) -> None:
         )
 
 
+@explain_arguments
 @spans.timed("setup")
 def init_dist(
     *,

@@ -54,7 +54,7 @@ class Workload:
         >>> import dtrain as dt
         >>> workload = dt.planning.Workload(
         ...     model=lambda: torch.nn.Linear(8, 2),
-        ...     loss_fn=lambda model, batch: dt.token_cross_entropy(model(batch["x"]), batch["y"]),
+        ...     loss_fn=lambda model, batch: dt.cross_entropy(model(batch["x"]), batch["y"]),
         ...     batch=lambda n: {"x": torch.zeros(n, 4, 8), "y": torch.zeros(n, 4, dtype=torch.int64)},
         ... )
 

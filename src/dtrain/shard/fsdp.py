@@ -17,7 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, OffloadPolicy, 
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from dtrain import spans
-from dtrain.arguments import check_choice, check_int
+from dtrain.arguments import check_choice, check_int, explain_arguments
 from dtrain.dist.collectives import raise_if_any_failed
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
@@ -82,6 +82,7 @@ class CommConfig:
             raise ConfigError("CommConfig: symmetric_memory has one buffer per reduction. Leave reduce_buffers at 1.")
 
 
+@explain_arguments
 @spans.timed("setup")
 def shard_model(
     model: nn.Module,

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from dtrain import spans
-from dtrain.arguments import check_int
+from dtrain.arguments import check_int, explain_arguments
 from dtrain.batch import FailedBatch
 from dtrain.batch_axes import BatchSpec
 from dtrain.dist.batch_info import TrackedLoader
@@ -50,6 +50,7 @@ class Step:
     update: UpdateFn
     updates_in_backward: bool = False
 
+    @explain_arguments
     def init(
         self,
         model: nn.Module,
@@ -149,9 +150,10 @@ def _check_schedules(transforms: Sequence[Transform], run_length: RunLength | No
     for hyper in (hyper for transform in transforms for hyper in transform.hyperparameters):
         warning = check_over_run(hyper, run_length)
         if warning is not None and get_dist_info().rank == 0:
-            warnings.warn(warning, stacklevel=3)
+            warnings.warn(warning, stacklevel=4)
 
 
+@explain_arguments
 def compose_step(
     loss_fn: LossFn,
     transforms: Sequence[Transform] = (),

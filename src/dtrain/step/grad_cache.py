@@ -36,7 +36,7 @@ from dtrain.state import TrainState
 from dtrain.step.gradient_run import GradientRun
 from dtrain.step.microbatches import BatchWatch, Microbatches
 from dtrain.step.normalization import MetricAccumulator, check_loss, declared_weights
-from dtrain.step.sanity_checks import warn_if_mean
+from dtrain.step.sanity_checks import check_not_mean
 from dtrain.typing import Batch, LossFn, Metrics
 
 _NAME = "grad_cache_step"
@@ -132,7 +132,7 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
         loss = loss_fn(cast(nn.Module, ModelProxy(cache)), to_device(microbatches.batch, state.device))
     check_loss(loss, caller=_NAME)
     if state.step == 0:
-        warn_if_mean(loss, _NAME)
+        check_not_mean(loss, _NAME, state=state, batch=microbatches.batch, loss_fn=None)
     if (recorder := current_context().recorder) is not None:
         recorder.loss(loss)
     param_grads = _compute_output_grads(state, cache, normalizer.scaled_loss(loss, loss.total))

@@ -11,7 +11,7 @@ from dtrain.state import TrainState
 from dtrain.step.gradient_run import GradientRun
 from dtrain.step.microbatches import check_graph, split_microbatches
 from dtrain.step.normalization import MetricAccumulator, check_loss, declared_weights
-from dtrain.step.sanity_checks import warn_if_mean
+from dtrain.step.sanity_checks import check_not_mean
 from dtrain.typing import Batch, LossFn, Metrics
 
 _BACKWARD_CALLED = (
@@ -128,7 +128,7 @@ def _accumulate(loss_fn: LossFn, run: GradientRun) -> None:
             if grad_sync.has_grads(params):
                 raise ConfigError(_BACKWARD_CALLED)
             if state.step == 0:
-                warn_if_mean(loss, "microbatch_step")
+                check_not_mean(loss, "microbatch_step", state=state, batch=microbatch, loss_fn=loss_fn)
         objective = normalizer.scaled_loss(loss, grad_sync.complete_forward(loss.total))
         if guard is not None and index == 0:
             guard.end_first_forward()

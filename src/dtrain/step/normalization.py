@@ -348,7 +348,7 @@ def _describe_return_value(value: object) -> str:
         return f"the number {value!r}, which has no graph. Return the tensor without .item(). For a mean, {_WRAP_ADVICE}"
     # An output of transformers is a mapping with attributes.
     if isinstance(getattr(value, "loss", None), Tensor):
-        return f"{kind}. Take the mean loss from it: dt.mean_loss(lambda model, batch: model(**batch).loss, weight=count)"
+        return f"{kind}. Use dt.transformers_loss as loss_fn, which counts the labels of model(**batch)"
     if isinstance(value, tuple | list):
         return f"{kind} of {len(value)}. Return dt.LossSum(total=loss, weight=count, aux={{'accuracy': (right, count)}})"
     return f"{kind}. Return dt.LossSum(total=loss, weight=count). For a mean, {_WRAP_ADVICE}"

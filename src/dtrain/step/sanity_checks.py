@@ -1,23 +1,28 @@
-"""Warn about a loss that is a mean already, and about data-parallel ranks that train on the same samples.
+"""Refuse a loss that is a mean already; warn about data-parallel ranks that train on the same samples.
 
-A mean is found in the autograd graph of the loss. Equal batches are found by a hash of each rank's first batches.
+A mean is found in the autograd graph of the loss, and proven by the two halves of the batch. Equal batches are found by a hash
+of each rank's first batches.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import xxhash
-from torch import Tensor
+from torch import Tensor, nn
 
-from dtrain.batch import list_tensors
+from dtrain.batch import count_samples, list_tensors, select_samples
 from dtrain.dist.init import get_dist_info
+from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import StepCounts
+from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import is_out_of_memory
+from dtrain.shard.unshard import eval_mode
 from dtrain.state import TrainState
-from dtrain.typing import Batch, LossSum
+from dtrain.typing import Batch, LossFn, LossSum
 
 _IDENTITY_OPS = (
     "Neg",
@@ -34,52 +39,127 @@ _REDUCTION_MEAN = 1
 """The number of ``reduction="mean"`` in torch's own losses; a sum is 2."""
 
 
-def warn_if_mean(loss: LossSum, caller: str) -> None:
-    """Warn on rank 0 if a total of ``loss`` is a mean although its weight counts several things.
+def check_not_mean(loss: LossSum, caller: str, *, state: TrainState, batch: Batch, loss_fn: LossFn | None) -> None:
+    """Raise if a total of ``loss`` is a mean although its weight counts several things; warn if that is probable.
 
-    The check reads the operations of the graph, not the value. Found are the means of torch's own losses and of ``mean``, and a
-    sum divided by the weight's tensor, unless they are multiplied again. The check does not read compiled code, and never
-    reports a sum.
+    The check reads the operations of the graph. Found are the means of torch's own losses and of ``mean``, and a sum divided by
+    the weight's tensor, unless they are multiplied again. The check does not read compiled code.
+
+    For a model with plain parameters the two halves of ``batch`` decide: their sums add up, and their means do not. For a
+    sharded model a further forward would be a collective, so the sizes in the graph decide: the mean must be over a multiple of
+    the samples.
+
+    Args:
+        loss: loss of ``batch``, with its graph.
+        caller: name of the gradient function, for the message.
+        state: state of the step.
+        batch: microbatch on the device of the model.
+        loss_fn: loss function, which runs three times without gradients if a mean was found; None if its totals do not add up.
+
     Host sync: one if a mean was found and its weight is a tensor on a device.
+
+    Raises:
+        ConfigError: a total is a mean.
+
+    Warns: UserWarning, on rank 0: a total is probably a mean, but the batch does not show that.
     """
-    if get_dist_info().rank != 0:
-        return
     for name, (total, weight) in (("total", (loss.total, loss.weight)), *loss.terms.items()):
         # A weight of another tensor class has no value, as in a simulated step of dt.planning.
         has_value = not isinstance(weight, Tensor) or type(weight) is Tensor
-        if has_value and isinstance(total, Tensor) and _is_mean(total.grad_fn, weight) and float(weight) > 1:
-            warnings.warn(
-                f"{caller}: {name} of the LossSum must be a sum, got a mean with the weight {float(weight):g}. The step "
-                "divides by the weight again, so the gradient would be too small by this factor. Return the sum "
-                "(reduction='sum'), or the mean times the weight, as dt.mean_loss does.",
-                stacklevel=2,
-            )
+        if not (has_value and isinstance(total, Tensor) and _is_mean(total.grad_fn, weight) and float(weight) > 1):
+            continue
+        proven = None
+        if loss_fn is not None and (state.spec.mesh is None or state.spec.plain_params):
+            proven = _halves_show_mean(loss_fn, state.model, batch, "loss" if name == "total" else name)
+        if proven is None:
+            samples = _count_samples(batch)
+            proven = None if samples < 2 or not _is_mean(total.grad_fn, weight, samples) else True
+        message = (
+            f"{caller}: LossSum.{name if name == 'total' else f'terms[{name!r}]'} must be a sum, got a mean with the weight "
+            f"{float(weight):g}. The step divides by the weight, so the gradient would be {float(weight):g} times too small. "
+            "Return the sum (reduction='sum'), or let dt.mean_loss multiply the mean by its weight."
+        )
+        if proven:
+            raise ConfigError(message)
+        if proven is None and get_dist_info().rank == 0:
+            warnings.warn(message, stacklevel=2)
 
 
-def _is_mean(node: Any, weight: Tensor | float) -> bool:
-    """Return True if the result of ``node`` is a mean, in all of its terms."""
+def _halves_show_mean(loss_fn: LossFn, model: nn.Module, batch: Batch, name: str) -> bool | None:
+    """Return True for a mean and False for a sum; None if the batch has no halves, or if they show neither."""
+    samples = _count_samples(batch)
+    if samples < 2:
+        return None
+    try:
+        indices, half = torch.arange(samples, device=list_tensors(batch)[0].device), (samples + 1) // 2
+        # Copies, because the loss may write into its batch.
+        parts = [select_samples(batch, part) for part in (indices, indices[:half], indices[half:])]
+        (total, weight), *pairs = [loss_sums(loss_fn, model, part)[name] for part in parts]
+    # A part of the batch, or a second forward, may be more than the loss can take.
+    except Exception:  # noqa: BLE001
+        return None
+    totals, weights = zip(*pairs, strict=True)
+    is_sum = is_close(total, sum(totals))
+    is_mean = is_close(total * sum(weights), sum(t * w for t, w in pairs))
+    return None if is_sum == is_mean or not is_close(weight, sum(weights)) else is_mean
+
+
+def _count_samples(batch: Batch) -> int:
+    """Return the number of samples along the first axis; 0 for a batch that only the user can count."""
+    try:
+        return count_samples(batch)
+    except ConfigError:
+        return 0
+
+
+def loss_sums(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float, float]]:
+    """Return total and weight by name in evaluation mode, the main loss as ``"loss"``. Restores the random generators."""
+    rng_snapshot = RNGSnapshot()
+    try:
+        with eval_mode(model):
+            loss = loss_fn(model, batch)
+    finally:
+        rng_snapshot.restore()
+    pairs = {"loss": (loss.total, loss.weight), **loss.terms, **loss.aux}
+    return {name: (float(total), float(weight)) for name, (total, weight) in pairs.items()}
+
+
+def is_close(one: float, other: float, rtol: float = 1e-3) -> bool:
+    """Return True if two sums are equal up to ``rtol``. A mean of halves differs from their sum by 0.5."""
+    return abs(one - other) <= rtol * max(abs(one), abs(other))
+
+
+def _is_mean(node: Any, weight: Tensor | float, samples: int = 1) -> bool:
+    """Return True if the result of ``node`` is a mean, in all of its terms, of a multiple of ``samples`` elements."""
     if node is None:
         return False
     kind = node.name().removeprefix("torch::autograd::").partition("Backward")[0]
     inputs = [inner for inner, _ in node.next_functions]
     if kind in _IDENTITY_OPS:
-        return _is_mean(inputs[0], weight)
+        return _is_mean(inputs[0], weight, samples)
     if kind in ("Add", "Sub"):
-        return all(_is_mean(inner, weight) for inner in inputs)
+        return all(_is_mean(inner, weight, samples) for inner in inputs)
     if kind == "Div":
         divisor = _saved_attribute(node, "other")
         # The value is not read: a saved tensor may be a fake tensor of a Python number, which dispatch modes refuse.
         same = type(divisor) is type(weight) is Tensor and divisor.data_ptr() == weight.data_ptr()
         return same and _is_kind(inputs[0], "Sum")
     if kind == "Mean":
+        count = int(_saved_attribute(node, "self_sym_numel") or 0)
         # The mean of sums over the batch is a sum; the mean of one number is the number.
-        return int(_saved_attribute(node, "self_sym_numel") or 0) > 1 and not _is_kind(inputs[0], "Sum")
-    return bool(_saved_attribute(node, "reduction") == _REDUCTION_MEAN)
+        return count > 1 and count % samples == 0 and not _is_kind(inputs[0], "Sum")
+    if _saved_attribute(node, "reduction") != _REDUCTION_MEAN:
+        return False
+    elements = _saved_attribute(node, "target") if kind.startswith("Nll") else _saved_attribute(node, "self")
+    return samples == 1 or (isinstance(elements, Tensor) and elements.numel() > 1 and elements.numel() % samples == 0)
 
 
 def _is_kind(node: Any, kind: str) -> bool:
+    """Return True if ``node`` is an operation of ``kind``, or stacks results of such operations."""
     while node is not None and node.name().partition("Backward")[0] in _IDENTITY_OPS:
         node = node.next_functions[0][0]
+    if node is not None and node.name().partition("Backward")[0] in ("Stack", "Cat"):
+        return all(_is_kind(inner, kind) for inner, _ in node.next_functions)
     return node is not None and node.name().startswith(f"{kind}Backward")
 
 

@@ -8,12 +8,11 @@ from torch import nn
 
 from dtrain.batch import to_device
 from dtrain.batch_axes import BatchSpec
-from dtrain.dist.rng import RNGSnapshot
 from dtrain.errors import ConfigError
-from dtrain.shard.unshard import eval_mode
 from dtrain.state import get_device
 from dtrain.step.microbatches import BatchWatch, split_microbatches
 from dtrain.step.normalization import check_loss
+from dtrain.step.sanity_checks import is_close, loss_sums
 from dtrain.typing import Batch, LossFn
 
 _NAME = "check_loss_fn"
@@ -62,16 +61,16 @@ def check_loss_fn(
     for name, (total, weight) in batch_sums.items():
         totals, weights = zip(*(half[name] for half in half_sums), strict=True)
         means = [t / w if w else 0.0 for t, w in zip(totals, weights, strict=True)]
-        if _is_close(total, sum(totals), rtol) and _is_close(weight, sum(weights), rtol):
+        if is_close(total, sum(totals), rtol) and is_close(weight, sum(weights), rtol):
             continue
         sums = f"total {total:.6g} and weight {weight:.6g}, and its parts add up to {sum(totals):.6g} and {sum(weights):.6g}"
         mean = sum(t * w for t, w in zip(totals, weights, strict=True)) / (sum(weights) or 1.0)
-        if _is_close(total, mean, rtol):
+        if is_close(total, mean, rtol):
             raise ConfigError(
                 f"{_NAME}: {name} is a mean: the batch has {sums}. Return the sum (reduction='sum') and the count as weight, "
                 "or wrap a function that returns a mean with dt.mean_loss."
             )
-        if not _is_close(weight, sum(weights), rtol):
+        if not is_close(weight, sum(weights), rtol):
             raise ConfigError(
                 f"{_NAME}: weight of {name} does not count: the batch has {sums}. Return the number of samples or tokens that "
                 "the total sums."
@@ -84,18 +83,10 @@ def check_loss_fn(
 
 
 def _loss_sums(loss_fn: LossFn, model: nn.Module, batch: Batch) -> Mapping[str, tuple[float, float]]:
-    """Return total and weight by name, and restore the random generators."""
-    rng_snapshot = RNGSnapshot()
+    """Return total and weight by name. A loss that writes into its batch is refused."""
     watch = BatchWatch(batch)
-    try:
-        with eval_mode(model):
-            loss = check_loss(loss_fn(model, to_device(batch, get_device(model))), caller=_NAME)
-    finally:
-        rng_snapshot.restore()
+    sums = loss_sums(
+        lambda model, part: check_loss(loss_fn(model, part), caller=_NAME), model, to_device(batch, get_device(model))
+    )
     watch.check(_NAME)
-    pairs = {"loss": (loss.total, loss.weight), **loss.terms, **loss.aux}
-    return {name: (float(total), float(weight)) for name, (total, weight) in pairs.items()}
-
-
-def _is_close(one: float, other: float, rtol: float) -> bool:
-    return abs(one - other) <= rtol * max(abs(one), abs(other))
+    return sums

@@ -26,7 +26,7 @@ def loss_fn(model, batch):
     tokens, labels = batch
     logits = model(tokens)
     if FIXED:
-        return dt.token_cross_entropy(logits, labels)
+        return dt.cross_entropy(logits, labels)
     return dt.LossSum(total=F.cross_entropy(logits.flatten(0, 1), labels.flatten()), weight=1.0)
 
 

@@ -40,7 +40,7 @@ class LanguageModel(nn.Module):
 
 
 def loss_fn(model, batch):
-    return dt.token_cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+    return dt.cross_entropy(model(batch[:, :-1]), batch[:, 1:])
 
 
 with dt.init_dist():

@@ -1,3 +1,5 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 
@@ -204,3 +206,27 @@ def test_mixup_refuses_a_negative_scheduled_alpha_in_the_step():
     given = {"x": torch.zeros(2, 2), "y": torch.tensor([0, 1])}
     with pytest.raises(ConfigError, match=r"mixup: alpha must be in \[0, inf\), got -1\.0 from its schedule at step 0\."):
         seen_by(mixup(lambda step: -1.0, num_classes=3), given=given)
+
+
+def trained(auto_first: bool, budget: int | None, sharded: bool) -> list[float]:
+    """Parameters after two steps of mixup, with the automatic size before or behind it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
+    model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard") if sharded else model
+    methods = [mixup(0.5, num_classes=3), dt.auto_microbatch(initial=None if budget else 5)]
+    step = dt.compose_step(lambda m, b: dt.soft_cross_entropy(m(b["x"]), b["y"]), methods[::-1] if auto_first else methods)
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), allow_equal_batches=True)
+    with dt.testing.memory_budget(budget) if budget else nullcontext():
+        for seed in range(2):
+            x = torch.randn(64, 4, generator=generator(seed))
+            state, _ = step(state, {"x": x, "y": torch.arange(64) % 3})
+    return torch.cat([param.flatten() for _, param in dt.full_params(state)]).tolist()
+
+
+@pytest.mark.parametrize("budget", [None, 40_000], ids=["initial", "search"])
+def test_mixup_behind_auto_microbatch_trains_the_same(budget):
+    assert trained(True, budget, False) == pytest.approx(trained(False, budget, False), abs=1e-6)
+
+
+def test_mixup_behind_auto_microbatch_trains_the_same_on_ranks(ranks):
+    assert ranks(2).run(trained, True, None, True) == ranks(2).run(trained, False, None, True)

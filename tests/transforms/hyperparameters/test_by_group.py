@@ -25,9 +25,9 @@ def begin(*transforms: dt.Transform, named: bool = True) -> tuple[dt.Step, dt.Tr
     return step, step.init(model, torch.optim.AdamW(groups, lr=0.4, betas=(0.8, 0.9)))
 
 
-def seen(*transforms: dt.Transform, option: str) -> tuple[list, dict[str, float]]:
+def seen(*transforms: dt.Transform, option: str, named: bool = True) -> tuple[list, dict[str, float]]:
     """The option of each group while the optimizer runs, and the metrics of the step."""
-    step, state = begin(*transforms)
+    step, state = begin(*transforms, named=named)
     found = []
     state.optimizer.register_step_pre_hook(lambda optimizer, *_: found.extend(g[option] for g in optimizer.param_groups))
     _, metrics = step(state, BATCH)
@@ -97,8 +97,9 @@ def test_group_options_are_restored_after_a_step(fails):
     ("make", "message"),
     [
         (lambda: scale_lr({}), "scale_lr: the mapping must not be empty, got {}"),
-        (lambda: scale_lr({1: 0.5}), "scale_lr: names of groups must be text, got 1"),
-        (lambda: scale_lr({None: 0.5}), "scale_lr: names of groups must be text, got None"),
+        (lambda: scale_lr({1.5: 0.5}), "scale_lr: names of groups must be text or positions, got 1.5"),
+        (lambda: scale_lr({True: 0.5}), "scale_lr: names of groups must be text or positions, got True"),
+        (lambda: scale_lr({None: 0.5}), "scale_lr: names of groups must be text or positions, got None"),
         (lambda: scale_lr({"head": -1}), r"scale_lr: factor of 'head' must be in \[0, inf\), got -1\."),
         (lambda: scale_lr({"head": "no"}), "scale_lr: factor of 'head' must be a finite number or a schedule .*, got 'no'"),
         (lambda: set_option("momentum", -0.5), r"set_momentum: value must be in \[0, 1\), got -0\.5\."),
@@ -142,8 +143,19 @@ def test_init_refuses_options_unknown_to_the_optimizer(transform, message):
 
 
 def test_unnamed_groups_are_refused_with_a_listing():
-    with pytest.raises(ConfigError, match=r"a group named 'head' must exist, got the groups \(no name\), \(no name\)"):
+    with pytest.raises(ConfigError, match=r"a group named 'head' must exist, got the groups 0 \(no name\), 1 \(no name\)"):
         begin(scale_lr({"head": 0.5}), named=False)
+    with pytest.raises(
+        ConfigError, match=r"a group at position 4 must exist, got the groups 0 \(no name\), .* their positions"
+    ):
+        begin(scale_lr({4: 0.5}), named=False)
+
+
+def test_positions_select_unnamed_groups():
+    found, metrics = seen(set_option("weight_decay", {0: 0.3, 3: linear(0.5, 0.0, 10)}), option="weight_decay", named=False)
+    assert found == [0.3, 0.0, 0.1, 0.5]
+    assert {name: value for name, value in metrics.items() if name != "loss"} == {"weight_decay.0": 0.3, "weight_decay.3": 0.5}
+    assert seen(scale_lr({2: 0.5}), option="lr", named=False)[0] == pytest.approx([0.4, 0.4, 0.1, 0.2])
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from dtrain.errors import ConfigError, DataError
 from dtrain.typing import Plain
 
 IGNORE_INDEX = -100
-"""Label that losses ignore: the default of torch and of ``token_cross_entropy``."""
+"""Label that losses ignore: the default of torch and of ``cross_entropy``."""
 
 PADDING_DOCUMENT = -1
 """Document number of padding."""

@@ -135,7 +135,7 @@ def sequence_length_warmup(
         >>> lengths = []
         >>> def loss_fn(model, batch):
         ...     lengths.append(batch["input_ids"].shape[1])
-        ...     return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])
+        ...     return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])
         >>> warmup = dt.transforms.sequence_length_warmup(duration=4, min_length=8, max_length=32)
         >>> step = dt.compose_step(loss_fn, [warmup])
         >>> model = torch.nn.Embedding(10, 10)

@@ -30,7 +30,8 @@ def scale_lr(schedule: ByGroup) -> Transform:
     Args:
         schedule: a number or schedule for all groups, or one per group name of ``dt.optim.param_groups``:
             ``{"head": 0.1, "rest": dt.schedules.cosine(1.0, 0.1, 1000)}``. The name of a rule selects all its groups (``head``
-            and ``head.no_decay``). ``*`` matches text without a dot, ``**`` any text. A group without a factor keeps its rate.
+            and ``head.no_decay``). ``*`` matches text without a dot, ``**`` any text. Groups without names have positions:
+            ``{0: 1.0, 1: 0.1}``. A group without a factor keeps its rate.
 
     Example:
         >>> import dtrain as dt

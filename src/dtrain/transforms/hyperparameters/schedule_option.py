@@ -32,7 +32,7 @@ def scale_option(option: str, schedule: ByGroup) -> Transform:
 
     Args:
         option: name such as ``"weight_decay"``; ``"betas.0"`` is the first number of a tuple. For ``"lr"`` use ``scale_lr``.
-        schedule: a number or schedule for all groups, or one per group name, as for ``scale_lr``.
+        schedule: a number or schedule for all groups, or one per group name or position, as for ``scale_lr``.
 
     Example:
         >>> import dtrain as dt
@@ -79,7 +79,7 @@ def set_option(option: str, schedule: ByGroup) -> Transform:
 
     Args:
         option: name such as ``"momentum"``, ``"betas.1"``, ``"lr"``.
-        schedule: a number or schedule for all groups, or one per group name, as for ``scale_lr``.
+        schedule: a number or schedule for all groups, or one per group name or position, as for ``scale_lr``.
 
     Example:
         >>> import dtrain as dt
@@ -120,8 +120,10 @@ def _transform_name(prefix: str, option: object, caller: str) -> str:
     return f"{prefix}_{option.replace('.', '_')}"
 
 
-ByGroup: TypeAlias = "float | Schedule | Mapping[str, float | Schedule]"
-"""A number or schedule for all groups, or one per group name or pattern. ``"head"`` also selects ``head.no_decay``."""
+ByGroup: TypeAlias = "float | Schedule | Mapping[str, float | Schedule] | Mapping[int, float | Schedule]"
+"""A number or schedule for all groups, or one per group: by name or pattern (``"head"`` also selects ``head.no_decay``), or by
+position in ``optimizer.param_groups``, for groups without a name.
+"""
 
 _BELOW_ONE = frozenset({"betas", "momentum"})
 
@@ -137,11 +139,11 @@ class GroupValues:
 
     Args:
         caller: name of the transform for errors.
-        by_pattern: values by pattern of group names; the pattern None selects all groups.
+        by_pattern: values by pattern of group names, or by position; the pattern None selects all groups.
     """
 
     caller: str
-    by_pattern: tuple[tuple[str | None, Hyperparameter], ...]
+    by_pattern: tuple[tuple[str | int | None, Hyperparameter], ...]
 
     @property
     def hyperparameters(self) -> tuple[Hyperparameter, ...]:
@@ -152,7 +154,8 @@ class GroupValues:
         """Return the value of each group for the next step; None for a group without a value.
 
         Raises:
-            ConfigError: a value is negative or not finite, no group has a given name, or two patterns match one group.
+            ConfigError: a value is negative or not finite, no group has a given name or position, or two patterns match one
+                group.
         """
         values = [value(clock) for _, value in self.by_pattern]
         return [None if index is None else values[index] for index in self.indices_by_group(groups)]
@@ -166,22 +169,27 @@ class GroupValues:
         if self.by_pattern[0][0] is None:
             return [0 for _ in groups]
         names = [str(group.get("name", "")) for group in groups]
-        patterns = [
-            (key, compile_patterns([key, f"{key}.**"], caller=self.caller)) for key, _ in self.by_pattern if key is not None
-        ]
-        for key, matches in patterns:
-            if not any(matches(name) for name in names):
-                existing = ", ".join(name or "(no name)" for name in names)
+        patterns = [(key, self._select(key, names)) for key, _ in self.by_pattern if key is not None]
+        for key, selected in patterns:
+            if not any(selected):
+                existing = ", ".join(name or f"{index} (no name)" for index, name in enumerate(names))
+                wanted = f"named {key!r}" if isinstance(key, str) else f"at position {key}"
                 raise ConfigError(
-                    f"{self.caller}: a group named {key!r} must exist, got the groups {existing}. "
-                    "Build named groups with dt.optim.param_groups."
+                    f"{self.caller}: a group {wanted} must exist, got the groups {existing}. "
+                    "Build named groups with dt.optim.param_groups, or give their positions."
                 )
-        by_group = [[index for index, (_, matches) in enumerate(patterns) if matches(name)] for name in names]
+        by_group = [[index for index, (_, selected) in enumerate(patterns) if selected[group]] for group in range(len(names))]
         for name, indices in zip(names, by_group, strict=True):
             if len(indices) > 1:
                 several = " and ".join(repr(patterns[index][0]) for index in indices)
                 raise ConfigError(f"{self.caller}: one pattern must match the group {name!r}, got {several}. Keep one pattern.")
         return [indices[0] if indices else None for indices in by_group]
+
+    def _select(self, key: str | int, names: Sequence[str]) -> list[bool]:
+        """Return for each group whether ``key``, a pattern of names or a position, selects the group."""
+        if isinstance(key, int):
+            return [index == key for index in range(len(names))]
+        return list(map(compile_patterns([key, f"{key}.**"], caller=self.caller), names))
 
 
 def parse_group_values(values: ByGroup, caller: str, kind: str, *, below_one: bool = False) -> GroupValues:
@@ -194,15 +202,17 @@ def parse_group_values(values: ByGroup, caller: str, kind: str, *, below_one: bo
         below_one: if True, values of 1 and above are not allowed.
 
     Raises:
-        ConfigError: ``values`` is not a number >= 0, a schedule, or a mapping from text to numbers >= 0 and schedules.
+        ConfigError: ``values`` is not a number >= 0, a schedule, or a mapping from text or positions to numbers >= 0 and
+            schedules.
     """
     by_name: Mapping[Any, float | Schedule] = values if isinstance(values, Mapping) else {None: values}
     if not by_name:
         raise ConfigError(f"{caller}: the mapping must not be empty, got {{}}. Give names of groups, as in {{'head': 0.1}}.")
     for key in by_name:
-        if not (isinstance(key, str) or (key is None and by_name is not values)):
+        if not (isinstance(key, str) or type(key) is int or (key is None and by_name is not values)):
             raise ConfigError(
-                f"{caller}: names of groups must be text, got {key!r}. Name the groups with 'name' in param_groups."
+                f"{caller}: names of groups must be text or positions, got {key!r}. "
+                "Name the groups with 'name' in param_groups."
             )
     allowed = "[0, 1)" if below_one else "[0, inf)"
     labels = {key: f"{caller}: {kind}" if key is None else f"{caller}: {kind} of {key!r}" for key in by_name}
@@ -238,7 +248,8 @@ def during_update(
     def reported_options(groups: Sequence[Mapping[str, Any]], values: Sequence[float | None]) -> dict[str, float]:
         options = {option: _read_option(groups[0], option, name)} if always_report_first or not by_name else {}
         if by_name:
-            options.update({f"{option}.{g['name']}": v for g, v in zip(groups, values, strict=True) if v is not None})
+            named = [(group.get("name", index), value) for index, (group, value) in enumerate(zip(groups, values, strict=True))]
+            options.update({f"{option}.{name}": value for name, value in named if value is not None})
         return options
 
     def update(inner: UpdateFn) -> UpdateFn:
