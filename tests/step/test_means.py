@@ -1,7 +1,6 @@
 """A mean in a LossSum is refused in the first step, and a sum never is."""
 
 import warnings
-from functools import partial
 
 import pytest
 import torch
@@ -113,7 +112,7 @@ def test_mean_in_a_term_names_the_term():
         return dt.LossSum(total=cross_entropy(model, batch, reduction="sum"), weight=6, terms=terms)
 
     model = nn.Linear(4, 3)
-    step = dt.compose_step(loss_fn, grad=partial(dt.microbatch_step, weight_fn=lambda b: {"loss": 6, "size": 6}))
+    step = dt.compose_step(loss_fn, batch_spec=dt.batch_spec(weight=lambda b: {"loss": 6, "size": 6}))
     with pytest.raises(ConfigError, match=r"LossSum\.terms\['size'\] must be a sum"):
         step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), BATCH)
 
