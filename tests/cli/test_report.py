@@ -97,18 +97,6 @@ def test_control_characters_in_names_are_escaped(report, tmp_path):
     assert r"red\x1b[31m: done" in out
 
 
-def test_missing_plotly_prints_summary_and_names_extra(report, tmp_path, monkeypatch):
-    monkeypatch.setattr("dtrain.cli.report.find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    code, out, err = report("gpt")
-    assert (code, err) == (0, 'no page: its charts need the package plotly: pip install "dtrain[report]"\n')
-    assert out.startswith("gpt: done at step 1,000")
-    assert not (tmp_path / "gpt" / "report.html").exists()
-    code, out, err = report("gpt", "--output", "page.html")
-    assert (code, out) == (2, "")
-    assert 'the charts of the page need the package plotly: pip install "dtrain[report]"' in err
-
-
 MISTAKES = {
     "no run": (("nowhere",), 2, "report: path must be the folder of a run, got 'nowhere', which is not there. Pass the folder"),
     "a folder of runs": (

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,6 @@ from dtrain import __version__
 from dtrain.arguments import format_bytes, format_count, format_duration
 from dtrain.cli.parameters import OTHER_HEADING, number, option
 from dtrain.errors import ConfigError, escape_unprintable
-from dtrain.optional_dependencies import install_command
 from dtrain.report.results import describe_command, describe_devices, describe_parameters, format_speed, list_results
 
 if TYPE_CHECKING:
@@ -53,13 +51,11 @@ def report(
     """Summarize the time, speed and metrics of a run.
 
     Write the report as one HTML page that needs no network. The page begins with the result: losses and metrics, speed,
-    parameters, devices and command. Goodput, curves, memory, restarts and checkpoints follow. The charts need the extra report;
-    without the extra, the command prints the summary alone.
+    parameters, devices and command. Goodput, curves, memory, restarts and checkpoints follow.
 
     A run may still run, or may have been killed or damaged: the page shows the available data, and lists missing data.
 
-    Exit codes: 0 written; 1 nothing in the folder could be read, or a file could not be written; 2 bad usage, no run, or
-    --output without the extra.
+    Exit codes: 0 written; 1 nothing in the folder could be read, or a file could not be written; 2 bad usage, or no run.
     """
     from dtrain.report.model import to_json
     from dtrain.report.page import render_page
@@ -70,10 +66,7 @@ def report(
     if not as_json and not quiet:
         lines += map(escape_unprintable, summarize(found))
     if output is None and not as_json:
-        if find_spec("plotly") is None:
-            typer.echo(f"no page: its charts need the package plotly: {install_command('report')}", err=True)
-        else:
-            output = str(Path(runs[0] if len(runs) == 1 else ".") / "report.html")
+        output = str(Path(runs[0] if len(runs) == 1 else ".") / "report.html")
     if output is not None:
         _write_page(output, render_page(found))
         lines += [] if as_json else [escape_unprintable(output)]
