@@ -148,7 +148,8 @@ def test_once_option_prints_plain_text(top, tmp_path):
     assert lines[-1].endswith("rank 0  save  step=1000 blocked_s=0.4")
 
 
-def test_missing_run_prints_waiting_message(top):
+def test_empty_run_prints_waiting_message(top, tmp_path):
+    (tmp_path / "gpt").mkdir()
     assert top("gpt", "--once") == (0, "no data yet: waiting for gpt\n", "")
 
 
@@ -224,6 +225,7 @@ def test_screen_fits_narrow_terminal(tmp_path, width, height):
 def on_a_terminal(tmp_path, monkeypatch):
     """The command on a terminal of its own, for the run ``gpt``: the process, and a function that waits for what it draws."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt").mkdir()
     mine, its = pty.openpty()  # the other end stays open here too, so that nothing that was written is lost when it exits
     ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [sys.executable, "-m", "dtrain", "top", "gpt", "--every", "0.1"]
@@ -294,7 +296,11 @@ TOP_MISTAKES = {
         ("gpt", "--every", "nan"),
         "top: --every must be a finite number at least 0.1 and at most 3600, got nan. Use 2, for example.",
     ),
-    "a file": (("file",), "top: RUN_DIR must be a folder, got the file 'file'. Name the folder of a run."),
+    "a file": (("file",), "top: RUN_DIR must be the folder of a run, got the file 'file'. Pass the folder of dt.open_run."),
+    "no folder": (
+        ("nowhere", "--once"),
+        "top: RUN_DIR must be the folder of a run, got 'nowhere', which is not there. Pass the folder of dt.open_run.",
+    ),
     "nothing": ((), "top: missing argument 'RUN_DIR'. See `dtrain top --help`."),
 }
 

@@ -224,7 +224,7 @@ def test_restarts_and_failures_are_marked(made):
     assert restart["over"]["steps"] == [300, 700]
     minute_s = 60.0
     assert restart["over"]["time"] == pytest.approx([215 / minute_s, 450 / minute_s])
-    assert restart["texts"][0] == "attempt 2 began at step 300 after attempt 1 was killed, 40 steps were done again"
+    assert restart["texts"][0] == "attempt 2 began at step 300 after attempt 1 was killed, 40 repeated steps"
     names = [trace["name"] for trace in charts.run_charts(run, "")["chart-time"]["data"]]
     assert names[-2:] == ["restart", "killed or failed"]
     ends = charts.run_charts(run, "")["chart-time"]["data"][-1]

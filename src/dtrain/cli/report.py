@@ -113,7 +113,7 @@ def _run_lines(run: RunReport) -> list[str]:
     lines = [f"{_shorten(run.name)}: {_run_state(run)}"]
     if text := _last_metrics(run):
         lines.append(f"result: {text}")
-    parameters = f"{count} parameters" if (count := describe_parameters(run)) else ""
+    parameters = f"{count} parameter{'s' * (count != '1')}" if (count := describe_parameters(run)) else ""
     if run_facts := [fact for fact in (format_speed(run), parameters, describe_devices(run), describe_command(run)) if fact]:
         lines.append(f"run: {', '.join(run_facts)[:200]}")
     goodput = run.goodput
@@ -181,7 +181,7 @@ _RESERVED_KEYS = ("kind", "attempt", "at", "name")
 
 
 def top(
-    run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Folder of a run, which need not exist yet.")],
+    run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Folder of a run, as dt.open_run creates it.")],
     once: Annotated[bool, typer.Option("--once", help="Print the state once, as plain text, and exit.")] = False,
     every: Annotated[
         float,
@@ -194,13 +194,17 @@ def top(
 
     The command only reads the files of the run, so it costs the run nothing. Exit with Ctrl-C; it exits when the run ends.
 
-    Exit codes: 0 the run has ended, or was shown once; 2 bad usage; 130 after Ctrl-C.
+    Exit codes: 0 the run has ended, or was shown once; 2 bad usage, or no such folder; 130 after Ctrl-C.
     """
     from dtrain.report.live import LiveRun
 
     folder = Path(run)
-    if folder.is_file():
-        raise ConfigError(f"top: RUN_DIR must be a folder, got the file {run!r}. Name the folder of a run.")
+    if not folder.is_dir():
+        problem = "the file " if folder.is_file() else ""
+        missing = "" if folder.is_file() else ", which is not there"
+        raise ConfigError(
+            f"top: RUN_DIR must be the folder of a run, got {problem}{run!r}{missing}. Pass the folder of dt.open_run."
+        )
     live = LiveRun(folder)
     if once or sys.stdout is None or not sys.stdout.isatty():
         now = time.time()

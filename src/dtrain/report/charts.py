@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from dtrain.arguments import format_count
 from dtrain.report.metric_table import downsample
 from dtrain.report.model import AttemptReport, Column, MetricSeries, Report, RunReport
 from dtrain.report.results import metric_label
@@ -349,7 +350,7 @@ def _with_rules(
 
 
 def _restart_text(before: AttemptReport, attempt: AttemptReport) -> str:
-    lost = f", {before.lost_steps} steps were done again" if before.lost_steps else ""
+    lost = f", {format_count(before.lost_steps, 'repeated step')}" if before.lost_steps else ""
     outcome = f"attempt {before.number} {_OUTCOMES[before.outcome]}{lost}"
     return f"attempt {attempt.number} began at step {attempt.first_step} after {outcome}"
 

@@ -13,7 +13,7 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from dtrain.arguments import format_bytes, format_duration
+from dtrain.arguments import format_bytes, format_count, format_duration
 from dtrain.report.charts import (
     AXES,
     CAUSE_PATTERNS,
@@ -85,7 +85,8 @@ def _patterns() -> str:
 def _sections(report: Report) -> tuple[str, dict[str, Chart]]:
     """Return the body of the page, and its charts by the id of their element."""
     metrics, left_out = metric_charts(report)
-    note = f'<p class="note">{left_out} more metrics are not drawn; <code>dtrain report --json</code> has them.</p>'
+    more = f"{format_count(left_out, 'more metric')} {'is' if left_out == 1 else 'are'}"
+    note = f'<p class="note">{more} not drawn; <code>dtrain report --json</code> has all.</p>'
     several = len(report.runs) > 1
     charts = {**metrics, **speed_charts(report)}
     heading = f"<h1>{escape(report.title)}</h1>" if len(report.runs) != 1 else ""
