@@ -145,8 +145,8 @@ def test_start_is_announced_before_the_ranks_run(start):
     print("begun", file=open(f"{os.environ['FOLDER']}/begun", "w"), flush=True)
     time.sleep(600)
     """
-    job = start(source, n=1)
-    assert job.process.stderr.readline() == "dtrain: launch: starting 1 rank\n"
+    job = start(source, n=1, options=["--run-dir", "r"])
+    assert job.process.stderr.readline() == "dtrain: launch: starting 1 rank; run folder of the launch: r\n"
     job.wait_for("begun")
     job.process.terminate()
     assert job.wait().code == 143
@@ -168,7 +168,7 @@ def test_option_for_the_ranks_after_the_script_is_named(run, args, target, line)
     assert (result.code, result.out) == (0, f"{list(args)}\n")
     assert result.err.splitlines()[0] == f"dtrain: launch: {line}"
     own = run("import sys; print(sys.argv[1:])", *args, n=1, shown=None, target=target, name="s.py")
-    assert own.err.splitlines()[0] == "dtrain: launch: starting 1 rank"
+    assert own.err.splitlines()[0].startswith("dtrain: launch: starting 1 rank; ")
 
 
 SAY = """
@@ -184,7 +184,7 @@ def test_terminal_shows_rank_0_and_run_dir_keeps_all_ranks(run, tmp_path):
     result = run(SAY, n=3, shown=None, options=["--run-dir", "r"])
     assert (result.code, result.out) == (0, "[rank 0] out of 0\n")
     begin, shown, end = result.err.splitlines()
-    assert begin == "dtrain: launch: starting 3 ranks"
+    assert begin == "dtrain: launch: starting 3 ranks; run folder of the launch: r"
     assert shown == "[rank 0] err of 0\\x1b[2J"
     assert end == "dtrain: launch: done; logs of all ranks: r/logs"
     kept = {path.name: path.read_text() for path in (tmp_path / "r" / "logs").iterdir() if path.name.startswith("rank-")}

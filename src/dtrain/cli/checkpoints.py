@@ -41,9 +41,9 @@ def list_steps(
     ],
     as_json: AsJson = False,
 ) -> int:
-    """List the committed steps of a root, or of a run whose root is RUN/checkpoints.
+    """List the committed steps of a root.
 
-    Steps are in the order of their commits, and corrupt steps are last; * marks the step that loading uses. The command reads
+    The root of a run is RUN/checkpoints. Steps are in the order of their commits, and corrupt steps are last; * marks the step that loading uses. The command reads
     only manifests: see `dtrain checkpoints verify`.
 
     Exit codes: 0 listed, even if steps are corrupt; 1 the root cannot be read; 2 bad usage, or no steps.
@@ -113,7 +113,7 @@ _MAX_FILES_LISTED = 3
 
 
 def show(
-    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="Folder of a step, or a root for its newest step.")],
+    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="Folder of a step; a root or a run for its newest step.")],
     only: Annotated[
         str | None, typer.Option("--only", metavar="PREFIX", help="Only tensors with this name prefix, as in params/encoder.")
     ] = None,
@@ -211,7 +211,7 @@ _DAMAGED_EXIT_CODE = 1
 
 
 def verify(
-    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="Folder of a step, or a root for its newest step.")],
+    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="Folder of a step; a root or a run for its newest step.")],
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte and compare its digest.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Every step of the root, not only the newest.")] = False,
     as_json: AsJson = False,
@@ -290,7 +290,9 @@ _prune_option = partial(option, "checkpoints: prune", OTHER_HEADING)
 
 
 def prune(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder that save_sharded writes to.", show_default=False)],
+    root: Annotated[
+        str, typer.Argument(metavar="ROOT", help="Folder that save_sharded writes to, or the run.", show_default=False)
+    ],
     keep_last: Annotated[int, _prune_option("--keep-last N", "Number of newest steps to keep.", integer(0))],
     keep_every: Annotated[
         int | None, _prune_option("--keep-every N", "Also keep the steps that are multiples of N.", integer(1))

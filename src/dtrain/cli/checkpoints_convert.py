@@ -106,7 +106,7 @@ def no_checkpoints_error(path: str, command: str) -> ConfigError:
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A step or root, HF or DCP folder, .safetensors, .pt.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A step, root or run; an HF or DCP folder; .safetensors; .pt.")],
     out: Annotated[str, typer.Argument(metavar="DST", help="The new folder, or .safetensors file.")],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, dtrain, dcp or safetensors.")],
     source_format: Annotated[
@@ -187,7 +187,7 @@ _DIFF_COLUMNS = ("what", "differs in", "a", "b", "elements", "largest difference
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A step, a root for its newest step, or a Hugging Face folder.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A step; a root or a run for its newest step; a Hugging Face folder.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The other checkpoint.")],
     weights: Annotated[bool, typer.Option("--weights", help="Only parameters and persistent buffers.")] = False,
     state: Annotated[str | None, typer.Option("--state", metavar="NAME", help="Only the weights of this state.")] = None,

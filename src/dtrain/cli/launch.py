@@ -210,7 +210,7 @@ def _launch(
         *_describe_binding(plan),
         *([_describe_plan(plan)] if verbose else []),
         *(_write_record(plan) if rendezvous is None else []),
-        *([f"launch: starting {format_count(layout.world_size, 'rank')}"] if rendezvous is None else []),
+        *([_describe_start(plan)] if rendezvous is None else []),
     )
     # Imported late, so that wrong options are reported sooner.
     from dtrain.launch.launcher import launch_job
@@ -236,6 +236,11 @@ def _describe_script_options(plan: LaunchPlan, nproc: int | None) -> list[str]:
         f"launch: {shlex.join(option)} stands after {plan.target.name} and is passed to it. "
         f"Options of the launcher stand before it: dtrain launch {shlex.join([*option, *target, *rest])}"
     ]
+
+
+def _describe_start(plan: LaunchPlan) -> str:
+    ranks = format_count(plan.layout.world_size, "rank")
+    return f"launch: starting {ranks}; run folder of the launch: {_relative_path(plan.run_dir)}"
 
 
 def _describe_results(plan: LaunchPlan) -> list[str]:

@@ -185,7 +185,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Print the state once, as plain text, and exit.")] = False,
     every: Annotated[
         float,
-        option("top", OTHER_HEADING, "--every SECONDS", "Refresh interval.  [default: 2]", _INTERVAL),
+        option("top", OTHER_HEADING, "--every SECONDS", "Time between two refreshes.  [default: 2]", _INTERVAL),
     ] = 2.0,
 ) -> int:
     """Show the live state of a run.
