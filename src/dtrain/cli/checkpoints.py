@@ -43,8 +43,8 @@ def list_steps(
 ) -> int:
     """List the committed steps of a root.
 
-    The root of a run is RUN/checkpoints. Steps are in the order of their commits, and corrupt steps are last; * marks the step that loading uses. The command reads
-    only manifests: see `dtrain checkpoints verify`.
+    The root of a run is RUN/checkpoints. Steps are in the order of their commits, and corrupt steps are last; * marks the step
+    that loading uses. The command reads only manifests: see `dtrain checkpoints verify`.
 
     Exit codes: 0 listed, even if steps are corrupt; 1 the root cannot be read; 2 bad usage, or no steps.
     """
