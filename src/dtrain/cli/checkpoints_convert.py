@@ -223,7 +223,7 @@ def diff(
 
 def _summarize_differences(differences: list[CheckpointDifference], left: TensorFiles, right: TensorFiles) -> str:
     """Count the differences by kind, and say if the checkpoints look unrelated."""
-    counts = Counter(difference.kind for difference in differences)
+    counts: Counter[str] = Counter(difference.kind for difference in differences)
     common = left.refs.keys() & right.refs.keys()
     differing = sum(counts[kind] for kind in ("shape", "dtype", "values"))
     parts = [
