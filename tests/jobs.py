@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+_ROUTINE = ("dtrain: launch: starting ", "dtrain: launch: done; ", "dtrain: launch: results: ")
 LONG_S = 300  # no promise of the launcher's: how long a busy test machine may take
 
 
@@ -18,9 +19,14 @@ class Result:
     err: str
 
     @property
+    def errors(self) -> str:
+        """Standard error without the lines with which every launch begins, and every launch without a failure ends."""
+        return "".join(line for line in self.err.splitlines(keepends=True) if not line.startswith(_ROUTINE))
+
+    @property
     def summary(self) -> list[str]:
-        """The lines that the launcher itself wrote."""
-        return [line for line in self.err.splitlines() if line.startswith("dtrain: ")]
+        """The lines in ``errors`` that the launcher itself wrote."""
+        return [line for line in self.errors.splitlines() if line.startswith("dtrain: ")]
 
 
 @dataclass(kw_only=True)

@@ -184,6 +184,11 @@ def interrupted_file(run_dir: Path) -> Path:
     return run_dir / "failures" / "interrupted"
 
 
+def opened_run_file(run_dir: Path) -> Path:
+    """Return the file in which rank 0 names the folder of the training run that it has opened."""
+    return run_dir / "opened-run"
+
+
 def hang_folder(run_dir: Path) -> Path:
     """Return the folder of the records that ranks and launchers write when the launcher asks."""
     return run_dir / "hang"

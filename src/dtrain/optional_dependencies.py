@@ -18,7 +18,6 @@ EXTRA_MODULES: dict[str, tuple[str, ...]] = {
     "streaming": ("zstandard", "brotli", "snappy", "pyarrow", "PIL"),
     "fp8": ("torchao",),
     "plot": ("matplotlib",),
-    "report": ("plotly",),
     "tensorboard": ("tensorboard",),
     "wandb": ("wandb",),
     "mlflow": ("mlflow", "sqlalchemy", "alembic"),

@@ -41,6 +41,7 @@ FORMAT = 1
 """Version of all files here. A reader of a newer version reads the known fields, and warns that there may be more."""
 
 ATTEMPTS, LEDGER, TRACES, MEMORY = "attempts", "ledger", "traces", "memory"
+CHECKPOINTS = "checkpoints"
 METRICS = "metrics.jsonl"
 STEP, TIME = "step", "time"
 """Keys of a metrics record that are not metrics."""

@@ -54,7 +54,7 @@ MISFITS = {
         r"transforms/ema/shadow/first.bias: checkpoint F32 \[7\], here nothing",
     ),
     "optimizer": (lambda: plain_state(optimizer="sgd"), r"optimizer/groups/0/betas: checkpoint a hyperparameter, here nothing"),
-    "groups": (lambda: two_groups(plain_state()), r"optimizer/groups: checkpoint 1 groups, here 2 groups"),
+    "groups": (lambda: two_groups(plain_state()), r"optimizer/groups: checkpoint 1 group, here 2 groups"),
     "order": (
         lambda: other_order(plain_state()),
         r"optimizer/groups/0/params: checkpoint 4 \(first difference: first.weight\)",

@@ -8,6 +8,7 @@ import re
 import shutil
 from dataclasses import replace
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 import torch
@@ -56,9 +57,29 @@ def test_list_shows_corrupt_manifest(checkpoints, root):
     assert re.fullmatch(CORRUPT, out.splitlines()[2])
 
 
-def test_list_reports_empty_root(checkpoints, root):
-    (root.parent / "empty").mkdir()
-    assert checkpoints("list", "empty") == (0, "no checkpoints in empty\n", "")
+def test_list_and_prune_refuse_a_folder_without_checkpoints(checkpoints, root):
+    (root.parent / "empty" / "checkpoints").mkdir(parents=True)
+    for command in (["list", "empty"], ["prune", "empty", "--keep-last", "1"]):
+        code, out, err = checkpoints(*command)
+        assert (code, out) == (2, "")
+        advice = "Name a step, the folder of the steps, or a run with checkpoints/."
+        assert err == f"dtrain: checkpoints: {command[0]}: no checkpoints in 'empty'. {advice}\n"
+
+
+def test_commands_find_the_checkpoints_of_a_run(checkpoints, root):
+    root.rename("checkpoints")
+    Path("run").mkdir()
+    Path("checkpoints").rename("run/checkpoints")
+    assert checkpoints("list", "run")[:2] == checkpoints("list", "run/checkpoints")[:2]
+    assert [step["step"] for step in json.loads(checkpoints("list", "run", "--json")[1])["steps"]] == [1, 2]
+    assert checkpoints("verify", "run", "--all")[1].count(": ok, ") == 2
+    assert checkpoints("show", "run")[1].startswith("step 2 of run ")
+    assert checkpoints("diff", "run", "run/checkpoints/step-00000002")[0] == 0
+    assert checkpoints("convert", "run", "out.safetensors", "--to", "safetensors")[0] == 0
+    assert checkpoints("prune", "run", "--keep-last", "1")[1].startswith("step-00000001: removed, ")
+    # Steps in the folder itself come first.
+    shutil.copytree("run/checkpoints/step-00000002", "run/step-00000007")
+    assert "step-00000007" in checkpoints("verify", "run")[1]
 
 
 def test_verify_checks_newest_step_of_root(checkpoints, root):
@@ -139,7 +160,8 @@ def test_list_json_has_stable_fields(checkpoints, root):
 
 def test_list_json_of_empty_root_is_empty_list(checkpoints, root):
     (root.parent / "empty").mkdir()
-    assert json.loads(checkpoints("list", "empty", "--json")[1]) == {"root": str(root.parent / "empty"), "steps": []}
+    code, out, err = checkpoints("list", "empty", "--json")
+    assert (code, err, json.loads(out)) == (2, "", {"root": str(root.parent / "empty"), "steps": []})
 
 
 def test_list_shows_which_steps_hold_only_weights(checkpoints, root):
@@ -316,7 +338,8 @@ def test_show_refuses_corrupt_step_with_one_line(checkpoints, root):
 
 
 def rows_of(out):
-    return {line.split()[0]: line for line in out.splitlines()[1:]}
+    """Return the rows of the table below the summary and an empty line."""
+    return {line.split()[0]: line for line in out.splitlines()[3:]}
 
 
 def test_diff_of_copy_is_equal(checkpoints, root):
@@ -365,12 +388,25 @@ def test_diff_lists_missing_tensors_and_differing_shapes_or_dtypes(checkpoints, 
     save_file({"b": torch.ones(4), "c": torch.ones(2, 2, dtype=torch.bfloat16), "d": torch.ones(())}, "y.safetensors")
     code, out, _ = checkpoints("diff", "x.safetensors", "y.safetensors")
     assert code == 1
-    assert [line.split() for line in out.splitlines()[1:]] == [
+    summary, empty, _, *rows = out.splitlines()
+    assert (summary, empty) == (
+        "a has 3 tensors, b has 3 tensors: 1 only in a, 1 only in b, 1 differ in shape, 1 differ in dtype, 0 equal",
+        "",
+    )
+    assert [line.split() for line in rows] == [
         ["a", "only", "in", "a", "F32", "[2]", "-"],
         ["d", "only", "in", "b", "-", "F32", "[]"],
         ["b", "shape", "F32", "[3]", "F32", "[4]"],
         ["c", "dtype", "F32", "[2,", "2]", "BF16", "[2,", "2]", "0"],
     ]
+
+
+def test_diff_of_unrelated_models_begins_with_a_summary(checkpoints, root):
+    save_file({f"encoder.{number}": torch.ones(2) for number in range(5)} | {"bias": torch.ones(1)}, "x.safetensors")
+    save_file({f"blocks.{number}": torch.ones(2) for number in range(4)} | {"bias": torch.ones(1)}, "y.safetensors")
+    code, out, _ = checkpoints("diff", "x.safetensors", "y.safetensors")
+    assert (code, out.splitlines()[0]) == (
+        1, "different models: a has 6 tensors, b has 5 tensors: 5 only in a, 4 only in b, 1 equal")  # fmt: skip
 
 
 def test_diff_compares_weights_of_step_and_hf_folder(checkpoints, root):

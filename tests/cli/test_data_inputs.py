@@ -160,7 +160,7 @@ WRONG_SOURCES = {
     "no match": (["*.jsonl"], None, r"no file matches '\*.jsonl'. Use \*\* to match across folders"),
     "a name that says nothing": (["data.bin"], None, "'data.bin': the format cannot be inferred from the name. Pass --from"),
     "an empty folder": (["empty"], None, "'empty': it has no files. Pass --from"),
-    "a folder of others": (["others"], None, "'others': none of its 1 files has a name with a known format. Pass --from"),
+    "a folder of others": (["others"], None, "'others': none of its files has a name with a known format. Pass --from"),
     "a file for a folder": (["data.bin"], "hf", "'data.bin' is a file, but --from hf reads folders. Pass --from"),
     "an unknown server": (["gopher://x/y"], None, "protocol must be one of .*, got gopher://"),
 }
@@ -182,7 +182,7 @@ BAD_CONTENT = {
     "too deep": ("a.jsonl", b"[" * 100_000, "a.jsonl, line 1: is not JSON: "),
     "no UTF-8": ("a.txt", b"eins\n\xe9\n", "a.txt, line 2: is not UTF-8: unexpected end of data at byte 0"),
     "no UTF-8 in a table": ("a.csv", b"a,b\n\xe9,1\n", "a.csv: 'utf-8' codec can't decode byte 0xe9"),
-    "a row that is short": ("a.csv", b"a,b\n1,2\n3\n", "a.csv, line 3: has 1 values for 2 columns"),
+    "a row that is short": ("a.csv", b"a,b\n1,2\n3\n", "a.csv, line 3: has 1 value for 2 columns"),
     "no head": ("a.csv", b"", "a.csv: the first line must name each column once, got None"),
     "one column twice": ("a.csv", b"a,a\n", r"a.csv: the first line must name each column once, got \['a', 'a'\]"),
     "an open quote": ("a.csv", b'a,b\n"1,2\n', "a.csv: unexpected end of data"),

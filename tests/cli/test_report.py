@@ -97,18 +97,6 @@ def test_control_characters_in_names_are_escaped(report, tmp_path):
     assert r"red\x1b[31m: done" in out
 
 
-def test_missing_plotly_prints_summary_and_names_extra(report, tmp_path, monkeypatch):
-    monkeypatch.setattr("dtrain.cli.report.find_spec", lambda name: None)
-    monkeypatch.setitem(sys.modules, "plotly.offline", None)
-    code, out, err = report("gpt")
-    assert (code, err) == (0, 'no page: its charts need the package plotly: pip install "dtrain[report]"\n')
-    assert out.startswith("gpt: done at step 1,000")
-    assert not (tmp_path / "gpt" / "report.html").exists()
-    code, out, err = report("gpt", "--output", "page.html")
-    assert (code, out) == (2, "")
-    assert 'the charts of the page need the package plotly: pip install "dtrain[report]"' in err
-
-
 MISTAKES = {
     "no run": (("nowhere",), 2, "report: path must be the folder of a run, got 'nowhere', which is not there. Pass the folder"),
     "a folder of runs": (
@@ -160,7 +148,8 @@ def test_once_option_prints_plain_text(top, tmp_path):
     assert lines[-1].endswith("rank 0  save  step=1000 blocked_s=0.4")
 
 
-def test_missing_run_prints_waiting_message(top):
+def test_empty_run_prints_waiting_message(top, tmp_path):
+    (tmp_path / "gpt").mkdir()
     assert top("gpt", "--once") == (0, "no data yet: waiting for gpt\n", "")
 
 
@@ -236,6 +225,7 @@ def test_screen_fits_narrow_terminal(tmp_path, width, height):
 def on_a_terminal(tmp_path, monkeypatch):
     """The command on a terminal of its own, for the run ``gpt``: the process, and a function that waits for what it draws."""
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "gpt").mkdir()
     mine, its = pty.openpty()  # the other end stays open here too, so that nothing that was written is lost when it exits
     ioctl(its, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 80, 0, 0))
     command = [sys.executable, "-m", "dtrain", "top", "gpt", "--every", "0.1"]
@@ -306,7 +296,11 @@ TOP_MISTAKES = {
         ("gpt", "--every", "nan"),
         "top: --every must be a finite number at least 0.1 and at most 3600, got nan. Use 2, for example.",
     ),
-    "a file": (("file",), "top: RUN_DIR must be a folder, got the file 'file'. Name the folder of a run."),
+    "a file": (("file",), "top: RUN_DIR must be the folder of a run, got the file 'file'. Pass the folder of dt.open_run."),
+    "no folder": (
+        ("nowhere", "--once"),
+        "top: RUN_DIR must be the folder of a run, got 'nowhere', which is not there. Pass the folder of dt.open_run.",
+    ),
     "nothing": ((), "top: missing argument 'RUN_DIR'. See `dtrain top --help`."),
 }
 

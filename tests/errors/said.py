@@ -83,8 +83,8 @@ SAID = {
     "A fused kernel that is missing": Said(
         by_hand=("ModuleNotFoundError: No module named 'apex'",),
         here=(
-            "UserWarning: fused_layer_norm: torch has no fused norm on a cpu. 1 norms use torch's unfused norms, with the same "
-            "results.",
+            "UserWarning: fused_layer_norm: torch has no fused norm on a cpu. 1 norm became torch's unfused norms, with the "
+            "same results.",
         ),
     ),
     "Checkpoints that are too large": Said(

@@ -227,7 +227,7 @@ def test_signal_during_interpreter_shutdown_keeps_exit_code(start, number, code,
     job.wait_for("leaving-0", "leaving-1")
     job.process.send_signal(number)
     result = job.wait()
-    assert (result.code, result.err) == (code, "")
+    assert (result.code, result.errors) == (code, "")
 
 
 def test_second_signal_after_failure_kills_immediately_and_keeps_cause(start):
@@ -313,7 +313,7 @@ def test_ranks_have_default_signal_handlers_despite_inherited_ones(run):
         """,
         preexec_fn=ignore_all,
     )
-    assert (result.code, result.err) == (0, "")
+    assert (result.code, result.errors) == (0, "")
 
 
 def test_interrupt_of_single_rank_shows_traceback_and_exits_130(start):
@@ -332,7 +332,7 @@ def test_forwarded_interrupt_ends_ranks_without_traceback(start):
     job.wait_for("0", "1")
     job.process.send_signal(signal.SIGINT)
     result = job.wait()
-    assert (result.code, result.err) == (130, "dtrain: launch: interrupted; ranks ended\n")
+    assert (result.code, result.errors) == (130, "dtrain: launch: interrupted; ranks ended\n")
 
 
 def few_files(most):
@@ -441,7 +441,7 @@ def test_garbage_in_heartbeat_pipe_is_harmless(run):
     result = run(
         "", n=1, options=["-c"], target=["bash", "-c", "echo hello >&$DTRAIN_HEARTBEAT_FD; sleep 0.3; echo done"], shown=None
     )
-    assert (result.code, result.out, result.err) == (0, "done\n", "")
+    assert (result.code, result.out, result.errors) == (0, "done\n", "")
 
 
 def test_death_of_store_process_is_named(start):
@@ -496,7 +496,7 @@ def test_interrupt_during_interpreter_start_is_delivered_at_script_start(start, 
     job.wait_for("up0", "up1")
     job.process.send_signal(signal.SIGINT)
     result = job.wait()
-    assert (result.code, result.err) == (130, "dtrain: launch: interrupted; ranks ended\n")
+    assert (result.code, result.errors) == (130, "dtrain: launch: interrupted; ranks ended\n")
     assert ("begun" in result.out) == (options != ["--no-preload"])
 
 

@@ -13,7 +13,7 @@ from jobs import LONG_S
 
 def test_success_is_silent_and_exits_0(run):
     result = run("print('done')")
-    assert (result.code, result.err) == (0, "")
+    assert (result.code, result.errors) == (0, "")
     assert sorted(result.out.splitlines()) == ["[rank 0] done", "[rank 1] done"]
 
 
@@ -33,7 +33,7 @@ def test_exception_is_named_with_traceback_of_script_only(run):
     assert result.code == 1
     (line,) = result.summary
     assert line.endswith(": ValueError: loss is nan; the other ranks were ended")
-    trace = [line.removeprefix("[rank 1] ") for line in result.err.splitlines() if line.startswith("[rank 1] ")]
+    trace = [line.removeprefix("[rank 1] ") for line in result.errors.splitlines() if line.startswith("[rank 1] ")]
     assert trace[0] == "Traceback (most recent call last):"
     assert [line.split('"')[1].rpartition("/")[2] for line in trace if line.startswith("  File")] == ["script.py"] * 2
     assert trace[-2:] == ["ValueError: loss is nan", "second line"]
@@ -57,16 +57,16 @@ def test_traceback_equals_that_of_plain_python(run, tmp_path):
     """
     result = run(source, n=1)
     plain = subprocess.run([sys.executable, str(tmp_path / "script.py")], capture_output=True, text=True, timeout=60)
-    assert result.err.splitlines()[:-1] == plain.stderr.splitlines()
+    assert result.errors.splitlines()[:-1] == plain.stderr.splitlines()
     assert result.code == plain.returncode == 1
-    assert result.summary == [result.err.splitlines()[-1]]
+    assert result.summary == [result.errors.splitlines()[-1]]
     assert result.summary[0].endswith(": Odd")
 
 
 def test_sys_exit_message_is_printed_and_named(run):
     result = run("import sys; sys.exit('no data in /nowhere')", n=1)
     assert result.code == 1
-    assert result.err.splitlines()[0] == "no data in /nowhere"
+    assert result.errors.splitlines()[0] == "no data in /nowhere"
     assert result.summary[0].endswith(": no data in /nowhere")
 
 
@@ -77,7 +77,7 @@ def test_excepthook_of_script_prints_exception(run):
     raise KeyError("k")
     """
     result = run(source, n=1)
-    assert result.err.splitlines()[0] == "hook: KeyError 'k'"
+    assert result.errors.splitlines()[0] == "hook: KeyError 'k'"
     assert result.code == 1
 
 
@@ -123,6 +123,7 @@ def test_culprit_dying_after_its_peer_is_named(run):
 LEAVES = {
     "at once": "os._exit(0)",
     "through the exit handlers": "sys.exit(0)",
+    "through slow exit handlers": "import atexit; atexit.register(time.sleep, 2); sys.exit(0)",
     "with a child that holds its connections": "os._exit(0) if os.fork() else time.sleep(600)",  # until the groups' time-out
 }
 
@@ -178,7 +179,7 @@ def test_failure_record_of_earlier_launch_is_ignored(run, tmp_path):
 class TestPreempted:
     def test_exit_code_75_from_all_ranks_is_no_failure(self, run):
         result = run("import os, sys, time; time.sleep(int(os.environ['RANK'])); sys.exit(75)")
-        assert (result.code, result.err) == (75, "")
+        assert (result.code, result.errors) == (75, "")
 
     def test_exit_code_75_from_one_rank_fails_after_grace(self, run):
         source = "import os, sys, time\nif os.environ['RANK'] == '0': sys.exit(75)\ntime.sleep(600)"
@@ -215,4 +216,4 @@ class TestPreempted:
         job.wait_for("0", "1")
         job.process.terminate()
         result = job.wait()
-        assert (result.code, result.err) == (75, "")
+        assert (result.code, result.errors) == (75, "")

@@ -30,7 +30,7 @@ def test_lines_of_all_ranks_are_not_interleaved(run):
 def test_streams_are_separate_and_partial_last_line_is_ended(run):
     result = run("import sys; sys.stdout.write('out'); sys.stderr.write('err')")
     assert sorted(result.out.splitlines(keepends=True)) == ["[rank 0] out\n", "[rank 1] out\n"]
-    assert sorted(result.err.splitlines(keepends=True)) == ["[rank 0] err\n", "[rank 1] err\n"]
+    assert sorted(result.errors.splitlines(keepends=True)) == ["[rank 0] err\n", "[rank 1] err\n"]
 
 
 def test_single_rank_output_is_unprefixed_and_unbuffered(start):
@@ -66,8 +66,9 @@ def test_lines_are_whole_when_stdout_and_stderr_share_a_pipe(run):
         os.write(2, b"e" * 20_000 + b"\\n")
     """
     result = run(source, stderr=subprocess.STDOUT)
-    assert {line.split("] ")[1] for line in result.out.splitlines()} == {"o" * 20_000, "e" * 20_000}
-    assert len(result.out.splitlines()) == 80
+    lines = [line for line in result.out.splitlines() if line.startswith("[")]
+    assert {line.split("] ")[1] for line in lines} == {"o" * 20_000, "e" * 20_000}
+    assert len(lines) == 80
 
 
 PRINT_A_LOT = """
@@ -93,7 +94,7 @@ def test_broken_stdout_does_not_stop_training_and_is_reported(start):
     result = job.wait()
     assert result.code == 0
     assert (job.folder / "done-0").exists()
-    assert result.err == "dtrain: launch: 6000 lines of standard output were dropped: Broken pipe\n"
+    assert result.errors == "dtrain: launch: 6,000 lines of standard output were dropped: Broken pipe\n"
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
@@ -122,6 +123,54 @@ def test_single_rank_reads_stdin_and_several_ranks_do_not(start):
         assert "".join(sorted(out.splitlines(keepends=True))) == seen
 
 
+def test_end_names_the_training_run_and_its_report(run, tmp_path):
+    source = """
+    import dtrain as dt
+    with dt.init_dist():
+        dt.open_run("my runs/gpt")
+    """
+    first = run(source, options=["--run-dir", "r"])
+    assert first.code == 0
+    assert first.err.splitlines()[-2:] == [
+        "dtrain: launch: done; logs of all ranks: r/logs",
+        "dtrain: launch: results: my runs/gpt; for a summary and a page: dtrain report 'my runs/gpt'",
+    ]
+    # The next launch in this folder opens no run.
+    assert run("", options=["--run-dir", "r"]).err.splitlines()[-1] == "dtrain: launch: done; logs of all ranks: r/logs"
+
+
+def test_start_is_announced_before_the_ranks_run(start):
+    source = """
+    import os, time
+    print("begun", file=open(f"{os.environ['FOLDER']}/begun", "w"), flush=True)
+    time.sleep(600)
+    """
+    job = start(source, n=1, options=["--run-dir", "r"])
+    assert job.process.stderr.readline() == "dtrain: launch: starting 1 rank; run folder of the launch: r\n"
+    job.wait_for("begun")
+    job.process.terminate()
+    assert job.wait().code == 143
+
+
+@pytest.mark.parametrize(
+    ("args", "target", "line"),
+    [
+        (("-n", "2", "--lr", "1"), ["s.py"], "-n 2 stands after s.py and is passed to it. "
+                                            "Options of the launcher stand before it: dtrain launch -n 2 s.py --lr 1"),
+        (("a", "--nproc-per-node=2"), ["-m", "s"], "--nproc-per-node=2 stands after s and is passed to it. "
+                                                   "Options of the launcher stand before it: "
+                                                   "dtrain launch --nproc-per-node=2 -m s a"),
+    ],
+    ids=["script", "module"],
+)  # fmt: skip
+def test_option_for_the_ranks_after_the_script_is_named(run, args, target, line):
+    result = run("import sys; print(sys.argv[1:])", *args, n=None, shown=None, target=target, name="s.py")
+    assert (result.code, result.out) == (0, f"{list(args)}\n")
+    assert result.err.splitlines()[0] == f"dtrain: launch: {line}"
+    own = run("import sys; print(sys.argv[1:])", *args, n=1, shown=None, target=target, name="s.py")
+    assert own.err.splitlines()[0].startswith("dtrain: launch: starting 1 rank; ")
+
+
 SAY = """
     import os, sys
     rank = os.environ["RANK"]
@@ -134,7 +183,10 @@ SAY = """
 def test_terminal_shows_rank_0_and_run_dir_keeps_all_ranks(run, tmp_path):
     result = run(SAY, n=3, shown=None, options=["--run-dir", "r"])
     assert (result.code, result.out) == (0, "[rank 0] out of 0\n")
-    assert result.err == "[rank 0] err of 0\\x1b[2J\n"
+    begin, shown, end = result.err.splitlines()
+    assert begin == "dtrain: launch: starting 3 ranks; run folder of the launch: r"
+    assert shown == "[rank 0] err of 0\\x1b[2J"
+    assert end == "dtrain: launch: done; logs of all ranks: r/logs"
     kept = {path.name: path.read_text() for path in (tmp_path / "r" / "logs").iterdir() if path.name.startswith("rank-")}
     streams = (("stdout", "out of {}\n"), ("stderr", "err of {}\x1b[2J\n"))
     assert kept == {f"rank-{rank:05d}.{name}": text.format(rank) for rank in range(3) for name, text in streams}
@@ -152,7 +204,8 @@ def test_output_options_select_ranks_and_files(run, tmp_path):
         str(tmp_path / "e-{rank}"),
     ]
     result = run(SAY, shown="1", options=[*options, "--run-dir", "r"])
-    assert (result.out, result.err) == ("1/2: out of 1\n", "1/2: err of 1\\x1b[2J\n")
+    assert (result.out, result.errors) == ("1/2: out of 1\n", "1/2: err of 1\\x1b[2J\n")
+    assert result.err.endswith("dtrain: launch: done; run folder: r\n")
     assert sorted((tmp_path / "r" / "all.txt").read_text().splitlines()) == ["out of 0", "out of 1"]
     assert [(tmp_path / f"e-{rank}").read_text() for rank in (0, 1)] == ["err of 0\x1b[2J\n", "err of 1\x1b[2J\n"]
 
@@ -163,4 +216,4 @@ def test_full_log_device_prints_one_line_and_training_continues(start):
     result = job.wait()
     assert (result.code, len(result.out.splitlines())) == (0, 3000)
     assert (job.folder / "done-1").exists()
-    assert result.summary == ["dtrain: launch: 6000 lines are missing in '/dev/full': No space left on device"]
+    assert result.summary == ["dtrain: launch: 6,000 lines are missing in '/dev/full': No space left on device"]

@@ -64,8 +64,9 @@ def test_report_of_a_bug_names_step_cause_and_page(tmp_path, monkeypatch):
     assert not report.passed
     finding = report.as_dict()["findings"][0]
     assert (finding["step"], finding["kind"], finding["cause"]) == (0, "loss", "loss_weighting")
-    assert Path(__file__).parents[2].joinpath(finding["page"]).is_file()
+    assert Path(__file__).parents[2].joinpath("docs", f"{finding['page']}.md").is_file()
     assert "DIFFERS (1)" in report.text()
+    assert '   See the page "microbatch" of the documentation (loss_weighting).' in report.text().splitlines()
 
 
 def test_gradients_of_an_update_in_backward_are_compared(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from torch import nn
 from dtrain.surgery.normalization.fused_norm import fused_layer_norm
 from dtrain.surgery.normalization.low_precision_norm import low_precision_layer_norm
 
-NOTICE = "fused_layer_norm: torch has no fused norm on a cpu. 1 norms use torch's unfused norms, with the same results"
+NOTICE = "fused_layer_norm: torch has no fused norm on a cpu. 1 norm became torch's unfused norms, with the same results"
 
 
 class Written(nn.Module):

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from dtrain.arguments import format_count
 from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.mismatch_report import MismatchRow, other_row, unexpected_row
@@ -65,7 +66,7 @@ def compare_groups(optimizer: dict[str, Any], state: TrainState, skipped: Collec
     stored_groups, groups = optimizer["groups"], optimizer_groups(state)
     if type(stored_groups) is not list or len(stored_groups) != len(groups):
         count = len(stored_groups) if type(stored_groups) is list else 0
-        yield other_row("optimizer/groups", f"{count} groups", f"{len(groups)} groups")
+        yield other_row("optimizer/groups", format_count(count, "group"), format_count(len(groups), "group"))
         return
     for at, (saved, group) in enumerate(zip(stored_groups, groups, strict=True)):
         location = f"optimizer/groups/{at}"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dtrain import storage
-from dtrain.arguments import format_bytes
+from dtrain.arguments import format_bytes, format_count
 from dtrain.cli.checkpoints_convert import (
     convert,
     diff,
@@ -31,29 +31,32 @@ if TYPE_CHECKING:
     from dtrain.checkpoint.reader import CheckpointReader
 
 
+_NO_STEPS_EXIT_CODE = 2
 _STEP_COLUMNS = ("", "step", "committed at", "size", "ranks", "holds", "run", "parent", "manifest")
 
 
 def list_steps(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder that save_sharded writes to.", show_default=False)],
+    root: Annotated[
+        str, typer.Argument(metavar="ROOT", help="Folder that save_sharded writes to, or the run.", show_default=False)
+    ],
     as_json: AsJson = False,
 ) -> int:
     """List the committed steps of a root.
 
-    Steps are in the order of their commits, and corrupt steps are last; * marks the step that loading uses. The command reads
-    only manifests: see `dtrain checkpoints verify`.
+    The root of a run is RUN/checkpoints. Steps are in the order of their commits, and corrupt steps are last; * marks the step
+    that loading uses. The command reads only manifests: see `dtrain checkpoints verify`.
 
-    Exit codes: 0 listed, even if steps are corrupt; 1 the root cannot be read; 2 bad usage.
+    Exit codes: 0 listed, even if steps are corrupt; 1 the root cannot be read; 2 bad usage, or no steps.
     """
     folder = find_root(root, "list")
     steps, newest = list_root_steps(folder, "list")
     facts = [_step_facts(step, latest=step.path == newest) for step in steps]
     if as_json:
         print_json({"root": str(folder), "steps": facts})
-    elif facts:
-        print_table(_STEP_COLUMNS, [_step_row(step) for step in facts])
-    else:
-        typer.echo(f"no checkpoints in {root}")
+        return 0 if facts else _NO_STEPS_EXIT_CODE
+    if not facts:
+        raise no_checkpoints_error(root, "list")
+    print_table(_STEP_COLUMNS, [_step_row(step) for step in facts])
     return 0
 
 
@@ -110,7 +113,7 @@ _MAX_FILES_LISTED = 3
 
 
 def show(
-    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="Folder of a step, or a root for its newest step.")],
+    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="Folder of a step; a root or a run for its newest step.")],
     only: Annotated[
         str | None, typer.Option("--only", metavar="PREFIX", help="Only tensors with this name prefix, as in params/encoder.")
     ] = None,
@@ -188,12 +191,13 @@ def _checkpoint_summary(facts: dict[str, Any]) -> list[str]:
     mesh = facts["layout"]
     states = f" of the states {', '.join(facts['states'])}" if facts["states"] else ""
     axes = " x ".join(f"{axis} {size}" for axis, size in zip(mesh["axes"], mesh["shape"], strict=True))
-    ranks = f"{facts['world_size']} rank{'s' * (facts['world_size'] != 1)}"
+    ranks = format_count(facts["world_size"], "rank")
     return [
         f"step {facts['step']} of run {facts['run_id']} in {facts['path']}",
         f"written by {ranks}, {mesh['strategy']}{f' ({axes})' if axes else ''}: "
-        f"{format_bytes(facts['bytes'])} in {len(facts['files'])} data file{'s' * (len(facts['files']) != 1)}",
-        f"holds {', '.join(facts['holds'])}{states}: {len(facts['tensors'])} tensors, {facts['values']} plain values",
+        f"{format_bytes(facts['bytes'])} in {format_count(len(facts['files']), 'data file')}",
+        f"holds {', '.join(facts['holds'])}{states}: "
+        f"{format_count(len(facts['tensors']), 'tensor')}, {format_count(facts['values'], 'plain value')}",
     ]
 
 
@@ -207,7 +211,7 @@ _DAMAGED_EXIT_CODE = 1
 
 
 def verify(
-    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="Folder of a step, or a root for its newest step.")],
+    path: Annotated[str, typer.Argument(metavar="ROOT_OR_STEP", help="Folder of a step; a root or a run for its newest step.")],
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte and compare its digest.")] = False,
     every: Annotated[bool, typer.Option("--all", help="Every step of the root, not only the newest.")] = False,
     as_json: AsJson = False,
@@ -266,7 +270,7 @@ def _verify_text(facts: dict[str, Any], deep: bool) -> str:
         return escape_unprintable(facts["problem"])
     if facts["removed"]:
         return "removed while it was read"
-    ranks = f"{facts['world_size']} rank{'s' * (facts['world_size'] != 1)}"
+    ranks = format_count(facts["world_size"], "rank")
     scope = "every byte read" if deep else "manifest, sizes and indexes; --deep reads every byte"
     return f"ok, {format_bytes(facts['bytes'])} of {ranks} ({scope})"
 
@@ -286,7 +290,9 @@ _prune_option = partial(option, "checkpoints: prune", OTHER_HEADING)
 
 
 def prune(
-    root: Annotated[str, typer.Argument(metavar="ROOT", help="Folder that save_sharded writes to.", show_default=False)],
+    root: Annotated[
+        str, typer.Argument(metavar="ROOT", help="Folder that save_sharded writes to, or the run.", show_default=False)
+    ],
     keep_last: Annotated[int, _prune_option("--keep-last N", "Number of newest steps to keep.", integer(0))],
     keep_every: Annotated[
         int | None, _prune_option("--keep-every N", "Also keep the steps that are multiples of N.", integer(1))
@@ -302,9 +308,11 @@ def prune(
     The step that loading uses is never removed, and neither are corrupt or incomplete steps. The manifest of a step is removed
     first, so that an interrupted command leaves no partial checkpoint.
 
-    Exit codes: 0 done; 1 a step could not be removed; 2 bad usage.
+    Exit codes: 0 done; 1 a step could not be removed; 2 bad usage, or no steps.
     """
     folder = find_root(root, "prune")
+    if not list_root_steps(folder, "prune")[0]:
+        raise no_checkpoints_error(root, "prune")
     with prefix_errors("checkpoints: prune", CheckpointError):
         from dtrain.checkpoint.retention import prune
 
@@ -318,12 +326,12 @@ def prune(
     for step in removed_steps:
         typer.echo(f"{step.path.name}: {'would be removed' if dry_run else 'removed'}, {format_bytes(step.bytes)}")
     total = format_bytes(sum(step.bytes for step in removed_steps))
-    typer.echo(f"{len(removed_steps)} step{'s' * (len(removed_steps) != 1)}, {total}" if removed_steps else "nothing to remove")
+    typer.echo(f"{format_count(len(removed_steps), 'step')}, {total}" if removed_steps else "nothing to remove")
     return 0
 
 
 LIST_EXAMPLES = """
-dtrain checkpoints list ckpt
+dtrain checkpoints list runs/gpt      the steps in runs/gpt/checkpoints
 dtrain checkpoints list s3://bucket/ckpt --json | jq .steps
 """
 VERIFY_EXAMPLES = """

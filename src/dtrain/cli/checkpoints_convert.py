@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from dtrain import storage
-from dtrain.arguments import format_bytes, parse_bytes
+from dtrain import run_layout, storage
+from dtrain.arguments import format_bytes, format_count, parse_bytes
 from dtrain.cli.output import ByteProgressBar, prefix_errors, print_json, print_table
 from dtrain.cli.parameters import OTHER_HEADING, AsJson, integer, option
 from dtrain.errors import CheckpointError, ConfigError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def find_folder(path: str, command: str) -> AnyPath:
-    """Return the folder at ``path``.
+    """Return the folder at ``path``, or the checkpoints of the run at ``path``.
 
     Raises:
         ConfigError: the folder does not exist.
@@ -30,7 +31,19 @@ def find_folder(path: str, command: str) -> AnyPath:
     # An empty path usually comes from an unset variable, and would mean the current folder.
     if not path or not storage.is_folder(folder := storage.resolve_path(path)):
         raise ConfigError(f"checkpoints: {command}: no such folder: {path!r}. Check the path.")
-    return folder
+    return enter_run(folder)
+
+
+def enter_run(folder: AnyPath) -> AnyPath:
+    """Return the folder of a run's checkpoints if ``folder`` is a run and has no steps of its own, else ``folder``."""
+    inside = folder / run_layout.CHECKPOINTS
+    return inside if _has_steps(inside) and not is_step_folder(folder) and not _has_steps(folder) else folder
+
+
+def _has_steps(folder: AnyPath) -> bool:
+    from dtrain.checkpoint import layout
+
+    return storage.is_folder(folder) and any(layout.step_of(name) is not None for name in storage.list_names(folder))
 
 
 def find_root(path: str, command: str) -> AnyPath:
@@ -87,11 +100,13 @@ def find_step(path: str, command: str) -> AnyPath:
 
 def no_checkpoints_error(path: str, command: str) -> ConfigError:
     """Build the error for a root without steps."""
-    return ConfigError(f"checkpoints: {command}: no checkpoints in {path!r}. Name a step, or the folder that contains steps.")
+    return ConfigError(
+        f"checkpoints: {command}: no checkpoints in {path!r}. Name a step, the folder of the steps, or a run with checkpoints/."
+    )
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A step or root, HF or DCP folder, .safetensors, .pt.")],
+    source: Annotated[str, typer.Argument(metavar="SRC", help="A step, root or run; an HF or DCP folder; .safetensors; .pt.")],
     out: Annotated[str, typer.Argument(metavar="DST", help="The new folder, or .safetensors file.")],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, dtrain, dcp or safetensors.")],
     source_format: Annotated[
@@ -133,8 +148,9 @@ def convert(
     with prefix_errors("checkpoints: convert", CheckpointError), ByteProgressBar("converting") as bar:
         if not source or not out:
             raise ConfigError("convert: SRC and DST must not be empty. Name the checkpoint and the new folder.")
+        folder = storage.resolve_path(source)
         result = convert(
-            source,
+            str(enter_run(folder)) if storage.is_folder(folder) else source,
             out,
             **formats,
             trust=trust,
@@ -152,7 +168,7 @@ def convert(
     if as_json:
         print_json({"path": str(result.path), "tensors": result.tensors, "bytes": result.bytes})
     else:
-        typer.echo(f"{result.path}: {result.tensors} tensors, {format_bytes(result.bytes)}")
+        typer.echo(f"{result.path}: {format_count(result.tensors, 'tensor')}, {format_bytes(result.bytes)}")
     return 0
 
 
@@ -171,7 +187,7 @@ _DIFF_COLUMNS = ("what", "differs in", "a", "b", "elements", "largest difference
 
 
 def diff(
-    a: Annotated[str, typer.Argument(metavar="A", help="A step, a root for its newest step, or a Hugging Face folder.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A step; a root or a run for its newest step; a Hugging Face folder.")],
     b: Annotated[str, typer.Argument(metavar="B", help="The other checkpoint.")],
     weights: Annotated[bool, typer.Option("--weights", help="Only parameters and persistent buffers.")] = False,
     state: Annotated[str | None, typer.Option("--state", metavar="NAME", help="Only the weights of this state.")] = None,
@@ -179,9 +195,9 @@ def diff(
 ) -> int:
     """Compare two checkpoints tensor by tensor.
 
-    The command lists tensors that only one checkpoint has, and differences in shape, dtype or value, with the number of
-    different elements and the largest absolute difference. Plain values (the clock, hyperparameters) are compared, too. World
-    sizes and strategies may differ. Both checkpoints are read in pieces and verified.
+    The first line is a summary. The table lists tensors that only one checkpoint has, and differences in shape, dtype or value,
+    with the number of different elements and the largest absolute difference. Plain values (the clock, hyperparameters) are
+    compared, too. World sizes and strategies may differ. Both checkpoints are read in pieces and verified.
 
     Exit codes: 0 equal; 1 different, or a checkpoint cannot be read; 2 bad usage.
     """
@@ -197,10 +213,29 @@ def diff(
         facts = [_difference_facts(difference) for difference in differences]
         print_json({**names, "equal": not differences, "differences": facts})
     elif differences:
+        typer.echo(_summarize_differences(differences, left, right))
+        typer.echo()
         print_table(_DIFF_COLUMNS, [_difference_row(difference) for difference in differences], right=(4, 5))
     else:
-        typer.echo(f"equal: {len(left.refs)} tensors, {len(values)} plain values")
+        typer.echo(f"equal: {format_count(len(left.refs), 'tensor')}, {format_count(len(values), 'plain value')}")
     return _DIFFERENT_EXIT_CODE if differences else 0
+
+
+def _summarize_differences(differences: list[CheckpointDifference], left: TensorFiles, right: TensorFiles) -> str:
+    """Count the differences by kind, and say if the checkpoints look unrelated."""
+    counts: Counter[str] = Counter(difference.kind for difference in differences)
+    common = left.refs.keys() & right.refs.keys()
+    differing = sum(counts[kind] for kind in ("shape", "dtype", "values"))
+    parts = [
+        f"a has {format_count(len(left.refs), 'tensor')}, b has {format_count(len(right.refs), 'tensor')}",
+        *(f"{counts[kind]:,} only in {name}" for kind, name in (("only in a", "a"), ("only in b", "b")) if counts[kind]),
+        *(f"{counts[kind]:,} differ in {kind}" for kind in ("shape", "dtype", "values") if counts[kind]),
+        f"{len(common) - differing:,} equal",
+    ]
+    if counts["plain value"]:
+        parts.append(format_count(counts["plain value"], "different plain value"))
+    is_unrelated = 2 * len(common) < min(len(left.refs), len(right.refs))
+    return f"{'different models: ' if is_unrelated else ''}{parts[0]}: {', '.join(parts[1:])}"
 
 
 def _find_source(path: str) -> AnyPath:

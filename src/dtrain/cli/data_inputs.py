@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, cast, get_args
 
 from dtrain import storage
+from dtrain.arguments import format_count
 from dtrain.errors import ConfigError, DataError
 from dtrain.optional_dependencies import missing_extra_error
 from dtrain.storage import AnyPath
@@ -196,7 +197,7 @@ def _folder_inputs(folder: AnyPath, source: str, kind: InputKind | None) -> list
         if kind is not None or _infer_kind(name) is not None
     ]
     if not inputs:
-        problem = f"none of its {len(files)} files has a name with a known format" if files else "it has no files"
+        problem = "none of its files has a name with a known format" if files else "it has no files"
         raise ConfigError(f"{source!r}: {problem}. {_KIND_ADVICE}")
     return inputs
 
@@ -324,7 +325,8 @@ def _read_csv_rows(data_input: DataInput, advance: ReportBytes) -> Iterator[Inpu
         for row in rows:
             if row and len(row) != len(columns):
                 raise DataError(
-                    f"{data_input.name}, line {rows.line_num}: has {len(row)} values for {len(columns)} columns. "
+                    f"{data_input.name}, line {rows.line_num}: has {format_count(len(row), 'value')} "
+                    f"for {len(columns)} columns. "
                     "Quote values that contain commas or line ends."
                 )
             if row:

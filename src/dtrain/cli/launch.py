@@ -15,6 +15,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from dtrain import launch_protocol
+from dtrain.arguments import format_count
 from dtrain.cli import launch_options as options
 from dtrain.cli.launch_options import list_ranks, parse_log_ranks, parse_modules, parse_nproc
 from dtrain.errors import ConfigError
@@ -66,6 +68,7 @@ TORCHRUN_ADVICE = {
 
 _LOOPBACK = ("localhost", "127.0.0.1", "::1", "[::1]")
 _ENDPOINT = re.compile(r"(?P<host>.+?)(?::(?P<port>[0-9]{1,5}))?")
+_NPROC_OPTION = re.compile("(-n|-np|--nproc|--nproc[-_]per[-_]node)(=.*)?")
 # torchrun's default port of an endpoint.
 _DEFAULT_PORT = "29400"
 
@@ -203,16 +206,58 @@ def _launch(
     plan = LaunchPlan(target=target, layout=layout, run_dir=folder, rendezvous=rendezvous, output=output, **options)
     _print_notices(
         *topology.notices,
+        *_describe_script_options(plan, nodes.nproc),
         *_describe_binding(plan),
         *([_describe_plan(plan)] if verbose else []),
         *(_write_record(plan) if rendezvous is None else []),
+        *([_describe_start(plan)] if rendezvous is None else []),
     )
     # Imported late, so that wrong options are reported sooner.
     from dtrain.launch.launcher import launch_job
 
     if topology.elastic is not None:
         plan = make_elastic_plan(plan, topology.elastic, threads=os.environ.get(OMP_THREADS, ""))
-    return launch_job(plan)
+    code = launch_job(plan)
+    if code == 0 and rendezvous is None:
+        _print_notices(*_describe_results(plan))
+    return code
+
+
+def _describe_script_options(plan: LaunchPlan, nproc: int | None) -> list[str]:
+    """Warn about an option for the number of ranks that stands behind the script, which gets the option."""
+    args = plan.target.args
+    places = [place for place, arg in enumerate(args) if _NPROC_OPTION.fullmatch(arg)]
+    if nproc is not None or not places or plan.target.kind == "command":
+        return []
+    option = args[places[0] : places[0] + 2 - ("=" in args[places[0]])]
+    rest = [*args[: places[0]], *args[places[0] + len(option) :]]
+    target = ["-m", plan.target.name] if plan.target.kind == "module" else [plan.target.name]
+    return [
+        f"launch: {shlex.join(option)} stands after {plan.target.name} and is passed to it. "
+        f"Options of the launcher stand before it: dtrain launch {shlex.join([*option, *target, *rest])}"
+    ]
+
+
+def _describe_start(plan: LaunchPlan) -> str:
+    ranks = format_count(plan.layout.world_size, "rank")
+    return f"launch: starting {ranks}; run folder of the launch: {_relative_path(plan.run_dir)}"
+
+
+def _describe_results(plan: LaunchPlan) -> list[str]:
+    """Name the folders in which the job has left its files."""
+    folder = _relative_path(plan.run_dir)
+    place = f"logs of all ranks: {folder}/logs" if plan.output.stdout is None else f"run folder: {folder}"
+    try:
+        path = launch_protocol.opened_run_file(plan.run_dir).read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return [f"launch: done; {place}"]
+    run = _relative_path(Path(path))
+    return [f"launch: done; {place}", f"launch: results: {run}; for a summary and a page: dtrain report {shlex.quote(run)}"]
+
+
+def _relative_path(path: Path) -> str:
+    here = Path.cwd()
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _describe_binding(plan: LaunchPlan) -> list[str]:

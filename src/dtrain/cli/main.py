@@ -37,7 +37,7 @@ _UsageError: type[Exception] = next(base for base in typer.BadParameter.__mro__ 
 
 
 _HANG_EXAMPLES = """
-dtrain hang runs/gpt     the run folder that `dtrain launch` has printed
+dtrain hang runs/gpt     the run folder that `dtrain launch` prints at the start
 """
 
 

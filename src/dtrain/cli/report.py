@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from datetime import datetime
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,6 @@ from dtrain import __version__
 from dtrain.arguments import format_bytes, format_count, format_duration
 from dtrain.cli.parameters import OTHER_HEADING, number, option
 from dtrain.errors import ConfigError, escape_unprintable
-from dtrain.optional_dependencies import install_command
 from dtrain.report.results import describe_command, describe_devices, describe_parameters, format_speed, list_results
 
 if TYPE_CHECKING:
@@ -53,13 +51,11 @@ def report(
     """Summarize the time, speed and metrics of a run.
 
     Write the report as one HTML page that needs no network. The page begins with the result: losses and metrics, speed,
-    parameters, devices and command. Goodput, curves, memory, restarts and checkpoints follow. The charts need the extra report;
-    without the extra, the command prints the summary alone.
+    parameters, devices and command. Goodput, curves, memory, restarts and checkpoints follow.
 
     A run may still run, or may have been killed or damaged: the page shows the available data, and lists missing data.
 
-    Exit codes: 0 written; 1 nothing in the folder could be read, or a file could not be written; 2 bad usage, no run, or
-    --output without the extra.
+    Exit codes: 0 written; 1 nothing in the folder could be read, or a file could not be written; 2 bad usage, or no run.
     """
     from dtrain.report.model import to_json
     from dtrain.report.page import render_page
@@ -70,10 +66,7 @@ def report(
     if not as_json and not quiet:
         lines += map(escape_unprintable, summarize(found))
     if output is None and not as_json:
-        if find_spec("plotly") is None:
-            typer.echo(f"no page: its charts need the package plotly: {install_command('report')}", err=True)
-        else:
-            output = str(Path(runs[0] if len(runs) == 1 else ".") / "report.html")
+        output = str(Path(runs[0] if len(runs) == 1 else ".") / "report.html")
     if output is not None:
         _write_page(output, render_page(found))
         lines += [] if as_json else [escape_unprintable(output)]
@@ -120,7 +113,7 @@ def _run_lines(run: RunReport) -> list[str]:
     lines = [f"{_shorten(run.name)}: {_run_state(run)}"]
     if text := _last_metrics(run):
         lines.append(f"result: {text}")
-    parameters = f"{count} parameters" if (count := describe_parameters(run)) else ""
+    parameters = f"{count} parameter{'s' * (count != '1')}" if (count := describe_parameters(run)) else ""
     if run_facts := [fact for fact in (format_speed(run), parameters, describe_devices(run), describe_command(run)) if fact]:
         lines.append(f"run: {', '.join(run_facts)[:200]}")
     goodput = run.goodput
@@ -188,11 +181,11 @@ _RESERVED_KEYS = ("kind", "attempt", "at", "name")
 
 
 def top(
-    run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Folder of a run, which need not exist yet.")],
+    run: Annotated[str, typer.Argument(metavar="RUN_DIR", help="Folder of a run, as dt.open_run creates it.")],
     once: Annotated[bool, typer.Option("--once", help="Print the state once, as plain text, and exit.")] = False,
     every: Annotated[
         float,
-        option("top", OTHER_HEADING, "--every SECONDS", "Refresh interval.  [default: 2]", _INTERVAL),
+        option("top", OTHER_HEADING, "--every SECONDS", "Time between two refreshes.  [default: 2]", _INTERVAL),
     ] = 2.0,
 ) -> int:
     """Show the live state of a run.
@@ -201,13 +194,17 @@ def top(
 
     The command only reads the files of the run, so it costs the run nothing. Exit with Ctrl-C; it exits when the run ends.
 
-    Exit codes: 0 the run has ended, or was shown once; 2 bad usage; 130 after Ctrl-C.
+    Exit codes: 0 the run has ended, or was shown once; 2 bad usage, or no such folder; 130 after Ctrl-C.
     """
     from dtrain.report.live import LiveRun
 
     folder = Path(run)
-    if folder.is_file():
-        raise ConfigError(f"top: RUN_DIR must be a folder, got the file {run!r}. Name the folder of a run.")
+    if not folder.is_dir():
+        problem = "the file " if folder.is_file() else ""
+        missing = "" if folder.is_file() else ", which is not there"
+        raise ConfigError(
+            f"top: RUN_DIR must be the folder of a run, got {problem}{run!r}{missing}. Pass the folder of dt.open_run."
+        )
     live = LiveRun(folder)
     if once or sys.stdout is None or not sys.stdout.isatty():
         now = time.time()

@@ -20,6 +20,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from dtrain import launch_protocol
 from dtrain.errors import ConfigError
 from dtrain.launch.launch_plan import LaunchPlan
 from dtrain.versions import git_commit, package_versions
@@ -90,8 +91,9 @@ def claim_run_dir(run_dir: Path, node_rank: int) -> int | None:
             os.close(lock)
             held_lock = None
         failures = run_dir / "failures"
-        for stale in (*failures.glob("rank-*.json"), *failures.glob("rank-*.partial")) if node_rank == 0 else ():
-            stale.unlink()
+        opened_run = launch_protocol.opened_run_file(run_dir)
+        for stale in (*failures.glob("rank-*.json"), *failures.glob("rank-*.partial"), opened_run) if node_rank == 0 else ():
+            stale.unlink(missing_ok=True)
     except OSError as error:
         raise ConfigError(
             f"launch: cannot use {str(run_dir)!r}: {error.strerror}. Choose another folder with --run-dir."

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dtrain import launch_protocol
+from dtrain.arguments import format_count
 from dtrain.launch import failure
 from dtrain.launch.failure import RootCause
 from dtrain.launch.output.log_files import fill_template
@@ -57,7 +58,8 @@ class DistinctException:
             (failure.rank, f"{failure.error_type}: {_truncate_message(failure.message)}") for failure in others[:_MAX_MESSAGES]
         ]
         if len(others) > _MAX_MESSAGES:
-            lines.append((first.rank, f"... and {len(others) - _MAX_MESSAGES} more ranks, each with a message of its own"))
+            more = format_count(len(others) - _MAX_MESSAGES, "more rank")
+            lines.append((first.rank, f"... and {more}, each with a message of its own"))
         return lines
 
 
@@ -90,7 +92,8 @@ def format_exceptions(exceptions: Sequence[DistinctException], *, full: bool) ->
     """
     lines = [line for exception in exceptions[:_MAX_TRACEBACKS] for line in exception.format_lines(full=full)]
     if more := exceptions[_MAX_TRACEBACKS:]:
-        lines.append((more[0].first.rank, f"... and {len(more)} more mistakes; the logs of the ranks have their tracebacks"))
+        count = format_count(len(more), "more mistake")
+        lines.append((more[0].first.rank, f"... and {count}; the logs of the ranks have the tracebacks"))
     return lines
 
 

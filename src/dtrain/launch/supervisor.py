@@ -279,6 +279,8 @@ def _read_progress(job: Job) -> None:
             job.watchdog.record_progress(record)
         if record.kind == heartbeats.ProgressKind.COMMITTED:
             job.restart_policy = job.restart_policy.after_commit(record.value)
+        if record.kind == heartbeats.ProgressKind.CLOSED:
+            job.worker_group.closed_ranks.add(record.rank)
         if record.kind == heartbeats.ProgressKind.FAILED:
             job.worker_group.record_script_exit(record.rank, record.value, time.monotonic())
 

@@ -22,6 +22,8 @@ REPEATED_SIGNAL_S = 0.3
 
 # The rank that failed first may still run its exit handlers when a peer fails.
 _FAILURE_COLLECT_S = 0.5
+# A rank that has left ``init_dist``, and so its peers, may still run its exit handlers. On a busy machine they take seconds.
+_LEAVING_S = 5.0
 # The ranks of this node have only lost a connection. The cause may be another node, and a silent node is found after
 # ``DEFAULT_SILENCE_S``, at its next missing heartbeat.
 NODE_NEWS_S = DEFAULT_SILENCE_S + 3.0
@@ -51,6 +53,8 @@ class WorkerGroup:
         stopped_ranks: ranks that ran until they were asked to end.
         orphans_signalled: True once processes without ranks got SIGTERM.
         decide_at: time at which the root cause is determined.
+        leave_deadline: time until which the determination waits for the exit of a rank that has left its peers.
+        closed_ranks: ranks that have left ``init_dist``'s block.
         awaits_news: if True, the root cause is determined at ``decide_at`` even if no rank is left, because another node may
             report the cause before.
         hung: True while a hang is explained, so exits meanwhile are not failures.
@@ -77,6 +81,8 @@ class WorkerGroup:
     stopped_ranks: frozenset[int] = frozenset()
     orphans_signalled: bool = False
     decide_at: float | None = None
+    leave_deadline: float = 0.0
+    closed_ranks: set[int] = field(default_factory=set)
     awaits_news: bool = False
     hung: bool = False
     exit_deadline: float | None = None
@@ -216,6 +222,9 @@ class WorkerGroup:
         if self.decide_at is None and any(map(failure.is_failed_exit, exits)):
             first = self._find_root_cause()
             self.decide_at = now if first is not None and failure.is_certain_cause(first) else now + _FAILURE_COLLECT_S
+            self.leave_deadline = now + _LEAVING_S
+        if self.decide_at is not None and self.decide_at <= now < self.leave_deadline and self._is_rank_leaving():
+            self.decide_at = min(now + _FAILURE_COLLECT_S, self.leave_deadline)
         if self.decide_at is not None and (now >= self.decide_at or not alive) and not self.awaits_news:
             self._await_news(now)
         if self.decide_at is None and self.exit_deadline is not None and now >= self.exit_deadline:
@@ -229,6 +238,16 @@ class WorkerGroup:
             self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
         elif self.decide_at is None and self.preemption_deadline is not None and now >= self.preemption_deadline and alive:
             self.stop(now, signal.SIGTERM, self.plan.grace_after_failure_s)
+
+    def _is_rank_leaving(self) -> bool:
+        """Return True if a rank has left its peers without an exception and still runs, and a peer has only lost a connection.
+
+        Such a rank may be the cause, which its exit code tells once the rank has exited.
+        """
+        cause = self._find_root_cause()
+        if cause is None or cause.failure is None or not cause.failure.maybe_from_peer:
+            return False
+        return bool(self.closed_ranks.intersection(self.alive) - {record.rank for record in self.read_failures()})
 
     def _await_news(self, now: float) -> None:
         """Wait for the news of other nodes if the ranks of this node have only lost a connection."""

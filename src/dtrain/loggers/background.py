@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from dtrain.arguments import check_number
+from dtrain.arguments import check_number, format_count
 from dtrain.loggers.logger import register_open_logger, report_failure, unregister_logger
 from dtrain.loggers.sanitize import to_plain_value
 
@@ -125,9 +125,8 @@ class BackgroundLogger:
         self._thread.join(self._close_timeout_s)
         error = self._error
         if self._thread.is_alive():
-            error = TimeoutError(
-                f"not finished {self._close_timeout_s:g} s after the end. {len(self._records)} records are still queued"
-            )
+            queued = format_count(len(self._records), "record")
+            error = TimeoutError(f"not finished {self._close_timeout_s:g} s after the end. {queued} still queued")
         self._ended = True
         if error is not None:
             self._fail(None, error)

@@ -24,186 +24,186 @@ class Cause:
 _SENTENCES: Mapping[str, tuple[str, str]] = {
     "not_deterministic": (
         "Two equal runs differ: seed all generators with dt.seed_all before the model is built.",
-        "determinism.md",
+        "determinism",
     ),
     "loss_weighting": (
         "The loss is a mean whose weight is not the number of items behind it. Return the sum and the count as a LossSum.",
-        "microbatch.md",
+        "microbatch",
     ),
     "local_loss_count": (
         "The loss is divided by the items of this rank or microbatch, not by the items of the global batch.",
-        "microbatch.md",
+        "microbatch",
     ),
     "padding_in_loss": (
         "Padding changes the loss, and microbatches are padded to different lengths. Leave it out of sum and weight, and of "
         "means in the model.",
-        "microbatch.md",
+        "microbatch",
     ),
     "local_batch_norm": (
         "Batch norm normalizes with the samples of one rank and microbatch. Use group norm, or average with buffers='mean'.",
-        "sharding.md",
+        "sharding",
     ),
-    "sampler_without_rank": ("All ranks read the same samples. Give the sampler the rank and the number of ranks.", "data.md"),
+    "sampler_without_rank": ("All ranks read the same samples. Give the sampler the rank and the number of ranks.", "data"),
     "sampler_seed_per_rank": (
         "Ranks shuffle with different seeds, so samples repeat and others are left out. Use one seed on all ranks.",
-        "data.md",
+        "data",
     ),
     "shuffle_without_epoch": (
         "Every epoch has the same order. Call sampler.set_epoch(epoch) at the begin of each epoch.",
-        "data.md",
+        "data",
     ),
     "batch_grows_with_ranks": (
         "The batch size belongs to a rank, so the global batch grows with the ranks. Divide it by the number of ranks.",
-        "data.md",
+        "data",
     ),
-    "data_depends_on_ranks": ("Global batches have other samples on another number of ranks.", "data.md"),
+    "data_depends_on_ranks": ("Global batches have other samples on another number of ranks.", "data"),
     "augmentation_by_worker": (
         "The samples are the same and their values differ: an augmentation draws from the generator of a process. "
         "Draw from a generator of the sample, as build_loader(transform=...) does.",
-        "data.md",
+        "data",
     ),
     "shared_random_per_rank": (
         "Ranks draw a random choice that all of them must share. Seed its generator without the rank.",
-        "determinism.md",
+        "determinism",
     ),
     "same_dropout_on_ranks": (
         "All ranks draw the same random numbers for different samples. Seed with the rank: dt.seed_all(seed, rank).",
-        "determinism.md",
+        "determinism",
     ),
     "accumulation_not_scaled": (
         "The gradient grows with the number of microbatches. Divide each loss by the number of microbatches of the step.",
-        "microbatch.md",
+        "microbatch",
     ),
     "accumulation_tail_dropped": (
         "The last microbatches of an epoch do not fill a step, and their gradient goes into a step of the next epoch.",
-        "microbatch.md",
+        "microbatch",
     ),
     "gradient_scaled_by_ranks": (
         "The gradient is divided or multiplied by the number of ranks once too often. DDP and FSDP2 average over ranks.",
-        "from_ddp.md",
+        "from_ddp",
     ),
     "clip_before_unscale": (
         "The gradient is clipped while it has the loss scale. Call scaler.unscale_(optimizer) before.",
-        "precision.md",
+        "precision",
     ),
     "clip_local_norm": (
         "Each rank scales its gradient by a factor of its own, as clipping by a local norm does. Use dt.clip_grad_norm_.",
-        "sharding.md",
+        "sharding",
     ),
     "schedule_per_microbatch": (
         "The schedule advances once a microbatch. Call scheduler.step() once after each update.",
-        "schedules.md",
+        "schedules",
     ),
     "schedule_by_world_size": (
         "The schedule advances once for each rank. Call scheduler.step() once after each update.",
-        "schedules.md",
+        "schedules",
     ),
     "rate_by_world_size": (
         "The learning rate depends on the number of ranks. Compute it from the global batch and from the samples of all ranks.",
-        "schedules.md",
+        "schedules",
     ),
     "state_begins_again": (
         "After the resume the state begins at step 0, so schedules and intervals begin again. Load it with dt.load_sharded.",
-        "checkpoints.md",
+        "checkpoints",
     ),
     "schedule_not_saved": (
         "A resume begins the schedule of the learning rate again. Save the scheduler with the checkpoint.",
-        "checkpoints.md",
+        "checkpoints",
     ),
     "ema_not_saved": (
         "A resume begins an average of the weights again. Save it with the checkpoint, as extra=.",
-        "checkpoints.md",
+        "checkpoints",
     ),
-    "rng_not_saved": ("A resume begins a random generator again. Save its state with the checkpoint.", "checkpoints.md"),
-    "optimizer_not_saved": ("A resume begins the state of the optimizer again. Save it with the checkpoint.", "checkpoints.md"),
+    "rng_not_saved": ("A resume begins a random generator again. Save its state with the checkpoint.", "checkpoints"),
+    "optimizer_not_saved": ("A resume begins the state of the optimizer again. Save it with the checkpoint.", "checkpoints"),
     "parameters_not_saved": (
         "A resume begins with other parameters or buffers than the run had. Save all that train, and all buffers.",
-        "checkpoints.md",
+        "checkpoints",
     ),
     "early_stop_not_saved": (
         "A resume forgets the best value or the patience of early stopping. Save it with the checkpoint, as extra=.",
-        "checkpoints.md",
+        "checkpoints",
     ),
     "state_not_saved": (
         "A resume loses a value that the loop changes. Save it with the checkpoint, as extra=.",
-        "checkpoints.md",
+        "checkpoints",
     ),
     "data_repeated_after_resume": (
         "A resume reads samples again that the run has trained on. Save the loader with the checkpoint, as extra=.",
-        "checkpoints.md",
+        "checkpoints",
     ),
     "data_skipped_after_resume": (
         "A resume leaves out samples that the run has not trained on. Restore the position once, and skip no batches.",
-        "checkpoints.md",
+        "checkpoints",
     ),
     "optimizer_before_sharding": (
         "The optimizer has no parameter of the model, so the model does not train. Build the optimizer after sharding.",
-        "sharding.md",
+        "sharding",
     ),
     "frozen_parameter_trains": (
         "A parameter with requires_grad=False changes in the update. Leave it out of the optimizer, or drop its gradient.",
-        "finetuning.md",
+        "finetuning",
     ),
     "tied_weights_untied": (
         "Two names of one parameter are two parameters now. Tie them again after loading.",
-        "checkpoints.md",
+        "checkpoints",
     ),
     "weights_differ_between_ranks": (
         "Ranks begin with different weights. Broadcast the weights of rank 0, as shard_model does.",
-        "sharding.md",
+        "sharding",
     ),
     "gradient_not_reduced": (
         "A parameter has another gradient on each rank at the update. Reduce it over ranks, as the other gradients.",
-        "from_ddp.md",
+        "from_ddp",
     ),
     "gather_without_gradient": (
         "The loss gathers tensors of other ranks without their gradient. Use dt.dist.all_gather_with_grad.",
-        "embeddings.md",
+        "embeddings",
     ),
     "buffer_rounded": (
         "A buffer is rounded to a dtype with too few bits for its values. Keep buffers in float32.",
-        "precision.md",
+        "precision",
     ),
     "rotary_rounded": (
         "A table of positions is computed in low precision. Compute frequencies and angles in float32, and round the result.",
-        "precision.md",
+        "precision",
     ),
-    "low_precision_error": ("A module loses more digits than its dtype explains. Compute it in float32.", "precision.md"),
+    "low_precision_error": ("A module loses more digits than its dtype explains. Compute it in float32.", "precision"),
     "evaluation_drops_tail": (
         "The evaluation leaves samples out. Use dt.evaluate, or a loader with drop_last=False.",
-        "loop.md",
+        "loop",
     ),
     "evaluation_counts_twice": (
         "The evaluation counts samples twice, as a sampler that pads to equal shares does. Use dt.evaluate.",
-        "loop.md",
+        "loop",
     ),
-    "metric_of_rank_0": ("The metric is that of rank 0's samples. Reduce it over ranks: dt.reduce_metrics.", "observing.md"),
+    "metric_of_rank_0": ("The metric is that of rank 0's samples. Reduce it over ranks: dt.reduce_metrics.", "observing"),
     "metric_mean_of_means": (
         "The metric is a mean of means over different numbers of samples. Add up sums and counts, and divide once.",
-        "observing.md",
+        "observing",
     ),
     "export_without_ema": (
         "The exported weights are not the weights that were evaluated. Export inside use_average.",
-        "checkpoints.md",
+        "checkpoints",
     ),
     "export_dtype": (
         "The exported weights have fewer bits than the model. Export in the dtype of the model.",
-        "checkpoints.md",
+        "checkpoints",
     ),
-    "export_differs": ("The exported weights are not the weights of the model.", "checkpoints.md"),
+    "export_differs": ("The exported weights are not the weights of the model.", "checkpoints"),
     "counter_doubled_by_recompute": (
         "A forward that activation checkpointing repeats changes a value twice. Change it outside of the checkpointed block.",
-        "memory.md",
+        "memory",
     ),
     "recompute_draws_again": (
         "A block that activation checkpointing repeats draws other random numbers. Keep preserve_rng_state=True.",
-        "memory.md",
+        "memory",
     ),
     "adapter_init": (
         "A parameter begins with other values if the model is built on the meta device. Initialize it in reset_parameters.",
-        "sharding.md",
+        "sharding",
     ),
-    "unknown": ("The records name no cause. Compare the two runs at this place.", "prove.md"),
+    "unknown": ("The records name no cause. Compare the two runs at this place.", "prove"),
 }
 
 

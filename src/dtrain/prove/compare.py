@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from dtrain.arguments import format_count
 from dtrain.prove.run_records import KINDS, TENSORS, Fact, LossFact, RunRecord, TensorFact
 
 Verdict = Literal["bitwise", "tolerance", "differs"]
@@ -317,7 +318,7 @@ def _missing_steps(reference: RunRecord, other: RunRecord, first_step: int) -> I
             step=min(last_a, last_b if last_b is not None else last_a),
             kind="steps",
             name="",
-            text=f"end after {len(found)} updates instead of {len(expected)}",
+            text=f"end after {format_count(len(found), 'update')} instead of {len(expected)}",
         )
 
 

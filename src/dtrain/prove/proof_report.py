@@ -74,7 +74,7 @@ class Finding:
             "ranks": list(difference.ranks),
             "cause": self.cause.code,
             "sentence": self.cause.sentence,
-            "page": f"docs/{self.cause.page}",
+            "page": self.cause.page,
         }
 
 
@@ -166,7 +166,7 @@ class ProveReport:
                 "",
                 f"{number}. {finding.run}{against}: {finding.subject} {difference.text}{ranks}",
                 f"   {finding.cause.sentence}",
-                f"   See docs/{finding.cause.page} ({finding.cause.code}).",
+                f'   See the page "{finding.cause.page}" of the documentation ({finding.cause.code}).',
             ]
         if remarks := self.remarks():
             lines += ["", *remarks]
@@ -175,7 +175,7 @@ class ProveReport:
         failed = sum(row.verdict == "failed" for row in self.rows)
         differs = f"{format_count(len(self.findings), 'difference')}, {format_count(failed, 'failed run')}"
         verdict = "all runs agree" if self.passed else differs
-        lines += ["", f"prove: {verdict} ({len(self.rows)} runs of {self.steps} steps, {self.seconds:.0f} s)"]
+        lines += ["", f"prove: {verdict} ({format_count(len(self.rows), 'run')} of {self.steps} steps, {self.seconds:.0f} s)"]
         return "\n".join(lines)
 
     def _module_lines(self) -> list[str]:
@@ -193,7 +193,8 @@ class ProveReport:
             )
         first = next((module for module in self.modules if module.is_far and module.leaf), None)
         if len(self.modules) > len(shown):
-            lines.append(f"and {len(self.modules) - len(shown)} more modules, with smaller errors")
+            more = format_count(len(self.modules) - len(shown), "more module")
+            lines.append(f"and {more}, with smaller errors")
         if first is not None:
             lines.append(f"The first module in the program whose error rounding does not explain: {first.name} ({first.kind}).")
         return lines

@@ -1,8 +1,10 @@
-"""Build the charts of a report as plain data for plotly.js.
+"""Build the charts of a report as plain data, which ``page.js`` draws.
 
-A chart is a dict of ``title``, ``empty`` (the text without data) and plotly's ``data`` and ``layout``. ``page.js`` completes
-the charts: a color is the name of a color in ``page.css``, so that light and dark themes have their own, and a trace with
-``over`` has its horizontal coordinates by axis: steps, tokens or time.
+A chart is a dict of ``title``, ``unit``, ``data`` (a list of traces), and ``text``, which a page shows in place of a chart
+without data. The ``kind`` of a trace is ``line``, ``points``, ``area`` (stacked), ``bar`` (stacked, with one value for each of
+the chart's ``rows``), ``edge`` (marks at the upper or the lower edge) or ``rule`` (vertical lines). ``over`` has the horizontal
+coordinates by axis: steps, tokens or time. A color is the name of a color in ``page.css``, so that light and dark themes have
+their own.
 """
 
 from __future__ import annotations
@@ -10,12 +12,12 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from dtrain.arguments import format_count
 from dtrain.report.metric_table import downsample
 from dtrain.report.model import AttemptReport, Column, MetricSeries, Report, RunReport
 from dtrain.report.results import metric_label
@@ -23,11 +25,14 @@ from dtrain.report.results import metric_label
 Chart = dict[str, Any]
 Trace = dict[str, Any]
 
-# Patterns of the time categories, which differ without colors, too.
+# Patterns of the time categories, which differ without colors, too: the strokes in a tile of 8 by 8 pixels.
 CAUSE_PATTERNS: dict[str, str] = {
-    "compute": "", "communication": ".", "data": "/", "stall": "\\", "checkpoint": "|", "evaluation": "-", "logging": "//",
-    "compile": "+", "restart": "x", "setup": "..", "other": "",
+    "compute": "", "communication": "M4 4h1", "data": "M0 8L8 0", "stall": "M0 0L8 8", "checkpoint": "M4 0V8",
+    "evaluation": "M0 4H8", "logging": "M0 4L4 0M4 8L8 4", "compile": "M4 0V8M0 4H8", "restart": "M0 0L8 8M0 8L8 0",
+    "setup": "M2 2h1M6 6h1", "other": "",
 }  # fmt: skip
+# horizontal axes of a chart of lines
+AXES = ("steps", "tokens", "time")
 # Each metric has its own chart up to this number. Beyond, metrics of a group share charts.
 MAX_SINGLE_CHARTS = 24
 # lines in a shared chart
@@ -37,15 +42,13 @@ MAX_METRIC_CHARTS = 60
 # ranks with a bar
 MAX_BARS = 32
 _MAX_ROWS = 400
-# points of a line with markers
-_MAX_MARKERS = 40
-# symbol, name and height of the mark of a non-finite value
-_NON_FINITE_MARKS = (
-    ("x", "NaN", 0.03, np.isnan),
-    ("triangle-up", "+inf", 0.97, np.isposinf),
-    ("triangle-down", "-inf", 0.03, np.isneginf),
-)
-_DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot", "5px,2px", "2px,6px")
+# points of all lines: more would be a slow page of more than a megabyte
+_MAX_POINTS = 20_000
+# symbol and name of the mark of a non-finite value
+_NON_FINITE_MARKS = (("\u00d7", "NaN", np.isnan), ("▲", "+inf", np.isposinf), ("▼", "-inf", np.isneginf))
+# strokes and gaps of the lines of a chart, in pixels
+_DASHES = ("", "6 3", "2 3", "6 3 2 3", "10 4", "10 4 2 4", "5 2", "2 6")
+_GRADIENT_NORMS = ("grad_norm", "norm/grad")
 _OUTCOMES = {"done": "was done", "stopped": "was stopped", "failed": "failed", "killed": "was killed", "running": "ran"}
 
 
@@ -62,6 +65,7 @@ def metric_charts(report: Report) -> tuple[dict[str, Chart], int]:
     """Build the charts of metrics, losses first, one line per run. Return also the number of metrics without a chart."""
     names = [name for name in metric_names(report) if not _is_speed(name)]
     groups = [(name, [name]) for name in names] if len(names) <= MAX_SINGLE_CHARTS else group_metrics(names)
+    groups = _merge_gradient_norms(groups)
     charts: dict[str, Chart] = {}
     for title, group in groups[:MAX_METRIC_CHARTS]:
         smooth = any("loss" in name.lower() or "perplexity" in name.lower() for name in group)
@@ -73,8 +77,16 @@ def metric_charts(report: Report) -> tuple[dict[str, Chart], int]:
         ]
         charts[chart_key(title, charts)] = _line_chart(report, title, lines, metric_unit(group[0]), smooth=smooth)
     if not charts:
-        charts["chart-loss"] = _line_chart(report, "Loss", [], "", empty="no metric was logged")
+        charts["chart-loss"] = _line_chart(report, "Loss", [], "", text="no metric was logged")
     return charts, sum(len(group) for _, group in groups[MAX_METRIC_CHARTS:])
+
+
+def _merge_gradient_norms(groups: list[tuple[str, list[str]]]) -> list[tuple[str, list[str]]]:
+    """Put the norm that a clip logs and the norm that a monitor logs into one chart."""
+    merged = dict(groups)
+    if all(merged.get(name) == [name] for name in _GRADIENT_NORMS):
+        merged[_GRADIENT_NORMS[0]] += merged.pop(_GRADIENT_NORMS[1])
+    return list(merged.items())
 
 
 def metric_names(report: Report) -> list[str]:
@@ -123,7 +135,7 @@ def speed_charts(report: Report) -> dict[str, Chart]:
     """Build the charts of throughput over wall time and compute time, of further speeds, and of memory."""
     unit, lines = _throughput(report)
     charts = {"chart-throughput": _chart(report, f"Throughput, {unit}/s" if unit else "Throughput", lines, zero=True,
-                                         empty="no throughput is known: there is no ledger, or no step in it")}  # fmt: skip
+                                         text="no throughput is known: there is no ledger, or no step in it")}  # fmt: skip
     # The ledger has the throughput at any time, so metrics of the throughput meter are not repeated.
     names = [name for name in metric_names(report) if name.startswith(("speed/", "throughput/"))]
     for name in names:
@@ -165,7 +177,7 @@ def _memory_chart(report: Report) -> Chart:
                 lines.append((run_label(report, run, label), {"time": gauge.times}, gauge.values))
     scale, unit = _scale("B", (values for _, _, values in lines))
     traces = [_line(report, name, over, values / scale, index) for index, (name, over, values) in enumerate(lines)]
-    return _chart(report, "Memory", traces, empty="no memory was measured: neither the ledger nor the metrics have it",
+    return _chart(report, "Memory", traces, text="no memory was measured: neither the ledger nor the metrics have it",
                   zero=True, unit=unit)  # fmt: skip
 
 
@@ -192,55 +204,33 @@ def run_charts(run: RunReport, suffix: str) -> dict[str, Chart]:
 def _time_chart(report: Report, run: RunReport) -> Chart:
     slices = run.timeline
     traces: list[Trace] = []
+    edges: list[float | int | None] = []
     if slices is not None:
-        edges = np.append(slices.at, slices.at[-1] + slices.seconds[-1])
+        edges = _over_time(report, np.append(slices.at, slices.at[-1] + slices.seconds[-1]))
         for cause in [cause for cause in CAUSE_PATTERNS if cause in slices.by_cause]:
             shares = np.divide(slices.by_cause[cause], slices.seconds, out=np.zeros(len(slices.at)), where=slices.seconds > 0)
-            trace = _line(report, cause, {"time": edges}, 100 * np.append(shares, shares[-1]), 0)
-            trace |= {"mode": "lines", "line": {"shape": "hv", "width": 0}, "stackgroup": "causes", "fillcolor": cause}
-            traces.append(trace | {"fillpattern": _pattern(cause), "hovertemplate": "%{y:.1f}%"})
-    chart = _chart(
-        report,
-        "Wall time by cause, mean over ranks",
-        traces,
-        unit="%",
-        zero=True,
-        empty="no ledger: it is not known where the time went",
-    )
+            traces.append({"kind": "area", "name": cause, "color": cause, "y": [_round(100 * x, 4) for x in shares.tolist()]})
+    text = "no ledger: it is not known where the time went"
+    chart = _chart(report, "Wall time by cause, mean over ranks", traces, unit="%", text=text) | {
+        "edges": edges,
+        "axes": ["time"],
+    }
     ends = [each for each in run.attempts if each.outcome in ("failed", "killed")]
     texts = [f"attempt {each.number} {_OUTCOMES[each.outcome]}: {each.error or 'no error was recorded'}" for each in ends]
-    return _with_markers(report, chart, "killed or failed", "alarm", [{"time": each.ended_at} for each in ends], texts)
-
-
-def _pattern(cause: str) -> dict[str, Any]:
-    shape = CAUSE_PATTERNS[cause]
-    return {"shape": shape[:1], "fillmode": "overlay", "solidity": 0.1 * len(shape) + 0.1, "size": 8}
+    return _with_rules(report, chart, "killed or failed", "alarm", [{"time": each.ended_at} for each in ends], texts)
 
 
 def _bar_chart(title: str, rows: Mapping[str, Mapping[str, float]]) -> Chart:
-    """Build a chart with a stacked bar of seconds by category for each row."""
+    """Build a chart with a stacked bar of seconds by category for each row. A single bar is left to the table of causes."""
     scale, unit = _scale("s", [np.array([sum(by_cause.values()) for by_cause in rows.values()])])
     data = [
-        {
-            "type": "bar",
-            "orientation": "h",
-            "name": cause,
-            "y": list(rows),
-            "x": [_round(by_cause.get(cause, 0.0) / scale) for by_cause in rows.values()],
-            "hovertemplate": f"%{{x:.4g}} {unit}",
-            "marker": {"color": cause, "pattern": _pattern(cause)},
-        }
+        {"kind": "bar", "name": cause, "color": cause,
+         "x": [_round(by_cause.get(cause, 0.0) / scale) for by_cause in rows.values()]}
         for cause in CAUSE_PATTERNS
         if any(by_cause.get(cause, 0.0) > 0 for by_cause in rows.values())
-    ]
-    layout = {
-        "barmode": "stack",
-        "bargap": 0.2,
-        "height": 190 + 36 * len(rows),
-        "xaxis": {"title": {"text": unit}},
-        "yaxis": {"autorange": "reversed", "type": "category", "ticksuffix": " "},
-    }
-    return {"title": title, "empty": "no ledger of any rank", "data": data, "layout": layout}
+    ]  # fmt: skip
+    text = f"{next(iter(rows))} was the only one" if rows else "no ledger of any rank"
+    return {"title": title, "text": text, "unit": unit, "rows": list(rows), "data": data if len(rows) > 1 else []}
 
 
 def _checkpoint_chart(report: Report, run: RunReport, title: str, unit: str, fields: Mapping[str, str]) -> Chart:
@@ -251,17 +241,16 @@ def _checkpoint_chart(report: Report, run: RunReport, title: str, unit: str, fie
     for name, label in fields.items():
         over = {axis: np.array([row[key] for row in rows[name]]) for axis, key in (("steps", "step"), ("time", "at"))}
         if rows[name]:
-            traces.append(_line(report, label, over, values[name] / scale, len(traces)) | {"mode": "markers"})
+            traces.append(_line(report, label, over, values[name] / scale, len(traces)) | {"kind": "points"})
     known = f"no {title.split()[0].lower()} of a checkpoint is known" if run.checkpoints else "no checkpoint was written"
-    return _chart(report, title, traces, unit=unit, zero=True, empty=known)
+    return _chart(report, title, traces, unit=unit, zero=True, text=known)
 
 
 def _line_chart(
-    report: Report, title: str, lines: Sequence[tuple[str, MetricSeries]], unit: str, *, empty: str = "", **options: bool
+    report: Report, title: str, lines: Sequence[tuple[str, MetricSeries]], unit: str, *, text: str = "", **options: bool
 ) -> Chart:
     """Build a chart of metrics. Non-finite values are marks at the edge."""
-    # Points of all metrics: more would be a slow page of many megabytes.
-    points = max(60, 30_000 // max(1, sum(len(run.series) for run in report.runs)))
+    points = max(20, _MAX_POINTS // max(1, sum(len(run.series) for run in report.runs)))
     scale, unit = _scale(unit, (series.values for _, series in lines))
     traces: list[Trace] = []
     marks: list[Trace] = []
@@ -272,15 +261,20 @@ def _line_chart(
         over = {axis: column[chosen] for axis, column in _coordinates(series).items()}
         if np.isfinite(values).any():
             traces.append(_line(report, name, over, values[chosen] / scale, index))
-        for symbol, label, height, matches in _NON_FINITE_MARKS:
+        for symbol, label, matches in _NON_FINITE_MARKS:
             if (found := matches(values)).any():
                 over = {axis: column[found] for axis, column in _coordinates(series).items()}
-                mark = _line(report, label, over, np.full(int(found.sum()), height), 0)
-                style = {"symbol": symbol, "color": "alarm", "size": 9}
-                marks.append(mark | {"mode": "markers", "marker": style, "yaxis": "y2", "hoverinfo": "x+name"})
-    empty = empty or f"no finite value of {title} was logged"
-    chart = _chart(report, title, traces, unit=unit, empty=empty, **options)
-    return chart | {"data": chart["data"] + marks}
+                marks.append(
+                    {
+                        "kind": "edge",
+                        "name": label if len(lines) == 1 else f"{name}: {label}",
+                        "symbol": symbol,
+                        "color": "alarm",
+                        "over": _over(report, over),
+                    }
+                )
+    text = text or f"no finite value of {title} was logged"
+    return _chart(report, title, traces, marks, unit=unit, text=text, **options)
 
 
 def _coordinates(series: MetricSeries) -> dict[str, Column]:
@@ -296,52 +290,67 @@ def thin_points(values: Column, points: int) -> list[int]:
 
 def _line(report: Report, name: str, over: Mapping[str, Column], values: Column, index: int) -> Trace:
     """Build a trace: a line over each axis of ``over``."""
-    time_s, _ = _time_scale(report)
-    drawn = {axis: [_round(x / time_s if axis == "time" else x, 9) for x in xs.tolist()] for axis, xs in over.items()}
     y = [_round(value) for value in _drawable(values).tolist()]
-    style = {"color": f"line{index % MAX_LINES}", "dash": _DASHES[index % len(_DASHES)], "width": 1.7}
-    return {"type": "scatter", "mode": _line_mode(len(y)), "name": escape(name, quote=False), "over": drawn,
-            "y": y, "line": style, "marker": {"color": style["color"]}}  # fmt: skip
+    style = {"color": f"line{index % MAX_LINES}", "dash": _DASHES[index % len(_DASHES)]}
+    return {"kind": "line", "name": name, **style, "over": _over(report, over), "y": y}
 
 
-def _line_mode(points: int) -> str:
-    """Return plotly's mode: the points of a short line are visible."""
-    if points == 1:
-        return "markers"
-    return "lines+markers" if points <= _MAX_MARKERS else "lines"
+def _over(report: Report, over: Mapping[str, Column]) -> dict[str, list[float | int | None]]:
+    return {
+        axis: _over_time(report, xs) if axis == "time" else [_round(x, 9) for x in xs.tolist()] for axis, xs in over.items()
+    }
+
+
+def _over_time(report: Report, times: Column) -> list[float | int | None]:
+    return [_round(time_s, 7) for time_s in (times / _time_scale(report)[0]).tolist()]
 
 
 def _chart(
-    report: Report, title: str, lines: list[Trace], *, empty: str, unit: str = "", zero: bool = False, smooth: bool = False
+    report: Report,
+    title: str,
+    lines: list[Trace],
+    marks: Sequence[Trace] = (),
+    *,
+    text: str,
+    unit: str = "",
+    zero: bool = False,
+    smooth: bool = False,
 ) -> Chart:
-    """Build a chart of lines with markers at restarts."""
-    layout = {"yaxis": {"title": {"text": unit}, "rangemode": "tozero" if zero else "normal"}}
-    chart = {"title": title, "empty": empty, "data": lines, "layout": layout, "smooth": smooth}
-    chart["axes"] = [axis for axis in ("steps", "tokens", "time") if any(axis in line["over"] for line in lines)]
+    """Build a chart of lines with rules at restarts. Lines of one point each are a text."""
+    if lines and not marks and max(len(line["y"]) for line in lines) == 1:
+        text, lines = _describe_points(lines, unit) or text, []
+    traces = [*lines, *marks]
+    chart = {"title": title, "text": text, "data": traces, "unit": unit, "zero": zero, "smooth": smooth}
+    chart["axes"] = [axis for axis in AXES if any(axis in trace.get("over", ()) for trace in traces)]
     chart["timeTitle"] = f"time ({_time_scale(report)[1]})"
     if len(report.runs) != 1:
         return chart
     restarts = list(pairwise(report.runs[0].attempts))
     places = [{"steps": each.first_step, "time": each.at} for _, each in restarts]
-    return _with_markers(report, chart, "restart", "quiet", places, [_restart_text(*pair) for pair in restarts])
+    return _with_rules(report, chart, "restart", "quiet", places, [_restart_text(*pair) for pair in restarts])
 
 
-def _with_markers(
+def _describe_points(lines: Sequence[Trace], unit: str) -> str:
+    points = [(line["name"], line["y"][0], line.get("over", {}).get("steps")) for line in lines if line["y"][0] is not None]
+    return ", ".join(
+        f"{name} {value:,}{f' {unit}' if unit else ''}{f' at step {steps[0]:,}' if steps else ''}"
+        for name, value, steps in points
+    )
+
+
+def _with_rules(
     report: Report, chart: Chart, name: str, color: str, places: Sequence[Mapping[str, float]], texts: Sequence[str]
 ) -> Chart:
     """Add a trace of vertical lines with texts to a chart with data."""
     if not chart["data"] or not places:
         return chart
-    over = {axis: np.repeat([place[axis] for place in places], 3) for axis in places[0]}
-    trace = _line(report, name, over, np.tile([0.0, 1.0, np.nan], len(places)), 0)
-    trace |= {"mode": "lines+markers", "line": {"color": color, "dash": "dot", "width": 1}, "yaxis": "y2", "hoverinfo": "text",
-              "hovertext": [escape(text, quote=False) for text in texts for _ in range(3)],
-              "marker": {"color": color, "symbol": "x" if color == "alarm" else "circle-open", "size": 7}}  # fmt: skip
+    over = _over(report, {axis: np.array([place[axis] for place in places], dtype=float) for axis in places[0]})
+    trace = {"kind": "rule", "name": name, "color": color, "over": over, "texts": list(texts)}
     return chart | {"data": [*chart["data"], trace]}
 
 
 def _restart_text(before: AttemptReport, attempt: AttemptReport) -> str:
-    lost = f", {before.lost_steps} steps were done again" if before.lost_steps else ""
+    lost = f", {format_count(before.lost_steps, 'repeated step')}" if before.lost_steps else ""
     outcome = f"attempt {before.number} {_OUTCOMES[before.outcome]}{lost}"
     return f"attempt {attempt.number} began at step {attempt.first_step} after {outcome}"
 

@@ -1,4 +1,4 @@
-"""Render a report as one self-contained HTML file. plotly.js, inlined in the page, draws the charts."""
+"""Render a report as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -13,9 +13,18 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
-from dtrain.arguments import format_bytes, format_duration
-from dtrain.optional_dependencies import missing_extra_error
-from dtrain.report.charts import Chart, metric_charts, metric_names, metric_unit, run_charts, run_label, speed_charts
+from dtrain.arguments import format_bytes, format_count, format_duration
+from dtrain.report.charts import (
+    AXES,
+    CAUSE_PATTERNS,
+    Chart,
+    metric_charts,
+    metric_names,
+    metric_unit,
+    run_charts,
+    run_label,
+    speed_charts,
+)
 from dtrain.report.model import Report, RunReport
 from dtrain.report.results import (
     describe_command,
@@ -26,28 +35,20 @@ from dtrain.report.results import (
     metric_label,
 )
 
-# characters of a setting, and rows of a table
-_MAX_TEXT, _MAX_ROWS = 300, 400
+# characters of a setting, rows of a table, and rows of a table that is open at first
+_MAX_TEXT, _MAX_ROWS, _MAX_OPEN_ROWS = 300, 400, 15
 # metrics at the top of the page
 _MAX_RESULTS = 6
 _EVENT_WORDS = {"seconds": "took", "bytes": "size", "blocked_s": "blocked training for"}
 
 
 def render_page(report: Report) -> str:
-    """Render the page.
-
-    Raises:
-        ConfigError: plotly is not installed.
-    """
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise missing_extra_error("report: the charts of the page need the package plotly", "report") from None
-    scripts = get_plotlyjs(), _resource("page.js")
-    digests = " ".join(f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'" for text in scripts)
-    # plotly.js sets styles of elements. No address is allowed, so the page cannot send anything.
+    """Render the page. A script in the page draws the charts as SVG. Without the script, the page has its texts and tables."""
+    script = _resource("page.js")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    # The page and its script set styles of elements. No address is allowed, so the page cannot send anything.
     policy = (
-        f"default-src 'none'; script-src {digests}; style-src 'unsafe-inline'; img-src data: blob:; base-uri 'none'; "
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; "
         "form-action 'none'"
     )
     body, charts = _sections(report)
@@ -60,11 +61,11 @@ def render_page(report: Report) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
         '<meta name="viewport" content="width=device-width,initial-scale=1"><meta name="color-scheme" content="light dark">'
         '<meta name="referrer" content="no-referrer"><link rel="icon" href="data:,">'
-        f"<title>{title}</title><style>{_resource('page.css')}</style></head><body><h1>{title}</h1>"
-        f"<noscript><p>The charts need JavaScript. The tables do not.</p></noscript>{body}"
+        f"<title>{title}</title><style>{_resource('page.css')}</style>"
+        "<noscript><style>#controls, .figures { display: none; }</style></noscript></head>"
+        f"<body><noscript><p>The charts need JavaScript. The tables do not.</p></noscript>{_patterns()}{body}"
         f"<footer>Written by dtrain {escape(report.version)} at {_format_time(report.written_at)} UTC.</footer>"
-        f'<script type="application/json" id="charts">{numbers}</script>'
-        f"<script>{scripts[0]}</script><script>{scripts[1]}</script></body></html>\n"
+        f'<script type="application/json" id="charts">{numbers}</script><script>{script}</script></body></html>\n'
     )
 
 
@@ -72,46 +73,69 @@ def _resource(name: str) -> str:
     return files("dtrain.report").joinpath(name).read_text(encoding="utf-8")
 
 
+def _patterns() -> str:
+    """Define the patterns of the time categories for all charts."""
+    patterns = "".join(
+        f'<pattern id="pattern-{cause}" width="8" height="8" patternUnits="userSpaceOnUse"><path d="{strokes}"/></pattern>'
+        for cause, strokes in CAUSE_PATTERNS.items()
+    )
+    return f'<svg class="patterns" aria-hidden="true"><defs>{patterns}</defs></svg>'
+
+
 def _sections(report: Report) -> tuple[str, dict[str, Chart]]:
     """Return the body of the page, and its charts by the id of their element."""
     metrics, left_out = metric_charts(report)
-    note = f'<p class="note">{left_out} more metrics are not drawn; <code>dtrain report --json</code> has them.</p>'
+    more = f"{format_count(left_out, 'more metric')} {'is' if left_out == 1 else 'are'}"
+    note = f'<p class="note">{more} not drawn; <code>dtrain report --json</code> has all.</p>'
     several = len(report.runs) > 1
     charts = {**metrics, **speed_charts(report)}
-    parts = [_problems(report), *(f'<section class="card">{_summary(run)}</section>' for run in report.runs)]
+    heading = f"<h1>{escape(report.title)}</h1>" if len(report.runs) != 1 else ""
+    parts = [heading, _problems(report)]
+    parts += [f'<section class="card">{_summary(run, "h2" if several else "h1")}</section>' for run in report.runs]
     parts += [_comparison(report)] if several else []
-    parts += [f'<section id="metrics"><h2>Metrics</h2>{_controls()}{_figures(charts)}{note if left_out else ""}']
+    parts += [f'<section id="metrics"><h2>Metrics</h2>{_controls(charts)}{_figures(charts)}{note if left_out else ""}']
     parts += [f"{_metric_table(report)}</section>"]
     for number, run in enumerate(report.runs, start=1):
         own = run_charts(run, f"-{number}" if several else "")
         charts |= own
-        title = f"Time, restarts and settings{f' of {escape(run_label(report, run))}' if several else ''}"
+        of_run = f" of {escape(run_label(report, run))}" if several else ""
         parts.append(
-            f"<section><h2>{title}</h2>{_figures(own)}{_cause_table(run)}{_attempt_table(run)}{_span_table(run)}"
-            f"{_slowest_ranks(run)}{_event_table(run)}{_environment(run)}</section>"
+            f"{_settings(run, of_run)}<section><h2>Time and restarts{of_run}</h2>{_figures(own)}{_cause_table(run)}"
+            f"{_attempt_table(run)}{_span_table(run)}{_slowest_ranks(run)}{_event_table(run)}{_environment(run)}</section>"
         )
     return "".join(parts), {key: chart for key, chart in charts.items() if chart["data"]}
 
 
 def _figures(charts: Mapping[str, Chart]) -> str:
-    return '<div class="figures">' + "".join(
+    """Render a frame for each chart with data, and a line of text for each without."""
+    frames = "".join(
         f'<figure id="{key}" role="img" aria-label="{escape(chart["title"])}"><h3>{escape(chart["title"])}</h3>'
-        f'{"" if chart["data"] else _note(chart["empty"])}<div class="plot"></div></figure>'
+        '<div class="plot"></div><div class="legend"></div><div class="tip" hidden></div></figure>'
         for key, chart in charts.items()
-    ) + "</div>"  # fmt: skip
+        if chart["data"]
+    )
+    texts = "".join(
+        f'<p class="note"><b>{escape(chart["title"])}</b>: {escape(chart["text"])}</p>'
+        for chart in charts.values()
+        if not chart["data"]
+    )
+    return (f'<div class="figures">{frames}</div>' if frames else "") + texts
 
 
 def _note(text: str) -> str:
     return f'<p class="note">{escape(text)}</p>'
 
 
-def _controls() -> str:
-    axes = "".join(
-        f'<label><input type="radio" name="axis" value="{axis}"{" checked" * (axis == "steps")}> {axis}</label>'
-        for axis in ("steps", "tokens", "time")
+def _controls(charts: Mapping[str, Chart]) -> str:
+    axes = [axis for axis in AXES if any(axis in chart["axes"] for chart in charts.values())]
+    if not axes:
+        return ""
+    buttons = "".join(
+        f'<label><input type="radio" name="axis" value="{axis}"{" checked" * (axis == axes[0])}> {axis}</label>'
+        for axis in axes
     )
     return (
-        f'<form id="controls" aria-label="Axes of the charts">{axes}<label><input type="checkbox" id="log"> log scale</label>'
+        f'<form id="controls" aria-label="Axes">{buttons}<label><input type="checkbox" id="log"> log scale</label>'
         '<label>smooth losses <input type="range" id="smooth" min="0" max="99" value="0"></label></form>'
     )
 
@@ -131,7 +155,9 @@ def _format_value(value: Any, name: str) -> str:
         return format_duration(value)
     if isinstance(value, int) and not unit:
         return f"{value:,}"
-    return format_bytes(value) if unit == "B" else f"{value:.1%}" if unit == "%" else f"{value:.5g}"
+    if unit:
+        return format_bytes(value) if unit == "B" else f"{value:.1%}"
+    return f"{value:,.0f}" if 1e5 <= abs(value) < 1e9 else f"{value:.5g}"
 
 
 def _format_setting(item: Any) -> str:
@@ -140,13 +166,13 @@ def _format_setting(item: Any) -> str:
 
 
 def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, is_open: bool = True) -> str:
-    """Render a table that can be folded; nothing without rows."""
+    """Render a table that can be folded, and is folded if it is long; nothing without rows."""
     if not rows:
         return ""
     top = "".join(f'<th scope="col">{escape(text)}' for text in head)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}" for cell in row) for row in rows[:_MAX_ROWS])
     return (
-        f"<details{' open' * is_open}><summary>{escape(title)}</summary>"
+        f"<details{' open' * (is_open and len(rows) <= _MAX_OPEN_ROWS)}><summary>{escape(title)}</summary>"
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(title)}"><table><thead><tr>{top}<tbody>{body}'
         "</table></div></details>"
     )
@@ -161,7 +187,7 @@ def _problems(report: Report) -> str:
     return f'<section id="problems"><h2>{title}</h2><ul>{lines}</ul></section>'
 
 
-def _summary(run: RunReport) -> str:
+def _summary(run: RunReport, heading: str) -> str:
     goodput = run.goodput
     outcome = run.attempts[-1].outcome if run.attempts else "unknown"
     steps = [attempt.last_step for attempt in run.attempts] or [series.last_step for series in run.series.values()]
@@ -171,20 +197,17 @@ def _summary(run: RunReport) -> str:
     if run.attempts:
         facts["ranks"] = describe_devices(run) or str(run.attempts[-1].world_size)
     facts |= {"duration": format_duration(run.duration_s), "began (UTC)": _format_time(run.started_at)}
-    losses = {}
-    if run.attempts:
-        losses["restarts"] = str(len(run.attempts) - 1)
-        losses["steps done again"] = str(sum(attempt.lost_steps for attempt in run.attempts))
+    costs = {"goodput": "unknown (no ledger says where the time went)"}
     if goodput:
-        losses["lost to restarts"] = format_duration(goodput.by_cause.get("restart", 0.0))
+        productive, total = format_duration(goodput.productive_s), format_duration(goodput.total_s)
+        costs["goodput"] = f"{goodput.share:.1%} ({productive} of {total} were compute that counts)"
+    if run.attempts:
+        costs["restarts"] = str(len(run.attempts) - 1)
+    if len(run.attempts) > 1:
+        costs["steps done again"] = str(sum(attempt.lost_steps for attempt in run.attempts))
+        costs |= {"lost to restarts": format_duration(goodput.by_cause.get("restart", 0.0))} if goodput else {}
     if run.checkpoint_count:
-        losses["checkpoints"] = str(run.checkpoint_count)
-    share = f"{goodput.share:.1%}" if goodput else "?"
-    note = (
-        f"{format_duration(goodput.productive_s)} of {format_duration(goodput.total_s)} were compute that counts"
-        if goodput
-        else "no ledger says where the time went"
-    )
+        costs["checkpoints"] = str(run.checkpoint_count)
     errors = "".join(
         f'<p class="error">attempt {attempt.number} {attempt.outcome}: {escape(attempt.error)}</p>'
         for attempt in run.attempts
@@ -193,9 +216,8 @@ def _summary(run: RunReport) -> str:
     results = _list_facts(dict(list_results(run)[:_MAX_RESULTS]))
     command = f"<p><code>{escape(command)}</code></p>" if (command := describe_command(run)) else ""
     return (
-        f'<h2>{escape(run.name)} <span class="{outcome}">{outcome}</span></h2>'
-        f'{errors}<dl class="results">{results}</dl><dl>{_list_facts(facts)}</dl>{command}'
-        f'<p class="goodput"><b>{share}</b> goodput</p>{_note(note)}<dl>{_list_facts(losses)}</dl>'
+        f'<{heading}>{escape(run.name)} <span class="{outcome}">{outcome}</span></{heading}>'
+        f'{errors}<dl class="results">{results}</dl><dl>{_list_facts(facts | costs)}</dl>{command}'
     )
 
 
@@ -294,6 +316,15 @@ def _event_table(run: RunReport) -> str:
     return _table(f"Events: {counts}", ["at", "event", "attempt", "rank", "step", "more"], rows)
 
 
+def _settings(run: RunReport, of_run: str) -> str:
+    """Render the settings of the last attempt, all of them visible."""
+    settings = flatten_mapping(run.about[max(run.about)].get("settings", {})) if run.about else {}
+    if not settings:
+        return ""
+    rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in settings.items())
+    return f'<section><h2>Settings{of_run}</h2><dl class="settings">{rows}</dl></section>'
+
+
 def _environment(run: RunReport) -> str:
     if not run.about:
         return _note("it is not known what was run: the folder has no file about an attempt")
@@ -303,11 +334,11 @@ def _environment(run: RunReport) -> str:
         [name, *(_format_setting(values.get(number, "")) for number in numbers)] for name, values in run.differences.items()
     ]
     changed = _table("What changed between attempts", ["", *(f"attempt {number}" for number in numbers)], rows)
-    about = dict(run.about[newest])
+    about = {name: value for name, value in run.about[newest].items() if name != "settings"}
     if isinstance(started_at := about.get("started_at"), int | float):
         about["started_at"] = f"{_format_time(started_at)} UTC"
     facts = [[name, text] for name, text in flatten_mapping(about).items()]
-    return changed + _table(f"All of attempt {newest}", ["", f"attempt {newest}"], facts)
+    return changed + _table(f"Environment of attempt {newest}", ["", f"attempt {newest}"], facts)
 
 
 def flatten_mapping(settings: Any, name: str = "") -> dict[str, str]:

@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -134,6 +135,7 @@ def open_run(
     settings = cast("dict[str, Plain] | None", redactor.redact_data(setup.settings))
     run = Run(path=setup.folder, attempt=all_ranks[0]["attempt"], rank=info.rank, settings=settings)
     if info.rank == 0:
+        _tell_launcher(run.path, info.run_dir)
         _write_metadata(run, partial(attempt_metadata, run.attempt, started_at, all_ranks, settings, redactor, info))
     return _start_ledger(run, setup, redactor, info)
 
@@ -249,6 +251,14 @@ def _check_ranks_agree(all_ranks: list[dict[str, Any]]) -> None:
                 f"{all_ranks[0]['folder']} on rank 0. "
                 "Compute the path from settings that all ranks share, without a time or a rank."
             )
+
+
+def _tell_launcher(folder: Path, launch_dir: Path | None) -> None:
+    """Write the folder of the run for the launcher, which names the folder at the end of the job."""
+    if launch_dir is not None:
+        # The launcher may run without the file.
+        with suppress(OSError):
+            launch_protocol.opened_run_file(launch_dir).write_text(str(folder), encoding="utf-8", errors="surrogateescape")
 
 
 def _write_metadata(run: Run, record: Callable[[], dict[str, Plain]]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from torch import Tensor, nn
 
-from dtrain.arguments import format_bytes
+from dtrain.arguments import format_bytes, format_count
 from dtrain.dtensor import describe_placement, to_local
 from dtrain.fqn import modules_by_fqn, parameters_by_fqn
 from dtrain.shard.fsdp2_private import compute_dtypes, fsdp_param_groups, sharded_params
@@ -55,7 +55,7 @@ def describe(model: nn.Module) -> str:
         title = "plain model"
     else:
         shape = ", ".join(f"{name}={size}" for name, size in zip(spec.mesh.mesh_dim_names or (), spec.mesh.shape, strict=False))
-        title = f"{spec.strategy} over {spec.data_ranks} ranks ({shape}), accumulate={spec.accumulate}"
+        title = f"{spec.strategy} over {format_count(spec.data_ranks, 'rank')} ({shape}), accumulate={spec.accumulate}"
         title += f", buffers={_format_choices(spec)}"
         title += ", offload=params" if spec.compute_device else ""
     return "\n".join([title, *_table([_HEAD, *rows])])

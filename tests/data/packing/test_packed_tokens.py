@@ -268,7 +268,7 @@ def test_block_index_out_of_range_raises_index_error(index):
         ([[1, 2]], {"last_block": "short"}, "last_block must be 'pad' or 'drop', got 'short'"),
         ([], {}, "0 tokens in 0 documents make no block of 4"),
         ([[], []], {}, "0 tokens in 2 documents make no block of 4"),
-        ([[1, 2]], {"last_block": "drop"}, "2 tokens in 1 documents make no block of 4. Use last_block='pad'"),
+        ([[1, 2]], {"last_block": "drop"}, "2 tokens in 1 document make no block of 4. Use last_block='pad'"),
         ([[1, 2]], {"lengths": [2, 2]}, r"one number per document \(1\), got shape \(2,\)"),
         ([[1, 2]], {"lengths": [-2]}, "integers of at least 0, got int64, least -2"),
         ([[1, 2]], {"lengths": [2.0]}, "integers of at least 0, got float64"),

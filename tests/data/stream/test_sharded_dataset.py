@@ -302,7 +302,7 @@ BAD = [
     ("data", {"download": "half"}, r"download must be 'whole' or 'ranged', got 'half'\.$"),
     ("packed", {"download": "ranged"}, r"is compressed \(gz\), without range reads. Use download='whole'\.$"),
     ("packed", {"cache_bytes": 99}, r"has \d+ bytes, more than cache_bytes=99. Raise cache_bytes\.$"),
-    ("blank", {}, r"blank: has no samples in 1 shards. Check the path\.$"),
+    ("blank", {}, r"blank: has no samples in 1 shard. Check the path\.$"),
 ]
 
 

@@ -112,9 +112,7 @@ def test_lost_lines_of_many_files_are_reported_in_three_lines(files, tmp_path):
         path.symlink_to(FULL)
         files.stream(path, number).write(b"1\n")
     first, second, rest = files.describe_lost()
-    assert (first, second) == tuple(
-        f"1 lines are missing in {str(tmp_path / name)!r}: No space left on device" for name in "01"
-    )
+    assert (first, second) == tuple(f"1 line is missing in {str(tmp_path / name)!r}: No space left on device" for name in "01")
     assert rest == "lines are missing in 3 more files; is the disk full?"
 
 

@@ -51,7 +51,7 @@ def test_writer_never_blocks_and_counts_dropped_lines(pipe, monkeypatch):
     *whole, note, last = seen.splitlines(keepends=True)
     assert set(whole) == {line}
     assert dropped == 3000 - len(whole) > 0
-    assert note.startswith(f"dtrain: launch: {dropped} lines of output were dropped here: ".encode())
+    assert note.startswith(f"dtrain: launch: {dropped:,} lines of output were dropped here: ".encode())
     assert last == b"more\n"
     assert outlet.dropped_lines == 0  # the stream tells of them itself
 

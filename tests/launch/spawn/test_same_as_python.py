@@ -286,7 +286,7 @@ def test_unimportable_files_shadow_nothing(run, tmp_path, name, target, env, own
     (tmp_path / own).write_text("raise ImportError('this one')\n")
     source = "import colorsys, time; print(hasattr(colorsys, 'rgb_to_hsv'))"
     result = run(source, n=1, name=name, target=target, env=env, options=["--preload", "colorsys"])
-    assert (result.code, result.out, result.err) == (0, "True\n", "")
+    assert (result.code, result.out, result.errors) == (0, "True\n", "")
 
 
 @pytest.mark.parametrize(

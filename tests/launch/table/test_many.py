@@ -35,7 +35,7 @@ def test_concurrent_launches_do_not_collide(start, jobs):
     seen = [job.wait_for(f"port-{k}")[0].split(" ", 1) for k, job in enumerate(started)]
     (started[0].folder / "all-up").touch()
     results = [job.wait() for job in started]
-    assert {(result.code, result.err) for result in results} == {(0, "")}
+    assert {(result.code, result.errors) for result in results} == {(0, "")}
     ports, folders = zip(*seen, strict=True)
     assert len(set(ports)) == jobs
     assert len(set(folders)) == jobs
@@ -45,4 +45,4 @@ def test_concurrent_launches_do_not_collide(start, jobs):
 def test_concurrent_training_jobs_stay_separate(start, jobs):
     started = [start(SUMS, str(k + 1)) for k in range(jobs)]
     results = [job.wait() for job in started]
-    assert [(result.code, result.err) for result in results] == [(0, "")] * jobs
+    assert [(result.code, result.errors) for result in results] == [(0, "")] * jobs

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from dtrain.arguments import check_choice, check_int
+from dtrain.arguments import check_choice, check_int, format_count
 from dtrain.data.dataset import fingerprint_dataset, read_samples
 from dtrain.data.sampling.block_shuffle import BlockShuffle, shard_order
 from dtrain.data.sampling.sample_order import ElasticSampler, SampleOrder
@@ -182,8 +182,9 @@ class PackedTokens:
         self._ends = _document_ends(len(dataset), lengths)
         self.tokens = int(self._ends[-1]) if len(self._ends) else 0
         if len(self) == 0:
+            documents = format_count(len(dataset), "document")
             raise ConfigError(
-                f"{_PREFIX}: {self.tokens} tokens in {len(dataset)} documents make no block of {seq}. "
+                f"{_PREFIX}: {format_count(self.tokens, 'token')} in {documents} make no block of {seq}. "
                 + ("Use last_block='pad'." if self.tokens else "Give more documents.")
             )
 

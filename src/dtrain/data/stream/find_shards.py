@@ -15,6 +15,7 @@ from pathlib import Path
 import xxhash
 
 from dtrain import storage
+from dtrain.arguments import format_count
 from dtrain.data.stream.download import wrap_os_errors
 from dtrain.data.stream.formats.shard_format import ShardEntry, ShardFile, get_format, one_line, wrap_shard_errors
 from dtrain.data.stream.shard_index import (
@@ -71,7 +72,7 @@ def find_shards(store: ShardStore, *, format: str | None, only: str | None = Non
         if others:
             raise ConfigError(f"{root}: the index has shards of format {others[0]}, not {format}. Leave out format.")
     if not table.bounds[-1]:
-        raise ConfigError(f"{root}: has no samples in {len(table)} shards. Check the path.")
+        raise ConfigError(f"{root}: has no samples in {format_count(len(table), 'shard')}. Check the path.")
     for group in table.groups:
         for field in group.fields:
             if field.algorithm not in HASHES:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from dtrain.arguments import format_count
 from dtrain.launch.launch_plan import NodeLayout, OutputPlan
 from dtrain.launch.output.live_line import LiveLineParser, LiveTerminal, has_live_line
 from dtrain.launch.output.log_files import LogFiles, LogStream, fill_template, log_paths
@@ -142,7 +143,8 @@ class JobOutput:
         flush_writers(self.writers, timeout_s=timeout_s, give_up=give_up)
         if self._stdout is not self._stderr and self._stdout.dropped_lines:
             stdout = self._stdout
-            self.write_line(f"dtrain: launch: {stdout.dropped_lines} lines of standard output were dropped: {stdout.reason}")
+            lines = format_count(stdout.dropped_lines, "line of standard output was", "lines of standard output were")
+            self.write_line(f"dtrain: launch: {lines} dropped: {stdout.reason}")
             flush_writers([self._stderr], timeout_s=0.0)
         for writer in self.writers:
             writer.close()

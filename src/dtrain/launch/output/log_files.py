@@ -10,6 +10,7 @@ import os
 import string
 from pathlib import Path
 
+from dtrain.arguments import format_count
 from dtrain.errors import ConfigError
 from dtrain.launch.launch_plan import NodeLayout, OutputPlan
 from dtrain.launch.output.terminal_lines import LONGEST_LINE, count_lines, describe_os_error
@@ -151,7 +152,8 @@ class LogFile:
         if not data:
             return
         if self._unreported_lines:
-            note = f"dtrain: launch: {self._unreported_lines} lines are missing here: {self._reason}\n".encode()
+            lines = format_count(self._unreported_lines, "line is", "lines are")
+            note = f"dtrain: launch: {lines} missing here: {self._reason}\n".encode()
             note = b"\n" + note if self._mid_line else note
             if self._write(note) < len(note):
                 self._count_lost(data)
@@ -168,7 +170,8 @@ class LogFile:
 
     def describe_lost(self) -> str | None:
         """Describe the lost lines of the file; None without losses."""
-        return f"{self._lost_lines} lines are missing in {str(self.path)!r}: {self._reason}" if self._lost_lines else None
+        lines = format_count(self._lost_lines, "line is", "lines are")
+        return f"{lines} missing in {str(self.path)!r}: {self._reason}" if self._lost_lines else None
 
     def _write(self, data: bytes) -> int:
         """Write ``data`` and return the number of bytes that the disk accepted."""

@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from dtrain.arguments import format_count
 from dtrain.launch.output.terminal_lines import count_lines, describe_os_error
 
 # Output beyond this limit is dropped.
@@ -94,7 +95,8 @@ class NonBlockingWriter:
         """Append a note about dropped lines to the queue."""
         if self._open and self.dropped_lines:
             begin = "\n" if self._mid_line and not self._queue else ""
-            note = f"{begin}dtrain: launch: {self.dropped_lines} lines of output were dropped here: {self.reason}\n"
+            lines = format_count(self.dropped_lines, "line of output was", "lines of output were")
+            note = f"{begin}dtrain: launch: {lines} dropped here: {self.reason}\n"
             self._enqueue(note.encode(), dropped_lines=self.dropped_lines)
             self.dropped_lines = 0
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from dtrain.arguments import format_count
 from dtrain.dist.init import get_dist_info
 from dtrain.surgery.replace import apply_policies
 
@@ -71,9 +72,10 @@ def fused_layer_norm(model: nn.Module) -> nn.Module:
         return report.model
     kind = get_dist_info().device.type
     if kind != "cuda":
+        norms = format_count(len(report.replaced), "norm")
         warnings.warn(
-            f"fused_layer_norm: torch has no fused norm on a {kind}. {len(report.replaced)} norms use torch's unfused norms, "
-            "with the same results.",
+            f"fused_layer_norm: torch has no fused norm on a {kind}. {norms} became torch's unfused norms, with the same "
+            "results.",
             stacklevel=2,
         )
     return report.model
