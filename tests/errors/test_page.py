@@ -25,12 +25,6 @@ def test_page_shows_the_actual_messages() -> None:
     assert shown(PAGE.read_text()) == {name: [*said.by_hand, *said.here] for name, said in SAID.items()}
 
 
-def test_page_table_has_a_row_for_each_of_eighteen_errors() -> None:
-    rows = re.findall(r"^\| \[(.*?)\]\(#(.*?)\) \|", PAGE.read_text(), re.M)
-    assert [name for name, _ in rows] == list(SAID)
-    assert len(SAID) == 18
-
-
 def test_every_section_has_a_test() -> None:
     tests = "".join(path.read_text() for path in HERE.glob("test_*.py"))
     assert [name for name in SAID if not re.search(rf'check\(\s*"{re.escape(name)}"', tests)] == []
