@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT / "website"), str(ROOT / "src")]
 import commands  # noqa: E402
 import notebooks  # noqa: E402
 import reference  # noqa: E402
+import setups  # noqa: E402
 
 OUTSIDE = {
     "README.md": "index.md",
@@ -116,7 +117,8 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
         return markdown
     if uri == "names.md":
         markdown = _linked_names(markdown, uri)
-    return _FENCE_LINK_OR_CODE.sub(lambda match: _link(match, origin, uri, files), markdown.replace("<!-- anew -->\n", ""))
+    markdown = setups.fold(markdown.replace("<!-- anew -->\n", ""))
+    return _FENCE_LINK_OR_CODE.sub(lambda match: _link(match, origin, uri, files), markdown)
 
 
 def on_page_content(html: str, **_: Any) -> str:

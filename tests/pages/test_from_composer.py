@@ -45,8 +45,9 @@ def save_as_composer_does(folder: str) -> None:
 
 
 def test_sharded_composer_checkpoint_is_converted(ranks, tmp_path: Path, monkeypatch) -> None:
-    (command,) = [line for line in (DOCS / "from_composer.md").read_text().splitlines() if "# a sharded folder" in line]
-    arguments = command.split("#")[0].split()[1:]
+    lines = (DOCS / "from_composer.md").read_text().splitlines()
+    (command,) = [line for line in lines if "convert ckpt/ep3-ba300 weights" in line]
+    arguments = command.split()[1:]
     folder = tmp_path / arguments[2]
     ranks(2).run(save_as_composer_does, str(folder))
     assert {".metadata", "__0_0.distcp", "__1_0.distcp"} <= {path.name for path in folder.iterdir()}

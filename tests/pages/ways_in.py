@@ -1,4 +1,4 @@
-"""Rows that the pages docs/from_*.md must have, by page and section: names of the releases in the comments."""
+"""Names that tables of docs/from_*.md may have, by page and section: those of the releases in the comments."""
 
 COMPOSER_TRAINER = """
 model train_dataloader train_dataloader_label train_subset_num_batches spin_dataloaders max_duration algorithms
@@ -33,6 +33,13 @@ ComposerModel.update_metric ComposerModel.get_metrics DataSpec.dataloader DataSp
 DataSpec.batch_transforms DataSpec.microbatch_transforms DataSpec.split_batch DataSpec.get_num_samples_in_batch
 DataSpec.get_num_tokens_in_batch Evaluator.label Evaluator.dataloader Evaluator.metric_names Evaluator.subset_num_batches
 Evaluator.eval_interval Evaluator.device_eval_microbatch_size
+"""
+COMPOSER_OBSERVING = """
+ActivationMonitor CheckpointSaver EarlyStopper ExportForInferenceCallback Generate ImageVisualizer LoadCheckpoint LRMonitor
+MemoryMonitor MemorySnapshot NaNMonitor OOMObserver OptimizerMonitor RuntimeEstimator SpeedMonitor SystemMetricsMonitor
+ThresholdStopper ConsoleLogger ProgressBarLogger FileLogger InMemoryLogger Logger LoggerDestination MLFlowLogger
+TensorboardLogger WandBLogger CometMLLogger NeptuneLogger SlackLogger RemoteUploaderDownloader Profiler TorchProfiler
+cyclic_schedule SystemProfiler JSONTraceHandler Marker
 """
 COMPOSER_PARALLELISM = """
 data_parallel_shard_degree data_parallel_replicate_degree reshard_after_forward sharding_strategy activation_checkpointing
@@ -112,7 +119,7 @@ ACCELERATE_REPEATED = """
 dispatch_batches even_batches fp8_backend logging_dir non_blocking save_iteration should_save_model use_seedable_sampler
 use_stateful_dataloader
 """
-"""Properties that repeat an argument, or a field of one; the page leaves them out."""
+"""Properties that repeat an argument, or a field of one."""
 ACCELERATE_FSDP = """
 fsdp_version sharding_strategy reshard_after_forward backward_prefetch mixed_precision_policy auto_wrap_policy
 transformer_cls_names_to_wrap min_num_params cpu_offload ignored_modules state_dict_type state_dict_config
@@ -190,6 +197,7 @@ PAGES = {
         "fit": COMPOSER_FIT,
         "Other methods, models and data": COMPOSER_OTHERS,
         "Events": COMPOSER_EVENTS,
+        "Callbacks, loggers and the profiler": COMPOSER_OBSERVING,
         "parallelism_config": COMPOSER_PARALLELISM,
         "Launcher": COMPOSER_LAUNCHER,
     },
