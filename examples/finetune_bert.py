@@ -87,7 +87,7 @@ def main() -> None:
         stop = dt.monitors.early_stop("held_out/loss", patience=args.patience)
         checkpoint = partial(dt.save_sharded, run / "checkpoints", extra={"loader": loader, "stop": stop}, keep_last=2)
         state, scores = step.init(model, optimizer, seed=args.seed, run_length=length), None
-        state = dt.load_sharded(run / "checkpoints", state, extra={"loader": loader, "stop": stop}, missing_ok=True).state
+        state = dt.load_sharded(run / "checkpoints", state, extra={"loader": loader, "stop": stop}, missing_ok=True)
         flops = dt.monitors.count_flops(
             model, {name: tensor[None] for name, tensor in train[0].items()}, loss_fn, batch_spec=BATCH
         )

@@ -98,7 +98,7 @@ def main() -> None:
         step = dt.compose_step(loss_fn, recipe)
         checkpoints, extra = run / "checkpoints", {"loader": loader}
         state = step.init(model, optimizer, run_length=length)
-        state = dt.load_sharded(checkpoints, state, extra=extra, missing_ok=True).state
+        state = dt.load_sharded(checkpoints, state, extra=extra, missing_ok=True)
         records = dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps(), names=["loss", "right", "length", "lr"]))
         for batch in loader.until(args.until):

@@ -73,12 +73,12 @@ def main() -> None:
         state = step.init(model, optimizer, seed=args.seed)
         checkpoints = run / "checkpoints"
         restored = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True)
-        state = restored.state
+        state = restored
 
         if state.step >= args.steps:
             say(f"finished: {checkpoints} has all {state.step} steps; a larger --steps goes on, another --out starts anew")
         elif restored.step is not None:
-            say(f"resuming after step {state.step}, from {restored.path}")
+            say(f"resuming after step {state.step}, from {restored.restored.path}")
         records, speed = dt.loggers.jsonl(run / "metrics.jsonl"), dt.monitors.throughput(20)
         log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps))
         for batch in loader.until(args.steps):

@@ -72,7 +72,7 @@ def train(args: argparse.Namespace, rank: int) -> None:
     step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0)])
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
     checkpoints, records = run / "checkpoints", dt.loggers.jsonl(run / "metrics.jsonl")
-    state = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True).state
+    state = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True)
 
     log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps, names=["loss", "grad_norm"]))
     for batch in loader.until(args.steps):

@@ -70,7 +70,7 @@ def main() -> None:
         step = dt.compose_step(loss_fn, [dt.transforms.scale_lr(rate), dt.transforms.clip_by_norm(1.0)])
         state = step.init(model, optimizer, run_length=length)
         saved = {"loader": loader}
-        state = dt.load_sharded(run / "checkpoints", state, extra=saved, missing_ok=True).state
+        state = dt.load_sharded(run / "checkpoints", state, extra=saved, missing_ok=True)
 
         records = dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps()))

@@ -82,7 +82,7 @@ def main() -> None:
             model, torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01), seed=args.seed, run_length=length
         )
         kept = {"loader": loader}
-        state = dt.load_sharded(run / "checkpoints", state, extra=kept, missing_ok=True).state
+        state = dt.load_sharded(run / "checkpoints", state, extra=kept, missing_ok=True)
 
         records = dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps()))

@@ -79,7 +79,7 @@ def train(
     recipe = [dt.transforms.scale_lr(rate if "warmup" in args.without else dt.schedules.warmup(rate, steps // 10))]
     step = dt.compose_step(loss_fn, recipe if "clip" in args.without else [*recipe, dt.transforms.clip_by_norm(1.0)])
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1))
-    state = dt.load_sharded(run / "checkpoints", state, extra={"loader": loader}, missing_ok=True).state
+    state = dt.load_sharded(run / "checkpoints", state, extra={"loader": loader}, missing_ok=True)
     log = dt.loggers.multi(
         dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.progress_bar(steps, names=["loss", "right", "lr"])
     )

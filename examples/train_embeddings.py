@@ -87,7 +87,7 @@ def main() -> None:
         )
         state = step.init(model, optimizer, run_length=length)
         checkpoints, records = run / "checkpoints", dt.loggers.jsonl(run / "metrics.jsonl")
-        state = dt.load_sharded(checkpoints, state, extra={"loader": pairs}, missing_ok=True).state
+        state = dt.load_sharded(checkpoints, state, extra={"loader": pairs}, missing_ok=True)
         log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps(), names=["loss", "found", "lr"]))
         for batch in pairs.until(args.until):
             state, metrics = step(state, batch)

@@ -83,7 +83,7 @@ def main() -> None:
         loader = dt.build_loader(ring(8192, seed=1), mesh=mesh, global_batch_size=256, seed=0)
         checkpoints, records = run / "checkpoints", dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps, names=["generator", "discriminator"]))
-        states = dt.load_sharded(checkpoints, states, extra={"loader": loader}, missing_ok=True).state
+        states = dt.load_sharded(checkpoints, states, extra={"loader": loader}, missing_ok=True)
         g, d = states["generator"], states["discriminator"]
         unseen, noise = ring(1024, seed=2), torch.randn(1024, NOISE, generator=torch.Generator().manual_seed(3))
 

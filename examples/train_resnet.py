@@ -72,7 +72,7 @@ def main() -> None:
         step = dt.compose_step(loss_fn, [method for method in recipe if method.name not in args.without])
         state = step.init(model, optimizer, run_length=length)
         checkpoints, records = run / "checkpoints", dt.loggers.jsonl(run / "metrics.jsonl")
-        state = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True).state
+        state = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True)
         log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps()))
         for batch in loader.until(args.until):
             state, metrics = step(state, batch)

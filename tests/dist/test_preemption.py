@@ -24,10 +24,10 @@ def squared(model, batch):
     return dt.LossSum(total=model(batch).square().sum(), weight=len(batch))
 
 
-def begin():
+def begin(**objects):
     model = nn.Linear(3, 1)
     step = dt.compose_step(squared)
-    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), **objects)
 
 
 def send(number: int = signal.SIGTERM) -> None:
@@ -85,14 +85,14 @@ class Ones:
 
 def with_workers(rank, *, folder):
     with dt.init_dist():
-        step, state = begin()
         loader = dt.build_loader(Ones(), global_batch_size=2, seed=0, num_workers=2)
+        step, state = begin(loader=loader)
         for batch in loader.until("9ba"):
             if state.step == 1:
                 send()
             state, _ = step(state, batch)
             if dt.should_stop(state):
-                dt.save_sharded(folder / "ckpt", state, extra={"loader": loader})
+                dt.save_sharded(folder / "ckpt", state)
                 return state.step
     return None
 
@@ -210,8 +210,8 @@ def reporting(rank, *, folder):
         mesh = dt.build_mesh()
         step = dt.compose_step(squared)
         model = dt.shard_model(nn.Linear(3, 1), mesh, blocks=(nn.Linear,))
-        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
         loader = dt.build_loader(Ones(), mesh=mesh, global_batch_size=2, seed=0)
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), loader=loader)
         for batch in loader.until("2ba"):
             state, metrics = step(state, batch)
         said = [heartbeats.last_progress()[1]]
@@ -219,7 +219,7 @@ def reporting(rank, *, folder):
         said.append(heartbeats.last_progress()[1])
         dt.dist.reduce_max(1.0)
         said.append(heartbeats.last_progress()[1])
-        dt.save_sharded(folder / "ckpt", state, extra={"loader": loader})
+        dt.save_sharded(folder / "ckpt", state)
         dt.evaluate(model, loader, squared)
         assert launch_protocol.HEARTBEAT_FD not in os.environ
         return [info.rank, os.getpid(), said]
