@@ -70,15 +70,10 @@ def main() -> None:
             [dt.transforms.scale_lr(lr), dt.monitors.norms(20), dt.transforms.clip_by_norm(1.0), dt.auto_microbatch()],
             grad=grad,
         )
-        state = step.init(model, optimizer, seed=args.seed)
-        checkpoints = run / "checkpoints"
-        restored = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True)
-        state = restored
+        state = step.init(model, optimizer, loader=loader, seed=args.seed)
+        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=3)
+        state = checkpoints.load(state, missing_ok=True)
 
-        if state.step >= args.steps:
-            say(f"finished: {checkpoints} has all {state.step} steps; a larger --steps goes on, another --out starts anew")
-        elif restored.step is not None:
-            say(f"resuming after step {state.step}, from {restored.restored.path}")
         records, speed = dt.loggers.jsonl(run / "metrics.jsonl"), dt.monitors.throughput(20)
         log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps))
         for batch in loader.until(args.steps):
@@ -87,12 +82,13 @@ def main() -> None:
             if state.crossed(20):
                 numbers = dt.monitors.collect(state, numbers, speed, dt.monitors.memory_stats)
             log(state.step, numbers)
-            stop = dt.should_stop(state)
-            if stop or state.crossed(args.save_every) or state.step == args.steps:
-                dt.save_sharded(checkpoints, state, extra={"loader": loader}, mode="async", keep_last=3)
-            if stop:
-                say(f"asked to stop: step {state.step} will be saved, the same command goes on")
-                return
+            if state.crossed(args.save_every):
+                checkpoints.save(state)
+            if dt.should_stop(state):
+                break
+        checkpoints.save(state)
+        if dt.should_stop(state):
+            return
 
         quiz = build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
         loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]

@@ -15,7 +15,7 @@ LAYERS = [
     ["storage"],
     ["durations", "clock", "schedules"],
     ["dist", "dtensor", "memory"],
-    ["run_context", "fqn", "init_checks", "batch", "losses", "metrics", "state", "transform", "combinators"],
+    ["run_context", "run_objects", "fqn", "init_checks", "batch", "losses", "metrics", "state", "transform", "combinators"],
     ["shard"],
     ["data"],
     ["step"],

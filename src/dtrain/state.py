@@ -126,9 +126,8 @@ class TrainState:
     guard: Any = None
     loader_history: LoaderHistory = field(default_factory=LoaderHistory)
     restored: Any = None
-    # Loader and stateful objects of Step.init by their key in checkpoints, with marks.
+    # By key in checkpoints, with marks.
     _objects: Mapping[str, Any] = field(default_factory=dict)
-    # The loader, if the clock can count its epochs.
     _tracked_loader: TrackedLoader | None = None
     init_transform_states: Callable[[TrainState], dict[str, TransformState]] | None = None
     generation: int = 0
