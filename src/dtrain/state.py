@@ -188,7 +188,7 @@ class TrainState:
 
     @property
     def loader(self) -> Any:
-        """Loader of the run as passed to ``Step.init``, without a mark; None without a loader. Saved as part of the state."""
+        """Loader of the run as passed to ``Step.init``, without a mark; None without a loader. Saved with the state."""
         return unwrap(self._objects.get(LOADER))
 
     @property
@@ -293,8 +293,7 @@ def init_state(
         seed: start of all derived random streams.
         run_length: length of the run, for intervals that are a share of the run (``"0.1dur"``).
         missing_ok: if True, the optimizer may hold only some of the trainable parameters.
-        loader: loader of the run; as in ``Step.init``.
-        stateful: further objects of the run by name; as in ``Step.init``.
+        loader: as in ``Step.init``, like ``stateful``.
 
     Mutates: this process's handling of SIGTERM, until the end of ``init_dist``'s block; see ``should_stop``. One attribute of
     the model, not in the state dict; see ``TrainState.newest``.

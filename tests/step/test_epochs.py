@@ -337,13 +337,6 @@ def test_batch_rebuilt_by_a_transform_keeps_its_position():
     assert state.clock.epoch == 3
 
 
-def test_foreign_loader_is_refused_at_init():
-    with pytest.raises(
-        dt.errors.ConfigError, match=r"init: loader must be one that dt.build_loader made, got <torch.utils.data"
-    ):
-        begin(loader=torch.utils.data.DataLoader(rows()))
-
-
 def test_batch_size_schedule_updates_the_epoch_position():
     step, state = begin()
     source = loader(global_batch_size=lambda step: 2 if step < 4 else 4)
