@@ -27,7 +27,7 @@ SAID = {
             "\tsize mismatch for weight: copying a param with shape torch.Size([2, 4]) from checkpoint, the shape in current "
             "model is torch.Size([4, 4]).",
         ),
-        here=("dtrain: load_sharded: loaded .../ckpt/step-00000001",),
+        here=("dtrain: load_sharded: loaded .../ckpt/step-00000001 in ... s",),
     ),
     "Out of memory with full sharding": Said(
         by_hand=("torch.OutOfMemoryError: ... out of memory. Tried to allocate ...",),
