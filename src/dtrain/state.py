@@ -126,7 +126,6 @@ class TrainState:
     guard: Any = None
     loader_history: LoaderHistory = field(default_factory=LoaderHistory)
     restored: Any = None
-    # By key in checkpoints, with marks.
     _objects: Mapping[str, Any] = field(default_factory=dict)
     _tracked_loader: TrackedLoader | None = None
     init_transform_states: Callable[[TrainState], dict[str, TransformState]] | None = None
@@ -293,10 +292,10 @@ def init_state(
         seed: start of all derived random streams.
         run_length: length of the run, for intervals that are a share of the run (``"0.1dur"``).
         missing_ok: if True, the optimizer may hold only some of the trainable parameters.
-        loader: as in ``Step.init``, like ``stateful``.
+        loader: as in ``Step.init``.
+        stateful: as in ``Step.init``.
 
-    Mutates: this process's handling of SIGTERM, until the end of ``init_dist``'s block; see ``should_stop``. One attribute of
-    the model, not in the state dict; see ``TrainState.newest``.
+    Mutates: as ``Step.init``; one attribute of the model, not in the state dict (see ``TrainState.newest``).
 
     Raises:
         ConfigError: not a model or an optimizer; no parameters, or parameters on the meta device or gathered for a forward; an
