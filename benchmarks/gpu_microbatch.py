@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -157,7 +156,7 @@ def _later_step(setting: Setting, sizes: Sizes) -> Table:
     batch = torch.randint(sizes.config.vocab, (4 * size, sizes.config.max_seq + 1)).to(setting.device)
     runs = {
         "auto": _stepping(setting, sizes, batch, transforms=[dt.auto_microbatch(initial=size)]),
-        "fixed": _stepping(setting, sizes, batch, grad=partial(dt.microbatch_step, microbatch_size=size)),
+        "fixed": _stepping(setting, sizes, batch, microbatch_size=size),
     }
     timings = setting.timed(runs, seconds=45)
     rows: list[list[Cell]] = []
@@ -175,11 +174,11 @@ def _later_step(setting: Setting, sizes: Sizes) -> Table:
 
 
 def _stepping(
-    setting: Setting, sizes: Sizes, batch: Tensor, *, transforms: Any = (), grad: Any = dt.microbatch_step
+    setting: Setting, sizes: Sizes, batch: Tensor, *, transforms: Any = (), microbatch_size: int | None = None
 ) -> Callable[[], None]:
     torch.manual_seed(0)
     model = GPT(sizes.config).to(setting.device)
-    step = dt.compose_step(gpt_loss, transforms, grad=grad)
+    step = dt.compose_step(gpt_loss, transforms, microbatch_size=microbatch_size)
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
     def run() -> None:
@@ -213,7 +212,7 @@ def _induced_failures(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
         size = state.transform_states["auto_microbatch"]["size"]
         failed += 0 < size < sizes.rows
         torch.manual_seed(number)
-        step = dt.compose_step(square_loss, grad=partial(dt.microbatch_step, microbatch_size=size or None))
+        step = dt.compose_step(square_loss, microbatch_size=size or None)
         state, _ = step(step.init(fixed, optimizers[fixed]), batch)
         equal += all(torch.equal(a, b) for a, b in zip(auto.parameters(), fixed.parameters(), strict=True))
         del state, step

@@ -13,7 +13,6 @@ import math
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -54,8 +53,7 @@ def gpt(layers: int, dim: int) -> nn.Module:
 
 def composed(model: nn.Module, transforms: Sequence[dt.Transform], *, size: int | None = None, loss: Any = loss_fn) -> Any:
     """A step, and its first state."""
-    grad = partial(dt.microbatch_step, microbatch_size=size) if size else dt.microbatch_step
-    step = dt.compose_step(loss, transforms, grad=grad)
+    step = dt.compose_step(loss, transforms, microbatch_size=size)
     return step, step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
 
 

@@ -9,7 +9,6 @@ waits too; and the same loop with FSDP2's default, which does not. That they do 
 """
 
 import argparse
-from functools import partial
 from itertools import cycle
 from typing import Any
 
@@ -61,7 +60,7 @@ class Composed:
     def __init__(self) -> None:
         model = build()
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-4)
-        self.composed = dt.compose_step(loss_sum, grad=partial(dt.microbatch_step, microbatch_size=2))
+        self.composed = dt.compose_step(loss_sum, microbatch_size=2)
         self.state = self.composed.init(model, optimizer)
         self.params = list(self.state.params.values())
 

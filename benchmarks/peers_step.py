@@ -102,7 +102,7 @@ class Composed:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, *, reads: bool = True) -> None:
         self.reads = reads
-        self.composed = dt.compose_step(_loss_sum, grad=partial(dt.microbatch_step, microbatch_size=SIZE))
+        self.composed = dt.compose_step(_loss_sum, microbatch_size=SIZE)
         self.state = self.composed.init(model, optimizer)
         self.params = list(self.state.params.values())
 

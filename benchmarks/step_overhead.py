@@ -14,7 +14,6 @@ import math
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -207,8 +206,8 @@ class Composed:
         model = work.model(dtype)
         if dist.is_initialized():
             model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard", blocks=work.blocks)
-        grad = partial(dt.microbatch_step, microbatch_size=work.microbatch_size)
-        self.composed = dt.compose_step(_loss_sum, [dt.transforms.clip_by_norm(MAX_NORM), dt.transforms.ema(DECAY)], grad=grad)
+        transforms = [dt.transforms.clip_by_norm(MAX_NORM), dt.transforms.ema(DECAY)]
+        self.composed = dt.compose_step(_loss_sum, transforms, microbatch_size=work.microbatch_size)
         self.state = self.composed.init(model, adamw(model))
         self.params = list(self.state.params.values())
         self.averages = [to_local(average) for average in self.state.transform_states["ema"]["params"].values()]

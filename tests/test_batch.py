@@ -4,7 +4,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dtrain.batch import batch_spec, count_samples, select_samples, split_batch, to_device
+from dtrain.batch import count_samples, count_samples_and_tokens, select_samples, split_batch, to_device
+from dtrain.batch_axes import batch_spec
 from dtrain.dist.dispatch import OpObserver
 from dtrain.errors import ConfigError
 
@@ -129,7 +130,7 @@ SPEC = batch_spec({"ids": "seq batch", "label": "batch"})
 
 def test_spec_supports_any_batch_axis():
     batch = {"ids": torch.arange(12).reshape(3, 4), "label": torch.arange(4), "mask": torch.ones(7)}
-    assert SPEC.count(batch) == (4, 12)
+    assert count_samples_and_tokens(batch, SPEC) == (4, 12)
     parts = split_batch(batch, 3, batch_spec=SPEC)
     assert [part["label"].tolist() for part in parts] == [[0, 1, 2], [3]]
     assert torch.equal(torch.cat([part["ids"] for part in parts], dim=1), batch["ids"])
@@ -138,7 +139,7 @@ def test_spec_supports_any_batch_axis():
 
 def test_spec_works_on_a_tensordict():
     batch = TensorDict({"ids": torch.zeros(3, 4), "label": torch.zeros(4)}, batch_size=[])
-    assert SPEC.count(batch) == (4, 12)
+    assert count_samples_and_tokens(batch, SPEC) == (4, 12)
     assert [part["ids"].shape for part in split_batch(batch, 3, batch_spec=SPEC)] == [(3, 3), (3, 1)]
 
 
@@ -153,7 +154,7 @@ def test_spec_works_on_a_tensordict():
 )
 def test_spec_count_error_describes_the_mismatch(batch, message):
     with pytest.raises(ConfigError, match=message):
-        SPEC.count(batch)
+        count_samples_and_tokens(batch, SPEC)
 
 
 @pytest.mark.parametrize(

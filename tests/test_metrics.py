@@ -24,6 +24,27 @@ def data():
     return logits, targets.masked_fill(torch.rand(6, 5, generator=g) < 0.3, -100)
 
 
+@pytest.mark.parametrize(
+    ("use", "named"),
+    [
+        (float, r"float\(\)"),
+        (lambda metric: metric.item(), r"item\(\)"),
+        (lambda metric: f"{metric:.3f}", r"the format '.3f'"),
+    ],
+    ids=["float", "item", "format"],
+)
+def test_metric_of_one_rank_is_no_number(use, named):
+    metric = dt.typing.Metric(torch.tensor(4.0), torch.tensor(2.0))
+    with pytest.raises(
+        ConfigError, match=rf"^metrics: {named} needs a number, .* Write dt\.reduce_metrics\(metrics\)"
+    ) as caught:
+        use(metric)
+    assert isinstance(caught.value, TypeError)
+    assert "\n" not in str(caught.value)
+    assert f"{metric}" == str(metric) == "Metric(total=tensor(4.), weight=tensor(2.))"
+    assert reduce_metrics({"loss": metric}) == {"loss": 2.0}
+
+
 def test_accuracy_is_the_fraction_of_correct_predictions():
     logits, targets = data()
     kept = targets != -100

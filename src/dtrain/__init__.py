@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from dtrain import testing as testing
     from dtrain import transforms as transforms
     from dtrain import typing as typing
-    from dtrain.batch import BatchSpec as BatchSpec
-    from dtrain.batch import batch_spec as batch_spec
     from dtrain.batch import split_batch as split_batch
+    from dtrain.batch_axes import BatchSpec as BatchSpec
+    from dtrain.batch_axes import batch_spec as batch_spec
     from dtrain.checkpoint.checkpoint_info import latest_checkpoint as latest_checkpoint
     from dtrain.checkpoint.checkpointer import Checkpointer as Checkpointer
     from dtrain.checkpoint.load import load_sharded as load_sharded

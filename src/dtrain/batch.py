@@ -1,7 +1,7 @@
 """Count the samples of a batch, split the batch into microbatches, and move the batch to a device.
 
 A batch is a tensor, or a nested mapping, sequence or TensorDict of tensors. By default the batch axis is the first axis of
-every tensor. ``batch_spec`` describes batches with other axes, and is needed to count tokens.
+every tensor. A ``BatchSpec`` describes other batches, and is needed to count tokens.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_int
+from dtrain.batch_axes import BatchSpec, call_count, call_split
 from dtrain.dist.batch_info import BatchInfo
 from dtrain.errors import ConfigError
 from dtrain.typing import Batch, is_tensordict
@@ -22,91 +23,6 @@ from dtrain.typing import Batch, is_tensordict
 _BATCH_INFO = "_dtrain_batch_info"
 # A sequence without tensors holds one entry per sample (ids, file names).
 _SEQUENCE_TYPES = (list, tuple)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchSpec:
-    """Names of the axes of a batch's tensors by key, like einops patterns. ``batch_spec`` makes one.
-
-    The axis ``batch`` counts samples, the axis ``seq`` counts the tokens of a sample.
-    """
-
-    axes: Mapping[str, tuple[str, ...]]
-
-    def axis_sizes(self, batch: Batch) -> dict[str, int]:
-        """Return the size of every named axis.
-
-        Raises:
-            ConfigError: a missing key, a wrong number of axes, or two sizes of one axis. The message names key and axis.
-        """
-        sizes: dict[str, tuple[int, str]] = {}
-        for key, axes in self.axes.items():
-            if not _has_key(batch, key):
-                keys = sorted(map(str, _batch_keys(batch)))
-                raise ConfigError(f"batch_spec: the batch has no {key!r}, only {keys}. Describe these keys.")
-            shape = tuple(batch[key].shape)
-            if len(shape) != len(axes):
-                raise ConfigError(f"batch_spec: {key!r} must be [{', '.join(axes)}], got shape {shape}. Correct its axes.")
-            for axis, size in zip(axes, shape, strict=True):
-                known, first_key = sizes.setdefault(axis, (size, key))
-                if known != size:
-                    raise ConfigError(
-                        f"batch_spec: axis {axis!r} is {known} in {first_key!r} but {size} in {key!r} (shape {shape}). Pad it."
-                    )
-        return {axis: size for axis, (size, _) in sizes.items()}
-
-    def count(self, batch: Batch) -> tuple[int, int]:
-        """Return the number of samples and tokens of ``batch``. Tokens are 0 without an axis ``seq``."""
-        sizes = self.axis_sizes(batch)
-        return sizes["batch"], sizes["batch"] * sizes.get("seq", 0)
-
-    def narrow(self, batch: Batch, start: int, length: int) -> Batch:
-        """Return ``length`` samples of ``batch`` from ``start`` on, as views. Keys that are not in the spec are kept whole."""
-        return self._map_batch_axis(
-            batch, lambda leaf, axis: leaf.narrow(axis, start, length), lambda whole: whole[start : start + length]
-        )
-
-    def select(self, batch: Batch, indices: Tensor) -> Batch:
-        """Return copies of the samples at ``indices`` ``[k]``, in that order. Keys that are not in the spec are kept whole."""
-        return self._map_batch_axis(batch, lambda leaf, axis: leaf.index_select(axis, indices), lambda whole: whole[indices])
-
-    def _map_batch_axis(self, batch: Batch, cut: Callable[[Tensor, int], Tensor], cut_first: Callable[[Any], Any]) -> Batch:
-        """Apply ``cut`` to each named tensor and its batch axis, or ``cut_first`` to a TensorDict as a whole."""
-        axis = {key: axes.index("batch") for key, axes in self.axes.items() if "batch" in axes}
-        if is_tensordict(batch) and batch.batch_dims and not any(axis.values()):
-            return cut_first(batch)
-        parts = {key: cut(batch[key], at) for key, at in axis.items()}
-        if not is_tensordict(batch):
-            return {key: parts.get(key, value) for key, value in batch.items()}
-        part = batch.copy()
-        # The batch axis is not the first axis of every tensor.
-        part.batch_size = []
-        return part.update(parts)
-
-
-def batch_spec(axes: Mapping[str, str]) -> BatchSpec:
-    """Describe a batch by the axes of its tensors.
-
-    Args:
-        axes: names of the axes of each tensor, separated by spaces, by key. ``batch`` counts samples, ``seq`` tokens.
-
-    Example:
-        >>> import dtrain as dt
-        >>> spec = dt.batch_spec({"input_ids": "batch seq", "label": "batch"})
-        >>> spec.count({"input_ids": torch.zeros(4, 16), "label": torch.zeros(4)})
-        (4, 64)
-
-    Raises:
-        ConfigError: no axis ``batch``, or an axis twice in one tensor.
-    """
-    parsed = {key: tuple(pattern.split()) for key, pattern in axes.items()}
-    for key, names in parsed.items():
-        if len(set(names)) != len(names) or not all(name.isidentifier() for name in names):
-            problem = f"axes must be different names separated by spaces, got {axes[key]!r}"
-            raise ConfigError(f"batch_spec: {key!r}: {problem}. Write 'batch seq', for example.")
-    if not any("batch" in names for names in parsed.values()):
-        raise ConfigError(f"batch_spec: no tensor has an axis called 'batch', got {dict(axes)}. Write {{'x': 'batch seq'}}.")
-    return BatchSpec(axes=parsed)
 
 
 def count_samples(batch: Batch) -> int:
@@ -120,24 +36,49 @@ def count_samples(batch: Batch) -> int:
         return sizes.pop()
     if not sizes:
         raise ConfigError(
-            f"batch: found no tensor to split in a {type(batch).__name__}. Give tensors, mappings or sequences of tensors, "
-            "describe the batch with batch_spec, or pass count= and split=."
+            f"batch: found no tensor to split in a {type(batch).__name__}. Give tensors, mappings or sequences of tensors, or "
+            "describe the batch with dt.batch_spec(count=..., split=...)."
         )
     shapes = ", ".join(f"{path}{list(leaf.shape)}" for path, leaf in _named_tensors(batch, "batch") if leaf.ndim > 0)
     raise ConfigError(
-        f"batch: the first axis must be the batch axis in every tensor, got {shapes}. Describe the batch with batch_spec, or "
-        "pass count= and split=."
+        f"batch: the first axis must be the batch axis in every tensor, got {shapes}. Describe the batch with "
+        "dt.batch_spec: its axes, or count= and split=."
     )
 
 
 def count_samples_and_tokens(batch: Batch, batch_spec: BatchSpec | None = None) -> tuple[int, int]:
-    """Return the number of samples and tokens of a batch. Without a spec, tokens are 0."""
-    return batch_spec.count(batch) if batch_spec is not None else (count_samples(batch), 0)
+    """Return the number of samples and tokens of a batch. Without axes and ``batch_spec.count``, tokens are 0.
+
+    Raises:
+        ConfigError: ``batch`` cannot be counted, or ``batch_spec.count`` returns no whole numbers.
+    """
+    if batch_spec is None or (batch_spec.count is None and not batch_spec.axes):
+        return count_samples(batch), 0
+    return batch_spec.count_by_axes(batch) if batch_spec.count is None else call_count(batch_spec.count, batch)
+
+
+def check_rows(batch: Batch, batch_spec: BatchSpec | None, samples: int | None = None) -> None:
+    """Refuse a batch whose samples are not the rows of its tensors. ``samples`` is their number, if it was counted already.
+
+    Raises:
+        ConfigError: ``batch_spec.count`` counts another number of samples than the batch axis has.
+    """
+    if batch_spec is None or batch_spec.count is None:
+        return
+    samples = count_samples_and_tokens(batch, batch_spec)[0] if samples is None else samples
+    rows = batch_spec.count_by_axes(batch)[0] if batch_spec.axes else count_samples(batch)
+    if rows != samples:
+        raise ConfigError(
+            f"batch_spec: count returns {samples} samples for a batch of {rows} rows. Pass split= as well; a method that "
+            "selects samples needs tensors with a row per sample."
+        )
 
 
 def narrow_batch(batch: Batch, start: int, length: int, batch_spec: BatchSpec | None = None) -> Batch:
     """Return ``length`` samples of ``batch`` from ``start`` on; tensors are views."""
-    if batch_spec is not None:
+    if length:
+        check_rows(batch, batch_spec)
+    if batch_spec is not None and batch_spec.axes:
         return batch_spec.narrow(batch, start, length)
     return _narrow(batch, start, length, count_samples(batch))
 
@@ -163,7 +104,8 @@ def select_samples(batch: Batch, indices: Tensor, batch_spec: BatchSpec | None =
 
     Host sync: none; one for each sequence with an entry per sample.
     """
-    if batch_spec is not None:
+    check_rows(batch, batch_spec)
+    if batch_spec is not None and batch_spec.axes:
         return batch_spec.select(batch, indices)
     total = count_samples(batch)
 
@@ -186,7 +128,7 @@ def split_batch(batch: Batch, microbatch_size: int, *, batch_spec: BatchSpec | N
     Args:
         batch: batch to split.
         microbatch_size: samples per microbatch; the last microbatch may be smaller.
-        batch_spec: axes of the tensors; None takes the first axis as the batch axis.
+        batch_spec: axes of the tensors, or functions that count and split; None takes the first axis as the batch axis.
 
     Example:
         >>> import dtrain as dt
@@ -201,23 +143,30 @@ def split_batch(batch: Batch, microbatch_size: int, *, batch_spec: BatchSpec | N
     return [attach_batch_info(part, infos[0]) for part in parts] if len(infos) == 1 else parts
 
 
-def count_and_split(batch: Batch, microbatch_size: int, batch_spec: BatchSpec | None) -> tuple[int, int, list[Batch]]:
-    """Return the samples, the tokens and the microbatches of a batch; see ``split_batch``."""
-    check_microbatch_size(microbatch_size)
-    flat = _count_and_split_flat(batch, microbatch_size) if batch_spec is None else None
-    if flat is not None:
-        return flat[0], 0, flat[1]
+def count_and_split(batch: Batch, microbatch_size: int | None, batch_spec: BatchSpec | None) -> tuple[int, int, list[Batch]]:
+    """Return the samples, the tokens and the microbatches of a batch; without a size the batch is one microbatch.
+
+    Raises:
+        ConfigError: ``batch`` cannot be counted or split, or ``batch_spec.split`` returns no microbatch.
+    """
+    if microbatch_size is not None:
+        check_microbatch_size(microbatch_size)
+        if batch_spec is None or not (batch_spec.axes or batch_spec.count or batch_spec.split):
+            flat = _count_and_split_flat(batch, microbatch_size)
+            if flat is not None:
+                return flat[0], 0, flat[1]
     samples, tokens = count_samples_and_tokens(batch, batch_spec)
-    return samples, tokens, split_into_microbatches(batch, microbatch_size, samples, batch_spec)
-
-
-def split_into_microbatches(batch: Batch, microbatch_size: int, samples: int, batch_spec: BatchSpec | None) -> list[Batch]:
-    """Split a batch of ``samples`` samples of any structure; see ``split_batch``."""
+    if samples == 0:
+        return 0, tokens, []
+    if microbatch_size is None:
+        return samples, tokens, [batch]
+    if batch_spec is not None and batch_spec.split is not None:
+        return samples, tokens, call_split(batch_spec.split, batch, microbatch_size, samples)
+    check_rows(batch, batch_spec, samples)
     sizes = [(start, min(microbatch_size, samples - start)) for start in range(0, samples, microbatch_size)]
-    if batch_spec is not None:
-        return [batch_spec.narrow(batch, start, length) for start, length in sizes]
-    samples = count_samples(batch)
-    return [_narrow(batch, start, length, samples) for start, length in sizes]
+    if batch_spec is not None and batch_spec.axes:
+        return samples, tokens, [batch_spec.narrow(batch, start, length) for start, length in sizes]
+    return samples, tokens, [_narrow(batch, start, length, samples) for start, length in sizes]
 
 
 def _count_and_split_flat(batch: Batch, microbatch_size: int) -> tuple[int, list[Batch]] | None:
@@ -373,13 +322,3 @@ def _named_tensors(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
     elif isinstance(value, Sequence) and not isinstance(value, str | bytes):
         for index, item in enumerate(value):
             yield from _named_tensors(item, f"{path}[{index}]")
-
-
-def _has_key(batch: Batch, key: str) -> bool:
-    return key in _batch_keys(batch)
-
-
-def _batch_keys(batch: Batch) -> list[Any]:
-    if not (isinstance(batch, Mapping) or is_tensordict(batch)):
-        raise ConfigError(f"batch_spec: needs a mapping of tensors, got a {type(batch).__name__}. Let collate return a dict.")
-    return list(batch.keys())

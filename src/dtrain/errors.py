@@ -4,6 +4,7 @@
 
     DtrainError
     ├── ConfigError (ValueError)            an invalid argument, option or batch
+    │   └── ConfigTypeError (TypeError)     an operation that the type of a value does not support
     ├── StaleStateError (RuntimeError)      a TrainState that was already stepped is used again
     ├── StepError (RuntimeError)            a training step without a valid result (no weight, no gradient)
     │   ├── NonFiniteError                  losses or gradients are infinite or NaN more often than the run allows
@@ -36,6 +37,10 @@ class DtrainError(Exception):
 
 class ConfigError(DtrainError, ValueError):
     """Invalid argument, option or batch."""
+
+
+class ConfigTypeError(ConfigError, TypeError):
+    """Operation that the type of a value does not support, such as ``len`` of a loader without a length."""
 
 
 class StaleStateError(DtrainError, RuntimeError):

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.device import is_accelerator
+from dtrain.errors import ConfigTypeError
 
 Batch: TypeAlias = Any
 """Argument of the loss function: a tensor, a mapping or sequence of tensors, a TensorDict."""
@@ -28,10 +29,36 @@ Schedule: TypeAlias = Callable[[float], float]
 
 
 class Metric(NamedTuple):
-    """Weighted sum: ``total`` and ``weight`` are scalars ``[]`` on the device, local to the rank. Metrics can be added."""
+    """Weighted sum: ``total`` and ``weight`` are scalars ``[]`` on the device, local to the rank. Metrics can be added.
+
+    A metric is no number: ``reduce_metrics`` computes the numbers of all metrics, over all ranks.
+    """
 
     total: Tensor
     weight: Tensor
+
+    def __float__(self) -> float:
+        raise _refuse_number("float()")
+
+    def __format__(self, spec: str) -> str:
+        if spec:
+            raise _refuse_number(f"the format {spec!r}")
+        return str(self)
+
+    def item(self) -> float:
+        """Refuse the conversion to a number, which would be the number of one rank.
+
+        Raises:
+            ConfigTypeError: always; the message names ``reduce_metrics``.
+        """
+        raise _refuse_number("item()")
+
+
+def _refuse_number(operation: str) -> ConfigTypeError:
+    return ConfigTypeError(
+        f"metrics: {operation} needs a number, got the sum and the weight of one rank. Write "
+        "dt.reduce_metrics(metrics)['loss'], on all ranks."
+    )
 
 
 Metrics: TypeAlias = dict[str, Metric]
@@ -54,7 +81,7 @@ class LossSum:
         weight: number of items in the sum (tokens, samples), scalar ``[]`` or a number, without gradient.
         aux: further sums by name, each ``(total, weight)``, for metrics only.
         terms: further losses by name, each a summed ``(total, weight)`` with its own denominator. The step trains on the sum of
-            all means. Terms need ``microbatch_step(weight_fn=...)``.
+            all means. Terms need ``batch_spec(weight=...)``.
 
     Example:
         def loss_fn(model, batch):
@@ -85,6 +112,12 @@ class Stateful(Protocol):
 
 LossFn: TypeAlias = Callable[[nn.Module, Batch], LossSum]
 """Loss function of one microbatch: ``(model, batch) -> LossSum``."""
+
+CountFn: TypeAlias = "Callable[[Batch], int | tuple[int, int]]"
+"""``batch -> samples``, or ``batch -> (samples, tokens)``."""
+
+SplitFn: TypeAlias = Callable[[Batch, int], Sequence[Batch]]
+"""``(batch, microbatch_size) -> microbatches`` of at most that many samples, in order."""
 
 WeightFn: TypeAlias = "Callable[[Batch], Tensor | float | Mapping[str, Tensor | float]]"
 """Weight of a whole local batch, or weights of the terms of a loss by name, with the main loss as ``"loss"``."""

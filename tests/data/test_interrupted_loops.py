@@ -1,6 +1,6 @@
 """A loop that was interrupted and is run again in the same process, as in a notebook: no batch is lost, none is repeated."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 import torch
@@ -72,9 +72,11 @@ def loss_of(come_to: Callable[[str], None]) -> dt.typing.LossFn:
 class Run:
     """A run whose loop is interrupted at each of some places, (where in the body, batches before), and run again."""
 
-    def __init__(self, loader: dt.Loader, at: tuple[tuple[str, int], ...] = (), *, by_hand: bool = False) -> None:
+    def __init__(
+        self, loader: dt.Loader, at: tuple[tuple[str, int], ...] = (), *, by_hand: bool = False, plain: bool = False
+    ) -> None:
         torch.manual_seed(0)
-        self.loader, self.left, self.by_hand = loader, list(at), by_hand
+        self.loader, self.left, self.by_hand, self.plain = loader, list(at), by_hand, plain
         self.model, self.used = nn.Linear(1, 1), []
         self.loss_fn = loss_of(self.come_to)
         self.step = dt.compose_step(self.loss_fn, [dt.transforms.ema(0.5)])
@@ -96,10 +98,17 @@ class Run:
 
     def cell(self) -> None:
         """The loop, once."""
-        for batch in self.loader.until(LENGTH):
-            self.come_to("before the step")
-            self.take(batch)
-            self.come_to("after the step")
+        for batches in self.loops():
+            for batch in batches:
+                self.come_to("before the step")
+                self.take(batch)
+                self.come_to("after the step")
+
+    def loops(self) -> Iterator[Iterable[Tensor]]:
+        """The loop to the end of the run, or one plain loop over the loader for each epoch that is left."""
+        while self.plain and self.loader.state_dict()["epoch"] < 2:
+            yield self.loader
+        yield self.loader.until(LENGTH)
 
     def to_the_end(self) -> tuple[list[list[float]], list[float], int]:
         """Run the loop until nothing interrupts it; the batches of all steps, the weights, and the position."""
@@ -121,6 +130,15 @@ PLACES = ["before the step", "in the step", "after the step"]
 def test_new_loop_repeats_the_batch_of_an_interrupted_step(kind, after, place):
     number = after + (place == "after the step")
     assert Run(loader_of(kind), ((place, number),)).to_the_end() == Run(loader_of(kind)).to_the_end()
+
+
+@pytest.mark.parametrize("kind", ["map", "stream", "remembers"])
+@pytest.mark.parametrize("place", PLACES)
+def test_plain_loops_repeat_the_batch_of_an_interrupted_step(kind, place):
+    whole = Run(loader_of(kind)).to_the_end()
+    for after in (1, 5, 6, 7, 11):
+        run = Run(loader_of(kind), ((place, after + (place == "after the step")),), plain=True)
+        assert run.to_the_end() == whole, f"after {after} batches"
 
 
 @pytest.mark.parametrize("kind", ["map", "remembers"])
@@ -272,7 +290,7 @@ def test_second_loop_during_a_step_is_refused():
     run.take(next(first))
     next(first)
     next(loader.until(LENGTH))
-    with pytest.raises(dt.errors.ConfigError, match="another loop moved the position during until"):
+    with pytest.raises(dt.errors.ConfigError, match="another loop moved the position during this loop"):
         next(first)
 
 

@@ -126,7 +126,7 @@ def test_failing_stream_raises_a_one_line_error():
 # ---- split over ranks by the dataset itself
 
 
-def ragged_run(sizes: list[int]) -> tuple[list[list[int]], list[int], list[int]]:
+def ragged_run(sizes: list[int], plain: bool = False) -> tuple[list[list[int]], list[int], list[int]]:
     """Trains on streams of unequal length, two epochs; what this rank saw, the samples of each step, the last position."""
     mesh = dt.build_mesh()
     rank, _ = dt.dist.data_rank(mesh)
@@ -136,7 +136,7 @@ def ragged_run(sizes: list[int]) -> tuple[list[list[int]], list[int], list[int]]
     step = dt.compose_step(lambda model, batch: dt.LossSum(total=model(batch[:, None].float()).sum(), weight=len(batch)), [])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.0))
     seen, counts = [], []
-    for batch in loader.until("2ep"):
+    for batch in chain(loader, loader) if plain else loader.until("2ep"):
         before = state.clock.samples
         seen.append(batch.tolist())
         state, _ = step(state, batch)
@@ -151,6 +151,7 @@ def test_ranks_with_uneven_streams_end_the_epoch_together(ranks):
     assert two == [[100, 101], [102, 103], [104, 105], [106]] * 2
     assert counts == others == [4, 3, 2, 1] * 2
     assert end == [2, 0]
+    assert ranks(2).run(ragged_run, [3, 7], True) == [[one, counts, end], [two, others, end]]
 
 
 def test_resume_after_one_exhausted_rank_ends_epochs_together(ranks):

@@ -35,6 +35,14 @@ def loader(size=23, batch=5, rank=0, ranks=1, workers=0, seed=0, last_batch="sho
     return made
 
 
+class Stream(torch.utils.data.IterableDataset):
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __iter__(self):
+        yield from range(self.size)
+
+
 def flat(batches: Iterable[list[int]]) -> list[int]:
     return list(chain.from_iterable(batches))
 
@@ -116,7 +124,7 @@ def test_concurrent_loops_over_one_loader_are_refused():
     first = source.until("1ep")
     next(first)
     next(source.until("1ep"))
-    with pytest.raises(ConfigError, match="another loop moved the position during until"):
+    with pytest.raises(ConfigError, match="another loop moved the position during this loop"):
         next(first)
 
 
@@ -303,26 +311,72 @@ def test_loader_error_joins_exception_notes_into_one_line():
     assert str(caught.value) == "loader: first second, sample 0: ValueError: torn"
 
 
-def test_iterating_a_loader_directly_suggests_until():
-    source = loader()
-    for use in (iter, list):
-        with pytest.raises(
-            ConfigError, match=r"loader: .* write `for batch in loader.until\('3ep'\)`\. .*loader.one_epoch\(\)"
-        ):
-            use(source)
-    with pytest.raises(ConfigError, match="write `for batch in loader"):
-        for _ in source:
-            pass
-    assert source.position.batches == 0
+@pytest.mark.parametrize("last_batch", ["short", "drop", "pad"])
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_plain_loop_is_the_rest_of_this_epoch(last_batch, shuffle):
+    options = {"size": 23, "batch": 5, "last_batch": last_batch, "shuffle": shuffle}
+    whole = order("3ep", **options)
+    per_epoch = len(whole) // 3
+    source = loader(**options)
+    seen = [next(iter(source)).tolist()]
+    assert len(source) == per_epoch - 1
+    for epoch in range(3):
+        expected = len(source)
+        batches = [batch.tolist() for batch in source]
+        assert (len(batches), source.state_dict()["epoch"]) == (expected, epoch + 1)
+        seen += batches
+    assert (seen, source.steps_per_epoch()) == (whole, per_epoch)
 
 
-def test_loader_length_is_the_number_of_batches_per_epoch():
+def test_plain_loop_resumes_from_a_checkpoint_and_from_until():
+    whole = order("2ep")
+    source, resumed = loader(), loader()
+    assert [next(source.until("1ep")).tolist() for _ in range(2)] == whole[:2]
+    resumed.load_state_dict(source.state_dict())
+    assert len(resumed) == 3
+    assert [batch.tolist() for batch in resumed] == whole[2:5]
+    assert [batch.tolist() for batch in resumed.until("2ep")] == whole[5:]
+
+
+def test_loader_length_is_the_number_of_batches_of_a_plain_loop():
     assert len(loader(size=10, batch=4)) == 3
     assert len(loader(size=10, batch=4, last_batch="drop")) == 2
-    endless = build_loader(iter(range(10)), global_batch_size=2, seed=0, shuffle=False)
-    with pytest.raises(ConfigError, match="the dataset has no length"):
-        len(endless)
-    assert endless, "which has no length, and is there"
+    growing = build_loader(Numbers(10), global_batch_size=lambda batch: batch + 1, seed=0)
+    for expected in (4, 2, 2):
+        assert len(growing) == expected
+        assert len(list(growing)) == expected
+    skipped = loader(size=10, batch=4)
+    skipped.skip(5)
+    assert len(skipped) == len(list(skipped)) == 2
+
+
+def test_length_of_an_iterable_dataset_is_a_type_error_so_that_list_works():
+    stream = build_loader(Stream(7), global_batch_size=3, seed=0, shuffle=False)
+    with pytest.raises(ConfigError, match=r"loader.len: the dataset has no length. Count in batches") as caught:
+        len(stream)
+    assert isinstance(caught.value, TypeError)
+    assert stream, "which has no length, and is there"
+    assert [batch.tolist() for batch in list(stream)] == [[0, 1, 2], [3, 4, 5], [6]]
+    assert stream.state_dict()["epoch"] == 1
+
+
+@pytest.mark.parametrize(
+    ("reached", "again", "line"),
+    [
+        ("3ep", "3ep", '3ep was reached at step 15; until("6ep") would go on'),
+        ("3ep", "2ep", '2ep was reached by step 15; until("4ep") would go on'),
+        ("3ep", "4ba", '4ba was reached by step 15; until("16ba") would go on'),
+        ("10ba", "10ba", '10ba was reached at step 10; until("20ba") would go on'),
+        ("22sp", "22sp", '22sp was reached by step 5; until("44sp") would go on'),
+    ],
+)
+def test_complete_run_says_how_to_go_on(reached, again, line, capsys):
+    source = loader()
+    assert list(source.until(reached))
+    assert capsys.readouterr().err == "", "a run that goes on says nothing"
+    assert list(source.until(again)) == []
+    assert capsys.readouterr().err == f"dtrain: until: {line}\n"
+    assert next(source.until(line.split('"')[1])) is not None, "the line is right"
 
 
 def test_a_dict_of_tensors_is_a_dataset_of_rows():

@@ -16,7 +16,7 @@ def said(fn, *args) -> str:
     return "no error"
 
 
-def trained(loader: dt.Loader, mesh, length="1ep") -> list[float]:
+def trained(loader: dt.Loader, mesh, length: str | None = "1ep") -> list[float]:
     torch.manual_seed(0)
     model = dt.shard_model(torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double(), mesh)
 
@@ -27,13 +27,13 @@ def trained(loader: dt.Loader, mesh, length="1ep") -> list[float]:
     step = dt.compose_step(loss_fn, [])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     losses = []
-    for batch in loader.until(length):
+    for batch in loader if length is None else loader.until(length):
         state, metrics = step(state, batch)
         losses.append(dt.reduce_metrics(metrics)["loss"])
     return losses
 
 
-def with_trouble_on_rank_1(kind: str, workers: int) -> str:
+def with_trouble_on_rank_1(kind: str, workers: int, length: str | None = "1ep") -> str:
     mesh = dt.build_mesh()
     trouble = {"fails": fail, "hangs": hang}[kind]
     dataset = Troubled(64, 21 if dt.dist.data_rank(mesh)[0] == 1 else -1, trouble)
@@ -46,12 +46,14 @@ def with_trouble_on_rank_1(kind: str, workers: int) -> str:
         "start_method": "fork",
     }
     loader = dt.build_loader(dataset, mesh=mesh, **options)
-    return said(trained, loader, mesh)
+    return said(trained, loader, mesh, length)
 
 
-@pytest.mark.parametrize(("kind", "workers"), [("fails", 0), ("fails", 2), ("hangs", 2)])
-def test_unreadable_samples_on_one_rank_stop_all_ranks(ranks, kind, workers):
-    first, second = ranks(2).run(with_trouble_on_rank_1, kind, workers)
+@pytest.mark.parametrize(
+    ("kind", "workers", "length"), [("fails", 0, "1ep"), ("fails", 0, None), ("fails", 2, "1ep"), ("hangs", 2, "1ep")]
+)
+def test_unreadable_samples_on_one_rank_stop_all_ranks(ranks, kind, workers, length):
+    first, second = ranks(2).run(with_trouble_on_rank_1, kind, workers, length)
     assert first.startswith("PeerError: step: rank 1 could not use its batch")
     assert second.startswith(
         "DataError: loader: sample 21: ValueError" if kind == "fails" else "DataError: loader: no batch from"

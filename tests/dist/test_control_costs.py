@@ -90,7 +90,7 @@ def exchanges() -> dict[str, object]:
 @pytest.mark.parametrize("node_size", [None, 2])
 @pytest.mark.parametrize("world", WORLDS)
 def test_costs_of_a_rank_follow_their_laws(forked, monkeypatch, world, node_size):
-    real_store, real_group, real_send = rendezvous._open_store, init._open_default_group, Channel._send
+    real_store, real_group, real_send = rendezvous._open_store, init.open_default_group, Channel._send
     files, messages = [], []
 
     def open_group(info, store):
@@ -120,7 +120,7 @@ def test_costs_of_a_rank_follow_their_laws(forked, monkeypatch, world, node_size
             return [requests, context.store.count - requests, open_files() - before - tensors, enough, peers, sent]
 
     monkeypatch.setattr(rendezvous, "_open_store", lambda *args: CountingStore(real_store(*args)))
-    monkeypatch.setattr(init, "_open_default_group", open_group)
+    monkeypatch.setattr(init, "open_default_group", open_group)
     monkeypatch.setattr(Channel, "_send", send)
     answers = forked.run(body, world, results_of=range(world))
     ranks_of_a_node = node_size or world

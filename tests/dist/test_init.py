@@ -1,5 +1,7 @@
 """init_dist: environment, rendezvous, missing ranks, closing, and meshes."""
 
+import contextlib
+import io
 import multiprocessing
 import os
 import signal
@@ -33,6 +35,31 @@ def alone(monkeypatch):
     """An environment without a launcher."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DTRAIN_LOOPBACK"):
         monkeypatch.delenv(name, raising=False)
+
+
+class Stream(io.StringIO):
+    """A stream that records its flushes."""
+
+    flushes = 0
+
+    def flush(self) -> None:
+        self.flushes += 1
+
+
+def printed() -> list:
+    info, own = init_dist(), Stream()
+    with contextlib.redirect_stdout(Stream()) as out:
+        info.print("step", reduce_sum(1.0), sep=" = ", end="!")
+        info.print("to", "a stream", file=own)
+        info.print()
+    return [info.is_main, out.getvalue(), own.getvalue(), out.flushes, own.flushes]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_print_writes_and_flushes_on_the_main_rank_only(ranks, world_size):
+    first, *others = ranks(world_size).run(printed)
+    assert first == [True, f"step = {world_size}.0!\n", "to a stream\n", 2, 1]
+    assert others == [[False, "", "", 0, 0]] * (world_size - 1)
 
 
 def test_one_process_needs_no_environment(alone):

@@ -61,9 +61,9 @@ SAID = {
     "The batch size of a custom batch": Said(
         here=(
             "ConfigError: batch: found no tensor to split in a Documents. Give tensors, mappings or sequences of "
-            "tensors, describe the batch with batch_spec, or pass count= and split=.",
+            "tensors, or describe the batch with dt.batch_spec(count=..., split=...).",
             "ConfigError: batch: the first axis must be the batch axis in every tensor, got batch['x'][8, 3], batch['y'][6]. "
-            "Describe the batch with batch_spec, or pass count= and split=.",
+            "Describe the batch with dt.batch_spec: its axes, or count= and split=.",
         ),
     ),
     "A barrier that times out": Said(

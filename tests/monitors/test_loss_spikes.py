@@ -150,7 +150,7 @@ def test_order_with_nonfinite_decides_whether_skipped_steps_are_checked(first, s
 
 
 def test_watch_loss_supports_optimizer_in_backward():
-    step, state = begin(watch_loss(), make=optimizer_in_backward, weight_fn=len)
+    step, state = begin(watch_loss(), make=optimizer_in_backward, batch_spec=dt.batch_spec(weight=len))
     state = run(step, state, [math.nan, USUAL])
     with pytest.raises(StepError, match="the loss of step 0 was nan"):
         run(step, state, [USUAL])

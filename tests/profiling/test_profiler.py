@@ -192,7 +192,9 @@ def test_step_with_skipped_update_is_counted(tmp_path):
 
 def test_optimizer_in_backward_supports_step_profiler(tmp_path):
     model = nn.Linear(1, 1, bias=False)
-    step = dt.optimizer_in_backward(LOSS, [step_profiler(tmp_path, schedule=SOON)], weight_fn=len, microbatch_size=2)
+    step = dt.optimizer_in_backward(
+        LOSS, [step_profiler(tmp_path, schedule=SOON)], batch_spec=dt.batch_spec(weight=len), microbatch_size=2
+    )
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for _ in range(5):
         state, _ = step(state, BATCH)

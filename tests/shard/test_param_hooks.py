@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.batch_axes import batch_spec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dtensor import full_tensor
@@ -208,7 +209,11 @@ def refused() -> dict:
             model = shard_model(make(), mesh_for(strategy), strategy=strategy)
             if case != "one rank alone" or get_dist_info().rank == 0:
                 model.out.weight.register_hook(lambda grad: grad[:1])
-            step = optimizer_in_backward(squares, weight_fn=len) if case == "in backward" else compose_step(squares)
+            step = (
+                optimizer_in_backward(squares, batch_spec=batch_spec(weight=len))
+                if case == "in backward"
+                else compose_step(squares)
+            )
             state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
             before = full_tensor(state.params["out.bias"].detach()).clone()
             try:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.batch_axes import batch_spec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dtensor import full_tensor
@@ -230,7 +231,7 @@ def mean_of_ones(net: nn.Module, how: str) -> list[float]:
     before = {name: full_tensor(param.detach()).float().clone() for name, param in state.params.items()}
     batch = torch.ones(MICROBATCHES, 1)
     if how == "in backward":
-        optimizer_in_backward(ones_of, weight_fn=len, microbatch_size=1)(state, batch)
+        optimizer_in_backward(ones_of, batch_spec=batch_spec(weight=len), microbatch_size=1)(state, batch)
         return [(before[name] - full_tensor(param.detach()).float()).mean().item() for name, param in state.params.items()]
     step = grad_cache_step if how == "cached" else microbatch_step
     step(state, batch, loss_fn=ones_of, microbatch_size=1)

@@ -9,6 +9,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, SequenceParallel
 
+from dtrain.batch_axes import batch_spec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh, data_rank
 from dtrain.dist.rng import seed_all
@@ -48,7 +49,9 @@ def gradient(kind: str, plan: str, strategy: str, tp: int, microbatch_size: int 
     mine = share(state.spec.data_rank, state.spec.data_ranks)
     found = []
     for _ in range(2):  # twice: nothing of the first must be left
-        state, metrics = microbatch_step(state, mine, loss_fn=loss_fn, microbatch_size=microbatch_size, weight_fn=weigh)
+        state, metrics = microbatch_step(
+            state, mine, loss_fn=loss_fn, microbatch_size=microbatch_size, batch_spec=batch_spec(weight=weigh)
+        )
         found.append(difference(state.params, reference(KINDS[kind])))
     state, _ = optimizer_step(state, metrics)
     return [max(found), state.clock.samples, reduce_metrics(metrics)["loss"]]

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dtrain.batch_axes import batch_spec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError
@@ -64,9 +65,9 @@ def expected() -> float:
 
 def on_ranks(size: int | str) -> float:
     net = shard_model(model(), build_mesh(), blocks=(nn.Linear,))
-    return reduce_metrics(evaluate(net, [made(get_dist_info().rank)], loss, count=count, split=split, microbatch_size=size))[
-        "loss"
-    ]
+    return reduce_metrics(
+        evaluate(net, [made(get_dist_info().rank)], loss, batch_spec=batch_spec(count=count, split=split), microbatch_size=size)
+    )["loss"]
 
 
 @pytest.mark.parametrize("size", ["auto", 1, 2, 3, 50])
@@ -83,7 +84,7 @@ def test_microbatch_is_halved_after_out_of_memory(fits, sizes):
             raise OUT_OF_MEMORY
         return part
 
-    run = auto_batch_eval(forward, count=count, split=split)
+    run = auto_batch_eval(forward, batch_spec=batch_spec(count=count, split=split))
     parts = run(model(), made(0))
     assert [count(part) for part in parts] == sizes
     assert torch.cat([part.tokens for part in parts]).equal(made(0).tokens)
@@ -91,16 +92,22 @@ def test_microbatch_is_halved_after_out_of_memory(fits, sizes):
 
 
 def test_batch_that_fits_needs_no_split_function():
-    metrics = evaluate(model(), [made(0), made(1)], loss, count=count, microbatch_size="auto")
+    metrics = evaluate(model(), [made(0), made(1)], loss, batch_spec=batch_spec(count=count), microbatch_size="auto")
     assert metrics["loss"].weight == 9
 
 
 def test_custom_batch_type_without_split_is_refused():
-    with pytest.raises(ConfigError, match="pass count= and split="):
-        evaluate(model(), [made(0)], loss, count=count, microbatch_size=2)
+    with pytest.raises(ConfigError, match=r"dt.batch_spec\(count=..., split=...\)"):
+        evaluate(model(), [made(0)], loss, batch_spec=batch_spec(count=count), microbatch_size=2)
     rows = torch.ones(6, 2, dtype=torch.float64)
     with pytest.raises(ConfigError, match=r"count returns 3 samples for a batch of 6 rows\. Pass split= as well"):
-        evaluate(model(), [rows], lambda net, x: LossSum(total=net(x).sum(), weight=3), count=lambda x: 3, microbatch_size=2)
+        evaluate(
+            model(),
+            [rows],
+            lambda net, x: LossSum(total=net(x).sum(), weight=3),
+            batch_spec=batch_spec(count=lambda x: 3),
+            microbatch_size=2,
+        )
 
 
 @pytest.mark.parametrize(
@@ -114,7 +121,7 @@ def test_custom_batch_type_without_split_is_refused():
 )
 def test_split_that_drops_samples_or_does_not_split_is_refused(bad, message):
     with pytest.raises(ConfigError, match=message):
-        evaluate(model(), [made(0)], loss, count=count, split=bad, microbatch_size=2)
+        evaluate(model(), [made(0)], loss, batch_spec=batch_spec(count=count, split=bad), microbatch_size=2)
 
 
 class Switched(nn.Module):

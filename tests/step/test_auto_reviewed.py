@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from dtrain.batch_axes import batch_spec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dtensor import to_local
@@ -52,13 +53,13 @@ def size_of(state: TrainState) -> int | str:
 
 
 def promised() -> int | str:
-    step, state = start(auto_microbatch(), grad=partial(microbatch_step, weight_fn=len))
+    step, state = start(auto_microbatch(), grad=partial(microbatch_step, batch_spec=batch_spec(weight=len)))
     with memory_budget(200_000, existing=state.params.values()):
         state, _ = step(state, torch.randn(512, WIDTH))
     return size_of(state)
 
 
-def test_probing_ignores_the_weight_fn_total(ranks):
+def test_probing_ignores_the_declared_total(ranks):
     first, second = ranks(2).run(promised)
     assert first == second
     assert 1 < first < 512

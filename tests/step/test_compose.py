@@ -210,6 +210,81 @@ def test_non_callable_grad_or_update_is_refused(part):
         dt.compose_step(LOSS, **{part: 8})
 
 
+class Counted:
+    """A loss that records the samples of each microbatch."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    def __call__(self, model: nn.Module, batch: dict) -> dt.LossSum:
+        self.sizes.append(len(batch["x"]))
+        return LOSS(model, batch)
+
+
+def own_grad(state, batch, *, loss_fn, microbatch_size=None):
+    return dt.microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=microbatch_size)
+
+
+def bare_grad(state, batch, *, loss_fn):
+    return dt.microbatch_step(state, batch, loss_fn=loss_fn)
+
+
+def any_grad(state, batch, **options):
+    return dt.microbatch_step(state, batch, **options)
+
+
+SPEC = dt.batch_spec({"x": "seq batch"})
+
+
+@pytest.mark.parametrize(
+    ("options", "sizes"),
+    [
+        ({"microbatch_size": 2}, [2, 2, 1]),
+        ({"microbatch_size": 2, "grad": own_grad}, [2, 2, 1]),
+        ({"microbatch_size": 3, "grad": any_grad}, [3, 2]),
+        ({"microbatch_size": 2, "grad": partial(own_grad)}, [2, 2, 1]),
+        ({"grad": bare_grad}, [5]),
+    ],
+    ids=["default", "own", "any", "partial", "none given"],
+)
+def test_step_passes_the_microbatch_size_to_its_grad(options, sizes):
+    loss = Counted()
+    step = dt.compose_step(loss, [dt.transforms.loss_scale(initial=2.0)], **options)
+    step(begin(step), {"x": torch.ones(5, 3)})
+    assert loss.sizes == sizes
+
+
+@pytest.mark.parametrize("grad", [dt.microbatch_step, any_grad], ids=["default", "any"])
+def test_step_passes_the_batch_spec_to_its_grad(grad):
+    loss = dt.mean_loss(lambda model, batch: model(batch["x"].t()).square().mean(), weight=lambda batch: batch["x"].shape[1])
+    step = dt.compose_step(loss, batch_spec=SPEC, microbatch_size=2, grad=grad)
+    state, _ = step(begin(step), {"x": torch.ones(3, 5)})
+    assert state.clock.samples == 5
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            {"grad": own_grad, "batch_spec": SPEC},
+            r"grad must take batch_spec= to use it, got own_grad\(state, batch, \*, loss_fn, microbatch_size=None\)",
+        ),
+        ({"grad": bare_grad, "microbatch_size": 2}, r"grad must take microbatch_size= .* leave microbatch_size out"),
+        ({"grad": partial(own_grad, microbatch_size=4), "microbatch_size": 2}, "microbatch_size must be given once"),
+        ({"microbatch_size": 0}, "microbatch_size must be an integer of at least 1, got 0"),
+        ({"batch_spec": {"x": "batch seq"}}, r"batch_spec must be a BatchSpec, got {'x': .* Write dt.batch_spec\(...\)"),
+        (
+            {"microbatch_size": 2, "transforms": [dt.auto_microbatch()]},
+            r"microbatch_size must be None beside auto_microbatch, got 2. .* auto_microbatch\(initial=2\)",
+        ),
+    ],
+    ids=["own spec", "bare size", "twice", "zero", "dict", "auto"],
+)
+def test_options_that_no_grad_would_use_are_refused(options, message):
+    with pytest.raises(ConfigError, match=f"^compose_step: {message}"):
+        dt.compose_step(LOSS, **options)
+
+
 def test_duplicate_transform_names_are_refused():
     with pytest.raises(ConfigError, match=r"transform names must differ .* got 'ema' twice"):
         dt.compose_step(LOSS, [dt.transforms.ema(0.9), dt.transforms.ema(0.99)])

@@ -76,7 +76,7 @@ def test_nan_gradient_is_detected_from_later_losses():
 
 
 def test_optimizer_in_backward_stops_after_nonfinite_losses():
-    assert stopped_at(*begin(make=dt.optimizer_in_backward, weight_fn=len), [FINE] + [NAN] * 20)[0] == 11
+    assert stopped_at(*begin(make=dt.optimizer_in_backward, batch_spec=dt.batch_spec(weight=len)), [FINE] + [NAN] * 20)[0] == 11
 
 
 def test_finite_loss_resets_the_nonfinite_count():

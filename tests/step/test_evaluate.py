@@ -3,7 +3,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
 
-from dtrain.batch import batch_spec
+from dtrain.batch_axes import batch_spec
 from dtrain.data.build_loader import build_loader
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
@@ -183,9 +183,9 @@ def test_custom_batches_are_counted_by_the_count_function():
     def loss(net, pair):
         return LossSum(total=net(pair.x).sum(), weight=len(pair.x))
 
-    metrics = evaluate(net, [Pair(2), Pair(3), Pair(0)], loss, count=lambda pair: len(pair.x))
+    metrics = evaluate(net, [Pair(2), Pair(3), Pair(0)], loss, batch_spec=batch_spec(count=lambda pair: len(pair.x)))
     assert metrics["loss"].weight == 5
-    with pytest.raises(ConfigError, match="pass count= and split="):
+    with pytest.raises(ConfigError, match=r"dt.batch_spec\(count=..., split=...\)"):
         evaluate(net, [Pair(2)], loss)
 
 

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dtrain.batch_axes import batch_spec
 from dtrain.dist.differentiable import all_gather_with_grad
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
@@ -267,7 +268,7 @@ def test_loss_terms_with_own_weights_are_summed():
     found = []
     for grad, size in ((microbatch_step, None), (grad_cache_step, 2)):
         state = state_of(encoder())
-        _, metrics = grad(state, pairs(), loss_fn=loss, microbatch_size=size, weight_fn=weights)
+        _, metrics = grad(state, pairs(), loss_fn=loss, microbatch_size=size, batch_spec=batch_spec(weight=weights))
         found.append((gradient(state), reduce_metrics(metrics)))
     assert relative_error(found[1][0], found[0][0]) <= FLOAT64_REORDERING
     assert found[1][1] == pytest.approx(found[0][1], rel=FLOAT64_REORDERING)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.batch_axes import batch_spec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dtensor import full_tensor
@@ -82,7 +83,7 @@ def differences(strategy: str, splits: list, dtype: str) -> list[float]:
         state = sharded(strategy, accumulate, dtype)
         for counts in splits:
             for size in SIZES:
-                for options in ({}, {"weight_fn": promised}):
+                for options in ({}, {"batch_spec": batch_spec(weight=promised)}):
                     found.append(difference(state, counts, size, **options))
     return found
 

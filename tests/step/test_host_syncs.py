@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.batch_axes import batch_spec
 from dtrain.dist.mesh import build_mesh
 from dtrain.losses import token_cross_entropy
 from dtrain.monitors.reduce_metrics import reduce_metrics
@@ -37,7 +38,7 @@ def loss_fn(net: nn.Module, part: dict) -> LossSum:
     )
 
 
-def weight_fn(whole: dict) -> dict:
+def weigh(whole: dict) -> dict:
     count = (whole["targets"] != -100).sum()
     return {"loss": count, "small": count}
 
@@ -58,7 +59,7 @@ def in_a_step(sharded: bool) -> list[str]:
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
 
     def grad(state, batch, **options):
-        return microbatch_step(state, batch, microbatch_size=2, weight_fn=weight_fn, **options)
+        return microbatch_step(state, batch, microbatch_size=2, batch_spec=batch_spec(weight=weigh), **options)
 
     step = compose_step(loss_fn, [scale_lr(linear(1.0, 0.1, 10)), clip_by_norm(1.0), ema(0.9)], grad=grad)
     state = step.init(net, optimizer, allow_equal_batches=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.batch_axes import batch_spec
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.fsdp import shard_model
@@ -54,7 +55,11 @@ WRONG = {
 @pytest.mark.parametrize(("loss", "message"), WRONG.values(), ids=WRONG)
 def test_invalid_loss_result_is_refused_in_training_and_evaluation(loss, message):
     state = state_of(nn.Linear(3, 1))
-    weights = {"weight_fn": lambda x: {"loss": len(x), "a": 1.0}} if "terms" in message or "term" in message else {}
+    weights = (
+        {"batch_spec": batch_spec(weight=lambda x: {"loss": len(x), "a": 1.0})}
+        if "terms" in message or "term" in message
+        else {}
+    )
     with pytest.raises(ConfigError, match=message):
         microbatch_step(state, X, loss_fn=loss, microbatch_size=2, **weights)
     assert all(p.grad is None for p in state.params.values())

@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.batch_axes import batch_spec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, DtrainError
@@ -55,7 +56,9 @@ def gradient(state: TrainState) -> list:
 @pytest.mark.parametrize("size", [1, 2, 5, None])
 def test_custom_batch_uses_caller_split_and_count(size):
     state = plain()
-    after, _ = microbatch_step(state, some(5), loss_fn=loss_fn, microbatch_size=size, split=split, count=count)
+    after, _ = microbatch_step(
+        state, some(5), loss_fn=loss_fn, microbatch_size=size, batch_spec=batch_spec(split=split, count=count)
+    )
     whole = plain()
     loss = loss_fn(whole.model, some(5))
     (loss.total / loss.weight).backward()
@@ -66,18 +69,24 @@ def test_custom_batch_uses_caller_split_and_count(size):
 
 def test_count_alone_suffices_without_microbatches():
     state = plain()
-    after, _ = microbatch_step(state, some(2), loss_fn=loss_fn, count=lambda batch: len(batch.graphs))
+    after, _ = microbatch_step(state, some(2), loss_fn=loss_fn, batch_spec=batch_spec(count=lambda batch: len(batch.graphs)))
     assert after.step_counts.samples == 2
 
 
 def test_unknown_batch_type_error_suggests_batch_spec_and_split():
-    with pytest.raises(ConfigError, match=r"found no tensor to split in a Graphs. .* batch_spec, or pass count= and split="):
+    with pytest.raises(ConfigError, match=r"found no tensor to split in a Graphs. .* dt.batch_spec\(count=..., split=...\)"):
         microbatch_step(plain(), some(2), loss_fn=loss_fn)
 
 
 def test_empty_split_result_is_refused():
     with pytest.raises(ConfigError, match="split must return at least one microbatch for 2 samples"):
-        microbatch_step(plain(), some(2), loss_fn=loss_fn, microbatch_size=1, split=lambda batch, size: [], count=count)
+        microbatch_step(
+            plain(),
+            some(2),
+            loss_fn=loss_fn,
+            microbatch_size=1,
+            batch_spec=batch_spec(split=lambda batch, size: [], count=count),
+        )
 
 
 def bad_batch_on_rank_1(where: str) -> list[str]:
@@ -88,16 +97,17 @@ def bad_batch_on_rank_1(where: str) -> list[str]:
             raise ValueError(f"{where} of rank 1")
         return split(*args) if where == "split" else count(*args) if where == "count" else 5.0
 
-    options = {"split": split, "count": count, f"{where}": broken}
+    functions = {"split": split, "count": count}
+    options = {"loss_fn": loss_fn, "microbatch_size": 2}
     try:
-        microbatch_step(state, some(5), loss_fn=loss_fn, microbatch_size=2, **options)
+        microbatch_step(state, some(5), batch_spec=batch_spec(**{**functions, where: broken}), **options)
     except (DtrainError, ValueError) as error:
-        microbatch_step(state, some(5), loss_fn=loss_fn, microbatch_size=2, split=split, count=count)  # all may go on
+        microbatch_step(state, some(5), batch_spec=batch_spec(**functions), **options)  # all may go on
         return [type(error).__name__, str(error)]
     return ["no error"]
 
 
-@pytest.mark.parametrize("where", ["split", "count", "weight_fn"])
+@pytest.mark.parametrize("where", ["split", "count", "weight"])
 def test_unusable_batch_on_one_rank_raises_on_all_ranks(ranks, where):
     first, second = ranks(2).run(bad_batch_on_rank_1, where)
     assert second == ["ValueError", f"{where} of rank 1"]
@@ -111,16 +121,26 @@ def test_unusable_batch_on_one_rank_raises_on_all_ranks(ranks, where):
 )
 def test_invalid_count_result_is_refused(found):
     with pytest.raises(ConfigError, match=r"count must return samples, or \(samples, tokens\), as whole numbers, got "):
-        microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=split, count=lambda batch: found)
+        microbatch_step(
+            plain(), some(5), loss_fn=loss_fn, microbatch_size=2, batch_spec=batch_spec(split=split, count=lambda batch: found)
+        )
 
 
 @pytest.mark.parametrize("found", [np.int64(5), torch.tensor(5), (np.int32(5), torch.tensor(15)), [5, 15]], ids=repr)
 def test_integer_like_counts_are_accepted(found):
-    state, _ = microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=split, count=lambda batch: found)
+    state, _ = microbatch_step(
+        plain(), some(5), loss_fn=loss_fn, microbatch_size=2, batch_spec=batch_spec(split=split, count=lambda batch: found)
+    )
     assert state.step_counts.samples == 5
 
 
 @pytest.mark.parametrize("found", [None, 3, "text", {"a": 1}], ids=["none", "number", "text", "mapping"])
 def test_non_list_split_result_is_refused(found):
     with pytest.raises(ConfigError, match="split must return a list of microbatches, got "):
-        microbatch_step(plain(), some(5), loss_fn=loss_fn, microbatch_size=2, split=lambda batch, size: found, count=count)
+        microbatch_step(
+            plain(),
+            some(5),
+            loss_fn=loss_fn,
+            microbatch_size=2,
+            batch_spec=batch_spec(split=lambda batch, size: found, count=count),
+        )

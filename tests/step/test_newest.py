@@ -39,7 +39,7 @@ def by_hand(state: TrainState) -> TrainState:
     return dt.optimizer_step(state, metrics)[0]
 
 
-EARLY = dt.optimizer_in_backward(LOSS, [dt.transforms.ema(0.5)], weight_fn=len)
+EARLY = dt.optimizer_in_backward(LOSS, [dt.transforms.ema(0.5)], batch_spec=dt.batch_spec(weight=len))
 COMPOSED = dt.compose_step(LOSS, [dt.transforms.ema(0.5), dt.transforms.clip_by_norm(1.0)])
 WAYS: dict[str, tuple[dt.Step, Callable[[TrainState], TrainState]]] = {
     "composed": (COMPOSED, lambda state: COMPOSED(state, BATCH)[0]),

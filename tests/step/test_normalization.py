@@ -1,9 +1,10 @@
-"""weight_fn and losses of several terms: each term is divided by its own global weight."""
+"""Declared weights and losses of several terms: each term is divided by its own global weight."""
 
 import pytest
 import torch
 from torch import nn
 
+from dtrain.batch_axes import batch_spec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dtensor import full_tensor
@@ -38,7 +39,7 @@ def loss_fn(net: nn.Module, part: dict) -> LossSum:
     )
 
 
-def weight_fn(whole: dict) -> dict:
+def weigh(whole: dict) -> dict:
     return {"loss": whole["fit"].sum(), "flat": whole["flat"].sum()}
 
 
@@ -59,7 +60,7 @@ def several_terms(counts: list, size: int | None) -> list:
     state = state_of(shard_model(model(), build_mesh(), blocks=(nn.Linear,)))
     first = sum(counts[: get_dist_info().rank])
     part = {key: value[first : first + counts[get_dist_info().rank]] for key, value in batch().items()}
-    _, metrics = microbatch_step(state, part, loss_fn=loss_fn, microbatch_size=size, weight_fn=weight_fn)
+    _, metrics = microbatch_step(state, part, loss_fn=loss_fn, microbatch_size=size, batch_spec=batch_spec(weight=weigh))
     found = torch.cat([full_tensor(p.grad).flatten() for p in state.params.values()])
     numbers = reduce_metrics(metrics)
     return [((found - reference()).norm() / reference().norm()).item(), sorted(numbers), numbers["flat"]]
@@ -78,7 +79,9 @@ def test_each_loss_term_has_its_own_denominator(ranks, counts, size):
 
 def plain(**options) -> TrainState:
     state = state_of(model())
-    microbatch_step(state, batch(), microbatch_size=2, **{"loss_fn": loss_fn, "weight_fn": weight_fn, **options})
+    microbatch_step(
+        state, batch(), microbatch_size=2, **{"loss_fn": loss_fn, "batch_spec": batch_spec(weight=weigh), **options}
+    )
     return state
 
 
@@ -87,7 +90,7 @@ def test_zero_weight_term_does_not_affect_other_terms():
         return {**whole, "flat": torch.zeros(SAMPLES)}
 
     state, alone = state_of(model()), state_of(model())
-    microbatch_step(state, without(batch()), loss_fn=loss_fn, weight_fn=weight_fn)
+    microbatch_step(state, without(batch()), loss_fn=loss_fn, batch_spec=batch_spec(weight=weigh))
 
     def main_only(net, part):
         return LossSum(total=(net(part["x"])[:, 0].square() * part["fit"]).sum(), weight=part["fit"].sum())
@@ -100,21 +103,25 @@ def test_zero_weight_term_does_not_affect_other_terms():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"weight_fn": None}, ConfigError, r"the loss has further terms \(flat\) with their own weights. Pass weight_fn="),
         (
-            {"weight_fn": lambda whole: 3.0},
+            {"batch_spec": None},
             ConfigError,
-            r"weight_fn must return a weight per loss term, got \['loss'\] for \['flat', 'loss'\]",
+            r"further terms \(flat\) with their own weights. Pass batch_spec=dt.batch_spec\(weight=",
         ),
         (
-            {"weight_fn": lambda whole: {"flat": 1.0}},
+            {"batch_spec": batch_spec(weight=lambda whole: 3.0)},
+            ConfigError,
+            r"batch_spec.weight must return a weight per loss term, got \['loss'\] for \['flat', 'loss'\]",
+        ),
+        (
+            {"batch_spec": batch_spec(weight=lambda whole: {"flat": 1.0})},
             ConfigError,
             r"must return a weight for 'loss', the main term, got \['flat'\]",
         ),
         (
-            {"weight_fn": lambda whole: {"loss": 7.0, "flat": 1.0}},
+            {"batch_spec": batch_spec(weight=lambda whole: {"loss": 7.0, "flat": 1.0})},
             StepError,
-            "on rank 0 the weights of the losses do not add up to what weight_fn said",
+            "on rank 0 the weights of the losses do not add up to what batch_spec.weight said",
         ),
     ],
     ids=["none", "too few", "no main", "others"],
@@ -127,20 +134,20 @@ def test_weights_that_do_not_match_the_loss_are_refused(options, error, message)
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (torch.ones(3), r"weight_fn must return one number for 'loss', got shape \(3,\). Sum the weight"),
-        (None, "weight_fn must return one number for 'loss', got None"),
-        ("seven", "weight_fn must return one number for 'loss', got 'seven'"),
-        ({"loss": 7.0, "flat": None}, "weight_fn must return one number for 'flat', got None"),
+        (torch.ones(3), r"batch_spec.weight must return one number for 'loss', got shape \(3,\). Sum the weight"),
+        (None, "batch_spec.weight must return one number for 'loss', got None"),
+        ("seven", "batch_spec.weight must return one number for 'loss', got 'seven'"),
+        ({"loss": 7.0, "flat": None}, "batch_spec.weight must return one number for 'flat', got None"),
     ],
     ids=["vector", "none", "text", "term"],
 )
 def test_non_numeric_weight_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
-        plain(weight_fn=lambda whole: given)
+        plain(batch_spec=batch_spec(weight=lambda whole: given))
 
 
 def test_a_weight_may_be_a_tensor_of_one_element():
-    state = plain(weight_fn=lambda whole: {name: weight[None] for name, weight in weight_fn(whole).items()})
+    state = plain(batch_spec=batch_spec(weight=lambda whole: {name: weight[None] for name, weight in weigh(whole).items()}))
     found = torch.cat([p.grad.flatten() for p in state.params.values()])
     assert ((found - reference()).norm() / reference().norm()).item() <= TOLERANCE
 
@@ -154,7 +161,7 @@ def other_terms_on_rank_1(case: str) -> str:
     )
     weights = (lambda whole: mine) if mine else None
     try:
-        microbatch_step(state, batch(), loss_fn=loss_fn, weight_fn=weights)
+        microbatch_step(state, batch(), loss_fn=loss_fn, batch_spec=batch_spec(weight=weights))
     except StepError as error:
         return str(error)
     return "no error"
@@ -163,15 +170,15 @@ def other_terms_on_rank_1(case: str) -> str:
 @pytest.mark.parametrize("case", ["other", "fewer", "none"])
 def test_mismatched_terms_across_ranks_raise_before_reduction(ranks, case):
     first, second = ranks(2).run(other_terms_on_rank_1, case, timeout_s=30)
-    assert "step: the weight_fn of rank 1 gives weights of other terms than the weight_fn of rank 0" in first
+    assert "step: batch_spec.weight of rank 1 gives weights of other terms than that of rank 0" in first
     assert first == second
 
 
-def test_weight_fn_total_of_zero_is_refused():
+def test_declared_total_of_zero_is_refused():
     masked = {**batch(), "fit": torch.zeros(SAMPLES)}
     state = state_of(model())
     with pytest.raises(StepError, match="the weights of all ranks add up to 0"):
-        microbatch_step(state, masked, loss_fn=loss_fn, weight_fn=weight_fn)
+        microbatch_step(state, masked, loss_fn=loss_fn, batch_spec=batch_spec(weight=weigh))
     assert all(p.grad is None for p in state.params.values())
 
 
@@ -183,14 +190,14 @@ def broken_promise_on_rank_1() -> str:
             state,
             batch(),
             loss_fn=loss_fn,
-            weight_fn=lambda whole: {"loss": whole["fit"].sum() + off, "flat": whole["flat"].sum()},
+            batch_spec=batch_spec(weight=lambda whole: {"loss": whole["fit"].sum() + off, "flat": whole["flat"].sum()}),
         )
     except StepError as error:
         return f"{error} left: {sum(p.grad is not None for p in state.params.values())}"
     return "no error"
 
 
-def test_weight_fn_mismatch_on_one_rank_raises_on_all_ranks(ranks):
+def test_mismatch_with_the_declared_weight_on_one_rank_raises_on_all_ranks(ranks):
     first, second = ranks(2).run(broken_promise_on_rank_1)
     assert "on rank 1 the weights of the losses do not add up" in first
     assert first == second

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.batch_axes import batch_spec
 from dtrain.combinators import on_batch
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
@@ -82,9 +83,11 @@ def bits(state):
 def run(name, net, optimizer, *, early, size):
     transforms = [scale_lr(linear(1.0, 0.5, STEPS)), ema(0.9), on_batch(lambda given, generator: given, name="same")]
     if early:
-        step = optimizer_in_backward(CASES[name].loss, transforms, weight_fn=weight_of, microbatch_size=size)
+        step = optimizer_in_backward(
+            CASES[name].loss, transforms, batch_spec=batch_spec(weight=weight_of), microbatch_size=size
+        )
     else:
-        grad = partial(microbatch_step, weight_fn=weight_of, microbatch_size=size)
+        grad = partial(microbatch_step, batch_spec=batch_spec(weight=weight_of), microbatch_size=size)
         step = compose_step(CASES[name].loss, transforms, grad=grad)
     state = step.init(net, optimizer, missing_ok=True)  # of one model a bias is left out
     losses, calls = [], []
@@ -155,8 +158,8 @@ def peaks(strategy):
     found = []
     for early in (False, True):
         net = deep() if strategy is None else shard_model(deep(), mesh_for(strategy), strategy=strategy, blocks=(nn.Linear,))
-        grad = partial(microbatch_step, weight_fn=len)
-        step = optimizer_in_backward(squares, weight_fn=len) if early else compose_step(squares, grad=grad)
+        grad = partial(microbatch_step, batch_spec=batch_spec(weight=len))
+        step = optimizer_in_backward(squares, batch_spec=batch_spec(weight=len)) if early else compose_step(squares, grad=grad)
         # The comparison of replicas copies small parameters, and these all are.
         state = step.init(net, torch.optim.AdamW(net.parameters(), foreach=True), replica_check_interval=0)
         with memory_budget(2**40) as budget:
@@ -203,7 +206,7 @@ def broken(kind):
     def fails(grad):
         raise ValueError("bad layer")
 
-    step = optimizer_in_backward(loss, weight_fn=len)
+    step = optimizer_in_backward(loss, batch_spec=batch_spec(weight=len))
     net = shard_model(Escapes(), build_mesh(), blocks=("first", "last"))
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.5))
     before = full_tensor(state.params["last.weight"].detach()).clone()
@@ -235,7 +238,7 @@ def test_error_before_backward_keeps_the_state_valid():
         raise ValueError("no loss")
 
     net = nn.Linear(3, 3)
-    step = optimizer_in_backward(loss, weight_fn=len)
+    step = optimizer_in_backward(loss, batch_spec=batch_spec(weight=len))
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.5))
     for _ in range(2):
         with pytest.raises(ValueError, match="no loss") as caught:
@@ -255,7 +258,7 @@ def used_outside_of_its_unit():
         x = x + 0 * shard.to_local().sum()  # the end of backward
         return LossSum(total=net(x).square().sum(), weight=len(x))
 
-    step = optimizer_in_backward(loss, weight_fn=len)
+    step = optimizer_in_backward(loss, batch_spec=batch_spec(weight=len))
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.5))
     try:
         step(state, torch.ones(2, 3))
@@ -264,8 +267,8 @@ def used_outside_of_its_unit():
     return "no error"
 
 
-def refused_step(transforms=(), weight_fn=len):
-    return optimizer_in_backward(squares, transforms, weight_fn=weight_fn)
+def refused_step(transforms=(), weight=len):
+    return optimizer_in_backward(squares, transforms, batch_spec=batch_spec(weight=weight))
 
 
 @pytest.mark.parametrize(
@@ -280,7 +283,7 @@ def refused_step(transforms=(), weight_fn=len):
             "the transform 'mine'",
             id="grad-step",
         ),
-        pytest.param(lambda: refused_step(weight_fn=None), "weight_fn must be a function", id="no-weight"),
+        pytest.param(lambda: refused_step(weight=None), "batch_spec must have a weight, got BatchSpec", id="no-weight"),
         pytest.param(lambda: refused_step(ema(0.9)), r"optimizer_in_backward: transforms must be a list", id="no-list"),
         pytest.param(
             lambda: refused_step([ema(0.9), ema(0.8)]), "optimizer_in_backward: transform names must differ", id="twice"
@@ -309,10 +312,12 @@ def ragged():
     ends = []
     for early in (False, True):
         net = shard_model(make("called twice"), build_mesh(), blocks=(Block,))
-        grad = partial(microbatch_step, weight_fn=weight_of)
+        grad = partial(microbatch_step, batch_spec=batch_spec(weight=weight_of))
         loss = CASES["called twice"].loss
         step = (
-            optimizer_in_backward(loss, [ema(0.9)], weight_fn=weight_of) if early else compose_step(loss, [ema(0.9)], grad=grad)
+            optimizer_in_backward(loss, [ema(0.9)], batch_spec=batch_spec(weight=weight_of))
+            if early
+            else compose_step(loss, [ema(0.9)], grad=grad)
         )
         state = step.init(net, torch.optim.AdamW(net.parameters(), lr=0.1))
         given = batch("called twice", WEIGHTS)

@@ -152,7 +152,7 @@ KINDS = {
     "whole": ([], dt.microbatch_step),
     "microbatches": ([], partial(dt.microbatch_step, microbatch_size=2)),
     "features": ([], partial(dt.microbatch_step, microbatch_size=2, batch_spec=SPEC)),
-    "declared": ([], partial(dt.microbatch_step, microbatch_size=3, weight_fn=weigh)),
+    "declared": ([], partial(dt.microbatch_step, microbatch_size=3, batch_spec=dt.batch_spec(weight=weigh))),
     "auto": ([dt.auto_microbatch(initial=2, grow_interval=None)], dt.microbatch_step),
 }
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
 from dtrain import heartbeats, spans
-from dtrain.batch import BatchSpec, narrow_batch
+from dtrain.batch import narrow_batch
+from dtrain.batch_axes import BatchSpec
 from dtrain.data.fetcher import BatchRequest, Fetcher, describe_error
 from dtrain.data.position import EpochBatches, LastBatch, Position, batch_indices, is_reached
 from dtrain.data.sampling.sample_order import CachedOrder, SampleOrder, rank_positions

@@ -26,6 +26,8 @@ from dtrain.data.position import (
     Position,
     SkippedSamples,
     StopCondition,
+    convert_run_length,
+    describe_end,
     is_reached,
     parse_length,
     read_position,
@@ -36,7 +38,7 @@ from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed
 from dtrain.durations import Duration, RunLength
-from dtrain.errors import CheckpointMismatchError, ConfigError, DataError, DtrainError
+from dtrain.errors import CheckpointMismatchError, ConfigError, ConfigTypeError, DataError, DtrainError
 from dtrain.typing import Batch, Plain
 
 
@@ -66,16 +68,12 @@ class Loader:
         self._skip_target: Position | None = None
         self.last_batch_info: BatchInfo | None = None
         self._issued: IssuedBatch | None = None
+        self._step_expected = False
 
     @property
     def identity(self) -> weakref.ref[Loader]:
         """Reference by which steps and saves find the loader of a batch: one object while a batch or a state holds it."""
         return weakref.ref(self)
-
-    @property
-    def epoch_samples(self) -> int:
-        """Samples that one epoch issues over all ranks."""
-        return self._epoch_batches("epoch_samples").samples_per_epoch
 
     def steps_per_epoch(self) -> int:
         """Count the batches of a complete epoch.
@@ -116,37 +114,42 @@ class Loader:
             ConfigError: a loader cannot count the unit (tokens, seconds), or the dataset has no length and the unit is epochs.
         """
         goal, size = parse_length(length), self.source.options.global_batch_size
-        # With a schedule, the epochs may have different numbers of steps.
-        if callable(size):
-            return RunLength(total=self.total_steps(goal))
-        has_length = self.source.epoch_batches() is not None
-        per_epoch = self.steps_per_epoch() if goal.unit == "ep" or has_length else None
-        run = RunLength(total=goal, steps_per_epoch=per_epoch, samples_per_step=size)
-        uneven = goal.unit == "sp" and has_length and run.steps() != self.total_steps(goal)
-        return replace(run, total=Duration(self.total_steps(goal), "ba")) if uneven else run
+        if goal.unit == "ep" or (goal.unit == "sp" and callable(size)):
+            self._epoch_batches("run_length")
+        return convert_run_length(goal, size, self.source.epoch_batches())
 
     def __iter__(self) -> Iterator[Batch]:
-        """Refuse plain iteration, because a loop without the length of the run would end elsewhere after a resume.
+        """Iterate over the rest of this epoch, and move the position, as ``until`` does to the end of the epoch.
 
-        Raises:
-            ConfigError: always; the message names the two loops to write.
+        If the epoch is complete, iterate over the next epoch. ``until`` counts the epochs of a run that resumes.
+        ``next(loader.one_epoch())`` reads a batch without moving the position.
+
+        Example:
+            >>> import dtrain as dt
+            >>> loader = dt.build_loader(list(range(5)), global_batch_size=2, seed=0, shuffle=False)
+            >>> next(iter(loader)).tolist(), len(loader)
+            ([0, 1], 2)
+            >>> [batch.tolist() for batch in loader], len(loader)
+            ([[2, 3], [4]], 3)
         """
-        raise ConfigError(
-            "loader: a plain loop would not know the length of the run. To train for 3 epochs, over any resume, write "
-            "`for batch in loader.until('3ep')`. To see each sample once, without moving the position, write "
-            "`for batch in loader.one_epoch()`."
-        )
+        return self._issue_batches(None)
 
     def __len__(self) -> int:
-        """Count the batches of a complete epoch: ``steps_per_epoch()``."""
-        return self.steps_per_epoch()
+        """Count the batches of ``for batch in loader``: the rest of this epoch. ``steps_per_epoch()`` counts a whole epoch.
+
+        Raises:
+            ConfigTypeError: the dataset is iterable and has no length.
+        """
+        return self._epoch_batches("len").remaining_steps(self._resume_point()[0])
 
     def __bool__(self) -> bool:
         """Return True, also for a loader without a length."""
         return True
 
     def until(self, length: Duration | int | str, *, stop: StopCondition | Sequence[StopCondition] = ()) -> Iterator[Batch]:
-        """Iterate over batches from the current position to ``length`` of the whole run. If the run is complete, yield nothing.
+        """Iterate over batches from the current position to ``length`` of the whole run.
+
+        If the run is complete, yield nothing, and print a line that says so.
 
         A batch is consumed when a step on the batch is complete, or when the loop requests the next batch. So a checkpoint
         agrees with its state at every point of the loop body, also after Ctrl-C in the middle of a step. Without steps of
@@ -156,13 +159,11 @@ class Loader:
         leave out the interrupted batch.
 
         The tensors of a batch carry a ``BatchInfo``, from which the step knows the epoch and checks that all ranks are at the
-        same position. New tensors (slices, copies) carry no ``BatchInfo``. In that case pass the loader to
-        ``step.init(model, optimizer, loader=loader)``.
+        same position. New tensors (slices, copies) carry no ``BatchInfo``: pass ``step.init(model, optimizer, loader=loader)``.
 
         Args:
             length: length of the whole run, in epochs, batches or samples.
-            stop: an ``early_stop``, a ``threshold_stop``, or several, each of which ends the loop after the current batch. If a
-                resumed run had stopped, the loop ends at once.
+            stop: an ``early_stop``, a ``threshold_stop``, or several, which end the loop after the current batch, or at once.
 
         Example:
             >>> import dtrain as dt
@@ -174,14 +175,19 @@ class Loader:
             ConfigError: a loader cannot count the unit, or another loop moved the position.
             DataError: samples could not be read. On several ranks the step raises the error, and all ranks stop together.
         """
-        goal, stops = parse_length(length), tuple(stop) if isinstance(stop, Sequence) else (stop,)
+        return self._issue_batches(parse_length(length), tuple(stop) if isinstance(stop, Sequence) else (stop,))
+
+    def _issue_batches(self, length: Duration | None, stops: Sequence[StopCondition] = ()) -> Iterator[Batch]:
+        """Issue the batches to ``length``, or to the end of this epoch, until one of ``stops`` ends the run."""
+        pending = self._take_back_pending()
+        # A loop that ended leaves no batch, and the next loop expects steps if that loop had steps.
+        if self._issued is not None:
+            self._step_expected = pending is not None or self._issued.is_stepped
+        goal = length or Duration(self.position.epoch + 1, "ep")
+        if get_dist_info().rank == 0 and (end := describe_end(goal, self.position, stops)) is not None:
+            print(f"dtrain: {end}", file=sys.stderr)
         if (recorder := current_context().recorder) is not None:
             goal = recorder.run_goal(self, goal)
-        ended = next((condition for condition in stops if condition.stopped), None)
-        if ended is not None and get_dist_info().rank == 0:
-            print(f"dtrain: until: the run has ended by {ended!r}. Nothing is left to train", file=sys.stderr)
-        pending = self._take_back_pending()
-        stepped = pending is not None or (self._issued is not None and self._issued.is_stepped)
         while not is_reached(goal, self.position) and not any(condition.stopped for condition in stops):
             at, evaluations = self.position, self._evaluations
             items = self._items(at, goal)
@@ -199,7 +205,7 @@ class Loader:
                 if item.position_only:
                     self.position, self._dataset_state = at, item.dataset_state
                     continue
-                batch, issued = self._mark(item, before, pending, step_expected=stepped)
+                batch, issued = self._mark(item, before, pending)
                 # The position advances last. If an interrupt hits in between, the next loop issues the batch again.
                 pending, self._issued = None, issued
                 self.skipped.add(item.skipped)
@@ -208,7 +214,7 @@ class Loader:
                     yield batch
                 # The batch source may wait for the agreement.
                 item.status.epoch_ended = issued.status.epoch_ended
-                stepped, self._issued = issued.is_stepped, None
+                self._step_expected, self._issued = issued.is_stepped, None
                 if stops and any(condition.stopped for condition in stops):
                     return
                 # The loop restarts before the next batch is read: the samples to skip may be unreadable. It also restarts if
@@ -216,7 +222,7 @@ class Loader:
                 if self._skip_target is self.position or (self._evaluations != evaluations and self.source.single_reader):
                     break
                 if self.position is not at:
-                    raise ConfigError("loader: another loop moved the position during until(). Run one loop at a time.")
+                    raise ConfigError("loader: another loop moved the position during this loop. Run one loop at a time.")
 
     def one_epoch(self) -> Iterator[Batch]:
         """Iterate over each sample of an epoch once, without moving the position: for evaluation.
@@ -322,9 +328,7 @@ class Loader:
             self.skipped.remove(issued.skipped)
         return issued
 
-    def _mark(
-        self, item: LoaderItem, before: Position, pending: IssuedBatch | None, *, step_expected: bool
-    ) -> tuple[Batch, IssuedBatch]:
+    def _mark(self, item: LoaderItem, before: Position, pending: IssuedBatch | None) -> tuple[Batch, IssuedBatch]:
         """Attach the ``BatchInfo`` to the batch to issue. ``pending`` is the batch whose step was interrupted.
 
         Mutates: the batch; the status of the pending batch.
@@ -332,7 +336,8 @@ class Loader:
         status, after, independent = item.status, item.position_after, item.independent_epochs
         if pending is not None and (pending.position_before, pending.position_after) == (before, after):
             status, pending.status.started = pending.status, False
-        begin, end = self._epoch_position(before), self._epoch_position(after)
+        size = self.source.options.global_batch_size
+        begin, end = before.in_epoch(size), after.in_epoch(size)
         # The ranks end their epochs independently, but the position moves when all ranks have ended.
         if independent and item.ends_epoch:
             end = EpochPosition(begin.epoch + 1, 0)
@@ -351,18 +356,13 @@ class Loader:
             dataset_state=self._dataset_state,
             position_after=after,
             skipped=item.skipped,
-            step_expected=step_expected,
+            step_expected=self._step_expected,
         )
 
     def _failed_batch(self, error: DtrainError, at: Position) -> FailedBatch:
-        place = self._epoch_position(at)
+        place = at.in_epoch(self.source.options.global_batch_size)
         self.last_batch_info = BatchInfo(loader=self.identity, begin=place, end=place, position_hash=self._position_hash(at))
         return FailedBatch(error, self.last_batch_info)
-
-    def _epoch_position(self, at: Position) -> EpochPosition:
-        """Return the epoch and the number of batches in it; None instead of the number if the batch size is a schedule."""
-        size = self.source.options.global_batch_size
-        return EpochPosition(at.epoch, None if callable(size) else -(-at.samples // size))
 
     def _position_hash(self, at: Position) -> int:
         """Hash the position, the data and the seed to a number below 2**48."""
@@ -371,7 +371,7 @@ class Loader:
     def _epoch_batches(self, caller: str) -> EpochBatches:
         epoch_batches = self.source.epoch_batches()
         if epoch_batches is None:
-            raise ConfigError(f"loader.{caller}: the dataset has no length. Count in batches, as in until('1000ba').")
+            raise ConfigTypeError(f"loader.{caller}: the dataset has no length. Count in batches, as in until('1000ba').")
         return epoch_batches
 
     def _items(self, at: Position, goal: Duration, *, evaluation: bool = False) -> Iterator[LoaderItem]:

@@ -7,17 +7,18 @@ so a batch may start anywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from dtrain.clock import EpochPosition
 from dtrain.data.sampling.sample_order import CachedOrder, SampleOrder
 from dtrain.dist.batch_info import BatchStatus
 from dtrain.dist.context import current_context
-from dtrain.durations import Duration
+from dtrain.durations import Duration, RunLength
 from dtrain.errors import CheckpointMismatchError, ConfigError
 from dtrain.typing import Plain, Schedule
 
@@ -33,6 +34,11 @@ class Position:
     samples: int = 0
     batches: int = 0
     total: int = 0
+
+    def in_epoch(self, global_batch_size: int | Schedule) -> EpochPosition:
+        """Return the epoch and the number of batches in it; None instead of the number if the batch size is a schedule."""
+        size = global_batch_size
+        return EpochPosition(self.epoch, None if callable(size) else -(-self.samples // size))
 
 
 _STATE_VERSION = 1
@@ -66,8 +72,11 @@ def read_position(state: Mapping[str, Plain]) -> Position:
 
 def is_reached(goal: Duration, at: Position) -> bool:
     """Return True if a run at ``at`` has reached ``goal``, in epochs, batches or samples."""
-    unit = goal.unit
-    return (at.epoch if unit == "ep" else at.batches if unit == "ba" else at.total) >= goal.value
+    return _count(goal.unit, at) >= goal.value
+
+
+def _count(unit: str, at: Position) -> int:
+    return at.epoch if unit == "ep" else at.batches if unit == "ba" else at.total
 
 
 class StopCondition(Protocol):
@@ -77,6 +86,18 @@ class StopCondition(Protocol):
     def stopped(self) -> bool:
         """True if the run has ended."""
         ...
+
+
+def describe_end(goal: Duration, at: Position, stops: Sequence[StopCondition]) -> str | None:
+    """Return a line for the user if a loop from ``at`` to ``goal`` has no batch; None if it has batches."""
+    ended = next((condition for condition in stops if condition.stopped), None)
+    if ended is not None:
+        return f"until: the run has ended by {ended!r}. Nothing is left to train"
+    if not is_reached(goal, at):
+        return None
+    count, value = _count(goal.unit, at), int(goal.value)
+    later = Duration((count // max(value, 1) + 1) * max(value, 1), goal.unit)
+    return f'until: {goal} was reached {"at" if count == value else "by"} step {at.batches}; until("{later}") would go on'
 
 
 def parse_length(length: Duration | int | str) -> Duration:
@@ -123,6 +144,19 @@ def batch_indices(order: SampleOrder | CachedOrder, epoch: int, start: int, stop
         parts.append(order.indices(epoch, first, first + count))
         at += count
     return torch.cat(parts)
+
+
+def convert_run_length(goal: Duration, global_batch_size: int | Schedule, epoch_batches: EpochBatches | None) -> RunLength:
+    """Return a run of length ``goal``. Without ``epoch_batches`` the dataset has no length, and no unit can be converted."""
+    size = None if callable(global_batch_size) else global_batch_size
+    if epoch_batches is None:
+        return RunLength(total=goal, samples_per_step=size)
+    # With a schedule, the epochs may have different numbers of steps.
+    if size is None:
+        return RunLength(total=Duration(epoch_batches.total_steps(goal), "ba"))
+    run = RunLength(total=goal, steps_per_epoch=epoch_batches.steps_per_epoch(), samples_per_step=size)
+    uneven = goal.unit == "sp" and run.steps() != epoch_batches.total_steps(goal)
+    return replace(run, total=Duration(epoch_batches.total_steps(goal), "ba")) if uneven else run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,10 +207,12 @@ class EpochBatches:
                 "loader: steps_per_epoch differs between epochs, because global_batch_size is a schedule. "
                 "Call total_steps instead."
             )
-        return self.size // batch if self.last_batch == "drop" else -(-self.size // batch)
+        return self.remaining_steps(Position())
 
     def total_steps(self, goal: Duration) -> int:
-        """Count the batches from the start of a run to ``goal``, in epochs or samples."""
+        """Count the batches from the start of a run to ``goal``."""
+        if goal.unit == "ba":
+            return int(goal.value)
         if callable(self.global_batch_size):
             at = Position()
             while not is_reached(goal, at):
@@ -187,6 +223,17 @@ class EpochBatches:
             return whole * self.steps_per_epoch()
         epochs, rest = divmod(whole, self.samples_per_epoch)
         return epochs * self.steps_per_epoch() + -(-rest // self.global_batch_size)
+
+    def remaining_steps(self, at: Position) -> int:
+        """Count the batches from ``at`` to the end of its epoch. ``at`` is a position from ``advance`` or ``normalize``."""
+        batch = self.global_batch_size
+        if callable(batch):
+            end = at
+            while end.epoch == at.epoch:
+                end = self.advance(end)
+            return end.batches - at.batches
+        samples = self.size - at.samples
+        return samples // batch if self.last_batch == "drop" else -(-samples // batch)
 
     def bounds(self, at: Position) -> tuple[int, int]:
         """Return the first and last sample of the global batch at ``at``, a position from ``advance`` or ``normalize``."""

@@ -1,4 +1,4 @@
-"""Let gloo find its peers with few requests to the rendezvous store: ``group_store`` and ``connect_on_demand``.
+"""Open the default group, and let gloo find its peers with few requests to the rendezvous store.
 
 gloo connects all ranks of a group. For that each rank reads a key of each other rank, so the requests to the store grow with
 the square of the number of ranks. If gloo carries the training, the ranks gather these keys in two exchanges of the control
@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -17,7 +18,9 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
+from dtrain.device import is_accelerator
 from dtrain.dist.context import current_context
+from dtrain.launch_protocol import GLOO_INTERFACE
 
 if TYPE_CHECKING:
     from dtrain.dist.control_plane import Channel
@@ -154,3 +157,20 @@ class _GatheredStore(dist.Store):
 
     def has_extended_api(self) -> bool:
         return False
+
+
+def open_default_group(info: DistInfo, store: dist.Store) -> None:
+    """Open the default group of torch over ``store``. Collective: every rank must call it. Mutates: the current context."""
+    if info.world_size == 1 and GLOO_INTERFACE not in os.environ:
+        # A single process has no peers. Listen on loopback only, so that an unresolvable host name does no harm.
+        os.environ[GLOO_INTERFACE] = "lo0" if sys.platform == "darwin" else "lo"
+        current_context().set_gloo_interface = True
+    with group_store(info, store) as keys:
+        dist.init_process_group(
+            backend=info.backend,
+            store=keys,
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timedelta(seconds=info.timeout_s),
+            device_id=info.device if is_accelerator(info.device) and info.backend != "gloo" else None,
+        )

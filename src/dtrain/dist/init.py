@@ -7,14 +7,13 @@ Only this module and ``dtrain.dist.rendezvous`` read the environment of a rank.
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -25,7 +24,7 @@ from dtrain.device import collective_backend, find_accelerator, is_accelerator
 from dtrain.dist import timeout_report
 from dtrain.dist.context import current_context
 from dtrain.dist.control_sockets import open_control_plane
-from dtrain.dist.group_store import group_store
+from dtrain.dist.group_store import open_default_group
 from dtrain.dist.incident import Incidents
 from dtrain.dist.rendezvous import (
     RendezvousConfig,
@@ -77,6 +76,23 @@ class DistInfo:
     timeout_s: float = field(default=600.0, repr=False)
     owner: bool = field(default=False, repr=False)
     opened_group: bool = field(default=False, repr=False)
+
+    @property
+    def is_main(self) -> bool:
+        """True on the main rank, rank 0, which prints and logs."""
+        return self.rank == 0
+
+    def print(self, *values: object, sep: str | None = " ", end: str | None = "\n", file: TextIO | None = None) -> None:
+        """Print as the built-in ``print``, on the main rank only, and flush. Values are computed on every rank.
+
+        Example:
+            >>> import dtrain as dt
+            >>> with dt.init_dist() as dist:
+            ...     dist.print("ranks:", dist.world_size)
+            ranks: 1
+        """
+        if self.is_main:
+            print(*values, sep=sep, end=end, file=file, flush=True)
 
     def __enter__(self) -> DistInfo:
         return self
@@ -201,7 +217,7 @@ def init_dist(
             if context.incidents is not None:
                 context.incidents.watch(context.control_plane)
             if opened_group:
-                _open_default_group(info, store)
+                open_default_group(info, store)
             context.info = info
     except BaseException:
         _reset(destroy=opened_group and dist.is_initialized())
@@ -322,22 +338,6 @@ def _make_info(rank_info: dict[str, int], backend: str, device: torch.device, ti
         owner=True,
         opened_group=opened_group,
     )
-
-
-def _open_default_group(info: DistInfo, store: dist.Store) -> None:
-    if info.world_size == 1 and launch_protocol.GLOO_INTERFACE not in os.environ:
-        # A single process has no peers. Listen on loopback only, so that an unresolvable host name does no harm.
-        os.environ[launch_protocol.GLOO_INTERFACE] = "lo0" if sys.platform == "darwin" else "lo"
-        current_context().set_gloo_interface = True
-    with group_store(info, store) as keys:
-        dist.init_process_group(
-            backend=info.backend,
-            store=keys,
-            rank=info.rank,
-            world_size=info.world_size,
-            timeout=timedelta(seconds=info.timeout_s),
-            device_id=info.device if is_accelerator(info.device) and info.backend != "gloo" else None,
-        )
 
 
 def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None:

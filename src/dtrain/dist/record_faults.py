@@ -59,8 +59,8 @@ def raise_reported_errors(records: ForwardRecord[Sequence[float]], nonfinite_lim
     different = _different_ranks(records.loss_terms_hash)
     if different:
         raise StepError(
-            f"step: the weight_fn of rank {different[0]} gives weights of other terms than the weight_fn of rank 0. Return the "
-            "same names on all ranks."
+            f"step: batch_spec.weight of rank {different[0]} gives weights of other terms than that of rank 0. Return the same "
+            "names on all ranks."
         )
     if not any(records.late_failure):
         return
@@ -74,8 +74,8 @@ def raise_reported_errors(records: ForwardRecord[Sequence[float]], nonfinite_lim
             "dt.transforms.nonfinite skips such updates, and changes the number of steps that stops the run."
         )
     raise StepError(
-        "step: an earlier step had weight 0 on all ranks together, or a weight that differs from weight_fn, so its mean "
-        "loss is undefined. Look for masked batches."
+        "step: an earlier step had weight 0 on all ranks together, or a weight that differs from batch_spec.weight, so its "
+        "mean loss is undefined. Look for masked batches."
     )
 
 
@@ -135,8 +135,8 @@ def raise_backward_errors(records: BackwardRecord[Sequence[float]]) -> None:
     """Raise the faults of a backward that some rank has reported, on all ranks."""
     if any(records.weights_mismatch):
         raise StepError(
-            f"step: on rank {records.weights_mismatch.index(True)} the weights of the losses do not add up to what weight_fn "
-            "said of the batch. Let the loss and weight_fn count the same things."
+            f"step: on rank {records.weights_mismatch.index(True)} the weights of the losses do not add up to what "
+            "batch_spec.weight said of the batch. Let the loss and batch_spec.weight count the same things."
         )
     different = _different_ranks(records.unit_order)
     if different:

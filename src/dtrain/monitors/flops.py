@@ -17,7 +17,8 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dtrain.arguments import check_int
-from dtrain.batch import BatchSpec, count_samples_and_tokens, to_device
+from dtrain.batch import count_samples_and_tokens, to_device
+from dtrain.batch_axes import BatchSpec
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import restore_buffers
@@ -170,7 +171,7 @@ def count_flops(model: nn.Module, batch: Batch, loss_fn: LossFn, *, batch_spec: 
         model: plain or sharded model, in training mode; products sharded by a plan count in full on each rank.
         batch: one microbatch on any device. Ranks that share a sequence (``cp``) count their own part.
         loss_fn: loss function, as in ``compose_step``.
-        batch_spec: position of the batch axis; None uses the first axis.
+        batch_spec: description of the batch, as in ``microbatch_step``; None uses the first axis.
 
     Returns:
         Operations per sample. Divide by ``seq`` for operations per token.

@@ -35,7 +35,6 @@ from dtrain.shard.precision import Precision
 from dtrain.state import Accumulate, TrainState
 from dtrain.step.compose import Step, compose_step
 from dtrain.step.context_parallel import context_parallel
-from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
 from dtrain.transform import Transform
 from dtrain.typing import Batch, LossSum, Metrics
@@ -183,8 +182,13 @@ class SimulatedRun:
             with tracker.attribute_to("optimizer"), self._fake_values.work.update():
                 return apply_gradients(state, metrics)
 
-        grad = partial(microbatch_step, microbatch_size=microbatch_size, **self._workload.step_args)
-        return compose_step(traced_loss_fn, self._transforms, grad=grad, update=update_fn)
+        return compose_step(
+            traced_loss_fn,
+            self._transforms,
+            microbatch_size=microbatch_size,
+            batch_spec=self._workload.batch_spec,
+            update=update_fn,
+        )
 
     def _install_hooks(self) -> None:
         """Attribute FSDP2's memory and the gradients. Mutates: hooks of parameters, of FSDP2's units and of the reducer."""

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dtrain.batch_axes import BatchSpec
 from dtrain.errors import ConfigError, DtrainError, StepError
 from dtrain.shard.wrapping import Blocks
 from dtrain.transform import Transform
@@ -45,7 +46,7 @@ class Workload:
         optimizer: function from parameters to the optimizer; ``torch.optim.AdamW`` by default.
         transforms: transforms of ``compose_step``, without ``auto_microbatch``.
         shard_args: further arguments of ``shard_model`` (``ignored_params``, ``forward_methods``, ``buffers``).
-        step_args: further arguments of ``microbatch_step`` (``batch_spec``, ``weight_fn``).
+        batch_spec: description of the batch, as in ``microbatch_step``.
         batch_seq_dims: as in ``transforms.context_parallel``, for plans with ``cp``.
         buffer_seq_dims: likewise.
 
@@ -68,7 +69,7 @@ class Workload:
     optimizer: Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer] = _adamw
     transforms: Sequence[Transform] = ()
     shard_args: Mapping[str, Any] = field(default_factory=dict)
-    step_args: Mapping[str, Any] = field(default_factory=dict)
+    batch_spec: BatchSpec | None = None
     batch_seq_dims: Mapping[str, int] = field(default_factory=dict)
     buffer_seq_dims: Mapping[str, int] = field(default_factory=dict)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from dtrain import spans
 from dtrain.arguments import check_int, check_number
+from dtrain.batch_axes import BatchSpec
 from dtrain.device import device_name
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.context import current_context
@@ -21,6 +22,7 @@ from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import write_snapshot
 from dtrain.state import TrainState
+from dtrain.step.compose import bind_grad_options
 from dtrain.step.microbatch_probe import MicrobatchProber, has_unknown_state, make_prober, reserve_optimizer_state
 from dtrain.step.microbatch_search import ProbeResult, SizeBounds, next_size, split_by_fit
 from dtrain.step.microbatch_step import microbatch_step
@@ -217,6 +219,7 @@ def find_microbatch_size(
     batch: Batch,
     *,
     loss_fn: LossFn,
+    batch_spec: BatchSpec | None = None,
     grad: GradStep = microbatch_step,
     minimum: int = 1,
     divisor: int | None = None,
@@ -229,7 +232,8 @@ def find_microbatch_size(
         state: state of the run, which stays valid and does not change.
         batch: this rank's samples, as large as the largest batch of the run.
         loss_fn: function that returns the summed loss and the weight of one microbatch.
-        grad: gradient function with a ``microbatch_size``; a ``partial`` may set its ``batch_spec``.
+        batch_spec: description of the batch, passed to ``grad``.
+        grad: gradient function with a ``microbatch_size``.
         minimum, divisor, headroom, probe: as in ``auto_microbatch``.
 
     Mutates: nothing that lasts: gradients, buffers and the global random generators are restored. The device's peak memory
@@ -238,7 +242,7 @@ def find_microbatch_size(
 
     Example:
         result = dt.memory.find_microbatch_size(state, batch, loss_fn=loss_fn)
-        step = dt.compose_step(loss_fn, grad=partial(dt.microbatch_step, microbatch_size=result.size))
+        step = dt.compose_step(loss_fn, microbatch_size=result.size)
 
     Raises:
         ConfigError: invalid arguments.
@@ -247,6 +251,7 @@ def find_microbatch_size(
     caller = "find_microbatch_size"
     config = _Config(caller=caller, minimum=minimum, divisor=divisor, headroom=headroom, probe=probe)
     prober, started = make_prober(state), time.monotonic()
+    grad = bind_grad_options(caller, grad, batch_spec=batch_spec)
     search = _Search(config, prober, partial(grad, loss_fn=loss_fn), batch, state)
     prober.measurable = all(row[0] for row in all_gather_numbers([prober.device_memory is not None], caller=caller))
     # The reserved memory must exist until the search is over.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from torch import nn
 from dtrain import spans
 from dtrain.arguments import check_int
 from dtrain.batch import FailedBatch
+from dtrain.batch_axes import BatchSpec
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.durations import RunLength
@@ -161,6 +163,8 @@ def compose_step(
     loss_fn: LossFn,
     transforms: Sequence[Transform] = (),
     *,
+    microbatch_size: int | None = None,
+    batch_spec: BatchSpec | None = None,
     grad: GradStep = microbatch_step,
     update: UpdateFn = apply_gradients,
 ) -> Step:
@@ -171,7 +175,10 @@ def compose_step(
     Args:
         loss_fn: ``(model, microbatch) -> LossSum``.
         transforms: transforms with different names.
-        grad: function that computes gradients; ``partial(dt.microbatch_step, microbatch_size=8)`` fixes the size.
+        microbatch_size: samples per forward and backward, passed to ``grad``; None uses the whole local batch, or the size of
+            ``auto_microbatch``.
+        batch_spec: description of the batch, passed to ``grad``; None uses the first axis.
+        grad: function that computes gradients, such as ``dt.grad_cache_step``.
         update: function that applies gradients.
 
     Example:
@@ -182,14 +189,51 @@ def compose_step(
             state, metrics = step(state, batch)
 
     Raises:
-        ConfigError: an argument that is not a function or a transform, or two transforms with one name.
+        ConfigError: an argument that is not a function or a transform, two transforms with one name, a ``microbatch_size``
+            beside ``auto_microbatch``, or a ``grad`` that does not take ``microbatch_size`` or ``batch_spec``.
     """
     check_step_parts("compose_step", loss_fn, transforms, grad, update)
+    if microbatch_size is not None and any(transform.name == "auto_microbatch" for transform in transforms):
+        raise ConfigError(
+            f"compose_step: microbatch_size must be None beside auto_microbatch, got {microbatch_size}. Leave it out, or write "
+            f"auto_microbatch(initial={microbatch_size})."
+        )
+    grad = bind_grad_options("compose_step", grad, microbatch_size=microbatch_size, batch_spec=batch_spec)
     return Step(
         transforms=tuple(transforms),
         grad=wrap_grad(loss_fn, transforms, grad),
         update=wrap_update(transforms, update),
     )
+
+
+def bind_grad_options(
+    caller: str, grad: GradStep, *, microbatch_size: int | None = None, batch_spec: BatchSpec | None = None
+) -> GradStep:
+    """Return ``grad`` with those options that are not None.
+
+    Raises:
+        ConfigError: ``grad`` does not take an option or has it already, or an option has another type.
+    """
+    options: dict[str, Any] = {}
+    if microbatch_size is not None:
+        options["microbatch_size"] = check_int(caller, "microbatch_size", microbatch_size)
+    if batch_spec is not None:
+        if not isinstance(batch_spec, BatchSpec):
+            raise ConfigError(f"{caller}: batch_spec must be a BatchSpec, got {batch_spec!r}. Write dt.batch_spec(...).")
+        options["batch_spec"] = batch_spec
+    if not options:
+        return grad
+    parameters = inspect.signature(grad).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name in options:
+        if isinstance(grad, partial) and name in grad.keywords:
+            raise ConfigError(f"{caller}: {name} must be given once, got it here and in grad. Leave it out of the partial.")
+        if name not in parameters and not takes_any:
+            raise ConfigError(
+                f"{caller}: grad must take {name}= to use it, got {getattr(grad, '__name__', grad)}"
+                f"{inspect.signature(grad)}. Add the parameter to grad, or leave {name} out."
+            )
+    return partial(grad, **options)
 
 
 def _refuse_arguments(state: object, batch: object) -> None:

@@ -15,7 +15,8 @@ from torch import nn
 
 from dtrain import heartbeats, spans
 from dtrain.arguments import check_int
-from dtrain.batch import BatchSpec, get_batch_infos, narrow_batch, to_device
+from dtrain.batch import count_samples_and_tokens, get_batch_infos, narrow_batch, to_device
+from dtrain.batch_axes import BatchSpec
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.context import current_context
@@ -28,7 +29,7 @@ from dtrain.memory.device_memory import release_cached_memory
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.unshard import eval_mode
 from dtrain.state import get_device, get_spec
-from dtrain.step.microbatches import BatchWatch, CountFn, SplitFn, count_batch, split_microbatches, tensor_shapes
+from dtrain.step.microbatches import BatchWatch, split_microbatches, tensor_shapes
 from dtrain.step.normalization import MetricAccumulator, check_loss
 from dtrain.step.oom_guard import StepAborted, StepGuard, raise_does_not_fit
 from dtrain.typing import Batch, LossFn, Metrics
@@ -40,8 +41,6 @@ def evaluate(
     loss_fn: LossFn,
     *,
     batch_spec: BatchSpec | None = None,
-    count: CountFn | None = None,
-    split: SplitFn | None = None,
     microbatch_size: int | Literal["auto"] | None = None,
 ) -> Metrics:
     """Return the loss (and ``aux``) of ``model`` over all batches of ``loader``, as local sums.
@@ -53,9 +52,7 @@ def evaluate(
         model: sharded or plain model, run in evaluation mode without gradients, and each module's mode is restored.
         loader: this rank's batches, of any number and size; a dtrain loader runs one epoch and keeps its position.
         loss_fn: the loss function of training.
-        batch_spec: position of the batch axis; None uses the first axis.
-        count: ``batch -> samples``, for a batch without a ``batch_spec``.
-        split: ``(batch, size) -> microbatches`` for such a batch; see ``auto_batch_eval``.
+        batch_spec: description of the batch, as in ``microbatch_step``; None uses the first axis.
         microbatch_size: samples per forward; ``"auto"`` halves a size that does not fit, see ``auto_batch_eval``. None runs
             each batch whole.
 
@@ -78,9 +75,9 @@ def evaluate(
         run_parts = None
         if microbatch_size is not None:
             first = None if microbatch_size == "auto" else microbatch_size
-            run_parts = auto_batch_eval(loss_fn, initial=first, batch_spec=batch_spec, count=count, split=split)
+            run_parts = auto_batch_eval(loss_fn, initial=first, batch_spec=batch_spec)
         with report_missing_ranks("evaluate"), eval_mode(model):
-            for batch, real in pad_to_longest_rank(loader, partial(count_batch, batch_spec=batch_spec, count=count)):
+            for batch, real in pad_to_longest_rank(loader, partial(count_samples_and_tokens, batch_spec=batch_spec)):
                 if recorder is not None:
                     recorder.evaluation_batch(batch if real else None)
                 any_batch = True
@@ -153,8 +150,6 @@ def auto_batch_eval(
     initial: int | None = None,
     minimum: int = 1,
     batch_spec: BatchSpec | None = None,
-    count: CountFn | None = None,
-    split: SplitFn | None = None,
 ) -> Callable[[nn.Module, Batch], list[T]]:
     """Return a function that calls ``fn`` on parts of a batch and returns the results in order.
 
@@ -166,10 +161,8 @@ def auto_batch_eval(
             gradients. For a sharded model all ranks must run the same forwards for a part.
         initial: first size to try, in samples of this rank; None uses the whole batch.
         minimum: smallest size, in samples of this rank.
-        batch_spec: position of the batch axis; None uses the first axis.
-        count: samples of a batch, or of a part, without a ``batch_spec``.
-        split: ``(batch, size) -> parts`` of at most that many samples, in order, for such a batch, called for a batch
-            or a part that must be divided.
+        batch_spec: description of the batch; None uses the first axis. Its ``count`` and ``split`` are called for a batch, or
+            for a part that must be divided.
 
     Returns:
         ``(model, batch) -> results``. Parts are moved to the model's device. Ranks may have batches of different sizes, or
@@ -193,7 +186,7 @@ def auto_batch_eval(
     """
     initial = None if initial is None else check_int(_AUTO_BATCH_EVAL, "initial", initial)
     minimum = check_int(_AUTO_BATCH_EVAL, "minimum", minimum)
-    return _AutoBatchEval(fn=fn, size=initial, minimum=minimum, batch_spec=batch_spec, count=count, split=split)
+    return _AutoBatchEval(fn=fn, size=initial, minimum=minimum, batch_spec=batch_spec)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -204,14 +197,12 @@ class _AutoBatchEval(Generic[T]):
     size: int | None
     minimum: int
     batch_spec: BatchSpec | None
-    count: CountFn | None
-    split: SplitFn | None
     _traces: TraceCache = field(default_factory=TraceCache)
 
     def __call__(self, model: nn.Module, batch: Batch) -> list[T]:
         multi_rank = get_spec(model).mesh is not None and get_dist_info().world_size > 1
         samples = self._count_samples(batch, multi_rank)
-        rest = _RemainingSamples(batch=batch, samples=samples, batch_spec=self.batch_spec, count=self.count, split=self.split)
+        rest = _RemainingSamples(batch=batch, samples=samples, batch_spec=self.batch_spec)
         results, watch, retries = list[T](), BatchWatch(batch), False
         with spans.outermost_span("evaluate"), report_missing_ranks(_AUTO_BATCH_EVAL), eval_mode(model):
             while True:
@@ -232,7 +223,7 @@ class _AutoBatchEval(Generic[T]):
     def _count_samples(self, batch: Batch, multi_rank: bool) -> int:
         samples, error = 0, None
         try:
-            samples, _ = count_batch(batch, batch_spec=self.batch_spec, count=self.count)
+            samples, _ = count_samples_and_tokens(batch, self.batch_spec)
         # The error is raised once all ranks know of it.
         except Exception as problem:  # noqa: BLE001
             error = problem
@@ -307,10 +298,8 @@ class _RemainingSamples:
     batch: Batch
     samples: int
     batch_spec: BatchSpec | None
-    count: CountFn | None
-    split: SplitFn | None
     consumed: int = 0
-    # Only with ``split``: the parts of the batch and their numbers of samples.
+    # Only with ``batch_spec.split``: the parts of the batch and their numbers of samples.
     _parts: list[tuple[Batch, int]] = field(default_factory=list)
     _part_size: int = 0
 
@@ -318,20 +307,18 @@ class _RemainingSamples:
     def remaining(self) -> int:
         return self.samples - self.consumed
 
+    @property
+    def _counted_by_caller(self) -> bool:
+        return self.batch_spec is not None and self.batch_spec.count is not None
+
     def next_part(self, size: int) -> Batch:
         """Return the next samples, at most ``size`` of them."""
-        if self.split is not None:
+        if self.batch_spec is not None and self.batch_spec.split is not None:
             return self._next_split_part(size)
         self._part_size = min(size, self.remaining)
-        if self.count is not None:
-            # A batch that only the caller can count may be one that cannot be sliced, so the whole batch is returned as it is.
-            if self._part_size == self.samples:
-                return self.batch
-            rows, _ = count_batch(self.batch, batch_spec=self.batch_spec, count=None)
-            if rows != self.samples:
-                raise ConfigError(
-                    f"{_AUTO_BATCH_EVAL}: count returns {self.samples} samples for a batch of {rows} rows. Pass split= as well."
-                )
+        # A batch that only the caller can count may be one that cannot be sliced, so the whole batch is returned as it is.
+        if self._counted_by_caller and self._part_size == self.samples:
+            return self.batch
         return narrow_batch(self.batch, self.consumed, self._part_size, self.batch_spec)
 
     def _next_split_part(self, size: int) -> Batch:
@@ -339,8 +326,8 @@ class _RemainingSamples:
             self._parts = [(self.batch, self.samples)]
         while self._parts[0][1] > size:
             first, samples = self._parts[0]
-            parts = split_microbatches(first, size, batch_spec=self.batch_spec, split=self.split, count=self.count).batches
-            counts = [count_batch(part, batch_spec=self.batch_spec, count=self.count)[0] for part in parts]
+            parts = split_microbatches(first, size, self.batch_spec).batches
+            counts = [count_samples_and_tokens(part, self.batch_spec)[0] for part in parts]
             if sum(counts) != samples or not 0 < max(counts) <= size:
                 raise ConfigError(
                     f"{_AUTO_BATCH_EVAL}: split must return parts of at most {size} samples, {samples} in all, got {counts}. "
@@ -362,7 +349,7 @@ class _RemainingSamples:
             return _find_padding(self.batch)
         if self._parts:
             return self._parts[0][0]
-        return self.batch if self.count is not None else narrow_batch(self.batch, 0, 1, self.batch_spec)
+        return self.batch if self._counted_by_caller else narrow_batch(self.batch, 0, 1, self.batch_spec)
 
 
 def _raise_if_peer_failed(rows: list[list[float]], column: int, problem: str) -> None:

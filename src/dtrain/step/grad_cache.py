@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from dtrain.batch import (
-    BatchSpec,
     FailedBatch,
     check_microbatch_size,
     count_samples,
+    count_samples_and_tokens,
     list_tensors,
     narrow_batch,
     to_device,
 )
+from dtrain.batch_axes import BatchSpec
 from dtrain.dist.context import current_context
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.timeout_report import is_collective_error
@@ -33,10 +34,10 @@ from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
 from dtrain.step.gradient_run import GradientRun
-from dtrain.step.microbatches import BatchWatch, CountFn, Microbatches, count_batch
+from dtrain.step.microbatches import BatchWatch, Microbatches
 from dtrain.step.normalization import MetricAccumulator, check_loss, declared_weights
 from dtrain.step.sanity_checks import warn_if_mean
-from dtrain.typing import Batch, LossFn, Metrics, WeightFn
+from dtrain.typing import Batch, LossFn, Metrics
 
 _NAME = "grad_cache_step"
 
@@ -48,8 +49,6 @@ def grad_cache_step(
     loss_fn: LossFn,
     microbatch_size: int | None = None,
     batch_spec: BatchSpec | None = None,
-    count: CountFn | None = None,
-    weight_fn: WeightFn | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Compute gradients of a loss whose samples see each other, as negatives do: the model is split, the loss is not.
 
@@ -75,9 +74,8 @@ def grad_cache_step(
             The model's outputs are kept for the whole batch, so return embeddings, not hidden states. Parameters that the loss
             reads from the model, such as a learned temperature, get their gradient, too.
         microbatch_size: samples per forward; None uses the whole local batch.
-        batch_spec: count of samples and tokens; None uses the first axis and counts no tokens.
-        count: ``batch -> samples``, or ``(samples, tokens)``, for a batch without a ``batch_spec``.
-        weight_fn: this rank's weight of a whole batch, as in ``microbatch_step``.
+        batch_spec: axes, ``count`` and ``weight`` of the batch, as in ``microbatch_step``; the model's inputs are split, so
+            ``split`` has no effect.
 
     Returns:
         ``state`` with the counts that ranks agreed on, and metrics ``loss``, the terms and ``aux``, as local sums.
@@ -91,7 +89,7 @@ def grad_cache_step(
             z = torch.nn.functional.normalize(model(batch), dim=1)
             return my_loss(z, dt.dist.all_gather_with_grad(z))  # a LossSum of this rank's rows against all rows
 
-        step = dt.compose_step(loss_fn, grad=partial(dt.grad_cache_step, microbatch_size=32))
+        step = dt.compose_step(loss_fn, microbatch_size=32, grad=dt.grad_cache_step)
 
     Raises:
         ConfigError: the loss never called ``model(...)``; arguments or outputs of the model without one number of rows;
@@ -104,21 +102,17 @@ def grad_cache_step(
         # The number of gathers depends on the number of microbatches, so traces cannot be replayed.
         if run.guard is not None:
             run.guard.traces.always_check = True
-        run.synchronize(
-            lambda: (_count_microbatches(batch, microbatch_size, batch_spec, count), declared_weights(weight_fn, batch))
-        )
+        run.synchronize(lambda: (_count_microbatches(batch, microbatch_size, batch_spec), declared_weights(batch_spec, batch)))
         with run.guarded():
             _accumulate(loss_fn, run)
         return run.finish()
 
 
-def _count_microbatches(
-    batch: Batch, microbatch_size: int | None, batch_spec: BatchSpec | None, count: CountFn | None
-) -> Microbatches:
+def _count_microbatches(batch: Batch, microbatch_size: int | None, batch_spec: BatchSpec | None) -> Microbatches:
     """Count ``batch`` and its microbatches. The model's inputs are split later, when the loss calls the model."""
     if isinstance(batch, FailedBatch):
         raise batch.error
-    samples, tokens = count_batch(batch, batch_spec=batch_spec, count=count)
+    samples, tokens = count_samples_and_tokens(batch, batch_spec)
     if microbatch_size is not None:
         check_microbatch_size(microbatch_size)
     starts = range(0, samples, microbatch_size or max(samples, 1))

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dtrain.batch import BatchSpec, to_device
+from dtrain.batch import to_device
+from dtrain.batch_axes import BatchSpec
 from dtrain.dist.context import current_context
 from dtrain.errors import ConfigError
 from dtrain.shard.precision import LOW_PRECISION_DTYPES
 from dtrain.state import TrainState
 from dtrain.step.gradient_run import GradientRun
-from dtrain.step.microbatches import CountFn, SplitFn, check_graph, split_microbatches
+from dtrain.step.microbatches import check_graph, split_microbatches
 from dtrain.step.normalization import MetricAccumulator, check_loss, declared_weights
 from dtrain.step.sanity_checks import warn_if_mean
-from dtrain.typing import Batch, LossFn, Metrics, WeightFn
+from dtrain.typing import Batch, LossFn, Metrics
 
 _BACKWARD_CALLED = (
     "microbatch_step: loss_fn must not call backward(), because the step calls backward itself. Return the LossSum alone "
@@ -26,9 +27,6 @@ def microbatch_step(
     loss_fn: LossFn,
     microbatch_size: int | None = None,
     batch_spec: BatchSpec | None = None,
-    split: SplitFn | None = None,
-    count: CountFn | None = None,
-    weight_fn: WeightFn | None = None,
 ) -> tuple[TrainState, Metrics]:
     """Leave the gradient of the mean loss over the global batch in ``.grad``, and return the state and local metrics.
 
@@ -46,11 +44,8 @@ def microbatch_step(
         batch: this rank's samples, on any device; microbatches are moved to the model's device.
         loss_fn: function that returns the summed loss and the weight of one microbatch.
         microbatch_size: samples per forward and backward; None uses the whole local batch.
-        batch_spec: position of the batch axis and count of tokens; None uses the first axis and counts no tokens.
-        split: ``(batch, microbatch_size) -> microbatches``, for a batch without a ``batch_spec`` or tensors to split.
-        count: ``batch -> samples``, or ``(samples, tokens)``, for a batch that only you can count.
-        weight_fn: this rank's weight of a whole batch, a number or ``[]``, or by term (``{"loss": ..., "router": ...}``).
-            Losses with ``terms`` need a ``weight_fn`` that counts the same things.
+        batch_spec: description of the batch, see ``batch_spec``; None uses the first axis and counts no tokens. Losses with
+            ``terms`` need its ``weight``.
 
     Returns:
         ``state`` with the counts that ranks agreed on, and metrics ``loss``, the terms and ``aux``, as local sums.
@@ -62,7 +57,7 @@ def microbatch_step(
     the model's own gathers; in the first step of a sharded model one record per unit, which compares the order of units; with
     several sharded models, records per unit in each step in which ranks have different numbers of microbatches; one
     reduction of gradients per unit (in the last microbatch's backward; with ``accumulate="sharded"`` in each backward), or
-    per bucket under ``replicate``; one all-reduce of the weight (float64), if the weight is a tensor on a GPU or ``weight_fn``
+    per bucket under ``replicate``; one all-reduce of the weight (float64), if the weight is a tensor on a GPU or ``batch_spec``
     declares weights; one of the gradients of ignored parameters; one or two of changed buffers.
     Host sync: none, except some values of the first batches on several ranks, if the batches are on a device. These values
     detect ranks that train on equal batches; see ``Step.init(allow_equal_batches=)``. The first step of a sharded model also
@@ -77,7 +72,7 @@ def microbatch_step(
         StaleStateError: ``state`` was stepped already.
         Exception: any error of ``loss_fn`` or the model. The gradients are dropped, so all ranks may run the step again.
         ConfigError: a batch that cannot be counted or split, as a batch with an autograd graph cannot be split, a loss that is
-            not a ``LossSum`` of single numbers, or a loss and a ``weight_fn`` with different terms.
+            not a ``LossSum`` of single numbers, or a loss and a ``weight`` with different terms.
         PeerError: another rank raised one of these errors.
         DistError: a collective timed out or lost a peer; the message names the missing ranks.
         NonFiniteError: the losses of ten steps in a row were infinite or NaN on some rank. All ranks raise, in a later step,
@@ -92,8 +87,8 @@ def microbatch_step(
     with GradientRun(state, batch, "microbatch_step", records_units=True) as run:
         run.synchronize(
             lambda: (
-                check_graph(split_microbatches(batch, microbatch_size, batch_spec=batch_spec, split=split, count=count)),
-                declared_weights(weight_fn, batch),
+                check_graph(split_microbatches(batch, microbatch_size, batch_spec)),
+                declared_weights(batch_spec, batch),
             )
         )
         with run.guarded():

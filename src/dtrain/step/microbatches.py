@@ -3,32 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import index
-from typing import SupportsIndex, TypeAlias
 
 import torch
 
-from dtrain.batch import (
-    BatchSpec,
-    FailedBatch,
-    check_microbatch_size,
-    count_and_split,
-    count_samples_and_tokens,
-    list_tensors,
-    split_into_microbatches,
-)
+from dtrain.batch import FailedBatch, count_and_split, list_tensors
+from dtrain.batch_axes import BatchSpec
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError, StepError
 from dtrain.state import TrainState
 from dtrain.typing import Batch
-
-SplitFn: TypeAlias = Callable[[Batch, int], Sequence[Batch]]
-"""``(batch, microbatch_size) -> microbatches`` of at most that many samples, in order."""
-
-CountFn: TypeAlias = "Callable[[Batch], int | tuple[int, int]]"
-"""``batch -> samples``, or ``batch -> (samples, tokens)``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -145,67 +130,13 @@ def tensor_shapes(batch: Batch) -> list[tuple[tuple[int, ...], torch.dtype]]:
     return [(tuple(leaf.shape), leaf.dtype) for leaf in list_tensors(batch)]
 
 
-def count_batch(batch: Batch, *, batch_spec: BatchSpec | None, count: CountFn | None) -> tuple[int, int]:
-    """Return the samples and tokens of ``batch``: from ``count``, else from ``batch_spec``, else from its tensors (0 tokens).
-
-    Raises:
-        ConfigError: ``batch`` cannot be counted, or ``count`` returns no whole numbers.
-    """
-    if count is None:
-        return count_samples_and_tokens(batch, batch_spec)
-    counted = count(batch)
-    numbers = [_to_int(number) for number in (counted if isinstance(counted, tuple | list) else (counted, 0))]
-    if len(numbers) != 2 or min(numbers) < 0:
-        raise ConfigError(
-            f"batch: count must return samples, or (samples, tokens), as whole numbers, got {counted!r}. "
-            "Return len(batch['x']), for example."
-        )
-    return numbers[0], numbers[1]
-
-
-def _to_int(value: object) -> int:
-    """Return an integer of any library as a Python integer; -1 for any other value."""
-    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
-        return -1
-    try:
-        return index(value)
-    # A tensor that holds no single integer raises in index().
-    except TypeError:
-        return -1
-
-
-def split_microbatches(
-    batch: Batch, microbatch_size: int | None, *, batch_spec: BatchSpec | None, split: SplitFn | None, count: CountFn | None
-) -> Microbatches:
+def split_microbatches(batch: Batch, microbatch_size: int | None, batch_spec: BatchSpec | None) -> Microbatches:
     """Count and split ``batch``; without a size the batch is one microbatch.
 
     Raises:
-        ConfigError: ``batch`` cannot be counted or split, or ``split`` returns no microbatch for a batch with samples.
+        ConfigError: ``batch`` cannot be counted or split.
     """
     if isinstance(batch, FailedBatch):
         raise batch.error
-    if microbatch_size is not None and split is None and count is None:
-        samples, tokens, microbatches = count_and_split(batch, microbatch_size, batch_spec)
-        return Microbatches(batch=batch, batches=microbatches, samples=samples, tokens=tokens)
-    samples, tokens = count_batch(batch, batch_spec=batch_spec, count=count)
-    if samples == 0:
-        return Microbatches(batch=batch, tokens=tokens)
-    if microbatch_size is None:
-        return Microbatches(batch=batch, batches=[batch], samples=samples, tokens=tokens)
-    check_microbatch_size(microbatch_size)
-    if split is None:
-        microbatches = split_into_microbatches(batch, microbatch_size, samples, batch_spec)
-    else:
-        result = split(batch, microbatch_size)
-        if not isinstance(result, Iterable) or isinstance(result, str | Mapping | torch.Tensor):
-            raise ConfigError(
-                f"microbatch_step: split must return a list of microbatches, got {type(result).__name__}. "
-                "Return a list from split."
-            )
-        microbatches = list(result)
-        if not microbatches:
-            raise ConfigError(
-                f"microbatch_step: split must return at least one microbatch for {samples} samples, got none. "
-                "Return the batch itself in a list if it cannot be split."
-            )
+    samples, tokens, microbatches = count_and_split(batch, microbatch_size, batch_spec)
     return Microbatches(batch=batch, batches=microbatches, samples=samples, tokens=tokens)

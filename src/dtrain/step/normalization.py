@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from dtrain.batch_axes import BatchSpec
 from dtrain.dist.init import get_dist_info
 from dtrain.dtensor import scale_
 from dtrain.errors import ConfigError, StepError
 from dtrain.run_context import AsyncScalar
 from dtrain.state import ShardSpec, TrainState
-from dtrain.typing import Batch, LossSum, Metric, Metrics, WeightFn
+from dtrain.typing import Batch, LossSum, Metric, Metrics
 
 # Relative tolerance: weights are counts, or sums of a few thousand float32 numbers.
 _TOLERANCE = 1e-6
@@ -28,14 +29,14 @@ _TOLERANCE = 1e-6
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class LossNormalizer:
-    """Weights declared by ``weight_fn``, and the factors ``1 / global weight``; empty without a ``weight_fn``.
+    """Weights declared by ``batch_spec.weight``, and the factors ``1 / global weight``; empty without declared weights.
 
     While replicas train separately, a factor belongs to the weight of this rank's replica.
 
     Args:
         local_weights: this rank's weight by term, float64 ``[]``.
         factors: factor by term, float64 ``[]``; 0 for a term without weight.
-        global_weight: global weight of the main loss, float64 ``[]``; None without a ``weight_fn``.
+        global_weight: global weight of the main loss, float64 ``[]``; None without declared weights.
     """
 
     local_weights: Mapping[str, Tensor]
@@ -50,20 +51,20 @@ class LossNormalizer:
             total: ``loss.total``, with the units that this rank skipped in its graph.
 
         Raises:
-            ConfigError: the loss has terms without a ``weight_fn``, or its terms differ from those of ``weight_fn``.
+            ConfigError: the loss has terms without declared weights, or its terms differ from those of the weights.
             StepError: the loss has no graph.
         """
         if self.global_weight is None:
             if loss.terms:
                 raise ConfigError(
                     f"microbatch_step: the loss has further terms ({', '.join(loss.terms)}) with their own weights. Pass "
-                    "weight_fn=, which returns the weights of a batch before its first backward."
+                    "batch_spec=dt.batch_spec(weight=...), which returns the weights of a batch before its first backward."
                 )
             return total if total.requires_grad else _require_graph(total)
         sums = {"loss": total, **{name: total for name, (total, _) in loss.terms.items()}}
         if sums.keys() != self.factors.keys():
             raise ConfigError(
-                f"microbatch_step: weight_fn must return a weight per loss term, got {sorted(self.factors)} for "
+                f"microbatch_step: batch_spec.weight must return a weight per loss term, got {sorted(self.factors)} for "
                 f"{sorted(sums)}. Return a weight for each term of the loss."
             )
         scaled = [term.reshape(()) * self.factors[name].to(term.dtype) for name, term in sums.items()]
@@ -85,7 +86,7 @@ class LossNormalizer:
 
 
 SUM_NORMALIZER = LossNormalizer(local_weights={}, factors={})
-"""Normalizer without a ``weight_fn``: losses stay sums, and gradients are divided after backward."""
+"""Normalizer without declared weights: losses stay sums, and gradients are divided after backward."""
 
 
 def _require_graph(total: Tensor) -> Tensor:
@@ -97,24 +98,25 @@ def _require_graph(total: Tensor) -> Tensor:
     return total
 
 
-def declared_weights(weight_fn: WeightFn | None, batch: Batch) -> dict[str, Tensor | float]:
-    """Return this rank's weights by term from ``weight_fn``; the main loss is called ``"loss"``.
+def declared_weights(batch_spec: BatchSpec | None, batch: Batch) -> dict[str, Tensor | float]:
+    """Return this rank's weights by term from ``batch_spec.weight``; the main loss is called ``"loss"``.
 
     Raises:
-        ConfigError: ``weight_fn`` returns a mapping without ``"loss"``, or a weight that is not one number.
+        ConfigError: ``batch_spec.weight`` returns a mapping without ``"loss"``, or a weight that is not one number.
     """
-    if weight_fn is None:
+    if batch_spec is None or batch_spec.weight is None:
         return {}
-    result = weight_fn(batch)
+    result = batch_spec.weight(batch)
     weights = result if isinstance(result, Mapping) else {"loss": result}
     for name, weight in weights.items():
         if not is_number(weight):
             raise ConfigError(
-                f"microbatch_step: weight_fn must return one number for {name!r}, got {describe_value(weight)}. Sum the weight."
+                f"microbatch_step: batch_spec.weight must return one number for {name!r}, got {describe_value(weight)}. "
+                "Sum the weight."
             )
     if "loss" not in weights:
         raise ConfigError(
-            f"microbatch_step: weight_fn must return a weight for 'loss', the main term, got {sorted(weights)}. "
+            f"microbatch_step: batch_spec.weight must return a weight for 'loss', the main term, got {sorted(weights)}. "
             "Return {'loss': weight}."
         )
     return {name: weights[name] for name in sorted(weights)}
@@ -143,12 +145,12 @@ def normalize_grads_(
     *,
     global_weight: float | None = None,
 ) -> None:
-    """Divide the gradients of the summed loss by the global weight, unless ``weight_fn`` scaled the losses before backward.
+    """Divide the gradients of the summed loss by the global weight, unless declared weights scaled the losses before backward.
 
     Args:
         grads: gradients of the summed loss.
         state: state of the step.
-        normalizer: weights that ``weight_fn`` declared, if any.
+        normalizer: weights that ``batch_spec.weight`` declared, if any.
         metrics: local sums of the step.
         global_weight: sum of the ``host_weight`` of all ranks; None if some host does not know its weight.
 

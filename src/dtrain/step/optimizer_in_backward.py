@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dtrain.batch import BatchSpec
+from dtrain.batch_axes import BatchSpec
 from dtrain.device import use_on_current_stream
 from dtrain.dist.context import current_context
 from dtrain.dtensor import is_dtensor, to_local
@@ -23,12 +23,11 @@ from dtrain.shard.param_hooks import check_no_hooks
 from dtrain.state import TrainState
 from dtrain.step.compose import Step, check_step_parts, wrap_grad, wrap_update
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.step.microbatches import CountFn, SplitFn
 from dtrain.step.optimizer import apply_gradients
 from dtrain.step.optimizer_state import check_update
 from dtrain.step.shard_update import step_optimizer
 from dtrain.transform import Transform
-from dtrain.typing import Batch, LossFn, Metrics, WeightFn
+from dtrain.typing import Batch, LossFn, Metrics
 
 _STATE_LOST = (
     "optimizer_in_backward: the optimizer had already run on some of the parameters, so this step can be neither finished nor "
@@ -40,11 +39,8 @@ def optimizer_in_backward(
     loss_fn: LossFn,
     transforms: Sequence[Transform] = (),
     *,
-    weight_fn: WeightFn,
+    batch_spec: BatchSpec,
     microbatch_size: int | None = None,
-    batch_spec: BatchSpec | None = None,
-    split: SplitFn | None = None,
-    count: CountFn | None = None,
 ) -> Step:
     """Compose a step like ``compose_step``, with the same result, that keeps the gradients of one unit instead of all.
 
@@ -65,25 +61,26 @@ def optimizer_in_backward(
         loss_fn: ``(model, microbatch) -> LossSum``.
         transforms: transforms that do not read the gradient: ``scale_lr``, ``ema``, ``on_batch``, transforms that wrap the
             loss, and any transform with ``uses_grad=False``. They wrap the whole step as its update, without earlier metrics.
-        weight_fn: this rank's weight of a whole batch, required before the first backward because the gradient cannot be
-            divided afterwards.
-        microbatch_size, batch_spec, split, count: as in ``microbatch_step``.
+        batch_spec: description of the batch. Its ``weight`` is required before the first backward, because the gradient cannot
+            be divided afterwards.
+        microbatch_size: as in ``microbatch_step``.
 
     Example:
-        step = dt.optimizer_in_backward(loss_fn, weight_fn=lambda batch: len(batch["labels"]), microbatch_size=8)
+        spec = dt.batch_spec(weight=lambda batch: len(batch["labels"]))
+        step = dt.optimizer_in_backward(loss_fn, batch_spec=spec, microbatch_size=8)
         state = step.init(model, optimizer)
         for batch in loader:
             state, metrics = step(state, batch)
 
     Raises:
-        ConfigError: no ``weight_fn``, a transform that needs the gradient, or arguments that ``compose_step`` refuses; in a
-            step, a model with tensor or context parallelism, or a gradient hook of a parameter.
+        ConfigError: a ``batch_spec`` without ``weight``, a transform that needs the gradient, or arguments that
+            ``compose_step`` refuses; in a step, a model with tensor or context parallelism, or a gradient hook of a parameter.
         StepError: in a step, a unit whose gradient arrived in several parts.
     """
     check_step_parts("optimizer_in_backward", loss_fn, transforms, microbatch_step, apply_gradients)
-    _check_transforms(transforms, weight_fn)
-    grad = partial(microbatch_step, weight_fn=weight_fn, batch_spec=batch_spec, split=split, count=count)
-    compute = wrap_grad(loss_fn, transforms, partial(grad, microbatch_size=microbatch_size))
+    _check_transforms(transforms, batch_spec)
+    grad = partial(microbatch_step, batch_spec=batch_spec, microbatch_size=microbatch_size)
+    compute = wrap_grad(loss_fn, transforms, grad)
 
     def update_all(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
@@ -99,11 +96,11 @@ def optimizer_in_backward(
     )
 
 
-def _check_transforms(transforms: Sequence[Transform], weight_fn: WeightFn) -> None:
-    if not callable(weight_fn):
+def _check_transforms(transforms: Sequence[Transform], batch_spec: BatchSpec) -> None:
+    if not isinstance(batch_spec, BatchSpec) or batch_spec.weight is None:
         raise ConfigError(
-            f"optimizer_in_backward: weight_fn must be a function (batch) -> weight, got {weight_fn!r}. The gradient is "
-            "applied before the weight of the losses is known."
+            f"optimizer_in_backward: batch_spec must have a weight, got {batch_spec!r}. Pass "
+            "dt.batch_spec(weight=...), because the gradient is applied before the weight of the losses is known."
         )
     for transform in transforms:
         if transform.grad_step or (transform.uses_grad and (transform.grad or transform.update)):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.batch import FailedBatch, list_tensors, narrow_batch
+from dtrain.batch_axes import batch_spec
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot, hash_rng_state
@@ -142,7 +143,7 @@ class SequenceCheck:
     def _forward(self, forward: Callable[[nn.Module, Batch], LossSum]) -> LossSum:
         """Run ``forward`` as an evaluation, which raises ``OutOfMemoryError`` on all ranks if one rank lacks memory."""
         try:
-            return auto_batch_eval(forward, count=lambda _: 1)(self.state.model, None)[0]
+            return auto_batch_eval(forward, batch_spec=batch_spec(count=lambda _: 1))(self.state.model, None)[0]
         except DtrainError:
             raise
         except Exception as error:

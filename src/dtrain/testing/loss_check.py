@@ -6,12 +6,13 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from dtrain.batch import BatchSpec, to_device
+from dtrain.batch import to_device
+from dtrain.batch_axes import BatchSpec
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.errors import ConfigError
 from dtrain.shard.unshard import eval_mode
 from dtrain.state import get_device
-from dtrain.step.microbatches import BatchWatch, SplitFn, split_microbatches
+from dtrain.step.microbatches import BatchWatch, split_microbatches
 from dtrain.step.normalization import check_loss
 from dtrain.typing import Batch, LossFn
 
@@ -24,7 +25,6 @@ def check_loss_fn(
     batch: Batch,
     *,
     batch_spec: BatchSpec | None = None,
-    split: SplitFn | None = None,
     rtol: float = 1e-3,
 ) -> None:
     """Raise unless the totals and weights of a batch are the sums of those of its two halves.
@@ -38,8 +38,7 @@ def check_loss_fn(
         loss_fn: ``(model, batch) -> LossSum``.
         model: plain or sharded model; on several ranks every rank must call the function.
         batch: at least two samples.
-        batch_spec: position of the batch axis, as in ``microbatch_step``.
-        split: function that splits a batch, as in ``microbatch_step``.
+        batch_spec: description of the batch, as in ``microbatch_step``.
         rtol: largest difference, relative to the sums. A mean of halves differs by 0.5.
 
     Collective: as three forwards.
@@ -55,10 +54,10 @@ def check_loss_fn(
         ConfigError: totals or weights that do not add up, with the probable reason, or fewer than two samples.
         StepError: ``loss_fn`` writes into its batch, so a second forward has other values.
     """
-    whole = split_microbatches(batch, None, batch_spec=batch_spec, split=split, count=None)
+    whole = split_microbatches(batch, None, batch_spec)
     if whole.samples < 2:
         raise ConfigError(f"{_NAME}: batch must have at least 2 samples, got {whole.samples}. Pass a larger batch.")
-    halves = split_microbatches(batch, (whole.samples + 1) // 2, batch_spec=batch_spec, split=split, count=None).batches
+    halves = split_microbatches(batch, (whole.samples + 1) // 2, batch_spec).batches
     batch_sums, *half_sums = [_loss_sums(loss_fn, model, part) for part in (batch, *halves)]
     for name, (total, weight) in batch_sums.items():
         totals, weights = zip(*(half[name] for half in half_sums), strict=True)

@@ -129,7 +129,9 @@ def test_uncountable_batch_raises_the_error_of_the_step():
 
 
 def test_batch_countable_only_by_the_step_is_refused():
-    step, state = begin(noise_scale(), grad=partial(dt.microbatch_step, count=lambda batch: len(batch["x"])))
+    step, state = begin(
+        noise_scale(), grad=partial(dt.microbatch_step, batch_spec=dt.batch_spec(count=lambda batch: len(batch["x"])))
+    )
     with pytest.raises(ConfigError, match="the first axis must be the batch axis"):
         step(state, {**samples(0, 2), "y": torch.zeros(3)})
 

@@ -216,7 +216,9 @@ def test_loss_terms_with_separate_weights_are_scaled_once():
             total=total, weight=len(x), terms={"more": (0.5 * total, 2.0 * len(x))}, aux={"aux": (out.sum(), 1.0)}
         )
 
-    grad = partial(dt.microbatch_step, microbatch_size=3, weight_fn=lambda x: {"loss": len(x), "more": 2.0 * len(x)})
+    grad = partial(
+        dt.microbatch_step, microbatch_size=3, batch_spec=dt.batch_spec(weight=lambda x: {"loss": len(x), "more": 2.0 * len(x)})
+    )
     found = []
     for transforms in ([], [loss_scale(2.0**9)]):
         step, state = begin([*transforms, seen := watching()], net(torch.float64), loss=with_terms, grad=grad)

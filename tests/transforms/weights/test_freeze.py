@@ -119,8 +119,8 @@ def test_tied_parameter_is_not_frozen_with_its_first_layer():
 @pytest.mark.parametrize("transform", [freeze("*.weight", start=2), freeze_layers(start=1, end=4)], ids=["freeze", "layers"])
 def test_step_in_backward_freezes_the_same_layers(transform):
     ends = []
-    whole = dt.compose_step(LOSS, [transform], grad=partial(dt.microbatch_step, weight_fn=len))
-    for step in (whole, optimizer_in_backward(LOSS, [transform], weight_fn=len)):
+    whole = dt.compose_step(LOSS, [transform], grad=partial(dt.microbatch_step, batch_spec=dt.batch_spec(weight=len)))
+    for step in (whole, optimizer_in_backward(LOSS, [transform], batch_spec=dt.batch_spec(weight=len))):
         model = net()
         state = step.init(model, torch.optim.AdamW(model.parameters(), lr=0.1))
         for _ in range(5):

@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import public
+from dtrain.batch_axes import batch_spec
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.combinators import between, masked
@@ -163,7 +164,7 @@ def test_clipping_uses_the_replica_norm_and_metrics_cover_all_replicas(ranks):
 
 
 def in_backward() -> float:
-    step = optimizer_in_backward(loss, [local_sgd(3)], weight_fn=lambda batch: len(batch["x"]))
+    step = optimizer_in_backward(loss, [local_sgd(3)], batch_spec=batch_spec(weight=lambda batch: len(batch["x"])))
     _, state = begin([], "hybrid_shard", MOMENTUM)
     state = step.init(state.model, state.optimizer, seed=5)
     return largest_difference(numbers(train(step, state, 4)), trained([local_sgd(3)], "hybrid_shard", MOMENTUM, 4))
@@ -211,7 +212,9 @@ def masked_loss(weights: tuple[float, float]) -> Any:
 def weightless(weights: tuple[float, float], promised: bool) -> list[float]:
     _, state = begin([], "hybrid_shard")
     weigh = (lambda batch: len(batch["x"]) * weights[get_dist_info().rank]) if promised else None
-    step = compose_step(masked_loss(weights), [local_sgd(9)], grad=partial(microbatch_step, weight_fn=weigh))
+    step = compose_step(
+        masked_loss(weights), [local_sgd(9)], grad=partial(microbatch_step, batch_spec=batch_spec(weight=weigh))
+    )
     state = step.init(state.model, state.optimizer)
     before = numbers(state)
     return largest_difference(before, numbers(train(step, state, 1)))

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.arguments import check_number
-from dtrain.batch import BatchSpec, FailedBatch, check_microbatch_size, count_samples_and_tokens, select_samples, to_device
+from dtrain.batch import FailedBatch, check_microbatch_size, check_rows, count_samples_and_tokens, select_samples, to_device
+from dtrain.batch_axes import BatchSpec
 from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, check_collectives
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.timeout_report import report_missing_ranks
@@ -124,7 +125,7 @@ def selective_backprop(
         interrupt: interval of full batches: the first step of each interval uses the whole batch. ``2`` is every second step,
             as in Composer.
         microbatch_size: samples per forward without gradients; None uses the whole batch.
-        batch_spec: the batch axis, as for ``microbatch_step``; None uses the first axis.
+        batch_spec: axes of the batch, as for ``microbatch_step``; None uses the first axis. Samples are selected by row.
 
     Mutates: as any step.
     Collective: one record on the control channel, and the gathers of the additional forwards. All ranks run as many forwards as
@@ -215,7 +216,8 @@ def _select_samples(
     try:
         if not isinstance(batch, FailedBatch):
             batch = to_device(batch, state.device)
-        parts = split_microbatches(batch, size, batch_spec=spec, split=None, count=None)
+        parts = split_microbatches(batch, size, spec)
+        check_rows(batch, spec, parts.samples)
     # The step raises any error on all ranks.
     except Exception as problem:  # noqa: BLE001
         error = problem

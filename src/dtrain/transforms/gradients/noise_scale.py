@@ -8,7 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dtrain.batch import BatchSpec, FailedBatch, count_samples_and_tokens, select_samples, to_device
+from dtrain.batch import FailedBatch, check_rows, count_samples_and_tokens, select_samples, to_device
+from dtrain.batch_axes import BatchSpec
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.dtensor import from_local_like, global_norm, to_local
@@ -96,7 +97,7 @@ def noise_scale(
     Args:
         decay: decay of both averages per measurement, in ``[0, 1)``, or a schedule.
         interval: duration between measurements, as with ``every``; the first step of each interval is measured.
-        batch_spec: the batch axis, as for ``microbatch_step``; None uses the first axis.
+        batch_spec: axes of the batch, as for ``microbatch_step``; None uses the first axis. Samples are selected by row.
 
     Mutates: nothing that lasts. A measured step needs the memory of a second gradient.
     Collective: in a measured step one record on the control channel, the collectives of a second gradient, and those of
@@ -182,7 +183,9 @@ def _take_half(state: TrainState, batch: Batch, spec: BatchSpec | None) -> tuple
     """
     own_count, failed = 0, batch if isinstance(batch, FailedBatch) else None
     try:
-        own_count = count_samples_and_tokens(batch, spec)[0] if failed is None else 0
+        if failed is None:
+            own_count = count_samples_and_tokens(batch, spec)[0]
+            check_rows(batch, spec, own_count)
     # The step raises any error on all ranks.
     except Exception as error:  # noqa: BLE001
         failed = FailedBatch(error)

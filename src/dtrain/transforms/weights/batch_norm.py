@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dtrain.batch import BatchSpec, to_device
+from dtrain.batch import count_samples_and_tokens, to_device
+from dtrain.batch_axes import BatchSpec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import StepError
@@ -21,7 +22,6 @@ from dtrain.shard.buffers import BufferSnapshot
 from dtrain.shard.unshard import eval_mode
 from dtrain.state import get_device, get_spec
 from dtrain.step.evaluate import pad_to_longest_rank
-from dtrain.step.microbatches import CountFn, count_batch
 from dtrain.typing import Batch
 
 _NAME = "update_batch_norm_"
@@ -33,7 +33,6 @@ def update_batch_norm_(
     forward: Callable[[nn.Module, Batch], Any],
     *,
     batch_spec: BatchSpec | None = None,
-    count: CountFn | None = None,
 ) -> int:
     """Replace the running statistics of every batch normalization by the statistics of ``batches``.
 
@@ -48,8 +47,7 @@ def update_batch_norm_(
         model: sharded or plain model.
         batches: this rank's batches, in any number; for a dtrain loader, one full pass that keeps the loader's position.
         forward: function ``(model, batch) -> anything`` that runs the model, for example the loss function.
-        batch_spec: the batch axis; None uses the first axis.
-        count: function that counts the samples of a batch without a ``batch_spec``.
+        batch_spec: description of the batch, as in ``microbatch_step``; None uses the first axis.
 
     Returns:
         The number of global batches; 0, without a pass, for a model without running statistics.
@@ -78,7 +76,7 @@ def update_batch_norm_(
     if not norms:
         return 0
     device, spec, num_batches = get_device(model), get_spec(model), 0
-    count_fn = partial(count_batch, batch_spec=batch_spec, count=count)
+    count_fn = partial(count_samples_and_tokens, batch_spec=batch_spec)
     means = [_RunningStatistics() for _ in norms]
     # An already compiled graph would skip the hooks.
     eager = torch.compiler.set_stance("force_eager")
