@@ -82,7 +82,7 @@ def main() -> None:
         recipe = [dt.transforms.scale_lr(rate), *([] if "clip" in args.without else [dt.transforms.clip_by_norm(1.0)])]
         fixed = {"microbatch_size": args.microbatch} if args.microbatch else {}
         recipe += [] if fixed else [dt.auto_microbatch()]
-        step = dt.compose_step(loss_fn, recipe, grad=partial(dt.microbatch_step, batch_spec=BATCH, **fixed))
+        step = dt.compose_step(loss_fn, recipe, batch_spec=BATCH, **fixed)
 
         stop = dt.monitors.early_stop("held_out/loss", patience=args.patience)
         state = step.init(model, optimizer, loader=loader, stateful={"stop": stop}, seed=args.seed, run_length=length)
@@ -115,7 +115,7 @@ def main() -> None:
 
         scores = scores or scores_of(model, quiz)
         dt.save_sharded(run / "weights", state, what="weights", keep_last=1)
-        if dist.rank == 0:
+        if dist.is_main:
             with dt.span("export", "checkpoint"):
                 export(run / "weights", run / "export", config, tokenizer)
             print(f"{run / 'export'}: weights, config and tokenizer for from_pretrained, after step {state.step}")

@@ -117,7 +117,7 @@ def main() -> None:
         quiz = dt.build_loader(gaps, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
         found = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))
         records(state.step, {"held_out/loss": found["loss"], "held_out/right": found["right"]})
-        if dist.rank == 0:
+        if dist.is_main:
             counts = gaps.counts()
             commonest = f"the commonest token would fill {counts.max() / counts.sum():.1%}"
             print(f"{found['right']:.1%} of {counts.sum()} gaps are filled with what was there, {commonest}")

@@ -60,7 +60,7 @@ def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.token_cross_entropy(model(batch["input_ids"]), batch["labels"])  # of logits that are cut as they are
 
 
-def train(args: argparse.Namespace, rank: int) -> None:
+def train(args: argparse.Namespace, dist: dt.DistInfo) -> None:
     run = dt.open_run(args.out, settings=vars(args))
     windows, held_out = train_and_held_out(read_text(args.text), SEQ, held_out_windows=64)
     mesh = dt.build_mesh(tp=args.tp)
@@ -90,11 +90,10 @@ def train(args: argparse.Namespace, rank: int) -> None:
     quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False, batch_spec=WINDOWS)
     loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
     records(state.step, {"held_out/loss": loss})
-    if rank == 0:
-        print(f"held-out loss {loss:.4f} nats/byte, baseline {unigram_entropy(held_out):.4f} (unigram entropy)")
+    dist.print(f"held-out loss {loss:.4f} nats/byte, baseline {unigram_entropy(held_out):.4f} (unigram entropy)")
 
 
 if __name__ == "__main__":
     args = parse_args()
     with dt.init_dist() as dist:
-        train(args, dist.rank)
+        train(args, dist)

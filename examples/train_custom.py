@@ -89,8 +89,7 @@ def main() -> None:
         test = dt.build_loader(held_out, mesh=mesh, global_batch_size=256, seed=0)
         loss = dt.reduce_metrics(dt.evaluate(model, test, loss_fn))["loss"]
         records(state.step, {"held_out/loss": loss})
-        if dist.rank == 0:
-            print(f"held-out loss {loss:.4f} nats/byte, baseline {unigram_entropy(held_out):.4f} (unigram entropy)")
+        dist.print(f"held-out loss {loss:.4f} nats/byte, baseline {unigram_entropy(held_out):.4f} (unigram entropy)")
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def main() -> None:
             documented.append(sum(b'"""' in text for text in texts))
         records = dt.loggers.jsonl(run / "metrics.jsonl")
         records(last_step, {f"held_out/{name}": value for name, value in found[1].items()})
-        if dist.rank == 0:
+        if dist.is_main:
             (before, after), (few, many) = found, documented
             print(f"of {len(prompts)} held-out functions the reference writes {few} with a docstring, the policy {many}")
             print(f"chosen text: {before['nats']:.3f} nats/byte for the reference, {after['nats']:.3f} for the policy")

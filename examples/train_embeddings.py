@@ -83,7 +83,8 @@ def main() -> None:
                 dt.transforms.scale_lr(dt.schedules.warmup(dt.schedules.linear(1.0, 0.0, length.steps()), 20)),
                 dt.transforms.clip_by_norm(1.0),
             ],
-            grad=partial(grad, microbatch_size=args.microbatch),
+            grad=grad,
+            microbatch_size=args.microbatch,
         )
         state = step.init(model, optimizer, loader=pairs, run_length=length)
         checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
@@ -106,7 +107,7 @@ def main() -> None:
         quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=len(held_out), seed=0, shuffle=False)
         found = dt.reduce_metrics(dt.evaluate(model, quiz, contrast))["found"]
         records(state.step, {"held_out/found": found})
-        if dist.rank == 0:
+        if dist.is_main:
             with dt.span("baseline", "evaluation"):
                 by_words = word_overlap(training, held_out, vocab)
             print(f"right code first {found:.4f}, baseline {by_words:.4f} (the words they share, of {len(held_out)} codes)")

@@ -111,8 +111,7 @@ def main() -> None:
             return
         end, guess = distance(), energy_distance(gaussian(unseen), unseen)
         records(g.step, {"held_out/energy_distance": end})
-        if dist.rank == 0:
-            print(f"energy distance {end:.4f}, baseline {guess:.4f} (a Gaussian)")
+        dist.print(f"energy distance {end:.4f}, baseline {guess:.4f} (a Gaussian)")
 
 
 if __name__ == "__main__":

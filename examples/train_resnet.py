@@ -91,9 +91,8 @@ def main() -> None:
         with nullcontext() if "ema" in args.without else dt.transforms.use_average(state, "ema"):
             numbers = dt.reduce_metrics(dt.evaluate(model, quiz, judge))
         records(state.step, {f"held_out/{name}": value for name, value in numbers.items()})
-        if dist.rank == 0:
-            print(f"held-out loss {numbers['loss']:.4f} on {len(pictures.held_out)} pictures")
-            print(f"held-out accuracy {numbers['accuracy']:.3f}, baseline {pictures.most_frequent:.3f} (most frequent class)")
+        dist.print(f"held-out loss {numbers['loss']:.4f} on {len(pictures.held_out)} pictures")
+        dist.print(f"held-out accuracy {numbers['accuracy']:.3f}, baseline {pictures.most_frequent:.3f} (most frequent class)")
 
 
 if __name__ == "__main__":
