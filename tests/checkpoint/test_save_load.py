@@ -13,6 +13,7 @@ from torch import nn
 from checkpoint.states import Counter, digest, names, plain_state, train, write_of_another_version
 from checkpoint.stored import shards_of
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
+from dtrain.checkpoint.checkpointer import Checkpointer
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
@@ -503,3 +504,14 @@ def test_nonstandard_optimizer_state_round_trips(tmp_path):
     content = state.optimizer.state[state.params["weight"]]
     assert content["low"].dtype == torch.float16, "nothing is cast to the parameter's dtype"
     assert content["notes"] == ["a", (1, None)]
+
+
+def test_final_save_of_a_saved_or_loaded_step_writes_nothing(tmp_path):
+    state = train(plain_state(), 2)
+    checkpoints = Checkpointer(tmp_path, mode="async")
+    results = [checkpoints.save(state), checkpoints.save(state), save_sharded(tmp_path, state)]
+    assert [each.result().written for each in results] == [True, False, False]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("step-*/*")}
+    loaded = load_sharded(tmp_path, plain_state(1))
+    assert not save_sharded(tmp_path, loaded).result().written
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("step-*/*")} == before

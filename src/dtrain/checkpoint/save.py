@@ -172,7 +172,7 @@ def start_save(
     options: SaveOptions,
 ) -> SaveHandle:
     """Save with a Checkpointer, or with the Checkpointer of a root and of the states' run. See ``save_sharded``."""
-    request = None
+    request, is_saved = None, False
     started_at = time.monotonic()
     with spans.span("save"):
         # Without autograd, local shards are obtained faster.
@@ -198,6 +198,8 @@ def start_save(
         save_thread().wait_for_slot(_MAX_IN_FLIGHT)
         with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
             first = next(iter(states.values()))
+            key = content_key(states, what, cast)
+            is_saved = first.run_context.lineage.roots[str(checkpointer.root)].steps.get(first.step) == key
             staged = stage_files(write_plan, checkpointer.staging, copy=options.mode == "async")
             request = SaveRequest(
                 caller=_CALLER,
@@ -212,7 +214,7 @@ def start_save(
                 write_plan=replace(write_plan, tensors={}),
                 staged=staged,
                 total_bytes=total_bytes,
-                content_key=content_key(states, what, cast),
+                content_key=key,
                 info=info,
                 # In the middle of a step the ranks have agreed to stop already, but the state is older.
                 after_stop_agreed=current_context().preemption.is_agreed() and first.step_counts is None,
@@ -225,7 +227,8 @@ def start_save(
         )
         if options.mode == "sync":
             _wait(task)
-    spans.record_event("save", step=handle.step, blocked_s=time.monotonic() - started_at)
+    if not is_saved:
+        spans.record_event("save", step=handle.step, blocked_s=time.monotonic() - started_at)
     return handle
 
 
