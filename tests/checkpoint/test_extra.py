@@ -684,3 +684,28 @@ def test_objects_of_the_state_must_be_equal_or_marked(tmp_path, ranks):
             'Make it equal on all ranks, or stateful={"seen": dt.checkpoint.per_rank(...)} saves one value per rank.'
         )
         assert (marked, seen) == ("nothing", [rank])
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_stateful_data_loader_of_torchdata_resumes_in_the_middle(tmp_path, shuffle):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def first_steps(root: Path | None, until: int) -> list[Any]:
+        torch.manual_seed(3)
+        rows = [torch.full((2,), float(at)) for at in range(8)]
+        loader = stateful.StatefulDataLoader(rows, batch_size=2, shuffle=shuffle)
+        step, state = begin(loader=loader)
+        state = state if root is None else dt.load_sharded(root, state, missing_ok=True)
+        seen = []
+        for batch in loader:
+            state, _ = step(state, batch)
+            seen.append(batch[:, 0].tolist())
+            if state.step == until:
+                break
+        if root is not None:
+            dt.save_sharded(root, state)
+        return seen
+
+    whole = first_steps(None, 4)
+    assert first_steps(tmp_path, 2) + first_steps(tmp_path, 4) == whole
