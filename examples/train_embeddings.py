@@ -95,7 +95,7 @@ def main() -> None:
             state, metrics = step(state, batch)
             if state.crossed("0.01dur"):
                 log(state.step, dt.reduce_metrics(metrics))
-            if state.crossed("0.25dur"):
+            if state.crossed("0.3dur"):
                 checkpoints.save(state)
             if dt.should_stop(state):
                 break
