@@ -113,7 +113,9 @@ def main() -> None:
         if dt.should_stop(state):
             return
 
-        scores = scores or scores_of(model, quiz)
+        if scores is None or not state.crossed("1ep"):
+            scores = scores_of(model, quiz)
+            log(state.step, scores)
         dt.save_sharded(run / "weights", state, what="weights", keep_last=1)
         if dist.is_main:
             with dt.span("export", "checkpoint"):
