@@ -157,8 +157,6 @@ def save_sharded(
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
-    if (recorder := current_context().recorder) is not None:
-        recorder.saved(max(each.step for each in _as_states(state).values()), str(root))
     options = SaveOptions(mode=mode, incremental=incremental, keep_last=keep_last, keep_every=keep_every, keep_steps=keep_steps)
     return start_save(root, state, extra or {}, what, cast, options)
 
@@ -172,6 +170,9 @@ def start_save(
     options: SaveOptions,
 ) -> SaveHandle:
     """Save with a Checkpointer, or with the Checkpointer of a root and of the states' run. See ``save_sharded``."""
+    if (recorder := current_context().recorder) is not None:
+        root = target.root if isinstance(target, Checkpointer) else target
+        recorder.saved(max(each.step for each in _as_states(state).values()), str(root))
     request, is_saved = None, False
     started_at = time.monotonic()
     with spans.span("save"):
