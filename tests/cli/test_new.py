@@ -135,7 +135,7 @@ def test_template_loop_is_short_and_uses_public_names(new, task):
         assert not (isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dtrain"))
     assert public.unknown_in(source) == set()
     used = {name.removeprefix("dt.") for name in public.named_in(source)}
-    assert {"loggers.jsonl", "save_sharded", "load_sharded", "evaluate", "should_stop", "shard_model"} <= used
+    assert {"loggers.jsonl", "Checkpointer", "evaluate", "should_stop", "shard_model"} <= used
 
 
 @pytest.mark.parametrize("task", TASKS)
