@@ -171,7 +171,7 @@ def _dtrain_without_digests(run: Run, folder: Path) -> Moments:
 
 def _dtrain_load(run: Run, folder: Path) -> Moments:
     begun = now()
-    run.state = dt.load_sharded(folder, run.state).state
+    run.state = dt.load_sharded(folder, run.state)
     return {"done": now() - begun}
 
 

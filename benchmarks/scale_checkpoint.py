@@ -74,7 +74,7 @@ def load(root: str, size: int = SIZE) -> dict[str, int]:
         return count
 
     with patch.object(LocalFileReader, "read_into", read_into):
-        run.state = dt.load_sharded(root, run.state).state
+        run.state = dt.load_sharded(root, run.state)
     return {**counted, "own": run.nbytes}
 
 
@@ -83,7 +83,7 @@ def load_from_server(root: str, environment: Mapping[str, str], size: int = SIZE
     with on_server(environment):
         run = build("large", size, Path("/unused"), stepped=False)
         with counted_requests() as requests:
-            run.state = dt.load_sharded(root, run.state).state
+            run.state = dt.load_sharded(root, run.state)
         return {"requests": len(requests), "data": sum(is_data(path) for path in requests)}
 
 

@@ -82,12 +82,12 @@ def main() -> None:
         recipe = [dt.transforms.scale_lr(rate), *([] if "clip" in args.without else [dt.transforms.clip_by_norm(1.0)])]
         fixed = {"microbatch_size": args.microbatch} if args.microbatch else {}
         recipe += [] if fixed else [dt.auto_microbatch()]
-        step = dt.compose_step(loss_fn, recipe, grad=partial(dt.microbatch_step, batch_spec=BATCH, **fixed))
+        step = dt.compose_step(loss_fn, recipe, batch_spec=BATCH, **fixed)
 
         stop = dt.monitors.early_stop("held_out/loss", patience=args.patience)
-        checkpoint = partial(dt.save_sharded, run / "checkpoints", extra={"loader": loader, "stop": stop}, keep_last=2)
-        state, scores = step.init(model, optimizer, seed=args.seed, run_length=length), None
-        state = dt.load_sharded(run / "checkpoints", state, extra={"loader": loader, "stop": stop}, missing_ok=True).state
+        state = step.init(model, optimizer, loader=loader, stateful={"stop": stop}, seed=args.seed, run_length=length)
+        checkpoints, scores = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2), None
+        state = checkpoints.load(state, missing_ok=True)
         flops = dt.monitors.count_flops(
             model, {name: tensor[None] for name, tensor in train[0].items()}, loss_fn, batch_spec=BATCH
         )
@@ -100,20 +100,24 @@ def main() -> None:
         log = dt.loggers.multi(dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.text_file(run / "run.log", names=SHOWN), bar)
         for batch in loader.until(args.until, stop=stop):
             state, metrics = step(state, batch)
-            if state.crossed("1ep") or state.step == length.steps():
+            if state.crossed("1ep"):
                 scores = scores_of(model, quiz)
                 stop(state, scores)
                 log(state.step, dt.monitors.collect(state, dt.reduce_metrics(metrics), scores, *meters))
-                checkpoint(state, mode="async")
+                checkpoints.save(state)
             elif state.crossed("10ba"):
                 log(state.step, dt.monitors.collect(state, dt.reduce_metrics(metrics), *meters))
             if dt.should_stop(state):
-                checkpoint(state)
-                return
+                break
+        checkpoints.save(state)
+        if dt.should_stop(state):
+            return
 
-        scores = scores or scores_of(model, quiz)
+        if scores is None or not state.crossed("1ep"):
+            scores = scores_of(model, quiz)
+            log(state.step, scores)
         dt.save_sharded(run / "weights", state, what="weights", keep_last=1)
-        if dist.rank == 0:
+        if dist.is_main:
             with dt.span("export", "checkpoint"):
                 export(run / "weights", run / "export", config, tokenizer)
             print(f"{run / 'export'}: weights, config and tokenizer for from_pretrained, after step {state.step}")

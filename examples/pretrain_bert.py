@@ -96,26 +96,28 @@ def main() -> None:
         if "length_warmup" in methods:
             recipe.append(dt.transforms.sequence_length_warmup(duration="0.3dur", min_length=32, max_length=SEQ))
         step = dt.compose_step(loss_fn, recipe)
-        checkpoints, extra = run / "checkpoints", {"loader": loader}
-        state = step.init(model, optimizer, run_length=length)
-        state = dt.load_sharded(checkpoints, state, extra=extra, missing_ok=True).state
+        state = step.init(model, optimizer, loader=loader, run_length=length)
+        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
+        state = checkpoints.load(state, missing_ok=True)
         records = dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps(), names=["loss", "right", "length", "lr"]))
         for batch in loader.until(args.until):
             state, metrics = step(state, batch)
             log(state.step, dt.reduce_metrics(metrics))
-            stop = dt.should_stop(state)
-            if stop or state.crossed("0.25dur"):
-                dt.save_sharded(checkpoints, state, extra=extra, mode="async", keep_last=2)
-            if stop:
-                return
+            if state.crossed("0.25dur"):
+                checkpoints.save(state)
+            if dt.should_stop(state):
+                break
+        checkpoints.save(state)
+        if dt.should_stop(state):
+            return
 
         with dt.span("gaps", "evaluation"):
             gaps = MaskedOnce(packed(corpus.held_out, SEQ), masking)
         quiz = dt.build_loader(gaps, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
         found = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))
         records(state.step, {"held_out/loss": found["loss"], "held_out/right": found["right"]})
-        if dist.rank == 0:
+        if dist.is_main:
             counts = gaps.counts()
             commonest = f"the commonest token would fill {counts.max() / counts.sum():.1%}"
             print(f"{found['right']:.1%} of {counts.sum()} gaps are filled with what was there, {commonest}")

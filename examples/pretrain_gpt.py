@@ -53,7 +53,6 @@ def main() -> None:
     build_loader = partial(dt.build_loader, collate=None if args.data is None else next_byte_batch)
     with dt.init_dist() as dist:
         run = dt.open_run(args.out, settings=vars(args))
-        say = print if dist.rank == 0 else lambda *_: None
         dt.seed_all(args.seed, dist.rank)
         mesh = dt.build_mesh()
         with torch.device("meta"):
@@ -64,21 +63,17 @@ def main() -> None:
         loader = build_loader(train, mesh=mesh, global_batch_size=GLOBAL_BATCH_SIZE, seed=args.seed)
 
         lr = dt.schedules.warmup(dt.schedules.cosine(1.0, 0.1, args.steps), 40)
-        grad = partial(dt.microbatch_step, batch_spec=BATCH)
         step = dt.compose_step(
             loss_fn,
             [dt.transforms.scale_lr(lr), dt.monitors.norms(20), dt.transforms.clip_by_norm(1.0), dt.auto_microbatch()],
-            grad=grad,
+            batch_spec=BATCH,
         )
-        state = step.init(model, optimizer, seed=args.seed)
-        checkpoints = run / "checkpoints"
-        restored = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True)
-        state = restored.state
+        state = step.init(model, optimizer, loader=loader, seed=args.seed)
+        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=3)
+        state = checkpoints.load(state, missing_ok=True)
+        if state.restored:
+            dist.print(f"resuming after step {state.step}, from {state.restored.path}")
 
-        if state.step >= args.steps:
-            say(f"finished: {checkpoints} has all {state.step} steps; a larger --steps goes on, another --out starts anew")
-        elif restored.step is not None:
-            say(f"resuming after step {state.step}, from {restored.path}")
         records, speed = dt.loggers.jsonl(run / "metrics.jsonl"), dt.monitors.throughput(20)
         log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps))
         for batch in loader.until(args.steps):
@@ -87,22 +82,23 @@ def main() -> None:
             if state.crossed(20):
                 numbers = dt.monitors.collect(state, numbers, speed, dt.monitors.memory_stats)
             log(state.step, numbers)
-            stop = dt.should_stop(state)
-            if stop or state.crossed(args.save_every) or state.step == args.steps:
-                dt.save_sharded(checkpoints, state, extra={"loader": loader}, mode="async", keep_last=3)
-            if stop:
-                say(f"asked to stop: step {state.step} will be saved, the same command goes on")
-                return
+            if state.crossed(args.save_every):
+                checkpoints.save(state)
+            if dt.should_stop(state):
+                break
+        checkpoints.save(state)
+        if dt.should_stop(state):
+            return
 
         quiz = build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
         loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
         records(state.step, {"held_out/loss": loss})
         with dt.span("baseline", "evaluation"):
             entropy = unigram_entropy(held_out)
-        say(f"held-out loss {loss:.4f} nats/byte, baseline {entropy:.4f} (unigram entropy)")
+        dist.print(f"held-out loss {loss:.4f} nats/byte, baseline {entropy:.4f} (unigram entropy)")
         with dt.eval_mode(model), dt.span("generate", "evaluation"):
             text = generate(model, b"def ", max_new=160, temperature=0.7, seed=args.seed, device=dist.device)
-        say("sample:\ndef " + text.decode(errors="replace"))
+        dist.print("sample:\ndef " + text.decode(errors="replace"))
 
 
 if __name__ == "__main__":

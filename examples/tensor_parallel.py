@@ -60,7 +60,7 @@ def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])  # of logits that are cut as they are
 
 
-def train(args: argparse.Namespace, rank: int) -> None:
+def train(args: argparse.Namespace, dist: dt.DistInfo) -> None:
     run = dt.open_run(args.out, settings=vars(args))
     windows, held_out = train_and_held_out(read_text(args.text), SEQ, held_out_windows=64)
     mesh = dt.build_mesh(tp=args.tp)
@@ -70,28 +70,30 @@ def train(args: argparse.Namespace, rank: int) -> None:
     # The processes of a group get the same windows, and count as one.
     loader = dt.build_loader(windows, mesh=mesh, global_batch_size=16, seed=0, batch_spec=WINDOWS)
     step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0)])
-    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-3))
-    checkpoints, records = run / "checkpoints", dt.loggers.jsonl(run / "metrics.jsonl")
-    state = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True).state
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-3), loader=loader)
+    checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
+    state = checkpoints.load(state, missing_ok=True)
+    records = dt.loggers.jsonl(run / "metrics.jsonl")
 
     log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps, names=["loss", "grad_norm"]))
     for batch in loader.until(args.steps):
         state, metrics = step(state, batch)
         log(state.step, dt.reduce_metrics(metrics))
-        stop = dt.should_stop(state)
-        if stop or state.crossed(20) or state.step == args.steps:
-            dt.save_sharded(checkpoints, state, extra={"loader": loader}, mode="async", keep_last=2)
-        if stop:
-            return
+        if state.crossed(20):
+            checkpoints.save(state)
+        if dt.should_stop(state):
+            break
+    checkpoints.save(state)
+    if dt.should_stop(state):
+        return
 
     quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False, batch_spec=WINDOWS)
     loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
     records(state.step, {"held_out/loss": loss})
-    if rank == 0:
-        print(f"held-out loss {loss:.4f} nats/byte, baseline {unigram_entropy(held_out):.4f} (unigram entropy)")
+    dist.print(f"held-out loss {loss:.4f} nats/byte, baseline {unigram_entropy(held_out):.4f} (unigram entropy)")
 
 
 if __name__ == "__main__":
     args = parse_args()
     with dt.init_dist() as dist:
-        train(args, dist.rank)
+        train(args, dist)

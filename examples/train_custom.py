@@ -68,9 +68,9 @@ def main() -> None:
 
         rate = dt.schedules.linear(1.0, 0.0, length.steps())
         step = dt.compose_step(loss_fn, [dt.transforms.scale_lr(rate), dt.transforms.clip_by_norm(1.0)])
-        state = step.init(model, optimizer, run_length=length)
-        saved = {"loader": loader}
-        state = dt.load_sharded(run / "checkpoints", state, extra=saved, missing_ok=True).state
+        state = step.init(model, optimizer, loader=loader, run_length=length)
+        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
+        state = checkpoints.load(state, missing_ok=True)
 
         records = dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps()))
@@ -78,17 +78,18 @@ def main() -> None:
             state, metrics = step(state, batch)
             if state.crossed("0.01dur"):
                 log(state.step, dt.reduce_metrics(metrics))
-            stop = dt.should_stop(state)
-            if stop or state.crossed("0.1dur"):
-                dt.save_sharded(run / "checkpoints", state, extra=saved, mode="async", keep_last=2)
-            if stop:
-                return
+            if state.crossed("0.1dur"):
+                checkpoints.save(state)
+            if dt.should_stop(state):
+                break
+        checkpoints.save(state)
+        if dt.should_stop(state):
+            return
 
         test = dt.build_loader(held_out, mesh=mesh, global_batch_size=256, seed=0)
         loss = dt.reduce_metrics(dt.evaluate(model, test, loss_fn))["loss"]
         records(state.step, {"held_out/loss": loss})
-        if dist.rank == 0:
-            print(f"held-out loss {loss:.4f} nats/byte, baseline {unigram_entropy(held_out):.4f} (unigram entropy)")
+        dist.print(f"held-out loss {loss:.4f} nats/byte, baseline {unigram_entropy(held_out):.4f} (unigram entropy)")
 
 
 if __name__ == "__main__":

@@ -78,11 +78,10 @@ def main() -> None:
         if on["ema"]:
             recipe.append(dt.transforms.ema(half_life="0.03dur", start="0.5dur"))
         step = dt.compose_step(loss_fn, recipe)
-        state = step.init(
-            model, torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01), seed=args.seed, run_length=length
-        )
-        kept = {"loader": loader}
-        state = dt.load_sharded(run / "checkpoints", state, extra=kept, missing_ok=True).state
+        optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
+        state = step.init(model, optimizer, loader=loader, seed=args.seed, run_length=length)
+        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
+        state = checkpoints.load(state, missing_ok=True)
 
         records = dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps()))
@@ -90,11 +89,13 @@ def main() -> None:
             state, metrics = step(state, batch)
             if state.crossed("0.01dur"):
                 log(state.step, dt.reduce_metrics(metrics))
-            stop = dt.should_stop(state)
-            if stop or state.crossed("0.2dur"):
-                dt.save_sharded(run / "checkpoints", state, extra=kept, mode="async", keep_last=2)
-            if stop:
-                return
+            if state.crossed("0.2dur"):
+                checkpoints.save(state)
+            if dt.should_stop(state):
+                break
+        checkpoints.save(state)
+        if dt.should_stop(state):
+            return
 
         quiz = partial(dt.build_loader, held_out, mesh=mesh, global_batch_size=256, seed=0, shuffle=False)
         label = torch.arange(pictures.classes).repeat(EACH)

@@ -78,21 +78,22 @@ def train(
     rate = dt.schedules.cosine(1.0, 0.1, steps)
     recipe = [dt.transforms.scale_lr(rate if "warmup" in args.without else dt.schedules.warmup(rate, steps // 10))]
     step = dt.compose_step(loss_fn, recipe if "clip" in args.without else [*recipe, dt.transforms.clip_by_norm(1.0)])
-    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1))
-    state = dt.load_sharded(run / "checkpoints", state, extra={"loader": loader}, missing_ok=True).state
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.1)
+    checkpoints = dt.Checkpointer(run / "checkpoints", keep_last=2)
+    state = checkpoints.load(step.init(model, optimizer, loader=loader), missing_ok=True)
     log = dt.loggers.multi(
         dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.progress_bar(steps, names=["loss", "right", "lr"])
     )
     for batch in loader.until(until):
         state, metrics = step(state, batch)
-        if state.crossed("5ba") or state.step == steps:
+        if state.crossed("5ba"):
             log(state.step, dt.reduce_metrics(metrics))
-        stop = dt.should_stop(state)
-        if stop or state.crossed("50ba") or state.step == steps:
-            dt.save_sharded(run / "checkpoints", state, extra={"loader": loader}, keep_last=2)
-        if stop:
-            return None
-    return state.step
+        if state.crossed("50ba"):
+            checkpoints.save(state)
+        if dt.should_stop(state):
+            break
+    checkpoints.save(state)
+    return None if dt.should_stop(state) else state.step
 
 
 def main() -> None:
@@ -125,7 +126,7 @@ def main() -> None:
             documented.append(sum(b'"""' in text for text in texts))
         records = dt.loggers.jsonl(run / "metrics.jsonl")
         records(last_step, {f"held_out/{name}": value for name, value in found[1].items()})
-        if dist.rank == 0:
+        if dist.is_main:
             (before, after), (few, many) = found, documented
             print(f"of {len(prompts)} held-out functions the reference writes {few} with a docstring, the policy {many}")
             print(f"chosen text: {before['nats']:.3f} nats/byte for the reference, {after['nats']:.3f} for the policy")

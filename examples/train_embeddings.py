@@ -83,27 +83,31 @@ def main() -> None:
                 dt.transforms.scale_lr(dt.schedules.warmup(dt.schedules.linear(1.0, 0.0, length.steps()), 20)),
                 dt.transforms.clip_by_norm(1.0),
             ],
-            grad=partial(grad, microbatch_size=args.microbatch),
+            grad=grad,
+            microbatch_size=args.microbatch,
         )
-        state = step.init(model, optimizer, run_length=length)
-        checkpoints, records = run / "checkpoints", dt.loggers.jsonl(run / "metrics.jsonl")
-        state = dt.load_sharded(checkpoints, state, extra={"loader": pairs}, missing_ok=True).state
+        state = step.init(model, optimizer, loader=pairs, run_length=length)
+        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
+        state = checkpoints.load(state, missing_ok=True)
+        records = dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps(), names=["loss", "found", "lr"]))
         for batch in pairs.until(args.until):
             state, metrics = step(state, batch)
             if state.crossed("0.01dur"):
                 log(state.step, dt.reduce_metrics(metrics))
-            stop = dt.should_stop(state)
-            if stop or state.crossed("0.25dur"):
-                dt.save_sharded(checkpoints, state, extra={"loader": pairs}, mode="async", keep_last=2)
-            if stop:
-                return
+            if state.crossed("0.3dur"):
+                checkpoints.save(state)
+            if dt.should_stop(state):
+                break
+        checkpoints.save(state)
+        if dt.should_stop(state):
+            return
 
         # One batch of all that is held out: so each of its descriptions is compared with each of its codes.
         quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=len(held_out), seed=0, shuffle=False)
         found = dt.reduce_metrics(dt.evaluate(model, quiz, contrast))["found"]
         records(state.step, {"held_out/found": found})
-        if dist.rank == 0:
+        if dist.is_main:
             with dt.span("baseline", "evaluation"):
                 by_words = word_overlap(training, held_out, vocab)
             print(f"right code first {found:.4f}, baseline {by_words:.4f} (the words they share, of {len(held_out)} codes)")

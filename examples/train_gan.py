@@ -76,14 +76,15 @@ def main() -> None:
             return dt.LossSum(total=F.softplus(-logits).sum(), weight=len(logits))
 
         make, tell = dt.compose_step(fooling, [dt.transforms.ema(0.99)]), dt.compose_step(judged)
+        loader, betas = dt.build_loader(ring(8192, seed=1), mesh=mesh, global_batch_size=256, seed=0), (0.5, 0.99)
         states = {
-            "generator": make.init(maker, torch.optim.AdamW(maker.parameters(), lr=1e-3, betas=(0.5, 0.99))),
-            "discriminator": tell.init(judge, torch.optim.AdamW(judge.parameters(), lr=2e-3, betas=(0.5, 0.99))),
+            "generator": make.init(maker, torch.optim.AdamW(maker.parameters(), lr=1e-3, betas=betas), loader=loader),
+            "discriminator": tell.init(judge, torch.optim.AdamW(judge.parameters(), lr=2e-3, betas=betas), loader=loader),
         }
-        loader = dt.build_loader(ring(8192, seed=1), mesh=mesh, global_batch_size=256, seed=0)
-        checkpoints, records = run / "checkpoints", dt.loggers.jsonl(run / "metrics.jsonl")
+        checkpoints = dt.Checkpointer(run / "checkpoints", keep_last=2)
+        records = dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps, names=["generator", "discriminator"]))
-        states = dt.load_sharded(checkpoints, states, extra={"loader": loader}, missing_ok=True).state
+        states = checkpoints.load(states, missing_ok=True)
         g, d = states["generator"], states["discriminator"]
         unseen, noise = ring(1024, seed=2), torch.randn(1024, NOISE, generator=torch.Generator().manual_seed(3))
 
@@ -97,19 +98,20 @@ def main() -> None:
                 made = maker(torch.randn(len(real), NOISE, device=dist.device))
             d, told = tell(d, {"real": real, "made": made.detach()})
             g, fooled = make(g, {"made": made})
-            if g.crossed(10) or g.step in (1, args.steps):
+            if g.crossed(10) or g.step == 1:
                 log(g.step, {"generator": dt.reduce_metrics(fooled)["loss"], "discriminator": dt.reduce_metrics(told)["loss"]})
             if g.crossed(100) or g.step == 1:
                 records(g.step, {"held_out/energy_distance": distance()})
-            stop = dt.should_stop(g)
-            if stop or g.crossed(args.save_every) or g.step == args.steps:
-                dt.save_sharded(checkpoints, {"generator": g, "discriminator": d}, extra={"loader": loader}, keep_last=2)
-            if stop:
-                return
+            if g.crossed(args.save_every):
+                checkpoints.save({"generator": g, "discriminator": d})
+            if dt.should_stop(g):
+                break
+        checkpoints.save({"generator": g, "discriminator": d})
+        if dt.should_stop(g):
+            return
         end, guess = distance(), energy_distance(gaussian(unseen), unseen)
         records(g.step, {"held_out/energy_distance": end})
-        if dist.rank == 0:
-            print(f"energy distance {end:.4f}, baseline {guess:.4f} (a Gaussian)")
+        dist.print(f"energy distance {end:.4f}, baseline {guess:.4f} (a Gaussian)")
 
 
 if __name__ == "__main__":

@@ -70,27 +70,29 @@ def main() -> None:
             dt.transforms.ema(half_life="0.05dur"),
         ]
         step = dt.compose_step(loss_fn, [method for method in recipe if method.name not in args.without])
-        state = step.init(model, optimizer, run_length=length)
-        checkpoints, records = run / "checkpoints", dt.loggers.jsonl(run / "metrics.jsonl")
-        state = dt.load_sharded(checkpoints, state, extra={"loader": loader}, missing_ok=True).state
+        state = step.init(model, optimizer, loader=loader, run_length=length)
+        checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
+        state = checkpoints.load(state, missing_ok=True)
+        records = dt.loggers.jsonl(run / "metrics.jsonl")
         log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps()))
         for batch in loader.until(args.until):
             state, metrics = step(state, batch)
             if state.crossed("0.01dur"):
                 log(state.step, dt.reduce_metrics(metrics))
-            stop = dt.should_stop(state)
-            if stop or state.crossed("0.25dur"):
-                dt.save_sharded(checkpoints, state, extra={"loader": loader}, mode="async", keep_last=2)
-            if stop:
-                return
+            if state.crossed("0.25dur"):
+                checkpoints.save(state)
+            if dt.should_stop(state):
+                break
+        checkpoints.save(state)
+        if dt.should_stop(state):
+            return
 
         quiz = dt.build_loader(pictures.held_out, mesh=mesh, global_batch_size=256, seed=0, shuffle=False)
         with nullcontext() if "ema" in args.without else dt.transforms.use_average(state, "ema"):
             numbers = dt.reduce_metrics(dt.evaluate(model, quiz, judge))
         records(state.step, {f"held_out/{name}": value for name, value in numbers.items()})
-        if dist.rank == 0:
-            print(f"held-out loss {numbers['loss']:.4f} on {len(pictures.held_out)} pictures")
-            print(f"held-out accuracy {numbers['accuracy']:.3f}, baseline {pictures.most_frequent:.3f} (most frequent class)")
+        dist.print(f"held-out loss {numbers['loss']:.4f} on {len(pictures.held_out)} pictures")
+        dist.print(f"held-out accuracy {numbers['accuracy']:.3f}, baseline {pictures.most_frequent:.3f} (most frequent class)")
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ LAZY: dict[str, Callable[[Namespace], Any]] = {
     "optimizer": lambda names: torch.optim.AdamW(names["model"].parameters(), lr=3e-4),
     "loader": lambda names: dt.build_loader(names["dataset"], mesh=names["mesh"], global_batch_size=64, seed=0),
     "step": lambda names: dt.compose_step(names["loss_fn"], [dt.transforms.clip_by_norm(1.0)]),
-    "state": lambda names: names["step"].init(names["model"], names["optimizer"]),
+    "state": lambda names: names["step"].init(names["model"], names["optimizer"], loader=names["loader"]),
 }
 
 

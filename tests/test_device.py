@@ -285,10 +285,10 @@ def sum_loss(model: torch.nn.Module, batch: torch.Tensor) -> dt.LossSum:
     return dt.LossSum(total=model(batch).square().sum(), weight=len(batch))
 
 
-def new_state(step: dt.Step) -> dt.TrainState:
+def new_state(step: dt.Step, loader: dt.Loader) -> dt.TrainState:
     model = torch.nn.Linear(2, 1, device="cpu")
     # The steps of Adam would be on the default device, because torch makes them there.
-    return step.init(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9))
+    return step.init(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), loader=loader)
 
 
 def test_training_keeps_its_own_tensors_on_the_host(other_default, tmp_path):
@@ -296,12 +296,12 @@ def test_training_keeps_its_own_tensors_on_the_host(other_default, tmp_path):
     transforms = [dt.transforms.clip_by_norm(1.0), dt.transforms.ema(0.9)]
     step = dt.compose_step(sum_loss, transforms, grad=partial(dt.microbatch_step, microbatch_size=2))
     loader = dt.build_loader(torch.ones(12, 2, device="cpu"), global_batch_size=4, seed=0, transform=lambda row, seed: row)
-    state = new_state(step)
+    state = new_state(step, loader)
     for batch in loader.until("4ba"):
         state, metrics = step(state, batch)
     assert dt.reduce_metrics(metrics)["loss"] > 0
-    dt.save_sharded(tmp_path, state, extra={"loader": loader})
-    loaded = dt.load_sharded(tmp_path, new_state(step), extra={"loader": loader}).state
+    dt.save_sharded(tmp_path, state)
+    loaded = dt.load_sharded(tmp_path, new_state(step, loader))
     assert loaded.step == 4
     assert all(map(torch.equal, loaded.model.parameters(), state.model.parameters()))
 

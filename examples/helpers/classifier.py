@@ -95,7 +95,7 @@ def load_into_(model: nn.Module, folder: Path | None, config: Any) -> dt.checkpo
         return found if same_classes or found not in head else None
 
     may_be_new = [name for name in own if name in head or name.startswith(f"{encoder}pooler.")]
-    return dt.load_weights_(model, folder, rename=place, missing=sorted(may_be_new))
+    return dt.load_weights_(model, folder, rename=place, ignore=sorted(may_be_new))
 
 
 def on_meta(config: Any) -> nn.Module:

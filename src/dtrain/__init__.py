@@ -6,9 +6,11 @@
         model = dt.shard_model(build_model(), dt.build_mesh())
         optimizer = torch.optim.AdamW(model.parameters())
         step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0), dt.auto_microbatch()])
-        state = step.init(model, optimizer)
-        for batch in loader:
+        state = step.init(model, optimizer, loader=loader)
+        state = dt.load_sharded("ckpt", state, missing_ok=True)
+        for batch in loader.until("3ep"):
             state, metrics = step(state, batch)
+        dt.save_sharded("ckpt", state)
 
 ``dtrain`` holds the names of a training loop. All other names are behind the sub-packages listed first below, for example
 ``dt.schedules.cosine``. Names load on first use: ``import dtrain`` imports neither torch nor any sub-package.
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from dtrain.batch_axes import BatchSpec as BatchSpec
     from dtrain.batch_axes import batch_spec as batch_spec
     from dtrain.checkpoint.checkpoint_info import latest_checkpoint as latest_checkpoint
+    from dtrain.checkpoint.checkpointer import Checkpointer as Checkpointer
     from dtrain.checkpoint.load import load_sharded as load_sharded
     from dtrain.checkpoint.load_weights import load_weights_ as load_weights_
     from dtrain.checkpoint.save import SaveHandle as SaveHandle

@@ -38,7 +38,7 @@ def check_model_and_optimizer(model: object, optimizer: object) -> None:
     if isinstance(optimizer, list | tuple):
         raise ConfigError(
             f"init: optimizer must be one torch.optim.Optimizer, got a {type(optimizer).__name__} of {len(optimizer)}. Give "
-            "the parameters as groups of one optimizer (dt.optim.param_groups), or make a state for each with partial=True."
+            "the parameters as groups of one optimizer (dt.optim.param_groups), or make a state for each with missing_ok=True."
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(
@@ -135,13 +135,13 @@ def check_kinds(params: Params, caller: str) -> None:
             )
 
 
-def check_optimizer_params(params: Params, optimizer: torch.optim.Optimizer, *, partial: bool) -> None:
+def check_optimizer_params(params: Params, optimizer: torch.optim.Optimizer, *, missing_ok: bool) -> None:
     """Refuse an optimizer with parameters of another model, or without some trainable parameters.
 
     Args:
         params: the model's parameters by clean name; tied parameters once.
         optimizer: optimizer to check.
-        partial: if True, trainable parameters may be missing.
+        missing_ok: if True, trainable parameters may be missing.
 
     Raises:
         ConfigError: parameters that are only in the model or only in the optimizer.
@@ -158,11 +158,11 @@ def check_optimizer_params(params: Params, optimizer: torch.optim.Optimizer, *, 
     trainable = [name for name, p in params.items() if p.requires_grad]
     optimized_ids = {id(p) for p in optimized}
     missing = [name for name in trainable if id(params[name]) not in optimized_ids]
-    if missing and not partial:
+    if missing and not missing_ok:
         names = f"{', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}"
         raise ConfigError(
             f"init: {type(optimizer).__name__} holds {len(trainable) - len(missing)} of {len(trainable)} trainable parameters, "
-            f"so these would never train: {names}. Add them, freeze them with requires_grad_(False), or pass partial=True."
+            f"so these would never train: {names}. Add them, freeze them with requires_grad_(False), or pass missing_ok=True."
         )
 
 

@@ -200,13 +200,13 @@ class Lineage:
         run_id: id of the run; None before the first save.
         resumed_from: folder of the checkpoint that this process resumed from.
         roots: facts about each checkpoint root, by the root.
-        extra_saved_steps: by id of an object in ``extra``, the step of the last save of its state.
+        saved_steps: by id of an object of the run or of ``extra``, the step of the last save of its state.
     """
 
     run_id: str | None = None
     resumed_from: str | None = None
     roots: defaultdict[str, RootHistory] = field(default_factory=lambda: defaultdict(RootHistory))
-    extra_saved_steps: dict[int, int] = field(default_factory=dict)
+    saved_steps: dict[int, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

@@ -23,6 +23,7 @@ from dtrain.errors import ConfigError, StaleStateError
 from dtrain.fqn import parameters_by_fqn, unwrap_module
 from dtrain.init_checks import check_fused_foreach, check_model_and_optimizer, check_optimizer_params, check_params
 from dtrain.run_context import ModelRuns, RunContext
+from dtrain.run_objects import LOADER, is_tracked_loader, run_objects, unwrap
 from dtrain.typing import TransformState
 
 Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate", "none"]
@@ -107,8 +108,8 @@ class TrainState:
         step_counts: agreed record of the step in progress; None between steps.
         step_batch: batch of the step in progress; None between steps.
         guard: out-of-memory guard of the step in progress, a ``StepGuard`` that ``auto_microbatch`` sets; else None.
-        loader: loader whose epochs the clock counts, if ``Step.init`` was given one; not in checkpoints.
         loader_history: loaders of the batches; not in checkpoints.
+        restored: ``dt.checkpoint.Restored`` of the last load: step, folder, seconds and ignored names; None without a load.
         init_transform_states: function that makes the states of all transforms, to load weights into a new run.
     """
 
@@ -123,8 +124,10 @@ class TrainState:
     step_counts: StepCounts | None = None
     step_batch: StepBatch | None = None
     guard: Any = None
-    loader: TrackedLoader | None = None
     loader_history: LoaderHistory = field(default_factory=LoaderHistory)
+    restored: Any = None
+    _objects: Mapping[str, Any] = field(default_factory=dict)
+    _tracked_loader: TrackedLoader | None = None
     init_transform_states: Callable[[TrainState], dict[str, TransformState]] | None = None
     generation: int = 0
     run_context: RunContext = field(default_factory=RunContext)
@@ -181,6 +184,16 @@ class TrainState:
     def step(self) -> int:
         """Number of completed optimizer steps."""
         return self.clock.step
+
+    @property
+    def loader(self) -> Any:
+        """Loader of the run as passed to ``Step.init``, without a mark; None without a loader. Saved with the state."""
+        return unwrap(self._objects.get(LOADER))
+
+    @property
+    def stateful(self) -> dict[str, Any]:
+        """Stateful objects of the run by name, without marks, as passed to ``Step.init``. Saved as part of the state."""
+        return {key.partition("/")[2]: unwrap(value) for key, value in self._objects.items() if key != LOADER}
 
     @property
     def device(self) -> torch.device:
@@ -267,8 +280,9 @@ def init_state(
     *,
     seed: int = 0,
     run_length: RunLength | None = None,
-    partial: bool = False,
-    loader: TrackedLoader | None = None,
+    missing_ok: bool = False,
+    loader: Any = None,
+    stateful: Mapping[str, Any] | None = None,
 ) -> TrainState:
     """Make the state at step 0, without transform states. Parameters are captured here, so shard and materialize before.
 
@@ -277,18 +291,19 @@ def init_state(
         optimizer: as in ``Step.init``.
         seed: start of all derived random streams.
         run_length: length of the run, for intervals that are a share of the run (``"0.1dur"``).
-        partial: if True, the optimizer may hold only some of the trainable parameters.
-        loader: loader whose epochs the clock counts, if the batches do not name it; as in ``Step.init``.
+        missing_ok: if True, the optimizer may hold only some of the trainable parameters.
+        loader: as in ``Step.init``.
+        stateful: as in ``Step.init``.
 
-    Mutates: this process's handling of SIGTERM, until the end of ``init_dist``'s block; see ``should_stop``. One attribute of
-    the model, not in the state dict; see ``TrainState.newest``.
+    Mutates: as ``Step.init``; one attribute of the model, not in the state dict (see ``TrainState.newest``).
 
     Raises:
         ConfigError: not a model or an optimizer; no parameters, or parameters on the meta device or gathered for a forward; an
             optimizer with parameters of another model, without some trainable parameters, or that torch cannot run on the
-            parameters; a rank of a launcher without ``init_dist``.
+            parameters; a loader or an object that a checkpoint cannot hold; a rank of a launcher without ``init_dist``.
     """
     check_init_dist_called("init")
+    objects = run_objects(loader, stateful or {})
     check_model_and_optimizer(model, optimizer)
     if (recorder := current_context().recorder) is not None:
         recorder.run_starts(model, optimizer)
@@ -296,10 +311,8 @@ def init_state(
     params, aliases = parameters_by_fqn(model)
     has_units = spec.mesh is not None and not spec.plain_params
     check_params(params, sharded=[name for name in params if name not in spec.ignored_params] if has_units else [])
-    check_optimizer_params(params, optimizer, partial=partial)
+    check_optimizer_params(params, optimizer, missing_ok=missing_ok)
     check_fused_foreach(params, optimizer)
-    if loader is not None and not hasattr(loader, "last_batch_info"):
-        raise ConfigError(f"init: loader must be one that dt.build_loader made, got {loader!r}. Omit loader.")
     current_context().preemption.install_handlers()
     state = TrainState(
         model=model,
@@ -309,7 +322,8 @@ def init_state(
         aliases=aliases,
         clock=Clock(run=run_length),
         seed=seed,
-        loader=loader,
+        _objects=objects,
+        _tracked_loader=unwrap(loader) if is_tracked_loader(loader) else None,
     )
     state.run_context.group_options = tuple(frozenset(group) for group in optimizer.param_groups)
     attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -97,6 +97,17 @@ class LossSum:
 
     def __repr__(self) -> str:
         return f"LossSum(total={float(self.total):.6g}, weight={float(self.weight):.6g}, aux={sorted(self.aux)})"
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Protocol of an object that returns its state as plain data and tensors, and loads this state again."""
+
+    def state_dict(self) -> Any:
+        """Return the state."""
+
+    def load_state_dict(self, state: Any, /) -> Any:
+        """Load a state that ``state_dict`` returned."""
 
 
 LossFn: TypeAlias = Callable[[nn.Module, Batch], LossSum]

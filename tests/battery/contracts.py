@@ -34,7 +34,7 @@ def check_resume_equals_straight(name: str, root: str) -> None:
     dt.save_sharded(root, state)
     run, state = begun(name)
     seed_all(99)  # as a new process would have it
-    state = dt.load_sharded(root, state).state
+    state = dt.load_sharded(root, state)
     state, second = train(run, state, STEPS)
     found = differences({**straight, "metrics": trace}, {**snapshot(state), "metrics": first + second})
     assert found == [], f"resume: {name}: differs from the straight run at {found}"
@@ -89,7 +89,7 @@ def _saved_in_the_middle(name: str, root: str) -> None:
 
 def _continued(name: str, root: str) -> dict[str, Any]:
     run, state = begun(name, dropout=0.0)
-    return _numbers(run, dt.load_sharded(root, state).state)
+    return _numbers(run, dt.load_sharded(root, state))
 
 
 def check_host_syncs(name: str) -> None:

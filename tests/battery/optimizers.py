@@ -251,7 +251,7 @@ def check_resume_equals_straight(name: str, root: str) -> None:
     state, first = train(*begin(name), FIRST)
     dt.save_sharded(root, state)
     run, state = begin(name)
-    state, second = train(run, dt.load_sharded(root, state).state, STEPS)
+    state, second = train(run, dt.load_sharded(root, state), STEPS)
     found = differences({**straight, "metrics": trace}, {**snapshot(state), "metrics": first + second})
     assert found == [], f"resume: {name}: differs from the straight run at {found}"
 
@@ -260,7 +260,7 @@ def numbers_at_the_end(name: str, root: str | None = None) -> list[float]:
     """All parameters after a whole run, or after the rest of the one that is saved in ``root``."""
     run, state = begin(name)
     if root is not None:
-        state = dt.load_sharded(root, state).state
+        state = dt.load_sharded(root, state)
         assert state.step == FIRST
     state, _ = train(run, state, STEPS)
     return [value for _, param in dt.full_params(state) for value in param.flatten().tolist()]

@@ -164,7 +164,7 @@ def _saved_in_the_middle(name: str, root: str) -> None:
 
 def _continued(name: str, root: str) -> list[float]:
     take, state = begin(name)
-    return numbers(train(take, dt.load_sharded(root, state).state, STEPS))
+    return numbers(train(take, dt.load_sharded(root, state), STEPS))
 
 
 def _alone(name: str, root: str) -> list[float]:
@@ -177,7 +177,7 @@ def check_resume_equals_straight(name: str, root: str) -> None:
     dt.save_sharded(root, train(*begin(name), FIRST))
     take, state = begin(name)
     seed_all(99)  # as a new process would have it
-    state = train(take, dt.load_sharded(root, state).state, STEPS)
+    state = train(take, dt.load_sharded(root, state), STEPS)
     found = differences(straight, snapshot(state))
     assert found == [], f"resume: {name}: differs from the straight run at {found}"
 

@@ -76,7 +76,7 @@ def check_resume(name: str, root: str) -> None:
     state, first = train(*begin([dt.transforms.scale_lr(row(name).make())]), FIRST)
     dt.save_sharded(root, state)
     step, state = begin([dt.transforms.scale_lr(row(name).make())])
-    _, second = train(step, dt.load_sharded(root, state).state, STEPS)
+    _, second = train(step, dt.load_sharded(root, state), STEPS)
     assert [numbers["lr"][0] for numbers in first + second] == expected, f"resume: {name}"
 
 

@@ -139,8 +139,9 @@ def rng_digest() -> str:
 
 
 def load_filled(path: str, strategy: str) -> list:
-    restored = load_sharded(path, sharded_state(strategy, filled=False), extra={"history": []})
+    history: list[int] = []
+    restored = load_sharded(path, sharded_state(strategy, filled=False), extra={"history": history})
     drawn = rng_digest()
-    check_filled(restored.state)
+    check_filled(restored)
     seed_all(11, "resume", 4, get_dist_info().rank)
-    return [restored.step, restored.extra["history"], drawn, rng_digest()]
+    return [restored.step, history, drawn, rng_digest()]

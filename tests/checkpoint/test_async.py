@@ -88,7 +88,7 @@ def test_async_save_stores_state_at_call_time(tmp_path, held):
     assert not handle.done, "nothing was written yet"
     held.go.set()
     assert handle.result(LONG_S).written
-    back = load_sharded(tmp_path, with_average(plain_state(1))).state
+    back = load_sharded(tmp_path, with_average(plain_state(1)))
     assert digest(back, rng=False) == before
 
 
@@ -101,7 +101,7 @@ def test_consecutive_async_saves_reuse_staging_memory(tmp_path, monkeypatch):
             patch.setattr(torch, "empty", lambda *a, **o: made.append(a) or empty(*a, **o))
             save_sharded(tmp_path, state, mode="async").wait()
         expected = digest(state, rng=False)
-        assert digest(load_sharded(tmp_path, plain_state(1)).state, rng=False) == expected
+        assert digest(load_sharded(tmp_path, plain_state(1)), rng=False) == expected
     assert len(made) <= 2, "one for the file, one for the scalars in the index"
 
 
@@ -373,7 +373,7 @@ def test_run_continues_after_its_root_was_removed(tmp_path, mode):
             save_sharded(root, state, mode=mode).wait(LONG_S)
     assert names(root) == ["step-00000002", "step-00000003"]
     assert (root / LOCK_FILE).exists()
-    assert digest(load_sharded(root, plain_state(1)).state, rng=False) == digest(state, rng=False)
+    assert digest(load_sharded(root, plain_state(1)), rng=False) == digest(state, rng=False)
 
 
 def test_step_is_saved_again_after_its_root_was_removed(tmp_path):

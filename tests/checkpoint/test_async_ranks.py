@@ -87,7 +87,7 @@ def goes_on_training(root: str) -> list:
     save_thread.save_thread().wait_all()
     found = {}
     for step in digests:
-        back = load_sharded(f"{root}/step-{step:08d}", sharded_state("full_shard", filled=False)).state
+        back = load_sharded(f"{root}/step-{step:08d}", sharded_state("full_shard", filled=False))
         found[step] = digest(back, rng=False)
     return [found == digests, len(set(digests.values())), verify(root).step]
 

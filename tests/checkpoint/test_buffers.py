@@ -33,7 +33,7 @@ def save_buffers(root: str, buffers: str) -> None:
 def load_buffers(roots: list[str], buffers: str) -> list:
     found = []
     for root in roots:
-        state = load_sharded(root, state_with(0, buffers)).state
+        state = load_sharded(root, state_with(0, buffers))
         weights = state_with(0, buffers).model
         load_weights_(weights, root)
         found.append([int(state.model.seen), int(weights.seen)])

@@ -23,9 +23,10 @@ def test_checkpointer_saves_with_its_options_and_loads_the_newest_step(tmp_path)
         for _ in range(3):
             state = train(state, 1)
             checkpoints.save(state, extra={"note": [1]})
-        result = checkpoints.load(plain_state(1), extra={"note": []})
-        assert (result.step, result.extra) == (3, {"note": [1]})
-        assert digest(result.state) == digest(state)
+        note: list[int] = []
+        result = checkpoints.load(plain_state(1), extra={"note": note})
+        assert (result.step, note) == (3, [1])
+        assert digest(result) == digest(state)
         checkpoints.close()
         assert [info.step for info in list_steps(tmp_path)] == [2, 3]
     assert repr(checkpoints) == f"Checkpointer({str(tmp_path)!r})"

@@ -130,7 +130,7 @@ def test_on_corrupt_previous_loads_previous_step(root, damage, name):
     with pytest.warns(UserWarning, match=rf"{step} is corrupt: rank 0: {name}.*. Loading {root}/step-00000001 instead"):
         restored = load_sharded(root, plain_state(7), on_corrupt="previous")
     assert restored.step == 1
-    assert digest(restored.state) == digest(load_sharded(root / "step-00000001", plain_state()).state)
+    assert digest(restored) == digest(load_sharded(root / "step-00000001", plain_state()))
 
 
 @pytest.mark.parametrize("name", FILES[1:])
@@ -158,7 +158,7 @@ def test_load_is_refused_when_every_step_is_corrupt(root, on_corrupt):
 
 
 def test_offered_older_step_is_verified(root):
-    state = load_sharded(root, plain_state()).state
+    state = load_sharded(root, plain_state())
     save_sharded(root, train(state, 1))
     flip(FILES[2], 0.5)(root / "step-00000003", root, root)
     flip(FILES[1], 0.5)(root / "step-00000002", root, root)
@@ -177,7 +177,7 @@ def test_listing_skips_corrupt_manifest_with_warning(root):
 def test_resumed_run_replaces_later_corrupt_step(root):
     step = apply(flip(FILES[0], 0.5), root)
     with pytest.warns(UserWarning, match="Loading"):
-        state = load_sharded(root, plain_state(), on_corrupt="previous").state
+        state = load_sharded(root, plain_state(), on_corrupt="previous")
     with pytest.warns(UserWarning, match=r"step-00000002 is not a valid checkpoint and was renamed to step-00000002.aside-"):
         save_sharded(root, train(state, 1))
     assert verify(step).step == 2
@@ -186,8 +186,8 @@ def test_resumed_run_replaces_later_corrupt_step(root):
 def test_later_format_version_is_refused_with_on_corrupt_previous(root):
     step = root / "step-00000002"
     manifest = layout.parse_manifest((step / "manifest.json").read_bytes())
-    (step / "manifest.json").write_bytes(layout._sign({"format": layout.FORMAT, "version": 4, "step": manifest.step}))
-    with pytest.raises(CheckpointError, match="format version must be 3, got 4"):
+    (step / "manifest.json").write_bytes(layout._sign({"format": layout.FORMAT, "version": 5, "step": manifest.step}))
+    with pytest.raises(CheckpointError, match="format version must be 4, got 5"):
         load_sharded(root, plain_state(), on_corrupt="previous")
 
 
@@ -254,7 +254,7 @@ def test_load_applies_verified_bytes_without_rereading(root, monkeypatch):
     """Files that change after they were read and verified change nothing: they are not read again."""
     from dtrain.checkpoint import load
 
-    expected = digest(load_sharded(root, plain_state()).state)
+    expected = digest(load_sharded(root, plain_state()))
     original = load._apply
 
     def damage_then_take_over(*args):
@@ -262,4 +262,4 @@ def test_load_applies_verified_bytes_without_rereading(root, monkeypatch):
         return original(*args)
 
     monkeypatch.setattr(load, "_apply", damage_then_take_over)
-    assert digest(load_sharded(root, plain_state(3)).state) == expected
+    assert digest(load_sharded(root, plain_state(3))) == expected

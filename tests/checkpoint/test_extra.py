@@ -14,15 +14,16 @@ from torch import nn
 
 import dtrain as dt
 from checkpoint.filled import LAYOUTS, laid_out
-from dtrain.checkpoint import Checkpointer, not_saved, per_rank
+from dtrain import Checkpointer
+from dtrain.checkpoint import not_saved, per_rank
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import CheckpointMismatchError, ConfigError, DtrainError
 
 CASES = [(world, *case) for world in (1, 2) for case in zip(LAYOUTS[world], ("sync", "async") * 2, strict=True)]
 # Start of the message about a loader that is missing.
 MISSING = (
-    r"{}: extra must hold the position of Loader\(samples=\w+, global_batch_size=\d+, epoch=\d+\), "
-    r"or a resume repeats its batches, got \[\]"
+    r"save_sharded: the state must hold the position of Loader\(samples=\w+, global_batch_size=\d+, epoch=\d+\), "
+    r"or a resume repeats its batches\. Pass it: step\.init\(model, optimizer, loader=loader\)"
 )
 
 
@@ -30,11 +31,11 @@ def loss(model: nn.Module, batch: torch.Tensor) -> dt.LossSum:
     return dt.LossSum(total=model(batch).square().sum(), weight=len(batch))
 
 
-def begin(strategy: str = "none", *, loader: dt.Loader | None = None) -> tuple[dt.Step, dt.TrainState]:
+def begin(strategy: str = "none", **objects: Any) -> tuple[dt.Step, dt.TrainState]:
     torch.manual_seed(0)
     model = laid_out(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), strategy)
     step = dt.compose_step(loss)
-    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), loader=loader)
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), **objects)
 
 
 def build_loader(data: Any = None, **options: Any) -> dt.Loader:
@@ -50,19 +51,6 @@ def train(step: dt.Step, state: dt.TrainState, loader: dt.Loader, batches: int =
     return state
 
 
-class Holder:
-    """An object of the caller that has the loader inside."""
-
-    def __init__(self, loader: dt.Loader) -> None:
-        self.loader = loader
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"inner": [self.loader.state_dict()]}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state["inner"][0])
-
-
 @pytest.mark.parametrize("how", ["function", "async", "object", "two states"])
 def test_save_without_the_loader_of_the_batches_is_refused(tmp_path, how):
     step, state = begin()
@@ -75,50 +63,182 @@ def test_save_without_the_loader_of_the_batches_is_refused(tmp_path, how):
         "object": lambda: Checkpointer(root).save(state),
         "two states": lambda: dt.save_sharded(root, {"g": state}),
     }[how]
-    with pytest.raises(ConfigError, match=MISSING.format("save_sharded")) as caught:
+    with pytest.raises(ConfigError, match=MISSING) as caught:
         save()
-    assert 'Pass it: extra={"loader": loader}.' in str(caught.value)
-    assert 'extra={"loader": dt.checkpoint.not_saved(loader)}' in str(caught.value)
+    assert "loader=dt.checkpoint.not_saved(loader)" in str(caught.value)
     assert not root.exists()
 
 
-def test_save_without_the_loader_of_init_is_refused_before_the_first_step(tmp_path):
+@pytest.mark.parametrize("place", [{}, {"stateful": {"other": [1]}}], ids=["only", "beside a list"])
+def test_loader_in_extra_is_refused_with_the_advice(tmp_path, place):
     loader = build_loader()
-    _, state = begin(loader=loader)
-    with pytest.raises(ConfigError, match=MISSING.format("save_sharded")):
-        dt.save_sharded(tmp_path, state)
-    dt.save_sharded(tmp_path, state, extra={"loader": loader})
-    with pytest.raises(ConfigError, match=MISSING.format("load_sharded")):
-        dt.load_sharded(tmp_path, begin(loader=loader)[1])
-    assert dt.load_sharded(tmp_path, begin(loader=loader)[1], ignore=["extra/loader"]).step == 0
-    assert dt.load_sharded(tmp_path, begin(loader=loader)[1], what="weights").step == 0
+    _, state = begin(**place)
+    for call in (dt.save_sharded, dt.load_sharded):
+        with pytest.raises(ConfigError, match=r"extra must not hold a loader of the run, got data=Loader.*loader=loader\)"):
+            call(tmp_path / "root", state, extra={"data": loader})
+        with pytest.raises(ConfigError, match="extra must not hold a loader"):
+            call(tmp_path / "root", state, extra={"data": not_saved(loader)})
+    assert not (tmp_path / "root").exists()
 
 
-@pytest.mark.parametrize("how", ["loader", "holder", "state_dict", "transform"])
-def test_save_accepts_every_place_of_the_position(tmp_path, how):
-    step, state = begin()
+def test_loader_and_objects_of_the_state_continue_after_a_load(tmp_path):
+    loader, seen = build_loader(), {"epochs": [0]}
+    step, state = begin(loader=loader, stateful={"seen": seen})
+    assert (state.loader is loader, state.stateful["seen"] is seen, state.restored) == (True, True, None)
+    state = train(step, state, loader, 5)
+    seen["epochs"].append(5)
+    saved = dt.save_sharded(tmp_path, state).result()
+    again, given = build_loader(), {"epochs": []}
+    step, state = begin(loader=again, stateful={"seen": given})
+    state = dt.load_sharded(tmp_path, state)
+    assert (state.step, state.clock.epoch, again.position, given) == (5, 1, loader.position, {"epochs": [0, 5]})
+    assert (state.restored.step, state.restored.path, state.restored.ignored) == (5, saved.path, ())
+    assert state.restored.seconds > 0
+    state = train(step, state, again)
+    assert (state.step, state.restored.step, again.position.samples) == (7, 5, 6)
+
+
+def test_loaded_clock_without_its_loader_is_an_error_in_both_directions(tmp_path):
     loader = build_loader()
-    state = train(step, state, loader)
-    extra = {
-        "loader": {"loader": loader},
-        "holder": {"all": Holder(loader)},
-        "state_dict": {"plain": {"loader": loader.state_dict()}},
-        "transform": {},
-    }[how]
-    if how == "transform":
-        state = state.with_transform_state("own", {"loader": loader.state_dict()})
-    assert dt.save_sharded(tmp_path, state, extra=extra).result().step == 2
+    step, state = begin(loader=loader)
+    dt.save_sharded(tmp_path / "with", train(step, state, loader))
+    dt.save_sharded(tmp_path / "without", begin()[1])
+    message = r"loader: checkpoint a value, here nothing|Pass step.init\(model, optimizer, loader=loader\) to load"
+    with pytest.raises(CheckpointMismatchError, match=message):
+        dt.load_sharded(tmp_path / "with", begin()[1])
+    with pytest.raises(CheckpointMismatchError, match=r'ignore=\["loader"\] to keep the current values'):
+        dt.load_sharded(tmp_path / "without", begin(loader=loader)[1])
+    again = build_loader()
+    state = dt.load_sharded(tmp_path / "with", begin(loader=again)[1], ignore=["loader"])
+    assert (state.step, again.position.samples, state.restored.ignored) == (2, 0, ("loader",))
+    assert dt.load_sharded(tmp_path / "without", begin(loader=again)[1], ignore=["loader"]).step == 0
+    state = dt.load_sharded(tmp_path / "with", begin(loader=again)[1], what="weights")
+    assert (state.step, state.restored.step, again.position.samples) == (0, 2, 0)
 
 
-def test_position_of_an_earlier_step_or_of_another_loader_is_refused(tmp_path):
-    step, state = begin()
-    loader, other = build_loader(), build_loader()
-    state = train(step, state, loader)
-    old = loader.state_dict()
-    state = train(step, state, loader)
-    for extra in ({"loader": old}, {"loader": other}):
-        with pytest.raises(ConfigError, match="extra must hold the position of"):
-            dt.save_sharded(tmp_path / "root", state, extra=extra)
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "DataLoader": (
+        {"loader": torch.utils.data.DataLoader([torch.ones(2)])},
+        r"init: loader must resume in the middle of an epoch, got a torch DataLoader, which cannot. Use dt.build_loader",
+    ),
+    "list": ({"loader": [1]}, "init: loader must have state_dict and load_state_dict, got list. Use dt.build_loader"),
+    "per_rank": ({"loader": per_rank([1])}, "init: loader must be a loader, got per_rank"),
+    "number": ({"stateful": {"a": 1}}, "init: stateful: a must be filled in place by a load, which int 1 cannot"),
+    "no dict": ({"stateful": [1]}, "init: stateful must be a dict of named objects, got list"),
+    "name": ({"stateful": {1: [2]}}, "init: stateful must have string names, got int 1"),
+    "two marks": ({"stateful": {"a": not_saved(per_rank([1]))}}, "init: stateful: a must have one mark, got two"),
+}
+
+
+@pytest.mark.parametrize(("objects", "message"), REFUSED.values(), ids=REFUSED)
+def test_object_that_cannot_resume_is_refused_by_init_in_one_line(objects, message):
+    with pytest.raises(ConfigError, match=message) as caught:
+        begin(**objects)
+    assert "\n" not in str(caught.value)
+
+
+class Rows:
+    """A loader of another library, whose state belongs to its rank if ``own`` is True."""
+
+    def __init__(self, *, own: bool = False) -> None:
+        self.at, self.own = 0, own
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < 8:
+            self.at += 1
+            yield torch.full((2, 2), float(self.at))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": self.at, "draws": torch.tensor([get_dist_info().rank * self.own])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.at, self.drawn = state["at"], int(state["draws"])
+
+
+def save_rows(root: str, own: bool) -> None:
+    loader = Rows(own=own)
+    step, state = begin("full_shard", loader=loader)
+    for batch in loader:
+        state, _ = step(state, batch)
+        if state.step == 3:
+            break
+    dt.save_sharded(root, state)
+
+
+def load_rows(root: str) -> list[Any]:
+    loader = Rows()
+    _, state = begin("full_shard", loader=loader)
+    try:
+        state = dt.load_sharded(root, state)
+    except CheckpointMismatchError as error:
+        return [str(error)]
+    return [state.step, loader.at, loader.drawn]
+
+
+def test_loader_of_another_library_resumes_and_may_differ_between_ranks(tmp_path, ranks):
+    ranks(2).run(save_rows, str(tmp_path / "equal"), False)
+    assert ranks(2).run(load_rows, str(tmp_path / "equal")) == [[3, 3, 0]] * 2
+    assert ranks(1).run(load_rows, str(tmp_path / "equal")) == [[3, 3, 0]]
+    ranks(2).run(save_rows, str(tmp_path / "own"), True)
+    dt.checkpoint.verify(tmp_path / "own")
+    assert ranks(2).run(load_rows, str(tmp_path / "own")) == [[3, 3, 0], [3, 3, 1]]
+    ((message,),) = ranks(1).run(load_rows, str(tmp_path / "own"))
+    assert "loader has a value for each of 2 ranks, and this run has 1" in message
+    assert "ignore=['loader'] to start anew" in message
+
+
+class Counted:
+    """An object that counts how often its state is taken and given."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        self.calls.append("save")
+        return {"value": torch.ones(3)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.calls.append("load")
+
+
+def test_object_of_two_states_is_saved_and_loaded_once(tmp_path):
+    loader, shared = build_loader(), Counted()
+    step, g = begin(loader=loader, stateful={"shared": shared, "own": [1]})
+    d = begin(loader=loader, stateful={"again": shared, "own": [2]})[1]
+    for batch in loader.until("3ba"):
+        (g, _), (d, _) = step(g, batch), step(d, batch)
+    dt.save_sharded(tmp_path, {"g": g, "d": d})
+    assert shared.calls == ["save"]
+    again, back, own = build_loader(), Counted(), [[], []]
+    names = {"g": "shared", "d": "again"}
+    fresh = {name: begin(loader=again, stateful={names[name]: back, "own": own[at]})[1] for at, name in enumerate(("g", "d"))}
+    states = dt.load_sharded(tmp_path, fresh)
+    assert (back.calls, own, again.position.samples) == (["load"], [[1], [2]], 6)
+    assert [(state.step, state.restored.step) for state in states.values()] == [(3, 3)] * 2
+    alone = build_loader()
+    d = begin(loader=alone, stateful={"again": Counted(), "own": []})[1]
+    assert dt.load_sharded(tmp_path, {"d": d}, ignore=["states/g"])["d"].step == 3
+    assert alone.position.samples == 6, "the loader is stored with the other state"
+    mixed = [1]
+    fresh = {"g": begin(stateful={"own": mixed})[1], "d": begin(stateful={"own": mixed})[1]}
+    with pytest.raises(CheckpointMismatchError, match="stateful/own and states/g/stateful/own were two objects"):
+        dt.load_sharded(tmp_path, fresh, ignore=["loader", "stateful/again", "stateful/shared"])
+
+
+def test_further_loader_belongs_to_the_stateful_objects(tmp_path):
+    first, second = build_loader(), build_loader()
+    step, state = begin(loader=first)
+    state = train(step, train(step, state, first, 1), second, 2)
+    with pytest.raises(ConfigError, match=MISSING):
+        dt.save_sharded(tmp_path / "root", state)
+    step, state = begin(loader=(first := build_loader()), stateful={"second": (second := build_loader())})
+    for one, other in zip(first.until("2ba"), second.until("2ba"), strict=True):
+        state, _ = step(state, {"x": one, "y": other}["x" if state.step % 2 else "y"])
+    state = train(step, state, second, 1)
+    dt.save_sharded(tmp_path / "root", state)
+    again = [build_loader(), build_loader()]
+    dt.load_sharded(tmp_path / "root", begin(loader=again[0], stateful={"second": again[1]})[1])
+    assert [each.position for each in again] == [first.position, second.position]
 
 
 def test_weights_need_no_loader(tmp_path):
@@ -129,13 +249,14 @@ def test_weights_need_no_loader(tmp_path):
 
 
 def test_loader_of_an_earlier_phase_is_not_demanded(tmp_path):
-    step, state = begin()
+    step, state = begin(loader=not_saved(None))
     first, second = build_loader(), build_loader()
     state = train(step, train(step, state, first, 1), second, 2)
-    with pytest.raises(ConfigError, match=r"position of Loader\(samples=8, global_batch_size=2, epoch=0\),.*got \['first'\]"):
-        dt.save_sharded(tmp_path / "root", state, extra={"first": first})
-    assert dt.save_sharded(tmp_path / "root", state, extra={"second": second}).result().step == 3
-    assert first.position.samples == 2
+    with pytest.raises(ConfigError, match=r"position of Loader\(samples=8, global_batch_size=2, epoch=0\)"):
+        dt.save_sharded(tmp_path / "root", state)
+    step, state = begin(stateful={"second": second})
+    state = train(step, train(step, state, first, 1), second, 1)
+    assert dt.save_sharded(tmp_path / "root", state).result().step == 2
 
 
 def test_message_leaves_out_the_names_of_the_data(tmp_path):
@@ -144,7 +265,7 @@ def test_message_leaves_out_the_names_of_the_data(tmp_path):
     loader = build_loader(rows)
     loader.fingerprint["shards"] = [f"shard-{at}" for at in range(1000)]
     state = train(step, state, loader)
-    with pytest.raises(ConfigError, match=MISSING.format("save_sharded")) as caught:
+    with pytest.raises(ConfigError, match=MISSING) as caught:
         dt.save_sharded(tmp_path / "root", state)
     assert len(str(caught.value)) < 400
     assert "\n" not in str(caught.value)
@@ -154,69 +275,53 @@ def test_vanished_loader_is_refused_and_the_advice_works(tmp_path):
     step, state = begin()
     state = train(step, state, build_loader())
     gc.collect()
-    with pytest.raises(
-        ConfigError, match=r"position of the last loader, which no longer exists, .*not_saved\(None\)\}"
-    ) as caught:
+    with pytest.raises(ConfigError, match=r"position of the last loader, which no longer exists, .*not_saved\(loader\)"):
         dt.save_sharded(tmp_path / "root", state)
-    assert 'extra={"loader": loader}' in str(caught.value)
-    assert dt.save_sharded(tmp_path / "root", state, extra={"loader": not_saved(None)}).result().step == 2
+    step, state = begin(loader=not_saved(None))
+    state = train(step, state, build_loader())
+    gc.collect()
+    assert dt.save_sharded(tmp_path / "root", state).result().step == 2
     assert dt.load_sharded(tmp_path / "root", begin()[1]).step == 2
-    assert dt.save_sharded(tmp_path / "other", state, extra={"loader": not_saved(build_loader())}).result().step == 2
 
 
 def test_mark_of_a_vanished_loader_stands_for_no_loader_that_exists(tmp_path):
-    step, state = begin()
+    step, state = begin(loader=not_saved(None))
     loader = build_loader()
     state = train(step, state, loader)
-    with pytest.raises(ConfigError, match=r"extra must hold the position of Loader\(samples=8"):
-        dt.save_sharded(tmp_path / "root", state, extra={"loader": not_saved(None)})
+    with pytest.raises(ConfigError, match=MISSING):
+        dt.save_sharded(tmp_path / "root", state)
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_load_into_a_trained_state_takes_a_new_loader(ranks, tmp_path, world):
+def test_load_into_a_trained_state_moves_its_loader_back(ranks, tmp_path, world):
     ranks(world).run(load_twice, str(tmp_path))
 
 
 def load_twice(folder):
     root = Path(folder)
-    step, state = begin("none" if get_dist_info().world_size == 1 else "full_shard")
-    old = build_loader(mesh=state.spec.mesh)
-    state = train(step, state, old)
-    dt.save_sharded(root, state, extra={"loader": old})
-    new = build_loader(mesh=state.spec.mesh)
-    state = dt.load_sharded(root, state, extra={"loader": new}).state
-    dt.save_sharded(root / "again", state, extra={"loader": new})
-    state = train(step, state, new)
+    strategy = "none" if get_dist_info().world_size == 1 else "full_shard"
+    loader = build_loader(mesh=dt.build_mesh() if strategy != "none" else None)
+    step, state = begin(strategy, loader=loader)
+    state = train(step, state, loader)
+    dt.save_sharded(root, state)
+    state = train(step, state, loader)
+    state = dt.load_sharded(root, state)
+    assert loader.position.samples == 4
+    dt.save_sharded(root / "again", state)
+    state = train(step, state, loader)
     assert (state.step, state.clock.samples) == (4, 8)
-    assert (state.clock.epoch, new.position.samples, old.position.samples) == (1, 0, 4)
-    with pytest.raises(ConfigError, match="extra must hold the position of"):
-        dt.save_sharded(root, state, extra={"loader": old})
-    dt.save_sharded(root, state, extra={"loader": new})
+    assert (state.clock.epoch, loader.position.samples) == (1, 0)
+    dt.save_sharded(root, state)
 
 
-def test_load_of_another_loader_than_that_of_init_names_the_remedy(tmp_path):
-    old, new = build_loader(), build_loader()
-    step, state = begin(loader=old)
-    state = train(step, state, old)
-    dt.save_sharded(tmp_path, state, extra={"loader": old})
-    with pytest.raises(
-        ConfigError, match=MISSING.format("load_sharded").replace(r"\[\]", r"\['loader'\]") + ".* pass that one to"
-    ):
-        dt.load_sharded(tmp_path, state, extra={"loader": new})
-    step, state = begin(loader=new)
-    state = train(step, dt.load_sharded(tmp_path, state, extra={"loader": new}).state, new)
-    assert (state.clock.epoch, state.step) == (1, 4)
-
-
-def test_load_of_weights_begins_without_a_loader(tmp_path):
-    step, state = begin()
-    old = build_loader()
-    state = train(step, state, old)
-    dt.save_sharded(tmp_path / "one", state, extra={"loader": old})
-    state = dt.load_sharded(tmp_path / "one", state, what="weights").state
-    new = build_loader()
-    state = train(step, state, new)
-    dt.save_sharded(tmp_path / "two", state, extra={"loader": new})
+def test_load_of_weights_begins_with_the_current_position(tmp_path):
+    loader = build_loader()
+    step, state = begin(loader=loader)
+    state = train(step, state, loader)
+    dt.save_sharded(tmp_path / "one", state)
+    state = dt.load_sharded(tmp_path / "one", state, what="weights")
+    state = train(step, state, loader)
+    dt.save_sharded(tmp_path / "two", state)
     assert [info.step for info in dt.checkpoint.list_steps(tmp_path / "two")] == [state.step]
 
 
@@ -228,28 +333,38 @@ class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
 
 
 def test_loader_left_out_on_purpose_starts_anew(tmp_path):
-    step, state = begin()
     loader = build_loader(Stream(), shuffle=False)
-    state = train(step, state, loader)
-    dt.save_sharded(tmp_path, state, extra={"loader": not_saved(loader)})
-    step, state = begin(loader=(again := build_loader(Stream(), shuffle=False)))
-    with pytest.raises(ConfigError, match=MISSING.format("load_sharded")):
-        dt.load_sharded(tmp_path, state)
-    state = dt.load_sharded(tmp_path, state, extra={"loader": not_saved(again)}).state
-    assert (state.step, again.position.samples) == (2, 0)
-    with pytest.raises(CheckpointMismatchError, match="extra/loader: checkpoint nothing, here a value"):
-        dt.load_sharded(tmp_path, state, extra={"loader": again})
+    step, state = begin(loader=not_saved(loader))
+    assert state.loader is loader
+    state = train(step, state, loader, 4)
+    assert state.clock.epoch == 1, "the clock counts the epochs of the loader"
+    dt.save_sharded(tmp_path, state)
+    again = build_loader(Stream(), shuffle=False)
+    with pytest.raises(CheckpointMismatchError, match="loader: checkpoint nothing, here a value"):
+        dt.load_sharded(tmp_path, begin(loader=again)[1])
+    state = dt.load_sharded(tmp_path, begin(loader=not_saved(again))[1])
+    assert (state.step, again.position.samples) == (4, 0)
+
+
+def test_plain_data_loader_marked_as_not_saved_trains_and_saves(tmp_path):
+    loader = torch.utils.data.DataLoader([torch.ones(2)] * 4, batch_size=2)
+    step, state = begin(loader=not_saved(loader))
+    for batch in loader:
+        state, _ = step(state, batch)
+    assert dt.save_sharded(tmp_path, state).result().step == 2
+    assert dt.load_sharded(tmp_path, begin(loader=not_saved(loader))[1]).step == 2
 
 
 def copies_only(root):
-    step, state = begin("none" if get_dist_info().world_size == 1 else "full_shard")
+    strategy = "none" if get_dist_info().world_size == 1 else "full_shard"
+    step, state = begin(strategy)
     loader = build_loader(mesh=state.spec.mesh)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for batch in loader.until("4ba"):
             state, _ = step(state, batch * 2)
             dt.save_sharded(root, state)
-    return [str(each.message) for each in caught if "extra should hold the position of" in str(each.message)]
+    return [str(each.message) for each in caught if "should hold the position of" in str(each.message)]
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -257,18 +372,19 @@ def test_loader_whose_batches_were_copied_gets_one_warning_on_rank_0(ranks, tmp_
     first, *others = ranks(world).run(copies_only, str(tmp_path))
     assert len(first) == 1
     assert first[0].startswith(
-        "save_sharded: extra should hold the position of Loader(samples=8, global_batch_size=2, epoch=0)"
+        "save_sharded: the state should hold the position of Loader(samples=8, global_batch_size=2, epoch=0)"
     )
     assert others == [[]] * (world - 1)
 
 
-def test_position_of_a_loader_whose_batches_were_copied_gets_no_warning(tmp_path, recwarn):
-    step, state = begin()
+def test_loader_of_the_state_counts_epochs_of_copied_batches_without_a_warning(tmp_path, recwarn):
     loader = build_loader()
-    for batch in loader.until("2ba"):
+    step, state = begin(loader=loader)
+    for batch in loader.until("4ba"):
         state, _ = step(state, batch * 2)
-    dt.save_sharded(tmp_path / "root", state, extra={"loader": loader})
-    assert not [each for each in recwarn if "extra should hold" in str(each.message)]
+    dt.save_sharded(tmp_path / "root", state)
+    assert state.clock.epoch == 1
+    assert not [each for each in recwarn if "should hold" in str(each.message)]
 
 
 def test_kept_batch_of_another_loader_refuses_no_save(tmp_path):
@@ -278,33 +394,38 @@ def test_kept_batch_of_another_loader_refuses_no_save(tmp_path):
     for batch in torch.utils.data.DataLoader([torch.ones(2)] * 4, batch_size=2):
         state, _ = step(state, batch)
         dt.evaluate(state.model, [fixed], loss)
-    with pytest.warns(UserWarning, match="save_sharded: extra should hold the position of"):
+    with pytest.warns(UserWarning, match="save_sharded: the state should hold the position of"):
         dt.save_sharded(tmp_path, state)
     assert held_out.position.samples == 2
 
 
 def test_end_of_one_loop_keeps_the_loader_of_another(tmp_path):
-    step, state = begin()
     first, second = build_loader(), build_loader()
+    step, state = begin(stateful={"first": first})
     one = first.until("2ba")
     next(one)
     batch = next(other := second.until("2ba"))
     one.close()
     state, _ = step(state, batch * 2)
-    with pytest.warns(UserWarning, match="save_sharded: extra should hold the position of"):
-        dt.save_sharded(tmp_path, state, extra={"first": first})
+    with pytest.warns(UserWarning, match="save_sharded: the state should hold the position of"):
+        dt.save_sharded(tmp_path, state)
     other.close()
 
 
 def test_both_of_two_loaders_that_take_turns_are_needed(tmp_path):
-    step, state = begin()
     first, second = build_loader(), build_loader()
-    for one, other in zip(first.until("2ba"), second.until("2ba"), strict=True):
-        state, _ = step(state, one)
-        state, _ = step(state, other)
-    with pytest.raises(ConfigError, match=r"extra must hold the position of .*got \['first'\]"):
-        dt.save_sharded(tmp_path / "root", state, extra={"first": first})
-    dt.save_sharded(tmp_path / "root", state, extra={"first": first, "second": second})
+    states = [begin(stateful={"first": first}), begin(stateful={"first": first, "second": second})]
+    for _, (step, state) in enumerate(states):
+        for one, other in zip(first.until("2ep"), second.until("2ep"), strict=False):
+            state, _ = step(state, one)
+            state, _ = step(state, other)
+            if state.step == 4:
+                break
+        if "second" in state.stateful:
+            assert dt.save_sharded(tmp_path / "root", state).result().written
+        else:
+            with pytest.raises(ConfigError, match=MISSING):
+                dt.save_sharded(tmp_path / "root", state)
 
 
 def test_hand_made_batches_need_no_loader(tmp_path):
@@ -332,14 +453,13 @@ def test_plain_data_are_filled_in_place(tmp_path):
     history: list[float] = [0.0, 1.0, 2.0]
     table, counts, order = torch.zeros(3), Counter(b=1), OrderedDict(a=0)
     given = {"best": best, "history": history, "table": table, "counts": counts, "order": order}
-    result = dt.load_sharded(tmp_path, begin()[1], extra=given)
+    dt.load_sharded(tmp_path, begin()[1], extra=given)
     assert (best["loss"], best["gone"], set(best)) == (1.5, (1, 2), {"loss", "at", "rows", "gone"})
     assert (best["at"] is inner, best["rows"][0] is held, best["rows"][1] is row) == (True, True, True)
     assert (inner, held.tolist(), row) == ({"step": 7}, [0.0, 1.0, 2.0], {"a": 1})
     assert history == [1.0, float("inf")]
     assert table.tolist() == [0.0, 2.0, 4.0]
     assert (counts, type(counts), order, list(order)) == (Counter(a=3), Counter, OrderedDict(z=1, a=2), ["z", "a"])
-    assert all(result.extra[name] is value for name, value in given.items())
 
 
 def test_object_that_occurs_twice_is_filled_once(tmp_path):
@@ -526,18 +646,66 @@ def test_marked_values_need_their_mark_and_their_number_of_ranks(tmp_path, ranks
 def save_without_loader(root: str, strategy: str, mode: Any) -> list[str]:
     step, state = begin(strategy)
     loader = build_loader(mesh=state.spec.mesh)
+    missing = train(step, state, loader)
+    refused = refusal(lambda: dt.save_sharded(root, missing, mode=mode))
+    # One rank has forgotten the loader.
+    loader = build_loader(mesh=state.spec.mesh)
+    step, state = begin(strategy, **({"loader": loader} if get_dist_info().rank else {}))
+    one = train(step, state, loader)
+    on_one = refusal(lambda: dt.save_sharded(root, one, mode=mode))
+    loader = build_loader(mesh=state.spec.mesh)
+    step, state = begin(strategy, loader=loader)
     state = train(step, state, loader)
-    return [
-        refusal(lambda: dt.save_sharded(root, state, mode=mode)),
-        # One rank has forgotten the loader.
-        refusal(lambda: dt.save_sharded(root, state, extra={"loader": loader} if get_dist_info().rank else {}, mode=mode)),
-        refusal(lambda: dt.save_sharded(root, state, extra={"loader": loader}, mode=mode).wait()),
-    ]
+    return [refused, on_one, refusal(lambda: dt.save_sharded(root, state, mode=mode).wait())]
 
 
 @pytest.mark.parametrize(("world", "strategy", "mode"), CASES)
 def test_save_without_the_loader_is_refused_on_all_ranks(tmp_path, ranks, world, strategy, mode):
     for missing, on_one, given in ranks(world).run(save_without_loader, str(tmp_path / "root"), strategy, mode):
-        assert "save_sharded: extra must hold the position of Loader" in missing
-        assert "save_sharded: extra must hold the position of Loader" in on_one
+        assert "save_sharded: the state must hold the position of Loader" in missing
+        assert "save_sharded: the state must hold the position of Loader" in on_one
         assert given == "nothing"
+
+
+def unequal_objects(root: str) -> list[str]:
+    rank = get_dist_info().rank
+    plain = begin("full_shard", stateful={"seen": [rank]})[1]
+    marked = begin("full_shard", stateful={"seen": per_rank(seen := [rank])})[1]
+    found = [refusal(lambda: dt.save_sharded(root, plain)), refusal(lambda: dt.save_sharded(root, marked))]
+    seen[:] = []
+    dt.load_sharded(root, marked)
+    return [*found, seen]
+
+
+def test_objects_of_the_state_must_be_equal_or_marked(tmp_path, ranks):
+    for rank, (plain, marked, seen) in enumerate(ranks(2).run(unequal_objects, str(tmp_path / "root"))):
+        assert plain == (
+            "ConfigError: save_sharded: stateful/seen must be equal on all ranks, but ranks [1] differ from rank 0. "
+            'Make it equal on all ranks, or stateful={"seen": dt.checkpoint.per_rank(...)} saves one value per rank.'
+        )
+        assert (marked, seen) == ("nothing", [rank])
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_stateful_data_loader_of_torchdata_resumes_in_the_middle(tmp_path, shuffle):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def first_steps(root: Path | None, until: int) -> list[Any]:
+        torch.manual_seed(3)
+        rows = [torch.full((2,), float(at)) for at in range(8)]
+        loader = stateful.StatefulDataLoader(rows, batch_size=2, shuffle=shuffle)
+        step, state = begin(loader=loader)
+        state = state if root is None else dt.load_sharded(root, state, missing_ok=True)
+        seen = []
+        for batch in loader:
+            state, _ = step(state, batch)
+            seen.append(batch[:, 0].tolist())
+            if state.step == until:
+                break
+        if root is not None:
+            dt.save_sharded(root, state)
+        return seen
+
+    whole = first_steps(None, 4)
+    assert first_steps(tmp_path, 2) + first_steps(tmp_path, 4) == whole

@@ -21,14 +21,14 @@ def saves(root: Path, *, steps: int = 2):
         save_sharded(root, state)
         last, state = state, train(state, 1)
     del last
-    state = load_sharded(root / "step-00000001", plain_state()).state
+    state = load_sharded(root / "step-00000001", plain_state())
     return train(state, 1)
 
 
 def test_save_syncs_written_files_before_rename(tmp_path):
     state = saves(tmp_path)
     save_sharded(tmp_path, train(state, 1))  # holds the lock from here on
-    state = load_sharded(tmp_path / "step-00000001", plain_state()).state
+    state = load_sharded(tmp_path / "step-00000001", plain_state())
     with watching() as watched:
         save_sharded(tmp_path, train(state, 1))
     calls = watched.calls

@@ -40,7 +40,7 @@ def test_every_layout_loads_into_every_other(saved, ranks, world, strategy):
 def test_single_process_loads_every_layout(saved):
     for path, _ in saved.values():
         verify(path)
-        check_filled(load_sharded(path, sharded_state("none", filled=False), extra={"history": []}).state)
+        check_filled(load_sharded(path, sharded_state("none", filled=False), extra={"history": []}))
 
 
 def weights_of_all(paths: list[str], strategy: str) -> list[bool]:

@@ -42,7 +42,7 @@ class Run:
         data, shuffle = (DATA, True) if kind == "map" else (Stream(), False)
         self.loader = dt.build_loader(data, global_batch_size=4, seed=1, shuffle=shuffle)
         self.step = dt.compose_step(dt.mean_loss(self.loss, weight=len), [dt.transforms.ema(0.5)])
-        self.state = self.step.init(self.model, torch.optim.AdamW(self.model.parameters(), lr=0.1))
+        self.state = self.step.init(self.model, torch.optim.AdamW(self.model.parameters(), lr=0.1), loader=self.loader)
 
     def come_to(self, place: str) -> None:
         if (place, self.calls) == (self.at, self.iteration):
@@ -64,7 +64,7 @@ class Run:
 
 def resumed(kind: str, root: Path) -> tuple[int, list[float]]:
     run = Run(kind)
-    run.state = dt.load_sharded(root, run.state, extra={"loader": run.loader}).state
+    run.state = dt.load_sharded(root, run.state)
     state = run.train()
     return state.step, run.model.weight.flatten().tolist()
 
@@ -81,7 +81,7 @@ def test_save_after_interrupt_neither_skips_nor_repeats_batches(tmp_path, kind, 
     except KeyboardInterrupt:
         state = dt.TrainState.newest(run.model)
         assert state.step == iteration + (at == "after the step")
-        dt.save_sharded(tmp_path, state, extra={"loader": run.loader})
+        dt.save_sharded(tmp_path, state)
     else:
         pytest.fail("the loop was not interrupted")
     assert resumed(kind, tmp_path) == expected
@@ -100,7 +100,7 @@ def test_save_before_step_skips_no_batch(tmp_path):
     state = run.state
     for batch in run.loader.until(LENGTH):
         if state.step == 4:
-            dt.save_sharded(tmp_path, state, extra={"loader": run.loader})
+            dt.save_sharded(tmp_path, state)
             break
         state, _ = run.step(state, batch)
     assert resumed("map", tmp_path) == expected

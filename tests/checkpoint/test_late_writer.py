@@ -27,7 +27,7 @@ def run(root: Path, state: TrainState, *steps: int, **options) -> TrainState:
 
 
 def resumed(root: Path) -> TrainState:
-    return load_sharded(root, plain_state(), missing_ok=True).state
+    return load_sharded(root, plain_state(), missing_ok=True)
 
 
 @pytest.mark.parametrize("mode", ["sync", "async"])
@@ -64,7 +64,7 @@ def test_later_save_notices_commits_of_another_job(tmp_path):
 
 def test_run_goes_back_on_purpose(tmp_path):
     run(tmp_path, plain_state(), 8, 36, 38, 40)
-    run(tmp_path, load_sharded(tmp_path / "step-00000008", plain_state()).state, 12, 16)
+    run(tmp_path, load_sharded(tmp_path / "step-00000008", plain_state()), 12, 16)
     run(tmp_path, resumed(tmp_path), 20)
     assert steps_in(tmp_path) == [8, 36, 38, 40, 12, 16, 20]
 
@@ -112,7 +112,7 @@ def test_refusal_names_the_step_to_load(tmp_path):
     folder = tmp_path / "step-00000012"
     with pytest.raises(CheckpointError, match=rf"Another run or job has saved there.* Load {folder} to go on from it"):
         run(tmp_path, late, 16)
-    run(tmp_path, load_sharded(folder, plain_state()).state, 16)
+    run(tmp_path, load_sharded(folder, plain_state()), 16)
     assert steps_in(tmp_path) == [8, 12, 16]
 
 

@@ -115,9 +115,11 @@ def test_invalid_manifest_is_refused(body):
         layout.parse_manifest(signed(body))
 
 
-def test_later_manifest_version_is_not_reported_as_corruption():
-    with pytest.raises(CheckpointError, match="format version must be 3, got 4") as caught:
-        layout.parse_manifest(signed(changed(version=4, unheard_of=[])))
+@pytest.mark.parametrize("version", [3, 5])
+def test_manifest_of_another_version_is_refused_and_not_reported_as_corruption(version):
+    message = f"format version must be 4, got {version}. Use the dtrain version that wrote the file."
+    with pytest.raises(CheckpointError, match=message) as caught:
+        layout.parse_manifest(signed(changed(version=version, unheard_of=[])))
     assert not isinstance(caught.value, CorruptCheckpointError)
 
 
@@ -235,9 +237,9 @@ def test_rank_with_two_parts_of_a_tensor_is_refused():
 
 
 def test_later_index_version_is_refused():
-    with pytest.raises(CheckpointError, match="format version must be 3, got 7"):
+    with pytest.raises(CheckpointError, match="format version must be 4, got 7"):
         parse_rank_index(index_with(version=7), 0, FILES)
-    with pytest.raises(CheckpointError, match="format version must be 3, got 7"):
+    with pytest.raises(CheckpointError, match="format version must be 4, got 7"):
         parse_run_index(run_with(version=7), MANIFEST)
 
 

@@ -37,11 +37,12 @@ def test_several_states_are_saved_as_one_step(tmp_path):
     with pytest.raises(CheckpointMismatchError, match=r"'critic/1'\), got 'discriminator'"):
         opened.select_state("discriminator")
     fresh = {"generator": plain_state(1), "critic/1": plain_state(2, optimizer="sgd")}
-    back = load_sharded(tmp_path, fresh, extra={"seen": torch.zeros(3, dtype=torch.int64)})
-    assert {name: digest(state, rng=False) for name, state in back.state.items()} == {
+    seen = torch.zeros(3, dtype=torch.int64)
+    back = load_sharded(tmp_path, fresh, extra={"seen": seen})
+    assert {name: digest(state, rng=False) for name, state in back.items()} == {
         name: digest(state, rng=False) for name, state in pair.items()
     }
-    assert torch.equal(back.extra["seen"], torch.arange(3))
+    assert torch.equal(seen, torch.arange(3))
 
 
 def test_states_of_different_runs_are_refused(tmp_path):
@@ -137,7 +138,7 @@ def test_incremental_save_links_frozen_parameters(tmp_path, adapter):
     expected = digest(adapter, rng=False)
     save_sharded(tmp_path, train(adapter, 1), incremental=True, keep_last=1)
     assert links(tmp_path) == [1], "a step is whole without those that its files came from"
-    assert digest(load_sharded(tmp_path, plain_like(adapter)).state, rng=False) != expected
+    assert digest(load_sharded(tmp_path, plain_like(adapter)), rng=False) != expected
     assert verify(tmp_path).step == 4
 
 
@@ -152,7 +153,7 @@ def test_incremental_save_rewrites_changed_frozen_file(tmp_path, adapter):
     save_sharded(tmp_path, train(adapter, 1), incremental=True)
     with torch.no_grad():
         adapter.params["first.bias"][0] += 1
-    state = load_sharded(tmp_path, plain_like(adapter)).state
+    state = load_sharded(tmp_path, plain_like(adapter))
     with torch.no_grad():
         state.params["first.bias"][0] += 1
     save_sharded(tmp_path, train(state, 1), incremental=True)
@@ -182,7 +183,7 @@ def test_same_step_with_changed_states_is_rewritten(tmp_path):
     assert not save_sharded(tmp_path, pair).result().written
     pair["b"] = train(second, 1)
     assert save_sharded(tmp_path, pair).result().written, "its number is that of the first, but the second has moved on"
-    back = load_sharded(tmp_path, {"a": plain_state(1), "b": plain_state(2)}).state
+    back = load_sharded(tmp_path, {"a": plain_state(1), "b": plain_state(2)})
     assert digest(back["b"], rng=False) == digest(pair["b"], rng=False)
     assert not save_sharded(tmp_path, back).result().written
 

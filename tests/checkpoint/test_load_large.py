@@ -39,20 +39,20 @@ def test_large_state_loads_bit_for_bit(tmp_path, steps, optimizer):
     save_sharded(tmp_path, saved, extra={"counter": Counter()})
     expected = digest(saved)
     state = train(plain_state(5, optimizer=optimizer), steps)
-    assert digest(load_sharded(tmp_path, state, extra={"counter": Counter()}).state) == expected
+    assert digest(load_sharded(tmp_path, state, extra={"counter": Counter()})) == expected
 
 
 def test_large_weights_load_bit_for_bit(tmp_path):
     saved = train(plain_state(), 3)
     save_sharded(tmp_path, saved, what="weights")
-    loaded = load_sharded(tmp_path, plain_state(5), what="weights").state
+    loaded = load_sharded(tmp_path, plain_state(5), what="weights")
     assert all(torch.equal(loaded.params[name], param) for name, param in saved.params.items())
 
 
 def test_large_several_states_load_bit_for_bit(tmp_path):
     made = {"a": train(plain_state(), 2), "b": train(plain_state(1), 2)}
     save_sharded(tmp_path, made)
-    back = load_sharded(tmp_path, {"a": plain_state(5), "b": plain_state(6)}).state
+    back = load_sharded(tmp_path, {"a": plain_state(5), "b": plain_state(6)})
     assert [digest(back[name], rng=False) for name in made] == [digest(state, rng=False) for state in made.values()]
 
 
@@ -64,13 +64,13 @@ def test_large_state_loads_into_transposed_and_other_dtypes(tmp_path):
     first = state.model.first.weight
     first.data = first.detach().t().contiguous().t()
     assert not first.is_contiguous()
-    loaded = load_sharded(tmp_path, state).state
+    loaded = load_sharded(tmp_path, state)
     assert digest(loaded, rng=False) == digest(saved, rng=False)
     wide = plain_state(5)
     wide.model.double()
     shadow = {name: value.double() for name, value in wide.transform_states["ema"]["shadow"].items()}
     wide = replace(wide, transform_states={**wide.transform_states, "ema": {"shadow": shadow, "updates": 0}})
-    loaded = load_sharded(tmp_path, wide, cast=True).state
+    loaded = load_sharded(tmp_path, wide, cast=True)
     for name, param in saved.params.items():
         assert loaded.params[name].dtype == torch.float64
         assert torch.equal(loaded.params[name], param.double())
@@ -184,7 +184,7 @@ def test_step_removed_between_the_passes_loads(tmp_path, monkeypatch):
 
     monkeypatch.setattr(load, "_apply", remove_then_apply)
     handles = len(os.listdir("/proc/self/fd"))
-    assert digest(load_sharded(tmp_path, plain_state(5)).state) == expected
+    assert digest(load_sharded(tmp_path, plain_state(5))) == expected
     assert len(os.listdir("/proc/self/fd")) == handles
 
 
@@ -207,7 +207,7 @@ def test_optimizer_tensors_are_filled_in_place_unless_they_share_memory(tmp_path
     before = [content["exp_avg"] for content in contents]  # held, so that the load cannot take freed memory at the same address
     contents[1]["exp_avg"] = contents[0]["exp_avg"].view(-1)[: contents[1]["exp_avg"].numel()].view_as(contents[1]["exp_avg"])
     contents[2]["exp_avg"] = state.params["last.weight"].detach()
-    loaded = load_sharded(tmp_path, state).state
+    loaded = load_sharded(tmp_path, state)
     assert digest(loaded, rng=False) == expected
     after = [loaded.optimizer.state[param]["exp_avg"] for param in loaded.params.values()]
     in_place = [new.data_ptr() == old.data_ptr() for new, old in zip(after, before, strict=True)]

@@ -49,7 +49,7 @@ def load_and_measure(path: str, placement: str, age: str) -> list[float]:
     ctypes.CDLL(None).malloc_trim(0)  # memory that earlier tests have freed would hide what the load takes
     Path("/proc/self/clear_refs").write_text("5")
     before = resident("VmRSS")
-    state = load_sharded(path, state).state
+    state = load_sharded(path, state)
     above = resident("VmHWM") - before
     param = state.params["w3"]
     content = state.optimizer.state[param]

@@ -145,7 +145,7 @@ def test_tied_parameters_load_under_any_name(tmp_path, stored_as):
 def test_missing_pattern_matches_any_name_of_tied_parameter(tmp_path):
     model = nn.ModuleDict({"tied": Tied(), "more": nn.Linear(1, 1)})
     folder = write_folder(tmp_path, {"more.weight": torch.ones(1, 1), "more.bias": torch.ones(1)})
-    done = load_weights_(model, folder, missing=["tied.head.*"])
+    done = load_weights_(model, folder, ignore=["tied.head.*"])
     assert done.kept == ("tied.embed.weight",)
     assert values(model["more"]) == {"weight": [[1.0]], "bias": [1.0]}
 
@@ -198,7 +198,7 @@ def test_rename_maps_and_drops_names_and_missing_allows_gaps(tmp_path, rename):
     tensors = {f"bert.{name}": stored()[name] for name in ("first.weight", "first.bias", "seen")}
     write_folder(tmp_path, {**tensors, "cls.bias": torch.zeros(3)})
     model = net()
-    done = load_weights_(model, tmp_path, rename=rename, missing=["last.*"])
+    done = load_weights_(model, tmp_path, rename=rename, ignore=["last.*"])
     reference = {**values(net()), **{name: value for name, value in expected().items() if not name.startswith("last")}}
     assert values(model) == reference
     assert sorted(done.loaded) == ["first.bias", "first.weight", "seen"]
@@ -207,7 +207,7 @@ def test_rename_maps_and_drops_names_and_missing_allows_gaps(tmp_path, rename):
 
 def test_names_matching_missing_are_loaded_when_stored(tmp_path):
     model = net()
-    done = load_weights_(model, write_folder(tmp_path, stored()), missing=("**",))
+    done = load_weights_(model, write_folder(tmp_path, stored()), ignore=("**",))
     assert values(model) == expected()
     assert isinstance(done, LoadWeightsResult)
     assert done.kept == ()
@@ -449,7 +449,7 @@ def test_unsupported_format_version_is_refused(saved, tmp_path):
     path = tmp_path / "step-00000004"
     shutil.copytree(saved[2, "full_shard"][0], path)
     write_of_another_version(path)
-    message = rf"load_weights_: {path}: manifest.json: format version must be 3, got 9. Use the dtrain version that wrote"
+    message = rf"load_weights_: {path}: manifest.json: format version must be 4, got 9. Use the dtrain version that wrote"
     with pytest.raises(CheckpointError, match=message):
         load_weights_(Model(), path)
 

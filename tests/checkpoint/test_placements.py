@@ -72,7 +72,7 @@ def load_into(root: str, wanted: list[str]) -> None:
     for saved in LAYOUTS:
         save_sharded(Path(root) / saved, by_hand(saved, filled=True))
         for other in wanted:
-            check(load_sharded(Path(root) / saved, by_hand(other, filled=False)).state, step=saved == "rows")
+            check(load_sharded(Path(root) / saved, by_hand(other, filled=False)), step=saved == "rows")
 
 
 SOME = ["columns", "rows and columns", "rows twice"]
@@ -82,7 +82,7 @@ SOME = ["columns", "rows and columns", "rows twice"]
 def test_every_placement_loads_into_other_placements(tmp_path, ranks, wanted):
     ranks(4).run(load_into, str(tmp_path), wanted)
     for saved in LAYOUTS:
-        check(load_sharded(tmp_path / saved, by_hand("plain", filled=False)).state)
+        check(load_sharded(tmp_path / saved, by_hand("plain", filled=False)))
 
 
 class Mlp(nn.Module):
@@ -116,7 +116,7 @@ def resume_tensor_parallel(root: str) -> list[bool]:
     state = tensor_parallel(filled=True)
     steps(state, 3)
     save_sharded(root, state)
-    resumed = steps(load_sharded(root, tensor_parallel(filled=False)).state, 2)
+    resumed = steps(load_sharded(root, tensor_parallel(filled=False)), 2)
     return [torch.equal(a, b) for a, b in zip(straight, resumed, strict=True)]
 
 
@@ -124,7 +124,7 @@ def test_tensor_parallel_run_resumes_exactly_and_in_one_process(tmp_path, ranks)
     for equal in ranks(2).run(resume_tensor_parallel, str(tmp_path)):
         assert equal == [True] * 4
     model = Mlp(filled=False)
-    state = load_sharded(tmp_path, init_state(model, torch.optim.AdamW(model.parameters(), lr=0.1))).state
+    state = load_sharded(tmp_path, init_state(model, torch.optim.AdamW(model.parameters(), lr=0.1)))
     alone = steps(state, 2)
     model = Mlp(filled=True)
     straight = steps(init_state(model, torch.optim.AdamW(model.parameters(), lr=0.1)), 5)
@@ -159,9 +159,9 @@ def eight_bit(layout: str, *, stepped: bool) -> TrainState:
 
 def through_eight_bit(root: str) -> list:
     save_sharded(root, eight_bit("rows", stepped=True))
-    state = load_sharded(root, eight_bit("columns", stepped=False)).state
+    state = load_sharded(root, eight_bit("columns", stepped=False))
     save_sharded(Path(root) / "again", state)
-    back = load_sharded(Path(root) / "again", eight_bit("rows", stepped=False)).state
+    back = load_sharded(Path(root) / "again", eight_bit("rows", stepped=False))
     content = [back.optimizer.state[param] for param in back.params.values()]
     return [
         digest(back, rng=False) == digest(eight_bit("rows", stepped=True), rng=False),
@@ -193,7 +193,7 @@ def grouped(layout: str, *, lr: float) -> TrainState:
 
 def through_groups(root: str) -> list:
     save_sharded(root, grouped("rows", lr=0.25))
-    state = load_sharded(root, grouped("columns", lr=0.5)).state
+    state = load_sharded(root, grouped("columns", lr=0.5))
     first, second = state.optimizer.param_groups
     return [first["lr"], first["weight_decay"], float(second["lr"]), len(state.optimizer.state)]
 
@@ -201,7 +201,7 @@ def through_groups(root: str) -> list:
 def test_parameter_groups_and_stateless_parameters_are_restored(tmp_path, ranks):
     expected = [0.25, 0.025, 0.25, 1]
     assert ranks(4).run(through_groups, str(tmp_path)) == [expected] * 4
-    state = load_sharded(tmp_path, grouped("plain", lr=0.5)).state
+    state = load_sharded(tmp_path, grouped("plain", lr=0.5))
     assert [float(group["lr"]) for group in state.optimizer.param_groups] == [0.25, 0.25]
 
 
@@ -220,7 +220,7 @@ def test_optimizer_state_keeps_strides_of_its_parameter(tmp_path):
     param.grad = torch.ones_like(param)
     made[0].optimizer.step()
     save_sharded(tmp_path, made[0])
-    state = load_sharded(tmp_path, made[1]).state
+    state = load_sharded(tmp_path, made[1])
     param = state.params["weight"]
     content = state.optimizer.state[param]
     assert param.is_contiguous(memory_format=torch.channels_last)
@@ -233,7 +233,7 @@ def test_loaded_small_tensors_own_their_storage(tmp_path, wanted):
     """A tensor of the optimizer that is kept alone does not keep what was read beside it."""
     state = by_hand("plain", filled=True)
     save_sharded(tmp_path, state)
-    back = load_sharded(tmp_path, by_hand("plain", filled=False)).state
+    back = load_sharded(tmp_path, by_hand("plain", filled=False))
     names = list(back.params) if wanted == "all" else ["few"]
     for name in names:
         for tensor in back.optimizer.state[back.params[name]].values():

@@ -63,7 +63,7 @@ def resume_on_ranks(root: str, strategy: str) -> list:
     state = trainable(strategy, "other")
     with torch.no_grad():
         state.model(torch.ones(4, 5))  # leaves units gathered: what is loaded must not be hidden by that
-    state = load_sharded(root, state).state
+    state = load_sharded(root, state)
     return [digest(train(state, 2)), expected]
 
 
@@ -84,7 +84,7 @@ def scalar_on_ranks(root: str) -> list:
     content = {"step": torch.tensor(2.0), "exp_avg": like(states[0].params["scale"].detach(), torch.tensor(5.0))}
     states[0].optimizer.state[states[0].params["scale"]] = content
     save_sharded(root, states[0])
-    state = load_sharded(root, states[1]).state
+    state = load_sharded(root, states[1])
     param = state.params["scale"]
     back = state.optimizer.state[param]
     return [float(full(param.detach())), {key: [is_dtensor(t), float(full(t))] for key, t in back.items()}]

@@ -60,7 +60,7 @@ def test_resumed_remote_run_equals_uninterrupted_run(server_of, place, mode):
     assert [c.step for c in list_steps(root)] == [2, 3]
     assert latest_checkpoint(root).name == "step-00000003"
     seed_all("other")
-    resumed = load_sharded(root, plain_state(1)).state
+    resumed = load_sharded(root, plain_state(1))
     assert digest(train(resumed, 2)) == expected
     assert str(verify(root).path) == f"{root}/step-00000003"
 
@@ -105,7 +105,7 @@ def test_commit_survives_transient_network_fault(server_of, place, kind):
     with server.proxy.doing(fault):
         state = train(plain_state(), 1)
         save_sharded(root, state)
-    assert digest(load_sharded(root, plain_state(1)).state) == digest(state)
+    assert digest(load_sharded(root, plain_state(1))) == digest(state)
 
 
 @pytest.mark.parametrize("place", ["memory", "s3"])
@@ -119,7 +119,7 @@ def test_uncommitted_remote_step_is_ignored_and_replaced(server_of, place):
     last = storage.resolve_path(root) / "step-00000002"
     storage.remove_file(last / layout.MANIFEST)  # what a save is that was killed before its end
     assert latest_checkpoint(root).name == "step-00000001"
-    state = load_sharded(root, plain_state(1)).state
+    state = load_sharded(root, plain_state(1))
     assert digest(state) == before
     save_sharded(root, train(state, 1))
     assert [c.step for c in list_steps(root)] == [1, 2]

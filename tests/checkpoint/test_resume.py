@@ -44,7 +44,7 @@ def begin(strategy: str):
     schedule = dt.schedules.warmup(dt.schedules.cosine(1.0, 0.1, TOTAL), 3)
     transforms = [dt.transforms.scale_lr(schedule), dt.transforms.clip_by_norm(0.05), dt.transforms.ema(0.9)]
     step = dt.compose_step(loss, transforms, grad=partial(dt.microbatch_step, microbatch_size=2))
-    return step, step.init(net, optimizer, seed=3), loader
+    return step, step.init(net, optimizer, seed=3, loader=loader), loader
 
 
 def train(step, state, loader, until: int):
@@ -75,12 +75,12 @@ def interrupted(strategy: str, root: str) -> list:
     seed_all(4, get_dist_info().rank)
     step, state, loader = begin(strategy)
     state, first = train(step, state, loader, FIRST)
-    dt.save_sharded(root, state, extra={"loader": loader})
+    dt.save_sharded(root, state)
     seed_all(99)  # as if in a new process
     step, state, loader = begin(strategy)
-    restored = dt.load_sharded(root, state, extra={"loader": loader})
+    restored = dt.load_sharded(root, state)
     assert restored.step == FIRST
-    state, second = train(step, restored.state, loader, TOTAL)
+    state, second = train(step, restored, loader, TOTAL)
     return everything(state, first + second)
 
 
@@ -115,10 +115,10 @@ def samples_of(root: str, first: int, until: int) -> list:
     net = dt.shard_model(nn.Linear(4, 1), mesh)
     loader = dt.build_loader(Indices(), mesh=mesh, global_batch_size=6, seed=2)
     step = dt.compose_step(dt.mean_loss(lambda m, x: m(x / 50).square().mean(), weight=len))
-    state = step.init(net, torch.optim.AdamW(net.parameters(), lr=0.1), seed=3)
+    state = step.init(net, torch.optim.AdamW(net.parameters(), lr=0.1), seed=3, loader=loader)
     seed_all(99, get_dist_info().rank)
     if first:
-        state = dt.load_sharded(root, state, extra={"loader": loader}).state
+        state = dt.load_sharded(root, state)
     assert state.step == first
     draws = [random.random(), float(np.random.rand()), torch.rand(()).item()]
     seen = []
@@ -126,7 +126,7 @@ def samples_of(root: str, first: int, until: int) -> list:
         seen.append(batch[:, 0].tolist())
         state, _ = step(state, batch)
     if until > first:
-        dt.save_sharded(root, state, extra={"loader": loader})
+        dt.save_sharded(root, state)
     return [seen, [full.flatten().tolist() for full in map(full_tensor, state.params.values())], draws]
 
 
@@ -164,14 +164,14 @@ def with_an_idle_rank(root: str | None) -> list:
         loader = dt.build_loader(data, mesh=mesh, global_batch_size=4, seed=0)
         loss = dt.mean_loss(lambda m, x: m(x).square().mean(), weight=len)
         step = dt.compose_step(loss)
-        return step, step.init(net, torch.optim.SGD(net.parameters(), lr=0.1)), loader
+        return step, step.init(net, torch.optim.SGD(net.parameters(), lr=0.1), loader=loader), loader
 
     step, state, loader = begin()
     state, trace = train_losses(step, state, loader, 1 if root else 4)
     if root:
-        dt.save_sharded(root, state, extra={"loader": loader})
+        dt.save_sharded(root, state)
         step, state, loader = begin()
-        state = dt.load_sharded(root, state, extra={"loader": loader}).state
+        state = dt.load_sharded(root, state)
         state, rest = train_losses(step, state, loader, 4)
         trace += rest
     return [trace, torch.rand(3).tolist(), [p.to_local().flatten().tolist() for p in state.params.values()]]
@@ -202,11 +202,11 @@ def interrupted_without(root: str, left_out: str) -> list:
     seed_all(4, get_dist_info().rank)
     step, state, loader = begin("full_shard")
     state, first = train(step, state, loader, FIRST)
-    dt.save_sharded(root, state, extra={"loader": loader})
+    dt.save_sharded(root, state)
     seed_all(99)
     step, state, loader = begin("full_shard")
-    parts: dict[str, Any] = {"ignore": ["extra/loader"]} if left_out == "loader" else {"extra": {"loader": loader}}
-    state = dt.load_sharded(root, state, **parts).state
+    parts: dict[str, Any] = {"ignore": ["loader"]} if left_out == "loader" else {}
+    state = dt.load_sharded(root, state, **parts)
     if left_out == "loader":
         loader.load_state_dict({**loader.state_dict(), "batches": FIRST})
     spoil = {

@@ -13,6 +13,7 @@ from torch import nn
 from checkpoint.states import Counter, digest, names, plain_state, train, write_of_another_version
 from checkpoint.stored import shards_of
 from dtrain.checkpoint.checkpoint_info import latest_checkpoint, list_steps
+from dtrain.checkpoint.checkpointer import Checkpointer
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
@@ -34,8 +35,8 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path, optimizer):
     random.random()
     restored = load_sharded(tmp_path, plain_state(5, optimizer=optimizer))
     assert restored.step == 7
-    assert restored.state.seed == 0
-    assert digest(train(restored.state, 13)) == straight
+    assert restored.seed == 0
+    assert digest(train(restored, 13)) == straight
 
 
 @pytest.mark.parametrize("left_out", ["python", "numpy", "torch"])
@@ -44,7 +45,7 @@ def test_extra_draw_from_any_generator_changes_result(tmp_path, left_out):
     straight = digest(train(plain_state(), 20))
     seed_all(1)
     save_sharded(tmp_path, train(plain_state(), 7))
-    state = load_sharded(tmp_path, plain_state(5)).state
+    state = load_sharded(tmp_path, plain_state(5))
     {"python": random.random, "numpy": np.random.rand, "torch": lambda: torch.rand(())}[left_out]()
     assert digest(train(state, 13)) != straight
 
@@ -64,14 +65,14 @@ def test_loaded_state_equals_saved_state_exactly(tmp_path):
     given = train(plain_state(9), 1)
     given.optimizer.param_groups[0]["foreach"] = False
     restored = load_sharded(tmp_path, given)
-    group = restored.state.optimizer.param_groups[0]
+    group = restored.optimizer.param_groups[0]
     assert group.pop("foreach") is False, "how the step is computed stays as it was built"
     state.optimizer.param_groups[0].pop("foreach")
-    assert digest(restored.state) == digest(state)
+    assert digest(restored) == digest(state)
     assert group["betas"] == (0.8, 0.9)
     assert isinstance(group["betas"], tuple)
-    assert restored.state.transform_states["spikes"] == {"worst": float("inf"), "window": (1, 2)}
-    step = restored.state.optimizer.state[next(iter(restored.state.params.values()))]["step"]
+    assert restored.transform_states["spikes"] == {"worst": float("inf"), "window": (1, 2)}
+    step = restored.optimizer.state[next(iter(restored.params.values()))]["step"]
     assert (step.dtype, step.device.type, float(step)) == (torch.float32, "cpu", 3.0)
     with pytest.raises(StaleStateError, match="stepped already"):
         load_sharded(tmp_path, given)
@@ -82,7 +83,7 @@ def test_load_restores_clock_and_keeps_new_run_length(tmp_path):
     save_sharded(tmp_path, saved)
     longer = RunLength(total="5ep")
     fresh = plain_state(1)
-    clock = load_sharded(tmp_path, fresh._replace(clock=Clock(run=longer))).state.clock
+    clock = load_sharded(tmp_path, fresh._replace(clock=Clock(run=longer))).clock
     assert replace(clock, run=None) == replace(saved.clock, previous=replace(saved.clock.previous, previous=None), run=None)
     assert clock.run == longer
     assert (clock.crossed("12sp"), clock.crossed("5sp"), clock.crossed("24sp")) == (True, True, False)
@@ -91,7 +92,7 @@ def test_load_restores_clock_and_keeps_new_run_length(tmp_path):
 def test_clock_crossing_run_fractions_works_after_resume(tmp_path):
     """Neither the clock of a checkpoint nor the one before it knows how long a run is."""
     save_sharded(tmp_path, train(plain_state(), 3))
-    clock = load_sharded(tmp_path, plain_state(1)._replace(clock=Clock(run=RunLength(total=12)))).state.clock
+    clock = load_sharded(tmp_path, plain_state(1)._replace(clock=Clock(run=RunLength(total=12)))).clock
     assert (clock.crossed("0.25dur"), clock.crossed("0.3dur"), clock.crossed("0.1dur")) == (True, False, True)
 
 
@@ -100,7 +101,7 @@ def test_clock_without_previous_field_loads(tmp_path, monkeypatch):
     monkeypatch.setattr(Clock, "state_dict", lambda clock: {k: v for k, v in state_dict(clock).items() if k != "previous"})
     save_sharded(tmp_path, train(plain_state(), 3))
     monkeypatch.undo()
-    clock = load_sharded(tmp_path, plain_state(1)).state.clock
+    clock = load_sharded(tmp_path, plain_state(1)).clock
     assert (clock.step, clock.previous) == (3, None)
 
 
@@ -117,7 +118,7 @@ def test_load_writes_tensors_in_place(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 1))
     given = plain_state(1)
     where = [p.data_ptr() for p in given.params.values()], given.transform_states["ema"]["shadow"]["last.bias"].data_ptr()
-    state = load_sharded(tmp_path, given).state
+    state = load_sharded(tmp_path, given)
     assert (
         [p.data_ptr() for p in state.params.values()],
         state.transform_states["ema"]["shadow"]["last.bias"].data_ptr(),
@@ -127,7 +128,7 @@ def test_load_writes_tensors_in_place(tmp_path):
 
 def test_load_clears_optimizer_state_saved_empty(tmp_path):
     save_sharded(tmp_path, plain_state())
-    state = load_sharded(tmp_path, train(plain_state(), 2)).state
+    state = load_sharded(tmp_path, train(plain_state(), 2))
     assert not state.optimizer.state
 
 
@@ -157,7 +158,7 @@ def test_every_dtype_and_shape_round_trips(tmp_path):
     path = save_sharded(tmp_path, replace(plain_state(), transform_states={"t": content})).path
     for shard in shards_of(path).values():
         assert shard.begin % DTYPES[shard.kind.dtype].itemsize == 0, "every shard is aligned"
-    state = load_sharded(tmp_path, replace(plain_state(1), transform_states={"t": with_tensors_cleared(content)})).state
+    state = load_sharded(tmp_path, replace(plain_state(1), transform_states={"t": with_tensors_cleared(content)}))
     back = state.transform_states["t"]
     assert list(back) == list(content)
     for name, value in content.items():
@@ -177,13 +178,12 @@ def test_extra_round_trips_by_name(tmp_path):
     target = Counter()
     history, table = [], {}
     given = {"loader": target, "history": history, "table": table, "$": [0]}
-    restored = load_sharded(tmp_path, plain_state(), extra=given, ignore=["extra/unused"])
+    load_sharded(tmp_path, plain_state(), extra=given, ignore=["extra/unused"])
     assert target.state["position"] == 17
     assert torch.equal(target.state["weights"], counter.state["weights"])
-    assert set(restored.extra) == {"history", "table", "$"}
-    assert repr(restored.extra["history"]) == "[0.1, nan]"
-    assert torch.equal(restored.extra["table"]["a"], torch.arange(3))
-    assert (restored.extra["history"] is history, restored.extra["table"] is table, restored.extra["$"]) == (True, True, [3])
+    assert repr(history) == "[0.1, nan]"
+    assert torch.equal(table["a"], torch.arange(3))
+    assert given["$"] == [3]
 
 
 def test_missing_extra_is_refused_by_name(tmp_path):
@@ -208,7 +208,7 @@ def test_load_of_empty_root_requires_missing_ok(tmp_path):
         with pytest.raises(CheckpointError, match=r"no checkpoint found in .*. Pass missing_ok=True"):
             load_sharded(root, state)
         restored = load_sharded(root, state, extra={"loader": Counter(), "history": []}, missing_ok=True)
-        assert (restored.state is state, restored.step, restored.path, restored.extra) == (True, None, None, {"history": []})
+        assert (restored is state, restored.restored) == (True, None)
         assert latest_checkpoint(root) is None
         assert list_steps(root) == []
 
@@ -254,7 +254,7 @@ def test_already_committed_step_is_not_rewritten(tmp_path):
     before = manifest.stat()
     again = save_sharded(tmp_path, state)
     assert (again.result().written, again.result().bytes, again.path) == (False, 0, manifest.parent)
-    loaded = load_sharded(tmp_path, plain_state()).state
+    loaded = load_sharded(tmp_path, plain_state())
     assert not save_sharded(tmp_path, loaded).result().written
     assert (manifest.stat().st_mtime_ns, manifest.stat().st_ino) == (before.st_mtime_ns, before.st_ino)
     assert save_sharded(tmp_path / "elsewhere", loaded).result().written, "another root does not have it"
@@ -288,7 +288,7 @@ def test_resume_from_earlier_step_supersedes_later_steps(tmp_path):
         state = train(state, 10)
         save_sharded(tmp_path, state)
     old = (tmp_path / "step-00000020" / "rank-00000.safetensors").read_bytes()
-    back = load_sharded(tmp_path / "step-00000010", plain_state()).state
+    back = load_sharded(tmp_path / "step-00000010", plain_state())
     torch.manual_seed(99)
     back = train(back, 10)
     assert save_sharded(tmp_path, back).result().written
@@ -297,8 +297,8 @@ def test_resume_from_earlier_step_supersedes_later_steps(tmp_path):
     assert [(c.step, c.parent_step) for c in list_steps(tmp_path)] == [(10, None), (30, 20), (20, 10)]
     restored = load_sharded(tmp_path, plain_state())
     assert restored.step == 20, "the lineage that was left does not come back at the next restart"
-    assert digest(restored.state) == digest(back)
-    save_sharded(tmp_path, train(restored.state, 1), keep_last=2)
+    assert digest(restored) == digest(back)
+    save_sharded(tmp_path, train(restored, 1), keep_last=2)
     assert names(tmp_path) == ["step-00000020", "step-00000021"]
 
 
@@ -307,11 +307,11 @@ def test_resume_in_same_process_supersedes_later_steps(tmp_path):
     save_sharded(tmp_path, state)
     state = train(state, 1)
     save_sharded(tmp_path, state)
-    state = load_sharded(tmp_path / "step-00000001", state).state
+    state = load_sharded(tmp_path / "step-00000001", state)
     torch.manual_seed(99)
     state = train(state, 1)
     assert save_sharded(tmp_path, state).result().written, "step 2 of the lineage that was left is another step 2"
-    assert digest(load_sharded(tmp_path, plain_state()).state) == digest(state)
+    assert digest(load_sharded(tmp_path, plain_state())) == digest(state)
 
 
 def test_keep_last_also_keeps_resumed_step(tmp_path):
@@ -320,7 +320,7 @@ def test_keep_last_also_keeps_resumed_step(tmp_path):
         state = train(state, 1)
         save_sharded(tmp_path, state, keep_last=2)
     assert [c.step for c in list_steps(tmp_path)] == [3, 4]
-    state = load_sharded(tmp_path / "step-00000003", plain_state()).state
+    state = load_sharded(tmp_path / "step-00000003", plain_state())
     for _ in range(3):
         state = train(state, 5)
         save_sharded(tmp_path, state, keep_last=1)
@@ -408,7 +408,7 @@ def test_unsupported_format_version_is_refused(tmp_path, call):
     write_of_another_version(step)
     with pytest.raises(
         CheckpointError,
-        match=rf"{step}: manifest.json: format version must be 3, got 9. Use the dtrain version that wrote the file.$",
+        match=rf"{step}: manifest.json: format version must be 4, got 9. Use the dtrain version that wrote the file.$",
     ):
         CALLS[call](step)
 
@@ -463,9 +463,9 @@ def test_gpu_run_resumes_exactly_and_loads_on_cpu(tmp_path, fused):
 
     straight = digest(run(made("cuda"), 5))
     save_sharded(tmp_path, run(made("cuda"), 3))
-    on_cpu = load_sharded(tmp_path, made("cpu")).state
+    on_cpu = load_sharded(tmp_path, made("cpu"))
     assert all(t.device.type == "cpu" for content in on_cpu.optimizer.state.values() for t in content.values())
-    state = load_sharded(tmp_path, made("cuda")).state
+    state = load_sharded(tmp_path, made("cuda"))
     for param, content in state.optimizer.state.items():
         assert {name: t.device.type for name, t in content.items()} == {
             "step": "cuda" if fused else "cpu",
@@ -499,8 +499,19 @@ def test_nonstandard_optimizer_state_round_trips(tmp_path):
         made.append(init_state(model, Factored(model.parameters())))
     made[0].optimizer.step()
     save_sharded(tmp_path, made[0])
-    state = load_sharded(tmp_path, made[1]).state
+    state = load_sharded(tmp_path, made[1])
     assert digest(state) == digest(made[0])
     content = state.optimizer.state[state.params["weight"]]
     assert content["low"].dtype == torch.float16, "nothing is cast to the parameter's dtype"
     assert content["notes"] == ["a", (1, None)]
+
+
+def test_final_save_of_a_saved_or_loaded_step_writes_nothing(tmp_path):
+    state = train(plain_state(), 2)
+    checkpoints = Checkpointer(tmp_path, mode="async")
+    results = [checkpoints.save(state), checkpoints.save(state), save_sharded(tmp_path, state)]
+    assert [each.result().written for each in results] == [True, False, False]
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("step-*/*")}
+    loaded = load_sharded(tmp_path, plain_state(1))
+    assert not save_sharded(tmp_path, loaded).result().written
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("step-*/*")} == before

@@ -105,7 +105,7 @@ def save_all(root: str, writers: list[str]) -> dict:
 
 
 def load_all(root: str, names: list[str], strategy: str, degrees: dict) -> dict:
-    return {name: contents(load_sharded(Path(root) / name, begun(strategy, degrees, seed=1)).state) for name in names}
+    return {name: contents(load_sharded(Path(root) / name, begun(strategy, degrees, seed=1))) for name in names}
 
 
 def write(root: Path, ranks, writers: list[str]) -> tuple[Path, dict]:
@@ -160,7 +160,7 @@ def test_each_shard_is_written_once(written):
 
 
 def resumed(root: str, names: list[str]) -> dict:
-    return {name: contents(trained(load_sharded(Path(root) / name, begun(*WRITERS[name], seed=1)).state, 2)) for name in names}
+    return {name: contents(trained(load_sharded(Path(root) / name, begun(*WRITERS[name], seed=1)), 2)) for name in names}
 
 
 def test_resumed_run_continues_exactly(written, ranks):
@@ -170,7 +170,7 @@ def test_resumed_run_continues_exactly(written, ranks):
 
 
 def save_again(root: str, again: str, strategy: str, degrees: dict) -> None:
-    save_sharded(again, load_sharded(root, begun(strategy, degrees, seed=1)).state)
+    save_sharded(again, load_sharded(root, begun(strategy, degrees, seed=1)))
 
 
 @pytest.mark.parametrize("world", [1, 3])

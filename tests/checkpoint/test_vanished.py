@@ -75,7 +75,7 @@ def test_load_takes_the_newer_step_when_its_choice_is_pruned(tmp_path, steps, on
     with when_read("manifest.json", prune):
         result = load_sharded(root, plain_state(5), on_corrupt=on_corrupt)
     assert result.step == 2
-    assert digest(result.state) == digest(load_sharded(steps[1], plain_state(6)).state)
+    assert digest(result) == digest(load_sharded(steps[1], plain_state(6)))
     assert "corrupt" not in capsys.readouterr().err
 
 
@@ -101,7 +101,7 @@ def test_replaced_step_is_read_again(tmp_path, steps):
 
     with when_read_index(replace):
         result = load_sharded(root, plain_state(5))
-    assert digest(result.state) == digest(load_sharded(again, plain_state(6)).state)
+    assert digest(result) == digest(load_sharded(again, plain_state(6)))
 
 
 @contextmanager
@@ -175,7 +175,7 @@ def test_step_committed_during_a_load_is_not_called_earlier(tmp_path, steps, cap
     commit(steps[0], root)
     with when_read_index(lambda: commit(steps[1], root)):
         assert load_sharded(root, plain_state()).step == 1
-    assert capsys.readouterr().err == f"dtrain: load_sharded: loading {root}/{steps[0].name}\n"
+    assert capsys.readouterr().err.startswith(f"dtrain: load_sharded: loaded {root}/{steps[0].name} in ")
 
 
 def load_while_pruned(root: str, folders: list[str], pruning_rank: int) -> int | None:

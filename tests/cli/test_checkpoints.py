@@ -186,14 +186,14 @@ def test_verify_distinguishes_unreadable_from_corrupt(checkpoints, root):
     write_of_another_version(root / "step-00000002")
     code, out, err = checkpoints("verify", "root/step-00000002")
     assert (code, err) == (1, "")
-    assert out.startswith("step-00000002: cannot be read: manifest.json: format version must be 3, got 9")
+    assert out.startswith("step-00000002: cannot be read: manifest.json: format version must be 4, got 9")
 
 
 def test_step_of_other_format_version_fails_list_with_one_line(checkpoints, root):
     write_of_another_version(root / "step-00000002")
     code, out, err = checkpoints("list", "root")
     assert (code, out, err.count("\n")) == (1, "", 1)
-    assert err.startswith(f"dtrain: {root / 'step-00000002'}: manifest.json: format version must be 3, got 9")
+    assert err.startswith(f"dtrain: {root / 'step-00000002'}: manifest.json: format version must be 4, got 9")
 
 
 def test_verify_refuses_incomplete_save(checkpoints, root):

@@ -24,10 +24,10 @@ def squared(model, batch):
     return dt.LossSum(total=model(batch).square().sum(), weight=len(batch))
 
 
-def begin():
+def begin(**objects):
     model = nn.Linear(3, 1)
     step = dt.compose_step(squared)
-    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), **objects)
 
 
 def send(number: int = signal.SIGTERM) -> None:
@@ -85,14 +85,14 @@ class Ones:
 
 def with_workers(rank, *, folder):
     with dt.init_dist():
-        step, state = begin()
         loader = dt.build_loader(Ones(), global_batch_size=2, seed=0, num_workers=2)
+        step, state = begin(loader=loader)
         for batch in loader.until("9ba"):
             if state.step == 1:
                 send()
             state, _ = step(state, batch)
             if dt.should_stop(state):
-                dt.save_sharded(folder / "ckpt", state, extra={"loader": loader})
+                dt.save_sharded(folder / "ckpt", state)
                 return state.step
     return None
 
@@ -100,6 +100,31 @@ def with_workers(rank, *, folder):
 def test_loader_workers_ignore_the_stop_signal(tmp_path):
     assert endings(partial(with_workers, folder=tmp_path), 1, tmp_path) == ([75], [None])
     assert [found.step for found in dt.checkpoint.list_steps(tmp_path / "ckpt")] == [2]
+
+
+def saved_and_once_more(rank, *, folder, mode):
+    """The loop of the examples: the step of the stop is saved in the loop, and the final save is of the same step."""
+    with dt.init_dist():
+        mesh, step = dt.build_mesh(), dt.compose_step(squared)
+        loader = dt.build_loader(Ones(), mesh=mesh, global_batch_size=2, seed=0)
+        model = dt.shard_model(nn.Linear(3, 1), mesh, blocks=(nn.Linear,))
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), loader=loader)
+        results = []
+        for batch in loader.until("9ba"):
+            if state.step == 1:
+                send()
+            state, _ = step(state, batch)
+            results.append(dt.save_sharded(folder / mode, state, mode=mode))
+            if dt.should_stop(state):
+                break
+        results.append(dt.save_sharded(folder / mode, state, mode=mode))
+        say(folder, rank, [(each.result().step, each.result().written) for each in results])
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_final_save_of_a_saved_step_writes_nothing_and_ends_with_75(tmp_path, mode):
+    codes, said = endings(partial(saved_and_once_more, folder=tmp_path, mode=mode), 2, tmp_path)
+    assert (codes, said) == ([75, 75], [[[1, True], [2, True], [2, False]]] * 2)
 
 
 def save_and_stop(folder):
@@ -210,8 +235,8 @@ def reporting(rank, *, folder):
         mesh = dt.build_mesh()
         step = dt.compose_step(squared)
         model = dt.shard_model(nn.Linear(3, 1), mesh, blocks=(nn.Linear,))
-        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01))
         loader = dt.build_loader(Ones(), mesh=mesh, global_batch_size=2, seed=0)
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), loader=loader)
         for batch in loader.until("2ba"):
             state, metrics = step(state, batch)
         said = [heartbeats.last_progress()[1]]
@@ -219,7 +244,7 @@ def reporting(rank, *, folder):
         said.append(heartbeats.last_progress()[1])
         dt.dist.reduce_max(1.0)
         said.append(heartbeats.last_progress()[1])
-        dt.save_sharded(folder / "ckpt", state, extra={"loader": loader})
+        dt.save_sharded(folder / "ckpt", state)
         dt.evaluate(model, loader, squared)
         assert launch_protocol.HEARTBEAT_FD not in os.environ
         return [info.rank, os.getpid(), said]

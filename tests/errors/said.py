@@ -27,7 +27,7 @@ SAID = {
             "\tsize mismatch for weight: copying a param with shape torch.Size([2, 4]) from checkpoint, the shape in current "
             "model is torch.Size([4, 4]).",
         ),
-        here=("dtrain: load_sharded: loading .../ckpt/step-00000001",),
+        here=("dtrain: load_sharded: loaded .../ckpt/step-00000001 in ... s",),
     ),
     "Out of memory with full sharding": Said(
         by_hand=("torch.OutOfMemoryError: ... out of memory. Tried to allocate ...",),
@@ -50,7 +50,7 @@ SAID = {
             "`state, metrics = step(state, batch)`.",
             "ConfigError: init: got the optimizer before the model. Swap them: `state = step.init(model, optimizer)`.",
             "ConfigError: init: SGD holds 1 of 2 trainable parameters, so these would never train: bias. Add them, freeze them "
-            "with requires_grad_(False), or pass partial=True.",
+            "with requires_grad_(False), or pass missing_ok=True.",
             "ConfigError: microbatch_step: loss_fn must return a LossSum, got Tensor []. For a mean, wrap loss_fn in "
             'dt.mean_loss(loss_fn, weight=lambda batch: len(batch["labels"])). For a sum, return '
             "dt.LossSum(total=loss, weight=count).",

@@ -28,10 +28,12 @@ LOSS = dt.mean_loss(lambda model, batch: model(batch).square().mean(), weight=le
 PATIENCE_S = 300  # for what takes seconds: the machine may be busy
 
 
-def begun(*transforms: dt.Transform, width: int = 1, **options: float) -> tuple[dt.Step, dt.TrainState]:
+def begun(
+    *transforms: dt.Transform, width: int = 1, loader: dt.Loader | None = None, **options: float
+) -> tuple[dt.Step, dt.TrainState]:
     model = nn.Linear(width, width, bias=False)
     step = dt.compose_step(LOSS, transforms)
-    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.1, **options))
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.1, **options), loader=loader)
 
 
 @contextmanager
@@ -267,13 +269,13 @@ def ours_extended(folder: Path, schedule_of: int | None = None) -> list[float]:
     """The same here, with the schedule as long as the run, or as given."""
     rates = []
     for total in (4, 8):
-        step, state = begun(dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, schedule_of or total)))
         loader = dt.build_loader(torch.ones(4, 1), global_batch_size=1, seed=0)
-        state = dt.load_sharded(folder, state, extra={"loader": loader}, missing_ok=True).state
+        step, state = begun(dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, schedule_of or total)), loader=loader)
+        state = dt.load_sharded(folder, state, missing_ok=True)
         for batch in loader.until(f"{total}ba"):
             state, metrics = step(state, batch)
             rates.append(dt.reduce_metrics(metrics)["lr"] / 0.1)
-        dt.save_sharded(folder, state, extra={"loader": loader})
+        dt.save_sharded(folder, state)
     return rates
 
 

@@ -36,8 +36,8 @@ def test_a_checkpoint_of_two_ranks_is_resumed_on_one(found: Found, folder: Path,
     state = dt.compose_step(LOSS).init(model, torch.optim.AdamW(model.parameters()))
     done = dt.load_sharded(folder / "ckpt", state)
     assert done.step == 1
-    assert dict(done.state.params)["weight"].flatten().tolist() == found[0]["resuming"]
-    assert done.state.optimizer.state[model.weight]["exp_avg"].shape == (4, 4)
+    assert dict(done.params)["weight"].flatten().tolist() == found[0]["resuming"]
+    assert done.optimizer.state[model.weight]["exp_avg"].shape == (4, 4)
     check("Resuming on another number of ranks", by_hand=(by_hand,), here=(capfd.readouterr().err,))
 
 

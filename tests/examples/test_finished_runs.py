@@ -27,13 +27,13 @@ SHORT = {
     "train_custom.py": ["--until", "20ba"],
     "train_resnet.py": ["--until", "4ba"],
     "train_gan.py": ["--steps", "4", "--save-every", "2"],
-    "train_dpo.py": ["--read", "4ba", "--until", "4ba"],
+    "train_dpo.py": ["--read", "5ba", "--until", "5ba"],
     "train_diffusion.py": ["--until", "5ba"],
     "train_embeddings.py": ["--until", "4ba"],
     "pretrain_bert.py": ["--until", "4ba"],
     "pretrain_gpt.py": ["--steps", "4"],
     "tensor_parallel.py": ["--steps", "4", "--tp", "1"],
-    "finetune_bert.py": ["--until", "4ba"],
+    "finetune_bert.py": ["--until", "10ba"],
 }
 # Those that no other test in the quick set runs, and the template.
 QUICK = (

@@ -220,7 +220,7 @@ def test_finished_run_reports_completion(straight):
     before = losses(straight)
     data = ["--text", TEXT, "--steps", str(STEPS), "--save-every", str(MIDDLE)]
     text = here("pretrain_gpt.py", *data, out=straight)  # in one process, without a launcher
-    assert f"has all {STEPS} steps; a larger --steps goes on, another --out starts anew" in text
+    assert f"resuming after step {STEPS}" in text
     assert "held-out loss" in text
     assert losses(straight) == before
 

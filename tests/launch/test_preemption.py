@@ -71,8 +71,8 @@ LOOP = """
             model = dt.shard_model(Net(), mesh, blocks=(nn.Linear,))
             loader = dt.build_loader(Slow(), mesh=mesh, global_batch_size=4, seed=0, num_workers=workers)
             step = dt.compose_step(loss_fn)
-            state = step.init(model, torch.optim.AdamW(model.parameters(), lr=0.01), seed=1)
-            state = dt.load_sharded(folder / "ckpt", state, extra={"loader": loader}, missing_ok=True).state
+            state = step.init(model, torch.optim.AdamW(model.parameters(), lr=0.01), seed=1, loader=loader)
+            state = dt.load_sharded(folder / "ckpt", state, missing_ok=True)
             log = dt.loggers.jsonl(folder / "metrics.jsonl")
             torch.distributed.barrier()  # all ranks have a state now, which can be saved
             phase("compile")
@@ -86,7 +86,7 @@ LOOP = """
                 if stop or state.crossed(2):
                     phase("save")
                     time.sleep(0.01 * slow)
-                    dt.save_sharded(folder / "ckpt", state, extra={"loader": loader}, keep_last=2)
+                    dt.save_sharded(folder / "ckpt", state, keep_last=2)
                 if stop:
                     return
                 if state.crossed(3):

@@ -258,17 +258,16 @@ def epochs_of(folder, *, kill_at: int | None = None, patience="2ep", right=True,
     """The documented loop, from the start or from the checkpoint: the stop, and the steps that it took."""
     model = nn.Linear(1, 1)
     step = dt.compose_step(dt.mean_loss(lambda model, batch: model(batch["x"]).mean(), weight=lambda batch: len(batch["x"])))
-    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.0))
-    loader = dt.build_loader(rows(), global_batch_size=4, seed=0)
+    loader, taken = dt.build_loader(rows(), global_batch_size=4, seed=0), 0
     stop = early_stop("loss", patience=patience) if threshold is None else threshold_stop("loss", threshold)
-    extra, taken = {"loader": loader, "stop": stop}, 0
-    state = load_sharded(folder, state, extra=extra, missing_ok=True).state
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.0), loader=loader, stateful={"stop": stop})
+    state = load_sharded(folder, state, missing_ok=True)
     for batch in loader.until(length) if breaks else loader.until(length, stop=stop):
         state, _ = step(state, batch)
         taken += 1
         if state.crossed("1ep"):
             over = stop(state, measured(state)) if right else False
-            save_sharded(folder, state, extra=extra)
+            save_sharded(folder, state)
             if kill_at == state.clock.epoch:
                 raise Killed
             over = over if right else stop(state, measured(state))

@@ -50,7 +50,7 @@ def test_resumed_loop_has_all_readings(tmp_path):
     assert 0.0 <= third["speed/productive"] <= 1.0
 
     save_sharded(tmp_path / "run", state)
-    state, (fourth, fifth, _) = logged(load_sharded(tmp_path / "run", begin()).state)
+    state, (fourth, fifth, _) = logged(load_sharded(tmp_path / "run", begin()))
     assert not fourth.keys() & (SPEED | WORK | {"time/left_s"})
     assert fifth.keys() == third.keys()
     assert state.step == 6

@@ -117,7 +117,7 @@ def test_resumed_run_checks_losses_pending_at_save(tmp_path):
     state = run(step, state, [USUAL, math.nan])
     save_sharded(tmp_path, state)
     step, state = begin(watch_loss())
-    state = run(step, load_sharded(tmp_path, state).state, [USUAL])
+    state = run(step, load_sharded(tmp_path, state), [USUAL])
     with pytest.raises(StepError, match="the loss of step 1 was nan"):
         run(step, state, [USUAL])
 

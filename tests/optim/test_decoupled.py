@@ -133,7 +133,7 @@ def resumed(kind: type, root: str, peak: float, new: float) -> tuple[float, dict
         step = dt.compose_step(LOSS, [dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, 4))])
         state = step.init(model, kind(model.parameters(), lr=lr, weight_decay=0.1))
         if lr == new:
-            state = dt.load_sharded(root, state).state
+            state = dt.load_sharded(root, state)
             break
         for _ in range(2):
             state, _ = step(state, torch.ones(1, 2, dtype=torch.float64))

@@ -52,7 +52,7 @@ def trained(strategy: str, root: str, first: int, saves: bool) -> dict[str, list
         model = laid_out(strategy)
         state = STEP.init(model, grouped(name, model, LR))
         if not saves and first:
-            state = dt.load_sharded(f"{root}/{name}", state).state
+            state = dt.load_sharded(f"{root}/{name}", state)
         for _ in range(first if saves else STEPS - first):
             state, _ = STEP(state, BATCH.chunk(dist.get_world_size())[dist.get_rank()])
         if saves:

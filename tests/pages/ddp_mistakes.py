@@ -202,7 +202,7 @@ def resumed_by_hand(dataset, saved):
 
 def resumed_here(dataset, saved, mesh):
     loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=4, seed=0)
-    loader.load_state_dict(saved)  # a checkpoint has it in extra={"loader": loader}
+    loader.load_state_dict(saved)  # a checkpoint has it: step.init(model, optimizer, loader=loader)
     return [batch.tolist() for batch in loader.until("1ep")]
 
 

@@ -28,7 +28,7 @@ GIVEN = {
 for _ in range(100):
     state, metrics = step(state, batch)
 g, c = (dt.compose_step(loss_fn).init(m, torch.optim.SGD(m.parameters(), lr=0.1)) for m in (GPT(config), GPT(config)))
-dt.save_sharded("gan", {"generator": g, "critic": c}, extra={"loader": loader})
+dt.save_sharded("gan", {"generator": g, "critic": c})
 """,
         """
 import os

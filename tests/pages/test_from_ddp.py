@@ -156,7 +156,7 @@ def saves(rank: int, folder: str) -> dict[str, list[float]]:
         dt.optimizer_step(*dt.microbatch_step(state, part([5.0]), loss_fn=LOSS))
 
     shown_code.saved_here(state, f"{folder}/here", one_step)
-    restored = dt.load_sharded(f"{folder}/here", begun()).state
+    restored = dt.load_sharded(f"{folder}/here", begun())
     return {"saved": [by_hand, dict(dt.full_params(restored))["weight"].item()]}
 
 

@@ -54,15 +54,15 @@ with dt.init_dist() as info:
     loader = dt.build_loader(dataset(60, 1), mesh=mesh, global_batch_size=11, seed=0)
     quiz = dt.build_loader(dataset(37, 2), mesh=mesh, global_batch_size=8, seed=0, shuffle=False)
     step = dt.compose_step(loss_fn, [dt.transforms.ema(0.9), dt.transforms.clip_by_norm(1.0), dt.auto_microbatch()])
-    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    state = dt.load_sharded("ckpt", state, extra={"loader": loader}, missing_ok=True).state
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader=loader)
+    state = dt.load_sharded("ckpt", state, missing_ok=True)
     log = dt.loggers.jsonl("metrics.jsonl")
     for batch in loader.until(STEPS):
         noise = 0.1 * torch.randn(len(batch[0]), 8)
         state, metrics = step(state, (encoder(batch[0]) + noise, batch[1]))
         log(state.step, dt.reduce_metrics(metrics))
         if state.crossed(100):
-            dt.save_sharded("ckpt", state, extra={"loader": loader})
+            dt.save_sharded("ckpt", state)
     with dt.transforms.use_average(state, "ema"):
         loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
         weights = {name: whole.clone() for name, whole in dt.full_params(state)}

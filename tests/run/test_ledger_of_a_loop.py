@@ -50,14 +50,14 @@ def loop(folder, steps=4):
     model = shard_model(made(), mesh, blocks=(nn.Linear,))
     loader = build_loader(DATA, mesh=mesh, global_batch_size=4, seed=0, collate=torch.stack)
     step = compose_step(LOSS, [clip_by_norm(1.0)])
-    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    state = load_sharded(f"{folder}/ckpt", state, extra={"loader": loader}, missing_ok=True).state
+    state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), loader=loader)
+    state = load_sharded(f"{folder}/ckpt", state, missing_ok=True)
     for batch in loader.until(f"{state.step + steps}ba"):
         state, metrics = step(state, batch)
     reduce_metrics(metrics)
     evaluate(model, loader, LOSS)
     dict(full_params(state))
-    save_sharded(f"{folder}/ckpt", state, extra={"loader": loader}, mode="async")
+    save_sharded(f"{folder}/ckpt", state, mode="async")
     all_gather_json(1)
     current_context().run_shutdown_hooks(None)
     left = len(spans._RECORDER.stack)

@@ -184,7 +184,7 @@ def moved_through_a_checkpoint(folder: str, there: str | None, here: str | None)
             mine = slice(get_dist_info().rank * share, (get_dist_info().rank + 1) * share)
             made[key], _ = step(made[key], {k: v[mine] for k, v in models.batch("left out", models.WEIGHTS).items()})
             save_sharded(folder, made[key])
-    loaded = load_sharded(folder, made["loaded"]).state
+    loaded = load_sharded(folder, made["loaded"])
     assert loaded.step == 1
     pairs = zip(full_params(made["saved"]), full_params(loaded), strict=True)
     moments = [state["exp_avg"] for state in loaded.optimizer.state.values()]

@@ -99,7 +99,7 @@ def test_draws_are_those_of_one_process(ranks, world, tmp_path):
 
 def resumed(root, steps):
     step, state = begin("full_shard", small=True)
-    state = dt.load_sharded(root, state, missing_ok=True).state
+    state = dt.load_sharded(root, state, missing_ok=True)
     state = train(step, state, steps)
     dt.save_sharded(root, state)
     return [value for whole in weights(state).values() for value in whole.flatten().tolist()]

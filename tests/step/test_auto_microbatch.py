@@ -259,7 +259,7 @@ def resumed(folder: str) -> list:
     sizes = []
     for strategy in ("full_shard", "full_shard", "shard_grad_op"):
         step, state = wide(strategy, auto_microbatch(grow_interval=None))
-        state = load_sharded(folder, state, missing_ok=True).state
+        state = load_sharded(folder, state, missing_ok=True)
         probe = MicrobatchProber.probe
         with (
             memory_budget(budget, existing=state.params.values()),

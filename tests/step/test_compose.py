@@ -391,10 +391,10 @@ def test_read_only_transform_keeps_no_state_across_restarts(tmp_path):
     assert state.transform_states == {}
     dt.save_sharded(tmp_path / "with", state)
     plain, fresh = build([])
-    resumed = dt.load_sharded(tmp_path / "with", fresh).state
+    resumed = dt.load_sharded(tmp_path / "with", fresh)
     assert resumed.step == 1
     resumed, _ = plain(resumed, torch.ones(2, 3))
     dt.save_sharded(tmp_path / "without", resumed)
-    assert dt.load_sharded(tmp_path / "without", build([looks])[1]).state.step == 2
+    assert dt.load_sharded(tmp_path / "without", build([looks])[1]).step == 2
     with pytest.raises(dt.errors.CheckpointMismatchError, match="a transform"):
         dt.load_sharded(tmp_path / "without", build([Transform(name="looks", update=lambda inner: inner)])[1])

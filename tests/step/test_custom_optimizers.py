@@ -331,7 +331,7 @@ def kept(strategy: str | None, root: str, begin: bool) -> dict[str, list[float]]
         model = laid_out(strategy)
         state = STEP.init(model, make(model.parameters()))
         if not begin:
-            state = dt.load_sharded(f"{root}/{name}", state).state
+            state = dt.load_sharded(f"{root}/{name}", state)
         for _ in range(3):
             state, _ = STEP(state, own_batch(strategy))
         if begin:

@@ -154,7 +154,7 @@ def test_load_sharded_resets_the_nonfinite_count(tmp_path):
     state = run(step, state, [FINE])
     dt.save_sharded(tmp_path, state)
     state = run(step, state, [NAN] * 8)
-    state = dt.load_sharded(tmp_path, state).state
+    state = dt.load_sharded(tmp_path, state)
     run(step, state, [NAN] * 8)
 
 

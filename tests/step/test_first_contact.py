@@ -98,7 +98,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "list of optimizers": (
         initialised(same, lambda model: [sgd(part) for part in model]),
         "init: optimizer must be one torch.optim.Optimizer, got a list of 2. Give the parameters as groups of one optimizer "
-        "(dt.optim.param_groups), or make a state for each with partial=True.",
+        "(dt.optim.param_groups), or make a state for each with missing_ok=True.",
     ),
     "class of an optimizer": (
         initialised(same, lambda model: torch.optim.AdamW),
@@ -120,7 +120,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], str]] = {
     "optimizer of a part": (
         initialised(same, lambda model: sgd(model.head)),
         "init: SGD holds 2 of 4 trainable parameters, so these would never train: body.weight, body.bias. Add them, freeze "
-        "them with requires_grad_(False), or pass partial=True.",
+        "them with requires_grad_(False), or pass missing_ok=True.",
     ),
     "plain mean": (
         lost(lambda mean: mean),
@@ -232,12 +232,12 @@ def test_param_groups_and_muon_groups_cover_all_parameters():
 
 def test_partial_optimizer_updates_only_its_own_parameters():
     model = net()
-    state = STEP.init(model, sgd(model.head), partial=True)
+    state = STEP.init(model, sgd(model.head), missing_ok=True)
     before = {name: param.detach().clone() for name, param in state.params.items()}
     state, _ = STEP(state, BATCH)
     moved = [name for name, param in state.params.items() if not torch.equal(param, before[name])]
     assert moved == ["head.weight", "head.bias"]
     early = dt.optimizer_in_backward(LOSS, batch_spec=dt.batch_spec(weight=lambda batch: len(batch["x"])))
-    state, _ = early(early.init(model, sgd(model.body), partial=True), BATCH)
+    state, _ = early(early.init(model, sgd(model.body), missing_ok=True), BATCH)
     assert torch.equal(model.head.weight, state.params["head.weight"])
     assert not torch.equal(model.body.weight, before["body.weight"])

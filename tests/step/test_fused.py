@@ -79,12 +79,12 @@ def trained(strategy: str, folder: str) -> dict[str, list]:
         save_sharded(root / "fused", state)
         state = stepped(step, state, 1)
         step, restored = begun(strategy, kind, fused=True)
-        restored = stepped(step, load_sharded(root / "fused", restored).state, 1)
+        restored = stepped(step, load_sharded(root / "fused", restored), 1)
         same = all(torch.equal(to_local(p), to_local(restored.params[name])) for name, p in state.params.items())
         step, plain = begun(strategy, kind, fused=False)
         save_sharded(root / "plain", stepped(step, plain, STEPS - 1))
         step, taken_over = begun(strategy, kind, fused=True)
-        taken_over = stepped(step, load_sharded(root / "plain", taken_over).state, 1)
+        taken_over = stepped(step, load_sharded(root / "plain", taken_over), 1)
         fused = all(group["fused"] for group in taken_over.optimizer.param_groups)
         found[kind] = [far(state, expected), same, far(taken_over, expected), fused]
     return found
@@ -121,7 +121,7 @@ def refused() -> list[str]:
         torch.optim.SGD(net.parameters(), foreach=True),
     ):
         try:
-            init_state(net, optimizer, partial=True)
+            init_state(net, optimizer, missing_ok=True)
         except ConfigError as error:
             found.append(str(error))
     for param in cut:

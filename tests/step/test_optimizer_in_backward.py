@@ -89,7 +89,7 @@ def run(name, net, optimizer, *, early, size):
     else:
         grad = partial(microbatch_step, batch_spec=batch_spec(weight=weight_of), microbatch_size=size)
         step = compose_step(CASES[name].loss, transforms, grad=grad)
-    state = step.init(net, optimizer, partial=True)  # of one model a bias is left out
+    state = step.init(net, optimizer, missing_ok=True)  # of one model a bias is left out
     losses, calls = [], []
     hook = state.optimizer.register_step_post_hook(lambda *_: calls.append(1))
     for _ in range(STEPS):

@@ -31,11 +31,12 @@ def cut(batch):
 def run_where_one_rank_cuts(folder: str) -> list:
     """Save after each step, and ask for the end of the epoch after a batch that no rank has cut."""
     mesh = dt.build_mesh()
-    source, (step, state) = loader(mesh), begun(mesh)
+    source = loader(mesh)
+    step, state = begun(mesh, stateful={"loader": source})
     told = []
     for number, batch in enumerate(source.until("2ep")):
         state, _ = step(state, cut(batch) if is_cut(number) and get_dist_info().rank == 1 else batch)
-        dt.save_sharded(folder, state, extra={"loader": source})
+        dt.save_sharded(folder, state)
         try:
             told.append(state.crossed("1ep"))
         except dt.errors.ConfigError as error:

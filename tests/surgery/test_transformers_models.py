@@ -222,7 +222,7 @@ def trained(name, root, resumed):
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=0.01), seed=0)
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     if resumed:
-        state = dt.load_sharded(root, state).state
+        state = dt.load_sharded(root, state)
     while state.step < 4:
         state, _ = step(state, {"input_ids": ids(20, 4)[rank * 4 // world : (rank + 1) * 4 // world] + state.step % 2 - 2})
         if state.step == 2 and not resumed:

@@ -16,14 +16,12 @@ from dtrain.lazy_imports import attach
 if TYPE_CHECKING:
     from dtrain.checkpoint.checkpoint_info import CheckpointInfo as CheckpointInfo
     from dtrain.checkpoint.checkpoint_info import list_steps as list_steps
-    from dtrain.checkpoint.checkpointer import Checkpointer as Checkpointer
     from dtrain.checkpoint.commit import SaveResult as SaveResult
     from dtrain.checkpoint.conversion.convert import ConvertResult as ConvertResult
     from dtrain.checkpoint.conversion.convert import convert as convert
-    from dtrain.checkpoint.extra import Stateful as Stateful
     from dtrain.checkpoint.extra import not_saved as not_saved
     from dtrain.checkpoint.extra import per_rank as per_rank
-    from dtrain.checkpoint.load import LoadResult as LoadResult
+    from dtrain.checkpoint.load import Restored as Restored
     from dtrain.checkpoint.load_weights import LoadWeightsResult as LoadWeightsResult
     from dtrain.checkpoint.retention import prune as prune
     from dtrain.checkpoint.verify_step import verify as verify

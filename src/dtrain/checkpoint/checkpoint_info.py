@@ -231,7 +231,7 @@ def latest_checkpoint(root: Path | str) -> AnyPath | None:
 
         path = dt.latest_checkpoint("runs/gpt/ckpt")
         if path is not None:
-            state = dt.load_sharded(path, state, extra={"loader": loader}).state
+            state = dt.load_sharded(path, state)
 
     Raises:
         CheckpointError: as ``list_steps``; or the folder of a step whose save was not completed.

@@ -30,7 +30,7 @@ from dtrain.state import TrainState
 from dtrain.storage import AnyPath
 
 if TYPE_CHECKING:
-    from dtrain.checkpoint.load import LoadResult, OneOrSeveral
+    from dtrain.checkpoint.load import OneOrSeveral
     from dtrain.checkpoint.save import SaveHandle
     from dtrain.checkpoint.step_choice import OnCorrupt
 
@@ -60,12 +60,13 @@ class Checkpointer:
     released by ``close``, at the end of the ``with`` block or of ``init_dist``'s block, or with the last reference. The next
     save takes them again. The identity of the run is in the state: saves of one run under several roots keep one run id.
 
-        with dt.checkpoint.Checkpointer("runs/gpt/ckpt", mode="async", keep_last=3) as checkpoints:
-            state = checkpoints.load(state, extra={"loader": loader}, missing_ok=True).state
-            for batch in loader.until("1000ba"):
-                state, _ = step(state, batch)
-                if state.step % 100 == 0:
-                    checkpoints.save(state, extra={"loader": loader})
+        checkpoints = dt.Checkpointer("runs/gpt/ckpt", mode="async", keep_last=3)
+        state = checkpoints.load(step.init(model, optimizer, loader=loader), missing_ok=True)
+        for batch in loader.until("3ep"):
+            state, metrics = step(state, batch)
+            if state.crossed("1ep"):
+                checkpoints.save(state)
+        checkpoints.save(state)  # writes nothing if this step is saved already
 
     Args:
         root: folder on a file system that all ranks share, or a URL.
@@ -107,7 +108,7 @@ class Checkpointer:
     ) -> SaveHandle:
         """Save ``state`` as one step under the root. See ``save_sharded``.
 
-        handle = checkpoints.save(state, extra={"loader": loader})
+        handle = checkpoints.save(state)
         """
         from dtrain.checkpoint.save import start_save
 
@@ -119,20 +120,19 @@ class Checkpointer:
         *,
         extra: Mapping[str, Any] | None = None,
         what: Literal["all", "weights"] = "all",
-        strict: bool = True,
         ignore: Sequence[str] = (),
         cast: bool = False,
         missing_ok: bool = False,
         on_corrupt: OnCorrupt = "raise",
-    ) -> LoadResult[OneOrSeveral]:
+    ) -> OneOrSeveral:
         """Load the newest step of the root into ``state``. See ``load_sharded``.
 
-        state = checkpoints.load(state, extra={"loader": loader}, missing_ok=True).state
+        state = checkpoints.load(state, missing_ok=True)
         """
         from dtrain.checkpoint.load import load_sharded
 
         return load_sharded(
-            self.root, state, extra=extra, what=what, strict=strict, ignore=ignore, cast=cast, missing_ok=missing_ok,
+            self.root, state, extra=extra, what=what, ignore=ignore, cast=cast, missing_ok=missing_ok,
             on_corrupt=on_corrupt,
         )  # fmt: skip
 

@@ -1,15 +1,17 @@
-"""Save and load the caller's objects (``extra=``).
+"""Save and load the objects of a run (``Step.init(loader=, stateful=)``) and the caller's objects (``extra=``).
 
 An entry has ``state_dict`` and ``load_state_dict``, or is a dict, a list or a tensor, which a load fills in place. A number or
 a text is refused, because a load cannot put it back. Entries are equal on all ranks, or marked by ``per_rank``.
+
+Keys of entries: ``loader``, ``stateful/<name>`` and ``extra/<name>``, with ``states/<state>/`` before the keys of the objects
+of one of several states. An object that several states share is stored once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,50 +20,27 @@ from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.mismatch_report import mismatch_error, missing_row, unexpected_row
 from dtrain.checkpoint.module_state import set_extra_states
 from dtrain.checkpoint.targets import ReadOnlyMemory, write_problem
-from dtrain.checkpoint.tree_json import DICT_TYPES, PER_RANK, TensorPlaceholder
+from dtrain.checkpoint.tree_json import DICT_TYPES, PER_RANK, RANK_COPIES, SameAs, TensorPlaceholder, state_prefix
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import rng_state, set_rng_state
 from dtrain.dtensor import is_dtensor
 from dtrain.errors import CheckpointMismatchError, ConfigError, CorruptCheckpointError
+from dtrain.run_objects import LOADER, NotSaved, PerRank, RankCopies, check_entries, is_stateful, is_tracked_loader, unwrap
 from dtrain.state import TrainState
+from dtrain.typing import Stateful
 
 if TYPE_CHECKING:
     from dtrain.checkpoint.load_plan import IgnorePatterns
     from dtrain.checkpoint.reader import CheckpointReader
 
 
-@runtime_checkable
-class Stateful(Protocol):
-    """Protocol of an object that returns its state as plain data and tensors, and loads this state again."""
-
-    def state_dict(self) -> Any:
-        """Return the state."""
-
-    def load_state_dict(self, state: Any, /) -> Any:
-        """Load a state that ``state_dict`` returned."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PerRank:
-    """Entry of ``extra=`` that each rank saves for itself. See ``per_rank``."""
-
-    value: Any
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NotSaved:
-    """Entry of ``extra=`` that stands for a loader without a saved position. See ``not_saved``."""
-
-    loader: Any
-
-
 def per_rank(value: Any) -> PerRank:
-    """Mark an entry of ``extra=`` that differs between ranks on purpose: each rank saves its own value.
+    """Mark an object of ``stateful=`` or ``extra=`` that differs between ranks on purpose: each rank saves its own value.
 
-    Without the mark, values that differ between ranks are an error of the save. Use the mark in the save and in the load. Each
-    rank gets its own value back. Another number of ranks is an error of the load: pass ``ignore=["extra/<name>"]`` to start
-    with a new value.
+    Without the mark, values that differ between ranks are an error of the save. Use the mark in every process that saves or
+    loads. Each rank gets its own value back. Another number of ranks is an error of the load: pass
+    ``ignore=["stateful/<name>"]`` to start with a new value.
 
     Args:
         value: an object with ``state_dict`` and ``load_state_dict``, or a dict, list or tensor, which a load fills in place.
@@ -69,91 +48,93 @@ def per_rank(value: Any) -> PerRank:
     Example:
         >>> import dtrain as dt
         >>> hidden = torch.zeros(2)
-        >>> extra = {"hidden": dt.checkpoint.per_rank(hidden)}
-        >>> extra["hidden"].value is hidden
+        >>> stateful = {"hidden": dt.checkpoint.per_rank(hidden)}
+        >>> stateful["hidden"].value is hidden
         True
     """
     return PerRank(value)
 
 
-def not_saved(loader: Any) -> NotSaved:
-    """Mark a loader in ``extra=`` whose position is left out of the checkpoint on purpose, so that a resume starts it anew.
+def not_saved(value: Any) -> NotSaved:
+    """Mark a loader whose position is left out of the checkpoint on purpose, so that a resume starts it anew.
 
-    A save without the position of a loader that the run trains on is an error otherwise. Use the mark in the save and in the
-    load, for example for a dataset that cannot continue in the middle.
+    Pass the marked loader to ``Step.init``, for example a plain ``DataLoader``, or a loader of a dataset that cannot continue
+    in the middle. Objects of ``stateful=`` take the mark, too.
 
     Args:
-        loader: the loader, or None for the loader of the last batches if it no longer exists.
+        value: the loader, or None for the loader of the last batches if it no longer exists.
 
     Example:
         >>> import dtrain as dt
-        >>> loader = dt.build_loader(list(range(8)), global_batch_size=4, seed=0)
-        >>> extra = {"loader": dt.checkpoint.not_saved(loader)}
-        >>> extra["loader"].loader is loader
+        >>> loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4)
+        >>> marked = dt.checkpoint.not_saved(loader)  # step.init(model, optimizer, loader=marked)
+        >>> marked.value is loader
         True
     """
-    return NotSaved(loader)
+    return NotSaved(value)
 
 
-def saved_entries(extra: Mapping[str, Any], caller: str) -> dict[str, Any]:
-    """Return the entries that a checkpoint holds: ``extra`` without ``not_saved``.
+def saved_entries(states: Mapping[str, TrainState], extra: Mapping[str, Any], caller: str) -> dict[str, Any]:
+    """Return the entries of a checkpoint by key, with their marks and without entries that are not saved.
 
     Raises:
-        ConfigError: a name that is not a string, or a value that a load could not put back.
+        ConfigError: a name that is not a string, a value that a load could not put back, or a loader in ``extra``.
     """
+    check_entries(extra, caller, layout.EXTRA)
+    loaders = {id(unwrap(state.loader)) for state in states.values()} - {id(None)}
     for name, value in extra.items():
-        if type(name) is not str:
+        if is_tracked_loader(value) or id(unwrap(value)) in loaders:
             raise ConfigError(
-                f"{caller}: extra must have string names, got {type(name).__name__} {name!r}. "
-                f"Use texts as keys, such as extra={{'loader': loader}}."
+                f"{caller}: extra must not hold a loader of the run, got {name}={unwrap(value)!r}. Pass it to the state: "
+                f"step.init(model, optimizer, loader=loader); further loaders: stateful={{'{name}': ...}}."
             )
-        content = unwrap(value)
-        plain = content is None or isinstance(content, bool | int | float | str | tuple)
-        if isinstance(content, PerRank | NotSaved) and content is not value:
-            raise ConfigError(f"{caller}: extra: {name} must have one mark, got two. Leave out one of them.")
-        if plain and not is_stateful(content):
-            raise ConfigError(
-                f"{caller}: extra: {name} must be filled in place by a load, which {type(content).__name__} "
-                f"{repr(content)[:60]} cannot. Put it into a dict that the loop reads: extra={{'{name}': {{'value': ...}}}}."
-            )
-    return {name: value for name, value in extra.items() if not isinstance(value, NotSaved)}
-
-
-def is_stateful(value: Any) -> bool:
-    """Return True if an entry has ``state_dict`` and ``load_state_dict``."""
-    value = unwrap(value)
-    return isinstance(value, Stateful) and not isinstance(value, type)
-
-
-def plain_entries(extra: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries that are plain data, without marks."""
-    return {name: unwrap(value) for name, value in extra.items() if not is_stateful(value)}
-
-
-def unwrap(value: Any) -> Any:
-    """Return an entry without the mark ``per_rank``."""
-    return value.value if isinstance(value, PerRank) else value
-
-
-def saved_objects(extra: Mapping[str, Any]) -> Iterator[Any]:
-    """Iterate over the objects of ``extra`` without marks."""
-    return map(unwrap, extra.values())
+    objects = {state_prefix(name) + key: value for name, state in states.items() for key, value in state._objects.items()}
+    entries = {**objects, **{tree_json.join_key(layout.EXTRA, name): value for name, value in extra.items()}}
+    return {key: value for key, value in entries.items() if not isinstance(value, NotSaved)}
 
 
 def state_of(value: Any) -> Any:
     """Return the state of an object, or plain data as they are."""
+    value = unwrap(value)
     return value.state_dict() if is_stateful(value) else value
 
 
-def split_entries(entries: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the states of entries: those of the run, with ``PER_RANK`` for marked entries, and those of this rank."""
-    of_run = {name: PER_RANK if isinstance(value, PerRank) else state_of(value) for name, value in entries.items()}
-    of_rank = {name: state_of(value.value) for name, value in entries.items() if isinstance(value, PerRank)}
-    return of_run, of_rank
+class EntryTrees(NamedTuple):
+    """States of entries by section (``extra``, ``objects``) and name: those of the run, and those of this rank."""
+
+    of_run: dict[str, dict[str, Any]]
+    of_rank: dict[str, dict[str, Any]]
+
+
+def split_entries(entries: Mapping[str, Any]) -> EntryTrees:
+    """Return the states of entries. An object with several keys is stored under the first key."""
+    trees = EntryTrees({layout.EXTRA: {}, layout.OBJECTS: {}}, {layout.EXTRA: {}, layout.OBJECTS: {}})
+    first_keys: dict[int, str] = {}
+    for key, value in entries.items():
+        section, name = _place_of(key)
+        if section == layout.OBJECTS and (first := first_keys.setdefault(id(unwrap(value)), name)) != name:
+            trees.of_run[section][name] = SameAs(first)
+        elif isinstance(value, PerRank | RankCopies):
+            trees.of_run[section][name] = PER_RANK if isinstance(value, PerRank) else RANK_COPIES
+            trees.of_rank[section][name] = state_of(value)
+        else:
+            trees.of_run[section][name] = state_of(value)
+    return trees
+
+
+def _place_of(key: str) -> tuple[str, str]:
+    """Return the section of an entry, and its name in the section."""
+    first, _, name = key.partition("/")
+    return (layout.EXTRA, tree_json.unescape_key(name)) if first == layout.EXTRA else (layout.OBJECTS, key)
+
+
+def short_key(key: str) -> str:
+    """Return the key of an object without the name of its state, as ``ignore=`` takes the key."""
+    return key.split("/", 2)[2] if key.startswith(f"{layout.STATES}/") else key
 
 
 def check_plain_tensors(tensors: Mapping[str, Tensor], owner: str) -> None:
-    """Raise if a tensor of ``extra`` or of a module's extra state is sharded.
+    """Raise if a tensor of an entry or of a module's extra state is sharded.
 
     Raises:
         ConfigError: the key of the first DTensor.
@@ -163,65 +144,100 @@ def check_plain_tensors(tensors: Mapping[str, Tensor], owner: str) -> None:
             raise ConfigError(f"save_sharded: {key} must be a plain tensor, got a DTensor. {owner}")
 
 
-def extra_structures(
-    reader: CheckpointReader, extra: Mapping[str, Any], ignore: IgnorePatterns, *, caller: str
+def entry_structures(
+    reader: CheckpointReader,
+    entries: Mapping[str, Any],
+    states: Mapping[str, TrainState],
+    ignore: IgnorePatterns,
+    *,
+    caller: str,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the stored values of the run and of this rank for ``extra`` without ignored names, with placeholders for tensors.
+    """Return the stored values of the run and of this rank for ``entries`` without ignored keys, with placeholders for tensors.
 
     Raises:
-        CheckpointMismatchError: a name that only the caller or only the checkpoint has, or a value that does not fit.
+        CheckpointMismatchError: an entry that only the caller or only the checkpoint has, or a value that does not fit.
     """
-    stored = reader.structures[layout.EXTRA]
-    if type(stored) is not dict:
-        raise CorruptCheckpointError(f"{layout.INDEX}: extra: must be a dict, got {strict_json.describe_value(stored)}")
-    keys = {name: tree_json.join_key(layout.EXTRA, str(name)) for name in (*extra, *stored)}
-    requested = {name: key for name, key in keys.items() if not ignore.part(key)}
-    missing = [key for name, key in requested.items() if name not in stored]
-    unexpected = {name: key for name, key in requested.items() if name not in extra}
+    stored = stored_entries(reader, states)
+    wanted = [key for key in (*entries, *stored) if not ignore.part(short_key(key))]
+    missing = [key for key in wanted if key not in stored]
+    unexpected = [key for key in wanted if key not in entries]
     caller = f"{caller}: {reader.folder}"
     if missing or unexpected:
-        rows = [missing_row(key, "a value") for key in missing]
-        rows += [unexpected_row(key, "a value") for key in unexpected.values()]
-        raise mismatch_error(caller, rows, source="checkpoint", advice=_extra_advice(missing, unexpected, stored))
+        rows = [missing_row(key, "a value") for key in missing] + [unexpected_row(key, "a value") for key in unexpected]
+        raise mismatch_error(caller, rows, source="checkpoint", advice=_entry_advice(missing, unexpected, stored))
     of_run: dict[str, Any] = {}
     of_rank: dict[str, Any] = {}
-    for name in (name for name in extra if name in requested):
-        marked = isinstance(extra[name], PerRank)
-        if marked != (stored[name] is PER_RANK):
-            saved, advice = ("a single value", "without") if marked else ("a value per rank", "with")
-            raise CheckpointMismatchError(
-                f"{caller}: extra: {name} was saved as {saved}. Pass the object {advice} dt.checkpoint.per_rank."
-            )
-        tree = _own_structure(reader, name, caller) if marked else stored[name]
-        (of_rank if marked else of_run)[name] = tree
-        if (problem := _content_problem(extra[name], tree)) is not None:
-            raise CheckpointMismatchError(f"{caller}: extra: {name} {problem}. Pass an object as at the save.")
+    sources: dict[int, str] = {}
+    for key in (key for key in entries if key in wanted):
+        value, source, tree = entries[key], *stored[key]
+        label = f"{caller}: {key.replace('/', ': ', 1)}"
+        if isinstance(value, PerRank) != (tree is PER_RANK) and not isinstance(value, RankCopies):
+            saved, advice = ("a value per rank", "with") if tree is PER_RANK else ("a single value", "without")
+            raise CheckpointMismatchError(f"{label} was saved as {saved}. Pass the object {advice} dt.checkpoint.per_rank.")
+        if sources.setdefault(id(unwrap(value)), source) != source:
+            raise CheckpointMismatchError(f"{label} and {sources[id(unwrap(value))]} were two objects. Pass two objects.")
+        if is_own := (tree is PER_RANK or tree is RANK_COPIES):
+            tree = _own_structure(reader, key, source, caller, is_copy=tree is RANK_COPIES)
+        (of_rank if is_own else of_run)[key] = tree
+        if (problem := _content_problem(value, tree)) is not None:
+            raise CheckpointMismatchError(f"{label} {problem}. Pass an object as at the save.")
     return of_run, of_rank
 
 
-def _own_structure(reader: CheckpointReader, name: str, caller: str) -> Any:
+def stored_entries(reader: CheckpointReader, states: Mapping[str, TrainState]) -> dict[str, tuple[str, Any]]:
+    """Return the entries of a checkpoint by key, without objects of states that are not loaded.
+
+    Each entry is the key under which the value is stored, and the value with placeholders for tensors.
+    """
+    sections = {}
+    for section in (layout.EXTRA, layout.OBJECTS):
+        sections[section] = tree = reader.structures[section]
+        if type(tree) is not dict or not all(type(name) is str for name in tree):
+            raise CorruptCheckpointError(f"{layout.INDEX}: {section}: must be a dict, got {strict_json.describe_value(tree)}")
+    objects = sections[layout.OBJECTS]
+    found = {}
+    for key, tree in objects.items():
+        source = tree.key if isinstance(tree, SameAs) else key
+        if source not in objects or isinstance(objects[source], SameAs):
+            raise CorruptCheckpointError(f"{layout.INDEX}: {layout.OBJECTS}: {key}: no {source!r}")
+        if any(key.startswith(state_prefix(name)) for name in states):
+            found[key] = (source, objects[source])
+    extra = {tree_json.join_key(layout.EXTRA, name): tree for name, tree in sections[layout.EXTRA].items()}
+    return {**found, **{key: (key, tree) for key, tree in extra.items()}}
+
+
+def _own_structure(reader: CheckpointReader, key: str, source: str, caller: str, *, is_copy: bool) -> Any:
     """Return the stored value of this rank, with placeholders for tensors."""
     info = get_dist_info()
-    if reader.world_size != info.world_size:
+    if reader.world_size != info.world_size and not is_copy:
         raise CheckpointMismatchError(
-            f"{caller}: extra: {name} has a value for each of {reader.world_size} ranks, and this run has {info.world_size}. "
-            f"Load on {reader.world_size} ranks, or pass ignore=['{layout.EXTRA}/{name}'] to start anew."
+            f"{caller}: {key.replace('/', ': ', 1)} has a value for each of {reader.world_size} ranks, and this run has "
+            f"{info.world_size}. Load on {reader.world_size} ranks, or pass ignore=['{short_key(key)}'] to start anew."
         )
-    structure = reader.rank_structure(info.rank, layout.EXTRA, layout.EXTRA)
+    section, name = _place_of(source)
+    rank = info.rank % reader.world_size
+    structure = reader.rank_structure(rank, section, section)
     if name not in structure:
-        raise CorruptCheckpointError(f"{layout.index_name(info.rank)}: values: extra: no {name!r}")
+        raise CorruptCheckpointError(f"{layout.index_name(rank)}: values: {section}: no {name!r}")
     return structure[name]
 
 
-def _extra_advice(missing: Sequence[str], unexpected: Mapping[str, str], stored: Mapping[str, Any]) -> str:
-    """Return the advice for a difference in ``extra``."""
+def _entry_advice(missing: Sequence[str], unexpected: Sequence[str], stored: Mapping[str, Any]) -> str:
+    """Return the advice for entries that only one side has."""
     advice = []
     if missing:
-        names = ", ".join(map(str, stored)) or "no extra"
-        advice.append(f"The checkpoint holds {names}. Leave out other names, or pass them in ignore=.")
+        patterns = ", ".join(f'"{short_key(key)}"' for key in missing)
+        known = ", ".join(stored) or "no such values"
+        advice.append(f"The checkpoint holds {known}. Pass ignore=[{patterns}] to keep the current values.")
     if unexpected:
-        objects, patterns = ", ".join(f'"{name}": ...' for name in unexpected), ", ".join(f'"{k}"' for k in unexpected.values())
-        advice.append(f"Pass extra={{{objects}}} to load stored values, or ignore=[{patterns}] to skip them.")
+        keys = dict.fromkeys(map(short_key, unexpected))
+        extra = ", ".join(f'"{_place_of(key)[1]}": ...' for key in keys if key.startswith(f"{layout.EXTRA}/"))
+        named = ", ".join(f'"{key.partition("/")[2]}": ...' for key in keys if key.startswith("stateful/"))
+        passed = [*(["loader=loader"] if LOADER in keys else []), *([f"stateful={{{named}}}"] if named else [])]
+        calls = [f"extra={{{extra}}}"] if extra else []
+        calls += [f"step.init(model, optimizer, {', '.join(passed)})"] if passed else []
+        patterns = ", ".join(f'"{key}"' for key in keys)
+        advice.append(f"Pass {' and '.join(calls)} to load stored values, or ignore=[{patterns}] to skip them.")
     return " ".join(advice)
 
 
@@ -250,19 +266,19 @@ def _kind(value: Any) -> str:
 def restore_objects(
     states: Mapping[str, TrainState],
     modules: Mapping[str, Mapping[str, Any]],
-    extra: Mapping[str, Any],
+    entries: Mapping[str, Any],
     stored: Mapping[str, Any],
     *,
     caller: str,
 ) -> None:
-    """Load the extra states of modules and the entries of ``extra``: first objects, which may refuse, then plain data.
+    """Load the extra states of modules and the entries: first objects, which may refuse, then plain data.
 
     If an object refuses its state, the random generators and the extra states of modules are restored.
 
     Args:
         states: states by name.
         modules: stored extra states of the modules of each state.
-        extra: entries of the caller.
+        entries: entries of the states and the caller.
         stored: stored values of entries.
         caller: prefix of messages.
 
@@ -270,13 +286,15 @@ def restore_objects(
     Collective: exchanges of JSON on the control group.
     """
     random = rng_state()
+    # An object that states share is loaded once.
+    keys = {id(unwrap(entries[key])): key for key in stored}.values()
     with ExitStack() as undo:
         undo.callback(set_rng_state, random)
         for name, state in states.items():
             undo.callback(set_extra_states(state.model, modules[name], caller=caller))
         with raise_on_all_ranks(f"{caller}: extra"):
-            for name in sorted(stored, key=lambda name: not is_stateful(extra[name])):
-                _restore_entry(extra[name], stored[name])
+            for key in sorted(keys, key=lambda key: not is_stateful(entries[key])):
+                _restore_entry(entries[key], stored[key])
         undo.pop_all()
 
 

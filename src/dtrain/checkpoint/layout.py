@@ -34,7 +34,7 @@ from dtrain.checkpoint.strict_json import Count
 from dtrain.dist.mesh import MODEL_AXES
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
-FORMAT, VERSION = "dtrain-checkpoint", 3
+FORMAT, VERSION = "dtrain-checkpoint", 4
 MANIFEST, INDEX = "manifest.json", "index.json"
 # A manifest does not grow with the model or the number of ranks.
 MAX_MANIFEST_BYTES = 16 * 2**20
@@ -52,8 +52,8 @@ SECTIONS: dict[SaveScope, tuple[str, ...]] = {
     "trainable": ("params", "clock", "seed"),
 }
 """Stored sections of a state by the scope of the save."""
-EXTRA, STATES = "extra", "states"
-"""Sections of the caller's extra objects, and of the named states if there are several."""
+EXTRA, OBJECTS, STATES = "extra", "objects", "states"
+"""Sections of the caller's extra objects, of the run's loader and stateful objects, and of the named states if several."""
 
 
 DTYPES = {

@@ -8,21 +8,20 @@ that the state has are filled in place, so memory grows by what the state lacks 
 
 from __future__ import annotations
 
+import time
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
 
 from dtrain import spans, storage
 from dtrain.arguments import check_choice
-from dtrain.checkpoint import layout
-from dtrain.checkpoint.extra import plain_entries, restore_objects, saved_entries
+from dtrain.checkpoint.extra import restore_objects, saved_entries
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, LoadOptions, LoadPlan, parse_ignore
-from dtrain.checkpoint.loader_check import check_init_loaders
 from dtrain.checkpoint.module_state import finish_load
 from dtrain.checkpoint.optimizer_state import clear_optimizer_, set_optimizer_
 from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint
@@ -47,26 +46,21 @@ OneOrSeveral = TypeVar("OneOrSeveral", TrainState, Mapping[str, TrainState])
 _CALLER = "load_sharded"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class LoadResult(Generic[OneOrSeveral]):
-    """Result of ``load_sharded``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Restored:
+    """Checkpoint that a state was loaded from: ``state.restored``.
 
     Args:
-        state: loaded state, or states by name; the state passed in if there was no checkpoint.
-        extra: dicts, lists and tensors of ``extra``, which the load has filled.
-        step: step that was read; None if there was no checkpoint.
-        path: folder of the step; None if there was no checkpoint.
-        missing: with ``strict=False``, names in the model (or of transforms) that were not stored and did not change. With
-            several states, prefixed by the name of the state and a slash.
-        unexpected: stored names that are not in the model; a state as ``states/<name>``.
+        step: step of the checkpoint.
+        path: folder of the step.
+        seconds: duration of the load.
+        ignored: names of the model and parts of the checkpoint that ``ignore`` left out.
     """
 
-    state: OneOrSeveral
-    extra: Mapping[str, Any]
-    step: int | None
-    path: AnyPath | None
-    missing: tuple[str, ...] = ()
-    unexpected: tuple[str, ...] = ()
+    step: int
+    path: AnyPath
+    seconds: float
+    ignored: tuple[str, ...] = ()
 
 
 def load_sharded(
@@ -75,51 +69,51 @@ def load_sharded(
     *,
     extra: Mapping[str, Any] | None = None,
     what: Literal["all", "weights"] = "all",
-    strict: bool = True,
     ignore: Sequence[str] = (),
     cast: bool = False,
     missing_ok: bool = False,
     on_corrupt: OnCorrupt = "raise",
-) -> LoadResult[OneOrSeveral]:
-    """Load a checkpoint into ``state``, for any world size, mesh and placements of the save.
+) -> OneOrSeveral:
+    """Load a checkpoint into ``state``, for any world size, mesh and placements of the save, and return the loaded state.
 
-        result = dt.load_sharded("runs/gpt/ckpt", state, extra={"loader": loader}, missing_ok=True)
-        state = result.state
-        print("resumed at step", result.step)
+    The loader and the stateful objects of ``Step.init`` are loaded with the state. Short form of ``Checkpointer(path).load``.
+
+        state = step.init(model, optimizer, loader=loader)
+        state = dt.load_sharded("runs/gpt/ckpt", state, missing_ok=True)
+        print("resumed at step", state.step)
 
     Args:
         path: root passed to ``save_sharded`` (a folder or a URL), whose last committed step is loaded; or the folder of a step.
         state: state from ``Step.init`` or ``init_state``, with model, optimizer and transforms as in the saved run; or several
             states by name, as they were saved.
-        extra: objects with ``load_state_dict``, or dicts, lists and tensors, which are filled in place, by name. The names must
-            be the stored names, except for names in ``ignore``; the marks ``per_rank`` and ``not_saved`` must be those of the
-            save. New tensors are on the CPU.
+        extra: objects with ``load_state_dict``, or dicts, lists and tensors, which are filled in place, by name, as in the
+            save. The names must be the stored names, except for names in ``ignore``. New tensors are on the CPU.
         what: "all" loads the whole state. "weights" loads parameters and buffers, from whole checkpoints or
             checkpoints of weights, and starts a new run: optimizer, clock and random generators do not change, and transforms
             are initialized again from the loaded parameters if ``Step.init`` made the state.
-        strict: if True, parameters, buffers and transforms that only one side has are an error. If False, such names are
-            skipped and reported in the result; a new transform is initialized from the loaded parameters.
         ignore: patterns (``*`` matches text without a dot, ``**`` any text) of names that do not change. Either names of the
-            model, such as a new head, with their optimizer and transform state; or parts of the checkpoint:
-            ``"extra/<name>"``, ``"transforms/<transform>"`` (the transform is initialized from the loaded parameters),
-            ``"states/<name>"``, ``"optimizer"``, ``"rng"``. Each pattern must match a name in the state or the checkpoint.
+            model, such as a new head (``"head.**"``), with their optimizer and transform state; or parts of the checkpoint:
+            ``"loader"``, ``"stateful/<name>"``, ``"extra/<name>"``, ``"transforms/<transform>"`` (the transform is initialized
+            from the loaded parameters), ``"states/<name>"``, ``"optimizer"``, ``"rng"``. Each pattern must match a name in the
+            state or the checkpoint. Without a pattern, a name that only one side has is an error.
         cast: if True, floating-point tensors may be stored in another dtype than in the model. Optimizer state is cast alike.
         missing_ok: if True, a root without checkpoint is no error, and the state is returned unchanged.
         on_corrupt: "raise" raises if the step fails verification; "previous" loads the newest older valid step instead, with
             a warning.
 
     Returns:
-        The loaded state (the state passed in is spent), plain extras, the step, its folder, and skipped names. Rank 0 prints
-        the loaded step of a root to standard error, and the reasons why newer steps were skipped.
+        The loaded state, or the dict of states; the states passed in are spent. ``state.restored`` is the ``Restored``: step,
+        folder, seconds and ignored names. Rank 0 prints them in one line to standard error, with the reasons why newer steps
+        were skipped.
 
     Warns if the root has no space for a save of this state.
 
-    Mutates: parameters, persistent buffers, the optimizer, tensors of transforms, objects in ``extra``, and, last, the global
+    Mutates: parameters, persistent buffers, the optimizer, tensors of transforms, loader and objects, and, last, the global
     random generators. At the world size of the save each rank continues its own random stream; at another world size new
-    streams are derived from seed, step and rank. A loader in ``extra`` continues with the next sample at any world size. If
+    streams are derived from seed, step and rank. The loader continues with the next sample at any world size. If
     buffers were saved once per rank, rank ``r`` loads the buffers of rank ``r % saved world size`` if its model has
     ``buffers="own"`` too, and otherwise the buffers of rank 0. If an error is raised before all ranks have verified and
-    agreed, nothing has changed on any rank. If an object in ``extra`` refuses its state, earlier objects may have been loaded.
+    agreed, nothing has changed on any rank. If an object refuses its state, earlier objects may have been loaded.
     The extra state of modules is set before and again after their tensors, and hooks of
     ``register_load_state_dict_post_hook`` are called.
     Optimizer options of the machine (``foreach``, ``fused``, ``capturable``, ``differentiable``) do not change. Saves in
@@ -129,20 +123,17 @@ def load_sharded(
     Raises:
         CheckpointError: no checkpoint, or a checkpoint that cannot be read.
         CorruptCheckpointError: a committed step fails verification; names the file, and the newest older valid step.
-        CheckpointMismatchError: a valid checkpoint that does not fit this state; lists the first ten differences.
-        ConfigError: an invalid option, a loader of ``Step.init`` that is not in ``extra``, a tensor that cannot be written, or
+        CheckpointMismatchError: a valid checkpoint that does not fit this state, also if only one of them has a loader; lists
+            the first ten differences.
+        ConfigError: an invalid option, a loader in ``extra``, a tensor that cannot be written, or
             replicas that train separately (``local_sgd``).
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
     with raise_on_all_ranks(_CALLER):
-        objects = _check_arguments({"": state} if isinstance(state, TrainState) else state, extra or {}, what, on_corrupt)
-        options = LoadOptions(
-            model_only=what == "weights", strict=strict, ignore=parse_ignore(ignore, caller=f"{_CALLER}: ignore"), cast=cast
-        )
-        if what == "all" and not any(pattern.startswith(f"{layout.EXTRA}/") for pattern in ignore):
-            states = {"": state} if isinstance(state, TrainState) else state
-            check_init_loaders(states, extra or {}, caller=_CALLER)
+        entries = _check_arguments({"": state} if isinstance(state, TrainState) else state, extra or {}, what, on_corrupt)
+        ignored = parse_ignore(ignore, caller=f"{_CALLER}: ignore")
+        options = LoadOptions(model_only=what == "weights", ignore=ignored, cast=cast)
     with spans.span("load"):
         save_thread().wait_for_slot(1)
         root = storage.resolve_path(path)
@@ -154,14 +145,14 @@ def load_sharded(
             for each in [state] if isinstance(state, TrainState) else state.values():
                 each.run_context.lineage.roots[str(root)].looked = True
             _warn_if_low_space(root, _min_save_bytes(state))
-            return LoadResult(state=state, extra=plain_entries(objects), step=None, path=None)
+            return state
         with gc_paused():
-            result = _read_and_apply(choice, root, state, objects, options, on_corrupt)
+            loaded: Any = _read_and_apply(choice, root, state, entries, options, on_corrupt)
     if not options.model_only:
-        loaded: Any = result.state
-        clock = (loaded if isinstance(loaded, TrainState) else next(iter(loaded.values()))).clock
-        spans.set_position(clock.step, samples=clock.samples, tokens=clock.tokens)
-        spans.record_event("resumed", step=result.step, path=str(result.path))
+        first = loaded if isinstance(loaded, TrainState) else next(iter(loaded.values()))
+        spans.set_position(first.step, samples=first.clock.samples, tokens=first.clock.tokens)
+        spans.record_event("resumed", step=first.restored.step, path=str(first.restored.path))
+    result: OneOrSeveral = loaded
     return result
 
 
@@ -169,31 +160,29 @@ def _read_and_apply(
     choice: StepChoice,
     path: AnyPath,
     state: OneOrSeveral,
-    extra: Mapping[str, Any],
+    entries: Mapping[str, Any],
     options: LoadOptions,
     on_corrupt: OnCorrupt,
-) -> LoadResult[OneOrSeveral]:
-    """Read on all ranks, agree, and apply."""
+) -> Any:
+    """Read on all ranks, agree, and apply. Return the state or the states."""
+    started_at = time.monotonic()
     states = {"": state} if isinstance(state, TrainState) else dict(state)
     with ExitStack() as files:
-        loaded: LoadedCheckpoint
-        loaded, choice = read_on_all_ranks(choice, path, states, extra, options, on_corrupt, files)
+        loaded, choice, skipped = read_on_all_ranks(choice, path, states, entries, options, on_corrupt, files)
         if not choice.named and not options.model_only:
             _warn_if_low_space(path, loaded.reader.manifest.bytes)
-        restore_objects(states, loaded.modules, extra, loaded.extra, caller=_CALLER)
-        new_states: Any = _apply(loaded, choice, states, options)
-    return LoadResult(
-        state=new_states[""] if isinstance(state, TrainState) else new_states,
-        extra=plain_entries(extra),
-        step=loaded.reader.manifest.step,
-        path=loaded.reader.folder,
-        missing=tuple(_qualified_names(loaded, "missing")),
-        unexpected=(*_qualified_names(loaded, "unexpected"), *loaded.skipped_states),
-    )
+        restore_objects(states, loaded.modules, entries, loaded.entries, caller=_CALLER)
+        new_states = _apply(loaded, choice, states, options)
+    folder, seconds = loaded.reader.folder, time.monotonic() - started_at
+    restored = Restored(step=loaded.reader.manifest.step, path=folder, seconds=seconds, ignored=loaded.ignored)
+    names = ", ".join(loaded.ignored[:5]) + (", ..." if len(loaded.ignored) > 5 else "")
+    log(f"loaded {folder} in {seconds:.2g} s{f'; ignored {names}' if names else ''}{f'; {skipped}' if skipped else ''}")
+    new_states = {name: new_state._replace(restored=restored) for name, new_state in new_states.items()}
+    return new_states[""] if isinstance(state, TrainState) else new_states
 
 
 def _check_arguments(states: Any, extra: Mapping[str, Any], what: str, on_corrupt: str) -> dict[str, Any]:
-    """Check the arguments before any file is read. Return the entries of ``extra`` that a checkpoint holds."""
+    """Check the arguments before any file is read. Return the entries to load, by key."""
     items = list(states.items()) if isinstance(states, Mapping) else [("", states)]
     invalid = [value for name, value in items if type(name) is not str or not isinstance(value, TrainState)]
     if invalid or not items:
@@ -206,12 +195,8 @@ def _check_arguments(states: Any, extra: Mapping[str, Any], what: str, on_corrup
     check_choice(_CALLER, "what", what, ("all", "weights"))
     if what == "weights" and extra:
         raise ConfigError(f"{_CALLER}: extra must be empty with what='weights', got {sorted(extra)}. Pass only one of the two.")
-    return saved_entries(extra, _CALLER)
-
-
-def _qualified_names(loaded: LoadedCheckpoint, field: Literal["missing", "unexpected"]) -> Iterator[str]:
-    for state, plan in loaded.plans.items():
-        yield from (f"{state}/{name}" if state else name for name in getattr(plan, field))
+    entries = saved_entries(states, extra, _CALLER)
+    return {} if what == "weights" else entries
 
 
 def _min_save_bytes(state: TrainState | Mapping[str, TrainState]) -> int:

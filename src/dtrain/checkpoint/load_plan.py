@@ -24,10 +24,13 @@ from dtrain.clock import Clock, EpochPosition
 from dtrain.dtensor import shard_box
 from dtrain.errors import ConfigError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn, compile_patterns
+from dtrain.run_objects import LOADER, STATEFUL
 from dtrain.state import TrainState
 
 OPTIMIZER, RNG, TRANSFORMS = "optimizer", "rng", "transforms"
-_PART_PATTERN = re.compile(rf"{OPTIMIZER}|{RNG}|({layout.EXTRA}|{TRANSFORMS}|{layout.STATES})/.*", re.DOTALL)
+_PART_PATTERN = re.compile(
+    rf"{OPTIMIZER}|{RNG}|{LOADER}|({STATEFUL}|{layout.EXTRA}|{TRANSFORMS}|{layout.STATES})/.*", re.DOTALL
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +40,8 @@ class IgnorePatterns:
     Args:
         patterns: patterns of the caller.
         name: returns True if a name of the model is ignored.
-        part: returns True if a part is ignored: ``"optimizer"``, ``"rng"``, or a key such as ``"extra/loader"``,
-            ``"transforms/ema"`` and ``"states/critic"``.
+        part: returns True if a part is ignored: ``"optimizer"``, ``"rng"``, ``"loader"``, or a key such as
+            ``"stateful/stop"``, ``"transforms/ema"`` and ``"states/critic"``.
     """
 
     patterns: tuple[str, ...]
@@ -56,8 +59,8 @@ class IgnorePatterns:
             if not any(map(compile_patterns([pattern], caller=caller), known_parts if _is_part(pattern) else known_names)):
                 raise ConfigError(
                     f"{caller}: a pattern must match a name in the model or the checkpoint, got {pattern!r}. Use a name of the "
-                    "model, 'extra/<name>', 'transforms/<transform>', 'states/<name>', 'optimizer' or 'rng' "
-                    "(* matches text without a dot, ** any text)."
+                    "model, 'loader', 'stateful/<name>', 'extra/<name>', 'transforms/<transform>', 'states/<name>', "
+                    "'optimizer' or 'rng' (* matches text without a dot, ** any text)."
                 )
 
 
@@ -87,20 +90,18 @@ class LoadOptions:
 
     Args:
         model_only: if True, only parameters and buffers are loaded.
-        strict: if True, names that only one side has are an error.
         ignore: names of the model and parts of the checkpoint that are not loaded.
         cast: if True, floating-point tensors may be stored in another dtype than in the model.
     """
 
     model_only: bool
-    strict: bool
     ignore: IgnorePatterns
     cast: bool
 
-    def summary(self, extra: Iterable[str]) -> str:
+    def summary(self, entries: Iterable[str]) -> str:
         """Format the options, which must be equal on all ranks, in one line."""
         what = "what='weights', " if self.model_only else ""
-        return f"{what}extra={sorted(extra)}, ignore={sorted(self.ignore.patterns)}, strict={self.strict}, cast={self.cast}"
+        return f"{what}objects={sorted(entries)}, ignore={sorted(self.ignore.patterns)}, cast={self.cast}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -116,8 +117,6 @@ class LoadPlan:
         transforms: states of the transforms without ignored ones; None with ``model_only``, like clock and seed.
         modules: names of the extra states of modules to load.
         skipped: names in the model that do not change.
-        missing: names that only the state has.
-        unexpected: names that only the checkpoint has.
     """
 
     regions: Mapping[str, Region]
@@ -130,8 +129,6 @@ class LoadPlan:
     clock: Clock | None
     seed: int | None
     skipped: frozenset[str]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
 
 
 def plan_load(
@@ -162,7 +159,7 @@ def plan_load(
             optimizer = strict_json.read_object(
                 _section_dict(reader, OPTIMIZER), f"{layout.INDEX}: {OPTIMIZER}", ("state", "global", "groups")
             )
-            comparison.rows.extend(find_unknown_state(optimizer, state, comparison.skipped, strict=options.strict))
+            comparison.rows.extend(find_unknown_state(optimizer, state, comparison.skipped))
             comparison.rows.extend(compare_groups(optimizer, state, comparison.skipped))
     check_targets(comparison.targets, caller)
     if comparison.rows:
@@ -188,8 +185,6 @@ def plan_load(
         clock=clock,
         seed=seed,
         skipped=frozenset(comparison.skipped),
-        missing=tuple(comparison.missing),
-        unexpected=tuple(comparison.unexpected),
     )
 
 
@@ -201,8 +196,6 @@ class _StateComparison:
     partial: bool
     rows: list[MismatchRow] = field(default_factory=list)
     skipped: set[str] = field(default_factory=set)
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
     regions: dict[str, Region] = field(default_factory=dict)
     targets: dict[str, Tensor] = field(default_factory=dict)
     builders: dict[str, TensorBuilder] = field(default_factory=dict)
@@ -298,34 +291,36 @@ class _StateComparison:
 
     def _missing(self, name: str, key: str, here: str) -> None:
         self.skipped.add(name)
-        if self.options.strict:
-            self.rows.append(missing_row(key, here))
-        else:
-            self.missing.append(name)
+        self.rows.append(missing_row(key, here))
 
     def _unexpected(self, name: str, key: str, stored: str, *, ignored: bool) -> None:
         self.skipped.add(name)
-        if ignored:
-            return
-        if self.options.strict:
+        if not ignored:
             self.rows.append(unexpected_row(key, stored))
-        else:
-            self.unexpected.append(name)
 
 
 def _advice(rows: list[MismatchRow], options: LoadOptions) -> str:
     """Return the advice for these kinds of differences."""
     kinds = {row.kind for row in rows}
     advice = ["Build model, optimizer and transforms as in the run that wrote the checkpoint, or load another checkpoint."]
-    if options.strict and kinds <= {"missing", "unexpected"}:
-        advice.append("Or pass strict=False to skip names that only one side has.")
     if all(row.name.startswith(f"{OPTIMIZER}/") for row in rows):
         advice.append('Or pass ignore=["optimizer"] to keep the current optimizer.')
     elif kinds <= {"missing", "unexpected"}:
-        advice.append('Or pass ignore=[...] to skip names, as in ignore=["head.*", "transforms/ema"].')
+        patterns = ", ".join(f'"{pattern}"' for pattern in _patterns_for(rows))
+        advice.append(f"Or skip names that only one side has: ignore=[{patterns}].")
     if kinds == {"dtype"} and not options.cast:
         advice.append("Or pass cast=True to convert floating-point dtypes.")
     return " ".join(advice)
+
+
+def _patterns_for(rows: list[MismatchRow]) -> list[str]:
+    """Return patterns of ``ignore`` for rows that only one side has: transforms, and names or modules of the model."""
+    parts = {"/".join(row.name.split("/", 2)[:2]) for row in rows if row.name.startswith(f"{TRANSFORMS}/")}
+    keys = [row.name.split("/") for row in rows if row.name.startswith(("params/", "buffers/", "modules/"))]
+    names = dict.fromkeys(tree_json.unescape_key(key[1]) for key in keys)
+    if len(names) > 4:
+        names = dict.fromkeys(f"{name.partition('.')[0]}.**" if "." in name else name for name in names)
+    return [*names, *sorted(parts)]
 
 
 def _section_refs(reader: CheckpointReader, name: str) -> dict[str, TensorRef]:

@@ -36,7 +36,7 @@ from dtrain.storage import AnyPath
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
-_ADVICE = "Pass rename= to map stored names to names in the model or to None, or missing= for names that need not be stored."
+_ADVICE = "Pass rename= to map stored names to names in the model or to None, or ignore= for names that need not be stored."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -59,7 +59,7 @@ class NameMatch:
 
 
 def match_by_name(
-    refs: Mapping[str, TensorRef], model: nn.Module, rename: Rename | None, missing: Sequence[str], *, caller: str
+    refs: Mapping[str, TensorRef], model: nn.Module, rename: Rename | None, ignore: Sequence[str], *, caller: str
 ) -> NameMatch:
     """Match stored tensors and tensors of the model by name.
 
@@ -67,7 +67,7 @@ def match_by_name(
         refs: stored tensors by name.
         model: model with real storage.
         rename: function or mapping from a stored name to the name in the model, or to None.
-        missing: patterns of names in the model that need not be stored.
+        ignore: patterns of names in the model that need not be stored.
         caller: prefix of messages.
 
     Raises:
@@ -75,7 +75,7 @@ def match_by_name(
         CheckpointMismatchError: tensors without match or of another shape or dtype; lists the first ten.
     """
     here, aliases = _model_tensors(model, caller)
-    allowed = _missing_matcher(missing, {*here, *aliases}, caller)
+    allowed = _ignore_matcher(ignore, {*here, *aliases}, caller)
     names = _apply_rename(refs, rename, caller)
     rows: list[MismatchRow] = []
     stored_as: dict[str, str] = {}
@@ -138,22 +138,21 @@ def _buffer_aliases(buffers: Mapping[str, Tensor], model: nn.Module) -> dict[str
     return {name: first[buffer] for name, buffer in every.items() if name not in buffers and buffer in first}
 
 
-def _missing_matcher(missing: Sequence[str], names: Iterable[str], caller: str) -> Callable[[str], bool]:
-    if isinstance(missing, str):
-        raise ConfigError(f"{caller}: missing must be a list of patterns, got the string {missing!r}. Write [{missing!r}].")
-    if not isinstance(missing, Iterable):
+def _ignore_matcher(ignore: Sequence[str], names: Iterable[str], caller: str) -> Callable[[str], bool]:
+    if isinstance(ignore, str):
+        raise ConfigError(f"{caller}: ignore must be a list of patterns, got the string {ignore!r}. Write [{ignore!r}].")
+    if not isinstance(ignore, Iterable):
         raise ConfigError(
-            f"{caller}: missing must be a list of patterns such as ['head.*'], got {missing!r}. "
-            "Put a single pattern into a list."
+            f"{caller}: ignore must be a list of patterns such as ['head.*'], got {ignore!r}. Put a single pattern into a list."
         )
     names = list(names)
-    for pattern in missing:
-        if not any(map(compile_patterns([pattern], caller=f"{caller}: missing"), names)):
+    for pattern in ignore:
+        if not any(map(compile_patterns([pattern], caller=f"{caller}: ignore"), names)):
             raise ConfigError(
-                f"{caller}: missing must match names of the model, got {pattern!r}. * matches text without a dot, ** any text. "
+                f"{caller}: ignore must match names of the model, got {pattern!r}. * matches text without a dot, ** any text. "
                 "Print [name for name, _ in model.named_parameters()] to see the names."
             )
-    return compile_patterns(missing, caller=f"{caller}: missing")
+    return compile_patterns(ignore, caller=f"{caller}: ignore")
 
 
 def _apply_rename(refs: Mapping[str, TensorRef], rename: Rename | None, caller: str) -> dict[str, str]:
@@ -204,7 +203,7 @@ class LoadWeightsResult:
     Args:
         path: file or folder that was read; for a root, the step.
         loaded: names in the model that were loaded.
-        kept: names in the model that were not stored and did not change, as ``missing`` allows.
+        kept: names in the model that were not stored and did not change, as ``ignore`` allows.
         left_out: stored names that ``rename`` maps to None.
     """
 
@@ -215,7 +214,7 @@ class LoadWeightsResult:
 
 
 def load_weights_(
-    model: nn.Module, path: AnyPath | str, *, rename: Rename | None = None, missing: Sequence[str] = ()
+    model: nn.Module, path: AnyPath | str, *, rename: Rename | None = None, ignore: Sequence[str] = ()
 ) -> LoadWeightsResult:
     """Copy stored weights into ``model`` by name. Every rank reads the bytes of its own shards only.
 
@@ -223,7 +222,7 @@ def load_weights_(
     ``load_sharded``::
 
         model = dt.materialize(dt.shard_model(model, mesh, blocks=(BertLayer,)), seed=0, init=model._init_weights)
-        new_head = {"rename": lambda name: None if name.startswith("cls.") else name, "missing": ["classifier.*"]}
+        new_head = {"rename": lambda name: None if name.startswith("cls.") else name, "ignore": ["classifier.*"]}
         dt.load_weights_(model, "bert-base", **new_head)
 
     Args:
@@ -233,7 +232,7 @@ def load_weights_(
             its root, whose newest step is read.
         rename: function or mapping from each stored name to the name in the model, or to None to leave out the tensor. Names
             that a mapping lacks do not change.
-        missing: patterns of names in the model that need not be stored (``*`` matches text without a dot, ``**`` any text)
+        ignore: patterns of names in the model that need not be stored (``*`` matches text without a dot, ``**`` any text)
             and then keep their values, such as a new head.
 
     All parameters and persistent buffers of the model must be stored in the same shape, tied tensors under any of their names.
@@ -257,7 +256,7 @@ def load_weights_(
         # A gathered copy of parameters would hide the shards, which are the targets of the load.
         reshard(model)
         files = _open_source(source, model)
-        match = match_by_name(files.refs, model, rename, missing, caller=f"{_CALLER}: {source}")
+        match = match_by_name(files.refs, model, rename, ignore, caller=f"{_CALLER}: {source}")
         check_targets({match.names[key]: tensor for key, tensor in match.targets.items()}, f"{_CALLER}: {source}")
         _check_duplicates(files, source, match)
         tensors = _read_regions(files, {name: _local_region(tensor) for name, tensor in match.targets.items()})

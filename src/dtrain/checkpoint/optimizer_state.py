@@ -51,13 +51,11 @@ class PlanBuilder(Protocol):
     adopted: set[str]
 
 
-def find_unknown_state(
-    optimizer: dict[str, Any], state: TrainState, skipped: Collection[str], *, strict: bool
-) -> Iterator[MismatchRow]:
-    """Return a row for each stored state of an unknown parameter, except for ``skipped`` names and with ``strict=False``."""
+def find_unknown_state(optimizer: dict[str, Any], state: TrainState, skipped: Collection[str]) -> Iterator[MismatchRow]:
+    """Return a row for each stored state of an unknown parameter, except for ``skipped`` names."""
     for name, content in _dict(optimizer["state"], "optimizer/state").items():
         _dict(content, f"optimizer/state/{name}")
-        if name not in state.params and name not in skipped and strict:
+        if name not in state.params and name not in skipped:
             yield unexpected_row(tree_json.join_key("optimizer/state", name), "state")
 
 

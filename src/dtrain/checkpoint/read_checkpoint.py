@@ -19,13 +19,13 @@ from torch import Tensor
 
 from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.data_file import FileOpener, ReadableFile
-from dtrain.checkpoint.extra import extra_structures
+from dtrain.checkpoint.extra import entry_structures, short_key, stored_entries
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, TRANSFORMS, LoadOptions, LoadPlan, plan_load
 from dtrain.checkpoint.module_state import extra_state_modules, extra_state_names
 from dtrain.checkpoint.read_tensors import read_tensors
 from dtrain.checkpoint.reader import CheckpointReader, open_checkpoint, with_own_buffers
 from dtrain.checkpoint.reshard import ReadItem, Region, ShardFinder, full_region, plan_reads
-from dtrain.checkpoint.tree_json import fill_tensors, list_placeholders
+from dtrain.checkpoint.tree_json import fill_tensors, list_placeholders, state_prefix
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import check_rng_state
 from dtrain.errors import CheckpointMismatchError, CorruptCheckpointError
@@ -51,11 +51,11 @@ class LoadedCheckpoint:
         held: tensors of each state that have been read, on the CPU, by the names of the states and the keys in the state.
         reads: reads of all other tensors of each state, which have been verified, by the names of the states.
         open_file: function that opens the data file of a number.
-        extra: requested values of ``extra``, without ignored names.
+        entries: stored values of the entries by key, without ignored keys.
         modules: extra states of modules, by the names of the states and the names of the extra states.
         rng: random state of this rank; None if the checkpoint has another number of ranks, if ignored, or with
             ``what="weights"``.
-        skipped_states: states of the checkpoint that are not loaded, as ``states/<name>``.
+        ignored: names of the model and parts of the checkpoint that match a pattern of ``ignore``.
     """
 
     reader: CheckpointReader
@@ -63,10 +63,10 @@ class LoadedCheckpoint:
     held: Mapping[str, Mapping[str, Tensor]]
     reads: Mapping[str, TensorReads]
     open_file: FileOpener
-    extra: Mapping[str, Any]
+    entries: Mapping[str, Any]
     modules: Mapping[str, Mapping[str, Any]]
     rng: dict[str, Any] | None
-    skipped_states: tuple[str, ...]
+    ignored: tuple[str, ...]
 
     def iter_tensors(self, state: str, targets: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         """Iterate over the verified tensors of a state, in batches of limited size, by their key in the state.
@@ -80,7 +80,7 @@ class LoadedCheckpoint:
         Raises:
             CorruptCheckpointError: a file has changed since it was verified.
         """
-        prefix, reads, held = key_prefix(state), self.reads[state], self.held[state]
+        prefix, reads, held = state_prefix(state), self.reads[state], self.held[state]
         yield dict(held)
         done, total = list(held), len(held) + len(reads.sizes)
         for batch in reads.split(_BATCH_BYTES):
@@ -103,7 +103,7 @@ class LoadedCheckpoint:
 
 
 def read_checkpoint(
-    folder: AnyPath, states: Mapping[str, TrainState], extra: Mapping[str, Any], options: LoadOptions, files: ExitStack
+    folder: AnyPath, states: Mapping[str, TrainState], entries: Mapping[str, Any], options: LoadOptions, files: ExitStack
 ) -> LoadedCheckpoint:
     """Verify the tensors that this rank needs, after a check that the checkpoint fits the states. Changes no state.
 
@@ -111,9 +111,12 @@ def read_checkpoint(
     """
     # Rank 0 looks for missing and foreign files. Every rank verifies what it reads.
     reader = open_checkpoint(folder, check_files=get_dist_info().rank == 0)
+    ignored: tuple[str, ...] = ()
     if options.ignore.patterns:
-        options.ignore.check_used(*_known_names(reader, states, extra), caller=f"{_CALLER}: ignore")
-    skipped_states = _check_states(reader, states, options)
+        names, parts = _known_names(reader, states, entries)
+        options.ignore.check_used(names, parts, caller=f"{_CALLER}: ignore")
+        ignored = (*sorted(filter(options.ignore.name, names)), *sorted(filter(options.ignore.part, parts)))
+    _check_states(reader, states, options)
     plans, reads, read_now = {}, {}, TensorReads()
     for name, state in states.items():
         part = reader.select_state(name) if name else reader
@@ -123,8 +126,10 @@ def read_checkpoint(
         with torch.no_grad():
             plans[name] = plan_load(part, state, options, caller=caller, first=name in ("", *reader.manifest.states[:1]))
         reads[name] = TensorReads()
-        reads[name].add(part, plans[name].regions, prefix=key_prefix(name))
-    of_run, of_rank = ({}, {}) if options.model_only else extra_structures(reader, extra, options.ignore, caller=_CALLER)
+        reads[name].add(part, plans[name].regions, prefix=state_prefix(name))
+    of_run, of_rank = (
+        ({}, {}) if options.model_only else entry_structures(reader, entries, states, options.ignore, caller=_CALLER)
+    )
     read_now.add_full(reader.find_shards, of_run)
     random = None if options.model_only or options.ignore.part(RNG) else _rng_structure(reader, states)
     modules = {name: _module_structures(reader, name, plan.modules) for name, plan in plans.items()}
@@ -135,26 +140,26 @@ def read_checkpoint(
     small = isinstance(folder, RemotePath) or sum(of_state.nbytes for of_state in reads.values()) <= _HELD_BYTES
     held: dict[str, Set[str]] = {name: plan.regions.keys() if small else plan.adopted for name, plan in plans.items()}
     for name, of_state in reads.items():
-        read_now.extend(of_state if small else of_state.pop({key_prefix(name) + key for key in held[name]}))
+        read_now.extend(of_state if small else of_state.pop({state_prefix(name) + key for key in held[name]}))
     if small:
         reads = {name: TensorReads() for name in reads}
     open_file = reader.open_data if small else _keep_open(reader, files)
     # Tensors that are copied into the state need no memory of their own.
-    copied = {key_prefix(name) + key for name, plan in plans.items() for key in plan.targets}
+    copied = {state_prefix(name) + key for name, plan in plans.items() for key in plan.targets}
     tensors = read_now.run(open_file, shareable=copied, verify=[read for of_state in reads.values() for read in of_state.reads])
     return LoadedCheckpoint(
         reader=reader,
         plans=plans,
         held={
-            name: {key: tensors[key_prefix(name) + key] for key in plan.regions if key in held[name]}
+            name: {key: tensors[state_prefix(name) + key] for key in plan.regions if key in held[name]}
             for name, plan in plans.items()
         },
         reads=reads,
         open_file=open_file,
-        extra=fill_tensors({**of_run, **of_rank}, lambda key, ref: tensors[key]),
+        entries=fill_tensors({**of_run, **of_rank}, lambda key, ref: tensors[key]),
         modules=fill_tensors(modules, lambda key, ref: tensors[key]),
         rng=None if random is None else _check_rng(fill_tensors(random, lambda key, ref: tensors[key])),
-        skipped_states=skipped_states,
+        ignored=ignored,
     )
 
 
@@ -179,12 +184,12 @@ def _close(context: AbstractContextManager[ReadableFile]) -> None:
 
 
 def _known_names(
-    reader: CheckpointReader, states: Mapping[str, TrainState], extra: Mapping[str, Any]
+    reader: CheckpointReader, states: Mapping[str, TrainState], entries: Mapping[str, Any]
 ) -> tuple[set[str], set[str]]:
     """Return the names of models, and the parts, that the states and the checkpoint have."""
     names = {name for state in states.values() for name in (*state.params, *buffers_by_fqn(state.model, persistent_only=True))}
     names.update(name for state in states.values() for name in extra_state_modules(state.model))
-    parts = {OPTIMIZER, RNG, *(tree_json.join_key(layout.EXTRA, name) for name in extra)}
+    parts = {OPTIMIZER, RNG, *map(short_key, entries)}
     parts |= {tree_json.join_key(TRANSFORMS, name) for state in states.values() for name in state.transform_states}
     saved = [reader.structures] if not reader.manifest.states else list(reader.structures[layout.STATES].values())
     for tree in saved:
@@ -192,7 +197,7 @@ def _known_names(
             names.update(_dict_keys(tree.get(section)))
         names.update(extra_state_names(tree))
         parts |= {tree_json.join_key(TRANSFORMS, name) for name in _dict_keys(tree.get(TRANSFORMS))}
-    parts |= {tree_json.join_key(layout.EXTRA, name) for name in _dict_keys(reader.structures.get(layout.EXTRA))}
+    parts |= set(map(short_key, stored_entries(reader, states))) if reader.manifest.what == "all" else set()
     return names, parts | {tree_json.join_key(layout.STATES, name) for name in (*states, *reader.manifest.states)}
 
 
@@ -201,8 +206,8 @@ def _dict_keys(tree: Any) -> list[str]:
     return [str(key) for key in tree] if type(tree) is dict else []
 
 
-def _check_states(reader: CheckpointReader, states: Mapping[str, TrainState], options: LoadOptions) -> tuple[str, ...]:
-    """Check that the checkpoint holds the requested states. Return the states to skip with ``strict=False``."""
+def _check_states(reader: CheckpointReader, states: Mapping[str, TrainState], options: LoadOptions) -> None:
+    """Check that the checkpoint holds the requested states, and no other states except for ignored ones."""
     caller, stored = f"{_CALLER}: {reader.folder}", reader.manifest.states
     if reader.manifest.what != "all" and not options.model_only:
         raise CheckpointMismatchError(
@@ -223,19 +228,13 @@ def _check_states(reader: CheckpointReader, states: Mapping[str, TrainState], op
             f"Leave out {unknown[0]!r}."
         )
     keys = [] if options.model_only else [tree_json.join_key(layout.STATES, name) for name in stored if name not in states]
-    skipped = tuple(key for key in keys if not options.ignore.part(key))
-    if skipped and options.strict:
+    skipped = [key for key in keys if not options.ignore.part(key)]
+    if skipped:
         name = tree_json.unescape_key(skipped[0].partition("/")[2])
         raise CheckpointMismatchError(
             f"{caller}: states must be the stored states {', '.join(stored)}, got {', '.join(states)}. "
             f'Pass the state {name!r}, too, or ignore=["{skipped[0]}"] to skip the state.'
         )
-    return skipped
-
-
-def key_prefix(name: str) -> str:
-    """Return the prefix of the keys of a state's tensors in the checkpoint."""
-    return f"{tree_json.join_key(layout.STATES, name)}/" if name else ""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -337,7 +336,7 @@ def _module_structures(reader: CheckpointReader, state: str, names: Sequence[str
             f"or ignore={json.dumps(list(names[:3]))} to keep the current extra state."
         )
     rank = info.rank % reader.world_size
-    structure = part.rank_structure(rank, "modules", f"{key_prefix(state)}modules")
+    structure = part.rank_structure(rank, "modules", f"{state_prefix(state)}modules")
     location = f"{layout.index_name(rank)}: values: modules"
     strict_json.read_object(structure, location, tuple(extra_state_names(part.structures)))
     return {name: structure[name] for name in names}

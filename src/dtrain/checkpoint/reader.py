@@ -26,7 +26,7 @@ from dtrain.checkpoint.rank_index import (
 )
 from dtrain.checkpoint.reshard import Region
 from dtrain.checkpoint.run_index import RunIndex, inline_order, parse_run_index
-from dtrain.checkpoint.tree_json import strip_prefix
+from dtrain.checkpoint.tree_json import state_prefix, strip_prefix
 from dtrain.errors import CheckpointMismatchError, CorruptCheckpointError
 from dtrain.storage import AnyPath
 from dtrain.storage.parallel_parts import for_each_part
@@ -211,7 +211,7 @@ class CheckpointReader:
         """Return the shards of the tensors that only this rank has, by key."""
         placed = self.ranks.placed(rank)
         shards = {key: shard._replace(file=1 + 2 * rank) for key, shard in placed.per_rank.items()}
-        return shards if self.state is None else _select(shards, _state_prefix(self.state))
+        return shards if self.state is None else _select(shards, state_prefix(self.state))
 
     @contextmanager
     def open_data(self, number: int) -> Iterator[OpenedFile]:
@@ -230,30 +230,26 @@ class CheckpointReader:
             raise CheckpointMismatchError(
                 f"{self.folder}: state must be one that was saved ({stored}), got {name!r}. Load a saved state."
             )
-        prefix = _state_prefix(name)
-        extra = {layout.EXTRA: self.shared[layout.EXTRA]} if layout.EXTRA in self.shared else {}
+        prefix = state_prefix(name)
+        of_run = {key: self.shared[key] for key in (layout.EXTRA, layout.OBJECTS) if key in self.shared}
         return replace(
             self,
             refs=_select(self.refs, prefix),
             numbers=_select(self.numbers, prefix),
-            shared={**self.shared[layout.STATES][name], **extra},
+            shared={**self.shared[layout.STATES][name], **of_run},
             structures={section: strip_prefix(tree, prefix) for section, tree in self.structures[layout.STATES][name].items()},
             state=name,
         )
 
 
-def _state_prefix(name: str) -> str:
-    return tree_json.join_key(layout.STATES, name) + "/"
-
-
 def state_values(values: Any, name: str, location: str) -> dict[str, Any]:
     """Return a rank's values as if the rank had saved one state alone."""
-    values = strict_json.read_object(values, f"{location}: values", (layout.STATES, "rng", layout.EXTRA))
+    values = strict_json.read_object(values, f"{location}: values", (layout.STATES, "rng", layout.EXTRA, layout.OBJECTS))
     states = values[layout.STATES]
     if type(states) is not dict or name not in states:
         raise CorruptCheckpointError(f"{location}: values: no state {name!r}")
     of_state = strict_json.read_object(states[name], f"{location}: values: {name}", ("buffers", "modules"))
-    return {**of_state, "rng": values["rng"], layout.EXTRA: values[layout.EXTRA]}
+    return {**of_state, **{section: values[section] for section in ("rng", layout.EXTRA, layout.OBJECTS)}}
 
 
 def _select(by_key: Mapping[str, T], prefix: str) -> dict[str, T]:
@@ -331,10 +327,10 @@ def _check_sizes(found: Mapping[str, int | None], expected: Mapping[str, int]) -
 def _check_shared(shared: Any, manifest: Manifest) -> dict[str, Any]:
     """Return the values of the run, and check their sections against the manifest."""
     location = f"{layout.INDEX}: shared"
-    extra = (layout.EXTRA,) if manifest.what == "all" else ()
+    of_run = (layout.EXTRA, layout.OBJECTS) if manifest.what == "all" else ()
     if not manifest.states:
-        return strict_json.read_object(shared, location, (*manifest.sections, *extra))
-    sections = strict_json.read_object(shared, location, (layout.STATES, *extra))
+        return strict_json.read_object(shared, location, (*manifest.sections, *of_run))
+    sections = strict_json.read_object(shared, location, (layout.STATES, *of_run))
     for name, values in strict_json.read_object(sections[layout.STATES], f"{location}: states", manifest.states).items():
         strict_json.read_object(values, f"{location}: states: {name}", manifest.sections)
     return sections

@@ -21,7 +21,6 @@ from dtrain.arguments import check_choice, explain_arguments
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpointer import Checkpointer, SaveMode, SaveOptions, checkpointer_of
 from dtrain.checkpoint.commit import SaveRequest, SaveResult, run_save
-from dtrain.checkpoint.extra import saved_objects
 from dtrain.checkpoint.layout import MeshLayout, SaveScope
 from dtrain.checkpoint.loader_check import check_loaders
 from dtrain.checkpoint.save_thread import SaveTask, StagedFiles, save_thread, stage_files
@@ -31,15 +30,16 @@ from dtrain.checkpoint.state_dict import (
     collect_contents,
     content_hashes,
     content_key,
-    extra_state_hashes,
     gc_paused,
-    mark_unequal_extra_states,
+    mark_unequal_values,
+    rank_hashes,
 )
 from dtrain.checkpoint.write_plan import plan_rank_write
 from dtrain.dist.collectives import all_gather_json, raise_on_all_ranks
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, PeerError
+from dtrain.run_objects import unwrap
 from dtrain.shard.replica_check import raise_if_params_differ, replica_check_of
 from dtrain.state import TrainState
 from dtrain.step.optimizer_state import check_saved_state
@@ -103,21 +103,25 @@ def save_sharded(
 ) -> SaveHandle:
     """Save ``state`` as one step under ``root``.
 
-    With ``mode="sync"`` the step is durable and verifiable on every rank when the function returns. With ``"async"`` it is
-    durable when the handle's ``wait`` returns. The training thread then waits only while tensors are copied into host memory,
-    which later saves use again, and may change the state at once. The end of ``init_dist``'s block waits for saves in progress.
+    Short form of ``Checkpointer(root, ...).save(state)``, for a run that saves in one place. The step holds the whole run, also
+    the loader's position and the stateful objects of ``Step.init``. With ``mode="sync"`` the step is durable and verifiable on
+    every rank when the function returns. With ``"async"`` it is durable when the handle's ``wait`` returns. The training thread
+    then waits only while tensors are copied into host memory, which later saves use again, and may change the state at once.
+    The end of ``init_dist``'s block waits for saves in progress.
 
-        handle = dt.save_sharded("runs/gpt/ckpt", state, extra={"loader": loader}, mode="async", keep_last=3)
-        ...  # train on
-        print(handle.result().path)
+        for batch in loader.until("3ep"):
+            state, metrics = step(state, batch)
+            if state.crossed("1ep"):
+                dt.save_sharded("runs/gpt/ckpt", state, mode="async", keep_last=3)
+        dt.save_sharded("runs/gpt/ckpt", state, keep_last=3)  # writes nothing if this step is saved already
 
     Args:
         root: folder on a file system that all ranks share, or a URL (``s3://bucket/run``); created if missing.
         state: newest state of the run. Several states by name (a GAN's two) become one step together, with the step number
             of the first.
-        extra: objects with ``state_dict`` and ``load_state_dict``, or dicts, lists and tensors, which a load fills in place, by
-            name. They must be equal on all ranks, unless marked by ``dt.checkpoint.per_rank``. Tensors inside must not be
-            sharded. The loader of the last batches must be among them, or marked by ``dt.checkpoint.not_saved``.
+        extra: objects that do not belong to the run, by name: objects with ``state_dict`` and ``load_state_dict``, or dicts,
+            lists and tensors, which a load fills in place. They must be equal on all ranks, unless marked by
+            ``dt.checkpoint.per_rank``. Tensors inside must not be sharded.
         mode: "sync" waits for the commit, "async" does not.
         what: "all" saves the whole state, "weights" parameters and buffers, "trainable" the trained parameters (an adapter).
             The last two take neither ``extra`` nor a root that holds whole states, because a run could not resume from such a
@@ -146,16 +150,14 @@ def save_sharded(
         DesyncError: parameters or optimizer state that several ranks hold differ; see ``Step.init(replica_check_interval=)``.
             No file has been touched.
         ConfigError: a value that is neither a tensor nor plain data (by its path), or that differs between ranks; an entry of
-            ``extra`` that a load cannot put back; a loader that is not in ``extra``; a module whose state dict holds more than
-            a checkpoint. No file has been touched.
+            ``extra`` that a load cannot put back; a loader in ``extra``; a loader of the last batches that the state lacks; a
+            module whose state dict holds more than a checkpoint. No file has been touched.
         CheckpointError: the step exists and belongs to another run, another live job writes into ``root``, there is no space,
             or a file operation failed; the step is not committed. In ``"async"`` mode the handle raises it, or the next save
             (unless ``should_stop`` asked for this save, which comes first), or the end of ``init_dist``'s block.
         StaleStateError: ``state`` was stepped already.
         PeerError: another rank failed.
     """
-    if (recorder := current_context().recorder) is not None:
-        recorder.saved(max(each.step for each in _as_states(state).values()), str(root))
     options = SaveOptions(mode=mode, incremental=incremental, keep_last=keep_last, keep_every=keep_every, keep_steps=keep_steps)
     return start_save(root, state, extra or {}, what, cast, options)
 
@@ -169,7 +171,10 @@ def start_save(
     options: SaveOptions,
 ) -> SaveHandle:
     """Save with a Checkpointer, or with the Checkpointer of a root and of the states' run. See ``save_sharded``."""
-    request = None
+    if (recorder := current_context().recorder) is not None:
+        root = target.root if isinstance(target, Checkpointer) else target
+        recorder.saved(max(each.step for each in _as_states(state).values()), str(root))
+    request, is_saved = None, False
     started_at = time.monotonic()
     with spans.span("save"):
         # Without autograd, local shards are obtained faster.
@@ -179,13 +184,13 @@ def start_save(
             options.check(_CALLER)
             checkpointer = target if isinstance(target, Checkpointer) else checkpointer_of(target, states.values())
             if what == "all":
-                check_loaders(states, extra, caller=_CALLER)
+                check_loaders(states, caller=_CALLER)
             contents = collect_contents(states, extra, what=what, cast=cast)
             if what == "all":
-                _record_saved_extra(states, extra)
+                _record_saved_objects(states, extra)
             info = get_dist_info()
             write_plan = plan_rank_write(contents, info.rank, info.world_size, separate_frozen=options.incremental)
-            hashes, own_hashes = content_hashes(contents), extra_state_hashes(contents)
+            hashes, own_hashes = content_hashes(contents), rank_hashes(contents)
             replica_digest = sum(replica_check_of(each).digest(each) for each in states.values())
         # The file of frozen parameters may become a link, which needs no space.
         needed = write_plan.data_bytes if not options.incremental else next(iter(write_plan.files.values())).size
@@ -195,6 +200,8 @@ def start_save(
         save_thread().wait_for_slot(_MAX_IN_FLIGHT)
         with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
             first = next(iter(states.values()))
+            key = content_key(states, what, cast)
+            is_saved = first.run_context.lineage.roots[str(checkpointer.root)].steps.get(first.step) == key
             staged = stage_files(write_plan, checkpointer.staging, copy=options.mode == "async")
             request = SaveRequest(
                 caller=_CALLER,
@@ -209,7 +216,7 @@ def start_save(
                 write_plan=replace(write_plan, tensors={}),
                 staged=staged,
                 total_bytes=total_bytes,
-                content_key=content_key(states, what, cast),
+                content_key=key,
                 info=info,
                 # In the middle of a step the ranks have agreed to stop already, but the state is older.
                 after_stop_agreed=current_context().preemption.is_agreed() and first.step_counts is None,
@@ -222,7 +229,8 @@ def start_save(
         )
         if options.mode == "sync":
             _wait(task)
-    spans.record_event("save", step=handle.step, blocked_s=time.monotonic() - started_at)
+    if not is_saved:
+        spans.record_event("save", step=handle.step, blocked_s=time.monotonic() - started_at)
     return handle
 
 
@@ -297,17 +305,18 @@ def _agree_on_contents(
         save_thread().wait_all()
         raise PeerError(f"{_CALLER}: an earlier save failed on rank {failed[0]} and was not committed. Save again.")
     check_equal_on_all_ranks([facts["hashes"] for facts in facts_by_rank])
-    mark_unequal_extra_states(shared, [facts["own"] for facts in facts_by_rank])
+    mark_unequal_values(shared, [facts["own"] for facts in facts_by_rank])
     if sum(facts["replicas"] for facts in facts_by_rank):
         for state in states.values():
             raise_if_params_differ(state, _CALLER)
     return sum(facts["bytes"] for facts in facts_by_rank)
 
 
-def _record_saved_extra(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:
+def _record_saved_objects(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:
     """Record the objects whose state was saved; ``early_stop`` must not change such objects any more in this step."""
+    values = [*extra.values(), *(value for state in states.values() for value in state._objects.values())]
     for state in states.values():
-        state.run_context.lineage.extra_saved_steps = {id(value): state.step for value in saved_objects(extra)}
+        state.run_context.lineage.saved_steps = {id(unwrap(value)): state.step for value in values}
 
 
 def _mesh_layout(state: TrainState) -> MeshLayout:

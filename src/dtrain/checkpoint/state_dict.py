@@ -9,16 +9,17 @@ Sections, which are also the prefixes of tensor keys::
     optimizer/global/<key>/...          state that belongs to no parameter: its key in the optimizer's state is a text
     optimizer/groups                    hyperparameters, with "params" as names
     transforms/<transform>/...  clock  seed
-    extra/<name>/...                    objects of the caller, equal on all ranks, without sharded tensors
+    objects/<key>/...                   loader and stateful objects of the states, equal on all ranks, without sharded tensors
+    extra/<name>/...                    objects of the caller, the same
 
 Sections of each rank::
 
     rng/...                             random state
     buffers/<name>                      persistent buffers, if each rank has its own (``buffers="own"``)
     modules/<name>/...                  extra state of modules (``get_extra_state``)
-    extra/<name>/...                    objects of the caller, marked by ``per_rank``
+    objects/<key>/..., extra/<name>/... objects marked by ``per_rank``, and loaders of other libraries
 
-Several named states are stored below ``states/<name>/``; the keys of ``extra`` and ``rng`` do not change.
+Several named states are stored below ``states/<name>/``; the keys of ``objects``, ``extra`` and ``rng`` do not change.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.data_file import as_bytes, digest_of
-from dtrain.checkpoint.extra import check_plain_tensors, saved_entries, split_entries
+from dtrain.checkpoint.extra import check_plain_tensors, saved_entries, short_key, split_entries
 from dtrain.checkpoint.layout import SaveScope
 from dtrain.checkpoint.module_state import check_state_dicts, extra_state_modules, get_extra_states
 from dtrain.checkpoint.targets import check_own_memory
@@ -85,7 +86,7 @@ def collect_contents(
 
     Args:
         states: states by name.
-        extra: objects of the run; ignored unless ``what`` is "all".
+        extra: objects of the caller; ignored unless ``what`` is "all".
         what: scope of the contents; see ``layout.SECTIONS``.
         cast: dtype of floating-point parameters.
 
@@ -93,7 +94,7 @@ def collect_contents(
         ConfigError: a value that is neither a tensor nor plain data, named by its path; a name in ``extra`` that is not a
             string.
     """
-    entries = saved_entries(extra, "save_sharded")
+    entries = saved_entries(states, extra, "save_sharded")
     shared: dict[str, Any] = {}
     values: dict[str, Any] = {}
     tensors: dict[str, Tensor] = {}
@@ -117,14 +118,15 @@ def collect_contents(
         per_rank.update(found)
     values["rng"], found = tree_json.encode(rng_state() if what == "all" else {}, "rng")
     per_rank.update(found)
-    of_run, of_rank = split_entries(entries if what == "all" else {})
-    values[layout.EXTRA], found = tree_json.encode(of_rank, layout.EXTRA)
-    check_plain_tensors(found, "Store sharded tensors in a transform's state.")
-    per_rank.update(found)
-    if what == "all":
-        shared[layout.EXTRA], found = tree_json.encode(of_run, layout.EXTRA)
+    trees = split_entries(entries if what == "all" else {})
+    for section in (layout.EXTRA, layout.OBJECTS):
+        values[section], found = tree_json.encode(trees.of_rank[section], section)
         check_plain_tensors(found, "Store sharded tensors in a transform's state.")
-        tensors.update(found)
+        per_rank.update(found)
+        if what == "all":
+            shared[section], found = tree_json.encode(trees.of_run[section], section)
+            check_plain_tensors(found, "Store sharded tensors in a transform's state.")
+            tensors.update(found)
     frozen = frozenset(
         tree_json.join_key(f"{tree_json.join_key(layout.STATES, name)}/params" if name else "params", key)
         for name, state in states.items()
@@ -203,25 +205,31 @@ def optimizer_groups(state: TrainState) -> list[dict[str, Any]]:
 def content_hashes(contents: CheckpointContents) -> dict[str, str]:
     """Hash each part that must be equal on all ranks: values, and the names, shapes and dtypes of tensors.
 
-    The data of tensors in ``extra`` are hashed as well.
-    Host sync: one per tensor of ``extra`` that is not on the CPU.
+    The data of tensors in ``extra`` and ``objects`` are hashed as well.
+    Host sync: one per such tensor that is not on the CPU.
     """
     by_entry: dict[str, list[Tensor]] = {}
     for key, tensor in contents.tensors.items():
-        if key.startswith(f"{layout.EXTRA}/"):
+        if key.startswith((f"{layout.EXTRA}/", f"{layout.OBJECTS}/")):
             by_entry.setdefault("/".join(key.split("/", 2)[:2]), []).append(tensor)
     return {path: _hash(values, by_entry.get(path, ())) for path, values in _iter_parts(contents.shared)}
 
 
-def extra_state_hashes(contents: CheckpointContents) -> dict[str, str]:
-    """Hash the extra states of the modules of each state, which may differ between ranks, by the name of the state."""
+def rank_hashes(contents: CheckpointContents) -> dict[str, str]:
+    """Hash the values that may differ between ranks by path: extra states of modules, and loaders of other libraries."""
     states = contents.values.get(layout.STATES)
     sections = {"": contents.values["modules"]} if states is None else {name: each["modules"] for name, each in states.items()}
     hashes = {}
     for name, values in sections.items():
-        prefix = f"{tree_json.join_key(layout.STATES, name)}/modules/" if name else "modules/"
-        hashes[name] = _hash(values, [tensor for key, tensor in contents.per_rank.items() if key.startswith(prefix)])
-    return hashes
+        hashes[f"{tree_json.state_prefix(name)}modules"] = values
+    for key, value in contents.shared.get(layout.OBJECTS, {}).items():
+        if value == _COPIES:
+            hashes[tree_json.join_key(layout.OBJECTS, key)] = contents.values[layout.OBJECTS][key]
+    by_path = {path: [t for key, t in contents.per_rank.items() if key.startswith(f"{path}/")] for path in hashes}
+    return {path: _hash(values, by_path[path]) for path, values in hashes.items()}
+
+
+_COPIES = tree_json.encode(tree_json.RANK_COPIES, "")[0]
 
 
 def _hash(values: Any, tensors: Iterable[Tensor]) -> str:
@@ -232,14 +240,18 @@ def _hash(values: Any, tensors: Iterable[Tensor]) -> str:
     return sha.hexdigest()
 
 
-def mark_unequal_extra_states(shared: dict[str, Any], hashes_by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Record in the values of the run which states have modules whose extra state differs between ranks.
+def mark_unequal_values(shared: dict[str, Any], hashes_by_rank: Sequence[Mapping[str, str]]) -> None:
+    """Record in the values of the run which extra states of modules, and which loaders, differ between ranks.
 
     Mutates: ``shared``.
     """
+    unequal = {path for path in hashes_by_rank[0] if len({hashes.get(path) for hashes in hashes_by_rank}) > 1}
     for name, values in shared.get(layout.STATES, {"": shared}).items():
         if "modules" in values:
-            values["modules"]["equal"] = len({hashes[name] for hashes in hashes_by_rank}) == 1
+            values["modules"]["equal"] = f"{tree_json.state_prefix(name)}modules" not in unequal
+    for key in shared.get(layout.OBJECTS, {}):
+        if tree_json.join_key(layout.OBJECTS, key) in unequal:
+            shared[layout.OBJECTS][key] = tree_json.encode(tree_json.PER_RANK, "")[0]
 
 
 def check_equal_on_all_ranks(hashes_by_rank: Sequence[Mapping[str, str]]) -> None:
@@ -257,11 +269,17 @@ def check_equal_on_all_ranks(hashes_by_rank: Sequence[Mapping[str, str]]) -> Non
         if differing is None:
             continue
         ranks = [rank for rank, hashes in enumerate(hashes_by_rank) if hashes.get(differing) != first.get(differing)]
-        kind, _, name = differing.partition("/")
-        mark = f'extra={{"{tree_json.unescape_key(name)}": dt.checkpoint.per_rank(...)}} saves one value per rank'
+        section, _, name = differing.partition("/")
+        name = tree_json.unescape_key(name)
+        if section == layout.OBJECTS:
+            differing = name
+            section, _, name = short_key(name).partition("/")
+        mark = "a DTensor"
+        if section in (layout.EXTRA, "stateful"):
+            mark = f'{section}={{"{name}": dt.checkpoint.per_rank(...)}} saves one value per rank'
         raise ConfigError(
             f"save_sharded: {differing} must be equal on all ranks, but ranks {format_ranks(ranks)} differ from rank 0. "
-            f"Make it equal on all ranks, or {mark if kind == layout.EXTRA else 'a DTensor'}."
+            f"Make it equal on all ranks, or {mark}."
         )
 
 
@@ -272,7 +290,7 @@ def _iter_parts(shared: Mapping[str, Any], path: str = "") -> Iterator[tuple[str
         if section == layout.STATES:
             for name, sections in values.items():
                 yield from _iter_parts(sections, tree_json.join_key(here, name))
-        elif section in ("transforms", layout.EXTRA) and tree_json.TAG not in values:
+        elif section in ("transforms", layout.EXTRA, layout.OBJECTS) and tree_json.TAG not in values:
             yield from ((tree_json.join_key(here, name), part) for name, part in values.items())
         else:
             yield here, values

@@ -102,15 +102,15 @@ def read_on_all_ranks(
     choice: StepChoice,
     path: AnyPath,
     states: Mapping[str, TrainState],
-    extra: Mapping[str, Any],
+    entries: Mapping[str, Any],
     options: LoadOptions,
     on_corrupt: OnCorrupt,
     files: ExitStack,
-) -> tuple[LoadedCheckpoint, StepChoice]:
+) -> tuple[LoadedCheckpoint, StepChoice, str]:
     """Read a checkpoint on all ranks and agree on its content. Try older steps if corrupt steps may be skipped.
 
     Returns:
-        The checkpoint, and the choice it was read from.
+        The checkpoint, the choice it was read from, and the reasons why newer steps were skipped.
 
     Collective: exchanges of JSON on the control group.
     """
@@ -122,7 +122,7 @@ def read_on_all_ranks(
             try:
                 with notice_removal(folder):
                     choice.check_listed(folder)
-                    loaded = read_checkpoint(folder, states, extra, options, files)
+                    loaded = read_checkpoint(folder, states, entries, options, files)
                 digest = hashlib.sha256(layout.encode_manifest(loaded.reader.manifest)).hexdigest()
             except StepRemovedError:
                 removed = True
@@ -132,15 +132,13 @@ def read_on_all_ranks(
                 raise
             except CheckpointError as error:
                 raise CheckpointError(f"{_CALLER}: {folder}: {error}") from None
-        reports = cast(list[list[Any]], all_gather_json([corruption, digest, options.summary(extra), removed]))
+        reports = cast(list[list[Any]], all_gather_json([corruption, digest, options.summary(entries), removed]))
         gone = any(report[3] for report in reports)
         bad = next((f"rank {rank}: {report[0]}" for rank, report in enumerate(reports) if report[0] is not None), None)
         if not gone and bad is None and len({report[1] for report in reports}) == 1:
             _check_options_equal([report[2] for report in reports])
             assert loaded is not None, "no rank has reported corruption"
-            if not choice.named:
-                _log_choice(choice, folder, refused)
-            return loaded, choice
+            return loaded, choice, "" if choice.named else _describe_skipped(choice, folder, refused)
         # The memory must be free before the next step is read.
         del loaded
         files.close()
@@ -192,11 +190,10 @@ def _check_options_equal(summaries: Sequence[str]) -> None:
             )
 
 
-def _log_choice(choice: StepChoice, folder: AnyPath, refused: Mapping[str, str]) -> None:
-    """Print the loaded step, and the reasons why newer steps were skipped."""
+def _describe_skipped(choice: StepChoice, folder: AnyPath, refused: Mapping[str, str]) -> str:
+    """Return the reasons why steps that are newer than ``folder`` were skipped."""
     skipped = {**({} if choice.scan is None else skipped_steps(choice.scan, folder)), **refused}
-    reasons = "; ".join(f"skipped {name} ({reason})" for name, reason in sorted(skipped.items()))
-    log(f"loading {folder}{f'; {reasons}' if reasons else ''}")
+    return "; ".join(f"skipped {name} ({reason})" for name, reason in sorted(skipped.items()))
 
 
 def log(line: str) -> None:

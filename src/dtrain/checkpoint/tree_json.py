@@ -9,6 +9,8 @@ becomes a text that begins with ``$``, because there are many, and every other v
     {1: "a"}            {"$": "dict", "items": [[1, "a"]]}          also for a dict with a key "$"
     float("nan")        {"$": "float", "value": "nan"}              also "inf", "-inf"
     PER_RANK            {"$": "per_rank"}                           the value is in the values of each rank
+    RANK_COPIES         {"$": "rank_copies"}                        the same, and the values are equal
+    SameAs("a")         {"$": "same", "key": "a"}                   the object is stored under another key
 
 The data of a tensor are stored elsewhere under a key: the path of the tensor, joined by ``/`` as in a JSON pointer
 (RFC 6901: ``~`` and ``/`` inside a name are written ``~0`` and ``~1``).
@@ -31,7 +33,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import strict_json
-from dtrain.checkpoint.layout import DTYPE_NAMES, DTYPES
+from dtrain.checkpoint.layout import DTYPE_NAMES, DTYPES, STATES
 from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError, CorruptCheckpointError
 
@@ -48,10 +50,19 @@ DICT_TYPES = (dict, OrderedDict, Counter)
 
 class _Marker(Enum):
     PER_RANK = "per_rank"
+    RANK_COPIES = "rank_copies"
 
 
 PER_RANK: Final = _Marker.PER_RANK
 """Value of the run that stands for a value of each rank."""
+RANK_COPIES: Final = _Marker.RANK_COPIES
+"""Value of the run that stands for a value of each rank, which is equal on all ranks."""
+
+
+class SameAs(NamedTuple):
+    """Value that stands for the value of another key of its section."""
+
+    key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +88,11 @@ def join_key(path: str, key: str | int) -> str:
     if "~" in token or "/" in token:
         token = token.replace("~", "~0").replace("/", "~1")
     return f"{path}/{token}" if path else token
+
+
+def state_prefix(name: str) -> str:
+    """Return the prefix of the keys of a state in a checkpoint; a single unnamed state has none."""
+    return f"{join_key(STATES, name)}/" if name else ""
 
 
 def unescape_key(token: str) -> str:
@@ -123,8 +139,10 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any
         return values if type(tree) is list else {TAG: "tuple", "items": values}
     if type(tree) in DICT_TYPES:
         return _encode_dict(tree, path, tensors, depth)
-    if tree is PER_RANK:
-        return {TAG: PER_RANK.value}
+    if isinstance(tree, _Marker):
+        return {TAG: tree.value}
+    if isinstance(tree, SameAs):
+        return {TAG: "same", "key": tree.key}
     raise ConfigError(
         f"{path}: state must be tensors and plain data (None, bool, int, float, str, list, tuple, dict), "
         f"got {type(tree).__module__}.{type(tree).__qualname__}. Convert it in state_dict()."
@@ -216,9 +234,14 @@ def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, 
         if value not in ("nan", "inf", "-inf"):
             raise CorruptCheckpointError(f"{location}: must be nan, inf or -inf, got {strict_json.describe_value(value)}")
         return float(value)
-    if tag == PER_RANK.value:
+    if tag in (PER_RANK.value, RANK_COPIES.value):
         strict_json.read_object(values, location, (TAG,))
-        return PER_RANK
+        return _Marker(tag)
+    if tag == "same":
+        key = strict_json.read_object(values, location, (TAG, "key"))["key"]
+        if type(key) is not str:
+            raise CorruptCheckpointError(f"{location}: key must be a text, got {strict_json.describe_value(key)}")
+        return SameAs(key)
     content = strict_json.read_object(values, location, (TAG, "items"))["items"]
     if tag == "tuple" and type(content) is list:
         return tuple(_decode(item, join_key(path, at), tensor_of, depth + 1) for at, item in enumerate(content))

@@ -52,7 +52,7 @@ def _iter_ranks(reader: CheckpointReader) -> Iterator[RankFilesReader]:
 def _check_values(values: object, manifest: Manifest, location: str) -> None:
     """Check the sections of the values of a rank."""
     if not manifest.states:
-        strict_json.read_object(values, f"{location}: values", ("buffers", "modules", "rng", layout.EXTRA))
+        strict_json.read_object(values, f"{location}: values", ("buffers", "modules", "rng", layout.EXTRA, layout.OBJECTS))
     for name in manifest.states:
         state_values(values, name, location)
 

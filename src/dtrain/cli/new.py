@@ -52,7 +52,7 @@ def new(
 ) -> int:
     """Write a training loop to start from.
 
-    The loop is one file of at most 80 lines that runs unchanged on any number of processes. It shards, logs, saves, evaluates,
+    The loop is one file of at most 82 lines that runs unchanged on any number of processes. It shards, logs, saves, evaluates,
     and resumes with the same command. Its data is generated or installed, so nothing is downloaded.
 
     Exit codes: 0 written; 1 the file could not be written; 2 bad usage, or the file exists.

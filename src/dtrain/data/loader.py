@@ -46,7 +46,7 @@ class Loader:
     """Batches of one rank, in an order that depends on data, seed and epoch, not on ranks. ``build_loader`` builds a loader.
 
     Global batch ``k`` of an epoch has the same samples on every number of ranks, and each rank receives a share of them.
-    ``state_dict`` and ``load_state_dict`` save and restore the position: pass the loader in ``extra`` of a checkpoint.
+    ``state_dict`` and ``load_state_dict`` save and restore the position: pass the loader to ``Step.init``.
     """
 
     def __init__(

@@ -58,14 +58,14 @@ def read_position(state: Mapping[str, Plain]) -> Position:
     if state.get("version") != _STATE_VERSION:
         raise CheckpointMismatchError(
             f"loader: the saved position has format version {state.get('version')}, this release reads {_STATE_VERSION}. "
-            "Leave the loader out of extra to start over."
+            "Pass ignore=['loader'] to start over."
         )
     values = {name: state.get(name) for name in ("epoch", "samples", "batches", "total")}
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int):
             raise CheckpointMismatchError(
                 f"loader: {name!r} of the saved position must be an integer, got {value!r}. "
-                "Load a checkpoint with another step, or leave the loader out of extra=."
+                "Load another step, or pass ignore=['loader'] to start over."
             )
     return Position(**cast("dict[str, int]", values))
 

@@ -29,13 +29,13 @@ def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float 
     ends after the stop, and yields nothing if a resumed run had stopped::
 
         stop = dt.monitors.early_stop("loss", patience="2ep")
-        extra = {"loader": loader, "stop": stop}
-        state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
+        state = step.init(model, optimizer, loader=loader, stateful={"stop": stop})
+        state = dt.load_sharded("ckpt", state, missing_ok=True)
         for batch in loader.until("90ep", stop=stop):
             state, metrics = step(state, batch)
             if state.crossed("1ep"):
                 stop(state, dt.reduce_metrics(dt.evaluate(model, held_out, loss_fn)))
-                dt.save_sharded("ckpt", state, extra=extra)
+                dt.save_sharded("ckpt", state)
 
     The decision is saved and remains valid while the arguments stay the same. With a longer patience, for example, the run
     continues.
@@ -90,7 +90,7 @@ class _StopDecision:
         Raises:
             ConfigError: the state was saved before the decision, or a resumed run has trained past the stop.
         """
-        if state.run_context.lineage.extra_saved_steps.get(id(self)) == state.step:
+        if state.run_context.lineage.saved_steps.get(id(self)) == state.step:
             raise ConfigError(
                 f"{self._caller}: metric {self._metric!r} must be judged before save_sharded, got a checkpoint of step "
                 f"{state.step} first. A resumed run would lose the value. Call stop(state, numbers) before save_sharded."
@@ -149,7 +149,7 @@ class EarlyStop(_StopDecision):
         Host sync: none.
 
         Raises:
-            ConfigError: the metric is missing or not a number, the step was saved already with this stop in ``extra``, or a
+            ConfigError: the metric is missing or not a number, the step was saved already with this stop in ``stateful``, or a
                 resumed run has trained past the stop.
             PeerError: the same error on another rank.
         """
@@ -189,7 +189,7 @@ class EarlyStop(_StopDecision):
         if state.get("unit") != self._patience.unit:
             raise ConfigError(
                 f"early_stop: patience must have the saved unit {state.get('unit')!r}, got {str(self._patience)!r}. Keep the "
-                "unit, or remove the stop from extra to start anew."
+                "unit, or pass ignore=['stateful/<name>'] to start anew."
             )
         super().load_state_dict(state)
         best, best_at = state.get("best"), state.get("at")
@@ -203,8 +203,8 @@ class EarlyStop(_StopDecision):
 def threshold_stop(metric: str, threshold: float, *, mode: StopMode = "min", stop_on_nan: bool = False) -> ThresholdStop:
     """Stop a run when a metric reaches ``threshold``: ``stop(state, numbers) -> bool``.
 
-    Use it like ``early_stop``: judge before the save, pass ``{"stop": stop}`` in ``extra`` and ``loader.until(length,
-    stop=stop)``.
+    Use it like ``early_stop``: judge before the save, and pass the stop to ``Step.init(stateful={"stop": stop})`` and
+    ``loader.until(length, stop=stop)``.
 
     Formula: stop when ``value <= threshold`` (``"max"``: ``value >= threshold``)
 

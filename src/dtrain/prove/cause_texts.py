@@ -111,7 +111,7 @@ _SENTENCES: Mapping[str, tuple[str, str]] = {
         "checkpoints",
     ),
     "ema_not_saved": (
-        "A resume begins an average of the weights again. Save it with the checkpoint, as extra=.",
+        "A resume begins an average of the weights again. Pass it to step.init(stateful={...}).",
         "checkpoints",
     ),
     "rng_not_saved": ("A resume begins a random generator again. Save its state with the checkpoint.", "checkpoints"),
@@ -121,15 +121,15 @@ _SENTENCES: Mapping[str, tuple[str, str]] = {
         "checkpoints",
     ),
     "early_stop_not_saved": (
-        "A resume forgets the best value or the patience of early stopping. Save it with the checkpoint, as extra=.",
+        "A resume forgets the best value or the patience of early stopping. Pass it to step.init(stateful={...}).",
         "checkpoints",
     ),
     "state_not_saved": (
-        "A resume loses a value that the loop changes. Save it with the checkpoint, as extra=.",
+        "A resume loses a value that the loop changes. Pass it to step.init(stateful={...}).",
         "checkpoints",
     ),
     "data_repeated_after_resume": (
-        "A resume reads samples again that the run has trained on. Save the loader with the checkpoint, as extra=.",
+        "A resume reads samples again that the run has trained on. Pass the loader to step.init(loader=loader).",
         "checkpoints",
     ),
     "data_skipped_after_resume": (

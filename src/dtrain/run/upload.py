@@ -41,7 +41,7 @@ def upload_run(run: Run, root: str | Path) -> int:
 
         run = dt.open_run("runs/gpt")
         if state.crossed("1000ba"):
-            dt.save_sharded("s3://bucket/gpt", state, extra={"loader": loader})
+            dt.save_sharded("s3://bucket/gpt", state)
             dt.loggers.upload_run(run, "s3://bucket/gpt")
 
     Raises:

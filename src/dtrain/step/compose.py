@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,7 +16,6 @@ from dtrain import spans
 from dtrain.arguments import check_int, explain_arguments
 from dtrain.batch import FailedBatch
 from dtrain.batch_axes import BatchSpec
-from dtrain.dist.batch_info import TrackedLoader
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.durations import RunLength
@@ -57,11 +56,12 @@ class Step:
         optimizer: torch.optim.Optimizer,
         *,
         seed: int = 0,
+        loader: Any = None,
+        stateful: Mapping[str, Any] | None = None,
         run_length: RunLength | None = None,
-        partial: bool = False,
+        missing_ok: bool = False,
         allow_equal_batches: bool = False,
         replica_check_interval: int = 100,
-        loader: TrackedLoader | None = None,
     ) -> TrainState:
         """Return the state at step 0.
 
@@ -69,36 +69,43 @@ class Step:
             model: sharded and materialized model; a plain module works in one process.
             optimizer: optimizer of this model's parameters, built after sharding.
             seed: seed of the random streams of transforms.
+            loader: loader of the run. Its position is saved and loaded with the state, and the clock counts its epochs, also if
+                the step runs on slices or copies of its batches. A loader of ``build_loader``, torchdata's
+                ``StatefulDataLoader``, or any iterable with ``state_dict`` and ``load_state_dict``, whose states may differ
+                between ranks; or ``dt.checkpoint.not_saved(loader)`` for a loader that starts anew after a resume.
+            stateful: further objects of the run by name, saved and loaded with the state: objects with ``state_dict`` and
+                ``load_state_dict`` (an ``early_stop``, a second loader), or dicts, lists and tensors, which a load fills in
+                place. They must be equal on all ranks, unless marked by ``dt.checkpoint.per_rank``.
             run_length: length of the run, for intervals that are a share of it (``"0.1dur"``): ``loader.run_length("3ep")``.
-            partial: if True, the optimizer may hold only some of the trainable parameters, because another state trains the
+            missing_ok: if True, the optimizer may hold only some of the trainable parameters, because another state trains the
                 rest. Freeze parameters that no state trains with ``requires_grad_(False)``.
             allow_equal_batches: if True, data-parallel ranks may train on equal batches; if False, equal batches warn.
             replica_check_interval: number of steps between two comparisons of the parameters that several ranks hold, by one
                 number in the record of the step. The first steps of a process and every save compare them, too. A difference
                 raises. 0 compares nothing, for a method that lets parameters differ on purpose.
-            loader: loader whose epochs the clock counts, needed only if batches cannot carry their position: a step on
-                slices or copies of a batch (minibatches of a rollout), or on batches of two loaders. The position is then the
-                position of the loader's last batch. Checkpoints do not contain the loader.
 
         Mutates: this process's handling of SIGTERM, until the end of ``init_dist``'s block: from now on a SIGTERM makes
         ``should_stop`` return True.
 
         Example:
             step = dt.compose_step(loss_fn, [dt.transforms.ema(0.999)])
-            state = step.init(model, optimizer, run_length=loader.run_length("3ep"))
-            for batch in loader:
+            state = step.init(model, optimizer, loader=loader)
+            state = dt.load_sharded("ckpt", state, missing_ok=True)
+            for batch in loader.until("3ep"):
                 state, metrics = step(state, batch)
 
         Raises:
             ConfigError: an argument that is not a model or an optimizer; parameters on the meta device; an optimizer with
                 parameters of another model, or without some trainable parameters; a rank of a launcher without ``init_dist``;
-                a ``loader`` of another library; a negative ``replica_check_interval``. With ``run_length``, a schedule whose
-                value is invalid in some step of the run.
+                a ``loader`` without ``state_dict``, such as a plain ``DataLoader``, or an object that a load cannot put back; a
+                negative ``replica_check_interval``. With ``run_length``, a schedule whose value is invalid in some step.
 
         Warns: UserWarning, on rank 0, without ``run_length``: a schedule whose value is invalid once a run is long enough.
         """
         time_compilation()
-        state = init_state(model, optimizer, seed=seed, run_length=run_length, partial=partial, loader=loader)
+        state = init_state(
+            model, optimizer, seed=seed, run_length=run_length, missing_ok=missing_ok, loader=loader, stateful=stateful
+        )
         _check_schedules(self.transforms, run_length)
         state.run_context.replica_check_interval = check_int(
             "init", "replica_check_interval", replica_check_interval, minimum=0
@@ -253,11 +260,11 @@ def should_stop(state: TrainState) -> bool:
     Collective: none; the ranks agree in the record that they exchange before each step.
 
     Example:
-        stop = dt.should_stop(state)
-        if stop or state.crossed("1ep"):
-            dt.save_sharded("ckpt", state, extra={"loader": loader})
-        if stop:
-            break
+        for batch in loader.until("3ep"):
+            state, metrics = step(state, batch)
+            if dt.should_stop(state):
+                break
+        dt.save_sharded("ckpt", state)
 
     Raises:
         StaleStateError: ``state`` was stepped already.

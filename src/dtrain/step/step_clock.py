@@ -32,15 +32,18 @@ def begin_step(state: TrainState, batch: Batch) -> TrainState:
     if origin is None:
         clock = state.clock if isinstance(batch, FailedBatch) else state.clock.without_epochs(reason)
         step_batch = StepBatch(info=None, repeated=False, clock_before=state.clock, statuses=statuses)
-        return state._replace(step_batch=step_batch, clock=clock)
+        history = _with_other_loaders(state.loader_history, state, infos)
+        return state._replace(step_batch=step_batch, clock=clock, loader_history=history)
     history = state.loader_history
     repeated = origin.status is history.last_batch
     if not history.loaders or origin.loader is not history.loaders[-1]:
-        if origin.loader in history.loaders and state.loader is None:
+        if origin.loader in history.loaders and state._tracked_loader is None:
             clock = state.clock.without_epochs(_ALTERNATING_LOADERS)
             step_batch = StepBatch(info=origin, repeated=False, clock_before=state.clock, statuses=statuses)
             return state._replace(step_batch=step_batch, clock=clock, loader_history=history.after_return_to(origin.loader))
         history = _follow_loader(history, origin, state.clock)
+    if state._tracked_loader is not None:
+        history = _with_other_loaders(history, state, infos)
     if not repeated:
         history = LoaderHistory(
             loaders=history.loaders,
@@ -76,7 +79,7 @@ def _mark_begun(origins: list[BatchInfo]) -> tuple[BatchStatus, ...]:
 
 def _find_origin(state: TrainState, infos: list[BatchInfo]) -> tuple[BatchInfo | None, str]:
     """Return the element of ``infos`` whose epochs count, or the reason why there is none."""
-    loader = state.loader
+    loader = state._tracked_loader
     if loader is None and not infos:
         return None, _NO_ORIGIN
     if loader is not None:
@@ -91,6 +94,15 @@ def _find_origin(state: TrainState, infos: list[BatchInfo]) -> tuple[BatchInfo |
     if loaders == 1:
         return max(infos, key=lambda info: (info.end.epoch, info.end.batch or 0)), ""
     return None, _SEVERAL_LOADERS.format(loaders)
+
+
+def _with_other_loaders(history: LoaderHistory, state: TrainState, infos: list[BatchInfo]) -> LoaderHistory:
+    """Return the history with the loaders of the batch whose epochs the clock does not count: a save needs their positions."""
+    own = None if state._tracked_loader is None else state._tracked_loader.identity
+    for info in infos:
+        if info.loader is not own:
+            history = history.after_return_to(info.loader)
+    return history
 
 
 def _follow_loader(history: LoaderHistory, origin: BatchInfo, clock: Clock) -> LoaderHistory:

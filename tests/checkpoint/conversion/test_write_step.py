@@ -36,7 +36,7 @@ def test_load_sharded_loads_converted_parameters_and_buffers(tmp_path):
     save_file(model.state_dict(), tmp_path / "x.safetensors")
     convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain", step=7)
     restored = load_sharded(tmp_path / "root", state_of(other), what="weights")
-    assert restored.step == 7
+    assert restored.restored.step == 7
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in other.state_dict().items())
 
 

@@ -93,7 +93,7 @@ def _begin(root: Path) -> Any:
     from dtrain.checkpoint.load import load_sharded
     from dtrain.dist.rng import seed_all
 
-    state = load_sharded(root / "step-00000001", plain_state()).state
+    state = load_sharded(root / "step-00000001", plain_state())
     seed_all(5)  # other draws than in the old lineage, and so another step 2
     return train(state, 1)
 
@@ -218,8 +218,8 @@ def _check(root: str) -> dict[str, Any]:
         for each in found:
             dt.checkpoint.verify(each.path)
         restored = dt.load_sharded(root, plain_state())
-        loaded = digest(restored.state, rng=False)
-        dt.save_sharded(root, train(restored.state, 5)).result()
+        loaded = digest(restored, rng=False)
+        dt.save_sharded(root, train(restored, 5)).result()
     except (dt.DtrainError, UserWarning) as error:
         return {"wrong": f"{type(error).__name__}: {error}"}
     return {

@@ -71,9 +71,9 @@ def train(values: dict[str, Any]) -> int:
     with dt.init_dist(device="cpu") as info:
         log = Log(run.folder, info.rank)
         step, state, loader = begin(run)
-        restored = dt.load_sharded(run.root, state, extra={"loader": loader}, missing_ok=True)
-        state = restored.state
-        log.line(attempt=time.monotonic(), pid=os.getpid(), loaded=restored.step, digest=_digest(run, state))
+        state = dt.load_sharded(run.root, state, missing_ok=True)
+        loaded = None if state.restored is None else state.step
+        log.line(attempt=time.monotonic(), pid=os.getpid(), loaded=loaded, digest=_digest(run, state))
         asked = None
         for batch in loader.until(run.steps):
             if run.dies_at == state.step + 1:
@@ -85,7 +85,7 @@ def train(values: dict[str, Any]) -> int:
                 if asked is not None:
                     log.line(acknowledged=_wait(asked))
                 log.line(saving=state.step, digest=_digest(run, state))
-                handle = dt.save_sharded(run.root, state, extra={"loader": loader}, keep_last=3, **_mode(run))
+                handle = dt.save_sharded(run.root, state, keep_last=3, **_mode(run))
                 if run.mode == "sync":
                     log.line(acknowledged=handle.step)
                 else:
@@ -128,7 +128,7 @@ def begin(run: Run) -> tuple[Any, Any, Any]:
     loader = dt.build_loader(data, mesh=mesh, global_batch_size=BATCH, seed=2)
     loss = dt.mean_loss(lambda m, b: (m(b["x"]) - b["x"][:, :1]).square().mean(), weight=lambda b: len(b["x"]))
     step = dt.compose_step(loss, [dt.transforms.clip_by_norm(0.5), dt.transforms.ema(0.9)])
-    return step, step.init(net, torch.optim.AdamW(net.parameters(), lr=0.02), seed=3), loader
+    return step, step.init(net, torch.optim.AdamW(net.parameters(), lr=0.02), seed=3, loader=loader), loader
 
 
 def committed(run: Run) -> list[CheckpointInfo]:

@@ -61,7 +61,7 @@ with dt.init_dist() as info:
             draw = torch.Generator().manual_seed(3)
             sizes = {"0.base.weight": (16, 8), "0.base.bias": (16,), "2.base.weight": (4, 16), "2.base.bias": (4,)}
             save_file({name: torch.randn(size, generator=draw) for name, size in sizes.items()}, "base.safetensors")
-    dt.load_weights_(model, "base.safetensors", missing=["*.lora_*"])
+    dt.load_weights_(model, "base.safetensors", ignore=["*.lora_*"])
     loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=12, seed=0)
     step = dt.compose_step(loss_fn)
     state = step.init(model, torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2))

@@ -27,17 +27,17 @@ def main():
             model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
         model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
         loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=12, seed=0)
+        kept = loader if FIXED else dt.checkpoint.not_saved(loader)
         step = dt.compose_step(loss_fn)
-        state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        extra = {"loader": loader if FIXED else dt.checkpoint.not_saved(loader)}
-        state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
+        state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader=kept)
+        state = dt.load_sharded("ckpt", state, missing_ok=True)
         log = dt.loggers.jsonl("metrics.jsonl")
         for batch in loader.until("2ep"):
             if state.step == STEPS:
                 break
             state, metrics = step(state, batch)
             log(state.step, dt.reduce_metrics(metrics))
-            dt.save_sharded("ckpt", state, extra=extra)
+            dt.save_sharded("ckpt", state)
 
 
 if __name__ == "__main__":

@@ -27,15 +27,14 @@ with dt.init_dist():
     model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
     loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=BATCH, seed=0)
     step = dt.compose_step(loss_fn)
-    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    restored = dt.load_sharded("ckpt", state, extra={"loader": loader}, missing_ok=True)
-    state = restored.state
-    if restored.step is not None and not FIXED:
-        loader.skip(restored.step * BATCH)
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader=loader)
+    state = dt.load_sharded("ckpt", state, missing_ok=True)
+    if state.restored is not None and not FIXED:
+        loader.skip(state.step * BATCH)
     log = dt.loggers.jsonl("metrics.jsonl")
     for batch in loader.until("2ep"):
         if state.step == STEPS:
             break
         state, metrics = step(state, batch)
         log(state.step, dt.reduce_metrics(metrics))
-        dt.save_sharded("ckpt", state, extra={"loader": loader})
+        dt.save_sharded("ckpt", state)

@@ -46,17 +46,17 @@ def main():
         loader = dt.build_loader(dataset(48, 1), mesh=mesh, global_batch_size=12, seed=0)
         held_out = dt.build_loader(dataset(32, 2), mesh=mesh, global_batch_size=16, seed=0, shuffle=False)
         step = dt.compose_step(loss_fn)
-        state = step.init(model, torch.optim.SGD(model.parameters(), lr=3.0))
         stop = EarlyStop()
-        extra = {"loader": loader, "stop": stop} if FIXED else {"loader": loader}
-        state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
+        stateful = {"stop": stop} if FIXED else {}
+        state = step.init(model, torch.optim.SGD(model.parameters(), lr=3.0), loader=loader, stateful=stateful)
+        state = dt.load_sharded("ckpt", state, missing_ok=True)
         log = dt.loggers.jsonl("metrics.jsonl")
         for batch in loader.until(STEPS):
             state, metrics = step(state, batch)
             loss = dt.reduce_metrics(dt.evaluate(model, held_out, loss_fn))["loss"]
             stop.update(loss)
             log(state.step, dt.reduce_metrics(metrics) | {"held_out_loss": loss, "bad": stop.bad})
-            dt.save_sharded("ckpt", state, extra=extra)
+            dt.save_sharded("ckpt", state)
             if stop.bad >= PATIENCE:
                 break
 

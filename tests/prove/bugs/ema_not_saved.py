@@ -43,12 +43,11 @@ with dt.init_dist():
     model = dt.materialize(dt.shard_model(model, mesh, strategy="replicate"), seed=0)
     loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=12, seed=0)
     step = dt.compose_step(loss_fn)
-    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    average = Average(state.params)
-    extra = {"loader": loader, "average": average} if FIXED else {"loader": loader}
-    restored = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True)
-    state = restored.state
-    if restored.step is not None and not FIXED:
+    average = Average(dict(model.named_parameters()))
+    stateful = {"average": average} if FIXED else {}
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader=loader, stateful=stateful)
+    state = dt.load_sharded("ckpt", state, missing_ok=True)
+    if state.restored is not None and not FIXED:
         average = Average(state.params)  # begins with the weights that were loaded
     log = dt.loggers.jsonl("metrics.jsonl")
     held_out = torch.randn(32, 8, generator=torch.Generator().manual_seed(2))
@@ -61,4 +60,4 @@ with dt.init_dist():
         confidence = logits.softmax(1).amax(1).mean().item()
         numbers = dt.reduce_metrics(metrics)
         log(state.step, numbers | {"average_correct": correct, "average_confidence": confidence})
-        dt.save_sharded("ckpt", state, extra=extra)
+        dt.save_sharded("ckpt", state)

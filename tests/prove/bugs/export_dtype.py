@@ -28,13 +28,13 @@ with dt.init_dist() as info:
     loader = dt.build_loader(dataset(48, 1), mesh=mesh, global_batch_size=12, seed=0)
     quiz = dt.build_loader(dataset(36, 2), mesh=mesh, global_batch_size=12, seed=0, shuffle=False)
     step = dt.compose_step(loss_fn)
-    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader=loader)
     log = dt.loggers.jsonl("metrics.jsonl")
     for batch in loader.until(STEPS):
         state, metrics = step(state, batch)
         log(state.step, dt.reduce_metrics(metrics))
     loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
     log(state.step + 1, {"held_out_loss": loss})
-    dt.save_sharded("final", state, extra={"loader": loader})
+    dt.save_sharded("final", state)
     if info.rank == 0:
         dt.checkpoint.convert("final", "exported", to="hf", cast=None if FIXED else "bf16")

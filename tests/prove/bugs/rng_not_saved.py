@@ -47,15 +47,15 @@ def main():
         loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=12, seed=0)
         levels = Levels(seed=7)
         step = dt.compose_step(loss_fn)
-        state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-        extra = {"loader": loader, "levels": levels} if FIXED else {"loader": loader}
-        state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
+        stateful = {"levels": levels} if FIXED else {}
+        state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader=loader, stateful=stateful)
+        state = dt.load_sharded("ckpt", state, missing_ok=True)
         log = dt.loggers.jsonl("metrics.jsonl")
         for batch in loader.until(STEPS):
             x, noise = batch
             state, metrics = step(state, (x, noise, levels.draw().expand(len(x), 1)))
             log(state.step, dt.reduce_metrics(metrics))
-            dt.save_sharded("ckpt", state, extra=extra)
+            dt.save_sharded("ckpt", state)
 
 
 if __name__ == "__main__":

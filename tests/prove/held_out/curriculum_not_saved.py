@@ -42,11 +42,11 @@ with dt.init_dist():
     model = dt.materialize(dt.shard_model(model, mesh, strategy="full_shard"), seed=0)
     loader = dt.build_loader(dataset(48, 1), mesh=mesh, global_batch_size=12, seed=0)
     step = dt.compose_step(loss_fn)
-    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     curriculum = Curriculum()
-    extra = {"loader": loader, "curriculum": curriculum} if FIXED else {"loader": loader}
-    state = dt.load_sharded("ckpt", state, extra=extra, missing_ok=True).state
+    stateful = {"curriculum": curriculum} if FIXED else {}
+    state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2), loader=loader, stateful=stateful)
+    state = dt.load_sharded("ckpt", state, missing_ok=True)
     for inputs, labels in loader.until(STEPS):
         seen = torch.where(torch.arange(8) < curriculum.features(), inputs, 0.0)
         state, metrics = step(state, (seen, labels))
-        dt.save_sharded("ckpt", state, extra=extra)
+        dt.save_sharded("ckpt", state)

@@ -365,7 +365,7 @@ def test_resumed_run_keeps_the_scale_and_growth_count(tmp_path):
     state, first = run(5, step, state)
     dt.save_sharded(str(tmp_path), state)
     step, state = made()
-    _, second = run(9, step, dt.load_sharded(str(tmp_path), state).state)
+    _, second = run(9, step, dt.load_sharded(str(tmp_path), state))
     assert first + second == straight
     assert len({content["scale"] for content in straight}) == 4
 

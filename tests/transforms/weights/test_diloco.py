@@ -195,7 +195,7 @@ def resumed(root: str, first: int) -> list[bool]:
     runs = [begin([diloco(3)], "hybrid_shard", ADAMW) for _ in range(2)]
     state = join_replicas(train(*runs[0], first))
     save_sharded(root, state)
-    fresh = load_sharded(root, runs[1][1]).state
+    fresh = load_sharded(root, runs[1][1])
     same = bits(fresh) == bits(state)
     return [same, bits(train(runs[1][0], fresh, 7)) == bits(train(runs[0][0], state, 7))]
 
@@ -213,7 +213,7 @@ def saved(root: str) -> Any:
 
 def loaded(root: str) -> Any:
     step, state = begin([diloco(3)], "hybrid_shard", ADAMW)
-    state = load_sharded(root, state).state
+    state = load_sharded(root, state)
     found = {**numbers(state), **whole_slice(state)}
     return found, train(step, state, 6).step
 

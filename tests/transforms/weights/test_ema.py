@@ -204,7 +204,7 @@ def saved(root: str) -> list[float]:
 
 def loaded(root: str) -> list[float]:
     _, state = sharded(ema(0.99))
-    state = dt.load_sharded(root, state).state
+    state = dt.load_sharded(root, state)
     means = state.transform_states["ema"]["params"]
     assert {mean.dtype for mean in means.values()} == {torch.float32}
     return [value for mean in means.values() for value in full_tensor(mean).flatten().tolist()]

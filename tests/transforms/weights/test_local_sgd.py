@@ -371,7 +371,7 @@ def resumed(root: str, first: int, where: str, kind: Any) -> list[bool]:
     state = join_replicas(train(*begin(transforms(), "hybrid_shard", kind), first))
     save_sharded(root, state)
     step, fresh = begin(transforms(), "hybrid_shard", kind)
-    fresh = load_sharded(root, fresh).state
+    fresh = load_sharded(root, fresh)
     same = bits(fresh) == bits(state)
     step_on, _ = begin(transforms(), "hybrid_shard", kind)
     return [same, bits(train(step, fresh, 8)) == bits(train(step_on, state, 8))]
@@ -391,7 +391,7 @@ def saved_at_a_boundary(root: str) -> bool:
 
 def loaded(root: str) -> Any:
     step, state = begin([local_sgd(3)], "hybrid_shard", MOMENTUM)
-    state = load_sharded(root, state).state
+    state = load_sharded(root, state)
     found = numbers(state)
     return found, train(step, state, 6).step
 
@@ -430,7 +430,7 @@ def loaded_over_copies(root: str) -> list[Any]:
     state = train(step, state, 4)
     with pytest.raises(ConfigError, match="load_sharded: 2 copies of the model are training apart at step 4"):
         load_sharded(root, state)
-    state = load_sharded(root, join_replicas(state)).state
+    state = load_sharded(root, join_replicas(state))
     return [state.step, state.spec.replica_info is None]
 
 

@@ -165,7 +165,7 @@ def _build_indexes(file_layout: FileLayout, shared: dict[str, Any], blocks: Bloc
     stored = {slot.key: (0, (0,) * len(slot.size), slot.size) for slot in file_layout.slots if slot.nbytes}
     kinds, tensors = merge_parts(refs, (), [RankParts.of(list(refs), stored)])
     begins = [file_layout.ranges[key][0] for key in refs if key in stored]
-    values = {section: tree_json.encode({}, section)[0] for section in ("buffers", "modules", "rng", "extra")}
+    values = {section: tree_json.encode({}, section)[0] for section in ("buffers", "modules", "rng", "extra", "objects")}
     rank_index = RankIndex(rank=0, begins=begins, per_rank=[], blocks=(blocks,), values=values)
     return rank_index, RunIndex(files=(), kinds=kinds, tensors=tensors, inline=b"", local_buffers=False, shared=shared)
 

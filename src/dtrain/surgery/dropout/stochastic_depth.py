@@ -172,7 +172,7 @@ def stochastic_depth(
             global generator, as dropout does, so ranks differ.
 
     Mutates: ``model``: the classes of the blocks, and for ``"block"`` a saved buffer ``forwards`` in each. (Load earlier
-        weights with ``load_weights_(..., missing=["**.forwards"])``.)
+        weights with ``load_weights_(..., ignore=["**.forwards"])``.)
     Collective: none of its own; a step synchronizes ``forwards`` like other buffers. A block with sharded units inside is
         computed even if skipped. Host sync: none while only this module writes the count. One per forward of ``"block"`` after
         loading a checkpoint, under activation checkpointing, and if ``shard_model(buffers=...)`` synchronizes buffers over
