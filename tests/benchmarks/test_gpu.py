@@ -20,7 +20,7 @@ import gpu_results
 import gpu_tests
 import on_device
 from gpu_device import Setting
-from gpu_results import BENCHMARKS, RESULTS, ResultFile, Table
+from gpu_results import BENCHMARKS, ResultFile, Table
 from measure import Figure
 
 ROOT = Path(__file__).parents[2]
