@@ -39,10 +39,9 @@ def on_config(config: Any) -> Any:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     config["extra"]["release"] = version
     config["copyright"] = f"dtrain {version}, Apache-2.0"
-    listed = [{room.title: f"reference/{room.file}.md"} for room in reference.ROOMS]
+    listed = [{page.title: f"reference/{page.file}.md"} for page in reference.all_pages()]
     made = {
         "REFERENCE": ["reference/index.md", *listed],
-        "COMMANDS": "reference/commands.md",
         "RECIPES": ["recipes/index.md", *recipes()],
         "EXAMPLES": ["examples/index.md", *(f"examples/{path.stem}.md" for path in examples())],
     }
@@ -78,7 +77,6 @@ def on_files(files: Files, config: Any) -> Files:
 def made() -> Iterator[tuple[str, str]]:
     """Yield the path in the site and the Markdown of each generated page."""
     yield from reference.pages()
-    yield "reference/commands.md", commands.page()
     yield from notebooks.pages()
     yield "examples/index.md", index_of_examples()
     for path in examples():
@@ -116,6 +114,8 @@ def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
         return markdown
     if uri == "names.md":
         markdown = _linked_names(markdown, uri)
+    if uri == "cli.md":
+        markdown = commands.with_options(markdown)
     return _FENCE_LINK_OR_CODE.sub(lambda match: _link(match, origin, uri, files), markdown.replace("<!-- anew -->\n", ""))
 
 

@@ -81,6 +81,16 @@ def test_site_links_have_existing_targets() -> None:
     assert lost(SITE / "index.html", "loop.html#none-of-this-name")
 
 
+def test_missing_page_leads_to_pages_that_exist() -> None:
+    text = (SITE / "404.html").read_text()
+    assert "This page does not exist" in text
+    links = [
+        link.lstrip("/") for link in re.findall(r'<li><a href="([^"]+)"', text.split("<h1>This page")[1].split("</ul>")[0])
+    ]
+    assert len(links) >= 6
+    assert [link for link in links if not (SITE / link).exists()] == []
+
+
 def test_site_fetches_no_external_resources() -> None:
     assert [(path.name, each) for path in every_page() for each in page(path).fetched if urlsplit(each).netloc] == []
 
@@ -100,9 +110,9 @@ def test_docstring_sections_are_rendered() -> None:
 
 
 def test_command_reference_has_every_command() -> None:
-    text = (SITE / "reference" / "commands.html").read_text()
+    text = (SITE / "cli.html").read_text()
     for name in ("launch", "env", "hang", "plan", "report", "top", "checkpoints convert", "data inspect", "plot schedule"):
-        assert f'id="dtrain-{name.replace(" ", "-")}"' in text
+        assert f'id="options-of-dtrain-{name.replace(" ", "-")}"' in text
     assert "--hang-timeout" in text
 
 
@@ -121,9 +131,9 @@ LOOKED_AT = (
     "recipes/cosine",
     "from_composer",
     "reference/index",
-    "reference/loop",
-    "reference/transforms",
-    "reference/commands",
+    "reference/step",
+    "reference/transforms-batches",
+    "cli",
 )
 
 
