@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT / "website"), str(ROOT / "src")]
 import commands  # noqa: E402
 import notebooks  # noqa: E402
 import reference  # noqa: E402
+import search  # noqa: E402
 
 OUTSIDE = {
     "README.md": "index.md",
@@ -107,8 +108,9 @@ def index_of_examples() -> str:
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
-    """Follow links as they are in the repository, wherever the page and its target are in the site."""
+    """Give a page its place in the search, and follow links as they are in the repository, wherever its target is."""
     uri = page.file.src_uri
+    page.meta = {**search.settings(uri), **page.meta}
     origin = next((path for path, there in OUTSIDE.items() if there == uri and uri != "index.md"), f"docs/{uri}")
     if uri.startswith(("reference/", "examples/")):
         return markdown

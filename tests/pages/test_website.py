@@ -18,7 +18,7 @@ WEBSITE = ROOT / "website"
 @pytest.fixture
 def website(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(WEBSITE))
-    for name in ("reference", "commands", "docstrings"):
+    for name in ("reference", "commands", "docstrings", "search"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -108,6 +108,22 @@ def test_lists_are_separated_from_preceding_text() -> None:
             if re.match(r"([-*]|1\.) ", line) and above.strip() and not re.match(r" *([-*]|\d+\.) |  |#|<!--", above):
                 wrong.append(f"{path.name}:{at}")
     assert wrong == []
+
+
+def test_search_settings_name_existing_pages_once_per_word(website: None, reference: ModuleType) -> None:
+    import search
+
+    made = {file for file, _ in reference.pages()} | {"project/changelog.md", "project/benchmarks.md"}
+    assert [
+        page for page in (*search.WORDS, *search.EXCLUDED, *search.LESS) if not (DOCS / page).exists() and page not in made
+    ] == []
+    words = {page: search.settings(page).get("tags", []) for page in search.WORDS}
+    assert [page for page, tags in words.items() if not tags or len(set(tags)) < len(tags)] == []
+    assert search.settings("log.md") == {"search": {"exclude": True}}
+    boosts = [
+        search.settings(page)["search"]["boost"] for page in ("memory.md", "recipes/ema.md", "figures.md", "reference/step.md")
+    ]
+    assert boosts == sorted(boosts, reverse=True)
 
 
 @pytest.fixture
