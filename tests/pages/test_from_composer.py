@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,7 +46,8 @@ def save_as_composer_does(folder: str) -> None:
 
 
 def test_sharded_composer_checkpoint_is_converted(ranks, tmp_path: Path, monkeypatch) -> None:
-    (command,) = [line for line in (DOCS / "from_composer.md").read_text().splitlines() if "# a sharded folder" in line]
+    text = (DOCS / "from_composer.md").read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"^dtrain checkpoints convert ckpt/ep3-ba300 .*$", text, re.M)
     arguments = command.split("#")[0].split()[1:]
     folder = tmp_path / arguments[2]
     ranks(2).run(save_as_composer_does, str(folder))
