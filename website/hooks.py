@@ -100,11 +100,29 @@ def summary(path: Path) -> str:
     return " ".join(match[1].split()).replace("``", "`") if match else ""
 
 
+GUIDES = {
+    "pretrain_bert": "pretraining",
+    "finetune_bert": "finetuning",
+    "train_diffusion": "diffusion",
+    "train_embeddings": "embeddings",
+    "train_dpo": "preferences",
+    "tensor_parallel": "parallelism",
+    "plan_gpt": "planning",
+    "on_ray": "nodes",
+}
+"""By example, the page of docs/ that goes through it."""
+
+
 def index_of_examples() -> str:
-    """One line for each."""
-    rows = [f"| [`{path.name}`]({path.stem}.md) | {summary(path)} |" for path in examples()]
-    head = "Each is one file with public names only: `dtrain launch -n 2 examples/NAME.py`, or `python examples/NAME.py`.\n"
-    return "\n".join(["# Examples\n", head, "| file | what it is |", "|---|---|", *rows, ""])
+    """Return a table with one line for each example."""
+    links = {path.stem: f"[guide](../{GUIDES[path.stem]}.md)" if path.stem in GUIDES else "" for path in examples()}
+    rows = [f"| [`{path.name}`]({path.stem}.md) | {summary(path)} | {links[path.stem]} |" for path in examples()]
+    head = (
+        "Each is one file with public names only, on data that is at hand: `dtrain launch -n 2 examples/NAME.py`, or "
+        "`python examples/NAME.py`. It resumes by the same command and ends by printing its figure beside a baseline. "
+        "`dtrain new loop.py --task lm` writes a smaller loop to start from.\n"
+    )
+    return "\n".join(["# Examples\n", head, "| file | subject | |", "|---|---|---|", *rows, ""])
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:

@@ -166,6 +166,13 @@ def test_recipe_cards_are_in_the_navigation_by_group(hooks: ModuleType) -> None:
     assert sorted(itertools.chain(*groups.values())) == sorted(cards)
 
 
+def test_examples_with_a_guide_exist_and_are_in_the_index(hooks: ModuleType) -> None:
+    assert set(hooks.GUIDES) <= {path.stem for path in hooks.examples()}
+    index = hooks.index_of_examples()
+    assert [path.stem for path in hooks.examples() if f"]({path.stem}.md)" not in index] == []
+    assert index.count("[guide](") == len(hooks.GUIDES)
+
+
 def test_link_to_source_of_a_name_leads_to_its_reference_entry(hooks: ModuleType) -> None:
     link = "[`dt.transforms.mixup`](../../src/dtrain/transforms/batches/mixup.py)"
     match = hooks._FENCE_LINK_OR_CODE.fullmatch(link)
