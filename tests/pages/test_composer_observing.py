@@ -108,7 +108,7 @@ def test_every_path_in_the_page_can_be_imported():
 
 def test_custom_sink_receives_metrics_and_step():
     scope: dict[str, object] = {"dt": dt}
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    block = "".join(re.findall(r"```python\n(.*?)```", PAGE, re.S))
     exec(block, scope)
     logged = []
 
