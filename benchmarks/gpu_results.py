@@ -109,7 +109,17 @@ def collect_facts(device: torch.device, command: str) -> dict[str, Any]:
         }
     described = machine().removeprefix("machine: ").splitlines()
     versions = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "python": platform.python_version()}
-    return {**facts, **versions, "machine": described[0], "date": str(date.today()), "command": command}
+    today = {"date": str(date.today()), "command": command, "commit": _commit()}
+    return {**facts, **versions, "machine": described[0], **today}
+
+
+def _commit() -> str:
+    """Return the short name of the commit that runs; empty in a copy without its history."""
+    if shutil.which("git") is None:
+        return ""
+    command = ["git", "-C", str(RESULTS), "rev-parse", "--short=7", "HEAD"]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=30)
+    return answer.stdout.strip() if answer.returncode == 0 else ""
 
 
 def _driver_version() -> str:
@@ -141,12 +151,14 @@ def read_results(folder: Path = RESULTS) -> dict[str, dict[str, Any]]:
     """Return the contents of all result files by benchmark.
 
     Raises:
-        ValueError: a file that is no result, or of an unknown benchmark.
+        ValueError: a file that is no result, of an unknown benchmark, or without the commit that ran.
     """
     found = {}
     for path in sorted(folder.glob("gpu-*.json")):
         content = json.loads(path.read_text())
         check_content(content)
+        if not content.get("commit"):
+            raise ValueError(f"{path.name}: commit must not be empty. Write the commit that ran into the file.")
         if content["name"] not in BENCHMARKS or path.stem != f"gpu-{content['name']}":
             raise ValueError(f"{path.name}: the name must be that of a benchmark, got {content['name']!r}. Rename the file.")
         found[content["name"]] = content
@@ -177,25 +189,36 @@ def markdown(table: Mapping[str, Any]) -> str:
 
 
 def page_section(content: Mapping[str, Any] | None) -> str:
-    """Return the part of the page of one benchmark; content None was not run."""
+    """Return the part of the page of one benchmark; empty if content is None, since the list of runs names it."""
     if content is None:
-        return "Not run on a GPU yet.\n"
+        return ""
     ended = "" if content["complete"] else " The run was cut off; the tables are those that were finished."
-    ran = f"`{content['command']}`, {content['date']}, {content['device']}, torch {content['torch']}.{ended}"
+    remark = f" {content['remark']}" if content.get("remark") else ""
+    ran = f"`{content['command']}`, {content['date']}, {content['device']}, torch {content['torch']}.{remark}{ended}"
     return "\n\n".join([ran, *(markdown(table) for table in content["tables"])]) + "\n"
 
 
+def device_sentence(contents: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the sentence about devices that all pages share."""
+    runs = sorted(
+        {f"of commit {c['commit']} on one {c['device']} on {c['date']} (torch {c['torch']})" for c in contents.values()}
+    )
+    if not runs:
+        return "Tests and figures come from CPUs; nothing was run on a GPU."
+    return f"Tests and figures come from CPUs, except {'a run' if len(runs) == 1 else 'runs'} {', '.join(runs)}."
+
+
 def page_summary(contents: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the list of runs: what was run, when, and on what."""
+    """Return the list of runs: what was run, when, and on what; then the names of the rest."""
+    said = device_sentence(contents)
     if not contents:
-        return "**Nothing here was run on a GPU.** The commands below are ready; no figure of a GPU exists yet.\n"
-    lines = ["| benchmark | date | device | driver | CUDA | torch | Python |", "|" + "---|" * 7]
-    for name in BENCHMARKS:
-        each = contents.get(name)
-        if each is None:
-            lines.append(f"| `{name}` | not run | | | | | |")
-            continue
+        return f"{said} The commands below are ready.\n"
+    lines = [said, "", "| benchmark | commit | date | device | driver | CUDA | torch | Python |", "|" + "---|" * 8]
+    for name in (name for name in BENCHMARKS if name in contents):
+        each = contents[name]
         device = f"{each['device']}, {each['device_memory_gib']:g} GiB"
-        cells = (f"`{name}`", each["date"], device, each["driver"], each["cuda"], each["torch"], each["python"])
+        run = (f"`{name}`", each["commit"], each["date"])
+        cells = (*run, device, each["driver"], each["cuda"], each["torch"], each["python"])
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines) + "\n"
+    rest = ", ".join(f"`{name}`" for name in BENCHMARKS if name not in contents)
+    return "\n".join([*lines, *(["", f"No result yet: {rest}."] if rest else [])]) + "\n"

@@ -1,4 +1,4 @@
-"""The reference of the command line, made of the typer app: every command, argument, option, default and help text."""
+"""The options of the command line, made of the typer app, for the page that explains the commands."""
 
 from __future__ import annotations
 
@@ -10,38 +10,56 @@ import typer
 
 from dtrain.cli.main import app
 
-HEAD = """# Command line reference
 
-Made of the command itself, as `dtrain COMMAND --help` has it. [The commands, explained](../cli.md) has outputs and exit codes.
-`python -m dtrain` is the same.
+def with_options(page: str) -> str:
+    """Return docs/cli.md with every argument, option, default and help text of a command at the end of its section."""
+    entries = dict(all_commands())
+    sections = re.split(r"^(?=## )", page, flags=re.M)
+    shown: list[str] = []
+    for number, section in enumerate(sections):
+        heading = section.partition("\n")[0]
+        if number and heading.startswith("## dtrain "):
+            said = re.split(r", | and ", heading.removeprefix("## dtrain "))
+            names = [name for name in entries if name.split(" ")[0] in said or name in said]
+            section = "\n".join([section.rstrip() + "\n", *("\n".join(entries[name]) for name in names)]) + "\n"
+            shown += names
+        sections[number] = section
+    missing = [name for name in entries if name not in shown]
+    if missing:
+        raise ValueError(
+            f"docs/cli.md: every command must be in a heading '## dtrain NAME', missing {', '.join(missing)}. Add them."
+        )
+    return "".join(sections)
 
-"""
 
-
-def page() -> str:
-    """All commands, in the order of their help."""
+def all_commands() -> Iterator[tuple[str, list[str]]]:
+    """Yield the name of each command and its options as Markdown, in the order of their help."""
     command: Any = typer.main.get_command(app)
-    context = command.make_context("dtrain", [], resilient_parsing=True)
-    return HEAD + "\n".join(_entry(command, context)) + "\n"
+    yield from _commands(command, command.make_context("dtrain", [], resilient_parsing=True))
+
+
+def _commands(command: Any, context: Any) -> Iterator[tuple[str, list[str]]]:
+    for name in command.list_commands(context) if hasattr(command, "list_commands") else ():
+        below = command.get_command(context, name)
+        inside = below.make_context(name, [], parent=context, resilient_parsing=True)
+        if hasattr(below, "list_commands"):
+            yield from _commands(below, inside)
+        else:
+            yield inside.command_path.removeprefix("dtrain "), list(_entry(below, inside))
 
 
 def _entry(command: Any, context: Any) -> Iterator[str]:
-    """The part of the page on a command, and on those below it."""
+    """Yield the lines of one command."""
     path = context.command_path
-    if path != "dtrain":
-        yield f"## {path} {{ #{path.replace(' ', '-')} }}\n"
+    yield f'<details markdown id="options-of-{path.replace(" ", "-")}">'
+    yield f"<summary>All options of <code>{path}</code></summary>\n"
     yield f"```text\n{' '.join([path, *command.collect_usage_pieces(context)])}\n```\n"
     yield _prose(command.help or "") + "\n"
     for heading, rows in _options(command, context).items():
         yield f"| {heading} | |\n|---|---|"
         yield from (f"| {_code(name)} | {_cell(text)} |" for name, text in rows)
         yield ""
-    if getattr(command, "epilog", None):
-        lines = "\n".join(line.strip() for line in command.epilog.strip().splitlines())
-        yield f"For example:\n\n```bash\n{lines}\n```\n"
-    for name in command.list_commands(context) if hasattr(command, "list_commands") else ():
-        below = command.get_command(context, name)
-        yield from _entry(below, below.make_context(name, [], parent=context, resilient_parsing=True))
+    yield "</details>\n"
 
 
 def _options(command: Any, context: Any) -> dict[str, list[tuple[str, str]]]:

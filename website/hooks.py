@@ -19,6 +19,7 @@ sys.path[:0] = [str(ROOT / "website"), str(ROOT / "src")]
 import commands  # noqa: E402
 import notebooks  # noqa: E402
 import reference  # noqa: E402
+import search  # noqa: E402
 import setups  # noqa: E402
 
 OUTSIDE = {
@@ -40,10 +41,9 @@ def on_config(config: Any) -> Any:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     config["extra"]["release"] = version
     config["copyright"] = f"dtrain {version}, Apache-2.0"
-    listed = [{room.title: f"reference/{room.file}.md"} for room in reference.ROOMS]
+    listed = [{page.title: f"reference/{page.file}.md"} for page in reference.all_pages()]
     made = {
         "REFERENCE": ["reference/index.md", *listed],
-        "COMMANDS": "reference/commands.md",
         "RECIPES": ["recipes/index.md", *recipes()],
         "EXAMPLES": ["examples/index.md", *(f"examples/{path.stem}.md" for path in examples())],
     }
@@ -79,7 +79,6 @@ def on_files(files: Files, config: Any) -> Files:
 def made() -> Iterator[tuple[str, str]]:
     """Yield the path in the site and the Markdown of each generated page."""
     yield from reference.pages()
-    yield "reference/commands.md", commands.page()
     yield from notebooks.pages()
     yield "examples/index.md", index_of_examples()
     for path in examples():
@@ -102,21 +101,42 @@ def summary(path: Path) -> str:
     return " ".join(match[1].split()).replace("``", "`") if match else ""
 
 
+GUIDES = {
+    "pretrain_bert": "pretraining",
+    "finetune_bert": "finetuning",
+    "train_diffusion": "diffusion",
+    "train_embeddings": "embeddings",
+    "train_dpo": "preferences",
+    "tensor_parallel": "parallelism",
+    "plan_gpt": "planning",
+    "on_ray": "nodes",
+}
+"""By example, the page of docs/ that goes through it."""
+
+
 def index_of_examples() -> str:
-    """One line for each."""
-    rows = [f"| [`{path.name}`]({path.stem}.md) | {summary(path)} |" for path in examples()]
-    head = "Each is one file with public names only: `dtrain launch -n 2 examples/NAME.py`, or `python examples/NAME.py`.\n"
-    return "\n".join(["# Examples\n", head, "| file | what it is |", "|---|---|", *rows, ""])
+    """Return a table with one line for each example."""
+    links = {path.stem: f"[guide](../{GUIDES[path.stem]}.md)" if path.stem in GUIDES else "" for path in examples()}
+    rows = [f"| [`{path.name}`]({path.stem}.md) | {summary(path)} | {links[path.stem]} |" for path in examples()]
+    head = (
+        "Each is one file with public names only, on data that is at hand: `dtrain launch -n 2 examples/NAME.py`, or "
+        "`python examples/NAME.py`. It resumes by the same command and ends by printing its figure beside a baseline. "
+        "`dtrain new loop.py --task lm` writes a smaller loop to start from.\n"
+    )
+    return "\n".join(["# Examples\n", head, "| file | subject | |", "|---|---|---|", *rows, ""])
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_: Any) -> str:
-    """Follow links as they are in the repository, wherever the page and its target are in the site."""
+    """Give a page its place in the search, and follow links as they are in the repository, wherever its target is."""
     uri = page.file.src_uri
+    page.meta = {**search.settings(uri), **page.meta}
     origin = next((path for path, there in OUTSIDE.items() if there == uri and uri != "index.md"), f"docs/{uri}")
     if uri.startswith(("reference/", "examples/")):
         return markdown
     if uri == "names.md":
         markdown = _linked_names(markdown, uri)
+    if uri == "cli.md":
+        markdown = commands.with_options(markdown)
     markdown = setups.fold(markdown.replace("<!-- anew -->\n", ""))
     return _FENCE_LINK_OR_CODE.sub(lambda match: _link(match, origin, uri, files), markdown)
 

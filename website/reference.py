@@ -1,4 +1,4 @@
-"""The Python reference: one page for each public package. Docstrings are read without importing the package."""
+"""The Python reference: one page for each topic. Docstrings are read without importing the package."""
 
 from __future__ import annotations
 
@@ -14,40 +14,122 @@ SOURCE = Path(__file__).parents[1] / "src" / "dtrain"
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
-    """One page: all public names of ``package``."""
+class Topic:
+    """One page: all public names that the modules below ``modules`` define, whichever package exports them."""
 
-    package: str
+    file: str
     title: str
     about: str
-
-    @property
-    def file(self) -> str:
-        return self.package.removeprefix("dtrain.").replace(".", "-") if self.package != "dtrain" else "loop"
+    modules: str
 
 
-ROOMS = (
-    Room("dtrain", "The training loop",
-         "Processes, the model, the step, data and checkpoints: `import dtrain as dt`. See [the loop](../loop.md)."),
-    Room("dtrain.schedules", "Schedules", "Values as functions of the step. See [schedules](../schedules.md)."),
-    Room("dtrain.schedules.composer", "Composer's schedules", "`dt.schedules.composer`. See [schedules](../schedules.md)."),
-    Room("dtrain.transforms", "Transforms",
-         "Changes of a step, composed by `compose_step`. [Recipes](../recipes/index.md) has a page for each."),
-    Room("dtrain.surgery", "Model surgery", "Edits before sharding. [Recipes](../recipes/index.md) has a page for each."),
-    Room("dtrain.optim", "Optimizers", "Optimizers and parameter groups. See [optimizers](../optimizers.md)."),
-    Room("dtrain.data", "Data", "Datasets, orders, packing, streaming. See [data](../data.md) and [packing](../packing.md)."),
-    Room("dtrain.checkpoint", "Checkpoints", "List, verify, prune, convert. See [checkpoints](../checkpoints.md)."),
-    Room("dtrain.dist", "Processes and collectives",
-         "Collectives, random numbers, determinism. See [collectives](../collectives.md), [determinism](../determinism.md)."),
-    Room("dtrain.memory", "Memory", "Checkpointing, offload, microbatch search. See [memory](../memory.md)."),
-    Room("dtrain.planning", "Planning", "Estimates without the machine. See [planning](../planning.md)."),
-    Room("dtrain.loggers", "Loggers", "Destinations of metrics. See [observing](../observing.md)."),
-    Room("dtrain.monitors", "Monitors", "Measurements of a run. See [observing](../observing.md)."),
-    Room("dtrain.profiling", "Profiling", "Traces, snapshots, hangs. See [profiling](../profiling.md), [hangs](../hangs.md)."),
-    Room("dtrain.testing", "Testing", "Tests of distributed code. See [testing](../testing.md)."),
-    Room("dtrain.errors", "Errors", "The error tree. See [errors](../errors.md)."),
-    Room("dtrain.typing", "Types", "Names for batches, losses, metrics and call shapes."),
+TOPICS = (
+    Topic("processes", "Processes and meshes", "Start ranks, join them, arrange them, seed them. See [launch](../launch.md), "
+          "[several nodes](../nodes.md) and [determinism](../determinism.md).",
+          "dist launch.spawn_function heartbeats"),
+    Topic("sharding", "Model and sharding", "`shard_model` (FSDP, HSDP, DDP), precision, compilation, activation "
+          "checkpointing, offload. See [sharding](../sharding.md) and [precision](../precision.md).",
+          "shard"),
+    Topic("loader", "Loader", "Batches of a run that resumes, in place of a DataLoader. See [data](../data.md).",
+          "data.build_loader data.loader data.device_prefetch data.position batch"),
+    Topic("losses", "Losses and metrics", "A loss is a sum and its weight. See [concepts](../concepts.md#losssum).",
+          "losses metrics monitors.reduce_metrics"),
+    Topic("step", "Step", "Compose a step, accumulate gradients, evaluate. See [how pieces compose](../seams.md) "
+          "and [microbatches](../microbatch.md).",
+          "step transform"),
+    Topic("state", "State and time", "What a run carries from step to step. See [time](../time.md).",
+          "state clock durations spans"),
+    Topic("checkpoints", "Checkpoints", "Save, load, list, verify, prune, convert. See [checkpoints](../checkpoints.md).",
+          "checkpoint"),
+    Topic("runs", "Run folders", "The folder that reports read. See [observing](../observing.md).", "run"),
+    Topic("collectives", "Collectives", "Exchange values between ranks. See [collectives](../collectives.md).",
+          "dist.collectives dist.differentiable dist.ragged dist.reduce"),
+    Topic("random", "Random numbers and determinism", "Seeds, generators, TF32. See [determinism](../determinism.md).",
+          "dist.rng"),
+    Topic("optimizers", "Optimizers", "Optimizers and parameter groups. See [optimizers](../optimizers.md).", "optim"),
+    Topic("schedules", "Schedules", "Functions of the step, such as a learning rate. See [schedules](../schedules.md).",
+          "schedules"),
+    Topic("schedules-composer", "Composer's schedules", "`dt.schedules.composer`. See [schedules](../schedules.md).",
+          "schedules.composer"),
+    Topic("transforms", "Transforms of a step", "The type of a transform, and how to combine transforms. "
+          "See [write your own pieces](../own.md).",
+          "transforms combinators schedules.hyperparameter"),
+    Topic("transforms-gradients", "Transforms of gradients", "Clipping, SAM, noise. See [recipes](../recipes/index.md).",
+          "transforms.gradients dtensor"),
+    Topic("transforms-weights", "Transforms of weights", "EMA, SWA, freezing, local SGD. See [recipes](../recipes/index.md).",
+          "transforms.weights"),
+    Topic("transforms-batches", "Transforms of batches", "Labels, lengths, samples. See [recipes](../recipes/index.md).",
+          "transforms.batches"),
+    Topic("transforms-images", "Transforms of images", "Mixup, cutout and others. See [recipes](../recipes/index.md).",
+          " ".join(f"transforms.batches.{name}" for name in (
+              "augmix", "colout", "cutmix", "cutout", "mixup", "progressive_resizing", "rand_augment"))),
+    Topic("surgery", "Model surgery", "Edits of a model before sharding. See [recipes](../recipes/index.md).", "surgery"),
+    Topic("surgery-layers", "Surgery of layers", "See [recipes](../recipes/index.md).", "surgery.layers surgery.dropout"),
+    Topic("datasets", "Datasets and packing", "Datasets, orders, mixtures, packing. See [data](../data.md) "
+          "and [packing](../packing.md).", "data"),
+    Topic("streaming", "Streaming shards", "Read and write shards. See [data](../data.md).", "data.stream"),
+    Topic("memory", "Memory", "Out of memory, snapshots, microbatch search. See [memory](../memory.md).",
+          "memory step.auto_microbatch step.microbatch_search shard.activation_checkpoint"),
+    Topic("planning", "Planning", "Estimates without the machine. See [planning](../planning.md).", "planning"),
+    Topic("monitors", "Monitors", "Measurements of a run. See [observing](../observing.md).", "monitors"),
+    Topic("loggers", "Loggers", "Destinations of metrics. See [observing](../observing.md).", "loggers run.upload"),
+    Topic("profiling", "Profiling", "Traces, snapshots, hangs. See [profiling](../profiling.md) and [hangs](../hangs.md).",
+          "profiling report launch.hang"),
+    Topic("testing", "Testing", "Tests of distributed code. See [testing](../testing.md).", "testing prove"),
+    Topic("errors", "Errors", "The error tree. See [errors](../errors.md).", "errors"),
+    Topic("types", "Types", "Names for batches, losses, metrics and call shapes.", "typing"),
 )  # fmt: skip
+"""Pages in the order of a loop, then of what surrounds it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """One page of the reference with its entries, which are full names."""
+
+    file: str
+    title: str
+    about: str
+    names: tuple[str, ...]
+
+
+def _topic_of(module: str) -> Topic | None:
+    """Return the topic with the longest prefix of a module."""
+    inside = module.removeprefix("dtrain.")
+    found = [
+        (len(prefix), topic) for topic in TOPICS for prefix in topic.modules.split() if f"{inside}.".startswith(f"{prefix}.")
+    ]
+    return max(found, key=lambda pair: pair[0])[1] if found else None
+
+
+@cache
+def all_pages() -> tuple[Page, ...]:
+    """Return the pages that have names, in order; a module without a topic goes to a page of its door."""
+    entries: dict[str, list[tuple[str, str]]] = {}
+    kinds = [(topic.file, topic.title, topic.about) for topic in TOPICS]
+    for door in doors():
+        rest = f"more-{door.replace('.', '-')}"
+        kinds.append((rest, f"More of {door}", ""))
+        for name, module in exported(door).items():
+            topic = _topic_of(module)
+            entries.setdefault(topic.file if topic else rest, []).append((module, f"{door}.{name}"))
+    return tuple(Page(file, title, about, tuple(_in_order(entries[file]))) for file, title, about in kinds if file in entries)
+
+
+def _in_order(entries: list[tuple[str, str]]) -> list[str]:
+    """Return the names of a page: those of ``import dtrain`` first, then by module."""
+    return [name for _, name in sorted(entries, key=lambda entry: (entry[1].count(".") > 1, *entry))]
+
+
+@cache
+def doors() -> tuple[str, ...]:
+    """Return the packages with public names: ``dtrain``, and the sub-packages that a package exports."""
+    found = ["dtrain"]
+    for package in found:
+        folder = SOURCE.joinpath(*package.split(".")[1:])
+        names = public_names(str(folder / "__init__.py")) if folder.is_dir() else {}
+        below = (name for name, module in sorted(names.items()) if module == package)
+        found += [f"{package}.{name}" for name in below if (folder / name).is_dir() or (folder / f"{name}.py").exists()]
+    return tuple(found)
 
 
 def exported(package: str) -> dict[str, str]:
@@ -56,8 +138,7 @@ def exported(package: str) -> dict[str, str]:
     if not path.is_dir():
         return dict.fromkeys(sorted(_defined(path.with_suffix(".py"))), package)
     found = public_names(str(path / "__init__.py"))
-    doors = {room.package for room in ROOMS}
-    return {name: module for name, module in sorted(found.items()) if f"{module}.{name}" not in doors}
+    return {name: module for name, module in sorted(found.items()) if f"{module}.{name}" not in doors()}
 
 
 def _defined(path: Path) -> set[str]:
@@ -73,7 +154,8 @@ def _defined(path: Path) -> set[str]:
 
 HEAD = """# Python reference
 
-Every public name of `import dtrain as dt`, one page per sub-package. [Stability](../stability.md) says what may change.
+Every public name of `import dtrain as dt`, one page per topic, in the order of a loop. [Stability](../stability.md) says what
+may change.
 
 An entry states the contract of a function:
 
@@ -84,39 +166,35 @@ An entry states the contract of a function:
 
 A name that ends in `_` writes into tensors that it is given. For a function that makes a transform, the contract is that of the
 step with the transform.
+
+Examples use `import torch, dtrain as dt` and `from torch import nn`, and the `mesh`, `state` and `batch` of
+[a loop](../loop.md).
 """
-
-
-ASSUMED = (
-    "*Assumed in the examples: `import torch, dtrain as dt` and `from torch import nn`; `mesh`, `state`, `batch` and the like "
-    "of [a loop](../loop.md).*"
-)
-
-
-def names(room: Room) -> list[str]:
-    """Return the names of a page, with their package, in the order of their modules."""
-    return [f"{room.package}.{name}" for name, _ in sorted(exported(room.package).items(), key=lambda item: item[::-1])]
 
 
 def pages() -> Iterator[tuple[str, str]]:
     """Yield file and Markdown of each page of the reference."""
     yield "reference/index.md", index()
-    for room in ROOMS:
-        entries = "\n\n".join(f"::: {name}" for name in names(room))
-        listed = ", ".join(f"[`{name.rpartition('.')[2]}`](#{name})" for name in names(room))
-        yield f"reference/{room.file}.md", f"# {room.title}\n\n{room.about}\n\n{listed}\n\n{ASSUMED}\n\n{entries}\n"
+    for page in all_pages():
+        entries = "\n\n".join(f"::: {name}" for name in page.names)
+        yield f"reference/{page.file}.md", f"# {page.title}\n\n{page.about}\n\n{entries}\n"
 
 
 @cache
 def places() -> dict[str, str]:
     """Map each public name to its place in the site."""
-    return {name: f"reference/{room.file}.md#{name}" for room in ROOMS for name in names(room)}
+    return {name: f"reference/{page.file}.md#{name}" for page in all_pages() for name in page.names}
 
 
 def index() -> str:
     """Return the page that lists all names by page."""
     parts = [HEAD]
-    for room in ROOMS:
-        listed = ", ".join(f"[`{name.rpartition('.')[2]}`]({room.file}.md#{name})" for name in names(room))
-        parts.append(f"## [{room.title}]({room.file}.md)\n\n{listed}\n")
+    for page in all_pages():
+        listed = ", ".join(f"[`{_short(name)}`]({page.file}.md#{name})" for name in page.names)
+        parts.append(f"## [{page.title}]({page.file}.md)\n\n{listed}\n")
     return "\n".join(parts)
+
+
+def _short(name: str) -> str:
+    """Return a name as a loop writes it, without ``dt.``."""
+    return name.removeprefix("dtrain.")

@@ -99,7 +99,9 @@ def _narrow(batch: Batch, start: int, length: int, samples: int) -> Batch:
 def select_samples(batch: Batch, indices: Tensor, batch_spec: BatchSpec | None = None) -> Batch:
     """Return the samples of ``batch`` at ``indices`` ``[k]`` (int64, on the batch's device), in that order; tensors are copies.
 
-    >>> select_samples({"x": torch.tensor([1, 2, 3]), "id": ["a", "b", "c"]}, torch.tensor([2, 0]))
+    >>> select_samples(
+    ...     {"x": torch.tensor([1, 2, 3]), "id": ["a", "b", "c"]}, torch.tensor([2, 0])
+    ... )
     {'x': tensor([3, 1]), 'id': ['c', 'a']}
 
     Host sync: none; one for each sequence with an entry per sample.

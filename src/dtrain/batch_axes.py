@@ -101,7 +101,10 @@ def batch_spec(
 
     Example:
         >>> import dtrain as dt
-        >>> spec = dt.batch_spec({"input_ids": "batch seq", "label": "batch"}, weight=lambda batch: len(batch["label"]))
+        >>> spec = dt.batch_spec(
+        ...     {"input_ids": "batch seq", "label": "batch"},
+        ...     weight=lambda batch: len(batch["label"]),
+        ... )
         >>> batch = {"input_ids": torch.ones(3, 8), "label": torch.ones(3)}
         >>> [len(part["label"]) for part in dt.split_batch(batch, 2, batch_spec=spec)]
         [2, 1]

@@ -177,8 +177,15 @@ class Clock:
         Epochs are the loader's epochs. If a batch takes several steps, all of them return True if the epoch ended with the
         batch. So call once per batch, after its last step.
 
-        >>> clock = Clock().tick(samples=30, tokens=0, seconds=0.1, position=EpochPosition(0, 1))
-        >>> clock.crossed("1ba"), clock.crossed("25sp"), clock.crossed("40sp"), clock.crossed("1ep")
+        >>> clock = Clock().tick(
+        ...     samples=30, tokens=0, seconds=0.1, position=EpochPosition(0, 1)
+        ... )
+        >>> (
+        ...     clock.crossed("1ba"),
+        ...     clock.crossed("25sp"),
+        ...     clock.crossed("40sp"),
+        ...     clock.crossed("1ep"),
+        ... )
         (True, True, False, False)
 
         Raises:

@@ -174,7 +174,10 @@ def jensen_shannon(logits: Sequence[Tensor]) -> LossSum:
         >>> import dtrain as dt
         >>> sure = torch.tensor([[50.0, 0.0]])
         >>> loss = dt.transforms.jensen_shannon([sure, sure.flip(1)])
-        >>> round(float(loss.total), 4), float(loss.weight)  # log 2, the largest value for two views
+        >>> (
+        ...     round(float(loss.total), 4),
+        ...     float(loss.weight),
+        ... )  # log 2, the largest value for two views
         (0.6931, 1.0)
 
     Raises:

@@ -69,7 +69,9 @@ def add_metrics(a: Metrics, b: Metrics) -> Metrics:
     Example:
         >>> import dtrain as dt
         >>> step_metrics = {"loss": Metric(torch.tensor(4.0), torch.tensor(2.0))}
-        >>> dt.monitors.add_metrics(dt.monitors.add_metrics({}, step_metrics), step_metrics)["loss"]
+        >>> dt.monitors.add_metrics(dt.monitors.add_metrics({}, step_metrics), step_metrics)[
+        ...     "loss"
+        ... ]
         Metric(total=tensor(8.), weight=tensor(4.))
     """
     both = {name: Metric(a[name].total + b[name].total, a[name].weight + b[name].weight) for name in a if name in b}

@@ -144,7 +144,10 @@ def advise_on_name(doors: Mapping[str, Sequence[str]], package: str, name: str) 
 
     Example:
         >>> doors = {"dtrain": ["dt.evaluate"], "dtrain.transforms": ["dt.transforms.ema"]}
-        >>> [advise_on_name(doors, "dtrain", name) for name in ("ema", "EMA", "seed_everything")]
+        >>> [
+        ...     advise_on_name(doors, "dtrain", name)
+        ...     for name in ("ema", "EMA", "seed_everything")
+        ... ]
         ['Use dt.transforms.ema.', 'Use dt.transforms.ema.', 'Use dt.seed_all(seed).']
     """
     paths = [path for paths in doors.values() for path in paths]

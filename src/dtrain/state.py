@@ -150,7 +150,9 @@ class TrainState:
         Example:
             >>> import dtrain as dt
             >>> model = torch.nn.Linear(1, 1)
-            >>> step = dt.compose_step(dt.mean_loss(lambda model, batch: model(batch).mean(), weight=len))
+            >>> step = dt.compose_step(
+            ...     dt.mean_loss(lambda model, batch: model(batch).mean(), weight=len)
+            ... )
             >>> def train():
             ...     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
             ...     state, metrics = step(state, torch.ones(2, 1))

@@ -66,6 +66,57 @@ PARTS: dict[str, tuple[str, ...]] = {
 
 COMBINED = "Run schedules one after another, multiply, clip or stretch a schedule, and use it in a torch optimizer."
 
+TITLES = {
+    "DecoupledAdamW": "AdamW with decoupled weight decay",
+    "DecoupledSGDW": "SGD with decoupled weight decay",
+    "MatrixOptimizer": "Optimizers of whole matrices",
+    "Muon": "Muon",
+    "adaptive_clip": "Adaptive gradient clipping",
+    "alibi": "ALiBi: attention with linear biases",
+    "augmix": "AugMix",
+    "autocast": "Mixed precision by autocast",
+    "centralize_gradients": "Gradient centralization",
+    "clip_by_norm": "Gradient clipping by norm",
+    "clip_by_value": "Gradient clipping by value",
+    "colout": "ColOut: drop rows and columns",
+    "cosine": "Cosine schedule",
+    "constant": "Constant schedule",
+    "cosine_restarts": "Cosine schedule with warm restarts",
+    "cutmix": "CutMix",
+    "diloco": "DiLoCo: rare communication with an outer optimizer",
+    "ema": "Exponential moving average",
+    "exponential": "Exponential schedule",
+    "factorize": "Low-rank factorization of layers",
+    "freeze": "Freeze parameters",
+    "freeze_layers": "Freeze layers one after another",
+    "ghost_batch_norm": "Ghost batch normalization",
+    "inverse_sqrt": "Inverse square root schedule",
+    "linear": "Linear schedule",
+    "local_sgd": "Local SGD",
+    "loss_scale": "Loss scaling for fp16",
+    "low_precision_group_norm": "Low-precision group normalization",
+    "low_precision_layer_norm": "Low-precision layer normalization",
+    "fused_layer_norm": "Fused layer normalization",
+    "multi_step": "Multi-step schedule",
+    "noise_scale": "Gradient noise scale",
+    "nonfinite": "Skip updates with NaN or infinite gradients",
+    "one_cycle": "One-cycle schedule",
+    "param_groups": "Parameter groups",
+    "polynomial": "Polynomial schedule",
+    "rand_augment": "RandAugment",
+    "sam": "Sharpness-aware minimization (SAM)",
+    "scale_lr": "Learning rate from a schedule",
+    "scale_option": "Scale an option of the optimizer",
+    "selective_backprop": "Selective backpropagation",
+    "set_option": "Set an option of the optimizer",
+    "squeeze_excite": "Squeeze and excitation",
+    "step_decay": "Step decay schedule",
+    "swa": "Stochastic weight averaging (SWA)",
+    "warmup": "Learning rate warmup",
+    "warmup_stable_decay": "Warmup, stable, decay schedule",
+}
+"""Titles of cards whose name is no title when its underscores are spaces."""
+
 METHODS = {
     ("train_resnet", "blur_pool"): "blur_pool",
     ("train_resnet", "channels_last"): "channels_last",
@@ -125,6 +176,11 @@ def cards() -> dict[str, Card]:
 def prose(text: str) -> str:
     """Text of a docstring as a paragraph of Markdown."""
     return " ".join(text.split()).replace("``", "`")
+
+
+def title(card: Card) -> str:
+    """Return the heading of a card."""
+    return "Combine schedules" if card.value is None else TITLES.get(card.name, card.name.replace("_", " ").capitalize())
 
 
 def summary(card: Card) -> str:
@@ -316,8 +372,7 @@ def sources(card: Card) -> Iterator[str]:
 
 def page(card: Card) -> str:
     """Return a whole card."""
-    title = "Combine schedules" if card.value is None else card.name
-    parts = [f"# {title}\n", f"{summary(card)}\n", *picture(card), *usage(card), *by_hand(card), *values(card)]
+    parts = [f"# {title(card)}\n", f"{summary(card)}\n", *picture(card), *usage(card), *by_hand(card), *values(card)]
     parts += [*cost_and_effect(card)]
     if card.value is not None:
         parts += [
@@ -340,15 +395,16 @@ import torch
 import dtrain as dt
 
 loss_fn = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
-step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0), dt.transforms.ema(half_life="100ba")])
+transforms = [dt.transforms.clip_by_norm(1.0), dt.transforms.ema(half_life="100ba")]
+step = dt.compose_step(loss_fn, transforms)
 model = torch.nn.Linear(4, 1)
 state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
 state, metrics = step(state, torch.randn(8, 4))
 ```
 
-Each recipe has one page: a picture or a curve, usage, suggested values with their source, when not to use the recipe, cost and
-effect. For example, [mixup](mixup.md) shows mixed images and names `alpha` for ImageNet and for CIFAR-10. Each example
-runs as it stands in an empty interpreter. Composer's names are in [a table](../composer.md).
+Each recipe has one page: usage, suggested values with their source, when not to use the recipe, cost and effect. For example,
+[mixup](mixup.md) shows mixed images and names `alpha` for ImageNet and for CIFAR-10. Each example runs in an empty
+interpreter. Composer's names are in [a table](../composer.md).
 
 *Tests* compare each method with values worked out by hand, a run on two ranks with FSDP2 with a run on one rank (relative
 {tolerance:.0e} in float64), and a resumed run with an uninterrupted run.
@@ -364,7 +420,7 @@ def index() -> str:
     """Return the page that lists all cards."""
     steps, run = costs()["costs"]["sam"]["ratio"], alone()["sam"][1]
     parts = [INTRO.format(tolerance=1e-12, run=run, more=100 * (steps - 1))]
-    for room, title in ROOMS.items():
+    for room, heading in ROOMS.items():
         members = [card for card in cards().values() if card.room == room]
         if not members:
             continue
@@ -372,9 +428,9 @@ def index() -> str:
         head = f"| {' | '.join(heads)} |\n{'|---' * len(heads)}|"
         rows = []
         for card in members:
-            cells = [f"[{card.name}]({card.name}.md)", short(summary(card)), price(card)]
+            cells = [f"[{title(card)}]({card.name}.md)", short(summary(card)), price(card)]
             rows.append(f"| {' | '.join(cells[: len(heads)])} |")
-        parts.append("\n".join([f"## {title}\n", head, *rows, ""]))
+        parts.append("\n".join([f"## {heading}\n", head, *rows, ""]))
     return "\n".join(parts)
 
 

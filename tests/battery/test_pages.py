@@ -84,6 +84,13 @@ def test_generated_cards_are_up_to_date():
     assert stale == [], "run python tests/written.py"
 
 
+def test_every_card_has_a_title_of_its_own_for_people():
+    titles = {name: cards.title(card) for name, card in cards.cards().items()}
+    assert len(set(titles.values())) == len(titles)
+    assert [name for name, title in titles.items() if "_" in title or title[0].islower()] == []
+    assert set(cards.TITLES) <= set(titles)
+
+
 def test_every_exported_recipe_is_on_one_card():
     shown = [name for card in cards.cards().values() for name in (card.name, *card.parts)]
     assert sorted(shown) == sorted([*NAMES, "combine_schedules", "dt.clip_grad_norm_"])

@@ -20,7 +20,7 @@ import gpu_results
 import gpu_tests
 import on_device
 from gpu_device import Setting
-from gpu_results import BENCHMARKS, RESULTS, ResultFile, Table
+from gpu_results import BENCHMARKS, ResultFile, Table
 from measure import Figure
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ FIGURES = {
     "optimizers against torch's fused": ("kernels", 3, "dtrain over torch", ["both fused", "Muon"]),
     "fp8": ("kernels", 4, "over the first row", ["bf16", "fp8"]),
 }
-FACTS = {**dict.fromkeys(gpu_results.FACTS, "x"), "device_memory_gib": 80.0}
+FACTS = {**dict.fromkeys(gpu_results.FACTS, "x"), "device_memory_gib": 80.0, "commit": "c0ffee"}
 TABLE = Table(title="Title", columns=("a", "b"), rows=[["x", Figure(value=1.0, low=0.5, high=1500.0)], [3, None]], note="Note.")
 
 pytestmark = pytest.mark.filterwarnings(
@@ -158,9 +158,9 @@ def test_page_shows_the_device_and_figures_of_a_result(tmp_path):
     assert "The run was cut off" in cut_off
     file.write(complete=True)
     page = figures.with_gpu_tables(text, tmp_path)
-    assert "Nothing here was run on a GPU" not in page
-    assert "| `train` | x | NVIDIA Y, 80 GiB | x | x | x | x |" in page
-    assert "| `overhead` | not run | | | | | |" in page
+    assert "except a run of commit c0ffee on one NVIDIA Y on x (torch x)." in page
+    assert "| `train` | c0ffee | x | NVIDIA Y, 80 GiB | x | x | x | x |" in page
+    assert "\nNo result yet: `overhead`, " in page
     section = page.split("<!-- benchmarks/results/gpu-train.json -->")[1].split("<!-- end")[0]
     expected = "`x`, x, NVIDIA Y, torch x.\n\nTitle:\n\n| a | b |\n|---|---|\n| x | 1 (0.5 to 1,500) |\n| 3 |  |\n\nNote."
     assert section.strip() == expected
@@ -171,7 +171,26 @@ def test_page_of_a_gpu_is_what_the_files_say():
     assert figures.with_gpu_tables(text) == text
     assert [name for name in BENCHMARKS if f"<!-- benchmarks/results/gpu-{name}.json -->" not in text] == []
     assert [name for name in BENCHMARKS if f"python benchmarks/gpu.py {name}`" not in text] == []
-    assert ("Nothing here was run on a GPU" in text) == (not list(RESULTS.glob("gpu-*.json")))
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{name}.md" for name in ("gpu", "faq", "install", "figures", "scope"))])
+def test_pages_say_the_same_about_devices(page):
+    sentence = gpu_results.device_sentence(gpu_results.read_results())
+    assert sentence in " ".join((ROOT / page).read_text().split())
+
+
+def test_device_sentence_names_each_run_once():
+    run = {"commit": "a", "device": "G", "date": "2026-01-01", "torch": "2"}
+    assert gpu_results.device_sentence({"train": run, "memory": run}).count("commit") == 1
+    both = gpu_results.device_sentence({"train": run, "memory": {**run, "commit": "b"}})
+    assert "runs of commit a on one G on 2026-01-01 (torch 2), of commit b" in both
+    assert "nothing was run on a GPU" in gpu_results.device_sentence({})
+
+
+def test_result_without_a_commit_is_refused(tmp_path):
+    ResultFile(folder=tmp_path, name="train", facts={**FACTS, "commit": ""}, dry_run=False).add(TABLE)
+    with pytest.raises(ValueError, match=r"gpu-train.json: commit must not be empty\."):
+        gpu_results.read_results(tmp_path)
 
 
 def test_order_of_45_minutes_adds_up():

@@ -30,7 +30,7 @@ PAGES = (
     "evidence",
     "recipes/index",
     "recipes/mixup",
-    "reference/dist",
+    "reference/processes",
 )
 TAGS = ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"]
 RUN = """

@@ -23,6 +23,7 @@ from dtrain.testing import Ranks
 from pages.assumptions import assumed, sentence
 from pages.fences import DOCS, LANGUAGES, PAGES, ROOT, called, commands, fences, ours, prose
 from pages.given import GIVEN, RANKS, RUN_BY, SHOWN_BY, WITHOUT_GROUPS
+from pages.shown import shown, source
 from stand_ins import namespace
 
 HERE = [page for page in PAGES if called(page) not in RUN_BY and any(fence.language == "python" for fence in fences(page))]
@@ -163,6 +164,24 @@ def test_unexecuted_python_is_under_a_heading_naming_its_library() -> None:
         if block.language == "py" and not others.search(" / ".join(headings(page, block.line)))
     ]
     assert astray == []
+
+
+WIDTH = 88  # columns that a page of the site shows without a scroll bar
+NOT_FOR_USERS = {"CHANGELOG.md", "docs/log.md", "docs/evidence.md", "docs/truth-table.md", "docs/scale.md", "docs/figures.md"}
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if called(page) not in NOT_FOR_USERS], ids=called)
+def test_code_of_a_page_fits_its_column(page: Path) -> None:
+    """Output of programs may be wider, and so may code that a page shares with a file of the tests."""
+    shared = {source(file, name) for file, name in shown(page.read_text())}
+    wide = [
+        f"{called(page)}:{block.line + number}"
+        for block in fences(page)
+        if block.language in ("python", "py", "pycon", "bash") and block.text not in shared
+        for number, line in enumerate(block.text.splitlines())
+        if len(line) > WIDTH and (block.language != "pycon" or line.startswith((">>> ", "... ")))
+    ]
+    assert wide == []
 
 
 @pytest.mark.parametrize("page", PAGES, ids=called)

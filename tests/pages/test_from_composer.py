@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -45,9 +46,9 @@ def save_as_composer_does(folder: str) -> None:
 
 
 def test_sharded_composer_checkpoint_is_converted(ranks, tmp_path: Path, monkeypatch) -> None:
-    lines = (DOCS / "from_composer.md").read_text().splitlines()
-    (command,) = [line for line in lines if "convert ckpt/ep3-ba300 weights" in line]
-    arguments = command.split()[1:]
+    text = (DOCS / "from_composer.md").read_text().replace("\\\n", " ")
+    (command,) = re.findall(r"^dtrain checkpoints convert ckpt/ep3-ba300 .*$", text, re.M)
+    arguments = command.split("#")[0].split()[1:]
     folder = tmp_path / arguments[2]
     ranks(2).run(save_as_composer_does, str(folder))
     assert {".metadata", "__0_0.distcp", "__1_0.distcp"} <= {path.name for path in folder.iterdir()}

@@ -15,6 +15,7 @@ from pages.fences import DOCS, ROOT
 from pages.test_code_blocks import refusal
 
 README = (ROOT / "README.md").read_text()
+HOME = (DOCS / "index.md").read_text()
 PROJECT = (ROOT / "pyproject.toml").read_text()
 
 
@@ -34,8 +35,28 @@ def test_compared_figures_are_the_measured_ones() -> None:
     rows = json.loads((ROOT / "benchmarks/results/peers.json").read_text())["rows"]
     (name,) = (name for name in rows if name.startswith("bare step of a tiny MLP, 4 microbatches, one process"))
     found = rows[name]["clocks"]["processor time"]["candidates"]
-    shown = dict(re.findall(r"^\| (\w+) \|.*\| \[([\d.]+)\]\(docs/figures.md#beside-the-peers\) \|$", README, re.M))
-    assert shown == {each: f"{found[each]['ratio'][0]:.2f}" for each in ("Accelerate", "Fabric", "dtrain")}
+    shown = {name: ratio for ratio, name in re.findall(r"([\d.]+)(?: of the processor time)? with (\w+)", README)}
+    assert shown == {each: f"{found[each]['ratio'][0]:.2f}" for each in ("dtrain", "Fabric", "Accelerate")}
+
+
+def table(text: str) -> list[str]:
+    return re.findall(r"^\|.*\|$", text, re.M)[:8]
+
+
+def test_home_shows_the_loop_and_the_table_of_the_readme() -> None:
+    loops = [re.findall(r"```python\n(.*?)```", text, re.S)[0] for text in (README, HOME)]
+    assert loops[0] == loops[1]
+    assert table(README) == table(HOME)
+    assert [row.split("|")[1].strip() for row in table(HOME)][2] == "**dtrain**"
+    marks = {cell.strip() for row in table(HOME)[2:] for cell in row.split("|")[2:-1]}
+    assert marks == {"✓", "~", "\N{EN DASH}"}
+
+
+def test_each_mark_has_a_source_on_the_page_of_figures() -> None:
+    sources = (DOCS / "figures.md").read_text().split("### The marks and their sources\n")[1].split("\n### ")[0]
+    rows = {row.split("|")[1].strip(): row.split("|")[2:-1] for row in table(sources)[2:]}
+    assert set(rows) == {row.split("|")[1].strip(" *") for row in table(README)[2:]}
+    assert all(len(cells) == 4 and all(re.search(r"\]\(|`tests/", cell) for cell in cells) for cells in rows.values())
 
 
 def lines(name: str) -> list[str]:

@@ -21,8 +21,10 @@ MODEL = "model = GPT(config)"  # explained with the line above it
 
 
 def code(text: str) -> list[str]:
-    """The lines of a loop without comments and indentation."""
-    return [line for raw in text.splitlines() if (line := re.sub(r"\s+#.*", "", raw).strip())]
+    """The lines of a loop without comments and indentation; a call that goes over several lines is one line."""
+    plain = re.sub(r"(^|\s+)#.*", "", text, flags=re.M)
+    joined = re.sub(r",?\s+(?=[)\]])", "", re.sub(r"(?<=[(\[,])\s*\n\s*", " ", plain))
+    return [line for raw in re.sub(r"(?<=[(\[]) +", "", joined).splitlines() if (line := raw.strip())]
 
 
 def calls(text: str) -> list[str]:
@@ -92,7 +94,8 @@ def preparation() -> tuple[list[str], list[str], list[str]]:
     text = text.replace('"3ep"', '"4ba"').replace('"1ep"', '"4ba"').replace("256", "16").replace('"100ba"', '"2ba"')
     block = next(node for node in ast.parse(text).body if isinstance(node, ast.With))
     parts = [ast.unparse(node) for node in block.body]
-    return ["import torch, dtrain as dt", "with dt.init_dist() as dist:"], parts[:-1], parts[-1:]
+    loop = next(place for place, node in enumerate(block.body) if isinstance(node, ast.For))
+    return ["import torch, dtrain as dt", "with dt.init_dist() as dist:"], parts[:loop], parts[loop:]
 
 
 def test_reordered_setup_lines_raise_or_give_equal_results():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import time
@@ -81,6 +82,16 @@ def test_site_links_have_existing_targets() -> None:
     assert lost(SITE / "index.html", "loop.html#none-of-this-name")
 
 
+def test_missing_page_leads_to_pages_that_exist() -> None:
+    text = (SITE / "404.html").read_text()
+    assert "This page does not exist" in text
+    links = [
+        link.lstrip("/") for link in re.findall(r'<li><a href="([^"]+)"', text.split("<h1>This page")[1].split("</ul>")[0])
+    ]
+    assert len(links) >= 6
+    assert [link for link in links if not (SITE / link).exists()] == []
+
+
 def test_site_fetches_no_external_resources() -> None:
     assert [(path.name, each) for path in every_page() for each in page(path).fetched if urlsplit(each).netloc] == []
 
@@ -100,9 +111,9 @@ def test_docstring_sections_are_rendered() -> None:
 
 
 def test_command_reference_has_every_command() -> None:
-    text = (SITE / "reference" / "commands.html").read_text()
+    text = (SITE / "cli.html").read_text()
     for name in ("launch", "env", "hang", "plan", "report", "top", "checkpoints convert", "data inspect", "plot schedule"):
-        assert f'id="dtrain-{name.replace(" ", "-")}"' in text
+        assert f'id="options-of-dtrain-{name.replace(" ", "-")}"' in text
     assert "--hang-timeout" in text
 
 
@@ -121,9 +132,9 @@ LOOKED_AT = (
     "recipes/cosine",
     "from_composer",
     "reference/index",
-    "reference/loop",
-    "reference/transforms",
-    "reference/commands",
+    "reference/step",
+    "reference/transforms-batches",
+    "cli",
 )
 
 
@@ -192,25 +203,91 @@ def test_search_finds_a_function_and_opens_its_page(chromium: tuple[Browser, str
 
 
 SEARCHES = {
+    "gradient clipping": {"recipes/adaptive_clip", "recipes/clip_by_norm", "recipes/clip_by_value"},
+    "NCCL timeout": {"errors", "gpu", "hangs"},
+    "OOM": {"errors", "memory", "microbatch"},
+    "HSDP": {"distributed", "reference/sharding", "sharding"},
+    "FSDP": {"distributed", "reference/sharding", "sharding"},
+    "DataLoader": {"data", "reference/loader"},
+    "activation checkpointing": {"memory", "reference/memory", "reference/sharding"},
+    "validation": {"packing", "reference/step"},
+    "multi node": {"nodes"},
+    "quantization": {"precision", "scope"},
     "gradient accumulation": {"microbatch"},
-    "mixed precision": {"precision"},
-    "DDP": {"from_ddp"},
-    "resume": {"quickstart", "checkpoints"},
-    "out of memory": {"memory", "errors"},
+    "mixed precision": {"precision", "recipes/autocast"},
+    "DDP": {"distributed", "from_ddp"},
+    "resume": {"checkpoints", "quickstart"},
+    "out of memory": {"errors", "memory", "microbatch"},
     "LoRA": {"finetuning"},
     "multi-node": {"nodes"},
+    "learning rate schedule": {"recipes/scale_lr", "reference/schedules", "schedules"},
+    "warmup": {"recipes/warmup", "schedules"},
+    "bf16": {"precision", "recipes/autocast"},
+    "torchrun": {"launch", "nodes"},
+    "Slurm": {"launch", "nodes", "preemption"},
+    "checkpoint": {"checkpoints", "reference/checkpoints"},
+    "early stopping": {"observing", "reference/monitors"},
+    "wandb": {"observing", "reference/loggers"},
+    "random seed": {"determinism", "reference/random"},
+    "EMA": {"recipes/ema"},
+    "tensor parallel": {"parallelism"},
+    "pipeline parallel": {"distributed", "parallelism", "scope"},
+    "mixture of experts": {"distributed", "scope"},
+    "torch.compile": {"memory", "reference/sharding", "sharding"},
+    "CPU offload": {"memory"},
+    "fp8": {"precision"},
+    "deadlock": {"hangs"},
+    "spot instance": {"preemption"},
+    "streaming dataset": {"data", "reference/streaming"},
+    "S3": {"checkpoints", "data"},
+    "sequence packing": {"packing"},
+    "throughput": {"observing", "reference/monitors"},
+    "profiler": {"profiling", "reference/profiling"},
+    "Hugging Face": {"checkpoints", "finetuning"},
+    "Lightning": {"from_fabric"},
+    "Kubernetes": {"nodes", "preemption"},
+    "weight decay": {"optimizers", "recipes/DecoupledAdamW", "recipes/param_groups"},
+    "NaN loss": {"errors", "observing", "recipes/nonfinite"},
+    "ZeRO": {"distributed", "from_deepspeed", "sharding"},
+    "RLHF": {"preferences"},
+    "contrastive loss": {"embeddings"},
 }
 """Words that people search for, and the pages of which one has to be among the first three results."""
 
 
 @in_a_browser
 @pytest.mark.parametrize("words", SEARCHES)
-def test_search_finds_a_guide_for_common_words(chromium: tuple[Browser, str], words: str) -> None:
+def test_search_finds_a_page_for_common_words(chromium: tuple[Browser, str], words: str) -> None:
     shown, address = chromium
-    items = "[...document.querySelectorAll('.md-search-result__item')].slice(0, 3)"
     search_results(shown, address, words)
-    first = shown.ask(f"{items}.map(item => item.querySelector('a').pathname.split('/').pop())")
-    assert {name.removesuffix(".html") for name in first} & SEARCHES[words], first
+    pages = "[...document.querySelectorAll('.md-search-result__item > a')].slice(0, 3).map(link => link.pathname.slice(1))"
+    first = {name.removesuffix(".html") for name in shown.ask(pages)}
+    assert first & SEARCHES[words], first
+
+
+def test_search_leaves_out_lists_of_everything() -> None:
+    index = json.loads((SITE / "search" / "search_index.json").read_text())
+    pages = {entry["location"].partition("#")[0] for entry in index["docs"]}
+    assert pages & {"project/changelog.html", "log.html", "evidence.html", "names.html"} == set()
+    assert {"microbatch.html", "recipes/ema.html", "reference/step.html"} <= pages
+    assert len(SEARCHES) >= 47
+
+
+@in_a_browser
+def test_copied_code_has_neither_prompts_nor_output(chromium: tuple[Browser, str]) -> None:
+    """The copy button takes the text that is displayed while the block has this attribute."""
+    shown, address = chromium
+    shown.open(_Address(f"{address}recipes/mixup.html"))  # type: ignore[arg-type]
+    block = "document.querySelector('.language-pycon code')"
+    seen = shown.ask(f"{block}.innerText")
+    shown.ask(f"{block}.setAttribute('data-md-copying', '')")
+    copied = shown.ask(f"{block}.innerText")
+    assert ">>> " in seen
+    assert "\nTrue" in seen
+    assert ">>>" not in copied
+    assert "..." not in copied
+    assert "\nTrue" not in copied
+    compile(copied, "copied", "exec")
 
 
 @in_a_browser

@@ -126,7 +126,8 @@ def test_deepspeed_lr_range_test_grows_without_bound() -> None:
 def test_torchtitan_loop_schedule_matches_its_formula() -> None:
     """Its ``linear_warmup_stable_decay``: 60 steps, 10 of them warm-up, the last fifth decays."""
     (code,) = [block.text for block in fences(DOCS / "from_torchtitan.md") if "warmup_stable_decay" in block.text]
-    lines = [line.strip() for line in code.splitlines() if re.match(r" *(decaying|lr) = ", line)]
+    nodes = [node for node in ast.walk(ast.parse(code)) if isinstance(node, ast.Assign)]
+    lines = [line for node in nodes if re.match(r"(decaying|lr) = ", line := ast.unparse(node))]
     names: dict[str, object] = {"dt": dt, "warmup": 10}
     exec("\n".join(lines), names)
     for t in range(60):

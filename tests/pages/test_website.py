@@ -18,7 +18,7 @@ WEBSITE = ROOT / "website"
 @pytest.fixture
 def website(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(WEBSITE))
-    for name in ("reference", "commands", "docstrings"):
+    for name in ("reference", "commands", "docstrings", "search"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -30,8 +30,20 @@ def reference(website: None) -> ModuleType:
 
 
 def test_every_exported_name_has_one_reference_entry(reference: ModuleType) -> None:
-    placed = [name for room in reference.ROOMS for name in reference.names(room)]
+    placed = [name for page in reference.all_pages() for name in page.names]
     assert sorted(placed) == sorted(public.all_names())
+    assert set(reference.doors()) == set(public.DOORS)
+
+
+def test_reference_pages_are_topics_of_bearable_length(reference: ModuleType) -> None:
+    """A page has a title of its own, no more names than a reader scrolls over, and no name without a topic."""
+    pages = reference.all_pages()
+    assert {page.file: len(page.names) for page in pages if len(page.names) > 24} == {}
+    assert len({page.title for page in pages}) == len(pages)
+    assert [page.names for page in pages if page.file.startswith("more-")] == [], "name the module in reference.TOPICS"
+    order = [page.file for page in pages]
+    loop = ["processes", "sharding", "loader", "losses", "step", "state", "checkpoints"]
+    assert order[: len(loop)] == loop
 
 
 def test_reference_links_point_to_generated_pages(reference: ModuleType) -> None:
@@ -39,13 +51,15 @@ def test_reference_links_point_to_generated_pages(reference: ModuleType) -> None
     assert {f"reference/{target}" for target in re.findall(r"\]\(([\w-]+\.md)[#)]", reference.index())} <= files
 
 
-def test_every_command_and_option_is_on_the_page(website: None) -> None:
+def test_page_of_commands_has_every_command_and_option_once(website: None) -> None:
     import commands
 
-    text = commands.page()
+    text = commands.with_options((DOCS / "cli.md").read_text())
     for name in ("launch", "env", "hang", "plan", "report", "top", "checkpoints convert", "data write", "plot schedule"):
-        assert f"## dtrain {name} {{" in text
+        assert text.count(f"<summary>All options of <code>dtrain {name}</code>") == 1
     assert "`--hang-timeout`" in text.replace(" SECONDS", "")
+    with pytest.raises(ValueError, match="missing launch, new"):
+        commands.with_options("# The command line\n")
 
 
 def test_custom_docstring_sections_become_a_list(website: None) -> None:
@@ -96,6 +110,22 @@ def test_lists_are_separated_from_preceding_text() -> None:
     assert wrong == []
 
 
+def test_search_settings_name_existing_pages_once_per_word(website: None, reference: ModuleType) -> None:
+    import search
+
+    made = {file for file, _ in reference.pages()} | {"project/changelog.md", "project/benchmarks.md"}
+    assert [
+        page for page in (*search.WORDS, *search.EXCLUDED, *search.LESS) if not (DOCS / page).exists() and page not in made
+    ] == []
+    words = {page: search.settings(page).get("tags", []) for page in search.WORDS}
+    assert [page for page, tags in words.items() if not tags or len(set(tags)) < len(tags)] == []
+    assert search.settings("log.md") == {"search": {"exclude": True}}
+    boosts = [
+        search.settings(page)["search"]["boost"] for page in ("memory.md", "recipes/ema.md", "figures.md", "reference/step.md")
+    ]
+    assert boosts == sorted(boosts, reverse=True)
+
+
 @pytest.fixture
 def hooks(website: None) -> ModuleType:
     pytest.importorskip("mkdocs", reason="needs mkdocs")
@@ -136,12 +166,19 @@ def test_recipe_cards_are_in_the_navigation_by_group(hooks: ModuleType) -> None:
     assert sorted(itertools.chain(*groups.values())) == sorted(cards)
 
 
+def test_examples_with_a_guide_exist_and_are_in_the_index(hooks: ModuleType) -> None:
+    assert set(hooks.GUIDES) <= {path.stem for path in hooks.examples()}
+    index = hooks.index_of_examples()
+    assert [path.stem for path in hooks.examples() if f"]({path.stem}.md)" not in index] == []
+    assert index.count("[guide](") == len(hooks.GUIDES)
+
+
 def test_link_to_source_of_a_name_leads_to_its_reference_entry(hooks: ModuleType) -> None:
     link = "[`dt.transforms.mixup`](../../src/dtrain/transforms/batches/mixup.py)"
     match = hooks._FENCE_LINK_OR_CODE.fullmatch(link)
     assert hooks._link(match, "docs/recipes/mixup.md", "recipes/mixup.md", None) == (
-        "[`dt.transforms.mixup`](../reference/transforms.md#dtrain.transforms.mixup)"
+        "[`dt.transforms.mixup`](../reference/transforms-images.md#dtrain.transforms.mixup)"
     )
     assert hooks._linked_names("| `dt.dist` | `use_tf32` |\n| | `none_such` |", "names.md") == (
-        "| `dt.dist` | [`use_tf32`](reference/dist.md#dtrain.dist.use_tf32) |\n| | `none_such` |"
+        "| `dt.dist` | [`use_tf32`](reference/random.md#dtrain.dist.use_tf32) |\n| | `none_such` |"
     )

@@ -42,7 +42,7 @@ def test_page_code_runs():
 
 
 def test_page_shows_correct_values():
-    shown = re.search(r"^(\[.*\])  # (\[.*\])$", BLOCKS[0], re.M)
+    shown = re.search(r"^(\[.*\])\s+# (\[.*\])$", BLOCKS[0], re.M)
     scope = {}
     exec(BLOCKS[0], scope)
     assert str(eval(shown[1], scope)) == shown[2]

@@ -221,8 +221,15 @@ def load_weights_(
     Call this function after ``shard_model`` and ``materialize``, and before the state is made. To resume a run, use
     ``load_sharded``::
 
-        model = dt.materialize(dt.shard_model(model, mesh, blocks=(BertLayer,)), seed=0, init=model._init_weights)
-        new_head = {"rename": lambda name: None if name.startswith("cls.") else name, "ignore": ["classifier.*"]}
+        model = dt.materialize(
+            dt.shard_model(model, mesh, blocks=(BertLayer,)),
+            seed=0,
+            init=model._init_weights,
+        )
+        new_head = {
+            "rename": lambda name: None if name.startswith("cls.") else name,
+            "ignore": ["classifier.*"],
+        }
         dt.load_weights_(model, "bert-base", **new_head)
 
     Args:

@@ -85,7 +85,9 @@ def build_loader(
 
     Example:
         >>> import dtrain as dt
-        >>> loader = dt.build_loader(list(range(10)), global_batch_size=4, seed=0, shuffle=False)
+        >>> loader = dt.build_loader(
+        ...     list(range(10)), global_batch_size=4, seed=0, shuffle=False
+        ... )
         >>> for batch in loader.until("1ep"):
         ...     print(batch.tolist())
         [0, 1, 2, 3]

@@ -191,7 +191,9 @@ def memory_map(path: str | Path, make: Callable[[], Any]) -> Any:
         >>> def make():
         ...     return TensorDict({"x": torch.randn(1000, 8)}, batch_size=[1000])
         >>> dataset = dt.data.memory_map("/tmp/train_rows", make)  # doctest: +SKIP
-        >>> loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=64, seed=0)  # doctest: +SKIP
+        >>> loader = dt.build_loader(
+        ...     dataset, mesh=mesh, global_batch_size=64, seed=0
+        ... )  # doctest: +SKIP
 
     Raises:
         ConfigError: ``make`` does not return a TensorDict with a first axis. Local rank 0 raises the ConfigError, the other

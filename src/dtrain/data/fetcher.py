@@ -37,7 +37,9 @@ def collate(samples: Sequence[Any]) -> Batch:
 
     Example:
         >>> import dtrain as dt
-        >>> batch = dt.data.collate([{"x": torch.zeros(3), "label": 0}, {"x": torch.ones(3), "label": 1}])
+        >>> batch = dt.data.collate(
+        ...     [{"x": torch.zeros(3), "label": 0}, {"x": torch.ones(3), "label": 1}]
+        ... )
         >>> batch["x"].shape, batch["label"]
         (torch.Size([2, 3]), tensor([0, 1]))
 
@@ -145,7 +147,9 @@ def apply_transform(fn: SampleTransform, sample: Any, *, seed: int, epoch: int, 
         ConfigError: ``fn`` returns None.
     Example:
         >>> noisy = lambda x, generator: x + torch.rand((), generator=generator)
-        >>> first, again, later = (apply_transform(noisy, 0.0, seed=0, epoch=epoch, index=7) for epoch in (0, 0, 1))
+        >>> first, again, later = (
+        ...     apply_transform(noisy, 0.0, seed=0, epoch=epoch, index=7) for epoch in (0, 0, 1)
+        ... )
         >>> bool(first == again), bool(first == later)
         (True, False)
     """
@@ -167,7 +171,9 @@ def seed_per_sample(fn: Callable[[Any], Any]) -> SampleTransform:
     Example:
         >>> import dtrain as dt
         >>> flip = dt.data.seed_per_sample(lambda x: x.flip(0) if torch.rand(()) < 0.5 else x)
-        >>> loader = dt.build_loader(torch.arange(12).view(4, 3), global_batch_size=2, seed=0, transform=flip)
+        >>> loader = dt.build_loader(
+        ...     torch.arange(12).view(4, 3), global_batch_size=2, seed=0, transform=flip
+        ... )
         >>> next(loader.until("1ep")).shape
         torch.Size([2, 3])
 

@@ -167,7 +167,9 @@ class Loader:
 
         Example:
             >>> import dtrain as dt
-            >>> loader = dt.build_loader(list(range(10)), global_batch_size=4, seed=0, shuffle=False)
+            >>> loader = dt.build_loader(
+            ...     list(range(10)), global_batch_size=4, seed=0, shuffle=False
+            ... )
             >>> [batch.tolist() for batch in loader.until("1ep")]
             [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 

@@ -65,7 +65,11 @@ class WorkerConfig:
 def workers_for_rank(total: int, local_rank: int, local_ranks: int) -> int:
     """Return a rank's number of the node's ``total`` workers: an equal part within one, and at least one unless total is 0.
 
-    >>> [workers_for_rank(8, rank, 3) for rank in range(3)], workers_for_rank(2, 3, 4), workers_for_rank(0, 0, 4)
+    >>> (
+    ...     [workers_for_rank(8, rank, 3) for rank in range(3)],
+    ...     workers_for_rank(2, 3, 4),
+    ...     workers_for_rank(0, 0, 4),
+    ... )
     ([3, 3, 2], 1, 0)
     """
     least, remainder = divmod(total, local_ranks)

@@ -81,7 +81,9 @@ def activation_stats(
         >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
         >>> _ = torch.nn.init.ones_(model[0].weight), torch.nn.init.zeros_(model[0].bias)
         >>> loss = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
-        >>> stats = dt.monitors.activation_stats("1", interval=1, stats=("mean", "zeros", "max"))
+        >>> stats = dt.monitors.activation_stats(
+        ...     "1", interval=1, stats=("mean", "zeros", "max")
+        ... )
         >>> step = dt.compose_step(loss, [stats])
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.5))
         >>> state, metrics = step(state, torch.tensor([[-3.0], [4.0]]))

@@ -131,7 +131,10 @@ def peak_flops(name: str, dtype: ComputeDtype | torch.dtype) -> float | None:
 
     Example:
         >>> import dtrain as dt
-        >>> dt.monitors.peak_flops("NVIDIA A100-SXM4-80GB", "bf16"), dt.monitors.peak_flops("Tesla T4", "bf16")
+        >>> (
+        ...     dt.monitors.peak_flops("NVIDIA A100-SXM4-80GB", "bf16"),
+        ...     dt.monitors.peak_flops("Tesla T4", "bf16"),
+        ... )
         (312000000000000.0, None)
 
     Raises:
@@ -183,7 +186,9 @@ def count_flops(model: nn.Module, batch: Batch, loss_fn: LossFn, *, batch_spec: 
         >>> import dtrain as dt
         >>> loss = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
         >>> model = torch.nn.Linear(8, 4, bias=False)
-        >>> dt.monitors.count_flops(model, torch.ones(5, 8), loss)  # 2 * 8 * 4, forward and weight gradient
+        >>> dt.monitors.count_flops(
+        ...     model, torch.ones(5, 8), loss
+        ... )  # 2 * 8 * 4, forward and weight gradient
         128.0
 
     Raises:

@@ -36,7 +36,11 @@ def is_spike(loss: float, history: Sequence[float], factor: float) -> bool:
     Formula: ``loss > median + (factor - 1) * abs(median)``, which for a positive median is ``loss > factor * median``
 
     Example:
-        >>> is_spike(5.0, [2.0] * 9 + [100.0], 2.0), is_spike(3.9, [2.0] * 9 + [100.0], 2.0), is_spike(5.0, [2.0] * 9, 2.0)
+        >>> (
+        ...     is_spike(5.0, [2.0] * 9 + [100.0], 2.0),
+        ...     is_spike(3.9, [2.0] * 9 + [100.0], 2.0),
+        ...     is_spike(5.0, [2.0] * 9, 2.0),
+        ... )
         (True, False, False)
     """
     if len(history) < _MIN_HISTORY:

@@ -73,7 +73,9 @@ def learning_rates(state: TrainState, *, extra_options: Sequence[str] = ()) -> d
         >>> from types import SimpleNamespace
         >>> import dtrain as dt
         >>> weight = torch.nn.Parameter(torch.ones(1))
-        >>> state = SimpleNamespace(optimizer=torch.optim.Adam([weight], lr=0.5), transform_states={})
+        >>> state = SimpleNamespace(
+        ...     optimizer=torch.optim.Adam([weight], lr=0.5), transform_states={}
+        ... )
         >>> dt.monitors.learning_rates(state, extra_options=("betas",))
         {'lr': 0.5, 'betas0': 0.9, 'betas1': 0.999}
 

@@ -67,7 +67,11 @@ def norms(
         >>> step = dt.compose_step(loss, [dt.monitors.norms(1)])
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.5))
         >>> state, metrics = step(state, torch.tensor([[3.0, 4.0]]))
-        >>> {name: round(metric.total.item(), 3) for name, metric in metrics.items() if "/" in name}
+        >>> {
+        ...     name: round(metric.total.item(), 3)
+        ...     for name, metric in metrics.items()
+        ...     if "/" in name
+        ... }
         {'norm/grad': 5.0, 'norm/param': 2.828, 'norm/update': 2.5, 'norm/update_ratio': 0.884}
 
     Raises:

@@ -89,12 +89,17 @@ def estimate_seconds_left(
 
     Example:
         >>> times = {10: 100.0, 20: 105.0, 30: 110.0}
-        >>> samples = [ProgressSample(progress=progress, seconds=seconds) for progress, seconds in times.items()]
+        >>> samples = [
+        ...     ProgressSample(progress=progress, seconds=seconds)
+        ...     for progress, seconds in times.items()
+        ... ]
         >>> estimate_seconds_left(samples, {}, 100)  # 70 to go at 10 in 5 seconds
         35.0
         >>> evaluation = Interruption(first=20, last=20)
         >>> evaluation.add(20, 4.0)
-        >>> estimate_seconds_left(samples, {"evaluate": evaluation}, 100)  # and evaluations at 40, 60, 80 and 100
+        >>> estimate_seconds_left(
+        ...     samples, {"evaluate": evaluation}, 100
+        ... )  # and evaluations at 40, 60, 80 and 100
         51.0
     """
     if not samples:

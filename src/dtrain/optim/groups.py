@@ -93,10 +93,18 @@ def param_groups(
 
     Example:
         >>> import dtrain as dt
-        >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 2), torch.nn.Linear(2, 2), torch.nn.LayerNorm(2))
-        >>> [(g["name"], len(g["params"]), g["weight_decay"]) for g in dt.optim.param_groups(model, weight_decay=0.1)]
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Embedding(5, 2), torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)
+        ... )
+        >>> [
+        ...     (g["name"], len(g["params"]), g["weight_decay"])
+        ...     for g in dt.optim.param_groups(model, weight_decay=0.1)
+        ... ]
         [('all', 1, 0.1), ('all.no_decay', 4, 0.0)]
-        >>> first, rest = dt.optim.ParamGroup("first", "0.*", {"lr": 0.5}), dt.optim.ParamGroup("rest")
+        >>> first, rest = (
+        ...     dt.optim.ParamGroup("first", "0.*", {"lr": 0.5}),
+        ...     dt.optim.ParamGroup("rest"),
+        ... )
         >>> groups = dt.optim.param_groups(model, first, rest, weight_decay=0.1)
         >>> [(g["name"], len(g["params"]), g.get("lr")) for g in groups]
         [('first.no_decay', 1, 0.5), ('rest', 1, None), ('rest.no_decay', 3, None)]
@@ -286,7 +294,9 @@ def muon_groups(
 
     Example:
         >>> import dtrain as dt
-        >>> model = torch.nn.Sequential(torch.nn.Embedding(5, 2), torch.nn.Linear(2, 4), torch.nn.Linear(4, 5))
+        >>> model = torch.nn.Sequential(
+        ...     torch.nn.Embedding(5, 2), torch.nn.Linear(2, 4), torch.nn.Linear(4, 5)
+        ... )
         >>> groups = dt.optim.muon_groups(model, head="2.*")
         >>> [(g["name"], g["method"], [tuple(p.shape) for p in g["params"]]) for g in groups]
         [('matrices', 'muon', [(4, 2)]), ('adamw', 'adamw', [(5, 4)]), ('adamw.no_decay', 'adamw', [(5, 2), (4,), (5,)])]

@@ -43,7 +43,9 @@ def orthogonalize(
         >>> import dtrain as dt
         >>> matrix = torch.tensor([[0.0, 3.0], [4.0, 0.0]], dtype=torch.float64)
         >>> x = dt.optim.orthogonalize(matrix, steps=1, coefficients=(1.5, -0.5, 0.0))
-        >>> [[round(value, 3) for value in row] for row in x.tolist()]  # 1.5 s - 0.5 s^3 for s = 0.6 and 0.8
+        >>> [
+        ...     [round(value, 3) for value in row] for row in x.tolist()
+        ... ]  # 1.5 s - 0.5 s^3 for s = 0.6 and 0.8
         [[0.0, 0.792], [0.944, 0.0]]
 
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the iteration of Newton and Schulz,
@@ -94,10 +96,14 @@ class Muon(MatrixOptimizer):
     Example:
         >>> import dtrain as dt
         >>> p = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
-        >>> optimizer = dt.optim.Muon([p], lr=0.5, ns_steps=1, ns_coefficients=(1.5, -0.5, 0.0), ns_dtype="param")
+        >>> optimizer = dt.optim.Muon(
+        ...     [p], lr=0.5, ns_steps=1, ns_coefficients=(1.5, -0.5, 0.0), ns_dtype="param"
+        ... )
         >>> p.grad = torch.tensor([[0.0, 3.0], [4.0, 0.0]], dtype=torch.float64)
         >>> optimizer.step()
-        >>> [[round(value, 3) for value in row] for row in p.tolist()]  # -0.5 times the example of orthogonalize
+        >>> [
+        ...     [round(value, 3) for value in row] for row in p.tolist()
+        ... ]  # -0.5 times the example of orthogonalize
         [[0.0, -0.396], [-0.472, 0.0]]
 
     Raises:

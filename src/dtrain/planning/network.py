@@ -165,7 +165,9 @@ def control_seconds(world_size: int, network: Network) -> float:
 
     Example:
         >>> import dtrain as dt
-        >>> round(dt.planning.control_seconds(512, dt.planning.Network.preset("h100-ndr400")), 6)
+        >>> round(
+        ...     dt.planning.control_seconds(512, dt.planning.Network.preset("h100-ndr400")), 6
+        ... )
         0.00114
     """
     local = min(world_size, network.node_ranks)

@@ -55,7 +55,10 @@ class Workload:
         >>> workload = dt.planning.Workload(
         ...     model=lambda: torch.nn.Linear(8, 2),
         ...     loss_fn=lambda model, batch: dt.cross_entropy(model(batch["x"]), batch["y"]),
-        ...     batch=lambda n: {"x": torch.zeros(n, 4, 8), "y": torch.zeros(n, 4, dtype=torch.int64)},
+        ...     batch=lambda n: {
+        ...         "x": torch.zeros(n, 4, 8),
+        ...         "y": torch.zeros(n, 4, dtype=torch.int64),
+        ...     },
         ... )
 
     Raises:

@@ -65,7 +65,9 @@ def profile(
         >>> import tempfile
         >>> import dtrain as dt
         >>> with tempfile.TemporaryDirectory() as folder:
-        ...     with dt.profiling.profile(folder, schedule=dt.profiling.schedule(warmup=1, active=2)) as profiler:
+        ...     with dt.profiling.profile(
+        ...         folder, schedule=dt.profiling.schedule(warmup=1, active=2)
+        ...     ) as profiler:
         ...         for _ in range(5):
         ...             _ = torch.ones(3).sum()
         ...             profiler.step()

@@ -38,7 +38,11 @@ _NO_RESULTS = ("speed/", "throughput/", "memory/", "mem/", "mfu", "lr", "base_lr
 def metric_label(name: str) -> str:
     """Return the name of a metric in words and units.
 
-    >>> metric_label("held_out/grad_norm"), metric_label("speed/tokens_per_s_per_device"), metric_label("memory/peak_rss_bytes")
+    >>> (
+    ...     metric_label("held_out/grad_norm"),
+    ...     metric_label("speed/tokens_per_s_per_device"),
+    ...     metric_label("memory/peak_rss_bytes"),
+    ... )
     ('held-out gradient norm', 'tokens/s per device', 'peak process memory')
     """
     if name in _WORDS:

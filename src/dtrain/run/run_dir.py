@@ -86,7 +86,9 @@ def open_run(
     report`` renders a page, ``dtrain top`` shows the run live. Recording ends with ``init_dist``'s block or with the process::
 
         run = dt.open_run("runs/gpt", settings=vars(args))
-        log = dt.loggers.multi(dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.progress_bar(total))
+        log = dt.loggers.multi(
+            dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.progress_bar(total)
+        )
 
     A full disk or a missing folder causes one warning, and training continues.
 

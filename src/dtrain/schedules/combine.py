@@ -154,7 +154,10 @@ def to_lambda_lr(schedule: Schedule | Sequence[Schedule], optimizer: Optimizer) 
     Example:
         >>> import dtrain as dt
         >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.5)
-        >>> scheduler, rates = dt.schedules.to_lambda_lr(dt.schedules.linear(1.0, 0.0, 4), optimizer), []
+        >>> scheduler, rates = (
+        ...     dt.schedules.to_lambda_lr(dt.schedules.linear(1.0, 0.0, 4), optimizer),
+        ...     [],
+        ... )
         >>> for step in range(5):
         ...     rates.append(optimizer.param_groups[0]["lr"])
         ...     optimizer.step()

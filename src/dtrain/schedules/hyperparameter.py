@@ -136,7 +136,9 @@ def hyperparameter(value: float | Schedule, label: str, allowed: str | Constrain
 
     Example:
         >>> import dtrain as dt
-        >>> decay = dt.transforms.hyperparameter(lambda step: 0.9 + step / 100, "mine: decay", "[0, 1)")
+        >>> decay = dt.transforms.hyperparameter(
+        ...     lambda step: 0.9 + step / 100, "mine: decay", "[0, 1)"
+        ... )
         >>> decay(dt.Clock(step=5))
         0.9500000000000001
 

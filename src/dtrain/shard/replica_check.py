@@ -310,8 +310,13 @@ def hash_tensors(tensors: Sequence[Tensor], device: torch.device) -> Tensor:
     Source: multiply-add hashing, Dietzfelbinger 1996, Universal hashing and k-wise independent random variables.
 
     Example:
-        >>> first, second = hash_tensors([torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])], torch.device("cpu"))
-        >>> bool(first == second), bool(first == hash_tensors([torch.tensor([0.0, 1.0])], torch.device("cpu"))[0])
+        >>> first, second = hash_tensors(
+        ...     [torch.tensor([0.0, 1.0]), torch.tensor([1.0, 0.0])], torch.device("cpu")
+        ... )
+        >>> (
+        ...     bool(first == second),
+        ...     bool(first == hash_tensors([torch.tensor([0.0, 1.0])], torch.device("cpu"))[0]),
+        ... )
         (False, True)
     """
     words = [_to_words(tensor.detach()) for tensor in tensors]

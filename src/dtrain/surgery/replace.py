@@ -91,7 +91,8 @@ def replace_modules(model: nn.Module, policies: Mapping[Any, ReplacementPolicy],
         >>> import dtrain as dt
         >>> model = nn.Sequential(nn.Linear(2, 3), nn.Sequential(nn.ReLU(), nn.Linear(3, 1)))
         >>> report = dt.surgery.replace_modules(
-        ...     model, {nn.Linear: lambda module, name: nn.Identity() if name == "1.1" else None}
+        ...     model,
+        ...     {nn.Linear: lambda module, name: nn.Identity() if name == "1.1" else None},
         ... )
         >>> report.replaced
         {'1.1': ('Linear', 'Identity')}
@@ -275,7 +276,10 @@ def find_imported_class(module: str, name: str) -> type[nn.Module] | None:
 
     A model of a library can only come from a process that imported the library.
 
-    >>> find_imported_class("torch.nn", "Linear"), find_imported_class("a.library.that.is.not.there", "Linear")
+    >>> (
+    ...     find_imported_class("torch.nn", "Linear"),
+    ...     find_imported_class("a.library.that.is.not.there", "Linear"),
+    ... )
     (<class 'torch.nn.modules.linear.Linear'>, None)
     """
     value = getattr(sys.modules.get(module), name, None)
@@ -342,7 +346,10 @@ def swap_class(module: nn.Module, kind: Any) -> nn.Module:
         ...     def forward(self, input):
         ...         return 2 * super().forward(input)
         >>> linear = nn.Linear(1, 1, bias=False)
-        >>> bool(swap_class(linear, Doubled)(torch.ones(1)) == 2 * linear.weight), list(linear.state_dict())
+        >>> (
+        ...     bool(swap_class(linear, Doubled)(torch.ones(1)) == 2 * linear.weight),
+        ...     list(linear.state_dict()),
+        ... )
         (True, ['weight'])
     """
     if "forward" in module.__dict__:

@@ -95,7 +95,9 @@ def inject_fault(
 
     Example:
         >>> import dtrain as dt
-        >>> with dt.testing.inject_fault("raise", at="write", error=OSError("disk full")):  # doctest: +SKIP
+        >>> with dt.testing.inject_fault(
+        ...     "raise", at="write", error=OSError("disk full")
+        ... ):  # doctest: +SKIP
         ...     dt.save_sharded("ckpt", state)
         Traceback (most recent call last):
         OSError: disk full

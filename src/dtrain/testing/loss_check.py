@@ -46,7 +46,9 @@ def check_loss_fn(
         >>> import dtrain as dt
         >>> model = torch.nn.Linear(2, 1)
         >>> def loss_fn(model, x):
-        ...     return dt.LossSum(total=model(x).square().sum(), weight=len(x))  # mean() would raise
+        ...     return dt.LossSum(
+        ...         total=model(x).square().sum(), weight=len(x)
+        ...     )  # mean() would raise
         >>> dt.testing.check_loss_fn(loss_fn, model, torch.randn(5, 2))
 
     Raises:

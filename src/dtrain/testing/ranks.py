@@ -84,6 +84,7 @@ class Ranks:
             with dt.testing.Ranks(2) as ranks:
                 yield ranks
 
+
         def test_all_ranks_run(two_ranks):
             assert two_ranks.run(world_size) == [2, 2]
 

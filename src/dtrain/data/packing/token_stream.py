@@ -41,7 +41,11 @@ def pack_tokens(
     Example:
         >>> import dtrain as dt
         >>> stream = dt.data.pack_tokens([[1, 2, 3], [], [4, 5]], seq=4)
-        >>> next(stream)["input_ids"].tolist(), stream.state_dict()["documents"], stream.state_dict()["offset"]
+        >>> (
+        ...     next(stream)["input_ids"].tolist(),
+        ...     stream.state_dict()["documents"],
+        ...     stream.state_dict()["offset"],
+        ... )
         ([1, 2, 3, 4], 2, 1)
 
     Raises:

@@ -41,7 +41,9 @@ class BlockShuffle:
     Example:
         >>> import dtrain as dt
         >>> shuffle = dt.data.BlockShuffle(window=8, streams=16)
-        >>> loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=256, seed=1, shuffle=shuffle)  # doctest: +SKIP
+        >>> loader = dt.build_loader(
+        ...     dataset, mesh=mesh, global_batch_size=256, seed=1, shuffle=shuffle
+        ... )  # doctest: +SKIP
 
     Raises:
         ConfigError: ``window`` or ``streams`` is below 1, or ``unit`` is unknown.
@@ -254,7 +256,9 @@ def shuffle_quality(order: SampleOrder, sizes: Sequence[int], *, batch_size: int
 
     Example:
         >>> import dtrain as dt
-        >>> order = dt.data.shard_order([1000] * 8, seed=0, shuffle=dt.data.BlockShuffle(window=2, streams=2))
+        >>> order = dt.data.shard_order(
+        ...     [1000] * 8, seed=0, shuffle=dt.data.BlockShuffle(window=2, streams=2)
+        ... )
         >>> quality = dt.data.shuffle_quality(order, [1000] * 8, batch_size=64)
         >>> round(quality.shards_per_batch, 1)
         0.4

@@ -349,7 +349,10 @@ def mix(
 
     Example:
         >>> import dtrain as dt
-        >>> dataset = dt.data.mix({"web": list(range(70)), "code": list(range(30))}, weights={"web": 0.9, "code": 0.1})
+        >>> dataset = dt.data.mix(
+        ...     {"web": list(range(70)), "code": list(range(30))},
+        ...     weights={"web": 0.9, "code": 0.1},
+        ... )
         >>> loader = dt.build_loader(dataset, global_batch_size=10, seed=0)
         >>> dataset
         Mixture(web: 70 at 0.9, code: 30 at 0.1, epoch_samples=100)

@@ -86,8 +86,12 @@ class ShardedDataset:
 
     Example:
         >>> import dtrain as dt
-        >>> dataset = dt.data.ShardedDataset("s3://bucket/c4", cache="/tmp/cache")  # doctest: +SKIP
-        >>> loader = dt.build_loader(dataset, mesh=mesh, global_batch_size=256, seed=1)  # doctest: +SKIP
+        >>> dataset = dt.data.ShardedDataset(
+        ...     "s3://bucket/c4", cache="/tmp/cache"
+        ... )  # doctest: +SKIP
+        >>> loader = dt.build_loader(
+        ...     dataset, mesh=mesh, global_batch_size=256, seed=1
+        ... )  # doctest: +SKIP
 
     Raises:
         ConfigError: the path has no data, a format, option or digest is unknown, a shard is larger than the cache, or ranged

@@ -115,7 +115,9 @@ def write_shards(
     Example:
         >>> import dtrain as dt
         >>> samples = ({"text": f"document {i}"} for i in range(1000))
-        >>> result = dt.data.write_shards(samples, "/tmp/corpus", format="mds", compression="zstd")  # doctest: +SKIP
+        >>> result = dt.data.write_shards(
+        ...     samples, "/tmp/corpus", format="mds", compression="zstd"
+        ... )  # doctest: +SKIP
         >>> dataset = dt.data.ShardedDataset("/tmp/corpus")  # doctest: +SKIP
 
     Raises:

@@ -299,7 +299,14 @@ def memory_timeline(trace: ProfilerTrace | str | Path, path: str | Path | None =
 def peak_and_median(timeline: list[MemorySample]) -> tuple[int, int]:
     """Return the peak and the time-weighted median of allocated bytes.
 
-    >>> peak_and_median([MemorySample(0.0, 10), MemorySample(1.0, 50), MemorySample(1.5, 20), MemorySample(3.0, 0)])
+    >>> peak_and_median(
+    ...     [
+    ...         MemorySample(0.0, 10),
+    ...         MemorySample(1.0, 50),
+    ...         MemorySample(1.5, 20),
+    ...         MemorySample(3.0, 0),
+    ...     ]
+    ... )
     (50, 20)
     """
     times = sorted((now.bytes, later.at - now.at) for now, later in pairwise(timeline))

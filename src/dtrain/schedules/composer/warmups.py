@@ -22,7 +22,9 @@ def constant_with_warmup(run: RunLength, t_warmup: Length, alpha: float = 1.0, t
 
     Example:
         >>> import dtrain as dt
-        >>> schedule = dt.schedules.composer.constant_with_warmup(dt.RunLength(total="10ba"), "4ba", 0.5)
+        >>> schedule = dt.schedules.composer.constant_with_warmup(
+        ...     dt.RunLength(total="10ba"), "4ba", 0.5
+        ... )
         >>> [schedule(t) for t in (0, 2, 4, 9)]
         [0.0, 0.25, 0.5, 0.5]
 
@@ -49,7 +51,9 @@ def linear_with_warmup(
 
     Example:
         >>> import dtrain as dt
-        >>> schedule = dt.schedules.composer.linear_with_warmup(dt.RunLength(total="100ba"), "20ba")
+        >>> schedule = dt.schedules.composer.linear_with_warmup(
+        ...     dt.RunLength(total="100ba"), "20ba"
+        ... )
         >>> [schedule(t) for t in (0, 10, 20, 60, 100)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
 
@@ -100,7 +104,9 @@ def polynomial_with_warmup(
 
     Example:
         >>> import dtrain as dt
-        >>> schedule = dt.schedules.composer.polynomial_with_warmup(dt.RunLength(total="100ba"), "20ba")
+        >>> schedule = dt.schedules.composer.polynomial_with_warmup(
+        ...     dt.RunLength(total="100ba"), "20ba"
+        ... )
         >>> [schedule(t) for t in (0, 10, 20, 60, 100)]
         [0.0, 0.5, 1.0, 0.25, 0.0]
 

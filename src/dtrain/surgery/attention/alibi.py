@@ -74,6 +74,7 @@ def alibi(
         >>> import dtrain as dt
         >>> class Attention(nn.Module):
         ...     heads, is_causal = 2, True
+        ...
         ...     def forward(self, x, attention_mask=None):
         ...         return attention_mask
         >>> model = dt.surgery.alibi(Attention(), attentions={Attention: "heads"})
@@ -244,7 +245,9 @@ class AlibiMultiheadAttention(nn.MultiheadAttention):
 
     Example:
         >>> import dtrain as dt
-        >>> layer = dt.surgery.AlibiMultiheadAttention(2, 1, batch_first=True).requires_grad_(False)
+        >>> layer = dt.surgery.AlibiMultiheadAttention(2, 1, batch_first=True).requires_grad_(
+        ...     False
+        ... )
         >>> _ = layer.in_proj_weight.zero_()  # all scores are 0, except the bias of 1/256
         >>> x = torch.ones(1, 2, 2)
         >>> torch.softmax(torch.tensor([0.0, -1 / 256]), 0).allclose(layer(x, x, x)[1][0, 0])

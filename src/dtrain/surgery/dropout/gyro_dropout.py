@@ -22,7 +22,9 @@ def subnetwork_masks(count: int, features: int, p: float, *, seed: int, name: st
         >>> import dtrain as dt
         >>> dt.surgery.subnetwork_masks(2, 3, 0.0, seed=0).tolist()
         [[True, True, True], [True, True, True]]
-        >>> first, second = (dt.surgery.subnetwork_masks(4, 8, 0.5, seed=0, name="a") for _ in range(2))
+        >>> first, second = (
+        ...     dt.surgery.subnetwork_masks(4, 8, 0.5, seed=0, name="a") for _ in range(2)
+        ... )
         >>> bool((first == second).all())
         True
     """
@@ -80,7 +82,11 @@ class GyroDropout(nn.Dropout):
         >>> import dtrain as dt
         >>> layer = dt.surgery.GyroDropout(0.5, sigma=1, tau=1, seed=0)
         >>> first, second = layer(torch.ones(3, 8))[0], layer(torch.ones(3, 8))[1]
-        >>> bool((first == second).all()), sorted(set(first.tolist())), bool((layer.eval()(first) == first).all())
+        >>> (
+        ...     bool((first == second).all()),
+        ...     sorted(set(first.tolist())),
+        ...     bool((layer.eval()(first) == first).all()),
+        ... )
         (True, [0.0, 2.0], True)
 
     Raises:
@@ -148,7 +154,9 @@ def gyro_dropout(
 
     Example:
         >>> import dtrain as dt
-        >>> dt.surgery.gyro_dropout(nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), sigma=8, tau=2)[1]
+        >>> dt.surgery.gyro_dropout(
+        ...     nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1)), sigma=8, tau=2
+        ... )[1]
         GyroDropout(p=0.1, sigma=8, tau=2, seed=0, axis=-1)
 
     Raises:

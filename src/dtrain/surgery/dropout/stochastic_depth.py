@@ -63,7 +63,9 @@ def drop_samples(x: Tensor, keep: Tensor) -> Tensor:
 
     Example:
         >>> import dtrain as dt
-        >>> dt.surgery.drop_samples(torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([False, True])).tolist()
+        >>> dt.surgery.drop_samples(
+        ...     torch.tensor([[1.0, 2.0], [3.0, 4.0]]), torch.tensor([False, True])
+        ... ).tolist()
         [[0.0, 0.0], [3.0, 4.0]]
     """
     # A product would turn infinity into NaN.
@@ -181,7 +183,9 @@ def stochastic_depth(
     Example:
         >>> import dtrain as dt
         >>> model = nn.Sequential(nn.ReLU(), nn.ReLU())
-        >>> model = dt.surgery.stochastic_depth(model, nn.ReLU, drop_rate=0.5, distribution="uniform")
+        >>> model = dt.surgery.stochastic_depth(
+        ...     model, nn.ReLU, drop_rate=0.5, distribution="uniform"
+        ... )
         >>> model.eval()(torch.tensor([[-8.0, 8.0]])).tolist()  # twice x + 0.5 * (relu(x) - x)
         [[-2.0, 8.0]]
 

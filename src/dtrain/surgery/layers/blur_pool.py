@@ -123,7 +123,9 @@ def blur_pool(
     Example:
         >>> import dtrain as dt
         >>> model = dt.surgery.blur_pool(nn.Sequential(nn.MaxPool2d(2)))
-        >>> model(torch.tensor([[[0.0, 0.0, 0.0, 0.0, 16.0, 0.0]] * 2])).tolist()  # maxima 0 0 0 16 16
+        >>> model(
+        ...     torch.tensor([[[0.0, 0.0, 0.0, 0.0, 16.0, 0.0]] * 2])
+        ... ).tolist()  # maxima 0 0 0 16 16
         [[[0.0, 4.0, 16.0]]]
 
     Raises:

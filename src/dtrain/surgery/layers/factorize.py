@@ -34,8 +34,13 @@ def factorize_matrix(matrix: Tensor, rank: int) -> tuple[Tensor, Tensor]:
 
     Example:
         >>> import dtrain as dt
-        >>> left, right = dt.surgery.factorize_matrix(torch.diag(torch.tensor([9.0, 4.0, 1.0])), 2)
-        >>> (left @ right).diag().round(decimals=4).tolist(), left.abs().sum(0).round(decimals=4).tolist()
+        >>> left, right = dt.surgery.factorize_matrix(
+        ...     torch.diag(torch.tensor([9.0, 4.0, 1.0])), 2
+        ... )
+        >>> (
+        ...     (left @ right).diag().round(decimals=4).tolist(),
+        ...     left.abs().sum(0).round(decimals=4).tolist(),
+        ... )
         ([9.0, 4.0, 0.0], [3.0, 2.0])
     """
     wide = matrix if matrix.dtype.itemsize >= 4 else matrix.float()

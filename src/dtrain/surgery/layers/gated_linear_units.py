@@ -40,7 +40,9 @@ class GatedLinearUnit(nn.Linear):
 
     Example:
         >>> import dtrain as dt
-        >>> unit = dt.surgery.GatedLinearUnit(1, 1, activation=torch.relu, bias=False, linear_bias=False).requires_grad_(False)
+        >>> unit = dt.surgery.GatedLinearUnit(
+        ...     1, 1, activation=torch.relu, bias=False, linear_bias=False
+        ... ).requires_grad_(False)
         >>> _ = unit.weight.fill_(2.0), unit.linear.weight.fill_(5.0)
         >>> unit(torch.tensor([[3.0], [1.0]])).flatten().tolist()
         [90.0, 10.0]

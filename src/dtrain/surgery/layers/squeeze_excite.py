@@ -35,7 +35,9 @@ class SqueezeExcite2d(nn.Module):
         >>> gate = dt.surgery.SqueezeExcite2d(2, latent_channels=1)
         >>> _ = gate.reduce.weight.data.copy_(torch.tensor([[1.0, -1.0]]))
         >>> _ = gate.expand.weight.data.copy_(torch.tensor([[0.0], [100.0]]))
-        >>> gate(torch.tensor([[[6.0]], [[4.0]]])).flatten().tolist()  # gates: sigmoid(0), sigmoid(200)
+        >>> gate(
+        ...     torch.tensor([[[6.0]], [[4.0]]])
+        ... ).flatten().tolist()  # gates: sigmoid(0), sigmoid(200)
         [3.0, 4.0]
 
     Raises:

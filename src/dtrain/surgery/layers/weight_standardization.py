@@ -27,7 +27,9 @@ def standardize_weight(weight: Tensor, *, eps: float = 1e-5) -> Tensor:
 
     Example:
         >>> import dtrain as dt
-        >>> dt.surgery.standardize_weight(torch.tensor([[1.0, 3.0], [-2.0, 6.0]]), eps=0.0).tolist()
+        >>> dt.surgery.standardize_weight(
+        ...     torch.tensor([[1.0, 3.0], [-2.0, 6.0]]), eps=0.0
+        ... ).tolist()
         [[-1.0, 1.0], [-1.0, 1.0]]
     """
     wide = weight if weight.dtype.itemsize >= 4 else weight.float()

@@ -41,8 +41,13 @@ def fused_layer_norm(model: nn.Module) -> nn.Module:
         ...     def __init__(self, dim):
         ...         super().__init__()
         ...         self.weight, self.eps = nn.Parameter(torch.ones(dim)), 1e-6
+        ...
         ...     def forward(self, x):
-        ...         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * self.weight
+        ...         return (
+        ...             x
+        ...             * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
+        ...             * self.weight
+        ...         )
         >>> with warnings.catch_warnings(action="ignore"):
         ...     dt.surgery.fused_layer_norm(nn.Sequential(Norm(2)))
         Sequential(

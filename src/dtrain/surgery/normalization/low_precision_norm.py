@@ -96,7 +96,9 @@ class LowPrecisionGroupNorm(nn.GroupNorm):
     Example:
         >>> import dtrain as dt
         >>> with torch.autocast("cpu", torch.bfloat16):
-        ...     dt.surgery.LowPrecisionGroupNorm(1, 2)(torch.tensor([[[1.0], [3.0]]])).flatten().tolist()
+        ...     dt.surgery.LowPrecisionGroupNorm(1, 2)(
+        ...         torch.tensor([[[1.0], [3.0]]])
+        ...     ).flatten().tolist()
         [-1.0, 1.0]
     """
 

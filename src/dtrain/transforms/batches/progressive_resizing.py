@@ -55,7 +55,9 @@ def resize_batch(
     Example:
         >>> import dtrain as dt
         >>> image = torch.arange(16.0).reshape(1, 4, 4)
-        >>> dt.transforms.resize_batch(image, scale=0.5, size_increment=2, mode="crop", offset=(1, 2)).tolist()
+        >>> dt.transforms.resize_batch(
+        ...     image, scale=0.5, size_increment=2, mode="crop", offset=(1, 2)
+        ... ).tolist()
         [[[6.0, 7.0], [10.0, 11.0]]]
 
     Raises:
@@ -122,7 +124,9 @@ def progressive_resizing(
         >>> def loss_fn(model, batch):
         ...     sizes.append(list(batch["x"].shape))
         ...     return dt.soft_cross_entropy(model(batch["x"]).mean((2, 3)), batch["y"])
-        >>> step = dt.compose_step(loss_fn, [dt.transforms.progressive_resizing(delay=2, full=4)])
+        >>> step = dt.compose_step(
+        ...     loss_fn, [dt.transforms.progressive_resizing(delay=2, full=4)]
+        ... )
         >>> model = torch.nn.Conv2d(3, 10, 3)
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
         >>> for _ in range(5):

@@ -62,7 +62,9 @@ def select_by_loss(
         >>> losses = torch.tensor([0.1, 0.9, 0.5, 0.2])
         >>> dt.transforms.select_by_loss(losses, 0.5, uniforms=torch.full((4,), 0.5)).tolist()
         [1, 2]
-        >>> dt.transforms.select_by_loss(losses, 0.5, uniforms=torch.tensor([0.99, 0.5, 0.01, 0.5])).tolist()
+        >>> dt.transforms.select_by_loss(
+        ...     losses, 0.5, uniforms=torch.tensor([0.99, 0.5, 0.01, 0.5])
+        ... ).tolist()
         [0, 1]
 
     Raises:
@@ -137,10 +139,14 @@ def selective_backprop(
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.ones_(model.weight)
         >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
-        >>> selective = dt.transforms.selective_backprop(lambda model, x: model(x)[:, 0], keep=0.01)
+        >>> selective = dt.transforms.selective_backprop(
+        ...     lambda model, x: model(x)[:, 0], keep=0.01
+        ... )
         >>> step = dt.compose_step(loss_fn, [selective])
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.5))
-        >>> state, metrics = step(state, torch.tensor([[1.0], [4.0], [2.0]]))  # the chance of 4 is 1 - 2e-22
+        >>> state, metrics = step(
+        ...     state, torch.tensor([[1.0], [4.0], [2.0]])
+        ... )  # the chance of 4 is 1 - 2e-22
         >>> metrics["loss"].total.item(), model.weight.item(), state.clock.samples
         (4.0, -1.0, 1)
 

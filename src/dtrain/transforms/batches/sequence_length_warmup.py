@@ -64,7 +64,9 @@ def shorten_batch(
         [[5, 6, 7]]
         >>> dt.transforms.shorten_batch(batch, 3, keep_end=True)["input_ids"].tolist()
         [[5, 6, 9]]
-        >>> dt.transforms.shorten_batch({"input_ids": batch["input_ids"]}, 2, truncate=False)["input_ids"].tolist()
+        >>> dt.transforms.shorten_batch({"input_ids": batch["input_ids"]}, 2, truncate=False)[
+        ...     "input_ids"
+        ... ].tolist()
         [[5, 6], [7, 8]]
 
     Raises:
@@ -136,7 +138,9 @@ def sequence_length_warmup(
         >>> def loss_fn(model, batch):
         ...     lengths.append(batch["input_ids"].shape[1])
         ...     return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])
-        >>> warmup = dt.transforms.sequence_length_warmup(duration=4, min_length=8, max_length=32)
+        >>> warmup = dt.transforms.sequence_length_warmup(
+        ...     duration=4, min_length=8, max_length=32
+        ... )
         >>> step = dt.compose_step(loss_fn, [warmup])
         >>> model = torch.nn.Embedding(10, 10)
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))

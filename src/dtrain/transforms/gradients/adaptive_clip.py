@@ -82,7 +82,9 @@ def adaptive_clip(clipping: float | Schedule = 0.01, *, eps: float = 1e-3) -> Tr
         >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
         >>> step = dt.compose_step(loss_fn, [dt.transforms.adaptive_clip(0.1)])
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0))
-        >>> state, _ = step(state, torch.tensor([[6.0, 8.0]]))  # the norm 10 is clipped to 0.1 * 5
+        >>> state, _ = step(
+        ...     state, torch.tensor([[6.0, 8.0]])
+        ... )  # the norm 10 is clipped to 0.1 * 5
         >>> [round(value, 4) for value in model.weight[0].tolist()]
         [2.7, 3.6]
 

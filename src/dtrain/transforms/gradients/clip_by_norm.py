@@ -33,7 +33,10 @@ def clip_by_norm(max_norm: float | Schedule, *, eps: float = 1e-6) -> Transform:
         >>> step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0, eps=0.0)])
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0))
         >>> state, metrics = step(state, torch.tensor([[3.0, 4.0]]))
-        >>> metrics["grad_norm"].total.item(), [round(value, 4) for value in model.weight[0].tolist()]
+        >>> (
+        ...     metrics["grad_norm"].total.item(),
+        ...     [round(value, 4) for value in model.weight[0].tolist()],
+        ... )
         (5.0, [-0.6, -0.8])
 
     Raises:

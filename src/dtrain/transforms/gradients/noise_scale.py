@@ -53,7 +53,9 @@ def estimate_noise_and_signal(
     Example:
         >>> import dtrain as dt
         >>> part, whole = {"w": torch.tensor([3.0, 0.0])}, {"w": torch.tensor([2.0, 1.0])}
-        >>> noise, signal = dt.transforms.estimate_noise_and_signal(part, whole, part_samples=2, whole_samples=4)
+        >>> noise, signal = dt.transforms.estimate_noise_and_signal(
+        ...     part, whole, part_samples=2, whole_samples=4
+        ... )
         >>> round(noise.item(), 5), round(signal.item(), 5)  # 2 / (1/2 - 1/4), and 5 - 8/4
         (8.0, 3.0)
 
@@ -110,8 +112,12 @@ def noise_scale(
         >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
         >>> step = dt.compose_step(loss_fn, [dt.transforms.noise_scale()])
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        >>> state, metrics = step(state, torch.tensor([[1.0], [2.0]]))  # gradients: 1 of the half, 1.5 of the whole
-        >>> round(metrics["noise_scale"].total.item(), 6)  # noise 0.25 / (1 - 1/2) = 0.5, signal 2.25 - 0.5/2 = 2
+        >>> state, metrics = step(
+        ...     state, torch.tensor([[1.0], [2.0]])
+        ... )  # gradients: 1 of the half, 1.5 of the whole
+        >>> round(
+        ...     metrics["noise_scale"].total.item(), 6
+        ... )  # noise 0.25 / (1 - 1/2) = 0.5, signal 2.25 - 0.5/2 = 2
         0.25
 
     Raises:

@@ -51,10 +51,18 @@ def nonfinite(action: Literal["skip", "raise", "allow"] = "skip", *, in_a_row: i
         >>> step = dt.compose_step(loss_fn, [dt.transforms.nonfinite("skip")])
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0))
         >>> state, metrics = step(state, torch.tensor([[float("inf")]]))
-        >>> model.weight.item(), metrics["skipped"].total.item(), state.transform_states["nonfinite"]
+        >>> (
+        ...     model.weight.item(),
+        ...     metrics["skipped"].total.item(),
+        ...     state.transform_states["nonfinite"],
+        ... )
         (2.0, 1.0, {'skipped': 1, 'in_a_row': 1})
         >>> state, metrics = step(state, torch.tensor([[0.5]]))
-        >>> model.weight.item(), metrics["skipped"].total.item(), state.transform_states["nonfinite"]
+        >>> (
+        ...     model.weight.item(),
+        ...     metrics["skipped"].total.item(),
+        ...     state.transform_states["nonfinite"],
+        ... )
         (1.5, 0.0, {'skipped': 1, 'in_a_row': 0})
 
     Raises:

@@ -36,7 +36,9 @@ def scale_lr(schedule: ByGroup) -> Transform:
     Example:
         >>> import dtrain as dt
         >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
-        >>> step = dt.compose_step(loss_fn, [dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, 4))])
+        >>> step = dt.compose_step(
+        ...     loss_fn, [dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, 4))]
+        ... )
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.zeros_(model.weight)
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.5))

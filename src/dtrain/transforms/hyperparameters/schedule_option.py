@@ -37,10 +37,15 @@ def scale_option(option: str, schedule: ByGroup) -> Transform:
     Example:
         >>> import dtrain as dt
         >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
-        >>> step = dt.compose_step(loss_fn, [dt.transforms.scale_option("weight_decay", lambda step: 1.0 / (1 + step))])
+        >>> step = dt.compose_step(
+        ...     loss_fn,
+        ...     [dt.transforms.scale_option("weight_decay", lambda step: 1.0 / (1 + step))],
+        ... )
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.ones_(model.weight)
-        >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1))
+        >>> state = step.init(
+        ...     model, torch.optim.SGD(model.parameters(), lr=1.0, weight_decay=0.1)
+        ... )
         >>> for _ in range(2):  # the gradient is 0
         ...     state, _ = step(state, torch.zeros(1, 1))
         >>> round(model.weight.item(), 6)  # decays of 0.1, then 0.05
@@ -84,7 +89,10 @@ def set_option(option: str, schedule: ByGroup) -> Transform:
     Example:
         >>> import dtrain as dt
         >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
-        >>> step = dt.compose_step(loss_fn, [dt.transforms.set_option("momentum", dt.schedules.linear(0.1, 0.5, 1))])
+        >>> step = dt.compose_step(
+        ...     loss_fn,
+        ...     [dt.transforms.set_option("momentum", dt.schedules.linear(0.1, 0.5, 1))],
+        ... )
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.zeros_(model.weight)
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9))

@@ -42,7 +42,9 @@ def autocast(dtype: Literal["bf16", "fp16"] = "bf16", *, cache: bool = True) -> 
         ...     return dt.LossSum(total=model(x).float().sum(), weight=len(x))
         >>> model = torch.nn.Linear(2, 1)
         >>> step = dt.compose_step(loss_fn, [dt.transforms.autocast("bf16")])
-        >>> _ = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(1, 2))
+        >>> _ = step(
+        ...     step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), torch.ones(1, 2)
+        ... )
         >>> dtypes
         [torch.bfloat16]
 

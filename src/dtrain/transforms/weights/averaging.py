@@ -111,7 +111,9 @@ def use_average(state: TrainState, name: str = "ema") -> Iterator[None]:
         >>> step = dt.compose_step(loss_fn, [dt.transforms.ema(0.75)])
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.constant_(model.weight, 4.0)
-        >>> state, _ = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.5)), torch.ones(2, 1))
+        >>> state, _ = step(
+        ...     step.init(model, torch.optim.SGD(model.parameters(), lr=0.5)), torch.ones(2, 1)
+        ... )
         >>> with dt.transforms.use_average(state, "ema"):
         ...     model.weight.item()  # 0.75 * 4 + 0.25 * 3.5
         3.875
@@ -162,7 +164,9 @@ def load_average_(state: TrainState, name: str = "ema") -> None:
         >>> step = dt.compose_step(loss_fn, [dt.transforms.ema(0.75)])
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.constant_(model.weight, 4.0)
-        >>> state, _ = step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.5)), torch.ones(2, 1))
+        >>> state, _ = step(
+        ...     step.init(model, torch.optim.SGD(model.parameters(), lr=0.5)), torch.ones(2, 1)
+        ... )
         >>> dt.transforms.load_average_(state, "ema")
         >>> model.weight.item()  # 0.75 * 4 + 0.25 * 3.5
         3.875

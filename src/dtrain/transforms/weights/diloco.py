@@ -47,7 +47,10 @@ def outer_step_(
 
     Example:
         >>> import dtrain as dt
-        >>> outer, m = torch.tensor([1.0], dtype=torch.float64), torch.zeros(1, dtype=torch.float64)
+        >>> outer, m = (
+        ...     torch.tensor([1.0], dtype=torch.float64),
+        ...     torch.zeros(1, dtype=torch.float64),
+        ... )
         >>> delta = torch.tensor([0.1], dtype=torch.float64)
         >>> dt.transforms.outer_step_([outer], [m], [delta], lr=0.7, momentum=0.9)
         >>> round(outer.item(), 9), m.item()  # 1 - 0.7 * (0.1 + 0.9 * 0.1)

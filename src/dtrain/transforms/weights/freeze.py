@@ -96,7 +96,9 @@ def freeze_layers(
         >>> for _ in range(5):
         ...     before = [layer.weight.item() for layer in model]
         ...     state, _ = step(state, torch.ones(2, 1))
-        ...     frozen.append(sum(layer.weight.item() == weight for layer, weight in zip(model, before)))
+        ...     frozen.append(
+        ...         sum(layer.weight.item() == weight for layer, weight in zip(model, before))
+        ...     )
         >>> frozen  # floor(t / 4 * 2)
         [0, 0, 1, 1, 2]
 
