@@ -1,11 +1,10 @@
-"""One word for one thing: every public parameter has a name of the table in ``parameter_names.txt``, which gives one meaning to each name.
+"""One word for one thing: each public parameter has a name of ``parameter_names.txt``, which gives the meaning of the name.
 
 A new name needs a line there. A second word for a known thing fails with the word to use.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from collections import defaultdict
@@ -50,7 +49,7 @@ def parse(text: str) -> Table:
                 f"{TABLE.name}: a line must be 'name: meaning', 'name [function]: meaning' or 'word -> word to use': {line}"
             )
             kind, name = (found.instead, match["word"]) if match["word"] else (found.meanings, match["name"])
-            assert name not in found.instead and name not in found.meanings, f"{TABLE.name}: {name} stands there twice"
+            assert name not in found.instead | found.meanings, f"{TABLE.name}: {name} stands there twice"
             kind[name] = match["instead"] or match["meaning"]
             if match["only"]:
                 found.only[name] = tuple(match["only"].split(", "))
@@ -65,7 +64,8 @@ def callables() -> dict[str, Any]:
         if inspect.isfunction(value):
             found[name] = value
         elif inspect.isclass(value) and value.__module__.startswith("dtrain.") and not issubclass(value, BaseException):
-            found[name] = value
+            if not getattr(value, "_is_protocol", False):
+                found[name] = value
             for member, function in vars(value).items():
                 inner = getattr(function, "__func__", function)
                 own = getattr(inner, "__qualname__", "").startswith(f"{value.__name__}.")
@@ -88,21 +88,24 @@ def users() -> dict[str, list[str]]:
 
 
 @cache
-def accepted_types() -> frozenset[str]:
-    """Names of the types that a public function or method takes."""
-    functions = [function for function in callables().values() if not inspect.isclass(function)]
-    annotations = [str(each.annotation) for function in functions for each in inspect.signature(function).parameters.values()]
-    return frozenset(re.findall(r"\w+", " ".join(annotations)))
+def shown_code() -> str:
+    """Return the text of pages, examples and docstrings, which show the classes that a user builds."""
+    root = TABLE.parent.parent
+    files = [root / "README.md", *root.glob("docs/**/*.md"), *root.glob("examples/**/*.py"), *root.glob("src/**/*.py")]
+    return "\n".join(file.read_text() for file in files)
 
 
 def is_field_of_result(where: list[str]) -> bool:
-    """Return True if a name is only a field of values that dtrain makes: a caller reads the field and never passes it."""
+    """Return True if a name is only a field of values that dtrain makes: a user reads the field and never passes it."""
     for name in where:
-        value = callables()[f"dtrain.{name}"] if f"dtrain.{name}" in callables() else None
-        is_record = inspect.isclass(value) and (dataclasses.is_dataclass(value) or issubclass(value, tuple))
-        if not is_record or value.__name__ in accepted_types():
+        value = callables().get(f"dtrain.{name}")
+        if not inspect.isclass(value) or re.search(rf"\bdt\.(\w+\.)*{value.__name__}\(", shown_code()):
             return False
     return True
+
+
+def allowed(functions: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(f".{function}" for function in functions)
 
 
 def problems(table: Table, users: dict[str, list[str]]) -> list[str]:
@@ -112,7 +115,7 @@ def problems(table: Table, users: dict[str, list[str]]) -> list[str]:
         if name in table.instead:
             found.append(f"{name} in {', '.join(where)}: use {table.instead[name]}")
         elif name in table.meanings:
-            strangers = [each for each in where if name in table.only and each not in table.only[name]]
+            strangers = [each for each in where if name in table.only and not f".{each}".endswith(allowed(table.only[name]))]
             if strangers:
                 found.append(f"{name} in {', '.join(strangers)}: {name} means {table.meanings[name]!r}. Use another word")
         elif not is_field_of_result(where):

@@ -1,4 +1,4 @@
-"""The documentation of public functions names the result, what the function changes, and the collectives that all ranks must call."""
+"""The documentation of public functions names the result, the arguments that change, and the collectives that ranks share."""
 
 import ast
 import inspect
