@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-import test_signatures
 from battery import cards, curves, pictures
 from pages import scale_plots, seams, shown
 from pages.fences import DOCS, ROOT
@@ -16,7 +15,6 @@ from pages.fences import DOCS, ROOT
 
 def files() -> Iterator[tuple[Path, str]]:
     """Each with what is to stand in it."""
-    yield test_signatures.GOLDEN, "\n".join(test_signatures.surface()) + "\n"
     yield from cards.files()
     yield from curves.files()
     yield from scale_plots.files()

@@ -13,7 +13,7 @@ from dtrain.loggers.weights_and_biases import wandb
 
 MAKE = {
     "tensorboard": lambda path, **more: tensorboard(path, **more),
-    "wandb": lambda path, **more: wandb("p", path=path, mode="offline", **more),
+    "wandb": lambda path, **more: wandb("p", path=path, offline=True, **more),
     "mlflow": lambda path, **more: mlflow("e", path=path, **more),
 }
 
@@ -66,7 +66,5 @@ def test_invalid_arguments_are_refused(name, arguments, message, tmp_path):
 def test_services_require_a_name(tmp_path):
     with pytest.raises(ConfigError, match="wandb: project must be the name of a project, got ''"):
         wandb("", path=tmp_path)
-    with pytest.raises(ConfigError, match="wandb: mode must be 'online' or 'offline', got 'off'"):
-        wandb("p", path=tmp_path, mode="off")
     with pytest.raises(ConfigError, match="mlflow: experiment must be the name of an experiment, got None"):
         mlflow(None, path=tmp_path)

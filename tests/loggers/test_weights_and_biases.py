@@ -34,7 +34,7 @@ def its_service(tmp_path_factory) -> Iterator[None]:
 
 
 def write(folder, records, **more):
-    log = wandb("digits", path=folder, mode="offline", init={"settings": quiet()}, timeout_s=PATIENCE_S, **more)
+    log = wandb("digits", path=folder, offline=True, init={"settings": quiet()}, timeout_s=PATIENCE_S, **more)
     log._close_timeout_s = PATIENCE_S
     for step, numbers in records:
         log(step, numbers)
@@ -105,7 +105,7 @@ def test_resumed_run_continues_same_run_with_loop_steps(tmp_path):
 
 
 def test_failed_training_marks_run_as_failed(tmp_path):
-    log = wandb("digits", path=tmp_path, mode="offline", init={"settings": quiet()}, timeout_s=PATIENCE_S)
+    log = wandb("digits", path=tmp_path, offline=True, init={"settings": quiet()}, timeout_s=PATIENCE_S)
     log._close_timeout_s = PATIENCE_S
     log(1, {"loss": 1.0})
     log.begin_closing(failed=True)  # as init_dist does when its block is left with an exception
@@ -115,7 +115,7 @@ def test_failed_training_marks_run_as_failed(tmp_path):
 
 
 def test_refused_init_arguments_warn_once(tmp_path):
-    log = wandb("digits", path=tmp_path, mode="offline", init={"no_such_argument": 1}, timeout_s=PATIENCE_S)
+    log = wandb("digits", path=tmp_path, offline=True, init={"no_such_argument": 1}, timeout_s=PATIENCE_S)
     log._close_timeout_s = PATIENCE_S
     with pytest.warns(UserWarning, match="wandb: .*no_such_argument.*. Metrics are no longer logged there"):
         close(log)

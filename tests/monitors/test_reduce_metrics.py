@@ -4,7 +4,6 @@ import torch
 from dtrain.clock import Clock
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
-from dtrain.loggers.text import progress_line
 from dtrain.metrics import add_metrics
 from dtrain.monitors.reduce_metrics import reduce_metrics, tokens_per_second
 from dtrain.typing import Metric
@@ -74,16 +73,6 @@ def test_empty_metrics_are_refused():
         reduce_metrics({})
     with pytest.raises(StepError, match="'loss' must have a positive weight, got 0 over all ranks"):
         reduce_metrics({"loss": metric(0, 0)})
-
-
-def test_progress_line_shows_position_of_run():
-    class State:
-        clock = Clock(step=120, tokens=120_000, seconds=30.0)
-
-    since = Clock(step=100, tokens=100_000, seconds=20.0)
-    line = progress_line(State, {"loss": 2.10341, "lr": 3e-3}, total_steps=600, since=since)
-    assert line == "step 120/600  loss 2.1034  lr 3.00e-03  2,000 tok/s  4:00 left"
-    assert progress_line(State, {}, total_steps=600, since=State.clock) == "step 120/600"
 
 
 def test_tokens_per_second_without_elapsed_time_is_zero():

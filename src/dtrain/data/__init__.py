@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from dtrain.data.sampling.block_shuffle import ShuffleQuality as ShuffleQuality
     from dtrain.data.sampling.block_shuffle import shard_order as shard_order
     from dtrain.data.sampling.block_shuffle import shuffle_quality as shuffle_quality
-    from dtrain.data.sampling.mixture import Mixture as Mixture
     from dtrain.data.sampling.mixture import mix as mix
     from dtrain.data.sampling.sample_order import ElasticSampler as ElasticSampler
     from dtrain.data.sampling.sample_order import SampleOrder as SampleOrder

@@ -55,7 +55,7 @@ def build_loader(
 
     Args:
         dataset: an indexed dataset with a length, equal on every rank: a map-style dataset, a Hugging Face ``Dataset``, a
-            ``ShardedDataset``, a ``Mixture``. Tensors and arrays have a sample per row: a tensor, an array, a tuple or dict of
+            ``ShardedDataset``, one of ``mix``. Tensors and arrays have a sample per row: a tensor, an array, a tuple or dict of
             them, a ``TensorDataset``, a ``TensorDict``; without ``collate`` and ``transform`` a batch is read at once. Or an
             iterable dataset: every rank reads the whole stream and keeps its share. An iterable dataset with ``state_dict`` and
             ``load_state_dict`` resumes at once, without them by reading the consumed samples again. A MosaicML

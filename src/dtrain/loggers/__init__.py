@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dtrain.loggers.logger import fault_tolerant as fault_tolerant
     from dtrain.loggers.logger import multi as multi
     from dtrain.loggers.ml_flow import mlflow as mlflow
-    from dtrain.loggers.records import InMemoryLogger as InMemoryLogger
     from dtrain.loggers.records import csv_file as csv_file
     from dtrain.loggers.records import in_memory as in_memory
     from dtrain.loggers.records import jsonl as jsonl
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from dtrain.loggers.tensor_board import tensorboard as tensorboard
     from dtrain.loggers.text import console as console
     from dtrain.loggers.text import progress_bar as progress_bar
-    from dtrain.loggers.text import progress_line as progress_line
     from dtrain.loggers.text import text_file as text_file
     from dtrain.loggers.weights_and_biases import wandb as wandb
     from dtrain.run.upload import upload_run as upload_run

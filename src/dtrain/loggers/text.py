@@ -1,4 +1,4 @@
-"""Print metrics as text: ``console``, ``text_file``, ``progress_bar`` and ``progress_line``."""
+"""Print metrics as text: ``console``, ``text_file`` and ``progress_bar``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ import torch
 
 from dtrain import launch_protocol, spans, storage
 from dtrain.arguments import check_int, check_number, format_bytes
-from dtrain.clock import Clock
 from dtrain.device import counts_memory, started_accelerator
 from dtrain.durations import Duration
 from dtrain.errors import ConfigError
@@ -24,8 +23,6 @@ from dtrain.loggers.logger import FaultTolerantLogger, Logger, null_logger
 from dtrain.loggers.logger_options import MetricFilter, Ranks, import_optional, is_writer, rank_path
 from dtrain.loggers.sanitize import to_plain_value
 from dtrain.monitors.hardware import process_memory
-from dtrain.monitors.reduce_metrics import tokens_per_second
-from dtrain.state import TrainState
 
 # characters of a value other than a number
 _MAX_VALUE_WIDTH = 60
@@ -299,42 +296,6 @@ class _RichProgressBar:
         progress, self._progress = self._progress, None
         if progress is not None:
             progress.stop()
-
-
-def progress_line(state: TrainState, numbers: Mapping[str, float], *, total_steps: int, since: Clock) -> str:
-    """Format one line of progress, ``step 120/600  loss 2.1034  lr 3.00e-03  51,200 tok/s  1:20 left``. Pure.
-
-    Args:
-        state: training state after the step to report.
-        numbers: result of ``reduce_metrics``; ``loss`` and ``lr`` are shown if present.
-        total_steps: length of the run in steps.
-        since: clock at the last report; speed and time left refer to the interval since then. Without a token count, the
-            speed is in samples.
-
-    Example:
-        import dtrain as dt
-
-        since = state.clock
-        for batch in loader:
-            state, metrics = step(state, batch)
-            if state.clock.step % 50 == 0:
-                print(dt.loggers.progress_line(state, dt.reduce_metrics(metrics), total_steps=600, since=since))
-                since = state.clock
-    """
-    clock = state.clock
-    steps, seconds = clock.step - since.step, clock.seconds - since.seconds
-    parts = [f"step {clock.step}/{total_steps}"]
-    parts += [f"{name} {numbers[name]:{spec}}" for name, spec in (("loss", ".4f"), ("lr", ".2e")) if name in numbers]
-    if seconds > 0 and steps > 0:
-        remaining = round((total_steps - clock.step) * seconds / steps)
-        parts += [_format_speed(since, clock, seconds), f"{remaining // 60}:{remaining % 60:02d} left"]
-    return "  ".join(parts)
-
-
-def _format_speed(since: Clock, now: Clock, seconds: float) -> str:
-    if now.tokens > since.tokens:
-        return f"{tokens_per_second(since, now):,.0f} tok/s"
-    return f"{_format_rate((now.samples - since.samples) / seconds)} samples/s"
 
 
 def _format_rate(rate: float) -> str:

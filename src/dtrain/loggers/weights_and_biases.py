@@ -5,7 +5,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from dtrain import storage
 from dtrain.arguments import check_number
@@ -33,7 +33,7 @@ def wandb(
     project: str,
     *,
     path: str | Path,
-    mode: Literal["online", "offline"] = "online",
+    offline: bool = False,
     settings: Any = None,
     init: Mapping[str, Any] | None = None,
     ranks: Ranks = 0,
@@ -52,7 +52,7 @@ def wandb(
     Args:
         project: name of the project, created if missing.
         path: folder for the files of W&B and the run id.
-        mode: "online", or "offline" to write files below ``<path>/wandb`` only; ``wandb sync`` uploads the files.
+        offline: if True, files below ``<path>/wandb`` are written only; ``wandb sync`` uploads the files.
         settings: settings of the run, as in ``open_run``, stored as the W&B config; secrets are redacted.
         init: further arguments of ``wandb.init``, such as ``{"entity": "us", "name": "first", "tags": ["gpt"]}``.
         ranks: 0, or "all" for one run per rank, with ``{rank}`` in the path.
@@ -65,13 +65,11 @@ def wandb(
         log(state.clock.step, dt.reduce_metrics(metrics))
 
     Raises:
-        ConfigError: the package wandb is not installed, ``project`` is empty, ``mode`` is invalid, or ``path`` is on a server.
+        ConfigError: the package wandb is not installed, ``project`` is empty, or ``path`` is on a server.
     """
     require_package("wandb")
     if not isinstance(project, str) or not project:
         raise ConfigError(f"wandb: project must be the name of a project, got {project!r}. Pass project='gpt', for example.")
-    if mode not in ("online", "offline"):
-        raise ConfigError(f"wandb: mode must be 'online' or 'offline', got {mode!r}. Pass 'offline' without a network.")
     check_number("wandb", "timeout_s", timeout_s, above=0)
     config, folder = redact_settings(settings, "wandb"), rank_path(path, ranks, "wandb")
     if folder is None:
@@ -81,7 +79,7 @@ def wandb(
     except Exception as error:  # noqa: BLE001 - an installed package may fail to import
         report_failure("wandb", None, error)
         return null_logger
-    options = {"project": project, "mode": mode, "config": config, **(init or {})}
+    options = {"project": project, "mode": "offline" if offline else "online", "config": config, **(init or {})}
     names, numbers = UniqueNames("wandb", reserved=_RESERVED_NAMES), NumericFilter("wandb")
     return BackgroundLogger(
         "wandb",

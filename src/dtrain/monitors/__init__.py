@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from dtrain.metrics import token_accuracy as token_accuracy
     from dtrain.monitors.activations import activation_stats as activation_stats
     from dtrain.monitors.desync import check_desync as check_desync
-    from dtrain.monitors.early_stopping import EarlyStop as EarlyStop
-    from dtrain.monitors.early_stopping import ThresholdStop as ThresholdStop
     from dtrain.monitors.early_stopping import early_stop as early_stop
     from dtrain.monitors.early_stopping import threshold_stop as threshold_stop
     from dtrain.monitors.flops import count_flops as count_flops
