@@ -78,7 +78,7 @@ def time_parts(root: Path, steps: int) -> Seconds:
             state, _ = step(state, batch)
     with part("load_sharded"):
         dt.load_sharded(root / "checkpoints", state)
-    guarded = dt.compose_step(loss_fn, [dt.auto_microbatch(initial=2, grow_interval=None)])
+    guarded = dt.compose_step(loss_fn, [dt.auto_microbatch(initial_size=2, grow_every=None)])
     state = guarded.init(model, torch.optim.AdamW(model.parameters()))
     state, _ = guarded(state, batch)
     with part("auto_microbatch, a later step", steps // 4):

@@ -137,11 +137,11 @@ TRANSFORMS: dict[str, Case] = {
     "nonfinite": Case(make=lambda: dt.transforms.nonfinite("skip")),
     "centralize_gradients": Case(make=dt.transforms.centralize_gradients),
     "noise_scale": Case(
-        make=lambda: dt.transforms.noise_scale(interval=2), exact=False
+        make=lambda: dt.transforms.noise_scale(every=2), exact=False
     ),  # halves have batch statistics of their own
     "sam": Case(make=lambda: dt.transforms.sam(0.05), exact=False),  # the second forward counts in the batch norms once
     "ema": Case(make=lambda: dt.transforms.ema(0.999)),
-    "swa": Case(make=lambda: dt.transforms.swa(start=0, end=10**9, interval=5)),
+    "swa": Case(make=lambda: dt.transforms.swa(start=0, end=10**9, every=5)),
     "freeze": Case(make=lambda: dt.transforms.freeze("stages.**")),
     "freeze_layers": Case(make=lambda: dt.transforms.freeze_layers(start=10**6, end=2 * 10**6)),
     "local_sgd": Case(make=lambda: dt.transforms.local_sgd(5)),
@@ -154,7 +154,7 @@ TRANSFORMS: dict[str, Case] = {
     "colout": DRAWN(make=dt.transforms.colout),
     "rand_augment": DRAWN(make=dt.transforms.rand_augment),
     "augmix": DRAWN(make=dt.transforms.augmix),
-    "progressive_resizing": Case(make=lambda: dt.transforms.progressive_resizing(delay=10**6, full=2 * 10**6)),
+    "progressive_resizing": Case(make=lambda: dt.transforms.progressive_resizing(start=10**6, end=2 * 10**6)),
     "sequence_length_warmup": DRAWN(
         make=lambda: dt.transforms.sequence_length_warmup(dt.schedules.constant(32), input_key="x"), kind=Block, draw=texts
     ),
@@ -162,7 +162,7 @@ TRANSFORMS: dict[str, Case] = {
     "scale_option": Case(make=lambda: dt.transforms.scale_option("weight_decay", dt.schedules.linear(1.0, 0.0, 10_000))),
     "set_option": Case(make=lambda: dt.transforms.set_option("weight_decay", dt.schedules.linear(1e-2, 0.0, 10_000))),
     "autocast": Case(make=lambda: dt.transforms.autocast("bf16"), exact=False),
-    "loss_scale": Case(make=lambda: dt.transforms.loss_scale(2.0**16, interval=10**6)),
+    "loss_scale": Case(make=lambda: dt.transforms.loss_scale(2.0**16, grow_every=10**6)),
 }
 SURGERIES: dict[str, tuple[Callable[[nn.Module], nn.Module], type[nn.Module], Callable[[torch.Generator], Batch]]] = {
     "blur_pool": (dt.surgery.blur_pool, Small, images),

@@ -105,7 +105,7 @@ def measure(count: int, node_size: int) -> dict[str, Any]:
 def show_real(worlds: list[int], node_size: int, count: int) -> None:
     print("\nreal ranks on this machine: medians of the slowest rank, wall time and processor time in microseconds")
     for world in worlds:
-        rows = dt.spawn(measure, count, node_size if node_size < world else 0, nproc=world, timeout_s=500)
+        rows = dt.spawn(measure, count, node_size if node_size < world else 0, world_size=world, timeout_s=500)
         parts = [f"{world:3d} ranks: init_dist {max(row['init_s'] for row in rows):.2f} s"]
         for name in ("record", "gloo all-gather", "JSON"):
             wall, cpu = (max(row[name][at] for row in rows) for at in (0, 1))

@@ -158,7 +158,7 @@ def quality(shards: int, samples: int, batch_size: int = 256) -> None:
     print(f"shuffles of {shards} shards of {samples} samples, batches of {batch_size}; a full shuffle has 1, 0, 1, 1:")
     orders: dict[str, SampleOrder] = {"full": dt.data.ElasticSampler(size=sum(sizes))}
     for window, streams in ((1, 8), (4, 8), (4, 32), (16, 8)):
-        shuffle = BlockShuffle(window=window, streams=streams)
+        shuffle = BlockShuffle(block_size=window, streams=streams)
         orders[f"window={window}, streams={streams}"] = shard_order(sizes, seed=0, shuffle=shuffle)
     orders |= {name: _Given(draw()) for name, draw in _mosaicml(sizes).items()}
     for name, order in orders.items():

@@ -155,7 +155,7 @@ def _later_step(setting: Setting, sizes: Sizes) -> Table:
     size = max(sizes.samples // 64, 1)
     batch = torch.randint(sizes.config.vocab, (4 * size, sizes.config.max_seq + 1)).to(setting.device)
     runs = {
-        "auto": _stepping(setting, sizes, batch, transforms=[dt.auto_microbatch(initial=size)]),
+        "auto": _stepping(setting, sizes, batch, transforms=[dt.auto_microbatch(initial_size=size)]),
         "fixed": _stepping(setting, sizes, batch, microbatch_size=size),
     }
     timings = setting.timed(runs, seconds=45)
@@ -205,7 +205,7 @@ def _induced_failures(setting: Setting, sizes: Sizes, memory: Memory) -> Table:
     live, equal, failed, took = 0, 0, 0, []
     for number in range(sizes.failures):
         torch.manual_seed(number)
-        step = dt.compose_step(square_loss, [dt.auto_microbatch(initial=sizes.rows)])
+        step = dt.compose_step(square_loss, [dt.auto_microbatch(initial_size=sizes.rows)])
         begun = time.perf_counter()
         state, _ = step(step.init(auto, optimizers[auto]), batch)
         took.append(time.perf_counter() - begun)

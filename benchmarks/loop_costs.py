@@ -133,7 +133,7 @@ def run_parts(root: str) -> list[list[Any]]:
         state, _ = step(state, batch)
     with part("`load_sharded`"):
         dt.load_sharded(Path(root) / "checkpoints", state)
-    guarded = dt.compose_step(loss_fn, [dt.auto_microbatch(initial=2, grow_interval=None)])
+    guarded = dt.compose_step(loss_fn, [dt.auto_microbatch(initial_size=2, grow_every=None)])
     state = guarded.init(model, torch.optim.AdamW(model.parameters()))
     for name in ("`auto_microbatch`, first step", "`auto_microbatch`, a later step"):
         with part(name):

@@ -61,7 +61,7 @@ def steady(pairs: int, sharded: bool) -> dict[str, Any]:
     """This rank's timings of steps with a found and a fixed size, and the records that one of them exchanges."""
     sides: dict[str, Callable[[], None]] = {}
     messages = {}
-    for name, transforms, size in (("auto", [dt.auto_microbatch(initial=SIZE)], None), ("fixed", [], SIZE)):
+    for name, transforms, size in (("auto", [dt.auto_microbatch(initial_size=SIZE)], None), ("fixed", [], SIZE)):
         model = gpt(4, 96)
         if sharded:
             model = dt.shard_model(model, dt.build_mesh(), blocks=(Block,))
@@ -143,7 +143,7 @@ def tries(width: int, samples: int) -> list[float]:
         while low < high:
             middle = (low + high + 1) // 2
             try:
-                dt.memory.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0, minimum=middle, divisor=10**9)
+                dt.memory.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0, min_size=middle, divisor=10**9)
                 low = middle
             except dt.errors.OutOfMemoryError:
                 high = middle - 1

@@ -124,7 +124,7 @@ def observed(folder: Path, interval: int, *, looking: bool = True) -> Callable[[
         dt.loggers.csv_file(folder / "metrics.csv"),
         dt.loggers.text_file(folder / "metrics.txt"),
         dt.loggers.in_memory(),
-        dt.loggers.progress_bar(NEVER, line_interval_s=None),
+        dt.loggers.progress_bar(NEVER, line_every_s=None),
         dt.loggers.tensorboard(folder / "tensorboard"),
     )
     turn = turning(step)

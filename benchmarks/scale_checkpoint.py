@@ -373,7 +373,7 @@ def write_wide(folder: Path, ranks: int, tensors: int, rank: int) -> None:
     (folder / layout.index_name(rank)).write_bytes(data)
     (folder / layout.INDEX).write_bytes(run_data)
     manifest = layout.Manifest(
-        run_id="0" * 32, step=1, parent_step=None, serial=1, what="all", states=(), world_size=ranks,
+        run_id="0" * 32, step=1, parent_step=None, serial=1, scope="all", states=(), world_size=ranks,
         layout=layout.MeshLayout(strategy="full_shard", axes=("dp_replicate", "dp_shard"), shape=(1, ranks)),
         bytes=len(run_data) + ranks * (len(data) + size), index_bytes=len(run_data),
         index_sha256=hashlib.sha256(run_data).hexdigest(),

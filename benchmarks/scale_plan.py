@@ -68,7 +68,7 @@ def fit(rows: Sequence[Sequence[object]], ranks: int) -> dt.planning.Network:
     latency = gathers[small] / (ranks - 1)
     bandwidth = (ranks - 1) / ranks * large / max(1e-9, gathers[large] - gathers[small])
     return dt.planning.Network(
-        node_ranks=2**20,
+        local_world_size=2**20,
         within=bandwidth,
         between=bandwidth,
         within_latency_s=latency,
@@ -153,7 +153,9 @@ def main(counts: Sequence[int], repeats: int, megabits: int | None) -> None:
         network = fit(dt.testing.run_ranks(measure_ops, 2, [SIZES[0], SIZES[-1]], repeats, timeout_s=500)[0], 2)
         print(f"fitted on 2 ranks: {network.within_latency_s * 1e6:.0f} us, {network.within / 1e9:.2f} GB/s\n")
     else:
-        network = dt.planning.Network(node_ranks=1, within=megabits * 125e3, between=megabits * 125e3, between_latency_s=1e-4)
+        network = dt.planning.Network(
+            local_world_size=1, within=megabits * 125e3, between=megabits * 125e3, between_latency_s=1e-4
+        )
         print(f"links of {megabits} Mbit/s, latency of 0.1 ms assumed\n")
     print("| ranks | collective | bytes | measured | planned | planned / measured |\n|---|---|---|---|---|---|")
     ratios: dict[int, list[float]] = {}
@@ -163,7 +165,7 @@ def main(counts: Sequence[int], repeats: int, megabits: int | None) -> None:
         else:
             rows = measure_behind_links(ranks, megabits, repeats)
         for op, size, seconds in rows:
-            planned = network.seconds(op, size, ranks=ranks)
+            planned = network.seconds(op, size, group_size=ranks)
             ratios.setdefault(ranks, []).append(planned / seconds)
             print(
                 f"| {ranks} | {op} | {size:,} | {seconds * 1e3:.3f} ms | {planned * 1e3:.3f} ms | {planned / seconds:.2f} |",

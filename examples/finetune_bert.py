@@ -96,8 +96,10 @@ def main() -> None:
             dt.monitors.mfu(flops_per_sample=flops, dtype=args.precision, window="10ba"),
             dt.monitors.memory_stats,
         )
-        bar = dt.loggers.progress_bar(length.steps(), names=SHOWN[:4])
-        log = dt.loggers.multi(dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.text_file(run / "run.log", names=SHOWN), bar)
+        bar = dt.loggers.progress_bar(length.steps(), select=SHOWN[:4])
+        log = dt.loggers.multi(
+            dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.text_file(run / "run.log", select=SHOWN), bar
+        )
         for batch in loader.until(args.until, stop=stop):
             state, metrics = step(state, batch)
             if state.crossed("1ep"):
@@ -116,7 +118,7 @@ def main() -> None:
         if scores is None or not state.crossed("1ep"):
             scores = scores_of(model, quiz)
             log(state.step, scores)
-        dt.save_sharded(run / "weights", state, what="weights", keep_last=1)
+        dt.save_sharded(run / "weights", state, scope="weights", keep_last=1)
         if dist.is_main:
             with dt.span("export", "checkpoint"):
                 export(run / "weights", run / "export", config, tokenizer)

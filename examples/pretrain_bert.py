@@ -94,13 +94,13 @@ def main() -> None:
         rate = dt.schedules.warmup(dt.schedules.linear(1.0, 0.02, length.steps()), length.steps() * 6 // 100)
         recipe = [dt.transforms.scale_lr(rate), dt.transforms.clip_by_norm(1.0), dt.transforms.autocast("bf16")]
         if "length_warmup" in methods:
-            recipe.append(dt.transforms.sequence_length_warmup(duration="0.3dur", min_length=32, max_length=SEQ))
+            recipe.append(dt.transforms.sequence_length_warmup(end="0.3dur", initial_length=32, max_length=SEQ))
         step = dt.compose_step(loss_fn, recipe)
         state = step.init(model, optimizer, loader=loader, run_length=length)
         checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
         state = checkpoints.load(state, missing_ok=True)
         records = dt.loggers.jsonl(run / "metrics.jsonl")
-        log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps(), names=["loss", "right", "length", "lr"]))
+        log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps(), select=["loss", "right", "length", "lr"]))
         for batch in loader.until(args.until):
             state, metrics = step(state, batch)
             log(state.step, dt.reduce_metrics(metrics))

@@ -75,7 +75,7 @@ def train(args: argparse.Namespace, dist: dt.DistInfo) -> None:
     state = checkpoints.load(state, missing_ok=True)
     records = dt.loggers.jsonl(run / "metrics.jsonl")
 
-    log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps, names=["loss", "grad_norm"]))
+    log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps, select=["loss", "grad_norm"]))
     for batch in loader.until(args.steps):
         state, metrics = step(state, batch)
         log(state.step, dt.reduce_metrics(metrics))

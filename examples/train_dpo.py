@@ -82,7 +82,7 @@ def train(
     checkpoints = dt.Checkpointer(run / "checkpoints", keep_last=2)
     state = checkpoints.load(step.init(model, optimizer, loader=loader), missing_ok=True)
     log = dt.loggers.multi(
-        dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.progress_bar(steps, names=["loss", "right", "lr"])
+        dt.loggers.jsonl(run / "metrics.jsonl"), dt.loggers.progress_bar(steps, select=["loss", "right", "lr"])
     )
     for batch in loader.until(until):
         state, metrics = step(state, batch)

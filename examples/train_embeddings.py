@@ -90,7 +90,7 @@ def main() -> None:
         checkpoints = dt.Checkpointer(run / "checkpoints", mode="async", keep_last=2)
         state = checkpoints.load(state, missing_ok=True)
         records = dt.loggers.jsonl(run / "metrics.jsonl")
-        log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps(), names=["loss", "found", "lr"]))
+        log = dt.loggers.multi(records, dt.loggers.progress_bar(length.steps(), select=["loss", "found", "lr"]))
         for batch in pairs.until(args.until):
             state, metrics = step(state, batch)
             if state.crossed("0.01dur"):

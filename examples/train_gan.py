@@ -83,7 +83,7 @@ def main() -> None:
         }
         checkpoints = dt.Checkpointer(run / "checkpoints", keep_last=2)
         records = dt.loggers.jsonl(run / "metrics.jsonl")
-        log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps, names=["generator", "discriminator"]))
+        log = dt.loggers.multi(records, dt.loggers.progress_bar(args.steps, select=["generator", "discriminator"]))
         states = checkpoints.load(states, missing_ok=True)
         g, d = states["generator"], states["discriminator"]
         unseen, noise = ring(1024, seed=2), torch.randn(1024, NOISE, generator=torch.Generator().manual_seed(3))

@@ -64,7 +64,7 @@ def main() -> None:
         rate = dt.schedules.warmup(dt.schedules.cosine(1.0, 0.0, length.steps()), length.steps() // 10)
         recipe = [
             dt.transforms.scale_lr(rate),
-            dt.transforms.progressive_resizing(delay="0.1dur", full="0.5dur", size_increment=2),
+            dt.transforms.progressive_resizing(start="0.1dur", end="0.5dur", size_increment=2),
             dt.transforms.mixup(0.1, num_classes=pictures.classes),
             dt.transforms.label_smoothing(0.1, num_classes=pictures.classes),
             dt.transforms.ema(half_life="0.05dur"),

@@ -61,7 +61,7 @@ def test_crossed_is_true_exactly_when_a_tick_passes_a_boundary(unit, value, tick
 @given(steps=st.integers(1, 400), hundredths=st.integers(1, 100))
 def test_run_fractions_are_crossed_at_the_exact_step(steps, hundredths):
     """A tenth of 1,000 steps is step 100, and not one beside it because 0.1 is no binary number."""
-    clock, found = Clock(run=RunLength(total=steps)), []
+    clock, found = Clock(run_length=RunLength(total=steps)), []
     for _ in range(steps):
         clock = clock.tick(samples=1, tokens=0, seconds=0.1)
         if clock.crossed(f"{hundredths / 100}dur"):
@@ -71,7 +71,7 @@ def test_run_fractions_are_crossed_at_the_exact_step(steps, hundredths):
 
 
 def test_epoch_run_fraction_includes_steps_of_the_current_epoch():
-    clock, found = Clock(run=RunLength(total="2ep", steps_per_epoch=5)), []
+    clock, found = Clock(run_length=RunLength(total="2ep", steps_per_epoch=5)), []
     for step in range(10):
         clock = ticked(clock, end_of_epoch=step % 5 == 4)
         if clock.crossed("0.25dur"):
@@ -80,7 +80,7 @@ def test_epoch_run_fraction_includes_steps_of_the_current_epoch():
 
 
 def test_run_fraction_of_whole_epochs_needs_no_step_count():
-    clock, found = Clock(run=RunLength(total="4ep")), []
+    clock, found = Clock(run_length=RunLength(total="4ep")), []
     for step in range(12):
         clock = ticked(clock, end_of_epoch=step % 3 == 2)
         if clock.crossed("0.5dur"):
@@ -100,14 +100,14 @@ def test_run_fraction_of_whole_epochs_needs_no_step_count():
     ],
 )
 def test_run_fraction_of_unknown_length_is_refused(run, message):
-    clock = ticked(Clock(run=run))
+    clock = ticked(Clock(run_length=run))
     with pytest.raises(ConfigError, match=message):
         clock.crossed("0.1dur")
 
 
 @pytest.mark.parametrize("point", ["0ba", "0dur", "3ba", "30sp", "300tok", "1sec", "0.5dur"])
 def test_reached_stays_true_after_the_point(point):
-    clock = Clock(run=RunLength(total=6))
+    clock = Clock(run_length=RunLength(total=6))
     reached = []
     for _ in range(5):
         reached.append(clock.reached(point))
@@ -117,7 +117,7 @@ def test_reached_stays_true_after_the_point(point):
 
 
 def test_count_returns_the_value_of_each_unit():
-    clock = Clock(step=1, epoch=2, samples=3, tokens=4, seconds=5.0, run=RunLength(total=4))
+    clock = Clock(step=1, epoch=2, samples=3, tokens=4, seconds=5.0, run_length=RunLength(total=4))
     assert [clock.count(unit) for unit in ("ba", "ep", "sp", "tok", "sec", "dur")] == [1, 2, 3, 4, 5.0, 0.25]
     with pytest.raises(ConfigError, match="clock: unit must be one of ep, ba, sp, tok, sec or dur, got 'min'"):
         clock.count("min")

@@ -38,7 +38,7 @@ class Clock:
         tokens: tokens trained on.
         seconds: rank 0's time in and between steps, summed over resumes. Equal on every rank, but not bit-reproducible.
         previous: clock that ``crossed`` compares with: one tick ago, for epochs before the batch.
-        run: length of the run, for ``"0.1dur"``. Set by ``Step.init``, and not part of a checkpoint.
+        run_length: length of the run, for ``"0.1dur"``. Set by ``Step.init``, and not part of a checkpoint.
         step_start: position at the start of the last step, if batches passed without a step since ``previous``.
         batch_start: the same for a clock inside of a step, the position that ``crossed`` will compare with.
         no_epochs_reason: reason why the last batch has no position. If set, all durations in epochs raise.
@@ -57,7 +57,7 @@ class Clock:
     tokens: int = 0
     seconds: float = 0.0
     previous: Clock | None = None
-    run: RunLength | None = None
+    run_length: RunLength | None = None
     step_start: EpochPosition | None = None
     batch_start: EpochPosition | None = None
     no_epochs_reason: str | None = field(default=None, compare=False)
@@ -171,8 +171,8 @@ class Clock:
             return True
         return self.count(point.unit) >= point.value
 
-    def crossed(self, interval: Duration | int | str) -> bool:
-        """Return True if the last tick crossed a boundary of ``interval``, for ticks of any size.
+    def crossed(self, every: Duration | int | str) -> bool:
+        """Return True if the last tick crossed a boundary of ``every``, for ticks of any size.
 
         Epochs are the loader's epochs. If a batch takes several steps, all of them return True if the epoch ended with the
         batch. So call once per batch, after its last step.
@@ -191,18 +191,18 @@ class Clock:
         Raises:
             ConfigError: not a duration, ``dur`` in a run of unknown length, epochs in a loop without a loader.
         """
-        every = Duration.parse(interval)
-        if self.uses_epochs(every):
-            self._check_epochs(every)
+        length = Duration.parse(every)
+        if self.uses_epochs(length):
+            self._check_epochs(length)
         if self.previous is None:
             return False
         # Clocks from a checkpoint have no run length, and a resumed run may have another length.
-        previous = self.previous._replace(run=self.run) if every.unit == "dur" else self.previous
-        return self._count_intervals(every) > previous._count_intervals(every)
+        previous = self.previous._replace(run_length=self.run_length) if length.unit == "dur" else self.previous
+        return self._count_intervals(length) > previous._count_intervals(length)
 
     def uses_epochs(self, length: Duration) -> bool:
         """Return True if ``length`` depends on the position in the loader's data: epochs, or a share of a run in epochs."""
-        total = None if self.run is None else self.run.total
+        total = None if self.run_length is None else self.run_length.total
         return length.unit == "ep" or (length.unit == "dur" and total is not None and total.unit == "ep")
 
     def _check_epochs(self, duration: object) -> None:
@@ -220,7 +220,7 @@ class Clock:
 
     def _run_fraction(self, part: Duration | None = None) -> Fraction:
         """Return the exact completed share of the run. For a run in epochs, count the steps of the current epoch."""
-        total = None if self.run is None else self.run.total
+        total = None if self.run_length is None else self.run_length.total
         if total is None:
             raise ConfigError(
                 f"clock: {part or 'dur'} is a share of the run, whose length is not known. "
@@ -230,7 +230,7 @@ class Clock:
             self._check_epochs(part or "dur")
         if total.unit != "ep":
             return Fraction(self.count(total.unit)) / Fraction(total.value)
-        steps = self.run.steps_per_epoch if self.run is not None else None
+        steps = self.run_length.steps_per_epoch if self.run_length is not None else None
         if steps is None:
             if part is not None and (part.fraction * int(total.value)).denominator == 1:
                 # All boundaries are ends of epochs.

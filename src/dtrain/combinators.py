@@ -36,15 +36,15 @@ BatchFn: TypeAlias = Callable[[Batch, torch.Generator], Batch]
 """Pure function of a batch and a generator."""
 
 
-def every(interval: Duration | int | str, transform: Transform) -> Transform:
+def every(every: Duration | int | str, transform: Transform) -> Transform:
     """Apply ``transform`` in the first step of every interval.
 
     With ``every(10, t)`` the transform acts in steps 0, 10, 20, ... (``state.step`` at the start of the step). With
     ``every("2ep", t)`` it acts in the first steps of epochs 0, 2, 4, .... With ``every("1e9tok", t)`` it acts in the first step
-    after each billion tokens. These are the first step and the steps after ``state.crossed(interval)``.
+    after each billion tokens. These are the first step and the steps after ``state.crossed(every)``.
 
     Args:
-        interval: duration such as ``10``, ``"10ba"``, ``"1ep"``, ``"1e9tok"``, ``"10m"`` (rank 0's clock, so all ranks agree)
+        every: duration such as ``10``, ``"10ba"``, ``"1ep"``, ``"1e9tok"``, ``"10m"`` (rank 0's clock, so all ranks agree)
             or ``"0.1dur"`` (needs ``step.init(..., run_length=...)``).
         transform: transform to apply. Its state is made at the start of the run.
 
@@ -56,7 +56,7 @@ def every(interval: Duration | int | str, transform: Transform) -> Transform:
         ConfigError: not a transform, or not a duration; from ``Step.init``, ``dur`` in a run of unknown length.
     """
     check_transform(transform, "every", "dt.transforms.every(10, {})")
-    each = Duration.parse(interval)
+    each = Duration.parse(every)
     return _run_when(lambda clock: clock.step == 0 or clock.crossed(each), transform, of=(each,))
 
 
@@ -82,7 +82,7 @@ def between(start: Duration | int | str, end: Duration | int | str, transform: T
     return _run_when(lambda clock: clock.reached(first) and not clock.reached(last), transform, of=(first, last))
 
 
-def masked(transform: Transform, where: ParamFilter) -> Transform:
+def masked(transform: Transform, select: ParamFilter) -> Transform:
     """Apply ``transform`` to a subset of the parameters: ``state.params`` contains only the selected parameters.
 
     For example, ``masked(clip_by_norm(1.0), "head.**")`` clips only the head's gradient by the norm of the head's gradient. The
@@ -91,7 +91,7 @@ def masked(transform: Transform, where: ParamFilter) -> Transform:
 
     Args:
         transform: transform to apply.
-        where: a pattern of names, several patterns, or a predicate ``(name, param) -> bool``, called once for each stage of a
+        select: a pattern of names, several patterns, or a predicate ``(name, param) -> bool``, called once for each stage of a
             step.
 
     Example:
@@ -106,10 +106,10 @@ def masked(transform: Transform, where: ParamFilter) -> Transform:
     check_transform(transform, "masked", 'dt.transforms.masked({}, "head.**")')
     if transform.grad_step is not None:
         raise ConfigError(f"masked: {transform.name!r} acts on the whole gradient, not on a part. List the transform unmasked.")
-    select = _make_selector(where)
+    selector = _make_selector(select)
 
     def with_subset(state: TrainState) -> TrainState:
-        return replace(state, params=_ParamSubset(select(state), state.params))
+        return replace(state, params=_ParamSubset(selector(state), state.params))
 
     def mask_loss(wrap: LossWrapper) -> LossWrapper:
         return lambda inner, context: wrap(inner, replace(context, state=with_subset(context.state)))
@@ -243,19 +243,19 @@ class _ParamSubset(Mapping[str, Tensor]):
         return len(self.subset)
 
 
-def _make_selector(where: ParamFilter) -> Callable[[TrainState], dict[str, Tensor]]:
+def _make_selector(select: ParamFilter) -> Callable[[TrainState], dict[str, Tensor]]:
     """Make a function that returns the selected parameters of a state, and refuses an empty selection."""
-    if callable(where):
-        predicate = where
+    if callable(select):
+        predicate = select
         return lambda state: _check_nonempty(
             {n: p for n, p in state.params.items() if predicate(n, p)}, state.params, "the predicate"
         )
-    patterns = [where] if isinstance(where, str) else where
+    patterns = [select] if isinstance(select, str) else select
     if not isinstance(patterns, Sequence):
         raise ConfigError(
-            "masked: where must be a pattern of names, a list of patterns, or a function (name, param) -> bool, "
-            f"got {where!r}. "
-            "Pass where='*.bias', for example."
+            "masked: select must be a pattern of names, a list of patterns, or a function (name, param) -> bool, "
+            f"got {select!r}. "
+            "Pass select='*.bias', for example."
         )
     matchers = {pattern: compile_patterns([pattern], caller="masked") for pattern in patterns}
 

@@ -116,12 +116,12 @@ class Duration:
             "'1e9tok', '0.1dur', '90sec', or a time as in '1h20m40s'."
         )
 
-    def steps(self, run: RunLength | None = None) -> int:
+    def steps(self, run_length: RunLength | None = None) -> int:
         """Return the first step count at which a run has completed this duration.
 
         Args:
-            run: length of the run. ``ep`` needs ``steps_per_epoch``, ``sp`` and ``tok`` their number per step, ``dur`` the
-                total.
+            run_length: length of the run. ``ep`` needs ``steps_per_epoch``, ``sp`` and ``tok`` their number per step, ``dur``
+                the total.
 
         Example:
             >>> import dtrain as dt
@@ -131,11 +131,12 @@ class Duration:
             4
 
         Raises:
-            ConfigError: ``run`` lacks a field that this unit needs, or the unit is seconds, which have no number of steps.
+            ConfigError: ``run_length`` lacks a field that this unit needs, or the unit is seconds, which have no number of
+                steps.
         """
-        return math.ceil(self._exact_steps(run if run is not None else RunLength()))
+        return math.ceil(self._exact_steps(run_length if run_length is not None else RunLength()))
 
-    def _exact_steps(self, run: RunLength) -> Fraction:
+    def _exact_steps(self, run_length: RunLength) -> Fraction:
         if self.unit == "ba":
             return Fraction(self.value)
         if self.unit == "sec":
@@ -143,11 +144,11 @@ class Duration:
                 f"duration: {self} cannot be converted to steps, because the time of a step is unknown. Use another unit."
             )
         if self.unit == "dur":
-            if run.total is None:
+            if run_length.total is None:
                 raise ConfigError(f"duration: {self} needs the length of the run. {_run_length_advice('total=...')}")
-            return self.fraction * run.total._exact_steps(run)
+            return self.fraction * run_length.total._exact_steps(run_length)
         name = {"ep": "steps_per_epoch", "sp": "samples_per_step", "tok": "tokens_per_step"}[self.unit]
-        per = getattr(run, name)
+        per = getattr(run_length, name)
         if per is None:
             raise ConfigError(f"duration: {self} in steps needs {name}. {_run_length_advice(name + '=...')}")
         return Fraction(self.value) * per if self.unit == "ep" else Fraction(self.value) / Fraction(per)

@@ -227,7 +227,7 @@ class RunContext:
         checkpointers: by checkpoint root, the ``Checkpointer`` that ``save_sharded`` opened for the run.
         group_options: names of the options of each parameter group at the beginning of the run.
         optimizer_checked: True after the first update, which is checked; see ``step.optimizer_state``.
-        replica_check_interval: number of steps between two comparisons of replicas; see ``Step.init``.
+        replica_check_every: number of steps between two comparisons of replicas; see ``Step.init``.
         replica_check: ``ReplicaCheck`` of the run, made in the first step or save; None before.
         warned_of_loader: True after a save has warned that it may lack the position of a loader.
         model_syncs: ``GradSync`` and ``BufferSync`` of the model, looked up in the first step; None before.
@@ -243,7 +243,7 @@ class RunContext:
     checkpointers: dict[str, Any] = field(default_factory=dict)
     group_options: tuple[frozenset[str], ...] = ()
     optimizer_checked: bool = False
-    replica_check_interval: int = 100
+    replica_check_every: int = 100
     replica_check: Any = None
     warned_of_loader: bool = False
     model_syncs: tuple[Any, Any] | None = None

@@ -202,8 +202,8 @@ class TrainState:
         """Device on which the model computes, also if the parameters are offloaded."""
         return self.spec.compute_device or next(iter(self.params.values())).device
 
-    def crossed(self, interval: Duration | int | str) -> bool:
-        """Return True if the last step crossed a boundary of ``interval``: ``"100ba"``, ``"1ep"``, ``"0.1dur"``, ``100``.
+    def crossed(self, every: Duration | int | str) -> bool:
+        """Return True if the last step crossed a boundary of ``every``: ``"100ba"``, ``"1ep"``, ``"0.1dur"``, ``100``.
 
         Epochs are the loader's epochs. If a batch takes several steps, all of them return True if the epoch ended with the
         batch. So call once per batch, after its last step.
@@ -212,7 +212,7 @@ class TrainState:
             ConfigError: not a duration, a share of a run of unknown length, or epochs of batches without a loader.
         """
         recorder = current_context().recorder
-        return self.clock.crossed(interval) if recorder is None else recorder.crosses(self.step)
+        return self.clock.crossed(every) if recorder is None else recorder.crosses(self.step)
 
     def reached(self, point: Duration | int | str) -> bool:
         """Return True if training has come to ``point`` or beyond, in any unit. Ends a loop over tokens or hours."""
@@ -322,7 +322,7 @@ def init_state(
         spec=spec,
         params=params,
         aliases=aliases,
-        clock=Clock(run=run_length),
+        clock=Clock(run_length=run_length),
         seed=seed,
         _objects=objects,
         _tracked_loader=unwrap(loader) if is_tracked_loader(loader) else None,

@@ -187,7 +187,7 @@ def smoothed() -> Plot:
 def lengths() -> Plot:
     ramp = length_ramp(Duration.parse("300ba"), 8, 1024, 8)
     points = [(step, ramp(dt.Clock(step=step))) for step in range(0, 1001, 5)]
-    about = 'Tokens of a sequence with `duration="300ba"`, `min_length=8`, `max_length=1024`.'
+    about = 'Tokens of a sequence with `end="300ba"`, `initial_length=8`, `max_length=1024`.'
     return Plot(x="step", y="length", lines={"": points}, about=about)
 
 

@@ -93,10 +93,10 @@ def nonfinite() -> Plot:
 def noise_scale() -> Plot:
     batches = [1.0 + 2.0 * noise(400, 32, 1)[k] for k in range(400)]
     seen = trained(
-        [dt.transforms.noise_scale(0.98, interval=1)], batches, lambda _, metrics: float(metrics["noise_scale"].total), lr=0.0
+        [dt.transforms.noise_scale(0.98, every=1)], batches, lambda _, metrics: float(metrics["noise_scale"].total), lr=0.0
     )
     lines = {
-        "noise_scale(0.98, interval=1)": numbered(seen)[20:],
+        "noise_scale(0.98, every=1)": numbered(seen)[20:],
         "variance over squared mean of the gradients": [(20, 4.0), (399, 4.0)],
     }
     return Plot(x="step", y="samples", lines=lines, about="Gradients with mean 1 and variance 4, batches of 32 samples.")
@@ -206,10 +206,10 @@ def rounded() -> Plot:
 
 def scaled_loss() -> Plot:
     batches = [torch.full((1, 1), float("inf") if k == 25 else 0.1) for k in range(40)]
-    transform = dt.transforms.loss_scale(1024.0, interval=10)
+    transform = dt.transforms.loss_scale(1024.0, grow_every=10)
     seen = trained([transform], batches, lambda _, metrics: float(metrics["loss_scale"].total))
     about = (
-        "`loss_scale(1024, interval=10)`: the scale doubles after 10 finite updates; step 25 overflows and halves the scale."
+        "`loss_scale(1024, grow_every=10)`: the scale doubles after 10 finite updates; step 25 overflows and halves the scale."
     )
     return Plot(x="step", y="scale", lines={"": held(seen)}, about=about)
 

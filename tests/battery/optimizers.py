@@ -99,7 +99,7 @@ def _matrix_points() -> Points:
 def _iteration_points() -> Points:
     """Apply the paper's quintic once to the singular values 0.6 and 0.8, and five times to many values."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    found = orthogonalize(torch.diag(torch.tensor([3.0, 4.0], dtype=torch.float64)), steps=1).diagonal()
+    found = orthogonalize(torch.diag(torch.tensor([3.0, 4.0], dtype=torch.float64)), ns_steps=1).diagonal()
     wide = torch.randn(6, 9, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     values = torch.linalg.svdvals(orthogonalize(wide))
     return [

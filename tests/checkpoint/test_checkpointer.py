@@ -54,7 +54,7 @@ def test_saves_into_one_root_share_checkpointer(tmp_path):
     (first,) = state.run_context.checkpointers.values()
     state = train(state, 1)
     save_sharded(str(tmp_path / "a"), state)
-    save_sharded(tmp_path / "weights", state, what="weights")
+    save_sharded(tmp_path / "weights", state, scope="weights")
     found = state.run_context.checkpointers
     assert list(found) == [str(tmp_path / "a"), str(tmp_path / "weights")]
     assert found[str(tmp_path / "a")] is first

@@ -112,7 +112,7 @@ def test_loaded_clock_without_its_loader_is_an_error_in_both_directions(tmp_path
     state = dt.load_sharded(tmp_path / "with", begin(loader=again)[1], ignore=["loader"])
     assert (state.step, again.position.samples, state.restored.ignored) == (2, 0, ("loader",))
     assert dt.load_sharded(tmp_path / "without", begin(loader=again)[1], ignore=["loader"]).step == 0
-    state = dt.load_sharded(tmp_path / "with", begin(loader=again)[1], what="weights")
+    state = dt.load_sharded(tmp_path / "with", begin(loader=again)[1], scope="weights")
     assert (state.step, state.restored.step, again.position.samples) == (0, 2, 0)
 
 
@@ -245,7 +245,7 @@ def test_weights_need_no_loader(tmp_path):
     step, state = begin()
     loader = build_loader()
     state = train(step, state, loader)
-    assert dt.save_sharded(tmp_path, state, what="weights").result().step == 2
+    assert dt.save_sharded(tmp_path, state, scope="weights").result().step == 2
 
 
 def test_loader_of_an_earlier_phase_is_not_demanded(tmp_path):
@@ -319,7 +319,7 @@ def test_load_of_weights_begins_with_the_current_position(tmp_path):
     step, state = begin(loader=loader)
     state = train(step, state, loader)
     dt.save_sharded(tmp_path / "one", state)
-    state = dt.load_sharded(tmp_path / "one", state, what="weights")
+    state = dt.load_sharded(tmp_path / "one", state, scope="weights")
     state = train(step, state, loader)
     dt.save_sharded(tmp_path / "two", state)
     assert [info.step for info in dt.checkpoint.list_steps(tmp_path / "two")] == [state.step]

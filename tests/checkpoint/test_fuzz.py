@@ -122,7 +122,9 @@ def readers(folder: Path) -> dict[str, Callable[[], object]]:
         "load_sharded": lambda: dt.load_sharded(
             folder, plain_state(1), extra={"note": {}, "table": [], "own": dt.checkpoint.per_rank([])}
         ),
-        "load_sharded, partly": lambda: dt.load_sharded(folder, plain_state(1), cast=True, ignore=["extra/**", "optimizer"]),
+        "load_sharded, partly": lambda: dt.load_sharded(
+            folder, plain_state(1), allow_cast=True, ignore=["extra/**", "optimizer"]
+        ),
         "list_steps": lambda: dt.checkpoint.list_steps(folder.parent),
     }
 

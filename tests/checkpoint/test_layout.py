@@ -26,7 +26,7 @@ MANIFEST = layout.Manifest(
     parent_step=None,
     serial=1,
     layout=layout.MeshLayout(strategy="full_shard", axes=("dp_replicate", "dp_shard"), shape=(1, 1)),
-    what="all",
+    scope="all",
     states=(),
     world_size=1,
     bytes=len(RUN_DATA) + 5 + 64,
@@ -52,8 +52,8 @@ def changed(**changes) -> dict:
     [
         MANIFEST,
         replace(MANIFEST, parent_step=3, step=10**9),
-        replace(MANIFEST, what="weights", states=("generator", "critic")),
-        replace(MANIFEST, what="trainable", world_size=2**20, index_bytes=0),
+        replace(MANIFEST, scope="weights", states=("generator", "critic")),
+        replace(MANIFEST, scope="trainable", world_size=2**20, index_bytes=0),
     ],
     ids=["whole", "with a parent", "model of two states", "many ranks"],
 )
@@ -102,8 +102,8 @@ BAD_MANIFESTS = {
     "size": changed(index_bytes=-1),
     "size of a disk": changed(index_bytes=2**40),
     "bytes": changed(bytes=-1),
-    "what": changed(what="optimizer"),
-    "what of no text": changed(what=["weights"]),
+    "scope": changed(scope="optimizer"),
+    "what of no text": changed(scope=["weights"]),
     "states of no text": changed(states=[1]),
     "a state twice": changed(states=["a", "a"]),
 }

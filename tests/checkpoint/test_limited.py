@@ -69,28 +69,28 @@ def test_invalid_state_is_refused(tmp_path, bad):
 
 def test_weights_checkpoint_excludes_other_sections_and_whole_saves(tmp_path):
     state = train(plain_state(), 2)
-    handle = save_sharded(tmp_path, state, what="weights")
+    handle = save_sharded(tmp_path, state, scope="weights")
     assert sections(handle.path) == {"params", "buffers"}
     assert open_checkpoint(handle.path).manifest.sections == ("params", "buffers", "modules", "clock", "seed")
-    assert [step.what for step in list_steps(tmp_path)] == ["weights"]
-    with pytest.raises(CheckpointError, match=r"what must be 'weights' as in step 2 of .*, got 'all'. A run is resumed"):
+    assert [step.scope for step in list_steps(tmp_path)] == ["weights"]
+    with pytest.raises(CheckpointError, match=r"scope must be 'weights' as in step 2 of .*, got 'all'. A run is resumed"):
         save_sharded(tmp_path, state)
-    with pytest.raises(CheckpointError, match=r"what must be 'weights' as in step 2 of .*, got 'trainable'"):
-        save_sharded(tmp_path, state, what="trainable")
+    with pytest.raises(CheckpointError, match=r"scope must be 'weights' as in step 2 of .*, got 'trainable'"):
+        save_sharded(tmp_path, state, scope="trainable")
 
 
 def test_trainable_save_stores_only_trainable_parameters(tmp_path):
     state = train(plain_state(), 2)
     for name, param in state.params.items():
         param.requires_grad_(name.startswith("last"))
-    handle = save_sharded(tmp_path, state, what="trainable")
+    handle = save_sharded(tmp_path, state, scope="trainable")
     with safetensors.safe_open(handle.path / "rank-00000.safetensors", "pt") as file:
         assert sorted(file.keys()) == ["params/last.bias", "params/last.weight"]
 
 
 def test_cast_converts_saved_weights_only(tmp_path):
     state = train(plain_state(), 2)
-    handle = save_sharded(tmp_path, state, what="weights", cast=torch.bfloat16)
+    handle = save_sharded(tmp_path, state, scope="weights", dtype=torch.bfloat16)
     with safetensors.safe_open(handle.path / "rank-00000.safetensors", "pt") as file:
         for name, param in state.params.items():
             assert torch.equal(file.get_tensor(f"params/{name}"), param.bfloat16())
@@ -99,11 +99,11 @@ def test_cast_converts_saved_weights_only(tmp_path):
 
 
 BAD = {
-    "unknown part": ({"what": "optimizer"}, r"what must be 'all', 'weights' or 'trainable', got 'optimizer'"),
-    "two parts": ({"what": ("model", "trainable")}, "what must be"),
-    "old name": ({"what": "model"}, "what must be"),
-    "extra of a part": ({"what": "weights", "extra": {"x": 1}}, r"extra must be empty with .*, got \['x'\]"),
-    "cast to integers": ({"cast": torch.int32}, "cast must be a floating-point dtype, got torch.int32"),
+    "unknown part": ({"scope": "optimizer"}, r"scope must be 'all', 'weights' or 'trainable', got 'optimizer'"),
+    "two parts": ({"scope": ("model", "trainable")}, "scope must be"),
+    "old name": ({"scope": "model"}, "scope must be"),
+    "extra of a part": ({"scope": "weights", "extra": {"x": 1}}, r"extra must be empty with .*, got \['x'\]"),
+    "cast to integers": ({"dtype": torch.int32}, "dtype must be a floating-point dtype, got torch.int32"),
     "keep none": ({"keep_last": 0}, "keep_last"),
 }
 
@@ -212,7 +212,7 @@ def test_space_check_ignores_linked_files(tmp_path, adapter, monkeypatch):
 def test_parent_step_belongs_to_same_root(tmp_path):
     state = train(plain_state(), 1)
     save_sharded(tmp_path / "a", state)
-    save_sharded(tmp_path / "weights", state, what="weights")
+    save_sharded(tmp_path / "weights", state, scope="weights")
     state = train(state, 1)
     save_sharded(tmp_path / "b", state)
     save_sharded(tmp_path / "a", state)
@@ -225,7 +225,7 @@ def test_weights_save_does_not_count_as_preemption_save(tmp_path, monkeypatch):
     monkeypatch.setattr(Preemption, "is_agreed", lambda _: True)
     monkeypatch.setattr(Preemption, "record_save", lambda _, *, after_agreement: said.append(after_agreement))
     state = train(plain_state(), 1)
-    save_sharded(tmp_path / "weights", state, what="weights")
+    save_sharded(tmp_path / "weights", state, scope="weights")
     save_sharded(tmp_path / "whole", state)
     assert said == [False, True]
 

@@ -39,7 +39,7 @@ def test_weights_load_keeps_optimizer_clock_and_generators(tmp_path):
     optimizer = {name: dict(state.optimizer.state[p]) for name, p in state.params.items()}
     moments = {name: content["exp_avg"].clone() for name, content in optimizer.items()}
     lr, random = state.optimizer.param_groups[0]["lr"], rng_state()
-    restored = load_sharded(tmp_path, state, what="weights")
+    restored = load_sharded(tmp_path, state, scope="weights")
     assert equal(weights_of(restored), weights_of(saved))
     assert (restored.restored.step, restored.step, restored.seed) == (3, 1, 1)
     assert all(torch.equal(state.optimizer.state[p]["exp_avg"], moments[name]) for name, p in state.params.items())
@@ -63,20 +63,20 @@ def test_weights_load_reinitializes_transform_states(tmp_path):
     save_sharded(tmp_path, state)
     saved = weights_of(state)
     _, other = begin(1)
-    state = load_sharded(tmp_path, other, what="weights")
+    state = load_sharded(tmp_path, other, scope="weights")
     for name, average in state.transform_states[SHADOW]["params"].items():
         assert torch.equal(average, saved[name]), "not the average of random weights"
 
 
 def test_weights_checkpoint_requires_what_weights(tmp_path):
     saved = train(plain_state(), 2)
-    save_sharded(tmp_path, saved, what="weights")
+    save_sharded(tmp_path, saved, scope="weights")
     state = plain_state(1)
     before = digest(state)
-    with pytest.raises(CheckpointMismatchError, match=r"was saved with what='weights'. Pass what='weights' to load it"):
+    with pytest.raises(CheckpointMismatchError, match=r"was saved with scope='weights'. Pass scope='weights' to load it"):
         load_sharded(tmp_path, state)
     assert digest(state) == before
-    restored = load_sharded(tmp_path, state, what="weights")
+    restored = load_sharded(tmp_path, state, scope="weights")
     assert equal(weights_of(restored), weights_of(saved))
 
 
@@ -89,8 +89,8 @@ def test_trainable_checkpoint_loads_without_frozen_parameters(tmp_path):
 
     saved, state = adapted(0), adapted(1)
     frozen = state.params["first.weight"].detach().clone()
-    save_sharded(tmp_path, saved, what="trainable")
-    load_sharded(tmp_path, state, what="weights")
+    save_sharded(tmp_path, saved, scope="trainable")
+    load_sharded(tmp_path, state, scope="weights")
     assert torch.equal(state.params["last.weight"], saved.params["last.weight"])
     assert torch.equal(state.params["first.weight"], frozen)
 
@@ -181,10 +181,10 @@ def test_ignored_names_keep_their_values(tmp_path, what):
     save_sharded(tmp_path, saved := state_of(Headed, 0, steps=1))
     state = state_of(Reheaded, 1, steps=1)
     with pytest.raises(CheckpointMismatchError, match=r"2 of another shape"):
-        load_sharded(tmp_path, state, what=what)
+        load_sharded(tmp_path, state, scope=what)
     head, average = state.model.head.weight.detach().clone(), state.transform_states["ema"]["shadow"]["head.weight"].clone()
     moment = state.optimizer.state[state.model.head.weight]["exp_avg"].clone()
-    now = load_sharded(tmp_path, state, what=what, ignore=["head.*"])
+    now = load_sharded(tmp_path, state, scope=what, ignore=["head.*"])
     assert torch.equal(now.model.head.weight, head)
     assert torch.equal(now.transform_states["ema"]["shadow"]["head.weight"], average)
     assert torch.equal(now.optimizer.state[now.model.head.weight]["exp_avg"], moment)
@@ -201,7 +201,7 @@ def test_dtype_mismatch_requires_cast(tmp_path):
     )
     with pytest.raises(CheckpointMismatchError, match=r"4 of another dtype\).*cast=True to convert floating-point dtypes"):
         load_sharded(tmp_path, state)
-    now = load_sharded(tmp_path, state, cast=True)
+    now = load_sharded(tmp_path, state, allow_cast=True)
     for name, param in now.params.items():
         assert torch.equal(param, saved.params[name].bfloat16())
         content = now.optimizer.state[param]
@@ -218,15 +218,15 @@ def test_integers_are_not_cast(tmp_path):
     state = plain_state(1)
     state.model.seen = state.model.seen.int()
     with pytest.raises(CheckpointMismatchError, match=r"buffers/seen: checkpoint I64 \[\], here I32 \[\]"):
-        load_sharded(tmp_path, state, cast=True)
+        load_sharded(tmp_path, state, allow_cast=True)
 
 
 def test_cast_restores_dtype_of_weights_saved_with_cast(tmp_path):
-    save_sharded(tmp_path, saved := plain_state(), what="weights", cast=torch.bfloat16)
+    save_sharded(tmp_path, saved := plain_state(), scope="weights", dtype=torch.bfloat16)
     state = plain_state(1)
     with pytest.raises(CheckpointMismatchError, match="of another dtype"):
-        load_sharded(tmp_path, state, what="weights")
-    load_sharded(tmp_path, state, what="weights", cast=True)
+        load_sharded(tmp_path, state, scope="weights")
+    load_sharded(tmp_path, state, scope="weights", allow_cast=True)
     assert torch.equal(state.params["first.weight"], saved.params["first.weight"].bfloat16().float())
 
 
@@ -240,7 +240,7 @@ def test_mismatch_table_suggests_nearest_names(tmp_path):
     save_sharded(tmp_path, plain_state())
     model = Renamed()
     with pytest.raises(CheckpointMismatchError) as caught:
-        load_sharded(tmp_path, init_state(model, torch.optim.AdamW(model.parameters())), what="weights")
+        load_sharded(tmp_path, init_state(model, torch.optim.AdamW(model.parameters())), scope="weights")
     text = str(caught.value)
     assert "params/last.weight: checkpoint F32 [2, 7], here nothing (nearest: params/final.weight)" in text
     assert "params/final.bias: checkpoint nothing, here F32 [2] (nearest: params/last.bias)" in text
@@ -298,16 +298,16 @@ def test_different_state_names_are_refused(tmp_path, made, given, message):
 def test_weights_of_one_of_several_states_are_loaded(tmp_path):
     saved = pair(0)
     save_sharded(tmp_path, saved)
-    states = load_sharded(tmp_path, {"critic": plain_state(3)}, what="weights")
+    states = load_sharded(tmp_path, {"critic": plain_state(3)}, scope="weights")
     assert equal(weights_of(states["critic"]), weights_of(saved["critic"]))
 
 
 # Options and messages
 
 BAD_OPTIONS = {
-    "what": ({"what": "trainable"}, r"what must be 'all' or 'weights', got 'trainable'"),
-    "what as a tuple": ({"what": ("model",)}, r"what must be 'all' or 'weights', got \('model',\)"),
-    "what and extra": ({"what": "weights", "extra": {"a": 1}}, "extra must be empty"),
+    "scope": ({"scope": "trainable"}, r"scope must be 'all' or 'weights', got 'trainable'"),
+    "what as a tuple": ({"scope": ("model",)}, r"scope must be 'all' or 'weights', got \('model',\)"),
+    "what and extra": ({"scope": "weights", "extra": {"a": 1}}, "extra must be empty"),
     "ignore as text": ({"ignore": "head.*"}, r"ignore must be a list of patterns"),
     "ignore nothing": ({"ignore": ["head.*"]}, r"a pattern must match a name in the model or the checkpoint, got 'head\.\*'"),
 }

@@ -44,8 +44,8 @@ def test_large_state_loads_bit_for_bit(tmp_path, steps, optimizer):
 
 def test_large_weights_load_bit_for_bit(tmp_path):
     saved = train(plain_state(), 3)
-    save_sharded(tmp_path, saved, what="weights")
-    loaded = load_sharded(tmp_path, plain_state(5), what="weights")
+    save_sharded(tmp_path, saved, scope="weights")
+    loaded = load_sharded(tmp_path, plain_state(5), scope="weights")
     assert all(torch.equal(loaded.params[name], param) for name, param in saved.params.items())
 
 
@@ -70,7 +70,7 @@ def test_large_state_loads_into_transposed_and_other_dtypes(tmp_path):
     wide.model.double()
     shadow = {name: value.double() for name, value in wide.transform_states["ema"]["shadow"].items()}
     wide = replace(wide, transform_states={**wide.transform_states, "ema": {"shadow": shadow, "updates": 0}})
-    loaded = load_sharded(tmp_path, wide, cast=True)
+    loaded = load_sharded(tmp_path, wide, allow_cast=True)
     for name, param in saved.params.items():
         assert loaded.params[name].dtype == torch.float64
         assert torch.equal(loaded.params[name], param.double())

@@ -65,7 +65,7 @@ def save_counted(root: str, strategy: str, mode: Any, own: bool, several: bool) 
 def load_counted(root: str, strategy: str, what: Any, several: bool, ignore: list[str]) -> list[Any]:
     state = state_of(two(), strategy)
     try:
-        dt.load_sharded(root, {"g/1": state} if several else state, what=what, ignore=ignore)
+        dt.load_sharded(root, {"g/1": state} if several else state, scope=what, ignore=ignore)
     except DtrainError as error:
         return [f"{type(error).__name__}: {error}"]
     return found_in(state.model)
@@ -153,7 +153,7 @@ def test_values_derived_from_weights_are_derived_from_the_loaded_weights(tmp_pat
     model = Cached()
     dt.save_sharded(tmp_path, state_of(model))
     again, torchs = Cached(), Cached()
-    dt.load_sharded(tmp_path, state_of(again), what=what)
+    dt.load_sharded(tmp_path, state_of(again), scope=what)
     torchs.load_state_dict(model.state_dict())
     assert torchs.from_hook != 0
     assert (again.from_state, again.from_hook) == (torchs.from_state, torchs.from_hook)

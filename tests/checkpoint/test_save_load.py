@@ -83,16 +83,18 @@ def test_load_restores_clock_and_keeps_new_run_length(tmp_path):
     save_sharded(tmp_path, saved)
     longer = RunLength(total="5ep")
     fresh = plain_state(1)
-    clock = load_sharded(tmp_path, fresh._replace(clock=Clock(run=longer))).clock
-    assert replace(clock, run=None) == replace(saved.clock, previous=replace(saved.clock.previous, previous=None), run=None)
-    assert clock.run == longer
+    clock = load_sharded(tmp_path, fresh._replace(clock=Clock(run_length=longer))).clock
+    assert replace(clock, run_length=None) == replace(
+        saved.clock, previous=replace(saved.clock.previous, previous=None), run_length=None
+    )
+    assert clock.run_length == longer
     assert (clock.crossed("12sp"), clock.crossed("5sp"), clock.crossed("24sp")) == (True, True, False)
 
 
 def test_clock_crossing_run_fractions_works_after_resume(tmp_path):
     """Neither the clock of a checkpoint nor the one before it knows how long a run is."""
     save_sharded(tmp_path, train(plain_state(), 3))
-    clock = load_sharded(tmp_path, plain_state(1)._replace(clock=Clock(run=RunLength(total=12)))).clock
+    clock = load_sharded(tmp_path, plain_state(1)._replace(clock=Clock(run_length=RunLength(total=12)))).clock
     assert (clock.crossed("0.25dur"), clock.crossed("0.3dur"), clock.crossed("0.1dur")) == (True, False, True)
 
 

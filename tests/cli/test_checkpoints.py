@@ -152,7 +152,7 @@ def test_list_json_has_stable_fields(checkpoints, root):
         "valid": True,
         "problem": None,
     }.items() <= good.items()
-    assert {"world_size": 1, "what": "all", "holds": list(layout.SECTIONS["all"]), "parent_step": None}.items() <= good.items()
+    assert {"world_size": 1, "scope": "all", "holds": list(layout.SECTIONS["all"]), "parent_step": None}.items() <= good.items()
     assert datetime.fromisoformat(good["committed_at"]).tzinfo is not None
     assert {"step": 2, "latest": True, "valid": False, "bytes": None}.items() <= bad.items()
     assert bad["problem"].startswith("manifest.json: ")
@@ -165,7 +165,7 @@ def test_list_json_of_empty_root_is_empty_list(checkpoints, root):
 
 
 def test_list_shows_which_steps_hold_only_weights(checkpoints, root):
-    save_sharded("weights", train(plain_state(), 3), what="weights")
+    save_sharded("weights", train(plain_state(), 3), scope="weights")
     for name, expected in (("root", "all"), ("weights", "weights")):
         lines = checkpoints("list", name)[1].splitlines()
         assert {line.split()[-4] for line in lines[1:]} == {expected}
@@ -302,7 +302,7 @@ def test_show_json_has_every_part(checkpoints, two_ranks):
     code, out, err = checkpoints("show", two_ranks, "--json", "--only", "params/first")
     found = json.loads(out)
     assert (code, err) == (0, "")
-    assert {"step": 4, "world_size": 2, "path": two_ranks, "what": "all", "states": []}.items() <= found.items()
+    assert {"step": 4, "world_size": 2, "path": two_ranks, "scope": "all", "states": []}.items() <= found.items()
     assert found["layout"] == {"strategy": "full_shard", "axes": ["dp_replicate", "dp_shard"], "shape": [1, 2]}
     assert [(file["rank"], file["name"]) for file in found["files"]] == [
         (0, "rank-00000.safetensors"),

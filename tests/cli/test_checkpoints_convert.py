@@ -13,7 +13,7 @@ from dtrain.cli.output import ByteProgressBar, print_table
 
 
 def test_convert_prints_path_and_size(checkpoints, root):
-    code, out, err = checkpoints("convert", "root", "hf", "--to", "hf", "--cast", "bf16")
+    code, out, err = checkpoints("convert", "root", "hf", "--to", "hf", "--dtype", "bf16")
     assert (code, out, err) == (0, f"{root.parent / 'hf'}: 5 tensors, 124 B\n", "")
     assert load_file("hf/model.safetensors")["first.weight"].dtype == torch.bfloat16
 
@@ -47,14 +47,14 @@ def test_convert_options_reach_the_conversion(checkpoints, root):
 
 
 MISTAKES = {
-    "no source": (["nope", "out", "--to", "hf"], 2, "source must exist, got "),
+    "no source": (["nope", "out", "--to", "hf"], 2, "path must exist, got "),
     "an empty path": (["", "out", "--to", "hf"], 2, "SRC and DST must not be empty. Name the checkpoint"),
     "target": (["root", "out", "--to", "gguf"], 2, "to must be one of hf, dtrain, dcp, safetensors, got 'gguf'"),
     "existing": (["root", "root", "--to", "hf"], 2, "destination must not exist"),
     "size": (["root", "out", "--to", "hf", "--max-shard-size", "huge"], 2, "--max-shard-size must be a size such as"),
     "tie": (["root", "out", "--to", "hf", "--tie", "x"], 2, "--tie must be ALIAS=NAME, got 'x'"),
     "trust": (["x.pt", "out", "--to", "hf"], 2, "is a pickle, and reading it runs its code. Pass trust (--trust)"),
-    "nothing there": (["empty", "out", "--to", "hf"], 1, "source must be a checkpoint of dtrain"),
+    "nothing there": (["empty", "out", "--to", "hf"], 1, "path must be a checkpoint of dtrain"),
     "a state": (["root", "out", "--to", "hf", "--state", "gan"], 1, "(one state without a name), got 'gan'"),
 }
 

@@ -26,7 +26,9 @@ def flip(path, at=0.5):
 def shards(tmp_path, monkeypatch):
     """A dataset named ``shards`` in the current folder: MDS, compressed, in several files."""
     monkeypatch.chdir(tmp_path)
-    write_shards(ROWS, "shards", format="mds", columns=COLUMNS, compression="zstd", hashes=("xxh64", "sha1"), size_limit=500)
+    write_shards(
+        ROWS, "shards", format="mds", columns=COLUMNS, compression="zstd", hashes=("xxh64", "sha1"), max_shard_bytes=500
+    )
     return tmp_path / "shards"
 
 
@@ -117,7 +119,7 @@ DAMAGE = {
 @pytest.mark.parametrize(("harm", "expected"), DAMAGE.values(), ids=DAMAGE)
 def test_verify_names_every_damaged_shard(data, tmp_path, monkeypatch, compression, harm, expected):
     monkeypatch.chdir(tmp_path)
-    write_shards(ROWS, "shards", format="mds", columns=COLUMNS, compression=compression, size_limit=500)
+    write_shards(ROWS, "shards", format="mds", columns=COLUMNS, compression=compression, max_shard_bytes=500)
     files = names("shards")
     for name in (files[0], files[2]):
         harm(tmp_path / "shards" / name)
@@ -163,7 +165,7 @@ def test_folder_without_index_is_counted(data, tmp_path, monkeypatch):
 
 def test_remote_dataset_is_inspected_and_verified(data):
     root = "memory://data-inspect/shards"
-    write_shards(ROWS, root, format="mds", columns=COLUMNS, size_limit=500)
+    write_shards(ROWS, root, format="mds", columns=COLUMNS, max_shard_bytes=500)
     try:
         code, out, _ = data("inspect", root, "--head", "1", "--verify")
         assert (code, out.splitlines()[-1]) == (0, "ok: every digest compared, every sample decoded")

@@ -33,7 +33,7 @@ def samples(url, **options):
 @pytest.mark.parametrize("compression", [None, "zstd:7", "gz"])
 def test_written_samples_equal_input(data, here, form, compression):
     more = [] if compression is None else ["--compression", compression]
-    code, out, err = data("write", "rows.jsonl", "out", "--format", form, "--size-limit", "300", *more)
+    code, out, err = data("write", "rows.jsonl", "out", "--format", form, "--max-shard-size", "300", *more)
     assert (code, err) == (0, "")
     assert out.startswith(f"{here / 'out'}: 40 samples in ")
     assert samples("out") == ROWS
@@ -50,7 +50,7 @@ def test_text_lines_are_written_as_text_and_tar(data, here):
 
 
 def test_sharded_dataset_is_accepted_as_source(data, here):
-    assert data("write", "rows.jsonl", "first", "--size-limit", "300")[0] == 0
+    assert data("write", "rows.jsonl", "first", "--max-shard-size", "300")[0] == 0
     assert data("write", "first", "second", "--format", "jsonl", "--compression", "gz")[0] == 0
     assert samples("second") == ROWS
 
@@ -113,7 +113,7 @@ def test_dataset_is_written_to_and_read_from_server(data, here):
     storage_root = "memory://data-write/rows"
     try:
         assert data("write", "rows.jsonl", f"{storage_root}/source", "--format", "jsonl")[0] == 0
-        assert data("write", f"{storage_root}/source", f"{storage_root}/out", "--size-limit", "300")[0] == 0
+        assert data("write", f"{storage_root}/source", f"{storage_root}/out", "--max-shard-size", "300")[0] == 0
         assert samples(f"{storage_root}/out", cache=str(here / "cache")) == ROWS
     finally:
         storage.remove_folder(storage.resolve_path(storage_root))
@@ -138,7 +138,7 @@ def test_nonempty_folder_is_refused(data, here):
 def test_invalid_source_line_leaves_no_index(data, here):
     with open("rows.jsonl", "a") as file:
         file.write('{"text": \n')
-    code, out, err = data("write", "rows.jsonl", "out", "--size-limit", "300")
+    code, out, err = data("write", "rows.jsonl", "out", "--max-shard-size", "300")
     assert (code, out, err.count("\n")) == (1, "", 1)
     assert err.startswith("dtrain: data: write: rows.jsonl, line 41: is not JSON: ")
     assert not (here / "out" / "index.json").exists()
@@ -158,11 +158,11 @@ def test_ctrl_c_leaves_no_dataset_and_command_can_be_repeated(data, here, monkey
 
     with monkeypatch.context() as patch:
         patch.setattr(local.os, "open", interrupted)
-        assert data("write", "rows.jsonl", "out", "--size-limit", "300")[:2] == (130, "")
+        assert data("write", "rows.jsonl", "out", "--max-shard-size", "300")[:2] == (130, "")
     assert len(begun) == 3
     assert os.listdir("out") == []
     assert not (here / "out" / "index.json").exists()
-    assert data("write", "rows.jsonl", "out", "--size-limit", "300")[0] == 0
+    assert data("write", "rows.jsonl", "out", "--max-shard-size", "300")[0] == 0
     assert samples("out") == ROWS
 
 
@@ -182,7 +182,10 @@ MISTAKES = {
         ["rows.jsonl", "out", "--hash", "md5,,"],
         "--hash must be different names with commas between, or none, got 'md5,,'",
     ),
-    "size": (["rows.jsonl", "out", "--size-limit", "big"], "--size-limit must be a size such as 512MiB or 5GB, got 'big'"),
+    "size": (
+        ["rows.jsonl", "out", "--max-shard-size", "big"],
+        "--max-shard-size must be a size such as 512MiB or 5GB, got 'big'",
+    ),
     "columns": (["rows.jsonl", "out", "--columns", "a,,b"], "--columns must be NAME or NAME:ENCODING with commas between, got"),
     "encoding": (["rows.jsonl", "out", "--columns", "text:utf9"], "column 'text': encoding 'utf9' is unknown. Use one of "),
     "a tokenizer alone": (["rows.jsonl", "out", "--tokenizer", "bytes"], "--tokenizer needs --concat N, too. "),

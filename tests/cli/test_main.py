@@ -165,7 +165,7 @@ HELP = {
     "data write": (
         ["data", "write"],
         "Usage: dtrain data write ",
-        ["SOURCE", "OUT", "Input:", "--tokenizer NAME", "--size-limit SIZE", "Exit codes: ", "Examples:"],
+        ["SOURCE", "OUT", "Input:", "--tokenizer NAME", "--max-shard-size SIZE", "Exit codes: ", "Examples:"],
     ),
     "data inspect": (["data", "inspect"], "Usage: dtrain data inspect ", ["URL", "--head K", "--verify", "Exit codes: "]),
     "launch": (

@@ -232,7 +232,7 @@ def test_processes_do_not_change_the_plan():
 def test_network_is_parsed_by_name_and_by_hand():
     assert parse_network("plan", "--network", "a100-hdr200") is NETWORKS["a100-hdr200"]
     found = parse_network("plan", "--network", "node=4,within=32GB/s,between=100Gb/s,latency=5us,control=0.1ms")
-    assert (found.node_ranks, found.within, found.between) == (4, 32e9, 12.5e9)
+    assert (found.local_world_size, found.within, found.between) == (4, 32e9, 12.5e9)
     latencies = (found.within_latency_s, found.between_latency_s, found.control_latency_s)
     assert latencies == pytest.approx((5e-6, 5e-6, 1e-4))
 

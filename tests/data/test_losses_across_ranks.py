@@ -213,7 +213,7 @@ def transformed_failure(name: str) -> str:
         "on_batch": [dt.transforms.on_batch(lambda batch, generator: batch + 1, name="more")],
         "clip": [dt.transforms.clip_by_norm(1.0)],
         "ema": [dt.transforms.ema(0.9)],
-        "auto": [dt.auto_microbatch(initial=2)],
+        "auto": [dt.auto_microbatch(initial_size=2)],
     }
     step = dt.compose_step(loss_fn, transforms[name])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -244,7 +244,7 @@ def mapped_losses(auto: bool) -> list[float]:
         error = model(batch["x"].double())[:, 0] - batch["more", "y"]
         return dt.LossSum(total=(error**2).sum(), weight=len(batch))
 
-    step = dt.compose_step(loss_fn, [dt.auto_microbatch(initial=2)] if auto else [])
+    step = dt.compose_step(loss_fn, [dt.auto_microbatch(initial_size=2)] if auto else [])
     state, losses = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01)), []
     for batch in loader.until("2ep"):
         state, metrics = step(state, batch)

@@ -59,7 +59,7 @@ def test_dead_peer_in_a_guarded_step_is_named(forked, steps):
                 return LossSum(total=model(batch).square().sum(), weight=len(batch))
 
             model = shard_model(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), build_mesh(), blocks=("0", "1"))
-            step = compose_step(loss, [auto_microbatch(initial=2, grow_interval=None)])
+            step = compose_step(loss, [auto_microbatch(initial_size=2, grow_every=None)])
             state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
             for _ in range(steps + 1):
                 state, _ = step(state, torch.full((4, 4), 1.0 + rank))

@@ -196,8 +196,8 @@ def test_checkpoint_size_matches_the_requested_contents(tmp_path: Path) -> None:
         ours = raised(lambda: dt.save_sharded(tmp_path / "whole", state))
     assert dt.checkpoint.list_steps(tmp_path / "whole") == []
     dt.save_sharded(tmp_path / "whole", state)
-    dt.save_sharded(tmp_path / "weights", state, what="weights")
-    dt.save_sharded(tmp_path / "half", state, what="weights", cast=torch.bfloat16)
+    dt.save_sharded(tmp_path / "weights", state, scope="weights")
+    dt.save_sharded(tmp_path / "half", state, scope="weights", dtype=torch.bfloat16)
     whole, weights, half = (bytes_of(tmp_path / name) for name in ("whole", "weights", "half"))
     assert whole >= 2 * weights  # momentum; with Adam it is three times as much
     assert half == pytest.approx(weights / 2, rel=0.01)

@@ -213,7 +213,7 @@ def test_handwritten_norms_are_fused_and_torch_norms_kept(monkeypatch):
 def test_transformers_loads_an_export_with_equal_outputs(tmp_path):
     model, config, tokenizer = built(None)
     state = dt.compose_step(lambda model, batch: None, []).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    dt.save_sharded(tmp_path / "weights", state, what="weights")
+    dt.save_sharded(tmp_path / "weights", state, scope="weights")
     folder = tmp_path / "export"
     for _ in range(2):  # the second time over what is there
         export(tmp_path / "weights", folder, config, tokenizer)

@@ -275,7 +275,7 @@ def corpus() -> Iterator[tuple[str, str]]:
         for part, windows in zip(("train", "val"), train_and_held_out(read_text(TEXT), 128, held_out_windows=64), strict=True):
             samples = ({"tokens": window} for window in windows.windows.numpy())
             columns = {"tokens": "ndarray:uint8:129"}
-            write_shards(samples, f"{url}/{part}", format="mds", columns=columns, compression="zstd", size_limit=2**16)
+            write_shards(samples, f"{url}/{part}", format="mds", columns=columns, compression="zstd", max_shard_bytes=2**16)
         yield "--data", url
         disconnect()
 

@@ -145,7 +145,7 @@ def test_streaming_gives_the_same_batches(tmp_path: Path, monkeypatch: pytest.Mo
     for name, size in (("a.txt", 700), ("b.txt", 900), ("c.txt", 55)):
         (tmp_path / name).write_bytes(counted_text(size).numpy().tobytes())
     command = ["dtrain", "data", "write", f"{tmp_path}/*.txt", str(tmp_path / "shards"), "--from", "documents"]
-    monkeypatch.setattr(sys, "argv", [*command, "--tokenizer", "bytes", "--concat", "17", "--size-limit", "500"])
+    monkeypatch.setattr(sys, "argv", [*command, "--tokenizer", "bytes", "--concat", "17", "--max-shard-size", "500"])
     with pytest.raises(SystemExit) as end:
         run()
     assert end.value.code == 0

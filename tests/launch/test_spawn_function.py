@@ -40,7 +40,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def spawned(fn, *args, nproc=2, timeout_s=LONG_S):
-    return dt.spawn(fn, *args, nproc=nproc, timeout_s=timeout_s)
+    return dt.spawn(fn, *args, world_size=nproc, timeout_s=timeout_s)
 
 
 def fails(fn, *args, nproc=2, timeout_s=LONG_S) -> str:
@@ -121,7 +121,7 @@ def train() -> float:
 
 def test_trained_process_can_spawn():
     """Groups, meshes and a sharded model of the caller are in the fork; to free them there would never end."""
-    (answers,) = spawned(lambda: [train(), *dt.spawn(train, nproc=2, timeout_s=LONG_S / 2)], nproc=1)
+    (answers,) = spawned(lambda: [train(), *dt.spawn(train, world_size=2, timeout_s=LONG_S / 2)], nproc=1)
     assert answers == pytest.approx([3**0.5] * 3, abs=1e-5)  # the norm of three partial derivatives of 1
 
 
@@ -141,7 +141,7 @@ def test_garbage_collected_group_of_caller_does_not_block_rank():
             held.clear()
             return gc.collect() >= 0
 
-        return dt.spawn(drop, nproc=1, timeout_s=LONG_S / 3)
+        return dt.spawn(drop, world_size=1, timeout_s=LONG_S / 3)
 
     assert spawned(run, nproc=1) == [[True]]
 
@@ -152,7 +152,7 @@ def world_size() -> int:
 
 
 def test_rank_that_served_the_store_can_spawn():
-    answers = spawned(lambda: [world_size(), *dt.spawn(world_size, nproc=1, timeout_s=LONG_S / 3)])
+    answers = spawned(lambda: [world_size(), *dt.spawn(world_size, world_size=1, timeout_s=LONG_S / 3)])
     assert answers == [[2, 1], [2, 1]]
 
 
@@ -183,7 +183,7 @@ def test_rank_computes_after_caller_used_torch_threads():
         torch.set_num_threads(4)
         x = torch.ones(800, 800)
         (x @ x).sum(), torch.sin(torch.ones(4_000_000)).sum()  # OpenMP's threads are started
-        print(dt.spawn(lambda: [float((x @ x)[0, 0]), torch.get_num_threads()], nproc=1, timeout_s=60))
+        print(dt.spawn(lambda: [float((x @ x)[0, 0]), torch.get_num_threads()], world_size=1, timeout_s=60))
     """
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(script)], capture_output=True, text=True, timeout=LONG_S)
     assert done.stdout == "[[800.0, 1]]\n", done.stderr
@@ -392,7 +392,7 @@ def test_ranks_die_with_caller(tmp_path):
         def run():
             open(os.path.join({str(tmp_path)!r}, os.environ["RANK"]), "w").write(str(os.getpid()) + "\\n")
             time.sleep({NEVER_S})
-        dt.spawn(run, nproc=2)
+        dt.spawn(run, world_size=2)
     """
     caller = subprocess.Popen([sys.executable, "-c", textwrap.dedent(script)])
     files = [tmp_path / "0", tmp_path / "1"]
@@ -420,14 +420,14 @@ def test_rank_start_failure_raises_and_ends_started_ranks(monkeypatch):
 
 @pytest.mark.parametrize("nproc", [0, -1, 257, 1.5, True, "2"])
 def test_invalid_number_of_ranks_is_refused(nproc):
-    with pytest.raises(dt.errors.ConfigError, match="spawn: nproc must be an integer from 1 to 256, got"):
-        dt.spawn(print, nproc=nproc)
+    with pytest.raises(dt.errors.ConfigError, match="spawn: world_size must be an integer from 1 to 256, got"):
+        dt.spawn(print, world_size=nproc)
 
 
 @pytest.mark.parametrize("timeout_s", [0, -1, float("nan")])
 def test_invalid_timeout_is_refused(timeout_s):
     with pytest.raises(dt.errors.ConfigError, match="spawn: timeout_s must be a finite number above 0, got"):
-        dt.spawn(print, nproc=1, timeout_s=timeout_s)
+        dt.spawn(print, world_size=1, timeout_s=timeout_s)
 
 
 def test_open_process_group_is_refused(monkeypatch):
@@ -437,14 +437,14 @@ def test_open_process_group_is_refused(monkeypatch):
         dt.init_dist(device="cpu"),
         pytest.raises(dt.errors.ConfigError, match=r"spawn: a process group is open in this process. Call spawn"),
     ):
-        dt.spawn(print, nproc=1)
+        dt.spawn(print, world_size=1)
 
 
 def test_initialized_cuda_is_refused(monkeypatch):
     monkeypatch.setattr("torch.accelerator.current_accelerator", lambda: torch.device("cuda"))
     monkeypatch.setattr("torch.cuda.is_initialized", lambda: True)
     with pytest.raises(dt.errors.ConfigError, match="spawn: CUDA has started in this process, and a fork cannot use it"):
-        dt.spawn(print, nproc=1)
+        dt.spawn(print, world_size=1)
 
 
 def test_non_json_result_is_refused():

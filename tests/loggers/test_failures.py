@@ -216,7 +216,7 @@ def test_loggers_are_closed_at_end_of_init_dist_block(tmp_path):
         def close(self, *, failed):
             said.append(failed)
 
-    lines = text_file(tmp_path / "log.txt", flush_interval=100)
+    lines = text_file(tmp_path / "log.txt", flush_every=100)
     log = multi(BackgroundLogger("told", Told, convert=dict, timeout_s=PATIENCE_S), lines)
     log(1, {})
     current_context().run_shutdown_hooks(ValueError("training failed"))
@@ -240,7 +240,7 @@ class Slow:
     def close(self):
         print("closed", flush=True)
 told = BackgroundLogger("told", Told, convert=dict, timeout_s=30.0)
-log = multi(told, fault_tolerant(Slow(), timeout_s=30.0), text_file({str(tmp_path / "log.txt")!r}, flush_interval=100))
+log = multi(told, fault_tolerant(Slow(), timeout_s=30.0), text_file({str(tmp_path / "log.txt")!r}, flush_every=100))
 log(1, {{"loss": 1.0}})
 raise ValueError("training failed")
 """

@@ -154,7 +154,7 @@ def test_rotated_files_are_read_in_order(tmp_path):
 
 def test_only_newest_rotated_files_are_kept(tmp_path):
     path = tmp_path / "run.jsonl"
-    log = jsonl(path, rotate_bytes=1, keep=2)  # a line a file
+    log = jsonl(path, rotate_bytes=1, keep_last=2)  # a line a file
     for step in range(6):
         log(step, {"loss": 1.0})
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["run.jsonl", "run.jsonl.1", "run.jsonl.2"]
@@ -219,11 +219,14 @@ BAD = {
     "ranks": ({"path": "run.jsonl", "ranks": 1}, "ranks must be 0 or 'all', got 1"),
     "ranks with a field": ({"path": "{rank}.jsonl", "ranks": "some"}, "ranks must be 0 or 'all', got 'some'"),
     "rotate": ({"path": "run.jsonl", "rotate_bytes": 0}, "rotate_bytes must be an integer of at least 1, got 0"),
-    "keep": (
-        {"path": "run.jsonl", "rotate_bytes": 9, "keep": 1.5},
-        "keep must be an integer of at least 1, got 1.5",
+    "keep_last": (
+        {"path": "run.jsonl", "rotate_bytes": 9, "keep_last": 1.5},
+        "keep_last must be an integer of at least 1, got 1.5",
     ),
-    "keep alone": ({"path": "run.jsonl", "keep": 3}, "rotate_bytes must be given with keep, got keep=3 and None"),
+    "keep alone": (
+        {"path": "run.jsonl", "keep_last": 3},
+        "rotate_bytes must be given with keep_last, got keep_last=3 and None",
+    ),
 }
 
 

@@ -18,7 +18,7 @@ from dtrain.loggers.text import console, progress_bar, text_file
 
 def test_line_contains_selected_metrics():
     out = io.StringIO()
-    log = console(names=["loss", "speed/*"], stream=out)
+    log = console(select=["loss", "speed/*"], stream=out)
     log(120, {"loss": torch.tensor(2.103412), "lr": 3e-3, "speed/tokens": 51_200, "bad": torch.ones(2)})
     assert out.getvalue() == "step 120  loss 2.1034  speed/tokens 51200\n"
 
@@ -29,7 +29,7 @@ def test_line_shows_non_numeric_values(capsys):
 
 
 def test_lines_follow_interval_after_step_goes_back(capsys):
-    log = console(interval="10ba", names=[])
+    log = console(every="10ba", select=[])
     for step in (1, 5, 10, 19, 40, 12, 13):
         log(step, {"loss": 1.0})
     assert capsys.readouterr().out.split() == ["step", "1", "step", "10", "step", "40", "step", "12"]
@@ -46,7 +46,7 @@ def test_closed_stream_warns_once():
 
 def test_text_file_is_flushed_at_interval(tmp_path):
     path = tmp_path / "logs" / "rank-0.txt"
-    log = text_file(tmp_path / "logs" / "rank-{rank}.txt", flush_interval=3)
+    log = text_file(tmp_path / "logs" / "rank-{rank}.txt", flush_every=3)
     log(1, {"loss": 2.0})
     log(2, {"loss": 1.0})
     assert not path.exists()
@@ -69,11 +69,11 @@ def test_unwritable_text_file_warns_once(tmp_path):
 
 
 BAD = {
-    "unit": (lambda: console(interval="3ep"), r"console: interval must be a number of steps, got '3ep'"),
-    "names": (lambda: console(names="loss"), r"console: names must be a list of names or patterns, got 'loss'"),
-    "names of numbers": (lambda: console(names=[1]), r"names must be a list of names or patterns, got \[1\]"),
+    "unit": (lambda: console(every="3ep"), r"console: every must be a number of steps, got '3ep'"),
+    "names": (lambda: console(select="loss"), r"console: select must be a list of names or patterns, got 'loss'"),
+    "names of numbers": (lambda: console(select=[1]), r"select must be a list of names or patterns, got \[1\]"),
     "ranks": (lambda: console(ranks=True), "console: ranks must be 0 or 'all', got True"),
-    "flush": (lambda: text_file("log.txt", flush_interval=0), "flush_interval must be an integer of at least 1, got 0"),
+    "flush": (lambda: text_file("log.txt", flush_every=0), "flush_every must be an integer of at least 1, got 0"),
     "server": (lambda: text_file("s3://bucket/log.txt"), "text_file: path must be local"),
 }
 
@@ -148,7 +148,7 @@ def test_bar_is_redrawn_on_one_line(terminal):
 def test_printed_text_appears_above_bar(terminal, monkeypatch):
     used = terminal()
     monkeypatch.setattr(sys, "stdout", used.stream)
-    bar, lines = progress_bar(None, names=[]), console(names=[])
+    bar, lines = progress_bar(None, select=[]), console(select=[])
     bar(1, {})
     lines(1, {})
     bar(2, {})
@@ -188,7 +188,7 @@ def test_interrupt_restores_terminal(terminal):
 def test_bar_fits_narrow_terminal(terminal, monkeypatch):
     used = terminal()
     monkeypatch.setenv("COLUMNS", "30")
-    bar = progress_bar(10, names=None)
+    bar = progress_bar(10, select=None)
     bar(1, {f"metric/{number}": 1.0 for number in range(20)})
     close(bar)
     assert used.sent().count("\n") == 1
@@ -206,20 +206,20 @@ def test_output_without_terminal_uses_plain_lines(monkeypatch, capsys, term):
 
 
 def test_metrics_follow_the_order_of_their_names(capsys):
-    bar = progress_bar(10, names=["loss", "*acc*", "lr"])
+    bar = progress_bar(10, select=["loss", "*acc*", "lr"])
     bar(1, {"accuracy": 0.5, "loss": 1.0, "lr": 0.1})
     assert capsys.readouterr().err == "step 1/10  loss 1  lr 0.1  accuracy 0.5\n"
 
 
 def test_plain_lines_can_be_turned_off(capsys):
-    bar = progress_bar(10, line_interval_s=None)
+    bar = progress_bar(10, line_every_s=None)
     bar(1, {"loss": 1.0})
     close(bar)
     assert capsys.readouterr() == ("", "")
 
 
 def test_plain_lines_are_first_last_and_at_interval(capsys):
-    bar = progress_bar(600, line_interval_s=1e6)
+    bar = progress_bar(600, line_every_s=1e6)
     for step in (100, 200, 600):
         bar(step, {"loss": 6.0})
     first, last = capsys.readouterr().err.splitlines()
@@ -228,11 +228,11 @@ def test_plain_lines_are_first_last_and_at_interval(capsys):
 
 
 BAD_BARS = {
-    "unit": ({"total": "3ep"}, "progress_bar: total must be a number of steps, got '3ep'"),
-    "names": ({"names": "loss"}, "progress_bar: names must be a list of names"),
-    "seconds": ({"line_interval_s": -1}, "line_interval_s must be a finite number at least 0, got -1"),
-    "seconds of nan": ({"line_interval_s": float("nan")}, "at least 0, got nan"),
-    "seconds of bool": ({"line_interval_s": True}, "at least 0, got True"),
+    "unit": ({"run_length": "3ep"}, "progress_bar: run_length must be a number of steps, got '3ep'"),
+    "names": ({"select": "loss"}, "progress_bar: select must be a list of names"),
+    "seconds": ({"line_every_s": -1}, "line_every_s must be a finite number at least 0, got -1"),
+    "seconds of nan": ({"line_every_s": float("nan")}, "at least 0, got nan"),
+    "seconds of bool": ({"line_every_s": True}, "at least 0, got True"),
 }
 
 

@@ -249,11 +249,11 @@ def test_root_module_can_be_selected(pattern, names):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (("*", "1ep"), "activation_stats: interval must be a number of steps, got '1ep'"),
+        (("*", "1ep"), "activation_stats: every must be a number of steps, got '1ep'"),
         (("*", 1, ("median",)), r"activation_stats: stats must be a list of names from mean, .*kurtosis, got \('median',\)"),
         (("*", 1, "mean"), "activation_stats: stats must be a list of names from .* got 'mean'"),
-        ((3, 1), "activation_stats: pattern must be a text, several texts, a regular expression or a function, got 3"),
-        (([], 1), r"activation_stats: pattern must be .* got \[\]"),
+        ((3, 1), "activation_stats: select must be a text, several texts, a regular expression or a function, got 3"),
+        (([], 1), r"activation_stats: select must be .* got \[\]"),
         (([3], 1), "activation_stats: patterns of names must be text, got 3"),
     ],
 )
@@ -266,9 +266,7 @@ def test_invalid_arguments_are_refused(given, message):
 def test_unmatched_pattern_is_refused_at_init():
     step = dt.compose_step(loss, [activation_stats("blocks.*", 1)])
     model = net()
-    with pytest.raises(
-        ConfigError, match=r"pattern must match a module, got no match in 3 modules \(such as 'first', 'last'\)"
-    ):
+    with pytest.raises(ConfigError, match=r"select must match a module, got no match in 3 modules \(such as 'first', 'last'\)"):
         step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 

@@ -21,7 +21,7 @@ NAN, INF = math.nan, math.inf
 
 def clocks(steps, *, run=None, samples=4, epoch=3):
     """The clock after each step; every third one ends an epoch."""
-    clock, found = Clock(run=run), []
+    clock, found = Clock(run_length=run), []
     for at in range(steps):
         clock = clock.tick(samples=samples, tokens=10, seconds=0.5, position=EpochPosition(*divmod(at + 1, epoch)))
         found.append(clock)
@@ -37,8 +37,8 @@ def judged(stop, values, **how):
     [
         ([3, 2, 1, 1, 1], {}, 5, 1),
         ([3, 2, 2.5, 1.9, 2, 2], {}, 6, 1.9),
-        ([1, 2, 3, 3], {"mode": "max"}, None, 3),
-        ([1, 3, 2, 3], {"mode": "max"}, 4, 3),
+        ([1, 2, 3, 3], {"goal": "max"}, None, 3),
+        ([1, 3, 2, 3], {"goal": "max"}, 4, 3),
         ([3, 2.9, 2.8, 2.7], {"min_delta": 0.5}, 3, 3),
         ([3, 2.6, 2.5, 2.5], {"min_delta": 0.5}, 3, 3),  # 2.5 is better by 0.5 and no more
         ([3, 2.6, 2.4], {"min_delta": 0.5}, None, 2.4),
@@ -48,7 +48,7 @@ def judged(stop, values, **how):
         ([INF, 7, 8, 9], {}, 4, 7),
         ([INF, INF, INF], {}, 3, None),
         ([-INF, -INF, INF], {}, 3, -INF),
-        ([-INF, 3, INF, 4, 5], {"mode": "max"}, 5, INF),
+        ([-INF, 3, INF, 4, 5], {"goal": "max"}, 5, INF),
     ],
 )
 def test_early_stop_triggers_after_patience_without_improvement(values, options, stops_at, best):
@@ -120,7 +120,7 @@ def test_saved_patience_in_another_unit_is_refused():
     [
         ([3, 2, 1], {"threshold": 2}, [False, True, True]),
         ([3, 2.001, NAN], {"threshold": 2}, [False, False, False]),
-        ([0.5, 0.9, 0.91], {"threshold": 0.9, "mode": "max"}, [False, True, True]),
+        ([0.5, 0.9, 0.91], {"threshold": 0.9, "goal": "max"}, [False, True, True]),
         ([3, NAN, 1], {"threshold": 2, "stop_on_nan": True}, [False, True, True]),
         ([INF, -INF], {"threshold": 2}, [False, True]),
     ],
@@ -199,8 +199,8 @@ def test_metric_missing_on_one_rank_raises_on_all_ranks(ranks):
         (lambda: early_stop("", patience=1), "early_stop: metric must be a name, got ''"),
         (lambda: early_stop("loss", patience="soon"), "duration: cannot read 'soon'"),
         (
-            lambda: early_stop("loss", patience=1, mode="less"),
-            "early_stop: mode must be 'min' or 'max', got",
+            lambda: early_stop("loss", patience=1, goal="less"),
+            "early_stop: goal must be 'min' or 'max', got",
         ),
         (
             lambda: early_stop("loss", patience=1, min_delta=-1),
@@ -213,7 +213,7 @@ def test_metric_missing_on_one_rank_raises_on_all_ranks(ranks):
         (lambda: threshold_stop(3, 1.0), "threshold_stop: metric must be a name, got 3"),
         (lambda: threshold_stop("loss", NAN), "threshold_stop: threshold must be a finite number, got nan"),
         (lambda: threshold_stop("loss", "low"), "threshold_stop: threshold must be a finite number, got 'low'"),
-        (lambda: threshold_stop("loss", 1.0, mode="up"), "threshold_stop: mode must be 'min'"),
+        (lambda: threshold_stop("loss", 1.0, goal="up"), "threshold_stop: goal must be 'min'"),
     ],
 )
 def test_invalid_arguments_are_refused(make, message):
@@ -236,7 +236,7 @@ def test_missing_metric_is_named(numbers, message):
 
 def test_repr_shows_settings():
     assert repr(early_stop("loss", patience="2ep")) == "EarlyStop('loss', patience='2ep', best=None)"
-    assert repr(threshold_stop("accuracy", 0.5, mode="max")) == "ThresholdStop('accuracy', 0.5, mode='max')"
+    assert repr(threshold_stop("accuracy", 0.5, goal="max")) == "ThresholdStop('accuracy', 0.5, goal='max')"
 
 
 def rows(count: int = 12) -> dict[str, torch.Tensor]:

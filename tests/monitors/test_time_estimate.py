@@ -66,10 +66,10 @@ def test_estimated_seconds_left_match_expected_values(history, interruptions, ex
         pytest.param(Clock(step=30), "100ba", (30.0, 100.0), id="steps"),
         pytest.param(Clock(step=30, tokens=3000), "9000tok", (3000.0, 9000.0), id="tokens"),
         pytest.param(Clock(step=30, seconds=20.5), "1m", (20.5, 60.0), id="seconds"),
-        pytest.param(Clock(step=30, run=RunLength(total="60ba")), "1dur", (0.5, 1.0), id="share"),
+        pytest.param(Clock(step=30, run_length=RunLength(total="60ba")), "1dur", (0.5, 1.0), id="share"),
         pytest.param(Clock(step=30), "2ep", None, id="first-epoch"),
         pytest.param(
-            Clock(step=30, step_in_epoch=30, run=RunLength(steps_per_epoch=40)),
+            Clock(step=30, step_in_epoch=30, run_length=RunLength(steps_per_epoch=40)),
             "2ep",
             (30.0, 80.0),
             id="epochs-of-known-length",

@@ -90,7 +90,7 @@ def test_tied_parameter_matches_any_name_and_is_grouped_once():
             "the rule 'a' matches none of 6 trainable parameters .first: 'scale'.",
         ),
         ([ParamGroup("a", "body.*"), ParamGroup("a")], "names of rules must be unique, got 'a' twice"),
-        ([ParamGroup("a"), ParamGroup("b")], "only one rule may have no where, got 'a' and 'b'"),
+        ([ParamGroup("a"), ParamGroup("b")], "only one rule may have no select, got 'a' and 'b'"),
         ([{"params": "body.*"}], "rules must be ParamGroup objects, got .* Pass for example ParamGroup"),
     ],
     ids=["overlap", "leftover", "nothing", "one name", "two rests", "no rule"],
@@ -104,7 +104,7 @@ def test_invalid_rules_are_refused(rules, message):
     ("make", "message"),
     [
         (lambda: ParamGroup(""), "ParamGroup: name must be a non-empty string, got ''. Pass for example ParamGroup"),
-        (lambda: ParamGroup("a", 3), "ParamGroup: where must be name patterns or a function .*, got 3"),
+        (lambda: ParamGroup("a", 3), "ParamGroup: select must be name patterns or a function .*, got 3"),
         (lambda: ParamGroup("a", [3]), "ParamGroup: patterns of names must be text, got 3"),
         (lambda: ParamGroup("a", None, {"params": []}), "ParamGroup: options of 'a' must be optimizer options, got 'params'"),
         (

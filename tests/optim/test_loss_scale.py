@@ -24,7 +24,7 @@ def run(name: str) -> list:
         broken = rank == 1 and state.step == BROKEN_STEP
         return dt.LossSum(total=found.total * (float("inf") if broken else 1.0), weight=found.weight)
 
-    step = dt.compose_step(some_infinite, [dt.transforms.loss_scale(256.0, interval=2)])
+    step = dt.compose_step(some_infinite, [dt.transforms.loss_scale(256.0, grow_every=2)])
     state = step.init(model, ROWS[name].make(model))
     skipped, scales, moved, kept = [], [], [], []
     for _ in range(5):

@@ -101,7 +101,7 @@ PICTURES: dict[str, Callable[[], Call]] = {
             dt.transforms.sam(0.05),
             dt.transforms.autocast("bf16"),
             dt.transforms.clip_by_norm(1.0),
-            dt.transforms.loss_scale(initial=8.0),
+            dt.transforms.loss_scale(initial_scale=8.0),
         ],
         microbatch_size=4,
     ),

@@ -42,22 +42,22 @@ SAME = [
     (dt.transforms.mixup, {"alpha": 0.2}),
     (
         dt.transforms.progressive_resizing,
-        {"initial_scale": 0.5, "delay": "0.5dur", "full": "0.8dur", "size_increment": 4, "mode": "resize"},
+        {"initial_scale": 0.5, "start": "0.5dur", "end": "0.8dur", "size_increment": 4, "method": "resize"},
     ),
     (dt.transforms.rand_augment, {"magnitude": 9, "depth": 2}),
-    (dt.transforms.sam, {"rho": 0.05, "interval": 1}),
+    (dt.transforms.sam, {"rho": 0.05, "every": 1}),
     (dt.transforms.selective_backprop, {"keep": 0.5}),
     (
         dt.transforms.sequence_length_warmup,
-        {"duration": "0.3dur", "min_length": 8, "max_length": 1024, "step_size": 8, "truncate": True},
+        {"end": "0.3dur", "initial_length": 8, "max_length": 1024, "step_size": 8, "truncate": True},
     ),
     (dt.surgery.squeeze_excite, {"min_channels": 128}),
     (dt.surgery.stochastic_depth, {"method": "block", "distribution": "linear"}),
-    (dt.transforms.swa, {"start": "0.7dur", "end": "0.97dur", "interval": "1ep", "strategy": "linear", "lr": None}),
+    (dt.transforms.swa, {"start": "0.7dur", "end": "0.97dur", "every": "1ep", "shape": "linear", "lr": None}),
     (dt.surgery.weight_standardization, {"n_last_layers_to_ignore": 0}),
 ]
 DIFFERENT = [
-    (dt.transforms.ema, {"half_life": (None, "1000ba"), "interval": (1, "1ba")}),
+    (dt.transforms.ema, {"half_life": (None, "1000ba"), "every": (1, "1ba")}),
     (dt.surgery.factorize, {"min_channels": (512, 256), "min_features": (512, 256), "latent_features": (0.25, 128)}),
     (dt.transforms.adaptive_clip, {"clipping": (0.01, REQUIRED)}),
     (dt.surgery.gyro_dropout, {"p": (None, 0.5)}),

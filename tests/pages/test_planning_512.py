@@ -44,7 +44,7 @@ def planned(layers: int) -> dict[str, float]:
     found = {f"most {part}": getattr(plan.max_by_part, part) / GIB for part in ("parameters", "gradients", "optimizer")}
     found["update"] = plan.peaks["update"] / GIB
     for each in plan.traffic:
-        name = f"{each.op} of {each.ranks}"
+        name = f"{each.op} of {each.group_size}"
         found |= {f"{name}, count": each.count, f"{name}, bytes": each.bytes / GIB, f"{name}, sent": each.bytes_sent / GIB}
     return found
 

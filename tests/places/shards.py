@@ -14,7 +14,7 @@ def samples(count, size=100):
 
 def written(folder, count=100, *, size=100, limit=2000, **options):
     """The folder, with a dataset in it: MDS unless told otherwise."""
-    write_shards(samples(count, size), str(folder), **{"format": "mds", "size_limit": limit, **options})
+    write_shards(samples(count, size), str(folder), **{"format": "mds", "max_shard_bytes": limit, **options})
     return folder
 
 

@@ -20,7 +20,7 @@ from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
 
 A, B, C, D = 1e-6, 100.0, 1e-5, 10.0  # latency and bandwidth within a node, and between nodes
-NETWORK = Network(node_ranks=4, within=B, between=D, within_latency_s=A, between_latency_s=C, control_latency_s=1e-4)
+NETWORK = Network(local_world_size=4, within=B, between=D, within_latency_s=A, between_latency_s=C, control_latency_s=1e-4)
 S = 1000
 
 BY_HAND = {
@@ -42,11 +42,11 @@ BY_HAND = {
 @pytest.mark.parametrize(("call", "expected"), BY_HAND.values(), ids=BY_HAND)
 def test_seconds_follow_the_stated_model(call, expected):
     op, ranks, stride = call
-    assert NETWORK.seconds(op, S, ranks=ranks, stride=stride) == pytest.approx(expected)
+    assert NETWORK.seconds(op, S, group_size=ranks, stride=stride) == pytest.approx(expected)
 
 
 def test_small_all_reduce_uses_a_tree():
-    assert NETWORK.seconds("all_reduce", 0, ranks=1024, stride=4) == pytest.approx(2 * 10 * C)
+    assert NETWORK.seconds("all_reduce", 0, group_size=1024, stride=4) == pytest.approx(2 * 10 * C)
 
 
 @pytest.mark.parametrize("name", NETWORKS)
@@ -55,16 +55,16 @@ def test_larger_messages_and_slower_links_take_longer(name, op):
     network = Network.preset(name)
     slow = network.replace(between=network.between / 2, within=network.within / 2)
     for ranks in (2, 8, 64, 4096):
-        assert 0 < network.seconds(op, 10**6, ranks=ranks) < network.seconds(op, 10**7, ranks=ranks)
-        assert network.seconds(op, 10**6, ranks=ranks) < slow.seconds(op, 10**6, ranks=ranks)
+        assert 0 < network.seconds(op, 10**6, group_size=ranks) < network.seconds(op, 10**7, group_size=ranks)
+        assert network.seconds(op, 10**6, group_size=ranks) < slow.seconds(op, 10**6, group_size=ranks)
 
 
 def test_seconds_of_a_step_are_the_sum_over_its_collectives():
     traffic = [
-        CollectiveTraffic(op="all_gather", ranks=4, count=3, bytes=3 * S),
-        CollectiveTraffic(op="all_reduce", ranks=2, count=1, bytes=S, stride=4),
+        CollectiveTraffic(op="all_gather", group_size=4, count=3, bytes=3 * S),
+        CollectiveTraffic(op="all_reduce", group_size=2, count=1, bytes=S, stride=4),
     ]
-    expected = 3 * NETWORK.seconds("all_gather", S, ranks=4) + NETWORK.seconds("all_reduce", S, ranks=2, stride=4)
+    expected = 3 * NETWORK.seconds("all_gather", S, group_size=4) + NETWORK.seconds("all_reduce", S, group_size=2, stride=4)
     assert communication_seconds(traffic, NETWORK) == pytest.approx(expected)
 
 
@@ -83,8 +83,11 @@ def test_control_records_take_the_messages_of_the_control_plane(ranks, seconds):
 
 REFUSED = {
     "unknown": (lambda: Network.preset("h200"), r"name must be one of a100-hdr200, .*, got 'h200'\. Or build"),
-    "no bandwidth": (lambda: Network(node_ranks=8, within=0, between=1), "within must be a finite number above 0, got 0"),
-    "no ranks": (lambda: Network(node_ranks=0, within=1, between=1), "node_ranks must be an integer of at least 1, got 0"),
+    "no bandwidth": (lambda: Network(local_world_size=8, within=0, between=1), "within must be a finite number above 0, got 0"),
+    "no ranks": (
+        lambda: Network(local_world_size=0, within=1, between=1),
+        "local_world_size must be an integer of at least 1, got 0",
+    ),
 }
 
 
@@ -122,10 +125,10 @@ TENSOR_PARALLEL = Workload(
 
 def test_each_axis_has_its_own_distance_between_ranks():
     estimate = estimate_memory(TENSOR_PARALLEL, world_size=64, strategy="hybrid_shard", dp_replicate=4, tp=2)
-    axes = {(each.op, each.ranks, each.stride) for each in estimate.traffic}
+    axes = {(each.op, each.group_size, each.stride) for each in estimate.traffic}
     assert axes == {("all_gather", 8, 2), ("reduce_scatter", 8, 2), ("all_reduce", 4, 16), ("all_reduce", 2, 1)}
     full = estimate_memory(TENSOR_PARALLEL, world_size=64, tp=2)
-    assert {(each.op, each.ranks, each.stride) for each in full.traffic} == {
+    assert {(each.op, each.group_size, each.stride) for each in full.traffic} == {
         ("all_gather", 32, 2),
         ("reduce_scatter", 32, 2),
         ("all_reduce", 2, 1),
@@ -226,4 +229,6 @@ def test_planned_collectives_equal_counted_ones(layout, microbatches):
         microbatches=microbatches,
         device="cpu",
     )
-    assert sorted((each.op, each.ranks, each.count, each.bytes) for each in plan.traffic) == [tuple(row) for row in found[0]]
+    assert sorted((each.op, each.group_size, each.count, each.bytes) for each in plan.traffic) == [
+        tuple(row) for row in found[0]
+    ]

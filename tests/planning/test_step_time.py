@@ -53,7 +53,7 @@ def test_seconds_of_a_step_without_network():
 @pytest.mark.parametrize("rate", [1e3, 1e15])
 def test_collectives_hide_behind_computation_except_the_first_of_each_kind(rate):
     estimate = estimate_memory(linears(), world_size=64, microbatch_size=SAMPLES)
-    network = Network(node_ranks=8, within=1e9, between=1e8)
+    network = Network(local_world_size=8, within=1e9, between=1e8)
     seconds = step_seconds(estimate, Accelerator(flops={"fp32": rate}, bandwidth=1e12), network)
     links = communication_seconds(estimate.traffic, network)
     first = sum(communication_seconds([each], network) / each.count for each in estimate.traffic)
@@ -87,7 +87,7 @@ def test_invalid_accelerators_are_refused(call, expected):
 
 def test_library_memory_is_counted_by_cause():
     estimate = estimate_memory(linears(transforms=[dt.transforms.ema(0.9)]), world_size=64, microbatch_size=SAMPLES)
-    found = library_memory(estimate, workers=2, node_ranks=8)
+    found = library_memory(estimate, workers=2, local_world_size=8)
     rest = estimate.at_rest
     assert found.host_staging == rest.parameters + rest.optimizer + rest.transforms
     assert found.device_batches == 2 * SAMPLES * WIDTH * SIZE

@@ -18,7 +18,7 @@ BUGS = Path(__file__).parent / "bugs"
 
 def test_correct_loop_agrees_in_all_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = dt.testing.prove(LOOP, ranks=(2,), timeout_s=600.0)
+    report = dt.testing.prove(LOOP, world_sizes=(2,), timeout_s=600.0)
     assert report.passed, report.text()
     verdicts = {row.name: row.verdict for row in report.rows}
     assert verdicts["1 rank, again"] == "bitwise"
@@ -31,7 +31,7 @@ def test_correct_loop_agrees_in_all_runs(tmp_path, monkeypatch):
 
 def test_forwards_of_a_gradient_cache_and_of_recomputation_draw_alike_in_all_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = dt.testing.prove(CONTRAST, ranks=(2,), steps=2, timeout_s=600.0)
+    report = dt.testing.prove(CONTRAST, world_sizes=(2,), steps=2, timeout_s=600.0)
     assert report.passed, report.text()
     assert "Updates of" not in report.text()
     assert {"2 ranks", "activation checkpointing off"} <= {row.name for row in report.rows}
@@ -41,7 +41,7 @@ def test_loop_of_steps_by_hand_that_exports_an_average_agrees(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     torch.save(torch.nn.Linear(8, 4).state_dict(), "pretrained.pt")
     torch.save({}, "average.pt")
-    report = dt.testing.prove(AVERAGE, ranks=(2,), timeout_s=600.0)
+    report = dt.testing.prove(AVERAGE, world_sizes=(2,), timeout_s=600.0)
     assert report.passed, report.text()
     assert {"killed after step 3, resumed", "killed after step 3, resumed on 2 ranks"} <= {row.name for row in report.rows}
     text = report.text()
@@ -60,7 +60,7 @@ def test_script_without_an_update_does_not_pass(tmp_path, monkeypatch):
 
 def test_report_of_a_bug_names_step_cause_and_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = dt.testing.prove(BUGS / "mean_over_tokens.py", ranks=(2,), timeout_s=600.0)
+    report = dt.testing.prove(BUGS / "mean_over_tokens.py", world_sizes=(2,), timeout_s=600.0)
     assert not report.passed
     finding = report.as_dict()["findings"][0]
     assert (finding["step"], finding["kind"], finding["cause"]) == (0, "loss", "loss_weighting")
@@ -71,7 +71,7 @@ def test_report_of_a_bug_names_step_cause_and_page(tmp_path, monkeypatch):
 
 def test_gradients_of_an_update_in_backward_are_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = dt.testing.prove(IN_BACKWARD, ["--bug"], ranks=(2,), steps=2, timeout_s=600.0)
+    report = dt.testing.prove(IN_BACKWARD, ["--bug"], world_sizes=(2,), steps=2, timeout_s=600.0)
     finding = report.as_dict()["findings"][0]
     assert (finding["step"], finding["kind"], finding["relative"]) == (0, "gradient", pytest.approx(0.5))
     assert [row.verdict for row in report.rows if row.name == "1 rank, again"] == ["bitwise"]
@@ -90,7 +90,7 @@ def test_correct_loop_agrees_in_its_own_precision(tmp_path, monkeypatch, script)
 
 def test_rounded_frequencies_are_the_first_module_that_rounding_does_not_explain(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = dt.testing.prove(BUGS / "rotary_rounded.py", ranks=(), steps=2, keep_precision=True, timeout_s=600.0)
+    report = dt.testing.prove(BUGS / "rotary_rounded.py", world_sizes=(), steps=2, keep_precision=True, timeout_s=600.0)
     assert [finding.cause.code for finding in report.findings] == ["rotary_rounded"]
     worst = max(report.modules, key=lambda module: module.ratio)
     assert (worst.name, worst.dtype, worst.is_far) == ("rotary", "bfloat16", True)
@@ -103,7 +103,7 @@ def test_script_that_raises_is_a_failed_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "broken.py"
     script.write_text("raise RuntimeError('no data')\n")
-    report = dt.testing.prove(script, ranks=(2,), timeout_s=600.0)
+    report = dt.testing.prove(script, world_sizes=(2,), timeout_s=600.0)
     assert not report.passed
     assert [row.verdict for row in report.rows] == ["failed"]
     assert "RuntimeError: no data (rank 0, broken.py:1)" in report.text()
@@ -114,7 +114,7 @@ def test_script_that_raises_is_a_failed_run(tmp_path, monkeypatch):
     [
         ({"script": "missing.py"}, r"prove: script must be a Python file, got '.*missing.py'"),
         ({"steps": 1}, "prove: steps must be an integer of at least 2, got 1"),
-        ({"ranks": (1,)}, "prove: ranks must be an integer of at least 2, got 1"),
+        ({"world_sizes": (1,)}, "prove: world_sizes must be an integer of at least 2, got 1"),
     ],
 )
 def test_options_are_checked(tmp_path, options, message):
@@ -158,4 +158,4 @@ def test_command_refuses_ranks_that_are_no_numbers():
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr == "dtrain: prove: --ranks must be numbers of at least 2, got 'two'. Pass 2,3, for example.\n"
+    assert done.stderr == "dtrain: prove: --world_sizes must be numbers of at least 2, got 'two'. Pass 2,3, for example.\n"

@@ -30,7 +30,7 @@ def prove(row: SeededBug, folder: Path, *, fixed: bool, ranks: tuple[int, ...] =
     """Prove a script in ``folder``, and return the answer."""
     folder.mkdir(parents=True)
     with chdir(folder):
-        report = dt.testing.prove(row.path, [*row.arguments, *["--fixed"] * fixed], ranks=ranks, timeout_s=600.0)
+        report = dt.testing.prove(row.path, [*row.arguments, *["--fixed"] * fixed], world_sizes=ranks, timeout_s=600.0)
     return report.as_dict() | {"text": report.text()}
 
 

@@ -45,7 +45,7 @@ def made():
 def loop(folder, steps=4):
     """Everything once; then what the ledger has: how often each span was entered, and the events."""
     spans._RECORDER = spans._SpanRecorder()
-    run = open_run(f"{folder}/run", interval=1)
+    run = open_run(f"{folder}/run", every=1)
     mesh = build_mesh()
     model = shard_model(made(), mesh, blocks=(nn.Linear,))
     loader = build_loader(DATA, mesh=mesh, global_batch_size=4, seed=0, collate=torch.stack)

@@ -74,7 +74,7 @@ def test_open_run_creates_attempt_and_ledger(tmp_path, monkeypatch):
 
 
 def test_ledger_sums_are_cumulative_and_hold_position(tmp_path):
-    run = open_run(tmp_path, interval=5)
+    run = open_run(tmp_path, every=5)
     with spans.span("generate", "evaluation"):
         steps(1, 12)
     leave()
@@ -89,7 +89,7 @@ def test_ledger_sums_are_cumulative_and_hold_position(tmp_path):
 
 
 def test_steps_within_interval_write_no_lines(tmp_path):
-    run = open_run(tmp_path, interval="1000sec")
+    run = open_run(tmp_path, every="1000sec")
     steps(1, 100)
     assert kinds(lines_of(run.path)) == ["open"]
     leave()
@@ -98,7 +98,7 @@ def test_steps_within_interval_write_no_lines(tmp_path):
 
 def test_events_are_written_immediately_with_sums_before_commits(tmp_path):
     spans.record_event("resumed", step=4, path="ckpt")
-    run = open_run(tmp_path, interval="1000sec")
+    run = open_run(tmp_path, every="1000sec")
     steps(5, 6)
     spans.record_event("save", step=6, blocked_s=0.1)
     spans.record_event("committed", step=6, seconds=1.0, bytes=7)
@@ -107,7 +107,7 @@ def test_events_are_written_immediately_with_sums_before_commits(tmp_path):
 
 
 def test_event_of_other_thread_defers_sum_to_next_step(tmp_path):
-    run = open_run(tmp_path, interval="1000sec")
+    run = open_run(tmp_path, every="1000sec")
     steps(1, 2)
     thread = threading.Thread(target=spans.record_event, args=("committed",), kwargs={"step": 2})
     thread.start()
@@ -265,8 +265,8 @@ def test_git_commit_is_recorded_with_dirty_flag(tmp_path, monkeypatch):
     ("given", "text"),
     [
         ({"settings": [1]}, "open_run: settings must be a mapping, a dataclass or an argparse.Namespace, got list"),
-        ({"interval": "3ep"}, "open_run: interval must be in steps or seconds, got '3ep'. Pass '100ba' or '10sec'"),
-        ({"interval": "soon"}, "duration: "),
+        ({"every": "3ep"}, "open_run: every must be in steps or seconds, got '3ep'. Pass '100ba' or '10sec'"),
+        ({"every": "soon"}, "duration: "),
         ({"redact": [7]}, r"open_run: redact must be patterns of names, got 7. Pass redact=\['db_\*'\]"),
         ({"upload": "ftp://x/y"}, "protocol must be one of .* got ftp://"),
     ],
@@ -292,7 +292,7 @@ def test_uncreatable_folder_is_refused(tmp_path):
 
 
 def test_full_disk_warns_once_and_later_writes_catch_up(tmp_path, monkeypatch):
-    run, full = open_run(tmp_path, interval=1), [True]
+    run, full = open_run(tmp_path, every=1), [True]
     real = os.write
 
     def write(handle, data):
@@ -316,7 +316,7 @@ def test_full_disk_warns_once_and_later_writes_catch_up(tmp_path, monkeypatch):
 
 
 def test_partial_line_on_full_disk_is_ended_by_next_write(tmp_path, monkeypatch):
-    run, full = open_run(tmp_path, interval=1), [True]
+    run, full = open_run(tmp_path, every=1), [True]
     real = os.write
     monkeypatch.setattr(ledgers.os, "write", lambda handle, data: real(handle, data[:9] if full[0] else data))
     with pytest.warns(RuntimeWarning, match="only a part of a line"):
@@ -329,7 +329,7 @@ def test_partial_line_on_full_disk_is_ended_by_next_write(tmp_path, monkeypatch)
 
 
 def test_removed_folder_does_not_stop_training(tmp_path):
-    run = open_run(tmp_path / "run", interval=1)
+    run = open_run(tmp_path / "run", every=1)
     for path in sorted(run.path.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     with pytest.warns(RuntimeWarning, match="open_run: cannot write"):
@@ -339,14 +339,14 @@ def test_removed_folder_does_not_stop_training(tmp_path):
 
 
 def test_forked_child_writes_nothing_and_can_open_its_own_run(tmp_path):
-    run = open_run(tmp_path / "parent", interval=1)
+    run = open_run(tmp_path / "parent", every=1)
     child = os.fork()
     if child == 0:
         code = 1
         try:
             steps(1, 3)
             spans.record_event("save")
-            other = open_run(tmp_path / "child", interval=1)
+            other = open_run(tmp_path / "child", every=1)
             steps(4, 5)
             run_dir._close_at_exit(os.getpid())
             code = 0 if other.attempt == 1 else 2
@@ -358,7 +358,7 @@ def test_forked_child_writes_nothing_and_can_open_its_own_run(tmp_path):
 
 
 def test_ledger_lines_of_threads_are_not_interleaved(tmp_path):
-    run = open_run(tmp_path, interval=1)
+    run = open_run(tmp_path, every=1)
     threads = [
         threading.Thread(target=lambda: [spans.record_event("save", text="x" * 500) for _ in range(50)]) for _ in range(4)
     ]
@@ -375,7 +375,7 @@ SCRIPT = """
 import sys
 from dtrain import spans
 from dtrain.run.run_dir import open_run
-open_run(sys.argv[1], interval=1)
+open_run(sys.argv[1], every=1)
 with spans.span("step"):
     spans.record_step(1, samples=1, tokens=1)
 {end}
@@ -407,7 +407,7 @@ def on_ranks(folder, bad_rank=None, other_folder=None):
         mine = mine.parent / "file" / "x"
         mine.parent.write_text("")
     try:
-        run = open_run(mine, interval=1)
+        run = open_run(mine, every=1)
     except ConfigError as error:
         return str(error)
     steps(1, 2)
@@ -565,7 +565,7 @@ def test_setup_time_is_counted_only_for_first_run_of_process(tmp_path, monkeypat
 
 
 def test_resuming_earlier_step_writes_sums_from_that_step(tmp_path):
-    run = open_run(tmp_path, interval=10)
+    run = open_run(tmp_path, every=10)
     steps(1, 100)
     spans.set_position(20, samples=160, tokens=1280)
     spans.record_event("resumed", step=20, path="ckpt")

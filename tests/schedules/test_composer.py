@@ -172,7 +172,7 @@ def test_composer_refuses_a_run_that_continues_at_a_factor_of_zero(name):
 REFUSED = {
     "no run": (
         lambda: composer.cosine("10ep"),
-        r"composer.cosine: run must be a dt\.RunLength, got '10ep'\. Give loader\.run_len",
+        r"composer.cosine: run_length must be a dt\.RunLength, got '10ep'\. Give loader\.run_len",
     ),
     "no total": (
         lambda: composer.cosine(RunLength(steps_per_epoch=5)),

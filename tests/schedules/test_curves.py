@@ -190,7 +190,7 @@ REFUSED_DECAYS = {
     "polynomial: value": (lambda: polynomial(math.inf, 0.0, 5, power=1), "polynomial: start must be a finite number, got inf"),
     "exponential: period": (
         lambda: exponential(1.0, 0.5, 0),
-        r"exponential: period must be a finite number above 0, got 0\. ",
+        r"exponential: every must be a finite number above 0, got 0\. ",
     ),
     "exponential: gamma": (
         lambda: exponential(1.0, 0),
@@ -249,7 +249,7 @@ REFUSED_STEPS = {
     "multi_step: one alone": (lambda: multi_step(1.0, 0.1, 30), r"multi_step: milestones must be a list, got milestones=30"),
     "step_decay: period": (
         lambda: step_decay(1.0, 0.5, -1),
-        r"step_decay: period must be a finite number above 0, got -1\. Give",
+        r"step_decay: every must be a finite number above 0, got -1\. Give",
     ),
     "step_decay: growth": (lambda: step_decay(1.0, 2, 5), "step_decay: a growth must have an end, got gamma=2"),
     "multi_step: none": (lambda: multi_step(1.0, 0.5, []), r"multi_step: milestones must not be empty, got none\. "),

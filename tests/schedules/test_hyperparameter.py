@@ -23,7 +23,7 @@ def test_hyperparameter_returns_a_number_unchanged():
 
 @pytest.mark.parametrize("unit", ["ba", "ep", "sp", "tok", "sec", "dur"])
 def test_with_unit_reads_every_count_of_the_clock(unit):
-    clock = Clock(step=1, epoch=2, samples=3, tokens=4, seconds=5.0, run=RunLength(total=8))
+    clock = Clock(step=1, epoch=2, samples=3, tokens=4, seconds=5.0, run_length=RunLength(total=8))
     read = hyperparameter(with_unit(unit, lambda t: 10.0 * t), "x")
     assert read(clock) == {"ba": 10.0, "ep": 20.0, "sp": 30.0, "tok": 40.0, "sec": 50.0, "dur": 1.25}[unit]
 

@@ -98,7 +98,7 @@ def test_momentum_cycles_inversely_to_lr():
 REFUSED_CYCLES = {
     "restarts: period": (
         lambda: cosine_restarts(1.0, 0.0, 0),
-        "cosine_restarts: period must be a finite number above 0, got 0",
+        "cosine_restarts: every must be a finite number above 0, got 0",
     ),
     "restarts: multiplier": (
         lambda: cosine_restarts(1.0, 0.0, 5, multiplier=0.5),

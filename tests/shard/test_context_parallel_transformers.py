@@ -90,7 +90,7 @@ def trained(
     dims = {key: dim for key, dim in DIMS.items() if key != drop}
     transforms = [dt.transforms.context_parallel(mesh, batch_seq_dims=dims)]
     if microbatches:
-        transforms.insert({"outside": 0, "inside": 1}[microbatches], dt.auto_microbatch(initial=1))
+        transforms.insert({"outside": 0, "inside": 1}[microbatches], dt.auto_microbatch(initial_size=1))
     step = dt.compose_step(summed_by_the_model if labels_in_model else loss_fn, transforms)
     state, losses = step.init(net, torch.optim.SGD(net.parameters(), lr=0.3)), []
     index, count = dt.dist.data_rank(mesh)

@@ -55,7 +55,7 @@ def trained(emulated: bool) -> dict[str, Any]:
     with torch.device("meta"):
         net = Net()
     if emulated:
-        net = convert_to_fp8(net, skip="head", emulate=True)
+        net = convert_to_fp8(net, ignore="head", emulate=True)
     names = converted_names(net)
     net = shard_model(net, build_mesh(), blocks="blocks.*")
     net = materialize(net, seed=0)
@@ -94,7 +94,7 @@ def test_parameters_keep_their_identity():
             lambda: convert_to_fp8(Net(), recipe="fast"),
             "convert_to_fp8: recipe must be 'tensorwise', 'rowwise' or .* got 'fast'",
         ),
-        (lambda: convert_to_fp8(Net(), skip="haed"), "convert_to_fp8: skip names 'haed', but no linear layer matches"),
+        (lambda: convert_to_fp8(Net(), ignore="haed"), "convert_to_fp8: ignore names 'haed', but no linear layer matches"),
         (
             lambda: convert_to_fp8(nn.Sequential(nn.Linear(8, 8), nn.Linear(32, 7))),
             "convert_to_fp8: none of 2 linear layers can be converted. Use sizes that are multiples of 16",

@@ -20,7 +20,7 @@ def trained(strategy, spoil=None, *, steps=3, transforms=(), interval=100, at=1,
     # The plan cuts one layer, and the other layer is whole along tp.
     plan = {"tp_plan": {"first": ColwiseParallel(output_layouts=Replicate())}} if tp > 1 else {}
     step, state = begin(list(transforms), strategy, ADAMW, tp=tp, **plan)
-    state = step.init(state.model, state.optimizer, replica_check_interval=interval)
+    state = step.init(state.model, state.optimizer, replica_check_every=interval)
     rank = state.spec.data_rank
     sizes = [8 // state.spec.data_ranks] * state.spec.data_ranks
     said = "nothing"
@@ -136,8 +136,8 @@ def test_the_comparison_adds_no_wait_and_no_exchange(ranks):
 def test_a_negative_interval_is_refused():
     model = nn.Linear(1, 1)
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).mean(), weight=len))
-    with pytest.raises(ConfigError, match=r"init: replica_check_interval must be .*, got -1"):
-        step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), replica_check_interval=-1)
+    with pytest.raises(ConfigError, match=r"init: replica_check_every must be .*, got -1"):
+        step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), replica_check_every=-1)
 
 
 class Quantized(torch.Tensor):
@@ -182,7 +182,7 @@ def trained_with_wrapped_weights(spoil):
     model.scales = nn.Parameter(Quantized(codes, torch.tensor(0.5)), requires_grad=False)
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len))
     trainable = [param for param in model.parameters() if param.requires_grad]
-    state = step.init(model, torch.optim.SGD(trainable, lr=0.1), replica_check_interval=1)
+    state = step.init(model, torch.optim.SGD(trainable, lr=0.1), replica_check_every=1)
     said = "nothing"
     try:
         for _ in range(3):

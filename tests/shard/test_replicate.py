@@ -394,7 +394,7 @@ def updated_by_hand() -> list[list[str]]:
     net, other = replicated(), nn.Linear(1, 1)
     # The updates leave other values on each rank.
     optimizer, seen = torch.optim.SGD(net.parameters(), lr=0.1), []
-    state = compose_step(squares).init(net, optimizer, replica_check_interval=0)
+    state = compose_step(squares).init(net, optimizer, replica_check_every=0)
 
     def backward_outside() -> None:
         net(mine(whole_batch())).sum().backward()

@@ -256,7 +256,7 @@ def test_unit_skipped_in_first_step_is_named_on_all_ranks(ranks, missing, comes_
 
 def under_auto() -> float:
     net = dt.shard_model(make(True), dt.build_mesh(), blocks=BLOCKS)
-    step = dt.compose_step(loss_of, [dt.auto_microbatch(initial=2, minimum=1, grow_interval=None)])
+    step = dt.compose_step(loss_of, [dt.auto_microbatch(initial_size=2, min_size=1, grow_every=None)])
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.0))
     alone, worst = make(True), 0.0
     rng = random.Random(3)
@@ -269,7 +269,7 @@ def under_auto() -> float:
             kept.update({name: param.grad for name, param in state.params.items()})
             return dt.apply_gradients(state, metrics)
 
-        step = dt.compose_step(loss_of, [dt.auto_microbatch(initial=2, minimum=1, grow_interval=None)], update=update)
+        step = dt.compose_step(loss_of, [dt.auto_microbatch(initial_size=2, min_size=1, grow_every=None)], update=update)
         state, _ = step(state, tokens_of(get_dist_info().rank))
         for name, param in state.params.items():
             param.grad = kept[name]

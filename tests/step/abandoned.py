@@ -107,7 +107,7 @@ def compare(strategy: str, at: str, call: int, rank: int, when: int) -> dict:
 
 def compare_sizes(strategy: str, at: str, call: int, rank: int, when: int) -> dict:
     """Run with one fault in step ``when``, then again with the sizes that the first run ended up with."""
-    auto = auto_microbatch(initial=4, minimum=2, divisor=2, grow_interval=None)
+    auto = auto_microbatch(initial_size=4, min_size=2, divisor=2, grow_every=None)
     step, state = start(strategy, auto)
     updates, sizes = [], []
     state.optimizer.register_step_post_hook(lambda *_: updates.append(1))

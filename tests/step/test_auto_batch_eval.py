@@ -142,7 +142,7 @@ class Switched(nn.Module):
 def evaluations(changes_at: int, fails_at: int, message: str) -> list:
     """Exchanges of five calls, and whether the results are right. A call has another order of layers, one fails on rank 1."""
     net = shard_model(Switched(), build_mesh(), blocks=(nn.Linear,))
-    run = auto_batch_eval(lambda model, part: model(part), initial=4)
+    run = auto_batch_eval(lambda model, part: model(part), initial_size=4)
     rows = torch.arange(8.0, dtype=torch.float64).view(4, 2) + get_dist_info().rank
     exchanged, right, raised = [], [], ""
     for call in range(5):

@@ -36,7 +36,7 @@ def test_found_size_is_near_the_manual_maximum():
     while low < high:
         middle = (low + high + 1) // 2
         try:
-            find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0, minimum=middle, divisor=10**6)
+            find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0, min_size=middle, divisor=10**6)
             low = middle
         except OutOfMemoryError:
             high = middle - 1
@@ -56,7 +56,7 @@ def test_step_after_gpu_oom_equals_step_with_the_found_size():
         found = state.transform_states.get("auto_microbatch", {}).get("size", 0)
         return [param.detach().clone() for param in state.params.values()], found
 
-    tried, size = run(auto_microbatch(initial=SAMPLES))
+    tried, size = run(auto_microbatch(initial_size=SAMPLES))
     assert 0 < size < SAMPLES
     by_hand, _ = run(size=size)
     assert all(torch.equal(a, b) for a, b in zip(tried, by_hand, strict=True))

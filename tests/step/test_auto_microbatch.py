@@ -60,7 +60,7 @@ def size_of(state: TrainState) -> int | str:
 
 def by_budget(strategy: str) -> dict:
     """Ranks with different budgets, which shrink and then grow; and the largest size that works by hand."""
-    auto = auto_microbatch(headroom=0.0, grow_interval=2)
+    auto = auto_microbatch(headroom=0.0, grow_every=2)
     budget = MIB + get_dist_info().rank * MIB // 8
     step, state = wide(strategy, auto)
     sizes, peaks = [], []
@@ -74,8 +74,8 @@ def by_budget(strategy: str) -> dict:
     while low < high:  # what an exhaustive search by hand finds, in a process of its own each time
         middle = (low + high + 1) // 2
         by_hand.append(middle)
-        _, state = wide(strategy, auto_microbatch(initial=middle, minimum=middle, grow_interval=None))
-        step = compose_step(loss_fn, [auto_microbatch(initial=middle, minimum=middle, grow_interval=None)])
+        _, state = wide(strategy, auto_microbatch(initial_size=middle, min_size=middle, grow_every=None))
+        step = compose_step(loss_fn, [auto_microbatch(initial_size=middle, min_size=middle, grow_every=None)])
         with memory_budget(budget, existing=state.params.values()):
             try:
                 step(state, torch.randn(SAMPLES, WIDTH))
@@ -99,7 +99,7 @@ def test_microbatch_size_follows_the_smallest_rank_budget(ranks, strategy):
 
 def ragged(strategy: str) -> list:
     """Sequences of changing length under one budget; the run is the same as one with the sizes found."""
-    step, state = wide(strategy, auto_microbatch(grow_interval=3))
+    step, state = wide(strategy, auto_microbatch(grow_every=3))
     generator = torch.Generator().manual_seed(get_dist_info().rank)
     data = [torch.randn(48, length, WIDTH, generator=generator) for length in (4, 8, 16, 16, 4, 4, 4, 4)]
     sizes = []
@@ -127,7 +127,7 @@ def test_ragged_lengths_shrink_and_grow_the_size(ranks):
 
 
 def hopeless(strategy: str) -> list[str]:
-    step, state = wide(strategy, auto_microbatch(minimum=4))
+    step, state = wide(strategy, auto_microbatch(min_size=4))
     budget = [240_000 if strategy == "replicate" else 120_000, 50 * MIB]
     batch = torch.randn(SAMPLES, WIDTH)
     with memory_budget(budget, existing=state.params.values()), pytest.raises(OutOfMemoryError) as error:
@@ -157,7 +157,7 @@ def test_infeasible_microbatch_raises_one_line_error_on_all_ranks(ranks):
 
 def leaks(rounds: int) -> list[int]:
     """Tries that fail in turn at other places, and what is alive after each."""
-    step, state = start("full_shard", auto_microbatch(initial=4, minimum=4, grow_interval=None))
+    step, state = start("full_shard", auto_microbatch(initial_size=4, min_size=4, grow_every=None))
     data = batches(1)[0]
     live = []
     deadline = time.monotonic() + 60
@@ -190,7 +190,7 @@ def test_failed_probes_leak_no_memory(ranks, rounds):
 
 
 def other_error() -> list:
-    step, state = start("full_shard", auto_microbatch(initial=4, grow_interval=None))
+    step, state = start("full_shard", auto_microbatch(initial_size=4, grow_every=None))
     first, second, third = batches(3)
     state, _ = step(state, first)
     said = ""
@@ -215,8 +215,8 @@ def writes_into_its_batch() -> str:
         batch["x"].mul_(2)
         return small_loss(net, batch)
 
-    step, state = start("full_shard", auto_microbatch(initial=4, minimum=2, grow_interval=None))
-    step = compose_step(loss, [auto_microbatch(initial=4, minimum=2, grow_interval=None)])
+    step, state = start("full_shard", auto_microbatch(initial_size=4, min_size=2, grow_every=None))
+    step = compose_step(loss, [auto_microbatch(initial_size=4, min_size=2, grow_every=None)])
     with inject_fault("raise", at="backward", call=1, rank=0, error=OUT_OF_MEMORY), pytest.raises(StepError) as error:
         step(state, batches(1)[0])
     return str(error.value)
@@ -230,7 +230,7 @@ def steady(strategy: str) -> dict:
     """Return the collectives and host syncs of the third step, and of a step with a fixed size."""
     seen = {}
     for name, transforms, grad in (
-        ("auto", [auto_microbatch(initial=4, grow_interval=None)], microbatch_step),
+        ("auto", [auto_microbatch(initial_size=4, grow_every=None)], microbatch_step),
         ("fixed", [], partial(microbatch_step, microbatch_size=4)),
     ):
         step, state = wide(strategy, *transforms, grad=grad, optimizer=torch.optim.SGD)
@@ -258,7 +258,7 @@ def resumed(folder: str) -> list:
     budget = MIB
     sizes = []
     for strategy in ("full_shard", "full_shard", "shard_grad_op"):
-        step, state = wide(strategy, auto_microbatch(grow_interval=None))
+        step, state = wide(strategy, auto_microbatch(grow_every=None))
         state = load_sharded(folder, state, missing_ok=True)
         probe = MicrobatchProber.probe
         with (
@@ -282,7 +282,7 @@ def test_resumed_run_reuses_microbatch_size_only_for_the_same_layout(ranks, tmp_
 
 def thrashes() -> list:
     """The allocator of rank 1 reports that it had to flush, in the second step."""
-    step, state = start("full_shard", auto_microbatch(initial=4, minimum=2, divisor=2, grow_interval=None))
+    step, state = start("full_shard", auto_microbatch(initial_size=4, min_size=2, divisor=2, grow_every=None))
     sizes, thrashed = [], MicrobatchProber.allocator_retried
     updates: list[int] = []
     state.optimizer.register_step_post_hook(lambda *_: updates.append(1))
@@ -485,13 +485,13 @@ def test_custom_optimizer_state_is_estimated_then_size_searched_again():
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"initial": 0}, "initial must be an integer of at least 1"),
-        ({"minimum": 2.5}, "minimum must be an integer of at least 1"),
+        ({"initial_size": 0}, "initial_size must be an integer of at least 1"),
+        ({"min_size": 2.5}, "min_size must be an integer of at least 1"),
         ({"divisor": -1}, "divisor must be an integer of at least 1"),
-        ({"initial": 2, "minimum": 4}, "initial must be at least minimum"),
+        ({"initial_size": 2, "min_size": 4}, "initial_size must be at least min_size"),
         ({"headroom": 1.0}, "headroom must be a finite number at least 0 and below 1"),
         ({"probe": 1}, "probe must be an integer of at least 2"),
-        ({"grow_interval": "1 fortnight"}, "duration"),
+        ({"grow_every": "1 fortnight"}, "duration"),
     ],
 )
 def test_invalid_arguments_are_refused(options, says):
@@ -530,7 +530,7 @@ def test_custom_grad_function_is_retried_in_one_process():
         return microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=microbatch_size)
 
     net = nn.Linear(WIDTH, 1)
-    step = compose_step(loss_fn, [auto_microbatch(grow_interval=None)], grad=grad)
+    step = compose_step(loss_fn, [auto_microbatch(grow_every=None)], grad=grad)
     state = step.init(net, torch.optim.SGD(net.parameters(), lr=0.1))
     state, _ = step(state, torch.ones(8, WIDTH))
     assert size_of(state) == 3
@@ -539,7 +539,7 @@ def test_custom_grad_function_is_retried_in_one_process():
 
 
 def snapshots(folder: str) -> list[str]:
-    step, state = wide("full_shard", auto_microbatch(minimum=4, snapshot_path=f"{folder}/memory-{{rank}}.json"))
+    step, state = wide("full_shard", auto_microbatch(min_size=4, snapshot_path=f"{folder}/memory-{{rank}}.json"))
     batch = torch.randn(SAMPLES, WIDTH)
     with memory_budget([180_000, 50 * MIB], existing=state.params.values()), pytest.raises(OutOfMemoryError):
         step(state, batch)

@@ -71,7 +71,7 @@ def blamed() -> str:
             raise torch.OutOfMemoryError(f"rank {get_dist_info().rank} refused {len(batch)}")
         return loss_fn(net, batch)
 
-    step, state = start(auto_microbatch(initial=4, minimum=2), loss=loss)
+    step, state = start(auto_microbatch(initial_size=4, min_size=2), loss=loss)
     with pytest.raises(OutOfMemoryError) as error:
         step(state, torch.randn(8, WIDTH))
     return str(error.value)
@@ -87,11 +87,11 @@ def given_back() -> list:
     def broken(net: nn.Module, batch: torch.Tensor) -> LossSum:
         raise ValueError("of the loss")
 
-    step, state = start(auto_microbatch(initial=4), loss=broken)
+    step, state = start(auto_microbatch(initial_size=4), loss=broken)
     with pytest.raises((ValueError, PeerError)):
         step(state, torch.randn(8, WIDTH))
     held = len(state.run_context.transform_cache["auto_microbatch"].reserved)
-    step = compose_step(loss_fn, [auto_microbatch(initial=4)])
+    step = compose_step(loss_fn, [auto_microbatch(initial_size=4)])
     state, _ = step(state, torch.randn(8, WIDTH))
     return [held, size_of(state)]
 
@@ -115,7 +115,7 @@ def test_ranks_with_different_saved_layouts_search_together(ranks):
 
 
 def loaded_between() -> list:
-    step, state = start(auto_microbatch(initial=4, grow_interval=None))
+    step, state = start(auto_microbatch(initial_size=4, grow_every=None))
     batch, sizes = torch.randn(8, WIDTH), []
     state, _ = step(state, batch)
     for content in ({"size": 2, "whole": 0, "found_on": "elsewhere"}, {"size": 2, "whole": 0}):
@@ -140,7 +140,7 @@ def collective_of_its_own() -> list:
         dist.all_gather(others, out.detach())
         return LossSum(total=(out - sum(other.mean() for other in others)).square().sum(), weight=len(batch))
 
-    step, state = start(auto_microbatch(initial=4, grow_interval=None), loss=loss)
+    step, state = start(auto_microbatch(initial_size=4, grow_every=None), loss=loss)
     for samples in (8, 8, 8):
         state, _ = step(state, torch.randn(samples, WIDTH))
     with inject_fault("raise", at="forward", call=2, rank=1, error=OUT_OF_MEMORY):
@@ -161,7 +161,7 @@ def with_a_critic(at: str, call: int) -> dict:
         def loss(net: nn.Module, batch: torch.Tensor) -> LossSum:
             return LossSum(total=critic(net(batch)).square().sum(), weight=len(batch))
 
-        auto = [auto_microbatch(initial=4, minimum=2, divisor=2, grow_interval=None)] if failing else []
+        auto = [auto_microbatch(initial_size=4, min_size=2, divisor=2, grow_every=None)] if failing else []
         state = compose_step(loss, auto).init(net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9))
         generator, found = torch.Generator().manual_seed(get_dist_info().rank), []
         for index in range(4):
@@ -189,7 +189,7 @@ def test_second_sharded_model_in_the_loss_is_reset_after_oom(ranks, at, call):
 
 
 def searched_alone() -> list:
-    step, state = start(auto_microbatch(grow_interval=None, headroom=0.0))
+    step, state = start(auto_microbatch(grow_every=None, headroom=0.0))
     batch = torch.randn(512, WIDTH)
     with memory_budget(200_000, existing=state.params.values()) as held:
         report = find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0)
@@ -239,13 +239,13 @@ def test_all_probed_sizes_are_multiples_of_the_divisor(ranks):
 
 
 def test_initial_size_not_divisible_by_divisor_is_refused():
-    with pytest.raises(ConfigError, match="initial must be a multiple of divisor, got initial=6 and divisor=4"):
-        auto_microbatch(initial=6, divisor=4)
+    with pytest.raises(ConfigError, match="initial_size must be a multiple of divisor, got initial_size=6 and divisor=4"):
+        auto_microbatch(initial_size=6, divisor=4)
 
 
 def no_memory_for_copies() -> list:
     """Memory runs out on rank 1 where the buffers are copied, before the step has begun."""
-    step, state = start_small("full_shard", auto_microbatch(initial=4, minimum=2, divisor=2, grow_interval=None))
+    step, state = start_small("full_shard", auto_microbatch(initial_size=4, min_size=2, divisor=2, grow_every=None))
     first, second, third = batches(3)
     state, _ = step(state, first)
     before = fingerprint(state)

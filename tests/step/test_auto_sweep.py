@@ -91,7 +91,7 @@ class Pair:
     def __init__(self, architecture: str, strategy: str, size: int) -> None:
         self.size = size
         self.auto = compose_step(
-            loss_fn, [auto_microbatch(initial=size, minimum=size // 2, divisor=max(1, size // 2), grow_interval=None)]
+            loss_fn, [auto_microbatch(initial_size=size, min_size=size // 2, divisor=max(1, size // 2), grow_every=None)]
         )
         begun = start(architecture, strategy)
         self.state = self.auto.init(begun.model, begun.optimizer)

@@ -54,7 +54,7 @@ def start(*transforms, loss=loss_fn) -> tuple[Step, TrainState]:
 
 
 def auto():
-    return auto_microbatch(initial=4, minimum=1, grow_interval=None)
+    return auto_microbatch(initial_size=4, min_size=1, grow_every=None)
 
 
 def batches(steps: int) -> list[Tensor]:
@@ -236,7 +236,7 @@ def start_tensor_parallel(*transforms, **options) -> tuple[Step, TrainState]:
 
 def tensor_parallel(sequences: list[list[int]], fails_at: int) -> list:
     """Steps on batches of ``sequences[step][data_rank]`` tokens a sample; rank 1 runs out of memory in step ``fails_at``."""
-    step, state = start_tensor_parallel(auto_microbatch(initial=2, minimum=1, grow_interval=None))
+    step, state = start_tensor_parallel(auto_microbatch(initial_size=2, min_size=1, grow_every=None))
     _, expected = start_tensor_parallel()
     exchanged = []
     for index, lengths in enumerate(sequences):

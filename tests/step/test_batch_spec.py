@@ -90,7 +90,7 @@ USES: dict[str, Callable] = {
     ),
     "dtrain.evaluate": lambda spec, batch: dt.evaluate(net(), [batch], loss_fn, microbatch_size=2, batch_spec=spec),
     "dtrain.auto_batch_eval": lambda spec, batch: torch.cat(
-        dt.auto_batch_eval(lambda model, part: model(columns(part)[0]), initial=2, batch_spec=spec)(net(), batch)
+        dt.auto_batch_eval(lambda model, part: model(columns(part)[0]), initial_size=2, batch_spec=spec)(net(), batch)
     ),
     "dtrain.split_batch": lambda spec, batch: [len(columns(part)[1]) for part in dt.split_batch(batch, 2, batch_spec=spec)],
     "dtrain.build_loader": lambda spec, batch: [

@@ -249,7 +249,7 @@ SPEC = dt.batch_spec({"x": "seq batch"})
 )
 def test_step_passes_the_microbatch_size_to_its_grad(options, sizes):
     loss = Counted()
-    step = dt.compose_step(loss, [dt.transforms.loss_scale(initial=2.0)], **options)
+    step = dt.compose_step(loss, [dt.transforms.loss_scale(initial_scale=2.0)], **options)
     step(begin(step), {"x": torch.ones(5, 3)})
     assert loss.sizes == sizes
 

@@ -188,11 +188,11 @@ def test_epoch_intervals_raise_without_a_loader(use):
     "transform",
     [
         lambda: dt.transforms.freeze("0.**", start="1ep"),
-        lambda: dt.transforms.swa(start="1ep", interval="1ep", end="3ep"),
+        lambda: dt.transforms.swa(start="1ep", every="1ep", end="3ep"),
         lambda: dt.transforms.every("1ep", dt.transforms.clip_by_norm(1.0)),
         lambda: dt.transforms.between("1ep", "2ep", dt.transforms.clip_by_norm(1.0)),
         lambda: dt.transforms.scale_lr(dt.schedules.with_unit("ep", lambda epoch: 1.0 / (1 + epoch))),
-        lambda: dt.transforms.ema(0.9, interval="1ep"),
+        lambda: dt.transforms.ema(0.9, every="1ep"),
     ],
     ids=["freeze", "swa", "every", "between", "with_unit", "ema"],
 )
@@ -239,7 +239,7 @@ def test_epoch_based_schedule_follows_the_loader(loop):
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_swa_averages_once_per_epoch(loop):
-    state, _ = run_of(loop, loader(), dt.transforms.swa(start="1ep", interval="1ep", end="3ep"))
+    state, _ = run_of(loop, loader(), dt.transforms.swa(start="1ep", every="1ep", end="3ep"))
     assert state.transform_states["swa"]["averaged"] == 3
 
 
@@ -278,10 +278,10 @@ def test_resumed_run_counts_epochs_as_an_uninterrupted_run(loop, stop_at, tmp_pa
         return state, found
 
     source = loader()
-    step, state = begin(dt.transforms.swa(start="1ep", interval="1ep", end="4ep"), loader=source)
+    step, state = begin(dt.transforms.swa(start="1ep", every="1ep", end="4ep"), loader=source)
     whole, crossed = go(state, step, source, "3ep")
     source = loader()
-    step, state = begin(dt.transforms.swa(start="1ep", interval="1ep", end="4ep"), loader=source)
+    step, state = begin(dt.transforms.swa(start="1ep", every="1ep", end="4ep"), loader=source)
     state = dt.load_sharded(tmp_path, state)
     saved = source.position.batches
     if loop == "third":  # its loop counts from where it begins

@@ -520,9 +520,7 @@ def trained(budget: int, gather: bool, *transforms, grad=grad_cache_step) -> tup
 
 def found_and_given(gather: bool) -> list:
     """With sizes found under a budget that shrinks, and with these sizes given: sizes, refusals, and equal weights."""
-    weights, sizes, refused = trained(
-        MIB if gather else 3 * MIB // 4, gather, auto_microbatch(headroom=0.0, grow_interval=None)
-    )
+    weights, sizes, refused = trained(MIB if gather else 3 * MIB // 4, gather, auto_microbatch(headroom=0.0, grow_every=None))
     given = iter(sizes)
 
     def by_hand(state, batch, *, loss_fn, microbatch_size=None):

@@ -22,7 +22,7 @@ def search(
 ) -> tuple[int, list[ProbeResult]]:
     """Run a search on ranks with these limits, where a microbatch of n takes ``fixed + n * per_sample``."""
     box = SizeBounds(
-        minimum=bounds.get("minimum", 1),
+        min_size=bounds.get("minimum", 1),
         largest_batch=largest,
         divisor=bounds.get("divisor", 1),
         headroom=headroom,
@@ -30,7 +30,7 @@ def search(
     )
     tries: list[ProbeResult] = []
     while (size := next_size(tries, box)) is not None:
-        assert box.minimum <= size <= largest
+        assert box.min_size <= size <= largest
         assert size not in [t.size for t in tries]
         peak = int(fixed + math.ceil(size * per_sample))
         fits = all(peak <= each for each in limit)
@@ -87,7 +87,7 @@ def test_sizes_are_multiples_of_the_divisor_or_the_whole_batch():
 
 def test_nonlinear_memory_growth_falls_back_to_bisection():
     """A line through small sizes promises more than there is: an algorithm that changes with the size, say."""
-    box = SizeBounds(minimum=1, largest_batch=256, divisor=1, headroom=0.0, measurable=True)
+    box = SizeBounds(min_size=1, largest_batch=256, divisor=1, headroom=0.0, measurable=True)
     tries: list[ProbeResult] = []
     while (size := next_size(tries, box)) is not None:
         fits = size <= 37
@@ -99,13 +99,13 @@ def test_nonlinear_memory_growth_falls_back_to_bisection():
 
 
 def test_later_failure_overrides_an_earlier_fit():
-    box = SizeBounds(minimum=1, largest_batch=64, divisor=1, headroom=0.0, measurable=False)
+    box = SizeBounds(min_size=1, largest_batch=64, divisor=1, headroom=0.0, measurable=False)
     tries = [ProbeResult(size=32, fits=True), ProbeResult(size=16, fits=False)]
     assert next_size(tries, box) == 8
 
 
 def test_whole_batch_is_probed_when_it_avoids_accumulation_memory():
-    box = SizeBounds(minimum=1, largest_batch=8, divisor=1, headroom=0.0, measurable=True, accumulation_bytes=50)
+    box = SizeBounds(min_size=1, largest_batch=8, divisor=1, headroom=0.0, measurable=True, accumulation_bytes=50)
     tries: list[ProbeResult] = []
     while (size := next_size(tries, box)) is not None:
         peak = 10 * size + (50 if size < 8 else 0)  # parts add up gradients
@@ -118,7 +118,7 @@ def test_whole_batch_is_probed_when_it_avoids_accumulation_memory():
 
 
 def test_forward_memory_sets_the_slope_when_peaks_are_flat():
-    box = SizeBounds(minimum=1, largest_batch=1000, divisor=1, headroom=0.0, measurable=True)
+    box = SizeBounds(min_size=1, largest_batch=1000, divisor=1, headroom=0.0, measurable=True)
     tries: list[ProbeResult] = []
     while (size := next_size(tries, box)) is not None:
         peak = max(1000, 500 + 10 * size)

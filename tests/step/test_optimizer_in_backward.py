@@ -161,7 +161,7 @@ def peaks(strategy):
         grad = partial(microbatch_step, batch_spec=batch_spec(weight=len))
         step = optimizer_in_backward(squares, batch_spec=batch_spec(weight=len)) if early else compose_step(squares, grad=grad)
         # The comparison of replicas copies small parameters, and these all are.
-        state = step.init(net, torch.optim.AdamW(net.parameters(), foreach=True), replica_check_interval=0)
+        state = step.init(net, torch.optim.AdamW(net.parameters(), foreach=True), replica_check_every=0)
         with memory_budget(2**40) as budget:
             for _ in range(2):
                 before = budget.live

@@ -153,7 +153,7 @@ KINDS = {
     "microbatches": ([], partial(dt.microbatch_step, microbatch_size=2)),
     "features": ([], partial(dt.microbatch_step, microbatch_size=2, batch_spec=SPEC)),
     "declared": ([], partial(dt.microbatch_step, microbatch_size=3, batch_spec=dt.batch_spec(weight=weigh))),
-    "auto": ([dt.auto_microbatch(initial=2, grow_interval=None)], dt.microbatch_step),
+    "auto": ([dt.auto_microbatch(initial_size=2, grow_every=None)], dt.microbatch_step),
 }
 
 
@@ -287,7 +287,7 @@ def with_collective(strategy: str, where: str, auto: bool) -> list[str]:
         return dt.LossSum(total=z.square().sum(), weight=len(batch))
 
     model = dt.shard_model(Summing(), mesh_of(strategy), strategy=strategy, blocks=(nn.Linear,))
-    step = dt.compose_step(loss, [dt.auto_microbatch(initial=8)] if auto else [])
+    step = dt.compose_step(loss, [dt.auto_microbatch(initial_size=8)] if auto else [])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), allow_equal_batches=True)
     found = []
     for sizes in ([4, 4], [3, 0], [4, 4]):
@@ -347,7 +347,7 @@ def trained_beside(how: str, strategy: str, reference_strategy: str, auto: bool)
     alone, known = tower(0), tower(1).requires_grad_(False)
     reference.requires_grad_(False)
     plain = torch.optim.AdamW(alone.parameters(), lr=0.05, weight_decay=0.1)
-    transforms = [dt.auto_microbatch(initial=2, grow_interval=None)] if auto else []
+    transforms = [dt.auto_microbatch(initial_size=2, grow_every=None)] if auto else []
     grad = dt.microbatch_step if auto else partial(dt.microbatch_step, microbatch_size=2)
     step = dt.compose_step(partial(loss_beside, reference, how), transforms, grad=grad)
     state = step.init(policy, torch.optim.AdamW(policy.parameters(), lr=0.05, weight_decay=0.1))

@@ -216,7 +216,7 @@ def test_selective_backprop_refuses_sample_losses_that_write(ranks):
 
 def evaluated(ranks: tuple[int, ...]) -> str:
     model = on_mesh("full_shard" if get_dist_info().world_size > 1 else "none")
-    fn = dt.auto_batch_eval(lambda model, part: Written(ranks)(model, part).total, initial=4)
+    fn = dt.auto_batch_eval(lambda model, part: Written(ranks)(model, part).total, initial_size=4)
     with inject_fault("raise", at="forward", call=1, rank=0, error=OUT_OF_MEMORY):
         return told(lambda: fn(model, batch_of(0)))
 

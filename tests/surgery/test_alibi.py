@@ -121,7 +121,7 @@ def test_edited_layers_share_one_class():
     [
         (lambda: alibi_slopes(0), "alibi_slopes: heads must be an integer of at least 1, got 0"),
         (lambda: alibi_bias(2.0, 3), r"alibi_slopes: heads must be an integer of at least 1, got 2\.0"),
-        (lambda: alibi(Model(), max_sequence_length=0), "max_sequence_length must be an integer of at least 1, got 0"),
+        (lambda: alibi(Model(), max_length=0), "max_length must be an integer of at least 1, got 0"),
         (lambda: alibi(Model(), attentions={Attention: "width"}), r"Attention\.width must be the number of heads, got None"),
         (
             lambda: alibi(Model(), attentions={Attention: "heads"}, positions="position"),

@@ -28,8 +28,8 @@ def test_each_channel_has_one_gate_between_zero_and_one():
     ("options", "found"),
     [
         ({"min_channels": 8}, ["1", "2"]),
-        ({"min_channels": 8, "names": "2"}, ["2"]),
-        ({"min_channels": 0, "names": ["0", "1"]}, ["0", "1"]),
+        ({"min_channels": 8, "select": "2"}, ["2"]),
+        ({"min_channels": 0, "select": ["0", "1"]}, ["0", "1"]),
     ],
 )
 def test_convolutions_are_chosen_by_channels_and_names(options, found):
@@ -56,8 +56,8 @@ def test_new_weights_take_device_dtype_and_mode_of_the_model():
             {"min_channels": 99},
             r"with min_channels=99: nothing to replace: none of the 4 modules of the Sequential \(3 Conv2d",
         ),
-        ({"min_channels": 0, "names": "stem"}, "names has 'stem', but no convolution matches"),
-        ({"min_channels": 0, "names": ["1", 7]}, "patterns of names must be text, got 7"),
+        ({"min_channels": 0, "select": "stem"}, "select has'stem', but no convolution matches"),
+        ({"min_channels": 0, "select": ["1", 7]}, "patterns of names must be text, got 7"),
     ],
 )
 def test_invalid_arguments_are_refused(options, said):

@@ -108,7 +108,7 @@ def test_generation_with_a_cache_equals_a_full_forward():
 
 
 def test_alibi_extends_the_maximum_sequence_length():
-    model = alibi(bert(), max_sequence_length=40)
+    model = alibi(bert(), max_length=40)
     assert model(input_ids=ids(40)).last_hidden_state.shape == (3, 40, 16)
     assert model.config.max_position_embeddings == 40
     assert alibi(gpt2())(ids(40)).logits.shape == (3, 40, 64)
@@ -202,7 +202,7 @@ def test_fused_layer_norm_keeps_an_unmodified_bert():
 
 
 def edited_bert():
-    return gated_linear_units(alibi(bert(), max_sequence_length=24))
+    return gated_linear_units(alibi(bert(), max_length=24))
 
 
 def loss_of(model, batch):

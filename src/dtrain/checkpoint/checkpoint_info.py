@@ -28,7 +28,7 @@ class CheckpointInfo:
         serial: number of the commit in its root.
         world_size: number of ranks that wrote the step.
         bytes: total size of the ranks' files in bytes.
-        what: scope of the save: "all", "weights" or "trainable".
+        scope: scope of the save: "all", "weights" or "trainable".
     """
 
     step: int
@@ -38,7 +38,7 @@ class CheckpointInfo:
     serial: int
     world_size: int
     bytes: int
-    what: layout.SaveScope = "all"
+    scope: layout.SaveScope = "all"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,7 +196,7 @@ def read_info(folder: AnyPath, step: int | None = None) -> CheckpointInfo:
         serial=manifest.serial,
         world_size=manifest.world_size,
         bytes=manifest.bytes,
-        what=manifest.what,
+        scope=manifest.scope,
     )
 
 

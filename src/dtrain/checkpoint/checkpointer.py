@@ -103,8 +103,8 @@ class Checkpointer:
         state: TrainState | Mapping[str, TrainState],
         *,
         extra: Mapping[str, Any] | None = None,
-        what: SaveScope = "all",
-        cast: torch.dtype | None = None,
+        scope: SaveScope = "all",
+        dtype: torch.dtype | None = None,
     ) -> SaveHandle:
         """Save ``state`` as one step under the root. See ``save_sharded``.
 
@@ -112,16 +112,16 @@ class Checkpointer:
         """
         from dtrain.checkpoint.save import start_save
 
-        return start_save(self, state, extra or {}, what, cast, self.options)
+        return start_save(self, state, extra or {}, scope, dtype, self.options)
 
     def load(
         self,
         state: OneOrSeveral,
         *,
         extra: Mapping[str, Any] | None = None,
-        what: Literal["all", "weights"] = "all",
+        scope: Literal["all", "weights"] = "all",
         ignore: Sequence[str] = (),
-        cast: bool = False,
+        allow_cast: bool = False,
         missing_ok: bool = False,
         on_corrupt: OnCorrupt = "raise",
     ) -> OneOrSeveral:
@@ -132,8 +132,8 @@ class Checkpointer:
         from dtrain.checkpoint.load import load_sharded
 
         return load_sharded(
-            self.root, state, extra=extra, what=what, ignore=ignore, cast=cast, missing_ok=missing_ok,
-            on_corrupt=on_corrupt,
+            self.root, state, extra=extra, scope=scope, ignore=ignore, allow_cast=allow_cast,
+            missing_ok=missing_ok, on_corrupt=on_corrupt,
         )  # fmt: skip
 
     def close(self) -> None:

@@ -82,7 +82,7 @@ class SaveRequest:
     options: SaveOptions
     step: int
     layout: MeshLayout
-    what: SaveScope
+    scope: SaveScope
     state_names: tuple[str, ...]
     write_plan: RankWritePlan
     staged: StagedFiles
@@ -130,7 +130,7 @@ def _run(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
 
 def _is_resumable(save: SaveRequest) -> bool:
     """Return True if a run that was asked to stop can resume from this step."""
-    return save.after_stop_agreed and save.what == "all"
+    return save.after_stop_agreed and save.scope == "all"
 
 
 def _check_groups_open(save: SaveRequest) -> None:
@@ -151,7 +151,7 @@ def _decide_on_rank_0(save: SaveRequest) -> SaveDecision:
     def decide() -> dict[str, Any]:
         check_free_space(save.checkpointer.root, save.total_bytes, caller=save.caller)
         lineages, key = save.lineages, save.content_key
-        return asdict(prepare_save(save.checkpointer, lineages, save.step, save.what, key, save.caller))
+        return asdict(prepare_save(save.checkpointer, lineages, save.step, save.scope, key, save.caller))
 
     values = broadcast_decision(save.caller, decide, group="background", advice=_ADVICE)
     return SaveDecision(**cast(dict[str, Any], values))
@@ -235,7 +235,7 @@ def _write_run_index(decision: SaveDecision, save: SaveRequest, reports: Sequenc
         parent_step=_parent_step(decision, save),
         serial=decision.serial,
         layout=save.layout,
-        what=save.what,
+        scope=save.scope,
         states=save.state_names,
         world_size=save.info.world_size,
         bytes=len(data) + sum(index.sizes.values()),
@@ -294,7 +294,7 @@ class SaveDecision:
 
 
 def prepare_save(
-    checkpointer: Checkpointer, lineages: Sequence[Lineage], step: int, what: SaveScope, content_key: object, caller: str
+    checkpointer: Checkpointer, lineages: Sequence[Lineage], step: int, scope: SaveScope, content_key: object, caller: str
 ) -> SaveDecision:
     """Inspect the root, decide, and create the staging folder.
 
@@ -302,7 +302,7 @@ def prepare_save(
         checkpointer: Checkpointer of the root.
         lineages: lineage of each state's run.
         step: step to save.
-        what: scope of the save.
+        scope: scope of the save.
         content_key: key of the contents; see ``state_dict.content_key``.
         caller: prefix of messages.
 
@@ -310,7 +310,7 @@ def prepare_save(
     moved aside, and leftovers of killed saves of the run are removed.
 
     Raises:
-        CheckpointError: the step belongs to another run, or the root holds steps of another scope (``what``).
+        CheckpointError: the step belongs to another run, or the root holds steps of another scope (``scope``).
         OSError: a failed file operation.
     """
     root = checkpointer.root
@@ -318,7 +318,7 @@ def prepare_save(
         raise CheckpointError(f"{caller}: root must be a directory, got {root}. Name the folder for the steps.")
     run_id = lineages[0].run_id or secrets.token_hex(16)
     checkpointer.acquire_lock(run_id, resumed_steps(root, lineages[0]), caller)
-    decision = _decide(root, lineages, run_id, step, what, content_key, caller)
+    decision = _decide(root, lineages, run_id, step, scope, content_key, caller)
     if decision.action == "write":
         storage.make_folders(root)
         remove_leftovers(root)
@@ -330,15 +330,15 @@ def prepare_save(
 
 
 def _decide(
-    root: AnyPath, lineages: Sequence[Lineage], run_id: str, step: int, what: SaveScope, content_key: object, caller: str
+    root: AnyPath, lineages: Sequence[Lineage], run_id: str, step: int, scope: SaveScope, content_key: object, caller: str
 ) -> SaveDecision:
     committed = scan_root(root).committed
     check_no_other_job(root, committed, lineages, run_id, caller)
-    other = next((c for c in committed if c.what != what), None)
+    other = next((c for c in committed if c.scope != scope), None)
     if other is not None:
         raise CheckpointError(
-            f"{caller}: what must be {other.what!r} as in step {other.step} of {root}, got {what!r}. A run is resumed from its "
-            "newest step. Save into another root."
+            f"{caller}: scope must be {other.scope!r} as in step {other.step} of {root}, got {scope!r}. A run is resumed from "
+            "its newest step. Save into another root."
         )
     own_steps = [c for c in committed if c.run_id == run_id]
     decision = SaveDecision(

@@ -151,7 +151,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         serial: number of the commit in its root. The newest checkpoint has the highest serial. After a run went back to an
             older step, this is not the highest step.
         layout: mesh and strategy.
-        what: scope of the save.
+        scope: scope of the save.
         states: names of the states; () for an unnamed state.
         world_size: number of ranks that wrote the checkpoint.
         bytes: total size of all files but the manifest in bytes.
@@ -164,7 +164,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     parent_step: Count | None
     serial: Count
     layout: MeshLayout
-    what: SaveScope
+    scope: SaveScope
     states: tuple[str, ...]
     world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     bytes: Count
@@ -174,7 +174,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     @property
     def sections(self) -> tuple[str, ...]:
         """Stored sections of a state."""
-        return SECTIONS[self.what]
+        return SECTIONS[self.scope]
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

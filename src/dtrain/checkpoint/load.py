@@ -64,31 +64,31 @@ class Restored:
 
 
 def load_sharded(
-    path: AnyPath | str,
+    root: AnyPath | str,
     state: OneOrSeveral,
     *,
     extra: Mapping[str, Any] | None = None,
-    what: Literal["all", "weights"] = "all",
+    scope: Literal["all", "weights"] = "all",
     ignore: Sequence[str] = (),
-    cast: bool = False,
+    allow_cast: bool = False,
     missing_ok: bool = False,
     on_corrupt: OnCorrupt = "raise",
 ) -> OneOrSeveral:
     """Load a checkpoint into ``state``, for any world size, mesh and placements of the save, and return the loaded state.
 
-    The loader and the stateful objects of ``Step.init`` are loaded with the state. Short form of ``Checkpointer(path).load``.
+    The loader and the stateful objects of ``Step.init`` are loaded with the state. Short form of ``Checkpointer(root).load``.
 
         state = step.init(model, optimizer, loader=loader)
         state = dt.load_sharded("runs/gpt/ckpt", state, missing_ok=True)
         print("resumed at step", state.step)
 
     Args:
-        path: root passed to ``save_sharded`` (a folder or a URL), whose last committed step is loaded; or the folder of a step.
+        root: root passed to ``save_sharded`` (a folder or a URL), whose last committed step is loaded; or the folder of a step.
         state: state from ``Step.init`` or ``init_state``, with model, optimizer and transforms as in the saved run; or several
             states by name, as they were saved.
         extra: objects with ``load_state_dict``, or dicts, lists and tensors, which are filled in place, by name, as in the
             save. The names must be the stored names, except for names in ``ignore``. New tensors are on the CPU.
-        what: "all" loads the whole state. "weights" loads parameters and buffers, from whole checkpoints or
+        scope: "all" loads the whole state. "weights" loads parameters and buffers, from whole checkpoints or
             checkpoints of weights, and starts a new run: optimizer, clock and random generators do not change, and transforms
             are initialized again from the loaded parameters if ``Step.init`` made the state.
         ignore: patterns (``*`` matches text without a dot, ``**`` any text) of names that do not change. Either names of the
@@ -96,7 +96,8 @@ def load_sharded(
             ``"loader"``, ``"stateful/<name>"``, ``"extra/<name>"``, ``"transforms/<transform>"`` (the transform is initialized
             from the loaded parameters), ``"states/<name>"``, ``"optimizer"``, ``"rng"``. Each pattern must match a name in the
             state or the checkpoint. Without a pattern, a name that only one side has is an error.
-        cast: if True, floating-point tensors may be stored in another dtype than in the model. Optimizer state is cast alike.
+        allow_cast: if True, floating-point tensors may be stored in another dtype than in the model. Optimizer state is cast
+            alike.
         missing_ok: if True, a root without checkpoint is no error, and the state is returned unchanged.
         on_corrupt: "raise" raises if the step fails verification; "previous" loads the newest older valid step instead, with
             a warning.
@@ -131,23 +132,23 @@ def load_sharded(
         PeerError: another rank failed.
     """
     with raise_on_all_ranks(_CALLER):
-        entries = _check_arguments({"": state} if isinstance(state, TrainState) else state, extra or {}, what, on_corrupt)
+        entries = _check_arguments({"": state} if isinstance(state, TrainState) else state, extra or {}, scope, on_corrupt)
         ignored = parse_ignore(ignore, caller=f"{_CALLER}: ignore")
-        options = LoadOptions(model_only=what == "weights", ignore=ignored, cast=cast)
+        options = LoadOptions(model_only=scope == "weights", ignore=ignored, allow_cast=allow_cast)
     with spans.span("load"):
         save_thread().wait_for_slot(1)
-        root = storage.resolve_path(path)
-        choice = choose_on_all_ranks(root)
+        folder = storage.resolve_path(root)
+        choice = choose_on_all_ranks(folder)
         if choice is None:
             if not missing_ok:
-                raise CheckpointError(f"{_CALLER}: no checkpoint found in {path}. Pass missing_ok=True to start without one.")
-            log(f"no checkpoint found in {root}; starting from scratch")
+                raise CheckpointError(f"{_CALLER}: no checkpoint found in {root}. Pass missing_ok=True to start without one.")
+            log(f"no checkpoint found in {folder}; starting from scratch")
             for each in [state] if isinstance(state, TrainState) else state.values():
-                each.run_context.lineage.roots[str(root)].looked = True
-            _warn_if_low_space(root, _min_save_bytes(state))
+                each.run_context.lineage.roots[str(folder)].looked = True
+            _warn_if_low_space(folder, _min_save_bytes(state))
             return state
         with gc_paused():
-            loaded: Any = _read_and_apply(choice, root, state, entries, options, on_corrupt)
+            loaded: Any = _read_and_apply(choice, folder, state, entries, options, on_corrupt)
     if not options.model_only:
         first = loaded if isinstance(loaded, TrainState) else next(iter(loaded.values()))
         spans.set_position(first.step, samples=first.clock.samples, tokens=first.clock.tokens)
@@ -181,7 +182,7 @@ def _read_and_apply(
     return new_states[""] if isinstance(state, TrainState) else new_states
 
 
-def _check_arguments(states: Any, extra: Mapping[str, Any], what: str, on_corrupt: str) -> dict[str, Any]:
+def _check_arguments(states: Any, extra: Mapping[str, Any], scope: str, on_corrupt: str) -> dict[str, Any]:
     """Check the arguments before any file is read. Return the entries to load, by key."""
     items = list(states.items()) if isinstance(states, Mapping) else [("", states)]
     invalid = [value for name, value in items if type(name) is not str or not isinstance(value, TrainState)]
@@ -192,11 +193,13 @@ def _check_arguments(states: Any, extra: Mapping[str, Any], what: str, on_corrup
         state._check_not_stale(_CALLER)
         state._check_replicas_joined(_CALLER)
     check_choice(_CALLER, "on_corrupt", on_corrupt, get_args(OnCorrupt))
-    check_choice(_CALLER, "what", what, ("all", "weights"))
-    if what == "weights" and extra:
-        raise ConfigError(f"{_CALLER}: extra must be empty with what='weights', got {sorted(extra)}. Pass only one of the two.")
+    check_choice(_CALLER, "scope", scope, ("all", "weights"))
+    if scope == "weights" and extra:
+        raise ConfigError(
+            f"{_CALLER}: extra must be empty with scope='weights', got {sorted(extra)}. Pass only one of the two."
+        )
     entries = saved_entries(states, extra, _CALLER)
-    return {} if what == "weights" else entries
+    return {} if scope == "weights" else entries
 
 
 def _min_save_bytes(state: TrainState | Mapping[str, TrainState]) -> int:
@@ -261,7 +264,7 @@ def _resume(
 ) -> TrainState:
     """Load the whole state."""
     # The length of the run is an option of this run, not of the saved run.
-    clock = None if plan.clock is None else replace(plan.clock, run=state.clock.run)
+    clock = None if plan.clock is None else replace(plan.clock, run_length=state.clock.run_length)
     # The loaders of the steps before the load do not belong to the loaded run.
     new_state = state._next(clock=clock, seed=plan.seed, loader_history=LoaderHistory())
     if plan.optimizer is not None:

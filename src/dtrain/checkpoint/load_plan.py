@@ -91,17 +91,17 @@ class LoadOptions:
     Args:
         model_only: if True, only parameters and buffers are loaded.
         ignore: names of the model and parts of the checkpoint that are not loaded.
-        cast: if True, floating-point tensors may be stored in another dtype than in the model.
+        allow_cast: if True, floating-point tensors may be stored in another dtype than in the model.
     """
 
     model_only: bool
     ignore: IgnorePatterns
-    cast: bool
+    allow_cast: bool
 
     def summary(self, entries: Iterable[str]) -> str:
         """Format the options, which must be equal on all ranks, in one line."""
-        what = "what='weights', " if self.model_only else ""
-        return f"{what}objects={sorted(entries)}, ignore={sorted(self.ignore.patterns)}, cast={self.cast}"
+        what = "scope='weights', " if self.model_only else ""
+        return f"{what}objects={sorted(entries)}, ignore={sorted(self.ignore.patterns)}, cast={self.allow_cast}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -147,7 +147,7 @@ def plan_load(
         CheckpointMismatchError: names, shapes, dtypes or hyperparameters that differ, the first ten in a table.
         CorruptCheckpointError: invalid values.
     """
-    comparison = _StateComparison(options, partial=reader.manifest.what == "trainable")
+    comparison = _StateComparison(options, partial=reader.manifest.scope == "trainable")
     for section, tensors in (("params", state.params), ("buffers", buffers_by_fqn(state.model, persistent_only=True))):
         comparison.compare_model(section, _section_refs(reader, section), tensors)
     modules = comparison.compare_modules(extra_state_names(reader.structures), extra_state_modules(state.model))
@@ -173,7 +173,7 @@ def plan_load(
             if name in state.params and name not in comparison.skipped
         }
         optimizer = {**optimizer, "state": loaded}
-        plan_optimizer(optimizer, state, reader.refs, comparison, cast=options.cast)
+        plan_optimizer(optimizer, state, reader.refs, comparison, allow_cast=options.allow_cast)
     return LoadPlan(
         regions=comparison.regions,
         targets=comparison.targets,
@@ -281,7 +281,7 @@ class _StateComparison:
         if ref.shape == tuple(tensor.shape):
             if dtype == tensor.dtype:
                 return True
-            if self.options.cast and dtype.is_floating_point and tensor.dtype.is_floating_point:
+            if self.options.allow_cast and dtype.is_floating_point and tensor.dtype.is_floating_point:
                 return True
         self.rows.append(unequal_row(key, ref, tree_json.ref_of(tensor)))
         return False
@@ -308,7 +308,7 @@ def _advice(rows: list[MismatchRow], options: LoadOptions) -> str:
     elif kinds <= {"missing", "unexpected"}:
         patterns = ", ".join(f'"{pattern}"' for pattern in _patterns_for(rows))
         advice.append(f"Or skip names that only one side has: ignore=[{patterns}].")
-    if kinds == {"dtype"} and not options.cast:
+    if kinds == {"dtype"} and not options.allow_cast:
         advice.append("Or pass cast=True to convert floating-point dtypes.")
     return " ".join(advice)
 

@@ -101,7 +101,7 @@ def _dict(value: Any, location: str) -> dict[str, Any]:
 
 
 def plan_optimizer(
-    optimizer: dict[str, Any], state: TrainState, refs: Mapping[str, TensorRef], plan: PlanBuilder, *, cast: bool
+    optimizer: dict[str, Any], state: TrainState, refs: Mapping[str, TensorRef], plan: PlanBuilder, *, allow_cast: bool
 ) -> None:
     """Add the region and the builder of each tensor of the optimizer to ``plan``, which has the regions of the parameters.
 
@@ -124,7 +124,7 @@ def plan_optimizer(
             saved_ref=refs[key],
             adopts_read=local.is_cpu and local.is_contiguous(),
             step_device=param.device if id(param) in on_device else torch.device("cpu"),
-            cast=cast,
+            allow_cast=allow_cast,
             by_rows=getattr(state.optimizer, "shards_state_by_rows", False) and row_group(param) is not None,
         )
         current = state.optimizer.state.get(param, {})
@@ -184,7 +184,7 @@ class _ParamPlacement(NamedTuple):
     saved_ref: TensorRef
     adopts_read: bool
     step_device: torch.device
-    cast: bool
+    allow_cast: bool
     by_rows: bool
 
     def plan(self, leaf: TensorPlaceholder) -> tuple[Region, TensorBuilder]:
@@ -206,7 +206,7 @@ class _ParamPlacement(NamedTuple):
     def adopts(self, leaf: TensorPlaceholder) -> bool:
         """Return True if the state keeps the tensor that is read, without a copy."""
         if self._is_like_param(leaf):
-            return self.adopts_read and not (self.cast and leaf.ref.dtype == self.saved_ref.dtype)
+            return self.adopts_read and not (self.allow_cast and leaf.ref.dtype == self.saved_ref.dtype)
         return _is_step(leaf) and self.step_device.type == "cpu"
 
     def find_reusable(self, leaf: TensorPlaceholder, current: Mapping[str, Any], used: set[int]) -> Tensor | None:
@@ -233,7 +233,7 @@ class _ParamPlacement(NamedTuple):
         return leaf.ref.shape == self.shape and not _is_step(leaf) and not stays_plain
 
     def _built_dtype(self, ref: TensorRef) -> torch.dtype:
-        follows = self.cast and ref.dtype == self.saved_ref.dtype and DTYPES[ref.dtype].is_floating_point
+        follows = self.allow_cast and ref.dtype == self.saved_ref.dtype and DTYPES[ref.dtype].is_floating_point
         return self.param.dtype if follows else DTYPES[ref.dtype]
 
     def _by_rows(self, shape: tuple[int, ...], rows: Tensor) -> Tensor:

@@ -54,7 +54,7 @@ class LoadedCheckpoint:
         entries: stored values of the entries by key, without ignored keys.
         modules: extra states of modules, by the names of the states and the names of the extra states.
         rng: random state of this rank; None if the checkpoint has another number of ranks, if ignored, or with
-            ``what="weights"``.
+            ``scope="weights"``.
         ignored: names of the model and parts of the checkpoint that match a pattern of ``ignore``.
     """
 
@@ -197,7 +197,7 @@ def _known_names(
             names.update(_dict_keys(tree.get(section)))
         names.update(extra_state_names(tree))
         parts |= {tree_json.join_key(TRANSFORMS, name) for name in _dict_keys(tree.get(TRANSFORMS))}
-    parts |= set(map(short_key, stored_entries(reader, states))) if reader.manifest.what == "all" else set()
+    parts |= set(map(short_key, stored_entries(reader, states))) if reader.manifest.scope == "all" else set()
     return names, parts | {tree_json.join_key(layout.STATES, name) for name in (*states, *reader.manifest.states)}
 
 
@@ -209,9 +209,9 @@ def _dict_keys(tree: Any) -> list[str]:
 def _check_states(reader: CheckpointReader, states: Mapping[str, TrainState], options: LoadOptions) -> None:
     """Check that the checkpoint holds the requested states, and no other states except for ignored ones."""
     caller, stored = f"{_CALLER}: {reader.folder}", reader.manifest.states
-    if reader.manifest.what != "all" and not options.model_only:
+    if reader.manifest.scope != "all" and not options.model_only:
         raise CheckpointMismatchError(
-            f"{caller}: the checkpoint was saved with what={reader.manifest.what!r}. Pass what='weights' to load it."
+            f"{caller}: the checkpoint was saved with scope={reader.manifest.scope!r}. Pass scope='weights' to load it."
         )
     if "" in states and stored:
         raise CheckpointMismatchError(

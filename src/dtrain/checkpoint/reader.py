@@ -327,7 +327,7 @@ def _check_sizes(found: Mapping[str, int | None], expected: Mapping[str, int]) -
 def _check_shared(shared: Any, manifest: Manifest) -> dict[str, Any]:
     """Return the values of the run, and check their sections against the manifest."""
     location = f"{layout.INDEX}: shared"
-    of_run = (layout.EXTRA, layout.OBJECTS) if manifest.what == "all" else ()
+    of_run = (layout.EXTRA, layout.OBJECTS) if manifest.scope == "all" else ()
     if not manifest.states:
         return strict_json.read_object(shared, location, (*manifest.sections, *of_run))
     sections = strict_json.read_object(shared, location, (layout.STATES, *of_run))

@@ -94,8 +94,8 @@ def save_sharded(
     *,
     extra: Mapping[str, Any] | None = None,
     mode: SaveMode = "sync",
-    what: SaveScope = "all",
-    cast: torch.dtype | None = None,
+    scope: SaveScope = "all",
+    dtype: torch.dtype | None = None,
     incremental: bool = False,
     keep_last: int | None = None,
     keep_every: int | None = None,
@@ -123,10 +123,10 @@ def save_sharded(
             lists and tensors, which a load fills in place. They must be equal on all ranks, unless marked by
             ``dt.checkpoint.per_rank``. Tensors inside must not be sharded.
         mode: "sync" waits for the commit, "async" does not.
-        what: "all" saves the whole state, "weights" parameters and buffers, "trainable" the trained parameters (an adapter).
+        scope: "all" saves the whole state, "weights" parameters and buffers, "trainable" the trained parameters (an adapter).
             The last two take neither ``extra`` nor a root that holds whole states, because a run could not resume from such a
             step.
-        cast: dtype of the stored floating-point parameters. Loading them into parameters of another dtype has to be allowed.
+        dtype: dtype of the stored floating-point parameters. Loading them into parameters of another dtype has to be allowed.
         incremental: if True, parameters that are not trained get a file of their own, which is linked from the run's last step
             if unchanged.
         keep_last: number of the run's last steps that remain after the commit. The step that this process resumed from
@@ -147,7 +147,7 @@ def save_sharded(
     stream; ``"async"`` does not wait for the copy.
 
     Raises:
-        DesyncError: parameters or optimizer state that several ranks hold differ; see ``Step.init(replica_check_interval=)``.
+        DesyncError: parameters or optimizer state that several ranks hold differ; see ``Step.init(replica_check_every=)``.
             No file has been touched.
         ConfigError: a value that is neither a tensor nor plain data (by its path), or that differs between ranks; an entry of
             ``extra`` that a load cannot put back; a loader in ``extra``; a loader of the last batches that the state lacks; a
@@ -159,15 +159,15 @@ def save_sharded(
         PeerError: another rank failed.
     """
     options = SaveOptions(mode=mode, incremental=incremental, keep_last=keep_last, keep_every=keep_every, keep_steps=keep_steps)
-    return start_save(root, state, extra or {}, what, cast, options)
+    return start_save(root, state, extra or {}, scope, dtype, options)
 
 
 def start_save(
     target: Checkpointer | AnyPath | str,
     state: TrainState | Mapping[str, TrainState],
     extra: Mapping[str, Any],
-    what: SaveScope,
-    cast: torch.dtype | None,
+    scope: SaveScope,
+    dtype: torch.dtype | None,
     options: SaveOptions,
 ) -> SaveHandle:
     """Save with a Checkpointer, or with the Checkpointer of a root and of the states' run. See ``save_sharded``."""
@@ -180,13 +180,13 @@ def start_save(
         # Without autograd, local shards are obtained faster.
         with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
             states = _as_states(state)
-            _check_arguments(states, what, extra, cast)
+            _check_arguments(states, scope, extra, dtype)
             options.check(_CALLER)
             checkpointer = target if isinstance(target, Checkpointer) else checkpointer_of(target, states.values())
-            if what == "all":
+            if scope == "all":
                 check_loaders(states, caller=_CALLER)
-            contents = collect_contents(states, extra, what=what, cast=cast)
-            if what == "all":
+            contents = collect_contents(states, extra, scope=scope, dtype=dtype)
+            if scope == "all":
                 _record_saved_objects(states, extra)
             info = get_dist_info()
             write_plan = plan_rank_write(contents, info.rank, info.world_size, separate_frozen=options.incremental)
@@ -195,12 +195,12 @@ def start_save(
         # The file of frozen parameters may become a link, which needs no space.
         needed = write_plan.data_bytes if not options.incremental else next(iter(write_plan.files.values())).size
         total_bytes = _agree_on_contents(states, hashes, own_hashes, needed, replica_digest, contents.shared)
-        if what == "all":
+        if scope == "all":
             check_saved_state(list(states.values()), caller=_CALLER)
         save_thread().wait_for_slot(_MAX_IN_FLIGHT)
         with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
             first = next(iter(states.values()))
-            key = content_key(states, what, cast)
+            key = content_key(states, scope, dtype)
             is_saved = first.run_context.lineage.roots[str(checkpointer.root)].steps.get(first.step) == key
             staged = stage_files(write_plan, checkpointer.staging, copy=options.mode == "async")
             request = SaveRequest(
@@ -210,7 +210,7 @@ def start_save(
                 options=options,
                 step=first.step,
                 layout=_mesh_layout(first),
-                what=what,
+                scope=scope,
                 state_names=tuple(name for name in states if name),
                 # The staged files reference the memory that is still needed, so the tensors may be freed.
                 write_plan=replace(write_plan, tensors={}),
@@ -269,17 +269,19 @@ def _as_states(state: TrainState | Mapping[str, TrainState]) -> dict[str, TrainS
     return dict(state)
 
 
-def _check_arguments(states: States, what: str, extra: Mapping[str, Any], cast: torch.dtype | None) -> None:
+def _check_arguments(states: States, scope: str, extra: Mapping[str, Any], dtype: torch.dtype | None) -> None:
     for state in states.values():
         state._check_not_stale(_CALLER)
         state._check_replicas_joined(_CALLER)
     if len({state.run_context.lineage.run_id for state in states.values()}) > 1:
         raise ConfigError(f"{_CALLER}: the states {list(states)} must belong to one run. Load them from one checkpoint.")
-    check_choice(_CALLER, "what", what, get_args(SaveScope))
-    if what != "all" and extra:
-        raise ConfigError(f"{_CALLER}: extra must be empty with what={what!r}, got {sorted(extra)}. Pass only one of the two.")
-    if cast is not None and (not cast.is_floating_point or cast not in layout.DTYPE_NAMES):
-        raise ConfigError(f"{_CALLER}: cast must be a floating-point dtype, got {cast}. Pass torch.bfloat16, for example.")
+    check_choice(_CALLER, "scope", scope, get_args(SaveScope))
+    if scope != "all" and extra:
+        raise ConfigError(
+            f"{_CALLER}: extra must be empty with scope={scope!r}, got {sorted(extra)}. Pass only one of the two."
+        )
+    if dtype is not None and (not dtype.is_floating_point or dtype not in layout.DTYPE_NAMES):
+        raise ConfigError(f"{_CALLER}: dtype must be a floating-point dtype, got {dtype}. Pass torch.bfloat16, for example.")
 
 
 def _agree_on_contents(

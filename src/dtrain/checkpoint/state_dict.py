@@ -74,21 +74,21 @@ States = Mapping[str, TrainState]
 """Named states of one checkpoint. A single unnamed state has the name ``""``."""
 
 
-def content_key(states: States, what: SaveScope, cast: torch.dtype | None) -> object:
+def content_key(states: States, scope: SaveScope, dtype: torch.dtype | None) -> object:
     """Return a key of the contents of a save. Two saves with equal keys have the same contents."""
-    return (tuple((name, state.step) for name, state in states.items()), what, cast)
+    return (tuple((name, state.step) for name, state in states.items()), scope, dtype)
 
 
 def collect_contents(
-    states: States, extra: Mapping[str, Any], *, what: SaveScope = "all", cast: torch.dtype | None = None
+    states: States, extra: Mapping[str, Any], *, scope: SaveScope = "all", dtype: torch.dtype | None = None
 ) -> CheckpointContents:
-    """Collect the contents of a checkpoint of ``states``. Tensors are not copied unless ``cast`` changes their dtype.
+    """Collect the contents of a checkpoint of ``states``. Tensors are not copied unless ``dtype`` changes their dtype.
 
     Args:
         states: states by name.
-        extra: objects of the caller; ignored unless ``what`` is "all".
-        what: scope of the contents; see ``layout.SECTIONS``.
-        cast: dtype of floating-point parameters.
+        extra: objects of the caller; ignored unless ``scope`` is "all".
+        scope: scope of the contents; see ``layout.SECTIONS``.
+        dtype: dtype of floating-point parameters.
 
     Raises:
         ConfigError: a value that is neither a tensor nor plain data, named by its path; a name in ``extra`` that is not a
@@ -102,28 +102,28 @@ def collect_contents(
     for name, state in states.items():
         path = tree_json.join_key(layout.STATES, name) if name else ""
         section_values = shared.setdefault(layout.STATES, {}).setdefault(name, {}) if name else shared
-        for section, tree in _sections(state, what, cast).items():
+        for section, tree in _sections(state, scope, dtype).items():
             section_values[section], found = tree_json.encode(tree, f"{path}/{section}".lstrip("/"))
             if section in _FILLED_IN_PLACE:
                 check_own_memory(found, "save_sharded")
             tensors.update(found)
         rank_values = values.setdefault(layout.STATES, {}).setdefault(name, {}) if name else values
-        buffers = _per_rank_buffers(state, what)
+        buffers = _per_rank_buffers(state, scope)
         rank_values["buffers"], found = tree_json.encode(buffers, f"{path}/buffers".lstrip("/"))
         check_own_memory(found, "save_sharded")
         per_rank.update(found)
-        extra_states = get_extra_states(state.model) if "modules" in layout.SECTIONS[what] else {}
+        extra_states = get_extra_states(state.model) if "modules" in layout.SECTIONS[scope] else {}
         rank_values["modules"], found = tree_json.encode(extra_states, f"{path}/modules".lstrip("/"))
         check_plain_tensors(found, "Return its local part from get_extra_state.")
         per_rank.update(found)
-    values["rng"], found = tree_json.encode(rng_state() if what == "all" else {}, "rng")
+    values["rng"], found = tree_json.encode(rng_state() if scope == "all" else {}, "rng")
     per_rank.update(found)
-    trees = split_entries(entries if what == "all" else {})
+    trees = split_entries(entries if scope == "all" else {})
     for section in (layout.EXTRA, layout.OBJECTS):
         values[section], found = tree_json.encode(trees.of_rank[section], section)
         check_plain_tensors(found, "Store sharded tensors in a transform's state.")
         per_rank.update(found)
-        if what == "all":
+        if scope == "all":
             shared[section], found = tree_json.encode(trees.of_run[section], section)
             check_plain_tensors(found, "Store sharded tensors in a transform's state.")
             tensors.update(found)
@@ -136,13 +136,13 @@ def collect_contents(
     return CheckpointContents(shared=shared, tensors=tensors, values=values, per_rank=per_rank, frozen=frozen)
 
 
-def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> dict[str, Any]:
+def _sections(state: TrainState, scope: SaveScope, dtype: torch.dtype | None) -> dict[str, Any]:
     """Return the stored trees of a state that are equal on all ranks, by section."""
-    params = {name: param for name, param in state.params.items() if what != "trainable" or param.requires_grad}
-    if "modules" in layout.SECTIONS[what]:
+    params = {name: param for name, param in state.params.items() if scope != "trainable" or param.requires_grad}
+    if "modules" in layout.SECTIONS[scope]:
         check_state_dicts(state.model)
     tree: dict[str, Callable[[], Any]] = {
-        "params": lambda: {name: _cast(param, cast) for name, param in params.items()},
+        "params": lambda: {name: _cast(param, dtype) for name, param in params.items()},
         "buffers": lambda: persistent_buffers(state.model, state.spec, own=False),
         # The exchange of digests may find that the ranks differ.
         "modules": lambda: {"names": [*extra_state_modules(state.model)], "equal": True},
@@ -155,11 +155,11 @@ def _sections(state: TrainState, what: SaveScope, cast: torch.dtype | None) -> d
         "clock": lambda: state.clock.state_dict(),
         "seed": lambda: state.seed,
     }
-    return {section: tree[section]() for section in layout.SECTIONS[what]}
+    return {section: tree[section]() for section in layout.SECTIONS[scope]}
 
 
-def _per_rank_buffers(state: TrainState, what: SaveScope) -> dict[str, Tensor]:
-    return persistent_buffers(state.model, state.spec, own=True) if "buffers" in layout.SECTIONS[what] else {}
+def _per_rank_buffers(state: TrainState, scope: SaveScope) -> dict[str, Tensor]:
+    return persistent_buffers(state.model, state.spec, own=True) if "buffers" in layout.SECTIONS[scope] else {}
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -67,7 +67,7 @@ def _step_facts(step: CheckpointInfo | CorruptStep, *, latest: bool) -> dict[str
     committed_at = _commit_time(step.path)
     facts = {"step": step.step, "path": str(step.path), "latest": latest, "committed_at": committed_at}
     if isinstance(step, CorruptStep):
-        unknown = dict.fromkeys(("bytes", "world_size", "what", "holds", "run_id", "parent_step", "serial"))
+        unknown = dict.fromkeys(("bytes", "world_size", "scope", "holds", "run_id", "parent_step", "serial"))
         return {**facts, "valid": False, "problem": step.reason, **unknown}
     return {
         **facts,
@@ -75,8 +75,8 @@ def _step_facts(step: CheckpointInfo | CorruptStep, *, latest: bool) -> dict[str
         "problem": None,
         "bytes": step.bytes,
         "world_size": step.world_size,
-        "what": step.what,
-        "holds": list(layout.SECTIONS[step.what]),
+        "scope": step.scope,
+        "holds": list(layout.SECTIONS[step.scope]),
         "run_id": step.run_id,
         "parent_step": step.parent_step,
         "serial": step.serial,
@@ -104,7 +104,7 @@ def _step_row(step: dict[str, Any]) -> tuple[str, ...]:
     if not step["valid"]:
         return *begin, "-", "-", "-", "-", "-", f"corrupt: {step['problem']}"
     parent = "-" if step["parent_step"] is None else str(step["parent_step"])
-    holds = step["what"]
+    holds = step["scope"]
     return *begin, format_bytes(step["bytes"]), str(step["world_size"]), holds, step["run_id"][:8], parent, "valid"
 
 
@@ -162,7 +162,7 @@ def _checkpoint_facts(reader: CheckpointReader) -> dict[str, Any]:
         "serial": manifest.serial,
         "world_size": reader.world_size,
         "layout": msgspec.to_builtins(manifest.layout),
-        "what": manifest.what,
+        "scope": manifest.scope,
         "holds": list(manifest.sections),
         "states": list(manifest.states),
         "bytes": manifest.bytes,
@@ -351,7 +351,7 @@ dtrain checkpoints prune ckpt --keep-last 3 --dry-run
 dtrain checkpoints prune ckpt --keep-last 3 --keep-every 1000
 """
 CONVERT_EXAMPLES = """
-dtrain checkpoints convert ckpt exported --to hf --cast bf16
+dtrain checkpoints convert ckpt exported --to hf --dtype bf16
 dtrain checkpoints convert ckpt model.safetensors --to safetensors
 dtrain checkpoints convert old.pt ckpt --to dtrain --trust
 """

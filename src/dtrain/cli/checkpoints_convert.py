@@ -106,14 +106,14 @@ def no_checkpoints_error(path: str, command: str) -> ConfigError:
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="A step, root or run; an HF or DCP folder; .safetensors; .pt.")],
-    out: Annotated[str, typer.Argument(metavar="DST", help="The new folder, or .safetensors file.")],
+    path: Annotated[str, typer.Argument(metavar="SRC", help="A step, root or run; an HF or DCP folder; .safetensors; .pt.")],
+    destination: Annotated[str, typer.Argument(metavar="DST", help="The new folder, or .safetensors file.")],
     to: Annotated[str, typer.Option("--to", metavar="FORMAT", help="hf, dtrain, dcp or safetensors.")],
-    source_format: Annotated[
+    format: Annotated[
         str | None, typer.Option("--from", metavar="FORMAT", help="dtrain, hf, dcp or pt.  [default: inferred from the files]")
     ] = None,
     trust: Annotated[bool, typer.Option("--trust", help="Read dcp and pt files, which can run code.")] = False,
-    cast: Annotated[str | None, typer.Option("--cast", metavar="DTYPE", help="fp32, bf16 or fp16.")] = None,
+    dtype: Annotated[str | None, typer.Option("--dtype", metavar="DTYPE", help="fp32, bf16 or fp16.")] = None,
     max_shard_size: Annotated[
         str, typer.Option("--max-shard-size", metavar="SIZE", help="Size limit of a file, for hf.")
     ] = "5GB",
@@ -144,17 +144,17 @@ def convert(
     """
     from dtrain.checkpoint.conversion.convert import convert
 
-    formats: Any = {"to": to, "source_format": source_format}
+    formats: Any = {"to": to, "format": format}
     with prefix_errors("checkpoints: convert", CheckpointError), ByteProgressBar("converting") as bar:
-        if not source or not out:
+        if not path or not destination:
             raise ConfigError("convert: SRC and DST must not be empty. Name the checkpoint and the new folder.")
-        folder = storage.resolve_path(source)
+        folder = storage.resolve_path(path)
         result = convert(
-            str(enter_run(folder)) if storage.is_folder(folder) else source,
-            out,
+            str(enter_run(folder)) if storage.is_folder(folder) else path,
+            destination,
             **formats,
             trust=trust,
-            cast=cast,
+            dtype=dtype,
             tie=_parse_ties(tie or []),
             state=state,
             key=key,

@@ -64,7 +64,7 @@ Hashes = Annotated[
     str, _option(_OUTPUT, "--hash NAMES", "Digests of each shard: xxh64, sha256, ..., or none.  [default: xxh64]")
 ]
 SizeLimit = Annotated[
-    int, _option(_OUTPUT, "--size-limit SIZE", "Size limit of a shard before compression.  [default: 64MiB]", size)
+    int, _option(_OUTPUT, "--max-shard-size SIZE", "Size limit of a shard before compression.  [default: 64MiB]", size)
 ]
 
 
@@ -80,7 +80,7 @@ def write(
     form: Form = "mds",
     compression: Compression = None,
     hashes: Hashes = "xxh64",
-    size_limit: SizeLimit = 64 * 2**20,
+    max_shard_size: SizeLimit = 64 * 2**20,
     as_json: Annotated[bool, _option(_OUTPUT, "--json", "Print one JSON object, for programs.")] = False,
 ) -> int:
     """Write samples as shards, for ShardedDataset.
@@ -95,7 +95,7 @@ def write(
             "format": form,
             "compression": compression,
             "hashes": parse_names("--hash", hashes),
-            "size_limit": size_limit,
+            "max_shard_bytes": max_shard_size,
         }
         selected = parse_columns("--columns", columns or ())
         tokens = _load_tokenizer(tokenizer, concat, end, text, selected, form)

@@ -37,7 +37,9 @@ class Machine:
         """Return the memory that dtrain and its backends hold beside the tensors of a step."""
         from dtrain.planning.library import library_memory
 
-        return library_memory(estimate, workers=self.workers, node_ranks=self.network.node_ranks if self.network else 8)
+        return library_memory(
+            estimate, workers=self.workers, local_world_size=self.network.local_world_size if self.network else 8
+        )
 
     def seconds(self, estimate: MemoryEstimate) -> StepSeconds | None:
         """Return the estimated seconds of a step; None without an accelerator."""
@@ -169,7 +171,7 @@ def print_detail(row: StrategyEstimate, machine: Machine) -> None:
     head = ["collective", "ranks", "per step", "bytes", "sent by a rank", *(["apart", "on the links"] if network else [])]
     traffic = [
         [
-            *(t.op, str(t.ranks), str(t.count), _format_size(t.bytes), _format_size(t.bytes_sent)),
+            *(t.op, str(t.group_size), str(t.count), _format_size(t.bytes), _format_size(t.bytes_sent)),
             *([str(t.stride), format_seconds(communication_seconds([t], network))] if network else []),
         ]
         for t in estimate.traffic

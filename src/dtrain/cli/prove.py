@@ -69,7 +69,7 @@ def prove(
         script,
         args or (),
         steps=steps,
-        ranks=parse_ranks("prove", "--ranks", ranks),
+        world_sizes=parse_ranks("prove", "--ranks", ranks),
         keep_precision=keep_precision,
         seed=seed,
         timeout_s=timeout,

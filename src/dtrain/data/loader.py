@@ -89,8 +89,8 @@ class Loader:
         """
         return self._epoch_batches("steps_per_epoch").steps_per_epoch()
 
-    def total_steps(self, length: Duration | int | str) -> int:
-        """Count the steps from the start of the run to ``length``, in epochs, batches or samples.
+    def total_steps(self, run_length: Duration | int | str) -> int:
+        """Count the steps from the start of the run to ``run_length``, in epochs, batches or samples.
 
         Example:
             >>> import dtrain as dt
@@ -101,19 +101,19 @@ class Loader:
         Raises:
             ConfigError: a loader cannot count the unit (tokens, seconds), or the dataset has no length and the unit is epochs.
         """
-        goal = parse_length(length)
+        goal = parse_length(run_length)
         return int(goal.value) if goal.unit == "ba" else self._epoch_batches("total_steps").total_steps(goal)
 
-    def run_length(self, length: Duration | int | str) -> RunLength:
+    def run_length(self, run_length: Duration | int | str) -> RunLength:
         """Return the length of a run in steps, so that schedules can convert ``"0.1dur"`` and ``"1ep"`` to steps.
 
-        The total of the result is ``length``. The total is in steps if the samples per step vary: if the batch size is a
+        The total of the result is ``run_length``. The total is in steps if the samples per step vary: if the batch size is a
         schedule, or if samples end with a smaller batch in each epoch.
 
         Raises:
             ConfigError: a loader cannot count the unit (tokens, seconds), or the dataset has no length and the unit is epochs.
         """
-        goal, size = parse_length(length), self.source.options.global_batch_size
+        goal, size = parse_length(run_length), self.source.options.global_batch_size
         if goal.unit == "ep" or (goal.unit == "sp" and callable(size)):
             self._epoch_batches("run_length")
         return convert_run_length(goal, size, self.source.epoch_batches())
@@ -146,8 +146,8 @@ class Loader:
         """Return True, also for a loader without a length."""
         return True
 
-    def until(self, length: Duration | int | str, *, stop: StopCondition | Sequence[StopCondition] = ()) -> Iterator[Batch]:
-        """Iterate over batches from the current position to ``length`` of the whole run.
+    def until(self, run_length: Duration | int | str, *, stop: StopCondition | Sequence[StopCondition] = ()) -> Iterator[Batch]:
+        """Iterate over batches from the current position to ``run_length`` of the whole run.
 
         If the run is complete, yield nothing, and print a line that says so.
 
@@ -162,7 +162,7 @@ class Loader:
         same position. New tensors (slices, copies) carry no ``BatchInfo``: pass ``step.init(model, optimizer, loader=loader)``.
 
         Args:
-            length: length of the whole run, in epochs, batches or samples.
+            run_length: length of the whole run, in epochs, batches or samples.
             stop: an ``early_stop``, a ``threshold_stop``, or several, which end the loop after the current batch, or at once.
 
         Example:
@@ -177,7 +177,7 @@ class Loader:
             ConfigError: a loader cannot count the unit, or another loop moved the position.
             DataError: samples could not be read. On several ranks the step raises the error, and all ranks stop together.
         """
-        return self._issue_batches(parse_length(length), tuple(stop) if isinstance(stop, Sequence) else (stop,))
+        return self._issue_batches(parse_length(run_length), tuple(stop) if isinstance(stop, Sequence) else (stop,))
 
     def _issue_batches(self, length: Duration | None, stops: Sequence[StopCondition] = ()) -> Iterator[Batch]:
         """Issue the batches to ``length``, or to the end of this epoch, until one of ``stops`` ends the run."""

@@ -100,13 +100,13 @@ def describe_end(goal: Duration, at: Position, stops: Sequence[StopCondition]) -
     return f'until: {goal} was reached {"at" if count == value else "by"} step {at.batches}; until("{later}") would go on'
 
 
-def parse_length(length: Duration | int | str) -> Duration:
-    """Parse ``length`` to a duration in a unit that a loader counts.
+def parse_length(run_length: Duration | int | str) -> Duration:
+    """Parse ``run_length`` to a duration in a unit that a loader counts.
 
     Raises:
         ConfigError: the unit is tokens or seconds.
     """
-    goal = Duration.parse(length)
+    goal = Duration.parse(run_length)
     if goal.unit in ("ep", "ba", "sp"):
         return goal
     raise ConfigError(f"loader: cannot count steps in {goal.unit!r} ({goal}). Give epochs (ep), batches (ba) or samples (sp).")

@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -82,8 +81,12 @@ class DistInfo:
         """True on the main rank, rank 0, which prints and logs."""
         return self.rank == 0
 
-    def print(self, *values: object, sep: str | None = " ", end: str | None = "\n", file: TextIO | None = None) -> None:
+    def print(self, *values: object, **options: Any) -> None:
         """Print as the built-in ``print``, on the main rank only, and flush. Values are computed on every rank.
+
+        Args:
+            values: values to print.
+            options: ``sep``, ``end`` and ``file`` of the built-in function.
 
         Example:
             >>> import dtrain as dt
@@ -92,7 +95,7 @@ class DistInfo:
             ranks: 1
         """
         if self.is_main:
-            print(*values, sep=sep, end=end, file=file, flush=True)
+            print(*values, **{"flush": True, **options})
 
     def __enter__(self) -> DistInfo:
         return self

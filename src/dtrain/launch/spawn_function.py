@@ -49,7 +49,7 @@ class SpawnTask:
 
     fn: Callable[..., Any]
     args: Sequence[Any]
-    nproc: int
+    world_size: int
     port_holder: socket.socket
     socket_prefix: str
 
@@ -138,7 +138,7 @@ def _run_rank_process(task: SpawnTask, rank: int, pipe: int, parent: int) -> int
     ignored = {n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN} - {signal.SIGTERM}
     reset_signal_handlers(ignore=ignored)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    _set_rank_environment(rank, task.nproc, task.port_holder)
+    _set_rank_environment(rank, task.world_size, task.port_holder)
     os.environ[launch_protocol.SOCKET_FOLDER_PREFIX] = task.socket_prefix
     code, report = _call_function(task, rank)
     with open(pipe, "wb") as file:
@@ -150,7 +150,7 @@ def _run_rank_process(task: SpawnTask, rank: int, pipe: int, parent: int) -> int
     return code
 
 
-def _set_rank_environment(rank: int, nproc: int, port_holder: socket.socket) -> None:
+def _set_rank_environment(rank: int, world_size: int, port_holder: socket.socket) -> None:
     """Set the environment of a rank, and reset the state that torch copied from the parent."""
     port = port_holder.getsockname()[1]
     port_holder.close()
@@ -158,16 +158,16 @@ def _set_rank_environment(rank: int, nproc: int, port_holder: socket.socket) -> 
         del os.environ[name]
     rank_variables = launch_protocol.rank_environment(
         rank=rank,
-        world_size=nproc,
+        world_size=world_size,
         local_rank=rank,
-        local_world_size=nproc,
+        local_world_size=world_size,
         node_rank=0,
         nodes=1,
         addr=LOOPBACK_ADDRESS,
         port=port,
     )
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    os.environ.setdefault(launch_protocol.OMP_THREADS, str(max(1, cores // nproc)))
+    os.environ.setdefault(launch_protocol.OMP_THREADS, str(max(1, cores // world_size)))
     os.environ.update({**rank_variables, launch_protocol.LOOPBACK: "1", launch_protocol.GLOO_INTERFACE: LOOPBACK_INTERFACE})
     if "torch" in sys.modules:
         # A fork has no OpenMP threads, and a parallel region would wait for them forever.
@@ -212,7 +212,7 @@ _FAILURE_COLLECT_S = 0.5
 @dataclass(slots=True, kw_only=True, eq=False)
 class _SpawnedJob:
     name: str
-    nproc: int
+    world_size: int
     ranks: list[ForkedRank] = field(default_factory=list)
 
     def alive_ranks(self) -> list[ForkedRank]:
@@ -227,8 +227,8 @@ class _SpawnedJob:
         return any(rank.exit is not None and is_failed_exit(rank.exit) for rank in self.ranks)
 
 
-def spawn(fn: Callable[..., Any], *args: Any, nproc: int, timeout_s: float | None = None) -> list[Any]:
-    """Run ``fn(*args)`` on ``nproc`` real ranks of this machine and return the results by rank.
+def spawn(fn: Callable[..., Any], *args: Any, world_size: int, timeout_s: float | None = None) -> list[Any]:
+    """Run ``fn(*args)`` on ``world_size`` real ranks of this machine and return the results by rank.
 
     Each rank is a fork of this process with the environment of a launched rank, so ``fn`` calls ``init_dist`` like a script.
     ``fn`` sees copies of all objects, including random generators (``seed_all(seed, rank)`` separates ranks). Changes in a rank
@@ -239,31 +239,31 @@ def spawn(fn: Callable[..., Any], *args: Any, nproc: int, timeout_s: float | Non
                 ...
             return {"rank": info.rank, "loss": loss}
 
-        results = dt.spawn(train, 100, nproc=2)
+        results = dt.spawn(train, 100, world_size=2)
 
     A fork has none of its parent's threads. If torch was imported before, each rank computes with one thread.
 
     Args:
         fn: any callable, also a closure; its result must be plain data.
         args: arguments of ``fn``, which are not serialized.
-        nproc: number of ranks, 1 to 256.
+        world_size: number of ranks, 1 to 256.
         timeout_s: seconds after which all ranks are ended; None waits without limit.
 
     Raises:
-        ConfigError: ``nproc`` or ``timeout_s`` is out of range, a process group is open here or CUDA is initialized here (a
-            fork can use neither), or a result is not plain data.
+        ConfigError: ``world_size`` or ``timeout_s`` is out of range, a process group is open here or CUDA is initialized here
+            (a fork can use neither), or a result is not plain data.
         RankError: a rank could not be started, raised (its traceback follows), exited, was killed, or did not finish in time.
             All ranks are then ended, as on Ctrl-C and when this process dies.
     """
-    _check_arguments(nproc, timeout_s)
-    job, socket_prefix = _SpawnedJob(name=getattr(fn, "__qualname__", repr(fn)), nproc=nproc), choose_socket_prefix()
+    _check_arguments(world_size, timeout_s)
+    job, socket_prefix = _SpawnedJob(name=getattr(fn, "__qualname__", repr(fn)), world_size=world_size), choose_socket_prefix()
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
     try:
         # Unreferenced process groups must be freed in the process that has their threads.
         gc.collect()
         with reserve_port() as port_holder:
-            task = SpawnTask(fn=fn, args=args, nproc=nproc, port_holder=port_holder, socket_prefix=socket_prefix)
-            for rank in range(nproc):
+            task = SpawnTask(fn=fn, args=args, world_size=world_size, port_holder=port_holder, socket_prefix=socket_prefix)
+            for rank in range(world_size):
                 with delay_interrupts():
                     job.ranks.append(_start_rank(task, rank))
             _wait_for_ranks(job, deadline)
@@ -275,8 +275,8 @@ def spawn(fn: Callable[..., Any], *args: Any, nproc: int, timeout_s: float | Non
             remove_socket_folders(socket_prefix)
 
 
-def _check_arguments(nproc: int, timeout_s: float | None) -> None:
-    check_int("spawn", "nproc", nproc, maximum=MAX_RANKS, advice="Use 2, for example.")
+def _check_arguments(world_size: int, timeout_s: float | None) -> None:
+    check_int("spawn", "world_size", world_size, maximum=MAX_RANKS, advice="Use 2, for example.")
     if timeout_s is not None:
         check_number("spawn", "timeout_s", timeout_s, above=0, advice="Use 60 seconds, for example, or None.")
     torch = sys.modules.get("torch")
@@ -297,7 +297,7 @@ def _start_rank(task: SpawnTask, rank: int) -> ForkedRank:
         return fork_rank(task, rank)
     except OSError as error:
         reason = f"could not be started: {error.strerror}. Use fewer ranks."
-        raise RankError(f"spawn: rank {rank} of {task.nproc} {reason}") from None
+        raise RankError(f"spawn: rank {rank} of {task.world_size} {reason}") from None
 
 
 def _wait_for_ranks(job: _SpawnedJob, deadline: float | None) -> None:
@@ -318,7 +318,7 @@ def _wait_for_ranks(job: _SpawnedJob, deadline: float | None) -> None:
                 return
             if deadline is not None and now >= deadline and (late := [rank.rank for rank in job.alive_ranks()]):
                 raise RankError(
-                    f"spawn: {job.name}: ranks {late} of {job.nproc} did not finish within timeout_s and were ended. "
+                    f"spawn: {job.name}: ranks {late} of {job.world_size} did not finish within timeout_s and were ended. "
                     "Check whether the ranks wait for each other."
                 )
             if not selector.get_map():
@@ -342,10 +342,10 @@ def _collect_results(job: _SpawnedJob) -> list[Any]:
             )
     cause = _find_spawn_cause(job, reports)
     if cause is not None:
-        raise RankError(f"spawn: {job.name}: rank {cause.rank} of {job.nproc} {_describe_cause(cause)}")
+        raise RankError(f"spawn: {job.name}: rank {cause.rank} of {job.world_size} {_describe_cause(cause)}")
     for forked in job.ranks:
         if "result" not in reports[forked.rank] and forked.exit is not None:
-            subject = f"rank {forked.rank} of {job.nproc}"
+            subject = f"rank {forked.rank} of {job.world_size}"
             raise RankError(
                 f"spawn: {job.name}: {subject} exited with code {forked.exit.code} before it returned. "
                 "Return from the function instead of calling os._exit."

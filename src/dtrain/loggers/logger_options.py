@@ -65,16 +65,17 @@ class MetricFilter:
     """Predicate that selects metrics by name or pattern; None selects all metrics.
 
     Raises:
-        ConfigError: ``names`` is not a list of texts.
+        ConfigError: ``select`` is not a list of texts.
     """
 
     __slots__ = ("_known", "_patterns")
 
-    def __init__(self, names: Sequence[str] | None, caller: str) -> None:
-        patterns = None if names is None else tuple(names)
-        if isinstance(names, str) or (patterns is not None and not all(isinstance(each, str) for each in patterns)):
+    def __init__(self, select: Sequence[str] | None, caller: str) -> None:
+        patterns = None if select is None else tuple(select)
+        if isinstance(select, str) or (patterns is not None and not all(isinstance(each, str) for each in patterns)):
             raise ConfigError(
-                f"{caller}: names must be a list of names or patterns, got {names!r}. Pass a list such as ['loss', 'speed/*']."
+                f"{caller}: select must be a list of names or patterns, got {select!r}. "
+                "Pass a list such as ['loss', 'speed/*']."
             )
         self._patterns = patterns
         self._known: dict[str, bool] = {}

@@ -23,7 +23,7 @@ RESERVED_KEYS = (STEP, TIME)
 """Reserved keys of a record. A metric with a reserved name is written as ``metric/<name>``."""
 
 
-def jsonl(path: str | Path, *, rotate_bytes: int | None = None, keep: int | None = None, ranks: Ranks = 0) -> Logger:
+def jsonl(path: str | Path, *, rotate_bytes: int | None = None, keep_last: int | None = None, ranks: Ranks = 0) -> Logger:
     """Append one JSON object per record to ``path``: ``{"step": 10, "time": 1700000000.5, "loss": 2.1}``.
 
     ``time`` is in seconds since 1970. Several records may have the same step, for example a loss and later the metrics of an
@@ -39,7 +39,7 @@ def jsonl(path: str | Path, *, rotate_bytes: int | None = None, keep: int | None
         path: file, created with its folders if missing. ``{rank}`` makes every rank write its own file. ``{time}`` becomes the
             time of this call in UTC.
         rotate_bytes: largest size of a file in bytes; a full file is renamed to ``<path>.1``, the file before to ``<path>.2``.
-        keep: number of renamed files to keep; None keeps all.
+        keep_last: number of renamed files to keep; None keeps all.
         ranks: 0, or "all" with ``{rank}`` in the path.
 
     Example:
@@ -51,16 +51,18 @@ def jsonl(path: str | Path, *, rotate_bytes: int | None = None, keep: int | None
             log(state.clock.step, dt.reduce_metrics(metrics))
 
     Raises:
-        ConfigError: ``path`` is on a server or has another field, a size is below 1, or ``keep`` is given without
+        ConfigError: ``path`` is on a server or has another field, a size is below 1, or ``keep_last`` is given without
             ``rotate_bytes``.
     """
-    for name, size in (("rotate_bytes", rotate_bytes), ("keep", keep)):
+    for name, size in (("rotate_bytes", rotate_bytes), ("keep_last", keep_last)):
         if size is not None:
             check_int("jsonl", name, size, advice="Pass None for no limit.")
-    if keep is not None and rotate_bytes is None:
-        raise ConfigError(f"jsonl: rotate_bytes must be given with keep, got keep={keep} and None. Pass rotate_bytes.")
+    if keep_last is not None and rotate_bytes is None:
+        raise ConfigError(
+            f"jsonl: rotate_bytes must be given with keep_last, got keep_last={keep_last} and None. Pass rotate_bytes."
+        )
     file = rank_path(path, ranks, "jsonl")
-    return null_logger if file is None else FaultTolerantLogger(_JsonlWriter(file, rotate_bytes, keep), f"jsonl {file}")
+    return null_logger if file is None else FaultTolerantLogger(_JsonlWriter(file, rotate_bytes, keep_last), f"jsonl {file}")
 
 
 class _JsonlWriter:

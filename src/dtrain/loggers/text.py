@@ -45,31 +45,31 @@ def _format_value(value: Any, digits: int) -> str:
 
 
 def console(
-    *, interval: Duration | int | str = 1, names: Sequence[str] | None = None, stream: TextIO | None = None, ranks: Ranks = 0
+    *, every: Duration | int | str = 1, select: Sequence[str] | None = None, stream: TextIO | None = None, ranks: Ranks = 0
 ) -> Logger:
     """Print one line per record, ``step 120  loss 2.1034  lr 0.003``.
 
     Args:
-        interval: steps between two lines, ``100`` or ``"100ba"``.
-        names: metrics to print, by name or pattern (``"speed/*"``); None prints all.
+        every: steps between two lines, ``100`` or ``"100ba"``.
+        select: metrics to print, by name or pattern (``"speed/*"``); None prints all.
         stream: text stream; None uses ``sys.stdout`` at the time of the record.
         ranks: 0, or "all".
 
     Example:
         >>> import dtrain as dt
-        >>> log = dt.loggers.console(interval="10ba", names=["loss"])
+        >>> log = dt.loggers.console(every="10ba", select=["loss"])
         >>> for step in (9, 10, 11):
         ...     log(step, {"loss": 1 / step, "lr": 0.1})
         step 9  loss 0.11111
         step 10  loss 0.1
 
     Raises:
-        ConfigError: ``interval`` is not in steps, ``names`` is not a list of texts, or ``ranks`` is neither 0 nor "all".
+        ConfigError: ``every`` is not in steps, ``select`` is not a list of texts, or ``ranks`` is neither 0 nor "all".
     """
-    length = Duration.parse(interval)
+    length = Duration.parse(every)
     if length.unit != "ba":
-        raise ConfigError(f"console: interval must be a number of steps, got {interval!r}. Pass 100 or '100ba'.")
-    writer = _ConsoleWriter(int(length.value), MetricFilter(names, "console"), stream)
+        raise ConfigError(f"console: every must be a number of steps, got {every!r}. Pass 100 or '100ba'.")
+    writer = _ConsoleWriter(int(length.value), MetricFilter(select, "console"), stream)
     return FaultTolerantLogger(writer, "console") if is_writer(ranks, "console") else null_logger
 
 
@@ -85,42 +85,42 @@ class _ConsoleWriter:
             print(line, file=self._stream or sys.stdout, flush=True)
 
 
-def text_file(path: str | Path, *, flush_interval: int = 1, names: Sequence[str] | None = None, ranks: Ranks = 0) -> Logger:
+def text_file(path: str | Path, *, flush_every: int = 1, select: Sequence[str] | None = None, ranks: Ranks = 0) -> Logger:
     """Append one line per record to a text file, ``2026-01-31T12:00:00Z  step 120  loss 2.1034``.
 
     A failure to write causes one warning, and training continues.
 
     Args:
         path: file, created with its folders if missing; ``{rank}`` and ``{time}`` as in ``jsonl``.
-        flush_interval: lines to buffer and write together; a kill loses the buffered lines.
-        names: metrics to write, by name or pattern; None writes all.
+        flush_every: lines to buffer and write together; a kill loses the buffered lines.
+        select: metrics to write, by name or pattern; None writes all.
         ranks: 0, or "all" with ``{rank}`` in the path.
 
     Example:
         import dtrain as dt
 
-        log = dt.loggers.text_file("runs/gpt/log.txt", names=["loss", "lr"])
+        log = dt.loggers.text_file("runs/gpt/log.txt", select=["loss", "lr"])
         log(state.clock.step, dt.reduce_metrics(metrics))
 
     Raises:
-        ConfigError: ``path`` is invalid (see ``jsonl``), ``flush_interval`` is below 1, or ``names`` is not a list of texts.
+        ConfigError: ``path`` is invalid (see ``jsonl``), ``flush_every`` is below 1, or ``select`` is not a list of texts.
     """
-    check_int("text_file", "flush_interval", flush_interval)
-    is_selected, file = MetricFilter(names, "text_file"), rank_path(path, ranks, "text_file")
+    check_int("text_file", "flush_every", flush_every)
+    is_selected, file = MetricFilter(select, "text_file"), rank_path(path, ranks, "text_file")
     if file is None:
         return null_logger
-    return FaultTolerantLogger(_TextFileWriter(file, flush_interval, is_selected), f"text_file {file}")
+    return FaultTolerantLogger(_TextFileWriter(file, flush_every, is_selected), f"text_file {file}")
 
 
 class _TextFileWriter:
-    def __init__(self, path: Path, flush_interval: int, is_selected: Callable[[str], bool]) -> None:
-        self._path, self._flush_interval, self._is_selected = path, flush_interval, is_selected
+    def __init__(self, path: Path, flush_every: int, is_selected: Callable[[str], bool]) -> None:
+        self._path, self._flush_every, self._is_selected = path, flush_every, is_selected
         self._lines: list[str] = []
 
     def __call__(self, step: int, numbers: Mapping[str, Any], /) -> None:
         now = strftime("%Y-%m-%dT%H:%M:%SZ", gmtime())
         self._lines.append(f"{now}  step {step}  {format_metrics(numbers, self._is_selected)}".rstrip())
-        if len(self._lines) >= self._flush_interval:
+        if len(self._lines) >= self._flush_every:
             self.close()
 
     def close(self) -> None:
@@ -135,10 +135,10 @@ _SPEED_WINDOW = 20
 
 
 def progress_bar(
-    total: Duration | int | str | None = None,
+    run_length: Duration | int | str | None = None,
     *,
-    names: Sequence[str] | None = ("loss", "lr"),
-    line_interval_s: float | None = 10.0,
+    select: Sequence[str] | None = ("loss", "lr"),
+    line_every_s: float | None = 10.0,
 ) -> Logger:
     """Show a progress bar on rank 0: ``120/600 ━━━━━  loss 2.103  lr 0.003  51,200 tok/s  0:40 left``.
 
@@ -149,36 +149,36 @@ def progress_bar(
     printed instead, by default one line in 10 seconds.
 
     Args:
-        total: length of the run in steps, ``600`` or ``"600ba"``; None if unknown.
-        names: metrics to show in this order, by name or pattern; None shows all.
-        line_interval_s: seconds between two plain lines without a terminal; None prints no lines.
+        run_length: length of the run in steps, ``600`` or ``"600ba"``; None if unknown.
+        select: metrics to show in this order, by name or pattern; None shows all.
+        line_every_s: seconds between two plain lines without a terminal; None prints no lines.
 
     Example:
         import dtrain as dt
 
-        log = dt.loggers.progress_bar(600, names=["loss", "lr"])
+        log = dt.loggers.progress_bar(600, select=["loss", "lr"])
         for batch in loader:
             state, metrics = step(state, batch)
             log(state.clock.step, dt.reduce_metrics(metrics))
 
     Raises:
-        ConfigError: ``total`` is not in steps, ``names`` is not a list of texts, or ``line_interval_s`` is below 0.
+        ConfigError: ``run_length`` is not in steps, ``select`` is not a list of texts, or ``line_every_s`` is below 0.
     """
-    length = None if total is None else Duration.parse(total)
+    length = None if run_length is None else Duration.parse(run_length)
     if length is not None and length.unit != "ba":
-        raise ConfigError(f"progress_bar: total must be a number of steps, got {total!r}. Pass 600 or '600ba'.")
-    if line_interval_s is not None:
-        check_number("progress_bar", "line_interval_s", line_interval_s, minimum=0, advice="Pass None for no lines.")
-    text = _ProgressText(None if length is None else int(length.value), MetricFilter(names, "progress_bar"), names or ())
+        raise ConfigError(f"progress_bar: run_length must be a number of steps, got {run_length!r}. Pass 600 or '600ba'.")
+    if line_every_s is not None:
+        check_number("progress_bar", "line_every_s", line_every_s, minimum=0, advice="Pass None for no lines.")
+    text = _ProgressText(None if length is None else int(length.value), MetricFilter(select, "progress_bar"), select or ())
     if not is_writer(0, "progress_bar"):
         return null_logger
     if sys.stderr.isatty() and os.environ.get("TERM") != "dumb":
         return FaultTolerantLogger(_RichProgressBar(text), "progress_bar")
     if os.environ.get(launch_protocol.LIVE_LINE) == "1":
         return FaultTolerantLogger(_LaunchedProgress(text), "progress_bar")
-    if line_interval_s is None:
+    if line_every_s is None:
         return null_logger
-    return FaultTolerantLogger(_PlainProgress(text, line_interval_s), "progress_bar")
+    return FaultTolerantLogger(_PlainProgress(text, line_every_s), "progress_bar")
 
 
 class _ProgressText:

@@ -42,8 +42,8 @@ _MAX_STATS = ("max", "absmax")
 
 
 def activation_stats(
-    pattern: ModulePattern = "*",
-    interval: Duration | int | str = "100ba",
+    select: ModulePattern = "*",
+    every: Duration | int | str = "100ba",
     *,
     stats: Sequence[ActivationStat] = ("mean", "std", "absmax", "zeros"),
     include_inputs: bool = False,
@@ -63,10 +63,10 @@ def activation_stats(
     (3 for a normal distribution)
 
     Args:
-        pattern: modules by clean name: a pattern (``*`` any text without a dot, ``**`` any text), several patterns, a compiled
+        select: modules by clean name: a pattern (``*`` any text without a dot, ``**`` any text), several patterns, a compiled
             regular expression for the full name, or a function ``(name, module) -> bool``. Only the pattern ``""`` selects the
             whole model, which is called ``model`` in metrics.
-        interval: interval in steps, ``100`` or ``"100ba"``; the end of another unit is known only after the forward.
+        every: interval in steps, ``100`` or ``"100ba"``; the end of another unit is known only after the forward.
         stats: statistics to compute.
         include_inputs: if True, also measure the first input of each module, as ``activation/<module>/input/<stat>``.
 
@@ -81,9 +81,7 @@ def activation_stats(
         >>> model = torch.nn.Sequential(torch.nn.Linear(1, 1), torch.nn.ReLU())
         >>> _ = torch.nn.init.ones_(model[0].weight), torch.nn.init.zeros_(model[0].bias)
         >>> loss = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
-        >>> stats = dt.monitors.activation_stats(
-        ...     "1", interval=1, stats=("mean", "zeros", "max")
-        ... )
+        >>> stats = dt.monitors.activation_stats("1", every=1, stats=("mean", "zeros", "max"))
         >>> step = dt.compose_step(loss, [stats])
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.5))
         >>> state, metrics = step(state, torch.tensor([[-3.0], [4.0]]))
@@ -94,10 +92,10 @@ def activation_stats(
         ConfigError: no pattern, an interval that is not in steps, or an unknown statistic; from ``Step.init`` on, a pattern
             without a matching module.
     """
-    is_selected, length, stat_names = _compile_pattern(pattern), Duration.parse(interval), _check_stats(stats)
+    is_selected, length, stat_names = _compile_pattern(select), Duration.parse(every), _check_stats(stats)
     if length.unit != "ba":
         raise ConfigError(
-            f"activation_stats: interval must be a number of steps, got {str(interval)!r}. Pass 100 or '100ba': the end of "
+            f"activation_stats: every must be a number of steps, got {str(every)!r}. Pass 100 or '100ba': the end of "
             "another unit is known only after the forward."
         )
 
@@ -142,8 +140,8 @@ def _compile_pattern(pattern: ModulePattern) -> Callable[[str, nn.Module], bool]
     # The pattern "" selects the whole model.
     if not isinstance(pattern, Sequence) or (not pattern and not isinstance(pattern, str)):
         raise ConfigError(
-            f"activation_stats: pattern must be a text, several texts, a regular expression or a function, got {pattern!r}. "
-            "Pass pattern='blocks.*', for example."
+            f"activation_stats: select must be a text, several texts, a regular expression or a function, got {pattern!r}. "
+            "Pass select='blocks.*', for example."
         )
     patterns = [pattern] if isinstance(pattern, str) else pattern
     matches = compile_patterns(patterns, caller=_NAME)
@@ -157,7 +155,7 @@ def _select_modules(model: nn.Module, is_selected: Callable[[str, nn.Module], bo
     if not selected:
         some = ", ".join(repr(name) for name in list(modules)[1:4])
         raise ConfigError(
-            f"activation_stats: pattern must match a module, got no match in {len(modules)} modules (such as {some}). "
+            f"activation_stats: select must match a module, got no match in {len(modules)} modules (such as {some}). "
             "Print the names with model.named_modules()."
         )
     return selected

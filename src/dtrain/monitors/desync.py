@@ -34,7 +34,7 @@ def check_desync(
 ) -> None:
     """Raise on every rank if two replicas of a part of the training state differ; name the first part that differs.
 
-    A step compares the parameters by itself (``Step.init(replica_check_interval=)``). This function compares further parts, at
+    A step compares the parameters by itself (``Step.init(replica_check_every=)``). This function compares further parts, at
     any time. Sharded parts have no replica to compare with (``full_shard`` shards nearly all parameters) and cost nothing.
 
     Args:

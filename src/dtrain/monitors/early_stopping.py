@@ -15,13 +15,13 @@ from dtrain.errors import ConfigError, PeerError
 from dtrain.state import TrainState
 from dtrain.typing import Plain
 
-StopMode: TypeAlias = Literal["min", "max"]
+StopGoal: TypeAlias = Literal["min", "max"]
 
 # rounding error of the difference of two fractions of a run
 _ROUNDING = 1e-9
 
 
-def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, mode: StopMode = "min") -> EarlyStop:
+def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, goal: StopGoal = "min") -> EarlyStop:
     """Stop a run if a metric has not improved for a given time.
 
     Call the stop after each measurement and before the save of the same step, so that the checkpoint holds the value.
@@ -49,7 +49,7 @@ def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float 
             integer counts steps. The time starts at the best value, or at the first value. With one evaluation per epoch,
             ``"2ep"`` stops at the second evaluation without improvement.
         min_delta: smallest change that counts as an improvement, >= 0.
-        mode: "min" if smaller is better, "max" if larger is better. NaN is never better.
+        goal: "min" if smaller is better, "max" if larger is better. NaN is never better.
 
     Source: Prechelt 1998, Early stopping, but when?, section 2 (its class UP, with a length of training for a count).
 
@@ -64,9 +64,9 @@ def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float 
         True 2.0
 
     Raises:
-        ConfigError: no name, an invalid ``patience``, ``min_delta`` or ``mode``.
+        ConfigError: no name, an invalid ``patience``, ``min_delta`` or ``goal``.
     """
-    return EarlyStop(metric, patience=patience, min_delta=min_delta, mode=mode)
+    return EarlyStop(metric, patience=patience, min_delta=min_delta, goal=goal)
 
 
 class _StopDecision:
@@ -127,12 +127,12 @@ class EarlyStop(_StopDecision):
 
     __slots__ = ("_best_at", "_better", "_min_delta", "_patience", "best")
 
-    def __init__(self, metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, mode: StopMode = "min") -> None:
-        _check_metric_and_mode("early_stop", metric, mode)
+    def __init__(self, metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, goal: StopGoal = "min") -> None:
+        _check_metric_and_goal("early_stop", metric, goal)
         self._patience = Duration.parse(patience)
         self._min_delta = check_number("early_stop", "min_delta", min_delta, minimum=0)
-        super().__init__("early_stop", metric, [metric, str(self._patience), self._min_delta, mode])
-        self._better = -1.0 if mode == "min" else 1.0
+        super().__init__("early_stop", metric, [metric, str(self._patience), self._min_delta, goal])
+        self._better = -1.0 if goal == "min" else 1.0
         self.best: float | None = None
         # count of the clock, in the unit of the patience, at the best value or at the first call
         self._best_at: float | None = None
@@ -200,7 +200,7 @@ class EarlyStop(_StopDecision):
         return f"EarlyStop({self._metric!r}, patience={str(self._patience)!r}, best={self.best})"
 
 
-def threshold_stop(metric: str, threshold: float, *, mode: StopMode = "min", stop_on_nan: bool = False) -> ThresholdStop:
+def threshold_stop(metric: str, threshold: float, *, goal: StopGoal = "min", stop_on_nan: bool = False) -> ThresholdStop:
     """Stop a run when a metric reaches ``threshold``: ``stop(state, numbers) -> bool``.
 
     Use it like ``early_stop``: judge before the save, and pass the stop to ``Step.init(stateful={"stop": stop})`` and
@@ -211,21 +211,21 @@ def threshold_stop(metric: str, threshold: float, *, mode: StopMode = "min", sto
     Args:
         metric: name of the metric.
         threshold: value that ends the run.
-        mode: "min" if smaller is better, "max" if larger is better.
+        goal: "min" if smaller is better, "max" if larger is better.
         stop_on_nan: if True, NaN stops the run, too.
 
     Source: the target quality of a time-to-accuracy benchmark, Coleman et al. 2017, DAWNBench.
 
     Example:
         >>> import dtrain as dt
-        >>> stop = dt.monitors.threshold_stop("accuracy", 0.9, mode="max")
+        >>> stop = dt.monitors.threshold_stop("accuracy", 0.9, goal="max")
         >>> stop.decide(0.89), stop.decide(0.9), stop.decide(float("nan"))
         (False, True, False)
 
     Raises:
-        ConfigError: no name, ``threshold`` is not a number, or ``mode`` is unknown.
+        ConfigError: no name, ``threshold`` is not a number, or ``goal`` is unknown.
     """
-    return ThresholdStop(metric, threshold, mode=mode, stop_on_nan=stop_on_nan)
+    return ThresholdStop(metric, threshold, goal=goal, stop_on_nan=stop_on_nan)
 
 
 class ThresholdStop(_StopDecision):
@@ -233,11 +233,11 @@ class ThresholdStop(_StopDecision):
 
     __slots__ = ("_better", "_on_nan", "_threshold")
 
-    def __init__(self, metric: str, threshold: float, *, mode: StopMode = "min", stop_on_nan: bool = False) -> None:
-        _check_metric_and_mode("threshold_stop", metric, mode)
+    def __init__(self, metric: str, threshold: float, *, goal: StopGoal = "min", stop_on_nan: bool = False) -> None:
+        _check_metric_and_goal("threshold_stop", metric, goal)
         self._threshold, self._on_nan = check_number("threshold_stop", "threshold", threshold), stop_on_nan
-        super().__init__("threshold_stop", metric, [metric, self._threshold, mode, stop_on_nan])
-        self._better = -1.0 if mode == "min" else 1.0
+        super().__init__("threshold_stop", metric, [metric, self._threshold, goal, stop_on_nan])
+        self._better = -1.0 if goal == "min" else 1.0
 
     def __call__(self, state: TrainState, numbers: Mapping[str, float]) -> bool:
         """Judge the current value of the metric. Return True if the run must stop, on every rank, by the value of rank 0.
@@ -262,13 +262,13 @@ class ThresholdStop(_StopDecision):
         return value * self._better >= self._threshold * self._better
 
     def __repr__(self) -> str:
-        return f"ThresholdStop({self._metric!r}, {self._threshold:g}, mode={'min' if self._better < 0 else 'max'!r})"
+        return f"ThresholdStop({self._metric!r}, {self._threshold:g}, goal={'min' if self._better < 0 else 'max'!r})"
 
 
-def _check_metric_and_mode(caller: str, metric: str, mode: str) -> None:
+def _check_metric_and_goal(caller: str, metric: str, goal: str) -> None:
     if not isinstance(metric, str) or not metric:
         raise ConfigError(f"{caller}: metric must be a name, got {metric!r}. Pass {caller}('eval/loss', ...), for example.")
-    check_choice(caller, "mode", mode, ("min", "max"))
+    check_choice(caller, "goal", goal, ("min", "max"))
 
 
 def _value_of_rank_0(caller: str, metric: str, numbers: Mapping[str, float]) -> float:

@@ -27,7 +27,7 @@ _MOMENTS = (*_FIRST_MOMENTS, "exp_avg_sq")
 
 
 def norms(
-    interval: Duration | int | str,
+    every: Duration | int | str,
     *,
     of: Sequence[NormKind] = ("grad", "param", "update", "moment"),
     by: NormLabel = "all",
@@ -48,7 +48,7 @@ def norms(
     of earlier gradients (``exp_avg`` or ``momentum_buffer``; absent in the first step)
 
     Args:
-        interval: interval between measurements; ``"100ba"`` matches a loop with ``state.crossed("100ba")``.
+        every: interval between measurements; ``"100ba"`` matches a loop with ``state.crossed("100ba")``.
         of: quantities to measure: gradients, parameters, updates, optimizer moments and the ``cosine`` above.
         by: also measure each parameter ``"group"`` of the optimizer (by ``"name"``, else by index), each ``"layer"`` (module
             of a parameter), or each label returned by a function of the clean name; the label None skips the parameter.
@@ -75,9 +75,9 @@ def norms(
         {'norm/grad': 5.0, 'norm/param': 2.828, 'norm/update': 2.5, 'norm/update_ratio': 0.884}
 
     Raises:
-        ConfigError: invalid ``interval``, unknown ``of`` or ``by``; in a step, ``by`` returns an invalid label.
+        ConfigError: invalid ``every``, unknown ``of`` or ``by``; in a step, ``by`` returns an invalid label.
     """
-    length, kinds = Duration.parse(interval), _check_kinds(of)
+    length, kinds = Duration.parse(every), _check_kinds(of)
     if not callable(by) and by not in ("all", "group", "layer"):
         raise ConfigError(
             f"norms: by must be 'all', 'group', 'layer' or a function of a parameter's name, got {by!r}. "

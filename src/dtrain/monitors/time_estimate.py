@@ -114,7 +114,7 @@ def estimate_seconds_left(
     return (total - last.progress) * pace + sum(each.remaining(last.progress, total) for each in interruptions.values())
 
 
-def eta(length: Duration | int | str) -> Meter:
+def eta(run_length: Duration | int | str) -> Meter:
     """Create a meter of run time: ``time/elapsed_s``, ``time/left_s``, and ``time/end`` in seconds since 1970.
 
     The remaining time is training at recent speed plus the expected evaluations and checkpoints. Their interval and cost are
@@ -123,8 +123,9 @@ def eta(length: Duration | int | str) -> Meter:
     since the machine may differ. Each rank computes its own estimate.
 
     Args:
-        length: length of the run: ``10_000``, ``"3ep"``, ``"1e9tok"``, ``"2h"``; ``"1dur"`` if ``step.init`` knows the length.
-            With epochs, the estimate needs the steps per epoch: from ``step.init(run_length=...)``, else after the first epoch.
+        run_length: length of the run: ``10_000``, ``"3ep"``, ``"1e9tok"``, ``"2h"``; ``"1dur"`` if ``step.init`` knows the
+            length. With epochs, the estimate needs the steps per epoch: from ``step.init(run_length=...)``, else after the
+            first epoch.
 
     Collective: none. Host sync: none.
 
@@ -140,7 +141,7 @@ def eta(length: Duration | int | str) -> Meter:
     Raises:
         ConfigError: invalid duration; in a call, ``dur`` in a run of unknown length.
     """
-    whole = Duration.parse(length)
+    whole = Duration.parse(run_length)
     history = _RunHistory()
 
     def meter_fn(state: TrainState) -> dict[str, float]:
@@ -165,7 +166,7 @@ def run_progress(clock: Clock, whole: Duration) -> tuple[float, float] | None:
     """Return the progress and the total length of a run in one unit; None if the steps per epoch are unknown."""
     if whole.unit != "ep":
         return float(clock.count(whole.unit)), float(whole.value)
-    steps: float | None = clock.run.steps_per_epoch if clock.run is not None else None
+    steps: float | None = clock.run_length.steps_per_epoch if clock.run_length is not None else None
     if steps is None and clock.epoch:
         steps = (clock.step - clock.step_in_epoch) / clock.epoch
     if not steps:

@@ -24,11 +24,11 @@ _CALLER = "param_groups"
 class ParamGroup:
     """A rule of ``param_groups`` that gives matching parameters their own options.
 
-    Formula: ``{name: p for name, p in model.named_parameters() if where matches name}``, each with ``options``
+    Formula: ``{name: p for name, p in model.named_parameters() if select matches name}``, each with ``options``
 
     Args:
         name: name of the group for ``scale_lr`` and ``scale_option``.
-        where: name patterns (``*`` matches text without a dot, ``**`` any text) or a predicate ``(name, param) -> bool``; None
+        select: name patterns (``*`` matches text without a dot, ``**`` any text) or a predicate ``(name, param) -> bool``; None
             matches all parameters that no other rule matches.
         options: optimizer options such as ``{"lr": 1e-4}``. A ``weight_decay`` here applies to all matching parameters. Without
             one, the ``weight_decay`` of ``param_groups`` applies to parameters that decay.
@@ -39,13 +39,13 @@ class ParamGroup:
         'head'
 
     Raises:
-        ConfigError: an invalid ``name`` or ``where``, or ``params`` or ``name`` among the options.
+        ConfigError: an invalid ``name`` or ``select``, or ``params`` or ``name`` among the options.
 
     Source: the groups of ``torch.optim.Optimizer``.
     """
 
     name: str
-    where: ParamFilter | None = None
+    select: ParamFilter | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -54,8 +54,8 @@ class ParamGroup:
                 f"ParamGroup: name must be a non-empty string, got {self.name!r}. "
                 "Pass for example ParamGroup('head', 'head.**')."
             )
-        if self.where is not None:
-            compile_where(self.where, {}, "ParamGroup")
+        if self.select is not None:
+            compile_select(self.select, {}, "ParamGroup")
         reserved = {"params", "name"} & set(self.options)
         if reserved:
             raise ConfigError(
@@ -123,7 +123,7 @@ def param_groups(
     """
     check_number(_CALLER, "weight_decay", weight_decay, minimum=0)
     params, names = named_trainable_params(model)
-    excluded = _default_no_decay(model, params, names) if no_decay is None else compile_where(no_decay, names, _CALLER)
+    excluded = _default_no_decay(model, params, names) if no_decay is None else compile_select(no_decay, names, _CALLER)
     groups = []
     for rule, matched in assign_to_rules(rules or (ParamGroup("all"),), params, names):
         sets_decay = "weight_decay" in rule.options
@@ -177,10 +177,12 @@ def assign_to_rules(
     duplicate = next((name for name in rule_names if rule_names.count(name) > 1), None)
     if duplicate is not None:
         raise ConfigError(f"{_CALLER}: names of rules must be unique, got {duplicate!r} twice. Rename a rule.")
-    rest = [rule.name for rule in rules if rule.where is None]
+    rest = [rule.name for rule in rules if rule.select is None]
     if len(rest) > 1:
-        raise ConfigError(f"{_CALLER}: only one rule may have no where, got {rest[0]!r} and {rest[1]!r}. Add where= to a rule.")
-    matches = {rule.name: _match_rule(rule, params, names) for rule in rules if rule.where is not None}
+        raise ConfigError(
+            f"{_CALLER}: only one rule may have no select, got {rest[0]!r} and {rest[1]!r}. Add select= to a rule."
+        )
+    matches = {rule.name: _match_rule(rule, params, names) for rule in rules if rule.select is not None}
     matching_rules = {name: [rule for rule, matched in matches.items() if name in matched] for name in params}
     overlapping = [name for name in params if len(matching_rules[name]) > 1]
     if overlapping:
@@ -191,14 +193,14 @@ def assign_to_rules(
     unmatched = {name: param for name, param in params.items() if not matching_rules[name]}
     if unmatched and not rest:
         raise ConfigError(
-            f"{_CALLER}: no rule matches {format_names(list(unmatched))}. Add a rule without where: ParamGroup('rest')."
+            f"{_CALLER}: no rule matches {format_names(list(unmatched))}. Add a rule without select: ParamGroup('rest')."
         )
     return [(rule, matches.get(rule.name, unmatched)) for rule in rules]
 
 
 def _match_rule(rule: ParamGroup, params: Mapping[str, Tensor], names: Mapping[str, Sequence[str]]) -> dict[str, Tensor]:
-    assert rule.where is not None
-    is_match = compile_where(rule.where, names, _CALLER)
+    assert rule.select is not None
+    is_match = compile_select(rule.select, names, _CALLER)
     matched = {name: param for name, param in params.items() if is_match(name, param)}
     if not matched:
         raise ConfigError(
@@ -208,16 +210,16 @@ def _match_rule(rule: ParamGroup, params: Mapping[str, Tensor], names: Mapping[s
     return matched
 
 
-def compile_where(where: ParamFilter, names: Mapping[str, Sequence[str]], caller: str) -> Callable[[str, Tensor], bool]:
-    """Return ``where`` as a predicate. A pattern may match any name of a parameter."""
-    if callable(where):
-        return where
-    if not isinstance(where, str | Sequence):
+def compile_select(select: ParamFilter, names: Mapping[str, Sequence[str]], caller: str) -> Callable[[str, Tensor], bool]:
+    """Return ``select`` as a predicate. A pattern may match any name of a parameter."""
+    if callable(select):
+        return select
+    if not isinstance(select, str | Sequence):
         raise ConfigError(
-            f"{caller}: where must be name patterns or a function (name, param) -> bool, got {where!r}. "
-            "Pass where='*.bias', for example."
+            f"{caller}: select must be name patterns or a function (name, param) -> bool, got {select!r}. "
+            "Pass select='*.bias', for example."
         )
-    is_match = compile_patterns([where] if isinstance(where, str) else where, caller=caller)
+    is_match = compile_patterns([select] if isinstance(select, str) else select, caller=caller)
     return lambda name, param: any(is_match(alias) for alias in names.get(name, [name]))
 
 
@@ -308,7 +310,7 @@ def muon_groups(
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks", section on embeddings and heads.
     """
     params, names = named_trainable_params(model)
-    is_head = compile_where(head, names, "muon_groups")
+    is_head = compile_select(head, names, "muon_groups")
     heads = {name for name, param in params.items() if is_head(name, param)}
     if not heads and not (isinstance(head, (list, tuple)) and not head):
         raise ConfigError(
@@ -318,7 +320,7 @@ def muon_groups(
     reasons = {name: _reason_not_hidden(param, name in heads, name in embeddings) for name, param in params.items()}
     hidden = {name for name in params if reasons[name] is None}
     if matrices is not None:
-        is_match = compile_where(matrices, names, "muon_groups")
+        is_match = compile_select(matrices, names, "muon_groups")
         hidden = {name for name, param in params.items() if is_match(name, param)}
         invalid = [name for name in hidden if reasons[name] is not None]
         if invalid:

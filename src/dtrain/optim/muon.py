@@ -17,7 +17,7 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def orthogonalize(
-    matrix: Tensor, *, steps: int = 5, coefficients: tuple[float, float, float] = NS_COEFFICIENTS, eps: float = 1e-7
+    matrix: Tensor, *, ns_steps: int = 5, ns_coefficients: tuple[float, float, float] = NS_COEFFICIENTS, eps: float = 1e-7
 ) -> Tensor:
     """Return a matrix with the singular vectors of ``matrix`` and singular values near 1, except very small ones.
 
@@ -27,13 +27,13 @@ def orthogonalize(
 
     The iteration uses matrix products only, in the dtype of ``matrix``; bfloat16 is sufficient. A zero matrix stays zero.
 
-    Formula: ``x = matrix / max(norm(matrix), eps)``, then ``steps`` times
+    Formula: ``x = matrix / max(norm(matrix), eps)``, then ``ns_steps`` times
         ``x = a * x + b * (x x^T) x + c * (x x^T)^2 x``, which maps each singular value ``s`` to ``a s + b s^3 + c s^5``
 
     Args:
         matrix: ``[rows, cols]``, plain.
-        steps: number of iterations, >= 1.
-        coefficients: ``(a, b, c)`` with a large slope at 0, so that small singular values grow fast.
+        ns_steps: number of iterations, >= 1.
+        ns_coefficients: ``(a, b, c)`` with a large slope at 0, so that small singular values grow fast.
         eps: lower bound of the norm.
 
     Returns:
@@ -42,7 +42,7 @@ def orthogonalize(
     Example:
         >>> import dtrain as dt
         >>> matrix = torch.tensor([[0.0, 3.0], [4.0, 0.0]], dtype=torch.float64)
-        >>> x = dt.optim.orthogonalize(matrix, steps=1, coefficients=(1.5, -0.5, 0.0))
+        >>> x = dt.optim.orthogonalize(matrix, ns_steps=1, ns_coefficients=(1.5, -0.5, 0.0))
         >>> [
         ...     [round(value, 3) for value in row] for row in x.tolist()
         ... ]  # 1.5 s - 0.5 s^3 for s = 0.6 and 0.8
@@ -51,12 +51,12 @@ def orthogonalize(
     Source: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the iteration of Newton and Schulz,
         Bernstein and Newhouse 2024, arXiv:2409.20325, appendix A.
     """
-    a, b, c = coefficients
+    a, b, c = ns_coefficients
     tall = matrix.shape[0] > matrix.shape[1]
     # The product x x^T is smaller for a wide matrix.
     x = matrix.T if tall else matrix
     x = x / torch.linalg.vector_norm(x).clamp(min=eps)
-    for _ in range(steps):
+    for _ in range(ns_steps):
         square = x @ x.T
         x = torch.addmm(x, torch.addmm(square, square, square, beta=b, alpha=c), x, beta=a)
     return x.T if tall else x
@@ -165,7 +165,7 @@ class Muon(MatrixOptimizer):
         return [buffer.to(dtype or buffer.dtype) for buffer in buffers]
 
     def matrix_update(self, grad: Tensor, state: dict[str, Any], group: dict[str, Any]) -> Tensor:
-        return orthogonalize(grad, steps=group["ns_steps"], coefficients=group["ns_coefficients"], eps=group["eps"])
+        return orthogonalize(grad, ns_steps=group["ns_steps"], ns_coefficients=group["ns_coefficients"], eps=group["eps"])
 
     def lr_factor(self, shape: tuple[int, int], group: dict[str, Any]) -> float:
         rows, cols = shape

@@ -49,7 +49,7 @@ class LibraryMemory:
         return sum(getattr(self, each.name) for each in fields(self) if each.name.startswith(prefix))
 
 
-def library_memory(estimate: MemoryEstimate, *, workers: int = 0, node_ranks: int = 8) -> LibraryMemory:
+def library_memory(estimate: MemoryEstimate, *, workers: int = 0, local_world_size: int = 8) -> LibraryMemory:
     """Return the memory that dtrain and its backends hold beside the tensors of a step.
 
     Not counted: the context of a device, Python and its modules (about 400 MB a process), and the order of an epoch (69 bytes a
@@ -58,23 +58,23 @@ def library_memory(estimate: MemoryEstimate, *, workers: int = 0, node_ranks: in
     Args:
         estimate: result of ``estimate_memory``.
         workers: loader processes of the rank.
-        node_ranks: ranks of a node.
+        local_world_size: ranks of a node.
 
     Example:
         estimate = dt.planning.estimate_memory(workload, world_size=64)
         dt.planning.library_memory(estimate, workers=4).host
 
     Raises:
-        ConfigError: a number that is not an integer of at least 0 (``node_ranks``: 1).
+        ConfigError: a number that is not an integer of at least 0 (``local_world_size``: 1).
     """
     check_int("library_memory", "workers", workers, minimum=0)
-    check_int("library_memory", "node_ranks", node_ranks)
+    check_int("library_memory", "local_world_size", local_world_size)
     config, held = estimate.config, estimate.at_rest
     on_cuda = config.device == "cuda"
     prefetched = _PREFETCHED_BATCHES * estimate.batch_bytes
-    local = min(node_ranks, config.world_size)
+    local = min(local_world_size, config.world_size)
     layout = Layout(0, config.world_size, local if config.world_size % local == 0 else 1)
-    groups = {(each.ranks, each.stride) for each in estimate.traffic}
+    groups = {(each.group_size, each.stride) for each in estimate.traffic}
     return LibraryMemory(
         device_batches=prefetched if on_cuda else 0,
         device_collectives=_NCCL_BYTES_PER_GROUP * len(groups) if on_cuda else 0,

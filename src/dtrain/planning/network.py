@@ -28,7 +28,7 @@ class Network:
     """Links between the ranks of a job.
 
     Args:
-        node_ranks: ranks per node, which are neighbours in the order of ranks.
+        local_world_size: ranks per node, which are neighbours in the order of ranks.
         within: bytes per second that a rank sends within its node, in one direction.
         between: bytes per second that a rank sends to other nodes, in one direction.
         within_latency_s: seconds of one small message within a node.
@@ -38,15 +38,15 @@ class Network:
 
     Example:
         >>> import dtrain as dt
-        >>> network = dt.planning.Network(node_ranks=8, within=450e9, between=50e9)
-        >>> round(network.seconds("all_gather", 2**30, ranks=8) * 1e3, 1)
+        >>> network = dt.planning.Network(local_world_size=8, within=450e9, between=50e9)
+        >>> round(network.seconds("all_gather", 2**30, group_size=8) * 1e3, 1)
         2.1
 
     Raises:
         ConfigError: a number that is not positive.
     """
 
-    node_ranks: int
+    local_world_size: int
     within: float
     between: float
     within_latency_s: float = 3e-6
@@ -55,7 +55,7 @@ class Network:
     control_within_latency_s: float = 40e-6
 
     def __post_init__(self) -> None:
-        check_int("Network", "node_ranks", self.node_ranks)
+        check_int("Network", "local_world_size", self.local_world_size)
         for field in fields(self)[1:]:
             check_number("Network", field.name, getattr(self, field.name), above=0, advice="Bandwidth is in bytes per second.")
 
@@ -73,7 +73,7 @@ class Network:
         if name not in NETWORKS:
             raise ConfigError(
                 f"Network.preset: name must be one of {', '.join(NETWORKS)}, got {name!r}. "
-                "Or build dt.planning.Network(node_ranks=8, within=450e9, between=50e9)."
+                "Or build dt.planning.Network(local_world_size=8, within=450e9, between=50e9)."
             )
         return NETWORKS[name]
 
@@ -81,7 +81,7 @@ class Network:
         """Return a copy with other values."""
         return replace(self, **changes)  # type: ignore[arg-type]
 
-    def seconds(self, op: str, size: int, *, ranks: int, stride: int = 1) -> float:
+    def seconds(self, op: str, size: int, *, group_size: int, stride: int = 1) -> float:
         """Return the seconds of one collective.
 
         A group within a node, or with one rank per node, uses one kind of link, with latency ``a`` and ``b`` bytes per second.
@@ -99,27 +99,27 @@ class Network:
         Args:
             op: operation, as in ``CollectiveTraffic``.
             size: logical bytes, as in ``CollectiveTraffic``.
-            ranks: ranks of the group.
+            group_size: ranks of the group.
             stride: distance between the global ranks of neighbours in the group.
 
         Source: Thakur, Rabenseifner and Gropp 2005, "Optimization of collective communication operations in MPICH" (rings and
         recursive doubling); Sanders, Speck and Traeff 2009, "Two-tree algorithms for full bandwidth broadcast, reduction and
         scan" (trees); ``PERFORMANCE.md`` of NVIDIA's nccl-tests (bus bandwidth).
         """
-        inner = min(ranks, max(1, self.node_ranks // stride))
-        nodes = math.ceil(ranks / inner)
+        inner = min(group_size, max(1, self.local_world_size // stride))
+        nodes = math.ceil(group_size / inner)
         if op in ("permute", "send", "recv"):
-            return self._level(op, size, ranks, inside=nodes == 1)
+            return self._level(op, size, group_size, inside=nodes == 1)
         if op == "all_reduce" and inner > 1 and nodes > 1:
             within = 2 * self._level("all_gather", size, inner, inside=True)
             return within + self._level(op, size / inner, nodes, inside=False)
         return self._level(op, size, inner, inside=True) + self._level(op, size / inner, nodes, inside=False)
 
-    def _level(self, op: str, size: float, ranks: int, *, inside: bool) -> float:
+    def _level(self, op: str, size: float, group_size: int, *, inside: bool) -> float:
         latency, bandwidth = (self.within_latency_s, self.within) if inside else (self.between_latency_s, self.between)
-        if ranks == 1:
+        if group_size == 1:
             return 0.0
-        hops, part, depth = ranks - 1, (ranks - 1) / ranks, math.ceil(math.log2(ranks))
+        hops, part, depth = group_size - 1, (group_size - 1) / group_size, math.ceil(math.log2(group_size))
         if op in ("all_gather", "reduce_scatter", "all_to_all"):
             return hops * latency + part * size / bandwidth
         if op == "all_reduce":
@@ -130,10 +130,10 @@ class Network:
 
 
 NETWORKS = {
-    "a100-hdr200": Network(node_ranks=8, within=300 * GB, between=25 * GB),
-    "h100-ndr400": Network(node_ranks=8, within=450 * GB, between=50 * GB),
-    "b200-ndr400": Network(node_ranks=8, within=900 * GB, between=50 * GB),
-    "pcie4-100gbe": Network(node_ranks=8, within=32 * GB, between=12.5 * GB / 8),
+    "a100-hdr200": Network(local_world_size=8, within=300 * GB, between=25 * GB),
+    "h100-ndr400": Network(local_world_size=8, within=450 * GB, between=50 * GB),
+    "b200-ndr400": Network(local_world_size=8, within=900 * GB, between=50 * GB),
+    "pcie4-100gbe": Network(local_world_size=8, within=32 * GB, between=12.5 * GB / 8),
 }
 """Networks by name; see ``Network.preset``."""
 
@@ -148,7 +148,9 @@ def communication_seconds(traffic: Sequence[CollectiveTraffic], network: Network
     total = 0.0
     for each in traffic:
         # Collectives of a kind differ in size, and their seconds are linear in it: count them at their mean size.
-        seconds = network.seconds(each.op, round(each.bytes / max(1, each.count)), ranks=each.ranks, stride=each.stride)
+        seconds = network.seconds(
+            each.op, round(each.bytes / max(1, each.count)), group_size=each.group_size, stride=each.stride
+        )
         total += each.count * seconds
     return total
 
@@ -170,7 +172,7 @@ def control_seconds(world_size: int, network: Network) -> float:
         ... )
         0.00114
     """
-    local = min(world_size, network.node_ranks)
+    local = min(world_size, network.local_world_size)
     # Nodes with different numbers of ranks exchange without a leader.
     rounds = count_rounds(world_size, local if world_size % local == 0 else 1)
     record = rounds.local * network.control_within_latency_s + rounds.remote * network.control_latency_s
@@ -208,4 +210,4 @@ def parse_network(command: str, name: str, text: str) -> Network:
     latency = values.get("latency")
     latencies = {} if latency is None else {"within_latency_s": latency, "between_latency_s": latency}
     latencies |= {"control_latency_s": values["control"]} if "control" in values else {}
-    return Network(node_ranks=int(values["node"]), within=values["within"], between=values["between"], **latencies)
+    return Network(local_world_size=int(values["node"]), within=values["within"], between=values["between"], **latencies)

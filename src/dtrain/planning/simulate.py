@@ -108,7 +108,7 @@ class SimulatedRun:
         if device == "cuda":
             _use_foreach(optimizer)
         # A simulated parameter has no values to compare.
-        self._state = self._compose(1).init(model, optimizer, replica_check_interval=0)
+        self._state = self._compose(1).init(model, optimizer, replica_check_every=0)
         monitor = self._state.run_context.monitor
         monitor.pending_weight = UnreadScalar()
         # A fake loss cannot be read on the host.

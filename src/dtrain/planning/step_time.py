@@ -161,7 +161,7 @@ def step_seconds(estimate: MemoryEstimate, accelerator: Accelerator, network: Ne
 
 def _exposed_seconds(estimate: MemoryEstimate, network: Network, links: float, compute: float) -> float:
     def is_tensor_parallel(each: CollectiveTraffic) -> bool:
-        return estimate.config.tp > 1 and each.stride == 1 and each.ranks == estimate.config.tp
+        return estimate.config.tp > 1 and each.stride == 1 and each.group_size == estimate.config.tp
 
     fixed = 0.0
     for each in estimate.traffic:

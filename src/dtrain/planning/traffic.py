@@ -16,7 +16,7 @@ class CollectiveTraffic:
 
     Args:
         op: ``all_gather``, ``reduce_scatter``, ``all_reduce``, ``permute`` and so on, as in ``count_collectives``.
-        ranks: number of ranks in each.
+        group_size: number of ranks in each.
         count: number of collectives.
         bytes: logical size: of the whole gathered parameters, of the whole reduced gradients.
         stride: distance between the global ranks of neighbours in the group; 1 for neighbours on a node.
@@ -25,7 +25,7 @@ class CollectiveTraffic:
     """
 
     op: str
-    ranks: int
+    group_size: int
     count: int
     bytes: int
     stride: int = 1
@@ -35,7 +35,7 @@ class CollectiveTraffic:
         if self.op == "permute":
             return self.bytes
         passes = 2 if self.op == "all_reduce" else 1
-        return round(passes * self.bytes * (self.ranks - 1) / self.ranks)
+        return round(passes * self.bytes * (self.group_size - 1) / self.group_size)
 
 
 def sum_traffic(calls: Sequence[CollectiveCall], strides: Mapping[str, int]) -> tuple[CollectiveTraffic, ...]:
@@ -49,7 +49,7 @@ def sum_traffic(calls: Sequence[CollectiveCall], strides: Mapping[str, int]) -> 
         if call.group_size > 1:
             rows[key] = count + 1, size + call.bytes
     traffic = [
-        CollectiveTraffic(op=op, ranks=ranks, count=count, bytes=size, stride=stride)
+        CollectiveTraffic(op=op, group_size=ranks, count=count, bytes=size, stride=stride)
         for (op, ranks, stride), (count, size) in rows.items()
     ]
     return tuple(sorted(traffic, key=lambda t: -t.bytes_sent))
@@ -59,10 +59,10 @@ def extrapolate_traffic(
     two: Sequence[CollectiveTraffic], three: Sequence[CollectiveTraffic], microbatches: int
 ) -> tuple[CollectiveTraffic, ...]:
     """Extrapolate the traffic of ``microbatches`` microbatches from that of two and of three."""
-    by_kind = {(t.op, t.ranks, t.stride): t for t in two}
+    by_kind = {(t.op, t.group_size, t.stride): t for t in two}
     traffic = []
     for t in three:
-        base = by_kind.get((t.op, t.ranks, t.stride))
+        base = by_kind.get((t.op, t.group_size, t.stride))
         more = microbatches - 3
         count = t.count + more * (t.count - (base.count if base else 0))
         size = t.bytes + more * (t.bytes - (base.bytes if base else 0))

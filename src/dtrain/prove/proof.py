@@ -40,7 +40,7 @@ def prove(
     args: Sequence[str] = (),
     *,
     steps: int = 4,
-    ranks: Sequence[int] = (2, 3),
+    world_sizes: Sequence[int] = (2, 3),
     keep_precision: bool = False,
     seed: int = 0,
     timeout_s: float = 300.0,
@@ -56,7 +56,7 @@ def prove(
         script: path of the script.
         args: arguments of the script.
         steps: number of steps of each run.
-        ranks: numbers of ranks that are compared with one rank.
+        world_sizes: numbers of ranks that are compared with one rank.
         keep_precision: if True, runs compute in the script's own dtypes.
         seed: seed of the step after which a run is killed.
         timeout_s: seconds after which a run is ended.
@@ -78,7 +78,7 @@ def prove(
         script=Path(script).absolute(),
         args=tuple(args),
         steps=steps,
-        ranks=tuple(ranks),
+        ranks=tuple(world_sizes),
         keep_precision=keep_precision,
         seed=seed,
         timeout_s=timeout_s,

@@ -289,10 +289,10 @@ def _observe_files(recorder: RankRecorder) -> None:
         return result
 
     @functools.wraps(convert)
-    def converted(source: Any, destination: Any, **kwargs: Any) -> Any:
-        result = convert(source, destination, **kwargs)
-        path = Path(destination)
-        for file in sorted(path.glob("*.safetensors")) if path.is_dir() else [path]:
+    def converted(path: Any, destination: Any, **kwargs: Any) -> Any:
+        result = convert(path, destination, **kwargs)
+        written_to = Path(destination)
+        for file in sorted(written_to.glob("*.safetensors")) if written_to.is_dir() else [written_to]:
             if file.suffix == ".safetensors":
                 recorder.evaluations.exported(str(file), safetensors.torch.load_file(file).items(), recorder.step)
         return result

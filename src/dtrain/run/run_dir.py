@@ -75,7 +75,7 @@ def open_run(
     path: str | Path,
     *,
     settings: Any = None,
-    interval: Duration | int | str = "10sec",
+    every: Duration | int | str = "10sec",
     redact: Iterable[str] = (),
     upload: str | Path | None = None,
 ) -> Run:
@@ -96,7 +96,7 @@ def open_run(
         path: local folder, the same for all attempts. Several hosts share the folder on a common file system; else each host
             has the ledgers of its ranks.
         settings: mapping, dataclass or ``argparse.Namespace``; values without plain data are written as text.
-        interval: steps or seconds between two lines of totals in the ledger.
+        every: steps or seconds between two lines of totals in the ledger.
         redact: patterns of further secret names (``*`` is any text). Always redacted: names with words such as password,
             secret, token or key, passwords in URLs, and texts in the format of known tokens.
         upload: target of ``upload_run`` at the end of the run, usually the checkpoint root; None uploads nothing.
@@ -110,7 +110,7 @@ def open_run(
 
     Raises:
         ConfigError: on all ranks: a folder that is not writable on some rank, a URL, different folders on ranks, invalid
-            ``settings`` or ``interval``, or another open run.
+            ``settings`` or ``every``, or another open run.
     """
     if _OPEN_RUN.pid != os.getpid():
         _OPEN_RUN.pid, _OPEN_RUN.run, _OPEN_RUN.ledger = os.getpid(), None, None
@@ -122,7 +122,7 @@ def open_run(
     redactor, setup = Redactor(), None
     try:
         redactor = make_redactor(_check_redact_patterns(redact), os.environ)
-        setup = _prepare_folder(path, info, settings, interval, upload, started_at)
+        setup = _prepare_folder(path, info, settings, every, upload, started_at)
         local |= {"folder": str(setup.folder), "attempt": setup.attempt}
     except Exception as error:  # noqa: BLE001 - all ranks must learn of any error, also in the user's settings
         local["error"] = _error_message(path, error)
@@ -187,7 +187,7 @@ def _prepare_folder(
     """
     length = Duration.parse(interval)
     if length.unit not in ("ba", "sec") or (length.unit == "ba" and length.value < 1):
-        raise ConfigError(f"{_CALLER}: interval must be in steps or seconds, got {interval!r}. Pass '100ba' or '10sec'.")
+        raise ConfigError(f"{_CALLER}: every must be in steps or seconds, got {interval!r}. Pass '100ba' or '10sec'.")
     plain_settings = settings_to_plain(settings)
     folder = storage.resolve_path(path)
     if isinstance(folder, RemotePath):

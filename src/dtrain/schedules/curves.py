@@ -179,15 +179,15 @@ def polynomial(start: float, end: float, steps: float, *, power: float) -> Sched
     return value
 
 
-def exponential(start: float, gamma: float, period: float = 1, *, end: float | None = None) -> Schedule:
-    """Return an exponential decay or growth: a factor of ``gamma`` per ``period``, limited by ``end``.
+def exponential(start: float, gamma: float, every: float = 1, *, end: float | None = None) -> Schedule:
+    """Return an exponential decay or growth: a factor of ``gamma`` per ``every``, limited by ``end``.
 
-    Formula: ``start * gamma ** (t / period)``, and ``end`` after that value is reached. ``t / period`` is not rounded.
+    Formula: ``start * gamma ** (t / every)``, and ``end`` after that value is reached. ``t / every`` is not rounded.
 
     Args:
         start: value at ``t = 0``, above 0.
         gamma: factor per period: a decay below 1, a growth above 1. A growth needs an ``end``.
-        period: length of a period.
+        every: length of a period.
         end: last value; None decays without an end.
 
     Example:
@@ -208,9 +208,9 @@ def exponential(start: float, gamma: float, period: float = 1, *, end: float | N
             2018, arXiv:1712.05884, section 3.1)
     When not to use: the run is much longer than planned: without ``end`` the rate becomes so small that nothing is learned.
     """
-    check_number("exponential", "period", period, above=0, advice="Give the time in which the value changes by gamma.")
+    check_number("exponential", "every", every, above=0, advice="Give the time in which the value changes by gamma.")
     after = geometric("exponential", start, gamma, end)
-    return lambda t: after(t / period)
+    return lambda t: after(t / every)
 
 
 def inverse_sqrt(start: float, hold: float) -> Schedule:
@@ -264,15 +264,15 @@ def geometric(caller: str, start: float, gamma: float, end: float | None) -> Cal
     return lambda n: end if n >= last else nearer(float(start * gamma ** max(n, 0)), end)
 
 
-def step_decay(start: float, gamma: float, period: float, *, end: float | None = None) -> Schedule:
-    """Return a schedule that multiplies ``start`` by ``gamma`` after each whole ``period``, limited by ``end``.
+def step_decay(start: float, gamma: float, every: float, *, end: float | None = None) -> Schedule:
+    """Return a schedule that multiplies ``start`` by ``gamma`` after each whole ``every``, limited by ``end``.
 
-    Formula: ``start * gamma ** floor(t / period)``, and ``end`` after that value is reached.
+    Formula: ``start * gamma ** floor(t / every)``, and ``end`` after that value is reached.
 
     Args:
         start: value of the first period, above 0.
         gamma: factor of a jump: a decay below 1, a growth (of a batch size) above 1. A growth needs an ``end``.
-        period: time between jumps.
+        every: time between jumps.
         end: last value; None decays without an end.
 
     Example:
@@ -294,9 +294,9 @@ def step_decay(start: float, gamma: float, period: float, *, end: float | None =
         ImageNet, EfficientNet: ``step_decay(1.0, 0.97, 2.4)`` by epochs (Tan and Le 2019, arXiv:1905.11946, section 5.2)
     When not to use: jumps of the rate disturb the loss late in a run: ``exponential`` falls by the same factor without jumps.
     """
-    check_number("step_decay", "period", period, above=0, advice="Give the time between two jumps.")
+    check_number("step_decay", "every", every, above=0, advice="Give the time between two jumps.")
     after = geometric("step_decay", start, gamma, end)
-    return lambda t: after(math.floor(t / period))
+    return lambda t: after(math.floor(t / every))
 
 
 def multi_step(start: float, gamma: float, milestones: Sequence[float]) -> Schedule:

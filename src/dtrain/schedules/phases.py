@@ -134,13 +134,13 @@ def warmup_stable_decay(
     return value
 
 
-def cosine_restarts(start: float, end: float, period: float, *, multiplier: float = 1) -> Schedule:
+def cosine_restarts(start: float, end: float, every: float, *, multiplier: float = 1) -> Schedule:
     """Return repeated half cosines from ``start`` to ``end``, each ``multiplier`` times as long as the previous cycle.
 
     The step of a restart has the value ``start``. The value ``end`` is never reached.
 
-    Formula: ``end + (start - end) * (1 + cos(pi * (t - t_i) / (period * multiplier ** i))) / 2``, where cycle ``i``, counted
-    from 0, begins at ``t_i = period * (1 + multiplier + ... + multiplier ** (i - 1))``
+    Formula: ``end + (start - end) * (1 + cos(pi * (t - t_i) / (every * multiplier ** i))) / 2``, where cycle ``i``, counted
+    from 0, begins at ``t_i = every * (1 + multiplier + ... + multiplier ** (i - 1))``
 
     Example:
         >>> import dtrain as dt
@@ -149,19 +149,19 @@ def cosine_restarts(start: float, end: float, period: float, *, multiplier: floa
         [1.0, 0.5, 1.0, 0.5, 1.0]
 
     Raises:
-        ConfigError: ``period`` is not positive, ``multiplier`` is below 1, or a value is not a finite number.
+        ConfigError: ``every`` is not positive, ``multiplier`` is below 1, or a value is not a finite number.
 
     Source: Loshchilov and Hutter 2017, arXiv:1608.03983, equation 5.
 
     Suggested values:
-        CIFAR, WRN-28-10, 200 epochs: ``period`` of 10 epochs, ``multiplier=2`` (Loshchilov and Hutter 2017, section 4)
-        the same, faster first results: ``period`` of 1 epoch, ``multiplier=2`` (Loshchilov and Hutter 2017, section 4)
+        CIFAR, WRN-28-10, 200 epochs: ``every`` of 10 epochs, ``multiplier=2`` (Loshchilov and Hutter 2017, section 4)
+        the same, faster first results: ``every`` of 1 epoch, ``multiplier=2`` (Loshchilov and Hutter 2017, section 4)
     When not to use: only the last weights count: a run that stops in the middle of a cycle has a large rate and a worse model.
     """
-    check_number("cosine_restarts", "period", period, above=0, advice="Give the length of the first cycle.")
+    check_number("cosine_restarts", "every", every, above=0, advice="Give the length of the first cycle.")
     check_number("cosine_restarts", "multiplier", multiplier, minimum=1)
     fall = curve("cosine_restarts", "cosine", start, end, ("cosine",))
-    return lambda t: fall(_cycle_progress(max(t, 0.0), period, multiplier))
+    return lambda t: fall(_cycle_progress(max(t, 0.0), every, multiplier))
 
 
 def _cycle_progress(t: float, period: float, multiplier: float) -> float:

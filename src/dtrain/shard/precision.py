@@ -160,7 +160,7 @@ _FP8_SIZE_MULTIPLE = 16
 
 
 def convert_to_fp8(
-    model: nn.Module, *, recipe: Fp8Recipe = "tensorwise", skip: str | Sequence[str] = (), emulate: bool = False
+    model: nn.Module, *, recipe: Fp8Recipe = "tensorwise", ignore: str | Sequence[str] = (), emulate: bool = False
 ) -> nn.Module:
     """Convert the linear layers of ``model`` to 8-bit floating-point products, forward and backward; return the model.
 
@@ -172,7 +172,7 @@ def convert_to_fp8(
         model: plain module before ``shard_model``; on meta, too.
         recipe: scaling recipe of torchao: one scale per tensor is fastest, one per row is more accurate;
             ``"rowwise_with_gw_hp"`` computes the weight gradient in the wider dtype.
-        skip: names of layers to leave unchanged (``*`` matches text without a dot), usually the head. Layers with a size that
+        ignore: names of layers to leave unchanged (``*`` matches text without a dot), usually the head. Layers with a size that
             16 does not divide, and subclasses of ``nn.Linear``, are always left unchanged.
         emulate: if True, round to 8 bits but multiply in the wider dtype; slow, for tests without such a GPU.
 
@@ -181,7 +181,7 @@ def convert_to_fp8(
     Mutates: ``model``; linear layers are replaced, their Parameter objects stay.
 
     Example:
-        model = dt.surgery.convert_to_fp8(model, skip="head")
+        model = dt.surgery.convert_to_fp8(model, ignore="head")
         model = dt.shard_model(model, mesh, blocks=(Block,), precision=dt.Precision(param="bf16"))
         model = dt.compile_blocks(model, blocks=(Block,))
 
@@ -198,7 +198,7 @@ def convert_to_fp8(
     check_choice("convert_to_fp8", "recipe", recipe, get_args(Fp8Recipe))
     if get_spec(model).mesh is not None:
         raise ConfigError("convert_to_fp8: the model is sharded already. Convert the model before shard_model.")
-    selected = _select_linear_layers(model, [skip] if isinstance(skip, str) else list(skip))
+    selected = _select_linear_layers(model, [ignore] if isinstance(ignore, str) else list(ignore))
     if not emulate:
         _check_fp8_device()
     convert, config = _torchao_converter(recipe, emulate)
@@ -212,7 +212,7 @@ def _select_linear_layers(model: nn.Module, skip: Sequence[str]) -> set[int]:
     for pattern in skip:
         if not any(map(compile_patterns([pattern], caller="convert_to_fp8: skip"), linear)):
             raise ConfigError(
-                f"convert_to_fp8: skip names {pattern!r}, but no linear layer matches. "
+                f"convert_to_fp8: ignore names {pattern!r}, but no linear layer matches. "
                 "Print the names with model.named_modules()."
             )
     skipped = compile_patterns(skip, caller="convert_to_fp8: skip")

@@ -132,10 +132,10 @@ class ReplicaCheck:
     a CPU with the record of the same step.
 
     Args:
-        interval: number of steps between two digests after the first steps; 0 compares nothing.
+        every: number of steps between two digests after the first steps; 0 compares nothing.
     """
 
-    interval: int
+    every: int
     _steps: int = 0
     _last_step: int | None = None
     _host: AsyncScalar | None = None
@@ -150,10 +150,10 @@ class ReplicaCheck:
         """
         step = state.clock.step
         # A step may compute several gradients, and a method may move the parameters between them.
-        if self.interval and step != self._last_step and state.spec.replica_info is None:
+        if self.every and step != self._last_step and state.spec.replica_info is None:
             self._last_step = step
             self._steps += 1
-            due = (self._steps <= _FIRST_STEPS or step % self.interval == 0) and not self._pending
+            due = (self._steps <= _FIRST_STEPS or step % self.every == 0) and not self._pending
             if due or self._lost:
                 try:
                     self._lost = False
@@ -186,7 +186,7 @@ class ReplicaCheck:
         """Return the number of this rank for the parameters as they are now. Host sync: one on a device."""
         # All ranks drop a digest that waits to be sent, also if this one fails.
         self._pending = self._lost = False
-        if not self.interval or not self._copy_digest(state) or self._host is None:
+        if not self.every or not self._copy_digest(state) or self._host is None:
             return 0.0
         self._pending = False
         value = self._host.wait()
@@ -198,7 +198,7 @@ class ReplicaCheck:
         if self._groups is None:
             self._groups = _group_params(state)
         if not self._groups:
-            self.interval = 0
+            self.every = 0
             return False
         self._host = self._host or AsyncScalar(state.device)
         self._host.copy_from(_digest(self._groups, state.device))
@@ -223,7 +223,7 @@ def replica_check_of(state: TrainState) -> ReplicaCheck:
     """Return the ``ReplicaCheck`` of the run. Mutates: ``state.run_context``, in the first call."""
     context = state.run_context
     if context.replica_check is None:
-        context.replica_check = ReplicaCheck(context.replica_check_interval)
+        context.replica_check = ReplicaCheck(context.replica_check_every)
     check: ReplicaCheck = context.replica_check
     return check
 

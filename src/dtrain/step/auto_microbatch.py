@@ -35,11 +35,11 @@ _NAME = "auto_microbatch"
 
 def auto_microbatch(
     *,
-    initial: int | None = None,
-    minimum: int = 1,
+    initial_size: int | None = None,
+    min_size: int = 1,
     divisor: int | None = None,
     headroom: float = 0.05,
-    grow_interval: Duration | int | str | None = 1000,
+    grow_every: Duration | int | str | None = 1000,
     probe: int = 2,
     snapshot_path: str | Path | None = None,
 ) -> Transform:
@@ -57,14 +57,14 @@ def auto_microbatch(
     different devices, a different number of ranks or a different strategy.
 
     Args:
-        initial: first size to try, in samples per rank; None searches.
-        minimum: smallest size, measured first; a model with BatchNorm cannot run 1.
-        divisor: divisor of every size except the whole batch; ``minimum`` is rounded up to a multiple.
+        initial_size: first size to try, in samples per rank; None searches.
+        min_size: smallest size, measured first; a model with BatchNorm cannot run 1.
+        divisor: divisor of every size except the whole batch; ``min_size`` is rounded up to a multiple.
         headroom: share of a device's memory that a measured size leaves free, in ``[0, 1)``.
-        grow_interval: interval of searches for a larger size, for inputs that became smaller: ``1000`` steps, ``"1ep"``; None
+        grow_every: interval of searches for a larger size, for inputs that became smaller: ``1000`` steps, ``"1ep"``; None
             disables these searches.
         probe: microbatches per probe, at least 2: the second one runs beside the gradients of the first.
-        snapshot_path: path of a memory snapshot that a rank writes if ``minimum`` does not fit; ``{rank}`` becomes the rank.
+        snapshot_path: path of a memory snapshot that a rank writes if ``min_size`` does not fit; ``{rank}`` becomes the rank.
 
     Mutates: nothing by a failed step: gradients, buffers, the global random generators and allocated memory are restored.
     Changes by the loss function to other objects cannot be undone. A search resets the device's peak memory statistics.
@@ -82,18 +82,18 @@ def auto_microbatch(
 
     Raises:
         ConfigError: invalid arguments, or a ``microbatch_size`` from another transform.
-        OutOfMemoryError: ``minimum`` does not fit, on all ranks, with the missing memory and suggestions.
+        OutOfMemoryError: ``min_size`` does not fit, on all ranks, with the missing memory and suggestions.
         StepError: the loss function writes into its batch, or ranks reached different collectives, which were not issued.
         PeerError: another rank failed for another reason. The error is raised at once, without a timeout.
     """
     config = _Config(
         caller=_NAME,
-        initial=initial,
-        minimum=minimum,
+        initial_size=initial_size,
+        min_size=min_size,
         divisor=divisor,
         headroom=headroom,
         probe=probe,
-        grow_interval=None if grow_interval is None else Duration.parse(grow_interval),
+        grow_every=None if grow_every is None else Duration.parse(grow_every),
         snapshot_path=snapshot_path,
     )
 
@@ -151,9 +151,7 @@ def _run_until_fits(search: _Search, kept: _Kept) -> tuple[TrainState, Metrics]:
     elif kept.barely_fits:
         size = search.shrink(size)
         kept.state_assumed = False
-    elif (
-        config.grow_interval is not None and not saved["whole"] and (kept.state_assumed or state.crossed(config.grow_interval))
-    ):
+    elif config.grow_every is not None and not saved["whole"] and (kept.state_assumed or state.crossed(config.grow_every)):
         size = search.grow(size)
         kept.state_assumed = False
     while True:
@@ -191,8 +189,8 @@ def _first_size(search: _Search, kept: _Kept, saved_size: int | None) -> int | N
     agreed = all(row[2:] == rows[0][2:] for row in rows)
     if agreed and bool(saved["size"] or saved["whole"]) and saved["found_on"] == kept.found_on:
         return saved_size
-    if search.config.initial is not None or not prober.measurable:
-        return search.config.initial
+    if search.config.initial_size is not None or not prober.measurable:
+        return search.config.initial_size
     kept.state_assumed = has_unknown_state(state.optimizer) and not state.optimizer.state
     return search.run()
 
@@ -221,7 +219,7 @@ def find_microbatch_size(
     loss_fn: LossFn,
     batch_spec: BatchSpec | None = None,
     grad: GradStep = microbatch_step,
-    minimum: int = 1,
+    min_size: int = 1,
     divisor: int | None = None,
     headroom: float = 0.05,
     probe: int = 2,
@@ -234,7 +232,7 @@ def find_microbatch_size(
         loss_fn: function that returns the summed loss and the weight of one microbatch.
         batch_spec: description of the batch, passed to ``grad``.
         grad: gradient function with a ``microbatch_size``.
-        minimum, divisor, headroom, probe: as in ``auto_microbatch``.
+        min_size, divisor, headroom, probe: as in ``auto_microbatch``.
 
     Mutates: nothing that lasts: gradients, buffers and the global random generators are restored. The device's peak memory
     statistics are reset.
@@ -246,10 +244,10 @@ def find_microbatch_size(
 
     Raises:
         ConfigError: invalid arguments.
-        OutOfMemoryError: ``minimum`` does not fit; on all ranks.
+        OutOfMemoryError: ``min_size`` does not fit; on all ranks.
     """
     caller = "find_microbatch_size"
-    config = _Config(caller=caller, minimum=minimum, divisor=divisor, headroom=headroom, probe=probe)
+    config = _Config(caller=caller, min_size=min_size, divisor=divisor, headroom=headroom, probe=probe)
     prober, started = make_prober(state), time.monotonic()
     grad = bind_grad_options(caller, grad, batch_spec=batch_spec)
     search = _Search(config, prober, partial(grad, loss_fn=loss_fn), batch, state)
@@ -275,36 +273,36 @@ class _Config:
     """
 
     caller: str
-    initial: int | None = None
-    minimum: int
+    initial_size: int | None = None
+    min_size: int
     divisor: int | None
     headroom: float
     probe: int
-    grow_interval: Duration | None = None
+    grow_every: Duration | None = None
     snapshot_path: str | Path | None = None
 
     def __post_init__(self) -> None:
-        caller, initial, divisor = self.caller, self.initial, self.divisor or 1
+        caller, initial, divisor = self.caller, self.initial_size, self.divisor or 1
         for name, value, least in (
-            ("initial", initial, 1),
-            ("minimum", self.minimum, 1),
+            ("initial_size", initial, 1),
+            ("min_size", self.min_size, 1),
             ("divisor", self.divisor, 1),
             ("probe", self.probe, 2),
         ):
             if value is not None:
                 check_int(caller, name, value, minimum=least)
         check_number(caller, "headroom", self.headroom, minimum=0, below=1)
-        if initial is not None and initial < self.minimum:
+        if initial is not None and initial < self.min_size:
             raise ConfigError(
-                f"{caller}: initial must be at least minimum, got {initial=} and minimum={self.minimum}. "
-                "Raise initial, or lower minimum."
+                f"{caller}: initial_size must be at least min_size, got initial_size={initial} and min_size={self.min_size}. "
+                "Raise initial_size, or lower min_size."
             )
         if initial is not None and initial % divisor:
             raise ConfigError(
-                f"{caller}: initial must be a multiple of divisor, got {initial=} and {divisor=}. "
-                "Round initial to a multiple of divisor."
+                f"{caller}: initial_size must be a multiple of divisor, got initial_size={initial} and {divisor=}. "
+                "Round initial_size to a multiple of divisor."
             )
-        object.__setattr__(self, "minimum", -(-self.minimum // divisor) * divisor)
+        object.__setattr__(self, "min_size", -(-self.min_size // divisor) * divisor)
 
 
 @dataclass(slots=True, eq=False)
@@ -337,10 +335,10 @@ class _Search:
         if not self.probes and not prober.measurable:
             # Nothing is known yet, not even the number of samples, so the first probe runs the whole batch.
             self._probe(None)
-        size = next_size(self.probes, self._bounds()) if self.probes else config.minimum
+        size = next_size(self.probes, self._bounds()) if self.probes else config.min_size
         while size is not None:
             prober.on_oom = (
-                None if size > config.minimum or config.snapshot_path is None else partial(_snapshot, config.snapshot_path)
+                None if size > config.min_size or config.snapshot_path is None else partial(_snapshot, config.snapshot_path)
             )
             self._probe(size)
             size = next_size(self.probes, self._bounds())
@@ -353,7 +351,7 @@ class _Search:
                 device=self.state.device,
                 strategy=self.state.spec.strategy,
                 oom_message=prober.oom_message,
-                subject=f"a microbatch of {min(config.minimum, prober.largest_batch)}",
+                subject=f"a microbatch of {min(config.min_size, prober.largest_batch)}",
             )
         return fitting[-1].size
 
@@ -362,7 +360,7 @@ class _Search:
         self.prober.gather_largest_batch()
         current = size or self.prober.largest_batch
         self.probes.append(ProbeResult(size=current, fits=False))
-        return size if current <= self.config.minimum else self.run()
+        return size if current <= self.config.min_size else self.run()
 
     def grow(self, size: int | None) -> int | None:
         """Search again from ``size``. The largest input since the last search decides, so each rank uses the larger peak."""
@@ -381,7 +379,7 @@ class _Search:
     def _bounds(self) -> SizeBounds:
         largest, config = self.prober.largest_batch, self.config
         return SizeBounds(
-            minimum=min(config.minimum, largest),
+            min_size=min(config.min_size, largest),
             largest_batch=largest,
             divisor=config.divisor or 1,
             headroom=config.headroom,

@@ -61,7 +61,7 @@ class Step:
         run_length: RunLength | None = None,
         missing_ok: bool = False,
         allow_equal_batches: bool = False,
-        replica_check_interval: int = 100,
+        replica_check_every: int = 100,
     ) -> TrainState:
         """Return the state at step 0.
 
@@ -80,7 +80,7 @@ class Step:
             missing_ok: if True, the optimizer may hold only some of the trainable parameters, because another state trains the
                 rest. Freeze parameters that no state trains with ``requires_grad_(False)``.
             allow_equal_batches: if True, data-parallel ranks may train on equal batches; if False, equal batches warn.
-            replica_check_interval: number of steps between two comparisons of the parameters that several ranks hold, by one
+            replica_check_every: number of steps between two comparisons of the parameters that several ranks hold, by one
                 number in the record of the step. The first steps of a process and every save compare them, too. A difference
                 raises. 0 compares nothing, for a method that lets parameters differ on purpose.
 
@@ -98,7 +98,7 @@ class Step:
             ConfigError: an argument that is not a model or an optimizer; parameters on the meta device; an optimizer with
                 parameters of another model, or without some trainable parameters; a rank of a launcher without ``init_dist``;
                 a ``loader`` without ``state_dict``, such as a plain ``DataLoader``, or an object that a load cannot put back; a
-                negative ``replica_check_interval``. With ``run_length``, a schedule whose value is invalid in some step.
+                negative ``replica_check_every``. With ``run_length``, a schedule whose value is invalid in some step.
 
         Warns: UserWarning, on rank 0, without ``run_length``: a schedule whose value is invalid once a run is long enough.
         """
@@ -107,9 +107,7 @@ class Step:
             model, optimizer, seed=seed, run_length=run_length, missing_ok=missing_ok, loader=loader, stateful=stateful
         )
         _check_schedules(self.transforms, run_length)
-        state.run_context.replica_check_interval = check_int(
-            "init", "replica_check_interval", replica_check_interval, minimum=0
-        )
+        state.run_context.replica_check_every = check_int("init", "replica_check_every", replica_check_every, minimum=0)
         if allow_equal_batches:
             state.run_context.monitor.equal_batches.steps_left = 0
         init_transforms = self._init_transform_states
@@ -198,7 +196,7 @@ def compose_step(
     if microbatch_size is not None and any(transform.name == "auto_microbatch" for transform in transforms):
         raise ConfigError(
             f"compose_step: microbatch_size must be None beside auto_microbatch, got {microbatch_size}. Leave it out, or write "
-            f"auto_microbatch(initial={microbatch_size})."
+            f"auto_microbatch(initial_size={microbatch_size})."
         )
     grad = bind_grad_options("compose_step", grad, microbatch_size=microbatch_size, batch_spec=batch_spec)
     return Step(

@@ -75,7 +75,7 @@ def evaluate(
         run_parts = None
         if microbatch_size is not None:
             first = None if microbatch_size == "auto" else microbatch_size
-            run_parts = auto_batch_eval(loss_fn, initial=first, batch_spec=batch_spec)
+            run_parts = auto_batch_eval(loss_fn, initial_size=first, batch_spec=batch_spec)
         with report_missing_ranks("evaluate"), eval_mode(model):
             for batch, real in pad_to_longest_rank(loader, partial(count_samples_and_tokens, batch_spec=batch_spec)):
                 if recorder is not None:
@@ -147,8 +147,8 @@ _NO_COUNTS = StepCounts(samples=0, tokens=0, microbatches=0, position=None, seco
 def auto_batch_eval(
     fn: Callable[[nn.Module, Batch], T],
     *,
-    initial: int | None = None,
-    minimum: int = 1,
+    initial_size: int | None = None,
+    min_size: int = 1,
     batch_spec: BatchSpec | None = None,
 ) -> Callable[[nn.Module, Batch], list[T]]:
     """Return a function that calls ``fn`` on parts of a batch and returns the results in order.
@@ -159,8 +159,8 @@ def auto_batch_eval(
     Args:
         fn: ``(model, part) -> result``, such as a forward, a loss or a generation, in evaluation mode without
             gradients. For a sharded model all ranks must run the same forwards for a part.
-        initial: first size to try, in samples of this rank; None uses the whole batch.
-        minimum: smallest size, in samples of this rank.
+        initial_size: first size to try, in samples of this rank; None uses the whole batch.
+        min_size: smallest size, in samples of this rank.
         batch_spec: description of the batch; None uses the first axis. Its ``count`` and ``split`` are called for a batch, or
             for a part that must be divided.
 
@@ -174,19 +174,19 @@ def auto_batch_eval(
 
     Example:
         >>> import dtrain as dt
-        >>> double = dt.auto_batch_eval(lambda model, part: model(part) * 2, initial=2)
+        >>> double = dt.auto_batch_eval(lambda model, part: model(part) * 2, initial_size=2)
         >>> [len(part) for part in double(torch.nn.Identity(), torch.ones(5, 3))]
         [2, 2, 1]
 
     Raises:
         ConfigError: invalid sizes, or a batch that cannot be counted or split.
-        OutOfMemoryError: ``minimum`` samples do not fit; on all ranks.
+        OutOfMemoryError: ``min_size`` samples do not fit; on all ranks.
         StepError: a part does not fit and must run again, but ``fn`` wrote into its batch.
         PeerError: another rank has one of these errors, or ``fn`` failed there for another reason.
     """
-    initial = None if initial is None else check_int(_AUTO_BATCH_EVAL, "initial", initial)
-    minimum = check_int(_AUTO_BATCH_EVAL, "minimum", minimum)
-    return _AutoBatchEval(fn=fn, size=initial, minimum=minimum, batch_spec=batch_spec)
+    initial_size = None if initial_size is None else check_int(_AUTO_BATCH_EVAL, "initial_size", initial_size)
+    min_size = check_int(_AUTO_BATCH_EVAL, "min_size", min_size)
+    return _AutoBatchEval(fn=fn, size=initial_size, min_size=min_size, batch_spec=batch_spec)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -195,7 +195,7 @@ class _AutoBatchEval(Generic[T]):
 
     fn: Callable[[nn.Module, Batch], T]
     size: int | None
-    minimum: int
+    min_size: int
     batch_spec: BatchSpec | None
     _traces: TraceCache = field(default_factory=TraceCache)
 
@@ -280,7 +280,7 @@ class _AutoBatchEval(Generic[T]):
         return results
 
     def _shrink(self, model: nn.Module, size: int, oom_message: str) -> None:
-        if size <= self.minimum:
+        if size <= self.min_size:
             raise_does_not_fit(
                 f"{_AUTO_BATCH_EVAL}:",
                 device=get_device(model),
@@ -288,7 +288,7 @@ class _AutoBatchEval(Generic[T]):
                 oom_message=oom_message,
                 subject=f"a part of {size}",
             )
-        self.size = max(self.minimum, size // 2)
+        self.size = max(self.min_size, size // 2)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

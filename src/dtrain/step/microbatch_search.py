@@ -53,7 +53,7 @@ class SizeBounds:
     """Limits of a microbatch size.
 
     Args:
-        minimum: smallest size.
+        min_size: smallest size.
         largest_batch: largest size: samples of the rank with the most samples.
         divisor: divisor of every size except ``largest_batch``.
         headroom: share of a device's memory that stays free.
@@ -61,7 +61,7 @@ class SizeBounds:
         accumulation_bytes: bytes that a step of one microbatch saves by accumulating no gradients.
     """
 
-    minimum: int
+    min_size: int
     largest_batch: int
     divisor: int
     headroom: float
@@ -72,7 +72,7 @@ class SizeBounds:
         """Return the largest allowed size up to ``size``, or the minimum. The whole batch needs no divisor."""
         if size >= self.largest_batch:
             return self.largest_batch
-        return max(self.minimum, math.floor(size / self.divisor) * self.divisor)
+        return max(self.min_size, math.floor(size / self.divisor) * self.divisor)
 
     @property
     def max_probes(self) -> int:
@@ -105,10 +105,10 @@ def split_by_fit(probes: Sequence[ProbeResult]) -> tuple[list[ProbeResult], int 
 def _next_partial_size(probes: Sequence[ProbeResult], bounds: SizeBounds) -> int | None:
     fitting, failed = split_by_fit(probes)
     best = fitting[-1].size if fitting else 0
-    if failed is not None and failed <= bounds.minimum:
+    if failed is not None and failed <= bounds.min_size:
         return None
     if len(probes) >= bounds.max_probes:
-        return None if fitting else bounds.minimum
+        return None if fitting else bounds.min_size
     if not fitting:
         return _next_size_before_first_fit(failed, bounds)
     measured = [t for t in fitting if t.rank_memory]
@@ -149,7 +149,7 @@ def _full_batch_may_fit(probes: Sequence[ProbeResult], bounds: SizeBounds) -> bo
 def _next_size_before_first_fit(failed: int | None, bounds: SizeBounds) -> int:
     """Return a size before any size fits: the minimum if memory can be measured, else the whole batch and its halves."""
     if bounds.measurable:
-        return bounds.minimum
+        return bounds.min_size
     return bounds.largest_batch if failed is None else bounds.round_down(failed / 2)
 
 

@@ -99,7 +99,7 @@ def _resizing_points() -> Points:
     scale = linear_growth(0.5, Duration.parse("0.5dur"), Duration.parse("0.8dur"))
     run = RunLength(total=20)
     return [
-        ([scale(Clock(step=step, run=run)) for step in (0, 10, 13, 16, 19)], [0.5, 0.5, 0.75, 1.0, 1.0]),
+        ([scale(Clock(step=step, run_length=run)) for step in (0, 10, 13, 16, 19)], [0.5, 0.5, 0.75, 1.0, 1.0]),
         (resize_batch(torch.arange(4.0).expand(1, 2, 4), scale=0.5, size_increment=1)[0, 0], [5 / 7, 16 / 7]),
     ]
 
@@ -121,13 +121,13 @@ ROWS: dict[str, Row] = {
     ),
     "augmix": Row(make=lambda: augmix(), of=("augmix",), points=_augmix_points, task="image", per_rank=True),
     "progressive_resizing": Row(
-        make=lambda: progressive_resizing(delay="0.2dur", size_increment=1),
+        make=lambda: progressive_resizing(start="0.2dur", size_increment=1),
         of=("progressive_resizing",),
         points=_resizing_points,
         task="image",
         reruns=True,
     ),
     "progressive_resizing-crop": Row(
-        make=lambda: progressive_resizing(mode="crop", size_increment=1), task="image", per_rank=True, reruns=True
+        make=lambda: progressive_resizing(method="crop", size_increment=1), task="image", per_rank=True, reruns=True
     ),
 }

@@ -64,8 +64,10 @@ def skipping() -> dt.Transform:
 
 
 ROWS: dict[str, Row] = {
-    "every-loss_scale": Row(make=lambda: every(2, dt.transforms.loss_scale(interval=1)), syncs=1),
-    "every-auto_microbatch": Row(make=lambda: every(2, dt.auto_microbatch(initial=3, grow_interval=2)), reruns=True, passes=3),
+    "every-loss_scale": Row(make=lambda: every(2, dt.transforms.loss_scale(grow_every=1)), syncs=1),
+    "every-auto_microbatch": Row(
+        make=lambda: every(2, dt.auto_microbatch(initial_size=3, grow_every=2)), reruns=True, passes=3
+    ),
     "every-ema": Row(make=lambda: every(2, dt.transforms.ema(0.9)), of=("every",)),
     "every-epoch-clip": Row(make=lambda: every("1ep", dt.transforms.clip_by_norm(0.05))),
     "every-halved_loss": Row(make=lambda: every(2, halved_loss())),

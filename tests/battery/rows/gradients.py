@@ -97,7 +97,7 @@ def scaled_noise() -> Points:
     # Gradients 1 of the half and 1.5 of the whole: noise 0.25 / (1/1 - 1/2) = 0.5, signal 2.25 - 0.5 / 2 = 2.
     one = line(noise_scale(), [[1.0], [2.0]], [0.0])[1]
     # (3, 0) and (2, 1) of 2 and 4 samples: noise 2 / (1/2 - 1/4) = 8, signal 5 - 8 / 4 = 3. Averages of equals stay.
-    two = line(noise_scale(0.5, interval=1), [[3.0, 0.0], [1.0, 2.0], [3.0, 0.0], [1.0, 2.0]], [0.0, 0.0], steps=3)[1]
+    two = line(noise_scale(0.5, every=1), [[3.0, 0.0], [1.0, 2.0], [3.0, 0.0], [1.0, 2.0]], [0.0, 0.0], steps=3)[1]
     return [(value(one, "noise_scale"), 0.25), (value(two, "noise_scale"), 8.0 / 3.0)]
 
 
@@ -152,12 +152,10 @@ ROWS: dict[str, Row] = {
     "centralize_gradients": Row(make=centralize_gradients, of=("centralize_gradients",), points=centralized),
     "centralize_gradients-image": Row(make=centralize_gradients, task="image"),
     "nonfinite": Row(make=lambda: spoiling(nonfinite(in_a_row=2), 1, 4), of=("nonfinite",), points=left_out, syncs=1),
-    "noise_scale": Row(
-        make=lambda: noise_scale(0.5, interval=2), of=("noise_scale",), points=scaled_noise, undoes=True, passes=2
-    ),
+    "noise_scale": Row(make=lambda: noise_scale(0.5, every=2), of=("noise_scale",), points=scaled_noise, undoes=True, passes=2),
     "sam": Row(make=lambda: sam(0.5), of=("sam",), points=sharpened, reruns=True, passes=2),
     "sam-adaptive": Row(make=lambda: sam(dt.schedules.linear(0.5, 2.0, 6), adaptive=True), reruns=True, passes=2),
-    "sam-interval": Row(make=lambda: sam(0.5, interval="2ba"), reruns=True, passes=2),
+    "sam-interval": Row(make=lambda: sam(0.5, every="2ba"), reruns=True, passes=2),
     "masked-sam": Row(make=lambda: masked(sam(0.5), "first.*"), reruns=True, passes=2),
     "selective_backprop": Row(
         make=lambda: selective_backprop(errors, 0.5, start=1, microbatch_size=2),

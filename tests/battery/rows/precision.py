@@ -26,7 +26,7 @@ def _rounded() -> Points:
 
 def _scales() -> Points:
     """Twice as large after two updates, half as large after the third, which is infinite and left out."""
-    seen, weight = _run(dt.transforms.loss_scale(4.0, interval=2), 2.0, [1.0, 1.0, float("inf"), 1.0])
+    seen, weight = _run(dt.transforms.loss_scale(4.0, grow_every=2), 2.0, [1.0, 1.0, float("inf"), 1.0])
     scales = [metrics["loss_scale"] for metrics in seen]
     return [*zip(scales, [4.0, 4.0, 8.0, 4.0], strict=True), (seen[2]["skipped"], 1.0), (weight, 2.0 - 3 * 0.5)]
 
@@ -34,8 +34,8 @@ def _scales() -> Points:
 ROWS: dict[str, Row] = {
     "autocast": Row(make=lambda: dt.transforms.autocast("bf16"), of=("autocast",), points=_rounded),
     "loss_scale": Row(
-        make=lambda: dt.transforms.loss_scale(1000.1, growth=1.3, interval=2), of=("loss_scale",), points=_scales, syncs=1
+        make=lambda: dt.transforms.loss_scale(1000.1, growth=1.3, grow_every=2), of=("loss_scale",), points=_scales, syncs=1
     ),
     "auto_microbatch": Row(make=lambda: dt.auto_microbatch(), of=("auto_microbatch",), undoes=True),
-    "auto_microbatch-from-2": Row(make=lambda: dt.auto_microbatch(initial=2), undoes=True),
+    "auto_microbatch-from-2": Row(make=lambda: dt.auto_microbatch(initial_size=2), undoes=True),
 }

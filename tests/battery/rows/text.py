@@ -18,7 +18,7 @@ def _warmup_points() -> Points:
 
 
 def _ramp(**options: object) -> dict[str, object]:
-    return {"duration": "5ba", "min_length": 2, "max_length": 8, "step_size": 2, **options}
+    return {"end": "5ba", "initial_length": 2, "max_length": 8, "step_size": 2, **options}
 
 
 ROWS: dict[str, Row] = {
@@ -33,7 +33,7 @@ ROWS: dict[str, Row] = {
         make=lambda: sequence_length_warmup(**_ramp(keep_end=True)), task="text", reruns=True
     ),
     "sequence_length_warmup-pieces": Row(
-        make=lambda: sequence_length_warmup(**_ramp(duration="0.8dur", truncate=False)),
+        make=lambda: sequence_length_warmup(**_ramp(end="0.8dur", truncate=False)),
         task="text",
         reruns=True,
         passes=4,  # one gradient, of four times the microbatches where sequences of 8 are cut into pieces of 2

@@ -43,15 +43,15 @@ def average(state: dt.TrainState, name: str) -> float:
 def ema_points() -> Points:
     return [
         (average(last(ema(0.75), 2), "ema"), 0.75 * (0.75 * 4.0 + 0.25 * 3.5) + 0.25 * 3.0),
-        (average(last(ema(half_life=2, interval=2), 2), "ema"), 0.5 * 4.0 + 0.5 * 3.0),
+        (average(last(ema(half_life=2, every=2), 2), "ema"), 0.5 * 4.0 + 0.5 * 3.0),
         (average(last(ema(0.75, start=2), 3), "ema"), 0.75 * 3.0 + 0.25 * 2.5),
     ]
 
 
 def swa_points() -> Points:
-    beside = last(swa(start=1, end=4, interval=2, load_average=False), 6)
-    inside = last(swa(start=1, end=3, interval=1), 5)
-    annealed = last(swa(start=2, end=9, interval=1, lr=0.1, anneal=4), 4)
+    beside = last(swa(start=1, end=4, every=2, load_average=False), 6)
+    inside = last(swa(start=1, end=3, every=1), 5)
+    annealed = last(swa(start=2, end=9, every=1, lr=0.1, anneal=4), 4)
     return [
         (average(beside, "swa"), (3.5 + 3.0 + 2.0) / 3),  # after step 1, which comes to the start, and 2 and 4
         (inside.params["0.weight"].item(), (3.5 + 3.0 + 2.5) / 3),
@@ -76,11 +76,11 @@ def freeze_layers_points() -> Points:
 ROWS: dict[str, Row] = {
     "ema": Row(make=lambda: ema(0.9), of=("ema",), points=ema_points),
     "ema-scheduled": Row(make=lambda: ema(dt.schedules.linear(0.5, 0.99, 6))),
-    "ema-half-life": Row(make=lambda: ema(half_life="4ba", start=2, interval="2ba")),
-    "swa": Row(make=lambda: swa(start=2, end=5, interval=2, lr=0.02, anneal=2), of=("swa",), points=swa_points),
-    "swa-beside": Row(make=lambda: swa(start="1ep", end="2ep", load_average=False, lr=0.02, strategy="cosine")),
-    "masked-swa": Row(make=lambda: masked(swa(start=1, end=5, interval=1), "first.*")),
-    "every-swa": Row(make=lambda: every(2, swa(start=1, end=5, interval=1, load_average=False, lr=0.02, anneal=3))),
+    "ema-half-life": Row(make=lambda: ema(half_life="4ba", start=2, every="2ba")),
+    "swa": Row(make=lambda: swa(start=2, end=5, every=2, lr=0.02, anneal=2), of=("swa",), points=swa_points),
+    "swa-beside": Row(make=lambda: swa(start="1ep", end="2ep", load_average=False, lr=0.02, shape="cosine")),
+    "masked-swa": Row(make=lambda: masked(swa(start=1, end=5, every=1), "first.*")),
+    "every-swa": Row(make=lambda: every(2, swa(start=1, end=5, every=1, load_average=False, lr=0.02, anneal=3))),
     "freeze": Row(make=lambda: freeze(["*.bias", "first.weight"], start="1ep"), of=("freeze",), points=freeze_points),
     "freeze_layers": Row(make=lambda: freeze_layers(start=1, end=5), of=("freeze_layers",), points=freeze_layers_points),
     "every-freeze": Row(make=lambda: every(2, freeze("last.*"))),

@@ -81,19 +81,19 @@ def test_convert_copies_config_json_of_source_folder(source):
     folder.mkdir()
     source.rename(folder / "model.safetensors")
     (folder / "config.json").write_text('{"a": 1}')
-    convert(folder, folder.parent / "out", to="hf", cast="fp16")
+    convert(folder, folder.parent / "out", to="hf", dtype="fp16")
     assert json.loads((folder.parent / "out" / "config.json").read_text()) == {"a": 1}
     found = load_file(folder.parent / "out" / "model.safetensors")
     assert (found["a"].dtype, found["b"].dtype) == (torch.float16, torch.int64)
 
 
 MISTAKES = {
-    "no source": ({"source": "nope"}, "source must exist, got .*nope. Check the path"),
-    "a strange file": ({"source": "x.txt"}, "source must be a checkpoint of dtrain, a folder with model.safetensors .*x.txt"),
-    "a strange folder": ({"source": "."}, "source must be a checkpoint of dtrain"),
+    "no source": ({"path": "nope"}, "path must exist, got .*nope. Check the path"),
+    "a strange file": ({"path": "x.txt"}, "path must be a checkpoint of dtrain, a folder with model.safetensors .*x.txt"),
+    "a strange folder": ({"path": "."}, "path must be a checkpoint of dtrain"),
     "target": ({"to": "gguf"}, "to must be one of hf, dtrain, dcp, safetensors, got 'gguf'"),
-    "source format": ({"source_format": "gguf"}, "source_format must be one of dtrain, hf, dcp, pt, got 'gguf'"),
-    "cast": ({"cast": "int3"}, "cast must be one of fp32, bf16, fp16, got 'int3'"),
+    "source format": ({"format": "gguf"}, "format must be one of dtrain, hf, dcp, pt, got 'gguf'"),
+    "dtype": ({"dtype": "int3"}, "dtype must be one of fp32, bf16, fp16, got 'int3'"),
     "size": ({"max_shard_bytes": 0}, "max_shard_bytes must be at least 1, got 0"),
     "config": ({"config": "nope.json"}, "config must be a readable file: .*nope.json.*. Name the config.json of the model"),
     "config of another": ({"config": "x.txt", "to": "dtrain"}, "config must be None unless to='hf', got to='dtrain'"),
@@ -106,7 +106,7 @@ def test_invalid_options_are_refused_and_write_nothing(source, monkeypatch, opti
     monkeypatch.chdir(source.parent)
     (source.parent / "x.txt").write_text("x")
     with pytest.raises((ConfigError, CheckpointError), match=expected):
-        convert(**{"source": source, "destination": "out", "to": "hf", **options})
+        convert(**{"path": source, "destination": "out", "to": "hf", **options})
     assert sorted(os.listdir(source.parent)) == ["x.safetensors", "x.txt"]
 
 
@@ -154,7 +154,7 @@ for function in (weight_stream.batch_regions, weight_stream.group_by_size):
 convert.convert("x.safetensors", "warm", to=sys.argv[1])
 open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew
 before = resident("VmRSS")
-convert.convert("big.safetensors", "out", to=sys.argv[1], cast="bf16")
+convert.convert("big.safetensors", "out", to=sys.argv[1], dtype="bf16")
 print(resident("VmHWM") - before)
 """
 

@@ -57,7 +57,7 @@ def test_convert_joins_shards_of_several_ranks(tmp_path, ranks):
 
 def test_cast_equals_tensor_to_dtype(tmp_path):
     model = MODELS["gpt2"]()
-    done = convert(saved(model, tmp_path / "root"), tmp_path / "out", to="hf", cast="bf16")
+    done = convert(saved(model, tmp_path / "root"), tmp_path / "out", to="hf", dtype="bf16")
     assert done.bytes == sum(p.nbytes for p in model.parameters()) // 2
     with safe_open(tmp_path / "out" / "model.safetensors", "pt") as file:
         assert file.metadata() == {"format": "pt"}

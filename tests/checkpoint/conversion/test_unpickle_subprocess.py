@@ -137,7 +137,7 @@ COMPLAINTS = {
         r"ConfigError: convert: .*x.pt: there are several dicts of tensors \(3 in 'model', 3 in 'ema', 1 in ''\). Name",
     ),
     "no such dict": ({"model": WEIGHTS}, "ema", r"ConfigError: .*there are no tensors in 'ema' \(3 in 'model'\)"),
-    "no tensors": ({"model": 3}, None, "ConfigError: convert: source must hold tensors, got .*x.pt"),
+    "no tensors": ({"model": 3}, None, "ConfigError: convert: path must hold tensors, got .*x.pt"),
     "a dtype": (
         {"a": torch.ones(2, dtype=torch.complex64)},
         None,

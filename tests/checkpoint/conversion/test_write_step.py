@@ -24,7 +24,7 @@ def test_hugging_face_folder_round_trips(tmp_path, name):
     done = convert(tmp_path / "hf", tmp_path / "root", to="dtrain", step=7)
     assert done.path == tmp_path / "root" / "step-00000007"
     step = verify(tmp_path / "root")
-    assert (step.step, step.path, step.world_size, step.what) == (7, done.path, 1, "weights")
+    assert (step.step, step.path, step.world_size, step.scope) == (7, done.path, 1, "weights")
     other = MODELS[name](seed=1)
     load_weights_(other, tmp_path / "root")
     assert torch.equal(logits(other), logits(model))
@@ -35,7 +35,7 @@ def test_load_sharded_loads_converted_parameters_and_buffers(tmp_path):
     model(torch.randn(4, 2))
     save_file(model.state_dict(), tmp_path / "x.safetensors")
     convert(tmp_path / "x.safetensors", tmp_path / "root", to="dtrain", step=7)
-    restored = load_sharded(tmp_path / "root", state_of(other), what="weights")
+    restored = load_sharded(tmp_path / "root", state_of(other), scope="weights")
     assert restored.restored.step == 7
     assert all(torch.equal(tensor, model.state_dict()[name]) for name, tensor in other.state_dict().items())
 

@@ -96,7 +96,7 @@ def launch(values: dict[str, Any], ranks: int) -> list[int]:
     )  # how long the ranks that are left wait for word from a dead one
     noise = os.open(Path(values["folder"]) / "stderr", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     os.dup2(noise, 2)
-    return spawn_function.spawn(train, values, nproc=ranks)
+    return spawn_function.spawn(train, values, world_size=ranks)
 
 
 @contextmanager

@@ -214,7 +214,7 @@ class Sharded(Counted):
 
 
 @pytest.mark.parametrize("last_block", ["pad", "drop"])
-@pytest.mark.parametrize("shuffle", [BlockShuffle(window=1, streams=1), True, False], ids=["near by", "default", "none"])
+@pytest.mark.parametrize("shuffle", [BlockShuffle(block_size=1, streams=1), True, False], ids=["near by", "default", "none"])
 def test_sharded_documents_are_read_shard_by_shard(shuffle, last_block):
     """Windows of one shard keep the blocks that begin in a shard together."""
     lengths = [5, 9, 3, 40, 2, 0, 8, 12]
@@ -235,7 +235,7 @@ def test_documents_of_real_shards_are_packed_through_the_loader(tmp_path):
         ({"input_ids": np.array(document, dtype=np.int32)} for document in documents(lengths)),
         str(tmp_path / "data"),
         format="mds",
-        size_limit=400,
+        max_shard_bytes=400,
     )
     source = ShardedDataset(tmp_path / "data", cache=tmp_path / "cache")
     blocks = PackedTokens(source, seq=16, lengths=lengths)

@@ -12,7 +12,7 @@ from dtrain.errors import CheckpointMismatchError, ConfigError
 
 OPTIONS = st.builds(
     BlockShuffle,
-    window=st.integers(1, 9),
+    block_size=st.integers(1, 9),
     unit=st.sampled_from(["shards", "samples"]),
     streams=st.sampled_from([1, 2, 3, 4, 8, 16]),
 )
@@ -47,7 +47,7 @@ def test_a_range_equals_the_same_range_of_the_whole_epoch(sizes, options, data):
 @given(sizes=SIZES, options=OPTIONS)
 @settings(max_examples=50, deadline=None)
 def test_window_reads_no_more_than_its_number_of_shards(sizes, options):
-    """Between two window borders a stream reads whole windows: at most ``window`` adjacent shards."""
+    """Between two window borders a stream reads whole windows: at most ``block_size`` adjacent shards."""
     order = shard_order(sizes, seed=1, shuffle=replace(options, unit="shards"))
     for lane in range(order.streams):
         shards = shard_of(sizes, whole(order)[lane :: order.streams]).tolist()
@@ -56,12 +56,12 @@ def test_window_reads_no_more_than_its_number_of_shards(sizes, options):
             first.setdefault(shard, at)
             last[shard] = at
         open_at = [sum(first[shard] <= at <= last[shard] for shard in first) for at in range(len(shards))]
-        assert max(open_at, default=0) <= options.window
+        assert max(open_at, default=0) <= options.block_size
 
 
 def test_rank_reads_only_the_shards_of_its_own_lanes():
     sizes = [50] * 64
-    order = shard_order(sizes, seed=0, shuffle=BlockShuffle(window=2, streams=8))
+    order = shard_order(sizes, seed=0, shuffle=BlockShuffle(block_size=2, streams=8))
     read = []
     for rank in range(4):
         mine = [order.indices(0, 0, 3200)[list(rank_positions(a, a + 160, rank, 4, 8))] for a in range(0, 3200, 160)]
@@ -72,13 +72,13 @@ def test_rank_reads_only_the_shards_of_its_own_lanes():
 
 def test_lanes_have_equal_lengths_for_any_shard_sizes():
     sizes = [1000, 1, 1, 1, 500, 3]
-    order = shard_order(sizes, seed=0, shuffle=BlockShuffle(window=1, streams=4))
+    order = shard_order(sizes, seed=0, shuffle=BlockShuffle(block_size=1, streams=4))
     lengths = [len(whole(order)[lane::4]) for lane in range(4)]
     assert max(lengths) - min(lengths) <= 1
 
 
 def test_window_of_samples_bounds_each_sample_displacement():
-    order = shard_order([100_000], seed=5, shuffle=BlockShuffle(window=2000, unit="samples", streams=2))
+    order = shard_order([100_000], seed=5, shuffle=BlockShuffle(block_size=2000, unit="samples", streams=2))
     for lane in range(2):
         mine = whole(order)[lane::2]
         first = (torch.arange(50_000) + lane * 1000) // 2000 * 2000 - lane * 1000  # the second lane's windows are staggered
@@ -101,8 +101,8 @@ def test_order_without_shuffle_equals_the_dataset_order():
 @pytest.mark.parametrize(
     ("sizes", "options", "expected"),
     [
-        ([3000, 2000, 5], BlockShuffle(window=2, streams=2), [2426, 2849, 268, 2611, 2316, 2780]),
-        ([30, 20, 5], BlockShuffle(window=9, unit="samples", streams=2), [1, 23, 50, 27, 0, 26]),
+        ([3000, 2000, 5], BlockShuffle(block_size=2, streams=2), [2426, 2849, 268, 2611, 2316, 2780]),
+        ([30, 20, 5], BlockShuffle(block_size=9, unit="samples", streams=2), [1, 23, 50, 27, 0, 26]),
     ],
     ids=["large windows", "small windows"],
 )
@@ -112,7 +112,7 @@ def test_order_never_changes_between_releases(sizes, options, expected):
 
 def test_order_within_a_window_is_uniform():
     """Count the 16th of its window in which each sample lands: 15 degrees of freedom, below 37.7 with p = 0.999."""
-    order = shard_order([1600] * 40, seed=9, shuffle=BlockShuffle(window=1, streams=1))
+    order = shard_order([1600] * 40, seed=9, shuffle=BlockShuffle(block_size=1, streams=1))
     within = whole(order).view(40, 1600) % 1600
     for place in (0, 1, 800):
         counts = torch.bincount(within[:, place] // 100, minlength=16)
@@ -146,7 +146,7 @@ def test_a_state_of_the_same_order_is_accepted():
         ([3, 4, 5], 1, True, "seed"),
         ([3, 4, 5], 0, False, "shuffle"),
         ([3, 4, 5], 0, BlockShuffle(unit="samples"), "shuffle"),
-        ([3, 4, 5], 0, BlockShuffle(window=5), "window"),
+        ([3, 4, 5], 0, BlockShuffle(block_size=5), "block_size"),
         ([3, 4, 5], 0, BlockShuffle(streams=2), "streams"),
     ],
 )
@@ -159,7 +159,7 @@ def test_state_of_a_different_order_is_refused(sizes, seed, shuffle, named):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"window": 0}, "window must be an integer of at least 1, got 0"),
+        ({"block_size": 0}, "block_size must be an integer of at least 1, got 0"),
         ({"streams": True}, "streams must be an integer of at least 1, got True"),
         ({"unit": "bytes"}, "unit must be 'shards' or 'samples', got 'bytes'"),
     ],

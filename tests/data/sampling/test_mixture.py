@@ -186,7 +186,7 @@ def test_epoch_samples_sets_the_epoch_length():
 def test_a_block_shuffled_source_keeps_its_order_and_its_lanes():
     sharded = Sharded([50] * 32)
     mixture = mix({"s": sharded, "m": range(500)}, weights={"s": 3, "m": 1})
-    options = BlockShuffle(window=2, streams=4)
+    options = BlockShuffle(block_size=2, streams=4)
     order = mixture.order(1, options)
     assert order.streams == 4
     walk = own(mixture, order.indices(0, 0, 2000).tolist())["s"]

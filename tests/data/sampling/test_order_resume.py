@@ -13,7 +13,7 @@ from dtrain.data.sampling.sample_order import CachedOrder, ElasticSampler, rank_
 
 def sharded(size, seed):
     sizes = torch.randint(1, 40, (size,), generator=torch.Generator().manual_seed(seed)).tolist()
-    return shard_order(sizes, seed=seed, shuffle=BlockShuffle(window=2, streams=4))
+    return shard_order(sizes, seed=seed, shuffle=BlockShuffle(block_size=2, streams=4))
 
 
 def mixed(size, seed):

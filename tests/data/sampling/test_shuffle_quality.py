@@ -31,15 +31,15 @@ def test_dataset_order_has_no_shuffle_quality():
 
 
 def test_wider_window_and_more_streams_improve_shuffle_quality():
-    rows = [quality(BlockShuffle(window=window, streams=streams)) for window, streams in ((1, 2), (4, 2), (4, 16), (8, 16))]
+    rows = [quality(BlockShuffle(block_size=window, streams=streams)) for window, streams in ((1, 2), (4, 2), (4, 16), (8, 16))]
     figures = [row.shards_per_batch for row in rows]
     assert figures == sorted(figures)
     assert figures[-1] > 0.6
-    assert quality(BlockShuffle(window=1, streams=1)).adjacent_correlation > 0.9
+    assert quality(BlockShuffle(block_size=1, streams=1)).adjacent_correlation > 0.9
 
 
 def test_window_over_all_shards_equals_a_full_shuffle():
-    all_of_it = quality(BlockShuffle(window=200, streams=1))
+    all_of_it = quality(BlockShuffle(block_size=200, streams=1))
     assert all_of_it.shards_per_batch == pytest.approx(1, abs=0.02)
     assert all_of_it.batch_uniformity == pytest.approx(1, abs=0.05)
 

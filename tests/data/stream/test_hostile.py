@@ -55,7 +55,7 @@ def checked(error):
 def sweep(tmp_path, form, compression, seeds):
     """Mutations of the index and of a shard, in turns. Returns the number of cases that were refused."""
     folder, cache, refused = tmp_path / "data", tmp_path / "cache", 0
-    write_shards(SAMPLES[form], str(folder), format=form, compression=compression, size_limit=400, hashes=[])
+    write_shards(SAMPLES[form], str(folder), format=form, compression=compression, max_shard_bytes=400, hashes=[])
     names = sorted(name for name in os.listdir(folder) if name != "index.json")
     sound = {name: (folder / name).read_bytes() for name in [*names, "index.json"]}
     for seed in seeds:
@@ -116,7 +116,7 @@ CHANGES = [
 @pytest.mark.parametrize(("change", "message"), CHANGES)
 def test_impossible_index_is_refused_in_one_line(change, message, tmp_path):
     folder = tmp_path / "data"
-    write_shards(SAMPLES["mds"], str(folder), format="mds", size_limit=400)
+    write_shards(SAMPLES["mds"], str(folder), format="mds", max_shard_bytes=400)
     index_of(folder, change)
     error = read_all(folder, tmp_path / "cache")
     assert isinstance(error, DataError)
@@ -131,7 +131,7 @@ def test_unexpected_error_becomes_a_shard_error(tmp_path, monkeypatch):
         raise KeyError("a\nb\ud800")
 
     folder = tmp_path / "data"
-    write_shards(SAMPLES["mds"], str(folder), format="mds", size_limit=400)
+    write_shards(SAMPLES["mds"], str(folder), format="mds", max_shard_bytes=400)
     monkeypatch.setattr(MdsFormat, "open", stumble)
     error = read_all(folder, tmp_path / "cache")
     assert isinstance(error, ShardError)

@@ -121,7 +121,7 @@ def test_costs_of_a_shard_are_bounded(tmp_path, opened, monkeypatch, count, form
 def test_quality_of_a_shuffle_does_not_depend_on_the_number_of_shards(tmp_path, opened, count):
     make_index(tmp_path / "data", count)
     dataset = opened(tmp_path / "data")
-    options = BlockShuffle(window=4, streams=8)
+    options = BlockShuffle(block_size=4, streams=8)
     quality = shuffle_quality(dataset.order(3, options), dataset.shard_sizes, batch_size=256)
     assert quality.displacement == pytest.approx(1, abs=0.05)
     assert abs(quality.adjacent_correlation) < 0.05

@@ -149,7 +149,7 @@ def test_url_without_data_is_refused(name, served, data, opened):
 def test_samples_of_a_folder_without_index_are_counted(format, served, tmp_path, opened):
     from dtrain.data.stream.write_shards import write_shards
 
-    write_shards(({"text": f"line {index}"} for index in range(50)), str(tmp_path / "data"), format=format, size_limit=600)
+    write_shards(({"text": f"line {index}"} for index in range(50)), str(tmp_path / "data"), format=format, max_shard_bytes=600)
     os.remove(tmp_path / "data/index.json")
     place = served(tmp_path / "data")
     dataset = opened(place.url)

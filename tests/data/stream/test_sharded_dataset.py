@@ -139,7 +139,9 @@ def test_folder_without_index_counts_its_samples_once(format, options, tmp_path,
     folder = tmp_path / "data"
     column = "txt" if format == "tar" else "text"
     limit = 20_000 if format == "tar" else 300
-    write_shards(({column: f"line {index}"} for index in range(50)), str(folder), format=format, size_limit=limit, **options)
+    write_shards(
+        ({column: f"line {index}"} for index in range(50)), str(folder), format=format, max_shard_bytes=limit, **options
+    )
     count = len(json.loads((folder / "index.json").read_text())["shards"])
     os.remove(folder / "index.json")
     (folder / "_SUCCESS").touch()
@@ -248,7 +250,7 @@ def test_sample_with_damaged_sizes_is_named(tmp_path, opened):
 @pytest.mark.parametrize("workers", [0, 2])
 def test_loader_skips_bad_samples_but_not_a_missing_shard(workers, tmp_path, opened):
     folder = tmp_path / "data"
-    write_shards(({"x": index} for index in range(9)), str(folder), format="jsonl", size_limit=30, hashes=())
+    write_shards(({"x": index} for index in range(9)), str(folder), format="jsonl", max_shard_bytes=30, hashes=())
     first, second = sorted(folder.glob("*.jsonl"))[:2]
     first.write_text(first.read_text().replace('"x": 1', '"x"= 1').replace('"x":1', '"x"=1'))
     dataset = opened(folder)

@@ -95,7 +95,7 @@ def test_written_samples_are_read_back(form: str, data: st.DataObject, limit: in
         chosen = data.draw(st.lists(keys, min_size=len(samples), max_size=len(samples), unique=True))
         samples = [{"__key__": key, **sample} for key, sample in zip(chosen, samples, strict=True)]
     with TemporaryDirectory(dir=MEMORY) as folder:
-        summary = write_shards(samples, folder + "/data", format=form, size_limit=limit, compression=compression)
+        summary = write_shards(samples, folder + "/data", format=form, max_shard_bytes=limit, compression=compression)
         found = samples_of(Path(folder) / "data")
         files = sorted(path.name for path in (Path(folder) / "data").iterdir())
     assert len(found) == len(samples)
@@ -117,7 +117,7 @@ def test_files_are_numbered_and_the_index_describes_them(form: str, names: list[
     samples = [{"text": "word " * 1000} for _ in range(2)]
     told: list[tuple[int, int]] = []
     summary = write_shards(
-        samples, tmp_path, format=form, size_limit=6000, compression="zstd", progress=lambda *done: told.append(done)
+        samples, tmp_path, format=form, max_shard_bytes=6000, compression="zstd", on_progress=lambda *done: told.append(done)
     )
     entries = read_index((tmp_path / "index.json").read_bytes())
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*names, "index.json"])
@@ -175,8 +175,8 @@ REFUSED: dict[str, tuple[str, list[Any], dict[str, Any], str]] = {
     "unknown format": ("csv", [{"a": 1}], {}, "format 'csv' is unknown"),
     "unknown hash": ("mds", [{"a": 1}], {"hashes": ["crc"]}, "hash 'crc' is unknown"),
     "unknown compression": ("mds", [{"a": 1}], {"compression": "lz4"}, "compression 'lz4' is unknown"),
-    "no limit": ("mds", [{"a": 1}], {"size_limit": 0}, "size_limit=0 must be at least 1 and below 4 GiB"),
-    "great limit": ("mds", [{"a": 1}], {"size_limit": 2**32}, "must be at least 1 and below 4 GiB"),
+    "no limit": ("mds", [{"a": 1}], {"max_shard_bytes": 0}, "max_shard_bytes=0 must be at least 1 and below 4 GiB"),
+    "great limit": ("mds", [{"a": 1}], {"max_shard_bytes": 2**32}, "must be at least 1 and below 4 GiB"),
     "no columns": ("mds", [{"a": 1}], {"columns": {}}, "leaves nothing to write"),
     "typed lines": ("jsonl", [{"a": 1}], {"columns": {"a": "int"}}, "format jsonl has no typed columns"),
     "unknown encoding": ("mds", [{"a": 1}], {"columns": {"a": "intt"}}, "column 'a': encoding 'intt' is unknown"),
@@ -229,7 +229,7 @@ def test_unsupported_sample_is_refused_and_leaves_no_file(name: str, tmp_path: P
     form, samples, options, message = REFUSED[name]
     good = [{"a": 1}] if name == "other" else []
     with pytest.raises(ConfigError, match=message) as caught:
-        write_shards([*good, *samples], tmp_path / "out", format=form, **{"size_limit": 1, **options})
+        write_shards([*good, *samples], tmp_path / "out", format=form, **{"max_shard_bytes": 1, **options})
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
@@ -259,7 +259,7 @@ def test_error_of_the_samples_propagates_and_leaves_no_shard(tmp_path: Path) -> 
         raise BrokenError
 
     with pytest.raises(BrokenError):
-        write_shards(samples(), tmp_path, format="mds", size_limit=1)
+        write_shards(samples(), tmp_path, format="mds", max_shard_bytes=1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -279,7 +279,7 @@ def test_leftover_of_a_killed_writer_is_no_dataset(tmp_path: Path) -> None:
     """Killed between two shards: the process that writes is a fork, and does not come back."""
     pid = os.fork()
     if pid == 0:
-        write_shards(({"a": at} if at < 2 else os._exit(9) for at in range(3)), tmp_path, format="mds", size_limit=1)
+        write_shards(({"a": at} if at < 2 else os._exit(9) for at in range(3)), tmp_path, format="mds", max_shard_bytes=1)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
     assert (tmp_path / "shard.00000.mds").exists()
     with pytest.raises(ConfigError, match=r"is incomplete\. If its writer was killed"):
@@ -309,7 +309,7 @@ def test_failing_disk_is_named_and_leaves_no_dataset(failing: str, tmp_path: Pat
 
     monkeypatch.setattr(local, "os", Failing())
     with pytest.raises(DataError, match=r"cannot be written: .*No space left on device"):
-        write_shards([{"a": number} for number in range(10)], tmp_path / "out", format="mds", size_limit=1)
+        write_shards([{"a": number} for number in range(10)], tmp_path / "out", format="mds", max_shard_bytes=1)
     monkeypatch.undo()
     assert calls >= 3
     assert list((tmp_path / "out").iterdir()) == []
@@ -338,7 +338,7 @@ def test_encoding_is_inferred_from_the_value(value: Any, encoding: str) -> None:
 
 
 def test_index_equals_the_index_of_mosaicml_streaming(tmp_path: Path) -> None:
-    write_shards([{"a": 1}], tmp_path, format="mds", compression="zstd:7", hashes=["xxh64", "sha1"], size_limit=None)
+    write_shards([{"a": 1}], tmp_path, format="mds", compression="zstd:7", hashes=["xxh64", "sha1"], max_shard_bytes=None)
     (shard,) = json.loads((tmp_path / "index.json").read_text())["shards"]
     assert (shard["compression"], shard["hashes"], shard["size_limit"]) == ("zstd:7", ["sha1", "xxh64"], None)
     assert (shard["column_names"], shard["column_encodings"], shard["column_sizes"]) == (["a"], ["int"], [8])

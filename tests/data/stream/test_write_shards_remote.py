@@ -38,7 +38,7 @@ def puts(name: str) -> Callable[[Request], bool]:
 
 def test_dataset_on_a_server_equals_a_local_dataset(url: str, tmp_path: Path) -> None:
     for out in (url, tmp_path / "local"):
-        write_shards(SAMPLES, out, format="mds", size_limit=5000, compression="gz")
+        write_shards(SAMPLES, out, format="mds", max_shard_bytes=5000, compression="gz")
     names = sorted(path.name for path in (tmp_path / "local").iterdir())
     assert list_names(resolve_path(url)) == names
     assert len(names) == 6
@@ -54,7 +54,7 @@ def test_transient_faults_are_retried(s3: servers.Server, url: str) -> None:
         s3.proxy.doing(Fault(kind=503, matches=puts(".mds"), times=2)),
         s3.proxy.doing(Fault(kind="lost", matches=puts("index.json"))),
     ):
-        write_shards(SAMPLES, url, format="mds", size_limit=5000)
+        write_shards(SAMPLES, url, format="mds", max_shard_bytes=5000)
     assert list_names(resolve_path(url)) == ["index.json", *(f"shard.{number:05}.mds" for number in range(5))]
 
 
@@ -64,6 +64,6 @@ def test_refused_file_leaves_no_dataset(name: str, s3: servers.Server, url: str)
         s3.proxy.doing(Fault(kind=403, matches=puts(name), times=10**6)),
         pytest.raises(DataError, match="cannot be written"),
     ):
-        write_shards(SAMPLES, url, format="mds", size_limit=5000)
+        write_shards(SAMPLES, url, format="mds", max_shard_bytes=5000)
     with pytest.raises(FileNotFoundError):
         list_names(resolve_path(url))

@@ -37,4 +37,4 @@ with dt.init_dist() as info:
     log(state.step + 1, {"held_out_loss": loss})
     dt.save_sharded("final", state)
     if info.rank == 0:
-        dt.checkpoint.convert("final", "exported", to="hf", cast=None if FIXED else "bf16")
+        dt.checkpoint.convert("final", "exported", to="hf", dtype=None if FIXED else "bf16")

@@ -85,7 +85,7 @@ def test_bare_tensor_has_no_targets(make):
         make()
 
 
-@pytest.mark.parametrize("make", [cutout, colout, rand_augment, augmix, lambda: progressive_resizing(delay=1, full=2)])
+@pytest.mark.parametrize("make", [cutout, colout, rand_augment, augmix, lambda: progressive_resizing(start=1, end=2)])
 def test_transform_refuses_images_without_a_batch_axis(make):
     """A batch of images without an axis of channels: as one image, all would be treated alike, and two as its channels."""
     transform = make()

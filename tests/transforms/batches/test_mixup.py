@@ -213,7 +213,7 @@ def trained(auto_first: bool, budget: int | None, sharded: bool) -> list[float]:
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.ReLU(), torch.nn.Linear(64, 3))
     model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard") if sharded else model
-    methods = [mixup(0.5, num_classes=3), dt.auto_microbatch(initial=None if budget else 5)]
+    methods = [mixup(0.5, num_classes=3), dt.auto_microbatch(initial_size=None if budget else 5)]
     step = dt.compose_step(lambda m, b: dt.soft_cross_entropy(m(b["x"]), b["y"]), methods[::-1] if auto_first else methods)
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), allow_equal_batches=True)
     with dt.testing.memory_budget(budget) if budget else nullcontext():

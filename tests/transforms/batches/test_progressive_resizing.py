@@ -31,7 +31,7 @@ def image(height: int, width: int) -> torch.Tensor:
 @pytest.mark.parametrize("mode", ["resize", "crop"])
 def test_resize_batch_sides_are_multiples_of_the_increment(side, scale, increment, size, mode):
     given = {"x": torch.rand(2, 3, side, side, generator=generator()), "y": torch.tensor([0, 1])}
-    made = resize_batch(given, scale=scale, size_increment=increment, mode=mode, generator=generator())
+    made = resize_batch(given, scale=scale, size_increment=increment, method=mode, generator=generator())
     assert tuple(made["x"].shape) == (2, 3, size, size)
     assert made["y"] is given["y"]
 
@@ -49,10 +49,10 @@ def test_resize_batch_rounds_uint8():
 
 
 def test_resize_batch_crops_at_the_offset():
-    made = resize_batch(image(4, 4), scale=0.5, size_increment=2, mode="crop", offset=(2, 0))
+    made = resize_batch(image(4, 4), scale=0.5, size_increment=2, method="crop", offset=(2, 0))
     assert made.tolist() == [[[8.0, 9.0], [12.0, 13.0]]]
     corners = {
-        int(resize_batch(image(4, 4), scale=0.5, size_increment=2, mode="crop", generator=generator(seed))[0, 0, 0])
+        int(resize_batch(image(4, 4), scale=0.5, size_increment=2, method="crop", generator=generator(seed))[0, 0, 0])
         for seed in range(200)
     }
     assert corners == {0, 1, 2, 4, 5, 6, 8, 9, 10}
@@ -61,7 +61,7 @@ def test_resize_batch_crops_at_the_offset():
 def test_linear_growth_grows_from_delay_to_full():
     run = RunLength(total=100)
     scale = linear_growth(0.5, Duration.parse("0.5dur"), Duration.parse("0.8dur"))
-    found = [scale(Clock(step=step, run=run)) for step in (0, 49, 50, 65, 79, 80, 99, 100)]
+    found = [scale(Clock(step=step, run_length=run)) for step in (0, 49, 50, 65, 79, 80, 99, 100)]
     assert found == pytest.approx([0.5, 0.5, 0.5, 0.75, 0.5 + 0.5 * 29 / 30, 1.0, 1.0, 1.0])
 
 
@@ -103,29 +103,32 @@ REFUSED = {
         "progressive_resizing: scale must be a finite number above 0 and at most 1, got 0",
     ),
     "order": (
-        lambda: progressive_resizing(delay="5ep", full="3ep"),
-        "progressive_resizing: delay must be at most full in the same unit, got delay='5ep', full='3ep'",
+        lambda: progressive_resizing(start="5ep", end="3ep"),
+        "progressive_resizing: start must be at most end in the same unit, got start='5ep', end='3ep'",
     ),
     "units": (
-        lambda: progressive_resizing(delay="5ba", full="8ep"),
-        "delay must be at most full in the same unit, got delay='5ba', full='8ep'",
+        lambda: progressive_resizing(start="5ba", end="8ep"),
+        "start must be at most end in the same unit, got start='5ba', end='8ep'",
     ),
     "increment": (
         lambda: progressive_resizing(size_increment=0),
         "progressive_resizing: size_increment must be an integer of at least 1, got 0",
     ),
-    "mode": (lambda: progressive_resizing(mode="zoom"), "progressive_resizing: mode must be 'resize' or 'crop', got 'zoom'"),
+    "mode": (
+        lambda: progressive_resizing(method="zoom"),
+        "progressive_resizing: method must be 'resize' or 'crop', got 'zoom'",
+    ),
     "unknown length": (lambda: sizes(progressive_resizing(), 0), "is a share of the run, whose length is not known"),
     "schedule": (
         lambda: sizes(progressive_resizing(lambda step: 2.0), 1),
         r"must be in \(0, 1\], got 2\.0 from",
     ),
     "no generator": (
-        lambda: resize_batch(image(8, 8), scale=0.5, mode="crop"),
+        lambda: resize_batch(image(8, 8), scale=0.5, method="crop"),
         "progressive_resizing: generator must be given, got None. Give generator= or offset=",
     ),
     "offset": (
-        lambda: resize_batch(image(8, 8), scale=0.5, mode="crop", offset=(0, 5)),
+        lambda: resize_batch(image(8, 8), scale=0.5, method="crop", offset=(0, 5)),
         r"progressive_resizing: offset must be at least 0 and at most \(4, 4\), got offset=\(0, 5\)",
     ),
 }

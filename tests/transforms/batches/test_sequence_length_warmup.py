@@ -161,12 +161,12 @@ def test_shorten_batch_keeps_a_tensordict():
         ),
         (lambda: sequence_length_warmup(truncate=False, keep_end=True), "sequence_length_warmup: keep_end must be False with"),
         (
-            lambda: sequence_length_warmup(min_length=9, max_length=8),
+            lambda: sequence_length_warmup(initial_length=9, max_length=8),
             "max_length must be an integer of at least 9, got 8",
         ),
         (lambda: sequence_length_warmup(step_size=0), "step_size must be an integer of at least 1, got 0"),
         (lambda: sequence_length_warmup(max_length=64.0), "max_length must be an integer of at least 8, got 64.0"),
-        (lambda: sequence_length_warmup(duration="3"), "duration: cannot read '3'"),
+        (lambda: sequence_length_warmup(end="3"), "duration: cannot read '3'"),
         (
             lambda: sequence_length_warmup(8),
             r"length must be a function of the step, got 8\. For a fixed length use max_length=",
@@ -185,11 +185,14 @@ def test_invalid_arguments_are_refused(make, message):
         ("1e3tok", [Clock(tokens=n) for n in (0, 499, 500, 999, 1000)], [8, 8, 16, 16, 24]),
         (
             "2ep",
-            [Clock(epoch=e, step_in_epoch=s, run=RunLength(steps_per_epoch=4)) for e, s in ((0, 0), (0, 3), (1, 0), (2, 0))],
+            [
+                Clock(epoch=e, step_in_epoch=s, run_length=RunLength(steps_per_epoch=4))
+                for e, s in ((0, 0), (0, 3), (1, 0), (2, 0))
+            ],
             [8, 8, 16, 24],
         ),
         ("2ep", [Clock(epoch=e) for e in range(3)], [8, 16, 24]),
-        ("0.5dur", [Clock(step=step, run=RunLength(total=16)) for step in (0, 4, 7, 8)], [8, 16, 16, 24]),
+        ("0.5dur", [Clock(step=step, run_length=RunLength(total=16)) for step in (0, 4, 7, 8)], [8, 16, 16, 24]),
     ],
     ids=["steps", "tokens", "epochs and their steps", "epochs", "share"],
 )
@@ -223,7 +226,7 @@ def trained(transform, steps, **options):
 
 
 def test_clock_counts_the_shortened_batch():
-    warmup = sequence_length_warmup(duration="0.5dur", min_length=2, max_length=8, step_size=1)
+    warmup = sequence_length_warmup(end="0.5dur", initial_length=2, max_length=8, step_size=1)
     shapes, clock = trained(warmup, 3, microbatch_size=2)
     assert shapes == [(2, 2), (1, 2), (2, 5), (1, 5), (2, 8), (1, 8)]
     assert (clock.samples, clock.tokens) == (9, 3 * (2 + 5 + 8))

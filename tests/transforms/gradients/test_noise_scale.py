@@ -29,7 +29,7 @@ def samples(step, count):
 
 def test_noise_scale_matches_the_known_value_of_the_data():
     """The variance of a sample's gradient is DIM, the square of the true one DIM * TRUE**2: their quotient is 1 / TRUE**2."""
-    step, state = begin(noise_scale(lambda step: step / (step + 1), interval=1))  # the plain mean over all steps
+    step, state = begin(noise_scale(lambda step: step / (step + 1), every=1))  # the plain mean over all steps
     for number in range(200):
         state, metrics = step(state, samples(number, 32))
     found = state.transform_states["noise_scale"]
@@ -75,7 +75,7 @@ class Deep(nn.Module):
 
 def test_measurement_does_not_change_training_bits():
     runs = []
-    for transforms in ([], [noise_scale(interval=2)]):
+    for transforms in ([], [noise_scale(every=2)]):
         torch.manual_seed(3)
         step, state = begin(*transforms, model=Deep(), lr=0.1)
         losses = []
@@ -88,7 +88,7 @@ def test_measurement_does_not_change_training_bits():
 
 
 def test_single_sample_batch_is_trained_but_not_measured():
-    step, state = begin(noise_scale(interval=1))
+    step, state = begin(noise_scale(every=1))
     state, metrics = step(state, samples(0, 1))
     assert "noise_scale" not in metrics
     assert state.transform_states["noise_scale"]["measured"] == 0
@@ -100,7 +100,7 @@ def test_single_sample_batch_is_trained_but_not_measured():
 
 
 def test_measurement_runs_in_the_first_step_of_each_interval():
-    step, state = begin(noise_scale(interval=3))
+    step, state = begin(noise_scale(every=3))
     counts = []
     for number in range(7):
         state, _ = step(state, samples(number, 4))
@@ -138,7 +138,7 @@ def test_batch_countable_only_by_the_step_is_refused():
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 def test_nonfinite_gradient_does_not_change_the_averages(bad):
-    step, state = begin(nonfinite(), noise_scale(interval=1), lr=0.1)
+    step, state = begin(nonfinite(), noise_scale(every=1), lr=0.1)
     broken = {"x": torch.full((4, DIM), bad, dtype=torch.float64)}
     state, metrics = step(state, broken)
     assert metrics["noise_scale"].total.isnan()

@@ -84,7 +84,7 @@ def test_overflow_of_the_squared_norm_is_not_a_nonfinite_gradient():
 
 def test_nonfinite_listed_before_loss_scale_is_refused():
     """The scale is too large for the gradient, and nobody would tell it."""
-    step, state = begin(nonfinite(), dt.transforms.loss_scale(initial=2.0**127, interval=1))
+    step, state = begin(nonfinite(), dt.transforms.loss_scale(initial_scale=2.0**127, grow_every=1))
     state, skipped = run(step, state, [FINE])
     assert skipped == [0.0]
     with pytest.raises(

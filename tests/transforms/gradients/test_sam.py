@@ -122,7 +122,7 @@ def test_sam_acts_in_the_first_step_of_each_interval():
         passes.append(1)
         return LOSS(model, x)
 
-    step, state = begin(sam(0.3, interval=3), loss=counting)
+    step, state = begin(sam(0.3, every=3), loss=counting)
     seen = []
     for number in range(7):
         passes.clear()
@@ -161,7 +161,7 @@ def test_an_error_in_the_second_pass_restores_parameters_and_buffers():
 
 def test_infinite_first_gradient_restores_the_parameters():
     infinite = dt.mean_loss(lambda model, x: model(x).mean() * float("inf"), weight=len)
-    step, state = begin(dt.transforms.loss_scale(4.0, interval=9), sam(0.3), loss=infinite)
+    step, state = begin(dt.transforms.loss_scale(4.0, grow_every=9), sam(0.3), loss=infinite)
     before = {name: param.detach().clone() for name, param in state.params.items()}
     state, metrics = step(state, batch())
     assert metrics["skipped"].total.item() == 1.0
@@ -240,7 +240,7 @@ def test_rho_schedule_is_read_at_the_current_step():
     [
         ({"rho": 0.0}, "rho must be in"),
         ({"eta": -1.0}, "eta must be a finite number at least 0"),
-        ({"interval": "2 epochs"}, "duration"),
+        ({"every": "2 epochs"}, "duration"),
     ],
     ids=["rho", "eta", "interval"],
 )

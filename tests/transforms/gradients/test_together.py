@@ -23,7 +23,7 @@ LOSS = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
 def transforms() -> list[dt.Transform]:
     chosen = selective_backprop(lambda model, x: model(x).square().mean(dim=1), 0.99)  # draws, and leaves out nobody
     clips = [centralize_gradients(), adaptive_clip(0.2), clip_by_value(0.2), dt.transforms.clip_by_norm(0.5)]
-    return [nonfinite(), noise_scale(interval=2), sam(0.3), chosen, *clips]
+    return [nonfinite(), noise_scale(every=2), sam(0.3), chosen, *clips]
 
 
 def trained(*, fitted: bool) -> dict[str, list[float]]:
@@ -34,7 +34,7 @@ def trained(*, fitted: bool) -> dict[str, list[float]]:
         model = dt.shard_model(model, dt.build_mesh(), strategy="full_shard", blocks=(nn.Linear,))
     parts = {} if fitted else {"grad": partial(dt.microbatch_step, microbatch_size=2)}
     step = dt.compose_step(
-        LOSS, [*transforms(), *([dt.auto_microbatch(initial=2, grow_interval=None)] if fitted else [])], **parts
+        LOSS, [*transforms(), *([dt.auto_microbatch(initial_size=2, grow_every=None)] if fitted else [])], **parts
     )
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.2), seed=3)
     for number in range(4):

@@ -95,7 +95,7 @@ def test_scales_and_updates_match_torch_grad_scaler(growth, backoff, interval, i
     steps, at = 14, {2, 3, 9}
     names = {"init_scale": initial, "growth_factor": growth, "backoff_factor": backoff, "growth_interval": interval}
     scales, expected = peer(steps, at, value, **names)
-    ours = loss_scale(initial, growth=growth, backoff=backoff, interval=interval)
+    ours = loss_scale(initial, growth=growth, backoff=backoff, grow_every=interval)
     step, state = begin([autocast("fp16"), dt.transforms.clip_by_norm(0.5), ours, spoiled(at, value)])
     found, skipped = [state.transform_states["loss_scale"]["scale"]], 0.0
     for _ in range(steps):
@@ -264,7 +264,7 @@ def overflow_on_one_rank(strategy: str, accumulate: str) -> dict[str, Any]:
     precision = Precision.preset("DEFAULT", "fp16")
     model = dt.shard_model(Gained(), mesh, strategy=strategy, accumulate=accumulate, precision=precision, blocks=(nn.Linear,))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9, foreach=False)
-    step = dt.compose_step(loss_fn, [loss_scale(2.0**10, interval=2)], grad=partial(dt.microbatch_step, microbatch_size=2))
+    step = dt.compose_step(loss_fn, [loss_scale(2.0**10, grow_every=2)], grad=partial(dt.microbatch_step, microbatch_size=2))
     state = step.init(model, optimizer)
     trace = []
     for number in range(4):
@@ -330,7 +330,7 @@ def tried_again(auto: bool) -> dict[str, Any]:
     model = dt.shard_model(net(), dt.build_mesh(), blocks=(nn.Linear,), precision=Precision.preset("DEFAULT", "fp16"))
     sized = [auto_microbatch()] if auto else []
     grad = dt.microbatch_step if auto else partial(dt.microbatch_step, microbatch_size=2)
-    step = dt.compose_step(tight, [loss_scale(2.0**10, interval=2), *sized], grad=grad)
+    step = dt.compose_step(tight, [loss_scale(2.0**10, grow_every=2), *sized], grad=grad)
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
     slices = []
     for number in range(4):
@@ -359,7 +359,7 @@ def test_resumed_run_keeps_the_scale_and_growth_count(tmp_path):
             slices.append(state.transform_states["loss_scale"])
         return state, slices
 
-    made = lambda: begin([loss_scale(1000.1, growth=1.3, interval=3), spoiled({4}, math.inf)])  # noqa: E731
+    made = lambda: begin([loss_scale(1000.1, growth=1.3, grow_every=3), spoiled({4}, math.inf)])  # noqa: E731
     _, straight = run(9, *made())
     step, state = made()
     state, first = run(5, step, state)
@@ -371,10 +371,12 @@ def test_resumed_run_keeps_the_scale_and_growth_count(tmp_path):
 
 
 def test_nonfinite_gradient_at_the_minimum_scale_raises():
-    step, state = begin([loss_scale(4.0, minimum=1.0), spoiled(set(range(9)), math.nan)])
+    step, state = begin([loss_scale(4.0, min_scale=1.0), spoiled(set(range(9)), math.nan)])
     for _ in range(2):
         state, _ = step(state, batch())
-    with pytest.raises(StepError, match=r"loss_scale: step 2: the gradient must be finite at scale 1, got .* minimum=1\. Look"):
+    with pytest.raises(
+        StepError, match=r"loss_scale: step 2: the gradient must be finite at scale 1, got .* min_scale=1\. Look"
+    ):
         step(state, batch())
 
 
@@ -395,15 +397,15 @@ def test_masked_loss_scale_is_refused():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"initial": 0.0}, r"loss_scale: initial must be finite and at least minimum, got initial=0\.0"),
-        ({"initial": 1e39}, "loss_scale: initial must be finite and at least minimum, got initial=1e[+]39"),
-        ({"initial": "1"}, "loss_scale: initial must be finite and at least minimum, got initial='1'"),
-        ({"initial": True}, "loss_scale: initial must be finite and at least minimum, got initial=True"),
+        ({"initial_scale": 0.0}, r"loss_scale: initial_scale must be finite and at least min_scale, got initial_scale=0\.0"),
+        ({"initial_scale": 1e39}, "loss_scale: initial_scale must be finite and at least min_scale, got initial_scale=1e[+]39"),
+        ({"initial_scale": "1"}, "loss_scale: initial_scale must be finite and at least min_scale, got initial_scale='1'"),
+        ({"initial_scale": True}, "loss_scale: initial_scale must be finite and at least min_scale, got initial_scale=True"),
         ({"growth": 1.0}, r"loss_scale: growth must be a finite number above 1, got 1\.0"),
         ({"backoff": 1.0}, r"loss_scale: backoff must be a finite number above 0 and below 1, got 1\.0"),
-        ({"interval": 0}, "loss_scale: interval must be an integer of at least 1, got 0"),
-        ({"interval": 2.5}, r"loss_scale: interval must be an integer of at least 1, got 2\.5"),
-        ({"minimum": -1.0}, r"loss_scale: minimum must be a finite number above 0, got -1\.0"),
+        ({"grow_every": 0}, "loss_scale: grow_every must be an integer of at least 1, got 0"),
+        ({"grow_every": 2.5}, r"loss_scale: grow_every must be an integer of at least 1, got 2\.5"),
+        ({"min_scale": -1.0}, r"loss_scale: min_scale must be a finite number above 0, got -1\.0"),
     ],
 )
 def test_invalid_arguments_are_refused(options, message):
@@ -412,5 +414,5 @@ def test_invalid_arguments_are_refused(options, message):
 
 
 def test_scale_does_not_grow_beyond_the_float32_range():
-    rule = LossScaleRule(growth=2.0, backoff=0.5, interval=1, minimum=1.0)
+    rule = LossScaleRule(growth=2.0, backoff=0.5, grow_every=1, min_scale=1.0)
     assert rule.next(2.0**127, 0, broken=False) == (2.0**127, 0)

@@ -244,12 +244,12 @@ def test_late_first_round_starts_from_the_current_parameters():
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"interval": 2, "lr": -0.1}, r"diloco: lr must be in \[0, inf\), got -0\.1\."),
-        ({"interval": 2, "lr": float("inf")}, "diloco: lr must be a finite number or a schedule"),
-        ({"interval": 2, "momentum": 1.0}, r"diloco: momentum must be in \[0, 1\), got 1\.0\."),
-        ({"interval": 2, "momentum": "0.9"}, "diloco: momentum must be a finite number or a schedule"),
-        ({"interval": "2"}, "duration: cannot read '2'"),
-        ({"interval": 2, "optimizer_state": None}, "diloco: optimizer_state must be 'average' or 'keep', got None"),
+        ({"every": 2, "lr": -0.1}, r"diloco: lr must be in \[0, inf\), got -0\.1\."),
+        ({"every": 2, "lr": float("inf")}, "diloco: lr must be a finite number or a schedule"),
+        ({"every": 2, "momentum": 1.0}, r"diloco: momentum must be in \[0, 1\), got 1\.0\."),
+        ({"every": 2, "momentum": "0.9"}, "diloco: momentum must be a finite number or a schedule"),
+        ({"every": "2"}, "duration: cannot read '2'"),
+        ({"every": 2, "optimizer_state": None}, "diloco: optimizer_state must be 'average' or 'keep', got None"),
     ],
     ids=["lr", "infinite", "momentum", "text", "interval", "optimizer-state"],
 )

@@ -50,8 +50,8 @@ def test_half_life_halves_the_weight_of_the_initial_average():
 )
 def test_half_life_equals_the_equivalent_decay_per_step(half_life, interval, decay):
     run = RunLength(total=12, steps_per_epoch=3, samples_per_step=2)
-    found = take(*begin(ema(half_life=half_life, interval=interval), run_length=run), steps=6)
-    known = take(*begin(ema(decay, interval=interval)), steps=6)
+    found = take(*begin(ema(half_life=half_life, every=interval), run_length=run), steps=6)
+    known = take(*begin(ema(decay, every=interval)), steps=6)
     assert average(found, "ema") == pytest.approx(average(known, "ema"), rel=1e-7)
 
 
@@ -66,7 +66,7 @@ def test_average_starts_from_the_parameters_at_start():
 
 
 def test_epoch_interval_averages_the_parameters_at_each_epoch_end():
-    step, state = begin(ema(0.5, interval="1ep"))
+    step, state = begin(ema(0.5, every="1ep"))
     state = take(step, state, 2, epoch=3)
     assert average(state, "ema") == 4.0
     state = take(step, state, 2, epoch=3)
@@ -102,7 +102,7 @@ def test_ema_refuses_an_invalid_decay(decay):
         (lambda: ema(math.nan), "ema: decay must be a finite number or a schedule .*, got nan"),
         (lambda: ema("0.9"), "ema: decay must be a finite number or a schedule .*, got '0.9'"),
         (lambda: ema(half_life=0), "duration: needs at least 1 ba, got 0"),
-        (lambda: ema(0.9, interval="3 weeks"), "duration: unknown unit 'weeks'"),
+        (lambda: ema(0.9, every="3 weeks"), "duration: unknown unit 'weeks'"),
     ],
     ids=["nothing", "both", "nan", "text", "no half life", "no duration"],
 )
@@ -113,7 +113,7 @@ def test_ema_refuses_invalid_arguments(make, message):
 
 @pytest.mark.parametrize(
     "options",
-    [{"interval": "0.1dur", "decay": 0.9}, {"start": "0.1dur", "decay": 0.9}, {"half_life": "1ep"}],
+    [{"every": "0.1dur", "decay": 0.9}, {"start": "0.1dur", "decay": 0.9}, {"half_life": "1ep"}],
     ids=["interval", "start", "half life"],
 )
 def test_init_refuses_durations_that_need_an_unknown_run_length(options):

@@ -148,7 +148,7 @@ def test_fully_frozen_model_is_refused():
             r"freeze_layers: level must be a finite number at least 0 and at most 1, got 'all'",
         ),
         (lambda: freeze("a", start="soon"), "duration: cannot read 'soon'"),
-        (lambda: freeze(3), r"masked: where must be a pattern of names, a list of patterns, or a function"),
+        (lambda: freeze(3), r"masked: select must be a pattern of names, a list of patterns, or a function"),
         (lambda: start(freeze("encoder.**")), r"masked: the pattern 'encoder\.\*\*' fits none of 6 parameters"),
         (lambda: start(freeze("0.*", start="0.5dur")), r"clock: 0\.5dur is a share of the run, whose length is not known"),
         (lambda: start(freeze_layers()), "clock: dur is a share of the run, whose length is not known"),
@@ -202,7 +202,7 @@ def out_of_memory_when_frozen(at: int, inside: bool = False) -> list:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 GiB.")
         return made
 
-    transforms = [freeze_layers(start=0, end=8), auto_microbatch(initial=4, grow_interval=None)]
+    transforms = [freeze_layers(start=0, end=8), auto_microbatch(initial_size=4, grow_every=None)]
     step, state = sharded(*(transforms[::-1] if inside else transforms), loss=loss)
     for _ in range(6):
         armed = [True] if state.step == at else []

@@ -184,7 +184,7 @@ def fitted() -> tuple[float, int]:
         return loss(model, batch)
 
     _, state = begin([], "hybrid_shard", MOMENTUM)
-    step = compose_step(greedy, [local_sgd(2), auto_microbatch(initial=8)])
+    step = compose_step(greedy, [local_sgd(2), auto_microbatch(initial_size=8)])
     state = train(step, step.init(state.model, state.optimizer), 5)
     found = numbers(state)
     return largest_difference(found, trained([local_sgd(2)], "hybrid_shard", MOMENTUM, 5)), len(failures)
@@ -331,9 +331,9 @@ def test_local_step_adds_no_host_sync(ranks):
 @pytest.mark.parametrize(
     ("arguments", "match"),
     [
-        ({"interval": "3 cats"}, "duration: unknown unit 'cats'"),
-        ({"interval": 0}, "duration: needs at least 1 ba, got 0"),
-        ({"interval": 2, "optimizer_state": "reset"}, "local_sgd: optimizer_state must be 'average' or 'keep', got 'reset'"),
+        ({"every": "3 cats"}, "duration: unknown unit 'cats'"),
+        ({"every": 0}, "duration: needs at least 1 ba, got 0"),
+        ({"every": 2, "optimizer_state": "reset"}, "local_sgd: optimizer_state must be 'average' or 'keep', got 'reset'"),
     ],
     ids=["interval", "no-interval", "optimizer-state"],
 )

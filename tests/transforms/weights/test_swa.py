@@ -22,7 +22,7 @@ def test_average_matches_torch():
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
     peer = AveragedModel(model)
     loss = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
-    step = dt.compose_step(loss, [swa(start=3, end=9, interval=2, load_average=False)])
+    step = dt.compose_step(loss, [swa(start=3, end=9, every=2, load_average=False)])
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
     for at in range(1, 12):
         state, _ = step(state, torch.randn(4, 3))
@@ -38,7 +38,7 @@ def test_average_matches_torch():
 def test_lr_annealing_matches_torch(strategy, theirs):
     peer_optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.5)
     peer = SWALR(peer_optimizer, swa_lr=0.05, anneal_epochs=4, anneal_strategy=theirs)
-    step, state = begin(swa(start=2, end=20, interval=1, lr=0.05, anneal=4, strategy=strategy), lr=0.5)
+    step, state = begin(swa(start=2, end=20, every=1, lr=0.05, anneal=4, shape=strategy), lr=0.5)
     rates = []
     for _ in range(9):
         state, metrics = step(state, BATCH)
@@ -54,7 +54,7 @@ def test_lr_annealing_matches_torch(strategy, theirs):
 
 
 def test_lr_annealing_starts_from_the_outer_schedule_value():
-    transforms = [dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, 10)), swa(start=4, end=9, interval=1, lr=0.1, anneal=2)]
+    transforms = [dt.transforms.scale_lr(dt.schedules.linear(1.0, 0.0, 10)), swa(start=4, end=9, every=1, lr=0.1, anneal=2)]
     step, state = begin(*transforms, lr=1.0)
     rates = []
     for _ in range(7):
@@ -64,14 +64,14 @@ def test_lr_annealing_starts_from_the_outer_schedule_value():
 
 
 def test_lr_annealing_takes_ten_intervals_by_default():
-    step, state = begin(swa(start=0, end=30, interval=2, lr=0.1), lr=0.5)
+    step, state = begin(swa(start=0, end=30, every=2, lr=0.1), lr=0.5)
     state = take(step, state, 5)
     _, metrics = step(state, BATCH)
     assert dt.reduce_metrics(metrics)["lr"] == pytest.approx(0.75 * 0.5 + 0.25 * 0.1)
 
 
 def test_lr_schedule_is_called_only_after_annealing():
-    step, state = begin(swa(start=2, end=30, interval=1, lr=lambda t: {3: 0.25, 4: 0.125}[t], anneal=1), lr=0.5)
+    step, state = begin(swa(start=2, end=30, every=1, lr=lambda t: {3: 0.25, 4: 0.125}[t], anneal=1), lr=0.5)
     state = take(step, state, 3)
     before = weight(state)
     state = take(step, state, 2)
@@ -82,7 +82,7 @@ def test_lr_is_restored_after_an_exception():
     def broken(*given: object) -> None:
         raise RuntimeError("inside")
 
-    step, state = begin(swa(start=0, end=9, interval=1, lr=0.1, anneal=1))
+    step, state = begin(swa(start=0, end=9, every=1, lr=0.1, anneal=1))
     state = take(step, state)
     inner = partial(step.transforms[0].update(broken), state)
     with pytest.raises(RuntimeError, match="inside"):
@@ -91,7 +91,7 @@ def test_lr_is_restored_after_an_exception():
 
 
 def test_parameters_equal_the_average_after_the_end():
-    step, state = begin(swa(start=1, end=3, interval=1))
+    step, state = begin(swa(start=1, end=3, every=1))
     state = take(step, state, 2)
     assert weight(state) == 3.0
     state = take(step, state)
@@ -101,13 +101,13 @@ def test_parameters_equal_the_average_after_the_end():
 
 
 def test_start_at_zero_excludes_the_initial_weights():
-    step, state = begin(swa(start=0, end=9, interval=2, load_average=False))
+    step, state = begin(swa(start=0, end=9, every=2, load_average=False))
     with (
         pytest.raises(ConfigError, match="use_average: the average 'swa' has not started at step 1"),
         use_average(take(step, state), "swa"),
     ):
         pass
-    step, state = begin(swa(start=0, end=9, interval=2, load_average=False))
+    step, state = begin(swa(start=0, end=9, every=2, load_average=False))
     assert average(take(step, state, 4), "swa") == (3.0 + 2.0) / 2
 
 
@@ -121,21 +121,21 @@ def test_default_start_and_end_are_rounded_to_epochs():
 
 
 def test_end_may_equal_the_run_length():
-    step, state = begin(swa(start="0.5dur", end="1dur", interval=1), run_length=RunLength(total=4))
+    step, state = begin(swa(start="0.5dur", end="1dur", every=1), run_length=RunLength(total=4))
     assert weight(take(step, state, 4)) == (3.0 + 2.5 + 2.0) / 3
 
 
 @pytest.mark.parametrize(("around", "weights"), [(True, (4.0 + 3.5 + 3.0) / 3), (False, (3.5 + 3.0) / 2)])
 def test_first_averaged_weights_wait_for_an_unskipped_step(around, weights):
     """The step that comes to the start is skipped by a loss scale, around which or inside of which the average is."""
-    transforms = [swa(start=1, end=9, interval=1, load_average=False), dt.transforms.loss_scale(2.0)]
+    transforms = [swa(start=1, end=9, every=1, load_average=False), dt.transforms.loss_scale(2.0)]
     step, state = begin(*(transforms if around else transforms[::-1]))
     state, _ = step(state, BATCH * math.inf)
     assert average(take(step, state, 2), "swa") == weights
 
 
 def test_skipped_start_step_off_the_interval_is_averaged_later():
-    step, state = begin(dt.transforms.loss_scale(2.0), swa(start=2, end=9, interval=10, load_average=False))
+    step, state = begin(dt.transforms.loss_scale(2.0), swa(start=2, end=9, every=10, load_average=False))
     for factor in (1.0, math.inf, 1.0, 1.0):
         state, _ = step(state, BATCH * factor)
     assert (average(state, "swa"), state.transform_states["swa"]["averaged"]) == (3.0, 1)
@@ -150,7 +150,7 @@ def test_first_averaged_weights_overwrite_the_buffer():
 
 
 def test_ema_and_swa_averages_are_kept_together():
-    step, state = begin(ema(0.5), swa(start=1, end=9, interval=1))
+    step, state = begin(ema(0.5), swa(start=1, end=9, every=1))
     state = take(step, state, 2)
     assert (average(state, "ema"), average(state, "swa")) == (0.5 * 3.75 + 0.5 * 3.0, 3.25)
     with use_average(state, "swa"):
@@ -165,7 +165,7 @@ def test_ema_and_swa_averages_are_kept_together():
         (lambda: swa(lr=-1.0), r"swa: lr must be in \[0, inf\), got -1\.0\."),
         (lambda: swa(lr="0.1"), "swa: lr must be a finite number or a schedule .*, got '0.1'"),
         (lambda: swa(anneal=3), r"swa: anneal must be None without lr, got 3\. Give lr= as well"),
-        (lambda: swa(strategy="cos"), "swa: strategy must be 'linear' or 'cosine', got 'cos'"),
+        (lambda: swa(shape="cos"), "swa: shape must be 'linear' or 'cosine', got 'cos'"),
     ],
     ids=["empty", "backwards", "negative rate", "text", "anneal alone", "strategy"],
 )
@@ -175,7 +175,7 @@ def test_swa_refuses_invalid_arguments(make, message):
 
 
 def test_invalid_scheduled_lr_is_refused_before_any_change():
-    step, state = begin(swa(start=0, end=9, lr=lambda t: -t, anneal=1, interval=1))
+    step, state = begin(swa(start=0, end=9, lr=lambda t: -t, anneal=1, every=1))
     state = take(step, state)
     with pytest.raises(ConfigError, match=r"swa: lr must be in \[0, inf\), got -1"):
         step(state, BATCH)

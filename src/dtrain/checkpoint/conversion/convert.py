@@ -69,13 +69,13 @@ def detect_format(path: AnyPath) -> SourceFormat:
         pickle = next((name for name in names if PurePath(name).suffix in PICKLE_SUFFIXES), None)
         if pickle is not None:
             raise CheckpointError(
-                f"{_CALLER}: source must be a file, got the folder {path} of pickles. Name one, such as {pickle}, and trust "
+                f"{_CALLER}: path must be a file, got the folder {path} of pickles. Name one, such as {pickle}, and trust "
                 "it (--trust)."
             )
     else:
-        raise ConfigError(f"{_CALLER}: source must exist, got {path}. Check the path.")
+        raise ConfigError(f"{_CALLER}: path must exist, got {path}. Check the path.")
     raise CheckpointError(
-        f"{_CALLER}: source must be a checkpoint of dtrain, a folder with {tensor_files.MODEL_FILE} or "
+        f"{_CALLER}: path must be a checkpoint of dtrain, a folder with {tensor_files.MODEL_FILE} or "
         f"{tensor_files.INDEX_FILE}, a {tensor_files.SUFFIX} file, a folder of torch.distributed.checkpoint or a "
         f"{PICKLE_SUFFIXES[0]} file, got {path}. Name its format."
     )
@@ -93,7 +93,7 @@ def check_trust(path: AnyPath, kind: SourceFormat, *, trust: bool) -> None:
             f"{_CALLER}: {path} is {kind_text}, and reading it runs its code. Pass trust (--trust) if you know who wrote it."
         )
     if kind in _UNTRUSTED_FORMATS and not isinstance(path, Path):
-        raise ConfigError(f"{_CALLER}: source must be on this machine, got {path}. Copy it to this machine first.")
+        raise ConfigError(f"{_CALLER}: path must be on this machine, got {path}. Copy it to this machine first.")
 
 
 def open_weights(path: AnyPath, kind: SourceFormat, *, scratch: Path | None, key: str | None, state: str | None) -> TensorFiles:
@@ -167,13 +167,13 @@ def _no_op(nbytes: int) -> None:
 
 
 def convert(
-    source: Path | str,
+    path: Path | str,
     destination: Path | str,
     *,
     to: TargetFormat,
-    source_format: SourceFormat | None = None,
+    format: SourceFormat | None = None,
     trust: bool = False,
-    cast: str | None = None,
+    dtype: str | None = None,
     tie: Mapping[str, str] | None = None,
     state: str | None = None,
     key: str | None = None,
@@ -193,16 +193,16 @@ def convert(
         model = BertForMaskedLM.from_pretrained("bert-hf")
 
     Args:
-        source: root of dtrain (its newest step) or a step; folder that Hugging Face's ``save_pretrained`` wrote, or a
+        path: root of dtrain (its newest step) or a step; folder that Hugging Face's ``save_pretrained`` wrote, or a
             safetensors file; folder of ``torch.distributed.checkpoint``; file that ``torch.save`` wrote.
         destination: new folder. For ``"dtrain"`` a step's folder if the name is that of a step (``root/step-00000100``), else a
             root with one step. For ``"safetensors"`` the new file if the name ends in ``.safetensors``, else a folder with
             the file ``model.safetensors``.
         to: ``"hf"``, ``"dtrain"`` (a step that holds the model only), ``"dcp"``, or ``"safetensors"`` (one file).
-        source_format: ``"dtrain"``, ``"hf"``, ``"dcp"`` or ``"pt"``; None detects the format from file names.
+        format: ``"dtrain"``, ``"hf"``, ``"dcp"`` or ``"pt"``; None detects the format from file names.
         trust: if True, ``"dcp"`` and ``"pt"`` sources are allowed, although reading them runs their code. A subprocess reads
             them, and first copies their tensors beside ``destination``.
-        cast: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for floating-point tensors; None keeps their dtypes.
+        dtype: ``"fp32"``, ``"bf16"`` or ``"fp16"`` for floating-point tensors; None keeps their dtypes.
         tie: further names of tied weights -> their first name. Both are written; for ``"dtrain"`` only the first.
         state: name of the state if a step of dtrain holds several.
         key: path to the dict of the weights in a ``"dcp"`` or ``"pt"`` source, as in ``"state/model"``; for a ``"dcp"``
@@ -224,23 +224,23 @@ def convert(
     # The import of torch.distributed.checkpoint takes a second.
     from dtrain.checkpoint.conversion import write_formats as formats
 
-    path, folder = storage.resolve_path(source), storage.resolve_path(destination)
+    source, folder = storage.resolve_path(path), storage.resolve_path(destination)
     if not isinstance(folder, Path):
         raise ConfigError(f"{_CALLER}: destination must be on this machine, got {folder}. Copy the result there afterwards.")
-    kind = detect_format(path) if source_format is None else source_format
+    kind = detect_format(source) if format is None else format
     _check_arguments(folder, kind, to, max_shard_bytes, step)
-    check_trust(path, kind, trust=trust)
-    content = _read_config(path, kind, to, config)
+    check_trust(source, kind, trust=trust)
+    content = _read_config(source, kind, to, config)
     inner = ""
     single = MODEL_FILE if to == "safetensors" and folder.suffix == SUFFIX else ""
     with _staging_folder(folder, file_name=single) as (staging, result):
         dict_path = key if kind in ("dcp", "pt") else None
-        files = open_weights(path, kind, scratch=staging / "source.safetensors", key=dict_path, state=state)
+        files = open_weights(source, kind, scratch=staging / "source.safetensors", key=dict_path, state=state)
         files = apply_ties(files, tie or {}, once=to == "dtrain")
-        weights = stream_weights(files, cast=cast, on_bytes_written=on_bytes_written)
+        weights = stream_weights(files, dtype=dtype, on_bytes_written=on_bytes_written)
         if not weights.dtypes:
             raise CheckpointError(
-                f"{_CALLER}: source must hold weights, got {path}. "
+                f"{_CALLER}: path must hold weights, got {source}. "
                 "Save it with save_sharded first, or pass a .safetensors file."
             )
         on_start(weights.bytes)
@@ -276,7 +276,7 @@ def _check_arguments(folder: Path, kind: str, to: str, max_shard_bytes: int, ste
         raise ConfigError(f"{_CALLER}: to must be one of {', '.join(TARGET_FORMATS)}, got {to!r}. Choose one of them.")
     if kind not in SOURCE_FORMATS:
         raise ConfigError(
-            f"{_CALLER}: source_format must be one of {', '.join(SOURCE_FORMATS)}, got {kind!r}. "
+            f"{_CALLER}: format must be one of {', '.join(SOURCE_FORMATS)}, got {kind!r}. "
             "Choose one of them, or leave it out to detect the format."
         )
     if storage.exists(folder):

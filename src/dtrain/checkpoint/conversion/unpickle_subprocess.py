@@ -96,7 +96,7 @@ def select_dict(paths: Sequence[KeyPath], key: str | None, source: str) -> dict[
     counts = Counter("/".join(path[:-1]) for path in paths)
     if not counts:
         raise ConfigError(
-            f"convert: source must hold tensors, got {source}. Pass the file that torch.save wrote from model.state_dict()."
+            f"convert: path must hold tensors, got {source}. Pass the file that torch.save wrote from model.state_dict()."
         )
     if key is None and len(counts) == 1:
         key = next(iter(counts))

@@ -126,18 +126,18 @@ class WeightStream:
             yield from read_batch(self.files, batch, self.dtypes).values()
 
 
-def stream_weights(files: TensorFiles, *, cast: str | None, on_bytes_written: Callable[[int], None]) -> WeightStream:
+def stream_weights(files: TensorFiles, *, dtype: str | None, on_bytes_written: Callable[[int], None]) -> WeightStream:
     """Stream all tensors of ``files``; floating-point tensors are cast to ``fp32``, ``bf16`` or ``fp16`` unless None.
 
     Raises:
-        ConfigError: another value of ``cast``.
+        ConfigError: another value of ``dtype``.
     """
-    if cast is not None and cast not in CAST_DTYPES:
+    if dtype is not None and dtype not in CAST_DTYPES:
         raise ConfigError(
-            f"{_CALLER}: cast must be one of {', '.join(CAST_DTYPES)}, got {cast!r}. Leave out cast to keep the dtypes."
+            f"{_CALLER}: dtype must be one of {', '.join(CAST_DTYPES)}, got {dtype!r}. Leave out dtype to keep the dtypes."
         )
     dtypes = {
-        name: CAST_DTYPES[cast] if cast is not None and DTYPES[ref.dtype].is_floating_point else ref.dtype
+        name: CAST_DTYPES[dtype] if dtype is not None and DTYPES[ref.dtype].is_floating_point else ref.dtype
         for name, ref in files.refs.items()
     }
     return WeightStream(files=files, dtypes=dtypes, on_bytes_written=on_bytes_written)

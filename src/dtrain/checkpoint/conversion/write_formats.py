@@ -124,7 +124,7 @@ def write_step(folder: Path, weights: WeightStream, *, step: int, buffers: Itera
         parent_step=None,
         serial=1,
         layout=MeshLayout(strategy="none", axes=(), shape=()),
-        what="weights",
+        scope="weights",
         states=(),
         world_size=1,
         bytes=len(data) + len(of_rank) + size,

@@ -30,31 +30,32 @@ _SHUFFLE_CODES = {"shards": 2, "samples": 3}
 class BlockShuffle:
     """Options of a local shuffle: ``build_loader(shuffle=BlockShuffle(...))``.
 
-    About ``streams * (window + 1)`` shards are in use at any time, over all ranks. The cache must hold the shards of its node.
+    About ``streams * (block_size + 1)`` shards are in use at any time, over all ranks. The cache must hold the shards of its
+    node.
 
     Args:
-        window: adjacent shards of a stream (or samples of a stream) that are shuffled together.
-        unit: unit of ``window``. Use samples if a shard is too large to keep open, or very small.
+        block_size: adjacent shards of a stream (or samples of a stream) that are shuffled together.
+        unit: unit of ``block_size``. Use samples if a shard is too large to keep open, or very small.
         streams: parts of an epoch that are read at the same time. If the number of ranks divides ``streams``, or is a multiple
             of ``streams``, a rank reads the shards of its own streams only. The order depends on ``streams``, not on the ranks.
 
     Example:
         >>> import dtrain as dt
-        >>> shuffle = dt.data.BlockShuffle(window=8, streams=16)
+        >>> shuffle = dt.data.BlockShuffle(block_size=8, streams=16)
         >>> loader = dt.build_loader(
         ...     dataset, mesh=mesh, global_batch_size=256, seed=1, shuffle=shuffle
         ... )  # doctest: +SKIP
 
     Raises:
-        ConfigError: ``window`` or ``streams`` is below 1, or ``unit`` is unknown.
+        ConfigError: ``block_size`` or ``streams`` is below 1, or ``unit`` is unknown.
     """
 
-    window: int = 4
+    block_size: int = 4
     unit: WindowUnit = "shards"
     streams: int = 8
 
     def __post_init__(self) -> None:
-        check_int("BlockShuffle", "window", self.window)
+        check_int("BlockShuffle", "block_size", self.block_size)
         check_int("BlockShuffle", "streams", self.streams)
         check_choice("BlockShuffle", "unit", self.unit, _SHUFFLE_CODES)
 
@@ -158,7 +159,7 @@ class BlockOrder:
             "size": self.size,
             "seed": self.seed,
             "shuffle": _SHUFFLE_CODES[options.unit],
-            "window": options.window,
+            "block_size": options.block_size,
             "streams": options.streams,
             "shards": len(self.sizes),
             "shard_sizes": self._digest,
@@ -186,7 +187,7 @@ class BlockOrder:
         stream_starts = self._stream_start(np.arange(min(self.streams, self.size)))
         stream_of = np.searchsorted(stream_starts, begins, side="right") - 1
         first_shard_of = np.searchsorted(begins, stream_starts, side="right") - 1
-        opens = (np.arange(len(shards)) - first_shard_of[stream_of] + self._stagger(stream_of)) % self.options.window == 0
+        opens = (np.arange(len(shards)) - first_shard_of[stream_of] + self._stagger(stream_of)) % self.options.block_size == 0
         # A window start may occur twice, which has no effect.
         window_starts = np.sort(np.concatenate([stream_starts, begins[opens], [self.size]]))
         dataset_offsets = (np.cumsum(self.sizes) - self.sizes)[shards] - begins
@@ -204,15 +205,15 @@ class BlockOrder:
 
     def _stagger(self, stream: IntArray) -> IntArray:
         """Return the reduction of a stream's first window, so that the streams do not need new shards at the same time."""
-        return stream * self.options.window // self.streams
+        return stream * self.options.block_size // self.streams
 
     def _windows(self, layout: _EpochLayout, offsets: IntArray, stream: IntArray) -> tuple[IntArray, IntArray]:
         """Return the start of each position's window, and the number of samples in the window."""
         begin = self._stream_start(stream)
         if self.options.unit == "samples":
-            window = (offsets + self._stagger(stream)) // self.options.window
-            first = begin + window * self.options.window - self._stagger(stream)
-            end = np.minimum(first + self.options.window, self._stream_start(stream + 1))
+            window = (offsets + self._stagger(stream)) // self.options.block_size
+            first = begin + window * self.options.block_size - self._stagger(stream)
+            end = np.minimum(first + self.options.block_size, self._stream_start(stream + 1))
             first = np.maximum(first, begin)
             return first, end - first
         at = np.searchsorted(layout.window_starts, begin + offsets, side="right") - 1
@@ -257,7 +258,7 @@ def shuffle_quality(order: SampleOrder, sizes: Sequence[int], *, batch_size: int
     Example:
         >>> import dtrain as dt
         >>> order = dt.data.shard_order(
-        ...     [1000] * 8, seed=0, shuffle=dt.data.BlockShuffle(window=2, streams=2)
+        ...     [1000] * 8, seed=0, shuffle=dt.data.BlockShuffle(block_size=2, streams=2)
         ... )
         >>> quality = dt.data.shuffle_quality(order, [1000] * 8, batch_size=64)
         >>> round(quality.shards_per_batch, 1)

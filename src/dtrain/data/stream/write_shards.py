@@ -90,8 +90,8 @@ def write_shards(
     columns: Mapping[str, str] | None = None,
     compression: str | None = None,
     hashes: Sequence[str] = ("xxh64",),
-    size_limit: int | None = 2**26,
-    progress: Callable[[int, int], None] | None = None,
+    max_shard_bytes: int | None = 2**26,
+    on_progress: Callable[[int, int], None] | None = None,
 ) -> WriteShardsResult:
     """Write samples to a new dataset for ``ShardedDataset``. mosaicml-streaming can read the format MDS, too.
 
@@ -106,8 +106,8 @@ def write_shards(
         compression: ``"br"``, ``"bz2"``, ``"gz"``, ``"snappy"`` or ``"zstd"``, optionally with a level (``"zstd:7"``). Parquet
             compresses parts of a file. None stores raw bytes.
         hashes: algorithms of the digests of each shard, which readers check.
-        size_limit: maximum of a shard's raw bytes, unless a single sample is larger; None writes one shard.
-        progress: function of the numbers of samples and raw bytes so far, called after each sample.
+        max_shard_bytes: maximum of a shard's raw bytes, unless a single sample is larger; None writes one shard.
+        on_progress: function of the numbers of samples and raw bytes so far, called after each sample.
 
     Returns:
         Counts and sizes.
@@ -128,19 +128,19 @@ def write_shards(
     for algorithm in hashes:
         new_hash(algorithm)
     check_compression(compression)
-    if size_limit is not None and not 1 <= size_limit < 2**32:
-        raise ConfigError(f"{size_limit=} must be at least 1 and below 4 GiB. Pass None to write one shard.")
+    if max_shard_bytes is not None and not 1 <= max_shard_bytes < 2**32:
+        raise ConfigError(f"{max_shard_bytes=} must be at least 1 and below 4 GiB. Pass None to write one shard.")
     folder = resolve_path(path)
     remaining = iter(samples)
     first = next(remaining, None)
     if first is None:
         raise ConfigError(f"{folder}: samples must not be empty. Check the input; it gave no sample.")
-    writer = make_writer(format, first, columns, compression, hashes, size_limit)
+    writer = make_writer(format, first, columns, compression, hashes, max_shard_bytes)
     dataset_writer = _DatasetWriter(folder, format, writer, compression, hashes)
     try:
         with _wrap_write_errors(folder):
             dataset_writer.begin()
-        for number, shard in _group_into_shards(chain([first], remaining), writer, size_limit, progress):
+        for number, shard in _group_into_shards(chain([first], remaining), writer, max_shard_bytes, on_progress):
             with _wrap_write_errors(folder):
                 dataset_writer.add(number, shard)
         with _wrap_write_errors(folder):

@@ -240,7 +240,7 @@ def diagnose_traces(traces: Sequence[ProfilerTrace], *, problems: Sequence[str] 
         if share.seconds > 0:
             windows.setdefault(trace.rank, []).append(share)
         else:
-            missing.append(f"{trace.source}: nothing was recorded in it")
+            missing.append(f"{trace.name}: nothing was recorded in it")
         for device, timeline in memory_timeline(trace).items():
             peak, median = peak_and_median(timeline)
             memories.append(DeviceMemoryUse(rank=trace.rank, device=device, peak=peak, median=median))

@@ -59,7 +59,7 @@ class ProfilerTrace:
     """Trace of one rank.
 
     Args:
-        source: name of the file.
+        name: name of the file.
         rank: rank of the trace.
         steps: steps in order; a trace without step marks has one step.
         events: events by start; an enclosing event precedes the events inside.
@@ -67,7 +67,7 @@ class ProfilerTrace:
         thread: thread of the loop.
     """
 
-    source: str
+    name: str
     rank: int
     steps: tuple[TraceStep, ...]
     events: tuple[TraceEvent, ...]
@@ -145,7 +145,7 @@ def parse_trace(content: Mapping[str, Any], source: str) -> ProfilerTrace:
             "Record the trace again."
         ) from None
     return ProfilerTrace(
-        source=source,
+        name=source,
         rank=trace_rank(content, source),
         steps=steps,
         events=tuple(events),

@@ -41,20 +41,20 @@ class Lengths:
         return attach_unit(self.unit, schedule)
 
 
-def parse_lengths(caller: str, run: RunLength, durations: Mapping[str, Length]) -> Lengths:
+def parse_lengths(caller: str, run_length: RunLength, durations: Mapping[str, Length]) -> Lengths:
     """Convert ``durations``, by argument name, to one unit. Only ``t_warmup`` may be 0.
 
     Raises:
-        ConfigError: an entry is not a duration, or ``run`` lacks the numbers for a conversion to one unit.
+        ConfigError: an entry is not a duration, or ``run_length`` lacks the numbers for a conversion to one unit.
     """
-    if not isinstance(run, RunLength):
-        raise ConfigError(f"{caller}: run must be a dt.RunLength, got {run!r}. Give loader.run_length('3ep').")
+    if not isinstance(run_length, RunLength):
+        raise ConfigError(f"{caller}: run_length must be a dt.RunLength, got {run_length!r}. Give loader.run_length('3ep').")
     parsed = {name: Duration.parse(length, allow_zero=name == "t_warmup") for name, length in durations.items()}
     try:
-        absolute = {name: _to_absolute(length, run) for name, length in parsed.items()}
+        absolute = {name: _to_absolute(length, run_length) for name, length in parsed.items()}
         if len(units := {unit for value, unit in absolute.values() if value}) == 1 and units <= set(_COUNTED_UNITS):
             return Lengths(unit=units.pop(), fractions={name: value for name, (value, _) in absolute.items()})
-        return Lengths(unit=STEP_UNIT, fractions={name: _in_steps(length, run) for name, length in parsed.items()})
+        return Lengths(unit=STEP_UNIT, fractions={name: _in_steps(length, run_length) for name, length in parsed.items()})
     except ConfigError as error:
         arguments = ", ".join(f"{name}={length}" for name, length in parsed.items())
         several = len({length.unit for length in parsed.values()}) > 1
@@ -62,7 +62,7 @@ def parse_lengths(caller: str, run: RunLength, durations: Mapping[str, Length]) 
         raise ConfigError(f"{caller}: {arguments}: {error}{advice}") from None
 
 
-def check_covers_run(caller: str, run: RunLength, t_max: Length, alpha_i: float, alpha_f: float) -> None:
+def check_covers_run(caller: str, run_length: RunLength, t_max: Length, alpha_i: float, alpha_f: float) -> None:
     """Raise if ``t_max`` ends before the run and the remaining steps would have a factor of 0.
 
     Raises:
@@ -70,16 +70,16 @@ def check_covers_run(caller: str, run: RunLength, t_max: Length, alpha_i: float,
     """
     check_number(caller, "alpha_i", alpha_i)
     check_number(caller, "alpha_f", alpha_f)
-    if run.total is None or not alpha_i > alpha_f == 0:
+    if run_length.total is None or not alpha_i > alpha_f == 0:
         return
     try:
-        lengths = parse_lengths(caller, run, {"t_max": t_max, "total": run.total})
+        lengths = parse_lengths(caller, run_length, {"t_max": t_max, "total": run_length.total})
     except ConfigError:
         # The lengths cannot be compared.
         return
     if lengths.fractions["t_max"] < lengths.fractions["total"]:
         raise ConfigError(
-            f"{caller}: t_max must not end before the run of {run.total} with a factor of 0, got t_max={t_max}. "
+            f"{caller}: t_max must not end before the run of {run_length.total} with a factor of 0, got t_max={t_max}. "
             "Give t_max='1dur', or alpha_f above 0, or omit total in RunLength(...) if this is intended."
         )
 
@@ -94,29 +94,29 @@ def name_each(caller: str, name: str, values: Sequence[Length]) -> dict[str, Len
     return {f"{name}[{index}]": value for index, value in enumerate(values)}
 
 
-def _to_absolute(length: Duration, run: RunLength) -> tuple[Fraction, str]:
+def _to_absolute(length: Duration, run_length: RunLength) -> tuple[Fraction, str]:
     """Return the exact number and unit of ``length``. A fraction of the run has the unit of the run."""
     if length.unit != "dur":
         return length.fraction, length.unit
-    if run.total is None:
+    if run_length.total is None:
         raise ConfigError(f"{length} is a fraction of the run, whose length is not known. Give RunLength(total=...).")
-    return length.fraction * run.total.fraction, run.total.unit
+    return length.fraction * run_length.total.fraction, run_length.total.unit
 
 
-def _in_steps(length: Duration, run: RunLength) -> Fraction:
+def _in_steps(length: Duration, run_length: RunLength) -> Fraction:
     if not length.value:
         # 0 is the same length in every unit.
         return Fraction(0)
     # Raise if the conversion is impossible. The result is not used, because steps() rounds up to whole steps.
-    length.steps(run)
-    value, unit = _to_absolute(length, run)
-    per = {"ep": run.steps_per_epoch, "sp": run.samples_per_step, "tok": run.tokens_per_step}.get(unit)
+    length.steps(run_length)
+    value, unit = _to_absolute(length, run_length)
+    per = {"ep": run_length.steps_per_epoch, "sp": run_length.samples_per_step, "tok": run_length.tokens_per_step}.get(unit)
     if per is None:
         return value
     return value * Fraction(per) if unit == "ep" else value / Fraction(per)
 
 
-def constant(run: RunLength, alpha: float = 1.0, t_max: Length = "1dur") -> Schedule:
+def constant(run_length: RunLength, alpha: float = 1.0, t_max: Length = "1dur") -> Schedule:
     """Return the factor ``alpha`` before ``t_max``, and 1 from ``t_max`` on.
 
     Formula: ``alpha`` for ``t < t_max``, else ``1.0``
@@ -129,18 +129,18 @@ def constant(run: RunLength, alpha: float = 1.0, t_max: Length = "1dur") -> Sche
         [0.5, 0.5, 1.0, 1.0]
 
     Raises:
-        ConfigError: ``run`` cannot convert a length, or ``alpha`` is not a finite number.
+        ConfigError: ``run_length`` cannot convert a length, or ``alpha`` is not a finite number.
 
     Source: Composer, ``ConstantScheduler``.
     """
     caller = "composer.constant"
     check_number(caller, "alpha", alpha)
-    until = parse_lengths(caller, run, {"t_max": t_max})
+    until = parse_lengths(caller, run_length, {"t_max": t_max})
     end = until["t_max"]
     return until.to_schedule(lambda t: alpha if t < end else 1.0)
 
 
-def linear(run: RunLength, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: Length = "1dur") -> Schedule:
+def linear(run_length: RunLength, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: Length = "1dur") -> Schedule:
     """Return a straight line of factors from ``alpha_i`` to ``alpha_f`` at ``t_max``, and ``alpha_f`` after that.
 
     Formula: ``alpha_i + (alpha_f - alpha_i) * min(1, t / t_max)``
@@ -153,17 +153,17 @@ def linear(run: RunLength, alpha_i: float = 1.0, alpha_f: float = 0.0, t_max: Le
         [1.0, 0.75, 0.0]
 
     Raises:
-        ConfigError: ``run`` cannot convert a length, a factor is not finite, or the run continues with a factor of 0.
+        ConfigError: ``run_length`` cannot convert a length, a factor is not finite, or the run continues with a factor of 0.
 
     Source: Composer, ``LinearScheduler``.
     """
     caller = "composer.linear"
-    within = parse_lengths(caller, run, {"t_max": t_max})
-    check_covers_run(caller, run, t_max, alpha_i, alpha_f)
+    within = parse_lengths(caller, run_length, {"t_max": t_max})
+    check_covers_run(caller, run_length, t_max, alpha_i, alpha_f)
     return within.to_schedule(curves.linear(alpha_i, alpha_f, within["t_max"]))
 
 
-def cosine(run: RunLength, t_max: Length = "1dur", alpha_f: float = 0.0) -> Schedule:
+def cosine(run_length: RunLength, t_max: Length = "1dur", alpha_f: float = 0.0) -> Schedule:
     """Return a half cosine of factors from 1 to ``alpha_f`` at ``t_max``, and ``alpha_f`` after that.
 
     Formula: ``alpha_f + (1 - alpha_f) * (1 + cos(pi * tau)) / 2``, where ``tau = min(1, t / t_max)``
@@ -175,17 +175,17 @@ def cosine(run: RunLength, t_max: Length = "1dur", alpha_f: float = 0.0) -> Sche
         [1.0, 0.55, 0.1, 0.1]
 
     Raises:
-        ConfigError: ``run`` cannot convert a length, ``alpha_f`` is not finite, or the run continues with a factor of 0.
+        ConfigError: ``run_length`` cannot convert a length, ``alpha_f`` is not finite, or the run continues with a factor of 0.
 
     Source: Composer, ``CosineAnnealingScheduler``.
     """
     caller = "composer.cosine"
-    within = parse_lengths(caller, run, {"t_max": t_max})
-    check_covers_run(caller, run, t_max, 1.0, alpha_f)
+    within = parse_lengths(caller, run_length, {"t_max": t_max})
+    check_covers_run(caller, run_length, t_max, 1.0, alpha_f)
     return within.to_schedule(curves.cosine(1.0, alpha_f, within["t_max"]))
 
 
-def cosine_warm_restarts(run: RunLength, t_0: Length, t_mult: float = 1.0, alpha_f: float = 0.0) -> Schedule:
+def cosine_warm_restarts(run_length: RunLength, t_0: Length, t_mult: float = 1.0, alpha_f: float = 0.0) -> Schedule:
     """Return repeated half cosines of factors from 1 to ``alpha_f``, each ``t_mult`` times as long as the previous cycle.
 
     Formula: ``alpha_f + (1 - alpha_f) * (1 + cos(pi * tau)) / 2``, where cycle ``i`` begins at
@@ -199,18 +199,18 @@ def cosine_warm_restarts(run: RunLength, t_0: Length, t_mult: float = 1.0, alpha
         [1.0, 0.5, 1.0, 0.5, 1.0]
 
     Raises:
-        ConfigError: ``run`` cannot convert a length, ``t_mult`` is below 1, or ``alpha_f`` is not finite.
+        ConfigError: ``run_length`` cannot convert a length, ``t_mult`` is below 1, or ``alpha_f`` is not finite.
 
     Source: Composer, ``CosineAnnealingWarmRestartsScheduler``.
     """
     caller = "composer.cosine_warm_restarts"
     check_number(caller, "alpha_f", alpha_f)
     check_number(caller, "t_mult", t_mult, minimum=1)
-    first = parse_lengths(caller, run, {"t_0": t_0})
+    first = parse_lengths(caller, run_length, {"t_0": t_0})
     return first.to_schedule(phases.cosine_restarts(1.0, alpha_f, first["t_0"], multiplier=t_mult))
 
 
-def polynomial(run: RunLength, power: float, t_max: Length = "1dur", alpha_f: float = 0.0) -> Schedule:
+def polynomial(run_length: RunLength, power: float, t_max: Length = "1dur", alpha_f: float = 0.0) -> Schedule:
     """Return a polynomial decay of factors from 1 to ``alpha_f`` at ``t_max``, and ``alpha_f`` after that.
 
     Formula: ``alpha_f + (1 - alpha_f) * (1 - tau) ** power``, where ``tau = min(1, t / t_max)``
@@ -222,18 +222,18 @@ def polynomial(run: RunLength, power: float, t_max: Length = "1dur", alpha_f: fl
         [1.0, 0.25, 0.01, 0.0]
 
     Raises:
-        ConfigError: ``run`` cannot convert a length, ``power`` is not positive, ``alpha_f`` is not finite, or the run continues
-            with a factor of 0.
+        ConfigError: ``run_length`` cannot convert a length, ``power`` is not positive, ``alpha_f`` is not finite, or the run
+            continues with a factor of 0.
 
     Source: Composer, ``PolynomialScheduler``.
     """
     caller = "composer.polynomial"
-    within = parse_lengths(caller, run, {"t_max": t_max})
-    check_covers_run(caller, run, t_max, 1.0, alpha_f)
+    within = parse_lengths(caller, run_length, {"t_max": t_max})
+    check_covers_run(caller, run_length, t_max, 1.0, alpha_f)
     return within.to_schedule(curves.polynomial(1.0, alpha_f, within["t_max"], power=power))
 
 
-def exponential(run: RunLength, gamma: float, decay_period: Length = "1ep") -> Schedule:
+def exponential(run_length: RunLength, gamma: float, decay_period: Length = "1ep") -> Schedule:
     """Return an exponential decay of factors: times ``gamma`` per ``decay_period``.
 
     Formula: ``gamma ** (t / decay_period)``
@@ -246,17 +246,17 @@ def exponential(run: RunLength, gamma: float, decay_period: Length = "1ep") -> S
         [1.0, 0.5, 0.25]
 
     Raises:
-        ConfigError: ``run`` cannot convert a length, or ``gamma`` is not above 0 and at most 1.
+        ConfigError: ``run_length`` cannot convert a length, or ``gamma`` is not above 0 and at most 1.
 
     Source: Composer, ``ExponentialScheduler``.
     """
     caller = "composer.exponential"
     _check_gamma(caller, gamma)
-    period = parse_lengths(caller, run, {"decay_period": decay_period})
+    period = parse_lengths(caller, run_length, {"decay_period": decay_period})
     return period.to_schedule(curves.exponential(1.0, gamma, period["decay_period"]))
 
 
-def step(run: RunLength, step_size: Length, gamma: float = 0.1) -> Schedule:
+def step(run_length: RunLength, step_size: Length, gamma: float = 0.1) -> Schedule:
     """Return factors that are multiplied by ``gamma`` after each ``step_size``.
 
     Formula: ``gamma ** floor(t / step_size)``
@@ -269,19 +269,19 @@ def step(run: RunLength, step_size: Length, gamma: float = 0.1) -> Schedule:
         [1.0, 1.0, 0.5, 0.25]
 
     Raises:
-        ConfigError: ``run`` cannot convert a length, or ``gamma`` is not above 0 and at most 1.
+        ConfigError: ``run_length`` cannot convert a length, or ``gamma`` is not above 0 and at most 1.
 
     Source: Composer, ``StepScheduler``.
     """
     caller = "composer.step"
     _check_gamma(caller, gamma)
-    period = parse_lengths(caller, run, {"step_size": step_size})
+    period = parse_lengths(caller, run_length, {"step_size": step_size})
     after, size = curves.geometric(caller, 1.0, gamma, None), period.fractions["step_size"]
     # A Fraction divides exactly: 3 steps are ten times 0.3 steps.
     return period.to_schedule(lambda t: after(math.floor(t / size)))
 
 
-def multi_step(run: RunLength, milestones: Sequence[Length], gamma: float = 0.1) -> Schedule:
+def multi_step(run_length: RunLength, milestones: Sequence[Length], gamma: float = 0.1) -> Schedule:
     """Return factors that are multiplied by ``gamma`` at each milestone.
 
     Formula: ``gamma ** n``, where ``n`` milestones are reached
@@ -294,12 +294,13 @@ def multi_step(run: RunLength, milestones: Sequence[Length], gamma: float = 0.1)
         [1.0, 1.0, 0.1, 0.1, 0.01]
 
     Raises:
-        ConfigError: ``run`` cannot convert a length, ``milestones`` is empty or does not increase, or ``gamma`` is not finite.
+        ConfigError: ``run_length`` cannot convert a length, ``milestones`` is empty or does not increase, or ``gamma`` is not
+            finite.
 
     Source: Composer, ``MultiStepScheduler``.
     """
     caller = "composer.multi_step"
-    times = parse_lengths(caller, run, name_each(caller, "milestones", milestones))
+    times = parse_lengths(caller, run_length, name_each(caller, "milestones", milestones))
     return times.to_schedule(curves.multi_step(1.0, gamma, [times[name] for name in times.fractions]))
 
 

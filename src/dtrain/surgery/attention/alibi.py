@@ -48,7 +48,7 @@ class ZeroPositionEmbedding(nn.Module):
 def alibi(
     model: nn.Module,
     *,
-    max_sequence_length: int | None = None,
+    max_length: int | None = None,
     attentions: Mapping[type[nn.Module], str] | None = None,
     positions: str | tuple[str, ...] = (),
 ) -> nn.Module:
@@ -62,13 +62,13 @@ def alibi(
 
     Args:
         model: plain module before ``shard_model``; on meta, too.
-        max_sequence_length: new maximum sequence length of BERT; None keeps the old length. GPT-2 accepts any length.
+        max_length: new maximum sequence length of BERT; None keeps the old length. GPT-2 accepts any length.
         attentions: for other models: attention class -> name of the attribute with the number of heads. The attention must
             accept ``attention_mask=`` (a mask as in ``add_alibi_bias``). An attention with a true ``is_causal`` is causal if
             called without a mask. ``nn.MultiheadAttention: "num_heads"`` selects torch's attention, with torch's masks.
         positions: for other models: names or patterns of position embeddings.
 
-    Mutates: ``model``. With ``max_sequence_length`` also ``config.max_position_embeddings``.
+    Mutates: ``model``. With ``max_length`` also ``config.max_position_embeddings``.
 
     Example:
         >>> import dtrain as dt
@@ -95,8 +95,8 @@ def alibi(
         mask.
     """
     check_plain_model(model, _CALLER)
-    if max_sequence_length is not None:
-        check_int(_CALLER, "max_sequence_length", max_sequence_length)
+    if max_length is not None:
+        check_int(_CALLER, "max_length", max_length)
     heads = {**_default_attentions(), **(attentions or {})}
     _check_implementation(model)
     named = _match_position_modules(model, positions)
@@ -112,8 +112,8 @@ def alibi(
     model = apply_policies(model, policies, caller=_CALLER).model
     disable_nested_tensors_(model)
     _zero_position_embeddings_(model, named)
-    if max_sequence_length is not None:
-        _resize_position_buffers_(model, max_sequence_length)
+    if max_length is not None:
+        _resize_position_buffers_(model, max_length)
     return model
 
 

@@ -20,10 +20,10 @@ ResidualKind = Literal["block", "branch"]
 RateDistribution = Literal["linear", "uniform"]
 
 
-def drop_rates(drop_rate: float, blocks: int, distribution: RateDistribution = "linear") -> list[float]:
+def drop_rates(drop_rate: float, num_blocks: int, distribution: RateDistribution = "linear") -> list[float]:
     """Return the drop rate of each block, from the first to the last.
 
-    Formula: ``rate[l] = drop_rate * (l + 1) / blocks`` if linear, ``drop_rate`` if uniform
+    Formula: ``rate[l] = drop_rate * (l + 1) / num_blocks`` if linear, ``drop_rate`` if uniform
 
     Source: Huang et al. 2016, arXiv:1603.09382, equation 4.
 
@@ -32,7 +32,7 @@ def drop_rates(drop_rate: float, blocks: int, distribution: RateDistribution = "
         >>> dt.surgery.drop_rates(0.5, 4), dt.surgery.drop_rates(0.5, 2, "uniform")
         ([0.125, 0.25, 0.375, 0.5], [0.5, 0.5])
     """
-    return [drop_rate * ((index + 1) / blocks if distribution == "linear" else 1.0) for index in range(blocks)]
+    return [drop_rate * ((index + 1) / num_blocks if distribution == "linear" else 1.0) for index in range(num_blocks)]
 
 
 def is_dropped(drop_rate: float, count: int, *, seed: int, name: str = "") -> bool:

@@ -80,7 +80,7 @@ def squeeze_excite(
     *,
     latent_channels: int | float = 1 / 16,
     min_channels: int = 128,
-    names: str | Sequence[str] | None = None,
+    select: str | Sequence[str] | None = None,
 ) -> nn.Module:
     """Add a squeeze-and-excitation after convolutions of ``model``; return the model.
 
@@ -94,8 +94,9 @@ def squeeze_excite(
         latent_channels: number, or fraction of a convolution's output channels. The paper reduces by 16 (Composer: 64
             channels).
         min_channels: smallest number of input and output channels of convolutions to change; from Composer, not from the paper.
-        names: names of the convolutions to change (``*`` matches text without a dot), subject to ``min_channels``; None selects
-            every convolution, as in Composer. The paper uses the end of each residual branch, as in ``"layer*.*.conv3"``.
+        select: names of the convolutions to change (``*`` matches text without a dot), subject to ``min_channels``; None
+            selects every convolution, as in Composer. The paper uses the end of each residual branch, as in
+            ``"layer*.*.conv3"``.
 
     Mutates: ``model``: the classes of the selected ``nn.Conv2d``, and one new module in each.
 
@@ -121,13 +122,13 @@ def squeeze_excite(
     caller = "squeeze_excite"
     check_size_or_fraction(latent_channels, caller, "latent_channels")
     check_int(caller, "min_channels", min_channels, minimum=0)
-    patterns = [names] if isinstance(names, str) else None if names is None else list(names)
+    patterns = [select] if isinstance(select, str) else None if select is None else list(select)
     is_match = compile_patterns(patterns or [], caller=f"{caller}: names")
     check_plain_model(model, caller)
     convs = [name for name, module in modules_by_fqn(model) if isinstance(module, nn.Conv2d)]
     for pattern in patterns or []:
         if not any(map(compile_patterns([pattern], caller=f"{caller}: names"), convs)):
-            raise ConfigError(f"{caller}: names has {pattern!r}, but no convolution matches. Correct the pattern.")
+            raise ConfigError(f"{caller}: select has{pattern!r}, but no convolution matches. Correct the pattern.")
 
     def policy(module: nn.Module, name: str) -> nn.Module | None:
         assert isinstance(module, nn.Conv2d)

@@ -21,7 +21,7 @@ from dtrain.transforms.batches.batch_transform import BatchKey, batch_transform,
 from dtrain.transforms.batches.image_ops import from_unit_range, to_unit_range
 from dtrain.typing import Batch, Schedule, TransformState
 
-ResizeMode: TypeAlias = Literal["resize", "crop"]
+ResizeMethod: TypeAlias = Literal["resize", "crop"]
 
 
 def resize_batch(
@@ -29,7 +29,7 @@ def resize_batch(
     *,
     scale: float,
     size_increment: int = 4,
-    mode: ResizeMode = "resize",
+    method: ResizeMethod = "resize",
     input_key: BatchKey | None = None,
     generator: torch.Generator | None = None,
     offset: tuple[int, int] | None = None,
@@ -44,7 +44,7 @@ def resize_batch(
             ``[channels, height, width]``.
         scale: factor of each side, in ``(0, 1]``.
         size_increment: sides are multiples of this number, which limits the number of different sizes.
-        mode: ``"resize"`` is bilinear with antialiasing (Composer uses the nearest pixel, which aliases). ``"crop"`` cuts a
+        method: ``"resize"`` is bilinear with antialiasing (Composer uses the nearest pixel, which aliases). ``"crop"`` cuts a
             part of this size, at the same position for the whole batch.
         input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
         generator: CPU generator for ``offset`` if not given.
@@ -56,24 +56,24 @@ def resize_batch(
         >>> import dtrain as dt
         >>> image = torch.arange(16.0).reshape(1, 4, 4)
         >>> dt.transforms.resize_batch(
-        ...     image, scale=0.5, size_increment=2, mode="crop", offset=(1, 2)
+        ...     image, scale=0.5, size_increment=2, method="crop", offset=(1, 2)
         ... ).tolist()
         [[[6.0, 7.0], [10.0, 11.0]]]
 
     Raises:
-        ConfigError: ``scale``, ``size_increment`` or ``mode`` is out of its range, the inputs are not images, a CPU
+        ConfigError: ``scale``, ``size_increment`` or ``method`` is out of its range, the inputs are not images, a CPU
             ``generator`` is required but missing, or the crop begins outside the image.
 
     Source: the algorithm of this name in MosaicML's Composer, after J. Howard's for fast.ai.
     """
-    _check(scale, size_increment, mode)
+    _check(scale, size_increment, method)
 
     def resize(images: Tensor) -> Tensor:
         height, width = images.shape[-2:]
         size = [side if scale == 1 else _scaled_side(side, scale, size_increment) for side in (height, width)]
         if size == [height, width]:
             return images
-        if mode == "crop":
+        if method == "crop":
             limits = (height - size[0], width - size[1])
             top, left = offset if offset is not None else _draw_offset(generator, limits)
             if not (0 <= top <= limits[0] and 0 <= left <= limits[1]):
@@ -93,27 +93,27 @@ def progressive_resizing(
     scale: Schedule | None = None,
     *,
     initial_scale: float = 0.5,
-    delay: Duration | int | str = "0.5dur",
-    full: Duration | int | str = "0.8dur",
+    start: Duration | int | str = "0.5dur",
+    end: Duration | int | str = "0.8dur",
     size_increment: int = 4,
-    mode: ResizeMode = "resize",
+    method: ResizeMethod = "resize",
     input_key: BatchKey | None = None,
 ) -> Transform:
     """Train on small images first, which is faster: apply ``resize_batch`` with a scale that grows during the run.
 
     The size depends on the clock alone, so all ranks have the same size.
 
-    Formula: ``scale = initial_scale + (1 - initial_scale) * min(1, max(0, (now - delay) / (full - delay)))``
+    Formula: ``scale = initial_scale + (1 - initial_scale) * min(1, max(0, (now - start) / (end - start)))``
     ``side = size_increment * round(scale * side / size_increment)``
 
     Args:
         scale: schedule of the factor of each side, in ``(0, 1]``, instead of the formula.
-        initial_scale: scale until ``delay``, in ``(0, 1]``.
-        delay: start of the growth. A fraction of the run (``"0.5dur"``) needs ``step.init(..., run_length=...)``.
-        full: time of the full size, in the unit of ``delay``. By default the last fifth of the run trains on full images
+        initial_scale: scale until ``start``, in ``(0, 1]``.
+        start: start of the growth. A fraction of the run (``"0.5dur"``) needs ``step.init(..., run_length=...)``.
+        end: time of the full size, in the unit of ``start``. By default the last fifth of the run trains on full images
             (Composer's ``finetune_fraction``).
         size_increment: sides are multiples of this number.
-        mode: ``"resize"`` or ``"crop"``; each rank draws the position of its crop.
+        method: ``"resize"`` or ``"crop"``; each rank draws the position of its crop.
         input_key: key of the images; None takes ``"x"``, ``"input_ids"``, or the first entry of a tuple.
 
     Host sync: none.
@@ -125,7 +125,7 @@ def progressive_resizing(
         ...     sizes.append(list(batch["x"].shape))
         ...     return dt.soft_cross_entropy(model(batch["x"]).mean((2, 3)), batch["y"])
         >>> step = dt.compose_step(
-        ...     loss_fn, [dt.transforms.progressive_resizing(delay=2, full=4)]
+        ...     loss_fn, [dt.transforms.progressive_resizing(start=2, end=4)]
         ... )
         >>> model = torch.nn.Conv2d(3, 10, 3)
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -135,15 +135,15 @@ def progressive_resizing(
         [16, 16, 16, 24, 32]
 
     Raises:
-        ConfigError: an option is out of its range (a schedule is checked in each step), or ``full`` is before ``delay`` or in
+        ConfigError: an option is out of its range (a schedule is checked in each step), or ``end`` is before ``start`` or in
             another unit. From ``Step.init`` on: a duration is a fraction of a run of unknown length.
 
     Source: the algorithm of this name in MosaicML's Composer, with Composer's defaults, after J. Howard's for fast.ai.
 
     Suggested values:
-        ImageNet, ResNet-50: ``initial_scale=0.5``, ``full="0.8dur"``, ``mode="resize"`` (MosaicML Composer, method card of
+        ImageNet, ResNet-50: ``initial_scale=0.5``, ``end="0.8dur"``, ``method="resize"`` (MosaicML Composer, method card of
             progressive resizing)
-        CIFAR-10, ResNet-56: ``initial_scale=0.5``, ``full="0.8dur"``, ``mode="crop"`` (MosaicML Composer, method card of
+        CIFAR-10, ResNet-56: ``initial_scale=0.5``, ``end="0.8dur"``, ``method="crop"`` (MosaicML Composer, method card of
             progressive resizing)
     When not to use: the model needs one input size, or the data loader is the limit: smaller images then save no time. A
         compiled model compiles anew for each size.
@@ -152,13 +152,13 @@ def progressive_resizing(
         raise ConfigError(
             f"progressive_resizing: scale must be a schedule, got {scale!r}. For a constant size resize in the loader."
         )
-    first, last = Duration.parse(delay, allow_zero=True), Duration.parse(full, allow_zero=True)
+    first, last = Duration.parse(start, allow_zero=True), Duration.parse(end, allow_zero=True)
     if first.unit != last.unit or first.value > last.value:
         raise ConfigError(
-            f"progressive_resizing: delay must be at most full in the same unit, got delay={str(first)!r}, full={str(last)!r}. "
+            f"progressive_resizing: start must be at most end in the same unit, got start={str(first)!r}, end={str(last)!r}. "
             "Raise full, or lower delay."
         )
-    _check(initial_scale, size_increment, mode)
+    _check(initial_scale, size_increment, method)
     scale_at: Callable[[Clock], float] = linear_growth(initial_scale, first, last)
     if scale is not None:
         scale_at = hyperparameter(scale, "progressive_resizing: scale", "(0, 1]")
@@ -169,7 +169,7 @@ def progressive_resizing(
         return {}
 
     return batch_transform(
-        partial(resize_batch, size_increment=size_increment, mode=mode, input_key=input_key),
+        partial(resize_batch, size_increment=size_increment, method=method, input_key=input_key),
         name="progressive_resizing",
         at_clock={"scale": scale_at},
         check=partial(get_image_batch, key=input_key, caller="progressive_resizing"),
@@ -178,8 +178,8 @@ def progressive_resizing(
     )
 
 
-def linear_growth(initial: float, delay: Duration, full: Duration) -> Callable[[Clock], float]:
-    """Return a scale as a function of the clock: ``initial`` until ``delay``, 1 from ``full`` on, linear between.
+def linear_growth(initial_scale: float, start: Duration, end: Duration) -> Callable[[Clock], float]:
+    """Return a scale as a function of the clock: ``initial_scale`` until ``start``, 1 from ``end`` on, linear between.
 
     Example:
         >>> scale = linear_growth(0.5, Duration.parse("2ep"), Duration.parse("4ep"))
@@ -188,10 +188,10 @@ def linear_growth(initial: float, delay: Duration, full: Duration) -> Callable[[
     """
 
     def scale(clock: Clock) -> float:
-        if clock.reached(full):
+        if clock.reached(end):
             return 1.0
-        progress = (clock.count(full.unit) - delay.value) / (full.value - delay.value) if clock.reached(delay) else 0.0
-        return initial + (1.0 - initial) * progress
+        progress = (clock.count(end.unit) - start.value) / (end.value - start.value) if clock.reached(start) else 0.0
+        return initial_scale + (1.0 - initial_scale) * progress
 
     return scale
 
@@ -205,7 +205,7 @@ def _draw_offset(generator: torch.Generator | None, limits: tuple[int, int]) -> 
     return rng.randint(0, limits[0]), rng.randint(0, limits[1])
 
 
-def _check(scale: float, size_increment: int, mode: str) -> None:
+def _check(scale: float, size_increment: int, method: str) -> None:
     check_number("progressive_resizing", "scale", scale, above=0, maximum=1)
     check_int("progressive_resizing", "size_increment", size_increment)
-    check_choice("progressive_resizing", "mode", mode, get_args(ResizeMode))
+    check_choice("progressive_resizing", "method", method, get_args(ResizeMethod))

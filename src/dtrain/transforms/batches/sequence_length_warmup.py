@@ -99,8 +99,8 @@ def shorten_batch(
 def sequence_length_warmup(
     length: Schedule | None = None,
     *,
-    duration: Duration | int | str = "0.3dur",
-    min_length: int = 8,
+    end: Duration | int | str = "0.3dur",
+    initial_length: int = 8,
     max_length: int = 1024,
     step_size: int = 8,
     truncate: bool = True,
@@ -116,15 +116,15 @@ def sequence_length_warmup(
     ``truncate=False`` each piece as a sample. Later steps need more memory than the first steps. ``auto_microbatch`` adapts,
     but a fixed ``microbatch_size`` must fit at full length.
 
-    Formula: ``length = min_length + (max_length - min_length) * min(1, now / duration)``, rounded down to a multiple of
-    ``step_size``, but never below ``min_length``, and ``max_length`` from ``duration`` on. ``now`` is the clock before the
-    step, in the unit of ``duration``. For epochs it includes the fraction of the epoch if the run knows the steps per epoch.
+    Formula: ``length = initial_length + (max_length - initial_length) * min(1, now / end)``, rounded down to a multiple of
+    ``step_size``, but never below ``initial_length``, and ``max_length`` from ``end`` on. ``now`` is the clock before the
+    step, in the unit of ``end``. For epochs it includes the fraction of the epoch if the run knows the steps per epoch.
 
     Args:
         length: schedule of lengths instead of the formula, rounded down to an integer; ``with_unit`` works.
-        duration: duration of the warm-up.
-        min_length: tokens per sequence in the first step.
-        max_length: tokens per sequence from ``duration`` on; shorter sequences are unchanged.
+        end: end of the warm-up, which begins with the run.
+        initial_length: tokens per sequence in the first step.
+        max_length: tokens per sequence from ``end`` on; shorter sequences are unchanged.
         step_size: lengths are multiples of this number; 8 suits matrix units.
         truncate: as in ``shorten_batch``, and so are the following arguments.
         keep_end: if True, keep the last token of a truncated sequence.
@@ -139,7 +139,7 @@ def sequence_length_warmup(
         ...     lengths.append(batch["input_ids"].shape[1])
         ...     return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])
         >>> warmup = dt.transforms.sequence_length_warmup(
-        ...     duration=4, min_length=8, max_length=32
+        ...     end=4, initial_length=8, max_length=32
         ... )
         >>> step = dt.compose_step(loss_fn, [warmup])
         >>> model = torch.nn.Embedding(10, 10)
@@ -151,21 +151,21 @@ def sequence_length_warmup(
         [8, 8, 16, 24, 32]
 
     Raises:
-        ConfigError: lengths are not ints with ``1 <= min_length <= max_length``, ``step_size`` is below 1, ``duration`` is not
+        ConfigError: lengths are not ints with ``1 <= initial_length <= max_length``, ``step_size`` is below 1, ``end`` is not
             a duration, or ``keep_end`` is given without ``truncate``. In a step: ``dur`` in a run of unknown length, a schedule
             value below 1, or an error of ``shorten_batch`` (``PeerError`` on the other ranks).
 
     Source: Li et al. 2021, arXiv:2108.06084, section 4; lengths and duration as in MosaicML Composer if the paper gives none.
 
     Suggested values:
-        GPT-2 of 125M, length 1024: ``duration="0.3dur"``, ``min_length=8``, ``step_size=8`` (MosaicML Composer, method card of
+        GPT-2 of 125M, length 1024: ``end="0.3dur"``, ``initial_length=8``, ``step_size=8`` (MosaicML Composer, method card of
             sequence length warmup)
-        BERT, length 128, short run: ``duration="0.3dur"``, ``min_length=32`` (dtrain, ``examples/pretrain_bert.py``)
+        BERT, length 128, short run: ``end="0.3dur"``, ``initial_length=32`` (dtrain, ``examples/pretrain_bert.py``)
     When not to use: steps are short: fewer tokens then save no time, as the measured effect below shows. Truncated tokens are
         lost for this epoch, and a compiled model compiles anew for each length.
     """
     _check_keep_end(keep_end, truncate=truncate)
-    ramp = length_ramp(Duration.parse(duration), min_length, max_length, step_size)
+    ramp = length_ramp(Duration.parse(end), initial_length, max_length, step_size)
     if length is not None and not callable(length):
         raise ConfigError(
             f"{_NAME}: length must be a function of the step, got {length!r}. For a fixed length use max_length=."
@@ -186,8 +186,8 @@ def sequence_length_warmup(
     return batch_transform(shorten, name=_NAME, at_clock={"length": length_at})
 
 
-def length_ramp(duration: Duration, min_length: int, max_length: int, step_size: int) -> Callable[[Clock], float]:
-    """Return the length as a function of the clock: from ``min_length`` to ``max_length`` during ``duration``.
+def length_ramp(end: Duration, initial_length: int, max_length: int, step_size: int) -> Callable[[Clock], float]:
+    """Return the length as a function of the clock: from ``initial_length`` to ``max_length`` at ``end``.
 
     Example:
         >>> length = length_ramp(Duration.parse(100), 8, 72, 8)
@@ -195,20 +195,20 @@ def length_ramp(duration: Duration, min_length: int, max_length: int, step_size:
         [8, 8, 16, 40, 64, 72]
 
     Raises:
-        ConfigError: a length is not an int of at least 1, or ``max_length`` is below ``min_length``.
+        ConfigError: a length is not an int of at least 1, or ``max_length`` is below ``initial_length``.
     """
-    check_int(_NAME, "min_length", min_length)
-    check_int(_NAME, "max_length", max_length, minimum=min_length)
+    check_int(_NAME, "initial_length", initial_length)
+    check_int(_NAME, "max_length", max_length, minimum=initial_length)
     check_int(_NAME, "step_size", step_size)
 
     def length(clock: Clock) -> float:
-        if clock.reached(duration):
+        if clock.reached(end):
             return max_length
-        elapsed, steps = clock.count(duration.unit), clock.run.steps_per_epoch if clock.run is not None else None
-        if duration.unit == "ep" and steps is not None:
+        elapsed, steps = clock.count(end.unit), clock.run_length.steps_per_epoch if clock.run_length is not None else None
+        if end.unit == "ep" and steps is not None:
             elapsed += min(clock.step_in_epoch, steps) / steps
-        exact = min_length + (max_length - min_length) * min(1.0, elapsed / duration.value)
-        return max(min_length, math.floor(exact) // step_size * step_size)
+        exact = initial_length + (max_length - initial_length) * min(1.0, elapsed / end.value)
+        return max(initial_length, math.floor(exact) // step_size * step_size)
 
     return length
 

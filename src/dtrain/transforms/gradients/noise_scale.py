@@ -76,7 +76,7 @@ def estimate_noise_and_signal(
 
 
 def noise_scale(
-    decay: float | Schedule = 0.9, *, interval: Duration | int | str = 10, batch_spec: BatchSpec | None = None
+    decay: float | Schedule = 0.9, *, every: Duration | int | str = 10, batch_spec: BatchSpec | None = None
 ) -> Transform:
     """Report as ``noise_scale`` the batch size, in samples, at which the noise and the signal of the gradient are equal.
 
@@ -98,7 +98,7 @@ def noise_scale(
 
     Args:
         decay: decay of both averages per measurement, in ``[0, 1)``, or a schedule.
-        interval: duration between measurements, as with ``every``; the first step of each interval is measured.
+        every: duration between measurements, as with ``every``; the first step of each interval is measured.
         batch_spec: axes of the batch, as for ``microbatch_step``; None uses the first axis. Samples are selected by row.
 
     Mutates: nothing that lasts. A measured step needs the memory of a second gradient.
@@ -121,19 +121,19 @@ def noise_scale(
         0.25
 
     Raises:
-        ConfigError: ``decay`` is outside of ``[0, 1)`` (a schedule is checked in each step), or ``interval`` is not a duration.
+        ConfigError: ``decay`` is outside of ``[0, 1)`` (a schedule is checked in each step), or ``every`` is not a duration.
             In a step: the samples of a batch cannot be counted.
         StepError: in a measured step, every second sample has no weight, so the half has no mean loss.
 
     Source: McCandlish et al. 2018, arXiv:1812.06162, appendix A.1.
 
     Suggested values:
-        any run: ``decay=0.9``, ``interval=10`` (dtrain's defaults; the paper names no values)
+        any run: ``decay=0.9``, ``every=10`` (dtrain's defaults; the paper names no values)
         choice of the batch size: a batch size near the reported value (McCandlish et al. 2018, section 2)
     When not to use: memory for a second gradient is missing, or a global batch has one sample: the estimate needs two batch
         sizes.
     """
-    decay_at, each = hyperparameter(decay, "noise_scale: decay", "[0, 1)"), Duration.parse(interval)
+    decay_at, each = hyperparameter(decay, "noise_scale: decay", "[0, 1)"), Duration.parse(every)
 
     def init(state: TrainState) -> TransformState:
         zero = torch.zeros((), dtype=torch.float64, device=state.device)

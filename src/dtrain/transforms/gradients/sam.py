@@ -102,7 +102,7 @@ def restore_params_(params: Params, saved: Mapping[str, Tensor]) -> None:
 
 
 def sam(
-    rho: float | Schedule = 0.05, *, adaptive: bool = False, eta: float = 0.01, interval: Duration | int | str = 1
+    rho: float | Schedule = 0.05, *, adaptive: bool = False, eta: float = 0.01, every: Duration | int | str = 1
 ) -> Transform:
     """Train with the gradient at the point of steepest ascent at a distance of ``rho``.
 
@@ -117,7 +117,7 @@ def sam(
         rho: number > 0 or a schedule; about ten times larger with ``adaptive``.
         adaptive: if True, use ASAM, whose neighborhood does not depend on the scale of a layer.
         eta: smallest size of a weight in ASAM, >= 0.
-        interval: duration between SAM steps, as with ``every``; the first step of each interval is a SAM step.
+        every: duration between SAM steps, as with ``every``; the first step of each interval is a SAM step.
 
     Mutates: parameters and buffers during the second gradient; both are restored after it, also after an error. The copies take
     the memory of one copy of this rank's parameter shards, two more with ``adaptive``.
@@ -137,7 +137,7 @@ def sam(
 
     Raises:
         ConfigError: ``rho`` is not positive (a schedule is checked in each step), ``eta`` is not a finite number >= 0, or
-            ``interval`` is not a duration.
+            ``every`` is not a duration.
         StepError: in a step, the loss wrote into its batch, so the second gradient would have other samples.
 
     Source: Foret et al. 2021, arXiv:2010.01412, algorithm 1; adaptive, Kwon et al. 2021, arXiv:2102.11600. Composer's closure
@@ -146,11 +146,11 @@ def sam(
     Suggested values:
         ImageNet and CIFAR-10: ``rho=0.05`` (Foret et al. 2021, section 3)
         CIFAR-100, Wide-ResNet: ``rho=0.1`` (Foret et al. 2021, appendix)
-        ImageNet, ResNet-50, little extra time: ``rho=0.5``, ``interval=10`` (MosaicML Composer, method card of SAM)
-    When not to use: a run has no spare time: a step costs two gradients, unless ``interval`` is larger than 1. Other
+        ImageNet, ResNet-50, little extra time: ``rho=0.5``, ``every=10`` (MosaicML Composer, method card of SAM)
+    When not to use: a run has no spare time: a step costs two gradients, unless ``every`` is larger than 1. Other
         regularization, such as ``mixup``, reduces the gain.
     """
-    rho_at, each = hyperparameter(rho, "sam: rho", "(0, inf]"), Duration.parse(interval)
+    rho_at, each = hyperparameter(rho, "sam: rho", "(0, inf]"), Duration.parse(every)
     check_number("sam", "eta", eta, minimum=0)
 
     def grad(inner: GradFn) -> GradFn:

@@ -25,21 +25,21 @@ _NAME = "loss_scale"
 
 
 def loss_scale(
-    initial: float = 2.0**16,
+    initial_scale: float = 2.0**16,
     *,
     growth: float = 2.0,
     backoff: float = 0.5,
-    interval: int = 2000,
-    minimum: float = 2.0**-40,
+    grow_every: int = 2000,
+    min_scale: float = 2.0**-40,
 ) -> Transform:
     """Scale the loss before the backward, unscale the gradient after it, and skip updates with a non-finite gradient.
 
     Formula: ``gradient = d(scale * loss) / scale``; ``scale *= backoff`` after an update that is not finite,
-    ``scale *= growth`` after ``interval`` finite updates in a row
+    ``scale *= growth`` after ``grow_every`` finite updates in a row
 
     At any position in the list, all other transforms see the unscaled loss and the unscaled gradient. The loss is scaled after
     every loss wrapper, and the gradient is unscaled before any gradient wrapper returns. If the gradient of any rank is
-    infinite or NaN, all ranks skip the update and multiply the scale by ``backoff``. After ``interval`` updates in a row the
+    infinite or NaN, all ranks skip the update and multiply the scale by ``backoff``. After ``grow_every`` updates in a row the
     scale is multiplied by ``growth``. The defaults are those of ``torch.amp.GradScaler``. List ``loss_scale`` first: transforms
     listed after ``loss_scale`` are skipped together with the update. A parameter average listed before ``loss_scale`` would
     still change.
@@ -51,11 +51,11 @@ def loss_scale(
     change. Adds the metrics ``loss_scale``, the scale of the step, and ``skipped``, 1 for a skipped update.
 
     Args:
-        initial: scale of the first step, > 0; rounded to float32.
+        initial_scale: scale of the first step, > 0; rounded to float32.
         growth: factor, > 1.
         backoff: factor, between 0 and 1.
-        interval: finite updates before a growth, >= 1.
-        minimum: smallest scale; a step that needs a smaller scale raises.
+        grow_every: finite updates before a growth, >= 1.
+        min_scale: smallest scale; a step that needs a smaller scale raises.
 
     Example:
         >>> import dtrain as dt
@@ -78,21 +78,21 @@ def loss_scale(
     Source: Micikevicius et al. 2018, arXiv:1710.03740, section 3.2.
 
     Suggested values:
-        fp16, any model: ``initial=2**16``, ``growth=2``, ``backoff=0.5``, ``interval=2000`` (``torch.amp.GradScaler``'s
+        fp16, any model: ``initial_scale=2**16``, ``growth=2``, ``backoff=0.5``, ``grow_every=2000`` (``torch.amp.GradScaler``'s
             defaults)
-        fp16, Megatron-LM: ``initial=2**32``, ``interval=1000``, ``minimum=1`` (Megatron-LM's ``arguments.py``)
+        fp16, Megatron-LM: ``initial_scale=2**32``, ``grow_every=1000``, ``min_scale=1`` (Megatron-LM's ``arguments.py``)
     When not to use: gradients are bf16 or float32: their exponents have the range of float32, and ``nonfinite`` skips bad
         updates without a scale.
     """
-    rule = LossScaleRule(growth=growth, backoff=backoff, interval=interval, minimum=minimum)
-    if not is_number(initial) or not minimum <= _round_to_float32(initial) < math.inf:
+    rule = LossScaleRule(growth=growth, backoff=backoff, grow_every=grow_every, min_scale=min_scale)
+    if not is_number(initial_scale) or not min_scale <= _round_to_float32(initial_scale) < math.inf:
         raise ConfigError(
-            f"loss_scale: initial must be finite and at least minimum, got {initial=}, {minimum=}. "
-            "Raise initial, or lower minimum."
+            f"loss_scale: initial_scale must be finite and at least min_scale, got {initial_scale=}, {min_scale=}. "
+            "Raise initial_scale, or lower min_scale."
         )
     return Transform(
         name=_NAME,
-        init=lambda state: _init_scale(state, initial),
+        init=lambda state: _init_scale(state, initial_scale),
         grad_step=_unscale_grads,
         update=_skip_nonfinite_update(rule),
     )
@@ -104,26 +104,26 @@ class LossScaleRule:
 
     growth: float
     backoff: float
-    interval: int
-    minimum: float
+    grow_every: int
+    min_scale: float
 
     def __post_init__(self) -> None:
         check_number(_NAME, "growth", self.growth, above=1)
         check_number(_NAME, "backoff", self.backoff, above=0, below=1)
-        check_int(_NAME, "interval", self.interval)
-        check_number(_NAME, "minimum", self.minimum, above=0)
+        check_int(_NAME, "grow_every", self.grow_every)
+        check_number(_NAME, "min_scale", self.min_scale, above=0)
 
     def next(self, scale: float, streak: int, *, broken: bool) -> tuple[float, int]:
         """Return the scale and the streak after a step, in float32 as in ``torch.amp.GradScaler``.
 
         Example:
-            >>> rule = LossScaleRule(growth=2.0, backoff=0.5, interval=2, minimum=1e-6)
+            >>> rule = LossScaleRule(growth=2.0, backoff=0.5, grow_every=2, min_scale=1e-6)
             >>> rule.next(1024.0, 1, broken=False), rule.next(1024.0, 1, broken=True)
             ((2048.0, 0), (512.0, 0))
         """
         if broken:
             return _round_to_float32(scale * self.backoff), 0
-        if streak + 1 < self.interval:
+        if streak + 1 < self.grow_every:
             return scale, streak + 1
         grown = _round_to_float32(scale * self.growth)
         return (grown if math.isfinite(grown) else scale), 0
@@ -142,14 +142,14 @@ class _ScaleGrad(torch.autograd.Function):
         return grad * ctx.scale, None
 
 
-def _init_scale(state: TrainState, initial: float) -> TransformState:
+def _init_scale(state: TrainState, initial_scale: float) -> TransformState:
     half = [name for name, param in state.params.items() if param.dtype == torch.float16 and param.requires_grad]
     if half:
         raise ConfigError(
             f"loss_scale: parameters must not be stored in float16, got {len(half)} (first: {half[0]}). Store parameters in "
             "float32 and compute in float16 with dt.shard_model(precision=...) or dt.transforms.autocast."
         )
-    return {"scale": _round_to_float32(initial), "streak": 0}
+    return {"scale": _round_to_float32(initial_scale), "streak": 0}
 
 
 def _unscale_grads(inner: GradStep) -> GradStep:
@@ -190,10 +190,10 @@ def _skip_nonfinite_update(rule: LossScaleRule) -> Callable[[UpdateFn], UpdateFn
             def next_state(broken: bool) -> TransformState:
                 now = state.transform_states[_NAME]
                 scale, streak = rule.next(now["scale"], now["streak"], broken=broken)
-                if broken and scale < rule.minimum:
+                if broken and scale < rule.min_scale:
                     raise NonFiniteError(
                         f"loss_scale: step {state.step}: the gradient must be finite at scale {now['scale']:g}, got a "
-                        f"non-finite gradient at the smallest scale, minimum={rule.minimum:g}. Look for an infinite or NaN "
+                        f"non-finite gradient at the smallest scale, min_scale={rule.min_scale:g}. Look for an infinite or NaN "
                         "loss."
                     )
                 return {"scale": scale, "streak": streak}

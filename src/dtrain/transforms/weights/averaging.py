@@ -81,7 +81,7 @@ def elapsed_fraction(clock: Clock, start: Duration, length: Duration) -> Fractio
         # A count of "dur" is a float close to a fraction whose denominator is the number of steps. Recover this fraction.
         elapsed = (Fraction(clock.count(start.unit)).limit_denominator(10**7) - start.fraction) / length.fraction
     else:
-        elapsed = Fraction(clock.step - start.steps(clock.run), length.steps(clock.run))
+        elapsed = Fraction(clock.step - start.steps(clock.run_length), length.steps(clock.run_length))
     return min(max(elapsed, Fraction(0)), Fraction(1))
 
 

@@ -69,7 +69,7 @@ def outer_step_(
 
 
 def diloco(
-    interval: Duration | int | str,
+    every: Duration | int | str,
     *,
     lr: float | Schedule = 0.7,
     momentum: float | Schedule = 0.9,
@@ -92,7 +92,7 @@ def diloco(
     ``outer = outer - lr * (delta + momentum * m)``, ``param_k = outer``
 
     Args:
-        interval: length of a round: a number of steps (500 in the paper) or a duration in any unit.
+        every: length of a round: a number of steps (500 in the paper) or a duration in any unit.
         lr: outer learning rate, >= 0, or a schedule. ``lr=1, momentum=0`` is ``local_sgd``.
         momentum: outer momentum in ``[0, 1)``, or a schedule. Both schedules are evaluated at the last step of a round.
         optimizer_state: ``"average"`` averages the state of the inner optimizer at the end of a round, so a checkpoint can
@@ -122,12 +122,12 @@ def diloco(
     Source: Douillard et al. 2023, arXiv:2311.08105, algorithm 1 and section 3.
 
     Suggested values:
-        C4, decoder of 150M, 8 replicas: ``interval=500``, ``lr=0.7``, ``momentum=0.9`` (Douillard et al. 2023, section 3)
-        C4, decoder of 1.1B, 4 replicas: ``interval=125``, ``lr=0.7``, ``momentum=0.9`` (Jaghouar et al. 2024, arXiv:2407.07852)
+        C4, decoder of 150M, 8 replicas: ``every=500``, ``lr=0.7``, ``momentum=0.9`` (Douillard et al. 2023, section 3)
+        C4, decoder of 1.1B, 4 replicas: ``every=125``, ``lr=0.7``, ``momentum=0.9`` (Jaghouar et al. 2024, arXiv:2407.07852)
     When not to use: the network between all ranks is fast: a gradient reduction in every step then costs little, and its result
         does not depend on the number of replicas.
     """
-    each = Duration.parse(interval)
+    each = Duration.parse(every)
     lr_at = hyperparameter(lr, "diloco: lr", "[0, inf)")
     momentum_at = hyperparameter(momentum, "diloco: momentum", "[0, 1)")
     check_choice(_NAME, "optimizer_state", optimizer_state, ("average", "keep"))

@@ -46,11 +46,11 @@ def ema(
     *,
     half_life: Duration | int | str | None = None,
     start: Duration | int | str = 0,
-    interval: Duration | int | str = 1,
+    every: Duration | int | str = 1,
 ) -> Transform:
     """Keep an exponential moving average of every floating-point parameter, updated at the end of a step.
 
-    Formula: ``average = decay * average + (1 - decay) * param``, every ``interval`` from ``start`` on, where the average is
+    Formula: ``average = decay * average + (1 - decay) * param``, once per ``every`` from ``start`` on, where the average is
     the parameters; with a half life ``decay = 2 ** (-interval / half_life)``
 
     The transform state is ``{"params": {name: average}, "averaged": n}`` with ``n`` parameter sets in the average. The average
@@ -61,9 +61,9 @@ def ema(
     Args:
         decay: decay per update, in ``[0, 1)``, or a schedule. Give either ``decay`` or ``half_life``.
         half_life: duration after which the weight of a parameter set has halved (``"1000ba"``, ``"1ep"``). If its unit differs
-            from the unit of ``interval``, both are converted to steps, which may need ``step.init(..., run_length=...)``.
+            from the unit of ``every``, both are converted to steps, which may need ``step.init(..., run_length=...)``.
         start: start of the average, with the parameters of that step.
-        interval: duration between updates; the step that reaches the end of an interval updates. Listed after a transform that
+        every: duration between updates; the step that reaches the end of an interval updates. Listed after a transform that
             skips updates (``loss_scale``), the average skips the same steps. For long intervals list ``ema`` first.
 
     Collective: none. Host sync: none.
@@ -71,7 +71,7 @@ def ema(
     Example:
         >>> import dtrain as dt
         >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
-        >>> step = dt.compose_step(loss_fn, [dt.transforms.ema(half_life=2, interval=2)])
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.ema(half_life=2, every=2)])
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.constant_(model.weight, 4.0)
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.5))
@@ -94,7 +94,7 @@ def ema(
     When not to use: memory for one more copy of the parameters is missing, or a run has fewer steps than a few half lives. Then
         the average still contains the start.
     """
-    decay_at, each = _decay_fn(decay, half_life, Duration.parse(interval)), Duration.parse(interval)
+    decay_at, each = _decay_fn(decay, half_life, Duration.parse(every)), Duration.parse(every)
     begins = Duration.parse(start, allow_zero=True)
 
     def init(state: TrainState) -> TransformState:
@@ -141,4 +141,4 @@ def _decay_fn(
     if decay is not None:
         return hyperparameter(decay, "ema: decay", "[0, 1)")
     life = Duration.parse(half_life if half_life is not None else 0)
-    return lambda clock: float(2.0 ** -float(duration_ratio(each, life, clock.run)))
+    return lambda clock: float(2.0 ** -float(duration_ratio(each, life, clock.run_length)))

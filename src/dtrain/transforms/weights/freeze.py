@@ -19,8 +19,8 @@ from dtrain.transforms.weights.averaging import elapsed_fraction
 from dtrain.typing import Batch, Metrics
 
 
-def freeze(where: ParamFilter, *, start: Duration | int | str = 0) -> Transform:
-    """Freeze the parameters selected by ``where`` from ``start`` on.
+def freeze(select: ParamFilter, *, start: Duration | int | str = 0) -> Transform:
+    """Freeze the parameters selected by ``select`` from ``start`` on.
 
     Formula: ``param[t + 1] = param[t]`` for every step ``t`` that begins at or after ``start``
 
@@ -32,7 +32,7 @@ def freeze(where: ParamFilter, *, start: Duration | int | str = 0) -> Transform:
     statistics.
 
     Args:
-        where: pattern of names, several patterns, or a predicate ``(name, param) -> bool``; see ``masked``.
+        select: pattern of names, several patterns, or a predicate ``(name, param) -> bool``; see ``masked``.
         start: number of steps, or a duration in any unit (``"1ep"``, ``"0.5dur"``).
 
     Mutates: ``requires_grad`` of the parameters, during the gradient computation. Collective: fewer. Host sync: none.
@@ -50,7 +50,7 @@ def freeze(where: ParamFilter, *, start: Duration | int | str = 0) -> Transform:
         (3.5, 2.5)
 
     Raises:
-        ConfigError: ``start`` is not a duration, or ``masked`` refuses ``where``. From ``Step.init`` on: ``start`` is a
+        ConfigError: ``start`` is not a duration, or ``masked`` refuses ``select``. From ``Step.init`` on: ``start`` is a
             fraction of a run of unknown length.
         StepError: in a step, all parameters are frozen.
 
@@ -64,7 +64,7 @@ def freeze(where: ParamFilter, *, start: Duration | int | str = 0) -> Transform:
         statistics in train mode.
     """
     begins = Duration.parse(start, allow_zero=True)
-    return masked(_freeze_transform("freeze", lambda state: list(state.params) if state.clock.reached(begins) else []), where)
+    return masked(_freeze_transform("freeze", lambda state: list(state.params) if state.clock.reached(begins) else []), select)
 
 
 def freeze_layers(
@@ -126,7 +126,7 @@ def freeze_layers(
 def _elapsed_between(state: TrainState, start: Duration, end: Duration) -> Fraction:
     clock = state.clock
     if start.unit != end.unit:
-        start, end = (Duration(point.steps(clock.run), "ba") for point in (start, end))
+        start, end = (Duration(point.steps(clock.run_length), "ba") for point in (start, end))
         if start.value >= end.value:
             raise ConfigError(
                 f"freeze_layers: start must be before end, got steps {start.value} and {end.value} of this run. "

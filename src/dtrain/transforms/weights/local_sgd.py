@@ -42,7 +42,7 @@ from dtrain.typing import Batch, Metrics, TransformState
 _NAME = "local_sgd"
 
 
-def local_sgd(interval: Duration | int | str, *, optimizer_state: Literal["average", "keep"] = "average") -> Transform:
+def local_sgd(every: Duration | int | str, *, optimizer_state: Literal["average", "keep"] = "average") -> Transform:
     """Train each replica on its own samples, and replace all replicas by their mean at the end of every interval.
 
     The replicas are those of the mesh's ``dp_replicate`` with ``strategy="hybrid_shard"``, or all data-parallel ranks with
@@ -50,7 +50,7 @@ def local_sgd(interval: Duration | int | str, *, optimizer_state: Literal["avera
     of equal weight are data-parallel training. The mean weights all replicas equally, whatever number of samples they have
     seen.
 
-    A round ends after the step in which the clock crosses a boundary of ``interval``; ``state.crossed(interval)`` is True then.
+    A round ends after the step in which the clock crosses a boundary of ``every``; ``state.crossed(every)`` is True then.
     Between boundaries the replicas differ, and ``save_sharded`` raises. Save at a boundary, or after
     ``state = dt.transforms.join_replicas(state)``, which averages at any step. Also call ``join_replicas`` at the end of a run,
     and after ``between`` has ended. List ``local_sgd`` first, before all transforms that may skip an update. Do not wrap it in
@@ -60,7 +60,7 @@ def local_sgd(interval: Duration | int | str, *, optimizer_state: Literal["avera
     ``param_k = (param_1 + ... + param_K) / K``
 
     Args:
-        interval: length of a round: ``8`` steps, or a duration in any unit (``"1ep"``, ``"1e8tok"``).
+        every: length of a round: ``8`` steps, or a duration in any unit (``"1ep"``, ``"1e8tok"``).
         optimizer_state: ``"average"`` also averages the optimizer's state and the averages in other transforms' states at the
             end of a round, so a checkpoint there is exact. ``"keep"`` keeps the optimizer's state of each replica and sends the
             parameters only; a checkpoint then needs ``join_replicas`` at every step.
@@ -82,19 +82,19 @@ def local_sgd(interval: Duration | int | str, *, optimizer_state: Literal["avera
         1.5
 
     Raises:
-        ConfigError: ``interval`` is not a duration, or ``optimizer_state`` is unknown. From ``Step.init`` on: only part of the
+        ConfigError: ``every`` is not a duration, or ``optimizer_state`` is unknown. From ``Step.init`` on: only part of the
             parameters is selected (``masked``), or the strategy shards over the mesh's ``dp_replicate``.
 
     Source: Stich 2019, arXiv:1805.09767, algorithm 1; averaging momentum, Yu et al. 2019, arXiv:1905.03817, algorithm 1.
 
     Suggested values:
-        CIFAR-10, ResNet-20, 16 replicas: ``interval=16``, from the first decay of the rate on (Lin et al. 2020,
+        CIFAR-10, ResNet-20, 16 replicas: ``every=16``, from the first decay of the rate on (Lin et al. 2020,
             arXiv:1808.07217, post-local SGD)
-        ImageNet at scale: a short ``interval``; longer intervals lose accuracy (Ortiz et al. 2021, arXiv:2110.08133)
+        ImageNet at scale: a short ``every``; longer intervals lose accuracy (Ortiz et al. 2021, arXiv:2110.08133)
     When not to use: the network is fast, or replicas have very different data. For language models prefer ``diloco``, whose
         outer momentum needs fewer averages.
     """
-    each = Duration.parse(interval)
+    each = Duration.parse(every)
     check_choice(_NAME, "optimizer_state", optimizer_state, ("average", "keep"))
 
     def update(inner: UpdateFn) -> UpdateFn:

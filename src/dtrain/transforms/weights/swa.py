@@ -54,13 +54,13 @@ def swa(
     *,
     start: Duration | int | str = "0.7dur",
     end: Duration | int | str = "0.97dur",
-    interval: Duration | int | str = "1ep",
+    every: Duration | int | str = "1ep",
     load_average: bool = True,
     lr: float | Schedule | None = None,
     anneal: Duration | int | str | None = None,
-    strategy: Literal["linear", "cosine"] = "linear",
+    shape: Literal["linear", "cosine"] = "linear",
 ) -> Transform:
-    """Average the parameters at ``start`` and at the end of every ``interval`` until ``end``, with equal weights.
+    """Average the parameters at ``start`` and once per ``every`` until ``end``, with equal weights.
 
     Formula: ``average = sum of the collected params / n``; the rate of each group, with ``t`` the elapsed fraction of
     ``anneal`` since ``start``, is ``(1 - a) * rate + a * lr``, where ``a = t`` (linear) or ``(1 - cos(pi * t)) / 2`` (cosine)
@@ -81,13 +81,13 @@ def swa(
         start: duration before the first set, which the step that reaches ``start`` collects. ``0`` collects at the end of the
             first interval first.
         end: duration before the end of the collection; the step that reaches ``end`` collects last.
-        interval: duration between sets, by its boundaries in the run; ``"1ep"`` collects at ends of epochs.
+        every: duration between sets, by its boundaries in the run; ``"1ep"`` collects at ends of epochs.
         load_average: if True, the parameters become the average at ``end``.
         lr: absolute learning rate of all groups from ``start`` on, or a schedule. List ``swa`` after ``scale_lr``, whose rate
             is the start of the annealing. None keeps the rates. Adds the metric ``lr``, of the first group.
-        anneal: duration of the change from the own rate to ``lr``; None uses ten times ``interval``. If its unit differs from
+        anneal: duration of the change from the own rate to ``lr``; None uses ten times ``every``. If its unit differs from
             that of ``start``, both are converted to steps, which may need ``step.init(..., run_length=...)``.
-        strategy: curve of the annealing.
+        shape: curve of the annealing.
 
     Mutates: parameters from ``end`` on; ``lr`` of the optimizer's groups, during the update.
     Collective: none. Host sync: none.
@@ -95,7 +95,7 @@ def swa(
     Example:
         >>> import dtrain as dt
         >>> loss_fn = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
-        >>> step = dt.compose_step(loss_fn, [dt.transforms.swa(start=1, end=3, interval=1)])
+        >>> step = dt.compose_step(loss_fn, [dt.transforms.swa(start=1, end=3, every=1)])
         >>> model = torch.nn.Linear(1, 1, bias=False)
         >>> _ = torch.nn.init.constant_(model.weight, 4.0)
         >>> state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.5))
@@ -106,7 +106,7 @@ def swa(
 
     Raises:
         ConfigError: an argument is not a duration, ``end`` is not after ``start`` in one unit, ``lr`` is negative or not
-            finite, ``strategy`` is unknown, or ``anneal`` is given without ``lr``. From ``Step.init`` on: a duration is a
+            finite, ``shape`` is unknown, or ``anneal`` is given without ``lr``. From ``Step.init`` on: a duration is a
             fraction of a run of unknown length.
 
     Source: Izmailov et al. 2018, arXiv:1803.05407, algorithm 1, whose average includes the weights of its start; times and
@@ -120,8 +120,8 @@ def swa(
     When not to use: the rate falls to 0 before ``start``: the averaged weights are then nearly equal. A model with batch norm
         also needs ``update_batch_norm_`` afterwards.
     """
-    (first, last), each = parse_window("swa", start, end), Duration.parse(interval)
-    lr_at = _annealed_lr_fn(lr, anneal, each, first, strategy)
+    (first, last), each = parse_window("swa", start, end), Duration.parse(every)
+    lr_at = _annealed_lr_fn(lr, anneal, each, first, shape)
 
     def init(state: TrainState) -> TransformState:
         for duration in (first, last, each):
@@ -155,10 +155,10 @@ def swa(
 
 
 def _annealed_lr_fn(
-    lr: float | Schedule | None, anneal: Duration | int | str | None, each: Duration, start: Duration, strategy: str
+    lr: float | Schedule | None, anneal: Duration | int | str | None, each: Duration, start: Duration, shape: str
 ) -> Callable[[Clock], tuple[float, float] | None]:
     """Return a function of the clock: the progress of the annealing and the target rate; None if ``lr`` is None."""
-    check_choice("swa", "strategy", strategy, ("linear", "cosine"))
+    check_choice("swa", "shape", shape, ("linear", "cosine"))
     if lr is None:
         if anneal is not None:
             raise ConfigError(f"swa: anneal must be None without lr, got {anneal!r}. Give lr= as well.")
@@ -170,7 +170,7 @@ def _annealed_lr_fn(
         elapsed = float(elapsed_fraction(clock, start, length))
         # The schedule may be undefined before `start`, so it is not evaluated there and not checked by Step.init.
         rate = lr_at(clock) if elapsed else 0.0
-        return elapsed if strategy == "linear" else (1.0 - math.cos(math.pi * elapsed)) / 2.0, rate
+        return elapsed if shape == "linear" else (1.0 - math.cos(math.pi * elapsed)) / 2.0, rate
 
     return annealed_lr
 

@@ -125,7 +125,7 @@ def test_written_files_equal_those_of_mosaicml_streaming(encoding: str, tmp_path
     samples = [{"value": value, "a": b"before"} for value in VALUES[encoding]]
     columns = {"value": encoding, "a": "bytes"}
     written(tmp_path / "theirs", columns, samples, hashes=["sha1", "xxh64"], size_limit=2000)
-    write_shards(samples, tmp_path / "ours", format="mds", columns=columns, hashes=["xxh64", "sha1"], size_limit=2000)
+    write_shards(samples, tmp_path / "ours", format="mds", columns=columns, hashes=["xxh64", "sha1"], max_shard_bytes=2000)
     ours, theirs = ({path.name: path.read_bytes() for path in (tmp_path / who).iterdir()} for who in ("ours", "theirs"))
     assert ours.keys() == theirs.keys()
     assert json.loads(ours.pop("index.json")) == json.loads(theirs.pop("index.json"))
@@ -153,7 +153,7 @@ def test_mosaicml_shards_with_an_empty_shard_are_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize("compression", sorted({name.partition(":")[0] for name in mosaicml.get_compressions()}))
 def test_mosaicml_reads_our_compression(compression: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # for its locks, which stay
-    write_shards(ROWS, tmp_path / "data", format="mds", compression=compression, size_limit=4000)
+    write_shards(ROWS, tmp_path / "data", format="mds", compression=compression, max_shard_bytes=4000)
     with mosaicml.released():
         dataset = mosaicml.StreamingDataset(local=str(tmp_path / "data"), shuffle=False, batch_size=1)
         found = [dataset[number] for number in range(len(dataset))]
