@@ -80,6 +80,9 @@ def signature(function: Any) -> str:
     found = inspect.signature(function)
     texts, marked = [], False
     for parameter in found.parameters.values():
+        # A field of a record that only the package sets.
+        if parameter.name.startswith("_"):
+            continue
         if parameter.kind is parameter.VAR_POSITIONAL:
             marked = True
         if parameter.kind is parameter.KEYWORD_ONLY and not marked:

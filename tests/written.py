@@ -10,13 +10,14 @@ from pathlib import Path
 
 import test_signatures
 from battery import cards, curves, pictures
-from pages import scale_plots, seams, shown
+from pages import names_page, scale_plots, seams, shown
 from pages.fences import DOCS, ROOT
 
 
 def files() -> Iterator[tuple[Path, str]]:
     """Each with what is to stand in it."""
     yield test_signatures.GOLDEN, "\n".join(test_signatures.surface()) + "\n"
+    yield names_page.PAGE, names_page.page()
     yield from cards.files()
     yield from curves.files()
     yield from scale_plots.files()
