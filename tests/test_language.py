@@ -83,9 +83,9 @@ def examples_per_1000_words(pages: list[str]) -> float:
 
 
 def user_pages() -> dict[str, str]:
-    """Return the pages before the section of evidence that are written by hand, by name."""
+    """Return the pages before the section of evidence that are written by hand, by name. The page of names is made."""
     nav = (DOCS.parent / "mkdocs.yml").read_text().split("\nnav:\n")[1].split("  - Evidence:\n")[0]
-    named = [name for name in re.findall(r"([\w-]+\.md)$", nav, re.M) if (DOCS / name).exists()]
+    named = [name for name in re.findall(r"([\w-]+\.md)$", nav, re.M) if (DOCS / name).exists() and name != "names.md"]
     return {name: (DOCS / name).read_text() for name in named}
 
 

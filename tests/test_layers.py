@@ -20,7 +20,7 @@ LAYERS = [
     ["data"],
     ["step"],
     ["checkpoint"],
-    ["run", "monitors", "loggers", "profiling"],
+    ["run", "monitors", "loggers", "profiling/trace", "profiling"],
     ["transforms", "surgery", "optim"],
     ["testing"],
     ["planning"],

@@ -11,7 +11,8 @@
             state, metrics = step(state, batch)
 
 ``dtrain`` holds the words of a training loop. All other names are in the sub-packages listed first below, for example
-``dt.schedules.cosine`` in ``dtrain/schedules``. Names load on first use: ``import dtrain`` imports neither torch nor any sub-package.
+``dt.schedules.cosine`` in ``dtrain/schedules``. Names load on first use: ``import dtrain`` imports neither torch nor any
+sub-package.
 """
 
 from typing import TYPE_CHECKING

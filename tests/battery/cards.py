@@ -30,7 +30,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "ema": ("update_ema_", "use_average", "load_average_"),
     "local_sgd": ("split_replicas", "average_replicas_", "join_replicas"),
     "swa": ("update_swa_", "update_batch_norm_"),
-    "augmix": ("augmix_batch",),
+    "augmix": ("augmix_batch", "jensen_shannon"),
     "colout": ("colout_batch",),
     "cutmix": ("cutmix_batch",),
     "cutout": ("cutout_batch",),
@@ -60,7 +60,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "multi_step": ("composer.multi_step", "composer.multi_step_with_warmup"),
     "polynomial": ("composer.polynomial", "composer.polynomial_with_warmup"),
     "step_decay": ("composer.step",),
-    "combine_schedules": ("sequential", "multiply", "clip", "time_scale", "with_unit", "to_lambda_lr", "plot"),
+    "combine_schedules": ("sequential", "multiply", "clip", "time_scale", "with_unit", "to_lambda_lr", "plot", "hyperparameter"),
 }
 """By card, the functions for a loop written by hand, the modules of a surgery, and Composer's forms of a schedule."""
 
