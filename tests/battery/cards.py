@@ -60,7 +60,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "multi_step": ("composer.multi_step", "composer.multi_step_with_warmup"),
     "polynomial": ("composer.polynomial", "composer.polynomial_with_warmup"),
     "step_decay": ("composer.step",),
-    "combine_schedules": ("sequential", "multiply", "clip", "time_scale", "with_unit", "to_lambda_lr", "plot", "hyperparameter"),
+    "combine_schedules": ("sequential", "multiply", "clip", "time_scale", "with_unit", "to_lambda_lr", "plot"),
 }
 """By card, the functions for a loop written by hand, the modules of a surgery, and Composer's forms of a schedule."""
 
