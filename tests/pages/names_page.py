@@ -80,7 +80,7 @@ def _folder(package: str, module: str) -> str:
 
 def _summary_of_package(package: str) -> str:
     doc = ast.get_docstring(_tree(package)) or ""
-    return _first_sentence(doc)
+    return " ".join(doc.split("\n\n")[0].split()).replace("``", "`")
 
 
 def _summary(module: str, name: str) -> str:
