@@ -11,29 +11,17 @@ SOURCE = Path(dtrain.__file__).parent
 # One row per line of the table in docs/architecture.md, top to bottom; a later row may import from an earlier one.
 LAYERS = [
     ["errors", "device", "typing", "name_advice", "lazy_imports", "arguments"],
-    ["launch_protocol", "heartbeats", "spans", "run_layout", "versions", "optional_dependencies", "open_files"],
+    ["launch_protocol", "launch/heartbeats", "spans", "run_layout", "versions", "optional_dependencies", "open_files"],
     ["storage"],
-    ["durations", "clock", "schedules"],
-    ["dist", "dtensor", "memory"],
-    [
-        "run_context",
-        "run_objects",
-        "fqn",
-        "init_checks",
-        "batch_axes",
-        "batch",
-        "losses",
-        "metrics",
-        "state",
-        "transform",
-        "combinators",
-    ],
+    ["schedules"],
+    ["dist", "memory"],
+    ["run_context", "run_objects", "fqn", "init_checks", "losses", "shard/spec", "state"],
     ["shard"],
     ["data"],
     ["step"],
     ["checkpoint"],
-    ["run", "monitors", "loggers", "profiling"],
-    ["optim", "transforms", "surgery"],
+    ["run", "monitors", "loggers", "profiling/trace", "profiling"],
+    ["transforms", "surgery", "optim"],
     ["testing"],
     ["planning"],
     ["report"],
@@ -48,19 +36,20 @@ TORCH_FREE = {
     "lazy_imports",
     "arguments",
     "launch_protocol",
-    "heartbeats",
+    "launch/heartbeats",
     "spans",
     "run_layout",
     "versions",
     "optional_dependencies",
     "open_files",
     "storage",
+    "profiling/trace",
     "report",
     "launch",
     "cli",
 }
 # Commands import these rooms when they run, so the start of a command stays quick.
-WITH_NUMPY = {"report"}
+WITH_NUMPY = {"report", "profiling/trace"}
 PROGRAMS_WITH_TORCH = {
     "cli.torch_probe",
     "launch.elastic.agent_main",
@@ -112,7 +101,10 @@ def is_door(path: Path) -> bool:
 
 
 def room_of(name: str) -> str:
-    return name.split(".")[0]
+    """Return the room of a module: its folder at the top, or a part of a folder that has a place of its own in a table."""
+    first, *rest = name.split(".")
+    part = f"{first}/{rest[0]}" if rest else first
+    return part if part in ORDER or part in TORCH_FREE else first
 
 
 def violations(found: dict[str, set[str]]) -> list[str]:
@@ -137,8 +129,8 @@ def test_modules_import_only_from_layers_above():
 
 
 def test_import_check_detects_a_violation():
-    assert violations({"dtensor": {"dtrain.shard.fsdp.shard_model"}}) == [
-        "dtensor imports dtrain.shard.fsdp.shard_model, which is below it"
+    assert violations({"dist.dtensor": {"dtrain.shard.fsdp.shard_model"}}) == [
+        "dist.dtensor imports dtrain.shard.fsdp.shard_model, which is below it"
     ]
 
 
@@ -186,7 +178,7 @@ def test_only_the_dtensor_module_imports_torch_dtensor():
         for name, path in modules().items()
         if any(each.startswith("torch.distributed.tensor") and not each.startswith(applied) for each in imports(path))
     ]
-    assert rows == ["dtensor"]
+    assert rows == ["dist.dtensor"]
 
 
 def test_architecture_page_names_every_package():

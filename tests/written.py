@@ -9,12 +9,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from battery import cards, curves, pictures
-from pages import scale_plots, seams, shown
+from pages import names_page, scale_plots, seams, shown
 from pages.fences import DOCS, ROOT
 
 
 def files() -> Iterator[tuple[Path, str]]:
     """Each with what is to stand in it."""
+    yield names_page.PAGE, names_page.page()
     yield from cards.files()
     yield from curves.files()
     yield from scale_plots.files()

@@ -177,20 +177,19 @@ def _reference_link(text: str, uri: str) -> str:
 
 
 def _linked_names(markdown: str, uri: str) -> str:
-    """Return the table of all names with a link from each name to its entry in the reference."""
-    door, rows = "dt", []
+    """Return the page of all names with a link from each name to its entry in the reference."""
+    package, rows = "dtrain", []
     for row in markdown.split("\n"):
-        head, _, cell = row.removeprefix("|").partition("|")
-        door = next(iter(re.findall(r"^ `(dt[.\w]*)`", head)), door)
-        linked = re.sub(r"`([A-Za-z]\w*)`", partial(_name_link, door.replace("dt", "dtrain", 1), uri), cell)
-        rows.append(f"|{head}|{linked}" if row.startswith("| ") else row)
+        if head := re.match(r"## `dt([.\w]*)`", row):
+            package = f"dtrain{head[1]}"
+        rows.append(re.sub(r"^\| `(\w+)`", partial(_name_link, package, uri), row))
     return "\n".join(rows)
 
 
 def _name_link(package: str, uri: str, match: re.Match[str]) -> str:
-    """Return the name of a package as a link to its entry; other words unchanged."""
+    """Return the first cell of a row with a link from the name to its entry, or unchanged for another word."""
     there = reference.places().get(f"{package}.{match[1]}")
-    return f"[{match[0]}]({os.path.relpath(there, os.path.dirname(uri) or '.')})" if there else match[0]
+    return f"| [`{match[1]}`]({os.path.relpath(there, os.path.dirname(uri) or '.')})" if there else match[0]
 
 
 def _words(text: str, target: Path) -> str:

@@ -12,8 +12,9 @@
             state, metrics = step(state, batch)
         dt.save_sharded("ckpt", state)
 
-``dtrain`` holds the names of a training loop. All other names are behind the sub-packages listed first below, for example
-``dt.schedules.cosine``. Names load on first use: ``import dtrain`` imports neither torch nor any sub-package.
+``dtrain`` holds the words of a training loop. All other names are in the sub-packages listed first below, for example
+``dt.schedules.cosine`` in ``dtrain/schedules``. Names load on first use: ``import dtrain`` imports neither torch nor any
+sub-package.
 """
 
 from typing import TYPE_CHECKING

@@ -30,7 +30,7 @@ PARTS: dict[str, tuple[str, ...]] = {
     "ema": ("update_ema_", "use_average", "load_average_"),
     "local_sgd": ("split_replicas", "average_replicas_", "join_replicas"),
     "swa": ("update_swa_", "update_batch_norm_"),
-    "augmix": ("augmix_batch",),
+    "augmix": ("augmix_batch", "jensen_shannon"),
     "colout": ("colout_batch",),
     "cutmix": ("cutmix_batch",),
     "cutout": ("cutout_batch",),

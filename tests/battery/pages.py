@@ -50,8 +50,10 @@ def exported() -> dict[str, list[tuple[str, Any]]]:
             found["composer"].append((f"composer.{name}", value))
             continue
         room = next((room for room in ROOMS if getattr(value, "__module__", "").startswith(f"dtrain.{room}")), None)
-        # A name behind another door is no recipe of the room: dt.transforms.hyperparameter is defined in schedules/.
-        if room is not None and room.split(".")[0] == full.split(".")[1] and not hasattr(value, "__dataclass_fields__"):
+        # A name behind another door is no recipe of the room, nor is a function that reads a schedule and makes none.
+        if room is None or room.split(".")[0] != full.split(".")[1] or name == "hyperparameter":
+            continue
+        if not hasattr(value, "__dataclass_fields__"):
             found[room].append((name, value))
     return found
 

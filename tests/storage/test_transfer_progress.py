@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from dtrain.storage.transfer_progress import TransferProgress
+from dtrain.storage.remote import TransferProgress
 
 
 class Terminal(io.StringIO):

@@ -1,12 +1,13 @@
-"""Activation checkpointing and offload, the search for a microbatch size, and memory measurements.
+"""Recognize out-of-memory errors, and write snapshots of a device's memory.
 
-    dt.memory.checkpoint_activations(model, blocks=(Block,))
-    model = dt.shard_model(model, mesh, blocks=(Block,))
-    state = step.init(model, optimizer)
-    result = dt.memory.find_microbatch_size(state, batch, loss_fn=loss_fn)
-    print(result.size)
+    try:
+        state, metrics = step(state, batch)
+    except RuntimeError as error:
+        if dt.memory.is_out_of_memory(error):
+            dt.memory.write_snapshot("memory.pickle")
+        raise
 
-``dt.auto_microbatch`` runs the same search inside a training step.
+``dt.shard`` has activation checkpointing and offload, ``dt.step.find_microbatch_size`` a search for a microbatch size.
 """
 
 from typing import TYPE_CHECKING

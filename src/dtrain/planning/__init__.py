@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from dtrain.planning.step_time import Accelerator as Accelerator
     from dtrain.planning.step_time import StepSeconds as StepSeconds
     from dtrain.planning.step_time import step_seconds as step_seconds
+    from dtrain.planning.step_work import CollectiveTraffic as CollectiveTraffic
     from dtrain.planning.step_work import StepWork as StepWork
-    from dtrain.planning.traffic import CollectiveTraffic as CollectiveTraffic
     from dtrain.planning.workload import Workload as Workload
 
 __getattr__, __dir__ = attach(__name__, __file__)

@@ -18,7 +18,7 @@ from typing import Self
 from dtrain.arguments import check_int, check_number
 from dtrain.dist.control_protocol import count_rounds
 from dtrain.errors import ConfigError
-from dtrain.planning.traffic import CollectiveTraffic
+from dtrain.planning.step_work import CollectiveTraffic
 
 GB = 10**9
 

@@ -21,8 +21,7 @@ from dtrain.batch import list_tensors
 from dtrain.errors import ConfigError
 from dtrain.planning.fake_world import FakeValueMode, UnreadScalar, emulate_cuda_kernels, fake_world
 from dtrain.planning.memory_trace import MemoryTrace, MemoryTracker
-from dtrain.planning.step_work import StepWork
-from dtrain.planning.traffic import CollectiveTraffic, extrapolate_traffic, sum_traffic
+from dtrain.planning.step_work import CollectiveTraffic, StepWork, extrapolate_traffic, sum_traffic
 from dtrain.planning.workload import Workload, build_on_meta
 from dtrain.shard.activation_checkpoint import checkpoint_activations
 from dtrain.shard.fsdp import shard_model

@@ -7,8 +7,7 @@ from dataclasses import dataclass, replace
 
 from dtrain.planning.memory_trace import LinearTrace, MemoryBreakdown, StepPhase
 from dtrain.planning.simulate import ParallelismConfig, SimulatedRun, StepUsage
-from dtrain.planning.step_work import StepWork
-from dtrain.planning.traffic import CollectiveTraffic
+from dtrain.planning.step_work import CollectiveTraffic, StepWork
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from dtrain.errors import ConfigError
 from dtrain.monitors.flops import peak_flops
 from dtrain.planning.network import Network, communication_seconds, control_seconds
 from dtrain.planning.size_search import MemoryEstimate
-from dtrain.planning.traffic import CollectiveTraffic
+from dtrain.planning.step_work import CollectiveTraffic
 
 DEFAULT_EFFICIENCY = 0.4
 """Default share of a device's peak operations that a step is assumed to reach."""

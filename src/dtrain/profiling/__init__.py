@@ -1,4 +1,4 @@
-"""Profile steps, take memory snapshots, diagnose traces and explain hangs.
+"""Profile steps, take memory snapshots, read and diagnose traces.
 
     schedule = dt.profiling.schedule(wait=5, active=3)
     with dt.profiling.profile("traces", schedule=schedule) as profiler:

@@ -30,7 +30,7 @@ from dtrain.storage.files import (
 )
 from dtrain.storage.local import Buffer, append_line, real_path
 from dtrain.storage.path import AnyPath, RemotePath, resolve_path
-from dtrain.storage.transfer_progress import TransferProgress
+from dtrain.storage.remote import TransferProgress
 
 __all__ = [
     "AnyPath",
