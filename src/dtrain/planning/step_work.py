@@ -139,10 +139,10 @@ def extrapolate_traffic(
     two: Sequence[CollectiveTraffic], three: Sequence[CollectiveTraffic], microbatches: int
 ) -> tuple[CollectiveTraffic, ...]:
     """Extrapolate the traffic of ``microbatches`` microbatches from that of two and of three."""
-    by_kind = {(t.op, t.ranks, t.stride): t for t in two}
+    by_kind = {(t.op, t.group_size, t.stride): t for t in two}
     traffic = []
     for t in three:
-        base = by_kind.get((t.op, t.ranks, t.stride))
+        base = by_kind.get((t.op, t.group_size, t.stride))
         more = microbatches - 3
         count = t.count + more * (t.count - (base.count if base else 0))
         size = t.bytes + more * (t.bytes - (base.bytes if base else 0))
