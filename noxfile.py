@@ -92,7 +92,7 @@ def package(session: nox.Session) -> None:
         session.install("--force-reinstall", "--no-deps", str(sdist))
         try_out(session, "ckpt/sdist")
         install(session, "pytest", "hypothesis")
-        session.run("python", "-m", "pytest", "tests/test_exports.py", "tests/test_readme.py", "tests/test_clock.py")
+        session.run("python", "-m", "pytest", "tests/test_exports.py", "tests/test_readme.py", "tests/schedules/test_clock.py")
 
 
 def try_out(session: nox.Session, run: str) -> None:

@@ -48,7 +48,7 @@ class Recipe:
 
     surgery: Callable[[nn.Module], nn.Module] = same
     transforms: Callable[[], Sequence[dt.Transform]] = list
-    finish: Callable[[dt.TrainState, dt.Loader], object] = lambda state, loader: None
+    finish: Callable[[dt.TrainState, dt.data.Loader], object] = lambda state, loader: None
 
 
 OFF = Recipe()
@@ -87,12 +87,12 @@ def sample_losses(model: nn.Module, batch: dt.typing.Batch) -> torch.Tensor:
     return nn.functional.cross_entropy(model(batch["x"]), batch["y"], reduction="none")
 
 
-def with_statistics(state: dt.TrainState, loader: dt.Loader) -> None:
+def with_statistics(state: dt.TrainState, loader: dt.data.Loader) -> None:
     """Batch statistics that fit the weights, which are an average."""
     dt.transforms.update_batch_norm_(state.model, loader.one_epoch(), lambda model, batch: model(batch["x"]))
 
 
-def averaged(state: dt.TrainState, loader: dt.Loader) -> None:
+def averaged(state: dt.TrainState, loader: dt.data.Loader) -> None:
     """The average in place of the weights."""
     dt.transforms.load_average_(state, "ema")
     with_statistics(state, loader)

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict
 
 import dtrain as dt
 from dtrain.checkpoint import data_file
-from dtrain.dtensor import to_local
+from dtrain.dist.dtensor import to_local
 
 Moments = dict[str, float]
 """Seconds since the call, by the name of the moment."""

@@ -183,7 +183,7 @@ def dip(size: int, root: str, device: str, steps: int) -> dict[str, float]:
     return {"held_s": held, "window_s": window, "before": before, "during": done * len(rows) / window}
 
 
-def _durable(handle: dt.SaveHandle) -> bool:
+def _durable(handle: dt.checkpoint.SaveHandle) -> bool:
     try:
         handle.wait(timeout_s=0)
     except TimeoutError:

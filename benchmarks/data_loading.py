@@ -218,7 +218,7 @@ def layers(rounds: int, scale: float) -> None:
     size = max(2 * work.batch_size, int(work.size * scale) // work.batch_size * work.batch_size)
     dataset, batches = work.build(size, Path()), size // work.batch_size
     loader = dt.build_loader(dataset, global_batch_size=work.batch_size, seed=0)
-    source, goal = loader.source, parse_length(f"{batches}ba")
+    source, goal = loader._source, parse_length(f"{batches}ba")
 
     def requests() -> Iterator[Any]:
         return source._requests(source.epoch_batches(), Position(), goal, deque())

@@ -57,7 +57,7 @@ def resume(rounds: int, peer_size: int) -> None:
 def our_resume(size: int) -> Run:
     """A loader that is built, takes the state, and hands out the batch that comes next; checked once to be the right one."""
 
-    def build() -> dt.Loader:
+    def build() -> dt.data.Loader:
         return dt.build_loader(Numbers(size), global_batch_size=BATCH, seed=0, collate=torch.tensor)
 
     loader = build()

@@ -40,7 +40,7 @@ class Setting:
         """Backend of ``torch.compile``. A dry run traces, but does not wait for a compiler."""
         return "eager" if self.toy else "inductor"
 
-    def open_dist(self) -> dt.DistInfo:
+    def open_dist(self) -> dt.dist.DistInfo:
         """Open process groups of one rank on this device."""
         return dt.init_dist(device=self.device.type)
 

@@ -256,7 +256,7 @@ def _fp8(setting: Setting, sizes: Sizes) -> Table:
             nn.Linear(sizes.width, 4 * sizes.width, bias=False), nn.ReLU(), nn.Linear(4 * sizes.width, sizes.width, bias=False)
         ).to(setting.device, torch.bfloat16)
         if recipe is not None:
-            model = dt.surgery.convert_to_fp8(model, recipe=recipe, emulate=setting.device.type != "cuda")  # type: ignore[arg-type]
+            model = dt.shard.convert_to_fp8(model, recipe=recipe, emulate=setting.device.type != "cuda")  # type: ignore[arg-type]
         model.compile(backend=setting.backend)
 
         def run() -> None:
@@ -281,5 +281,5 @@ def _fp8(setting: Setting, sizes: Sizes) -> Table:
         title=f"Two linear layers of {sizes.width} x {4 * sizes.width}, {tokens:,} tokens, compiled, forward and backward",
         columns=COLUMNS,
         rows=_compared(setting, runs, seconds=30),
-        note="fp8 by `dt.surgery.convert_to_fp8`, which needs torchao.",
+        note="fp8 by `dt.shard.convert_to_fp8`, which needs torchao.",
     )

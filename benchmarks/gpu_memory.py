@@ -71,8 +71,8 @@ LAYOUTS = (
 )
 
 Change = Callable[[nn.Module], object]
-CHECKPOINTED = partial(dt.memory.checkpoint_activations, blocks=(Block,))
-OFFLOADED = partial(dt.memory.offload_activations, blocks=(Block,))
+CHECKPOINTED = partial(dt.shard.checkpoint_activations, blocks=(Block,))
+OFFLOADED = partial(dt.shard.offload_activations, blocks=(Block,))
 
 
 def _checkpointed_and_offloaded(model: nn.Module) -> None:

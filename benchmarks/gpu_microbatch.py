@@ -139,7 +139,7 @@ def _found_sizes(setting: Setting, sizes: Sizes, memory: Memory, limit: int) -> 
     memory.limit = limit
     found = []
     for headroom in HEADROOMS:
-        found.append(dt.memory.find_microbatch_size(state, batch, loss_fn=gpt_loss, headroom=headroom))
+        found.append(dt.step.find_microbatch_size(state, batch, loss_fn=gpt_loss, headroom=headroom))
     low, high = 0, sizes.samples // 2
     while low < high:
         middle = (low + high + 1) // 2

@@ -37,7 +37,7 @@ class Training:
 
     setting: Setting
     config: GPTConfig
-    step: dt.Step = field(init=False)
+    step: dt.step.Step = field(init=False)
     state: dt.TrainState = field(init=False)
     batch: Tensor = field(init=False)
 

@@ -103,9 +103,9 @@ def searched(layers: int, dim: int, share: float) -> dict[str, float]:
     _, state = composed(model, [])
     batch = torch.randint(256, (64, 65))
     with memory_budget(2**40, existing=state.params.values()) as held:
-        whole = dt.memory.find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0)
+        whole = dt.step.find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0)
         held.limit = int(max(memory.peak for memory in whole.probes[-1].rank_memory) * share)
-        report = dt.memory.find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0)
+        report = dt.step.find_microbatch_size(state, batch, loss_fn=loss_fn, headroom=0.0)
         times = []
         for _ in range(5):
             begun = time.perf_counter()
@@ -135,15 +135,15 @@ def tries(width: int, samples: int) -> list[float]:
     _, state = composed(model, [], loss=square)
     batch = torch.randn(samples, width)
     with memory_budget(2**40, existing=state.params.values()) as held:
-        whole = dt.memory.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0)
+        whole = dt.step.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0)
         least, most = (max(memory.peak for memory in t.rank_memory) for t in (whole.probes[0], whole.probes[-1]))
         held.limit = least + int(abs(most - least) * 0.37)  # the whole batch at once adds up no gradients, and may need less
-        report = dt.memory.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0)
+        report = dt.step.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0)
         low, high = report.size, samples
         while low < high:
             middle = (low + high + 1) // 2
             try:
-                dt.memory.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0, min_size=middle, divisor=10**9)
+                dt.step.find_microbatch_size(state, batch, loss_fn=square, headroom=0.0, min_size=middle, divisor=10**9)
                 low = middle
             except dt.errors.OutOfMemoryError:
                 high = middle - 1

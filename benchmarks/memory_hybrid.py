@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 import dtrain as dt
-from dtrain.dtensor import to_local
+from dtrain.dist.dtensor import to_local
 from dtrain.testing import Ranks, count_collectives
 from measure import CPU, WALL, Rounds, compare, interleaved, machine, verdict_line
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 import dtrain as dt
-from dtrain.dtensor import full_tensor
+from dtrain.dist.dtensor import full_tensor
 from dtrain.memory.device_memory import get_device_memory
 from dtrain.shard.activation_checkpoint import checkpoint_activations, offload_activations
 from dtrain.testing import Ranks
@@ -99,7 +99,7 @@ def measured(name: str) -> dict[str, float]:
             if step:
                 gauge.reset()
             state, metrics = dt.microbatch_step(state, batch, loss_fn=loss_fn, microbatch_size=MICROBATCH)
-            norm = dt.transforms.global_norm(full_tensor(p.grad) for p in state.params.values() if p.grad is not None)
+            norm = dt.dist.global_norm(full_tensor(p.grad) for p in state.params.values() if p.grad is not None)
             state, metrics = dt.optimizer_step(state, metrics)
         found = gauge.read()
         return {"peak": found.peak, "live": found.live, "norm": norm.item()}

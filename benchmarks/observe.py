@@ -139,7 +139,7 @@ def observed(folder: Path, interval: int, *, looking: bool = True) -> Callable[[
     return run
 
 
-def turning(step: dt.Step) -> Callable[[], tuple[dt.TrainState, dt.typing.Metrics]]:
+def turning(step: dt.step.Step) -> Callable[[], tuple[dt.TrainState, dt.typing.Metrics]]:
     """Return a function that runs steps one after another on one batch."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
@@ -194,7 +194,7 @@ def ledger(folder: Path, steps: int = 20_000, rounds: int = 9) -> list[str]:
 
     path = folder / "ledger.jsonl"
     path.touch()
-    book = LedgerWriter(path, attempt=1, interval=dt.Duration.parse("10sec"))
+    book = LedgerWriter(path, attempt=1, interval=dt.schedules.Duration.parse("10sec"))
     book.open()
     with_spans = [seconds(one) for _ in range(rounds)]
     empty = [seconds(_nothing) for _ in range(rounds)]

@@ -44,7 +44,7 @@ from dtrain.checkpoint.reshard import ReadItem, Region, plan_reads
 from dtrain.checkpoint.run_index import RankParts, RunIndex, encode_run_index, merge_parts
 from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.dist.control_plane import Channel
-from dtrain.dtensor import compute_shard_box
+from dtrain.dist.dtensor import compute_shard_box
 from dtrain.storage.local import LocalFileReader
 from dtrain.testing import run_ranks
 

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 import dtrain as dt
-from dtrain.dtensor import to_local
+from dtrain.dist.dtensor import to_local
 from dtrain.testing import Ranks, count_collectives
 from measure import CPU, WALL, Rounds, compare, interleaved, machine, verdict_line
 

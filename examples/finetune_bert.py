@@ -52,7 +52,7 @@ def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.LossSum(total=total, weight=len(labels), aux={"accuracy": (right, len(labels))})
 
 
-def scores_of(model: nn.Module, quiz: dt.Loader) -> dict[str, float]:
+def scores_of(model: nn.Module, quiz: dt.data.Loader) -> dict[str, float]:
     return {f"held_out/{name}": value for name, value in dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn)).items()}
 
 
@@ -66,7 +66,7 @@ def main() -> None:
         tokenizer, config = tokenizer_and_config(folder, parts[0].texts, rows.names, args.seq)
         train, held_out = (Tokenized(part, tokenizer, args.seq) for part in parts)
         model = on_meta(config)
-        model = model if "recompute" in args.without else dt.memory.checkpoint_activations(model, blocks=(Layer,))
+        model = model if "recompute" in args.without else dt.shard.checkpoint_activations(model, blocks=(Layer,))
         model = dt.shard_model(model, mesh, blocks=(Layer,), precision=dt.Precision(param=args.precision, reduce="fp32"))
         model = dt.materialize(model, seed=args.seed, init=model._init_weights)
         load_into_(model, folder, config)

@@ -60,7 +60,7 @@ def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])  # of logits that are cut as they are
 
 
-def train(args: argparse.Namespace, dist: dt.DistInfo) -> None:
+def train(args: argparse.Namespace, dist: dt.dist.DistInfo) -> None:
     run = dt.open_run(args.out, settings=vars(args))
     windows, held_out = train_and_held_out(read_text(args.text), SEQ, held_out_windows=64)
     mesh = dt.build_mesh(tp=args.tp)

@@ -69,7 +69,7 @@ def build_gpt(mesh: DeviceMesh) -> nn.Module:
 
 
 def train(
-    run: dt.Run, args: argparse.Namespace, model: nn.Module, data: Any, loss_fn: dt.typing.LossFn, lr: float
+    run: dt.run.Run, args: argparse.Namespace, model: nn.Module, data: Any, loss_fn: dt.typing.LossFn, lr: float
 ) -> int | None:
     """Go on after the last checkpoint of the run. Return the last step, or None if the run was stopped before."""
     until = args.read if run.path.name == "reference" else args.until

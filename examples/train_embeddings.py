@@ -5,8 +5,9 @@
     python examples/train_embeddings.py --without gather cache             # what the two methods are worth
 
 A pair's negatives are all other codes of the global batch: those of other ranks come by `dt.dist.all_gather_with_grad`, and the
-model, but not the loss, is cut into microbatches by `dt.grad_cache_step`. On two CPU cores: 76 s, the right code is first for
-0.592 of the held-out descriptions (0.431 by the words they share). The same command resumes. Needs `pip install tokenizers`.
+model, but not the loss, is cut into microbatches by `dt.step.grad_cache_step`. On two CPU cores: 76 s, the right code is first
+for 0.592 of the held-out descriptions (0.431 by the words they share). The same command resumes. Needs
+`pip install tokenizers`.
 """
 
 import argparse
@@ -76,7 +77,7 @@ def main() -> None:
         pairs = dt.build_loader(training, mesh=mesh, global_batch_size=args.batch, seed=0, last_batch="drop")
         length = pairs.run_length(args.until)
 
-        grad = dt.microbatch_step if "cache" in args.without else dt.grad_cache_step
+        grad = dt.microbatch_step if "cache" in args.without else dt.step.grad_cache_step
         step = dt.compose_step(
             partial(contrast, gather="gather" not in args.without),
             [

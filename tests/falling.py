@@ -10,14 +10,14 @@ LOSS = dt.mean_loss(lambda model, batch: model(batch).sum() / len(batch), weight
 BATCH = torch.ones(2, 1)
 
 
-def begin(*transforms: dt.Transform, lr: float = 0.5, **options: object) -> tuple[dt.Step, dt.TrainState]:
+def begin(*transforms: dt.Transform, lr: float = 0.5, **options: object) -> tuple[dt.step.Step, dt.TrainState]:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 4.0)
     step = dt.compose_step(LOSS, transforms)
     return step, step.init(model, torch.optim.SGD(model.parameters(), lr=lr), **options)
 
 
-def take(step: dt.Step, state: dt.TrainState, steps: int = 1, *, epoch: int = 0) -> dt.TrainState:
+def take(step: dt.step.Step, state: dt.TrainState, steps: int = 1, *, epoch: int = 0) -> dt.TrainState:
     """``state`` so many steps later; with ``epoch`` every so many are one."""
     for _ in range(steps):
         state, _ = step(state, of_epochs(BATCH, state.step, epoch) if epoch else fresh(BATCH))

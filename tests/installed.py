@@ -81,7 +81,7 @@ def calls(folder: Path) -> dict[str, Callable[[], object]]:
 def fp8() -> object:
     """Asks for a GPU of some age before it asks for the package: this process says that it has one."""
     torch.cuda.is_available, torch.cuda.get_device_capability = (lambda: True), (lambda: (8, 9))
-    return dt.surgery.convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(16, 16)))
+    return dt.shard.convert_to_fp8(torch.nn.Sequential(torch.nn.Linear(16, 16)))
 
 
 if __name__ == "__main__":

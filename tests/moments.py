@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from dtrain import spans
-from dtrain.clock import Clock
+from dtrain.schedules.clock import Clock
 from dtrain.spans import SpanTime
 
 
@@ -16,12 +16,12 @@ class Run:
     """States of one run, as far as meters look at them."""
 
     def __init__(self, *, device: str = "cpu") -> None:
-        self.run_context = SimpleNamespace(lineage=SimpleNamespace(resumed_from=None))
+        self._run_context = SimpleNamespace(lineage=SimpleNamespace(resumed_from=None))
         self.device = torch.device(device)
 
     def at(self, step: int, seconds: float = 0.0, *, samples: int = 0, tokens: int = 0, **clock: Any) -> Any:
         now = Clock(step=step, seconds=seconds, samples=samples, tokens=tokens, **clock)
-        return SimpleNamespace(clock=now, run_context=self.run_context, device=self.device, step=step)
+        return SimpleNamespace(clock=now, _run_context=self._run_context, device=self.device, step=step)
 
 
 class FakeSpans:

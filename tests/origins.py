@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from dtrain.batch import attach_batch_info, list_tensors
-from dtrain.clock import EpochPosition
+from dtrain.data.batch import attach_batch_info, list_tensors
 from dtrain.dist.batch_info import BatchInfo
+from dtrain.schedules.clock import EpochPosition
 
 _LOADER = object()
 

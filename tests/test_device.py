@@ -285,7 +285,7 @@ def sum_loss(model: torch.nn.Module, batch: torch.Tensor) -> dt.LossSum:
     return dt.LossSum(total=model(batch).square().sum(), weight=len(batch))
 
 
-def new_state(step: dt.Step, loader: dt.Loader) -> dt.TrainState:
+def new_state(step: dt.step.Step, loader: dt.data.Loader) -> dt.TrainState:
     model = torch.nn.Linear(2, 1, device="cpu")
     # The steps of Adam would be on the default device, because torch makes them there.
     return step.init(model, torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9), loader=loader)

@@ -24,7 +24,7 @@ print(json.dumps({
     "loggers": set(logging.root.manager.loggerDict) == loggers and not logging.root.handlers,
     "threads": threading.active_count() == threads,
     "hook": sys.excepthook is hook,
-    "lazy": (dtrain.DtrainError.__name__, dtrain.errors.ConfigError.__name__, "torch" in sys.modules),
+    "lazy": (dtrain.errors.DtrainError.__name__, dtrain.errors.ConfigError.__name__, "torch" in sys.modules),
 }))
 """
 

@@ -10,7 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dtrain.errors import ConfigError
-from dtrain.losses import cross_entropy, jensen_shannon, mean_loss, soft_cross_entropy, sum_loss, transformers_loss
+from dtrain.losses import cross_entropy, mean_loss, soft_cross_entropy, sum_loss, transformers_loss
+from dtrain.transforms.batches.augmix import jensen_shannon
 
 
 def test_cross_entropy_is_the_mean_when_divided():

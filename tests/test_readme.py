@@ -35,7 +35,7 @@ def test_readme_loop_has_about_fourteen_lines():
 def test_readme_loop_agrees_in_all_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop.py").write_text(LOOP)
-    report = dt.testing.prove("loop.py", timeout_s=600.0)
+    report = dt.prove.prove("loop.py", timeout_s=600.0)
     assert report.passed, report.text()
     # The README shows some of its lines.
     shown = re.search(r"```console\n(.*?)```", README, re.S)

@@ -67,7 +67,7 @@ class Codec(Pixels):
         super().fit_(x)
 
 
-def frozen_codec(codec: Pixels, file: Path, pictures: Pictures, dist: dt.DistInfo, size: int) -> Pixels:
+def frozen_codec(codec: Pixels, file: Path, pictures: Pictures, dist: dt.dist.DistInfo, size: int) -> Pixels:
     """``codec`` with the weights in ``file``, on this rank's device; rank 0 makes the file first, if there is none.
 
     One rank makes it for all, so that all have the same one; and once for a run, so that it is the same after a resume.

@@ -26,38 +26,32 @@ if TYPE_CHECKING:
     from dtrain import data as data
     from dtrain import dist as dist
     from dtrain import errors as errors
+    from dtrain import launch as launch
     from dtrain import loggers as loggers
     from dtrain import memory as memory
     from dtrain import monitors as monitors
     from dtrain import optim as optim
     from dtrain import planning as planning
     from dtrain import profiling as profiling
+    from dtrain import prove as prove
+    from dtrain import run as run
     from dtrain import schedules as schedules
+    from dtrain import shard as shard
+    from dtrain import step as step
     from dtrain import surgery as surgery
     from dtrain import testing as testing
     from dtrain import transforms as transforms
     from dtrain import typing as typing
-    from dtrain.batch import split_batch as split_batch
-    from dtrain.batch_axes import BatchSpec as BatchSpec
-    from dtrain.batch_axes import batch_spec as batch_spec
     from dtrain.checkpoint.checkpoint_info import latest_checkpoint as latest_checkpoint
     from dtrain.checkpoint.checkpointer import Checkpointer as Checkpointer
     from dtrain.checkpoint.load import load_sharded as load_sharded
     from dtrain.checkpoint.load_weights import load_weights_ as load_weights_
-    from dtrain.checkpoint.save import SaveHandle as SaveHandle
     from dtrain.checkpoint.save import save_sharded as save_sharded
-    from dtrain.clock import Clock as Clock
+    from dtrain.data.batch_axes import batch_spec as batch_spec
     from dtrain.data.build_loader import build_loader as build_loader
-    from dtrain.data.device_prefetch import prefetch_to_device as prefetch_to_device
-    from dtrain.data.loader import Loader as Loader
-    from dtrain.dist.init import DistInfo as DistInfo
     from dtrain.dist.init import init_dist as init_dist
     from dtrain.dist.mesh import build_mesh as build_mesh
     from dtrain.dist.rng import seed_all as seed_all
-    from dtrain.durations import Duration as Duration
-    from dtrain.durations import RunLength as RunLength
-    from dtrain.errors import DtrainError as DtrainError
-    from dtrain.heartbeats import heartbeat as heartbeat
     from dtrain.launch.spawn_function import spawn as spawn
     from dtrain.losses import cross_entropy as cross_entropy
     from dtrain.losses import mean_loss as mean_loss
@@ -65,33 +59,25 @@ if TYPE_CHECKING:
     from dtrain.losses import sum_loss as sum_loss
     from dtrain.losses import transformers_loss as transformers_loss
     from dtrain.monitors.reduce_metrics import reduce_metrics as reduce_metrics
-    from dtrain.run.run_dir import Run as Run
     from dtrain.run.run_dir import open_run as open_run
     from dtrain.shard.compile import compile_blocks as compile_blocks
     from dtrain.shard.describe import describe as describe
-    from dtrain.shard.fsdp import CommConfig as CommConfig
     from dtrain.shard.fsdp import shard_model as shard_model
     from dtrain.shard.materialize import materialize as materialize
     from dtrain.shard.precision import Precision as Precision
     from dtrain.shard.unshard import eval_mode as eval_mode
     from dtrain.shard.unshard import full_params as full_params
     from dtrain.spans import span as span
-    from dtrain.state import ShardSpec as ShardSpec
     from dtrain.state import TrainState as TrainState
     from dtrain.step.auto_microbatch import auto_microbatch as auto_microbatch
-    from dtrain.step.compose import Step as Step
     from dtrain.step.compose import compose_step as compose_step
     from dtrain.step.compose import should_stop as should_stop
-    from dtrain.step.evaluate import auto_batch_eval as auto_batch_eval
     from dtrain.step.evaluate import evaluate as evaluate
-    from dtrain.step.grad_cache import grad_cache_step as grad_cache_step
     from dtrain.step.microbatch_step import microbatch_step as microbatch_step
     from dtrain.step.optimizer import apply_gradients as apply_gradients
     from dtrain.step.optimizer import clip_grad_norm_ as clip_grad_norm_
     from dtrain.step.optimizer import optimizer_step as optimizer_step
-    from dtrain.step.optimizer import set_lr_ as set_lr_
-    from dtrain.step.optimizer_in_backward import optimizer_in_backward as optimizer_in_backward
-    from dtrain.transform import Transform as Transform
+    from dtrain.step.transform import Transform as Transform
     from dtrain.typing import LossSum as LossSum
 
 __version__ = "0.1.0"

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-from dtrain.dtensor import is_dtensor
+from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import ConfigError
 from dtrain.typing import Params
 

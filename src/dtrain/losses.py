@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from dtrain.arguments import check_number
 from dtrain.dist.differentiable import vocab_parallel_cross_entropy
-from dtrain.dtensor import local_last_dim
+from dtrain.dist.dtensor import local_last_dim
 from dtrain.errors import ConfigError
 from dtrain.typing import Batch, LossFn, LossSum
 
@@ -156,45 +155,6 @@ def _check_soft_targets(logits: Tensor, targets: Tensor, smoothing: float) -> No
             f"{tuple(logits.shape)} and {tuple(targets.shape)} {targets.dtype}. Give one target per row of logits."
         )
     check_number("soft_cross_entropy", "smoothing", smoothing, minimum=0, maximum=1)
-
-
-def jensen_shannon(logits: Sequence[Tensor]) -> LossSum:
-    """Compute the summed Jensen-Shannon divergence between the predictions for several views of each sample.
-
-    Formula: ``total = sum_i mean_v KL(p[v, i] || m[i])``, ``m = mean_v p[v]``, ``p = softmax(logits)``; ``weight`` counts the
-    rows. The divergence is 0 for equal predictions, and at most ``log(views)`` nats.
-
-    Args:
-        logits: ``[*, classes]`` of each view, at least two views of one shape. Gradients flow through all views.
-
-    Returns:
-        ``LossSum`` in nats.
-
-    Example:
-        >>> import dtrain as dt
-        >>> sure = torch.tensor([[50.0, 0.0]])
-        >>> loss = dt.transforms.jensen_shannon([sure, sure.flip(1)])
-        >>> (
-        ...     round(float(loss.total), 4),
-        ...     float(loss.weight),
-        ... )  # log 2, the largest value for two views
-        (0.6931, 1.0)
-
-    Raises:
-        ConfigError: fewer than two views, or different shapes.
-
-    Source: Lin 1991; as a consistency loss Hendrycks et al. 2020, arXiv:1912.02781, section 3 (there times 12).
-    """
-    shapes = [tuple(view.shape) for view in logits]
-    if len(shapes) < 2 or len(set(shapes)) > 1 or len(shapes[0]) < 2:
-        raise ConfigError(
-            f"jensen_shannon: needs logits [*, classes] of two or more views of one shape, got {shapes}. "
-            "Pass the logits of several views of the same samples."
-        )
-    logs = torch.stack([(view if view.dtype.itemsize >= 4 else view.float()).log_softmax(dim=-1) for view in logits])
-    middle = logs.logsumexp(dim=0) - math.log(len(shapes))
-    rows = logs[0, ..., 0].numel()
-    return LossSum(total=(logs.exp() * (logs - middle)).sum() / len(shapes), weight=rows)
 
 
 def mean_loss(fn: Callable[[nn.Module, Batch], Tensor], *, weight: Callable[[Batch], Tensor | float]) -> LossFn:

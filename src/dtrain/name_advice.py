@@ -41,7 +41,7 @@ FOREIGN_NAMES = {
     _RANK: "rank get_rank local_rank world_size get_world_size is_main is_main_process is_rank_zero get_global_rank",
     _SEED: "seed set_seed manual_seed seed_everything",
     "Use dist.print(...) of `with dt.init_dist() as dist:`.": "print print_once log_once rank_zero_print",
-    "Use dt.memory.checkpoint_activations(model, blocks).": "gradient_checkpointing activation_checkpointing",
+    "Use dt.shard.checkpoint_activations(model, blocks).": "gradient_checkpointing activation_checkpointing",
     "Use dt.compile_blocks(model, blocks).": "compile torch_compile compile_model",
     "Use dt.open_run('runs') and dt.loggers.": "Logger logger WandBLogger TensorBoardLogger tracker init_trackers",
     "Use dt.spawn(fn, 2), or `dtrain launch -n 2 train.py`.": "notebook_launcher launcher start_processes torchrun",

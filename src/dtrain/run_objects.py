@@ -51,7 +51,7 @@ def is_stateful(value: Any) -> bool:
 
 def is_tracked_loader(value: Any) -> bool:
     """Return True if an object is a loader whose batches carry their position, which ``build_loader`` makes."""
-    return hasattr(unwrap(value), "last_batch_info")
+    return hasattr(unwrap(value), "_last_batch_info")
 
 
 def run_objects(loader: Any, stateful: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,92 +1,32 @@
-"""Hold the state of a training run (``TrainState``) and the layout of its model (``ShardSpec``)."""
+"""Hold the state of a training run (``TrainState``)."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain import spans
-from dtrain.clock import Clock
 from dtrain.dist.batch_info import LoaderHistory, StepBatch, TrackedLoader
 from dtrain.dist.context import current_context
-from dtrain.dist.init import check_init_dist_called, get_dist_info
-from dtrain.dist.mesh import ReplicaInfo
+from dtrain.dist.init import check_init_dist_called
 from dtrain.dist.step_sync import StepCounts
-from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.fqn import parameters_by_fqn, unwrap_module
 from dtrain.init_checks import check_fused_foreach, check_model_and_optimizer, check_optimizer_params, check_params
 from dtrain.run_context import ModelRuns, RunContext
 from dtrain.run_objects import LOADER, is_tracked_loader, run_objects, unwrap
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration, RunLength
+from dtrain.shard.spec import ShardSpec, get_spec
 from dtrain.typing import TransformState
 
-Strategy = Literal["full_shard", "shard_grad_op", "hybrid_shard", "replicate", "none"]
-Accumulate = Literal["local", "sharded"]
-Buffers = Literal["broadcast", "mean", "sum", "own"]
-# Attribute of a module in which shard_model stores the ShardSpec.
-_SPEC_ATTRIBUTE = "_dtrain_spec"
 # Attribute of a model in which Step.init stores the ModelRuns.
 _RUNS_ATTRIBUTE = "_dtrain_runs"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class ShardSpec:
-    """Layout of a model over ranks. ``shard_model`` sets it; a plain model in one process has ``strategy="none"``.
-
-    Args:
-        strategy: strategy passed to ``shard_model``.
-        mesh: whole mesh, None for a plain model.
-        data_rank: this rank's index among the ranks with different data.
-        data_ranks: number of such indices.
-        ranks_per_batch: number of consecutive ranks that share a batch, along ``cp`` and ``tp``.
-        counts_in_loss: if True, this rank's sums count. Ranks along ``tp`` compute equal sums, so only the first rank counts.
-        accumulate: gradients between microbatches: whole (``"local"``) or as shards (``"sharded"``).
-        buffers: synchronization of buffers that a forward changed, as passed to ``shard_model``; see ``buffer_choice``.
-        ignored_params: names of parameters that FSDP2 ignores, so that they are whole on every rank.
-        plain_params: if True, FSDP2 is not used, and all parameters are plain tensors, whole on every rank.
-        compute_device: device of forward and backward if the parameters are offloaded, else None.
-        replica_info: replicas that train separately, which sum gradients only within a replica; see ``split_replicas``. None
-            otherwise, and always in the spec of ``shard_model``.
-    """
-
-    strategy: Strategy = "none"
-    mesh: DeviceMesh | None = field(default=None, repr=False)
-    data_rank: int = 0
-    data_ranks: int = 1
-    ranks_per_batch: int = 1
-    counts_in_loss: bool = True
-    accumulate: Accumulate = "local"
-    buffers: Buffers | Mapping[str, Buffers] | None = None
-    ignored_params: tuple[str, ...] = ()
-    plain_params: bool = False
-    compute_device: torch.device | None = None
-    replica_info: ReplicaInfo | None = field(default=None, repr=False)
-
-    def __reduce__(self) -> tuple[type[ShardSpec], tuple[()]]:
-        # A copy of a model is on no mesh.
-        return ShardSpec, ()
-
-
-def attach_spec(model: nn.Module, spec: ShardSpec) -> None:
-    """Store ``spec`` on ``model``. Mutates: ``model`` (one attribute, not in the state dict)."""
-    setattr(unwrap_module(model), _SPEC_ATTRIBUTE, spec)
-
-
-def get_spec(model: nn.Module) -> ShardSpec:
-    """Return the ``ShardSpec`` of a model, or the default spec if ``shard_model`` has not seen the model."""
-    spec = unwrap_module(model).__dict__.get(_SPEC_ATTRIBUTE)
-    return spec if isinstance(spec, ShardSpec) else ShardSpec()
-
-
-def get_device(model: nn.Module) -> torch.device:
-    """Return the device on which ``model`` computes. For a model without parameters, the device of this rank."""
-    return get_spec(model).compute_device or next((param.device for param in model.parameters()), get_dist_info().device)
 
 
 # Without slots, because a copy of ``__dict__`` is several times as fast as a copy of slots, and a step copies its state.
@@ -105,12 +45,7 @@ class TrainState:
         clock: progress of training.
         transform_states: state of each transform, by the transform's name.
         seed: start of all derived random streams.
-        step_counts: agreed record of the step in progress; None between steps.
-        step_batch: batch of the step in progress; None between steps.
-        guard: out-of-memory guard of the step in progress, a ``StepGuard`` that ``auto_microbatch`` sets; else None.
-        loader_history: loaders of the batches; not in checkpoints.
         restored: ``dt.checkpoint.Restored`` of the last load: step, folder, seconds and ignored names; None without a load.
-        init_transform_states: function that makes the states of all transforms, to load weights into a new run.
     """
 
     model: nn.Module
@@ -121,16 +56,21 @@ class TrainState:
     clock: Clock = field(default_factory=Clock)
     transform_states: Mapping[str, TransformState] = field(default_factory=dict)
     seed: int = 0
-    step_counts: StepCounts | None = None
-    step_batch: StepBatch | None = None
-    guard: Any = None
-    loader_history: LoaderHistory = field(default_factory=LoaderHistory)
+    # Agreed record of the step in progress; None between steps.
+    _step_counts: StepCounts | None = None
+    # Batch of the step in progress; None between steps.
+    _step_batch: StepBatch | None = None
+    # Out-of-memory guard of the step in progress, a ``StepGuard`` that ``auto_microbatch`` sets; else None.
+    _guard: Any = None
+    # Loaders of the batches; not in checkpoints.
+    _loader_history: LoaderHistory = field(default_factory=LoaderHistory)
     restored: Any = None
     _objects: Mapping[str, Any] = field(default_factory=dict)
     _tracked_loader: TrackedLoader | None = None
-    init_transform_states: Callable[[TrainState], dict[str, TransformState]] | None = None
-    generation: int = 0
-    run_context: RunContext = field(default_factory=RunContext)
+    # Function that makes the states of all transforms, to load weights into a new run.
+    _init_transform_states: Callable[[TrainState], dict[str, TransformState]] | None = None
+    _generation: int = 0
+    _run_context: RunContext = field(default_factory=RunContext)
 
     @classmethod
     def newest(cls, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> TrainState:
@@ -174,8 +114,8 @@ class TrainState:
         if context.interrupted_write is not None:
             raise StaleStateError(f"TrainState.newest: {context.interrupted_write}")
         state = object.__new__(cls)
-        state.__dict__.update(context.newest_fields, run_context=context)
-        if state.generation != context.generation:
+        state.__dict__.update(context.newest_fields, _run_context=context)
+        if state._generation != context.generation:
             raise StaleStateError(
                 f"TrainState.newest: step {state.step} was interrupted after the update and before the tick of the clock. "
                 "Load the last checkpoint."
@@ -225,7 +165,7 @@ class TrainState:
 
     def _check_not_stale(self, caller: str) -> None:
         """Raise ``StaleStateError`` if a later state of this run exists, or if an average replaces its parameters."""
-        context = self.run_context
+        context = self._run_context
         if (average := context.swapped_average) is not None:
             raise StaleStateError(
                 f"{caller}: the average {average!r} is in the place of the parameters. Leave "
@@ -233,7 +173,7 @@ class TrainState:
             )
         if context.interrupted_write is not None:
             raise StaleStateError(f"{caller}: {context.interrupted_write}")
-        if self.generation != context.generation:
+        if self._generation != context.generation:
             raise StaleStateError(
                 f"{caller}: this state was stepped already (step {self.step}), and its parameters have changed since. "
                 "Keep the returned state: `state, metrics = step(state, batch)`."
@@ -249,8 +189,8 @@ class TrainState:
 
     def _next(self, **changes: Any) -> TrainState:
         """Return the state after an update, with ``changes``. This state becomes stale."""
-        self.run_context.generation += 1
-        return self._replace(generation=self.run_context.generation, **changes)
+        self._run_context.generation += 1
+        return self._replace(_generation=self._run_context.generation, **changes)
 
     def _replace(self, **changes: Any) -> TrainState:
         """Return this state with ``changes``. Faster than ``dataclasses.replace``, because a step calls this several times."""
@@ -258,11 +198,11 @@ class TrainState:
         fields = state.__dict__
         fields.update(self.__dict__)
         fields.update(changes)
-        context = self.run_context
-        in_step = state.step_counts or state.step_batch or state.guard
-        if not in_step and state.generation == context.generation:
+        context = self._run_context
+        in_step = state._step_counts or state._step_batch or state._guard
+        if not in_step and state._generation == context.generation:
             context.newest_fields = {**fields}
-            del context.newest_fields["run_context"]
+            del context.newest_fields["_run_context"]
         return state
 
     def with_transform_state(self, name: str, content: TransformState) -> TrainState:
@@ -327,11 +267,11 @@ def init_state(
         _objects=objects,
         _tracked_loader=unwrap(loader) if is_tracked_loader(loader) else None,
     )
-    state.run_context.group_options = tuple(frozenset(group) for group in optimizer.param_groups)
+    state._run_context.group_options = tuple(frozenset(group) for group in optimizer.param_groups)
     attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
     runs = attribute if isinstance(attribute, ModelRuns) else ModelRuns()
     setattr(unwrap_module(model), _RUNS_ATTRIBUTE, runs)
-    runs.add(state.run_context)
+    runs.add(state._run_context)
     trainable = sum(param.numel() for param in params.values() if param.requires_grad)
     spans.record_event("model", parameters=sum(param.numel() for param in params.values()), trainable=trainable)
     return state._replace()
@@ -340,7 +280,7 @@ def init_state(
 class mark_interrupted_write:
     """Context that marks the run as interrupted if an exception ends it while it writes parameters. All states become stale.
 
-    Mutates: ``state.run_context`` after an exception, which also gets a note.
+    Mutates: ``state._run_context`` after an exception, which also gets a note.
     """
 
     # A class, because every step enters this context, and a generator takes three times as long.
@@ -359,7 +299,7 @@ class mark_interrupted_write:
             f"{self._caller} was interrupted at step {self._state.step} after it had begun to write parameters, so they belong "
             "to no step. Build the state anew and load the last checkpoint."
         )
-        self._state.run_context.interrupted_write = message
+        self._state._run_context.interrupted_write = message
         error.add_note(message)
 
 

@@ -12,10 +12,10 @@ import torch
 import dtrain as dt
 from battery.run import FIRST, STEPS, Fault, InjectedError, Run, begin, differences, snapshot, traces, train
 from battery.transforms import make, row
-from dtrain.combinators import between
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.rng import seed_all, set_rng_state
-from dtrain.dtensor import to_local
 from dtrain.testing import HostSync, Ranks, count_collectives, count_host_syncs
+from dtrain.transforms.combinators import between
 
 TOLERANCE = 1e-12  # norm of the difference over norm of all parameters, in float64; rounding gives about 1e-15
 FAULTS = ("loss 1", "loss 2", "before grad", "after grad", "before update")

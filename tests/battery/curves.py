@@ -15,7 +15,7 @@ import torch
 import dtrain as dt
 from battery import effects
 from battery.plot import Plot, svg
-from dtrain.durations import Duration
+from dtrain.schedules.durations import Duration
 from dtrain.transforms.batches.sequence_length_warmup import length_ramp
 
 IMAGES = Path(__file__).parents[2] / "docs" / "images" / "recipes"
@@ -186,7 +186,7 @@ def smoothed() -> Plot:
 
 def lengths() -> Plot:
     ramp = length_ramp(Duration.parse("300ba"), 8, 1024, 8)
-    points = [(step, ramp(dt.Clock(step=step))) for step in range(0, 1001, 5)]
+    points = [(step, ramp(dt.schedules.Clock(step=step))) for step in range(0, 1001, 5)]
     about = 'Tokens of a sequence with `end="300ba"`, `initial_length=8`, `max_length=1024`.'
     return Plot(x="step", y="length", lines={"": points}, about=about)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from dtrain.dtensor import full_tensor
+from dtrain.dist.dtensor import full_tensor
 
 SHAPES = {"matrix": (5, 3), "image": (4, 3, 2, 2), "few": (1, 6), "vector": (5,), "short": (1,), "number": ()}
 LAYOUTS: dict[int, dict[str, tuple[tuple[int, ...], list[Any]]]] = {

@@ -43,7 +43,7 @@ def ids(batch: Any) -> list[int]:
     return batch[:, 0].tolist() if isinstance(batch, Tensor) else batch["id"].tolist()
 
 
-def unchanged(loader: dt.Loader) -> dt.Loader:
+def unchanged(loader: dt.data.Loader) -> dt.data.Loader:
     return loader
 
 
@@ -55,9 +55,9 @@ class Row:
     shuffle: bool = True
     workers: int = 0
     tail: Any = "short"
-    spoil: Callable[[dt.Loader], dt.Loader] = unchanged
+    spoil: Callable[[dt.data.Loader], dt.data.Loader] = unchanged
 
-    def make(self, rank: int = 0, ranks: int = 1) -> dt.Loader:
+    def make(self, rank: int = 0, ranks: int = 1) -> dt.data.Loader:
         loader = dt.build_loader(
             DATASETS[self.dataset](),
             global_batch_size=BATCH,
@@ -66,7 +66,7 @@ class Row:
             num_workers=self.workers,
             last_batch=self.tail,
         )
-        loader.source.options = replace(loader.source.options, rank=rank, ranks=ranks)
+        loader._source.options = replace(loader._source.options, rank=rank, ranks=ranks)
         return self.spoil(loader)
 
     def plain(self) -> Row:
@@ -106,44 +106,44 @@ class OneOrder(dt.data.ElasticSampler):
         return super().indices(0, start, stop)
 
 
-def _sampler(kind: type[dt.data.ElasticSampler]) -> Callable[[dt.Loader], dt.Loader]:
-    def spoil(loader: dt.Loader) -> dt.Loader:
-        old = loader.source.order
-        loader.source.order = kind(size=old.size, seed=old.seed, shuffle=old.shuffle)
+def _sampler(kind: type[dt.data.ElasticSampler]) -> Callable[[dt.data.Loader], dt.data.Loader]:
+    def spoil(loader: dt.data.Loader) -> dt.data.Loader:
+        old = loader._source.order
+        loader._source.order = kind(size=old.size, seed=old.seed, shuffle=old.shuffle)
         return loader
 
     return spoil
 
 
-def _seeded_by_ranks(loader: dt.Loader) -> dt.Loader:
-    order = loader.source.order
-    loader.source.order = replace(order, seed=order.seed + loader.source.options.ranks - 1)
+def _seeded_by_ranks(loader: dt.data.Loader) -> dt.data.Loader:
+    order = loader._source.order
+    loader._source.order = replace(order, seed=order.seed + loader._source.options.ranks - 1)
     return loader
 
 
-class _Forgetful(dt.Loader):
+class _Forgetful(dt.data.Loader):
     def load_state_dict(self, state: dict[str, int]) -> None:
         super().load_state_dict({**state, "samples": 0})
 
 
-class _Ahead(dt.Loader):
+class _Ahead(dt.data.Loader):
     """Its position is that of what was fetched: two batches ahead."""
 
     def state_dict(self) -> dict[str, int]:
-        after = self.source.epoch_batches().advance
+        after = self._source.epoch_batches().advance
         ahead = after(after(self.position))
         return {**super().state_dict(), **{name: getattr(ahead, name) for name in Position.__dataclass_fields__}}
 
 
-class _Listing(dt.Loader):
+class _Listing(dt.data.Loader):
     """Its position is the list of all that was seen."""
 
     def state_dict(self) -> Any:
         return {**super().state_dict(), "seen": list(range(self.position.total))}
 
 
-def _turned(kind: type[dt.Loader]) -> Callable[[dt.Loader], dt.Loader]:
-    def spoil(loader: dt.Loader) -> dt.Loader:
+def _turned(kind: type[dt.data.Loader]) -> Callable[[dt.data.Loader], dt.data.Loader]:
+    def spoil(loader: dt.data.Loader) -> dt.data.Loader:
         loader.__class__ = kind
         return loader
 

@@ -13,15 +13,15 @@ from torch import nn
 
 import dtrain as dt
 from dtrain.data.sampling.sample_order import rank_share
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import rng_state, seed_all
-from dtrain.dtensor import to_local
 from origins import of_epochs
 
 STEPS, FIRST = 7, 3  # of a whole run, and before it is interrupted
 SAMPLES, EPOCH = 7, 3  # of a global batch; steps of an epoch
 GRAD = partial(dt.microbatch_step, microbatch_size=2)
-LENGTH = dt.RunLength(total=STEPS, steps_per_epoch=EPOCH, samples_per_step=SAMPLES)
+LENGTH = dt.schedules.RunLength(total=STEPS, steps_per_epoch=EPOCH, samples_per_step=SAMPLES)
 
 
 class Net(nn.Module):
@@ -107,7 +107,7 @@ def batch_of(step: int, task: str = "vector") -> dict[str, torch.Tensor]:
 class Run:
     """A step over one task, and its batches."""
 
-    step: dt.Step
+    step: dt.step.Step
     task: str
 
     def take(self, state: dt.TrainState) -> tuple[dt.TrainState, dt.typing.Metrics]:

@@ -39,7 +39,7 @@ class Row:
     of: str = field(default="", compare=False)
 
 
-RUN = dt.RunLength(total="2ep", steps_per_epoch=6)
+RUN = dt.schedules.RunLength(total="2ep", steps_per_epoch=6)
 
 
 def _half_cosine(t: float) -> float:

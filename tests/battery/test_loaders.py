@@ -14,12 +14,12 @@ EPOCHS = 2
 WORLD_SIZES = (1, 2, 3, 4)
 
 
-def global_batches(loaders: list[dt.Loader], until: int | str) -> list[list[int]]:
+def global_batches(loaders: list[dt.data.Loader], until: int | str) -> list[list[int]]:
     """Return the samples of all ranks together, batch by batch."""
     return [list(chain.from_iterable(map(ids, parts))) for parts in zip(*(each.until(until) for each in loaders), strict=True)]
 
 
-def group(made: Row, ranks: int) -> list[dt.Loader]:
+def group(made: Row, ranks: int) -> list[dt.data.Loader]:
     return [made.make(rank, ranks) for rank in range(ranks)]
 
 
@@ -119,7 +119,7 @@ def handed_out(name: str) -> list[list[int]]:
     mesh = dt.build_mesh()
     data = DATASETS[made.dataset]()
     loader = dt.build_loader(data, mesh=mesh, global_batch_size=BATCH, seed=3, shuffle=made.shuffle, last_batch=made.tail)
-    assert (loader.source.options.rank, loader.source.options.ranks) == (get_dist_info().rank, get_dist_info().world_size)
+    assert (loader._source.options.rank, loader._source.options.ranks) == (get_dist_info().rank, get_dist_info().world_size)
     return [ids(batch) for batch in loader.until(f"{EPOCHS}ep")]
 
 

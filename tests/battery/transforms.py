@@ -15,7 +15,7 @@ import dtrain as dt
 from battery.row import Row
 from battery.rows import batches, combinators, gradients, local, observe, precision, profiling, rates, text, weights
 from battery.rows.combinators import halved_loss as halved
-from dtrain.dtensor import full_tensor
+from dtrain.dist.dtensor import full_tensor
 
 ROWS: dict[str, Row] = {
     name: row
@@ -139,7 +139,7 @@ def _hook(state: dt.TrainState) -> None:
 
 
 def _hook_from_a_loss() -> dt.Transform:
-    def wrap(inner: Any, context: dt.transforms.StepContext) -> Any:
+    def wrap(inner: Any, context: dt.step.StepContext) -> Any:
         context.state.model.register_forward_hook(lambda module, given, result: None)
         return inner
 
@@ -159,8 +159,8 @@ def unspent() -> dt.Transform:
     def wrap(inner: Any) -> Any:
         def reviving(state: Any, metrics: Any) -> Any:
             after, metrics = inner(state, metrics)
-            state.run_context.generation = state.generation - 1
-            return replace(after, generation=state.generation - 1), metrics
+            state._run_context.generation = state._generation - 1
+            return replace(after, _generation=state._generation - 1), metrics
 
         return reviving
 

@@ -15,10 +15,10 @@ from checkpoint.states import Net
 from dtrain.checkpoint import reshard
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
+from dtrain.dist.dtensor import is_dtensor, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import seed_all
-from dtrain.dtensor import is_dtensor, to_local
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState, init_state
 

@@ -19,8 +19,8 @@ from torch import nn
 from dtrain import storage
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.lock import HEARTBEAT_THREAD, LOCK_FILE
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.rng import rng_state
-from dtrain.dtensor import to_local
 from dtrain.state import TrainState, init_state
 
 

@@ -51,11 +51,11 @@ def test_checkpointer_releases_lock_on_close_and_reacquires_on_save(tmp_path):
 def test_saves_into_one_root_share_checkpointer(tmp_path):
     state = train(plain_state(), 1)
     save_sharded(tmp_path / "a", state)
-    (first,) = state.run_context.checkpointers.values()
+    (first,) = state._run_context.checkpointers.values()
     state = train(state, 1)
     save_sharded(str(tmp_path / "a"), state)
     save_sharded(tmp_path / "weights", state, scope="weights")
-    found = state.run_context.checkpointers
+    found = state._run_context.checkpointers
     assert list(found) == [str(tmp_path / "a"), str(tmp_path / "weights")]
     assert found[str(tmp_path / "a")] is first
     assert len({info.run_id for root in found for info in list_steps(root)}) == 1

@@ -119,7 +119,7 @@ def test_corruption_error_names_file_and_older_step(root, damage, name):
             load_sharded(path, state)
     assert digest(state) == before
     state._check_not_stale("here")
-    assert state.run_context.lineage.run_id is None
+    assert state._run_context.lineage.run_id is None
     with pytest.raises(CorruptCheckpointError, match=rf"verify: {step}: {name}"):
         verify(step)
 

@@ -31,19 +31,19 @@ def loss(model: nn.Module, batch: torch.Tensor) -> dt.LossSum:
     return dt.LossSum(total=model(batch).square().sum(), weight=len(batch))
 
 
-def begin(strategy: str = "none", **objects: Any) -> tuple[dt.Step, dt.TrainState]:
+def begin(strategy: str = "none", **objects: Any) -> tuple[dt.step.Step, dt.TrainState]:
     torch.manual_seed(0)
     model = laid_out(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), strategy)
     step = dt.compose_step(loss)
     return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.01), **objects)
 
 
-def build_loader(data: Any = None, **options: Any) -> dt.Loader:
+def build_loader(data: Any = None, **options: Any) -> dt.data.Loader:
     rows = [torch.full((2,), float(at)) for at in range(8)] if data is None else data
     return dt.build_loader(rows, global_batch_size=2, seed=0, **options)
 
 
-def train(step: dt.Step, state: dt.TrainState, loader: dt.Loader, batches: int = 2) -> dt.TrainState:
+def train(step: dt.step.Step, state: dt.TrainState, loader: dt.data.Loader, batches: int = 2) -> dt.TrainState:
     for number, batch in enumerate(loader.until("4ep"), 1):
         state, _ = step(state, batch)
         if number == batches:
@@ -263,7 +263,7 @@ def test_message_leaves_out_the_names_of_the_data(tmp_path):
     step, state = begin()
     rows = [torch.ones(2)] * 8
     loader = build_loader(rows)
-    loader.fingerprint["shards"] = [f"shard-{at}" for at in range(1000)]
+    loader._fingerprint["shards"] = [f"shard-{at}" for at in range(1000)]
     state = train(step, state, loader)
     with pytest.raises(ConfigError, match=MISSING) as caught:
         dt.save_sharded(tmp_path / "root", state)

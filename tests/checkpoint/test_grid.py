@@ -9,7 +9,7 @@ from checkpoint.filled import LAYOUTS, check_filled, full, load_filled, sharded_
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.load_weights import load_weights_
 from dtrain.checkpoint.verify_step import verify
-from dtrain.dtensor import to_local
+from dtrain.dist.dtensor import to_local
 from dtrain.fqn import parameters_by_fqn
 
 

@@ -45,7 +45,7 @@ def test_weights_load_keeps_optimizer_clock_and_generators(tmp_path):
     assert all(torch.equal(state.optimizer.state[p]["exp_avg"], moments[name]) for name, p in state.params.items())
     assert state.optimizer.param_groups[0]["lr"] == lr
     assert repr(rng_state()) == repr(random)
-    assert restored.run_context.lineage.run_id is None, "it is a run of its own"
+    assert restored._run_context.lineage.run_id is None, "it is a run of its own"
     with pytest.raises(RuntimeError, match="stepped already"):
         state._check_not_stale("here")
 
@@ -152,7 +152,7 @@ def test_ignored_names_of_only_one_side_are_skipped_and_reported(tmp_path):
 
 
 def test_new_ema_starts_from_loaded_parameters(tmp_path):
-    def begin(seed: int, *transforms: dt.Transform) -> tuple[dt.Step, dt.TrainState]:
+    def begin(seed: int, *transforms: dt.Transform) -> tuple[dt.step.Step, dt.TrainState]:
         torch.manual_seed(seed)
         model = nn.Linear(3, 2)
         step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).sum(), weight=len), transforms)

@@ -12,8 +12,8 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import to_local
 from dtrain.state import TrainState, init_state
 
 SIDE, COUNT = 2048, 5  # 80 MiB of parameters, 240 with the optimizer's state

@@ -18,8 +18,8 @@ from checkpoint.states import Net, watching, write_of_another_version
 from dtrain import storage
 from dtrain.checkpoint.load_weights import LoadWeightsResult, load_weights_
 from dtrain.checkpoint.save import save_sharded
+from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import full_tensor, to_local
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError, DtrainError
 from dtrain.shard.unshard import eval_mode
 from dtrain.state import init_state

@@ -106,7 +106,7 @@ def test_ignored_random_state_is_unchanged(tmp_path):
     assert repr(rng_state()) == before
 
 
-def begin(seed: int, *transforms: dt.Transform) -> tuple[dt.Step, dt.TrainState]:
+def begin(seed: int, *transforms: dt.Transform) -> tuple[dt.step.Step, dt.TrainState]:
     torch.manual_seed(seed)
     model = nn.Linear(3, 2)
     step = dt.compose_step(dt.mean_loss(lambda model, x: model(x).sum(), weight=len), transforms)

@@ -14,8 +14,8 @@ from checkpoint.filled import full, value_of
 from checkpoint.states import digest
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
+from dtrain.dist.dtensor import is_dtensor, to_local
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import is_dtensor, to_local
 from dtrain.state import TrainState, init_state
 
 LAYOUTS: dict[str, tuple[tuple[int, ...], list]] = {

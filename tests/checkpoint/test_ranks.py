@@ -17,10 +17,10 @@ from checkpoint.states import Net, digest, names, plain_state, train, watching
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.dtensor import is_dtensor, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import seed_all
-from dtrain.dtensor import is_dtensor, to_local
 from dtrain.errors import CheckpointError, CorruptCheckpointError, DtrainError
 from dtrain.shard.unshard import reshard
 from dtrain.state import TrainState, init_state
@@ -141,7 +141,7 @@ def attempt_load(path: str, strategy: str, flipped_rank: int | None, on_damaged:
             load_sharded(path, state, extra={"history": []}, on_corrupt=on_damaged)
         except DtrainError as error:
             failed = f"{type(error).__name__}: {error}"
-    return [failed, digest(state) == before, state.generation == state.run_context.generation]
+    return [failed, digest(state) == before, state._generation == state._run_context.generation]
 
 
 def test_read_corruption_on_one_rank_is_refused_on_all(saved, ranks, tmp_path):
@@ -186,7 +186,7 @@ def attempt_extra(root: str) -> list:
     try:
         load_sharded(root, state, extra={"loader": Refusing()})
     except (DtrainError, ValueError) as error:
-        return [f"{type(error).__name__}: {error}", digest(state) == before, state.generation == state.run_context.generation]
+        return [f"{type(error).__name__}: {error}", digest(state) == before, state._generation == state._run_context.generation]
     return ["nothing"]
 
 
@@ -287,7 +287,7 @@ def retention_on_ranks(root: str) -> list:
         handles.append(save_sharded(root, state, keep_last=1).result().written)
         state = state._next(clock=state.clock.tick(samples=1, tokens=0, seconds=0.0))
     reshard(state.model)
-    return [handles, state.run_context.lineage.run_id, list(state.run_context.lineage.roots[root].steps)]
+    return [handles, state._run_context.lineage.run_id, list(state._run_context.lineage.roots[root].steps)]
 
 
 def test_keep_last_and_lineage_agree_across_ranks(tmp_path, ranks):

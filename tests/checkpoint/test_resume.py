@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 import dtrain as dt
+from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seed_all
-from dtrain.dtensor import full_tensor, to_local
 
 TOTAL, FIRST = 20, 7
 

@@ -18,10 +18,10 @@ from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
 from dtrain.checkpoint.verify_step import verify
-from dtrain.clock import Clock
 from dtrain.dist.rng import seed_all
-from dtrain.durations import RunLength
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError, CorruptCheckpointError, StaleStateError
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import RunLength
 from dtrain.state import TrainState, init_state
 
 
@@ -85,7 +85,7 @@ def test_load_restores_clock_and_keeps_new_run_length(tmp_path):
     fresh = plain_state(1)
     clock = load_sharded(tmp_path, fresh._replace(clock=Clock(run_length=longer))).clock
     assert replace(clock, run_length=None) == replace(
-        saved.clock, previous=replace(saved.clock.previous, previous=None), run_length=None
+        saved.clock, _previous=replace(saved.clock._previous, _previous=None), run_length=None
     )
     assert clock.run_length == longer
     assert (clock.crossed("12sp"), clock.crossed("5sp"), clock.crossed("24sp")) == (True, True, False)
@@ -104,7 +104,7 @@ def test_clock_without_previous_field_loads(tmp_path, monkeypatch):
     save_sharded(tmp_path, train(plain_state(), 3))
     monkeypatch.undo()
     clock = load_sharded(tmp_path, plain_state(1)).clock
-    assert (clock.step, clock.previous) == (3, None)
+    assert (clock.step, clock._previous) == (3, None)
 
 
 def test_clock_with_invalid_previous_field_is_refused(tmp_path, monkeypatch):
@@ -242,7 +242,7 @@ def test_list_steps_describes_each_step(tmp_path):
     one, two = list_steps(tmp_path)
     assert (one.step, one.parent_step, one.path, one.world_size, one.serial) == (1, None, first.path, 1, 1)
     assert (two.step, two.parent_step, two.path, two.bytes, two.serial) == (5, 1, second.path, second.result().bytes, 2)
-    assert one.run_id == two.run_id == state.run_context.lineage.run_id
+    assert one.run_id == two.run_id == state._run_context.lineage.run_id
     assert names(tmp_path) == ["step-00000001", "step-00000005"]
     assert sum(p.stat().st_size for p in second.path.iterdir() if p.name != "manifest.json") == second.result().bytes
     assert verify(tmp_path) == two
@@ -274,7 +274,7 @@ def test_committed_step_without_manifest_is_rewritten(tmp_path):
 def test_overwriting_step_of_other_run_is_refused(tmp_path):
     save_sharded(tmp_path, train(plain_state(), 1))
     other = train(plain_state(1), 1)
-    other.run_context.lineage.run_id = "f" * 32
+    other._run_context.lineage.run_id = "f" * 32
     content = {p: p.read_bytes() for p in (tmp_path / "step-00000001").iterdir()}
     with pytest.raises(
         CheckpointError, match=r"step-00000001 must belong to this run f{32}, got run [0-9a-f]{32}. Save into another"
@@ -342,7 +342,7 @@ def test_keep_last_keeps_steps_of_other_runs(tmp_path):
 def test_save_removes_staging_folders_of_all_runs(tmp_path):
     state = train(plain_state(), 1)
     save_sharded(tmp_path, state)
-    run = state.run_context.lineage.run_id[:8]
+    run = state._run_context.lineage.run_id[:8]
     for name in (
         f"step-00000002.tmp-{run}-01234567",
         f"step-00000001.old-{run}-01234567",

@@ -9,7 +9,7 @@ from dtrain.cli.plot import draw_text_plot
 
 LOOP = """
 from dtrain.schedules.curves import constant, linear
-from dtrain.schedules.hyperparameter import with_unit
+from dtrain.schedules.hyperparameters import with_unit
 
 schedule = linear(1.0, 0.0, 10)
 by_tokens = with_unit("tok", linear(1.0, 0.0, 10**6))

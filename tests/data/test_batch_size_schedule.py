@@ -16,13 +16,13 @@ def growing(step: float) -> float:
     return 3.0 + step / 2  # 3, 3, 4, 4, 5, ...
 
 
-def loader(size=growing, rank=0, ranks=1, **options) -> dt.Loader:
+def loader(size=growing, rank=0, ranks=1, **options) -> dt.data.Loader:
     made = dt.build_loader(torch.arange(SIZE), global_batch_size=size, seed=1, **options)
-    made.source.options = replace(made.source.options, rank=rank, ranks=ranks)
+    made._source.options = replace(made._source.options, rank=rank, ranks=ranks)
     return made
 
 
-def batches(source: dt.Loader, until="2ep") -> list[list[int]]:
+def batches(source: dt.data.Loader, until="2ep") -> list[list[int]]:
     return [batch.tolist() for batch in source.until(until)]
 
 
@@ -64,7 +64,7 @@ def test_total_steps_counts_scheduled_batch_sizes(length):
     source = loader()
     steps = source.total_steps(length)
     assert steps == len(batches(source, length))
-    assert source.run_length(length) == dt.RunLength(total=steps)
+    assert source.run_length(length) == dt.schedules.RunLength(total=steps)
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from samples import Curriculum, Levels, Numbers, Remembering, Stream, UnsizedLev
 WORKERS = (0, 1, 4)
 
 
-def build(dataset, **options) -> dt.Loader:
+def build(dataset, **options) -> dt.data.Loader:
     return dt.build_loader(dataset, **{"global_batch_size": 4, "seed": 0, **options})
 
 

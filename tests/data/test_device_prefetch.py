@@ -16,7 +16,7 @@ def test_on_a_cpu_batches_keep_their_order_without_prefetch():
             asked.append(at)
             yield {"x": torch.tensor([at])}
 
-    batches = dt.prefetch_to_device(source(), "cpu")
+    batches = dt.data.prefetch_to_device(source(), "cpu")
     assert next(batches)["x"].tolist() == [0]
     assert asked == [0]
     assert [batch["x"].tolist() for batch in batches] == [[1], [2]]
@@ -24,7 +24,7 @@ def test_on_a_cpu_batches_keep_their_order_without_prefetch():
 
 def test_prefetch_factor_must_be_positive():
     with pytest.raises(dt.errors.ConfigError, match="prefetch_factor must be an integer of at least 1, got 0"):
-        next(dt.prefetch_to_device([], "cpu", prefetch_factor=0))
+        next(dt.data.prefetch_to_device([], "cpu", prefetch_factor=0))
 
 
 def test_device_loader_position_counts_returned_batches():
@@ -57,6 +57,6 @@ def test_device_loader_does_not_prefetch_past_a_possible_epoch_end():
     for batch in loader.until("2ep"):
         counts.append(len(batch))
         sync_before_forward(
-            samples=len(batch), tokens=0, microbatches=1, zero_weight_seen=False, batch_info=loader.last_batch_info
+            samples=len(batch), tokens=0, microbatches=1, zero_weight_seen=False, batch_info=loader._last_batch_info
         )
     assert counts == [4, 4, 2] * 2

@@ -32,7 +32,7 @@ def dataset_of(kind: str, size: int) -> Any:
     return Shards(size) if kind == "shards" else Numbers(size)
 
 
-def build(kind: str, size: int, **options) -> dt.Loader:
+def build(kind: str, size: int, **options) -> dt.data.Loader:
     return dt.build_loader(dataset_of(kind, size), shuffle=kind != "in order", **options)
 
 
@@ -48,7 +48,7 @@ def leg(kind: str, size: int, state: dict[str, Any] | None, steps: int, ranks: i
     streams, group = [], []
     for rank in range(ranks):
         member = build(kind, size, **options)
-        member.source.options = replace(member.source.options, rank=rank, ranks=ranks)
+        member._source.options = replace(member._source.options, rank=rank, ranks=ranks)
         if state is not None:
             member.load_state_dict(state)
         group.append(member)

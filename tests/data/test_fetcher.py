@@ -10,15 +10,15 @@ from tensordict import TensorDict
 from torch.utils.data import TensorDataset, default_collate
 
 import dtrain as dt
-from dtrain.batch import list_tensors
+from dtrain.data.batch import list_tensors
 from dtrain.data.dataset import ColumnDataset
 from dtrain.data.fetcher import collate
 from samples import Numbers, Troubled, fail
 
 
-def build(dataset, rank=0, ranks=1, **options) -> dt.Loader:
+def build(dataset, rank=0, ranks=1, **options) -> dt.data.Loader:
     made = dt.build_loader(dataset, **{"global_batch_size": 4, "seed": 0, "shuffle": False, **options})
-    made.source.options = replace(made.source.options, rank=rank, ranks=ranks)
+    made._source.options = replace(made._source.options, rank=rank, ranks=ranks)
     return made
 
 

@@ -56,7 +56,7 @@ class Bad(torch.utils.data.Dataset):
         return DATA[index]
 
 
-def loader_of(kind: str, **options) -> dt.Loader:
+def loader_of(kind: str, **options) -> dt.data.Loader:
     data, shuffle = {"map": (DATA, True), "stream": (Stream(), False), "remembers": (Remembering(), False)}[kind]
     return dt.build_loader(data, global_batch_size=4, seed=1, shuffle=shuffle, **options)
 
@@ -73,7 +73,7 @@ class Run:
     """A run whose loop is interrupted at each of some places, (where in the body, batches before), and run again."""
 
     def __init__(
-        self, loader: dt.Loader, at: tuple[tuple[str, int], ...] = (), *, by_hand: bool = False, plain: bool = False
+        self, loader: dt.data.Loader, at: tuple[tuple[str, int], ...] = (), *, by_hand: bool = False, plain: bool = False
     ) -> None:
         torch.manual_seed(0)
         self.loader, self.left, self.by_hand, self.plain = loader, list(at), by_hand, plain
@@ -274,7 +274,7 @@ def test_repeated_batch_may_be_cloned():
 
 
 def test_unreadable_samples_of_a_repeated_batch_are_counted_once():
-    def loader() -> dt.Loader:
+    def loader() -> dt.data.Loader:
         return dt.build_loader(Bad(), global_batch_size=4, seed=1, shuffle=False, on_error="skip")
 
     run, whole = Run(loader(), (("in the step", 0), ("in the step", 3), ("in the step", 3))), Run(loader())
@@ -339,7 +339,7 @@ def on_a_rank(kind: str, at: list[int], place: str) -> list:
             cell()
         except KeyboardInterrupt:
             cell()
-    except dt.DtrainError as error:
+    except dt.errors.DtrainError as error:
         return [used, f"{type(error).__name__}: {error}"]
     return [used, loader.state_dict()["epoch"]]
 

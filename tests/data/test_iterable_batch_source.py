@@ -11,9 +11,9 @@ import dtrain as dt
 from samples import Remembering, Stream, fail
 
 
-def build(dataset, rank=0, ranks=1, **options) -> dt.Loader:
+def build(dataset, rank=0, ranks=1, **options) -> dt.data.Loader:
     made = dt.build_loader(dataset, **{"global_batch_size": 5, "seed": 0, "shuffle": False, **options})
-    made.source.options = replace(made.source.options, rank=rank, ranks=ranks)
+    made._source.options = replace(made._source.options, rank=rank, ranks=ranks)
     return made
 
 

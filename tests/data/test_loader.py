@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain.batch import get_batch_infos
-from dtrain.clock import EpochPosition
+from dtrain.data.batch import get_batch_infos
 from dtrain.data.build_loader import build_loader
 from dtrain.data.loader import Loader
-from dtrain.durations import RunLength
 from dtrain.errors import CheckpointMismatchError, ConfigError, DataError
+from dtrain.schedules.clock import EpochPosition
+from dtrain.schedules.durations import RunLength
 
 
 class Numbers:
@@ -31,7 +31,7 @@ def loader(size=23, batch=5, rank=0, ranks=1, workers=0, seed=0, last_batch="sho
     made = build_loader(
         Numbers(size), global_batch_size=batch, num_workers=workers, seed=seed, last_batch=last_batch, shuffle=shuffle
     )
-    made.source.options = replace(made.source.options, rank=rank, ranks=ranks)
+    made._source.options = replace(made._source.options, rank=rank, ranks=ranks)
     return made
 
 
@@ -131,7 +131,7 @@ def test_concurrent_loops_over_one_loader_are_refused():
 def test_epoch_end_is_known_during_its_last_batch():
     source = loader(size=10, batch=5)
     assert [get_batch_infos(batch)[0].ends_epoch for batch in source.until("2ep")] == [False, True, False, True]
-    assert source.last_batch_info.end == EpochPosition(2, 0)
+    assert source._last_batch_info.end == EpochPosition(2, 0)
     assert get_batch_infos(next(source.one_epoch())) == [], "an evaluation is in no epoch of the run"
 
 

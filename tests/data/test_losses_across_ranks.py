@@ -11,12 +11,12 @@ from samples import Numbers, Troubled, fail, hang
 def said(fn, *args) -> str:
     try:
         fn(*args)
-    except dt.DtrainError as error:
+    except dt.errors.DtrainError as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
 
 
-def trained(loader: dt.Loader, mesh, length: str | None = "1ep") -> list[float]:
+def trained(loader: dt.data.Loader, mesh, length: str | None = "1ep") -> list[float]:
     torch.manual_seed(0)
     model = dt.shard_model(torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)).double(), mesh)
 

@@ -14,9 +14,9 @@ import dtrain as dt
 from places.mosaicml import MDSWriter, StreamingDataset, released
 
 
-def build(dataset, rank=0, ranks=1, **options) -> dt.Loader:
+def build(dataset, rank=0, ranks=1, **options) -> dt.data.Loader:
     made = dt.build_loader(dataset, **{"global_batch_size": 4, "seed": 0, "shuffle": False, **options})
-    made.source.options = replace(made.source.options, rank=rank, ranks=ranks)
+    made._source.options = replace(made._source.options, rank=rank, ranks=ranks)
     return made
 
 

@@ -23,7 +23,7 @@ from dtrain.dist.rng import seed_all
 from samples import Drawing, Numbers, Reporting, Troubled, die, die_when, die_with_lock, fail, hang, leave, lock
 
 
-def build(dataset, **options) -> dt.Loader:
+def build(dataset, **options) -> dt.data.Loader:
     return dt.build_loader(dataset, **{"global_batch_size": 4, "seed": 0, "shuffle": False, "num_workers": 2, **options})
 
 
@@ -258,7 +258,7 @@ def test_node_workers_are_divided_over_its_ranks(total, ranks, shares):
 
 def workers_of_each_rank() -> int:
     loader = dt.build_loader(Numbers(8), mesh=dt.build_mesh(), global_batch_size=4, seed=0, num_workers=3)
-    return loader.source.options.workers.count
+    return loader._source.options.workers.count
 
 
 def test_worker_division_uses_the_rank_count_of_the_node(ranks):

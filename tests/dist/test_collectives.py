@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 import dtrain.dist.collectives as collectives
-from dtrain.clock import EpochPosition
 from dtrain.dist.batch_info import BatchInfo
 from dtrain.dist.collectives import (
     all_gather_json,
@@ -23,6 +22,7 @@ from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info, init_dist
 from dtrain.dist.step_sync import sync_before_forward
 from dtrain.errors import ConfigError, PeerError, StepError
+from dtrain.schedules.clock import EpochPosition
 from dtrain.testing import count_host_syncs
 
 

@@ -74,7 +74,7 @@ def test_one_process_needs_no_environment(alone):
 def test_nested_init_dist_reuses_the_open_groups(alone):
     with init_dist() as first:
         with init_dist() as second:
-            assert (second.rank, second.owner) == (first.rank, False)
+            assert (second.rank, second._owner) == (first.rank, False)
         assert dist.is_initialized(), "the inner context did not make the groups, so it does not close them"
     assert not dist.is_initialized()
 
@@ -274,7 +274,7 @@ def open_and_close() -> list:
     except KeyError:
         seen.append(dist.is_initialized())
     with init_dist(backend="gloo", timeout_s=50) as info, init_dist(device="cpu") as again:
-        seen.append([info.timeout_s, again.rank == info.rank, again.owner])
+        seen.append([info.timeout_s, again.rank == info.rank, again._owner])
         seen.append(all_gather_numbers([info.rank]))
     return seen
 
@@ -327,7 +327,7 @@ def test_failed_opening_leaves_no_group_open(alone, monkeypatch):
             init_dist()
     assert not dist.is_initialized()
     with init_dist() as info:
-        assert info.opened_group
+        assert info._opened_group
 
 
 def test_nccl_groups_of_a_failed_run_are_not_reused(alone):

@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain import heartbeats, launch_protocol
+from dtrain import launch_protocol
 from dtrain.dist import preemption
 from dtrain.dist.context import current_context
-from dtrain.heartbeats import ProgressKind
+from dtrain.launch import heartbeats
+from dtrain.launch.heartbeats import ProgressKind
 from step.ending import endings, say
 
 BATCH = torch.ones(2, 3)

@@ -34,7 +34,7 @@ SAID = {
         here=(
             "OutOfMemoryError: auto_microbatch: step 0: a microbatch of 1 does not fit on rank ...: ... out of memory. Tried "
             "to allocate ... MiB used by others). Try, in this order: activation checkpointing "
-            "(dt.memory.checkpoint_activations), CPU offload (shard_model(offload='params')), a smaller model.",
+            "(dt.shard.checkpoint_activations), CPU offload (shard_model(offload='params')), a smaller model.",
         ),
     ),
     "A loss that is NaN from some step on": Said(

@@ -29,8 +29,8 @@ PATIENCE_S = 300  # for what takes seconds: the machine may be busy
 
 
 def begun(
-    *transforms: dt.Transform, width: int = 1, loader: dt.Loader | None = None, **options: float
-) -> tuple[dt.Step, dt.TrainState]:
+    *transforms: dt.Transform, width: int = 1, loader: dt.data.Loader | None = None, **options: float
+) -> tuple[dt.step.Step, dt.TrainState]:
     model = nn.Linear(width, width, bias=False)
     step = dt.compose_step(LOSS, transforms)
     return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.1, **options), loader=loader)
@@ -116,8 +116,8 @@ class Documents:
 
 
 def test_unsplittable_batch_is_refused_with_an_explanation() -> None:
-    class_of_ones_own = raised(lambda: dt.split_batch(Documents(8), 2))
-    unlike = raised(lambda: dt.split_batch({"x": torch.zeros(8, 3), "y": torch.zeros(6)}, 2))
+    class_of_ones_own = raised(lambda: dt.data.split_batch(Documents(8), 2))
+    unlike = raised(lambda: dt.data.split_batch({"x": torch.zeros(8, 3), "y": torch.zeros(6)}, 2))
     check("The batch size of a custom batch", here=(class_of_ones_own, unlike))
 
 
@@ -225,7 +225,7 @@ def test_corrupt_sample_is_named_or_skipped() -> None:
     theirs = raised(lambda: list(DataLoader(Pictures(), batch_size=4, num_workers=1, collate_fn=len)))
     step, state = begun()
 
-    def train(loader: dt.Loader, state: dt.TrainState) -> dt.TrainState:
+    def train(loader: dt.data.Loader, state: dt.TrainState) -> dt.TrainState:
         for batch in loader.until("1ep"):
             state, _ = step(state, batch)
         return state

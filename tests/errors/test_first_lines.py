@@ -115,15 +115,15 @@ LINES: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "init_dist(timeout=30)": (lambda: dt.init_dist(timeout=30), "init_dist: has no argument timeout. Use timeout_s."),
     "Duration '3 epochs'": (
-        lambda: dt.Duration.parse("3 epochs"),
+        lambda: dt.schedules.Duration.parse("3 epochs"),
         "duration: the unit must be one of ep, ba, sp, tok, sec, dur, got '3 epochs'. Write '3ep'.",
     ),
-    "Duration '100 steps'": (lambda: dt.Duration.parse("100 steps"), "got '100 steps'. Write '100ba'."),
-    "Duration '1 epoch'": (lambda: dt.Duration.parse("1 epoch"), "got '1 epoch'. Write '1ep'."),
-    "Duration '3epochs'": (lambda: dt.Duration.parse("3epochs"), "got '3epochs'. Write '3ep'."),
-    "Duration '2 Batches'": (lambda: dt.Duration.parse("2 Batches"), "got '2 Batches'. Write '2ba'."),
-    "Duration '10 minutes'": (lambda: dt.Duration.parse("10 minutes"), "got '10 minutes'. Write '10m'."),
-    "Duration '1.5 epochs'": (lambda: dt.Duration.parse("1.5 epochs"), "got '1.5 epochs'. Write '1ep'."),
+    "Duration '100 steps'": (lambda: dt.schedules.Duration.parse("100 steps"), "got '100 steps'. Write '100ba'."),
+    "Duration '1 epoch'": (lambda: dt.schedules.Duration.parse("1 epoch"), "got '1 epoch'. Write '1ep'."),
+    "Duration '3epochs'": (lambda: dt.schedules.Duration.parse("3epochs"), "got '3epochs'. Write '3ep'."),
+    "Duration '2 Batches'": (lambda: dt.schedules.Duration.parse("2 Batches"), "got '2 Batches'. Write '2ba'."),
+    "Duration '10 minutes'": (lambda: dt.schedules.Duration.parse("10 minutes"), "got '10 minutes'. Write '10m'."),
+    "Duration '1.5 epochs'": (lambda: dt.schedules.Duration.parse("1.5 epochs"), "got '1.5 epochs'. Write '1ep'."),
     "dt.init_distributed()": (lambda: dt.init_distributed, "Open the process groups with `with dt.init_dist() as dist:`."),
     "dt.prepare(model)": (lambda: dt.prepare, "Use model = dt.shard_model(model, dt.build_mesh()), then dt.compose_step("),
     "dt.Trainer(model)": (
@@ -223,7 +223,7 @@ def test_advice_names_only_what_exists() -> None:
         for name in path[1:].split("."):
             value = getattr(value, name)
     parameters = {name: public.value(f"dtrain.{name}") for name in FOREIGN_ARGUMENTS if name != "init"}
-    parameters["init"] = dt.Step.init
+    parameters["init"] = dt.step.Step.init
     for function, table in FOREIGN_ARGUMENTS.items():
         names = set(parameters[function].__wrapped__.__kwdefaults__ or ()) | set(parameters[function].__annotations__)
         assert names.isdisjoint(word for words in table.values() for word in words.split()), function

@@ -73,7 +73,7 @@ def load_and_compare(folder: str, strategy: str) -> list:
     done = dt.load_weights_(model, folder)
     reference = kind.from_pretrained(folder).eval()
     expected = reference.state_dict()
-    with dt.memory.unshard_params(model):
+    with dt.shard.unshard_params(model):
         unequal = [name for name, param in model.named_parameters() if not torch.equal(param, expected[name])]
     with dt.eval_mode(model):
         logits = model(**inputs()).logits
@@ -97,7 +97,7 @@ def load_encoder(folder: str) -> list:
     rename = lambda name: None if name.startswith("cls.") else name  # noqa: E731
     done = dt.load_weights_(model, folder, rename=rename, ignore=["classifier.*", "bert.pooler.**"])
     expected = BertForMaskedLM.from_pretrained(folder).state_dict()
-    with dt.memory.unshard_params(model):
+    with dt.shard.unshard_params(model):
         found = dict(model.named_parameters())
         unequal = [name for name in done.loaded if not torch.equal(found[name], expected[name])]
     return [len(done.loaded), unequal, sorted(done.kept), sorted(done.left_out)]
@@ -113,7 +113,7 @@ def test_encoder_is_loaded_from_a_model_with_a_different_head(folders, ranks):
 
 def initial_weights(strategy: str) -> dict[str, list]:
     model = sharded_bert(strategy)
-    with dt.memory.unshard_params(model):
+    with dt.shard.unshard_params(model):
         found = {name: [float(p.std(correction=0)), float(p.mean()), float(p.sum())] for name, p in model.named_parameters()}
         ids = model.bert.embeddings.position_ids.tolist()
     return {"parameters": found, "position_ids": ids}

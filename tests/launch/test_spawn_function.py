@@ -116,7 +116,7 @@ def train() -> float:
         model = dt.shard_model(torch.nn.Linear(2, 1), mesh, strategy="full_shard")
         model(torch.ones(1, 2)).sum().backward()
         gc.collect()
-        return dt.transforms.global_norm([p.grad for p in model.parameters()]).item() / info.world_size
+        return dt.dist.global_norm([p.grad for p in model.parameters()]).item() / info.world_size
 
 
 def test_trained_process_can_spawn():

@@ -9,9 +9,9 @@ from torch import nn
 
 import dtrain as dt
 from dtrain import spans
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seed_all
-from dtrain.dtensor import to_local
 from dtrain.errors import ConfigError, DesyncError, StaleStateError
 from dtrain.monitors.desync import check_desync
 from dtrain.shard import replica_check

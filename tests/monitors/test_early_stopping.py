@@ -10,11 +10,11 @@ import dtrain as dt
 from dtrain import spans
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
-from dtrain.clock import Clock, EpochPosition
 from dtrain.dist.init import get_dist_info
-from dtrain.durations import RunLength
 from dtrain.errors import ConfigError, PeerError
 from dtrain.monitors.early_stopping import early_stop, threshold_stop
+from dtrain.schedules.clock import Clock, EpochPosition
+from dtrain.schedules.durations import RunLength
 
 NAN, INF = math.nan, math.inf
 

@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from dtrain.clock import Clock
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
-from dtrain.metrics import add_metrics
 from dtrain.monitors.reduce_metrics import reduce_metrics, tokens_per_second
+from dtrain.schedules.clock import Clock
+from dtrain.step.metrics import add_metrics
 from dtrain.typing import Metric
 
 

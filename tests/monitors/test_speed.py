@@ -75,7 +75,7 @@ def test_window_follows_recent_steps(window, steps, expected):
 def test_loaded_checkpoint_restarts_window():
     run, speed = Run(), throughput("10ba")
     assert rates(run, speed, [(10, 1.0), (20, 2.0)]) == [None, 10.0]
-    run.run_context.lineage.resumed_from = "checkpoints/step-1000"
+    run._run_context.lineage.resumed_from = "checkpoints/step-1000"
     assert rates(run, speed, [(1010, 5000.0), (1020, 5005.0)]) == [None, 2.0]
 
 

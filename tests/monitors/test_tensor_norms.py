@@ -7,12 +7,12 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.combinators import masked
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.monitors.tensor_norms import norms
 from dtrain.testing import count_collectives
+from dtrain.transforms.combinators import masked
 from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
 from dtrain.transforms.gradients.nonfinite import nonfinite
 from dtrain.transforms.precision.loss_scale import loss_scale

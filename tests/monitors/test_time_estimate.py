@@ -5,10 +5,10 @@ import time
 import pytest
 
 from dtrain import spans
-from dtrain.clock import Clock
-from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
 from dtrain.monitors.time_estimate import Interruption, ProgressSample, estimate_seconds_left, eta, run_progress
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration, RunLength
 from moments import Run, fake_spans
 
 
@@ -126,7 +126,7 @@ def test_resumed_run_restarts_estimate(seen):
     for step in (10, 20):
         seen.add(step=1000.0, evaluate=100.0)
         left(run.at(step))
-    run.run_context.lineage.resumed_from = "checkpoints/step-15"
+    run._run_context.lineage.resumed_from = "checkpoints/step-15"
     assert left(run.at(16, 5.0)) == {"time/elapsed_s": 5.0}
     seen.add(step=4.0)
     assert left(run.at(20, 9.0))["time/left_s"] == 80.0

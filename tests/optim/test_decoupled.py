@@ -54,7 +54,7 @@ def test_decay_scales_with_the_schedule(kind):
     optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
     found = []
     for factor in (1.0, 0.5, 0.0):
-        dt.set_lr_(optimizer, 0.5 * factor)
+        dt.step.set_lr_(optimizer, 0.5 * factor)
         found.append(decayed(optimizer))
     assert found == pytest.approx([0.1, 0.05, 0.0], abs=1e-12)
 
@@ -154,7 +154,7 @@ def test_decay_after_resume_follows_changed_lr_not_changed_peak(kind, tmp_path):
     param = parameter()
     group = optimizer.param_groups[0]
     group["params"] = [param]
-    dt.set_lr_(optimizer, 0.25)
+    dt.step.set_lr_(optimizer, 0.25)
     assert decayed(optimizer) == pytest.approx(0.05)
     group.update(lr=0.25, initial_lr=0.25)
     assert decayed(optimizer) == pytest.approx(0.1)
@@ -163,7 +163,7 @@ def test_decay_after_resume_follows_changed_lr_not_changed_peak(kind, tmp_path):
 @each
 def test_state_dict_keeps_the_peak_and_may_lack_it(kind):
     optimizer = kind([parameter()], lr=0.5, weight_decay=0.1)
-    dt.set_lr_(optimizer, 0.25)
+    dt.step.set_lr_(optimizer, 0.25)
     fresh = kind([parameter()], lr=0.75, weight_decay=0.1)
     fresh.load_state_dict(optimizer.state_dict())
     assert (fresh.param_groups[0]["lr"], fresh.param_groups[0]["initial_lr"]) == (0.25, 0.5)

@@ -166,7 +166,7 @@ def mean_of_losses_here(state, step, batches):
     for batch in batches:
         state, metrics = step(state, batch)
         # sums and weights, on the device
-        total = dt.monitors.add_metrics(total, metrics) if total else metrics
+        total = dt.step.add_metrics(total, metrics) if total else metrics
     return dt.reduce_metrics(total)["loss"]
 
 

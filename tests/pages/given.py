@@ -11,8 +11,8 @@ RUN_BY = {
 """Pages whose code another test runs, which also compares what comes out."""
 
 SHOWN_BY = {
-    "model = dt.surgery.convert_to_fp8(": "tests/shard/test_fp8.py",
-    "print(dt.profiling.explain_hang())": "tests/launch/hang/test_query.py",
+    "model = dt.shard.convert_to_fp8(": "tests/shard/test_fp8.py",
+    "print(dt.launch.explain_hang())": "tests/launch/hang/test_query.py",
 }
 """First lines of blocks that need what a page's process has not, and the tests that do the same with it."""
 

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import dtrain as dt
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import to_local
 from dtrain.planning.workload import Workload
 from dtrain.shard.activation_checkpoint import checkpoint_activations
 from dtrain.shard.fsdp import shard_model

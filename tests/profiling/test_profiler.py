@@ -23,11 +23,11 @@ from dtrain.errors import ConfigError, PeerError
 from dtrain.profiling import trace_recorder as window_module
 from dtrain.profiling.driver import schedule
 from dtrain.profiling.profiler import profile, step_profiler
+from dtrain.profiling.trace.analysis import kernel_breakdown, memory_timeline
+from dtrain.profiling.trace.diagnosis import diagnose
+from dtrain.profiling.trace.merge import merge_traces
+from dtrain.profiling.trace.trace_file import read_trace
 from dtrain.profiling.trace_recorder import ClockOffset, ProfileOptions, TraceRecorder, measure_clock_offset
-from dtrain.report.trace.analysis import kernel_breakdown, memory_timeline
-from dtrain.report.trace.diagnosis import diagnose
-from dtrain.report.trace.merge import merge_traces
-from dtrain.report.trace.trace_file import read_trace
 from dtrain.testing import memory_budget
 from falling import BATCH, LOSS, begin, take, weight
 
@@ -192,7 +192,7 @@ def test_step_with_skipped_update_is_counted(tmp_path):
 
 def test_optimizer_in_backward_supports_step_profiler(tmp_path):
     model = nn.Linear(1, 1, bias=False)
-    step = dt.optimizer_in_backward(
+    step = dt.step.optimizer_in_backward(
         LOSS, [step_profiler(tmp_path, schedule=SOON)], batch_spec=dt.batch_spec(weight=len), microbatch_size=2
     )
     state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))

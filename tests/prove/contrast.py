@@ -31,10 +31,10 @@ with dt.init_dist() as info:
     dt.seed_all(0, info.rank)
     mesh = dt.build_mesh()
     model = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.2), nn.Tanh()) for _ in range(2)))
-    dt.memory.checkpoint_activations(model, blocks=(nn.Sequential,))
+    dt.shard.checkpoint_activations(model, blocks=(nn.Sequential,))
     model = dt.shard_model(model, mesh, blocks=(nn.Sequential,))
     loader = dt.build_loader(Pairs(), mesh=mesh, global_batch_size=12, seed=0, last_batch="drop")
-    step = dt.compose_step(contrast, grad=partial(dt.grad_cache_step, microbatch_size=4))
+    step = dt.compose_step(contrast, grad=partial(dt.step.grad_cache_step, microbatch_size=4))
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     for batch in loader.until("4ba"):
         state, metrics = step(state, batch)

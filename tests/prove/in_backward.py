@@ -22,7 +22,9 @@ with dt.init_dist() as info:
         model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
     model = dt.materialize(dt.shard_model(model, mesh, blocks=(nn.Linear,)), seed=0)
     loader = dt.build_loader(torch.utils.data.TensorDataset(x, x[:, :4].argmax(1)), mesh=mesh, global_batch_size=12, seed=0)
-    step = dt.optimizer_in_backward(loss_fn, batch_spec=dt.batch_spec(weight=lambda batch: len(batch[1])), microbatch_size=4)
+    step = dt.step.optimizer_in_backward(
+        loss_fn, batch_spec=dt.batch_spec(weight=lambda batch: len(batch[1])), microbatch_size=4
+    )
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     for batch in loader.until(4):
         state, metrics = step(state, batch)

@@ -1,4 +1,4 @@
-"""``dt.testing.prove`` runs a script on real ranks; a correct loop passes, and a normal step calls no function of the proof."""
+"""``dt.prove.prove`` runs a script on real ranks; a correct loop passes, and a normal step calls no function of the proof."""
 
 import subprocess
 import sys
@@ -18,7 +18,7 @@ BUGS = Path(__file__).parent / "bugs"
 
 def test_correct_loop_agrees_in_all_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = dt.testing.prove(LOOP, world_sizes=(2,), timeout_s=600.0)
+    report = dt.prove.prove(LOOP, world_sizes=(2,), timeout_s=600.0)
     assert report.passed, report.text()
     verdicts = {row.name: row.verdict for row in report.rows}
     assert verdicts["1 rank, again"] == "bitwise"
@@ -31,7 +31,7 @@ def test_correct_loop_agrees_in_all_runs(tmp_path, monkeypatch):
 
 def test_forwards_of_a_gradient_cache_and_of_recomputation_draw_alike_in_all_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = dt.testing.prove(CONTRAST, world_sizes=(2,), steps=2, timeout_s=600.0)
+    report = dt.prove.prove(CONTRAST, world_sizes=(2,), steps=2, timeout_s=600.0)
     assert report.passed, report.text()
     assert "Updates of" not in report.text()
     assert {"2 ranks", "activation checkpointing off"} <= {row.name for row in report.rows}
@@ -41,7 +41,7 @@ def test_loop_of_steps_by_hand_that_exports_an_average_agrees(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     torch.save(torch.nn.Linear(8, 4).state_dict(), "pretrained.pt")
     torch.save({}, "average.pt")
-    report = dt.testing.prove(AVERAGE, world_sizes=(2,), timeout_s=600.0)
+    report = dt.prove.prove(AVERAGE, world_sizes=(2,), timeout_s=600.0)
     assert report.passed, report.text()
     assert {"killed after step 3, resumed", "killed after step 3, resumed on 2 ranks"} <= {row.name for row in report.rows}
     text = report.text()
@@ -53,14 +53,14 @@ def test_loop_of_steps_by_hand_that_exports_an_average_agrees(tmp_path, monkeypa
 def test_script_without_an_update_does_not_pass(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("nothing.py").write_text("print('hello')")
-    report = dt.testing.prove("nothing.py", timeout_s=600.0)
+    report = dt.prove.prove("nothing.py", timeout_s=600.0)
     assert not report.passed
     assert "no update of an optimizer was seen; give the arguments with which the script trains" in report.text()
 
 
 def test_report_of_a_bug_names_step_cause_and_page(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = dt.testing.prove(BUGS / "mean_over_tokens.py", world_sizes=(2,), timeout_s=600.0)
+    report = dt.prove.prove(BUGS / "mean_over_tokens.py", world_sizes=(2,), timeout_s=600.0)
     assert not report.passed
     finding = report.as_dict()["findings"][0]
     assert (finding["step"], finding["kind"], finding["cause"]) == (0, "loss", "loss_weighting")
@@ -71,7 +71,7 @@ def test_report_of_a_bug_names_step_cause_and_page(tmp_path, monkeypatch):
 
 def test_gradients_of_an_update_in_backward_are_compared(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = dt.testing.prove(IN_BACKWARD, ["--bug"], world_sizes=(2,), steps=2, timeout_s=600.0)
+    report = dt.prove.prove(IN_BACKWARD, ["--bug"], world_sizes=(2,), steps=2, timeout_s=600.0)
     finding = report.as_dict()["findings"][0]
     assert (finding["step"], finding["kind"], finding["relative"]) == (0, "gradient", pytest.approx(0.5))
     assert [row.verdict for row in report.rows if row.name == "1 rank, again"] == ["bitwise"]
@@ -82,7 +82,7 @@ def test_gradients_of_an_update_in_backward_are_compared(tmp_path, monkeypatch):
 def test_correct_loop_agrees_in_its_own_precision(tmp_path, monkeypatch, script):
     monkeypatch.chdir(tmp_path)
     arguments = ["--fixed"] if script.parent == BUGS else []
-    report = dt.testing.prove(script, arguments, keep_precision=True, timeout_s=600.0)
+    report = dt.prove.prove(script, arguments, keep_precision=True, timeout_s=600.0)
     assert report.passed, report.text()
     assert report.rounding is not None
     assert all(not module.is_far for module in report.modules)
@@ -90,7 +90,7 @@ def test_correct_loop_agrees_in_its_own_precision(tmp_path, monkeypatch, script)
 
 def test_rounded_frequencies_are_the_first_module_that_rounding_does_not_explain(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    report = dt.testing.prove(BUGS / "rotary_rounded.py", world_sizes=(), steps=2, keep_precision=True, timeout_s=600.0)
+    report = dt.prove.prove(BUGS / "rotary_rounded.py", world_sizes=(), steps=2, keep_precision=True, timeout_s=600.0)
     assert [finding.cause.code for finding in report.findings] == ["rotary_rounded"]
     worst = max(report.modules, key=lambda module: module.ratio)
     assert (worst.name, worst.dtype, worst.is_far) == ("rotary", "bfloat16", True)
@@ -103,7 +103,7 @@ def test_script_that_raises_is_a_failed_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     script = tmp_path / "broken.py"
     script.write_text("raise RuntimeError('no data')\n")
-    report = dt.testing.prove(script, world_sizes=(2,), timeout_s=600.0)
+    report = dt.prove.prove(script, world_sizes=(2,), timeout_s=600.0)
     assert not report.passed
     assert [row.verdict for row in report.rows] == ["failed"]
     assert "RuntimeError: no data (rank 0, broken.py:1)" in report.text()
@@ -120,7 +120,7 @@ def test_script_that_raises_is_a_failed_run(tmp_path, monkeypatch):
 def test_options_are_checked(tmp_path, options, message):
     arguments = {"script": LOOP} | options
     with pytest.raises(dt.errors.ConfigError, match=message):
-        dt.testing.prove(arguments.pop("script"), **arguments)
+        dt.prove.prove(arguments.pop("script"), **arguments)
 
 
 NORMAL_STEP = """

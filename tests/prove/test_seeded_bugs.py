@@ -30,7 +30,7 @@ def prove(row: SeededBug, folder: Path, *, fixed: bool, ranks: tuple[int, ...] =
     """Prove a script in ``folder``, and return the answer."""
     folder.mkdir(parents=True)
     with chdir(folder):
-        report = dt.testing.prove(row.path, [*row.arguments, *["--fixed"] * fixed], world_sizes=ranks, timeout_s=600.0)
+        report = dt.prove.prove(row.path, [*row.arguments, *["--fixed"] * fixed], world_sizes=ranks, timeout_s=600.0)
     return report.as_dict() | {"text": report.text()}
 
 
@@ -96,9 +96,9 @@ HELD_OUT = sorted((Path(__file__).parent / "held_out").glob("*.py"))
 @pytest.mark.parametrize("script", HELD_OUT, ids=lambda path: path.stem)
 def test_bug_that_was_held_out_is_found(script, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    report = dt.testing.prove(script, timeout_s=600.0)
+    report = dt.prove.prove(script, timeout_s=600.0)
     with capsys.disabled():
         print(f"\n  {script.stem:32} {', '.join(finding.cause.code for finding in report.findings) or '-'}")
     assert report.findings
-    fixed = dt.testing.prove(script, ["--fixed"], timeout_s=600.0)
+    fixed = dt.prove.prove(script, ["--fixed"], timeout_s=600.0)
     assert fixed.passed, fixed.text()

@@ -17,13 +17,13 @@ import torch
 from dtrain import launch_protocol, run_layout, spans
 from dtrain.dist.context import current_context
 from dtrain.dist.preemption import Preemption, StopAgreement
-from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.run import ledger_writer as ledgers
 from dtrain.run import run_dir
 from dtrain.run.ledger_writer import LedgerWriter
 from dtrain.run.run_dir import Run, open_run
 from dtrain.run.upload import upload_run
+from dtrain.schedules.durations import Duration
 from places import servers
 
 SECRET = "s3cr3t-Xq9-value-71"

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as peers
 
-from dtrain.durations import RunLength
 from dtrain.schedules import composer
 from dtrain.schedules.combine import sequential
 from dtrain.schedules.curves import constant, cosine, exponential, linear, multi_step, polynomial, step_decay
+from dtrain.schedules.durations import RunLength
 from dtrain.schedules.phases import cosine_restarts, one_cycle, warmup
 
 RUN = RunLength(total="6ep", steps_per_epoch=10)

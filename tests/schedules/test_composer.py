@@ -6,13 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.clock import Clock
 from dtrain.data.build_loader import build_loader
-from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
 from dtrain.schedules import composer
+from dtrain.schedules.clock import Clock
 from dtrain.schedules.combine import time_scale
-from dtrain.schedules.hyperparameter import UnitSchedule, hyperparameter
+from dtrain.schedules.durations import RunLength
+from dtrain.schedules.hyperparameters import UnitSchedule, hyperparameter
 
 RUN = RunLength(total="10ep", steps_per_epoch=20, samples_per_step=8, tokens_per_step=512)
 
@@ -172,7 +172,7 @@ def test_composer_refuses_a_run_that_continues_at_a_factor_of_zero(name):
 REFUSED = {
     "no run": (
         lambda: composer.cosine("10ep"),
-        r"composer.cosine: run_length must be a dt\.RunLength, got '10ep'\. Give loader\.run_len",
+        r"composer.cosine: run_length must be a dt\.schedules\.RunLength, got '10ep'\. Give loader\.run_len",
     ),
     "no total": (
         lambda: composer.cosine(RunLength(steps_per_epoch=5)),

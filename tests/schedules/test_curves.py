@@ -3,10 +3,10 @@ import math
 import pytest
 
 import dtrain as dt
-from dtrain.clock import Clock
 from dtrain.errors import ConfigError
+from dtrain.schedules.clock import Clock
 from dtrain.schedules.curves import constant, cosine, exponential, inverse_sqrt, linear, multi_step, polynomial, step_decay
-from dtrain.schedules.hyperparameter import hyperparameter, with_unit
+from dtrain.schedules.hyperparameters import hyperparameter, with_unit
 from dtrain.schedules.phases import warmup
 
 

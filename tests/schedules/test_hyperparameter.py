@@ -6,11 +6,11 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.clock import Clock
-from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
+from dtrain.schedules.clock import Clock
 from dtrain.schedules.curves import linear
-from dtrain.schedules.hyperparameter import check_over_run, hyperparameter, peak_value, with_unit
+from dtrain.schedules.durations import RunLength
+from dtrain.schedules.hyperparameters import check_over_run, hyperparameter, peak_value, with_unit
 
 
 def test_hyperparameter_reads_the_clock_of_the_step():

@@ -7,7 +7,7 @@ import pytest
 
 from dtrain.errors import ConfigError
 from dtrain.schedules.curves import constant, linear
-from dtrain.schedules.hyperparameter import with_unit
+from dtrain.schedules.hyperparameters import with_unit
 from dtrain.schedules.plotting import plot, sample_times
 
 

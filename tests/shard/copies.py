@@ -9,16 +9,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import to_local
 from dtrain.losses import mean_loss
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.unshard import full_params
 from dtrain.state import TrainState
 from dtrain.step.compose import Step, compose_step
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.transform import Transform
+from dtrain.step.transform import Transform
 
 RAGGED = {2: (3, 5), 4: (3, 1, 2, 2)}  # samples of each rank
 SGD = ("sgd", 0.1, 0.0)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.dtensor import full_tensor
+from dtrain.dist.dtensor import full_tensor
 from dtrain.typing import LossSum
 
 SAMPLES, DIM = 8, 6

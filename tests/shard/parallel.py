@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
 
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import full_tensor
 from dtrain.losses import cross_entropy
 from dtrain.typing import LossSum
 from helpers.gpt import GPT, GPTConfig

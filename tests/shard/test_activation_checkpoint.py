@@ -9,10 +9,10 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy
 
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import rng_state
-from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
 from dtrain.shard import activation_checkpoint
 from dtrain.shard.activation_checkpoint import checkpoint_activations, offload_activations

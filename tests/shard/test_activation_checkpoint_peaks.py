@@ -5,8 +5,8 @@ import gc
 import torch
 from torch import Tensor, nn
 
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import to_local
 from dtrain.shard.activation_checkpoint import checkpoint_activations
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state

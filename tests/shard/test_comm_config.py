@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
 from dtrain.shard import fsdp as home
 from dtrain.shard.fsdp import CommConfig, check_comm_config, shard_model

@@ -8,18 +8,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel
 
-from dtrain.batch_axes import batch_spec
+from dtrain.data.batch_axes import batch_spec
 from dtrain.data.build_loader import build_loader
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
 from dtrain.losses import cross_entropy
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
-from dtrain.step.context_parallel import context_parallel
 from dtrain.step.microbatch_step import microbatch_step
+from dtrain.transforms.context_sharding import context_parallel
 from dtrain.typing import LossSum
 from shard.parallel import SAMPLES, SEQ, VOCAB, batch
 

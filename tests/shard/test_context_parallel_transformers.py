@@ -7,7 +7,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 import dtrain as dt
-from dtrain.dtensor import full_tensor
+from dtrain.dist.dtensor import full_tensor
 from dtrain.errors import ConfigError, PeerError
 
 VOCAB, SEQ, SAMPLES, STEPS = 61, 16, 4, 3
@@ -85,7 +85,7 @@ def trained(
     mesh = dt.build_mesh(**(degrees or {"cp": 2}))
     net = llama(attention, kv_heads)
     if checkpointed:
-        dt.memory.checkpoint_activations(net, blocks=(LlamaDecoderLayer,))
+        dt.shard.checkpoint_activations(net, blocks=(LlamaDecoderLayer,))
     net = dt.shard_model(net, mesh, strategy=strategy, blocks=(LlamaDecoderLayer,))
     dims = {key: dim for key, dim in DIMS.items() if key != drop}
     transforms = [dt.transforms.context_parallel(mesh, batch_seq_dims=dims)]

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import full_tensor
 from dtrain.errors import StepError
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step

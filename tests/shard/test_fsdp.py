@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import to_local
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.fsdp2_private import units_of
 from dtrain.shard.precision import Precision
+from dtrain.shard.spec import get_spec
 from dtrain.shard.unshard import eval_mode
-from dtrain.state import get_spec
 
 
 class Block(nn.Module):

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 from dtrain.dist.context import current_context
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import full_tensor
 from dtrain.errors import StepError
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard import grad_sync

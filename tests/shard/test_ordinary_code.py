@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import dtrain as dt
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError, DtrainError, StepError
 from shard.test_param_objects import WORLDS, mesh_for, strategies
 
@@ -369,7 +369,7 @@ class Remembering(nn.Linear):
 
 
 def extra_state(strategy: str) -> None:
-    def begun() -> tuple[dt.Step, dt.TrainState]:
+    def begun() -> tuple[dt.step.Step, dt.TrainState]:
         model = dt.shard_model(built(lambda: Remembering(4, 2)), mesh_for(strategy), strategy=strategy)
         step = dt.compose_step(squares)
         return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -391,7 +391,7 @@ def random_numbers(strategy: str) -> None:
     def update(inner: Any) -> Any:
         def noisy(state: dt.TrainState, metrics: Any) -> Any:
             for name, param in state.params.items():
-                param.grad.add_(dt.transforms.random_like(state, param.grad, "noise", name))
+                param.grad.add_(dt.step.random_like(state, param.grad, "noise", name))
             return inner(state, metrics)
 
         return noisy

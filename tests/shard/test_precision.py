@@ -6,18 +6,18 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.batch_axes import batch_spec
+from dtrain.data.batch_axes import batch_spec
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.materialize import materialize
 from dtrain.shard.precision import Precision
 from dtrain.state import TrainState, init_state
+from dtrain.step.backward_update import optimizer_in_backward
 from dtrain.step.grad_cache import grad_cache_step
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.step.optimizer_in_backward import optimizer_in_backward
 from dtrain.testing import count_collectives
 from dtrain.typing import LossSum
 

@@ -32,7 +32,7 @@ class Net(nn.Module):
 def noise(amount, where):
     def add(state):
         for name, param in state.params.items():
-            param.grad.add_(dt.transforms.random_like(state, param.grad, "noise", name), alpha=amount)
+            param.grad.add_(dt.step.random_like(state, param.grad, "noise", name), alpha=amount)
 
     def update(inner):
         def update_fn(state, metrics):
@@ -119,17 +119,17 @@ def state_of(*, seed=0):
 def test_streams_differ_by_seed_and_name_and_repeat():
     state, other = state_of(), state_of(seed=1)
     like = torch.empty(5, 3)
-    draw = dt.transforms.random_like(state, like, "a")
-    assert draw.equal(dt.transforms.random_like(state, like, "a"))
-    assert not draw.equal(dt.transforms.random_like(state, like, "b"))
-    assert not draw.equal(dt.transforms.random_like(state, like, "a", "b"))
-    assert not draw.equal(dt.transforms.random_like(other, like, "a"))
+    draw = dt.step.random_like(state, like, "a")
+    assert draw.equal(dt.step.random_like(state, like, "a"))
+    assert not draw.equal(dt.step.random_like(state, like, "b"))
+    assert not draw.equal(dt.step.random_like(state, like, "a", "b"))
+    assert not draw.equal(dt.step.random_like(other, like, "a"))
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (70_000,), (2, 70_000), (3, 4, 5)], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_shape_and_dtype_are_kept(shape, dtype):
-    drawn = dt.transforms.random_like(state_of(), torch.empty(shape, dtype=dtype), "a", sample=torch.rand)
+    drawn = dt.step.random_like(state_of(), torch.empty(shape, dtype=dtype), "a", sample=torch.rand)
     assert drawn.shape == shape
     assert drawn.dtype == dtype
     assert not isinstance(drawn, DTensor)
@@ -137,10 +137,10 @@ def test_shape_and_dtype_are_kept(shape, dtype):
 
 
 def test_any_distribution_can_be_drawn():
-    signs = dt.transforms.random_like(state_of(), torch.empty(100, dtype=torch.int64), "a", sample=partial(torch.randint, 0, 2))
+    signs = dt.step.random_like(state_of(), torch.empty(100, dtype=torch.int64), "a", sample=partial(torch.randint, 0, 2))
     assert sorted(signs.unique().tolist()) == [0, 1]
 
 
 def test_a_stream_without_a_name_is_refused():
     with pytest.raises(ConfigError, match="random_like: names must have at least one name, got none"):
-        dt.transforms.random_like(state_of(), torch.empty(2))
+        dt.step.random_like(state_of(), torch.empty(2))

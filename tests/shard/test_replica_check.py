@@ -7,8 +7,8 @@ from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 import dtrain as dt
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import to_local
 from dtrain.errors import ConfigError, DesyncError
 from dtrain.testing import count_collectives, count_host_syncs
 from shard.copies import ADAMW, begin, part

@@ -19,7 +19,8 @@ from dtrain.shard import replicate
 from dtrain.shard.describe import describe
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision
-from dtrain.state import get_spec, init_state
+from dtrain.shard.spec import get_spec
+from dtrain.state import init_state
 from dtrain.step.compose import compose_step
 from dtrain.step.grad_cache import grad_cache_step
 from dtrain.step.microbatch_step import microbatch_step

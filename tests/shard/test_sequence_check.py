@@ -5,14 +5,14 @@ import warnings
 import pytest
 import torch
 
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
-from dtrain.step.context_parallel import context_parallel
+from dtrain.transforms.context_sharding import context_parallel
 from shard import sequence_models
 from shard.sequence_models import Block, batch, loss_fn
 

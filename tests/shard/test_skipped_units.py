@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import dtrain as dt
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import full_tensor
 from dtrain.errors import RankError, StepError
 from dtrain.shard import skipped_units
 from dtrain.step.microbatch_step import microbatch_step
@@ -115,7 +115,7 @@ def swept(root: bool, strategy: str, steps: int, special: str) -> float:
     net = make(root)
     precision = dt.Precision(param="bf16", reduce="fp32") if special == "bf16" else None
     if special == "checkpointed":
-        dt.memory.checkpoint_activations(net, blocks=(Leaf,))
+        dt.shard.checkpoint_activations(net, blocks=(Leaf,))
     net = dt.shard_model(net, mesh, strategy=strategy, blocks=BLOCKS, precision=precision)
     state = dt.compose_step(loss_of).init(net, torch.optim.SGD(net.parameters(), lr=0.01))
     alone, worst = make(root), 0.0

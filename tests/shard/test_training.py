@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.dist.dtensor import global_norm
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import global_norm
 from dtrain.schedules.curves import linear
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.unshard import full_params

@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import full_tensor
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.unshard import full_params, unshard_params
 from dtrain.state import init_state

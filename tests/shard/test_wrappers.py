@@ -9,7 +9,8 @@ from dtrain.fqn import unwrap_module
 from dtrain.shard.buffer_sync import buffer_sync_of
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.grad_sync import grad_sync_of
-from dtrain.state import get_spec, init_state
+from dtrain.shard.spec import get_spec
+from dtrain.state import init_state
 from dtrain.step.microbatch_step import microbatch_step
 from shard.models import WEIGHTS, Block, Stack, batch, difference, make, squared
 from shard.test_models import mesh_for, share

@@ -9,10 +9,10 @@ from unittest.mock import patch
 import torch
 from torch import Tensor, nn
 
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import seed_all
-from dtrain.dtensor import to_local
 from dtrain.shard import replicate
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState

@@ -164,7 +164,7 @@ def leaks(rounds: int) -> list[int]:
     with memory_budget(100 * MIB, existing=state.params.values()) as held:
         state, _ = step(state, data)
         for round_ in range(rounds):
-            kept = state.run_context.transform_cache["auto_microbatch"]
+            kept = state._run_context.transform_cache["auto_microbatch"]
             at, call = (("forward", 3), ("backward", 2), ("reduce", 2))[round_ % 3]
             with inject_fault("raise", at=at, call=call, rank=round_ % 2, error=OUT_OF_MEMORY):
                 trial = kept.prober.run_guarded(step_of(state), state, data, 4)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from dtrain.batch_axes import batch_spec
+from dtrain.data.batch_axes import batch_spec
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import to_local
 from dtrain.errors import ConfigError, OutOfMemoryError, PeerError
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState
@@ -90,7 +90,7 @@ def given_back() -> list:
     step, state = start(auto_microbatch(initial_size=4), loss=broken)
     with pytest.raises((ValueError, PeerError)):
         step(state, torch.randn(8, WIDTH))
-    held = len(state.run_context.transform_cache["auto_microbatch"].reserved)
+    held = len(state._run_context.transform_cache["auto_microbatch"].reserved)
     step = compose_step(loss_fn, [auto_microbatch(initial_size=4)])
     state, _ = step(state, torch.randn(8, WIDTH))
     return [held, size_of(state)]
@@ -145,7 +145,7 @@ def collective_of_its_own() -> list:
         state, _ = step(state, torch.randn(samples, WIDTH))
     with inject_fault("raise", at="forward", call=2, rank=1, error=OUT_OF_MEMORY):
         state, _ = step(state, torch.randn(3, WIDTH))
-    return [state.step, size_of(state), len(state.run_context.transform_cache["auto_microbatch"].prober.traces)]
+    return [state.step, size_of(state), len(state._run_context.transform_cache["auto_microbatch"].prober.traces)]
 
 
 def test_loss_with_size_dependent_collectives_records_no_trace(ranks):

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import to_local
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState
 from dtrain.step.auto_microbatch import auto_microbatch
@@ -104,7 +104,7 @@ class Pair:
         batch = torch.randn(SAMPLES, 6, generator=self.generator)
         self.begin_large()
         if checked:
-            self.state.run_context.transform_cache["auto_microbatch"].prober.traces.clear()
+            self.state._run_context.transform_cache["auto_microbatch"].prober.traces.clear()
         if at:
             with inject_fault("raise", at=at, call=call, rank=rank, error=OUT_OF_MEMORY):
                 self.state, _ = self.auto(self.state, batch)

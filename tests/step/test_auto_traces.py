@@ -63,7 +63,7 @@ def batches(steps: int) -> list[Tensor]:
 
 
 def traces_of(state: TrainState):
-    return state.run_context.transform_cache["auto_microbatch"].prober.traces
+    return state._run_context.transform_cache["auto_microbatch"].prober.traces
 
 
 def by_hand(orders: list[list[int]]) -> list[Tensor]:

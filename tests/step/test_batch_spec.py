@@ -59,7 +59,7 @@ def net() -> nn.Module:
     return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4, affine=False), nn.Linear(4, 1)).eval()
 
 
-def start(step: dt.Step) -> dt.TrainState:
+def start(step: dt.step.Step) -> dt.TrainState:
     model = net()
     return step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -68,7 +68,7 @@ def state() -> dt.TrainState:
     return start(dt.compose_step(loss_fn))
 
 
-def after_a_step(step: dt.Step, batch: object) -> tuple:
+def after_a_step(step: dt.step.Step, batch: object) -> tuple:
     """The loss, the weights, and what the clock has counted."""
     after, metrics = step(start(step), batch)
     weights = torch.cat([param.detach().flatten() for param in after.params.values()])
@@ -79,26 +79,28 @@ USES: dict[str, Callable] = {
     "dtrain.microbatch_step": lambda spec, batch: dt.microbatch_step(
         state(), batch, loss_fn=loss_fn, microbatch_size=2, batch_spec=spec
     )[1],
-    "dtrain.grad_cache_step": lambda spec, batch: dt.grad_cache_step(
+    "dtrain.step.grad_cache_step": lambda spec, batch: dt.step.grad_cache_step(
         state(), batch, loss_fn=loss_fn, microbatch_size=2, batch_spec=spec
     )[1],
     "dtrain.compose_step": lambda spec, batch: after_a_step(
         dt.compose_step(loss_fn, microbatch_size=2, batch_spec=spec), batch
     ),
-    "dtrain.optimizer_in_backward": lambda spec, batch: after_a_step(
-        dt.optimizer_in_backward(loss_fn, microbatch_size=2, batch_spec=spec), batch
+    "dtrain.step.optimizer_in_backward": lambda spec, batch: after_a_step(
+        dt.step.optimizer_in_backward(loss_fn, microbatch_size=2, batch_spec=spec), batch
     ),
     "dtrain.evaluate": lambda spec, batch: dt.evaluate(net(), [batch], loss_fn, microbatch_size=2, batch_spec=spec),
-    "dtrain.auto_batch_eval": lambda spec, batch: torch.cat(
-        dt.auto_batch_eval(lambda model, part: model(columns(part)[0]), initial_size=2, batch_spec=spec)(net(), batch)
+    "dtrain.step.auto_batch_eval": lambda spec, batch: torch.cat(
+        dt.step.auto_batch_eval(lambda model, part: model(columns(part)[0]), initial_size=2, batch_spec=spec)(net(), batch)
     ),
-    "dtrain.split_batch": lambda spec, batch: [len(columns(part)[1]) for part in dt.split_batch(batch, 2, batch_spec=spec)],
+    "dtrain.data.split_batch": lambda spec, batch: [
+        len(columns(part)[1]) for part in dt.data.split_batch(batch, 2, batch_spec=spec)
+    ],
     "dtrain.build_loader": lambda spec, batch: [
         len(columns(part)[1])
         for part in dt.build_loader([batch] * 4, global_batch_size=2, seed=0, collate=lambda two: two[0], batch_spec=spec)
     ],
-    "dtrain.memory.find_microbatch_size": lambda spec, batch: (
-        dt.memory.find_microbatch_size(state(), batch, loss_fn=loss_fn, batch_spec=spec).largest_batch
+    "dtrain.step.find_microbatch_size": lambda spec, batch: (
+        dt.step.find_microbatch_size(state(), batch, loss_fn=loss_fn, batch_spec=spec).largest_batch
     ),
     "dtrain.monitors.count_flops": lambda spec, batch: dt.monitors.count_flops(net(), batch, loss_fn, batch_spec=spec),
     "dtrain.planning.Workload": lambda spec, batch: (

@@ -8,7 +8,7 @@ import dtrain as dt
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StaleStateError
 from dtrain.step import gradient_run
-from dtrain.transform import Transform
+from dtrain.step.transform import Transform
 
 
 def net() -> nn.Module:
@@ -20,7 +20,7 @@ BATCH = {"x": torch.arange(12.0).reshape(4, 3)}
 LOSS = dt.mean_loss(lambda model, batch: model(batch["x"]).square().mean(), weight=lambda batch: len(batch["x"]))
 
 
-def begin(step: dt.Step) -> dt.TrainState:
+def begin(step: dt.step.Step) -> dt.TrainState:
     model = net()
     return step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
@@ -135,7 +135,7 @@ def test_transform_random_draws_do_not_depend_on_other_transforms():
 
 
 def drawn_on_each_rank() -> float:
-    from dtrain.transform import make_step_context
+    from dtrain.step.transform import make_step_context
 
     model = dt.shard_model(net(), dt.build_mesh())
     state = dt.compose_step(LOSS).init(model, torch.optim.SGD(model.parameters(), lr=0.1))

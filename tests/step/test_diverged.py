@@ -14,7 +14,7 @@ LOSS = dt.mean_loss(lambda model, x: model(x).mean(), weight=len)
 NAN, INF, FINE = float("nan"), float("inf"), 1.0
 
 
-def begin(*transforms: dt.Transform, make=dt.compose_step, **options) -> tuple[dt.Step, dt.TrainState]:
+def begin(*transforms: dt.Transform, make=dt.compose_step, **options) -> tuple[dt.step.Step, dt.TrainState]:
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     if torch.distributed.is_initialized():
@@ -23,13 +23,13 @@ def begin(*transforms: dt.Transform, make=dt.compose_step, **options) -> tuple[d
     return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
-def run(step: dt.Step, state: dt.TrainState, values: list[float]) -> dt.TrainState:
+def run(step: dt.step.Step, state: dt.TrainState, values: list[float]) -> dt.TrainState:
     for value in values:
         state, _ = step(state, torch.full((2, 1), value))
     return state
 
 
-def stopped_at(step: dt.Step, state: dt.TrainState, values: list[float]) -> tuple[int, str]:
+def stopped_at(step: dt.step.Step, state: dt.TrainState, values: list[float]) -> tuple[int, str]:
     """The step that raised, -1 if none did, and what it said."""
     for value in values:
         try:
@@ -76,7 +76,10 @@ def test_nan_gradient_is_detected_from_later_losses():
 
 
 def test_optimizer_in_backward_stops_after_nonfinite_losses():
-    assert stopped_at(*begin(make=dt.optimizer_in_backward, batch_spec=dt.batch_spec(weight=len)), [FINE] + [NAN] * 20)[0] == 11
+    assert (
+        stopped_at(*begin(make=dt.step.optimizer_in_backward, batch_spec=dt.batch_spec(weight=len)), [FINE] + [NAN] * 20)[0]
+        == 11
+    )
 
 
 def test_finite_loss_resets_the_nonfinite_count():

@@ -18,7 +18,7 @@ def loss_fn(model, batch):
 GRADS = {
     "whole": dt.microbatch_step,
     "microbatch": partial(dt.microbatch_step, microbatch_size=2),
-    "cached": partial(dt.grad_cache_step, microbatch_size=2),
+    "cached": partial(dt.step.grad_cache_step, microbatch_size=2),
     "auto": dt.microbatch_step,
 }
 
@@ -26,7 +26,7 @@ GRADS = {
 def said(fn, *args):
     try:
         return fn(*args)
-    except dt.DtrainError as error:
+    except dt.errors.DtrainError as error:
         return f"{type(error).__name__}: {error}"
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.batch import get_batch_infos
-from dtrain.clock import EpochPosition
+from dtrain.data.batch import get_batch_infos
+from dtrain.schedules.clock import EpochPosition
 
 LOSS = dt.mean_loss(lambda model, batch: model(batch["x"]).square().mean(), weight=lambda batch: len(batch["x"]))
 
@@ -81,7 +81,7 @@ def test_clock_position_follows_the_loader_position(loop):
     for batches in LOOPS[loop](source, "3ep"):
         for batch in batches:
             state, _ = step(state, batch)
-            assert state.clock.position == (source.position.epoch, source.position.samples // 2)
+            assert state.clock._position == (source.position.epoch, source.position.samples // 2)
             assert state.reached("2ep") == (source.position.epoch >= 2)
 
 
@@ -118,7 +118,7 @@ def test_states_with_separate_loaders_count_epochs_independently():
         one, _ = step(one, mine)
         other, _ = step(other, theirs)
     assert (one.clock.epoch, other.clock.epoch) == (1, 2)
-    assert other.clock.position == (2, 2)
+    assert other.clock._position == (2, 2)
 
 
 def test_zipped_loaders_require_the_loader_argument():
@@ -174,7 +174,7 @@ def test_second_stage_loader_continues_the_epoch_count():
     ids=["crossed", "reached", "count", "dur", "early_stop"],
 )
 def test_epoch_intervals_raise_without_a_loader(use):
-    step, state = begin(run_length=dt.RunLength(total="2ep", steps_per_epoch=10))
+    step, state = begin(run_length=dt.schedules.RunLength(total="2ep", steps_per_epoch=10))
     for batch in torch.utils.data.DataLoader(rows(), batch_size=2):
         state, _ = step(state, batch)
     with pytest.raises(
@@ -319,8 +319,8 @@ def test_batch_position_survives_rewrapping_and_dtrain_copies():
     (origin,) = get_batch_infos(batch)
     assert get_batch_infos({"again": [batch["x"]]}) == [origin]
     assert get_batch_infos((batch, 3)) == [origin]
-    assert [get_batch_infos(part) for part in dt.split_batch(batch, 1)] == [[origin]] * 2
-    assert [get_batch_infos(moved) for moved in dt.prefetch_to_device([batch], "meta")] == [[origin]]
+    assert [get_batch_infos(part) for part in dt.data.split_batch(batch, 1)] == [[origin]] * 2
+    assert [get_batch_infos(moved) for moved in dt.data.prefetch_to_device([batch], "meta")] == [[origin]]
     assert get_batch_infos(copy.deepcopy(dict(batch))) == [origin]
     assert get_batch_infos({"x": batch["x"][:1]}) == []
 
@@ -344,7 +344,7 @@ def test_batch_size_schedule_updates_the_epoch_position():
     for batch in source.until("2ep"):
         for _ in range(2):
             state, _ = step(state, batch)
-        seen.append(state.clock.position)
+        seen.append(state.clock._position)
     assert seen == [(0, n) for n in range(1, 7)] + [(1, 0)] + [(1, n) for n in range(1, 5)] + [(2, 0)]
 
 

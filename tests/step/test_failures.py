@@ -5,9 +5,9 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import full_tensor, to_local
 from dtrain.losses import cross_entropy
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.precision import Precision

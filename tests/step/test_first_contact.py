@@ -237,7 +237,7 @@ def test_partial_optimizer_updates_only_its_own_parameters():
     state, _ = STEP(state, BATCH)
     moved = [name for name, param in state.params.items() if not torch.equal(param, before[name])]
     assert moved == ["head.weight", "head.bias"]
-    early = dt.optimizer_in_backward(LOSS, batch_spec=dt.batch_spec(weight=lambda batch: len(batch["x"])))
+    early = dt.step.optimizer_in_backward(LOSS, batch_spec=dt.batch_spec(weight=lambda batch: len(batch["x"])))
     state, _ = early(early.init(model, sgd(model.body), missing_ok=True), BATCH)
     assert torch.equal(model.head.weight, state.params["head.weight"])
     assert not torch.equal(model.body.weight, before["body.weight"])

@@ -12,9 +12,9 @@ from torch import nn
 
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
+from dtrain.dist.dtensor import is_dtensor, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import is_dtensor, to_local
 from dtrain.errors import ConfigError
 from dtrain.shard.fsdp import shard_model
 from dtrain.shard.unshard import full_params

@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.batch_axes import batch_spec
+from dtrain.data.batch_axes import batch_spec
 from dtrain.dist.differentiable import all_gather_with_grad
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError, PeerError
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
@@ -514,7 +514,7 @@ def trained(budget: int, gather: bool, *transforms, grad=grad_cache_step) -> tup
             state, _ = step(state, torch.randn(96, 32, generator=torch.Generator().manual_seed(10 * at + get_dist_info().rank)))
             sizes.append(state.transform_states["auto_microbatch"]["size"] if transforms else None)
             # By heart, a rank that fails would count on the gathers of another number of microbatches.
-            assert not transforms or state.run_context.transform_cache["auto_microbatch"].prober.traces.always_check
+            assert not transforms or state._run_context.transform_cache["auto_microbatch"].prober.traces.always_check
     return torch.cat([full_tensor(p).flatten() for p in state.params.values()]).detach(), sizes, held.refused
 
 

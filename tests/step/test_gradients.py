@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.batch_axes import batch_spec
+from dtrain.data.batch_axes import batch_spec
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import full_tensor
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import TrainState, init_state
 from dtrain.step.microbatch_step import microbatch_step

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.batch_axes import batch_spec
+from dtrain.data.batch_axes import batch_spec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StaleStateError, StepError
@@ -110,7 +110,7 @@ class Arrived:
 
 def test_asynchronous_zero_weight_raises_once_in_the_next_step():
     state = plain_state()
-    state.run_context.monitor.pending_weight = Arrived(0.0)
+    state._run_context.monitor.pending_weight = Arrived(0.0)
     with pytest.raises(StepError, match="an earlier step had weight 0"):
         microbatch_step(state, ragged_batch(), loss_fn=loss_fn)
     microbatch_step(state, ragged_batch(), loss_fn=loss_fn)
@@ -134,7 +134,7 @@ def test_clock_records_elapsed_seconds():
         state, _ = optimizer_step(*microbatch_step(state, ragged_batch(), loss_fn=loss_fn))
         time.sleep(0.01)
     state, _ = optimizer_step(*microbatch_step(state, ragged_batch(), loss_fn=loss_fn))
-    assert state.clock.seconds - state.clock.previous.seconds >= 0.01
+    assert state.clock.seconds - state.clock._previous.seconds >= 0.01
 
 
 def test_stale_state_is_refused():

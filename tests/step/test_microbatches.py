@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.batch_axes import batch_spec
+from dtrain.data.batch_axes import batch_spec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, DtrainError
@@ -70,7 +70,7 @@ def test_custom_batch_uses_caller_split_and_count(size):
 def test_count_alone_suffices_without_microbatches():
     state = plain()
     after, _ = microbatch_step(state, some(2), loss_fn=loss_fn, batch_spec=batch_spec(count=lambda batch: len(batch.graphs)))
-    assert after.step_counts.samples == 2
+    assert after._step_counts.samples == 2
 
 
 def test_unknown_batch_type_error_suggests_batch_spec_and_split():
@@ -131,7 +131,7 @@ def test_integer_like_counts_are_accepted(found):
     state, _ = microbatch_step(
         plain(), some(5), loss_fn=loss_fn, microbatch_size=2, batch_spec=batch_spec(split=split, count=lambda batch: found)
     )
-    assert state.step_counts.samples == 5
+    assert state._step_counts.samples == 5
 
 
 @pytest.mark.parametrize("found", [None, 3, "text", {"a": 1}], ids=["none", "number", "text", "mapping"])

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state

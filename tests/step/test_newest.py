@@ -28,7 +28,7 @@ def made() -> nn.Module:
     return nn.Linear(3, 2)
 
 
-def begun(*transforms: dt.Transform, model: nn.Module | None = None) -> tuple[dt.Step, TrainState]:
+def begun(*transforms: dt.Transform, model: nn.Module | None = None) -> tuple[dt.step.Step, TrainState]:
     model = made() if model is None else model
     step = dt.compose_step(LOSS, transforms)
     return step, step.init(model, torch.optim.AdamW(model.parameters(), lr=0.1))
@@ -39,9 +39,9 @@ def by_hand(state: TrainState) -> TrainState:
     return dt.optimizer_step(state, metrics)[0]
 
 
-EARLY = dt.optimizer_in_backward(LOSS, [dt.transforms.ema(0.5)], batch_spec=dt.batch_spec(weight=len))
+EARLY = dt.step.optimizer_in_backward(LOSS, [dt.transforms.ema(0.5)], batch_spec=dt.batch_spec(weight=len))
 COMPOSED = dt.compose_step(LOSS, [dt.transforms.ema(0.5), dt.transforms.clip_by_norm(1.0)])
-WAYS: dict[str, tuple[dt.Step, Callable[[TrainState], TrainState]]] = {
+WAYS: dict[str, tuple[dt.step.Step, Callable[[TrainState], TrainState]]] = {
     "composed": (COMPOSED, lambda state: COMPOSED(state, BATCH)[0]),
     "in backward": (EARLY, lambda state: EARLY(state, BATCH)[0]),
     "by hand": (dt.compose_step(LOSS), by_hand),

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import full_tensor, to_local
 from dtrain.errors import ConfigError, StaleStateError, StepError
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state

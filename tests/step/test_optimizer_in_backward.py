@@ -7,19 +7,19 @@ import pytest
 import torch
 from torch import nn
 
-from dtrain.batch_axes import batch_spec
-from dtrain.combinators import on_batch
+from dtrain.data.batch_axes import batch_spec
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError, StaleStateError, StepError
 from dtrain.schedules.curves import linear
 from dtrain.shard.fsdp import shard_model
+from dtrain.step.backward_update import optimizer_in_backward
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
-from dtrain.step.optimizer_in_backward import optimizer_in_backward
+from dtrain.step.transform import Transform
 from dtrain.testing.memory_budgets import memory_budget
-from dtrain.transform import Transform
+from dtrain.transforms.combinators import on_batch
 from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
 from dtrain.transforms.hyperparameters.scale_lr import scale_lr
 from dtrain.transforms.weights.ema import ema

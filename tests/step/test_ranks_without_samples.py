@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import dtrain as dt
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import full_tensor
 
 STRATEGIES = ("full_shard", "shard_grad_op", "hybrid_shard", "replicate")
 DIM, TASKS = 4, 3
@@ -167,7 +167,7 @@ def trained(kind: str, strategy: str, variant: str = "", tp: int = 1, idle: bool
     rank, count = dt.dist.data_rank(mesh)
     net = make()
     if variant == "checkpointed":
-        dt.memory.checkpoint_activations(net, blocks=(Leaf,))
+        dt.shard.checkpoint_activations(net, blocks=(Leaf,))
     plan = {"**.up": ColwiseParallel(), "**.down": RowwiseParallel()} if tp > 1 else None
     blocks = () if variant == "one unit" else (Leaf, Nest, nn.Embedding)
     model = dt.shard_model(net, mesh, strategy=strategy, blocks=blocks, tp_plan=plan, **(options or {}))
@@ -251,7 +251,7 @@ def small() -> nn.Module:
 def told(call) -> str:
     try:
         call()
-    except (dt.DtrainError, ValueError) as error:
+    except (dt.errors.DtrainError, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     return "ran"
 
@@ -275,7 +275,7 @@ def with_collective(strategy: str, where: str, auto: bool) -> list[str]:
     def loss(model: nn.Module, batch: Tensor) -> dt.LossSum:
         z = model(batch)
         if reference is not None:
-            with torch.no_grad(), dt.memory.unshard_params(reference) if where == "unshard_params" else nullcontext():
+            with torch.no_grad(), dt.shard.unshard_params(reference) if where == "unshard_params" else nullcontext():
                 known = reference(torch.cat([batch, batch[:, :1]], 1))
                 if where == "error beside" and get_dist_info().rank == 0 and len(batch) == 3:
                     raise ValueError("of this rank's own")

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import dtrain as dt
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import full_tensor
 from dtrain.testing import inject_fault
 from dtrain.testing.loss_check import check_loss_fn
 
@@ -53,7 +53,7 @@ def batch_of(step: int) -> dict[str, Tensor]:
 def told(call: Callable[[], object]) -> str:
     try:
         call()
-    except (dt.DtrainError, RuntimeError) as error:
+    except (dt.errors.DtrainError, RuntimeError) as error:
         return f"{type(error).__name__}: {error}".split(": step: rank")[0]
     return "ran"
 
@@ -83,7 +83,7 @@ def by_hand(state, batch, *, loss_fn, microbatch_size=None):
 METHODS = {
     "sam": ([dt.transforms.sam(0.05)], dt.microbatch_step),
     "sam, microbatches": ([dt.transforms.sam(0.05)], partial(dt.microbatch_step, microbatch_size=2)),
-    "sam, grad cache": ([dt.transforms.sam(0.05)], dt.grad_cache_step),
+    "sam, grad cache": ([dt.transforms.sam(0.05)], dt.step.grad_cache_step),
     "sam, loss scale": ([dt.transforms.sam(0.05), dt.transforms.loss_scale()], dt.microbatch_step),
     "sam, own gradient": ([dt.transforms.sam(0.05)], by_hand),
     "own method": ([twice()], dt.microbatch_step),
@@ -184,7 +184,7 @@ def cached(writer: str) -> str:
 
     model = Model()
     state = dt.compose_step(loss).init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return told(lambda: dt.grad_cache_step(state, batch_of(0), loss_fn=loss, microbatch_size=2))
+    return told(lambda: dt.step.grad_cache_step(state, batch_of(0), loss_fn=loss, microbatch_size=2))
 
 
 def test_grad_cache_refuses_inputs_that_changed_before_the_second_forward():
@@ -216,7 +216,7 @@ def test_selective_backprop_refuses_sample_losses_that_write(ranks):
 
 def evaluated(ranks: tuple[int, ...]) -> str:
     model = on_mesh("full_shard" if get_dist_info().world_size > 1 else "none")
-    fn = dt.auto_batch_eval(lambda model, part: Written(ranks)(model, part).total, initial_size=4)
+    fn = dt.step.auto_batch_eval(lambda model, part: Written(ranks)(model, part).total, initial_size=4)
     with inject_fault("raise", at="forward", call=1, rank=0, error=OUT_OF_MEMORY):
         return told(lambda: fn(model, batch_of(0)))
 

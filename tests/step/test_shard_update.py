@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from dtrain.dist.dtensor import full_tensor, is_dtensor, is_placed_like, to_local
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import full_tensor, is_dtensor, is_placed_like, to_local
 from dtrain.optim.decoupled import DecoupledAdamW, DecoupledSGDW
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.shard_update import step_optimizer

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.dtensor import to_local
+from dtrain.dist.dtensor import to_local
 from dtrain.errors import ConfigError
 from dtrain.surgery.layers.channels_last import channels_last
 

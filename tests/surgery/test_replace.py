@@ -171,7 +171,7 @@ def compiled():
 
 
 def checkpointed():
-    return dt.memory.checkpoint_activations(nn.Sequential(nn.ReLU()), blocks=nn.ReLU)
+    return dt.shard.checkpoint_activations(nn.Sequential(nn.ReLU()), blocks=nn.ReLU)
 
 
 @pytest.mark.parametrize(
@@ -351,7 +351,7 @@ def test_compiled_module_uses_the_swapped_class():
 def test_swap_class_refuses_a_module_with_its_own_forward(edit):
     model = nn.Sequential(nn.LayerNorm(4), nn.Conv2d(4, 4, 3, stride=2))
     before = [type(module) for module in model]
-    dt.memory.checkpoint_activations(model, blocks=(nn.LayerNorm, nn.Conv2d))
+    dt.shard.checkpoint_activations(model, blocks=(nn.LayerNorm, nn.Conv2d))
     with pytest.raises(ConfigError, match=r"surgery: a (LayerNorm|Conv2d) has its own forward, which would hide"):
         edit(model)
     assert [type(module) for module in model] == before

@@ -158,7 +158,7 @@ def test_keyword_arguments_are_passed_to_the_block():
 
 def test_recomputation_makes_the_same_choices():
     plain = trained(net())
-    again = trained(dt.memory.checkpoint_activations(net(), blocks=(Block,)))
+    again = trained(dt.shard.checkpoint_activations(net(), blocks=(Block,)))
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
 
 

@@ -15,7 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 import dtrain as dt
-from dtrain.dtensor import full_tensor
+from dtrain.dist.dtensor import full_tensor
 from dtrain.errors import ConfigError
 from dtrain.surgery.attention.alibi import alibi
 from dtrain.surgery.dropout.gyro_dropout import GyroDropout, gyro_dropout

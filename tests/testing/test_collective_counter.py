@@ -11,9 +11,9 @@ from torch import nn
 
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.context import current_context
+from dtrain.dist.dtensor import global_norm
 from dtrain.dist.init import get_dist_info, init_dist
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import global_norm
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state
 from dtrain.step.microbatch_step import microbatch_step

@@ -87,11 +87,11 @@ class Checkpointer:
         keep_steps: Collection[int] = (),
     ) -> None:
         self.root = storage.resolve_path(root)
-        self.options = SaveOptions(
+        self._options = SaveOptions(
             mode=mode, incremental=incremental, keep_last=keep_last, keep_every=keep_every, keep_steps=keep_steps
         )
-        self.options.check("Checkpointer")
-        self.staging = StagingPool()
+        self._options.check("Checkpointer")
+        self._staging = StagingPool()
         self._lock: Lock | None = None
         process_instance(_OpenCheckpointers).members.add(self)
 
@@ -112,7 +112,7 @@ class Checkpointer:
         """
         from dtrain.checkpoint.save import start_save
 
-        return start_save(self, state, extra or {}, scope, dtype, self.options)
+        return start_save(self, state, extra or {}, scope, dtype, self._options)
 
     def load(
         self,
@@ -150,7 +150,7 @@ class Checkpointer:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         _close([self], error)
 
-    def acquire_lock(self, run_id: str, protected: Collection[int], caller: str) -> None:
+    def _acquire_lock(self, run_id: str, protected: Collection[int], caller: str) -> None:
         """Lock the root for a run, or check that this process still owns the lock.
 
         Raises:
@@ -166,7 +166,7 @@ class Checkpointer:
     def _release(self) -> None:
         if self._lock is not None:
             self._lock.release()
-        self._lock, self.staging = None, StagingPool()
+        self._lock, self._staging = None, StagingPool()
 
 
 def checkpointer_of(root: AnyPath | str, states: Iterable[TrainState]) -> Checkpointer:
@@ -175,7 +175,7 @@ def checkpointer_of(root: AnyPath | str, states: Iterable[TrainState]) -> Checkp
     Mutates: the run context of the states.
     """
     path = storage.resolve_path(root)
-    contexts = [state.run_context for state in states]
+    contexts = [state._run_context for state in states]
     found = next((c.checkpointers[str(path)] for c in contexts if str(path) in c.checkpointers), None)
     checkpointer: Checkpointer = Checkpointer(path) if found is None else found
     for context in contexts:

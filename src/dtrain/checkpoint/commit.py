@@ -18,7 +18,7 @@ from typing import Any, Literal, cast
 
 import msgspec
 
-from dtrain import heartbeats, spans, storage
+from dtrain import spans, storage
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import scan_root
 from dtrain.checkpoint.checkpointer import Checkpointer, SaveOptions
@@ -42,6 +42,7 @@ from dtrain.dist.collectives import broadcast_decision, broadcast_json, gather_j
 from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info
 from dtrain.errors import CheckpointError
+from dtrain.launch import heartbeats
 from dtrain.run_context import Commit, Lineage
 from dtrain.storage import AnyPath
 
@@ -317,7 +318,7 @@ def prepare_save(
     if storage.exists(root) and not storage.is_folder(root):
         raise CheckpointError(f"{caller}: root must be a directory, got {root}. Name the folder for the steps.")
     run_id = lineages[0].run_id or secrets.token_hex(16)
-    checkpointer.acquire_lock(run_id, resumed_steps(root, lineages[0]), caller)
+    checkpointer._acquire_lock(run_id, resumed_steps(root, lineages[0]), caller)
     decision = _decide(root, lineages, run_id, step, scope, content_key, caller)
     if decision.action == "write":
         storage.make_folders(root)
@@ -376,7 +377,7 @@ def commit(decision: SaveDecision, checkpointer: Checkpointer, lineage: Lineage,
     """
     root = storage.resolve_path(decision.root)
     # Writing may have taken longer than the lifetime of a lock without heartbeat.
-    checkpointer.acquire_lock(decision.run_id, resumed_steps(root, lineage), caller)
+    checkpointer._acquire_lock(decision.run_id, resumed_steps(root, lineage), caller)
     staging, final = root / decision.staging_folder, root / layout.step_name(manifest.step)
     if not storage.supports_rename(root):
         # All other files of the step have been written to their final names.

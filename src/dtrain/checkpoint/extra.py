@@ -22,9 +22,9 @@ from dtrain.checkpoint.module_state import set_extra_states
 from dtrain.checkpoint.targets import ReadOnlyMemory, write_problem
 from dtrain.checkpoint.tree_json import DICT_TYPES, PER_RANK, RANK_COPIES, SameAs, TensorPlaceholder, state_prefix
 from dtrain.dist.collectives import raise_on_all_ranks
+from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import rng_state, set_rng_state
-from dtrain.dtensor import is_dtensor
 from dtrain.errors import CheckpointMismatchError, ConfigError, CorruptCheckpointError
 from dtrain.run_objects import LOADER, NotSaved, PerRank, RankCopies, check_entries, is_stateful, is_tracked_loader, unwrap
 from dtrain.state import TrainState

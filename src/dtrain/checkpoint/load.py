@@ -33,9 +33,9 @@ from dtrain.checkpoint.step_choice import OnCorrupt, StepChoice, choose_on_all_r
 from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped
 from dtrain.dist.batch_info import LoaderHistory
 from dtrain.dist.collectives import raise_on_all_ranks
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seed_all, set_rng_state
-from dtrain.dtensor import to_local
 from dtrain.errors import CheckpointError, ConfigError
 from dtrain.run_context import Lineage
 from dtrain.shard.unshard import reshard
@@ -144,7 +144,7 @@ def load_sharded(
                 raise CheckpointError(f"{_CALLER}: no checkpoint found in {root}. Pass missing_ok=True to start without one.")
             log(f"no checkpoint found in {folder}; starting from scratch")
             for each in [state] if isinstance(state, TrainState) else state.values():
-                each.run_context.lineage.roots[str(folder)].looked = True
+                each._run_context.lineage.roots[str(folder)].looked = True
             _warn_if_low_space(folder, _min_save_bytes(state))
             return state
         with gc_paused():
@@ -240,7 +240,7 @@ def _apply(
     lineage.roots[str(folder.parent)] = choice.history({manifest.step: content_key(new_states, "all", None)})
     for state in states.values():
         # Earlier commits of this process belong to the abandoned lineage.
-        state.run_context.lineage = lineage
+        state._run_context.lineage = lineage
     if loaded.rng is not None:
         set_rng_state(loaded.rng)
     elif not options.ignore.part(RNG):
@@ -253,9 +253,9 @@ def _start_from_weights(
     state: TrainState, plan: LoadPlan, targets: Mapping[str, Tensor], batches: Iterable[Mapping[str, Tensor]]
 ) -> TrainState:
     """Load weights only, and start a new run."""
-    new_state = state._next(loader_history=LoaderHistory())
+    new_state = state._next(_loader_history=LoaderHistory())
     _apply_tensors(plan, targets, batches)
-    init_transforms = state.init_transform_states
+    init_transforms = state._init_transform_states
     return new_state if init_transforms is None else new_state._replace(transform_states=init_transforms(new_state))
 
 
@@ -266,7 +266,7 @@ def _resume(
     # The length of the run is an option of this run, not of the saved run.
     clock = None if plan.clock is None else replace(plan.clock, run_length=state.clock.run_length)
     # The loaders of the steps before the load do not belong to the loaded run.
-    new_state = state._next(clock=clock, seed=plan.seed, loader_history=LoaderHistory())
+    new_state = state._next(clock=clock, seed=plan.seed, _loader_history=LoaderHistory())
     if plan.optimizer is not None:
         # The old state is freed before new tensors are allocated.
         clear_optimizer_(state, plan.skipped)
@@ -278,7 +278,7 @@ def _resume(
     tree = keep_skipped(plan.transforms, state.transform_states, plan.skipped)
     transform_states = fill_tensors(tree, lambda key, ref: plan.targets[key])
     new_state = new_state._replace(transform_states=transform_states)
-    init_transforms = state.init_transform_states
+    init_transforms = state._init_transform_states
     new_names = [name for name in state.transform_states if name not in (plan.transforms or {})]
     if not new_names or init_transforms is None:
         return new_state

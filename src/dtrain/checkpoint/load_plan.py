@@ -20,11 +20,11 @@ from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.checkpoint.reshard import Region
 from dtrain.checkpoint.targets import check_targets
 from dtrain.checkpoint.tree_json import TensorRef
-from dtrain.clock import Clock, EpochPosition
-from dtrain.dtensor import shard_box
+from dtrain.dist.dtensor import shard_box
 from dtrain.errors import ConfigError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn, compile_patterns
 from dtrain.run_objects import LOADER, STATEFUL
+from dtrain.schedules.clock import Clock, EpochPosition
 from dtrain.state import TrainState
 
 OPTIMIZER, RNG, TRANSFORMS = "optimizer", "rng", "transforms"
@@ -350,8 +350,8 @@ def _read_clock(reader: CheckpointReader, *, check_step: bool) -> Clock:
         )
     return Clock(
         **counts,
-        previous=None if previous is None else Clock(**_read_counts(previous, f"{location}: previous")),
-        step_start=None if start is None else _read_place(start, f"{location}: step_start"),
+        _previous=None if previous is None else Clock(**_read_counts(previous, f"{location}: previous")),
+        _step_start=None if start is None else _read_place(start, f"{location}: step_start"),
     )
 
 

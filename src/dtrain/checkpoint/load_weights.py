@@ -25,13 +25,13 @@ from dtrain.checkpoint.targets import check_targets
 from dtrain.checkpoint.tensor_files import TensorFiles, open_step
 from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
+from dtrain.dist.dtensor import shard_box, to_local
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import shard_box, to_local
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
 from dtrain.fqn import buffers_by_fqn, compile_patterns, modules_by_fqn, parameters_by_fqn
 from dtrain.shard.buffer_sync import persistent_buffers
+from dtrain.shard.spec import get_spec
 from dtrain.shard.unshard import reshard
-from dtrain.state import get_spec
 from dtrain.storage import AnyPath
 
 Rename = Callable[[str], str | None] | Mapping[str, str | None]

@@ -30,7 +30,7 @@ def check_loaders(states: Mapping[str, TrainState], *, caller: str) -> None:
     Raises:
         ConfigError: a loader is missing.
     """
-    histories = [state.loader_history for state in states.values()]
+    histories = [state._loader_history for state in states.values()]
     identities = [identity for history in histories for identity in history.in_use]
     if _missing_loaders(identities, states):
         # A loader in a reference cycle is not in use any more.
@@ -55,10 +55,10 @@ def _warn_of_guessed_loaders(states: Mapping[str, TrainState], caller: str) -> N
 
     Mutates: ``warned_of_loader`` of the runs.
     """
-    runs = [state.run_context for state in states.values()]
+    runs = [state._run_context for state in states.values()]
     if get_dist_info().rank != 0 or any(run.warned_of_loader for run in runs):
         return
-    missing = _missing_loaders([state.loader_history.guessed for state in states.values()], states)
+    missing = _missing_loaders([state._loader_history.guessed for state in states.values()], states)
     if missing:
         for run in runs:
             run.warned_of_loader = True

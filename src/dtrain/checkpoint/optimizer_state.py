@@ -16,7 +16,7 @@ from dtrain.checkpoint.mismatch_report import MismatchRow, other_row, unexpected
 from dtrain.checkpoint.reshard import Region, full_region
 from dtrain.checkpoint.state_dict import ADDED_OPTIONS, optimizer_groups
 from dtrain.checkpoint.tree_json import TensorPlaceholder, TensorRef, list_placeholders
-from dtrain.dtensor import (
+from dtrain.dist.dtensor import (
     from_local_like,
     is_dtensor,
     is_placed_like,

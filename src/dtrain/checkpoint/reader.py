@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, TypeVar
 
-from dtrain import heartbeats, storage
+from dtrain import storage
 from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.checkpoint_info import read_manifest
 from dtrain.checkpoint.data_file import InMemoryFile, OpenedFile
@@ -28,6 +28,7 @@ from dtrain.checkpoint.reshard import Region
 from dtrain.checkpoint.run_index import RunIndex, inline_order, parse_run_index
 from dtrain.checkpoint.tree_json import state_prefix, strip_prefix
 from dtrain.errors import CheckpointMismatchError, CorruptCheckpointError
+from dtrain.launch import heartbeats
 from dtrain.storage import AnyPath
 from dtrain.storage.parallel_parts import for_each_part
 

@@ -3,7 +3,8 @@
 The training thread collects the contents, checks that they are equal on all ranks, and copies them. All file operations are
 done by the background thread (``save_thread``), also for a synchronous save.
 
-The run's id and its commits are in ``state.run_context.lineage``; the lock and the staging memory belong to a ``Checkpointer``.
+The run's id and its commits are in the lineage of its ``RunContext``; the lock and the staging memory belong to a
+``Checkpointer``.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ def save_sharded(
         A handle, whose ``result()`` is the ``SaveResult``. A step that this process has committed or loaded already is not
         written again.
 
-    Mutates: ``state.run_context``; files. A step of the same run that this process did not write (after going back to an older
+    Mutates: ``state._run_context``; files. A step of the same run that this process did not write (after going back to an older
     step) is replaced. A folder at this step that is no valid checkpoint is moved aside with a warning.
     Collective: exchanges of JSON on the control group, and in the background thread on the background group; every rank must
     call it. Every rank writes its own shards; each replica of a shard writes a part of the tensors.
@@ -201,12 +202,12 @@ def start_save(
         with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
             first = next(iter(states.values()))
             key = content_key(states, scope, dtype)
-            is_saved = first.run_context.lineage.roots[str(checkpointer.root)].steps.get(first.step) == key
-            staged = stage_files(write_plan, checkpointer.staging, copy=options.mode == "async")
+            is_saved = first._run_context.lineage.roots[str(checkpointer.root)].steps.get(first.step) == key
+            staged = stage_files(write_plan, checkpointer._staging, copy=options.mode == "async")
             request = SaveRequest(
                 caller=_CALLER,
                 checkpointer=checkpointer,
-                lineages=[state.run_context.lineage for state in states.values()],
+                lineages=[state._run_context.lineage for state in states.values()],
                 options=options,
                 step=first.step,
                 layout=_mesh_layout(first),
@@ -219,7 +220,7 @@ def start_save(
                 content_key=key,
                 info=info,
                 # In the middle of a step the ranks have agreed to stop already, but the state is older.
-                after_stop_agreed=current_context().preemption.is_agreed() and first.step_counts is None,
+                after_stop_agreed=current_context().preemption.is_agreed() and first._step_counts is None,
                 started_at=started_at,
             )
         assert request is not None, "the block has raised otherwise"
@@ -273,7 +274,7 @@ def _check_arguments(states: States, scope: str, extra: Mapping[str, Any], dtype
     for state in states.values():
         state._check_not_stale(_CALLER)
         state._check_replicas_joined(_CALLER)
-    if len({state.run_context.lineage.run_id for state in states.values()}) > 1:
+    if len({state._run_context.lineage.run_id for state in states.values()}) > 1:
         raise ConfigError(f"{_CALLER}: the states {list(states)} must belong to one run. Load them from one checkpoint.")
     check_choice(_CALLER, "scope", scope, get_args(SaveScope))
     if scope != "all" and extra:
@@ -318,7 +319,7 @@ def _record_saved_objects(states: Mapping[str, TrainState], extra: Mapping[str, 
     """Record the objects whose state was saved; ``early_stop`` must not change such objects any more in this step."""
     values = [*extra.values(), *(value for state in states.values() for value in state._objects.values())]
     for state in states.values():
-        state.run_context.lineage.saved_steps = {id(unwrap(value)): state.step for value in values}
+        state._run_context.lineage.saved_steps = {id(unwrap(value)): state.step for value in values}
 
 
 def _mesh_layout(state: TrainState) -> MeshLayout:

@@ -18,13 +18,14 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from dtrain import heartbeats, spans
+from dtrain import spans
 from dtrain.checkpoint.data_file import FileLayout, SerializedFile, TensorSlot, flatten, group_slots, serialize_in_place
 from dtrain.checkpoint.layout import DTYPES
 from dtrain.checkpoint.process_instance import process_instance
 from dtrain.checkpoint.write_plan import RankWritePlan
 from dtrain.device import is_accelerator
 from dtrain.errors import CheckpointError
+from dtrain.launch import heartbeats
 
 T = TypeVar("T")
 # Interval at which a waiting thread reports progress to the launcher.

@@ -191,7 +191,7 @@ ADDED_OPTIONS = "added_options"
 def optimizer_groups(state: TrainState) -> list[dict[str, Any]]:
     """Return the optimizer's hyperparameters by group, with the names of the group's parameters under ``params``."""
     names = {id(param): name for name, param in state.params.items()}
-    at_the_beginning = state.run_context.group_options
+    at_the_beginning = state._run_context.group_options
     groups = []
     for at, group in enumerate(state.optimizer.param_groups):
         options = stored_options(group)

@@ -13,7 +13,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from dtrain.dtensor import is_dtensor
+from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import ConfigError
 
 _MEMORY_MAP = "/proc/self/maps"

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from dtrain.checkpoint import strict_json
 from dtrain.checkpoint.layout import DTYPE_NAMES, DTYPES, STATES
-from dtrain.dtensor import is_dtensor
+from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import ConfigError, CorruptCheckpointError
 
 TAG = "$"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 
-from dtrain import heartbeats, storage
+from dtrain import storage
 from dtrain.checkpoint import layout, strict_json
 from dtrain.checkpoint.checkpoint_info import CheckpointInfo, choose_step, notice_removal, read_info, scan_root
 from dtrain.checkpoint.data_file import verify_file
@@ -13,6 +13,7 @@ from dtrain.checkpoint.rank_index import StoredShard
 from dtrain.checkpoint.reader import CheckpointReader, RankFilesReader, open_checkpoint, state_values
 from dtrain.checkpoint.reshard import check_cover
 from dtrain.errors import CheckpointError, CorruptCheckpointError
+from dtrain.launch import heartbeats
 from dtrain.storage import AnyPath
 
 

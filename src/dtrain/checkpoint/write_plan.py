@@ -27,7 +27,7 @@ from dtrain.checkpoint.reader import read_rank_index, read_run_index
 from dtrain.checkpoint.reshard import assign_writers
 from dtrain.checkpoint.run_index import RankParts, RunIndex, merge_parts
 from dtrain.checkpoint.state_dict import CheckpointContents
-from dtrain.dtensor import ShardBox, full_box, is_dtensor, shard_box, to_local
+from dtrain.dist.dtensor import ShardBox, full_box, is_dtensor, shard_box, to_local
 from dtrain.errors import CheckpointError
 from dtrain.storage import AnyPath
 

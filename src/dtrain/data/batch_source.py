@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar, Protocol
 
-from dtrain import heartbeats, spans
-from dtrain.batch import narrow_batch
-from dtrain.batch_axes import BatchSpec
+from dtrain import spans
+from dtrain.data.batch import narrow_batch
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.data.fetcher import BatchRequest, Fetcher, describe_error
 from dtrain.data.position import EpochBatches, LastBatch, Position, batch_indices, is_reached
 from dtrain.data.sampling.sample_order import CachedOrder, SampleOrder, rank_positions
@@ -17,8 +17,9 @@ from dtrain.data.worker_batch import Payload, WorkerBatch
 from dtrain.data.workers import WorkerConfig, load_batches
 from dtrain.dist.batch_info import BatchStatus
 from dtrain.dist.context import current_context
-from dtrain.durations import Duration
 from dtrain.errors import DataError, DtrainError
+from dtrain.launch import heartbeats
+from dtrain.schedules.durations import Duration
 from dtrain.typing import Batch, Plain, Schedule
 
 # Number of batches that a dataset with prefetch() receives in advance.

@@ -15,7 +15,7 @@ from dtrain.data.batch_source import BatchSource, LoaderItem
 from dtrain.data.iterable_batch_source import IterableBatchSource
 from dtrain.data.position import Position, is_reached
 from dtrain.device import is_accelerator
-from dtrain.durations import Duration
+from dtrain.schedules.durations import Duration
 from dtrain.typing import Plain
 
 _RESTARTS_IN_A_ROW = 3

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 
 from dtrain.arguments import check_int
-from dtrain.batch import copy_batch_info, list_tensors, pin_memory, to_device
+from dtrain.data.batch import copy_batch_info, list_tensors, pin_memory, to_device
 from dtrain.data.batch_source import BatchSource, LoaderItem
 from dtrain.data.iterable_batch_source import IterableBatchSource
 from dtrain.device import is_accelerator
@@ -31,7 +31,7 @@ def prefetch_to_device(batches: Iterable[Batch], device: torch.device | str, *, 
     Example:
         >>> import dtrain as dt
         >>> batches = [torch.arange(2), torch.arange(3)]
-        >>> [batch.tolist() for batch in dt.prefetch_to_device(batches, "cpu")]
+        >>> [batch.tolist() for batch in dt.data.prefetch_to_device(batches, "cpu")]
         [[0, 1], [0, 1, 2]]
 
     Raises:

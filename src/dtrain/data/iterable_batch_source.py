@@ -22,8 +22,8 @@ from dtrain.data.position import EpochBatches, Position, is_reached
 from dtrain.data.sampling.sample_order import check_same_state, rank_share
 from dtrain.data.worker_batch import Payload, WorkerBatch
 from dtrain.data.workers import load_batches
-from dtrain.durations import Duration
 from dtrain.errors import ConfigError
+from dtrain.schedules.durations import Duration
 from dtrain.typing import Plain
 
 

@@ -13,8 +13,7 @@ from dataclasses import replace
 import torch
 
 from dtrain.arguments import check_int
-from dtrain.batch import FailedBatch, attach_batch_info
-from dtrain.clock import EpochPosition
+from dtrain.data.batch import FailedBatch, attach_batch_info
 from dtrain.data.batch_source import BatchSource, LoaderItem, next_item
 from dtrain.data.dataset import hash_fingerprint
 from dtrain.data.dataset_changes import items_with_changes, reads_ahead
@@ -37,8 +36,9 @@ from dtrain.dist.batch_info import BatchInfo
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed
-from dtrain.durations import Duration, RunLength
 from dtrain.errors import CheckpointMismatchError, ConfigError, ConfigTypeError, DataError, DtrainError
+from dtrain.schedules.clock import EpochPosition
+from dtrain.schedules.durations import Duration, RunLength
 from dtrain.typing import Batch, Plain
 
 
@@ -59,19 +59,19 @@ class Loader:
         device: torch.device | None = None,
         prefetch_factor: int = 2,
     ) -> None:
-        self.source, self.seed, self.fingerprint = source, seed, dict(fingerprint)
+        self._source, self.seed, self._fingerprint = source, seed, dict(fingerprint)
         self.position, self.skipped = Position(), SkippedSamples(samples=[])
         self._allow_data_change, self._evaluations = allow_data_change, 0
         self._device, self._prefetch_factor, self._reads_ahead = device, prefetch_factor, reads_ahead(source, device)
-        self._digest = hash_fingerprint(self.fingerprint)
+        self._digest = hash_fingerprint(self._fingerprint)
         self._dataset_state: Plain = None
         self._skip_target: Position | None = None
-        self.last_batch_info: BatchInfo | None = None
+        self._last_batch_info: BatchInfo | None = None
         self._issued: IssuedBatch | None = None
         self._step_expected = False
 
     @property
-    def identity(self) -> weakref.ref[Loader]:
+    def _identity(self) -> weakref.ref[Loader]:
         """Reference by which steps and saves find the loader of a batch: one object while a batch or a state holds it."""
         return weakref.ref(self)
 
@@ -113,10 +113,10 @@ class Loader:
         Raises:
             ConfigError: a loader cannot count the unit (tokens, seconds), or the dataset has no length and the unit is epochs.
         """
-        goal, size = parse_length(run_length), self.source.options.global_batch_size
+        goal, size = parse_length(run_length), self._source.options.global_batch_size
         if goal.unit == "ep" or (goal.unit == "sp" and callable(size)):
             self._epoch_batches("run_length")
-        return convert_run_length(goal, size, self.source.epoch_batches())
+        return convert_run_length(goal, size, self._source.epoch_batches())
 
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over the rest of this epoch, and move the position, as ``until`` does to the end of the epoch.
@@ -212,7 +212,7 @@ class Loader:
                 pending, self._issued = None, issued
                 self.skipped.add(item.skipped)
                 self.position, self._dataset_state = at, item.dataset_state
-                with current_context().issuing(self.identity):
+                with current_context().issuing(self._identity):
                     yield batch
                 # The batch source may wait for the agreement.
                 item.status.epoch_ended = issued.status.epoch_ended
@@ -221,7 +221,7 @@ class Loader:
                     return
                 # The loop restarts before the next batch is read: the samples to skip may be unreadable. It also restarts if
                 # one_epoch() has moved the dataset.
-                if self._skip_target is self.position or (self._evaluations != evaluations and self.source.single_reader):
+                if self._skip_target is self.position or (self._evaluations != evaluations and self._source.single_reader):
                     break
                 if self.position is not at:
                     raise ConfigError("loader: another loop moved the position during this loop. Run one loop at a time.")
@@ -263,9 +263,9 @@ class Loader:
             ConfigError: ``samples`` is not an integer of at least 0, or the dataset is split over ranks already.
         """
         check_int("loader.skip", "samples", samples, minimum=0)
-        if not self.source.can_skip:
+        if not self._source.can_skip:
             raise ConfigError("loader.skip: the dataset is split over ranks, so the loader cannot skip. Skip in the dataset.")
-        at, batches = self.position, self.source.epoch_batches()
+        at, batches = self.position, self._source.epoch_batches()
         self.position = replace(at, samples=at.samples + samples) if batches is None else batches.skip(at, samples)
         # The dataset's state is older than the new position.
         self._dataset_state = None
@@ -278,7 +278,7 @@ class Loader:
         interrupt skips no batch. The key ``"dataset"`` holds the state of an iterable dataset, if the dataset has a state.
         """
         at, dataset = self._resume_point()
-        state = {**write_position(at), **self.source.order_identity(at), "data": self._digest}
+        state = {**write_position(at), **self._source.order_identity(at), "data": self._digest}
         return state if dataset is None else {**state, "dataset": dataset}
 
     def load_state_dict(self, state: Mapping[str, Plain]) -> None:
@@ -294,23 +294,23 @@ class Loader:
         if not self._allow_data_change and state.get("data") != self._digest:
             raise CheckpointMismatchError(
                 f"loader: the dataset differs from the dataset of the checkpoint, which had {state.get('size')} samples; this "
-                f"one has {self.fingerprint.get('count')} (names, sizes or shards differ). Resume with the same data, or pass "
+                f"one has {self._fingerprint.get('count')} (names, sizes or shards differ). Resume with the same data, or pass "
                 "build_loader(allow_data_change=True)."
             )
         try:
-            self.source.resume({name: value for name, value in state.items() if isinstance(value, int)}, at)
+            self._source.resume({name: value for name, value in state.items() if isinstance(value, int)}, at)
         except CheckpointMismatchError:
             if not self._allow_data_change:
                 raise
-        epoch_batches = self.source.epoch_batches()
+        epoch_batches = self._source.epoch_batches()
         self.position = at if epoch_batches is None else epoch_batches.normalize(at)
-        self._dataset_state, self.last_batch_info, self._issued = state.get("dataset"), None, None
+        self._dataset_state, self._last_batch_info, self._issued = state.get("dataset"), None, None
 
     def _resume_point(self) -> tuple[Position, Plain]:
         """Return the position of the next loop, and the state of an iterable dataset at that position."""
         if self._issued is not None and self._issued.position_after is self.position and self._issued.is_pending:
             return self._issued.position_before, self._issued.dataset_state
-        at, info, state = self.position, self.last_batch_info, self._dataset_state
+        at, info, state = self.position, self._last_batch_info, self._dataset_state
         if info is None or not info.independent_epochs or not info.ends_epoch or state is not None:
             return at, state
         # The batch issued last ended this rank's epoch. The position is still in that epoch.
@@ -338,13 +338,13 @@ class Loader:
         status, after, independent = item.status, item.position_after, item.independent_epochs
         if pending is not None and (pending.position_before, pending.position_after) == (before, after):
             status, pending.status.started = pending.status, False
-        size = self.source.options.global_batch_size
+        size = self._source.options.global_batch_size
         begin, end = before.in_epoch(size), after.in_epoch(size)
         # The ranks end their epochs independently, but the position moves when all ranks have ended.
         if independent and item.ends_epoch:
             end = EpochPosition(begin.epoch + 1, 0)
-        self.last_batch_info = BatchInfo(
-            loader=self.identity,
+        self._last_batch_info = BatchInfo(
+            loader=self._identity,
             begin=begin,
             end=end,
             independent_epochs=independent,
@@ -352,7 +352,7 @@ class Loader:
             padding_sample=item.padding_sample,
             status=status,
         )
-        return attach_batch_info(item.batch, self.last_batch_info), IssuedBatch(
+        return attach_batch_info(item.batch, self._last_batch_info), IssuedBatch(
             status=status,
             position_before=before,
             dataset_state=self._dataset_state,
@@ -362,16 +362,16 @@ class Loader:
         )
 
     def _failed_batch(self, error: DtrainError, at: Position) -> FailedBatch:
-        place = at.in_epoch(self.source.options.global_batch_size)
-        self.last_batch_info = BatchInfo(loader=self.identity, begin=place, end=place, position_hash=self._position_hash(at))
-        return FailedBatch(error, self.last_batch_info)
+        place = at.in_epoch(self._source.options.global_batch_size)
+        self._last_batch_info = BatchInfo(loader=self._identity, begin=place, end=place, position_hash=self._position_hash(at))
+        return FailedBatch(error, self._last_batch_info)
 
     def _position_hash(self, at: Position) -> int:
         """Hash the position, the data and the seed to a number below 2**48."""
         return derive_seed(self._digest, self.seed, at.epoch, at.samples, at.batches) % 2**48
 
     def _epoch_batches(self, caller: str) -> EpochBatches:
-        epoch_batches = self.source.epoch_batches()
+        epoch_batches = self._source.epoch_batches()
         if epoch_batches is None:
             raise ConfigTypeError(f"loader.{caller}: the dataset has no length. Count in batches, as in until('1000ba').")
         return epoch_batches
@@ -384,13 +384,13 @@ class Loader:
         """
 
         def read(at: Position, state: Plain) -> Generator[LoaderItem, None, None]:
-            items, recorder = self.source.items(at, goal, state=state, evaluation=evaluation), current_context().recorder
+            items, recorder = self._source.items(at, goal, state=state, evaluation=evaluation), current_context().recorder
             items = items if recorder is None else recorder.loader_items(items)
-            yield from items_on_device(items, self.source, self._device, self._prefetch_factor)
+            yield from items_on_device(items, self._source, self._device, self._prefetch_factor)
 
         state = None if evaluation else self._dataset_state
         try:
-            watched = self._reads_ahead and items_with_changes(read, self.source, at, goal, state, evaluation=evaluation)
+            watched = self._reads_ahead and items_with_changes(read, self._source, at, goal, state, evaluation=evaluation)
             yield from watched or read(at, state)
         except DtrainError:
             raise
@@ -398,5 +398,5 @@ class Loader:
             raise DataError(f"loader: {describe_error(error)}") from error
 
     def __repr__(self) -> str:
-        count, size = self.fingerprint.get("count", "unknown"), self.source.options.global_batch_size
+        count, size = self._fingerprint.get("count", "unknown"), self._source.options.global_batch_size
         return f"Loader(samples={count}, global_batch_size={'varies' if callable(size) else size}, epoch={self.position.epoch})"

@@ -14,12 +14,12 @@ from typing import Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from dtrain.clock import EpochPosition
 from dtrain.data.sampling.sample_order import CachedOrder, SampleOrder
 from dtrain.dist.batch_info import BatchStatus
 from dtrain.dist.context import current_context
-from dtrain.durations import Duration, RunLength
 from dtrain.errors import CheckpointMismatchError, ConfigError
+from dtrain.schedules.clock import EpochPosition
+from dtrain.schedules.durations import Duration, RunLength
 from dtrain.typing import Plain, Schedule
 
 

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import get_worker_info
 
-from dtrain.batch import pin_memory
+from dtrain.data.batch import pin_memory
 from dtrain.typing import Batch, Plain
 
 INLINE_TENSOR_BYTES = 2**17

@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from dtrain import heartbeats, launch_protocol, storage
+from dtrain import launch_protocol, storage
 from dtrain.data.worker_batch import SHARED_MEMORY, WorkerBatch, describe_shared_memory_error, find_unpicklable
 from dtrain.errors import ConfigError, DataError
+from dtrain.launch import heartbeats
 
 _PR_SET_PDEATHSIG = 1
 _SIGNAL_HINTS = {

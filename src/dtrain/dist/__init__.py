@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from dtrain.dist.collectives import gather_json as gather_json
     from dtrain.dist.collectives import local_rank_zero_first as local_rank_zero_first
     from dtrain.dist.differentiable import all_gather_with_grad as all_gather_with_grad
+    from dtrain.dist.dtensor import global_norm as global_norm
+    from dtrain.dist.init import DistInfo as DistInfo
     from dtrain.dist.mesh import data_rank as data_rank
     from dtrain.dist.ragged import all_gather_by_rank as all_gather_by_rank
     from dtrain.dist.ragged import all_gather_ragged as all_gather_ragged

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple, Protocol
 
-from dtrain.clock import Clock, EpochPosition
+from dtrain.schedules.clock import Clock, EpochPosition
 from dtrain.typing import Batch
 
 
@@ -28,7 +28,7 @@ class BatchStatus:
 # Not frozen, because a frozen record takes twice as long to make, and each batch makes a record.
 @dataclass(slots=True, kw_only=True, eq=False)
 class BatchInfo:
-    """Facts about one batch that its loader knows. They travel with the batch; see ``dtrain.batch.attach_batch_info``.
+    """Facts about one batch that its loader knows. They travel with the batch; see ``dtrain.data.batch.attach_batch_info``.
 
     Args:
         loader: identity of the loader.
@@ -79,11 +79,11 @@ BATCH_INDEX_BITS = 28
 class TrackedLoader(Protocol):
     """Interface of the loaders whose epochs a ``Clock`` can count."""
 
-    last_batch_info: BatchInfo | None
+    _last_batch_info: BatchInfo | None
     """Info of the last batch that the loader returned, None before the first batch."""
 
     @property
-    def identity(self) -> object:
+    def _identity(self) -> object:
         """Identity of this loader, as in ``BatchInfo.loader``."""
         ...
 

@@ -69,7 +69,7 @@ def all_gather_with_grad(x: Tensor) -> Tensor:
 def _find_problem(x: Tensor) -> str | None:
     if not isinstance(x, Tensor):
         return f"x must be a tensor, got {type(x).__name__}"
-    # Only dtrain.dtensor may use the attributes of a DTensor.
+    # Only dtrain.dist.dtensor may use the attributes of a DTensor.
     if hasattr(x, "placements"):
         return "x must be a plain tensor, got a DTensor. Pass this rank's own rows."
     if not x.is_floating_point() or x.dim() == 0:

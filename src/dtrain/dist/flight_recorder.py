@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from dtrain import heartbeats, launch_protocol
+from dtrain import launch_protocol
+from dtrain.launch import heartbeats
 
 if TYPE_CHECKING:
     from dtrain.dist.control_plane import ControlPlane

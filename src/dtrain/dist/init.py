@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from dtrain import heartbeats, launch_protocol, spans
+from dtrain import launch_protocol, spans
 from dtrain.arguments import check_choice, check_number, explain_arguments
 from dtrain.device import collective_backend, find_accelerator, is_accelerator
 from dtrain.dist import timeout_report
@@ -37,6 +37,7 @@ from dtrain.dist.rendezvous import (
 )
 from dtrain.dist.timeout_report import leave_error_note, report_missing_ranks
 from dtrain.errors import ConfigError, DistError
+from dtrain.launch import heartbeats
 from dtrain.open_files import raise_open_file_limit
 
 
@@ -57,8 +58,6 @@ class DistInfo:
         backend: backend of the training group.
         run_dir: the launcher's folder of this launch, None without a launcher.
         timeout_s: time that a collective waits for a rank, in seconds.
-        owner: if True, leaving the context closes the groups.
-        opened_group: if True, ``init_dist`` has opened the default group.
 
     Leaving the context waits for background saves, and raises their errors. After an exception the exit runs no collective
     except those of the saves, so a failed rank never waits for its peers. If ``should_stop`` was true and a state was saved
@@ -74,8 +73,10 @@ class DistInfo:
     backend: str = "none"
     run_dir: Path | None = None
     timeout_s: float = field(default=600.0, repr=False)
-    owner: bool = field(default=False, repr=False)
-    opened_group: bool = field(default=False, repr=False)
+    # If True, leaving the context closes the groups.
+    _owner: bool = field(default=False, repr=False)
+    # If True, ``init_dist`` has opened the default group.
+    _opened_group: bool = field(default=False, repr=False)
 
     @property
     def is_main(self) -> bool:
@@ -102,7 +103,7 @@ class DistInfo:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if not self.owner:
+        if not self._owner:
             return
         context, preempted = current_context(), False
         preemption = context.preemption
@@ -198,7 +199,7 @@ def init_dist(
     context = current_context()
     if context.info is not None:
         _check_matches_open_groups(context.info, backend, device)
-        return replace(context.info, owner=False)
+        return replace(context.info, _owner=False)
     if dist.is_initialized() and context.abandoned_group is not None and context.abandoned_group() is dist.group.WORLD:
         raise DistError("init_dist: NCCL groups of a failed run are still open in this process. Start a new process.")
     rank_info, stop_signals = read_rank_from_env(), read_stop_signals()
@@ -340,8 +341,8 @@ def _make_info(rank_info: dict[str, int], backend: str, device: torch.device, ti
         backend=backend,
         run_dir=Path(run_dir) if run_dir else None,
         timeout_s=timeout_s,
-        owner=True,
-        opened_group=opened_group,
+        _owner=True,
+        _opened_group=opened_group,
     )
 
 
@@ -362,11 +363,11 @@ def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None
     finally:
         # After a failure NCCL's teardown may wait forever for other ranks. The process is about to end anyway.
         stuck = error is not None and is_accelerator(info.device) and info.world_size > 1
-        if not info.opened_group and dist.is_initialized() and (group := current_context().cpu_group) is not None:
+        if not info._opened_group and dist.is_initialized() and (group := current_context().cpu_group) is not None:
             dist.destroy_process_group(group)
-        left_open = stuck and info.opened_group and dist.is_initialized()
+        left_open = stuck and info._opened_group and dist.is_initialized()
         current_context().abandoned_group = weakref.ref(dist.distributed_c10d._get_default_group()) if left_open else None
-        _reset(destroy=info.opened_group and dist.is_initialized() and not stuck)
+        _reset(destroy=info._opened_group and dist.is_initialized() and not stuck)
         heartbeats.report(heartbeats.ProgressKind.CLOSED, os.getpid())
 
 

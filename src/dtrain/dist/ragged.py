@@ -218,7 +218,7 @@ def _make_report(
 def _describe_structure(rows: Rows, leaves: list[Tensor]) -> Plain:
     """Describe the structure of ``rows`` as plain data, and append the tensors to ``leaves``."""
     if isinstance(rows, Tensor):
-        # Only dtrain.dtensor may use the attributes of a DTensor.
+        # Only dtrain.dist.dtensor may use the attributes of a DTensor.
         if hasattr(rows, "placements"):
             raise ConfigError("takes plain tensors, got a DTensor. Pass this rank's own rows.")
         if rows.dim() == 0 or rows.layout is not torch.strided:

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
-from dtrain.clock import EpochPosition
 from dtrain.dist.batch_info import BATCH_INDEX_BITS, BatchInfo
 from dtrain.errors import NonFiniteError, PeerError, StepError
+from dtrain.schedules.clock import EpochPosition
 
 T = TypeVar("T")
 

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain import heartbeats, spans
+from dtrain import spans
 from dtrain.dist.collectives import all_gather_numbers, check_rank
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError
+from dtrain.launch import heartbeats
 
 TensorOrNumber = TypeVar("TensorOrNumber", Tensor, float)
 
@@ -143,7 +144,7 @@ def _reduce(
 
 
 def _check_tensor(caller: str, x: Tensor) -> None:
-    # Only dtrain.dtensor may use the attributes of a DTensor.
+    # Only dtrain.dist.dtensor may use the attributes of a DTensor.
     if hasattr(x, "placements"):
         raise ConfigError(f"{caller}: x must be a plain tensor, got a DTensor. Pass x.full_tensor() or x.to_local().")
     if x.dtype in _UNSUPPORTED_DTYPES:

@@ -17,8 +17,6 @@ from typing import NamedTuple, cast
 
 import torch
 
-from dtrain import heartbeats
-from dtrain.clock import EpochPosition
 from dtrain.dist.batch_info import BatchInfo
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, reduce_record
 from dtrain.dist.context import current_context
@@ -34,6 +32,8 @@ from dtrain.dist.record_faults import (
 from dtrain.dist.rng import derive_seed, hash_rng_state
 from dtrain.dist.row_summary import RowSpec, RowSummary
 from dtrain.errors import StepError
+from dtrain.launch import heartbeats
+from dtrain.schedules.clock import EpochPosition
 
 
 class StepCounts(NamedTuple):

@@ -16,8 +16,8 @@ from typing import Any
 
 from dtrain import launch_protocol
 from dtrain.errors import ConfigError
-from dtrain.heartbeats import ProgressDecoder
 from dtrain.launch.hang.watchdog import Watchdog
+from dtrain.launch.heartbeats import ProgressDecoder
 from dtrain.launch.host_resources import assign_cores, core_count, usable_cores
 from dtrain.launch.launch_dir import create_run_dir, write_launch_record
 from dtrain.launch.launch_plan import LOOPBACK_ADDRESS, LaunchPlan, NodeRendezvous, build_rank_environment

@@ -17,8 +17,8 @@ import socket
 import time
 from collections.abc import Callable
 
-from dtrain import heartbeats, launch_protocol
-from dtrain.launch import processes
+from dtrain import launch_protocol
+from dtrain.launch import heartbeats, processes
 from dtrain.launch.failure import HANG_EXIT_CODE, describe_exit
 from dtrain.launch.host_resources import count_oom_kills
 from dtrain.launch.job import (

@@ -31,6 +31,5 @@ if TYPE_CHECKING:
     from dtrain.loggers.text import progress_bar as progress_bar
     from dtrain.loggers.text import text_file as text_file
     from dtrain.loggers.weights_and_biases import wandb as wandb
-    from dtrain.run.upload import upload_run as upload_run
 
 __getattr__, __dir__ = attach(__name__, __file__)

@@ -17,12 +17,12 @@ import torch
 from dtrain import launch_protocol, spans, storage
 from dtrain.arguments import check_int, check_number, format_bytes
 from dtrain.device import counts_memory, started_accelerator
-from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.loggers.logger import FaultTolerantLogger, Logger, null_logger
 from dtrain.loggers.logger_options import MetricFilter, Ranks, import_optional, is_writer, rank_path
 from dtrain.loggers.sanitize import to_plain_value
 from dtrain.monitors.hardware import process_memory
+from dtrain.schedules.durations import Duration
 
 # characters of a value other than a number
 _MAX_VALUE_WIDTH = 60

@@ -19,12 +19,5 @@ if TYPE_CHECKING:
     from dtrain.memory.device_memory import is_out_of_memory as is_out_of_memory
     from dtrain.memory.device_memory import write_snapshot as write_snapshot
     from dtrain.memory.live_tensors import LiveStorage as LiveStorage
-    from dtrain.shard.activation_checkpoint import checkpoint_activations as checkpoint_activations
-    from dtrain.shard.activation_checkpoint import offload_activations as offload_activations
-    from dtrain.shard.unshard import unshard_params as unshard_params
-    from dtrain.step.auto_microbatch import MicrobatchSearchResult as MicrobatchSearchResult
-    from dtrain.step.auto_microbatch import find_microbatch_size as find_microbatch_size
-    from dtrain.step.microbatch_search import ProbeResult as ProbeResult
-    from dtrain.step.microbatch_search import RankMemory as RankMemory
 
 __getattr__, __dir__ = attach(__name__, __file__)

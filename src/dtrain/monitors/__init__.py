@@ -13,10 +13,6 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
-    from dtrain.metrics import add_metrics as add_metrics
-    from dtrain.metrics import make_metric as make_metric
-    from dtrain.metrics import perplexity as perplexity
-    from dtrain.metrics import token_accuracy as token_accuracy
     from dtrain.monitors.activations import activation_stats as activation_stats
     from dtrain.monitors.desync import check_desync as check_desync
     from dtrain.monitors.early_stopping import early_stop as early_stop
@@ -32,6 +28,8 @@ if TYPE_CHECKING:
     from dtrain.monitors.meter import collect as collect
     from dtrain.monitors.meter import learning_rates as learning_rates
     from dtrain.monitors.reduce_metrics import gather_metric_states as gather_metric_states
+    from dtrain.monitors.reduce_metrics import perplexity as perplexity
+    from dtrain.monitors.reduce_metrics import token_accuracy as token_accuracy
     from dtrain.monitors.reduce_metrics import tokens_per_second as tokens_per_second
     from dtrain.monitors.speed import mfu as mfu
     from dtrain.monitors.speed import throughput as throughput

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.reduce import reduce_max
 from dtrain.dist.timeout_report import report_missing_ranks
-from dtrain.dtensor import to_local
-from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
-from dtrain.metrics import unit_weight
+from dtrain.schedules.durations import Duration
 from dtrain.state import TrainState
-from dtrain.transform import GradStep, Transform
+from dtrain.step.metrics import unit_weight
+from dtrain.step.transform import GradStep, Transform
 from dtrain.typing import Batch, LossFn, LossSum, Metric, Metrics
 
 ActivationStat: TypeAlias = Literal["mean", "std", "rms", "max", "absmax", "zeros", "kurtosis"]

@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtrain.clock import Clock
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed, hash_rng_state, rng_state
 from dtrain.errors import ConfigError
+from dtrain.schedules.clock import Clock
 from dtrain.shard.buffer_sync import persistent_buffers
 from dtrain.shard.replica_check import ReplicatedEntry, hash_entries, raise_first_difference, replicated_entries
 from dtrain.state import TrainState

@@ -8,10 +8,10 @@ from typing import Literal, TypeAlias
 
 from dtrain import spans
 from dtrain.arguments import check_choice, check_number
-from dtrain.clock import Clock
 from dtrain.dist.collectives import all_gather_numbers
-from dtrain.durations import Duration
 from dtrain.errors import ConfigError, PeerError
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration
 from dtrain.state import TrainState
 from dtrain.typing import Plain
 
@@ -90,7 +90,7 @@ class _StopDecision:
         Raises:
             ConfigError: the state was saved before the decision, or a resumed run has trained past the stop.
         """
-        if state.run_context.lineage.saved_steps.get(id(self)) == state.step:
+        if state._run_context.lineage.saved_steps.get(id(self)) == state.step:
             raise ConfigError(
                 f"{self._caller}: metric {self._metric!r} must be judged before save_sharded, got a checkpoint of step "
                 f"{state.step} first. A resumed run would lose the value. Call stop(state, numbers) before save_sharded."

@@ -17,15 +17,15 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from dtrain.arguments import check_int
-from dtrain.batch import count_samples_and_tokens, to_device
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch import count_samples_and_tokens, to_device
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.errors import ConfigError
 from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.param_hooks import without_hooks
+from dtrain.shard.spec import get_device
 from dtrain.shard.unshard import reshard
-from dtrain.state import get_device
 from dtrain.step.microbatches import BatchWatch
 from dtrain.step.normalization import check_loss
 from dtrain.typing import Batch, LossFn

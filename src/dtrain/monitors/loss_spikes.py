@@ -20,7 +20,7 @@ from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, NonFiniteError, StepError
 from dtrain.run_context import AsyncScalar
 from dtrain.state import TrainState
-from dtrain.transform import Transform, UpdateFn
+from dtrain.step.transform import Transform, UpdateFn
 from dtrain.typing import Metric, Metrics, TransformState
 
 _NAME = "watch_loss"
@@ -154,7 +154,7 @@ class _PendingLosses:
 
 
 def _pending_losses(state: TrainState) -> _PendingLosses:
-    cache = state.run_context.transform_cache
+    cache = state._run_context.transform_cache
     if _NAME not in cache:
         cache[_NAME] = _PendingLosses(slots=[(-1, AsyncScalar(state.device)) for _ in range(_DELAY_STEPS + 1)])
     pending: _PendingLosses = cache[_NAME]

@@ -117,4 +117,4 @@ def _to_number(option: str, value: object) -> float:
 def run_identity(state: TrainState) -> tuple[int, str | None]:
     """Return an identifier that changes if a state belongs to another run or to a newly loaded checkpoint."""
     # The id avoids a reference to the object, which would keep the checkpoint's folder locked.
-    return id(state.run_context), state.run_context.lineage.resumed_from
+    return id(state._run_context), state._run_context.lineage.resumed_from

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, cast
@@ -11,13 +12,15 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain import heartbeats, spans
-from dtrain.clock import Clock
+from dtrain import spans
 from dtrain.dist.context import current_context
+from dtrain.dist.dtensor import local_last_dim
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.ragged import all_gather_by_rank
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError, StepError
+from dtrain.launch import heartbeats
+from dtrain.schedules.clock import Clock
 from dtrain.typing import Metrics
 
 
@@ -141,9 +144,103 @@ def tokens_per_second(since: Clock, now: Clock) -> float:
 
     Example:
         >>> import dtrain as dt
-        >>> from dtrain.clock import Clock
+        >>> from dtrain.schedules.clock import Clock
         >>> dt.monitors.tokens_per_second(Clock(), Clock(step=1, tokens=1000, seconds=2.0))
         500.0
     """
     seconds = now.seconds - since.seconds
     return (now.tokens - since.tokens) / seconds if seconds > 0 else 0.0
+
+
+def token_accuracy(
+    logits: Tensor, targets: Tensor, *, ignore_index: int = -100, mask: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Count the targets with the largest logit, and the targets that count, for ``LossSum.aux``.
+
+    The metric is exact over microbatches and ranks of any size.
+
+    Formula: ``sum(counts * (argmax(logits) == targets))``, ``sum(counts)`` with ``counts = (targets != ignore_index) & mask``
+
+    Args:
+        logits: ``[*, classes]``, any float dtype. A DTensor that is sharded along the classes is not gathered.
+        targets: ``[*]`` int64.
+        ignore_index: target that does not count, as in ``cross_entropy``.
+        mask: ``[*]`` bool, or numbers of which 0 does not count; None counts all. For a part of the tokens, such as answers.
+
+    Returns:
+        Two scalars ``[]``, float64, on the device of ``logits``, without gradient. Of equal logits the first is the largest. A
+        row with NaN is never correct.
+
+    Collective: for a DTensor that is sharded along the classes two all-reduces of one number per token.
+    Host sync: none.
+
+    Example:
+        >>> import dtrain as dt
+        >>> logits = torch.tensor([[2.0, 1.0], [0.0, 3.0], [5.0, 4.0], [1.0, 2.0]])
+        >>> correct, counted = dt.monitors.token_accuracy(logits, torch.tensor([0, 1, 1, -100]))
+        >>> correct.item(), counted.item()
+        (2.0, 3.0)
+
+    Raises:
+        ConfigError: shapes that do not match, or a DTensor that is sharded along another axis.
+
+    Source: the share of correct predictions.
+    """
+    if logits.ndim < 1 or logits.shape[:-1] != targets.shape:
+        raise ConfigError(
+            f"token_accuracy: needs logits [*, classes] and targets [*], got {tuple(logits.shape)} and {tuple(targets.shape)}. "
+            "Give one target per prediction."
+        )
+    if mask is not None and mask.shape != targets.shape:
+        raise ConfigError(
+            f"token_accuracy: mask must be {tuple(targets.shape)} like targets, got {tuple(mask.shape)}. "
+            "Compute the mask from the targets."
+        )
+    counts = targets != ignore_index
+    if mask is not None:
+        counts = counts & (mask != 0)
+    predictions = _argmax(logits.detach())
+    return ((predictions == targets) & counts).sum().double(), counts.sum().double()
+
+
+def _argmax(logits: Tensor) -> Tensor:
+    """Return the index of the largest logit ``[*]``, the first of equal logits; an invalid index if a logit is NaN."""
+    local, first_class, group = local_last_dim(logits, caller="token_accuracy")
+    local = local.detach()
+    largest, index = local.max(dim=-1)
+    no_class = torch.iinfo(torch.int64).max
+    if group is None:
+        return torch.where(largest.isnan(), no_class, index)
+    wide = torch.where(largest.isnan(), math.inf, largest.float() if largest.dtype.itemsize < 4 else largest)
+    # The maximum must not contain NaN, because backends differ in the maximum of NaN.
+    maximum = wide.clone()
+    dist.all_reduce(maximum, dist.ReduceOp.MAX, group=group)
+    winner = torch.where(wide == maximum, index + first_class, no_class)
+    # NaN on one rank gives -1, the minimum over ranks, which is not a class.
+    winner = torch.where(largest.isnan(), -1, winner)
+    dist.all_reduce(winner, dist.ReduceOp.MIN, group=group)
+    return winner
+
+
+def perplexity(loss: float) -> float:
+    """Compute the perplexity of a mean cross entropy in nats; infinite if too large for a float.
+
+    Pass the mean loss over all tokens. A mean of perplexities would be wrong.
+
+    Formula: ``exp(loss)``
+
+    Source: Jelinek et al. 1977, Perplexity: a measure of the difficulty of speech recognition tasks.
+
+    Args:
+        loss: mean cross entropy per token, in nats.
+
+    Example:
+        >>> import dtrain as dt
+        >>> metrics = {"loss": 2.0}  # from dt.reduce_metrics
+        >>> round(dt.monitors.perplexity(metrics["loss"]), 3)
+        7.389
+    """
+    try:
+        return math.exp(loss)
+    except OverflowError:
+        return math.inf

@@ -10,13 +10,13 @@ import torch
 
 from dtrain import spans
 from dtrain.arguments import check_int, check_number
-from dtrain.clock import Clock
 from dtrain.device import device_name
 from dtrain.dist.init import get_dist_info
-from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.monitors.flops import ComputeDtype, peak_flops
 from dtrain.monitors.meter import Meter, run_identity
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration
 from dtrain.state import TrainState
 
 # samples per window: the window length is exact to 1/100, however often a loop logs

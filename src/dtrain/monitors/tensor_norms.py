@@ -9,13 +9,13 @@ from typing import Literal, TypeAlias, get_args
 import torch
 from torch import Tensor
 
-from dtrain.dtensor import all_reduce_partial_scalars_, local_norms, to_local
-from dtrain.durations import Duration
+from dtrain.dist.dtensor import all_reduce_partial_scalars_, local_norms, to_local
 from dtrain.errors import ConfigError
-from dtrain.metrics import unit_weight
+from dtrain.schedules.durations import Duration
 from dtrain.state import TrainState
+from dtrain.step.metrics import unit_weight
 from dtrain.step.step_clock import ends_interval
-from dtrain.transform import Transform, UpdateFn
+from dtrain.step.transform import Transform, UpdateFn
 from dtrain.typing import Metric, Metrics, Params, index_tensor
 
 NormKind: TypeAlias = Literal["grad", "param", "update", "moment", "cosine"]

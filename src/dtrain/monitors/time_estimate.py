@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dtrain import spans
-from dtrain.clock import Clock
-from dtrain.durations import Duration
 from dtrain.monitors.meter import Meter, run_identity
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration
 from dtrain.spans import SpanTime
 from dtrain.state import TrainState
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_number
-from dtrain.dtensor import mul_, tensor_mesh
+from dtrain.dist.dtensor import mul_, tensor_mesh
 
 _FUSED_DEVICES = frozenset({"cpu", "cuda", "mps", "xpu"})
 
@@ -113,8 +113,8 @@ class DecoupledAdamW(_DecoupledDecay, torch.optim.AdamW):  # type: ignore[misc]
 
     ``initial_lr`` is the learning rate at construction of a group, the peak. ``dt.transforms.scale_lr`` changes ``lr`` only
     during the update. A checkpoint stores both values, and loaded values replace the constructed values, as for every option.
-    ``dt.set_lr_`` after loading changes ``lr`` alone, so half the learning rate is half the decay. For a new peak with the same
-    decay set both: ``group.update(lr=new, initial_lr=new)``.
+    ``dt.step.set_lr_`` after loading changes ``lr`` alone, so half the learning rate is half the decay. For a new peak with the
+    same decay set both: ``group.update(lr=new, initial_lr=new)``.
 
     A group uses torch's fused kernel if its parameters allow (floating point on a CPU or GPU, all on one mesh or all plain),
     else torch's default. ``fused=`` and ``foreach=`` override the choice.

@@ -12,10 +12,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from dtrain.arguments import check_number
-from dtrain.combinators import ParamFilter
-from dtrain.dtensor import tensor_mesh
+from dtrain.dist.dtensor import tensor_mesh
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn, parameters_by_fqn
+from dtrain.transforms.combinators import ParamFilter
 
 _CALLER = "param_groups"
 

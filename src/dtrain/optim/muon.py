@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_choice, check_int, check_number
-from dtrain.dtensor import lerp_
+from dtrain.dist.dtensor import lerp_
 from dtrain.optim.matrix import MatrixOptimizer
 
 NS_COEFFICIENTS = (3.4445, -4.7750, 2.0315)

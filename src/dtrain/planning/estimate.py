@@ -13,7 +13,7 @@ from dtrain.planning.simulate import DeviceType, KeepPolicy, ParallelismConfig, 
 from dtrain.planning.size_search import LargestMicrobatch, MemoryEstimate, SizeEstimates, find_largest
 from dtrain.planning.workload import Workload
 from dtrain.shard.precision import Precision
-from dtrain.state import Accumulate
+from dtrain.shard.spec import Accumulate
 
 
 class EstimateOptions(TypedDict, total=False):

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from dtrain.arguments import check_int
 from dtrain.dist.dispatch import is_collective
+from dtrain.dist.dtensor import dtensor_dispatcher
 from dtrain.dist.init import DistInfo, fake_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.rng import rng_state, set_rng_state
-from dtrain.dtensor import dtensor_dispatcher
 from dtrain.errors import ConfigError
 from dtrain.planning.step_work import WorkCounter
 from dtrain.run_context import AsyncScalar

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import numpy as np
 from torch import Tensor
 
-from dtrain.dtensor import to_local
+from dtrain.dist.dtensor import to_local
 from dtrain.memory.live_tensors import LiveBytes
 
 MemoryPart: TypeAlias = Literal[

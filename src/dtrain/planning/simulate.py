@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
 
 from dtrain.arguments import check_choice, check_int
-from dtrain.batch import list_tensors
+from dtrain.data.batch import list_tensors
 from dtrain.errors import ConfigError
 from dtrain.planning.fake_world import FakeValueMode, UnreadScalar, emulate_cuda_kernels, fake_world
 from dtrain.planning.memory_trace import MemoryTrace, MemoryTracker
@@ -31,11 +31,12 @@ from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.materialize import allocate_meta_tensors
 from dtrain.shard.param_hooks import StepHook
 from dtrain.shard.precision import Precision
-from dtrain.state import Accumulate, TrainState
+from dtrain.shard.spec import Accumulate
+from dtrain.state import TrainState
 from dtrain.step.compose import Step, compose_step
-from dtrain.step.context_parallel import context_parallel
 from dtrain.step.optimizer import apply_gradients
-from dtrain.transform import Transform
+from dtrain.step.transform import Transform
+from dtrain.transforms.context_sharding import context_parallel
 from dtrain.typing import Batch, LossSum, Metrics
 
 
@@ -108,7 +109,7 @@ class SimulatedRun:
             _use_foreach(optimizer)
         # A simulated parameter has no values to compare.
         self._state = self._compose(1).init(model, optimizer, replica_check_every=0)
-        monitor = self._state.run_context.monitor
+        monitor = self._state._run_context.monitor
         monitor.pending_weight = UnreadScalar()
         # A fake loss cannot be read on the host.
         monitor.nonfinite_losses.limit = None

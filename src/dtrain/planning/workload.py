@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.errors import ConfigError, DtrainError, StepError
 from dtrain.shard.wrapping import Blocks
-from dtrain.transform import Transform
+from dtrain.step.transform import Transform
 from dtrain.typing import Batch, LossFn
 
 

@@ -12,7 +12,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.errors import OutOfMemoryError
 from dtrain.memory.device_memory import is_out_of_memory, snapshot_suffix, write_snapshot
 from dtrain.state import TrainState
-from dtrain.transform import GradFn, Transform, UpdateFn
+from dtrain.step.transform import GradFn, Transform, UpdateFn
 from dtrain.typing import Batch, Metrics
 
 

@@ -13,7 +13,7 @@ from dtrain.errors import ConfigError
 from dtrain.profiling.driver import PhaseSchedule, ProfilerDriver, schedule
 from dtrain.profiling.trace_recorder import ProfileOptions
 from dtrain.state import TrainState
-from dtrain.transform import GradFn, Transform, UpdateFn
+from dtrain.step.transform import GradFn, Transform, UpdateFn
 from dtrain.typing import Batch, Metrics
 
 _DEFAULT_SCHEDULE = schedule(skip_first=1, wait=0, warmup=1, active=4, repeat=1)

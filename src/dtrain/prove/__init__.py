@@ -1,8 +1,19 @@
-"""Run a training script in several ways and compare the runs: ``dtrain prove`` and ``dt.testing.prove``.
+"""Run one script in several ways, and compare the runs.
 
-    report = dt.testing.prove("loop.py", ["--width", "32"])
-    assert report.passed, report.text()
+    report = dt.prove.prove("train.py", ["--steps", "20"], steps=4)
+    print(report)
 
-A run is a few steps of the script on some ranks, with a ``RankRecorder`` that the primitives report to. The records of two runs
-are joined to facts that do not depend on the layout, compared in program order, and the first difference gets its likely cause.
+``dtrain prove`` is the same as a command.
 """
+
+from typing import TYPE_CHECKING
+
+from dtrain.lazy_imports import attach
+
+if TYPE_CHECKING:
+    from dtrain.prove.proof import prove as prove
+    from dtrain.prove.proof_report import Finding as Finding
+    from dtrain.prove.proof_report import ProveReport as ProveReport
+    from dtrain.prove.proof_report import RunRow as RunRow
+
+__getattr__, __dir__ = attach(__name__, __file__)

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from dtrain.batch import list_tensors
-from dtrain.dtensor import to_local
+from dtrain.data.batch import list_tensors
+from dtrain.dist.dtensor import to_local
 from dtrain.fqn import buffers_by_fqn, parameters_by_fqn, unwrap_module
 from dtrain.prove.run_records import matching_name
 

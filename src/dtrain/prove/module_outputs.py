@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dtrain.batch import list_tensors
+from dtrain.data.batch import list_tensors
 from dtrain.prove.run_config import RunConfig
 from dtrain.prove.run_log import RunLog
 

@@ -18,7 +18,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from dtrain.batch import _map_leaves
+from dtrain.data.batch import _map_leaves
 from dtrain.dist.rng import derive_seed
 from dtrain.prove.run_config import Dtype
 
@@ -33,7 +33,7 @@ _UNCHANGED = (
     "dtrain.storage",
     "dtrain.dist",
     "dtrain.prove",
-    "dtrain.metrics",
+    "dtrain.step.metrics",
     "safetensors",
     "torch._utils",
     "torch._weights_only_unpickler",

@@ -68,7 +68,7 @@ def prove(
 
     Example:
         def test_loop_is_right_on_other_layouts():
-            report = dt.testing.prove("loop.py", ["--width", "32"])
+            report = dt.prove.prove("loop.py", ["--width", "32"])
             assert report.passed, report.text()
 
     Raises:

@@ -20,8 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from dtrain.batch import list_tensors
-from dtrain.durations import Duration
+from dtrain.data.batch import list_tensors
 from dtrain.fqn import buffers_by_fqn, modules_by_fqn
 from dtrain.prove.evaluations import Evaluations
 from dtrain.prove.models import ScriptModels
@@ -30,8 +29,9 @@ from dtrain.prove.overrides import EvenRandom, FrozenStatistics, cast_floats, us
 from dtrain.prove.run_config import SAVE_INTERVAL, RunConfig
 from dtrain.prove.run_log import RunLog, count_samples, digest, flatten, is_number, named_tensors, sample_hashes, to_number
 from dtrain.prove.script_variables import model_values, script_frames, script_variables
+from dtrain.schedules.durations import Duration
 from dtrain.shard.buffer_sync import buffer_choice
-from dtrain.state import ShardSpec
+from dtrain.shard.spec import ShardSpec
 
 # A loop that cannot be shortened runs to its own end, or to this many updates.
 _HARD_LIMIT = 2000
@@ -140,7 +140,7 @@ class RankRecorder:
         steps = self.config.steps
         if goal.unit == "ba":
             return Duration(min(int(goal.value), steps), "ba")
-        has_length = loader.source.epoch_batches() is not None
+        has_length = loader._source.epoch_batches() is not None
         return Duration(min(loader.total_steps(goal), steps) if has_length else steps, "ba")
 
     def crosses(self, step: int) -> bool:

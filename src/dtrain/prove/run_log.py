@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dtrain.batch import list_tensors
-from dtrain.dtensor import full_tensor, to_local
+from dtrain.data.batch import list_tensors
+from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.prove.run_config import SKETCH_SIZE
 
 _DIGEST_BYTES = 8

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from dtrain.dtensor import to_local
+from dtrain.dist.dtensor import to_local
 from dtrain.prove.run_log import digest, flatten
 
 _DEPTH = 3

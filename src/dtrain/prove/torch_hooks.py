@@ -21,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from dtrain import combinators
-from dtrain.batch import list_tensors
 from dtrain.checkpoint.conversion import convert as conversion
+from dtrain.data.batch import list_tensors
 from dtrain.dist import reduce
 from dtrain.prove.overrides import cast_floats, observe_recompute
 from dtrain.prove.plain_loop import PlainLoop
@@ -31,6 +30,7 @@ from dtrain.prove.recording import EndOfProof, RankRecorder
 from dtrain.prove.run_log import count_samples
 from dtrain.prove.script_variables import script_frames
 from dtrain.step import compose
+from dtrain.transforms import combinators
 
 # Passes of a training loader without a batch, after which the script waits for steps that never come.
 _MAX_EMPTY_PASSES = 1000

@@ -20,8 +20,8 @@ import torch
 
 from dtrain import spans
 from dtrain.device import counts_memory, started_accelerator
-from dtrain.durations import Duration
 from dtrain.run.metadata import to_plain_data
+from dtrain.schedules.durations import Duration
 from dtrain.typing import Plain
 
 # Totals are written before these events.

@@ -19,12 +19,12 @@ from dtrain.device import device_name
 from dtrain.dist.collectives import all_gather_json, format_error_line
 from dtrain.dist.context import current_context, exit_exception, register_shutdown_hook
 from dtrain.dist.init import DistInfo, get_dist_info
-from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.run.ledger_writer import LedgerWriter
 from dtrain.run.metadata import attempt_metadata, settings_to_plain
 from dtrain.run.redact import Redactor, make_redactor
 from dtrain.run.upload import upload_run
+from dtrain.schedules.durations import Duration
 from dtrain.storage import RemotePath
 from dtrain.typing import Plain
 
@@ -41,14 +41,14 @@ class Run:
         rank: rank of this process.
         settings: settings given to ``open_run``, as plain data without secrets; None without settings. Pass to loggers:
             ``dt.loggers.tensorboard(run / "tb", settings=run.settings)``.
-        uploaded: files sent by ``upload_run``: by target, size and modification time of each file.
     """
 
     path: Path
     attempt: int
     rank: int
     settings: dict[str, Plain] | None = field(default=None, repr=False, compare=False)
-    uploaded: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict, repr=False, compare=False)
+    # Files sent by ``upload_run``: by target, size and modification time of each file.
+    _uploaded: dict[str, dict[str, tuple[int, int]]] = field(default_factory=dict, repr=False, compare=False)
 
     def __truediv__(self, name: str) -> Path:
         return self.path / name

@@ -42,7 +42,7 @@ def upload_run(run: Run, root: str | Path) -> int:
         run = dt.open_run("runs/gpt")
         if state.crossed("1000ba"):
             dt.save_sharded("s3://bucket/gpt", state)
-            dt.loggers.upload_run(run, "s3://bucket/gpt")
+            dt.run.upload_run(run, "s3://bucket/gpt")
 
     Raises:
         ConfigError: ``root`` is not a valid target.
@@ -51,7 +51,7 @@ def upload_run(run: Run, root: str | Path) -> int:
     target = root_path / _TARGET_FOLDER
     if isinstance(target, Path) and (target == run.path or target in run.path.parents):
         raise ConfigError(f"upload_run: root must be outside of the run's folder, got {run.path} as target. Pass another root.")
-    sent, created, count = run.uploaded.setdefault(str(root_path), {}), set[AnyPath](), 0
+    sent, created, count = run._uploaded.setdefault(str(root_path), {}), set[AnyPath](), 0
     try:
         for path in _iter_files(run):
             name = path.relative_to(run.path).as_posix()
@@ -82,7 +82,7 @@ def upload_run(run: Run, root: str | Path) -> int:
 def _iter_files(run: Run) -> Iterator[Path]:
     """Yield the files that this rank copies, without copies inside the folder itself."""
     ledger = run.path / run_layout.LEDGER
-    excluded = {ledger, run.path / _EXCLUDED_FOLDER, *(Path(root) / _TARGET_FOLDER for root in run.uploaded)}
+    excluded = {ledger, run.path / _EXCLUDED_FOLDER, *(Path(root) / _TARGET_FOLDER for root in run._uploaded)}
     if run.rank == 0:
         for folder, subfolders, names in os.walk(run.path):
             parent = Path(folder)

@@ -14,6 +14,7 @@ from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
     from dtrain.schedules import composer as composer
+    from dtrain.schedules.clock import Clock as Clock
     from dtrain.schedules.combine import clip as clip
     from dtrain.schedules.combine import multiply as multiply
     from dtrain.schedules.combine import sequential as sequential
@@ -27,7 +28,11 @@ if TYPE_CHECKING:
     from dtrain.schedules.curves import multi_step as multi_step
     from dtrain.schedules.curves import polynomial as polynomial
     from dtrain.schedules.curves import step_decay as step_decay
-    from dtrain.schedules.hyperparameter import with_unit as with_unit
+    from dtrain.schedules.durations import Duration as Duration
+    from dtrain.schedules.durations import RunLength as RunLength
+    from dtrain.schedules.hyperparameters import Hyperparameter as Hyperparameter
+    from dtrain.schedules.hyperparameters import hyperparameter as hyperparameter
+    from dtrain.schedules.hyperparameters import with_unit as with_unit
     from dtrain.schedules.phases import cosine_restarts as cosine_restarts
     from dtrain.schedules.phases import one_cycle as one_cycle
     from dtrain.schedules.phases import warmup as warmup

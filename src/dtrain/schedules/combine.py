@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import (
+from dtrain.schedules.hyperparameters import (
     STEP_UNIT,
     attach_unit,
     check_increasing,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from dtrain.arguments import check_choice, check_number
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import (
+from dtrain.schedules.hyperparameters import (
     check_increasing,
     check_sequence,
 )

@@ -8,7 +8,7 @@ from typing import Literal
 from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
 from dtrain.schedules.curves import curve
-from dtrain.schedules.hyperparameter import attach_unit, common_unit
+from dtrain.schedules.hyperparameters import attach_unit, common_unit
 from dtrain.typing import Schedule
 
 

@@ -1,1 +1,23 @@
-"""Shard a model with FSDP2 and tensor parallelism: wrapping, gradient synchronization, precision, buffers, compilation."""
+"""Shard a model with FSDP2 and tensor parallelism, and save memory of activations.
+
+    dt.shard.checkpoint_activations(model, blocks=(Block,))
+    model = dt.shard_model(model, mesh, blocks=(Block,), comm_config=dt.shard.CommConfig(backward_prefetch=2))
+    with dt.shard.unshard_params(model):
+        norms = {name: param.norm() for name, param in model.named_parameters()}
+
+``dt.shard_model`` is the function of most loops. It stores a ``ShardSpec`` on the model.
+"""
+
+from typing import TYPE_CHECKING
+
+from dtrain.lazy_imports import attach
+
+if TYPE_CHECKING:
+    from dtrain.shard.activation_checkpoint import checkpoint_activations as checkpoint_activations
+    from dtrain.shard.activation_checkpoint import offload_activations as offload_activations
+    from dtrain.shard.fsdp import CommConfig as CommConfig
+    from dtrain.shard.precision import convert_to_fp8 as convert_to_fp8
+    from dtrain.shard.spec import ShardSpec as ShardSpec
+    from dtrain.shard.unshard import unshard_params as unshard_params
+
+__getattr__, __dir__ = attach(__name__, __file__)

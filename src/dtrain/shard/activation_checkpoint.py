@@ -54,7 +54,7 @@ def checkpoint_activations(model: nn.Module, *, blocks: Blocks, every: int = 1, 
     Mutates: ``model`` (attributes of the selected modules).
 
     Example:
-        model = dt.memory.checkpoint_activations(model, blocks=(Block,), keep="matmuls")
+        model = dt.shard.checkpoint_activations(model, blocks=(Block,), keep="matmuls")
         model = dt.shard_model(model, mesh, blocks=(Block,))
 
     Raises:
@@ -100,7 +100,7 @@ def offload_activations(model: nn.Module, *, blocks: Blocks, every: int = 1, min
     Host sync: none.
 
     Example:
-        model = dt.memory.offload_activations(model, blocks=(Block,), every=2)
+        model = dt.shard.offload_activations(model, blocks=(Block,), every=2)
         model = dt.shard_model(model, mesh, blocks=(Block,))
 
     Raises:

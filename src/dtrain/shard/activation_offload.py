@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from dtrain.dtensor import is_dtensor
+from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import StepError
 
 # Each tensor in flight occupies device memory until its copy is complete.

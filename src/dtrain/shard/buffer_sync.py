@@ -28,7 +28,7 @@ from dtrain.errors import ConfigError, StepError
 from dtrain.fqn import buffer_slots, buffers_by_fqn, compile_patterns, unwrap_module
 from dtrain.shard.buffers import BufferVersions, owner_name
 from dtrain.shard.replica_check import hash_tensors
-from dtrain.state import Buffers, ShardSpec
+from dtrain.shard.spec import Buffers, ShardSpec
 from dtrain.typing import Plain
 
 # The model attribute that stores its ``BufferSync``.

@@ -52,7 +52,7 @@ def compile_blocks(
     Mutates: ``model`` (attributes of the selected modules), and ``TORCHINDUCTOR_CACHE_DIR`` of this process if unset.
 
     Example:
-        model = dt.memory.checkpoint_activations(model, blocks=(Block,))
+        model = dt.shard.checkpoint_activations(model, blocks=(Block,))
         model = dt.shard_model(model, mesh, blocks=(Block,))
         model = dt.compile_blocks(model, blocks=(Block,))
 

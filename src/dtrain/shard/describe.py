@@ -7,11 +7,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from torch import Tensor, nn
 
 from dtrain.arguments import format_bytes, format_count
-from dtrain.dtensor import describe_placement, to_local
+from dtrain.dist.dtensor import describe_placement, to_local
 from dtrain.fqn import modules_by_fqn, parameters_by_fqn
 from dtrain.shard.fsdp2_private import compute_dtypes, fsdp_param_groups, sharded_params
 from dtrain.shard.grad_sync import grad_sync_of
-from dtrain.state import ShardSpec, get_spec
+from dtrain.shard.spec import ShardSpec, get_spec
 
 _HEAD = ("unit", "class", "tensors", "parameters", "bytes", "bytes here", "stored", "computed", "reduced", "placement")
 

@@ -16,7 +16,7 @@ from functools import partial
 
 from torch import Tensor, nn
 
-from dtrain.dtensor import to_local
+from dtrain.dist.dtensor import to_local
 from dtrain.errors import StepError
 from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.fsdp2_forward import unit_forwards

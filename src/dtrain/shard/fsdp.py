@@ -20,9 +20,9 @@ from dtrain import spans
 from dtrain.arguments import check_choice, check_int, explain_arguments
 from dtrain.dist.collectives import raise_if_any_failed
 from dtrain.dist.context import current_context
+from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import axis_size, data_rank, data_shape, get_mesh, tp_rank
-from dtrain.dtensor import is_dtensor
 from dtrain.errors import ConfigError
 from dtrain.fqn import parameters_by_fqn
 from dtrain.init_checks import check_kinds
@@ -34,10 +34,10 @@ from dtrain.shard.meta_writes import record_write_counts
 from dtrain.shard.param_objects import ParamObjects, check_param_objects
 from dtrain.shard.precision import Precision, cast_buffers_, keeps_dtype, separate_units
 from dtrain.shard.replicate import make_bucket_reducer
+from dtrain.shard.spec import Accumulate, Buffers, ShardSpec, Strategy, attach_spec, get_spec
 from dtrain.shard.tensor_parallel import TensorParallelPlan, apply_tp_plan, format_tp_plan, resolve_tp_plan
 from dtrain.shard.unshard import register_forward_methods
 from dtrain.shard.wrapping import Blocks, IgnoredParams, WrapPlan, plan_wrapping
-from dtrain.state import Accumulate, Buffers, ShardSpec, Strategy, attach_spec, get_spec
 
 ReduceGroup = Literal["shared", "own"]
 
@@ -60,7 +60,7 @@ class CommConfig:
         symmetric_memory: if True, gather through NCCL's symmetric memory (CUDA only).
 
     Example:
-        comm_config = dt.CommConfig(backward_prefetch=2, reduce_group="own")
+        comm_config = dt.shard.CommConfig(backward_prefetch=2, reduce_group="own")
         model = dt.shard_model(model, mesh, blocks=(Block,), comm_config=comm_config)
 
     Raises:
@@ -304,13 +304,13 @@ def _apply_fully_shard(
             weight.data = weight.data.contiguous()
     for modules in wrap_plan.units:
         stored = _stored_dtype(modules, assigned)
-        policy = precision.policy(stored)
+        policy = precision._policy(stored)
         reshard: bool | None = not keep_unsharded
         if modules[0] is model:
             # Backward needs the root's parameters right after forward. FSDP2's default (None) keeps the root unsharded.
             reshard = False if keep_unsharded else None
         elif keeps_dtype(modules[0]):
-            policy = precision.stored_dtype_policy(stored)
+            policy = precision._stored_dtype_policy(stored)
         else:
             # Blocks return tensors of their compute dtype.
             policy = replace(policy, output_dtype=None)
@@ -352,7 +352,7 @@ def check_comm_config(comm_config: object, device_type: str) -> CommConfig:
     if not isinstance(comm_config, CommConfig):
         raise ConfigError(
             f"shard_model: comm_config must be a CommConfig or None, got {comm_config!r}. "
-            "Pass for example dt.CommConfig(backward_prefetch=2)."
+            "Pass for example dt.shard.CommConfig(backward_prefetch=2)."
         )
     if comm_config.symmetric_memory and device_type != "cuda":
         raise ConfigError(f"shard_model: symmetric_memory needs CUDA, got a {device_type} mesh. Leave symmetric_memory out.")

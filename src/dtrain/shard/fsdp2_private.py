@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from dtrain.device import started_accelerator, use_on_current_stream
-from dtrain.dtensor import is_dtensor
+from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import ConfigError
 from dtrain.shard.param_hooks import StepHook, check_dense
 from dtrain.shard.precision import LOW_PRECISION_DTYPES, accumulation_dtype

@@ -39,8 +39,9 @@ from dtrain.shard.param_hooks import ParamHooks, StepHook, raise_hooks_outside_o
 from dtrain.shard.precision import add_stashed_grads_, has_low_precision_grads, stash_low_precision_grads_
 from dtrain.shard.replicate import BucketReducer
 from dtrain.shard.skipped_units import SkippedUnits
+from dtrain.shard.spec import ShardSpec
 from dtrain.shard.unshard import GRAD_SYNC_ATTRIBUTE, is_unsharded
-from dtrain.state import ShardSpec, TrainState
+from dtrain.state import TrainState
 
 # All instances of this process. An instance lives as long as its model.
 _INSTANCES: weakref.WeakSet[GradSync] = weakref.WeakSet()

@@ -28,9 +28,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.overrides import TorchFunctionMode
 
 from dtrain import spans
+from dtrain.dist.dtensor import is_dtensor, local_slice, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seeded_rng
-from dtrain.dtensor import is_dtensor, local_slice, to_local
 from dtrain.errors import ConfigError
 from dtrain.fqn import parameters_by_fqn
 from dtrain.shard.fsdp2_private import init_root
@@ -45,7 +45,7 @@ from dtrain.shard.meta_writes import (
     write_counts_of,
 )
 from dtrain.shard.param_objects import ParamObjects
-from dtrain.state import get_spec
+from dtrain.shard.spec import get_spec
 
 InitFn = Callable[[nn.Module], None]
 

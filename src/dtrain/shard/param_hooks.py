@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from dtrain.dtensor import from_local_like, full_tensor, is_dtensor, local_slice, to_local
+from dtrain.dist.dtensor import from_local_like, full_tensor, is_dtensor, local_slice, to_local
 from dtrain.errors import ConfigError, StepError
 from dtrain.fqn import parameters_by_fqn
 

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 from dtrain.arguments import check_choice
 from dtrain.device import use_on_current_stream
-from dtrain.dtensor import from_local_like, to_local
+from dtrain.dist.dtensor import from_local_like, to_local
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffer_slots, compile_patterns, modules_by_fqn
 from dtrain.optional_dependencies import missing_extra_error
-from dtrain.state import get_spec
+from dtrain.shard.spec import get_spec
 
 # A step without sharding takes functions of this module, and an import of FSDP2 takes more than half of that of torch. So the
 # policies of FSDP2 are imported where they are made.
@@ -101,14 +101,14 @@ class Precision:
         check_choice("Precision.preset", "low", low, ("bf16", "fp16"))
         return replace(cls(), **{field: low if is_low else "fp32" for field, is_low in _PRESETS[name].items()})
 
-    def policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
+    def _policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
         """Return the FSDP2 policy of a unit with trainable parameters of dtype ``stored``. The policy ignores buffers."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
         param, output = (_DTYPES[v] if v else None for v in (self.param, self.output))
         return MixedPrecisionPolicy(param_dtype=param, reduce_dtype=self._reduce_dtype(param or stored), output_dtype=output)
 
-    def stored_dtype_policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
+    def _stored_dtype_policy(self, stored: torch.dtype) -> MixedPrecisionPolicy:
         """Return the FSDP2 policy of a unit that computes in the stored dtype and does not cast inputs."""
         from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -181,7 +181,7 @@ def convert_to_fp8(
     Mutates: ``model``; linear layers are replaced, their Parameter objects stay.
 
     Example:
-        model = dt.surgery.convert_to_fp8(model, ignore="head")
+        model = dt.shard.convert_to_fp8(model, ignore="head")
         model = dt.shard_model(model, mesh, blocks=(Block,), precision=dt.Precision(param="bf16"))
         model = dt.compile_blocks(model, blocks=(Block,))
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from dtrain import spans
 from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.dtensor import is_dtensor, shard_box, to_local
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import is_dtensor, shard_box, to_local
 from dtrain.errors import DesyncError
 from dtrain.run_context import AsyncScalar
 from dtrain.state import TrainState
@@ -111,7 +111,7 @@ def raise_first_difference(caller: str, step: int, gathered: Sequence[Any]) -> N
     raise DesyncError(
         f"{caller}: step {step}: {name!r} must be equal on all ranks, got a different value on "
         f"{format_ranks(minority_ranks)} than on {format_ranks(majority_ranks)}. {len(differing)} of {parts} parts differ. "
-        "Look for code that runs on some ranks only, for random numbers of global generators (dt.transforms.random_like draws "
+        "Look for code that runs on some ranks only, for random numbers of global generators (dt.step.random_like draws "
         "equal numbers) or for a faulty device, and resume from an earlier checkpoint."
     )
 
@@ -220,8 +220,8 @@ class _Group:
 
 
 def replica_check_of(state: TrainState) -> ReplicaCheck:
-    """Return the ``ReplicaCheck`` of the run. Mutates: ``state.run_context``, in the first call."""
-    context = state.run_context
+    """Return the ``ReplicaCheck`` of the run. Mutates: ``state._run_context``, in the first call."""
+    context = state._run_context
     if context.replica_check is None:
         context.replica_check = ReplicaCheck(context.replica_check_every)
     check: ReplicaCheck = context.replica_check

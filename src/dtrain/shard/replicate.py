@@ -28,8 +28,8 @@ from dtrain.errors import StepError
 from dtrain.fqn import parameters_by_fqn
 from dtrain.shard.param_hooks import StepHook, check_dense
 from dtrain.shard.precision import Precision, accumulation_dtype
+from dtrain.shard.spec import ShardSpec
 from dtrain.shard.wrapping import WrapPlan
-from dtrain.state import ShardSpec
 
 # A small first bucket starts the first reduction early in backward. Larger buckets use the network better.
 _FIRST_BUCKET_BYTES = 2**20
@@ -323,7 +323,7 @@ def make_bucket_reducer(model: nn.Module, group: dist.ProcessGroup, wrap_plan: W
             unit_of.setdefault(id(param), number)
 
     def reduce_dtype(name: str, param: Tensor) -> torch.dtype:
-        dtype = (Precision() if name in wrap_plan.ignored_params else precision).policy(param.dtype).reduce_dtype
+        dtype = (Precision() if name in wrap_plan.ignored_params else precision)._policy(param.dtype).reduce_dtype
         assert dtype is not None, "Precision always sets the dtype"
         return dtype
 

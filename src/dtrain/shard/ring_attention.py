@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from dtrain.dtensor import to_local
+from dtrain.dist.dtensor import to_local
 from dtrain.errors import ConfigError
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

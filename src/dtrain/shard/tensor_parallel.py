@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from dtrain.dist.dtensor import chunks_per_dim, describe_placement, is_dtensor
 from dtrain.dist.mesh import MODEL_AXES, axis_size
-from dtrain.dtensor import chunks_per_dim, describe_placement, is_dtensor
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
 

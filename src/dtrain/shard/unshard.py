@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from dtrain import spans
-from dtrain.dtensor import full_tensor
+from dtrain.dist.dtensor import full_tensor
 from dtrain.fqn import unwrap_module
 from dtrain.shard.fsdp2_private import fsdp_param_groups, is_in_forward, reshard_groups, units_of
-from dtrain.state import TrainState, get_spec
+from dtrain.shard.spec import get_spec
+from dtrain.state import TrainState
 
 # The model attribute that stores its ``GradSync``.
 GRAD_SYNC_ATTRIBUTE = "_dtrain_grad_sync"
@@ -85,7 +86,7 @@ def unshard_params(model: nn.Module) -> Iterator[None]:
     Collective: one all-gather per unit, on entering; every rank must enter.
 
     Example:
-        with dt.memory.unshard_params(model):
+        with dt.shard.unshard_params(model):
             norms = {name: param.norm() for name, param in model.named_parameters()}
     """
     with torch.no_grad():

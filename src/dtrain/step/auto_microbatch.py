@@ -13,21 +13,21 @@ from torch import Tensor
 
 from dtrain import spans
 from dtrain.arguments import check_int, check_number
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.device import device_name
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
-from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.memory.device_memory import write_snapshot
+from dtrain.schedules.durations import Duration
 from dtrain.state import TrainState
 from dtrain.step.compose import bind_grad_options
 from dtrain.step.microbatch_probe import MicrobatchProber, has_unknown_state, make_prober, reserve_optimizer_state
 from dtrain.step.microbatch_search import ProbeResult, SizeBounds, next_size, split_by_fit
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.oom_guard import raise_does_not_fit
-from dtrain.transform import GradFn, GradStep, Transform
+from dtrain.step.transform import GradFn, GradStep, Transform
 from dtrain.typing import Batch, LossFn, Metrics, Plain, TransformState
 
 _NAME = "auto_microbatch"
@@ -110,7 +110,7 @@ def auto_microbatch(
             recorder = current_context().recorder
             if recorder is not None and recorder.microbatch_size(None) is not None:
                 return inner(state, batch)
-            cache = state.run_context.transform_cache
+            cache = state._run_context.transform_cache
             kept: _Kept = cache.get(_NAME) or cache.setdefault(_NAME, _Kept(prober=make_prober(state)))
             try:
                 return _run_until_fits(_Search(config, kept.prober, inner, batch, state), kept)
@@ -239,7 +239,7 @@ def find_microbatch_size(
     Collective: as ``microbatch_step`` for ``probe`` microbatches per probe, and two small records.
 
     Example:
-        result = dt.memory.find_microbatch_size(state, batch, loss_fn=loss_fn)
+        result = dt.step.find_microbatch_size(state, batch, loss_fn=loss_fn)
         step = dt.compose_step(loss_fn, microbatch_size=result.size)
 
     Raises:

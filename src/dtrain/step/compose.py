@@ -14,20 +14,20 @@ from torch import nn
 
 from dtrain import spans
 from dtrain.arguments import check_int, explain_arguments
-from dtrain.batch import FailedBatch
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch import FailedBatch
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info
-from dtrain.durations import RunLength
 from dtrain.errors import ConfigError, StepError
-from dtrain.schedules.hyperparameter import check_over_run
+from dtrain.schedules.durations import RunLength
+from dtrain.schedules.hyperparameters import check_over_run
 from dtrain.shard.compile import time_compilation
 from dtrain.state import TrainState, check_state, init_state
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.microbatches import BatchWatch, check_first_run
 from dtrain.step.optimizer import DelayedInterrupt, apply_gradients, tick
 from dtrain.step.step_clock import begin_step
-from dtrain.transform import GradFn, GradStep, Transform, UpdateFn, check_transform, make_step_context
+from dtrain.step.transform import GradFn, GradStep, Transform, UpdateFn, check_transform, make_step_context
 from dtrain.typing import Batch, LossFn, Metrics, TransformState
 
 
@@ -107,11 +107,11 @@ class Step:
             model, optimizer, seed=seed, run_length=run_length, missing_ok=missing_ok, loader=loader, stateful=stateful
         )
         _check_schedules(self.transforms, run_length)
-        state.run_context.replica_check_every = check_int("init", "replica_check_every", replica_check_every, minimum=0)
+        state._run_context.replica_check_every = check_int("init", "replica_check_every", replica_check_every, minimum=0)
         if allow_equal_batches:
-            state.run_context.monitor.equal_batches.steps_left = 0
+            state._run_context.monitor.equal_batches.steps_left = 0
         init_transforms = self._init_transform_states
-        return state._replace(transform_states=init_transforms(state), init_transform_states=init_transforms)
+        return state._replace(transform_states=init_transforms(state), _init_transform_states=init_transforms)
 
     def _init_transform_states(self, state: TrainState) -> dict[str, TransformState]:
         states = [(t, t.init(state)) for t in self.transforms]
@@ -178,7 +178,7 @@ def compose_step(
         microbatch_size: samples per forward and backward, passed to ``grad``; None uses the whole local batch, or the size of
             ``auto_microbatch``.
         batch_spec: description of the batch, passed to ``grad``; None uses the first axis.
-        grad: function that computes gradients, such as ``dt.grad_cache_step``.
+        grad: function that computes gradients, such as ``dt.step.grad_cache_step``.
         update: function that applies gradients.
 
     Example:

@@ -13,10 +13,10 @@ from typing import Any, Generic, Literal, TypeVar, cast
 
 from torch import nn
 
-from dtrain import heartbeats, spans
+from dtrain import spans
 from dtrain.arguments import check_int
-from dtrain.batch import count_samples_and_tokens, get_batch_infos, narrow_batch, to_device
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch import count_samples_and_tokens, get_batch_infos, narrow_batch, to_device
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
 from dtrain.dist.context import current_context
@@ -25,10 +25,11 @@ from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import BackwardSync, RankStatus, StepCounts
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, PeerError, StepError
+from dtrain.launch import heartbeats
 from dtrain.memory.device_memory import release_cached_memory
 from dtrain.shard.grad_sync import grad_sync_of
+from dtrain.shard.spec import get_device, get_spec
 from dtrain.shard.unshard import eval_mode
-from dtrain.state import get_device, get_spec
 from dtrain.step.microbatches import BatchWatch, split_microbatches, tensor_shapes
 from dtrain.step.normalization import MetricAccumulator, check_loss
 from dtrain.step.oom_guard import StepAborted, StepGuard, raise_does_not_fit
@@ -174,7 +175,9 @@ def auto_batch_eval(
 
     Example:
         >>> import dtrain as dt
-        >>> double = dt.auto_batch_eval(lambda model, part: model(part) * 2, initial_size=2)
+        >>> double = dt.step.auto_batch_eval(
+        ...     lambda model, part: model(part) * 2, initial_size=2
+        ... )
         >>> [len(part) for part in double(torch.nn.Identity(), torch.ones(5, 3))]
         [2, 2, 1]
 

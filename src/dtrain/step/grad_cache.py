@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from dtrain.batch import (
+from dtrain.data.batch import (
     FailedBatch,
     check_microbatch_size,
     count_samples,
@@ -24,7 +24,7 @@ from dtrain.batch import (
     narrow_batch,
     to_device,
 )
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.dist.context import current_context
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.timeout_report import is_collective_error
@@ -89,7 +89,7 @@ def grad_cache_step(
             z = torch.nn.functional.normalize(model(batch), dim=1)
             return my_loss(z, dt.dist.all_gather_with_grad(z))  # a LossSum of this rank's rows against all rows
 
-        step = dt.compose_step(loss_fn, microbatch_size=32, grad=dt.grad_cache_step)
+        step = dt.compose_step(loss_fn, microbatch_size=32, grad=dt.step.grad_cache_step)
 
     Raises:
         ConfigError: the loss never called ``model(...)``; arguments or outputs of the model without one number of rows;

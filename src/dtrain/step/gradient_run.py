@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from dtrain import spans
-from dtrain.batch import list_tensors
+from dtrain.data.batch import list_tensors
 from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, CheckedGuard, check_collectives
 from dtrain.dist.collectives import format_error_line
 from dtrain.dist.init import get_dist_info
@@ -28,7 +28,6 @@ from dtrain.dist.step_sync import (
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, StepError
 from dtrain.memory.device_memory import release_cached_memory
-from dtrain.metrics import add_names_of_peers
 from dtrain.shard.buffer_sync import BufferSync, buffer_sync_of
 from dtrain.shard.forward_writes import raise_if_written
 from dtrain.shard.grad_sync import GradSync, grad_sync_of
@@ -37,6 +36,7 @@ from dtrain.shard.param_hooks import raise_if_hooks_differ
 from dtrain.shard.replica_check import replica_check_of
 from dtrain.shard.replicate import all_reduce_grads_
 from dtrain.state import TrainState, check_state
+from dtrain.step.metrics import add_names_of_peers
 from dtrain.step.microbatches import BatchWatch, Microbatches, check_first_run
 from dtrain.step.normalization import (
     SUM_NORMALIZER,
@@ -146,17 +146,17 @@ class GradientRun:
         if not isinstance(state, TrainState):
             check_state(state, caller, f"state, metrics = dt.{caller}(state, batch, loss_fn=loss_fn)")
         # A composed step has begun the batch, and has checked the state before.
-        if state.step_batch is None or state.step_counts is not None:
+        if state._step_batch is None or state._step_counts is not None:
             state._check_not_stale(caller)
-        if state.step_batch is None:
+        if state._step_batch is None:
             self.state = state = begin_step(state, self._batch)
         if state.spec.mesh is None and (world_size := get_dist_info().world_size) > 1:
             raise ConfigError(
                 f"{caller}: {world_size} ranks run, but the model is on no mesh, so gradients would not be reduced. Call "
                 "dt.shard_model before Step.init."
             )
-        self.guard: StepGuard | None = state.guard
-        context = state.run_context
+        self.guard: StepGuard | None = state._guard
+        context = state._run_context
         if context.model_syncs is None:
             context.model_syncs = grad_sync_of(state.model), buffer_sync_of(state.model)
         self.grad_sync, self._buffers = context.model_syncs
@@ -192,7 +192,7 @@ class GradientRun:
 
     def _sync_before_forward(self, error: Exception | None) -> StepCounts:
         state, microbatches, guard = self.state, self.microbatches, self.guard
-        monitor, spec, now = state.run_context.monitor, state.spec, time.monotonic()
+        monitor, spec, now = state._run_context.monitor, state.spec, time.monotonic()
         weight = None if monitor.pending_weight is None else monitor.pending_weight.try_read()
         weightless = weight is not None and not weight > 0
         if weightless and monitor.pending_weight is not None:
@@ -213,7 +213,7 @@ class GradientRun:
             nonfinite_limit=monitor.nonfinite_losses.limit or 0,
             loss_terms=list(self._weights),
             error=error,
-            run_key=id(state.run_context),
+            run_key=id(state._run_context),
             step=state.step,
             ranks_per_batch=spec.ranks_per_batch,
             rng_hash=hash_rng_state(state.device) if spec.ranks_per_batch > 1 else 0,
@@ -221,7 +221,7 @@ class GradientRun:
             plan_digest=0 if guard is None else guard.traces.digest(*self.replay_conditions(), guard.max_microbatches or 0),
             shapes_hash=0 if guard is None or spec.ranks_per_batch == 1 else microbatches.hash_shapes(spec.data_rank),
             replica_digest=0.0 if replicas is None else replicas.begin_step(state),
-            batch_info=state.step_batch.info if state.step_batch is not None else None,
+            batch_info=state._step_batch.info if state._step_batch is not None else None,
             elapsed_s=elapsed_s,
         )
         if replicas is not None:
@@ -230,7 +230,7 @@ class GradientRun:
         if guard is not None and not counts.same_plan:
             guard.traces.clear()
         # A second call for one step (a retry, a method with two gradients) adds its time to the time of the first call.
-        return counts._replace(seconds=counts.seconds + state.step_counts.seconds) if state.step_counts else counts
+        return counts._replace(seconds=counts.seconds + state._step_counts.seconds) if state._step_counts else counts
 
     def guarded(self) -> AbstractContextManager[object]:
         """Return the context of all forwards and backwards, which ends at an out-of-memory error of a guarded step."""
@@ -239,7 +239,7 @@ class GradientRun:
             conditions = self.replay_conditions()
             plan = (self._caller, *conditions)
             is_known = not self._records_units or self.grad_sync.knows_order(conditions)
-            is_checked = is_known and plan in self.state.run_context.monitor.uneven_plans
+            is_checked = is_known and plan in self.state._run_context.monitor.uneven_plans
             self._uneven_plan = None if is_checked else plan
         if guard is None:
             return nullcontext() if self._uneven_plan is None else self._check_collectives()
@@ -315,19 +315,19 @@ class GradientRun:
         raise_if_written(outcome.param_facts, state.spec.strategy, uneven=self.is_uneven)
         self.grad_sync.confirm_order()
         if self._uneven_plan is not None:
-            state.run_context.monitor.uneven_plans.add(self._uneven_plan)
+            state._run_context.monitor.uneven_plans.add(self._uneven_plan)
         if guard is None or guard.max_microbatches is None:
             if state.spec.ranks_per_batch > 1:
                 check_rng_in_sync(self._counts, state.device)
             self._reduce_and_normalize(outcome)
             if not self._counts.fewest_microbatches:
                 metrics = add_names_of_peers(metrics, state.device)
-            state.run_context.monitor.nonfinite_losses.record(state.step, self._loss[0])
+            state._run_context.monitor.nonfinite_losses.record(state.step, self._loss[0])
         self.grad_sync.end_step()
         if self.grad_sync.hooks.exist and (guard is None or guard.max_microbatches is None):
             with seeded_rng(state.seed, "param hooks", state.step) if state.spec.mesh else nullcontext():
                 self.grad_sync.hooks.run_(state.params)
-        return with_agreed_position(state._replace(step_counts=self._counts)), metrics
+        return with_agreed_position(state._replace(_step_counts=self._counts)), metrics
 
     def _free_memory(self) -> None:
         self.grad_sync.abort_all()

@@ -15,20 +15,20 @@ import torch
 from torch import Tensor
 
 from dtrain import spans
-from dtrain.batch import count_samples
+from dtrain.data.batch import count_samples
 from dtrain.device import backend_function, counts_memory, is_accelerator
 from dtrain.dist.collective_replay import TraceCache
 from dtrain.dist.collectives import all_gather_numbers
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import RankStatus
-from dtrain.dtensor import to_local
 from dtrain.memory.device_memory import DeviceMemory, get_device_memory, is_out_of_memory
 from dtrain.shard.buffers import BufferSnapshot
 from dtrain.state import TrainState
 from dtrain.step.microbatch_search import ProbeResult, RankMemory
 from dtrain.step.oom_guard import StepAborted, StepGuard, raise_does_not_fit
-from dtrain.transform import GradFn
+from dtrain.step.transform import GradFn
 from dtrain.typing import Batch, Metrics
 
 
@@ -96,9 +96,9 @@ class MicrobatchProber:
         )
         started, output = time.monotonic(), None
         try:
-            after, metrics = inner(state._replace(guard=guard), batch, **({} if size is None else {"microbatch_size": size}))
-            counts = after.step_counts
-            output = after._replace(guard=None), metrics
+            after, metrics = inner(state._replace(_guard=guard), batch, **({} if size is None else {"microbatch_size": size}))
+            counts = after._step_counts
+            output = after._replace(_guard=None), metrics
         except StepAborted as aborted:
             counts = aborted.counts
         except Exception as error:
@@ -106,14 +106,14 @@ class MicrobatchProber:
                 self._restore(state, rng_snapshot)
                 raise
             # The user's own grad function does not use the guard; a single rank needs no agreement.
-            counts = state.step_counts
+            counts = state._step_counts
             guard.record_failure(error)
             guard.samples = count_samples(batch)
         result = GuardedStepResult(
             fits=output is not None,
             output=output if max_microbatches is None else None,
             guard=guard,
-            state=state._replace(step_counts=counts),
+            state=state._replace(_step_counts=counts),
             seconds=time.monotonic() - started,
         )
         self.oom_message, self.samples = guard.oom_message, guard.samples

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dtrain.batch import to_device
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch import to_device
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.dist.context import current_context
 from dtrain.errors import ConfigError
 from dtrain.shard.precision import LOW_PRECISION_DTYPES

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from dtrain.batch import FailedBatch, count_and_split, list_tensors
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch import FailedBatch, count_and_split, list_tensors
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError, StepError
 from dtrain.state import TrainState
@@ -76,7 +76,7 @@ class BatchWatch:
         The loss wrote into them, or its backward freed their graph.
         """
         if used_up := [leaf for leaf, version in self._versions if leaf.grad_fn is not None or leaf._version != version]:
-            state.run_context.monitor.used_up_batch = state.step, [weakref.ref(leaf) for leaf in used_up]
+            state._run_context.monitor.used_up_batch = state.step, [weakref.ref(leaf) for leaf in used_up]
 
 
 def check_first_run(state: TrainState, batch: object) -> None:
@@ -85,7 +85,7 @@ def check_first_run(state: TrainState, batch: object) -> None:
     Raises:
         StepError: the batch has other values than in its first run, or its graph is gone.
     """
-    recorded = state.run_context.monitor.used_up_batch
+    recorded = state._run_context.monitor.used_up_batch
     if recorded is None or recorded[0] != state.step:
         return
     storages = {leaf.untyped_storage()._cdata for ref in recorded[1] if (leaf := ref()) is not None}

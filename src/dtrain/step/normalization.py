@@ -15,12 +15,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch_axes import BatchSpec
+from dtrain.dist.dtensor import scale_
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import scale_
 from dtrain.errors import ConfigError, StepError
 from dtrain.run_context import AsyncScalar
-from dtrain.state import ShardSpec, TrainState
+from dtrain.shard.spec import ShardSpec
+from dtrain.state import TrainState
 from dtrain.typing import Batch, LossSum, Metric, Metrics
 
 # Relative tolerance: weights are counts, or sums of a few thousand float32 numbers.
@@ -73,7 +74,7 @@ class LossNormalizer:
     def weights_mismatch(self, state: TrainState, metrics: Metrics) -> bool:
         """Return True if the losses had other weights than declared; on a GPU the next step reports a weight of zero.
 
-        Mutates: ``state.run_context.monitor.pending_weight``, which carries the declared weight, or NaN, to the host.
+        Mutates: ``state._run_context.monitor.pending_weight``, which carries the declared weight, or NaN, to the host.
         """
         if self.global_weight is None:
             return False
@@ -177,7 +178,7 @@ def _check_weight(state: TrainState, weight: float | None) -> None:
     """Raise ``StepError`` if the host knows that the global ``weight`` is not positive."""
     if weight is None or weight > 0:
         return
-    if (pending := state.run_context.monitor.pending_weight) is not None:
+    if (pending := state._run_context.monitor.pending_weight) is not None:
         pending.clear()
     raise StepError(
         f"microbatch_step: step {state.step}: the weights of all ranks add up to {weight:g}, so the mean loss is undefined. "
@@ -206,7 +207,7 @@ def host_weight(state: TrainState, weight: Tensor | float) -> float | None:
 
 def _weight_scalar(state: TrainState, device: torch.device) -> AsyncScalar:
     """Return the run's one ``AsyncScalar`` for weights, created on first use."""
-    monitor = state.run_context.monitor
+    monitor = state._run_context.monitor
     monitor.pending_weight = monitor.pending_weight or AsyncScalar(device)
     return monitor.pending_weight
 

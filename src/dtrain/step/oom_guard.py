@@ -40,7 +40,7 @@ class StepAborted(Exception):
 
 @dataclass(slots=True, eq=False)
 class StepGuard:
-    """Options and outcome of one guarded step, which travels in ``TrainState.guard``. Fields marked "out" are outcomes.
+    """Options and outcome of one guarded step, which travels in ``TrainState._guard``. Fields marked "out" are outcomes.
 
         with guard.attempt(plan):
             ...  # forward and backward
@@ -221,7 +221,7 @@ def _free_frames(error: BaseException) -> None:
 _REMEDIES = (
     ("strategy='shard_grad_op'", ("none", "replicate")),
     ("strategy='full_shard'", ("none", "replicate", "shard_grad_op", "hybrid_shard")),
-    ("activation checkpointing (dt.memory.checkpoint_activations)", ()),
+    ("activation checkpointing (dt.shard.checkpoint_activations)", ()),
     ("CPU offload (shard_model(offload='params'))", ()),
     ("a smaller model", ()),
 )

@@ -22,18 +22,18 @@ from torch import Tensor
 from dtrain import spans
 from dtrain.arguments import check_choice
 from dtrain.dist.context import current_context
+from dtrain.dist.dtensor import global_norm, scale_, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.timeout_report import report_missing_ranks
-from dtrain.dtensor import global_norm, scale_, to_local
 from dtrain.errors import ConfigError, NonFiniteError, StepError
-from dtrain.metrics import make_metric
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.param_hooks import check_dense
 from dtrain.state import TrainState, check_state, mark_interrupted_write
+from dtrain.step.metrics import make_metric
 from dtrain.step.optimizer_state import check_update
 from dtrain.step.shard_update import step_optimizer
 from dtrain.step.step_clock import next_clock
-from dtrain.transform import UpdateFn
+from dtrain.step.transform import UpdateFn
 from dtrain.typing import Metrics, Params, TransformState
 
 
@@ -121,7 +121,7 @@ def apply_gradients(
         if not grads:
             raise StepError("apply_gradients: no parameter has a gradient. Call microbatch_step (or backward) before.")
         # A gradient of dtrain has looked it up before.
-        syncs = state.run_context.model_syncs
+        syncs = state._run_context.model_syncs
         grad_sync = grad_sync_of(state.model) if syncs is None else syncs[0]
         if grad_sync.reducer is not None:
             grad_sync.reducer.check_no_local_grads("apply_gradients")
@@ -148,7 +148,7 @@ def apply_gradients(
             if not broken:
                 with mark_interrupted_write(state, "the update"):
                     run = state.optimizer.step if state.spec.mesh is None else partial(step_optimizer, state.optimizer)
-                    if not state.run_context.optimizer_checked:
+                    if not state._run_context.optimizer_checked:
                         check_update(state, run, caller="apply_gradients")
                     else:
                         run()
@@ -163,7 +163,7 @@ def apply_gradients(
 
 
 def _count_skipped_update(state: TrainState, *, broken: bool) -> None:
-    counter = state.run_context.monitor.nonfinite_losses
+    counter = state._run_context.monitor.nonfinite_losses
     counter.skipped_updates = counter.skipped_updates + 1 if broken else 0
     if counter.limit is None or counter.skipped_updates < counter.limit:
         return
@@ -244,15 +244,15 @@ def tick(state: TrainState) -> TrainState:
     state._check_not_stale("tick")
     clock = next_clock(state)
     spans.record_step(clock.step, samples=clock.samples, tokens=clock.tokens)
-    statuses = () if state.step_batch is None else state.step_batch.statuses
+    statuses = () if state._step_batch is None else state._step_batch.statuses
     for status in statuses:
         status.consumed = True
-    context, history = current_context(), state.loader_history
+    context, history = current_context(), state._loader_history
     if not statuses:
         context.untracked_steps += 1
         history = history.after_untracked_step(context.issuing_loader)
     context.issuing_loader = None
-    state = state._next(clock=clock, step_counts=None, step_batch=None, loader_history=history)
+    state = state._next(clock=clock, _step_counts=None, _step_batch=None, _loader_history=history)
     if (recorder := context.recorder) is not None:
         recorder.step_ends(state)
     return state
@@ -282,7 +282,7 @@ def set_lr_(optimizer: torch.optim.Optimizer, lr: float) -> None:
     Example:
         schedule = dt.schedules.warmup(dt.schedules.cosine(3e-4, 0.0, 1000), 100)
         for batch in loader:
-            dt.set_lr_(optimizer, schedule(state.clock.step))
+            dt.step.set_lr_(optimizer, schedule(state.clock.step))
             state, metrics = step(state, batch)
     """
     for group in optimizer.param_groups:

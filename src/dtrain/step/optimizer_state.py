@@ -22,9 +22,9 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, format_error_line, raise_if_any_failed
+from dtrain.dist.dtensor import is_dtensor, shard_box
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed
-from dtrain.dtensor import is_dtensor, shard_box
 from dtrain.errors import ConfigError, DesyncError, DtrainError
 from dtrain.memory.device_memory import is_out_of_memory
 from dtrain.shard.replica_check import ReplicatedEntry, hash_tensors, replicated_entries, wraps_tensors
@@ -192,7 +192,7 @@ def check_update(state: TrainState, update: Callable[[], object], *, caller: str
         DesyncError: on all ranks, numbers or state that differ between ranks.
         PeerError: another rank failed.
     """
-    state.run_context.optimizer_checked = True
+    state._run_context.optimizer_checked = True
     together = get_dist_info().world_size > 1 and state.spec.mesh is not None and state.spec.replica_info is None
     log = _NumberLog(state.params.values()) if together else None
     error: Exception | None = None

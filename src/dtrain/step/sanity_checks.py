@@ -14,7 +14,7 @@ import torch
 import xxhash
 from torch import Tensor, nn
 
-from dtrain.batch import count_samples, list_tensors, select_samples
+from dtrain.data.batch import count_samples, list_tensors, select_samples
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot
 from dtrain.dist.step_sync import StepCounts
@@ -176,7 +176,7 @@ _STRIDE_PRIME = 2654435761
 
 def hash_first_batch(state: TrainState, batch: Batch) -> int:
     """Return the hash of ``batch`` if this step is compared and memory suffices for the hash, and 0 if not."""
-    check = state.run_context.monitor.equal_batches
+    check = state._run_context.monitor.equal_batches
     if not check.steps_left or check.last_step == state.step or state.spec.data_ranks == 1 or get_dist_info().world_size == 1:
         return 0
     try:
@@ -211,9 +211,9 @@ def warn_if_equal_batches(state: TrainState, counts: StepCounts, batch_hash: int
         counts: counts that the ranks agreed on.
         batch_hash: hash of this rank's batch.
 
-    Mutates: ``state.run_context.monitor.equal_batches``.
+    Mutates: ``state._run_context.monitor.equal_batches``.
     """
-    check = state.run_context.monitor.equal_batches
+    check = state._run_context.monitor.equal_batches
     if not check.steps_left or check.last_step == state.step:
         return
     check.last_step, check.steps_left = state.step, check.steps_left - 1

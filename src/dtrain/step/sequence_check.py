@@ -17,12 +17,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.batch import FailedBatch, list_tensors, narrow_batch
-from dtrain.batch_axes import batch_spec
+from dtrain.data.batch import FailedBatch, list_tensors, narrow_batch
+from dtrain.data.batch_axes import batch_spec
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import RNGSnapshot, hash_rng_state
-from dtrain.dtensor import full_tensor, to_local
 from dtrain.errors import ConfigError, DtrainError, OutOfMemoryError
 from dtrain.fqn import modules_by_fqn
 from dtrain.shard.buffers import restore_buffers

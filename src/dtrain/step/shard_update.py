@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from dtrain.dtensor import (
+from dtrain.dist.dtensor import (
     chunks_per_dim,
     dtensor_dispatcher,
     from_local_like,

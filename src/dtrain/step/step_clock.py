@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dtrain.batch import FailedBatch, get_batch_infos
-from dtrain.clock import Clock, EpochPosition
+from dtrain.data.batch import FailedBatch, get_batch_infos
 from dtrain.dist.batch_info import BatchInfo, BatchStatus, LoaderHistory, StepBatch
 from dtrain.dist.context import current_context
-from dtrain.durations import Duration
 from dtrain.errors import StepError
+from dtrain.schedules.clock import Clock, EpochPosition
+from dtrain.schedules.durations import Duration
 from dtrain.state import TrainState
 from dtrain.typing import Batch
 
@@ -30,17 +30,17 @@ def begin_step(state: TrainState, batch: Batch) -> TrainState:
     origin, reason = _find_origin(state, infos)
     statuses = _mark_begun(infos if origin is None else [*infos, origin])
     if origin is None:
-        clock = state.clock if isinstance(batch, FailedBatch) else state.clock.without_epochs(reason)
+        clock = state.clock if isinstance(batch, FailedBatch) else state.clock._without_epochs(reason)
         step_batch = StepBatch(info=None, repeated=False, clock_before=state.clock, statuses=statuses)
-        history = _with_other_loaders(state.loader_history, state, infos)
-        return state._replace(step_batch=step_batch, clock=clock, loader_history=history)
-    history = state.loader_history
+        history = _with_other_loaders(state._loader_history, state, infos)
+        return state._replace(_step_batch=step_batch, clock=clock, _loader_history=history)
+    history = state._loader_history
     repeated = origin.status is history.last_batch
     if not history.loaders or origin.loader is not history.loaders[-1]:
         if origin.loader in history.loaders and state._tracked_loader is None:
-            clock = state.clock.without_epochs(_ALTERNATING_LOADERS)
+            clock = state.clock._without_epochs(_ALTERNATING_LOADERS)
             step_batch = StepBatch(info=origin, repeated=False, clock_before=state.clock, statuses=statuses)
-            return state._replace(step_batch=step_batch, clock=clock, loader_history=history.after_return_to(origin.loader))
+            return state._replace(_step_batch=step_batch, clock=clock, _loader_history=history.after_return_to(origin.loader))
         history = _follow_loader(history, origin, state.clock)
     if state._tracked_loader is not None:
         history = _with_other_loaders(history, state, infos)
@@ -55,16 +55,16 @@ def begin_step(state: TrainState, batch: Batch) -> TrainState:
     position = _position_before(origin, state.clock, history.epoch_offset, repeated=repeated)
     step_batch = StepBatch(info=origin, repeated=repeated, clock_before=state.clock, statuses=statuses)
     return state._replace(
-        step_batch=step_batch, loader_history=history, clock=state.clock.begin_batch(position, repeated=repeated)
+        _step_batch=step_batch, _loader_history=history, clock=state.clock._begin_batch(position, repeated=repeated)
     )
 
 
 def with_agreed_position(state: TrainState) -> TrainState:
     """Return ``state`` after the ranks agreed. If some rank does not know its position, no rank counts epochs."""
-    counts, step_batch = state.step_counts, state.step_batch
+    counts, step_batch = state._step_counts, state._step_batch
     if counts is None or step_batch is None or step_batch.info is None or counts.position is not None:
         return state
-    return state._replace(clock=step_batch.clock_before.without_epochs(_UNKNOWN_ON_SOME_RANKS))
+    return state._replace(clock=step_batch.clock_before._without_epochs(_UNKNOWN_ON_SOME_RANKS))
 
 
 def _mark_begun(origins: list[BatchInfo]) -> tuple[BatchStatus, ...]:
@@ -83,9 +83,9 @@ def _find_origin(state: TrainState, infos: list[BatchInfo]) -> tuple[BatchInfo |
     if loader is None and not infos:
         return None, _NO_ORIGIN
     if loader is not None:
-        infos = [info for info in infos if info.loader is loader.identity]
+        infos = [info for info in infos if info.loader is loader._identity]
         if not infos:
-            last = loader.last_batch_info
+            last = loader._last_batch_info
             return (None, _NO_BATCH_YET) if last is None else (last, "")
     if len(infos) == 1:
         return infos[0], ""
@@ -98,7 +98,7 @@ def _find_origin(state: TrainState, infos: list[BatchInfo]) -> tuple[BatchInfo |
 
 def _with_other_loaders(history: LoaderHistory, state: TrainState, infos: list[BatchInfo]) -> LoaderHistory:
     """Return the history with the loaders of the batch whose epochs the clock does not count: a save needs their positions."""
-    own = None if state._tracked_loader is None else state._tracked_loader.identity
+    own = None if state._tracked_loader is None else state._tracked_loader._identity
     for info in infos:
         if info.loader is not own:
             history = history.after_return_to(info.loader)
@@ -115,7 +115,7 @@ def _follow_loader(history: LoaderHistory, origin: BatchInfo, clock: Clock) -> L
 def _position_before(origin: BatchInfo, clock: Clock, epoch_offset: int, *, repeated: bool) -> EpochPosition:
     """Return the position before the batch. Ranks that end epochs separately use the last position that they agreed on."""
     if origin.independent_epochs:
-        return clock.previous.position if repeated and clock.previous is not None else clock.position
+        return clock._previous._position if repeated and clock._previous is not None else clock._position
     return EpochPosition(origin.begin.epoch + epoch_offset, origin.begin.batch)
 
 
@@ -125,13 +125,13 @@ def next_clock(state: TrainState) -> Clock:
     Raises:
         StepError: no step is in progress.
     """
-    counts, step_batch = state.step_counts, state.step_batch
+    counts, step_batch = state._step_counts, state._step_batch
     if counts is None:
         raise StepError("tick: no step is in progress. Pass a state of microbatch_step, which counts the batch.")
     position = counts.position
     if position is not None:
-        position = EpochPosition(position.epoch + state.loader_history.epoch_offset, position.batch)
-    if step_batch is not None and state.clock.no_epochs_reason is not None:
+        position = EpochPosition(position.epoch + state._loader_history.epoch_offset, position.batch)
+    if step_batch is not None and state.clock._no_epochs_reason is not None:
         position = None
     return state.clock.tick(samples=counts.samples, tokens=counts.tokens, seconds=counts.seconds, position=position)
 
@@ -147,6 +147,6 @@ def ends_interval(state: TrainState, interval: Duration) -> bool:
     # Most intervals count steps, and this comparison is faster than the clock of the next step.
     if interval.unit == "ba":
         return state.clock.step // int(interval.value) < (state.clock.step + 1) // int(interval.value)
-    if state.step_batch is not None and state.step_batch.repeated and state.clock.uses_epochs(interval):
+    if state._step_batch is not None and state._step_batch.repeated and state.clock._uses_epochs(interval):
         return False
     return next_clock(state).crossed(interval)

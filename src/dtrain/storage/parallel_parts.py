@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from dtrain import heartbeats
+from dtrain.launch import heartbeats
 
 # Interval at which a waiting thread checks the number of finished parts.
 _POLL_S = 0.5

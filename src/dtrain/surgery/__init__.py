@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
-    from dtrain.shard.precision import convert_to_fp8 as convert_to_fp8
     from dtrain.surgery.attention.alibi import AlibiMultiheadAttention as AlibiMultiheadAttention
     from dtrain.surgery.attention.alibi import alibi as alibi
     from dtrain.surgery.attention.alibi_bias import add_alibi_bias as add_alibi_bias

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from dtrain.dtensor import is_dtensor
+from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import ConfigError
 from dtrain.fqn import modules_by_fqn, unwrap_module
-from dtrain.state import get_spec
+from dtrain.shard.spec import get_spec
 
 ModuleSelector: TypeAlias = "type[nn.Module] | tuple[type[nn.Module], ...] | Callable[[str, nn.Module], bool]"
 """Selects modules by class (without subclasses, which may compute something else), by classes, or by (name, module)."""

@@ -17,10 +17,6 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
-    from dtrain.prove.proof import prove as prove
-    from dtrain.prove.proof_report import Finding as Finding
-    from dtrain.prove.proof_report import ProveReport as ProveReport
-    from dtrain.prove.proof_report import RunRow as RunRow
     from dtrain.testing.collective_counter import CollectiveCall as CollectiveCall
     from dtrain.testing.collective_counter import CollectiveRecords as CollectiveRecords
     from dtrain.testing.collective_counter import count_collectives as count_collectives

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 
 from torch import nn
 
-from dtrain.batch import to_device
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch import to_device
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.errors import ConfigError
-from dtrain.state import get_device
+from dtrain.shard.spec import get_device
 from dtrain.step.microbatches import BatchWatch, split_microbatches
 from dtrain.step.normalization import check_loss
 from dtrain.step.sanity_checks import is_close, loss_sums
@@ -79,7 +79,7 @@ def check_loss_fn(
             )
         raise ConfigError(
             f"{_NAME}: {name} of a sample depends on the samples beside it, or on random numbers: the batch has {sums} "
-            f"(means {', '.join(f'{value:.6g}' for value in means)}). Use dt.grad_cache_step for a loss over a whole "
+            f"(means {', '.join(f'{value:.6g}' for value in means)}). Use dt.step.grad_cache_step for a loss over a whole "
             "batch, or a larger rtol for random numbers."
         )
 

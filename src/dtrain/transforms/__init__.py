@@ -20,23 +20,9 @@ from typing import TYPE_CHECKING
 from dtrain.lazy_imports import attach
 
 if TYPE_CHECKING:
-    from dtrain.combinators import ParamFilter as ParamFilter
-    from dtrain.combinators import between as between
-    from dtrain.combinators import every as every
-    from dtrain.combinators import masked as masked
-    from dtrain.combinators import on_batch as on_batch
-    from dtrain.dtensor import global_norm as global_norm
-    from dtrain.losses import jensen_shannon as jensen_shannon
-    from dtrain.schedules.hyperparameter import Hyperparameter as Hyperparameter
-    from dtrain.schedules.hyperparameter import hyperparameter as hyperparameter
-    from dtrain.step.context_parallel import context_parallel as context_parallel
-    from dtrain.transform import GradFn as GradFn
-    from dtrain.transform import GradStep as GradStep
-    from dtrain.transform import StepContext as StepContext
-    from dtrain.transform import UpdateFn as UpdateFn
-    from dtrain.transform import random_like as random_like
     from dtrain.transforms.batches.augmix import augmix as augmix
     from dtrain.transforms.batches.augmix import augmix_batch as augmix_batch
+    from dtrain.transforms.batches.augmix import jensen_shannon as jensen_shannon
     from dtrain.transforms.batches.batch_transform import as_probabilities as as_probabilities
     from dtrain.transforms.batches.colout import colout as colout
     from dtrain.transforms.batches.colout import colout_batch as colout_batch
@@ -56,6 +42,12 @@ if TYPE_CHECKING:
     from dtrain.transforms.batches.selective_backprop import selective_backprop as selective_backprop
     from dtrain.transforms.batches.sequence_length_warmup import sequence_length_warmup as sequence_length_warmup
     from dtrain.transforms.batches.sequence_length_warmup import shorten_batch as shorten_batch
+    from dtrain.transforms.combinators import ParamFilter as ParamFilter
+    from dtrain.transforms.combinators import between as between
+    from dtrain.transforms.combinators import every as every
+    from dtrain.transforms.combinators import masked as masked
+    from dtrain.transforms.combinators import on_batch as on_batch
+    from dtrain.transforms.context_sharding import context_parallel as context_parallel
     from dtrain.transforms.gradients.adaptive_clip import adaptive_clip as adaptive_clip
     from dtrain.transforms.gradients.adaptive_clip import clip_grad_adaptive_ as clip_grad_adaptive_
     from dtrain.transforms.gradients.centralize import centralize_gradients as centralize_gradients

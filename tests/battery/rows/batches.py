@@ -7,11 +7,10 @@ import math
 import torch
 
 from battery.row import Points, Row
-from dtrain.clock import Clock
-from dtrain.combinators import every
-from dtrain.durations import Duration, RunLength
-from dtrain.losses import jensen_shannon, soft_cross_entropy
-from dtrain.transforms.batches.augmix import augmix, augmix_batch
+from dtrain.losses import soft_cross_entropy
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration, RunLength
+from dtrain.transforms.batches.augmix import augmix, augmix_batch, jensen_shannon
 from dtrain.transforms.batches.colout import colout, colout_batch
 from dtrain.transforms.batches.cutmix import cutmix, cutmix_batch
 from dtrain.transforms.batches.cutout import cutout, cutout_batch
@@ -19,6 +18,7 @@ from dtrain.transforms.batches.label_smoothing import label_smoothing, smooth_la
 from dtrain.transforms.batches.mixup import mixup, mixup_batch
 from dtrain.transforms.batches.progressive_resizing import linear_growth, progressive_resizing, resize_batch
 from dtrain.transforms.batches.rand_augment import rand_augment, rand_augment_batch
+from dtrain.transforms.combinators import every
 
 SWAP = torch.tensor([1, 0])
 

@@ -8,7 +8,7 @@ import torch
 
 import dtrain as dt
 from battery.row import Row
-from dtrain.combinators import between, every, masked, on_batch
+from dtrain.transforms.combinators import between, every, masked, on_batch
 
 
 def shrink(batch: dict[str, torch.Tensor], generator: torch.Generator) -> dict[str, torch.Tensor]:
@@ -23,7 +23,7 @@ def jitter(batch: dict[str, torch.Tensor], generator: torch.Generator) -> dict[s
 def halved_loss() -> dt.Transform:
     """At the loss seam: every second step counts half."""
 
-    def wrap(inner: Any, context: dt.transforms.StepContext) -> Any:
+    def wrap(inner: Any, context: dt.step.StepContext) -> Any:
         factor = 1.0 if context.state.step % 2 else 0.5
 
         def loss(model: Any, batch: Any) -> dt.LossSum:

@@ -10,8 +10,8 @@ from torch import nn
 
 import dtrain as dt
 from battery.row import Points, Row
-from dtrain.combinators import every, masked
 from dtrain.transforms.batches.selective_backprop import selective_backprop
+from dtrain.transforms.combinators import every, masked
 from dtrain.transforms.gradients.adaptive_clip import adaptive_clip
 from dtrain.transforms.gradients.centralize import centralize_gradients
 from dtrain.transforms.gradients.clip_by_norm import clip_by_norm

@@ -7,8 +7,8 @@ from torch import nn
 
 import dtrain as dt
 from battery.row import Points, Row
-from dtrain.combinators import every
 from dtrain.optim.groups import ParamGroup, param_groups
+from dtrain.transforms.combinators import every
 from dtrain.transforms.hyperparameters.schedule_option import scale_option, set_option
 
 

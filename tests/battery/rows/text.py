@@ -3,8 +3,8 @@
 import torch
 
 from battery.row import Points, Row
-from dtrain.combinators import every
 from dtrain.transforms.batches.sequence_length_warmup import sequence_length_warmup, shorten_batch
+from dtrain.transforms.combinators import every
 
 
 def _warmup_points() -> Points:

@@ -9,8 +9,8 @@ import torch
 
 import dtrain as dt
 from battery.row import Points, Row
-from dtrain.combinators import every, masked
 from dtrain.step.compose import compose_step
+from dtrain.transforms.combinators import every, masked
 from dtrain.transforms.weights.ema import ema
 from dtrain.transforms.weights.freeze import freeze, freeze_layers
 from dtrain.transforms.weights.swa import swa

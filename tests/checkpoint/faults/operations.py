@@ -120,7 +120,7 @@ def prepare(root: str) -> None:
             save_sharded(root, state).result()
             last, state = state, train(state, 1)
         if info.rank == 0:
-            leftover = Path(root) / f"step-00000009.tmp-{last.run_context.lineage.run_id[:8]}-01234567"
+            leftover = Path(root) / f"step-00000009.tmp-{last._run_context.lineage.run_id[:8]}-01234567"
             leftover.mkdir()
             (leftover / "rank-00000.json").touch()
 
@@ -220,7 +220,7 @@ def _check(root: str) -> dict[str, Any]:
         restored = dt.load_sharded(root, plain_state())
         loaded = digest(restored, rng=False)
         dt.save_sharded(root, train(restored, 5)).result()
-    except (dt.DtrainError, UserWarning) as error:
+    except (dt.errors.DtrainError, UserWarning) as error:
         return {"wrong": f"{type(error).__name__}: {error}"}
     return {
         "wrong": "",

@@ -98,8 +98,8 @@ def train(values: dict[str, Any]) -> int:
 
 def _digest(run: Run, state: dt.TrainState) -> str:
     """Of all that training reads; the clock's seconds are those of the machine, and streams depend on the world size."""
-    previous = state.clock.previous
-    clock = replace(state.clock, seconds=0.0, previous=None if previous is None else replace(previous, seconds=0.0))
+    previous = state.clock._previous
+    clock = replace(state.clock, seconds=0.0, _previous=None if previous is None else replace(previous, seconds=0.0))
     return digest(state._replace(clock=clock), rng=not run.elastic)
 
 

@@ -148,7 +148,7 @@ def look(root: str) -> dict[str, Any]:
         for path in found.values():
             dt.checkpoint.verify(path)
         states = {step: load(path, plain_state()).state for step, path in found.items()}
-    except (dt.DtrainError, UserWarning) as error:
+    except (dt.errors.DtrainError, UserWarning) as error:
         return {"wrong": f"{type(error).__name__}: {error}"}
     return {"wrong": "", "steps": [[step, digest(state, rng=False)] for step, state in states.items()]}
 

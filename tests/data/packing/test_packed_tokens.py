@@ -191,7 +191,7 @@ def test_a_loader_shuffles_blocks_over_ranks_and_resumes(ranks):
     def loaders() -> list:
         made = [build_loader(packed(lengths, 4), global_batch_size=3, seed=0) for _ in range(ranks)]
         for rank, loader in enumerate(made):
-            loader.source.options = replace(loader.source.options, rank=rank, ranks=ranks)
+            loader._source.options = replace(loader._source.options, rank=rank, ranks=ranks)
         return made
 
     first, second = loaders(), loaders()

@@ -147,7 +147,7 @@ def test_loader_distributes_blocks_over_ranks_and_resumes(source, ranks):
         stream = [pack_tokens(SOURCES[source](lengths), seq=4) for _ in range(ranks)]
         made = [build_loader(each, global_batch_size=2, seed=0, shuffle=False) for each in stream]
         for rank, loader in enumerate(made):
-            loader.source.options = replace(loader.source.options, rank=rank, ranks=ranks)
+            loader._source.options = replace(loader._source.options, rank=rank, ranks=ranks)
         return made
 
     def steps(members: list, length: str) -> list[list[int]]:

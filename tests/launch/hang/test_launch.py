@@ -57,7 +57,7 @@ SCRIPT = """
         time.sleep(700)
     if sys.argv[1] == "exports" and info.rank == 1:
         for _ in range(60):
-            dt.heartbeat("export")
+            dt.launch.heartbeat("export")
             time.sleep(0.1)
 """
 

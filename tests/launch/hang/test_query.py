@@ -59,7 +59,7 @@ SCRIPT = """
         if info.rank == 2:
             threading.Thread(target=ask, daemon=True).start()
         for batch in batches(info.rank):
-            dt.heartbeat("step")
+            dt.launch.heartbeat("step")
             dist.all_reduce(batch)
         say(f"done-{info.rank}", explain_hang() if info.rank == 0 else "yes")
 """

@@ -25,7 +25,7 @@ with dt.init_dist() as info:
     loader = DataLoader(data, batch_size=BATCH // info.world_size, sampler=sampler)
     for number, batch in enumerate(loader, start=1):
         optimizer.zero_grad()
-        parts = dt.split_batch(batch, MICROBATCH)
+        parts = dt.data.split_batch(batch, MICROBATCH)
         mean = 0.0
         for inputs, labels in parts:
             loss = F.cross_entropy(model(inputs), labels)

@@ -37,7 +37,7 @@ with dt.init_dist() as info:
         state, metrics = step(state, batch)
         log(state.step, dt.reduce_metrics(metrics))
     total = correct = count = 0.0
-    with dt.memory.unshard_params(model), torch.no_grad():
+    with dt.shard.unshard_params(model), torch.no_grad():
         for x, labels in quiz:
             logits = model(x)
             total += nn.functional.cross_entropy(logits, labels, reduction="sum").item()

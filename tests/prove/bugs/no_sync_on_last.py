@@ -26,7 +26,7 @@ with dt.init_dist() as info:
     loader = DataLoader(data, batch_size=BATCH // info.world_size, sampler=sampler)
     for number, batch in enumerate(loader, start=1):
         optimizer.zero_grad()
-        parts = dt.split_batch(batch, MICROBATCH)
+        parts = dt.data.split_batch(batch, MICROBATCH)
         mean = 0.0
         for index, (inputs, labels) in enumerate(parts):
             reduced = index == (len(parts) - 1 if FIXED else 0)

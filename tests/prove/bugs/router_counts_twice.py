@@ -45,7 +45,7 @@ with dt.init_dist():
     torch.manual_seed(0)
     block = MixtureBlock(16)
     model = nn.Sequential(nn.Linear(8, 16), block, nn.Linear(16, 4))
-    model = dt.memory.checkpoint_activations(model, blocks=(MixtureBlock,))
+    model = dt.shard.checkpoint_activations(model, blocks=(MixtureBlock,))
     model = dt.shard_model(model, mesh, strategy="replicate", buffers="own")
     loader = dt.build_loader(dataset(), mesh=mesh, global_batch_size=12, seed=0)
     step = dt.compose_step(loss_fn)

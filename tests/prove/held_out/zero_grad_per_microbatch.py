@@ -25,7 +25,7 @@ with dt.init_dist() as info:
     loader = DataLoader(data, batch_size=BATCH // info.world_size, sampler=sampler)
     for number, batch in enumerate(loader, start=1):
         optimizer.zero_grad()
-        parts = dt.split_batch(batch, MICROBATCH)
+        parts = dt.data.split_batch(batch, MICROBATCH)
         for inputs, labels in parts:
             if not FIXED:
                 optimizer.zero_grad()

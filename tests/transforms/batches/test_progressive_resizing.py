@@ -2,9 +2,9 @@ import pytest
 import torch
 
 import dtrain as dt
-from dtrain.clock import Clock
-from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration, RunLength
 from dtrain.transforms.batches.progressive_resizing import linear_growth, progressive_resizing, resize_batch
 
 

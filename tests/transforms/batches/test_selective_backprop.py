@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.dtensor import is_dtensor
-from dtrain.durations import RunLength
+from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import ConfigError, PeerError
+from dtrain.schedules.durations import RunLength
 from dtrain.testing import count_collectives
 from dtrain.transforms.batches.selective_backprop import select_by_loss, selective_backprop
 

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.clock import Clock
-from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import with_unit
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration, RunLength
+from dtrain.schedules.hyperparameters import with_unit
 from dtrain.transforms.batches.sequence_length_warmup import length_ramp, sequence_length_warmup, shorten_batch
 
 IDS = torch.tensor([[1, 2, 3, 4, 5, 9], [6, 7, 8, 9, 0, 0]])

@@ -9,7 +9,7 @@ from dtrain.errors import ConfigError
 from falling import BATCH, LOSS, weight
 
 
-def begin(step: dt.Step, lr: float = 0.5) -> dt.TrainState:
+def begin(step: dt.step.Step, lr: float = 0.5) -> dt.TrainState:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 4.0)
     return step.init(model, torch.optim.SGD(model.parameters(), lr=lr))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.dtensor import to_local
+from dtrain.dist.dtensor import to_local
 from dtrain.errors import ConfigError
 from dtrain.transforms.gradients.noise_scale import estimate_noise_and_signal, noise_scale
 from dtrain.transforms.gradients.nonfinite import nonfinite

@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 import dtrain as dt
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import to_local
 from dtrain.errors import ConfigError, StepError
 from dtrain.transforms.gradients.nonfinite import nonfinite
 

@@ -15,7 +15,7 @@ LOSS = dt.mean_loss(lambda model, batch: model(batch).sum() / len(batch), weight
 BATCH = torch.ones(2, 3)
 
 
-def begin(*transforms: dt.Transform, named: bool = True) -> tuple[dt.Step, dt.TrainState]:
+def begin(*transforms: dt.Transform, named: bool = True) -> tuple[dt.step.Step, dt.TrainState]:
     """Two layers with groups ``body``, ``body.no_decay``, ``head``, ``head.no_decay``."""
     model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1))
     groups = param_groups(model, ParamGroup("body", "0.*"), ParamGroup("head", "1.*", {"lr": 0.2}), weight_decay=0.1)

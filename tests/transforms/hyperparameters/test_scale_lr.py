@@ -11,7 +11,7 @@ from dtrain.errors import ConfigError
 from falling import BATCH, LOSS, weight
 
 
-def begin(step: dt.Step, lr: float = 0.5) -> dt.TrainState:
+def begin(step: dt.step.Step, lr: float = 0.5) -> dt.TrainState:
     model = nn.Linear(1, 1, bias=False)
     nn.init.constant_(model.weight, 4.0)
     return step.init(model, torch.optim.SGD(model.parameters(), lr=lr))
@@ -83,7 +83,7 @@ def test_scale_lr_does_not_compound_after_a_second_init():
 def test_scale_lr_scales_an_lr_changed_during_the_run():
     step = dt.compose_step(LOSS, [dt.transforms.scale_lr(0.5)])
     state, _ = step(begin(step, lr=0.5), BATCH)
-    dt.set_lr_(state.optimizer, 0.125)
+    dt.step.set_lr_(state.optimizer, 0.125)
     before = weight(state)
     state, _ = step(state, BATCH)
     assert weight(state) == before - 0.125 * 0.5

@@ -10,12 +10,12 @@ import torch
 from torch import nn
 
 import dtrain as dt
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError
 from dtrain.memory.live_tensors import LiveBytes
 from dtrain.shard.precision import Precision
-from dtrain.transform import Transform
+from dtrain.step.transform import Transform
 from dtrain.transforms.precision.autocast import autocast
 
 DIM, SAMPLES, SIDE = 4, 8, 128

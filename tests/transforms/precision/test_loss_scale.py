@@ -13,14 +13,14 @@ import torch
 from torch import nn
 
 import dtrain as dt
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import full_tensor
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.precision import Precision
 from dtrain.step.auto_microbatch import auto_microbatch
 from dtrain.step.optimizer import all_finite
+from dtrain.step.transform import StepContext, Transform
 from dtrain.testing import count_collectives, count_host_syncs
-from dtrain.transform import StepContext, Transform
 from dtrain.transforms.precision.autocast import autocast
 from dtrain.transforms.precision.loss_scale import LossScaleRule, loss_scale
 
@@ -41,7 +41,7 @@ def loss_fn(model: nn.Module, x: torch.Tensor) -> dt.LossSum:
     return dt.LossSum(total=model(x).float().square().sum(), weight=len(x))
 
 
-def begin(transforms: list[Transform], model: nn.Module | None = None, **parts: Any) -> tuple[dt.Step, dt.TrainState]:
+def begin(transforms: list[Transform], model: nn.Module | None = None, **parts: Any) -> tuple[dt.step.Step, dt.TrainState]:
     model = model or net()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     step = dt.compose_step(parts.pop("loss", loss_fn), transforms, **parts)
@@ -352,7 +352,7 @@ def test_retried_step_starts_from_its_previous_scale(ranks):
 
 
 def test_resumed_run_keeps_the_scale_and_growth_count(tmp_path):
-    def run(until: int, step: dt.Step, state: dt.TrainState) -> tuple[dt.TrainState, list[dict]]:
+    def run(until: int, step: dt.step.Step, state: dt.TrainState) -> tuple[dt.TrainState, list[dict]]:
         slices = []
         while state.step < until:
             state, _ = step(state, batch())

@@ -5,9 +5,9 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.combinators import masked
-from dtrain.dtensor import full_tensor, to_local
+from dtrain.dist.dtensor import full_tensor, to_local
 from dtrain.errors import ConfigError, StaleStateError
+from dtrain.transforms.combinators import masked
 from dtrain.transforms.weights.averaging import load_average_, use_average
 from dtrain.transforms.weights.ema import ema
 from falling import BATCH, LOSS, average, begin, take, weight
@@ -50,7 +50,7 @@ def test_use_average_restores_parameters_exactly_after_an_exception(dtype):
     with pytest.raises(BrokenError):
         _broken_inside(state, batch)
     assert all(torch.equal(a, b) for a, b in zip(before, (*model.state_dict().values(), *means.values()), strict=True))
-    assert state.run_context.swapped_average is None
+    assert state._run_context.swapped_average is None
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def evaluated(strategy: str) -> dict[str, object]:
         outside = model(batch).sum().item()  # leaves gathered copies of the parameters
         with use_average(state):
             found = [dt.reduce_metrics(dt.evaluate(model, [batch], loss))["loss"]]
-            with dt.memory.unshard_params(model):
+            with dt.shard.unshard_params(model):
                 found.append(model(batch).sum().item())
             whole = {name: full.clone() for name, full in dt.full_params(state)}
             model(batch)

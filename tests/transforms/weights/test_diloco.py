@@ -9,15 +9,15 @@ import torch
 
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
-from dtrain.combinators import between, masked
+from dtrain.dist.dtensor import describe_placement, full_tensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dtensor import describe_placement, full_tensor
 from dtrain.errors import ConfigError
 from dtrain.losses import mean_loss
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.compose import compose_step
 from dtrain.testing.collective_counter import count_collectives
+from dtrain.transforms.combinators import between, masked
 from dtrain.transforms.weights.diloco import diloco, outer_step_
 from dtrain.transforms.weights.local_sgd import join_replicas, local_sgd
 from shard.copies import (

@@ -9,9 +9,9 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dtrain as dt
-from dtrain.dtensor import full_tensor
-from dtrain.durations import RunLength
+from dtrain.dist.dtensor import full_tensor
 from dtrain.errors import ConfigError
+from dtrain.schedules.durations import RunLength
 from dtrain.testing import count_collectives
 from dtrain.transforms.weights.ema import ema, update_ema_
 from falling import BATCH, LOSS, average, begin, take, weight
@@ -162,7 +162,7 @@ def test_ema_of_complex_numbers():
 # ---- sharded ----------------------------------------------------------------------------------------------------------------
 
 
-def sharded(*transforms: dt.Transform) -> tuple[dt.Step, dt.TrainState]:
+def sharded(*transforms: dt.Transform) -> tuple[dt.step.Step, dt.TrainState]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 3)).to(torch.bfloat16)
     if torch.distributed.is_initialized():

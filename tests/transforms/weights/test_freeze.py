@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.combinators import between
+from dtrain.dist.dtensor import full_tensor
 from dtrain.dist.init import get_dist_info
-from dtrain.dtensor import full_tensor
-from dtrain.durations import RunLength
 from dtrain.errors import ConfigError, StepError
+from dtrain.schedules.durations import RunLength
 from dtrain.step.auto_microbatch import auto_microbatch
-from dtrain.step.optimizer_in_backward import optimizer_in_backward
+from dtrain.step.backward_update import optimizer_in_backward
 from dtrain.testing import count_collectives
+from dtrain.transforms.combinators import between
 from dtrain.transforms.weights.freeze import freeze, freeze_layers
 from falling import begin, take, weight
 
@@ -31,7 +31,7 @@ def batch(samples: int = 6) -> torch.Tensor:
     return torch.randn(samples, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 
 
-def start(*transforms: dt.Transform, **options: object) -> tuple[dt.Step, dt.TrainState]:
+def start(*transforms: dt.Transform, **options: object) -> tuple[dt.step.Step, dt.TrainState]:
     model = net()
     step = dt.compose_step(LOSS, transforms)
     return step, step.init(model, torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5), **options)
@@ -167,7 +167,7 @@ def test_freeze_layers_refuses_invalid_arguments(make, message):
 # ---- sharded ----------------------------------------------------------------------------------------------------------------
 
 
-def sharded(*transforms: dt.Transform, loss: object = LOSS) -> tuple[dt.Step, dt.TrainState]:
+def sharded(*transforms: dt.Transform, loss: object = LOSS) -> tuple[dt.step.Step, dt.TrainState]:
     model = dt.shard_model(net(), dt.build_mesh(), strategy="full_shard", blocks=(nn.Linear,))
     step = dt.compose_step(loss, transforms)
     return step, step.init(model, torch.optim.AdamW(model.parameters(), lr=0.1))

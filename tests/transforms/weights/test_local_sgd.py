@@ -13,22 +13,22 @@ from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
 import public
-from dtrain.batch_axes import batch_spec
 from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.save import save_sharded
-from dtrain.combinators import between, masked
+from dtrain.data.batch_axes import batch_spec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
 from dtrain.errors import ConfigError, StaleStateError, StepError
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.shard.fsdp import shard_model
 from dtrain.step.auto_microbatch import auto_microbatch
+from dtrain.step.backward_update import optimizer_in_backward
 from dtrain.step.compose import compose_step
 from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
-from dtrain.step.optimizer_in_backward import optimizer_in_backward
 from dtrain.testing.collective_counter import count_collectives
 from dtrain.testing.host_syncs import count_host_syncs
+from dtrain.transforms.combinators import between, masked
 from dtrain.transforms.gradients.clip_by_norm import clip_by_norm
 from dtrain.transforms.weights.diloco import diloco
 from dtrain.transforms.weights.ema import ema

@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim.swa_utils import SWALR, AveragedModel
 
 import dtrain as dt
-from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
+from dtrain.schedules.durations import RunLength
 from dtrain.transforms.weights.averaging import use_average
 from dtrain.transforms.weights.ema import ema
 from dtrain.transforms.weights.swa import swa, update_swa_

@@ -35,9 +35,9 @@ from dtrain.checkpoint.layout import DTYPES, Manifest, MeshLayout, RankFiles
 from dtrain.checkpoint.rank_index import RankIndex, encode_rank_index
 from dtrain.checkpoint.run_index import RankParts, RunIndex, encode_run_index, merge_parts
 from dtrain.checkpoint.tensor_files import INDEX_FILE, MODEL_FILE
-from dtrain.clock import Clock
 from dtrain.errors import CheckpointError
 from dtrain.fqn import compile_patterns
+from dtrain.schedules.clock import Clock
 from dtrain.storage import Buffer
 
 

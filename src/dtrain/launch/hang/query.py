@@ -71,7 +71,7 @@ def explain_hang(path: str | os.PathLike[str] | None = None) -> str:
         import dtrain as dt
 
         # The job runs in another terminal: dtrain launch -n 8 --run-dir runs/1 train.py
-        text = dt.profiling.explain_hang("runs/1")
+        text = dt.launch.explain_hang("runs/1")
         print(text)
 
     Raises:

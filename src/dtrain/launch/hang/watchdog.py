@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from dtrain import launch_protocol
-from dtrain.heartbeats import ProgressKind, ProgressRecord
 from dtrain.launch import processes
 from dtrain.launch.hang.explain import explain_stall, write_hang_report
 from dtrain.launch.hang.query import announce_launcher, withdraw_launcher
@@ -24,6 +23,7 @@ from dtrain.launch.hang.rank_records import (
     read_text,
     write_launcher_record,
 )
+from dtrain.launch.heartbeats import ProgressKind, ProgressRecord
 
 PATIENCE_S = 3.0
 """Seconds until the ranks must answer. A record takes milliseconds, but a busy machine is slower."""

@@ -12,10 +12,10 @@ from fractions import Fraction
 from typing import TypeAlias
 
 from dtrain.arguments import check_number
-from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
 from dtrain.schedules import curves, phases
-from dtrain.schedules.hyperparameter import STEP_UNIT, attach_unit, check_sequence
+from dtrain.schedules.durations import Duration, RunLength
+from dtrain.schedules.hyperparameters import STEP_UNIT, attach_unit, check_sequence
 from dtrain.typing import Schedule
 
 Length: TypeAlias = "Duration | int | str"
@@ -48,7 +48,9 @@ def parse_lengths(caller: str, run_length: RunLength, durations: Mapping[str, Le
         ConfigError: an entry is not a duration, or ``run_length`` lacks the numbers for a conversion to one unit.
     """
     if not isinstance(run_length, RunLength):
-        raise ConfigError(f"{caller}: run_length must be a dt.RunLength, got {run_length!r}. Give loader.run_length('3ep').")
+        raise ConfigError(
+            f"{caller}: run_length must be a dt.schedules.RunLength, got {run_length!r}. Give loader.run_length('3ep')."
+        )
     parsed = {name: Duration.parse(length, allow_zero=name == "t_warmup") for name, length in durations.items()}
     try:
         absolute = {name: _to_absolute(length, run_length) for name, length in parsed.items()}
@@ -123,7 +125,7 @@ def constant(run_length: RunLength, alpha: float = 1.0, t_max: Length = "1dur") 
 
     Example:
         >>> import dtrain as dt
-        >>> run = dt.RunLength(total="3ep", steps_per_epoch=10)
+        >>> run = dt.schedules.RunLength(total="3ep", steps_per_epoch=10)
         >>> schedule = dt.schedules.composer.constant(run, 0.5, t_max="2ep")
         >>> [schedule(t) for t in (0, 19, 20, 29)]
         [0.5, 0.5, 1.0, 1.0]
@@ -147,7 +149,7 @@ def linear(run_length: RunLength, alpha_i: float = 1.0, alpha_f: float = 0.0, t_
 
     Example:
         >>> import dtrain as dt
-        >>> run = dt.RunLength(total="2ep", steps_per_epoch=10)
+        >>> run = dt.schedules.RunLength(total="2ep", steps_per_epoch=10)
         >>> schedule = dt.schedules.composer.linear(run)
         >>> [schedule(t) for t in (0, 5, 20)]
         [1.0, 0.75, 0.0]
@@ -170,7 +172,9 @@ def cosine(run_length: RunLength, t_max: Length = "1dur", alpha_f: float = 0.0) 
 
     Example:
         >>> import dtrain as dt
-        >>> schedule = dt.schedules.composer.cosine(dt.RunLength(total="40ba"), alpha_f=0.1)
+        >>> schedule = dt.schedules.composer.cosine(
+        ...     dt.schedules.RunLength(total="40ba"), alpha_f=0.1
+        ... )
         >>> [round(schedule(t), 3) for t in (0, 20, 40, 50)]
         [1.0, 0.55, 0.1, 0.1]
 
@@ -193,7 +197,7 @@ def cosine_warm_restarts(run_length: RunLength, t_0: Length, t_mult: float = 1.0
 
     Example:
         >>> import dtrain as dt
-        >>> run = dt.RunLength(total="7ep", steps_per_epoch=10)
+        >>> run = dt.schedules.RunLength(total="7ep", steps_per_epoch=10)
         >>> schedule = dt.schedules.composer.cosine_warm_restarts(run, "1ep", 2.0)
         >>> [round(schedule(t), 3) for t in (0, 5, 10, 20, 30)]
         [1.0, 0.5, 1.0, 0.5, 1.0]
@@ -217,7 +221,9 @@ def polynomial(run_length: RunLength, power: float, t_max: Length = "1dur", alph
 
     Example:
         >>> import dtrain as dt
-        >>> schedule = dt.schedules.composer.polynomial(dt.RunLength(total="10ba"), 2.0)
+        >>> schedule = dt.schedules.composer.polynomial(
+        ...     dt.schedules.RunLength(total="10ba"), 2.0
+        ... )
         >>> [round(schedule(t), 3) for t in (0, 5, 9, 10)]
         [1.0, 0.25, 0.01, 0.0]
 
@@ -240,7 +246,7 @@ def exponential(run_length: RunLength, gamma: float, decay_period: Length = "1ep
 
     Example:
         >>> import dtrain as dt
-        >>> run = dt.RunLength(total="3ep", steps_per_epoch=10)
+        >>> run = dt.schedules.RunLength(total="3ep", steps_per_epoch=10)
         >>> schedule = dt.schedules.composer.exponential(run, 0.25)
         >>> [schedule(t) for t in (0, 5, 10)]
         [1.0, 0.5, 0.25]
@@ -263,7 +269,7 @@ def step(run_length: RunLength, step_size: Length, gamma: float = 0.1) -> Schedu
 
     Example:
         >>> import dtrain as dt
-        >>> run = dt.RunLength(total="3ep", steps_per_epoch=10)
+        >>> run = dt.schedules.RunLength(total="3ep", steps_per_epoch=10)
         >>> schedule = dt.schedules.composer.step(run, "1ep", 0.5)
         >>> [schedule(t) for t in (0, 9, 10, 20)]
         [1.0, 1.0, 0.5, 0.25]
@@ -288,7 +294,7 @@ def multi_step(run_length: RunLength, milestones: Sequence[Length], gamma: float
 
     Example:
         >>> import dtrain as dt
-        >>> run = dt.RunLength(total="10ep", steps_per_epoch=10)
+        >>> run = dt.schedules.RunLength(total="10ep", steps_per_epoch=10)
         >>> schedule = dt.schedules.composer.multi_step(run, ["0.3dur", "5ep"])
         >>> [round(schedule(t), 3) for t in (0, 29, 30, 49, 50)]
         [1.0, 1.0, 0.1, 0.1, 0.01]

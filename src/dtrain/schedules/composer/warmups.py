@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from dtrain.arguments import check_number
-from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
 from dtrain.schedules import curves, phases
 from dtrain.schedules.composer.decays import Length, Lengths, check_covers_run, name_each, parse_lengths
+from dtrain.schedules.durations import RunLength
 from dtrain.typing import Schedule
 
 
@@ -23,7 +23,7 @@ def constant_with_warmup(run_length: RunLength, t_warmup: Length, alpha: float =
     Example:
         >>> import dtrain as dt
         >>> schedule = dt.schedules.composer.constant_with_warmup(
-        ...     dt.RunLength(total="10ba"), "4ba", 0.5
+        ...     dt.schedules.RunLength(total="10ba"), "4ba", 0.5
         ... )
         >>> [schedule(t) for t in (0, 2, 4, 9)]
         [0.0, 0.25, 0.5, 0.5]
@@ -52,7 +52,7 @@ def linear_with_warmup(
     Example:
         >>> import dtrain as dt
         >>> schedule = dt.schedules.composer.linear_with_warmup(
-        ...     dt.RunLength(total="100ba"), "20ba"
+        ...     dt.schedules.RunLength(total="100ba"), "20ba"
         ... )
         >>> [schedule(t) for t in (0, 10, 20, 60, 100)]
         [0.0, 0.5, 1.0, 0.5, 0.0]
@@ -77,7 +77,7 @@ def cosine_with_warmup(run_length: RunLength, t_warmup: Length, t_max: Length = 
 
     Example:
         >>> import dtrain as dt
-        >>> run = dt.RunLength(total="100ba")
+        >>> run = dt.schedules.RunLength(total="100ba")
         >>> schedule = dt.schedules.composer.cosine_with_warmup(run, "0.2dur", alpha_f=0.1)
         >>> [round(schedule(t), 3) for t in (0, 10, 20, 60, 100)]
         [0.0, 0.5, 1.0, 0.55, 0.1]
@@ -105,7 +105,7 @@ def polynomial_with_warmup(
     Example:
         >>> import dtrain as dt
         >>> schedule = dt.schedules.composer.polynomial_with_warmup(
-        ...     dt.RunLength(total="100ba"), "20ba"
+        ...     dt.schedules.RunLength(total="100ba"), "20ba"
         ... )
         >>> [schedule(t) for t in (0, 10, 20, 60, 100)]
         [0.0, 0.5, 1.0, 0.25, 0.0]
@@ -131,7 +131,7 @@ def multi_step_with_warmup(
 
     Example:
         >>> import dtrain as dt
-        >>> run = dt.RunLength(total="10ep", steps_per_epoch=10)
+        >>> run = dt.schedules.RunLength(total="10ep", steps_per_epoch=10)
         >>> schedule = dt.schedules.composer.multi_step_with_warmup(run, "1ep", ["3ep", "6ep"])
         >>> [round(schedule(t), 3) for t in (0, 5, 10, 30, 60)]
         [0.0, 0.5, 1.0, 0.1, 0.01]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -12,8 +13,8 @@ from torch import Tensor
 
 from dtrain.arguments import check_int, check_number
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import hyperparameter
-from dtrain.transform import Transform
+from dtrain.schedules.hyperparameters import hyperparameter
+from dtrain.step.transform import Transform
 from dtrain.transforms.batches.batch_transform import (
     BatchKey,
     batch_transform,
@@ -32,7 +33,7 @@ from dtrain.transforms.batches.image_ops import (
     to_device_async,
     to_unit_range,
 )
-from dtrain.typing import Batch, Schedule, is_tensordict
+from dtrain.typing import Batch, LossSum, Schedule, is_tensordict
 
 AUGMIX_OPERATIONS = (
     "autocontrast",
@@ -250,3 +251,42 @@ def _check(width: int, depth: int | None, alpha: float, operations: Sequence[str
     check_number("augmix", "alpha", alpha, above=0, advice="For unchanged images omit augmix.")
     check_operations(operations, "augmix")
     check_int("augmix", "views", views, minimum=0)
+
+
+def jensen_shannon(logits: Sequence[Tensor]) -> LossSum:
+    """Compute the summed Jensen-Shannon divergence between the predictions for several views of each sample.
+
+    Formula: ``total = sum_i mean_v KL(p[v, i] || m[i])``, ``m = mean_v p[v]``, ``p = softmax(logits)``; ``weight`` counts the
+    rows. The divergence is 0 for equal predictions, and at most ``log(views)`` nats.
+
+    Args:
+        logits: ``[*, classes]`` of each view, at least two views of one shape. Gradients flow through all views.
+
+    Returns:
+        ``LossSum`` in nats.
+
+    Example:
+        >>> import dtrain as dt
+        >>> sure = torch.tensor([[50.0, 0.0]])
+        >>> loss = dt.transforms.jensen_shannon([sure, sure.flip(1)])
+        >>> (
+        ...     round(float(loss.total), 4),
+        ...     float(loss.weight),
+        ... )  # log 2, the largest value for two views
+        (0.6931, 1.0)
+
+    Raises:
+        ConfigError: fewer than two views, or different shapes.
+
+    Source: Lin 1991; as a consistency loss Hendrycks et al. 2020, arXiv:1912.02781, section 3 (there times 12).
+    """
+    shapes = [tuple(view.shape) for view in logits]
+    if len(shapes) < 2 or len(set(shapes)) > 1 or len(shapes[0]) < 2:
+        raise ConfigError(
+            f"jensen_shannon: needs logits [*, classes] of two or more views of one shape, got {shapes}. "
+            "Pass the logits of several views of the same samples."
+        )
+    logs = torch.stack([(view if view.dtype.itemsize >= 4 else view.float()).log_softmax(dim=-1) for view in logits])
+    middle = logs.logsumexp(dim=0) - math.log(len(shapes))
+    rows = logs[0, ..., 0].numel()
+    return LossSum(total=(logs.exp() * (logs - middle)).sum() / len(shapes), weight=rows)

@@ -24,14 +24,14 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_int, join_or
-from dtrain.clock import Clock
-from dtrain.combinators import on_batch
 from dtrain.device import is_accelerator
 from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import Hyperparameter
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.hyperparameters import Hyperparameter
 from dtrain.state import TrainState
-from dtrain.transform import GradFn, Transform, empty_state
+from dtrain.step.transform import GradFn, Transform, empty_state
+from dtrain.transforms.combinators import on_batch
 from dtrain.typing import Batch, Metrics, TransformState, is_tensordict
 
 BatchKey: TypeAlias = str | int

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from dtrain.arguments import check_choice, check_int
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import Constraint, hyperparameter, is_number
-from dtrain.transform import Transform
+from dtrain.schedules.hyperparameters import Constraint, hyperparameter, is_number
+from dtrain.step.transform import Transform
 from dtrain.transforms.batches.batch_transform import (
     BatchKey,
     batch_transform,

@@ -7,8 +7,8 @@ from torch import Tensor
 
 from dtrain.arguments import check_number
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import hyperparameter
-from dtrain.transform import Transform
+from dtrain.schedules.hyperparameters import hyperparameter
+from dtrain.step.transform import Transform
 from dtrain.transforms.batches.batch_transform import (
     BatchKey,
     batch_transform,

@@ -11,12 +11,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dtrain.arguments import check_choice, check_int, check_number
-from dtrain.clock import Clock
-from dtrain.durations import Duration
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import hyperparameter
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration
+from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.state import TrainState
-from dtrain.transform import Transform
+from dtrain.step.transform import Transform
 from dtrain.transforms.batches.batch_transform import BatchKey, batch_transform, get_image_batch, host_random, map_images
 from dtrain.transforms.batches.image_ops import from_unit_range, to_unit_range
 from dtrain.typing import Batch, Schedule, TransformState

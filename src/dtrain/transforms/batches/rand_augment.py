@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_int, check_number
-from dtrain.schedules.hyperparameter import hyperparameter
-from dtrain.transform import Transform
+from dtrain.schedules.hyperparameters import hyperparameter
+from dtrain.step.transform import Transform
 from dtrain.transforms.batches.batch_transform import BatchKey, batch_transform, get_image_batch, host_random, map_images
 from dtrain.transforms.batches.image_ops import (
     IMAGE_OPERATIONS,

@@ -11,20 +11,27 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.arguments import check_number
-from dtrain.batch import FailedBatch, check_microbatch_size, check_rows, count_samples_and_tokens, select_samples, to_device
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch import (
+    FailedBatch,
+    check_microbatch_size,
+    check_rows,
+    count_samples_and_tokens,
+    select_samples,
+    to_device,
+)
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, check_collectives
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.dist.timeout_report import report_missing_ranks
-from dtrain.durations import Duration, parse_window
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import hyperparameter
+from dtrain.schedules.durations import Duration, parse_window
+from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.shard.buffers import BufferSnapshot
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.unshard import is_unsharded, reshard
 from dtrain.state import TrainState
 from dtrain.step.microbatches import BatchWatch, Microbatches, split_microbatches
-from dtrain.transform import GradFn, Transform, make_step_context
+from dtrain.step.transform import GradFn, Transform, make_step_context
 from dtrain.typing import Batch, Metrics, Schedule, TransformState
 
 _NAME = "selective_backprop"

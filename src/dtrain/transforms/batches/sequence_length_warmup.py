@@ -11,11 +11,11 @@ from einops import rearrange
 from torch import Tensor
 
 from dtrain.arguments import check_int
-from dtrain.clock import Clock
-from dtrain.durations import Duration
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import hyperparameter
-from dtrain.transform import Transform
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration
+from dtrain.schedules.hyperparameters import hyperparameter
+from dtrain.step.transform import Transform
 from dtrain.transforms.batches.batch_transform import BatchKey, batch_transform, get_inputs
 from dtrain.typing import Batch, Schedule, is_tensordict
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_number
-from dtrain.dtensor import to_local
+from dtrain.dist.dtensor import to_local
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import hyperparameter
-from dtrain.transform import Transform
+from dtrain.schedules.hyperparameters import hyperparameter
+from dtrain.step.transform import Transform
 from dtrain.transforms.gradients.grad_transform import grad_transform, sum_dtype, unit_sums
 from dtrain.typing import Params, Schedule
 

@@ -7,8 +7,8 @@ import math
 import torch
 from torch import Tensor
 
-from dtrain.dtensor import to_local
-from dtrain.transform import Transform
+from dtrain.dist.dtensor import to_local
+from dtrain.step.transform import Transform
 from dtrain.transforms.gradients.grad_transform import grad_transform, sum_dtype, unit_sums
 from dtrain.typing import Params
 

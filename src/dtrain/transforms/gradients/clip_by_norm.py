@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dtrain.arguments import check_number
-from dtrain.metrics import unit_weight
-from dtrain.schedules.hyperparameter import hyperparameter
+from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.state import TrainState
+from dtrain.step.metrics import unit_weight
 from dtrain.step.optimizer import clip_grad_norm_
-from dtrain.transform import Transform, UpdateFn
+from dtrain.step.transform import Transform, UpdateFn
 from dtrain.typing import Metric, Metrics, Schedule
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from dtrain.dtensor import to_local
+from dtrain.dist.dtensor import to_local
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import hyperparameter
-from dtrain.transform import Transform
+from dtrain.schedules.hyperparameters import hyperparameter
+from dtrain.step.transform import Transform
 from dtrain.transforms.gradients.grad_transform import grad_transform
 from dtrain.typing import Params, Schedule
 

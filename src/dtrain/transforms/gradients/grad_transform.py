@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from dtrain.dtensor import all_reduce_partial_, to_local
-from dtrain.schedules.hyperparameter import Hyperparameter
+from dtrain.dist.dtensor import all_reduce_partial_, to_local
+from dtrain.schedules.hyperparameters import Hyperparameter
 from dtrain.state import TrainState
-from dtrain.transform import Transform, UpdateFn
+from dtrain.step.transform import Transform, UpdateFn
 from dtrain.typing import Metrics
 
 

@@ -8,18 +8,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from dtrain.batch import FailedBatch, check_rows, count_samples_and_tokens, select_samples, to_device
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch import FailedBatch, check_rows, count_samples_and_tokens, select_samples, to_device
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.dist.collectives import all_gather_numbers
+from dtrain.dist.dtensor import from_local_like, global_norm, to_local
 from dtrain.dist.rng import RNGSnapshot
-from dtrain.dtensor import from_local_like, global_norm, to_local
-from dtrain.durations import Duration
 from dtrain.errors import ConfigError
-from dtrain.metrics import unit_weight
-from dtrain.schedules.hyperparameter import hyperparameter
+from dtrain.schedules.durations import Duration
+from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.shard.buffers import BufferSnapshot
 from dtrain.state import TrainState
-from dtrain.transform import GradFn, Transform
+from dtrain.step.metrics import unit_weight
+from dtrain.step.transform import GradFn, Transform
 from dtrain.typing import Batch, Metric, Metrics, Params, Schedule, TransformState
 
 _NAME = "noise_scale"

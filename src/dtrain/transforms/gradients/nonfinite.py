@@ -8,7 +8,7 @@ from dtrain.errors import ConfigError, NonFiniteError
 from dtrain.run_context import MAX_NONFINITE_STEPS, NonfiniteLossCounter
 from dtrain.state import TrainState
 from dtrain.step.optimizer import nonfinite_param_names, update_if_finite
-from dtrain.transform import Transform, UpdateFn
+from dtrain.step.transform import Transform, UpdateFn
 from dtrain.typing import Metrics, TransformState
 
 _NAME = "nonfinite"
@@ -116,7 +116,7 @@ def nonfinite(action: Literal["skip", "raise", "allow"] = "skip", *, in_a_row: i
 
 
 def _init_loss_watch(state: TrainState, limit: int | None) -> TransformState:
-    state.run_context.monitor.nonfinite_losses = NonfiniteLossCounter(limit=limit)
+    state._run_context.monitor.nonfinite_losses = NonfiniteLossCounter(limit=limit)
     return {}
 
 

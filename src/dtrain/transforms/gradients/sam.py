@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_number
-from dtrain.dtensor import from_local_like, global_norm, to_local
-from dtrain.durations import Duration
+from dtrain.dist.dtensor import from_local_like, global_norm, to_local
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import hyperparameter
+from dtrain.schedules.durations import Duration
+from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.shard.buffers import restore_buffers
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
-from dtrain.transform import GradFn, Transform
+from dtrain.step.transform import GradFn, Transform
 from dtrain.typing import Batch, Metrics, Params, Schedule
 
 # Added to the norm, so that a zero gradient moves no parameter.

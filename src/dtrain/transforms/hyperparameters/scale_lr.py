@@ -8,11 +8,11 @@ from dataclasses import replace
 from operator import mul
 from typing import Any
 
-from dtrain.clock import Clock
 from dtrain.dist.init import get_dist_info
-from dtrain.schedules.hyperparameter import warn_if_absolute_lr
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.hyperparameters import warn_if_absolute_lr
 from dtrain.state import TrainState
-from dtrain.transform import Transform, UpdateFn
+from dtrain.step.transform import Transform, UpdateFn
 from dtrain.transforms.hyperparameters.schedule_option import ByGroup, GroupValues, during_update, parse_group_values
 from dtrain.typing import Metrics, TransformState
 

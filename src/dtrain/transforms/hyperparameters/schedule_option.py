@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 
 from torch import Tensor
 
-from dtrain.clock import Clock
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns
-from dtrain.metrics import make_metric
-from dtrain.schedules.hyperparameter import Hyperparameter, hyperparameter, is_number
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.hyperparameters import Hyperparameter, hyperparameter, is_number
 from dtrain.state import TrainState
-from dtrain.transform import Transform, UpdateFn
+from dtrain.step.metrics import make_metric
+from dtrain.step.transform import Transform, UpdateFn
 from dtrain.typing import Metrics, Schedule, TransformState
 
 

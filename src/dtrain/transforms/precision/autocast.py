@@ -11,7 +11,7 @@ from dtrain.arguments import check_choice
 from dtrain.device import backend_function
 from dtrain.errors import ConfigError
 from dtrain.state import TrainState
-from dtrain.transform import StepContext, Transform
+from dtrain.step.transform import StepContext, Transform
 from dtrain.typing import Batch, LossFn, LossSum, TransformState
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

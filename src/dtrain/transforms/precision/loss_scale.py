@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from dtrain.arguments import check_int, check_number
-from dtrain.dtensor import scale_
+from dtrain.dist.dtensor import scale_
 from dtrain.errors import ConfigError, NonFiniteError
-from dtrain.metrics import make_metric
-from dtrain.schedules.hyperparameter import is_number
+from dtrain.schedules.hyperparameters import is_number
 from dtrain.state import TrainState
+from dtrain.step.metrics import make_metric
 from dtrain.step.optimizer import update_if_finite
-from dtrain.transform import GradStep, Transform, UpdateFn
+from dtrain.step.transform import GradStep, Transform, UpdateFn
 from dtrain.typing import Batch, LossFn, LossSum, Metrics, TransformState
 
 _NAME = "loss_scale"

@@ -9,10 +9,10 @@ from fractions import Fraction
 import torch
 from torch import Tensor
 
-from dtrain.clock import Clock
-from dtrain.dtensor import from_local_like, to_local
-from dtrain.durations import Duration, RunLength
+from dtrain.dist.dtensor import from_local_like, to_local
 from dtrain.errors import ConfigError
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration, RunLength
 from dtrain.shard.buffers import BufferSnapshot
 from dtrain.shard.unshard import is_unsharded, reshard
 from dtrain.state import TrainState
@@ -131,7 +131,7 @@ def use_average(state: TrainState, name: str = "ema") -> Iterator[None]:
     buffers.capture()
     # An earlier forward may have left unsharded copies, which the next forward would reuse.
     reshard(state.model)
-    state.run_context.swapped_average = name
+    state._run_context.swapped_average = name
     try:
         for key, average in averages.items():
             undo.append(_exchange_(state.params[key], average))
@@ -141,7 +141,7 @@ def use_average(state: TrainState, name: str = "ema") -> Iterator[None]:
         for restore in undo:
             restore()
         buffers.restore()
-        state.run_context.swapped_average = None
+        state._run_context.swapped_average = None
 
 
 def load_average_(state: TrainState, name: str = "ema") -> None:

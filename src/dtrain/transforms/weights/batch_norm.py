@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dtrain.batch import count_samples_and_tokens, to_device
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch import count_samples_and_tokens, to_device
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import StepError
 from dtrain.shard.buffers import BufferSnapshot
+from dtrain.shard.spec import get_device, get_spec
 from dtrain.shard.unshard import eval_mode
-from dtrain.state import get_device, get_spec
 from dtrain.step.evaluate import pad_to_longest_rank
 from dtrain.typing import Batch
 

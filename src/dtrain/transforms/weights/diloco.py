@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_choice
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.timeout_report import report_missing_ranks
-from dtrain.dtensor import to_local
-from dtrain.durations import Duration
-from dtrain.schedules.hyperparameter import hyperparameter
+from dtrain.schedules.durations import Duration
+from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
 from dtrain.step.step_clock import ends_interval
-from dtrain.transform import Transform, UpdateFn
+from dtrain.step.transform import Transform, UpdateFn
 from dtrain.transforms.weights.local_sgd import (
     average_replicas_,
     check_replicas,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dtrain.clock import Clock
-from dtrain.durations import Duration
 from dtrain.errors import ConfigError
-from dtrain.schedules.hyperparameter import Hyperparameter, hyperparameter
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration
+from dtrain.schedules.hyperparameters import Hyperparameter, hyperparameter
 from dtrain.state import TrainState
 from dtrain.step.step_clock import ends_interval, next_clock
-from dtrain.transform import Transform, UpdateFn
+from dtrain.step.transform import Transform, UpdateFn
 from dtrain.transforms.weights.averaging import copy_params_, duration_ratio, init_average, lerp_
 from dtrain.typing import Metrics, Params, Schedule, TransformState
 

@@ -10,11 +10,11 @@ from fractions import Fraction
 from torch import Tensor
 
 from dtrain.arguments import check_number
-from dtrain.combinators import ParamFilter, masked
-from dtrain.durations import Duration, parse_window
 from dtrain.errors import ConfigError
+from dtrain.schedules.durations import Duration, parse_window
 from dtrain.state import TrainState
-from dtrain.transform import GradFn, Transform
+from dtrain.step.transform import GradFn, Transform
+from dtrain.transforms.combinators import ParamFilter, masked
 from dtrain.transforms.weights.averaging import elapsed_fraction
 from dtrain.typing import Batch, Metrics
 

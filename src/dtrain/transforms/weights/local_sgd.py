@@ -27,16 +27,17 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dtrain.arguments import check_choice
+from dtrain.dist.dtensor import to_local
 from dtrain.dist.mesh import ReplicaInfo, axis_size, get_mesh
 from dtrain.dist.timeout_report import report_missing_ranks
-from dtrain.dtensor import to_local
-from dtrain.durations import Duration
 from dtrain.errors import ConfigError
 from dtrain.fqn import parameters_by_fqn
+from dtrain.schedules.durations import Duration
 from dtrain.shard.grad_sync import grad_sync_of
-from dtrain.state import ShardSpec, TrainState
+from dtrain.shard.spec import ShardSpec
+from dtrain.state import TrainState
 from dtrain.step.step_clock import ends_interval
-from dtrain.transform import GradFn, Transform, UpdateFn
+from dtrain.step.transform import GradFn, Transform, UpdateFn
 from dtrain.typing import Batch, Metrics, TransformState
 
 _NAME = "local_sgd"

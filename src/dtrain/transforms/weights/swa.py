@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from typing import Literal
 
 from dtrain.arguments import check_choice
-from dtrain.clock import Clock
-from dtrain.durations import Duration, parse_window
 from dtrain.errors import ConfigError
-from dtrain.metrics import make_metric
-from dtrain.schedules.hyperparameter import hyperparameter
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration, parse_window
+from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.state import TrainState
+from dtrain.step.metrics import make_metric
 from dtrain.step.step_clock import ends_interval, next_clock
-from dtrain.transform import Transform, UpdateFn
+from dtrain.step.transform import Transform, UpdateFn
 from dtrain.transforms.weights.averaging import copy_params_, elapsed_fraction, init_average, lerp_
 from dtrain.typing import Metrics, Params, Schedule, TransformState
 

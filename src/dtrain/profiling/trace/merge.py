@@ -11,7 +11,7 @@ from typing import Any
 
 from dtrain import storage
 from dtrain.errors import ConfigError
-from dtrain.report.trace.trace_file import dtrain_metadata, find_traces, read_trace_json, trace_rank
+from dtrain.profiling.trace.trace_file import dtrain_metadata, find_traces, read_trace_json, trace_rank
 
 # process ids per rank: the process, and one per device
 _PIDS_PER_RANK = 1000

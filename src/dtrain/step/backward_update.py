@@ -13,10 +13,10 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from dtrain.batch_axes import BatchSpec
+from dtrain.data.batch_axes import BatchSpec
 from dtrain.device import use_on_current_stream
 from dtrain.dist.context import current_context
-from dtrain.dtensor import is_dtensor, to_local
+from dtrain.dist.dtensor import is_dtensor, to_local
 from dtrain.errors import ConfigError, StepError
 from dtrain.shard.grad_sync import grad_sync_of
 from dtrain.shard.param_hooks import check_no_hooks
@@ -26,7 +26,7 @@ from dtrain.step.microbatch_step import microbatch_step
 from dtrain.step.optimizer import apply_gradients
 from dtrain.step.optimizer_state import check_update
 from dtrain.step.shard_update import step_optimizer
-from dtrain.transform import Transform
+from dtrain.step.transform import Transform
 from dtrain.typing import Batch, LossFn, Metrics
 
 _STATE_LOST = (
@@ -67,7 +67,7 @@ def optimizer_in_backward(
 
     Example:
         spec = dt.batch_spec(weight=lambda batch: len(batch["labels"]))
-        step = dt.optimizer_in_backward(loss_fn, batch_spec=spec, microbatch_size=8)
+        step = dt.step.optimizer_in_backward(loss_fn, batch_spec=spec, microbatch_size=8)
         state = step.init(model, optimizer)
         for batch in loader:
             state, metrics = step(state, batch)
@@ -126,7 +126,7 @@ def _compute_and_apply(
         # The foreach form of an optimizer accepts no mix of DTensors and plain tensors.
         for kind in (True, False):
             _apply(state, done, [param for param in remaining if is_dtensor(param) == kind])
-        if not state.run_context.optimizer_checked:
+        if not state._run_context.optimizer_checked:
             check_update(state, lambda: None, caller="optimizer_in_backward")
     return state._next(), {**metrics, **step_metrics}
 
@@ -184,6 +184,6 @@ def _invalidate_state_on_error(state: TrainState, done: set[int]) -> Iterator[No
         yield
     except BaseException as error:
         if done:
-            state.run_context.interrupted_write = _STATE_LOST
+            state._run_context.interrupted_write = _STATE_LOST
             error.add_note(_STATE_LOST)
         raise

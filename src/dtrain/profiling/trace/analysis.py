@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
 from dtrain import storage
-from dtrain.report.trace.trace_file import ProfilerTrace, TraceEvent, TraceStep, read_trace
+from dtrain.profiling.trace.trace_file import ProfilerTrace, TraceEvent, TraceStep, read_trace
 
 Intervals: TypeAlias = list[tuple[float, float]]
 

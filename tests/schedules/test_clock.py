@@ -5,9 +5,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dtrain.clock import Clock, EpochPosition
-from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
+from dtrain.schedules.clock import Clock, EpochPosition
+from dtrain.schedules.durations import Duration, RunLength
 
 
 def ticked(clock: Clock = Clock(), *, end_of_epoch: bool = False, **changes) -> Clock:  # noqa: B008  # frozen
@@ -20,8 +20,8 @@ def test_tick_updates_counts_and_the_epoch():
     assert (clock.step, clock.epoch, clock.step_in_epoch) == (2, 1, 0)
     assert (clock.samples, clock.tokens, clock.seconds) == (20, 200, 1.0)
     assert ticked(clock).step_in_epoch == 1
-    assert clock.previous == Clock(step=1, step_in_epoch=1, samples=10, tokens=100, seconds=0.5)
-    assert ticked(clock).previous.previous is None, "a clock does not hold its whole history"
+    assert clock._previous == Clock(step=1, step_in_epoch=1, samples=10, tokens=100, seconds=0.5)
+    assert ticked(clock)._previous._previous is None, "a clock does not hold its whole history"
 
 
 @pytest.mark.parametrize("interval", ["25sp", "3ba", "250tok", "1sec", "1ep"])
@@ -30,7 +30,7 @@ def test_crossed_is_true_once_per_boundary_for_any_tick_size(interval):
     field = {"sp": "samples", "ba": "step", "tok": "tokens", "sec": "seconds", "ep": "epoch"}[every.unit]
     for step in range(40):
         clock = ticked(clock, samples=7 + step % 5, end_of_epoch=step % 9 == 8)
-        boundary = getattr(clock, field) // every.value > getattr(clock.previous, field) // every.value
+        boundary = getattr(clock, field) // every.value > getattr(clock._previous, field) // every.value
         assert clock.crossed(interval) == boundary
         crossings += clock.crossed(interval)
     assert crossings == getattr(clock, field) // every.value

@@ -9,8 +9,8 @@ import threading
 import pytest
 import torch
 
-from dtrain import heartbeats
-from dtrain.heartbeats import ProgressKind, ProgressRecord
+from dtrain.launch import heartbeats
+from dtrain.launch.heartbeats import ProgressKind, ProgressRecord
 from dtrain.monitors.reduce_metrics import reduce_metrics
 from dtrain.typing import Metric
 

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from dtrain.errors import ConfigError, DataError
-from dtrain.report.trace.trace_file import find_traces, parse_trace, read_trace
+from dtrain.profiling.trace.trace_file import find_traces, parse_trace, read_trace
 from traces_made import mark, op, trace, written
 
 

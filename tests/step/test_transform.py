@@ -1,7 +1,7 @@
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.transform import Transform, check_transform
+from dtrain.step.transform import Transform, check_transform
 from dtrain.transforms.weights.ema import ema
 
 

@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from dtrain.dtensor import compute_shard_box, global_norm, lerp_, scale_, shard_box
+from dtrain.dist.dtensor import compute_shard_box, global_norm, lerp_, scale_, shard_box
 from dtrain.errors import ConfigError
 
 

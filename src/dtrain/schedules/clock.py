@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import Any, NamedTuple
 
-from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
+from dtrain.schedules.durations import Duration, RunLength
 
 _UNIT_FIELDS = {"ep": "epoch", "ba": "step", "sp": "samples", "tok": "tokens", "sec": "seconds"}
 _COUNT_FIELDS = ("step", "epoch", "step_in_epoch", "samples", "tokens", "seconds")
@@ -37,15 +37,11 @@ class Clock:
         samples: samples trained on.
         tokens: tokens trained on.
         seconds: rank 0's time in and between steps, summed over resumes. Equal on every rank, but not bit-reproducible.
-        previous: clock that ``crossed`` compares with: one tick ago, for epochs before the batch.
         run_length: length of the run, for ``"0.1dur"``. Set by ``Step.init``, and not part of a checkpoint.
-        step_start: position at the start of the last step, if batches passed without a step since ``previous``.
-        batch_start: the same for a clock inside of a step, the position that ``crossed`` will compare with.
-        no_epochs_reason: reason why the last batch has no position. If set, all durations in epochs raise.
 
     Example:
         >>> import dtrain as dt
-        >>> clock = dt.Clock(step=250, samples=8000)
+        >>> clock = dt.schedules.Clock(step=250, samples=8000)
         >>> clock.reached("5_000sp"), clock.count("ba")
         (True, 250)
     """
@@ -56,45 +52,49 @@ class Clock:
     samples: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    previous: Clock | None = None
+    # Clock that ``crossed`` compares with: one tick ago, for epochs before the batch.
+    _previous: Clock | None = None
     run_length: RunLength | None = None
-    step_start: EpochPosition | None = None
-    batch_start: EpochPosition | None = None
-    no_epochs_reason: str | None = field(default=None, compare=False)
+    # Position at the start of the last step, if batches passed without a step since ``previous``.
+    _step_start: EpochPosition | None = None
+    # The same for a clock inside of a step, the position that ``crossed`` will compare with.
+    _batch_start: EpochPosition | None = None
+    # Reason why the last batch has no position. If set, all durations in epochs raise.
+    _no_epochs_reason: str | None = field(default=None, compare=False)
 
     @property
-    def position(self) -> EpochPosition:
+    def _position(self) -> EpochPosition:
         """Position in the loader's data."""
         return EpochPosition(self.epoch, self.step_in_epoch)
 
-    def begin_batch(self, begin: EpochPosition, *, repeated: bool = False) -> Clock:
+    def _begin_batch(self, begin: EpochPosition, *, repeated: bool = False) -> Clock:
         """Return the clock at the start of a step whose batch begins at ``begin``.
 
         Args:
             begin: position before the batch. Without a number of batches, the clock has counted the batches.
             repeated: if True, the last step was on the same batch, so ``crossed`` still compares with the start of that batch.
         """
-        past = self.previous.position if repeated and self.previous is not None else self.batch_start or self.position
+        past = self._previous._position if repeated and self._previous is not None else self._batch_start or self._position
         counted = past.batch if begin.epoch == past.epoch else 0
         here = EpochPosition(begin.epoch, counted if begin.batch is None else begin.batch)
-        previous = self.previous
-        if self.step_start is not None and previous is not None:
-            previous = previous._counts_at(self.step_start)
-        if here == self.position == past and not (self.step_start or self.batch_start or self.no_epochs_reason):
+        previous = self._previous
+        if self._step_start is not None and previous is not None:
+            previous = previous._counts_at(self._step_start)
+        if here == self._position == past and not (self._step_start or self._batch_start or self._no_epochs_reason):
             return self
         batch_start = past if past != here else None
         return self._replace(
             epoch=here.epoch,
             step_in_epoch=here.batch or 0,
-            previous=previous,
-            step_start=None,
-            batch_start=batch_start,
-            no_epochs_reason=None,
+            _previous=previous,
+            _step_start=None,
+            _batch_start=batch_start,
+            _no_epochs_reason=None,
         )
 
-    def without_epochs(self, reason: str) -> Clock:
+    def _without_epochs(self, reason: str) -> Clock:
         """Return the clock at the start of a step whose batch has no position in a loader."""
-        return self if self.no_epochs_reason == reason else self._replace(no_epochs_reason=reason)
+        return self if self._no_epochs_reason == reason else self._replace(_no_epochs_reason=reason)
 
     def tick(self, *, samples: int, tokens: int, seconds: float, position: EpochPosition | None = None) -> Clock:
         """Return the clock after one step over ``samples`` and ``tokens`` that took ``seconds``.
@@ -105,7 +105,7 @@ class Clock:
             seconds: rank 0's time.
             position: position in the loader's data after the batch; None if no loader returned the batch.
         """
-        after = self.position if position is None else position
+        after = self._position if position is None else position
         counted = after.batch if after.batch is not None else (self.step_in_epoch + 1) * (after.epoch == self.epoch)
         return self._replace(
             step=self.step + 1,
@@ -114,24 +114,24 @@ class Clock:
             samples=self.samples + samples,
             tokens=self.tokens + tokens,
             seconds=self.seconds + seconds,
-            previous=self._counts_at(self.batch_start),
-            step_start=None if self.batch_start is None else self.position,
-            batch_start=None,
-            no_epochs_reason=(self.no_epochs_reason or _NO_LOADER_REASON) if position is None else None,
+            _previous=self._counts_at(self._batch_start),
+            _step_start=None if self._batch_start is None else self._position,
+            _batch_start=None,
+            _no_epochs_reason=(self._no_epochs_reason or _NO_LOADER_REASON) if position is None else None,
         )
 
     def _counts_at(self, position: EpochPosition | None) -> Clock:
         """Return the counts at ``position`` (None keeps the own), without ``previous``, so that old clocks are freed."""
-        if position is None and not (self.previous or self.step_start or self.batch_start or self.no_epochs_reason):
+        if position is None and not (self._previous or self._step_start or self._batch_start or self._no_epochs_reason):
             return self
-        at = self.position if position is None else position
+        at = self._position if position is None else position
         return self._replace(
             epoch=at.epoch,
             step_in_epoch=at.batch or 0,
-            previous=None,
-            step_start=None,
-            batch_start=None,
-            no_epochs_reason=None,
+            _previous=None,
+            _step_start=None,
+            _batch_start=None,
+            _no_epochs_reason=None,
         )
 
     def _replace(self, **changes: Any) -> Clock:
@@ -192,23 +192,23 @@ class Clock:
             ConfigError: not a duration, ``dur`` in a run of unknown length, epochs in a loop without a loader.
         """
         length = Duration.parse(every)
-        if self.uses_epochs(length):
+        if self._uses_epochs(length):
             self._check_epochs(length)
-        if self.previous is None:
+        if self._previous is None:
             return False
         # Clocks from a checkpoint have no run length, and a resumed run may have another length.
-        previous = self.previous._replace(run_length=self.run_length) if length.unit == "dur" else self.previous
+        previous = self._previous._replace(run_length=self.run_length) if length.unit == "dur" else self._previous
         return self._count_intervals(length) > previous._count_intervals(length)
 
-    def uses_epochs(self, length: Duration) -> bool:
+    def _uses_epochs(self, length: Duration) -> bool:
         """Return True if ``length`` depends on the position in the loader's data: epochs, or a share of a run in epochs."""
         total = None if self.run_length is None else self.run_length.total
         return length.unit == "ep" or (length.unit == "dur" and total is not None and total.unit == "ep")
 
     def _check_epochs(self, duration: object) -> None:
-        if self.no_epochs_reason is not None:
+        if self._no_epochs_reason is not None:
             raise ConfigError(
-                f"clock: {duration} is counted in epochs, and this loop has none: {self.no_epochs_reason}. Take batches from "
+                f"clock: {duration} is counted in epochs, and this loop has none: {self._no_epochs_reason}. Take batches from "
                 "dt.build_loader, or name the loader: step.init(model, optimizer, loader=loader). Or count in steps ('100ba')."
             )
 
@@ -247,5 +247,5 @@ class Clock:
         ``previous`` is None at the start. ``step_start`` exists only if it differs from the position of ``previous``.
         """
         own = {name: getattr(self, name) for name in _COUNT_FIELDS}
-        previous = None if self.previous is None else {name: getattr(self.previous, name) for name in _COUNT_FIELDS}
-        return {**own, "previous": previous, **({} if self.step_start is None else {"step_start": [*self.step_start]})}
+        previous = None if self._previous is None else {name: getattr(self._previous, name) for name in _COUNT_FIELDS}
+        return {**own, "previous": previous, **({} if self._step_start is None else {"step_start": [*self._step_start]})}

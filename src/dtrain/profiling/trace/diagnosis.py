@@ -9,8 +9,8 @@ from statistics import mean, median
 from typing import Any, TypeAlias
 
 from dtrain.errors import ConfigError, DataError
-from dtrain.report.trace.analysis import KernelBreakdown, kernel_breakdown, memory_timeline, peak_and_median, sum_windows
-from dtrain.report.trace.trace_file import ProfilerTrace, find_traces, read_trace
+from dtrain.profiling.trace.analysis import KernelBreakdown, kernel_breakdown, memory_timeline, peak_and_median, sum_windows
+from dtrain.profiling.trace.trace_file import ProfilerTrace, find_traces, read_trace
 
 # largest fraction of a step spent waiting for data
 DATA_WAIT = 0.10
@@ -196,7 +196,7 @@ class TraceDiagnosis:
 def diagnose(path: str | Path) -> TraceDiagnosis:
     """Diagnose the traces of ``profile`` in a folder.
 
-    Each rule of ``dtrain.report.trace.diagnosis`` has a limit: a tenth of a step waiting for data, a fifth in collectives
+    Each rule of ``dtrain.profiling.trace.diagnosis`` has a limit: a tenth of a step waiting for data, a fifth in collectives
     without compute, a fifth with an idle GPU, a rank with a quarter more work than the other ranks, a peak of twice the median
     memory.
 

@@ -46,7 +46,7 @@ class Duration:
 
     Example:
         >>> import dtrain as dt
-        >>> dt.Duration.parse("3ep") + "2ep"
+        >>> dt.schedules.Duration.parse("3ep") + "2ep"
         Duration(value=5, unit='ep')
     """
 
@@ -75,9 +75,13 @@ class Duration:
 
         Example:
             >>> import dtrain as dt
-            >>> dt.Duration.parse("5_000sp"), dt.Duration.parse("1e9tok"), dt.Duration.parse(10)
+            >>> (
+            ...     dt.schedules.Duration.parse("5_000sp"),
+            ...     dt.schedules.Duration.parse("1e9tok"),
+            ...     dt.schedules.Duration.parse(10),
+            ... )
             (Duration(value=5000, unit='sp'), Duration(value=1000000000, unit='tok'), Duration(value=10, unit='ba'))
-            >>> dt.Duration.parse("1h20m40s"), dt.Duration.parse("0.1dur")
+            >>> dt.schedules.Duration.parse("1h20m40s"), dt.schedules.Duration.parse("0.1dur")
             (Duration(value=4840, unit='sec'), Duration(value=0.1, unit='dur'))
 
         Raises:
@@ -125,9 +129,13 @@ class Duration:
 
         Example:
             >>> import dtrain as dt
-            >>> dt.Duration.parse("3ep").steps(dt.RunLength(steps_per_epoch=100))
+            >>> dt.schedules.Duration.parse("3ep").steps(
+            ...     dt.schedules.RunLength(steps_per_epoch=100)
+            ... )
             300
-            >>> dt.Duration.parse("1_000sp").steps(dt.RunLength(samples_per_step=256))
+            >>> dt.schedules.Duration.parse("1_000sp").steps(
+            ...     dt.schedules.RunLength(samples_per_step=256)
+            ... )
             4
 
         Raises:
@@ -186,7 +194,7 @@ class RunLength:
 
     Example:
         >>> import dtrain as dt
-        >>> dt.RunLength(total="3ep", steps_per_epoch=100).steps()
+        >>> dt.schedules.RunLength(total="3ep", steps_per_epoch=100).steps()
         300
     """
 

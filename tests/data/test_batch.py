@@ -4,8 +4,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from dtrain.batch import count_samples, count_samples_and_tokens, select_samples, split_batch, to_device
-from dtrain.batch_axes import batch_spec
+from dtrain.data.batch import count_samples, count_samples_and_tokens, select_samples, split_batch, to_device
+from dtrain.data.batch_axes import batch_spec
 from dtrain.dist.dispatch import OpObserver
 from dtrain.errors import ConfigError
 

@@ -148,7 +148,7 @@ def heartbeat(activity: str) -> None:
 
     Example:
         for batch in loader:
-            dt.heartbeat("generate")
+            dt.launch.heartbeat("generate")
             samples = generate(model, batch)  # minutes without a step
     """
     state = _STATE

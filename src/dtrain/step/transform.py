@@ -14,11 +14,11 @@ from typing import Any, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from dtrain.dist.dtensor import from_local_like, shard_box, to_local
 from dtrain.dist.rng import derive_seed, generator
-from dtrain.dtensor import from_local_like, shard_box, to_local
 from dtrain.errors import ConfigError
 from dtrain.lazy_imports import public_doors
-from dtrain.schedules.hyperparameter import Hyperparameter
+from dtrain.schedules.hyperparameters import Hyperparameter
 from dtrain.state import TrainState
 from dtrain.typing import Batch, LossFn, Metrics, TransformState
 
@@ -143,7 +143,7 @@ def random_like(state: TrainState, tensor: Tensor, *names: int | str, sample: Ca
             def noisy(state, metrics):
                 for name, param in state.params.items():
                     if param.grad is not None:
-                        param.grad.add_(dt.transforms.random_like(state, param.grad, "noise", name), alpha=0.1)
+                        param.grad.add_(dt.step.random_like(state, param.grad, "noise", name), alpha=0.1)
                 return inner(state, metrics)
             return noisy
 

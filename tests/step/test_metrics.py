@@ -12,8 +12,7 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 import dtrain as dt
 from dtrain.errors import ConfigError
 from dtrain.losses import cross_entropy
-from dtrain.metrics import perplexity, token_accuracy
-from dtrain.monitors.reduce_metrics import reduce_metrics
+from dtrain.monitors.reduce_metrics import perplexity, reduce_metrics, token_accuracy
 from dtrain.testing import count_host_syncs
 
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from dtrain.arguments import check_choice
-from dtrain.clock import Clock
-from dtrain.durations import UNITS, RunLength
 from dtrain.errors import ConfigError
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import UNITS, RunLength
 from dtrain.typing import Schedule
 
 
@@ -48,7 +48,9 @@ def with_unit(unit: str, schedule: Schedule) -> UnitSchedule:
     Example:
         >>> import dtrain as dt
         >>> decay = dt.schedules.with_unit("tok", lambda t: 1.0 - t / 1e9)
-        >>> dt.transforms.hyperparameter(decay, "example")(dt.Clock(tokens=250_000_000))
+        >>> dt.schedules.hyperparameter(decay, "example")(
+        ...     dt.schedules.Clock(tokens=250_000_000)
+        ... )
         0.75
 
     Raises:
@@ -136,10 +138,10 @@ def hyperparameter(value: float | Schedule, label: str, allowed: str | Constrain
 
     Example:
         >>> import dtrain as dt
-        >>> decay = dt.transforms.hyperparameter(
+        >>> decay = dt.schedules.hyperparameter(
         ...     lambda step: 0.9 + step / 100, "mine: decay", "[0, 1)"
         ... )
-        >>> decay(dt.Clock(step=5))
+        >>> decay(dt.schedules.Clock(step=5))
         0.9500000000000001
 
     Raises:

@@ -13,13 +13,13 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from dtrain.batch import FailedBatch, copy_batch_info, to_device
-from dtrain.clock import Clock
-from dtrain.durations import Duration, parse_window
+from dtrain.data.batch import FailedBatch, copy_batch_info, to_device
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import Duration, parse_window
 from dtrain.state import TrainState
-from dtrain.transform import GradFn, StepContext, Transform, check_transform, make_step_context
+from dtrain.step.transform import GradFn, StepContext, Transform, check_transform, make_step_context
 from dtrain.typing import Batch, LossFn, Metrics, Params, TransformState
 
 ParamFilter: TypeAlias = str | Sequence[str] | Callable[[str, Tensor], bool]
@@ -169,7 +169,7 @@ def on_batch(fn: BatchFn, *, name: str) -> Transform:
         if after is None:
             return FailedBatch(ConfigError(f"on_batch: the function of {name!r} returned None. Return the new batch."))
         # Inside of a step the batch info was read already.
-        return after if state.step_batch is not None else copy_batch_info(batch, after)
+        return after if state._step_batch is not None else copy_batch_info(batch, after)
 
     def grad(inner: GradFn) -> GradFn:
         def grad_fn(state: TrainState, batch: Batch, *, microbatch_size: int | None = None) -> tuple[TrainState, Metrics]:

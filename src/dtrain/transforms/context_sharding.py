@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from dtrain.batch import FailedBatch, to_device
+from dtrain.data.batch import FailedBatch, to_device
 from dtrain.dist.mesh import axis_size
 from dtrain.errors import ConfigError
 from dtrain.fqn import buffers_by_fqn, compile_patterns
 from dtrain.shard.ring_attention import ring_attention
 from dtrain.state import TrainState
 from dtrain.step.sequence_check import SequenceCheck
-from dtrain.transform import GradStep, Transform
+from dtrain.step.transform import GradStep, Transform
 from dtrain.typing import Batch, LossFn, Metrics
 
 _NAME = "context_parallel"
@@ -100,7 +100,7 @@ def context_parallel(
             state: TrainState, batch: Batch, *, loss_fn: LossFn, microbatch_size: int | None = None
         ) -> tuple[TrainState, Metrics]:
             size = {} if microbatch_size is None else {"microbatch_size": microbatch_size}
-            cache = state.run_context.transform_cache
+            cache = state._run_context.transform_cache
             full_batch, sequences, buffers = clone(state, batch)
             if check and _NAME not in cache:
                 comparison = SequenceCheck(state, loss_fn, axis=mesh["cp"], seq_dims=batch_seq_dims, buffers=buffers)
@@ -110,11 +110,11 @@ def context_parallel(
                 return inner(state, full_batch, loss_fn=loss_fn, **size)
             with ring_attention(mesh["cp"], sequences, buffers):
                 state, metrics = inner(state, full_batch, loss_fn=loss_fn, **size)
-            if state.step_counts is None:
+            if state._step_counts is None:
                 return state, metrics
             # Each rank along cp counted its own part of the tokens.
-            step_counts = state.step_counts._replace(tokens=state.step_counts.tokens * ranks)
-            return state._replace(step_counts=step_counts), metrics
+            step_counts = state._step_counts._replace(tokens=state._step_counts.tokens * ranks)
+            return state._replace(_step_counts=step_counts), metrics
 
         return grad_step
 

@@ -106,7 +106,7 @@ def batch_spec(
         ...     weight=lambda batch: len(batch["label"]),
         ... )
         >>> batch = {"input_ids": torch.ones(3, 8), "label": torch.ones(3)}
-        >>> [len(part["label"]) for part in dt.split_batch(batch, 2, batch_spec=spec)]
+        >>> [len(part["label"]) for part in dt.data.split_batch(batch, 2, batch_spec=spec)]
         [2, 1]
 
     Raises:

@@ -1,7 +1,7 @@
 import pytest
 
-from dtrain.durations import Duration, RunLength
 from dtrain.errors import ConfigError
+from dtrain.schedules.durations import Duration, RunLength
 
 RUN = RunLength(total="3ep", steps_per_epoch=100, samples_per_step=256, tokens_per_step=1000.5)
 

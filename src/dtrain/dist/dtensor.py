@@ -322,7 +322,7 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
 
     Example:
         >>> import dtrain as dt
-        >>> dt.transforms.global_norm([torch.tensor([3.0, 0.0]), torch.tensor(4.0)])
+        >>> dt.dist.global_norm([torch.tensor([3.0, 0.0]), torch.tensor(4.0)])
         tensor(5.)
     """
     items = list(tensors)

@@ -8,20 +8,20 @@ import torch
 from torch import nn
 
 import dtrain as dt
-from dtrain.clock import Clock
-from dtrain.combinators import between, every, masked, on_batch
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import generator
-from dtrain.durations import RunLength
 from dtrain.errors import ConfigError
-from dtrain.transform import Transform, make_step_context
+from dtrain.schedules.clock import Clock
+from dtrain.schedules.durations import RunLength
+from dtrain.step.transform import Transform, make_step_context
+from dtrain.transforms.combinators import between, every, masked, on_batch
 from origins import placed, places
 
 BATCH = torch.arange(12.0).reshape(4, 3) / 12
 LOSS = dt.mean_loss(lambda model, x: model(x).square().mean(), weight=len)
 
 
-def begin(step: dt.Step, lr: float = 0.1) -> dt.TrainState:
+def begin(step: dt.step.Step, lr: float = 0.1) -> dt.TrainState:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2))
     return step.init(model, torch.optim.SGD(model.parameters(), lr=lr))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from dtrain.report.trace.analysis import OperationTime, kernel_breakdown, sum_windows
-from dtrain.report.trace.trace_file import parse_trace
+from dtrain.profiling.trace.analysis import OperationTime, kernel_breakdown, sum_windows
+from dtrain.profiling.trace.trace_file import parse_trace
 from traces_made import kernel, mark, op, trace
 
 US = 1e-6

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import check_int
-from dtrain.batch_axes import BatchSpec, call_count, call_split
+from dtrain.data.batch_axes import BatchSpec, call_count, call_split
 from dtrain.dist.batch_info import BatchInfo
 from dtrain.errors import ConfigError
 from dtrain.typing import Batch, is_tensordict
@@ -134,7 +134,7 @@ def split_batch(batch: Batch, microbatch_size: int, *, batch_spec: BatchSpec | N
 
     Example:
         >>> import dtrain as dt
-        >>> [part["x"].tolist() for part in dt.split_batch({"x": torch.arange(5)}, 2)]
+        >>> [part["x"].tolist() for part in dt.data.split_batch({"x": torch.arange(5)}, 2)]
         [[0, 1], [2, 3], [4]]
 
     Raises:

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from dtrain.errors import ConfigError
-from dtrain.report.trace.analysis import KernelBreakdown
-from dtrain.report.trace.diagnosis import (
+from dtrain.profiling.trace.analysis import KernelBreakdown
+from dtrain.profiling.trace.diagnosis import (
     DeviceMemoryUse,
     check_communication,
     check_data_wait,
