@@ -75,7 +75,7 @@ def callables() -> dict[str, Any]:
 
 
 def parameters(function: Any) -> list[str]:
-    return [name for name in inspect.signature(function).parameters if name not in ("self", "cls")]
+    return [name for name in inspect.signature(function).parameters if name not in ("self", "cls") and not name.startswith("_")]
 
 
 def users() -> dict[str, list[str]]:

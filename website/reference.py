@@ -26,7 +26,7 @@ class Topic:
 TOPICS = (
     Topic("processes", "Processes and meshes", "Start ranks, join them, arrange them, seed them. See [launch](../launch.md), "
           "[several nodes](../nodes.md) and [determinism](../determinism.md).",
-          "dist launch.spawn_function heartbeats"),
+          "dist launch.spawn_function launch.heartbeats"),
     Topic("sharding", "Model and sharding", "`shard_model` (FSDP, HSDP, DDP), precision, compilation, activation "
           "checkpointing, offload. See [sharding](../sharding.md) and [precision](../precision.md).",
           "shard"),
