@@ -44,7 +44,7 @@ FOREIGN_NAMES = {
     "Use dt.shard.checkpoint_activations(model, blocks).": "gradient_checkpointing activation_checkpointing",
     "Use dt.compile_blocks(model, blocks).": "compile torch_compile compile_model",
     "Use dt.open_run('runs') and dt.loggers.": "Logger logger WandBLogger TensorBoardLogger tracker init_trackers",
-    "Use dt.spawn(fn, 2), or `dtrain launch -n 2 train.py`.": "notebook_launcher launcher start_processes torchrun",
+    "Use dt.spawn(fn, world_size=2), or `dtrain launch -n 2 train.py`.": "notebook_launcher launcher start_processes torchrun",
     "Use dt.mean_loss(fn, weight=...).": "loss Loss wrap_loss",
     "Use dt.build_mesh().": "mesh DeviceMesh device_mesh init_device_mesh make_mesh",
     "Use the optimizer of torch, such as torch.optim.AdamW(model.parameters()).": "AdamW Adam SGD Optimizer optimizer",
@@ -61,6 +61,7 @@ _STRATEGY = "Give it to dt.shard_model(model, mesh, strategy='full_shard')."
 _STATE = "Give it to the state: step.init(model, optimizer)."
 _SIZE = "Use microbatch_size, the samples of one forward, or dt.auto_microbatch() as the last transform."
 _LAUNCHER = "Leave it out, because the launcher sets it: dtrain launch -n 2 train.py."
+_RUN = "Give it to the state: step.init(model, optimizer, loader=loader)."
 _WHOLE = "Leave it out, because the state holds model, optimizer and step."
 
 FOREIGN_ARGUMENTS: dict[str, dict[str, str]] = {
@@ -112,6 +113,15 @@ FOREIGN_ARGUMENTS: dict[str, dict[str, str]] = {
         "Use root, a folder that gets one folder per step.": "filename checkpoint_id folder",
         "Use keep_last.": "save_total_limit max_to_keep save_top_k num_checkpoints_to_keep",
         "Use mode='async'.": "async_save asynchronous",
+        _RUN: "loader dataloader sampler stateful",
+    },
+    "load_sharded": {
+        _WHOLE: "model optimizer step",
+        _RUN: "loader dataloader sampler stateful",
+        "Use ignore=['head.**'], the names to leave out.": "strict partial ignore_keys",
+        "Use root, the folder passed to save_sharded, or the folder of one step.": "filename checkpoint_id folder path",
+        "Leave it out, because each rank loads to its own device.": "map_location device",
+        "Leave it out, because a load never runs stored code.": "weights_only",
     },
     "init_dist": {
         "Use timeout_s.": "timeout",

@@ -46,6 +46,14 @@ SAMPLES = "Use global_batch_size, the samples of a step over all ranks."
 PROBABILITIES = "cross_entropy: targets must be class indices (int64), got probabilities [6, 3], as mixup, cutmix and "
 
 LINES: dict[str, tuple[Callable[[], object], str]] = {
+    "load_sharded('ckpt', state, strict=False)": (
+        lambda: dt.load_sharded("ckpt", init(), strict=False),
+        "load_sharded: has no argument strict. Use ignore=['head.**'], the names to leave out.",
+    ),
+    "save_sharded('ckpt', state, loader=loader)": (
+        lambda: dt.save_sharded("ckpt", init(), loader=DATA),
+        "save_sharded: has no argument loader. Give it to the state: step.init(model, optimizer, loader=loader).",
+    ),
     "build_loader(ds, batch_size=32)": (
         lambda: dt.build_loader(DATA, batch_size=32),
         "build_loader: has no argument batch_size, needs global_batch_size and seed. " + SAMPLES,

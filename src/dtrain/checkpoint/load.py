@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from dtrain import spans, storage
-from dtrain.arguments import check_choice
+from dtrain.arguments import check_choice, explain_arguments
 from dtrain.checkpoint.extra import restore_objects, saved_entries
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, LoadOptions, LoadPlan, parse_ignore
 from dtrain.checkpoint.module_state import finish_load
@@ -63,6 +63,7 @@ class Restored:
     ignored: tuple[str, ...] = ()
 
 
+@explain_arguments
 def load_sharded(
     root: AnyPath | str,
     state: OneOrSeveral,
@@ -214,7 +215,7 @@ def _warn_if_low_space(root: AnyPath, needed_bytes: int) -> None:
         try:
             check_free_space(root, needed_bytes, caller=_CALLER)
         except (OSError, CheckpointError) as error:
-            warnings.warn(f"the next save will fail: {error}", stacklevel=3)
+            warnings.warn(f"the next save will fail: {error}", stacklevel=4)
 
 
 def _apply(
