@@ -180,5 +180,5 @@ def test_link_to_source_of_a_name_leads_to_its_reference_entry(hooks: ModuleType
         "[`dt.transforms.mixup`](../reference/transforms-images.md#dtrain.transforms.mixup)"
     )
     assert hooks._linked_names("## `dt.dist`\n| `use_tf32` | Use it. |\n| `none_such` | `use_tf32` |", "names.md") == (
-        "## `dt.dist`\n| [`use_tf32`](reference/dist.md#dtrain.dist.use_tf32) | Use it. |\n| `none_such` | `use_tf32` |"
+        "## `dt.dist`\n| [`use_tf32`](reference/random.md#dtrain.dist.use_tf32) | Use it. |\n| `none_such` | `use_tf32` |"
     )
