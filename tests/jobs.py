@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
-_ROUTINE = ("dtrain: launch: starting ", "dtrain: launch: done; ", "dtrain: launch: results: ")
+_ROUTINE = re.compile(r"dtrain: launch: (starting \d+ rank|done; |results: )")
 LONG_S = 300  # no promise of the launcher's: how long a busy test machine may take
+
+
+def without_routine(err: str) -> str:
+    """Return ``err`` without the lines with which every launch begins, and every launch without a failure ends."""
+    return "".join(line for line in err.splitlines(keepends=True) if not _ROUTINE.match(line))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,7 +27,7 @@ class Result:
     @property
     def errors(self) -> str:
         """Standard error without the lines with which every launch begins, and every launch without a failure ends."""
-        return "".join(line for line in self.err.splitlines(keepends=True) if not line.startswith(_ROUTINE))
+        return without_routine(self.err)
 
     @property
     def summary(self) -> list[str]:

@@ -237,7 +237,7 @@ def test_mismatched_weights_are_refused_with_table(tmp_path):
     assert complaint(tensors, tmp_path) == (
         f"CheckpointMismatchError: load_weights_: {tmp_path / 'there'} does not fit. 4 entries differ (1 of another shape, "
         "1 of another dtype, 1 unexpected, 1 missing). Pass rename= to map stored names to names in the model or to None, or "
-        "missing= for names that need not be stored.\n"
+        "ignore= for names that need not be stored.\n"
         "  last.weight: file F32 [3, 7], here F32 [2, 7]\n"
         "  seen: file F32 [], here I64 []\n"
         "  cls.bias: file BF16 [2], here nothing (nearest: first.bias)\n"
@@ -267,12 +267,12 @@ def test_integers_are_not_cast(tmp_path, dtype):
 
 
 BAD_OPTIONS = {
-    "pattern": ({"missing": ["lst.*"]}, "ConfigError: .*missing must match names of the model, got 'lst.*'"),
-    "text": ({"missing": "last.*"}, "ConfigError: .*missing must be a list of patterns, got the string 'last.*'"),
-    "no text": ({"missing": [3]}, "ConfigError: .*patterns of names must be text, got 3"),
+    "pattern": ({"ignore": ["lst.*"]}, "ConfigError: .*ignore must match names of the model, got 'lst.*'"),
+    "text": ({"ignore": "last.*"}, "ConfigError: .*ignore must be a list of patterns, got the string 'last.*'"),
+    "no text": ({"ignore": [3]}, "ConfigError: .*patterns of names must be text, got 3"),
     "one function": (
-        {"missing": len},
-        "ConfigError: .*missing must be a list of patterns such as ['head.*'], got <built-in function len>",
+        {"ignore": len},
+        "ConfigError: .*ignore must be a list of patterns such as ['head.*'], got <built-in function len>",
     ),
     "pairs": ({"rename": [("a", "b")]}, "ConfigError: .*rename must be a function of the stored name, or a mapping, got [('a'"),
     "stray": ({"rename": {"cls.bias": None}}, "ConfigError: .*rename must have stored names, got 'cls.bias' (1 such names)"),
@@ -281,7 +281,7 @@ BAD_OPTIONS = {
         "ConfigError: .*rename must return a name in the model or None for 'seen', got 3",
     ),
     "nothing left": (
-        {"rename": lambda name: None, "missing": ["**"]},
+        {"rename": lambda name: None, "ignore": ["**"]},
         "CheckpointMismatchError: .*at least one of the 5 tensors must match the model, but rename=",
     ),
 }
@@ -511,7 +511,7 @@ def fail_on_one_rank(folder: str, what: str) -> list:
     before = values(model)
     first = get_dist_info().rank == 0
     options: dict[str, Any] = {"at": None if first else 4, "kind": "preadv"} if what == "disk" else {}
-    rename = {"rename": {"seen": None, "first.bias": None} if first else {"seen": None, "last.bias": None}, "missing": ["**"]}
+    rename = {"rename": {"seen": None, "first.bias": None} if first else {"seen": None, "last.bias": None}, "ignore": ["**"]}
     failed = "nothing"
     with watching(**options) as watched:
         try:

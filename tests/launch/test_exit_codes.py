@@ -173,7 +173,7 @@ def test_failure_record_of_earlier_launch_is_ignored(run, tmp_path):
     assert first.summary[0].endswith("ValueError: old")
     second = run("import os; os._exit(4)", n=1, options=options)
     assert second.code == 4
-    assert "old" not in second.err
+    assert "old" not in second.errors
 
 
 class TestPreempted:

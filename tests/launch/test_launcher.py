@@ -174,8 +174,10 @@ def test_ctrl_c_restores_terminal_state(start, often):
         assert termios.tcgetattr(writer) == before
         assert not fcntl.fcntl(writer, fcntl.F_GETFL) & os.O_NONBLOCK
         shown = os.read(reader, 1 << 16).decode()
-        lines = shown.removeprefix("^C" * often).split("\r\n")
-        assert sorted(lines[:2]) == [f"[rank {rank}] \x1b[31mred\x1b[0m" for rank in (0, 1)], shown
+        begin, *lines = shown.split("\r\n")
+        assert begin.startswith("dtrain: launch: starting 2 ranks; "), shown
+        coloured = [line.removeprefix("^C" * often) for line in lines[:2]]
+        assert sorted(coloured) == [f"[rank {rank}] \x1b[31mred\x1b[0m" for rank in (0, 1)], shown
         assert lines[2:] == ["dtrain: launch: interrupted; ranks ended", ""]
     finally:
         os.close(reader)

@@ -69,7 +69,7 @@ def test_restarts_stop_at_limit(run):
 def test_new_checkpoints_allow_further_restarts(run):
     source = """
     import os, sys
-    from dtrain import heartbeats
+    from dtrain.launch import heartbeats
     count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     heartbeats.report(heartbeats.ProgressKind.COMMITTED, 10 * (1 + count))
     if count < 4:
@@ -110,7 +110,7 @@ def test_signal_during_restart_delay_ends_job(start):
 def test_last_commit_before_failure_counts_as_progress(run):
     source = """
     import os, sys
-    from dtrain import heartbeats
+    from dtrain.launch import heartbeats
     count = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     heartbeats.report(heartbeats.ProgressKind.COMMITTED, count + 1)
     if count < 20:

@@ -16,7 +16,7 @@ from functools import cache
 from io import FileIO
 from pathlib import Path
 
-from jobs import Job
+from jobs import Job, without_routine
 from table.rows import Row
 
 Command = Callable[[Row, str], list[str]]
@@ -44,7 +44,7 @@ class Seen:
     @property
     def lines(self) -> list[str]:
         """Lines on standard error besides the tracebacks of the program."""
-        return besides_tracebacks(self.err, self.script)
+        return besides_tracebacks(without_routine(self.err), self.script)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -125,7 +125,7 @@ def hangs(how: str) -> str:
         f"""
         import re
         if os.environ["LAUNCHER"] == "dtrain":
-            from dtrain import heartbeats
+            from dtrain.launch import heartbeats
             heartbeats.report(heartbeats.ProgressKind.OPENED, os.getpid())
             heartbeats.heartbeat("step")
         meet()

@@ -11,7 +11,8 @@ SCRIPT = """
     import ctypes, os, re, signal, sys, time
     import torch, torch.distributed as dist
     import dtrain as dt
-    from dtrain import heartbeats, launch_protocol
+    from dtrain import launch_protocol
+    from dtrain.launch import heartbeats
     from dtrain.dist.collectives import all_gather_numbers
 
     def misbehave(kind, info):

@@ -10,7 +10,7 @@ SCRIPT = """
     import torch
     import torch._dynamo  # optimizers import it, which may take as long as the timeout on a busy machine
     import dtrain as dt
-    from dtrain import heartbeats
+    from dtrain.launch import heartbeats
     from dtrain.dist.collectives import all_gather_numbers
 
     dt.save_sharded, dt.load_sharded, dt.compose_step, dt.checkpoint.verify  # modules load at the first use
