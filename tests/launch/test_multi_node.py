@@ -229,9 +229,8 @@ TRAINS = """
         model = dt.shard_model(torch.nn.Linear(4, 4), dt.build_mesh(), strategy="full_shard")
         step = dt.compose_step(loss_fn)
         state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1))
-        restored = dt.load_sharded("ckpt", state, missing_ok=True)
-        state = restored.state
-        print("from", restored.step, "on", dist.world_size, flush=True)
+        state = dt.load_sharded("ckpt", state, missing_ok=True)
+        print("from", state.step, "on", dist.world_size, flush=True)
         while state.step < last:
             state, _ = step(state, torch.ones(2, 4))
             dt.save_sharded("ckpt", state, keep_last=2)
@@ -245,7 +244,7 @@ def test_job_with_one_node_fewer_resumes_from_checkpoint(start, nodes):
     first, second = nodes(TRAINS, "3", n=1)
     first.wait_for("0", "1")
     os.kill(second.pid, signal.SIGKILL)
-    assert first.wait().out == "[rank 0] from None on 2\n"
+    assert first.wait().out == "[rank 0] from 0 on 2\n"
     second.wait()
     second.wait_until_gone()
     result = start(TRAINS, "5", n=1).wait()

@@ -190,7 +190,7 @@ REFUSED = {
         lambda: composer.cosine_with_warmup(RunLength(total="1h"), "10ba"),
         r"cannot be converted to steps, .* Or give all durations in one unit\.",
     ),
-    "no duration": (lambda: composer.exponential(RUN, 0.5, "1min"), "duration: unknown unit 'min'"),
+    "no duration": (lambda: composer.exponential(RUN, 0.5, "1fortnight"), "duration: unknown unit 'fortnight'"),
     "no length": (lambda: composer.step(RUN, 0), "duration: needs at least 1 ba, got 0"),
     "a long warm-up": (
         lambda: composer.linear_with_warmup(RUN, "10ep"),

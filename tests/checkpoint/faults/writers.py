@@ -112,7 +112,7 @@ def write_steps(root: str, seed: int, resumes: bool, keep_last: int | None, step
         try:
             state = plain_state(seed)
             if resumes:
-                state = load(root, state).state
+                state = load(root, state)
                 seed_all(seed)
             for _ in range(steps):
                 state = train(state, 1)
@@ -135,7 +135,7 @@ def read_newest(root: str) -> dict[str, Any]:
             restored = load(root, state)
         except Exception as problem:  # noqa: BLE001
             return {"error": f"{type(problem).__name__}: {problem}", "same": digest(state, rng=False) == before}
-    return {"error": "", "step": restored.step, "digest": digest(restored.state, rng=False)}
+    return {"error": "", "step": restored.step, "digest": digest(restored, rng=False)}
 
 
 def look(root: str) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def look(root: str) -> dict[str, Any]:
         found = {each.step: each.path for each in dt.checkpoint.list_steps(root)}
         for path in found.values():
             dt.checkpoint.verify(path)
-        states = {step: load(path, plain_state()).state for step, path in found.items()}
+        states = {step: load(path, plain_state()) for step, path in found.items()}
     except (dt.errors.DtrainError, UserWarning) as error:
         return {"wrong": f"{type(error).__name__}: {error}"}
     return {"wrong": "", "steps": [[step, digest(state, rng=False)] for step, state in states.items()]}
