@@ -709,3 +709,69 @@ def test_stateful_data_loader_of_torchdata_resumes_in_the_middle(tmp_path, shuff
 
     whole = first_steps(None, 4)
     assert first_steps(tmp_path, 2) + first_steps(tmp_path, 4) == whole
+
+
+def changed_after_save(root: str) -> list[Any]:
+    strategy = "none" if get_dist_info().world_size == 1 else "full_shard"
+    rank, written = get_dist_info().rank, []
+
+    def fresh(**more: Any) -> tuple[Any, dt.step.Step, dt.TrainState, dict[str, Any]]:
+        loader, best = build_loader(mesh=dt.build_mesh() if strategy != "none" else None), {"acc": 0.0}
+        own = {"of_rank": per_rank({"value": 0})}
+        step, state = begin(strategy, loader=loader, stateful={"best": best, **own, **more})
+        return loader, step, state, best
+
+    def save(state: dt.TrainState, **options: Any) -> None:
+        written.append(dt.save_sharded(root, state, **options).result().written)
+
+    loader, step, state, best = fresh()
+    state = train(step, state, loader)
+    save(state)
+    best["acc"] = 0.5
+    save(state, mode="async")
+    # One rank's own value decides for all.
+    state.stateful["of_rank"]["value"] = int(rank == get_dist_info().world_size - 1)
+    save(state)
+    save(state, mode="async")
+    loader.skip(2)
+    save(state)
+    save(state, extra={"note": [torch.ones(2)]})
+    save(state)
+    loader, _, state, best = fresh()
+    state = dt.load_sharded(root, state)
+    found = [best, state.stateful["of_rank"]["value"], loader.position.samples]
+    save(state)
+    loader, _, state, best = fresh(new=[1])
+    save(dt.load_sharded(root, state, ignore=["loader", "stateful/new"]))
+    loader, _, state, best = fresh(new=[])
+    state = dt.load_sharded(root, state)
+    return [written, *found, loader.position.samples, state.stateful["new"]]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_final_save_writes_what_changed_since_the_save_of_the_step(ranks, tmp_path, world):
+    written = [True, True, True, False, True, True, True, False, True]
+    for rank, found in enumerate(ranks(world).run(changed_after_save, str(tmp_path))):
+        assert found == [written, {"acc": 0.5}, int(rank == world - 1), 6, 0, [1]]
+
+
+def test_save_after_a_load_without_some_names_is_written(tmp_path):
+    step, state = begin(stateful={"note": [1]})
+    dt.save_sharded(tmp_path, step(state, torch.ones(2, 2))[0])
+    _, state = begin(stateful={"note": []})
+    assert dt.save_sharded(tmp_path, dt.load_sharded(tmp_path, state, ignore=["0.*"])).result().written
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_free_save_needs_no_space_and_removes_old_steps(tmp_path, monkeypatch, mode):
+    step, state = begin()
+    for _ in range(3):
+        state, _ = step(state, torch.ones(2, 2))
+        dt.save_sharded(tmp_path, state, mode=mode)
+    dt.save_sharded(tmp_path, state).wait()
+    monkeypatch.setattr("dtrain.storage.free_bytes", lambda path: 1)
+    assert not dt.save_sharded(tmp_path, state, mode=mode, keep_last=1).result().written
+    assert [info.step for info in dt.checkpoint.list_steps(tmp_path)] == [3]
+    state, _ = step(state, torch.ones(2, 2))
+    with pytest.raises(dt.errors.CheckpointError, match="free space of"):
+        dt.save_sharded(tmp_path, state, mode=mode).wait()
