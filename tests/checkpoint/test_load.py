@@ -199,7 +199,9 @@ def test_dtype_mismatch_requires_cast(tmp_path):
     state = replace(
         state, transform_states={"ema": {"shadow": {n: p.detach().clone() for n, p in state.params.items()}, "updates": 0}}
     )
-    with pytest.raises(CheckpointMismatchError, match=r"4 of another dtype\).*cast=True to convert floating-point dtypes"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"4 of another dtype\).*allow_cast=True to convert floating-point dtypes"
+    ):
         load_sharded(tmp_path, state)
     now = load_sharded(tmp_path, state, allow_cast=True)
     for name, param in now.params.items():

@@ -239,6 +239,7 @@ def _apply(
             with mark_interrupted_write(state, _CALLER):
                 apply = _start_from_weights if options.model_only else _resume
                 new_states[name] = apply(state, plan, targets, loaded.iter_tensors(name, targets))
+                state._run_context.load_generation = new_states[name]._generation
                 finish_load(state.model, loaded.modules[name])
     if options.model_only:
         return new_states

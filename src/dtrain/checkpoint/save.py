@@ -23,7 +23,7 @@ from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpointer import Checkpointer, SaveMode, SaveOptions, checkpointer_of
 from dtrain.checkpoint.commit import SaveRequest, SaveResult, run_save
 from dtrain.checkpoint.layout import MeshLayout, SaveScope
-from dtrain.checkpoint.loader_check import check_loaders
+from dtrain.checkpoint.loader_check import check_loaders, check_stops
 from dtrain.checkpoint.save_thread import SaveTask, StagedFiles, save_thread, stage_files
 from dtrain.checkpoint.state_dict import (
     States,
@@ -187,6 +187,7 @@ def start_save(
             checkpointer = target if isinstance(target, Checkpointer) else checkpointer_of(target, states.values())
             if scope == "all":
                 check_loaders(states, caller=_CALLER)
+                check_stops(states, extra, caller=_CALLER)
             contents = collect_contents(states, extra, scope=scope, dtype=dtype)
             if scope == "all":
                 _record_saved_objects(states, extra)

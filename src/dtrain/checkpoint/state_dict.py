@@ -225,15 +225,10 @@ def content_hashes(contents: CheckpointContents) -> dict[str, str]:
 
 
 def rank_hashes(contents: CheckpointContents) -> dict[str, str]:
-    """Hash the values that may differ between ranks by path: extra states of modules, and loaders of other libraries."""
+    """Hash the values that may differ between ranks by path: extra states of modules."""
     states = contents.values.get(layout.STATES)
     sections = {"": contents.values["modules"]} if states is None else {name: each["modules"] for name, each in states.items()}
-    hashes = {}
-    for name, values in sections.items():
-        hashes[f"{tree_json.state_prefix(name)}modules"] = values
-    for key, value in contents.shared.get(layout.OBJECTS, {}).items():
-        if value == _COPIES:
-            hashes[tree_json.join_key(layout.OBJECTS, key)] = contents.values[layout.OBJECTS][key]
+    hashes = {f"{tree_json.state_prefix(name)}modules": values for name, values in sections.items()}
     return {path: _hash(values, _below(contents.per_rank, path)) for path, values in hashes.items()}
 
 
@@ -279,9 +274,6 @@ def _below(tensors: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
     return {key: tensor for key, tensor in tensors.items() if key == path or key.startswith(f"{path}/")}
 
 
-_COPIES = tree_json.encode(tree_json.RANK_COPIES, "")[0]
-
-
 def _hash(values: Any, tensors: Mapping[str, Tensor]) -> str:
     """Hash encoded values and the data of their tensors."""
     sha = hashlib.sha256(strict_json.canonical_json(values))
@@ -291,7 +283,7 @@ def _hash(values: Any, tensors: Mapping[str, Tensor]) -> str:
 
 
 def mark_unequal_values(shared: dict[str, Any], hashes_by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Record in the values of the run which extra states of modules, and which loaders, differ between ranks.
+    """Record in the values of the run which extra states of modules differ between ranks.
 
     Mutates: ``shared``.
     """
@@ -299,9 +291,6 @@ def mark_unequal_values(shared: dict[str, Any], hashes_by_rank: Sequence[Mapping
     for name, values in shared.get(layout.STATES, {"": shared}).items():
         if "modules" in values:
             values["modules"]["equal"] = f"{tree_json.state_prefix(name)}modules" not in unequal
-    for key in shared.get(layout.OBJECTS, {}):
-        if tree_json.join_key(layout.OBJECTS, key) in unequal:
-            shared[layout.OBJECTS][key] = tree_json.encode(tree_json.PER_RANK, "")[0]
 
 
 def check_equal_on_all_ranks(hashes_by_rank: Sequence[Mapping[str, str]]) -> None:
