@@ -103,11 +103,11 @@ def test_loaded_clock_without_its_loader_is_an_error_in_both_directions(tmp_path
     step, state = begin(loader=loader)
     dt.save_sharded(tmp_path / "with", train(step, state, loader))
     dt.save_sharded(tmp_path / "without", begin()[1])
-    with pytest.raises(CheckpointMismatchError, match="1 entry differs.* marks loader with not_saved: pass ignore=.* or take"):
+    with pytest.raises(CheckpointMismatchError, match=r"1 entry differs.* marks loader with not_saved: pass ignore=.* or take"):
         dt.load_sharded(tmp_path / "with", begin(loader=not_saved(loader))[1])
     with pytest.raises(CheckpointMismatchError, match=r'holds loader. Pass each .* ignore=\["loader", "stateful/loader"\] to'):
         dt.load_sharded(tmp_path / "with", begin(stateful={"loader": loader})[1])
-    with pytest.raises(CheckpointMismatchError, match="loader must be a loader of the same library .*, got Rows"):
+    with pytest.raises(CheckpointMismatchError, match=r"loader must be a loader of the same library .*, got Rows"):
         dt.load_sharded(tmp_path / "with", begin(loader=Rows())[1])
     message = r"loader: checkpoint a value, here nothing|Pass step.init\(model, optimizer, loader=loader\) to load"
     with pytest.raises(CheckpointMismatchError, match=message):
@@ -845,5 +845,5 @@ def test_object_that_refuses_its_state_is_named(tmp_path):
 
 def test_value_inside_an_object_is_named_as_the_run_names_it(tmp_path):
     _, state = begin(stateful={"box": {"gen": torch.Generator()}})
-    with pytest.raises(ConfigError, match="^stateful/box/gen: state must be tensors and plain data"):
+    with pytest.raises(ConfigError, match=r"^stateful/box/gen: state must be tensors and plain data"):
         dt.save_sharded(tmp_path / "root", state)

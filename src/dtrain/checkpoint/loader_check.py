@@ -69,7 +69,7 @@ def check_stops(states: Mapping[str, TrainState], extra: Mapping[str, Any], *, c
         for stop in getattr(loader, "_stops", ()) if is_tracked_loader(loader) else ():
             if getattr(stop, "_has_judged", False) and id(stop) not in held:
                 raise ConfigError(
-                    f"{caller}: the state must hold {stop!r} of loader.until(stop=...), or a resume forgets what it has judged. "
+                    f"{caller}: the state must hold {stop!r} of loader.until(stop=...), or a resume forgets its values. "
                     "Pass it: step.init(model, optimizer, loader=loader, stateful={'stop': stop})."
                 )
 

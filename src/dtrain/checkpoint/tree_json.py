@@ -119,7 +119,8 @@ def encode(tree: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
 def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise ConfigError(
-            f"{_readable(path)[:200]}...: state must be nested at most {MAX_DEPTH} deep and without cycles. Flatten it in state_dict()."
+            f"{_readable(path)[:200]}...: state must be nested at most {MAX_DEPTH} deep and without cycles. "
+            "Flatten it in state_dict()."
         )
     if tree is None or type(tree) is bool:
         return tree
@@ -128,7 +129,8 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any
     if type(tree) is int:
         if tree.bit_length() > MAX_INT_BITS:
             raise ConfigError(
-                f"{_readable(path)}: an integer must have at most {MAX_INT_BITS} bits, got {tree.bit_length()}. Save the integer as text."
+                f"{_readable(path)}: an integer must have at most {MAX_INT_BITS} bits, got {tree.bit_length()}. "
+                "Save the integer as text."
             )
         return tree
     if isinstance(tree, float):
