@@ -414,8 +414,9 @@ def test_kept_batch_of_another_loader_refuses_no_save(tmp_path):
     for batch in torch.utils.data.DataLoader([torch.ones(2)] * 4, batch_size=2):
         state, _ = step(state, batch)
         dt.evaluate(state.model, [fixed], loss)
-    with pytest.warns(UserWarning, match="save_sharded: the state should hold the position of"):
+    with pytest.warns(UserWarning, match="save_sharded: the state should hold the position of") as caught:
         dt.save_sharded(tmp_path, state)
+    assert caught[0].filename == __file__, "the line of the loop"
     assert held_out.position.samples == 2
 
 

@@ -46,7 +46,7 @@ def test_weights_load_keeps_optimizer_clock_and_generators(tmp_path):
     assert state.optimizer.param_groups[0]["lr"] == lr
     assert repr(rng_state()) == repr(random)
     assert restored._run_context.lineage.run_id is None, "it is a run of its own"
-    with pytest.raises(RuntimeError, match="stepped already"):
+    with pytest.raises(RuntimeError, match="passed to load_sharded"):
         state._check_not_stale("here")
 
 
