@@ -31,13 +31,14 @@ def explain_arguments(fn: Callable[Parameters, Result]) -> Callable[Parameters, 
     A call costs a few microseconds more, so decorate functions that a run calls a few times.
     """
     signature = inspect.signature(fn)
+    caller = fn.__name__ if fn.__name__ != "__init__" else fn.__qualname__.split(".")[-2]
 
     @wraps(fn)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         try:
             signature.bind(*args, **kwargs)
         except TypeError:
-            raise TypeError(_describe_arguments(fn.__name__, signature, args, kwargs)) from None
+            raise TypeError(_describe_arguments(caller, signature, args, kwargs)) from None
         return fn(*args, **kwargs)
 
     return checked
@@ -47,8 +48,10 @@ def _describe_arguments(caller: str, signature: inspect.Signature, args: Sequenc
     """Describe arguments that do not fit ``signature``: unknown names, missing arguments, too many by position."""
     from dtrain.name_advice import FOREIGN_ARGUMENTS, find_line
 
-    foreign = FOREIGN_ARGUMENTS.get(caller, {})
-    parameters = list(signature.parameters.values())
+    # The methods of a Checkpointer take the arguments of the functions.
+    foreign = FOREIGN_ARGUMENTS.get({"save": "save_sharded", "load": "load_sharded"}.get(caller, caller), {})
+    parameters = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    takes_any_number = len(parameters) < len(signature.parameters)
     names = [parameter.name for parameter in parameters if parameter.name != "self"]
     by_position = [p.name for p in parameters if p.kind is not p.KEYWORD_ONLY]
     filled = {*by_position[: len(args)], *kwargs}
@@ -58,7 +61,7 @@ def _describe_arguments(caller: str, signature: inspect.Signature, args: Sequenc
         problems.append(f"has no argument {name}")
         close = get_close_matches(name, names, n=1)
         remedies.append(find_line(foreign, name) or (f"Use {close[0]}." if close else f"The arguments are {', '.join(names)}."))
-    if len(args) > len(by_position):
+    if len(args) > len(by_position) and not takes_any_number:
         allowed = [name for name in by_position if name != "self"]
         problems.append(f"takes only {' and '.join(allowed) or 'named arguments'} without a name")
         remedies.append(f"Name the others, for example {names[len(allowed)]}=.")

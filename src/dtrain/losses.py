@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from dtrain.arguments import check_number
+from dtrain.arguments import check_number, explain_arguments
 from dtrain.dist.differentiable import vocab_parallel_cross_entropy
 from dtrain.dist.dtensor import local_last_dim
 from dtrain.errors import ConfigError
@@ -157,6 +157,7 @@ def _check_soft_targets(logits: Tensor, targets: Tensor, smoothing: float) -> No
     check_number("soft_cross_entropy", "smoothing", smoothing, minimum=0, maximum=1)
 
 
+@explain_arguments
 def mean_loss(fn: Callable[[nn.Module, Batch], Tensor], *, weight: Callable[[Batch], Tensor | float]) -> LossFn:
     """Make a ``LossFn`` from a function that returns a mean.
 

@@ -215,6 +215,7 @@ class RunContext:
 
     Args:
         generation: generation of the newest state, which makes all older states stale.
+        load_generation: generation of the last loaded state, to tell a state that a load has spent.
         newest_fields: fields of the newest state between two steps, without this object, so that no reference cycle keeps a
             dropped run alive. ``TrainState.newest`` returns them when the variable of the loop is lost.
         interrupted_write: message about an update or load that was interrupted while writing parameters, else None. All
@@ -234,6 +235,7 @@ class RunContext:
     """
 
     generation: int = 0
+    load_generation: int | None = None
     newest_fields: dict[str, Any] = field(default_factory=dict)
     interrupted_write: str | None = None
     swapped_average: str | None = None

@@ -5,10 +5,12 @@ An object is named by a key: ``"loader"``, or ``"stateful/<name>"``. ``ignore=``
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from dtrain.errors import ConfigError
@@ -31,16 +33,9 @@ class NotSaved:
     value: Any
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RankCopies:
-    """Loader of another library, whose state may differ between ranks. Equal states load on any number of ranks."""
-
-    value: Any
-
-
 def unwrap(value: Any) -> Any:
     """Return an object without its mark."""
-    return value.value if isinstance(value, PerRank | NotSaved | RankCopies) else value
+    return value.value if isinstance(value, PerRank | NotSaved) else value
 
 
 def is_stateful(value: Any) -> bool:
@@ -77,7 +72,8 @@ def _check_loader(loader: Any) -> Any:
     if isinstance(loader, PerRank):
         raise ConfigError(f"init: loader must be a loader, got per_rank({loader.value!r}). Pass the loader itself.")
     if is_stateful(loader):
-        return loader if is_tracked_loader(loader) else RankCopies(loader)
+        # Equal states of another library may mean different samples on each rank.
+        return loader if is_tracked_loader(loader) else PerRank(loader)
     if isinstance(loader, DataLoader):
         raise ConfigError(
             "init: loader must resume in the middle of an epoch, got a torch DataLoader, which cannot. Use dt.build_loader or "
@@ -104,13 +100,28 @@ def check_entries(entries: Mapping[str, Any], caller: str, parameter: str) -> No
         content = unwrap(value)
         if isinstance(content, PerRank | NotSaved):
             raise ConfigError(f"{caller}: {parameter}: {name} must have one mark, got two. Leave out one of them.")
-        fillable = is_stateful(content) or isinstance(value, NotSaved) or not isinstance(content, _NOT_FILLED)
-        if not fillable:
+        if is_stateful(content) or isinstance(value, NotSaved) or isinstance(content, Tensor) or type(content) in _FILLED:
+            continue
+        if isinstance(content, _VALUES):
             raise ConfigError(
                 f"{caller}: {parameter}: {name} must be filled in place by a load, which {type(content).__name__} "
                 f"{repr(content)[:60]} cannot. Put it into a dict that the loop reads: "
                 f"{parameter}={{'{name}': {{'value': ...}}}}."
             )
+        got = (
+            f"the class {content.__name__}"
+            if isinstance(content, type)
+            else f"{type(content).__module__}.{type(content).__name__}"
+        )
+        advice = (
+            "Pass torch.from_numpy(array)" if hasattr(content, "__array__") else "Wrap it in a class that has the two methods"
+        )
+        raise ConfigError(
+            f"{caller}: {parameter}: {name} must be an object with state_dict and load_state_dict, or a dict, list or tensor, "
+            f"got {got}. {advice}."
+        )
 
 
-_NOT_FILLED = (type(None), bool, int, float, str, tuple)
+_VALUES = (type(None), bool, int, float, str, tuple)
+# The dicts and lists that a checkpoint can hold.
+_FILLED = (dict, OrderedDict, Counter, list)

@@ -173,6 +173,11 @@ class TrainState:
             )
         if context.interrupted_write is not None:
             raise StaleStateError(f"{caller}: {context.interrupted_write}")
+        if self._generation + 1 == context.load_generation:
+            raise StaleStateError(
+                f"{caller}: this state was passed to load_sharded, which returned the loaded state. Keep that one: "
+                '`state = dt.load_sharded("ckpt", state)`.'
+            )
         if self._generation != context.generation:
             raise StaleStateError(
                 f"{caller}: this state was stepped already (step {self.step}), and its parameters have changed since. "

@@ -103,6 +103,12 @@ def test_loaded_clock_without_its_loader_is_an_error_in_both_directions(tmp_path
     step, state = begin(loader=loader)
     dt.save_sharded(tmp_path / "with", train(step, state, loader))
     dt.save_sharded(tmp_path / "without", begin()[1])
+    with pytest.raises(CheckpointMismatchError, match=r"1 entry differs.* marks loader with not_saved: pass ignore=.* or take"):
+        dt.load_sharded(tmp_path / "with", begin(loader=not_saved(loader))[1])
+    with pytest.raises(CheckpointMismatchError, match=r'holds loader. Pass each .* ignore=\["loader", "stateful/loader"\] to'):
+        dt.load_sharded(tmp_path / "with", begin(stateful={"loader": loader})[1])
+    with pytest.raises(CheckpointMismatchError, match=r"loader must be a loader of the same library .*, got Rows"):
+        dt.load_sharded(tmp_path / "with", begin(loader=Rows())[1])
     message = r"loader: checkpoint a value, here nothing|Pass step.init\(model, optimizer, loader=loader\) to load"
     with pytest.raises(CheckpointMismatchError, match=message):
         dt.load_sharded(tmp_path / "with", begin()[1])
@@ -126,6 +132,14 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "number": ({"stateful": {"a": 1}}, "init: stateful: a must be filled in place by a load, which int 1 cannot"),
     "no dict": ({"stateful": [1]}, "init: stateful must be a dict of named objects, got list"),
     "name": ({"stateful": {1: [2]}}, "init: stateful must have string names, got int 1"),
+    "generator": (
+        {"stateful": {"gen": torch.Generator()}},
+        "stateful: gen must be an object with .*, got torch.*Generator. Wrap",
+    ),
+    "set": ({"stateful": {"a": {1}}}, "stateful: a must be an object with .*, or a dict, list or tensor, got builtins.set"),
+    "array": ({"stateful": {"a": torch.ones(1).numpy()}}, r"got numpy.ndarray. Pass torch.from_numpy\(array\)"),
+    "class": ({"stateful": {"a": nn.Linear}}, "got the class Linear"),
+    "function": ({"stateful": {"a": len}}, "got builtins.builtin_function_or_method"),
     "two marks": ({"stateful": {"a": not_saved(per_rank([1]))}}, "init: stateful: a must have one mark, got two"),
 }
 
@@ -178,7 +192,8 @@ def load_rows(root: str) -> list[Any]:
 def test_loader_of_another_library_resumes_and_may_differ_between_ranks(tmp_path, ranks):
     ranks(2).run(save_rows, str(tmp_path / "equal"), False)
     assert ranks(2).run(load_rows, str(tmp_path / "equal")) == [[3, 3, 0]] * 2
-    assert ranks(1).run(load_rows, str(tmp_path / "equal")) == [[3, 3, 0]]
+    # Equal states of two ranks would make one rank read half of the samples.
+    assert "loader has a value for each of 2 ranks" in ranks(1).run(load_rows, str(tmp_path / "equal"))[0][0]
     ranks(2).run(save_rows, str(tmp_path / "own"), True)
     dt.checkpoint.verify(tmp_path / "own")
     assert ranks(2).run(load_rows, str(tmp_path / "own")) == [[3, 3, 0], [3, 3, 1]]
@@ -276,6 +291,11 @@ def test_vanished_loader_is_refused_and_the_advice_works(tmp_path):
     state = train(step, state, build_loader())
     gc.collect()
     with pytest.raises(ConfigError, match=r"position of the last loader, which no longer exists, .*not_saved\(loader\)"):
+        dt.save_sharded(tmp_path / "root", state)
+    step, state = begin(stateful={"cache": not_saved({"a": 1})})
+    state = train(step, state, build_loader())
+    gc.collect()
+    with pytest.raises(ConfigError, match="position of the last loader, which no longer exists"):
         dt.save_sharded(tmp_path / "root", state)
     step, state = begin(loader=not_saved(None))
     state = train(step, state, build_loader())
@@ -394,8 +414,9 @@ def test_kept_batch_of_another_loader_refuses_no_save(tmp_path):
     for batch in torch.utils.data.DataLoader([torch.ones(2)] * 4, batch_size=2):
         state, _ = step(state, batch)
         dt.evaluate(state.model, [fixed], loss)
-    with pytest.warns(UserWarning, match="save_sharded: the state should hold the position of"):
+    with pytest.warns(UserWarning, match="save_sharded: the state should hold the position of") as caught:
         dt.save_sharded(tmp_path, state)
+    assert caught[0].filename == __file__, "the line of the loop"
     assert held_out.position.samples == 2
 
 
@@ -709,3 +730,121 @@ def test_stateful_data_loader_of_torchdata_resumes_in_the_middle(tmp_path, shuff
 
     whole = first_steps(None, 4)
     assert first_steps(tmp_path, 2) + first_steps(tmp_path, 4) == whole
+
+
+def changed_after_save(root: str) -> list[Any]:
+    strategy = "none" if get_dist_info().world_size == 1 else "full_shard"
+    rank, written = get_dist_info().rank, []
+
+    def fresh(**more: Any) -> tuple[Any, dt.step.Step, dt.TrainState, dict[str, Any]]:
+        loader, best = build_loader(mesh=dt.build_mesh() if strategy != "none" else None), {"acc": 0.0}
+        own = {"of_rank": per_rank({"value": 0})}
+        step, state = begin(strategy, loader=loader, stateful={"best": best, **own, **more})
+        return loader, step, state, best
+
+    def save(state: dt.TrainState, **options: Any) -> None:
+        written.append(dt.save_sharded(root, state, **options).result().written)
+
+    loader, step, state, best = fresh()
+    state = train(step, state, loader)
+    save(state)
+    best["acc"] = 0.5
+    save(state, mode="async")
+    # One rank's own value decides for all.
+    state.stateful["of_rank"]["value"] = int(rank == get_dist_info().world_size - 1)
+    save(state)
+    save(state, mode="async")
+    loader.skip(2)
+    save(state)
+    save(state, extra={"note": [torch.ones(2)]})
+    save(state)
+    loader, _, state, best = fresh()
+    state = dt.load_sharded(root, state)
+    found = [best, state.stateful["of_rank"]["value"], loader.position.samples]
+    save(state)
+    loader, _, state, best = fresh(new=[1])
+    save(dt.load_sharded(root, state, ignore=["loader", "stateful/new"]))
+    loader, _, state, best = fresh(new=[])
+    state = dt.load_sharded(root, state)
+    return [written, *found, loader.position.samples, state.stateful["new"]]
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_final_save_writes_what_changed_since_the_save_of_the_step(ranks, tmp_path, world):
+    written = [True, True, True, False, True, True, True, False, True]
+    for rank, found in enumerate(ranks(world).run(changed_after_save, str(tmp_path))):
+        assert found == [written, {"acc": 0.5}, int(rank == world - 1), 6, 0, [1]]
+
+
+def test_save_after_a_load_without_some_names_is_written(tmp_path):
+    step, state = begin(stateful={"note": [1]})
+    dt.save_sharded(tmp_path, step(state, torch.ones(2, 2))[0])
+    _, state = begin(stateful={"note": []})
+    assert dt.save_sharded(tmp_path, dt.load_sharded(tmp_path, state, ignore=["0.*"])).result().written
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_free_save_needs_no_space_and_removes_old_steps(tmp_path, monkeypatch, mode):
+    step, state = begin()
+    for _ in range(3):
+        state, _ = step(state, torch.ones(2, 2))
+        dt.save_sharded(tmp_path, state, mode=mode)
+    dt.save_sharded(tmp_path, state).wait()
+    monkeypatch.setattr("dtrain.storage.free_bytes", lambda path: 1)
+    assert not dt.save_sharded(tmp_path, state, mode=mode, keep_last=1).result().written
+    assert [info.step for info in dt.checkpoint.list_steps(tmp_path)] == [3]
+    state, _ = step(state, torch.ones(2, 2))
+    with pytest.raises(dt.errors.CheckpointError, match="free space of"):
+        dt.save_sharded(tmp_path, state, mode=mode).wait()
+
+
+def test_stop_of_the_loop_that_has_judged_must_be_saved(tmp_path):
+    def run(held: bool, judge: bool = True, extra: Any = None) -> bool:
+        loader, stop = build_loader(), dt.monitors.early_stop("loss", patience=5)
+        step, state = begin(loader=loader, stateful={"stop": stop} if held else {})
+        for batch in loader.until("2ba", stop=stop):
+            state, _ = step(state, batch)
+        if judge:
+            stop(state, {"loss": 1.0})
+        return dt.save_sharded(tmp_path / "root", state, extra=extra and {"stop": stop}).result().written
+
+    message = r"must hold EarlyStop\('loss'.* of loader.until\(stop=\.\.\.\).*stateful=\{'stop': stop\}"
+    with pytest.raises(ConfigError, match=message):
+        run(held=False)
+    assert not (tmp_path / "root").exists()
+    for number, options in enumerate(({"held": True}, {"held": False, "judge": False}, {"held": False, "extra": True})):
+        assert run(**options), number
+        (tmp_path / "root").rename(tmp_path / str(number))
+
+
+def test_state_that_a_load_has_spent_names_the_load(tmp_path):
+    step, state = begin()
+    dt.save_sharded(tmp_path, state)
+    loaded = dt.load_sharded(tmp_path, state)
+    for spent in (state, state):
+        with pytest.raises(
+            dt.errors.StaleStateError, match=r"passed to load_sharded.*`state = dt.load_sharded\(\"ckpt\", state"
+        ):
+            step(spent, torch.ones(2, 2))
+    newer, _ = step(loaded, torch.ones(2, 2))
+    with pytest.raises(dt.errors.StaleStateError, match="this state was stepped already"):
+        step(loaded, torch.ones(2, 2))
+    assert newer.step == 1
+
+
+class Refusing(Rows):
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        raise ValueError("no such thing")
+
+
+def test_object_that_refuses_its_state_is_named(tmp_path):
+    dt.save_sharded(tmp_path, begin(stateful={"rows": Rows()})[1])
+    with pytest.raises(ValueError, match="no such thing") as caught:
+        dt.load_sharded(tmp_path, begin(stateful={"rows": Refusing()})[1])
+    assert caught.value.__notes__ == ["load_sharded: stateful/rows did not take its stored state."]
+
+
+def test_value_inside_an_object_is_named_as_the_run_names_it(tmp_path):
+    _, state = begin(stateful={"box": {"gen": torch.Generator()}})
+    with pytest.raises(ConfigError, match=r"^stateful/box/gen: state must be tensors and plain data"):
+        dt.save_sharded(tmp_path / "root", state)

@@ -46,7 +46,7 @@ def test_weights_load_keeps_optimizer_clock_and_generators(tmp_path):
     assert state.optimizer.param_groups[0]["lr"] == lr
     assert repr(rng_state()) == repr(random)
     assert restored._run_context.lineage.run_id is None, "it is a run of its own"
-    with pytest.raises(RuntimeError, match="stepped already"):
+    with pytest.raises(RuntimeError, match="passed to load_sharded"):
         state._check_not_stale("here")
 
 
@@ -199,7 +199,9 @@ def test_dtype_mismatch_requires_cast(tmp_path):
     state = replace(
         state, transform_states={"ema": {"shadow": {n: p.detach().clone() for n, p in state.params.items()}, "updates": 0}}
     )
-    with pytest.raises(CheckpointMismatchError, match=r"4 of another dtype\).*cast=True to convert floating-point dtypes"):
+    with pytest.raises(
+        CheckpointMismatchError, match=r"4 of another dtype\).*allow_cast=True to convert floating-point dtypes"
+    ):
         load_sharded(tmp_path, state)
     now = load_sharded(tmp_path, state, allow_cast=True)
     for name, param in now.params.items():

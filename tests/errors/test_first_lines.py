@@ -50,6 +50,39 @@ LINES: dict[str, tuple[Callable[[], object], str]] = {
         lambda: dt.load_sharded("ckpt", init(), strict=False),
         "load_sharded: has no argument strict. Use ignore=['head.**'], the names to leave out.",
     ),
+    "load_sharded('ckpt', state, cast=True)": (
+        lambda: dt.load_sharded("ckpt", init(), cast=True),
+        "load_sharded: has no argument cast. Use allow_cast=True.",
+    ),
+    "Checkpointer('ckpt', keep=3)": (
+        lambda: dt.Checkpointer("ckpt", keep=3),
+        "Checkpointer: has no argument keep. Use keep_last.",
+    ),
+    "checkpoints.save(state, what='weights')": (
+        lambda: dt.Checkpointer("ckpt").save(init(), what="weights"),
+        "save: has no argument what. Use scope='weights'.",
+    ),
+    "checkpoints.load(state, strict=False)": (
+        lambda: dt.Checkpointer("ckpt").load(init(), strict=False),
+        "load: has no argument strict. Use ignore=['head.**'], the names to leave out.",
+    ),
+    "load_weights_(model, 'w', missing=[])": (
+        lambda: dt.load_weights_(nn.Linear(1, 1), "w", missing=[]),
+        "load_weights_: has no argument missing. Use ignore=['head.**'], the names that keep their values.",
+    ),
+    "spawn(len, [], nproc=2)": (
+        lambda: dt.spawn(len, [], nproc=2),
+        "spawn: has no argument nproc, needs world_size. Use world_size, the number of ranks. Pass world_size=.",
+    ),
+    "evaluate(model, loader)": (
+        lambda: dt.evaluate(nn.Linear(1, 1), DATA),
+        "evaluate: needs loss_fn. Pass loss_fn=.",
+    ),
+    "mean_loss(fn)": (lambda: dt.mean_loss(len), "mean_loss: needs weight. Pass weight=."),
+    "batch_spec(weight_fn=len)": (
+        lambda: dt.batch_spec(weight_fn=len),
+        "batch_spec: has no argument weight_fn. Use weight, a function of the batch.",
+    ),
     "save_sharded('ckpt', state, loader=loader)": (
         lambda: dt.save_sharded("ckpt", init(), loader=DATA),
         "save_sharded: has no argument loader. Give it to the state: step.init(model, optimizer, loader=loader).",
@@ -230,8 +263,9 @@ def test_advice_names_only_what_exists() -> None:
         value: object = dt
         for name in path[1:].split("."):
             value = getattr(value, name)
-    parameters = {name: public.value(f"dtrain.{name}") for name in FOREIGN_ARGUMENTS if name != "init"}
+    parameters = {name: public.value(f"dtrain.{name}") for name in FOREIGN_ARGUMENTS if name not in ("init", "Checkpointer")}
     parameters["init"] = dt.step.Step.init
+    parameters["Checkpointer"] = dt.Checkpointer.__init__
     for function, table in FOREIGN_ARGUMENTS.items():
         names = set(parameters[function].__wrapped__.__kwdefaults__ or ()) | set(parameters[function].__annotations__)
         assert names.isdisjoint(word for words in table.values() for word in words.split()), function

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 
 from dtrain import storage
-from dtrain.arguments import check_choice
+from dtrain.arguments import check_choice, explain_arguments
 from dtrain.checkpoint.layout import SaveScope
 from dtrain.checkpoint.lock import Lock, lock_root
 from dtrain.checkpoint.process_instance import process_instance
@@ -76,6 +76,7 @@ class Checkpointer:
         ConfigError: an invalid option.
     """
 
+    @explain_arguments
     def __init__(
         self,
         root: AnyPath | str,
@@ -98,6 +99,7 @@ class Checkpointer:
     def __repr__(self) -> str:
         return f"Checkpointer({str(self.root)!r})"
 
+    @explain_arguments
     def save(
         self,
         state: TrainState | Mapping[str, TrainState],
@@ -114,6 +116,7 @@ class Checkpointer:
 
         return start_save(self, state, extra or {}, scope, dtype, self._options)
 
+    @explain_arguments
     def load(
         self,
         state: OneOrSeveral,

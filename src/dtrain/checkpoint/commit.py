@@ -59,7 +59,7 @@ class SaveResult:
         step: step of the state.
         path: folder of the step.
         bytes: bytes written by all ranks; 0 if the step was not written.
-        written: False if this process had committed or loaded the step before.
+        written: False if this process had committed or loaded the step before, and no object has changed since.
     """
 
     step: int
@@ -111,6 +111,8 @@ def _run(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
     final = root / layout.step_name(save.step)
     if decision.action == "skip":
         current_context().preemption.record_save(after_agreement=_is_resumable(save))
+        if save.info.rank == 0:
+            _clean_up(root, decision.run_id, save)
         return SaveResult(step=save.step, path=final, bytes=0, written=False)
     try:
         reports = _write_on_all_ranks(decision, save, task)
@@ -150,9 +152,7 @@ def _decide_on_rank_0(save: SaveRequest) -> SaveDecision:
     """Inspect the root and create the staging folder on rank 0, and broadcast the decision."""
 
     def decide() -> dict[str, Any]:
-        check_free_space(save.checkpointer.root, save.total_bytes, caller=save.caller)
-        lineages, key = save.lineages, save.content_key
-        return asdict(prepare_save(save.checkpointer, lineages, save.step, save.scope, key, save.caller))
+        return asdict(prepare_save(save))
 
     values = broadcast_decision(save.caller, decide, group="background", advice=_ADVICE)
     return SaveDecision(**cast(dict[str, Any], values))
@@ -276,7 +276,7 @@ class SaveDecision:
     """Decision of rank 0 about a save.
 
     Args:
-        action: "skip" if this process has committed or loaded the step already, else "write".
+        action: "skip" if this process has committed or loaded the same contents already, else "write".
         root: root, as rank 0 names it.
         run_id: id of the run.
         staging_folder: folder to write into: a staging folder, or the step's folder if the storage has no rename.
@@ -294,38 +294,30 @@ class SaveDecision:
     previous: str | None
 
 
-def prepare_save(
-    checkpointer: Checkpointer, lineages: Sequence[Lineage], step: int, scope: SaveScope, content_key: object, caller: str
-) -> SaveDecision:
+def prepare_save(save: SaveRequest) -> SaveDecision:
     """Inspect the root, decide, and create the staging folder.
 
-    Args:
-        checkpointer: Checkpointer of the root.
-        lineages: lineage of each state's run.
-        step: step to save.
-        scope: scope of the save.
-        content_key: key of the contents; see ``state_dict.content_key``.
-        caller: prefix of messages.
-
-    Mutates: ``checkpointer``, which keeps the lock on the root; files: a folder with the step's name that is no checkpoint is
+    Mutates: the Checkpointer, which keeps the lock on the root; files: a folder with the step's name that is no checkpoint is
     moved aside, and leftovers of killed saves of the run are removed.
 
     Raises:
-        CheckpointError: the step belongs to another run, or the root holds steps of another scope (``scope``).
+        CheckpointError: the step belongs to another run, or the root holds steps of another scope (``scope``), or has
+            no space for the step.
         OSError: a failed file operation.
     """
-    root = checkpointer.root
+    root, lineages, caller = save.checkpointer.root, save.lineages, save.caller
     if storage.exists(root) and not storage.is_folder(root):
         raise CheckpointError(f"{caller}: root must be a directory, got {root}. Name the folder for the steps.")
     run_id = lineages[0].run_id or secrets.token_hex(16)
-    checkpointer._acquire_lock(run_id, resumed_steps(root, lineages[0]), caller)
-    decision = _decide(root, lineages, run_id, step, scope, content_key, caller)
+    save.checkpointer._acquire_lock(run_id, resumed_steps(root, lineages[0]), caller)
+    decision = _decide(root, lineages, run_id, save.step, save.scope, save.content_key, caller)
     if decision.action == "write":
+        check_free_space(root, save.total_bytes, caller=caller)
         storage.make_folders(root)
         remove_leftovers(root)
         if decision.replaces and not storage.supports_rename(root):
             # Without rename, the step of the abandoned lineage must be removed before its name is used again.
-            remove_step(root / decision.staging_folder, step, decision.run_id)
+            remove_step(root / decision.staging_folder, save.step, decision.run_id)
         storage.make_folder(root / decision.staging_folder)
     return decision
 

@@ -9,7 +9,7 @@ of one of several states. An object that several states share is stored once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
@@ -20,13 +20,13 @@ from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.mismatch_report import mismatch_error, missing_row, unexpected_row
 from dtrain.checkpoint.module_state import set_extra_states
 from dtrain.checkpoint.targets import ReadOnlyMemory, write_problem
-from dtrain.checkpoint.tree_json import DICT_TYPES, PER_RANK, RANK_COPIES, SameAs, TensorPlaceholder, state_prefix
+from dtrain.checkpoint.tree_json import DICT_TYPES, PER_RANK, SameAs, TensorPlaceholder, state_prefix
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import rng_state, set_rng_state
 from dtrain.errors import CheckpointMismatchError, ConfigError, CorruptCheckpointError
-from dtrain.run_objects import LOADER, NotSaved, PerRank, RankCopies, check_entries, is_stateful, is_tracked_loader, unwrap
+from dtrain.run_objects import LOADER, NotSaved, PerRank, check_entries, is_stateful, is_tracked_loader, unwrap
 from dtrain.state import TrainState
 from dtrain.typing import Stateful
 
@@ -116,8 +116,8 @@ def split_entries(entries: Mapping[str, Any]) -> EntryTrees:
         section, name = _place_of(key)
         if section == layout.OBJECTS and (first := first_keys.setdefault(id(unwrap(value)), name)) != name:
             trees.of_run[section][name] = SameAs(first)
-        elif isinstance(value, PerRank | RankCopies):
-            trees.of_run[section][name] = PER_RANK if isinstance(value, PerRank) else RANK_COPIES
+        elif isinstance(value, PerRank):
+            trees.of_run[section][name] = PER_RANK
             trees.of_rank[section][name] = state_of(value)
         else:
             trees.of_run[section][name] = state_of(value)
@@ -166,20 +166,31 @@ def entry_structures(
     caller = f"{caller}: {reader.folder}"
     if missing or unexpected:
         rows = [missing_row(key, "a value") for key in missing] + [unexpected_row(key, "a value") for key in unexpected]
-        raise mismatch_error(caller, rows, source="checkpoint", advice=_entry_advice(missing, unexpected, stored))
+        marked = {
+            state_prefix(name) + key
+            for name, state in states.items()
+            for key, value in state._objects.items()
+            if isinstance(value, NotSaved)
+        }
+        raise mismatch_error(caller, rows, source="checkpoint", advice=_entry_advice(missing, unexpected, stored, marked))
     of_run: dict[str, Any] = {}
     of_rank: dict[str, Any] = {}
     sources: dict[int, str] = {}
     for key in (key for key in entries if key in wanted):
         value, source, tree = entries[key], *stored[key]
         label = f"{caller}: {key.replace('/', ': ', 1)}"
-        if isinstance(value, PerRank) != (tree is PER_RANK) and not isinstance(value, RankCopies):
+        if isinstance(value, PerRank) != (tree is PER_RANK):
+            if short_key(key) == LOADER:
+                raise CheckpointMismatchError(
+                    f"{label} must be a loader of the same library as in the checkpoint, got {type(unwrap(value)).__name__}. "
+                    'Pass such a loader to step.init, or ignore=["loader"] to start the new one at its beginning.'
+                )
             saved, advice = ("a value per rank", "with") if tree is PER_RANK else ("a single value", "without")
             raise CheckpointMismatchError(f"{label} was saved as {saved}. Pass the object {advice} dt.checkpoint.per_rank.")
         if sources.setdefault(id(unwrap(value)), source) != source:
             raise CheckpointMismatchError(f"{label} and {sources[id(unwrap(value))]} were two objects. Pass two objects.")
-        if is_own := (tree is PER_RANK or tree is RANK_COPIES):
-            tree = _own_structure(reader, key, source, caller, is_copy=tree is RANK_COPIES)
+        if is_own := (tree is PER_RANK):
+            tree = _own_structure(reader, key, source, caller)
         (of_rank if is_own else of_run)[key] = tree
         if (problem := _content_problem(value, tree)) is not None:
             raise CheckpointMismatchError(f"{label} {problem}. Pass an object as at the save.")
@@ -208,25 +219,38 @@ def stored_entries(reader: CheckpointReader, states: Mapping[str, TrainState]) -
     return {**found, **{key: (key, tree) for key, tree in extra.items()}}
 
 
-def _own_structure(reader: CheckpointReader, key: str, source: str, caller: str, *, is_copy: bool) -> Any:
+def _own_structure(reader: CheckpointReader, key: str, source: str, caller: str) -> Any:
     """Return the stored value of this rank, with placeholders for tensors."""
     info = get_dist_info()
-    if reader.world_size != info.world_size and not is_copy:
+    if reader.world_size != info.world_size:
         raise CheckpointMismatchError(
             f"{caller}: {key.replace('/', ': ', 1)} has a value for each of {reader.world_size} ranks, and this run has "
             f"{info.world_size}. Load on {reader.world_size} ranks, or pass ignore=['{short_key(key)}'] to start anew."
         )
     section, name = _place_of(source)
-    rank = info.rank % reader.world_size
-    structure = reader.rank_structure(rank, section, section)
+    structure = reader.rank_structure(info.rank, section, section)
     if name not in structure:
-        raise CorruptCheckpointError(f"{layout.index_name(rank)}: values: {section}: no {name!r}")
+        raise CorruptCheckpointError(f"{layout.index_name(info.rank)}: values: {section}: no {name!r}")
     return structure[name]
 
 
-def _entry_advice(missing: Sequence[str], unexpected: Sequence[str], stored: Mapping[str, Any]) -> str:
-    """Return the advice for entries that only one side has."""
+def _entry_advice(missing: Sequence[str], unexpected: Sequence[str], stored: Mapping[str, Any], marked: Collection[str]) -> str:
+    """Return the advice for entries that only one side has. ``marked`` are the keys that this run does not save."""
     advice = []
+    left_out = [key for key in unexpected if key in marked]
+    if left_out:
+        names = " and ".join(map(short_key, left_out))
+        patterns = ", ".join(f'"{short_key(key)}"' for key in dict.fromkeys(left_out))
+        advice.append(f"This run marks {names} with not_saved: pass ignore=[{patterns}] to start anew, or take the mark away.")
+        unexpected = [key for key in unexpected if key not in marked]
+    if missing and unexpected:
+        patterns = ", ".join(f'"{key}"' for key in dict.fromkeys(map(short_key, [*unexpected, *missing])))
+        known = ", ".join(stored)
+        advice.append(
+            f"The checkpoint holds {known}. Pass each object under the name of the save (loader= or stateful= of step.init, "
+            f"extra= of the load), or ignore=[{patterns}] to leave all of them out."
+        )
+        return " ".join(advice)
     if missing:
         patterns = ", ".join(f'"{short_key(key)}"' for key in missing)
         known = ", ".join(stored) or "no such values"
@@ -294,9 +318,13 @@ def restore_objects(
         undo.callback(set_rng_state, random)
         for name, state in states.items():
             undo.callback(set_extra_states(state.model, modules[name], caller=caller))
-        with raise_on_all_ranks(f"{caller}: extra"):
+        with raise_on_all_ranks(f"{caller}: objects of the run"):
             for key in sorted(keys, key=lambda key: not is_stateful(entries[key])):
-                _restore_entry(entries[key], stored[key])
+                try:
+                    _restore_entry(entries[key], stored[key])
+                except Exception as error:
+                    error.add_note(f"{caller}: {short_key(key)} did not take its stored state.")
+                    raise
         undo.pop_all()
 
 

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, cast, get_args
 
 import torch
 from torch import Tensor
@@ -28,11 +28,11 @@ from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint
 from dtrain.checkpoint.read_tensors import copy_into_
 from dtrain.checkpoint.retention import check_free_space
 from dtrain.checkpoint.save_thread import save_thread
-from dtrain.checkpoint.state_dict import content_key, gc_paused
+from dtrain.checkpoint.state_dict import content_key, digest_stored_entries, gc_paused
 from dtrain.checkpoint.step_choice import OnCorrupt, StepChoice, choose_on_all_ranks, log, read_on_all_ranks
 from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped
 from dtrain.dist.batch_info import LoaderHistory
-from dtrain.dist.collectives import raise_on_all_ranks
+from dtrain.dist.collectives import all_gather_json, raise_on_all_ranks
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seed_all, set_rng_state
@@ -173,8 +173,10 @@ def _read_and_apply(
         loaded, choice, skipped = read_on_all_ranks(choice, path, states, entries, options, on_corrupt, files)
         if not choice.named and not options.model_only:
             _warn_if_low_space(path, loaded.reader.manifest.bytes)
+        # The objects may keep and change what they are given.
+        digests = cast(list[str], all_gather_json(digest_stored_entries(loaded.entries), caller=_CALLER))
         restore_objects(states, loaded.modules, entries, loaded.entries, caller=_CALLER)
-        new_states = _apply(loaded, choice, states, options)
+        new_states = _apply(loaded, choice, states, options, digests)
     folder, seconds = loaded.reader.folder, time.monotonic() - started_at
     restored = Restored(step=loaded.reader.manifest.step, path=folder, seconds=seconds, ignored=loaded.ignored)
     names = ", ".join(loaded.ignored[:5]) + (", ..." if len(loaded.ignored) > 5 else "")
@@ -219,7 +221,11 @@ def _warn_if_low_space(root: AnyPath, needed_bytes: int) -> None:
 
 
 def _apply(
-    loaded: LoadedCheckpoint, choice: StepChoice, states: Mapping[str, TrainState], options: LoadOptions
+    loaded: LoadedCheckpoint,
+    choice: StepChoice,
+    states: Mapping[str, TrainState],
+    options: LoadOptions,
+    entry_digests: Sequence[str],
 ) -> dict[str, TrainState]:
     """Apply the loaded tensors to the states, which are then spent: an error leaves tensors of two steps in them."""
     new_states = {}
@@ -233,12 +239,15 @@ def _apply(
             with mark_interrupted_write(state, _CALLER):
                 apply = _start_from_weights if options.model_only else _resume
                 new_states[name] = apply(state, plan, targets, loaded.iter_tensors(name, targets))
+                state._run_context.load_generation = new_states[name]._generation
                 finish_load(state.model, loaded.modules[name])
     if options.model_only:
         return new_states
     manifest, folder = loaded.reader.manifest, loaded.reader.folder
+    # The next save of this step must write what the load left out.
+    key = None if loaded.ignored else content_key(new_states, "all", None, entry_digests)
     lineage = Lineage(run_id=manifest.run_id, resumed_from=str(folder))
-    lineage.roots[str(folder.parent)] = choice.history({manifest.step: content_key(new_states, "all", None)})
+    lineage.roots[str(folder.parent)] = choice.history({manifest.step: key})
     for state in states.values():
         # Earlier commits of this process belong to the abandoned lineage.
         state._run_context.lineage = lineage

@@ -309,7 +309,7 @@ def _advice(rows: list[MismatchRow], options: LoadOptions) -> str:
         patterns = ", ".join(f'"{pattern}"' for pattern in _patterns_for(rows))
         advice.append(f"Or skip names that only one side has: ignore=[{patterns}].")
     if kinds == {"dtype"} and not options.allow_cast:
-        advice.append("Or pass cast=True to convert floating-point dtypes.")
+        advice.append("Or pass allow_cast=True to convert floating-point dtypes.")
     return " ".join(advice)
 
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dtrain import storage
+from dtrain.arguments import explain_arguments
 from dtrain.checkpoint import layout, mismatch_report, strict_json, tensor_files, tree_json
 from dtrain.checkpoint.checkpoint_info import StepRemovedError, choose_step, has_manifest, notice_removal
 from dtrain.checkpoint.data_file import as_bytes
@@ -213,6 +214,7 @@ class LoadWeightsResult:
     left_out: tuple[str, ...]
 
 
+@explain_arguments
 def load_weights_(
     model: nn.Module, path: AnyPath | str, *, rename: Rename | None = None, ignore: Sequence[str] = ()
 ) -> LoadWeightsResult:

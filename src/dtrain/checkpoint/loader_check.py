@@ -1,4 +1,6 @@
-"""Check that a checkpoint holds the position of each loader that a run trains on, because a resume would repeat its batches.
+"""Check that a checkpoint holds the position of each loader that a run trains on, and the stops of its loop.
+
+A resume would repeat the batches of a missing loader, and forget what a missing stop has judged.
 
 The state holds the loaders that ``Step.init`` was given, and knows the other loaders by their batches.
 """
@@ -11,9 +13,11 @@ import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
-from dtrain.run_objects import NotSaved, unwrap
+from dtrain.run_objects import LOADER, NotSaved, is_tracked_loader, unwrap
 from dtrain.state import TrainState
 
 _ADVICE = (
@@ -42,12 +46,37 @@ def check_loaders(states: Mapping[str, TrainState], *, caller: str) -> None:
         )
     newest = [history.in_use[-1] for history in histories if history.in_use]
     is_lost = any(isinstance(identity, weakref.ref) and identity() is None for identity in newest)
-    if is_lost and not any(isinstance(value, NotSaved) for state in states.values() for value in state._objects.values()):
+    marked = [item for state in states.values() for item in state._objects.items() if isinstance(item[1], NotSaved)]
+    if is_lost and not any(key == LOADER or _is_loader(unwrap(value)) for key, value in marked):
         raise ConfigError(
             f"{caller}: the state must hold the position of the last loader, which no longer exists, or a resume repeats its "
             f"batches. {_ADVICE}"
         )
     _warn_of_guessed_loaders(states, caller)
+
+
+def check_stops(states: Mapping[str, TrainState], extra: Mapping[str, Any], *, caller: str) -> None:
+    """Raise if a stop of the last ``until`` has judged a value, and the checkpoint does not hold the stop.
+
+    Raises:
+        ConfigError: a stop is missing, so that a resume would forget its values.
+    """
+    objects = [*extra.values(), *(value for state in states.values() for value in state._objects.values())]
+    held = {id(unwrap(value)) for value in objects}
+    identities = [identity for state in states.values() for identity in state._loader_history.in_use]
+    used = [identity() for identity in identities if isinstance(identity, weakref.ref)]
+    for loader in (unwrap(value) for value in (*objects, *used)):
+        for stop in getattr(loader, "_stops", ()) if is_tracked_loader(loader) else ():
+            if getattr(stop, "_has_judged", False) and id(stop) not in held:
+                raise ConfigError(
+                    f"{caller}: the state must hold {stop!r} of loader.until(stop=...), or a resume forgets its values. "
+                    "Pass it: step.init(model, optimizer, loader=loader, stateful={'stop': stop})."
+                )
+
+
+def _is_loader(value: Any) -> bool:
+    """Return True for a loader, and for None, which stands for the loader of the last batches."""
+    return value is None or is_tracked_loader(value) or isinstance(value, DataLoader)
 
 
 def _warn_of_guessed_loaders(states: Mapping[str, TrainState], caller: str) -> None:
@@ -65,7 +94,8 @@ def _warn_of_guessed_loaders(states: Mapping[str, TrainState], caller: str) -> N
         warnings.warn(
             f"{caller}: the state should hold the position of {missing[0]!r} if it trains on copies of its batches, or a "
             f"resume repeats them. {_ADVICE}",
-            stacklevel=5,
+            # Also past the check of the arguments, to the caller's line.
+            stacklevel=6,
         )
 
 

@@ -90,7 +90,8 @@ def mismatch_error(caller: str, rows: Sequence[MismatchRow], *, source: str, adv
     if len(rows) > len(lines):
         lines.append(f"  and {len(rows) - len(lines)} more")
     table = "\n".join(lines)
-    return CheckpointMismatchError(f"{caller} does not fit. {len(rows)} entries differ ({counts}). {advice}\n{table}")
+    differ = "entry differs" if len(rows) == 1 else "entries differ"
+    return CheckpointMismatchError(f"{caller} does not fit. {len(rows)} {differ} ({counts}). {advice}\n{table}")
 
 
 def _nearest(name: str, others: Sequence[str]) -> str:

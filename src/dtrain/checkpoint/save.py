@@ -23,7 +23,7 @@ from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpointer import Checkpointer, SaveMode, SaveOptions, checkpointer_of
 from dtrain.checkpoint.commit import SaveRequest, SaveResult, run_save
 from dtrain.checkpoint.layout import MeshLayout, SaveScope
-from dtrain.checkpoint.loader_check import check_loaders
+from dtrain.checkpoint.loader_check import check_loaders, check_stops
 from dtrain.checkpoint.save_thread import SaveTask, StagedFiles, save_thread, stage_files
 from dtrain.checkpoint.state_dict import (
     States,
@@ -31,6 +31,7 @@ from dtrain.checkpoint.state_dict import (
     collect_contents,
     content_hashes,
     content_key,
+    digest_entries,
     gc_paused,
     mark_unequal_values,
     rank_hashes,
@@ -137,7 +138,7 @@ def save_sharded(
 
     Returns:
         A handle, whose ``result()`` is the ``SaveResult``. A step that this process has committed or loaded already is not
-        written again.
+        written again unless a loader, a stateful object or ``extra`` has changed since.
 
     Mutates: ``state._run_context``; files. A step of the same run that this process did not write (after going back to an older
     step) is replaced. A folder at this step that is no valid checkpoint is moved aside with a warning.
@@ -186,23 +187,29 @@ def start_save(
             checkpointer = target if isinstance(target, Checkpointer) else checkpointer_of(target, states.values())
             if scope == "all":
                 check_loaders(states, caller=_CALLER)
+                check_stops(states, extra, caller=_CALLER)
             contents = collect_contents(states, extra, scope=scope, dtype=dtype)
             if scope == "all":
                 _record_saved_objects(states, extra)
             info = get_dist_info()
             write_plan = plan_rank_write(contents, info.rank, info.world_size, separate_frozen=options.incremental)
             hashes, own_hashes = content_hashes(contents), rank_hashes(contents)
+            entry_digest = digest_entries(contents, hashes)
             replica_digest = sum(replica_check_of(each).digest(each) for each in states.values())
         # The file of frozen parameters may become a link, which needs no space.
         needed = write_plan.data_bytes if not options.incremental else next(iter(write_plan.files.values())).size
-        total_bytes = _agree_on_contents(states, hashes, own_hashes, needed, replica_digest, contents.shared)
+        facts: Any = {"hashes": hashes, "own": own_hashes, "entries": entry_digest, "bytes": needed, "replicas": replica_digest}
+        total_bytes, entry_digests = _agree_on_contents(states, facts, contents.shared)
         if scope == "all":
             check_saved_state(list(states.values()), caller=_CALLER)
         save_thread().wait_for_slot(_MAX_IN_FLIGHT)
         with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
             first = next(iter(states.values()))
-            key = content_key(states, scope, dtype)
+            key = content_key(states, scope, dtype, entry_digests)
             is_saved = first._run_context.lineage.roots[str(checkpointer.root)].steps.get(first.step) == key
+            if is_saved:
+                # Without a copy of the state the save must be waited for. It has nothing to write.
+                options = replace(options, mode="sync")
             staged = stage_files(write_plan, checkpointer._staging, copy=options.mode == "async")
             request = SaveRequest(
                 caller=_CALLER,
@@ -285,20 +292,20 @@ def _check_arguments(states: States, scope: str, extra: Mapping[str, Any], dtype
         raise ConfigError(f"{_CALLER}: dtype must be a floating-point dtype, got {dtype}. Pass torch.bfloat16, for example.")
 
 
-def _agree_on_contents(
-    states: States,
-    hashes: Mapping[str, str],
-    own_hashes: Mapping[str, str],
-    nbytes: int,
-    replica_digest: float,
-    shared: dict[str, Any],
-) -> int:
-    """Check that contents and replicas are equal on all ranks and that no earlier save failed. Return the bytes of all ranks.
+def _agree_on_contents(states: States, facts: dict[str, Any], shared: dict[str, Any]) -> tuple[int, list[str]]:
+    """Check that contents and replicas are equal on all ranks and that no earlier save failed.
 
-    Mutates: ``shared``, in which the extra states of modules that differ between ranks are marked.
+    Args:
+        states: states by name.
+        facts: hashes of this rank's contents, its bytes and the digest of its replicas.
+        shared: values of the run.
+
+    Returns:
+        The bytes of all ranks, and the digest of the entries of each rank.
+
+    Mutates: ``shared``, in which the extra states of modules that differ between ranks are marked; ``facts``.
     Collective: one exchange of JSON on the control group, and one more if replicas differ.
     """
-    facts: Any = {"hashes": hashes, "own": own_hashes, "bytes": nbytes, "replicas": replica_digest}
     facts["failed"] = save_thread().has_unreported_failure
     facts_by_rank = cast(list[dict[str, Any]], all_gather_json(facts, caller=_CALLER))
     failed = [rank for rank, facts in enumerate(facts_by_rank) if facts["failed"]]
@@ -312,7 +319,7 @@ def _agree_on_contents(
     if sum(facts["replicas"] for facts in facts_by_rank):
         for state in states.values():
             raise_if_params_differ(state, _CALLER)
-    return sum(facts["bytes"] for facts in facts_by_rank)
+    return sum(facts["bytes"] for facts in facts_by_rank), [facts["entries"] for facts in facts_by_rank]
 
 
 def _record_saved_objects(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:

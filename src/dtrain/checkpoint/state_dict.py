@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -74,9 +74,18 @@ States = Mapping[str, TrainState]
 """Named states of one checkpoint. A single unnamed state has the name ``""``."""
 
 
-def content_key(states: States, scope: SaveScope, dtype: torch.dtype | None) -> object:
-    """Return a key of the contents of a save. Two saves with equal keys have the same contents."""
-    return (tuple((name, state.step) for name, state in states.items()), scope, dtype)
+def content_key(states: States, scope: SaveScope, dtype: torch.dtype | None, entry_digests: Sequence[str]) -> object:
+    """Return a key of the contents of a save. Two saves with equal keys have the same contents.
+
+    A step changes the parameters, but the loop may change objects of the run between two saves of one step.
+
+    Args:
+        states: states by name.
+        scope: scope of the save.
+        dtype: dtype of the stored parameters.
+        entry_digests: ``digest_entries`` of each rank.
+    """
+    return (tuple((name, state.step) for name, state in states.items()), scope, dtype, tuple(entry_digests))
 
 
 def collect_contents(
@@ -208,40 +217,73 @@ def content_hashes(contents: CheckpointContents) -> dict[str, str]:
     The data of tensors in ``extra`` and ``objects`` are hashed as well.
     Host sync: one per such tensor that is not on the CPU.
     """
-    by_entry: dict[str, list[Tensor]] = {}
+    by_entry: dict[str, dict[str, Tensor]] = {}
     for key, tensor in contents.tensors.items():
         if key.startswith((f"{layout.EXTRA}/", f"{layout.OBJECTS}/")):
-            by_entry.setdefault("/".join(key.split("/", 2)[:2]), []).append(tensor)
-    return {path: _hash(values, by_entry.get(path, ())) for path, values in _iter_parts(contents.shared)}
+            by_entry.setdefault("/".join(key.split("/", 2)[:2]), {})[key] = tensor
+    return {path: _hash(values, by_entry.get(path, {})) for path, values in _iter_parts(contents.shared)}
 
 
 def rank_hashes(contents: CheckpointContents) -> dict[str, str]:
-    """Hash the values that may differ between ranks by path: extra states of modules, and loaders of other libraries."""
+    """Hash the values that may differ between ranks by path: extra states of modules."""
     states = contents.values.get(layout.STATES)
     sections = {"": contents.values["modules"]} if states is None else {name: each["modules"] for name, each in states.items()}
-    hashes = {}
-    for name, values in sections.items():
-        hashes[f"{tree_json.state_prefix(name)}modules"] = values
-    for key, value in contents.shared.get(layout.OBJECTS, {}).items():
-        if value == _COPIES:
-            hashes[tree_json.join_key(layout.OBJECTS, key)] = contents.values[layout.OBJECTS][key]
-    by_path = {path: [t for key, t in contents.per_rank.items() if key.startswith(f"{path}/")] for path in hashes}
-    return {path: _hash(values, by_path[path]) for path, values in hashes.items()}
+    hashes = {f"{tree_json.state_prefix(name)}modules": values for name, values in sections.items()}
+    return {path: _hash(values, _below(contents.per_rank, path)) for path, values in hashes.items()}
 
 
-_COPIES = tree_json.encode(tree_json.RANK_COPIES, "")[0]
+def digest_entries(contents: CheckpointContents, hashes: Mapping[str, str]) -> str:
+    """Return a digest of the objects and of ``extra`` as a load on this rank would get them.
+
+    Args:
+        contents: contents of a save.
+        hashes: their ``content_hashes``.
+    """
+    found: dict[str, str] = {}
+    for section in (layout.EXTRA, layout.OBJECTS):
+        own = contents.values[section]
+        for path, value in _iter_parts({section: contents.shared.get(section, {})}):
+            name = tree_json.unescape_key(path.partition("/")[2])
+            if path == section:
+                # A name that begins with "$" makes the section one part.
+                found |= {path: hashes[path], f"{path}/": _hash(own, _below(contents.per_rank, path))}
+            elif name in own:
+                found[path] = _hash(own[name], _below(contents.per_rank, path))
+            elif type(value) is dict and value.get(tree_json.TAG) == "same":
+                found[path] = found[tree_json.join_key(section, value["key"])]
+            else:
+                found[path] = hashes[path]
+    return _digest_of_hashes(found)
 
 
-def _hash(values: Any, tensors: Iterable[Tensor]) -> str:
+def digest_stored_entries(entries: Mapping[str, Any]) -> str:
+    """Return the ``digest_entries`` of entries that a load has read. Call before the load gives them to their objects."""
+    found = {}
+    for key, value in entries.items():
+        path = key if key.startswith(f"{layout.EXTRA}/") else tree_json.join_key(layout.OBJECTS, key)
+        found[path] = _hash(*tree_json.encode(value, path))
+    return _digest_of_hashes(found)
+
+
+def _digest_of_hashes(hashes: Mapping[str, str]) -> str:
+    return hashlib.sha256(strict_json.canonical_json(sorted(hashes.items()))).hexdigest()
+
+
+def _below(tensors: Mapping[str, Tensor], path: str) -> dict[str, Tensor]:
+    """Return the tensors at ``path`` and below."""
+    return {key: tensor for key, tensor in tensors.items() if key == path or key.startswith(f"{path}/")}
+
+
+def _hash(values: Any, tensors: Mapping[str, Tensor]) -> str:
     """Hash encoded values and the data of their tensors."""
     sha = hashlib.sha256(strict_json.canonical_json(values))
-    for tensor in tensors:
-        sha.update(digest_of([as_bytes(tensor)]))
+    for key in sorted(tensors):
+        sha.update(digest_of([as_bytes(tensors[key])]))
     return sha.hexdigest()
 
 
 def mark_unequal_values(shared: dict[str, Any], hashes_by_rank: Sequence[Mapping[str, str]]) -> None:
-    """Record in the values of the run which extra states of modules, and which loaders, differ between ranks.
+    """Record in the values of the run which extra states of modules differ between ranks.
 
     Mutates: ``shared``.
     """
@@ -249,9 +291,6 @@ def mark_unequal_values(shared: dict[str, Any], hashes_by_rank: Sequence[Mapping
     for name, values in shared.get(layout.STATES, {"": shared}).items():
         if "modules" in values:
             values["modules"]["equal"] = f"{tree_json.state_prefix(name)}modules" not in unequal
-    for key in shared.get(layout.OBJECTS, {}):
-        if tree_json.join_key(layout.OBJECTS, key) in unequal:
-            shared[layout.OBJECTS][key] = tree_json.encode(tree_json.PER_RANK, "")[0]
 
 
 def check_equal_on_all_ranks(hashes_by_rank: Sequence[Mapping[str, str]]) -> None:

@@ -9,7 +9,6 @@ becomes a text that begins with ``$``, because there are many, and every other v
     {1: "a"}            {"$": "dict", "items": [[1, "a"]]}          also for a dict with a key "$"
     float("nan")        {"$": "float", "value": "nan"}              also "inf", "-inf"
     PER_RANK            {"$": "per_rank"}                           the value is in the values of each rank
-    RANK_COPIES         {"$": "rank_copies"}                        the same, and the values are equal
     SameAs("a")         {"$": "same", "key": "a"}                   the object is stored under another key
 
 The data of a tensor are stored elsewhere under a key: the path of the tensor, joined by ``/`` as in a JSON pointer
@@ -33,7 +32,7 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint import strict_json
-from dtrain.checkpoint.layout import DTYPE_NAMES, DTYPES, STATES
+from dtrain.checkpoint.layout import DTYPE_NAMES, DTYPES, OBJECTS, STATES
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import ConfigError, CorruptCheckpointError
 
@@ -50,13 +49,10 @@ DICT_TYPES = (dict, OrderedDict, Counter)
 
 class _Marker(Enum):
     PER_RANK = "per_rank"
-    RANK_COPIES = "rank_copies"
 
 
 PER_RANK: Final = _Marker.PER_RANK
 """Value of the run that stands for a value of each rank."""
-RANK_COPIES: Final = _Marker.RANK_COPIES
-"""Value of the run that stands for a value of each rank, which is equal on all ranks."""
 
 
 class SameAs(NamedTuple):
@@ -100,6 +96,11 @@ def unescape_key(token: str) -> str:
     return token.replace("~1", "/").replace("~0", "~")
 
 
+def _readable(path: str) -> str:
+    """Return a path as a message shows it: ``objects/stateful~1note`` is the object ``stateful/note``."""
+    return unescape_key(path.removeprefix(f"{OBJECTS}/"))
+
+
 def encode(tree: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
     """Encode a tree as JSON values, and collect its tensors by key.
 
@@ -118,7 +119,8 @@ def encode(tree: Any, path: str) -> tuple[Any, dict[str, Tensor]]:
 def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise ConfigError(
-            f"{path[:200]}...: state must be nested at most {MAX_DEPTH} deep and without cycles. Flatten it in state_dict()."
+            f"{_readable(path)[:200]}...: state must be nested at most {MAX_DEPTH} deep and without cycles. "
+            "Flatten it in state_dict()."
         )
     if tree is None or type(tree) is bool:
         return tree
@@ -127,7 +129,8 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any
     if type(tree) is int:
         if tree.bit_length() > MAX_INT_BITS:
             raise ConfigError(
-                f"{path}: an integer must have at most {MAX_INT_BITS} bits, got {tree.bit_length()}. Save the integer as text."
+                f"{_readable(path)}: an integer must have at most {MAX_INT_BITS} bits, got {tree.bit_length()}. "
+                "Save the integer as text."
             )
         return tree
     if isinstance(tree, float):
@@ -144,7 +147,7 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any
     if isinstance(tree, SameAs):
         return {TAG: "same", "key": tree.key}
     raise ConfigError(
-        f"{path}: state must be tensors and plain data (None, bool, int, float, str, list, tuple, dict), "
+        f"{_readable(path)}: state must be tensors and plain data (None, bool, int, float, str, list, tuple, dict), "
         f"got {type(tree).__module__}.{type(tree).__qualname__}. Convert it in state_dict()."
     )
 
@@ -154,11 +157,13 @@ def _encode_dict(tree: dict[Any, Any], path: str, tensors: dict[str, Tensor], de
         # A key may be None.
         if type(key) not in (str, int):
             raise ConfigError(
-                f"{path}: keys must be strings or integers, got {type(key).__name__} {key!r}. "
+                f"{_readable(path)}: keys must be strings or integers, got {type(key).__name__} {key!r}. "
                 "Convert the keys with str() before the save."
             )
     if len({str(key) for key in tree}) != len(tree):
-        raise ConfigError(f"{path}: two keys have the same text, one as string and one as integer. Rename one of them.")
+        raise ConfigError(
+            f"{_readable(path)}: two keys have the same text, one as string and one as integer. Rename one of them."
+        )
     values = {key: _encode(item, join_key(path, key), tensors, depth + 1) for key, item in tree.items()}
     if all(type(key) is str and key != TAG for key in values):
         return values
@@ -167,7 +172,7 @@ def _encode_dict(tree: dict[Any, Any], path: str, tensors: dict[str, Tensor], de
 
 def _encode_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Any:
     if (problem := _storage_problem(tensor)) is not None:
-        raise ConfigError(f"{path}: a tensor must {problem[0]}. Save {problem[1]} instead.")
+        raise ConfigError(f"{_readable(path)}: a tensor must {problem[0]}. Save {problem[1]} instead.")
     tensors[path] = tensor
     return _tensor_text(tensor.dtype, tuple(tensor.shape), is_dtensor(tensor))
 
@@ -234,7 +239,7 @@ def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, 
         if value not in ("nan", "inf", "-inf"):
             raise CorruptCheckpointError(f"{location}: must be nan, inf or -inf, got {strict_json.describe_value(value)}")
         return float(value)
-    if tag in (PER_RANK.value, RANK_COPIES.value):
+    if tag == PER_RANK.value:
         strict_json.read_object(values, location, (TAG,))
         return _Marker(tag)
     if tag == "same":

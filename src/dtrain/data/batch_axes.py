@@ -9,6 +9,7 @@ from typing import Any, SupportsIndex
 
 from torch import Tensor
 
+from dtrain.arguments import explain_arguments
 from dtrain.errors import ConfigError
 from dtrain.typing import Batch, CountFn, SplitFn, WeightFn, is_tensordict
 
@@ -81,6 +82,7 @@ class BatchSpec:
         return part.update(parts)
 
 
+@explain_arguments
 def batch_spec(
     axes: Mapping[str, str] | None = None,
     *,

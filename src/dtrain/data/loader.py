@@ -69,6 +69,8 @@ class Loader:
         self._last_batch_info: BatchInfo | None = None
         self._issued: IssuedBatch | None = None
         self._step_expected = False
+        # Stops of the newest loop, which a checkpoint must hold.
+        self._stops: Sequence[StopCondition] = ()
 
     @property
     def _identity(self) -> weakref.ref[Loader]:
@@ -181,7 +183,7 @@ class Loader:
 
     def _issue_batches(self, length: Duration | None, stops: Sequence[StopCondition] = ()) -> Iterator[Batch]:
         """Issue the batches to ``length``, or to the end of this epoch, until one of ``stops`` ends the run."""
-        pending = self._take_back_pending()
+        pending, self._stops = self._take_back_pending(), stops
         # A loop that ended leaves no batch, and the next loop expects steps if that loop had steps.
         if self._issued is not None:
             self._step_expected = pending is not None or self._issued.is_stepped

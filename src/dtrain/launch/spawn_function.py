@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from dtrain import launch_protocol
-from dtrain.arguments import check_int, check_number
+from dtrain.arguments import check_int, check_number, explain_arguments
 from dtrain.errors import ConfigError, RankError
 from dtrain.launch.failure import RankExit, RootCause, find_root_cause, is_failed_exit, signal_name
 from dtrain.launch.launch_dir import choose_socket_prefix, remove_socket_folders
@@ -227,6 +227,7 @@ class _SpawnedJob:
         return any(rank.exit is not None and is_failed_exit(rank.exit) for rank in self.ranks)
 
 
+@explain_arguments
 def spawn(fn: Callable[..., Any], *args: Any, world_size: int, timeout_s: float | None = None) -> list[Any]:
     """Run ``fn(*args)`` on ``world_size`` real ranks of this machine and return the results by rank.
 

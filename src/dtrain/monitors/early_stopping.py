@@ -72,12 +72,12 @@ def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float 
 class _StopDecision:
     """Step at which the run was stopped, if any. The decision is saved and dropped if the arguments change."""
 
-    __slots__ = ("_caller", "_criterion", "_metric", "_restored", "stopped_at")
+    __slots__ = ("_caller", "_criterion", "_has_judged", "_metric", "_restored", "stopped_at")
 
     def __init__(self, caller: str, metric: str, criterion: list[Plain]) -> None:
         self._caller, self._metric, self._criterion = caller, metric, criterion
         self.stopped_at: int | None = None
-        self._restored = False
+        self._restored = self._has_judged = False
 
     @property
     def stopped(self) -> bool:
@@ -103,6 +103,7 @@ class _StopDecision:
         return self.stopped
 
     def _record_decision(self, state: TrainState, stop: bool, **details: Plain) -> bool:
+        self._has_judged = True
         if stop:
             self.stopped_at = state.step
             spans.record_event(self._caller, step=state.step, metric=self._metric, **details)

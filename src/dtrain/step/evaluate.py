@@ -14,7 +14,7 @@ from typing import Any, Generic, Literal, TypeVar, cast
 from torch import nn
 
 from dtrain import spans
-from dtrain.arguments import check_int
+from dtrain.arguments import check_int, explain_arguments
 from dtrain.data.batch import count_samples_and_tokens, get_batch_infos, narrow_batch, to_device
 from dtrain.data.batch_axes import BatchSpec
 from dtrain.dist.collective_replay import TraceCache
@@ -36,6 +36,7 @@ from dtrain.step.oom_guard import StepAborted, StepGuard, raise_does_not_fit
 from dtrain.typing import Batch, LossFn, Metrics
 
 
+@explain_arguments
 def evaluate(
     model: nn.Module,
     loader: Iterable[Batch],
