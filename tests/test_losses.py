@@ -210,6 +210,19 @@ def test_sum_loss_sums_low_precision_in_float32():
     assert sum_loss(torch.ones(1000, dtype=torch.bfloat16)).total == 1000.0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "count"), [(torch.bfloat16, 1001), (torch.float16, 70_000), (torch.bool, 300), (torch.uint8, 300)]
+)
+def test_sum_loss_counts_a_mask_of_low_precision_exactly(dtype, count):
+    loss = sum_loss(torch.ones(count), torch.ones(count, dtype=dtype))
+    assert (float(loss.weight), float(loss.total)) == (count, count)
+
+
+def test_sum_loss_refuses_a_mean_or_a_sum():
+    with pytest.raises(ConfigError, match=r"sum_loss: .* Give one number per item, before any mean or sum"):
+        sum_loss(torch.ones(3).mean())
+
+
 def test_sum_loss_refuses_another_shape():
     with pytest.raises(
         ConfigError, match=r"sum_loss: kl must have the shape of values \(3,\), got \(\). Give one number per item"

@@ -199,7 +199,8 @@ def sum_loss(values: Tensor, mask: Tensor | None = None, **metrics: Tensor) -> L
 
     Args:
         values: ``[*]`` loss of each item, any float dtype; the sum is computed in at least float32.
-        mask: ``[*]`` True for the items that count, or the weight of each item; None counts all. A masked value may be NaN.
+        mask: ``[*]`` True for the items that count, or the weight of each item, summed in at least float32; None counts all. A
+            masked value may be NaN.
         metrics: ``[*]`` further values per item, such as the parts of the loss. ``dt.reduce_metrics`` returns the mean of each.
 
     Returns:
@@ -213,8 +214,13 @@ def sum_loss(values: Tensor, mask: Tensor | None = None, **metrics: Tensor) -> L
             return dt.sum_loss(policy + 0.5 * value - 0.01 * entropy, policy=policy, value=value, entropy=entropy)
 
     Raises:
-        ConfigError: ``mask`` or one of ``metrics`` has another shape than ``values``.
+        ConfigError: ``values`` is a mean or a sum already, or ``mask`` or one of ``metrics`` has another shape than ``values``.
     """
+    if values.ndim == 0:
+        raise ConfigError(
+            "sum_loss: values must have one number per item, got one number of shape (). Give one number per item, before any "
+            "mean or sum."
+        )
     shape = tuple(values.shape)
     for name, given in {"mask": mask, **metrics}.items():
         if given is not None and tuple(given.shape) != shape:
@@ -227,7 +233,8 @@ def sum_loss(values: Tensor, mask: Tensor | None = None, **metrics: Tensor) -> L
         wide = items if items.dtype.itemsize >= 4 else items.float()
         return wide.sum() if mask is None else (wide.masked_fill(mask == 0, 0.0) * mask).sum()
 
-    weight = values.numel() if mask is None else mask.sum()
+    # A mask of ones in bfloat16 or float16 is exact, but its sum is not.
+    weight = values.numel() if mask is None else (mask.float() if mask.dtype.itemsize < 4 else mask).sum()
     return LossSum(
         total=add_up(values), weight=weight, aux={name: (add_up(items.detach()), weight) for name, items in metrics.items()}
     )
