@@ -210,6 +210,19 @@ def test_sum_loss_sums_low_precision_in_float32():
     assert sum_loss(torch.ones(1000, dtype=torch.bfloat16)).total == 1000.0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "count"), [(torch.bfloat16, 1001), (torch.float16, 70_000), (torch.bool, 300), (torch.uint8, 300)]
+)
+def test_sum_loss_counts_a_mask_of_low_precision_exactly(dtype, count):
+    loss = sum_loss(torch.ones(count), torch.ones(count, dtype=dtype))
+    assert (float(loss.weight), float(loss.total)) == (count, count)
+
+
+def test_sum_loss_refuses_a_mean_or_a_sum():
+    with pytest.raises(ConfigError, match=r"sum_loss: .* Give one number per item, before any mean or sum"):
+        sum_loss(torch.ones(3).mean())
+
+
 def test_sum_loss_refuses_another_shape():
     with pytest.raises(
         ConfigError, match=r"sum_loss: kl must have the shape of values \(3,\), got \(\). Give one number per item"
@@ -276,7 +289,43 @@ def test_transformers_loss_refuses_batches_and_models_without_labels():
         transformers_loss(model, {"input_ids": torch.ones(1, 2, dtype=torch.int64)})
     with pytest.raises(ConfigError, match=r"got labels of torch.float32"):
         transformers_loss(model, {"labels": torch.ones(1)})
+    tokens = torch.ones(1, 2, dtype=torch.int64)
     with pytest.raises(
         ConfigError, match=r"transformers_loss: the model must return one loss, got NoneType. Pass a model with"
     ):
-        transformers_loss(WithoutLoss(), {"labels": torch.ones(1, dtype=torch.int64)})
+        transformers_loss(model, {"input_ids": tokens, "labels": tokens, "return_dict": False})
+
+
+@pytest.mark.parametrize("kind", ["T5", "MaskedLM", "TokenClassification", "SequenceClassification"])
+def test_transformers_loss_without_a_counted_label_is_zero_for_models_with_a_mean(kind):
+    model, _ = tiny_transformer(kind)
+    tokens = torch.ones(2, 4, dtype=torch.int64)
+    labels = torch.full_like(tokens[:, 0] if kind == "SequenceClassification" else tokens, -100)
+    loss = transformers_loss(model, {"input_ids": tokens, "labels": labels})
+    loss.total.backward()
+    assert (loss.total, loss.weight) == (0.0, 0)
+    assert all(param.grad is None or not param.grad.any() for param in model.parameters())
+
+
+def models_of_other_losses():
+    """Models of transformers whose loss is no mean over the labels that are not -100, or counts them in another way."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16, "vocab_size": 11}
+    bart = transformers.BartConfig(d_model=16, decoder_layers=1, decoder_attention_heads=2, decoder_ffn_dim=16, vocab_size=11)
+    image = {"hidden_sizes": [8] * 4, "decoder_hidden_size": 8, "depths": [1] * 4, "num_attention_heads": [1] * 4}
+    return [
+        transformers.BertForPreTraining(transformers.BertConfig(**sizes)),
+        transformers.BertForMultipleChoice(transformers.BertConfig(**sizes)),
+        transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, num_labels=1)),
+        transformers.BertForSequenceClassification(transformers.BertConfig(**sizes, problem_type="regression")),
+        # Its labels are the next tokens already.
+        transformers.BartForCausalLM(bart),
+        transformers.SegformerForSemanticSegmentation(transformers.SegformerConfig(**image)),
+        WithoutLoss(),
+    ]
+
+
+def test_transformers_loss_refuses_models_whose_labels_it_cannot_count():
+    for model in models_of_other_losses():
+        with pytest.raises(ConfigError, match=rf"must have a loss .* got {type(model).__name__}.* Use dt\.mean_loss"):
+            transformers_loss(model, {"input_ids": torch.ones(1, 2, dtype=torch.int64), "labels": torch.ones(1, 2).long()})

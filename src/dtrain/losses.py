@@ -200,7 +200,8 @@ def sum_loss(values: Tensor, mask: Tensor | None = None, **metrics: Tensor) -> L
 
     Args:
         values: ``[*]`` loss of each item, any float dtype; the sum is computed in at least float32.
-        mask: ``[*]`` True for the items that count, or the weight of each item; None counts all. A masked value may be NaN.
+        mask: ``[*]`` True for the items that count, or the weight of each item, summed in at least float32; None counts all. A
+            masked value may be NaN.
         metrics: ``[*]`` further values per item, such as the parts of the loss. ``dt.reduce_metrics`` returns the mean of each.
 
     Returns:
@@ -214,8 +215,13 @@ def sum_loss(values: Tensor, mask: Tensor | None = None, **metrics: Tensor) -> L
             return dt.sum_loss(policy + 0.5 * value - 0.01 * entropy, policy=policy, value=value, entropy=entropy)
 
     Raises:
-        ConfigError: ``mask`` or one of ``metrics`` has another shape than ``values``.
+        ConfigError: ``values`` is a mean or a sum already, or ``mask`` or one of ``metrics`` has another shape than ``values``.
     """
+    if values.ndim == 0:
+        raise ConfigError(
+            "sum_loss: values must have one number per item, got one number of shape (). Give one number per item, before any "
+            "mean or sum."
+        )
     shape = tuple(values.shape)
     for name, given in {"mask": mask, **metrics}.items():
         if given is not None and tuple(given.shape) != shape:
@@ -228,7 +234,8 @@ def sum_loss(values: Tensor, mask: Tensor | None = None, **metrics: Tensor) -> L
         wide = items if items.dtype.itemsize >= 4 else items.float()
         return wide.sum() if mask is None else (wide.masked_fill(mask == 0, 0.0) * mask).sum()
 
-    weight = values.numel() if mask is None else mask.sum()
+    # A mask of ones in bfloat16 or float16 is exact, but its sum is not.
+    weight = values.numel() if mask is None else (mask.float() if mask.dtype.itemsize < 4 else mask).sum()
     return LossSum(
         total=add_up(values), weight=weight, aux={name: (add_up(items.detach()), weight) for name, items in metrics.items()}
     )
@@ -238,8 +245,9 @@ def transformers_loss(model: nn.Module, batch: Batch) -> LossSum:
     """Compute the loss of a model of transformers, called with ``labels``, as a sum over the labels that count.
 
     Such a model returns a mean over the labels of its call, so gradient accumulation over microbatches and ranks would weigh
-    tokens of short samples more. The sum is exact for cross entropies of one label per position or sample. A causal language
-    model predicts the next label, so the first label of each sample does not count, and neither do labels of -100.
+    tokens of short samples more. The sum is exact for the losses of causal and masked language models, of encoder-decoder
+    models, and of the classification of tokens, texts, images and sounds; other models are refused. A causal language model
+    predicts the next label, so the first label of each sample does not count, and neither do labels of -100.
 
     Args:
         model: model of transformers, also sharded or with adapters of peft. Its own loss is used.
@@ -252,7 +260,8 @@ def transformers_loss(model: nn.Module, batch: Batch) -> LossSum:
         step = dt.compose_step(dt.transformers_loss, [dt.transforms.clip_by_norm(1.0), dt.auto_microbatch()])
 
     Raises:
-        ConfigError: ``batch`` is no mapping with integer ``labels``, or the model returns no loss.
+        ConfigError: ``batch`` is no mapping with integer ``labels``, the model returns no loss, or its loss is of another kind
+            (segmentation, regression, several losses): use ``dt.mean_loss``.
     """
     labels = batch["labels"] if hasattr(batch, "keys") and "labels" in list(batch.keys()) else None
     if not isinstance(labels, Tensor) or labels.is_floating_point():
@@ -261,12 +270,12 @@ def transformers_loss(model: nn.Module, batch: Batch) -> LossSum:
             f"transformers_loss: batch must be a mapping with integer labels, got {got}. "
             "Use dt.mean_loss for another loss, and give its weight."
         )
-    base: Any = model
-    if hasattr(model, "get_base_model"):
+    base: Any = getattr(model, "_orig_mod", model)
+    if hasattr(base, "get_base_model"):
         base = base.get_base_model()
     counted = (labels[:, 1:] if labels.ndim > 1 and _predicts_next(base) else labels) != -100
     count = counted.sum()
-    # The mean of no label would be NaN. Most models divide a sum by this number instead of computing a mean.
+    # Most models divide a sum by this number instead of computing a mean.
     items = count.clamp(min=1)
     takes_items = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(base.forward).parameters.values())
     loss = getattr(model(**batch, **({"num_items_in_batch": items} if takes_items else {})), "loss", None)
@@ -275,12 +284,43 @@ def transformers_loss(model: nn.Module, batch: Batch) -> LossSum:
             f"transformers_loss: the model must return one loss, got {type(loss).__name__}. Pass a model with a head, such as "
             "AutoModelForCausalLM, and return_dict=True."
         )
-    return LossSum(total=loss * items, weight=count)
+    # The mean of no label is NaN in models that ignore the number. Its gradient is zero.
+    return LossSum(total=torch.where(count > 0, loss * items, 0.0), weight=count)
+
+
+_SHIFTED_LOSSES = ("ForCausalLM", "ForConditionalGeneration")
+_UNSHIFTED_LOSSES = (
+    "ForMaskedLM",
+    "ForTokenClassification",
+    "ForSequenceClassification",
+    "ForImageClassification",
+    "ForVideoClassification",
+    "ForAudioClassification",
+)
 
 
 def _predicts_next(model: nn.Module) -> bool:
-    """Return True if the loss of a model of transformers shifts the labels by one position."""
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+    """Return True if the loss of a model of transformers shifts the labels by one position.
+
+    Raises:
+        ConfigError: the loss may count other labels than those that are not -100.
+    """
+    kind, config = getattr(model, "loss_type", None), getattr(model, "config", None)
+    # A model without a type of loss uses that of causal language models, but only a few such models have no further loss.
+    if kind is None and type(model).__name__.endswith(("GPT2LMHeadModel", "BertLMHeadModel")):
+        kind = "ForCausalLM"
+    # The type of the loss says nothing about a model that computes the loss itself.
+    reads_type = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+    if kind in _SHIFTED_LOSSES and reads_type:
+        return True
+    if kind == "ForConditionalGeneration" and getattr(config, "is_encoder_decoder", False):
         return False
-    # A model without a type of loss uses that of causal language models.
-    return getattr(model, "loss_type", None) in (None, "ForCausalLM", "ForConditionalGeneration")
+    # A regression has no label that does not count.
+    regresses = getattr(config, "problem_type", None) == "regression" or getattr(config, "num_labels", 2) == 1
+    if kind in _UNSHIFTED_LOSSES and not (regresses and kind.endswith("Classification")):
+        return False
+    raise ConfigError(
+        "transformers_loss: the model must have a loss of one class per label, for causal or masked language models or for "
+        f"classification, got {type(model).__name__} with loss_type {kind!r}. "
+        "Use dt.mean_loss, and give the number of items in its mean as weight."
+    )

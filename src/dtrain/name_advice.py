@@ -22,6 +22,8 @@ _PRECISION = "Use dt.shard_model(model, mesh, precision=dt.Precision(param='bf16
 _MICROBATCH = "Use dt.auto_microbatch() in the list of dt.compose_step, or its microbatch_size."
 _METRICS = "Use dt.reduce_metrics(metrics)['loss']."
 _RANK = "Use the object of `with dt.init_dist() as dist:`, which has dist.rank and dist.world_size."
+_RESTORED = "Use state.restored of state = dt.load_sharded('ckpt', state)."
+_TRANSFORMS = "List the transforms, the first one outermost: dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0)])."
 _SEED = "Use dt.seed_all(seed)."
 
 FOREIGN_NAMES = {
@@ -37,13 +39,17 @@ FOREIGN_NAMES = {
     _RATE: "scheduler lr_scheduler LRScheduler get_scheduler lr_schedule set_learning_rate CosineAnnealingLR LambdaLR",
     _PRECISION: "amp GradScaler mixed_precision MixedPrecision MixedPrecisionPolicy bf16 fp16",
     _MICROBATCH: "accumulate no_sync gradient_accumulation grad_accum backward set_microbatch_size GradientAccumulation",
-    _METRICS: "gather_for_metrics log metric item get_metrics reduce_loss all_reduce_metrics",
+    _METRICS: "gather_for_metrics metric metrics item get_metrics reduce_loss all_reduce_metrics",
     _RANK: "rank get_rank local_rank world_size get_world_size is_main is_main_process is_rank_zero get_global_rank",
     _SEED: "seed set_seed manual_seed seed_everything",
     "Use dist.print(...) of `with dt.init_dist() as dist:`.": "print print_once log_once rank_zero_print",
     "Use dt.shard.checkpoint_activations(model, blocks).": "gradient_checkpointing activation_checkpointing",
     "Use dt.compile_blocks(model, blocks).": "compile torch_compile compile_model",
-    "Use dt.open_run('runs') and dt.loggers.": "Logger logger WandBLogger TensorBoardLogger tracker init_trackers",
+    _RESTORED: "LoadResult load_result restored",
+    _TRANSFORMS: "chain sequential",
+    "Use `for batch in loader.until('3ep'):`.": "epochs num_epochs max_epochs",
+    "Use dt.loggers.progress_bar(600).": "progress_line progress tqdm",
+    "Use dt.open_run('runs') and dt.loggers.": "log Logger logger WandBLogger TensorBoardLogger tracker init_trackers",
     "Use dt.spawn(fn, world_size=2), or `dtrain launch -n 2 train.py`.": "notebook_launcher launcher start_processes torchrun",
     "Use dt.mean_loss(fn, weight=...).": "loss Loss wrap_loss",
     "Use dt.build_mesh().": "mesh DeviceMesh device_mesh init_device_mesh make_mesh",

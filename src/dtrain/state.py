@@ -242,7 +242,8 @@ def init_state(
         loader: as in ``Step.init``.
         stateful: as in ``Step.init``.
 
-    Mutates: as ``Step.init``; one attribute of the model, not in the state dict (see ``TrainState.newest``).
+    Mutates: as ``Step.init``; one attribute of the model, not in the state dict (see ``TrainState.newest``); the loader, which
+        then expects a step on each batch.
 
     Raises:
         ConfigError: not a model or an optimizer; no parameters, or parameters on the meta device or gathered for a forward; an
@@ -272,6 +273,8 @@ def init_state(
         _objects=objects,
         _tracked_loader=unwrap(loader) if is_tracked_loader(loader) else None,
     )
+    if state._tracked_loader is not None:
+        state._tracked_loader._join_run()
     state._run_context.group_options = tuple(frozenset(group) for group in optimizer.param_groups)
     attribute = unwrap_module(model).__dict__.get(_RUNS_ATTRIBUTE)
     runs = attribute if isinstance(attribute, ModelRuns) else ModelRuns()

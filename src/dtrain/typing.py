@@ -53,6 +53,15 @@ class Metric(NamedTuple):
         """
         raise _refuse_number("item()")
 
+    def __add__(self, other: Any) -> Any:
+        # A tuple would be longer after the addition.
+        if isinstance(other, Metric):
+            return Metric(self.total + other.total, self.weight + other.weight)
+        raise _refuse_number("+")
+
+    def __radd__(self, other: Any) -> Any:
+        raise _refuse_number("+")
+
 
 def _refuse_number(operation: str) -> ConfigTypeError:
     return ConfigTypeError(

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from jobs import Result
+
 LOOK = """
 import os, sys
 import torch.distributed as dist
@@ -22,22 +24,22 @@ def launch(folder, port, *options, code):
     (folder / "look.py").write_text(LOOK)
     endpoint = f"127.0.0.1:{port}"
     command = [sys.executable, "-m", "dtrain", "launch", "-n", "2", "--nnodes", "1:1", "--rdzv-endpoint", endpoint, *options]
-    return subprocess.run([*command, "look.py", str(code)], cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "look.py", str(code)], cwd=folder, capture_output=True, text=True, timeout=120)
+    return Result(code=done.returncode, out=done.stdout, err=done.stderr)
 
 
 @pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_ranks_run_under_torch_elastic_agent_with_its_exit_code(tmp_path, port, code):
     done = launch(tmp_path, port, "--run-dir", "here", code=code)
-    assert done.returncode == code, done.stderr
-    lines = sorted(line for line in done.stdout.splitlines() if line.startswith("[rank "))
+    assert done.code == code, done.err
+    lines = sorted(line for line in done.out.splitlines() if line.startswith("[rank "))
     assert [line.split()[2:4] for line in lines] == [["0", "2"], ["1", "2"]]
     assert {line.split()[5] for line in lines} == {str(tmp_path / "here")}
-    summary = [line for line in done.stderr.splitlines() if line.startswith("dtrain: ")]
-    assert len(summary) == bool(code)  # one line, not one of each launcher
+    assert len(done.summary) == bool(code)  # one line, not one of each launcher
 
 
 @pytest.mark.parametrize("option", ["--hang-timeout", "--log-ranks"])
 def test_unsupported_elastic_options_are_refused(tmp_path, port, option):
     done = launch(tmp_path, port, option, "1", code=0)
-    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
-    assert option in done.stderr
+    assert (done.code, len(done.errors.splitlines())) == (2, 1)
+    assert option in done.errors

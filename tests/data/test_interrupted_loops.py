@@ -382,3 +382,69 @@ def cut_at_the_end_of_an_epoch() -> list:
 
 def test_loop_continues_with_the_next_epoch_on_all_ranks(ranks):
     assert ranks(2).run(cut_at_the_end_of_an_epoch) == [[[2, 2, 1, 0, 0] * 2, 2], [[2, 2, 2, 2, 1] * 2, 2]]
+
+
+def counting_run(source, *, joined=True):
+    """Return a step, and its state, that holds ``source``; the loss keeps the samples of each step in ``seen``."""
+    seen = []
+
+    def loss_fn(model, batch):
+        seen.append(batch.tolist())
+        return dt.sum_loss(model(batch[:, None]).square().flatten())
+
+    model, step = nn.Linear(1, 1), dt.compose_step(loss_fn)
+    return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.0), loader=source if joined else None), seen
+
+
+def whole_epoch(kind):
+    return [batch.tolist() for batch in loader_of(kind).until("1ep")]
+
+
+@pytest.mark.parametrize("kind", ["map", "stream", "remembers"])
+@pytest.mark.parametrize("when", ["before init", "before the loop", "after a load", "in the middle"])
+def test_batch_that_was_looked_at_is_issued_again_to_the_run(kind, when, tmp_path):
+    source = loader_of(kind)
+    if when == "before init":
+        next(iter(source))
+    step, state, seen = counting_run(source)
+    if when == "before the loop":
+        next(iter(source))
+        next(iter(source))
+    if when == "in the middle":
+        for batch in source.until("2ba"):
+            state, _ = step(state, batch)
+        next(iter(source))
+    if when == "after a load":
+        for batch in source.until("2ba"):
+            state, _ = step(state, batch)
+        next(iter(source))
+        dt.save_sharded(tmp_path / "ckpt", state)
+        source, first = loader_of(kind), seen
+        step, state, seen = counting_run(source)
+        state = dt.load_sharded(tmp_path / "ckpt", state)
+        next(iter(source))
+        seen += first
+    for batch in source.until("1ep"):
+        state, _ = step(state, batch)
+    assert seen == whole_epoch(kind)
+    assert state.crossed("1ep")
+
+
+def test_batch_whose_step_ran_on_copies_is_not_issued_again():
+    source = loader_of("map")
+    step, state, seen = counting_run(source)
+    for _ in range(2):
+        for batch in source.until("1ep"):
+            state, _ = step(state, batch.clone())
+            break
+    assert seen == whole_epoch("map")[:2]
+
+
+def test_loop_of_a_run_may_leave_out_batches():
+    source = loader_of("map")
+    step, state, seen = counting_run(source)
+    for index, batch in enumerate(source):
+        if index % 2:
+            state, _ = step(state, batch)
+    assert seen == whole_epoch("map")[1::2]
+    assert source.position.epoch == 1

@@ -319,11 +319,10 @@ def test_plain_loop_is_the_rest_of_this_epoch(last_batch, shuffle):
     per_epoch = len(whole) // 3
     source = loader(**options)
     seen = [next(iter(source)).tolist()]
-    assert len(source) == per_epoch - 1
     for epoch in range(3):
-        expected = len(source)
-        batches = [batch.tolist() for batch in source]
-        assert (len(batches), source.state_dict()["epoch"]) == (expected, epoch + 1)
+        lengths, batches = zip(*((len(source), batch.tolist()) for batch in source), strict=True)
+        assert set(lengths) == {len(batches)} == {len(source)}
+        assert (len(batches), source.state_dict()["epoch"]) == (per_epoch - (epoch == 0), epoch + 1)
         seen += batches
     assert (seen, source.steps_per_epoch()) == (whole, per_epoch)
 
@@ -343,11 +342,35 @@ def test_loader_length_is_the_number_of_batches_of_a_plain_loop():
     assert len(loader(size=10, batch=4, last_batch="drop")) == 2
     growing = build_loader(Numbers(10), global_batch_size=lambda batch: batch + 1, seed=0)
     for expected in (4, 2, 2):
+        assert [len(growing) for _ in growing] == [expected] * expected
         assert len(growing) == expected
-        assert len(list(growing)) == expected
+    source = loader(size=10, batch=4)
+    assert list(source)
+    assert len(source) == 3
+    assert next(source.until("2ep")) is not None
+    assert len(source) == 2
     skipped = loader(size=10, batch=4)
     skipped.skip(5)
     assert len(skipped) == len(list(skipped)) == 2
+
+
+def test_plain_loop_after_a_load_says_which_epoch_of_the_run_it_is(capsys):
+    source, resumed = loader(), loader()
+    assert list(source.until("7ba"))
+    resumed.load_state_dict(source.state_dict())
+    assert capsys.readouterr().err == ""
+    for _ in range(2):
+        assert list(resumed)
+    line = 'dtrain: loader: epoch 2 of this run continues; until("2ep") counts the epochs of the run\n'
+    assert capsys.readouterr().err == line
+    source = loader()
+    source.load_state_dict(resumed.state_dict())
+    assert len(list(source)) == 5
+    assert capsys.readouterr().err == line.replace("continues", "begins").replace("epoch 2", "epoch 4").replace("2ep", "4ep")
+    source.load_state_dict(resumed.state_dict())
+    assert list(source.until("4ep"))
+    assert list(source)
+    assert capsys.readouterr().err == ""
 
 
 def test_length_of_an_iterable_dataset_is_a_type_error_so_that_list_works():
@@ -363,11 +386,11 @@ def test_length_of_an_iterable_dataset_is_a_type_error_so_that_list_works():
 @pytest.mark.parametrize(
     ("reached", "again", "line"),
     [
-        ("3ep", "3ep", '3ep was reached at step 15; until("6ep") would go on'),
-        ("3ep", "2ep", '2ep was reached by step 15; until("4ep") would go on'),
-        ("3ep", "4ba", '4ba was reached by step 15; until("16ba") would go on'),
-        ("10ba", "10ba", '10ba was reached at step 10; until("20ba") would go on'),
-        ("22sp", "22sp", '22sp was reached by step 5; until("44sp") would go on'),
+        ("3ep", "3ep", '3ep was reached at batch 15; until("6ep") would go on'),
+        ("3ep", "2ep", '2ep was reached by batch 15; until("4ep") would go on'),
+        ("3ep", "4ba", '4ba was reached by batch 15; until("16ba") would go on'),
+        ("10ba", "10ba", '10ba was reached at batch 10; until("20ba") would go on'),
+        ("22sp", "22sp", '22sp was reached by batch 5; until("44sp") would go on'),
     ],
 )
 def test_complete_run_says_how_to_go_on(reached, again, line, capsys):

@@ -16,6 +16,7 @@ from dtrain.errors import ConfigError
 from dtrain.name_advice import FOREIGN_ARGUMENTS, FOREIGN_NAMES, FOREIGN_VALUES
 
 DATA = torch.arange(8.0)
+METRIC = dt.typing.Metric(torch.tensor(6.0), torch.tensor(2.0))
 LOSS = dt.mean_loss(lambda model, batch: model(batch).square().mean(), weight=len)
 
 
@@ -165,6 +166,31 @@ LINES: dict[str, tuple[Callable[[], object], str]] = {
     "Duration '2 Batches'": (lambda: dt.schedules.Duration.parse("2 Batches"), "got '2 Batches'. Write '2ba'."),
     "Duration '10 minutes'": (lambda: dt.schedules.Duration.parse("10 minutes"), "got '10 minutes'. Write '10m'."),
     "Duration '1.5 epochs'": (lambda: dt.schedules.Duration.parse("1.5 epochs"), "got '1.5 epochs'. Write '1ep'."),
+    "dt.checkpoint.LoadResult": (
+        lambda: dt.checkpoint.LoadResult,
+        "Use state.restored of state = dt.load_sharded('ckpt', state).",
+    ),
+    "dt.metrics": (lambda: dt.metrics, "Use dt.reduce_metrics(metrics)['loss']."),
+    "dt.log": (lambda: dt.log, "Use dt.open_run('runs') and dt.loggers."),
+    "dt.chain": (lambda: dt.chain, "List the transforms, the first one outermost: dt.compose_step(loss_fn, ["),
+    "dt.epochs": (lambda: dt.epochs, "Use `for batch in loader.until('3ep'):`."),
+    "dt.progress_line": (lambda: dt.progress_line, "Use dt.loggers.progress_bar(600)."),
+    "evaluate(state, loader, loss_fn)": (
+        lambda: dt.evaluate(init(), [DATA], LOSS),
+        "evaluate: model must be a torch.nn.Module, got TrainState. Pass state.model.",
+    ),
+    "reduce_metrics(metrics['loss'])": (
+        lambda: dt.reduce_metrics(METRIC),
+        "reduce_metrics: metrics must be the metrics of a step by name, got Metric. Pass all of them, and take",
+    ),
+    "metrics['loss'] + 1": (
+        lambda: METRIC + 1,
+        "metrics: + needs a number, got the sum and the weight of one rank. Write dt.reduce_metrics(",
+    ),
+    "1 + metrics['loss']": (
+        lambda: 1 + METRIC,
+        "metrics: + needs a number, got the sum and the weight of one rank. Write dt.reduce_metrics(",
+    ),
     "dt.init_distributed()": (lambda: dt.init_distributed, "Open the process groups with `with dt.init_dist() as dist:`."),
     "dt.prepare(model)": (lambda: dt.prepare, "Use model = dt.shard_model(model, dt.build_mesh()), then dt.compose_step("),
     "dt.Trainer(model)": (

@@ -1,4 +1,4 @@
-"""A mean in a LossSum is refused in the first step, and a sum never is."""
+"""A mean in a LossSum is refused in the first step where the batch proves it, and a sum never is."""
 
 import warnings
 
@@ -108,11 +108,12 @@ def test_mean_of_one_sample_warns_because_no_half_decides():
 
 def test_mean_in_a_term_names_the_term():
     def loss_fn(model, batch):
-        terms = {"size": (model(batch["x"]).square().mean(), 6)}
-        return dt.LossSum(total=cross_entropy(model, batch, reduction="sum"), weight=6, terms=terms)
+        count = len(batch["x"])
+        terms = {"size": (model(batch["x"]).square().mean(), count)}
+        return dt.LossSum(total=cross_entropy(model, batch, reduction="sum"), weight=count, terms=terms)
 
     model = nn.Linear(4, 3)
-    step = dt.compose_step(loss_fn, batch_spec=dt.batch_spec(weight=lambda b: {"loss": 6, "size": 6}))
+    step = dt.compose_step(loss_fn, batch_spec=dt.batch_spec(weight=lambda b: {"loss": len(b["x"]), "size": len(b["x"])}))
     with pytest.raises(ConfigError, match=r"LossSum\.terms\['size'\] must be a sum"):
         step(step.init(model, torch.optim.SGD(model.parameters(), lr=0.1)), BATCH)
 
@@ -136,29 +137,39 @@ def test_halves_leave_the_batch_and_the_generators_as_they_are():
     torch.testing.assert_close(batch["mask"], BATCH["mask"] + added)
 
 
-def refusals(strategy):
-    """Return the names of the losses that this rank refuses, and of those that it runs."""
+def answers(strategy):
+    """Return the answer of this rank to each loss: an error, a warning, or nothing."""
     torch.manual_seed(0)
     mesh = dt.build_mesh()
-    refused, ran = [], []
-    sums = SUMS if strategy == "full_shard" else SUMS | SUMS_BY_HALVES
-    for name, loss in (*MEANS.items(), *sums.items()):
+    found = {}
+    for name, loss in (MEANS | {f"sum: {name}": loss for name, loss in (SUMS | SUMS_BY_HALVES).items()}).items():
         model = dt.shard_model(nn.Linear(4, 3), mesh, strategy=strategy)
         step = dt.compose_step(lambda m, b, loss=loss: dt.LossSum(**dict(zip(("total", "weight"), loss(m, b), strict=True))))
         state = step.init(model, torch.optim.SGD(model.parameters(), lr=0.1), allow_equal_batches=True)
-        try:
-            step(state, BATCH)
-            ran.append([name, loss in sums.values()])
-        except ConfigError as error:
-            refused.append([name, "must be a sum, got a mean" in str(error)])
-    return refused, ran
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                step(state, BATCH)
+                warned = sum("must be a sum, got a mean" in str(warning.message) for warning in caught)
+                found[name] = f"{warned} warnings"
+            except ConfigError as error:
+                found[name] = "raised" if "must be a sum, got a mean" in str(error) else str(error)
+    return found
 
 
-@pytest.mark.parametrize("strategy", ["full_shard", "replicate"])
-def test_mean_total_raises_on_every_rank(ranks, strategy):
-    for refused, ran in ranks(2).run(refusals, strategy):
-        assert refused == [[name, True] for name in MEANS]
-        assert ran == [[name, True] for name in (SUMS if strategy == "full_shard" else SUMS | SUMS_BY_HALVES)]
+def test_mean_total_raises_on_every_rank_where_the_halves_prove_it(ranks):
+    for found in ranks(2).run(answers, "replicate"):
+        assert {name: found[name] for name in MEANS} == dict.fromkeys(MEANS, "raised")
+        assert all(answer == "0 warnings" for name, answer in found.items() if name not in MEANS), found
+
+
+def test_mean_total_of_a_sharded_model_warns_on_rank_0_and_no_loss_raises(ranks):
+    first, second = ranks(2).run(answers, "full_shard")
+    assert {name: first[name] for name in MEANS} == dict.fromkeys(MEANS, "1 warnings")
+    assert all(first[f"sum: {name}"] == "0 warnings" for name in SUMS)
+    # The graph of these sums looks like that of a mean.
+    assert all(first[f"sum: {name}"] == "1 warnings" for name in SUMS_BY_HALVES)
+    assert set(second.values()) == {"0 warnings"}
 
 
 def test_mean_loss_and_dtrain_losses_do_not_warn():

@@ -27,6 +27,7 @@ from dtrain.data.position import (
     StopCondition,
     convert_run_length,
     describe_end,
+    describe_epoch,
     is_reached,
     parse_length,
     read_position,
@@ -68,7 +69,8 @@ class Loader:
         self._skip_target: Position | None = None
         self._last_batch_info: BatchInfo | None = None
         self._issued: IssuedBatch | None = None
-        self._step_expected = False
+        self._step_expected = self._belongs_to_run = self._was_loaded = False
+        self._loop_start: Position | None = None
         # Stops of the newest loop, which a checkpoint must hold.
         self._stops: Sequence[StopCondition] = ()
 
@@ -123,26 +125,30 @@ class Loader:
     def __iter__(self) -> Iterator[Batch]:
         """Iterate over the rest of this epoch, and move the position, as ``until`` does to the end of the epoch.
 
-        If the epoch is complete, iterate over the next epoch. ``until`` counts the epochs of a run that resumes.
-        ``next(loader.one_epoch())`` reads a batch without moving the position.
+        If the epoch is complete, iterate over the next epoch. The first such loop after a load prints the epoch of the run:
+        ``until("3ep")`` counts the epochs of a run that resumes, and ``for epoch in range(3)`` does not. For evaluation use
+        ``one_epoch()``, which also reads a batch without moving the position: ``next(loader.one_epoch())``.
 
         Example:
             >>> import dtrain as dt
             >>> loader = dt.build_loader(list(range(5)), global_batch_size=2, seed=0, shuffle=False)
-            >>> next(iter(loader)).tolist(), len(loader)
-            ([0, 1], 2)
+            >>> next(iter(loader)).tolist()
+            [0, 1]
             >>> [batch.tolist() for batch in loader], len(loader)
-            ([[2, 3], [4]], 3)
+            ([[2, 3], [4]], 2)
         """
         return self._issue_batches(None)
 
     def __len__(self) -> int:
-        """Count the batches of ``for batch in loader``: the rest of this epoch. ``steps_per_epoch()`` counts a whole epoch.
+        """Count the batches of ``for batch in loader``: the rest of this epoch.
+
+        In and after such a loop, this is the number of batches of that loop, until the next loop, ``skip`` or load. Schedules
+        need ``steps_per_epoch()``, which counts a whole epoch, or ``run_length(...)``.
 
         Raises:
             ConfigTypeError: the dataset is iterable and has no length.
         """
-        return self._epoch_batches("len").remaining_steps(self._resume_point()[0])
+        return self._epoch_batches("len").remaining_steps(self._loop_start or self._resume_point()[0])
 
     def __bool__(self) -> bool:
         """Return True, also for a loader without a length."""
@@ -154,7 +160,8 @@ class Loader:
         If the run is complete, yield nothing, and print a line that says so.
 
         A batch is consumed when a step on the batch is complete, or when the loop requests the next batch. So a checkpoint
-        agrees with its state at every point of the loop body, also after Ctrl-C in the middle of a step. Without steps of
+        agrees with its state at every point of the loop body, also after Ctrl-C in the middle of a step. A loader that
+        ``step.init`` received issues a batch again that had no step, such as that of ``next(iter(loader))``. Without steps of
         dtrain, a batch is consumed when it is issued. If a batch has several steps, the first step counts.
 
         A new loop begins after the consumed batches: after Ctrl-C in a notebook, run the cell again, or ``skip(0)`` first to
@@ -190,6 +197,9 @@ class Loader:
         goal = length or Duration(self.position.epoch + 1, "ep")
         if get_dist_info().rank == 0 and (end := describe_end(goal, self.position, stops)) is not None:
             print(f"dtrain: {end}", file=sys.stderr)
+        if length is None and self._was_loaded and get_dist_info().rank == 0:
+            print(f"dtrain: {describe_epoch(self.position)}", file=sys.stderr)
+        self._was_loaded, self._loop_start = False, self.position if length is None else None
         if (recorder := current_context().recorder) is not None:
             goal = recorder.run_goal(self, goal)
         while not is_reached(goal, self.position) and not any(condition.stopped for condition in stops):
@@ -270,7 +280,7 @@ class Loader:
         at, batches = self.position, self._source.epoch_batches()
         self.position = replace(at, samples=at.samples + samples) if batches is None else batches.skip(at, samples)
         # The dataset's state is older than the new position.
-        self._dataset_state = None
+        self._dataset_state = self._loop_start = None
         self._skip_target = self.position
 
     def state_dict(self) -> dict[str, Plain]:
@@ -307,6 +317,13 @@ class Loader:
         epoch_batches = self._source.epoch_batches()
         self.position = at if epoch_batches is None else epoch_batches.normalize(at)
         self._dataset_state, self._last_batch_info, self._issued = state.get("dataset"), None, None
+        self._was_loaded, self._loop_start = True, None
+
+    def _join_run(self) -> None:
+        """Expect a step on each batch from now on, since a state holds the loader, and on a batch that had no step so far."""
+        self._belongs_to_run = True
+        if self._issued is not None and not self._issued.is_stepped:
+            self._issued.step_expected = True
 
     def _resume_point(self) -> tuple[Position, Plain]:
         """Return the position of the next loop, and the state of an iterable dataset at that position."""
@@ -360,7 +377,7 @@ class Loader:
             dataset_state=self._dataset_state,
             position_after=after,
             skipped=item.skipped,
-            step_expected=self._step_expected,
+            step_expected=self._belongs_to_run or self._step_expected,
         )
 
     def _failed_batch(self, error: DtrainError, at: Position) -> FailedBatch:

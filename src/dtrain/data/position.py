@@ -97,7 +97,13 @@ def describe_end(goal: Duration, at: Position, stops: Sequence[StopCondition]) -
         return None
     count, value = _count(goal.unit, at), int(goal.value)
     later = Duration((count // max(value, 1) + 1) * max(value, 1), goal.unit)
-    return f'until: {goal} was reached {"at" if count == value else "by"} step {at.batches}; until("{later}") would go on'
+    return f'until: {goal} was reached {"at" if count == value else "by"} batch {at.batches}; until("{later}") would go on'
+
+
+def describe_epoch(at: Position) -> str:
+    """Return a line for the user whose loop after a load does not count the epochs of the run."""
+    verb, number = "continues" if at.samples else "begins", at.epoch + 1
+    return f'loader: epoch {number} of this run {verb}; until("{number}ep") counts the epochs of the run'
 
 
 def parse_length(run_length: Duration | int | str) -> Duration:
@@ -298,7 +304,7 @@ class IssuedBatch:
         dataset_state: state of an iterable dataset at ``position_before``.
         position_after: position once the batch is consumed.
         skipped: samples of the batch that could not be read.
-        step_expected: if True, the previous batch had a step, so a step on this batch is expected.
+        step_expected: if True, a step on this batch is expected: a run holds the loader, or the previous batch had a step.
         unplaced_steps: steps on untracked batches so far. A later untracked step may use a slice of this batch.
     """
 

@@ -87,6 +87,10 @@ class TrackedLoader(Protocol):
         """Identity of this loader, as in ``BatchInfo.loader``."""
         ...
 
+    def _join_run(self) -> None:
+        """Expect a step on each batch from now on."""
+        ...
+
 
 class StepBatch(NamedTuple):
     """Batch of the step in progress. A tuple, because each step makes one.

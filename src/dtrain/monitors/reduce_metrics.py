@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, cast
 
@@ -42,9 +42,14 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
                 log(state.clock.step, dt.reduce_metrics(metrics))
 
     Raises:
-        ConfigError: no metrics.
+        ConfigError: no metrics, or one metric without its name.
         StepError: a metric has weight zero over all ranks, or names differ between ranks.
     """
+    if not isinstance(metrics, Mapping):
+        raise ConfigError(
+            f"reduce_metrics: metrics must be the metrics of a step by name, got {type(metrics).__name__}. "
+            "Pass all of them, and take one of the result: dt.reduce_metrics(metrics)['loss']."
+        )
     if not metrics:
         raise ConfigError("reduce_metrics: metrics must have at least 1 metric, got none. Pass the metrics of a step.")
     names, ranks = sorted(metrics), get_dist_info().world_size

@@ -85,7 +85,7 @@ class Step:
                 raises. 0 compares nothing, for a method that lets parameters differ on purpose.
 
         Mutates: this process's handling of SIGTERM, until the end of ``init_dist``'s block: from now on a SIGTERM makes
-        ``should_stop`` return True.
+        ``should_stop`` return True. Also ``loader``, which then issues a batch again that had no step.
 
         Example:
             step = dt.compose_step(loss_fn, [dt.transforms.ema(0.999)])

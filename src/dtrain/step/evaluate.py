@@ -65,11 +65,14 @@ def evaluate(
         print(dt.reduce_metrics(metrics)["loss"])
 
     Raises:
-        ConfigError: a batch whose samples cannot be counted (the other ranks raise a ``StepError``), or a loss that is not a
-            ``LossSum`` of single numbers.
+        ConfigError: no model; a batch whose samples cannot be counted (the other ranks raise a ``StepError``), or a loss that
+            is not a ``LossSum`` of single numbers.
         StepError: no rank has a batch, or one rank has no batch to repeat.
         Exception: any error of the loader (the other ranks raise a ``StepError``).
     """
+    if not isinstance(model, nn.Module):
+        advice = "Pass state.model." if hasattr(model, "model") else "Pass the model."
+        raise ConfigError(f"evaluate: model must be a torch.nn.Module, got {type(model).__name__}. {advice}")
     started, recorder = time.monotonic(), current_context().recorder
     with spans.span("evaluate"):
         device = get_device(model)

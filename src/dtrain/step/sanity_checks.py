@@ -1,4 +1,4 @@
-"""Refuse a loss that is a mean already; warn about data-parallel ranks that train on the same samples.
+"""Refuse a loss that is a mean already, or warn; warn about data-parallel ranks that train on the same samples.
 
 A mean is found in the autograd graph of the loss, and proven by the two halves of the batch. Equal batches are found by a hash
 of each rank's first batches.
@@ -46,8 +46,8 @@ def check_not_mean(loss: LossSum, caller: str, *, state: TrainState, batch: Batc
     the weight's tensor, unless they are multiplied again. The check does not read compiled code.
 
     For a model with plain parameters the two halves of ``batch`` decide: their sums add up, and their means do not. For a
-    sharded model a further forward would be a collective, so the sizes in the graph decide: the mean must be over a multiple of
-    the samples.
+    sharded model a further forward would be a collective, so the check only warns: the graph proves nothing, because sums
+    over the samples take many forms.
 
     Args:
         loss: loss of ``batch``, with its graph.
@@ -61,7 +61,7 @@ def check_not_mean(loss: LossSum, caller: str, *, state: TrainState, batch: Batc
     Raises:
         ConfigError: a total is a mean.
 
-    Warns: UserWarning, on rank 0: a total is probably a mean, but the batch does not show that.
+    Warns: UserWarning, on rank 0: a total is probably a mean, but no halves of the batch show that.
     """
     for name, (total, weight) in (("total", (loss.total, loss.weight)), *loss.terms.items()):
         # A weight of another tensor class has no value, as in a simulated step of dt.planning.
@@ -71,9 +71,6 @@ def check_not_mean(loss: LossSum, caller: str, *, state: TrainState, batch: Batc
         proven = None
         if loss_fn is not None and (state.spec.mesh is None or state.spec.plain_params):
             proven = _halves_show_mean(loss_fn, state.model, batch, "loss" if name == "total" else name)
-        if proven is None:
-            samples = _count_samples(batch)
-            proven = None if samples < 2 or not _is_mean(total.grad_fn, weight, samples) else True
         message = (
             f"{caller}: LossSum.{name if name == 'total' else f'terms[{name!r}]'} must be a sum, got a mean with the weight "
             f"{float(weight):g}. The step divides by the weight, so the gradient would be {float(weight):g} times too small. "
@@ -82,7 +79,7 @@ def check_not_mean(loss: LossSum, caller: str, *, state: TrainState, batch: Batc
         if proven:
             raise ConfigError(message)
         if proven is None and get_dist_info().rank == 0:
-            warnings.warn(message, stacklevel=2)
+            warnings.warn(f"{message} The check reads the graph. Ignore this warning if the loss is a sum.", stacklevel=2)
 
 
 def _halves_show_mean(loss_fn: LossFn, model: nn.Module, batch: Batch, name: str) -> bool | None:
@@ -129,16 +126,16 @@ def is_close(one: float, other: float, rtol: float = 1e-3) -> bool:
     return abs(one - other) <= rtol * max(abs(one), abs(other))
 
 
-def _is_mean(node: Any, weight: Tensor | float, samples: int = 1) -> bool:
-    """Return True if the result of ``node`` is a mean, in all of its terms, of a multiple of ``samples`` elements."""
+def _is_mean(node: Any, weight: Tensor | float) -> bool:
+    """Return True if the result of ``node`` is a mean, in all of its terms."""
     if node is None:
         return False
     kind = node.name().removeprefix("torch::autograd::").partition("Backward")[0]
     inputs = [inner for inner, _ in node.next_functions]
     if kind in _IDENTITY_OPS:
-        return _is_mean(inputs[0], weight, samples)
+        return _is_mean(inputs[0], weight)
     if kind in ("Add", "Sub"):
-        return all(_is_mean(inner, weight, samples) for inner in inputs)
+        return all(_is_mean(inner, weight) for inner in inputs)
     if kind == "Div":
         divisor = _saved_attribute(node, "other")
         # The value is not read: a saved tensor may be a fake tensor of a Python number, which dispatch modes refuse.
@@ -147,11 +144,8 @@ def _is_mean(node: Any, weight: Tensor | float, samples: int = 1) -> bool:
     if kind == "Mean":
         count = int(_saved_attribute(node, "self_sym_numel") or 0)
         # The mean of sums over the batch is a sum; the mean of one number is the number.
-        return count > 1 and count % samples == 0 and not _is_kind(inputs[0], "Sum")
-    if _saved_attribute(node, "reduction") != _REDUCTION_MEAN:
-        return False
-    elements = _saved_attribute(node, "target") if kind.startswith("Nll") else _saved_attribute(node, "self")
-    return samples == 1 or (isinstance(elements, Tensor) and elements.numel() > 1 and elements.numel() % samples == 0)
+        return count > 1 and not _is_kind(inputs[0], "Sum")
+    return bool(_saved_attribute(node, "reduction") == _REDUCTION_MEAN)
 
 
 def _is_kind(node: Any, kind: str) -> bool:
