@@ -158,4 +158,4 @@ def test_command_refuses_ranks_that_are_no_numbers():
         capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert done.stderr == "dtrain: prove: --world_sizes must be numbers of at least 2, got 'two'. Pass 2,3, for example.\n"
+    assert done.stderr == "dtrain: prove: --ranks must be numbers of at least 2, got 'two'. Pass 2,3, for example.\n"

@@ -275,7 +275,7 @@ def test_step_passes_the_batch_spec_to_its_grad(grad):
         ({"batch_spec": {"x": "batch seq"}}, r"batch_spec must be a BatchSpec, got {'x': .* Write dt.batch_spec\(...\)"),
         (
             {"microbatch_size": 2, "transforms": [dt.auto_microbatch()]},
-            r"microbatch_size must be None beside auto_microbatch, got 2. .* auto_microbatch\(initial=2\)",
+            r"microbatch_size must be None beside auto_microbatch, got 2. .* auto_microbatch\(initial_size=2\)",
         ),
     ],
     ids=["own spec", "bare size", "twice", "zero", "dict", "auto"],

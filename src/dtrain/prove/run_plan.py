@@ -45,7 +45,7 @@ class ProveOptions:
     def __post_init__(self) -> None:
         check_int("prove", "steps", self.steps, minimum=2)
         for count in self.ranks:
-            check_int("prove", "ranks", count, minimum=2)
+            check_int("prove", "world_sizes", count, minimum=2)
         if not self.script.is_file():
             raise ConfigError(f"prove: script must be a Python file, got {str(self.script)!r}. Check the path.")
 
