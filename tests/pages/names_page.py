@@ -41,7 +41,7 @@ GUIDES = {
 HEAD = """# Every public name
 
 `import dtrain as dt`: `dt` itself holds the words of a training loop. All other names are one step further, in the folder of
-the same name in `src/dtrain`. The reference has the signature and the contract of each name.
+the same name in [`src/dtrain`](../src/dtrain/__init__.py), whose docstrings have the signature and the contract of each name.
 """
 
 

@@ -24,7 +24,9 @@ _ROUNDING = 1e-9
 
 
 @explain_arguments
-def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, goal: StopGoal | None = None) -> EarlyStop:
+def early_stop(
+    metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, goal: StopGoal | None = None
+) -> EarlyStop:
     """Stop a run if a metric has not improved for a given time.
 
     Call the stop after each measurement and before the save of the same step, so that the checkpoint holds the value.
@@ -131,7 +133,9 @@ class EarlyStop(_StopDecision):
 
     __slots__ = ("_best_at", "_better", "_min_delta", "_patience", "best")
 
-    def __init__(self, metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, goal: StopGoal | None = None) -> None:
+    def __init__(
+        self, metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, goal: StopGoal | None = None
+    ) -> None:
         chosen = _choose_goal("early_stop", metric, goal)
         self._patience = Duration.parse(patience)
         self._min_delta = check_number("early_stop", "min_delta", min_delta, minimum=0)
