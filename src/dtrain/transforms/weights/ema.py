@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 from weakref import WeakKeyDictionary
 
 from dtrain.errors import ConfigError
@@ -163,7 +164,7 @@ def _decay_fn(
 
 def _clock_with_epochs(state: TrainState, known: WeakKeyDictionary[object, RunLength | None]) -> Clock:
     """Return the clock with the steps per epoch of the loader if the run has no length. Mutates: ``known``, by loader."""
-    loader = state._tracked_loader
+    loader: Any = state._tracked_loader
     if state.clock.run_length is not None or loader is None:
         return state.clock
     if loader not in known:
