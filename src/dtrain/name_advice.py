@@ -69,6 +69,7 @@ _SIZE = "Use microbatch_size, the samples of one forward, or dt.auto_microbatch(
 _LAUNCHER = "Leave it out, because the launcher sets it: dtrain launch -n 2 train.py."
 _RUN = "Give it to the state: step.init(model, optimizer, loader=loader)."
 _WHOLE = "Leave it out, because the state holds model, optimizer and step."
+_GOAL = "Use goal='max' if larger is better, or goal='min'."
 
 FOREIGN_ARGUMENTS: dict[str, dict[str, str]] = {
     "build_loader": {
@@ -161,6 +162,8 @@ FOREIGN_ARGUMENTS: dict[str, dict[str, str]] = {
         _STRATEGY: "strategy",
         "Call dt.seed_all(seed).": "seed",
     },
+    "early_stop": {_GOAL: "mode maximize minimize greater_is_better higher_is_better"},
+    "threshold_stop": {_GOAL: "mode maximize minimize greater_is_better higher_is_better"},
 }
 """Sentence that says what to write, and the arguments of other libraries that it replaces, by function."""
 

@@ -7,6 +7,7 @@ import pytest
 import safetensors
 import torch
 
+import dtrain as dt
 from checkpoint.states import digest, names, plain_state, train
 from dtrain import storage
 from dtrain.checkpoint.checkpoint_info import list_steps
@@ -123,6 +124,21 @@ def adapter():
         param.requires_grad_(name.startswith("last"))
     optimizer = torch.optim.SGD([param for param in state.params.values() if param.requires_grad], lr=0.1)
     return replace(state, optimizer=optimizer)
+
+
+def test_errors_about_adapter_name_the_scope_that_loads_it(tmp_path, adapter):
+    trained = train(adapter, 1)
+    save_sharded(tmp_path, trained, scope="trainable")
+    with pytest.raises(
+        CheckpointMismatchError, match=r"saved with scope='trainable'\..*dt.load_sharded\(path, state, scope='weights'\)"
+    ):
+        dt.load_weights_(plain_state().model, tmp_path)
+    with pytest.raises(
+        ConfigError, match=r"scope must be 'all' or 'weights', got 'trainable'\. Load an adapter, .*with scope='weights'"
+    ):
+        load_sharded(tmp_path, plain_like(adapter), scope="trainable")
+    loaded = load_sharded(tmp_path, plain_like(adapter), scope="weights")
+    assert loaded.params["last.bias"].equal(trained.params["last.bias"])
 
 
 def links(root):

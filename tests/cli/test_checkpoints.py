@@ -476,4 +476,5 @@ def test_diff_compares_selected_state(checkpoints, root):
     code, out, err = checkpoints("diff", "two", "other", "--weights")
     assert (code, out) == (2, "")
     assert "holds the states 'maker', 'judge'. Name one with state (--state)" in err
+    assert "convert:" not in err
     assert "states/judge/params/last.bias" in checkpoints("diff", "two", "other")[1]

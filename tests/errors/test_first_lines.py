@@ -289,7 +289,8 @@ def test_advice_names_only_what_exists() -> None:
         value: object = dt
         for name in path[1:].split("."):
             value = getattr(value, name)
-    parameters = {name: public.value(f"dtrain.{name}") for name in FOREIGN_ARGUMENTS if name not in ("init", "Checkpointer")}
+    full_names = {full.rpartition(".")[2]: full for full in sorted(public.all_names(), reverse=True)}
+    parameters = {name: public.value(full_names[name]) for name in FOREIGN_ARGUMENTS if name not in ("init", "Checkpointer")}
     parameters["init"] = dt.step.Step.init
     parameters["Checkpointer"] = dt.Checkpointer.__init__
     for function, table in FOREIGN_ARGUMENTS.items():

@@ -234,6 +234,21 @@ def test_missing_metric_is_named(numbers, message):
         early_stop("loss", patience=1)(begun()[1], numbers)
 
 
+def test_goal_is_needed_where_name_does_not_tell():
+    for name in ("eval/loss", "Perplexity", "error_rate"):
+        assert judged(early_stop(name, patience=1), [2.0, 1.0]) == [False, False]
+        assert threshold_stop(name, 1.0).decide(0.5)
+    for name in ("accuracy", "reward", "mine"):
+        for make in (lambda name: early_stop(name, patience=1), lambda name: threshold_stop(name, 0.9)):
+            with pytest.raises(ConfigError, match=rf"stop: goal must be given for metric '{name}', got None\. Pass goal='max'"):
+                make(name)
+    for word in ("mode", "maximize"):
+        with pytest.raises(TypeError, match=rf"early_stop: has no argument {word}\. Use goal='max'"):
+            early_stop("accuracy", patience=1, **{word: "max"})
+        with pytest.raises(TypeError, match=rf"threshold_stop: has no argument {word}\. Use goal='max'"):
+            threshold_stop("accuracy", 0.9, **{word: "max"})
+
+
 def test_repr_shows_settings():
     assert repr(early_stop("loss", patience="2ep")) == "EarlyStop('loss', patience='2ep', best=None)"
     assert repr(threshold_stop("accuracy", 0.5, goal="max")) == "ThresholdStop('accuracy', 0.5, goal='max')"

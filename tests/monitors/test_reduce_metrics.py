@@ -5,7 +5,7 @@ from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError, StepError
 from dtrain.monitors.reduce_metrics import reduce_metrics, tokens_per_second
 from dtrain.schedules.clock import Clock
-from dtrain.step.metrics import add_metrics
+from dtrain.step.metrics import add_metrics, make_metric
 from dtrain.typing import Metric
 
 
@@ -66,6 +66,17 @@ def test_epoch_mean_is_computed_from_sums_of_steps(ranks):
     for of_sums, of_means in ranks(3).run(epoch_of_sums, counts):
         assert of_sums == pytest.approx(exact, rel=1e-12)
         assert of_means != pytest.approx(exact, rel=1e-2), "a mean of the steps' means counts a short step too much"
+
+
+def test_numbers_take_the_place_of_tensors():
+    assert reduce_metrics({"reward": (torch.tensor(6.0), 4), "length": (3, 2.0)}) == {"reward": 1.5, "length": 1.5}
+    made = make_metric(torch.tensor(6.0), 4)
+    assert (made.weight.dtype, reduce_metrics({"reward": made, "one": make_metric(2, 1)})) == (
+        torch.float64,
+        {"reward": 1.5, "one": 2.0},
+    )
+    with pytest.raises(ConfigError, match=r"metric 'reward' must be a pair of scalars \(total, weight\), got \('a', 1\)"):
+        reduce_metrics({"reward": ("a", 1)})
 
 
 def test_empty_metrics_are_refused():

@@ -70,6 +70,7 @@ def _own(scope: ast.AST) -> Iterator[str]:
     arguments = getattr(scope, "args", None)
     if isinstance(arguments, ast.arguments):
         yield from (each.arg for each in ast.walk(arguments) if isinstance(each, ast.arg))
+    yield from (each.name for each in ast.walk(scope) if isinstance(each, _DEFINITIONS) and each is not scope)
     yield from _binds(scope)
 
 

@@ -41,7 +41,7 @@ GUIDES = {
 HEAD = """# Every public name
 
 `import dtrain as dt`: `dt` itself holds the words of a training loop. All other names are one step further, in the folder of
-the same name in `src/dtrain`. The reference has the signature and the contract of each name.
+the same name in [`src/dtrain`](../src/dtrain/__init__.py), whose docstrings have the signature and the contract of each name.
 """
 
 
@@ -87,7 +87,8 @@ def _summary(module: str, name: str) -> str:
     """Return the first sentence of a definition's docstring, or of the string below an alias."""
     body = _tree(module).body
     for node, following in zip(body, [*body[1:], None], strict=True):
-        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name:
+        # The first definitions of an overloaded function have no docstring.
+        if isinstance(node, ast.ClassDef | ast.FunctionDef) and node.name == name and ast.get_docstring(node):
             return _first_sentence(ast.get_docstring(node) or "")
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         if any(isinstance(target, ast.Name) and target.id == name for target in targets):

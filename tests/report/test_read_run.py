@@ -442,7 +442,7 @@ def test_read_report_rejects_folders_without_a_run(whole, tmp_path):
     (tmp_path / "empty").mkdir()
     table = {
         tmp_path / "file": r"which is a file\. Pass the folder",
-        tmp_path / "empty": r"which has no ledger, no metrics.jsonl and no attempts\. Pass the folder given to dt.open_run",
+        tmp_path / "empty": r"which has no ledger, no metrics.jsonl and no attempts\. Call dt.open_run in the loop",
         whole.parent: "Runs below: gpt",
         tmp_path / ("x" * 5000): "cannot be read",
         "a\0b": "cannot be read|is not there",

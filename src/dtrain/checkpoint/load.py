@@ -196,6 +196,11 @@ def _check_arguments(states: Any, extra: Mapping[str, Any], scope: str, on_corru
         state._check_not_stale(_CALLER)
         state._check_replicas_joined(_CALLER)
     check_choice(_CALLER, "on_corrupt", on_corrupt, get_args(OnCorrupt))
+    if scope == "trainable":
+        raise ConfigError(
+            f"{_CALLER}: scope must be 'all' or 'weights', got 'trainable'. Load an adapter, a step that was saved with "
+            "scope='trainable', with scope='weights'."
+        )
     check_choice(_CALLER, "scope", scope, ("all", "weights"))
     if scope == "weights" and extra:
         raise ConfigError(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dtrain import storage
 from dtrain.arguments import explain_arguments
 from dtrain.checkpoint import layout, mismatch_report, strict_json, tensor_files, tree_json
-from dtrain.checkpoint.checkpoint_info import StepRemovedError, choose_step, has_manifest, notice_removal
+from dtrain.checkpoint.checkpoint_info import StepRemovedError, choose_step, has_manifest, notice_removal, read_manifest
 from dtrain.checkpoint.data_file import as_bytes
 from dtrain.checkpoint.mismatch_report import MismatchRow
 from dtrain.checkpoint.module_state import finish_load
@@ -38,6 +38,10 @@ from dtrain.storage import AnyPath
 Rename = Callable[[str], str | None] | Mapping[str, str | None]
 
 _ADVICE = "Pass rename= to map stored names to names in the model or to None, or ignore= for names that need not be stored."
+_ADAPTER_ADVICE = (
+    "The step is an adapter, saved with scope='trainable'. Load it into the state: "
+    "dt.load_sharded(path, state, scope='weights')."
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -60,7 +64,13 @@ class NameMatch:
 
 
 def match_by_name(
-    refs: Mapping[str, TensorRef], model: nn.Module, rename: Rename | None, ignore: Sequence[str], *, caller: str
+    refs: Mapping[str, TensorRef],
+    model: nn.Module,
+    rename: Rename | None,
+    ignore: Sequence[str],
+    *,
+    caller: str,
+    advice: str,
 ) -> NameMatch:
     """Match stored tensors and tensors of the model by name.
 
@@ -70,6 +80,7 @@ def match_by_name(
         rename: function or mapping from a stored name to the name in the model, or to None.
         ignore: patterns of names in the model that need not be stored.
         caller: prefix of messages.
+        advice: last sentence of a mismatch.
 
     Raises:
         ConfigError: tensors on the meta device, a pattern or a name in ``rename`` without match, or an invalid value.
@@ -100,7 +111,7 @@ def match_by_name(
     kept = [first for first in absent if any(map(allowed, every_name[first]))]
     rows.extend(mismatch_report.missing_row(first, _describe_tensor(here[first])) for first in absent if first not in kept)
     if rows:
-        raise mismatch_report.mismatch_error(caller, rows, source="file", advice=_ADVICE)
+        raise mismatch_report.mismatch_error(caller, rows, source="file", advice=advice)
     if not stored_as:
         raise CheckpointMismatchError(
             f"{caller}: at least one of the {len(refs)} tensors must match the model, but rename= leaves out all of them. "
@@ -265,7 +276,8 @@ def load_weights_(
         # A gathered copy of parameters would hide the shards, which are the targets of the load.
         reshard(model)
         files = _open_source(source, model)
-        match = match_by_name(files.refs, model, rename, ignore, caller=f"{_CALLER}: {source}")
+        advice = _ADAPTER_ADVICE if has_manifest(source) and read_manifest(source).scope == "trainable" else _ADVICE
+        match = match_by_name(files.refs, model, rename, ignore, caller=f"{_CALLER}: {source}", advice=advice)
         check_targets({match.names[key]: tensor for key, tensor in match.targets.items()}, f"{_CALLER}: {source}")
         _check_duplicates(files, source, match)
         tensors = _read_regions(files, {name: _local_region(tensor) for name, tensor in match.targets.items()})

@@ -205,7 +205,11 @@ def diff(
 
     paths = [_find_source(path) for path in (a, b)]
     with prefix_errors("checkpoints: diff", CheckpointError):
-        (left, values), (right, other_values) = _open_both(paths, weights=weights or state is not None, state=state)
+        try:
+            (left, values), (right, other_values) = _open_both(paths, weights=weights or state is not None, state=state)
+        # The reader of weights names the command that it was written for.
+        except (CheckpointError, ConfigError) as error:
+            raise type(error)(str(error).removeprefix("convert: ")) from None
         with ByteProgressBar("comparing", common_bytes(left, right)) as bar:
             differences = [*diff_tensors(left, right, on_bytes_compared=bar.advance), *diff_values(values, other_values)]
     if as_json:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Literal, TypeAlias
 
 from dtrain import spans
-from dtrain.arguments import check_choice, check_number
+from dtrain.arguments import check_choice, check_number, explain_arguments
 from dtrain.dist.collectives import all_gather_numbers
 from dtrain.errors import ConfigError, PeerError
 from dtrain.schedules.clock import Clock
@@ -16,12 +16,17 @@ from dtrain.state import TrainState
 from dtrain.typing import Plain
 
 StopGoal: TypeAlias = Literal["min", "max"]
+_GOALS: tuple[StopGoal, ...] = ("min", "max")
+_SMALLER_IS_BETTER = ("loss", "perplexity", "error")
 
 # rounding error of the difference of two fractions of a run
 _ROUNDING = 1e-9
 
 
-def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, goal: StopGoal = "min") -> EarlyStop:
+@explain_arguments
+def early_stop(
+    metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, goal: StopGoal | None = None
+) -> EarlyStop:
     """Stop a run if a metric has not improved for a given time.
 
     Call the stop after each measurement and before the save of the same step, so that the checkpoint holds the value.
@@ -49,7 +54,8 @@ def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float 
             integer counts steps. The time starts at the best value, or at the first value. With one evaluation per epoch,
             ``"2ep"`` stops at the second evaluation without improvement.
         min_delta: smallest change that counts as an improvement, >= 0.
-        goal: "min" if smaller is better, "max" if larger is better. NaN is never better.
+        goal: "min" if smaller is better, "max" if larger is better. None means "min" for a name with ``loss``, ``perplexity``
+            or ``error``; other names need a goal. NaN is never better.
 
     Source: Prechelt 1998, Early stopping, but when?, section 2 (its class UP, with a length of training for a count).
 
@@ -64,7 +70,7 @@ def early_stop(metric: str, *, patience: Duration | int | str, min_delta: float 
         True 2.0
 
     Raises:
-        ConfigError: no name, an invalid ``patience``, ``min_delta`` or ``goal``.
+        ConfigError: no name, an invalid ``patience``, ``min_delta`` or ``goal``, or no ``goal`` for a name that needs one.
     """
     return EarlyStop(metric, patience=patience, min_delta=min_delta, goal=goal)
 
@@ -128,12 +134,14 @@ class EarlyStop(_StopDecision):
 
     __slots__ = ("_best_at", "_better", "_min_delta", "_patience", "best")
 
-    def __init__(self, metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, goal: StopGoal = "min") -> None:
-        _check_metric_and_goal("early_stop", metric, goal)
+    def __init__(
+        self, metric: str, *, patience: Duration | int | str, min_delta: float = 0.0, goal: StopGoal | None = None
+    ) -> None:
+        chosen = _choose_goal("early_stop", metric, goal)
         self._patience = Duration.parse(patience)
         self._min_delta = check_number("early_stop", "min_delta", min_delta, minimum=0)
-        super().__init__("early_stop", metric, [metric, str(self._patience), self._min_delta, goal])
-        self._better = -1.0 if goal == "min" else 1.0
+        super().__init__("early_stop", metric, [metric, str(self._patience), self._min_delta, chosen])
+        self._better = -1.0 if chosen == "min" else 1.0
         self.best: float | None = None
         # count of the clock, in the unit of the patience, at the best value or at the first call
         self._best_at: float | None = None
@@ -201,7 +209,8 @@ class EarlyStop(_StopDecision):
         return f"EarlyStop({self._metric!r}, patience={str(self._patience)!r}, best={self.best})"
 
 
-def threshold_stop(metric: str, threshold: float, *, goal: StopGoal = "min", stop_on_nan: bool = False) -> ThresholdStop:
+@explain_arguments
+def threshold_stop(metric: str, threshold: float, *, goal: StopGoal | None = None, stop_on_nan: bool = False) -> ThresholdStop:
     """Stop a run when a metric reaches ``threshold``: ``stop(state, numbers) -> bool``.
 
     Use it like ``early_stop``: judge before the save, and pass the stop to ``Step.init(stateful={"stop": stop})`` and
@@ -212,7 +221,7 @@ def threshold_stop(metric: str, threshold: float, *, goal: StopGoal = "min", sto
     Args:
         metric: name of the metric.
         threshold: value that ends the run.
-        goal: "min" if smaller is better, "max" if larger is better.
+        goal: "min" if smaller is better, "max" if larger is better. None is as in ``early_stop``.
         stop_on_nan: if True, NaN stops the run, too.
 
     Source: the target quality of a time-to-accuracy benchmark, Coleman et al. 2017, DAWNBench.
@@ -224,7 +233,7 @@ def threshold_stop(metric: str, threshold: float, *, goal: StopGoal = "min", sto
         (False, True, False)
 
     Raises:
-        ConfigError: no name, ``threshold`` is not a number, or ``goal`` is unknown.
+        ConfigError: no name, ``threshold`` is not a number, or ``goal`` is unknown, or missing for a name that needs one.
     """
     return ThresholdStop(metric, threshold, goal=goal, stop_on_nan=stop_on_nan)
 
@@ -234,11 +243,11 @@ class ThresholdStop(_StopDecision):
 
     __slots__ = ("_better", "_on_nan", "_threshold")
 
-    def __init__(self, metric: str, threshold: float, *, goal: StopGoal = "min", stop_on_nan: bool = False) -> None:
-        _check_metric_and_goal("threshold_stop", metric, goal)
+    def __init__(self, metric: str, threshold: float, *, goal: StopGoal | None = None, stop_on_nan: bool = False) -> None:
+        chosen = _choose_goal("threshold_stop", metric, goal)
         self._threshold, self._on_nan = check_number("threshold_stop", "threshold", threshold), stop_on_nan
-        super().__init__("threshold_stop", metric, [metric, self._threshold, goal, stop_on_nan])
-        self._better = -1.0 if goal == "min" else 1.0
+        super().__init__("threshold_stop", metric, [metric, self._threshold, chosen, stop_on_nan])
+        self._better = -1.0 if chosen == "min" else 1.0
 
     def __call__(self, state: TrainState, numbers: Mapping[str, float]) -> bool:
         """Judge the current value of the metric. Return True if the run must stop, on every rank, by the value of rank 0.
@@ -266,10 +275,17 @@ class ThresholdStop(_StopDecision):
         return f"ThresholdStop({self._metric!r}, {self._threshold:g}, goal={'min' if self._better < 0 else 'max'!r})"
 
 
-def _check_metric_and_goal(caller: str, metric: str, goal: str) -> None:
+def _choose_goal(caller: str, metric: str, goal: StopGoal | None) -> StopGoal:
+    """Return ``goal``; without one "min" for a metric that is known by its name to be better if smaller."""
     if not isinstance(metric, str) or not metric:
         raise ConfigError(f"{caller}: metric must be a name, got {metric!r}. Pass {caller}('eval/loss', ...), for example.")
-    check_choice(caller, "goal", goal, ("min", "max"))
+    if goal is not None:
+        return check_choice(caller, "goal", goal, _GOALS)
+    if any(word in metric.lower() for word in _SMALLER_IS_BETTER):
+        return "min"
+    raise ConfigError(
+        f"{caller}: goal must be given for metric {metric!r}, got None. Pass goal='max' if larger is better, or goal='min'."
+    )
 
 
 def _value_of_rank_0(caller: str, metric: str, numbers: Mapping[str, float]) -> float:

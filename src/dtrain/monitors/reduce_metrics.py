@@ -28,7 +28,8 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
     """Compute the global weighted mean of every metric: sum of totals over sum of weights, over all ranks.
 
     Args:
-        metrics: local sums, with the same names on every rank; sums of several steps may be added first.
+        metrics: local sums and weights, with the same names on every rank; sums of several steps may be added first. A pair
+            ``(total, weight)`` may hold numbers in place of scalar tensors.
 
     Collective: one all-reduce of float64, two numbers a name and a check of the names, in whole rows of 64.
     Host sync: one, to read the numbers.
@@ -42,7 +43,7 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
                 log(state.clock.step, dt.reduce_metrics(metrics))
 
     Raises:
-        ConfigError: no metrics, or one metric without its name.
+        ConfigError: no metrics, one metric without its name, or a metric that is not a pair of scalars.
         StepError: a metric has weight zero over all ranks, or names differ between ranks.
     """
     if not isinstance(metrics, Mapping):
@@ -54,6 +55,8 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
         raise ConfigError("reduce_metrics: metrics must have at least 1 metric, got none. Pass the metrics of a step.")
     names, ranks = sorted(metrics), get_dist_info().world_size
     scalars = [scalar for name in names for scalar in metrics[name]]
+    if not all(isinstance(scalar, Tensor) for scalar in scalars):
+        scalars = _as_tensors(metrics, names)
     heartbeats.heartbeat("reduce_metrics")
     # On a GPU the read waits for earlier work. That time belongs to the step or to the enclosing span.
     on_cpu = scalars[0].is_cpu
@@ -77,6 +80,23 @@ def reduce_metrics(metrics: Metrics) -> dict[str, float]:
     if (recorder := current_context().recorder) is not None:
         recorder.metrics("reduce_metrics", None, means)
     return means
+
+
+def _as_tensors(metrics: Metrics, names: Sequence[str]) -> list[Tensor]:
+    """Return totals and weights as scalar tensors on one device: that of the first tensor, else that of this rank.
+
+    Raises:
+        ConfigError: a value is neither a number nor a tensor.
+    """
+    for name in names:
+        if len(metrics[name]) != 2 or not all(isinstance(value, Tensor | int | float) for value in metrics[name]):
+            raise ConfigError(
+                f"reduce_metrics: metric {name!r} must be a pair of scalars (total, weight), got {metrics[name]!r}. "
+                "Use dt.step.make_metric(total, weight)."
+            )
+    values = [value for name in names for value in metrics[name]]
+    device = next((value.device for value in values if isinstance(value, Tensor)), get_dist_info().device)
+    return [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
 
 
 def _all_reduce(scalars: Sequence[Tensor], names: Sequence[str], ranks: int) -> list[float]:

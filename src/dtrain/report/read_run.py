@@ -154,7 +154,7 @@ def _check_is_run(path: Path, name: str) -> None:
         runs = sorted(each.name for each in path.iterdir() if each.is_dir() and _is_run(each))
     except OSError:
         runs = []
-    hint = f"Runs below: {', '.join(runs[:_MAX_HINTS])}." if runs else "Pass the folder given to dt.open_run."
+    hint = f"Runs below: {', '.join(runs[:_MAX_HINTS])}." if runs else "Call dt.open_run in the loop, and pass its folder."
     raise ConfigError(f"{prefix} has no ledger, no metrics.jsonl and no attempts. {hint}")
 
 

@@ -188,8 +188,8 @@ class StepUnits:
         if other is not None:
             raise StepError(
                 f"step: ranks must run the same units in the first step, got {self._describe(events[first])} on rank {first} "
-                f"and {self._describe(events[other])} on rank {other}. Run the same units in the same order on all ranks in "
-                "the first step. Later steps may skip units."
+                f"and {self._describe(events[other])} on rank {other}. Call a unit that a rank does not need on zero rows, "
+                "too, or leave it out of blocks. Later steps may skip units."
             )
 
     def _describe(self, event: UnitEvent | None) -> str:

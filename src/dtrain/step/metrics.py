@@ -9,23 +9,28 @@ import torch
 from torch import Tensor
 
 from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.init import get_dist_info
 from dtrain.typing import Metric, Metrics
 
 
-def make_metric(total: Tensor | float, weight: Tensor | float, device: torch.device) -> Metric:
+def make_metric(total: Tensor | float, weight: Tensor | float, device: torch.device | None = None) -> Metric:
     """Make a ``Metric`` in float64 on ``device``, without a host sync. Sums of many tokens stay exact.
 
     Args:
         total: weighted sum on this rank, scalar ``[]`` or a number.
         weight: weight of the sum, scalar ``[]`` or a number.
-        device: device of the metric, such as ``state.device``.
+        device: device of the metric, such as ``state.device``. None takes the device of ``total`` or ``weight``, and for
+            two numbers the device of this rank.
 
     Example:
         >>> import dtrain as dt
-        >>> metric = dt.step.make_metric(3.0, 2.0, torch.device("cpu"))
+        >>> metric = dt.step.make_metric(torch.tensor(3.0), 2)
         >>> metric.total.item(), metric.weight.item()
         (3.0, 2.0)
     """
+    if device is None:
+        tensor = next((x for x in (total, weight) if isinstance(x, Tensor)), None)
+        device = tensor.device if tensor is not None else get_dist_info().device
 
     def scalar(x: Tensor | float) -> Tensor:
         # torch.full fills on the device. torch.tensor would copy from the host.

@@ -55,6 +55,25 @@ def test_half_life_equals_the_equivalent_decay_per_step(half_life, interval, dec
     assert average(found, "ema") == pytest.approx(average(known, "ema"), rel=1e-7)
 
 
+def test_half_life_in_epochs_uses_the_loader_of_the_run():
+    def state_of(dataset, half_life="2ep"):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.constant_(model.weight, 4.0)
+        loader = dt.build_loader(dataset, global_batch_size=2, seed=0)
+        step = dt.compose_step(LOSS, [ema(half_life=half_life)])
+        return step, step.init(model, torch.optim.SGD(model.parameters(), lr=0.5), loader=loader), loader
+
+    step, state, loader = state_of(torch.ones(6, 1))
+    decay = 2 ** (-1 / 6)
+    for batch in loader.until("1ba"):
+        state, _ = step(state, batch)
+    assert average(state, "ema") == pytest.approx(4 * decay + state.params["weight"].item() * (1 - decay), rel=1e-6)
+    advice = r"step.init\(..., run_length=loader.run_length\('3ep'\)\)"
+    for half_life in ("2tok", "0.5dur"):
+        with pytest.raises(ConfigError, match=rf"ema: half_life must be convertible to steps, got '{half_life}'.* {advice}"):
+            state_of(torch.ones(6, 1), half_life)
+
+
 def test_average_starts_from_the_parameters_at_start():
     step, state = begin(ema(0.75, start=2))
     state = take(step, state)
@@ -117,7 +136,7 @@ def test_ema_refuses_invalid_arguments(make, message):
     ids=["interval", "start", "half life"],
 )
 def test_init_refuses_durations_that_need_an_unknown_run_length(options):
-    with pytest.raises(ConfigError, match=r"duration: .* needs|clock: .* is a share of the run, whose length is not known"):
+    with pytest.raises(ConfigError, match=r"ema: half_life must|clock: .* is a share of the run, whose length is not known"):
         begin(ema(**options))
 
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+from weakref import WeakKeyDictionary
 
 from dtrain.errors import ConfigError
 from dtrain.schedules.clock import Clock
-from dtrain.schedules.durations import Duration
+from dtrain.schedules.durations import Duration, RunLength
 from dtrain.schedules.hyperparameters import Hyperparameter, hyperparameter
 from dtrain.state import TrainState
 from dtrain.step.step_clock import ends_interval, next_clock
@@ -61,7 +65,8 @@ def ema(
     Args:
         decay: decay per update, in ``[0, 1)``, or a schedule. Give either ``decay`` or ``half_life``.
         half_life: duration after which the weight of a parameter set has halved (``"1000ba"``, ``"1ep"``). If its unit differs
-            from the unit of ``every``, both are converted to steps, which may need ``step.init(..., run_length=...)``.
+            from the unit of ``every``, both are converted to steps: epochs need ``step.init(..., loader=loader)`` or
+            ``run_length``, other units may need ``run_length``.
         start: start of the average, with the parameters of that step.
         every: duration between updates; the step that reaches the end of an interval updates. Listed after a transform that
             skips updates (``loss_scale``), the average skips the same steps. For long intervals list ``ema`` first.
@@ -94,7 +99,9 @@ def ema(
     When not to use: memory for one more copy of the parameters is missing, or a run has fewer steps than a few half lives. Then
         the average still contains the start.
     """
-    decay_at, each = _decay_fn(decay, half_life, Duration.parse(every)), Duration.parse(every)
+    each = Duration.parse(every)
+    decay_at = _decay_fn(decay, half_life, each)
+    known: WeakKeyDictionary[object, RunLength | None] = WeakKeyDictionary()
     begins = Duration.parse(start, allow_zero=True)
 
     def init(state: TrainState) -> TransformState:
@@ -102,12 +109,12 @@ def ema(
         state.clock.reached(each)
         started = state.clock.reached(begins)
         if half_life is not None:
-            decay_at(state.clock)
+            decay_at(_clock_with_epochs(state, known))
         return {"params": init_average(state), "averaged": int(started)}
 
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            now = decay_at(state.clock)
+            now = decay_at(state.clock if decay is not None else _clock_with_epochs(state, known))
             state, metrics = inner(state, metrics)
             content = state.transform_states[_NAME]
             if not content["averaged"]:
@@ -141,4 +148,27 @@ def _decay_fn(
     if decay is not None:
         return hyperparameter(decay, "ema: decay", "[0, 1)")
     life = Duration.parse(half_life if half_life is not None else 0)
-    return lambda clock: float(2.0 ** -float(duration_ratio(each, life, clock.run_length)))
+
+    def decay_at(clock: Clock) -> float:
+        try:
+            ratio = duration_ratio(each, life, clock.run_length)
+        except ConfigError as error:
+            raise ConfigError(
+                f"ema: half_life must be convertible to steps, got {str(life)!r} with every={str(each)!r}. "
+                "Pass step.init(..., run_length=loader.run_length('3ep'))."
+            ) from error
+        return float(2.0 ** -float(ratio))
+
+    return decay_at
+
+
+def _clock_with_epochs(state: TrainState, known: WeakKeyDictionary[object, RunLength | None]) -> Clock:
+    """Return the clock with the steps per epoch of the loader if the run has no length. Mutates: ``known``, by loader."""
+    loader: Any = state._tracked_loader
+    if state.clock.run_length is not None or loader is None:
+        return state.clock
+    if loader not in known:
+        # A dataset without length has no epochs to convert.
+        with suppress(ConfigError):
+            known[loader] = RunLength(steps_per_epoch=loader.run_length("1ep").steps_per_epoch)
+    return replace(state.clock, run_length=known.get(loader))
