@@ -192,7 +192,7 @@ def attempt_extra(root: str) -> list:
 
 def test_extra_failing_on_one_rank_fails_load_on_all(tmp_path, ranks):
     (first, *unchanged), (second, *also) = ranks(2).run(attempt_extra, str(tmp_path))
-    assert first.startswith("PeerError: load_sharded: extra: rank 1 failed (1 of 2 ranks did): ValueError: not on this rank")
+    assert first.startswith("PeerError: load_sharded: objects of the run: rank 1 failed (1 of 2 ranks did): ValueError: not on this rank")
     assert second == "ValueError: not on this rank"
     assert unchanged == also == [True, True], "tensors, generators, and the state itself"
 
@@ -249,9 +249,9 @@ def test_unequal_values_across_ranks_are_refused(tmp_path, ranks, what):
 def test_unsupported_extra_on_one_rank_is_refused_on_all(tmp_path, ranks):
     first, second = ranks(2).run(unequal, "unplain", str(tmp_path / "root"))
     assert first.startswith(
-        "PeerError: save_sharded: rank 1 failed (1 of 2 ranks did): ConfigError: extra/loader: state must be"
+        "PeerError: save_sharded: rank 1 failed (1 of 2 ranks did): ConfigError: save_sharded: extra: loader must be"
     )
-    assert second.startswith("ConfigError: extra/loader: state must be tensors and plain data")
+    assert second.startswith("ConfigError: save_sharded: extra: loader must be an object")
     assert not (tmp_path / "root").exists()
 
 
