@@ -192,7 +192,9 @@ def attempt_extra(root: str) -> list:
 
 def test_extra_failing_on_one_rank_fails_load_on_all(tmp_path, ranks):
     (first, *unchanged), (second, *also) = ranks(2).run(attempt_extra, str(tmp_path))
-    assert first.startswith("PeerError: load_sharded: objects of the run: rank 1 failed (1 of 2 ranks did): ValueError: not on this rank")
+    assert first.startswith(
+        "PeerError: load_sharded: objects of the run: rank 1 failed (1 of 2 ranks did): ValueError: not on this rank"
+    )
     assert second == "ValueError: not on this rank"
     assert unchanged == also == [True, True], "tensors, generators, and the state itself"
 

@@ -63,7 +63,7 @@ def test_exchanges_of_a_save_and_a_load_are_as_many_at_any_number_of_ranks(tmp_p
         calls = {what: [function for function, *_ in found[what]] for what in found}
         assert {what: len(names) for what, names in calls.items()} == {"save": 11, "load": 9}
         assert calls["save"].count("gather") == 1, "the parts of all ranks, for rank 0 only"
-        assert all(sent < 700 for what in found.values() for _, _, sent, _ in what), rank
+        assert max(sent for what in found.values() for _, _, sent, _ in what) < 800, rank
 
 
 @pytest.mark.parametrize(
