@@ -26,20 +26,21 @@ Result = TypeVar("Result")
 
 
 def explain_arguments(fn: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    """Decorate a function so that arguments that do not fit its signature raise a line that names the right arguments.
-
-    A call costs a few microseconds more, so decorate functions that a run calls a few times.
-    """
-    signature = inspect.signature(fn)
-    caller = fn.__name__ if fn.__name__ != "__init__" else fn.__qualname__.split(".")[-2]
+    """Decorate a function so that arguments that do not fit its signature raise a line that names the right arguments."""
 
     @wraps(fn)
     def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         try:
-            signature.bind(*args, **kwargs)
+            return fn(*args, **kwargs)
         except TypeError:
-            raise TypeError(_describe_arguments(caller, signature, args, kwargs)) from None
-        return fn(*args, **kwargs)
+            # The arguments are compared with the signature after a failure only, so that a call and an import cost nothing.
+            signature = inspect.signature(fn)
+            try:
+                signature.bind(*args, **kwargs)
+            except TypeError:
+                caller = fn.__name__ if fn.__name__ != "__init__" else fn.__qualname__.split(".")[-2]
+                raise TypeError(_describe_arguments(caller, signature, args, kwargs)) from None
+            raise
 
     return checked
 

@@ -17,6 +17,10 @@ from dtrain.errors import ConfigError
 from dtrain.typing import Stateful
 
 LOADER, STATEFUL = "loader", "stateful"
+DICT_TYPES = (dict, OrderedDict, Counter)
+"""Classes of the dicts that a checkpoint can hold. All are decoded as dict, which the owners accept."""
+_FILLED = (*DICT_TYPES, list)
+_VALUES = (type(None), bool, int, float, str, tuple)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -100,7 +104,12 @@ def check_entries(entries: Mapping[str, Any], caller: str, parameter: str) -> No
         content = unwrap(value)
         if isinstance(content, PerRank | NotSaved):
             raise ConfigError(f"{caller}: {parameter}: {name} must have one mark, got two. Leave out one of them.")
-        if is_stateful(content) or isinstance(value, NotSaved) or isinstance(content, Tensor) or type(content) in _FILLED:
+        if (
+            is_stateful(content)
+            or isinstance(value, NotSaved)
+            or isinstance(content, Tensor)
+            or type(content) in (*DICT_TYPES, list)
+        ):
             continue
         if isinstance(content, _VALUES):
             raise ConfigError(
@@ -120,8 +129,3 @@ def check_entries(entries: Mapping[str, Any], caller: str, parameter: str) -> No
             f"{caller}: {parameter}: {name} must be an object with state_dict and load_state_dict, or a dict, list or tensor, "
             f"got {got}. {advice}."
         )
-
-
-_VALUES = (type(None), bool, int, float, str, tuple)
-# The dicts and lists that a checkpoint can hold.
-_FILLED = (dict, OrderedDict, Counter, list)

@@ -20,13 +20,13 @@ from dtrain.checkpoint import layout, strict_json, tree_json
 from dtrain.checkpoint.mismatch_report import mismatch_error, missing_row, unexpected_row
 from dtrain.checkpoint.module_state import set_extra_states
 from dtrain.checkpoint.targets import ReadOnlyMemory, write_problem
-from dtrain.checkpoint.tree_json import DICT_TYPES, PER_RANK, SameAs, TensorPlaceholder, state_prefix
+from dtrain.checkpoint.tree_json import PER_RANK, SameAs, TensorPlaceholder, state_prefix
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import rng_state, set_rng_state
 from dtrain.errors import CheckpointMismatchError, ConfigError, CorruptCheckpointError
-from dtrain.run_objects import LOADER, NotSaved, PerRank, check_entries, is_stateful, is_tracked_loader, unwrap
+from dtrain.run_objects import DICT_TYPES, LOADER, NotSaved, PerRank, check_entries, is_stateful, is_tracked_loader, unwrap
 from dtrain.state import TrainState
 from dtrain.typing import Stateful
 
@@ -90,9 +90,13 @@ def saved_entries(states: Mapping[str, TrainState], extra: Mapping[str, Any], ca
                 f"{caller}: extra must not hold a loader of the run, got {name}={unwrap(value)!r}. Pass it to the state: "
                 f"step.init(model, optimizer, loader=loader); further loaders: stateful={{'{name}': ...}}."
             )
-    objects = {state_prefix(name) + key: value for name, state in states.items() for key, value in state._objects.items()}
-    entries = {**objects, **{tree_json.join_key(layout.EXTRA, name): value for name, value in extra.items()}}
+    entries = {**objects_of(states), **{tree_json.join_key(layout.EXTRA, name): value for name, value in extra.items()}}
     return {key: value for key, value in entries.items() if not isinstance(value, NotSaved)}
+
+
+def objects_of(states: Mapping[str, TrainState]) -> dict[str, Any]:
+    """Return the objects of the runs of ``states`` by key, with their marks."""
+    return {state_prefix(name) + key: value for name, state in states.items() for key, value in state._objects.items()}
 
 
 def state_of(value: Any) -> Any:
@@ -166,12 +170,7 @@ def entry_structures(
     caller = f"{caller}: {reader.folder}"
     if missing or unexpected:
         rows = [missing_row(key, "a value") for key in missing] + [unexpected_row(key, "a value") for key in unexpected]
-        marked = {
-            state_prefix(name) + key
-            for name, state in states.items()
-            for key, value in state._objects.items()
-            if isinstance(value, NotSaved)
-        }
+        marked = {key for key, value in objects_of(states).items() if isinstance(value, NotSaved)}
         raise mismatch_error(caller, rows, source="checkpoint", advice=_entry_advice(missing, unexpected, stored, marked))
     of_run: dict[str, Any] = {}
     of_rank: dict[str, Any] = {}

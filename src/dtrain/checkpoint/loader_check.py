@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
+from dtrain.checkpoint.extra import objects_of, short_key
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
 from dtrain.run_objects import LOADER, NotSaved, is_tracked_loader, unwrap
@@ -44,10 +45,9 @@ def check_loaders(states: Mapping[str, TrainState], *, caller: str) -> None:
         raise ConfigError(
             f"{caller}: the state must hold the position of {missing[0]!r}, or a resume repeats its batches. {_ADVICE}"
         )
-    newest = [history.in_use[-1] for history in histories if history.in_use]
-    is_lost = any(isinstance(identity, weakref.ref) and identity() is None for identity in newest)
-    marked = [item for state in states.values() for item in state._objects.items() if isinstance(item[1], NotSaved)]
-    if is_lost and not any(key == LOADER or _is_loader(unwrap(value)) for key, value in marked):
+    is_lost = None in _resolve(history.in_use[-1] for history in histories if history.in_use)
+    marked = {key: value for key, value in objects_of(states).items() if isinstance(value, NotSaved)}
+    if is_lost and not any(short_key(key) == LOADER or _is_loader(unwrap(value)) for key, value in marked.items()):
         raise ConfigError(
             f"{caller}: the state must hold the position of the last loader, which no longer exists, or a resume repeats its "
             f"batches. {_ADVICE}"
@@ -61,10 +61,9 @@ def check_stops(states: Mapping[str, TrainState], extra: Mapping[str, Any], *, c
     Raises:
         ConfigError: a stop is missing, so that a resume would forget its values.
     """
-    objects = [*extra.values(), *(value for state in states.values() for value in state._objects.values())]
+    objects = [*extra.values(), *objects_of(states).values()]
     held = {id(unwrap(value)) for value in objects}
-    identities = [identity for state in states.values() for identity in state._loader_history.in_use]
-    used = [identity() for identity in identities if isinstance(identity, weakref.ref)]
+    used = _resolve(identity for state in states.values() for identity in state._loader_history.in_use)
     for loader in (unwrap(value) for value in (*objects, *used)):
         for stop in getattr(loader, "_stops", ()) if is_tracked_loader(loader) else ():
             if getattr(stop, "_has_judged", False) and id(stop) not in held:
@@ -101,7 +100,13 @@ def _warn_of_guessed_loaders(states: Mapping[str, TrainState], caller: str) -> N
 
 def _missing_loaders(identities: Iterable[object], states: Mapping[str, TrainState]) -> list[Any]:
     """Return the loaders that exist and that no state holds."""
-    held = {id(unwrap(value)) for state in states.values() for value in state._objects.values()}
-    # Other objects than dtrain's loaders have no position that could be saved.
-    found = [identity() for identity in identities if isinstance(identity, weakref.ref)]
-    return [loader for loader in found if loader is not None and id(loader) not in held]
+    held = {id(unwrap(value)) for value in objects_of(states).values()}
+    return [loader for loader in _resolve(identities) if loader is not None and id(loader) not in held]
+
+
+def _resolve(identities: Iterable[object]) -> list[Any]:
+    """Return the loaders of ``build_loader``, and None for a loader that no longer exists.
+
+    Objects of other libraries have no position that could be saved.
+    """
+    return [identity() for identity in identities if isinstance(identity, weakref.ref)]

@@ -22,6 +22,7 @@ from dtrain.arguments import check_choice, explain_arguments
 from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpointer import Checkpointer, SaveMode, SaveOptions, checkpointer_of
 from dtrain.checkpoint.commit import SaveRequest, SaveResult, run_save
+from dtrain.checkpoint.extra import objects_of
 from dtrain.checkpoint.layout import MeshLayout, SaveScope
 from dtrain.checkpoint.loader_check import check_loaders, check_stops
 from dtrain.checkpoint.save_thread import SaveTask, StagedFiles, save_thread, stage_files
@@ -324,7 +325,7 @@ def _agree_on_contents(states: States, facts: dict[str, Any], shared: dict[str, 
 
 def _record_saved_objects(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:
     """Record the objects whose state was saved; ``early_stop`` must not change such objects any more in this step."""
-    values = [*extra.values(), *(value for state in states.values() for value in state._objects.values())]
+    values = [*extra.values(), *objects_of(states).values()]
     for state in states.values():
         state._run_context.lineage.saved_steps = {id(unwrap(value)): state.step for value in values}
 

@@ -109,20 +109,20 @@ def collect_contents(
     tensors: dict[str, Tensor] = {}
     per_rank: dict[str, Tensor] = {}
     for name, state in states.items():
-        path = tree_json.join_key(layout.STATES, name) if name else ""
+        prefix = tree_json.state_prefix(name)
         section_values = shared.setdefault(layout.STATES, {}).setdefault(name, {}) if name else shared
         for section, tree in _sections(state, scope, dtype).items():
-            section_values[section], found = tree_json.encode(tree, f"{path}/{section}".lstrip("/"))
+            section_values[section], found = tree_json.encode(tree, f"{prefix}{section}")
             if section in _FILLED_IN_PLACE:
                 check_own_memory(found, "save_sharded")
             tensors.update(found)
         rank_values = values.setdefault(layout.STATES, {}).setdefault(name, {}) if name else values
         buffers = _per_rank_buffers(state, scope)
-        rank_values["buffers"], found = tree_json.encode(buffers, f"{path}/buffers".lstrip("/"))
+        rank_values["buffers"], found = tree_json.encode(buffers, f"{prefix}buffers")
         check_own_memory(found, "save_sharded")
         per_rank.update(found)
         extra_states = get_extra_states(state.model) if "modules" in layout.SECTIONS[scope] else {}
-        rank_values["modules"], found = tree_json.encode(extra_states, f"{path}/modules".lstrip("/"))
+        rank_values["modules"], found = tree_json.encode(extra_states, f"{prefix}modules")
         check_plain_tensors(found, "Return its local part from get_extra_state.")
         per_rank.update(found)
     values["rng"], found = tree_json.encode(rng_state() if scope == "all" else {}, "rng")
@@ -137,7 +137,7 @@ def collect_contents(
             check_plain_tensors(found, "Store sharded tensors in a transform's state.")
             tensors.update(found)
     frozen = frozenset(
-        tree_json.join_key(f"{tree_json.join_key(layout.STATES, name)}/params" if name else "params", key)
+        tree_json.join_key(f"{tree_json.state_prefix(name)}params", key)
         for name, state in states.items()
         for key, param in state.params.items()
         if not param.requires_grad

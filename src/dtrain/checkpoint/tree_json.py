@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 import re
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -35,6 +34,7 @@ from dtrain.checkpoint import strict_json
 from dtrain.checkpoint.layout import DTYPE_NAMES, DTYPES, OBJECTS, STATES
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import ConfigError, CorruptCheckpointError
+from dtrain.run_objects import DICT_TYPES
 
 TAG = "$"
 _DIM = "(?:0|[1-9][0-9]{0,17})"
@@ -43,8 +43,6 @@ MAX_DEPTH = 64
 _MAX_DIM_SIZE = 2**48
 # Python refuses to print integers of more than 4,300 digits.
 MAX_INT_BITS = 4096
-# All three are decoded as dict, which the load_state_dict of their owners accepts.
-DICT_TYPES = (dict, OrderedDict, Counter)
 
 
 class _Marker(Enum):
