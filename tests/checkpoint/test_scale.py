@@ -61,9 +61,9 @@ def test_requests_beyond_the_data_do_not_grow_with_the_number_of_ranks(s3, ranks
 def test_exchanges_of_a_save_and_a_load_are_as_many_at_any_number_of_ranks(tmp_path, ranks, world):
     for rank, found in enumerate(ranks(world).run(scale.messages, str(tmp_path))):
         calls = {what: [function for function, *_ in found[what]] for what in found}
-        assert {what: len(names) for what, names in calls.items()} == {"save": 11, "load": 9}
+        assert {what: len(names) for what, names in calls.items()} == {"save": 11, "load": 8}
         assert calls["save"].count("gather") == 1, "the parts of all ranks, for rank 0 only"
-        assert max(sent for what in found.values() for _, _, sent, _ in what) < 800, rank
+        assert max(sent for what in found.values() for _, _, sent, _ in what) < 700, rank
 
 
 @pytest.mark.parametrize(

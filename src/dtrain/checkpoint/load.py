@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any, Literal, TypeVar, cast, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor
@@ -28,11 +28,11 @@ from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint
 from dtrain.checkpoint.read_tensors import copy_into_
 from dtrain.checkpoint.retention import check_free_space
 from dtrain.checkpoint.save_thread import save_thread
-from dtrain.checkpoint.state_dict import content_key, digest_stored_entries, gc_paused
+from dtrain.checkpoint.state_dict import content_key, gc_paused
 from dtrain.checkpoint.step_choice import OnCorrupt, StepChoice, choose_on_all_ranks, log, read_on_all_ranks
 from dtrain.checkpoint.tree_json import fill_tensors, keep_skipped
 from dtrain.dist.batch_info import LoaderHistory
-from dtrain.dist.collectives import all_gather_json, raise_on_all_ranks
+from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.dist.dtensor import to_local
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import seed_all, set_rng_state
@@ -170,17 +170,18 @@ def _read_and_apply(
     started_at = time.monotonic()
     states = {"": state} if isinstance(state, TrainState) else dict(state)
     with ExitStack() as files:
-        loaded, choice, skipped = read_on_all_ranks(choice, path, states, entries, options, on_corrupt, files)
+        read = read_on_all_ranks(choice, path, states, entries, options, on_corrupt, files)
+        loaded, choice = read.loaded, read.choice
         if not choice.named and not options.model_only:
             _warn_if_low_space(path, loaded.reader.manifest.bytes)
-        # The objects may keep and change what they are given.
-        digests = cast(list[str], all_gather_json(digest_stored_entries(loaded.entries), caller=_CALLER))
         restore_objects(states, loaded.modules, entries, loaded.entries, caller=_CALLER)
-        new_states = _apply(loaded, choice, states, options, digests)
+        new_states = _apply(loaded, choice, states, options, read.entry_digests)
     folder, seconds = loaded.reader.folder, time.monotonic() - started_at
     restored = Restored(step=loaded.reader.manifest.step, path=folder, seconds=seconds, ignored=loaded.ignored)
     names = ", ".join(loaded.ignored[:5]) + (", ..." if len(loaded.ignored) > 5 else "")
-    log(f"loaded {folder} in {seconds:.2g} s{f'; ignored {names}' if names else ''}{f'; {skipped}' if skipped else ''}")
+    log(
+        f"loaded {folder} in {seconds:.2g} s{f'; ignored {names}' if names else ''}{f'; {read.skipped}' if read.skipped else ''}"
+    )
     new_states = {name: new_state._replace(restored=restored) for name, new_state in new_states.items()}
     return new_states[""] if isinstance(state, TrainState) else new_states
 

@@ -29,6 +29,7 @@ from dtrain.checkpoint.checkpoint_info import (
 )
 from dtrain.checkpoint.load_plan import LoadOptions
 from dtrain.checkpoint.read_checkpoint import LoadedCheckpoint, read_checkpoint
+from dtrain.checkpoint.state_dict import digest_stored_entries
 from dtrain.checkpoint.verify_step import iter_sound_steps_before
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.init import get_dist_info
@@ -98,6 +99,23 @@ def _scan_or_none(root: AnyPath) -> RootScan | None:
         return None
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgreedRead:
+    """Checkpoint that all ranks have read.
+
+    Args:
+        loaded: contents for this rank.
+        choice: choice that the checkpoint was read from.
+        skipped: reasons why newer steps were skipped; empty if the newest step was read.
+        entry_digests: ``digest_stored_entries`` of each rank.
+    """
+
+    loaded: LoadedCheckpoint
+    choice: StepChoice
+    skipped: str
+    entry_digests: Sequence[str]
+
+
 def read_on_all_ranks(
     choice: StepChoice,
     path: AnyPath,
@@ -106,24 +124,22 @@ def read_on_all_ranks(
     options: LoadOptions,
     on_corrupt: OnCorrupt,
     files: ExitStack,
-) -> tuple[LoadedCheckpoint, StepChoice, str]:
+) -> AgreedRead:
     """Read a checkpoint on all ranks and agree on its content. Try older steps if corrupt steps may be skipped.
-
-    Returns:
-        The checkpoint, the choice it was read from, and the reasons why newer steps were skipped.
 
     Collective: exchanges of JSON on the control group.
     """
     refused: dict[str, str] = {}
     folder, looks = choice.folder, 1
     while True:
-        loaded, corruption, removed, digest = None, None, False, ""
+        loaded, corruption, removed, digest, entry_digest = None, None, False, "", ""
         with raise_on_all_ranks(_CALLER):
             try:
                 with notice_removal(folder):
                     choice.check_listed(folder)
                     loaded = read_checkpoint(folder, states, entries, options, files)
                 digest = hashlib.sha256(layout.encode_manifest(loaded.reader.manifest)).hexdigest()
+                entry_digest = digest_stored_entries(loaded.entries)
             except StepRemovedError:
                 removed = True
             except CorruptCheckpointError as error:
@@ -132,13 +148,15 @@ def read_on_all_ranks(
                 raise
             except CheckpointError as error:
                 raise CheckpointError(f"{_CALLER}: {folder}: {error}") from None
-        reports = cast(list[list[Any]], all_gather_json([corruption, digest, options.summary(entries), removed]))
+        report: list[Any] = [corruption, digest, options.summary(entries), removed, entry_digest]
+        reports = cast(list[list[Any]], all_gather_json(report))
         gone = any(report[3] for report in reports)
         bad = next((f"rank {rank}: {report[0]}" for rank, report in enumerate(reports) if report[0] is not None), None)
         if not gone and bad is None and len({report[1] for report in reports}) == 1:
             _check_options_equal([report[2] for report in reports])
             assert loaded is not None, "no rank has reported corruption"
-            return loaded, choice, "" if choice.named else _describe_skipped(choice, folder, refused)
+            skipped = "" if choice.named else _describe_skipped(choice, folder, refused)
+            return AgreedRead(loaded=loaded, choice=choice, skipped=skipped, entry_digests=[report[4] for report in reports])
         # The memory must be free before the next step is read.
         del loaded
         files.close()
