@@ -179,9 +179,8 @@ def _read_and_apply(
     folder, seconds = loaded.reader.folder, time.monotonic() - started_at
     restored = Restored(step=loaded.reader.manifest.step, path=folder, seconds=seconds, ignored=loaded.ignored)
     names = ", ".join(loaded.ignored[:5]) + (", ..." if len(loaded.ignored) > 5 else "")
-    log(
-        f"loaded {folder} in {seconds:.2g} s{f'; ignored {names}' if names else ''}{f'; {read.skipped}' if read.skipped else ''}"
-    )
+    parts = [f"loaded {folder} in {seconds:.2g} s", f"ignored {names}" if names else "", read.skipped]
+    log("; ".join(filter(None, parts)))
     new_states = {name: new_state._replace(restored=restored) for name, new_state in new_states.items()}
     return new_states[""] if isinstance(state, TrainState) else new_states
 
