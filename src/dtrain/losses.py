@@ -43,7 +43,7 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
     _check_indices(logits, targets)
     local, vocab_start, group = local_last_dim(logits, caller="cross_entropy")
     flat_logits, flat_targets = local.reshape(-1, local.shape[-1]), targets.flatten()
-    flat_logits = flat_logits if flat_logits.dtype.itemsize >= 4 else flat_logits.float()
+    flat_logits = _widen(flat_logits)
     if group is None:
         total = F.cross_entropy(flat_logits, flat_targets, ignore_index=ignore_index, reduction="sum")
     else:
@@ -51,6 +51,11 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
             flat_logits, flat_targets, vocab_start=vocab_start, group=group, ignore_index=ignore_index
         )
     return LossSum(total=total, weight=(targets != ignore_index).sum())
+
+
+def _widen(values: Tensor) -> Tensor:
+    """Return ``values`` in at least float32, in which sums of many values stay exact enough."""
+    return values if values.dtype.itemsize >= 4 else values.float()
 
 
 def _check_indices(logits: Tensor, targets: Tensor) -> None:
@@ -121,7 +126,7 @@ def soft_cross_entropy(
     local, _, group = local_last_dim(logits, caller="soft_cross_entropy")
     if group is not None:
         raise ConfigError("soft_cross_entropy: logits must not be sharded along the classes. Use dt.cross_entropy.")
-    wide = local if local.dtype.itemsize >= 4 else local.float()
+    wide = _widen(local)
     weights = None if class_weights is None else class_weights.to(wide.dtype)
     if not targets.is_floating_point():
         total = F.cross_entropy(
@@ -231,11 +236,11 @@ def sum_loss(values: Tensor, mask: Tensor | None = None, **metrics: Tensor) -> L
             )
 
     def add_up(items: Tensor) -> Tensor:
-        wide = items if items.dtype.itemsize >= 4 else items.float()
+        wide = _widen(items)
         return wide.sum() if mask is None else (wide.masked_fill(mask == 0, 0.0) * mask).sum()
 
     # A mask of ones in bfloat16 or float16 is exact, but its sum is not.
-    weight = values.numel() if mask is None else (mask.float() if mask.dtype.itemsize < 4 else mask).sum()
+    weight = values.numel() if mask is None else _widen(mask).sum()
     return LossSum(
         total=add_up(values), weight=weight, aux={name: (add_up(items.detach()), weight) for name, items in metrics.items()}
     )

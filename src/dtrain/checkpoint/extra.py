@@ -67,9 +67,8 @@ def not_saved(value: Any) -> NotSaved:
     Example:
         >>> import dtrain as dt
         >>> loader = torch.utils.data.DataLoader(list(range(8)), batch_size=4)
-        >>> marked = dt.checkpoint.not_saved(
-        ...     loader
-        ... )  # step.init(model, optimizer, loader=marked)
+        >>> # Pass the mark: step.init(model, optimizer, loader=marked).
+        >>> marked = dt.checkpoint.not_saved(loader)
         >>> marked.value is loader
         True
     """

@@ -30,8 +30,7 @@ def early_stop(
     """Stop a run if a metric has not improved for a given time.
 
     Call the stop after each measurement and before the save of the same step, so that the checkpoint holds the value.
-    ``until``
-    ends after the stop, and yields nothing if a resumed run had stopped::
+    ``until`` ends after the stop, and yields nothing if a resumed run had stopped::
 
         stop = dt.monitors.early_stop("loss", patience="2ep")
         state = step.init(model, optimizer, loader=loader, stateful={"stop": stop})

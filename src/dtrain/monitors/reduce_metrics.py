@@ -21,6 +21,7 @@ from dtrain.dist.rng import derive_seed
 from dtrain.errors import ConfigError, StepError
 from dtrain.launch import heartbeats
 from dtrain.schedules.clock import Clock
+from dtrain.step.metrics import make_metric
 from dtrain.typing import Metrics
 
 
@@ -96,7 +97,7 @@ def _as_tensors(metrics: Metrics, names: Sequence[str]) -> list[Tensor]:
             )
     values = [value for name in names for value in metrics[name]]
     device = next((value.device for value in values if isinstance(value, Tensor)), get_dist_info().device)
-    return [torch.as_tensor(value, dtype=torch.float64, device=device) for value in values]
+    return [scalar for name in names for scalar in make_metric(*metrics[name], device)]
 
 
 def _all_reduce(scalars: Sequence[Tensor], names: Sequence[str], ranks: int) -> list[float]:
@@ -167,11 +168,11 @@ def gather_metric_states(state: Tensor, group: Any = None, *, mesh: DeviceMesh |
 def tokens_per_second(since: Clock, now: Clock) -> float:
     """Compute the tokens per second of all ranks between two clocks of a run; 0 if no time has passed.
 
-    Example:
-        >>> import dtrain as dt
-        >>> from dtrain.schedules.clock import Clock
-        >>> dt.monitors.tokens_per_second(Clock(), Clock(step=1, tokens=1000, seconds=2.0))
-        500.0
+        Example:
+            >>> import dtrain as dt
+            >>> from dtrain.schedules.clock import Clock
+            >>> dt.monitors.tokens_per_second(Clock(), Clock(step=1, tokens=1000, seconds=2.0))
+            500.0
     """
     seconds = now.seconds - since.seconds
     return (now.tokens - since.tokens) / seconds if seconds > 0 else 0.0

@@ -73,8 +73,7 @@ def add_metrics(a: Metrics, b: Metrics) -> Metrics:
         >>> dt.step.add_metrics(dt.step.add_metrics({}, step_metrics), step_metrics)["loss"]
         Metric(total=tensor(8.), weight=tensor(4.))
     """
-    both = {name: Metric(a[name].total + b[name].total, a[name].weight + b[name].weight) for name in a if name in b}
-    return {**a, **b, **both}
+    return {**a, **b, **{name: a[name] + b[name] for name in a if name in b}}
 
 
 def add_names_of_peers(metrics: Metrics, device: torch.device) -> Metrics:

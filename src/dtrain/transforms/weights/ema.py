@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from dtrain.errors import ConfigError
-from dtrain.schedules.clock import Clock
 from dtrain.schedules.durations import Duration, RunLength
-from dtrain.schedules.hyperparameters import Hyperparameter, hyperparameter
+from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.state import TrainState
 from dtrain.step.step_clock import ends_interval, next_clock
 from dtrain.step.transform import Transform, UpdateFn
@@ -100,21 +97,32 @@ def ema(
         the average still contains the start.
     """
     each = Duration.parse(every)
-    decay_at = _decay_fn(decay, half_life, each)
-    known: WeakKeyDictionary[object, RunLength | None] = WeakKeyDictionary()
+    if (decay is None) == (half_life is None):
+        raise ConfigError(
+            f"ema: give either decay=0.999 or half_life='1000ba', got {decay=}, {half_life=}. Remove one of them."
+        )
+    schedule = None if decay is None else hyperparameter(decay, "ema: decay", "[0, 1)")
+    life = None if half_life is None else Duration.parse(half_life)
+    lengths: WeakKeyDictionary[object, RunLength | None] = WeakKeyDictionary()
     begins = Duration.parse(start, allow_zero=True)
+
+    def decay_of(state: TrainState) -> float:
+        if schedule is not None:
+            return schedule(state.clock)
+        assert life is not None, "one of the two is given"
+        return _half_life_decay(life, each, _run_length(state, lengths))
 
     def init(state: TrainState) -> TransformState:
         # Raise for a fraction of a run of unknown length.
         state.clock.reached(each)
         started = state.clock.reached(begins)
-        if half_life is not None:
-            decay_at(_clock_with_epochs(state, known))
+        if life is not None:
+            decay_of(state)
         return {"params": init_average(state), "averaged": int(started)}
 
     def update(inner: UpdateFn) -> UpdateFn:
         def update_fn(state: TrainState, metrics: Metrics) -> tuple[TrainState, Metrics]:
-            now = decay_at(state.clock if decay is not None else _clock_with_epochs(state, known))
+            now = decay_of(state)
             state, metrics = inner(state, metrics)
             content = state.transform_states[_NAME]
             if not content["averaged"]:
@@ -134,41 +142,29 @@ def ema(
         init=init,
         update=update,
         uses_grad=False,
-        hyperparameters=(decay_at,) if isinstance(decay_at, Hyperparameter) else (),
+        hyperparameters=() if schedule is None else (schedule,),
     )
 
 
-def _decay_fn(
-    decay: float | Schedule | None, half_life: Duration | int | str | None, each: Duration
-) -> Callable[[Clock], float]:
-    if (decay is None) == (half_life is None):
+def _half_life_decay(life: Duration, each: Duration, run_length: RunLength | None) -> float:
+    """Return the decay per update for the half life ``life``."""
+    try:
+        ratio = duration_ratio(each, life, run_length)
+    except ConfigError as error:
         raise ConfigError(
-            f"ema: give either decay=0.999 or half_life='1000ba', got {decay=}, {half_life=}. Remove one of them."
-        )
-    if decay is not None:
-        return hyperparameter(decay, "ema: decay", "[0, 1)")
-    life = Duration.parse(half_life if half_life is not None else 0)
-
-    def decay_at(clock: Clock) -> float:
-        try:
-            ratio = duration_ratio(each, life, clock.run_length)
-        except ConfigError as error:
-            raise ConfigError(
-                f"ema: half_life must be convertible to steps, got {str(life)!r} with every={str(each)!r}. "
-                "Pass step.init(..., run_length=loader.run_length('3ep'))."
-            ) from error
-        return float(2.0 ** -float(ratio))
-
-    return decay_at
+            f"ema: half_life must be convertible to steps, got {str(life)!r} with every={str(each)!r}. "
+            "Pass step.init(..., run_length=loader.run_length('3ep'))."
+        ) from error
+    return float(2.0 ** -float(ratio))
 
 
-def _clock_with_epochs(state: TrainState, known: WeakKeyDictionary[object, RunLength | None]) -> Clock:
-    """Return the clock with the steps per epoch of the loader if the run has no length. Mutates: ``known``, by loader."""
+def _run_length(state: TrainState, lengths: WeakKeyDictionary[object, RunLength | None]) -> RunLength | None:
+    """Return the length of the run, or the steps per epoch of its loader. Mutates: ``lengths``, by loader."""
     loader: Any = state._tracked_loader
     if state.clock.run_length is not None or loader is None:
-        return state.clock
-    if loader not in known:
+        return state.clock.run_length
+    if loader not in lengths:
         # A dataset without length has no epochs to convert.
         with suppress(ConfigError):
-            known[loader] = RunLength(steps_per_epoch=loader.run_length("1ep").steps_per_epoch)
-    return replace(state.clock, run_length=known.get(loader))
+            lengths[loader] = RunLength(steps_per_epoch=loader.run_length("1ep").steps_per_epoch)
+    return lengths.get(loader)
