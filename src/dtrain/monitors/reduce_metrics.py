@@ -168,11 +168,11 @@ def gather_metric_states(state: Tensor, group: Any = None, *, mesh: DeviceMesh |
 def tokens_per_second(since: Clock, now: Clock) -> float:
     """Compute the tokens per second of all ranks between two clocks of a run; 0 if no time has passed.
 
-        Example:
-            >>> import dtrain as dt
-            >>> from dtrain.schedules.clock import Clock
-            >>> dt.monitors.tokens_per_second(Clock(), Clock(step=1, tokens=1000, seconds=2.0))
-            500.0
+    Example:
+        >>> import dtrain as dt
+        >>> from dtrain.schedules.clock import Clock
+        >>> dt.monitors.tokens_per_second(Clock(), Clock(step=1, tokens=1000, seconds=2.0))
+        500.0
     """
     seconds = now.seconds - since.seconds
     return (now.tokens - since.tokens) / seconds if seconds > 0 else 0.0
