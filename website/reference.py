@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path
 
-from dtrain.lazy_imports import public_names
-
-SOURCE = Path(__file__).parents[1] / "src" / "dtrain"
+from dtrain.lazy_imports import public_doors
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,36 +116,15 @@ def _in_order(entries: list[tuple[str, str]]) -> list[str]:
     return [name for _, name in sorted(entries, key=lambda entry: (entry[1].count(".") > 1, *entry))]
 
 
-@cache
 def doors() -> tuple[str, ...]:
     """Return the packages with public names: ``dtrain``, and the sub-packages that a package exports."""
-    found = ["dtrain"]
-    for package in found:
-        folder = SOURCE.joinpath(*package.split(".")[1:])
-        names = public_names(str(folder / "__init__.py")) if folder.is_dir() else {}
-        below = (name for name, module in sorted(names.items()) if module == package)
-        found += [f"{package}.{name}" for name in below if (folder / name).is_dir() or (folder / f"{name}.py").exists()]
-    return tuple(found)
+    return tuple(public_doors())
 
 
 def exported(package: str) -> dict[str, str]:
     """Map the public names of a package or module, sub-packages left out, to the modules that define them."""
-    path = SOURCE.joinpath(*package.split(".")[1:])
-    if not path.is_dir():
-        return dict.fromkeys(sorted(_defined(path.with_suffix(".py"))), package)
-    found = public_names(str(path / "__init__.py"))
-    return {name: module for name, module in sorted(found.items()) if f"{module}.{name}" not in doors()}
-
-
-def _defined(path: Path) -> set[str]:
-    names: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef | ast.FunctionDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Assign | ast.AnnAssign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names |= {target.id for target in targets if isinstance(target, ast.Name)}
-    return {name for name in names if not name.startswith("_")}
+    found = public_doors()[package]
+    return {name: module for name, module in sorted(found.items()) if f"{module}.{name}" not in public_doors()}
 
 
 HEAD = """# Python reference

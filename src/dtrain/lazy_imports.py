@@ -48,7 +48,7 @@ def _advise(package: str, name: str) -> str:
     # Only an error needs the tables, and the names of all doors.
     from dtrain.name_advice import advise_on_name
 
-    line = advise_on_name(public_doors(), package, name)
+    line = advise_on_name(public_paths(), package, name)
     return f". {line}" if line else ""
 
 
@@ -69,24 +69,35 @@ def public_names(file: str) -> dict[str, str]:
 
 
 @cache
-def public_doors() -> dict[str, list[str]]:
-    """Map each door of dtrain to the paths of its public names, such as ``dt.schedules.cosine``."""
-    root, doors = os.path.dirname(__file__), dict[str, list[str]]()
+def public_doors() -> dict[str, dict[str, str]]:
+    """Map each door of dtrain, such as ``dtrain.schedules``, to its ``public_names``. A door may be one module."""
+    root, doors = os.path.dirname(__file__), dict[str, dict[str, str]]()
     packages = ["dtrain"]
     for package in packages:
         file = os.path.join(root, *package.split(".")[1:], "__init__.py")
-        names = public_names(file) if os.path.exists(file) else _defined_names(f"{os.path.dirname(file)}.py")
-        doors[package] = [f"{package.replace('dtrain', 'dt', 1)}.{name}" for name in names]
-        packages += [f"{package}.{name}" for name, module in names.items() if module == package]
+        if os.path.exists(file):
+            doors[package] = names = public_names(file)
+            packages += [f"{package}.{name}" for name, module in names.items() if module == package]
+        else:
+            doors[package] = dict.fromkeys(_defined_names(f"{os.path.dirname(file)}.py"), package)
     return doors
 
 
-def _defined_names(file: str) -> dict[str, str]:
-    """Map the public classes, functions and aliases of a door that is one module, such as ``dtrain.errors``, to the file."""
+def public_paths() -> dict[str, list[str]]:
+    """Map each door of dtrain to the paths of its public names, such as ``dt.schedules.cosine``."""
+    return {
+        package: [f"{package.replace('dtrain', 'dt', 1)}.{name}" for name in names] for package, names in public_doors().items()
+    }
+
+
+def _defined_names(file: str) -> list[str]:
+    """Return the public classes, functions and values that a module defines."""
     import ast
 
     with open(file, encoding="utf-8") as source:
         body = ast.parse(source.read()).body
     names = [node.name for node in body if isinstance(node, ast.ClassDef | ast.FunctionDef)]
-    names += [node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
-    return {name: file for name in names if not name.startswith("_")}
+    for node in body:
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+        names += [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in names if not name.startswith("_")]

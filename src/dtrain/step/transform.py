@@ -17,7 +17,7 @@ from torch import Tensor
 from dtrain.dist.dtensor import from_local_like, shard_box, to_local
 from dtrain.dist.rng import derive_seed, generator
 from dtrain.errors import ConfigError
-from dtrain.lazy_imports import public_doors
+from dtrain.lazy_imports import public_paths
 from dtrain.schedules.hyperparameters import Hyperparameter
 from dtrain.state import TrainState
 from dtrain.typing import Batch, LossFn, Metrics, TransformState
@@ -185,7 +185,7 @@ def check_transform(value: Any, caller: str, example: str) -> None:
     if callable(value) and not isinstance(value, type):
         name = getattr(value, "__name__", type(value).__name__)
         if "Transform" in str(getattr(value, "__annotations__", {}).get("return")):
-            paths = [path for paths in public_doors().values() for path in paths if path.endswith(f".{name}")]
+            paths = [path for paths in public_paths().values() for path in paths if path.endswith(f".{name}")]
             call = example.format(f"{paths[-1] if paths else name}(...)")
             raise ConfigError(f"{caller}: got the function {name} instead of its result. Use {call}.")
         if name in _CLIPPING:
