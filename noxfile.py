@@ -10,6 +10,8 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "virtualenv"
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # a process: there are as many processes as cores
+# Three workers on two cores, as many tests wait. The tests of a file run on one worker.
+SIDE_BY_SIDE = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 CORE = ("tests/step", "tests/shard", "tests/checkpoint", "tests/data", "tests/battery", "tests/launch/spawn", "tests/cli")
 
 
@@ -26,17 +28,16 @@ def install_to_test(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that runs in minutes on two cores; with arguments, what pytest makes of them."""
+    """The quick set: all tests, of costly families a sample by turn. With arguments: pytest with these arguments."""
     install_to_test(session)
-    run = ["pytest"] if session.posargs else ["python", "tests/side_by_side.py"]
-    session.run(*run, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *(session.posargs or (*SIDE_BY_SIDE, "--sample")), env=ONE_THREAD)
 
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """Everything, also what takes too long for every change."""
+    """All tests, also those that take too long for every change."""
     install_to_test(session)
-    session.run("pytest", "--slow", *session.posargs, env={**ONE_THREAD, "TEST_MOMENTS": "100"})
+    session.run("pytest", *SIDE_BY_SIDE, "--slow", *session.posargs, env={**ONE_THREAD, "TEST_MOMENTS": "100"})
 
 
 @nox.session
