@@ -163,14 +163,20 @@ def until(shown: Browser, expression: str, seconds: float = 60.0) -> None:
 
 
 def search_results(shown: Browser, address: str, words: str) -> list[str]:
-    """Return the addresses that the search of the site shows for some words, best first."""
-    shown.open(_Address(f"{address}index.html"))  # type: ignore[arg-type]
-    until(shown, "document.readyState === 'complete'")
-    shown.ask("document.querySelector('.md-search__input').focus()")
-    shown.call("Input.insertText", text=words)
+    """Return the addresses that the search of the site shows for some words, best first.
+
+    A page loads the index of the search once, so all searches of a test run use one page.
+    """
+    if shown.ask("document.querySelector('.md-search__input') === null"):
+        shown.open(_Address(f"{address}index.html"))  # type: ignore[arg-type]
+        until(shown, "document.readyState === 'complete'")
+    field = "document.querySelector('.md-search__input')"
     # The site reads the field when a key is released, and text inserted by the browser releases none.
-    released = "document.querySelector('.md-search__input').dispatchEvent(new KeyboardEvent('keyup', {bubbles: true}))"
+    released = f"{field}.dispatchEvent(new KeyboardEvent('keyup', {{bubbles: true}}))"
     links = "[...document.querySelectorAll('.md-search-result__link')].map(link => link.href)"
+    shown.ask(f"{field}.focus(), {field}.value = ''")
+    until(shown, f"{released} && {links}.length === 0")
+    shown.call("Input.insertText", text=words)
     until(shown, f"{released} && {links}.length > 0")
     time.sleep(0.5)  # results of the whole phrase replace those of its beginning
     found: list[str] = shown.ask(links)
