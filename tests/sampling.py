@@ -1,23 +1,30 @@
 """Choose the tests of a quick run: costly families of tests run a few of their rows for each change, by turn.
 
-``@pytest.mark.sample(3)`` keeps three rows of a parametrized test. ``sample(3, by="name")`` groups the tests of a file by the
-value of a parameter instead, and keeps three tests of each value. The rows rotate with the number of commits, so that a few
-changes run all of them. A row with ``source("transforms/ema.py")`` stays as long as this module has changed, and all rows stay
-if the test's own file has changed. ``nox -s full`` runs all rows.
+A parametrized test that runs on real ranks keeps a third of its rows, and at least two. ``@pytest.mark.sample(3)`` says another
+number. ``sample(3, by="name")`` groups the tests of a file by the value of a parameter instead of by the function, and keeps
+three tests of each value. The rows rotate with the number of commits, so that a few changes run all of them. A row with
+``source("transforms/ema.py")`` stays as long as this module has changed, and all rows stay if the test's own file has changed.
+``nox -s full`` runs all rows.
 """
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 from collections import defaultdict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import pytest
 
+import dtrain
+import public
+
 ROOT = Path(__file__).parents[1]
+PACKAGE = Path(dtrain.__file__).parent
 
 
 @dataclass(frozen=True)
@@ -40,13 +47,13 @@ class Row:
     Args:
         name: id of the test.
         group: tests of which ``keep`` run.
-        keep: number of tests of the group that run.
+        keep: number of tests of the group that run; None for a third, and at least two.
         sources: files whose change keeps the row.
     """
 
     name: str
     group: str
-    keep: int
+    keep: int | None
     sources: Collection[str] = ()
 
 
@@ -61,8 +68,9 @@ def choose(rows: Sequence[Row], turn: Turn) -> set[str]:
     kept = {row.name for row in rows if turn.changed.intersection(row.sources)}
     for name, members in groups.items():
         ring = sorted(members, key=lambda row: crc32(row.name.encode()))
-        first = turn.number * members[0].keep + crc32(name.encode())
-        kept |= {ring[(first + index) % len(ring)].name for index in range(min(members[0].keep, len(ring)))}
+        keep = min(members[0].keep or max(2, len(ring) // 3), len(ring))
+        first = turn.number * keep + crc32(name.encode())
+        kept |= {ring[(first + index) % len(ring)].name for index in range(keep)}
     return kept
 
 
@@ -99,15 +107,32 @@ def deselect(config: pytest.Config, items: list[pytest.Item], turn: Turn) -> int
 
 def _row_of(item: pytest.Item) -> Row | None:
     """Return the row of a test; None for a test that always runs, and for one that the quick run skips anyway."""
-    mark = item.get_closest_marker("sample")
-    if mark is None or item.get_closest_marker("skip") is not None:
-        return None
-    path = item.path.relative_to(ROOT).as_posix()
-    by = mark.kwargs.get("by")
     callspec = getattr(item, "callspec", None)
-    group = getattr(item, "originalname", item.name) if by is None or callspec is None else str(callspec.params.get(by))
-    sources = [path, *(f"src/dtrain/{source}" for mark in item.iter_markers("source") for source in mark.args)]
-    return Row(name=item.nodeid, group=f"{path} {group}", keep=mark.args[0], sources=sources)
+    if callspec is None or item.get_closest_marker("skip") is not None:
+        return None
+    mark = item.get_closest_marker("sample")
+    if mark is None and "ranks" not in getattr(item, "fixturenames", ()):
+        return None
+    by = mark.kwargs.get("by") if mark is not None else None
+    path = item.path.relative_to(ROOT).as_posix()
+    return Row(
+        name=item.nodeid,
+        group=f"{path} {item.originalname if by is None else callspec.params.get(by)}",
+        keep=mark.args[0] if mark is not None else None,
+        sources=(path, *(f"src/dtrain/{source}" for mark in item.iter_markers("source") for source in mark.args)),
+    )
+
+
+def with_sources(rows: Mapping[str, Any]) -> list[Any]:
+    """Return the names of rows as parameters with the modules of their public functions, ``row.of``, as sources."""
+    values = {name.rpartition(".")[2]: public.value(name) for name in public.all_names()}
+    parameters = []
+    for name, row in rows.items():
+        functions = [values[function] for function in row.of if callable(values.get(function))]
+        files = {inspect.getsourcefile(inspect.unwrap(function)) for function in functions}
+        sources = [Path(file).relative_to(PACKAGE).as_posix() for file in files if file is not None]
+        parameters.append(pytest.param(name, marks=[pytest.mark.source(*sources)] if sources else ()))
+    return parameters
 
 
 def room_of(item: pytest.Item) -> str:
