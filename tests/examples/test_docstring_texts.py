@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.docstrings import PACKAGES, MIN_CHARACTERS, build_tokenizer, read_docstrings
+from helpers.docstrings import MIN_CHARACTERS, PACKAGES, build_tokenizer, read_docstrings
 from helpers.labelled_text import Labelled
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
