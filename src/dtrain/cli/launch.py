@@ -256,7 +256,11 @@ def _describe_results(plan: LaunchPlan) -> list[str]:
 
 
 def _relative_path(path: Path) -> str:
-    here = Path.cwd()
+    try:
+        here = Path.cwd()
+    except OSError:
+        # The working directory was deleted.
+        return str(path)
     return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
