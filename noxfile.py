@@ -10,6 +10,8 @@ nox.options.reuse_existing_virtualenvs = True
 nox.options.default_venv_backend = "virtualenv"
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # a process: there are as many processes as cores
+# Three workers on two cores, as many tests wait. The tests of a file run on one worker.
+SIDE_BY_SIDE = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 CORE = ("tests/step", "tests/shard", "tests/checkpoint", "tests/data", "tests/battery", "tests/launch/spawn", "tests/cli")
 
 
@@ -26,17 +28,16 @@ def install_to_test(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Everything that runs in minutes on two cores; with arguments, what pytest makes of them."""
+    """The quick set: all tests, of costly families a sample by turn. With arguments: pytest with these arguments."""
     install_to_test(session)
-    run = ["pytest"] if session.posargs else ["python", "tests/side_by_side.py"]
-    session.run(*run, *session.posargs, env=ONE_THREAD)
+    session.run("pytest", *(session.posargs or (*SIDE_BY_SIDE, "--sample")), env=ONE_THREAD)
 
 
 @nox.session
 def full(session: nox.Session) -> None:
-    """Everything, also what takes too long for every change."""
+    """All tests, also those that take too long for every change."""
     install_to_test(session)
-    session.run("pytest", "--slow", *session.posargs, env={**ONE_THREAD, "TEST_MOMENTS": "100"})
+    session.run("pytest", *SIDE_BY_SIDE, "--slow", *session.posargs, env={**ONE_THREAD, "TEST_MOMENTS": "100"})
 
 
 @nox.session
@@ -79,26 +80,20 @@ def accessibility(session: nox.Session) -> None:
 
 @nox.session(reuse_venv=False)
 def package(session: nox.Session) -> None:
-    """Wheel and sdist, installed where nothing else is: the README's example, what extras promise, and tests of the sdist."""
+    """Build the sdist, and the wheel from it. Where nothing else is installed, try the wheel, and run tests of the sdist."""
     folder = Path(session.create_tmp()).resolve()  # a path that holds in another folder, too
     shutil.rmtree(folder / "dist", ignore_errors=True)
     session.install("build")
-    session.run("python", "-m", "build", "--outdir", str(folder / "dist"))  # the sdist, and the wheel from that
+    session.run("python", "-m", "build", "--outdir", str(folder / "dist"))
     (wheel,), (sdist,) = (list((folder / "dist").glob(ending)) for ending in ("*.whl", "*.tar.gz"))
     shutil.unpack_archive(sdist, folder / "dist", filter="data")
     install(session, str(wheel))
     with session.chdir(folder / "dist" / sdist.name.removesuffix(".tar.gz")):
-        try_out(session, "ckpt/wheel")
-        session.install("--force-reinstall", "--no-deps", str(sdist))
-        try_out(session, "ckpt/sdist")
+        # The first command of the README, shortened, and the promises that hold without any extra.
+        session.run("dtrain", "launch", "-n", "2", "examples/pretrain_gpt.py", "--steps", "8", "--out", "ckpt", env=ONE_THREAD)
+        session.run("python", "tests/installed.py", "ckpt")
         install(session, "pytest", "hypothesis")
         session.run("python", "-m", "pytest", "tests/test_exports.py", "tests/test_readme.py", "tests/schedules/test_clock.py")
-
-
-def try_out(session: nox.Session, run: str) -> None:
-    """The first command of the README, shortened, and what holds without any extra."""
-    session.run("dtrain", "launch", "-n", "2", "examples/pretrain_gpt.py", "--steps", "8", "--out", run, env=ONE_THREAD)
-    session.run("python", "tests/installed.py", run)
 
 
 @nox.session

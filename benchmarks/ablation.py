@@ -43,7 +43,7 @@ class Recipe:
     Args:
         surgery: on the model before it is trained.
         transforms: of the step, made anew for each run.
-        finish: what becomes of the last state before it is judged.
+        finish: change of the last state before its evaluation.
     """
 
     surgery: Callable[[nn.Module], nn.Module] = same
@@ -137,7 +137,7 @@ def main() -> None:
     print(machine())
     print(f"\nResNet-8 on digits, {args.epochs} epochs, {args.seeds} seeds; processor time against the run without\n")
     print("| recipe | accuracy | held-out loss | time |\n|---|---|---|---|")
-    train(OFF, 1, 0)  # so that the first run of the table does not pay for what is loaded once
+    train(OFF, 1, 0)  # warm up, so that the first run of the table does not pay for imports
     off: list[tuple[float, float, float]] = []
     for name in ["off", *(args.only or RECIPES)]:
         runs = [train(RECIPES.get(name, OFF), args.epochs, seed) for seed in range(args.seeds)]

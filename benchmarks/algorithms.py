@@ -6,7 +6,7 @@
 
 A transform is listed in a composed step, and a loop in plain PyTorch does the same (benchmarks/algorithms_by_hand.py); the
 ratio is of whole steps of a small convolutional network (for sequences: of a small block of a transformer) in processor time.
-A surgery is measured against the same network without it, so its ratio is what the method itself costs. Both have the A/A band
+A surgery is measured against the same network without it, so its ratio is the cost of the method itself. Both have the A/A band
 of the same run beside them.
 """
 
@@ -119,7 +119,7 @@ class Case:
         make: makes it; None is a step without any.
         kind: of the model.
         draw: of a batch.
-        exact: whether both sides must reach the same parameters: a method that draws does not.
+        exact: if True, both sides must reach the same parameters. False for methods that draw random numbers.
     """
 
     make: Callable[[], dt.Transform | None]
@@ -130,7 +130,7 @@ class Case:
 
 DRAWN = partial(Case, exact=False)
 TRANSFORMS: dict[str, Case] = {
-    "nothing": Case(make=lambda: None),  # what the composed step itself costs, which is in all of the others
+    "nothing": Case(make=lambda: None),  # the cost of the composed step itself, which all other rows include
     "clip_by_norm": Case(make=lambda: dt.transforms.clip_by_norm(0.5)),
     "clip_by_value": Case(make=lambda: dt.transforms.clip_by_value(0.01)),
     "adaptive_clip": Case(make=lambda: dt.transforms.adaptive_clip(0.01)),
@@ -298,7 +298,7 @@ def main() -> None:
             key: round(value, 3) for key, value in (("ratio", ratio.value), ("low", ratio.low), ("high", ratio.high))
         }
         if args.out is not None:
-            write(args.out, costs)  # after each: a run that is interrupted leaves what it has
+            write(args.out, costs)  # after each case, so that an interrupted run keeps its results
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Methods as one writes them into a loop of one's own, in plain PyTorch: what dtrain's transforms are measured against.
+"""Methods written by hand in plain PyTorch: the baselines of the transforms of dtrain.
 
 A ``Hand`` is a step of training; a method overrides one of its parts. Where dtrain's own tensor helper is called (RandAugment,
 AugMix), it is the step around it that is compared.

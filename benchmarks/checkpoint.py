@@ -6,7 +6,7 @@
 
 Prints Markdown: for each model the seconds of every way to save and load it, then the claims with their targets and verdicts.
 Saves are timed until the bytes are on the disk, loads are of files in the page cache; a rank waits for the slowest. Every
-ratio is of calls in the same rounds, and behind it stands what the noise of this run leaves of it (see ``measure``).
+ratio is of calls in the same rounds, followed by its range within the noise of this run (see ``measure``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python benchmarks/checkpoint_faults.py --out faults.json                      # everything: hours
     python benchmarks/checkpoint_faults.py --out faults.json --row kills --count 200
-    python benchmarks/checkpoint_faults.py --out faults.json --show               # the table of what was done so far
+    python benchmarks/checkpoint_faults.py --out faults.json --show               # the table of the results so far
 
 The file holds seed, counts, dates, machine and outcomes, and where each row is to go on: the same command continues. Prints a
 table in Markdown, and exits with 1 when anything came that must not. Where nothing did in N faults, it comes in less than 3/N
@@ -38,7 +38,7 @@ class Row:
     """A line of the table.
 
     Args:
-        title: what happens.
+        title: description of the fault.
         draw: makes some faults; asked of a nursery.
         count: how many faults make the full set; None for all that there are.
         draws: how many draws hold all that there are; asked of a nursery.
@@ -177,7 +177,7 @@ def _line(row: Row, progress: Progress) -> str:
 
 
 def show(report: Report) -> None:
-    """Print what was done so far."""
+    """Print the results so far."""
     print(f"- seed: {report.seed}")
     for line in report.machines:
         print(f"- {line}")
@@ -231,11 +231,11 @@ def run(path: Path, report: Report, names: Mapping[str, Row], count: int | None)
 def main() -> None:
     """Go on where the file ends, and print the table."""
     parser = argparse.ArgumentParser(description="The full set of faults for checkpoints.")
-    parser.add_argument("--out", type=Path, required=True, help="the file that holds what was done, and is gone on with")
+    parser.add_argument("--out", type=Path, required=True, help="file of results; a run continues it")
     parser.add_argument("--row", action="append", choices=list(ROWS), help="may be repeated; all rows without it")
     parser.add_argument("--count", type=int, help="faults in each row; the full set without it")
     parser.add_argument("--seed", type=int, help="of all draws; 0 without it")
-    parser.add_argument("--show", action="store_true", help="print what was done so far, and do nothing")
+    parser.add_argument("--show", action="store_true", help="print the results so far, and run nothing")
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     report = read(options.out, options.seed)

@@ -1,7 +1,7 @@
 """Ways to save and load a training state on the ranks of a job: dtrain's, DCP's, ``torch.save``, and bare copies and writes.
 
 Each way says in which moments it is to be judged: ``held`` is when the training thread may change parameters again, ``done``
-is when the bytes are durable (of a save) or in place (of a load). What a peer can prepare once for a whole run, its tree of
+is when the bytes are durable (of a save) or in place (of a load). Objects that a peer can prepare once per run, its tree of
 tensors, it may prepare beforehand. Nobody's figures profit from unfinished work: all that is written is flushed to the disk.
 """
 
@@ -60,7 +60,7 @@ MODELS: dict[str, Callable[[int], nn.Module]] = {"small": SmallTensors, "large":
 
 @dataclass(slots=True, eq=False, repr=False)
 class Run:
-    """A training run on this rank, and what ways to save it keep between saves."""
+    """A training run on this rank, and the objects that peers keep between saves."""
 
     state: dt.TrainState
     root: Path
@@ -115,7 +115,7 @@ def digest(run: Run) -> str:
 
 
 def scramble_(run: Run) -> None:
-    """Mutates: all that this rank would save, to what no save has held."""
+    """Change all tensors of this rank, so that each save writes new values. Mutates: the run."""
     for tensor in run.shards().values():
         tensor.fill_(-3.0)
 
@@ -130,7 +130,7 @@ class Way:
 
     Args:
         save: writes the run below a folder, which is new for every call unless ``one_root``.
-        load: reads what ``save`` wrote there into the run.
+        load: reads the files of ``save`` into the run.
         ready: made before each timed call, and not timed.
         one_root: the folder is the same for every call, as in a real run; the step is a new one.
         direct: not every file system can do it.

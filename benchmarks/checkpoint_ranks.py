@@ -24,7 +24,7 @@ Timings = dict[str, dict[str, list[tuple[float, float]]]]
 
 
 def saves(model: str, size: int, root: str, ways: Sequence[str], rounds: int) -> dict[str, Any]:
-    """Rounds of saves, and what a rank had to write."""
+    """Seconds of the rounds of saves, and the bytes that a rank wrote."""
     run = build(model, size, Path(root) / "saves")
     run.root.mkdir(parents=True, exist_ok=True)
     direct = takes_direct(run.root)
@@ -47,7 +47,7 @@ def loads(model: str, size: int, root: str, ways: Sequence[str], rounds: int) ->
         scramble_(run)
         calls[name]()  # none of those that count is the first
         if not way.bare and digest(run) != before:
-            raise SystemExit(f"checkpoint: {name}: what was loaded is not what was saved")
+            raise SystemExit(f"checkpoint: {name}: the loaded tensors differ from the saved ones")
     return {"timings": _rounds(calls, rounds), "bytes": _total(run.nbytes)}
 
 

@@ -188,7 +188,7 @@ def in_memory(name: str, size: int, folder: Path) -> dict[str, Run]:
 
 
 def loading(folder: Path, rounds: int, scale: float) -> None:
-    """Print what a pass takes on each dataset, without workers and with two."""
+    """Print the time of a pass over each dataset, without workers and with two."""
     torch.set_num_threads(1)  # as workers do; CPU time is then the work that is done
     for work in WORKS:
         size = max(2 * work.batch_size, int(work.size * scale))

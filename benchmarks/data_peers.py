@@ -1,4 +1,4 @@
-"""The peers of the data benchmark, and what the tests know about starting them."""
+"""Define the peers of the data benchmark, and how to start them."""
 
 from __future__ import annotations
 

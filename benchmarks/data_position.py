@@ -134,7 +134,7 @@ def agreeing(steps: int) -> Rounds:
     """Seconds of the vote before a step on this rank, after ranks have computed for a while; in twos."""
     seen = []
     for step in range(2 * steps):
-        time.sleep(0.005)  # in the place of a step: what was left in caches by the last vote is gone
+        time.sleep(0.005)  # stands for a step, which evicts the last vote from the caches
         dist.barrier()
         begun = time.perf_counter()
         sync_before_forward(samples=8, tokens=0, microbatches=1, zero_weight_seen=False, loss_terms=("loss",), step=step)
@@ -143,7 +143,7 @@ def agreeing(steps: int) -> Rounds:
 
 
 def agreement(steps: int) -> None:
-    """Print what agreeing costs a step on two ranks, the slower of them."""
+    """Print the cost of the agreement per step, on the slower of two ranks."""
     ranks = run_ranks(agreeing, 2, steps, timeout_s=600.0)
     slower = [(max(a for a, _ in same), max(b for _, b in same)) for same in zip(*ranks, strict=True)]
     share = _scaled(typical(slower), 100 / STEP_S)
@@ -167,7 +167,7 @@ def quality(shards: int, samples: int, batch_size: int = 256) -> None:
 
 
 def shards_in_use(order: SampleOrder, sizes: Sequence[int], batch_size: int) -> int:
-    """The most shards that are begun and not yet read to their end, over an epoch: what a cache has to hold."""
+    """Return the largest number of partly read shards over an epoch, which a cache must hold."""
     shard = np.searchsorted(np.cumsum(sizes), order.indices(0, 0, order.size).numpy(), side="right")
     first, last = np.full(len(sizes), order.size), np.zeros(len(sizes), np.int64)
     places = np.arange(order.size) // batch_size

@@ -63,7 +63,7 @@ Epoch = Callable[[], Iterator[Any]]
 
 
 def streaming(folder: Path, rounds: int, samples: int) -> None:
-    """Print what a pass takes, case by case."""
+    """Print the time of a pass for each case."""
     if mosaicml() is None:
         print("streaming: mosaicml-streaming is not installed, so there is nothing to compare with")
         return

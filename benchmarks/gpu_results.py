@@ -97,7 +97,7 @@ def _as_json(cell: Cell) -> Any:
 
 
 def collect_facts(device: torch.device, command: str) -> dict[str, Any]:
-    """Return the facts of a run; those of a device are empty on a CPU."""
+    """Return the facts of a run. The facts of a device are empty on a CPU."""
     facts: dict[str, Any] = {"device": "", "device_memory_gib": 0.0, "capability": "", "driver": ""}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
@@ -209,7 +209,7 @@ def device_sentence(contents: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def page_summary(contents: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the list of runs: what was run, when, and on what; then the names of the rest."""
+    """Return the list of runs with commands, dates and devices; then the names of the rest."""
     said = device_sentence(contents)
     if not contents:
         return f"{said} The commands below are ready.\n"

@@ -37,7 +37,7 @@ def commands() -> dict[str, tuple[list[str], int]]:
 
 
 def run(command: Sequence[str], expected: int, folder: str) -> None:
-    """Run one process to its end; what it did wrong is no time worth having."""
+    """Run one process to its end. Raise if it fails, as its time means nothing."""
     code = subprocess.run(command, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode
     if code != expected:
         raise SystemExit(f"import_time: {' '.join(command)} exited with {code}, not {expected}; is dtrain installed?")

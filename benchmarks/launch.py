@@ -89,7 +89,7 @@ def launchers() -> dict[str, Launcher]:
 
 
 def run(command: Sequence[str], folder: str, expected: int | None = 0) -> None:
-    """Run one launcher to its end; what it did wrong is no time worth having."""
+    """Run one launcher to its end. Raise if it fails, as its time means nothing."""
     for path in (*Path(folder).glob("up-*"), Path(folder) / "failed", Path(folder) / "again"):
         path.unlink(missing_ok=True)
     done = subprocess.run(command, cwd=folder, env={**os.environ, "FOLDER": folder}, capture_output=True, text=True)

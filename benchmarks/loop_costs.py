@@ -1,4 +1,4 @@
-"""Count what a rank sends over the control plane in each part of a training loop, on 2 to 16 real ranks.
+"""Count the messages of a rank over the control plane in each part of a training loop, on 2 to 16 real ranks.
 
     python benchmarks/loop_costs.py                    # 2, 4, 8 and 16 ranks
     python benchmarks/loop_costs.py --ranks 2 4
@@ -150,7 +150,7 @@ class Cost:
 
     Args:
         name: name of the part.
-        by_world: what the rank that sends the most sends, by number of ranks.
+        by_world: messages of the rank that sends the most, by number of ranks.
     """
 
     name: str

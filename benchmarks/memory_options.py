@@ -1,4 +1,4 @@
-"""Peak memory of each option that makes a model fit, against none of them, and what computing again costs in time.
+"""Peak memory of each option that makes a model fit, against none of them, and the time that recomputation takes.
 
     python benchmarks/memory_options.py                   # about five minutes on two free cores
     python benchmarks/memory_options.py --pairs 300       # a narrower band for the times
@@ -86,7 +86,7 @@ def _counted() -> AbstractContextManager[Any]:
 
 
 def measured(name: str) -> dict[str, float]:
-    """Peak bytes of this rank in the second step, what is live between steps, and the norm of the gradient."""
+    """Return the peak bytes of this rank in the second step, the bytes live between steps, and the norm of the gradient."""
     option = OPTIONS[name]
     with _counted():
         torch.manual_seed(0)

@@ -8,7 +8,7 @@ latter twice: with everything, and without the two transforms that look at tenso
 work is the device's on a GPU, and on a CPU falls to the same thread. All are processor time of the training thread: sinks that
 may be slow have a thread of their own. The model is small, so that microseconds can be seen.
 
-Then the ledger alone: what the spans of a step cost together, with a ledger that writes a line every ten seconds, and one line.
+Then the ledger alone: the cost of the spans of a step with a ledger that writes a line every ten seconds, and of one line.
 
 How long a report takes, and how large it gets: ``python benchmarks/report.py``.
 """
@@ -80,7 +80,7 @@ def whole(folder: Path, pairs: int) -> list[str]:
 
 
 def stretch(step: Callable[[], None]) -> None:
-    """Some steps: what a single one takes depends on who has had the caches before."""
+    """Run several steps, because the time of a single step depends on the state of the caches."""
     for _ in range(EVERY):
         step()
 
@@ -98,7 +98,7 @@ def bare() -> Callable[[], None]:
 
 
 def observed(folder: Path, interval: int, *, looking: bool = True) -> Callable[[], None]:
-    """A step of the loop with everything, which logs every ``interval`` steps; without what is ``looking`` at tensors."""
+    """A step of the loop with everything, which logs every ``interval`` steps; without the monitors in ``looking``."""
     folder.mkdir()
     inside = [
         dt.profiling.snapshot_on_oom(folder / "memory"),

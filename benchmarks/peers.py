@@ -5,7 +5,7 @@
     python benchmarks/peers.py --only "bare step" --pairs 100 # with the peers that are installed; the other rows stay
 
 A row has candidates: the loop by hand or another floor where there is one, peers, dtrain. All of them run interleaved in one
-process, or one set of processes. What they are compared with is the row's ``reference``; ``measure`` has the arithmetic. A
+process, or one set of processes. They are compared with the ``reference`` of the row; ``measure`` has the arithmetic. A
 peer that is not installed is listed as missing, and a row that is lost is published like any other.
 """
 
@@ -70,7 +70,7 @@ class Row:
     """A row of the table.
 
     Args:
-        what: the name of the row.
+        what: name of the row.
         measure: times, or weighs, all candidates.
         reference: candidate that the others are divided by.
         at_most: target of dtrain's ratio; of its figure where there is a unit.

@@ -1,4 +1,4 @@
-"""Count what a resume reads as the number of ranks grows: bytes, requests and messages on real ranks, and planned at 512.
+"""Count the reads of a resume as the number of ranks grows: bytes, requests and messages on real ranks, and planned at 512.
 
     python benchmarks/scale_checkpoint.py                    # everything: some minutes
     python benchmarks/scale_checkpoint.py --only plan        # without processes: 512 and 4,096 ranks
@@ -62,7 +62,7 @@ def save(root: str, size: int = SIZE) -> int:
 
 
 def load(root: str, size: int = SIZE) -> dict[str, int]:
-    """Load it into a new state, and count the bytes that this rank reads, and those of its own shards."""
+    """Load into a new state. Count the bytes that this rank reads, and the bytes of its own shards."""
     run = build("large", size, Path(root), stepped=False)
     counted = {"read": 0, "indexes": 0}
     original = LocalFileReader.read_into
@@ -120,7 +120,7 @@ def on_server(environment: Mapping[str, str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def counted_requests() -> Iterator[list[str]]:
-    """Note method and path of every request to S3 that this process sends, without those of the lock's heartbeat."""
+    """Record method and path of every request to S3 of this process, except for heartbeats of the lock."""
     from aiobotocore.httpsession import AIOHTTPSession
 
     found: list[str] = []
@@ -260,7 +260,7 @@ class Planned:
         return frozenset(key for key in self.refs if key.endswith("/step"))
 
     def regions(self, rank: int) -> dict[str, Region]:
-        """Return what a rank holds of each tensor."""
+        """Return the shards of a rank."""
         boxes = {shape: self.box(shape, rank) for shape in {*self.keys.values()}}
         sharded = {key: boxes[shape] for key, shape in self.keys.items()}
         return {key: sharded.get(key, Region((), ())) for key in self.refs}
@@ -286,7 +286,7 @@ class Planned:
         return RankIndex(rank=rank, begins=begins, per_rank=[], blocks=(Blocks(ends, digests),), values=values)
 
     def parts(self, rank: int) -> RankParts:
-        """Return what a rank reports to rank 0 at the commit."""
+        """Return the report of a rank to rank 0 at the commit."""
         regions = self.regions(rank)
         held = {key: (0, *regions[key]) for key in self.keys if 0 not in regions[key].size}
         return RankParts.of(list(self.refs), held)
@@ -321,7 +321,7 @@ class Planned:
         )
 
     def resume(self, rank: int, ranks: int) -> dict[str, float]:
-        """Count what a rank of another job, of ``ranks`` ranks, reads of this checkpoint."""
+        """Count the reads of a rank of another job, of ``ranks`` ranks."""
         target = Planned(shapes=self.shapes, ranks=ranks)
         regions = {key: region for key, region in target.regions(rank).items() if key in self.keys}
         reader = self.reader()

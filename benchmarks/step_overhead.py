@@ -106,7 +106,7 @@ class Hand:
 
     Every microbatch counts its own weight, as a loss function that returns both does. Clipping works on all gradients
     together, where ``nn.utils.clip_grad_norm_`` would sort them by device and dtype first. Gradients become None, not zero.
-    What is logged stays on the device.
+    Logged metrics stay on the device.
     """
 
     def __init__(self, work: Work, dtype: torch.dtype) -> None:
@@ -155,7 +155,7 @@ class HandOnce(Hand):
 class HandSharded:
     """The same on several ranks with FSDP2, reducing gradients once a step; arithmetic is on the local shards.
 
-    Two small all-reduces a step are what is needed: of the weight, and of the squared norm.
+    A step needs two small all-reduces: of the weight, and of the squared norm.
     """
 
     def __init__(self, work: Work, dtype: torch.dtype) -> None:
@@ -260,7 +260,7 @@ def check_arithmetic(
 
 
 def one_process(work: Work, pairs: int) -> None:
-    """Print what a step costs in one process, in CPU time."""
+    """Print the CPU time of a step in one process."""
     torch.set_num_threads(1)  # CPU time is then the work that is done, not how long threads wait for each other
     makes: dict[str, Callable[[Work, torch.dtype], Any]] = {"dtrain": Composed, "once": HandOnce, "hand": Hand}
     check_arithmetic(work, list(makes.values()))
@@ -294,7 +294,7 @@ def on_a_rank(key: str, pairs: int) -> dict[str, Any]:
 
 
 def two_ranks(key: str, pairs: int) -> None:
-    """Print what a fully sharded step costs on two ranks, and its messages."""
+    """Print the time and the messages of a fully sharded step on two ranks."""
     with Ranks(2) as ranks:
         reports = ranks.run(on_a_rank, key, pairs, timeout_s=1800.0)
     name = f"{WORKS[key].name}, 2 ranks, full_shard"

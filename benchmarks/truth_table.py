@@ -1,7 +1,7 @@
 """The rows of the truth table with dtrain, torchrun and Composer's launcher, one after the other, as a table in Markdown.
 
 Each cell: exit code, lines on standard error besides the program's own traceback, processes left two seconds after the
-launcher's end, and the seconds from what the row is about to that end. The rows are those that ``tests/launch/table`` holds
+launcher's end, and the seconds from the event of the row to that end. The rows are those that ``tests/launch/table`` holds
 dtrain to. Two ranks; where a row is about one of them, it is rank 1.
 
     python benchmarks/truth_table.py [--cap 60] [--only TEXT] [--composer PROGRAM]
@@ -34,7 +34,7 @@ from table.rows import ROWS, Row
 from table.running import Command, Seen, dtrain, start, why_no_mounts
 from table.simulated_failures import SIMULATED, SimulatedFault, simulate
 
-SETTLE_S = 2.0  # what is promised for a launcher that was killed
+SETTLE_S = 2.0  # the promise for a killed launcher
 RANKS = 2
 LOGS = "{folder}/logs"  # where a row is about the folder of the logs
 
@@ -56,7 +56,7 @@ def composer(program: str) -> Command:
 
 
 def cell(row: Row, command: Command, *, cap_s: float) -> str:
-    """Run a row, and what came of it."""
+    """Run a row and return its outcome."""
     if command is not dtrain and row.not_for_others:
         return f"not tried: {row.not_for_others}"
     if row.mounts and (refusal := why_no_mounts()):

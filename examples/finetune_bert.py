@@ -1,12 +1,12 @@
-"""Fine-tune a text classifier of the transformers library, which knows nothing of dtrain, and write it back for transformers.
+"""Fine-tune a text classifier of the transformers library, and export it for from_pretrained.
 
     dtrain launch -n 2 examples/finetune_bert.py                                # a small BERT: which package is a docstring of?
     dtrain launch -n 8 examples/finetune_bert.py --model bert-base-uncased --data reviews.csv      # columns text and label
     python examples/finetune_bert.py --model FOLDER                             # weights of save_pretrained, one process
 
-On two CPU cores the first command takes 23 s and names the right package for 0.76 of the held-out docstrings (the largest one:
-0.18). The same command goes on after the last checkpoint; at the end OUT/export is what from_pretrained loads.
-Needs `pip install transformers`. Nothing is downloaded unless --model names what is not here.
+On two CPU cores the first command takes 23 s and predicts the package of 0.76 of the held-out docstrings (majority class:
+0.18). The same command goes on after the last checkpoint. At the end from_pretrained loads OUT/export.
+Needs `pip install transformers`. Downloads nothing, unless --model names a model on the hub.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from helpers.docstrings import read_docstrings
 from helpers.labelled_text import Tokenized, read_table
 
 BATCH = dt.batch_spec({"input_ids": "batch seq", "attention_mask": "batch seq", "labels": "batch"})
-SHOWN = ["loss", "accuracy", "lr", "held_out/*", "speed/*_per_s", "memory/peak*_bytes"]  # to people; metrics.jsonl has all
+SHOWN = ["loss", "accuracy", "lr", "held_out/*", "speed/*_per_s", "memory/peak*_bytes"]  # metrics.jsonl has all metrics
 
 
 def arguments() -> argparse.Namespace:
@@ -29,31 +29,31 @@ def arguments() -> argparse.Namespace:
     option = parser.add_argument
     option("--model", metavar="NAME_OR_PATH", help="a folder, or a name on the hub (default: a small BERT, random weights)")
     option("--data", type=Path, metavar="FILE", help="a .csv, .jsonl or .parquet (default: the standard library's docstrings)")
-    option("--out", type=Path, default=Path("ckpt/finetune_bert"), help="all of the run (%(default)s)")
+    option("--out", type=Path, default=Path("ckpt/finetune_bert"), help="folder of the run (%(default)s)")
     option("--until", default="3ep", help="length of the run, as 3ep or 400ba (%(default)s)")
-    option("--batch", type=int, default=64, help="samples of a step, over all ranks (%(default)s)")
-    option("--microbatch", type=int, default=8, help="samples at a time; 0: as many as fit (%(default)s)")
-    option("--seq", type=int, default=128, help="tokens that a text is cut and padded to (%(default)s)")
-    option("--lr", type=float, help="peak rate (2e-5; 2e-3 without --model: random weights have further to go)")
-    option("--weight-decay", type=float, default=0.01, help="share of a weight that a step at the peak takes (%(default)s)")
+    option("--batch", type=int, default=64, help="samples per step, over all ranks (%(default)s)")
+    option("--microbatch", type=int, default=8, help="samples per microbatch; 0: as many as fit (%(default)s)")
+    option("--seq", type=int, default=128, help="length of a text in tokens; longer texts are cut (%(default)s)")
+    option("--lr", type=float, help="peak learning rate (2e-5, and 2e-3 for random weights)")
+    option("--weight-decay", type=float, default=0.01, help="decoupled weight decay (%(default)s)")
     option("--spare-norms", action="store_true", help="no decay of norms and biases")
-    option("--precision", choices=["bf16", "fp32"], default="bf16", help="what is computed in (%(default)s)")
-    option("--patience", default="2ep", help="time without a better held-out loss that ends the run (%(default)s)")
-    option("--workers", type=int, default=4, help="loader processes of a node (%(default)s)")
-    option("--seed", type=int, default=42, help="of weights, dropout and order (%(default)s)")
+    option("--precision", choices=["bf16", "fp32"], default="bf16", help="dtype of the forward and backward (%(default)s)")
+    option("--patience", default="2ep", help="end the run after this time without a better held-out loss (%(default)s)")
+    option("--workers", type=int, default=4, help="loader workers per node (%(default)s)")
+    option("--seed", type=int, default=42, help="seed of weights, dropout and sample order (%(default)s)")
     option("--without", nargs="+", choices=["recompute", "warmup", "clip"], default=[], help="leave these methods out")
     return parser.parse_args()
 
 
 def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     logits, labels = model(batch["input_ids"], attention_mask=batch["attention_mask"]).logits.float(), batch["labels"]
-    right = (logits.argmax(-1) == labels).sum()
+    correct = (logits.argmax(-1) == labels).sum()
     total = nn.functional.cross_entropy(logits, labels, reduction="sum")
-    return dt.LossSum(total=total, weight=len(labels), aux={"accuracy": (right, len(labels))})
+    return dt.LossSum(total=total, weight=len(labels), aux={"accuracy": (correct, len(labels))})
 
 
-def scores_of(model: nn.Module, quiz: dt.data.Loader) -> dict[str, float]:
-    return {f"held_out/{name}": value for name, value in dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn)).items()}
+def evaluate(model: nn.Module, test_loader: dt.data.Loader) -> dict[str, float]:
+    return {f"held_out/{name}": value for name, value in dt.reduce_metrics(dt.evaluate(model, test_loader, loss_fn)).items()}
 
 
 def main() -> None:
@@ -72,7 +72,7 @@ def main() -> None:
         load_into_(model, folder, config)
         load = partial(dt.build_loader, mesh=mesh, seed=args.seed, num_workers=args.workers)
         loader = load(train, global_batch_size=args.batch)
-        quiz = load(held_out, global_batch_size=4 * args.batch, shuffle=False)
+        test_loader = load(held_out, global_batch_size=4 * args.batch, shuffle=False)
         length = loader.run_length(args.until)
         groups = dt.optim.param_groups(
             model, weight_decay=args.weight_decay, no_decay=lambda _, p: args.spare_norms and p.ndim < 2
@@ -103,7 +103,7 @@ def main() -> None:
         for batch in loader.until(args.until, stop=stop):
             state, metrics = step(state, batch)
             if state.crossed("1ep"):
-                scores = scores_of(model, quiz)
+                scores = evaluate(model, test_loader)
                 stop(state, scores)
                 log(state.step, dt.monitors.collect(state, dt.reduce_metrics(metrics), scores, *meters))
                 checkpoints.save(state)
@@ -116,15 +116,15 @@ def main() -> None:
             return
 
         if scores is None or not state.crossed("1ep"):
-            scores = scores_of(model, quiz)
+            scores = evaluate(model, test_loader)
             log(state.step, scores)
         dt.save_sharded(run / "weights", state, scope="weights", keep_last=1)
         if dist.is_main:
             with dt.span("export", "checkpoint"):
                 export(run / "weights", run / "export", config, tokenizer)
             print(f"{run / 'export'}: weights, config and tokenizer for from_pretrained, after step {state.step}")
-            right, most = scores["held_out/accuracy"], parts[1].majority(parts[0])
-            print(f"held-out accuracy {right:.4f}, baseline {most:.4f} (majority class)")
+            correct, majority = scores["held_out/accuracy"], parts[1].majority(parts[0])
+            print(f"held-out accuracy {correct:.4f}, baseline {majority:.4f} (majority class)")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""Pretrain a BERT of the transformers library, which fills gaps in text: the documentation that comes with Python.
+"""Pretrain a BERT of the transformers library: predict masked tokens in the documentation that comes with Python.
 
-    dtrain launch -n 2 examples/pretrain_bert.py                                       # every method on
-    dtrain launch -n 2 examples/pretrain_bert.py --without alibi packing --out OTHER   # some of them off
+    dtrain launch -n 2 examples/pretrain_bert.py                                       # all methods
+    dtrain launch -n 2 examples/pretrain_bert.py --without alibi packing --out OTHER   # without two methods
     python examples/pretrain_bert.py                                                   # one process, no launcher
 
-Before it is sharded the model gets ALiBi, gated linear units and low-precision layer norms; documents are packed into blocks.
+Surgery adds ALiBi, gated linear units and low-precision layer norms before sharding. Documents are packed into blocks.
 On two CPU cores: 153 s, held-out loss 4.13 (unigram entropy 5.36). The same command resumes. Needs `pip install transformers`.
 """
 
@@ -23,7 +23,7 @@ from helpers.masked_text import Corpus, MaskedOnce, Masking, packed, padded, rea
 SEQ = 128
 METHODS = ("alibi", "glu", "low_precision_norm", "length_warmup", "packing")
 
-# In bfloat16, a CPU's logits are a view of what the last matmul gave. It would matter to a loss that writes into them.
+# In bfloat16 on a CPU the logits are a view of the last matmul's output. Only a loss that writes into its logits is affected.
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor")
 
 
@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
 
 
 def build_bert(words: int, methods: set[str]) -> nn.Module:
-    """Build BERT on meta, with the methods in it. A gate adds a third matrix to a network, so the other two get smaller."""
+    """Build BERT with the methods on the meta device. The gate adds a third matrix, so the intermediate size is smaller."""
     config = BertConfig(
         vocab_size=words,
         hidden_size=128,
@@ -44,7 +44,7 @@ def build_bert(words: int, methods: set[str]) -> nn.Module:
         num_attention_heads=4,
         intermediate_size=344 if "glu" in methods else 512,
         max_position_embeddings=SEQ,
-        hidden_dropout_prob=0.0,  # in three epochs nothing is learnt by heart
+        hidden_dropout_prob=0.0,  # three epochs are too few to overfit
         attention_probs_dropout_prob=0.0,
     )
     with torch.device("meta"):
@@ -59,12 +59,12 @@ def build_bert(words: int, methods: set[str]) -> nn.Module:
     return model
 
 
-def fill(model: nn.Module, mesh: object, corpus: Corpus) -> nn.Module:
-    """The model, sharded, with BERT's own weights, but that it begins with how frequent tokens are: it need not learn that."""
-    own, frequency = model._init_weights, corpus.log_frequency()
+def shard_and_initialize(model: nn.Module, mesh: object, corpus: Corpus) -> nn.Module:
+    """Shard the model and initialize it as BERT does, except for the output bias: the logarithm of the token frequencies."""
+    bert_init, frequency = model._init_weights, corpus.log_frequency()
 
     def init(module: nn.Module) -> None:
-        own(module)
+        bert_init(module)
         if isinstance(module, BertLMPredictionHead):
             module.bias.data.copy_(frequency)
 
@@ -73,8 +73,8 @@ def fill(model: nn.Module, mesh: object, corpus: Corpus) -> nn.Module:
 
 def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     tokens, labels = batch["input_ids"], batch["labels"]
-    within = dt.data.document_mask(batch["documents"], causal=False)
-    logits = model(input_ids=tokens, attention_mask=within, position_ids=batch["positions"]).logits
+    attention_mask = dt.data.document_mask(batch["documents"], causal=False)
+    logits = model(input_ids=tokens, attention_mask=attention_mask, position_ids=batch["positions"]).logits
     loss = dt.cross_entropy(logits, labels)
     right, length = (logits.argmax(-1) == labels).sum(), (tokens.numel(), len(tokens))
     return dt.LossSum(total=loss.total, weight=loss.weight, aux={"right": (right, loss.weight), "length": length})
@@ -87,7 +87,7 @@ def main() -> None:
     blocks = (packed if "packing" in methods else padded)(corpus.train, SEQ)
     with dt.init_dist() as dist:
         run, mesh = dt.open_run(args.out, settings=vars(args)), dt.build_mesh()
-        model = fill(build_bert(corpus.words, methods), mesh, corpus)
+        model = shard_and_initialize(build_bert(corpus.words, methods), mesh, corpus)
         optimizer = dt.optim.DecoupledAdamW(dt.optim.param_groups(model, weight_decay=1e-5), lr=2e-3, betas=(0.9, 0.98))
         loader = dt.build_loader(blocks, mesh=mesh, global_batch_size=16, seed=0, transform=masking)
         length = loader.run_length(args.until)
@@ -114,14 +114,14 @@ def main() -> None:
 
         with dt.span("gaps", "evaluation"):
             gaps = MaskedOnce(packed(corpus.held_out, SEQ), masking)
-        quiz = dt.build_loader(gaps, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
-        found = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))
-        records(state.step, {"held_out/loss": found["loss"], "held_out/right": found["right"]})
+        test_loader = dt.build_loader(gaps, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
+        scores = dt.reduce_metrics(dt.evaluate(model, test_loader, loss_fn))
+        records(state.step, {"held_out/loss": scores["loss"], "held_out/right": scores["right"]})
         if dist.is_main:
             counts = gaps.counts()
-            commonest = f"the commonest token would fill {counts.max() / counts.sum():.1%}"
-            print(f"{found['right']:.1%} of {counts.sum()} gaps are filled with what was there, {commonest}")
-            print(f"held-out loss {found['loss']:.4f} nats/token, baseline {gaps.entropy():.4f} (unigram entropy of the gaps)")
+            frequent = f"the most frequent token {counts.max() / counts.sum():.1%}"
+            print(f"{scores['right']:.1%} of {counts.sum()} masked tokens are predicted, baseline: {frequent}")
+            print(f"held-out loss {scores['loss']:.4f} nats/token, baseline {gaps.entropy():.4f} (unigram entropy)")
 
 
 if __name__ == "__main__":

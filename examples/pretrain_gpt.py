@@ -1,13 +1,13 @@
-"""Train a byte-level GPT on text that is on this machine or on a server, stop it in any way, and go on exactly where it was.
+"""Train a byte-level GPT on local or streamed text. Stop the run in any way, and resume it exactly.
 
-    dtrain launch -n 2 examples/pretrain_gpt.py                   # two processes; a GPU each where there are enough
+    dtrain launch -n 2 examples/pretrain_gpt.py                   # two processes, one GPU each if there are enough
     python examples/pretrain_gpt.py                               # one process, no launcher
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py          # another launcher
 
 On two CPU cores the first command takes 82 s to a held-out loss of 1.465 nats per byte (unigram entropy 3.197).
-The same command resumes, also with another number of processes or another --strategy. All of the run goes to --out;
+The same command resumes, also with another number of processes or another --strategy. The run writes to --out;
 `dtrain report OUT` makes a page of it, and `dtrain top OUT` shows it live.
-Text that does not fit here is streamed with --data s3://bucket/corpus; each of its parts, train and val, is made by
+Stream a large corpus with --data s3://bucket/corpus. This command writes its part `train`; `val` is written alike:
 
     dtrain data write 'train/*.txt' s3://bucket/corpus/train --from documents --tokenizer bytes --concat 129
 """
@@ -31,7 +31,7 @@ BATCH = dt.batch_spec({"input_ids": "batch seq", "labels": "batch seq"})
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--text", metavar="GLOB", help="files to train on (default: the standard library's source code)")
-    parser.add_argument("--data", metavar="URL", help="instead: shards of windows of SEQ + 1 bytes, in URL/train and URL/val")
+    parser.add_argument("--data", metavar="URL", help="instead of --text: shards of SEQ + 1 bytes in URL/train and URL/val")
     parser.add_argument("--out", type=Path, default=Path("ckpt/pretrain_gpt"), help="metrics and checkpoints (%(default)s)")
     parser.add_argument("--steps", type=int, default=600, help="length of the run (%(default)s)")
     parser.add_argument("--save-every", type=int, default=100, metavar="STEPS", help="steps per checkpoint (%(default)s)")
@@ -90,8 +90,8 @@ def main() -> None:
         if dt.should_stop(state):
             return
 
-        quiz = build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
-        loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
+        test_loader = build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
+        loss = dt.reduce_metrics(dt.evaluate(model, test_loader, loss_fn))["loss"]
         records(state.step, {"held_out/loss": loss})
         with dt.span("baseline", "evaluation"):
             entropy = unigram_entropy(held_out)

@@ -1,11 +1,11 @@
-"""Train a byte-level GPT with every layer cut over two processes, and what they hold over two more.
+"""Train a byte-level GPT with tensor and sequence parallelism over two ranks, and FSDP over two more.
 
     dtrain launch -n 4 examples/tensor_parallel.py                # tp=2, dp_shard=2
     dtrain launch -n 4 examples/tensor_parallel.py --tp 4         # tensor parallelism alone
     python examples/tensor_parallel.py --tp 1                     # one process: the same losses, step by step
 
-Between the layers each process of a group has a part of the sequence, and the vocabulary is cut, too, so that no process ever
-holds all logits. On two cores the first command takes 28 s of processor time, to a held-out loss of 2.42 nats per byte (unigram
+Between the layers each rank of a group has a part of the sequence. The vocabulary is sharded as well, so no rank ever holds all
+logits. On two cores the first command takes 28 s of processor time, to a held-out loss of 2.42 nats per byte (unigram
 entropy 3.24). The same command resumes, also with another --tp or number of processes.
 """
 
@@ -33,7 +33,7 @@ WINDOWS = dt.batch_spec({"input_ids": "batch seq", "labels": "batch seq"})
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tp", type=int, default=2, help="processes that share each layer (%(default)s)")
+    parser.add_argument("--tp", type=int, default=2, help="ranks of a tensor-parallel group (%(default)s)")
     parser.add_argument("--steps", type=int, default=60, help="length of the run (%(default)s)")
     parser.add_argument("--text", metavar="GLOB", help="files to train on (default: the standard library's source code)")
     parser.add_argument("--out", type=Path, default=Path("ckpt/tensor_parallel"), help="metrics and checkpoints (%(default)s)")
@@ -57,7 +57,7 @@ def tensor_plan() -> dict[str, ParallelStyle]:
 
 
 def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
-    return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])  # of logits that are cut as they are
+    return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])  # of sharded logits
 
 
 def train(args: argparse.Namespace, dist: dt.dist.DistInfo) -> None:
@@ -67,7 +67,7 @@ def train(args: argparse.Namespace, dist: dt.dist.DistInfo) -> None:
     with torch.device("meta"):
         model = GPT(GPTConfig(n_layer=2, n_head=4, dim=64, max_seq=SEQ))
     model = dt.materialize(dt.shard_model(model, mesh, blocks=(Block,), tp_plan=tensor_plan() if args.tp > 1 else None), seed=0)
-    # The processes of a group get the same windows, and count as one.
+    # The ranks of a tensor-parallel group read the same windows.
     loader = dt.build_loader(windows, mesh=mesh, global_batch_size=16, seed=0, batch_spec=WINDOWS)
     step = dt.compose_step(loss_fn, [dt.transforms.clip_by_norm(1.0)])
     state = step.init(model, torch.optim.AdamW(model.parameters(), lr=3e-3), loader=loader)
@@ -87,8 +87,8 @@ def train(args: argparse.Namespace, dist: dt.dist.DistInfo) -> None:
     if dt.should_stop(state):
         return
 
-    quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False, batch_spec=WINDOWS)
-    loss = dt.reduce_metrics(dt.evaluate(model, quiz, loss_fn))["loss"]
+    test_loader = dt.build_loader(held_out, mesh=mesh, global_batch_size=64, seed=0, shuffle=False, batch_spec=WINDOWS)
+    loss = dt.reduce_metrics(dt.evaluate(model, test_loader, loss_fn))["loss"]
     records(state.step, {"held_out/loss": loss})
     dist.print(f"held-out loss {loss:.4f} nats/byte, baseline {unigram_entropy(held_out):.4f} (unigram entropy)")
 

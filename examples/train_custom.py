@@ -1,6 +1,6 @@
 """The smallest useful loop: a network learns to predict the next byte of Python's own source code.
 
-    dtrain launch -n 2 examples/train_custom.py      # two processes; a GPU each where there are enough
+    dtrain launch -n 2 examples/train_custom.py      # two processes, one GPU each if there are enough
     python examples/train_custom.py                  # one process, no launcher
 
 On two CPU cores the first command takes 120 s of processor time, to a held-out loss of 1.78 nats per byte (unigram entropy
@@ -38,12 +38,12 @@ def build_model() -> nn.Module:
 
 
 def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
-    read, next_byte = batch[:, :CONTEXT], batch[:, CONTEXT]
-    return dt.soft_cross_entropy(model(read.int()), next_byte.long())
+    context, next_byte = batch[:, :CONTEXT], batch[:, CONTEXT]
+    return dt.soft_cross_entropy(model(context.int()), next_byte.long())
 
 
 def unigram_entropy(windows: Tensor) -> float:
-    """Return the loss of the best guess that reads nothing."""
+    """Return the loss of the best prediction without context."""
     share = windows[:, CONTEXT].int().bincount() / len(windows)
     return float(torch.special.entr(share).sum())
 
@@ -86,8 +86,8 @@ def main() -> None:
         if dt.should_stop(state):
             return
 
-        test = dt.build_loader(held_out, mesh=mesh, global_batch_size=256, seed=0)
-        loss = dt.reduce_metrics(dt.evaluate(model, test, loss_fn))["loss"]
+        test_loader = dt.build_loader(held_out, mesh=mesh, global_batch_size=256, seed=0)
+        loss = dt.reduce_metrics(dt.evaluate(model, test_loader, loss_fn))["loss"]
         records(state.step, {"held_out/loss": loss})
         dist.print(f"held-out loss {loss:.4f} nats/byte, baseline {unigram_entropy(held_out):.4f} (unigram entropy)")
 

@@ -1,12 +1,12 @@
-"""Train a small class-conditioned latent diffusion model on pictures, and draw some of each class.
+"""Train a small class-conditioned latent diffusion model on pictures, and sample pictures of each class.
 
     dtrain launch -n 2 examples/train_diffusion.py                             # scikit-learn's digits, enlarged to 16x16
     dtrain launch -n 8 examples/train_diffusion.py --data DIR --size 64        # DIR/train/<class>/, DIR/val/<class>/
     python examples/train_diffusion.py                                         # one process, no launcher
 
-The pictures become latents once, before training: an autoencoder is fitted for a few seconds, and then stays as it is. On two
-CPU cores: 136 s, held-out loss 0.193 (the best constant guess 0.995). The same command goes on after the last checkpoint.
-OUT/samples.png has what was drawn. Needs `pip install scikit-learn`; --data, pillow.
+An autoencoder is trained for a few seconds and frozen. It encodes the pictures once, before training. On two CPU cores: 136 s,
+held-out loss 0.193 (the best constant prediction 0.995). The same command resumes. OUT/samples.png has the samples.
+Needs `pip install scikit-learn`; --data, pillow.
 """
 
 import argparse
@@ -24,7 +24,7 @@ from helpers.latents import Codec, Pixels, at_size, decoded, encoded, frozen_cod
 from helpers.pictures import read_digits, read_folder
 
 METHODS = ["latents", "low_precision_norm", "guidance", "ema"]
-EACH = 20  # pictures that are drawn of each class
+SAMPLES_PER_CLASS = 20
 
 
 def arguments() -> argparse.Namespace:
@@ -44,21 +44,21 @@ def arguments() -> argparse.Namespace:
 
 
 def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
-    """The mean square of what the model got wrong, and beside it of all there was: the loss of the best constant guess, 0."""
-    wrong = (model(batch["noisy"], batch["time"], batch["label"]).float() - batch["velocity"]).square().flatten(1).mean(1)
+    """Return the mean squared error, with the error of the best constant prediction, 0, as the metric ``constant``."""
+    error = (model(batch["noisy"], batch["time"], batch["label"]).float() - batch["velocity"]).square().flatten(1).mean(1)
     total = batch["velocity"].square().flatten(1).mean(1)
-    return dt.LossSum(total=wrong.sum(), weight=len(wrong), aux={"constant": (total.sum(), len(total))})
+    return dt.LossSum(total=error.sum(), weight=len(error), aux={"constant": (total.sum(), len(total))})
 
 
 def main() -> None:
     args = arguments()
-    on = {method: method not in args.without for method in METHODS}
+    enabled = {method: method not in args.without for method in METHODS}
     pictures = read_digits() if args.data is None else read_folder(args.data, args.size)
     with dt.init_dist() as dist:
         run, mesh = dt.open_run(args.out, settings=vars(args)), dt.build_mesh()
         dt.seed_all(args.seed, dist.rank)
-        place = run / f"{'latents' if on['latents'] else 'pixels'}-{args.size}"
-        codec = Codec(pictures.channels) if on["latents"] else Pixels(pictures.channels)
+        place = run / f"{'latents' if enabled['latents'] else 'pixels'}-{args.size}"
+        codec = Codec(pictures.channels) if enabled["latents"] else Pixels(pictures.channels)
         codec = frozen_codec(codec, place / "codec.safetensors", pictures, dist, args.size)
         train, held_out = (
             dt.data.memory_map(place / f"{part}-{dist.node_rank}", partial(encoded, codec, getattr(pictures, part), args.size))
@@ -67,15 +67,15 @@ def main() -> None:
 
         with torch.device("meta"):
             model = UNet(codec.channels, pictures.classes)
-        if on["low_precision_norm"]:
+        if enabled["low_precision_norm"]:
             model = dt.surgery.low_precision_group_norm(model)
         model = dt.materialize(dt.shard_model(model, mesh, strategy=args.strategy, blocks=(Block,)), seed=args.seed)
-        seen = partial(noised, nobody=pictures.classes, forget=0.1 if on["guidance"] else 0.0)
+        seen = partial(noised, nobody=pictures.classes, forget=0.1 if enabled["guidance"] else 0.0)
         loader = dt.build_loader(train, mesh=mesh, global_batch_size=args.batch, seed=args.seed, transform=seen)
         length = loader.run_length(args.until)
         rate = dt.schedules.warmup(dt.schedules.cosine(1.0, 0.05, length.steps()), length.steps() // 20)
         recipe = [dt.transforms.autocast("bf16"), dt.transforms.scale_lr(rate), dt.transforms.clip_by_norm(1.0)]
-        if on["ema"]:
+        if enabled["ema"]:
             recipe.append(dt.transforms.ema(half_life="0.03dur", start="0.5dur"))
         step = dt.compose_step(loss_fn, recipe)
         optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
@@ -97,26 +97,28 @@ def main() -> None:
         if dt.should_stop(state):
             return
 
-        quiz = partial(dt.build_loader, held_out, mesh=mesh, global_batch_size=256, seed=0, shuffle=False)
-        label = torch.arange(pictures.classes).repeat(EACH)
+        test_loader = partial(dt.build_loader, held_out, mesh=mesh, global_batch_size=256, seed=0, shuffle=False)
+        label = torch.arange(pictures.classes).repeat(SAMPLES_PER_CLASS)
         noise = torch.randn(len(label), *train["z"].shape[1:], generator=dt.dist.generator("cpu", args.seed, "drawing"))
-        here, places = dt.dist.data_rank(mesh)
-        mine = torch.arange(here, len(label), places)  # each rank draws some
-        with dt.transforms.use_average(state, "ema") if on["ema"] else nullcontext():
-            found = dt.reduce_metrics(dt.evaluate(model, quiz(transform=partial(seen, forget=0.0)), loss_fn))
-            records(state.step, {"held_out/loss": found["loss"]})
+        rank, ranks = dt.dist.data_rank(mesh)
+        mine = torch.arange(rank, len(label), ranks)  # this rank's share of the samples
+        with dt.transforms.use_average(state, "ema") if enabled["ema"] else nullcontext():
+            scores = dt.reduce_metrics(dt.evaluate(model, test_loader(transform=partial(seen, forget=0.0)), loss_fn))
+            records(state.step, {"held_out/loss": scores["loss"]})
             with dt.eval_mode(model), dt.span("draw", "evaluation"):
                 asked = noise[mine].to(dist.device), label[mine].to(dist.device)
-                z = sample(model, *asked, nobody=pictures.classes, guidance=2.0 if on["guidance"] else 1.0, steps=20)
+                z = sample(model, *asked, nobody=pictures.classes, guidance=2.0 if enabled["guidance"] else 1.0, steps=20)
                 drawn = dt.dist.gather_ragged(decoded(codec, z), order=mine, mesh=mesh)
         if drawn is not None:
             with dt.span("likeness", "evaluation"):
-                known, real = (at_size(part, args.size) for part in (pictures.train, pictures.held_out))
+                known, test = at_size(pictures.train, args.size), at_size(pictures.held_out, args.size)
                 write_grid(run / "samples.png", drawn[: 8 * pictures.classes], columns=pictures.classes, like=known["x"])
-                (right, far), (best, near) = likeness(drawn, label, known), likeness(real["x"], real["y"], known)
-            print(f"held-out loss {found['loss']:.4f}, baseline {found['constant']:.4f} (the best constant guess)")
-            print(f"nearest training picture: {far:.3f} away; of held-out pictures {near:.3f}, and {best:.3f} have its class")
-            print(f"drawn pictures of the class asked for {right:.3f}, baseline {1 / pictures.classes:.3f} (chance)")
+                share, distance = likeness(drawn, label, known)
+                test_share, test_distance = likeness(test["x"], test["y"], known)
+            print(f"held-out loss {scores['loss']:.4f}, baseline {scores['constant']:.4f} (the best constant prediction)")
+            print(f"distance to the nearest training picture {distance:.3f}, of held-out pictures {test_distance:.3f}")
+            print(f"held-out pictures whose nearest training picture has their class {test_share:.3f}")
+            print(f"generated pictures of the requested class {share:.3f}, baseline {1 / pictures.classes:.3f} (chance)")
 
 
 if __name__ == "__main__":

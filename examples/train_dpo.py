@@ -1,13 +1,13 @@
-"""Direct preference optimisation: a trained model beside a frozen one. A byte-level GPT learns to write docstrings.
+"""Direct preference optimisation (DPO) with a frozen reference model. A byte-level GPT learns to write docstrings.
 
     dtrain launch -n 2 examples/train_dpo.py                                              # trains both models
-    dtrain launch -n 2 examples/train_dpo.py --init ckpt/pretrain_gpt/checkpoints         # begins with one that is there
+    dtrain launch -n 2 examples/train_dpo.py --init ckpt/pretrain_gpt/checkpoints         # starts from a trained reference
     python examples/train_dpo.py                                                          # one process, no launcher
 
-First a GPT reads source code of the standard library: the reference. The policy begins as its copy, and learns which of two
-continuations of a function's first line is preferred: the one with a docstring. On two CPU cores: 71 s, the policy prefers the
-right one of 0.945 of the held-out pairs (the reference 0.305). The same command resumes. These are two runs: OUT/reference and
-OUT/policy. Checkpoints of the policy leave the reference out, which never changes. Rafailov et al. 2023, arXiv:2305.18290.
+The reference is a GPT trained on source code of the standard library. The policy starts as its copy, and learns to prefer the
+continuation of a function's first line that has a docstring. On two CPU cores, after 71 s, the policy prefers the chosen text
+of 0.945 of the held-out pairs (the reference 0.305). The same command resumes. There are two runs: OUT/reference and
+OUT/policy. Checkpoints of the policy do not contain the reference, which never changes. Rafailov et al. 2023, arXiv:2305.18290.
 """
 
 import argparse
@@ -24,39 +24,39 @@ from helpers.gpt import GPT, Block, GPTConfig, generate
 from helpers.preferences import log_probability, read_pairs
 from helpers.text import ByteWindows, cut_windows
 
-PROMPT, LENGTH = 64, 128  # bytes that the two texts of a pair share, and of each in all
+PROMPT, LENGTH = 64, 128  # bytes of the common prompt, and of a whole text
 METHODS = ("reference", "warmup", "clip")
 
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--init", metavar="CHECKPOINT", help="the reference (default: it is trained first, and kept in --out)")
-    parser.add_argument("--read", default="300ba", help="length of that training (%(default)s)")
+    parser.add_argument("--init", metavar="CHECKPOINT", help="checkpoint of the reference (default: train one first, in --out)")
+    parser.add_argument("--read", default="300ba", help="length of the training of the reference (%(default)s)")
     parser.add_argument("--until", default="100ba", help="length of the policy's training, as 100ba or 1ep (%(default)s)")
-    parser.add_argument("--beta", type=float, default=0.1, help="how much the policy is held to the reference (%(default)s)")
+    parser.add_argument("--beta", type=float, default=0.1, help="penalty on leaving the reference (%(default)s)")
     parser.add_argument("--lr", type=float, default=3e-4, help="the policy's peak rate (%(default)s)")
     parser.add_argument("--without", nargs="+", choices=METHODS, default=[], help="methods to leave out (none)")
     parser.add_argument("--out", type=Path, default=Path("ckpt/train_dpo"), help="metrics and checkpoints (%(default)s)")
     return parser.parse_args()
 
 
-def reading(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
+def lm_loss(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.cross_entropy(model(batch["input_ids"]), batch["labels"])
 
 
-def preferring(reference: nn.Module | None, beta: float) -> dt.typing.LossFn:
-    """The loss of a policy that is to have moved away from the reference, towards the chosen text of each pair."""
+def dpo_loss(reference: nn.Module | None, beta: float) -> dt.typing.LossFn:
+    """Return the DPO loss: the policy prefers the chosen text of each pair more than the reference does."""
 
     def loss_fn(policy: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
         texts = torch.cat([batch["chosen"], batch["rejected"]])  # one forward for both, so weights are gathered once
-        told, known = log_probability(policy, texts, PROMPT), torch.zeros(())
+        logp, reference_logp = log_probability(policy, texts, PROMPT), torch.zeros(())
         if reference is not None:
-            with dt.eval_mode(reference):  # without a graph; leaves no gathered weights behind
-                known = log_probability(reference, texts, PROMPT)
-        (chosen, rejected), (up, down) = told.detach().chunk(2), (told - known).chunk(2)
-        margin = beta * (up - down)
-        told_of = {"right": chosen > rejected, "moved": margin > 0, "nats": -chosen / (LENGTH - PROMPT)}
-        aux = {name: (values.sum(), len(margin)) for name, values in told_of.items()}
+            with dt.eval_mode(reference):  # no graph, and the weights are resharded afterwards
+                reference_logp = log_probability(reference, texts, PROMPT)
+        (chosen, rejected), (chosen_ratio, rejected_ratio) = logp.detach().chunk(2), (logp - reference_logp).chunk(2)
+        margin = beta * (chosen_ratio - rejected_ratio)
+        values_by_name = {"right": chosen > rejected, "moved": margin > 0, "nats": -chosen / (LENGTH - PROMPT)}
+        aux = {name: (values.sum(), len(margin)) for name, values in values_by_name.items()}
         return dt.LossSum(total=-F.logsigmoid(margin).sum(), weight=len(margin), aux=aux)
 
     return loss_fn
@@ -104,30 +104,30 @@ def main() -> None:
             run = dt.open_run(args.out / "reference", settings=vars(args))
             dt.seed_all(0, dist.rank)
             model, windows = build_gpt(dt.build_mesh()), ByteWindows(cut_windows(pairs.text, LENGTH))
-            if train(run, args, model, windows, reading, 5e-3) is None:
+            if train(run, args, model, windows, lm_loss, 5e-3) is None:
                 return
     with dt.init_dist() as dist:
         run, mesh = dt.open_run(args.out / "policy", settings=vars(args)), dt.build_mesh()
         reference, policy = build_gpt(mesh), build_gpt(mesh)
         for model in (reference, policy):
             dt.load_weights_(model, args.init or args.out / "reference" / "checkpoints")
-        loss_fn = preferring(None if "reference" in args.without else reference, args.beta)
+        loss_fn = dpo_loss(None if "reference" in args.without else reference, args.beta)
         last_step = train(run, args, policy, pairs.train, loss_fn, args.lr)
         if last_step is None:
             return
 
-        quiz = dt.build_loader(pairs.held_out[:256], mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
+        test_loader = dt.build_loader(pairs.held_out[:256], mesh=mesh, global_batch_size=64, seed=0, shuffle=False)
         prompts = [bytes(row[:PROMPT].tolist()) for row in pairs.held_out["chosen"][:256:16]]
-        found, documented = [], []
+        scores, documented = [], []
         for model in (reference, policy):
-            found.append(dt.reduce_metrics(dt.evaluate(model, quiz, preferring(reference, args.beta))))
+            scores.append(dt.reduce_metrics(dt.evaluate(model, test_loader, dpo_loss(reference, args.beta))))
             with dt.eval_mode(model), dt.span("generate", "evaluation"):
                 texts = [generate(model, p, max_new=12, temperature=0, seed=0, device=dist.device) for p in prompts]
             documented.append(sum(b'"""' in text for text in texts))
         records = dt.loggers.jsonl(run / "metrics.jsonl")
-        records(last_step, {f"held_out/{name}": value for name, value in found[1].items()})
+        records(last_step, {f"held_out/{name}": value for name, value in scores[1].items()})
         if dist.is_main:
-            (before, after), (few, many) = found, documented
+            (before, after), (few, many) = scores, documented
             print(f"of {len(prompts)} held-out functions the reference writes {few} with a docstring, the policy {many}")
             print(f"chosen text: {before['nats']:.3f} nats/byte for the reference, {after['nats']:.3f} for the policy")
             print(f"moved from the reference towards the chosen text: {after['moved']:.3f} of held-out pairs (chance: 0.5)")

@@ -2,7 +2,7 @@
 
     dtrain launch -n 2 examples/train_embeddings.py                        # the standard library's functions, on two processes
     python examples/train_embeddings.py                                    # one process, no launcher
-    python examples/train_embeddings.py --without gather cache             # what the two methods are worth
+    python examples/train_embeddings.py --without gather cache             # an ablation of both methods
 
 A pair's negatives are all other codes of the global batch: those of other ranks come by `dt.dist.all_gather_with_grad`, and the
 model, but not the loss, is cut into microbatches by `dt.step.grad_cache_step`. On two CPU cores: 76 s, the right code is first
@@ -27,7 +27,7 @@ METHODS = ("gather", "cache")
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--until", default="10ep", metavar="LENGTH", help="as 10ep or 200ba (%(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("ckpt/train_embeddings"), help="where it all goes (%(default)s)")
+    parser.add_argument("--out", type=Path, default=Path("ckpt/train_embeddings"), help="metrics and checkpoints (%(default)s)")
     parser.add_argument("--batch", type=int, default=256, help="pairs that are each other's negatives (%(default)s)")
     parser.add_argument("--microbatch", type=int, default=8, help="pairs in a forward, on each rank (%(default)s)")
     parser.add_argument("--without", nargs="*", choices=METHODS, default=[], metavar="METHOD", help="gather, cache (nothing)")
@@ -35,17 +35,17 @@ def arguments() -> argparse.Namespace:
 
 
 class Encoder(nn.Module):
-    """Tokens (int64 [batch, seq], 0 is padding) in, one vector of length 1 for each text out: [batch, dim]."""
+    """Encode tokens, int64 [batch, seq] with padding 0, as one unit vector per text: [batch, dim]."""
 
     def __init__(self, vocab: int, dim: int = 256, inner: int = 64) -> None:
         super().__init__()
-        # Small, so that one learning rate does for all: words have to go far in few steps.
+        # Small values, so that one learning rate suits all parameters.
         self.words = nn.Embedding(vocab, dim, _weight=0.05 * torch.randn(vocab, dim))
         self.importance = nn.Embedding(vocab, 1, _weight=torch.zeros(vocab, 1))
         self.down, self.up = nn.Linear(dim, inner), nn.Linear(inner, dim)
         self.block = nn.TransformerEncoderLayer(inner, 4, 2 * inner, 0.1, F.gelu, batch_first=True, norm_first=True)
-        nn.init.zeros_(self.up.weight)  # it begins as a bag of words
-        self.temperature = nn.Parameter(torch.tensor(3.0))  # of the loss: the logarithm of what similarities are multiplied by
+        nn.init.zeros_(self.up.weight)  # starts as a bag of words
+        self.temperature = nn.Parameter(torch.tensor(3.0))  # logarithm of the scale of the similarities
 
     def forward(self, tokens: Tensor) -> Tensor:
         padding, x = tokens == 0, self.words(tokens)
@@ -54,16 +54,16 @@ class Encoder(nn.Module):
         return F.normalize((share[..., None] * x).sum(1), dim=1)
 
 
-def contrast(model: nn.Module, batch: dt.typing.Batch, *, gather: bool = True) -> dt.LossSum:
-    """Each description is to find its code among all, and each code its description."""
-    mine = [model(batch[side]) for side in ("summary", "code")]
-    everyone = [dt.dist.all_gather_with_grad(z) for z in mine] if gather else mine
+def contrastive_loss(model: nn.Module, batch: dt.typing.Batch, *, gather: bool = True) -> dt.LossSum:
+    """Return the symmetric InfoNCE loss over all descriptions and codes of the global batch."""
+    local = [model(batch[side]) for side in ("summary", "code")]
+    gathered = [dt.dist.all_gather_with_grad(z) for z in local] if gather else local
     ids = dt.dist.all_gather_ragged(batch["id"]) if gather else batch["id"]
     right = (batch["id"][:, None] == ids).int().argmax(1)
     scale = model.temperature.exp()
-    there, back = (scale * z @ others.t() for z, others in zip(mine, reversed(everyone), strict=True))
-    total = sum(F.cross_entropy(logits, right, reduction="sum") for logits in (there, back)) / 2
-    return dt.LossSum(total=total, weight=len(right), aux={"found": ((there.argmax(1) == right).sum(), len(right))})
+    forward, backward = (scale * z @ others.t() for z, others in zip(local, reversed(gathered), strict=True))
+    total = sum(F.cross_entropy(logits, right, reduction="sum") for logits in (forward, backward)) / 2
+    return dt.LossSum(total=total, weight=len(right), aux={"found": ((forward.argmax(1) == right).sum(), len(right))})
 
 
 def main() -> None:
@@ -79,7 +79,7 @@ def main() -> None:
 
         grad = dt.microbatch_step if "cache" in args.without else dt.step.grad_cache_step
         step = dt.compose_step(
-            partial(contrast, gather="gather" not in args.without),
+            partial(contrastive_loss, gather="gather" not in args.without),
             [
                 dt.transforms.scale_lr(dt.schedules.warmup(dt.schedules.linear(1.0, 0.0, length.steps()), 20)),
                 dt.transforms.clip_by_norm(1.0),
@@ -104,14 +104,14 @@ def main() -> None:
         if dt.should_stop(state):
             return
 
-        # One batch of all that is held out: so each of its descriptions is compared with each of its codes.
-        quiz = dt.build_loader(held_out, mesh=mesh, global_batch_size=len(held_out), seed=0, shuffle=False)
-        found = dt.reduce_metrics(dt.evaluate(model, quiz, contrast))["found"]
-        records(state.step, {"held_out/found": found})
+        # One batch of all held-out pairs, so that each description is compared with each code.
+        test_loader = dt.build_loader(held_out, mesh=mesh, global_batch_size=len(held_out), seed=0, shuffle=False)
+        recall = dt.reduce_metrics(dt.evaluate(model, test_loader, contrastive_loss))["found"]
+        records(state.step, {"held_out/found": recall})
         if dist.is_main:
             with dt.span("baseline", "evaluation"):
                 by_words = word_overlap(training, held_out, vocab)
-            print(f"right code first {found:.4f}, baseline {by_words:.4f} (the words they share, of {len(held_out)} codes)")
+            print(f"right code first {recall:.4f}, baseline {by_words:.4f} (the words they share, of {len(held_out)} codes)")
 
 
 if __name__ == "__main__":

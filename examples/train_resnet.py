@@ -38,12 +38,10 @@ def loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     return dt.soft_cross_entropy(model(batch["x"]), batch["y"])
 
 
-def judge(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
+def eval_loss_fn(model: nn.Module, batch: dt.typing.Batch) -> dt.LossSum:
     logits, count = model(batch["x"]), len(batch["y"])
-    found = dt.soft_cross_entropy(logits, batch["y"])
-    return dt.LossSum(
-        total=found.total, weight=found.weight, aux={"accuracy": ((logits.argmax(-1) == batch["y"]).sum(), count)}
-    )
+    loss = dt.soft_cross_entropy(logits, batch["y"])
+    return dt.LossSum(total=loss.total, weight=loss.weight, aux={"accuracy": ((logits.argmax(-1) == batch["y"]).sum(), count)})
 
 
 def main() -> None:
@@ -87,12 +85,12 @@ def main() -> None:
         if dt.should_stop(state):
             return
 
-        quiz = dt.build_loader(pictures.held_out, mesh=mesh, global_batch_size=256, seed=0, shuffle=False)
+        test_loader = dt.build_loader(pictures.held_out, mesh=mesh, global_batch_size=256, seed=0, shuffle=False)
         with nullcontext() if "ema" in args.without else dt.transforms.use_average(state, "ema"):
-            numbers = dt.reduce_metrics(dt.evaluate(model, quiz, judge))
-        records(state.step, {f"held_out/{name}": value for name, value in numbers.items()})
-        dist.print(f"held-out loss {numbers['loss']:.4f} on {len(pictures.held_out)} pictures")
-        dist.print(f"held-out accuracy {numbers['accuracy']:.3f}, baseline {pictures.most_frequent:.3f} (most frequent class)")
+            scores = dt.reduce_metrics(dt.evaluate(model, test_loader, eval_loss_fn))
+        records(state.step, {f"held_out/{name}": value for name, value in scores.items()})
+        dist.print(f"held-out loss {scores['loss']:.4f} on {len(pictures.held_out)} pictures")
+        dist.print(f"held-out accuracy {scores['accuracy']:.3f}, baseline {pictures.most_frequent:.3f} (most frequent class)")
 
 
 if __name__ == "__main__":

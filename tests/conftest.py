@@ -5,7 +5,8 @@ import multiprocessing.util
 import os
 import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported: ranks share two cores, and the fork server needs one thread
 import hypothesis
@@ -14,6 +15,7 @@ import torch
 
 import leftovers
 import on_device
+import sampling
 from dtrain.launch.spawn_function import reserve_port
 from dtrain.testing import Ranks
 
@@ -24,6 +26,8 @@ PRELOADED = ["dtrain.testing.rank_worker", "torch.distributed.fsdp", "torch.test
 
 LEFT_BEHIND = 9  # the exit code of a run that leaves something behind
 BEFORE = pytest.StashKey[leftovers.Before]()
+LEFT = pytest.StashKey[bool]()
+WAITING = ("launch", "examples", "cli", "dist", "storage", "benchmarks")
 
 # A shell starts jobs in the background deaf to Ctrl-C, and nohup to a lost terminal, with all that they start: tests send both.
 USUAL = ((signal.SIGINT, signal.default_int_handler), (signal.SIGQUIT, signal.SIG_DFL), (signal.SIGHUP, signal.SIG_DFL))
@@ -45,17 +49,31 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Fail the run when it leaves something behind; no test of its own could see that."""
     multiprocessing.util._run_finalizers()  # its temporary folder would be there until this process ends
     left = leftovers.left_since(session.config.stash[BEFORE])
-    if left:
+    if hasattr(session.config, "workeroutput"):
+        # A worker of pytest-xdist: the process that started it reports.
+        session.config.workeroutput["left"] = left
+    else:
+        report_left_behind(session.config, left)
+    if session.config.stash.get(LEFT, False):
         session.exitstatus = LEFT_BEHIND
-        reporter = session.config.pluginmanager.get_plugin("terminalreporter")
-        reporter.write_line("")
-        for line in left:
-            reporter.write_line(f"LEFT BEHIND: {line}", red=True)
     shutil.rmtree(session.config.stash[BEFORE].temporary, ignore_errors=True)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """Report what a worker of pytest-xdist left behind."""
+    report_left_behind(node.config, getattr(node, "workeroutput", {}).get("left", ()))
+
+
+def report_left_behind(config: pytest.Config, left: Iterable[str]) -> None:
+    for line in left:
+        config.stash[LEFT] = True
+        config.get_terminal_writer().line(f"\nLEFT BEHIND: {line}", red=True)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the tests that take too long for every change, too")
+    parser.addoption("--sample", action="store_true", help="run a few rows of costly families, by turn (tests/sampling.py)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -64,6 +82,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("slow") is not None:  # a folder of this name is a keyword of every test in it
                 item.add_marker(pytest.mark.skip(reason="needs --slow"))
+    if config.getoption("--sample"):
+        sampling.deselect(config, items, sampling.read_turn())
+    # Files whose tests mostly wait for processes begin first.
+    items.sort(key=lambda item: sampling.room_of(item) not in WAITING)
 
 
 if on_device.DEVICE:

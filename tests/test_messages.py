@@ -89,10 +89,6 @@ def test_each_exception_is_needed(key):
     assert any(problem(text) for module, _, kind, text in FOUND if is_exempt(kind, module, key))
 
 
-def test_most_errors_are_found():
-    assert len(FOUND) > 800
-
-
 @pytest.mark.parametrize(
     ("message", "lacks"),
     [

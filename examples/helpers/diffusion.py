@@ -1,9 +1,9 @@
-"""A diffusion model of small pictures: how they are noised, a U-Net that tells what the noise was, and how it makes pictures.
+"""Define a diffusion model of small pictures: the noising, a U-Net that predicts the velocity, and the sampler.
 
 Time goes from 0, the picture, to 1, noise: ``noisy = cos(a) * z + sin(a) * noise`` with ``a = time * pi / 2``, the cosine
-schedule of Nichol and Dhariwal 2021, arXiv:2102.09672, without its offset. The model is asked for the *velocity* of Salimans
-and Ho 2022, arXiv:2202.00512: ``cos(a) * noise - sin(a) * z``. For latents of variance 1 it is uncorrelated with what the model
-sees: no constant, and no multiple of the input, does better than 0, whose loss is 1.
+schedule of Nichol and Dhariwal 2021, arXiv:2102.09672, without its offset. The model predicts the *velocity* of Salimans
+and Ho 2022, arXiv:2202.00512: ``cos(a) * noise - sin(a) * z``. For latents of variance 1 it is uncorrelated with the
+input of the model: no constant and no multiple of the input has a lower loss than 0, whose loss is 1.
 """
 
 import math
@@ -21,10 +21,10 @@ def rotation(time: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def noised(sample: TensorDict, generator: torch.Generator, *, nobody: int, forget: float) -> dict[str, Tensor]:
-    """A latent and its class as the model is to see them, and what it is to say; for ``build_loader(transform=...)``.
+    """Return the inputs and the target of the model for a latent and its class; for ``build_loader(transform=...)``.
 
-    Time and noise belong to the sample and the epoch, so they are the same on any number of ranks, and after a resume. In a
-    share of ``forget`` the class is ``nobody``: so the model learns to make pictures of any class, too.
+    Time and noise depend on the sample and the epoch, so they are the same on any number of ranks, and after a resume. With
+    probability ``forget`` the class is ``nobody``, so that the model learns unconditional samples as well.
     """
     z, draw = sample["z"], torch.rand(2, generator=generator)
     noise = torch.randn(z.shape, generator=generator)
@@ -34,58 +34,58 @@ def noised(sample: TensorDict, generator: torch.Generator, *, nobody: int, forge
 
 
 class Block(nn.Module):
-    """Two convolutions around which the picture goes unchanged; what time and class have to say comes in between."""
+    """Residual block of two convolutions. The embedding of time and class is added between them."""
 
-    def __init__(self, inside: int, outside: int, told: int) -> None:
+    def __init__(self, in_channels: int, out_channels: int, embedding: int) -> None:
         super().__init__()
-        self.norm1, self.conv1 = nn.GroupNorm(8, inside), nn.Conv2d(inside, outside, 3, padding=1)
-        self.told = nn.Linear(told, outside)
-        self.norm2, self.conv2 = nn.GroupNorm(8, outside), nn.Conv2d(outside, outside, 3, padding=1)
-        self.past = nn.Identity() if inside == outside else nn.Conv2d(inside, outside, 1)
+        self.norm1, self.conv1 = nn.GroupNorm(8, in_channels), nn.Conv2d(in_channels, out_channels, 3, padding=1)
+        self.told = nn.Linear(embedding, out_channels)
+        self.norm2, self.conv2 = nn.GroupNorm(8, out_channels), nn.Conv2d(out_channels, out_channels, 3, padding=1)
+        self.past = nn.Identity() if in_channels == out_channels else nn.Conv2d(in_channels, out_channels, 1)
 
-    def forward(self, x: Tensor, told: Tensor) -> Tensor:
-        inner = self.conv1(F.silu(self.norm1(x))) + self.told(told)[:, :, None, None]
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        inner = self.conv1(F.silu(self.norm1(x))) + self.told(embedding)[:, :, None, None]
         return self.past(x) + self.conv2(F.silu(self.norm2(inner)))
 
 
 class UNet(nn.Module):
-    """The velocity [n, channels, side, side] of noisy latents, at two resolutions. Class number ``classes`` is nobody's."""
+    """Predict the velocity [n, channels, side, side] of noisy latents, at two resolutions. Class ``classes`` means no class."""
 
     def __init__(self, channels: int, classes: int, *, width: int = 48) -> None:
         super().__init__()
-        self.width, told = width, 4 * width
-        self.label = nn.Embedding(classes + 1, told)
-        self.time = nn.Sequential(nn.Linear(width, told), nn.SiLU(), nn.Linear(told, told))
+        self.width, embedding = width, 4 * width
+        self.label = nn.Embedding(classes + 1, embedding)
+        self.time = nn.Sequential(nn.Linear(width, embedding), nn.SiLU(), nn.Linear(embedding, embedding))
         self.enter = nn.Conv2d(channels, width, 3, padding=1)
-        self.fine = nn.ModuleList([Block(width, width, told), Block(width, width, told)])
+        self.fine = nn.ModuleList([Block(width, width, embedding), Block(width, width, embedding)])
         self.shrink = nn.Conv2d(width, 2 * width, 4, stride=2, padding=1)
-        self.coarse = nn.ModuleList([Block(2 * width, 2 * width, told), Block(2 * width, 2 * width, told)])
+        self.coarse = nn.ModuleList([Block(2 * width, 2 * width, embedding), Block(2 * width, 2 * width, embedding)])
         self.grow = nn.ConvTranspose2d(2 * width, width, 4, stride=2, padding=1)
-        self.last = nn.ModuleList([Block(2 * width, width, told), Block(2 * width, width, told)])
+        self.last = nn.ModuleList([Block(2 * width, width, embedding), Block(2 * width, width, embedding)])
         self.norm, self.leave = nn.GroupNorm(8, width), nn.Conv2d(width, channels, 3, padding=1)
 
     def forward(self, noisy: Tensor, time: Tensor, label: Tensor) -> Tensor:
         waves = time[:, None] * torch.logspace(0, 3, self.width // 2, device=time.device)
-        told = F.silu(self.time(torch.cat([waves.cos(), waves.sin()], 1)) + self.label(label))
-        x, seen = self.enter(noisy), []
+        embedding = F.silu(self.time(torch.cat([waves.cos(), waves.sin()], 1)) + self.label(label))
+        x, skipped = self.enter(noisy), []
         for block in self.fine:
-            x = block(x, told)
-            seen.append(x)
+            x = block(x, embedding)
+            skipped.append(x)
         x = self.shrink(x)
         for block in self.coarse:
-            x = block(x, told)
+            x = block(x, embedding)
         x = self.grow(x)
         for block in self.last:
-            x = block(torch.cat([x, seen.pop()], 1), told)
+            x = block(torch.cat([x, skipped.pop()], 1), embedding)
         return self.leave(F.silu(self.norm(x)))
 
 
 @torch.no_grad()
 def sample(model: nn.Module, noise: Tensor, label: Tensor, *, nobody: int, guidance: float, steps: int) -> Tensor:
-    """Latents of the classes ``label``, made of ``noise`` in equal steps of time (DDIM: Song et al. 2021, arXiv:2010.02502).
+    """Sample latents of the classes ``label`` from ``noise``, in equal time steps (DDIM; Song et al. 2021, arXiv:2010.02502).
 
-    With ``guidance`` above 1 a step goes further than from what any picture would be to one of its class (Ho and Salimans 2022,
-    arXiv:2207.12598); at 1 the model runs once a step and not twice.
+    ``guidance`` above 1 extrapolates from the unconditional to the conditional prediction (Ho and Salimans 2022,
+    arXiv:2207.12598). At 1 the model runs once per step, otherwise twice.
     """
     x = noise
     for now, after in zip(range(steps, 0, -1), range(steps - 1, -1, -1), strict=True):

@@ -1,8 +1,7 @@
-"""Text to classify: the docstrings of some packages of the running Python's standard library, labelled by package.
+"""Provide text to classify: docstrings of some packages of the standard library, labelled by package.
 
-They are on every machine that can run the examples. Which package a docstring is from is often told by its subject, not by
-a word of its own, so there is something to learn. The tokenizer is WordPiece, as BERT's; its vocabulary depends on nothing
-but the text, so ranks and resumed runs have the same without exchanging it.
+Every machine that can run the examples has them. The tokenizer is WordPiece, as in BERT. Its vocabulary is a function of the
+text, so all ranks and resumed runs have the same one without communication.
 """
 
 import ast
@@ -20,14 +19,14 @@ from tokenizers.processors import TemplateProcessing
 from helpers.labelled_text import Labelled
 
 PACKAGES = ("asyncio", "email", "http", "importlib", "logging", "multiprocessing", "unittest", "xml")
-SHORTEST = 20  # characters; what is shorter says too little ("Return the value.")
+MIN_CHARACTERS = 20
 
-_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in BERT's own order, so that padding is 0
+_SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")  # in the order of BERT: padding is 0
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
 def read_docstrings() -> Labelled:
-    """All docstrings of ``PACKAGES``, each text once, labelled by package."""
+    """Read all docstrings of ``PACKAGES``, each text once, labelled by package."""
     root = Path(sysconfig.get_path("stdlib"))
     label_of: dict[str, int] = {}
     for label, package in enumerate(PACKAGES):
@@ -40,14 +39,14 @@ def read_docstrings() -> Labelled:
 def _docstrings_in(path: Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(path.read_bytes())):
         text = ast.get_docstring(node) if isinstance(node, _DOCUMENTED) else None
-        if text is not None and len(text) >= SHORTEST:
+        if text is not None and len(text) >= MIN_CHARACTERS:
             yield text
 
 
 def build_tokenizer(texts: Sequence[str], *, words: int = 3000) -> Tokenizer:
-    """A WordPiece tokenizer: the most frequent words of the texts are whole, others are spelt.
+    """Build a WordPiece tokenizer with the most frequent words of the texts, and all letters.
 
-    Its vocabulary is a pure function of the texts, unlike that of the trainer in ``tokenizers``, which differs between runs.
+    The vocabulary is a pure function of the texts. The trainer of ``tokenizers`` returns different ones in different runs.
     """
     tokenizer = Tokenizer(WordPiece({}, unk_token="[UNK]"))
     tokenizer.normalizer, tokenizer.pre_tokenizer = BertNormalizer(lowercase=True), BertPreTokenizer()

@@ -1,4 +1,4 @@
-"""Pictures as latents: a small autoencoder trained once, and then only used; or pixels, where latents are not wanted."""
+"""Encode pictures as latents with a small autoencoder that is trained once, or as normalized pixels."""
 
 import os
 from pathlib import Path
@@ -11,11 +11,11 @@ from torch import Tensor, nn
 import dtrain as dt
 from helpers.pictures import Folder, Pictures
 
-CHUNK = 256  # pictures that are encoded or decoded at a time
+CHUNK = 256  # pictures per forward
 
 
 class Pixels(nn.Module):
-    """Latents that are the pixels themselves, with mean 0 and standard deviation 1 in each channel after ``fit_``."""
+    """Codec whose latents are the pixels, with mean 0 and standard deviation 1 in each channel after ``fit_``."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class Codec(Pixels):
         )  # fmt: skip
 
     def fit_(self, x: Tensor, *, steps: int = 200, batch: int = 64) -> None:
-        """Learn to give back what went in, with random numbers of its own."""
+        """Train the autoencoder on the pictures, with a generator of its own."""
         draw = dt.dist.generator(x.device, "codec")
         optimizer = torch.optim.Adam(self.parameters(), lr=5e-3)
         rate = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, steps)
         for _ in range(steps):
             some = x[torch.randint(len(x), (batch,), generator=draw, device=x.device)]
             z = self.encoder(some)
-            noise = 0.05 * torch.randn(z.shape, generator=draw, device=x.device)  # a decoder that forgives small errors
+            noise = 0.05 * torch.randn(z.shape, generator=draw, device=x.device)  # makes the decoder robust to small errors
             loss = (self.decoder(z + noise) - some).square().mean() + 1e-3 * z.square().mean()
             optimizer.zero_grad()
             loss.backward()
@@ -68,9 +68,9 @@ class Codec(Pixels):
 
 
 def frozen_codec(codec: Pixels, file: Path, pictures: Pictures, dist: dt.dist.DistInfo, size: int) -> Pixels:
-    """``codec`` with the weights in ``file``, on this rank's device; rank 0 makes the file first, if there is none.
+    """Return ``codec`` with the weights in ``file``, on the device of this rank. Rank 0 writes the file if it does not exist.
 
-    One rank makes it for all, so that all have the same one; and once for a run, so that it is the same after a resume.
+    One rank trains the codec for all, once per run, so that it is equal on all ranks and after a resume.
     """
     codec = codec.to(dist.device)
     if dist.rank == 0 and not file.exists():
@@ -78,29 +78,33 @@ def frozen_codec(codec: Pixels, file: Path, pictures: Pictures, dist: dt.dist.Di
         file.parent.mkdir(parents=True, exist_ok=True)
         part = file.with_suffix(".tmp")
         save_file(codec.state_dict(), part)
-        os.replace(part, file)  # a file that is there is whole
-    dt.dist.all_gather_json(None, caller="frozen_codec")  # the others wait
+        os.replace(part, file)  # a file with this name is complete
+    dt.dist.all_gather_json(None, caller="frozen_codec")  # the other ranks wait
     codec.load_state_dict(load_file(file, device=str(dist.device)))
     return codec.requires_grad_(False).eval()
 
 
 def at_size(dataset: TensorDict | Folder, size: int) -> TensorDict:
-    """All pictures, in memory, with sides of ``size`` pixels: ``{"x": [n, channels, size, size], "y": [n]}``."""
-    found = dataset if isinstance(dataset, TensorDict) else torch.stack([TensorDict(dataset[at]) for at in range(len(dataset))])
-    x = found["x"]
+    """Load all pictures into memory, with sides of ``size`` pixels: ``{"x": [n, channels, size, size], "y": [n]}``."""
+    loaded = (
+        dataset
+        if isinstance(dataset, TensorDict)
+        else torch.stack([TensorDict(dataset[index]) for index in range(len(dataset))])
+    )
+    x = loaded["x"]
     if x.shape[-1] != size:
         x = nn.functional.interpolate(x, size=(size, size), mode="bilinear", antialias=True)
-    return TensorDict({"x": x, "y": found["y"]}, batch_size=[len(x)])
+    return TensorDict({"x": x, "y": loaded["y"]}, batch_size=[len(x)])
 
 
 def encoded(codec: Pixels, dataset: TensorDict | Folder, size: int) -> TensorDict:
-    """``{"z": latents, "y": class}`` of every picture, for ``dt.data.memory_map``."""
-    found = at_size(dataset, size)
+    """Return ``{"z": latents, "y": class}`` of every picture, for ``dt.data.memory_map``."""
+    loaded = at_size(dataset, size)
     device = codec.mean.device
-    z = torch.cat([codec.encode(part.to(device)).cpu() for part in found["x"].split(CHUNK)])
-    return TensorDict({"z": z, "y": found["y"]}, batch_size=[len(z)])
+    z = torch.cat([codec.encode(part.to(device)).cpu() for part in loaded["x"].split(CHUNK)])
+    return TensorDict({"z": z, "y": loaded["y"]}, batch_size=[len(z)])
 
 
 def decoded(codec: Pixels, z: Tensor) -> Tensor:
-    """Pictures of latents, on the CPU."""
+    """Decode latents into pictures on the CPU."""
     return torch.cat([codec.decode(part).cpu() for part in z.split(CHUNK)])

@@ -1,7 +1,7 @@
-"""Pairs of texts that belong together: what a function of the standard library does, in its author's words, and its code.
+"""Provide pairs of descriptions and code: summaries of docstrings of the standard library, and the functions.
 
-They are on every machine that can run the examples. A pair is the first sentence or two of a docstring, up to an empty line,
-and the source of the function without its docstring.
+Every machine that can run the examples has them. A pair is the first paragraph of a docstring, and the source of the function
+without its docstring.
 """
 
 import ast
@@ -19,13 +19,13 @@ from helpers.docstrings import build_tokenizer
 Sample = dict[str, Tensor]
 
 LEFT_OUT = {"ensurepip", "idlelib", "lib2to3", "pydoc_data", "site-packages", "test", "tests", "tkinter", "turtledemo"}
-SHORTEST = 20  # characters of a summary; what is shorter says too little
-LINES = 12  # of code that are looked at
+MIN_CHARACTERS = 20  # of a summary
+LINES = 12  # of code per function
 HELD_OUT_EVERY = 10  # the tenth of every ten pairs is held out
 
 
 def read_pairs() -> list[tuple[str, str]]:
-    """All ``(summary, code)`` of the standard library, in a fixed order; each summary and each code once."""
+    """Read all ``(summary, code)`` of the standard library in a fixed order, each summary and each code once."""
     root = Path(sysconfig.get_path("stdlib"))
     codes: dict[str, str] = {}
     for path in sorted(root.rglob("*.py")):
@@ -42,7 +42,7 @@ def _pairs_in(source: str) -> Iterator[tuple[str, str]]:
         if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) or len(node.body) < 2:
             continue
         summary = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
-        if len(summary) >= SHORTEST:
+        if len(summary) >= MIN_CHARACTERS:
             written = node.body[0]
             code = lines[node.lineno - 1 : written.lineno - 1] + lines[written.end_lineno : node.end_lineno]
             yield summary, "\n".join(code[:LINES])
@@ -51,19 +51,20 @@ def _pairs_in(source: str) -> Iterator[tuple[str, str]]:
 def token_pairs(
     pairs: Sequence[tuple[str, str]], *, words: int = 4000, summary: int = 32, code: int = 64
 ) -> tuple[list[Sample], list[Sample], int]:
-    """Samples to train on, samples to test with, and the number of tokens that there are.
+    """Return training samples, held-out samples, and the size of the vocabulary.
 
-    A sample is ``{"summary": int64 [summary], "code": int64 [code], "id": int64 []}``: tokens, cut, and padded with 0. The
-    tokenizer is made of the texts to train on.
+    A sample is ``{"summary": int64 [summary], "code": int64 [code], "id": int64 []}``: tokens, cut or padded with 0. The
+    vocabulary comes from the training texts.
     """
-    training = [text for at, pair in enumerate(pairs, 1) if at % HELD_OUT_EVERY for text in pair]
+    training = [text for number, pair in enumerate(pairs, 1) if number % HELD_OUT_EVERY for text in pair]
     tokenizer = build_tokenizer(training, words=words)
     tokens = [_encoded(tokenizer, [pair[side] for pair in pairs], length) for side, length in ((0, summary), (1, code))]
     samples = [
-        {"summary": short, "code": long, "id": torch.tensor(at)} for at, (short, long) in enumerate(zip(*tokens, strict=True))
+        {"summary": short, "code": long, "id": torch.tensor(index)}
+        for index, (short, long) in enumerate(zip(*tokens, strict=True))
     ]
     held_out = samples[HELD_OUT_EVERY - 1 :: HELD_OUT_EVERY]
-    return [one for at, one in enumerate(samples, 1) if at % HELD_OUT_EVERY], held_out, tokenizer.get_vocab_size()
+    return [sample for number, sample in enumerate(samples, 1) if number % HELD_OUT_EVERY], held_out, tokenizer.get_vocab_size()
 
 
 def _encoded(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> Sequence[Tensor]:
@@ -73,10 +74,7 @@ def _encoded(tokenizer: Tokenizer, texts: Sequence[str], length: int) -> Sequenc
 
 
 def word_overlap(training: Sequence[Sample], held_out: Sequence[Sample], vocab: int) -> float:
-    """Return how often the right code shares most with its summary among all held out: cosine of tokens, rare ones weigh more.
-
-    Tokens count as often as they stand there, times the logarithm of one over the share of texts that have them (TF-IDF).
-    """
+    """Return the share of held-out summaries whose own code is the nearest by the cosine of TF-IDF vectors: the baseline."""
     seen: Counter[int] = Counter()
     for sample in training:
         for side in ("summary", "code"):
@@ -85,9 +83,9 @@ def word_overlap(training: Sequence[Sample], held_out: Sequence[Sample], vocab: 
     rarity -= torch.tensor([1.0 + seen[token] for token in range(vocab)]).log()
     rarity[0] = 0.0  # padding
 
-    def weighed(side: str) -> Tensor:
+    def tf_idf(side: str) -> Tensor:
         counts = torch.stack([torch.bincount(sample[side], minlength=vocab) for sample in held_out])
         return torch.nn.functional.normalize(counts * rarity, dim=1)
 
-    found = (weighed("summary") @ weighed("code").t()).argmax(1)
-    return (found == torch.arange(len(held_out))).float().mean().item()
+    nearest = (tf_idf("summary") @ tf_idf("code").t()).argmax(1)
+    return (nearest == torch.arange(len(held_out))).float().mean().item()

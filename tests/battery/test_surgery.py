@@ -12,8 +12,10 @@ from torch import nn
 import dtrain.surgery
 from battery import surgery_contracts as contracts
 from battery.surgery import BROKEN, ROWS
+from sampling import with_sources
 
-each = pytest.mark.parametrize("name", ROWS)
+pytestmark = pytest.mark.sample(3, by="name")
+each = pytest.mark.parametrize("name", with_sources(ROWS))
 BY_CONTRACT = {contract: [name for name, (breaks, _) in BROKEN.items() if breaks == contract] for contract in contracts.CHECKS}
 
 
@@ -107,10 +109,7 @@ def test_ranks_contract_detects_violations(name, ranks):
         contracts.check_ranks_equal_one(name, ranks)
 
 
-MOSTLY = [pytest.param(name, marks=() if row.of else pytest.mark.slow) for name, row in ROWS.items()]  # quick: one of each
-
-
-@pytest.mark.parametrize("name", MOSTLY)
+@each
 def test_checkpoint_of_two_ranks_resumes_on_one(name, tmp_path, ranks):
     contracts.check_resumed_by_fewer_ranks(name, str(tmp_path), ranks)
 
@@ -126,7 +125,7 @@ def test_resumed_run_equals_an_uninterrupted_run(name, tmp_path):
     contracts.check_resume_equals_straight(name, str(tmp_path))
 
 
-@pytest.mark.parametrize("name", MOSTLY)
+@each
 def test_resumed_run_sharded_on_two_ranks_equals_an_uninterrupted_run(name, tmp_path, ranks):
     assert ranks(2).run(contracts.check_resume_equals_straight, name, str(tmp_path)) == [None, None]
 

@@ -2,17 +2,15 @@
 
 import inspect
 import itertools
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
 import dtrain as dt
 import public
 from battery import contracts
-from battery.row import Row
 from battery.transforms import BROKEN, ROWS, make
 from dtrain.errors import RankError
+from sampling import with_sources
 
 IN_BROKEN = {name: contract for name, (contract, _) in BROKEN.items()}
 
@@ -21,18 +19,9 @@ def broken(contract: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", [name for name, breaks in IN_BROKEN.items() if breaks == contract])
 
 
-def rows(holds: Callable[[Row], bool] = lambda row: True) -> list[Any]:
-    """Names of rows; those that vary another one take too long for every change, where they take long."""
-    return [
-        pytest.param(name, marks=() if row.of or name.startswith("pattern") else pytest.mark.slow)
-        for name, row in ROWS.items()
-        if holds(row)
-    ]
-
-
-each = pytest.mark.parametrize("name", ROWS)
-mostly = pytest.mark.parametrize("name", rows())
-alike = pytest.mark.parametrize("name", rows(lambda row: not row.per_rank))
+pytestmark = pytest.mark.sample(3, by="name")
+each = pytest.mark.parametrize("name", with_sources(ROWS))
+alike = pytest.mark.parametrize("name", with_sources({name: row for name, row in ROWS.items() if not row.per_rank}))
 
 
 def test_every_public_transform_factory_has_a_row():
@@ -66,7 +55,7 @@ def test_resumed_run_equals_an_uninterrupted_run(name, tmp_path):
     contracts.check_resume_equals_straight(name, str(tmp_path))
 
 
-@mostly
+@each
 def test_resumed_run_sharded_on_two_ranks_equals_an_uninterrupted_run(name, tmp_path, ranks):
     assert ranks(2).run(contracts.check_resume_equals_straight, name, str(tmp_path)) == [None, None]
 
@@ -115,7 +104,7 @@ def test_host_sync_contract_detects_violations(name):
         contracts.check_host_syncs(name)
 
 
-@mostly
+@each
 def test_transform_state_and_compute_stay_sharded(name, ranks):
     assert ranks(2).run(contracts.check_collectives, name) == [None, None]
 
@@ -164,7 +153,7 @@ def test_transform_state_contract_detects_violations(name):
         contracts.check_slices_are_plain(name)
 
 
-@mostly
+@each
 @pytest.mark.parametrize("where", contracts.FAULTS)
 def test_exception_in_a_step_does_not_change_the_state(name, where):
     for at in (2, 3):  # of any wrapping in the registry, one of the two is a step in which it acts

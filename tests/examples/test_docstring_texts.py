@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from helpers.docstrings import PACKAGES, SHORTEST, build_tokenizer, read_docstrings
+from helpers.docstrings import MIN_CHARACTERS, PACKAGES, build_tokenizer, read_docstrings
 from helpers.labelled_text import Labelled
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -29,7 +29,7 @@ def test_every_package_has_texts_without_duplicates(found):
     assert tuple(found.names) == PACKAGES
     assert set(labels) == set(range(len(PACKAGES)))
     assert len(set(texts)) == len(texts) == len(labels) > 1000
-    assert min(map(len, texts)) >= SHORTEST
+    assert min(map(len, texts)) >= MIN_CHARACTERS
     largest = max(labels.count(label) for label in set(labels))
     assert largest < 0.3 * len(labels), "naming the most frequent package is no answer"
 

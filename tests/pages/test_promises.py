@@ -6,17 +6,17 @@ import re
 
 import pytest
 
-from pages.fences import DOCS, ROOT, fences, prose
+from pages.fences import DOCS, ROOT, prose
 
 NAMED = re.compile(r"`(tests/[\w/.]+)(?:::(\w+))?`")
 FOR_DEVELOPERS = {"architecture.md", "evidence.md", "figures.md", "log.md", "scale.md", "truth-table.md"}
 
 
-@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
-def test_named_tests_exist(page):
-    for path, test in NAMED.findall((DOCS / page).read_text()):
-        assert (ROOT / path).exists(), path
-        assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{path} has no {test}"
+def test_named_tests_exist():
+    for page in DOCS.glob("*.md"):
+        for path, test in NAMED.findall(page.read_text()):
+            assert (ROOT / path).exists(), f"{page.name}: {path}"
+            assert not test or f"def {test}(" in (ROOT / path).read_text(), f"{page.name}: {path} has no {test}"
 
 
 @pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md") if path.name not in FOR_DEVELOPERS))
@@ -34,18 +34,7 @@ def test_every_promise_row_names_a_test():
     assert [row for table in tables for row in table.splitlines() if not NAMED.search(row) and "](" not in row] == []
 
 
-def test_trust_boundary_has_ten_numbered_items():
-    assert re.findall(r"^(\d+)\. \*\*", (DOCS / "security.md").read_text(), re.M) == [str(number) for number in range(1, 11)]
-
-
 def test_security_policy_contains_no_contact_address():
     text = (ROOT / "SECURITY.md").read_text()
     assert "@" not in text
     assert "http" not in text
-
-
-def test_log_dates_are_in_descending_order():
-    dates = re.findall(r"^## (\d{4}-\d\d-\d\d)$", (DOCS / "log.md").read_text(), re.M)
-    assert len(dates) >= 2
-    assert dates == sorted(set(dates), reverse=True)
-    assert not any(fence.language == "python" for fence in fences(DOCS / "log.md"))

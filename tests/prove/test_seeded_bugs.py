@@ -61,6 +61,7 @@ def test_script_names_a_thread_and_has_one_switch(row):
     assert "``--fixed``" in text.split('"""')[1]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("row", by_file(*QUICK))
 def test_bug_is_found_and_named(row, tmp_path):
     answer = prove(row, tmp_path / "bug", fixed=False, ranks=(2,))

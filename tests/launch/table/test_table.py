@@ -72,6 +72,7 @@ def came(request, tmp_path_factory) -> Iterator[Callable[[Row, int], Came]]:
         pool.shutdown(cancel_futures=True)  # after a failure with -x
 
 
+@pytest.mark.sample(16)
 @pytest.mark.parametrize("n", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
 def test_row_result_matches_table(row, n, came):

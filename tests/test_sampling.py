@@ -1,0 +1,57 @@
+"""The quick run's choice of rows: its size, its turn, and what a change keeps."""
+
+from __future__ import annotations
+
+import subprocess
+
+import pytest
+
+from battery.transforms import ROWS
+from sampling import Row, Turn, choose, read_turn, with_sources
+
+
+def rows(count, keep, group="test_it", sources=()):
+    return [Row(name=f"{group}[{index}]", group=group, keep=keep, sources=sources) for index in range(count)]
+
+
+@pytest.mark.parametrize(("count", "keep"), [(10, 3), (7, 7), (2, 5), (1, 1)])
+def test_each_group_keeps_its_number_of_rows(count, keep):
+    chosen = choose([*rows(count, keep), *rows(count, keep, "test_other")], Turn(4))
+    assert len(chosen) == 2 * min(count, keep)
+
+
+@pytest.mark.parametrize(("count", "kept"), [(24, 8), (7, 2), (4, 2), (1, 1)])
+def test_group_without_a_number_keeps_a_third_and_at_least_two(count, kept):
+    assert len(choose(rows(count, None), Turn(3))) == kept
+
+
+@pytest.mark.parametrize(("count", "keep"), [(10, 3), (8, 2), (5, 1)])
+def test_consecutive_turns_run_all_rows(count, keep):
+    turns = [choose(rows(count, keep), Turn(number)) for number in range(-(-count // keep))]
+    assert set.union(*turns) == {row.name for row in rows(count, keep)}
+    assert choose(rows(count, keep), Turn(0)) == turns[0]
+
+
+def test_changed_source_keeps_its_rows():
+    changed = Row(name="test_it[ema]", group="test_it", keep=1, sources=("src/dtrain/transforms/ema.py",))
+    for number in range(20):
+        turn = Turn(number, frozenset({"src/dtrain/transforms/ema.py", "README.md"}))
+        assert "test_it[ema]" in choose([*rows(19, 1), changed], turn)
+
+
+def test_turn_outside_of_a_repository_is_zero():
+    def no_repository(*_):
+        raise subprocess.CalledProcessError(128, "git")
+
+    assert read_turn(no_repository) == Turn()
+
+
+def test_turn_counts_commits_and_reads_changed_files():
+    answers = {"rev-list": "12\n", "diff": "tests/a.py\n", "show": "src/b.py\ntests/a.py\n"}
+    assert read_turn(lambda command, *_: answers[command]) == Turn(12, frozenset({"tests/a.py", "src/b.py"}))
+
+
+def test_rows_of_the_battery_name_their_modules():
+    marks = {row.values[0]: [mark.args for mark in row.marks] for row in with_sources(ROWS)}
+    assert ("transforms/weights/ema.py",) in marks["ema"]
+    assert [name for name, row in ROWS.items() if row.of and not marks[name]] == []
