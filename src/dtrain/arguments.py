@@ -207,3 +207,8 @@ def format_duration(seconds: float) -> str:
         if whole < size * (60 if unit == "m" else 24):
             return f"{whole // size} {unit} {whole % size // smaller:02d} {part}"
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def format_error_line(error: BaseException, limit: int = 2000) -> str:
+    """Format the class and message of an error on one line of at most ``limit`` characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:limit]

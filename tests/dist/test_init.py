@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 
 from dtrain.dist import init, rendezvous
-from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers, reduce_sum
 from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info, init_dist
 from dtrain.dist.mesh import _fill_degrees, build_mesh
-from dtrain.dist.reduce import reduce_sum
 from dtrain.dist.rendezvous import select_device
 from dtrain.errors import ConfigError, DistError
 

@@ -21,21 +21,20 @@ import torch.distributed as dist
 from dtrain import launch_protocol, spans
 from dtrain.arguments import check_choice, check_number, explain_arguments
 from dtrain.device import collective_backend, find_accelerator, is_accelerator
-from dtrain.dist import timeout_report
+from dtrain.dist import incident
 from dtrain.dist.context import current_context
-from dtrain.dist.control_sockets import open_control_plane
-from dtrain.dist.group_store import open_default_group
-from dtrain.dist.incident import Incidents
+from dtrain.dist.control_plane import open_control_plane
+from dtrain.dist.incident import Incidents, report_missing_ranks
 from dtrain.dist.rendezvous import (
     RendezvousConfig,
     connect_store,
     join_rendezvous,
+    open_default_group,
     read_master_address,
     read_rank_from_env,
     read_stop_signals,
     select_device,
 )
-from dtrain.dist.timeout_report import leave_error_note, report_missing_ranks
 from dtrain.errors import ConfigError, DistError
 from dtrain.launch import heartbeats
 from dtrain.open_files import raise_open_file_limit
@@ -328,7 +327,7 @@ def _prepare_incidents(
             rank=rank_info["rank"],
             world_size=rank_info["world_size"],
             timeout_s=timeout_s,
-            grace_s=timeout_report.GRACE_S,
+            grace_s=incident.GRACE_S,
             server_rank=server_rank,
         )
 
@@ -350,7 +349,8 @@ def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None
     """Close the groups of ``info``. After an ``error`` run no collective, because the other ranks may never call it."""
     try:
         if error is not None:
-            leave_error_note(error)
+            if (incidents := current_context().incidents) is not None:
+                incidents.leave(error)
         elif dist.is_initialized():
             heartbeats.report(heartbeats.ProgressKind.LEAVING)
             if (incidents := current_context().incidents) is not None:

@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtrain.dist.context import current_context
-from dtrain.dist.group_store import connect_on_demand
 from dtrain.dist.init import DistInfo, get_dist_info
+from dtrain.dist.rendezvous import connect_on_demand
 from dtrain.errors import ConfigError, DistError
 
 DATA_AXES = ("dp_replicate", "dp_shard")
