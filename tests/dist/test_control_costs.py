@@ -18,7 +18,7 @@ from dtrain.dist.control_plane import Channel
 from dtrain.dist.init import init_dist
 from dtrain.dist.mesh import build_mesh
 from dtrain.dist.step_sync import ForwardRecord, sync_after_backward, sync_before_forward
-from dtrain.open_files import open_files_needed
+from dtrain.machine import open_files_needed
 
 # Requests of a rank in init_dist: to find the other ranks, to agree on the nodes, and to connect.
 MAX_REQUESTS = 20

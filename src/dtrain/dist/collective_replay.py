@@ -16,6 +16,9 @@ and a wrong pairing cannot occur. The exchange after the run tells all ranks tha
 A trace does not have to predict the plan correctly. If the trace is wrong, the run is void, the trace is dropped, and the run
 is repeated in checked mode. For example, FSDP2 gathers different units in later microbatches and in steps of more microbatches,
 because each backward also prefetches for the next forward.
+
+``CollectiveInterceptor`` runs Python code before each collective of the process, and ``OpObserver`` before each operation of a
+thread. A ``CollectiveSpec`` describes a collective without its tensors.
 """
 
 from __future__ import annotations
@@ -56,6 +59,33 @@ EQUAL_MICROBATCHES_ADVICE = (
     "Give all ranks equal numbers of microbatches, or run the same modules in the same order on all ranks."
 )
 _RUN_EQUALLY = "Run the same modules in the same order on all ranks."
+# Float64 holds all smaller whole numbers exactly.
+FLOAT64_EXACT = 2**52
+# Operations whose tensor sizes may differ between ranks. A run with such an operation has no trace.
+_VARIABLE_SIZE_OPS = {
+    "allgather_",
+    "allgather_coalesced_",
+    "alltoall_",
+    "alltoall_base_",
+    "gather_",
+    "recv_",
+    "recv_any_source_",
+    "reduce_scatter_",
+    "scatter_",
+    "send",
+}
+_POINT_TO_POINT_OPS = {"recv_", "recv_any_source_", "send"}
+OpCallback = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+"""Called with the operation, its arguments and its keyword arguments."""
+
+
+IssueFn = Callable[[], Any]
+"""Issues the intercepted collective."""
+
+
+CollectiveListener = Callable[[Any, tuple[Any, ...], dict[str, Any], IssueFn], Any]
+"""Called with a c10d operation, its arguments, its keyword arguments, and the function that issues the collective. Returns the
+result of the collective."""
 
 
 class PeerFailed(Exception):  # internal: users never see it
@@ -97,8 +127,8 @@ class TraceCache:
 
     def digest(self, *conditions: int | str) -> int:
         """Return a number below 2**52, never 0, equal on all ranks with the same traces and the same ``conditions``."""
-        known = [trace.digest for trace in self._traces.values()]
-        return 1 + derive_seed(*conditions, int(self.always_check), *known) % (FLOAT64_EXACT - 1)
+        digests = [trace.digest for trace in self._traces.values()]
+        return 1 + derive_seed(*conditions, int(self.always_check), *digests) % (FLOAT64_EXACT - 1)
 
     def find(self, plan: object) -> CollectiveTrace | None:
         """Return the trace of ``plan``, or None if there is no reliable trace. Every rank must call with the same plan."""
@@ -287,8 +317,7 @@ class CheckedGuard(CollectiveGuard):
                 complete = _complete_groups(rows)
                 if failed or not complete:
                     self._run_is_over = True
-                    error = PeerFailed(failed[0]) if failed else _mismatch_error(description, len(self._calls), self._advice)
-                    raise self._abort(error)
+                    raise self._abort(PeerFailed(failed[0]) if failed else self._mismatch_error(description))
             finally:
                 self._exchanging = False
             self._has_variable_sizes |= any(row[0] == _RUNNING_VARIABLE_SIZE for row in rows)
@@ -296,6 +325,15 @@ class CheckedGuard(CollectiveGuard):
                 self._digest.update(array("d", row).tobytes())
             if mine[1] in complete:
                 return rows
+
+    def _mismatch_error(self, description: str) -> StepError:
+        """Make the error for ranks whose next collectives do not match, equal on all ranks. Collective: an exchange of JSON."""
+        announced = cast("list[str]", all_gather_json(description, caller="step"))
+        other = next((rank for rank, text in enumerate(announced) if text != announced[0]), len(announced) - 1)
+        return StepError(
+            f"step: ranks were about to issue different collectives, and none was issued: rank 0 {announced[0]}, rank {other} "
+            f"{announced[other]}, after {len(self._calls)} equal collectives. {self._advice}"
+        )
 
 
 class TracedGuard(CollectiveGuard):
@@ -385,20 +423,6 @@ def _complete_groups(rows: Sequence[Sequence[float]]) -> set[float]:
     }
 
 
-def _mismatch_error(description: str, number: int, advice: str) -> StepError:
-    """Make the error for ranks whose next collectives do not match, equal on all ranks. Collective: an exchange of JSON."""
-    announced = cast("list[str]", all_gather_json(description, caller="step"))
-    other = next((rank for rank, text in enumerate(announced) if text != announced[0]), len(announced) - 1)
-    return StepError(
-        f"step: ranks were about to issue different collectives, and none was issued: rank 0 {announced[0]}, rank {other} "
-        f"{announced[other]}, after {number} equal collectives. {advice}"
-    )
-
-
-OpCallback = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
-"""Called with the operation, its arguments and its keyword arguments."""
-
-
 class OpObserver(TorchDispatchMode):
     """Context manager that calls ``callback`` before each operation of this thread, and of backwards started in this thread."""
 
@@ -441,13 +465,6 @@ def group_from_arguments(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
     return group
 
 
-IssueFn = Callable[[], Any]
-"""Issues the intercepted collective."""
-CollectiveListener = Callable[[Any, tuple[Any, ...], dict[str, Any], IssueFn], Any]
-"""Called with a c10d operation, its arguments, its keyword arguments, and the function that issues the collective. Returns the
-result of the collective."""
-
-
 class CollectiveInterceptor:
     """Hook that runs Python code before every c10d operation of this process, on any thread.
 
@@ -458,8 +475,12 @@ class CollectiveInterceptor:
     def __init__(self) -> None:
         self._listener: CollectiveListener | None = None
         self._library = torch.library.Library("c10d", "IMPL")
-        for operation in _group_operations():
-            self._library.impl(operation, self._make_kernel(operation), "BackendSelect", with_keyset=True)
+        names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")}
+        packets = [getattr(torch.ops.c10d, name.removeprefix("c10d::")) for name in sorted(names)]
+        for operation in [getattr(packet, overload) for packet in packets for overload in packet.overloads()]:
+            # Operations without a group do not communicate.
+            if any(argument.name == "process_group" for argument in operation._schema.arguments):
+                self._library.impl(operation, self._make_kernel(operation), "BackendSelect", with_keyset=True)
 
     @contextmanager
     def listen(self, listener: CollectiveListener) -> Iterator[None]:
@@ -487,36 +508,6 @@ class CollectiveInterceptor:
 def get_interceptor() -> CollectiveInterceptor:
     """Return the interceptor of this process. The first call installs the interceptor permanently."""
     return CollectiveInterceptor()
-
-
-def _group_operations() -> Iterator[Any]:
-    """Yield every c10d operation with a process group. Operations without a group do not communicate."""
-    names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")}
-    for name in sorted(names):
-        packet = getattr(torch.ops.c10d, name.removeprefix("c10d::"))
-        for overload in packet.overloads():
-            operation = getattr(packet, overload)
-            if any(argument.name == "process_group" for argument in operation._schema.arguments):
-                yield operation
-
-
-# Float64 holds all smaller whole numbers exactly.
-FLOAT64_EXACT = 2**52
-
-# Operations whose tensor sizes may differ between ranks. A run with such an operation has no trace.
-_VARIABLE_SIZE_OPS = {
-    "allgather_",
-    "allgather_coalesced_",
-    "alltoall_",
-    "alltoall_base_",
-    "gather_",
-    "recv_",
-    "recv_any_source_",
-    "reduce_scatter_",
-    "scatter_",
-    "send",
-}
-_POINT_TO_POINT_OPS = {"recv_", "recv_any_source_", "send"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -591,8 +582,8 @@ def _argument_positions(operation: Any) -> tuple[int, int | None]:
 
 def group_from_call(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.ProcessGroup:
     """Return the process group of a collective."""
-    at, _ = _argument_positions(operation)
-    handle: Any = args[at] if at < len(args) else kwargs["process_group"]
+    position, _ = _argument_positions(operation)
+    handle: Any = args[position] if position < len(args) else kwargs["process_group"]
     return handle if isinstance(handle, dist.ProcessGroup) else dist.ProcessGroup.unbox(handle)
 
 

@@ -1,4 +1,4 @@
-"""Exchange JSON and numbers between ranks over the control plane, without pickle, and order the ranks of a node.
+"""Exchange JSON and numbers over the control plane, without pickle, reduce tensors over ranks, and order the ranks of a node.
 
 Each function is a collective: every rank must call it, in the same order. ``group`` names a channel of the control plane:
 ``"control"`` for the main thread, ``"background"`` for checkpoints. Without ``init_dist`` there is one rank, and each function
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar, overload
 
@@ -34,6 +34,8 @@ MAX_JSON_BYTES = 64 * 2**20
 
 # torch 2.13 renamed the function.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+TensorOrNumber = TypeVar("TensorOrNumber", Tensor, float)
+_UNSUPPORTED_DTYPES = {torch.bool, torch.complex32, torch.complex64, torch.complex128}
 
 
 def all_gather_json(obj: Plain, *, group: ChannelName = "control", caller: str = "all_gather_json") -> list[Plain]:
@@ -56,7 +58,7 @@ def all_gather_json(obj: Plain, *, group: ChannelName = "control", caller: str =
         PeerError: the same on another rank.
     """
     text, error = _encode_json(obj, caller)
-    return [json.loads(found) for found in _all_gather_texts(text, error, group, caller)]
+    return [json.loads(data) for data in _all_gather_texts(text, error, group, caller)]
 
 
 def gather_json(obj: Plain, *, dst: int = 0, group: ChannelName = "control", caller: str = "gather_json") -> list[Plain] | None:
@@ -89,7 +91,7 @@ def gather_json(obj: Plain, *, dst: int = 0, group: ChannelName = "control", cal
         return [json.loads(text)]
     with spans.outermost_span("collective"), report_missing_ranks(caller, group=group):
         texts = _channel(group).gather(text, dst, caller=caller)
-    return None if texts is None else [json.loads(found) for found in texts]
+    return None if texts is None else [json.loads(data) for data in texts]
 
 
 def broadcast_json(obj: Plain, *, src: int = 0, group: ChannelName = "control", caller: str = "broadcast_json") -> Plain:
@@ -133,14 +135,14 @@ def all_gather_numbers(
         return [list(map(float, numbers))]
     with spans.outermost_span("collective"), report_missing_ranks(caller, group=group):
         rows = _channel(group).all_gather(row, caller=caller)
-    if any(len(found) != len(row) for found in rows):
-        lengths = [len(found) // 8 for found in rows]
+    if any(len(data) != len(row) for data in rows):
+        lengths = [len(data) // 8 for data in rows]
         rank = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
         raise DistError(
             f"{caller}: ranks must pass the same number of numbers, got {lengths[0]} on rank 0 and {lengths[rank]} on rank "
             f"{rank}. Make the rows equally long."
         )
-    return [list(struct.unpack(f"={len(numbers)}d", found)) for found in rows]
+    return [list(struct.unpack(f"={len(numbers)}d", data)) for data in rows]
 
 
 def reduce_record(record: Sequence[float], spec: RowSpec) -> tuple[RowSummary, list[tuple[float, ...]] | None]:
@@ -252,9 +254,9 @@ def _all_gather_texts(text: bytes, error: ConfigError | None, group: ChannelName
         texts = [text]
     else:
         with spans.outermost_span("collective"), report_missing_ranks(caller, group=group):
-            found = _channel(group).all_gather((b"-" if error else b"+") + text, caller=caller)
-        texts = [text[1:] for text in found]
-        failed = next((rank for rank, text in enumerate(found) if text[:1] == b"-"), None)
+            messages = _channel(group).all_gather((b"-" if error else b"+") + text, caller=caller)
+        texts = [text[1:] for text in messages]
+        failed = next((rank for rank, text in enumerate(messages) if text[:1] == b"-"), None)
         if error is None and failed is not None:
             raise PeerError(f"{caller}: rank {failed} failed: {texts[failed].decode()}")
     if error is not None:
@@ -311,33 +313,24 @@ def local_rank_zero_first(caller: str = "local_rank_zero_first") -> Iterator[boo
     """
     first = get_dist_info().local_rank == 0
     if not first:
-        _wait_for_first_ranks(caller, None)
+        _wait_for_first_ranks(caller)
     try:
         yield first
     except BaseException as error:
         if first:
-            _report_failure(caller, error)
+            try:
+                all_gather_json(format_error_line(error), caller=caller)
+            except DistError as failure:
+                error.add_note(f"{caller}: could not report the error to the other ranks: {failure}")
         raise
     if first:
-        _wait_for_first_ranks(caller, None)
+        _wait_for_first_ranks(caller)
 
 
-def _wait_for_first_ranks(caller: str, report: str | None) -> None:
-    reports = all_gather_json(report, caller=caller)
-    for rank, failure in enumerate(reports):
+def _wait_for_first_ranks(caller: str) -> None:
+    for rank, failure in enumerate(all_gather_json(None, caller=caller)):
         if failure is not None:
             raise PeerError(f"{caller}: rank {rank}, which goes first on its node, failed: {failure}")
-
-
-def _report_failure(caller: str, error: BaseException) -> None:
-    """Send the reason to the waiting ranks. The caller raises ``error`` afterwards, even if sending fails."""
-    try:
-        all_gather_json(format_error_line(error), caller=caller)
-    except DistError as failure:
-        error.add_note(f"{caller}: could not report the error to the other ranks: {failure}")
-
-
-TensorOrNumber = TypeVar("TensorOrNumber", Tensor, float)
 
 
 @overload
@@ -368,7 +361,7 @@ def reduce_sum(x: Tensor | float, dst: int | None = None) -> Tensor | float | No
     Raises:
         ConfigError: a DTensor, a tensor that is not dense, bool, complex, or not a number; or ``dst`` is not a rank.
     """
-    return _reduce("reduce_sum", x, dst, numbers=sum, tensors=_sum_tensor)
+    return _reduce("reduce_sum", x, dst, dist.ReduceOp.SUM)
 
 
 @overload
@@ -397,7 +390,7 @@ def reduce_mean(x: Tensor | float, dst: int | None = None) -> Tensor | float | N
     """
     if isinstance(x, Tensor) and not (x.is_floating_point() or x.dtype in _UNSUPPORTED_DTYPES):
         raise ConfigError(f"reduce_mean: the mean of {x.dtype} has no dtype. Convert x first, for example x.double().")
-    total = _reduce("reduce_mean", x, dst, numbers=sum, tensors=_sum_tensor)
+    total = _reduce("reduce_mean", x, dst, dist.ReduceOp.SUM)
     world = check_rank("reduce_mean", "dst", 0).world_size
     return total if total is None else total / world
 
@@ -424,22 +417,12 @@ def reduce_max(x: Tensor | float, dst: int | None = None) -> Tensor | float | No
     Raises:
         ConfigError: as in ``reduce_sum``.
     """
-    return _reduce("reduce_max", x, dst, numbers=_max_number, tensors=_max_tensor)
+    return _reduce("reduce_max", x, dst, dist.ReduceOp.MAX)
 
 
-_UNSUPPORTED_DTYPES = {torch.bool, torch.complex32, torch.complex64, torch.complex128}
-
-
-def _reduce(
-    caller: str,
-    x: Tensor | float,
-    dst: int | None,
-    *,
-    numbers: Callable[[Iterable[float]], float],
-    tensors: Callable[[Tensor, Callable[[Tensor, dist.ReduceOp.RedOpType], None]], Tensor],
-) -> Tensor | float | None:
+def _reduce(caller: str, x: Tensor | float, dst: int | None, op: dist.ReduceOp.RedOpType) -> Tensor | float | None:
     info = check_rank(caller, "dst", 0 if dst is None else dst)
-    wanted = dst is None or dst == info.rank
+    receives = dst is None or dst == info.rank
     heartbeats.heartbeat(caller)
     if not isinstance(x, Tensor):
         if isinstance(x, bool) or not isinstance(x, int | float):
@@ -447,24 +430,10 @@ def _reduce(
                 f"{caller}: x must be a tensor or a number, got {type(x).__name__}. "
                 "Convert the value with torch.as_tensor first."
             )
-        result = numbers(row[0] for row in all_gather_numbers([x], caller=caller))
-        return result if wanted else None
-    _check_tensor(caller, x)
-
-    def exchange(buffer: Tensor, op: dist.ReduceOp.RedOpType) -> None:
-        if info.world_size == 1 or buffer.numel() == 0:
-            return
-        with spans.outermost_span("collective"), report_missing_ranks(caller):
-            if dst is None:
-                dist.all_reduce(buffer, op)
-            else:
-                dist.reduce(buffer, dst, op)
-
-    reduced = tensors(x.detach(), exchange)
-    return reduced if wanted else None
-
-
-def _check_tensor(caller: str, x: Tensor) -> None:
+        numbers = [row[0] for row in all_gather_numbers([x], caller=caller)]
+        has_nan = any(math.isnan(number) for number in numbers)
+        result = sum(numbers) if op == dist.ReduceOp.SUM else math.nan if has_nan else max(numbers)
+        return result if receives else None
     # Only dtrain.dist.dtensor may use the attributes of a DTensor.
     if hasattr(x, "placements"):
         raise ConfigError(f"{caller}: x must be a plain tensor, got a DTensor. Pass x.full_tensor() or x.to_local().")
@@ -472,25 +441,18 @@ def _check_tensor(caller: str, x: Tensor) -> None:
         raise ConfigError(f"{caller}: x must be a floating or integer tensor, got {x.dtype}. Convert x, for example x.int().")
     if x.layout is not torch.strided:
         raise ConfigError(f"{caller}: x must be a dense tensor, got {x.layout}. Pass x.to_dense().")
-
-
-def _sum_tensor(x: Tensor, exchange: Callable[[Tensor, dist.ReduceOp.RedOpType], None]) -> Tensor:
-    total = x.clone(memory_format=torch.contiguous_format)
-    exchange(total, dist.ReduceOp.SUM)
-    return total
-
-
-def _max_tensor(x: Tensor, exchange: Callable[[Tensor, dist.ReduceOp.RedOpType], None]) -> Tensor:
-    if not x.is_floating_point():
-        largest = x.clone(memory_format=torch.contiguous_format)
-        exchange(largest, dist.ReduceOp.MAX)
-        return largest
-    nan = x.isnan()
-    both = torch.stack([x.masked_fill(nan, -math.inf), nan.to(x.dtype)])
-    exchange(both, dist.ReduceOp.MAX)
-    return both[0].masked_fill(both[1] > 0, math.nan)
-
-
-def _max_number(numbers: Iterable[float]) -> float:
-    values = list(numbers)
-    return math.nan if any(math.isnan(value) for value in values) else max(values)
+    x = x.detach()
+    marks_nan = op == dist.ReduceOp.MAX and x.is_floating_point()
+    if marks_nan:
+        buffer = torch.stack([x.masked_fill(x.isnan(), -math.inf), x.isnan().to(x.dtype)])
+    else:
+        buffer = x.clone(memory_format=torch.contiguous_format)
+    if info.world_size > 1 and buffer.numel():
+        with spans.outermost_span("collective"), report_missing_ranks(caller):
+            if dst is None:
+                dist.all_reduce(buffer, op)
+            else:
+                dist.reduce(buffer, dst, op)
+    if not receives:
+        return None
+    return buffer[0].masked_fill(buffer[1] > 0, math.nan) if marks_nan else buffer

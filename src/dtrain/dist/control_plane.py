@@ -11,7 +11,7 @@ exchanged in the rendezvous store, with a number of requests that does not depen
 
 from __future__ import annotations
 
-import fcntl
+import errno
 import hmac
 import ipaddress
 import json
@@ -35,6 +35,7 @@ from dtrain import launch_protocol
 from dtrain.dist.context import ExchangeObserver, current_context
 from dtrain.dist.control_protocol import Layout, Protocol, RowSpec, RowSummary, all_gather, gather, peers_of, reduce_rows
 from dtrain.errors import DistError, StepError
+from dtrain.machine import list_interfaces
 
 if TYPE_CHECKING:
     from dtrain.dist.init import DistInfo
@@ -63,7 +64,6 @@ _CONNECT_TIMEOUT_S = 30.0
 _MAX_PENDING = 512
 # Time for all ranks to read a problem.
 _SETTLE_S = 5.0
-_SIOCGIFADDR = 0x8915  # linux/sockios.h
 _CONNECTED = "connected"
 Connections = dict[ChannelName, dict[int, socket.socket]]
 
@@ -111,15 +111,15 @@ class Channel:
             DistError: a rank is in another exchange.
         """
         protocol = all_gather(self.layout, payload)
-        found = self._run(protocol, "all_gather", caller, len(payload), self.timeout_s if timeout_s is None else timeout_s)
-        self._notify("all_gather", sum(map(len, found)))
-        return found
+        payloads = self._run(protocol, "all_gather", caller, len(payload), self.timeout_s if timeout_s is None else timeout_s)
+        self._notify("all_gather", sum(map(len, payloads)))
+        return payloads
 
     def gather(self, payload: bytes, dst: int, *, caller: str) -> list[bytes] | None:
         """Return the payloads of all ranks on rank ``dst``, by rank; None on the other ranks. Raises like ``all_gather``."""
-        found = self._run(gather(self.layout, payload, dst), "gather", caller, len(payload), self.timeout_s)
-        self._notify("gather", 0 if found is None else sum(map(len, found)))
-        return found
+        payloads = self._run(gather(self.layout, payload, dst), "gather", caller, len(payload), self.timeout_s)
+        self._notify("gather", 0 if payloads is None else sum(map(len, payloads)))
+        return payloads
 
     def reduce_rows(
         self, row: Sequence[float], spec: RowSpec, *, caller: str
@@ -194,9 +194,9 @@ class Channel:
         while (remaining_s := deadline - time.monotonic()) > 0:
             for number, events in poll.poll(remaining_s * 1000):
                 if events & (select.POLLIN | select.POLLHUP | select.POLLERR):
-                    part = self._connections[peers[number]].recv(_MAX_READ_BYTES)
-                    self._buffers[peers[number]] += part
-                    if not part:
+                    data = self._connections[peers[number]].recv(_MAX_READ_BYTES)
+                    self._buffers[peers[number]] += data
+                    if not data:
                         # The exchange itself finds a lost peer when it needs the peer.
                         poll.unregister(number)
                 if peers[number] == to and events & (select.POLLOUT | select.POLLHUP | select.POLLERR):
@@ -216,7 +216,7 @@ class Channel:
                     return message
             missing = end - len(buffer)
             try:
-                part = connection.recv(_READ_BYTES if missing < _READ_BYTES else min(missing, _MAX_READ_BYTES))
+                data = connection.recv(_READ_BYTES if missing < _READ_BYTES else min(missing, _MAX_READ_BYTES))
             except OSError:
                 raise
             # The other ranks need this exchange, too, as with a collective of torch, which no signal interrupts.
@@ -225,12 +225,12 @@ class Channel:
                     raise
                 self._interruption = error
                 continue
-            if not part:
+            if not data:
                 raise ConnectionError("connection closed by peer")
             # A message of a record arrives at once and alone.
-            if not buffer and len(part) >= _HEADER.size and len(part) == self._end_of_message(part, tag, caller, source):
-                return part[_HEADER.size :]
-            buffer += part
+            if not buffer and len(data) >= _HEADER.size and len(data) == self._end_of_message(data, tag, caller, source):
+                return data[_HEADER.size :]
+            buffer += data
 
     def _end_of_message(self, data: bytes | bytearray, tag: bytes, caller: str, source: int) -> int:
         """Return the length of the message that begins with ``data``. Raise if it belongs to another exchange."""
@@ -388,7 +388,7 @@ def _connect_all(store: dist.Store, layout: Layout) -> tuple[Connections, str]:
         store.set(f"address/{layout.rank}", json.dumps(address))
         # The higher rank of a pair connects, so each address must be known before.
         targets = sorted(peer for peer in peers if peer < layout.rank)
-        addresses = [json.loads(found) for found in store.multi_get([f"address/{peer}" for peer in targets])] if targets else []
+        addresses = [json.loads(text) for text in store.multi_get([f"address/{peer}" for peer in targets])] if targets else []
         problem = address.get("problem", "")
         try:
             for peer, target in zip(targets, addresses, strict=True):
@@ -459,8 +459,11 @@ def _own_addresses() -> list[str]:
         return ["127.0.0.1"]
     interface = os.environ.get(launch_protocol.GLOO_INTERFACE, "").partition(",")[0]
     if interface:
-        return [_interface_address(interface)]
-    found: dict[str, None] = {}
+        addresses_of_link = [address for link in list_interfaces() if link.name == interface for address in link.addresses]
+        if not addresses_of_link:
+            raise OSError(errno.ENODEV, f"network interface {interface!r} has no address")
+        return addresses_of_link[:1]
+    addresses: dict[str, None] = {}
     incidents = current_context().incidents
     store: Any = None if incidents is None else incidents.store
     while isinstance(store, dist.PrefixStore):
@@ -471,30 +474,11 @@ def _own_addresses() -> list[str]:
             # The address of this host on the way to the store. Nothing is sent.
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(target)
-                found[str(probe.getsockname()[0])] = None
+                addresses[str(probe.getsockname()[0])] = None
     with suppress(OSError):
-        found[socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]] = None  # type: ignore[index]
-    reachable = [host for host in found if not ipaddress.ip_address(host.partition("%")[0]).is_loopback]
+        addresses[socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0]] = None  # type: ignore[index]
+    reachable = [host for host in addresses if not ipaddress.ip_address(host.partition("%")[0]).is_loopback]
     return reachable or ["127.0.0.1"]
-
-
-def _interface_address(name: str) -> str:
-    """Return the IPv4 address of a network interface, or its first IPv6 address.
-
-    Raises:
-        OSError: the interface does not exist, or has no address.
-    """
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            return socket.inet_ntoa(answer[20:24])
-        except OSError as error:
-            with suppress(OSError):
-                for line in Path("/proc/net/if_inet6").read_text().splitlines():
-                    digits, *_, link = line.split()
-                    if link == name:
-                        return str(ipaddress.IPv6Address(int(digits, 16)))
-            raise OSError(error.errno, f"network interface {name!r} has no address") from error
 
 
 def _connect(layout: Layout, channel: int, peer: int, address: Mapping[str, Any]) -> socket.socket:

@@ -219,20 +219,20 @@ def _block(rank: int, payload: bytes) -> bytes:
 
 
 def _cut_blocks(blocks: bytes, number: int) -> bytes:
-    at = 0
+    end = 0
     for _ in range(number):
-        at += _BLOCK.size + _BLOCK.unpack_from(blocks, at)[1]
-    return blocks[:at]
+        end += _BLOCK.size + _BLOCK.unpack_from(blocks, end)[1]
+    return blocks[:end]
 
 
 def _payloads(blocks: bytes, world_size: int) -> list[bytes]:
     """Return the payloads by rank."""
-    payloads, at = [b""] * world_size, 0
-    while at < len(blocks):
-        rank, length = _BLOCK.unpack_from(blocks, at)
-        at += _BLOCK.size
-        payloads[rank] = blocks[at : at + length]
-        at += length
+    payloads, offset = [b""] * world_size, 0
+    while offset < len(blocks):
+        rank, length = _BLOCK.unpack_from(blocks, offset)
+        offset += _BLOCK.size
+        payloads[rank] = blocks[offset : offset + length]
+        offset += length
     return payloads
 
 
@@ -286,11 +286,11 @@ def _pass_down(layout: Layout, blocks: bytes, dst: int) -> Protocol[bytes]:
         path.append(_parent(path[-1]))
     if layout.local not in path:
         return b""
-    at = path.index(layout.local)
+    depth = path.index(layout.local)
     if layout.local:
-        blocks = yield Transfer(None, b"", layout.leader + path[at + 1])
-    if at:
-        yield Transfer(layout.leader + path[at - 1], blocks, None)
+        blocks = yield Transfer(None, b"", layout.leader + path[depth + 1])
+    if depth:
+        yield Transfer(layout.leader + path[depth - 1], blocks, None)
     return blocks
 
 
@@ -303,13 +303,13 @@ def reduce_rows(
     if layout.num_nodes == 1:
         data = yield from _disseminate(layout, data, lambda joined, number: joined[: number * pack.size])
         # The first row is that of this rank.
-        found = list(pack.iter_unpack(data))
-        rows = found[size - layout.local :] + found[: size - layout.local]
+        cyclic_rows = list(pack.iter_unpack(data))
+        rows = cyclic_rows[size - layout.local :] + cyclic_rows[: size - layout.local]
         return spec.summarize(rows), rows
     data = yield from _collect(layout, data)
     if layout.local == 0:
-        found = list(pack.iter_unpack(data))
-        node = spec.summarize([found[at] for at in _tree_positions(size)], layout.rank)
+        rows_of_node = list(pack.iter_unpack(data))
+        node = spec.summarize([rows_of_node[position] for position in _tree_positions(size)], layout.rank)
         data = yield from _exchange_leaders(
             layout, spec.encode(node), lambda low, high: spec.encode(spec.combine(spec.decode(low), spec.decode(high)))
         )
@@ -389,7 +389,7 @@ class RowSpec:
 
     def combine(self, low: RowSummary, high: RowSummary) -> RowSummary:
         """Return the summary of the ranks of both; the ranks of ``high`` follow those of ``low``."""
-        changes = [found if found >= 0 else later for found, later in zip(low.changes, high.changes, strict=True)]
+        changes = [earlier if earlier >= 0 else later for earlier, later in zip(low.changes, high.changes, strict=True)]
         if self.block > 1 and high.first_rank % self.block:
             for index, compared in enumerate(self.compared):
                 if low.changes[index] < 0 and any(high.first[column] != low.last[column] for column in compared):
@@ -416,7 +416,7 @@ class RowSpec:
         """Return the summary of ``encode``."""
         changes, size = len(self.compared), self.columns
         numbers = number_struct(2 + changes + 5 * size).unpack(data)
-        rows = [numbers[at : at + size] for at in range(2 + changes, len(numbers), size)] if size else [()] * 5
+        rows = [numbers[start : start + size] for start in range(2 + changes, len(numbers), size)] if size else [()] * 5
         return RowSummary(numbers[0], numbers[1], numbers[2 : 2 + changes], *rows)
 
 

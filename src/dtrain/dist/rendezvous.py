@@ -420,13 +420,15 @@ class _GatheredStore(dist.Store):
         """Exchange the new keys of all ranks. Return True if all ranks are done. Collective: one exchange."""
         mine = {key: base64.b64encode(value).decode() for key, value in self._unsent.items()}
         self._unsent = {}
-        found = [json.loads(text) for text in self._channel.all_gather(json.dumps([done, mine]).encode(), caller="init_dist")]
-        for _, keys in found:
+        messages = [
+            json.loads(text) for text in self._channel.all_gather(json.dumps([done, mine]).encode(), caller="init_dist")
+        ]
+        for _, keys in messages:
             self._keys.update((key, base64.b64decode(value)) for key, value in keys.items())
-        others_done = all(rank_done for rank, (rank_done, _) in enumerate(found) if rank != self._channel.layout.rank)
-        if others_done and not done and not any(keys for _, keys in found):
+        others_done = all(rank_done for rank, (rank_done, _) in enumerate(messages) if rank != self._channel.layout.rank)
+        if others_done and not done and not any(keys for _, keys in messages):
             raise dist.DistStoreError("init_dist: no rank has set a key that this rank needs.")
-        return all(rank_done for rank_done, _ in found)
+        return all(rank_done for rank_done, _ in messages)
 
     def _find(self, key: str) -> None:
         while self._open and key not in self._keys:

@@ -388,9 +388,9 @@ def _agree_position(batch_codes: Sequence[float], batch_info: BatchInfo | None) 
     if not any(batch_codes):
         return None
     codes = list(map(int, batch_codes))
-    known = [rank for rank, code in enumerate(codes) if code]
-    modes, ends = {codes[rank] & 2 for rank in known}, [rank for rank in known if codes[rank] & 1]
-    if modes == {2} and len(known) < len(codes):
+    coded = [rank for rank, code in enumerate(codes) if code]
+    modes, ends = {codes[rank] & 2 for rank in coded}, [rank for rank in coded if codes[rank] & 1]
+    if modes == {2} and len(coded) < len(codes):
         raise StepError(
             f"step: the batch of rank {codes.index(0)} was made of new tensors (slices, copies), so the step cannot tell if "
             "the rank has samples left. Name the loader: step.init(model, optimizer, loader=loader)."
@@ -399,18 +399,18 @@ def _agree_position(batch_codes: Sequence[float], batch_info: BatchInfo | None) 
         epoch, batch = divmod(min(code >> 2 for code in codes), 1 << BATCH_INDEX_BITS)
         batch_info.status.epoch_ended = epoch > batch_info.begin.epoch
         return EpochPosition(epoch, batch)
-    if ends and len(ends) < len(known):
+    if ends and len(ends) < len(coded):
         raise StepError(f"step: only ranks {ends} are at the end of their epoch. Give all ranks one dataset and one seed.")
-    different = [rank for rank in known if codes[rank] != codes[known[0]]]
+    different = [rank for rank in coded if codes[rank] != codes[coded[0]]]
     if different:
         raise StepError(
-            f"step: rank {different[0]} is at another place in its data than rank {known[0]}, or in other data. Give all ranks "
+            f"step: rank {different[0]} is at another place in its data than rank {coded[0]}, or in other data. Give all ranks "
             "one dataset, one seed and one global_batch_size, and load the same checkpoint."
         )
     if batch_info is None:
         return None
     batch_info.status.epoch_ended = batch_info.ends_epoch
-    return batch_info.end if len(known) == len(codes) else None
+    return batch_info.end if len(coded) == len(codes) else None
 
 
 def _check_batches(records: Sequence[ForwardRecord], ranks_per_batch: int) -> None:
