@@ -18,12 +18,11 @@ import torch
 import torch.distributed as dist
 
 import dtrain as dt
-from dtrain.dist.arrival_marks import TIMED_OUT, Sign
 from dtrain.dist.collectives import all_gather_json, all_gather_single, reduce_record
 from dtrain.dist.context import current_context
-from dtrain.dist.control_protocol import all_gather, peers_of, reduce_rows
-from dtrain.dist.record_faults import ForwardRecord
-from dtrain.dist.row_summary import RowSpec
+from dtrain.dist.control_protocol import RowSpec, all_gather, peers_of, reduce_rows
+from dtrain.dist.incident_protocol import TIMED_OUT, Sign
+from dtrain.dist.step_sync import ForwardRecord
 from virtual_network import Network, report_incident, run_exchange, run_reports
 
 NODE_SIZE = 8

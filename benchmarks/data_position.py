@@ -16,7 +16,7 @@ import dtrain as dt
 from data_peers import mosaicml_shuffles
 from dtrain.data.sampling.block_shuffle import BlockShuffle, shard_order, shuffle_quality
 from dtrain.data.sampling.sample_order import SampleOrder
-from dtrain.dist.step_sync import sync_before_forward
+from dtrain.dist.step_sync import ForwardRecord, sync_before_forward
 from dtrain.testing import run_ranks
 from measure import CPU, WALL, Figure, Rounds, Run, interleaved, typical, verdict_line
 
@@ -137,7 +137,7 @@ def agreeing(steps: int) -> Rounds:
         time.sleep(0.005)  # stands for a step, which evicts the last vote from the caches
         dist.barrier()
         begun = time.perf_counter()
-        sync_before_forward(samples=8, tokens=0, microbatches=1, zero_weight_seen=False, loss_terms=("loss",), step=step)
+        sync_before_forward(ForwardRecord(samples=8, tokens=0, microbatches=1), loss_terms=("loss",), step=step)
         seen.append(time.perf_counter() - begun)
     return list(zip(seen[::2], seen[1::2], strict=True))
 

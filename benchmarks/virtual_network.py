@@ -1,7 +1,7 @@
 """Run the exchanges of the control plane and its reports of missing ranks on a virtual network, with a virtual clock.
 
-The code of the ranks is the library's own (``dtrain.dist.control_protocol``, ``dtrain.dist.arrival_marks``). Only sockets, the
-rendezvous store and the clock are simulated.
+The code of the ranks is the library's own (``dtrain.dist.control_protocol``, ``dtrain.dist.incident_protocol``). Only sockets,
+the rendezvous store and the clock are simulated.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from dtrain.dist.arrival_marks import (
+from dtrain.dist.control_protocol import Layout, Protocol
+from dtrain.dist.incident_protocol import (
     FAILED,
     Add,
     ArrivalReport,
@@ -28,7 +29,6 @@ from dtrain.dist.arrival_marks import (
     find_report,
     give_sign,
 )
-from dtrain.dist.control_protocol import Layout, Protocol
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import dtrain as dt
 import public
 from dtrain import storage
 from dtrain.data.packing.tokenizer import load_tokenizer
-from dtrain.optional_dependencies import EXTRA_MODULES
+from dtrain.packages import EXTRA_MODULES
 
 CHECKOUT = Path(__file__).resolve().parents[1]
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from dtrain.versions import parse_release
+from dtrain.packages import parse_release
 
 
 def torch_before(version: str) -> bool:

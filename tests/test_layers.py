@@ -10,8 +10,8 @@ SOURCE = Path(dtrain.__file__).parent
 
 # One row per line of the table in docs/architecture.md, top to bottom; a later row may import from an earlier one.
 LAYERS = [
-    ["errors", "device", "typing", "name_advice", "lazy_imports", "arguments"],
-    ["launch_protocol", "launch/heartbeats", "spans", "run_layout", "versions", "optional_dependencies", "open_files"],
+    ["errors", "device", "typing", "lazy_imports", "arguments"],
+    ["launch_protocol", "launch/heartbeats", "spans", "run_layout", "packages", "machine"],
     ["storage"],
     ["schedules"],
     ["dist", "memory"],
@@ -32,16 +32,14 @@ LAYERS = [
 ORDER = {room: index for index, room in enumerate(room for row in LAYERS for room in row)}
 TORCH_FREE = {
     "errors",
-    "name_advice",
     "lazy_imports",
     "arguments",
     "launch_protocol",
     "launch/heartbeats",
     "spans",
     "run_layout",
-    "versions",
-    "optional_dependencies",
-    "open_files",
+    "packages",
+    "machine",
     "storage",
     "profiling/trace",
     "report",

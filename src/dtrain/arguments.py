@@ -19,6 +19,7 @@ from numbers import Real
 from typing import ParamSpec, SupportsIndex, TypeVar
 
 from dtrain.errors import ConfigError
+from dtrain.lazy_imports import FOREIGN_ARGUMENTS, FOREIGN_VALUES, find_line
 
 Choice = TypeVar("Choice")
 Parameters = ParamSpec("Parameters")
@@ -47,8 +48,6 @@ def explain_arguments(fn: Callable[Parameters, Result]) -> Callable[Parameters, 
 
 def _describe_arguments(caller: str, signature: inspect.Signature, args: Sequence[object], kwargs: Mapping[str, object]) -> str:
     """Describe arguments that do not fit ``signature``: unknown names, missing arguments, too many by position."""
-    from dtrain.name_advice import FOREIGN_ARGUMENTS, find_line
-
     # The methods of a Checkpointer take the arguments of the functions.
     foreign = FOREIGN_ARGUMENTS.get({"save": "save_sharded", "load": "load_sharded"}.get(caller, caller), {})
     parameters = [p for p in signature.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
@@ -144,16 +143,14 @@ def check_choice(caller: str, name: str, value: object, choices: Iterable[Choice
     Raises:
         ConfigError: ``value`` is not in ``choices``.
     """
-    known = list(choices)
-    for choice in known:
+    values = list(choices)
+    for choice in values:
         if type(choice) is type(value) and choice == value:
             return choice
-    from dtrain.name_advice import FOREIGN_VALUES, find_line
-
-    words = {str(choice): str(choice) for choice in known if isinstance(choice, str)}
+    words = {str(choice): str(choice) for choice in values if isinstance(choice, str)}
     meant = find_line(FOREIGN_VALUES.get(f"{caller} {name}", {}), str(value)) or find_line(words, str(value))
     advice = f" Pass {name}={meant!r}." if meant else ""
-    raise ConfigError(f"{caller}: {name} must be {join_or(map(repr, known))}, got {value!r}.{advice}")
+    raise ConfigError(f"{caller}: {name} must be {join_or(map(repr, values))}, got {value!r}.{advice}")
 
 
 def join_or(words: Iterable[str]) -> str:
@@ -207,3 +204,8 @@ def format_duration(seconds: float) -> str:
         if whole < size * (60 if unit == "m" else 24):
             return f"{whole // size} {unit} {whole % size // smaller:02d} {part}"
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
+
+
+def format_error_line(error: BaseException, limit: int = 2000) -> str:
+    """Format the class and message of an error on one line of at most ``limit`` characters."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:limit]

@@ -146,9 +146,9 @@ def check_optimizer_params(params: Params, optimizer: torch.optim.Optimizer, *, 
     Raises:
         ConfigError: parameters that are only in the model or only in the optimizer.
     """
-    known = {id(p) for p in params.values()}
+    model_ids = {id(p) for p in params.values()}
     optimized = [p for group in optimizer.param_groups for p in group["params"]]
-    unknown = [p for p in optimized if id(p) not in known]
+    unknown = [p for p in optimized if id(p) not in model_ids]
     if unknown:
         raise ConfigError(
             f"init: {len(unknown)} of {len(optimized)} optimizer parameters are not in the model (first: shape "

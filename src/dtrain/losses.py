@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from dtrain.arguments import check_number, explain_arguments
-from dtrain.dist.differentiable import vocab_parallel_cross_entropy
 from dtrain.dist.dtensor import local_last_dim
+from dtrain.dist.ragged import vocab_parallel_cross_entropy
 from dtrain.errors import ConfigError
 from dtrain.typing import Batch, LossFn, LossSum
 

@@ -102,6 +102,7 @@ class _SpanRecorder:
         self.events: deque[Mapping[str, object]] = deque(maxlen=_MAX_EVENTS)
 
 
+# An object of the module, because a process has one main thread, whose time is divided, and each span reads the object.
 _RECORDER = _SpanRecorder()
 
 

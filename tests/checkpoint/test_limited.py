@@ -15,7 +15,7 @@ from dtrain.checkpoint.load import load_sharded
 from dtrain.checkpoint.reader import open_checkpoint
 from dtrain.checkpoint.save import save_sharded
 from dtrain.checkpoint.verify_step import verify
-from dtrain.dist.preemption import Preemption
+from dtrain.dist.context import Preemption
 from dtrain.errors import CheckpointError, CheckpointMismatchError, ConfigError
 
 

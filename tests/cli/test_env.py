@@ -10,12 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from dtrain.cli import machine
-from dtrain.cli.env import RULES, check_machine, format_facts
+from dtrain.cli.env import RULES, MachineFacts, TorchBuild, check_machine, format_facts, parse_probe_output
 from dtrain.cli.env import env as env_command
-from dtrain.cli.machine import CpuCores, Gpu, Gpus, Hardware, HostMemory, MachineFacts, TorchBuild
-from dtrain.launch.nodes.addresses import NetworkInterface
-from dtrain.versions import Package
+from dtrain.machine import CommandOutput, CpuCores, Gpu, Gpus, Hardware, HostMemory, NetworkInterface
+from dtrain.packages import Package
 
 FAST_TORCH = """
 from types import SimpleNamespace
@@ -80,7 +78,7 @@ def test_text_lists_facts_then_findings(env):
     ids=["sound", "warning", "error"],
 )
 def test_exit_code_is_nonzero_only_for_errors(monkeypatch, capsys, variables, code, last):
-    monkeypatch.setattr(machine, "collect_machine_facts", lambda: with_variables(**variables))
+    monkeypatch.setattr("dtrain.cli.env.collect_machine_facts", lambda: with_variables(**variables))
     assert env_command(as_json=False) == code
     assert capsys.readouterr().out.splitlines()[-1].startswith(last)
 
@@ -377,3 +375,23 @@ def test_errors_are_listed_before_warnings():
 def test_missing_torch_is_reported_once():
     facts = replace(with_packages(Package(name="torch", version=None, at_least="2.11")), torch=None, torch_problem="no torch")
     assert [finding.what for finding in check_machine(facts)] == ["packages: torch is not installed"]
+
+
+PROBE = (
+    '{"version": "2", "folder": "/t", "cuda": null, "devices": [], "gloo": true, "nccl": null, "threads": 1, "warnings": ["w"]}'
+)
+BUILD = TorchBuild(version="2", folder="/t", cuda=None, devices=(), gloo=True, nccl=None, threads=1, warnings=("w",))
+PROBED = {
+    "facts": (CommandOutput(code=0, out=f"noise\n{PROBE}\n", err="noise"), BUILD),
+    "noise after": (CommandOutput(code=0, out=f"{PROBE}\nbye\n", err=""), BUILD),
+    "nothing": (CommandOutput(code=0, out="bye\n", err=""), "it ended before it could say anything"),
+    "error": (CommandOutput(code=1, out="", err="Traceback\nImportError: no\n\n"), "ImportError: no"),
+    "silent error": (CommandOutput(code=1, out="", err=""), "it printed nothing"),
+    "signal": (CommandOutput(code=-11, out="", err=""), "importing it was ended by signal 11"),
+    "hang": (CommandOutput(code=None, out="", err=""), "importing it took more than 120 s"),
+}
+
+
+@pytest.mark.parametrize(("said", "expected"), PROBED.values(), ids=PROBED)
+def test_probe_output_is_parsed_as_facts_or_problem(said, expected):
+    assert parse_probe_output(said) == expected

@@ -6,7 +6,7 @@ from tensordict import TensorDict
 
 from dtrain.data.batch import count_samples, count_samples_and_tokens, select_samples, split_batch, to_device
 from dtrain.data.batch_axes import batch_spec
-from dtrain.dist.dispatch import OpObserver
+from dtrain.dist.collective_replay import OpObserver
 from dtrain.errors import ConfigError
 
 Pair = namedtuple("Pair", "x y")

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import dtrain as dt
-from dtrain.dist.step_sync import sync_before_forward
+from dtrain.dist.step_sync import ForwardRecord, sync_before_forward
 from samples import Stream
 
 
@@ -56,7 +56,6 @@ def test_device_loader_does_not_prefetch_past_a_possible_epoch_end():
     loader, counts = dt.build_loader(Stream(10), **options), []
     for batch in loader.until("2ep"):
         counts.append(len(batch))
-        sync_before_forward(
-            samples=len(batch), tokens=0, microbatches=1, zero_weight_seen=False, batch_info=loader._last_batch_info
-        )
+        record = ForwardRecord(samples=len(batch), tokens=0, microbatches=1)
+        sync_before_forward(record, batch_info=loader._last_batch_info)
     assert counts == [4, 4, 2] * 2

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 
-from dtrain.dist.dispatch import get_interceptor
+from dtrain.dist.collective_replay import get_interceptor
 from dtrain.dist.init import get_dist_info, init_dist
 from dtrain.dist.mesh import build_mesh
 from dtrain.shard.fsdp import shard_model

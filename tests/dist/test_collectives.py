@@ -20,7 +20,7 @@ from dtrain.dist.collectives import (
 )
 from dtrain.dist.context import current_context
 from dtrain.dist.init import get_dist_info, init_dist
-from dtrain.dist.step_sync import sync_before_forward
+from dtrain.dist.step_sync import ForwardRecord, sync_before_forward
 from dtrain.errors import ConfigError, PeerError, StepError
 from dtrain.schedules.clock import EpochPosition
 from dtrain.testing import count_host_syncs
@@ -160,12 +160,8 @@ def test_failure_on_one_rank_raises_on_all_ranks(ranks):
 
 
 def agree(samples_by_rank: list) -> list:
-    tally = sync_before_forward(
-        samples=samples_by_rank[get_dist_info().rank],
-        tokens=7,
-        microbatches=samples_by_rank[get_dist_info().rank] // 2,
-        zero_weight_seen=False,
-    )
+    samples = samples_by_rank[get_dist_info().rank]
+    tally = sync_before_forward(ForwardRecord(samples=samples, tokens=7, microbatches=samples // 2))
     return [tally.samples, tally.tokens, tally.microbatches, tally.position]
 
 
@@ -179,9 +175,9 @@ def agree_error(samples: int, weightless_rank: int, epoch_rank: int) -> str:
         loader=0, begin=EpochPosition(0, 3), end=EpochPosition(1, 0) if rank == epoch_rank else EpochPosition(0, 4)
     )
     try:
-        sync_before_forward(
-            samples=samples, tokens=0, microbatches=1, zero_weight_seen=rank == weightless_rank, batch_info=origin
-        )
+        late_failure = -1 if rank == weightless_rank else 0
+        record = ForwardRecord(samples=samples, tokens=0, microbatches=1, late_failure=late_failure)
+        sync_before_forward(record, batch_info=origin)
     except StepError as error:
         return str(error)
     return "no error"

@@ -17,8 +17,8 @@ from dtrain.dist.context import current_context
 from dtrain.dist.control_plane import Channel
 from dtrain.dist.init import init_dist
 from dtrain.dist.mesh import build_mesh
-from dtrain.dist.step_sync import sync_after_backward, sync_before_forward
-from dtrain.open_files import open_files_needed
+from dtrain.dist.step_sync import ForwardRecord, sync_after_backward, sync_before_forward
+from dtrain.machine import open_files_needed
 
 # Requests of a rank in init_dist: to find the other ranks, to agree on the nodes, and to connect.
 MAX_REQUESTS = 20
@@ -75,7 +75,7 @@ def open_files() -> int:
 
 def exchanges() -> dict[str, object]:
     return {
-        "before forward": lambda: sync_before_forward(samples=1, tokens=0, microbatches=1, zero_weight_seen=False),
+        "before forward": lambda: sync_before_forward(ForwardRecord(samples=1, tokens=0, microbatches=1)),
         "after backward": lambda: sync_after_backward(
             unit_order=[], params_without_grad=[], changed_buffers=[], weights_mismatch=False
         ),

@@ -13,13 +13,13 @@ from contextlib import contextmanager
 
 import pytest
 
-from dtrain.dist import control_sockets
+from dtrain.dist import control_plane
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, broadcast_json, gather_json
 from dtrain.dist.context import current_context
 from dtrain.dist.control_plane import Channel
 from dtrain.dist.flight_recorder import write_flight_record
 from dtrain.dist.init import get_dist_info, init_dist
-from dtrain.dist.step_sync import sync_after_backward, sync_before_forward
+from dtrain.dist.step_sync import ForwardRecord, sync_after_backward, sync_before_forward
 from dtrain.launch.hang.explain import find_stalled
 from dtrain.launch.hang.rank_records import parse_rank_record
 from dtrain.testing import count_collectives
@@ -36,7 +36,7 @@ def channel() -> Channel:
 
 def begin(samples: int = 2) -> list:
     """Return what the ranks agree on in the record before forward."""
-    counts = sync_before_forward(samples=samples, tokens=0, microbatches=samples, zero_weight_seen=False)
+    counts = sync_before_forward(ForwardRecord(samples=samples, tokens=0, microbatches=samples))
     return [counts.samples, counts.microbatches]
 
 
@@ -140,7 +140,7 @@ def test_ranks_that_cannot_use_unix_sockets_connect_over_tcp(forked, monkeypatch
 @pytest.mark.parametrize("late", [0, 1])
 def test_rank_that_cannot_connect_at_all_raises_on_all_ranks(forked, monkeypatch, late):
     """Rank 0 serves the store, and ends with its error."""
-    connect_all = control_sockets._connect_all
+    connect_all = control_plane._connect_all
 
     def refuse(*_: object) -> None:
         raise OSError("not here")
@@ -152,7 +152,7 @@ def test_rank_that_cannot_connect_at_all_raises_on_all_ranks(forked, monkeypatch
 
     def body(rank: int) -> list:
         if rank == late:
-            monkeypatch.setattr(control_sockets, "_connect_all", connect_late)
+            monkeypatch.setattr(control_plane, "_connect_all", connect_late)
         if rank == 1:
             monkeypatch.setattr(socket.socket, "connect", refuse)
         with init_dist(device="cpu", timeout_s=TIMEOUT_S):
@@ -164,7 +164,7 @@ def test_rank_that_cannot_connect_at_all_raises_on_all_ranks(forked, monkeypatch
 
 
 def test_stranger_on_the_port_of_a_leader_is_turned_away(forked, monkeypatch):
-    real = control_sockets._report_outcome
+    real = control_plane._report_outcome
 
     def body(rank: int) -> list:
         pretend_nodes(rank, 1)
@@ -176,7 +176,7 @@ def test_stranger_on_the_port_of_a_leader_is_turned_away(forked, monkeypatch):
                 stranger.sendall(bytes(24))
                 return real(store, layout, problem)
 
-            monkeypatch.setattr(control_sockets, "_report_outcome", with_stranger)
+            monkeypatch.setattr(control_plane, "_report_outcome", with_stranger)
         with init_dist(device="cpu", timeout_s=TIMEOUT_S):
             return begin()
 
@@ -184,8 +184,8 @@ def test_stranger_on_the_port_of_a_leader_is_turned_away(forked, monkeypatch):
 
 
 def as_first_visitor(visit):
-    """Return ``control_sockets._listen`` that lets ``visit(address)`` come before this rank publishes its address."""
-    real = control_sockets._listen
+    """Return ``control_plane._listen`` that lets ``visit(address)`` come before this rank publishes its address."""
+    real = control_plane._listen
 
     @contextmanager
     def listen(layout):
@@ -211,7 +211,7 @@ def test_silent_strangers_delay_no_rank(forked, monkeypatch, over_tcp):
         if over_tcp:
             pretend_nodes(rank, 1)
         if rank == 0:
-            monkeypatch.setattr(control_sockets, "_listen", as_first_visitor(visit))
+            monkeypatch.setattr(control_plane, "_listen", as_first_visitor(visit))
         with init_dist(device="cpu", timeout_s=TIMEOUT_S):
             return [begin(), len(strangers)]
 
@@ -232,8 +232,8 @@ def test_another_user_cannot_take_the_place_of_a_rank(forked, monkeypatch):
             for channel in range(2):
                 connections.append(socket.socket(socket.AF_UNIX))
                 connections[-1].connect(address["path"])
-                proof = control_sockets._proof(address["nonce"], 1, channel)
-                connections[-1].sendall(control_sockets._HELLO.pack(proof, 1, channel))
+                proof = control_plane._proof(address["nonce"], 1, channel)
+                connections[-1].sendall(control_plane._HELLO.pack(proof, 1, channel))
             os.write(ready[1], b"r")
             os.close(done[1])
             os.read(done[0], 1)
@@ -244,7 +244,7 @@ def test_another_user_cannot_take_the_place_of_a_rank(forked, monkeypatch):
 
     def body(rank: int) -> list:
         if rank == 0:
-            monkeypatch.setattr(control_sockets, "_listen", as_first_visitor(visit))
+            monkeypatch.setattr(control_plane, "_listen", as_first_visitor(visit))
         with init_dist(device="cpu", timeout_s=TIMEOUT_S):
             found = begin()
         for end in ends:
@@ -273,7 +273,7 @@ def test_rank_refuses_an_address_at_which_another_user_listens(forked, monkeypat
                 os.write(ready[1], b"r")
                 signal.pause()
             os.read(ready[0], 1)
-            monkeypatch.setattr(control_sockets, "_listen", as_first_visitor(lambda address: address.update(path=path)))
+            monkeypatch.setattr(control_plane, "_listen", as_first_visitor(lambda address: address.update(path=path)))
             try:
                 with init_dist(device="cpu", timeout_s=TIMEOUT_S):
                     return [current_context().control_plane.layout.node_size]
@@ -292,7 +292,7 @@ def test_secret_of_a_job_keeps_others_out_over_tcp(forked, monkeypatch):
             patch.delenv("DTRAIN_JOB_SECRET")
             for channel in range(2):
                 stranger = socket.create_connection(tuple(address["tcp"][0]))
-                stranger.sendall(control_sockets._HELLO.pack(control_sockets._proof(address["nonce"], 1, channel), 1, channel))
+                stranger.sendall(control_plane._HELLO.pack(control_plane._proof(address["nonce"], 1, channel), 1, channel))
                 kept.append(stranger)
 
     kept: list = []
@@ -301,7 +301,7 @@ def test_secret_of_a_job_keeps_others_out_over_tcp(forked, monkeypatch):
         monkeypatch.setenv("DTRAIN_JOB_SECRET", "known to the job")
         pretend_nodes(rank, 1)
         if rank == 0:
-            monkeypatch.setattr(control_sockets, "_listen", as_first_visitor(visit))
+            monkeypatch.setattr(control_plane, "_listen", as_first_visitor(visit))
         with init_dist(device="cpu", timeout_s=TIMEOUT_S):
             return begin()
 

@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 
-from dtrain.dist.arrival_marks import (
+from dtrain.dist.control_protocol import Layout, RowSpec, all_gather, count_rounds, gather, peers_of, reduce_rows
+from dtrain.dist.incident_protocol import (
     BUSY,
     EARLY,
     FAILED,
@@ -20,8 +21,6 @@ from dtrain.dist.arrival_marks import (
     judge,
     mark_wait,
 )
-from dtrain.dist.control_protocol import Layout, all_gather, count_rounds, gather, peers_of, reduce_rows
-from dtrain.dist.row_summary import RowSpec
 from table.simulated_failures import SIMULATED, simulate
 from virtual_network import Network, report_incident, run_exchange, run_reports
 

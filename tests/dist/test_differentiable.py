@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from dtrain.dist.differentiable import all_gather_with_grad
 from dtrain.dist.init import get_dist_info
+from dtrain.dist.ragged import all_gather_with_grad
 from dtrain.errors import ConfigError
 
 FLOAT64_REORDERING = 1e-12  # relative: sums over ranks are taken in another order than in one process

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import dtrain as dt
 import public
-from dtrain.dist.arrival_marks import ArrivalReport
-from dtrain.dist.timeout_report import format_missing_ranks
+from dtrain.dist.incident_protocol import ArrivalReport, format_missing_ranks
 
 PAGE = (Path(__file__).parents[2] / "docs" / "collectives.md").read_text()
 

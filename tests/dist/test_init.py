@@ -18,11 +18,10 @@ import torch
 import torch.distributed as dist
 
 from dtrain.dist import init, rendezvous
-from dtrain.dist.collectives import all_gather_json, all_gather_numbers
+from dtrain.dist.collectives import all_gather_json, all_gather_numbers, reduce_sum
 from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info, init_dist
 from dtrain.dist.mesh import _fill_degrees, build_mesh
-from dtrain.dist.reduce import reduce_sum
 from dtrain.dist.rendezvous import select_device
 from dtrain.errors import ConfigError, DistError
 
@@ -71,30 +70,25 @@ def test_one_process_needs_no_environment(alone):
     assert current_context().control_plane is None
 
 
-def test_nested_init_dist_reuses_the_open_groups(alone):
-    with init_dist() as first:
-        with init_dist() as second:
-            assert (second.rank, second._owner) == (first.rank, False)
-        assert dist.is_initialized(), "the inner context did not make the groups, so it does not close them"
-    assert not dist.is_initialized()
-
-
-def test_init_after_closing_opens_new_groups(alone):
-    for _ in range(3):
-        with init_dist() as info:
-            assert dist.get_world_size() == info.world_size == 1
-            dist.barrier()
-        assert not dist.is_initialized()
-
-
-def test_user_process_group_is_adopted_and_not_closed(alone):
+@pytest.fixture
+def user_group(alone):
+    """A default group that the program has opened itself."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with init_dist():
-            assert all_gather_numbers([1.0]) == [[1.0]]
-        assert dist.is_initialized()
-    finally:
-        dist.destroy_process_group()
+    yield
+    dist.destroy_process_group()
+
+
+def test_user_process_group_is_adopted_and_not_closed(user_group):
+    with init_dist() as info:
+        assert info.backend == "gloo"
+        assert all_gather_numbers([1.0]) == [[1.0]]
+    assert dist.is_initialized()
+
+
+def test_environment_that_contradicts_the_open_group_is_refused(user_group, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match=r"WORLD_SIZE must match the open process group .1., got 2"):
+        init_dist()
 
 
 def adopt_without_environment() -> list[int]:
@@ -119,22 +113,6 @@ def test_collectives_without_init_dist_raise_with_advice(alone):
                 collective()
     finally:
         dist.destroy_process_group()
-
-
-def test_environment_that_contradicts_the_open_group_is_refused(alone, monkeypatch):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        monkeypatch.setenv("WORLD_SIZE", "2")
-        with pytest.raises(ConfigError, match=r"WORLD_SIZE must match the open process group .1., got 2"):
-            init_dist()
-    finally:
-        dist.destroy_process_group()
-
-
-def test_exception_in_the_block_closes_the_groups(alone):
-    with pytest.raises(KeyError), init_dist():
-        raise KeyError("x")
-    assert not dist.is_initialized()
 
 
 def test_info_is_frozen():
@@ -273,48 +251,33 @@ def open_and_close() -> list:
             raise KeyError("x")
     except KeyError:
         seen.append(dist.is_initialized())
-    with init_dist(backend="gloo", timeout_s=50) as info, init_dist(device="cpu") as again:
-        seen.append([info.timeout_s, again.rank == info.rank, again._owner])
+    with init_dist(backend="gloo", timeout_s=50) as info:
+        with init_dist(device="cpu") as again:
+            seen.append([info.timeout_s, again.rank == info.rank])
+        assert dist.is_initialized(), "the inner context did not make the groups, so it does not close them"
         seen.append(all_gather_numbers([info.rank]))
+    assert not dist.is_initialized()
     return seen
 
 
 def test_ranks_can_close_and_reopen_groups(forked):
-    expected = [2, 2, False, [50, True, False], [[0.0], [1.0]]]
+    expected = [2, 2, False, [50, True], [[0.0], [1.0]]]
     assert forked.run(lambda _: open_and_close(), 2, results_of=[0, 1]) == {0: expected, 1: expected}
 
 
 def test_single_process_can_close_and_reopen_groups(alone):
-    assert open_and_close() == [1, 1, False, [50, True, False], [[0.0]]]
+    assert open_and_close() == [1, 1, False, [50, True], [[0.0]]]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"device": "cuda"},
-            "init_dist: device must be 'cpu' like the open groups, got 'cuda'. Close the groups first or omit device.",
-        ),
-        (
-            {"backend": "nccl"},
-            "init_dist: backend must be 'gloo' like the open groups, got 'nccl'. Close the groups first or omit backend.",
-        ),
-    ],
-)
-def test_arguments_that_contradict_the_open_groups_are_refused(alone, options, message):
+@pytest.mark.parametrize(("name", "current", "value"), [("device", "cpu", "cuda"), ("backend", "gloo", "nccl")])
+def test_arguments_that_contradict_the_open_groups_are_refused(alone, name, current, value):
+    message = (
+        f"init_dist: {name} must be '{current}' like the open groups, got '{value}'. Close the groups first or omit {name}."
+    )
     with init_dist(device="cpu"):
         with pytest.raises(ConfigError, match=message):
-            init_dist(**options)
+            init_dist(**{name: value})
         assert init_dist(device="cpu", backend="gloo").world_size == 1
-
-
-def test_info_has_the_backend_of_a_user_group(alone):
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        with init_dist() as info:
-            assert info.backend == "gloo"
-    finally:
-        dist.destroy_process_group()
 
 
 def test_failed_opening_leaves_no_group_open(alone, monkeypatch):
@@ -335,12 +298,9 @@ def test_nccl_groups_of_a_failed_run_are_not_reused(alone):
         pass
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        of_nccl = replace(info, device=torch.device("cuda", 0), world_size=2)
-        with pytest.raises(KeyError), of_nccl:
+        with pytest.raises(KeyError), replace(info, device=torch.device("cuda", 0), world_size=2):
             raise KeyError("x")
-        with pytest.raises(
-            DistError, match=r"init_dist: NCCL groups of a failed run are still open in this process. Start a new"
-        ):
+        with pytest.raises(DistError, match=r"init_dist: NCCL groups of a failed run are still open in this process. Start a"):
             init_dist()
     finally:
         dist.destroy_process_group()
@@ -418,10 +378,15 @@ def test_two_processes_of_one_rank_are_refused(forked):
     assert said[0] in answers[1] + answers[2]
 
 
-@pytest.mark.parametrize(("number", "text"), [(signal.SIGSTOP, "stopped answering"), (signal.SIGKILL, "has ended")])
-def test_loss_of_store_server_rank_0_is_reported(forked, monkeypatch, number, text):
+@pytest.fixture
+def impatient(monkeypatch):
+    """Calls to the store that give up soon after their own timeout."""
     monkeypatch.setattr(rendezvous, "_STORE_MARGIN_S", 0.5)
     monkeypatch.setattr(rendezvous, "_TORCH_RETRY_S", 0.0)
+
+
+@pytest.mark.parametrize(("number", "text"), [(signal.SIGSTOP, "stopped answering"), (signal.SIGKILL, "has ended")])
+def test_loss_of_store_server_rank_0_is_reported(forked, impatient, monkeypatch, number, text):
     connect, served, connected = rendezvous.connect_store, fork.Event(), fork.Event()
 
     def serve_and_die(*args, **options):
@@ -446,10 +411,7 @@ def test_loss_of_store_server_rank_0_is_reported(forked, monkeypatch, number, te
     assert answer == f"DistError: init_dist: rank 0, which serves the store of 2 ranks, {text}. Look at its output."
 
 
-def test_stopped_rank_0_does_not_block_connecting_ranks(forked, monkeypatch):
-    monkeypatch.setattr(rendezvous, "_STORE_MARGIN_S", 0.5)
-    monkeypatch.setattr(rendezvous, "_TORCH_RETRY_S", 0.0)
-
+def test_stopped_rank_0_does_not_block_connecting_ranks(forked, impatient, monkeypatch):
     def body(rank: int) -> str:
         if rank == 0:
             connect = rendezvous.connect_store
@@ -502,15 +464,19 @@ def test_missing_mesh_degree_is_inferred():
 @pytest.mark.parametrize(
     ("degrees", "message"),
     [
-        ((3, -1), "world_size=8 must be a multiple of 3"),
-        ((2, 2), r"dp_replicate=2 \* dp_shard=2 = 4. Set one degree to -1"),
-        ((-1, -1), "at most one degree may be -1"),
-        ((0, 8), "must be at least 1"),
+        ({"dp_replicate": 3, "dp_shard": -1}, r"world_size=8 must be a multiple of 3, got dp_replicate=3 \* dp_shard=-1"),
+        ({"dp_replicate": 2, "dp_shard": 2}, r"dp_replicate=2 \* dp_shard=2 = 4. Set one degree to -1"),
+        ({"dp_replicate": -1, "dp_shard": -1}, "at most one degree may be -1"),
+        ({"dp_replicate": 0, "dp_shard": 8}, "must be at least 1"),
+        (
+            {"dp_replicate": 1, "dp_shard": 3, "tp": 2},
+            r"dp_replicate \* dp_shard \* tp must be world_size=8, got dp_replicate=1 .*Set one degree to",
+        ),
     ],
 )
 def test_invalid_mesh_degrees_are_refused(degrees, message):
     with pytest.raises(ConfigError, match=message):
-        _fill_degrees({"dp_replicate": degrees[0], "dp_shard": degrees[1]}, 8)
+        _fill_degrees(degrees, 8)
 
 
 def test_mesh_before_init_is_refused():
@@ -545,12 +511,3 @@ def test_ranks_along_cp_and_tp_share_one_data_rank(ranks, case):
     for rank, found in enumerate(ranks(4).run(ranks_of_mesh, degrees)):
         place = [rank, 4] if places is None else places[rank]
         assert found == [place, tensor[rank], axes, [axes["dp_replicate"], axes["dp_shard"]], True]
-
-
-def test_error_of_wrong_degrees_names_the_given_degrees():
-    with pytest.raises(
-        ConfigError, match=r"dp_replicate \* dp_shard \* tp must be world_size=8, got dp_replicate=1 .*Set one degree to"
-    ):
-        _fill_degrees({"dp_replicate": 1, "dp_shard": 3, "tp": 2}, 8)
-    with pytest.raises(ConfigError, match=r"world_size=6 must be a multiple of 4, got dp_replicate=1 \* dp_shard=-1 \* tp=4"):
-        _fill_degrees({"dp_replicate": 1, "dp_shard": -1, "tp": 4}, 6)

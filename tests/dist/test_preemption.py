@@ -12,7 +12,7 @@ from torch import nn
 
 import dtrain as dt
 from dtrain import launch_protocol
-from dtrain.dist import preemption
+from dtrain.dist import context
 from dtrain.dist.context import current_context
 from dtrain.launch import heartbeats
 from dtrain.launch.heartbeats import ProgressKind
@@ -52,7 +52,7 @@ def second_after_the_first(rank, *, folder):
         begin()
         send()
         say(folder, rank, "the first")
-        preemption.DUPLICATE_SIGNAL_S = -1.0
+        context.DUPLICATE_SIGNAL_S = -1.0
         send()
         say(folder, rank, "the second")
 
@@ -142,7 +142,7 @@ def late(rank, *, folder):
         save_and_stop(folder)
     send()
     say(folder, rank, "alive")
-    preemption.DUPLICATE_SIGNAL_S = -1.0
+    context.DUPLICATE_SIGNAL_S = -1.0
     send()
     say(folder, rank, "still alive")
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.distributed.tensor import distribute_tensor
 
+from dtrain.dist.collectives import reduce_max, reduce_mean, reduce_sum
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import build_mesh
-from dtrain.dist.reduce import reduce_max, reduce_mean, reduce_sum
 from dtrain.errors import ConfigError
 
 

@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from dtrain.dist.generator_state import SeedOnDraw, _find_python_memory, fork_rng
 from dtrain.dist.rng import (
     Determinism,
     RNGSnapshot,
+    SeedOnDraw,
     Tf32,
+    _find_python_memory,
     derive_seed,
+    fork_rng,
     generator,
     hash_rng_state,
     rng_state,
@@ -98,7 +100,7 @@ def test_snapshot_restores_generators_after_any_draws(before, inside):
 @pytest.mark.parametrize("known", [True, False], ids=["in memory", "by getstate"])
 def test_fork_rng_restores_the_generators(before, known, monkeypatch):
     if not known:
-        monkeypatch.setattr("dtrain.dist.generator_state._find_python_memory", lambda: None)
+        monkeypatch.setattr("dtrain.dist.rng._find_python_memory", lambda: None)
 
     def begin() -> None:
         seed_all(1)

@@ -12,8 +12,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from dtrain.dist import timeout_report
-from dtrain.dist.arrival_marks import ArrivalReport
+from dtrain.dist import incident
 from dtrain.dist.collectives import (
     all_gather_json,
     all_gather_numbers,
@@ -21,13 +20,15 @@ from dtrain.dist.collectives import (
     gather_json,
     local_rank_zero_first,
     raise_if_any_failed,
+    reduce_max,
+    reduce_mean,
+    reduce_sum,
 )
-from dtrain.dist.differentiable import all_gather_with_grad
+from dtrain.dist.incident import call_with_timeout, is_collective_error, report_missing_ranks
+from dtrain.dist.incident_protocol import ArrivalReport, format_missing_ranks
 from dtrain.dist.init import get_dist_info, init_dist
 from dtrain.dist.mesh import build_mesh
-from dtrain.dist.reduce import reduce_max, reduce_mean, reduce_sum
-from dtrain.dist.store_calls import call_with_timeout
-from dtrain.dist.timeout_report import format_missing_ranks, is_collective_error, report_missing_ranks
+from dtrain.dist.ragged import all_gather_with_grad
 from dtrain.errors import DistError
 from dtrain.shard.fsdp import shard_model
 from dtrain.state import init_state
@@ -117,7 +118,7 @@ def test_two_stopped_ranks_are_both_named(forked):
 
 
 def test_late_rank_is_named_on_all_ranks_before_it_comes(forked, monkeypatch):
-    monkeypatch.setattr(timeout_report, "GRACE_S", 20.0)
+    monkeypatch.setattr(incident, "GRACE_S", 20.0)
     answers = forked.run(lambda rank: vote(rank, 2, lambda: time.sleep(TIMEOUT_S + 1)), 3, results_of=[0, 1, 2])
     for text in answers.values():
         assert text.startswith("DistError: vote: ranks [2] of 3 did not arrive within 2"), text

@@ -13,7 +13,7 @@ from torch import nn
 import dtrain as dt
 import public
 from dtrain.errors import ConfigError
-from dtrain.name_advice import FOREIGN_ARGUMENTS, FOREIGN_NAMES, FOREIGN_VALUES
+from dtrain.lazy_imports import FOREIGN_ARGUMENTS, FOREIGN_NAMES, FOREIGN_VALUES
 
 DATA = torch.arange(8.0)
 METRIC = dt.typing.Metric(torch.tensor(6.0), torch.tensor(2.0))

@@ -43,7 +43,7 @@ def counter() -> nn.Module:
 
 
 def generated(strategy: str) -> list[int]:
-    from dtrain.dist.reduce import reduce_max
+    from dtrain.dist.collectives import reduce_max
 
     mesh = build_mesh(dp_replicate=2) if strategy == "hybrid_shard" else build_mesh()
     net = shard_model(counter(), mesh, strategy=strategy, forward_methods=("generate",), blocks=(nn.Linear,))

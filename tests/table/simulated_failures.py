@@ -1,6 +1,6 @@
 """Faults of many ranks on a virtual network, and the ranks that the others name: rows of the truth table.
 
-The rules are the library's own (``dtrain.dist.arrival_marks``), and so are the connections of the ranks.
+The rules are the library's own (``dtrain.dist.incident_protocol``), and so are the connections of the ranks.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dtrain.dist.arrival_marks import BUSY, FAILED, ArrivalReport, Sign, StoreProtocol, mark_wait
 from dtrain.dist.control_protocol import Layout, peers_of
+from dtrain.dist.incident_protocol import BUSY, FAILED, ArrivalReport, Sign, StoreProtocol, mark_wait
 from virtual_network import Reports, report_incident, run_reports
 
 NODE_SIZE = 8

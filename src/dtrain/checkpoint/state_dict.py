@@ -40,7 +40,7 @@ from dtrain.checkpoint.extra import check_plain_tensors, saved_entries, short_ke
 from dtrain.checkpoint.layout import SaveScope
 from dtrain.checkpoint.module_state import check_state_dicts, extra_state_modules, get_extra_states
 from dtrain.checkpoint.targets import check_own_memory
-from dtrain.dist.arrival_marks import format_ranks
+from dtrain.dist.incident_protocol import format_ranks
 from dtrain.dist.rng import rng_state
 from dtrain.errors import ConfigError
 from dtrain.shard.buffer_sync import persistent_buffers

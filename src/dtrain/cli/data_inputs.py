@@ -16,7 +16,7 @@ from typing import Any, Literal, cast, get_args
 from dtrain import storage
 from dtrain.arguments import format_count
 from dtrain.errors import ConfigError, DataError
-from dtrain.optional_dependencies import missing_extra_error
+from dtrain.packages import missing_extra_error
 from dtrain.storage import AnyPath
 
 _LOCAL_READ_BYTES = 2**18  # bytes

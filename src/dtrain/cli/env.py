@@ -6,17 +6,35 @@ A run fails, hangs, or does not use the GPUs because of an *error*. A *warning* 
 from __future__ import annotations
 
 import json
+import os
+import platform
+import socket
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
 import typer
 
+import dtrain
 from dtrain import launch_protocol
-from dtrain.open_files import max_ranks
-
-if TYPE_CHECKING:
-    from dtrain.cli.machine import MachineFacts
+from dtrain.machine import (
+    CommandOutput,
+    Hardware,
+    NetworkInterface,
+    hidden_variable_names,
+    list_interfaces,
+    max_ranks,
+    read_hardware,
+    read_output,
+    resolve_names,
+    start_nvidia_smi,
+    start_query,
+    visible_variables,
+)
+from dtrain.packages import Package, check_packages
 
 _ERROR_EXIT_CODE = 1
 
@@ -35,9 +53,6 @@ def env(
 
     Exit codes: 0 no findings, or only warnings; 1 an error: a run would fail, hang, or not use the GPUs.
     """
-    # Imported here, so that other commands start faster.
-    from dtrain.cli.machine import collect_machine_facts
-
     facts = collect_machine_facts()
     findings = check_machine(facts)
     if as_json:
@@ -331,3 +346,119 @@ RULES: tuple[Callable[[MachineFacts], Iterator[EnvFinding]], ...] = (
     _check_limits,
     _check_costly_variables,
 )
+
+
+# A cold import from a network file system takes most of a minute.
+TORCH_TIMEOUT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchBuild:
+    """Facts of the installed torch.
+
+    Args:
+        version: version with the build's suffix (``+cpu``, ``+cu128``).
+        folder: folder of the package.
+        cuda: version of CUDA or HIP; None for a CPU build.
+        devices: names of usable GPUs.
+        gloo: if True, collectives on CPUs are available.
+        nccl: version of NCCL; None without NCCL.
+        threads: threads of an operation on the CPU by default.
+        warnings: warnings during the import and the query for GPUs.
+    """
+
+    version: str
+    folder: str
+    cuda: str | None
+    devices: tuple[str, ...]
+    gloo: bool
+    nccl: str | None
+    threads: int
+    warnings: tuple[str, ...]
+
+
+def start_torch_probe() -> subprocess.Popen[str]:
+    """Start a Python process that queries torch, without the current folder in its path."""
+    return start_query([sys.executable, "-P", str(Path(__file__).with_name("torch_probe.py"))])
+
+
+def read_torch_build(process: subprocess.Popen[str]) -> TorchBuild | str:
+    """Return torch's facts, or the reason that torch could not be queried, in one line."""
+    return parse_probe_output(read_output(process, timeout_s=TORCH_TIMEOUT_S))
+
+
+def parse_probe_output(output: CommandOutput) -> TorchBuild | str:
+    """Parse the facts in the last JSON line of the probe's output, or return the problem."""
+    if output.code is None:
+        return f"importing it took more than {TORCH_TIMEOUT_S:g} s"
+    if output.code < 0:
+        return f"importing it was ended by signal {-output.code}"
+    if output.code > 0:
+        return output.last_line
+    # Libraries may print other lines.
+    lines = [line for line in output.out.splitlines() if line.startswith("{")]
+    if not lines:
+        return "it ended before it could say anything"
+    facts: Any = json.loads(lines[-1], object_hook=_lists_to_tuples)
+    return TorchBuild(**facts)
+
+
+def _lists_to_tuples(record: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in record.items()}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineFacts:
+    """Facts of the machine, its network, its packages and its environment.
+
+    Args:
+        dtrain: version of dtrain.
+        python: version of Python.
+        executable: path of Python.
+        packages: packages that dtrain needs.
+        torch: facts of torch; None if torch could not be queried.
+        torch_problem: reason that torch could not be queried, in one line.
+        hardware: cores, memory, limits, GPUs.
+        host: name of this machine.
+        addresses: addresses of the host name, and of MASTER_ADDR if set; () for a name that does not resolve.
+        interfaces: network interfaces.
+        variables: variables that affect a run, with values.
+        named_variables: names of variables that affect a run and may be secret.
+    """
+
+    dtrain: str
+    python: str
+    executable: str
+    packages: tuple[Package, ...]
+    torch: TorchBuild | None
+    torch_problem: str | None
+    hardware: Hardware
+    host: str
+    addresses: dict[str, tuple[str, ...]]
+    interfaces: tuple[NetworkInterface, ...]
+    variables: dict[str, str]
+    named_variables: tuple[str, ...]
+
+
+def collect_machine_facts() -> MachineFacts:
+    """Collect the facts of this machine and this process. The slow queries (torch, GPUs) start first and are read last."""
+    torch_query, gpu_query = start_torch_probe(), start_nvidia_smi()
+    variables, host = visible_variables(os.environ), socket.gethostname()
+    interfaces = list_interfaces()
+    addresses = resolve_names(dict.fromkeys([host, *filter(None, [variables.get(launch_protocol.MASTER_ADDR)])]))
+    hardware = read_hardware(gpu_query)
+    torch = read_torch_build(torch_query)
+    return MachineFacts(
+        dtrain=dtrain.__version__,
+        python=platform.python_version(),
+        executable=sys.executable,
+        packages=check_packages(),
+        torch=None if isinstance(torch, str) else torch,
+        torch_problem=torch if isinstance(torch, str) else None,
+        hardware=hardware,
+        host=host,
+        addresses=addresses,
+        interfaces=interfaces,
+        variables=variables,
+        named_variables=hidden_variable_names(os.environ),
+    )

@@ -41,7 +41,7 @@ from dtrain.launch.output.terminal_lines import escape_controls
 from dtrain.launch.schedulers import read_scheduler
 from dtrain.launch.topology import LaunchArgs, Topology, infer_topology
 from dtrain.launch_protocol import OMP_THREADS
-from dtrain.open_files import raise_open_file_limit
+from dtrain.machine import raise_open_file_limit
 
 TORCHRUN_ADVICE = {
     "--log-dir": "Use --run-dir FOLDER, which keeps logs and failure records.",

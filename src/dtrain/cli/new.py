@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from dtrain.errors import ConfigError, escape_unprintable
-from dtrain.optional_dependencies import install_command
+from dtrain.packages import install_command
 
 EXAMPLES = """
 dtrain new loop.py                  for your model, data and loss

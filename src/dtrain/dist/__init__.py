@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from dtrain.dist.collectives import broadcast_json as broadcast_json
     from dtrain.dist.collectives import gather_json as gather_json
     from dtrain.dist.collectives import local_rank_zero_first as local_rank_zero_first
-    from dtrain.dist.differentiable import all_gather_with_grad as all_gather_with_grad
+    from dtrain.dist.collectives import reduce_max as reduce_max
+    from dtrain.dist.collectives import reduce_mean as reduce_mean
+    from dtrain.dist.collectives import reduce_sum as reduce_sum
     from dtrain.dist.dtensor import global_norm as global_norm
     from dtrain.dist.init import DistInfo as DistInfo
     from dtrain.dist.mesh import data_rank as data_rank
     from dtrain.dist.ragged import all_gather_by_rank as all_gather_by_rank
     from dtrain.dist.ragged import all_gather_ragged as all_gather_ragged
+    from dtrain.dist.ragged import all_gather_with_grad as all_gather_with_grad
     from dtrain.dist.ragged import gather_ragged as gather_ragged
-    from dtrain.dist.reduce import reduce_max as reduce_max
-    from dtrain.dist.reduce import reduce_mean as reduce_mean
-    from dtrain.dist.reduce import reduce_sum as reduce_sum
     from dtrain.dist.rng import Determinism as Determinism
     from dtrain.dist.rng import Tf32 as Tf32
     from dtrain.dist.rng import derive_seed as derive_seed

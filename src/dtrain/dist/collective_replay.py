@@ -16,6 +16,9 @@ and a wrong pairing cannot occur. The exchange after the run tells all ranks tha
 A trace does not have to predict the plan correctly. If the trace is wrong, the run is void, the trace is dropped, and the run
 is repeated in checked mode. For example, FSDP2 gathers different units in later microbatches and in steps of more microbatches,
 because each backward also prefetches for the next forward.
+
+``CollectiveInterceptor`` runs Python code before each collective of the process, and ``OpObserver`` before each operation of a
+thread. A ``CollectiveSpec`` describes a collective without its tensors.
 """
 
 from __future__ import annotations
@@ -24,27 +27,24 @@ import hashlib
 from abc import ABC, abstractmethod
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any, cast
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._ops import HigherOrderOperator
+from torch._subclasses import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers
-from dtrain.dist.dispatch import (
-    FLOAT64_EXACT,
-    CollectiveSpec,
-    IssueFn,
-    call_signature,
-    describe_collective,
-    get_interceptor,
-    group_from_call,
-    sequence_number,
-)
+from dtrain.dist.incident import is_collective_error
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.rng import derive_seed
-from dtrain.dist.timeout_report import is_collective_error
 from dtrain.errors import PeerError, StepError
 
 # Plans. Ragged batches make one plan for each number of microbatches.
@@ -59,6 +59,33 @@ EQUAL_MICROBATCHES_ADVICE = (
     "Give all ranks equal numbers of microbatches, or run the same modules in the same order on all ranks."
 )
 _RUN_EQUALLY = "Run the same modules in the same order on all ranks."
+# Float64 holds all smaller whole numbers exactly.
+FLOAT64_EXACT = 2**52
+# Operations whose tensor sizes may differ between ranks. A run with such an operation has no trace.
+_VARIABLE_SIZE_OPS = {
+    "allgather_",
+    "allgather_coalesced_",
+    "alltoall_",
+    "alltoall_base_",
+    "gather_",
+    "recv_",
+    "recv_any_source_",
+    "reduce_scatter_",
+    "scatter_",
+    "send",
+}
+_POINT_TO_POINT_OPS = {"recv_", "recv_any_source_", "send"}
+OpCallback = Callable[[Any, tuple[Any, ...], dict[str, Any]], None]
+"""Called with the operation, its arguments and its keyword arguments."""
+
+
+IssueFn = Callable[[], Any]
+"""Issues the intercepted collective."""
+
+
+CollectiveListener = Callable[[Any, tuple[Any, ...], dict[str, Any], IssueFn], Any]
+"""Called with a c10d operation, its arguments, its keyword arguments, and the function that issues the collective. Returns the
+result of the collective."""
 
 
 class PeerFailed(Exception):  # internal: users never see it
@@ -100,8 +127,8 @@ class TraceCache:
 
     def digest(self, *conditions: int | str) -> int:
         """Return a number below 2**52, never 0, equal on all ranks with the same traces and the same ``conditions``."""
-        known = [trace.digest for trace in self._traces.values()]
-        return 1 + derive_seed(*conditions, int(self.always_check), *known) % (FLOAT64_EXACT - 1)
+        digests = [trace.digest for trace in self._traces.values()]
+        return 1 + derive_seed(*conditions, int(self.always_check), *digests) % (FLOAT64_EXACT - 1)
 
     def find(self, plan: object) -> CollectiveTrace | None:
         """Return the trace of ``plan``, or None if there is no reliable trace. Every rank must call with the same plan."""
@@ -290,8 +317,7 @@ class CheckedGuard(CollectiveGuard):
                 complete = _complete_groups(rows)
                 if failed or not complete:
                     self._run_is_over = True
-                    error = PeerFailed(failed[0]) if failed else _mismatch_error(description, len(self._calls), self._advice)
-                    raise self._abort(error)
+                    raise self._abort(PeerFailed(failed[0]) if failed else self._mismatch_error(description))
             finally:
                 self._exchanging = False
             self._has_variable_sizes |= any(row[0] == _RUNNING_VARIABLE_SIZE for row in rows)
@@ -299,6 +325,15 @@ class CheckedGuard(CollectiveGuard):
                 self._digest.update(array("d", row).tobytes())
             if mine[1] in complete:
                 return rows
+
+    def _mismatch_error(self, description: str) -> StepError:
+        """Make the error for ranks whose next collectives do not match, equal on all ranks. Collective: an exchange of JSON."""
+        announced = cast("list[str]", all_gather_json(description, caller="step"))
+        other = next((rank for rank, text in enumerate(announced) if text != announced[0]), len(announced) - 1)
+        return StepError(
+            f"step: ranks were about to issue different collectives, and none was issued: rank 0 {announced[0]}, rank {other} "
+            f"{announced[other]}, after {len(self._calls)} equal collectives. {self._advice}"
+        )
 
 
 class TracedGuard(CollectiveGuard):
@@ -388,11 +423,206 @@ def _complete_groups(rows: Sequence[Sequence[float]]) -> set[float]:
     }
 
 
-def _mismatch_error(description: str, number: int, advice: str) -> StepError:
-    """Make the error for ranks whose next collectives do not match, equal on all ranks. Collective: an exchange of JSON."""
-    announced = cast("list[str]", all_gather_json(description, caller="step"))
-    other = next((rank for rank, text in enumerate(announced) if text != announced[0]), len(announced) - 1)
-    return StepError(
-        f"step: ranks were about to issue different collectives, and none was issued: rank 0 {announced[0]}, rank {other} "
-        f"{announced[other]}, after {number} equal collectives. {advice}"
-    )
+class OpObserver(TorchDispatchMode):
+    """Context manager that calls ``callback`` before each operation of this thread, and of backwards started in this thread."""
+
+    # torch refuses compiled code inside of a mode without this attribute.
+    supports_higher_order_operators = True
+
+    def __init__(self, callback: OpCallback) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._callback = callback
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, HigherOrderOperator) or FakeTensor in types:
+            # Compiled code, or DTensor's shape inference, which computes nothing.
+            return func(*args, **kwargs)
+        if any(kind.__torch_dispatch__ is not Tensor.__torch_dispatch__ for kind in types):
+            # A tensor subclass such as DTensor unpacks itself first. The operations on its parts then reach this method.
+            return NotImplemented
+        self._callback(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+def is_collective(func: Any) -> bool:
+    """Return True if ``func`` is in a namespace of torch's collectives. Some operations there do not communicate."""
+    return func.namespace in ("c10d", "_c10d_functional")
+
+
+def named_arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name."""
+    return {**dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)), **kwargs}
+
+
+def group_from_arguments(arguments: dict[str, Any]) -> dist.ProcessGroup | None:
+    """Return the process group among the named arguments of a c10d or functional collective, or None."""
+    handle = arguments.get("process_group", arguments.get("group_name"))
+    if handle is None or isinstance(handle, dist.ProcessGroup):
+        return handle
+    by_name: Any = dist.distributed_c10d._resolve_process_group
+    group: dist.ProcessGroup = by_name(handle) if isinstance(handle, str) else dist.ProcessGroup.unbox(handle)
+    return group
+
+
+class CollectiveInterceptor:
+    """Hook that runs Python code before every c10d operation of this process, on any thread.
+
+    A ``TorchDispatchMode`` adds microseconds to every operation. This hook adds time only to collectives: collectives of
+    ``torch.distributed``, functional collectives, and collectives issued by C++ code. ``get_interceptor`` returns the only one.
+    """
+
+    def __init__(self) -> None:
+        self._listener: CollectiveListener | None = None
+        self._library = torch.library.Library("c10d", "IMPL")
+        names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")}
+        packets = [getattr(torch.ops.c10d, name.removeprefix("c10d::")) for name in sorted(names)]
+        for operation in [getattr(packet, overload) for packet in packets for overload in packet.overloads()]:
+            # Operations without a group do not communicate.
+            if any(argument.name == "process_group" for argument in operation._schema.arguments):
+                self._library.impl(operation, self._make_kernel(operation), "BackendSelect", with_keyset=True)
+
+    @contextmanager
+    def listen(self, listener: CollectiveListener) -> Iterator[None]:
+        """Call ``listener`` before every c10d operation inside of the context. Mutates: this interceptor."""
+        before, self._listener = self._listener, listener
+        try:
+            yield
+        finally:
+            self._listener = before
+
+    def _make_kernel(self, operation: Any) -> Callable[..., Any]:
+        here = torch._C.DispatchKey.BackendSelect
+
+        def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
+            def issue() -> Any:
+                return operation.redispatch(keyset.remove(here), *args, **kwargs)
+
+            listener = self._listener
+            return issue() if listener is None else listener(operation, args, kwargs, issue)
+
+        return kernel
+
+
+@lru_cache(maxsize=1)
+def get_interceptor() -> CollectiveInterceptor:
+    """Return the interceptor of this process. The first call installs the interceptor permanently."""
+    return CollectiveInterceptor()
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorSpec:
+    """Shape, dtype and device of a tensor argument of a collective."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    device: torch.device
+
+    def zeros(self) -> Tensor:
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CollectiveSpec:
+    """Description of one collective without its tensors.
+
+    Args:
+        operation: c10d operation.
+        args: arguments, each tensor replaced by its shape, dtype and device.
+        group: process group.
+        signature: operation, group, root, shapes, dtypes and devices. Collectives with equal signatures are interchangeable.
+    """
+
+    operation: Any
+    args: tuple[Any, ...]
+    group: dist.ProcessGroup
+    signature: tuple[object, ...]
+
+    def issue_zeros(self) -> None:
+        """Issue the collective with zeros and wait for the result. Collective."""
+        _wait_for(
+            self.operation(*tree_map(lambda value: value.zeros() if isinstance(value, _TensorSpec) else value, self.args))
+        )
+
+    @property
+    def has_variable_sizes(self) -> bool:
+        """True if ranks may pass tensors of different sizes."""
+        return _op_name(self.operation) in _VARIABLE_SIZE_OPS
+
+    def fingerprint(self) -> list[float]:
+        """Return numbers for group, group size and call, equal on all ranks of the group if their collectives match."""
+        name = _op_name(self.operation)
+        call = (
+            "point to point"
+            if name in _POINT_TO_POINT_OPS
+            else name
+            if self.has_variable_sizes
+            else f"{name} {self.signature[2:]}"
+        )
+        return [derive_seed(self.group.group_name) % FLOAT64_EXACT, self.group.size(), derive_seed(call) % FLOAT64_EXACT]
+
+    def __str__(self) -> str:
+        specs: list[_TensorSpec] = []
+        tree_map(lambda value: specs.append(value) if isinstance(value, _TensorSpec) else None, self.args)
+        sizes = ", ".join(f"{str(spec.dtype).removeprefix('torch.')}{list(spec.shape)}" for spec in specs)
+        return f"{_op_name(self.operation).strip('_')} of {sizes} in a group of {self.group.size()}"
+
+
+@lru_cache(maxsize=64)
+def _op_name(operation: Any) -> str:
+    return str(operation.name()).removeprefix("c10d::")
+
+
+@lru_cache(maxsize=64)
+def _argument_positions(operation: Any) -> tuple[int, int | None]:
+    """Return the positions of the group and of the root among the arguments of ``operation``."""
+    names = [argument.name for argument in operation._schema.arguments]
+    return names.index("process_group"), names.index("root_rank") if "root_rank" in names else None
+
+
+def group_from_call(operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dist.ProcessGroup:
+    """Return the process group of a collective."""
+    position, _ = _argument_positions(operation)
+    handle: Any = args[position] if position < len(args) else kwargs["process_group"]
+    return handle if isinstance(handle, dist.ProcessGroup) else dist.ProcessGroup.unbox(handle)
+
+
+def call_signature(operation: Any, args: tuple[Any, ...], group: dist.ProcessGroup) -> tuple[object, ...]:
+    """Return the signature of a collective; see ``CollectiveSpec``. Fast, because every collective of a step needs one."""
+    _, root = _argument_positions(operation)
+    signature: list[object] = [operation, group.group_name, None if root is None else args[root]]
+    for value in args:
+        _add_tensors(signature, value)
+    return tuple(signature)
+
+
+def _add_tensors(signature: list[object], value: Any) -> None:
+    if isinstance(value, Tensor):
+        signature += (tuple(value.shape), value.dtype, value.device.type)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            _add_tensors(signature, item)
+
+
+def describe_collective(
+    operation: Any, args: tuple[Any, ...], kwargs: dict[str, Any], group: dist.ProcessGroup, signature: tuple[object, ...]
+) -> CollectiveSpec:
+    """Describe a collective as a ``CollectiveSpec``."""
+    names = [argument.name for argument in operation._schema.arguments]
+    whole = (*args, *(kwargs[name] for name in names[len(args) :] if name in kwargs))
+    described = tree_map(lambda v: _TensorSpec(v.shape, v.dtype, v.device) if isinstance(v, Tensor) else v, whole)
+    return CollectiveSpec(operation, described, group, signature)
+
+
+def sequence_number(group: dist.ProcessGroup) -> int:
+    """Return the number of collectives that this rank has issued on ``group``. torch's type stubs lack the method."""
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
+
+
+def _wait_for(result: Any) -> None:
+    """Wait for an issued collective, so that its tensors stay alive until then."""
+    for value in result if isinstance(result, tuple | list) else (result,):
+        if isinstance(value, torch.ScriptObject):
+            dist.Work.unbox(value).wait()
+        elif isinstance(value, list | tuple):
+            _wait_for(value)

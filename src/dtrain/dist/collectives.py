@@ -1,4 +1,4 @@
-"""Exchange JSON and numbers between ranks over the control plane, without pickle, and order the ranks of a node.
+"""Exchange JSON and numbers over the control plane, without pickle, reduce tensors over ranks, and order the ranks of a node.
 
 Each function is a collective: every rank must call it, in the same order. ``group`` names a channel of the control plane:
 ``"control"`` for the main thread, ``"background"`` for checkpoints. Without ``init_dist`` there is one rank, and each function
@@ -8,19 +8,25 @@ returns at once. If a rank does not call a function in time, the other ranks rai
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar, overload
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dtrain import spans
+from dtrain.arguments import format_error_line
 from dtrain.dist.context import current_context
 from dtrain.dist.control_plane import Channel, ChannelName
+from dtrain.dist.control_protocol import RowSpec, RowSummary
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import DistInfo, get_dist_info
-from dtrain.dist.row_summary import RowSpec, RowSummary
-from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import CheckpointError, ConfigError, DistError, PeerError
+from dtrain.launch import heartbeats
 from dtrain.typing import Plain
 
 # Limit for the JSON of one rank. Larger data belongs into a file.
@@ -28,6 +34,8 @@ MAX_JSON_BYTES = 64 * 2**20
 
 # torch 2.13 renamed the function.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+TensorOrNumber = TypeVar("TensorOrNumber", Tensor, float)
+_UNSUPPORTED_DTYPES = {torch.bool, torch.complex32, torch.complex64, torch.complex128}
 
 
 def all_gather_json(obj: Plain, *, group: ChannelName = "control", caller: str = "all_gather_json") -> list[Plain]:
@@ -50,7 +58,7 @@ def all_gather_json(obj: Plain, *, group: ChannelName = "control", caller: str =
         PeerError: the same on another rank.
     """
     text, error = _encode_json(obj, caller)
-    return [json.loads(found) for found in _all_gather_texts(text, error, group, caller)]
+    return [json.loads(data) for data in _all_gather_texts(text, error, group, caller)]
 
 
 def gather_json(obj: Plain, *, dst: int = 0, group: ChannelName = "control", caller: str = "gather_json") -> list[Plain] | None:
@@ -83,7 +91,7 @@ def gather_json(obj: Plain, *, dst: int = 0, group: ChannelName = "control", cal
         return [json.loads(text)]
     with spans.outermost_span("collective"), report_missing_ranks(caller, group=group):
         texts = _channel(group).gather(text, dst, caller=caller)
-    return None if texts is None else [json.loads(found) for found in texts]
+    return None if texts is None else [json.loads(data) for data in texts]
 
 
 def broadcast_json(obj: Plain, *, src: int = 0, group: ChannelName = "control", caller: str = "broadcast_json") -> Plain:
@@ -127,14 +135,14 @@ def all_gather_numbers(
         return [list(map(float, numbers))]
     with spans.outermost_span("collective"), report_missing_ranks(caller, group=group):
         rows = _channel(group).all_gather(row, caller=caller)
-    if any(len(found) != len(row) for found in rows):
-        lengths = [len(found) // 8 for found in rows]
+    if any(len(data) != len(row) for data in rows):
+        lengths = [len(data) // 8 for data in rows]
         rank = next(rank for rank, length in enumerate(lengths) if length != lengths[0])
         raise DistError(
             f"{caller}: ranks must pass the same number of numbers, got {lengths[0]} on rank 0 and {lengths[rank]} on rank "
             f"{rank}. Make the rows equally long."
         )
-    return [list(struct.unpack(f"={len(numbers)}d", found)) for found in rows]
+    return [list(struct.unpack(f"={len(numbers)}d", data)) for data in rows]
 
 
 def reduce_record(record: Sequence[float], spec: RowSpec) -> tuple[RowSummary, list[tuple[float, ...]] | None]:
@@ -225,11 +233,6 @@ def broadcast_decision(caller: str, decide: Callable[[], Plain], *, group: Chann
     return broadcast_json(decision, group=group, caller=caller)
 
 
-def format_error_line(error: BaseException) -> str:
-    """Format the class and message of an error on one line of at most 2000 characters."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:2000]
-
-
 def check_rank(caller: str, name: str, rank: int) -> DistInfo:
     """Return the open ``DistInfo`` after checking that ``rank`` is one of its ranks.
 
@@ -251,9 +254,9 @@ def _all_gather_texts(text: bytes, error: ConfigError | None, group: ChannelName
         texts = [text]
     else:
         with spans.outermost_span("collective"), report_missing_ranks(caller, group=group):
-            found = _channel(group).all_gather((b"-" if error else b"+") + text, caller=caller)
-        texts = [text[1:] for text in found]
-        failed = next((rank for rank, text in enumerate(found) if text[:1] == b"-"), None)
+            messages = _channel(group).all_gather((b"-" if error else b"+") + text, caller=caller)
+        texts = [text[1:] for text in messages]
+        failed = next((rank for rank, text in enumerate(messages) if text[:1] == b"-"), None)
         if error is None and failed is not None:
             raise PeerError(f"{caller}: rank {failed} failed: {texts[failed].decode()}")
     if error is not None:
@@ -310,27 +313,146 @@ def local_rank_zero_first(caller: str = "local_rank_zero_first") -> Iterator[boo
     """
     first = get_dist_info().local_rank == 0
     if not first:
-        _wait_for_first_ranks(caller, None)
+        _wait_for_first_ranks(caller)
     try:
         yield first
     except BaseException as error:
         if first:
-            _report_failure(caller, error)
+            try:
+                all_gather_json(format_error_line(error), caller=caller)
+            except DistError as failure:
+                error.add_note(f"{caller}: could not report the error to the other ranks: {failure}")
         raise
     if first:
-        _wait_for_first_ranks(caller, None)
+        _wait_for_first_ranks(caller)
 
 
-def _wait_for_first_ranks(caller: str, report: str | None) -> None:
-    reports = all_gather_json(report, caller=caller)
-    for rank, failure in enumerate(reports):
+def _wait_for_first_ranks(caller: str) -> None:
+    for rank, failure in enumerate(all_gather_json(None, caller=caller)):
         if failure is not None:
             raise PeerError(f"{caller}: rank {rank}, which goes first on its node, failed: {failure}")
 
 
-def _report_failure(caller: str, error: BaseException) -> None:
-    """Send the reason to the waiting ranks. The caller raises ``error`` afterwards, even if sending fails."""
-    try:
-        all_gather_json(format_error_line(error), caller=caller)
-    except DistError as failure:
-        error.add_note(f"{caller}: could not report the error to the other ranks: {failure}")
+@overload
+def reduce_sum(x: TensorOrNumber, dst: None = None) -> TensorOrNumber: ...
+@overload
+def reduce_sum(x: TensorOrNumber, dst: int) -> TensorOrNumber | None: ...
+def reduce_sum(x: Tensor | float, dst: int | None = None) -> Tensor | float | None:
+    """Sum ``x`` over all ranks.
+
+    Args:
+        x: plain tensor of one shape and dtype on every rank, floating or integer, on the device of the training group; or a
+            Python number. ``x`` is not changed, and no gradient flows through the result.
+        dst: rank that receives the result; None gives the result to all ranks.
+
+    Returns:
+        A new tensor of ``x``'s shape and dtype, on its device. For a number a float, exact for integers below 2**53. None on
+        ranks other than ``dst``.
+
+    Collective: for a tensor one all-reduce, with ``dst`` one reduce, on the training group. For a number one all-gather of one
+        float64 on the control channel.
+    Host sync: none.
+
+    Example:
+        >>> import dtrain as dt
+        >>> dt.dist.reduce_sum(2.5)  # one rank
+        2.5
+
+    Raises:
+        ConfigError: a DTensor, a tensor that is not dense, bool, complex, or not a number; or ``dst`` is not a rank.
+    """
+    return _reduce("reduce_sum", x, dst, dist.ReduceOp.SUM)
+
+
+@overload
+def reduce_mean(x: TensorOrNumber, dst: None = None) -> TensorOrNumber: ...
+@overload
+def reduce_mean(x: TensorOrNumber, dst: int) -> TensorOrNumber | None: ...
+def reduce_mean(x: Tensor | float, dst: int | None = None) -> Tensor | float | None:
+    """Average ``x`` over all ranks, each rank counted once; see ``reduce_sum``.
+
+    If ranks have different numbers of samples, the mean of means is not the mean over samples. Then sum totals and weights with
+    ``reduce_sum`` and divide, or use ``reduce_metrics``.
+
+    Args:
+        x: as in ``reduce_sum``, but not an integer tensor.
+        dst: as in ``reduce_sum``.
+
+    Collective: as ``reduce_sum``.
+
+    Example:
+        >>> import dtrain as dt
+        >>> dt.dist.reduce_mean(torch.tensor([1.0, 3.0]))
+        tensor([1., 3.])
+
+    Raises:
+        ConfigError: as in ``reduce_sum``; or an integer tensor, whose mean would need another dtype.
+    """
+    if isinstance(x, Tensor) and not (x.is_floating_point() or x.dtype in _UNSUPPORTED_DTYPES):
+        raise ConfigError(f"reduce_mean: the mean of {x.dtype} has no dtype. Convert x first, for example x.double().")
+    total = _reduce("reduce_mean", x, dst, dist.ReduceOp.SUM)
+    world = check_rank("reduce_mean", "dst", 0).world_size
+    return total if total is None else total / world
+
+
+@overload
+def reduce_max(x: TensorOrNumber, dst: None = None) -> TensorOrNumber: ...
+@overload
+def reduce_max(x: TensorOrNumber, dst: int) -> TensorOrNumber | None: ...
+def reduce_max(x: Tensor | float, dst: int | None = None) -> Tensor | float | None:
+    """Return the elementwise maximum of ``x`` over all ranks; see ``reduce_sum``. NaN on any rank gives NaN.
+
+    Args:
+        x: as in ``reduce_sum``.
+        dst: as in ``reduce_sum``.
+
+    Collective: as ``reduce_sum``, but twice the size for a floating tensor. The second half marks NaN, because backends differ
+        in the maximum of NaN.
+
+    Example:
+        >>> import dtrain as dt
+        >>> dt.dist.reduce_max(7)
+        7.0
+
+    Raises:
+        ConfigError: as in ``reduce_sum``.
+    """
+    return _reduce("reduce_max", x, dst, dist.ReduceOp.MAX)
+
+
+def _reduce(caller: str, x: Tensor | float, dst: int | None, op: dist.ReduceOp.RedOpType) -> Tensor | float | None:
+    info = check_rank(caller, "dst", 0 if dst is None else dst)
+    receives = dst is None or dst == info.rank
+    heartbeats.heartbeat(caller)
+    if not isinstance(x, Tensor):
+        if isinstance(x, bool) or not isinstance(x, int | float):
+            raise ConfigError(
+                f"{caller}: x must be a tensor or a number, got {type(x).__name__}. "
+                "Convert the value with torch.as_tensor first."
+            )
+        numbers = [row[0] for row in all_gather_numbers([x], caller=caller)]
+        has_nan = any(math.isnan(number) for number in numbers)
+        result = sum(numbers) if op == dist.ReduceOp.SUM else math.nan if has_nan else max(numbers)
+        return result if receives else None
+    # Only dtrain.dist.dtensor may use the attributes of a DTensor.
+    if hasattr(x, "placements"):
+        raise ConfigError(f"{caller}: x must be a plain tensor, got a DTensor. Pass x.full_tensor() or x.to_local().")
+    if x.dtype in _UNSUPPORTED_DTYPES:
+        raise ConfigError(f"{caller}: x must be a floating or integer tensor, got {x.dtype}. Convert x, for example x.int().")
+    if x.layout is not torch.strided:
+        raise ConfigError(f"{caller}: x must be a dense tensor, got {x.layout}. Pass x.to_dense().")
+    x = x.detach()
+    marks_nan = op == dist.ReduceOp.MAX and x.is_floating_point()
+    if marks_nan:
+        buffer = torch.stack([x.masked_fill(x.isnan(), -math.inf), x.isnan().to(x.dtype)])
+    else:
+        buffer = x.clone(memory_format=torch.contiguous_format)
+    if info.world_size > 1 and buffer.numel():
+        with spans.outermost_span("collective"), report_missing_ranks(caller):
+            if dst is None:
+                dist.all_reduce(buffer, op)
+            else:
+                dist.reduce(buffer, dst, op)
+    if not receives:
+        return None
+    return buffer[0].masked_fill(buffer[1] > 0, math.nan) if marks_nan else buffer

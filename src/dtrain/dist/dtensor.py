@@ -180,13 +180,13 @@ def _sharding_order(shape: tuple[int, ...], mesh_shape: tuple[int, ...], placeme
         placement = placements[axis]
         if isinstance(placement, torch.distributed.tensor.Replicate):
             continue
-        dim, at, pieces = _sharded_dim(placement), 0, 1
+        dim, index, pieces = _sharded_dim(placement), 0, 1
         split = placement.split_factor if isinstance(placement, torch.distributed.tensor.placement_types._StridedShard) else 1
-        while pieces < split and at < len(order):
-            pieces, at = pieces * (mesh_shape[order[at][0]] if order[at][1] == dim else 1), at + 1
+        while pieces < split and index < len(order):
+            pieces, index = pieces * (mesh_shape[order[index][0]] if order[index][1] == dim else 1), index + 1
         if dim is None or pieces != split:
             raise ConfigError(f"tensor of shape {shape} has placement {placement}. Use Replicate or Shard.")
-        order.insert(at, (axis, dim))
+        order.insert(index, (axis, dim))
     return order
 
 
@@ -286,18 +286,17 @@ def all_reduce_partial_(parts: Sequence[Tensor], of: Sequence[Tensor], dims: Seq
         for other tensors.
     """
     groups: dict[tuple[DeviceMesh, tuple[int, ...], torch.dtype], list[Tensor]] = defaultdict(list)
-    for part, tensor, summed in zip(parts, of, dims, strict=True):
+    for partial, tensor, summed in zip(parts, of, dims, strict=True):
         if is_dtensor(tensor):
             mesh, places = tensor.device_mesh, enumerate(tensor.placements)
             if axes := tuple(axis for axis, place in places if _sharded_dim(place) in summed and mesh.size(axis) > 1):
-                groups[mesh, axes, part.dtype].append(part)
+                groups[mesh, axes, partial.dtype].append(partial)
     for (mesh, axes, _), sums in groups.items():
         # The groups of the mesh take tensors on the mesh's device. Offloaded tensors are on the CPU.
-        flat = torch.cat([part.flatten() for part in sums]).to(mesh.device_type)
-        for axis in axes:
-            dist.all_reduce(flat, group=mesh.get_group(axis))
-        for part, total in zip(sums, flat.split([part.numel() for part in sums]), strict=True):
-            part.copy_(total.view_as(part))
+        flat = torch.cat([partial.flatten() for partial in sums]).to(mesh.device_type)
+        _all_reduce_axes(flat, mesh, axes)
+        for partial, total in zip(sums, flat.split([partial.numel() for partial in sums]), strict=True):
+            partial.copy_(total.view_as(partial))
 
 
 def mul_(tensors: Sequence[Tensor], factor: float) -> None:
@@ -332,7 +331,13 @@ def global_norm(tensors: Iterable[Tensor]) -> Tensor:
     groups: dict[tuple[DeviceMesh, tuple[int, ...]] | None, list[Tensor]] = defaultdict(list)
     for tensor in items:
         groups[_sharded_axes(tensor)].append(to_local(tensor))
-    squares = [_all_reduce_square(shards, where) for where, shards in groups.items()]
+    squares: list[Tensor] = []
+    for where, shards in groups.items():
+        square = torch.stack(_foreach_norms(shards)).square().sum()
+        if where is not None:
+            square = square.to(where[0].device_type) if square.device.type != where[0].device_type else square
+            _all_reduce_axes(square, *where)
+        squares.append(square)
     return torch.stack([square.to(squares[0].device) for square in squares]).sum().sqrt() if squares else torch.zeros(())
 
 
@@ -349,18 +354,6 @@ def _foreach_norms(tensors: list[Tensor]) -> list[Tensor]:
     dtypes = {tensor.dtype for tensor in tensors}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     return list(torch._foreach_norm(tensors) if dtypes == {wide} else torch._foreach_norm(tensors, 2.0, dtype=wide))
-
-
-def _all_reduce_square(shards: list[Tensor], where: tuple[DeviceMesh, tuple[int, ...]] | None) -> Tensor:
-    square = torch.stack(_foreach_norms(shards)).square().sum()
-    if where is not None:
-        mesh, axes = where
-        if square.device.type != mesh.device_type:
-            square = square.to(mesh.device_type)
-        for axis in axes:
-            if mesh.size(axis) > 1:
-                dist.all_reduce(square, group=mesh.get_group(axis))
-    return square
 
 
 def local_norms(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -384,12 +377,17 @@ def all_reduce_partial_scalars_(sums: Tensor, of: Sequence[Tensor]) -> None:
             groups[where].append(index)
     for (mesh, axes), positions in groups.items():
         selection = None if len(positions) == len(of) else index_tensor(positions, sums.device)
-        part = sums if selection is None else sums[selection]
-        for axis in axes:
-            if mesh.size(axis) > 1:
-                dist.all_reduce(part, group=mesh.get_group(axis))
+        selected = sums if selection is None else sums[selection]
+        _all_reduce_axes(selected, mesh, axes)
         if selection is not None:
-            sums[selection] = part
+            sums[selection] = selected
+
+
+def _all_reduce_axes(tensor: Tensor, mesh: DeviceMesh, axes: Iterable[int]) -> None:
+    """Sum a plain tensor over the ranks along ``axes``, one axis after the other. Mutates: ``tensor``."""
+    for axis in axes:
+        if mesh.size(axis) > 1:
+            dist.all_reduce(tensor, group=mesh.get_group(axis))
 
 
 def dtensor_dispatcher() -> Any:

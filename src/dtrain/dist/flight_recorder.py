@@ -17,6 +17,7 @@ import termios
 import threading
 import time
 from collections.abc import Iterator, MutableMapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -85,9 +86,11 @@ class FlightRecorder:
         Mutates: ``environment``, and the pipe, which processes started by this process no longer inherit; starts a thread.
         """
         number, run_dir = environment.pop(launch_protocol.DUMP_REQUEST_FD, ""), environment.get(launch_protocol.RUN_DIR)
-        if number.isdecimal() and _is_pipe(int(number)):
-            self.request_fd = int(number)
-            os.set_inheritable(self.request_fd, False)
+        # If the launcher's pipe is gone, its number may belong to another file.
+        with suppress(OSError):
+            if number.isdecimal() and stat.S_ISFIFO(os.fstat(int(number)).st_mode):
+                self.request_fd = int(number)
+                os.set_inheritable(self.request_fd, False)
         if self.request_fd is None or self.dump_thread is not None or run_dir is None:
             return
         stop_read, stop_write = os.pipe()
@@ -112,7 +115,8 @@ class FlightRecorder:
         try:
             while True:
                 events = dict(poll.poll(None if self.requests_served == 0 else _POLL_INTERVAL_MS))
-                requests = _count_requests(request_fd)
+                # Each request is one byte in a pipe that all ranks of the node share, and that nobody reads.
+                (requests,) = struct.unpack("i", fcntl.ioctl(request_fd, termios.FIONREAD, bytes(4)))
                 if stop_fd not in events and requests > self.requests_served:
                     self.requests_served = requests
                     write_stacks(launch_protocol.stacks_file(run_dir, info.rank))
@@ -127,19 +131,6 @@ class FlightRecorder:
             print(f"dtrain: rank {info.rank} could not write its last collectives: {error!r}", file=sys.stderr)
         finally:
             os.close(stop_fd)
-
-
-def _is_pipe(fd: int) -> bool:
-    """Return True if ``fd`` is a pipe. If the launcher's pipe is gone, its number may belong to another file."""
-    try:
-        return stat.S_ISFIFO(os.fstat(fd).st_mode)
-    except OSError:
-        return False
-
-
-def _count_requests(request_fd: int) -> int:
-    """Return the number of requests. Each is one byte in a pipe that all ranks of the node share, and that nobody reads."""
-    return int(struct.unpack("i", fcntl.ioctl(request_fd, termios.FIONREAD, bytes(4)))[0])
 
 
 def write_stacks(path: Path) -> None:
@@ -241,12 +232,10 @@ def read_flight_recorder() -> list[dict[str, Any]]:
         dump = getattr(torch._C._distributed_c10d, name, None)
         if dump is not None:
             entries += json.loads(dump()).get("entries") or []
-    return sorted({_entry_key(entry): entry for entry in entries}.values(), key=lambda entry: entry["record_id"])
-
-
-def _entry_key(entry: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the identity of an entry, because two recorders may record the same collective."""
-    return (entry["profiling_name"], *entry["process_group"], entry["collective_seq_id"], entry["is_p2p"], entry["record_id"])
+    # Two recorders may record the same collective.
+    names = ("profiling_name", "collective_seq_id", "is_p2p", "record_id")
+    unique = {(*(entry[name] for name in names), *entry["process_group"]): entry for entry in entries}
+    return sorted(unique.values(), key=lambda entry: entry["record_id"])
 
 
 def _describe_collective(entry: dict[str, Any]) -> dict[str, Any]:

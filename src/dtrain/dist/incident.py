@@ -1,49 +1,70 @@
-"""Tell the other ranks of a failure, and learn from them who failed: ``Incidents`` of this process, and its ``_PeerWatch``.
+"""Name the ranks that failed in one error line when a collective times out or loses a peer: ``report_missing_ranks``.
 
-``arrival_marks`` holds the rules, without a store. Here they run: on a thread of their own for each incident, because a call to
-a stopped server of the store never returns, despite its timeout. A rank learns of a failure in one of three ways. Its own
-exchange or collective fails. It raises an exception of its own. Or another rank closes a connection of the control plane,
-which wakes the watch of this rank, also while the main thread waits in a collective of torch or computes.
+torch reports that a collective failed, but not who failed. So a rank that learns of a failure gives a sign in the rendezvous
+store, closes its connections to other ranks, and waits a few seconds for the report of all signs. ``incident_protocol`` holds
+the rules, without a store. ``Incidents`` runs them on a thread of their own for each incident, because a call to a stopped
+server of the store never returns, despite its timeout.
 
-The watch is a thread that sleeps in ``poll`` until a connection closes. As long as nothing fails, it never wakes, and nothing
-is sent.
+A rank learns of a failure in one of three ways. Its own exchange or collective fails. It raises an exception of its own. Or
+another rank closes a connection of the control plane, which wakes the watch of this rank, also while the main thread waits in a
+collective of torch or computes. The watch is a thread that sleeps in ``poll`` until a connection closes. As long as nothing
+fails, it never wakes, nothing is sent, and a collective only notes where the rank is.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from datetime import timedelta
+from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 
-from dtrain.dist.arrival_marks import (
+from dtrain.arguments import format_error_line
+from dtrain.dist.context import current_context
+from dtrain.dist.incident_protocol import (
     BUSY,
     FAILED,
     LOST,
     TIMED_OUT,
+    Add,
     ArrivalReport,
+    Set,
+    SetOnce,
     Sign,
     Sleep,
     Spread,
     StoreAnswer,
     StoreProtocol,
+    StoreRequest,
     change_to_failed,
     find_report,
+    format_missing_ranks,
     give_sign,
     mark_wait,
     wait_for_readers,
 )
-from dtrain.dist.store_calls import ask_store, clone_store, start_thread
 from dtrain.errors import DistError
 
 if TYPE_CHECKING:
     from dtrain.dist.control_plane import Channel, ChannelName, ControlPlane
 
+
+GRACE_S = 5.0
+"""Time that a rank whose collective failed waits for the sign of another rank, in seconds."""
+
+
+# A failed rank gives up telling its error after this time.
+_LEAVE_TIMEOUT_S = 1.0
+_PROBE_TIMEOUT_S = 2.0
 # A rank closes its connections after this time even if the store does not take its sign.
 SIGN_TIMEOUT_S = 2.0
 # Time for the other ranks to make the same mistake. Then no connection closes, and the program may go on.
@@ -53,24 +74,95 @@ _MAX_REPORT_GRACES = 8
 # Time that the rank that serves the store gives the other ranks to read the report.
 _READERS_S = 5.0
 _JOIN_TIMEOUT_S = 0.5
-COLLECTIVE_MODULES = {
+# Modules whose innermost frame waits for other ranks.
+_COLLECTIVE_MODULES = {
     "torch.distributed.distributed_c10d",
     "torch.distributed._functional_collectives",
     "torch.distributed.fsdp._fully_shard._fsdp_collectives",
 }
-"""Modules whose innermost frame waits for other ranks."""
 # Modules between the function that issues a collective and the backend that waits or fails.
-TRANSPARENT_MODULES = {"torch._ops", "dtrain.dist.dispatch", "dtrain.dist.collective_replay"}
-_WAITING_MODULES = COLLECTIVE_MODULES | {"dtrain.shard.replicate"}
+_TRANSPARENT_MODULES = {"torch._ops", "dtrain.dist.collective_replay"}
+_WAITING_MODULES = _COLLECTIVE_MODULES | {"dtrain.shard.replicate"}
 
 T = TypeVar("T")
 
 
-class Wait(Protocol):
-    """Block of collectives that a thread is in, with its place and start."""
+class report_missing_ranks:
+    """Context manager around collectives that names the missing ranks if a collective fails.
 
-    caller: str
-    start: float
+    Every rank must enter the same contexts in the same order. The context may contain a whole training step, because FSDP2's
+    own collectives can time out. Other exceptions propagate unchanged. A collective error is recognized by its class and by the
+    torch module that raised the error, never by its text.
+
+    Args:
+        caller: prefix of error messages.
+        group: name of the process group in the context.
+
+    Collective: none on success. After a failure the context waits up to ``GRACE_S`` seconds for the sign of each other rank.
+
+    Raises:
+        DistError: a collective timed out or lost a peer. The message names the ranks that failed; the cause is torch's error.
+    """
+
+    # A class with a verb as name, because every exchange of ranks enters this context. A generator takes three times as long.
+    __slots__ = ("_group", "_incidents", "_outer", "caller", "start")
+
+    def __init__(self, caller: str, *, group: str = "training") -> None:
+        self.caller, self._group, self._incidents = caller, group, current_context().incidents
+
+    def __enter__(self) -> None:
+        if self._incidents is not None:
+            waits = self._incidents.waits
+            self._outer = waits.get(self._group)
+            self.start = time.monotonic()
+            waits[self._group] = self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        incidents = self._incidents
+        if incidents is None:
+            return
+        try:
+            if error is None:
+                return
+            if not is_collective_error(error):
+                incidents.note_channel_failure(self._group, error)
+                return
+            waited_s = time.monotonic() - self.start
+            report, is_disconnected = incidents.report_failure(self._group, waited_s, error)
+        finally:
+            incidents.waits[self._group] = self._outer
+        if report is not None and incidents.rank in report.broken and not report.timed_out:
+            # The collective failed on this rank, not by another rank.
+            return
+        text = format_missing_ranks(
+            self.caller,
+            world_size=incidents.world_size,
+            timeout_s=incidents.timeout_s,
+            waited_s=waited_s,
+            arrivals=report,
+            server_rank=incidents.server_rank,
+            nodes=incidents.node_ranks(),
+        )
+        if text is None and is_disconnected and isinstance(error, dist.DistNetworkError):
+            text = f"{self.caller}: the ranks are not connected any more, and no rank has said why. Look at their output."
+        if text is not None:
+            raise DistError(text) from error
+
+
+def is_collective_error(error: BaseException) -> bool:
+    """Return True if torch's communication raised ``error``: a class of torch.distributed, or a RuntimeError of its modules.
+
+    gloo has no class for a lost connection, so the module of the innermost frame decides. Frames of torch's operator call
+    (``torch._ops``) and of our interceptor are skipped. Other modules of DTensor and FSDP2 raise for local reasons.
+    """
+    if isinstance(error, dist.DistError):
+        return True
+    module, trace = "", error.__traceback__
+    while trace is not None:
+        name = trace.tb_frame.f_globals.get("__name__", "")
+        module = module if name in _TRANSPARENT_MODULES else name
+        trace = trace.tb_next
+    return type(error) is RuntimeError and module in _COLLECTIVE_MODULES
 
 
 @dataclass(slots=True, eq=False)
@@ -112,7 +204,7 @@ class Incidents:
     grace_s: float
     server_rank: int | None
     # Blocks of collectives that this rank is in, by group.
-    waits: dict[str, Wait | None] = field(default_factory=dict)
+    waits: dict[str, report_missing_ranks | None] = field(default_factory=dict)
     plane: ControlPlane | None = None
     leaving: bool = False
     _open: dict[ChannelName, _Incident] = field(default_factory=dict)
@@ -151,7 +243,11 @@ class Incidents:
             incident = self._begin(name, self._sign_of_channel(channel, waited_s))
         else:
             timed_out = mark_wait(waited_s, self.timeout_s) == TIMED_OUT
-            sign = Sign(mark=TIMED_OUT if timed_out else LOST, caller=self._caller(name), error=_one_line(error))
+            sign = Sign(
+                mark=TIMED_OUT if timed_out else LOST,
+                caller=self._caller(name),
+                error=format_error_line(error),
+            )
             incident = self._begin(name, sign, settle_s=SETTLE_S)
         if not incident.sign_given.wait(SIGN_TIMEOUT_S):
             self._spread(name, incident)
@@ -174,12 +270,16 @@ class Incidents:
         if channel is None or not channel.failed:
             return
         lost = isinstance(error, dist.DistError)
-        sign = self._sign_of_channel(channel, self._waited_s(group)) if lost else Sign(mark=FAILED, error=_one_line(error))
+        sign = (
+            self._sign_of_channel(channel, self._waited_s(group)) if lost else Sign(mark=FAILED, error=format_error_line(error))
+        )
         self._begin(channel.name, sign)
 
-    def leave(self, error: BaseException, limit_s: float) -> None:
-        """Tell the other ranks that this rank leaves with ``error``. Gives up after ``limit_s`` seconds if nobody answers."""
-        text = _one_line(error)
+    def leave(self, error: BaseException) -> None:
+        """Tell the other ranks that this rank leaves with ``error``. Gives up soon if the store does not answer."""
+        # Without the sign the other ranks still name this rank.
+        limit_s = _LEAVE_TIMEOUT_S
+        text = format_error_line(error)
         incident = self._begin("control", Sign(mark=FAILED, error=text))
         incident.sign_given.wait(limit_s)
         caused_by_peer = isinstance(error, dist.DistError | DistError | KeyboardInterrupt | SystemExit)
@@ -237,20 +337,15 @@ class Incidents:
             incident.done.set()
 
     def _drive(self, protocol: StoreProtocol[T], store: dist.Store, name: ChannelName, incident: _Incident) -> T:
-        answer: StoreAnswer = None
-        try:
-            request = next(protocol)
-            while True:
-                if isinstance(request, Spread):
-                    self._spread(name, incident)
-                    answer = None
-                else:
-                    answer = ask_store(store, request)
-                    incident.store_answered = incident.store_answered or not isinstance(request, Sleep)
-                request = protocol.send(answer)
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
+        def ask(request: StoreRequest) -> StoreAnswer:
+            if isinstance(request, Spread):
+                self._spread(name, incident)
+                return None
+            answer = ask_store(store, request)
+            incident.store_answered = incident.store_answered or not isinstance(request, Sleep)
+            return answer
+
+        return run_protocol(protocol, ask)
 
     def _connect(self) -> dist.Store:
         return dist.PrefixStore(self.prefix, clone_store(self.store, self.grace_s))
@@ -297,7 +392,7 @@ class Incidents:
         waits = sorted(self._waits(name), key=lambda wait: wait.start)
         return waits[-1].caller if waits else ""
 
-    def _waits(self, group: str) -> list[Wait]:
+    def _waits(self, group: str) -> list[report_missing_ranks]:
         background = group == "background"
         # Copied, because the main thread may enter a block at the same time.
         waits = self.waits.copy().items()
@@ -357,12 +452,101 @@ def _waits_in_collective() -> bool:
     """Return True if a thread of this process waits in a collective of torch. Only an incident asks for it."""
     for frame in sys._current_frames().values():
         innermost = frame
-        while innermost.f_back is not None and innermost.f_globals.get("__name__", "") in TRANSPARENT_MODULES:
+        while innermost.f_back is not None and innermost.f_globals.get("__name__", "") in _TRANSPARENT_MODULES:
             innermost = innermost.f_back
         if innermost.f_globals.get("__name__", "") in _WAITING_MODULES:
             return True
     return False
 
 
-def _one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
+def run_protocol(protocol: StoreProtocol[T], ask: Callable[[StoreRequest], StoreAnswer]) -> T:
+    """Return the result of ``protocol``, whose requests ``ask`` answers."""
+    try:
+        request = next(protocol)
+        while True:
+            request = protocol.send(ask(request))
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+
+
+def ask_store(store: dist.Store, request: StoreRequest) -> StoreAnswer:
+    """Make one request of ``incident_protocol`` to the store, and return its answer."""
+    if isinstance(request, Add):
+        return store.add(request.key, request.value)
+    if isinstance(request, SetOnce):
+        return store.compare_set(request.key, "", request.text).decode(errors="replace")
+    if isinstance(request, Set):
+        store.set(request.key, request.text)
+        return None
+    if isinstance(request, Sleep):
+        time.sleep(request.seconds)
+        return time.monotonic()
+    assert not isinstance(request, Spread)
+    try:
+        if request.timeout_s > 0:
+            store.wait([request.key], timedelta(seconds=request.timeout_s))
+        elif not store.check([request.key]):
+            return None
+    except dist.DistStoreError:
+        return None
+    return store.get(request.key).decode(errors="replace")
+
+
+def call_with_timeout(call: Callable[[], T], *, timeout_s: float, message: str) -> T:
+    """Return ``call()``, or raise after ``timeout_s`` seconds. The store's own timeouts do not work if its server is stopped.
+
+    Raises:
+        DistError: ``message``. ``call`` continues in its own thread.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:  # noqa: BLE001 - raised below, in the calling thread
+            errors.append(error)
+
+    thread = start_thread(run)
+    thread.join(timeout_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise DistError(message)
+    return results[0]
+
+
+def start_thread(call: Callable[[], None]) -> threading.Thread:
+    """Run ``call`` in a thread that does not keep the process alive. A lost store ends the thread."""
+
+    def run() -> None:
+        # The store and the process that served it are gone. The message reports what could not be read.
+        with suppress(dist.DistError):
+            call()
+
+    thread = threading.Thread(target=run, daemon=True, name="dtrain-store")
+    thread.start()
+    return thread
+
+
+def clone_store(store: dist.Store, timeout_s: float = 5.0) -> dist.Store:
+    """Open another connection to the same store, because a call blocks its connection until the call returns.
+
+    The prefixes of ``store`` are dropped. A store that is not served over TCP is returned unchanged.
+
+    Raises:
+        DistStoreError: the process that served the store has ended.
+    """
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return store
+    try:
+        # torch would try again until the timeout.
+        socket.create_connection((store.host, store.port), _PROBE_TIMEOUT_S).close()
+    except ConnectionRefusedError as error:
+        raise dist.DistStoreError(str(error)) from error
+    except OSError:
+        pass
+    return dist.TCPStore(store.host, store.port, None, False, timedelta(seconds=timeout_s), wait_for_workers=False)

@@ -21,24 +21,23 @@ import torch.distributed as dist
 from dtrain import launch_protocol, spans
 from dtrain.arguments import check_choice, check_number, explain_arguments
 from dtrain.device import collective_backend, find_accelerator, is_accelerator
-from dtrain.dist import timeout_report
+from dtrain.dist import incident
 from dtrain.dist.context import current_context
-from dtrain.dist.control_sockets import open_control_plane
-from dtrain.dist.group_store import open_default_group
-from dtrain.dist.incident import Incidents
+from dtrain.dist.control_plane import open_control_plane
+from dtrain.dist.incident import Incidents, report_missing_ranks
 from dtrain.dist.rendezvous import (
     RendezvousConfig,
     connect_store,
     join_rendezvous,
+    open_default_group,
     read_master_address,
     read_rank_from_env,
     read_stop_signals,
     select_device,
 )
-from dtrain.dist.timeout_report import leave_error_note, report_missing_ranks
 from dtrain.errors import ConfigError, DistError
 from dtrain.launch import heartbeats
-from dtrain.open_files import raise_open_file_limit
+from dtrain.machine import raise_open_file_limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -195,10 +194,9 @@ def init_dist(
             or too few open files allowed for the number of ranks.
         DistError: ranks that did not arrive in time, by number.
     """
-    _check_options(backend, device, timeout_s, init_timeout_s)
+    _check_arguments(backend, device, timeout_s, init_timeout_s)
     context = current_context()
     if context.info is not None:
-        _check_matches_open_groups(context.info, backend, device)
         return replace(context.info, _owner=False)
     if dist.is_initialized() and context.abandoned_group is not None and context.abandoned_group() is dist.group.WORLD:
         raise DistError("init_dist: NCCL groups of a failed run are still open in this process. Start a new process.")
@@ -210,23 +208,27 @@ def init_dist(
         raise ConfigError(
             f"init_dist: backend={backend!r} needs GPUs, but this rank runs on the CPU. Use backend='gloo' or None."
         )
-    backend = backend or _default_backend(rank_device)
-    opened_group = not dist.is_initialized()
-    if opened_group:
-        store = _join_rendezvous(rank_info, init_method, timeout_s, init_timeout_s)
-    else:
-        _reuse_default_group(rank_info, timeout_s)
+    run_dir = os.environ.get(launch_protocol.RUN_DIR)
+    info = DistInfo(
+        **rank_info,
+        device=rank_device,
+        backend=backend or _default_backend(rank_device),
+        run_dir=Path(run_dir) if run_dir else None,
+        timeout_s=timeout_s,
+        _owner=True,
+        _opened_group=not dist.is_initialized(),
+    )
+    store = _join_ranks(info, init_method, init_timeout_s)
     try:
         with report_missing_ranks("init_dist"):
-            info = _make_info(rank_info, backend, rank_device, timeout_s, opened_group)
             context.control_plane = open_control_plane(info)
             if context.incidents is not None:
                 context.incidents.watch(context.control_plane)
-            if opened_group:
+            if info._opened_group:
                 open_default_group(info, store)
             context.info = info
     except BaseException:
-        _reset(destroy=opened_group and dist.is_initialized())
+        _reset(destroy=info._opened_group and dist.is_initialized())
         raise
     job_failed_file = launch_protocol.job_failed_file(info.run_dir) if info.run_dir else None
     context.preemption.open(stop_signals, job_failed_file=job_failed_file)
@@ -235,6 +237,73 @@ def init_dist(
     heartbeats.report(heartbeats.ProgressKind.OPENED, os.getpid())
     context.flight_recorder.start(os.environ, info, context.control_plane)
     return info
+
+
+def _check_arguments(backend: str | None, device: str | None, timeout_s: float, init_timeout_s: float) -> None:
+    """Refuse invalid arguments, and arguments that differ from the open groups."""
+    check_number("init_dist", "timeout_s", timeout_s, above=0)
+    check_number("init_dist", "init_timeout_s", init_timeout_s, above=0)
+    accelerator = find_accelerator() or torch.device("cuda")
+    check_choice("init_dist", "device", device, ("cpu", accelerator.type, None))
+    if backend not in ("gloo", None):
+        check_choice("init_dist", "backend", backend, ("gloo", collective_backend(accelerator), None))
+    if (info := current_context().info) is None:
+        return
+    # "cpu:gloo,cuda:nccl" is nccl.
+    training = info.backend.rpartition(":")[2]
+    for name, value, current in (("device", device, info.device.type), ("backend", backend, training)):
+        if value not in (None, current):
+            raise ConfigError(
+                f"init_dist: {name} must be {current!r} like the open groups, got {value!r}. "
+                f"Close the groups first or omit {name}."
+            )
+
+
+def _default_backend(device: torch.device) -> str:
+    """Return the backend of the training group for ranks on ``device``. Beside an accelerator, gloo carries CPU tensors."""
+    return f"cpu:gloo,{device.type}:{collective_backend(device)}" if is_accelerator(device) else "gloo"
+
+
+def _join_ranks(info: DistInfo, init_method: str | None, init_timeout_s: float) -> dist.Store:
+    """Wait for all ranks, and prepare for failures of ranks. Return the store of the default group.
+
+    If the user has opened the default group, no rank waits.
+    """
+    context = current_context()
+    # A launcher that restarts ranks may keep the store with its old keys.
+    prefix = f"dtrain/{os.environ.get(launch_protocol.RESTART_COUNT, '0')}"
+    if info._opened_group:
+        address = read_master_address(info.rank, info.world_size) if init_method is None else init_method
+        config = RendezvousConfig(rank=info.rank, world_size=info.world_size, address=address)
+        if config != context.rendezvous:
+            context.rendezvous, context.store = config, None
+        if context.store is None:
+            context.store = connect_store(config, timeout_s=init_timeout_s)
+        try:
+            group_store, prefix = join_rendezvous(context.store, config, prefix=prefix, timeout_s=init_timeout_s)
+        except BaseException:
+            # The next attempt opens a new connection, because this one may be lost.
+            if info.rank != 0:
+                context.store = None
+            raise
+        store, server_rank = context.store, config.server_rank
+    else:
+        context.num_reused_groups += 1
+        prefix = f"{prefix}/adopted/{context.num_reused_groups}"
+        store = group_store = dist.distributed_c10d._get_default_store()
+        server_rank = None
+    # A single rank has no peer that could be missing.
+    if info.world_size > 1:
+        context.incidents = Incidents(
+            store=store,
+            prefix=f"{prefix}/missing",
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout_s=info.timeout_s,
+            grace_s=incident.GRACE_S,
+            server_rank=server_rank,
+        )
+    return group_store
 
 
 @contextmanager
@@ -257,106 +326,21 @@ def fake_dist_info(info: DistInfo) -> Iterator[None]:
         context.meshes.clear()
 
 
-def _check_options(backend: str | None, device: str | None, timeout_s: float, init_timeout_s: float) -> None:
-    check_number("init_dist", "timeout_s", timeout_s, above=0)
-    check_number("init_dist", "init_timeout_s", init_timeout_s, above=0)
-    accelerator = find_accelerator() or torch.device("cuda")
-    check_choice("init_dist", "device", device, ("cpu", accelerator.type, None))
-    if backend not in ("gloo", None):
-        check_choice("init_dist", "backend", backend, ("gloo", collective_backend(accelerator), None))
-
-
-def _default_backend(device: torch.device) -> str:
-    """Return the backend of the training group for ranks on ``device``. Beside an accelerator, gloo carries CPU tensors."""
-    return f"cpu:gloo,{device.type}:{collective_backend(device)}" if is_accelerator(device) else "gloo"
-
-
-def _check_matches_open_groups(info: DistInfo, backend: str | None, device: str | None) -> None:
-    """Refuse arguments that differ from the open groups."""
-    # "cpu:gloo,cuda:nccl" is nccl.
-    training = info.backend.rpartition(":")[2]
-    for name, value, current in (("device", device, info.device.type), ("backend", backend, training)):
-        if value not in (None, current):
-            raise ConfigError(
-                f"init_dist: {name} must be {current!r} like the open groups, got {value!r}. "
-                f"Close the groups first or omit {name}."
-            )
-
-
-def _join_rendezvous(rank_info: dict[str, int], init_method: str | None, timeout_s: float, init_timeout_s: float) -> dist.Store:
-    """Wait for all ranks, and prepare for failures of ranks; return the store of the new default group."""
-    context, rank, world = current_context(), rank_info["rank"], rank_info["world_size"]
-    config = RendezvousConfig(
-        rank=rank, world_size=world, address=read_master_address(rank, world) if init_method is None else init_method
-    )
-    if config != context.rendezvous:
-        context.rendezvous, context.store = config, None
-    if context.store is None:
-        context.store = connect_store(config, timeout_s=init_timeout_s)
-    try:
-        store, prefix = join_rendezvous(context.store, config, prefix=_store_prefix(), timeout_s=init_timeout_s)
-    except BaseException:
-        # The next attempt opens a new connection, because this one may be lost.
-        if rank != 0:
-            context.store = None
-        raise
-    _prepare_incidents(rank_info, context.store, prefix, timeout_s, server_rank=config.server_rank)
-    return store
-
-
-def _reuse_default_group(rank_info: dict[str, int], timeout_s: float) -> None:
-    """Prepare for failures of ranks in a default group that the user has opened."""
-    context = current_context()
-    context.num_reused_groups += 1
-    prefix = f"{_store_prefix()}/adopted/{context.num_reused_groups}"
-    _prepare_incidents(rank_info, dist.distributed_c10d._get_default_store(), prefix, timeout_s, server_rank=None)
-
-
-def _store_prefix() -> str:
-    """Return the prefix of all keys of this launch. A launcher that restarts ranks may keep the store with its old keys."""
-    return f"dtrain/{os.environ.get(launch_protocol.RESTART_COUNT, '0')}"
-
-
-def _prepare_incidents(
-    rank_info: dict[str, int], store: dist.Store, prefix: str, timeout_s: float, *, server_rank: int | None
-) -> None:
-    # A single rank has no peer that could be missing.
-    if rank_info["world_size"] > 1:
-        current_context().incidents = Incidents(
-            store=store,
-            prefix=f"{prefix}/missing",
-            rank=rank_info["rank"],
-            world_size=rank_info["world_size"],
-            timeout_s=timeout_s,
-            grace_s=timeout_report.GRACE_S,
-            server_rank=server_rank,
-        )
-
-
-def _make_info(rank_info: dict[str, int], backend: str, device: torch.device, timeout_s: float, opened_group: bool) -> DistInfo:
-    run_dir = os.environ.get(launch_protocol.RUN_DIR)
-    return DistInfo(
-        **rank_info,
-        device=device,
-        backend=backend,
-        run_dir=Path(run_dir) if run_dir else None,
-        timeout_s=timeout_s,
-        _owner=True,
-        _opened_group=opened_group,
-    )
-
-
 def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None:
     """Close the groups of ``info``. After an ``error`` run no collective, because the other ranks may never call it."""
     try:
         if error is not None:
-            leave_error_note(error)
+            if (incidents := current_context().incidents) is not None:
+                incidents.leave(error)
         elif dist.is_initialized():
             heartbeats.report(heartbeats.ProgressKind.LEAVING)
             if (incidents := current_context().incidents) is not None:
                 incidents.leaving = True
-            # The last collective of a peer may still be in flight. The barrier keeps its connections open until all are done.
-            _wait_for_all_ranks("leaving init_dist")
+            # The last collective of a peer may still be in flight. The exchange keeps its connections open until all are done.
+            plane = current_context().control_plane
+            if plane is not None and plane.layout.world_size > 1:
+                with report_missing_ranks("leaving init_dist", group="control"):
+                    plane["control"].all_gather(b"", caller="leaving init_dist")
     except BaseException as failure:
         error = failure
         raise
@@ -369,14 +353,6 @@ def _close_groups(info: DistInfo, *, error: BaseException | None = None) -> None
         current_context().abandoned_group = weakref.ref(dist.distributed_c10d._get_default_group()) if left_open else None
         _reset(destroy=info._opened_group and dist.is_initialized() and not stuck)
         heartbeats.report(heartbeats.ProgressKind.CLOSED, os.getpid())
-
-
-def _wait_for_all_ranks(caller: str) -> None:
-    """Wait until every rank calls this. Collective: one exchange on the control channel."""
-    plane = current_context().control_plane
-    if plane is not None and plane.layout.world_size > 1:
-        with report_missing_ranks(caller, group="control"):
-            plane["control"].all_gather(b"", caller=caller)
 
 
 def _reset(*, destroy: bool) -> None:

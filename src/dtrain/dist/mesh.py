@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from dtrain.dist.context import current_context
-from dtrain.dist.group_store import connect_on_demand
 from dtrain.dist.init import DistInfo, get_dist_info
+from dtrain.dist.rendezvous import connect_on_demand
 from dtrain.errors import ConfigError, DistError
 
 DATA_AXES = ("dp_replicate", "dp_shard")
@@ -122,14 +122,16 @@ def _fill_degrees(degrees: dict[str, int], world_size: int) -> dict[str, int]:
             f"build_mesh: degrees must be at least 1, and at most one degree may be -1, got {text}. "
             "Give one degree as -1 to use the remaining ranks."
         )
-    known = math.prod(value for value in degrees.values() if value != -1)
+    product = math.prod(value for value in degrees.values() if value != -1)
     if free:
-        if world_size % known:
-            raise ConfigError(f"build_mesh: {world_size=} must be a multiple of {known}, got {text}. Change the given degrees.")
-        return {**degrees, free[0]: world_size // known}
-    if known != world_size:
+        if world_size % product:
+            raise ConfigError(
+                f"build_mesh: {world_size=} must be a multiple of {product}, got {text}. Change the given degrees."
+            )
+        return {**degrees, free[0]: world_size // product}
+    if product != world_size:
         raise ConfigError(
-            f"build_mesh: {' * '.join(degrees)} must be {world_size=}, got {text} = {known}. Set one degree to -1."
+            f"build_mesh: {' * '.join(degrees)} must be {world_size=}, got {text} = {product}. Set one degree to -1."
         )
     return degrees
 

@@ -1,27 +1,45 @@
-"""Rendezvous of the ranks: read the launcher's environment, connect to the key-value store, and wait for all ranks."""
+"""Rendezvous of the ranks: read the launcher's environment, connect to the key-value store, wait for all ranks, open a group.
+
+gloo connects all ranks of a group. For that each rank reads a key of each other rank, so the requests to the store grow with
+the square of the number of ranks. If gloo carries the training, the ranks gather these keys in two exchanges of the control
+plane instead. Beside an accelerator gloo carries few tensors, so a rank connects to another one when a collective needs it.
+"""
 
 from __future__ import annotations
 
+import base64
 import itertools
 import json
 import os
 import signal
 import socket
+import sys
 import time
 import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
 from dtrain import launch_protocol
-from dtrain.device import find_accelerator
-from dtrain.dist.arrival_marks import Read, add_mark, format_ranks, mark_of, read_marks
-from dtrain.dist.store_calls import ask_store, call_with_timeout, clone_store
+from dtrain.device import find_accelerator, is_accelerator
+from dtrain.dist.context import current_context
+from dtrain.dist.incident import ask_store, call_with_timeout, clone_store, run_protocol
+from dtrain.dist.incident_protocol import Read, add_mark, format_ranks, mark_of, read_marks
 from dtrain.errors import ConfigError, DistError
+from dtrain.launch_protocol import GLOO_INTERFACE
 
+if TYPE_CHECKING:
+    from dtrain.dist.control_plane import Channel
+    from dtrain.dist.init import DistInfo
+
+
+_LAZY_GLOO = "TORCH_GLOO_LAZY_INIT"
 _OPEN, _FAILED, _OVER = b"open", b"failed", b"over"
 # Fraction of the timeout that must remain for another attempt.
 _MIN_RETRY_FRACTION = 0.1
@@ -224,20 +242,18 @@ def _open_store(address: StoreAddress | str, rendezvous: RendezvousConfig, limit
     if isinstance(address, str):
         store: dist.Store = next(iter(dist.rendezvous(address, rendezvous.rank, rendezvous.world_size, timeout=limit)))[0]
         return store
-    listener = _listen_on_loopback(address) if address.is_server and address.loopback_only else None
+    listener = None
+    if address.is_server and address.loopback_only:
+        # torch's own store listens on every interface, without authentication.
+        loopback = socket.socket()
+        # The launcher reserves the port with an idle socket.
+        loopback.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        loopback.bind((address.host, address.port))
+        loopback.listen(1024)
+        listener = loopback.detach()
     return dist.TCPStore(
         address.host, address.port, None, address.is_server, limit, wait_for_workers=False, master_listen_fd=listener
     )
-
-
-def _listen_on_loopback(address: StoreAddress) -> int:
-    """Open a listening socket on loopback only. torch's own store listens on every interface, without authentication."""
-    listener = socket.socket()
-    # The launcher reserves the port with an idle socket.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    listener.bind((address.host, address.port))
-    listener.listen(1024)
-    return listener.detach()
 
 
 def join_rendezvous(
@@ -313,13 +329,7 @@ def _read_missing_ranks(store: dist.Store, world: int) -> list[int]:
     """Return the ranks that have not arrived. One rank reads the marks, and the other ranks its result."""
     if store.add("readers", 1) > 1 and (text := ask_store(store, Read("missing", _STORE_MARGIN_S / 2))) is not None:
         return [int(rank) for rank in json.loads(str(text))]
-    protocol = read_marks("here", world)
-    try:
-        request = next(protocol)
-        while True:
-            request = protocol.send(ask_store(store, request))
-    except StopIteration as stop:
-        marks: list[int] = stop.value
+    marks = run_protocol(read_marks("here", world), partial(ask_store, store))
     missing = [rank for rank, mark in enumerate(marks) if not mark]
     store.set("missing", json.dumps(missing))
     return missing
@@ -334,3 +344,143 @@ def _withdraw(store: dist.Store, prefix: str) -> None:
 
     message = "init_dist: interrupted, and rank 0 does not answer. Check that rank 0 is not stopped."
     call_with_timeout(withdraw, timeout_s=_STORE_MARGIN_S, message=message)
+
+
+def open_default_group(info: DistInfo, store: dist.Store) -> None:
+    """Open the default group of torch over ``store``.
+
+    Mutates: the current context.
+    Collective: every rank must call it; two exchanges on the background channel, if gloo carries the group.
+    """
+    context = current_context()
+    if info.world_size == 1 and GLOO_INTERFACE not in os.environ:
+        # A single process has no peers. Listen on loopback only, so that an unresolvable host name does no harm.
+        os.environ[GLOO_INTERFACE] = "lo0" if sys.platform == "darwin" else "lo"
+        context.set_gloo_interface = True
+    gathered: _GatheredStore | None = None
+    # A backend of an accelerator uses threads of its own that read the store, so its group keeps ``store``.
+    if info.backend == "gloo" and info.world_size > 1 and context.control_plane is not None:
+        # torch holds the C++ half of the object only.
+        context.group_store = store = gathered = _GatheredStore(store, context.control_plane["background"])
+    with connect_on_demand(info):
+        dist.init_process_group(
+            backend=info.backend,
+            store=store,
+            rank=info.rank,
+            world_size=info.world_size,
+            timeout=timedelta(seconds=info.timeout_s),
+            device_id=info.device if is_accelerator(info.device) and info.backend != "gloo" else None,
+        )
+    if gathered is not None:
+        gathered.finish()
+
+
+@contextmanager
+def connect_on_demand(info: DistInfo) -> Iterator[None]:
+    """Open groups in the context whose gloo halves connect two ranks when a collective first needs it.
+
+    Groups of gloo alone connect at once, because a rank that waits in their first collective for another rank may not time out
+    otherwise (pytorch/gloo issue 520).
+
+    Mutates: an environment variable of torch, in the context.
+    """
+    if info.backend == "gloo" or _LAZY_GLOO in os.environ:
+        yield
+        return
+    os.environ[_LAZY_GLOO] = "1"
+    try:
+        yield
+    finally:
+        del os.environ[_LAZY_GLOO]
+
+
+class _GatheredStore(dist.Store):
+    """Store whose keys are gathered from all ranks when a rank reads a key that it does not have.
+
+    All ranks gather together: a rank that lacks a key, or that has opened its group, gathers until all have opened theirs.
+    Afterwards the store is ``inner``, with the gathered keys in front.
+    """
+
+    def __init__(self, inner: dist.Store, channel: Channel) -> None:
+        super().__init__()
+        self._inner, self._channel = inner, channel
+        self._keys: dict[str, bytes] = {}
+        self._unsent: dict[str, bytes] = {}
+        self._open = True
+
+    def finish(self) -> None:
+        """Gather until all ranks have opened the group."""
+        while not self._gather(done=True):
+            pass
+        self._open = False
+        # Reports count the exchanges from the first one after init_dist.
+        self._channel.count = 0
+
+    def _gather(self, *, done: bool) -> bool:
+        """Exchange the new keys of all ranks. Return True if all ranks are done. Collective: one exchange."""
+        mine = {key: base64.b64encode(value).decode() for key, value in self._unsent.items()}
+        self._unsent = {}
+        messages = [
+            json.loads(text) for text in self._channel.all_gather(json.dumps([done, mine]).encode(), caller="init_dist")
+        ]
+        for _, keys in messages:
+            self._keys.update((key, base64.b64decode(value)) for key, value in keys.items())
+        others_done = all(rank_done for rank, (rank_done, _) in enumerate(messages) if rank != self._channel.layout.rank)
+        if others_done and not done and not any(keys for _, keys in messages):
+            raise dist.DistStoreError("init_dist: no rank has set a key that this rank needs.")
+        return all(rank_done for rank_done, _ in messages)
+
+    def _find(self, key: str) -> None:
+        while self._open and key not in self._keys:
+            self._gather(done=False)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        if not self._open:
+            self._inner.set(key, value)  # type: ignore[arg-type]
+            return
+        self._keys[key] = self._unsent[key] = value.encode() if isinstance(value, str) else bytes(value)
+
+    def get(self, key: str) -> bytes:
+        self._find(key)
+        return self._keys[key] if key in self._keys else self._inner.get(key)
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        return [self.get(key) for key in keys]
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        for key in keys:
+            self._find(key)
+        if rest := [key for key in keys if key not in self._keys]:
+            self._inner.wait(rest) if timeout is None else self._inner.wait(rest, timeout)
+
+    def check(self, keys: list[str]) -> bool:
+        rest = [key for key in keys if key not in self._keys]
+        return not rest or self._inner.check(rest)
+
+    def add(self, key: str, value: int) -> int:
+        return self._inner.add(key, value)
+
+    def append(self, key: str, value: str) -> None:
+        self._inner.append(key, value)  # type: ignore[attr-defined]
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        for key, value in zip(keys, values, strict=True):
+            self.set(key, value)
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        return self._inner.compare_set(key, expected_value, desired_value)
+
+    def delete_key(self, key: str) -> bool:
+        return self._inner.delete_key(key)
+
+    def num_keys(self) -> int:
+        return self._inner.num_keys() + len(self._keys)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._inner.set_timeout(timeout)
+
+    def clone(self) -> dist.Store:
+        return self._inner.clone()  # type: ignore[attr-defined,no-any-return]
+
+    def has_extended_api(self) -> bool:
+        return False

@@ -13,27 +13,77 @@ from __future__ import annotations
 from collections.abc import Sequence
 from enum import IntFlag
 from functools import lru_cache
-from typing import NamedTuple, cast
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 
-from dtrain.dist.batch_info import BatchInfo
+from dtrain.dist.batch_info import BATCH_INDEX_BITS, BatchInfo
 from dtrain.dist.collectives import all_gather_json, all_gather_numbers, reduce_record
 from dtrain.dist.context import current_context
+from dtrain.dist.control_protocol import RowSpec
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.record_faults import (
-    BackwardRecord,
-    ForwardRecord,
-    check_shared_batches,
-    raise_backward_errors,
-    raise_reported_errors,
-    sync_position,
-)
 from dtrain.dist.rng import derive_seed, hash_rng_state
-from dtrain.dist.row_summary import RowSpec, RowSummary
-from dtrain.errors import StepError
+from dtrain.errors import NonFiniteError, PeerError, StepError
 from dtrain.launch import heartbeats
 from dtrain.schedules.clock import EpochPosition
+
+
+class ForwardRecord(NamedTuple):
+    """Record that a rank sends before forward, as float64; also the sums, minima or maxima of the records of all ranks.
+
+    ``sync_before_forward`` sets the fields ``batch_code``, ``has_error``, ``loss_terms_hash`` and ``stop_signal``.
+
+    Args:
+        samples: local samples.
+        tokens: local tokens, 0 if tokens are not counted.
+        microbatches: microbatches that this rank needs, 0 without a sample.
+        late_failure: failure of an earlier step that this rank has learned about since: -1 if the step had no weight on any
+            rank; 1 + the first step of a row of too many losses that are not finite.
+        batch_hash: hash of the batch, below 2**53; 0 if the batch is not compared between ranks.
+        plan_digest: digest of the traces of ``auto_microbatch`` and of their conditions; 0 without ``auto_microbatch``.
+        rng_hash: hash of the RNG state; 0 unless ranks share a batch (tp, cp).
+        shapes_hash: hash of the rank and of the shapes of its microbatches, below 2**40, so that float64 holds the sum over
+            4,096 ranks exactly; 0 if the collectives of the model do not depend on the shapes.
+        replica_digest: digest of the parameters whose sum over all ranks is 0 if replicas are equal; NaN if it is not on the
+            host yet. See ``ReplicaCheck``.
+        elapsed_s: time since the last step of this run began, in seconds.
+        batch_code: position of the batch, ``BatchInfo.encode``; 0 if no loader returned the batch.
+        has_error: 1 if the rank could not use its batch.
+        loss_terms_hash: hash of the names of the loss terms.
+        stop_signal: signal that asked the rank to stop, 0 without a signal.
+    """
+
+    samples: float
+    tokens: float
+    microbatches: float
+    late_failure: float = 0
+    batch_hash: float = 0
+    plan_digest: float = 0
+    rng_hash: float = 0
+    shapes_hash: float = 0
+    replica_digest: float = 0
+    elapsed_s: float = 0
+    batch_code: float = 0
+    has_error: float = 0
+    loss_terms_hash: float = 0
+    stop_signal: float = 0
+
+
+class BackwardRecord(NamedTuple):
+    """Record that a rank sends after backward, as float64; also the sums, minima or maxima of the records of all ranks."""
+
+    unit_order: float
+    params_without_grad: float
+    changed_buffers: float
+    param_facts: float
+    weights_mismatch: float
+    status: float
+    collective_index: float
+    has_weight: float
+    weight: float
+
+
+R = TypeVar("R", ForwardRecord, BackwardRecord)
 
 
 class StepCounts(NamedTuple):
@@ -69,52 +119,29 @@ class StepCounts(NamedTuple):
 
 
 def sync_before_forward(
+    record: ForwardRecord,
     *,
-    samples: int,
-    tokens: int,
-    microbatches: int,
-    zero_weight_seen: bool,
-    diverged_at: int = 0,
-    nonfinite_limit: int = 0,
-    loss_terms: Sequence[str] = (),
     error: Exception | None = None,
+    batch_info: BatchInfo | None = None,
+    loss_terms: Sequence[str] = (),
+    nonfinite_limit: int = 0,
+    ranks_per_batch: int = 1,
     run_key: int = 0,
     step: int = 0,
-    ranks_per_batch: int = 1,
-    rng_hash: int = 0,
-    batch_hash: int = 0,
-    plan_digest: int = 0,
-    shapes_hash: int = 0,
-    replica_digest: float = 0.0,
-    batch_info: BatchInfo | None = None,
-    elapsed_s: float = 0.0,
 ) -> StepCounts:
     """Exchange the record of the step that is about to run, and return the agreed counts.
 
     Args:
-        samples: local samples.
-        tokens: local tokens, 0 if tokens are not counted.
-        microbatches: microbatches that this rank needs, 0 without a sample.
-        zero_weight_seen: if True, this rank has found that an earlier step had no weight on any rank. On a GPU a rank learns
-            this late.
-        diverged_at: 1 + the first step of a row of too many losses that are not finite, 0 without such a row.
-        nonfinite_limit: number of such losses in a row that is too many, for the message.
-        loss_terms: names of the loss terms that this rank has declared weights for.
+        record: this rank's record.
         error: error of this rank's batch. This rank raises the error, and the other ranks raise ``PeerError``.
+        batch_info: info of this rank's batch, None if no loader returned the batch.
+        loss_terms: names of the loss terms that this rank has declared weights for.
+        nonfinite_limit: number of losses in a row that are not finite, and are too many, for the message.
+        ranks_per_batch: number of consecutive ranks that share a batch, which is counted once.
         run_key: identity of the run, for several runs that train in turns.
         step: step of the run, the same for a repeated attempt.
-        ranks_per_batch: number of consecutive ranks that share a batch, which is counted once.
-        rng_hash: hash of the RNG state; 0 unless ranks share a batch (tp, cp).
-        batch_hash: hash of the batch, below 2**53; 0 if the batch is not compared between ranks.
-        plan_digest: digest of the traces of ``auto_microbatch`` and of their conditions; 0 without ``auto_microbatch``.
-        shapes_hash: hash of the rank and of the shapes of its microbatches, below 2**40, so that float64 holds the sum over
-            4,096 ranks exactly; 0 if the collectives of the model do not depend on the shapes.
-        replica_digest: digest of the parameters whose sum over all ranks is 0 if replicas are equal; NaN if it is not on the
-            host yet. See ``ReplicaCheck``.
-        batch_info: info of this rank's batch, None if no loader returned the batch.
-        elapsed_s: time since the last step of this run began, in seconds.
 
-    Mutates: the preemption state of this process (see ``preemption``); the status of ``batch_info``.
+    Mutates: the preemption state of this process (see ``Preemption``); the status of ``batch_info``.
     Collective: one record of fourteen numbers; on several nodes one exchange more if the ranks differ.
 
     Raises:
@@ -125,47 +152,52 @@ def sync_before_forward(
     """
     heartbeats.heartbeat("step")
     preemption = current_context().preemption
-    stop = preemption.pending_signal()
-    # A failure of an earlier step that this rank has learned about since.
-    late = -1 if zero_weight_seen else diverged_at
-    if error is None and samples and not late and get_dist_info().world_size == 1:
+    stop, batch_code = preemption.pending_signal(), 0 if batch_info is None else batch_info.encode()
+    if get_dist_info().world_size == 1 and error is None and record.samples and not record.late_failure:
+        # A single rank has nothing to compare, and its steps are the shortest.
         preemption.record(stop, run_key=run_key, step=step)
-        position = None if batch_info is None else sync_position([batch_info.encode()], batch_info)
-        return StepCounts(samples, tokens, microbatches, position=position, seconds=elapsed_s, fewest_microbatches=microbatches)
-    mine: ForwardRecord[float] = ForwardRecord(
-        samples=samples,
-        tokens=tokens,
-        microbatches=microbatches,
-        batch_code=0 if batch_info is None else batch_info.encode(),
-        late_failure=late,
-        elapsed_s=elapsed_s,
+        position = None if batch_info is None else _agree_position([batch_code], batch_info)
+        microbatches = int(record.microbatches)
+        return StepCounts(
+            int(record.samples), int(record.tokens), microbatches, position, record.elapsed_s, fewest_microbatches=microbatches
+        )
+    record = record._replace(
+        batch_code=batch_code,
         has_error=error is not None,
         loss_terms_hash=_hash_values(*loss_terms),
         stop_signal=stop,
-        batch_hash=batch_hash,
-        plan_digest=plan_digest,
-        rng_hash=rng_hash,
-        shapes_hash=shapes_hash,
-        replica_digest=replica_digest,
     )
-    summary, rows = reduce_record(mine, _forward_spec(ranks_per_batch))
-    low: ForwardRecord[float] = ForwardRecord._make(summary.minima)
-    high: ForwardRecord[float] = ForwardRecord._make(summary.maxima)
+    summary, rows = reduce_record(record, _forward_spec(ranks_per_batch))
+    total, low, high = map(ForwardRecord._make, (summary.sums, summary.minima, summary.maxima))
     preemption.record(int(high.stop_signal), run_key=run_key, step=step)
     if error is not None:
         raise error
-    if _is_regular(low, high, summary):
-        position = sync_position([low.batch_code], batch_info)
+    first_different, different_rng = map(int, summary.changes)
+    faults = high.has_error or low.late_failure or high.late_failure or not high.samples or first_different >= 0
+    if faults or low.loss_terms_hash != high.loss_terms_hash or low.batch_code != high.batch_code:
+        # The value of each rank is needed.
+        records = _gather_rows(record, rows)
+        _raise_reported_errors(records, nonfinite_limit)
+        position = _agree_position([record.batch_code for record in records], batch_info)
+        _check_batches(records, ranks_per_batch)
     else:
-        records: ForwardRecord[Sequence[float]] = ForwardRecord(*_gather_columns(mine, rows))
-        raise_reported_errors(records, nonfinite_limit)
-        position = sync_position(records.batch_code, batch_info)
-        if not high.samples:
-            raise StepError(
-                "step: no rank has a sample in this batch. Skip the step if a batch may be empty on all ranks, or end the loop."
-            )
-        check_shared_batches(records, ranks_per_batch)
-    return _combine_records(summary, low, high, position, ranks_per_batch, rng_hash)
+        position = _agree_position([low.batch_code], batch_info)
+    several_batches = summary.ranks > ranks_per_batch
+    return StepCounts(
+        # The ranks of a batch have counted the same samples.
+        samples=int(total.samples) // ranks_per_batch,
+        tokens=int(total.tokens) // ranks_per_batch,
+        microbatches=int(high.microbatches),
+        position=position,
+        seconds=ForwardRecord._make(summary.first).elapsed_s,
+        rng_hash=int(record.rng_hash),
+        rng_mismatch=None if different_rng < 0 else (different_rng - different_rng % ranks_per_batch, different_rng),
+        equal_batches=low.batch_hash == high.batch_hash if low.batch_hash and several_batches else None,
+        same_plan=low.plan_digest == high.plan_digest,
+        shapes_hash=int(total.shapes_hash),
+        replica_digest=total.replica_digest,
+        fewest_microbatches=int(low.microbatches),
+    )
 
 
 @lru_cache(maxsize=16)
@@ -176,48 +208,9 @@ def _forward_spec(ranks_per_batch: int) -> RowSpec:
     return RowSpec(len(names), compared=(sizes, (names.index("rng_hash"),)), block=ranks_per_batch)
 
 
-def _is_regular(low: ForwardRecord[float], high: ForwardRecord[float], summary: RowSummary) -> bool:
-    """Return True if all ranks can take the step at one position. Otherwise the value of each rank is needed."""
-    faults = high.has_error or low.late_failure or high.late_failure or not high.samples or summary.changes[0] >= 0
-    return not faults and low.loss_terms_hash == high.loss_terms_hash and low.batch_code == high.batch_code
-
-
-def _gather_columns(mine: Sequence[float], rows: list[tuple[float, ...]] | None) -> list[tuple[float, ...]]:
-    """Return each field of the records by rank. Collective: one exchange, unless the ranks hold the ``rows`` already."""
-    return list(zip(*(all_gather_numbers(mine, caller="step") if rows is None else rows), strict=True))
-
-
-def _combine_records(
-    summary: RowSummary,
-    low: ForwardRecord[float],
-    high: ForwardRecord[float],
-    position: EpochPosition | None,
-    ranks_per_batch: int,
-    rng_hash: int,
-) -> StepCounts:
-    """Return the counts of all ranks."""
-    total: ForwardRecord[float] = ForwardRecord._make(summary.sums)
-    different = int(summary.changes[1])
-    several_hashes = low.batch_hash and summary.ranks > ranks_per_batch
-    # By position, because a step makes this record.
-    return StepCounts(
-        # The ranks of a batch have counted the same samples.
-        int(total.samples) // ranks_per_batch,
-        int(total.tokens) // ranks_per_batch,
-        int(high.microbatches),
-        position,
-        summary.first[_ELAPSED],
-        rng_hash,
-        None if different < 0 else (different - different % ranks_per_batch, different),
-        low.batch_hash == high.batch_hash if several_hashes else None,
-        low.plan_digest == high.plan_digest,
-        int(total.shapes_hash),
-        total.replica_digest,
-        int(low.microbatches),
-    )
-
-
-_ELAPSED = ForwardRecord._fields.index("elapsed_s")
+def _gather_rows(record: R, rows: list[tuple[float, ...]] | None) -> list[R]:
+    """Return the records by rank. Collective: one exchange, unless the ranks hold the ``rows`` already."""
+    return [type(record)._make(row) for row in (all_gather_numbers(record, caller="step") if rows is None else rows)]
 
 
 def check_rng_in_sync(counts: StepCounts, device: torch.device) -> None:
@@ -305,7 +298,7 @@ def sync_after_backward(
     Raises:
         StepError: ranks reduced different units, or a rank has a ``weights_mismatch``; on all ranks.
     """
-    mine: BackwardRecord[float] = BackwardRecord(
+    record = BackwardRecord(
         unit_order=_hash_values(*unit_order),
         params_without_grad=_hash_values(*params_without_grad),
         changed_buffers=_hash_values(*changed_buffers),
@@ -316,16 +309,15 @@ def sync_after_backward(
         has_weight=weight is not None,
         weight=weight or 0.0,
     )
-    summary, rows = reduce_record(mine, _BACKWARD_SPEC)
-    low: BackwardRecord[float] = BackwardRecord._make(summary.minima)
-    high: BackwardRecord[float] = BackwardRecord._make(summary.maxima)
+    summary, rows = reduce_record(record, _BACKWARD_SPEC)
+    total, low, high = map(BackwardRecord._make, (summary.sums, summary.minima, summary.maxima))
     statuses: list[RankStatus] = []
     if high.status or high.weights_mismatch or low.unit_order != high.unit_order:
-        records: BackwardRecord[Sequence[float]] = BackwardRecord(*_gather_columns(mine, rows))
-        statuses = [RankStatus(int(value)) for value in records.status]
+        records = _gather_rows(record, rows)
+        statuses = [RankStatus(int(record.status)) for record in records]
         if any(status.failed for status in statuses):
-            return BackwardSync(statuses=statuses, collective_indices=list(map(int, records.collective_index)))
-        raise_backward_errors(records)
+            return BackwardSync(statuses=statuses, collective_indices=[int(record.collective_index) for record in records])
+        _raise_backward_errors(records)
     unused_params = params_without_grad
     if low.params_without_grad != high.params_without_grad or low.changed_buffers != high.changed_buffers:
         names = cast("list[list[list[str]]]", all_gather_json([list(params_without_grad), list(changed_buffers)]))
@@ -335,13 +327,12 @@ def sync_after_backward(
     facts: list[Sequence[str]] = [param_facts]
     if low.param_facts != high.param_facts:
         facts = cast("list[Sequence[str]]", all_gather_json(list(param_facts)))
-    total_weight = BackwardRecord._make(summary.sums).weight if low.has_weight else None
     return BackwardSync(
         unused_params=unused_params,
         changed_buffers=changed_buffers,
         buffers_differ=low.changed_buffers != high.changed_buffers,
         param_facts=facts,
-        weight=total_weight,
+        weight=total.weight if low.has_weight else None,
         statuses=statuses,
     )
 
@@ -354,3 +345,106 @@ _BACKWARD_SPEC = RowSpec(len(BackwardRecord._fields))
 def _hash_values(*values: int | str) -> int:
     """Hash to a number that float64 holds exactly; 0 without values."""
     return derive_seed(*values) % 2**52 if values else 0
+
+
+def _raise_reported_errors(records: Sequence[ForwardRecord], nonfinite_limit: int) -> None:
+    """Raise the errors that some rank has reported for its batch or for an earlier step, on all ranks."""
+    failed = [rank for rank, record in enumerate(records) if record.has_error]
+    if failed:
+        raise PeerError(
+            f"step: rank {failed[0]} could not use its batch ({len(failed)} of {len(records)} ranks). "
+            "See the error of that rank."
+        )
+    different = _different_ranks([record.loss_terms_hash for record in records])
+    if different:
+        raise StepError(
+            f"step: batch_spec.weight of rank {different[0]} gives weights of other terms than that of rank 0. Return the same "
+            "names on all ranks."
+        )
+    failures = [record.late_failure for record in records if record.late_failure]
+    if not failures:
+        return
+    if max(failures) > 0:
+        first = int(min(failure for failure in failures if failure > 0)) - 1
+        restart = f"load a checkpoint of step {first - 1} or before" if first else "start again"
+        raise NonFiniteError(
+            f"step: the loss was infinite or NaN in {nonfinite_limit} steps in a row, from step {first} on. The updates have "
+            f"spoiled the parameters, so {restart}, then lower the learning rate, clip, or look at the batches. "
+            "dt.transforms.nonfinite skips such updates, and changes the number of steps that stops the run."
+        )
+    raise StepError(
+        "step: an earlier step had weight 0 on all ranks together, or a weight that differs from batch_spec.weight, so its "
+        "mean loss is undefined. Look for masked batches."
+    )
+
+
+def _agree_position(batch_codes: Sequence[float], batch_info: BatchInfo | None) -> EpochPosition | None:
+    """Return the position of all ranks after this step from the codes of their batches. Refuse ranks at different positions.
+
+    A code of 0 means that the batch was made of new tensors. If some rank has such a batch, the position is None on all ranks.
+
+    Mutates: the status of ``batch_info``, which its loader reads.
+    """
+    if not any(batch_codes):
+        return None
+    codes = list(map(int, batch_codes))
+    coded = [rank for rank, code in enumerate(codes) if code]
+    modes, ends = {codes[rank] & 2 for rank in coded}, [rank for rank in coded if codes[rank] & 1]
+    if modes == {2} and len(coded) < len(codes):
+        raise StepError(
+            f"step: the batch of rank {codes.index(0)} was made of new tensors (slices, copies), so the step cannot tell if "
+            "the rank has samples left. Name the loader: step.init(model, optimizer, loader=loader)."
+        )
+    if modes == {2} and batch_info is not None:
+        epoch, batch = divmod(min(code >> 2 for code in codes), 1 << BATCH_INDEX_BITS)
+        batch_info.status.epoch_ended = epoch > batch_info.begin.epoch
+        return EpochPosition(epoch, batch)
+    if ends and len(ends) < len(coded):
+        raise StepError(f"step: only ranks {ends} are at the end of their epoch. Give all ranks one dataset and one seed.")
+    different = [rank for rank in coded if codes[rank] != codes[coded[0]]]
+    if different:
+        raise StepError(
+            f"step: rank {different[0]} is at another place in its data than rank {coded[0]}, or in other data. Give all ranks "
+            "one dataset, one seed and one global_batch_size, and load the same checkpoint."
+        )
+    if batch_info is None:
+        return None
+    batch_info.status.epoch_ended = batch_info.ends_epoch
+    return batch_info.end if len(coded) == len(codes) else None
+
+
+def _check_batches(records: Sequence[ForwardRecord], ranks_per_batch: int) -> None:
+    """Refuse a step without a sample, and ranks that share a batch but have different sizes."""
+    if not any(record.samples for record in records):
+        raise StepError(
+            "step: no rank has a sample in this batch. Skip the step if a batch may be empty on all ranks, or end the loop."
+        )
+    for rank, record in enumerate(records):
+        first_rank = rank - rank % ranks_per_batch
+        first = records[first_rank]
+        if (record.samples, record.tokens) != (first.samples, first.tokens):
+            raise StepError(
+                f"step: ranks {first_rank} and {rank} work on one batch together (cp, tp), but have {first.samples:g} and "
+                f"{record.samples:g} samples, {first.tokens:g} and {record.tokens:g} tokens. Build the loader with mesh=."
+            )
+
+
+def _raise_backward_errors(records: Sequence[BackwardRecord]) -> None:
+    """Raise the faults of a backward that some rank has reported, on all ranks."""
+    mismatched = [rank for rank, record in enumerate(records) if record.weights_mismatch]
+    if mismatched:
+        raise StepError(
+            f"step: on rank {mismatched[0]} the weights of the losses do not add up to what "
+            "batch_spec.weight said of the batch. Let the loss and batch_spec.weight count the same things."
+        )
+    different = _different_ranks([record.unit_order for record in records])
+    if different:
+        raise StepError(
+            f"step: rank {different[0]} ran other units of the model than rank 0, or in another order, so their gradients do "
+            "not belong together. Run the same blocks on all ranks in every microbatch."
+        )
+
+
+def _different_ranks(values: Sequence[float]) -> list[int]:
+    """Return the ranks whose value differs from the value of rank 0."""
+    return [rank for rank, value in enumerate(values) if value != values[0]]

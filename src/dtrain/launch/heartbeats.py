@@ -104,6 +104,7 @@ class _HeartbeatState:
     written_at: float = 0.0
 
 
+# An object of the module, because a process has one pipe to its launcher, and a heartbeat takes well under a microsecond.
 _STATE = _HeartbeatState()
 
 

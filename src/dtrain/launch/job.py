@@ -18,7 +18,6 @@ from dtrain import launch_protocol
 from dtrain.errors import ConfigError
 from dtrain.launch.hang.watchdog import Watchdog
 from dtrain.launch.heartbeats import ProgressDecoder
-from dtrain.launch.host_resources import assign_cores, core_count, usable_cores
 from dtrain.launch.launch_dir import create_run_dir, write_launch_record
 from dtrain.launch.launch_plan import LOOPBACK_ADDRESS, LaunchPlan, NodeRendezvous, build_rank_environment
 from dtrain.launch.nodes.addresses import listen_for_nodes
@@ -37,6 +36,7 @@ from dtrain.launch.processes import STORE_ID, ProcessRequest
 from dtrain.launch.result import JobResult
 from dtrain.launch.spawn.starter import ProcessStarter, StartEvent
 from dtrain.launch.worker_group import RestartPolicy, WorkerGroup
+from dtrain.machine import assign_cores, core_count, usable_cores
 
 
 @dataclass(slots=True, kw_only=True, eq=False)

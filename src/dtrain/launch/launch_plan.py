@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import sys
 from collections.abc import Iterable, Mapping
@@ -16,6 +15,7 @@ from dtrain.arguments import check_int, check_number
 from dtrain.errors import ConfigError
 from dtrain.launch.schedulers import read_scheduler
 from dtrain.launch.spawn.interpreter import inherited_flags
+from dtrain.machine import count_gpu_files
 
 # No machine has so many GPUs, and each rank costs the launcher two pipes and two files.
 MAX_RANKS = 256  # per node
@@ -171,7 +171,7 @@ def count_gpus(device_names: Iterable[str], visible: str | None) -> int:
         device_names: names of files in ``/dev``; ``nvidia0``, ``nvidia1`` and so on are GPUs.
         visible: ``CUDA_VISIBLE_DEVICES``, or None. As in CUDA, the first invalid entry ends the list.
     """
-    gpus = sum(re.fullmatch(r"nvidia[0-9]+", name) is not None for name in device_names)
+    gpus = count_gpu_files(device_names)
     if gpus and visible is not None:
         count = 0
         for entry in visible.split(","):

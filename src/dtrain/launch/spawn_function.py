@@ -194,7 +194,7 @@ def _call_function(task: SpawnTask, rank: int) -> tuple[int, dict[str, Any]]:
 def _is_caused_by_peer(error: BaseException) -> bool:
     """Return True if ``error`` only reports another rank's failure: an error class of dtrain or torch, or a lost connection."""
     # Every process with process groups of dtrain has imported the module.
-    timeouts = sys.modules.get("dtrain.dist.timeout_report")
+    timeouts = sys.modules.get("dtrain.dist.incident")
     ours = any(kind.__name__ == "DistError" for kind in type(error).__mro__)
     return ours or (timeouts is not None and timeouts.is_collective_error(error))
 

@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dtrain import launch_protocol
 from dtrain.launch import heartbeats, processes
 from dtrain.launch.failure import HANG_EXIT_CODE, describe_exit
-from dtrain.launch.host_resources import count_oom_kills
 from dtrain.launch.job import (
     Job,
     join_nodes,
@@ -39,6 +38,7 @@ from dtrain.launch.output.job_output import JobOutput
 from dtrain.launch.result import JobResult, describe_failures, summarize
 from dtrain.launch.spawn.starter import ProcessStarter
 from dtrain.launch.worker_group import RestartPolicy, WorkerGroup
+from dtrain.machine import count_oom_kills
 
 # seconds to wait for a slow reader of the output, after the job
 _OUTPUT_TIMEOUT_S = 10.0

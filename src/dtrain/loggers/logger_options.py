@@ -16,7 +16,7 @@ from typing import Any, Literal
 from dtrain import storage
 from dtrain.dist.init import get_dist_info
 from dtrain.errors import ConfigError
-from dtrain.optional_dependencies import missing_extra_error
+from dtrain.packages import missing_extra_error
 from dtrain.run.metadata import settings_to_plain
 from dtrain.run.redact import make_redactor
 

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dtrain.dist.collectives import reduce_max
 from dtrain.dist.dtensor import to_local
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.reduce import reduce_max
-from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError
 from dtrain.fqn import compile_patterns, modules_by_fqn
 from dtrain.schedules.durations import Duration

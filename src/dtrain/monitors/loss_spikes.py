@@ -15,8 +15,8 @@ from torch import Tensor
 
 from dtrain import spans
 from dtrain.arguments import check_choice, check_int, check_number
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
-from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, NonFiniteError, StepError
 from dtrain.run_context import AsyncScalar
 from dtrain.state import TrainState

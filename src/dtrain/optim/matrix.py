@@ -18,7 +18,7 @@ from torch.optim.adamw import adamw
 
 from dtrain.arguments import check_choice, check_number
 from dtrain.dist.dtensor import from_local_like, full_tensor, is_dtensor, is_placed_like, local_slice, mul_, row_group, to_local
-from dtrain.dist.timeout_report import report_missing_ranks
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.errors import ConfigError
 from dtrain.optim.decoupled import can_fuse, evaluate_closure, sets_implementation, trainable_in_group
 

@@ -19,9 +19,10 @@ import torch
 from dtrain import launch_protocol, run_layout
 from dtrain.dist.init import DistInfo
 from dtrain.errors import ConfigError
+from dtrain.machine import recorded_variables
+from dtrain.packages import git_commit, package_versions
 from dtrain.run.redact import Redactor
 from dtrain.typing import Plain
-from dtrain.versions import git_commit, package_versions
 
 _MAX_DEPTH = 20
 # entries of a list, characters of a text
@@ -75,13 +76,6 @@ def _to_text(value: Any) -> str:
 
 _GIT_S = 2.0
 _DRIVER_VERSION = Path("/sys/module/nvidia/version")
-_VARIABLE_PREFIXES = (
-    "ACCELERATE_", "CONDA_", "CUBLAS_", "CUDA_", "CUDNN_", "DTRAIN_", "FI_", "GLOO_", "GOMP_", "HF_", "HIP_", "HSA_", "KMP_",
-    "LD_", "LSB_", "MALLOC_", "MASTER_", "MKL_", "MLFLOW_", "NCCL_", "NVIDIA_", "OMP_", "OMPI_", "OPENBLAS_", "PBS_", "PMI",
-    "PYTHON", "PYTORCH_", "RANK", "ROCR_", "SLURM_", "TF32_", "TOKENIZERS_", "TORCH", "TRANSFORMERS_", "TRITON_", "UCX_",
-    "VIRTUAL_ENV", "WANDB_", "WORLD_SIZE", "XDG_CACHE_HOME",
-)  # fmt: skip
-"""Prefixes of environment variables that change the behaviour of a run."""
 
 
 def attempt_metadata(
@@ -108,7 +102,7 @@ def attempt_metadata(
         "settings": settings,
         "git": _git_info(_script_folder() or Path(folder)),
         "versions": _collect_versions(),
-        "environment": dict(redactor.redact_variables(_select_variables(os.environ))),
+        "environment": dict(redactor.redact_variables(recorded_variables(os.environ))),
         "launch": _launch_info(info),
     }
 
@@ -120,10 +114,6 @@ def _ranks_by(key: str, all_ranks: Sequence[Mapping[str, Any]]) -> Plain:
         assert isinstance(ranks, list)
         ranks.append(rank)
     return ranks_by_value
-
-
-def _select_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in sorted(environment.items()) if name.startswith(_VARIABLE_PREFIXES)}
 
 
 def _collect_versions() -> dict[str, Plain]:

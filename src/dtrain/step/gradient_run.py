@@ -11,21 +11,22 @@ import torch
 from torch import Tensor
 
 from dtrain import spans
+from dtrain.arguments import format_error_line
 from dtrain.data.batch import list_tensors
 from dtrain.dist.collective_replay import EQUAL_MICROBATCHES_ADVICE, CheckedGuard, check_collectives
-from dtrain.dist.collectives import format_error_line
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.mesh import axis_size
 from dtrain.dist.rng import hash_rng_state, seeded_rng
 from dtrain.dist.step_sync import (
     BackwardSync,
+    ForwardRecord,
     RankStatus,
     StepCounts,
     check_rng_in_sync,
     sync_after_backward,
     sync_before_forward,
 )
-from dtrain.dist.timeout_report import report_missing_ranks
 from dtrain.errors import ConfigError, StepError
 from dtrain.memory.device_memory import release_cached_memory
 from dtrain.shard.buffer_sync import BufferSync, buffer_sync_of
@@ -204,25 +205,27 @@ class GradientRun:
         several = spec.mesh is not None
         replicas = replica_check_of(state) if several else None
         batch_hash = hash_first_batch(state, microbatches.batch) if several and error is None and microbatches.samples else 0
-        counts = sync_before_forward(
+        record = ForwardRecord(
             samples=microbatches.samples,
             tokens=microbatches.tokens,
             microbatches=len(microbatches.batches),
-            zero_weight_seen=weightless,
-            diverged_at=0 if first_nonfinite is None else first_nonfinite + 1,
-            nonfinite_limit=monitor.nonfinite_losses.limit or 0,
-            loss_terms=list(self._weights),
-            error=error,
-            run_key=id(state._run_context),
-            step=state.step,
-            ranks_per_batch=spec.ranks_per_batch,
+            late_failure=-1 if weightless else 0 if first_nonfinite is None else first_nonfinite + 1,
             rng_hash=hash_rng_state(state.device) if spec.ranks_per_batch > 1 else 0,
             batch_hash=batch_hash,
             plan_digest=0 if guard is None else guard.traces.digest(*self.replay_conditions(), guard.max_microbatches or 0),
             shapes_hash=0 if guard is None or spec.ranks_per_batch == 1 else microbatches.hash_shapes(spec.data_rank),
             replica_digest=0.0 if replicas is None else replicas.begin_step(state),
-            batch_info=state._step_batch.info if state._step_batch is not None else None,
             elapsed_s=elapsed_s,
+        )
+        counts = sync_before_forward(
+            record,
+            error=error,
+            batch_info=state._step_batch.info if state._step_batch is not None else None,
+            loss_terms=list(self._weights),
+            nonfinite_limit=monitor.nonfinite_losses.limit or 0,
+            ranks_per_batch=spec.ranks_per_batch,
+            run_key=id(state._run_context),
+            step=state.step,
         )
         if replicas is not None:
             replicas.end_exchange(counts.replica_digest, state)

@@ -16,9 +16,9 @@ import torch
 
 from dtrain.dist.collective_replay import CollectiveGuard, CollectivesChanged, PeerFailed, TraceCache, open_guard
 from dtrain.dist.collectives import all_gather_json
+from dtrain.dist.incident import is_collective_error
 from dtrain.dist.init import get_dist_info
 from dtrain.dist.step_sync import BackwardSync, RankStatus, StepCounts
-from dtrain.dist.timeout_report import is_collective_error
 from dtrain.errors import OutOfMemoryError, PeerError
 from dtrain.memory.device_memory import get_device_memory, is_out_of_memory
 from dtrain.typing import Plain

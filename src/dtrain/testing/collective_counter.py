@@ -11,9 +11,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from dtrain.dist.context import current_context
-from dtrain.dist.control_plane import ChannelExchange, observe_exchanges
-from dtrain.dist.dispatch import OpObserver, group_from_arguments, is_collective, named_arguments
+from dtrain.dist.collective_replay import OpObserver, group_from_arguments, is_collective, named_arguments
+from dtrain.dist.control_plane import Channel, observe_exchanges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,13 +93,10 @@ def count_collectives() -> Iterator[CollectiveRecords]:
 
     thread = threading.get_ident()
 
-    def record_exchange(exchange: ChannelExchange) -> None:
-        plane = current_context().control_plane
-        if threading.get_ident() == thread and plane is not None:
-            size = plane.layout.world_size
-            records.records.append(
-                CollectiveCall(op=exchange.op, group=exchange.channel, group_size=size, bytes=exchange.bytes, dtype="uint8")
-            )
+    def record_exchange(channel: Channel, op: str, size: int) -> None:
+        if threading.get_ident() == thread:
+            world_size = channel.layout.world_size
+            records.records.append(CollectiveCall(op=op, group=channel.name, group_size=world_size, bytes=size, dtype="uint8"))
 
     with OpObserver(record), observe_exchanges(record_exchange):
         yield records

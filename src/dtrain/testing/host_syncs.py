@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.dist import dispatch
-from dtrain.dist.dispatch import OpObserver
+from dtrain.dist import collective_replay
+from dtrain.dist.collective_replay import OpObserver
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ def _has_mask(indices: Sequence[Tensor | None]) -> bool:
 
 def _caller_location() -> str:
     """Return the innermost frame outside of torch and ``dtrain.testing``, else the innermost frame."""
-    hidden = (*(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__)), dispatch.__file__)
+    hidden = (*(f"{Path(file).parent}{os.sep}" for file in (torch.__file__, __file__)), collective_replay.__file__)
     frame = first = sys._getframe(2)
     while frame.f_code.co_filename.startswith(hidden) and frame.f_back is not None:
         frame = frame.f_back

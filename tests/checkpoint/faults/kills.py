@@ -87,10 +87,10 @@ def fork_and_finish(run: Run) -> None:
 
 def launch(values: dict[str, Any], ranks: int) -> list[int]:
     """Run the launcher's process. Its own output goes into a file beside the logs."""
-    from dtrain.dist import timeout_report
+    from dtrain.dist import incident
     from dtrain.launch import spawn_function
 
-    timeout_report.GRACE_S, spawn_function._FAILURE_COLLECT_S = (
+    incident.GRACE_S, spawn_function._FAILURE_COLLECT_S = (
         0.3,
         0.1,
     )  # how long the ranks that are left wait for word from a dead one

@@ -57,7 +57,7 @@ SIMPLEST = EVERY_WAY[0]
 
 def _small_chunks(threads: int) -> None:
     """Small chunks, written by so many threads. Mutates: this process's dtrain."""
-    from dtrain.dist import timeout_report
+    from dtrain.dist import incident
     from dtrain.storage import local
 
     copies = [module for name, module in list(sys.modules.items()) if name.startswith("dtrain.") and _has_chunks(module)]
@@ -65,7 +65,7 @@ def _small_chunks(threads: int) -> None:
     for module in copies:
         module.CHUNK_BYTES = CHUNK  # type: ignore[attr-defined]
     local.for_each_part = _with_threads(local.for_each_part, threads)
-    timeout_report.GRACE_S = 0.5
+    incident.GRACE_S = 0.5
 
 
 def _with_threads(for_each_part: Callable[..., None], number: int) -> Callable[..., None]:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from dtrain import storage
 from dtrain.errors import ConfigError, DataError
-from dtrain.optional_dependencies import missing_extra_error
+from dtrain.packages import missing_extra_error
 from dtrain.storage import AnyPath
 
 RawDocument = str | bytes

@@ -30,8 +30,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from dtrain import launch_protocol
 from dtrain.launch.elastic.agent_request import ElasticRequest
 from dtrain.launch.failure import shell_exit_code, signal_name
-from dtrain.launch.host_resources import core_count
 from dtrain.launch.nodes.addresses import find_interface, resolve_address
+from dtrain.machine import core_count
 
 # seconds until all nodes have joined the rendezvous, as in torchrun
 _JOIN_TIMEOUT_S = 900

@@ -1,15 +1,13 @@
-"""Resolve addresses, listen for other nodes, and list network interfaces."""
+"""Resolve addresses, listen for other nodes, and find network interfaces by address."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import ipaddress
 import socket
-import struct
-from dataclasses import dataclass
-from pathlib import Path
+
+from dtrain.machine import list_interfaces
 
 _BACKLOG = 1024
 
@@ -51,63 +49,6 @@ def resolve_address(addr: str, port: int, *, fallback: str = "") -> list[tuple[s
             return resolve_address(fallback, port)
         raise OSError(errno.ENOENT, f"the name {addr!r} does not resolve") from error
     return list(dict.fromkeys((family, (str(target[0]), int(target[1]))) for family, _, _, _, target in results))
-
-
-_SIOCGIFFLAGS, _SIOCGIFADDR = 0x8913, 0x8915  # linux/sockios.h
-_UP, _LOOPBACK = 0x1, 0x8  # linux/if.h
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NetworkInterface:
-    """Network interface. ``up`` is the administrator's setting, not the state of the cable."""
-
-    name: str
-    addresses: tuple[str, ...]
-    loopback: bool
-    up: bool
-
-
-def list_interfaces(root: Path = Path("/")) -> tuple[NetworkInterface, ...]:
-    """List all interfaces in the order of their numbers, with the first IPv4 address and all IPv6 addresses of each.
-
-    Args:
-        root: folder that contains ``proc``.
-    """
-    ipv6 = read_ipv6_addresses(root)
-    interfaces = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            flags = _query_interface(probe, _SIOCGIFFLAGS, name)
-            bits = struct.unpack_from("H", flags, 16)[0] if flags else 0
-            address = _query_interface(probe, _SIOCGIFADDR, name)
-            ipv4 = [socket.inet_ntoa(address[20:24])] if address else []
-            addresses = (*ipv4, *ipv6.get(name, ()))
-            interfaces.append(
-                NetworkInterface(name=name, addresses=addresses, loopback=bool(bits & _LOOPBACK), up=bool(bits & _UP))
-            )
-    return tuple(interfaces)
-
-
-def _query_interface(probe: socket.socket, request: int, name: str) -> bytes | None:
-    """Return the kernel's ``struct ifreq`` of an interface, or None if the value does not exist (for example no address)."""
-    try:
-        return fcntl.ioctl(probe.fileno(), request, struct.pack("256s", name.encode()[:15]))
-    except OSError:
-        return None
-
-
-def read_ipv6_addresses(root: Path) -> dict[str, list[str]]:
-    """Read the IPv6 addresses of each interface from ``/proc/net/if_inet6``."""
-    try:
-        lines = (root / "proc/net/if_inet6").read_text().splitlines()
-    # The kernel may have no IPv6.
-    except OSError:
-        return {}
-    addresses: dict[str, list[str]] = {}
-    for line in lines:
-        digits, *_, name = line.split()
-        addresses.setdefault(name, []).append(str(ipaddress.IPv6Address(int(digits, 16))))
-    return addresses
 
 
 def find_interface(address: str) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 from dtrain.launch.entrypoint import find_source
 from dtrain.launch.launch_plan import NodeLayout, Target
 from dtrain.launch.nodes.messages import Hello
-from dtrain.versions import package_versions
+from dtrain.packages import package_versions
 
 # Users compare so many characters of a digest.
 _DIGEST_CHARS = 16

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dtrain.arguments import check_choice
 from dtrain.dist.dtensor import to_local
-from dtrain.dist.timeout_report import report_missing_ranks
+from dtrain.dist.incident import report_missing_ranks
 from dtrain.schedules.durations import Duration
 from dtrain.schedules.hyperparameters import hyperparameter
 from dtrain.shard.grad_sync import grad_sync_of

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dtrain.optional_dependencies import missing_extra_error
+from dtrain.packages import missing_extra_error
 from dtrain.storage import exists, read_file, resolve_path
 
 # Limit of an image file. Offsets in a shard have 4 bytes.

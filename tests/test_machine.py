@@ -1,14 +1,26 @@
-"""Ranks share the cores of a node."""
+"""Facts of the machine are read from files that look like those of other machines, and from programs that misbehave."""
 
 from __future__ import annotations
 
 import os
+import resource
+import socket
+import sys
+import threading
 
 import pytest
 
-from dtrain.cli import machine
-from dtrain.launch import host_resources
-from dtrain.launch.host_resources import Core
+from dtrain import machine
+from dtrain.errors import ConfigError
+from dtrain.machine import CommandOutput, Core, max_ranks, raise_open_file_limit, read_output, start_query
+
+
+def write(root, files):
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
 
 
 def cores_of(nodes=1, cores=4, threads=1):
@@ -67,7 +79,7 @@ def alone(*numbers):
     ],
 )
 def test_ranks_get_adjacent_cores(usable, nproc, expected):
-    assert host_resources.assign_cores(usable, nproc) == expected
+    assert machine.assign_cores(usable, nproc) == expected
 
 
 @pytest.mark.parametrize("threads", [1, 2])
@@ -76,7 +88,7 @@ def test_ranks_do_not_share_numa_nodes_or_cores_needlessly(nodes, threads):
     usable = cores_of(nodes=nodes, cores=6, threads=threads)
     of = {core.number: core for core in usable}
     for nproc in range(1, len(usable) + 1):
-        shares = host_resources.assign_cores(usable, nproc)
+        shares = machine.assign_cores(usable, nproc)
         assert len(shares) == nproc
         assert sorted(number for share in shares for number in share) == sorted(of)
         if nproc >= nodes:
@@ -94,7 +106,7 @@ def test_core_topology_matches_sysfs(tmp_path, monkeypatch):
         (tmp_path / f"cpu{number}" / "topology").mkdir(parents=True)
         (tmp_path / f"cpu{number}" / "topology" / "thread_siblings_list").write_text(siblings + "\n")
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
-    found = host_resources.usable_cores(cpus=tmp_path, nodes=tmp_path)
+    found = machine.usable_cores(cpus=tmp_path, nodes=tmp_path)
     assert [(core.node, core.physical, core.number) for core in found] == [
         *((0, 0, 0), (0, 0, 4), (0, 1, 1), (0, 1, 5), (0, 7, 7)),  # nothing is told of the last one
         *((1, 2, 2), (1, 2, 3), (1, 6, 6)),
@@ -102,31 +114,10 @@ def test_core_topology_matches_sysfs(tmp_path, monkeypatch):
 
 
 def test_core_count_respects_cgroup_quota(monkeypatch):
-    monkeypatch.setattr(host_resources, "core_quota", lambda: 0.5)
-    assert host_resources.core_count() == 0.5
-    monkeypatch.setattr(host_resources, "core_quota", lambda: None)
-    assert host_resources.core_count() == len(os.sched_getaffinity(0))
-
-
-@pytest.mark.parametrize("preload", [["--preload", "json"], ["--no-preload"]], ids=["preloaded", "plain"])
-def test_bound_ranks_run_on_assigned_cores(run, preload):
-    result = run("import os; print(sorted(os.sched_getaffinity(0)))", options=["--bind", *preload])
-    assert result.code == 0, result.err
-    shares = host_resources.assign_cores(host_resources.usable_cores(), 2)
-    assert sorted(result.out.splitlines()) == [f"[rank {rank}] {sorted(share)}" for rank, share in enumerate(shares)]
-
-
-def test_unbound_ranks_can_run_on_any_core(run):
-    result = run("import os; print(sorted(os.sched_getaffinity(0)))", n=1)
-    assert result.out == f"{sorted(os.sched_getaffinity(0))}\n"
-
-
-def write(root, files):
-    for name, text in files.items():
-        path = root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
+    monkeypatch.setattr(machine, "core_quota", lambda: 0.5)
+    assert machine.core_count() == 0.5
+    monkeypatch.setattr(machine, "core_quota", lambda: None)
+    assert machine.core_count() == len(os.sched_getaffinity(0))
 
 
 CGROUPS = {
@@ -182,7 +173,7 @@ CGROUPS = {
 @pytest.mark.parametrize(("files", "cores", "memory"), CGROUPS.values(), ids=CGROUPS)
 def test_cgroup_limits_are_read(tmp_path, files, cores, memory):
     root = write(tmp_path, files)
-    assert (host_resources.core_quota(root), host_resources.memory_limit(root)) == (cores, memory)
+    assert (machine.core_quota(root), machine.memory_limit(root)) == (cores, memory)
 
 
 @pytest.mark.parametrize(("limit", "expected"), [("1024\n", 1024), (f"{2**50}\n", None)])
@@ -215,4 +206,132 @@ def test_memory_limit_below_total_memory_is_reported(tmp_path, limit, expected):
     ids=["none", "version 2", "version 1", "an old kernel"],
 )
 def test_oom_kills_are_counted(tmp_path, files, expected):
-    assert host_resources.count_oom_kills(write(tmp_path, files)) == expected
+    assert machine.count_oom_kills(write(tmp_path, files)) == expected
+
+
+def test_shm_size_is_none_without_dev_shm(tmp_path):
+    assert machine.read_shm_bytes(tmp_path) is None
+    (tmp_path / "dev/shm").mkdir(parents=True)
+    assert machine.read_shm_bytes(tmp_path) > 0
+
+
+def test_hardware_counts_gpu_device_files_and_names_os(tmp_path):
+    files = {
+        "proc/meminfo": "MemTotal: 2 kB\nMemAvailable: 1 kB\n",
+        "etc/os-release": 'NAME="X"\nPRETTY_NAME="Debian GNU/Linux 12"\n',
+        "dev/nvidia0": "",
+        "dev/nvidia11": "",
+        "dev/nvidiactl": "",
+    }
+    found = machine.read_hardware(None, write(tmp_path, files))
+    assert found.gpus == machine.Gpus(listed=(), device_files=2, problem=None)
+    assert found.gpus.count == 2
+    assert found.system.endswith(", Debian GNU/Linux 12")
+
+
+SMI = {
+    "no nvidia-smi": (None, (), None),
+    "two": (
+        CommandOutput(code=0, out="NVIDIA H200, 143771, 580.1\nTesla, 40, A, [N/A], 580.1\n", err=""),
+        (
+            machine.Gpu(name="NVIDIA H200", memory_bytes=143771 * 2**20, driver="580.1"),
+            machine.Gpu(name="Tesla, 40, A", memory_bytes=0, driver="580.1"),
+        ),
+        None,
+    ),
+    "fails": (CommandOutput(code=9, out="NVIDIA-SMI has failed\n", err=""), (), "exit code 9: NVIDIA-SMI has failed"),
+    "hangs": (CommandOutput(code=None, out="", err=""), (), "it did not answer within 30 s"),
+}
+
+
+@pytest.mark.parametrize(("said", "listed", "problem"), SMI.values(), ids=SMI)
+def test_nvidia_smi_output_is_parsed(said, listed, problem):
+    assert machine.parse_gpus(said, 0) == machine.Gpus(listed=listed, device_files=0, problem=problem)
+
+
+def test_resolve_names_gives_no_address_for_unknown_name():
+    found = machine.resolve_names(["127.0.0.1", "no-such-host.invalid", "." * 3])
+    assert found == {"127.0.0.1": ("127.0.0.1",), "no-such-host.invalid": (), "...": ()}
+
+
+def test_resolve_names_does_not_wait_for_unresponsive_name_server(monkeypatch):
+    answered, before = threading.Event(), set(threading.enumerate())
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: answered.wait(60) and [])
+    assert machine.resolve_names(["slow"], timeout_s=0.05) == {"slow": ()}
+    (asking,) = set(threading.enumerate()) - before
+    assert asking.daemon  # it does not hold up the end of the process
+    answered.set()
+    asking.join(60)
+
+
+def test_hanging_program_is_killed():
+    process = start_query([sys.executable, "-c", "import time; time.sleep(60)"])
+    assert read_output(process, timeout_s=0.05) == CommandOutput(code=None, out="", err="")
+    with process.stdout, process.stderr:
+        assert process.wait(timeout=60) == -9
+
+
+def test_invalid_utf8_output_is_replaced():
+    said = read_output(start_query([sys.executable, "-c", "import os; os.write(2, b'\\xff end'); exit(3)"]), timeout_s=60)
+    assert (said.code, said.out, said.last_line) == (3, "", "\ufffd end")
+
+
+def test_only_harmless_variables_are_shown_with_values():
+    environ = {"RANK": "1", "NCCL_DEBUG": "INFO", "HF_TOKEN": "x", "PATH": "/bin", "MY_NCCL_KEY": "x", "http_proxy": "u:p@h"}
+    assert machine.visible_variables(environ) == {"NCCL_DEBUG": "INFO", "RANK": "1"}
+    assert machine.hidden_variable_names(environ) == ("HF_TOKEN", "http_proxy")
+
+
+@pytest.fixture
+def open_file_limits(monkeypatch):
+    """A simulated limit, because a process cannot raise its hard limit again: ``open_file_limits[:] = [soft, hard]``."""
+    values = [1024, 4096]
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: tuple(values))
+    monkeypatch.setattr(resource, "setrlimit", lambda kind, new: values.__setitem__(slice(None), new))
+    return values
+
+
+@pytest.mark.parametrize(
+    ("world_size", "before", "after"),
+    [
+        (2, (1024, 4096), (1024, 4096)),
+        (512, (1024, 4096), (2120, 4096)),
+        (512, (1024, 2000), (2000, 2000)),
+        (4096, (1024, resource.RLIM_INFINITY), (12884, resource.RLIM_INFINITY)),
+        (4096, (resource.RLIM_INFINITY, resource.RLIM_INFINITY), (resource.RLIM_INFINITY, resource.RLIM_INFINITY)),
+    ],
+)
+def test_soft_limit_is_raised_to_need_of_job(open_file_limits, world_size, before, after):
+    open_file_limits[:] = before
+    raise_open_file_limit("init_dist", world_size)
+    assert tuple(open_file_limits) == after
+
+
+def test_too_low_hard_limit_is_refused_with_numbers(open_file_limits):
+    open_file_limits[:] = 1024, 1024
+    with pytest.raises(ConfigError) as error:
+        raise_open_file_limit("init_dist", 512)
+    assert str(error.value) == (
+        "init_dist: the hard limit of open files must be at least 1608 for 512 ranks, got 1024. "
+        "Run `ulimit -n 1608` as root before the start, or use at most 317 ranks."
+    )
+    raise_open_file_limit("init_dist", 317)
+
+
+def test_max_ranks_is_at_least_one():
+    assert (max_ranks(1024), max_ranks(10)) == (317, 1)
+
+
+def test_interfaces_of_this_machine_include_loopback():
+    loopback = next(link for link in machine.list_interfaces() if link.name == "lo")
+    assert loopback.loopback
+    assert loopback.up
+    assert "127.0.0.1" in loopback.addresses
+
+
+def test_ipv6_addresses_by_interface(tmp_path):
+    text = "00000000000000000000000000000001 01 80 10 80       lo\nfd000000000000000000000000000002 02 40 00 80     eth0\n"
+    (tmp_path / "proc/net").mkdir(parents=True)
+    (tmp_path / "proc/net/if_inet6").write_text(text)
+    assert machine.read_ipv6_addresses(tmp_path) == {"lo": ["::1"], "eth0": ["fd00::2"]}
+    assert machine.read_ipv6_addresses(tmp_path / "no ipv6") == {}

@@ -4,7 +4,8 @@ As soon as a rank learns of a failure, it gives one sign: that it waits in a col
 itself, or that it lost the connection to a rank that has said nothing. Then it closes its connections to other ranks, which
 wakes their watches (``incident``), so that all ranks learn of the failure within a few messages. Signs are three bits in a
 counter that 21 ranks share. One rank waits for the signs of the others, reads all counters and writes the report. The other
-ranks wait for the report. So a rank makes a few requests, whatever the number of ranks.
+ranks wait for the report. So a rank makes a few requests, whatever the number of ranks. ``format_missing_ranks`` makes the
+report a message.
 
 A rank gives its sign before it closes a connection. So a rank that lost a connection knows the reason: the other rank has
 given a sign, and is not the cause; or it has not, and is dead, or only their connection is broken.
@@ -43,8 +44,12 @@ _POLL_S_PER_RANK = 2e-4
 _MAX_GRACES = 3
 # Different errors that a report contains. Ranks with the same error share it.
 _MAX_ERRORS = 16
+# Characters of an error that a rank tells the other ranks.
+_MAX_ERROR_LENGTH = 500
 # Connections between living ranks that a report contains.
 _MAX_PAIRS = 16
+# Different errors and nodes in a message. All ranks are named.
+_MAX_NOTES, _MAX_NODES = 8, 8
 
 
 class Add(NamedTuple):
@@ -164,7 +169,7 @@ def give_sign(board: str, rank: int, sign: Sign) -> StoreProtocol[int]:
         mark = LOST
         yield Set(f"{board}/lost/{rank}", str(sign.peer))
     elif mark in (FAILED, LOST):
-        yield Set(f"{board}/lost/{rank}" if mark == LOST else f"{board}/left/{rank}", f" {sign.error}")
+        yield Set(f"{board}/lost/{rank}" if mark == LOST else f"{board}/left/{rank}", f" {sign.error[:_MAX_ERROR_LENGTH]}")
     elif sign.caller:
         mine = f"{rank} {sign.caller}"
         first = str((yield SetOnce(f"{board}/caller", mine)))
@@ -180,7 +185,7 @@ def give_sign(board: str, rank: int, sign: Sign) -> StoreProtocol[int]:
 
 def change_to_failed(board: str, rank: int, mark: int, error: str) -> StoreProtocol[None]:
     """Change the sign of ``rank`` from ``mark`` to ``FAILED``: the rank has an error of its own."""
-    yield Set(f"{board}/left/{rank}", f" {error}")
+    yield Set(f"{board}/left/{rank}", f" {error[:_MAX_ERROR_LENGTH]}")
     yield add_mark(board, rank, FAILED - mark)
 
 
@@ -206,7 +211,22 @@ def find_report(
             return report
     # This rank is the first, or it gave its sign after the report, or the first rank is gone.
     yield from _count_signs(board, world_size, grace_s, _MAX_GRACES * grace_s)
-    report = yield from _read_signs(board, world_size)
+    marks = yield from read_marks(board, world_size)
+    errors, peers, broken, callers = {}, {}, {}, {}
+    for index, mark in enumerate(marks):
+        if mark == FAILED:
+            errors[index] = str((yield Read(f"{board}/left/{index}", 0)) or "")[1:]
+        elif mark == LOST:
+            text = str((yield Read(f"{board}/lost/{index}", 0)) or " ")
+            if text.startswith(" "):
+                broken[index] = text[1:]
+            else:
+                peers[index] = int(text)
+    for key in ("caller", "other caller"):
+        if (text := str((yield Read(f"{board}/{key}", 0)) or "")) != "":
+            number, _, caller = text.partition(" ")
+            callers[int(number)] = caller
+    report = judge(marks, errors=errors, peers=peers, broken=broken, callers=callers)
     yield Set(f"{board}/report", report.encode())
     yield Add(f"{board}/read", 1)
     return report
@@ -237,26 +257,6 @@ def _count_signs(board: str, world_size: int, pause_s: float, limit_s: float) ->
         now = float((yield Sleep(min(_poll_s(world_size), deadline - now))) or 0)
 
 
-def _read_signs(board: str, world_size: int) -> StoreProtocol[ArrivalReport]:
-    """Read all signs, and the keys that they announce."""
-    marks = yield from read_marks(board, world_size)
-    errors, peers, broken, callers = {}, {}, {}, {}
-    for rank, mark in enumerate(marks):
-        if mark == FAILED:
-            errors[rank] = str((yield Read(f"{board}/left/{rank}", 0)) or "")[1:]
-        elif mark == LOST:
-            text = str((yield Read(f"{board}/lost/{rank}", 0)) or " ")
-            if text.startswith(" "):
-                broken[rank] = text[1:]
-            else:
-                peers[rank] = int(text)
-    for key in ("caller", "other caller"):
-        if (text := str((yield Read(f"{board}/{key}", 0)) or "")) != "":
-            number, _, caller = text.partition(" ")
-            callers[int(number)] = caller
-    return judge(marks, errors=errors, peers=peers, broken=broken, callers=callers)
-
-
 def judge(
     marks: Sequence[int],
     *,
@@ -275,6 +275,10 @@ def judge(
         callers: up to two ranks that waited at different places.
     """
     silent = [rank for rank, mark in enumerate(marks) if not mark]
+    # The first rank of each different error.
+    first_ranks: dict[str, int] = {}
+    for rank, error in sorted(errors.items()):
+        first_ranks.setdefault(error, rank)
     pairs = sorted({(min(pair), max(pair)) for pair in peers.items()})
     timed_out = TIMED_OUT in marks
     missing = sorted({*silent, *errors})
@@ -289,18 +293,10 @@ def judge(
         late=[rank for rank, mark in enumerate(marks) if mark == EARLY or rank in broken] if timed_out else [],
         timed_out=timed_out,
         callers=callers,
-        notes=_first_of_each(errors),
+        notes={rank: error for error, rank in list(first_ranks.items())[:_MAX_ERRORS]},
         pairs=pairs[:_MAX_PAIRS],
         broken={} if missing or pairs else dict(list(broken.items())[:_MAX_ERRORS]),
     )
-
-
-def _first_of_each(errors: Mapping[int, str]) -> dict[int, str]:
-    """Return the first rank of each different error."""
-    first: dict[str, int] = {}
-    for rank, error in sorted(errors.items()):
-        first.setdefault(error, rank)
-    return {rank: error for error, rank in list(first.items())[:_MAX_ERRORS]}
 
 
 def _counter_key(prefix: str, rank: int) -> str:
@@ -324,6 +320,91 @@ def read_marks(prefix: str, world_size: int) -> StoreProtocol[list[int]]:
         counter = int((yield Add(_counter_key(prefix, first), 0)) or 0)
         marks += [mark_of(counter, rank) for rank in range(_RANKS_PER_COUNTER)]
     return marks[:world_size]
+
+
+def format_missing_ranks(
+    caller: str,
+    *,
+    world_size: int,
+    timeout_s: float,
+    waited_s: float,
+    arrivals: ArrivalReport | None,
+    server_rank: int | None = 0,
+    nodes: Mapping[int, range] | None = None,
+) -> str | None:
+    """Format the message, or return None if no rank is the cause, because then the call is wrong. Pure.
+
+    Args:
+        caller: prefix of the message.
+        world_size: number of ranks.
+        timeout_s: time that a collective waits, in seconds.
+        waited_s: time until this rank's collective failed, in seconds.
+        arrivals: ranks that caused the failure, None if the store did not answer.
+        server_rank: rank that serves the store, None if another process serves the store.
+        nodes: ranks of each node, if there are several nodes.
+    """
+    # Another rank may have timed out first, which ended the collective of this rank.
+    waited_to_the_end = waited_s >= _TIMED_OUT_FRACTION * timeout_s
+    timed_out = waited_to_the_end or (arrivals is not None and arrivals.timed_out)
+    longest = max(waited_s, timeout_s) if timed_out and not waited_to_the_end else waited_s
+    outcome = (
+        f"did not arrive within {longest:.3g} s" if timed_out else f"did not arrive, connection lost after {longest:.3g} s"
+    )
+    advice = "Look at their output" + (", or raise timeout_s of init_dist if they are only slow." if timed_out else ".")
+    if arrivals is None and server_rank is None:
+        return f"{caller}: some ranks {outcome}. The rendezvous store, which knows these ranks, does not answer. {advice}"
+    if arrivals is None:
+        unknown = "this rank serves the store, so other ranks may be missing, too"
+        return f"{caller}: ranks [{server_rank}] of {world_size} {outcome} ({unknown}). {advice}"
+    if arrivals.missing:
+        return f"{caller}: {_name_missing(arrivals, world_size, nodes or {})} {outcome}.{_list_errors(arrivals)} {advice}"
+    if arrivals.pairs:
+        pairs = ", ".join(f"{first} and {second}" for first, second in arrivals.pairs)
+        which = "the connection between ranks" if len(arrivals.pairs) == 1 else "connections between living ranks"
+        return (
+            f"{caller}: {which} {pairs} of {world_size} was lost after {longest:.3g} s, and all ranks live. "
+            "Check the network between them."
+        )
+    if timed_out and arrivals.late:
+        late = format_ranks(arrivals.late)
+        return f"{caller}: ranks {late} of {world_size} came too late. The first rank gave up after {longest:.3g} s. {advice}"
+    elsewhere = {rank: place for rank, place in sorted(arrivals.callers.items()) if place != caller}
+    if timed_out and elsewhere:
+        rank, place = next(iter(elsewhere.items()))
+        return (
+            f"{caller}: rank {rank} was at {place!r} instead, and the ranks waited for each other for {longest:.3g} s. Let all "
+            "ranks take the same steps, as loader.until does, and run collectives in one order."
+        )
+    if timed_out:
+        return (
+            f"{caller}: all {world_size} ranks arrived, but no data passed between them for {longest:.3g} s. Check the network."
+        )
+    if not arrivals.broken:
+        return None
+    first, error = min(arrivals.broken.items())
+    failed = f"a collective failed on ranks {format_ranks(arrivals.broken)} of {world_size}, and all ranks live"
+    return f"{caller}: {failed}. Rank {first}: {error.rstrip('.')}."
+
+
+def _name_missing(arrivals: ArrivalReport, world_size: int, nodes: Mapping[int, range]) -> str:
+    """Name the missing ranks. A node none of whose ranks gave a sign is gone."""
+    silent = set(arrivals.silent)
+    gone = {node: ranks for node, ranks in nodes.items() if silent.issuperset(ranks)}
+    rest = [rank for rank in arrivals.missing if not any(rank in ranks for ranks in gone.values())]
+    names = [f"node {node} is gone (ranks {format_ranks(ranks)[1:-1]})" for node, ranks in list(gone.items())[:_MAX_NODES]]
+    if len(gone) > _MAX_NODES:
+        names.append(f"{len(gone) - _MAX_NODES} more nodes are gone")
+    if not gone:
+        return f"ranks {format_ranks(rest)} of {world_size}"
+    others = f", and ranks {format_ranks(rest)}" if rest else ": its ranks" if len(gone) == 1 else ": their ranks"
+    return f"{', '.join(names)}{others} of {world_size}"
+
+
+def _list_errors(arrivals: ArrivalReport) -> str:
+    """Return the different errors of the ranks that failed by themselves."""
+    notes = [(rank, note.rstrip(".")) for rank, note in sorted(arrivals.notes.items())]
+    text = "".join(f" Rank {rank} left with {note}." for rank, note in notes[:_MAX_NOTES])
+    return f"{text} {len(notes) - _MAX_NOTES} more ranks left with other errors." if len(notes) > _MAX_NOTES else text
 
 
 def format_ranks(ranks: Iterable[int], *, limit: int = 10) -> str:

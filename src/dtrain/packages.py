@@ -1,4 +1,4 @@
-"""Find the versions of packages, the packages that dtrain needs, and the commit of the running code. Imports no torch."""
+"""Find versions of packages, the packages and extras of dtrain, and the commit of the running code. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,32 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from dtrain import __version__
+from dtrain.errors import ConfigError
 
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+
+
+# Packages that a source folder needs that was never installed.
+_FALLBACK_REQUIREMENTS = ("torch", "numpy", "torchdata", "tensordict", "einops", "typer", "safetensors")
+EXTRA_MODULES: dict[str, tuple[str, ...]] = {
+    "hf": ("transformers", "tokenizers"),
+    "http": ("fsspec", "aiohttp"),
+    "s3": ("fsspec", "s3fs"),
+    "gcs": ("fsspec", "gcsfs"),
+    "azure": ("fsspec", "adlfs"),
+    "oci": ("fsspec", "ocifs"),
+    "sftp": ("paramiko",),
+    "compression": ("zstandard", "brotli", "snappy"),
+    "parquet": ("pyarrow",),
+    "images": ("PIL",),
+    "streaming": ("zstandard", "brotli", "snappy", "pyarrow", "PIL"),
+    "fp8": ("torchao",),
+    "plot": ("matplotlib",),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+    "mlflow": ("mlflow", "sqlalchemy", "alembic"),
+}
+"""Modules of each extra of the package."""
 
 
 def package_versions() -> dict[str, str]:
@@ -61,9 +85,6 @@ def _resolve_ref(git: Path, name: str) -> str | None:
 
 def _text(path: Path) -> str:
     return path.read_text(encoding="utf-8").strip()
-
-
-_FALLBACK_REQUIREMENTS = ("torch", "numpy", "torchdata", "tensordict", "einops", "typer", "safetensors")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,3 +156,14 @@ def parse_release(version: str) -> tuple[int, ...]:
     while numbers and numbers[-1] == 0:
         numbers.pop()
     return tuple(numbers)
+
+
+def install_command(extra: str) -> str:
+    """Return the command that installs ``extra``."""
+    assert extra in EXTRA_MODULES, f"no extra {extra!r}"
+    return f'pip install "dtrain[{extra}]"'
+
+
+def missing_extra_error(need: str, extra: str) -> ConfigError:
+    """Make the error for a missing package of ``extra``; ``need`` names the function and the package."""
+    return ConfigError(f"{need}: {install_command(extra)}")
