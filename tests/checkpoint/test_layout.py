@@ -8,11 +8,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dtrain.checkpoint import layout, strict_json
-from dtrain.checkpoint.data_file import Blocks
-from dtrain.checkpoint.rank_index import RankIndex, encode_rank_index, parse_rank_index, place_shards
-from dtrain.checkpoint.run_index import PartRun, RankParts, RunIndex, TensorKind, encode_run_index, merge_parts, parse_run_index
-from dtrain.checkpoint.tree_json import TensorRef
+from dtrain.checkpoint import layout
+from dtrain.checkpoint.index import (
+    PartRun,
+    RankIndex,
+    RankParts,
+    RunIndex,
+    TensorKind,
+    encode_rank_index,
+    encode_run_index,
+    merge_parts,
+    parse_rank_index,
+    parse_run_index,
+    place_shards,
+)
+from dtrain.checkpoint.layout import Blocks, TensorRef
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
 RUN = "0123456789abcdef" * 2
@@ -38,9 +48,7 @@ INDEX = RankIndex(rank=0, begins=[16], per_rank=[], blocks=(Blocks([40, 64], b"b
 
 def signed(body: dict) -> bytes:
     body = {key: value for key, value in body.items() if key != "sha256"}
-    return (
-        json.dumps({**body, "sha256": hashlib.sha256(strict_json.canonical_json(body)).hexdigest()}, indent=1).encode() + b"\n"
-    )
+    return json.dumps({**body, "sha256": hashlib.sha256(layout.canonical_json(body)).hexdigest()}, indent=1).encode() + b"\n"
 
 
 def changed(**changes) -> dict:
@@ -244,7 +252,7 @@ def test_later_index_version_is_refused():
 
 
 def test_oversized_index_is_not_written(monkeypatch):
-    monkeypatch.setattr(strict_json, "MAX_JSON_BYTES", 10)
+    monkeypatch.setattr(layout, "MAX_JSON_BYTES", 10)
     for encode in (lambda: encode_rank_index(INDEX), lambda: encode_run_index(RUN_INDEX)):
         with pytest.raises(CheckpointError, match=r"must be at most 10 bytes, got .*. Store large plain data as tensors"):
             encode()

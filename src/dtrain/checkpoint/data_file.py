@@ -13,10 +13,10 @@ Source: the format section of the safetensors README (huggingface/safetensors).
 from __future__ import annotations
 
 import json
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
@@ -26,7 +26,8 @@ import xxhash
 from torch import Tensor
 
 from dtrain import storage
-from dtrain.checkpoint.layout import CHUNK_BYTES, DTYPES
+from dtrain.checkpoint.layout import CHUNK_BYTES, DTYPES, Blocks
+from dtrain.device import is_accelerator
 from dtrain.errors import CorruptCheckpointError
 from dtrain.storage import AnyPath, Buffer
 
@@ -37,21 +38,6 @@ def digest_of(buffers: Iterable[Buffer]) -> bytes:
     for buffer in buffers:
         state.update(buffer)
     return state.digest()
-
-
-class Blocks(NamedTuple):
-    """Blocks of a file: the byte after each block, and the digests of all blocks, 16 bytes each."""
-
-    ends: Sequence[int]
-    digests: bytes
-
-    def numbers_of(self, begin: int, end: int) -> range:
-        """Return the numbers of the blocks that contain the bytes ``[begin, end)``."""
-        return range(bisect_right(self.ends, begin), bisect_left(self.ends, end) + 1) if end > begin else range(0)
-
-    def begin_of(self, number: int) -> int:
-        """Return the first byte of a block."""
-        return self.ends[number - 1] if number else 0
 
 
 class RangeReader(Protocol):
@@ -392,3 +378,131 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 def _bytes_of(flat: Tensor) -> memoryview:
     return memoryview(flat.cpu().resolve_neg().view(torch.uint8).numpy().data)
+
+
+PAGE_BYTES = 4096
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class StagingBuffer:
+    """Staging memory for one file at a time, pinned if tensors come from a GPU.
+
+    Views of the memory are kept while the layout of the file does not change.
+
+    Args:
+        views: views of groups by the first and last key of the group.
+    """
+
+    memory: Tensor
+    header: bytes = b""
+    views: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+
+    def fill(self, layout: FileLayout, tensors: Mapping[str, Tensor]) -> SerializedFile:
+        """Copy a file into the memory. Copies from a GPU are enqueued on its current stream and not awaited.
+
+        The caller must disable autograd.
+
+        Mutates: the memory.
+        """
+        # Without a header, two layouts cannot be told apart.
+        if self.header != layout.header or not layout.header:
+            self.header, self.views = layout.header, {}
+        if layout.header and not self.views:
+            self.memory[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+        for group in group_slots(layout, tensors):
+            _copy_flat([tensors[slot.key] for slot in group], self._view(layout, group))
+        return SerializedFile.from_buffers([memoryview(self.memory[: layout.size].numpy().data)])
+
+    def _view(self, layout: FileLayout, group: Sequence[TensorSlot]) -> Tensor:
+        # Tensors that have moved to another device form other groups.
+        ends = group[0].key, group[-1].key
+        view = self.views.get(ends)
+        if view is None:
+            begin, end = layout.ranges[group[0].key][0], layout.ranges[group[-1].key][1]
+            view = self.memory[begin:end].view(DTYPES[group[0].dtype])
+            self.views[ends] = view
+        return view
+
+
+def _copy_flat(tensors: Sequence[Tensor], into: Tensor) -> None:
+    if len(tensors) > 1 and tensors[0].device == into.device:
+        torch.cat([tensor.reshape(-1) for tensor in tensors], out=into)
+    else:
+        into.copy_(flatten(tensors), non_blocking=True)
+
+
+def _allocate_aligned(size: int, pinned: bool) -> Tensor:
+    """Allocate page-aligned memory, from which the chunks of a file are written to the disk without another copy."""
+    memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+    begin = -memory.data_ptr() % PAGE_BYTES
+    return memory[begin : begin + size]
+
+
+class StagingPool:
+    """Pool of staging buffers: one per save in progress, each of the largest size needed so far."""
+
+    def __init__(self) -> None:
+        self._free: list[StagingBuffer] = []
+
+    def acquire(self, size: int, *, pinned: bool) -> StagingBuffer:
+        """Return an unused buffer of at least ``size`` bytes, to be released. The first call allocates memory."""
+        fitting = [b for b in self._free if b.memory.numel() >= size and b.memory.is_pinned() == pinned]
+        if fitting:
+            best = min(fitting, key=lambda buffer: buffer.memory.numel())
+            self._free.remove(best)
+            return best
+        if self._free:
+            # The buffer is too small for this run, so only the new buffer is kept.
+            self._free.pop()
+        return StagingBuffer(_allocate_aligned(size, pinned))
+
+    def release(self, buffer: StagingBuffer) -> None:
+        """Return a buffer to the pool."""
+        self._free.append(buffer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class StagedFiles:
+    """Contents of a rank's files in memory, and the buffers to release after the save.
+
+    Args:
+        files: contents by file name.
+        copy_events: events after the copies from GPUs.
+    """
+
+    files: Mapping[str, SerializedFile]
+    copy_events: Sequence[torch.Event]
+    buffers: Sequence[StagingBuffer]
+    pool: StagingPool
+
+    def wait(self) -> None:
+        """Wait for the copies from GPUs."""
+        for event in self.copy_events:
+            event.synchronize()
+
+    def release(self) -> None:
+        """Return the buffers to their pool."""
+        for buffer in self.buffers:
+            self.pool.release(buffer)
+
+
+def stage_files(
+    layouts: Mapping[str, FileLayout], tensors: Mapping[str, Tensor], pool: StagingPool, *, copy: bool
+) -> StagedFiles:
+    """Serialize a rank's files. Tensors are copied if ``copy`` is True, or if they are not on the CPU.
+
+    Args:
+        layouts: layout of each file by name.
+        tensors: tensors of all files by key.
+        pool: pool that owns the memory of the copies.
+        copy: if True, tensors on the CPU are copied as well.
+    """
+    accelerators = {tensor.device for tensor in tensors.values() if not tensor.is_cpu and is_accelerator(tensor.device)}
+    if not copy and not accelerators:
+        files = {name: serialize_in_place(file, tensors) for name, file in layouts.items()}
+        return StagedFiles(files=files, copy_events=(), buffers=(), pool=pool)
+    buffers = [pool.acquire(file.size, pinned=bool(accelerators)) for file in layouts.values()]
+    files = {name: buffer.fill(file, tensors) for buffer, (name, file) in zip(buffers, layouts.items(), strict=True)}
+    # The copies are in the order of each device's current stream.
+    copy_events = [torch.accelerator.current_stream(device).record_event() for device in accelerators]
+    return StagedFiles(files=files, copy_events=copy_events, buffers=buffers, pool=pool)

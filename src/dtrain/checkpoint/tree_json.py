@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -30,8 +29,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint import strict_json
-from dtrain.checkpoint.layout import DTYPE_NAMES, DTYPES, OBJECTS, STATES
+from dtrain.checkpoint import layout
+from dtrain.checkpoint.layout import DTYPE_NAMES, DTYPES, OBJECTS, STATES, TensorRef
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import ConfigError, CorruptCheckpointError
 from dtrain.run_objects import DICT_TYPES
@@ -57,18 +56,6 @@ class SameAs(NamedTuple):
     """Value that stands for the value of another key of its section."""
 
     key: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRef:
-    """Description of a tensor in a tree: safetensors dtype name, global shape, and True if the tensor was a DTensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    distributed: bool
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
 
 
 def ref_of(tensor: Tensor) -> TensorRef:
@@ -228,24 +215,24 @@ def _decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any], 
 def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, TensorRef], Any], depth: int) -> Any:
     tag, location = values[TAG], f"values: {path}"
     if tag == "str":
-        value = strict_json.read_object(values, location, (TAG, "value"))["value"]
+        value = layout.read_object(values, location, (TAG, "value"))["value"]
         if type(value) is not str or not value.startswith(TAG):
-            raise CorruptCheckpointError(f"{location}: must be a text with {TAG}, got {strict_json.describe_value(value)}")
+            raise CorruptCheckpointError(f"{location}: must be a text with {TAG}, got {layout.describe_value(value)}")
         return value
     if tag == "float":
-        value = strict_json.read_object(values, location, (TAG, "value"))["value"]
+        value = layout.read_object(values, location, (TAG, "value"))["value"]
         if value not in ("nan", "inf", "-inf"):
-            raise CorruptCheckpointError(f"{location}: must be nan, inf or -inf, got {strict_json.describe_value(value)}")
+            raise CorruptCheckpointError(f"{location}: must be nan, inf or -inf, got {layout.describe_value(value)}")
         return float(value)
     if tag == PER_RANK.value:
-        strict_json.read_object(values, location, (TAG,))
+        layout.read_object(values, location, (TAG,))
         return _Marker(tag)
     if tag == "same":
-        key = strict_json.read_object(values, location, (TAG, "key"))["key"]
+        key = layout.read_object(values, location, (TAG, "key"))["key"]
         if type(key) is not str:
-            raise CorruptCheckpointError(f"{location}: key must be a text, got {strict_json.describe_value(key)}")
+            raise CorruptCheckpointError(f"{location}: key must be a text, got {layout.describe_value(key)}")
         return SameAs(key)
-    content = strict_json.read_object(values, location, (TAG, "items"))["items"]
+    content = layout.read_object(values, location, (TAG, "items"))["items"]
     if tag == "tuple" and type(content) is list:
         return tuple(_decode(item, join_key(path, at), tensor_of, depth + 1) for at, item in enumerate(content))
     pairs = type(content) is list and all(
@@ -253,7 +240,7 @@ def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, 
     )
     if tag == "dict" and pairs:
         return {key: _decode(item, join_key(path, key), tensor_of, depth + 1) for key, item in content}
-    raise CorruptCheckpointError(f"{location}: must be an encoded value, got {strict_json.describe_value(values)}")
+    raise CorruptCheckpointError(f"{location}: must be an encoded value, got {layout.describe_value(values)}")
 
 
 def _read_ref(text: str, path: str) -> TensorRef:
@@ -261,9 +248,7 @@ def _read_ref(text: str, path: str) -> TensorRef:
     try:
         return _parse_ref(text)
     except ValueError:
-        raise CorruptCheckpointError(
-            f"values: {path}: must be an encoded tensor, got {strict_json.describe_value(text)}"
-        ) from None
+        raise CorruptCheckpointError(f"values: {path}: must be an encoded tensor, got {layout.describe_value(text)}") from None
 
 
 # There are many tensors and few kinds of them.
@@ -279,7 +264,7 @@ def _parse_ref(text: str) -> TensorRef:
 def _make_ref(dtype: str, shape: tuple[int, ...], distributed: bool) -> TensorRef:
     if max(shape, default=0) > _MAX_DIM_SIZE:
         raise CorruptCheckpointError(
-            f"values: tensor dims must be at most {_MAX_DIM_SIZE}, got shape {strict_json.describe_value(list(shape))}"
+            f"values: tensor dims must be at most {_MAX_DIM_SIZE}, got shape {layout.describe_value(list(shape))}"
         )
     return TensorRef(dtype=dtype, shape=shape, distributed=distributed)
 

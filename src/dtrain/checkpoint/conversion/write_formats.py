@@ -30,10 +30,9 @@ from dtrain.checkpoint.conversion.weight_stream import (
     tensor_region,
     write_safetensors,
 )
-from dtrain.checkpoint.data_file import Blocks, FileLayout, plan_blocks, plan_file_layout
-from dtrain.checkpoint.layout import DTYPES, Manifest, MeshLayout, RankFiles
-from dtrain.checkpoint.rank_index import RankIndex, encode_rank_index
-from dtrain.checkpoint.run_index import RankParts, RunIndex, encode_run_index, merge_parts
+from dtrain.checkpoint.data_file import FileLayout, plan_blocks, plan_file_layout
+from dtrain.checkpoint.index import RankIndex, RankParts, RunIndex, encode_rank_index, encode_run_index, merge_parts
+from dtrain.checkpoint.layout import DTYPES, Blocks, Manifest, MeshLayout, RankFiles
 from dtrain.checkpoint.tensor_files import INDEX_FILE, MODEL_FILE
 from dtrain.errors import CheckpointError
 from dtrain.fqn import compile_patterns
