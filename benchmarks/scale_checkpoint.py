@@ -219,7 +219,7 @@ class PlannedRanks(RankFilesReader):
     def placed(self, rank: int) -> PlacedShards:
         self.read.add(rank)
         if rank not in self._placed:
-            self._placed[rank] = place_shards(self._planned.rank_index(rank), self._planned.index)
+            self._placed[rank] = place_shards(self._planned.rank_index(rank), self._planned.index, {})
         return self._placed[rank]
 
     def prepare(self, ranks: Any) -> None:
@@ -289,7 +289,7 @@ class Planned:
         file = self.file(rank)
         ends = plan_blocks(file)
         begins = [file.ranges[key][0] for key in self.refs if key in file.ranges]
-        digests = hashlib.sha256(b"").digest()[:16] * len(ends)
+        digests = hashlib.sha256(b"").hexdigest()[:32] * len(ends)
         values = {"buffers": {}, "rng": {"words": list(range(2**31, 2**31 + 625))}}
         return RankIndex(rank=rank, begins=begins, per_rank=[], blocks=(Blocks(ends, digests),), values=values)
 

@@ -23,6 +23,7 @@ from dtrain.checkpoint.index import (
     place_shards,
 )
 from dtrain.checkpoint.layout import Blocks, TensorRef
+from dtrain.checkpoint.tree_json import tensor_refs
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
 RUN = "0123456789abcdef" * 2
@@ -43,7 +44,7 @@ MANIFEST = layout.Manifest(
     index_bytes=len(RUN_DATA),
     index_sha256=hashlib.sha256(RUN_DATA).hexdigest(),
 )
-INDEX = RankIndex(rank=0, begins=[16], per_rank=[], blocks=(Blocks([40, 64], b"b" * 32),), values={"x": 1})
+INDEX = RankIndex(rank=0, begins=[16], per_rank=[], blocks=(Blocks([40, 64], "b" * 64),), values={"x": 1})
 
 
 def signed(body: dict) -> bytes:
@@ -74,7 +75,7 @@ def test_indexes_round_trip():
     assert encode_run_index(found) == RUN_DATA
     of_rank = parse_rank_index(encode_rank_index(INDEX), 0, FILES)
     assert encode_rank_index(of_rank) == encode_rank_index(INDEX)
-    assert place_shards(of_rank, found).begins_of([0]) == [16]
+    assert place_shards(of_rank, found, {}).begins_of([0]) == [16]
 
 
 def test_any_changed_bit_of_manifest_is_detected():
@@ -168,10 +169,15 @@ BAD_INDEXES = {
 }
 
 
+def read_rank_index(data: bytes) -> None:
+    index = parse_rank_index(data, 0, FILES)
+    place_shards(index, RUN_INDEX, tensor_refs(index.values, ""))
+
+
 @pytest.mark.parametrize("data", BAD_INDEXES.values(), ids=BAD_INDEXES)
 def test_invalid_index_of_a_rank_is_refused(data):
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json: |values: x"):
-        place_shards(parse_rank_index(data, 0, FILES), RUN_INDEX)
+        read_rank_index(data)
 
 
 def test_block_larger_than_a_chunk_is_refused(monkeypatch):

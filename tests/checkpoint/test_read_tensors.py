@@ -37,7 +37,7 @@ class Files:
         for number, data in enumerate(contents):
             ends = [*range(block, len(data), block), len(data)] if data else []
             digests = b"".join(digest_of([data[max(0, end - 1) // block * block : end]]) for end in ends)
-            self.blocks.append(Blocks(ends, digests))
+            self.blocks.append(Blocks(ends, digests.hex()))
             (folder / str(number)).write_bytes(data)
 
     @contextmanager

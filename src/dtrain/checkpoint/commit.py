@@ -24,20 +24,20 @@ from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import scan_root
 from dtrain.checkpoint.data_file import StagedFiles, digest_blocks, plan_blocks, write_data_file
 from dtrain.checkpoint.index import encode_rank_index, encode_run_index
-from dtrain.checkpoint.layout import Manifest, RankFiles
+from dtrain.checkpoint.layout import Blocks, Manifest, RankFiles
 from dtrain.checkpoint.retention import (
+    RetentionRules,
     apply_retention,
     check_free_space,
     check_no_other_job,
     move_aside,
-    plan_retention,
     remove_leftovers,
     remove_or_warn,
     remove_step,
     resumed_steps,
 )
 from dtrain.checkpoint.save_thread import SaveTask
-from dtrain.checkpoint.write_plan import INLINE, RankWritePlan, build_rank_index, build_run_index, link_equal_file, rank_parts
+from dtrain.checkpoint.write_plan import INLINE, RankWritePlan, build_rank_index, build_run_index, link_frozen_file, rank_parts
 from dtrain.dist.collectives import broadcast_decision, broadcast_json, gather_json, raise_on_all_ranks
 from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info
@@ -55,19 +55,16 @@ SaveMode = Literal["sync", "async"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SaveOptions:
+class SaveOptions(RetentionRules):
     """Options of a save that do not change its contents; see ``save_sharded``."""
 
     mode: SaveMode = "sync"
     incremental: bool = False
-    keep_last: int | None = None
-    keep_every: int | None = None
-    keep_steps: Collection[int] = ()
 
     def check(self, caller: str) -> None:
         """Raise ConfigError if an option is invalid."""
         check_choice(caller, "mode", self.mode, get_args(SaveMode))
-        plan_retention([], self.keep_last, keep_every=self.keep_every, keep_steps=self.keep_steps, caller=caller)
+        RetentionRules.check(self, caller)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -228,7 +225,7 @@ def _decide(save: SaveRequest, run_id: str) -> SaveDecision:
     """Compare the save with the steps of its root."""
     root, step, scope = save.root, save.step, save.manifest.scope
     committed = scan_root(root).committed
-    check_no_other_job(root, committed, save.lineages, run_id, _CALLER)
+    check_no_other_job(root, committed, save.lineages, run_id)
     other = next((c for c in committed if c.scope != scope), None)
     if other is not None:
         raise CheckpointError(
@@ -300,15 +297,15 @@ def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveRe
     """Write this rank's data files and index."""
     save.staged.wait()
     staging, plan = decision.staging, save.write_plan
-    blocks, frozen_name = [], layout.data_name(plan.rank, frozen=True)
+    blocks: list[Blocks] = []
+    frozen_name = layout.data_name(plan.rank, frozen=True)
     data_files = {name: serialized for name, serialized in save.staged.files.items() if name != INLINE}
     for name, serialized in data_files.items():
         ends = plan_blocks(plan.files[name])
         linked = None
         if decision.previous is not None and save.options.incremental and name == frozen_name:
-            blocks_now = digest_blocks(serialized, ends)
-            if link_equal_file(staging.parent / decision.previous, staging, name, blocks_now, plan.rank):
-                linked = blocks_now
+            digested = digest_blocks(serialized, ends)
+            linked = digested if link_frozen_file(staging.parent / decision.previous, staging, digested, plan.rank) else None
         blocks.append(linked or write_data_file(staging / name, serialized, ends, threads=WRITE_THREADS, on_part=task.advance))
     index = encode_rank_index(build_rank_index(plan, blocks))
     storage.write_file(staging / layout.index_name(plan.rank), index)
@@ -370,14 +367,11 @@ def commit(decision: SaveDecision, save: SaveRequest, manifest: Manifest) -> Non
 
 def _remove_old_steps(root: AnyPath, run_id: str, save: SaveRequest) -> None:
     """Remove steps that the commit made superfluous. The step is durable, so a failure is a warning."""
-    keep, lineage = save.options, save.lineages[0]
+    lineage = save.lineages[0]
     known = lineage.roots[str(root)]
     protected = {save.step, *resumed_steps(root, lineage), *known.unknown_steps}
     try:
-        apply_retention(
-            root, run_id, keep_last=keep.keep_last, keep_every=keep.keep_every, keep_steps=keep.keep_steps, protected=protected,
-            newest=known.newest,
-        )  # fmt: skip
+        apply_retention(root, run_id, save.options, protected=protected, newest=known.newest)
     except (OSError, CheckpointError) as error:
         warnings.warn(
             f"{_CALLER}: step {save.step} is committed, but older steps could not be removed: {error}. "

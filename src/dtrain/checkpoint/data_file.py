@@ -4,6 +4,8 @@ The format: 8 bytes with the length of the header, the header (JSON: name -> dty
 gaps. Tensors are in the order of falling item size, so that each is aligned. Of one item size, small tensors come last, in the
 order of falling size.
 
+A save that must not wait for the disk copies the tensors first: ``StagingPool`` owns reusable host memory for the copies.
+
 Each block of a file has a digest, and is read as a whole. A large tensor has blocks of its own, of whole rows, so that a rank
 that needs some of its rows reads few others.
 
@@ -126,8 +128,8 @@ def verify_pieces(name: str, blocks: Blocks, numbers: range, pieces: Iterable[me
                 state = xxhash.xxh3_128() if state is None else state
                 state.update(part)
             if not missing:
-                digest = xxhash.xxh3_128_digest(part) if state is None else state.digest()
-                if digest != blocks.digests[16 * number : 16 * number + 16]:
+                digest = xxhash.xxh3_128_hexdigest(part) if state is None else state.hexdigest()
+                if digest != blocks.digests[32 * number : 32 * number + 32]:
                     raise CorruptCheckpointError(f"{name}: bytes from {begin} on do not match their digest")
                 begin, state, number = blocks.ends[number], None, number + 1
                 missing = blocks.ends[number] - begin if number < numbers.stop else 0
@@ -156,6 +158,7 @@ def verify_file(opened: ReadableFile, on_bytes: Callable[[int], object] = lambda
         on_bytes(end - begin)
 
 
+PAGE_BYTES = 4096
 # Smaller tensors are gathered into one buffer, which saves a call for each of them.
 SMALL_BYTES = 64 * 2**10
 # A gathered group is a copy, so its size is limited.
@@ -188,7 +191,9 @@ class FileLayout:
 
 def plan_file_layout(slots: Iterable[TensorSlot], *, with_header: bool = True) -> FileLayout:
     """Lay out a file that holds ``slots``; without header, only their data."""
-    ordered = tuple(sorted(slots, key=_file_order))
+    ordered = tuple(
+        sorted(slots, key=lambda slot: (-DTYPES[slot.dtype].itemsize, -min(slot.nbytes, SMALL_BYTES + 1), slot.key))
+    )
     head: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, at = {}, 0
     for slot in ordered:
@@ -230,7 +235,10 @@ def plan_blocks(layout: FileLayout) -> list[int]:
             continue
         if begin < low and low > len(layout.header):
             _end_block(ends, begin, low)
-        size = _block_bytes(slot)
+        # Whole rows, unless a row is longer than a block may be.
+        row = slot.nbytes // slot.size[0]
+        wanted = max(_MIN_BLOCK_BYTES, slot.nbytes // _BLOCKS_PER_TENSOR)
+        size = min(max(1, wanted // row) * row, CHUNK_BYTES)
         for end in (*range(low + size, high, size), high):
             _end_block(ends, ends[-1] if ends else 0, end)
         begin = high
@@ -239,21 +247,9 @@ def plan_blocks(layout: FileLayout) -> list[int]:
     return ends
 
 
-def _block_bytes(slot: TensorSlot) -> int:
-    """Return the size of the blocks of a large tensor: whole rows, unless a row is longer than a block may be."""
-    row = slot.nbytes // slot.size[0]
-    wanted = max(_MIN_BLOCK_BYTES, slot.nbytes // _BLOCKS_PER_TENSOR)
-    return min(max(1, wanted // row) * row, CHUNK_BYTES)
-
-
 def _end_block(ends: list[int], begin: int, end: int) -> None:
     """Add a block, or several if it is too large."""
     ends += [*range(begin + CHUNK_BYTES, end, CHUNK_BYTES), end]
-
-
-def _file_order(slot: TensorSlot) -> tuple[int, int, str]:
-    key, dtype, _, nbytes = slot
-    return -DTYPES[dtype].itemsize, -min(nbytes, SMALL_BYTES + 1), key
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -282,17 +278,13 @@ class SerializedFile:
         return found
 
 
-def _no_op() -> None:
-    """Default of ``on_part``."""
-
-
 def write_data_file(
     path: AnyPath,
     serialized: SerializedFile,
-    ends: Sequence[int],
+    ends: list[int],
     *,
     threads: int = 1,
-    on_part: Callable[[], None] = _no_op,
+    on_part: Callable[[], object] = lambda: None,
 ) -> Blocks:
     """Write a new file in chunks. The data are on the disk when the function returns.
 
@@ -307,7 +299,7 @@ def write_data_file(
         The blocks with their digests.
     """
     chunks = chunk_sizes(serialized.size)
-    digests = [b""] * len(chunks)
+    digests = [""] * len(chunks)
 
     def part_of(number: int) -> list[memoryview]:
         on_part()
@@ -317,16 +309,18 @@ def write_data_file(
         return serialized.views(begin, end)
 
     storage.write_parts(path, chunks, part_of, threads=threads)
-    return Blocks(ends, b"".join(digests))
+    return Blocks(ends, "".join(digests))
 
 
-def digest_blocks(serialized: SerializedFile, ends: Sequence[int]) -> Blocks:
+def digest_blocks(serialized: SerializedFile, ends: list[int]) -> Blocks:
     """Return the blocks that ``write_data_file`` would return, without writing."""
     return Blocks(ends, _digest_blocks(serialized, ends, range(len(ends))))
 
 
-def _digest_blocks(serialized: SerializedFile, ends: Sequence[int], numbers: range) -> bytes:
-    return b"".join(digest_of(serialized.views(ends[at - 1] if at else 0, ends[at])) for at in numbers)
+def _digest_blocks(serialized: SerializedFile, ends: list[int], numbers: range) -> str:
+    """Return the hex digests of blocks."""
+    begins = [0, *ends]
+    return b"".join(digest_of(serialized.views(begins[number], ends[number])) for number in numbers).hex()
 
 
 def chunk_sizes(size: int) -> list[int]:
@@ -380,9 +374,6 @@ def _bytes_of(flat: Tensor) -> memoryview:
     return memoryview(flat.cpu().resolve_neg().view(torch.uint8).numpy().data)
 
 
-PAGE_BYTES = 4096
-
-
 @dataclass(slots=True, eq=False, repr=False)
 class StagingBuffer:
     """Staging memory for one file at a time, pinned if tensors come from a GPU.
@@ -410,7 +401,11 @@ class StagingBuffer:
         if layout.header and not self.views:
             self.memory[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
         for group in group_slots(layout, tensors):
-            _copy_flat([tensors[slot.key] for slot in group], self._view(layout, group))
+            sources, into = [tensors[slot.key] for slot in group], self._view(layout, group)
+            if len(sources) > 1 and sources[0].device == into.device:
+                torch.cat([tensor.reshape(-1) for tensor in sources], out=into)
+            else:
+                into.copy_(flatten(sources), non_blocking=True)
         return SerializedFile.from_buffers([memoryview(self.memory[: layout.size].numpy().data)])
 
     def _view(self, layout: FileLayout, group: Sequence[TensorSlot]) -> Tensor:
@@ -422,20 +417,6 @@ class StagingBuffer:
             view = self.memory[begin:end].view(DTYPES[group[0].dtype])
             self.views[ends] = view
         return view
-
-
-def _copy_flat(tensors: Sequence[Tensor], into: Tensor) -> None:
-    if len(tensors) > 1 and tensors[0].device == into.device:
-        torch.cat([tensor.reshape(-1) for tensor in tensors], out=into)
-    else:
-        into.copy_(flatten(tensors), non_blocking=True)
-
-
-def _allocate_aligned(size: int, pinned: bool) -> Tensor:
-    """Allocate page-aligned memory, from which the chunks of a file are written to the disk without another copy."""
-    memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-    begin = -memory.data_ptr() % PAGE_BYTES
-    return memory[begin : begin + size]
 
 
 class StagingPool:
@@ -454,7 +435,10 @@ class StagingPool:
         if self._free:
             # The buffer is too small for this run, so only the new buffer is kept.
             self._free.pop()
-        return StagingBuffer(_allocate_aligned(size, pinned))
+        # The chunks of a file are written to the disk from page-aligned memory without another copy.
+        memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        begin = -memory.data_ptr() % PAGE_BYTES
+        return StagingBuffer(memory[begin : begin + size])
 
     def release(self, buffer: StagingBuffer) -> None:
         """Return a buffer to the pool."""

@@ -39,6 +39,13 @@ if TYPE_CHECKING:
     from dtrain.checkpoint.reader import CheckpointReader
 
 
+_SAVE = "save_sharded"
+_ADVICE = (
+    "Pass it: step.init(model, optimizer, loader=loader), or stateful={'second': loader} for a further loader. To leave it out "
+    "on purpose: loader=dt.checkpoint.not_saved(loader)."
+)
+
+
 def per_rank(value: Any) -> PerRank:
     """Mark an object of ``stateful=`` or ``extra=`` that differs between ranks on purpose: each rank saves its own value.
 
@@ -150,7 +157,7 @@ def check_plain_tensors(tensors: Mapping[str, Tensor], owner: str) -> None:
     """
     for key, tensor in tensors.items():
         if is_dtensor(tensor):
-            raise ConfigError(f"save_sharded: {key} must be a plain tensor, got a DTensor. {owner}")
+            raise ConfigError(f"{_SAVE}: {key} must be a plain tensor, got a DTensor. {owner}")
 
 
 def entry_structures(
@@ -322,24 +329,16 @@ def restore_objects(
             undo.callback(set_extra_states(state.model, modules[name], caller=caller))
         with raise_on_all_ranks(f"{caller}: objects of the run"):
             for key in sorted(keys, key=lambda key: not is_stateful(entries[key])):
+                content = unwrap(entries[key])
                 try:
-                    _restore_entry(entries[key], stored[key])
+                    if is_stateful(content):
+                        cast(Stateful, content).load_state_dict(stored[key])
+                    else:
+                        _Filling().fill(content, stored[key])
                 except Exception as error:
                     error.add_note(f"{caller}: {short_key(key)} did not take its stored state.")
                     raise
         undo.pop_all()
-
-
-def _restore_entry(value: Any, stored: Any) -> None:
-    """Load a stored value into an object, or fill a dict, list or tensor in place.
-
-    Mutates: ``value``.
-    """
-    content = unwrap(value)
-    if is_stateful(content):
-        cast(Stateful, content).load_state_dict(stored)
-    else:
-        _Filling().fill(content, stored)
 
 
 class _Filling:
@@ -377,19 +376,15 @@ class _Filling:
         return old
 
 
-_ADVICE = (
-    "Pass it: step.init(model, optimizer, loader=loader), or stateful={'second': loader} for a further loader. To leave it out "
-    "on purpose: loader=dt.checkpoint.not_saved(loader)."
-)
-
-
-def check_loaders(states: Mapping[str, TrainState], *, caller: str) -> None:
+def check_loaders(states: Mapping[str, TrainState]) -> None:
     """Raise if the states do not hold the loader of the last batches; also loaders that take turns with it.
 
     Warns once on rank 0 if the last batches may be copies of a loader's batches. Such a batch does not name its loader.
 
     Raises:
         ConfigError: a loader is missing.
+
+    Mutates: ``warned_of_loader`` of the runs.
     """
     histories = [state._loader_history for state in states.values()]
     identities = [identity for history in histories for identity in history.in_use]
@@ -399,19 +394,34 @@ def check_loaders(states: Mapping[str, TrainState], *, caller: str) -> None:
     missing = _missing_loaders(identities, states)
     if missing:
         raise ConfigError(
-            f"{caller}: the state must hold the position of {missing[0]!r}, or a resume repeats its batches. {_ADVICE}"
+            f"{_SAVE}: the state must hold the position of {missing[0]!r}, or a resume repeats its batches. {_ADVICE}"
         )
     is_lost = None in _resolve(history.in_use[-1] for history in histories if history.in_use)
     marked = {key: value for key, value in objects_of(states).items() if isinstance(value, NotSaved)}
-    if is_lost and not any(short_key(key) == LOADER or _is_loader(unwrap(value)) for key, value in marked.items()):
+    # None stands for the loader of the last batches.
+    stands_in = (
+        value is None or is_tracked_loader(value) or isinstance(value, DataLoader) for value in map(unwrap, marked.values())
+    )
+    if is_lost and not any(short_key(key) == LOADER for key in marked) and not any(stands_in):
         raise ConfigError(
-            f"{caller}: the state must hold the position of the last loader, which no longer exists, or a resume repeats its "
+            f"{_SAVE}: the state must hold the position of the last loader, which no longer exists, or a resume repeats its "
             f"batches. {_ADVICE}"
         )
-    _warn_of_guessed_loaders(states, caller)
+    # The state may have been stepped on new tensors after a loader without a position has issued a batch.
+    runs = [state._run_context for state in states.values()]
+    guessed = _missing_loaders([history.guessed for history in histories], states)
+    if guessed and get_dist_info().rank == 0 and not any(run.warned_of_loader for run in runs):
+        for run in runs:
+            run.warned_of_loader = True
+        warnings.warn(
+            f"{_SAVE}: the state should hold the position of {guessed[0]!r} if it trains on copies of its batches, or a resume "
+            f"repeats them. {_ADVICE}",
+            # Also past the check of the arguments, to the caller's line.
+            stacklevel=6,
+        )
 
 
-def check_stops(states: Mapping[str, TrainState], extra: Mapping[str, Any], *, caller: str) -> None:
+def check_stops(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:
     """Raise if a stop of the last ``until`` has judged a value, and the checkpoint does not hold the stop.
 
     Raises:
@@ -424,34 +434,9 @@ def check_stops(states: Mapping[str, TrainState], extra: Mapping[str, Any], *, c
         for stop in getattr(loader, "_stops", ()) if is_tracked_loader(loader) else ():
             if getattr(stop, "_has_judged", False) and id(stop) not in held:
                 raise ConfigError(
-                    f"{caller}: the state must hold {stop!r} of loader.until(stop=...), or a resume forgets its values. "
+                    f"{_SAVE}: the state must hold {stop!r} of loader.until(stop=...), or a resume forgets its values. "
                     "Pass it: step.init(model, optimizer, loader=loader, stateful={'stop': stop})."
                 )
-
-
-def _is_loader(value: Any) -> bool:
-    """Return True for a loader, and for None, which stands for the loader of the last batches."""
-    return value is None or is_tracked_loader(value) or isinstance(value, DataLoader)
-
-
-def _warn_of_guessed_loaders(states: Mapping[str, TrainState], caller: str) -> None:
-    """Warn once if the state was stepped on new tensors after a loader without a position has issued a batch.
-
-    Mutates: ``warned_of_loader`` of the runs.
-    """
-    runs = [state._run_context for state in states.values()]
-    if get_dist_info().rank != 0 or any(run.warned_of_loader for run in runs):
-        return
-    missing = _missing_loaders([state._loader_history.guessed for state in states.values()], states)
-    if missing:
-        for run in runs:
-            run.warned_of_loader = True
-        warnings.warn(
-            f"{caller}: the state should hold the position of {missing[0]!r} if it trains on copies of its batches, or a "
-            f"resume repeats them. {_ADVICE}",
-            # Also past the check of the arguments, to the caller's line.
-            stacklevel=6,
-        )
 
 
 def _missing_loaders(identities: Iterable[object], states: Mapping[str, TrainState]) -> list[Any]:

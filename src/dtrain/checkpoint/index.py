@@ -1,10 +1,13 @@
-"""Index of the run, ``index.json``: the files of all ranks, the ranks that hold each tensor of the run, and plain values.
+"""Indexes of a checkpoint: ``index.json`` of the run, and ``rank-<rank>.json`` of each rank.
 
-A load reads it to find the ranks whose files it needs. Tensors that are equal in dtype, shape and sharding are of one kind, and
-there are few kinds. The parts of a kind are stored as arithmetic progressions: the rows of a tensor that all ranks shard are
-one or two of them at any number of ranks.
+The index of the run lists the files of all ranks, the ranks that hold each tensor of the run, and plain values. A load reads it
+to find the ranks whose files it needs. Tensors that are equal in dtype, shape and sharding are of one kind, and there are few
+kinds. The parts of a kind are stored as arithmetic progressions: the rows of a tensor that all ranks shard are one or two of
+them at any number of ranks. Tensors of one element that all ranks hold, such as the steps of an optimizer, are in the index
+itself (``inline``).
 
-Tensors of one element that all ranks hold, such as the steps of an optimizer, are in the index itself (``inline``).
+So the index of a rank lists numbers, digests of its data files and plain values: where its parts of the tensors begin. A load
+parses the indexes of those ranks that it reads from.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from dtrain.checkpoint import layout, tree_json
+from dtrain.checkpoint import layout
 from dtrain.checkpoint.layout import (
     DIGEST,
     DTYPES,
@@ -38,11 +41,42 @@ from dtrain.checkpoint.layout import (
 )
 from dtrain.errors import CorruptCheckpointError
 
-INDEX_FORMAT = "dtrain-checkpoint-index"
+INDEX_FORMAT, RANK_INDEX_FORMAT = "dtrain-checkpoint-index", "dtrain-checkpoint-rank"
 # Dims of stored tensors are at most 2**48, so sums of two numbers fit into 64 bits.
 _MAX_OFFSET = 2**48
+# No file is as large, and the number fits into 64 bits.
+_MAX_BYTES = 2**62
 _Offset = Annotated[int, Meta(ge=0, le=_MAX_OFFSET)]
 _Rank = Annotated[int, Meta(ge=0, le=layout.MAX_RANKS)]
+
+
+class ShardKind(NamedTuple):
+    """Common fields of shards: the region ``[offset, offset + size)`` of a tensor of ``shape``, and its size in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)
+def shard_kind(dtype: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]) -> ShardKind:
+    """Return the kind of a region. There are many shards and few kinds of them, so equal kinds are one object."""
+    return ShardKind(dtype, shape, offset, size, prod(size) * DTYPES[dtype].itemsize)
+
+
+class StoredShard(NamedTuple):
+    """Stored shard of a tensor: the bytes from ``begin`` on of the data file of this number."""
+
+    file: int
+    begin: int
+    kind: ShardKind
+
+    @property
+    def end(self) -> int:
+        """Byte after the last byte of the shard."""
+        return self.begin + self.kind.nbytes
 
 
 class PartRun(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -70,43 +104,19 @@ class PartRun(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
         return tuple(at + index * step for at, step in zip(self.offset, self.step, strict=True))
 
 
-class _KindEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a ``TensorKind`` in the file; ``file`` is 1 for frozen parameters in a file of their own."""
-
-    dtype: str
-    shape: tuple[_Offset, ...]
-    file: Annotated[int, Meta(ge=0, le=1)]
-    runs: tuple[PartRun, ...]
-
-
-@layout.compile_schema
-class _IndexFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of ``index.json``."""
-
-    format: str
-    version: int
-    files: tuple[RankFiles, ...]
-    kinds: tuple[_KindEntry, ...]
-    tensors: list[Count]
-    inline: str
-    local_buffers: bool
-    shared: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class TensorKind:
+class TensorKind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Dtype, shape and parts of tensors of the run.
 
     Args:
         dtype: name of the dtype.
         shape: shape of the whole tensor.
-        file: number of the data file, of each rank, that holds the part.
+        file: number of the data file, of each rank, that holds the part: 1 for frozen parameters in a file of their own.
         runs: the parts; empty for a tensor without elements.
     """
 
     dtype: str
-    shape: tuple[int, ...]
-    file: int
+    shape: tuple[_Offset, ...]
+    file: Annotated[int, Meta(ge=0, le=1)]
     runs: tuple[PartRun, ...]
 
     def part_of(self, rank: int) -> ShardKind | None:
@@ -146,11 +156,13 @@ class TensorKind:
         return all_ranks, np.concatenate(offsets), np.concatenate(sizes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class RunIndex:
-    """Index of the run.
+@layout.compile_schema
+class RunIndex(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Index of the run, ``index.json``.
 
     Args:
+        format: name of the format.
+        version: version of the format.
         files: files by rank.
         kinds: kinds of the tensors.
         tensors: kind of each tensor, in the order in which ``shared`` names them: its number in ``kinds`` plus 1, or 0 for a
@@ -160,9 +172,11 @@ class RunIndex:
         shared: encoded plain values of the run, by section.
     """
 
+    format: str = INDEX_FORMAT
+    version: int = VERSION
     files: tuple[RankFiles, ...]
     kinds: tuple[TensorKind, ...]
-    tensors: tuple[int, ...]
+    tensors: tuple[Count, ...]
     inline: bytes
     local_buffers: bool
     shared: dict[str, Any]
@@ -194,20 +208,7 @@ def encode_run_index(index: RunIndex) -> bytes:
     Raises:
         CheckpointError: more JSON than the reader accepts.
     """
-    body = {
-        "format": INDEX_FORMAT,
-        "version": VERSION,
-        "files": msgspec.to_builtins(index.files),
-        "kinds": [
-            {"dtype": kind.dtype, "shape": kind.shape, "file": kind.file, "runs": msgspec.to_builtins(kind.runs)}
-            for kind in index.kinds
-        ],
-        "tensors": index.tensors,
-        "inline": base64.b64encode(index.inline).decode(),
-        "local_buffers": index.local_buffers,
-        "shared": index.shared,
-    }
-    return layout.encode_limited(body, INDEX)
+    return layout.encode_limited(msgspec.to_builtins(index), INDEX)
 
 
 def parse_run_index(data: bytes, manifest: Manifest) -> RunIndex:
@@ -219,36 +220,23 @@ def parse_run_index(data: bytes, manifest: Manifest) -> RunIndex:
     """
     body = layout.parse_json(data, INDEX)
     check_format(body, INDEX, INDEX_FORMAT)
-    raw = layout.convert(body, _IndexFile, INDEX)
-    if len(raw.files) != manifest.world_size:
-        raise CorruptCheckpointError(f"{INDEX}: files: must list {manifest.world_size} ranks, got {len(raw.files)}")
-    for rank, files in enumerate(raw.files):
+    index = layout.convert(body, RunIndex, INDEX)
+    if len(index.files) != manifest.world_size:
+        raise CorruptCheckpointError(f"{INDEX}: files: must list {manifest.world_size} ranks, got {len(index.files)}")
+    for rank, files in enumerate(index.files):
         if len(files.data_bytes) not in (1, 2):
             raise CorruptCheckpointError(f"{INDEX}: files[{rank}]: must have 1 or 2 data files, got {len(files.data_bytes)}")
-    for at, kind in enumerate(raw.kinds):
-        _check_kind(kind, raw.files, f"{INDEX}: kinds[{at}]")
-    if max(raw.tensors, default=0) > len(raw.kinds):
-        raise CorruptCheckpointError(f"{INDEX}: tensors: must be at most {len(raw.kinds)}, got {max(raw.tensors)}")
-    try:
-        inline = base64.b64decode(raw.inline, validate=True)
-    # binascii.Error and the error of a text that is not ASCII are ValueErrors.
-    except ValueError:
-        raise CorruptCheckpointError(f"{INDEX}: inline: must be base64") from None
-    index = RunIndex(
-        files=raw.files,
-        kinds=tuple(TensorKind(dtype=k.dtype, shape=k.shape, file=k.file, runs=k.runs) for k in raw.kinds),
-        tensors=tuple(raw.tensors),
-        inline=inline,
-        local_buffers=raw.local_buffers,
-        shared=raw.shared,
-    )
+    for number, kind in enumerate(index.kinds):
+        _check_kind(kind, index.files, f"{INDEX}: kinds[{number}]")
+    if max(index.tensors, default=0) > len(index.kinds):
+        raise CorruptCheckpointError(f"{INDEX}: tensors: must be at most {len(index.kinds)}, got {max(index.tensors)}")
     total = len(data) + sum(files.index_bytes + sum(files.data_bytes) for files in index.files)
     if total != manifest.bytes:
         raise CorruptCheckpointError(f"{INDEX}: files must have {manifest.bytes} bytes in all as in the manifest, got {total}")
     return index
 
 
-def _check_kind(kind: _KindEntry, files: Sequence[RankFiles], location: str) -> None:
+def _check_kind(kind: TensorKind, files: Sequence[RankFiles], location: str) -> None:
     if kind.dtype not in DTYPES:
         raise CorruptCheckpointError(f"{location}: unknown dtype {kind.dtype!r}")
     for at, run in enumerate(kind.runs):
@@ -366,45 +354,14 @@ def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x - y for x, y in zip(a, b, strict=True))
 
 
-RANK_INDEX_FORMAT = "dtrain-checkpoint-rank"
-# No file is as large, and the number fits into 64 bits.
-_MAX_BYTES = 2**62
-
-
-class ShardKind(NamedTuple):
-    """Common fields of shards: the region ``[offset, offset + size)`` of a tensor of ``shape``, and its size in bytes."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    size: tuple[int, ...]
-    nbytes: int
-
-
-@lru_cache(maxsize=4096)
-def shard_kind(dtype: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]) -> ShardKind:
-    """Return the kind of a region. There are many shards and few kinds of them, so equal kinds are one object."""
-    return ShardKind(dtype, shape, offset, size, prod(size) * DTYPES[dtype].itemsize)
-
-
-class StoredShard(NamedTuple):
-    """Stored shard of a tensor: the bytes from ``begin`` on of the data file of this number."""
-
-    file: int
-    begin: int
-    kind: ShardKind
-
-    @property
-    def end(self) -> int:
-        """Byte after the last byte of the shard."""
-        return self.begin + self.kind.nbytes
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class RankIndex:
-    """Index of the files of one rank.
+@layout.compile_schema
+class RankIndex(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Index of the files of one rank, ``rank-<rank>.json``.
 
     Args:
+        format: name of the format.
+        version: version of the format.
+        digest: kind of the digests of blocks.
         rank: the rank that wrote the files.
         begins: first byte of the rank's part of each tensor of the run that the rank holds, in the order of the run's index.
         per_rank: first byte of each tensor that only this rank has, in the order of ``values``.
@@ -412,9 +369,12 @@ class RankIndex:
         values: encoded plain values of the rank.
     """
 
-    rank: int
-    begins: Sequence[int]
-    per_rank: Sequence[int]
+    format: str = RANK_INDEX_FORMAT
+    version: int = VERSION
+    digest: str = DIGEST
+    rank: Count
+    begins: list[Count]
+    per_rank: list[Count]
     blocks: tuple[Blocks, ...]
     values: Any
 
@@ -425,38 +385,7 @@ def encode_rank_index(index: RankIndex) -> bytes:
     Raises:
         CheckpointError: more JSON than the reader accepts.
     """
-    body = {
-        "format": RANK_INDEX_FORMAT,
-        "version": VERSION,
-        "digest": DIGEST,
-        "rank": index.rank,
-        "begins": index.begins,
-        "per_rank": index.per_rank,
-        "blocks": [{"ends": blocks.ends, "digests": blocks.digests.hex()} for blocks in index.blocks],
-        "values": index.values,
-    }
-    return layout.encode_limited(body, index_name(index.rank))
-
-
-class _FileBlocks(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Blocks of a data file: the byte after each, and all digests in order."""
-
-    ends: list[Count]
-    digests: Annotated[str, Meta(pattern=r"\A[0-9a-f]*\Z")]
-
-
-@layout.compile_schema
-class _RankIndexFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of ``rank-<rank>.json``."""
-
-    format: str
-    version: int
-    digest: str
-    rank: Count
-    begins: list[Count]
-    per_rank: list[Count]
-    blocks: tuple[_FileBlocks, ...]
-    values: Any
+    return layout.encode_limited(msgspec.to_builtins(index), index_name(index.rank))
 
 
 def parse_rank_index(data: bytes, rank: int, files: RankFiles) -> RankIndex:
@@ -469,30 +398,28 @@ def parse_rank_index(data: bytes, rank: int, files: RankFiles) -> RankIndex:
     location = index_name(rank)
     body = layout.parse_json(data, location)
     check_format(body, location, RANK_INDEX_FORMAT)
-    raw = layout.convert(body, _RankIndexFile, location)
-    if (raw.rank, raw.digest) != (rank, DIGEST):
-        raise CorruptCheckpointError(f"{location}: rank and digest must be {(rank, DIGEST)}, got {(raw.rank, raw.digest)}")
-    if len(raw.blocks) != len(files.data_bytes):
-        raise CorruptCheckpointError(f"{location}: blocks: must list {len(files.data_bytes)} files, got {len(raw.blocks)}")
-    blocks = tuple(
-        _parse_blocks(of_file, size, f"{location}: blocks[{number}]")
-        for number, (of_file, size) in enumerate(zip(raw.blocks, files.data_bytes, strict=True))
-    )
-    return RankIndex(rank=rank, begins=raw.begins, per_rank=raw.per_rank, blocks=blocks, values=raw.values)
+    index = layout.convert(body, RankIndex, location)
+    if (index.rank, index.digest) != (rank, DIGEST):
+        raise CorruptCheckpointError(f"{location}: rank and digest must be {(rank, DIGEST)}, got {(index.rank, index.digest)}")
+    if len(index.blocks) != len(files.data_bytes):
+        raise CorruptCheckpointError(f"{location}: blocks: must list {len(files.data_bytes)} files, got {len(index.blocks)}")
+    for number, (blocks, size) in enumerate(zip(index.blocks, files.data_bytes, strict=True)):
+        _check_blocks(blocks, size, f"{location}: blocks[{number}]")
+    return index
 
 
-def _parse_blocks(raw: _FileBlocks, size: int, location: str) -> Blocks:
-    last = raw.ends[-1] if raw.ends else 0
-    if last != size or max(raw.ends, default=0) != last:
+def _check_blocks(blocks: Blocks, size: int, location: str) -> None:
+    """Raise unless the blocks cover a file of ``size`` bytes."""
+    last = blocks.ends[-1] if blocks.ends else 0
+    if last != size or max(blocks.ends, default=0) != last:
         raise CorruptCheckpointError(f"{location}: must end with the file of {size} bytes, got {last}")
-    if len(raw.digests) != 32 * len(raw.ends):
-        raise CorruptCheckpointError(f"{location}: {len(raw.ends)} blocks do not have {len(raw.digests) / 32:g} digests")
-    lengths = np.diff(np.array(raw.ends, dtype=np.int64), prepend=0)
+    if len(blocks.digests) != 32 * len(blocks.ends):
+        raise CorruptCheckpointError(f"{location}: {len(blocks.ends)} blocks do not have {len(blocks.digests) / 32:g} digests")
+    lengths = np.diff(np.array(blocks.ends, dtype=np.int64), prepend=0)
     if len(lengths) and not 0 < lengths.min() <= lengths.max() <= layout.CHUNK_BYTES:
         raise CorruptCheckpointError(
             f"{location}: a block must have 1 to {layout.CHUNK_BYTES} bytes, got {lengths.min()} to {lengths.max()}"
         )
-    return Blocks(raw.ends, bytes.fromhex(raw.digests))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
@@ -519,15 +446,19 @@ class PlacedShards:
         return found
 
 
-def place_shards(index: RankIndex, run: RunIndex) -> PlacedShards:
+def place_shards(index: RankIndex, run: RunIndex, refs: Mapping[str, TensorRef]) -> PlacedShards:
     """Return the places of the shards of a rank, after a check against the index of the run.
+
+    Args:
+        index: index of the rank.
+        run: index of the run.
+        refs: tensors that only this rank has, as ``index.values`` name them.
 
     Raises:
         CorruptCheckpointError: another number of shards, a shard outside of its file, or shards that share bytes.
     """
     name, sizes = index_name(index.rank), run.files[index.rank].data_bytes
     numbers, parts = run.parts_of(index.rank)
-    refs = tree_json.tensor_refs(index.values, "")
     for column, found, expected in (("begins", index.begins, len(numbers)), ("per_rank", index.per_rank, len(refs))):
         if len(found) != expected:
             raise CorruptCheckpointError(f"{name}: {column}: must have {expected} numbers, got {len(found)}")

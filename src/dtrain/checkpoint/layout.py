@@ -23,10 +23,9 @@ import hashlib
 import json
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, prod
-from typing import Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 import torch
@@ -138,11 +137,11 @@ class TensorRef:
         return f"{self.dtype} {list(self.shape)}"
 
 
-class Blocks(NamedTuple):
-    """Blocks of a file: the byte after each block, and the digests of all blocks, 16 bytes each."""
+class Blocks(Struct, frozen=True, forbid_unknown_fields=True):
+    """Blocks of a data file: the byte after each block, and the hex digests of all blocks, 32 digits each."""
 
-    ends: Sequence[int]
-    digests: bytes
+    ends: list[Count]
+    digests: Annotated[str, Meta(pattern=r"\A[0-9a-f]*\Z")]
 
     def numbers_of(self, begin: int, end: int) -> range:
         """Return the numbers of the blocks that contain the bytes ``[begin, end)``."""
@@ -355,13 +354,6 @@ def read_int(value: Any, location: str) -> int:
     if type(value) is not int or value < 0:
         raise CorruptCheckpointError(f"{location}: must be an integer of at least 0, got {describe_value(value)}")
     return value
-
-
-def read_ints(value: Any, location: str) -> tuple[int, ...]:
-    """Return ``value`` as a tuple of integers of at least 0."""
-    if type(value) is not list:
-        raise CorruptCheckpointError(f"{location}: must be a list, got {describe_value(value)}")
-    return tuple(read_int(item, f"{location}[{at}]") for at, item in enumerate(value))
 
 
 def _format_names(names: list[str]) -> str:

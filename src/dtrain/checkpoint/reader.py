@@ -96,7 +96,8 @@ class RankFilesReader:
     def placed(self, rank: int) -> PlacedShards:
         """Return the places of the shards of a rank."""
         if rank not in self._placed:
-            self._placed[rank] = place_shards(read_rank_index(self._folder, self._index, rank), self._index)
+            index = read_rank_index(self._folder, self._index, rank)
+            self._placed[rank] = place_shards(index, self._index, tree_json.tensor_refs(index.values, ""))
         return self._placed[rank]
 
     def prepare(self, ranks: Iterable[int]) -> None:

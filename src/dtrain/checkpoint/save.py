@@ -287,8 +287,8 @@ def _collect(states: States, extra: Mapping[str, Any], scope: SaveScope, dtype: 
     ``early_stop`` must not change such objects any more in this step.
     """
     if scope == "all":
-        check_loaders(states, caller=_CALLER)
-        check_stops(states, extra, caller=_CALLER)
+        check_loaders(states)
+        check_stops(states, extra)
     contents = collect_contents(states, extra, scope=scope, dtype=dtype)
     if scope == "all":
         values = [*extra.values(), *objects_of(states).values()]

@@ -76,7 +76,7 @@ class _BlockDigester:
     """
 
     def __init__(self, ends: Sequence[int]) -> None:
-        self.ends, self.digests = ends, b""
+        self.ends, self.digests = ends, ""
         self._current, self._at, self._number = xxhash.xxh3_128(), 0, 0
 
     def update(self, data: Buffer) -> None:
@@ -88,7 +88,7 @@ class _BlockDigester:
             self._current.update(part)
             self._at += len(part)
             if self._at == self.ends[self._number]:
-                self.digests += self._current.digest()
+                self.digests += self._current.hexdigest()
                 self._current, self._number = xxhash.xxh3_128(), self._number + 1
 
 
