@@ -35,7 +35,6 @@ from dtrain.checkpoint.load import OneOrSeveral, load_sharded
 from dtrain.checkpoint.lock import Lock, lock_root
 from dtrain.checkpoint.save_thread import SaveTask, process_instance, save_thread
 from dtrain.checkpoint.state_dict import (
-    CheckpointContents,
     States,
     check_equal_on_all_ranks,
     collect_contents,
@@ -194,11 +193,8 @@ def start_save(
             _check_arguments(states, scope, extra, dtype)
             options.check(_CALLER)
             checkpointer = target if isinstance(target, Checkpointer) else checkpointer_of(target, states.values())
-            contents = _collect(states, extra, scope, dtype)
-            info = get_dist_info()
-            write_plan = plan_rank_write(contents, info.rank, info.world_size, separate_frozen=options.incremental)
-            facts = _describe_contents(states, contents, write_plan, options)
-        total_bytes, entry_digests = _agree_on_contents(states, facts, contents.shared)
+            shared, write_plan, facts = _plan_save(states, extra, scope, dtype, options)
+        total_bytes, entry_digests = _agree_on_contents(states, facts, shared)
         if scope == "all":
             check_saved_state(list(states.values()), caller=_CALLER)
         save_thread().wait_for_slot(_MAX_IN_FLIGHT)
@@ -220,19 +216,18 @@ def start_save(
                 staged=stage_files(write_plan.files, write_plan.tensors, checkpointer._staging, copy=options.mode == "async"),
                 total_bytes=total_bytes,
                 content_key=key,
-                info=info,
+                info=get_dist_info(),
                 # In the middle of a step the ranks have agreed to stop already, but the state is older.
                 after_stop_agreed=scope == "all" and current_context().preemption.is_agreed() and first._step_counts is None,
                 started_at=started_at,
             )
         task = save_thread().submit(f"the save of step {request.step}", partial(run_save, request))
-        path = checkpointer.root / layout.step_name(request.step)
-        handle = SaveHandle(step=request.step, path=path, _task=task, _staged=request.staged)
         if options.mode == "sync":
             _wait(task)
     if not is_saved:
-        spans.record_event("save", step=handle.step, blocked_s=time.monotonic() - started_at)
-    return handle
+        spans.record_event("save", step=request.step, blocked_s=time.monotonic() - started_at)
+    path = checkpointer.root / layout.step_name(request.step)
+    return SaveHandle(step=request.step, path=path, _task=task, _staged=request.staged)
 
 
 @contextmanager
@@ -281,10 +276,15 @@ def _check_arguments(states: States, scope: str, extra: Mapping[str, Any], dtype
         raise ConfigError(f"{_CALLER}: dtype must be a floating-point dtype, got {dtype}. Pass torch.bfloat16, for example.")
 
 
-def _collect(states: States, extra: Mapping[str, Any], scope: SaveScope, dtype: torch.dtype | None) -> CheckpointContents:
-    """Collect the contents of the checkpoint, and record the objects whose state was saved.
+def _plan_save(
+    states: States, extra: Mapping[str, Any], scope: SaveScope, dtype: torch.dtype | None, options: SaveOptions
+) -> tuple[dict[str, Any], RankWritePlan, dict[str, Any]]:
+    """Collect the contents of the checkpoint, and plan the part that this rank writes.
 
-    ``early_stop`` must not change such objects any more in this step.
+    Returns:
+        The values of the run, the plan, and the facts about this rank that the ranks compare before a save.
+
+    Mutates: the record of the objects whose state was saved. ``early_stop`` must not change such objects any more in this step.
     """
     if scope == "all":
         check_loaders(states)
@@ -294,24 +294,19 @@ def _collect(states: States, extra: Mapping[str, Any], scope: SaveScope, dtype: 
         values = [*extra.values(), *objects_of(states).values()]
         for state in states.values():
             state._run_context.lineage.saved_steps = {id(unwrap(value)): state.step for value in values}
-    return contents
-
-
-def _describe_contents(
-    states: States, contents: CheckpointContents, write_plan: RankWritePlan, options: SaveOptions
-) -> dict[str, Any]:
-    """Return the facts about this rank that the ranks compare before a save."""
+    info = get_dist_info()
+    write_plan = plan_rank_write(contents, info.rank, info.world_size, separate_frozen=options.incremental)
     hashes = content_hashes(contents)
-    # The file of frozen parameters may become a link, which needs no space.
-    needed = write_plan.data_bytes if not options.incremental else next(iter(write_plan.files.values())).size
-    return {
+    facts = {
         "hashes": hashes,
         "own": rank_hashes(contents),
         "entries": digest_entries(contents, hashes),
-        "bytes": needed,
+        # The file of frozen parameters may become a link, which needs no space.
+        "bytes": write_plan.data_bytes if not options.incremental else next(iter(write_plan.files.values())).size,
         "replicas": sum(replica_check_of(state).digest(state) for state in states.values()),
         "failed": save_thread().has_unreported_failure,
     }
+    return contents.shared, write_plan, facts
 
 
 def _agree_on_contents(states: States, facts: dict[str, Any], shared: dict[str, Any]) -> tuple[int, list[str]]:

@@ -194,7 +194,11 @@ def decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any], d
     if depth > MAX_DEPTH:
         raise CorruptCheckpointError(f"values: {path[:200]}: must be nested at most {MAX_DEPTH} deep")
     if type(values) is str:
-        return tensor_of(path, _read_ref(values, path)) if values.startswith(TAG) else values
+        if not values.startswith(TAG):
+            return values
+        if (ref := _parse_ref(values)) is None:
+            raise CorruptCheckpointError(f"values: {path}: must be an encoded tensor, got {layout.describe_value(values)}")
+        return tensor_of(path, ref)
     if type(values) is list:
         return [decode(item, join_key(path, at), tensor_of, depth + 1) for at, item in enumerate(values)]
     if type(values) is not dict:
@@ -222,20 +226,12 @@ def _is_pair(item: Any) -> bool:
     return type(item) is list and len(item) == 2 and type(item[0]) in (str, int)
 
 
-def _read_ref(text: str, path: str) -> TensorRef:
-    """Read the description of an encoded tensor."""
-    try:
-        return _parse_ref(text)
-    except ValueError:
-        raise CorruptCheckpointError(f"values: {path}: must be an encoded tensor, got {layout.describe_value(text)}") from None
-
-
 # There are many tensors and few kinds of them.
 @lru_cache(maxsize=4096)
-def _parse_ref(text: str) -> TensorRef:
+def _parse_ref(text: str) -> TensorRef | None:
     match = _TENSOR_TEXT.fullmatch(text)
     if match is None or match[2] not in DTYPES:
-        raise ValueError("not the text of a tensor")
+        return None
     return _make_ref(match[2], tuple(map(int, match[3].split(", "))) if match[3] else (), bool(match[1]))
 
 
