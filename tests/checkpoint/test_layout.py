@@ -233,6 +233,8 @@ BAD_RUN_INDEXES = {
     "a kind that is true": run_with(tensors=[True]),
     "no base64": run_with(inline="!"),
     "base64 of no ASCII": run_with(inline="é"),
+    "base64 of half a surrogate pair": run_with(inline="\ud800"),
+    "unknown field of half a surrogate pair": run_with(**{"\ud800": 1}),
     "a flag of no truth": run_with(local_buffers=1),
 }
 

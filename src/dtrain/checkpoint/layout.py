@@ -330,7 +330,8 @@ def convert(value: Any, kind: type[T], location: str) -> T:
     """
     try:
         return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
+    # msgspec cannot encode half of a surrogate pair, which JSON may hold as an escape.
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
         message, _, path = str(error).partition(" - at `$")
         field = path.strip("`.")
         raise CorruptCheckpointError(f"{location}: {field}{': ' if field else ''}{message}") from None
