@@ -36,13 +36,21 @@ import dtrain as dt
 from checkpoint_claims import table
 from checkpoint_peers import build
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.data_file import Blocks, FileLayout, TensorSlot, plan_blocks, plan_file_layout
+from dtrain.checkpoint.data_file import FileLayout, TensorSlot, plan_blocks, plan_file_layout
 from dtrain.checkpoint.fetch_plan import plan_fetches
-from dtrain.checkpoint.rank_index import PlacedShards, RankIndex, encode_rank_index, place_shards
+from dtrain.checkpoint.index import (
+    PlacedShards,
+    RankIndex,
+    RankParts,
+    RunIndex,
+    encode_rank_index,
+    encode_run_index,
+    merge_parts,
+    place_shards,
+)
+from dtrain.checkpoint.layout import Blocks, TensorRef
 from dtrain.checkpoint.reader import CheckpointReader, RankFilesReader, open_checkpoint
 from dtrain.checkpoint.reshard import ReadItem, Region, plan_reads
-from dtrain.checkpoint.run_index import RankParts, RunIndex, encode_run_index, merge_parts
-from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.dist.control_plane import Channel
 from dtrain.dist.dtensor import compute_shard_box
 from dtrain.storage.local import LocalFileReader
@@ -211,7 +219,7 @@ class PlannedRanks(RankFilesReader):
     def placed(self, rank: int) -> PlacedShards:
         self.read.add(rank)
         if rank not in self._placed:
-            self._placed[rank] = place_shards(self._planned.rank_index(rank), self._planned.index)
+            self._placed[rank] = place_shards(self._planned.rank_index(rank), self._planned.index, {})
         return self._placed[rank]
 
     def prepare(self, ranks: Any) -> None:
@@ -281,7 +289,7 @@ class Planned:
         file = self.file(rank)
         ends = plan_blocks(file)
         begins = [file.ranges[key][0] for key in self.refs if key in file.ranges]
-        digests = hashlib.sha256(b"").digest()[:16] * len(ends)
+        digests = hashlib.sha256(b"").hexdigest()[:32] * len(ends)
         values = {"buffers": {}, "rng": {"words": list(range(2**31, 2**31 + 625))}}
         return RankIndex(rank=rank, begins=begins, per_rank=[], blocks=(Blocks(ends, digests),), values=values)
 

@@ -12,7 +12,7 @@ import torch
 import dtrain
 import dtrain as dt
 from dtrain import device as device_module
-from dtrain.checkpoint.save_thread import StagedFiles
+from dtrain.checkpoint.data_file import StagedFiles
 from dtrain.device import (
     backend_function,
     collective_backend,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.rank_index import StoredShard
+from dtrain.checkpoint.index import StoredShard
 from dtrain.checkpoint.reader import open_checkpoint
 from dtrain.checkpoint.reshard import full_region
 

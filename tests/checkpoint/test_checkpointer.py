@@ -9,9 +9,8 @@ import pytest
 from checkpoint.states import digest, names, plain_state, train
 from dtrain import storage
 from dtrain.checkpoint.checkpoint_info import list_steps
-from dtrain.checkpoint.checkpointer import Checkpointer
 from dtrain.checkpoint.lock import LOCK_FILE
-from dtrain.checkpoint.save import save_sharded
+from dtrain.checkpoint.save import Checkpointer, save_sharded
 from dtrain.checkpoint.save_thread import save_thread
 from dtrain.dist.init import init_dist
 from dtrain.errors import CheckpointError, ConfigError

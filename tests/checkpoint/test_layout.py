@@ -8,11 +8,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from dtrain.checkpoint import layout, strict_json
-from dtrain.checkpoint.data_file import Blocks
-from dtrain.checkpoint.rank_index import RankIndex, encode_rank_index, parse_rank_index, place_shards
-from dtrain.checkpoint.run_index import PartRun, RankParts, RunIndex, TensorKind, encode_run_index, merge_parts, parse_run_index
-from dtrain.checkpoint.tree_json import TensorRef
+from dtrain.checkpoint import layout
+from dtrain.checkpoint.index import (
+    PartRun,
+    RankIndex,
+    RankParts,
+    RunIndex,
+    TensorKind,
+    encode_rank_index,
+    encode_run_index,
+    merge_parts,
+    parse_rank_index,
+    parse_run_index,
+    place_shards,
+)
+from dtrain.checkpoint.layout import Blocks, TensorRef
+from dtrain.checkpoint.tree_json import tensor_refs
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 
 RUN = "0123456789abcdef" * 2
@@ -33,14 +44,12 @@ MANIFEST = layout.Manifest(
     index_bytes=len(RUN_DATA),
     index_sha256=hashlib.sha256(RUN_DATA).hexdigest(),
 )
-INDEX = RankIndex(rank=0, begins=[16], per_rank=[], blocks=(Blocks([40, 64], b"b" * 32),), values={"x": 1})
+INDEX = RankIndex(rank=0, begins=[16], per_rank=[], blocks=(Blocks([40, 64], "b" * 64),), values={"x": 1})
 
 
 def signed(body: dict) -> bytes:
     body = {key: value for key, value in body.items() if key != "sha256"}
-    return (
-        json.dumps({**body, "sha256": hashlib.sha256(strict_json.canonical_json(body)).hexdigest()}, indent=1).encode() + b"\n"
-    )
+    return json.dumps({**body, "sha256": hashlib.sha256(layout.canonical_json(body)).hexdigest()}, indent=1).encode() + b"\n"
 
 
 def changed(**changes) -> dict:
@@ -66,7 +75,7 @@ def test_indexes_round_trip():
     assert encode_run_index(found) == RUN_DATA
     of_rank = parse_rank_index(encode_rank_index(INDEX), 0, FILES)
     assert encode_rank_index(of_rank) == encode_rank_index(INDEX)
-    assert place_shards(of_rank, found).begins_of([0]) == [16]
+    assert place_shards(of_rank, found, {}).begins_of([0]) == [16]
 
 
 def test_any_changed_bit_of_manifest_is_detected():
@@ -160,10 +169,15 @@ BAD_INDEXES = {
 }
 
 
+def read_rank_index(data: bytes) -> None:
+    index = parse_rank_index(data, 0, FILES)
+    place_shards(index, RUN_INDEX, tensor_refs(index.values, ""))
+
+
 @pytest.mark.parametrize("data", BAD_INDEXES.values(), ids=BAD_INDEXES)
 def test_invalid_index_of_a_rank_is_refused(data):
     with pytest.raises(CorruptCheckpointError, match=r"rank-00000.json: |values: x"):
-        place_shards(parse_rank_index(data, 0, FILES), RUN_INDEX)
+        read_rank_index(data)
 
 
 def test_block_larger_than_a_chunk_is_refused(monkeypatch):
@@ -219,6 +233,8 @@ BAD_RUN_INDEXES = {
     "a kind that is true": run_with(tensors=[True]),
     "no base64": run_with(inline="!"),
     "base64 of no ASCII": run_with(inline="é"),
+    "base64 of half a surrogate pair": run_with(inline="\ud800"),
+    "unknown field of half a surrogate pair": run_with(**{"\ud800": 1}),
     "a flag of no truth": run_with(local_buffers=1),
 }
 
@@ -244,7 +260,7 @@ def test_later_index_version_is_refused():
 
 
 def test_oversized_index_is_not_written(monkeypatch):
-    monkeypatch.setattr(strict_json, "MAX_JSON_BYTES", 10)
+    monkeypatch.setattr(layout, "MAX_JSON_BYTES", 10)
     for encode in (lambda: encode_rank_index(INDEX), lambda: encode_run_index(RUN_INDEX)):
         with pytest.raises(CheckpointError, match=r"must be at most 10 bytes, got .*. Store large plain data as tensors"):
             encode()

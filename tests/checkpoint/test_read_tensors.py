@@ -14,11 +14,10 @@ from hypothesis import strategies as st
 from dtrain import storage
 from dtrain.checkpoint import data_file as digest_module
 from dtrain.checkpoint import layout, read_tensors, reshard
-from dtrain.checkpoint.data_file import Blocks, digest_of
-from dtrain.checkpoint.layout import DTYPES
-from dtrain.checkpoint.rank_index import StoredShard, shard_kind
+from dtrain.checkpoint.data_file import digest_of
+from dtrain.checkpoint.index import StoredShard, shard_kind
+from dtrain.checkpoint.layout import DTYPES, Blocks, TensorRef
 from dtrain.checkpoint.reshard import Region, index_shards, plan_reads
-from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CorruptCheckpointError
 
 
@@ -38,7 +37,7 @@ class Files:
         for number, data in enumerate(contents):
             ends = [*range(block, len(data), block), len(data)] if data else []
             digests = b"".join(digest_of([data[max(0, end - 1) // block * block : end]]) for end in ends)
-            self.blocks.append(Blocks(ends, digests))
+            self.blocks.append(Blocks(ends, digests.hex()))
             (folder / str(number)).write_bytes(data)
 
     @contextmanager

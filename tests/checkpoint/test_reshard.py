@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dtrain.checkpoint import reshard
-from dtrain.checkpoint.rank_index import StoredShard, shard_kind
+from dtrain.checkpoint.index import StoredShard, shard_kind
 from dtrain.checkpoint.reshard import Region, assign_writers, index_shards, plan_reads
 from dtrain.errors import CorruptCheckpointError
 

@@ -15,10 +15,17 @@ from msgspec.structs import replace
 from checkpoint.states import WatchedOs, plain_state, train, watching
 from dtrain import storage
 from dtrain.checkpoint import layout, retention
-from dtrain.checkpoint import lock_owner as holders
+from dtrain.checkpoint import lock as holders
 from dtrain.checkpoint.checkpoint_info import list_steps, read_manifest, scan_root
 from dtrain.checkpoint.lock import LOCK_FILE, lock_root
-from dtrain.checkpoint.retention import apply_retention, check_free_space, plan_retention, prune, remove_leftovers, remove_step
+from dtrain.checkpoint.retention import (
+    RetentionRules,
+    apply_retention,
+    check_free_space,
+    prune,
+    remove_leftovers,
+    remove_step,
+)
 from dtrain.checkpoint.save import save_sharded
 from dtrain.checkpoint.verify_step import verify, verify_step
 from dtrain.errors import CheckpointError, ConfigError
@@ -70,10 +77,16 @@ def damage(folder: Path) -> None:
     path.write_bytes(data)
 
 
+def removals(steps, keep_last, *, protected=(), **keep) -> list[int]:
+    rules = RetentionRules(keep_last=keep_last, **keep)
+    rules.check("prune")
+    return rules.steps_to_remove(steps, protected)
+
+
 @given(STEPS, st.integers(1, 5), st.none() | st.integers(1, 9), CHOSEN, CHOSEN)
 def test_plan_retention_removes_only_steps_without_keep_reason(steps, keep_last, keep_every, pinned, protected):
     options = {"keep_every": keep_every, "keep_steps": pinned, "protected": protected}
-    removed = plan_retention(steps, keep_last, **options)
+    removed = removals(steps, keep_last, **options)
     last = steps[-keep_last:]
     reasons = [
         step in last or step in pinned or step in protected or bool(keep_every and step % keep_every == 0) for step in steps
@@ -81,36 +94,36 @@ def test_plan_retention_removes_only_steps_without_keep_reason(steps, keep_last,
     assert removed == [step for step, kept in zip(steps, reasons, strict=True) if not kept]
     kept = [step for step in steps if step not in removed]
     assert not steps or kept, "never all"
-    assert plan_retention(kept, keep_last, **options) == [], "once is enough"
+    assert removals(kept, keep_last, **options) == [], "once is enough"
 
 
 @given(STEPS, st.integers(1, 5), st.none() | st.integers(1, 9), CHOSEN)
 def test_larger_keep_options_remove_no_additional_steps(steps, keep_last, keep_every, pinned):
-    removed = set(plan_retention(steps, keep_last, keep_every=keep_every))
-    assert set(plan_retention(steps, keep_last + 1, keep_every=keep_every)) <= removed
-    assert set(plan_retention(steps, keep_last, keep_every=keep_every, keep_steps=pinned)) == removed - pinned
-    assert removed <= set(plan_retention(steps, keep_last))
+    removed = set(removals(steps, keep_last, keep_every=keep_every))
+    assert set(removals(steps, keep_last + 1, keep_every=keep_every)) <= removed
+    assert set(removals(steps, keep_last, keep_every=keep_every, keep_steps=pinned)) == removed - pinned
+    assert removed <= set(removals(steps, keep_last))
 
 
 def test_keep_last_counts_commit_order():
-    assert plan_retention([50, 75, 100, 60], 1, protected={50}) == [75, 100]
+    assert removals([50, 75, 100, 60], 1, protected={50}) == [75, 100]
 
 
 def test_keep_last_none_keeps_all_steps():
-    assert plan_retention([1, 2, 3], None, keep_every=2) == []
+    assert removals([1, 2, 3], None, keep_every=2) == []
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 1.0, "3"])
 @pytest.mark.parametrize("name", ["keep_last", "keep_every"])
 def test_keep_options_below_one_are_refused(name, value):
     with pytest.raises(ConfigError, match=f"{name} must be an integer of at least 1"):
-        plan_retention([1], **{"keep_last": 1, name: value})
+        removals([1], **{"keep_last": 1, name: value})
 
 
 @pytest.mark.parametrize("pin", ["100", 1.0, True])
 def test_invalid_keep_steps_value_is_refused(pin):
     with pytest.raises(ConfigError, match="keep_steps must be an integer of at least 0, got"):
-        plan_retention([1], 1, keep_steps=[5, pin])
+        removals([1], 1, keep_steps=[5, pin])
 
 
 def test_prune_removes_planned_steps_of_each_run(tmp_path, fill):
@@ -327,10 +340,11 @@ def test_apply_retention_removes_old_steps_and_staging_folders(tmp_path, fill):
     fill(tmp_path, [10, 11], OTHER)
     for run_id in (RUN, OTHER):
         (tmp_path / layout.staging_name(6, "tmp", run_id, "01234567")).mkdir()
-    assert apply_retention(tmp_path, RUN, keep_last=None) == []
+    assert apply_retention(tmp_path, RUN, RetentionRules()) == []
     assert len(names(tmp_path)) == 7, "without keep_last the litter goes"
-    assert apply_retention(tmp_path, RUN, keep_last=1, keep_every=4, keep_steps=[3], protected=[1, 5]) == [2]
-    assert apply_retention(tmp_path, RUN, keep_last=1, keep_every=4, keep_steps=[3], protected=[1, 5]) == []
+    rules = RetentionRules(keep_last=1, keep_every=4, keep_steps=[3])
+    assert apply_retention(tmp_path, RUN, rules, protected=[1, 5]) == [2]
+    assert apply_retention(tmp_path, RUN, rules, protected=[1, 5]) == []
     assert steps_in(tmp_path) == [1, 3, 4, 5, 10, 11]
     assert [name for name in names(tmp_path) if "tmp" in name] == []
 
@@ -339,7 +353,7 @@ def test_apply_retention_refuses_when_last_step_is_incomplete(tmp_path, fill):
     folders = fill(tmp_path, [1, 2])
     os.truncate(folders[1] / layout.data_name(0), 100)
     with pytest.raises(CheckpointError, match=r"step-00000002/rank-00000.safetensors must have the size"):
-        apply_retention(tmp_path, RUN, keep_last=1, protected=[2])
+        apply_retention(tmp_path, RUN, RetentionRules(keep_last=1), protected=[2])
     assert [step.step for step in list_steps(tmp_path)] == [1, 2]
 
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from dtrain.checkpoint import save_thread
-from dtrain.checkpoint.data_file import TensorSlot, plan_file_layout
+from dtrain.checkpoint import data_file
+from dtrain.checkpoint.data_file import StagingPool, TensorSlot, plan_file_layout
 from dtrain.checkpoint.layout import DTYPE_NAMES
-from dtrain.checkpoint.save_thread import StagingPool
 
 
 def placed(tensors):
@@ -80,7 +79,7 @@ def test_pool_replaces_small_buffer_by_larger():
 
 def test_staging_memory_is_page_aligned():
     pool = StagingPool()
-    assert all(pool.acquire(size, pinned=False).memory.data_ptr() % save_thread.PAGE_BYTES == 0 for size in (1, 4097, 10**6))
+    assert all(pool.acquire(size, pinned=False).memory.data_ptr() % data_file.PAGE_BYTES == 0 for size in (1, 4097, 10**6))
 
 
 def test_small_tensors_lie_behind_large_ones_of_their_item_size():

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
-from dtrain.checkpoint import strict_json, tree_json
+from dtrain.checkpoint import layout, tree_json
 from dtrain.errors import ConfigError, CorruptCheckpointError
 
 leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5) | st.text("$a", max_size=3)
@@ -30,7 +30,7 @@ trees = st.recursive(
 
 def round_trip(tree):
     values, tensors = tree_json.encode(tree, "x")
-    values = strict_json.parse_json(json.dumps(values, allow_nan=False).encode(), "values")
+    values = layout.parse_json(json.dumps(values, allow_nan=False).encode(), "values")
     return tree_json.decode(values, "x", lambda key, ref: tensors[key])
 
 
@@ -167,14 +167,14 @@ BAD_JSON = {
 @pytest.mark.parametrize(("data", "message"), BAD_JSON.values(), ids=BAD_JSON)
 def test_invalid_json_is_refused(data, message):
     with pytest.raises(CorruptCheckpointError, match=f"file: .*{message}"):
-        strict_json.parse_json(data, "file")
+        layout.parse_json(data, "file")
 
 
 def test_oversized_json_is_refused(monkeypatch):
-    monkeypatch.setattr(strict_json, "MAX_JSON_BYTES", 10)
-    assert strict_json.parse_json(b"[1, 2, 3] ", "file") == [1, 2, 3]
+    monkeypatch.setattr(layout, "MAX_JSON_BYTES", 10)
+    assert layout.parse_json(b"[1, 2, 3] ", "file") == [1, 2, 3]
     with pytest.raises(CorruptCheckpointError, match="file: JSON must be at most 10 bytes, got 11"):
-        strict_json.parse_json(b"[1, 2, 3]  ", "file")
+        layout.parse_json(b"[1, 2, 3]  ", "file")
 
 
 def test_floats_round_trip_exactly():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,38 +144,32 @@ def scan_root(root: AnyPath) -> RootScan:
         OSError: an unreadable root.
     """
     for _ in range(_MAX_SCANS):
-        scan, vanished = _scan_once(root)
+        committed, corrupt, incomplete, vanished = [], [], [], False
+        try:
+            names = storage.list_names(root)
+        except FileNotFoundError:
+            names = []
+        for name in names:
+            step = layout.step_of(name)
+            if step is None:
+                incomplete += [name] if layout.step_of(name.partition(".tmp-")[0]) is not None else []
+                continue
+            try:
+                committed.append(read_info(root / name, step))
+            except CorruptCheckpointError as error:
+                if has_manifest(root / name):
+                    corrupt.append(CorruptStep(step=step, path=root / name, reason=str(error)))
+                # A folder without a manifest is an incomplete save.
+                elif storage.exists(root / name):
+                    incomplete.append(name)
+                else:
+                    vanished = True
+            except CheckpointError as error:
+                raise CheckpointError(f"{root / name}: {error}") from None
         if not vanished:
             break
-    return scan
-
-
-def _scan_once(root: AnyPath) -> tuple[RootScan, bool]:
-    """Return the steps of a root, and True if a listed step has vanished meanwhile."""
-    committed, corrupt, incomplete, vanished = [], [], [], False
-    try:
-        names = storage.list_names(root)
-    except FileNotFoundError:
-        names = []
-    for name in names:
-        step = layout.step_of(name)
-        if step is None:
-            incomplete += [name] if layout.step_of(name.partition(".tmp-")[0]) is not None else []
-            continue
-        try:
-            committed.append(read_info(root / name, step))
-        except CorruptCheckpointError as error:
-            if has_manifest(root / name):
-                corrupt.append(CorruptStep(step=step, path=root / name, reason=str(error)))
-            # A folder without a manifest is an incomplete save.
-            elif storage.exists(root / name):
-                incomplete.append(name)
-            else:
-                vanished = True
-        except CheckpointError as error:
-            raise CheckpointError(f"{root / name}: {error}") from None
     committed.sort(key=lambda info: (info.serial, info.step))
-    return RootScan(committed, sorted(corrupt, key=lambda info: info.step), incomplete), vanished
+    return RootScan(committed, sorted(corrupt, key=lambda info: info.step), incomplete)
 
 
 def newest_commit(committed: Sequence[CheckpointInfo]) -> Commit | None:
@@ -188,16 +182,8 @@ def read_info(folder: AnyPath, step: int | None = None) -> CheckpointInfo:
     manifest = read_manifest(folder)
     if step is not None and manifest.step != step:
         raise CorruptCheckpointError(f"{layout.MANIFEST}: step must be {step} as in the folder's name, got {manifest.step}")
-    return CheckpointInfo(
-        step=manifest.step,
-        path=folder,
-        run_id=manifest.run_id,
-        parent_step=manifest.parent_step,
-        serial=manifest.serial,
-        world_size=manifest.world_size,
-        bytes=manifest.bytes,
-        scope=manifest.scope,
-    )
+    facts = {info.name: getattr(manifest, info.name) for info in fields(CheckpointInfo) if info.name != "path"}
+    return CheckpointInfo(path=folder, **facts)
 
 
 def list_steps(root: Path | str) -> list[CheckpointInfo]:

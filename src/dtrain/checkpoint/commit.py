@@ -11,21 +11,22 @@ import hashlib
 import secrets
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import msgspec
 
 from dtrain import spans, storage
+from dtrain.arguments import check_choice
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import scan_root
-from dtrain.checkpoint.checkpointer import Checkpointer, SaveOptions
-from dtrain.checkpoint.data_file import digest_blocks, plan_blocks, write_data_file
-from dtrain.checkpoint.layout import Manifest, MeshLayout, RankFiles, SaveScope
-from dtrain.checkpoint.rank_index import encode_rank_index
+from dtrain.checkpoint.data_file import StagedFiles, digest_blocks, plan_blocks, write_data_file
+from dtrain.checkpoint.index import encode_rank_index, encode_run_index
+from dtrain.checkpoint.layout import Blocks, Manifest, RankFiles
 from dtrain.checkpoint.retention import (
+    RetentionRules,
     apply_retention,
     check_free_space,
     check_no_other_job,
@@ -35,9 +36,8 @@ from dtrain.checkpoint.retention import (
     remove_step,
     resumed_steps,
 )
-from dtrain.checkpoint.run_index import encode_run_index
-from dtrain.checkpoint.save_thread import SaveTask, StagedFiles
-from dtrain.checkpoint.write_plan import INLINE, RankWritePlan, build_rank_index, build_run_index, link_equal_file, rank_parts
+from dtrain.checkpoint.save_thread import SaveTask
+from dtrain.checkpoint.write_plan import INLINE, RankWritePlan, build_rank_index, build_run_index, link_frozen_file, rank_parts
 from dtrain.dist.collectives import broadcast_decision, broadcast_json, gather_json, raise_on_all_ranks
 from dtrain.dist.context import current_context
 from dtrain.dist.init import DistInfo, get_dist_info
@@ -46,9 +46,25 @@ from dtrain.launch import heartbeats
 from dtrain.run_context import Commit, Lineage
 from dtrain.storage import AnyPath
 
+_CALLER = "save_sharded"
 # Threads per rank. They wait for the disk most of the time, so more threads gain nothing.
 WRITE_THREADS = 2
 _ADVICE = ". The step was not committed and earlier steps are unchanged. Free space or repair the file system, then save again."
+
+SaveMode = Literal["sync", "async"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions(RetentionRules):
+    """Options of a save that do not change its contents; see ``save_sharded``."""
+
+    mode: SaveMode = "sync"
+    incremental: bool = False
+
+    def check(self, caller: str) -> None:
+        """Raise ConfigError if an option is invalid."""
+        check_choice(caller, "mode", self.mode, get_args(SaveMode))
+        RetentionRules.check(self, caller)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,18 +89,25 @@ class SaveRequest:
     """Inputs of a save in the background thread. They do not change while training continues.
 
     Args:
+        root: folder of steps.
+        acquire_lock: function that locks the root for a run and protects steps, or raises if another process has the lock.
         lineages: lineage of each state's run.
+        options: options of the save.
+        manifest: facts about the states; the commit fills in the run, its commits and the index.
+        write_plan: part of this rank, without tensors.
+        staged: contents of the rank's files in memory.
+        total_bytes: bytes that the ranks write in all.
+        content_key: key of the contents.
+        info: ranks at the call.
+        after_stop_agreed: True if a run that was asked to stop can resume from this step.
         started_at: ``time.monotonic()`` at the call of ``save_sharded``.
     """
 
-    caller: str
-    checkpointer: Checkpointer
+    root: AnyPath
+    acquire_lock: Callable[[str, Collection[int]], None]
     lineages: Sequence[Lineage]
     options: SaveOptions
-    step: int
-    layout: MeshLayout
-    scope: SaveScope
-    state_names: tuple[str, ...]
+    manifest: Manifest
     write_plan: RankWritePlan
     staged: StagedFiles
     total_bytes: int
@@ -93,182 +116,10 @@ class SaveRequest:
     after_stop_agreed: bool
     started_at: float
 
-
-def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
-    """Run a save in the background thread, and release its buffers."""
-    try:
-        return _run(save, task)
-    finally:
-        save.staged.release()
-
-
-def _run(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
-    _check_groups_open(save)
-    decision = _decide_on_rank_0(save)
-    for lineage in save.lineages:
-        lineage.run_id = decision.run_id
-    root = storage.resolve_path(decision.root)
-    final = root / layout.step_name(save.step)
-    if decision.action == "skip":
-        current_context().preemption.record_save(after_agreement=_is_resumable(save))
-        if save.info.rank == 0:
-            _clean_up(root, decision.run_id, save)
-        return SaveResult(step=save.step, path=final, bytes=0, written=False)
-    try:
-        reports = _write_on_all_ranks(decision, save, task)
-        total_bytes = _commit_on_all_ranks(decision, save, reports, task)
-    except Exception:
-        if save.info.rank == 0:
-            remove_or_warn(root / decision.staging_folder, save.caller)
-        raise
-    for lineage in save.lineages:
-        lineage.roots[decision.root].steps[save.step] = save.content_key
-    current_context().preemption.record_save(after_agreement=_is_resumable(save))
-    if save.info.rank == 0:
-        heartbeats.report(heartbeats.ProgressKind.COMMITTED, save.step)
-        spans.record_event("committed", step=save.step, seconds=time.monotonic() - save.started_at, bytes=total_bytes)
-        _clean_up(root, decision.run_id, save)
-    return SaveResult(step=save.step, path=final, bytes=total_bytes, written=True)
-
-
-def _is_resumable(save: SaveRequest) -> bool:
-    """Return True if a run that was asked to stop can resume from this step."""
-    return save.after_stop_agreed and save.scope == "all"
-
-
-def _check_groups_open(save: SaveRequest) -> None:
-    """Raise if the process groups were closed, before an incomplete step is committed.
-
-    Without process groups this process would appear to be the only rank.
-    """
-    if get_dist_info() is not save.info:
-        raise CheckpointError(
-            f"{save.caller}: the process groups were closed during the save of step {save.step}. "
-            "Call save_sharded inside of `with dt.init_dist()`."
-        )
-
-
-def _decide_on_rank_0(save: SaveRequest) -> SaveDecision:
-    """Inspect the root and create the staging folder on rank 0, and broadcast the decision."""
-
-    def decide() -> dict[str, Any]:
-        return asdict(prepare_save(save))
-
-    values = broadcast_decision(save.caller, decide, group="background", advice=_ADVICE)
-    return SaveDecision(**cast(dict[str, Any], values))
-
-
-def _write_on_all_ranks(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> list[Any]:
-    """Write every rank's files into the staging folder, durably. Return the files and parts by rank, on rank 0."""
-    files: RankFiles | None = None
-    with (
-        raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE),
-        _explain_removal(decision, save),
-    ):
-        files = _write_rank(decision, save, task)
-    report: Any = [msgspec.to_builtins(files), rank_parts(save.write_plan).encode()]
-    reports = gather_json(report, group="background", caller=save.caller)
-    _check_groups_open(save)
-    return [] if reports is None else reports
-
-
-@contextmanager
-def _explain_removal(decision: SaveDecision, save: SaveRequest) -> Iterator[None]:
-    """Raise an error that names the cause if the folder of the save was removed during the save."""
-    folder = storage.resolve_path(decision.root) / decision.staging_folder
-    try:
-        yield
-    except FileNotFoundError:
-        if storage.exists(folder):
-            raise
-        raise CheckpointError(
-            f"{save.caller}: step {save.step}: {folder} must exist until the end of the save, but was removed. The step "
-            "was not committed. Save again: the next save creates missing folders."
-        ) from None
-
-
-def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> RankFiles:
-    """Write this rank's data files and index."""
-    save.staged.wait()
-    root = storage.resolve_path(decision.root)
-    staging, plan = root / decision.staging_folder, save.write_plan
-    blocks, frozen_name = [], layout.data_name(plan.rank, frozen=True)
-    data_files = {name: serialized for name, serialized in save.staged.files.items() if name != INLINE}
-    for name, serialized in data_files.items():
-        ends = plan_blocks(plan.files[name])
-        previous = decision.previous if save.options.incremental and name == frozen_name else None
-        found = None if previous is None else digest_blocks(serialized, ends)
-        if previous is None or found is None or not link_equal_file(root / previous, staging, name, found, plan.rank):
-            found = write_data_file(staging / name, serialized, ends, threads=WRITE_THREADS, on_part=task.advance)
-        blocks.append(found)
-    index = encode_rank_index(build_rank_index(plan, blocks))
-    storage.write_file(staging / layout.index_name(plan.rank), index)
-    storage.sync_folder(staging)
-    return RankFiles(len(index), hashlib.sha256(index).hexdigest(), tuple(each.size for each in data_files.values()))
-
-
-def _commit_on_all_ranks(decision: SaveDecision, save: SaveRequest, reports: Sequence[Any], task: SaveTask[SaveResult]) -> int:
-    """Commit the step on rank 0, and return the bytes of all files, on every rank, when the step is durable."""
-    total_bytes = 0
-    with (
-        raise_on_all_ranks(f"{save.caller}: step {save.step}", group="background", advice=_ADVICE),
-        _explain_removal(decision, save),
-    ):
-        task.raise_if_cancelled()
-        if save.info.rank == 0:
-            manifest = _write_run_index(decision, save, reports)
-            for lineage in save.lineages:
-                # Before the commit, whose reply may be lost.
-                lineage.roots[decision.root].newest = Commit(decision.serial, save.step, decision.run_id)
-            commit(decision, save.checkpointer, save.lineages[0], manifest, save.caller)
-            total_bytes = manifest.bytes
-    return cast(int, broadcast_json(total_bytes, group="background", caller=save.caller))
-
-
-def _write_run_index(decision: SaveDecision, save: SaveRequest, reports: Sequence[Any]) -> Manifest:
-    """Write the index of the run from the reports of all ranks, and return the manifest of the step."""
-    index = build_run_index(save.write_plan, save.staged.files.get(INLINE), reports)
-    data = encode_run_index(index)
-    storage.write_file(storage.resolve_path(decision.root) / decision.staging_folder / layout.INDEX, data)
-    return Manifest(
-        run_id=decision.run_id,
-        step=save.step,
-        parent_step=_parent_step(decision, save),
-        serial=decision.serial,
-        layout=save.layout,
-        scope=save.scope,
-        states=save.state_names,
-        world_size=save.info.world_size,
-        bytes=len(data) + sum(index.sizes.values()),
-        index_bytes=len(data),
-        index_sha256=hashlib.sha256(data).hexdigest(),
-    )
-
-
-def _parent_step(decision: SaveDecision, save: SaveRequest) -> int | None:
-    """Return the step of this root that the run committed or loaded last."""
-    return next((step for step in reversed(save.lineages[0].roots[decision.root].steps) if step != save.step), None)
-
-
-def _clean_up(root: AnyPath, run_id: str, save: SaveRequest) -> None:
-    """Remove steps that the commit made superfluous. The step is durable, so a failure is a warning."""
-    keep, lineage = save.options, save.lineages[0]
-    known = lineage.roots[str(root)]
-    protected = {save.step, *resumed_steps(root, lineage), *known.unknown_steps}
-    try:
-        apply_retention(
-            root, run_id, keep_last=keep.keep_last, keep_every=keep.keep_every, keep_steps=keep.keep_steps, protected=protected,
-            newest=known.newest,
-        )  # fmt: skip
-    except (OSError, CheckpointError) as error:
-        warnings.warn(
-            f"{save.caller}: step {save.step} is committed, but older steps could not be removed: {error}. "
-            "Check the permissions of the folder.",
-            stacklevel=2,
-        )
-
-
-Action = Literal["write", "skip"]
+    @property
+    def step(self) -> int:
+        """Step of the states."""
+        return self.manifest.step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -285,7 +136,7 @@ class SaveDecision:
         previous: name of the run's newest step, whose files may be linked; None without one.
     """
 
-    action: Action
+    action: Literal["write", "skip"]
     root: str
     run_id: str
     staging_folder: str
@@ -293,11 +144,59 @@ class SaveDecision:
     replaces: bool
     previous: str | None
 
+    @property
+    def staging(self) -> AnyPath:
+        """Path of the folder to write into."""
+        return storage.resolve_path(self.root) / self.staging_folder
+
+
+def run_save(save: SaveRequest, task: SaveTask[SaveResult]) -> SaveResult:
+    """Run a save in the background thread, and release its buffers."""
+    try:
+        _check_groups_open(save)
+        values = broadcast_decision(_CALLER, lambda: asdict(prepare_save(save)), group="background", advice=_ADVICE)
+        decision = SaveDecision(**cast(dict[str, Any], values))
+        for lineage in save.lineages:
+            lineage.run_id = decision.run_id
+        root = storage.resolve_path(decision.root)
+        result = SaveResult(step=save.step, path=root / layout.step_name(save.step), bytes=0, written=False)
+        if decision.action == "write":
+            try:
+                result = replace(result, bytes=_write_and_commit(decision, save, task), written=True)
+            except Exception:
+                if save.info.rank == 0:
+                    remove_or_warn(decision.staging, _CALLER)
+                raise
+            for lineage in save.lineages:
+                lineage.roots[decision.root].steps[save.step] = save.content_key
+        current_context().preemption.record_save(after_agreement=save.after_stop_agreed)
+        if save.info.rank == 0:
+            if result.written:
+                heartbeats.report(heartbeats.ProgressKind.COMMITTED, save.step)
+                seconds = time.monotonic() - save.started_at
+                spans.record_event("committed", step=save.step, seconds=seconds, bytes=result.bytes)
+            _remove_old_steps(root, decision.run_id, save)
+        return result
+    finally:
+        save.staged.release()
+
+
+def _check_groups_open(save: SaveRequest) -> None:
+    """Raise if the process groups were closed, before an incomplete step is committed.
+
+    Without process groups this process would appear to be the only rank.
+    """
+    if get_dist_info() is not save.info:
+        raise CheckpointError(
+            f"{_CALLER}: the process groups were closed during the save of step {save.step}. "
+            "Call save_sharded inside of `with dt.init_dist()`."
+        )
+
 
 def prepare_save(save: SaveRequest) -> SaveDecision:
     """Inspect the root, decide, and create the staging folder.
 
-    Mutates: the Checkpointer, which keeps the lock on the root; files: a folder with the step's name that is no checkpoint is
+    Mutates: the lock on the root, which the Checkpointer keeps; files: a folder with the step's name that is no checkpoint is
     moved aside, and leftovers of killed saves of the run are removed.
 
     Raises:
@@ -305,14 +204,14 @@ def prepare_save(save: SaveRequest) -> SaveDecision:
             no space for the step.
         OSError: a failed file operation.
     """
-    root, lineages, caller = save.checkpointer.root, save.lineages, save.caller
+    root, lineages = save.root, save.lineages
     if storage.exists(root) and not storage.is_folder(root):
-        raise CheckpointError(f"{caller}: root must be a directory, got {root}. Name the folder for the steps.")
+        raise CheckpointError(f"{_CALLER}: root must be a directory, got {root}. Name the folder for the steps.")
     run_id = lineages[0].run_id or secrets.token_hex(16)
-    save.checkpointer._acquire_lock(run_id, resumed_steps(root, lineages[0]), caller)
-    decision = _decide(root, lineages, run_id, save.step, save.scope, save.content_key, caller)
+    save.acquire_lock(run_id, resumed_steps(root, lineages[0]))
+    decision = _decide(save, run_id)
     if decision.action == "write":
-        check_free_space(root, save.total_bytes, caller=caller)
+        check_free_space(root, save.total_bytes, caller=_CALLER)
         storage.make_folders(root)
         remove_leftovers(root)
         if decision.replaces and not storage.supports_rename(root):
@@ -322,15 +221,15 @@ def prepare_save(save: SaveRequest) -> SaveDecision:
     return decision
 
 
-def _decide(
-    root: AnyPath, lineages: Sequence[Lineage], run_id: str, step: int, scope: SaveScope, content_key: object, caller: str
-) -> SaveDecision:
+def _decide(save: SaveRequest, run_id: str) -> SaveDecision:
+    """Compare the save with the steps of its root."""
+    root, step, scope = save.root, save.step, save.manifest.scope
     committed = scan_root(root).committed
-    check_no_other_job(root, committed, lineages, run_id, caller)
+    check_no_other_job(root, committed, save.lineages, run_id)
     other = next((c for c in committed if c.scope != scope), None)
     if other is not None:
         raise CheckpointError(
-            f"{caller}: scope must be {other.scope!r} as in step {other.step} of {root}, got {scope!r}. A run is resumed from "
+            f"{_CALLER}: scope must be {other.scope!r} as in step {other.step} of {root}, got {scope!r}. A run is resumed from "
             "its newest step. Save into another root."
         )
     own_steps = [c for c in committed if c.run_id == run_id]
@@ -347,18 +246,92 @@ def _decide(
     )
     existing = next((c for c in committed if c.step == step), None)
     if existing is None:
-        move_aside(root / layout.step_name(step), caller)
+        move_aside(root / layout.step_name(step), _CALLER)
         return decision
     if existing.run_id != run_id:
         raise CheckpointError(
-            f"{caller}: {existing.path} must belong to this run {run_id}, got run {existing.run_id}. Save into another root, "
+            f"{_CALLER}: {existing.path} must belong to this run {run_id}, got run {existing.run_id}. Save into another root, "
             "load that checkpoint to continue its run, or remove the folder."
         )
-    is_same = lineages[0].roots[str(root)].steps.get(step) == content_key
+    is_same = save.lineages[0].roots[str(root)].steps.get(step) == save.content_key
     return replace(decision, action="skip" if is_same else "write", replaces=not is_same)
 
 
-def commit(decision: SaveDecision, checkpointer: Checkpointer, lineage: Lineage, manifest: Manifest, caller: str) -> None:
+def _write_and_commit(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> int:
+    """Write every rank's files durably, and commit the step on rank 0. Return the bytes of all files."""
+    files: RankFiles | None = None
+    total_bytes = 0
+    with _agree_on_failures(decision, save):
+        files = _write_rank(decision, save, task)
+    report: Any = [msgspec.to_builtins(files), rank_parts(save.write_plan).encode()]
+    reports = gather_json(report, group="background", caller=_CALLER)
+    _check_groups_open(save)
+    with _agree_on_failures(decision, save):
+        task.raise_if_cancelled()
+        if reports is not None:
+            manifest = _write_run_index(decision, save, reports)
+            for lineage in save.lineages:
+                # Before the commit, whose reply may be lost.
+                lineage.roots[decision.root].newest = Commit(decision.serial, save.step, decision.run_id)
+            commit(decision, save, manifest)
+            total_bytes = manifest.bytes
+    return cast(int, broadcast_json(total_bytes, group="background", caller=_CALLER))
+
+
+@contextmanager
+def _agree_on_failures(decision: SaveDecision, save: SaveRequest) -> Iterator[None]:
+    """Raise on all ranks if one rank fails, with the cause if the folder of the save was removed during the save."""
+    with raise_on_all_ranks(f"{_CALLER}: step {save.step}", group="background", advice=_ADVICE):
+        try:
+            yield
+        except FileNotFoundError:
+            if storage.exists(decision.staging):
+                raise
+            raise CheckpointError(
+                f"{_CALLER}: step {save.step}: {decision.staging} must exist until the end of the save, but was removed. The "
+                "step was not committed. Save again: the next save creates missing folders."
+            ) from None
+
+
+def _write_rank(decision: SaveDecision, save: SaveRequest, task: SaveTask[SaveResult]) -> RankFiles:
+    """Write this rank's data files and index."""
+    save.staged.wait()
+    staging, plan = decision.staging, save.write_plan
+    blocks: list[Blocks] = []
+    frozen_name = layout.data_name(plan.rank, frozen=True)
+    data_files = {name: serialized for name, serialized in save.staged.files.items() if name != INLINE}
+    for name, serialized in data_files.items():
+        ends = plan_blocks(plan.files[name])
+        linked = None
+        if decision.previous is not None and save.options.incremental and name == frozen_name:
+            digested = digest_blocks(serialized, ends)
+            linked = digested if link_frozen_file(staging.parent / decision.previous, staging, digested, plan.rank) else None
+        blocks.append(linked or write_data_file(staging / name, serialized, ends, threads=WRITE_THREADS, on_part=task.advance))
+    index = encode_rank_index(build_rank_index(plan, blocks))
+    storage.write_file(staging / layout.index_name(plan.rank), index)
+    storage.sync_folder(staging)
+    return RankFiles(len(index), hashlib.sha256(index).hexdigest(), tuple(file.size for file in data_files.values()))
+
+
+def _write_run_index(decision: SaveDecision, save: SaveRequest, reports: Sequence[Any]) -> Manifest:
+    """Write the index of the run from the reports of all ranks, and return the manifest of the step."""
+    index = build_run_index(save.write_plan, save.staged.files.get(INLINE), reports)
+    data = encode_run_index(index)
+    storage.write_file(decision.staging / layout.INDEX, data)
+    steps = save.lineages[0].roots[decision.root].steps
+    return msgspec.structs.replace(
+        save.manifest,
+        run_id=decision.run_id,
+        # The step of this root that the run committed or loaded last.
+        parent_step=next((step for step in reversed(steps) if step != save.step), None),
+        serial=decision.serial,
+        bytes=len(data) + sum(index.sizes.values()),
+        index_bytes=len(data),
+        index_sha256=hashlib.sha256(data).hexdigest(),
+    )
+
+
+def commit(decision: SaveDecision, save: SaveRequest, manifest: Manifest) -> None:
     """Write the manifest and rename the staging folder to the step's name, durably. A failure changes nothing.
 
     Mutates: files.
@@ -369,8 +342,8 @@ def commit(decision: SaveDecision, checkpointer: Checkpointer, lineage: Lineage,
     """
     root = storage.resolve_path(decision.root)
     # Writing may have taken longer than the lifetime of a lock without heartbeat.
-    checkpointer._acquire_lock(decision.run_id, resumed_steps(root, lineage), caller)
-    staging, final = root / decision.staging_folder, root / layout.step_name(manifest.step)
+    save.acquire_lock(decision.run_id, resumed_steps(root, save.lineages[0]))
+    staging, final = decision.staging, root / layout.step_name(manifest.step)
     if not storage.supports_rename(root):
         # All other files of the step have been written to their final names.
         storage.create_file(final / layout.MANIFEST, layout.encode_manifest(manifest))
@@ -390,3 +363,18 @@ def commit(decision: SaveDecision, checkpointer: Checkpointer, lineage: Lineage,
         for now, before in reversed(undo):
             storage.rename(now, before)
         raise
+
+
+def _remove_old_steps(root: AnyPath, run_id: str, save: SaveRequest) -> None:
+    """Remove steps that the commit made superfluous. The step is durable, so a failure is a warning."""
+    lineage = save.lineages[0]
+    known = lineage.roots[str(root)]
+    protected = {save.step, *resumed_steps(root, lineage), *known.unknown_steps}
+    try:
+        apply_retention(root, run_id, save.options, protected=protected, newest=known.newest)
+    except (OSError, CheckpointError) as error:
+        warnings.warn(
+            f"{_CALLER}: step {save.step} is committed, but older steps could not be removed: {error}. "
+            "Check the permissions of the folder.",
+            stacklevel=2,
+        )

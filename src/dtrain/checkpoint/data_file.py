@@ -4,6 +4,8 @@ The format: 8 bytes with the length of the header, the header (JSON: name -> dty
 gaps. Tensors are in the order of falling item size, so that each is aligned. Of one item size, small tensors come last, in the
 order of falling size.
 
+A save that must not wait for the disk copies the tensors first: ``StagingPool`` owns reusable host memory for the copies.
+
 Each block of a file has a digest, and is read as a whole. A large tensor has blocks of its own, of whole rows, so that a rank
 that needs some of its rows reads few others.
 
@@ -13,10 +15,10 @@ Source: the format section of the safetensors README (huggingface/safetensors).
 from __future__ import annotations
 
 import json
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple, Protocol, TypeAlias
@@ -26,7 +28,8 @@ import xxhash
 from torch import Tensor
 
 from dtrain import storage
-from dtrain.checkpoint.layout import CHUNK_BYTES, DTYPES
+from dtrain.checkpoint.layout import CHUNK_BYTES, DTYPES, Blocks
+from dtrain.device import is_accelerator
 from dtrain.errors import CorruptCheckpointError
 from dtrain.storage import AnyPath, Buffer
 
@@ -37,21 +40,6 @@ def digest_of(buffers: Iterable[Buffer]) -> bytes:
     for buffer in buffers:
         state.update(buffer)
     return state.digest()
-
-
-class Blocks(NamedTuple):
-    """Blocks of a file: the byte after each block, and the digests of all blocks, 16 bytes each."""
-
-    ends: Sequence[int]
-    digests: bytes
-
-    def numbers_of(self, begin: int, end: int) -> range:
-        """Return the numbers of the blocks that contain the bytes ``[begin, end)``."""
-        return range(bisect_right(self.ends, begin), bisect_left(self.ends, end) + 1) if end > begin else range(0)
-
-    def begin_of(self, number: int) -> int:
-        """Return the first byte of a block."""
-        return self.ends[number - 1] if number else 0
 
 
 class RangeReader(Protocol):
@@ -140,8 +128,8 @@ def verify_pieces(name: str, blocks: Blocks, numbers: range, pieces: Iterable[me
                 state = xxhash.xxh3_128() if state is None else state
                 state.update(part)
             if not missing:
-                digest = xxhash.xxh3_128_digest(part) if state is None else state.digest()
-                if digest != blocks.digests[16 * number : 16 * number + 16]:
+                digest = xxhash.xxh3_128_hexdigest(part) if state is None else state.hexdigest()
+                if digest != blocks.digests[32 * number : 32 * number + 32]:
                     raise CorruptCheckpointError(f"{name}: bytes from {begin} on do not match their digest")
                 begin, state, number = blocks.ends[number], None, number + 1
                 missing = blocks.ends[number] - begin if number < numbers.stop else 0
@@ -170,6 +158,7 @@ def verify_file(opened: ReadableFile, on_bytes: Callable[[int], object] = lambda
         on_bytes(end - begin)
 
 
+PAGE_BYTES = 4096
 # Smaller tensors are gathered into one buffer, which saves a call for each of them.
 SMALL_BYTES = 64 * 2**10
 # A gathered group is a copy, so its size is limited.
@@ -202,7 +191,9 @@ class FileLayout:
 
 def plan_file_layout(slots: Iterable[TensorSlot], *, with_header: bool = True) -> FileLayout:
     """Lay out a file that holds ``slots``; without header, only their data."""
-    ordered = tuple(sorted(slots, key=_file_order))
+    ordered = tuple(
+        sorted(slots, key=lambda slot: (-DTYPES[slot.dtype].itemsize, -min(slot.nbytes, SMALL_BYTES + 1), slot.key))
+    )
     head: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, at = {}, 0
     for slot in ordered:
@@ -244,7 +235,10 @@ def plan_blocks(layout: FileLayout) -> list[int]:
             continue
         if begin < low and low > len(layout.header):
             _end_block(ends, begin, low)
-        size = _block_bytes(slot)
+        # Whole rows, unless a row is longer than a block may be.
+        row = slot.nbytes // slot.size[0]
+        wanted = max(_MIN_BLOCK_BYTES, slot.nbytes // _BLOCKS_PER_TENSOR)
+        size = min(max(1, wanted // row) * row, CHUNK_BYTES)
         for end in (*range(low + size, high, size), high):
             _end_block(ends, ends[-1] if ends else 0, end)
         begin = high
@@ -253,21 +247,9 @@ def plan_blocks(layout: FileLayout) -> list[int]:
     return ends
 
 
-def _block_bytes(slot: TensorSlot) -> int:
-    """Return the size of the blocks of a large tensor: whole rows, unless a row is longer than a block may be."""
-    row = slot.nbytes // slot.size[0]
-    wanted = max(_MIN_BLOCK_BYTES, slot.nbytes // _BLOCKS_PER_TENSOR)
-    return min(max(1, wanted // row) * row, CHUNK_BYTES)
-
-
 def _end_block(ends: list[int], begin: int, end: int) -> None:
     """Add a block, or several if it is too large."""
     ends += [*range(begin + CHUNK_BYTES, end, CHUNK_BYTES), end]
-
-
-def _file_order(slot: TensorSlot) -> tuple[int, int, str]:
-    key, dtype, _, nbytes = slot
-    return -DTYPES[dtype].itemsize, -min(nbytes, SMALL_BYTES + 1), key
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -296,17 +278,13 @@ class SerializedFile:
         return found
 
 
-def _no_op() -> None:
-    """Default of ``on_part``."""
-
-
 def write_data_file(
     path: AnyPath,
     serialized: SerializedFile,
-    ends: Sequence[int],
+    ends: list[int],
     *,
     threads: int = 1,
-    on_part: Callable[[], None] = _no_op,
+    on_part: Callable[[], object] = lambda: None,
 ) -> Blocks:
     """Write a new file in chunks. The data are on the disk when the function returns.
 
@@ -321,7 +299,7 @@ def write_data_file(
         The blocks with their digests.
     """
     chunks = chunk_sizes(serialized.size)
-    digests = [b""] * len(chunks)
+    digests = [""] * len(chunks)
 
     def part_of(number: int) -> list[memoryview]:
         on_part()
@@ -331,16 +309,18 @@ def write_data_file(
         return serialized.views(begin, end)
 
     storage.write_parts(path, chunks, part_of, threads=threads)
-    return Blocks(ends, b"".join(digests))
+    return Blocks(ends, "".join(digests))
 
 
-def digest_blocks(serialized: SerializedFile, ends: Sequence[int]) -> Blocks:
+def digest_blocks(serialized: SerializedFile, ends: list[int]) -> Blocks:
     """Return the blocks that ``write_data_file`` would return, without writing."""
     return Blocks(ends, _digest_blocks(serialized, ends, range(len(ends))))
 
 
-def _digest_blocks(serialized: SerializedFile, ends: Sequence[int], numbers: range) -> bytes:
-    return b"".join(digest_of(serialized.views(ends[at - 1] if at else 0, ends[at])) for at in numbers)
+def _digest_blocks(serialized: SerializedFile, ends: list[int], numbers: range) -> str:
+    """Return the hex digests of blocks."""
+    begins = [0, *ends]
+    return b"".join(digest_of(serialized.views(begins[number], ends[number])) for number in numbers).hex()
 
 
 def chunk_sizes(size: int) -> list[int]:
@@ -392,3 +372,121 @@ def as_bytes(tensor: Tensor) -> memoryview:
 
 def _bytes_of(flat: Tensor) -> memoryview:
     return memoryview(flat.cpu().resolve_neg().view(torch.uint8).numpy().data)
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class StagingBuffer:
+    """Staging memory for one file at a time, pinned if tensors come from a GPU.
+
+    Views of the memory are kept while the layout of the file does not change.
+
+    Args:
+        views: views of groups by the first and last key of the group.
+    """
+
+    memory: Tensor
+    header: bytes = b""
+    views: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+
+    def fill(self, layout: FileLayout, tensors: Mapping[str, Tensor]) -> SerializedFile:
+        """Copy a file into the memory. Copies from a GPU are enqueued on its current stream and not awaited.
+
+        The caller must disable autograd.
+
+        Mutates: the memory.
+        """
+        # Without a header, two layouts cannot be told apart.
+        if self.header != layout.header or not layout.header:
+            self.header, self.views = layout.header, {}
+        if layout.header and not self.views:
+            self.memory[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
+        for group in group_slots(layout, tensors):
+            sources, into = [tensors[slot.key] for slot in group], self._view(layout, group)
+            if len(sources) > 1 and sources[0].device == into.device:
+                torch.cat([tensor.reshape(-1) for tensor in sources], out=into)
+            else:
+                into.copy_(flatten(sources), non_blocking=True)
+        return SerializedFile.from_buffers([memoryview(self.memory[: layout.size].numpy().data)])
+
+    def _view(self, layout: FileLayout, group: Sequence[TensorSlot]) -> Tensor:
+        # Tensors that have moved to another device form other groups.
+        ends = group[0].key, group[-1].key
+        view = self.views.get(ends)
+        if view is None:
+            begin, end = layout.ranges[group[0].key][0], layout.ranges[group[-1].key][1]
+            view = self.memory[begin:end].view(DTYPES[group[0].dtype])
+            self.views[ends] = view
+        return view
+
+
+class StagingPool:
+    """Pool of staging buffers: one per save in progress, each of the largest size needed so far."""
+
+    def __init__(self) -> None:
+        self._free: list[StagingBuffer] = []
+
+    def acquire(self, size: int, *, pinned: bool) -> StagingBuffer:
+        """Return an unused buffer of at least ``size`` bytes, to be released. The first call allocates memory."""
+        fitting = [b for b in self._free if b.memory.numel() >= size and b.memory.is_pinned() == pinned]
+        if fitting:
+            best = min(fitting, key=lambda buffer: buffer.memory.numel())
+            self._free.remove(best)
+            return best
+        if self._free:
+            # The buffer is too small for this run, so only the new buffer is kept.
+            self._free.pop()
+        # The chunks of a file are written to the disk from page-aligned memory without another copy.
+        memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
+        begin = -memory.data_ptr() % PAGE_BYTES
+        return StagingBuffer(memory[begin : begin + size])
+
+    def release(self, buffer: StagingBuffer) -> None:
+        """Return a buffer to the pool."""
+        self._free.append(buffer)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class StagedFiles:
+    """Contents of a rank's files in memory, and the buffers to release after the save.
+
+    Args:
+        files: contents by file name.
+        copy_events: events after the copies from GPUs.
+    """
+
+    files: Mapping[str, SerializedFile]
+    copy_events: Sequence[torch.Event]
+    buffers: Sequence[StagingBuffer]
+    pool: StagingPool
+
+    def wait(self) -> None:
+        """Wait for the copies from GPUs."""
+        for event in self.copy_events:
+            event.synchronize()
+
+    def release(self) -> None:
+        """Return the buffers to their pool."""
+        for buffer in self.buffers:
+            self.pool.release(buffer)
+
+
+def stage_files(
+    layouts: Mapping[str, FileLayout], tensors: Mapping[str, Tensor], pool: StagingPool, *, copy: bool
+) -> StagedFiles:
+    """Serialize a rank's files. Tensors are copied if ``copy`` is True, or if they are not on the CPU.
+
+    Args:
+        layouts: layout of each file by name.
+        tensors: tensors of all files by key.
+        pool: pool that owns the memory of the copies.
+        copy: if True, tensors on the CPU are copied as well.
+    """
+    accelerators = {tensor.device for tensor in tensors.values() if not tensor.is_cpu and is_accelerator(tensor.device)}
+    if not copy and not accelerators:
+        files = {name: serialize_in_place(file, tensors) for name, file in layouts.items()}
+        return StagedFiles(files=files, copy_events=(), buffers=(), pool=pool)
+    buffers = [pool.acquire(file.size, pinned=bool(accelerators)) for file in layouts.values()]
+    files = {name: buffer.fill(file, tensors) for buffer, (name, file) in zip(buffers, layouts.items(), strict=True)}
+    # The copies are in the order of each device's current stream.
+    copy_events = [torch.accelerator.current_stream(device).record_event() for device in accelerators]
+    return StagedFiles(files=files, copy_events=copy_events, buffers=buffers, pool=pool)

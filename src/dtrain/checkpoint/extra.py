@@ -9,14 +9,18 @@ of one of several states. An object that several states share is stored once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import gc
+import warnings
+import weakref
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
-from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.mismatch_report import mismatch_error, missing_row, unexpected_row
 from dtrain.checkpoint.module_state import set_extra_states
 from dtrain.checkpoint.targets import ReadOnlyMemory, write_problem
@@ -33,6 +37,13 @@ from dtrain.typing import Stateful
 if TYPE_CHECKING:
     from dtrain.checkpoint.load_plan import IgnorePatterns
     from dtrain.checkpoint.reader import CheckpointReader
+
+
+_SAVE = "save_sharded"
+_ADVICE = (
+    "Pass it: step.init(model, optimizer, loader=loader), or stateful={'second': loader} for a further loader. To leave it out "
+    "on purpose: loader=dt.checkpoint.not_saved(loader)."
+)
 
 
 def per_rank(value: Any) -> PerRank:
@@ -146,7 +157,7 @@ def check_plain_tensors(tensors: Mapping[str, Tensor], owner: str) -> None:
     """
     for key, tensor in tensors.items():
         if is_dtensor(tensor):
-            raise ConfigError(f"save_sharded: {key} must be a plain tensor, got a DTensor. {owner}")
+            raise ConfigError(f"{_SAVE}: {key} must be a plain tensor, got a DTensor. {owner}")
 
 
 def entry_structures(
@@ -204,7 +215,7 @@ def stored_entries(reader: CheckpointReader, states: Mapping[str, TrainState]) -
     for section in (layout.EXTRA, layout.OBJECTS):
         sections[section] = tree = reader.structures[section]
         if type(tree) is not dict or not all(type(name) is str for name in tree):
-            raise CorruptCheckpointError(f"{layout.INDEX}: {section}: must be a dict, got {strict_json.describe_value(tree)}")
+            raise CorruptCheckpointError(f"{layout.INDEX}: {section}: must be a dict, got {layout.describe_value(tree)}")
     objects = sections[layout.OBJECTS]
     found = {}
     for key, tree in objects.items():
@@ -318,24 +329,16 @@ def restore_objects(
             undo.callback(set_extra_states(state.model, modules[name], caller=caller))
         with raise_on_all_ranks(f"{caller}: objects of the run"):
             for key in sorted(keys, key=lambda key: not is_stateful(entries[key])):
+                content = unwrap(entries[key])
                 try:
-                    _restore_entry(entries[key], stored[key])
+                    if is_stateful(content):
+                        cast(Stateful, content).load_state_dict(stored[key])
+                    else:
+                        _Filling().fill(content, stored[key])
                 except Exception as error:
                     error.add_note(f"{caller}: {short_key(key)} did not take its stored state.")
                     raise
         undo.pop_all()
-
-
-def _restore_entry(value: Any, stored: Any) -> None:
-    """Load a stored value into an object, or fill a dict, list or tensor in place.
-
-    Mutates: ``value``.
-    """
-    content = unwrap(value)
-    if is_stateful(content):
-        cast(Stateful, content).load_state_dict(stored)
-    else:
-        _Filling().fill(content, stored)
 
 
 class _Filling:
@@ -371,3 +374,80 @@ class _Filling:
             return new
         self.fill(old, new)
         return old
+
+
+def check_loaders(states: Mapping[str, TrainState]) -> None:
+    """Raise if the states do not hold the loader of the last batches; also loaders that take turns with it.
+
+    Warns once on rank 0 if the last batches may be copies of a loader's batches. Such a batch does not name its loader.
+
+    Raises:
+        ConfigError: a loader is missing.
+
+    Mutates: ``warned_of_loader`` of the runs.
+    """
+    histories = [state._loader_history for state in states.values()]
+    identities = [identity for history in histories for identity in history.in_use]
+    if _missing_loaders(identities, states):
+        # A loader in a reference cycle is not in use any more.
+        gc.collect()
+    missing = _missing_loaders(identities, states)
+    if missing:
+        raise ConfigError(
+            f"{_SAVE}: the state must hold the position of {missing[0]!r}, or a resume repeats its batches. {_ADVICE}"
+        )
+    is_lost = None in _resolve(history.in_use[-1] for history in histories if history.in_use)
+    marked = {key: value for key, value in objects_of(states).items() if isinstance(value, NotSaved)}
+    # None stands for the loader of the last batches.
+    stands_in = (
+        value is None or is_tracked_loader(value) or isinstance(value, DataLoader) for value in map(unwrap, marked.values())
+    )
+    if is_lost and not any(short_key(key) == LOADER for key in marked) and not any(stands_in):
+        raise ConfigError(
+            f"{_SAVE}: the state must hold the position of the last loader, which no longer exists, or a resume repeats its "
+            f"batches. {_ADVICE}"
+        )
+    # The state may have been stepped on new tensors after a loader without a position has issued a batch.
+    runs = [state._run_context for state in states.values()]
+    guessed = _missing_loaders([history.guessed for history in histories], states)
+    if guessed and get_dist_info().rank == 0 and not any(run.warned_of_loader for run in runs):
+        for run in runs:
+            run.warned_of_loader = True
+        warnings.warn(
+            f"{_SAVE}: the state should hold the position of {guessed[0]!r} if it trains on copies of its batches, or a resume "
+            f"repeats them. {_ADVICE}",
+            # Also past the check of the arguments, to the caller's line.
+            stacklevel=6,
+        )
+
+
+def check_stops(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:
+    """Raise if a stop of the last ``until`` has judged a value, and the checkpoint does not hold the stop.
+
+    Raises:
+        ConfigError: a stop is missing, so that a resume would forget its values.
+    """
+    objects = [*extra.values(), *objects_of(states).values()]
+    held = {id(unwrap(value)) for value in objects}
+    used = _resolve(identity for state in states.values() for identity in state._loader_history.in_use)
+    for loader in (unwrap(value) for value in (*objects, *used)):
+        for stop in getattr(loader, "_stops", ()) if is_tracked_loader(loader) else ():
+            if getattr(stop, "_has_judged", False) and id(stop) not in held:
+                raise ConfigError(
+                    f"{_SAVE}: the state must hold {stop!r} of loader.until(stop=...), or a resume forgets its values. "
+                    "Pass it: step.init(model, optimizer, loader=loader, stateful={'stop': stop})."
+                )
+
+
+def _missing_loaders(identities: Iterable[object], states: Mapping[str, TrainState]) -> list[Any]:
+    """Return the loaders that exist and that no state holds."""
+    held = {id(unwrap(value)) for value in objects_of(states).values()}
+    return [loader for loader in _resolve(identities) if loader is not None and id(loader) not in held]
+
+
+def _resolve(identities: Iterable[object]) -> list[Any]:
+    """Return the loaders of ``build_loader``, and None for a loader that no longer exists.
+
+    Objects of other libraries have no position that could be saved.
+    """
+    return [identity() for identity in identities if isinstance(identity, weakref.ref)]

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from dtrain.checkpoint import layout
-from dtrain.checkpoint.data_file import Blocks, split_blocks
+from dtrain.checkpoint.data_file import split_blocks
+from dtrain.checkpoint.layout import Blocks
 
 # A server sends so many bytes in the time of a request, so smaller gaps between needed blocks are read as well.
 _MAX_REMOTE_GAP_BYTES = 2**20

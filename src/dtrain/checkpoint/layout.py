@@ -22,17 +22,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from math import prod
-from typing import Annotated, Any, Literal
+from bisect import bisect_left, bisect_right
+from dataclasses import dataclass
+from math import inf, prod
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import msgspec
 import torch
 from msgspec import Meta, Struct
 
-from dtrain.checkpoint import strict_json
-from dtrain.checkpoint.strict_json import Count
 from dtrain.dist.mesh import MODEL_AXES
 from dtrain.errors import CheckpointError, CorruptCheckpointError
+
+T = TypeVar("T")
+# The limit is per file, and the writer refuses larger files, too.
+MAX_JSON_BYTES = 256 * 2**20
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 FORMAT, VERSION = "dtrain-checkpoint", 4
 MANIFEST, INDEX = "manifest.json", "index.json"
@@ -114,6 +119,39 @@ def index_name(rank: int) -> str:
     return f"rank-{rank:05d}.json"
 
 
+def compile_schema(kind: type[T]) -> type[T]:
+    """Evaluate the annotations of a struct at import, so that reading an untrusted file compiles no code."""
+    msgspec.json.Decoder(kind)
+    return kind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorRef:
+    """Description of a tensor in a tree: safetensors dtype name, global shape, and True if the tensor was a DTensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    distributed: bool
+
+    def __str__(self) -> str:
+        return f"{self.dtype} {list(self.shape)}"
+
+
+class Blocks(Struct, frozen=True, forbid_unknown_fields=True):
+    """Blocks of a data file: the byte after each block, and the hex digests of all blocks, 32 digits each."""
+
+    ends: list[Count]
+    digests: Annotated[str, Meta(pattern=r"\A[0-9a-f]*\Z")]
+
+    def numbers_of(self, begin: int, end: int) -> range:
+        """Return the numbers of the blocks that contain the bytes ``[begin, end)``."""
+        return range(bisect_right(self.ends, begin), bisect_left(self.ends, end) + 1) if end > begin else range(0)
+
+    def begin_of(self, number: int) -> int:
+        """Return the first byte of a block."""
+        return self.ends[number - 1] if number else 0
+
+
 class RankFiles(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Files of a rank: size and digest of its index, and sizes of its data files, the second of frozen parameters."""
 
@@ -140,7 +178,7 @@ class MeshLayout(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
         return prod(size for axis, size in zip(self.axes, self.shape, strict=False) if axis in MODEL_AXES)
 
 
-@strict_json.compile_schema
+@compile_schema
 class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Manifest of a checkpoint. A folder with a valid manifest is a checkpoint.
 
@@ -168,7 +206,7 @@ class Manifest(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     states: tuple[str, ...]
     world_size: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
     bytes: Count
-    index_bytes: Annotated[int, Meta(ge=0, le=strict_json.MAX_JSON_BYTES)]
+    index_bytes: Annotated[int, Meta(ge=0, le=MAX_JSON_BYTES)]
     index_sha256: Annotated[str, Meta(pattern=r"\A[0-9a-f]{64}\Z")]
 
     @property
@@ -183,7 +221,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def _sign(body: dict[str, Any]) -> bytes:
-    digest = hashlib.sha256(strict_json.canonical_json(body)).hexdigest()
+    digest = hashlib.sha256(canonical_json(body)).hexdigest()
     return json.dumps({**body, "sha256": digest}, indent=1).encode() + b"\n"
 
 
@@ -194,17 +232,17 @@ def parse_manifest(data: bytes) -> Manifest:
         CorruptCheckpointError: bytes that ``encode_manifest`` does not write.
         CheckpointError: a valid manifest of another format version.
     """
-    body = strict_json.parse_json(data, MANIFEST)
+    body = parse_json(data, MANIFEST)
     if type(body) is not dict or type(body.get("sha256")) is not str:
         raise CorruptCheckpointError(f"{MANIFEST}: must be an object with a sha256")
     digest = body.pop("sha256")
-    if hashlib.sha256(strict_json.canonical_json(body)).hexdigest() != digest:
+    if hashlib.sha256(canonical_json(body)).hexdigest() != digest:
         raise CorruptCheckpointError(f"{MANIFEST}: sha256 does not match the content")
     check_format(body, MANIFEST, FORMAT)
     if _sign(body) != data:
         raise CorruptCheckpointError(f"{MANIFEST}: the text was changed, the values were not")
     fields = {name: value for name, value in body.items() if name not in ("format", "version")}
-    manifest = strict_json.convert(fields, Manifest, MANIFEST)
+    manifest = convert(fields, Manifest, MANIFEST)
     if len(set(manifest.states)) != len(manifest.states) or "" in manifest.states:
         raise CorruptCheckpointError(f"{MANIFEST}: states: names must be unique and not empty, got {manifest.states}"[:300])
     return manifest
@@ -215,10 +253,117 @@ def check_format(body: Any, location: str, name: str) -> None:
     if type(body) is not dict or body.get("format") != name:
         raise CorruptCheckpointError(f"{location}: must be a file of format {name!r}")
     if type(body.get("version")) is not int:
-        raise CorruptCheckpointError(
-            f"{location}: version: must be an integer, got {strict_json.describe_value(body.get('version'))}"
-        )
+        raise CorruptCheckpointError(f"{location}: version: must be an integer, got {describe_value(body.get('version'))}")
     if body["version"] != VERSION:
         raise CheckpointError(
             f"{location}: format version must be {VERSION}, got {body['version']}. Use the dtrain version that wrote the file."
         )
+
+
+def canonical_json(value: Any) -> bytes:
+    """Return the canonical JSON text of a value: keys sorted, no spaces, ASCII, no NaN."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def encode_limited(value: Any, location: str) -> bytes:
+    """Encode a value as compact JSON.
+
+    Raises:
+        CheckpointError: more JSON than ``parse_json`` accepts.
+    """
+    data = json.dumps(value, separators=(",", ":"), allow_nan=False).encode()
+    if len(data) > MAX_JSON_BYTES:
+        raise CheckpointError(
+            f"{location}: plain values and index must be at most {MAX_JSON_BYTES} bytes, got {len(data)}. "
+            "Store large plain data as tensors."
+        )
+    return data
+
+
+def parse_json(data: bytes, location: str) -> Any:
+    """Parse a JSON text.
+
+    Raises:
+        CorruptCheckpointError: invalid JSON, too large, nested too deeply, a duplicate key, NaN or Infinity.
+    """
+    if len(data) > MAX_JSON_BYTES:
+        raise CorruptCheckpointError(f"{location}: JSON must be at most {MAX_JSON_BYTES} bytes, got {len(data)}")
+    try:
+        return json.loads(
+            data.decode("utf-8"),
+            object_pairs_hook=_reject_duplicate_keys,
+            parse_constant=_reject_constant,
+            parse_float=_parse_finite_float,
+        )
+    except RecursionError:
+        raise CorruptCheckpointError(f"{location}: JSON is nested too deeply") from None
+    # JSONDecodeError and UnicodeDecodeError are ValueErrors. An integer of 5,000 digits raises ValueError, too.
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{location}: not valid JSON ({' '.join(str(error).split())[:200]})") from None
+
+
+def _reject_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        seen: set[str] = set()
+        duplicate = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+        raise ValueError(f"duplicate key {duplicate!r}")
+    return found
+
+
+def _parse_finite_float(text: str) -> float:
+    value = float(text)
+    if value in (inf, -inf):
+        raise ValueError(f"{text[:40]} is too large for a float")
+    return value
+
+
+def _reject_constant(text: str) -> NoReturn:
+    raise ValueError(f"{text} is not allowed")
+
+
+def convert(value: Any, kind: type[T], location: str) -> T:
+    """Convert parsed JSON to a frozen struct of msgspec, without casts: ``True`` is no integer.
+
+    Raises:
+        CorruptCheckpointError: a missing or unknown field, or a field of another type; names the field.
+    """
+    try:
+        return msgspec.convert(value, kind)
+    # msgspec cannot encode half of a surrogate pair, which JSON may hold as an escape.
+    except (msgspec.ValidationError, UnicodeEncodeError) as error:
+        message, _, path = str(error).partition(" - at `$")
+        field = path.strip("`.")
+        raise CorruptCheckpointError(f"{location}: {field}{': ' if field else ''}{message}") from None
+
+
+def read_object(value: Any, location: str, names: tuple[str, ...]) -> dict[str, Any]:
+    """Return ``value`` as an object with exactly the fields ``names``."""
+    if type(value) is not dict:
+        raise CorruptCheckpointError(f"{location}: must be an object, got {describe_value(value)}")
+    if value.keys() != set(names):
+        missing, unknown = sorted(set(names) - value.keys()), sorted(value.keys() - set(names))
+        raise CorruptCheckpointError(
+            f"{location}: must have exactly the expected fields. Missing: {_format_names(missing)}. "
+            f"Unknown: {_format_names(unknown)}."
+        )
+    return value
+
+
+def read_int(value: Any, location: str) -> int:
+    """Return ``value`` as an integer of at least 0."""
+    if type(value) is not int or value < 0:
+        raise CorruptCheckpointError(f"{location}: must be an integer of at least 0, got {describe_value(value)}")
+    return value
+
+
+def _format_names(names: list[str]) -> str:
+    """Format the first ten names for an error message, each shortened."""
+    shown = [repr(name) if len(name) <= 60 else f"{name[:57]!r}..." for name in names[:10]]
+    return f"[{', '.join(shown)}{', ...' if len(names) > len(shown) else ''}]"
+
+
+def describe_value(value: Any) -> str:
+    """Describe a value shortly for an error message."""
+    shown = repr(value)
+    return f"{type(value).__name__} {shown if len(shown) <= 60 else shown[:57] + '...'}"

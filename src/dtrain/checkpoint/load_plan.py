@@ -12,14 +12,14 @@ from typing import Any
 
 from torch import Tensor
 
-from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint import layout, tree_json
+from dtrain.checkpoint.layout import TensorRef
 from dtrain.checkpoint.mismatch_report import MismatchRow, mismatch_error, missing_row, unequal_row, unexpected_row
 from dtrain.checkpoint.module_state import extra_state_modules, extra_state_names
 from dtrain.checkpoint.optimizer_state import TensorBuilder, compare_groups, find_unknown_state, plan_optimizer
 from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.checkpoint.reshard import Region
 from dtrain.checkpoint.targets import check_targets
-from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.dist.dtensor import shard_box
 from dtrain.errors import ConfigError, CorruptCheckpointError
 from dtrain.fqn import buffers_by_fqn, compile_patterns
@@ -156,7 +156,7 @@ def plan_load(
         transforms = dict(_section_dict(reader, TRANSFORMS))
         comparison.compare_transforms(_section_refs(reader, TRANSFORMS), transforms, state)
         if not options.ignore.part(OPTIMIZER):
-            optimizer = strict_json.read_object(
+            optimizer = layout.read_object(
                 _section_dict(reader, OPTIMIZER), f"{layout.INDEX}: {OPTIMIZER}", ("state", "global", "groups")
             )
             comparison.rows.extend(find_unknown_state(optimizer, state, comparison.skipped))
@@ -332,7 +332,7 @@ def _section_dict(reader: CheckpointReader, section: str) -> dict[str, Any]:
     """Return a section, a dict with string keys, with a ``TensorPlaceholder`` in place of each tensor."""
     values = reader.structures[section]
     if type(values) is not dict or not all(type(key) is str for key in values):
-        raise CorruptCheckpointError(f"{layout.INDEX}: {section}: must be a dict, got {strict_json.describe_value(values)}")
+        raise CorruptCheckpointError(f"{layout.INDEX}: {section}: must be a dict, got {layout.describe_value(values)}")
     return values
 
 
@@ -342,7 +342,7 @@ def _read_clock(reader: CheckpointReader, *, check_step: bool) -> Clock:
     raw = {"previous": None, "step_start": None, **_section_dict(reader, "clock")}
     previous, start = raw.pop("previous"), raw.pop("step_start")
     if previous is not None and type(previous) is not dict:
-        raise CorruptCheckpointError(f"{location}: previous: must be a dict, got {strict_json.describe_value(previous)}")
+        raise CorruptCheckpointError(f"{location}: previous: must be a dict, got {layout.describe_value(previous)}")
     counts = _read_counts(raw, location)
     if check_step and counts["step"] != reader.manifest.step:
         raise CorruptCheckpointError(
@@ -356,20 +356,20 @@ def _read_clock(reader: CheckpointReader, *, check_step: bool) -> Clock:
 
 
 def _read_place(raw: Any, location: str) -> EpochPosition:
-    numbers = [strict_json.read_int(value, location) for value in raw] if type(raw) is list else []
+    numbers = [layout.read_int(value, location) for value in raw] if type(raw) is list else []
     if len(numbers) != 2:
-        raise CorruptCheckpointError(f"{location}: must be two integers, got {strict_json.describe_value(raw)}")
+        raise CorruptCheckpointError(f"{location}: must be two integers, got {layout.describe_value(raw)}")
     return EpochPosition(*numbers)
 
 
 def _read_counts(raw: dict[str, Any], location: str) -> dict[str, Any]:
     """Read and check the counts of a clock."""
-    strict_json.read_object(raw, location, tuple(name for name in Clock().state_dict() if name != "previous"))
+    layout.read_object(raw, location, tuple(name for name in Clock().state_dict() if name != "previous"))
     seconds = raw["seconds"]
     if type(seconds) is not float:
-        raise CorruptCheckpointError(f"{location}: seconds: must be a float, got {strict_json.describe_value(seconds)}")
+        raise CorruptCheckpointError(f"{location}: seconds: must be a float, got {layout.describe_value(seconds)}")
     return {
-        **{name: strict_json.read_int(value, f"{location}: {name}") for name, value in raw.items() if name != "seconds"},
+        **{name: layout.read_int(value, f"{location}: {name}") for name, value in raw.items() if name != "seconds"},
         "seconds": seconds,
     }
 
@@ -377,5 +377,5 @@ def _read_counts(raw: dict[str, Any], location: str) -> dict[str, Any]:
 def _read_seed(reader: CheckpointReader) -> int:
     seed = reader.shared["seed"]
     if type(seed) is not int:
-        raise CorruptCheckpointError(f"{layout.INDEX}: seed: must be an integer, got {strict_json.describe_value(seed)}")
+        raise CorruptCheckpointError(f"{layout.INDEX}: seed: must be an integer, got {layout.describe_value(seed)}")
     return seed

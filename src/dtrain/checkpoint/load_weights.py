@@ -15,16 +15,16 @@ from torch import Tensor, nn
 
 from dtrain import storage
 from dtrain.arguments import explain_arguments
-from dtrain.checkpoint import layout, mismatch_report, strict_json, tensor_files, tree_json
+from dtrain.checkpoint import layout, mismatch_report, tensor_files, tree_json
 from dtrain.checkpoint.checkpoint_info import StepRemovedError, choose_step, has_manifest, notice_removal, read_manifest
 from dtrain.checkpoint.data_file import as_bytes
+from dtrain.checkpoint.layout import TensorRef
 from dtrain.checkpoint.mismatch_report import MismatchRow
 from dtrain.checkpoint.module_state import finish_load
 from dtrain.checkpoint.read_tensors import copy_into_, read_tensors
 from dtrain.checkpoint.reshard import Region, plan_reads
 from dtrain.checkpoint.targets import check_targets
 from dtrain.checkpoint.tensor_files import TensorFiles, open_step
-from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.dist.collectives import all_gather_json, broadcast_decision, raise_on_all_ranks
 from dtrain.dist.dtensor import shard_box, to_local
 from dtrain.dist.init import get_dist_info
@@ -373,7 +373,7 @@ def _region_bytes(files: TensorFiles, name: str, region: Region) -> bytes:
 
 
 def _check_same_files(files: TensorFiles, path: AnyPath, match: NameMatch) -> None:
-    names = hashlib.sha256(strict_json.canonical_json(sorted(match.names.items()))).hexdigest()
+    names = hashlib.sha256(layout.canonical_json(sorted(match.names.items()))).hexdigest()
     hashes_by_rank = all_gather_json([files.content_hash, names])
     for rank, hashes in enumerate(hashes_by_rank):
         if hashes != hashes_by_rank[0]:

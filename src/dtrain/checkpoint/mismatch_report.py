@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Literal
 
-from dtrain.checkpoint.tree_json import TensorRef
+from dtrain.checkpoint.layout import TensorRef
 from dtrain.errors import CheckpointMismatchError
 
 MAX_ROWS = 10

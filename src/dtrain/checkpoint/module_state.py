@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import _IncompatibleKeys
 
-from dtrain.checkpoint import layout, strict_json
+from dtrain.checkpoint import layout
 from dtrain.dist.collectives import raise_on_all_ranks
 from dtrain.errors import ConfigError, CorruptCheckpointError
 from dtrain.fqn import modules_by_fqn
@@ -38,9 +38,9 @@ def extra_state_names(structures: Mapping[str, Any]) -> list[str]:
     if "modules" not in structures:
         return []
     location = f"{layout.INDEX}: modules"
-    names = strict_json.read_object(structures["modules"], location, ("names", "equal"))["names"]
+    names = layout.read_object(structures["modules"], location, ("names", "equal"))["names"]
     if type(names) is not list or not all(type(name) is str for name in names):
-        raise CorruptCheckpointError(f"{location}: names must be a list of strings, got {strict_json.describe_value(names)}")
+        raise CorruptCheckpointError(f"{location}: names must be a list of strings, got {layout.describe_value(names)}")
     return names
 
 

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from dtrain.arguments import format_count
-from dtrain.checkpoint import layout, strict_json, tree_json
-from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint import layout, tree_json
+from dtrain.checkpoint.layout import DTYPES, TensorRef
 from dtrain.checkpoint.mismatch_report import MismatchRow, other_row, unexpected_row
 from dtrain.checkpoint.reshard import Region, full_region
 from dtrain.checkpoint.state_dict import ADDED_OPTIONS, optimizer_groups
-from dtrain.checkpoint.tree_json import TensorPlaceholder, TensorRef, list_placeholders
+from dtrain.checkpoint.tree_json import TensorPlaceholder, list_placeholders
 from dtrain.dist.dtensor import (
     from_local_like,
     is_dtensor,
@@ -96,7 +96,7 @@ def _dict(value: Any, location: str) -> dict[str, Any]:
         CorruptCheckpointError: a value of another type.
     """
     if type(value) is not dict:
-        raise CorruptCheckpointError(f"{layout.INDEX}: {location}: must be a dict, got {strict_json.describe_value(value)}")
+        raise CorruptCheckpointError(f"{layout.INDEX}: {location}: must be a dict, got {layout.describe_value(value)}")
     return value
 
 

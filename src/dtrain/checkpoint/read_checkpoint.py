@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.data_file import FileOpener, ReadableFile
 from dtrain.checkpoint.extra import entry_structures, short_key, stored_entries
 from dtrain.checkpoint.load_plan import OPTIMIZER, RNG, TRANSFORMS, LoadOptions, LoadPlan, plan_load
@@ -338,7 +338,7 @@ def _module_structures(reader: CheckpointReader, state: str, names: Sequence[str
     rank = info.rank % reader.world_size
     structure = part.rank_structure(rank, "modules", f"{state_prefix(state)}modules")
     location = f"{layout.index_name(rank)}: values: modules"
-    strict_json.read_object(structure, location, tuple(extra_state_names(part.structures)))
+    layout.read_object(structure, location, tuple(extra_state_names(part.structures)))
     return {name: structure[name] for name in names}
 
 

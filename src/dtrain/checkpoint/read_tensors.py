@@ -22,9 +22,8 @@ from dtrain.checkpoint import layout
 from dtrain.checkpoint.data_file import FileOpener, ReadableFile, verify_pieces
 from dtrain.checkpoint.fetch_plan import Fetch, plan_fetches
 from dtrain.checkpoint.host_buffers import BufferPool, GatherBuffer, view_as
-from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.layout import DTYPES, TensorRef
 from dtrain.checkpoint.reshard import ReadItem
-from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CorruptCheckpointError
 from dtrain.storage.parallel_parts import for_each_part
 

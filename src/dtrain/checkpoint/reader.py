@@ -11,21 +11,23 @@ from math import prod
 from typing import Any, TypeVar
 
 from dtrain import storage
-from dtrain.checkpoint import layout, strict_json, tree_json
+from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpoint_info import read_manifest
 from dtrain.checkpoint.data_file import InMemoryFile, OpenedFile
-from dtrain.checkpoint.layout import Manifest
-from dtrain.checkpoint.rank_index import (
+from dtrain.checkpoint.index import (
     PlacedShards,
     RankIndex,
+    RunIndex,
     ShardKind,
     StoredShard,
+    inline_order,
     parse_rank_index,
+    parse_run_index,
     place_shards,
     shard_kind,
 )
+from dtrain.checkpoint.layout import Manifest
 from dtrain.checkpoint.reshard import Region
-from dtrain.checkpoint.run_index import RunIndex, inline_order, parse_run_index
 from dtrain.checkpoint.tree_json import state_prefix, strip_prefix
 from dtrain.errors import CheckpointMismatchError, CorruptCheckpointError
 from dtrain.launch import heartbeats
@@ -53,8 +55,8 @@ def read_rank_index(folder: AnyPath, index: RunIndex, rank: int) -> RankIndex:
 
 def _read_json(folder: AnyPath, name: str, size: int, sha256: str) -> bytes:
     heartbeats.heartbeat("load")
-    if size > strict_json.MAX_JSON_BYTES:
-        raise CorruptCheckpointError(f"{name}: JSON must be at most {strict_json.MAX_JSON_BYTES} bytes, got {size}")
+    if size > layout.MAX_JSON_BYTES:
+        raise CorruptCheckpointError(f"{name}: JSON must be at most {layout.MAX_JSON_BYTES} bytes, got {size}")
     with _open_file(folder, name, size) as file:
         data = bytearray(size)
         count = file.read_into(0, memoryview(data))
@@ -94,7 +96,8 @@ class RankFilesReader:
     def placed(self, rank: int) -> PlacedShards:
         """Return the places of the shards of a rank."""
         if rank not in self._placed:
-            self._placed[rank] = place_shards(read_rank_index(self._folder, self._index, rank), self._index)
+            index = read_rank_index(self._folder, self._index, rank)
+            self._placed[rank] = place_shards(index, self._index, tree_json.tensor_refs(index.values, ""))
         return self._placed[rank]
 
     def prepare(self, ranks: Iterable[int]) -> None:
@@ -245,11 +248,11 @@ class CheckpointReader:
 
 def state_values(values: Any, name: str, location: str) -> dict[str, Any]:
     """Return a rank's values as if the rank had saved one state alone."""
-    values = strict_json.read_object(values, f"{location}: values", (layout.STATES, "rng", layout.EXTRA, layout.OBJECTS))
+    values = layout.read_object(values, f"{location}: values", (layout.STATES, "rng", layout.EXTRA, layout.OBJECTS))
     states = values[layout.STATES]
     if type(states) is not dict or name not in states:
         raise CorruptCheckpointError(f"{location}: values: no state {name!r}")
-    of_state = strict_json.read_object(states[name], f"{location}: values: {name}", ("buffers", "modules"))
+    of_state = layout.read_object(states[name], f"{location}: values: {name}", ("buffers", "modules"))
     return {**of_state, **{section: values[section] for section in ("rng", layout.EXTRA, layout.OBJECTS)}}
 
 
@@ -330,10 +333,10 @@ def _check_shared(shared: Any, manifest: Manifest) -> dict[str, Any]:
     location = f"{layout.INDEX}: shared"
     of_run = (layout.EXTRA, layout.OBJECTS) if manifest.scope == "all" else ()
     if not manifest.states:
-        return strict_json.read_object(shared, location, (*manifest.sections, *of_run))
-    sections = strict_json.read_object(shared, location, (layout.STATES, *of_run))
-    for name, values in strict_json.read_object(sections[layout.STATES], f"{location}: states", manifest.states).items():
-        strict_json.read_object(values, f"{location}: states: {name}", manifest.sections)
+        return layout.read_object(shared, location, (*manifest.sections, *of_run))
+    sections = layout.read_object(shared, location, (layout.STATES, *of_run))
+    for name, values in layout.read_object(sections[layout.STATES], f"{location}: states", manifest.states).items():
+        layout.read_object(values, f"{location}: states: {name}", manifest.sections)
     return sections
 
 

@@ -13,8 +13,8 @@ from math import prod
 from operator import itemgetter
 from typing import Any, NamedTuple, TypeAlias
 
+from dtrain.checkpoint.index import ShardKind, StoredShard
 from dtrain.checkpoint.layout import DTYPES
-from dtrain.checkpoint.rank_index import ShardKind, StoredShard
 from dtrain.errors import CorruptCheckpointError
 
 # Limit of one read that is not contiguous, unless a single row is larger: such a read needs a buffer of its own.

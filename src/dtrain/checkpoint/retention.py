@@ -10,13 +10,14 @@ from __future__ import annotations
 import secrets
 import warnings
 from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from dtrain import storage
 from dtrain.arguments import check_int, format_bytes
 from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import CheckpointInfo, has_manifest, newest_commit, read_manifest, scan_root
-from dtrain.checkpoint.lock import Lock, lock_root, protected_steps
+from dtrain.checkpoint.lock import lock_root, protected_steps
 from dtrain.checkpoint.reader import read_run_index
 from dtrain.checkpoint.save_thread import save_thread
 from dtrain.checkpoint.verify_step import verify_step
@@ -27,40 +28,45 @@ from dtrain.storage import AnyPath
 _CALLER = "prune"
 
 
-def plan_retention(
-    steps: Sequence[int],
-    keep_last: int | None,
-    *,
-    keep_every: int | None = None,
-    keep_steps: Collection[int] = (),
-    protected: Collection[int] = (),
-    caller: str = _CALLER,
-) -> list[int]:
-    """Return the steps to remove so that the last ``keep_last`` steps and all other steps to keep remain.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionRules:
+    """Rules that select the steps that remain.
 
     Args:
-        steps: committed steps, in the order of their commits.
         keep_last: number of last steps to keep, at least 1; None keeps all steps.
         keep_every: multiples of this number are kept.
         keep_steps: steps that the user keeps.
-        protected: steps in use.
-        caller: prefix of messages.
-
-    >>> plan_retention([100, 200, 250, 300, 400], 1, keep_every=200, protected={100})
-    [250, 300]
-
-    Raises:
-        ConfigError: ``keep_last`` or ``keep_every`` is neither None nor an integer of at least 1; a step is not an integer.
     """
-    for name, value in (("keep_last", keep_last), ("keep_every", keep_every)):
-        if value is not None:
-            check_int(caller, name, value, advice="Pass None to turn the option off.")
-    for step in keep_steps:
-        check_int(caller, "keep_steps", step, minimum=0)
-    if keep_last is None:
-        return []
-    kept = {*keep_steps, *protected}
-    return [step for step in steps[:-keep_last] if step not in kept and (keep_every is None or step % keep_every != 0)]
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_steps: Collection[int] = ()
+
+    def check(self, caller: str) -> None:
+        """Raise ConfigError unless the numbers are None or integers of at least 1, and the steps are integers."""
+        for name, value in (("keep_last", self.keep_last), ("keep_every", self.keep_every)):
+            if value is not None:
+                check_int(caller, name, value, advice="Pass None to turn the option off.")
+        for step in self.keep_steps:
+            check_int(caller, "keep_steps", step, minimum=0)
+
+    def steps_to_remove(self, steps: Sequence[int], protected: Collection[int] = ()) -> list[int]:
+        """Return the steps to remove so that the last steps and all other steps to keep remain.
+
+        Args:
+            steps: committed steps, in the order of their commits.
+            protected: steps in use.
+
+        >>> RetentionRules(keep_last=1, keep_every=200).steps_to_remove(
+        ...     [100, 200, 250, 300, 400], protected={100}
+        ... )
+        [250, 300]
+        """
+        if self.keep_last is None:
+            return []
+        kept = {*self.keep_steps, *protected}
+        older = [step for step in steps[: -self.keep_last] if step not in kept]
+        return [step for step in older if self.keep_every is None or step % self.keep_every != 0]
 
 
 def prune(
@@ -93,22 +99,27 @@ def prune(
     Mutates: files. Steps with a corrupt manifest, and folders that were moved aside, are not removed.
 
     Raises:
-        ConfigError: as ``plan_retention``.
+        ConfigError: ``keep_last`` or ``keep_every`` is neither None nor an integer of at least 1; a step is not an integer.
         CheckpointError: a running job uses the root (pass ``keep_last`` to its saves instead), the root cannot be read or
             written, or the root is the folder of a step.
     """
-    plan_retention([], keep_last, keep_every=keep_every, keep_steps=keep_steps)
+    rules = RetentionRules(keep_last=keep_last, keep_every=keep_every, keep_steps=keep_steps)
+    rules.check(_CALLER)
     folder = storage.resolve_path(root)
     try:
         if has_manifest(folder):
             raise CheckpointError(f"{_CALLER}: root must be a folder of steps, got the step {folder}. Pass its parent folder.")
         if dry_run or not storage.exists(folder):
-            return _steps_to_remove(folder, keep_last, keep_every, keep_steps)
+            return _steps_to_remove(folder, rules)
         # A staging folder may belong to a save in progress in this process.
         save_thread().wait_for_slot(1)
-        with _lock_for_pruning(folder):
+        try:
+            lock = lock_root(folder, _CALLER)
+        except CheckpointError as error:
+            raise CheckpointError(f"{_CALLER}: {error} Pass keep_last to the saves of a running job instead.") from None
+        with lock:
             remove_leftovers(folder, caller=_CALLER)
-            removed = _steps_to_remove(folder, keep_last, keep_every, keep_steps)
+            removed = _steps_to_remove(folder, rules)
             for step in removed:
                 remove_step(step.path, step.step, step.run_id)
         return removed
@@ -116,25 +127,14 @@ def prune(
         raise CheckpointError(f"{_CALLER}: {error}") from error
 
 
-def _lock_for_pruning(root: AnyPath) -> Lock:
-    try:
-        return lock_root(root, _CALLER)
-    except CheckpointError as error:
-        raise CheckpointError(f"{_CALLER}: {error} Pass keep_last to the saves of a running job instead.") from None
-
-
-def _steps_to_remove(
-    root: AnyPath, keep_last: int | None, keep_every: int | None, keep_steps: Collection[int]
-) -> list[CheckpointInfo]:
+def _steps_to_remove(root: AnyPath, rules: RetentionRules) -> list[CheckpointInfo]:
     """Return the steps to remove in the order of their commits. Each run is planned separately."""
     committed = scan_root(root).committed
     protected = protected_steps(root)
     found = []
     for run_id in dict.fromkeys(step.run_id for step in committed):
         run = [step for step in committed if step.run_id == run_id]
-        to_remove = plan_retention(
-            [c.step for c in run], keep_last, keep_every=keep_every, keep_steps=keep_steps, protected=protected
-        )
+        to_remove = rules.steps_to_remove([step.step for step in run], protected)
         found += _keep_newest_sound(run, set(to_remove)) if to_remove else []
     return sorted(found, key=committed.index)
 
@@ -170,23 +170,14 @@ def _is_sound(step: CheckpointInfo) -> bool:
 
 
 def apply_retention(
-    root: AnyPath,
-    run_id: str,
-    *,
-    keep_last: int | None,
-    keep_every: int | None = None,
-    keep_steps: Collection[int] = (),
-    protected: Collection[int] = (),
-    newest: Commit | None = None,
+    root: AnyPath, run_id: str, rules: RetentionRules, *, protected: Collection[int] = (), newest: Commit | None = None
 ) -> list[int]:
     """Remove older steps of the run after a commit, and leftovers of killed saves.
 
     Args:
         root: folder of steps.
         run_id: id of the run; steps of other runs are not removed.
-        keep_last: as for ``plan_retention``.
-        keep_every: as for ``plan_retention``.
-        keep_steps: as for ``plan_retention``.
+        rules: rules of the run.
         protected: the step just committed, the step that this process resumed from, and steps that the run does not know.
         newest: the commit just made. If the root has a newer commit, another run or job saves into it, and nothing is removed.
 
@@ -200,15 +191,13 @@ def apply_retention(
         OSError: a failed file operation; each step is complete or removed.
     """
     remove_leftovers(root)
-    if keep_last is None:
+    if rules.keep_last is None:
         return []
     committed = scan_root(root).committed
     if newest is not None:
-        check_newest(root, newest, newest_commit(committed), "save_sharded")
+        check_newest(root, newest, newest_commit(committed))
     run = [step for step in committed if step.run_id == run_id]
-    to_remove = plan_retention(
-        [step.step for step in run], keep_last, keep_every=keep_every, keep_steps=keep_steps, protected=protected
-    )
+    to_remove = rules.steps_to_remove([step.step for step in run], protected)
     if not to_remove:
         return []
     # The bytes were digested and synced by the save. Reading them again would double its cost; comparing sizes is cheap.
@@ -232,9 +221,7 @@ def resumed_steps(root: AnyPath, lineage: Lineage) -> set[int]:
     return set() if step is None else {step}
 
 
-def check_no_other_job(
-    root: AnyPath, committed: Sequence[CheckpointInfo], lineages: Sequence[Lineage], run_id: str, caller: str
-) -> None:
+def check_no_other_job(root: AnyPath, committed: Sequence[CheckpointInfo], lineages: Sequence[Lineage], run_id: str) -> None:
     """Raise if another run or job has saved into the root since the run looked at it. The first look learns the root's steps.
 
     Args:
@@ -242,7 +229,6 @@ def check_no_other_job(
         committed: its steps.
         lineages: lineage of each state of the save. Some of the states may have been saved without the others.
         run_id: id of the run.
-        caller: prefix of messages.
 
     Mutates: ``lineages``.
 
@@ -252,7 +238,7 @@ def check_no_other_job(
     histories, newest = [lineage.roots[str(root)] for lineage in lineages], newest_commit(committed)
     if any(history.looked for history in histories):
         known = [history.newest for history in histories if history.newest is not None]
-        check_newest(root, max(known, key=lambda commit: commit.serial, default=None), newest, caller)
+        check_newest(root, max(known, key=lambda commit: commit.serial, default=None), newest)
     own_steps = {step for history in histories for step in history.steps}
     for lineage, history in zip(lineages, histories, strict=True):
         if history.looked:
@@ -264,7 +250,7 @@ def check_no_other_job(
         history.unknown_steps = frozenset(later - own_steps)
 
 
-def check_newest(root: AnyPath, expected: Commit | None, found: Commit | None, caller: str) -> None:
+def check_newest(root: AnyPath, expected: Commit | None, found: Commit | None) -> None:
     """Raise if a root has a newer commit than the newest one that a run has seen or made there.
 
     A second job of the run, started twice or left open, would train on from a step that the root has left behind, and remove
@@ -277,7 +263,7 @@ def check_newest(root: AnyPath, expected: Commit | None, found: Commit | None, c
         return
     before = "be empty" if expected is None else f"end with step {expected.step} of run {expected.run_id}"
     raise CheckpointError(
-        f"{caller}: {root} must still {before}, got step {found.step} of run {found.run_id}. Another run or job has saved "
+        f"save_sharded: {root} must still {before}, got step {found.step} of run {found.run_id}. Another run or job has saved "
         f"there since this one loaded or saved. Load {root / layout.step_name(found.step)} to go on from it, or save into "
         "another root."
     )
@@ -290,23 +276,24 @@ def remove_leftovers(root: AnyPath, *, caller: str = "save_sharded") -> None:
 
     Mutates: files. The caller must hold the lock, and no save may be in progress.
     """
+    in_place = not storage.supports_rename(root)
     for name in storage.list_names(root):
-        if _is_leftover(root, name):
-            try:
-                storage.remove_folder(root / name, first=layout.MANIFEST)
-            except OSError as error:
-                warnings.warn(
-                    f"{caller}: could not remove {root / name}: {error}. "
-                    "Remove the folder yourself, or change its permissions.",
-                    stacklevel=3,
-                )
+        # If the storage has no rename, saves write under the step's name.
+        unfinished = in_place and layout.step_of(name) is not None and not has_manifest(root / name)
+        if layout.is_staging_name(name) or unfinished:
+            remove_or_warn(root / name, caller)
 
 
-def _is_leftover(root: AnyPath, name: str) -> bool:
-    if layout.is_staging_name(name):
-        return True
-    # If the storage has no rename, saves write under the step's name.
-    return layout.step_of(name) is not None and not storage.supports_rename(root) and not has_manifest(root / name)
+def remove_or_warn(folder: AnyPath, caller: str) -> None:
+    """Remove a folder, and warn if the removal fails."""
+    try:
+        if storage.exists(folder):
+            storage.remove_folder(folder, first=layout.MANIFEST)
+    except OSError as error:
+        warnings.warn(
+            f"{caller}: could not remove {folder}: {error}. Remove the folder yourself, or change its permissions.",
+            stacklevel=4,
+        )
 
 
 def remove_step(folder: AnyPath, step: int, run_id: str) -> None:
@@ -349,17 +336,5 @@ def move_aside(folder: AnyPath, caller: str) -> None:
         warnings.warn(
             f"{caller}: {folder} is not a valid checkpoint and was renamed to {aside.name}. "
             "Remove the renamed folder when nothing in it is needed.",
-            stacklevel=2,
-        )
-
-
-def remove_or_warn(folder: AnyPath, caller: str) -> None:
-    """Remove a folder, and warn if the removal fails."""
-    try:
-        if storage.exists(folder):
-            storage.remove_folder(folder, first=layout.MANIFEST)
-    except OSError as error:
-        warnings.warn(
-            f"{caller}: could not remove {folder}: {error}. Remove the folder yourself, or change its permissions.",
             stacklevel=2,
         )

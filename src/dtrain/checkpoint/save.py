@@ -3,29 +3,37 @@
 The training thread collects the contents, checks that they are equal on all ranks, and copies them. All file operations are
 done by the background thread (``save_thread``), also for a synchronous save.
 
-The run's id and its commits are in the lineage of its ``RunContext``; the lock and the staging memory belong to a
-``Checkpointer``.
+The run's id and its commits are in the lineage of its ``RunContext``. The lock of a root and the staging memory belong to a
+``Checkpointer``: ``save_sharded`` opens one per root of a run, which later saves of the run use again.
 """
 
 from __future__ import annotations
 
+import atexit
+import os
+import sys
 import time
-from collections.abc import Collection, Mapping
+import traceback
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, cast, get_args
+from types import TracebackType
+from typing import Any, Literal, cast, get_args
 
 import torch
 
-from dtrain import spans
+from dtrain import spans, storage
 from dtrain.arguments import check_choice, explain_arguments
 from dtrain.checkpoint import layout, tree_json
-from dtrain.checkpoint.checkpointer import Checkpointer, SaveMode, SaveOptions, checkpointer_of
-from dtrain.checkpoint.commit import SaveRequest, SaveResult, run_save
-from dtrain.checkpoint.extra import objects_of
-from dtrain.checkpoint.layout import MeshLayout, SaveScope
-from dtrain.checkpoint.loader_check import check_loaders, check_stops
-from dtrain.checkpoint.save_thread import SaveTask, StagedFiles, save_thread, stage_files
+from dtrain.checkpoint.commit import SaveMode, SaveOptions, SaveRequest, SaveResult, run_save
+from dtrain.checkpoint.data_file import StagedFiles, StagingPool, stage_files
+from dtrain.checkpoint.extra import check_loaders, check_stops, objects_of
+from dtrain.checkpoint.layout import Manifest, MeshLayout, SaveScope
+from dtrain.checkpoint.load import OneOrSeveral, load_sharded
+from dtrain.checkpoint.lock import Lock, lock_root
+from dtrain.checkpoint.save_thread import SaveTask, process_instance, save_thread
 from dtrain.checkpoint.state_dict import (
     States,
     check_equal_on_all_ranks,
@@ -37,11 +45,12 @@ from dtrain.checkpoint.state_dict import (
     mark_unequal_values,
     rank_hashes,
 )
-from dtrain.checkpoint.write_plan import plan_rank_write
+from dtrain.checkpoint.step_choice import OnCorrupt
+from dtrain.checkpoint.write_plan import RankWritePlan, plan_rank_write
 from dtrain.dist.collectives import all_gather_json, raise_on_all_ranks
-from dtrain.dist.context import current_context
+from dtrain.dist.context import current_context, register_shutdown_hook
 from dtrain.dist.init import get_dist_info
-from dtrain.errors import ConfigError, PeerError
+from dtrain.errors import CheckpointError, ConfigError, PeerError
 from dtrain.run_objects import unwrap
 from dtrain.shard.replica_check import raise_if_params_differ, replica_check_of
 from dtrain.state import TrainState
@@ -177,81 +186,55 @@ def start_save(
     if (recorder := current_context().recorder) is not None:
         root = target.root if isinstance(target, Checkpointer) else target
         recorder.saved(max(each.step for each in _as_states(state).values()), str(root))
-    request, is_saved = None, False
     started_at = time.monotonic()
     with spans.span("save"):
-        # Without autograd, local shards are obtained faster.
-        with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
+        with _on_all_ranks():
             states = _as_states(state)
             _check_arguments(states, scope, extra, dtype)
             options.check(_CALLER)
             checkpointer = target if isinstance(target, Checkpointer) else checkpointer_of(target, states.values())
-            if scope == "all":
-                check_loaders(states, caller=_CALLER)
-                check_stops(states, extra, caller=_CALLER)
-            contents = collect_contents(states, extra, scope=scope, dtype=dtype)
-            if scope == "all":
-                _record_saved_objects(states, extra)
-            info = get_dist_info()
-            write_plan = plan_rank_write(contents, info.rank, info.world_size, separate_frozen=options.incremental)
-            hashes, own_hashes = content_hashes(contents), rank_hashes(contents)
-            entry_digest = digest_entries(contents, hashes)
-            replica_digest = sum(replica_check_of(each).digest(each) for each in states.values())
-        # The file of frozen parameters may become a link, which needs no space.
-        needed = write_plan.data_bytes if not options.incremental else next(iter(write_plan.files.values())).size
-        facts: Any = {"hashes": hashes, "own": own_hashes, "entries": entry_digest, "bytes": needed, "replicas": replica_digest}
-        total_bytes, entry_digests = _agree_on_contents(states, facts, contents.shared)
+            shared, write_plan, facts = _plan_save(states, extra, scope, dtype, options)
+        total_bytes, entry_digests = _agree_on_contents(states, facts, shared)
         if scope == "all":
             check_saved_state(list(states.values()), caller=_CALLER)
         save_thread().wait_for_slot(_MAX_IN_FLIGHT)
-        with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
+        with _on_all_ranks():
             first = next(iter(states.values()))
             key = content_key(states, scope, dtype, entry_digests)
             is_saved = first._run_context.lineage.roots[str(checkpointer.root)].steps.get(first.step) == key
             if is_saved:
                 # Without a copy of the state the save must be waited for. It has nothing to write.
                 options = replace(options, mode="sync")
-            staged = stage_files(write_plan, checkpointer._staging, copy=options.mode == "async")
             request = SaveRequest(
-                caller=_CALLER,
-                checkpointer=checkpointer,
+                root=checkpointer.root,
+                acquire_lock=checkpointer._acquire_lock,
                 lineages=[state._run_context.lineage for state in states.values()],
                 options=options,
-                step=first.step,
-                layout=_mesh_layout(first),
-                scope=scope,
-                state_names=tuple(name for name in states if name),
+                manifest=_draft_manifest(states, scope),
                 # The staged files reference the memory that is still needed, so the tensors may be freed.
                 write_plan=replace(write_plan, tensors={}),
-                staged=staged,
+                staged=stage_files(write_plan.files, write_plan.tensors, checkpointer._staging, copy=options.mode == "async"),
                 total_bytes=total_bytes,
                 content_key=key,
-                info=info,
+                info=get_dist_info(),
                 # In the middle of a step the ranks have agreed to stop already, but the state is older.
-                after_stop_agreed=current_context().preemption.is_agreed() and first._step_counts is None,
+                after_stop_agreed=scope == "all" and current_context().preemption.is_agreed() and first._step_counts is None,
                 started_at=started_at,
             )
-        assert request is not None, "the block has raised otherwise"
         task = save_thread().submit(f"the save of step {request.step}", partial(run_save, request))
-        handle = SaveHandle(
-            step=request.step, path=checkpointer.root / layout.step_name(request.step), _task=task, _staged=staged
-        )
         if options.mode == "sync":
             _wait(task)
     if not is_saved:
-        spans.record_event("save", step=handle.step, blocked_s=time.monotonic() - started_at)
-    return handle
+        spans.record_event("save", step=request.step, blocked_s=time.monotonic() - started_at)
+    path = checkpointer.root / layout.step_name(request.step)
+    return SaveHandle(step=request.step, path=path, _task=task, _staged=request.staged)
 
 
-def _wait(task: SaveTask[SaveResult]) -> None:
-    """Wait for a synchronous save, which writes the state's own memory: an interrupt must cancel the save."""
-    try:
-        task.result()
-    except BaseException:
-        task.cancelled = True
-        task.wait()
-        task.failure_reported = True
-        raise
+@contextmanager
+def _on_all_ranks() -> Iterator[None]:
+    """Run a block that fails on all ranks or on none. Without autograd, local shards are obtained faster."""
+    with raise_on_all_ranks(_CALLER), gc_paused(), torch.no_grad():
+        yield
 
 
 def _as_states(state: TrainState | Mapping[str, TrainState]) -> dict[str, TrainState]:
@@ -293,21 +276,53 @@ def _check_arguments(states: States, scope: str, extra: Mapping[str, Any], dtype
         raise ConfigError(f"{_CALLER}: dtype must be a floating-point dtype, got {dtype}. Pass torch.bfloat16, for example.")
 
 
+def _plan_save(
+    states: States, extra: Mapping[str, Any], scope: SaveScope, dtype: torch.dtype | None, options: SaveOptions
+) -> tuple[dict[str, Any], RankWritePlan, dict[str, Any]]:
+    """Collect the contents of the checkpoint, and plan the part that this rank writes.
+
+    Returns:
+        The values of the run, the plan, and the facts about this rank that the ranks compare before a save.
+
+    Mutates: the record of the objects whose state was saved. ``early_stop`` must not change such objects any more in this step.
+    """
+    if scope == "all":
+        check_loaders(states)
+        check_stops(states, extra)
+    contents = collect_contents(states, extra, scope=scope, dtype=dtype)
+    if scope == "all":
+        values = [*extra.values(), *objects_of(states).values()]
+        for state in states.values():
+            state._run_context.lineage.saved_steps = {id(unwrap(value)): state.step for value in values}
+    info = get_dist_info()
+    write_plan = plan_rank_write(contents, info.rank, info.world_size, separate_frozen=options.incremental)
+    hashes = content_hashes(contents)
+    facts = {
+        "hashes": hashes,
+        "own": rank_hashes(contents),
+        "entries": digest_entries(contents, hashes),
+        # The file of frozen parameters may become a link, which needs no space.
+        "bytes": write_plan.data_bytes if not options.incremental else next(iter(write_plan.files.values())).size,
+        "replicas": sum(replica_check_of(state).digest(state) for state in states.values()),
+        "failed": save_thread().has_unreported_failure,
+    }
+    return contents.shared, write_plan, facts
+
+
 def _agree_on_contents(states: States, facts: dict[str, Any], shared: dict[str, Any]) -> tuple[int, list[str]]:
     """Check that contents and replicas are equal on all ranks and that no earlier save failed.
 
     Args:
         states: states by name.
-        facts: hashes of this rank's contents, its bytes and the digest of its replicas.
+        facts: facts about this rank.
         shared: values of the run.
 
     Returns:
         The bytes of all ranks, and the digest of the entries of each rank.
 
-    Mutates: ``shared``, in which the extra states of modules that differ between ranks are marked; ``facts``.
+    Mutates: ``shared``, in which the extra states of modules that differ between ranks are marked.
     Collective: one exchange of JSON on the control group, and one more if replicas differ.
     """
-    facts["failed"] = save_thread().has_unreported_failure
     facts_by_rank = cast(list[dict[str, Any]], all_gather_json(facts, caller=_CALLER))
     failed = [rank for rank, facts in enumerate(facts_by_rank) if facts["failed"]]
     # After an agreed stop this save comes first; the end of the init_dist block raises the failure.
@@ -323,15 +338,204 @@ def _agree_on_contents(states: States, facts: dict[str, Any], shared: dict[str, 
     return sum(facts["bytes"] for facts in facts_by_rank), [facts["entries"] for facts in facts_by_rank]
 
 
-def _record_saved_objects(states: Mapping[str, TrainState], extra: Mapping[str, Any]) -> None:
-    """Record the objects whose state was saved; ``early_stop`` must not change such objects any more in this step."""
-    values = [*extra.values(), *objects_of(states).values()]
-    for state in states.values():
-        state._run_context.lineage.saved_steps = {id(unwrap(value)): state.step for value in values}
+def _draft_manifest(states: States, scope: SaveScope) -> Manifest:
+    """Return a manifest with the facts that are known before the commit."""
+    first = next(iter(states.values()))
+    mesh = first.spec.mesh
+    return Manifest(
+        run_id="",
+        step=first.step,
+        parent_step=None,
+        serial=0,
+        layout=MeshLayout(
+            strategy=first.spec.strategy,
+            axes=() if mesh is None else tuple(mesh.mesh_dim_names or ()),
+            shape=() if mesh is None else tuple(mesh.shape),
+        ),
+        scope=scope,
+        states=tuple(name for name in states if name),
+        world_size=get_dist_info().world_size,
+        bytes=0,
+        index_bytes=0,
+        index_sha256="",
+    )
 
 
-def _mesh_layout(state: TrainState) -> MeshLayout:
-    mesh = state.spec.mesh
-    if mesh is None:
-        return MeshLayout(strategy=state.spec.strategy, axes=(), shape=())
-    return MeshLayout(strategy=state.spec.strategy, axes=tuple(mesh.mesh_dim_names or ()), shape=tuple(mesh.shape))
+def _wait(task: SaveTask[SaveResult]) -> None:
+    """Wait for a synchronous save, which writes the state's own memory: an interrupt must cancel the save."""
+    try:
+        task.result()
+    except BaseException:
+        task.cancelled = True
+        task.wait()
+        task.failure_reported = True
+        raise
+
+
+class Checkpointer:
+    """Save and load steps under one root, with the same options each time.
+
+    A Checkpointer owns the lock of the root, which excludes other jobs, and the host memory of asynchronous saves. Both are
+    released by ``close``, at the end of the ``with`` block or of ``init_dist``'s block, or with the last reference. The next
+    save takes them again. The identity of the run is in the state: saves of one run under several roots keep one run id.
+
+        checkpoints = dt.Checkpointer("runs/gpt/ckpt", mode="async", keep_last=3)
+        state = checkpoints.load(step.init(model, optimizer, loader=loader), missing_ok=True)
+        for batch in loader.until("3ep"):
+            state, metrics = step(state, batch)
+            if state.crossed("1ep"):
+                checkpoints.save(state)
+        checkpoints.save(state)  # writes nothing if this step is saved already
+
+    Args:
+        root: folder on a file system that all ranks share, or a URL.
+        mode: as in ``save_sharded``, like all further options.
+
+    Raises:
+        ConfigError: an invalid option.
+    """
+
+    @explain_arguments
+    def __init__(
+        self,
+        root: AnyPath | str,
+        *,
+        mode: SaveMode = "sync",
+        incremental: bool = False,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        keep_steps: Collection[int] = (),
+    ) -> None:
+        self.root = storage.resolve_path(root)
+        self._options = SaveOptions(
+            mode=mode, incremental=incremental, keep_last=keep_last, keep_every=keep_every, keep_steps=keep_steps
+        )
+        self._options.check("Checkpointer")
+        self._staging = StagingPool()
+        self._lock: Lock | None = None
+        process_instance(_OpenCheckpointers).members.add(self)
+
+    def __repr__(self) -> str:
+        return f"Checkpointer({str(self.root)!r})"
+
+    @explain_arguments
+    def save(
+        self,
+        state: TrainState | Mapping[str, TrainState],
+        *,
+        extra: Mapping[str, Any] | None = None,
+        scope: SaveScope = "all",
+        dtype: torch.dtype | None = None,
+    ) -> SaveHandle:
+        """Save ``state`` as one step under the root. See ``save_sharded``.
+
+        handle = checkpoints.save(state)
+        """
+        return start_save(self, state, extra or {}, scope, dtype, self._options)
+
+    @explain_arguments
+    def load(
+        self,
+        state: OneOrSeveral,
+        *,
+        extra: Mapping[str, Any] | None = None,
+        scope: Literal["all", "weights"] = "all",
+        ignore: Sequence[str] = (),
+        allow_cast: bool = False,
+        missing_ok: bool = False,
+        on_corrupt: OnCorrupt = "raise",
+    ) -> OneOrSeveral:
+        """Load the newest step of the root into ``state``. See ``load_sharded``.
+
+        state = checkpoints.load(state, missing_ok=True)
+        """
+        return load_sharded(
+            self.root, state, extra=extra, scope=scope, ignore=ignore, allow_cast=allow_cast,
+            missing_ok=missing_ok, on_corrupt=on_corrupt,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """Wait for all saves of this process, and release the lock and the memory. The next save takes them again.
+
+        Raises:
+            CheckpointError, PeerError: a save has failed, and no caller has received the failure yet.
+        """
+        _close([self], None)
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        _close([self], error)
+
+    def _acquire_lock(self, run_id: str, protected: Collection[int]) -> None:
+        """Lock the root for a run, or check that this process still owns the lock.
+
+        Raises:
+            CheckpointError: another process has locked the root.
+        """
+        try:
+            if self._lock is None:
+                self._lock = lock_root(self.root, run_id, protected=protected)
+            self._lock.check()
+        except CheckpointError as error:
+            raise CheckpointError(f"{_CALLER}: {error}") from None
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        self._lock, self._staging = None, StagingPool()
+
+
+def checkpointer_of(root: AnyPath | str, states: Iterable[TrainState]) -> Checkpointer:
+    """Return the Checkpointer of a root that the run of ``states`` uses, opened on the first call.
+
+    Mutates: the run context of the states.
+    """
+    path = storage.resolve_path(root)
+    contexts = [state._run_context for state in states]
+    found = next((c.checkpointers[str(path)] for c in contexts if str(path) in c.checkpointers), None)
+    checkpointer: Checkpointer = Checkpointer(path) if found is None else found
+    for context in contexts:
+        context.checkpointers[str(path)] = checkpointer
+    return checkpointer
+
+
+class _OpenCheckpointers:
+    """Checkpointers of this process, which the end of ``init_dist``'s block closes."""
+
+    def __init__(self) -> None:
+        self.members: weakref.WeakSet[Checkpointer] = weakref.WeakSet()
+        register_shutdown_hook("checkpoints", lambda error: _close(process_instance(_OpenCheckpointers).members, error))
+        atexit.register(_at_exit, os.getpid())
+
+
+def _close(checkpointers: Iterable[Checkpointer], error: BaseException | None) -> None:
+    """Finish all saves of this process, and release the Checkpointers. ``error`` is the exception that leaves the block."""
+    failure: Exception | None = None
+    try:
+        save_thread().wait_all()
+    except Exception as raised:  # noqa: BLE001 - raised below
+        failure = raised
+    for checkpointer in list(checkpointers):
+        checkpointer._release()
+    if failure is None:
+        return
+    # Without an error of its own, the program would end as if all saves had succeeded.
+    if error is None or isinstance(error, SystemExit):
+        raise failure
+    error.add_note(f"a save in the background failed, too: {failure}")
+
+
+def _at_exit(pid: int) -> None:
+    """Exit with an error code if the process ends with an unreported failure, and without ``init_dist``'s block."""
+    if pid != os.getpid():
+        return
+    try:
+        save_thread().wait_all()
+    except Exception as failure:  # noqa: BLE001 - an exception of an exit handler does not change the exit code
+        traceback.print_exception(failure)
+        message = "dtrain: a save in the background failed, and the program ended without waiting for its result"
+        print(message, file=sys.stderr, flush=True)
+        sys.stdout.flush()
+        os._exit(1)

@@ -3,27 +3,20 @@
 The collectives of the thread run on the ``background`` group, which no other thread uses. Ranks agree on the order of saves by
 calling ``save_sharded`` in the same order.
 
-``StagingPool`` owns reusable host memory for copies of the state, so that training may continue during a save.
+``process_instance`` keeps the objects that a process has once: this thread, the locks and the open Checkpointers.
 """
 
 from __future__ import annotations
 
+import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
-
-import torch
-from torch import Tensor
+from typing import Any, Generic, TypeVar, cast
 
 from dtrain import spans
-from dtrain.checkpoint.data_file import FileLayout, SerializedFile, TensorSlot, flatten, group_slots, serialize_in_place
-from dtrain.checkpoint.layout import DTYPES
-from dtrain.checkpoint.process_instance import process_instance
-from dtrain.checkpoint.write_plan import RankWritePlan
-from dtrain.device import is_accelerator
 from dtrain.errors import CheckpointError
 from dtrain.launch import heartbeats
 
@@ -186,128 +179,21 @@ class SaveThread:
             raise errors[0]
 
 
+# These objects belong to the process instead of a ``Checkpointer``. The locks: a lock file names a process. The save thread:
+# the collectives of saves need one order, because the process has one background process group. The open Checkpointers: the
+# end of ``init_dist``'s block closes them.
+_INSTANCES: dict[tuple[int, object], object] = {}
+
+
+def process_instance(make: Callable[[], T]) -> T:
+    """Return the object of this process that ``make()`` made on the first call. A fork makes an object of its own."""
+    key = os.getpid(), make
+    if key not in _INSTANCES:
+        # Two threads may make the first call at once.
+        _INSTANCES.setdefault(key, make())
+    return cast(T, _INSTANCES[key])
+
+
 def save_thread() -> SaveThread:
     """Return the thread of this process."""
     return process_instance(SaveThread)
-
-
-PAGE_BYTES = 4096
-
-
-@dataclass(slots=True, eq=False, repr=False)
-class StagingBuffer:
-    """Staging memory for one file at a time, pinned if tensors come from a GPU.
-
-    Views of the memory are kept while the layout of the file does not change.
-
-    Args:
-        views: views of groups by the first and last key of the group.
-    """
-
-    memory: Tensor
-    header: bytes = b""
-    views: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-
-    def fill(self, layout: FileLayout, tensors: Mapping[str, Tensor]) -> SerializedFile:
-        """Copy a file into the memory. Copies from a GPU are enqueued on its current stream and not awaited.
-
-        The caller must disable autograd.
-
-        Mutates: the memory.
-        """
-        # Without a header, two layouts cannot be told apart.
-        if self.header != layout.header or not layout.header:
-            self.header, self.views = layout.header, {}
-        if layout.header and not self.views:
-            self.memory[: len(layout.header)] = torch.frombuffer(bytearray(layout.header), dtype=torch.uint8)
-        for group in group_slots(layout, tensors):
-            _copy_flat([tensors[slot.key] for slot in group], self._view(layout, group))
-        return SerializedFile.from_buffers([memoryview(self.memory[: layout.size].numpy().data)])
-
-    def _view(self, layout: FileLayout, group: Sequence[TensorSlot]) -> Tensor:
-        # Tensors that have moved to another device form other groups.
-        ends = group[0].key, group[-1].key
-        view = self.views.get(ends)
-        if view is None:
-            begin, end = layout.ranges[group[0].key][0], layout.ranges[group[-1].key][1]
-            view = self.memory[begin:end].view(DTYPES[group[0].dtype])
-            self.views[ends] = view
-        return view
-
-
-def _copy_flat(tensors: Sequence[Tensor], into: Tensor) -> None:
-    if len(tensors) > 1 and tensors[0].device == into.device:
-        torch.cat([tensor.reshape(-1) for tensor in tensors], out=into)
-    else:
-        into.copy_(flatten(tensors), non_blocking=True)
-
-
-def _allocate_aligned(size: int, pinned: bool) -> Tensor:
-    """Allocate page-aligned memory, from which the chunks of a file are written to the disk without another copy."""
-    memory = torch.empty(size + PAGE_BYTES, dtype=torch.uint8, device="cpu", pin_memory=pinned)
-    begin = -memory.data_ptr() % PAGE_BYTES
-    return memory[begin : begin + size]
-
-
-class StagingPool:
-    """Pool of staging buffers: one per save in progress, each of the largest size needed so far."""
-
-    def __init__(self) -> None:
-        self._free: list[StagingBuffer] = []
-
-    def acquire(self, size: int, *, pinned: bool) -> StagingBuffer:
-        """Return an unused buffer of at least ``size`` bytes, to be released. The first call allocates memory."""
-        fitting = [b for b in self._free if b.memory.numel() >= size and b.memory.is_pinned() == pinned]
-        if fitting:
-            best = min(fitting, key=lambda buffer: buffer.memory.numel())
-            self._free.remove(best)
-            return best
-        if self._free:
-            # The buffer is too small for this run, so only the new buffer is kept.
-            self._free.pop()
-        return StagingBuffer(_allocate_aligned(size, pinned))
-
-    def release(self, buffer: StagingBuffer) -> None:
-        """Return a buffer to the pool."""
-        self._free.append(buffer)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class StagedFiles:
-    """Contents of a rank's files in memory, and the buffers to release after the save.
-
-    Args:
-        files: contents by file name.
-        copy_events: events after the copies from GPUs.
-    """
-
-    files: Mapping[str, SerializedFile]
-    copy_events: Sequence[torch.Event]
-    buffers: Sequence[StagingBuffer]
-    pool: StagingPool
-
-    def wait(self) -> None:
-        """Wait for the copies from GPUs."""
-        for event in self.copy_events:
-            event.synchronize()
-
-    def release(self) -> None:
-        """Return the buffers to their pool."""
-        for buffer in self.buffers:
-            self.pool.release(buffer)
-
-
-def stage_files(write_plan: RankWritePlan, pool: StagingPool, *, copy: bool) -> StagedFiles:
-    """Serialize a rank's files. Tensors are copied if ``copy`` is True, or if they are not on the CPU."""
-    accelerators = {
-        tensor.device for tensor in write_plan.tensors.values() if not tensor.is_cpu and is_accelerator(tensor.device)
-    }
-    if not copy and not accelerators:
-        files = {name: serialize_in_place(file, write_plan.tensors) for name, file in write_plan.files.items()}
-        return StagedFiles(files=files, copy_events=(), buffers=(), pool=pool)
-    buffers = [pool.acquire(file.size, pinned=bool(accelerators)) for file in write_plan.files.values()]
-    pairs = zip(buffers, write_plan.files.items(), strict=True)
-    files = {name: buffer.fill(file, write_plan.tensors) for buffer, (name, file) in pairs}
-    # The copies are in the order of each device's current stream.
-    copy_events = [torch.accelerator.current_stream(device).record_event() for device in accelerators]
-    return StagedFiles(files=files, copy_events=copy_events, buffers=buffers, pool=pool)

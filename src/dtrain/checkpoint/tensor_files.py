@@ -23,15 +23,13 @@ from typing import Any
 from msgspec import Struct
 
 from dtrain import storage
-from dtrain.checkpoint import strict_json, tree_json
+from dtrain.checkpoint import layout, tree_json
 from dtrain.checkpoint.checkpoint_info import read_manifest_bytes
 from dtrain.checkpoint.data_file import FileOpener
-from dtrain.checkpoint.layout import DTYPES
-from dtrain.checkpoint.rank_index import StoredShard, shard_kind
+from dtrain.checkpoint.index import StoredShard, shard_kind
+from dtrain.checkpoint.layout import DTYPES, Count, TensorRef
 from dtrain.checkpoint.reader import open_checkpoint, with_own_buffers
 from dtrain.checkpoint.reshard import Region, ShardFinder
-from dtrain.checkpoint.strict_json import Count
-from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CheckpointError, CorruptCheckpointError
 from dtrain.storage import AnyPath
 
@@ -107,7 +105,7 @@ _MAX_HEADER_BYTES = 100_000_000
 _UNSUPPORTED_DTYPES = frozenset({"C64", "F4", "F6_E2M3", "F6_E3M2"})
 
 
-@strict_json.compile_schema
+@layout.compile_schema
 class _HeaderEntry(Struct, frozen=True, forbid_unknown_fields=True):
     """Entry of a tensor in the header."""
 
@@ -203,17 +201,15 @@ def _tensor_files(folder: AnyPath, names: Sequence[str], headers: Sequence[_Head
 
 def _read_weight_map(folder: AnyPath) -> dict[str, str]:
     """Read the file name of each tensor. All files must be in the folder itself."""
-    content = strict_json.parse_json(storage.read_file(folder / INDEX_FILE, limit=strict_json.MAX_JSON_BYTES), INDEX_FILE)
+    content = layout.parse_json(storage.read_file(folder / INDEX_FILE, limit=layout.MAX_JSON_BYTES), INDEX_FILE)
     file_of = content.get("weight_map") if type(content) is dict else None
     if type(file_of) is not dict or not file_of:
-        raise CorruptCheckpointError(
-            f"{INDEX_FILE}: must be an object with a weight_map, got {strict_json.describe_value(content)}"
-        )
+        raise CorruptCheckpointError(f"{INDEX_FILE}: must be an object with a weight_map, got {layout.describe_value(content)}")
     for tensor, name in file_of.items():
         if type(name) is not str or Path(name).name != name or not name.endswith(SUFFIX) or not name.isprintable():
             raise CorruptCheckpointError(
                 f"{INDEX_FILE}: weight_map: {tensor}: must be the name of a {SUFFIX} file in the folder, "
-                f"got {strict_json.describe_value(name)}"
+                f"got {layout.describe_value(name)}"
             )
     return file_of
 
@@ -231,7 +227,7 @@ def _read_header(path: AnyPath, number: int) -> _Header:
                 "The file is truncated or not a safetensors file."
             )
         text = reader.read(8, 8 + length)
-        tensors = _parse_entries(strict_json.parse_json(text, path.name), path.name, number, 8 + length)
+        tensors = _parse_entries(layout.parse_json(text, path.name), path.name, number, 8 + length)
         _check_cover(tensors, path.name, 8 + length, file.size)
         digest = hashlib.sha256(text + str(file.size).encode()).hexdigest()
     return _Header(tensors=tensors, digest=digest)
@@ -239,7 +235,7 @@ def _read_header(path: AnyPath, number: int) -> _Header:
 
 def _parse_entries(header: Any, location: str, number: int, data_begin: int) -> dict[str, StoredShard]:
     if type(header) is not dict:
-        raise CorruptCheckpointError(f"{location}: header: must be an object, got {strict_json.describe_value(header)}")
+        raise CorruptCheckpointError(f"{location}: header: must be an object, got {layout.describe_value(header)}")
     return {
         key: _parse_entry(value, f"{location}: {key}", number, data_begin)
         for key, value in header.items()
@@ -248,7 +244,7 @@ def _parse_entries(header: Any, location: str, number: int, data_begin: int) -> 
 
 
 def _parse_entry(value: Any, location: str, number: int, data_begin: int) -> StoredShard:
-    raw = strict_json.convert(value, _HeaderEntry, location)
+    raw = layout.convert(value, _HeaderEntry, location)
     dtype, shape, offsets = raw.dtype, raw.shape, raw.data_offsets
     if dtype in _UNSUPPORTED_DTYPES:
         raise CheckpointError(f"{location}: dtrain does not support dtype {dtype}. Convert the tensor to another dtype.")

@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 from typing import Any, Final, NamedTuple
@@ -30,8 +29,8 @@ from typing import Any, Final, NamedTuple
 import torch
 from torch import Tensor
 
-from dtrain.checkpoint import strict_json
-from dtrain.checkpoint.layout import DTYPE_NAMES, DTYPES, OBJECTS, STATES
+from dtrain.checkpoint import layout
+from dtrain.checkpoint.layout import DTYPE_NAMES, DTYPES, OBJECTS, STATES, TensorRef
 from dtrain.dist.dtensor import is_dtensor
 from dtrain.errors import ConfigError, CorruptCheckpointError
 from dtrain.run_objects import DICT_TYPES
@@ -57,18 +56,6 @@ class SameAs(NamedTuple):
     """Value that stands for the value of another key of its section."""
 
     key: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TensorRef:
-    """Description of a tensor in a tree: safetensors dtype name, global shape, and True if the tensor was a DTensor."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    distributed: bool
-
-    def __str__(self) -> str:
-        return f"{self.dtype} {list(self.shape)}"
 
 
 def ref_of(tensor: Tensor) -> TensorRef:
@@ -134,7 +121,10 @@ def _encode(tree: Any, path: str, tensors: dict[str, Tensor], depth: int) -> Any
     if isinstance(tree, float):
         return float(tree) if math.isfinite(tree) else {TAG: "float", "value": str(float(tree))}
     if isinstance(tree, Tensor):
-        return _encode_tensor(tree, path, tensors)
+        if (problem := _storage_problem(tree)) is not None:
+            raise ConfigError(f"{_readable(path)}: a tensor must {problem[0]}. Save {problem[1]} instead.")
+        tensors[path] = tree
+        return _tensor_text(tree.dtype, tuple(tree.shape), is_dtensor(tree))
     if type(tree) in (list, tuple):
         values = [_encode(item, join_key(path, at), tensors, depth + 1) for at, item in enumerate(tree)]
         return values if type(tree) is list else {TAG: "tuple", "items": values}
@@ -168,13 +158,6 @@ def _encode_dict(tree: dict[Any, Any], path: str, tensors: dict[str, Tensor], de
     return {TAG: "dict", "items": [[key, value] for key, value in values.items()]}
 
 
-def _encode_tensor(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> Any:
-    if (problem := _storage_problem(tensor)) is not None:
-        raise ConfigError(f"{_readable(path)}: a tensor must {problem[0]}. Save {problem[1]} instead.")
-    tensors[path] = tensor
-    return _tensor_text(tensor.dtype, tuple(tensor.shape), is_dtensor(tensor))
-
-
 def _storage_problem(tensor: Tensor) -> tuple[str, str] | None:
     """Return the reason why a tensor cannot be stored, and what to save instead; None if it can be stored."""
     if tensor.layout is not torch.strided:
@@ -202,76 +185,53 @@ def _tensor_text(dtype: torch.dtype, shape: tuple[int, ...], distributed: bool) 
     return f"{TAG}{'d' * distributed}tensor {DTYPE_NAMES[dtype]} {list(shape)}"
 
 
-def decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any]) -> Any:
+def decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any], depth: int = 0) -> Any:
     """Decode values of ``encode``, with ``tensor_of(key, ref)`` in place of each tensor.
 
     Raises:
         CorruptCheckpointError: values that ``encode`` does not write.
     """
-    return _decode(values, path, tensor_of, 0)
-
-
-def _decode(values: Any, path: str, tensor_of: Callable[[str, TensorRef], Any], depth: int) -> Any:
     if depth > MAX_DEPTH:
         raise CorruptCheckpointError(f"values: {path[:200]}: must be nested at most {MAX_DEPTH} deep")
     if type(values) is str:
-        return tensor_of(path, _read_ref(values, path)) if values.startswith(TAG) else values
+        if not values.startswith(TAG):
+            return values
+        if (ref := _parse_ref(values)) is None:
+            raise CorruptCheckpointError(f"values: {path}: must be an encoded tensor, got {layout.describe_value(values)}")
+        return tensor_of(path, ref)
     if type(values) is list:
-        return [_decode(item, join_key(path, at), tensor_of, depth + 1) for at, item in enumerate(values)]
+        return [decode(item, join_key(path, at), tensor_of, depth + 1) for at, item in enumerate(values)]
     if type(values) is not dict:
         return values
     if TAG not in values:
-        return {key: _decode(item, join_key(path, key), tensor_of, depth + 1) for key, item in values.items()}
-    return _decode_tagged(values, path, tensor_of, depth)
+        return {key: decode(item, join_key(path, key), tensor_of, depth + 1) for key, item in values.items()}
+    match values:
+        case {"$": "str", "value": str(text)} if len(values) == 2 and text.startswith(TAG):
+            return text
+        case {"$": "float", "value": "nan" | "inf" | "-inf" as text} if len(values) == 2:
+            return float(text)
+        case {"$": "per_rank"} if len(values) == 1:
+            return PER_RANK
+        case {"$": "same", "key": str(key)} if len(values) == 2:
+            return SameAs(key)
+        case {"$": "tuple", "items": list(items)} if len(values) == 2:
+            return tuple(decode(item, join_key(path, at), tensor_of, depth + 1) for at, item in enumerate(items))
+        case {"$": "dict", "items": list(items)} if len(values) == 2 and all(map(_is_pair, items)):
+            return {key: decode(item, join_key(path, key), tensor_of, depth + 1) for key, item in items}
+    raise CorruptCheckpointError(f"values: {path}: must be an encoded value, got {layout.describe_value(values)}")
 
 
-def _decode_tagged(values: dict[str, Any], path: str, tensor_of: Callable[[str, TensorRef], Any], depth: int) -> Any:
-    tag, location = values[TAG], f"values: {path}"
-    if tag == "str":
-        value = strict_json.read_object(values, location, (TAG, "value"))["value"]
-        if type(value) is not str or not value.startswith(TAG):
-            raise CorruptCheckpointError(f"{location}: must be a text with {TAG}, got {strict_json.describe_value(value)}")
-        return value
-    if tag == "float":
-        value = strict_json.read_object(values, location, (TAG, "value"))["value"]
-        if value not in ("nan", "inf", "-inf"):
-            raise CorruptCheckpointError(f"{location}: must be nan, inf or -inf, got {strict_json.describe_value(value)}")
-        return float(value)
-    if tag == PER_RANK.value:
-        strict_json.read_object(values, location, (TAG,))
-        return _Marker(tag)
-    if tag == "same":
-        key = strict_json.read_object(values, location, (TAG, "key"))["key"]
-        if type(key) is not str:
-            raise CorruptCheckpointError(f"{location}: key must be a text, got {strict_json.describe_value(key)}")
-        return SameAs(key)
-    content = strict_json.read_object(values, location, (TAG, "items"))["items"]
-    if tag == "tuple" and type(content) is list:
-        return tuple(_decode(item, join_key(path, at), tensor_of, depth + 1) for at, item in enumerate(content))
-    pairs = type(content) is list and all(
-        type(pair) is list and len(pair) == 2 and type(pair[0]) in (str, int) for pair in content
-    )
-    if tag == "dict" and pairs:
-        return {key: _decode(item, join_key(path, key), tensor_of, depth + 1) for key, item in content}
-    raise CorruptCheckpointError(f"{location}: must be an encoded value, got {strict_json.describe_value(values)}")
-
-
-def _read_ref(text: str, path: str) -> TensorRef:
-    """Read the description of an encoded tensor."""
-    try:
-        return _parse_ref(text)
-    except ValueError:
-        raise CorruptCheckpointError(
-            f"values: {path}: must be an encoded tensor, got {strict_json.describe_value(text)}"
-        ) from None
+def _is_pair(item: Any) -> bool:
+    """Return True for a key of a dict with its value."""
+    return type(item) is list and len(item) == 2 and type(item[0]) in (str, int)
 
 
 # There are many tensors and few kinds of them.
 @lru_cache(maxsize=4096)
-def _parse_ref(text: str) -> TensorRef:
+def _parse_ref(text: str) -> TensorRef | None:
     match = _TENSOR_TEXT.fullmatch(text)
     if match is None or match[2] not in DTYPES:
-        raise ValueError("not the text of a tensor")
+        return None
     return _make_ref(match[2], tuple(map(int, match[3].split(", "))) if match[3] else (), bool(match[1]))
 
 
@@ -279,7 +239,7 @@ def _parse_ref(text: str) -> TensorRef:
 def _make_ref(dtype: str, shape: tuple[int, ...], distributed: bool) -> TensorRef:
     if max(shape, default=0) > _MAX_DIM_SIZE:
         raise CorruptCheckpointError(
-            f"values: tensor dims must be at most {_MAX_DIM_SIZE}, got shape {strict_json.describe_value(list(shape))}"
+            f"values: tensor dims must be at most {_MAX_DIM_SIZE}, got shape {layout.describe_value(list(shape))}"
         )
     return TensorRef(dtype=dtype, shape=shape, distributed=distributed)
 
@@ -330,20 +290,8 @@ def strip_prefix(tree: Any, prefix: str) -> Any:
 def list_placeholders(tree: Any) -> list[TensorPlaceholder]:
     """Return the placeholders of a tree."""
     found: list[TensorPlaceholder] = []
-    _collect_placeholders(tree, found)
+    fill_tensors(tree, lambda key, ref: found.append(TensorPlaceholder(key, ref)))
     return found
-
-
-def _collect_placeholders(tree: Any, found: list[TensorPlaceholder]) -> None:
-    kind = type(tree)
-    if kind is TensorPlaceholder:
-        found.append(tree)
-    elif kind is dict or kind is list or kind is tuple:
-        for item in tree.values() if kind is dict else tree:
-            if type(item) is TensorPlaceholder:
-                found.append(item)
-            else:
-                _collect_placeholders(item, found)
 
 
 def keep_skipped(tree: Any, current: Any, skipped: Collection[str]) -> Any:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 
 from dtrain import storage
-from dtrain.checkpoint import layout, strict_json
+from dtrain.checkpoint import layout
 from dtrain.checkpoint.checkpoint_info import CheckpointInfo, choose_step, notice_removal, read_info, scan_root
 from dtrain.checkpoint.data_file import verify_file
+from dtrain.checkpoint.index import StoredShard
 from dtrain.checkpoint.layout import Manifest
-from dtrain.checkpoint.rank_index import StoredShard
 from dtrain.checkpoint.reader import CheckpointReader, RankFilesReader, open_checkpoint, state_values
 from dtrain.checkpoint.reshard import check_cover
 from dtrain.errors import CheckpointError, CorruptCheckpointError
@@ -53,7 +53,7 @@ def _iter_ranks(reader: CheckpointReader) -> Iterator[RankFilesReader]:
 def _check_values(values: object, manifest: Manifest, location: str) -> None:
     """Check the sections of the values of a rank."""
     if not manifest.states:
-        strict_json.read_object(values, f"{location}: values", ("buffers", "modules", "rng", layout.EXTRA, layout.OBJECTS))
+        layout.read_object(values, f"{location}: values", ("buffers", "modules", "rng", layout.EXTRA, layout.OBJECTS))
     for name in manifest.states:
         state_values(values, name, location)
 

@@ -5,31 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
 from dtrain import storage
-from dtrain.checkpoint import layout, strict_json, tree_json
-from dtrain.checkpoint.checkpoint_info import read_manifest
-from dtrain.checkpoint.data_file import (
-    Blocks,
-    FileLayout,
-    OpenedFile,
-    SerializedFile,
-    TensorSlot,
-    plan_file_layout,
-    verify_file,
-)
-from dtrain.checkpoint.layout import RankFiles
-from dtrain.checkpoint.rank_index import RankIndex
-from dtrain.checkpoint.reader import read_rank_index, read_run_index
+from dtrain.checkpoint import layout, tree_json
+from dtrain.checkpoint.data_file import FileLayout, SerializedFile, TensorSlot, plan_file_layout, verify_file
+from dtrain.checkpoint.index import RankIndex, RankParts, RunIndex, merge_parts
+from dtrain.checkpoint.layout import Blocks, RankFiles
+from dtrain.checkpoint.reader import open_checkpoint
 from dtrain.checkpoint.reshard import assign_writers
-from dtrain.checkpoint.run_index import RankParts, RunIndex, merge_parts
-from dtrain.checkpoint.state_dict import CheckpointContents
 from dtrain.dist.dtensor import ShardBox, full_box, is_dtensor, shard_box, to_local
 from dtrain.errors import CheckpointError
 from dtrain.storage import AnyPath
+
+if TYPE_CHECKING:
+    from dtrain.checkpoint.state_dict import CheckpointContents
 
 INLINE = "inline"
 """Name, among the files of rank 0, of the small tensors that are written into the index of the run."""
@@ -81,7 +73,15 @@ def plan_rank_write(contents: CheckpointContents, rank: int, world_size: int, *,
         key: shard_box(tensor) if is_dtensor(tensor) else full_box(tuple(tensor.shape), rank, world_size)
         for key, tensor in contents.tensors.items()
     }
-    inline = _select_inline(contents.tensors, boxes, world_size)
+    # Tensors of one element that all ranks hold are in the index. Parameters and buffers stay in files that others can read.
+    inline = frozenset(
+        key
+        for key, box in boxes.items()
+        if prod(box.shape) == 1
+        and box.num_replicas == world_size
+        and contents.tensors[key].numel() == 1
+        and not _is_weight(key)
+    )
     shards = _select_shards(contents.tensors, boxes, inline)
     per_rank = {key: shard_box(tensor) for key, tensor in contents.per_rank.items()}
     tensors = {**{key: to_local(contents.tensors[key]) for key in shards}, **contents.per_rank}
@@ -113,20 +113,6 @@ def plan_rank_write(contents: CheckpointContents, rank: int, world_size: int, *,
     )
 
 
-def _select_inline(tensors: Mapping[str, Tensor], boxes: Mapping[str, ShardBox], world_size: int) -> frozenset[str]:
-    """Return the tensors of one element that all ranks hold. Parameters and buffers stay in files that others can read."""
-    return frozenset(
-        key
-        for key, box in boxes.items()
-        if prod(box.shape) == 1 and box.num_replicas == world_size and tensors[key].numel() == 1 and not _is_weight(key)
-    )
-
-
-def _is_weight(key: str) -> bool:
-    parts = key.split("/")
-    return parts[2 if parts[0] == layout.STATES else 0] in ("params", "buffers")
-
-
 def _select_shards(tensors: Mapping[str, Tensor], boxes: Mapping[str, ShardBox], inline: frozenset[str]) -> dict[str, ShardBox]:
     """Return the boxes that this rank stores. Empty boxes are not stored."""
     replicated = {key: box for key, box in boxes.items() if box.num_replicas > 1 and key not in inline}
@@ -137,6 +123,11 @@ def _select_shards(tensors: Mapping[str, Tensor], boxes: Mapping[str, ShardBox],
         for key, box in boxes.items()
         if writers.get(key, box.replica) == box.replica and 0 not in box.size and key not in inline
     }
+
+
+def _is_weight(key: str) -> bool:
+    parts = key.split("/")
+    return parts[2 if parts[0] == layout.STATES else 0] in ("params", "buffers")
 
 
 def build_rank_index(write_plan: RankWritePlan, blocks: Sequence[Blocks]) -> RankIndex:
@@ -166,7 +157,7 @@ def build_run_index(write_plan: RankWritePlan, inline: SerializedFile | None, re
         inline: content of ``INLINE``; None without any.
         reports: ``RankFiles`` and encoded ``RankParts`` of each rank.
     """
-    files = tuple(strict_json.convert(of_rank, RankFiles, "rank files") for of_rank, _ in reports)
+    files = tuple(layout.convert(of_rank, RankFiles, "rank files") for of_rank, _ in reports)
     parts = [RankParts.decode(of_rank) for _, of_rank in reports]
     assert write_plan.shared is not None, "only rank 0 has the values of the run"
     refs: dict[str, tree_json.TensorRef] = {}
@@ -184,27 +175,22 @@ def build_run_index(write_plan: RankWritePlan, inline: SerializedFile | None, re
     )
 
 
-def link_equal_file(previous: AnyPath, staging: AnyPath, name: str, blocks: Blocks, rank: int) -> bool:
-    """Link a file of an earlier step into the staging folder if its content is equal. Return True if linked.
+def link_frozen_file(previous: AnyPath, staging: AnyPath, blocks: Blocks, rank: int) -> bool:
+    """Link the file of frozen parameters of an earlier step into the staging folder if its content is equal.
 
     If the earlier step is being removed, or the file system has no links, the file is written instead.
+
+    Returns:
+        True if the file was linked.
     """
+    name = layout.data_name(rank, frozen=True)
     try:
-        manifest = read_manifest(previous)
-        if rank >= manifest.world_size:
-            return False
-        run = read_run_index(previous, manifest)
-        names = [file for file in run.files[rank].sizes(rank) if file != layout.index_name(rank)]
-        if name not in names:
-            return False
-        found = read_rank_index(previous, run, rank).blocks[names.index(name)]
-        if (list(found.ends), found.digests) != (list(blocks.ends), blocks.digests):
+        reader = open_checkpoint(previous, check_files=False)
+        if rank >= reader.world_size or blocks not in reader.ranks.placed(rank).blocks[1:]:
             return False
         # A linked file is read once, so that a corrupt file is not linked from step to step.
-        with storage.FileReader(previous / name) as file:
-            if file.size != (blocks.ends[-1] if blocks.ends else 0):
-                return False
-            verify_file(OpenedFile(file=file, name=name, blocks=blocks))
+        with reader.open_data(2 + 2 * rank) as file:
+            verify_file(file)
         storage.link_file(previous / name, staging / name)
     except (OSError, CheckpointError):
         return False

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from dtrain.checkpoint.conversion.weight_stream import batch_regions, group_by_size, nbytes, read_batch, tensor_region
-from dtrain.checkpoint.layout import DTYPES
-from dtrain.checkpoint.rank_index import shard_kind
+from dtrain.checkpoint.index import shard_kind
+from dtrain.checkpoint.layout import DTYPES, TensorRef
 from dtrain.checkpoint.tensor_files import TensorFiles, open_safetensors_file
-from dtrain.checkpoint.tree_json import TensorRef
 
 SHAPES = st.lists(st.integers(0, 5), max_size=3).map(tuple)
 REFS = st.dictionaries(

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from dtrain.checkpoint import tree_json
 from dtrain.checkpoint.conversion.weight_stream import BUFFER_BYTES, batch_regions, nbytes, raw_bytes, read_batch
+from dtrain.checkpoint.layout import TensorRef
 from dtrain.checkpoint.reader import CheckpointReader
 from dtrain.checkpoint.tensor_files import TensorFiles
-from dtrain.checkpoint.tree_json import TensorRef
 
 DifferenceKind = Literal["only in a", "only in b", "shape", "dtype", "values", "plain value"]
 # Elements compared at a time, because they are converted to float64.

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor
 
 from dtrain.checkpoint.data_file import TensorSlot, plan_file_layout
-from dtrain.checkpoint.layout import DTYPES
+from dtrain.checkpoint.layout import DTYPES, TensorRef
 from dtrain.checkpoint.read_tensors import read_tensors
 from dtrain.checkpoint.reshard import Region, plan_reads
 from dtrain.checkpoint.tensor_files import TensorFiles, rename_shards
-from dtrain.checkpoint.tree_json import TensorRef
 from dtrain.errors import CheckpointMismatchError, ConfigError
 from dtrain.storage import Buffer, FileWriter
 

@@ -30,10 +30,9 @@ from dtrain.checkpoint.conversion.weight_stream import (
     tensor_region,
     write_safetensors,
 )
-from dtrain.checkpoint.data_file import Blocks, FileLayout, plan_blocks, plan_file_layout
-from dtrain.checkpoint.layout import DTYPES, Manifest, MeshLayout, RankFiles
-from dtrain.checkpoint.rank_index import RankIndex, encode_rank_index
-from dtrain.checkpoint.run_index import RankParts, RunIndex, encode_run_index, merge_parts
+from dtrain.checkpoint.data_file import FileLayout, plan_blocks, plan_file_layout
+from dtrain.checkpoint.index import RankIndex, RankParts, RunIndex, encode_rank_index, encode_run_index, merge_parts
+from dtrain.checkpoint.layout import DTYPES, Blocks, Manifest, MeshLayout, RankFiles
 from dtrain.checkpoint.tensor_files import INDEX_FILE, MODEL_FILE
 from dtrain.errors import CheckpointError
 from dtrain.fqn import compile_patterns
@@ -77,7 +76,7 @@ class _BlockDigester:
     """
 
     def __init__(self, ends: Sequence[int]) -> None:
-        self.ends, self.digests = ends, b""
+        self.ends, self.digests = ends, ""
         self._current, self._at, self._number = xxhash.xxh3_128(), 0, 0
 
     def update(self, data: Buffer) -> None:
@@ -89,7 +88,7 @@ class _BlockDigester:
             self._current.update(part)
             self._at += len(part)
             if self._at == self.ends[self._number]:
-                self.digests += self._current.digest()
+                self.digests += self._current.hexdigest()
                 self._current, self._number = xxhash.xxh3_128(), self._number + 1
 
 

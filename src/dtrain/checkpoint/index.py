@@ -1,10 +1,13 @@
-"""Index of the run, ``index.json``: the files of all ranks, the ranks that hold each tensor of the run, and plain values.
+"""Indexes of a checkpoint: ``index.json`` of the run, and ``rank-<rank>.json`` of each rank.
 
-A load reads it to find the ranks whose files it needs. Tensors that are equal in dtype, shape and sharding are of one kind, and
-there are few kinds. The parts of a kind are stored as arithmetic progressions: the rows of a tensor that all ranks shard are
-one or two of them at any number of ranks.
+The index of the run lists the files of all ranks, the ranks that hold each tensor of the run, and plain values. A load reads it
+to find the ranks whose files it needs. Tensors that are equal in dtype, shape and sharding are of one kind, and there are few
+kinds. The parts of a kind are stored as arithmetic progressions: the rows of a tensor that all ranks shard are one or two of
+them at any number of ranks. Tensors of one element that all ranks hold, such as the steps of an optimizer, are in the index
+itself (``inline``).
 
-Tensors of one element that all ranks hold, such as the steps of an optimizer, are in the index itself (``inline``).
+So the index of a rank lists numbers, digests of its data files and plain values: where its parts of the tensors begin. A load
+parses the indexes of those ranks that it reads from.
 """
 
 from __future__ import annotations
@@ -13,25 +16,67 @@ import base64
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from math import prod
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
 from msgspec import Meta, Struct
 
-from dtrain.checkpoint import layout, strict_json
-from dtrain.checkpoint.layout import DTYPES, INDEX, VERSION, Manifest, RankFiles, check_format
-from dtrain.checkpoint.rank_index import ShardKind, shard_kind
-from dtrain.checkpoint.strict_json import Count
-from dtrain.checkpoint.tree_json import TensorRef
+from dtrain.checkpoint import layout
+from dtrain.checkpoint.layout import (
+    DIGEST,
+    DTYPES,
+    INDEX,
+    VERSION,
+    Blocks,
+    Count,
+    Manifest,
+    RankFiles,
+    TensorRef,
+    check_format,
+    data_name,
+    index_name,
+)
 from dtrain.errors import CorruptCheckpointError
 
-INDEX_FORMAT = "dtrain-checkpoint-index"
+INDEX_FORMAT, RANK_INDEX_FORMAT = "dtrain-checkpoint-index", "dtrain-checkpoint-rank"
 # Dims of stored tensors are at most 2**48, so sums of two numbers fit into 64 bits.
 _MAX_OFFSET = 2**48
+# No file is as large, and the number fits into 64 bits.
+_MAX_BYTES = 2**62
 _Offset = Annotated[int, Meta(ge=0, le=_MAX_OFFSET)]
 _Rank = Annotated[int, Meta(ge=0, le=layout.MAX_RANKS)]
+
+
+class ShardKind(NamedTuple):
+    """Common fields of shards: the region ``[offset, offset + size)`` of a tensor of ``shape``, and its size in bytes."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    size: tuple[int, ...]
+    nbytes: int
+
+
+@lru_cache(maxsize=4096)
+def shard_kind(dtype: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...]) -> ShardKind:
+    """Return the kind of a region. There are many shards and few kinds of them, so equal kinds are one object."""
+    return ShardKind(dtype, shape, offset, size, prod(size) * DTYPES[dtype].itemsize)
+
+
+class StoredShard(NamedTuple):
+    """Stored shard of a tensor: the bytes from ``begin`` on of the data file of this number."""
+
+    file: int
+    begin: int
+    kind: ShardKind
+
+    @property
+    def end(self) -> int:
+        """Byte after the last byte of the shard."""
+        return self.begin + self.kind.nbytes
 
 
 class PartRun(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -59,43 +104,19 @@ class PartRun(Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
         return tuple(at + index * step for at, step in zip(self.offset, self.step, strict=True))
 
 
-class _KindEntry(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of a ``TensorKind`` in the file; ``file`` is 1 for frozen parameters in a file of their own."""
-
-    dtype: str
-    shape: tuple[_Offset, ...]
-    file: Annotated[int, Meta(ge=0, le=1)]
-    runs: tuple[PartRun, ...]
-
-
-@strict_json.compile_schema
-class _IndexFile(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Fields of ``index.json``."""
-
-    format: str
-    version: int
-    files: tuple[RankFiles, ...]
-    kinds: tuple[_KindEntry, ...]
-    tensors: list[Count]
-    inline: str
-    local_buffers: bool
-    shared: dict[str, Any]
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class TensorKind:
+class TensorKind(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Dtype, shape and parts of tensors of the run.
 
     Args:
         dtype: name of the dtype.
         shape: shape of the whole tensor.
-        file: number of the data file, of each rank, that holds the part.
+        file: number of the data file, of each rank, that holds the part: 1 for frozen parameters in a file of their own.
         runs: the parts; empty for a tensor without elements.
     """
 
     dtype: str
-    shape: tuple[int, ...]
-    file: int
+    shape: tuple[_Offset, ...]
+    file: Annotated[int, Meta(ge=0, le=1)]
     runs: tuple[PartRun, ...]
 
     def part_of(self, rank: int) -> ShardKind | None:
@@ -135,11 +156,13 @@ class TensorKind:
         return all_ranks, np.concatenate(offsets), np.concatenate(sizes)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
-class RunIndex:
-    """Index of the run.
+@layout.compile_schema
+class RunIndex(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Index of the run, ``index.json``.
 
     Args:
+        format: name of the format.
+        version: version of the format.
         files: files by rank.
         kinds: kinds of the tensors.
         tensors: kind of each tensor, in the order in which ``shared`` names them: its number in ``kinds`` plus 1, or 0 for a
@@ -149,9 +172,11 @@ class RunIndex:
         shared: encoded plain values of the run, by section.
     """
 
+    format: str = INDEX_FORMAT
+    version: int = VERSION
     files: tuple[RankFiles, ...]
     kinds: tuple[TensorKind, ...]
-    tensors: tuple[int, ...]
+    tensors: tuple[Count, ...]
     inline: bytes
     local_buffers: bool
     shared: dict[str, Any]
@@ -183,20 +208,7 @@ def encode_run_index(index: RunIndex) -> bytes:
     Raises:
         CheckpointError: more JSON than the reader accepts.
     """
-    body = {
-        "format": INDEX_FORMAT,
-        "version": VERSION,
-        "files": msgspec.to_builtins(index.files),
-        "kinds": [
-            {"dtype": kind.dtype, "shape": kind.shape, "file": kind.file, "runs": msgspec.to_builtins(kind.runs)}
-            for kind in index.kinds
-        ],
-        "tensors": index.tensors,
-        "inline": base64.b64encode(index.inline).decode(),
-        "local_buffers": index.local_buffers,
-        "shared": index.shared,
-    }
-    return strict_json.encode_limited(body, INDEX)
+    return layout.encode_limited(msgspec.to_builtins(index), INDEX)
 
 
 def parse_run_index(data: bytes, manifest: Manifest) -> RunIndex:
@@ -206,38 +218,25 @@ def parse_run_index(data: bytes, manifest: Manifest) -> RunIndex:
         CorruptCheckpointError: bytes that ``encode_run_index`` does not write, or a part outside of its tensor.
         CheckpointError: a valid index of another format version.
     """
-    body = strict_json.parse_json(data, INDEX)
+    body = layout.parse_json(data, INDEX)
     check_format(body, INDEX, INDEX_FORMAT)
-    raw = strict_json.convert(body, _IndexFile, INDEX)
-    if len(raw.files) != manifest.world_size:
-        raise CorruptCheckpointError(f"{INDEX}: files: must list {manifest.world_size} ranks, got {len(raw.files)}")
-    for rank, files in enumerate(raw.files):
+    index = layout.convert(body, RunIndex, INDEX)
+    if len(index.files) != manifest.world_size:
+        raise CorruptCheckpointError(f"{INDEX}: files: must list {manifest.world_size} ranks, got {len(index.files)}")
+    for rank, files in enumerate(index.files):
         if len(files.data_bytes) not in (1, 2):
             raise CorruptCheckpointError(f"{INDEX}: files[{rank}]: must have 1 or 2 data files, got {len(files.data_bytes)}")
-    for at, kind in enumerate(raw.kinds):
-        _check_kind(kind, raw.files, f"{INDEX}: kinds[{at}]")
-    if max(raw.tensors, default=0) > len(raw.kinds):
-        raise CorruptCheckpointError(f"{INDEX}: tensors: must be at most {len(raw.kinds)}, got {max(raw.tensors)}")
-    try:
-        inline = base64.b64decode(raw.inline, validate=True)
-    # binascii.Error and the error of a text that is not ASCII are ValueErrors.
-    except ValueError:
-        raise CorruptCheckpointError(f"{INDEX}: inline: must be base64") from None
-    index = RunIndex(
-        files=raw.files,
-        kinds=tuple(TensorKind(dtype=k.dtype, shape=k.shape, file=k.file, runs=k.runs) for k in raw.kinds),
-        tensors=tuple(raw.tensors),
-        inline=inline,
-        local_buffers=raw.local_buffers,
-        shared=raw.shared,
-    )
+    for number, kind in enumerate(index.kinds):
+        _check_kind(kind, index.files, f"{INDEX}: kinds[{number}]")
+    if max(index.tensors, default=0) > len(index.kinds):
+        raise CorruptCheckpointError(f"{INDEX}: tensors: must be at most {len(index.kinds)}, got {max(index.tensors)}")
     total = len(data) + sum(files.index_bytes + sum(files.data_bytes) for files in index.files)
     if total != manifest.bytes:
         raise CorruptCheckpointError(f"{INDEX}: files must have {manifest.bytes} bytes in all as in the manifest, got {total}")
     return index
 
 
-def _check_kind(kind: _KindEntry, files: Sequence[RankFiles], location: str) -> None:
+def _check_kind(kind: TensorKind, files: Sequence[RankFiles], location: str) -> None:
     if kind.dtype not in DTYPES:
         raise CorruptCheckpointError(f"{location}: unknown dtype {kind.dtype!r}")
     for at, run in enumerate(kind.runs):
@@ -353,3 +352,163 @@ def _find_runs(parts: Sequence[_Part]) -> Iterator[PartRun]:
 
 def _minus(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(x - y for x, y in zip(a, b, strict=True))
+
+
+@layout.compile_schema
+class RankIndex(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Index of the files of one rank, ``rank-<rank>.json``.
+
+    Args:
+        format: name of the format.
+        version: version of the format.
+        digest: kind of the digests of blocks.
+        rank: the rank that wrote the files.
+        begins: first byte of the rank's part of each tensor of the run that the rank holds, in the order of the run's index.
+        per_rank: first byte of each tensor that only this rank has, in the order of ``values``.
+        blocks: blocks of each data file.
+        values: encoded plain values of the rank.
+    """
+
+    format: str = RANK_INDEX_FORMAT
+    version: int = VERSION
+    digest: str = DIGEST
+    rank: Count
+    begins: list[Count]
+    per_rank: list[Count]
+    blocks: tuple[Blocks, ...]
+    values: Any
+
+
+def encode_rank_index(index: RankIndex) -> bytes:
+    """Encode ``rank-<rank>.json``.
+
+    Raises:
+        CheckpointError: more JSON than the reader accepts.
+    """
+    return layout.encode_limited(msgspec.to_builtins(index), index_name(index.rank))
+
+
+def parse_rank_index(data: bytes, rank: int, files: RankFiles) -> RankIndex:
+    """Parse the index of ``rank``. ``place_shards`` compares it with the index of the run.
+
+    Raises:
+        CorruptCheckpointError: bytes that ``encode_rank_index`` does not write, or blocks that do not cover the data files.
+        CheckpointError: a valid index of another format version.
+    """
+    location = index_name(rank)
+    body = layout.parse_json(data, location)
+    check_format(body, location, RANK_INDEX_FORMAT)
+    index = layout.convert(body, RankIndex, location)
+    if (index.rank, index.digest) != (rank, DIGEST):
+        raise CorruptCheckpointError(f"{location}: rank and digest must be {(rank, DIGEST)}, got {(index.rank, index.digest)}")
+    if len(index.blocks) != len(files.data_bytes):
+        raise CorruptCheckpointError(f"{location}: blocks: must list {len(files.data_bytes)} files, got {len(index.blocks)}")
+    for number, (blocks, size) in enumerate(zip(index.blocks, files.data_bytes, strict=True)):
+        _check_blocks(blocks, size, f"{location}: blocks[{number}]")
+    return index
+
+
+def _check_blocks(blocks: Blocks, size: int, location: str) -> None:
+    """Raise unless the blocks cover a file of ``size`` bytes."""
+    last = blocks.ends[-1] if blocks.ends else 0
+    if last != size or max(blocks.ends, default=0) != last:
+        raise CorruptCheckpointError(f"{location}: must end with the file of {size} bytes, got {last}")
+    if len(blocks.digests) != 32 * len(blocks.ends):
+        raise CorruptCheckpointError(f"{location}: {len(blocks.ends)} blocks do not have {len(blocks.digests) / 32:g} digests")
+    lengths = np.diff(np.array(blocks.ends, dtype=np.int64), prepend=0)
+    if len(lengths) and not 0 < lengths.min() <= lengths.max() <= layout.CHUNK_BYTES:
+        raise CorruptCheckpointError(
+            f"{location}: a block must have 1 to {layout.CHUNK_BYTES} bytes, got {lengths.min()} to {lengths.max()}"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False, repr=False)
+class PlacedShards:
+    """Places of the shards of one rank, checked.
+
+    Args:
+        numbers: numbers of the tensors of the run that the rank holds in part, ascending.
+        begins: first byte of each part.
+        per_rank: shards of the tensors that only this rank has, by key. Files are counted within the rank.
+        blocks: blocks of each data file.
+        values: encoded plain values of the rank.
+    """
+
+    numbers: Any
+    begins: Any
+    per_rank: Mapping[str, StoredShard]
+    blocks: tuple[Blocks, ...]
+    values: Any
+
+    def begins_of(self, numbers: Sequence[int]) -> list[int]:
+        """Return the first bytes of the parts of these tensors, which the rank holds."""
+        found: list[int] = self.begins[np.searchsorted(self.numbers, np.array(numbers, dtype=np.int64))].tolist()
+        return found
+
+
+def place_shards(index: RankIndex, run: RunIndex, refs: Mapping[str, TensorRef]) -> PlacedShards:
+    """Return the places of the shards of a rank, after a check against the index of the run.
+
+    Args:
+        index: index of the rank.
+        run: index of the run.
+        refs: tensors that only this rank has, as ``index.values`` name them.
+
+    Raises:
+        CorruptCheckpointError: another number of shards, a shard outside of its file, or shards that share bytes.
+    """
+    name, sizes = index_name(index.rank), run.files[index.rank].data_bytes
+    numbers, parts = run.parts_of(index.rank)
+    for column, found, expected in (("begins", index.begins, len(numbers)), ("per_rank", index.per_rank, len(refs))):
+        if len(found) != expected:
+            raise CorruptCheckpointError(f"{name}: {column}: must have {expected} numbers, got {len(found)}")
+    own = [shard_kind(ref.dtype, ref.shape, (0,) * len(ref.shape), ref.shape) for ref in refs.values()]
+    kinds = np.array(run.tensors, dtype=np.int64)[numbers] - 1
+    # There are many tensors and few kinds, so lengths and files are looked up by kind. The last one is for no kind at all.
+    lengths = np.array([*(0 if part is None else min(part.nbytes, _MAX_BYTES) for part in parts), 0], dtype=np.int64)
+    files = np.array([*(kind.file for kind in run.kinds), 0], dtype=np.int64)
+    own_lengths = np.array([min(kind.nbytes, _MAX_BYTES) for kind in own], dtype=np.int64)
+    _check_places(
+        index.rank,
+        [*index.begins, *index.per_rank],
+        np.concatenate([lengths[kinds], own_lengths]),
+        np.concatenate([files[kinds], np.zeros(len(own), dtype=np.int64)]),
+        sizes,
+    )
+    per_rank = {key: StoredShard(0, begin, kind) for key, begin, kind in zip(refs, index.per_rank, own, strict=True)}
+    return PlacedShards(
+        numbers=numbers,
+        begins=np.array(index.begins, dtype=np.int64),
+        per_rank=per_rank,
+        blocks=index.blocks,
+        values=index.values,
+    )
+
+
+def _check_places(rank: int, begins: list[int], lengths: Any, files: Any, sizes: Sequence[int]) -> None:
+    """Raise if a shard is outside of its file, or if two share a byte, which a reader would fetch for each of them."""
+    if not begins:
+        return
+    name = index_name(rank)
+    if max(begins) > max(sizes):
+        raise CorruptCheckpointError(f"{name}: byte {max(begins)} is outside of a file of {max(sizes)} bytes")
+    first = np.array(begins, dtype=np.int64)
+    last = np.array(sizes, dtype=np.int64)[files] - lengths
+    outside = np.flatnonzero(first > last)
+    if len(outside):
+        at = int(outside[0])
+        size = sizes[int(files[at])]
+        raise CorruptCheckpointError(
+            f"{name}: shard {at}: bytes {begins[at]} to {begins[at] + int(lengths[at])} are outside of a file of {size} bytes"
+        )
+    order = np.lexsort((first, files))
+    order = order[lengths[order] > 0]
+    of_file, first, ends = files[order], first[order], (first + lengths)[order]
+    # The first pair of neighbours that overlap exists if any pair of shards overlaps.
+    overlaps = np.flatnonzero((first[1:] < ends[:-1]) & (of_file[1:] == of_file[:-1]))
+    if len(overlaps):
+        at = int(overlaps[0]) + 1
+        file = data_name(rank, frozen=bool(of_file[at]))
+        raise CorruptCheckpointError(
+            f"{name}: {file}: shard {int(order[at])}: begins at byte {int(first[at])}, inside of another shard"
+        )
